@@ -1,0 +1,77 @@
+//! The `allstream` command.
+
+mod demo;
+mod launch;
+mod run;
+mod trace_cmd;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+/// Collective communication for training loops: launcher and tools
+#[derive(Debug, Parser)]
+#[command(name = "allstream", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train a small network on several processes, and check the result
+    Demo(demo::DemoArgs),
+    /// Start a program as the ranks of a job on this host
+    Run(run::RunArgs),
+    /// Merge the ranks' flight recorders, and say who is behind
+    Trace(trace_cmd::TraceArgs),
+    /// What this build can use on this host
+    Info,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_env("ALLSTREAM_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).init();
+    let result = match cli.command {
+        Command::Demo(args) => demo::run(args),
+        Command::Run(args) => run::run(args).map_err(Into::into),
+        Command::Trace(args) => trace_cmd::run(&args),
+        Command::Info => info().map_err(Into::into),
+    };
+    result.unwrap_or_else(|error| {
+        // Not `eprintln`, which panics if stderr is closed.
+        let _ = writeln!(io::stderr(), "allstream: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+fn info() -> io::Result<ExitCode> {
+    let cores =
+        std::thread::available_parallelism().map_or_else(|error| error.to_string(), |n| n.to_string());
+    let memory = match rustix::fs::memfd_create("allstream-info", rustix::fs::MemfdFlags::CLOEXEC) {
+        Ok(_) => "yes".to_string(),
+        Err(error) => format!("no: memfd_create: {error}"),
+    };
+    let tcp = match std::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)) {
+        Ok(_) => "yes".to_string(),
+        Err(error) => format!("no: cannot listen on 127.0.0.1: {error}"),
+    };
+    let lines = [
+        ("allstream", env!("CARGO_PKG_VERSION")),
+        ("cores", &cores),
+        ("in process", "yes"),
+        ("shared memory", &memory),
+        ("TCP", &tcp),
+        ("CUDA", "not in this version"),
+        ("NCCL", "not in this version"),
+        ("RDMA", "not in this version"),
+    ];
+    let text: String = lines.iter().map(|(name, value)| format!("{name:<15}{value}\n")).collect();
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}

@@ -1,0 +1,507 @@
+//! `allstream trace`: lays the flight recorders of all ranks side by side, and says who is behind.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use serde::{Deserialize, Serialize};
+
+/// A larger file is refused: the recorder keeps a bounded number of operations, so it is not one of ours.
+const LARGEST_FILE: u64 = 64 << 20;
+/// The version of the format that this reads.
+const VERSION: u32 = 1;
+
+/// Options of `allstream trace`.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TraceArgs {
+    /// Files that the ranks' flight recorders wrote, or directories of them (every *.json there)
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<PathBuf>,
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What one rank wrote about one world.
+#[derive(Clone, Debug, Deserialize)]
+struct Recording {
+    version: u32,
+    world: String,
+    rank: usize,
+    size: usize,
+    pid: u32,
+    #[serde(default)]
+    host: String,
+    written_at_unix_ms: f64,
+    cause: Option<String>,
+    comms: Vec<CommRecord>,
+}
+
+/// One communicator, as one of its members saw it.
+#[derive(Clone, Debug, Deserialize)]
+struct CommRecord {
+    id: u64,
+    name: String,
+    /// Rank in the communicator.
+    rank: usize,
+    /// The world's rank of each member.
+    members: Vec<usize>,
+    poisoned: Option<String>,
+    operations: Vec<Operation>,
+}
+
+#[derive(Clone, Debug, Deserialize)]
+struct Operation {
+    number: u64,
+    call: String,
+    state: State,
+    submitted_us: f64,
+    started_us: Option<f64>,
+    finished_us: Option<f64>,
+    /// Ranks of the communicator.
+    #[serde(default)]
+    waiting_for: Vec<usize>,
+    #[serde(default)]
+    bytes_done: u64,
+}
+
+#[derive(Clone, Copy, Debug, Deserialize, Serialize, PartialEq, Eq)]
+#[serde(rename_all = "lowercase")]
+enum State {
+    Queued,
+    Running,
+    Done,
+    Failed,
+}
+
+impl Operation {
+    fn open(&self) -> bool {
+        matches!(self.state, State::Queued | State::Running)
+    }
+
+    /// Numbered by itself, for each peer and tag, not along with the collectives.
+    fn point_to_point(&self) -> bool {
+        ["send", "recv", "isend", "irecv"].contains(&self.call.split('(').next().unwrap_or_default().trim())
+    }
+}
+
+/// Everything that was found.
+#[derive(Debug, Serialize)]
+struct Report {
+    worlds: Vec<WorldReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct WorldReport {
+    world: String,
+    size: usize,
+    /// Ranks with a file.
+    ranks: Vec<usize>,
+    /// Ranks without.
+    missing: Vec<usize>,
+    causes: BTreeMap<usize, String>,
+    communicators: Vec<CommReport>,
+}
+
+/// Ranks are those of the communicator; `members` gives the world's.
+#[derive(Debug, Serialize)]
+struct CommReport {
+    id: u64,
+    name: String,
+    members: Vec<usize>,
+    ranks: Vec<RankReport>,
+    verdict: Vec<Finding>,
+}
+
+#[derive(Debug, Serialize)]
+struct RankReport {
+    rank: usize,
+    pid: u32,
+    host: String,
+    poisoned: Option<String>,
+    last_finished: Option<OperationReport>,
+    current: Option<OperationReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct OperationReport {
+    number: u64,
+    call: String,
+    state: State,
+    /// From the submission, or the start, to when the file was written; of a finished one, how long it took.
+    seconds: f64,
+    waiting_for: Vec<usize>,
+    bytes_done: u64,
+}
+
+#[derive(Debug, Serialize, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+enum Kind {
+    NoFile,
+    NotInFile,
+    Disagreement,
+    Behind,
+    Unfinished,
+    Poisoned,
+    Idle,
+}
+
+/// One line of the verdict.
+#[derive(Debug, Serialize)]
+struct Finding {
+    kind: Kind,
+    number: Option<u64>,
+    /// The ranks it is about.
+    ranks: Vec<usize>,
+    text: String,
+}
+
+/// Reads the files and prints what they say together.
+pub(crate) fn run(args: &TraceArgs) -> Result<ExitCode, Box<dyn std::error::Error + Send + Sync>> {
+    let mut recordings = Vec::new();
+    for path in files(&args.paths)? {
+        recordings.push(load(&path).map_err(|error| format!("{}: {error}", path.display()))?);
+    }
+    let report = merge(recordings);
+    let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { render(&report) };
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(ExitCode::SUCCESS),
+    }
+}
+
+fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, String> {
+    let mut files = Vec::new();
+    for path in paths {
+        let error = |error: io::Error| format!("{}: {error}", path.display());
+        if !path.is_dir() {
+            files.push(path.clone());
+            continue;
+        }
+        let before = files.len();
+        for entry in path.read_dir().map_err(error)? {
+            let file = entry.map_err(error)?.path();
+            if file.extension().is_some_and(|extension| extension == "json") && file.is_file() {
+                files.push(file);
+            }
+        }
+        if files.len() == before {
+            return Err(format!("{}: no *.json file in this directory", path.display()));
+        }
+    }
+    files.sort();
+    files.dedup();
+    Ok(files)
+}
+
+fn load(path: &Path) -> Result<Recording, String> {
+    let mut text = Vec::new();
+    // One byte more than allowed tells a file that is too large, whatever its metadata says.
+    let file = File::open(path).map_err(|error| error.to_string())?;
+    file.take(LARGEST_FILE + 1).read_to_end(&mut text).map_err(|error| error.to_string())?;
+    if text.len() as u64 > LARGEST_FILE {
+        return Err(format!("larger than {} MB, so not a flight recorder's file", LARGEST_FILE >> 20));
+    }
+    parse(&text)
+}
+
+fn parse(text: &[u8]) -> Result<Recording, String> {
+    #[derive(Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    let bad = |error: serde_json::Error| format!("not a flight recorder's file: {error}");
+    let version = serde_json::from_slice::<Version>(text).map_err(bad)?.version;
+    if version != VERSION {
+        return Err(format!("format version {version}; this allstream reads version {VERSION}"));
+    }
+    let mut recording: Recording = serde_json::from_slice(text).map_err(bad)?;
+    if recording.rank >= recording.size {
+        return Err(format!("rank {} in a world of {}", recording.rank, recording.size));
+    }
+    // Sizes index nothing, but they are walked: nobody has a world like that.
+    if recording.size > 1 << 20 {
+        return Err(format!("a world of {} ranks", recording.size));
+    }
+    for comm in &mut recording.comms {
+        if comm.rank >= comm.members.len() {
+            return Err(format!("rank {} in communicator {} of {}", comm.rank, comm.id, comm.members.len()));
+        }
+        comm.operations.sort_by_key(|operation| operation.number);
+    }
+    Ok(recording)
+}
+
+/// Puts the files of each world together. Of two files of the same rank, the later one counts.
+fn merge(recordings: Vec<Recording>) -> Report {
+    debug_assert!(recordings.iter().all(|recording| recording.version == VERSION));
+    let mut worlds: BTreeMap<(String, usize), BTreeMap<usize, Recording>> = BTreeMap::new();
+    for recording in recordings {
+        let ranks = worlds.entry((recording.world.clone(), recording.size)).or_default();
+        let newer = ranks
+            .get(&recording.rank)
+            .is_none_or(|have| have.written_at_unix_ms < recording.written_at_unix_ms);
+        if newer {
+            ranks.insert(recording.rank, recording);
+        }
+    }
+    let worlds = worlds.into_iter().map(|((world, size), files)| {
+        // Two communicators may have the same number if no rank is in both.
+        let keys: BTreeSet<(u64, Vec<usize>)> = (files.values())
+            .flat_map(|file| file.comms.iter().map(|comm| (comm.id, comm.members.clone())))
+            .collect();
+        WorldReport {
+            world,
+            size,
+            ranks: files.keys().copied().collect(),
+            missing: (0..size).filter(|rank| !files.contains_key(rank)).collect(),
+            causes: files.iter().filter_map(|(rank, file)| Some((*rank, file.cause.clone()?))).collect(),
+            communicators: keys.into_iter().map(|(id, members)| comm_report(id, members, &files)).collect(),
+        }
+    });
+    Report { worlds: worlds.collect() }
+}
+
+fn comm_report(id: u64, members: Vec<usize>, files: &BTreeMap<usize, Recording>) -> CommReport {
+    let mut views = BTreeMap::new();
+    let mut ranks = Vec::new();
+    for file in files.values() {
+        let Some(comm) = file.comms.iter().find(|comm| comm.id == id && comm.members == members) else {
+            continue;
+        };
+        views.insert(comm.rank, comm);
+        let report = |operation: &Operation| OperationReport {
+            number: operation.number,
+            call: operation.call.clone(),
+            state: operation.state,
+            seconds: seconds(operation, file.written_at_unix_ms),
+            waiting_for: operation.waiting_for.clone(),
+            bytes_done: operation.bytes_done,
+        };
+        ranks.push(RankReport {
+            rank: comm.rank,
+            pid: file.pid,
+            host: file.host.clone(),
+            poisoned: comm.poisoned.clone(),
+            last_finished: comm.operations.iter().rfind(|operation| !operation.open()).map(report),
+            current: comm.operations.iter().find(|operation| operation.open()).map(report),
+        });
+    }
+    ranks.sort_by_key(|rank| rank.rank);
+    let name = views.values().next().map(|comm| comm.name.clone()).unwrap_or_default();
+    CommReport { id, name, verdict: verdict(&members, files, &views), members, ranks }
+}
+
+fn seconds(operation: &Operation, written_at_ms: f64) -> f64 {
+    let from = match operation.state {
+        State::Queued => operation.submitted_us,
+        _ => operation.started_us.unwrap_or(operation.submitted_us),
+    };
+    let to = if operation.open() { written_at_ms * 1e3 } else { operation.finished_us.unwrap_or(from) };
+    ((to - from) / 1e6).max(0.0)
+}
+
+/// What the views of one communicator say together: worst first.
+fn verdict(
+    members: &[usize],
+    files: &BTreeMap<usize, Recording>,
+    views: &BTreeMap<usize, &CommRecord>,
+) -> Vec<Finding> {
+    let mut found = Vec::new();
+    let (absent, silent): (Vec<usize>, Vec<usize>) = (0..members.len())
+        .filter(|rank| !views.contains_key(rank))
+        .partition(|rank| !files.contains_key(&members[*rank]));
+    if !absent.is_empty() {
+        let it = if absent.len() == 1 { "it" } else { "they" };
+        let text = format!("no file from {}: {it} may have died", name_ranks(&absent));
+        found.push(Finding { kind: Kind::NoFile, number: None, ranks: absent, text });
+    }
+    if !silent.is_empty() {
+        let text = format!("{} wrote a file, but not about this communicator", name_ranks(&silent));
+        found.push(Finding { kind: Kind::NotInFile, number: None, ranks: silent, text });
+    }
+    // What each rank called, by number.
+    let mut calls: BTreeMap<u64, BTreeMap<usize, &Operation>> = BTreeMap::new();
+    for (rank, comm) in views {
+        for operation in comm.operations.iter().filter(|operation| !operation.point_to_point()) {
+            calls.entry(operation.number).or_default().insert(*rank, operation);
+        }
+    }
+    for (number, by_rank) in &calls {
+        let mut variants: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+        for (rank, operation) in by_rank {
+            variants.entry(operation.call.as_str()).or_default().push(*rank);
+        }
+        if variants.len() > 1 {
+            let mut variants: Vec<_> = variants.into_iter().collect();
+            variants.sort_by_key(|(_, ranks)| (ranks.len(), ranks.first().copied()));
+            let said: Vec<_> =
+                variants.iter().map(|(call, ranks)| format!("{} called {call}", name_ranks(ranks))).collect();
+            let ranks = variants.first().map(|(_, ranks)| ranks.clone()).unwrap_or_default();
+            let text = format!("the ranks disagree about #{number}: {}", said.join("; "));
+            found.push(Finding { kind: Kind::Disagreement, number: Some(*number), ranks, text });
+            break; // all that follows is a consequence
+        }
+    }
+    found.extend(progress(views, &calls));
+    for (rank, comm) in views {
+        if let Some(why) = &comm.poisoned {
+            let text = format!("rank {rank} can no longer use this communicator: {why}");
+            found.push(Finding { kind: Kind::Poisoned, number: None, ranks: vec![*rank], text });
+        }
+    }
+    if found.is_empty() {
+        let text = "nothing is under way, and the ranks agree".to_string();
+        found.push(Finding { kind: Kind::Idle, number: None, ranks: Vec::new(), text });
+    }
+    found
+}
+
+/// Who has not called what others have, or else who is inside the oldest operation that has not ended.
+fn progress(
+    views: &BTreeMap<usize, &CommRecord>,
+    calls: &BTreeMap<u64, BTreeMap<usize, &Operation>>,
+) -> Vec<Finding> {
+    let mut found = Vec::new();
+    let Some((&newest, _)) = calls.last_key_value() else { return found };
+    let mut last: BTreeMap<Option<u64>, Vec<usize>> = BTreeMap::new();
+    for rank in views.keys() {
+        let number =
+            calls.iter().rev().find(|(_, by_rank)| by_rank.contains_key(rank)).map(|(number, _)| *number);
+        last.entry(number).or_default().push(*rank);
+    }
+    for (number, behind) in last.into_iter().filter(|(number, _)| *number != Some(newest)) {
+        // The first operation after it that anybody called.
+        let next = calls.range(number.map_or(0, |number| number + 1)..).next();
+        let Some((next, by_rank)) = next else { continue };
+        let call = by_rank.values().next().map(|operation| operation.call.as_str()).unwrap_or_default();
+        let waiting: Vec<_> =
+            by_rank.iter().filter(|(_, operation)| operation.open()).map(|(rank, _)| *rank).collect();
+        let have = if behind.len() == 1 { "has" } else { "have" };
+        let wait = match waiting.len() {
+            0 => "nobody waits for it now".to_string(),
+            1 => format!("{} waits for {}", name_ranks(&waiting), it(&behind)),
+            _ => format!("{} wait for {}", name_ranks(&waiting), it(&behind)),
+        };
+        let text = format!("{} {have} not called #{next} {call}; {wait}", name_ranks(&behind));
+        found.push(Finding { kind: Kind::Behind, number: Some(*next), ranks: behind, text });
+    }
+    if found.is_empty() {
+        let open = calls.iter().find(|(_, by_rank)| by_rank.values().any(|operation| operation.open()));
+        let Some((number, by_rank)) = open else { return found };
+        let inside: BTreeMap<usize, &Operation> = by_rank
+            .iter()
+            .filter(|(_, operation)| operation.open())
+            .map(|(rank, open)| (*rank, *open))
+            .collect();
+        let ranks: Vec<usize> = inside.keys().copied().collect();
+        let awaited: BTreeSet<usize> =
+            inside.values().flat_map(|open| open.waiting_for.iter().copied()).collect();
+        // One who waits for somebody else is not where it starts.
+        let roots: Vec<usize> = (awaited.iter().copied())
+            .filter(|rank| inside.get(rank).is_none_or(|open| open.waiting_for.is_empty()))
+            .collect();
+        let awaited: Vec<usize> = if roots.is_empty() { awaited.into_iter().collect() } else { roots };
+        let call = inside.values().next().map(|open| open.call.as_str()).unwrap_or_default();
+        let whom = if awaited.is_empty() {
+            String::new()
+        } else {
+            format!(", waiting for {}", name_ranks(&awaited))
+        };
+        let have = if ranks.len() == 1 { "has" } else { "have" };
+        let text =
+            format!("all called #{number} {call}; {} {have} not finished it{whom}", name_ranks(&ranks));
+        found.push(Finding { kind: Kind::Unfinished, number: Some(*number), ranks, text });
+    }
+    found
+}
+
+fn it(ranks: &[usize]) -> &'static str {
+    if ranks.len() == 1 { "it" } else { "them" }
+}
+
+fn name_ranks(ranks: &[usize]) -> String {
+    let list = list(ranks);
+    if ranks.len() == 1 { format!("rank {list}") } else { format!("ranks {list}") }
+}
+
+/// `0-3,7`: runs of three and more are shortened.
+fn list(ranks: &[usize]) -> String {
+    let mut parts: Vec<String> = Vec::new();
+    for run in ranks.chunk_by(|a, b| *b == *a + 1) {
+        match run {
+            [first, .., last] if run.len() > 2 => parts.push(format!("{first}-{last}")),
+            _ => parts.extend(run.iter().map(usize::to_string)),
+        }
+    }
+    parts.join(",")
+}
+
+fn render(report: &Report) -> String {
+    let mut out = String::new();
+    for world in &report.worlds {
+        out += &format!("world {}, {} ranks, {} files\n", world.world, world.size, world.ranks.len());
+        if !world.missing.is_empty() {
+            out += &format!("  no file from {}\n", name_ranks(&world.missing));
+        }
+        for (rank, cause) in &world.causes {
+            out += &format!("  rank {rank} wrote its file because: {cause}\n");
+        }
+        for comm in &world.communicators {
+            out += &format!("\ncommunicator {} `{}`, {} ranks", comm.id, comm.name, comm.members.len());
+            if comm.members.iter().enumerate().any(|(rank, member)| rank != *member) {
+                let members: Vec<_> = comm.members.iter().map(usize::to_string).collect();
+                out += &format!(" (in the world: {})", members.join(","));
+            }
+            out += "\n";
+            let mut rows = vec![["rank", "last finished", "is in", "waiting for"].map(String::from)];
+            rows.extend(comm.ranks.iter().map(row));
+            out += &table(&rows);
+            for finding in &comm.verdict {
+                out += &format!("  => {}\n", finding.text);
+            }
+        }
+        out += "\n";
+    }
+    // Names and causes come from files: nothing of them may steer the terminal.
+    out.chars().map(|char| if char.is_control() && char != '\n' { '\u{fffd}' } else { char }).collect()
+}
+
+fn row(rank: &RankReport) -> [String; 4] {
+    let none = || "-".to_string();
+    let failed = |operation: &OperationReport| if operation.state == State::Failed { ", failed" } else { "" };
+    let last = rank.last_finished.as_ref();
+    let current = rank.current.as_ref();
+    let state = |operation: &OperationReport| match operation.state {
+        State::Queued => "queued",
+        _ => "running",
+    };
+    [
+        rank.rank.to_string(),
+        last.map_or_else(none, |last| format!("#{} {}{}", last.number, last.call, failed(last))),
+        current.map_or_else(none, |now| {
+            format!("#{} {}, {} for {:.3} s", now.number, now.call, state(now), now.seconds)
+        }),
+        current.filter(|now| !now.waiting_for.is_empty()).map_or_else(none, |now| list(&now.waiting_for)),
+    ]
+}
+
+fn table(rows: &[[String; 4]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..4).map(width).collect();
+    let mut out = String::new();
+    for row in rows {
+        let mut line = String::from(" ");
+        for (cell, width) in row.iter().zip(&widths) {
+            line += &format!(" {cell:width$} ");
+        }
+        out += line.trim_end();
+        out += "\n";
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests;

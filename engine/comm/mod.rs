@@ -1,0 +1,15 @@
+//! What a user holds: communicators, calls, and work in flight.
+
+mod batch;
+mod call;
+mod handle;
+mod links;
+mod ordered;
+mod work;
+mod world;
+
+pub use batch::{Batch, Message};
+pub use call::Call;
+pub use handle::{Comm, SharedComm};
+pub use ordered::Ordered;
+pub use work::Work;

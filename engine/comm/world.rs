@@ -1,0 +1,318 @@
+//! A rank's place in a world: its communicators, and what is heard of the other ranks.
+
+use std::collections::HashMap;
+use std::net::TcpStream;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
+use crate::error::{Error, Lost};
+use crate::exec::{Control, Endpoint, EndpointConfig, Lane};
+use crate::group::message::{CommId, DataHello, Message};
+use crate::group::{Events, Locality, Mesh, runtime};
+use crate::link::local::Gate;
+use crate::link::region::Region;
+use crate::trace::{self, CommRecord};
+use crate::types::{Algo, Rank, Signature};
+
+/// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
+const QUEUE_LIMIT: usize = 1024;
+
+/// How ranks of one world talk beside the data.
+pub(crate) enum Transport {
+    /// Control connections between processes (or threads that joined as if they were).
+    Mesh(Weak<Mesh>),
+    /// Ranks that were made together in this process.
+    Hub(Arc<Hub>),
+}
+
+/// The ranks of a world made in one process.
+#[derive(Default)]
+pub(crate) struct Hub(Mutex<Vec<Weak<World>>>);
+
+impl Hub {
+    pub(crate) fn enter(&self, world: &Arc<World>) {
+        self.0.lock().push(Arc::downgrade(world));
+    }
+
+    /// Delivers on the control thread, as a mesh does: never in the sender's locks.
+    fn deliver(&self, to: Rank, from: Rank, message: Message) {
+        let Some(world) = self.0.lock().get(to).and_then(Weak::upgrade) else { return };
+        let deliver = async move {
+            match message {
+                Message::Goodbye { cause } => world.goodbye(from, cause),
+                message => world.message(from, message),
+            }
+        };
+        if let Err(error) = runtime::spawn(deliver) {
+            tracing::error!(%error, "a control message was lost");
+        }
+    }
+}
+
+/// Settings that the environment gives every communicator.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Defaults {
+    pub(crate) timeout: Duration,
+    pub(crate) algo: Algo,
+}
+
+impl Defaults {
+    pub(crate) fn from_env() -> Result<Defaults, Error> {
+        let timeout = match std::env::var("ALLSTREAM_TIMEOUT") {
+            Ok(text) => text
+                .trim()
+                .parse::<f64>()
+                .ok()
+                .and_then(|s| Duration::try_from_secs_f64(s).ok())
+                .filter(|d| !d.is_zero())
+                .ok_or_else(|| {
+                    Error::invalid("ALLSTREAM_TIMEOUT", format!("{text:?} is not a number of seconds above 0"))
+                })?,
+            Err(_) => Duration::from_secs(300),
+        };
+        let algo = match std::env::var("ALLSTREAM_ALGO") {
+            Ok(text) => text.parse().map_err(|e| Error::invalid("ALLSTREAM_ALGO", e))?,
+            Err(_) => Algo::Auto,
+        };
+        Ok(Defaults { timeout, algo })
+    }
+}
+
+/// A rank's place in a world.
+pub(crate) struct World {
+    pub(crate) rank: Rank,
+    pub(crate) size: usize,
+    id: [u8; 16],
+    transport: Transport,
+    pub(crate) around: Arc<Neighbourhood>,
+    gate: Gate,
+    pub(crate) defaults: Defaults,
+    comms: Mutex<HashMap<CommId, Weak<Endpoint>>>,
+    first_loss: Mutex<Option<(Rank, Lost)>>,
+    left: Mutex<Vec<Rank>>,
+}
+
+impl World {
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn new(
+        (rank, size, id): (Rank, usize, [u8; 16]),
+        transport: Transport,
+        region: Arc<Region>,
+        lane: Arc<Lane>,
+        localities: Vec<Locality>,
+        defaults: Defaults,
+    ) -> Arc<World> {
+        let gate = Gate::default();
+        let mates = Housemates::of(id);
+        mates.enter(rank, region.clone(), gate.clone());
+        let mesh = match &transport {
+            Transport::Mesh(mesh) => mesh.clone(),
+            Transport::Hub(_) => Weak::new(),
+        };
+        let around = Arc::new(Neighbourhood::new(rank, region, lane, mates, localities, mesh));
+        Arc::new(World {
+            rank,
+            size,
+            id,
+            transport,
+            around,
+            gate,
+            defaults,
+            comms: Mutex::default(),
+            first_loss: Mutex::new(None),
+            left: Mutex::default(),
+        })
+    }
+
+    pub(crate) fn name(&self) -> String {
+        self.id.iter().map(|b| format!("{b:02x}")).collect()
+    }
+
+    /// Makes this rank's side of a communicator. `blocks`: where each member's rings lie.
+    pub(crate) fn endpoint(
+        self: &Arc<Self>,
+        comm: CommId,
+        name: String,
+        members: Vec<Rank>,
+        blocks: Vec<u64>,
+    ) -> Result<Arc<Endpoint>, Error> {
+        let rank = members.iter().position(|m| *m == self.rank).ok_or_else(|| {
+            Error::invalid("make a communicator", format!("rank {} is not among its members {members:?}", self.rank))
+        })?;
+        let near = |m: &&Rank| **m == self.rank || self.around.localities[**m] != Locality::Remote;
+        let here = members.iter().filter(near).count();
+        let links = CommLinks { comm, rank, members: members.clone(), blocks, around: self.around.clone() };
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let endpoint = Endpoint::new(EndpointConfig {
+            comm: comm.0,
+            generation: 0,
+            name,
+            rank,
+            one_host: here == members.len(),
+            crowded: here > cores,
+            members,
+            region: self.around.region.clone(),
+            gate: self.gate.clone(),
+            opener: Arc::new(links),
+            control: self.clone(),
+            lane: self.around.lane.clone(),
+            timeout: self.defaults.timeout,
+            queue_limit: QUEUE_LIMIT,
+        });
+        self.comms.lock().insert(comm, Arc::downgrade(&endpoint));
+        // What was heard before this communicator existed counts for it too.
+        let lost = *self.first_loss.lock();
+        if let Some((rank, how)) = lost {
+            self.lose(&endpoint, rank, how);
+        }
+        for rank in self.left.lock().iter() {
+            if let Some(peer) = endpoint.config.members.iter().position(|m| m == rank) {
+                endpoint.peer_left(peer);
+            }
+        }
+        Ok(endpoint)
+    }
+
+    /// The rings of the world's own communicator lie at the same place in every region: allocated first.
+    pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
+        let block = self.around.region.alloc(block_bytes(self.size))? as u64;
+        self.endpoint(CommId(0), "world".into(), (0..self.size).collect(), vec![block; self.size])
+    }
+
+    fn endpoints(&self) -> Vec<Arc<Endpoint>> {
+        let mut comms = self.comms.lock();
+        comms.retain(|_, endpoint| endpoint.strong_count() > 0);
+        comms.values().filter_map(Weak::upgrade).collect()
+    }
+
+    fn find(&self, comm: CommId) -> Option<Arc<Endpoint>> {
+        self.comms.lock().get(&comm).and_then(Weak::upgrade)
+    }
+
+    fn send(&self, to: Rank, message: Message) {
+        match &self.transport {
+            Transport::Mesh(mesh) => {
+                if let Some(mesh) = mesh.upgrade() {
+                    mesh.send(to, message);
+                }
+            }
+            Transport::Hub(hub) => hub.deliver(to, self.rank, message),
+        }
+    }
+
+    fn tell_members(&self, endpoint: &Endpoint, message: &Message) {
+        for &to in endpoint.config.members.iter().filter(|m| **m != self.rank) {
+            self.send(to, message.clone());
+        }
+    }
+
+    fn lose(&self, endpoint: &Arc<Endpoint>, rank: Rank, how: Lost) {
+        let Some(peer) = endpoint.config.members.iter().position(|m| *m == rank) else { return };
+        let cause = Error::PeerLost { rank: peer, how, operation: None };
+        // Told before anyone here wakes: should this process end because of it, the others know the root cause first.
+        self.tell_members(endpoint, &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() });
+        self.poison(endpoint, cause);
+    }
+
+    fn poison(&self, endpoint: &Arc<Endpoint>, cause: Error) {
+        if endpoint.cause().is_none() {
+            self.record(Some(&cause), Some(endpoint));
+            endpoint.poison(cause);
+        }
+    }
+
+    /// Writes the flight recorders of all communicators.
+    pub(crate) fn record(&self, cause: Option<&Error>, failing: Option<&Endpoint>) {
+        let comms = self.endpoints();
+        let each = |e: &Arc<Endpoint>| CommRecord {
+            id: e.config.comm,
+            name: e.config.name.clone(),
+            rank: e.config.rank,
+            members: e.config.members.clone(),
+            poisoned: match failing {
+                Some(f) if f.config.comm == e.config.comm => cause.map(Error::to_string),
+                _ => e.cause().map(|c| c.to_string()),
+            },
+            operations: e.recorder.snapshot(),
+        };
+        let records = comms.iter().map(each).collect();
+        if let Some(path) = trace::write(&self.name(), self.rank, self.size, cause, records) {
+            tracing::info!(path = %path.display(), "flight recorder written");
+        }
+    }
+
+    /// This rank leaves: says so to ranks of the same process (a mesh says its own goodbye).
+    pub(crate) fn leave(&self) {
+        if let Transport::Hub(_) = &self.transport {
+            for to in (0..self.size).filter(|r| *r != self.rank) {
+                self.send(to, Message::Goodbye { cause: self.loss() });
+            }
+        }
+    }
+
+    /// The first loss this rank knows of, to be passed on with its goodbye.
+    pub(crate) fn loss(&self) -> Option<Error> {
+        self.first_loss.lock().map(|(rank, how)| Error::PeerLost { rank, how, operation: None })
+    }
+}
+
+impl Control for World {
+    fn abort(&self, endpoint: &Endpoint, cause: &Error) {
+        tracing::warn!(comm = endpoint.config.name, rank = endpoint.config.rank, %cause, "communicator aborted");
+        self.tell_members(endpoint, &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() });
+        self.record(Some(cause), Some(endpoint));
+    }
+
+    fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature) {
+        let comm = CommId(endpoint.config.comm);
+        self.tell_members(endpoint, &Message::Stalled { comm, number, signature });
+    }
+}
+
+impl Events for World {
+    fn message(&self, from: Rank, message: Message) {
+        let comm = match &message {
+            Message::Abort { comm, .. } | Message::Stalled { comm, .. } | Message::Called { comm, .. } => *comm,
+            _ => return,
+        };
+        let Some(endpoint) = self.find(comm) else { return };
+        let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
+        match message {
+            Message::Abort { cause, .. } => self.poison(&endpoint, cause),
+            Message::Stalled { number, signature, .. } => {
+                let last = endpoint.asked(peer, number, signature);
+                self.send(from, Message::Called { comm, number, last });
+            }
+            Message::Called { number, last, .. } => endpoint.heard(peer, number, last),
+            _ => {}
+        }
+    }
+
+    fn lost(&self, rank: Rank, how: Lost) {
+        let (root, how) = *self.first_loss.lock().get_or_insert((rank, how));
+        for endpoint in self.endpoints() {
+            self.lose(&endpoint, root, how);
+            self.lose(&endpoint, rank, how);
+        }
+    }
+
+    fn goodbye(&self, rank: Rank, cause: Option<Error>) {
+        if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
+            return self.lost(dead, how);
+        }
+        self.left.lock().push(rank);
+        for endpoint in self.endpoints() {
+            if let Some(peer) = endpoint.config.members.iter().position(|m| *m == rank) {
+                endpoint.peer_left(peer);
+            }
+        }
+    }
+
+    fn data(&self, hello: DataHello, socket: TcpStream) {
+        self.around.sockets.put(hello, socket);
+        self.around.lane.kick();
+    }
+}

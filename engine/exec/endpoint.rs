@@ -1,0 +1,668 @@
+//! One rank's side of one communicator: submission, the table, and driving what was submitted.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::Progress;
+use super::active::{Active, Request};
+use super::inflight::{Finished, Inflight, Key};
+use super::lane::Lane;
+use super::p2p::{Direction, Messages, Transfer};
+use super::port::{Opener, Port};
+use crate::error::{Error, Lost, Missing, MissingState, Operation};
+use crate::link::local::Gate;
+use crate::link::region::Region;
+use crate::mem::{Event, Held};
+use crate::plan::Program;
+use crate::trace::{Recorder, State};
+use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
+
+/// Signatures remembered, so that a peer's late question can be answered.
+const HISTORY: usize = 256;
+/// An operation that has not moved for this long asks its peers whether they called the same.
+const STALL: Duration = Duration::from_millis(100);
+/// How often it asks again.
+const STALL_AGAIN: Duration = Duration::from_millis(400);
+/// An answer older than this does not count as a sign of life.
+const ANSWER: Duration = Duration::from_millis(1200);
+
+/// What the executor tells the other ranks, outside the data path.
+pub(crate) trait Control: Send + Sync {
+    /// The communicator is dead, for this cause, found here.
+    fn abort(&self, endpoint: &Endpoint, cause: &Error);
+    /// An operation waits: ask the others what they called.
+    fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
+}
+
+pub(crate) struct EndpointConfig {
+    pub(crate) comm: u64,
+    pub(crate) generation: u32,
+    pub(crate) name: String,
+    pub(crate) rank: Rank,
+    /// World rank of each member.
+    pub(crate) members: Vec<Rank>,
+    pub(crate) region: Arc<Region>,
+    pub(crate) gate: Gate,
+    pub(crate) opener: Arc<dyn Opener>,
+    pub(crate) control: Arc<dyn Control>,
+    pub(crate) lane: Arc<Lane>,
+    pub(crate) timeout: Duration,
+    pub(crate) queue_limit: usize,
+    /// All members are on this host.
+    pub(crate) one_host: bool,
+    /// More ranks than cores on this host: give the core away instead of spinning.
+    pub(crate) crowded: bool,
+}
+
+/// What to do.
+pub(crate) enum Submission {
+    Collective {
+        call: &'static str,
+        program: Arc<Program>,
+        signature: Signature,
+        input: *const u8,
+        output: *mut u8,
+        count: usize,
+        dtype: DType,
+        op: ReduceOp,
+    },
+    Message {
+        direction: Direction,
+        peer: Rank,
+        tag: u32,
+        memory: *mut u8,
+        count: usize,
+        dtype: DType,
+    },
+}
+
+/// How a submission is to be run.
+#[derive(Clone, Default)]
+pub(crate) struct When {
+    pub(crate) timeout: Option<Duration>,
+    pub(crate) after: Option<Event>,
+}
+
+type Queued<R> = (Key, R, Option<Event>);
+
+struct Table {
+    inflight: Inflight<Held, Error>,
+    collectives: VecDeque<Queued<Request>>,
+    messages: VecDeque<Queued<Transfer>>,
+    next: u64,
+    /// Next message number by (peer, direction, tag).
+    numbers: HashMap<(Rank, Direction, u32), u64>,
+    history: VecDeque<Signature>,
+    /// What peers asked about operations that we have not called yet.
+    asked: Vec<(Rank, u64, Signature)>,
+    closed: bool,
+}
+
+struct Run {
+    active: Active,
+    port: Port,
+    messages: Messages,
+    checked: Instant,
+    drained: bool,
+}
+
+/// One rank's side of one communicator.
+pub(crate) struct Endpoint {
+    pub(crate) config: EndpointConfig,
+    table: Mutex<Table>,
+    run: Mutex<Run>,
+    cause: OnceLock<Error>,
+    poisoned: AtomicBool,
+    /// On the lane's list.
+    pub(crate) enlisted: AtomicBool,
+    /// Threads that drive this endpoint themselves right now.
+    pub(crate) drivers: AtomicU32,
+    /// Answers of peers to `stalled`: (about number, their last call, when).
+    heard: Mutex<Vec<Option<(u64, Option<u64>, Instant)>>>,
+    left: Mutex<Vec<bool>>,
+    pub(crate) recorder: Recorder,
+    programs: Mutex<HashMap<ProgramKey, Arc<Program>>>,
+    /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
+    token: Box<AtomicU8>,
+}
+
+pub(crate) type ProgramKey = (u8, u8, Rank, bool);
+
+/// A look at an operation.
+pub(crate) enum Polled {
+    Pending,
+    Ready(Finished<Held, Error>),
+}
+
+impl Endpoint {
+    pub(crate) fn new(config: EndpointConfig) -> Arc<Endpoint> {
+        let size = config.members.len();
+        let port = |channel| Port::new(size, channel, config.region.clone(), config.opener.clone());
+        let run = Run {
+            active: Active::new(config.comm),
+            port: port(0),
+            messages: Messages::new(config.comm, config.rank, config.generation, size, port(1)),
+            checked: Instant::now(),
+            drained: false,
+        };
+        let table = Table {
+            inflight: Inflight::with_capacity(64),
+            collectives: VecDeque::with_capacity(64),
+            messages: VecDeque::with_capacity(64),
+            next: 0,
+            numbers: HashMap::new(),
+            history: VecDeque::with_capacity(HISTORY + 1),
+            asked: Vec::new(),
+            closed: false,
+        };
+        Arc::new(Endpoint {
+            table: Mutex::new(table),
+            run: Mutex::new(run),
+            cause: OnceLock::new(),
+            poisoned: AtomicBool::new(false),
+            enlisted: AtomicBool::new(false),
+            drivers: AtomicU32::new(0),
+            heard: Mutex::new(vec![None; size]),
+            left: Mutex::new(vec![false; size]),
+            recorder: Recorder::new(),
+            programs: Mutex::new(HashMap::new()),
+            token: Box::default(),
+            config,
+        })
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.config.members.len()
+    }
+
+    /// Memory for barriers; lives as long as the endpoint.
+    pub(crate) fn token(&self) -> *mut u8 {
+        self.token.as_ptr()
+    }
+
+    /// The program for a shape: made once.
+    pub(crate) fn program(
+        &self,
+        key: ProgramKey,
+        make: impl FnOnce() -> Result<Program, Error>,
+    ) -> Result<Arc<Program>, Error> {
+        let mut programs = self.programs.lock();
+        if let Some(program) = programs.get(&key) {
+            return Ok(program.clone());
+        }
+        let program = Arc::new(make()?);
+        programs.insert(key, program.clone());
+        Ok(program)
+    }
+
+    /// The first cause by which this communicator died, if it has.
+    pub(crate) fn cause(&self) -> Option<Error> {
+        if self.poisoned.load(Ordering::Acquire) { self.cause.get().cloned() } else { None }
+    }
+
+    /// Takes ownership of the buffers and queues the operation; on a refusal the buffers come back.
+    pub(crate) fn submit(
+        self: &Arc<Self>,
+        submission: Submission,
+        when: When,
+        held: Held,
+    ) -> Result<Key, (Error, Held)> {
+        let timeout = when.timeout.unwrap_or(self.config.timeout);
+        let mut table = self.table.lock();
+        let call = match &submission {
+            Submission::Collective { call, .. } => call,
+            Submission::Message { direction, .. } => direction.name(),
+        };
+        if let Some(error) = self.refusal(&table, call) {
+            return Err((error, held));
+        }
+        let key = table.inflight.submit(held);
+        let mut disagreement = None;
+        match submission {
+            Submission::Collective { program, signature, input, output, count, dtype, op, .. } => {
+                let number = table.next;
+                table.next += 1;
+                let request =
+                    Request { program, number, signature, input, output, count, dtype, op, timeout };
+                if table.history.len() == HISTORY {
+                    table.history.pop_front();
+                }
+                table.history.push_back(signature);
+                table.collectives.push_back((key, request, when.after));
+                self.recorder.submitted(number, signature);
+                if let Some(at) = table.asked.iter().position(|(_, n, _)| *n == number) {
+                    let (peer, _, theirs) = table.asked.swap_remove(at);
+                    if theirs != signature {
+                        disagreement = Some(self.mismatch(number, signature, peer, theirs));
+                    }
+                }
+            }
+            Submission::Message { direction, peer, tag, memory, count, dtype } => {
+                let next = table.numbers.entry((peer, direction, tag)).or_insert(0);
+                let number = *next;
+                *next += 1;
+                let signature = Signature {
+                    kind: KIND_P2P,
+                    dtype: dtype as u8,
+                    op: NO_OP,
+                    algo: 0,
+                    root: tag,
+                    count: count as u64,
+                    generation: self.config.generation,
+                };
+                let bytes = count * dtype.size();
+                let transfer =
+                    Transfer { key, direction, peer, tag, number, memory, bytes, unit: dtype.size(), signature, timeout };
+                table.messages.push_back((key, transfer, when.after));
+            }
+        }
+        drop(table);
+        if let Some(error) = disagreement {
+            self.fail(error);
+        }
+        // On this thread first: what can complete without a switch does.
+        if self.drive_once() != Progress::Idle {
+            self.arm();
+        }
+        Ok(key)
+    }
+
+    fn refusal(&self, table: &Table, call: &str) -> Option<Error> {
+        if let Some(cause) = self.cause() {
+            return Some(cause);
+        }
+        if table.closed {
+            return Some(Error::Closed { call: call.to_owned() });
+        }
+        let limit = self.config.queue_limit;
+        (table.inflight.running() >= limit).then(|| Error::QueueFull { call: call.to_owned(), limit })
+    }
+
+    fn mismatch(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
+        Error::Mismatch { comm: self.config.name.clone(), number, rank: self.config.rank, ours, peer, theirs }
+    }
+
+    /// Puts the endpoint on the lane's list and makes sure that the lane looks at it.
+    fn arm(self: &Arc<Self>) {
+        if !self.enlisted.swap(true, Ordering::AcqRel) {
+            self.config.lane.enlist(self.clone());
+        }
+        self.config.lane.nudge();
+    }
+
+    /// Looks at an operation, and drives for a bounded time if it is not finished.
+    pub(crate) fn poll(self: &Arc<Self>, key: Key, waker: &Waker, budget: Duration) -> Polled {
+        let end = Instant::now() + budget;
+        loop {
+            // The waker is stored before driving: whoever finishes the operation from here on wakes us.
+            if let Some(finished) = self.table.lock().inflight.poll(key, Some(waker)) {
+                return Polled::Ready(finished);
+            }
+            if self.drive_once() == Progress::Advanced {
+                continue;
+            }
+            if Instant::now() >= end {
+                break;
+            }
+            if self.config.crowded {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+        self.arm();
+        self.config.lane.kick();
+        match self.table.lock().inflight.poll(key, Some(waker)) {
+            Some(finished) => Polled::Ready(finished),
+            None => Polled::Pending,
+        }
+    }
+
+    /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the lane.
+    pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Error> {
+        const SPIN: Duration = Duration::from_micros(200);
+        self.drivers.fetch_add(1, Ordering::AcqRel);
+        let mut idle_since = None;
+        let mut passes = 0u32;
+        let found = loop {
+            if let Some(finished) = self.table.lock().inflight.poll(key, None) {
+                break Some(finished);
+            }
+            if self.drive_once() == Progress::Advanced {
+                idle_since = None;
+                continue;
+            }
+            passes = passes.wrapping_add(1);
+            if self.config.crowded || passes % 64 == 0 {
+                if Instant::now() - *idle_since.get_or_insert_with(Instant::now) > SPIN {
+                    break None;
+                }
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        };
+        self.drivers.fetch_sub(1, Ordering::AcqRel);
+        if let Some(finished) = found {
+            return finished;
+        }
+        let waker = super::lane::parker();
+        loop {
+            match self.poll(key, &waker, Duration::ZERO) {
+                Polled::Ready(finished) => return finished,
+                Polled::Pending => std::thread::park(),
+            }
+        }
+    }
+
+    /// The user let go of the operation.
+    pub(crate) fn detach(&self, key: Key) {
+        let held = self.table.lock().inflight.detach(key);
+        drop(held);
+    }
+
+    /// Drives if nobody else does.
+    pub(crate) fn drive_once(self: &Arc<Self>) -> Progress {
+        match self.run.try_lock() {
+            Some(run) => self.drive(run),
+            None => Progress::Blocked,
+        }
+    }
+
+    fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>) -> Progress {
+        if self.poisoned.load(Ordering::Acquire) {
+            return self.drain(&mut run);
+        }
+        let gate = self.config.gate.lock();
+        let moved = self.advance(&mut run);
+        drop(gate);
+        match moved {
+            Ok(Progress::Advanced) => Progress::Advanced,
+            Ok(progress) => {
+                let now = Instant::now();
+                if progress == Progress::Blocked && now - run.checked > Duration::from_millis(10) {
+                    run.checked = now;
+                    self.check_time(&mut run, now);
+                }
+                progress
+            }
+            Err(error) => {
+                drop(run);
+                self.fail(error);
+                Progress::Advanced
+            }
+        }
+    }
+
+    fn advance(&self, run: &mut Run) -> Result<Progress, Error> {
+        let mut any = false;
+        // Messages whose input is ready are handed to their machine; the rest keep their place.
+        {
+            let mut table = self.table.lock();
+            let mut i = 0;
+            while i < table.messages.len() {
+                if table.messages[i].2.as_ref().is_none_or(Event::is_complete) {
+                    let Some((_, transfer, after)) = table.messages.remove(i) else { break };
+                    drop(table);
+                    ready(&after, transfer.direction.name())?;
+                    run.messages.add(transfer);
+                    any = true;
+                    table = self.table.lock();
+                } else {
+                    i += 1;
+                }
+            }
+        }
+        if run.active.is_empty() {
+            self.next_collective(run)?;
+        }
+        let Run { active, port, messages, .. } = run;
+        any |= port.reap(|lent| active.freed(lent))?;
+        if !active.is_empty() {
+            let (moved, complete) = active.pass(port)?;
+            any |= moved;
+            if complete {
+                if let Some((key, request)) = active.take() {
+                    self.recorder.finished(request.number, State::Done);
+                    self.finish(key, Ok(()));
+                    any = true;
+                }
+            }
+        }
+        any |= messages.pass(|key| self.finish(key, Ok(())))?;
+        if any {
+            return Ok(Progress::Advanced);
+        }
+        let waiting = !active.is_empty() || !messages.is_idle() || self.table.lock().inflight.running() > 0;
+        if waiting || !port.is_flushed() || !messages.is_flushed() {
+            return Ok(Progress::Blocked);
+        }
+        Ok(Progress::Idle)
+    }
+
+    fn next_collective(&self, run: &mut Run) -> Result<(), Error> {
+        let mut table = self.table.lock();
+        let Some((_, request, after)) = table.collectives.front() else { return Ok(()) };
+        if let Some(event) = after {
+            if event.subscribe(self.config.lane.waker()) {
+                return Ok(());
+            }
+            ready(after, &request.signature.to_string())?;
+        }
+        if let Some((key, request, _)) = table.collectives.pop_front() {
+            drop(table);
+            self.recorder.started(request.number);
+            run.active.start(key, request);
+        }
+        Ok(())
+    }
+
+    fn finish(&self, key: Key, result: Result<(), Error>) {
+        let (waker, held) = self.table.lock().inflight.finish(key, result);
+        drop(held);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Fails everything once no peer can touch our buffers any more.
+    fn drain(&self, run: &mut Run) -> Progress {
+        if run.drained && self.table.lock().inflight.running() == 0 {
+            return Progress::Idle;
+        }
+        let quiet = run.port.revoke();
+        if !(run.messages.revoke() && quiet) {
+            return Progress::Blocked;
+        }
+        run.drained = true;
+        let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
+        let here = run.active.operation(&self.config.name);
+        let mut keys = Vec::new();
+        if let Some((key, request)) = run.active.take() {
+            self.recorder.finished(request.number, State::Failed);
+            keys.push(key);
+        }
+        run.messages.take_all(|key| keys.push(key));
+        let mut table = self.table.lock();
+        while let Some((key, request, _)) = table.collectives.pop_front() {
+            self.recorder.finished(request.number, State::Failed);
+            keys.push(key);
+        }
+        while let Some((key, ..)) = table.messages.pop_front() {
+            keys.push(key);
+        }
+        drop(table);
+        for key in keys {
+            let error = match &here {
+                Some(operation) => cause.clone().during(operation.clone()),
+                None => cause.clone(),
+            };
+            self.finish(key, Err(error));
+        }
+        Progress::Advanced
+    }
+
+    /// Kills the communicator for a cause found here, and tells the others.
+    pub(crate) fn fail(self: &Arc<Self>, error: Error) {
+        if self.set_cause(error) {
+            if let Some(cause) = self.cause.get() {
+                self.config.control.abort(self, cause);
+            }
+            self.arm();
+            self.config.lane.kick();
+        }
+    }
+
+    /// Kills the communicator for a cause heard of.
+    pub(crate) fn poison(self: &Arc<Self>, error: Error) {
+        if self.set_cause(error) {
+            self.arm();
+            self.config.lane.kick();
+        }
+    }
+
+    fn set_cause(&self, error: Error) -> bool {
+        let first = self.cause.set(error).is_ok();
+        if first {
+            self.poisoned.store(true, Ordering::Release);
+        }
+        first
+    }
+
+    /// Whether nothing is left to do and everything sent has left.
+    pub(crate) fn is_quiet(self: &Arc<Self>) -> bool {
+        self.drive_once() == Progress::Idle && self.table.lock().inflight.running() == 0
+    }
+
+    /// No more submissions. Returns how many collectives were called.
+    pub(crate) fn close(&self) -> u64 {
+        let mut table = self.table.lock();
+        table.closed = true;
+        table.next
+    }
+
+    /// A frame that came and that no operation of ours asked for.
+    pub(crate) fn leftover(&self) -> Option<Error> {
+        let mut run = self.run.lock();
+        let (peer, header) = run.port.leftover().ok()??;
+        let ours = self.called(header.op)?;
+        (ours != header.signature).then(|| self.mismatch(header.op, ours, peer, header.signature))
+    }
+
+    fn called(&self, number: u64) -> Option<Signature> {
+        let table = self.table.lock();
+        let first = table.next - table.history.len() as u64;
+        table.history.get(number.checked_sub(first)? as usize).copied()
+    }
+
+    /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.
+    pub(crate) fn asked(self: &Arc<Self>, peer: Rank, number: u64, theirs: Signature) -> Option<u64> {
+        if let Some(ours) = self.called(number) {
+            if ours != theirs {
+                self.fail(self.mismatch(number, ours, peer, theirs));
+            }
+        } else {
+            let mut table = self.table.lock();
+            if number >= table.next {
+                table.asked.retain(|(p, ..)| *p != peer);
+                table.asked.push((peer, number, theirs));
+            }
+        }
+        self.table.lock().next.checked_sub(1)
+    }
+
+    /// A peer's answer.
+    pub(crate) fn heard(&self, peer: Rank, number: u64, last: Option<u64>) {
+        if let Some(slot) = self.heard.lock().get_mut(peer) {
+            *slot = Some((number, last, Instant::now()));
+        }
+    }
+
+    /// A peer said goodbye in peace.
+    pub(crate) fn peer_left(&self, peer: Rank) {
+        if let Some(left) = self.left.lock().get_mut(peer) {
+            *left = true;
+        }
+        self.config.lane.kick();
+    }
+
+    fn check_time(self: &Arc<Self>, run: &mut Run, now: Instant) {
+        let mut error = None;
+        if let Some((_, request, started)) = run.active.current() {
+            let (number, signature, timeout) = (request.number, request.signature, request.timeout);
+            let elapsed = now - started;
+            let stalled = run.active.stalled_at;
+            let due = stalled.is_none_or(|at| now - at > STALL_AGAIN);
+            if elapsed > timeout {
+                let waiting = run.active.waiting_for(&mut run.port);
+                error = Some(self.timed_out(number, signature, timeout, &waiting));
+            } else if elapsed > STALL.min(timeout / 4) && due {
+                run.active.stalled_at = Some(now);
+                let waiting = run.active.waiting_for(&mut run.port);
+                self.recorder.waiting(number, &waiting);
+                let left = self.left.lock().clone();
+                match waiting.iter().find(|w| left[**w]) {
+                    Some(&rank) => {
+                        let operation = run.active.operation(&self.config.name);
+                        error = Some(Error::PeerLost { rank, how: Lost::Left, operation });
+                    }
+                    None => self.config.control.stalled(self, number, signature),
+                }
+            }
+        }
+        if error.is_none() {
+            let left = self.left.lock().clone();
+            error = run.messages.overdue(now, &left).map(|(transfer, gone)| {
+                let operation = Operation {
+                    comm: self.config.name.clone(),
+                    number: transfer.number,
+                    signature: transfer.signature,
+                };
+                if gone {
+                    return Error::PeerLost { rank: transfer.peer, how: Lost::Left, operation: Some(operation) };
+                }
+                let state = MissingState::NotMatched { direction: transfer.direction.other().name().to_owned() };
+                Error::Timeout {
+                    operation,
+                    rank: self.config.rank,
+                    after: transfer.timeout,
+                    missing: vec![Missing { rank: transfer.peer, state }],
+                }
+            });
+        }
+        if let Some(error) = error {
+            self.fail(error);
+        }
+    }
+
+    fn timed_out(&self, number: u64, signature: Signature, after: Duration, waiting: &[Rank]) -> Error {
+        let heard = self.heard.lock();
+        let state = |rank: Rank| match heard[rank] {
+            Some((about, last, at)) if about == number && at.elapsed() < ANSWER => {
+                if last.is_some_and(|l| l >= number) { MissingState::Waiting } else { MissingState::NotCalled(last) }
+            }
+            _ => MissingState::NoAnswer,
+        };
+        let others = (0..self.size()).filter(|r| *r != self.config.rank);
+        let mut missing: Vec<_> = others.map(|rank| Missing { rank, state: state(rank) }).collect();
+        if missing.iter().any(|m| m.state != MissingState::Waiting) {
+            missing.retain(|m| m.state != MissingState::Waiting);
+        } else {
+            missing.retain(|m| waiting.contains(&m.rank));
+        }
+        let operation = Operation { comm: self.config.name.clone(), number, signature };
+        Error::Timeout { operation, rank: self.config.rank, after, missing }
+    }
+}
+
+fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
+    if after.as_ref().is_some_and(Event::is_failed) {
+        return Err(Error::invalid(call, "the stream that it was to follow has failed: a job on it panicked"));
+    }
+    Ok(())
+}

@@ -1,0 +1,194 @@
+//! The table that owns buffers while operations are in flight.
+//!
+//! An entry is a state machine: submitted, then finished by the engine and taken by the user, in either order with
+//! the user's letting go. Dropping a `Work` detaches its entry: the engine finishes it and drops the buffers then.
+//! The owner wraps the table in a lock; `tests/loom` runs this very file under loom.
+
+use std::task::Waker;
+
+/// Names an entry; stale after the entry was taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Key {
+    pub(crate) index: u32,
+    generation: u32,
+}
+
+enum State<E> {
+    Free,
+    Running,
+    Finished(Result<(), E>),
+}
+
+struct Entry<H, E> {
+    generation: u32,
+    state: State<E>,
+    held: Option<H>,
+    waker: Option<Waker>,
+    detached: bool,
+}
+
+/// `H`: what is held (buffers); `E`: why an operation failed.
+pub(crate) struct Inflight<H, E> {
+    entries: Vec<Entry<H, E>>,
+    free: Vec<u32>,
+    running: usize,
+}
+
+/// A finished operation: how it ended, and what it held unless that is kept in quarantine.
+pub(crate) type Finished<H, E> = (Result<(), E>, Option<H>);
+
+impl<H, E> Inflight<H, E> {
+    pub(crate) fn with_capacity(capacity: usize) -> Self {
+        Inflight { entries: Vec::with_capacity(capacity), free: Vec::with_capacity(capacity), running: 0 }
+    }
+
+    /// Operations that the engine has not finished.
+    pub(crate) fn running(&self) -> usize {
+        self.running
+    }
+
+    /// Takes ownership of what an operation needs.
+    pub(crate) fn submit(&mut self, held: H) -> Key {
+        self.running += 1;
+        if let Some(index) = self.free.pop() {
+            let entry = &mut self.entries[index as usize];
+            entry.state = State::Running;
+            entry.held = Some(held);
+            return Key { index, generation: entry.generation };
+        }
+        let index = self.entries.len() as u32;
+        self.entries.push(Entry {
+            generation: 0,
+            state: State::Running,
+            held: Some(held),
+            waker: None,
+            detached: false,
+        });
+        Key { index, generation: 0 }
+    }
+
+    fn entry(&mut self, key: Key) -> Option<&mut Entry<H, E>> {
+        self.entries.get_mut(key.index as usize).filter(|e| e.generation == key.generation)
+    }
+
+    fn recycle(&mut self, index: u32) {
+        let entry = &mut self.entries[index as usize];
+        entry.generation = entry.generation.wrapping_add(1);
+        entry.state = State::Free;
+        entry.waker = None;
+        entry.detached = false;
+        self.free.push(index);
+    }
+
+    /// The engine is done with the operation. Returns whom to wake, and the buffers to drop if nobody will come for
+    /// them; do both outside the lock.
+    pub(crate) fn finish(&mut self, key: Key, result: Result<(), E>) -> (Option<Waker>, Option<H>) {
+        let Some(entry) = self.entry(key).filter(|e| matches!(e.state, State::Running)) else {
+            return (None, None);
+        };
+        let (detached, waker) = (entry.detached, entry.waker.take());
+        let mut held = None;
+        if detached {
+            held = entry.held.take();
+        } else {
+            entry.state = State::Finished(result);
+        }
+        self.running -= 1;
+        if detached {
+            self.recycle(key.index);
+        }
+        (waker, held)
+    }
+
+    /// Keeps what the operation holds for ever: something may still access it.
+    pub(crate) fn quarantine(&mut self, key: Key) -> Option<H> {
+        self.entry(key).and_then(|e| e.held.take())
+    }
+
+    /// Takes the outcome if there is one; otherwise remembers whom to wake.
+    pub(crate) fn poll(&mut self, key: Key, waker: Option<&Waker>) -> Option<Finished<H, E>> {
+        let entry = self.entry(key)?;
+        match std::mem::replace(&mut entry.state, State::Running) {
+            State::Finished(result) => {
+                let held = entry.held.take();
+                self.recycle(key.index);
+                Some((result, held))
+            }
+            state => {
+                entry.state = state;
+                if let Some(waker) = waker {
+                    if !entry.waker.as_ref().is_some_and(|w| w.will_wake(waker)) {
+                        entry.waker = Some(waker.clone());
+                    }
+                }
+                None
+            }
+        }
+    }
+
+    /// The user let go. Returns what was held if the operation had finished; drop it outside the lock.
+    pub(crate) fn detach(&mut self, key: Key) -> Option<H> {
+        let entry = self.entry(key)?;
+        match entry.state {
+            State::Running => {
+                entry.detached = true;
+                entry.waker = None;
+                None
+            }
+            State::Finished(_) => {
+                let held = entry.held.take();
+                self.recycle(key.index);
+                held
+            }
+            State::Free => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    type Table = Inflight<Vec<u8>, &'static str>;
+
+    #[test]
+    fn finished_then_taken() {
+        let mut table = Table::with_capacity(4);
+        let key = table.submit(vec![1]);
+        assert!(table.poll(key, None).is_none());
+        assert_eq!(table.running(), 1);
+        assert!(table.finish(key, Ok(())).1.is_none());
+        assert_eq!(table.running(), 0);
+        assert_eq!(table.poll(key, None), Some((Ok(()), Some(vec![1]))));
+        assert!(table.poll(key, None).is_none(), "a stale key finds nothing");
+    }
+
+    #[test]
+    fn complete_after_drop_hands_the_buffer_to_the_engine() {
+        let mut table = Table::with_capacity(4);
+        let key = table.submit(vec![1]);
+        assert!(table.detach(key).is_none(), "the buffer stays while the operation runs");
+        assert_eq!(table.finish(key, Err("late")).1, Some(vec![1]));
+        let next = table.submit(vec![2]);
+        assert_eq!(next.index, key.index, "the entry is used again");
+        assert!(table.detach(key).is_none(), "the old key does not reach it");
+        assert_eq!(table.running(), 1);
+    }
+
+    #[test]
+    fn drop_after_complete_frees_at_once() {
+        let mut table = Table::with_capacity(4);
+        let key = table.submit(vec![1]);
+        table.finish(key, Ok(()));
+        assert_eq!(table.detach(key), Some(vec![1]));
+    }
+
+    #[test]
+    fn a_quarantined_buffer_does_not_come_back() {
+        let mut table = Table::with_capacity(4);
+        let key = table.submit(vec![1]);
+        assert_eq!(table.quarantine(key), Some(vec![1]));
+        table.finish(key, Err("lost"));
+        assert_eq!(table.poll(key, None), Some((Err("lost"), None)));
+    }
+}

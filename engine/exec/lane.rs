@@ -1,0 +1,234 @@
+//! The process's lane: one thread that drives every operation that nobody else drives.
+//!
+//! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's bell (a flag in
+//! the region, an eventfd), a socket, a submission, or a deadline.
+
+use std::cell::OnceCell;
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::{Arc, OnceLock};
+use std::task::{Wake, Waker};
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+
+use super::{Endpoint, Progress};
+use crate::error::Error;
+use crate::link::Reactor;
+use crate::link::region::Region;
+
+/// The lane spins this long without progress before it sleeps, where there are cores to spare.
+const SPIN: Duration = Duration::from_micros(30);
+/// Naps between activity, during which a submission need not wake it: `epoll` sleeps of this length.
+const NAP: Duration = Duration::from_millis(1);
+/// How long naps go on after the last operation.
+const LINGER: Duration = Duration::from_millis(20);
+/// Deadlines are looked at this often while operations wait.
+const WATCH: Duration = Duration::from_millis(20);
+
+const AWAKE: u32 = 0;
+const NAPPING: u32 = 1;
+const ASLEEP: u32 = 2;
+
+pub(crate) struct Lane {
+    endpoints: Mutex<Vec<Arc<Endpoint>>>,
+    state: AtomicU32,
+    bell: Arc<OwnedFd>,
+    epoll: OwnedFd,
+    waker: OnceLock<Waker>,
+}
+
+/// The process's lane, started at the first call.
+pub(crate) fn lane() -> Result<Arc<Lane>, Error> {
+    static LANE: Mutex<Option<Arc<Lane>>> = Mutex::new(None);
+    let mut slot = LANE.lock();
+    if let Some(lane) = &*slot {
+        return Ok(lane.clone());
+    }
+    let doing = |e: rustix::io::Errno| Error::system("start the engine's lane (epoll, eventfd)", e);
+    let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(doing)?);
+    let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(doing)?;
+    let data = epoll::EventData::new_u64(0);
+    epoll::add(&poll, &*bell, data, epoll::EventFlags::IN).map_err(doing)?;
+    let lane = Arc::new(Lane {
+        endpoints: Mutex::new(Vec::new()),
+        state: AtomicU32::new(AWAKE),
+        bell,
+        epoll: poll,
+        waker: OnceLock::new(),
+    });
+    let _ = lane.waker.set(Waker::from(Arc::new(Kick(lane.clone()))));
+    let run = lane.clone();
+    std::thread::Builder::new()
+        .name("allstream-lane".into())
+        .spawn(move || run.run())
+        .map_err(|e| Error::system("start the engine's lane (a thread)", e))?;
+    *slot = Some(lane.clone());
+    Ok(lane)
+}
+
+struct Kick(Arc<Lane>);
+
+impl Wake for Kick {
+    fn wake(self: Arc<Self>) {
+        self.0.kick();
+    }
+}
+
+impl Reactor for Lane {
+    fn watch(&self, socket: &TcpStream) -> Result<(), Error> {
+        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
+        epoll::add(&self.epoll, socket, epoll::EventData::new_u64(1), flags)
+            .map_err(|e| Error::system("watch a data connection", e))
+    }
+
+    fn kick(&self) {
+        Lane::kick(self);
+    }
+}
+
+impl Lane {
+    /// The descriptor by which peers wake this process.
+    pub(crate) fn bell(&self) -> &Arc<OwnedFd> {
+        &self.bell
+    }
+
+    /// Wakes the lane.
+    pub(crate) fn waker(&self) -> &Waker {
+        self.waker.get().unwrap_or(Waker::noop())
+    }
+
+    pub(crate) fn enlist(&self, endpoint: Arc<Endpoint>) {
+        self.endpoints.lock().push(endpoint);
+    }
+
+    /// Makes sure that the lane looks at its list soon: a nap ends by itself.
+    pub(crate) fn nudge(&self) {
+        fence(Ordering::SeqCst);
+        if self.state.load(Ordering::Relaxed) == ASLEEP {
+            self.kick();
+        }
+    }
+
+    /// Makes the lane look at its list now.
+    pub(crate) fn kick(&self) {
+        fence(Ordering::SeqCst);
+        if self.state.swap(AWAKE, Ordering::AcqRel) != AWAKE {
+            let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
+        }
+    }
+
+    fn run(self: Arc<Self>) {
+        let mut list: Vec<Arc<Endpoint>> = Vec::new();
+        let mut events = Vec::with_capacity(64);
+        let mut flags = Vec::new();
+        let mut last_moved = Instant::now();
+        loop {
+            let seen = self.pass(&mut list);
+            if seen.moved {
+                last_moved = Instant::now();
+                continue;
+            }
+            let idle = last_moved.elapsed();
+            if seen.undriven && idle < SPIN {
+                if list.iter().any(|e| e.config.crowded) {
+                    std::thread::yield_now();
+                } else {
+                    std::hint::spin_loop();
+                }
+                continue;
+            }
+            let (state, sleep) = match () {
+                () if seen.undriven => (ASLEEP, Some(WATCH)),
+                () if seen.driven || idle < LINGER => (NAPPING, Some(NAP)),
+                () => (ASLEEP, None),
+            };
+            self.sleep(state, sleep, &mut list, &mut events, &mut flags);
+        }
+    }
+
+    /// One pass over the list.
+    fn pass(&self, list: &mut Vec<Arc<Endpoint>>) -> Seen {
+        list.clear();
+        list.extend(self.endpoints.lock().iter().cloned());
+        let mut seen = Seen::default();
+        for endpoint in list.iter() {
+            if endpoint.drivers.load(Ordering::Acquire) > 0 {
+                seen.driven = true;
+                continue;
+            }
+            match endpoint.drive_once() {
+                Progress::Advanced => seen.moved = true,
+                Progress::Blocked => seen.undriven = true,
+                Progress::Idle => self.delist(endpoint),
+            }
+        }
+        seen
+    }
+
+    fn delist(&self, endpoint: &Arc<Endpoint>) {
+        self.endpoints.lock().retain(|e| !Arc::ptr_eq(e, endpoint));
+        endpoint.enlisted.store(false, Ordering::Release);
+        // A submission between our look and the store found it enlisted: look again.
+        fence(Ordering::SeqCst);
+        if endpoint.drive_once() != Progress::Idle && !endpoint.enlisted.swap(true, Ordering::AcqRel) {
+            self.enlist(endpoint.clone());
+        }
+    }
+
+    fn sleep(
+        &self,
+        state: u32,
+        timeout: Option<Duration>,
+        list: &mut Vec<Arc<Endpoint>>,
+        events: &mut Vec<epoll::Event>,
+        flags: &mut Vec<Arc<Region>>,
+    ) {
+        self.state.store(state, Ordering::Release);
+        flags.clear();
+        if state == ASLEEP && timeout.is_some() {
+            flags.extend(list.iter().map(|e| e.config.region.clone()));
+        }
+        flags.iter().for_each(|r| r.bell_flag().store(1, Ordering::Release));
+        // Pairs with the fences in `Bell::ring`, `nudge` and `kick`: either they see the flag, or this pass sees
+        // what they published.
+        fence(Ordering::SeqCst);
+        let woken = self.state.load(Ordering::Relaxed) == AWAKE || self.pass(list).moved;
+        if !woken {
+            let spec = timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
+            events.clear();
+            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), spec.as_ref());
+        }
+        self.state.store(AWAKE, Ordering::Release);
+        flags.iter().for_each(|r| r.bell_flag().store(0, Ordering::Relaxed));
+        let mut count = [0; 8];
+        let _ = rustix::io::read(&*self.bell, &mut count);
+    }
+}
+
+#[derive(Default)]
+struct Seen {
+    moved: bool,
+    /// Work that only the lane looks after.
+    undriven: bool,
+    /// Work that a waiting thread drives itself.
+    driven: bool,
+}
+
+struct Unpark(std::thread::Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// A waker that unparks this thread: made once per thread.
+pub(crate) fn parker() -> Waker {
+    thread_local! {
+        static PARKER: OnceCell<Waker> = const { OnceCell::new() };
+    }
+    PARKER.with(|p| p.get_or_init(|| Waker::from(Arc::new(Unpark(std::thread::current())))).clone())
+}

@@ -1,0 +1,28 @@
+//! The executor: it alone runs plans, on links it does not look into.
+//!
+//! One [`Endpoint`] per communicator and rank holds the table of operations in flight and the machine that runs
+//! them. Whoever has time drives it: the process's lane, or the thread that polls or waits. Nothing blocks inside.
+
+mod active;
+mod endpoint;
+mod inflight;
+mod lane;
+mod p2p;
+mod port;
+
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
+pub(crate) use inflight::Key;
+pub(crate) use p2p::Direction;
+pub(crate) use lane::{Lane, lane};
+pub(crate) use port::Opener;
+
+/// What an attempt to make progress came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// Something moved.
+    Advanced,
+    /// There is work, and it waits for a peer (or its input).
+    Blocked,
+    /// There is nothing to do.
+    Idle,
+}

@@ -1,0 +1,478 @@
+//! Send and receive: messages matched by (peer, direction, tag, number), all in progress at once.
+//!
+//! A small message goes eagerly, while credit lasts: the receiver keeps it until it is asked for. A larger one is
+//! announced, and moves only after its receive is posted: then every frame on the link can be taken at once, so no
+//! message ever waits behind another.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use allstream_kernels as kernels;
+
+use super::inflight::Key;
+use super::port::{Payload, Port};
+use crate::error::Error;
+use crate::link::{Frame, Header, SLOT};
+use crate::types::{Rank, Signature};
+
+/// Messages up to this go without waiting for their receive.
+pub(crate) const EAGER: usize = 4096;
+/// Eager messages per peer that may be on their way or unclaimed: at most 128 KB kept per peer.
+const CREDITS: u32 = 32;
+/// Frames taken from one peer per pass, so that no peer starves another.
+const BURST: usize = 8;
+/// Announcements and unclaimed messages that a peer may have: far above any queue limit.
+const UNCLAIMED: usize = 1 << 16;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Direction {
+    Send,
+    Recv,
+}
+
+impl Direction {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Direction::Send => "send",
+            Direction::Recv => "recv",
+        }
+    }
+    pub(crate) fn other(self) -> Direction {
+        match self {
+            Direction::Send => Direction::Recv,
+            Direction::Recv => Direction::Send,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+enum Type {
+    Eager,
+    Announce,
+    Clear,
+    Data,
+    Credit,
+}
+
+impl Type {
+    fn of(message: u32) -> Option<Type> {
+        [Type::Eager, Type::Announce, Type::Clear, Type::Data, Type::Credit].get(message as usize).copied()
+    }
+}
+
+/// A send or a receive, ready to run.
+#[derive(Clone)]
+pub(crate) struct Transfer {
+    pub(crate) key: Key,
+    pub(crate) direction: Direction,
+    pub(crate) peer: Rank,
+    pub(crate) tag: u32,
+    pub(crate) number: u64,
+    pub(crate) memory: *mut u8,
+    pub(crate) bytes: usize,
+    pub(crate) unit: usize,
+    pub(crate) signature: Signature,
+    pub(crate) timeout: Duration,
+}
+
+// SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the transfer finishes.
+unsafe impl Send for Transfer {}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Nothing said yet.
+    New,
+    /// Announced (send), or waiting for the message (receive).
+    Waiting,
+    /// Data moves.
+    Moving,
+}
+
+struct Moving {
+    transfer: Transfer,
+    stage: Stage,
+    done: usize,
+    freed: usize,
+    since: Instant,
+}
+
+/// A message that came before its receive was posted.
+struct Unclaimed {
+    tag: u32,
+    number: u64,
+    signature: Signature,
+    data: Option<Box<[u8]>>,
+}
+
+#[derive(Default)]
+struct Peer {
+    sends: Vec<Moving>,
+    recvs: Vec<Moving>,
+    unclaimed: Vec<Unclaimed>,
+    /// Short answers that wait for room: clear-to-send.
+    answers: VecDeque<(u32, u64)>,
+    credits: u32,
+    owed: u32,
+    touched: bool,
+}
+
+/// All messages of one endpoint.
+pub(crate) struct Messages {
+    comm: u64,
+    rank: Rank,
+    generation: u32,
+    port: Port,
+    peers: Vec<Peer>,
+}
+
+impl Messages {
+    pub(crate) fn new(comm: u64, rank: Rank, generation: u32, size: usize, port: Port) -> Messages {
+        let peers = (0..size).map(|_| Peer { credits: CREDITS, ..Peer::default() }).collect();
+        Messages { comm, rank, generation, port, peers }
+    }
+
+    pub(crate) fn add(&mut self, transfer: Transfer) {
+        let peer = &mut self.peers[transfer.peer];
+        peer.touched = true;
+        let direction = transfer.direction;
+        let moving = Moving { transfer, stage: Stage::New, done: 0, freed: 0, since: Instant::now() };
+        match direction {
+            Direction::Send => peer.sends.push(moving),
+            Direction::Recv => peer.recvs.push(moving),
+        }
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.peers.iter().all(|p| p.sends.is_empty() && p.recvs.is_empty() && p.answers.is_empty())
+    }
+
+    pub(crate) fn is_flushed(&mut self) -> bool {
+        self.port.is_flushed()
+    }
+
+    pub(crate) fn revoke(&mut self) -> bool {
+        self.port.revoke()
+    }
+
+    pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key)) {
+        for peer in &mut self.peers {
+            peer.sends.drain(..).chain(peer.recvs.drain(..)).for_each(|m| each(m.transfer.key));
+            peer.answers.clear();
+        }
+    }
+
+    /// A transfer past its deadline, or whose peer has left (`true`).
+    pub(crate) fn overdue(&self, now: Instant, left: &[bool]) -> Option<(Transfer, bool)> {
+        for (rank, peer) in self.peers.iter().enumerate() {
+            for m in peer.sends.iter().chain(&peer.recvs) {
+                let waited = now - m.since;
+                if waited > m.transfer.timeout {
+                    return Some((m.transfer.clone(), false));
+                }
+                if left[rank] && waited > Duration::from_millis(200) {
+                    return Some((m.transfer.clone(), true));
+                }
+            }
+        }
+        None
+    }
+
+    /// One pass over all peers with messages. Calls `finished` for each that completes.
+    pub(crate) fn pass(&mut self, mut finished: impl FnMut(Key)) -> Result<bool, Error> {
+        let peers = &mut self.peers;
+        let mut any = self.port.reap(|lent| {
+            for peer in peers.iter_mut() {
+                let found = peer.sends.iter_mut().find(|m| u64::from(m.transfer.key.index) == lent.owner);
+                if let Some(m) = found {
+                    m.freed = m.freed.max(lent.end);
+                }
+            }
+        })?;
+        for rank in 0..self.peers.len() {
+            if !self.peers[rank].touched {
+                continue;
+            }
+            for _ in 0..BURST {
+                if !self.take_frame(rank)? {
+                    break;
+                }
+                any = true;
+            }
+            any |= self.post(rank)?;
+            let peer = &mut self.peers[rank];
+            for list in [&mut peer.sends, &mut peer.recvs] {
+                list.retain(|m| {
+                    let done = m.stage == Stage::Moving
+                        && m.done == m.transfer.bytes
+                        && (m.transfer.direction == Direction::Recv || m.freed == m.transfer.bytes);
+                    if done {
+                        any = true;
+                        finished(m.transfer.key);
+                    }
+                    !done
+                });
+            }
+        }
+        Ok(any)
+    }
+
+    fn header(&self, kind: Type, signature: Signature, number: u64, offset: usize, len: usize) -> Header {
+        let message = kind as u32;
+        Header { comm: self.comm, op: number, offset: offset as u64, len: len as u32, message, signature }
+    }
+
+    /// Takes what is at the head of the link from `rank`. Every frame can be taken at once, but one whose payload has
+    /// not come whole.
+    fn take_frame(&mut self, rank: Rank) -> Result<bool, Error> {
+        let Some(frame) = self.port.rx(rank)?.peek(0)? else { return Ok(false) };
+        let header = frame.header;
+        let wrong = |problem: &str| Error::Protocol { peer: rank, problem: problem.to_owned() };
+        if header.comm != self.comm || header.signature.generation != self.generation {
+            return Err(wrong("a message frame of another communicator"));
+        }
+        let (tag, number) = (header.signature.root, header.op);
+        match Type::of(header.message).ok_or_else(|| wrong("a message frame of unknown type"))? {
+            Type::Eager => {
+                let len = header.len as usize;
+                if len > EAGER {
+                    return Err(wrong("an eager message beyond the limit"));
+                }
+                let Some(frame) = self.port.rx(rank)?.peek(len)? else { return Ok(false) };
+                // SAFETY: `ready` is the whole payload, `len` bytes; copied before it is released. The sender does
+                // not write it until then; a hostile one can only change the bytes we copy.
+                let data = |to: *mut u8| unsafe { std::ptr::copy_nonoverlapping(frame.data, to, len) };
+                match self.matching(rank, tag, number, header.signature)? {
+                    Some(m) if m.transfer.bytes == len => {
+                        if len > 0 {
+                            data(m.transfer.memory);
+                        }
+                        (m.stage, m.done) = (Stage::Moving, len);
+                        self.peers[rank].owed += 1;
+                    }
+                    Some(_) => return Err(wrong("an eager message whose length differs from its signature")),
+                    None => {
+                        let mut kept = vec![0u8; len].into_boxed_slice();
+                        data(kept.as_mut_ptr());
+                        self.keep(rank, tag, number, header.signature, Some(kept))?;
+                    }
+                }
+                self.port.rx(rank)?.release(len);
+            }
+            Type::Announce => {
+                self.port.rx(rank)?.release(0);
+                match self.matching(rank, tag, number, header.signature)? {
+                    Some(m) => {
+                        m.stage = Stage::Moving;
+                        self.peers[rank].answers.push_back((tag, number));
+                    }
+                    None => self.keep(rank, tag, number, header.signature, None)?,
+                }
+            }
+            Type::Clear => {
+                self.port.rx(rank)?.release(0);
+                let sends = &mut self.peers[rank].sends;
+                let m = sends.iter_mut().find(|m| m.transfer.tag == tag && m.transfer.number == number);
+                m.ok_or_else(|| wrong("it cleared a message that was not announced"))?.stage = Stage::Moving;
+            }
+            Type::Credit => {
+                self.port.rx(rank)?.release(0);
+                let credits = &mut self.peers[rank].credits;
+                *credits = (*credits + header.offset as u32).min(CREDITS);
+            }
+            Type::Data => return self.take_data(rank, &frame),
+        }
+        Ok(true)
+    }
+
+    fn take_data(&mut self, rank: Rank, frame: &Frame) -> Result<bool, Error> {
+        let (tag, number) = (frame.header.signature.root, frame.header.op);
+        let recvs = &mut self.peers[rank].recvs;
+        let m = recvs.iter_mut().find(|m| m.transfer.tag == tag && m.transfer.number == number);
+        let m = m.filter(|m| m.stage == Stage::Moving).ok_or_else(|| Error::Protocol {
+            peer: rank,
+            problem: "data of a message that was not asked for".into(),
+        })?;
+        let left = frame.header.len as usize - frame.done;
+        if frame.header.offset as usize + frame.done != m.done || left > m.transfer.bytes - m.done {
+            let problem = "data of a message out of its place".to_owned();
+            return Err(Error::Protocol { peer: rank, problem });
+        }
+        let at = m.transfer.memory.wrapping_add(m.done);
+        let rx = self.port.rx(rank)?;
+        let taken = if rx.streams() {
+            // SAFETY: `left` bytes from `done` lie in the receive's buffer (checked above), which the table owns.
+            unsafe { rx.receive_into(at, left, 1)? }
+        } else {
+            // SAFETY: `ready` bytes are readable and fit, as above; the two do not overlap: one is the peer's.
+            unsafe { kernels::copy(frame.data, &[at], frame.ready) };
+            rx.release(frame.ready);
+            frame.ready
+        };
+        m.done += taken;
+        Ok(taken > 0)
+    }
+
+    /// The posted receive for a message, if any; an error if the two disagree.
+    fn matching(
+        &mut self,
+        rank: Rank,
+        tag: u32,
+        number: u64,
+        theirs: Signature,
+    ) -> Result<Option<&mut Moving>, Error> {
+        let ours_rank = self.rank;
+        let comm = self.comm;
+        let recvs = &mut self.peers[rank].recvs;
+        let found = recvs
+            .iter_mut()
+            .find(|m| m.stage != Stage::Moving && m.transfer.tag == tag && m.transfer.number == number);
+        match found {
+            Some(m) if m.transfer.signature != theirs => {
+                Err(disagree(comm, ours_rank, number, m.transfer.signature, rank, theirs))
+            }
+            found => Ok(found),
+        }
+    }
+
+    fn keep(
+        &mut self,
+        rank: Rank,
+        tag: u32,
+        number: u64,
+        signature: Signature,
+        data: Option<Box<[u8]>>,
+    ) -> Result<(), Error> {
+        let kept = &mut self.peers[rank].unclaimed;
+        if kept.len() >= UNCLAIMED {
+            let problem = format!("more than {UNCLAIMED} messages that nobody asked for");
+            return Err(Error::Protocol { peer: rank, problem });
+        }
+        kept.push(Unclaimed { tag, number, signature, data });
+        Ok(())
+    }
+
+    /// Starts what is new, sends what may be sent.
+    fn post(&mut self, rank: Rank) -> Result<bool, Error> {
+        let mut any = self.claim(rank)?;
+        // Answers first: somebody waits for them.
+        while let Some(&(tag, number)) = self.peers[rank].answers.front() {
+            if !self.port.tx(rank)?.room()? {
+                return Ok(any);
+            }
+            let signature = Signature { root: tag, ..self.blank() };
+            self.short(rank, Type::Clear, signature, number, 0)?;
+            self.peers[rank].answers.pop_front();
+            any = true;
+        }
+        if self.peers[rank].owed >= CREDITS / 2 && self.port.tx(rank)?.room()? {
+            let owed = std::mem::take(&mut self.peers[rank].owed);
+            self.short(rank, Type::Credit, self.blank(), 0, owed as usize)?;
+        }
+        for i in 0..self.peers[rank].sends.len() {
+            any |= self.send(rank, i)?;
+        }
+        Ok(any)
+    }
+
+    fn blank(&self) -> Signature {
+        let generation = self.generation;
+        Signature { kind: crate::types::KIND_P2P, dtype: 0, op: 0, algo: 0, root: 0, count: 0, generation }
+    }
+
+    fn short(&mut self, rank: Rank, kind: Type, s: Signature, number: u64, offset: usize) -> Result<(), Error> {
+        let header = self.header(kind, s, number, offset, 0);
+        self.port.post(rank, header, Payload::Memory(std::ptr::null()), (u64::MAX, 0, 0, 0))?;
+        Ok(())
+    }
+
+    /// Matches new receives with what has already come.
+    fn claim(&mut self, rank: Rank) -> Result<bool, Error> {
+        let (comm, ours_rank) = (self.comm, self.rank);
+        let peer = &mut self.peers[rank];
+        let mut any = false;
+        for m in peer.recvs.iter_mut().filter(|m| m.stage == Stage::New) {
+            m.stage = Stage::Waiting;
+            let t = &m.transfer;
+            let found = peer.unclaimed.iter().position(|u| u.tag == t.tag && u.number == t.number);
+            let Some(found) = found else { continue };
+            let unclaimed = peer.unclaimed.swap_remove(found);
+            if unclaimed.signature != t.signature {
+                return Err(disagree(comm, ours_rank, t.number, t.signature, rank, unclaimed.signature));
+            }
+            any = true;
+            m.stage = Stage::Moving;
+            match unclaimed.data {
+                Some(data) => {
+                    let len = data.len().min(t.bytes);
+                    // SAFETY: `len` bytes fit the receive's buffer, which the table owns.
+                    unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), t.memory, len) };
+                    m.done = t.bytes;
+                    peer.owed += 1;
+                }
+                None => peer.answers.push_back((t.tag, t.number)),
+            }
+        }
+        Ok(any)
+    }
+
+    fn send(&mut self, rank: Rank, i: usize) -> Result<bool, Error> {
+        let m = &self.peers[rank].sends[i];
+        let (stage, done, t) = (m.stage, m.done, m.transfer.clone());
+        if stage == Stage::Waiting || (stage == Stage::Moving && done == t.bytes) || !self.port.tx(rank)?.room()? {
+            return Ok(false);
+        }
+        let owner = |end| (u64::from(t.key.index), 0, 0, end);
+        if stage == Stage::New {
+            if t.bytes <= EAGER && self.peers[rank].credits > 0 {
+                let Some(payload) = self.payload(rank, t.memory, t.bytes)? else { return Ok(false) };
+                let header = self.header(Type::Eager, t.signature, t.number, 0, t.bytes);
+                let free = self.port.post(rank, header, payload, owner(t.bytes))?;
+                let peer = &mut self.peers[rank];
+                peer.credits -= 1;
+                let m = &mut peer.sends[i];
+                (m.stage, m.done) = (Stage::Moving, t.bytes);
+                if free {
+                    m.freed = t.bytes;
+                }
+            } else {
+                self.short(rank, Type::Announce, t.signature, t.number, 0)?;
+                self.peers[rank].sends[i].stage = Stage::Waiting;
+            }
+            return Ok(true);
+        }
+        let mut len = (t.bytes - done).min(SLOT - SLOT % t.unit);
+        let at = t.memory.wrapping_add(done);
+        let payload = match self.payload(rank, at, len)? {
+            Some(payload) => payload,
+            None => {
+                len = Port::INLINE;
+                Payload::Memory(at)
+            }
+        };
+        let header = self.header(Type::Data, t.signature, t.number, done, len);
+        let free = self.port.post(rank, header, payload, owner(done + len))?;
+        let m = &mut self.peers[rank].sends[i];
+        if free && m.freed == done {
+            m.freed = done + len;
+        }
+        m.done = done + len;
+        Ok(true)
+    }
+
+    /// The payload as the link can take it: in place, or copied to a slot; `None` when no slot is free.
+    fn payload(&mut self, rank: Rank, at: *mut u8, len: usize) -> Result<Option<Payload>, Error> {
+        if len <= Port::INLINE || !self.port.tx(rank)?.needs_slot() {
+            return Ok(Some(Payload::Memory(at)));
+        }
+        Ok(self.port.take_slot().map(|(slot, place)| {
+            // SAFETY: `len` bytes of the send's buffer, which the table owns, to a slot of ours that has room.
+            unsafe { kernels::copy(at, &[place], len) };
+            Payload::Slot(slot, place)
+        }))
+    }
+}
+
+fn disagree(comm: u64, rank: Rank, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
+    Error::Mismatch { comm: comm.to_string(), number, rank, ours, peer, theirs }
+}

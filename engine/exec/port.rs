@@ -1,0 +1,185 @@
+//! A rank's links to all peers of one communicator, opened when first used, and the memory lent over them.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::error::Error;
+use crate::link::region::Region;
+use crate::link::ring::CELLS;
+use crate::link::{Header, INLINE, LinkRx, LinkTx, Posted, SLOT};
+use crate::types::Rank;
+
+/// Opens links of one communicator.
+pub(crate) trait Opener: Send + Sync {
+    /// The sending end to a peer on a channel.
+    fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error>;
+    /// The receiving end from a peer on a channel.
+    fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
+}
+
+/// A posted frame whose source, or slot, comes back when it is released.
+#[derive(Clone, Copy)]
+pub(crate) struct Lent {
+    /// The operation (its number, or its key's index).
+    pub(crate) owner: u64,
+    /// Which step, and which of its receivers.
+    pub(crate) step: u32,
+    pub(crate) receiver: u32,
+    /// The source is free up to here.
+    pub(crate) end: usize,
+    slot: Option<Slot>,
+}
+
+/// A staging slot on loan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Slot(u16);
+
+#[derive(Default)]
+struct Peer {
+    tx: Option<Box<dyn LinkTx>>,
+    rx: Option<Box<dyn LinkRx>>,
+    lent: VecDeque<Lent>,
+    taken: u64,
+}
+
+/// What a frame's payload is, when it is posted.
+#[derive(Clone, Copy)]
+pub(crate) enum Payload {
+    /// The operation's own memory.
+    Memory(*const u8),
+    /// A staging slot that holds it.
+    Slot(Slot, *const u8),
+}
+
+pub(crate) struct Port {
+    opener: Arc<dyn Opener>,
+    region: Arc<Region>,
+    channel: u8,
+    peers: Vec<Peer>,
+    /// References to shared slots, by slot: a slot sent to several peers is free when all are done.
+    references: Vec<u16>,
+    dead: bool,
+}
+
+impl Port {
+    pub(crate) fn new(size: usize, channel: u8, region: Arc<Region>, opener: Arc<dyn Opener>) -> Port {
+        let peers = (0..size).map(|_| Peer::default()).collect();
+        let references = vec![0; crate::link::region::SLOTS];
+        Port { opener, region, channel, peers, references, dead: false }
+    }
+
+    pub(crate) fn tx(&mut self, peer: Rank) -> Result<&mut dyn LinkTx, Error> {
+        let p = &mut self.peers[peer];
+        if p.tx.is_none() {
+            p.lent.reserve(2 * CELLS as usize);
+            p.tx = Some(self.opener.open_tx(peer, self.channel)?);
+        }
+        match &mut p.tx {
+            Some(tx) => Ok(tx.as_mut()),
+            None => Err(Error::system("open a link", "no link (a bug)")),
+        }
+    }
+
+    pub(crate) fn rx(&mut self, peer: Rank) -> Result<&mut dyn LinkRx, Error> {
+        let p = &mut self.peers[peer];
+        if p.rx.is_none() {
+            p.rx = Some(self.opener.open_rx(peer, self.channel)?);
+        }
+        match &mut p.rx {
+            Some(rx) => Ok(rx.as_mut()),
+            None => Err(Error::system("open a link", "no link (a bug)")),
+        }
+    }
+
+    /// A staging slot of [`SLOT`] bytes, if one is free. Give it back by posting it, or with `drop_slot`.
+    pub(crate) fn take_slot(&mut self) -> Option<(Slot, *mut u8)> {
+        let slot = self.region.take_slot()?;
+        self.references[slot as usize] = 0;
+        Some((Slot(slot), self.region.at(Region::slot_offset(slot))))
+    }
+
+    /// Posts a frame and remembers what to free when. Returns whether the source is free already.
+    pub(crate) fn post(
+        &mut self,
+        peer: Rank,
+        header: Header,
+        payload: Payload,
+        owner: (u64, u32, u32, usize),
+    ) -> Result<bool, Error> {
+        debug_assert!(header.len as usize <= SLOT);
+        let (at, slot) = match payload {
+            Payload::Memory(at) => (at, None),
+            Payload::Slot(slot, at) => (at, Some(slot)),
+        };
+        let tx = self.tx(peer)?;
+        // SAFETY: memory of an operation stays in the table until every frame from it is released (`reap` moves the
+        // released mark, and the operation completes only then) or the links are revoked; a slot is given back by
+        // `reap` after its last release. Both are valid for `len` bytes: callers cut frames from checked ranges.
+        let posted = unsafe { tx.post(header, at)? };
+        if let Some(Slot(slot)) = slot {
+            self.references[slot as usize] += 1;
+        }
+        let (owner, step, receiver, end) = owner;
+        self.peers[peer].lent.push_back(Lent { owner, step, receiver, end, slot });
+        Ok(posted == Posted::Copied || slot.is_some())
+    }
+
+    /// Takes back what peers have released; tells of each frame.
+    pub(crate) fn reap(&mut self, mut freed: impl FnMut(Lent)) -> Result<bool, Error> {
+        let mut any = false;
+        for p in &mut self.peers {
+            if p.lent.is_empty() {
+                continue;
+            }
+            let Some(tx) = &mut p.tx else { continue };
+            let released = tx.released()?;
+            while p.taken < released {
+                let Some(lent) = p.lent.pop_front() else { break };
+                p.taken += 1;
+                any = true;
+                if let Some(Slot(slot)) = lent.slot {
+                    self.references[slot as usize] -= 1;
+                    if self.references[slot as usize] == 0 {
+                        self.region.give_slot(slot);
+                    }
+                }
+                freed(lent);
+            }
+        }
+        Ok(any)
+    }
+
+    /// Whether every posted frame has left this process's own memory.
+    pub(crate) fn is_flushed(&mut self) -> bool {
+        self.dead || self.peers.iter_mut().all(|p| p.tx.as_mut().is_none_or(|tx| tx.is_flushed()))
+    }
+
+    /// Frames that came and were not asked for: the sender called something that we did not.
+    pub(crate) fn leftover(&mut self) -> Result<Option<(Rank, Header)>, Error> {
+        for (rank, p) in self.peers.iter_mut().enumerate() {
+            if let Some(rx) = &mut p.rx {
+                if let Some(frame) = rx.peek(0)? {
+                    return Ok(Some((rank, frame.header)));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Takes all lent memory back, for good. `true` once no peer can be reading it.
+    pub(crate) fn revoke(&mut self) -> bool {
+        self.dead = true;
+        self.peers.iter_mut().all(|p| p.tx.as_mut().is_none_or(|tx| tx.revoke()))
+    }
+
+    /// Bytes that may lie in a cell when no slot is free.
+    pub(crate) const INLINE: usize = INLINE;
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        // Slots whose readers may be slow stay taken for the life of the region only if a frame in them is unread:
+        // the region goes away with the last communicator of the world.
+        let _ = self.reap(|_| {});
+    }
+}

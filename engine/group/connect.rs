@@ -1,0 +1,241 @@
+//! Connecting to other ranks: addresses, dialling, and what two ranks settle before they are a pair.
+
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+use tokio::time::{Instant, timeout_at};
+
+use super::env::{Address, LinkChoice};
+use super::handshake::{self, DEADLINE, Purpose, Token};
+use super::host::Locality;
+use super::rendezvous::{Registration, Table};
+use super::wire::{self, Frames};
+use crate::types::Rank;
+
+/// The most that one address may cost while others are left to try.
+const PER_ADDRESS: Duration = Duration::from_secs(3);
+
+/// The addresses of a host name. Literal addresses ask nobody.
+pub(super) async fn resolve(address: &Address) -> Result<Vec<SocketAddr>, String> {
+    let found = tokio::net::lookup_host((address.host.as_str(), address.port)).await;
+    let found: Vec<_> =
+        found.map_err(|e| format!("the host name `{}` does not resolve: {e}", address.host))?.collect();
+    if found.is_empty() {
+        return Err(format!("the host name `{}` has no address", address.host));
+    }
+    Ok(found)
+}
+
+/// Tries each address once.
+pub(super) async fn connect_once(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::other("there is no address to connect to");
+    for (i, address) in addresses.iter().enumerate() {
+        let until =
+            if i + 1 == addresses.len() { deadline } else { deadline.min(Instant::now() + PER_ADDRESS) };
+        let error = match timeout_at(until, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => {
+                // A port of the ephemeral range where nobody listens may connect to itself.
+                if stream.local_addr()? != stream.peer_addr()? {
+                    stream.set_nodelay(true)?;
+                    return Ok(stream);
+                }
+                io::ErrorKind::ConnectionRefused.into()
+            }
+            Ok(Err(e)) => e,
+            Err(_) => io::Error::from(io::ErrorKind::TimedOut),
+        };
+        last = io::Error::new(error.kind(), format!("{address}: {error}"));
+    }
+    Err(last)
+}
+
+/// Connects to a rank's listener, which is known to have been there: a second refusal means it is gone.
+pub(super) async fn connect(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
+    let mut refused = 0;
+    loop {
+        let error = match connect_once(addresses, deadline).await {
+            Ok(stream) => return Ok(stream),
+            Err(e) => e,
+        };
+        refused += usize::from(error.kind() == io::ErrorKind::ConnectionRefused);
+        if refused == 2 || Instant::now() >= deadline {
+            return Err(error);
+        }
+        tokio::time::sleep_until(deadline.min(Instant::now() + Duration::from_millis(100))).await;
+    }
+}
+
+/// Connects to a rank and proves that this one belongs to the world.
+pub(super) async fn dial(
+    addresses: &[SocketAddr],
+    token: &Token,
+    purpose: &Purpose,
+    deadline: Instant,
+) -> Result<TcpStream, (String, String)> {
+    let shown = || addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(", ");
+    let mut stream = connect(addresses, deadline).await.map_err(|e| (shown(), e.to_string()))?;
+    let peer = stream.peer_addr().map_or_else(|_| shown(), |a| a.to_string());
+    handshake::dial(&mut stream, token, purpose, deadline).await.map_err(|e| (peer, e.to_string()))?;
+    Ok(stream)
+}
+
+/// How near two ranks count, under the link that was chosen.
+pub(super) fn effective(link: LinkChoice, a: &Registration, b: &Registration) -> Locality {
+    match (link, a.process.locality(&b.process)) {
+        (LinkChoice::Tcp, _) => Locality::Remote,
+        (LinkChoice::Shm, Locality::SameProcess) => Locality::SameHost,
+        (_, locality) => locality,
+    }
+}
+
+/// Whether the chosen link can connect all ranks. Every rank comes to the same answer from the same table.
+pub(super) fn check_link(link: LinkChoice, members: &[Registration]) -> Result<(), String> {
+    let Some((first, rest)) = members.split_first() else { return Ok(()) };
+    for other in rest {
+        let locality = first.process.locality(&other.process);
+        let (ok, wanted) = match link {
+            LinkChoice::Auto | LinkChoice::Tcp => (true, ""),
+            LinkChoice::Shm => (locality != Locality::Remote, "one host"),
+            LinkChoice::InProc => (locality == Locality::SameProcess, "one process"),
+        };
+        if !ok {
+            return Err(format!(
+                "the link {link:?} needs all ranks in {wanted}, but rank {} (host {}, process {}) and rank {} (host {}, \
+                 process {}) are not; set ALLSTREAM_LINK=auto, or start them there",
+                first.rank,
+                first.process.host,
+                first.process.pid,
+                other.rank,
+                other.process.host,
+                other.process.pid
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// What two ranks tell each other once before messages flow: whether they share memory.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Ready {
+    /// Why descriptors could not be exchanged, if that was tried.
+    pub(crate) problem: Option<String>,
+}
+
+/// A pair of ranks that is settled: messages can flow.
+pub(super) struct Pair {
+    pub(super) rank: Rank,
+    pub(super) stream: TcpStream,
+    pub(super) frames: Frames,
+    pub(super) locality: Locality,
+    pub(super) fds: Vec<OwnedFd>,
+}
+
+/// What all pairs of a rank are made from.
+pub(super) struct Pairing {
+    pub(super) rank: Rank,
+    pub(super) table: Table,
+    pub(super) token: Token,
+    pub(super) link: LinkChoice,
+    pub(super) fds: Arc<Vec<OwnedFd>>,
+    pub(super) deadline: Instant,
+}
+
+/// How a pair's control connection comes to be: the higher rank dials.
+pub(super) enum Side {
+    Dial,
+    Await { control: oneshot::Receiver<TcpStream>, fds: oneshot::Receiver<Vec<OwnedFd>> },
+}
+
+impl Pairing {
+    /// Makes this rank and `peer` a pair, or says why that failed.
+    pub(super) async fn pair(self: Arc<Self>, peer: Rank, side: Side) -> Result<Pair, (Rank, String)> {
+        self.settle(peer, side).await.map_err(|why| (peer, why))
+    }
+
+    async fn settle(&self, peer: Rank, side: Side) -> Result<Pair, String> {
+        let world = self.table.world;
+        let (ours, theirs) = (&self.table.members[self.rank], &self.table.members[peer]);
+        let locality = effective(self.link, ours, theirs);
+        let (mut frames, gone) =
+            (Frames::default(), || "its connection ended before the world was connected".to_string());
+        let (stream, mut theirs_is, mine) = match side {
+            Side::Dial => {
+                let purpose = Purpose::Control { world, from: self.rank };
+                let dialled = dial(&theirs.addresses, &self.token, &purpose, self.deadline).await;
+                let mut stream = dialled.map_err(|(at, why)| format!("connecting to it at {at}: {why}"))?;
+                let mine =
+                    if locality == Locality::SameHost { self.fetch(theirs).await } else { Ok(Vec::new()) };
+                send_ready(&mut stream, &mine).await?;
+                let ready = frames.next::<Ready, _>(&mut stream).await?.ok_or_else(gone)?;
+                (stream, ready, mine)
+            }
+            Side::Await { control, fds } => {
+                let mut stream = control.await.map_err(|_| "this rank's listener ended".to_string())?;
+                let ready = frames.next::<Ready, _>(&mut stream).await?.ok_or_else(gone)?;
+                let mine = match (&ready.problem, locality) {
+                    (None, Locality::SameHost) => {
+                        timeout_at(self.deadline.min(Instant::now() + DEADLINE), fds)
+                            .await
+                            .ok()
+                            .and_then(Result::ok)
+                            .ok_or_else(|| "its descriptors did not arrive".to_string())
+                    }
+                    (Some(why), _) => Err(why.clone()),
+                    (None, _) => Ok(Vec::new()),
+                };
+                send_ready(&mut stream, &mine).await?;
+                (stream, ready, mine)
+            }
+        };
+        let fds = match (mine, theirs_is.problem.take()) {
+            (Ok(fds), None) => return Ok(Pair { rank: peer, stream, frames, locality, fds }),
+            (Err(why), _) | (Ok(_), Some(why)) => self.without_memory(peer, &why)?,
+        };
+        Ok(Pair { rank: peer, stream, frames, locality: Locality::Remote, fds })
+    }
+
+    /// Both ranks know that they cannot share memory: they use TCP, unless that was ruled out.
+    fn without_memory(&self, peer: Rank, why: &str) -> Result<Vec<OwnedFd>, String> {
+        if self.link == LinkChoice::Shm {
+            return Err(format!("the link Shm was asked for, but no memory can be shared with it: {why}"));
+        }
+        tracing::warn!(rank = self.rank, peer, "rank {peer} is on this host, but data goes over TCP: {why}");
+        Ok(Vec::new())
+    }
+
+    /// Exchanges descriptors with a rank of this host that listens on a unix socket.
+    #[cfg(target_os = "linux")]
+    async fn fetch(&self, peer: &Registration) -> Result<Vec<OwnedFd>, String> {
+        use super::fds;
+        let Some(name) = &peer.socket else { return Err(format!("rank {} has no unix socket", peer.rank)) };
+        let deadline = self.deadline.min(Instant::now() + DEADLINE);
+        let work = async {
+            let mut stream =
+                fds::connect(name, deadline).await.map_err(|e| format!("the unix socket `@{name}`: {e}"))?;
+            let purpose = Purpose::Local { world: self.table.world, from: self.rank };
+            let shaken = handshake::dial(&mut stream, &self.token, &purpose, deadline).await;
+            shaken.map_err(|e| format!("the unix socket `@{name}`: {e}"))?;
+            fds::exchange(&stream, &self.fds).await
+        };
+        timeout_at(deadline, work)
+            .await
+            .unwrap_or_else(|_| Err("exchanging descriptors took too long".into()))
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    async fn fetch(&self, _: &Registration) -> Result<Vec<OwnedFd>, String> {
+        Err("memory is shared between processes on Linux only".into())
+    }
+}
+
+async fn send_ready(stream: &mut TcpStream, fds: &Result<Vec<OwnedFd>, String>) -> Result<(), String> {
+    let frame = wire::encode(&Ready { problem: fds.as_ref().err().cloned() })?;
+    stream.write_all(&frame).await.map_err(|e| e.to_string())
+}

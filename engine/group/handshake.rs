@@ -1,0 +1,335 @@
+//! How two processes prove to each other that they know the job's secret, before a byte counts.
+//!
+//! ```text
+//! dialer   -> preamble: "ALLS", byte order mark, version, 32 random bytes
+//! acceptor -> preamble
+//! dialer   -> length, purpose (JSON, at most 64 KiB), HMAC-SHA256 of (dialer, both nonces, purpose)
+//! acceptor -> verdict, length, reason, HMAC-SHA256 of (acceptor, both nonces, purpose, verdict, reason)
+//! ```
+//! The role is part of what is signed, so neither side can be made to sign for the other; the nonces are
+//! fresh, so nothing can be replayed. What follows on the connection is neither signed nor encrypted: the
+//! handshake keeps strangers and strays of other jobs out, it does not protect from who controls the network.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hmac::{Hmac, Mac};
+use serde::{Deserialize, Serialize};
+use sha2::Sha256;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::time::{Instant, timeout_at};
+
+use super::message::DataHello;
+use super::rendezvous::Registration;
+use crate::error::Error;
+use crate::types::Rank;
+
+/// Counts changes of anything that travels between ranks.
+pub(crate) const VERSION: u16 = 1;
+/// How long an accepted connection may take to prove itself.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(5);
+/// The longest purpose, or reason for a refusal.
+pub(crate) const MAX_HELLO: usize = 64 << 10;
+
+const MAGIC: [u8; 4] = *b"ALLS";
+const ORDER: u16 = 0x0102;
+const PREAMBLE: usize = 40;
+const PROOF: usize = 32;
+
+/// The job's secret. `Debug` does not show it.
+#[derive(Clone, PartialEq, Eq)]
+pub(crate) struct Token(Arc<[u8]>);
+
+impl Token {
+    pub(crate) fn new(secret: &[u8]) -> Token {
+        Token(secret.into())
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_empty() { "Token(empty)" } else { "Token(hidden)" })
+    }
+}
+
+/// Why a connection is made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    /// To enter a world that forms.
+    Register(Box<Registration>),
+    /// To be the control connection between two ranks.
+    Control { world: [u8; 16], from: Rank },
+    /// To exchange descriptors on one host.
+    Local { world: [u8; 16], from: Rank },
+    /// To carry the data of a communicator.
+    Data { world: [u8; 16], hello: DataHello },
+}
+
+/// Why a handshake failed.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Refusal {
+    /// The connection ended, or the deadline passed.
+    Broken(String),
+    /// Whatever is at the other end, it is no rank of this version and of this job.
+    Stranger(String),
+    /// The other side said no.
+    Denied(String),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Refusal::Broken(why) | Refusal::Stranger(why) | Refusal::Denied(why)) = self;
+        f.write_str(why)
+    }
+}
+
+impl Refusal {
+    pub(crate) fn with(self, peer: impl Into<String>) -> Error {
+        Error::Refused { peer: peer.into(), problem: self.to_string() }
+    }
+
+    fn broken(doing: &str) -> impl Fn(std::io::Error) -> Refusal {
+        move |e| match e.kind() {
+            std::io::ErrorKind::UnexpectedEof => {
+                Refusal::Broken(format!("the connection ended while {doing}"))
+            }
+            _ => Refusal::Broken(format!("{doing}: {e}")),
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Role {
+    Dialer,
+    Acceptor,
+}
+
+/// Both sides' random bytes, the dialer's first.
+type Nonces = [[u8; 32]; 2];
+
+fn preamble(nonce: &[u8; 32]) -> [u8; PREAMBLE] {
+    let mut bytes = [0; PREAMBLE];
+    bytes[..4].copy_from_slice(&MAGIC);
+    bytes[4..6].copy_from_slice(&ORDER.to_ne_bytes());
+    bytes[6..8].copy_from_slice(&VERSION.to_le_bytes());
+    bytes[8..].copy_from_slice(nonce);
+    bytes
+}
+
+/// The nonce in a peer's first bytes, or why it cannot be talked to.
+pub(crate) fn parse_preamble(bytes: &[u8]) -> Result<[u8; 32], String> {
+    let Ok(bytes) = <&[u8; PREAMBLE]>::try_from(bytes) else {
+        return Err(format!("a preamble has {PREAMBLE} bytes, found {}", bytes.len()));
+    };
+    if bytes[..4] != MAGIC {
+        return Err("it does not speak allstream (wrong first bytes): is the address right?".into());
+    }
+    let version = u16::from_le_bytes([bytes[6], bytes[7]]);
+    if version != VERSION {
+        return Err(format!(
+            "it speaks version {version} of the protocol, this process version {VERSION}; use one allstream"
+        ));
+    }
+    let order = u16::from_ne_bytes([bytes[4], bytes[5]]);
+    if order != ORDER {
+        let found = if order == ORDER.swap_bytes() { "the other byte order" } else { "no known byte order" };
+        return Err(format!(
+            "its machine has {found}; all ranks of a world must have the same (here: {})",
+            endian()
+        ));
+    }
+    let mut nonce = [0; 32];
+    nonce.copy_from_slice(&bytes[8..]);
+    Ok(nonce)
+}
+
+const fn endian() -> &'static str {
+    if cfg!(target_endian = "little") { "little-endian" } else { "big-endian" }
+}
+
+/// The length of what follows, checked before anything is allocated for it.
+pub(crate) fn parse_length(bytes: [u8; 4]) -> Result<usize, String> {
+    let len = u32::from_le_bytes(bytes) as usize;
+    if len > MAX_HELLO {
+        return Err(format!("it announced {len} bytes where at most {MAX_HELLO} are allowed"));
+    }
+    Ok(len)
+}
+
+/// What a dialer wants, from bytes whose proof was checked.
+pub(crate) fn parse_purpose(bytes: &[u8]) -> Result<Purpose, String> {
+    serde_json::from_slice(bytes).map_err(|e| format!("its purpose does not parse: {e}"))
+}
+
+fn mac(token: &Token, role: Role, nonces: &Nonces, parts: &[&[u8]]) -> Option<Hmac<Sha256>> {
+    let mut mac = Hmac::<Sha256>::new_from_slice(&token.0).ok()?;
+    mac.update(match role {
+        Role::Dialer => b"allstream handshake: dialer\0\0",
+        Role::Acceptor => b"allstream handshake: acceptor",
+    });
+    mac.update(&VERSION.to_le_bytes());
+    mac.update(&nonces[0]);
+    mac.update(&nonces[1]);
+    for part in parts {
+        mac.update(&(part.len() as u64).to_le_bytes());
+        mac.update(part);
+    }
+    Some(mac)
+}
+
+fn prove(token: &Token, role: Role, nonces: &Nonces, parts: &[&[u8]]) -> [u8; PROOF] {
+    // HMAC takes keys of any length: `None` does not come, and zeros would prove nothing.
+    mac(token, role, nonces, parts).map_or([0; PROOF], |m| m.finalize().into_bytes().into())
+}
+
+/// Compares in constant time.
+fn proven(token: &Token, role: Role, nonces: &Nonces, parts: &[&[u8]], proof: &[u8]) -> bool {
+    mac(token, role, nonces, parts).is_some_and(|m| m.verify_slice(proof).is_ok())
+}
+
+fn nonce() -> Result<[u8; 32], Refusal> {
+    super::host::random().map_err(|e| Refusal::Broken(e.to_string()))
+}
+
+const ACCEPTED: u8 = 0;
+/// Said without a proof: who does not know the secret learns only that.
+const UNKNOWN: u8 = 1;
+const DENIED: u8 = 2;
+
+/// Proves this side as the one that dialled, says why, and hears whether it is welcome.
+pub(crate) async fn dial<S>(
+    stream: &mut S,
+    token: &Token,
+    purpose: &Purpose,
+    deadline: Instant,
+) -> Result<(), Refusal>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let talk = async {
+        let ours = nonce()?;
+        let doing = Refusal::broken("sending the first bytes of the handshake");
+        stream.write_all(&preamble(&ours)).await.map_err(doing)?;
+        let mut bytes = [0; PREAMBLE];
+        stream
+            .read_exact(&mut bytes)
+            .await
+            .map_err(Refusal::broken("waiting for the answer to the handshake"))?;
+        let nonces = [ours, parse_preamble(&bytes).map_err(Refusal::Stranger)?];
+
+        let hello = serde_json::to_vec(purpose).map_err(|e| Refusal::Broken(e.to_string()))?;
+        if hello.len() > MAX_HELLO {
+            return Err(Refusal::Broken(format!(
+                "the purpose takes {} bytes, more than {MAX_HELLO}",
+                hello.len()
+            )));
+        }
+        let mut out = (hello.len() as u32).to_le_bytes().to_vec();
+        out.extend_from_slice(&hello);
+        out.extend_from_slice(&prove(token, Role::Dialer, &nonces, &[&hello]));
+        stream.write_all(&out).await.map_err(Refusal::broken("sending the proof"))?;
+
+        let waiting = || Refusal::broken("waiting for the verdict");
+        let verdict = stream.read_u8().await.map_err(waiting())?;
+        let reason = read_bounded(stream).await?;
+        if verdict == UNKNOWN {
+            return Err(Refusal::Denied(clean(&reason)));
+        }
+        let mut proof = [0; PROOF];
+        stream.read_exact(&mut proof).await.map_err(waiting())?;
+        if !proven(token, Role::Acceptor, &nonces, &[&hello, &[verdict], &reason], &proof) {
+            let why = "it could not prove that it knows the job's secret (ALLSTREAM_TOKEN must be the same on all ranks)";
+            return Err(Refusal::Stranger(why.into()));
+        }
+        if verdict == ACCEPTED { Ok(()) } else { Err(Refusal::Denied(clean(&reason))) }
+    };
+    timeout_at(deadline, talk)
+        .await
+        .unwrap_or_else(|_| Err(Refusal::Broken("no answer to the handshake in time".into())))
+}
+
+/// Lets the other side prove itself, asks `admit` whether its purpose is welcome, and tells it.
+pub(crate) async fn accept<S, T, F>(
+    stream: &mut S,
+    token: &Token,
+    deadline: Instant,
+    admit: F,
+) -> Result<T, Refusal>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+    F: FnOnce(Purpose) -> Result<T, String>,
+{
+    let talk = async {
+        let mut bytes = [0; PREAMBLE];
+        stream
+            .read_exact(&mut bytes)
+            .await
+            .map_err(Refusal::broken("waiting for the first bytes of the handshake"))?;
+        let theirs = parse_preamble(&bytes);
+        let ours = nonce()?;
+        if theirs.is_ok() || bytes[..4] == MAGIC {
+            // Also to one of another version or byte order, so that it can say what is wrong.
+            let doing = Refusal::broken("answering the handshake");
+            stream.write_all(&preamble(&ours)).await.map_err(doing)?;
+        }
+        let nonces = [theirs.map_err(Refusal::Stranger)?, ours];
+
+        let hello = read_bounded(stream).await?;
+        let mut proof = [0; PROOF];
+        stream.read_exact(&mut proof).await.map_err(Refusal::broken("waiting for the proof"))?;
+        if !proven(token, Role::Dialer, &nonces, &[&hello], &proof) {
+            let why = "the secret does not match (ALLSTREAM_TOKEN must be the same on all ranks)";
+            write_verdict(stream, UNKNOWN, why, None).await?;
+            return Err(Refusal::Stranger("it could not prove that it knows the job's secret".into()));
+        }
+        let answer = parse_purpose(&hello).and_then(admit);
+        let (verdict, reason) = match &answer {
+            Ok(_) => (ACCEPTED, ""),
+            Err(why) => (DENIED, why.as_str()),
+        };
+        let end = (0..=reason.len().min(MAX_HELLO)).rev().find(|i| reason.is_char_boundary(*i)).unwrap_or(0);
+        let reason = &reason[..end];
+        let proof = prove(token, Role::Acceptor, &nonces, &[&hello, &[verdict], reason.as_bytes()]);
+        write_verdict(stream, verdict, reason, Some(proof)).await?;
+        answer.map_err(Refusal::Denied)
+    };
+    timeout_at(deadline, talk)
+        .await
+        .unwrap_or_else(|_| Err(Refusal::Broken("it did not complete the handshake in time".into())))
+}
+
+async fn write_verdict<S>(
+    stream: &mut S,
+    verdict: u8,
+    reason: &str,
+    proof: Option<[u8; PROOF]>,
+) -> Result<(), Refusal>
+where
+    S: AsyncWrite + Unpin,
+{
+    let mut out = vec![verdict];
+    out.extend_from_slice(&(reason.len() as u32).to_le_bytes());
+    out.extend_from_slice(reason.as_bytes());
+    out.extend_from_slice(proof.as_ref().map_or(&[], |p| &p[..]));
+    stream.write_all(&out).await.map_err(Refusal::broken("sending the verdict"))
+}
+
+async fn read_bounded<S: AsyncRead + Unpin>(stream: &mut S) -> Result<Vec<u8>, Refusal> {
+    let waiting = || Refusal::broken("reading from the handshake");
+    let mut len = [0; 4];
+    stream.read_exact(&mut len).await.map_err(waiting())?;
+    let mut bytes = vec![0; parse_length(len).map_err(Refusal::Stranger)?];
+    stream.read_exact(&mut bytes).await.map_err(waiting())?;
+    Ok(bytes)
+}
+
+/// Text from outside, fit for a log.
+fn clean(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    text.chars().map(|c| if c.is_control() { ' ' } else { c }).take(2000).collect()
+}
+
+#[cfg(test)]
+#[path = "tests/handshake.rs"]
+mod tests;

@@ -1,0 +1,512 @@
+//! A rank's membership in a world: a control connection to every other rank, and what comes over them.
+
+use std::net::{SocketAddr, TcpStream as StdStream};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::accept::{self, Door};
+use super::connect::{self, Pair, Pairing, Side};
+use super::control::{FLUSH, Outbox, Reader, goodbye, write};
+use super::env::{Heartbeat, Rendezvous};
+use super::handshake::{Purpose, Token};
+use super::host::{self, Locality, Process};
+use super::lobby::absent;
+use super::message::{DataHello, Message};
+use super::rendezvous::{Me, Table};
+use super::{runtime, wire};
+use crate::error::Error;
+use crate::types::Rank;
+
+/// Once the table is known, everyone is there: connecting takes at most this, or what is left of the
+/// rendezvous timeout if that is more.
+const CONNECTING: Duration = Duration::from_secs(10);
+/// How long a data connection may take to come about.
+const DATA_DEADLINE: Duration = Duration::from_secs(10);
+
+/// What a rank knows of another.
+#[derive(Debug)]
+pub(crate) struct PeerInfo {
+    /// The other rank.
+    pub(crate) rank: Rank,
+    /// Its process id on its host.
+    pub(crate) pid: u32,
+    /// How near it counts, under the link that was chosen. Both sides hold the same.
+    pub(crate) locality: Locality,
+    /// Where its listener is.
+    pub(crate) address: Vec<SocketAddr>,
+    /// The descriptors it offered. Empty unless it is on this host in another process (or the link is Shm).
+    pub(crate) fds: Vec<OwnedFd>,
+}
+
+/// Who hears what comes over the control connections. Called on the control thread: it must not block.
+pub(crate) trait Events: Send + Sync + 'static {
+    /// Anything but heartbeats and goodbyes; in the order it was sent.
+    fn message(&self, from: Rank, message: Message);
+    /// A rank died or fell silent. Once per rank, and never after its goodbye.
+    fn lost(&self, rank: Rank, how: crate::error::Lost);
+    /// A rank left; with the first cause it knew of, if it did not leave in peace.
+    fn goodbye(&self, rank: Rank, cause: Option<Error>);
+    /// A data connection that has proved itself; not blocking, not delayed.
+    fn data(&self, hello: DataHello, socket: StdStream);
+}
+
+/// A rank's membership in a world. Dropping it leaves.
+pub(crate) struct Mesh {
+    rank: Rank,
+    size: usize,
+    world: [u8; 16],
+    token: Token,
+    peers: Vec<Option<PeerInfo>>,
+    outboxes: Vec<Option<Arc<Outbox>>>,
+    leaving: Arc<AtomicBool>,
+    tasks: Mutex<Option<Tasks>>,
+    /// `true` once all tasks have ended and all sockets are closed.
+    ended: watch::Sender<bool>,
+}
+
+/// Everything of a mesh that runs.
+#[derive(Default)]
+struct Tasks {
+    readers: JoinSet<()>,
+    writers: JoinSet<()>,
+    /// Listeners, and the one that hands data connections on.
+    service: JoinSet<()>,
+    dials: JoinSet<()>,
+}
+
+impl Tasks {
+    /// Gives goodbyes a bounded time to be taken, then ends everything.
+    async fn finish(mut self) {
+        self.service.shutdown().await;
+        self.dials.shutdown().await;
+        let (readers, writers) = (&mut self.readers, &mut self.writers);
+        // A connection that closed at once could be reset, and the goodbye lost with it: so each reader waits
+        // until the other side has closed too.
+        let taken = async {
+            while writers.join_next().await.is_some() {}
+            while readers.join_next().await.is_some() {}
+        };
+        if timeout(FLUSH, taken).await.is_err() {
+            tracing::debug!("some ranks did not take the goodbye within {FLUSH:?}");
+        }
+        self.end().await;
+    }
+
+    async fn end(mut self) {
+        for set in [&mut self.service, &mut self.dials, &mut self.writers, &mut self.readers] {
+            set.shutdown().await;
+        }
+    }
+}
+
+/// Calls back with an error if nothing else did.
+struct Done(Option<Callback>);
+
+type Callback = Box<dyn FnOnce(Result<StdStream, Error>) + Send>;
+
+impl Done {
+    fn call(mut self, result: Result<StdStream, Error>) {
+        if let Some(callback) = self.0.take() {
+            callback(result);
+        }
+    }
+}
+
+impl Drop for Done {
+    fn drop(&mut self) {
+        if let Some(callback) = self.0.take() {
+            callback(Err(Error::Closed { call: "connecting to a rank".into() }));
+        }
+    }
+}
+
+impl Mesh {
+    /// Enters the world that `rendezvous` names: returns once all ranks are connected to this one, within
+    /// about the rendezvous timeout. Dropping the future gives up.
+    ///
+    /// `local_fds` (at most [`super::fds::MAX_FDS`]) are offered to ranks of this host. `make_events` is
+    /// called when all is known and before anything is delivered; it runs on the control thread, and must
+    /// neither block nor leave. To keep the mesh from living for ever, let it hold a `Weak` of it.
+    pub(crate) async fn join<F>(
+        rendezvous: Rendezvous,
+        local_fds: Vec<OwnedFd>,
+        make_events: F,
+    ) -> Result<Arc<Mesh>, Error>
+    where
+        F: FnOnce(&Arc<Mesh>) -> Arc<dyn Events> + Send + 'static,
+    {
+        runtime::run(join(rendezvous, local_fds, make_events)).await
+    }
+
+    pub(crate) fn rank(&self) -> Rank {
+        self.rank
+    }
+
+    pub(crate) fn size(&self) -> usize {
+        self.size
+    }
+
+    /// The world's random name, the same on all ranks.
+    pub(crate) fn world(&self) -> [u8; 16] {
+        self.world
+    }
+
+    /// By rank; `None` at the own one.
+    pub(crate) fn peers(&self) -> &[Option<PeerInfo>] {
+        &self.peers
+    }
+
+    /// Queues a message. Never blocks; dropped if that rank is gone.
+    pub(crate) fn send(&self, to: Rank, message: Message) {
+        self.send_all([to], &message);
+    }
+
+    /// Queues a message to every other rank.
+    pub(crate) fn broadcast(&self, message: Message) {
+        self.send_all(0..self.size, &message);
+    }
+
+    fn send_all(&self, to: impl IntoIterator<Item = Rank>, message: &Message) {
+        let frame = match wire::encode(message) {
+            Ok(frame) => Arc::new(frame),
+            Err(e) => {
+                tracing::error!(rank = self.rank, "a control message was not sent: {e}");
+                return;
+            }
+        };
+        let repeated =
+            matches!(message, Message::Heartbeat | Message::Stalled { .. } | Message::Called { .. });
+        for to in to {
+            if let Some(Some(outbox)) = self.outboxes.get(to) {
+                outbox.push(to, frame.clone(), repeated);
+            }
+        }
+    }
+
+    /// Opens a data connection. `done` is called exactly once, on the control thread (or at once, on this
+    /// one, if this rank has left).
+    pub(crate) fn connect_data(&self, to: Rank, hello: DataHello, done: Callback) {
+        let done = Done(Some(done));
+        let Some(Some(peer)) = self.peers.get(to) else {
+            let problem = format!("rank {to} is no peer of rank {} in a world of {}", self.rank, self.size);
+            return done.call(Err(Error::invalid("connecting to a rank", problem)));
+        };
+        let (addresses, token) = (peer.address.clone(), self.token.clone());
+        let purpose = Purpose::Data { world: self.world, hello };
+        let work = async move {
+            let dialled = connect::dial(&addresses, &token, &purpose, Instant::now() + DATA_DEADLINE).await;
+            let result = match dialled {
+                Ok(stream) => stream
+                    .into_std()
+                    .map_err(|e| Error::system(format!("taking over a data connection to rank {to}"), e)),
+                Err((at, problem)) => Err(Error::Refused {
+                    peer: format!("rank {to} at {at}"),
+                    problem: format!("opening a data connection: {problem}"),
+                }),
+            };
+            done.call(result);
+        };
+        match runtime::handle() {
+            // If this rank has left, `work` is dropped here, and says so.
+            Ok(handle) => {
+                if let Some(tasks) = &mut *self.tasks.lock() {
+                    while tasks.dials.try_join_next().is_some() {}
+                    tasks.dials.spawn_on(work, &handle);
+                }
+            }
+            Err(e) => tracing::error!("connecting to rank {to}: {e}"),
+        }
+    }
+
+    /// Says goodbye to all and leaves. Returns once every socket is closed, after about a second at most.
+    pub(crate) async fn close(&self, cause: Option<Error>) {
+        self.leave(cause);
+        let mut ended = self.ended.subscribe();
+        let _ = ended.wait_for(|ended| *ended).await;
+    }
+
+    /// Says goodbye to all and leaves, without waiting for it. Nothing is reported from here on. Only the
+    /// first call counts.
+    pub(crate) fn leave(&self, cause: Option<Error>) {
+        self.leaving.store(true, Ordering::Release);
+        let Some(tasks) = self.tasks.lock().take() else { return };
+        let frame = goodbye(cause);
+        for outbox in self.outboxes.iter().flatten() {
+            outbox.finish(frame.clone());
+        }
+        let ended = self.ended.clone();
+        let end = runtime::spawn(async move {
+            tasks.finish().await;
+            ended.send_replace(true);
+        });
+        if end.is_err() {
+            self.ended.send_replace(true);
+        }
+    }
+
+    /// [`leave`](Self::leave), and waits for the goodbyes to be taken, but not longer than `timeout`.
+    pub(crate) fn leave_blocking(&self, cause: Option<Error>, timeout: Duration) {
+        self.leave(cause);
+        let mut ended = self.ended.subscribe();
+        if runtime::is_control_thread() || *ended.borrow() {
+            return;
+        }
+        let (tell, told) = std::sync::mpsc::channel();
+        let wait = runtime::spawn(async move {
+            let _ = ended.wait_for(|ended| *ended).await;
+            let _ = tell.send(());
+        });
+        if wait.is_ok() {
+            let _ = told.recv_timeout(timeout);
+        }
+    }
+
+    /// Closes every socket without a goodbye, as the death of the process does.
+    #[cfg(test)]
+    pub(crate) fn kill(&self) {
+        self.leaving.store(true, Ordering::Release);
+        let Some(tasks) = self.tasks.lock().take() else { return };
+        let ended = self.ended.clone();
+        let _ = runtime::spawn(async move {
+            tasks.end().await;
+            ended.send_replace(true);
+        });
+    }
+
+    /// Sends nothing more, and closes nothing, as a process does that is stopped.
+    #[cfg(test)]
+    pub(crate) fn freeze(&self) {
+        for outbox in self.outboxes.iter().flatten() {
+            outbox.frozen.store(true, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        self.leave(None);
+    }
+}
+
+/// What is settled before anything is delivered.
+struct Joined {
+    table: Table,
+    token: Token,
+    pairs: Vec<Pair>,
+    service: JoinSet<()>,
+    data: mpsc::UnboundedReceiver<(DataHello, StdStream)>,
+    /// Until when other ranks may still be connecting.
+    deadline: Instant,
+}
+
+async fn join<F>(rendezvous: Rendezvous, local_fds: Vec<OwnedFd>, make_events: F) -> Result<Arc<Mesh>, Error>
+where
+    F: FnOnce(&Arc<Mesh>) -> Arc<dyn Events> + Send + 'static,
+{
+    let Rendezvous { rank, size, .. } = rendezvous;
+    if local_fds.len() > super::fds::MAX_FDS {
+        let problem =
+            format!("{} descriptors offered; the limit is {}", local_fds.len(), super::fds::MAX_FDS);
+        return Err(Error::invalid("Mesh::join", problem));
+    }
+    let joined = if size == 1 {
+        let table = Table { world: host::random()?, members: Vec::new(), heartbeat: Heartbeat::default() };
+        let (_, data) = mpsc::unbounded_channel();
+        let token = Token::new(b"");
+        Joined { table, token, pairs: Vec::new(), service: JoinSet::new(), data, deadline: Instant::now() }
+    } else {
+        gather(&rendezvous, local_fds).await?
+    };
+    let mesh = start(rank, size, joined, make_events);
+    tracing::info!(rank, size, world = %format!("{:032x}", u128::from_be_bytes(mesh.world)), "the world has formed");
+    Ok(mesh)
+}
+
+/// Meets the others and connects to all.
+async fn gather(rendezvous: &Rendezvous, local_fds: Vec<OwnedFd>) -> Result<Joined, Error> {
+    let Rendezvous { rank, size, link, timeout, .. } = *rendezvous;
+    let address = rendezvous.address.as_ref().ok_or_else(|| rendezvous.error("no address was given"))?;
+    let token = rendezvous.token.clone().ok_or_else(|| {
+        rendezvous.error("no secret was given: call `token(...)` with the same on all ranks, or `insecure()` on a trusted machine")
+    })?;
+    let begun = Instant::now();
+    let deadline = begun + timeout;
+    let mut service = JoinSet::new();
+    // Lives until all are connected; its tasks hold the unix socket.
+    let mut joining = JoinSet::new();
+    let local = LocalSocket::open();
+    let me = Me {
+        rendezvous,
+        address,
+        token: &token,
+        process: Process::this(rendezvous.host_id.as_deref())?,
+        socket: local.name(),
+        deadline,
+    };
+    let formed = me.meet().await?;
+    connect::check_link(link, &formed.table.members).map_err(|e| rendezvous.error(e))?;
+
+    let deadline = deadline.max(Instant::now() + CONNECTING);
+    let (data_in, data) = mpsc::unbounded_channel();
+    let (control, controls) = awaited(rank, size);
+    let (slots, mut fds) = awaited(rank, size);
+    let world = formed.table.world;
+    let door = Arc::new(Door { world, rank, size, token: token.clone(), control, data: data_in });
+    let fds_offered = Arc::new(local_fds);
+    local.serve(&mut joining, door.clone(), fds_offered.clone(), slots);
+    service.spawn(accept::serve(formed.listener, move |stream, _| door.clone().enter(stream)));
+
+    let pairing =
+        Pairing { rank, table: formed.table, token: token.clone(), link, fds: fds_offered, deadline };
+    let pairing = Arc::new(pairing);
+    let mut pending = JoinSet::new();
+    for (peer, control) in controls.into_iter().enumerate() {
+        let side = match (control, fds[peer].take()) {
+            (Some(control), Some(fds)) => Side::Await { control, fds },
+            _ if peer < rank => Side::Dial,
+            _ => continue,
+        };
+        pending.spawn(pairing.clone().pair(peer, side));
+    }
+    let mut pairs: Vec<Pair> = Vec::with_capacity(size);
+    loop {
+        match timeout_at(deadline, pending.join_next()).await {
+            Ok(None) => break,
+            Ok(Some(Ok(Ok(pair)))) => pairs.push(pair),
+            Ok(Some(Ok(Err((peer, why))))) => return Err(rendezvous.error(format!("rank {peer}: {why}"))),
+            Ok(Some(Err(e))) => return Err(rendezvous.error(format!("connecting: {e}"))),
+            Err(_) => {
+                let without: Vec<Rank> =
+                    (0..size).filter(|r| *r != rank && !pairs.iter().any(|p| p.rank == *r)).collect();
+                let after = begun.elapsed();
+                return Err(rendezvous.error(format!(
+                    "all ranks came, but {} did not connect to this one within {after:.1?}; does a firewall stand between the hosts?",
+                    absent(&without, size)
+                )));
+            }
+        }
+    }
+    let table = pairing.table.clone();
+    Ok(Joined { table, token, pairs, service, data, deadline })
+}
+
+type Sender<T> = Mutex<Option<oneshot::Sender<T>>>;
+
+/// A place for something from each higher rank, which dials this one.
+fn awaited<T>(rank: Rank, size: usize) -> (Vec<Sender<T>>, Vec<Option<oneshot::Receiver<T>>>) {
+    let one = |peer| {
+        let (tell, told) = oneshot::channel();
+        if peer > rank { (Mutex::new(Some(tell)), Some(told)) } else { (Mutex::new(None), None) }
+    };
+    (0..size).map(one).unzip()
+}
+
+/// This rank's unix socket, if it could have one.
+#[cfg(target_os = "linux")]
+struct LocalSocket(Option<(String, tokio::net::UnixListener)>);
+
+#[cfg(target_os = "linux")]
+impl LocalSocket {
+    fn open() -> LocalSocket {
+        let open = || -> Result<_, String> {
+            let name =
+                format!("allstream-{:032x}", u128::from_le_bytes(host::random().map_err(|e| e.to_string())?));
+            let listener = super::fds::listen(&name).map_err(|e| e.to_string())?;
+            Ok((name, listener))
+        };
+        LocalSocket(open().inspect_err(|e| tracing::warn!("no unix socket, so no shared memory: {e}")).ok())
+    }
+
+    fn name(&self) -> Option<String> {
+        self.0.as_ref().map(|(name, _)| name.clone())
+    }
+
+    fn serve(
+        self,
+        into: &mut JoinSet<()>,
+        door: Arc<Door>,
+        fds: Arc<Vec<OwnedFd>>,
+        slots: Vec<Sender<Vec<OwnedFd>>>,
+    ) {
+        if let Some((_, listener)) = self.0 {
+            let hatch = Arc::new(accept::local::Hatch { door, fds, slots });
+            into.spawn(accept::serve(listener, move |stream, _| hatch.clone().enter(stream)));
+        }
+    }
+}
+
+/// There are no abstract unix sockets here.
+#[cfg(not(target_os = "linux"))]
+struct LocalSocket;
+
+#[cfg(not(target_os = "linux"))]
+impl LocalSocket {
+    fn open() -> LocalSocket {
+        LocalSocket
+    }
+
+    fn name(&self) -> Option<String> {
+        None
+    }
+
+    fn serve(self, _: &mut JoinSet<()>, _: Arc<Door>, _: Arc<Vec<OwnedFd>>, _: Vec<Sender<Vec<OwnedFd>>>) {}
+}
+
+/// Makes the mesh, lets its events be made, and only then delivers.
+fn start<F>(rank: Rank, size: usize, joined: Joined, make_events: F) -> Arc<Mesh>
+where
+    F: FnOnce(&Arc<Mesh>) -> Arc<dyn Events>,
+{
+    let Joined { table, token, pairs, service, mut data, deadline } = joined;
+    let mut peers: Vec<Option<PeerInfo>> = (0..size).map(|_| None).collect();
+    let mut outboxes: Vec<Option<Arc<Outbox>>> = vec![None; size];
+    let mut connections = Vec::with_capacity(pairs.len());
+    for Pair { rank: peer, stream, frames, locality, fds } in pairs {
+        let (outbox, letters) = Outbox::new();
+        let member = &table.members[peer];
+        let (pid, address) = (member.process.pid, member.addresses.clone());
+        peers[peer] = Some(PeerInfo { rank: peer, pid, locality, address, fds });
+        outboxes[peer] = Some(outbox.clone());
+        connections.push((peer, stream, frames, outbox, letters));
+    }
+    let leaving = Arc::new(AtomicBool::new(false));
+    let mesh = Arc::new(Mesh {
+        rank,
+        size,
+        world: table.world,
+        token,
+        peers,
+        outboxes,
+        leaving: leaving.clone(),
+        tasks: Mutex::new(Some(Tasks { service, ..Tasks::default() })),
+        ended: watch::Sender::new(false),
+    });
+    let events = make_events(&mesh);
+    if let Some(tasks) = &mut *mesh.tasks.lock() {
+        let patience = deadline.saturating_duration_since(Instant::now());
+        for (from, stream, frames, outbox, letters) in connections {
+            let (half, write_half) = stream.into_split();
+            let heartbeat = table.heartbeat;
+            let writer = tasks.writers.spawn(write(write_half, letters, outbox.clone(), heartbeat.interval));
+            let (events, leaving) = (events.clone(), leaving.clone());
+            let reader =
+                Reader { rank, from, half, frames, events, leaving, outbox, writer, heartbeat, patience };
+            tasks.readers.spawn(reader.run());
+        }
+        tasks.service.spawn(async move {
+            while let Some((hello, socket)) = data.recv().await {
+                if !leaving.load(Ordering::Acquire) {
+                    events.data(hello, socket);
+                }
+            }
+        });
+    }
+    mesh
+}

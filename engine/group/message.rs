@@ -1,0 +1,65 @@
+//! What control connections carry between the ranks of a world.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::types::{Rank, Signature};
+
+/// Names a communicator in a world: the world's own is 0, children take the numbers their parent agrees on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct CommId(pub u64);
+
+/// A control message. One travels as a 4-byte little-endian length and JSON.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Message {
+    /// "I am here." Sent when nothing else was for a while.
+    Heartbeat,
+    /// The sender leaves; with the first cause if it leaves because of one.
+    Goodbye {
+        /// Why, if not in peace.
+        cause: Option<Error>,
+    },
+    /// The communicator is dead for everyone, for this cause.
+    Abort {
+        /// Which communicator.
+        comm: CommId,
+        /// The first cause the sender knows of.
+        cause: Error,
+    },
+    /// "I have waited for a while in this operation: have you called the same?"
+    Stalled {
+        /// Which communicator.
+        comm: CommId,
+        /// Number of the operation.
+        number: u64,
+        /// What the sender called.
+        signature: Signature,
+    },
+    /// Answer to [`Message::Stalled`]: the highest operation number the sender has called.
+    Called {
+        /// Which communicator.
+        comm: CommId,
+        /// Number in question.
+        number: u64,
+        /// The last operation called there (`None`: none yet).
+        last: Option<u64>,
+    },
+    /// The sender closes the communicator after this many collectives.
+    Closing {
+        /// Which communicator.
+        comm: CommId,
+        /// Collectives it has called.
+        calls: u64,
+    },
+}
+
+/// Opens a data connection: from this rank, for this communicator, in this direction only.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DataHello {
+    /// Which communicator.
+    pub comm: CommId,
+    /// World rank of the sender.
+    pub from: Rank,
+    /// 0: collectives, 1: point-to-point.
+    pub channel: u8,
+}

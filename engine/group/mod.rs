@@ -1,0 +1,28 @@
+//! How the ranks of a job find each other, prove that they belong together, and watch over each other.
+//!
+//! [`Rendezvous`] says where and as whom; [`Mesh::join`] brings the world together (every rank registers
+//! with rank 0, gets the table of all, and connects to all others) and keeps one control connection to
+//! each peer: messages, heartbeats, and the end of every rank, in peace or not. Everything here runs on
+//! one thread of the process, `allstream-ctl`; no data of a collective passes through it.
+#![deny(unsafe_code)]
+
+mod accept;
+mod connect;
+mod control;
+mod env;
+mod fds;
+mod handshake;
+pub(crate) mod host;
+mod lobby;
+mod mesh;
+pub(crate) mod message;
+mod rendezvous;
+pub(crate) mod runtime;
+mod wire;
+
+#[cfg(test)]
+mod tests;
+
+pub use env::{LinkChoice, Rendezvous};
+pub(crate) use host::Locality;
+pub(crate) use mesh::{Events, Mesh, PeerInfo};

@@ -1,0 +1,43 @@
+//! Async collective communication for Rust training loops.
+//!
+//! ```
+//! # async fn step(mut comm: allstream::Comm, grads: Vec<f32>) -> Result<(), allstream::Error> {
+//! let grads = comm.all_reduce(grads).await?;
+//! # drop(grads); Ok(()) }
+//! ```
+//!
+//! A collective is submitted by the call, owns its buffer while it is in flight, and gives it back with the result.
+//! Ranks are threads of one process, processes of one host (shared memory), or hosts (TCP), mixed as they come.
+//!
+//! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
+//!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started.
+//! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
+//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners.
+//! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
+//! - [`Error`], [`Failed`]: which rank, which operation, expected and found; and the buffer, unless something may still
+//!   touch it.
+//!
+//! # Numbers
+//! Element types and reductions are [`DType`] and [`ReduceOp`]; the rules for NaN, signed zero, overflow and rounding,
+//! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits.
+
+pub use crate::comm::{
+    Batch, Call, Comm, Message, Ordered, SharedComm, Work,
+};
+pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
+pub use crate::group::{LinkChoice, Rendezvous};
+pub use crate::mem::{Buf, Event, HostBuf, HostStream};
+pub use crate::types::{Algo, DType, Element, Kind, Rank, ReduceOp, Signature, bf16, f16};
+
+mod comm;
+mod error;
+mod exec;
+mod group;
+mod link;
+mod mem;
+pub mod plan;
+mod trace;
+mod types;
+
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;

@@ -1,0 +1,365 @@
+//! Links between ranks of one host: a ring of descriptors in the sender's region, the payload lent.
+//!
+//! In one process the descriptor names the sender's own memory: the receiver reads it in place. Between processes
+//! it names a slot of the sender's region, or the payload lies in the cell itself.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use parking_lot::Mutex;
+
+use super::region::Region;
+use super::ring::{CELLS, Consumer, Producer, RingMemory};
+use super::{Frame, Header, INLINE, LinkRx, LinkTx, Posted, SLOT};
+use crate::error::Error;
+use crate::types::{Rank, Signature};
+
+const LINE: usize = 64;
+const CELL: usize = 2 * LINE + INLINE - LINE; // header line + inline payload = 256
+const CELLS_AT: usize = 2 * LINE;
+/// Bytes of one ring: the consumer's line, the revocation line, the cells.
+pub(crate) const RING_BYTES: usize = CELLS_AT + CELLS as usize * CELL;
+
+const NOWHERE: u64 = u64::MAX;
+
+/// A cell's first line. `repr(C)`: the layout is the contract between processes (of one build: versions are
+/// compared at the handshake).
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Descriptor {
+    comm: u64,
+    op: u64,
+    offset: u64,
+    /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline.
+    location: u64,
+    count: u64,
+    len: u32,
+    message: u32,
+    root: u32,
+    generation: u32,
+    kinds: [u8; 4],
+    lap: u32,
+}
+
+const _: () = assert!(size_of::<Descriptor>() == LINE && CELL == 256);
+
+/// A ring at an address in somebody's region.
+#[derive(Clone)]
+struct RawRing {
+    region: Arc<Region>,
+    base: *mut u8,
+}
+
+// SAFETY: `base` points into `region`, which the ring keeps mapped; accesses follow the ring protocol (one producer,
+// one consumer), whose orderings make hand-overs between threads and processes sound.
+unsafe impl Send for RawRing {}
+
+impl RawRing {
+    fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
+        if !region.contains(offset, RING_BYTES) || offset % 128 != 0 {
+            return Err(Error::system("open a ring of a peer", format!("offset {offset} is not in its region")));
+        }
+        let base = region.at(offset as usize);
+        Ok(RawRing { region, base })
+    }
+
+    fn cell(&self, cell: usize) -> *mut Descriptor {
+        self.base.wrapping_add(CELLS_AT + cell * CELL).cast()
+    }
+
+    fn inline(&self, cell: usize) -> *mut u8 {
+        self.base.wrapping_add(CELLS_AT + cell * CELL + LINE)
+    }
+
+    fn lap(&self, cell: usize) -> &AtomicU32 {
+        // SAFETY: in the mapping (checked in `new`), aligned to 4, only ever accessed as an atomic, alive with `self`.
+        unsafe { &*self.cell(cell).cast::<u8>().add(LINE - 4).cast::<AtomicU32>() }
+    }
+
+    fn released_count(&self) -> &AtomicU64 {
+        // SAFETY: as in `lap`; the ring starts on a 128-byte boundary.
+        unsafe { &*self.base.cast::<AtomicU64>() }
+    }
+
+    fn revoked(&self) -> &AtomicU32 {
+        // SAFETY: as in `lap`.
+        unsafe { &*self.base.add(LINE).cast::<AtomicU32>() }
+    }
+}
+
+impl RingMemory for RawRing {
+    /// A descriptor, and the payload to copy beside it (null: none).
+    type Frame = (Descriptor, *const u8);
+
+    fn lap_acquire(&self, cell: usize) -> u32 {
+        self.lap(cell).load(Ordering::Acquire)
+    }
+    fn publish(&self, cell: usize, lap: u32) {
+        self.lap(cell).store(lap, Ordering::Release);
+    }
+    fn released_acquire(&self) -> u64 {
+        self.released_count().load(Ordering::Acquire)
+    }
+    fn release(&self, count: u64) {
+        self.released_count().store(count, Ordering::Release);
+    }
+    fn write(&self, cell: usize, (descriptor, payload): Self::Frame) {
+        let bytes = (&raw const descriptor).cast::<u8>();
+        // SAFETY: the cell is in the mapping and, by the protocol, the producer's until published. The last word
+        // (the lap) is left alone: the consumer polls it. `payload` is null or valid for `len <= INLINE` bytes
+        // (`LocalTx::post` sees to it), and cannot overlap the cell.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes, self.cell(cell).cast::<u8>(), LINE - 4);
+            if !payload.is_null() {
+                std::ptr::copy_nonoverlapping(payload, self.inline(cell), descriptor.len as usize);
+            }
+        }
+    }
+    fn read(&self, cell: usize) -> Self::Frame {
+        // SAFETY: the cell is in the mapping and was published to us; a producer that breaks the protocol can change
+        // the bytes under us, which is why this is a copy of plain integers, checked afterwards. The lap word may be
+        // written concurrently only by such a producer.
+        (unsafe { self.cell(cell).read_volatile() }, self.inline(cell))
+    }
+}
+
+/// Wakes a rank's lane when it sleeps.
+#[derive(Clone)]
+pub(crate) struct Bell {
+    region: Arc<Region>,
+    fd: Arc<OwnedFd>,
+}
+
+impl Bell {
+    pub(crate) fn new(region: Arc<Region>, fd: Arc<OwnedFd>) -> Bell {
+        Bell { region, fd }
+    }
+
+    /// Called after publishing. Pairs with the sleeper's "set the flag, fence, look again".
+    pub(crate) fn ring(&self) {
+        fence(Ordering::SeqCst);
+        let flag = self.region.bell_flag();
+        if flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::AcqRel) != 0 {
+            let _ = rustix::io::write(&*self.fd, &1u64.to_ne_bytes());
+        }
+    }
+}
+
+/// What a receiver in the same process holds while it reads lent memory, so that a sender can be sure it is not.
+pub(crate) type Gate = Arc<Mutex<()>>;
+
+/// The sending end on one host.
+pub(crate) struct LocalTx {
+    ring: Producer<RawRing>,
+    bell: Bell,
+    /// The receiver's gate if it is in this process: then any memory can be lent.
+    gate: Option<Gate>,
+}
+
+impl LocalTx {
+    /// A ring at `offset` of our own `region`.
+    pub(crate) fn new(region: Arc<Region>, offset: usize, bell: Bell, gate: Option<Gate>) -> Result<Self, Error> {
+        Ok(LocalTx { ring: Producer::new(RawRing::new(region, offset as u64)?), bell, gate })
+    }
+}
+
+impl LinkTx for LocalTx {
+    fn room(&mut self) -> Result<bool, Error> {
+        Ok(self.ring.room())
+    }
+
+    fn needs_slot(&self) -> bool {
+        self.gate.is_none()
+    }
+
+    unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
+        let inline = header.len as usize <= INLINE;
+        let location = if inline {
+            NOWHERE
+        } else if self.gate.is_some() {
+            payload as u64
+        } else {
+            match self.ring.memory().region.offset_of(payload) {
+                Some(offset) => offset,
+                None => return Err(Error::system("send through shared memory", "payload outside the region (a bug)")),
+            }
+        };
+        let s = &header.signature;
+        let descriptor = Descriptor {
+            comm: header.comm,
+            op: header.op,
+            offset: header.offset,
+            location,
+            count: s.count,
+            len: header.len,
+            message: header.message,
+            root: s.root,
+            generation: s.generation,
+            kinds: [s.kind, s.dtype, s.op, s.algo],
+            lap: 0,
+        };
+        self.ring.post((descriptor, if inline { payload } else { std::ptr::null() }));
+        self.bell.ring();
+        Ok(if inline { Posted::Copied } else { Posted::Held })
+    }
+
+    fn released(&mut self) -> Result<u64, Error> {
+        Ok(self.ring.released())
+    }
+
+    fn revoke(&mut self) -> bool {
+        self.ring.memory().revoked().store(1, Ordering::SeqCst);
+        // Another process reads only our region, which it keeps mapped itself. One of ours may be reading our
+        // caller's buffer right now: it does so only under its gate, and looks at the flag after taking it.
+        self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
+    }
+}
+
+/// The receiving end on one host.
+pub(crate) struct LocalRx {
+    ring: Consumer<RawRing>,
+    bell: Bell,
+    peer: Rank,
+    same_process: bool,
+    done: usize,
+    head: Option<Frame>,
+}
+
+impl LocalRx {
+    /// The ring at `offset` of the sender's `region`; `bell` wakes the sender, which may wait for room.
+    pub(crate) fn new(region: Arc<Region>, offset: u64, bell: Bell, peer: Rank, same_process: bool) -> Result<Self, Error> {
+        let ring = Consumer::new(RawRing::new(region, offset)?);
+        Ok(LocalRx { ring, bell, peer, same_process, done: 0, head: None })
+    }
+}
+
+impl LinkRx for LocalRx {
+    fn peek(&mut self, _useful: usize) -> Result<Option<Frame>, Error> {
+        if let Some(frame) = self.head {
+            return Ok(Some(frame));
+        }
+        let Some((d, inline)) = self.ring.peek() else { return Ok(None) };
+        let ring = self.ring.memory();
+        if ring.revoked().load(Ordering::SeqCst) != 0 {
+            return Ok(None); // the sender took its memory back: its abort explains
+        }
+        let len = d.len as usize;
+        let data: *const u8 = match d.location {
+            NOWHERE if len <= INLINE => inline,
+            at if self.same_process => at as *const u8,
+            at if len <= SLOT && ring.region.contains(at, len) => ring.region.at(at as usize),
+            at => {
+                let problem = format!("{len} bytes at offset {at} are not in its region");
+                return Err(Error::Protocol { peer: self.peer, problem });
+            }
+        };
+        let [kind, dtype, op, algo] = d.kinds;
+        let signature =
+            Signature { kind, dtype, op, algo, root: d.root, count: d.count, generation: d.generation };
+        let header =
+            Header { comm: d.comm, op: d.op, offset: d.offset, len: d.len, message: d.message, signature };
+        self.head = Some(Frame { header, data, ready: len, done: 0 });
+        self.done = 0;
+        Ok(self.head)
+    }
+
+    fn release(&mut self, bytes: usize) {
+        let Some(frame) = &mut self.head else { return };
+        self.done += bytes;
+        if self.done >= frame.header.len as usize {
+            self.head = None;
+            self.ring.release();
+            self.bell.ring();
+        } else {
+            frame.data = frame.data.wrapping_add(bytes);
+            frame.ready -= bytes;
+            frame.done = self.done;
+        }
+    }
+}
+
+// SAFETY: `head.data` points into the peer's region or its lent buffer, read only by whoever drives this link, under
+// the protocol above; nothing in it is tied to a thread.
+unsafe impl Send for LocalRx {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair(same_process: bool) -> (LocalTx, LocalRx, Arc<Region>) {
+        let region = Arc::new(Region::shared().unwrap());
+        let fd = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap());
+        let bell = Bell::new(region.clone(), fd);
+        let at = region.alloc(RING_BYTES).unwrap();
+        let gate = same_process.then(Gate::default);
+        let tx = LocalTx::new(region.clone(), at, bell.clone(), gate).unwrap();
+        let rx = LocalRx::new(region.clone(), at as u64, bell, 0, same_process).unwrap();
+        (tx, rx, region)
+    }
+
+    fn header(op: u64, len: usize) -> Header {
+        let signature = Signature { kind: 1, dtype: 2, op: 3, algo: 4, root: 5, count: 6, generation: 7 };
+        Header { comm: 9, op, offset: 11, len: len as u32, message: 3, signature }
+    }
+
+    #[test]
+    fn frames_arrive_in_order_and_credit_is_bounded() {
+        let (mut tx, mut rx, _) = pair(false);
+        for round in 0..5u64 {
+            for i in 0..CELLS {
+                assert!(tx.room().unwrap());
+                let payload = (round * 100 + i).to_le_bytes();
+                // SAFETY: copied: 8 bytes are inline.
+                let posted = unsafe { tx.post(header(i, 8), payload.as_ptr()).unwrap() };
+                assert_eq!(posted, Posted::Copied);
+            }
+            assert!(!tx.room().unwrap());
+            for i in 0..CELLS {
+                let frame = rx.peek(0).unwrap().unwrap();
+                assert_eq!(frame.header, header(i, 8));
+                // SAFETY: 8 bytes ready.
+                let value = unsafe { frame.data.cast::<u64>().read_unaligned() };
+                assert_eq!(value, round * 100 + i);
+                rx.release(3);
+                assert_eq!(rx.peek(0).unwrap().unwrap().done, 3);
+                rx.release(5);
+            }
+            assert!(rx.peek(0).unwrap().is_none());
+            assert_eq!(tx.released().unwrap(), (round + 1) * CELLS);
+        }
+    }
+
+    #[test]
+    fn same_process_lends_and_revokes() {
+        let (mut tx, mut rx, _) = pair(true);
+        let payload = vec![5u8; 100_000];
+        // SAFETY: `payload` outlives the test's use of the link.
+        assert_eq!(unsafe { tx.post(header(1, 100_000), payload.as_ptr()).unwrap() }, Posted::Held);
+        assert_eq!(rx.peek(0).unwrap().unwrap().data, payload.as_ptr());
+        rx.release(100_000);
+        assert_eq!(tx.released().unwrap(), 1);
+        // SAFETY: as above.
+        unsafe { tx.post(header(2, 100_000), payload.as_ptr()).unwrap() };
+        let gate = tx.gate.clone().unwrap();
+        let reading = gate.lock();
+        assert!(!tx.revoke(), "the receiver may be reading");
+        drop(reading);
+        assert!(tx.revoke());
+        assert!(rx.peek(0).unwrap().is_none(), "revoked memory is not read");
+    }
+
+    #[test]
+    fn a_location_outside_the_region_is_an_error_not_a_fault() {
+        let (mut tx, mut rx, region) = pair(false);
+        let outside = [0u8; 4096];
+        // SAFETY: refused before anything is posted.
+        assert!(unsafe { tx.post(header(1, 4096), outside.as_ptr()) }.is_err());
+        // SAFETY: inside the region.
+        unsafe { tx.post(header(1, 4096), region.at(Region::slot_offset(0))).unwrap() };
+        // A peer that lies about its length.
+        // SAFETY: our own cell, one thread.
+        unsafe { (*tx.ring.memory().cell(0)).len = u32::MAX };
+        assert!(matches!(rx.peek(0), Err(Error::Protocol { .. })));
+    }
+}

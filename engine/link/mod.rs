@@ -1,0 +1,117 @@
+//! Links carry frames between two ranks of one communicator by lending memory.
+//!
+//! A link is **simplex**: a [`LinkTx`] at the sender, a [`LinkRx`] at the receiver, first in, first out. The
+//! sender *posts* a frame whose payload stays where it is ([`Posted::Held`]) until the receiver has released
+//! it, or is copied at once ([`Posted::Copied`]). The receiver *peeks* at the oldest frame, reads the payload
+//! where it lies, and *releases* it, in parts if it likes. Nothing here blocks.
+//!
+//! | link | payload lies in | credit |
+//! |---|---|---|
+//! | same process | the sender's own buffer, or a staging slot | ring cells, per communicator and peer |
+//! | shared-memory arena | a staging slot of the sender's region | ring cells, per communicator and peer |
+//! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
+
+pub(crate) mod local;
+pub(crate) mod region;
+pub(crate) mod ring;
+pub(crate) mod tcp;
+mod wire;
+
+use crate::error::Error;
+use crate::types::Signature;
+pub(crate) use wire::{HEADER_BYTES, Header};
+
+/// Payloads up to this travel inside the ring cell, beside the header.
+pub(crate) const INLINE: usize = 192;
+/// Size of a shared staging slot, and the largest frame. 128 KB: two fit the L2 of current cores with room
+/// for the operands (peers.md's arena prototype used the same).
+pub(crate) const SLOT: usize = 128 << 10;
+
+/// What became of a posted frame's payload.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Posted {
+    /// Copied: the source is free.
+    Copied,
+    /// Lent: the source must stay as it is until [`LinkTx::released`] counts this frame.
+    Held,
+}
+
+/// The sending end.
+pub(crate) trait LinkTx: Send {
+    /// Whether a frame can be posted now.
+    fn room(&mut self) -> Result<bool, Error>;
+
+    /// Whether payloads beyond [`INLINE`] must lie in a staging slot: the peer cannot read other memory.
+    fn needs_slot(&self) -> bool;
+
+    /// Posts a frame of `header.len` bytes at `payload`. Only when `room` just said so.
+    ///
+    /// # Safety
+    /// `payload` is valid for reads of `header.len` bytes, and stays valid and unchanged until the frame is
+    /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
+    unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
+
+    /// How many frames, since the link was made, have a source that is free again. In order.
+    fn released(&mut self) -> Result<u64, Error>;
+
+    /// Takes lent memory back for good; the link is dead afterwards. `true` once the peer cannot be reading
+    /// any more; `false`: ask again.
+    fn revoke(&mut self) -> bool;
+
+    /// Whether everything posted has left this process's own memory.
+    fn is_flushed(&mut self) -> bool {
+        true
+    }
+}
+
+/// The receiving end.
+pub(crate) trait LinkRx: Send {
+    /// The oldest frame, if its header is here and `useful` bytes of what is left of it (or all, if less).
+    fn peek(&mut self, useful: usize) -> Result<Option<Frame>, Error>;
+
+    /// Releases `bytes` more of the oldest frame; the frame itself once all of it is released (at once, for an
+    /// empty one).
+    fn release(&mut self, bytes: usize);
+
+    /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies: it is not in
+    /// memory yet.
+    fn streams(&self) -> bool {
+        false
+    }
+
+    /// Receives up to `max` bytes of the oldest frame's rest straight into `dst`, and releases them. Returns how
+    /// many, a multiple of `unit`; a part of a unit that has come already lies behind them in `dst`, and is
+    /// expected there by the next call. Only where [`LinkRx::streams`].
+    ///
+    /// # Safety
+    /// `dst` is valid for writes of `max` bytes, a multiple of `unit`.
+    unsafe fn receive_into(&mut self, _dst: *mut u8, _max: usize, _unit: usize) -> Result<usize, Error> {
+        Ok(0)
+    }
+}
+
+/// A frame at the head of a link.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Frame {
+    pub(crate) header: Header,
+    /// The part not yet released.
+    pub(crate) data: *const u8,
+    /// How many bytes of it can be read now.
+    pub(crate) ready: usize,
+    /// Bytes already released.
+    pub(crate) done: usize,
+}
+
+/// Where links announce sockets to be watched, and that something may go on.
+pub(crate) trait Reactor: Send + Sync {
+    /// Wake the lane when this socket becomes readable or writable.
+    fn watch(&self, socket: &std::net::TcpStream) -> Result<(), Error>;
+    /// Wake the lane now.
+    fn kick(&self);
+}
+
+impl Frame {
+    pub(crate) fn signature(&self) -> Signature {
+        self.header.signature
+    }
+}

@@ -1,0 +1,247 @@
+//! A rank's region: the memory that its peers on this host see.
+//!
+//! Layout: a page with the bell's flag, the shared staging slots, and a heap for rings and own slots. For peers
+//! in other processes the region is a sealed memfd, handed over a unix socket: it has no name, vanishes with
+//! the last process, and cannot be truncated under a reader. Pages cost nothing until they are touched.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::AtomicU32;
+
+use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+
+use super::SLOT;
+use crate::error::Error;
+
+const HEADER: usize = 4096;
+/// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.
+pub(crate) const SLOTS: usize = 32;
+const HEAP_START: usize = HEADER + SLOTS * SLOT;
+/// Room for rings and own slots: address space, not memory.
+const HEAP: usize = 60 << 20;
+pub(crate) const REGION_BYTES: usize = HEAP_START + HEAP;
+
+/// A mapping of a region, ours or a peer's.
+pub(crate) struct Region {
+    base: NonNull<u8>,
+    fd: Option<OwnedFd>,
+    heap: Mutex<Heap>,
+    slots: Mutex<Vec<u16>>,
+}
+
+// SAFETY: the mapping is plain memory that lives until drop; every access goes through raw pointers whose users
+// state their own protocol, and the allocator's state is behind locks.
+unsafe impl Send for Region {}
+// SAFETY: as above.
+unsafe impl Sync for Region {}
+
+struct Heap {
+    end: usize,
+    /// Freed blocks (offset, bytes), reused by exact size: rings of a group size recur.
+    free: Vec<(usize, usize)>,
+}
+
+impl Region {
+    /// A region that other processes can map.
+    pub(crate) fn shared() -> Result<Region, Error> {
+        let doing = |e: rustix::io::Errno| {
+            Error::system("create this rank's shared-memory region (memfd, 64 MB of address space)", e)
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = memfd_create("allstream", flags).map_err(doing)?;
+        ftruncate(&fd, REGION_BYTES as u64).map_err(doing)?;
+        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(doing)?;
+        let base = map_shared(&fd).map_err(doing)?;
+        Ok(Region::new(base, Some(fd)))
+    }
+
+    /// A region for peers of this process alone.
+    pub(crate) fn private() -> Result<Region, Error> {
+        // SAFETY: a fresh anonymous mapping at an address the kernel chooses touches no existing memory.
+        let base = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                REGION_BYTES,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(|e| Error::system("map a rank's staging region (64 MB of address space)", e))?;
+        NonNull::new(base.cast())
+            .map(|base| Region::new(base, None))
+            .ok_or_else(|| Error::system("map a rank's staging region", "the system returned address 0"))
+    }
+
+    /// Maps the region that a peer handed over, after checking that it cannot shrink under us.
+    pub(crate) fn of_peer(fd: OwnedFd) -> Result<Region, Error> {
+        let doing = "map a peer's shared-memory region";
+        let size = fstat(&fd).map_err(|e| Error::system(doing, e))?.st_size;
+        if size != REGION_BYTES as i64 {
+            return Err(Error::system(doing, format!("it has {size} bytes, expected {REGION_BYTES}")));
+        }
+        let seals = fcntl_get_seals(&fd).map_err(|e| Error::system(doing, e))?;
+        if !seals.contains(SealFlags::SHRINK) {
+            return Err(Error::system(doing, "it is not sealed against shrinking"));
+        }
+        let base = map_shared(&fd).map_err(|e| Error::system(doing, e))?;
+        Ok(Region::new(base, Some(fd)))
+    }
+
+    fn new(base: NonNull<u8>, fd: Option<OwnedFd>) -> Region {
+        Region {
+            base,
+            fd,
+            heap: Mutex::new(Heap { end: HEAP_START, free: Vec::new() }),
+            slots: Mutex::new((0..SLOTS as u16).rev().collect()),
+        }
+    }
+
+    /// The descriptor to hand to peers.
+    pub(crate) fn fd(&self) -> Option<&OwnedFd> {
+        self.fd.as_ref()
+    }
+
+    /// Address of an offset. The caller keeps the offset (and what it accesses there) inside the region.
+    pub(crate) fn at(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset < REGION_BYTES);
+        self.base.as_ptr().wrapping_add(offset)
+    }
+
+    /// Whether `len` bytes at `offset` lie in the region.
+    pub(crate) fn contains(&self, offset: u64, len: usize) -> bool {
+        offset.checked_add(len as u64).is_some_and(|end| end <= REGION_BYTES as u64)
+    }
+
+    /// Offset of an address inside this mapping.
+    pub(crate) fn offset_of(&self, at: *const u8) -> Option<u64> {
+        (at as usize).checked_sub(self.base.as_ptr() as usize).filter(|o| *o < REGION_BYTES).map(|o| o as u64)
+    }
+
+    /// Set while this rank's lane sleeps and wants to be woken by its bell.
+    pub(crate) fn bell_flag(&self) -> &AtomicU32 {
+        // SAFETY: the first page of the mapping, aligned, zeroed at creation; accessed only as an atomic; lives
+        // as long as `self`.
+        unsafe { self.base.cast::<AtomicU32>().as_ref() }
+    }
+
+    /// Takes a shared staging slot: its number and address.
+    pub(crate) fn take_slot(&self) -> Option<u16> {
+        self.slots.lock().pop()
+    }
+
+    /// Gives it back.
+    pub(crate) fn give_slot(&self, slot: u16) {
+        self.slots.lock().push(slot);
+    }
+
+    pub(crate) fn slot_offset(slot: u16) -> usize {
+        HEADER + slot as usize * SLOT
+    }
+
+    /// Staging slots in use.
+    pub(crate) fn slots_used(&self) -> usize {
+        SLOTS - self.slots.lock().len()
+    }
+
+    /// Zeroed memory from the region's heap.
+    pub(crate) fn alloc(&self, bytes: usize) -> Result<usize, Error> {
+        let bytes = bytes.next_multiple_of(128);
+        let mut heap = self.heap.lock();
+        let offset = match heap.free.iter().position(|(_, size)| *size == bytes) {
+            Some(found) => heap.free.swap_remove(found).0,
+            None if heap.end + bytes <= REGION_BYTES => {
+                let at = heap.end;
+                heap.end += bytes;
+                at
+            }
+            None => {
+                return Err(Error::system(
+                    "allocate the rings of a communicator",
+                    format!(
+                        "{bytes} bytes wanted, {} of {HEAP} left in this rank's region; close communicators that \
+                         are no longer used",
+                        REGION_BYTES - heap.end
+                    ),
+                ));
+            }
+        };
+        drop(heap);
+        // SAFETY: inside the mapping by the checks above, and owned by no one else: it is neither in `free` nor
+        // given out.
+        unsafe { std::ptr::write_bytes(self.at(offset), 0, bytes) };
+        Ok(offset)
+    }
+
+    /// Gives heap memory back. Only when no peer uses it any more.
+    pub(crate) fn free(&self, offset: usize, bytes: usize) {
+        self.heap.lock().free.push((offset, bytes.next_multiple_of(128)));
+    }
+}
+
+fn map_shared(fd: impl AsFd) -> rustix::io::Result<NonNull<u8>> {
+    // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory of ours. The file is a
+    // memfd of REGION_BYTES, sealed (or about to be) against shrinking, so no access can fault.
+    let base = unsafe {
+        mmap(
+            std::ptr::null_mut(),
+            REGION_BYTES,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::NORESERVE,
+            fd,
+            0,
+        )
+    }?;
+    NonNull::new(base.cast()).ok_or(rustix::io::Errno::FAULT)
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: mapped in a constructor with this length; users hold an `Arc<Region>` for as long as they
+        // access it, so nobody does now.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), REGION_BYTES) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_sees_what_is_written_and_the_region_cannot_shrink() {
+        let ours = Region::shared().unwrap();
+        let fd = ours.fd().unwrap().try_clone().unwrap();
+        assert!(ftruncate(&fd, 4096).is_err());
+        let theirs = Region::of_peer(fd).unwrap();
+        let at = ours.alloc(64).unwrap();
+        // SAFETY: inside both mappings, one byte, one thread.
+        let seen = unsafe {
+            ours.at(at).write(42);
+            theirs.at(at).read()
+        };
+        assert_eq!(seen, 42);
+    }
+
+    #[test]
+    fn an_unsealed_or_short_file_is_refused() {
+        let fd = memfd_create("short", MemfdFlags::CLOEXEC).unwrap();
+        assert!(Region::of_peer(fd.try_clone().unwrap()).is_err());
+        ftruncate(&fd, REGION_BYTES as u64).unwrap();
+        let error = Region::of_peer(fd).err().unwrap().to_string();
+        assert!(error.contains("not sealed"), "{error}");
+    }
+
+    #[test]
+    fn slots_and_heap_are_bounded_and_reused() {
+        let region = Region::private().unwrap();
+        let slots: Vec<_> = std::iter::from_fn(|| region.take_slot()).collect();
+        assert_eq!(slots.len(), SLOTS);
+        slots.iter().for_each(|s| region.give_slot(*s));
+        assert_eq!(region.slots_used(), 0);
+        let a = region.alloc(1000).unwrap();
+        region.free(a, 1000);
+        assert_eq!(region.alloc(1000).unwrap(), a);
+        assert!(region.alloc(HEAP).unwrap_err().to_string().contains("close communicators"));
+    }
+}

@@ -1,0 +1,177 @@
+//! [`Buf`]: memory that an operation owns while it is in flight.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use crate::types::Element;
+
+/// Memory that can be handed to an operation by value and comes back with its result.
+///
+/// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`]; foreign owners (an array library's storage, a
+/// mapped file) can implement it.
+///
+/// # Safety
+///
+/// From the moment a value is handed to an operation until it comes back, the engine and (for ranks of the
+/// same process) peers access `len()` elements at `ptr()` through raw pointers, from other threads. So:
+///
+/// - `ptr()` and `len()` give the same answer however often the value is moved, until it is dropped or
+///   changed through `&mut self`;
+/// - the memory is valid for reads and writes of `len() * size_of::<Self::Elem>()` bytes, initialised, and
+///   aligned for the element type;
+/// - nothing else reads or writes it while the value is owned by the operation: the owner is unique;
+/// - dropping the value on any thread is sound (`Send`).
+pub unsafe trait Buf: Send + 'static {
+    /// The element type.
+    type Elem: Element;
+    /// Start of the memory.
+    fn ptr(&self) -> *const Self::Elem;
+    /// Start of the memory, for writing.
+    fn ptr_mut(&mut self) -> *mut Self::Elem;
+    /// Number of elements.
+    fn len(&self) -> usize;
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+// SAFETY: a Vec's elements are on the heap, do not move with it, and are owned by it alone.
+unsafe impl<T: Element> Buf for Vec<T> {
+    type Elem = T;
+    fn ptr(&self) -> *const T {
+        self.as_ptr()
+    }
+    fn ptr_mut(&mut self) -> *mut T {
+        self.as_mut_ptr()
+    }
+    fn len(&self) -> usize {
+        self.len()
+    }
+}
+
+// SAFETY: as for Vec; the length cannot change.
+unsafe impl<T: Element> Buf for Box<[T]> {
+    type Elem = T;
+    fn ptr(&self) -> *const T {
+        self.as_ptr()
+    }
+    fn ptr_mut(&mut self) -> *mut T {
+        self.as_mut_ptr()
+    }
+    fn len(&self) -> usize {
+        <[T]>::len(self)
+    }
+}
+
+/// Host memory aligned to 64 bytes, zeroed; derefs to a slice.
+pub struct HostBuf<T: Element> {
+    start: NonNull<T>,
+    len: usize,
+}
+
+const ALIGN: usize = 64;
+
+impl<T: Element> HostBuf<T> {
+    /// `len` elements of zero.
+    ///
+    /// # Panics
+    /// Never; aborts through the allocator's handler when memory is exhausted, as `Vec` does.
+    pub fn zeroed(len: usize) -> HostBuf<T> {
+        let Some(layout) = Self::layout(len) else {
+            // As Vec does beyond isize::MAX bytes: there is no such memory.
+            handle_alloc_error(Layout::new::<T>())
+        };
+        if layout.size() == 0 {
+            return HostBuf { start: NonNull::dangling(), len };
+        }
+        // SAFETY: the layout's size is not zero.
+        let start = unsafe { alloc_zeroed(layout) };
+        match NonNull::new(start.cast::<T>()) {
+            Some(start) => HostBuf { start, len },
+            None => handle_alloc_error(layout),
+        }
+    }
+
+    fn layout(len: usize) -> Option<Layout> {
+        let bytes = len.checked_mul(size_of::<T>())?;
+        Layout::from_size_align(bytes, ALIGN).ok()
+    }
+}
+
+impl<T: Element> From<&[T]> for HostBuf<T> {
+    fn from(values: &[T]) -> HostBuf<T> {
+        let mut buf = HostBuf::zeroed(values.len());
+        buf.copy_from_slice(values);
+        buf
+    }
+}
+
+impl<T: Element> Drop for HostBuf<T> {
+    fn drop(&mut self) {
+        if let Some(layout) = Self::layout(self.len).filter(|l| l.size() > 0) {
+            // SAFETY: allocated in `zeroed` with this layout; T is Copy, so nothing else is to be dropped.
+            unsafe { dealloc(self.start.as_ptr().cast(), layout) }
+        }
+    }
+}
+
+impl<T: Element> Deref for HostBuf<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `len` elements, zeroed at allocation (every Element is valid when zero), uniquely owned.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Element> DerefMut for HostBuf<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and `&mut self` makes this the only access.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Element> fmt::Debug for HostBuf<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostBuf<{}>({})", T::DTYPE.name(), self.len)
+    }
+}
+
+// SAFETY: it owns its memory alone, like Box<[T]>, and Element is Send.
+unsafe impl<T: Element> Send for HostBuf<T> {}
+// SAFETY: `&HostBuf` only gives `&[T]`, and Element is Sync.
+unsafe impl<T: Element> Sync for HostBuf<T> {}
+
+// SAFETY: heap memory, unmoved and owned alone.
+unsafe impl<T: Element> Buf for HostBuf<T> {
+    type Elem = T;
+    fn ptr(&self) -> *const T {
+        self.start.as_ptr()
+    }
+    fn ptr_mut(&mut self) -> *mut T {
+        self.start.as_ptr()
+    }
+    fn len(&self) -> usize {
+        self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn host_buf_is_aligned_zeroed_and_survives_a_move() {
+        let mut buf = HostBuf::<f64>::zeroed(1001);
+        assert!(buf.iter().all(|x| *x == 0.0));
+        buf[1000] = 2.5;
+        let at = buf.ptr();
+        let moved = buf;
+        assert_eq!(moved.ptr(), at);
+        assert_eq!(moved.ptr() as usize % 64, 0);
+        assert_eq!(moved[1000], 2.5);
+        assert_eq!(HostBuf::<u8>::zeroed(0).len(), 0);
+    }
+}

@@ -1,0 +1,100 @@
+//! The buffers of one operation with their types erased, kept in place: no allocation per operation.
+
+use std::any::TypeId;
+use std::mem::MaybeUninit;
+
+/// What an operation owns: what goes in, and what comes out. In-place operations have only an output.
+pub(crate) struct Parts<I, O> {
+    pub(crate) input: I,
+    pub(crate) output: O,
+}
+
+const WORDS: usize = 16;
+
+/// Storage for [`Parts`] of any type: in place up to 128 bytes, boxed beyond.
+pub(crate) struct Held {
+    storage: [MaybeUninit<u64>; WORDS],
+    drop: unsafe fn(*mut u8),
+    holds: TypeId,
+}
+
+const fn fits<P>() -> bool {
+    size_of::<P>() <= WORDS * 8 && align_of::<P>() <= 8
+}
+
+unsafe fn drop_inline<P>(at: *mut u8) {
+    // SAFETY: called by `Held::drop` only, with the storage into which `Held::new::<P>` wrote a P.
+    unsafe { at.cast::<P>().drop_in_place() }
+}
+
+unsafe fn drop_boxed<P>(at: *mut u8) {
+    // SAFETY: called by `Held::drop` only; `Held::new::<P>` stored a Box<P> there.
+    unsafe { at.cast::<Box<P>>().drop_in_place() }
+}
+
+impl Held {
+    /// Takes ownership of the parts. `P: Send`: the table may drop them on another thread.
+    pub(crate) fn new<P: Send + 'static>(parts: P) -> Held {
+        let mut storage = [MaybeUninit::<u64>::uninit(); WORDS];
+        let at = storage.as_mut_ptr().cast::<u8>();
+        let drop = if fits::<P>() {
+            // SAFETY: `fits` checked size and alignment of the storage.
+            unsafe { at.cast::<P>().write(parts) };
+            drop_inline::<P> as unsafe fn(*mut u8)
+        } else {
+            // SAFETY: a Box is one word, aligned to 8.
+            unsafe { at.cast::<Box<P>>().write(Box::new(parts)) };
+            drop_boxed::<P> as unsafe fn(*mut u8)
+        };
+        Held { storage, drop, holds: TypeId::of::<P>() }
+    }
+
+    /// Gives the parts back, if they are of this type.
+    pub(crate) fn take<P: Send + 'static>(self) -> Option<P> {
+        if self.holds != TypeId::of::<P>() {
+            return None;
+        }
+        let mut this = std::mem::ManuallyDrop::new(self);
+        let at = this.storage.as_mut_ptr().cast::<u8>();
+        Some(if fits::<P>() {
+            // SAFETY: `new::<P>` wrote a P here (checked above); ManuallyDrop keeps it from being dropped as well.
+            unsafe { at.cast::<P>().read() }
+        } else {
+            // SAFETY: as above, with a Box<P>.
+            unsafe { *at.cast::<Box<P>>().read() }
+        })
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // SAFETY: `drop` was chosen in `new` for what the storage holds, and `take` forgets `self`.
+        unsafe { (self.drop)(self.storage.as_mut_ptr().cast()) }
+    }
+}
+
+// SAFETY: `new` requires P: Send, and Held gives no shared access to it.
+unsafe impl Send for Held {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    #[test]
+    fn parts_come_back_or_are_dropped_once() {
+        let witness = Arc::new(());
+        let small = Held::new((vec![1u8, 2], witness.clone()));
+        let large = Held::new(([7u64; 40], witness.clone()));
+        let (bytes, _) = small.take::<(Vec<u8>, Arc<()>)>().unwrap();
+        assert_eq!(bytes, [1, 2]);
+        assert_eq!(Arc::strong_count(&witness), 2);
+        drop(large);
+        assert_eq!(Arc::strong_count(&witness), 1);
+        let large = Held::new(([7u64; 40], witness.clone()));
+        let (words, w) = large.take::<([u64; 40], Arc<()>)>().unwrap();
+        assert_eq!((words[39], Arc::strong_count(&w)), (7, 2));
+        assert!(Held::new(w).take::<Vec<u8>>().is_none(), "another type is refused, and what is held dropped");
+        assert_eq!(Arc::strong_count(&witness), 1);
+    }
+}

@@ -1,0 +1,9 @@
+//! Memory that operations own while they are in flight, and streams of work over it.
+
+mod buf;
+mod held;
+mod stream;
+
+pub use buf::{Buf, HostBuf};
+pub(crate) use held::{Held, Parts};
+pub use stream::{Event, HostStream};

@@ -1,0 +1,236 @@
+//! Streams of host work, and events: points in them.
+//!
+//! A [`HostStream`] is to a CPU what a CUDA stream is to a GPU: jobs run in order, one after another, beside
+//! the thread that submits them.
+
+use std::fmt;
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::task::{Context, Poll, Waker};
+use std::thread::JoinHandle;
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::error::Error;
+
+const PENDING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+struct Point {
+    state: AtomicU8,
+    waiters: Mutex<Vec<Waker>>,
+    changed: Condvar,
+}
+
+/// A point in a stream. Completes when all work submitted to the stream before it was recorded is done.
+///
+/// Cloneable; a future; never blocks to be asked.
+#[derive(Clone)]
+pub struct Event(Arc<Point>);
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Event({})", ["pending", "done", "failed"][self.0.state.load(Ordering::Relaxed) as usize % 3])
+    }
+}
+
+impl Event {
+    pub(crate) fn pending() -> Event {
+        Event(Arc::new(Point {
+            state: AtomicU8::new(PENDING),
+            waiters: Mutex::new(Vec::new()),
+            changed: Condvar::new(),
+        }))
+    }
+
+    /// Whether the point has been reached (or its stream has failed).
+    pub fn is_complete(&self) -> bool {
+        self.0.state.load(Ordering::Acquire) != PENDING
+    }
+
+    /// Whether work before this point panicked.
+    pub fn is_failed(&self) -> bool {
+        self.0.state.load(Ordering::Acquire) == FAILED
+    }
+
+    /// Blocks until the point is reached; an error if work before it panicked.
+    pub fn wait(&self) -> Result<(), Error> {
+        let mut waiters = self.0.waiters.lock();
+        while !self.is_complete() {
+            self.0.changed.wait(&mut waiters);
+        }
+        drop(waiters);
+        self.outcome()
+    }
+
+    fn outcome(&self) -> Result<(), Error> {
+        if self.is_failed() {
+            return Err(Error::invalid("stream", "a job submitted to this stream before this point panicked"));
+        }
+        Ok(())
+    }
+
+    pub(crate) fn fire(&self, ok: bool) {
+        let mut waiters = self.0.waiters.lock();
+        self.0.state.store(if ok { DONE } else { FAILED }, Ordering::Release);
+        let woken = std::mem::take(&mut *waiters);
+        drop(waiters);
+        self.0.changed.notify_all();
+        woken.into_iter().for_each(Waker::wake);
+    }
+
+    /// Wakes `waker` once the event completes; `false` if it has already.
+    pub(crate) fn subscribe(&self, waker: &Waker) -> bool {
+        let mut waiters = self.0.waiters.lock();
+        if self.is_complete() {
+            return false;
+        }
+        if !waiters.iter().any(|w| w.will_wake(waker)) {
+            waiters.push(waker.clone());
+        }
+        true
+    }
+}
+
+impl Future for Event {
+    type Output = Result<(), Error>;
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if self.subscribe(cx.waker()) { Poll::Pending } else { Poll::Ready(self.outcome()) }
+    }
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// An in-order queue of host work on a thread of its own.
+///
+/// Dropping it lets what was submitted finish, and waits for that.
+pub struct HostStream {
+    jobs: Option<Sender<Job>>,
+    thread: Option<JoinHandle<()>>,
+    failed: Arc<AtomicU8>,
+}
+
+impl fmt::Debug for HostStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HostStream").field("failed", &self.is_failed()).finish()
+    }
+}
+
+impl HostStream {
+    /// A stream whose thread carries this name. Fails only when the system has no thread to give.
+    pub fn new(name: &str) -> Result<HostStream, Error> {
+        let (jobs, queue) = channel::<Job>();
+        let thread = std::thread::Builder::new()
+            .name(name.to_owned())
+            .spawn(move || queue.into_iter().for_each(|job| job()))
+            .map_err(|e| Error::system(format!("start the thread of stream {name:?}"), e))?;
+        Ok(HostStream { jobs: Some(jobs), thread: Some(thread), failed: Arc::new(AtomicU8::new(0)) })
+    }
+
+    /// Whether a job has panicked. Later jobs do not run; later events fail.
+    pub fn is_failed(&self) -> bool {
+        self.failed.load(Ordering::Acquire) != 0
+    }
+
+    /// Appends a job; returns at once.
+    pub fn launch(&self, job: impl FnOnce() + Send + 'static) {
+        let failed = self.failed.clone();
+        self.push(Box::new(move || {
+            if failed.load(Ordering::Acquire) == 0 && catch_unwind(AssertUnwindSafe(job)).is_err() {
+                failed.store(1, Ordering::Release);
+            }
+        }));
+    }
+
+    /// The point that the stream has now been filled to.
+    pub fn record(&self) -> Event {
+        let event = Event::pending();
+        let (at, failed) = (event.clone(), self.failed.clone());
+        self.push(Box::new(move || at.fire(failed.load(Ordering::Acquire) == 0)));
+        event
+    }
+
+    /// Work submitted after this call starts only once `event` is complete (the stream waits, the caller does not).
+    pub fn wait_event(&self, event: &Event) {
+        let (event, failed) = (event.clone(), self.failed.clone());
+        self.push(Box::new(move || {
+            if event.wait().is_err() {
+                failed.store(1, Ordering::Release);
+            }
+        }));
+    }
+
+    /// Blocks until all that was submitted is done.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.record().wait()
+    }
+
+    /// Runs even on a failed stream: the job must know (used to hand buffers back).
+    pub(crate) fn push(&self, job: Job) {
+        if let Some(jobs) = &self.jobs {
+            // The receiver lives as long as the thread, which lives as long as `self`.
+            let _ = jobs.send(job);
+        }
+    }
+
+    pub(crate) fn failure_flag(&self) -> Arc<AtomicU8> {
+        self.failed.clone()
+    }
+}
+
+impl Drop for HostStream {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        if let Some(thread) = self.thread.take() {
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn jobs_run_in_order_and_events_mark_points() {
+        let stream = HostStream::new("test").unwrap();
+        let count = Arc::new(AtomicUsize::new(0));
+        for i in 0..100 {
+            let count = count.clone();
+            stream.launch(move || assert_eq!(count.fetch_add(1, Ordering::SeqCst), i));
+        }
+        stream.record().wait().unwrap();
+        assert_eq!(count.load(Ordering::SeqCst), 100);
+    }
+
+    #[test]
+    fn a_panic_fails_later_events_and_hangs_nobody() {
+        let stream = HostStream::new("test").unwrap();
+        let before = stream.record();
+        stream.launch(|| panic!("planted"));
+        before.wait().unwrap();
+        assert!(stream.record().wait().is_err());
+        assert!(stream.is_failed());
+    }
+
+    #[test]
+    fn one_stream_waits_for_another() {
+        let (a, b) = (HostStream::new("a").unwrap(), HostStream::new("b").unwrap());
+        let gate = Event::pending();
+        a.wait_event(&gate);
+        let done_a = a.record();
+        b.wait_event(&done_a);
+        let done_b = b.record();
+        assert!(!done_b.is_complete());
+        gate.fire(true);
+        done_b.wait().unwrap();
+    }
+}

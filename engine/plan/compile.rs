@@ -1,0 +1,141 @@
+//! From a plan to what an executor runs: the plan, and what each step has to wait for.
+//!
+//! # How a program is run
+//!
+//! Each step takes the slices of its chunk in order. For each slice:
+//!
+//! 1. It waits for `after_write`. A **copy** (one operand) also waits for `after_read` here: it goes straight
+//!    to its `dst`.
+//! 2. It gathers its operands, in order.
+//! 3. A **combining** step (two operands or more) waits for `after_read` only now, with the result in its
+//!    *hand* (one slice of memory): partners that send from where they write (recursive doubling, one-shot
+//!    in place, the barrier) would otherwise wait for each other for ever.
+//! 4. It stores the result in `dst` and sends from there, going on with the next slice meanwhile. Without
+//!    `dst` the result stays in the hand, and the next slice waits until all sends of this one are taken.
+//!    A step that only sends from our own memory needs no hand: it lends its source.
+//!
+//! The checker proves the plans under these rules without any buffering in links ([`super::check`]).
+
+use super::{At, Operand, Plan, Step};
+
+/// A plan and its dependencies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Program {
+    /// The plan.
+    pub plan: Plan,
+    /// What each step waits for, indexed like `plan.steps`.
+    pub nodes: Vec<Node>,
+    /// Per peer: the steps that send to it, in the order of their messages.
+    pub sends: Vec<Vec<u32>>,
+    /// Per peer: the steps that receive from it, in the order of their messages.
+    pub recvs: Vec<Vec<u32>>,
+}
+
+/// What one step waits for, slice by slice. Only what does not follow from the rest.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Node {
+    /// Earlier steps that wrote a `(slot, chunk)` that this step reads or writes: they must have computed.
+    pub after_write: Vec<u32>,
+    /// Earlier steps that read, or send from, the `(slot, chunk)` that this step writes: they must have
+    /// computed, and their sends must have been released.
+    pub after_read: Vec<u32>,
+    /// Whether the result may have to wait in a hand of one slice: it has no `dst` to be sent from, or it is
+    /// gathered before its `dst` is free.
+    pub hand: bool,
+}
+
+/// How a step holds what it sends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holds {
+    /// Only lends our own memory: one own operand, no `dst`.
+    Source,
+    /// In `dst`.
+    Dst,
+    /// In the hand: computed, but kept nowhere.
+    Hand,
+}
+
+impl Step {
+    /// How this step holds what it sends.
+    pub fn holds(&self) -> Holds {
+        match (self.dst, self.operands.as_slice()) {
+            (Some(_), _) => Holds::Dst,
+            (None, [Operand::Own(_)]) if !self.finish => Holds::Source,
+            _ => Holds::Hand,
+        }
+    }
+
+    /// Whether it combines operands (and so gathers before its `dst` is free), or copies one.
+    pub fn combines(&self) -> bool {
+        self.operands.len() > 1
+    }
+}
+
+/// Who touched one `(slot, chunk)` so far.
+#[derive(Clone, Default)]
+struct Touched {
+    /// The last step that wrote it.
+    writer: Option<u32>,
+    /// The steps that have read it, or send from it, since.
+    readers: Vec<u32>,
+}
+
+impl Program {
+    /// Work out what each step waits for.
+    ///
+    /// # Panics
+    /// If the plan names a rank, a slot or a chunk that does not exist; [`super::plan`] makes none such.
+    pub fn compile(plan: &Plan) -> Program {
+        let mut touched: Vec<Vec<Touched>> =
+            plan.slots.iter().map(|l| vec![Touched::default(); l.chunks() as usize]).collect();
+        let mut sends = vec![Vec::new(); plan.size];
+        let mut recvs = vec![Vec::new(); plan.size];
+        let mut nodes = Vec::with_capacity(plan.steps.len());
+        for (i, step) in plan.steps.iter().enumerate() {
+            let i = i as u32;
+            step.send.iter().for_each(|&to| sends[to].push(i));
+            let mut node = Node::default();
+            for operand in &step.operands {
+                match *operand {
+                    Operand::Recv(from) => recvs[from].push(i),
+                    Operand::Own(at) => {
+                        let t = of(&mut touched, at);
+                        add(&mut node.after_write, t.writer);
+                        if step.dst != Some(at) {
+                            t.readers.push(i);
+                        }
+                    }
+                }
+            }
+            if let Some(at) = step.dst {
+                let t = of(&mut touched, at);
+                // Readers have waited for the writer before them.
+                if t.readers.is_empty() {
+                    add(&mut node.after_write, t.writer);
+                }
+                t.readers.drain(..).for_each(|r| add(&mut node.after_read, Some(r)));
+                t.writer = Some(i);
+                if !step.send.is_empty() {
+                    t.readers.push(i);
+                }
+            }
+            node.hand = match step.holds() {
+                Holds::Source => false,
+                Holds::Hand => true,
+                Holds::Dst => step.combines() && !node.after_read.is_empty(),
+            };
+            nodes.push(node);
+        }
+        Program { plan: plan.clone(), nodes, sends, recvs }
+    }
+}
+
+fn of(touched: &mut [Vec<Touched>], at: At) -> &mut Touched {
+    &mut touched[at.slot as usize][at.chunk as usize]
+}
+
+fn add(list: &mut Vec<u32>, step: Option<u32>) {
+    if let Some(step) = step.filter(|s| !list.contains(s)) {
+        list.push(step);
+    }
+}

@@ -1,0 +1,122 @@
+//! The collectives and the algorithms by name.
+
+use std::fmt;
+
+/// A collective operation.
+#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// Every rank ends with the reduction of all ranks' `count` elements.
+    AllReduce = 1,
+    /// Every rank ends with the root's `count` elements.
+    Broadcast = 2,
+    /// The root ends with the reduction; the other ranks' buffers are unchanged.
+    Reduce = 3,
+    /// Every rank ends with all ranks' `count` elements, in rank order (`n * count`).
+    AllGather = 4,
+    /// Rank r ends with block r (`count` elements) of the reduction of `n * count` elements.
+    ReduceScatter = 5,
+    /// No rank returns before every rank has called.
+    Barrier = 6,
+}
+
+/// How a collective is carried out.
+#[repr(u8)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub enum Algo {
+    /// Chosen by size, group and links; the same on every rank.
+    #[default]
+    Auto = 0,
+    /// One hop: every rank sends all it has to all who need it. Lowest latency, most bytes.
+    OneShot = 1,
+    /// Two hops ("two-shot"): each rank reduces (or holds) one chunk and sends it to all.
+    Direct = 2,
+    /// Round the ring; the fewest bytes on each wire, `2(n-1)` hops.
+    Ring = 3,
+    /// Bidirectional exchange with partners at doubling distance (BDE): `log2 n` hops.
+    RecursiveDoubling = 4,
+    /// Each round tells the rank `2^k` further on: `ceil(log2 n)` hops. Barrier.
+    Dissemination = 5,
+}
+
+impl Kind {
+    /// All collectives.
+    pub const ALL: [Kind; 6] =
+        [Kind::AllReduce, Kind::Broadcast, Kind::Reduce, Kind::AllGather, Kind::ReduceScatter, Kind::Barrier];
+
+    /// The field's name.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::AllReduce => "all_reduce",
+            Kind::Broadcast => "broadcast",
+            Kind::Reduce => "reduce",
+            Kind::AllGather => "all_gather",
+            Kind::ReduceScatter => "reduce_scatter",
+            Kind::Barrier => "barrier",
+        }
+    }
+
+    /// The collective with this wire number.
+    pub fn from_u8(value: u8) -> Option<Kind> {
+        Kind::ALL.into_iter().find(|k| *k as u8 == value)
+    }
+
+    /// Whether values are combined.
+    pub const fn reduces(self) -> bool {
+        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Barrier)
+    }
+
+    /// Whether one rank is the root.
+    pub const fn rooted(self) -> bool {
+        matches!(self, Kind::Broadcast | Kind::Reduce)
+    }
+}
+
+impl fmt::Display for Kind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Algo {
+    /// All algorithms but [`Algo::Auto`].
+    pub const ALL: [Algo; 5] =
+        [Algo::OneShot, Algo::Direct, Algo::Ring, Algo::RecursiveDoubling, Algo::Dissemination];
+
+    /// Its name, as in `ALLSTREAM_ALGO` and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Algo::Auto => "auto",
+            Algo::OneShot => "oneshot",
+            Algo::Direct => "direct",
+            Algo::Ring => "ring",
+            Algo::RecursiveDoubling => "recursive_doubling",
+            Algo::Dissemination => "dissemination",
+        }
+    }
+
+    /// The algorithm with this wire number.
+    pub fn from_u8(value: u8) -> Option<Algo> {
+        [Algo::Auto].into_iter().chain(Algo::ALL).find(|a| *a as u8 == value)
+    }
+}
+
+impl fmt::Display for Algo {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Algo {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Algo, String> {
+        let s = s.to_ascii_lowercase().replace('-', "_");
+        if s == "bde" {
+            return Ok(Algo::RecursiveDoubling);
+        }
+        [Algo::Auto].into_iter().chain(Algo::ALL).find(|a| a.name() == s).ok_or_else(|| {
+            let names: Vec<_> = Algo::ALL.iter().map(|a| a.name()).collect();
+            format!("unknown algorithm {s:?}: expected auto, {} (or bde)", names.join(", "))
+        })
+    }
+}

@@ -1,0 +1,111 @@
+//! What a plan depends on, and the small vocabulary that the algorithms are written in.
+
+use std::fmt;
+
+use super::{Algo, At, INPUT, Kind, Layout, OUTPUT, Operand, Plan, Rank, Step};
+
+/// All that a plan depends on besides the collective and the algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Shape {
+    /// Ranks in the group.
+    pub n: usize,
+    /// Whose plan.
+    pub rank: Rank,
+    /// The root of a broadcast or a reduce; not looked at otherwise.
+    pub root: Rank,
+    /// Whether input and output are one buffer. A barrier always is.
+    pub in_place: bool,
+}
+
+/// A collective cannot be carried out as asked.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unsuitable {
+    /// The collective.
+    pub kind: Kind,
+    /// The algorithm asked for.
+    pub algo: Algo,
+    /// Why not.
+    pub why: String,
+}
+
+impl fmt::Display for Unsuitable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} by {}: {}", self.kind, self.algo, self.why)
+    }
+}
+
+impl std::error::Error for Unsuitable {}
+
+impl Shape {
+    /// Chunk `chunk` of our input, wherever it is.
+    pub(super) fn own(&self, chunk: usize) -> Operand {
+        let slot = if self.in_place { OUTPUT } else { INPUT };
+        Operand::Own(At { slot, chunk: chunk as u32 })
+    }
+
+    /// Chunk `chunk` of the output.
+    pub(super) fn out(&self, chunk: usize) -> At {
+        At { slot: OUTPUT, chunk: chunk as u32 }
+    }
+
+    /// Everyone else, ascending: a set to send to.
+    pub(super) fn others(&self) -> Vec<Rank> {
+        (0..self.n).filter(|&p| p != self.rank).collect()
+    }
+
+    /// Everyone else, from our right neighbour on: an order of work in which no rank is everyone's first.
+    pub(super) fn onwards(&self) -> impl Iterator<Item = Rank> + use<> {
+        let Shape { n, rank, .. } = *self;
+        (1..n).map(move |k| (rank + k) % n)
+    }
+
+    /// The rank (or chunk) `k` before us on the ring.
+    pub(super) fn before(&self, k: usize) -> usize {
+        (self.rank + self.n - k % self.n) % self.n
+    }
+
+    /// The next rank on the ring.
+    pub(super) fn right(&self) -> Rank {
+        (self.rank + 1) % self.n
+    }
+
+    /// One message from each rank and `own` at our place: operands in rank order.
+    pub(super) fn in_rank_order(&self, own: Operand) -> Vec<Operand> {
+        (0..self.n).map(|p| if p == self.rank { own } else { Operand::Recv(p) }).collect()
+    }
+
+    /// A plan over these layouts.
+    pub(super) fn over(&self, input: Layout, output: Layout, steps: Vec<Step>) -> Plan {
+        Plan { size: self.n, rank: self.rank, slots: vec![input, output], steps }
+    }
+
+    /// A plan with input and output cut alike into `parts`.
+    pub(super) fn split(&self, parts: usize, steps: Vec<Step>) -> Plan {
+        let layout = Layout::Split { parts: parts as u32 };
+        self.over(layout, layout, steps)
+    }
+
+    /// A group of one: a copy if out of place, and the finishing of a reduction.
+    pub(super) fn alone(&self, kind: Kind) -> Plan {
+        let (one, blocks) = (Layout::Split { parts: 1 }, Layout::Blocks { blocks: 1 });
+        let (input, output) = match kind {
+            Kind::AllGather => (one, blocks),
+            Kind::ReduceScatter => (blocks, if self.in_place { blocks } else { one }),
+            _ => (one, one),
+        };
+        let finish = kind.reduces();
+        let step = Step { finish, ..keep(self.own(0), self.out(0)) };
+        let steps = if self.in_place && !finish { vec![] } else { vec![step] };
+        self.over(input, output, steps)
+    }
+}
+
+/// Send one operand and keep nothing.
+pub(super) fn send(what: Operand, to: Vec<Rank>) -> Step {
+    Step { operands: vec![what], send: to, ..Step::default() }
+}
+
+/// Copy one operand to `dst`.
+pub(super) fn keep(what: Operand, dst: At) -> Step {
+    Step { operands: vec![what], dst: Some(dst), ..Step::default() }
+}

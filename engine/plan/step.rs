@@ -1,0 +1,114 @@
+//! What one rank does in a collective, as plain data.
+//!
+//! A [`Plan`] is a list of [`Step`]s over named memory ([`Slot`]s). Steps are **dataflow**: only steps
+//! that touch the same `(slot, chunk)` are ordered by it (in list order), and messages between two ranks
+//! travel in list order. A plan knows nothing of bytes, slices, links or time: the executor cuts chunks
+//! into slices and pipelines them, the checker runs the same list symbolically, and so will the
+//! CUDA executor and the simulator.
+
+use std::ops::Range;
+
+/// A rank inside one communicator, `0..n`.
+pub type Rank = usize;
+
+/// Index of a piece of memory that a plan names.
+pub type Slot = u8;
+
+/// The caller's input. An in-place plan does not use it: its input is what [`OUTPUT`] holds at the start.
+pub const INPUT: Slot = 0;
+/// The caller's output.
+pub const OUTPUT: Slot = 1;
+
+/// One chunk of one slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct At {
+    /// Which memory.
+    pub slot: Slot,
+    /// Which chunk of it, an index into the slot's [`Layout`].
+    pub chunk: u32,
+}
+
+/// Where an operand of a step comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operand {
+    /// The next message from this rank.
+    Recv(Rank),
+    /// Our own memory.
+    Own(At),
+}
+
+/// `out = operands, combined in the order given;  dst? <- out;  send? <- out`.
+///
+/// All operands and `dst` have one length. A step with one operand is a copy. `send` is a set: the same
+/// value goes to each rank of it. A send holds its source until every receiver is done with it.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Step {
+    /// What is combined, in this order (floating point is not associative: order is part of the plan).
+    pub operands: Vec<Operand>,
+    /// Where the result is kept, if it is.
+    pub dst: Option<At>,
+    /// Who receives the result: ascending, without duplicates, without ourselves.
+    pub send: Vec<Rank>,
+    /// The result holds every rank's contribution: an average divides here, once.
+    pub finish: bool,
+}
+
+/// How a slot's elements are cut into chunks, given the operation's `count`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// `count` elements in `parts` nearly equal chunks: the first `count % parts` are one longer.
+    Split {
+        /// Number of chunks.
+        parts: u32,
+    },
+    /// `blocks` chunks of `count` elements each, one after another.
+    Blocks {
+        /// Number of chunks.
+        blocks: u32,
+    },
+}
+
+impl Layout {
+    /// Number of chunks.
+    pub fn chunks(self) -> u32 {
+        match self {
+            Layout::Split { parts } => parts,
+            Layout::Blocks { blocks } => blocks,
+        }
+    }
+
+    /// Elements of the whole slot.
+    pub fn total(self, count: usize) -> usize {
+        match self {
+            Layout::Split { .. } => count,
+            Layout::Blocks { blocks } => count * blocks as usize,
+        }
+    }
+
+    /// The elements of one chunk.
+    pub fn range(self, chunk: u32, count: usize) -> Range<usize> {
+        let chunk = chunk as usize;
+        match self {
+            Layout::Split { parts } => {
+                let parts = parts as usize;
+                let (base, longer) = (count / parts, count % parts);
+                let start = chunk * base + chunk.min(longer);
+                start..start + base + usize::from(chunk < longer)
+            }
+            Layout::Blocks { .. } => chunk * count..(chunk + 1) * count,
+        }
+    }
+}
+
+/// One rank's part of a collective.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Ranks in the group.
+    pub size: usize,
+    /// Whose part this is.
+    pub rank: Rank,
+    /// The layout of each slot, indexed by [`Slot`].
+    pub slots: Vec<Layout>,
+    /// What to do.
+    pub steps: Vec<Step>,
+}

@@ -1,0 +1,22 @@
+//! Faults planted on purpose, for this repository's own tests.
+
+use parking_lot::Mutex;
+
+use crate::plan::mutate::{self, Mutation};
+use crate::plan::{Kind, Plan, Rank};
+
+static PLANTED: Mutex<Option<(Kind, Rank, usize, Mutation)>> = Mutex::new(None);
+
+/// From now on, plans of `kind` on `rank` are broken at `step` (`None`: no plan is).
+pub fn plant(mutation: Option<(Kind, Rank, usize, Mutation)>) {
+    *PLANTED.lock() = mutation;
+}
+
+pub(crate) fn mutated(kind: Kind, rank: Rank, mut plan: Plan) -> Plan {
+    if let Some((k, r, step, mutation)) = &*PLANTED.lock() {
+        if (*k, *r) == (kind, rank) {
+            mutate::apply(&mut plan, *step, mutation);
+        }
+    }
+    plan
+}

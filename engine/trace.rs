@@ -1,0 +1,177 @@
+//! The flight recorder: the last operations of each communicator, written as JSON when something fails.
+//!
+//! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream`
+//! in the system's directory for temporary files; `ALLSTREAM_TRACE_DIR=off` turns them off.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use parking_lot::Mutex;
+use serde::Serialize;
+
+use crate::error::Error;
+use crate::types::{Rank, Signature};
+
+/// Operations kept per communicator.
+const KEEP: usize = 256;
+
+/// Where an operation is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(crate) enum State {
+    Queued,
+    Running,
+    Done,
+    Failed,
+}
+
+struct Record {
+    number: u64,
+    signature: Signature,
+    state: State,
+    submitted: Instant,
+    started: Option<Instant>,
+    finished: Option<Instant>,
+    waiting: Vec<Rank>,
+}
+
+/// The last operations of one communicator.
+pub(crate) struct Recorder(Mutex<VecDeque<Record>>);
+
+impl Recorder {
+    pub(crate) fn new() -> Recorder {
+        Recorder(Mutex::new(VecDeque::with_capacity(KEEP)))
+    }
+
+    pub(crate) fn submitted(&self, number: u64, signature: Signature) {
+        let mut records = self.0.lock();
+        // The oldest record's list is used again: nothing is allocated once the recorder is full.
+        let mut waiting = if records.len() == KEEP { records.pop_front().map(|r| r.waiting) } else { None }
+            .unwrap_or_default();
+        waiting.clear();
+        let (submitted, started, finished) = (Instant::now(), None, None);
+        let state = State::Queued;
+        records.push_back(Record { number, signature, state, submitted, started, finished, waiting });
+    }
+
+    fn with(&self, number: u64, change: impl FnOnce(&mut Record)) {
+        let mut records = self.0.lock();
+        let first = records.front().map_or(0, |r| r.number);
+        if let Some(record) = number.checked_sub(first).and_then(|at| records.get_mut(at as usize)) {
+            change(record);
+        }
+    }
+
+    pub(crate) fn started(&self, number: u64) {
+        self.with(number, |r| {
+            r.state = State::Running;
+            r.started = Some(Instant::now());
+        });
+    }
+
+    pub(crate) fn waiting(&self, number: u64, ranks: &[Rank]) {
+        self.with(number, |r| {
+            r.waiting.clear();
+            r.waiting.extend_from_slice(ranks);
+        });
+    }
+
+    pub(crate) fn finished(&self, number: u64, state: State) {
+        self.with(number, |r| {
+            r.state = state;
+            r.finished = Some(Instant::now());
+        });
+    }
+
+    pub(crate) fn snapshot(&self) -> Vec<OperationRecord> {
+        let (now, unix) = (Instant::now(), unix_us());
+        let at = |t: Instant| unix - (now - t).as_secs_f64() * 1e6;
+        let records = self.0.lock();
+        let each = |r: &Record| OperationRecord {
+            number: r.number,
+            call: r.signature.to_string(),
+            state: r.state,
+            submitted_us: at(r.submitted),
+            started_us: r.started.map(at),
+            finished_us: r.finished.map(at),
+            waiting_for: if r.state == State::Done { Vec::new() } else { r.waiting.clone() },
+        };
+        records.iter().map(each).collect()
+    }
+}
+
+fn unix_us() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64() * 1e6)
+}
+
+/// One operation, as written.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct OperationRecord {
+    number: u64,
+    call: String,
+    state: State,
+    submitted_us: f64,
+    started_us: Option<f64>,
+    finished_us: Option<f64>,
+    waiting_for: Vec<Rank>,
+}
+
+/// One communicator, as written.
+#[derive(Debug, Serialize)]
+pub(crate) struct CommRecord {
+    pub(crate) id: u64,
+    pub(crate) name: String,
+    pub(crate) rank: Rank,
+    pub(crate) members: Vec<Rank>,
+    pub(crate) poisoned: Option<String>,
+    pub(crate) operations: Vec<OperationRecord>,
+}
+
+#[derive(Serialize)]
+struct Recording {
+    version: u32,
+    world: String,
+    rank: Rank,
+    size: usize,
+    pid: u32,
+    written_at_unix_ms: f64,
+    cause: Option<String>,
+    comms: Vec<CommRecord>,
+}
+
+/// Writes a rank's recorders; returns where. A failure to write is logged, not an error: something else is wrong
+/// already.
+pub(crate) fn write(
+    world: &str,
+    rank: Rank,
+    size: usize,
+    cause: Option<&Error>,
+    comms: Vec<CommRecord>,
+) -> Option<PathBuf> {
+    let dir = match std::env::var_os("ALLSTREAM_TRACE_DIR") {
+        Some(off) if off == "off" => return None,
+        Some(dir) => PathBuf::from(dir),
+        None => std::env::temp_dir().join("allstream"),
+    };
+    let recording = Recording {
+        version: 1,
+        world: world.to_owned(),
+        rank,
+        size,
+        pid: std::process::id(),
+        written_at_unix_ms: unix_us() / 1e3,
+        cause: cause.map(Error::to_string),
+        comms,
+    };
+    let path = dir.join(format!("{world}-rank{rank}.json"));
+    let written = std::fs::create_dir_all(&dir)
+        .and_then(|()| std::fs::write(&path, serde_json::to_vec(&recording).unwrap_or_default()));
+    match written {
+        Ok(()) => Some(path),
+        Err(e) => {
+            tracing::warn!(path = %path.display(), error = %e, "the flight recorder could not be written");
+            None
+        }
+    }
+}

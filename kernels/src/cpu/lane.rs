@@ -1,0 +1,169 @@
+//! What happens to one element: how each type is computed in and how two values fold. All
+//! of it without branches, so that loops over it vectorise.
+
+use half::{bf16, f16};
+
+use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+
+/// A stored type and the type it is computed in.
+///
+/// Every bit pattern of both is valid: kernels read them from raw memory.
+pub(super) trait Lane: Copy {
+    type Acc: Copy;
+    fn widen(self) -> Self::Acc;
+    /// To the stored form of a result, with NaN made canonical.
+    fn narrow(acc: Self::Acc) -> Self;
+    /// What finishing an average over `n > 1` ranks does.
+    fn divide(acc: Self::Acc, n: u32) -> Self::Acc;
+}
+
+macro_rules! integer_lanes {
+    ($($t:ident through $wide:ident),*) => {$(
+        impl Lane for $t {
+            type Acc = $t;
+            #[inline(always)]
+            fn widen(self) -> $t {
+                self
+            }
+            #[inline(always)]
+            fn narrow(acc: $t) -> $t {
+                acc
+            }
+            #[inline(always)]
+            fn divide(acc: $t, n: u32) -> $t {
+                (acc as $wide / n as $wide) as $t
+            }
+        }
+    )*};
+}
+
+// Up to 32 bits the truncated quotient of doubles is exact: it is off an integer by at
+// least one part in 2^32, if at all. Unlike integer division, that vectorises.
+integer_lanes!(
+    i8 through f64, i16 through f64, i32 through f64, i64 through i64,
+    u8 through f64, u16 through f64, u32 through f64, u64 through u64
+);
+
+macro_rules! float_lanes {
+    ($($t:ident in $acc:ident: $widen:expr, $narrow:expr;)*) => {$(
+        impl Lane for $t {
+            type Acc = $acc;
+            #[inline(always)]
+            fn widen(self) -> $acc {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn narrow(acc: $acc) -> $t {
+                // Canonical stays canonical in the narrower types.
+                $narrow(if acc.is_nan() { $acc::CANONICAL } else { acc })
+            }
+            #[inline(always)]
+            fn divide(acc: $acc, n: u32) -> $acc {
+                acc / n as $acc
+            }
+        }
+    )*};
+}
+
+float_lanes! {
+    f16 in f32: |x: f16| f16_to_f32(x.to_bits()), |x| f16::from_bits(f32_to_f16(x));
+    bf16 in f32: |x: bf16| bf16_to_f32(x.to_bits()), |x| bf16::from_bits(f32_to_bf16(x));
+    f32 in f32: |x| x, |x| x;
+    f64 in f64: |x| x, |x| x;
+}
+
+/// The one NaN that results are written as. `NAN`'s bits are not guaranteed.
+trait Canonical {
+    const CANONICAL: Self;
+}
+
+impl Canonical for f32 {
+    const CANONICAL: f32 = f32::from_bits(0x7FC0_0000);
+}
+
+impl Canonical for f64 {
+    const CANONICAL: f64 = f64::from_bits(0x7FF8_0000_0000_0000);
+}
+
+/// A `bool` whose byte may be anything.
+#[derive(Clone, Copy)]
+#[repr(transparent)]
+pub(super) struct Truth(u8);
+
+impl Lane for Truth {
+    type Acc = u8;
+    #[inline(always)]
+    fn widen(self) -> u8 {
+        u8::from(self.0 != 0)
+    }
+    #[inline(always)]
+    fn narrow(acc: u8) -> Truth {
+        Truth(acc)
+    }
+    #[inline(always)]
+    fn divide(acc: u8, _: u32) -> u8 {
+        acc
+    }
+}
+
+/// One operator on one computed type. Commutative to the bit, but for the payload of NaN.
+pub(super) trait Fold<A> {
+    fn fold(a: A, b: A) -> A;
+}
+
+pub(super) struct Sum;
+pub(super) struct Prod;
+pub(super) struct Min;
+pub(super) struct Max;
+pub(super) struct And;
+pub(super) struct Or;
+pub(super) struct Xor;
+
+macro_rules! fold {
+    ($($op:ident on $t:ident: $f:expr;)*) => {$(
+        impl Fold<$t> for $op {
+            #[inline(always)]
+            fn fold(a: $t, b: $t) -> $t {
+                $f(a, b)
+            }
+        }
+    )*};
+}
+
+macro_rules! integer_folds {
+    ($($t:ident)*) => {$(
+        fold! {
+            Sum on $t: $t::wrapping_add;
+            Prod on $t: $t::wrapping_mul;
+            Min on $t: Ord::min;
+            Max on $t: Ord::max;
+        }
+    )*};
+}
+
+integer_folds!(i8 i16 i32 i64 u8 u16 u32 u64);
+
+fold! {
+    And on u8: |a, b| a & b;
+    Or on u8: |a, b| a | b;
+    Xor on u8: |a, b| a ^ b;
+}
+
+macro_rules! float_folds {
+    ($($t:ident)*) => {$(
+        fold! {
+            Sum on $t: |a, b| a + b;
+            Prod on $t: |a, b| a * b;
+            // Each `if` is one minps, which yields its second operand for zeros and for
+            // NaN; or-ing both orders keeps the sign of -0 and keeps a NaN a NaN.
+            Min on $t: |a: $t, b: $t| {
+                let ab = if a < b { a } else { b };
+                let ba = if b < a { b } else { a };
+                $t::from_bits(ab.to_bits() | ba.to_bits())
+            };
+            Max on $t: |a: $t, b: $t| -<Min as Fold<$t>>::fold(-a, -b);
+        }
+    )*};
+}
+
+float_folds!(f32 f64);

@@ -1,0 +1,110 @@
+//! The kernels that run on the CPU.
+
+pub mod scalar;
+
+mod convert;
+#[cfg(target_arch = "x86_64")]
+mod halves;
+mod lane;
+mod simd;
+#[cfg(test)]
+mod tests;
+
+use std::ptr;
+
+use crate::{DType, ReduceOp};
+
+/// Folds `ins` in the order given and writes the result to every one of `outs`.
+///
+/// `len` counts elements. `finish` is `Some(n)` on the step that completes a reduction
+/// over `n` ranks: an average divides there; other operators ignore it. The
+/// [rules](crate#rules) say what exactly is computed.
+///
+/// # Safety
+///
+/// Every pointer of `ins` must be valid for reads, and every pointer of `outs` valid for
+/// writes, of `len * dtype.size()` bytes; no alignment is needed. Nothing else may write
+/// the inputs, or touch the outputs, during the call. An output may be equal to an input
+/// or to another output, but must not overlap one in any other way.
+pub unsafe fn reduce(
+    dtype: DType,
+    op: ReduceOp,
+    ins: &[*const u8],
+    outs: &[*mut u8],
+    len: usize,
+    finish: Option<u32>,
+) {
+    // SAFETY: `level` names what this CPU has; the rest is as the caller vouches.
+    unsafe { reduce_at(simd::level(), dtype, op, ins, outs, len, finish) }
+}
+
+/// [`reduce`] with a given level of instructions.
+///
+/// # Safety
+///
+/// As [`reduce`], and the CPU must have the level.
+unsafe fn reduce_at(
+    level: simd::Level,
+    dtype: DType,
+    op: ReduceOp,
+    ins: &[*const u8],
+    outs: &[*mut u8],
+    len: usize,
+    finish: Option<u32>,
+) {
+    if !valid(dtype, op, ins, outs, finish) || len == 0 {
+        return;
+    }
+    let divisor = divisor(op, finish);
+    if let ([src], None) = (ins, divisor) {
+        // SAFETY: the caller vouches for these pointers over `len * size` bytes.
+        return unsafe { copy(*src, outs, len * dtype.size()) };
+    }
+    let job = simd::Job { ins, outs, start: 0, len, divisor };
+    // SAFETY: `valid` saw that there are inputs, outputs and support for the operator; the
+    // level and the pointers are as the caller vouches.
+    unsafe { simd::run(level, dtype, op, job) }
+}
+
+/// Copies `bytes` bytes from `src` to every one of `outs`; with several, block by block, so
+/// that the source comes from memory once. No outputs: nothing happens.
+///
+/// # Safety
+///
+/// `src` must be valid for reads, and every pointer of `outs` valid for writes, of `bytes`
+/// bytes. Nothing else may write the source, or touch the outputs, during the call. An
+/// output may be equal to `src` or to another output, but must not overlap one in any
+/// other way.
+pub unsafe fn copy(src: *const u8, outs: &[*mut u8], bytes: usize) {
+    // Stays in any L1 beside the block being written.
+    const BLOCK: usize = 8 << 10;
+    let step = if outs.len() == 1 { bytes } else { BLOCK };
+    let mut at = 0;
+    while at < bytes {
+        let n = step.min(bytes - at);
+        for &out in outs {
+            if !ptr::eq(out, src) {
+                // SAFETY: `at + n <= bytes`, so both ranges are the caller's; being not
+                // equal, they do not overlap.
+                unsafe { ptr::copy_nonoverlapping(src.add(at), out.add(at), n) };
+            }
+        }
+        at += n;
+    }
+}
+
+/// Whether the call means anything; the caller's mistake if not.
+fn valid(dtype: DType, op: ReduceOp, ins: &[*const u8], outs: &[*mut u8], finish: Option<u32>) -> bool {
+    let supported = op.supports(dtype);
+    let divides = op != ReduceOp::Avg || finish != Some(0);
+    debug_assert!(supported, "{op} is not defined on {dtype}");
+    debug_assert!(!ins.is_empty(), "nothing to reduce");
+    debug_assert!(!outs.is_empty(), "nowhere to put the result");
+    debug_assert!(divides, "an average over no ranks");
+    supported && divides && !ins.is_empty() && !outs.is_empty()
+}
+
+/// What to divide by, if that changes anything.
+fn divisor(op: ReduceOp, finish: Option<u32>) -> Option<u32> {
+    finish.filter(|&n| op == ReduceOp::Avg && n > 1)
+}

@@ -1,0 +1,304 @@
+//! Every level of instructions against the oracle, bit for bit.
+
+use half::{bf16, f16};
+use proptest::prelude::*;
+
+use super::simd::Level;
+use super::{copy, reduce_at, scalar};
+use crate::{DType, ReduceOp};
+
+const COUNTS: [usize; 5] = [1, 2, 3, 4, 8];
+const LENGTHS: [usize; 17] = [0, 1, 3, 7, 8, 15, 16, 17, 31, 63, 64, 65, 511, 512, 513, 1025, 4099];
+/// A misaligned start for inputs and one for outputs; the last two can not be in place.
+const SHIFTS: [(usize, usize); 6] = [(0, 0), (1, 1), (7, 7), (4, 4), (0, 3), (5, 0)];
+/// What bytes next to a buffer hold, before and after.
+const GUARD: u8 = 0xA5;
+
+/// A buffer at an offset from an aligned start, between guards.
+struct Buffer {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Buffer {
+    fn new(content: &[u8], shift: usize) -> Buffer {
+        let len = content.len();
+        let mut bytes = vec![GUARD; len + 192];
+        let start = bytes.as_ptr().align_offset(64) + 64 + shift;
+        bytes[start..start + len].copy_from_slice(content);
+        Buffer { bytes, start, len }
+    }
+
+    fn pointer(&mut self) -> *mut u8 {
+        self.bytes[self.start..].as_mut_ptr()
+    }
+
+    fn content(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+
+    fn guarded(&self) -> bool {
+        let (before, after) = (&self.bytes[..self.start], &self.bytes[self.start + self.len..]);
+        before.iter().chain(after).all(|&b| b == GUARD)
+    }
+}
+
+/// What is computed, on what.
+#[derive(Clone, Debug)]
+struct Case {
+    dtype: DType,
+    op: ReduceOp,
+    finish: Option<u32>,
+    len: usize,
+    ins: Vec<Vec<u8>>,
+}
+
+/// Where its buffers are.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    shift: (usize, usize),
+    outs: usize,
+    /// The input that the last output is equal to.
+    in_place: Option<usize>,
+}
+
+impl Case {
+    fn new(rng: &mut Rng, dtype: DType, op: ReduceOp, count: usize, len: usize) -> Case {
+        let ins = (0..count).map(|_| (0..len).flat_map(|_| rng.element(dtype)).collect());
+        let ins = ins.collect();
+        let finish = [None, Some(count as u32), Some(7), Some(300)][rng.below(4)];
+        Case { dtype, op, finish, len, ins }
+    }
+
+    fn expected(&self) -> Vec<u8> {
+        let mut out = vec![0; self.len * self.dtype.size()];
+        let ins: Vec<_> = self.ins.iter().map(|b| b.as_ptr()).collect();
+        let outs = [out.as_mut_ptr()];
+        // SAFETY: all are vectors of `len` elements.
+        unsafe { scalar::reduce(self.dtype, self.op, &ins, &outs, self.len, self.finish) };
+        out
+    }
+
+    fn check(&self, level: Level, place: Place, expected: &[u8]) {
+        let (shift_in, shift_out) = place.shift;
+        let new = |content: &Vec<u8>| Buffer::new(content, shift_in);
+        let mut ins: Vec<Buffer> = self.ins.iter().map(new).collect();
+        let separate = place.outs - usize::from(place.in_place.is_some());
+        let blank = vec![0xEE; expected.len()];
+        let mut outs: Vec<Buffer> = (0..separate).map(|i| Buffer::new(&blank, shift_out + i)).collect();
+        let mut to: Vec<*mut u8> = outs.iter_mut().map(Buffer::pointer).collect();
+        let from: Vec<*const u8> = ins.iter_mut().map(|b| b.pointer().cast_const()).collect();
+        to.extend(place.in_place.map(|i| from[i].cast_mut()));
+        // SAFETY: the buffers hold `len` elements each; only whole ones coincide; levels
+        // are the available ones. All pointers were derived from exclusive access.
+        unsafe { reduce_at(level, self.dtype, self.op, &from, &to, self.len, self.finish) };
+        let what = || {
+            let Case { dtype, op, finish, len, ins } = self;
+            format!("{dtype} {op} {finish:?}, {} of {len}, {level:?}, {place:?}", ins.len())
+        };
+        for out in &outs {
+            self.compare(out.content(), expected, what);
+            assert!(out.guarded(), "{}", what());
+        }
+        for (i, (now, before)) in ins.iter().zip(&self.ins).enumerate() {
+            let in_place = place.in_place == Some(i);
+            self.compare(now.content(), if in_place { expected } else { before }, what);
+            assert!(now.guarded(), "{}", what());
+        }
+    }
+
+    fn compare(&self, got: &[u8], expected: &[u8], what: impl Fn() -> String) {
+        if got != expected {
+            let size = self.dtype.size();
+            let differs = |i: &usize| got[*i..*i + size] != expected[*i..*i + size];
+            let i = (0..got.len()).step_by(size).find(differs).unwrap();
+            let operands: Vec<_> = self.ins.iter().map(|b| &b[i..i + size]).collect();
+            let (got, expected) = (&got[i..i + size], &expected[i..i + size]);
+            let at = i / size;
+            panic!("{}: element {at} of {operands:x?}: {got:x?}, not {expected:x?}", what());
+        }
+    }
+}
+
+/// A small generator (xorshift64*), so that cases are the same every time.
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+    }
+
+    fn below(&mut self, n: usize) -> usize {
+        (((self.next() >> 32) * n as u64) >> 32) as usize
+    }
+
+    /// An element's bytes: of anything, of something moderate, or of something special.
+    fn element(&mut self, dtype: DType) -> Vec<u8> {
+        const SPECIAL: [f64; 10] =
+            [0.0, -0.0, 1.0, -1.0, f64::INFINITY, -f64::INFINITY, f64::NAN, 6e-8, 65504.0, 3e38];
+        let random = self.next();
+        let x = match (dtype, random % 4) {
+            (DType::Bool, 0 | 1) => return vec![0],
+            (DType::F16 | DType::BF16 | DType::F32 | DType::F64, 1) => SPECIAL[self.below(10)],
+            (DType::F16 | DType::BF16 | DType::F32 | DType::F64, 2 | 3) => {
+                (random >> 11) as f64 / 2f64.powi(50) - 4.0
+            }
+            _ => {
+                let bytes = (random >> 2).wrapping_mul(5).to_le_bytes();
+                return bytes[..dtype.size()].to_vec();
+            }
+        };
+        match dtype {
+            DType::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
+            DType::BF16 => bf16::from_f64(x).to_le_bytes().to_vec(),
+            DType::F32 => (x as f32).to_le_bytes().to_vec(),
+            _ => x.to_le_bytes().to_vec(),
+        }
+    }
+}
+
+fn supported() -> impl Iterator<Item = (DType, ReduceOp)> {
+    let all = DType::ALL.into_iter().flat_map(|d| ReduceOp::ALL.map(|op| (d, op)));
+    all.filter(|(d, op)| op.supports(*d))
+}
+
+/// Every length, with the places taking turns.
+#[test]
+fn every_length_agrees() {
+    let levels = Level::available();
+    let mut rng = Rng(1);
+    let mut turn = 0;
+    for (dtype, op) in supported() {
+        for count in COUNTS {
+            for len in LENGTHS {
+                let case = Case::new(&mut rng, dtype, op, count, len);
+                let expected = case.expected();
+                for &level in &levels {
+                    turn += 1;
+                    let in_place = (turn % 2 == 0).then_some(turn / 2 % count);
+                    let shift = SHIFTS[turn % SHIFTS.len()];
+                    let outs = 1 + usize::from(turn % 3 == 0);
+                    case.check(level, Place { shift, outs, in_place }, &expected);
+                }
+            }
+        }
+    }
+}
+
+/// Every place, at two lengths: one with a remainder in each kernel, and one block and a
+/// remainder.
+#[test]
+fn every_place_agrees() {
+    let levels = Level::available();
+    let mut rng = Rng(2);
+    for (dtype, op) in supported() {
+        for count in COUNTS {
+            for len in [31, 4096 / dtype.size() + 3] {
+                let case = Case::new(&mut rng, dtype, op, count, len);
+                let expected = case.expected();
+                // The long ones are dear, and differ in nothing but the walk over blocks.
+                let shifts = if len == 31 { &SHIFTS[..] } else { &SHIFTS[1..2] };
+                for &shift in shifts {
+                    for in_place in (0..count).map(Some).chain([None]) {
+                        for outs in [1, 3] {
+                            for &level in &levels {
+                                case.check(level, Place { shift, outs, in_place }, &expected);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Inputs may coincide too, also with the output.
+#[test]
+fn an_input_twice() {
+    for level in Level::available() {
+        let mut buffer: Vec<u32> = (0..100).collect();
+        let p = buffer.as_mut_ptr().cast::<u8>();
+        for ins in [vec![p.cast_const(); 2], vec![p.cast_const(); 3]] {
+            // SAFETY: one vector of 100 elements, in place.
+            unsafe { reduce_at(level, DType::U32, ReduceOp::Sum, &ins, &[p, p], 100, None) };
+        }
+        assert!(buffer.iter().zip(0..).all(|(&x, i)| x == 6 * i), "{level:?}");
+    }
+}
+
+/// Every `f16` and `bf16` beside operands that make for rounding, carries, subnormals,
+/// overflow and NaN: the conversions as the kernels have them.
+#[test]
+fn every_half_agrees() {
+    let all: Vec<u8> = (0..=u16::MAX).flat_map(u16::to_le_bytes).collect();
+    let place = Place { shift: (0, 0), outs: 1, in_place: None };
+    for dtype in [DType::F16, DType::BF16] {
+        let mut others: Vec<u16> = vec![0x0000, 0x8000, 0x0001, 0x3C01, 0x3F81, 0x7BFF, 0x7F7F];
+        others.extend([0x7C00, 0xFF80, 0x7C01, 0x1234, 0xA9CB]);
+        for other in others {
+            let other = other.to_le_bytes().repeat(1 << 16);
+            for op in [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg] {
+                let ins = vec![all.clone(), other.clone()];
+                let case = Case { dtype, op, finish: Some(3), len: 1 << 16, ins };
+                let expected = case.expected();
+                for level in Level::available() {
+                    case.check(level, place, &expected);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn copies() {
+    for bytes in [0, 1, 100, 8192, 8193, 20_000] {
+        let content: Vec<u8> = (0..bytes).map(|i| (i % 251) as u8).collect();
+        for outs in 0..4 {
+            let mut src = Buffer::new(&content, 1);
+            let blank = vec![0; bytes];
+            let mut to: Vec<Buffer> = (0..outs).map(|i| Buffer::new(&blank, i)).collect();
+            let mut pointers: Vec<_> = to.iter_mut().map(Buffer::pointer).collect();
+            let from = src.pointer();
+            pointers.push(from);
+            // SAFETY: buffers of `bytes` bytes each; only the source coincides with one.
+            unsafe { copy(from, &pointers, bytes) };
+            // SAFETY: as above, without the one in place.
+            unsafe { copy(from, &pointers[..outs], bytes) };
+            to.push(src);
+            assert!(to.iter().all(|b| b.content() == content && b.guarded()));
+        }
+    }
+}
+
+fn any_case() -> impl Strategy<Value = Case> {
+    let types: Vec<_> = supported().collect();
+    let shape = (prop::sample::select(types), 1usize..10, 0usize..700);
+    let shape = shape.prop_flat_map(|((dtype, op), count, len)| {
+        let input = prop::collection::vec(any::<u8>(), len * dtype.size());
+        let ins = prop::collection::vec(input, count);
+        (Just((dtype, op, len)), ins, prop::option::of(1u32..))
+    });
+    shape.prop_map(|((dtype, op, len), ins, finish)| Case { dtype, op, finish, len, ins })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(128))]
+
+    #[test]
+    fn anything_agrees(
+        case in any_case(),
+        shift in (0usize..16, 0usize..16),
+        outs in 1usize..4,
+        in_place in prop::option::of(0usize..10),
+    ) {
+        let in_place = in_place.filter(|&i| i < case.ins.len());
+        let expected = case.expected();
+        for level in Level::available() {
+            case.check(level, Place { shift, outs, in_place }, &expected);
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! What turns buffers into one: the data types, the reduction operators and the CPU
+//! kernels of allstream.
+//!
+//! [`reduce`] folds several equally long buffers into one result and writes it to one or
+//! more places; [`copy`] does the same for a single buffer that needs no arithmetic.
+//! [`scalar`] holds a second, plainly written `reduce` that the fast one is tested against
+//! bit for bit.
+//!
+//! # Rules
+//!
+//! These hold on every path (portable, AVX2, [`scalar`]), so that ranks on
+//! different machines arrive at the same bits.
+//!
+//! **Memory.** Pointers need no alignment. An output may be exactly equal to an input (in
+//! place) or to another output; apart from that an output overlaps nothing. No reference
+//! to the caller's memory is ever formed, so inputs may lie in memory that other processes
+//! have mapped, as long as nobody writes them during the call.
+//!
+//! **One input.** Its bytes are copied unchanged, whatever the operator: NaN payloads and
+//! `bool` bytes other than 0 and 1 survive. The one exception is an average that is
+//! finished with a divisor above 1.
+//!
+//! **Order.** Operands fold from the left in the order given:
+//! `((a0 op a1) op a2) op ...`.
+//!
+//! **Integers.** Sum and product wrap. An average is the wrapping sum, divided once when
+//! it is finished, truncating toward zero.
+//!
+//! **bool.** A nonzero byte is true; results are written as 0 or 1. Sum, max and bor are
+//! "or"; prod, min and band are "and"; bxor is "xor". There is no average.
+//!
+//! **Floats.** `f32` is computed in `f32` and `f64` in `f64`, one rounding per operation,
+//! never fused. `f16` and `bf16` are widened to `f32`, computed there across all operands
+//! of one call, and rounded once at the end, to nearest even. An average is the sum,
+//! divided when it is finished by the divisor as a float of the type computed in (for
+//! `f16` and `bf16` before that one rounding).
+//!
+//! **NaN.** A NaN that a reduction computes is written as the type's one canonical quiet
+//! NaN: `f16` `0x7E00`, `bf16` `0x7FC0`, `f32` `0x7FC0_0000`, `f64`
+//! `0x7FF8_0000_0000_0000`.
+//!
+//! **Minimum and maximum of floats.** As IEEE 754-2019 `minimum` and `maximum`: a NaN
+//! operand makes the result NaN, and -0 is less than +0.
+//!
+//! **Finishing.** `finish` is `Some(n)` on the step that completes a reduction over `n`
+//! ranks. Only an average looks at it: it divides by `n`. Without it, an average is a sum.
+//!
+//! **Misuse.** An operator that does not [support](ReduceOp::supports) the type, no inputs,
+//! no outputs, or an average finished with `n == 0`: a panic with debug assertions, and
+//! otherwise nothing is read or written.
+
+#![deny(missing_docs)]
+#![deny(unsafe_op_in_unsafe_fn)]
+#![deny(clippy::undocumented_unsafe_blocks)]
+
+mod cpu;
+mod dtype;
+mod op;
+
+pub use cpu::{copy, reduce, scalar};
+pub use dtype::{DType, Element};
+pub use half::{bf16, f16};
+pub use op::ReduceOp;
+
+/// The error of parsing a [`DType`] or a [`ReduceOp`]: no such name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UnknownName {
+    kind: &'static str,
+    name: String,
+}
+
+impl UnknownName {
+    fn new(kind: &'static str, name: &str) -> Self {
+        let name = name.to_owned();
+        Self { kind, name }
+    }
+}
+
+impl std::fmt::Display for UnknownName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "unknown {}: {:?}", self.kind, self.name)
+    }
+}
+
+impl std::error::Error for UnknownName {}

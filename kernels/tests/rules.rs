@@ -1,0 +1,252 @@
+//! The rules of the crate's documentation, as values written out by hand. Each holds for
+//! the fast kernels and for the oracle.
+
+use ReduceOp::{Avg, BitAnd, BitOr, BitXor, Max, Min, Prod, Sum};
+use allstream_kernels::{DType, Element, ReduceOp, bf16, f16, reduce, scalar};
+
+/// Long enough for vectors and for a remainder.
+const LEN: usize = 67;
+
+/// Folds operands given as the bytes of one element each, by both ways and in every lane.
+fn fold_bytes(dtype: DType, op: ReduceOp, operands: &[&[u8]], finish: Option<u32>) -> Vec<u8> {
+    let size = dtype.size();
+    let buffers: Vec<Vec<u8>> = operands.iter().map(|x| x.repeat(LEN)).collect();
+    let ins: Vec<*const u8> = buffers.iter().map(|b| b.as_ptr()).collect();
+    let mut fast = vec![0xEE; LEN * size];
+    let mut slow = vec![0xEE; LEN * size];
+    // SAFETY: all buffers are LEN elements and distinct.
+    unsafe { reduce(dtype, op, &ins, &[fast.as_mut_ptr()], LEN, finish) };
+    // SAFETY: as above.
+    unsafe { scalar::reduce(dtype, op, &ins, &[slow.as_mut_ptr()], LEN, finish) };
+    assert_eq!(fast, slow, "{dtype} {op}");
+    let result = fast[..size].to_vec();
+    assert_eq!(fast, result.repeat(LEN), "{dtype} {op}");
+    result
+}
+
+/// The bytes of an element.
+trait Bytes: Element {
+    fn bytes(self) -> Vec<u8>;
+    fn back(bytes: &[u8]) -> Self;
+}
+
+macro_rules! bytes {
+    ($($t:ty)*) => {$(
+        impl Bytes for $t {
+            fn bytes(self) -> Vec<u8> {
+                self.to_ne_bytes().to_vec()
+            }
+            fn back(bytes: &[u8]) -> Self {
+                Self::from_ne_bytes(bytes.try_into().unwrap())
+            }
+        }
+    )*};
+}
+
+bytes!(i8 i16 i32 i64 u8 u16 u32 u64 f16 bf16 f32 f64);
+
+fn finish<T: Bytes>(op: ReduceOp, operands: &[T], ranks: Option<u32>) -> T {
+    let operands: Vec<Vec<u8>> = operands.iter().map(|x| x.bytes()).collect();
+    let operands: Vec<&[u8]> = operands.iter().map(Vec::as_slice).collect();
+    T::back(&fold_bytes(T::DTYPE, op, &operands, ranks))
+}
+
+fn fold<T: Bytes>(op: ReduceOp, operands: &[T]) -> T {
+    finish(op, operands, None)
+}
+
+fn fold_f16(op: ReduceOp, operands: &[u16]) -> u16 {
+    let operands: Vec<_> = operands.iter().map(|&x| f16::from_bits(x)).collect();
+    fold(op, &operands).to_bits()
+}
+
+fn fold_bf16(op: ReduceOp, operands: &[u16]) -> u16 {
+    let operands: Vec<_> = operands.iter().map(|&x| bf16::from_bits(x)).collect();
+    fold(op, &operands).to_bits()
+}
+
+#[test]
+fn integers_wrap() {
+    assert_eq!(fold(Sum, &[i8::MAX, 1]), i8::MIN);
+    assert_eq!(fold(Sum, &[100i8, 100, 100]), 44);
+    assert_eq!(fold(Sum, &[u16::MAX, 3]), 2);
+    assert_eq!(fold(Sum, &[i32::MIN, -1]), i32::MAX);
+    assert_eq!(fold(Sum, &[u64::MAX, 1]), 0);
+    assert_eq!(fold(Prod, &[16i8, 16]), 0);
+    assert_eq!(fold(Prod, &[-128i8, -1]), -128);
+    assert_eq!(fold(Prod, &[300i16, 300]), 24_464);
+    assert_eq!(fold(Prod, &[0x1_0001u32, 0x1_0001]), 0x2_0001);
+    assert_eq!(fold(Prod, &[i64::MIN, 3]), i64::MIN);
+}
+
+#[test]
+fn integers_order_by_sign() {
+    assert_eq!(fold(Min, &[1i8, -1, 0]), -1);
+    assert_eq!(fold(Max, &[1u8, 255, 0]), 255);
+    assert_eq!(fold(Max, &[1i64, -1, i64::MIN]), 1);
+    assert_eq!(fold(Min, &[1u64, u64::MAX, 2]), 1);
+    assert_eq!(fold(BitAnd, &[0b1100i32, -2]), 0b1100);
+    assert_eq!(fold(BitOr, &[0b1100u16, 0b1010, 1]), 0b1111);
+    assert_eq!(fold(BitXor, &[0b1100u64, 0b1010, 1]), 0b0111);
+}
+
+#[test]
+fn integer_averages_truncate_after_wrapping() {
+    assert_eq!(finish(Avg, &[-3i32, -4], Some(2)), -3);
+    assert_eq!(finish(Avg, &[3i8, 4], Some(2)), 3);
+    assert_eq!(finish(Avg, &[100i8, 100], Some(2)), -28);
+    assert_eq!(finish(Avg, &[200u8, 100], Some(2)), 22);
+    assert_eq!(finish(Avg, &[i32::MIN, 0], Some(3)), -715_827_882);
+    assert_eq!(finish(Avg, &[u32::MAX, 0], Some(u32::MAX)), 1);
+    assert_eq!(finish(Avg, &[u32::MAX - 1, 0], Some(u32::MAX)), 0);
+    assert_eq!(finish(Avg, &[i64::MIN + 1, 0], Some(2)), -(1 << 62) + 1);
+    assert_eq!(finish(Avg, &[u64::MAX, 0], Some(2)), u64::MAX / 2);
+    assert_eq!(finish(Avg, &[-7i16], Some(2)), -3);
+    assert_eq!(finish(Avg, &[5i16, 6], None), 11);
+    assert_eq!(finish(Sum, &[5i16, 6], Some(2)), 11);
+}
+
+#[test]
+fn bools_are_truth_values() {
+    let fold = |op, operands: &[u8]| {
+        let operands: Vec<&[u8]> = operands.chunks(1).collect();
+        fold_bytes(DType::Bool, op, &operands, None)[0]
+    };
+    for op in [Sum, Max, BitOr] {
+        let got = [fold(op, &[0, 0]), fold(op, &[0, 4]), fold(op, &[2, 1]), fold(op, &[0, 0, 9])];
+        assert_eq!(got, [0, 1, 1, 1], "{op}");
+    }
+    for op in [Prod, Min, BitAnd] {
+        let got = [fold(op, &[0, 0]), fold(op, &[0, 4]), fold(op, &[2, 1]), fold(op, &[2, 4, 9])];
+        assert_eq!(got, [0, 0, 1, 1], "{op}");
+    }
+    let got = [fold(BitXor, &[0, 4]), fold(BitXor, &[2, 1]), fold(BitXor, &[2, 4, 9])];
+    assert_eq!(got, [1, 0, 1]);
+    assert_eq!(fold(Sum, &[7]), 7, "one input is copied");
+}
+
+#[test]
+fn floats_fold_from_the_left() {
+    assert_eq!(fold(Sum, &[1e8f32, -1e8, 1.0]), 1.0);
+    assert_eq!(fold(Sum, &[1.0f32, 1e8, -1e8]), 0.0);
+    assert_eq!(fold(Sum, &[1e16f64, 1.0, -1e16]), 0.0);
+    assert_eq!(fold(Prod, &[1e30f32, 1e30, 1e-30]), f32::INFINITY);
+    assert_eq!(finish(Avg, &[1.0f32, 0.0], Some(3)), 1.0 / 3.0);
+    assert_eq!(finish(Avg, &[1.0f64], Some(3)), 1.0 / 3.0);
+    assert_eq!(finish(Avg, &[1.0f64, 2.0], None), 3.0);
+}
+
+#[test]
+fn halves_round_once() {
+    // 2048 + 1 + 1: rounded to f16 after each addition it would stay 2048.
+    assert_eq!(fold_f16(Sum, &[0x6800, 0x3C00, 0x3C00]), 0x6801);
+    // 256 + 1 + 1 likewise in bf16.
+    assert_eq!(fold_bf16(Sum, &[0x4380, 0x3F80, 0x3F80]), 0x4381);
+    // 2048 + 1 and 2050 + 1 are half way: to even.
+    assert_eq!(fold_f16(Sum, &[0x6800, 0x3C00]), 0x6800);
+    assert_eq!(fold_f16(Sum, &[0x6801, 0x3C00]), 0x6802);
+    assert_eq!(fold_bf16(Sum, &[0x4380, 0x3F80]), 0x4380);
+    assert_eq!(fold_bf16(Sum, &[0x4381, 0x3F80]), 0x4382);
+    // 60000 + 60000 does not fit f16, but their average does.
+    let big = f16::from_f32(60_000.0);
+    assert_eq!(finish(Avg, &[big, big], Some(2)), big);
+    assert_eq!(fold(Sum, &[big, big]), f16::INFINITY);
+    // Subnormals survive.
+    assert_eq!(fold_f16(Sum, &[0x0001, 0x0001]), 0x0002);
+    assert_eq!(fold_bf16(Sum, &[0x0001, 0x0001]), 0x0002);
+}
+
+#[test]
+fn infinities() {
+    assert_eq!(fold(Sum, &[f32::INFINITY, 1.0]), f32::INFINITY);
+    assert_eq!(fold(Sum, &[f32::INFINITY, -f32::INFINITY]).to_bits(), 0x7FC0_0000);
+    assert_eq!(fold(Prod, &[f64::INFINITY, 0.0]).to_bits(), 0x7FF8_0000_0000_0000);
+    assert_eq!(fold(Min, &[f32::INFINITY, -f32::INFINITY]), -f32::INFINITY);
+    assert_eq!(fold_f16(Sum, &[0x7C00, 0xFC00]), 0x7E00);
+    assert_eq!(fold_bf16(Sum, &[0x7F80, 0xFF80]), 0x7FC0);
+    assert_eq!(fold(Sum, &[f32::MAX, f32::MAX]), f32::INFINITY);
+}
+
+#[test]
+fn computed_nans_are_canonical() {
+    for op in [Sum, Prod, Min, Max, Avg] {
+        // Signalling, negative, with payload; in any position; also two of them.
+        for nan in [0x7F80_0001, 0xFFC0_0000, 0x7FC1_2345] {
+            let nan = f32::from_bits(nan);
+            for operands in [[nan, 1.0, 2.0], [1.0, nan, -0.0], [1.0, 2.0, nan], [nan, 1.0, nan]] {
+                assert_eq!(fold(op, &operands).to_bits(), 0x7FC0_0000, "{op}");
+                assert_eq!(fold(op, &operands[..2]).is_nan(), operands[..2].iter().any(|x| x.is_nan()));
+            }
+        }
+        for nan in [0x7FF0_0000_0000_0001, 0xFFF8_0000_0000_0000] {
+            let nan = f64::from_bits(nan);
+            for operands in [[nan, 1.0], [-0.0, nan], [nan, nan]] {
+                assert_eq!(fold(op, &operands).to_bits(), 0x7FF8_0000_0000_0000, "{op}");
+            }
+        }
+        for operands in [[0x7C01, 0x3C00], [0x8000, 0xFE12], [0xFFFF, 0x7C01]] {
+            assert_eq!(fold_f16(op, &operands), 0x7E00, "{op}");
+        }
+        for operands in [[0x7F81, 0x3F80], [0x8000, 0xFFD2], [0xFFFF, 0x7F81]] {
+            assert_eq!(fold_bf16(op, &operands), 0x7FC0, "{op}");
+        }
+    }
+    assert_eq!(finish(Avg, &[f32::from_bits(0xFF80_0001)], Some(2)).to_bits(), 0x7FC0_0000);
+}
+
+#[test]
+fn signed_zeros_are_ordered() {
+    let bits = |op, operands: &[f32]| fold(op, operands).to_bits();
+    for operands in [[0.0, -0.0], [-0.0, 0.0]] {
+        assert_eq!(bits(Min, &operands), 0x8000_0000);
+        assert_eq!(bits(Max, &operands), 0);
+        assert_eq!(bits(Sum, &operands), 0);
+        assert_eq!(fold(Min, &operands.map(f64::from)).to_bits(), 1 << 63);
+        assert_eq!(fold(Max, &operands.map(f64::from)).to_bits(), 0);
+    }
+    assert_eq!(bits(Max, &[-0.0, -0.0]), 0x8000_0000);
+    assert_eq!(bits(Sum, &[-0.0, -0.0]), 0x8000_0000);
+    assert_eq!(bits(Min, &[0.0, 0.0]), 0);
+    for operands in [[0x0000, 0x8000], [0x8000, 0x0000]] {
+        assert_eq!(fold_f16(Min, &operands), 0x8000);
+        assert_eq!(fold_f16(Max, &operands), 0x0000);
+        assert_eq!(fold_bf16(Min, &operands), 0x8000);
+        assert_eq!(fold_bf16(Max, &operands), 0x0000);
+    }
+}
+
+#[test]
+fn one_input_keeps_its_bits() {
+    for op in [Sum, Prod, Min, Max, Avg] {
+        assert_eq!(fold(op, &[f32::from_bits(0xFF80_0001)]).to_bits(), 0xFF80_0001);
+        assert_eq!(fold_f16(op, &[0x7C01]), 0x7C01);
+        assert_eq!(fold_bf16(op, &[0xFF81]), 0xFF81);
+    }
+    let nan = f64::from_bits(0x7FF0_0000_0000_0001);
+    assert_eq!(finish(Avg, &[nan], Some(1)).to_bits(), nan.to_bits());
+}
+
+/// What is not defined does nothing, loudly with debug assertions.
+#[test]
+fn misuse_is_defined() {
+    let (a, b) = ([1u8; 16], [2u8; 16]);
+    let ins = [a.as_ptr(), b.as_ptr()];
+    let calls = [
+        (DType::Bool, Avg, &ins[..], 1, None),
+        (DType::F32, BitXor, &ins, 1, None),
+        (DType::U8, Sum, &[], 1, None),
+        (DType::U8, Sum, &ins, 0, None),
+        (DType::U8, Avg, &ins, 1, Some(0)),
+    ];
+    for (dtype, op, ins, outs, finish) in calls {
+        for reduce in [reduce, scalar::reduce] {
+            let mut out = [7u8; 16];
+            let outs = &[out.as_mut_ptr()][..outs];
+            // SAFETY: all buffers are two elements of the largest type.
+            let call = || unsafe { reduce(dtype, op, ins, outs, 2, finish) };
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err();
+            assert_eq!(panicked, cfg!(debug_assertions), "{dtype} {op}");
+            assert_eq!(out, [7; 16]);
+        }
+    }
+}

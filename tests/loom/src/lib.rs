@@ -1,0 +1,1 @@
+//! Model checks under loom: see tests/.

@@ -1,0 +1,65 @@
+//! `cargo xtask`: the tests, the house's own checks, and what CI runs.
+
+mod house;
+mod parts;
+mod runner;
+mod source;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// The house's own tool
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask")]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Run the tests, and the checks of the house
+    Test {
+        /// Also what takes long: release builds, every combination, faults, fuzzing
+        #[arg(long)]
+        full: bool,
+        /// Only parts whose name contains this
+        #[arg(long, value_name = "TEXT")]
+        only: Option<String>,
+    },
+    /// Only the checks of the house: floors, unsafe, sizes of files, paths
+    House,
+    /// Format, clippy, docs, packages, then `test --full`
+    Ci,
+}
+
+fn main() -> ExitCode {
+    let root = root();
+    let parts = match Cli::parse().command {
+        Command::Test { full, only } => {
+            let mut parts = parts::tests();
+            parts.retain(|part| full || !part.full_only);
+            parts.retain(|part| only.as_ref().is_none_or(|text| part.name.contains(text.as_str())));
+            parts
+        }
+        Command::House => vec![parts::house()],
+        Command::Ci => parts::lints().into_iter().chain(parts::tests()).collect(),
+    };
+    if parts.is_empty() {
+        eprintln!("cargo xtask: no part has such a name");
+        return ExitCode::from(2);
+    }
+    if let Err(error) = runner::take_signals() {
+        eprintln!("cargo xtask: cannot take signals: {error}");
+        return ExitCode::FAILURE;
+    }
+    if runner::run_all(&parts, &root) { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// The repository: where this package's manifest lies, one up.
+fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_path_buf()
+}

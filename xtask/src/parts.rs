@@ -1,0 +1,167 @@
+//! What there is to run, as data.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use crate::house::{self, Check};
+
+/// Something to run, and what it needs.
+pub(crate) struct Part {
+    pub(crate) name: String,
+    pub(crate) work: Work,
+    /// Not part of `test`, only of `test --full` and `ci`.
+    pub(crate) full_only: bool,
+    /// Why it cannot run here, if it cannot.
+    pub(crate) needs: fn(&Path) -> Result<(), String>,
+    /// Past this it is killed, and has failed.
+    pub(crate) limit: Duration,
+}
+
+/// What a part does.
+pub(crate) enum Work {
+    /// Runs `cargo` with these arguments and variables, in the root of the repository.
+    Cargo(Vec<String>, Vec<(&'static str, String)>),
+    /// Runs checks in this process.
+    Checks(fn(&Path) -> Vec<Check>),
+    /// Is not there yet, for this reason.
+    NotYet(&'static str),
+    /// One fuzz target after another, each this many seconds.
+    Fuzz(u64),
+}
+
+fn nothing(_: &Path) -> Result<(), String> {
+    Ok(())
+}
+
+fn cargo(name: &str, arguments: &str) -> Part {
+    Part {
+        name: name.into(),
+        work: Work::Cargo(arguments.split_whitespace().map(String::from).collect(), Vec::new()),
+        full_only: false,
+        needs: nothing,
+        limit: Duration::from_secs(20 * 60),
+    }
+}
+
+impl Part {
+    fn full(self) -> Self {
+        Self { full_only: true, ..self }
+    }
+
+    fn needs(self, needs: fn(&Path) -> Result<(), String>) -> Self {
+        Self { needs, ..self }
+    }
+
+    fn minutes(self, minutes: u64) -> Self {
+        Self { limit: Duration::from_secs(minutes * 60), ..self }
+    }
+
+    fn env(mut self, name: &'static str, value: &str) -> Self {
+        if let Work::Cargo(_, env) = &mut self.work {
+            env.push((name, value.into()));
+        }
+        self
+    }
+
+    fn not_yet(name: &str, reason: &'static str) -> Self {
+        Self { work: Work::NotYet(reason), ..cargo(name, "") }.full()
+    }
+}
+
+/// The checks of the house.
+pub(crate) fn house() -> Part {
+    Part { work: Work::Checks(house::all), ..cargo("house", "") }
+}
+
+/// `cargo xtask test`, in order: what fails fast comes first.
+pub(crate) fn tests() -> Vec<Part> {
+    let engine = "--package allstream --all-features --no-fail-fast";
+    vec![
+        house(),
+        cargo("xtask", "test --package xtask --no-fail-fast"),
+        cargo("kernels", "test --package allstream-kernels --all-features --no-fail-fast --lib --tests"),
+        cargo("engine and command, unit", &format!("test {engine} --lib --bins")),
+        cargo("integration", &format!("test {engine} --test *")).needs(integration_tests),
+        cargo(
+            "doc tests",
+            "test --workspace --exclude xtask --exclude loom-tests --all-features --no-fail-fast --doc",
+        ),
+        cargo("examples and benches build", "build --package allstream --all-features --examples --benches"),
+        cargo("loom", "test --package loom-tests --release --no-fail-fast"),
+        cargo("kernels, release", "test --package allstream-kernels --all-features --no-fail-fast --release")
+            .full(),
+        cargo("engine and command, unit, release", &format!("test {engine} --release --lib --bins")).full(),
+        // Everything that knows of it tries every combination: conformance, faults, plans.
+        cargo("integration, release, every combination", &format!("test {engine} --release --test *"))
+            .env("ALLSTREAM_TEST_FULL", "1")
+            .needs(integration_tests)
+            .minutes(60)
+            .full(),
+        Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(cargo_fuzz).minutes(30).full(),
+        Part::not_yet("python", "not built yet: step 7"),
+        Part::not_yet("GPU", "not built yet: step 3"),
+        Part::not_yet("NCCL", "not built yet: step 4"),
+        Part::not_yet("RDMA", "not built yet: step 6"),
+    ]
+}
+
+/// What `cargo xtask ci` runs before the tests.
+pub(crate) fn lints() -> Vec<Part> {
+    vec![
+        cargo("format", "fmt --all --check"),
+        cargo("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),
+        cargo("docs", "doc --workspace --exclude xtask --exclude loom-tests --no-deps --all-features")
+            .env("RUSTDOCFLAGS", "-D warnings"),
+        // Builds what would be published from the packed files alone. `--allow-dirty`: this is about the package, not
+        // about what has been committed.
+        cargo(
+            "package",
+            "package --workspace --exclude xtask --exclude loom-tests --allow-dirty --no-metadata",
+        ),
+    ]
+}
+
+fn integration_tests(root: &Path) -> Result<(), String> {
+    let is_rust = |name: &str| name.ends_with(".rs");
+    let found = (root.join("tests").read_dir().into_iter().flatten().flatten())
+        .any(|entry| is_rust(&entry.file_name().to_string_lossy()));
+    if found { Ok(()) } else { Err("no tests/*.rs".into()) }
+}
+
+/// The fuzz targets, by the names of their files.
+pub(crate) fn fuzz_targets(root: &Path) -> Vec<String> {
+    let files = root.join("fuzz/fuzz_targets").read_dir().into_iter().flatten().flatten();
+    let names = files.filter_map(|entry| entry.file_name().to_str()?.strip_suffix(".rs").map(String::from));
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
+/// Installs cargo-fuzz if it is not here.
+fn cargo_fuzz(root: &Path) -> Result<(), String> {
+    if fuzz_targets(root).is_empty() {
+        return Err("no fuzz/fuzz_targets/*.rs".into());
+    }
+    let cargo = |arguments: &[&str]| {
+        let mut command = Command::new(crate::runner::cargo());
+        command
+            .args(arguments)
+            .current_dir(root)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped());
+        command.output().map_err(|error| error.to_string())
+    };
+    if cargo(&["fuzz", "--version"])?.status.success() {
+        return Ok(());
+    }
+    println!("installing cargo-fuzz");
+    let install = cargo(&["install", "cargo-fuzz", "--locked"])?;
+    if install.status.success() {
+        return Ok(());
+    }
+    let stderr = String::from_utf8_lossy(&install.stderr);
+    let line = stderr.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("no message").trim();
+    Err(format!("cargo-fuzz is not installed and could not be: {line}"))
+}
