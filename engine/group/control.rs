@@ -193,7 +193,12 @@ impl Reader {
         loop {
             loop {
                 let leaving = self.leaving.load(Ordering::Acquire);
-                match self.frames.pop::<Message>() {
+                let next = self.frames.pop::<Message>();
+                if matches!(next, Ok(Some(_))) {
+                    // Possibly read together with what settled the pair, and nothing may follow.
+                    self.patience = Duration::ZERO;
+                }
+                match next {
                     Ok(None) => break,
                     Ok(Some(Message::Heartbeat)) => {}
                     Ok(Some(Message::Goodbye { .. })) if leaving => {}
