@@ -583,7 +583,7 @@ impl Active {
         let done = frame.done.checked_div(node.unit).unwrap_or(0);
         let left = frame.header.len as usize - frame.done;
         if frame.header.message != cursor.message
-            || frame.header.offset + done as u64 != node.got as u64
+            || frame.header.offset.wrapping_add(done as u64) != node.got as u64
             || left.checked_rem(node.unit).unwrap_or(left) != 0
             || left > (self.portion_end(node, node.got) - node.got) * node.unit
         {

@@ -108,6 +108,7 @@ struct Run {
     port: Port,
     messages: Messages,
     checked: Instant,
+    blocked: u32,
     drained: bool,
 }
 
@@ -122,6 +123,10 @@ pub(crate) struct Endpoint {
     pub(crate) enlisted: AtomicBool,
     /// Threads that drive this endpoint themselves right now.
     pub(crate) drivers: AtomicU32,
+    /// Blocking waits so far: a thread that has just waited is likely to wait again.
+    waits: AtomicU32,
+    /// `waits` when the lane last looked.
+    waits_seen: AtomicU32,
     /// Answers of peers to `stalled`: (about number, their last call, when).
     heard: Mutex<Vec<Option<(u64, Option<u64>, Instant)>>>,
     left: Mutex<Vec<bool>>,
@@ -148,6 +153,7 @@ impl Endpoint {
             port: port(0),
             messages: Messages::new(config.comm, config.rank, config.generation, size, port(1)),
             checked: Instant::now(),
+            blocked: 0,
             drained: false,
         };
         let table = Table {
@@ -167,6 +173,8 @@ impl Endpoint {
             poisoned: AtomicBool::new(false),
             enlisted: AtomicBool::new(false),
             drivers: AtomicU32::new(0),
+            waits: AtomicU32::new(0),
+            waits_seen: AtomicU32::new(0),
             heard: Mutex::new(vec![None; size]),
             left: Mutex::new(vec![false; size]),
             recorder: Recorder::new(),
@@ -295,25 +303,27 @@ impl Endpoint {
         self.config.lane.nudge();
     }
 
-    /// Looks at an operation, and drives for a bounded time if it is not finished.
-    pub(crate) fn poll(self: &Arc<Self>, key: Key, waker: &Waker, budget: Duration) -> Polled {
-        let end = Instant::now() + budget;
+    /// Looks at an operation, and drives for a bounded time if it is not finished. With `again` the caller will poll
+    /// once more at once; otherwise the lane takes over.
+    pub(crate) fn poll(self: &Arc<Self>, key: Key, waker: &Waker, budget: Duration, again: bool) -> Polled {
+        let start = Instant::now();
+        let mut passes = 0u32;
+        self.waits.fetch_add(1, Ordering::Relaxed);
         loop {
             // The waker is stored before driving: whoever finishes the operation from here on wakes us.
             if let Some(finished) = self.table.lock().inflight.poll(key, Some(waker)) {
                 return Polled::Ready(finished);
             }
-            if self.drive_once() == Progress::Advanced {
-                continue;
+            if self.drive_once() != Progress::Advanced {
+                self.relax(&mut passes);
             }
-            if Instant::now() >= end {
+            if start.elapsed() >= budget {
                 break;
             }
-            if self.config.crowded {
-                std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
-            }
+        }
+        if again {
+            waker.wake_by_ref();
+            return Polled::Pending;
         }
         self.arm();
         self.config.lane.kick();
@@ -323,10 +333,23 @@ impl Endpoint {
         }
     }
 
+    /// Between two passes that moved nothing: gives the core away, at once where ranks outnumber cores.
+    fn relax(&self, passes: &mut u32) -> bool {
+        *passes = passes.wrapping_add(1);
+        let yields = self.config.crowded || *passes % 16 == 0;
+        if yields {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+        yields
+    }
+
     /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the lane.
     pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Error> {
         const SPIN: Duration = Duration::from_micros(200);
         self.drivers.fetch_add(1, Ordering::AcqRel);
+        self.waits.fetch_add(1, Ordering::Relaxed);
         let mut idle_since = None;
         let mut passes = 0u32;
         let found = loop {
@@ -337,14 +360,8 @@ impl Endpoint {
                 idle_since = None;
                 continue;
             }
-            passes = passes.wrapping_add(1);
-            if self.config.crowded || passes % 64 == 0 {
-                if Instant::now() - *idle_since.get_or_insert_with(Instant::now) > SPIN {
-                    break None;
-                }
-                std::thread::yield_now();
-            } else {
-                std::hint::spin_loop();
+            if self.relax(&mut passes) && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+                break None;
             }
         };
         self.drivers.fetch_sub(1, Ordering::AcqRel);
@@ -353,11 +370,18 @@ impl Endpoint {
         }
         let waker = super::lane::parker();
         loop {
-            match self.poll(key, &waker, Duration::ZERO) {
+            match self.poll(key, &waker, Duration::ZERO, false) {
                 Polled::Ready(finished) => return finished,
                 Polled::Pending => std::thread::park(),
             }
         }
+    }
+
+    /// Whether a thread drives this endpoint, or did since the lane last asked: the lane keeps out of its way, and
+    /// looks again a nap later.
+    pub(crate) fn is_driven(&self) -> bool {
+        let waits = self.waits.load(Ordering::Relaxed);
+        self.drivers.load(Ordering::Acquire) > 0 || self.waits_seen.swap(waits, Ordering::Relaxed) != waits
     }
 
     /// The user let go of the operation.
@@ -368,13 +392,22 @@ impl Endpoint {
 
     /// Drives if nobody else does.
     pub(crate) fn drive_once(self: &Arc<Self>) -> Progress {
+        self.try_drive(true)
+    }
+
+    /// The same before going to sleep: deadlines are looked at for certain.
+    pub(crate) fn drive_and_check(self: &Arc<Self>) -> Progress {
+        self.try_drive(false)
+    }
+
+    fn try_drive(self: &Arc<Self>, spinning: bool) -> Progress {
         match self.run.try_lock() {
-            Some(run) => self.drive(run),
+            Some(run) => self.drive(run, spinning),
             None => Progress::Blocked,
         }
     }
 
-    fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>) -> Progress {
+    fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
         if self.poisoned.load(Ordering::Acquire) {
             return self.drain(&mut run);
         }
@@ -384,10 +417,14 @@ impl Endpoint {
         match moved {
             Ok(Progress::Advanced) => Progress::Advanced,
             Ok(progress) => {
-                let now = Instant::now();
-                if progress == Progress::Blocked && now - run.checked > Duration::from_millis(10) {
-                    run.checked = now;
-                    self.check_time(&mut run, now);
+                // The clock is not for every pass: a spinning thread makes millions a second.
+                run.blocked = run.blocked.wrapping_add(1);
+                if progress == Progress::Blocked && run.blocked % 64 == 0 || !spinning {
+                    let now = Instant::now();
+                    if now - run.checked > Duration::from_millis(10) {
+                        run.checked = now;
+                        self.check_time(&mut run, now);
+                    }
                 }
                 progress
             }
@@ -406,11 +443,14 @@ impl Endpoint {
             let mut table = self.table.lock();
             let mut i = 0;
             while i < table.messages.len() {
-                if table.messages[i].2.as_ref().is_none_or(Event::is_complete) {
+                let after = table.messages[i].2.as_ref();
+                if after.is_none_or(|event| !event.subscribe(self.config.lane.waker())) {
                     let Some((_, transfer, after)) = table.messages.remove(i) else { break };
                     drop(table);
-                    ready(&after, transfer.direction.name())?;
+                    // First into the machine: should its stream have failed, it is failed with all that is there.
+                    let name = transfer.direction.name();
                     run.messages.add(transfer);
+                    ready(&after, name)?;
                     any = true;
                     table = self.table.lock();
                 } else {

@@ -13,6 +13,13 @@ pub(crate) struct Key {
     generation: u32,
 }
 
+impl Key {
+    /// A number that no later operation has, though it may use the same entry.
+    pub(crate) fn number(self) -> u64 {
+        u64::from(self.generation) << 32 | u64::from(self.index)
+    }
+}
+
 enum State<E> {
     Free,
     Running,

@@ -12,7 +12,7 @@ use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 
 use super::{Endpoint, Progress};
 use crate::error::Error;
@@ -155,11 +155,11 @@ impl Lane {
         list.extend(self.endpoints.lock().iter().cloned());
         let mut seen = Seen::default();
         for endpoint in list.iter() {
-            if endpoint.drivers.load(Ordering::Acquire) > 0 {
+            if endpoint.is_driven() {
                 seen.driven = true;
                 continue;
             }
-            match endpoint.drive_once() {
+            match endpoint.drive_and_check() {
                 Progress::Advanced => seen.moved = true,
                 Progress::Blocked => seen.undriven = true,
                 Progress::Idle => self.delist(endpoint),
@@ -195,11 +195,24 @@ impl Lane {
         // Pairs with the fences in `Bell::ring`, `nudge` and `kick`: either they see the flag, or this pass sees
         // what they published.
         fence(Ordering::SeqCst);
-        let woken = self.state.load(Ordering::Relaxed) == AWAKE || self.pass(list).moved;
+        let mut woken = self.state.load(Ordering::Relaxed) == AWAKE;
+        if !woken {
+            let seen = self.pass(list);
+            // An endpoint enlisted since the last pass has no flag up: nobody would wake us for it (tests/loom: bell).
+            let unflagged = |e: &Arc<Endpoint>| !flags.iter().any(|r| Arc::ptr_eq(r, &e.config.region));
+            let waiting = seen.undriven || (seen.driven && state == ASLEEP);
+            woken = seen.moved || (waiting && list.iter().any(unflagged));
+        }
         if !woken {
             let spec = timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
-            events.clear();
-            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), spec.as_ref());
+            if state == NAPPING {
+                // Sockets are somebody else's to drive: their traffic must not wake us. What arrives meanwhile is
+                // still pending in the epoll when we wait for it next.
+                let _ = rustix::event::poll(&mut [PollFd::new(&*self.bell, PollFlags::IN)], spec.as_ref());
+            } else {
+                events.clear();
+                let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), spec.as_ref());
+            }
         }
         self.state.store(AWAKE, Ordering::Release);
         flags.iter().for_each(|r| r.bell_flag().store(0, Ordering::Relaxed));

@@ -183,7 +183,7 @@ impl Messages {
         let peers = &mut self.peers;
         let mut any = self.port.reap(|lent| {
             for peer in peers.iter_mut() {
-                let found = peer.sends.iter_mut().find(|m| u64::from(m.transfer.key.index) == lent.owner);
+                let found = peer.sends.iter_mut().find(|m| m.transfer.key.number() == lent.owner);
                 if let Some(m) = found {
                     m.freed = m.freed.max(lent.end);
                 }
@@ -278,7 +278,7 @@ impl Messages {
             Type::Credit => {
                 self.port.rx(rank)?.release(0);
                 let credits = &mut self.peers[rank].credits;
-                *credits = (*credits + header.offset as u32).min(CREDITS);
+                *credits = credits.saturating_add(header.offset as u32).min(CREDITS);
             }
             Type::Data => return self.take_data(rank, &frame),
         }
@@ -294,7 +294,7 @@ impl Messages {
             problem: "data of a message that was not asked for".into(),
         })?;
         let left = frame.header.len as usize - frame.done;
-        if frame.header.offset as usize + frame.done != m.done || left > m.transfer.bytes - m.done {
+        if (frame.header.offset as usize).wrapping_add(frame.done) != m.done || left > m.transfer.bytes - m.done {
             let problem = "data of a message out of its place".to_owned();
             return Err(Error::Protocol { peer: rank, problem });
         }
@@ -422,7 +422,7 @@ impl Messages {
         if stage == Stage::Waiting || (stage == Stage::Moving && done == t.bytes) || !self.port.tx(rank)?.room()? {
             return Ok(false);
         }
-        let owner = |end| (u64::from(t.key.index), 0, 0, end);
+        let owner = |end| (t.key.number(), 0, 0, end);
         if stage == Stage::New {
             if t.bytes <= EAGER && self.peers[rank].credits > 0 {
                 let Some(payload) = self.payload(rank, t.memory, t.bytes)? else { return Ok(false) };

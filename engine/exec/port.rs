@@ -20,7 +20,7 @@ pub(crate) trait Opener: Send + Sync {
 /// A posted frame whose source, or slot, comes back when it is released.
 #[derive(Clone, Copy)]
 pub(crate) struct Lent {
-    /// The operation (its number, or its key's index).
+    /// The operation: its number, or its key's.
     pub(crate) owner: u64,
     /// Which step, and which of its receivers.
     pub(crate) step: u32,

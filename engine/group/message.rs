@@ -7,11 +7,11 @@ use crate::types::{Rank, Signature};
 
 /// Names a communicator in a world: the world's own is 0, children take the numbers their parent agrees on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct CommId(pub u64);
+pub(crate) struct CommId(pub(crate) u64);
 
 /// A control message. One travels as a 4-byte little-endian length and JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Message {
+pub(crate) enum Message {
     /// "I am here." Sent when nothing else was for a while.
     Heartbeat,
     /// The sender leaves; with the first cause if it leaves because of one.
@@ -55,11 +55,11 @@ pub enum Message {
 
 /// Opens a data connection: from this rank, for this communicator, in this direction only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DataHello {
+pub(crate) struct DataHello {
     /// Which communicator.
-    pub comm: CommId,
+    pub(crate) comm: CommId,
     /// World rank of the sender.
-    pub from: Rank,
+    pub(crate) from: Rank,
     /// 0: collectives, 1: point-to-point.
-    pub channel: u8,
+    pub(crate) channel: u8,
 }

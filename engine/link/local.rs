@@ -236,14 +236,15 @@ impl LocalRx {
 
 impl LinkRx for LocalRx {
     fn peek(&mut self, _useful: usize) -> Result<Option<Frame>, Error> {
+        // Also for a frame that was seen before: it may have been taken back since.
+        if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
+            return Ok(None); // the sender took its memory back: its abort explains
+        }
         if let Some(frame) = self.head {
             return Ok(Some(frame));
         }
         let Some((d, inline)) = self.ring.peek() else { return Ok(None) };
         let ring = self.ring.memory();
-        if ring.revoked().load(Ordering::SeqCst) != 0 {
-            return Ok(None); // the sender took its memory back: its abort explains
-        }
         let len = d.len as usize;
         let data: *const u8 = match d.location {
             NOWHERE if len <= INLINE => inline,
@@ -341,6 +342,7 @@ mod tests {
         assert_eq!(tx.released().unwrap(), 1);
         // SAFETY: as above.
         unsafe { tx.post(header(2, 100_000), payload.as_ptr()).unwrap() };
+        assert!(rx.peek(0).unwrap().is_some(), "seen, and not released when it is taken back");
         let gate = tx.gate.clone().unwrap();
         let reading = gate.lock();
         assert!(!tx.revoke(), "the receiver may be reading");

@@ -11,6 +11,8 @@ pub(crate) const CELLS: u64 = 16;
 pub(crate) trait RingMemory {
     /// What a cell carries.
     type Frame;
+    /// Cells of the ring; fewer only for models.
+    const CELLS: u64 = CELLS;
     /// Lap of a cell (acquire).
     fn lap_acquire(&self, cell: usize) -> u32;
     /// Publishes a cell (release).
@@ -25,13 +27,13 @@ pub(crate) trait RingMemory {
     fn read(&self, cell: usize) -> Self::Frame;
 }
 
-fn cell(index: u64) -> usize {
-    (index % CELLS) as usize
+fn cell<M: RingMemory>(index: u64) -> usize {
+    (index % M::CELLS) as usize
 }
 
 /// Never 0, which is what fresh memory shows.
-fn lap(index: u64) -> u32 {
-    ((index / CELLS) % u64::from(u32::MAX)) as u32 + 1
+fn lap<M: RingMemory>(index: u64) -> u32 {
+    ((index / M::CELLS) % u64::from(u32::MAX)) as u32 + 1
 }
 
 /// The sending end.
@@ -52,10 +54,10 @@ impl<M: RingMemory> Producer<M> {
 
     /// Whether a cell is free.
     pub(crate) fn room(&mut self) -> bool {
-        if self.next - self.released < CELLS {
+        if self.next - self.released < M::CELLS {
             return true;
         }
-        self.released() > self.next - CELLS
+        self.released() > self.next - M::CELLS
     }
 
     /// Frames whose cells (and payloads) the consumer is done with.
@@ -70,10 +72,10 @@ impl<M: RingMemory> Producer<M> {
 
     /// Writes and publishes a frame. Only after `room`.
     pub(crate) fn post(&mut self, frame: M::Frame) {
-        debug_assert!(self.next - self.released < CELLS);
-        let at = cell(self.next);
+        debug_assert!(self.next - self.released < M::CELLS);
+        let at = cell::<M>(self.next);
         self.memory.write(at, frame);
-        self.memory.publish(at, lap(self.next));
+        self.memory.publish(at, lap::<M>(self.next));
         self.next += 1;
     }
 }
@@ -95,8 +97,8 @@ impl<M: RingMemory> Consumer<M> {
 
     /// Index of the cell at the head, if a frame is there.
     pub(crate) fn head(&self) -> Option<usize> {
-        let at = cell(self.next);
-        (self.memory.lap_acquire(at) == lap(self.next)).then_some(at)
+        let at = cell::<M>(self.next);
+        (self.memory.lap_acquire(at) == lap::<M>(self.next)).then_some(at)
     }
 
     /// The frame at the head, if one is there.

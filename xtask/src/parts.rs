@@ -98,7 +98,7 @@ pub(crate) fn tests() -> Vec<Part> {
             .needs(integration_tests)
             .minutes(60)
             .full(),
-        Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(cargo_fuzz).minutes(30).full(),
+        Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
         Part::not_yet("python", "not built yet: step 7"),
         Part::not_yet("GPU", "not built yet: step 3"),
         Part::not_yet("NCCL", "not built yet: step 4"),
@@ -138,30 +138,14 @@ pub(crate) fn fuzz_targets(root: &Path) -> Vec<String> {
     names
 }
 
-/// Installs cargo-fuzz if it is not here.
-fn cargo_fuzz(root: &Path) -> Result<(), String> {
+/// Targets, and the C++ compiler that libFuzzer is built with. cargo-fuzz itself is installed by the part.
+fn fuzzing(root: &Path) -> Result<(), String> {
     if fuzz_targets(root).is_empty() {
         return Err("no fuzz/fuzz_targets/*.rs".into());
     }
-    let cargo = |arguments: &[&str]| {
-        let mut command = Command::new(crate::runner::cargo());
-        command
-            .args(arguments)
-            .current_dir(root)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped());
-        command.output().map_err(|error| error.to_string())
-    };
-    if cargo(&["fuzz", "--version"])?.status.success() {
-        return Ok(());
-    }
-    println!("installing cargo-fuzz");
-    let install = cargo(&["install", "cargo-fuzz", "--locked"])?;
-    if install.status.success() {
-        return Ok(());
-    }
-    let stderr = String::from_utf8_lossy(&install.stderr);
-    let line = stderr.lines().rfind(|line| !line.trim().is_empty()).unwrap_or("no message").trim();
-    Err(format!("cargo-fuzz is not installed and could not be: {line}"))
+    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
+    let version = Command::new(&compiler).arg("--version").stdin(Stdio::null()).output();
+    version
+        .map(|_| ())
+        .map_err(|error| format!("no C++ compiler for libFuzzer: {}: {error}", compiler.display()))
 }

@@ -128,13 +128,24 @@ fn run_part(part: &Part, root: &Path) -> (String, Counts) {
 fn fuzz(root: &Path, seconds: u64, limit: Duration) -> (String, Counts) {
     let mut counts = Counts::default();
     let end = Instant::now() + limit;
-    for target in parts::fuzz_targets(root) {
+    let left = || end.saturating_duration_since(Instant::now());
+    let fuzz = |arguments: &[&str], echo| {
         let mut command = Command::new(cargo());
-        command.args(["fuzz", "run", &target, "--", &format!("-max_total_time={seconds}"), "-timeout=10"]);
         // The sanitizers need unstable flags, which this compiler has too.
-        command.env("RUSTC_BOOTSTRAP", "1");
-        let limit = end.saturating_duration_since(Instant::now());
-        let (result, count) = outcome(execute(command, root, limit, true), limit);
+        command.args(arguments).env("RUSTC_BOOTSTRAP", "1");
+        let limit = left();
+        outcome(execute(command, root, limit, echo), limit)
+    };
+    if fuzz(&["fuzz", "--version"], false).1.failed > 0 {
+        let (result, counts) = fuzz(&["install", "cargo-fuzz", "--locked"], true);
+        if counts.failed > 0 {
+            let reason = format!("skipped: cargo-fuzz is not here, and `cargo install cargo-fuzz`: {result}");
+            return (reason, Counts { skipped: 1, ..Counts::default() });
+        }
+    }
+    for target in parts::fuzz_targets(root) {
+        let time = format!("-max_total_time={seconds}");
+        let (result, count) = fuzz(&["fuzz", "run", &target, "--", &time, "-timeout=10"], true);
         say(&format!("fuzz target {target}: {result}"));
         counts.passed += count.passed;
         counts.failed += count.failed;

@@ -238,3 +238,31 @@ fn nothing_is_left_behind() {
     let text = String::from_utf8_lossy(&out.stdout) + String::from_utf8_lossy(&out.stderr);
     assert!(out.status.success() && text.contains("1 passed"), "{text}");
 }
+
+/// A message may be read together with what settled the pair. If nothing follows, the patience for a rank
+/// that still connects to others must not apply.
+#[tokio::test]
+async fn a_message_read_early_is_a_sign_of_life() {
+    use crate::group::{control, env::Heartbeat, wire};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let _theirs = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let (half, _write) = listener.accept().await.unwrap().0.into_split();
+    let mut frames = wire::Frames::default();
+    let early = wire::encode(&Message::Closing { comm: CommId(0), calls: 0 }).unwrap();
+    frames.fill(&mut &early[..]).await.unwrap();
+    let (ears, silent) = (Arc::new(Ears::default()), Duration::from_millis(50));
+    let reader = control::Reader {
+        rank: 0,
+        from: 1,
+        half,
+        frames,
+        events: ears.clone(),
+        leaving: Arc::default(),
+        outbox: control::Outbox::new().0,
+        writer: tokio::spawn(async {}).abort_handle(),
+        heartbeat: Heartbeat { interval: silent / 4, silent },
+        patience: LIMIT * 2,
+    };
+    tokio::spawn(reader.run());
+    ears.hear(|h| *h == Heard::Lost(1, Lost::Silent(silent))).await;
+}

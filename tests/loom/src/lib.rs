@@ -1,1 +1,1 @@
-//! Model checks under loom: see tests/.
+//! Model checks under loom: see `tests/`. Run with `cargo test -p loom-tests --release`.

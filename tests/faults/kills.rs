@@ -1,0 +1,192 @@
+//! Law 9: a rank is killed at a random moment of a large all-reduce; every survivor names it, within two seconds.
+
+use std::time::{Duration, Instant};
+
+use allstream::{Algo, Error, Failed, Lost};
+use rustix::process::Signal;
+use serde_json::json;
+
+use crate::harness::{self, Census, Link, Me, PATIENCE, Plan, Random, SOON, alone, say, say_error};
+
+const SIZE: usize = 4;
+const BYTES: usize = 128 << 20;
+const LINKS: [Link; 3] = [Link::Shm, Link::Tcp, Link::Mixed];
+const ALGOS: [Algo; 4] = [Algo::Direct, Algo::Ring, Algo::RecursiveDoubling, Algo::OneShot];
+/// The iteration in which the victim dies, after these have been measured.
+const FATAL: u64 = 2;
+
+pub(crate) async fn rank(me: Me) {
+    let before = Census::before_connecting().await;
+    let algo: Algo = me.args["algo"].as_str().unwrap().parse().unwrap();
+    let mut comm = me.connect().await;
+    let mut buf = vec![1f32; BYTES / 4];
+    for i in 0.. {
+        say("start", json!({ "i": i }));
+        match comm.algo(algo).all_reduce(buf).await {
+            Ok(sum) => {
+                say("done", json!({ "i": i }));
+                buf = sum;
+                assert!(buf.iter().step_by(997).all(|x| *x == SIZE as f32), "a wrong sum");
+                buf.fill(1.0);
+            }
+            Err(Failed { buf, error }) => {
+                say_error("failed", &error, buf.is_some_and(|b| b.len() == BYTES / 4));
+                break;
+            }
+        }
+    }
+    let begun = Instant::now();
+    let closed = comm.close().await;
+    let closed = closed.map_or_else(|e| e.to_string(), |()| "ok".into());
+    say("closed", json!({ "ms": begun.elapsed().as_millis() as u64, "result": closed }));
+    before.say_whether_restored().await;
+}
+
+struct Kill {
+    link: Link,
+    algo: Algo,
+    victim: usize,
+    fraction: f64,
+}
+
+struct Outcome {
+    /// From the kill to the last survivor's error, in seconds.
+    slowest: f64,
+    /// The longest `close()`, in milliseconds.
+    close: u64,
+    /// The victim was still inside the iteration aimed at.
+    hit: bool,
+}
+
+fn kill(k: &Kill) -> Outcome {
+    let names = harness::names_left();
+    let mut job = Plan::new("kills", SIZE, k.link).args(json!({ "algo": k.algo.to_string() })).start();
+    let pids = job.pids();
+    let victim = &job.ranks[k.victim];
+    let time = |event: &str, i: u64| loop {
+        let said = victim.hear(event);
+        if said["i"] == i {
+            break said["t"].as_f64().unwrap();
+        }
+    };
+    let begun = time("start", FATAL - 1);
+    let lasts = time("done", FATAL - 1) - begun;
+    harness::sleep_until(time("start", FATAL) + k.fraction * lasts);
+    let killed = harness::now();
+    victim.signal(Signal::KILL);
+    let mut outcome = Outcome { slowest: 0.0, close: 0, hit: true };
+    for survivor in job.ranks.iter().filter(|r| r.rank != k.victim) {
+        let said = survivor.hear("failed");
+        let error = harness::error_of(&said);
+        let named = matches!(&error, Error::PeerLost { rank, how: Lost::Died, operation: Some(_) } if *rank == k.victim);
+        assert!(named, "rank {} says: {error}; expected that rank {} died", survivor.rank, k.victim);
+        assert_eq!(said["buffer"], true, "rank {} did not get its buffer back", survivor.rank);
+        let took = said["t"].as_f64().unwrap() - killed;
+        assert!(took < SOON.as_secs_f64(), "rank {} knew after {took:.2} s only", survivor.rank);
+        outcome.slowest = outcome.slowest.max(took);
+        let closed = survivor.hear("closed");
+        outcome.close = outcome.close.max(closed["ms"].as_u64().unwrap());
+        let census = survivor.hear("census");
+        assert_eq!(census["same"], true, "rank {}: was {}, is {}", survivor.rank, census["was"], census["is"]);
+        let threads = census["is"].as_str().unwrap().matches("\"allstream-").count();
+        assert_eq!(threads, 2, "{census}");
+    }
+    let end = Instant::now() + PATIENCE;
+    for rank in &mut job.ranks {
+        let expected = if rank.rank == k.victim { -9 } else { 0 };
+        assert_eq!(rank.ended(end), Some(expected), "rank {}: {}", rank.rank, rank.log());
+    }
+    let late = |said: &serde_json::Value| said["event"] == "done" && said["i"] == FATAL;
+    outcome.hit = !job.ranks[k.victim].rest().iter().any(late);
+    drop(job);
+    assert!(pids.into_iter().all(harness::is_gone), "a process is left");
+    harness::assert_no_new_names(&names);
+    outcome
+}
+
+#[test]
+fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
+    let _alone = alone();
+    let mut random = Random::seeded();
+    let count = if harness::full() { 50 } else { 8 };
+    let (mut failed, mut slowest, mut close, mut hits) = (Vec::new(), 0f64, 0, 0);
+    for i in 0..count {
+        // 48 different ones: each victim with each algorithm on each link.
+        let k = Kill {
+            link: LINKS[i % 3],
+            algo: ALGOS[i % 4],
+            victim: (i + i / 4) % SIZE,
+            fraction: 0.1 + 0.8 * random.fraction(),
+        };
+        let what = format!(
+            "kill {i}: {:?} {} victim {} at {:.0} %",
+            k.link,
+            k.algo,
+            k.victim,
+            k.fraction * 100.0
+        );
+        match std::panic::catch_unwind(|| kill(&k)) {
+            Ok(o) => {
+                let place = if o.hit { "" } else { " (just after the operation aimed at)" };
+                println!("{what}: slowest survivor {:.1} ms, close {} ms{place}", o.slowest * 1e3, o.close);
+                slowest = slowest.max(o.slowest);
+                close = close.max(o.close);
+                hits += usize::from(o.hit);
+            }
+            Err(_) => {
+                println!("{what}: FAILED");
+                failed.push(what);
+            }
+        }
+    }
+    println!(
+        "{count} kills, {hits} inside the operation aimed at, {} failed; slowest survivor {:.1} ms, slowest close {close} ms",
+        failed.len(),
+        slowest * 1e3
+    );
+    assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn a_rank_that_leaves_while_others_wait_for_it_is_named() {
+    let _alone = alone();
+    for link in [Link::Local, Link::Shm, Link::Tcp] {
+        let results = harness::on_threads(harness::world(link, SIZE), move |mut comm| async move {
+            comm.barrier().await.unwrap();
+            if comm.rank() == 2 {
+                drop(comm);
+                return None;
+            }
+            let begun = Instant::now();
+            let failed = comm.all_reduce(vec![1f32; 2 << 20]).await.unwrap_err();
+            let took = begun.elapsed();
+            let next = comm.barrier().await.unwrap_err().error;
+            let _ = comm.close().await;
+            Some((failed, took, next))
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            let Some((failed, took, next)) = result else { continue };
+            let left = |e: &Error| matches!(e, Error::PeerLost { rank: 2, how: Lost::Left, .. });
+            assert!(left(&failed.error) && left(&next), "rank {rank} on {link:?}: {}, then {next}", failed.error);
+            assert!(failed.buf.is_some(), "rank {rank} on {link:?} did not get its buffer back");
+            assert!(took < SOON, "rank {rank} on {link:?} knew after {took:?}");
+            println!("{link:?}: rank {rank} knew after {:.0} ms", took.as_secs_f64() * 1e3);
+        }
+    }
+}
+
+#[test]
+fn a_work_let_go_before_its_communicator_still_serves_the_others() {
+    let _alone = alone();
+    let results = harness::on_threads(harness::world(Link::Local, SIZE), |mut comm| async move {
+        comm.barrier().await.unwrap();
+        let work = comm.timeout(Duration::from_secs(20)).all_reduce(vec![1f32; 4 << 20]);
+        if comm.rank() == 2 {
+            drop(work);
+            drop(comm);
+            return true;
+        }
+        work.await.unwrap().iter().all(|x| *x == SIZE as f32)
+    });
+    assert_eq!(results, [true; SIZE]);
+}

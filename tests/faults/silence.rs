@@ -1,0 +1,148 @@
+//! Laws 4 and 9: a rank that is stopped, and one that never calls.
+
+use std::time::Duration;
+
+use allstream::{Error, Lost, MissingState};
+use rustix::process::{Signal, getpid, kill_process};
+use serde_json::json;
+
+use crate::harness::{self, Link, Me, Plan, SOON, alone, say, say_error};
+
+const SIZE: usize = 3;
+const LEN: usize = 256 << 10;
+
+/// All ranks reduce in a loop; the victim stops itself before the third call, or the test stops it whenever it likes.
+pub(crate) async fn stopped(me: Me) {
+    let mut comm = me.connect().await;
+    let (victim, itself) = (me.number("victim"), me.args["itself"] == true);
+    let timeout = me.args["timeout"].as_f64().map(Duration::from_secs_f64);
+    let mut buf = vec![1f32; LEN];
+    for i in 0.. {
+        if i == 2 && itself && me.rank == victim {
+            say("stopping", json!({}));
+            kill_process(getpid(), Signal::STOP).unwrap();
+        }
+        say("start", json!({ "i": i }));
+        let call = comm.call();
+        let call = if let Some(timeout) = timeout { call.timeout(timeout) } else { call };
+        match call.all_reduce(buf).await {
+            Ok(sum) => buf = sum,
+            Err(failed) => {
+                say_error("failed", &failed.error, failed.buf.is_some());
+                break;
+            }
+        }
+    }
+    let again = comm.barrier().await.unwrap_err().error;
+    say_error("again", &again, true);
+    let _ = comm.close().await;
+}
+
+/// Stops `victim`; what the others said about it, and how long it took them. Wakes it again and sees it end.
+fn stop(link: Link, victim: usize, args: serde_json::Value, heartbeat: &str) -> Vec<(Error, f64)> {
+    let itself = args["itself"] == true;
+    let plan = Plan::new("stopped", SIZE, link).args(args).env("ALLSTREAM_HEARTBEAT_TIMEOUT", heartbeat);
+    let job = plan.start();
+    let from = if itself {
+        job.ranks[victim].hear("stopping")["t"].as_f64().unwrap()
+    } else {
+        while job.ranks[victim].hear("start")["i"] != 20 {}
+        job.ranks[victim].signal(Signal::STOP);
+        harness::now()
+    };
+    let mut said = Vec::new();
+    for rank in job.ranks.iter().filter(|r| r.rank != victim) {
+        let failed = rank.hear("failed");
+        assert_eq!(failed["buffer"], true, "rank {} did not get its buffer back", rank.rank);
+        let error = harness::error_of(&failed);
+        assert_eq!(variant(&error), variant(&harness::error_of(&rank.hear("again"))));
+        said.push((error, failed["t"].as_f64().unwrap() - from));
+    }
+    job.ranks[victim].signal(Signal::CONT);
+    let own = job.ranks[victim].hear("failed");
+    println!("{link:?}, rank {victim} stopped: others after {:?} s; itself: {}", said.iter().map(|s| s.1).collect::<Vec<_>>(), own["text"]);
+    job.finish();
+    said
+}
+
+fn variant(error: &Error) -> std::mem::Discriminant<Error> {
+    std::mem::discriminant(error)
+}
+
+#[test]
+fn a_stopped_rank_is_found_by_heartbeat() {
+    let _alone = alone();
+    for (link, victim, itself) in [(Link::Shm, 1, false), (Link::Tcp, 0, false), (Link::Shm, 2, true)] {
+        for (error, took) in stop(link, victim, json!({ "victim": victim, "itself": itself }), "1") {
+            let silent = Duration::from_secs(1);
+            let named = matches!(error, Error::PeerLost { rank, how: Lost::Silent(d), .. } if rank == victim && d == silent);
+            assert!(named, "{error}");
+            assert!(took < 1.0 + SOON.as_secs_f64(), "after {took} s");
+        }
+    }
+}
+
+#[test]
+fn a_stopped_rank_is_found_by_the_deadline() {
+    let _alone = alone();
+    for (link, victim) in [(Link::Shm, 1), (Link::Tcp, 0)] {
+        let args = json!({ "victim": victim, "itself": true, "timeout": 1.0 });
+        for (error, took) in stop(link, victim, args, "30") {
+            let Error::Timeout { missing, after, .. } = &error else { panic!("{error}") };
+            assert_eq!(*after, Duration::from_secs(1));
+            assert!(took > 0.9 && took < 1.0 + SOON.as_secs_f64(), "after {took} s");
+            let [one] = &missing[..] else { panic!("{error}") };
+            assert_eq!((one.rank, &one.state), (victim, &MissingState::NoAnswer), "{error}");
+        }
+    }
+}
+
+/// Rank 1 makes two calls fewer than the others, until it is told.
+pub(crate) async fn never_calls(me: Me) {
+    let mut comm = me.connect().await;
+    comm.barrier().await.unwrap();
+    let buf = comm.all_reduce(vec![1f32; LEN]).await.unwrap();
+    if me.rank == 1 {
+        tokio::time::sleep(Duration::from_millis(2500)).await;
+    }
+    let failed = comm.timeout(Duration::from_secs(1)).all_reduce(buf).await.unwrap_err();
+    say_error("failed", &failed.error, failed.buf.is_some());
+    let _ = comm.close().await;
+    say("closed", json!({}));
+}
+
+#[test]
+fn a_rank_that_never_calls_is_named_by_all_and_told_at_its_next_call() {
+    let _alone = alone();
+    for link in [Link::Shm, Link::Tcp] {
+        let job = Plan::new("never_calls", SIZE, link).start();
+        let all: Vec<_> = job.ranks.iter().map(|r| r.hear("failed")).collect();
+        for said in &all {
+            let error = harness::error_of(said);
+            let Error::Timeout { missing, operation, .. } = &error else { panic!("{error}") };
+            assert_eq!((operation.number, said["buffer"].as_bool()), (2, Some(true)), "{error}");
+            let [one] = &missing[..] else { panic!("{error}") };
+            assert_eq!((one.rank, &one.state), (1, &MissingState::NotCalled(Some(1))), "{error}");
+        }
+        println!("{link:?}: {}", all[0]["text"]);
+        job.finish();
+    }
+}
+
+#[test]
+fn threads_too_name_the_one_that_never_calls() {
+    let _alone = alone();
+    let results = harness::on_threads(harness::world(Link::Local, SIZE), |mut comm| async move {
+        comm.barrier().await.unwrap();
+        if comm.rank() == 1 {
+            tokio::time::sleep(Duration::from_millis(2500)).await;
+        }
+        comm.timeout(Duration::from_secs(1)).all_reduce(vec![1f32; LEN]).await.unwrap_err()
+    });
+    for failed in results {
+        let Error::Timeout { missing, .. } = &failed.error else { panic!("{}", failed.error) };
+        let [one] = &missing[..] else { panic!("{}", failed.error) };
+        assert_eq!((one.rank, &one.state), (1, &MissingState::NotCalled(Some(0))), "{}", failed.error);
+        assert!(failed.buf.is_some());
+    }
+}

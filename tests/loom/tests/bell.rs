@@ -1,0 +1,173 @@
+//! Models of how the lane goes to sleep: `Bell::ring` (engine/link/local.rs), `Lane::{nudge, kick, sleep}`
+//! (engine/exec/lane.rs). The eventfd is a flag that is looked at once all is over: a lane that went to sleep then,
+//! with work there and nobody having written to its eventfd, would sleep on. (The real one has deadlines as well.)
+#![allow(missing_docs)]
+
+use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
+use loom::thread;
+
+const AWAKE: u32 = 0;
+const ASLEEP: u32 = 2;
+
+/// What the lane and those who wake it share. Leaked: a failing model unwinds, and loom's `Arc` cannot be dropped then.
+struct World {
+    /// A frame in a ring.
+    published: AtomicBool,
+    /// An endpoint on the lane's list.
+    listed: AtomicBool,
+    /// `Region::bell_flag`.
+    flag: AtomicU32,
+    /// `Lane::state`.
+    state: AtomicU32,
+    /// The eventfd has been written to.
+    written: AtomicBool,
+}
+
+fn world() -> &'static World {
+    Box::leak(Box::new(World {
+        published: AtomicBool::new(false),
+        listed: AtomicBool::new(false),
+        flag: AtomicU32::new(0),
+        state: AtomicU32::new(AWAKE),
+        written: AtomicBool::new(false),
+    }))
+}
+
+impl World {
+    /// `Bell::ring`, after publishing.
+    fn ring(&self, fenced: bool) {
+        self.published.store(true, Ordering::Release);
+        if fenced {
+            fence(Ordering::SeqCst);
+        }
+        if self.flag.load(Ordering::Relaxed) != 0 && self.flag.swap(0, Ordering::AcqRel) != 0 {
+            self.written.store(true, Ordering::Release);
+        }
+    }
+
+    /// `Lane::enlist`, `Lane::nudge`.
+    fn enlist(&self) {
+        self.listed.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
+        if self.state.load(Ordering::Relaxed) == ASLEEP {
+            fence(Ordering::SeqCst);
+            if self.state.swap(AWAKE, Ordering::AcqRel) != AWAKE {
+                self.written.store(true, Ordering::Release);
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    None,
+    /// The ringer does not fence between what it published and its look at the flag.
+    Ringer,
+    /// The sleeper does not fence between its flag and its second look.
+    Fence,
+    /// The sleeper does not look again after it has set its flag.
+    Look,
+}
+
+/// A peer publishes a frame and rings while the lane sets its region's flag and looks again.
+fn bell(fault: Fault) {
+    loom::model(move || {
+        let w = world();
+        let ringer = thread::spawn(move || w.ring(fault != Fault::Ringer));
+        w.flag.store(1, Ordering::Release);
+        if fault != Fault::Fence {
+            fence(Ordering::SeqCst);
+        }
+        let asleep = fault == Fault::Look || !w.published.load(Ordering::Acquire);
+        ringer.join().unwrap();
+        let woken = w.written.load(Ordering::Acquire);
+        assert!(!asleep || woken, "the bell was lost");
+    });
+}
+
+#[test]
+fn a_bell_is_never_lost() {
+    bell(Fault::None);
+}
+
+#[test]
+#[should_panic(expected = "the bell was lost")]
+fn control_ringing_without_a_fence_is_caught() {
+    bell(Fault::Ringer);
+}
+
+#[test]
+#[should_panic(expected = "the bell was lost")]
+fn control_sleeping_without_a_fence_is_caught() {
+    bell(Fault::Fence);
+}
+
+#[test]
+#[should_panic(expected = "the bell was lost")]
+fn control_sleeping_without_a_second_look_is_caught() {
+    bell(Fault::Look);
+}
+
+/// Two go to sleep one after the other and one rings: the flag that the first left behind does not matter.
+#[test]
+fn a_flag_taken_down_and_put_up_again_still_wakes() {
+    loom::model(|| {
+        let w = world();
+        let ringer = thread::spawn(move || w.ring(true));
+        w.flag.store(1, Ordering::Release);
+        fence(Ordering::SeqCst);
+        let mut found = w.published.load(Ordering::Acquire);
+        // Woken by something else: awake, a pass, asleep again.
+        w.flag.store(0, Ordering::Relaxed);
+        found |= w.published.load(Ordering::Acquire);
+        w.flag.store(1, Ordering::Release);
+        fence(Ordering::SeqCst);
+        found |= w.published.load(Ordering::Acquire);
+        ringer.join().unwrap();
+        let woken = w.written.load(Ordering::Acquire);
+        assert!(found || woken, "the bell was lost");
+    });
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fresh {
+    /// An endpoint that the second look finds new keeps the lane awake: its region's flag is not up.
+    KeepsAwake,
+    /// The lane sleeps all the same.
+    IsSleptOver,
+}
+
+/// A submission enlists an endpoint, and its peer rings, while the lane falls asleep without end.
+fn enlisting(fresh: Fresh) {
+    loom::model(move || {
+        let w = world();
+        let submitter = thread::spawn(move || w.enlist());
+        let peer = thread::spawn(move || w.ring(true));
+        let seen = w.listed.load(Ordering::Acquire);
+        // `Lane::sleep`
+        w.state.store(ASLEEP, Ordering::Release);
+        if seen {
+            w.flag.store(1, Ordering::Release);
+        }
+        fence(Ordering::SeqCst);
+        let now = w.listed.load(Ordering::Acquire);
+        let moved = now && w.published.load(Ordering::Acquire);
+        let new = now && !seen && fresh == Fresh::KeepsAwake;
+        let asleep = w.state.load(Ordering::Relaxed) != AWAKE && !moved && !new;
+        submitter.join().unwrap();
+        peer.join().unwrap();
+        let woken = w.written.load(Ordering::Acquire);
+        assert!(!asleep || woken, "the lane slept over an endpoint");
+    });
+}
+
+#[test]
+fn an_endpoint_enlisted_while_the_lane_falls_asleep_is_not_slept_over() {
+    enlisting(Fresh::KeepsAwake);
+}
+
+#[test]
+#[should_panic(expected = "the lane slept over an endpoint")]
+fn control_sleeping_over_a_fresh_endpoint_is_caught() {
+    enlisting(Fresh::IsSleptOver);
+}

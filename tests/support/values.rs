@@ -1,0 +1,180 @@
+//! What elements hold, and what a reduction of them is: the rules of `allstream_kernels`, written once more.
+
+use allstream::{Element, ReduceOp, bf16, f16};
+
+/// The most ranks of a world.
+pub const MOST: usize = 16;
+
+/// Thoroughly mixed bits of some numbers (SplitMix64).
+pub fn mix(parts: &[u64]) -> u64 {
+    parts.iter().fold(0x5eed, |x, part| {
+        let mut x = x ^ part.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^ (x >> 31)
+    })
+}
+
+/// An element type, to the tests.
+pub trait Value: Element {
+    /// Twice the unit roundoff, and the least number above 0, where there is rounding.
+    const ROUNDS: Option<(f64, f64)>;
+    /// A value for a reduction (`None`: any bits, to be copied) from random bits of its own (`h`), and from some that
+    /// the values of all ranks at this place share (`all`). `special`: also NaN, infinities, zeros.
+    fn make(op: Option<ReduceOp>, special: bool, h: u64, all: u64) -> Self;
+    /// The finished reduction, from the left.
+    fn fold(op: ReduceOp, values: &[Self]) -> Self;
+    /// All there is to it.
+    fn bits(self) -> u64;
+    /// As a number, where there is rounding.
+    fn wide(self) -> f64;
+}
+
+macro_rules! integers {
+    ($($t:ident)*) => {$(
+        impl Value for $t {
+            const ROUNDS: Option<(f64, f64)> = None;
+            fn make(op: Option<ReduceOp>, special: bool, h: u64, _: u64) -> $t {
+                let more = mix(&[h]);
+                let ends = [0, 1, $t::MIN, $t::MAX, $t::MAX - 1, !0];
+                match op {
+                    // No product of odd numbers is 0.
+                    Some(ReduceOp::Prod) => h as $t | 1,
+                    Some(ReduceOp::BitAnd) => (h | more | h.rotate_left(21)) as $t,
+                    Some(ReduceOp::BitOr) => (h & more & h.rotate_left(21)) as $t,
+                    Some(_) if special && more % 4 == 0 => ends[(h % 6) as usize],
+                    _ => h as $t,
+                }
+            }
+            fn fold(op: ReduceOp, values: &[$t]) -> $t {
+                let n = values.len() as i128;
+                let x = values.iter().copied();
+                let folded = match op {
+                    ReduceOp::Sum => x.reduce(|a, b| a.wrapping_add(b)),
+                    ReduceOp::Avg => x.reduce(|a, b| a.wrapping_add(b)).map(|s| (s as i128 / n) as $t),
+                    ReduceOp::Prod => x.reduce(|a, b| a.wrapping_mul(b)),
+                    ReduceOp::Min => x.min(),
+                    ReduceOp::Max => x.max(),
+                    ReduceOp::BitAnd => x.reduce(|a, b| a & b),
+                    ReduceOp::BitOr => x.reduce(|a, b| a | b),
+                    ReduceOp::BitXor => x.reduce(|a, b| a ^ b),
+                };
+                folded.expect("a rank")
+            }
+            fn bits(self) -> u64 {
+                self as u64
+            }
+            fn wide(self) -> f64 {
+                self as f64
+            }
+        }
+    )*};
+}
+
+integers!(i8 i16 i32 i64 u8 u16 u32 u64);
+
+impl Value for bool {
+    const ROUNDS: Option<(f64, f64)> = None;
+    fn make(op: Option<ReduceOp>, _: bool, h: u64, _: u64) -> bool {
+        // So that "and" and "or" of many are neither always true nor always false.
+        match op {
+            Some(ReduceOp::Prod | ReduceOp::Min | ReduceOp::BitAnd) => !h.is_multiple_of(8),
+            Some(ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr) => h.is_multiple_of(8),
+            _ => h.is_multiple_of(2),
+        }
+    }
+    fn fold(op: ReduceOp, values: &[bool]) -> bool {
+        match op {
+            ReduceOp::Prod | ReduceOp::Min | ReduceOp::BitAnd => values.iter().all(|x| *x),
+            ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr => values.iter().any(|x| *x),
+            ReduceOp::BitXor => values.iter().fold(false, |a, b| a != *b),
+            ReduceOp::Avg => unreachable!("no average of bool"),
+        }
+    }
+    fn bits(self) -> u64 {
+        self.into()
+    }
+    fn wide(self) -> f64 {
+        self.into()
+    }
+}
+
+macro_rules! floats {
+    ($($t:ident as $acc:ident, $bits:ident, $nan:literal, $eps:expr, $tiny:expr, $to:expr, $from:expr;)*) => {$(
+        impl Value for $t {
+            const ROUNDS: Option<(f64, f64)> = Some(($eps, $tiny));
+            fn make(op: Option<ReduceOp>, special: bool, h: u64, all: u64) -> $t {
+                let from: fn($acc) -> $t = $from;
+                let Some(op) = op else { return $t::from_bits(h as $bits) };
+                if special && all % 17 == 0 {
+                    return from(-0.0);
+                }
+                if special {
+                    match h % 64 {
+                        0 => return $t::from_bits($nan | (all % 64) as $bits),
+                        1 => return $t::INFINITY,
+                        2 => return $t::NEG_INFINITY,
+                        3..=6 => return from(-0.0),
+                        7..=10 => return from(0.0),
+                        11 => return $t::from_bits(1 + (h >> 32) as $bits % 7),
+                        _ => {}
+                    }
+                }
+                let part = (h >> 11) as f64 / (1_u64 << 53) as f64;
+                let sign = if h & 256 == 0 { 1.0 } else { -1.0 };
+                match op {
+                    ReduceOp::Prod => from((sign * (1.0 + part / 2.0)) as $acc),
+                    _ => from((16.0 * part - 8.0) as $acc),
+                }
+            }
+            fn fold(op: ReduceOp, values: &[$t]) -> $t {
+                if let [one] = values {
+                    return *one;
+                }
+                let (to, from): (fn($t) -> $acc, fn($acc) -> $t) = ($to, $from);
+                let x = values.iter().map(|x| to(*x));
+                let pick = |less: bool| move |a: $acc, b: $acc| match (a.is_nan() || b.is_nan(), a.total_cmp(&b).is_lt()) {
+                    (true, _) => $acc::NAN,
+                    (false, lt) => if lt == less { a } else { b },
+                };
+                let folded = match op {
+                    ReduceOp::Sum => x.reduce(|a, b| a + b),
+                    ReduceOp::Avg => x.reduce(|a, b| a + b).map(|s| s / values.len() as $acc),
+                    ReduceOp::Prod => x.reduce(|a, b| a * b),
+                    ReduceOp::Min => x.reduce(pick(true)),
+                    ReduceOp::Max => x.reduce(pick(false)),
+                    _ => unreachable!("no bits of floats"),
+                };
+                let folded = folded.expect("a rank");
+                if folded.is_nan() { $t::from_bits($nan) } else { from(folded) }
+            }
+            fn bits(self) -> u64 {
+                self.to_bits().into()
+            }
+            fn wide(self) -> f64 {
+                self.into()
+            }
+        }
+    )*};
+}
+
+floats! {
+    f16 as f32, u16, 0x7e00, 1.0 / 1024.0, 6e-8, |x| x.to_f32(), f16::from_f32;
+    bf16 as f32, u16, 0x7fc0, 1.0 / 128.0, 1e-40, |x| x.to_f32(), bf16::from_f32;
+    f32 as f32, u32, 0x7fc0_0000, f32::EPSILON as f64, 1.5e-45, |x| x, |x| x;
+    f64 as f64, u64, 0x7ff8_0000_0000_0000, f64::EPSILON, 5e-324, |x| x, |x| x;
+}
+
+/// `$body` with `$t` as the Rust type of a [`DType`](allstream::DType).
+#[macro_export]
+macro_rules! typed {
+    ($dtype:expr, $t:ident => $body:expr) => {
+        $crate::typed!(@ $dtype, $t, $body, Bool bool, I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32,
+            U64 u64, F16 f16, BF16 bf16, F32 f32, F64 f64)
+    };
+    (@ $dtype:expr, $t:ident, $body:expr, $($d:ident $r:ident),*) => {
+        match $dtype {
+            $(allstream::DType::$d => { type $t = allstream_types::$r; $body })*
+        }
+    };
+}
