@@ -15,12 +15,16 @@ use crate::error::Failed;
 use crate::exec::{Endpoint, lane};
 use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
+use crate::link::SLOT;
 use crate::link::region::Region;
 use crate::mem::{Buf, Event, HostStream};
 use crate::types::{Algo, Rank, ReduceOp};
 
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
+
+/// How long `close` waits for the other ranks to close too.
+const CLOSING: Duration = Duration::from_secs(2);
 
 /// This rank's membership in its world: the last handle that goes says goodbye.
 struct Membership {
@@ -68,6 +72,18 @@ impl Drop for Handle {
 /// [`close`](Comm::close), which reports.
 pub struct Comm(Arc<Handle>);
 
+/// What a rank holds for communication.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Operations of this communicator that are queued or running.
+    pub in_flight: usize,
+    /// Bytes of staging slots in use, by all communicators of this rank's world.
+    pub staging_bytes: usize,
+    /// The most that can be, whatever the number of communicators.
+    pub staging_limit: usize,
+}
+
 /// A [`Comm`] to be held in several places: `Clone + Send + Sync`, calls through `&self`.
 ///
 /// Calls from several threads are ordered by a lock that is held to submit only; all ranks must still make the same
@@ -104,6 +120,16 @@ macro_rules! calls {
             /// The group's name.
             pub fn name(&$me) -> &str {
                 &$me.0.endpoint.config.name
+            }
+
+            /// What this rank holds for communication right now.
+            pub fn stats(&$me) -> Stats {
+                let (slots, limit) = $me.0.membership.world.around.region.slots();
+                Stats {
+                    in_flight: $me.0.endpoint.in_flight(),
+                    staging_bytes: slots * SLOT,
+                    staging_limit: limit * SLOT,
+                }
             }
 
             /// The cause for which this communicator is dead, if it is.
@@ -368,7 +394,14 @@ impl Comm {
             .collect();
         mates.sort_unstable();
         let world = self.0.membership.world.clone();
-        let block = world.around.region.alloc(block_bytes(mates.len()))? as u64;
+        let block = match world.around.region.alloc(block_bytes(mates.len())) {
+            Ok(block) => block as u64,
+            Err(error) => {
+                // The others would wait for this rank's answer.
+                endpoint.fail(error.clone());
+                return Err(error);
+            }
+        };
         let blocks = self.all_gather(vec![block]).await?;
         let child = {
             let mut children = self.0.children.lock();
@@ -384,19 +417,25 @@ impl Comm {
         Ok(Comm::of(made, self.0.membership.clone()))
     }
 
-    /// Waits until everything submitted is finished and has left, checks that no rank called what others did not, and
-    /// says goodbye.
+    /// Waits until everything submitted is finished and has left, and a bounded time (2 s) for the other ranks to close
+    /// or leave too; checks that all made the same calls, also where none waited for another; says goodbye.
     ///
     /// # Errors
-    /// The cause for which the communicator is dead; [`Error::Mismatch`] for a peer's operation that this rank never
-    /// called.
+    /// The cause for which the communicator is dead; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
+    /// ranks do not agree on.
     pub async fn close(self) -> Result<(), Error> {
         let endpoint = self.0.endpoint.clone();
-        endpoint.close();
-        let waiting = endpoint.clone();
+        let calls = endpoint.close();
+        let (waiting, world) = (endpoint.clone(), self.0.membership.world.clone());
         runtime::run(async move {
+            let pause = || tokio::time::sleep(Duration::from_micros(200));
             while waiting.cause().is_none() && !waiting.is_quiet() {
-                tokio::time::sleep(Duration::from_micros(100)).await;
+                pause().await;
+            }
+            world.closing(&waiting, calls);
+            let end = Instant::now() + CLOSING;
+            while waiting.cause().is_none() && !waiting.all_closing() && Instant::now() < end {
+                pause().await;
             }
             Ok(())
         })

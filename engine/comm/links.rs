@@ -147,16 +147,6 @@ impl CommLinks {
     }
 }
 
-impl Drop for CommLinks {
-    fn drop(&mut self) {
-        // Peers may still read their rings of ours: a block is used again only by groups made after all members have
-        // closed this one, which `Comm::close` documents; the world's own block lives as long as the region.
-        if self.comm != CommId(0) && self.members.len() == 1 {
-            self.around.region.free(self.blocks[self.rank] as usize, block_bytes(1));
-        }
-    }
-}
-
 impl Opener for CommLinks {
     fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error> {
         let (around, world_rank) = (&self.around, self.members[peer]);

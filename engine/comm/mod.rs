@@ -10,6 +10,6 @@ mod world;
 
 pub use batch::{Batch, Message};
 pub use call::Call;
-pub use handle::{Comm, SharedComm};
+pub use handle::{Comm, SharedComm, Stats};
 pub use ordered::Ordered;
 pub use work::Work;

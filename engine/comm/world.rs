@@ -209,6 +209,11 @@ impl World {
         }
     }
 
+    /// This rank closes a communicator, after so many collectives.
+    pub(crate) fn closing(&self, endpoint: &Endpoint, calls: u64) {
+        self.tell_members(endpoint, &Message::Closing { comm: CommId(endpoint.config.comm), calls });
+    }
+
     fn lose(&self, endpoint: &Arc<Endpoint>, rank: Rank, how: Lost) {
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == rank) else { return };
         let cause = Error::PeerLost { rank: peer, how, operation: None };
@@ -275,8 +280,11 @@ impl Control for World {
 impl Events for World {
     fn message(&self, from: Rank, message: Message) {
         let comm = match &message {
-            Message::Abort { comm, .. } | Message::Stalled { comm, .. } | Message::Called { comm, .. } => *comm,
-            _ => return,
+            Message::Abort { comm, .. }
+            | Message::Stalled { comm, .. }
+            | Message::Called { comm, .. }
+            | Message::Closing { comm, .. } => *comm,
+            Message::Heartbeat | Message::Goodbye { .. } => return,
         };
         let Some(endpoint) = self.find(comm) else { return };
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
@@ -287,7 +295,8 @@ impl Events for World {
                 self.send(from, Message::Called { comm, number, last });
             }
             Message::Called { number, last, .. } => endpoint.heard(peer, number, last),
-            _ => {}
+            Message::Closing { calls, .. } => endpoint.peer_closing(peer, calls),
+            Message::Heartbeat | Message::Goodbye { .. } => {}
         }
     }
 

@@ -130,6 +130,8 @@ pub(crate) struct Endpoint {
     /// Answers of peers to `stalled`: (about number, their last call, when).
     heard: Mutex<Vec<Option<(u64, Option<u64>, Instant)>>>,
     left: Mutex<Vec<bool>>,
+    /// Peers that have closed, and how many collectives they had called.
+    closing: Mutex<Vec<Option<u64>>>,
     pub(crate) recorder: Recorder,
     programs: Mutex<HashMap<ProgramKey, Arc<Program>>>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
@@ -147,7 +149,8 @@ pub(crate) enum Polled {
 impl Endpoint {
     pub(crate) fn new(config: EndpointConfig) -> Arc<Endpoint> {
         let size = config.members.len();
-        let port = |channel| Port::new(size, channel, config.region.clone(), config.opener.clone());
+        let port =
+            |channel| Port::new((config.rank, size), channel, config.region.clone(), config.opener.clone());
         let run = Run {
             active: Active::new(config.comm),
             port: port(0),
@@ -177,6 +180,7 @@ impl Endpoint {
             waits_seen: AtomicU32::new(0),
             heard: Mutex::new(vec![None; size]),
             left: Mutex::new(vec![false; size]),
+            closing: Mutex::new(vec![None; size]),
             recorder: Recorder::new(),
             programs: Mutex::new(HashMap::new()),
             token: Box::default(),
@@ -206,6 +210,11 @@ impl Endpoint {
         let program = Arc::new(make()?);
         programs.insert(key, program.clone());
         Ok(program)
+    }
+
+    /// Operations queued or running.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.table.lock().inflight.running()
     }
 
     /// The first cause by which this communicator died, if it has.
@@ -586,12 +595,50 @@ impl Endpoint {
         table.next
     }
 
-    /// A frame that came and that no operation of ours asked for.
+    /// A peer closes this communicator.
+    pub(crate) fn peer_closing(&self, peer: Rank, calls: u64) {
+        if let Some(slot) = self.closing.lock().get_mut(peer) {
+            *slot = Some(calls);
+        }
+    }
+
+    /// Whether every peer has closed or left.
+    pub(crate) fn all_closing(&self) -> bool {
+        let (closing, left) = (self.closing.lock(), self.left.lock());
+        (0..self.size()).all(|r| r == self.config.rank || closing[r].is_some() || left[r])
+    }
+
+    /// What no rank noticed while it ran: a frame that nobody here asked for, or a rank that called more or less.
     pub(crate) fn leftover(&self) -> Option<Error> {
-        let mut run = self.run.lock();
-        let (peer, header) = run.port.leftover().ok()??;
-        let ours = self.called(header.op)?;
-        (ours != header.signature).then(|| self.mismatch(header.op, ours, peer, header.signature))
+        let found = self.run.lock().port.leftover();
+        let (calls, rank) = (self.table.lock().next, self.config.rank);
+        if let Some((peer, header)) = found {
+            return match self.called(header.op) {
+                Some(ours) if ours != header.signature => {
+                    Some(self.mismatch(header.op, ours, peer, header.signature))
+                }
+                Some(_) => None,
+                None => Some(Error::invalid(
+                    "close",
+                    format!(
+                        "rank {peer} called {} as operation #{}, which rank {rank} never called (it made {calls} \
+                         collective calls); every rank must make the same calls",
+                        header.signature, header.op
+                    ),
+                )),
+            };
+        }
+        let closing = self.closing.lock();
+        let other = closing.iter().enumerate().find_map(|(peer, c)| c.filter(|c| *c != calls).map(|c| (peer, c)));
+        other.map(|(peer, theirs)| {
+            Error::invalid(
+                "close",
+                format!(
+                    "rank {peer} made {theirs} collective calls on this communicator, rank {rank} made {calls}; every \
+                     rank must make the same calls"
+                ),
+            )
+        })
     }
 
     fn called(&self, number: u64) -> Option<Signature> {

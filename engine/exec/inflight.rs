@@ -107,11 +107,6 @@ impl<H, E> Inflight<H, E> {
         (waker, held)
     }
 
-    /// Keeps what the operation holds for ever: something may still access it.
-    pub(crate) fn quarantine(&mut self, key: Key) -> Option<H> {
-        self.entry(key).and_then(|e| e.held.take())
-    }
-
     /// Takes the outcome if there is one; otherwise remembers whom to wake.
     pub(crate) fn poll(&mut self, key: Key, waker: Option<&Waker>) -> Option<Finished<H, E>> {
         let entry = self.entry(key)?;
@@ -188,14 +183,5 @@ mod tests {
         let key = table.submit(vec![1]);
         table.finish(key, Ok(()));
         assert_eq!(table.detach(key), Some(vec![1]));
-    }
-
-    #[test]
-    fn a_quarantined_buffer_does_not_come_back() {
-        let mut table = Table::with_capacity(4);
-        let key = table.submit(vec![1]);
-        assert_eq!(table.quarantine(key), Some(vec![1]));
-        table.finish(key, Err("lost"));
-        assert_eq!(table.poll(key, None), Some((Err("lost"), None)));
     }
 }

@@ -54,6 +54,7 @@ pub(crate) enum Payload {
 pub(crate) struct Port {
     opener: Arc<dyn Opener>,
     region: Arc<Region>,
+    rank: Rank,
     channel: u8,
     peers: Vec<Peer>,
     /// References to shared slots, by slot: a slot sent to several peers is free when all are done.
@@ -62,10 +63,15 @@ pub(crate) struct Port {
 }
 
 impl Port {
-    pub(crate) fn new(size: usize, channel: u8, region: Arc<Region>, opener: Arc<dyn Opener>) -> Port {
+    pub(crate) fn new(
+        (rank, size): (Rank, usize),
+        channel: u8,
+        region: Arc<Region>,
+        opener: Arc<dyn Opener>,
+    ) -> Port {
         let peers = (0..size).map(|_| Peer::default()).collect();
         let references = vec![0; crate::link::region::SLOTS];
-        Port { opener, region, channel, peers, references, dead: false }
+        Port { opener, region, rank, channel, peers, references, dead: false }
     }
 
     pub(crate) fn tx(&mut self, peer: Rank) -> Result<&mut dyn LinkTx, Error> {
@@ -154,16 +160,14 @@ impl Port {
         self.dead || self.peers.iter_mut().all(|p| p.tx.as_mut().is_none_or(|tx| tx.is_flushed()))
     }
 
-    /// Frames that came and were not asked for: the sender called something that we did not.
-    pub(crate) fn leftover(&mut self) -> Result<Option<(Rank, Header)>, Error> {
-        for (rank, p) in self.peers.iter_mut().enumerate() {
-            if let Some(rx) = &mut p.rx {
-                if let Some(frame) = rx.peek(0)? {
-                    return Ok(Some((rank, frame.header)));
-                }
-            }
-        }
-        Ok(None)
+    /// A frame that came and was not asked for: its sender called something that we did not. Looks at all peers, also
+    /// those whose link was never opened; a link that cannot be opened now has nothing to tell.
+    pub(crate) fn leftover(&mut self) -> Option<(Rank, Header)> {
+        let ours = self.rank;
+        (0..self.peers.len()).filter(|peer| *peer != ours).find_map(|peer| {
+            let frame = self.rx(peer).ok()?.peek(0).ok()??;
+            Some((peer, frame.header))
+        })
     }
 
     /// Takes all lent memory back, for good. `true` once no peer can be reading it.

@@ -22,7 +22,6 @@ use tokio::time::{Instant, timeout_at};
 
 use super::message::DataHello;
 use super::rendezvous::Registration;
-use crate::error::Error;
 use crate::types::Rank;
 
 /// Counts changes of anything that travels between ranks.
@@ -85,10 +84,6 @@ impl fmt::Display for Refusal {
 }
 
 impl Refusal {
-    pub(crate) fn with(self, peer: impl Into<String>) -> Error {
-        Error::Refused { peer: peer.into(), problem: self.to_string() }
-    }
-
     fn broken(doing: &str) -> impl Fn(std::io::Error) -> Refusal {
         move |e| match e.kind() {
             std::io::ErrorKind::UnexpectedEof => {

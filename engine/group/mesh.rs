@@ -33,9 +33,10 @@ const DATA_DEADLINE: Duration = Duration::from_secs(10);
 /// What a rank knows of another.
 #[derive(Debug)]
 pub(crate) struct PeerInfo {
-    /// The other rank.
+    /// The other rank, and its process: for tests of the table.
+    #[cfg(test)]
     pub(crate) rank: Rank,
-    /// Its process id on its host.
+    #[cfg(test)]
     pub(crate) pid: u32,
     /// How near it counts, under the link that was chosen. Both sides hold the same.
     pub(crate) locality: Locality,
@@ -169,6 +170,7 @@ impl Mesh {
     }
 
     /// Queues a message to every other rank.
+    #[cfg(test)]
     pub(crate) fn broadcast(&self, message: Message) {
         self.send_all(0..self.size, &message);
     }
@@ -471,8 +473,16 @@ where
     for Pair { rank: peer, stream, frames, locality, fds } in pairs {
         let (outbox, letters) = Outbox::new();
         let member = &table.members[peer];
-        let (pid, address) = (member.process.pid, member.addresses.clone());
-        peers[peer] = Some(PeerInfo { rank: peer, pid, locality, address, fds });
+        let address = member.addresses.clone();
+        peers[peer] = Some(PeerInfo {
+            #[cfg(test)]
+            rank: peer,
+            #[cfg(test)]
+            pid: member.process.pid,
+            locality,
+            address,
+            fds,
+        });
         outboxes[peer] = Some(outbox.clone());
         connections.push((peer, stream, frames, outbox, letters));
     }

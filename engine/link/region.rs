@@ -39,8 +39,6 @@ unsafe impl Sync for Region {}
 
 struct Heap {
     end: usize,
-    /// Freed blocks (offset, bytes), reused by exact size: rings of a group size recur.
-    free: Vec<(usize, usize)>,
 }
 
 impl Region {
@@ -93,7 +91,7 @@ impl Region {
         Region {
             base,
             fd,
-            heap: Mutex::new(Heap { end: HEAP_START, free: Vec::new() }),
+            heap: Mutex::new(Heap { end: HEAP_START }),
             slots: Mutex::new((0..SLOTS as u16).rev().collect()),
         }
     }
@@ -140,44 +138,32 @@ impl Region {
         HEADER + slot as usize * SLOT
     }
 
-    /// Staging slots in use.
-    pub(crate) fn slots_used(&self) -> usize {
-        SLOTS - self.slots.lock().len()
+    /// Staging slots in use, and how many there are.
+    pub(crate) fn slots(&self) -> (usize, usize) {
+        (SLOTS - self.slots.lock().len(), SLOTS)
     }
 
     /// Zeroed memory from the region's heap.
     pub(crate) fn alloc(&self, bytes: usize) -> Result<usize, Error> {
         let bytes = bytes.next_multiple_of(128);
         let mut heap = self.heap.lock();
-        let offset = match heap.free.iter().position(|(_, size)| *size == bytes) {
-            Some(found) => heap.free.swap_remove(found).0,
-            None if heap.end + bytes <= REGION_BYTES => {
-                let at = heap.end;
-                heap.end += bytes;
-                at
-            }
-            None => {
-                return Err(Error::system(
-                    "allocate the rings of a communicator",
-                    format!(
-                        "{bytes} bytes wanted, {} of {HEAP} left in this rank's region; close communicators that \
-                         are no longer used",
-                        REGION_BYTES - heap.end
-                    ),
-                ));
-            }
-        };
-        drop(heap);
-        // SAFETY: inside the mapping by the checks above, and owned by no one else: it is neither in `free` nor
-        // given out.
-        unsafe { std::ptr::write_bytes(self.at(offset), 0, bytes) };
+        if heap.end + bytes > REGION_BYTES {
+            return Err(Error::system(
+                "allocate the rings of a communicator",
+                format!(
+                    "{bytes} bytes wanted, {} of {HEAP} left in this rank's region; a process has room for about \
+                     {} groups of 8",
+                    REGION_BYTES - heap.end,
+                    HEAP / (2 * 8 * super::local::RING_BYTES)
+                ),
+            ));
+        }
+        // Fresh pages of the mapping are zero, and nothing is given out twice.
+        let offset = heap.end;
+        heap.end += bytes;
         Ok(offset)
     }
 
-    /// Gives heap memory back. Only when no peer uses it any more.
-    pub(crate) fn free(&self, offset: usize, bytes: usize) {
-        self.heap.lock().free.push((offset, bytes.next_multiple_of(128)));
-    }
 }
 
 fn map_shared(fd: impl AsFd) -> rustix::io::Result<NonNull<u8>> {
@@ -238,10 +224,9 @@ mod tests {
         let slots: Vec<_> = std::iter::from_fn(|| region.take_slot()).collect();
         assert_eq!(slots.len(), SLOTS);
         slots.iter().for_each(|s| region.give_slot(*s));
-        assert_eq!(region.slots_used(), 0);
-        let a = region.alloc(1000).unwrap();
-        region.free(a, 1000);
-        assert_eq!(region.alloc(1000).unwrap(), a);
-        assert!(region.alloc(HEAP).unwrap_err().to_string().contains("close communicators"));
+        assert_eq!(region.slots(), (0, SLOTS));
+        let (a, b) = (region.alloc(1000).unwrap(), region.alloc(1000).unwrap());
+        assert!(b >= a + 1000 && b % 128 == 0);
+        assert!(region.alloc(HEAP).unwrap_err().to_string().contains("has room for about"));
     }
 }

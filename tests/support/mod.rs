@@ -215,7 +215,7 @@ pub fn role() -> bool {
         return false;
     }
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    // The main thread of the test harness must stay our parent's child: the signal comes when its thread ends.
+    // It comes when the thread that started us ends, so that one must wait for us: a test does.
     let _ = set_parent_process_death_signal(Some(Signal::KILL));
     let parent = getppid().map(|pid| pid.as_raw_nonzero().get() as u64);
     if parent.is_none() || parent != number(PARENT) {

@@ -165,16 +165,16 @@ floats! {
     f64 as f64, u64, 0x7ff8_0000_0000_0000, f64::EPSILON, 5e-324, |x| x, |x| x;
 }
 
-/// `$body` with `$t` as the Rust type of a [`DType`](allstream::DType).
-#[macro_export]
+/// `$body`, with `$t` as the Rust type of a [`DType`](allstream::DType).
 macro_rules! typed {
     ($dtype:expr, $t:ident => $body:expr) => {
-        $crate::typed!(@ $dtype, $t, $body, Bool bool, I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32,
-            U64 u64, F16 f16, BF16 bf16, F32 f32, F64 f64)
+        typed!(@ $dtype, $t, $body, Bool bool, I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32, U64 u64,
+            F16 allstream::f16, BF16 allstream::bf16, F32 f32, F64 f64)
     };
-    (@ $dtype:expr, $t:ident, $body:expr, $($d:ident $r:ident),*) => {
+    (@ $dtype:expr, $t:ident, $body:expr, $($d:ident $r:ty),*) => {
         match $dtype {
-            $(allstream::DType::$d => { type $t = allstream_types::$r; $body })*
+            $(allstream::DType::$d => { type $t = $r; $body })*
         }
     };
 }
+pub(crate) use typed;
