@@ -242,7 +242,7 @@ impl<'a> Call<'a> {
     /// `len` elements as `n` blocks.
     fn blocks(&self, len: usize) -> Result<usize, String> {
         let n = self.size();
-        if len % n != 0 {
+        if !len.is_multiple_of(n) {
             return Err(format!("the buffer has {len} elements, expected a multiple of the group's size, {n}"));
         }
         Ok(len / n)

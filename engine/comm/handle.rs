@@ -41,6 +41,9 @@ impl Drop for Membership {
     }
 }
 
+/// What joining makes, on the control thread.
+type Made = Arc<Mutex<Option<Result<(Arc<World>, Arc<Endpoint>), Error>>>>;
+
 struct Handle {
     endpoint: Arc<Endpoint>,
     membership: Arc<Membership>,
@@ -314,7 +317,7 @@ impl Comm {
         for fd in region.fd().into_iter().chain([&**lane.bell()]) {
             offers.push(fd.try_clone().map_err(|e| Error::system("offer this rank's region to its peers", e))?);
         }
-        let made: Arc<Mutex<Option<Result<(Arc<World>, Arc<Endpoint>), Error>>>> = Arc::default();
+        let made: Made = Arc::default();
         let place = made.clone();
         let mesh = Mesh::join(rendezvous, offers, move |mesh| {
             let near = |peer: &Option<crate::group::PeerInfo>| {

@@ -86,11 +86,10 @@ impl<O, F> Work<O, F> {
         O: Send + 'static,
         F: Send + 'static,
     {
-        if let State::Refused(_) = self.state {
-            if let State::Refused(failed) = std::mem::replace(&mut self.state, State::Taken) {
+        if let State::Refused(_) = self.state
+            && let State::Refused(failed) = std::mem::replace(&mut self.state, State::Taken) {
                 return Err(failed);
             }
-        }
         Ok(Ordered::after(self, stream))
     }
 }

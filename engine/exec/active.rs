@@ -266,8 +266,8 @@ impl Active {
             return Ok(false);
         }
         // A copy whose payload is still in a socket goes straight to where it belongs.
-        if let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst) {
-            if port.rx(*from)?.streams() && node.unit > 0 {
+        if let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst)
+            && port.rx(*from)?.streams() && node.unit > 0 {
                 let Some(_) = self.expect(r, program, i, *from, round, 0, port)? else { return Ok(false) };
                 let at = Self::address(r, program, dst, &node, node.pos);
                 // SAFETY: `m` elements at `pos` of chunk `dst`: inside the operation's buffer, which the table
@@ -276,7 +276,6 @@ impl Active {
                 self.gathered(program, i, bytes / node.unit, true);
                 return Ok(bytes > 0);
             }
-        }
         let mut ins = [std::ptr::null::<u8>(); 64];
         let mut many = Vec::new();
         let count = step.operands.len();
@@ -434,7 +433,7 @@ impl Active {
         if stored {
             node.pos = node.got;
         }
-        let (got, at_end) = (node.got, node.got % round == 0 || node.got == node.len);
+        let (got, at_end) = (node.got, node.got.is_multiple_of(round) || node.got == node.len);
         if m > 0 && at_end && got > 0 {
             for operand in &program.plan.steps[i].operands {
                 if let Operand::Recv(from) = operand {
@@ -610,11 +609,10 @@ impl Active {
             }
             let node = &self.nodes[i];
             for operand in &step.operands {
-                if let Operand::Recv(from) = operand {
-                    if node.got < node.len && !matches!(port.rx(*from).and_then(|rx| rx.peek(0)), Ok(Some(_))) {
+                if let Operand::Recv(from) = operand
+                    && node.got < node.len && !matches!(port.rx(*from).and_then(|rx| rx.peek(0)), Ok(Some(_))) {
                         ranks.push(*from);
                     }
-                }
             }
             for (k, &peer) in step.send.iter().enumerate() {
                 let (sent, freed) = (self.sent[node.first + k], self.freed[node.first + k]);

@@ -88,6 +88,9 @@ pub(crate) struct When {
     pub(crate) after: Option<Event>,
 }
 
+/// A peer's answer: about which operation, its own last call, when.
+type Heard = (u64, Option<u64>, Instant);
+
 type Queued<R> = (Key, R, Option<Event>);
 
 struct Table {
@@ -127,8 +130,8 @@ pub(crate) struct Endpoint {
     waits: AtomicU32,
     /// `waits` when the lane last looked.
     waits_seen: AtomicU32,
-    /// Answers of peers to `stalled`: (about number, their last call, when).
-    heard: Mutex<Vec<Option<(u64, Option<u64>, Instant)>>>,
+    /// Answers of peers to `stalled`.
+    heard: Mutex<Vec<Option<Heard>>>,
     left: Mutex<Vec<bool>>,
     /// Peers that have closed, and how many collectives they had called.
     closing: Mutex<Vec<Option<u64>>>,
@@ -141,6 +144,7 @@ pub(crate) struct Endpoint {
 pub(crate) type ProgramKey = (u8, u8, Rank, bool);
 
 /// A look at an operation.
+#[allow(clippy::large_enum_variant)] // moved once, and only when ready
 pub(crate) enum Polled {
     Pending,
     Ready(Finished<Held, Error>),
@@ -345,7 +349,7 @@ impl Endpoint {
     /// Between two passes that moved nothing: gives the core away, at once where ranks outnumber cores.
     fn relax(&self, passes: &mut u32) -> bool {
         *passes = passes.wrapping_add(1);
-        let yields = self.config.crowded || *passes % 16 == 0;
+        let yields = self.config.crowded || (*passes).is_multiple_of(16);
         if yields {
             std::thread::yield_now();
         } else {
@@ -428,7 +432,7 @@ impl Endpoint {
             Ok(progress) => {
                 // The clock is not for every pass: a spinning thread makes millions a second.
                 run.blocked = run.blocked.wrapping_add(1);
-                if progress == Progress::Blocked && run.blocked % 64 == 0 || !spinning {
+                if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
                     let now = Instant::now();
                     if now - run.checked > Duration::from_millis(10) {
                         run.checked = now;
@@ -475,13 +479,12 @@ impl Endpoint {
         if !active.is_empty() {
             let (moved, complete) = active.pass(port)?;
             any |= moved;
-            if complete {
-                if let Some((key, request)) = active.take() {
+            if complete
+                && let Some((key, request)) = active.take() {
                     self.recorder.finished(request.number, State::Done);
                     self.finish(key, Ok(()));
                     any = true;
                 }
-            }
         }
         any |= messages.pass(|key| self.finish(key, Ok(())))?;
         if any {

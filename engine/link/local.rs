@@ -57,7 +57,7 @@ unsafe impl Send for RawRing {}
 
 impl RawRing {
     fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
-        if !region.contains(offset, RING_BYTES) || offset % 128 != 0 {
+        if !region.contains(offset, RING_BYTES) || !offset.is_multiple_of(128) {
             return Err(Error::system("open a ring of a peer", format!("offset {offset} is not in its region")));
         }
         let base = region.at(offset as usize);

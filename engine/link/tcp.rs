@@ -109,11 +109,11 @@ fn write_some(socket: &mut TcpStream, frame: &mut Pending) -> io::Result<bool> {
     while frame.done < total {
         let base = if frame.copied { frame.copy.as_ptr() } else { frame.payload };
         let sent = frame.done.saturating_sub(HEADER_BYTES);
-        // SAFETY: valid for `len` bytes until released, by `post`'s contract (or our own copy); only the kernel
-        // reads through the slice. An empty payload may be null.
         let payload = if frame.len == sent {
-            &[]
+            &[] // an empty payload may be null
         } else {
+            // SAFETY: valid for `len` bytes until released, by `post`'s contract (or our own copy), and `sent < len`;
+            // only the kernel reads through the slice.
             unsafe { std::slice::from_raw_parts(base.add(sent), frame.len - sent) }
         };
         let written = if frame.done < HEADER_BYTES {
@@ -146,8 +146,8 @@ impl LinkTx for TcpTx {
         let len = header.len as usize;
         let mut frame =
             Pending { header: header.encode(), payload, copy: [0; INLINE], copied: false, len, done: 0 };
-        if self.queue.is_empty() {
-            if let State::Open(socket) = &mut self.state {
+        if self.queue.is_empty()
+            && let State::Open(socket) = &mut self.state {
                 match write_some(socket, &mut frame) {
                     Ok(true) => {
                         self.released += 1;
@@ -160,7 +160,6 @@ impl LinkTx for TcpTx {
                     }
                 }
             }
-        }
         if len <= INLINE {
             if len > 0 {
                 // SAFETY: `payload` is valid for `len` bytes (the caller's promise), which the copy has room for.

@@ -186,11 +186,10 @@ impl HostStream {
 impl Drop for HostStream {
     fn drop(&mut self) {
         drop(self.jobs.take());
-        if let Some(thread) = self.thread.take() {
-            if thread.thread().id() != std::thread::current().id() {
+        if let Some(thread) = self.thread.take()
+            && thread.thread().id() != std::thread::current().id() {
                 let _ = thread.join();
             }
-        }
     }
 }
 

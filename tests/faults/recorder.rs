@@ -42,7 +42,7 @@ fn after_a_timeout_the_files_of_all_ranks_say_who_is_behind() {
     let text = trace(&[]);
     println!("{text}");
     assert!(text.contains("rank 1 has not called #2 all_reduce("), "{text}");
-    assert!(text.contains("ranks 0 and 2 wait for it"), "{text}");
+    assert!(text.contains("ranks 0,2 wait for it"), "{text}");
     let json: Value = serde_json::from_str(&trace(&["--json"])).unwrap();
     let verdict = json["worlds"][0]["communicators"][0]["verdict"].as_array().unwrap().clone();
     assert!(verdict.iter().any(|f| f["ranks"] == serde_json::json!([1]) && f["number"] == 2), "{verdict:?}");

@@ -1,7 +1,6 @@
 //! One case of conformance: a call on every rank, and what every rank must then have.
 
 use std::any::Any;
-use std::future::Future;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -229,14 +228,10 @@ pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Se
 
 /// Submits a call and awaits it as the case says.
 fn finish<O, F>(comm: &mut Comm, case: &Case, call: impl FnOnce(Call<'_>) -> Work<O, F>) -> Result<O, String> {
-    let options = |comm: &mut Comm| -> Option<Algo> {
-        let _ = comm;
-        match case.what {
-            What::Collective(_, algo, _) => Some(algo),
-            What::Messages(_) => None,
-        }
+    let algo = match case.what {
+        What::Collective(_, algo, _) => algo,
+        What::Messages(_) => Algo::Auto,
     };
-    let algo = options(comm).unwrap_or_default();
     let work = call(comm.call().op(case.op).algo(algo).timeout(case.timeout));
     let fail = |e: Failed<F>| e.error.to_string();
     match case.end {
@@ -455,16 +450,4 @@ fn messages<T: Value>(comm: &mut Comm, case: &Case, talk: Talk) -> Result<Seen, 
         }
     }
     Ok(Seen::Nothing)
-}
-
-/// Says goodbye, within a time.
-///
-/// # Errors
-/// What `close` says.
-pub fn close(comm: Comm) -> Result<(), String> {
-    block_on(within(comm.close()))
-}
-
-async fn within(closing: impl Future<Output = Result<(), allstream::Error>>) -> Result<(), String> {
-    closing.await.map_err(|e| format!("close: {e}"))
 }

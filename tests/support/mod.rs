@@ -264,3 +264,8 @@ pub fn on_threads<R: Send + 'static>(
     }
     all
 }
+
+/// Closes a communicator; what `close` says.
+pub fn close(comm: Comm) -> Result<(), String> {
+    block_on(comm.close()).map_err(|e| format!("close: {e}"))
+}

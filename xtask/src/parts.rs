@@ -101,7 +101,7 @@ pub(crate) fn tests() -> Vec<Part> {
         Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
         Part::not_yet("python", "not built yet: step 7"),
         Part::not_yet("GPU", "not built yet: step 3"),
-        Part::not_yet("NCCL", "not built yet: step 4"),
+        Part::not_yet("NCCL", "not built yet: step 5"),
         Part::not_yet("RDMA", "not built yet: step 6"),
     ]
 }
