@@ -83,7 +83,7 @@ impl Operation {
 
     /// Numbered by itself, for each peer and tag, not along with the collectives.
     fn point_to_point(&self) -> bool {
-        ["send", "recv", "isend", "irecv"].contains(&self.call.split('(').next().unwrap_or_default().trim())
+        ["message", "send", "recv"].contains(&self.call.split('(').next().unwrap_or_default().trim())
     }
 }
 

@@ -4,11 +4,11 @@
 //! come together in a case. `ALLSTREAM_TEST_FULL=1`: every call in every world with every length and element type, and
 //! in small worlds also with every reduction and root.
 
-mod support;
 #[path = "support/cases.rs"]
 mod cases;
 #[path = "support/pairwise.rs"]
 mod pairwise;
+mod support;
 #[path = "support/values.rs"]
 mod values;
 
@@ -65,7 +65,9 @@ fn calls() -> Vec<(Kind, Algo, Form)> {
     let mut all = Vec::new();
     for kind in Kind::ALL {
         let forms: &[Form] = match kind {
-            Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter => &[Form::InPlace, Form::Into, Form::New],
+            Kind::AllReduce | Kind::AllGather | Kind::ReduceScatter => {
+                &[Form::InPlace, Form::Into, Form::New]
+            }
             Kind::Broadcast | Kind::Reduce => &[Form::InPlace, Form::Into],
             Kind::Barrier => &[Form::InPlace],
         };
@@ -163,7 +165,8 @@ fn full(
         for (c, (kind, ..)) in calls.iter().enumerate() {
             for (len, dtype) in (0..LENGTHS).flat_map(|l| (0..DType::ALL.len()).map(move |d| (l, d))) {
                 turn += 1;
-                let mut rest = |op, at| add(w, [c, len, dtype, op, at, pick(turn, 2), pick(turn + 7, ENDS.len())]);
+                let mut rest =
+                    |op, at| add(w, [c, len, dtype, op, at, pick(turn, 2), pick(turn + 7, ENDS.len())]);
                 if len == LARGE {
                     // Each call with one type, another one in each world.
                     if dtype == (w + c) % DType::ALL.len() {
@@ -194,7 +197,9 @@ fn run_all(comm: &mut Comm, cases: &[Case], oracle: &Oracle, at: &AtomicUsize) -
     let mut seen = Vec::new();
     for (i, case) in cases.iter().enumerate() {
         at.store(i, Ordering::Relaxed);
-        seen.push(cases::run(comm, case, oracle, i).map_err(|e| format!("rank {rank}: case {i}, {case:?}: {e}"))?);
+        seen.push(
+            cases::run(comm, case, oracle, i).map_err(|e| format!("rank {rank}: case {i}, {case:?}: {e}"))?,
+        );
     }
     Ok(seen)
 }
@@ -314,7 +319,8 @@ fn conformance() {
         let link = links.entry(format!("{}/{of}", world.link)).or_default();
         *link = (link.0 + cases.len(), link.1.max(world.n));
     }
-    let links: Vec<String> = links.iter().map(|(link, (count, n))| format!("{link} to n={n}: {count}")).collect();
+    let links: Vec<String> =
+        links.iter().map(|(link, (count, n))| format!("{link} to n={n}: {count}")).collect();
     let links = links.join(", ");
     say(&format!("conformance: {total} cases ({links}) passed in {:.0?}", begun.elapsed()));
 }

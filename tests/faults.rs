@@ -30,6 +30,7 @@ fn rank() {
         match me.role.as_str() {
             "kills" => kills::rank(me).await,
             "stopped" => silence::stopped(me).await,
+            "wakes" => silence::wakes(me).await,
             "never_calls" => silence::never_calls(me).await,
             "mismatches" => mismatches::rank(me).await,
             "sends_first" => programs::sends_first(me).await,

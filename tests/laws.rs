@@ -553,26 +553,27 @@ fn law_2_an_abort_reaches_those_who_let_go_and_those_who_wait() {
     }
 }
 
-/// An abort of a child reaches members that are not done making it.
+/// An abort of a child reaches a member that has said all it has to say for making it, and has not looked since.
 #[test]
 fn law_2_an_abort_reaches_members_whose_split_is_not_done() {
     for link in LINKS {
-        let comms = within(LIMIT, move || world(2, link));
+        let comms = within(LIMIT, move || world(3, link));
         threads(comms, move |mut comm| {
             let rank = comm.rank();
+            comm.barrier().wait().unwrap();
             let mut child = if rank == 0 {
                 let child = block_on(comm.dup()).unwrap();
                 child.abort("planted");
-                thread::sleep(Duration::from_millis(300));
                 child
             } else {
-                // Polled only now and then: the other is done with the split, and aborts, before we look again.
+                // Polled now and then, in turns: rank 2 comes last to the end, and rank 1 looks later.
+                thread::sleep(Duration::from_millis(if rank == 1 { 60 } else { 0 }));
                 let mut dup = Box::pin(comm.dup());
                 loop {
                     if let Poll::Ready(child) = poll_once(&mut dup) {
                         break child.unwrap();
                     }
-                    thread::sleep(Duration::from_millis(100));
+                    thread::sleep(Duration::from_millis(120));
                 }
             };
             let failed = child.timeout(SOON / 2).all_reduce(vec![1f32; 10]).wait().unwrap_err();

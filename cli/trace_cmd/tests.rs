@@ -68,8 +68,8 @@ fn a_rank_without_a_file_may_have_died() {
 #[test]
 fn point_to_point_numbers_are_not_compared() {
     let files = vec![
-        recording(0, 2, &[operation(1, "send(to 1)", "done", &[])]),
-        recording(1, 2, &[operation(1, "recv(from 0)", "done", &[])]),
+        recording(0, 2, &[operation(1, "message(f32 x 8)", "done", &[])]),
+        recording(1, 2, &[operation(1, "message(f32 x 9)", "done", &[])]),
     ];
     assert_eq!(findings(&merge(files)), ["nothing is under way, and the ranks agree"]);
 }

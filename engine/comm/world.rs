@@ -1,6 +1,6 @@
 //! A rank's place in a world: its communicators, and what is heard of the other ranks.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::net::TcpStream;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -19,6 +19,8 @@ use crate::types::{Algo, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
 const QUEUE_LIMIT: usize = 1024;
+/// Messages kept for communicators that a peer has and this rank has not.
+const EARLY: usize = 256;
 
 /// How ranks of one world talk beside the data.
 pub(crate) enum Transport {
@@ -93,6 +95,8 @@ pub(crate) struct World {
     comms: Mutex<HashMap<CommId, Weak<Endpoint>>>,
     first_loss: Mutex<Option<(Rank, Lost)>>,
     left: Mutex<Vec<Rank>>,
+    /// What was said of communicators that are not made here yet (or no more); the last [`EARLY`].
+    early: Mutex<VecDeque<(Rank, Message)>>,
 }
 
 impl World {
@@ -124,6 +128,7 @@ impl World {
             comms: Mutex::default(),
             first_loss: Mutex::new(None),
             left: Mutex::default(),
+            early: Mutex::default(),
         })
     }
 
@@ -163,6 +168,10 @@ impl World {
             queue_limit: QUEUE_LIMIT,
         });
         self.comms.lock().insert(comm, Arc::downgrade(&endpoint));
+        let early: Vec<_> = self.early.lock().iter().filter(|(_, m)| m.comm() == Some(comm)).cloned().collect();
+        for (from, message) in early {
+            self.message(from, message);
+        }
         // What was heard before this communicator existed counts for it too.
         let lost = *self.first_loss.lock();
         if let Some((rank, how)) = lost {
@@ -209,8 +218,12 @@ impl World {
         }
     }
 
-    /// This rank closes a communicator, after so many collectives.
+    /// This rank closes a communicator, after so many collectives. Peers compare the last ones first: where no rank
+    /// waited for another, nothing else did, and all that disagree must find it themselves before they have closed.
     pub(crate) fn closing(&self, endpoint: &Endpoint, calls: u64) {
+        for (number, signature) in endpoint.last_calls() {
+            self.stalled(endpoint, number, signature);
+        }
         self.tell_members(endpoint, &Message::Closing { comm: CommId(endpoint.config.comm), calls });
     }
 
@@ -279,13 +292,15 @@ impl Control for World {
 
 impl Events for World {
     fn message(&self, from: Rank, message: Message) {
-        let comm = match &message {
-            Message::Abort { comm, .. }
-            | Message::Stalled { comm, .. }
-            | Message::Called { comm, .. }
-            | Message::Closing { comm, .. } => *comm,
-            Message::Heartbeat | Message::Goodbye { .. } => return,
-        };
+        let Some(comm) = message.comm() else { return };
+        if self.find(comm).is_none() && matches!(message, Message::Abort { .. } | Message::Closing { .. }) {
+            let mut early = self.early.lock();
+            if early.len() == EARLY {
+                early.pop_front();
+            }
+            early.push_back((from, message.clone()));
+        }
+        // Looked for after it was put aside: should the communicator be made meanwhile, one of the two sees it.
         let Some(endpoint) = self.find(comm) else { return };
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {

@@ -24,12 +24,22 @@ use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
 
 /// Signatures remembered, so that a peer's late question can be answered.
 const HISTORY: usize = 256;
+/// How many of the last calls ranks compare when they close.
+const COMPARED: usize = 8;
 /// An operation that has not moved for this long asks its peers whether they called the same.
 const STALL: Duration = Duration::from_millis(100);
 /// How often it asks again.
 const STALL_AGAIN: Duration = Duration::from_millis(400);
 /// An answer older than this does not count as a sign of life.
 const ANSWER: Duration = Duration::from_millis(1200);
+
+/// Looked at no more often than this, a process may have been stopped, or its machine suspended.
+const STILL: Duration = Duration::from_millis(500);
+
+/// A process that stood still first hears what it missed, and asks, before it blames others for what is overdue.
+pub(crate) fn grace(timeout: Duration) -> Duration {
+    Duration::from_millis(200).min(timeout / 4)
+}
 
 /// What the executor tells the other ranks, outside the data path.
 pub(crate) trait Control: Send + Sync {
@@ -111,6 +121,8 @@ struct Run {
     port: Port,
     messages: Messages,
     checked: Instant,
+    /// Since when this process has not stood still, as far as it was looked at.
+    awake: Instant,
     blocked: u32,
     drained: bool,
 }
@@ -160,6 +172,7 @@ impl Endpoint {
             port: port(0),
             messages: Messages::new(config.comm, config.rank, config.generation, size, port(1)),
             checked: Instant::now(),
+            awake: Instant::now(),
             blocked: 0,
             drained: false,
         };
@@ -435,6 +448,9 @@ impl Endpoint {
                 if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
                     let now = Instant::now();
                     if now - run.checked > Duration::from_millis(10) {
+                        if now - run.checked > STILL {
+                            run.awake = now;
+                        }
                         run.checked = now;
                         self.check_time(&mut run, now);
                     }
@@ -644,6 +660,14 @@ impl Endpoint {
         })
     }
 
+    /// The last few collectives that were called, oldest first.
+    pub(crate) fn last_calls(&self) -> Vec<(u64, Signature)> {
+        let table = self.table.lock();
+        let first = table.next - table.history.len() as u64;
+        let all = (first..).zip(table.history.iter().copied());
+        all.skip(table.history.len().saturating_sub(COMPARED)).collect()
+    }
+
     fn called(&self, number: u64) -> Option<Signature> {
         let table = self.table.lock();
         let first = table.next - table.history.len() as u64;
@@ -688,7 +712,7 @@ impl Endpoint {
             let elapsed = now - started;
             let stalled = run.active.stalled_at;
             let due = stalled.is_none_or(|at| now - at > STALL_AGAIN);
-            if elapsed > timeout {
+            if elapsed > timeout && now - run.awake > grace(timeout) {
                 let waiting = run.active.waiting_for(&mut run.port);
                 error = Some(self.timed_out(number, signature, timeout, &waiting));
             } else if elapsed > STALL.min(timeout / 4) && due {
@@ -707,7 +731,7 @@ impl Endpoint {
         }
         if error.is_none() {
             let left = self.left.lock().clone();
-            error = run.messages.overdue(now, &left).map(|(transfer, gone)| {
+            error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone)| {
                 let operation = Operation {
                     comm: self.config.name.clone(),
                     number: transfer.number,

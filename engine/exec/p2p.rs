@@ -162,12 +162,13 @@ impl Messages {
         }
     }
 
-    /// A transfer past its deadline, or whose peer has left (`true`).
-    pub(crate) fn overdue(&self, now: Instant, left: &[bool]) -> Option<(Transfer, bool)> {
+    /// A transfer past its deadline (where this process has been awake for a while), or whose peer has left (`true`).
+    pub(crate) fn overdue(&self, (now, awake): (Instant, Instant), left: &[bool]) -> Option<(Transfer, bool)> {
         for (rank, peer) in self.peers.iter().enumerate() {
             for m in peer.sends.iter().chain(&peer.recvs) {
                 let waited = now - m.since;
-                if waited > m.transfer.timeout {
+                let timeout = m.transfer.timeout;
+                if waited > timeout && now - awake > super::endpoint::grace(timeout) {
                     return Some((m.transfer.clone(), false));
                 }
                 if left[rank] && waited > Duration::from_millis(200) {

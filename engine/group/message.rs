@@ -53,6 +53,19 @@ pub(crate) enum Message {
     },
 }
 
+impl Message {
+    /// The communicator that this is about.
+    pub(crate) fn comm(&self) -> Option<CommId> {
+        match self {
+            Message::Abort { comm, .. }
+            | Message::Stalled { comm, .. }
+            | Message::Called { comm, .. }
+            | Message::Closing { comm, .. } => Some(*comm),
+            Message::Heartbeat | Message::Goodbye { .. } => None,
+        }
+    }
+}
+
 /// Opens a data connection: from this rank, for this communicator, in this direction only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct DataHello {

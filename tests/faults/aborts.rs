@@ -59,7 +59,10 @@ pub(crate) async fn aborts(me: Me) {
 #[test]
 fn abort_ends_one_communicator_on_all_ranks_and_no_other() {
     let _alone = alone();
-    harness::on_threads(harness::world(Link::Local, SIZE), |mut world| async move { abort_one(&mut world).await });
+    harness::on_threads(
+        harness::world(Link::Local, SIZE),
+        |mut world| async move { abort_one(&mut world).await },
+    );
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("aborts", SIZE, link).start();
         job.ranks.iter().for_each(|r| drop(r.hear("well")));
@@ -74,7 +77,8 @@ async fn time_out_a_child(world: &mut Comm) {
     if child.size() == 2 {
         if child.rank() == 0 {
             let begun = Instant::now();
-            let failed = child.timeout(Duration::from_millis(500)).all_reduce(vec![1f32; 4 << 20]).await.unwrap_err();
+            let failed =
+                child.timeout(Duration::from_millis(500)).all_reduce(vec![1f32; 4 << 20]).await.unwrap_err();
             let Error::Timeout { missing, .. } = &failed.error else { panic!("{}", failed.error) };
             assert_eq!((missing.len(), missing[0].rank), (1, 1), "{}", failed.error);
             assert!(matches!(missing[0].state, MissingState::NotCalled(None)), "{}", failed.error);
@@ -82,7 +86,11 @@ async fn time_out_a_child(world: &mut Comm) {
         } else {
             tokio::time::sleep(Duration::from_millis(800)).await;
             let late = child.all_reduce(vec![1f32; 4 << 20]).await.unwrap_err();
-            assert!(matches!(late.error, Error::Timeout { rank: 0, .. }) && late.buf.is_some(), "{}", late.error);
+            assert!(
+                matches!(late.error, Error::Timeout { rank: 0, .. }) && late.buf.is_some(),
+                "{}",
+                late.error
+            );
         }
     }
     let sum = world.all_reduce(vec![1f32; 1 << 20]).await.unwrap();
@@ -106,7 +114,10 @@ pub(crate) async fn child_timeout(me: Me) {
 #[test]
 fn a_timeout_on_a_child_leaves_the_world_working() {
     let _alone = alone();
-    harness::on_threads(harness::world(Link::Local, SIZE), |mut w| async move { time_out_a_child(&mut w).await });
+    harness::on_threads(
+        harness::world(Link::Local, SIZE),
+        |mut w| async move { time_out_a_child(&mut w).await },
+    );
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("child_timeout", SIZE, link).start();
         job.ranks.iter().for_each(|r| drop(r.hear("well")));
@@ -120,7 +131,10 @@ fn a_full_queue_refuses_and_gives_the_buffer_back_and_the_queued_ones_complete()
     const LIMIT: usize = 1024;
     for link in [Link::Local, Link::Shm, Link::Tcp] {
         let (tell, told) = std::sync::mpsc::channel();
-        let (tell, told) = (std::sync::Arc::new(std::sync::Mutex::new(Some(tell))), std::sync::Arc::new(std::sync::Mutex::new(told)));
+        let (tell, told) = (
+            std::sync::Arc::new(std::sync::Mutex::new(Some(tell))),
+            std::sync::Arc::new(std::sync::Mutex::new(told)),
+        );
         harness::on_threads(harness::world(link, 2), move |mut comm| {
             let (tell, told) = (tell.clone(), told.clone());
             async move {

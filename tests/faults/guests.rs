@@ -19,7 +19,8 @@ pub(crate) async fn rank(me: Me) {
     let (mut rounds, mut longest) = (0u64, Duration::ZERO);
     loop {
         let begun = Instant::now();
-        let sum = comm.timeout(Duration::from_secs(5)).all_reduce(vec![rounds as f32 + me.rank as f32; 64 << 10]);
+        let sum =
+            comm.timeout(Duration::from_secs(5)).all_reduce(vec![rounds as f32 + me.rank as f32; 64 << 10]);
         let sum = sum.await.unwrap();
         longest = longest.max(begun.elapsed());
         let expected = (SIZE as u64 * rounds + 3) as f32;
@@ -78,8 +79,13 @@ fn garbage_and_wrong_tokens_disturb_nothing() {
         let doors: Vec<Vec<SocketAddr>> = job.pids().into_iter().map(listeners).collect();
         println!("{link:?}: listening at {doors:?}");
         assert!(doors.iter().all(|d| !d.is_empty()), "{doors:?}");
-        let garbage: [&[u8]; 5] =
-            [b"", b"GET / HTTP/1.1\r\n\r\n", &[0xff; 4096], &[0; 4096], b"\xff\xff\xff\x7f{\"Heartbeat\":null}"];
+        let garbage: [&[u8]; 5] = [
+            b"",
+            b"GET / HTTP/1.1\r\n\r\n",
+            &[0xff; 4096],
+            &[0; 4096],
+            b"\xff\xff\xff\x7f{\"Heartbeat\":null}",
+        ];
         let mut idle = Vec::new();
         for &door in doors.iter().flatten() {
             for bytes in garbage {

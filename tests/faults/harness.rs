@@ -327,7 +327,9 @@ impl Running {
             match self.lines.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(value) if value["event"] == event => return value,
                 Ok(_) => {}
-                Err(RecvTimeoutError::Timeout) => panic!("rank {} never said {event}: {}", self.rank, self.log()),
+                Err(RecvTimeoutError::Timeout) => {
+                    panic!("rank {} never said {event}: {}", self.rank, self.log())
+                }
                 Err(_) => panic!("rank {} ended before it said {event}: {}", self.rank, self.log()),
             }
         }
@@ -336,10 +338,8 @@ impl Running {
     /// Everything it still had to say; it has ended.
     pub(crate) fn rest(&self) -> Vec<Value> {
         let end = Instant::now() + PATIENCE;
-        std::iter::from_fn(|| {
-            self.lines.recv_timeout(end.saturating_duration_since(Instant::now())).ok()
-        })
-        .collect()
+        std::iter::from_fn(|| self.lines.recv_timeout(end.saturating_duration_since(Instant::now())).ok())
+            .collect()
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -377,7 +377,13 @@ pub(crate) fn names_left() -> Vec<String> {
     let shm = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     let mut names: Vec<_> = shm.map(|e| e.path().display().to_string()).collect();
     let sockets = std::fs::read_to_string("/proc/net/unix").unwrap_or_default();
-    names.extend(sockets.lines().filter_map(|l| l.split_whitespace().last()).filter(|n| n.contains("allstream")).map(str::to_owned));
+    names.extend(
+        sockets
+            .lines()
+            .filter_map(|l| l.split_whitespace().last())
+            .filter(|n| n.contains("allstream"))
+            .map(str::to_owned),
+    );
     names
 }
 

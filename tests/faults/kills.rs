@@ -87,7 +87,11 @@ fn kill(k: &Kill) -> Outcome {
         let closed = survivor.hear("closed");
         outcome.close = outcome.close.max(closed["ms"].as_u64().unwrap());
         let census = survivor.hear("census");
-        assert_eq!(census["same"], true, "rank {}: was {}, is {}", survivor.rank, census["was"], census["is"]);
+        assert_eq!(
+            census["same"], true,
+            "rank {}: was {}, is {}",
+            survivor.rank, census["was"], census["is"]
+        );
         let threads = census["is"].as_str().unwrap().matches("\"allstream-").count();
         assert_eq!(threads, 2, "{census}");
     }
@@ -118,13 +122,8 @@ fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
             victim: (i + i / 4) % SIZE,
             fraction: 0.1 + 0.8 * random.fraction(),
         };
-        let what = format!(
-            "kill {i}: {:?} {} victim {} at {:.0} %",
-            k.link,
-            k.algo,
-            k.victim,
-            k.fraction * 100.0
-        );
+        let what =
+            format!("kill {i}: {:?} {} victim {} at {:.0} %", k.link, k.algo, k.victim, k.fraction * 100.0);
         match std::panic::catch_unwind(|| kill(&k)) {
             Ok(o) => {
                 let place = if o.hit { "" } else { " (just after the operation aimed at)" };
@@ -167,7 +166,11 @@ fn a_rank_that_leaves_while_others_wait_for_it_is_named() {
         for (rank, result) in results.into_iter().enumerate() {
             let Some((failed, took, next)) = result else { continue };
             let left = |e: &Error| matches!(e, Error::PeerLost { rank: 2, how: Lost::Left, .. });
-            assert!(left(&failed.error) && left(&next), "rank {rank} on {link:?}: {}, then {next}", failed.error);
+            assert!(
+                left(&failed.error) && left(&next),
+                "rank {rank} on {link:?}: {}, then {next}",
+                failed.error
+            );
             assert!(failed.buf.is_some(), "rank {rank} on {link:?} did not get its buffer back");
             assert!(took < SOON, "rank {rank} on {link:?} knew after {took:?}");
             println!("{link:?}: rank {rank} knew after {:.0} ms", took.as_secs_f64() * 1e3);

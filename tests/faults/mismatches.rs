@@ -11,9 +11,24 @@ use crate::harness::{self, Link, Me, Plan, SOON, alone, say};
 #[derive(Clone, Copy, Debug)]
 enum Call {
     /// A collective. Reductions to all are done out of place.
-    Collective { kind: Kind, dtype: DType, op: ReduceOp, len: usize, root: usize, algo: Algo },
-    Send { to: usize, dtype: DType, len: usize },
-    Recv { from: usize, dtype: DType, len: usize },
+    Collective {
+        kind: Kind,
+        dtype: DType,
+        op: ReduceOp,
+        len: usize,
+        root: usize,
+        algo: Algo,
+    },
+    Send {
+        to: usize,
+        dtype: DType,
+        len: usize,
+    },
+    Recv {
+        from: usize,
+        dtype: DType,
+        len: usize,
+    },
     Nothing,
 }
 
@@ -65,15 +80,22 @@ fn cases(size: usize) -> Vec<Case> {
         field("dtype", call(usual, len), call((kind, DType::I32, op, root, algo), len));
         field("op", call(usual, len), call((kind, dtype, ReduceOp::Max, root, algo), len));
         field("count", call(usual, len), call(usual, len + 1));
-        field("algo", call((kind, dtype, op, root, Algo::Direct), len), call((kind, dtype, op, root, Algo::Ring), len));
+        field(
+            "algo",
+            call((kind, dtype, op, root, Algo::Direct), len),
+            call((kind, dtype, op, root, Algo::Ring), len),
+        );
         for (name, kind) in [("broadcast's root", Kind::Broadcast), ("reduce's root", Kind::Reduce)] {
             field(name, call((kind, dtype, op, 0, algo), len), call((kind, dtype, op, 1, algo), len));
         }
         if size == 2 {
             // Each rank thinks that it is the root, or that the other is: nobody waits for anything.
-            for (name, kind) in [("broadcast: both roots", Kind::Broadcast), ("reduce: both roots", Kind::Reduce)] {
+            for (name, kind) in
+                [("broadcast: both roots", Kind::Broadcast), ("reduce: both roots", Kind::Reduce)]
+            {
                 for swap in [false, true] {
-                    let calls = (0..2).map(|r| call((kind, dtype, op, if swap { 1 - r } else { r }, algo), len));
+                    let calls =
+                        (0..2).map(|r| call((kind, dtype, op, if swap { 1 - r } else { r }, algo), len));
                     let calls: Vec<_> = calls.collect();
                     cases.push(Case { name, calls: calls.clone(), next: true });
                     cases.push(Case { name, calls, next: false });
@@ -81,7 +103,9 @@ fn cases(size: usize) -> Vec<Case> {
             }
         }
         for next in [true, false] {
-            for (name, dtype, other) in [("message's dtype", DType::I32, len), ("message's count", DType::F32, len + 1)] {
+            for (name, dtype, other) in
+                [("message's dtype", DType::I32, len), ("message's count", DType::F32, len + 1)]
+            {
                 let mut calls = vec![Call::Nothing; size];
                 calls[0] = Call::Send { to: 1, dtype: DType::F32, len };
                 calls[1] = Call::Recv { from: 0, dtype, len: other };
@@ -98,9 +122,9 @@ struct Came(Option<Error>, bool, bool);
 async fn make(comm: &mut Comm, call: Call) -> Came {
     match call {
         Call::Nothing => Came(None, true, true),
-        Call::Collective { dtype: DType::I32, .. } | Call::Send { dtype: DType::I32, .. } | Call::Recv { dtype: DType::I32, .. } => {
-            make_of::<i32>(comm, call, 7).await
-        }
+        Call::Collective { dtype: DType::I32, .. }
+        | Call::Send { dtype: DType::I32, .. }
+        | Call::Recv { dtype: DType::I32, .. } => make_of::<i32>(comm, call, 7).await,
         _ => make_of::<f32>(comm, call, 7.0).await,
     }
 }
@@ -120,7 +144,9 @@ async fn make_of<T: allstream::Element + PartialEq>(comm: &mut Comm, call: Call,
             let whole = buffers.as_ref().is_some_and(|(input, _)| input.iter().all(|x| *x == fill));
             Came(error, buffers.is_some(), whole)
         }
-        Call::Collective { kind: Kind::Reduce, op, len, root, .. } => one(comm.op(op).reduce(vec![fill; len], root).await),
+        Call::Collective { kind: Kind::Reduce, op, len, root, .. } => {
+            one(comm.op(op).reduce(vec![fill; len], root).await)
+        }
         Call::Collective { len, root, .. } => one(comm.broadcast(vec![fill; len], root).await),
         Call::Send { to, len, .. } => one(comm.send(vec![fill; len], to).await),
         Call::Recv { from, len, .. } => one(comm.recv(vec![fill; len], from).await),
@@ -154,7 +180,9 @@ async fn run(world: &mut Comm) -> Vec<Value> {
         })
         .await;
         let ms = begun.elapsed().as_millis() as u64;
-        seen.push(json!({ "place": place, "error": came.0, "buffers": came.1, "unharmed": came.2, "ms": ms }));
+        seen.push(
+            json!({ "place": place, "error": came.0, "buffers": came.1, "unharmed": came.2, "ms": ms }),
+        );
     }
     // The world itself never took part in any of it.
     assert_eq!(world.all_reduce(vec![1i64]).await.unwrap(), [world.size() as i64]);
@@ -182,7 +210,9 @@ fn judge(link: Link, all: &[Vec<Value>]) -> (Vec<String>, u64) {
             };
             let mut complain = |what: String| {
                 let name = case.name;
-                wrong.push(format!("{link:?}, {size} ranks, {name}, {len} elements, then {then}, rank {rank}: {what}"));
+                wrong.push(format!(
+                    "{link:?}, {size} ranks, {name}, {len} elements, then {then}, rank {rank}: {what}"
+                ));
             };
             let place = seen["place"].as_str().unwrap();
             let error: Option<Error> = serde_json::from_value(seen["error"].clone()).unwrap();
@@ -219,7 +249,12 @@ fn judge(link: Link, all: &[Vec<Value>]) -> (Vec<String>, u64) {
 
 fn report(link: Link, all: &[Vec<Value>]) -> Vec<String> {
     let (wrong, slowest) = judge(link, all);
-    println!("{link:?}, {} ranks: {} cases, slowest {slowest} ms, {} wrong", all.len(), all[0].len(), wrong.len());
+    println!(
+        "{link:?}, {} ranks: {} cases, slowest {slowest} ms, {} wrong",
+        all.len(),
+        all[0].len(),
+        wrong.len()
+    );
     wrong
 }
 

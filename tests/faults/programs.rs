@@ -38,7 +38,8 @@ async fn send_three_ways(world: &mut Comm) {
     println!("rank {me}: both submitted: {:?}", begun.elapsed());
 
     let begun = Instant::now();
-    let messages = [Message::Send { buf: sent, to: peer, tag: 3 }, Message::Recv { buf: got, from: peer, tag: 3 }];
+    let messages =
+        [Message::Send { buf: sent, to: peer, tag: 3 }, Message::Recv { buf: got, from: peer, tag: 3 }];
     let both = world.batch(messages).await.unwrap();
     assert!(both[1].iter().all(|x| *x == peer as f32));
     println!("rank {me}: as a batch: {:?}", begun.elapsed());
@@ -54,7 +55,9 @@ pub(crate) async fn sends_first(me: Me) {
 #[test]
 fn two_large_sends_that_are_awaited_first_end_with_an_explanation() {
     let _alone = alone();
-    harness::on_threads(harness::world(Link::Local, 2), |mut world| async move { send_three_ways(&mut world).await });
+    harness::on_threads(harness::world(Link::Local, 2), |mut world| async move {
+        send_three_ways(&mut world).await
+    });
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("sends_first", 2, link).start();
         job.ranks.iter().for_each(|r| drop(r.hear("well")));

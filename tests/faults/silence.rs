@@ -21,6 +21,8 @@ pub(crate) async fn stopped(me: Me) {
         if i == 2 && itself && me.rank == victim {
             say("stopping", json!({}));
             kill_process(getpid(), Signal::STOP).unwrap();
+            // The call may return before the whole process stands still.
+            std::thread::sleep(Duration::from_millis(200));
         }
         say("start", json!({ "i": i }));
         let call = comm.call();
@@ -60,7 +62,11 @@ fn stop(link: Link, victim: usize, args: serde_json::Value, heartbeat: &str) -> 
     }
     job.ranks[victim].signal(Signal::CONT);
     let own = job.ranks[victim].hear("failed");
-    println!("{link:?}, rank {victim} stopped: others after {:?} s; itself: {}", said.iter().map(|s| s.1).collect::<Vec<_>>(), own["text"]);
+    println!(
+        "{link:?}, rank {victim} stopped: others after {:?} s; itself: {}",
+        said.iter().map(|s| s.1).collect::<Vec<_>>(),
+        own["text"]
+    );
     job.finish();
     said
 }
@@ -144,5 +150,39 @@ fn threads_too_name_the_one_that_never_calls() {
         let [one] = &missing[..] else { panic!("{}", failed.error) };
         assert_eq!((one.rank, &one.state), (1, &MissingState::NotCalled(Some(0))), "{}", failed.error);
         assert!(failed.buf.is_some());
+    }
+}
+
+/// Rank 0 does not call, rank 1 waits for it, and is stopped until long after its deadline.
+pub(crate) async fn wakes(me: Me) {
+    let mut comm = me.connect().await;
+    comm.barrier().await.unwrap();
+    say("start", json!({}));
+    if me.rank == 0 {
+        tokio::time::sleep(Duration::from_millis(3500)).await;
+    }
+    let timeout = Duration::from_secs(if me.rank == 1 { 1 } else { 60 });
+    let failed = comm.timeout(timeout).all_reduce(vec![1f32; LEN]).await.unwrap_err();
+    say_error("failed", &failed.error, failed.buf.is_some());
+    let _ = comm.close().await;
+}
+
+#[test]
+fn a_rank_that_wakes_asks_before_it_blames() {
+    let _alone = alone();
+    for link in [Link::Shm, Link::Tcp] {
+        let job = Plan::new("wakes", SIZE, link).start();
+        job.ranks.iter().for_each(|r| drop(r.hear("start")));
+        std::thread::sleep(Duration::from_millis(300));
+        job.ranks[1].signal(Signal::STOP);
+        std::thread::sleep(Duration::from_millis(2000));
+        job.ranks[1].signal(Signal::CONT);
+        for rank in &job.ranks {
+            let error = harness::error_of(&rank.hear("failed"));
+            let Error::Timeout { missing, rank: 1, .. } = &error else { panic!("{error}") };
+            let [one] = &missing[..] else { panic!("{error}") };
+            assert_eq!((one.rank, &one.state), (0, &MissingState::NotCalled(Some(0))), "{error}");
+        }
+        job.finish();
     }
 }

@@ -11,14 +11,14 @@ use super::values::{MOST, Value, mix, typed};
 
 /// What is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub(crate) enum What {
     Collective(Kind, Algo, Form),
     Messages(Talk),
 }
 
 /// Which of the forms of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Form {
+pub(crate) enum Form {
     InPlace,
     Into,
     New,
@@ -26,7 +26,7 @@ pub enum Form {
 
 /// How messages are exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Talk {
+pub(crate) enum Talk {
     /// Round the ring, two tags that cross, submitted first and awaited then.
     Shift,
     /// Between all, in one batch.
@@ -37,7 +37,7 @@ pub enum Talk {
 
 /// How the end is awaited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Await {
+pub(crate) enum Await {
     /// `.wait()`.
     Wait,
     /// As a future.
@@ -47,22 +47,22 @@ pub enum Await {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
-    pub what: What,
+pub(crate) struct Case {
+    pub(crate) what: What,
     /// Elements; of one block, where there are several.
-    pub len: usize,
-    pub dtype: DType,
-    pub op: ReduceOp,
-    pub root: usize,
-    pub special: bool,
-    pub end: Await,
-    pub seed: u64,
-    pub timeout: Duration,
+    pub(crate) len: usize,
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: usize,
+    pub(crate) special: bool,
+    pub(crate) end: Await,
+    pub(crate) seed: u64,
+    pub(crate) timeout: Duration,
 }
 
 /// What a rank saw, to be compared with what the others saw.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Seen {
+pub(crate) enum Seen {
     /// Of what all must have alike.
     Hash(u64),
     /// When this rank entered and left a barrier.
@@ -71,27 +71,30 @@ pub enum Seen {
 }
 
 /// What ranks have seen of one case must go together.
-pub fn agree(all: &[Seen]) -> Result<(), String> {
+pub(crate) fn agree(all: &[Seen]) -> Result<(), String> {
     let mut stays = Vec::new();
     for (rank, seen) in all.iter().enumerate() {
         match seen {
             Seen::Stay(enter, leave) => stays.push((*enter, *leave)),
-            other if *other != all[0] => return Err(format!("rank {rank} has not the bits of rank 0: {all:?}")),
+            other if *other != all[0] => {
+                return Err(format!("rank {rank} has not the bits of rank 0: {all:?}"));
+            }
             _ => {}
         }
     }
     let last_in = stays.iter().map(|s| s.0).max();
     let first_out = stays.iter().map(|s| s.1).min();
     match (last_in, first_out) {
-        (Some(last_in), Some(first_out)) if first_out < last_in => {
-            Err(format!("a rank left the barrier {} us before the last one came", (last_in - first_out) / 1000))
-        }
+        (Some(last_in), Some(first_out)) if first_out < last_in => Err(format!(
+            "a rank left the barrier {} us before the last one came",
+            (last_in - first_out) / 1000
+        )),
         _ => Ok(()),
     }
 }
 
 /// The expected result of cases, computed by the rank that needs it first, and dropped after the last.
-pub struct Oracle {
+pub(crate) struct Oracle {
     users: usize,
     slots: Vec<Mutex<(usize, Option<Arc<dyn Any + Send + Sync>>)>>,
 }
@@ -105,7 +108,7 @@ struct Expected<T> {
 
 impl Oracle {
     /// For `cases` that `users` ranks of this process run.
-    pub fn new(cases: usize, users: usize) -> Oracle {
+    pub(crate) fn new(cases: usize, users: usize) -> Oracle {
         Oracle { users, slots: (0..cases).map(|_| Mutex::default()).collect() }
     }
 
@@ -158,7 +161,9 @@ impl Case {
                 // Each of n operations is off by half of eps, and the exact one here by less than the rest.
                 let (exact, size) = match op {
                     ReduceOp::Prod => (wide().product::<f64>(), wide().product::<f64>().abs()),
-                    ReduceOp::Avg => (wide().sum::<f64>() / n as f64, wide().map(f64::abs).sum::<f64>() / n as f64),
+                    ReduceOp::Avg => {
+                        (wide().sum::<f64>() / n as f64, wide().map(f64::abs).sum::<f64>() / n as f64)
+                    }
                     _ => (wide().sum(), wide().map(f64::abs).sum()),
                 };
                 expected.near.push((exact, n as f64 * (0.75 * eps * size + tiny)));
@@ -219,7 +224,7 @@ fn now() -> u64 {
 ///
 /// # Errors
 /// What was wrong: the result, or that there was none.
-pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
+pub(crate) fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
     typed!(case.dtype, T => match case.what {
         What::Collective(kind, algo, form) => collective::<T>(comm, case, (kind, algo, form), oracle, i),
         What::Messages(talk) => messages::<T>(comm, case, talk),
@@ -227,7 +232,11 @@ pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Se
 }
 
 /// Submits a call and awaits it as the case says.
-fn finish<O, F>(comm: &mut Comm, case: &Case, call: impl FnOnce(Call<'_>) -> Work<O, F>) -> Result<O, String> {
+fn finish<O, F>(
+    comm: &mut Comm,
+    case: &Case,
+    call: impl FnOnce(Call<'_>) -> Work<O, F>,
+) -> Result<O, String> {
     let algo = match case.what {
         What::Collective(_, algo, _) => algo,
         What::Messages(_) => Algo::Auto,

@@ -15,36 +15,36 @@ use futures::executor::block_on;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
 /// How long ranks may take to find each other.
-pub const MEET: Duration = Duration::from_secs(30);
+pub(crate) const MEET: Duration = Duration::from_secs(30);
 
 const ROLE: &str = "ALLSTREAM_TEST_ROLE";
 const PARENT: &str = "ALLSTREAM_TEST_PARENT";
 const LIMIT: &str = "ALLSTREAM_TEST_LIMIT";
 
 /// Whether everything is to be tried.
-pub fn full() -> bool {
+pub(crate) fn full() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
 }
 
 /// Whether this machine speaks IPv6 to itself.
-pub fn has_ipv6() -> bool {
+pub(crate) fn has_ipv6() -> bool {
     TcpListener::bind("[::1]:0").is_ok()
 }
 
 /// The fake host of a rank: half the ranks each, side by side or in turn.
-pub fn host_label(rank: usize, n: usize) -> &'static str {
+pub(crate) fn host_label(rank: usize, n: usize) -> &'static str {
     let second = if n.is_multiple_of(2) { 2 * rank >= n } else { rank % 2 == 1 };
     if second { "b" } else { "a" }
 }
 
 /// A world of `n` ranks in this process, by rank. Links: `local` ([`Comm::local`]), `inproc`, `shm`, `tcp`, `tcp6`,
 /// and `mixed`: two hosts that are none, memory inside each and TCP between them.
-pub fn worlds(n: usize, link: &str) -> Vec<Comm> {
+pub(crate) fn worlds(n: usize, link: &str) -> Vec<Comm> {
     try_worlds(n, link).unwrap_or_else(|e| panic!("a world of {n} over {link}: {e}"))
 }
 
 /// The same; why there is none, if there is none.
-pub fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
+pub(crate) fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     if link == "local" {
         return Comm::local(n).map_err(|e| e.to_string());
     }
@@ -75,7 +75,7 @@ pub fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
 
 /// The environment by which rank `rank` of `n` processes uses `link`: `shm`, `tcp` or `mixed` (shared memory inside
 /// two hosts that are none, TCP between them).
-pub fn link_env(link: &str, rank: usize, n: usize) -> Vec<(String, String)> {
+pub(crate) fn link_env(link: &str, rank: usize, n: usize) -> Vec<(String, String)> {
     let set = |name: &str, value: &str| vec![(name.to_owned(), value.to_owned())];
     match link {
         "mixed" => set("ALLSTREAM_HOST_ID", host_label(rank, n)),
@@ -91,30 +91,30 @@ struct Process {
 
 /// How a rank's process ended.
 #[derive(Debug)]
-pub struct Ended {
-    pub rank: usize,
+pub(crate) struct Ended {
+    pub(crate) rank: usize,
     /// `None` if it had to be killed at the deadline.
-    pub status: Option<ExitStatus>,
-    pub stdout: String,
-    pub stderr: String,
+    pub(crate) status: Option<ExitStatus>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
 }
 
 impl Ended {
-    pub fn success(&self) -> bool {
+    pub(crate) fn success(&self) -> bool {
         self.status.is_some_and(|s| s.success()) && self.stdout.contains("1 passed")
     }
 }
 
 /// Processes, one per rank; killed when this goes.
-pub struct Ranks(Vec<Process>);
+pub(crate) struct Ranks(Vec<Process>);
 
 impl Ranks {
-    pub fn child(&mut self, rank: usize) -> &mut Child {
+    pub(crate) fn child(&mut self, rank: usize) -> &mut Child {
         &mut self.0[rank].child
     }
 
     /// Waits for all; those that are not done after `limit` are killed.
-    pub fn wait(mut self, limit: Duration) -> Vec<Ended> {
+    pub(crate) fn wait(mut self, limit: Duration) -> Vec<Ended> {
         let end = Instant::now() + limit;
         let mut ended = Vec::new();
         for (rank, process) in self.0.iter_mut().enumerate() {
@@ -129,9 +129,10 @@ impl Ranks {
                 let _ = process.child.kill();
                 let _ = process.child.wait();
             }
-            let [stdout, stderr] = process.output.each_mut().map(|reader| {
-                reader.take().and_then(|reader| reader.join().ok()).unwrap_or_default()
-            });
+            let [stdout, stderr] = process
+                .output
+                .each_mut()
+                .map(|reader| reader.take().and_then(|reader| reader.join().ok()).unwrap_or_default());
             ended.push(Ended { rank, status, stdout, stderr });
         }
         ended
@@ -160,7 +161,7 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> Option<JoinHandle<String>> 
 
 /// Starts this test binary again `n` times to run the test `name`, which sees by [`role`] that it is a rank. Each ends
 /// after `limit` by itself, and with this process.
-pub fn spawn_ranks(
+pub(crate) fn spawn_ranks(
     name: &str,
     n: usize,
     limit: Duration,
@@ -210,7 +211,7 @@ pub fn spawn_ranks(
 
 /// Whether this process is a rank that [`spawn_ranks`] started. Called first in such a test; from then on this process
 /// ends with the one that started it, and at its deadline.
-pub fn role() -> bool {
+pub(crate) fn role() -> bool {
     if std::env::var(ROLE).as_deref() != Ok("rank") {
         return false;
     }
@@ -231,14 +232,14 @@ pub fn role() -> bool {
 }
 
 /// Joins the world that [`spawn_ranks`] started.
-pub fn join() -> Comm {
+pub(crate) fn join() -> Comm {
     let place = Rendezvous::from_env().expect("the environment of a rank");
     block_on(Comm::connect(place)).expect("a world")
 }
 
 /// Runs `f(rank, comm)` on a thread each; the results by rank, `Err` where a thread panicked or was not done by
 /// `limit` (it is then left behind).
-pub fn on_threads<R: Send + 'static>(
+pub(crate) fn on_threads<R: Send + 'static>(
     comms: Vec<Comm>,
     limit: Duration,
     f: impl Fn(usize, Comm) -> R + Send + Sync + 'static,
@@ -266,6 +267,6 @@ pub fn on_threads<R: Send + 'static>(
 }
 
 /// Closes a communicator; what `close` says.
-pub fn close(comm: Comm) -> Result<(), String> {
+pub(crate) fn close(comm: Comm) -> Result<(), String> {
     block_on(comm.close()).map_err(|e| format!("close: {e}"))
 }
