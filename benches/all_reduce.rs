@@ -12,8 +12,20 @@ use std::time::{Duration, Instant};
 
 use allstream::{Algo, Comm, Error, LinkChoice, ReduceOp, Rendezvous};
 
-const BYTES: [usize; 12] =
-    [4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20, 128 << 20];
+const BYTES: [usize; 12] = [
+    4,
+    1 << 10,
+    4 << 10,
+    16 << 10,
+    64 << 10,
+    256 << 10,
+    1 << 20,
+    4 << 20,
+    8 << 20,
+    16 << 20,
+    32 << 20,
+    128 << 20,
+];
 
 type Res<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
 

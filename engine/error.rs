@@ -190,7 +190,11 @@ impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.state {
             MissingState::NotMatched { direction } => {
-                write!(f, "rank {} has not made the matching {direction}, or waits in another call", self.rank)
+                write!(
+                    f,
+                    "rank {} has not made the matching {direction}, or waits in another call",
+                    self.rank
+                )
             }
             MissingState::NotCalled(Some(last)) => {
                 write!(f, "rank {} has not called it (its last operation was #{last})", self.rank)

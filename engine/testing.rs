@@ -14,8 +14,9 @@ pub fn plant(mutation: Option<(Kind, Rank, usize, Mutation)>) {
 
 pub(crate) fn mutated(kind: Kind, rank: Rank, mut plan: Plan) -> Plan {
     if let Some((k, r, step, mutation)) = &*PLANTED.lock()
-        && (*k, *r) == (kind, rank) {
-            mutate::apply(&mut plan, *step, mutation);
-        }
+        && (*k, *r) == (kind, rank)
+    {
+        mutate::apply(&mut plan, *step, mutation);
+    }
     plan
 }

@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 
 use allstream::plan::algorithms;
 use allstream::{
-    Algo, Buf, Comm, Error, Failed, HostBuf, HostStream, Kind, LinkChoice, Message, ReduceOp, Rendezvous, SharedComm,
-    Work, bf16,
+    Algo, Buf, Comm, Error, Failed, HostBuf, HostStream, Kind, LinkChoice, Message, ReduceOp, Rendezvous,
+    SharedComm, Work, bf16,
 };
 use futures::executor::block_on;
 
@@ -65,7 +65,8 @@ fn world(n: usize, link: Link) -> Vec<Comm> {
         let place = Rendezvous::tcp(&at, rank, n).unwrap().token("laws").timeout(SOON).link(choice);
         if rank == 0 { place.listener(listener.try_clone().unwrap()) } else { place }
     };
-    let joins: Vec<_> = (0..n).map(place).map(|p| thread::spawn(|| block_on(Comm::connect(p)).unwrap())).collect();
+    let joins: Vec<_> =
+        (0..n).map(place).map(|p| thread::spawn(|| block_on(Comm::connect(p)).unwrap())).collect();
     joins.into_iter().map(|j| j.join().unwrap()).collect()
 }
 
@@ -256,7 +257,10 @@ fn law_1_an_operation_on_a_stream_starts_after_what_the_stream_holds() {
                 });
                 let work = comm.on(&stream).all_reduce(input);
                 let sum = work.wait().unwrap();
-                assert!(ready.load(Ordering::SeqCst), "{link:?}: it finished before the stream had come to it");
+                assert!(
+                    ready.load(Ordering::SeqCst),
+                    "{link:?}: it finished before the stream had come to it"
+                );
                 assert_eq!(sum, vec![2.0 * (round as f32 + 1.0); 2000]);
             }
             // Messages likewise.
@@ -372,7 +376,11 @@ fn law_1_a_panicking_stream_fails_the_operation_on_all_ranks() {
                 let result = if rank == 1 {
                     stream.launch(|| panic!("planted"));
                     let call = comm.on(&stream);
-                    if message { call.send(vec![1f32; 5], 0).wait() } else { call.all_reduce(vec![1f32; 5]).wait() }
+                    if message {
+                        call.send(vec![1f32; 5], 0).wait()
+                    } else {
+                        call.all_reduce(vec![1f32; 5]).wait()
+                    }
                 } else if message && rank == 0 {
                     comm.recv(vec![1f32; 5], 1).wait()
                 } else {
@@ -479,7 +487,10 @@ fn law_2_works_dropped_at_random_polls_disturb_nobody() {
                         (3, _) => comm_value(from),
                         _ => buf.memory[0],
                     };
-                    assert!(buf.memory.iter().all(|x| *x == expected), "{link:?}: operations after a drop are right");
+                    assert!(
+                        buf.memory.iter().all(|x| *x == expected),
+                        "{link:?}: operations after a drop are right"
+                    );
                 }
                 // The end is agreed on: rank 0 has dropped enough.
                 if once.len() % 10 < 2 {
@@ -501,7 +512,11 @@ fn law_2_works_dropped_at_random_polls_disturb_nobody() {
                     assert!(drops.load(Ordering::SeqCst) <= 1);
                 } else {
                     wait_until("every buffer to be freed", || drops.load(Ordering::SeqCst) > 0);
-                    assert_eq!(drops.load(Ordering::SeqCst), 1, "{link:?}: buffer {i} was freed exactly once");
+                    assert_eq!(
+                        drops.load(Ordering::SeqCst),
+                        1,
+                        "{link:?}: buffer {i} was freed exactly once"
+                    );
                 }
             }
         }
@@ -637,7 +652,9 @@ fn law_3_a_buffer_that_came_back_is_read_by_nobody() {
                 }
                 for (work, drops) in works {
                     match work.wait() {
-                        Ok(buf) => assert!(buf.memory.iter().all(|x| *x == total(n)), "{link:?} {algo}: a wrong sum"),
+                        Ok(buf) => {
+                            assert!(buf.memory.iter().all(|x| *x == total(n)), "{link:?} {algo}: a wrong sum")
+                        }
                         Err(Failed { buf, error }) => {
                             assert!(matches!(error, Error::Aborted { by: 0, .. }), "{link:?}: {error}");
                             assert_eq!(drops.load(Ordering::SeqCst), 0, "in flight, it was not freed");
@@ -662,7 +679,8 @@ fn law_10_submissions_beyond_the_limit_are_refused_and_none_blocks() {
         let mut zero = comms.pop().unwrap();
         for round in 0..2 {
             let start = Instant::now();
-            let mut works: Vec<_> = (0..LIMIT_OF_QUEUE - 1).map(|i| zero.all_reduce(vec![i as u32])).collect();
+            let mut works: Vec<_> =
+                (0..LIMIT_OF_QUEUE - 1).map(|i| zero.all_reduce(vec![i as u32])).collect();
             // Messages count with collectives.
             let message = zero.recv(vec![0u32], 1);
             assert!(start.elapsed() < SOON, "submissions do not block");
@@ -702,7 +720,8 @@ fn staged(before: &[u64]) -> Vec<(u64, u64)> {
     use std::os::unix::fs::MetadataExt;
     let mut files: Vec<(u64, u64)> = Vec::new();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
-        let is_region = std::fs::read_link(entry.path()).is_ok_and(|p| p.to_string_lossy().contains("memfd:allstream"));
+        let is_region =
+            std::fs::read_link(entry.path()).is_ok_and(|p| p.to_string_lossy().contains("memfd:allstream"));
         if let (true, Ok(meta)) = (is_region, std::fs::metadata(entry.path())) {
             if !before.contains(&meta.ino()) && !files.iter().any(|(ino, _)| *ino == meta.ino()) {
                 files.push((meta.ino(), meta.blocks() * 512));
@@ -744,7 +763,10 @@ fn law_10_staging_has_a_cap_whatever_the_number_of_communicators() {
         assert!(moved.wait().unwrap()[1].iter().all(|x| *x == comm_value(from)));
         comm.barrier().wait().unwrap();
         for (i, (_, bytes)) in staged(&[]).into_iter().filter(|(ino, _)| ours.contains(ino)).enumerate() {
-            assert!(bytes <= CAP + BESIDE, "region {i} holds {bytes} bytes, the cap is {CAP} (and {BESIDE} for rings)");
+            assert!(
+                bytes <= CAP + BESIDE,
+                "region {i} holds {bytes} bytes, the cap is {CAP} (and {BESIDE} for rings)"
+            );
             assert!(bytes > 0, "nothing was staged: this test looks at the wrong thing");
         }
         comm.barrier().wait().unwrap();
@@ -796,7 +818,11 @@ fn futures_complete_on_every_runtime_and_on_none_mixed_in_one_group() {
         let comms = within(LIMIT, move || world(5, link));
         threads(comms, move |comm| match comm.rank() {
             0 => {
-                let many = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+                let many = tokio::runtime::Builder::new_multi_thread()
+                    .worker_threads(2)
+                    .enable_all()
+                    .build()
+                    .unwrap();
                 many.block_on(async { tokio::spawn(sums(comm, 24)).await.unwrap() }).unwrap();
             }
             1 => {
@@ -834,7 +860,8 @@ fn futures_of_eight_ranks_complete_on_one_thread() {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             let local = tokio::task::LocalSet::new();
             local.block_on(&runtime, async move {
-                let tasks: Vec<_> = comms.into_iter().map(|comm| tokio::task::spawn_local(sums(comm, 12))).collect();
+                let tasks: Vec<_> =
+                    comms.into_iter().map(|comm| tokio::task::spawn_local(sums(comm, 12))).collect();
                 for task in tasks {
                     task.await.unwrap().unwrap();
                 }
@@ -935,7 +962,8 @@ fn messages_of_different_tags_match_out_of_order() {
         threads(comms, move |mut comm| {
             for len in [1usize, 50, 4096, 4097, 200_000] {
                 if comm.rank() == 0 {
-                    let works: Vec<_> = (0..6u32).map(|tag| comm.tag(tag).send(vec![tag as u8; len], 1)).collect();
+                    let works: Vec<_> =
+                        (0..6u32).map(|tag| comm.tag(tag).send(vec![tag as u8; len], 1)).collect();
                     // Two of one tag are matched in order.
                     let again = comm.tag(0).send(vec![100u8; len], 1);
                     works.into_iter().chain([again]).for_each(|w| drop(w.wait().unwrap()));
@@ -962,7 +990,11 @@ fn messages_beyond_the_credit_arrive_in_order() {
                 let works: Vec<_> = (0..MANY).map(|i| comm.send(vec![i as u32; 1 + i % 40], 1)).collect();
                 comm.barrier().wait().unwrap();
                 for (i, work) in works.into_iter().enumerate() {
-                    assert_eq!(work.wait().unwrap(), vec![i as u32; 1 + i % 40], "what was sent comes back as it was");
+                    assert_eq!(
+                        work.wait().unwrap(),
+                        vec![i as u32; 1 + i % 40],
+                        "what was sent comes back as it was"
+                    );
                 }
             } else {
                 // Nothing is posted until the other has called all of its sends.
@@ -991,7 +1023,8 @@ fn messages_large_and_small_pass_in_both_directions() {
                     for i in 0..12u8 {
                         // The length of a message from a to b, by what both know.
                         let len = |a: usize, b: usize| {
-                            let mut rng = Rng(seed ^ round << 32 ^ (a * 64 + b * 8) as u64 ^ u64::from(i) << 20);
+                            let mut rng =
+                                Rng(seed ^ round << 32 ^ (a * 64 + b * 8) as u64 ^ u64::from(i) << 20);
                             [0, 1, 100, 4096, 5000, 130_000, 500_000][rng.below(7)] + rng.below(3)
                         };
                         let tag = u32::from(i % 3);
@@ -1003,7 +1036,8 @@ fn messages_large_and_small_pass_in_both_directions() {
                         batch.push(Message::Recv { buf, from: peer, tag });
                     }
                 }
-                let done = if round % 2 == 0 { comm.batch(batch).wait() } else { block_on(comm.batch(batch)) };
+                let done =
+                    if round % 2 == 0 { comm.batch(batch).wait() } else { block_on(comm.batch(batch)) };
                 assert!(done.unwrap() == expected, "{link:?}, round {round}");
             }
             block_on(comm.close()).unwrap();
@@ -1024,7 +1058,10 @@ fn messages_that_cannot_be_are_refused_and_empty_ones_arrive() {
             let nobody = comm.recv(vec![1u8; 3], 9).wait().unwrap_err();
             assert_eq!(nobody.buf, Some(vec![1u8; 3]));
             let text = nobody.error.to_string();
-            assert!(text.contains("rank 9") && text.contains("group of 2") && text.contains("0..=1"), "{text}");
+            assert!(
+                text.contains("rank 9") && text.contains("group of 2") && text.contains("0..=1"),
+                "{text}"
+            );
             // Refusals take no number: what follows still matches.
             let sent = comm.send(Vec::<u64>::new(), peer);
             assert_eq!(comm.recv(Vec::<u64>::new(), peer).wait().unwrap(), Vec::<u64>::new());
@@ -1058,7 +1095,10 @@ fn messages_that_disagree_are_an_error_on_both_sides() {
                 let failed = result.unwrap_err();
                 let text = failed.error.to_string();
                 assert!(matches!(failed.error, Error::Mismatch { .. }), "{link:?}: {text}");
-                assert!(text.contains(&format!("u8 x {len}")) && text.contains(&format!("u8 x {}", len + 1)), "{text}");
+                assert!(
+                    text.contains(&format!("u8 x {len}")) && text.contains(&format!("u8 x {}", len + 1)),
+                    "{text}"
+                );
                 assert!(failed.buf.is_some());
             });
         }
@@ -1078,7 +1118,11 @@ fn groups_split_by_color_and_order_by_key() {
             let members: Vec<usize> = (0..5).rev().filter(|r| r % 2 == rank % 2).collect();
             assert_eq!(half.size(), members.len());
             assert_eq!(members[half.rank()], rank);
-            assert_eq!(half.all_gather(vec![rank as u64]).wait().unwrap(), members.iter().map(|m| *m as u64).collect::<Vec<_>>(), "{link:?}: by key");
+            assert_eq!(
+                half.all_gather(vec![rank as u64]).wait().unwrap(),
+                members.iter().map(|m| *m as u64).collect::<Vec<_>>(),
+                "{link:?}: by key"
+            );
             // Child of a child: everyone alone, and the whole half again.
             let mut alone = block_on(half.split(half.rank() as u64, 0)).unwrap();
             assert_eq!((alone.size(), alone.rank()), (1, 0));
@@ -1096,6 +1140,7 @@ fn groups_split_by_color_and_order_by_key() {
                 assert_eq!(a.wait().unwrap(), vec![5u32; len]);
             }
             // A child's abort leaves its parent and its siblings alone.
+            comm.barrier().wait().unwrap();
             if rank == 1 {
                 half.abort("planted");
             }
@@ -1166,11 +1211,18 @@ fn invalid_calls_are_refused_with_the_buffer_and_nothing_is_submitted() {
                 refused(comm.reduce(five(), usize::MAX), &["reduce", "root", "0..=2"]);
                 let words = ["all_gather", "recursive_doubling", "direct", "ring"];
                 assert_eq!(refused(comm.algo(Algo::RecursiveDoubling).all_gather(five()), &words), five());
-                refused(comm.algo(Algo::Ring).broadcast(five(), 0), &["broadcast", "ring", "direct", "oneshot"]);
+                refused(
+                    comm.algo(Algo::Ring).broadcast(five(), 0),
+                    &["broadcast", "ring", "direct", "oneshot"],
+                );
                 refused(comm.algo(Algo::Dissemination).all_reduce(five()), &["all_reduce", "dissemination"]);
                 let (buf, drops) = Watched::new(4, 1.0);
                 drop(comm.broadcast(buf, 8));
-                assert_eq!(drops.load(Ordering::SeqCst), 1, "a refused work that is dropped frees its buffer");
+                assert_eq!(
+                    drops.load(Ordering::SeqCst),
+                    1,
+                    "a refused work that is dropped frees its buffer"
+                );
             }
             works(&mut comm);
             comm.barrier().wait().unwrap();

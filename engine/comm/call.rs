@@ -154,7 +154,8 @@ impl<'a> Call<'a> {
         let shape = Shape { n, rank, root: spec.root, in_place: spec.in_place };
         let key = (spec.kind as u8, algo as u8, spec.root, spec.in_place);
         let program = endpoint.program(key, || {
-            let plan = plan::plan(spec.kind, algo, &shape).map_err(|e| Error::invalid(call, e.to_string()))?;
+            let plan =
+                plan::plan(spec.kind, algo, &shape).map_err(|e| Error::invalid(call, e.to_string()))?;
             #[cfg(any(test, feature = "testing"))]
             let plan = crate::testing::mutated(spec.kind, rank, plan);
             Ok(Program::compile(&plan))
@@ -243,7 +244,9 @@ impl<'a> Call<'a> {
     fn blocks(&self, len: usize) -> Result<usize, String> {
         let n = self.size();
         if !len.is_multiple_of(n) {
-            return Err(format!("the buffer has {len} elements, expected a multiple of the group's size, {n}"));
+            return Err(format!(
+                "the buffer has {len} elements, expected a multiple of the group's size, {n}"
+            ));
         }
         Ok(len / n)
     }
@@ -271,7 +274,12 @@ impl<'a> Call<'a> {
     }
 
     /// See [`Comm::broadcast_into`](super::Comm::broadcast_into).
-    pub fn broadcast_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O, root: Rank) -> Work<(I, O)> {
+    pub fn broadcast_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        input: I,
+        output: O,
+        root: Rank,
+    ) -> Work<(I, O)> {
         let count = output.len();
         if self.side.0.config.rank == root && input.len() != count {
             let problem = format!("the root's input has {} elements, its output {count}", input.len());
@@ -286,7 +294,12 @@ impl<'a> Call<'a> {
     }
 
     /// See [`Comm::reduce_into`](super::Comm::reduce_into).
-    pub fn reduce_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O, root: Rank) -> Work<(I, O)> {
+    pub fn reduce_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        input: I,
+        output: O,
+        root: Rank,
+    ) -> Work<(I, O)> {
         let count = input.len();
         let expected = if self.side.0.config.rank == root { count } else { output.len() };
         self.into((Kind::Reduce, root), (count, expected), input, output)

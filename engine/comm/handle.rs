@@ -315,7 +315,8 @@ impl Comm {
         let region = Arc::new(Region::shared()?);
         let mut offers = Vec::new();
         for fd in region.fd().into_iter().chain([&**lane.bell()]) {
-            offers.push(fd.try_clone().map_err(|e| Error::system("offer this rank's region to its peers", e))?);
+            offers
+                .push(fd.try_clone().map_err(|e| Error::system("offer this rank's region to its peers", e))?);
         }
         let made: Made = Arc::default();
         let place = made.clone();
@@ -468,4 +469,3 @@ fn child_id(parent: u64, child: u64, color: u64) -> u64 {
     }
     x.max(1)
 }
-

@@ -87,9 +87,10 @@ impl<O, F> Work<O, F> {
         F: Send + 'static,
     {
         if let State::Refused(_) = self.state
-            && let State::Refused(failed) = std::mem::replace(&mut self.state, State::Taken) {
-                return Err(failed);
-            }
+            && let State::Refused(failed) = std::mem::replace(&mut self.state, State::Taken)
+        {
+            return Err(failed);
+        }
         Ok(Ordered::after(self, stream))
     }
 }

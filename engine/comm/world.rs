@@ -71,7 +71,10 @@ impl Defaults {
                 .and_then(|s| Duration::try_from_secs_f64(s).ok())
                 .filter(|d| !d.is_zero())
                 .ok_or_else(|| {
-                    Error::invalid("ALLSTREAM_TIMEOUT", format!("{text:?} is not a number of seconds above 0"))
+                    Error::invalid(
+                        "ALLSTREAM_TIMEOUT",
+                        format!("{text:?} is not a number of seconds above 0"),
+                    )
                 })?,
             Err(_) => Duration::from_secs(300),
         };
@@ -145,7 +148,10 @@ impl World {
         blocks: Vec<u64>,
     ) -> Result<Arc<Endpoint>, Error> {
         let rank = members.iter().position(|m| *m == self.rank).ok_or_else(|| {
-            Error::invalid("make a communicator", format!("rank {} is not among its members {members:?}", self.rank))
+            Error::invalid(
+                "make a communicator",
+                format!("rank {} is not among its members {members:?}", self.rank),
+            )
         })?;
         let near = |m: &&Rank| **m == self.rank || self.around.localities[**m] != Locality::Remote;
         let here = members.iter().filter(near).count();
@@ -168,7 +174,8 @@ impl World {
             queue_limit: QUEUE_LIMIT,
         });
         self.comms.lock().insert(comm, Arc::downgrade(&endpoint));
-        let early: Vec<_> = self.early.lock().iter().filter(|(_, m)| m.comm() == Some(comm)).cloned().collect();
+        let early: Vec<_> =
+            self.early.lock().iter().filter(|(_, m)| m.comm() == Some(comm)).cloned().collect();
         for (from, message) in early {
             self.message(from, message);
         }
@@ -231,7 +238,10 @@ impl World {
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == rank) else { return };
         let cause = Error::PeerLost { rank: peer, how, operation: None };
         // Told before anyone here wakes: should this process end because of it, the others know the root cause first.
-        self.tell_members(endpoint, &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() });
+        self.tell_members(
+            endpoint,
+            &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() },
+        );
         self.poison(endpoint, cause);
     }
 
@@ -280,7 +290,10 @@ impl World {
 impl Control for World {
     fn abort(&self, endpoint: &Endpoint, cause: &Error) {
         tracing::warn!(comm = endpoint.config.name, rank = endpoint.config.rank, %cause, "communicator aborted");
-        self.tell_members(endpoint, &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() });
+        self.tell_members(
+            endpoint,
+            &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() },
+        );
         self.record(Some(cause), Some(endpoint));
     }
 

@@ -257,7 +257,8 @@ impl Active {
         let end = self.portion_end(&node, node.pos);
         let mut m = (end - node.pos).min(Self::slice(&node));
         m = m.min(self.written_limit(program, i).saturating_sub(node.pos));
-        let writable = if step.dst.is_some() { self.read_limit(program, i).saturating_sub(node.pos) } else { m };
+        let writable =
+            if step.dst.is_some() { self.read_limit(program, i).saturating_sub(node.pos) } else { m };
         let has_hand = program.nodes[i].hand;
         if step.operands.len() == 1 || !has_hand {
             m = m.min(writable);
@@ -267,15 +268,17 @@ impl Active {
         }
         // A copy whose payload is still in a socket goes straight to where it belongs.
         if let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst)
-            && port.rx(*from)?.streams() && node.unit > 0 {
-                let Some(_) = self.expect(r, program, i, *from, round, 0, port)? else { return Ok(false) };
-                let at = Self::address(r, program, dst, &node, node.pos);
-                // SAFETY: `m` elements at `pos` of chunk `dst`: inside the operation's buffer, which the table
-                // owns; no other step touches them now (the limits above), no peer reads them (freed).
-                let bytes = unsafe { port.rx(*from)?.receive_into(at, m * node.unit, node.unit)? };
-                self.gathered(program, i, bytes / node.unit, true);
-                return Ok(bytes > 0);
-            }
+            && port.rx(*from)?.streams()
+            && node.unit > 0
+        {
+            let Some(_) = self.expect(r, program, i, *from, round, 0, port)? else { return Ok(false) };
+            let at = Self::address(r, program, dst, &node, node.pos);
+            // SAFETY: `m` elements at `pos` of chunk `dst`: inside the operation's buffer, which the table
+            // owns; no other step touches them now (the limits above), no peer reads them (freed).
+            let bytes = unsafe { port.rx(*from)?.receive_into(at, m * node.unit, node.unit)? };
+            self.gathered(program, i, bytes / node.unit, true);
+            return Ok(bytes > 0);
+        }
         let mut ins = [std::ptr::null::<u8>(); 64];
         let mut many = Vec::new();
         let count = step.operands.len();
@@ -390,7 +393,15 @@ impl Active {
         Ok(m)
     }
 
-    fn run_kernel(&self, r: &Request, program: &Program, i: usize, m: usize, ins: &[*const u8], outs: &[*mut u8]) {
+    fn run_kernel(
+        &self,
+        r: &Request,
+        program: &Program,
+        i: usize,
+        m: usize,
+        ins: &[*const u8],
+        outs: &[*mut u8],
+    ) {
         let (node, step) = (&self.nodes[i], &program.plan.steps[i]);
         if node.unit == 0 || outs.is_empty() {
             return;
@@ -437,14 +448,26 @@ impl Active {
         if m > 0 && at_end && got > 0 {
             for operand in &program.plan.steps[i].operands {
                 if let Operand::Recv(from) = operand {
-                    Self::advance(&self.nodes, &program.recvs[*from], &mut self.rx[*from], self.rounds, round);
+                    Self::advance(
+                        &self.nodes,
+                        &program.recvs[*from],
+                        &mut self.rx[*from],
+                        self.rounds,
+                        round,
+                    );
                 }
             }
         }
     }
 
     /// Moves what the hand holds to where it belongs, once that is free.
-    fn empty_hand(&mut self, r: &Request, program: &Program, i: usize, port: &mut Port) -> Result<bool, Error> {
+    fn empty_hand(
+        &mut self,
+        r: &Request,
+        program: &Program,
+        i: usize,
+        port: &mut Port,
+    ) -> Result<bool, Error> {
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let m = node.got - node.pos;
         let bytes = m * node.unit;
@@ -610,9 +633,11 @@ impl Active {
             let node = &self.nodes[i];
             for operand in &step.operands {
                 if let Operand::Recv(from) = operand
-                    && node.got < node.len && !matches!(port.rx(*from).and_then(|rx| rx.peek(0)), Ok(Some(_))) {
-                        ranks.push(*from);
-                    }
+                    && node.got < node.len
+                    && !matches!(port.rx(*from).and_then(|rx| rx.peek(0)), Ok(Some(_)))
+                {
+                    ranks.push(*from);
+                }
             }
             for (k, &peer) in step.send.iter().enumerate() {
                 let (sent, freed) = (self.sent[node.first + k], self.freed[node.first + k]);

@@ -8,13 +8,15 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
+mod watch;
+
 use super::Progress;
 use super::active::{Active, Request};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
 use super::p2p::{Direction, Messages, Transfer};
 use super::port::{Opener, Port};
-use crate::error::{Error, Lost, Missing, MissingState, Operation};
+use crate::error::Error;
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::mem::{Event, Held};
@@ -26,12 +28,6 @@ use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
 const HISTORY: usize = 256;
 /// How many of the last calls ranks compare when they close.
 const COMPARED: usize = 8;
-/// An operation that has not moved for this long asks its peers whether they called the same.
-const STALL: Duration = Duration::from_millis(100);
-/// How often it asks again.
-const STALL_AGAIN: Duration = Duration::from_millis(400);
-/// An answer older than this does not count as a sign of life.
-const ANSWER: Duration = Duration::from_millis(1200);
 
 /// Looked at no more often than this, a process may have been stopped, or its machine suspended.
 const STILL: Duration = Duration::from_millis(500);
@@ -290,8 +286,18 @@ impl Endpoint {
                     generation: self.config.generation,
                 };
                 let bytes = count * dtype.size();
-                let transfer =
-                    Transfer { key, direction, peer, tag, number, memory, bytes, unit: dtype.size(), signature, timeout };
+                let transfer = Transfer {
+                    key,
+                    direction,
+                    peer,
+                    tag,
+                    number,
+                    memory,
+                    bytes,
+                    unit: dtype.size(),
+                    signature,
+                    timeout,
+                };
                 table.messages.push_back((key, transfer, when.after));
             }
         }
@@ -495,12 +501,11 @@ impl Endpoint {
         if !active.is_empty() {
             let (moved, complete) = active.pass(port)?;
             any |= moved;
-            if complete
-                && let Some((key, request)) = active.take() {
-                    self.recorder.finished(request.number, State::Done);
-                    self.finish(key, Ok(()));
-                    any = true;
-                }
+            if complete && let Some((key, request)) = active.take() {
+                self.recorder.finished(request.number, State::Done);
+                self.finish(key, Ok(()));
+                any = true;
+            }
         }
         any |= messages.pass(|key| self.finish(key, Ok(())))?;
         if any {
@@ -613,170 +618,14 @@ impl Endpoint {
         table.closed = true;
         table.next
     }
-
-    /// A peer closes this communicator.
-    pub(crate) fn peer_closing(&self, peer: Rank, calls: u64) {
-        if let Some(slot) = self.closing.lock().get_mut(peer) {
-            *slot = Some(calls);
-        }
-    }
-
-    /// Whether every peer has closed or left.
-    pub(crate) fn all_closing(&self) -> bool {
-        let (closing, left) = (self.closing.lock(), self.left.lock());
-        (0..self.size()).all(|r| r == self.config.rank || closing[r].is_some() || left[r])
-    }
-
-    /// What no rank noticed while it ran: a frame that nobody here asked for, or a rank that called more or less.
-    pub(crate) fn leftover(&self) -> Option<Error> {
-        let found = self.run.lock().port.leftover();
-        let (calls, rank) = (self.table.lock().next, self.config.rank);
-        if let Some((peer, header)) = found {
-            return match self.called(header.op) {
-                Some(ours) if ours != header.signature => {
-                    Some(self.mismatch(header.op, ours, peer, header.signature))
-                }
-                Some(_) => None,
-                None => Some(Error::invalid(
-                    "close",
-                    format!(
-                        "rank {peer} called {} as operation #{}, which rank {rank} never called (it made {calls} \
-                         collective calls); every rank must make the same calls",
-                        header.signature, header.op
-                    ),
-                )),
-            };
-        }
-        let closing = self.closing.lock();
-        let other = closing.iter().enumerate().find_map(|(peer, c)| c.filter(|c| *c != calls).map(|c| (peer, c)));
-        other.map(|(peer, theirs)| {
-            Error::invalid(
-                "close",
-                format!(
-                    "rank {peer} made {theirs} collective calls on this communicator, rank {rank} made {calls}; every \
-                     rank must make the same calls"
-                ),
-            )
-        })
-    }
-
-    /// The last few collectives that were called, oldest first.
-    pub(crate) fn last_calls(&self) -> Vec<(u64, Signature)> {
-        let table = self.table.lock();
-        let first = table.next - table.history.len() as u64;
-        let all = (first..).zip(table.history.iter().copied());
-        all.skip(table.history.len().saturating_sub(COMPARED)).collect()
-    }
-
-    fn called(&self, number: u64) -> Option<Signature> {
-        let table = self.table.lock();
-        let first = table.next - table.history.len() as u64;
-        table.history.get(number.checked_sub(first)? as usize).copied()
-    }
-
-    /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.
-    pub(crate) fn asked(self: &Arc<Self>, peer: Rank, number: u64, theirs: Signature) -> Option<u64> {
-        if let Some(ours) = self.called(number) {
-            if ours != theirs {
-                self.fail(self.mismatch(number, ours, peer, theirs));
-            }
-        } else {
-            let mut table = self.table.lock();
-            if number >= table.next {
-                table.asked.retain(|(p, ..)| *p != peer);
-                table.asked.push((peer, number, theirs));
-            }
-        }
-        self.table.lock().next.checked_sub(1)
-    }
-
-    /// A peer's answer.
-    pub(crate) fn heard(&self, peer: Rank, number: u64, last: Option<u64>) {
-        if let Some(slot) = self.heard.lock().get_mut(peer) {
-            *slot = Some((number, last, Instant::now()));
-        }
-    }
-
-    /// A peer said goodbye in peace.
-    pub(crate) fn peer_left(&self, peer: Rank) {
-        if let Some(left) = self.left.lock().get_mut(peer) {
-            *left = true;
-        }
-        self.config.lane.kick();
-    }
-
-    fn check_time(self: &Arc<Self>, run: &mut Run, now: Instant) {
-        let mut error = None;
-        if let Some((_, request, started)) = run.active.current() {
-            let (number, signature, timeout) = (request.number, request.signature, request.timeout);
-            let elapsed = now - started;
-            let stalled = run.active.stalled_at;
-            let due = stalled.is_none_or(|at| now - at > STALL_AGAIN);
-            if elapsed > timeout && now - run.awake > grace(timeout) {
-                let waiting = run.active.waiting_for(&mut run.port);
-                error = Some(self.timed_out(number, signature, timeout, &waiting));
-            } else if elapsed > STALL.min(timeout / 4) && due {
-                run.active.stalled_at = Some(now);
-                let waiting = run.active.waiting_for(&mut run.port);
-                self.recorder.waiting(number, &waiting);
-                let left = self.left.lock().clone();
-                match waiting.iter().find(|w| left[**w]) {
-                    Some(&rank) => {
-                        let operation = run.active.operation(&self.config.name);
-                        error = Some(Error::PeerLost { rank, how: Lost::Left, operation });
-                    }
-                    None => self.config.control.stalled(self, number, signature),
-                }
-            }
-        }
-        if error.is_none() {
-            let left = self.left.lock().clone();
-            error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone)| {
-                let operation = Operation {
-                    comm: self.config.name.clone(),
-                    number: transfer.number,
-                    signature: transfer.signature,
-                };
-                if gone {
-                    return Error::PeerLost { rank: transfer.peer, how: Lost::Left, operation: Some(operation) };
-                }
-                let state = MissingState::NotMatched { direction: transfer.direction.other().name().to_owned() };
-                Error::Timeout {
-                    operation,
-                    rank: self.config.rank,
-                    after: transfer.timeout,
-                    missing: vec![Missing { rank: transfer.peer, state }],
-                }
-            });
-        }
-        if let Some(error) = error {
-            self.fail(error);
-        }
-    }
-
-    fn timed_out(&self, number: u64, signature: Signature, after: Duration, waiting: &[Rank]) -> Error {
-        let heard = self.heard.lock();
-        let state = |rank: Rank| match heard[rank] {
-            Some((about, last, at)) if about == number && at.elapsed() < ANSWER => {
-                if last.is_some_and(|l| l >= number) { MissingState::Waiting } else { MissingState::NotCalled(last) }
-            }
-            _ => MissingState::NoAnswer,
-        };
-        let others = (0..self.size()).filter(|r| *r != self.config.rank);
-        let mut missing: Vec<_> = others.map(|rank| Missing { rank, state: state(rank) }).collect();
-        if missing.iter().any(|m| m.state != MissingState::Waiting) {
-            missing.retain(|m| m.state != MissingState::Waiting);
-        } else {
-            missing.retain(|m| waiting.contains(&m.rank));
-        }
-        let operation = Operation { comm: self.config.name.clone(), number, signature };
-        Error::Timeout { operation, rank: self.config.rank, after, missing }
-    }
 }
 
 fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
     if after.as_ref().is_some_and(Event::is_failed) {
-        return Err(Error::invalid(call, "the stream that it was to follow has failed: a job on it panicked"));
+        return Err(Error::invalid(
+            call,
+            "the stream that it was to follow has failed: a job on it panicked",
+        ));
     }
     Ok(())
 }

@@ -119,9 +119,10 @@ impl<H, E> Inflight<H, E> {
             state => {
                 entry.state = state;
                 if let Some(waker) = waker
-                    && !entry.waker.as_ref().is_some_and(|w| w.will_wake(waker)) {
-                        entry.waker = Some(waker.clone());
-                    }
+                    && !entry.waker.as_ref().is_some_and(|w| w.will_wake(waker))
+                {
+                    entry.waker = Some(waker.clone());
+                }
                 None
             }
         }

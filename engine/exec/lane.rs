@@ -204,7 +204,8 @@ impl Lane {
             woken = seen.moved || (waiting && list.iter().any(unflagged));
         }
         if !woken {
-            let spec = timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
+            let spec =
+                timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
             if state == NAPPING {
                 // Sockets are somebody else's to drive: their traffic must not wake us. What arrives meanwhile is
                 // still pending in the epoll when we wait for it next.

@@ -12,8 +12,8 @@ mod port;
 
 pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
 pub(crate) use inflight::Key;
-pub(crate) use p2p::Direction;
 pub(crate) use lane::{Lane, lane};
+pub(crate) use p2p::Direction;
 pub(crate) use port::Opener;
 
 /// What an attempt to make progress came to.

@@ -163,7 +163,11 @@ impl Messages {
     }
 
     /// A transfer past its deadline (where this process has been awake for a while), or whose peer has left (`true`).
-    pub(crate) fn overdue(&self, (now, awake): (Instant, Instant), left: &[bool]) -> Option<(Transfer, bool)> {
+    pub(crate) fn overdue(
+        &self,
+        (now, awake): (Instant, Instant),
+        left: &[bool],
+    ) -> Option<(Transfer, bool)> {
         for (rank, peer) in self.peers.iter().enumerate() {
             for m in peer.sends.iter().chain(&peer.recvs) {
                 let waited = now - m.since;
@@ -295,7 +299,9 @@ impl Messages {
             problem: "data of a message that was not asked for".into(),
         })?;
         let left = frame.header.len as usize - frame.done;
-        if (frame.header.offset as usize).wrapping_add(frame.done) != m.done || left > m.transfer.bytes - m.done {
+        if (frame.header.offset as usize).wrapping_add(frame.done) != m.done
+            || left > m.transfer.bytes - m.done
+        {
             let problem = "data of a message out of its place".to_owned();
             return Err(Error::Protocol { peer: rank, problem });
         }
@@ -381,7 +387,14 @@ impl Messages {
         Signature { kind: crate::types::KIND_P2P, dtype: 0, op: 0, algo: 0, root: 0, count: 0, generation }
     }
 
-    fn short(&mut self, rank: Rank, kind: Type, s: Signature, number: u64, offset: usize) -> Result<(), Error> {
+    fn short(
+        &mut self,
+        rank: Rank,
+        kind: Type,
+        s: Signature,
+        number: u64,
+        offset: usize,
+    ) -> Result<(), Error> {
         let header = self.header(kind, s, number, offset, 0);
         self.port.post(rank, header, Payload::Memory(std::ptr::null()), (u64::MAX, 0, 0, 0))?;
         Ok(())
@@ -420,7 +433,10 @@ impl Messages {
     fn send(&mut self, rank: Rank, i: usize) -> Result<bool, Error> {
         let m = &self.peers[rank].sends[i];
         let (stage, done, t) = (m.stage, m.done, m.transfer.clone());
-        if stage == Stage::Waiting || (stage == Stage::Moving && done == t.bytes) || !self.port.tx(rank)?.room()? {
+        if stage == Stage::Waiting
+            || (stage == Stage::Moving && done == t.bytes)
+            || !self.port.tx(rank)?.room()?
+        {
             return Ok(false);
         }
         let owner = |end| (t.key.number(), 0, 0, end);

@@ -58,7 +58,10 @@ unsafe impl Send for RawRing {}
 impl RawRing {
     fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
         if !region.contains(offset, RING_BYTES) || !offset.is_multiple_of(128) {
-            return Err(Error::system("open a ring of a peer", format!("offset {offset} is not in its region")));
+            return Err(Error::system(
+                "open a ring of a peer",
+                format!("offset {offset} is not in its region"),
+            ));
         }
         let base = region.at(offset as usize);
         Ok(RawRing { region, base })
@@ -159,7 +162,12 @@ pub(crate) struct LocalTx {
 
 impl LocalTx {
     /// A ring at `offset` of our own `region`.
-    pub(crate) fn new(region: Arc<Region>, offset: usize, bell: Bell, gate: Option<Gate>) -> Result<Self, Error> {
+    pub(crate) fn new(
+        region: Arc<Region>,
+        offset: usize,
+        bell: Bell,
+        gate: Option<Gate>,
+    ) -> Result<Self, Error> {
         Ok(LocalTx { ring: Producer::new(RawRing::new(region, offset as u64)?), bell, gate })
     }
 }
@@ -182,7 +190,12 @@ impl LinkTx for LocalTx {
         } else {
             match self.ring.memory().region.offset_of(payload) {
                 Some(offset) => offset,
-                None => return Err(Error::system("send through shared memory", "payload outside the region (a bug)")),
+                None => {
+                    return Err(Error::system(
+                        "send through shared memory",
+                        "payload outside the region (a bug)",
+                    ));
+                }
             }
         };
         let s = &header.signature;
@@ -228,7 +241,13 @@ pub(crate) struct LocalRx {
 
 impl LocalRx {
     /// The ring at `offset` of the sender's `region`; `bell` wakes the sender, which may wait for room.
-    pub(crate) fn new(region: Arc<Region>, offset: u64, bell: Bell, peer: Rank, same_process: bool) -> Result<Self, Error> {
+    pub(crate) fn new(
+        region: Arc<Region>,
+        offset: u64,
+        bell: Bell,
+        peer: Rank,
+        same_process: bool,
+    ) -> Result<Self, Error> {
         let ring = Consumer::new(RawRing::new(region, offset)?);
         Ok(LocalRx { ring, bell, peer, same_process, done: 0, head: None })
     }

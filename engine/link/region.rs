@@ -163,7 +163,6 @@ impl Region {
         heap.end += bytes;
         Ok(offset)
     }
-
 }
 
 fn map_shared(fd: impl AsFd) -> rustix::io::Result<NonNull<u8>> {

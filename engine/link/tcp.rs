@@ -55,7 +55,12 @@ pub(crate) struct TcpTx {
 
 impl TcpTx {
     pub(crate) fn new(dial: Dial, reactor: Arc<dyn Reactor>) -> TcpTx {
-        TcpTx { state: State::Closed(Some(dial)), reactor, queue: VecDeque::with_capacity(QUEUE), released: 0 }
+        TcpTx {
+            state: State::Closed(Some(dial)),
+            reactor,
+            queue: VecDeque::with_capacity(QUEUE),
+            released: 0,
+        }
     }
 
     fn open(&mut self) -> Result<(), Error> {
@@ -147,19 +152,20 @@ impl LinkTx for TcpTx {
         let mut frame =
             Pending { header: header.encode(), payload, copy: [0; INLINE], copied: false, len, done: 0 };
         if self.queue.is_empty()
-            && let State::Open(socket) = &mut self.state {
-                match write_some(socket, &mut frame) {
-                    Ok(true) => {
-                        self.released += 1;
-                        return Ok(Posted::Copied);
-                    }
-                    Ok(false) => {}
-                    Err(e) => {
-                        tracing::debug!(error = %e, "a data connection broke while sending");
-                        self.state = State::Dead;
-                    }
+            && let State::Open(socket) = &mut self.state
+        {
+            match write_some(socket, &mut frame) {
+                Ok(true) => {
+                    self.released += 1;
+                    return Ok(Posted::Copied);
+                }
+                Ok(false) => {}
+                Err(e) => {
+                    tracing::debug!(error = %e, "a data connection broke while sending");
+                    self.state = State::Dead;
                 }
             }
+        }
         if len <= INLINE {
             if len > 0 {
                 // SAFETY: `payload` is valid for `len` bytes (the caller's promise), which the copy has room for.

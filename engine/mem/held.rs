@@ -94,7 +94,10 @@ mod tests {
         let large = Held::new(([7u64; 40], witness.clone()));
         let (words, w) = large.take::<([u64; 40], Arc<()>)>().unwrap();
         assert_eq!((words[39], Arc::strong_count(&w)), (7, 2));
-        assert!(Held::new(w).take::<Vec<u8>>().is_none(), "another type is refused, and what is held dropped");
+        assert!(
+            Held::new(w).take::<Vec<u8>>().is_none(),
+            "another type is refused, and what is held dropped"
+        );
         assert_eq!(Arc::strong_count(&witness), 1);
     }
 }

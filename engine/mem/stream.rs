@@ -35,7 +35,11 @@ pub struct Event(Arc<Point>);
 
 impl fmt::Debug for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Event({})", ["pending", "done", "failed"][self.0.state.load(Ordering::Relaxed) as usize % 3])
+        write!(
+            f,
+            "Event({})",
+            ["pending", "done", "failed"][self.0.state.load(Ordering::Relaxed) as usize % 3]
+        )
     }
 }
 
@@ -70,7 +74,10 @@ impl Event {
 
     fn outcome(&self) -> Result<(), Error> {
         if self.is_failed() {
-            return Err(Error::invalid("stream", "a job submitted to this stream before this point panicked"));
+            return Err(Error::invalid(
+                "stream",
+                "a job submitted to this stream before this point panicked",
+            ));
         }
         Ok(())
     }
@@ -187,9 +194,10 @@ impl Drop for HostStream {
     fn drop(&mut self) {
         drop(self.jobs.take());
         if let Some(thread) = self.thread.take()
-            && thread.thread().id() != std::thread::current().id() {
-                let _ = thread.join();
-            }
+            && thread.thread().id() != std::thread::current().id()
+        {
+            let _ = thread.join();
+        }
     }
 }
 

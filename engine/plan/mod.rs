@@ -7,7 +7,6 @@
 pub mod check;
 pub mod choose;
 pub mod compile;
-pub mod kind;
 pub mod mutate;
 pub mod shape;
 pub mod step;
@@ -22,11 +21,11 @@ mod spread;
 #[cfg(test)]
 mod tests;
 
+pub use crate::types::{Algo, Kind, Rank};
 pub use choose::{Env, choose};
 pub use compile::{Node, Program};
-pub use kind::{Algo, Kind};
 pub use shape::{Shape, Unsuitable};
-pub use step::{At, INPUT, Layout, OUTPUT, Operand, Plan, Rank, Slot, Step};
+pub use step::{At, INPUT, Layout, OUTPUT, Operand, Plan, Slot, Step};
 
 /// The algorithms that [`plan`] knows for a collective; the first is a safe choice at any size.
 pub const fn algorithms(kind: Kind) -> &'static [Algo] {

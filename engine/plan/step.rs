@@ -8,8 +8,7 @@
 
 use std::ops::Range;
 
-/// A rank inside one communicator, `0..n`.
-pub type Rank = usize;
+use super::Rank;
 
 /// Index of a piece of memory that a plan names.
 pub type Slot = u8;

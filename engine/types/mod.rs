@@ -6,7 +6,12 @@ use serde::{Deserialize, Serialize};
 
 pub use allstream_kernels::{DType, Element, ReduceOp, bf16, f16};
 
-pub use crate::plan::{Algo, Kind, Rank};
+mod kind;
+
+pub use kind::{Algo, Kind};
+
+/// A rank inside one communicator, `0..n`.
+pub type Rank = usize;
 
 /// What a rank called, in the 24 bytes that travel with every frame: two ranks whose signatures differ
 /// are told so before any data is used.
