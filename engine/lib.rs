@@ -37,5 +37,8 @@ pub mod plan;
 mod trace;
 mod types;
 
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;

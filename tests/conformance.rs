@@ -325,6 +325,34 @@ fn conformance() {
     say(&format!("conformance: {total} cases ({links}) passed in {:.0?}", begun.elapsed()));
 }
 
+/// Ranks of one host lend each other their buffers, frame by frame, while what comes from another host comes in parts:
+/// a reduction of both that waits for its place (in place, and all send from there) must give back whole frames.
+#[test]
+fn parts_from_afar_do_not_keep_what_neighbours_lent() {
+    if support::role() {
+        return;
+    }
+    for n in [3, 4, 5] {
+        let one = |call: u64| Case {
+            what: What::Collective(
+                Kind::AllReduce,
+                [Algo::OneShot, Algo::RecursiveDoubling][call as usize / 5 % 2],
+                Form::InPlace,
+            ),
+            len: 300_001,
+            dtype: DType::U8,
+            op: ReduceOp::Sum,
+            root: 0,
+            special: false,
+            end: Await::Wait,
+            seed: call / 20,
+            timeout: CALL,
+        };
+        let cases: Vec<Case> = (0..40).map(one).collect();
+        threads(World { link: "mixed", n, processes: false }, &cases);
+    }
+}
+
 /// On stderr, also where the harness keeps what tests print.
 fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");

@@ -29,6 +29,7 @@ fn rank() {
     harness::block_on(async move {
         match me.role.as_str() {
             "kills" => kills::rank(me).await,
+            "early" => kills::early(me).await,
             "stopped" => silence::stopped(me).await,
             "wakes" => silence::wakes(me).await,
             "never_calls" => silence::never_calls(me).await,

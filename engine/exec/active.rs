@@ -207,6 +207,12 @@ impl Active {
         ((at / self.round + 1) * self.round).min(node.len)
     }
 
+    /// Slices begin at multiples of their length: a frame is always a part of one.
+    fn slice_end(&self, node: &NodeRun, at: usize) -> usize {
+        let slice = Self::slice(node);
+        ((at / slice + 1) * slice).min(self.portion_end(node, at))
+    }
+
     fn slice(node: &NodeRun) -> usize {
         SLOT.checked_div(node.unit).unwrap_or(1)
     }
@@ -247,19 +253,26 @@ impl Active {
             return Ok(false);
         }
         let node = self.nodes[i];
+        let has_hand = program.nodes[i].hand;
         if node.got > node.pos {
-            return self.empty_hand(r, program, i, port);
+            if self.empty_hand(r, program, i, port)? {
+                return Ok(true);
+            }
+            // A part of a slice (all that one of the links had) is in the hand, and its place is not free. Go on to the
+            // slice's end: peers wait to have back what they lent us, a frame at a time, before they free that place.
+            if step.dst.is_none() || node.got.is_multiple_of(Self::slice(&node)) {
+                return Ok(false);
+            }
         }
-        if node.pos == node.len {
+        if node.got == node.len {
             return Ok(false);
         }
-        let round = node.pos / self.round;
-        let end = self.portion_end(&node, node.pos);
-        let mut m = (end - node.pos).min(Self::slice(&node));
-        m = m.min(self.written_limit(program, i).saturating_sub(node.pos));
+        let round = node.got / self.round;
+        let end = self.slice_end(&node, node.got);
+        let mut m = end - node.got;
+        m = m.min(self.written_limit(program, i).saturating_sub(node.got));
         let writable =
-            if step.dst.is_some() { self.read_limit(program, i).saturating_sub(node.pos) } else { m };
-        let has_hand = program.nodes[i].hand;
+            if step.dst.is_some() { self.read_limit(program, i).saturating_sub(node.got) } else { m };
         if step.operands.len() == 1 || !has_hand {
             m = m.min(writable);
         }
@@ -290,7 +303,7 @@ impl Active {
         };
         for (place, operand) in ins.iter_mut().zip(&step.operands) {
             *place = match operand {
-                Operand::Own(at) => Self::address(r, program, *at, &node, node.pos),
+                Operand::Own(at) => Self::address(r, program, *at, &node, node.got),
                 Operand::Recv(from) => {
                     let useful = USEFUL.min(m * node.unit);
                     let Some(frame) = self.expect(r, program, i, *from, round, useful, port)? else {
@@ -347,7 +360,8 @@ impl Active {
             }
             let hand = &mut self.hands[i];
             hand.resize(SLOT, 0);
-            outs[0] = hand.as_mut_ptr();
+            // What it holds already, and `m`, are within one slice.
+            outs[0] = hand[(node.got - node.pos) * node.unit..].as_mut_ptr();
             used = 1;
         } else {
             if let Some(dst) = dst {
@@ -514,8 +528,8 @@ impl Active {
             if sent >= limit || !self.sending(program, peer, i, sent) || !port.tx(peer)?.room()? {
                 continue;
             }
-            let end = self.portion_end(&node, sent);
-            let mut m = (limit.min(end) - sent).min(Self::slice(&node));
+            let end = self.slice_end(&node, sent);
+            let mut m = limit.min(end) - sent;
             if sent + m < end && m * node.unit < USEFUL {
                 continue; // more of this message is about to be there
             }

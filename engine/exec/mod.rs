@@ -10,11 +10,19 @@ mod lane;
 mod p2p;
 mod port;
 
+#[cfg(feature = "fuzzing")]
+pub(crate) use active::{Active, Request};
 pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
 pub(crate) use inflight::Key;
 pub(crate) use lane::{Lane, lane};
 pub(crate) use p2p::Direction;
 pub(crate) use port::Opener;
+#[cfg(feature = "fuzzing")]
+pub(crate) use {
+    inflight::Inflight,
+    p2p::{Messages, Transfer},
+    port::Port,
+};
 
 /// What an attempt to make progress came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -102,7 +102,8 @@ struct Unclaimed {
     tag: u32,
     number: u64,
     signature: Signature,
-    data: Option<Box<[u8]>>,
+    /// [`EAGER`] bytes of room, and how many of them the message has. `None`: it was announced.
+    data: Option<(Box<[u8]>, usize)>,
 }
 
 #[derive(Default)]
@@ -124,12 +125,14 @@ pub(crate) struct Messages {
     generation: u32,
     port: Port,
     peers: Vec<Peer>,
+    /// Room for early messages that is not in use: at most [`CREDITS`].
+    spare: Vec<Box<[u8]>>,
 }
 
 impl Messages {
     pub(crate) fn new(comm: u64, rank: Rank, generation: u32, size: usize, port: Port) -> Messages {
         let peers = (0..size).map(|_| Peer { credits: CREDITS, ..Peer::default() }).collect();
-        Messages { comm, rank, generation, port, peers }
+        Messages { comm, rank, generation, port, peers, spare: Vec::with_capacity(CREDITS as usize) }
     }
 
     pub(crate) fn add(&mut self, transfer: Transfer) {
@@ -257,9 +260,9 @@ impl Messages {
                     }
                     Some(_) => return Err(wrong("an eager message whose length differs from its signature")),
                     None => {
-                        let mut kept = vec![0u8; len].into_boxed_slice();
-                        data(kept.as_mut_ptr());
-                        self.keep(rank, tag, number, header.signature, Some(kept))?;
+                        let mut place = self.spare.pop().unwrap_or_else(|| vec![0u8; EAGER].into_boxed_slice());
+                        data(place.as_mut_ptr());
+                        self.keep(rank, tag, number, header.signature, Some((place, len)))?;
                     }
                 }
                 self.port.rx(rank)?.release(len);
@@ -348,7 +351,7 @@ impl Messages {
         tag: u32,
         number: u64,
         signature: Signature,
-        data: Option<Box<[u8]>>,
+        data: Option<(Box<[u8]>, usize)>,
     ) -> Result<(), Error> {
         let kept = &mut self.peers[rank].unclaimed;
         if kept.len() >= UNCLAIMED {
@@ -417,12 +420,18 @@ impl Messages {
             any = true;
             m.stage = Stage::Moving;
             match unclaimed.data {
-                Some(data) => {
-                    let len = data.len().min(t.bytes);
-                    // SAFETY: `len` bytes fit the receive's buffer, which the table owns.
-                    unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), t.memory, len) };
-                    m.done = t.bytes;
+                Some((place, len)) => {
+                    if len != t.bytes {
+                        let problem = "an eager message whose length differs from its signature".to_owned();
+                        return Err(Error::Protocol { peer: rank, problem });
+                    }
+                    // SAFETY: `len` bytes are the receive's buffer, which the table owns.
+                    unsafe { std::ptr::copy_nonoverlapping(place.as_ptr(), t.memory, len) };
+                    m.done = len;
                     peer.owed += 1;
+                    if self.spare.len() < CREDITS as usize {
+                        self.spare.push(place);
+                    }
                 }
                 None => peer.answers.push_back((t.tag, t.number)),
             }

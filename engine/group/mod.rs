@@ -11,14 +11,14 @@ mod connect;
 mod control;
 mod env;
 mod fds;
-mod handshake;
+pub(crate) mod handshake;
 pub(crate) mod host;
 mod lobby;
 mod mesh;
 pub(crate) mod message;
-mod rendezvous;
+pub(crate) mod rendezvous;
 pub(crate) mod runtime;
-mod wire;
+pub(crate) mod wire;
 
 #[cfg(test)]
 mod tests;

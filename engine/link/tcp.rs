@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -20,6 +21,9 @@ const QUEUE: usize = 4;
 /// Receive window: a frame, its header and the beginning of the next, well inside L2.
 const WINDOW: usize = SLOT + 64 * 1024;
 
+/// How long the control connection has to say why a peer cannot be dialled, before the dial's own error counts.
+const GRACE: Duration = Duration::from_secs(1);
+
 /// What a dial answers with, exactly once.
 pub(crate) type Connected = Box<dyn FnOnce(Result<TcpStream, Error>) + Send>;
 /// Dials the peer.
@@ -29,6 +33,8 @@ enum State {
     Closed(Option<Dial>),
     Dialing(Arc<Mutex<Option<Result<TcpStream, Error>>>>),
     Open(TcpStream),
+    /// The dial failed, then: a peer that has ended, which the control connection says first, or a fault of the net.
+    Failed(Error, Instant),
     /// The connection broke; the control connection says why.
     Dead,
 }
@@ -77,12 +83,17 @@ impl TcpTx {
             }
             State::Dialing(answer) => {
                 let answered = answer.lock().take();
-                if let Some(socket) = answered.transpose()? {
-                    self.reactor.watch(&socket)?;
-                    self.state = State::Open(socket);
+                match answered {
+                    Some(Ok(socket)) => {
+                        self.reactor.watch(&socket)?;
+                        self.state = State::Open(socket);
+                    }
+                    Some(Err(error)) => self.state = State::Failed(error, Instant::now()),
+                    None => {}
                 }
             }
-            State::Open(_) | State::Dead => {}
+            State::Failed(error, at) if at.elapsed() > GRACE => return Err(error.clone()),
+            State::Open(_) | State::Failed(..) | State::Dead => {}
         }
         Ok(())
     }

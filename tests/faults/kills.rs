@@ -42,6 +42,42 @@ pub(crate) async fn rank(me: Me) {
     before.say_whether_restored().await;
 }
 
+/// The victim dies before anybody has sent it anything.
+pub(crate) async fn early(me: Me) {
+    let mut comm = me.connect().await;
+    let (victim, wait) = (me.number("victim"), me.number("wait_ms") as u64);
+    if me.rank == victim {
+        rustix::process::kill_process(rustix::process::getpid(), Signal::KILL).unwrap();
+    }
+    tokio::time::sleep(Duration::from_millis(wait)).await;
+    say("start", json!({}));
+    let failed = comm.all_reduce(vec![1f32; 1 << 20]).await.unwrap_err();
+    say_error("failed", &failed.error, failed.buf.is_some());
+    let _ = comm.close().await;
+}
+
+#[test]
+fn a_rank_that_dies_before_the_first_operation_is_named() {
+    let _alone = alone();
+    for (link, victim, wait) in
+        [(Link::Tcp, 2, 0), (Link::Tcp, 0, 1), (Link::Tcp, 1, 100), (Link::Shm, 0, 0), (Link::Mixed, 3, 0)]
+    {
+        let job = Plan::new("early", SIZE, link).args(json!({ "victim": victim, "wait_ms": wait })).start();
+        for rank in job.ranks.iter().filter(|r| r.rank != victim) {
+            let from = rank.hear("start")["t"].as_f64().unwrap();
+            let said = rank.hear("failed");
+            let error = harness::error_of(&said);
+            let named = matches!(&error, Error::PeerLost { rank, how: Lost::Died, .. } if *rank == victim);
+            assert!(named, "rank {} on {link:?}: {error}", rank.rank);
+            assert!(said["t"].as_f64().unwrap() - from < SOON.as_secs_f64());
+            assert_eq!(said["buffer"], true);
+        }
+        for mut rank in job.ranks.into_iter().filter(|r| r.rank != victim) {
+            assert_eq!(rank.ended(Instant::now() + PATIENCE), Some(0), "{}", rank.log());
+        }
+    }
+}
+
 struct Kill {
     link: Link,
     algo: Algo,

@@ -122,9 +122,12 @@ impl Endpoint {
                 run.active.stalled_at = Some(now);
                 let waiting = run.active.waiting_for(&mut run.port);
                 self.recorder.waiting(number, &waiting);
-                let left = self.left.lock().clone();
-                match waiting.iter().find(|w| left[**w]) {
-                    Some(&rank) => {
+                let gone = {
+                    let left = self.left.lock();
+                    waiting.iter().copied().find(|w| left[*w])
+                };
+                match gone {
+                    Some(rank) => {
                         let operation = run.active.operation(&self.config.name);
                         error = Some(Error::PeerLost { rank, how: Lost::Left, operation });
                     }
@@ -133,7 +136,7 @@ impl Endpoint {
             }
         }
         if error.is_none() {
-            let left = self.left.lock().clone();
+            let left = self.left.lock();
             error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone)| {
                 let operation = Operation {
                     comm: self.config.name.clone(),
