@@ -11,7 +11,7 @@ use crate::types::{Rank, Signature};
 ///
 /// The first cause that a group learns of is everyone's: a survivor of a crash names the rank that died,
 /// not the neighbour that went away because of it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
+#[derive(Clone, PartialEq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// A call that cannot be carried out as it is. Nothing was submitted; the buffer comes back.
@@ -72,7 +72,7 @@ pub enum Error {
     },
     /// More operations wait to be started than the communicator's limit.
     #[error(
-        "{call}: {limit} operations are queued already; await some of them, or raise the limit with `queue_limit`"
+        "{call}: {limit} operations of this communicator are queued or running already; await some of them first"
     )]
     QueueFull {
         /// The call.
@@ -128,6 +128,13 @@ pub enum Error {
         /// What was wrong.
         problem: String,
     },
+}
+
+/// The text of `Display`: what `fn main() -> Result<(), Error>` prints is for a person.
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// How a lost rank was noticed.

@@ -52,9 +52,6 @@ impl<'a> Bytes<'a> {
     fn u16(&mut self) -> u16 {
         u16::from_le_bytes(self.array())
     }
-    fn u32(&mut self) -> u32 {
-        u32::from_le_bytes(self.array())
-    }
     fn u64(&mut self) -> u64 {
         u64::from_le_bytes(self.array())
     }
@@ -435,7 +432,8 @@ pub fn hostile_collective(data: &[u8]) {
     let algos = plan::algorithms(kind);
     let algo: Algo = algos[usize::from(how) % algos.len()];
     let in_place = how & 0x80 != 0 || kind == Kind::Barrier;
-    let count = if kind == Kind::Barrier { 1 } else { [0, 1, 2, 7, 48, 500, 9000, 70_000][usize::from(size % 8)] };
+    let count =
+        if kind == Kind::Barrier { 1 } else { [0, 1, 2, 7, 48, 500, 9000, 70_000][usize::from(size % 8)] };
     let shape = Shape { n: 2, rank: 0, root: usize::from(how >> 6 & 1), in_place };
     let Ok(plan) = plan::plan(kind, algo, &shape) else { return };
     let (dtype, op) = match kind {
@@ -505,7 +503,11 @@ struct Peer<'a> {
 }
 
 impl AsyncRead for Peer<'_> {
-    fn poll_read(mut self: Pin<&mut Self>, _: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let len = self.piece.min(self.bytes.len()).min(buf.remaining());
         let (now, rest) = self.bytes.split_at(len);
         buf.put_slice(now);
@@ -550,7 +552,8 @@ fn message(message: &Message) {
     }
     let _ = (format!("{message:?}"), message.comm());
     let Ok(frame) = wire::encode(message) else { return };
-    let again = wire::split(&frame).ok().flatten().and_then(|(payload, _)| wire::decode::<Message>(payload).ok());
+    let again =
+        wire::split(&frame).ok().flatten().and_then(|(payload, _)| wire::decode::<Message>(payload).ok());
     assert_eq!(again.as_ref(), Some(message), "what was understood survives being said again");
 }
 
@@ -608,7 +611,9 @@ pub fn rendezvous(data: &[u8]) {
         if let News::Formed(table) = news {
             if check_table(table, &own).is_ok() {
                 assert_eq!(table.members.len(), size);
-                assert!(table.members.iter().enumerate().all(|(i, m)| m.rank == i && !m.addresses.is_empty()));
+                assert!(
+                    table.members.iter().enumerate().all(|(i, m)| m.rank == i && !m.addresses.is_empty())
+                );
             }
         }
     };
@@ -630,9 +635,8 @@ pub fn environment(data: &[u8]) {
     let variables: HashMap<&str, &str> = text.lines().filter_map(|l| l.split_once('=')).collect();
     // Files are not read here.
     let safe = |name: &str| name != "ALLSTREAM_TOKEN_FILE";
-    let found = Rendezvous::from_lookup(&|name| {
-        variables.get(name).filter(|_| safe(name)).map(|v| (*v).to_owned())
-    });
+    let found =
+        Rendezvous::from_lookup(&|name| variables.get(name).filter(|_| safe(name)).map(|v| (*v).to_owned()));
     match found {
         Ok(place) => {
             assert!(place.rank() < place.size());

@@ -63,8 +63,8 @@ pub(crate) struct Defaults {
 
 impl Defaults {
     pub(crate) fn from_env() -> Result<Defaults, Error> {
-        let timeout = match std::env::var("ALLSTREAM_TIMEOUT") {
-            Ok(text) => text
+        let timeout = match std::env::var("ALLSTREAM_TIMEOUT").ok().filter(|t| !t.is_empty()) {
+            Some(text) => text
                 .trim()
                 .parse::<f64>()
                 .ok()
@@ -76,11 +76,11 @@ impl Defaults {
                         format!("{text:?} is not a number of seconds above 0"),
                     )
                 })?,
-            Err(_) => Duration::from_secs(300),
+            None => Duration::from_secs(300),
         };
-        let algo = match std::env::var("ALLSTREAM_ALGO") {
-            Ok(text) => text.parse().map_err(|e| Error::invalid("ALLSTREAM_ALGO", e))?,
-            Err(_) => Algo::Auto,
+        let algo = match std::env::var("ALLSTREAM_ALGO").ok().filter(|t| !t.is_empty()) {
+            Some(text) => text.parse().map_err(|e| Error::invalid("ALLSTREAM_ALGO", e))?,
+            None => Algo::Auto,
         };
         Ok(Defaults { timeout, algo })
     }

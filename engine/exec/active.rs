@@ -281,6 +281,7 @@ impl Active {
         }
         // A copy whose payload is still in a socket goes straight to where it belongs.
         if let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst)
+            && !(step.finish && r.op == ReduceOp::Avg)
             && port.rx(*from)?.streams()
             && node.unit > 0
         {
@@ -360,8 +361,8 @@ impl Active {
             }
             let hand = &mut self.hands[i];
             hand.resize(SLOT, 0);
-            // What it holds already, and `m`, are within one slice.
-            outs[0] = hand[(node.got - node.pos) * node.unit..].as_mut_ptr();
+            // It stands for one slice; `m` ends within it.
+            outs[0] = hand[(node.got % Self::slice(&node)) * node.unit..].as_mut_ptr();
             used = 1;
         } else {
             if let Some(dst) = dst {
@@ -483,9 +484,9 @@ impl Active {
         port: &mut Port,
     ) -> Result<bool, Error> {
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
-        let m = node.got - node.pos;
-        let bytes = m * node.unit;
-        let hand = self.hands[i].as_ptr();
+        let mut m = node.got - node.pos;
+        let mut bytes = m * node.unit;
+        let hand = self.hands[i][(node.pos % Self::slice(&node)) * node.unit..].as_ptr();
         if let Some(dst) = step.dst {
             if self.read_limit(program, i) < node.got {
                 return Ok(false);
@@ -497,19 +498,26 @@ impl Active {
             if !self.receivers_ready(program, i, port)? {
                 return Ok(false);
             }
-            let payload = if bytes <= Port::INLINE {
-                Payload::Memory(hand)
-            } else {
-                let Some((slot, at)) = port.take_slot() else { return Ok(false) };
-                // SAFETY: a slot has room for a slice, and is ours alone until posted.
-                unsafe { std::ptr::copy_nonoverlapping(hand, at, bytes) };
-                Payload::Slot(slot, at)
+            let slot = if bytes > Port::INLINE { port.take_slot() } else { None };
+            let payload = match slot {
+                Some((slot, at)) => {
+                    // SAFETY: a slot has room for a slice, and is ours alone until posted.
+                    unsafe { std::ptr::copy_nonoverlapping(hand, at, bytes) };
+                    Payload::Slot(slot, at)
+                }
+                None => {
+                    // What fits a cell goes: no other communicator's backlog stops us.
+                    m = m.min(Port::INLINE.checked_div(node.unit).unwrap_or(m));
+                    bytes = m * node.unit;
+                    Payload::Memory(hand)
+                }
             };
+            debug_assert!(bytes <= SLOT);
             for k in 0..step.send.len() {
                 self.post(r, program, i, (k, node.pos, m), payload, port)?;
             }
         }
-        self.nodes[i].pos = node.got;
+        self.nodes[i].pos += m;
         Ok(true)
     }
 

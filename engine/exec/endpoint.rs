@@ -37,6 +37,9 @@ pub(crate) fn grace(timeout: Duration) -> Duration {
     Duration::from_millis(200).min(timeout / 4)
 }
 
+/// How long a dead communicator waits for its slots.
+const HANG_UP: Duration = Duration::from_secs(1);
+
 /// What the executor tells the other ranks, outside the data path.
 pub(crate) trait Control: Send + Sync {
     /// The communicator is dead, for this cause, found here.
@@ -120,7 +123,8 @@ struct Run {
     /// Since when this process has not stood still, as far as it was looked at.
     awake: Instant,
     blocked: u32,
-    drained: bool,
+    /// When everything was failed, once it was.
+    drained: Option<Instant>,
 }
 
 /// One rank's side of one communicator.
@@ -170,7 +174,7 @@ impl Endpoint {
             checked: Instant::now(),
             awake: Instant::now(),
             blocked: 0,
-            drained: false,
+            drained: None,
         };
         let table = Table {
             inflight: Inflight::with_capacity(64),
@@ -443,7 +447,8 @@ impl Endpoint {
         if self.poisoned.load(Ordering::Acquire) {
             return self.drain(&mut run);
         }
-        let gate = self.config.gate.lock();
+        // Not waited for: a waker or a buffer's drop may run under it, on this very thread.
+        let Some(gate) = self.config.gate.try_lock() else { return Progress::Blocked };
         let moved = self.advance(&mut run);
         drop(gate);
         match moved {
@@ -545,14 +550,19 @@ impl Endpoint {
 
     /// Fails everything once no peer can touch our buffers any more.
     fn drain(&self, run: &mut Run) -> Progress {
-        if run.drained && self.table.lock().inflight.running() == 0 {
-            return Progress::Idle;
+        if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
+            // Slots that peers may still read come back when they have hung up; of a peer that never does (it was
+            // stopped, or its process is gone), they are not used again.
+            let back = run.port.reclaim() & run.messages.reclaim();
+            return if back || at.elapsed() > HANG_UP { Progress::Idle } else { Progress::Blocked };
         }
         let quiet = run.port.revoke();
         if !(run.messages.revoke() && quiet) {
             return Progress::Blocked;
         }
-        run.drained = true;
+        run.drained = Some(Instant::now());
+        run.port.hang_up();
+        run.messages.hang_up();
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
         let here = run.active.operation(&self.config.name);
         let mut keys = Vec::new();
@@ -582,29 +592,30 @@ impl Endpoint {
 
     /// Kills the communicator for a cause found here, and tells the others.
     pub(crate) fn fail(self: &Arc<Self>, error: Error) {
-        if self.set_cause(error) {
+        let mut error = error;
+        if let Error::Mismatch { comm, .. } = &mut error {
+            comm.clone_from(&self.config.name);
+        }
+        if self.cause.set(error).is_ok() {
+            // Told before anyone here wakes: should this process end because of it, the others know the cause.
             if let Some(cause) = self.cause.get() {
                 self.config.control.abort(self, cause);
             }
-            self.arm();
-            self.config.lane.kick();
+            self.wake_dead();
         }
     }
 
     /// Kills the communicator for a cause heard of.
     pub(crate) fn poison(self: &Arc<Self>, error: Error) {
-        if self.set_cause(error) {
-            self.arm();
-            self.config.lane.kick();
+        if self.cause.set(error).is_ok() {
+            self.wake_dead();
         }
     }
 
-    fn set_cause(&self, error: Error) -> bool {
-        let first = self.cause.set(error).is_ok();
-        if first {
-            self.poisoned.store(true, Ordering::Release);
-        }
-        first
+    fn wake_dead(self: &Arc<Self>) {
+        self.poisoned.store(true, Ordering::Release);
+        self.arm();
+        self.config.lane.kick();
     }
 
     /// Whether nothing is left to do and everything sent has left.

@@ -154,6 +154,14 @@ impl Messages {
         self.port.is_flushed()
     }
 
+    pub(crate) fn hang_up(&mut self) {
+        self.port.hang_up();
+    }
+
+    pub(crate) fn reclaim(&mut self) -> bool {
+        self.port.reclaim()
+    }
+
     pub(crate) fn revoke(&mut self) -> bool {
         self.port.revoke()
     }
@@ -260,7 +268,8 @@ impl Messages {
                     }
                     Some(_) => return Err(wrong("an eager message whose length differs from its signature")),
                     None => {
-                        let mut place = self.spare.pop().unwrap_or_else(|| vec![0u8; EAGER].into_boxed_slice());
+                        let mut place =
+                            self.spare.pop().unwrap_or_else(|| vec![0u8; EAGER].into_boxed_slice());
                         data(place.as_mut_ptr());
                         self.keep(rank, tag, number, header.signature, Some((place, len)))?;
                     }
@@ -450,8 +459,10 @@ impl Messages {
         }
         let owner = |end| (t.key.number(), 0, 0, end);
         if stage == Stage::New {
-            if t.bytes <= EAGER && self.peers[rank].credits > 0 {
-                let Some(payload) = self.payload(rank, t.memory, t.bytes)? else { return Ok(false) };
+            let eager = t.bytes <= EAGER && self.peers[rank].credits > 0;
+            // Without a free slot it is announced: its data then goes by cells, past whoever holds the slots.
+            let payload = if eager { self.payload(rank, t.memory, t.bytes)? } else { None };
+            if let Some(payload) = payload {
                 let header = self.header(Type::Eager, t.signature, t.number, 0, t.bytes);
                 let free = self.port.post(rank, header, payload, owner(t.bytes))?;
                 let peer = &mut self.peers[rank];

@@ -170,6 +170,22 @@ impl Port {
         })
     }
 
+    /// Tells all peers on this host that nothing of theirs is read here any more.
+    pub(crate) fn hang_up(&mut self) {
+        let ours = self.rank;
+        for peer in (0..self.peers.len()).filter(|peer| *peer != ours) {
+            if let Ok(rx) = self.rx(peer) {
+                rx.hang_up();
+            }
+        }
+    }
+
+    /// Takes back what dead peers' links have released. `true` when nothing is lent any more.
+    pub(crate) fn reclaim(&mut self) -> bool {
+        let _ = self.reap(|_| {});
+        self.peers.iter().all(|p| p.lent.iter().all(|lent| lent.slot.is_none()))
+    }
+
     /// Takes all lent memory back, for good. `true` once no peer can be reading it.
     pub(crate) fn revoke(&mut self) -> bool {
         self.dead = true;

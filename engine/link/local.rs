@@ -237,6 +237,7 @@ pub(crate) struct LocalRx {
     same_process: bool,
     done: usize,
     head: Option<Frame>,
+    hung_up: bool,
 }
 
 impl LocalRx {
@@ -249,12 +250,15 @@ impl LocalRx {
         same_process: bool,
     ) -> Result<Self, Error> {
         let ring = Consumer::new(RawRing::new(region, offset)?);
-        Ok(LocalRx { ring, bell, peer, same_process, done: 0, head: None })
+        Ok(LocalRx { ring, bell, peer, same_process, done: 0, head: None, hung_up: false })
     }
 }
 
 impl LinkRx for LocalRx {
     fn peek(&mut self, _useful: usize) -> Result<Option<Frame>, Error> {
+        if self.hung_up {
+            return Ok(None);
+        }
         // Also for a frame that was seen before: it may have been taken back since.
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
             return Ok(None); // the sender took its memory back: its abort explains
@@ -282,6 +286,13 @@ impl LinkRx for LocalRx {
         self.head = Some(Frame { header, data, ready: len, done: 0 });
         self.done = 0;
         Ok(self.head)
+    }
+
+    fn hang_up(&mut self) {
+        self.head = None;
+        self.hung_up = true;
+        self.ring.close();
+        self.bell.ring();
     }
 
     fn release(&mut self, bytes: usize) {

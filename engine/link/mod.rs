@@ -73,6 +73,9 @@ pub(crate) trait LinkRx: Send {
     /// empty one).
     fn release(&mut self, bytes: usize);
 
+    /// Nothing of this link is read any more, now or ever: the sender has all its memory back.
+    fn hang_up(&mut self) {}
+
     /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies: it is not in
     /// memory yet.
     fn streams(&self) -> bool {

@@ -7,6 +7,9 @@
 /// Cells of a ring: frames posted and not yet released.
 pub(crate) const CELLS: u64 = 16;
 
+/// The released count of a consumer that will not read again.
+const CLOSED: u64 = u64::MAX;
+
 /// The memory of a ring. Implementations give the orderings that the names say.
 pub(crate) trait RingMemory {
     /// What a cell carries.
@@ -63,6 +66,10 @@ impl<M: RingMemory> Producer<M> {
     /// Frames whose cells (and payloads) the consumer is done with.
     pub(crate) fn released(&mut self) -> u64 {
         let seen = self.memory.released_acquire();
+        if seen == CLOSED {
+            self.released = self.next;
+            return self.next;
+        }
         // A count that no correct consumer writes is not believed: memory stays lent.
         if seen >= self.released && seen <= self.next {
             self.released = seen;
@@ -104,6 +111,11 @@ impl<M: RingMemory> Consumer<M> {
     /// The frame at the head, if one is there.
     pub(crate) fn peek(&self) -> Option<M::Frame> {
         self.head().map(|at| self.memory.read(at))
+    }
+
+    /// Gives everything back, also what is still to come: this consumer reads no more.
+    pub(crate) fn close(&mut self) {
+        self.memory.release(CLOSED);
     }
 
     /// Gives the head's cell back. Only after `peek` showed a frame.

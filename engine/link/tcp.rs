@@ -196,6 +196,7 @@ impl LinkTx for TcpTx {
 
     fn revoke(&mut self) -> bool {
         // Only we read the memory. A half-sent frame ends with the connection.
+        self.released += self.queue.len() as u64;
         self.queue.clear();
         self.state = State::Dead;
         true

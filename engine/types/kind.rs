@@ -110,11 +110,11 @@ impl fmt::Display for Algo {
 impl std::str::FromStr for Algo {
     type Err = String;
     fn from_str(s: &str) -> Result<Algo, String> {
-        let s = s.to_ascii_lowercase().replace('-', "_");
-        if s == "bde" {
+        let plain = |s: &str| s.to_ascii_lowercase().replace(['-', '_'], "");
+        if plain(s) == "bde" {
             return Ok(Algo::RecursiveDoubling);
         }
-        [Algo::Auto].into_iter().chain(Algo::ALL).find(|a| a.name() == s).ok_or_else(|| {
+        [Algo::Auto].into_iter().chain(Algo::ALL).find(|a| plain(a.name()) == plain(s)).ok_or_else(|| {
             let names: Vec<_> = Algo::ALL.iter().map(|a| a.name()).collect();
             format!("unknown algorithm {s:?}: expected auto, {} (or bde)", names.join(", "))
         })
