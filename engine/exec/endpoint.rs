@@ -485,12 +485,12 @@ impl Endpoint {
             while i < table.messages.len() {
                 let after = table.messages[i].2.as_ref();
                 if after.is_none_or(|event| !event.subscribe(self.config.lane.waker())) {
-                    let Some((_, transfer, after)) = table.messages.remove(i) else { break };
+                    // Should its stream have failed, it stays where it is, to be failed with all the others.
+                    let (_, transfer, after) = &table.messages[i];
+                    ready(after, transfer.direction.name())?;
+                    let Some((_, transfer, _)) = table.messages.remove(i) else { break };
                     drop(table);
-                    // First into the machine: should its stream have failed, it is failed with all that is there.
-                    let name = transfer.direction.name();
                     run.messages.add(transfer);
-                    ready(&after, name)?;
                     any = true;
                     table = self.table.lock();
                 } else {

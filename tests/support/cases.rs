@@ -1,5 +1,7 @@
 //! One case of conformance: a call on every rank, and what every rank must then have.
 
+#![allow(dead_code)] // Not every test uses everything.
+
 use std::any::Any;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;

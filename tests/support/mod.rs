@@ -1,6 +1,6 @@
 //! For tests: worlds of threads over every link, and worlds of real processes. Every wait has a deadline.
 
-#![allow(dead_code)]
+#![allow(dead_code)] // Not every test uses everything.
 
 use std::io::Read;
 use std::net::TcpListener;
