@@ -237,7 +237,7 @@ pub fn hostile_ring(data: &[u8]) {
 fn header(input: &mut Bytes<'_>) -> Header {
     let [kind, dtype, op, algo] = input.array();
     Header {
-        comm: u64::from(input.u8() % 4 == 0),
+        comm: u64::from(input.u8().is_multiple_of(4)),
         op: u64::from(input.u8() % 4),
         offset: 0,
         len: 0,
@@ -329,7 +329,7 @@ fn port(channel: u8, script: Script) -> Option<Port> {
 
 /// Frames with small numbers in every field, so that many are what the receiver waits for.
 fn script(input: &mut Bytes<'_>, signatures: &[Signature], unit: usize) -> Script {
-    let streams = input.u8() % 2 == 0;
+    let streams = input.u8().is_multiple_of(2);
     let mut frames = Vec::new();
     while !input.is_empty() && frames.len() < 64 {
         let [what, message, number, place] = input.array();
@@ -608,13 +608,11 @@ pub fn rendezvous(data: &[u8]) {
     let Ok(own) = Rendezvous::tcp("127.0.0.1:1", size - 1, size) else { return };
     let look = |news: &News| {
         let _ = format!("{news:?}");
-        if let News::Formed(table) = news {
-            if check_table(table, &own).is_ok() {
-                assert_eq!(table.members.len(), size);
-                assert!(
-                    table.members.iter().enumerate().all(|(i, m)| m.rank == i && !m.addresses.is_empty())
-                );
-            }
+        if let News::Formed(table) = news
+            && check_table(table, &own).is_ok()
+        {
+            assert_eq!(table.members.len(), size);
+            assert!(table.members.iter().enumerate().all(|(i, m)| m.rank == i && !m.addresses.is_empty()));
         }
     };
     if let Ok(news) = wire::decode::<News>(input.0) {

@@ -121,7 +121,7 @@ fn case(site: &Site, attempt: u64) -> Case {
     let form = if site.in_place { Form::InPlace } else { Form::Into };
     Case {
         what: What::Collective(site.kind, site.algo, form),
-        len: if attempt % 2 == 0 { 24 } else { 120_000 },
+        len: if attempt.is_multiple_of(2) { 24 } else { 120_000 },
         dtype: DType::F32,
         // Only an average shows a `finish` that is turned over.
         op: ReduceOp::Avg,

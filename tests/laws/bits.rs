@@ -1,10 +1,7 @@
 //! Law 6: all ranks get the same bits.
 
-
 use allstream::plan::algorithms;
-use allstream::{
-    Kind, bf16,
-};
+use allstream::{Kind, bf16};
 use futures::executor::block_on;
 
 use crate::house::*;

@@ -95,10 +95,13 @@ pub(crate) fn agree(all: &[Seen]) -> Result<(), String> {
     }
 }
 
+/// How many ranks have had it, and the expected result.
+type Slot = (usize, Option<Arc<dyn Any + Send + Sync>>);
+
 /// The expected result of cases, computed by the rank that needs it first, and dropped after the last.
 pub(crate) struct Oracle {
     users: usize,
-    slots: Vec<Mutex<(usize, Option<Arc<dyn Any + Send + Sync>>)>>,
+    slots: Vec<Mutex<Slot>>,
 }
 
 /// What a reduction (of all blocks) must be.
