@@ -204,7 +204,8 @@ fn steady_state(
                     for _ in 0..WINDOWS {
                         gate.wait();
                         if comm.rank() == 0 {
-                            (COUNT.store(0, Ordering::SeqCst), BYTES.store(0, Ordering::SeqCst));
+                            COUNT.store(0, Ordering::SeqCst);
+                            BYTES.store(0, Ordering::SeqCst);
                             ON.store(true, Ordering::SeqCst);
                         }
                         gate.wait();

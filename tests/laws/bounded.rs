@@ -59,10 +59,11 @@ fn staged(before: &[u64]) -> Vec<(u64, u64)> {
     for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {
         let is_region =
             std::fs::read_link(entry.path()).is_ok_and(|p| p.to_string_lossy().contains("memfd:allstream"));
-        if let (true, Ok(meta)) = (is_region, std::fs::metadata(entry.path())) {
-            if !before.contains(&meta.ino()) && !files.iter().any(|(ino, _)| *ino == meta.ino()) {
-                files.push((meta.ino(), meta.blocks() * 512));
-            }
+        if let (true, Ok(meta)) = (is_region, std::fs::metadata(entry.path()))
+            && !before.contains(&meta.ino())
+            && !files.iter().any(|(ino, _)| *ino == meta.ino())
+        {
+            files.push((meta.ino(), meta.blocks() * 512));
         }
     }
     files

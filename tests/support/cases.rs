@@ -104,6 +104,8 @@ pub(crate) struct Oracle {
     slots: Vec<Mutex<Slot>>,
 }
 
+type Shared = Arc<dyn Any + Send + Sync>;
+
 /// What a reduction (of all blocks) must be.
 struct Expected<T> {
     values: Vec<T>,
