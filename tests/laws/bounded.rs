@@ -100,13 +100,16 @@ fn law_10_staging_has_a_cap_whatever_the_number_of_communicators() {
         }
         assert!(moved.wait().unwrap()[1].iter().all(|x| *x == comm_value(from)));
         comm.barrier().wait().unwrap();
-        for (i, (_, bytes)) in staged(&[]).into_iter().filter(|(ino, _)| ours.contains(ino)).enumerate() {
+        // Regions of tests that run beside this one may be among them: the cap is theirs too.
+        let regions: Vec<_> = staged(&[]).into_iter().filter(|(ino, _)| ours.contains(ino)).collect();
+        for (ino, bytes) in &regions {
             assert!(
-                bytes <= CAP + BESIDE,
-                "region {i} holds {bytes} bytes, the cap is {CAP} (and {BESIDE} for rings)"
+                *bytes <= CAP + BESIDE,
+                "region {ino} holds {bytes} bytes, the cap is {CAP} (and {BESIDE} for rings)"
             );
-            assert!(bytes > 0, "nothing was staged: this test looks at the wrong thing");
         }
+        let used = regions.iter().filter(|(_, bytes)| *bytes > 128 << 10).count();
+        assert!(used >= RANKS, "{used} regions were staged in: this test looks at the wrong thing");
         comm.barrier().wait().unwrap();
         for child in all {
             block_on(child.close()).unwrap();
