@@ -165,8 +165,14 @@ pub(crate) fn write(
         comms,
     };
     let path = dir.join(format!("{world}-rank{rank}.json"));
+    // Whole or not at all: two threads may learn of a failure at once, and a reader may look meanwhile.
+    static WRITING: Mutex<()> = Mutex::new(());
+    let part = path.with_extension("part");
+    let one_at_a_time = WRITING.lock();
     let written = std::fs::create_dir_all(&dir)
-        .and_then(|()| std::fs::write(&path, serde_json::to_vec(&recording).unwrap_or_default()));
+        .and_then(|()| std::fs::write(&part, serde_json::to_vec(&recording).unwrap_or_default()))
+        .and_then(|()| std::fs::rename(&part, &path));
+    drop(one_at_a_time);
     match written {
         Ok(()) => Some(path),
         Err(e) => {
