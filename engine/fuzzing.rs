@@ -242,12 +242,12 @@ pub fn hostile_ring(data: &[u8]) {
 fn header(input: &mut Bytes<'_>) -> Header {
     let [kind, dtype, op, algo] = input.array();
     Header {
-        comm: u64::from(input.u8().is_multiple_of(4)),
+        comm: u32::from(input.u8().is_multiple_of(4)),
         op: u64::from(input.u8() % 4),
         offset: 0,
         len: 0,
         message: 0,
-        signature: Signature { kind, dtype, op, algo, root: 0, count: 0, generation: 0 },
+        signature: Signature { kind, dtype, op, algo, ..Signature::default() },
     }
 }
 
@@ -353,7 +353,7 @@ fn script(input: &mut Bytes<'_>, signatures: &[Signature], unit: usize) -> Scrip
         };
         let payload = vec![number; len].into_boxed_slice();
         let header = Header {
-            comm: u64::from(what == 0xee),
+            comm: u32::from(what == 0xee),
             op: u64::from(number % 4),
             offset,
             len: len as u32,
@@ -387,7 +387,7 @@ pub fn hostile_messages(data: &[u8]) {
             algo: 0,
             root: tag.into(),
             count: count as u64,
-            generation: 0,
+            ..Signature::default()
         };
         let key = table.submit(());
         let mut memory = vec![0u8; count * 4].into_boxed_slice();
@@ -439,7 +439,7 @@ pub fn hostile_collective(data: &[u8]) {
     let in_place = how & 0x80 != 0 || kind == Kind::Barrier;
     let count =
         if kind == Kind::Barrier { 1 } else { [0, 1, 2, 7, 48, 500, 9000, 70_000][usize::from(size % 8)] };
-    let shape = Shape { n: 2, rank: 0, root: usize::from(how >> 6 & 1), in_place };
+    let shape = Shape { n: 2, rank: 0, root: usize::from(how >> 6 & 1), in_place, ..Shape::default() };
     let Ok(plan) = plan::plan(kind, algo, &shape) else { return };
     let (dtype, op) = match kind {
         Kind::Barrier => (DType::U8, ReduceOp::BitOr),
@@ -452,7 +452,7 @@ pub fn hostile_collective(data: &[u8]) {
         algo: algo as u8,
         root: shape.root as u32,
         count: count as u64,
-        generation: 0,
+        ..Signature::default()
     };
     let (mut ins, mut outs) = match kind {
         Kind::AllGather => (count, 2 * count),

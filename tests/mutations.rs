@@ -88,7 +88,7 @@ fn sites() -> Vec<Site> {
 fn mutants() -> Vec<Mutant> {
     let of_site = |site: Site| {
         let Site { kind, algo, n, root, in_place, rank } = site;
-        let right = plan(kind, algo, &Shape { n, rank, root, in_place }).expect("a plan");
+        let right = plan(kind, algo, &Shape { n, rank, root, in_place, ..Shape::default() }).expect("a plan");
         let runs = |(step, mutation): &(usize, Mutation)| match mutation {
             Mutation::DropOperand(k) => {
                 let operands = &right.steps[*step].operands;

@@ -151,7 +151,7 @@ impl<'a> Call<'a> {
             (named, _) => named,
         };
         let rank = endpoint.config.rank;
-        let shape = Shape { n, rank, root: spec.root, in_place: spec.in_place };
+        let shape = Shape { n, rank, root: spec.root, in_place: spec.in_place, ..Shape::default() };
         let key = (spec.kind as u8, algo as u8, spec.root, spec.in_place);
         let program = endpoint.program(key, || {
             let plan =
@@ -189,6 +189,7 @@ impl<'a> Call<'a> {
             root: spec.root as u32,
             count: spec.count as u64,
             generation: endpoint.config.generation,
+            detail: 0,
         };
         let submission = Submission::Collective {
             call: spec.kind.name(),

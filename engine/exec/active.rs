@@ -584,7 +584,7 @@ impl Active {
     ) -> Result<(), Error> {
         let (node, peer) = (self.nodes[i], program.plan.steps[i].send[k]);
         let header = Header {
-            comm: self.comm,
+            comm: self.comm as u32,
             op: r.number,
             offset: at as u64,
             len: (m * node.unit) as u32,

@@ -288,6 +288,7 @@ impl Endpoint {
                     root: tag,
                     count: count as u64,
                     generation: self.config.generation,
+                    detail: 0,
                 };
                 let bytes = count * dtype.size();
                 let transfer = Transfer {

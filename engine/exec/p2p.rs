@@ -235,7 +235,7 @@ impl Messages {
 
     fn header(&self, kind: Type, signature: Signature, number: u64, offset: usize, len: usize) -> Header {
         let message = kind as u32;
-        Header { comm: self.comm, op: number, offset: offset as u64, len: len as u32, message, signature }
+        Header { comm: self.comm as u32, op: number, offset: offset as u64, len: len as u32, message, signature }
     }
 
     /// Takes what is at the head of the link from `rank`. Every frame can be taken at once, but one whose payload has
@@ -244,7 +244,7 @@ impl Messages {
         let Some(frame) = self.port.rx(rank)?.peek(0)? else { return Ok(false) };
         let header = frame.header;
         let wrong = |problem: &str| Error::Protocol { peer: rank, problem: problem.to_owned() };
-        if header.comm != self.comm || header.signature.generation != self.generation {
+        if header.comm != self.comm as u32 || header.signature.generation != self.generation {
             return Err(wrong("a message frame of another communicator"));
         }
         let (tag, number) = (header.signature.root, header.op);
@@ -396,7 +396,7 @@ impl Messages {
 
     fn blank(&self) -> Signature {
         let generation = self.generation;
-        Signature { kind: crate::types::KIND_P2P, dtype: 0, op: 0, algo: 0, root: 0, count: 0, generation }
+        Signature { kind: crate::types::KIND_P2P, generation, ..Signature::default() }
     }
 
     fn short(

@@ -97,8 +97,8 @@ mod tests {
             operation: None,
         });
         let cause = prop_oneof![cause, lost];
-        let signature = (any::<[u8; 4]>(), any::<u32>(), any::<u64>(), any::<u32>()).prop_map(
-            |([kind, dtype, op, algo], root, count, generation)| Signature {
+        let signature = (any::<[u8; 4]>(), any::<u32>(), any::<u64>(), any::<[u32; 2]>()).prop_map(
+            |([kind, dtype, op, algo], root, count, [generation, detail])| Signature {
                 kind,
                 dtype,
                 op,
@@ -106,6 +106,7 @@ mod tests {
                 root,
                 count,
                 generation,
+                detail,
             },
         );
         prop_oneof![

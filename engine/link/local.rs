@@ -28,7 +28,6 @@ const NOWHERE: u64 = u64::MAX;
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct Descriptor {
-    comm: u64,
     op: u64,
     offset: u64,
     /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline.
@@ -39,6 +38,8 @@ struct Descriptor {
     root: u32,
     generation: u32,
     kinds: [u8; 4],
+    detail: u32,
+    comm: u32,
     lap: u32,
 }
 
@@ -210,6 +211,7 @@ impl LinkTx for LocalTx {
             root: s.root,
             generation: s.generation,
             kinds: [s.kind, s.dtype, s.op, s.algo],
+            detail: s.detail,
             lap: 0,
         };
         self.ring.post((descriptor, if inline { payload } else { std::ptr::null() }));
@@ -280,7 +282,16 @@ impl LinkRx for LocalRx {
         };
         let [kind, dtype, op, algo] = d.kinds;
         let signature =
-            Signature { kind, dtype, op, algo, root: d.root, count: d.count, generation: d.generation };
+            Signature {
+            kind,
+            dtype,
+            op,
+            algo,
+            root: d.root,
+            count: d.count,
+            generation: d.generation,
+            detail: d.detail,
+        };
         let header =
             Header { comm: d.comm, op: d.op, offset: d.offset, len: d.len, message: d.message, signature };
         self.head = Some(Frame { header, data, ready: len, done: 0 });
@@ -330,7 +341,7 @@ mod tests {
     }
 
     fn header(op: u64, len: usize) -> Header {
-        let signature = Signature { kind: 1, dtype: 2, op: 3, algo: 4, root: 5, count: 6, generation: 7 };
+        let signature = Signature { kind: 1, dtype: 2, op: 3, algo: 4, root: 5, count: 6, generation: 7, detail: 8 };
         Header { comm: 9, op, offset: 11, len: len as u32, message: 3, signature }
     }
 

@@ -11,8 +11,8 @@ const MAGIC: u32 = 0x4d53_4c41; // "ALSM"
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Header {
-    /// Communicator.
-    pub(crate) comm: u64,
+    /// The communicator's low half: a check, for a link belongs to one.
+    pub(crate) comm: u32,
     /// Operation number (message number for send/recv).
     pub(crate) op: u64,
     /// First element of this slice in its chunk (first byte, for send/recv).
@@ -32,7 +32,8 @@ impl Header {
         let s = &self.signature;
         bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[4..8].copy_from_slice(&self.len.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.comm.to_le_bytes());
+        bytes[8..12].copy_from_slice(&self.comm.to_le_bytes());
+        bytes[12..16].copy_from_slice(&s.detail.to_le_bytes());
         bytes[16..24].copy_from_slice(&self.op.to_le_bytes());
         bytes[24..32].copy_from_slice(&self.offset.to_le_bytes());
         bytes[32..40].copy_from_slice(&s.count.to_le_bytes());
@@ -58,7 +59,7 @@ impl Header {
             return Err("a frame header with bytes set that this version does not use".into());
         }
         Ok(Header {
-            comm: u64_at(8),
+            comm: u32_at(8),
             op: u64_at(16),
             offset: u64_at(24),
             len,
@@ -71,6 +72,7 @@ impl Header {
                 root: u32_at(40),
                 count: u64_at(32),
                 generation: u32_at(44),
+                detail: u32_at(12),
             },
         })
     }
@@ -83,9 +85,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_header_survives_the_wire(comm: u64, op: u64, offset: u64, len in 0u32..=1 << 20, message: u32,
-                                      b: [u8; 4], root: u32, count: u64, generation: u32) {
-            let signature = Signature { kind: b[0], dtype: b[1], op: b[2], algo: b[3], root, count, generation };
+        fn a_header_survives_the_wire(comm: u32, op: u64, offset: u64, len in 0u32..=1 << 20, message: u32,
+                                      b: [u8; 4], root: u32, count: u64, generation: u32, detail: u32) {
+            let signature = Signature { kind: b[0], dtype: b[1], op: b[2], algo: b[3], root, count, generation, detail };
             let header = Header { comm, op, offset, len, message, signature };
             prop_assert_eq!(Header::decode(&header.encode(), 1 << 20), Ok(header));
         }

@@ -35,5 +35,8 @@ pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
         Kind::Reduce if small => Algo::OneShot,
         Kind::Broadcast | Kind::Reduce | Kind::AllGather | Kind::ReduceScatter => Algo::Direct,
         Kind::Barrier => Algo::Dissemination,
+        Kind::Gather | Kind::Scatter => Algo::Direct,
+        Kind::AllToAll => Algo::Pairwise,
+        Kind::Scan | Kind::ExScan => Algo::Chain,
     }
 }

@@ -4,10 +4,10 @@
 //!
 //! Each step takes the slices of its chunk in order. For each slice:
 //!
-//! 1. It waits for `after_write`. A **copy** (one operand) also waits for `after_read` here: it goes straight
-//!    to its `dst`.
+//! 1. It waits for `after_write`. A **copy** (one operand, not marked `early`) also waits for `after_read` here: it
+//!    goes straight to its `dst`.
 //! 2. It gathers its operands, in order.
-//! 3. A **combining** step (two operands or more) waits for `after_read` only now, with the result in its
+//! 3. A **combining** step (two operands or more), or an early copy, waits for `after_read` only now, with the result in its
 //!    *hand* (one slice of memory): partners that send from where they write (recursive doubling, one-shot
 //!    in place, the barrier) would otherwise wait for each other for ever.
 //! 4. It stores the result in `dst` and sends from there, going on with the next slice meanwhile. Without
@@ -65,9 +65,14 @@ impl Step {
         }
     }
 
-    /// Whether it combines operands (and so gathers before its `dst` is free), or copies one.
+    /// Whether it combines operands, or copies one.
     pub fn combines(&self) -> bool {
         self.operands.len() > 1
+    }
+
+    /// Whether it gathers before its `dst` is free.
+    pub fn gathers_early(&self) -> bool {
+        self.early || self.combines()
     }
 }
 
@@ -122,7 +127,7 @@ impl Program {
             node.hand = match step.holds() {
                 Holds::Source => false,
                 Holds::Hand => true,
-                Holds::Dst => step.combines() && !node.after_read.is_empty(),
+                Holds::Dst => step.gathers_early() && !node.after_read.is_empty(),
             };
             nodes.push(node);
         }

@@ -21,6 +21,7 @@ pub(super) fn barrier(s: &Shape) -> Plan {
             dst: Some(s.out(0)),
             send: if last { vec![] } else { vec![to(k + 1)] },
             finish: last,
+            ..Step::default()
         });
     }
     s.split(1, steps)

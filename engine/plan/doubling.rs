@@ -52,5 +52,5 @@ pub(super) fn all_reduce(s: &Shape) -> Plan {
 fn combine(s: &Shape, from: Rank, ours: Operand, to: Rank) -> Step {
     let theirs = Operand::Recv(from);
     let operands = if from < s.rank { vec![theirs, ours] } else { vec![ours, theirs] };
-    Step { operands, dst: Some(s.out(0)), send: vec![to], finish: false }
+    Step { operands, dst: Some(s.out(0)), send: vec![to], ..Step::default() }
 }

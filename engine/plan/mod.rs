@@ -25,7 +25,7 @@ pub use crate::types::{Algo, Kind, Rank};
 pub use choose::{Env, choose};
 pub use compile::{Node, Program};
 pub use shape::{Shape, Unsuitable};
-pub use step::{At, INPUT, Layout, OUTPUT, Operand, Plan, Slot, Step};
+pub use step::{At, INPUT, Layout, OUTPUT, Operand, Plan, SCRATCH, Slot, Step};
 
 /// The algorithms that [`plan`] knows for a collective; the first is a safe choice at any size.
 pub const fn algorithms(kind: Kind) -> &'static [Algo] {
@@ -34,6 +34,7 @@ pub const fn algorithms(kind: Kind) -> &'static [Algo] {
         Kind::Broadcast | Kind::Reduce => &[Algo::Direct, Algo::OneShot],
         Kind::AllGather | Kind::ReduceScatter => &[Algo::Direct, Algo::Ring],
         Kind::Barrier => &[Algo::Dissemination],
+        Kind::Gather | Kind::Scatter | Kind::AllToAll | Kind::Scan | Kind::ExScan => &[],
     }
 }
 
@@ -83,5 +84,6 @@ pub fn plan(kind: Kind, algo: Algo, shape: &Shape) -> Result<Plan, Unsuitable> {
         (Kind::ReduceScatter, Algo::Ring) => ring::reduce_scatter(shape),
         (Kind::ReduceScatter, _) => direct::reduce_scatter(shape),
         (Kind::Barrier, _) => dissemination::barrier(shape),
+        _ => return no("there is no such plan yet".into()),
     })
 }

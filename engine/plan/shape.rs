@@ -5,8 +5,8 @@ use std::fmt;
 use super::{Algo, At, INPUT, Kind, Layout, OUTPUT, Operand, Plan, Rank, Step};
 
 /// All that a plan depends on besides the collective and the algorithm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Shape {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
+pub struct Shape<'a> {
     /// Ranks in the group.
     pub n: usize,
     /// Whose plan.
@@ -15,6 +15,11 @@ pub struct Shape {
     pub root: Rank,
     /// Whether input and output are one buffer. A barrier always is.
     pub in_place: bool,
+    /// Whether each rank has a count of its own: chunks are then whole blocks, at the ranges of tables that come with
+    /// the operation ([`Layout::Table`]).
+    pub varied: bool,
+    /// The host of each rank, numbered from 0 in the order of their first ranks; empty: all ranks share one.
+    pub hosts: &'a [u32],
 }
 
 /// A collective cannot be carried out as asked.
@@ -36,7 +41,7 @@ impl fmt::Display for Unsuitable {
 
 impl std::error::Error for Unsuitable {}
 
-impl Shape {
+impl Shape<'_> {
     /// Chunk `chunk` of our input, wherever it is.
     pub(super) fn own(&self, chunk: usize) -> Operand {
         let slot = if self.in_place { OUTPUT } else { INPUT };
@@ -55,7 +60,7 @@ impl Shape {
 
     /// Everyone else, from our right neighbour on: an order of work in which no rank is everyone's first.
     pub(super) fn onwards(&self) -> impl Iterator<Item = Rank> + use<> {
-        let Shape { n, rank, .. } = *self;
+        let (n, rank) = (self.n, self.rank);
         (1..n).map(move |k| (rank + k) % n)
     }
 

@@ -17,6 +17,8 @@ pub type Slot = u8;
 pub const INPUT: Slot = 0;
 /// The caller's output.
 pub const OUTPUT: Slot = 1;
+/// Memory of the executor's, for plans that list a third slot: it holds nothing at the start, and is nobody's at the end.
+pub const SCRATCH: Slot = 2;
 
 /// One chunk of one slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -50,6 +52,9 @@ pub struct Step {
     pub send: Vec<Rank>,
     /// The result holds every rank's contribution: an average divides here, once.
     pub finish: bool,
+    /// A copy that is gathered before its `dst` is free, as a combining step always is: partners that swap what lies in
+    /// the same place would otherwise wait for each other for ever.
+    pub early: bool,
 }
 
 /// How a slot's elements are cut into chunks, given the operation's `count`.
@@ -65,6 +70,13 @@ pub enum Layout {
         /// Number of chunks.
         blocks: u32,
     },
+    /// Chunks at ranges that come with the operation: a count for each rank, and places. See [`Shape::varied`].
+    ///
+    /// [`Shape::varied`]: super::Shape::varied
+    Table {
+        /// Number of chunks.
+        chunks: u32,
+    },
 }
 
 impl Layout {
@@ -73,18 +85,20 @@ impl Layout {
         match self {
             Layout::Split { parts } => parts,
             Layout::Blocks { blocks } => blocks,
+            Layout::Table { chunks } => chunks,
         }
     }
 
-    /// Elements of the whole slot.
+    /// Elements of the whole slot; 0 for a table, which knows it itself.
     pub fn total(self, count: usize) -> usize {
         match self {
             Layout::Split { .. } => count,
             Layout::Blocks { blocks } => count * blocks as usize,
+            Layout::Table { .. } => 0,
         }
     }
 
-    /// The elements of one chunk.
+    /// The elements of one chunk; none for a table, whose ranges come with the operation.
     pub fn range(self, chunk: u32, count: usize) -> Range<usize> {
         let chunk = chunk as usize;
         match self {
@@ -95,6 +109,7 @@ impl Layout {
                 start..start + base + usize::from(chunk < longer)
             }
             Layout::Blocks { .. } => chunk * count..(chunk + 1) * count,
+            Layout::Table { .. } => 0..0,
         }
     }
 }

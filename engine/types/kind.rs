@@ -18,6 +18,16 @@ pub enum Kind {
     ReduceScatter = 5,
     /// No rank returns before every rank has called.
     Barrier = 6,
+    /// The root ends with all ranks' `count` elements, in rank order (`n * count`).
+    Gather = 7,
+    /// Rank r ends with block r (`count` elements) of the root's `n * count` elements.
+    Scatter = 8,
+    /// Rank r ends with block r of every rank's `n * count` elements, in rank order (`n * count`).
+    AllToAll = 9,
+    /// Rank r ends with the reduction of the `count` elements of ranks `0..=r`.
+    Scan = 10,
+    /// Rank r ends with the reduction of the `count` elements of ranks `0..r`; rank 0's output is unchanged.
+    ExScan = 11,
 }
 
 /// How a collective is carried out.
@@ -37,12 +47,43 @@ pub enum Algo {
     RecursiveDoubling = 4,
     /// Each round tells the rank `2^k` further on: `ceil(log2 n)` hops. Barrier.
     Dissemination = 5,
+    /// Everyone to rank 0, and back from there: the textbook's (and the seeds') first try.
+    Naive = 6,
+    /// Two binary trees, each rank a leaf in one and an inner node in the other, half the data each.
+    DoubleBinaryTree = 7,
+    /// A minimum spanning tree: the group is halved again and again.
+    Mst = 8,
+    /// Reduce-scatter by halving distances, then all-gather by doubling them.
+    HalvingDoubling = 9,
+    /// First inside each host, then between hosts, then inside each host.
+    TwoLevel = 10,
+    /// A binomial tree.
+    Binomial = 11,
+    /// From rank to rank in one line, in slices that follow each other.
+    Chain = 12,
+    /// Broadcast as scatter and all-gather; reduce as reduce-scatter and gather.
+    ScatterAllGather = 13,
+    /// Partners at growing distance exchange what is each other's, one at a time.
+    Pairwise = 14,
+    /// Partners at halving distance exchange halves of what is left.
+    RecursiveHalving = 15,
 }
 
 impl Kind {
     /// All collectives.
-    pub const ALL: [Kind; 6] =
-        [Kind::AllReduce, Kind::Broadcast, Kind::Reduce, Kind::AllGather, Kind::ReduceScatter, Kind::Barrier];
+    pub const ALL: [Kind; 11] = [
+        Kind::AllReduce,
+        Kind::Broadcast,
+        Kind::Reduce,
+        Kind::AllGather,
+        Kind::ReduceScatter,
+        Kind::Barrier,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::AllToAll,
+        Kind::Scan,
+        Kind::ExScan,
+    ];
 
     /// The field's name.
     pub const fn name(self) -> &'static str {
@@ -53,6 +94,11 @@ impl Kind {
             Kind::AllGather => "all_gather",
             Kind::ReduceScatter => "reduce_scatter",
             Kind::Barrier => "barrier",
+            Kind::Gather => "gather",
+            Kind::Scatter => "scatter",
+            Kind::AllToAll => "all_to_all",
+            Kind::Scan => "scan",
+            Kind::ExScan => "exscan",
         }
     }
 
@@ -63,12 +109,28 @@ impl Kind {
 
     /// Whether values are combined.
     pub const fn reduces(self) -> bool {
-        matches!(self, Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Barrier)
+        matches!(
+            self,
+            Kind::AllReduce
+                | Kind::Reduce
+                | Kind::ReduceScatter
+                | Kind::Barrier
+                | Kind::Scan
+                | Kind::ExScan
+        )
+    }
+
+    /// Whether there is a form with a count for each rank.
+    pub const fn varies(self) -> bool {
+        matches!(
+            self,
+            Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll
+        )
     }
 
     /// Whether one rank is the root.
     pub const fn rooted(self) -> bool {
-        matches!(self, Kind::Broadcast | Kind::Reduce)
+        matches!(self, Kind::Broadcast | Kind::Reduce | Kind::Gather | Kind::Scatter)
     }
 }
 
@@ -80,8 +142,23 @@ impl fmt::Display for Kind {
 
 impl Algo {
     /// All algorithms but [`Algo::Auto`].
-    pub const ALL: [Algo; 5] =
-        [Algo::OneShot, Algo::Direct, Algo::Ring, Algo::RecursiveDoubling, Algo::Dissemination];
+    pub const ALL: [Algo; 15] = [
+        Algo::OneShot,
+        Algo::Direct,
+        Algo::Ring,
+        Algo::RecursiveDoubling,
+        Algo::Dissemination,
+        Algo::Naive,
+        Algo::DoubleBinaryTree,
+        Algo::Mst,
+        Algo::HalvingDoubling,
+        Algo::TwoLevel,
+        Algo::Binomial,
+        Algo::Chain,
+        Algo::ScatterAllGather,
+        Algo::Pairwise,
+        Algo::RecursiveHalving,
+    ];
 
     /// Its name, as in `ALLSTREAM_ALGO` and on the command line.
     pub const fn name(self) -> &'static str {
@@ -92,6 +169,16 @@ impl Algo {
             Algo::Ring => "ring",
             Algo::RecursiveDoubling => "recursive_doubling",
             Algo::Dissemination => "dissemination",
+            Algo::Naive => "naive",
+            Algo::DoubleBinaryTree => "double_binary_tree",
+            Algo::Mst => "mst",
+            Algo::HalvingDoubling => "halving_doubling",
+            Algo::TwoLevel => "two_level",
+            Algo::Binomial => "binomial",
+            Algo::Chain => "chain",
+            Algo::ScatterAllGather => "scatter_all_gather",
+            Algo::Pairwise => "pairwise",
+            Algo::RecursiveHalving => "recursive_halving",
         }
     }
 

@@ -15,37 +15,60 @@ pub type Rank = usize;
 
 /// What a rank called, in the 24 bytes that travel with every frame: two ranks whose signatures differ
 /// are told so before any data is used.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Signature {
-    /// Collective ([`Kind`]) or 100 for send/recv.
+    /// Collective ([`Kind`]), with bit 7 set for its form with a count for each rank; or 100 for send/recv.
     pub kind: u8,
-    /// [`DType`].
+    /// [`DType`]; 255 for a list of several.
     pub dtype: u8,
-    /// [`ReduceOp`]; 255 where nothing is reduced.
+    /// [`ReduceOp`]; 254 for a user's function, 255 where nothing is reduced.
     pub op: u8,
     /// [`Algo`] that was asked for, after [`Algo::Auto`] was resolved.
     pub algo: u8,
     /// The root's rank (0 where there is none).
     pub root: u32,
-    /// Elements per rank, as the collective counts them.
+    /// Elements per rank, as the collective counts them; with a count for each rank, their sum, or (where a rank knows
+    /// its own alone) 0 in the call and the length of this very message in a frame.
     pub count: u64,
     /// How often the communicator was re-created.
     pub generation: u32,
+    /// A digest of what the rest does not hold: the count of each rank, the lengths and types of a list, the name of a
+    /// user's function. 0 where there is nothing of the kind.
+    pub detail: u32,
 }
 
 /// [`Signature::kind`] of a point-to-point message.
 pub(crate) const KIND_P2P: u8 = 100;
 /// [`Signature::op`] where nothing is reduced.
 pub(crate) const NO_OP: u8 = 255;
+/// [`Signature::op`] of a user's function.
+pub(crate) const FUNCTION: u8 = 254;
+/// [`Signature::dtype`] of a list.
+pub(crate) const LIST: u8 = 255;
+/// Set in [`Signature::kind`] where each rank has a count of its own.
+pub(crate) const VARIED: u8 = 0x80;
+
+/// Part of a digest: FNV-1a of 32 bits, never 0.
+pub(crate) fn digest(seed: u32, bytes: impl IntoIterator<Item = u8>) -> u32 {
+    let start = if seed == 0 { 0x811c_9dc5 } else { seed };
+    bytes.into_iter().fold(start, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193)).max(1)
+}
 
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let dtype = DType::from_u8(self.dtype).map_or("?", DType::name);
-        match Kind::from_u8(self.kind) {
+        let dtype = match self.dtype {
+            LIST => "list",
+            dtype => DType::from_u8(dtype).map_or("?", DType::name),
+        };
+        match Kind::from_u8(self.kind & !VARIED) {
             Some(kind) => {
-                write!(f, "{kind}({dtype} x {}", self.count)?;
+                let varied = if self.kind & VARIED == 0 { "" } else { "_v" };
+                write!(f, "{kind}{varied}({dtype} x {}", self.count)?;
                 if let Some(op) = ReduceOp::from_u8(self.op).filter(|_| kind != Kind::Barrier) {
                     write!(f, ", {op}")?;
+                }
+                if self.op == FUNCTION {
+                    f.write_str(", a function")?;
                 }
                 if kind.rooted() {
                     write!(f, ", root {}", self.root)?;
@@ -56,6 +79,9 @@ impl fmt::Display for Signature {
             }
             None if self.kind == KIND_P2P => write!(f, "message({dtype} x {}", self.count)?,
             None => write!(f, "unknown kind {}({dtype} x {}", self.kind, self.count)?,
+        }
+        if self.detail != 0 {
+            write!(f, ", details {:08x}", self.detail)?;
         }
         if self.generation != 0 {
             write!(f, ", generation {}", self.generation)?;

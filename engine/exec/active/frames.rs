@@ -89,11 +89,11 @@ impl Active {
 
 fn check_frame(frame: &Frame, r: &Request, from: Rank, rank: Rank, comm: u64) -> Result<(), Error> {
     let header = &frame.header;
-    if header.op == r.number && frame.signature() == r.signature && header.comm == comm {
+    if header.op == r.number && frame.signature() == r.signature && header.comm == comm as u32 {
         return Ok(());
     }
-    if header.comm != comm {
-        let problem = format!("a frame of communicator {}, on a link of communicator {comm}", header.comm);
+    if header.comm != comm as u32 {
+        let problem = format!("a frame of communicator {:#x}, on a link of communicator {:#x}", header.comm, comm as u32);
         return Err(Error::Protocol { peer: from, problem });
     }
     Err(Error::Mismatch {

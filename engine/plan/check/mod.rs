@@ -228,7 +228,7 @@ impl Goal {
             Kind::AllGather => Due::Copy(at.chunk as Rank, 0),
             Kind::ReduceScatter if !self.in_place => Due::Reduced(rank as u32),
             Kind::ReduceScatter if at.chunk as Rank == rank => Due::Reduced(at.chunk),
-            Kind::ReduceScatter => Due::Free,
+            _ => Due::Free,
         }
     }
 

@@ -182,7 +182,7 @@ fn programs_list_messages_in_order() {
 
 #[test]
 fn what_there_is_no_plan_for_is_refused() {
-    let shape = Shape { n: 4, rank: 1, root: 0, in_place: true };
+    let shape = Shape { n: 4, rank: 1, root: 0, in_place: true, ..Shape::default() };
     for kind in Kind::ALL {
         assert!(plan(kind, Algo::Auto, &shape).is_err());
         for algo in Algo::ALL {

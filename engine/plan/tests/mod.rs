@@ -8,7 +8,7 @@ use super::{Algo, Kind, Plan, Rank, Shape, algorithms, plan};
 
 /// The plans of all ranks.
 fn plans(kind: Kind, algo: Algo, n: usize, root: Rank, in_place: bool) -> Vec<Plan> {
-    let shape = |rank| Shape { n, rank, root, in_place };
+    let shape = |rank| Shape { n, rank, root, in_place, ..Shape::default() };
     (0..n).map(|rank| plan(kind, algo, &shape(rank)).expect("a plan")).collect()
 }
 
