@@ -112,6 +112,18 @@ pub enum Error {
         /// What was looked for, and what to install or set.
         problem: String,
     },
+    /// A user's reduction function panicked. The group is aborted.
+    #[error(
+        "{call}: the reduction function {name:?} panicked on rank {rank}; its message is on that rank's stderr"
+    )]
+    Function {
+        /// The call.
+        call: String,
+        /// The function's name.
+        name: String,
+        /// The rank where it happened.
+        rank: Rank,
+    },
     /// The system refused a call.
     #[error("{doing}: {problem}")]
     System {

@@ -18,7 +18,10 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::error::Error;
-use crate::exec::{Active, Direction, Inflight, Key, Messages, Opener, Port, Request, Transfer};
+use crate::exec::{
+    Active, Direction, Inflight, Key, Messages, Opener, Part, PartList, Pass, Port, Reduction, Request,
+    Transfer,
+};
 use crate::group::Rendezvous;
 use crate::group::handshake::{self, Purpose, Token};
 use crate::group::message::Message;
@@ -468,15 +471,21 @@ pub fn hostile_collective(data: &[u8]) {
     let mut output = vec![0u8; outs * unit].into_boxed_slice();
     let at = output.as_mut_ptr();
     let request = Request {
-        program: Arc::new(Program::compile(&plan)),
         number: 0,
         signature,
-        input: if in_place { at.cast_const() } else { input_memory.as_ptr() },
-        output: at,
-        count,
-        dtype,
-        op,
         timeout: FOREVER,
+        reduction: Reduction::Op(op),
+        scale: None,
+        parts: PartList::One(Part {
+            program: Arc::new(Program::compile(&plan)),
+            input: if in_place { at.cast_const() } else { input_memory.as_ptr() },
+            output: at,
+            count,
+            dtype,
+            tables: None,
+            pairwise: false,
+        }),
+        then: None,
     };
     let Some(mut port) = port(0, script(&mut input, &[signature], unit)) else { return };
     let mut table = Inflight::<(), ()>::with_capacity(1);
@@ -487,13 +496,13 @@ pub fn hostile_collective(data: &[u8]) {
             break;
         }
         match active.pass(&mut port) {
-            Ok((true, false)) => {}
-            Ok((false, false)) => {
+            Ok(Pass::Going(true)) => {}
+            Ok(Pass::Going(false)) => {
                 // It waits: whom for can be said.
                 let _ = active.waiting_for(&mut port);
                 break;
             }
-            Ok((_, true)) | Err(_) => break,
+            Ok(Pass::Then(..) | Pass::Done(_)) | Err(_) => break,
         }
     }
     drop((output, input_memory));

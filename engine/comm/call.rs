@@ -1,36 +1,37 @@
-//! The collectives, written once: options, checks, submission.
+//! A call: its options, its checks, its submission. The collectives themselves are in [`super::collectives`] and beside.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::Work;
-use super::batch::{Batch, Message};
 use super::work::Restore;
 use crate::error::{Error, Failed};
-use crate::exec::{Direction, Endpoint, Submission, When};
-use crate::mem::{Buf, Event, Held, HostStream, Parts};
+use crate::exec::{Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
+use crate::mem::{Event, Held, HostStream};
 use crate::plan::{self, Algo, Env, Kind, Program, Shape};
-use crate::types::{Element, NO_OP, Rank, ReduceOp, Signature};
+use crate::types::{DType, Element, FUNCTION, Function, NO_OP, Rank, ReduceOp, Signature, VARIED, digest};
 
 /// A communicator with options for the next call.
 ///
 /// Made by [`Comm::op`](super::Comm::op), [`timeout`](super::Comm::timeout), [`algo`](super::Comm::algo),
-/// [`on`](super::Comm::on), [`tag`](super::Comm::tag).
+/// [`on`](super::Comm::on), [`tag`](super::Comm::tag), and the others of that kind.
 #[derive(Clone, Debug)]
 #[must_use = "options do nothing without a call"]
 pub struct Call<'a> {
-    pub(crate) side: Side<'a>,
-    op: ReduceOp,
+    pub(super) side: Side<'a>,
+    reduction: Reduction,
+    scale: Option<f64>,
     algo: Algo,
     default_algo: Algo,
+    deterministic: bool,
     timeout: Option<Duration>,
     after: Option<Event>,
-    tag: u32,
+    pub(super) tag: u32,
 }
 
 /// The endpoint, and proof that calls on it are in order.
 #[derive(Clone)]
-pub(crate) struct Side<'a>(pub(crate) &'a Arc<Endpoint>);
+pub(super) struct Side<'a>(pub(super) &'a Arc<Endpoint>);
 
 impl std::fmt::Debug for Side<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -38,53 +39,43 @@ impl std::fmt::Debug for Side<'_> {
     }
 }
 
-struct Spec {
-    kind: Kind,
-    root: Rank,
-    count: usize,
-    in_place: bool,
+/// What is called.
+#[derive(Default)]
+pub(super) struct Spec {
+    pub(super) kind: Option<Kind>,
+    pub(super) root: Rank,
+    pub(super) count: usize,
+    pub(super) in_place: bool,
+    /// The ranges of a call with a count for each rank.
+    pub(super) tables: Option<Tables>,
+    /// Every rank knows its own counts alone.
+    pub(super) pairwise: bool,
+    /// A digest of what ranks must agree on besides.
+    pub(super) detail: u32,
 }
 
-fn both<I: Buf, O: Buf>(result: Result<(), Error>, held: Option<Held>) -> Result<(I, O), Failed<(I, O)>> {
-    let parts = held.and_then(Held::take::<Parts<I, O>>).map(|p| (p.input, p.output));
-    settle(result, parts)
-}
+impl Spec {
+    pub(super) fn of(kind: Kind, root: Rank, count: usize, in_place: bool) -> Spec {
+        Spec { kind: Some(kind), root, count, in_place, ..Spec::default() }
+    }
 
-fn one<B: Buf>(result: Result<(), Error>, held: Option<Held>) -> Result<B, Failed<B>> {
-    let parts = held.and_then(Held::take::<Parts<(), B>>).map(|p| p.output);
-    settle(result, parts)
-}
-
-fn made<I: Buf>(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<I::Elem>, Failed<I>> {
-    let parts = held.and_then(Held::take::<Parts<I, Vec<I::Elem>>>);
-    match (result, parts) {
-        (Ok(()), Some(parts)) => Ok(parts.output),
-        (result, parts) => Err(Failed { buf: parts.map(|p| p.input), error: lost(result) }),
+    pub(super) fn kind(&self) -> Kind {
+        self.kind.unwrap_or(Kind::Barrier)
     }
 }
 
-fn nothing(result: Result<(), Error>, _: Option<Held>) -> Result<(), Failed<()>> {
-    result.map_err(|error| Failed { buf: Some(()), error })
-}
-
-fn settle<T>(result: Result<(), Error>, parts: Option<T>) -> Result<T, Failed<T>> {
-    match (result, parts) {
-        (Ok(()), Some(parts)) => Ok(parts),
-        (result, buf) => Err(Failed { buf, error: lost(result) }),
-    }
-}
-
-fn lost(result: Result<(), Error>) -> Error {
-    result.err().unwrap_or_else(|| Error::system("finish an operation", "its buffers are gone (a bug)"))
-}
+/// Memory that a call is about: input and output.
+pub(super) type Ends = (*const u8, *mut u8);
 
 impl<'a> Call<'a> {
     pub(crate) fn new(endpoint: &'a Arc<Endpoint>, default_algo: Algo) -> Call<'a> {
         Call {
             side: Side(endpoint),
-            op: ReduceOp::Sum,
+            reduction: Reduction::Op(ReduceOp::Sum),
+            scale: None,
             algo: Algo::Auto,
             default_algo,
+            deterministic: endpoint.is_deterministic(),
             timeout: None,
             after: None,
             tag: 0,
@@ -93,7 +84,21 @@ impl<'a> Call<'a> {
 
     /// The reduction (default: sum).
     pub fn op(mut self, op: ReduceOp) -> Self {
-        self.op = op;
+        self.reduction = Reduction::Op(op);
+        self
+    }
+
+    /// The reduction is a function of yours. All ranks give one of the same name, which is compared.
+    pub fn function<T: Element>(mut self, function: &Function<T>) -> Self {
+        self.reduction = Reduction::Function(function.erased());
+        self
+    }
+
+    /// Each rank's input is multiplied by this before it is summed (ranks may give different factors), as by NCCL's
+    /// `PreMulSum`: in `f32` (`f64` for `f64`), rounded once to the element type. Sums of floats only; a call out of
+    /// place makes a scaled copy of its input for the time that it runs.
+    pub fn scale(mut self, factor: f64) -> Self {
+        self.scale = Some(factor);
         self
     }
 
@@ -107,6 +112,14 @@ impl<'a> Call<'a> {
     /// The algorithm (default: chosen by size and group, or `ALLSTREAM_ALGO` where it applies). The same on all ranks.
     pub fn algo(mut self, algo: Algo) -> Self {
         self.algo = algo;
+        self
+    }
+
+    /// Every result is one fold over all ranks' values, in rank order: its bits then depend on nothing else, neither
+    /// lengths nor links nor the algorithm. An algorithm that was named and cannot do that is refused. (Default: off,
+    /// or what [`Comm::set_deterministic`](super::Comm::set_deterministic) or `ALLSTREAM_DETERMINISTIC=1` says.)
+    pub fn deterministic(mut self, on: bool) -> Self {
+        self.deterministic = on;
         self
     }
 
@@ -127,47 +140,199 @@ impl<'a> Call<'a> {
         self
     }
 
-    fn size(&self) -> usize {
+    pub(super) fn size(&self) -> usize {
         self.side.0.size()
     }
 
-    /// The algorithm, and the program for it.
-    fn resolve<T: Element>(&self, spec: &Spec) -> Result<(Algo, Arc<Program>), Error> {
-        let (endpoint, n) = (self.side.0, self.size());
-        let call = spec.kind.name();
-        if spec.root >= n {
-            let problem = format!("root {} is not in this group of {n}; roots are 0..={}", spec.root, n - 1);
-            return Err(Error::invalid(call, problem));
-        }
-        if spec.kind.reduces() && spec.kind != Kind::Barrier && !self.op.supports(T::DTYPE) {
-            let problem = format!("{} is not defined on {}", self.op, T::DTYPE);
-            return Err(Error::invalid(call, problem));
-        }
-        let bytes = spec.count * size_of::<T>();
-        let known = plan::algorithms(spec.kind);
-        let algo = match (self.algo, self.default_algo) {
-            (Algo::Auto, d) if d != Algo::Auto && known.contains(&d) => d,
-            (Algo::Auto, _) => plan::choose(spec.kind, bytes, &Env { n, one_host: endpoint.config.one_host }),
-            (named, _) => named,
-        };
-        let rank = endpoint.config.rank;
-        let shape = Shape { n, rank, root: spec.root, in_place: spec.in_place, ..Shape::default() };
-        let key = (spec.kind as u8, algo as u8, spec.root, spec.in_place);
-        let program = endpoint.program(key, || {
-            let plan =
-                plan::plan(spec.kind, algo, &shape).map_err(|e| Error::invalid(call, e.to_string()))?;
-            #[cfg(any(test, feature = "testing"))]
-            let plan = crate::testing::mutated(spec.kind, rank, plan);
-            Ok(Program::compile(&plan))
-        })?;
-        Ok((algo, program))
+    pub(super) fn rank(&self) -> Rank {
+        self.side.0.config.rank
     }
 
-    fn submit<T: Element, P: Send + 'static, O, F>(
+    pub(super) fn when(&self) -> When {
+        When { timeout: self.timeout, after: self.after.clone() }
+    }
+
+    /// Whether the reduction is defined, on this type and in this collective.
+    fn check_reduction(&self, kind: Kind, dtype: DType) -> Result<(), String> {
+        if let Some(factor) = self.scale {
+            if !matches!(self.reduction, Reduction::Op(ReduceOp::Sum)) || !kind.reduces() {
+                return Err("a scale goes with a sum only".into());
+            }
+            if !dtype.is_float() {
+                return Err(format!("a scale ({factor}) is for floats, not for {dtype}"));
+            }
+        }
+        if !kind.reduces() || kind == Kind::Barrier {
+            return Ok(());
+        }
+        match &self.reduction {
+            Reduction::Op(ReduceOp::Avg) if matches!(kind, Kind::Scan | Kind::ExScan) => {
+                Err("a scan has no average: divide its sum by the number of ranks so far".into())
+            }
+            Reduction::Op(op) if !op.supports(dtype) => Err(format!("{op} is not defined on {dtype}")),
+            Reduction::Function(_) if dtype == DType::Bool => {
+                Err("functions are for numbers: send bool as u8".into())
+            }
+            Reduction::Function(f) if f.dtype() != dtype => {
+                Err(format!("the function {:?} is for {}, the buffer holds {dtype}", f.name(), f.dtype()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The algorithm for a collective over `bytes`.
+    fn pick(&self, kind: Kind, bytes: usize, varied: bool) -> Result<Algo, String> {
+        let (endpoint, n) = (self.side.0, self.size());
+        let ordered = matches!(&self.reduction, Reduction::Function(f) if !f.commutes()) && kind.reduces();
+        let fits = |algo| {
+            (!self.deterministic || !kind.reduces() || plan::deterministic(kind, algo))
+                && (!ordered || plan::keeps_rank_order(kind, algo))
+        };
+        if self.algo != Algo::Auto {
+            if plan::algorithms(kind).contains(&self.algo) && !fits(self.algo) {
+                let why = if self.deterministic {
+                    "does not fold in rank order in one step, which deterministic mode asks for"
+                } else {
+                    "does not keep the order of ranks, which a function that does not commute asks for"
+                };
+                return Err(format!("{} {why}", self.algo));
+            }
+            return Ok(self.algo);
+        }
+        if varied && kind.rooted() {
+            return Ok(Algo::Direct); // only the root and the rank itself know a count
+        }
+        let default = Some(self.default_algo).filter(|d| plan::algorithms(kind).contains(d) && fits(*d));
+        let chosen = || plan::choose(kind, bytes, &Env { n, one_host: endpoint.config.one_host });
+        let all = || default.into_iter().chain([chosen()]).chain(plan::algorithms(kind).iter().copied());
+        all().find(|a| fits(*a)).ok_or_else(|| "no algorithm keeps the order of ranks".into())
+    }
+
+    /// The algorithm of one part, and the program for it.
+    pub(super) fn program(&self, spec: &Spec, bytes: usize) -> Result<(Algo, Arc<Program>), Error> {
+        let kind = spec.kind();
+        let bytes = if spec.tables.is_some() { bytes / self.size() } else { bytes };
+        let algo = self
+            .pick(kind, bytes, spec.tables.is_some())
+            .map_err(|problem| Error::invalid(kind.name(), problem))?;
+        Ok((algo, program(self.side.0, algo, spec)?))
+    }
+
+    fn check(&self, spec: &Spec, dtype: DType) -> Result<(), Error> {
+        let (kind, n) = (spec.kind(), self.size());
+        if spec.root >= n {
+            let problem = format!("root {} is not in this group of {n}; roots are 0..={}", spec.root, n - 1);
+            return Err(Error::invalid(kind.name(), problem));
+        }
+        self.check_reduction(kind, dtype).map_err(|problem| Error::invalid(kind.name(), problem))
+    }
+
+    /// What ranks compare.
+    fn signature(&self, spec: &Spec, dtype: u8, algo: Algo) -> Signature {
+        let (kind, mut detail) = (spec.kind(), spec.detail);
+        let op = match &self.reduction {
+            _ if !kind.reduces() => NO_OP,
+            _ if kind == Kind::Barrier => ReduceOp::BitOr as u8,
+            Reduction::Op(op) => *op as u8,
+            Reduction::Function(f) => {
+                detail = digest(detail, f.name().bytes());
+                FUNCTION
+            }
+        };
+        Signature {
+            kind: kind as u8 | if spec.tables.is_some() { VARIED } else { 0 },
+            dtype,
+            op,
+            algo: algo as u8,
+            root: spec.root as u32,
+            count: spec.count as u64,
+            generation: self.side.0.config.generation,
+            detail,
+        }
+    }
+
+    fn reduction(&self, kind: Kind) -> Reduction {
+        if kind == Kind::Barrier { Reduction::Op(ReduceOp::BitOr) } else { self.reduction.clone() }
+    }
+
+    /// One part: the usual case.
+    fn prepare(&self, mut spec: Spec, dtype: DType, (input, output): Ends) -> Result<Submission, Error> {
+        self.check(&spec, dtype)?;
+        let (algo, program) = self.program(&spec, spec.count.saturating_mul(dtype.size()))?;
+        let signature = self.signature(&spec, dtype as u8, algo);
+        let tables = spec.tables.take().map(Arc::new);
+        let Spec { count, pairwise, .. } = spec;
+        Ok(Submission::Collective {
+            call: spec.kind().name(),
+            signature,
+            parts: PartList::One(Part { program, input, output, count, dtype, tables, pairwise }),
+            reduction: self.reduction(spec.kind()),
+            scale: self.scale,
+            then: None,
+        })
+    }
+
+    pub(super) fn submit<T: Element, P: Send + 'static, O, F>(
         &self,
         spec: Spec,
         parts: P,
-        (input, output): (*const u8, *mut u8),
+        ends: Ends,
+        restore: Restore<O, F>,
+    ) -> Work<O, F> {
+        self.hand_in(self.prepare(spec, T::DTYPE, ends), Held::new(parts), restore)
+    }
+
+    /// Several parts, each of a type and a count of its own.
+    pub(super) fn submit_parts<P: Send + 'static, O, F>(
+        &self,
+        spec: Spec,
+        memory: Vec<(DType, usize, Ends)>,
+        parts: P,
+        restore: Restore<O, F>,
+    ) -> Work<O, F> {
+        let prepare = || {
+            let (kind, mut detail, mut all) = (spec.kind(), spec.detail, Vec::with_capacity(memory.len()));
+            for &(dtype, count, (input, output)) in &memory {
+                self.check(&spec, dtype)?;
+                let (_, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
+                detail = digest(detail, [dtype as u8].into_iter().chain((count as u64).to_le_bytes()));
+                all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
+            }
+            let spec = Spec { count: memory.len(), detail, root: spec.root, ..Spec::of(kind, 0, 0, true) };
+            Ok(Submission::Collective {
+                call: kind.name(),
+                signature: self.signature(&spec, crate::types::LIST, self.algo),
+                parts: PartList::Many(all),
+                reduction: self.reduction(kind),
+                scale: self.scale,
+                then: None,
+            })
+        };
+        self.hand_in(prepare(), Held::new(parts), restore)
+    }
+
+    /// An operation whose first half is `spec` and whose second half `then` makes.
+    pub(super) fn submit_then<T: Element, P: Send + 'static, O, F>(
+        &self,
+        spec: Spec,
+        parts: P,
+        ends: Ends,
+        then: Then,
+        restore: Restore<O, F>,
+    ) -> Work<O, F> {
+        let submission = self.prepare(spec, T::DTYPE, ends).map(|submission| match submission {
+            Submission::Collective { call, signature, parts, reduction, scale, .. } => {
+                Submission::Collective { call, signature, parts, reduction, scale, then: Some(then) }
+            }
+            message => message,
+        });
+        self.hand_in(submission, Held::new(parts), restore)
+    }
+
+    fn hand_in<O, F>(
+        &self,
+        submission: Result<Submission, Error>,
+        held: Held,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
         let endpoint = self.side.0;
@@ -175,239 +340,26 @@ impl<'a> Call<'a> {
             Err(failed) => Work::refused(failed, restore),
             Ok(_) => Work::refused(Failed { buf: None, error: Error::invalid("submit", "refused") }, restore),
         };
-        let held = Held::new(parts);
-        let (algo, program) = match self.resolve::<T>(&spec) {
-            Ok(found) => found,
-            Err(error) => return refuse(error, held),
-        };
-        let op = if spec.kind == Kind::Barrier { ReduceOp::BitOr } else { self.op };
-        let signature = Signature {
-            kind: spec.kind as u8,
-            dtype: T::DTYPE as u8,
-            op: if spec.kind.reduces() { op as u8 } else { NO_OP },
-            algo: algo as u8,
-            root: spec.root as u32,
-            count: spec.count as u64,
-            generation: endpoint.config.generation,
-            detail: 0,
-        };
-        let submission = Submission::Collective {
-            call: spec.kind.name(),
-            program,
-            signature,
-            input,
-            output,
-            count: spec.count,
-            dtype: T::DTYPE,
-            op,
-        };
-        match endpoint.submit(submission, self.when(), held) {
-            Ok(key) => Work::running(endpoint.clone(), key, restore),
-            Err((error, held)) => refuse(error, held),
+        match submission {
+            Ok(submission) => match endpoint.submit(submission, self.when(), held) {
+                Ok(key) => Work::running(endpoint.clone(), key, restore),
+                Err((error, held)) => refuse(error, held),
+            },
+            Err(error) => refuse(error, held),
         }
-    }
-
-    fn when(&self) -> When {
-        When { timeout: self.timeout, after: self.after.clone() }
-    }
-
-    fn in_place<B: Buf>(&self, kind: Kind, root: Rank, count: usize, mut buf: B) -> Work<B> {
-        let at = buf.ptr_mut().cast::<u8>();
-        let spec = Spec { kind, root, count, in_place: true };
-        self.submit::<B::Elem, _, _, _>(spec, Parts { input: (), output: buf }, (at, at), one::<B>)
-    }
-
-    fn into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        (kind, root): (Kind, Rank),
-        (count, expected): (usize, usize),
-        input: I,
-        mut output: O,
-    ) -> Work<(I, O)> {
-        if output.len() != expected {
-            let found = output.len();
-            let problem = format!("the output has {found} elements, expected {expected}");
-            return refused(kind, problem, (input, output), both::<I, O>);
-        }
-        let memory = (input.ptr().cast::<u8>(), output.ptr_mut().cast::<u8>());
-        let spec = Spec { kind, root, count, in_place: false };
-        self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, both::<I, O>)
-    }
-
-    fn make<I: Buf>(&self, kind: Kind, (count, len): (usize, usize), input: I) -> Work<Vec<I::Elem>, I> {
-        let mut output = vec![I::Elem::default(); len];
-        let memory = (input.ptr().cast::<u8>(), output.as_mut_ptr().cast::<u8>());
-        let spec = Spec { kind, root: 0, count, in_place: false };
-        self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, made::<I>)
-    }
-
-    /// `len` elements as `n` blocks.
-    fn blocks(&self, len: usize) -> Result<usize, String> {
-        let n = self.size();
-        if !len.is_multiple_of(n) {
-            return Err(format!(
-                "the buffer has {len} elements, expected a multiple of the group's size, {n}"
-            ));
-        }
-        Ok(len / n)
-    }
-
-    /// See [`Comm::all_reduce`](super::Comm::all_reduce).
-    pub fn all_reduce<B: Buf>(&self, buf: B) -> Work<B> {
-        self.in_place(Kind::AllReduce, 0, buf.len(), buf)
-    }
-
-    /// See [`Comm::all_reduce_into`](super::Comm::all_reduce_into).
-    pub fn all_reduce_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        let count = input.len();
-        self.into((Kind::AllReduce, 0), (count, count), input, output)
-    }
-
-    /// See [`Comm::all_reduce_new`](super::Comm::all_reduce_new).
-    pub fn all_reduce_new<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
-        let count = input.len();
-        self.make(Kind::AllReduce, (count, count), input)
-    }
-
-    /// See [`Comm::broadcast`](super::Comm::broadcast).
-    pub fn broadcast<B: Buf>(&self, buf: B, root: Rank) -> Work<B> {
-        self.in_place(Kind::Broadcast, root, buf.len(), buf)
-    }
-
-    /// See [`Comm::broadcast_into`](super::Comm::broadcast_into).
-    pub fn broadcast_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        root: Rank,
-    ) -> Work<(I, O)> {
-        let count = output.len();
-        if self.side.0.config.rank == root && input.len() != count {
-            let problem = format!("the root's input has {} elements, its output {count}", input.len());
-            return refused(Kind::Broadcast, problem, (input, output), both::<I, O>);
-        }
-        self.into((Kind::Broadcast, root), (count, count), input, output)
-    }
-
-    /// See [`Comm::reduce`](super::Comm::reduce).
-    pub fn reduce<B: Buf>(&self, buf: B, root: Rank) -> Work<B> {
-        self.in_place(Kind::Reduce, root, buf.len(), buf)
-    }
-
-    /// See [`Comm::reduce_into`](super::Comm::reduce_into).
-    pub fn reduce_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        root: Rank,
-    ) -> Work<(I, O)> {
-        let count = input.len();
-        let expected = if self.side.0.config.rank == root { count } else { output.len() };
-        self.into((Kind::Reduce, root), (count, expected), input, output)
-    }
-
-    /// See [`Comm::all_gather`](super::Comm::all_gather).
-    pub fn all_gather<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
-        let count = input.len();
-        self.make(Kind::AllGather, (count, count * self.size()), input)
-    }
-
-    /// See [`Comm::all_gather_into`](super::Comm::all_gather_into).
-    pub fn all_gather_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        let count = input.len();
-        self.into((Kind::AllGather, 0), (count, count * self.size()), input, output)
-    }
-
-    /// See [`Comm::all_gather_in_place`](super::Comm::all_gather_in_place).
-    pub fn all_gather_in_place<B: Buf>(&self, buf: B) -> Work<B> {
-        match self.blocks(buf.len()) {
-            Ok(count) => self.in_place(Kind::AllGather, 0, count, buf),
-            Err(problem) => refused_one(Kind::AllGather, problem, buf),
-        }
-    }
-
-    /// See [`Comm::reduce_scatter`](super::Comm::reduce_scatter).
-    pub fn reduce_scatter<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
-        match self.blocks(input.len()) {
-            Ok(count) => self.make(Kind::ReduceScatter, (count, count), input),
-            Err(problem) => {
-                let error = Error::invalid(Kind::ReduceScatter.name(), problem);
-                Work::refused(Failed { buf: Some(input), error }, made::<I>)
-            }
-        }
-    }
-
-    /// See [`Comm::reduce_scatter_into`](super::Comm::reduce_scatter_into).
-    pub fn reduce_scatter_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        match self.blocks(input.len()) {
-            Ok(count) => self.into((Kind::ReduceScatter, 0), (count, count), input, output),
-            Err(problem) => refused(Kind::ReduceScatter, problem, (input, output), both::<I, O>),
-        }
-    }
-
-    /// See [`Comm::reduce_scatter_in_place`](super::Comm::reduce_scatter_in_place).
-    pub fn reduce_scatter_in_place<B: Buf>(&self, buf: B) -> Work<B> {
-        match self.blocks(buf.len()) {
-            Ok(count) => self.in_place(Kind::ReduceScatter, 0, count, buf),
-            Err(problem) => refused_one(Kind::ReduceScatter, problem, buf),
-        }
-    }
-
-    /// See [`Comm::barrier`](super::Comm::barrier).
-    pub fn barrier(&self) -> Work<()> {
-        let at = self.side.0.token();
-        let spec = Spec { kind: Kind::Barrier, root: 0, count: 1, in_place: true };
-        self.submit::<u8, _, _, _>(spec, (), (at, at), nothing)
-    }
-
-    fn message<B: Buf>(&self, direction: Direction, peer: Rank, tag: u32, mut buf: B) -> Work<B> {
-        let (endpoint, n) = (self.side.0, self.size());
-        let problem = match peer {
-            p if p >= n => Some(format!("rank {p} is not in this group of {n}; ranks are 0..={}", n - 1)),
-            p if p == endpoint.config.rank => Some(format!("rank {p} is this rank: a message needs another")),
-            _ => None,
-        };
-        if let Some(problem) = problem {
-            let error = Error::invalid(direction.name(), problem);
-            return Work::refused(Failed { buf: Some(buf), error }, one::<B>);
-        }
-        let (memory, count, dtype) = (buf.ptr_mut().cast::<u8>(), buf.len(), B::Elem::DTYPE);
-        let submission = Submission::Message { direction, peer, tag, memory, count, dtype };
-        let held = Held::new(Parts { input: (), output: buf });
-        match endpoint.submit(submission, self.when(), held) {
-            Ok(key) => Work::running(endpoint.clone(), key, one::<B>),
-            Err((error, held)) => {
-                let failed = one::<B>(Err(error), Some(held)).err();
-                let none = || Failed { buf: None, error: Error::invalid("submit", "refused") };
-                Work::refused(failed.unwrap_or_else(none), one::<B>)
-            }
-        }
-    }
-
-    /// See [`Comm::send`](super::Comm::send).
-    pub fn send<B: Buf>(&self, buf: B, to: Rank) -> Work<B> {
-        self.message(Direction::Send, to, self.tag, buf)
-    }
-
-    /// See [`Comm::recv`](super::Comm::recv).
-    pub fn recv<B: Buf>(&self, buf: B, from: Rank) -> Work<B> {
-        self.message(Direction::Recv, from, self.tag, buf)
-    }
-
-    /// See [`Comm::batch`](super::Comm::batch).
-    pub fn batch<B: Buf>(&self, messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> {
-        let each = |message| match message {
-            Message::Send { buf, to, tag } => self.message(Direction::Send, to, tag, buf),
-            Message::Recv { buf, from, tag } => self.message(Direction::Recv, from, tag, buf),
-        };
-        Batch::new(messages.into_iter().map(each).collect())
     }
 }
 
-fn refused<T>(kind: Kind, problem: String, buf: T, restore: Restore<T, T>) -> Work<T> {
-    Work::refused(Failed { buf: Some(buf), error: Error::invalid(kind.name(), problem) }, restore)
-}
-
-fn refused_one<B: Buf>(kind: Kind, problem: String, buf: B) -> Work<B> {
-    refused(kind, problem, buf, one::<B>)
+/// The program of a spec: made once for each communicator.
+pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Result<Arc<Program>, Error> {
+    let (kind, varied) = (spec.kind(), spec.tables.is_some());
+    let (n, rank, hosts) = (endpoint.size(), endpoint.config.rank, &endpoint.config.hosts[..]);
+    let shape = Shape { n, rank, root: spec.root, in_place: spec.in_place, varied, hosts };
+    let wire = kind as u8 | if varied { VARIED } else { 0 };
+    endpoint.program((wire, algo as u8, spec.root, spec.in_place), || {
+        let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;
+        #[cfg(any(test, feature = "testing"))]
+        let plan = crate::testing::mutated(kind, rank, plan);
+        Ok(Program::compile(&plan))
+    })
 }

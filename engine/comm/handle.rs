@@ -8,17 +8,12 @@ use parking_lot::Mutex;
 
 use super::links::block_bytes;
 use super::world::{Defaults, Hub, Transport, World};
-use super::{Batch, Call, Message, Work};
 use crate::error::Error;
-#[cfg(doc)]
-use crate::error::Failed;
 use crate::exec::{Endpoint, lane};
 use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
-use crate::link::SLOT;
 use crate::link::region::Region;
-use crate::mem::{Buf, Event, HostStream};
-use crate::types::{Algo, Rank, ReduceOp};
+use crate::types::Rank;
 
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
@@ -27,8 +22,8 @@ const FLUSH: Duration = Duration::from_secs(1);
 const CLOSING: Duration = Duration::from_secs(2);
 
 /// This rank's membership in its world: the last handle that goes says goodbye.
-struct Membership {
-    world: Arc<World>,
+pub(super) struct Membership {
+    pub(super) world: Arc<World>,
     mesh: Option<Arc<Mesh>>,
 }
 
@@ -44,9 +39,9 @@ impl Drop for Membership {
 /// What joining makes, on the control thread.
 type Made = Arc<Mutex<Option<Result<(Arc<World>, Arc<Endpoint>), Error>>>>;
 
-struct Handle {
-    endpoint: Arc<Endpoint>,
-    membership: Arc<Membership>,
+pub(super) struct Handle {
+    pub(super) endpoint: Arc<Endpoint>,
+    pub(super) membership: Arc<Membership>,
     /// Groups made from this one so far: all members count alike, so names agree.
     children: Mutex<u64>,
 }
@@ -106,204 +101,17 @@ impl fmt::Debug for SharedComm {
     }
 }
 
-/// The calls, on `Comm` through `&mut self` and on `SharedComm` through `&self`.
-macro_rules! calls {
-    ($type:ty, $me:ident, [$($by:tt)+]) => {
-        impl $type {
-            /// This rank in the group, `0..size()`.
-            pub fn rank(&$me) -> Rank {
-                $me.0.endpoint.config.rank
-            }
-
-            /// Ranks in the group.
-            pub fn size(&$me) -> usize {
-                $me.0.endpoint.size()
-            }
-
-            /// The group's name.
-            pub fn name(&$me) -> &str {
-                &$me.0.endpoint.config.name
-            }
-
-            /// What this rank holds for communication right now.
-            pub fn stats(&$me) -> Stats {
-                let (slots, limit) = $me.0.membership.world.around.region.slots();
-                Stats {
-                    in_flight: $me.0.endpoint.in_flight(),
-                    staging_bytes: slots * SLOT,
-                    staging_limit: limit * SLOT,
-                }
-            }
-
-            /// The cause for which this communicator is dead, if it is.
-            ///
-            /// # Errors
-            /// That cause.
-            pub fn check(&$me) -> Result<(), Error> {
-                $me.0.endpoint.cause().map_or(Ok(()), Err)
-            }
-
-            /// Ends this communicator on all ranks: operations in flight and later calls fail with
-            /// [`Error::Aborted`]. Its siblings stay.
-            pub fn abort(&$me, reason: impl Into<String>) {
-                $me.0.endpoint.fail(Error::Aborted { by: $me.rank(), reason: reason.into() });
-            }
-
-            /// A call with the default options.
-            pub fn call($($by)+ $me) -> Call<'_> {
-                Call::new(&$me.0.endpoint, $me.0.membership.world.defaults.algo)
-            }
-
-            /// The reduction of the next call (default: sum).
-            pub fn op($($by)+ $me, op: ReduceOp) -> Call<'_> {
-                $me.call().op(op)
-            }
-
-            /// The deadline of the next call. See [`Call::timeout`].
-            pub fn timeout($($by)+ $me, timeout: Duration) -> Call<'_> {
-                $me.call().timeout(timeout)
-            }
-
-            /// The algorithm of the next call; the same on all ranks.
-            pub fn algo($($by)+ $me, algo: Algo) -> Call<'_> {
-                $me.call().algo(algo)
-            }
-
-            /// The next call starts only after what `stream` holds now.
-            pub fn on($($by)+ $me, stream: &HostStream) -> Call<'_> {
-                $me.call().on(stream)
-            }
-
-            /// The next call starts only after `event`.
-            pub fn after($($by)+ $me, event: Event) -> Call<'_> {
-                $me.call().after(event)
-            }
-
-            /// The tag of the next message (default: 0).
-            pub fn tag($($by)+ $me, tag: u32) -> Call<'_> {
-                $me.call().tag(tag)
-            }
-
-            /// Every rank ends with the reduction of all ranks' buffers, in place. All ranks get the same bits.
-            ///
-            /// # Errors
-            /// [`Failed`] with the buffer, whose contents are then unspecified: [`Error::Mismatch`] if lengths, types,
-            /// reductions or algorithms differ, [`Error::Timeout`], [`Error::PeerLost`], [`Error::Aborted`],
-            /// [`Error::Invalid`] where the reduction is not defined on the type. So for every collective.
-            pub fn all_reduce<B: Buf>($($by)+ $me, buf: B) -> Work<B> {
-                $me.call().all_reduce(buf)
-            }
-
-            /// [`all_reduce`](Self::all_reduce) of `input` into `output`, of the same length. The input is unchanged.
-            pub fn all_reduce_into<I: Buf, O: Buf<Elem = I::Elem>>($($by)+ $me, input: I, output: O) -> Work<(I, O)> {
-                $me.call().all_reduce_into(input, output)
-            }
-
-            /// [`all_reduce`](Self::all_reduce) into a new vector. The input comes back only on failure.
-            pub fn all_reduce_new<I: Buf>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
-                $me.call().all_reduce_new(input)
-            }
-
-            /// Every rank ends with the root's buffer. Lengths and types are the same on all ranks.
-            pub fn broadcast<B: Buf>($($by)+ $me, buf: B, root: Rank) -> Work<B> {
-                $me.call().broadcast(buf, root)
-            }
-
-            /// [`broadcast`](Self::broadcast) of the root's `input` into every rank's `output`. The others' inputs are
-            /// not looked at.
-            pub fn broadcast_into<I: Buf, O: Buf<Elem = I::Elem>>(
-                $($by)+ $me,
-                input: I,
-                output: O,
-                root: Rank,
-            ) -> Work<(I, O)> {
-                $me.call().broadcast_into(input, output, root)
-            }
-
-            /// The root ends with the reduction of all ranks' buffers; the others' are unchanged.
-            pub fn reduce<B: Buf>($($by)+ $me, buf: B, root: Rank) -> Work<B> {
-                $me.call().reduce(buf, root)
-            }
-
-            /// [`reduce`](Self::reduce) into the root's `output`, of its input's length. The others' outputs are not
-            /// looked at.
-            pub fn reduce_into<I: Buf, O: Buf<Elem = I::Elem>>(
-                $($by)+ $me,
-                input: I,
-                output: O,
-                root: Rank,
-            ) -> Work<(I, O)> {
-                $me.call().reduce_into(input, output, root)
-            }
-
-            /// All ranks' buffers, `size() * input.len()` elements in rank order, in a new vector on every rank.
-            pub fn all_gather<I: Buf>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
-                $me.call().all_gather(input)
-            }
-
-            /// [`all_gather`](Self::all_gather) into `output`, of `size() * input.len()` elements.
-            pub fn all_gather_into<I: Buf, O: Buf<Elem = I::Elem>>($($by)+ $me, input: I, output: O) -> Work<(I, O)> {
-                $me.call().all_gather_into(input, output)
-            }
-
-            /// [`all_gather`](Self::all_gather) in place: this rank's block, at `rank() * len / size()`, is its input.
-            pub fn all_gather_in_place<B: Buf>($($by)+ $me, buf: B) -> Work<B> {
-                $me.call().all_gather_in_place(buf)
-            }
-
-            /// The reduction of all ranks' `input`, of which rank r gets block r: `input.len() / size()` elements, in a
-            /// new vector. The length is a multiple of `size()`.
-            pub fn reduce_scatter<I: Buf>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
-                $me.call().reduce_scatter(input)
-            }
-
-            /// [`reduce_scatter`](Self::reduce_scatter) into `output`, of `input.len() / size()` elements.
-            pub fn reduce_scatter_into<I: Buf, O: Buf<Elem = I::Elem>>(
-                $($by)+ $me,
-                input: I,
-                output: O,
-            ) -> Work<(I, O)> {
-                $me.call().reduce_scatter_into(input, output)
-            }
-
-            /// [`reduce_scatter`](Self::reduce_scatter) in place: the result is in this rank's block, at
-            /// `rank() * len / size()`; the other blocks are unspecified.
-            pub fn reduce_scatter_in_place<B: Buf>($($by)+ $me, buf: B) -> Work<B> {
-                $me.call().reduce_scatter_in_place(buf)
-            }
-
-            /// Finishes on no rank before every rank has called.
-            pub fn barrier($($by)+ $me) -> Work<()> {
-                $me.call().barrier()
-            }
-
-            /// Sends `buf` to a rank, which receives with the same length, type and tag. Messages of one (sender,
-            /// receiver, tag) are matched in order; different tags are independent.
-            ///
-            /// Up to 4 KB (while the receiver has not 32 such waiting) it finishes without its `recv`; a larger one
-            /// finishes when it was received. So two ranks that both *await* a large `send` before they `recv` wait
-            /// for each other until the deadline, whose error says so: submit both, or use [`batch`](Self::batch).
-            pub fn send<B: Buf>($($by)+ $me, buf: B, to: Rank) -> Work<B> {
-                $me.call().send(buf, to)
-            }
-
-            /// Receives into `buf` what a rank sends.
-            pub fn recv<B: Buf>($($by)+ $me, buf: B, from: Rank) -> Work<B> {
-                $me.call().recv(buf, from)
-            }
-
-            /// Several messages in flight together.
-            pub fn batch<B: Buf>($($by)+ $me, messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> {
-                $me.call().batch(messages)
-            }
-        }
-    };
+impl SharedComm {
+    pub(super) fn handle(&self) -> &Handle {
+        &self.0
+    }
 }
 
-calls!(Comm, self, [&mut]);
-calls!(SharedComm, self, [&]);
-
 impl Comm {
+    pub(super) fn handle(&self) -> &Handle {
+        &self.0
+    }
+
     /// Joins the world that `rendezvous` names; returns when all ranks are there.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use crate::error::{Error, Lost};
 use crate::exec::{Control, Endpoint, EndpointConfig, Lane};
 use crate::group::message::{CommId, DataHello, Message};
-use crate::group::{Events, Locality, Mesh, runtime};
+use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::trace::{self, CommRecord};
@@ -59,6 +59,7 @@ impl Hub {
 pub(crate) struct Defaults {
     pub(crate) timeout: Duration,
     pub(crate) algo: Algo,
+    pub(crate) deterministic: bool,
 }
 
 impl Defaults {
@@ -82,7 +83,15 @@ impl Defaults {
             Some(text) => text.parse().map_err(|e| Error::invalid("ALLSTREAM_ALGO", e))?,
             None => Algo::Auto,
         };
-        Ok(Defaults { timeout, algo })
+        let deterministic = match std::env::var("ALLSTREAM_DETERMINISTIC").as_deref().map(str::trim) {
+            Err(_) | Ok("" | "0") => false,
+            Ok("1") => true,
+            Ok(other) => {
+                let problem = format!("{other:?}: expected 1 (on) or 0 (off)");
+                return Err(Error::invalid("ALLSTREAM_DETERMINISTIC", problem));
+            }
+        };
+        Ok(Defaults { timeout, algo, deterministic })
     }
 }
 
@@ -90,6 +99,8 @@ impl Defaults {
 pub(crate) struct World {
     pub(crate) rank: Rank,
     pub(crate) size: usize,
+    /// The host of each rank.
+    hosts: Vec<u32>,
     id: [u8; 16],
     transport: Transport,
     pub(crate) around: Arc<Neighbourhood>,
@@ -119,10 +130,15 @@ impl World {
             Transport::Mesh(mesh) => mesh.clone(),
             Transport::Hub(_) => Weak::new(),
         };
+        let hosts = match &transport {
+            Transport::Mesh(mesh) => mesh.upgrade().map_or(vec![0; size], |mesh| mesh.hosts().to_vec()),
+            Transport::Hub(_) => vec![0; size],
+        };
         let around = Arc::new(Neighbourhood::new(rank, region, lane, mates, localities, mesh));
         Arc::new(World {
             rank,
             size,
+            hosts,
             id,
             transport,
             around,
@@ -164,6 +180,7 @@ impl World {
             rank,
             one_host: here == members.len(),
             crowded: here > cores,
+            hosts: host::numbered(members.iter().map(|m| self.hosts[*m]), members.len()),
             members,
             region: self.around.region.clone(),
             gate: self.gate.clone(),
@@ -172,6 +189,7 @@ impl World {
             lane: self.around.lane.clone(),
             timeout: self.defaults.timeout,
             queue_limit: QUEUE_LIMIT,
+            deterministic: self.defaults.deterministic,
         });
         self.comms.lock().insert(comm, Arc::downgrade(&endpoint));
         let early: Vec<_> =

@@ -11,9 +11,10 @@ use parking_lot::{Mutex, MutexGuard};
 mod watch;
 
 use super::Progress;
-use super::active::{Active, Request};
+use super::active::{Active, Pass};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
+use super::operation::{PartList, Reduction, Request, Then};
 use super::p2p::{Direction, Messages, Transfer};
 use super::port::{Opener, Port};
 use crate::error::Error;
@@ -22,7 +23,7 @@ use crate::link::region::Region;
 use crate::mem::{Event, Held};
 use crate::plan::Program;
 use crate::trace::{Recorder, State};
-use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
+use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
 
 /// Signatures remembered, so that a peer's late question can be answered.
 const HISTORY: usize = 256;
@@ -55,6 +56,8 @@ pub(crate) struct EndpointConfig {
     pub(crate) rank: Rank,
     /// World rank of each member.
     pub(crate) members: Vec<Rank>,
+    /// The host of each member, numbered from 0 in the order of their first ranks.
+    pub(crate) hosts: Vec<u32>,
     pub(crate) region: Arc<Region>,
     pub(crate) gate: Gate,
     pub(crate) opener: Arc<dyn Opener>,
@@ -62,6 +65,8 @@ pub(crate) struct EndpointConfig {
     pub(crate) lane: Arc<Lane>,
     pub(crate) timeout: Duration,
     pub(crate) queue_limit: usize,
+    /// Calls are deterministic unless they say otherwise.
+    pub(crate) deterministic: bool,
     /// All members are on this host.
     pub(crate) one_host: bool,
     /// More ranks than cores on this host: give the core away instead of spinning.
@@ -72,13 +77,11 @@ pub(crate) struct EndpointConfig {
 pub(crate) enum Submission {
     Collective {
         call: &'static str,
-        program: Arc<Program>,
         signature: Signature,
-        input: *const u8,
-        output: *mut u8,
-        count: usize,
-        dtype: DType,
-        op: ReduceOp,
+        parts: PartList,
+        reduction: Reduction,
+        scale: Option<f64>,
+        then: Option<Then>,
     },
     Message {
         direction: Direction,
@@ -142,6 +145,7 @@ pub(crate) struct Endpoint {
     waits: AtomicU32,
     /// `waits` when the lane last looked.
     waits_seen: AtomicU32,
+    deterministic: AtomicBool,
     /// Answers of peers to `stalled`.
     heard: Mutex<Vec<Option<Heard>>>,
     left: Mutex<Vec<bool>>,
@@ -153,6 +157,7 @@ pub(crate) struct Endpoint {
     token: Box<AtomicU8>,
 }
 
+/// Kind (with [`VARIED`](crate::types::VARIED)), algorithm, root, in place.
 pub(crate) type ProgramKey = (u8, u8, Rank, bool);
 
 /// A look at an operation.
@@ -195,6 +200,7 @@ impl Endpoint {
             drivers: AtomicU32::new(0),
             waits: AtomicU32::new(0),
             waits_seen: AtomicU32::new(0),
+            deterministic: AtomicBool::new(config.deterministic),
             heard: Mutex::new(vec![None; size]),
             left: Mutex::new(vec![false; size]),
             closing: Mutex::new(vec![None; size]),
@@ -207,6 +213,15 @@ impl Endpoint {
 
     pub(crate) fn size(&self) -> usize {
         self.config.members.len()
+    }
+
+    /// Whether calls are deterministic unless they say otherwise.
+    pub(crate) fn is_deterministic(&self) -> bool {
+        self.deterministic.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_deterministic(&self, on: bool) {
+        self.deterministic.store(on, Ordering::Relaxed);
     }
 
     /// Memory for barriers; lives as long as the endpoint.
@@ -258,11 +273,10 @@ impl Endpoint {
         let key = table.inflight.submit(held);
         let mut disagreement = None;
         match submission {
-            Submission::Collective { program, signature, input, output, count, dtype, op, .. } => {
+            Submission::Collective { signature, parts, reduction, scale, then, .. } => {
                 let number = table.next;
                 table.next += 1;
-                let request =
-                    Request { program, number, signature, input, output, count, dtype, op, timeout };
+                let request = Request { number, signature, timeout, reduction, scale, parts, then };
                 if table.history.len() == HISTORY {
                     table.history.pop_front();
                 }
@@ -477,7 +491,7 @@ impl Endpoint {
         }
     }
 
-    fn advance(&self, run: &mut Run) -> Result<Progress, Error> {
+    fn advance(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
         let mut any = false;
         // Messages whose input is ready are handed to their machine; the rest keep their place.
         {
@@ -505,12 +519,24 @@ impl Endpoint {
         let Run { active, port, messages, .. } = run;
         any |= port.reap(|lent| active.freed(lent))?;
         if !active.is_empty() {
-            let (moved, complete) = active.pass(port)?;
-            any |= moved;
-            if complete && let Some((key, request)) = active.take() {
-                self.recorder.finished(request.number, State::Done);
-                self.finish(key, Ok(()));
-                any = true;
+            match active.pass(port)? {
+                Pass::Going(moved) => any |= moved,
+                Pass::Then(key, then) => {
+                    let held = self.table.lock().inflight.borrow(key);
+                    if let Some(mut held) = held {
+                        let parts = then(self, &mut held);
+                        self.table.lock().inflight.give_back(key, held);
+                        active.go_on(parts?);
+                    }
+                    any = true;
+                }
+                Pass::Done(key) => {
+                    if let Some((_, number)) = active.take() {
+                        self.recorder.finished(number, State::Done);
+                    }
+                    self.finish(key, Ok(()));
+                    any = true;
+                }
             }
         }
         any |= messages.pass(|key| self.finish(key, Ok(())))?;
@@ -567,8 +593,8 @@ impl Endpoint {
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
         let here = run.active.operation(&self.config.name);
         let mut keys = Vec::new();
-        if let Some((key, request)) = run.active.take() {
-            self.recorder.finished(request.number, State::Failed);
+        if let Some((key, number)) = run.active.take() {
+            self.recorder.finished(number, State::Failed);
             keys.push(key);
         }
         run.messages.take_all(|key| keys.push(key));

@@ -78,6 +78,18 @@ impl<H, E> Inflight<H, E> {
         self.entries.get_mut(key.index as usize).filter(|e| e.generation == key.generation)
     }
 
+    /// Takes out what a running operation holds, for a moment: whoever asks gives it back.
+    pub(crate) fn borrow(&mut self, key: Key) -> Option<H> {
+        self.entry(key).filter(|e| matches!(e.state, State::Running))?.held.take()
+    }
+
+    /// Gives it back.
+    pub(crate) fn give_back(&mut self, key: Key, held: H) {
+        if let Some(entry) = self.entry(key) {
+            entry.held = Some(held);
+        }
+    }
+
     fn recycle(&mut self, index: u32) {
         let entry = &mut self.entries[index as usize];
         entry.generation = entry.generation.wrapping_add(1);

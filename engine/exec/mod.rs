@@ -7,19 +7,23 @@ mod active;
 mod endpoint;
 mod inflight;
 mod lane;
+mod machine;
+mod operation;
 mod p2p;
 mod port;
 
 #[cfg(feature = "fuzzing")]
-pub(crate) use active::{Active, Request};
+pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
 pub(crate) use inflight::Key;
 pub(crate) use lane::{Lane, lane};
+pub(crate) use operation::{Part, PartList, Reduction, Tables, Then};
 pub(crate) use p2p::Direction;
 pub(crate) use port::Opener;
 #[cfg(feature = "fuzzing")]
 pub(crate) use {
     inflight::Inflight,
+    operation::Request,
     p2p::{Messages, Transfer},
     port::Port,
 };

@@ -49,6 +49,21 @@ impl Process {
     }
 }
 
+/// Numbers names from 0 in the order in which they come first; `size` numbers in all.
+pub(crate) fn numbered<N: PartialEq>(names: impl Iterator<Item = N>, size: usize) -> Vec<u32> {
+    let mut known = Vec::new();
+    let mut number = |name: N| match known.iter().position(|k| *k == name) {
+        Some(at) => at as u32,
+        None => {
+            known.push(name);
+            known.len() as u32 - 1
+        }
+    };
+    let mut numbers: Vec<u32> = names.map(&mut number).collect();
+    numbers.resize(size, 0);
+    numbers
+}
+
 /// Random bytes from the system.
 pub(crate) fn random<const N: usize>() -> Result<[u8; N], Error> {
     let mut bytes = [0; N];

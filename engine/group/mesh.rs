@@ -65,6 +65,7 @@ pub(crate) struct Mesh {
     world: [u8; 16],
     token: Token,
     peers: Vec<Option<PeerInfo>>,
+    hosts: Vec<u32>,
     outboxes: Vec<Option<Arc<Outbox>>>,
     leaving: Arc<AtomicBool>,
     tasks: Mutex<Option<Tasks>>,
@@ -162,6 +163,11 @@ impl Mesh {
     /// By rank; `None` at the own one.
     pub(crate) fn peers(&self) -> &[Option<PeerInfo>] {
         &self.peers
+    }
+
+    /// The host of each rank: numbered from 0 in the order of their first ranks.
+    pub(crate) fn hosts(&self) -> &[u32] {
+        &self.hosts
     }
 
     /// Queues a message. Never blocks; dropped if that rank is gone.
@@ -486,6 +492,7 @@ where
         outboxes[peer] = Some(outbox.clone());
         connections.push((peer, stream, frames, outbox, letters));
     }
+    let hosts = host::numbered(table.members.iter().map(|m| m.process.host.as_str()), size);
     let leaving = Arc::new(AtomicBool::new(false));
     let mesh = Arc::new(Mesh {
         rank,
@@ -493,6 +500,7 @@ where
         world: table.world,
         token,
         peers,
+        hosts,
         outboxes,
         leaving: leaving.clone(),
         tasks: Mutex::new(Some(Tasks { service, ..Tasks::default() })),

@@ -49,6 +49,21 @@ impl Held {
         Held { storage, drop, holds: TypeId::of::<P>() }
     }
 
+    /// The parts, if they are of this type.
+    pub(crate) fn get_mut<P: Send + 'static>(&mut self) -> Option<&mut P> {
+        if self.holds != TypeId::of::<P>() {
+            return None;
+        }
+        let at = self.storage.as_mut_ptr().cast::<u8>();
+        if fits::<P>() {
+            // SAFETY: `new::<P>` wrote a P here (checked above); it is borrowed as `self` is.
+            Some(unsafe { &mut *at.cast::<P>() })
+        } else {
+            // SAFETY: as above, with a Box<P>.
+            Some(unsafe { (*at.cast::<Box<P>>()).as_mut() })
+        }
+    }
+
     /// Gives the parts back, if they are of this type.
     pub(crate) fn take<P: Send + 'static>(self) -> Option<P> {
         if self.holds != TypeId::of::<P>() {
@@ -91,9 +106,11 @@ mod tests {
         assert_eq!(Arc::strong_count(&witness), 2);
         drop(large);
         assert_eq!(Arc::strong_count(&witness), 1);
-        let large = Held::new(([7u64; 40], witness.clone()));
+        let mut large = Held::new(([7u64; 40], witness.clone()));
+        assert!(large.get_mut::<Vec<u8>>().is_none());
+        large.get_mut::<([u64; 40], Arc<()>)>().unwrap().0[0] = 9;
         let (words, w) = large.take::<([u64; 40], Arc<()>)>().unwrap();
-        assert_eq!((words[39], Arc::strong_count(&w)), (7, 2));
+        assert_eq!((words[0], words[39], Arc::strong_count(&w)), (9, 7, 2));
         assert!(
             Held::new(w).take::<Vec<u8>>().is_none(),
             "another type is refused, and what is held dropped"

@@ -2,8 +2,11 @@
 
 mod buf;
 mod held;
+mod list;
 mod stream;
 
 pub use buf::{Buf, HostBuf};
 pub(crate) use held::{Held, Parts};
+pub use list::BufList;
+pub(crate) use list::memory;
 pub use stream::{Event, HostStream};

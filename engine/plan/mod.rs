@@ -38,6 +38,16 @@ pub const fn algorithms(kind: Kind) -> &'static [Algo] {
     }
 }
 
+/// Whether each result is combined in the order of ranks.
+pub const fn keeps_rank_order(_kind: Kind, algo: Algo) -> bool {
+    matches!(algo, Algo::OneShot | Algo::Direct | Algo::RecursiveDoubling)
+}
+
+/// Whether each result is one step over all ranks, in the order of ranks.
+pub const fn deterministic(_kind: Kind, algo: Algo) -> bool {
+    matches!(algo, Algo::OneShot | Algo::Direct)
+}
+
 /// One rank's plan of `kind` by `algo`.
 ///
 /// Out of place it reads [`INPUT`] and writes [`OUTPUT`]; in place it uses only [`OUTPUT`], which holds the

@@ -55,10 +55,12 @@
 
 mod cpu;
 mod dtype;
+mod function;
 mod op;
 
 pub use cpu::{copy, reduce, scalar};
 pub use dtype::{DType, Element};
+pub use function::{Combine, Function, scale};
 pub use half::{bf16, f16};
 pub use op::ReduceOp;
 

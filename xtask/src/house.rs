@@ -24,7 +24,7 @@ const FLOORS: [(&str, u32); 11] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 16] = [
+const UNSAFE: [(&str, &str); 18] = [
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/mem/", "memory that operations own while it is in flight"),
@@ -35,7 +35,9 @@ const UNSAFE: [(&str, &str); 16] = [
     ("engine/link/tcp.rs", "sends from memory that is in flight"),
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
     ("engine/exec/port.rs", "calls links"),
-    ("engine/exec/active.rs", "runs kernels on memory in flight"),
+    ("engine/exec/machine.rs", "receives into memory in flight"),
+    ("engine/exec/machine/kernel.rs", "runs kernels on memory in flight"),
+    ("engine/exec/operation.rs", "names memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),
     ("engine/group/fds.rs", "the descriptor inherited from the launcher"),
     ("engine/fuzzing.rs", "hostile memory, for the fuzz targets"),

@@ -110,8 +110,7 @@ impl Endpoint {
 
     pub(super) fn check_time(self: &Arc<Self>, run: &mut Run, now: Instant) {
         let mut error = None;
-        if let Some((_, request, started)) = run.active.current() {
-            let (number, signature, timeout) = (request.number, request.signature, request.timeout);
+        if let Some((number, signature, timeout, started)) = run.active.current() {
             let elapsed = now - started;
             let stalled = run.active.stalled_at;
             let due = stalled.is_none_or(|at| now - at > STALL_AGAIN);

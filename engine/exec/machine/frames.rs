@@ -1,45 +1,48 @@
 //! What a collective receives: the right frame or an account of what is wrong; and whom it waits for.
 
-use super::{Active, Request};
-use crate::error::{Error, Operation};
+use super::{Context, Machine};
+use crate::error::Error;
 use crate::exec::port::Port;
 use crate::link::Frame;
-use crate::plan::{Operand, Program};
-use crate::types::Rank;
+use crate::plan::Operand;
+use crate::types::{Rank, Signature};
 
-impl Active {
-    /// The frame that operand `from` of step `i` needs, if it is here; an error if what is here is something else.
-    #[allow(clippy::too_many_arguments)]
+impl Machine {
+    /// The frame that operand `from` of step `i` needs in a round, if `useful` bytes of it are here; an error if what
+    /// is here is something else.
     pub(super) fn expect(
         &self,
-        r: &Request,
-        program: &Program,
+        c: Context<'_>,
         i: usize,
         from: Rank,
-        round: usize,
-        useful: usize,
+        (round, useful): (usize, usize),
         port: &mut Port,
     ) -> Result<Option<Frame>, Error> {
-        let cursor = self.rx[from];
+        let (program, cursor) = (&c.part.program, self.rx[from]);
         if cursor.round as usize != round
             || program.recvs[from].get(cursor.message as usize) != Some(&(i as u32))
+            || !c.earlier.iter().all(|machine| machine.rx_done(from))
         {
             return Ok(None);
         }
         // The header comes first: a disagreement is found before any data is used.
         let Some(frame) = port.rx(from)?.peek(0)? else { return Ok(None) };
         let node = &self.nodes[i];
-        check_frame(&frame, r, from, program.plan.rank, self.comm)?;
+        check_frame(&frame, c, c.signature(node), from)?;
         let done = frame.done.checked_div(node.unit).unwrap_or(0);
         let left = frame.header.len as usize - frame.done;
-        if frame.header.message != cursor.message
+        if frame.header.message != self.message(cursor.message)
             || frame.header.offset.wrapping_add(done as u64) != node.got as u64
             || left.checked_rem(node.unit).unwrap_or(left) != 0
             || left > (self.portion_end(node, node.got) - node.got) * node.unit
         {
             let problem = format!(
                 "message {} at element {} ({left} bytes left), expected message {} at element {} in operation #{}",
-                frame.header.message, frame.header.offset, cursor.message, node.got, r.number
+                frame.header.message,
+                frame.header.offset,
+                self.message(cursor.message),
+                node.got,
+                c.common.number
             );
             return Err(Error::Protocol { peer: from, problem });
         }
@@ -49,11 +52,10 @@ impl Active {
         port.rx(from)?.peek(useful)
     }
 
-    /// The ranks whose frames, or whose room, the operation waits for.
-    pub(crate) fn waiting_for(&self, port: &mut Port) -> Vec<Rank> {
-        let Some((_, request)) = &self.current else { return Vec::new() };
-        let program = &request.program;
-        let mut ranks = Vec::new();
+    /// Adds the ranks whose frames, or whose room, the part waits for.
+    pub(in crate::exec) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
+        let Some((_, part)) = &self.work else { return };
+        let program = &part.program;
         for (i, step) in program.plan.steps.iter().enumerate() {
             if self.is_done(program, i) {
                 continue;
@@ -75,32 +77,26 @@ impl Active {
                 }
             }
         }
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks
-    }
-
-    /// The operation in words.
-    pub(crate) fn operation(&self, comm: &str) -> Option<Operation> {
-        let (_, r) = self.current.as_ref()?;
-        Some(Operation { comm: comm.to_owned(), number: r.number, signature: r.signature })
     }
 }
 
-fn check_frame(frame: &Frame, r: &Request, from: Rank, rank: Rank, comm: u64) -> Result<(), Error> {
-    let header = &frame.header;
-    if header.op == r.number && frame.signature() == r.signature && header.comm == comm as u32 {
+fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Result<(), Error> {
+    let (header, comm, number) = (&frame.header, c.common.comm, c.common.number);
+    if header.op == number && frame.signature() == ours && header.comm == comm as u32 {
         return Ok(());
     }
     if header.comm != comm as u32 {
-        let problem = format!("a frame of communicator {:#x}, on a link of communicator {:#x}", header.comm, comm as u32);
+        let problem = format!(
+            "a frame of communicator {:#x}, on a link of communicator {:#x}",
+            header.comm, comm as u32
+        );
         return Err(Error::Protocol { peer: from, problem });
     }
     Err(Error::Mismatch {
         comm: comm.to_string(),
-        number: header.op.min(r.number),
-        rank,
-        ours: r.signature,
+        number: header.op.min(number),
+        rank: c.part.program.plan.rank,
+        ours,
         peer: from,
         theirs: header.signature,
     })

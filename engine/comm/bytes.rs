@@ -1,0 +1,120 @@
+//! Bytes whose receivers need not know how many: one operation of two halves, lengths first. What the calls mean is
+//! documented on [`Comm`](super::Comm).
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::Work;
+use super::call::{Call, Spec, program};
+use crate::error::{Error, Failed};
+use crate::exec::{Endpoint, Part, Tables, Then};
+use crate::mem::Held;
+use crate::plan::{self, Env};
+use crate::types::{DType, Kind, Rank, digest};
+
+/// What such an operation holds.
+struct Bytes {
+    /// By rank (one, for a broadcast).
+    lengths: Vec<u64>,
+    mine: Vec<u8>,
+    all: Vec<u8>,
+}
+
+fn gone() -> Error {
+    Error::system("finish an operation on bytes", "its buffers are gone (a bug)")
+}
+
+fn broadcast(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<u8>, Failed<Vec<u8>>> {
+    let mine = held.and_then(Held::take::<Bytes>).map(|b| b.mine);
+    match (result, mine) {
+        (Ok(()), Some(mine)) => Ok(mine),
+        (result, buf) => Err(Failed { buf, error: result.err().unwrap_or_else(gone) }),
+    }
+}
+
+fn gathered(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<Vec<u8>>, Failed<Vec<u8>>> {
+    let bytes = held.and_then(Held::take::<Bytes>);
+    match (result, bytes) {
+        (Ok(()), Some(bytes)) => {
+            let mut rest = &bytes.all[..];
+            let mut next = |len: &u64| {
+                let (one, after) = rest.split_at((*len as usize).min(rest.len()));
+                rest = after;
+                one.to_vec()
+            };
+            Ok(bytes.lengths.iter().map(&mut next).collect())
+        }
+        (result, bytes) => {
+            Err(Failed { buf: bytes.map(|b| b.mine), error: result.err().unwrap_or_else(gone) })
+        }
+    }
+}
+
+/// Zeroes, where there is memory for them.
+fn make_room(call: Kind, buf: &mut Vec<u8>, len: Option<usize>) -> Result<(), Error> {
+    let len = len.filter(|len| *len <= isize::MAX as usize);
+    let doing = || format!("receive what ranks give to {call}_bytes");
+    let len =
+        len.ok_or_else(|| Error::system(doing(), "they announce more bytes than there are addresses"))?;
+    buf.clear();
+    buf.try_reserve_exact(len).map_err(|e| Error::system(doing(), format!("{len} bytes: {e}")))?;
+    buf.resize(len, 0);
+    Ok(())
+}
+
+fn part(endpoint: &Arc<Endpoint>, mut spec: Spec, input: *const u8, output: *mut u8) -> Result<Part, Error> {
+    let bytes = if spec.tables.is_some() { spec.count / endpoint.size() } else { spec.count };
+    let env = Env { n: endpoint.size(), one_host: endpoint.config.one_host };
+    let program = program(endpoint, plan::choose(spec.kind(), bytes, &env), &spec)?;
+    let tables = spec.tables.take().map(Arc::new);
+    Ok(Part { program, input, output, count: spec.count, dtype: DType::U8, tables, pairwise: false })
+}
+
+impl Call<'_> {
+    fn lengths(&self, kind: Kind, root: Rank) -> Spec {
+        Spec { detail: digest(0, *b"bytes"), ..Spec::of(kind, root, 1, true) }
+    }
+
+    /// See [`Comm::broadcast_bytes`](super::Comm::broadcast_bytes).
+    pub fn broadcast_bytes(&self, bytes: Vec<u8>, root: Rank) -> Work<Vec<u8>> {
+        let is_root = self.rank() == root;
+        let mut held = Bytes { lengths: vec![bytes.len() as u64], mine: bytes, all: Vec::new() };
+        let at = held.lengths.as_mut_ptr().cast::<u8>();
+        let then: Then = Box::new(move |endpoint, held| {
+            let bytes = held.get_mut::<Bytes>().ok_or_else(gone)?;
+            let len = bytes.lengths[0] as usize;
+            if !is_root {
+                make_room(Kind::Broadcast, &mut bytes.mine, Some(len))?;
+            }
+            let at = bytes.mine.as_mut_ptr();
+            Ok(vec![part(endpoint, Spec::of(Kind::Broadcast, root, len, true), at, at)?])
+        });
+        self.submit_then::<u64, _, _, _>(self.lengths(Kind::Broadcast, root), held, (at, at), then, broadcast)
+    }
+
+    /// See [`Comm::all_gather_bytes`](super::Comm::all_gather_bytes).
+    pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Work<Vec<Vec<u8>>, Vec<u8>> {
+        let (n, rank) = (self.size(), self.rank());
+        let mut held = Bytes { lengths: vec![0; n], mine: bytes, all: Vec::new() };
+        held.lengths[rank] = held.mine.len() as u64;
+        let at = held.lengths.as_mut_ptr().cast::<u8>();
+        let then: Then = Box::new(move |endpoint, held| {
+            let bytes = held.get_mut::<Bytes>().ok_or_else(gone)?;
+            let mut end = Some(0usize);
+            let mut block = |len: &u64| -> Option<Range<usize>> {
+                let start = end?;
+                end = start.checked_add(usize::try_from(*len).ok()?);
+                Some(start..end?)
+            };
+            let blocks: Option<Vec<_>> = bytes.lengths.iter().map(&mut block).collect();
+            let total = blocks.as_ref().and(end);
+            make_room(Kind::AllGather, &mut bytes.all, total)?;
+            let (blocks, count) = (blocks.unwrap_or_default(), bytes.all.len());
+            let own = std::iter::once(0..bytes.mine.len()).collect();
+            let tables = Some(Tables { slots: [own, blocks.clone(), blocks] });
+            let spec = Spec { tables, ..Spec::of(Kind::AllGather, 0, count, false) };
+            Ok(vec![part(endpoint, spec, bytes.mine.as_ptr(), bytes.all.as_mut_ptr())?])
+        });
+        self.submit_then::<u64, _, _, _>(self.lengths(Kind::AllGather, 0), held, (at, at), then, gathered)
+    }
+}

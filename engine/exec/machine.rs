@@ -1,0 +1,558 @@
+//! A plan as a resumable machine over slices.
+//!
+//! Elements of a chunk go through a step in order. Per step there is a cursor for what was gathered, one for what is
+//! stored in `dst`, one per receiver for what was sent and one for what that receiver's frames have freed. A step
+//! moves when its cursors, and those of the steps it depends on, allow; a pass over all steps never waits.
+//!
+//! Messages of a link come in rounds: a *round* is the next [`ROUND`] bytes of every chunk, and a plan's messages on a
+//! link are ordered round by round. That keeps what is in flight inside the cache, and every round is one complete
+//! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
+//! each link: the next one's machine may use it when this one's has nothing more for it.
+
+mod frames;
+mod kernel;
+
+use allstream_kernels as kernels;
+
+use super::operation::{Part, Reduction};
+use super::port::{Lent, Payload, Port};
+use crate::error::Error;
+use crate::link::{Header, SLOT};
+use crate::plan::compile::Holds;
+use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH};
+use crate::types::{Rank, Signature};
+
+/// Bytes of each chunk per round: two slots in flight on each link while two more are filled. Chosen for the
+/// arena (4 slots per peer pair in flight at 8 ranks fit 4 MB); step 4 measures it per link.
+const ROUND: usize = 2 * SLOT;
+/// A partly received frame is worth working on from this many bytes.
+const USEFUL: usize = 32 << 10;
+/// Bytes that are scaled in one pass: a lane has other work too.
+const SCALED: usize = 256 << 10;
+
+/// What all parts of an operation share.
+#[derive(Clone)]
+pub(super) struct Common {
+    pub(super) comm: u64,
+    pub(super) number: u64,
+    pub(super) signature: Signature,
+    pub(super) reduction: Reduction,
+    pub(super) scale: Option<f64>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct NodeRun {
+    /// Elements of this step's chunk; an empty chunk is one element of no bytes, so that it still makes a message.
+    len: usize,
+    /// Bytes of an element.
+    unit: usize,
+    /// Elements gathered, and elements stored (or handed to all receivers).
+    got: usize,
+    pos: usize,
+    /// First of this step's receivers in `sent` and `freed`.
+    first: usize,
+}
+
+/// Where the messages of a link have got to.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Cursor {
+    message: u32,
+    round: u32,
+}
+
+/// 64-byte aligned words, for scratch memory.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Line([u64; 8]);
+
+/// The machine. Its vectors are kept from one part to the next.
+pub(super) struct Machine {
+    /// Which machine this is: frames that come back name it.
+    id: u8,
+    work: Option<(Common, Part)>,
+    /// Which part of the operation, as its messages say.
+    part: u16,
+    nodes: Vec<NodeRun>,
+    sent: Vec<usize>,
+    freed: Vec<usize>,
+    tx: Vec<Cursor>,
+    rx: Vec<Cursor>,
+    hands: Vec<Vec<u8>>,
+    /// The third slot, and a scaled copy of the input.
+    scratch: Vec<Line>,
+    scaled_input: Vec<Line>,
+    /// Elements scaled so far; `None`: nothing to scale (any more).
+    scaled: Option<usize>,
+    rounds: u32,
+    round: usize,
+}
+
+/// Scratch for an inline payload whose step keeps no copy.
+#[repr(align(64))]
+struct Scratch([u8; Port::INLINE]);
+
+impl Machine {
+    pub(super) fn new(id: u8) -> Machine {
+        Machine {
+            id,
+            work: None,
+            part: 0,
+            nodes: Vec::new(),
+            sent: Vec::new(),
+            freed: Vec::new(),
+            tx: Vec::new(),
+            rx: Vec::new(),
+            hands: Vec::new(),
+            scratch: Vec::new(),
+            scaled_input: Vec::new(),
+            scaled: None,
+            rounds: 0,
+            round: 0,
+        }
+    }
+
+    /// The machine that a frame came from.
+    pub(super) fn of(lent: &Lent) -> u8 {
+        (lent.receiver >> RECEIVER_BITS) as u8
+    }
+
+    pub(super) fn id(&self) -> u8 {
+        self.id
+    }
+
+    /// Sets the machine up. No allocation once the vectors have grown.
+    pub(super) fn start(&mut self, common: Common, part: Part, index: u16) {
+        let program = part.program.clone();
+        let plan = &program.plan;
+        let unit = part.dtype.size();
+        self.part = index;
+        self.round = (ROUND / unit).max(1);
+        (self.nodes, self.sent, self.freed) =
+            (clear(&mut self.nodes), clear(&mut self.sent), clear(&mut self.freed));
+        let mut longest = 1;
+        for step in &plan.steps {
+            let len = length(&part, step);
+            let node = NodeRun {
+                len: len.max(1),
+                unit: if len == 0 { 0 } else { unit },
+                first: self.sent.len(),
+                ..NodeRun::default()
+            };
+            longest = longest.max(node.len);
+            self.nodes.push(node);
+            self.sent.resize(self.sent.len() + step.send.len(), 0);
+            self.freed.resize(self.sent.len(), 0);
+        }
+        self.rounds = longest.div_ceil(self.round) as u32;
+        for cursors in [&mut self.tx, &mut self.rx] {
+            cursors.clear();
+            cursors.resize(plan.size, Cursor::default());
+        }
+        if self.hands.len() < plan.steps.len() {
+            self.hands.resize_with(plan.steps.len(), Vec::new);
+        }
+        if plan.slots.len() > usize::from(SCRATCH) {
+            grow(&mut self.scratch, part.total(SCRATCH) * unit);
+        }
+        self.scaled_input.clear();
+        self.scaled = common.scale.map(|_| 0);
+        self.work = Some((common, part));
+    }
+
+    /// Forgets the part: done, or failed.
+    pub(super) fn clear(&mut self) {
+        self.work = None;
+    }
+
+    /// Whether nothing more of this part goes to a peer.
+    fn tx_done(&self, peer: Rank) -> bool {
+        let Some((_, part)) = &self.work else { return true };
+        self.tx[peer].round >= self.rounds || part.program.sends[peer].is_empty()
+    }
+
+    /// Whether nothing more of this part comes from a peer.
+    fn rx_done(&self, peer: Rank) -> bool {
+        let Some((_, part)) = &self.work else { return true };
+        self.rx[peer].round >= self.rounds || part.program.recvs[peer].is_empty()
+    }
+
+    /// Notes memory that a receiver has given back.
+    pub(super) fn freed(&mut self, lent: Lent) {
+        let step = lent.step as usize;
+        if let (Some((common, _)), Some(node)) = (&self.work, self.nodes.get(step))
+            && lent.owner == common.number
+        {
+            let at = node.first + (lent.receiver & RECEIVER) as usize;
+            self.freed[at] = self.freed[at].max(lent.end);
+        }
+    }
+
+    /// One pass over all steps. `earlier`: the machines of parts before this one, whose messages go first. Returns
+    /// whether anything moved, and whether the part is complete.
+    pub(super) fn pass(&mut self, earlier: &[Machine], port: &mut Port) -> Result<(bool, bool), Error> {
+        let Some((common, part)) = self.work.take() else { return Ok((false, true)) };
+        let result = self.advance_all(Context { common: &common, part: &part, earlier }, port);
+        self.work = Some((common, part));
+        result
+    }
+
+    fn advance_all(&mut self, c: Context<'_>, port: &mut Port) -> Result<(bool, bool), Error> {
+        if self.scaled.is_some() {
+            self.scale(c);
+            return Ok((true, false));
+        }
+        let program = &c.part.program;
+        let (mut moved, mut complete) = (false, true);
+        for i in 0..self.nodes.len() {
+            if self.is_done(program, i) {
+                continue;
+            }
+            while self.gather(c, i, port)? {
+                moved = true;
+            }
+            while self.push(c, i, port)? {
+                moved = true;
+            }
+            complete &= self.is_done(program, i);
+        }
+        Ok((moved, complete))
+    }
+
+    fn is_done(&self, program: &Program, i: usize) -> bool {
+        let (node, step) = (&self.nodes[i], &program.plan.steps[i]);
+        let stored = step.holds() == Holds::Source || node.pos == node.len;
+        let receivers = node.first..node.first + step.send.len();
+        // A message posted from memory of ours that is still lent is not done; `freed` says so.
+        stored && self.freed[receivers].iter().all(|f| *f == node.len)
+    }
+
+    /// How far (exclusive) step `i` may write or read at most, by the steps before it.
+    fn written_limit(&self, program: &Program, i: usize) -> usize {
+        let after = &program.nodes[i].after_write;
+        after.iter().map(|j| self.whole(i, *j, self.nodes[*j as usize].pos)).min().unwrap_or(usize::MAX)
+    }
+
+    fn read_limit(&self, program: &Program, i: usize) -> usize {
+        let mut limit = usize::MAX;
+        for &j in &program.nodes[i].after_read {
+            let (node, step) = (&self.nodes[j as usize], &program.plan.steps[j as usize]);
+            if step.holds() != Holds::Source {
+                limit = limit.min(self.whole(i, j, node.got));
+            }
+            for freed in &self.freed[node.first..node.first + step.send.len()] {
+                limit = limit.min(self.whole(i, j, *freed));
+            }
+        }
+        limit
+    }
+
+    /// A cursor of step `j` as a limit for step `i`. Dependent steps share a chunk, so their lengths agree.
+    fn whole(&self, i: usize, j: u32, cursor: usize) -> usize {
+        debug_assert_eq!(self.nodes[i].len, self.nodes[j as usize].len);
+        cursor
+    }
+
+    fn portion_end(&self, node: &NodeRun, at: usize) -> usize {
+        ((at / self.round + 1) * self.round).min(node.len)
+    }
+
+    /// Slices begin at multiples of their length: a frame is always a part of one.
+    fn slice_end(&self, node: &NodeRun, at: usize) -> usize {
+        let slice = Self::slice(node);
+        ((at / slice + 1) * slice).min(self.portion_end(node, at))
+    }
+
+    fn slice(node: &NodeRun) -> usize {
+        SLOT.checked_div(node.unit).unwrap_or(1)
+    }
+
+    fn address(&self, part: &Part, at: At, node: &NodeRun, pos: usize) -> *mut u8 {
+        let base = match at.slot {
+            OUTPUT => part.output,
+            INPUT if !self.scaled_input.is_empty() => self.scaled_input.as_ptr().cast::<u8>().cast_mut(),
+            INPUT => part.input.cast_mut(),
+            _ => self.scratch.as_ptr().cast::<u8>().cast_mut(),
+        };
+        base.wrapping_add(part.range(at.slot, at.chunk).start * part.dtype.size() + pos * node.unit)
+    }
+
+    /// Moves a link's cursor past the message it is at, skipping messages that have nothing in later rounds.
+    fn advance(nodes: &[NodeRun], messages: &[u32], cursor: &mut Cursor, rounds: u32, round: usize) {
+        loop {
+            cursor.message += 1;
+            if cursor.message as usize >= messages.len() {
+                *cursor = Cursor { message: 0, round: cursor.round + 1 };
+                if cursor.round >= rounds {
+                    return;
+                }
+            }
+            let node = &nodes[messages[cursor.message as usize] as usize];
+            if node.len > cursor.round as usize * round {
+                return;
+            }
+        }
+    }
+
+    fn sending(&self, c: Context<'_>, peer: Rank, i: usize, at: usize) -> bool {
+        let cursor = self.tx[peer];
+        cursor.round as usize == at / self.round
+            && c.part.program.sends[peer].get(cursor.message as usize) == Some(&(i as u32))
+            && c.earlier.iter().all(|machine| machine.tx_done(peer))
+    }
+
+    /// Gathers and combines one slice of step `i`. Returns whether anything moved.
+    fn gather(&mut self, c: Context<'_>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let program = &c.part.program;
+        let step = &program.plan.steps[i];
+        if step.holds() == Holds::Source {
+            return Ok(false);
+        }
+        let node = self.nodes[i];
+        let has_hand = program.nodes[i].hand;
+        if node.got > node.pos {
+            if self.empty_hand(c, i, port)? {
+                return Ok(true);
+            }
+            // A part of a slice (all that one of the links had) is in the hand, and its place is not free. Go on to the
+            // slice's end: peers wait to have back what they lent us, a frame at a time, before they free that place.
+            if step.dst.is_none() || node.got.is_multiple_of(Self::slice(&node)) {
+                return Ok(false);
+            }
+        }
+        if node.got == node.len {
+            return Ok(false);
+        }
+        let round = node.got / self.round;
+        let end = self.slice_end(&node, node.got);
+        let mut m = end - node.got;
+        m = m.min(self.written_limit(program, i).saturating_sub(node.got));
+        let writable =
+            if step.dst.is_some() { self.read_limit(program, i).saturating_sub(node.got) } else { m };
+        if !has_hand || (step.dst.is_some() && !step.gathers_early()) {
+            m = m.min(writable);
+        }
+        if m == 0 {
+            return Ok(false);
+        }
+        // A copy whose payload is still in a socket goes straight to where it belongs.
+        if let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst)
+            && !(step.finish && c.averages())
+            && port.rx(*from)?.streams()
+            && node.unit > 0
+            && m <= writable
+        {
+            let Some(_) = self.expect(c, i, *from, (round, 0), port)? else { return Ok(false) };
+            let at = self.address(c.part, dst, &node, node.pos);
+            // SAFETY: `m` elements at `pos` of chunk `dst`: inside the operation's buffer, which the table
+            // owns; no other step touches them now (the limits above), no peer reads them (freed).
+            let bytes = unsafe { port.rx(*from)?.receive_into(at, m * node.unit, node.unit)? };
+            self.gathered(program, i, bytes / node.unit, true);
+            return Ok(bytes > 0);
+        }
+        let mut ins = [std::ptr::null::<u8>(); 64];
+        let mut many = Vec::new();
+        let count = step.operands.len();
+        let ins = if count <= ins.len() {
+            &mut ins[..count]
+        } else {
+            many.resize(count, std::ptr::null());
+            &mut many[..]
+        };
+        for (place, operand) in ins.iter_mut().zip(&step.operands) {
+            *place = match operand {
+                Operand::Own(at) => self.address(c.part, *at, &node, node.got),
+                Operand::Recv(from) => {
+                    let useful = USEFUL.min(m * node.unit);
+                    let Some(frame) = self.expect(c, i, *from, (round, useful), port)? else {
+                        return Ok(false);
+                    };
+                    if let Some(whole) = frame.ready.checked_div(node.unit) {
+                        m = m.min(whole);
+                    }
+                    frame.data
+                }
+            };
+        }
+        if m == 0 {
+            return Ok(false);
+        }
+        let ready = self.receivers_ready(c, i, port)?;
+        let m = self.combine(c, i, (m, writable, ready), ins, port)?;
+        Ok(m > 0)
+    }
+
+    /// Whether a result can go to all receivers at once: each is at this message, and has room.
+    fn receivers_ready(&self, c: Context<'_>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let (node, step) = (&self.nodes[i], &c.part.program.plan.steps[i]);
+        for (k, &peer) in step.send.iter().enumerate() {
+            if self.sent[node.first + k] != node.pos
+                || !self.sending(c, peer, i, node.pos)
+                || !port.tx(peer)?.room()?
+            {
+                return Ok(false);
+            }
+        }
+        Ok(!step.send.is_empty())
+    }
+
+    /// Books `m` gathered elements, and the ends of messages.
+    fn gathered(&mut self, program: &Program, i: usize, m: usize, stored: bool) {
+        let round = self.round;
+        let node = &mut self.nodes[i];
+        node.got += m;
+        if stored {
+            node.pos = node.got;
+        }
+        let (got, at_end) = (node.got, node.got.is_multiple_of(round) || node.got == node.len);
+        if m > 0 && at_end && got > 0 {
+            for operand in &program.plan.steps[i].operands {
+                if let Operand::Recv(from) = operand {
+                    Self::advance(
+                        &self.nodes,
+                        &program.recvs[*from],
+                        &mut self.rx[*from],
+                        self.rounds,
+                        round,
+                    );
+                }
+            }
+        }
+    }
+
+    /// Sends one slice that is stored (or our own input) and not sent yet. Returns whether anything moved.
+    fn push(&mut self, c: Context<'_>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let program = &c.part.program;
+        let (node, step) = (self.nodes[i], &program.plan.steps[i]);
+        let source = step.holds() == Holds::Source;
+        let from = match (source, step.dst, &step.operands[..]) {
+            (true, _, [Operand::Own(at)]) => *at,
+            (false, Some(dst), _) => dst,
+            _ => return Ok(false), // sent from the hand, or nothing to send
+        };
+        let limit = if source { self.written_limit(program, i).min(node.len) } else { node.pos };
+        for (k, &peer) in step.send.iter().enumerate() {
+            let sent = self.sent[node.first + k];
+            if sent >= limit || !self.sending(c, peer, i, sent) || !port.tx(peer)?.room()? {
+                continue;
+            }
+            let end = self.slice_end(&node, sent);
+            let mut m = limit.min(end) - sent;
+            if sent + m < end && m * node.unit < USEFUL {
+                continue; // more of this message is about to be there
+            }
+            let at = self.address(c.part, from, &node, sent).cast_const();
+            let mut payload = Payload::Memory(at);
+            if m * node.unit > Port::INLINE && port.tx(peer)?.needs_slot() {
+                if let Some((slot, place)) = port.take_slot() {
+                    // SAFETY: `m` elements of our own chunk (or stored result), at most a slot; the slot is ours.
+                    unsafe { kernels::copy(at, &[place], m * node.unit) };
+                    payload = Payload::Slot(slot, place);
+                } else {
+                    // No slot is free: what fits a cell goes, so that no other communicator's backlog stops us.
+                    m = Port::INLINE / node.unit;
+                }
+            }
+            self.post(c, i, (k, sent, m), payload, port)?;
+            // The same slot serves every receiver that is at the same place.
+            if matches!(payload, Payload::Slot(..)) {
+                for (other, &peer) in step.send.iter().enumerate().skip(k + 1) {
+                    if self.sent[node.first + other] == sent
+                        && self.sending(c, peer, i, sent)
+                        && port.tx(peer)?.room()?
+                    {
+                        self.post(c, i, (other, sent, m), payload, port)?;
+                    }
+                }
+            }
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    /// Posts elements `at..at + m` of step `i` to its `k`-th receiver.
+    fn post(
+        &mut self,
+        c: Context<'_>,
+        i: usize,
+        (k, at, m): (usize, usize, usize),
+        payload: Payload,
+        port: &mut Port,
+    ) -> Result<(), Error> {
+        let program = &c.part.program;
+        let (node, peer) = (self.nodes[i], program.plan.steps[i].send[k]);
+        let header = Header {
+            comm: c.common.comm as u32,
+            op: c.common.number,
+            offset: at as u64,
+            len: (m * node.unit) as u32,
+            message: self.message(self.tx[peer].message),
+            signature: c.signature(&node),
+        };
+        let (end, receiver) = (at + m, k as u32 | u32::from(self.id) << RECEIVER_BITS);
+        let free = port.post(peer, header, payload, (c.common.number, i as u32, receiver, end))?;
+        let index = node.first + k;
+        if free && self.freed[index] == at {
+            self.freed[index] = end;
+        }
+        self.sent[index] = end;
+        if end % self.round == 0 || end == node.len {
+            Self::advance(&self.nodes, &program.sends[peer], &mut self.tx[peer], self.rounds, self.round);
+        }
+        Ok(())
+    }
+
+    /// How a message of this part is numbered in its frames.
+    fn message(&self, message: u32) -> u32 {
+        u32::from(self.part) << 16 | message & 0xffff
+    }
+}
+
+/// The low bits of [`Lent::receiver`] are the receiver, the high ones the machine.
+const RECEIVER_BITS: u32 = 24;
+const RECEIVER: u32 = (1 << RECEIVER_BITS) - 1;
+
+/// What a machine works on.
+#[derive(Clone, Copy)]
+struct Context<'a> {
+    common: &'a Common,
+    part: &'a Part,
+    earlier: &'a [Machine],
+}
+
+impl Context<'_> {
+    fn averages(&self) -> bool {
+        matches!(self.common.reduction, Reduction::Op(kernels::ReduceOp::Avg))
+    }
+
+    /// The signature in the frames of a step.
+    fn signature(&self, node: &NodeRun) -> Signature {
+        let mut signature = self.common.signature;
+        if self.part.pairwise {
+            signature.count = if node.unit == 0 { 0 } else { node.len as u64 };
+        }
+        signature
+    }
+}
+
+fn clear<T>(v: &mut Vec<T>) -> Vec<T> {
+    let mut v = std::mem::take(v);
+    v.clear();
+    v
+}
+
+/// Makes room for so many bytes.
+fn grow(lines: &mut Vec<Line>, bytes: usize) {
+    let wanted = bytes.div_ceil(size_of::<Line>());
+    if lines.len() < wanted {
+        lines.resize(wanted, Line([0; 8]));
+    }
+}
+
+/// Elements of a step: the length of any chunk it names, or of the message that passes through.
+fn length(part: &Part, step: &crate::plan::Step) -> usize {
+    let own = step.operands.iter().find_map(|o| match o {
+        Operand::Own(at) => Some(*at),
+        Operand::Recv(_) => None,
+    });
+    step.dst.or(own).map_or(0, |at| part.range(at.slot, at.chunk).len())
+}

@@ -1,0 +1,204 @@
+//! What a machine does to memory: combining, copying, scaling.
+
+use allstream_kernels as kernels;
+
+use super::{Context, Machine, SCALED, Scratch, grow};
+use crate::error::Error;
+use crate::exec::operation::Reduction;
+use crate::exec::port::{Payload, Port};
+use crate::link::SLOT;
+use crate::plan::{INPUT, OUTPUT, Operand};
+use crate::types::Kind;
+
+impl Machine {
+    /// Combines `m` elements of the operands into `dst`, a slot on its way out, both, or the hand.
+    pub(super) fn combine(
+        &mut self,
+        c: Context<'_>,
+        i: usize,
+        (mut m, writable, ready): (usize, usize, bool),
+        ins: &[*const u8],
+        port: &mut Port,
+    ) -> Result<usize, Error> {
+        let program = &c.part.program;
+        let (node, step) = (self.nodes[i], &program.plan.steps[i]);
+        let dst = step.dst.map(|at| self.address(c.part, at, &node, node.pos));
+        let to_hand = (dst.is_some() && writable < m) || (dst.is_none() && !ready);
+        let mut scratch = Scratch([0; Port::INLINE]);
+        let mut outs = [std::ptr::null_mut::<u8>(); 2];
+        let (mut used, mut payload) = (0, None);
+        if to_hand {
+            if dst.is_none() && !program.nodes[i].hand {
+                return Ok(0);
+            }
+            let hand = &mut self.hands[i];
+            hand.resize(SLOT, 0);
+            // It stands for one slice; `m` ends within it.
+            outs[0] = hand[(node.got % Self::slice(&node)) * node.unit..].as_mut_ptr();
+            used = 1;
+        } else {
+            if let Some(dst) = dst {
+                outs[0] = dst;
+                used = 1;
+                payload = Some(Payload::Memory(dst));
+            }
+            if ready && (dst.is_none() || self.needs_slot(step, m * node.unit, port)?) {
+                if m * node.unit <= Port::INLINE {
+                    // Inline payloads are copied by the link; without a dst the result passes through here.
+                    if dst.is_none() {
+                        outs[0] = scratch.0.as_mut_ptr();
+                        (used, payload) = (1, Some(Payload::Memory(outs[0])));
+                    }
+                } else if let Some((slot, at)) = port.take_slot() {
+                    outs[used] = at;
+                    used += 1;
+                    payload = Some(Payload::Slot(slot, at));
+                } else if dst.is_some() {
+                    payload = None; // stored now, sent from dst when a slot is free
+                } else {
+                    m = Port::INLINE / node.unit;
+                    outs[0] = scratch.0.as_mut_ptr();
+                    (used, payload) = (1, Some(Payload::Memory(outs[0])));
+                }
+            }
+            if !ready {
+                payload = None;
+            }
+        }
+        self.run_kernel(c, i, m, ins, &outs[..used])?;
+        for operand in &step.operands {
+            if let Operand::Recv(from) = operand {
+                port.rx(*from)?.release(m * node.unit);
+            }
+        }
+        self.gathered(program, i, m, !to_hand);
+        if let Some(payload) = payload {
+            for k in 0..step.send.len() {
+                self.post(c, i, (k, node.pos, m), payload, port)?;
+            }
+        }
+        Ok(m)
+    }
+
+    fn run_kernel(
+        &self,
+        c: Context<'_>,
+        i: usize,
+        m: usize,
+        ins: &[*const u8],
+        outs: &[*mut u8],
+    ) -> Result<(), Error> {
+        let plan = &c.part.program.plan;
+        let (node, step) = (&self.nodes[i], &plan.steps[i]);
+        if node.unit == 0 || outs.is_empty() {
+            return Ok(());
+        }
+        let finish = (step.finish && c.averages()).then_some(plan.size as u32);
+        // SAFETY: every operand has `m` elements readable: our own chunks by the layout (the table owns the buffers),
+        // frames by `ready`. Outs have room: `dst` by the layout, slots, hands and scratch by their size. An out is
+        // either equal to an operand (in place) or disjoint from all: chunks of a layout do not overlap, and staging
+        // belongs to this frame alone.
+        unsafe {
+            if ins.len() == 1 && finish.is_none() {
+                if ins[0] != outs[0].cast_const() {
+                    kernels::copy(ins[0], outs, m * node.unit);
+                } else if outs.len() > 1 {
+                    kernels::copy(ins[0], &outs[1..], m * node.unit);
+                }
+            } else {
+                match &c.common.reduction {
+                    Reduction::Op(op) => kernels::reduce(c.part.dtype, *op, ins, outs, m, finish),
+                    Reduction::Function(function) => {
+                        if !function.combine(ins, outs, m) {
+                            let kind = Kind::from_u8(c.common.signature.kind & !crate::types::VARIED);
+                            return Err(Error::Function {
+                                call: kind.map_or("a reduction", Kind::name).into(),
+                                name: function.name().into(),
+                                rank: plan.rank,
+                            });
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn needs_slot(&self, step: &crate::plan::Step, bytes: usize, port: &mut Port) -> Result<bool, Error> {
+        if bytes <= Port::INLINE {
+            return Ok(false);
+        }
+        for &peer in &step.send {
+            if port.tx(peer)?.needs_slot() {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Moves what the hand holds to where it belongs, once that is free.
+    pub(super) fn empty_hand(&mut self, c: Context<'_>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let program = &c.part.program;
+        let (node, step) = (self.nodes[i], &program.plan.steps[i]);
+        let mut m = node.got - node.pos;
+        let mut bytes = m * node.unit;
+        let hand = self.hands[i][(node.pos % Self::slice(&node)) * node.unit..].as_ptr();
+        if let Some(dst) = step.dst {
+            if self.read_limit(program, i) < node.got {
+                return Ok(false);
+            }
+            let at = self.address(c.part, dst, &node, node.pos);
+            // SAFETY: the hand holds `m` elements; `dst` has room by the layout and nothing reads it (read_limit).
+            unsafe { std::ptr::copy_nonoverlapping(hand, at, bytes) };
+        } else {
+            if !self.receivers_ready(c, i, port)? {
+                return Ok(false);
+            }
+            let slot = if bytes > Port::INLINE { port.take_slot() } else { None };
+            let payload = match slot {
+                Some((slot, at)) => {
+                    // SAFETY: a slot has room for a slice, and is ours alone until posted.
+                    unsafe { std::ptr::copy_nonoverlapping(hand, at, bytes) };
+                    Payload::Slot(slot, at)
+                }
+                None => {
+                    // What fits a cell goes: no other communicator's backlog stops us.
+                    m = m.min(Port::INLINE.checked_div(node.unit).unwrap_or(m));
+                    bytes = m * node.unit;
+                    Payload::Memory(hand)
+                }
+            };
+            debug_assert!(bytes <= SLOT);
+            for k in 0..step.send.len() {
+                self.post(c, i, (k, node.pos, m), payload, port)?;
+            }
+        }
+        self.nodes[i].pos += m;
+        Ok(true)
+    }
+
+    /// Multiplies the next elements of the input: in place where the operation is, else in a copy.
+    pub(super) fn scale(&mut self, c: Context<'_>) {
+        let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.common.scale) else { return };
+        let unit = part.dtype.size();
+        let in_place = part.input.cast_mut() == part.output;
+        let len = part.total(if in_place { OUTPUT } else { INPUT });
+        let m = (len - done).min(SCALED / unit);
+        let to = if in_place {
+            part.output
+        } else {
+            grow(&mut self.scaled_input, len * unit);
+            self.scaled_input.as_mut_ptr().cast::<u8>()
+        };
+        let at = to.wrapping_add(done * unit);
+        // SAFETY: `m` elements from `done` on are inside the input, which the table owns, and inside what they go to:
+        // the input itself, or memory of ours of the same length. No step has run yet: nobody else touches either.
+        unsafe {
+            if !in_place {
+                kernels::copy(part.input.wrapping_add(done * unit), &[at], m * unit);
+            }
+            kernels::scale(part.dtype, at, m, factor);
+        }
+        self.scaled = (done + m < len).then_some(done + m);
+    }
+}

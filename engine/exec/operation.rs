@@ -1,0 +1,112 @@
+//! A collective as it is handed to the executor.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use allstream_kernels::Combine;
+
+use super::Endpoint;
+use crate::error::Error;
+use crate::mem::Held;
+use crate::plan::{Layout, Program, Slot};
+use crate::types::{DType, ReduceOp, Signature};
+
+/// How values are combined.
+#[derive(Clone)]
+pub(crate) enum Reduction {
+    /// One of ours.
+    Op(ReduceOp),
+    /// A user's.
+    Function(Arc<dyn Combine>),
+}
+
+impl std::fmt::Debug for Reduction {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Reduction::Op(op) => write!(f, "{op}"),
+            Reduction::Function(function) => write!(f, "the function {:?}", function.name()),
+        }
+    }
+}
+
+/// The ranges of the chunks of slots whose layout is [`Layout::Table`].
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tables {
+    /// By slot, then by chunk: elements.
+    pub(crate) slots: [Vec<Range<usize>>; 3],
+}
+
+/// A plan, and the memory it is about.
+#[derive(Clone)]
+pub(crate) struct Part {
+    pub(crate) program: Arc<Program>,
+    pub(crate) input: *const u8,
+    pub(crate) output: *mut u8,
+    /// Elements, as the collective counts them.
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+    /// Where a slot's layout is a table: its ranges.
+    pub(crate) tables: Option<Arc<Tables>>,
+    /// Every rank knows its own counts alone: each message says how long it is, and is compared.
+    pub(crate) pairwise: bool,
+}
+
+// SAFETY: the pointers are into buffers that the in-flight table owns (all `Buf: Send`) until the operation finishes.
+unsafe impl Send for Part {}
+
+impl Part {
+    /// The elements of a chunk.
+    pub(super) fn range(&self, slot: Slot, chunk: u32) -> Range<usize> {
+        match (self.program.plan.slots[usize::from(slot)], &self.tables) {
+            (Layout::Table { .. }, Some(tables)) => {
+                let ranges = &tables.slots[usize::from(slot)];
+                ranges.get(chunk as usize).cloned().unwrap_or_default()
+            }
+            (layout, _) => layout.range(chunk, self.count),
+        }
+    }
+
+    /// Elements of a slot.
+    pub(super) fn total(&self, slot: Slot) -> usize {
+        match (self.program.plan.slots.get(usize::from(slot)), &self.tables) {
+            (None, _) => 0,
+            (Some(Layout::Table { .. }), Some(tables)) => {
+                tables.slots[usize::from(slot)].iter().map(|r| r.end).max().unwrap_or(0)
+            }
+            (Some(layout), _) => layout.total(self.count),
+        }
+    }
+}
+
+/// The parts of an operation, in order.
+pub(crate) enum PartList {
+    One(Part),
+    Many(Vec<Part>),
+}
+
+impl PartList {
+    /// Part `i`, if there are so many.
+    pub(super) fn get(&self, i: usize) -> Option<&Part> {
+        match self {
+            PartList::One(part) => (i == 0).then_some(part),
+            PartList::Many(parts) => parts.get(i),
+        }
+    }
+}
+
+/// What follows when all parts are done: looks at the buffers, and says what is to be done next. For operations whose
+/// first half tells how long the second is.
+pub(crate) type Then = Box<dyn FnOnce(&Arc<Endpoint>, &mut Held) -> Result<Vec<Part>, Error> + Send>;
+
+/// A collective, ready to run.
+pub(crate) struct Request {
+    pub(crate) number: u64,
+    pub(crate) signature: Signature,
+    pub(crate) timeout: Duration,
+    pub(crate) reduction: Reduction,
+    /// What each rank's input is multiplied by first.
+    pub(crate) scale: Option<f64>,
+    pub(crate) parts: PartList,
+    pub(crate) then: Option<Then>,
+}

@@ -1,0 +1,85 @@
+//! Several buffers in one operation.
+
+use super::Buf;
+use crate::types::{DType, Element};
+
+/// One buffer of a list.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Memory {
+    pub(crate) at: *mut u8,
+    pub(crate) len: usize,
+    pub(crate) dtype: DType,
+}
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// Several buffers that one operation takes together: a `Vec` or an array of buffers of one type, or a tuple of such
+/// (of up to six), each of a type of its own: `(weights, biases)` with `Vec<Vec<bf16>>` and `[Vec<f32>; 2]`.
+///
+/// Lengths may differ, and be 0; all ranks give the same lengths and types in the same order.
+pub trait BufList: sealed::Sealed + Send + 'static {
+    /// Visits each buffer, in order. The same ones, in the same place, whenever it is asked.
+    #[doc(hidden)]
+    fn each(&mut self, visit: &mut dyn FnMut(Memory));
+}
+
+fn of<B: Buf>(buf: &mut B) -> Memory {
+    Memory { at: buf.ptr_mut().cast(), len: buf.len(), dtype: B::Elem::DTYPE }
+}
+
+impl<B: Buf> sealed::Sealed for Vec<B> {}
+impl<B: Buf> BufList for Vec<B> {
+    fn each(&mut self, visit: &mut dyn FnMut(Memory)) {
+        self.iter_mut().for_each(|buf| visit(of(buf)));
+    }
+}
+
+impl<B: Buf, const N: usize> sealed::Sealed for [B; N] {}
+impl<B: Buf, const N: usize> BufList for [B; N] {
+    fn each(&mut self, visit: &mut dyn FnMut(Memory)) {
+        self.iter_mut().for_each(|buf| visit(of(buf)));
+    }
+}
+
+macro_rules! tuples {
+    ($(($($name:ident $at:tt),+))*) => {$(
+        impl<$($name: BufList),+> sealed::Sealed for ($($name,)+) {}
+        impl<$($name: BufList),+> BufList for ($($name,)+) {
+            fn each(&mut self, visit: &mut dyn FnMut(Memory)) {
+                $(self.$at.each(visit);)+
+            }
+        }
+    )*};
+}
+
+tuples! {
+    (A 0)
+    (A 0, B 1)
+    (A 0, B 1, C 2)
+    (A 0, B 1, C 2, D 3)
+    (A 0, B 1, C 2, D 3, E 4)
+    (A 0, B 1, C 2, D 3, E 4, F 5)
+}
+
+/// The buffers of a list.
+pub(crate) fn memory<L: BufList>(list: &mut L) -> Vec<Memory> {
+    let mut all = Vec::new();
+    list.each(&mut |memory| all.push(memory));
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_are_visited_in_order() {
+        let mut list = (vec![vec![1f32; 3], vec![]], [vec![0u8; 2].into_boxed_slice()]);
+        let seen: Vec<_> = memory(&mut list).iter().map(|m| (m.dtype, m.len)).collect();
+        assert_eq!(seen, [(DType::F32, 3), (DType::F32, 0), (DType::U8, 2)]);
+        assert_eq!(memory(&mut list)[0].at, list.0[0].as_mut_ptr().cast());
+    }
+}

@@ -1,0 +1,204 @@
+//! Reductions by a function of the user's.
+
+use std::fmt;
+use std::mem::MaybeUninit;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::slice;
+use std::sync::Arc;
+
+use crate::{DType, Element};
+
+/// A reduction by somebody else's function, with its type erased.
+pub trait Combine: Send + Sync {
+    /// Its name: ranks must give the same.
+    fn name(&self) -> &str;
+
+    /// The element type it is for.
+    fn dtype(&self) -> DType;
+
+    /// Whether the order of the operands does not matter.
+    fn commutes(&self) -> bool;
+
+    /// Combines `ins`, in this order, into each of `outs`. Returns whether the function came back: if it panicked,
+    /// the outputs are unspecified.
+    ///
+    /// # Safety
+    ///
+    /// As [`crate::reduce`], for elements of [`Combine::dtype`].
+    unsafe fn combine(&self, ins: &[*const u8], outs: &[*mut u8], len: usize) -> bool;
+}
+
+/// A reduction of yours, for host buffers of `T`.
+///
+/// `f(left, right)` leaves the combination of two slices, element by element, in `left`. It must be associative, and
+/// give the same on all ranks. It runs on whichever thread moves the operation on: it must not block, and not call the
+/// communicator. If it panics, the operation fails on all ranks. Not for `bool`: use `u8`.
+pub struct Function<T: Element>(Arc<Inner<T>>);
+
+type Fold<T> = dyn Fn(&mut [T], &[T]) + Send + Sync;
+
+struct Inner<T> {
+    name: String,
+    commutes: bool,
+    f: Box<Fold<T>>,
+}
+
+impl<T: Element> Function<T> {
+    /// A function for which the order of its operands does not matter. `name` is what ranks compare.
+    pub fn commutative(
+        name: impl Into<String>,
+        f: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
+    ) -> Function<T> {
+        Function(Arc::new(Inner { name: name.into(), commutes: true, f: Box::new(f) }))
+    }
+
+    /// A function for which it does: `left` holds what lower ranks gave. Algorithms that do not keep the order of
+    /// ranks are not chosen, and refused if named.
+    pub fn ordered(
+        name: impl Into<String>,
+        f: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
+    ) -> Function<T> {
+        Function(Arc::new(Inner { name: name.into(), commutes: false, f: Box::new(f) }))
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Without its type.
+    pub fn erased(&self) -> Arc<dyn Combine> {
+        self.0.clone()
+    }
+}
+
+impl<T: Element> Clone for Function<T> {
+    fn clone(&self) -> Self {
+        Function(self.0.clone())
+    }
+}
+
+impl<T: Element> fmt::Debug for Function<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Function<{}>({:?})", T::DTYPE, self.0.name)
+    }
+}
+
+impl<T: Element> Combine for Inner<T> {
+    fn name(&self) -> &str {
+        &self.name
+    }
+    fn dtype(&self) -> DType {
+        T::DTYPE
+    }
+    fn commutes(&self) -> bool {
+        self.commutes
+    }
+    unsafe fn combine(&self, ins: &[*const u8], outs: &[*mut u8], len: usize) -> bool {
+        // Not every byte is a `bool`.
+        if T::DTYPE == DType::Bool {
+            return false;
+        }
+        // SAFETY: the caller vouches for the buffers; every bit pattern is a valid T.
+        unsafe { fold_with::<T>(&self.f, ins, outs, len) }
+    }
+}
+
+/// Bytes of a block on the stack.
+const BLOCK: usize = 4096;
+
+/// Room for a block: no pointer of anybody's can alias it, and it is aligned for every element type.
+#[repr(align(64))]
+struct Block([MaybeUninit<u8>; BLOCK]);
+
+/// Folds with `f(left, right)`, which leaves the combination of both in `left`, element by element. `f` sees copies:
+/// what it is given is aligned, initialised and nobody else's, wherever the operands lie. Returns whether `f` never
+/// panicked.
+///
+/// # Safety
+///
+/// As [`crate::reduce`], for elements of type `T`: at least one input and one output, each valid for `len` elements,
+/// and every bit pattern in the inputs valid for `T`.
+unsafe fn fold_with<T: Element>(
+    f: &(dyn Fn(&mut [T], &[T]) + Send + Sync),
+    ins: &[*const u8],
+    outs: &[*mut u8],
+    len: usize,
+) -> bool {
+    let (mut left, mut right) =
+        (Block([MaybeUninit::uninit(); BLOCK]), Block([MaybeUninit::uninit(); BLOCK]));
+    let (step, mut at) = (BLOCK / size_of::<T>(), 0);
+    let [first, rest @ ..] = ins else { return true };
+    while at < len {
+        let n = step.min(len - at);
+        let (skip, bytes) = (at * size_of::<T>(), n * size_of::<T>());
+        // SAFETY: `at + n <= len` elements of each input can be read (the caller), and `bytes <= BLOCK` written.
+        unsafe { left.0.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(first.add(skip), bytes) };
+        for &input in rest {
+            // SAFETY: as above.
+            unsafe { right.0.as_mut_ptr().cast::<u8>().copy_from_nonoverlapping(input.add(skip), bytes) };
+            // SAFETY: both blocks are aligned to 64, their first `n` elements were just written with values that the
+            // caller vouches for, and they are two variables of ours.
+            let (a, b) = unsafe {
+                (
+                    slice::from_raw_parts_mut(left.0.as_mut_ptr().cast::<T>(), n),
+                    slice::from_raw_parts(right.0.as_ptr().cast::<T>(), n),
+                )
+            };
+            if catch_unwind(AssertUnwindSafe(|| f(a, b))).is_err() {
+                return false;
+            }
+        }
+        for &out in outs {
+            // SAFETY: `at + n <= len` elements of each output can be written (the caller).
+            unsafe { out.add(skip).copy_from_nonoverlapping(left.0.as_ptr().cast::<u8>(), bytes) };
+        }
+        at += n;
+    }
+    true
+}
+
+/// To come.
+///
+/// # Safety
+/// None yet.
+pub unsafe fn scale(_dtype: DType, _memory: *mut u8, _len: usize, _factor: f64) {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn operands_are_folded_from_the_left_also_in_place_and_unaligned() {
+        let f = |a: &mut [u32], b: &[u32]| {
+            a.iter_mut().zip(b).for_each(|(a, b)| *a = a.wrapping_mul(10).wrapping_add(*b))
+        };
+        let len = 3000;
+        let column: Vec<Vec<u8>> = (1..=3u32)
+            .map(|x| {
+                let mut bytes = vec![0];
+                (0..len).for_each(|_| bytes.extend(x.to_ne_bytes()));
+                bytes
+            })
+            .collect();
+        let mut out = column[0].clone();
+        let mut other = vec![0u8; 1 + len * 4];
+        let at = out[1..].as_mut_ptr();
+        let ins = [at.cast_const(), column[1][1..].as_ptr(), column[2][1..].as_ptr()];
+        // SAFETY: all buffers have `len` elements from byte 1 on; the first output is the first input.
+        assert!(unsafe { fold_with(&f, &ins, &[at, other[1..].as_mut_ptr()], len) });
+        let all = |bytes: &[u8]| {
+            bytes[1..].chunks_exact(4).all(|b| u32::from_ne_bytes([b[0], b[1], b[2], b[3]]) == 123)
+        };
+        assert!(all(&out) && all(&other));
+    }
+
+    #[test]
+    fn a_panic_is_told() {
+        let f = |_: &mut [u8], _: &[u8]| panic!("on purpose");
+        let (a, mut b) = ([1u8; 4], [2u8; 4]);
+        let at = b.as_mut_ptr();
+        // SAFETY: four elements each.
+        assert!(!unsafe { fold_with(&f, &[a.as_ptr(), at.cast_const()], &[at], 4) });
+    }
+}
