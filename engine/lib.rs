@@ -34,6 +34,7 @@ mod group;
 mod link;
 mod mem;
 pub mod plan;
+pub mod sim;
 mod trace;
 mod types;
 
