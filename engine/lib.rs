@@ -25,7 +25,7 @@ pub use crate::comm::{Batch, Call, Comm, Message, Ordered, SharedComm, Stats, Wo
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::mem::{Buf, Event, HostBuf, HostStream};
-pub use crate::types::{Algo, DType, Element, Kind, Rank, ReduceOp, Signature, bf16, f16};
+pub use crate::types::{Algo, DType, Element, Kind, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16};
 
 mod comm;
 mod error;
