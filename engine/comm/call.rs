@@ -158,7 +158,7 @@ impl<'a> Call<'a> {
             if !matches!(self.reduction, Reduction::Op(ReduceOp::Sum)) || !kind.reduces() {
                 return Err("a scale goes with a sum only".into());
             }
-            if !dtype.is_float() {
+            if !dtype.scales() {
                 return Err(format!("a scale ({factor}) is for floats, not for {dtype}"));
             }
         }
