@@ -147,7 +147,11 @@ impl<'a> Call<'a> {
         let known = plan::algorithms(spec.kind);
         let algo = match (self.algo, self.default_algo) {
             (Algo::Auto, d) if d != Algo::Auto && known.contains(&d) => d,
-            (Algo::Auto, _) => plan::choose(spec.kind, bytes, &Env { n, one_host: endpoint.config.one_host }),
+            (Algo::Auto, _) => plan::choose(
+                spec.kind,
+                bytes,
+                &Env { n, one_host: endpoint.config.one_host, ..Env::default() },
+            ),
             (named, _) => named,
         };
         let rank = endpoint.config.rank;
