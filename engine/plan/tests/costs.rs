@@ -11,8 +11,8 @@ fn every_size(kind: Kind) {
         for (algo, root, in_place) in cases(kind, n) {
             let plans = plans(kind, algo, n, root, in_place);
             let slices = match n {
-                ..=9 => 5,
-                ..=17 => 3,
+                1..=9 => 5,
+                10..=17 => 3,
                 _ => 2,
             };
             let report = check_slices(kind, root, in_place, &plans, slices).unwrap_or_else(|fault| {
