@@ -2,8 +2,10 @@
 
 mod buf;
 mod held;
+mod split;
 mod stream;
 
 pub use buf::{Buf, HostBuf};
 pub(crate) use held::{Held, Parts};
+pub use split::{View, split, split_at};
 pub use stream::{Event, HostStream};
