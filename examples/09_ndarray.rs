@@ -24,7 +24,7 @@ impl Dense {
     }
 }
 
-// SAFETY, point by point of the contract:
+// SAFETY: point by point of the contract:
 // - Same answer: the elements of an `Array2` are on the heap and stay there when it moves. Nothing but `&mut self` can
 //   change its shape, and the field is private to this file, which never does.
 // - Valid, initialised, aligned: in standard layout, checked by `new`, the `len()` elements from `as_ptr()` on are the

@@ -61,9 +61,18 @@ pub fn split<B: Buf>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Failed<B>> 
 
 /// Cuts `buf` in two: the elements `0..mid`, and the others. Either may have none.
 ///
+/// ```
+/// # let mut comm = allstream::Comm::local(1)?.remove(0);
+/// let [low, high] = allstream::split_at(vec![1.0_f32; 1000], 400)?;
+/// let (first, second) = (comm.all_reduce(low), comm.all_reduce(high));
+/// let sum: Vec<f32> = allstream::View::join([first.wait()?, second.wait()?])?;
+/// # assert_eq!(sum.len(), 1000);
+/// # Ok::<(), allstream::Error>(())
+/// ```
+///
 /// # Errors
 /// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: `mid` lies beyond the end.
-pub fn split_at<B: Buf>(buf: B, mid: usize) -> Result<(View<B>, View<B>), Failed<B>> {
+pub fn split_at<B: Buf>(buf: B, mid: usize) -> Result<[View<B>; 2], Failed<B>> {
     match beyond(mid, buf.len()) {
         None => Ok(View::whole(buf).halve(mid)),
         Some(problem) => Err(failed("split_at", problem, buf)),
@@ -107,7 +116,7 @@ impl<B: Buf> View<B> {
         let mut rest = self;
         let mut views = Vec::with_capacity(lens.len());
         for len in lens {
-            let (view, behind) = rest.halve(*len);
+            let [view, behind] = rest.halve(*len);
             views.push(view);
             rest = behind;
         }
@@ -115,14 +124,14 @@ impl<B: Buf> View<B> {
     }
 
     /// Hands this view out in two pieces. `mid` is not beyond its end.
-    fn halve(self, mid: usize) -> (View<B>, View<B>) {
+    fn halve(self, mid: usize) -> [View<B>; 2] {
         debug_assert!(mid <= self.range.len());
         let mid = mid.min(self.range.len());
         let at = self.range.start + mid;
         // SAFETY: `mid` is at most this view's length, so the result lies in the owner's memory or just behind it.
         let start = unsafe { self.start.add(mid) };
         let high = View { start, range: at..self.range.end, owner: self.owner.clone() };
-        (View { range: self.range.start..at, ..self }, high)
+        [View { range: self.range.start..at, ..self }, high]
     }
 
     /// Where this view starts in the buffer that was cut first, in elements.
@@ -150,7 +159,7 @@ impl<B: Buf> View<B> {
     ///
     /// # Errors
     /// As [`split_at`], with this view.
-    pub fn split_at(self, mid: usize) -> Result<(View<B>, View<B>), Failed<View<B>>> {
+    pub fn split_at(self, mid: usize) -> Result<[View<B>; 2], Failed<View<B>>> {
         match beyond(mid, self.range.len()) {
             None => Ok(self.halve(mid)),
             Some(problem) => Err(failed("View::split_at", problem, self)),
@@ -293,7 +302,7 @@ mod tests {
 
     #[test]
     fn two_views_can_be_written_at_the_same_time() {
-        let (mut low, mut high) = split_at(numbers(10).into_boxed_slice(), 4).unwrap();
+        let [mut low, mut high] = split_at(numbers(10).into_boxed_slice(), 4).unwrap();
         let (l, h) = (&mut *low, &mut *high);
         l.fill(1);
         h.fill(2);
@@ -309,12 +318,12 @@ mod tests {
 
     #[test]
     fn a_view_is_cut_further_flat_or_as_any_buffer() {
-        let (low, high) = split_at(HostBuf::from(&numbers(8)[..]), 2).unwrap();
+        let [low, high] = split_at(HostBuf::from(&numbers(8)[..]), 2).unwrap();
         let mut views = high.split(&[1, 2, 3]).unwrap();
         assert_eq!(views.iter().map(View::range).collect::<Vec<_>>(), [2..3, 3..5, 5..8]);
-        let (a, b) = views.remove(1).split_at(1).unwrap();
+        let [a, b] = views.remove(1).split_at(1).unwrap();
         // As any buffer: the views are then views of a view.
-        let (mut c, d) = split_at(a, 1).unwrap();
+        let [mut c, d] = split_at(a, 1).unwrap();
         c[0] = 30;
         let a = View::join([d, c]).unwrap();
         let back: HostBuf<u32> = View::join(views.into_iter().chain([a, b, low])).unwrap();
@@ -334,7 +343,7 @@ mod tests {
         assert!(too_many.contains("more than any buffer has, this one has 4"), "{too_many}");
         let failed = split_at(numbers(4), 5).unwrap_err();
         assert_eq!(failed.error.to_string(), "split_at: cannot cut at 5, the buffer has 4 elements");
-        let view = split_at(failed.buf.unwrap(), 1).unwrap().1;
+        let [_, view] = split_at(failed.buf.unwrap(), 1).unwrap();
         let failed = view.split(&[2]).unwrap_err();
         assert_eq!(*failed.buf.unwrap(), [1, 2, 3]);
         let empty: Vec<f32> = View::join(split(Vec::new(), &[0, 0]).unwrap()).unwrap();
@@ -362,7 +371,7 @@ mod tests {
         let (views, error) = told(views);
         assert!(error.contains("a view without elements is not"), "{error}");
         assert_eq!(views.iter().map(View::offset).collect::<Vec<_>>(), [0, 9, 2, 5]);
-        let other = split_at(numbers(10), 10).unwrap().0;
+        let [other, _] = split_at(numbers(10), 10).unwrap();
         let (mut views, error) = told(views.into_iter().chain([other]).collect());
         assert!(error.contains("view 4 of those given is of another buffer"), "{error}");
         views.pop();

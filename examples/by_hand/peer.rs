@@ -105,31 +105,24 @@ impl Peer {
         let ms = |time: Duration| time.as_secs_f64() * 1e3;
         let line = |entry: &Entry| {
             let what = if entry.sent { "sent to" } else { "received from" };
+            let Entry { peer, elements, .. } = entry;
+            let (rank, from, to) = (self.rank(), ms(entry.from), ms(entry.to));
             format!(
-                "  rank {:<3} {what:<13} {:<3} {:>9} elements  {:>10.3} to {:>10.3} ms\n",
-                self.rank(),
-                entry.peer,
-                entry.elements,
-                ms(entry.from),
-                ms(entry.to)
+                "  rank {rank:<3} {what:<13} {peer:<3} {elements:>9} elements {from:>11.3} to {to:>11.3} ms\n"
             )
         };
-        let none = || format!("  rank {:<3} no message by hand\n", self.rank());
-        if self.log.is_empty() { none() } else { self.log.iter().map(line).collect() }
+        self.log.iter().map(line).collect()
     }
 
     fn summary(&self) -> String {
-        let side = |sent: bool| {
+        let side = |sent: bool, to: &str| {
             let entries = || self.log.iter().filter(move |entry| entry.sent == sent);
             let mut peers: Vec<_> = entries().map(|entry| entry.peer).collect();
             peers.sort_unstable();
             peers.dedup();
-            let bytes = entries().map(|entry| entry.elements * size_of::<f32>()).sum::<usize>();
-            format!("{:>2} messages, {bytes:>10} bytes, ranks {peers:?}", entries().count())
+            let bytes: usize = entries().map(|entry| entry.elements * size_of::<f32>()).sum();
+            format!("{:>3} {to} {peers:?}, {bytes} bytes", entries().count())
         };
-        if self.log.is_empty() {
-            return format!("  rank {:<3} no message by hand\n", self.rank());
-        }
-        format!("  rank {:<3} sent {}; received {}\n", self.rank(), side(true), side(false))
+        format!("  rank {:<3} sent {}; received {}\n", self.rank(), side(true, "to"), side(false, "from"))
     }
 }
