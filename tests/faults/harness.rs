@@ -323,11 +323,16 @@ impl Running {
 
     /// The next time it says `event`; what it says before is passed over.
     pub(crate) fn hear(&self, event: &str) -> Value {
+        self.hear_also(event, |_| {})
+    }
+
+    /// Likewise; `earlier` is shown what it says before.
+    pub(crate) fn hear_also(&self, event: &str, mut earlier: impl FnMut(&Value)) -> Value {
         let end = Instant::now() + PATIENCE;
         loop {
             match self.lines.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(value) if value["event"] == event => return value,
-                Ok(_) => {}
+                Ok(value) => earlier(&value),
                 Err(RecvTimeoutError::Timeout) => {
                     panic!("rank {} never said {event}: {}", self.rank, self.log())
                 }
