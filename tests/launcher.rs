@@ -4,6 +4,8 @@
 
 #[path = "launcher/hosts.rs"]
 mod hosts;
+#[path = "launcher/others.rs"]
+mod others;
 
 use std::fs;
 use std::io::Read;
