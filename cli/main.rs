@@ -24,7 +24,7 @@ struct Cli {
 enum Command {
     /// Train a small network on several processes, and check the result
     Demo(demo::DemoArgs),
-    /// Start a program as the ranks of a job on this host
+    /// Start a program as the ranks of a job, on this host or on several
     Run(run::RunArgs),
     /// Merge the ranks' flight recorders, and say who is behind
     Trace(trace_cmd::TraceArgs),
