@@ -5,6 +5,8 @@ mod call;
 mod handle;
 mod links;
 mod ordered;
+mod pool;
+mod split;
 mod work;
 mod world;
 
@@ -12,4 +14,5 @@ pub use batch::{Batch, Message};
 pub use call::Call;
 pub use handle::{Comm, SharedComm, Stats};
 pub use ordered::Ordered;
+pub use pool::PoolStats;
 pub use work::Work;

@@ -12,7 +12,7 @@ mod port;
 
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Request};
-pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When};
 pub(crate) use inflight::Key;
 pub(crate) use lane::{Lane, lane};
 pub(crate) use p2p::Direction;
