@@ -66,18 +66,18 @@ struct Likeness {
     members: Vec<Rank>,
     /// None on the CPU.
     devices: Vec<u32>,
-    backend: Backend,
+    runs_on: Executor,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Backend {
-    /// The engine's own executor on the host, over the links that the world has chosen.
+enum Executor {
+    /// The engine's own on the host, over the links that the world has chosen for each two ranks.
     Host,
 }
 
 impl Likeness {
     fn of(members: &[Rank]) -> Likeness {
-        Likeness { members: members.to_vec(), devices: Vec::new(), backend: Backend::Host }
+        Likeness { members: members.to_vec(), devices: Vec::new(), runs_on: Executor::Host }
     }
 }
 
@@ -322,7 +322,11 @@ impl World {
         let Some(Rings { members, block, machines, .. }) = rings.remove(&id) else { return };
         drop(state);
         if !open.is_empty() {
-            tracing::debug!(rings = id.0, ?open, "the rings of a communicator stay taken: its members are gone");
+            tracing::debug!(
+                rings = id.0,
+                ?open,
+                "the rings of a communicator stay taken: its members are gone"
+            );
             return;
         }
         if let Some(mut machines) = machines {
@@ -344,11 +348,7 @@ impl World {
     ///
     /// # Errors
     /// [`Error::System`] when the region has no room for the rings.
-    pub(crate) async fn propose(
-        self: &Arc<Self>,
-        id: CommId,
-        members: Vec<Rank>,
-    ) -> Result<Proposal, Error> {
+    pub(crate) async fn propose(self: &Arc<Self>, id: CommId, members: Vec<Rank>) -> Result<Proposal, Error> {
         let likeness = Likeness::of(&members);
         let offer = {
             let mut state = self.pool.0.lock();

@@ -57,9 +57,7 @@ impl Comm {
         let twice = ranks.iter().enumerate().find(|(i, r)| ranks[..*i].contains(r));
         let problem = match (ranks.iter().find(|r| **r >= n), twice) {
             _ if ranks.is_empty() => Some("no ranks were named: a group has at least one".to_owned()),
-            (Some(r), _) => {
-                Some(format!("rank {r} is not in this group of {n}; ranks are 0..={}", n - 1))
-            }
+            (Some(r), _) => Some(format!("rank {r} is not in this group of {n}; ranks are 0..={}", n - 1)),
             (None, Some((_, r))) => Some(format!("rank {r} is named twice in {ranks:?}")),
             (None, None) => None,
         };

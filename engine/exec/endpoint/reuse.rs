@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::{Active, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
-use crate::exec::port::Opener;
 use crate::exec::p2p::Direction;
+use crate::exec::port::Opener;
 use crate::types::Rank;
 
 /// What an endpoint leaves behind when it has ended: its machines, and the links to its peers.

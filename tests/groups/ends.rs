@@ -1,0 +1,156 @@
+//! What the pool has no room for ends everywhere, and its rings' memory comes back.
+
+use allstream::Comm;
+use futures::executor::block_on;
+
+use crate::{LINKS, on_ranks, pool, works};
+
+const RING_BYTES: usize = 128 + 16 * 256;
+
+#[test]
+fn an_eviction_is_announced_to_the_other_members() {
+    for link in LINKS {
+        on_ranks(4, link, move |rank, mut world| {
+            let base = world.stats().pool.ring_bytes;
+            // One rank alone keeps few.
+            if rank == 2 {
+                world.set_pool_capacity(2);
+            }
+            let orders: [fn(usize) -> i64; 4] =
+                [|r| r as i64, |r| -(r as i64), |r| (r as i64 + 1) % 4, |r| (r as i64 + 2) % 4];
+            for key in orders {
+                let mut child = block_on(world.split(0, key(rank))).unwrap();
+                works(&mut child);
+                drop(child);
+            }
+            pool(&world, "the two oldest end on all", |p| p.idle == 2 && p.evictions == 2);
+            // And their memory comes back on all.
+            let two = 2 * 2 * 4 * RING_BYTES;
+            pool(&world, "two blocks of rings are left", |p| p.ring_bytes == base + two);
+            world.barrier().wait().unwrap();
+            // The two youngest are there, the oldest is not.
+            for (i, hits, misses) in [(3, 1, 4), (2, 2, 4), (0, 2, 5)] {
+                let mut child = block_on(world.split(0, orders[i](rank))).unwrap();
+                works(&mut child);
+                let stats = world.stats().pool;
+                assert_eq!((stats.hits, stats.misses), (hits, misses), "{link}: order {i}: {stats:?}");
+                drop(child);
+                world.barrier().wait().unwrap();
+            }
+        });
+    }
+}
+
+#[test]
+fn five_thousand_splits_of_the_same_members_need_one_block_of_rings() {
+    for link in ["local", "shm"] {
+        on_ranks(2, link, |_, mut world| {
+            let block = 2 * 2 * RING_BYTES;
+            let base = world.stats().pool.ring_bytes;
+            for i in 0..5_000 {
+                let mut child = block_on(world.dup()).unwrap();
+                if i % 16 == 0 {
+                    works(&mut child);
+                }
+                match i % 4 {
+                    0 => block_on(child.close()).unwrap(),
+                    _ => drop(child),
+                }
+                pool(&world, "it is idle", |p| p.idle == 1);
+            }
+            let stats = world.stats().pool;
+            assert_eq!((stats.hits, stats.misses, stats.evictions), (4_999, 1, 0));
+            assert_eq!(stats.ring_bytes, base + block);
+            // One in use, one offered by each split in case there is none.
+            assert_eq!(stats.ring_peak, base + 2 * block);
+        });
+    }
+}
+
+#[test]
+fn five_thousand_splits_of_changing_members_stay_within_the_region() {
+    for link in ["local", "shm", "mixed"] {
+        on_ranks(5, link, |rank, mut world| {
+            let base = world.stats().pool.ring_bytes;
+            world.set_pool_capacity(6);
+            let mut x = 12345u64;
+            for round in 0..5_000 {
+                x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                let colors = x >> 20;
+                let key = if x >> 60 & 1 == 0 { rank as i64 } else { -(rank as i64) };
+                let color = colors >> (2 * rank) & 3;
+                // Nobody's color: without a group.
+                let child = block_on(world.split_some((color != 3).then_some(color), key)).unwrap();
+                let Some(mut child) = child else { continue };
+                if round % 8 == 0 {
+                    works(&mut child);
+                }
+                if round % 64 == 0 { block_on(child.close()).unwrap() } else { drop(child) }
+            }
+            let stats = world.stats().pool;
+            assert!(stats.hits > 0 && stats.evictions > 100, "{stats:?}");
+            let one = 2 * 5 * RING_BYTES;
+            assert!(stats.misses as usize * one / 4 > stats.ring_limit / 8, "{stats:?}");
+            assert!(stats.ring_peak < stats.ring_limit / 8, "memory is used again: {stats:?}");
+            world.barrier().wait().unwrap();
+            world.set_pool_capacity(0);
+            pool(&world, "all rings come back", |p| p.ring_bytes == base && p.live == 0);
+            works(&mut world);
+        });
+    }
+}
+
+#[test]
+fn a_full_region_ends_what_is_idle_and_says_so_when_nothing_is() {
+    on_ranks(8, "local", |rank, mut world| {
+        world.set_pool_capacity(10_000);
+        let limit = world.stats().pool.ring_limit;
+        let fit = limit / (2 * 8 * RING_BYTES);
+        // More than fit, all idle at the end of the loop: the pool gives way.
+        let mut held: Vec<Comm> = Vec::new();
+        for _ in 0..fit / 2 {
+            held.push(block_on(world.dup()).unwrap());
+        }
+        held.clear();
+        pool(&world, "all are idle", |p| p.idle == fit / 2);
+        world.barrier().wait().unwrap();
+        for _ in 0..fit / 2 + 20 {
+            held.push(block_on(world.split(0, -(rank as i64))).unwrap());
+        }
+        held.iter_mut().step_by(50).for_each(works);
+        // And with all of it held, the group that does not fit is an error on every rank.
+        let mut parent = block_on(world.dup()).unwrap();
+        let error = loop {
+            match block_on(parent.split(0, (rank as i64 + 3) % 8)) {
+                Ok(child) => held.push(child),
+                Err(error) => break error,
+            }
+        };
+        assert!(error.to_string().contains("has room for about"), "{error}");
+        assert!(parent.check().is_err(), "the others do not wait for it");
+        works(&mut world);
+    });
+}
+
+#[test]
+fn a_member_that_leaves_takes_its_idle_groups_with_it() {
+    for link in LINKS {
+        on_ranks(3, link, |rank, mut world| {
+            let base = world.stats().pool.ring_bytes;
+            let mut all = block_on(world.dup()).unwrap();
+            works(&mut all);
+            let mut pair = block_on(world.split(u64::from(rank == 2), 0)).unwrap();
+            works(&mut pair);
+            drop(all);
+            if rank == 2 {
+                drop(pair);
+                drop(world);
+                return;
+            }
+            pool(&world, "the idle group ends with its member", |p| p.idle == 0 && p.evictions == 1);
+            let block = 2 * 2 * RING_BYTES;
+            pool(&world, "and its rings come back", |p| p.ring_bytes == base + block);
+            works(&mut pair);
+        });
+    }
+}
