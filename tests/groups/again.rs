@@ -21,9 +21,7 @@ fn a_split_takes_up_the_idle_communicator_of_the_same_members() {
                 let mut half = block_on(world.split(color, 0)).unwrap();
                 names.push(half.name().to_owned());
                 for len in [1usize, 100_000] {
-                    let all = half.all_gather(
-                        vec![10 * rank as u64 + round],
-                    );
+                    let all = half.all_gather(vec![10 * rank as u64 + round]);
                     let sum = half.all_reduce(vec![round + rank as u64; len]);
                     assert_eq!(all.wait().unwrap(), [10 * color + round, 10 * (color + 2) + round]);
                     assert_eq!(sum.wait().unwrap(), vec![2 * round + 2 * color + 2; len]);
@@ -139,6 +137,7 @@ fn a_message_that_nobody_received_is_not_found_by_the_next_group() {
                 assert_eq!(work.wait().unwrap(), [1; 5]);
                 let stats = world.stats().pool;
                 assert_eq!(stats.hits, 0, "{stats:?}");
+                world.barrier().wait().unwrap();
                 next.abort("the test is done with it");
                 drop(next);
                 pool(&world, "nothing idle", |p| p.idle == 0);
@@ -202,6 +201,7 @@ fn a_poisoned_communicator_never_returns() {
                 let mut next = block_on(world.dup()).unwrap();
                 works(&mut next);
                 assert_eq!(world.stats().pool.hits, 0, "round {round}");
+                world.barrier().wait().unwrap();
                 next.abort("not to be taken up either");
                 drop(next);
                 world.barrier().wait().unwrap();

@@ -63,6 +63,7 @@ fn five_thousand_splits_of_the_same_members_need_one_block_of_rings() {
             assert_eq!(stats.ring_bytes, base + block);
             // One in use, one offered by each split in case there is none.
             assert_eq!(stats.ring_peak, base + 2 * block);
+            world.barrier().wait().unwrap();
         });
     }
 }
@@ -147,7 +148,7 @@ fn a_member_that_leaves_takes_its_idle_groups_with_it() {
                 drop(world);
                 return;
             }
-            pool(&world, "the idle group ends with its member", |p| p.idle == 0 && p.evictions == 1);
+            pool(&world, "the idle group ends with its member", |p| p.idle == 0);
             let block = 2 * 2 * RING_BYTES;
             pool(&world, "and its rings come back", |p| p.ring_bytes == base + block);
             works(&mut pair);
