@@ -1,8 +1,11 @@
 //! What the pool has no room for ends everywhere, and its rings' memory comes back.
 
-use allstream::Comm;
+use std::time::{Duration, Instant};
+
+use allstream::{Comm, Error};
 use futures::executor::block_on;
 
+use crate::support::{join, link_env, role, spawn_ranks};
 use crate::{LINKS, on_ranks, pool, works};
 
 const RING_BYTES: usize = 128 + 16 * 256;
@@ -37,6 +40,34 @@ fn an_eviction_is_announced_to_the_other_members() {
                 drop(child);
                 world.barrier().wait().unwrap();
             }
+        });
+    }
+}
+
+#[test]
+fn rings_stay_taken_while_another_member_may_write_to_them() {
+    for link in ["local", "shm"] {
+        on_ranks(3, link, |rank, mut world| {
+            let base = world.stats().pool.ring_bytes;
+            world.set_pool_capacity(0);
+            let mut child = block_on(world.dup()).unwrap();
+            works(&mut child);
+            let held = (rank == 2).then_some(child);
+            pool(&world, "two ranks have let go", |p| p.live == usize::from(rank == 2));
+            let block = 2 * 3 * RING_BYTES;
+            for _ in 0..3 {
+                // All that was said of it has been heard once another group has come and gone.
+                let pair = block_on(world.split_some((rank < 2).then_some(0), 0)).unwrap();
+                pair.iter().for_each(|pair| assert_eq!(pair.size(), 2));
+                drop(pair);
+                pool(&world, "only the group that one rank holds has rings", |p| {
+                    p.ring_bytes == base + block
+                });
+                world.barrier().wait().unwrap();
+            }
+            drop(held);
+            pool(&world, "the rings come back", |p| p.ring_bytes == base);
+            world.barrier().wait().unwrap();
         });
     }
 }
@@ -154,4 +185,78 @@ fn a_member_that_leaves_takes_its_idle_groups_with_it() {
             works(&mut pair);
         });
     }
+}
+
+/// Runs the test `name` as three processes; the ranks of `well` end well.
+fn three(name: &str, link: &str, well: &[usize]) {
+    const LIMIT: Duration = Duration::from_secs(60);
+    let ended = spawn_ranks(name, 3, LIMIT, |rank| link_env(link, rank, 3)).wait(LIMIT);
+    for end in ended.iter().filter(|end| well.contains(&end.rank)) {
+        assert!(end.success(), "over {link}: {end:?}");
+    }
+}
+
+#[test]
+fn a_member_that_dies_takes_its_idle_groups_and_their_rings_with_it() {
+    const NAME: &str = "ends::a_member_that_dies_takes_its_idle_groups_and_their_rings_with_it";
+    if !role() {
+        return three(NAME, "shm", &[0, 2]);
+    }
+    let mut world = join();
+    let rank = world.rank();
+    let base = world.stats().pool.ring_bytes;
+    let mut all = block_on(world.dup()).unwrap();
+    works(&mut all);
+    let mut pair = block_on(world.split(u64::from(rank == 1), 0)).unwrap();
+    works(&mut pair);
+    drop(all);
+    pool(&world, "one is idle", |p| p.idle == 1);
+    world.barrier().wait().unwrap();
+    if rank == 1 {
+        // No goodbye.
+        rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+    }
+    pool(&world, "the idle group ends with its member", |p| p.idle == 0);
+    let (trio, duo) = (2 * 3 * RING_BYTES, 2 * 2 * RING_BYTES);
+    // The others are well, and make no use of memory that the lost one may write to.
+    works(&mut pair);
+    let mut again = block_on(pair.dup()).unwrap();
+    works(&mut again);
+    assert_eq!(world.stats().pool.ring_bytes, base + trio + 2 * duo);
+    let error = block_on(world.dup()).unwrap_err();
+    assert!(matches!(error, Error::PeerLost { rank: 1, .. }), "{error}");
+    drop(again);
+    block_on(pair.close()).unwrap();
+}
+
+#[test]
+fn sockets_of_groups_that_have_ended_are_closed() {
+    const NAME: &str = "ends::sockets_of_groups_that_have_ended_are_closed";
+    if !role() {
+        return three(NAME, "tcp", &[0, 1, 2]);
+    }
+    let mut world = join();
+    let rank = world.rank();
+    world.set_pool_capacity(0);
+    works(&mut world);
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = open();
+    for round in 0..60 {
+        let mut child = block_on(world.dup()).unwrap();
+        works(&mut child);
+        if round % 3 == rank {
+            // Nobody takes it.
+            child.send(vec![1u8; 100], (rank + 1) % 3).wait().unwrap();
+        }
+        drop(child);
+    }
+    world.barrier().wait().unwrap();
+    let end = Instant::now() + Duration::from_secs(20);
+    // A few are the world's own links, opened meanwhile.
+    while open() > before + 12 {
+        assert!(Instant::now() < end, "{} descriptors, {before} before", open());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    world.barrier().wait().unwrap();
+    block_on(world.close()).unwrap();
 }
