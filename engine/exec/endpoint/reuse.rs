@@ -10,7 +10,7 @@ use crate::types::Rank;
 
 /// What an endpoint leaves behind when it has ended: its machines, and the links to its peers.
 pub(crate) struct Machines {
-    run: Run,
+    run: Box<Run>,
     /// It ended in peace: nothing was failed.
     pub(crate) healthy: bool,
     pub(crate) generation: u32,
@@ -50,13 +50,13 @@ impl Endpoint {
         let balance = table.numbers.iter().map(each).fold(0, u64::wrapping_add);
         drop(table);
         let generation = self.config.generation;
-        let run = std::mem::replace(&mut *run, nothing(&self.config));
+        let run = Box::new(std::mem::replace(&mut *run, nothing(&self.config)));
         Some(Machines { run, healthy, generation, calls, balance })
     }
 
     /// An endpoint that goes on with these machines, as the generation that `config` says.
     pub(crate) fn again(config: EndpointConfig, machines: Machines) -> Arc<Endpoint> {
-        let Run { mut port, mut messages, .. } = machines.run;
+        let Run { mut port, mut messages, .. } = *machines.run;
         port.renew();
         messages.renew(config.comm, config.generation);
         let active = Active::new(config.comm);
