@@ -192,6 +192,7 @@ fn a_poisoned_communicator_never_returns() {
             for round in 0..3 {
                 let mut child = block_on(world.dup()).unwrap();
                 works(&mut child);
+                world.barrier().wait().unwrap();
                 if rank == round {
                     child.abort("planted");
                 }
