@@ -37,7 +37,14 @@ macro_rules! calls {
                     in_flight: $me.handle().endpoint.in_flight(),
                     staging_bytes: slots * SLOT,
                     staging_limit: limit * SLOT,
+                    pool: $me.handle().membership.world.pool_stats(),
                 }
+            }
+
+            /// How many idle communicators this rank's world keeps to be taken up again: 64, or what `ALLSTREAM_POOL`
+            /// says. Those beyond end now, the least recently used first. Ranks need not agree on it.
+            pub fn set_pool_capacity(&$me, idle: usize) {
+                $me.handle().membership.world.set_pool_capacity(idle);
             }
 
             /// The cause for which this communicator is dead, if it is.

@@ -13,7 +13,7 @@ mod p2p;
 mod port;
 
 pub(crate) use active::{Active, Pass};
-pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When};
 pub(crate) use inflight::{Inflight, Key};
 pub(crate) use lane::{Lane, lane};
 pub(crate) use machine::Phantom;

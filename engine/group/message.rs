@@ -51,6 +51,12 @@ pub(crate) enum Message {
         /// Collectives it has called.
         calls: u64,
     },
+    /// The sender has ended a communicator for good: it neither reads nor writes the rings of it any more, and does
+    /// not offer to take it up again. Sent once, by each member.
+    Retired {
+        /// The communicator for which the rings were made.
+        comm: CommId,
+    },
 }
 
 impl Message {
@@ -60,7 +66,8 @@ impl Message {
             Message::Abort { comm, .. }
             | Message::Stalled { comm, .. }
             | Message::Called { comm, .. }
-            | Message::Closing { comm, .. } => Some(*comm),
+            | Message::Closing { comm, .. }
+            | Message::Retired { comm } => Some(*comm),
             Message::Heartbeat | Message::Goodbye { .. } => None,
         }
     }

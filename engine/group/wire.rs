@@ -120,6 +120,7 @@ mod tests {
             }),
             (any::<u64>(), any::<u64>(), any::<Option<u64>>())
                 .prop_map(|(c, number, last)| Message::Called { comm: CommId(c), number, last }),
+            any::<u64>().prop_map(|c| Message::Retired { comm: CommId(c) }),
         ]
     }
 
