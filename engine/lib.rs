@@ -21,7 +21,7 @@
 //! Element types and reductions are [`DType`] and [`ReduceOp`]; the rules for NaN, signed zero, overflow and rounding,
 //! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits.
 
-pub use crate::comm::{Batch, Call, Comm, Message, Ordered, SharedComm, Stats, Work};
+pub use crate::comm::{Agree, Batch, Call, Comm, Message, Ordered, SharedComm, Stats, Verdict, Work};
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::mem::{Buf, Event, HostBuf, HostStream};

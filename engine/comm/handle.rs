@@ -110,6 +110,11 @@ impl fmt::Debug for SharedComm {
 macro_rules! calls {
     ($type:ty, $me:ident, [$($by:tt)+]) => {
         impl $type {
+            /// This rank's side of the group, and its world.
+            pub(super) fn place(&$me) -> (&Arc<Endpoint>, &Arc<World>) {
+                (&$me.0.endpoint, &$me.0.membership.world)
+            }
+
             /// This rank in the group, `0..size()`.
             pub fn rank(&$me) -> Rank {
                 $me.0.endpoint.config.rank

@@ -1,5 +1,6 @@
 //! What a user holds: communicators, calls, and work in flight.
 
+mod agree;
 mod batch;
 mod call;
 mod handle;
@@ -8,6 +9,7 @@ mod ordered;
 mod work;
 mod world;
 
+pub use agree::{Agree, Verdict};
 pub use batch::{Batch, Message};
 pub use call::Call;
 pub use handle::{Comm, SharedComm, Stats};

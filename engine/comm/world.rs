@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::agree::Agreements;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use crate::error::{Error, Lost};
 use crate::exec::{Control, Endpoint, EndpointConfig, Lane};
@@ -100,6 +101,7 @@ pub(crate) struct World {
     left: Mutex<Vec<Rank>>,
     /// What was said of communicators that are not made here yet (or no more); the last [`EARLY`].
     early: Mutex<VecDeque<(Rank, Message)>>,
+    pub(super) agreements: Mutex<Agreements>,
 }
 
 impl World {
@@ -132,6 +134,7 @@ impl World {
             first_loss: Mutex::new(None),
             left: Mutex::default(),
             early: Mutex::default(),
+            agreements: Mutex::default(),
         })
     }
 
@@ -208,7 +211,7 @@ impl World {
         self.comms.lock().get(&comm).and_then(Weak::upgrade)
     }
 
-    fn send(&self, to: Rank, message: Message) {
+    pub(super) fn send(&self, to: Rank, message: Message) {
         match &self.transport {
             Transport::Mesh(mesh) => {
                 if let Some(mesh) = mesh.upgrade() {
@@ -305,6 +308,10 @@ impl Control for World {
 
 impl Events for World {
     fn message(&self, from: Rank, message: Message) {
+        let message = match message {
+            Message::Agree { comm, lost, step } => return self.agree_heard(from, comm, &lost, step),
+            other => other,
+        };
         let Some(comm) = message.comm() else { return };
         if self.find(comm).is_none() && matches!(message, Message::Abort { .. } | Message::Closing { .. }) {
             let mut early = self.early.lock();
@@ -324,11 +331,12 @@ impl Events for World {
             }
             Message::Called { number, last, .. } => endpoint.heard(peer, number, last),
             Message::Closing { calls, .. } => endpoint.peer_closing(peer, calls),
-            Message::Heartbeat | Message::Goodbye { .. } => {}
+            Message::Heartbeat | Message::Goodbye { .. } | Message::Agree { .. } => {}
         }
     }
 
     fn lost(&self, rank: Rank, how: Lost) {
+        self.agree_lost(rank, how);
         let (root, how) = *self.first_loss.lock().get_or_insert((rank, how));
         for endpoint in self.endpoints() {
             self.lose(&endpoint, root, how);
@@ -337,6 +345,7 @@ impl Events for World {
     }
 
     fn goodbye(&self, rank: Rank, cause: Option<Error>) {
+        self.agree_goodbye(rank, &cause);
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
             return self.lost(dead, how);
         }
