@@ -249,6 +249,10 @@ impl Net {
 
 const NOBODY: Rank = usize::MAX;
 
+fn full() -> bool {
+    std::env::var_os("ALLSTREAM_TEST_FULL").is_some_and(|v| v == "1")
+}
+
 /// Every order of everything from here on. How many different states there are.
 fn explore(net: Net) -> usize {
     let mut seen = HashSet::new();
@@ -281,9 +285,12 @@ fn three_members_agree_whoever_dies_whenever() {
         let states = explore(Net::new(once(flags), Budget { crashes: 2, ..NONE }, true));
         println!("two deaths, {flags:?}: {states} states");
     }
-    let twice = vec![vec![true, false], vec![true, true], vec![true, true]];
-    let states = explore(Net::new(twice, Budget { crashes: 1, ..NONE }, true));
-    println!("two agreements, one death: {states} states");
+    // Takes a minute: the random ones below do it in passing.
+    if full() {
+        let twice = vec![vec![true, false], vec![true, true], vec![true, true]];
+        let states = explore(Net::new(twice, Budget { crashes: 1, ..NONE }, true));
+        println!("two agreements, one death: {states} states");
+    }
 }
 
 #[test]
@@ -311,7 +318,7 @@ fn three_members_agree_and_one_that_was_only_slow_never_differs() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(2000))]
+    #![proptest_config(ProptestConfig::with_cases(if full() { 200_000 } else { 2000 }))]
     #[test]
     fn any_number_of_members_agree(
         flags in (2usize..=6, 1usize..=3).prop_flat_map(|(n, calls)| prop::collection::vec(prop::collection::vec(prop::bool::weighted(0.8), calls), n)),
