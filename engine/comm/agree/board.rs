@@ -94,14 +94,9 @@ impl Board {
 
     /// A message has come.
     pub(super) fn hear(&mut self, from: Rank, lost: &[(Rank, Lost)], step: Step, out: &mut Vec<Out>) {
-        if self.expelled.is_some() || from >= self.size || from == self.me {
-            return;
-        }
-        if let Some(how) = self.lost.get(&from) {
-            // It was only slow, and is to know that it is out.
-            if *how != Lost::Left && step != Step::Lost {
-                self.send(from, Step::Lost, out);
-            }
+        // One that is lost was told so when it was, if it can hear.
+        let counts = from < self.size && from != self.me && !self.lost.contains_key(&from);
+        if self.expelled.is_some() || !counts {
             return;
         }
         self.lose(lost, out);

@@ -315,6 +315,11 @@ fn three_members_agree_and_one_that_was_only_slow_never_differs() {
         let states = explore(Net::new(once([true, true, false]), budget, true));
         println!("rank {victim} is taken for lost, one dies: {states} states");
     }
+    if full() {
+        let budget = Budget { suspicions: 1, crashes: 1, leaves: 0, victim: 0 };
+        let states = explore(Net::new(once([true, true, false]), budget, false));
+        println!("rank 0 is taken for lost, one dies, without order: {states} states");
+    }
 }
 
 proptest! {
