@@ -160,26 +160,30 @@ fn a_rank_that_left_is_lost_and_one_that_left_after_its_vote_is_counted() {
 fn a_rank_that_does_not_call_is_named_at_the_deadline_and_may_still_call() {
     for link in LINKS {
         let all = each(3, link, |rank, mut comm| {
-            if rank == 0 {
-                comm.recv(vec![0u8; 1], 1).wait().unwrap();
-                return Ok(comm.agree(true).wait().unwrap());
-            }
-            let begun = Instant::now();
-            if rank == 2 {
-                return Ok(comm.agree(true).wait().unwrap());
-            }
-            let error = comm.agree_within(true, Duration::from_millis(300)).wait().unwrap_err();
-            assert!(begun.elapsed() >= Duration::from_millis(300));
-            comm.send(vec![0u8; 1], 0).wait().unwrap();
-            // It has given up, the agreement has not: the others get their verdict, and the next is everyone's.
-            Err(error)
+            let first = if rank == 1 {
+                let begun = Instant::now();
+                let given_up = comm.agree_within(true, Duration::from_millis(300)).wait();
+                assert!(begun.elapsed() >= Duration::from_millis(300));
+                comm.send(vec![0u8; 1], 0).wait().unwrap();
+                given_up
+            } else {
+                if rank == 0 {
+                    comm.recv(vec![0u8; 1], 1).wait().unwrap();
+                }
+                comm.agree(true).wait()
+            };
+            // One has given up, the agreement had not; the next is everyone's.
+            (first, comm.agree(rank != 2).wait().unwrap())
         });
-        let error = all[1].as_ref().unwrap_err();
+        let error = all[1].0.as_ref().unwrap_err();
         let Error::NoVerdict { missing, number: 0, rank: 1, .. } = error else { panic!("{error}") };
         let [one] = &missing[..] else { panic!("{error}") };
         assert_eq!((one.rank, &one.state), (0, &MissingState::NotCalled(None)), "{link}: {error}");
-        for verdict in [&all[0], &all[2]] {
-            assert_eq!(parts(verdict.as_ref().unwrap()), (true, &[0, 1, 2][..], &[][..]), "{link}");
+        for first in [&all[0].0, &all[2].0] {
+            assert_eq!(parts(first.as_ref().unwrap()), (true, &[0, 1, 2][..], &[][..]), "{link}");
+        }
+        for (_, second) in &all {
+            assert_eq!(parts(second), (false, &[0, 1, 2][..], &[][..]), "{link}");
         }
     }
 }
