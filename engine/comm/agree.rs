@@ -156,6 +156,9 @@ struct Table {
     made: u64,
 }
 
+/// What a rank said to a communicator: whom it knows lost, and its step.
+type Early = (CommId, Vec<(Rank, Lost)>, Step);
+
 /// A rank's agreements, of all its communicators.
 #[derive(Default)]
 pub(crate) struct Agreements {
@@ -164,7 +167,7 @@ pub(crate) struct Agreements {
     /// Those that have called: they outlive their communicator's handles, since slower members may still ask.
     tables: HashMap<CommId, Table>,
     /// What was said to communicators that have not called here yet.
-    early: HashMap<Rank, VecDeque<(CommId, Vec<(Rank, Lost)>, Step)>>,
+    early: HashMap<Rank, VecDeque<Early>>,
     made: u64,
 }
 
@@ -194,9 +197,8 @@ impl Agreements {
             let mut board = Board::new(config.rank, config.members.len());
             let place = |rank: &Rank| config.members.iter().position(|m| m == rank);
             for (from, messages) in early {
-                let (mine, others) = messages.drain(..).partition(|(c, ..)| *c == comm);
-                *messages = others;
-                let mine: VecDeque<_> = mine;
+                let mine: VecDeque<Early>;
+                (mine, *messages) = messages.drain(..).partition(|(c, ..)| *c == comm);
                 for (_, lost, step) in mine {
                     if let Some(from) = place(from) {
                         board.hear(from, &lost, step, out);
