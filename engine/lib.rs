@@ -22,8 +22,8 @@
 //! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits.
 
 pub use crate::comm::{
-    Backend, BackendStatus, Batch, Call, Comm, Groups, Mesh, Message, Ordered, PoolStats, SendRecv,
-    SharedComm, Stats, Work, backends,
+    Agree, Backend, BackendStatus, Batch, Call, Comm, Groups, Mesh, Message, Ordered, PoolStats, SendRecv,
+    SharedComm, Stats, Verdict, Work, backends,
 };
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};

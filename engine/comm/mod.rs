@@ -1,5 +1,6 @@
 //! What a user holds: communicators, calls, and work in flight.
 
+mod agree;
 mod batch;
 mod bytes;
 mod call;
@@ -19,6 +20,7 @@ mod varied;
 mod work;
 mod world;
 
+pub use agree::{Agree, Verdict};
 pub use batch::{Batch, Message};
 pub use call::Call;
 pub use handle::{Comm, SharedComm, Stats};

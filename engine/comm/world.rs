@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::agree::Agreements;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use super::pool::{self, Pool};
 use crate::error::{Error, Lost};
@@ -122,6 +123,7 @@ pub(crate) struct World {
     /// What was said of communicators that are not made here yet (or no more); the last [`EARLY`].
     early: Mutex<VecDeque<(Rank, Message)>>,
     pub(super) pool: Pool,
+    pub(super) agreements: Mutex<Agreements>,
 }
 
 /// What a communicator's links are made of.
@@ -168,6 +170,7 @@ impl World {
             left: Mutex::default(),
             early: Mutex::default(),
             pool: Pool::new(defaults.pool),
+            agreements: Mutex::default(),
         })
     }
 
@@ -360,6 +363,10 @@ impl Control for World {
 
 impl Events for World {
     fn message(&self, from: Rank, message: Message) {
+        let message = match message {
+            Message::Agree { comm, lost, step } => return self.agree_heard(from, comm, &lost, step),
+            other => other,
+        };
         let Some(comm) = message.comm() else { return };
         if let Message::Retired { comm } = message {
             return self.peer_retired(from, comm);
@@ -385,11 +392,15 @@ impl Events for World {
             }
             Message::Called { number, last, .. } => endpoint.heard(peer, number, last),
             Message::Closing { calls, .. } => endpoint.peer_closing(peer, calls),
-            Message::Heartbeat | Message::Goodbye { .. } | Message::Retired { .. } => {}
+            Message::Heartbeat
+            | Message::Goodbye { .. }
+            | Message::Retired { .. }
+            | Message::Agree { .. } => {}
         }
     }
 
     fn lost(&self, rank: Rank, how: Lost) {
+        self.agree_lost(rank, how);
         let (root, how) = *self.first_loss.lock().get_or_insert((rank, how));
         for endpoint in self.endpoints() {
             self.lose(&endpoint, root, how);
@@ -400,6 +411,7 @@ impl Events for World {
 
     fn goodbye(&self, rank: Rank, cause: Option<Error>) {
         self.member_gone(rank);
+        self.agree_goodbye(rank, &cause);
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
             return self.lost(dead, how);
         }
