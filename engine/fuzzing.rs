@@ -495,7 +495,7 @@ pub fn hostile_collective(data: &[u8]) {
         if port.reap(|lent| active.freed(lent)).is_err() {
             break;
         }
-        match active.pass(&mut port) {
+        match active.pass(&mut port, None) {
             Ok(Pass::Going(true)) => {}
             Ok(Pass::Going(false)) => {
                 // It waits: whom for can be said.
