@@ -70,8 +70,9 @@ fn calls() -> Vec<(Kind, Algo)> {
 
 /// Whether there is a plan for a call, in a form, in a world.
 fn suits((kind, algo): (Kind, Algo), form: Form, world: &World) -> bool {
-    let hosts: Vec<u32> =
-        (0..world.n).map(|rank| u32::from(world.link == "mixed" && host_label(rank, world.n) == "b")).collect();
+    let hosts: Vec<u32> = (0..world.n)
+        .map(|rank| u32::from(world.link == "mixed" && host_label(rank, world.n) == "b"))
+        .collect();
     let (in_place, varied) = (form.in_place(kind), form.varies());
     let shape = |rank| Shape { n: world.n, rank, root: 0, in_place, varied, hosts: &hosts };
     algo == Algo::Auto || (0..world.n).all(|rank| plan::plan(kind, algo, &shape(rank)).is_ok())
@@ -119,7 +120,11 @@ impl Factors {
     }
 
     fn in_order(&self, op: Combine, (kind, algo): (Kind, Algo)) -> bool {
-        op != Combine::Maps || algo == Algo::Auto || !kind.reduces() || keeps_rank_order(kind, algo)
+        op != Combine::Maps
+            || algo == Algo::Auto
+            || !kind.reduces()
+            || kind == Kind::Barrier
+            || keeps_rank_order(kind, algo)
     }
 
     /// Whether values go together, where not all are chosen yet.
@@ -237,16 +242,15 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
                 }
                 let fits = |dtype: usize, op: usize| {
                     let op = factors.ops[op];
-                    op.supports(DType::ALL[dtype])
-                        && op.fits(*kind)
-                        && factors.in_order(op, (*kind, *algo))
+                    op.supports(DType::ALL[dtype]) && op.fits(*kind) && factors.in_order(op, (*kind, *algo))
                 };
                 let ops = |dtype: usize| (0..factors.ops.len()).filter(move |op| fits(dtype, *op));
                 let mut rest = |dtype: usize, op: usize, at: usize| {
                     turn += 1;
                     add([c, f, w, len, dtype, op, at, pick(turn, 2), pick(turn + 7, ENDS.len())]);
                 };
-                let (dtype, types) = (pick(w * 7919 + c * 31 + f * 5 + len, DType::ALL.len()), DType::ALL.len());
+                let (dtype, types) =
+                    (pick(w * 7919 + c * 31 + f * 5 + len, DType::ALL.len()), DType::ALL.len());
                 if len == LARGE && (w + c + f) % 5 != 0 || *kind == Kind::Barrier && len > 0 {
                     continue;
                 }
@@ -257,7 +261,9 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
                 } else if kind.reduces() {
                     (0..types).for_each(|t| ops(t).for_each(|op| rest(t, op, (t + op) % 3)));
                 } else {
-                    (0..types).for_each(|t| (0..3).filter(|at| *at == 0 || kind.rooted()).for_each(|at| rest(t, 0, at)));
+                    (0..types).for_each(|t| {
+                        (0..3).filter(|at| *at == 0 || kind.rooted()).for_each(|at| rest(t, 0, at))
+                    });
                 }
             }
         }

@@ -203,7 +203,8 @@ impl<'a> Call<'a> {
             return Ok(Algo::Direct); // only the root and the rank itself know a count
         }
         let default = Some(self.default_algo).filter(|d| plan::algorithms(kind).contains(d) && fits(*d));
-        let chosen = || plan::choose(kind, bytes, &Env { n, one_host: endpoint.config.one_host });
+        let chosen =
+            || plan::choose(kind, bytes, &Env { n, one_host: endpoint.config.one_host, ..Env::default() });
         let all = || default.into_iter().chain([chosen()]).chain(plan::algorithms(kind).iter().copied());
         all().find(|a| fits(*a)).ok_or_else(|| "no algorithm keeps the order of ranks".into())
     }
