@@ -7,10 +7,21 @@ use std::marker::PhantomData;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use allstream::{Algo, Call, Comm, DType, Element, Failed, Kind, Work};
+use allstream::{Algo, Call, Comm, DType, Element, Kind, Work};
 use futures::executor::block_on;
 
 use super::values::{MOST, Value, mix, typed};
+
+/// Makes a call with the options of the case, and awaits it as the case says.
+macro_rules! call {
+    ($run:ident, $call:ident, $made:expr) => {{
+        let work = {
+            let $call = $run.options();
+            $made
+        };
+        super::end($run.comm, $run.case, work)
+    }};
+}
 
 #[path = "cases/combine.rs"]
 mod combine;
@@ -378,24 +389,30 @@ impl<T: Value> Run<'_, T> {
         self.oracle.get(self.i, make)
     }
 
-    /// Submits a call and awaits it as the case says.
-    fn finish<O, F>(&mut self, call: impl FnOnce(Call<'_>) -> Work<O, F>) -> Result<O, String> {
-        let (case, rank) = (self.case, self.comm.rank());
-        let mut options = self.comm.call().algo(self.algo).timeout(case.timeout);
+    /// The options of the case's call.
+    fn options(&mut self) -> Call<'_> {
+        let rank = self.comm.rank();
+        let options = self.comm.call().algo(self.algo).timeout(self.case.timeout);
         if self.kind.reduces() && self.kind != Kind::Barrier {
-            options = case.op.option::<T>(options, rank);
+            return self.case.op.option::<T>(options, rank);
         }
-        let work = call(options);
-        let fail = |e: Failed<F>| e.error.to_string();
-        match case.end {
-            Await::Wait => work.wait().map_err(fail),
-            Await::Poll => block_on(work).map_err(fail),
-            Await::Later => {
-                let later = self.comm.timeout(case.timeout).barrier().wait();
-                let done = work.wait().map_err(fail)?;
-                later.map_err(|e| e.error.to_string())?;
-                Ok(done)
-            }
-        }
+        options
     }
+}
+
+/// Awaits a work as the case says.
+fn end<O, F>(comm: &mut Comm, case: &Case, work: Work<O, F>) -> Result<O, String> {
+    let result = match case.end {
+        Await::Wait => work.wait(),
+        Await::Poll => block_on(work),
+        Await::Later => {
+            let later = comm.timeout(case.timeout).barrier().wait();
+            let done = work.wait();
+            if done.is_ok() {
+                later.map_err(|e| e.error.to_string())?;
+            }
+            done
+        }
+    };
+    result.map_err(|e| e.error.to_string())
 }

@@ -30,19 +30,22 @@ impl<T: Value> Run<'_, T> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let input = self.case.input::<T>(self.rank(), len);
         let (kept, output) = match (self.kind, self.form) {
-            (Kind::AllReduce, Form::InPlace) => (None, self.finish(|c| c.all_reduce(input.clone()))?),
+            (Kind::AllReduce, Form::InPlace) => (None, call!(self, c, c.all_reduce(input.clone()))?),
             (Kind::AllReduce, Form::Into) => {
                 let out = HostBuf::from(&self.blank(len)[..]);
-                let (kept, out) = self.finish(|c| c.all_reduce_into(boxed(&input), out))?;
+                let (kept, out) = call!(self, c, c.all_reduce_into(input.clone(), out))?;
                 (Some(kept), out.to_vec())
             }
-            (Kind::AllReduce, _) => (None, self.finish(|c| c.all_reduce_new(HostBuf::from(&input[..])))?),
-            (_, Form::InPlace) => (None, self.finish(|c| c.reduce(boxed(&input), root))?.to_vec()),
+            (Kind::AllReduce, _) => (None, call!(self, c, c.all_reduce_new(boxed(&input)))?),
+            (_, Form::InPlace) => {
+                let buf = HostBuf::from(&input[..]);
+                (None, call!(self, c, c.reduce(buf, root))?.to_vec())
+            }
             _ => {
                 // Only the root's output is looked at.
-                let out = self.blank(if is_root { len } else { len / 2 });
-                let (kept, out) = self.finish(|c| c.reduce_into(boxed(&input), out, root))?;
-                (Some(kept), out)
+                let out = HostBuf::from(&self.blank(if is_root { len } else { len / 2 })[..]);
+                let (kept, out) = call!(self, c, c.reduce_into(input.clone(), out, root))?;
+                (Some(kept), out.to_vec())
             }
         };
         if let Some(kept) = kept {
@@ -63,11 +66,11 @@ impl<T: Value> Run<'_, T> {
         let right = self.case.input::<T>(root, len);
         let output = if self.form == Form::InPlace {
             let buf = if is_root { right.clone() } else { self.blank(len) };
-            self.finish(|c| c.broadcast(buf, root))?
+            call!(self, c, c.broadcast(buf, root))?
         } else {
             let input = if is_root { right.clone() } else { self.blank(len / 3) };
             let out = HostBuf::from(&self.blank(len)[..]);
-            let (kept, out) = self.finish(|c| c.broadcast_into(input.clone(), out, root))?;
+            let (kept, out) = call!(self, c, c.broadcast_into(input.clone(), out, root))?;
             compare("the input", &kept, &input, &[])?;
             out.to_vec()
         };
@@ -85,17 +88,17 @@ impl<T: Value> Run<'_, T> {
         let (n, len) = (self.n(), self.case.len);
         let input = self.case.input::<T>(self.rank(), len);
         let output = match self.form {
-            Form::New => self.finish(|c| c.all_gather(boxed(&input)))?,
+            Form::New => call!(self, c, c.all_gather(boxed(&input)))?,
             Form::Into => {
                 let out = HostBuf::from(&self.blank(n * len)[..]);
-                let (kept, out) = self.finish(|c| c.all_gather_into(input.clone(), out))?;
+                let (kept, out) = call!(self, c, c.all_gather_into(input.clone(), out))?;
                 compare("the input", &kept, &input, &[])?;
                 out.to_vec()
             }
             _ => {
                 let mut buf = self.blank(n * len);
                 buf[self.block(len)].copy_from_slice(&input);
-                self.finish(|c| c.all_gather_in_place(buf))?
+                call!(self, c, c.all_gather_in_place(buf))?
             }
         };
         let expected = self.expected(|| self.whole(len));
@@ -107,15 +110,15 @@ impl<T: Value> Run<'_, T> {
         let (n, len) = (self.n(), self.case.len);
         let (mine, input) = (self.block(len), self.case.input::<T>(self.rank(), n * len));
         let output = match self.form {
-            Form::New => self.finish(|c| c.reduce_scatter(HostBuf::from(&input[..])))?,
+            Form::New => call!(self, c, c.reduce_scatter(boxed(&input)))?,
             Form::Into => {
-                let out = boxed(&self.blank(len));
-                let (kept, out) = self.finish(|c| c.reduce_scatter_into(input.clone(), out))?;
+                let out = HostBuf::from(&self.blank(len)[..]);
+                let (kept, out) = call!(self, c, c.reduce_scatter_into(input.clone(), out))?;
                 compare("the input", &kept, &input, &[])?;
                 out.to_vec()
             }
             _ => {
-                let mut output = self.finish(|c| c.reduce_scatter_in_place(input.clone()))?;
+                let mut output = call!(self, c, c.reduce_scatter_in_place(input.clone()))?;
                 let result = output[mine.clone()].to_vec();
                 if matches!(self.algo, Algo::Direct | Algo::RecursiveHalving) {
                     output[mine.clone()].copy_from_slice(&input[mine.clone()]);
@@ -135,12 +138,12 @@ impl<T: Value> Run<'_, T> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let input = self.case.input::<T>(self.rank(), len);
         let (output, before) = match self.form {
-            Form::New => (self.finish(|c| c.gather(boxed(&input), root))?, Vec::new()),
+            Form::New => (call!(self, c, c.gather(boxed(&input), root))?, Vec::new()),
             Form::Into => {
                 // Only the root's output is looked at.
                 let before = self.blank(if is_root { n * len } else { len / 2 });
                 let out = HostBuf::from(&before[..]);
-                let (kept, out) = self.finish(|c| c.gather_into(input.clone(), out, root))?;
+                let (kept, out) = call!(self, c, c.gather_into(input.clone(), out, root))?;
                 compare("the input", &kept, &input, &[])?;
                 (out.to_vec(), before)
             }
@@ -150,7 +153,7 @@ impl<T: Value> Run<'_, T> {
                     buf = self.blank(n * len);
                     buf[self.block(len)].copy_from_slice(&input);
                 }
-                (self.finish(|c| c.gather_in_place(buf, root))?, input)
+                (call!(self, c, c.gather_in_place(buf, root))?, input)
             }
         };
         if is_root {
@@ -167,16 +170,16 @@ impl<T: Value> Run<'_, T> {
         // Only the root's input is looked at.
         let input = if is_root { right.clone() } else { self.blank(len / 3) };
         let output = match self.form {
-            Form::New => self.finish(|c| c.scatter(boxed(&input), len, root))?,
+            Form::New => call!(self, c, c.scatter(boxed(&input), len, root))?,
             Form::Into => {
                 let out = HostBuf::from(&self.blank(len)[..]);
-                let (kept, out) = self.finish(|c| c.scatter_into(input.clone(), out, root))?;
+                let (kept, out) = call!(self, c, c.scatter_into(input.clone(), out, root))?;
                 compare("the input", &kept, &input, &[])?;
                 out.to_vec()
             }
             _ => {
                 let buf = if is_root { input } else { self.blank(len) };
-                let buf = self.finish(|c| c.scatter_in_place(buf, root))?;
+                let buf = call!(self, c, c.scatter_in_place(buf, root))?;
                 if is_root {
                     compare("the root's buffer", &buf, &right, &[])?;
                     return Ok(Seen::Nothing);
@@ -192,14 +195,14 @@ impl<T: Value> Run<'_, T> {
         let (n, len) = (self.n(), self.case.len);
         let input = self.case.input::<T>(self.rank(), n * len);
         let output = match self.form {
-            Form::New => self.finish(|c| c.all_to_all(boxed(&input)))?,
+            Form::New => call!(self, c, c.all_to_all(boxed(&input)))?,
             Form::Into => {
                 let out = HostBuf::from(&self.blank(n * len)[..]);
-                let (kept, out) = self.finish(|c| c.all_to_all_into(input.clone(), out))?;
+                let (kept, out) = call!(self, c, c.all_to_all_into(input.clone(), out))?;
                 compare("the input", &kept, &input, &[])?;
                 out.to_vec()
             }
-            _ => self.finish(|c| c.all_to_all_in_place(input.clone()))?,
+            _ => call!(self, c, c.all_to_all_in_place(input.clone()))?,
         };
         let (of, mine) = (self.expected(|| self.whole(n * len)), self.block(len));
         let right: Vec<T> =
@@ -214,17 +217,16 @@ impl<T: Value> Run<'_, T> {
         let input = self.case.input::<T>(rank, len);
         let (before, output) = if self.form == Form::InPlace {
             let buf = HostBuf::from(&input[..]);
-            let call = |c: super::Call<'_>| if inclusive { c.scan(buf) } else { c.exscan(buf) };
-            (input, self.finish(call)?.to_vec())
+            let done = call!(self, c, if inclusive { c.scan(buf) } else { c.exscan(buf) })?;
+            (input, done.to_vec())
         } else {
-            let (own, out) = (boxed(&input), self.blank(len));
-            let before = out.clone();
-            let call = |c: super::Call<'_>| {
-                if inclusive { c.scan_into(own, out) } else { c.exscan_into(own, out) }
-            };
-            let (kept, out) = self.finish(call)?;
+            let before = self.blank(len);
+            let (own, out) = (input.clone(), HostBuf::from(&before[..]));
+            let done =
+                call!(self, c, if inclusive { c.scan_into(own, out) } else { c.exscan_into(own, out) });
+            let (kept, out) = done?;
             compare("the input", &kept, &input, &[])?;
-            (before, out)
+            (before, out.to_vec())
         };
         if !inclusive && rank == 0 {
             self.expected(|| self.prefixes(n, len, inclusive));
@@ -250,7 +252,7 @@ impl<T: Value> Run<'_, T> {
             std::thread::sleep(Duration::from_millis(2 + 20 * u64::from(case.special)));
         }
         let enter = now();
-        self.finish(|c| c.barrier())?;
+        call!(self, c, c.barrier())?;
         Ok(Seen::Stay(enter, now()))
     }
 }

@@ -1,6 +1,6 @@
 //! Many buffers in one operation, and bytes of unknown lengths.
 
-use allstream::{HostBuf, Kind, ReduceOp};
+use allstream::{HostBuf, Kind};
 
 use super::combine::counts;
 use super::{Case, Combine, Run, Seen, boxed, compare, hash};
@@ -31,11 +31,8 @@ impl<T: Value> Run<'_, T> {
     pub(super) fn list(&mut self) -> Result<Seen, String> {
         // The other type is one on which the reduction is defined, too.
         match self.case.op {
-            _ if !self.kind.reduces() => self.of_types::<u16>(),
-            Combine::Op(ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor) => self.of_types::<u32>(),
             Combine::Op(_) => self.of_types::<i32>(),
-            Combine::Scaled => self.of_types::<f32>(),
-            Combine::Bits | Combine::Maps => self.of_types::<T>(),
+            _ => self.of_types::<T>(),
         }
     }
 
@@ -62,11 +59,15 @@ impl<T: Value> Run<'_, T> {
         let last = vec![HostBuf::from(&self.nth::<T>(many + 3, rank, lengths.last)[..])];
         let list = (first, second, last);
         let kind = self.kind;
-        let (first, second, last) = self.finish(|c| match kind {
-            Kind::AllReduce => c.all_reduce_list(list),
-            Kind::Broadcast => c.broadcast_list(list, root),
-            _ => c.reduce_list(list, root),
-        })?;
+        let (first, second, last) = call!(
+            self,
+            c,
+            match kind {
+                Kind::AllReduce => c.all_reduce_list(list),
+                Kind::Broadcast => c.broadcast_list(list, root),
+                _ => c.reduce_list(list, root),
+            }
+        )?;
         let mut seen = Vec::new();
         for (j, buf) in first.iter().enumerate() {
             seen.push(self.judge(j, buf)?);
@@ -108,7 +109,7 @@ impl<T: Value> Run<'_, T> {
             lengths.second.map(|len| vec![U::default(); n * len]),
         );
         let inputs = (first.clone(), second.clone());
-        let (kept, outputs) = self.finish(|c| c.all_gather_list(inputs, outputs))?;
+        let (kept, outputs) = call!(self, c, c.all_gather_list(inputs, outputs))?;
         let mut seen = Vec::new();
         for (j, out) in outputs.0.iter().enumerate() {
             compare("an input", &kept.0[j], &first[j], &[])?;
@@ -140,7 +141,7 @@ impl<T: Value> Run<'_, T> {
             lengths.second.map(|len| vec![U::default(); len]),
         );
         let inputs = (first.clone(), second.clone());
-        let (kept, outputs) = self.finish(|c| c.reduce_scatter_list(inputs, outputs))?;
+        let (kept, outputs) = call!(self, c, c.reduce_scatter_list(inputs, outputs))?;
         for (j, out) in outputs.0.iter().enumerate() {
             compare("an input", &kept.0[j], &first[j], &[])?;
             self.judge_scattered(j, out)?;
@@ -166,11 +167,11 @@ impl<T: Value> Run<'_, T> {
         if self.kind == Kind::Broadcast {
             let right = case.input::<u8>(root, case.len);
             let given = if self.is_root() { right.clone() } else { vec![9; lengths[rank] % 50] };
-            let got = self.finish(|c| c.broadcast_bytes(given, root))?;
+            let got = call!(self, c, c.broadcast_bytes(given, root))?;
             compare("the bytes", &got, &right, &[])?;
             return Ok(hash(&got));
         }
-        let all = self.finish(|c| c.all_gather_bytes(case.input::<u8>(rank, lengths[rank])))?;
+        let all = call!(self, c, c.all_gather_bytes(case.input::<u8>(rank, lengths[rank])))?;
         if all.len() != n {
             return Err(format!("bytes of {} ranks, expected {n}", all.len()));
         }

@@ -39,17 +39,17 @@ impl<T: Value> Run<'_, T> {
         let total = counts.iter().sum();
         let input = self.case.input::<T>(self.rank(), counts[self.rank()]);
         let output = match self.form {
-            Form::NewV => self.finish(|c| c.all_gather_v(boxed(&input), &counts))?,
+            Form::NewV => call!(self, c, c.all_gather_v(boxed(&input), &counts))?,
             Form::IntoV => {
                 let out = HostBuf::from(&self.blank(total)[..]);
-                let (kept, out) = self.finish(|c| c.all_gather_v_into(input.clone(), out, &counts))?;
+                let (kept, out) = call!(self, c, c.all_gather_v_into(input.clone(), out, &counts))?;
                 compare("the input", &kept, &input, &[])?;
                 out.to_vec()
             }
             _ => {
                 let mut buf = self.blank(total);
                 buf[self.own(&counts)].copy_from_slice(&input);
-                self.finish(|c| c.all_gather_v_in_place(buf, &counts))?
+                call!(self, c, c.all_gather_v_in_place(buf, &counts))?
             }
         };
         let expected = self.expected(|| Expected { values: self.all_of(&counts), near: Vec::new() });
@@ -62,15 +62,15 @@ impl<T: Value> Run<'_, T> {
         let (n, mine, total) = (self.n(), self.own(&counts), counts.iter().sum());
         let input = self.case.input::<T>(self.rank(), total);
         let output = match self.form {
-            Form::NewV => self.finish(|c| c.reduce_scatter_v(boxed(&input), &counts))?,
+            Form::NewV => call!(self, c, c.reduce_scatter_v(boxed(&input), &counts))?,
             Form::IntoV => {
                 let out = HostBuf::from(&self.blank(mine.len())[..]);
-                let (kept, out) = self.finish(|c| c.reduce_scatter_v_into(input.clone(), out, &counts))?;
+                let (kept, out) = call!(self, c, c.reduce_scatter_v_into(input.clone(), out, &counts))?;
                 compare("the input", &kept, &input, &[])?;
                 out.to_vec()
             }
             _ => {
-                let mut output = self.finish(|c| c.reduce_scatter_v_in_place(input.clone(), &counts))?;
+                let mut output = call!(self, c, c.reduce_scatter_v_in_place(input.clone(), &counts))?;
                 let result = output[mine.clone()].to_vec();
                 let keeps = matches!(self.algo, Algo::Direct | Algo::RecursiveHalving);
                 if keeps && self.case.op != Combine::Scaled {
@@ -92,11 +92,11 @@ impl<T: Value> Run<'_, T> {
         let total = counts.iter().sum();
         let given = if is_root { &counts[..] } else { &NOBODYS };
         let (output, before) = if self.form == Form::NewV {
-            (self.finish(|c| c.gather_v(boxed(&input), given, root))?, Vec::new())
+            (call!(self, c, c.gather_v(boxed(&input), given, root))?, Vec::new())
         } else {
             let before = self.blank(if is_root { total } else { 5 });
             let out = HostBuf::from(&before[..]);
-            let (kept, out) = self.finish(|c| c.gather_v_into(input.clone(), out, given, root))?;
+            let (kept, out) = call!(self, c, c.gather_v_into(input.clone(), out, given, root))?;
             compare("the input", &kept, &input, &[])?;
             (out.to_vec(), before)
         };
@@ -115,10 +115,10 @@ impl<T: Value> Run<'_, T> {
         let input = if is_root { right.clone() } else { self.blank(3) };
         let given = if is_root { &counts[..] } else { &NOBODYS };
         let output = if self.form == Form::NewV {
-            self.finish(|c| c.scatter_v(boxed(&input), given, own.len(), root))?
+            call!(self, c, c.scatter_v(boxed(&input), given, own.len(), root))?
         } else {
             let out = HostBuf::from(&self.blank(own.len())[..]);
-            let (kept, out) = self.finish(|c| c.scatter_v_into(input.clone(), out, given, root))?;
+            let (kept, out) = call!(self, c, c.scatter_v_into(input.clone(), out, given, root))?;
             compare("the input", &kept, &input, &[])?;
             out.to_vec()
         };
@@ -135,10 +135,10 @@ impl<T: Value> Run<'_, T> {
         let recvs: Vec<usize> = table.iter().map(|sends| sends[rank]).collect();
         let input = case.input::<T>(rank, sends.iter().sum());
         let output = if self.form == Form::NewV {
-            self.finish(|c| c.all_to_all_v(boxed(&input), sends, &recvs))?
+            call!(self, c, c.all_to_all_v(boxed(&input), sends, &recvs))?
         } else {
             let out = HostBuf::from(&self.blank(recvs.iter().sum())[..]);
-            let (kept, out) = self.finish(|c| c.all_to_all_v_into(input.clone(), out, sends, &recvs))?;
+            let (kept, out) = call!(self, c, c.all_to_all_v_into(input.clone(), out, sends, &recvs))?;
             compare("the input", &kept, &input, &[])?;
             out.to_vec()
         };
