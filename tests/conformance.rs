@@ -284,21 +284,24 @@ fn run_all(comm: &mut Comm, cases: &[Case], oracle: &Oracle, at: &AtomicUsize) -
 }
 
 /// What the ranks saw must agree, case by case.
-fn conclude(world: World, cases: &[Case], seen: Vec<Result<Vec<Seen>, String>>) {
+fn conclude(world: World, cases: &[Case], seen: Vec<Result<Vec<Seen>, String>>) -> Result<(), String> {
     let failed: Vec<&String> = seen.iter().filter_map(|s| s.as_ref().err()).collect();
-    assert!(failed.is_empty(), "{world}:\n{}", failed.into_iter().cloned().collect::<Vec<_>>().join("\n"));
+    if !failed.is_empty() {
+        return Err(format!("{world}:\n{}", failed.into_iter().cloned().collect::<Vec<_>>().join("\n")));
+    }
     let seen: Vec<Vec<Seen>> = seen.into_iter().flatten().collect();
     for (i, case) in cases.iter().enumerate() {
         let of_case: Vec<Seen> = seen.iter().map(|s| s[i]).collect();
-        agree(&of_case).unwrap_or_else(|e| panic!("{world}: case {i}, {case:?}: {e}"));
+        agree(&of_case).map_err(|e| format!("{world}: case {i}, {case:?}: {e}"))?;
     }
+    Ok(())
 }
 
 fn limit() -> Duration {
     if support::full() { FULL_WORLD } else { WORLD }
 }
 
-fn threads(world: World, cases: &[Case]) {
+fn threads(world: World, cases: &[Case]) -> Result<(), String> {
     let comms = support::worlds(world.n, world.link);
     let at: Arc<Vec<AtomicUsize>> = Arc::new((0..world.n).map(|_| AtomicUsize::new(0)).collect());
     let (shared, oracle) = (Arc::new(cases.to_vec()), Arc::new(Oracle::new(cases.len(), world.n)));
@@ -314,10 +317,10 @@ fn threads(world: World, cases: &[Case]) {
     let seen = seen.into_iter().map(|s: Result<Result<_, String>, String>| {
         s.unwrap_or_else(|e| Err(format!("{e}; the ranks were at cases {:?}", where_each())))
     });
-    conclude(world, cases, seen.collect());
+    conclude(world, cases, seen.collect())
 }
 
-fn processes(world: World, index: usize, cases: &[Case]) {
+fn processes(world: World, index: usize, cases: &[Case]) -> Result<(), String> {
     let envs = |rank| {
         let mut envs = support::link_env(world.link, rank, world.n);
         envs.push(("CONFORMANCE_WORLD".into(), index.to_string()));
@@ -333,7 +336,7 @@ fn processes(world: World, index: usize, cases: &[Case]) {
         let wanted = cases.len();
         if seen.len() == wanted { Ok(seen) } else { Err(format!("{} results of {wanted}", seen.len())) }
     });
-    conclude(world, cases, seen.collect());
+    conclude(world, cases, seen.collect())
 }
 
 /// What a rank's process does.
@@ -379,22 +382,20 @@ fn conformance() {
     // CONFORMANCE_ONLY=tcp: only these links. CONFORMANCE_TIMES=1: how long each world took.
     let only = std::env::var("CONFORMANCE_ONLY").unwrap_or_default();
     let times = std::env::var_os("CONFORMANCE_TIMES").is_some();
-    let mut tally = Tally::default();
+    let (mut tally, mut failed) = (Tally::default(), Vec::new());
     for (index, world) in worlds.iter().enumerate() {
         if !world.to_string().contains(&only) || world.link == "tcp6" && !ipv6 {
             continue;
         }
         let (cases, start) = (&all[index], Instant::now());
-        if world.processes {
-            processes(*world, index, cases);
-        } else {
-            threads(*world, cases);
-        }
+        let result = if world.processes { processes(*world, index, cases) } else { threads(*world, cases) };
+        failed.extend(result.err());
         if times {
             say(&format!("{world}: {} cases, {:.1?}", cases.len(), start.elapsed()));
         }
         cases.iter().for_each(|case| tally.add(world, case));
     }
+    assert!(failed.is_empty(), "{} worlds failed:\n{}", failed.len(), failed.join("\n"));
     tally.say();
     say(&format!("conformance: {} cases passed in {:.0?}", tally.total, begun.elapsed()));
 }
@@ -479,7 +480,7 @@ fn parts_from_afar_do_not_keep_what_neighbours_lent() {
             refused: false,
         };
         let cases: Vec<Case> = (0..40).map(one).collect();
-        threads(World { link: "mixed", n, processes: false }, &cases);
+        threads(World { link: "mixed", n, processes: false }, &cases).unwrap_or_else(|e| panic!("{e}"));
     }
 }
 

@@ -351,8 +351,10 @@ impl Machine {
 
     fn address(&self, part: &Part, at: At, node: &NodeRun, pos: usize) -> *mut u8 {
         let base = match at.slot {
-            OUTPUT => part.output,
-            INPUT if !self.scaled_input.is_empty() => self.scaled_input.as_ptr().cast::<u8>().cast_mut(),
+            OUTPUT if self.scaled_input.is_empty() || !part.is_in_place() => part.output,
+            INPUT | OUTPUT if !self.scaled_input.is_empty() => {
+                self.scaled_input.as_ptr().cast::<u8>().cast_mut()
+            }
             INPUT => part.input.cast_mut(),
             _ => self.scratch.as_ptr().cast::<u8>().cast_mut(),
         };

@@ -34,7 +34,7 @@ mod talk;
 #[path = "cases/varied.rs"]
 mod varied;
 
-pub(crate) use combine::Combine;
+pub(crate) use combine::{Combine, counts};
 
 /// What is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

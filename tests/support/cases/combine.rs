@@ -53,12 +53,12 @@ impl Combine {
     }
 
     /// Whether the result is the same in any order, to the bit.
-    pub(super) fn is_exact(self) -> bool {
+    pub(crate) fn is_exact(self) -> bool {
         matches!(self, Combine::Op(ReduceOp::Min | ReduceOp::Max) | Combine::Bits | Combine::Maps)
     }
 
     /// The option of a call.
-    pub(super) fn option<T: Value>(self, call: Call<'_>, rank: usize) -> Call<'_> {
+    pub(crate) fn option<T: Value>(self, call: Call<'_>, rank: usize) -> Call<'_> {
         match self {
             Combine::Op(op) => call.op(op),
             Combine::Scaled => call.scale(factor(rank) as f64),
@@ -68,7 +68,7 @@ impl Combine {
     }
 
     /// A value to be combined, from random bits (see [`Value::make`]).
-    pub(super) fn make<T: Value>(self, special: bool, h: u64, all: u64) -> T {
+    pub(crate) fn make<T: Value>(self, special: bool, h: u64, all: u64) -> T {
         match self {
             Combine::Op(op) => T::make(Some(op), special, h, all),
             Combine::Scaled => T::make(Some(ReduceOp::Sum), false, h, all),
@@ -87,7 +87,7 @@ impl Combine {
     }
 
     /// All of one column, from the left.
-    pub(super) fn fold<T: Value>(self, column: &[T]) -> T {
+    pub(crate) fn fold<T: Value>(self, column: &[T]) -> T {
         match self {
             Combine::Op(op) => T::fold(op, column),
             Combine::Scaled => T::fold(ReduceOp::Sum, column),

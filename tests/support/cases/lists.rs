@@ -2,7 +2,7 @@
 
 use allstream::{HostBuf, Kind};
 
-use super::combine::counts;
+use super::counts;
 use super::{Case, Combine, Run, Seen, boxed, compare, hash};
 use crate::values::{Value, mix};
 

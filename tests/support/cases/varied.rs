@@ -2,7 +2,7 @@
 
 use allstream::{Algo, HostBuf, Kind};
 
-use super::combine::counts;
+use super::counts;
 use super::{Combine, Expected, Form, Run, Seen, boxed, compare, hash};
 use crate::values::{Value, mix};
 
@@ -72,7 +72,7 @@ impl<T: Value> Run<'_, T> {
             _ => {
                 let mut output = call!(self, c, c.reduce_scatter_v_in_place(input.clone(), &counts))?;
                 let result = output[mine.clone()].to_vec();
-                let keeps = matches!(self.algo, Algo::Direct | Algo::RecursiveHalving);
+                let keeps = self.algo == Algo::Direct;
                 if keeps && self.case.op != Combine::Scaled {
                     output[mine.clone()].copy_from_slice(&input[mine.clone()]);
                     compare("the other blocks", &output, &input, &[])?;
