@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
+mod asked;
 mod reuse;
 mod watch;
 
 pub(crate) use reuse::Machines;
 
+use self::asked::Asked;
 use super::Progress;
 use super::active::{Active, Pass};
 use super::inflight::{Finished, Inflight, Key};
@@ -117,8 +119,16 @@ struct Table {
     numbers: HashMap<(Rank, Direction, u32), u64>,
     history: VecDeque<Signature>,
     /// What peers asked about operations that we have not called yet.
-    asked: Vec<(Rank, u64, Signature)>,
+    asked: Asked,
     closed: bool,
+}
+
+impl Table {
+    /// What was called as this operation, if that is remembered.
+    fn called(&self, number: u64) -> Option<Signature> {
+        let first = self.next - self.history.len() as u64;
+        self.history.get(number.checked_sub(first)? as usize).copied()
+    }
 }
 
 struct Run {
@@ -196,7 +206,7 @@ impl Endpoint {
             next: 0,
             numbers: HashMap::new(),
             history: VecDeque::with_capacity(HISTORY + 1),
-            asked: Vec::new(),
+            asked: Asked::default(),
             closed: false,
         };
         Arc::new(Endpoint {
@@ -291,11 +301,8 @@ impl Endpoint {
                 table.history.push_back(signature);
                 table.collectives.push_back((key, request, when.after));
                 self.recorder.submitted(number, signature);
-                if let Some(at) = table.asked.iter().position(|(_, n, _)| *n == number) {
-                    let (peer, _, theirs) = table.asked.swap_remove(at);
-                    if theirs != signature {
-                        disagreement = Some(self.mismatch(number, signature, peer, theirs));
-                    }
+                if let Some((peer, theirs)) = table.asked.answer(number, signature) {
+                    disagreement = Some(self.mismatch(number, signature, peer, theirs));
                 }
             }
             Submission::Message { direction, peer, tag, memory, count, dtype } => {
