@@ -345,7 +345,7 @@ fn three_members_agree_and_one_that_was_only_slow_never_differs() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(if full() { 200_000 } else { 2000 }))]
+    #![proptest_config(ProptestConfig::with_cases(if full() { 200_000 } else { 10_000 }))]
     #[test]
     fn any_number_of_members_agree(
         flags in (2usize..=6, 1usize..=3).prop_flat_map(|(n, calls)| prop::collection::vec(prop::collection::vec(prop::bool::weighted(0.8), calls), n)),
