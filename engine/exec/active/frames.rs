@@ -93,10 +93,7 @@ fn check_frame(frame: &Frame, r: &Request, from: Rank, rank: Rank, comm: u64) ->
         return Ok(());
     }
     if header.comm != comm as u32 {
-        let problem = format!(
-            "a frame of communicator {:#x}, on a link of communicator {:#x}",
-            header.comm, comm as u32
-        );
+        let problem = format!("a frame of communicator {:#x}, on a link of communicator {:#x}", header.comm, comm as u32);
         return Err(Error::Protocol { peer: from, problem });
     }
     Err(Error::Mismatch {
