@@ -46,6 +46,9 @@ pub(crate) fn grace(timeout: Duration) -> Duration {
 /// How long a dead communicator waits for its slots.
 const HANG_UP: Duration = Duration::from_secs(1);
 
+/// How long a dead communicator waits for peers in other processes that read its users' memory.
+const READ_ON: Duration = Duration::from_millis(500);
+
 /// What the executor tells the other ranks, outside the data path.
 pub(crate) trait Control: Send + Sync {
     /// The communicator is dead, for this cause, found here.
@@ -141,6 +144,8 @@ struct Run {
     blocked: u32,
     /// When everything was failed, once it was.
     drained: Option<Instant>,
+    /// When peers were told that nothing of theirs is read any more, and lent memory was taken back.
+    revoked: Option<Instant>,
 }
 
 /// One rank's side of one communicator.
@@ -193,6 +198,7 @@ impl Endpoint {
             awake: Instant::now(),
             blocked: 0,
             drained: None,
+            revoked: None,
         };
         Endpoint::with(config, run)
     }
@@ -602,9 +608,19 @@ impl Endpoint {
         if !(run.messages.revoke() && quiet) {
             return Progress::Blocked;
         }
+        let revoked = match run.revoked {
+            Some(at) => at,
+            None => {
+                run.port.hang_up();
+                run.messages.hang_up();
+                *run.revoked.insert(Instant::now())
+            }
+        };
+        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere();
+        if kept && revoked.elapsed() < READ_ON {
+            return Progress::Blocked;
+        }
         run.drained = Some(Instant::now());
-        run.port.hang_up();
-        run.messages.hang_up();
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
         let here = run.active.operation(&self.config.name);
         let mut keys = Vec::new();
@@ -623,6 +639,10 @@ impl Endpoint {
         }
         drop(table);
         for key in keys {
+            if kept && let Some(held) = self.table.lock().inflight.borrow(key) {
+                // Quarantine: a peer that never hangs up (it was stopped, or is gone) may read it yet.
+                std::mem::forget(held);
+            }
             let error = match &here {
                 Some(operation) => cause.clone().during(operation.clone()),
                 None => cause.clone(),

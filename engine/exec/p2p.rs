@@ -172,6 +172,10 @@ impl Messages {
         self.port.reclaim()
     }
 
+    pub(crate) fn is_read_elsewhere(&mut self) -> bool {
+        self.port.is_read_elsewhere()
+    }
+
     pub(crate) fn revoke(&mut self) -> bool {
         self.port.revoke()
     }
@@ -245,7 +249,14 @@ impl Messages {
 
     fn header(&self, kind: Type, signature: Signature, number: u64, offset: usize, len: usize) -> Header {
         let message = kind as u32;
-        Header { comm: self.comm as u32, op: number, offset: offset as u64, len: len as u32, message, signature }
+        Header {
+            comm: self.comm as u32,
+            op: number,
+            offset: offset as u64,
+            len: len as u32,
+            message,
+            signature,
+        }
     }
 
     /// Takes what is at the head of the link from `rank`. Every frame can be taken at once, but one whose payload has
@@ -511,7 +522,7 @@ impl Messages {
 
     /// The payload as the link can take it: in place, or copied to a slot; `None` when no slot is free.
     fn payload(&mut self, rank: Rank, at: *mut u8, len: usize) -> Result<Option<Payload>, Error> {
-        if len <= Port::INLINE || !self.port.tx(rank)?.needs_slot() {
+        if len <= Port::INLINE || !self.port.tx(rank)?.needs_slot(at, len) {
             return Ok(Some(Payload::Memory(at)));
         }
         Ok(self.port.take_slot().map(|(slot, place)| {
