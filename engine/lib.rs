@@ -11,6 +11,7 @@
 //!
 //! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
 //!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started.
+//! - [`Node`]: several ranks of one process, one for each of its devices, called together.
 //! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
 //! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners.
 //! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
@@ -22,6 +23,7 @@
 //! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits.
 
 pub use crate::comm::{Batch, Call, Comm, Message, Ordered, SendRecv, SharedComm, Stats, Work};
+pub use crate::comm::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::mem::{Buf, BufList, Event, HostBuf, HostStream};

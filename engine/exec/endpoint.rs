@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
+pub(super) mod together;
 mod watch;
 
 use super::Progress;

@@ -14,8 +14,9 @@ mod port;
 
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
+pub(crate) use endpoint::together::{Together, poll_together, wait_together};
 pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
-pub(crate) use inflight::Key;
+pub(crate) use inflight::{Finished, Key};
 pub(crate) use lane::{Lane, lane};
 pub(crate) use operation::{Part, PartList, Reduction, Tables, Then};
 pub(crate) use p2p::Direction;
