@@ -239,7 +239,8 @@ impl Node {
     pub fn rank_of(&self, process: usize, device: usize) -> Result<Rank, Error> {
         let (p, k) = (self.processes(), self.devices());
         if process >= p || device >= k {
-            let problem = format!("(process {process}, device {device}) is not among {p} processes of {k} devices");
+            let problem =
+                format!("(process {process}, device {device}) is not among {p} processes of {k} devices");
             return Err(Error::invalid("Node::rank_of", problem));
         }
         Ok(process * k + device)

@@ -187,7 +187,9 @@ impl<'a> NodeCall<'a> {
         }
         let mut devices = self.node.comms.iter().map(|comm| &comm.handle().endpoint);
         let mut parts: S::Of<Part<O, S::Item>> = S::map(staged, |staged| match (staged, devices.next()) {
-            (Staged::Ready(prepared, restore), Some(endpoint)) => Part::new(prepared.submit(endpoint, restore)),
+            (Staged::Ready(prepared, restore), Some(endpoint)) => {
+                Part::new(prepared.submit(endpoint, restore))
+            }
             (staged, _) => Part::Done(Err(staged.give_back(&bug(name)))),
         });
         // They were looked at, but a handle of another thread's may have come between: what was submitted cannot finish.
@@ -257,7 +259,8 @@ impl<'a> NodeCall<'a> {
         call.side = Side(self.node.endpoint(device).ok_or_else(|| self.node.no_device(name, device))?);
         if let Some(events) = &self.after {
             let event = events.get(device).ok_or_else(|| {
-                let problem = format!("no stream is given for device {device}: one for each device is needed");
+                let problem =
+                    format!("no stream is given for device {device}: one for each device is needed");
                 Error::invalid(name, problem)
             })?;
             call = call.after(event.clone());

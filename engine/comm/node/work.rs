@@ -142,8 +142,7 @@ impl<S: Several, O> NodeWork<S, O> {
         if let Some(problem) = problem {
             wait_together(slice);
             let mut outcomes: Outcomes<S, O> = S::map(parts, Part::outcome);
-            let error =
-                first(S::slice(&mut outcomes)).unwrap_or_else(|| Error::invalid("join", problem));
+            let error = first(S::slice(&mut outcomes)).unwrap_or_else(|| Error::invalid("join", problem));
             return Err(Failed { buf: Some(outcomes), error });
         }
         let mut streams = streams.into_iter();
