@@ -27,7 +27,9 @@ pub use crate::comm::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::mem::{Buf, BufList, Event, HostBuf, HostStream};
-pub use crate::types::{Algo, DType, Element, Function, Kind, Rank, ReduceOp, Signature, bf16, f16};
+pub use crate::types::{
+    Algo, DType, Element, Function, Kind, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
+};
 
 mod comm;
 mod error;
@@ -36,6 +38,7 @@ mod group;
 mod link;
 mod mem;
 pub mod plan;
+pub mod sim;
 mod trace;
 mod types;
 

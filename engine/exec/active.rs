@@ -1,12 +1,14 @@
 //! The collective that a communicator is working on: its parts, each a plan in a machine, several at a time.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inflight::Key;
-use super::machine::{Common, Machine};
+use super::machine::{Common, Machine, Phantom};
 use super::operation::{Part, PartList, Request, Then};
 use super::port::{Lent, Port};
 use crate::error::{Error, Operation};
+use crate::link::SLOT;
 use crate::types::{Rank, Signature};
 
 /// PartList of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
@@ -20,6 +22,8 @@ pub(crate) struct Active {
     /// In the order of their parts.
     running: Vec<Machine>,
     idle: Vec<Machine>,
+    phantom: Option<Arc<dyn Phantom>>,
+    slice: usize,
     pub(crate) stalled_at: Option<Instant>,
 }
 
@@ -47,7 +51,20 @@ pub(crate) enum Pass {
 
 impl Active {
     pub(crate) fn new(comm: u64) -> Active {
-        Active { comm, current: None, running: Vec::new(), idle: Vec::new(), stalled_at: None }
+        Active {
+            comm,
+            current: None,
+            running: Vec::new(),
+            idle: Vec::new(),
+            phantom: None,
+            slice: SLOT,
+            stalled_at: None,
+        }
+    }
+
+    /// For operations that move no memory, in slices of so many bytes.
+    pub(crate) fn phantom(phantom: Arc<dyn Phantom>, slice: usize) -> Active {
+        Active { phantom: Some(phantom), slice, ..Active::new(0) }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -62,7 +79,9 @@ impl Active {
 
     pub(crate) fn start(&mut self, key: Key, request: Request) {
         let Request { number, signature, timeout, reduction, scale, parts, then } = request;
-        let common = Common { comm: self.comm, number, signature, reduction, scale };
+        let phantom = self.phantom.clone();
+        let (comm, slice) = (self.comm, self.slice);
+        let common = Common { comm, number, signature, reduction, scale, phantom, slice };
         self.stalled_at = None;
         let started = Instant::now();
         self.current = Some(Current { key, common, timeout, parts, next: 0, number: 0, then, started });
@@ -92,8 +111,9 @@ impl Active {
         }
     }
 
-    /// One pass over all parts in flight.
-    pub(crate) fn pass(&mut self, port: &mut Port) -> Result<Pass, Error> {
+    /// One pass over all parts in flight. `news`: the only peer whose links have changed since the last pass, where
+    /// that is known.
+    pub(crate) fn pass(&mut self, port: &mut Port, news: Option<Rank>) -> Result<Pass, Error> {
         let Some(current) = &mut self.current else { return Ok(Pass::Going(false)) };
         while self.running.len() < WINDOW
             && let Some(part) = current.parts.get(current.next)
@@ -109,7 +129,7 @@ impl Active {
         while i < self.running.len() {
             let (earlier, rest) = self.running.split_at_mut(i);
             let Some(machine) = rest.first_mut() else { break };
-            let (moved, complete) = machine.pass(earlier, port)?;
+            let (moved, complete) = machine.pass(earlier, news, port)?;
             any |= moved;
             if complete {
                 any = true;

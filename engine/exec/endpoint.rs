@@ -520,7 +520,7 @@ impl Endpoint {
         let Run { active, port, messages, .. } = run;
         any |= port.reap(|lent| active.freed(lent))?;
         if !active.is_empty() {
-            match active.pass(port)? {
+            match active.pass(port, None)? {
                 Pass::Going(moved) => any |= moved,
                 Pass::Then(key, then) => {
                     let held = self.table.lock().inflight.borrow(key);

@@ -4,13 +4,16 @@
 //! stored in `dst`, one per receiver for what was sent and one for what that receiver's frames have freed. A step
 //! moves when its cursors, and those of the steps it depends on, allow; a pass over all steps never waits.
 //!
-//! Messages of a link come in rounds: a *round* is the next [`ROUND`] bytes of every chunk, and a plan's messages on a
+//! Messages of a link come in rounds: a *round* is the next [`SLICES`] slices of every chunk, and a plan's messages on a
 //! link are ordered round by round. That keeps what is in flight inside the cache, and every round is one complete
 //! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
 //! each link: the next one's machine may use it when this one's has nothing more for it.
 
 mod frames;
 mod kernel;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
 
 use allstream_kernels as kernels;
 
@@ -22,9 +25,9 @@ use crate::plan::compile::Holds;
 use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH};
 use crate::types::{Rank, Signature};
 
-/// Bytes of each chunk per round: two slots in flight on each link while two more are filled. Chosen for the
+/// Slices of each chunk per round: two slots in flight on each link while two more are filled. Chosen for the
 /// arena (4 slots per peer pair in flight at 8 ranks fit 4 MB); step 4 measures it per link.
-const ROUND: usize = 2 * SLOT;
+const SLICES: usize = 2;
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
 /// Bytes that are scaled in one pass: a lane has other work too.
@@ -38,6 +41,16 @@ pub(super) struct Common {
     pub(super) signature: Signature,
     pub(super) reduction: Reduction,
     pub(super) scale: Option<f64>,
+    /// The operation moves no memory: its work is told to this instead.
+    pub(super) phantom: Option<Arc<dyn Phantom>>,
+    /// Bytes of a slice.
+    pub(super) slice: usize,
+}
+
+/// Hears of the work of operations that move no memory: a simulation's clock.
+pub(crate) trait Phantom: Send + Sync {
+    /// So many bytes were read or written.
+    fn work(&self, bytes: usize);
 }
 
 #[derive(Clone, Copy, Default)]
@@ -85,6 +98,13 @@ pub(super) struct Machine {
     scaled: Option<usize>,
     rounds: u32,
     round: usize,
+    slice: usize,
+    /// Steps to be looked at: what they wait for may have come.
+    hot: VecDeque<u32>,
+    is_hot: Vec<bool>,
+    done: Vec<bool>,
+    /// Steps that are not done.
+    left: usize,
 }
 
 /// Scratch for an inline payload whose step keeps no copy.
@@ -108,6 +128,11 @@ impl Machine {
             scaled: None,
             rounds: 0,
             round: 0,
+            slice: SLOT,
+            hot: VecDeque::new(),
+            is_hot: Vec::new(),
+            done: Vec::new(),
+            left: 0,
         }
     }
 
@@ -126,7 +151,8 @@ impl Machine {
         let plan = &program.plan;
         let unit = part.dtype.size();
         self.part = index;
-        self.round = (ROUND / unit).max(1);
+        self.slice = common.slice;
+        self.round = (SLICES * self.slice / unit).max(1);
         (self.nodes, self.sent, self.freed) =
             (clear(&mut self.nodes), clear(&mut self.sent), clear(&mut self.freed));
         let mut longest = 1;
@@ -151,9 +177,16 @@ impl Machine {
         if self.hands.len() < plan.steps.len() {
             self.hands.resize_with(plan.steps.len(), Vec::new);
         }
-        if plan.slots.len() > usize::from(SCRATCH) {
+        if plan.slots.len() > usize::from(SCRATCH) && common.phantom.is_none() {
             grow(&mut self.scratch, part.total(SCRATCH) * unit);
         }
+        for flags in [&mut self.is_hot, &mut self.done] {
+            flags.clear();
+            flags.resize(plan.steps.len(), false);
+        }
+        self.hot.clear();
+        self.left = plan.steps.len();
+        (0..plan.steps.len()).for_each(|i| self.mark(i));
         self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
         self.work = Some((common, part));
@@ -184,38 +217,94 @@ impl Machine {
         {
             let at = node.first + (lent.receiver & RECEIVER) as usize;
             self.freed[at] = self.freed[at].max(lent.end);
+            self.touch(step);
         }
     }
 
-    /// One pass over all steps. `earlier`: the machines of parts before this one, whose messages go first. Returns
-    /// whether anything moved, and whether the part is complete.
-    pub(super) fn pass(&mut self, earlier: &[Machine], port: &mut Port) -> Result<(bool, bool), Error> {
+    /// Puts a step on the list.
+    fn mark(&mut self, i: usize) {
+        if !self.is_hot[i] {
+            self.is_hot[i] = true;
+            self.hot.push_back(i as u32);
+        }
+    }
+
+    /// Puts a step and those that may wait for it on the list.
+    fn touch(&mut self, i: usize) {
+        self.mark(i);
+        if let Some((_, part)) = &self.work {
+            let program = part.program.clone();
+            program.nodes[i].dependents.iter().for_each(|j| self.mark(*j as usize));
+        }
+    }
+
+    /// Puts the steps on the list whose messages with a peer are next.
+    fn mark_heads(&mut self, program: &Program, peer: Rank) {
+        for (cursor, messages) in [(self.tx[peer], &program.sends), (self.rx[peer], &program.recvs)] {
+            if cursor.round < self.rounds
+                && let Some(&i) = messages[peer].get(cursor.message as usize)
+            {
+                self.mark(i as usize);
+            }
+        }
+    }
+
+    /// Goes on with all steps that may. `earlier`: the machines of parts before this one, whose messages go first.
+    /// `news`: the only peer whose links have changed since the last pass, where that is known. Returns whether
+    /// anything moved, and whether the part is complete.
+    pub(super) fn pass(
+        &mut self,
+        earlier: &[Machine],
+        news: Option<Rank>,
+        port: &mut Port,
+    ) -> Result<(bool, bool), Error> {
         let Some((common, part)) = self.work.take() else { return Ok((false, true)) };
-        let result = self.advance_all(Context { common: &common, part: &part, earlier }, port);
+        let result = self.advance_all(Context { common: &common, part: &part, earlier }, news, port);
         self.work = Some((common, part));
         result
     }
 
-    fn advance_all(&mut self, c: Context<'_>, port: &mut Port) -> Result<(bool, bool), Error> {
+    fn advance_all(
+        &mut self,
+        c: Context<'_>,
+        news: Option<Rank>,
+        port: &mut Port,
+    ) -> Result<(bool, bool), Error> {
         if self.scaled.is_some() {
             self.scale(c);
             return Ok((true, false));
         }
         let program = &c.part.program;
-        let (mut moved, mut complete) = (false, true);
-        for i in 0..self.nodes.len() {
-            if self.is_done(program, i) {
+        match news {
+            Some(peer) => self.mark_heads(program, peer),
+            None => (0..program.plan.size).for_each(|peer| self.mark_heads(program, peer)),
+        }
+        let mut moved = false;
+        // Bounded: what a pass makes possible is for the next one, and others may be waiting for the thread.
+        for _ in 0..2 * self.nodes.len() {
+            let Some(i) = self.hot.pop_front() else { break };
+            let i = i as usize;
+            self.is_hot[i] = false;
+            if self.done[i] {
                 continue;
             }
+            let mut any = false;
             while self.gather(c, i, port)? {
-                moved = true;
+                any = true;
             }
             while self.push(c, i, port)? {
-                moved = true;
+                any = true;
             }
-            complete &= self.is_done(program, i);
+            if any {
+                moved = true;
+                program.nodes[i].dependents.iter().for_each(|j| self.mark(*j as usize));
+            }
+            if self.is_done(program, i) {
+                self.done[i] = true;
+                self.left -= 1;
+            }
         }
-        Ok((moved, complete))
+        Ok((moved || !self.hot.is_empty(), self.left == 0))
     }
 
     fn is_done(&self, program: &Program, i: usize) -> bool {
@@ -258,12 +347,12 @@ impl Machine {
 
     /// Slices begin at multiples of their length: a frame is always a part of one.
     fn slice_end(&self, node: &NodeRun, at: usize) -> usize {
-        let slice = Self::slice(node);
+        let slice = self.slice(node);
         ((at / slice + 1) * slice).min(self.portion_end(node, at))
     }
 
-    fn slice(node: &NodeRun) -> usize {
-        SLOT.checked_div(node.unit).unwrap_or(1)
+    fn slice(&self, node: &NodeRun) -> usize {
+        self.slice.checked_div(node.unit).unwrap_or(1).max(1)
     }
 
     fn address(&self, part: &Part, at: At, node: &NodeRun, pos: usize) -> *mut u8 {
@@ -315,7 +404,7 @@ impl Machine {
             }
             // A part of a slice (all that one of the links had) is in the hand, and its place is not free. Go on to the
             // slice's end: peers wait to have back what they lent us, a frame at a time, before they free that place.
-            if step.dst.is_none() || node.got.is_multiple_of(Self::slice(&node)) {
+            if step.dst.is_none() || node.got.is_multiple_of(self.slice(&node)) {
                 return Ok(false);
             }
         }
@@ -414,6 +503,7 @@ impl Machine {
                         self.rounds,
                         round,
                     );
+                    self.mark_heads(program, *from);
                 }
             }
         }
@@ -497,6 +587,7 @@ impl Machine {
         self.sent[index] = end;
         if end % self.round == 0 || end == node.len {
             Self::advance(&self.nodes, &program.sends[peer], &mut self.tx[peer], self.rounds, self.round);
+            self.mark_heads(program, peer);
         }
         Ok(())
     }

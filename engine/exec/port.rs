@@ -131,9 +131,22 @@ impl Port {
     }
 
     /// Takes back what peers have released; tells of each frame.
-    pub(crate) fn reap(&mut self, mut freed: impl FnMut(Lent)) -> Result<bool, Error> {
+    pub(crate) fn reap(&mut self, freed: impl FnMut(Lent)) -> Result<bool, Error> {
+        self.reap_from(None, freed)
+    }
+
+    /// The same, of one peer alone if it is named.
+    pub(crate) fn reap_from(
+        &mut self,
+        peer: Option<Rank>,
+        mut freed: impl FnMut(Lent),
+    ) -> Result<bool, Error> {
         let mut any = false;
-        for p in &mut self.peers {
+        let peers = match peer {
+            Some(peer) => &mut self.peers[peer..=peer],
+            None => &mut self.peers[..],
+        };
+        for p in peers {
             if p.lent.is_empty() {
                 continue;
             }

@@ -2,7 +2,11 @@
 //!
 //! The constants are round figures, not measurements. The tuner (a cost model with measured link figures)
 //! replaces them; until then every rank must come to the same answer, so nothing here may differ by rank.
+//!
+//! What is never chosen, only named: `naive`; trees and chains for broadcast and reduce, which want a measured latency;
+//! `binomial` for gather and scatter, as blocks are messages of their own here and a tree saves the root none.
 
+use super::promises::{deterministic, keeps_rank_order};
 use super::{Algo, Kind};
 
 /// Below this, the number of hops is all that counts. To be replaced by the tuner.
@@ -13,30 +17,55 @@ pub const FLAT_BROADCAST: usize = 64 << 10;
 pub const ONE_SHOT_RANKS: usize = 8;
 /// Up to this many ranks, everyone talks to everyone; beyond, the ring. To be replaced by the tuner.
 pub const DIRECT_RANKS: usize = 16;
+/// From this size on, several ranks of a host send one sum to the other hosts, not each its own: with p ranks a host
+/// that is p times less on the network, for two hops more. To be replaced by the tuner.
+pub const TWO_LEVEL: usize = 64 << 10;
 
 /// What the choice depends on besides the operation. The same on every rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Env {
     /// Ranks in the group.
     pub n: usize,
     /// Whether all ranks share memory.
     pub one_host: bool,
+    /// Hosts of the group; 0 where that is not known. Who says so gives the plan their ranks: [`super::Shape::hosts`].
+    pub hosts: usize,
+    /// Only algorithms that are [`deterministic`].
+    pub deterministic: bool,
+    /// Only algorithms that [keep the order of ranks](keeps_rank_order).
+    pub in_order: bool,
 }
 
-/// The algorithm for a collective of `bytes` (of `count` elements: of one block, where there are several).
+/// The algorithm for a collective of `bytes` (of `count` elements: of one block, where there are several; of the
+/// largest, where blocks differ). It is there for every shape of these ranks and hosts.
 pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
     let small = bytes <= SMALL;
-    match kind {
+    let fits = |algo: Algo| {
+        (!env.deterministic || deterministic(kind, algo)) && (!env.in_order || keeps_rank_order(kind, algo))
+    };
+    let best = match kind {
         Kind::AllReduce if small && env.n <= ONE_SHOT_RANKS => Algo::OneShot,
         Kind::AllReduce if small => Algo::RecursiveDoubling,
+        Kind::AllReduce if bytes >= TWO_LEVEL && fits(Algo::TwoLevel) && two_levels(env) => Algo::TwoLevel,
         Kind::AllReduce if env.n <= DIRECT_RANKS => Algo::Direct,
-        Kind::AllReduce => Algo::Ring,
+        Kind::AllReduce if fits(Algo::Ring) => Algo::Ring,
+        Kind::AllReduce => Algo::DoubleBinaryTree,
         Kind::Broadcast if env.one_host || bytes <= FLAT_BROADCAST => Algo::OneShot,
         Kind::Reduce if small => Algo::OneShot,
         Kind::Broadcast | Kind::Reduce | Kind::AllGather | Kind::ReduceScatter => Algo::Direct,
         Kind::Barrier => Algo::Dissemination,
         Kind::Gather | Kind::Scatter => Algo::Direct,
         Kind::AllToAll => Algo::Pairwise,
+        Kind::Scan | Kind::ExScan if small => Algo::RecursiveDoubling,
         Kind::Scan | Kind::ExScan => Algo::Chain,
+    };
+    match kind {
+        _ if fits(best) => best,
+        Kind::Scan | Kind::ExScan => Algo::OneShot,
+        _ => Algo::Direct,
     }
+}
+
+fn two_levels(env: &Env) -> bool {
+    !env.one_host && env.hosts > 1 && env.hosts < env.n
 }

@@ -42,6 +42,8 @@ pub struct Node {
     /// Whether the result may have to wait in a hand of one slice: it has no `dst` to be sent from, or it is
     /// gathered before its `dst` is free.
     pub hand: bool,
+    /// Later steps that may wait for this one.
+    pub dependents: Vec<u32>,
 }
 
 /// How a step holds what it sends.
@@ -130,6 +132,13 @@ impl Program {
                 Holds::Dst => step.gathers_early() && !node.after_read.is_empty(),
             };
             nodes.push(node);
+        }
+        for i in 0..nodes.len() {
+            let Node { after_write, after_read, .. } = &nodes[i];
+            let earlier: Vec<u32> = after_write.iter().chain(after_read).copied().collect();
+            for j in earlier {
+                add(&mut nodes[j as usize].dependents, Some(i as u32));
+            }
         }
         Program { plan: plan.clone(), nodes, sends, recvs }
     }

@@ -9,7 +9,7 @@
 //! Each result is rounded once per operand in rank order, whatever the size and the link: deterministic.
 
 use super::shape::{keep, send};
-use super::{Layout, Operand, Plan, Shape, Step};
+use super::{Kind, Operand, Plan, Shape, Step};
 
 /// Chunk p goes to p, which reduces it and sends the result to all.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
@@ -33,11 +33,10 @@ pub(super) fn reduce(s: &Shape) -> Plan {
 
 /// Block p goes to p, which reduces it. In place the other blocks keep their contents.
 pub(super) fn reduce_scatter(s: &Shape) -> Plan {
-    let blocks = Layout::Blocks { blocks: s.n as u32 };
-    let (output, result) = if s.in_place { (blocks, s.rank) } else { (Layout::Split { parts: 1 }, 0) };
+    let result = if s.in_place { s.rank } else { 0 };
     let mut steps = scatter(s);
     steps.push(Step { dst: Some(s.out(result)), ..reduction(s) });
-    s.over(blocks, output, steps)
+    s.whole(Kind::ReduceScatter, steps)
 }
 
 fn scatter(s: &Shape) -> Vec<Step> {

@@ -4,7 +4,7 @@
 //! timing. The checker must refuse every one; in a test build the engine runs them too, and conformance
 //! must fail (by a wrong answer, an error or a timeout) on every link.
 
-use super::{At, Kind, Layout, Operand, Plan};
+use super::{At, Kind, Layout, OUTPUT, Operand, Plan, SCRATCH, Step};
 
 /// One change to one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,17 +29,21 @@ pub enum Mutation {
 
 /// Every mutation of a plan for `kind` that is certain to be wrong, with the step it applies to.
 ///
-/// Left out, being no change in what is computed: where a partial sum that is only sent on is kept (its
-/// `dst` may as well be another, or a hand), and the order of independent steps. In a barrier also the
-/// order of the rest, and the keeping of a token between rounds: a rank that tells more than it must, or
-/// hears again what it forgot, does no harm.
+/// Left out, being no change in what is computed: where a partial sum that is only sent on, or anything in lent memory
+/// that is, is kept (its `dst` may as well be another, or a hand), and the order of independent steps. In a barrier
+/// also the order of the rest, and the keeping of a token between rounds: a rank that tells more than it must, or
+/// hears again what it forgot, does no harm. In scans also `finish` (there is no average that would show it), and the
+/// order of two sums the first of which nobody else sees (what commutes does not show it). The checker refuses both.
 pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
     let exact = kind != Kind::Barrier;
+    let scan = matches!(kind, Kind::Scan | Kind::ExScan);
     let mut all = Vec::new();
     let program = super::Program::compile(plan);
     for (i, step) in plan.steps.iter().enumerate() {
         all.push((i, Mutation::DropStep));
-        all.push((i, Mutation::FlipFinish));
+        if !scan {
+            all.push((i, Mutation::FlipFinish));
+        }
         for (k, operand) in step.operands.iter().enumerate() {
             all.push((i, Mutation::DropOperand(k)));
             if matches!(operand, Operand::Own(at) if chunks(plan, *at) > 1) {
@@ -49,11 +53,14 @@ pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
         all.extend((0..step.send.len()).map(|k| (i, Mutation::DropSend(k))));
         if let Some(at) = step.dst {
             // Kept for more than to be sent on: a result, a copy of one, or read again here.
-            let read = plan.steps[i + 1..]
-                .iter()
-                .find(|later| later.dst == Some(at) || later.operands.contains(&Operand::Own(at)))
-                .is_some_and(|later| later.operands.contains(&Operand::Own(at)));
-            if step.send.is_empty() || step.finish || !step.combines() || (read && exact) {
+            let touches = |later: &&Step| later.dst == Some(at) || later.operands.contains(&Operand::Own(at));
+            let next = plan.steps[i + 1..].iter().find(touches);
+            let read = next.is_some_and(|later| later.operands.contains(&Operand::Own(at)));
+            let result = step.send.is_empty()
+                || step.finish
+                || !step.combines()
+                || (scan && at.slot == OUTPUT && next.is_none());
+            if (result && at.slot != SCRATCH) || (read && exact) {
                 all.push((i, Mutation::DropDst));
                 if chunks(plan, at) > 1 {
                     all.push((i, Mutation::WrongDst));
@@ -63,7 +70,8 @@ pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
         let tied = program.nodes.get(i + 1).is_some_and(|next| {
             next.after_read.contains(&(i as u32)) || next.after_write.contains(&(i as u32))
         });
-        if tied && exact {
+        let unseen = |next: &Step| scan && step.combines() && next.combines() && step.send.is_empty();
+        if tied && exact && !plan.steps.get(i + 1).is_some_and(unseen) {
             all.push((i, Mutation::SwapNext));
         }
     }

@@ -11,8 +11,8 @@
 //! memory: a ring of values held in hands stops as soon as a chunk has more slices than one.
 
 use super::shape::{keep, send};
-use super::spread::{first, gathering};
-use super::{Layout, Operand, Plan, Shape, Step};
+use super::spread::first;
+use super::{Kind, Operand, Plan, Shape, Step};
 
 /// Chunk c starts at rank c and is finished by rank c - 1, then goes round once more.
 pub(super) fn all_reduce(s: &Shape) -> Plan {
@@ -35,30 +35,34 @@ pub(super) fn all_gather(s: &Shape) -> Plan {
         let to = if k < s.n - 1 { vec![s.right()] } else { vec![] };
         steps.push(Step { send: to, ..keep(Operand::Recv(s.before(1)), s.out(s.before(k))) });
     }
-    gathering(s, steps)
+    s.whole(Kind::AllGather, steps)
 }
 
 /// Block b starts at rank b + 1 and arrives, complete, at rank b.
 ///
 /// In place a partial sum is kept in its own block: **other ranks' blocks are overwritten**. Out of place
 /// there is one chunk of memory, the output: every partial sum is kept there until it has left, and the
-/// next one is gathered in the hand meanwhile.
+/// next one is gathered in the hand meanwhile. Where blocks differ in length, it is no place for the others: each
+/// partial sum then has one of its own, in lent memory.
 pub(super) fn reduce_scatter(s: &Shape) -> Plan {
-    let blocks = Layout::Blocks { blocks: s.n as u32 };
-    let output = if s.in_place { blocks } else { Layout::Split { parts: 1 } };
+    let lent = s.varied && !s.in_place && s.n > 2;
     let mut steps = vec![send(s.own(s.before(1)), vec![s.right()])];
     for k in 1..s.n {
-        let block = s.before(k + 1);
-        let dst = Some(s.out(if s.in_place { block } else { 0 }));
-        let last = k == s.n - 1;
-        let step = Step { dst, finish: last, ..add(s, block) };
+        let (block, last) = (s.before(k + 1), k == s.n - 1);
+        let dst = match (s.in_place, lent && !last) {
+            (true, _) => s.out(block),
+            (_, true) => s.scratch(block),
+            _ => s.out(0),
+        };
+        let step = Step { dst: Some(dst), finish: last, ..add(s, block) };
         steps.push(if last { Step { send: vec![], ..step } } else { step });
     }
-    s.over(blocks, output, steps)
+    let plan = s.whole(Kind::ReduceScatter, steps);
+    if lent { plan.and_scratch(s.blocks()) } else { plan }
 }
 
 /// What comes from the left plus our own, on to the right.
-fn add(s: &Shape, chunk: usize) -> Step {
+pub(super) fn add(s: &Shape, chunk: usize) -> Step {
     Step {
         operands: vec![Operand::Recv(s.before(1)), s.own(chunk)],
         send: vec![s.right()],

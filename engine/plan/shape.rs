@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Algo, At, INPUT, Kind, Layout, OUTPUT, Operand, Plan, Rank, Step};
+use super::{Algo, At, INPUT, Kind, Layout, OUTPUT, Operand, Plan, Rank, SCRATCH, Step};
 
 /// All that a plan depends on besides the collective and the algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
@@ -11,7 +11,7 @@ pub struct Shape<'a> {
     pub n: usize,
     /// Whose plan.
     pub rank: Rank,
-    /// The root of a broadcast or a reduce; not looked at otherwise.
+    /// The root of a broadcast, reduce, gather or scatter; not looked at otherwise.
     pub root: Rank,
     /// Whether input and output are one buffer. A barrier always is.
     pub in_place: bool,
@@ -90,18 +90,66 @@ impl Shape<'_> {
         self.over(layout, layout, steps)
     }
 
+    /// Chunk `chunk` of the memory lent for the operation.
+    pub(super) fn scratch(&self, chunk: usize) -> At {
+        At { slot: SCRATCH, chunk: chunk as u32 }
+    }
+
+    /// Our number counted from the root: the root is 0.
+    pub(super) fn past_root(&self) -> usize {
+        self.before(self.root)
+    }
+
+    /// The rank with this number counted from the root.
+    pub(super) fn real(&self, past_root: usize) -> Rank {
+        (self.root + past_root) % self.n
+    }
+
+    /// One block for each rank.
+    pub(super) fn blocks(&self) -> Layout {
+        let n = self.n as u32;
+        if self.varied { Layout::Table { chunks: n } } else { Layout::Blocks { blocks: n } }
+    }
+
+    /// One piece.
+    pub(super) fn one(&self) -> Layout {
+        if self.varied { Layout::Table { chunks: 1 } } else { Layout::Split { parts: 1 } }
+    }
+
+    /// A plan of a collective whose chunks are whole blocks, or whose data are one piece: see [`super::plan`].
+    pub(super) fn whole(&self, kind: Kind, steps: Vec<Step>) -> Plan {
+        let root = self.rank == self.root;
+        let blocks_if = |yes: bool| if yes { self.blocks() } else { self.one() };
+        let (input, output) = match kind {
+            Kind::AllGather => (false, true),
+            Kind::ReduceScatter => (true, self.in_place),
+            Kind::Gather => (false, root),
+            Kind::Scatter => (root, root && self.in_place),
+            Kind::AllToAll => (true, true),
+            _ => (false, false),
+        };
+        self.over(blocks_if(input), blocks_if(output), steps)
+    }
+
     /// A group of one: a copy if out of place, and the finishing of a reduction.
     pub(super) fn alone(&self, kind: Kind) -> Plan {
-        let (one, blocks) = (Layout::Split { parts: 1 }, Layout::Blocks { blocks: 1 });
-        let (input, output) = match kind {
-            Kind::AllGather => (one, blocks),
-            Kind::ReduceScatter => (blocks, if self.in_place { blocks } else { one }),
-            _ => (one, one),
-        };
-        let finish = kind.reduces();
+        let finish = finishes(kind);
         let step = Step { finish, ..keep(self.own(0), self.out(0)) };
-        let steps = if self.in_place && !finish { vec![] } else { vec![step] };
-        self.over(input, output, steps)
+        let nothing = kind == Kind::ExScan || (self.in_place && !finish);
+        self.whole(kind, if nothing { vec![] } else { vec![step] })
+    }
+}
+
+/// Whether results hold every rank's contribution, so that an average means something: not so in scans.
+pub(super) fn finishes(kind: Kind) -> bool {
+    kind.reduces() && !matches!(kind, Kind::Scan | Kind::ExScan)
+}
+
+impl Plan {
+    /// The same plan with a third slot.
+    pub(super) fn and_scratch(mut self, layout: Layout) -> Plan {
+        self.slots.push(layout);
+        self
     }
 }
 

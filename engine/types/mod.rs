@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f16};
+pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
 mod kind;
 

@@ -4,7 +4,7 @@
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use allstream_kernels::{DType, ReduceOp, copy, reduce};
+use allstream_kernels::{DType, ReduceOp, copy, reduce, scale};
 
 const BLOCK: usize = 128 << 10;
 
@@ -62,14 +62,21 @@ fn main() {
     reduction(DType::F32, ReduceOp::Sum, 2, 1, true);
     reduction(DType::F32, ReduceOp::Sum, 4, 1, true);
     reduction(DType::F32, ReduceOp::Sum, 4, 2, false);
-    for dtype in [DType::F64, DType::BF16, DType::F16, DType::I32, DType::I8] {
+    for dtype in [DType::F64, DType::BF16, DType::F16, DType::F8E4M3, DType::F8E5M2, DType::I32, DType::I8] {
         for k in [2, 4] {
             reduction(dtype, ReduceOp::Sum, k, 1, false);
         }
     }
-    for dtype in [DType::F32, DType::BF16, DType::F16] {
+    for dtype in [DType::F32, DType::BF16, DType::F16, DType::F8E4M3, DType::F8E5M2] {
         reduction(dtype, ReduceOp::Max, 2, 1, false);
     }
     reduction(DType::I64, ReduceOp::Prod, 2, 1, false);
     reduction(DType::I8, ReduceOp::Prod, 2, 1, false);
+    for dtype in DType::ALL.into_iter().filter(|d| d.scales()) {
+        let len = BLOCK / dtype.size();
+        // By -1, so that numbers stay what they are.
+        // SAFETY: a buffer of BLOCK bytes.
+        let call = || unsafe { scale(dtype, black_box(outs[0]), len, -1.0) };
+        report(&format!("{dtype} scaled in place"), 2, seconds(budget, call));
+    }
 }

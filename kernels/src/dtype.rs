@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use half::{bf16, f16};
 
-use crate::UnknownName;
+use crate::{UnknownName, f8e4m3, f8e5m2};
 
 /// The type of a buffer's elements. The discriminants are part of the wire format.
 #[repr(u8)]
@@ -37,11 +37,15 @@ pub enum DType {
     F32 = 11,
     /// IEEE 754 binary64.
     F64 = 12,
+    /// OCP FP8 E4M3, without infinities: [`f8e4m3`].
+    F8E4M3 = 13,
+    /// OCP FP8 E5M2: [`f8e5m2`].
+    F8E5M2 = 14,
 }
 
 impl DType {
     /// Every type, at the index of its discriminant.
-    pub const ALL: [DType; 13] = [
+    pub const ALL: [DType; 15] = [
         DType::Bool,
         DType::I8,
         DType::I16,
@@ -55,12 +59,14 @@ impl DType {
         DType::BF16,
         DType::F32,
         DType::F64,
+        DType::F8E4M3,
+        DType::F8E5M2,
     ];
 
     /// Bytes of one element.
     pub const fn size(self) -> usize {
         match self {
-            DType::Bool | DType::I8 | DType::U8 => 1,
+            DType::Bool | DType::I8 | DType::U8 | DType::F8E4M3 | DType::F8E5M2 => 1,
             DType::I16 | DType::U16 | DType::F16 | DType::BF16 => 2,
             DType::I32 | DType::U32 | DType::F32 => 4,
             DType::I64 | DType::U64 | DType::F64 => 8,
@@ -83,6 +89,8 @@ impl DType {
             DType::BF16 => "bf16",
             DType::F32 => "f32",
             DType::F64 => "f64",
+            DType::F8E4M3 => "f8e4m3",
+            DType::F8E5M2 => "f8e5m2",
         }
     }
 
@@ -96,14 +104,19 @@ impl DType {
         DType::ALL.into_iter().find(|d| d.name() == name)
     }
 
-    /// Whether this is one of the four float types.
+    /// Whether this is one of the six float types.
     pub const fn is_float(self) -> bool {
-        matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64)
+        matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64 | DType::F8E4M3 | DType::F8E5M2)
     }
 
     /// Whether this is one of the eight integer types; `bool` is not.
     pub const fn is_integer(self) -> bool {
         !self.is_float() && !matches!(self, DType::Bool)
+    }
+
+    /// Whether [`scale`](crate::scale) can multiply elements of this type: floats.
+    pub const fn scales(self) -> bool {
+        self.is_float()
     }
 }
 
@@ -136,7 +149,7 @@ pub unsafe trait Element: Copy + Send + Sync + 'static + Default + PartialEq + D
 macro_rules! elements {
     ($($t:ty => $d:ident),* $(,)?) => {$(
         const _: () = assert!(size_of::<$t>() == DType::$d.size());
-        // SAFETY: a primitive number or bool, or `half`'s transparent wrapper of a u16;
+        // SAFETY: a primitive number or bool, or a transparent wrapper of a u16 or a u8;
         // the size is asserted above.
         unsafe impl Element for $t {
             const DTYPE: DType = DType::$d;
@@ -158,6 +171,8 @@ elements! {
     bf16 => BF16,
     f32 => F32,
     f64 => F64,
+    f8e4m3 => F8E4M3,
+    f8e5m2 => F8E5M2,
 }
 
 #[cfg(test)]
@@ -172,17 +187,25 @@ mod tests {
             assert_eq!(DType::parse(d.name()), Some(d));
             assert_eq!(d.to_string().parse(), Ok(d));
         }
-        assert_eq!(DType::from_u8(13), None);
+        assert_eq!(DType::from_u8(15), None);
         assert_eq!(DType::parse("F32"), None);
         let error = "float".parse::<DType>().unwrap_err();
         assert_eq!(error.to_string(), "unknown data type: \"float\"");
+    }
+
+    /// They travel: a number that moved would be another type to a peer of another build.
+    #[test]
+    fn numbers_stay() {
+        let numbers = ["bool", "u64", "f16", "bf16", "f32", "f64", "f8e4m3", "f8e5m2"]
+            .map(|name| DType::parse(name).map(|d| d as u8));
+        assert_eq!(numbers, [0, 8, 9, 10, 11, 12, 13, 14].map(Some));
     }
 
     #[test]
     fn kinds() {
         let floats = DType::ALL.iter().filter(|d| d.is_float()).count();
         let integers = DType::ALL.iter().filter(|d| d.is_integer()).count();
-        assert_eq!((floats, integers), (4, 8));
+        assert_eq!((floats, integers), (6, 8));
         assert!(!DType::Bool.is_integer() && !DType::Bool.is_float());
     }
 }

@@ -158,12 +158,6 @@ unsafe fn fold_with<T: Element>(
     true
 }
 
-/// To come.
-///
-/// # Safety
-/// None yet.
-pub unsafe fn scale(_dtype: DType, _memory: *mut u8, _len: usize, _factor: f64) {}
-
 #[cfg(test)]
 mod tests {
     use super::*;

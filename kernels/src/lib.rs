@@ -3,8 +3,8 @@
 //!
 //! [`reduce`] folds several equally long buffers into one result and writes it to one or
 //! more places; [`copy`] does the same for a single buffer that needs no arithmetic.
-//! [`scalar`] holds a second, plainly written `reduce` that the fast one is tested against
-//! bit for bit.
+//! [`scale`] multiplies a buffer in place. [`scalar`] holds a second, plainly written
+//! `reduce` and `scale` that the fast ones are tested against bit for bit.
 //!
 //! # Rules
 //!
@@ -30,14 +30,23 @@
 //! "or"; prod, min and band are "and"; bxor is "xor". There is no average.
 //!
 //! **Floats.** `f32` is computed in `f32` and `f64` in `f64`, one rounding per operation,
-//! never fused. `f16` and `bf16` are widened to `f32`, computed there across all operands
-//! of one call, and rounded once at the end, to nearest even. An average is the sum,
-//! divided when it is finished by the divisor as a float of the type computed in (for
-//! `f16` and `bf16` before that one rounding).
+//! never fused. The small floats, `f16`, `bf16`, `f8e4m3` and `f8e5m2`, are widened to
+//! `f32`, computed there across all operands of one call, and rounded once at the end, to
+//! nearest even; subnormals are kept. An average is the sum, divided when it is finished by
+//! the divisor as a float of the type computed in (for small floats before that one
+//! rounding).
 //!
-//! **NaN.** A NaN that a reduction computes is written as the type's one canonical quiet
-//! NaN: `f16` `0x7E00`, `bf16` `0x7FC0`, `f32` `0x7FC0_0000`, `f64`
-//! `0x7FF8_0000_0000_0000`.
+//! **Overflow.** A result too large for its type is an infinity; but `f8e4m3` has none, and
+//! there it is NaN: what rounds to more than 448, and a computed infinity. That is OCP's
+//! non-saturating conversion and what PyTorch does with `float8_e4m3fn`; CUDA's
+//! `__nv_fp8_e4m3` stops at 448 instead. NaN, because a sum that left the range must not
+//! pass for a number. [`f8e4m3::from_f32`] and [`f8e5m2::from_f32`] give PyTorch's bits for
+//! everything but the payload of an E5M2 NaN.
+//!
+//! **NaN.** A NaN that a reduction or a scale computes is written as the type's one
+//! canonical quiet NaN: `f16` `0x7E00`, `bf16` `0x7FC0`, `f32` `0x7FC0_0000`, `f64`
+//! `0x7FF8_0000_0000_0000`, `f8e4m3` `0x7F`, `f8e5m2` `0x7E`; in `f8e4m3` also for what is
+//! out of range, of either sign.
 //!
 //! **Minimum and maximum of floats.** As IEEE 754-2019 `minimum` and `maximum`: a NaN
 //! operand makes the result NaN, and -0 is less than +0.
@@ -45,9 +54,14 @@
 //! **Finishing.** `finish` is `Some(n)` on the step that completes a reduction over `n`
 //! ranks. Only an average looks at it: it divides by `n`. Without it, an average is a sum.
 //!
+//! **Scale.** Every element is multiplied once, `f64` by the factor and all else, in `f32`,
+//! by the factor rounded to `f32`; small floats are rounded once, to nearest even. A factor
+//! of 1 changes nothing but NaN, which becomes canonical. Integers and `bool` have no
+//! scale: [`DType::scales`].
+//!
 //! **Misuse.** An operator that does not [support](ReduceOp::supports) the type, no inputs,
-//! no outputs, or an average finished with `n == 0`: a panic with debug assertions, and
-//! otherwise nothing is read or written.
+//! no outputs, an average finished with `n == 0`, or a scale of a type that has none: a
+//! panic with debug assertions, and otherwise nothing is read or written.
 
 #![deny(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn)]
@@ -55,12 +69,14 @@
 
 mod cpu;
 mod dtype;
+mod f8;
 mod function;
 mod op;
 
-pub use cpu::{copy, reduce, scalar};
+pub use cpu::{copy, reduce, scalar, scale};
 pub use dtype::{DType, Element};
-pub use function::{Combine, Function, scale};
+pub use f8::{f8e4m3, f8e5m2};
+pub use function::{Combine, Function};
 pub use half::{bf16, f16};
 pub use op::ReduceOp;
 

@@ -2,7 +2,7 @@
 //! the fast kernels and for the oracle.
 
 use ReduceOp::{Avg, BitAnd, BitOr, BitXor, Max, Min, Prod, Sum};
-use allstream_kernels::{DType, Element, ReduceOp, bf16, f16, reduce, scalar};
+use allstream_kernels::{DType, Element, ReduceOp, bf16, f8e4m3, f8e5m2, f16, reduce, scalar, scale};
 
 /// Long enough for vectors and for a remainder.
 const LEN: usize = 67;
@@ -45,6 +45,21 @@ macro_rules! bytes {
 
 bytes!(i8 i16 i32 i64 u8 u16 u32 u64 f16 bf16 f32 f64);
 
+macro_rules! byte {
+    ($($t:ty)*) => {$(
+        impl Bytes for $t {
+            fn bytes(self) -> Vec<u8> {
+                vec![self.to_bits()]
+            }
+            fn back(bytes: &[u8]) -> Self {
+                Self::from_bits(bytes[0])
+            }
+        }
+    )*};
+}
+
+byte!(f8e4m3 f8e5m2);
+
 fn finish<T: Bytes>(op: ReduceOp, operands: &[T], ranks: Option<u32>) -> T {
     let operands: Vec<Vec<u8>> = operands.iter().map(|x| x.bytes()).collect();
     let operands: Vec<&[u8]> = operands.iter().map(Vec::as_slice).collect();
@@ -63,6 +78,30 @@ fn fold_f16(op: ReduceOp, operands: &[u16]) -> u16 {
 fn fold_bf16(op: ReduceOp, operands: &[u16]) -> u16 {
     let operands: Vec<_> = operands.iter().map(|&x| bf16::from_bits(x)).collect();
     fold(op, &operands).to_bits()
+}
+
+fn fold_e4m3(op: ReduceOp, operands: &[u8]) -> u8 {
+    let operands: Vec<_> = operands.iter().map(|&x| f8e4m3::from_bits(x)).collect();
+    fold(op, &operands).to_bits()
+}
+
+fn fold_e5m2(op: ReduceOp, operands: &[u8]) -> u8 {
+    let operands: Vec<_> = operands.iter().map(|&x| f8e5m2::from_bits(x)).collect();
+    fold(op, &operands).to_bits()
+}
+
+/// Scales a value by both ways and in every lane.
+fn scaled<T: Bytes>(x: T, factor: f64) -> T {
+    let mut fast = x.bytes().repeat(LEN);
+    let mut slow = fast.clone();
+    // SAFETY: LEN elements.
+    unsafe { scale(T::DTYPE, fast.as_mut_ptr(), LEN, factor) };
+    // SAFETY: as above.
+    unsafe { scalar::scale(T::DTYPE, slow.as_mut_ptr(), LEN, factor) };
+    assert_eq!(fast, slow, "{x:?} by {factor}");
+    let result = fast[..size_of::<T>()].to_vec();
+    assert_eq!(fast, result.repeat(LEN), "{x:?} by {factor}");
+    T::back(&result)
 }
 
 #[test]
@@ -157,6 +196,80 @@ fn halves_round_once() {
 }
 
 #[test]
+fn eights_round_once() {
+    // 16 + 1 + 1: rounded to e4m3 after each addition it would stay 16.
+    assert_eq!(fold_e4m3(Sum, &[0x58, 0x38, 0x38]), 0x59);
+    // 8 + 1 + 1 likewise in e5m2.
+    assert_eq!(fold_e5m2(Sum, &[0x48, 0x3C, 0x3C]), 0x49);
+    // 16 + 1 and 18 + 1 are half way: to even. So are 8 + 1 and 10 + 1 in e5m2.
+    assert_eq!(fold_e4m3(Sum, &[0x58, 0x38]), 0x58);
+    assert_eq!(fold_e4m3(Sum, &[0x59, 0x38]), 0x5A);
+    assert_eq!(fold_e5m2(Sum, &[0x48, 0x3C]), 0x48);
+    assert_eq!(fold_e5m2(Sum, &[0x49, 0x3C]), 0x4A);
+    // 400 + 400 does not fit e4m3, but their average does; likewise in e5m2.
+    let (four, five) = (f8e4m3::from_f32(416.0), f8e5m2::from_f32(49_152.0));
+    assert_eq!(finish(Avg, &[four, four], Some(2)), four);
+    assert_eq!(finish(Avg, &[five, five], Some(2)), five);
+    // Subnormals survive.
+    assert_eq!(fold_e4m3(Sum, &[0x01, 0x02]), 0x03);
+    assert_eq!(fold_e5m2(Sum, &[0x01, 0x01]), 0x02);
+    assert_eq!(fold_e4m3(Prod, &[0x01, 0x30]), 0x00, "half the least: to even");
+}
+
+#[test]
+fn eights_out_of_range() {
+    // 448 + 16 is half way to 480, which is not there: to even. Above that NaN, and the sign goes.
+    assert_eq!(fold_e4m3(Sum, &[0x7E, 0x58]), 0x7E);
+    assert_eq!(fold_e4m3(Sum, &[0xFE, 0xD8]), 0xFE);
+    assert_eq!(fold_e4m3(Sum, &[0x7E, 0x59]), 0x7F);
+    assert_eq!(fold_e4m3(Sum, &[0xFE, 0xD9]), 0x7F);
+    assert_eq!(fold_e4m3(Prod, &[0x7E, 0xFE]), 0x7F);
+    // In between all is f32: 448 + 448 - 448.
+    assert_eq!(fold_e4m3(Sum, &[0x7E, 0x7E, 0xFE]), 0x7E);
+    // 57,344 + 4,096 is half way to 65,536: to even, infinity.
+    assert_eq!(fold_e5m2(Sum, &[0x7B, 0x6C]), 0x7C);
+    assert_eq!(fold_e5m2(Sum, &[0xFB, 0xEC]), 0xFC);
+    assert_eq!(fold_e5m2(Sum, &[0x7B, 0x6B]), 0x7B);
+    assert_eq!(fold_e5m2(Sum, &[0x7C, 0xFC]), 0x7E);
+    assert_eq!(fold_e5m2(Min, &[0x7C, 0xFC]), 0xFC);
+}
+
+#[test]
+fn eights_show_as_numbers() {
+    let (four, five) = (f8e4m3::from_f32(-1.5), f8e5m2::from_f32(1e-3));
+    assert_eq!(format!("{four} {four:?} {five}"), "-1.5 -1.5 0.0009765625");
+    assert!(f8e4m3::MIN < four && four < f8e4m3::default() && f8e5m2::MAX < f8e5m2::INFINITY);
+    assert_eq!(f8e4m3::from_bits(0x80), f8e4m3::default());
+    assert!(f8e4m3::NAN != f8e4m3::NAN && f8e4m3::NAN.is_nan() && !f8e4m3::MAX.is_nan());
+    assert!(f8e5m2::NAN.is_nan() && !f8e5m2::NEG_INFINITY.is_nan());
+    assert_eq!((f32::from(f8e4m3::MAX), f64::from(f8e5m2::MIN)), (448.0, -57_344.0));
+}
+
+#[test]
+fn scaling() {
+    assert_eq!(scaled(3.0f64, 0.1), 3.0 * 0.1);
+    assert_eq!(scaled(3.0f32, 0.1), 3.0 * 0.1f32);
+    // The factor is an f32 first: 1 + 2^-30 is 1.
+    assert_eq!(scaled(1e8f32, 1.0 + 2f64.powi(-30)), 1e8);
+    assert_eq!(scaled(f16::from_f32(2048.0), 1.0 + 1.0 / 2048.0).to_f32(), 2048.0, "half way: to even");
+    assert_eq!(scaled(f16::from_f32(2050.0), 1.0 + 1.0 / 2050.0).to_f32(), 2052.0, "half way: to even");
+    assert_eq!(scaled(bf16::from_f32(256.0), 0.5).to_f32(), 128.0);
+    assert_eq!(scaled(f8e4m3::from_f32(448.0), 0.25).to_f32(), 112.0);
+    assert_eq!(scaled(f8e4m3::from_f32(-448.0), 2.0).to_bits(), 0x7F, "out of range");
+    assert_eq!(scaled(f8e5m2::from_f32(-57_344.0), 2.0).to_bits(), 0xFC);
+    assert_eq!(scaled(-1.0f32, 0.0).to_bits(), 0x8000_0000);
+    assert_eq!(scaled(f32::MAX, 2.0), f32::INFINITY);
+    // By 1 too, NaN becomes canonical.
+    assert_eq!(scaled(f32::from_bits(0xFF80_0001), 1.0).to_bits(), 0x7FC0_0000);
+    assert_eq!(scaled(f64::from_bits(0xFFF8_0000_0000_0001), 1.0).to_bits(), 0x7FF8_0000_0000_0000);
+    assert_eq!(scaled(f64::INFINITY, 0.0).to_bits(), 0x7FF8_0000_0000_0000);
+    assert_eq!(scaled(f16::from_bits(0xFC01), 1.0).to_bits(), 0x7E00);
+    assert_eq!(scaled(bf16::from_bits(0xFF81), 1.0).to_bits(), 0x7FC0);
+    assert_eq!(scaled(f8e4m3::from_bits(0xFF), 1.0).to_bits(), 0x7F);
+    assert_eq!(scaled(f8e5m2::from_bits(0xFD), 1.0).to_bits(), 0x7E);
+}
+
+#[test]
 fn infinities() {
     assert_eq!(fold(Sum, &[f32::INFINITY, 1.0]), f32::INFINITY);
     assert_eq!(fold(Sum, &[f32::INFINITY, -f32::INFINITY]).to_bits(), 0x7FC0_0000);
@@ -190,6 +303,12 @@ fn computed_nans_are_canonical() {
         for operands in [[0x7F81, 0x3F80], [0x8000, 0xFFD2], [0xFFFF, 0x7F81]] {
             assert_eq!(fold_bf16(op, &operands), 0x7FC0, "{op}");
         }
+        for operands in [[0x7F, 0x38], [0x80, 0xFF], [0xFF, 0x7F]] {
+            assert_eq!(fold_e4m3(op, &operands), 0x7F, "{op}");
+        }
+        for operands in [[0x7D, 0x3C], [0x80, 0xFE], [0xFF, 0x7D]] {
+            assert_eq!(fold_e5m2(op, &operands), 0x7E, "{op}");
+        }
     }
     assert_eq!(finish(Avg, &[f32::from_bits(0xFF80_0001)], Some(2)).to_bits(), 0x7FC0_0000);
 }
@@ -213,6 +332,10 @@ fn signed_zeros_are_ordered() {
         assert_eq!(fold_bf16(Min, &operands), 0x8000);
         assert_eq!(fold_bf16(Max, &operands), 0x0000);
     }
+    for operands in [[0x00, 0x80], [0x80, 0x00]] {
+        assert_eq!((fold_e4m3(Min, &operands), fold_e4m3(Max, &operands)), (0x80, 0x00));
+        assert_eq!((fold_e5m2(Min, &operands), fold_e5m2(Max, &operands)), (0x80, 0x00));
+    }
 }
 
 #[test]
@@ -221,6 +344,8 @@ fn one_input_keeps_its_bits() {
         assert_eq!(fold(op, &[f32::from_bits(0xFF80_0001)]).to_bits(), 0xFF80_0001);
         assert_eq!(fold_f16(op, &[0x7C01]), 0x7C01);
         assert_eq!(fold_bf16(op, &[0xFF81]), 0xFF81);
+        assert_eq!(fold_e4m3(op, &[0xFF]), 0xFF);
+        assert_eq!(fold_e5m2(op, &[0xFD]), 0xFD);
     }
     let nan = f64::from_bits(0x7FF0_0000_0000_0001);
     assert_eq!(finish(Avg, &[nan], Some(1)).to_bits(), nan.to_bits());
@@ -247,6 +372,17 @@ fn misuse_is_defined() {
             let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err();
             assert_eq!(panicked, cfg!(debug_assertions), "{dtype} {op}");
             assert_eq!(out, [7; 16]);
+        }
+    }
+    for dtype in DType::ALL.into_iter().filter(|d| !d.scales()) {
+        for scale in [scale, scalar::scale] {
+            let mut memory = [1u8; 16];
+            let at = memory.as_mut_ptr();
+            // SAFETY: two elements of the largest type.
+            let call = || unsafe { scale(dtype, at, 2, 2.0) };
+            let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).is_err();
+            assert_eq!(panicked, cfg!(debug_assertions), "{dtype}");
+            assert_eq!(memory, [1; 16]);
         }
     }
 }

@@ -1,6 +1,6 @@
 //! What elements hold, and what a reduction of them is: the rules of `allstream_kernels`, written once more.
 
-use allstream::{Element, ReduceOp, bf16, f16};
+use allstream::{Element, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
 /// The most ranks of a world.
 pub(crate) const MOST: usize = 16;
@@ -100,7 +100,10 @@ impl Value for bool {
 }
 
 macro_rules! floats {
-    ($($t:ident as $acc:ident, $bits:ident, $nan:literal, $eps:expr, $tiny:expr, $to:expr, $from:expr;)*) => {$(
+    ($(
+        $t:ident as $acc:ident, $bits:ident, $nan:literal, $ends:expr, $factor:expr, $eps:expr, $tiny:expr,
+        $to:expr, $from:expr;
+    )*) => {$(
         impl Value for $t {
             const ROUNDS: Option<(f64, f64)> = Some(($eps, $tiny));
             fn make(op: Option<ReduceOp>, special: bool, h: u64, all: u64) -> $t {
@@ -112,8 +115,8 @@ macro_rules! floats {
                 if special {
                     match h % 64 {
                         0 => return $t::from_bits($nan | (all % 64) as $bits),
-                        1 => return $t::INFINITY,
-                        2 => return $t::NEG_INFINITY,
+                        1 => return $ends[0],
+                        2 => return $ends[1],
                         3..=6 => return from(-0.0),
                         7..=10 => return from(0.0),
                         // (What a product loses below the least number, later factors would enlarge.)
@@ -124,7 +127,7 @@ macro_rules! floats {
                 let part = (h >> 11) as f64 / (1_u64 << 53) as f64;
                 let sign = if h & 256 == 0 { 1.0 } else { -1.0 };
                 match op {
-                    ReduceOp::Prod => from((sign * (1.0 + part / 2.0)) as $acc),
+                    ReduceOp::Prod => from((sign * (1.0 + part * ($factor - 1.0))) as $acc),
                     _ => from((16.0 * part - 8.0) as $acc),
                 }
             }
@@ -146,8 +149,9 @@ macro_rules! floats {
                     ReduceOp::Max => x.reduce(pick(false)),
                     _ => unreachable!("no bits of floats"),
                 };
-                let folded = folded.expect("a rank");
-                if folded.is_nan() { $t::from_bits($nan) } else { from(folded) }
+                let folded = from(folded.expect("a rank"));
+                // (Without infinities, what is too large is NaN only now.)
+                if folded.is_nan() { $t::from_bits($nan) } else { folded }
             }
             fn bits(self) -> u64 {
                 self.to_bits().into()
@@ -159,18 +163,32 @@ macro_rules! floats {
     )*};
 }
 
+/// Infinities, or what there is instead: the ends of a type's range would make the order matter.
+macro_rules! ends {
+    ($t:ident) => {
+        [$t::INFINITY, $t::NEG_INFINITY]
+    };
+}
+
+// The type; what it is computed in; its bits; NaN; infinities; the largest factor of products, such that a product of
+// all ranks is a number, whatever is rounded; twice the unit roundoff; the least number; to and from what it is
+// computed in.
 floats! {
-    f16 as f32, u16, 0x7e00, 1.0 / 1024.0, 6e-8, |x| x.to_f32(), f16::from_f32;
-    bf16 as f32, u16, 0x7fc0, 1.0 / 128.0, 1e-40, |x| x.to_f32(), bf16::from_f32;
-    f32 as f32, u32, 0x7fc0_0000, f32::EPSILON as f64, 1.5e-45, |x| x, |x| x;
-    f64 as f64, u64, 0x7ff8_0000_0000_0000, f64::EPSILON, 5e-324, |x| x, |x| x;
+    f16 as f32, u16, 0x7e00, ends!(f16), 1.5, 1.0 / 1024.0, 6e-8, |x| x.to_f32(), f16::from_f32;
+    bf16 as f32, u16, 0x7fc0, ends!(bf16), 1.5, 1.0 / 128.0, 1e-40, |x| x.to_f32(), bf16::from_f32;
+    f32 as f32, u32, 0x7fc0_0000, ends!(f32), 1.5, f32::EPSILON as f64, 1.5e-45, |x| x, |x| x;
+    f64 as f64, u64, 0x7ff8_0000_0000_0000, ends!(f64), 1.5, f64::EPSILON, 5e-324, |x| x, |x| x;
+    f8e4m3 as f32, u8, 0x7f, [0x7f, 0xff].map(f8e4m3::from_bits), 1.25, 0.125, 1.0 / 512.0, |x| x.to_f32(),
+        f8e4m3::from_f32;
+    f8e5m2 as f32, u8, 0x7e, ends!(f8e5m2), 1.5, 0.25, 1.0 / 65_536.0, |x| x.to_f32(), f8e5m2::from_f32;
 }
 
 /// `$body`, with `$t` as the Rust type of a [`DType`](allstream::DType).
 macro_rules! typed {
     ($dtype:expr, $t:ident => $body:expr) => {
         typed!(@ $dtype, $t, $body, Bool bool, I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32, U64 u64,
-            F16 allstream::f16, BF16 allstream::bf16, F32 f32, F64 f64)
+            F16 allstream::f16, BF16 allstream::bf16, F32 f32, F64 f64,
+            F8E4M3 allstream::f8e4m3, F8E5M2 allstream::f8e5m2)
     };
     (@ $dtype:expr, $t:ident, $body:expr, $($d:ident $r:ty),*) => {
         match $dtype {

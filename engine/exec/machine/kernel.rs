@@ -31,10 +31,13 @@ impl Machine {
             if dst.is_none() && !program.nodes[i].hand {
                 return Ok(0);
             }
-            let hand = &mut self.hands[i];
-            hand.resize(SLOT, 0);
-            // It stands for one slice; `m` ends within it.
-            outs[0] = hand[(node.got % Self::slice(&node)) * node.unit..].as_mut_ptr();
+            if c.common.phantom.is_none() {
+                let at = (node.got % self.slice(&node)) * node.unit;
+                let hand = &mut self.hands[i];
+                hand.resize(SLOT, 0);
+                // It stands for one slice; `m` ends within it.
+                outs[0] = hand[at..].as_mut_ptr();
+            }
             used = 1;
         } else {
             if let Some(dst) = dst {
@@ -43,7 +46,9 @@ impl Machine {
                 payload = Some(Payload::Memory(dst));
             }
             if ready && (dst.is_none() || self.needs_slot(step, m * node.unit, port)?) {
-                if m * node.unit <= Port::INLINE {
+                if c.common.phantom.is_some() {
+                    (used, payload) = (used.max(1), Some(Payload::Memory(outs[0])));
+                } else if m * node.unit <= Port::INLINE {
                     // Inline payloads are copied by the link; without a dst the result passes through here.
                     if dst.is_none() {
                         outs[0] = scratch.0.as_mut_ptr();
@@ -91,6 +96,10 @@ impl Machine {
         let plan = &c.part.program.plan;
         let (node, step) = (&self.nodes[i], &plan.steps[i]);
         if node.unit == 0 || outs.is_empty() {
+            return Ok(());
+        }
+        if let Some(phantom) = &c.common.phantom {
+            phantom.work((ins.len() + outs.len()) * m * node.unit);
             return Ok(());
         }
         let finish = (step.finish && c.averages()).then_some(plan.size as u32);
@@ -142,20 +151,27 @@ impl Machine {
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let mut m = node.got - node.pos;
         let mut bytes = m * node.unit;
-        let hand = self.hands[i][(node.pos % Self::slice(&node)) * node.unit..].as_ptr();
+        let phantom = c.common.phantom.is_some();
+        let hand = match phantom {
+            true => std::ptr::null(),
+            false => self.hands[i][(node.pos % self.slice(&node)) * node.unit..].as_ptr(),
+        };
         if let Some(dst) = step.dst {
             if self.read_limit(program, i) < node.got {
                 return Ok(false);
             }
             let at = self.address(c.part, dst, &node, node.pos);
-            // SAFETY: the hand holds `m` elements; `dst` has room by the layout and nothing reads it (read_limit).
-            unsafe { std::ptr::copy_nonoverlapping(hand, at, bytes) };
+            if !phantom {
+                // SAFETY: the hand holds `m` elements; `dst` has room by the layout and nothing reads it (read_limit).
+                unsafe { std::ptr::copy_nonoverlapping(hand, at, bytes) };
+            }
         } else {
             if !self.receivers_ready(c, i, port)? {
                 return Ok(false);
             }
-            let slot = if bytes > Port::INLINE { port.take_slot() } else { None };
+            let slot = if bytes > Port::INLINE && !phantom { port.take_slot() } else { None };
             let payload = match slot {
+                _ if phantom => Payload::Memory(hand),
                 Some((slot, at)) => {
                     // SAFETY: a slot has room for a slice, and is ours alone until posted.
                     unsafe { std::ptr::copy_nonoverlapping(hand, at, bytes) };

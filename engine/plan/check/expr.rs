@@ -31,6 +31,10 @@ pub(super) struct Value {
     pub(super) spoiled: bool,
     /// Holds something that was never written.
     pub(super) nothing: bool,
+    /// Lower ranks come before higher ones, all through.
+    pub(super) ordered: bool,
+    /// How many combinations lie upon each other; 0: a piece of input.
+    pub(super) depth: u32,
 }
 
 /// All values of one run.
@@ -43,7 +47,16 @@ pub(super) struct Values {
 impl Values {
     /// The inputs of `n` ranks of `pieces` pieces each.
     pub(super) fn new(n: usize, pieces: u32) -> Values {
-        let blank = Value { from: 0, twice: 0, piece: 0, finished: false, spoiled: false, nothing: false };
+        let blank = Value {
+            from: 0,
+            twice: 0,
+            piece: 0,
+            finished: false,
+            spoiled: false,
+            nothing: false,
+            ordered: true,
+            depth: 0,
+        };
         let mut values = vec![Value { nothing: true, piece: MIXED, ..blank }];
         for rank in 0..n {
             values.extend((0..pieces).map(|piece| Value { from: 1 << rank, piece, ..blank }));
@@ -71,12 +84,16 @@ impl Values {
                 v.finished = false;
                 for &id in &operands[1..] {
                     let other = values.get(id);
+                    v.ordered &=
+                        other.ordered && v.from.leading_zeros() + other.from.trailing_zeros() >= u128::BITS;
+                    v.depth = v.depth.max(other.depth);
                     v.twice |= other.twice | (v.from & other.from);
                     v.from |= other.from;
                     v.piece = if v.piece == other.piece { v.piece } else { MIXED };
                     v.spoiled |= other.spoiled | other.finished;
                     v.nothing |= other.nothing;
                 }
+                v.depth += 1;
                 v
             }),
         };

@@ -97,6 +97,13 @@ pub enum Fault {
         /// Where.
         at: At,
     },
+    /// A result of a scan that is not combined in rank order, which is part of what a scan is.
+    Order {
+        /// Who holds the result.
+        rank: Rank,
+        /// Where.
+        at: At,
+    },
     /// A result that was not finished exactly once, after the last contribution.
     Finish {
         /// Who holds the result.
@@ -170,6 +177,7 @@ impl fmt::Display for Fault {
             Fault::Bits { rank, other, at } => {
                 write!(f, "ranks {rank} and {other}, {}: not combined in the same order", place(at))
             }
+            Fault::Order { rank, at } => write!(f, "rank {rank}, {}: not combined in rank order", place(at)),
             Fault::Finish { rank, at, too_much } => {
                 let what = if *too_much { "finished too early or too often" } else { "never finished" };
                 write!(f, "rank {rank}, {}: {what}", place(at))

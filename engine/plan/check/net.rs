@@ -2,12 +2,18 @@
 
 use super::super::{At, Layout, Operand, Plan, Program, Rank, Step};
 use super::Fault;
+use super::goal::Goal;
 
 /// A message as its sender knows it: global step, and which of its sends.
 pub(super) type Sent = (u32, u32);
 
+/// Whose memory, and which.
+type Piece = (Rank, At);
+
 /// All ranks' programs, with steps numbered across ranks, and who talks to whom.
-pub(super) struct Net {
+pub(super) struct Net<'a> {
+    /// What knows the lengths of tables.
+    goal: &'a Goal,
     /// Ranks.
     pub(super) n: usize,
     /// Per rank.
@@ -26,12 +32,13 @@ pub(super) struct Net {
     pub(super) dependents: Vec<Vec<u32>>,
 }
 
-impl Net {
+impl<'a> Net<'a> {
     /// Number the steps and pair the messages; the plans are of one size and in rank order.
-    pub(super) fn new(plans: &[Plan]) -> Result<Net, Fault> {
+    pub(super) fn new(plans: &[Plan], goal: &'a Goal) -> Result<Net<'a>, Fault> {
         let n = plans.len();
         plans.iter().try_for_each(well_formed)?;
         let mut net = Net {
+            goal,
             n,
             programs: plans.iter().map(Program::compile).collect(),
             base: vec![0],
@@ -92,7 +99,7 @@ impl Net {
     pub(super) fn most_sent(&self, count: usize) -> usize {
         let sent = |rank: usize| -> usize {
             let steps = self.base[rank]..self.base[rank + 1];
-            steps.map(|g| self.step(g).send.len() * self.chunk(g).map_or(0, |c| len(c, count))).sum()
+            steps.map(|g| self.step(g).send.len() * self.chunk(g).map_or(0, |c| self.len(c, count))).sum()
         };
         (0..self.n).map(sent).max().unwrap_or(0)
     }
@@ -119,15 +126,15 @@ impl Net {
             let Some(own) = self.chunk(g) else { continue };
             for (k, operand) in self.step(g).operands.iter().enumerate() {
                 let other = match *operand {
-                    Operand::Own(at) => Some(self.at(rank, at)),
+                    Operand::Own(at) => Some((rank, at)),
                     Operand::Recv(from) => {
                         let message = self.ordinal[g as usize][k] as usize;
                         self.chunk(self.sends[from * n + rank][message].0)
                     }
                 };
-                let Some(other) = other.filter(|o| *o != own) else { continue };
+                let Some(other) = other.filter(|&other| !self.alike(own, other)) else { continue };
                 for count in counts {
-                    let (own, other) = (len(own, count), len(other, count));
+                    let (own, other) = (self.len(own, count), self.len(other, count));
                     if own != other {
                         return Err(Fault::Length { rank, step, count, own, other });
                     }
@@ -139,7 +146,7 @@ impl Net {
 
     /// The chunk whose length a step has: its `dst` or an own operand, or, of one that only passes on what
     /// it receives, that of the first message it receives.
-    fn chunk(&self, mut g: u32) -> Option<(Layout, u32)> {
+    fn chunk(&self, mut g: u32) -> Option<Piece> {
         for _ in 0..=self.steps() {
             let (rank, _) = self.place(g);
             let step = self.step(g);
@@ -148,7 +155,7 @@ impl Net {
                 Operand::Recv(_) => None,
             });
             if let Some(at) = step.dst.or(own) {
-                return Some(self.at(rank, at));
+                return Some((rank, at));
             }
             let Operand::Recv(from) = step.operands[0] else { return None };
             let message = self.ordinal[g as usize][0] as usize;
@@ -157,13 +164,25 @@ impl Net {
         None // passed on in a circle: a deadlock
     }
 
-    fn at(&self, rank: Rank, at: At) -> (Layout, u32) {
-        (self.programs[rank].plan.slots[at.slot as usize], at.chunk)
+    fn layout(&self, (rank, at): Piece) -> Layout {
+        self.programs[rank].plan.slots[at.slot as usize]
     }
-}
 
-fn len((layout, chunk): (Layout, u32), count: usize) -> usize {
-    layout.range(chunk, count).len()
+    /// Whether two pieces have one length without a look at it.
+    fn alike(&self, one: Piece, other: Piece) -> bool {
+        let layout = self.layout(one);
+        layout == self.layout(other)
+            && one.1.chunk == other.1.chunk
+            && !matches!(layout, Layout::Table { .. })
+    }
+
+    /// Elements of a piece in an operation of `count`.
+    fn len(&self, piece: Piece, count: usize) -> usize {
+        match self.layout(piece) {
+            Layout::Table { .. } => self.goal.count_at(piece.0, piece.1),
+            layout => layout.range(piece.1.chunk, count).len(),
+        }
+    }
 }
 
 fn well_formed(plan: &Plan) -> Result<(), Fault> {

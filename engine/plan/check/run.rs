@@ -21,7 +21,7 @@ pub(super) struct Mode {
     pub(super) slices: usize,
     /// Links store whatever is sent, without limit.
     pub(super) eager: bool,
-    /// A combining step, too, starts only when its `dst` is free: no hand before that.
+    /// A combining step or an early copy, too, starts only when its `dst` is free: no hand before that.
     pub(super) strict: bool,
 }
 
@@ -55,7 +55,7 @@ struct Link {
 
 /// A run in progress.
 pub(super) struct Run<'a> {
-    net: &'a Net,
+    net: &'a Net<'a>,
     mode: Mode,
     /// What memory holds.
     pub(super) memory: Memory,
@@ -71,7 +71,7 @@ pub(super) struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// Run to the end, or to where nothing moves.
-    pub(super) fn new(net: &'a Net, mode: Mode, memory: Memory, values: Values) -> Run<'a> {
+    pub(super) fn new(net: &'a Net<'a>, mode: Mode, memory: Memory, values: Values) -> Run<'a> {
         let state = |g: u32| State {
             holds: net.step(g).holds(),
             computed: 0,
@@ -276,7 +276,7 @@ impl<'a> Run<'a> {
     fn blocked_at_start(&self, rank: Rank, i: usize, slice: usize) -> Option<u32> {
         let program = &self.net.programs[rank];
         let base = self.net.base[rank];
-        let early = program.plan.steps[i].combines() && !self.mode.strict;
+        let early = program.plan.steps[i].gathers_early() && !self.mode.strict;
         let unwritten = |s: &&u32| self.states[(base + **s) as usize].computed <= slice;
         program.nodes[i]
             .after_write

@@ -239,3 +239,64 @@ fn plans_that_do_not_belong_together() {
     let plans = plans(Kind::Broadcast, Algo::Direct, 3, 0, true);
     assert!(matches!(check(Kind::Broadcast, 3, true, &plans), Err(Fault::Shape { .. })));
 }
+
+/// What goes to rank 2 first is then added last: the right contributions, in another order.
+#[test]
+fn a_scan_in_another_order() {
+    let f = fault(Kind::Scan, Algo::RecursiveDoubling, 3, |p| p[2].steps.swap(0, 1));
+    assert_eq!(f, Fault::Order { rank: 2, at: out(0) });
+    assert_eq!(f.to_string(), "rank 2, chunk 0 of slot 1: not combined in rank order");
+}
+
+/// A scan holds what is before it and no more, and is never finished.
+#[test]
+fn a_scan_of_too_much() {
+    let f = fault(Kind::Scan, Algo::Chain, 3, |p| p[1].steps[0].finish = true);
+    assert_eq!(f, Fault::Finish { rank: 1, at: out(0), too_much: true });
+    let f = fault(Kind::ExScan, Algo::OneShot, 3, |p| p[1].steps[1].operands.push(own(0)));
+    assert_eq!(f, Fault::Content { rank: 1, at: out(0) });
+    let f = fault(Kind::ExScan, Algo::OneShot, 3, |p| p[2].steps[0].operands.truncate(1));
+    assert!(matches!(f, Fault::Unreceived { from: 1, to: 2, .. }), "{f}");
+}
+
+/// Both send from the place that they receive to: without early copies only buffering helps.
+#[test]
+fn a_swap_that_is_not_gathered_early() {
+    for algo in [Algo::Pairwise, Algo::Direct] {
+        let f = fault(Kind::AllToAll, algo, 2, |p| {
+            p.iter_mut().flat_map(|plan| &mut plan.steps).for_each(|step| step.early = false);
+        });
+        assert!(matches!(f, Fault::Deadlock { slices: 1, hidden_by_buffering: true, .. }), "{algo}: {f}");
+    }
+}
+
+#[test]
+fn gather_and_scatter_touch_only_what_is_theirs() {
+    let f = fault(Kind::Gather, Algo::Binomial, 4, |p| p[2].steps[1].dst = Some(out(0)));
+    assert_eq!(f, Fault::Changed { rank: 2, at: out(0) });
+    let f = fault(Kind::Scatter, Algo::Direct, 3, |p| p[0].steps.push(keep(own(1), out(2))));
+    assert_eq!(f, Fault::Changed { rank: 0, at: out(2) });
+    let f = fault(Kind::Scatter, Algo::Direct, 3, |p| p[0].steps[0].operands = vec![own(2)]);
+    assert_eq!(f, Fault::Content { rank: 1, at: out(0) });
+    // The root alone has all blocks.
+    let f = fault(Kind::Gather, Algo::Direct, 3, |p| p[1].slots = p[0].slots.clone());
+    assert!(matches!(f, Fault::Shape { rank: 1, .. }), "{f}");
+}
+
+/// Lent memory holds nothing at the start, and is lent once.
+#[test]
+fn lent_memory() {
+    let f = fault(Kind::ExScan, Algo::Chain, 3, |p| drop(p[1].steps.remove(0)));
+    assert_eq!(f, Fault::Content { rank: 2, at: out(0) });
+    let f = fault(Kind::ExScan, Algo::Chain, 3, |p| p[1].slots.push(Layout::Split { parts: 1 }));
+    assert!(matches!(f, Fault::Shape { rank: 1, .. }), "{f}");
+}
+
+#[test]
+fn a_block_in_the_wrong_place() {
+    let mut plans = plans(Kind::AllToAll, Algo::Pairwise, 3, 0, false);
+    let step = plans[1].steps.iter_mut().find(|s| s.dst == Some(out(2))).expect("from rank 2");
+    step.dst = Some(out(0));
+    let f = check(Kind::AllToAll, 0, false, &plans).expect_err("not there");
+    assert_eq!(f, Fault::Content { rank: 1, at: out(2) });
+}

@@ -1,10 +1,10 @@
-//! `f16` and `bf16` to `f32` and back, without branches, so that a loop over them
-//! vectorises. Bit for bit what the `half` crate does.
+//! The small floats to `f32` and back, without branches, so that a loop over them
+//! vectorises. `f16` and `bf16`: bit for bit what the `half` crate does.
 
 /// Widens an `f16`; exact. A NaN becomes quiet and keeps the rest of its payload.
 #[inline(always)]
-pub(super) fn f16_to_f32(h: u16) -> f32 {
-    let h = u32::from(h);
+pub(super) const fn f16_to_f32(h: u16) -> f32 {
+    let h = h as u32;
     let sign = (h & 0x8000) << 16;
     let magnitude = (h & 0x7FFF) << 13;
     // Rebias the exponent; infinity and NaN go up once more, to the top exponent.
@@ -25,7 +25,7 @@ pub(super) fn f16_to_f32(h: u16) -> f32 {
 
 /// The quiet bit of an `f32`, if the `f16` whose magnitude was shifted here is a NaN.
 #[inline(always)]
-fn quiet(magnitude: u32) -> u32 {
+const fn quiet(magnitude: u32) -> u32 {
     if magnitude > 0x7C00 << 13 { 1 << 22 } else { 0 }
 }
 
@@ -69,6 +69,81 @@ pub(super) fn f32_to_bf16(x: f32) -> u16 {
     let rounded = bits.wrapping_add(0x7FFF + odd) >> 16;
     let nan = (bits >> 16) | 0x0040;
     (if bits & 0x7FFF_FFFF > 0x7F80_0000 { nan } else { rounded }) as u16
+}
+
+/// Widens an E4M3; exact. A NaN keeps its sign.
+#[inline(always)]
+pub(crate) const fn e4m3_to_f32(h: u8) -> f32 {
+    let h = h as u32;
+    let sign = (h & 0x80) << 24;
+    let magnitude = (h & 0x7F) << 20;
+    // As for `f16`, but that only the last magnitude is special.
+    let normal = magnitude + ((127 - 7) << 23);
+    let smallest = f32::from_bits(121 << 23);
+    let subnormal = (f32::from_bits(magnitude + (121 << 23)) - smallest).to_bits();
+    let wide = if magnitude == 0x7F << 20 {
+        0x7FC0_0000
+    } else if magnitude < 0x08 << 20 {
+        subnormal
+    } else {
+        normal
+    };
+    f32::from_bits(sign | wide)
+}
+
+/// The bits of 464, half way between the largest E4M3 and what would come next, and to
+/// even. What is above, infinities and NaN with it, is NaN.
+pub(super) const E4M3_LAST: u32 = 0x43E8_0000;
+
+/// Narrows to E4M3, to nearest even; out of range is NaN. The sign is kept.
+#[inline(always)]
+pub(crate) const fn f32_to_e4m3(x: f32) -> u8 {
+    let bits = x.to_bits();
+    let sign = (bits >> 24) & 0x80;
+    let magnitude = bits & 0x7FFF_FFFF;
+    let odd = (magnitude >> 20) & 1;
+    let normal = magnitude.wrapping_sub((127 - 7) << 23).wrapping_add(0x0007_FFFF + odd) >> 20;
+    // The last place of 2^14 is the unit of an E4M3 subnormal.
+    let unit = f32::from_bits(141 << 23);
+    let subnormal = (f32::from_bits(magnitude) + unit).to_bits().wrapping_sub(141 << 23);
+    let narrow = if magnitude > E4M3_LAST {
+        0x7F
+    } else if magnitude < 121 << 23 {
+        subnormal
+    } else {
+        normal
+    };
+    (sign | narrow) as u8
+}
+
+/// Widens an E5M2; exact. A NaN becomes quiet and keeps the rest of its payload.
+#[inline(always)]
+pub(crate) const fn e5m2_to_f32(h: u8) -> f32 {
+    f16_to_f32((h as u16) << 8)
+}
+
+/// Narrows to E5M2, to nearest even. A NaN becomes quiet and keeps what payload fits.
+#[inline(always)]
+pub(crate) const fn f32_to_e5m2(x: f32) -> u8 {
+    let bits = x.to_bits();
+    let sign = (bits >> 24) & 0x80;
+    let magnitude = bits & 0x7FFF_FFFF;
+    let odd = (magnitude >> 21) & 1;
+    let normal = magnitude.wrapping_sub((127 - 15) << 23).wrapping_add(0x000F_FFFF + odd) >> 21;
+    // The last place of 2^7 is the unit of an E5M2 subnormal.
+    let unit = f32::from_bits(134 << 23);
+    let subnormal = (f32::from_bits(magnitude) + unit).to_bits().wrapping_sub(134 << 23);
+    let nan = 0x7E | ((magnitude >> 21) & 3);
+    let narrow = if magnitude > 0x7F80_0000 {
+        nan
+    } else if magnitude >= (127 + 16) << 23 {
+        0x7C
+    } else if magnitude < 113 << 23 {
+        subnormal
+    } else {
+        normal
+    };
+    (sign | narrow) as u8
 }
 
 #[cfg(test)]
@@ -136,6 +211,119 @@ mod tests {
             let x = f32::from_bits(bits);
             let got = (f32_to_f16(x), f32_to_bf16(x));
             assert_eq!(got, (half, brain), "{bits:#010x}");
+        }
+    }
+
+    /// The value of an 8-bit float, from its definition.
+    fn value(h: u8, mantissa: i32, bias: i32) -> f64 {
+        let sign = if h & 0x80 == 0 { 1.0 } else { -1.0 };
+        let (exponent, digits) = (i32::from(h & 0x7F) >> mantissa, f64::from(h & ((1 << mantissa) - 1)));
+        let one = if exponent == 0 { 0.0 } else { 2f64.powi(mantissa) };
+        sign * (one + digits) * 2f64.powi(exponent.max(1) - bias - mantissa)
+    }
+
+    /// The magnitude nearest to `x`, by looking at all up to `last`, the first that does not
+    /// exist as a number; of two the even one.
+    fn nearest(x: f64, values: &[f64], last: u8) -> u8 {
+        let above = values[..usize::from(last)].partition_point(|&v| v < x) as u8;
+        let Some(below) = above.checked_sub(1) else { return 0 };
+        let middle = (values[usize::from(below)] + values[usize::from(above)]) / 2.0;
+        if x < middle || x == middle && below % 2 == 0 { below } else { above }
+    }
+
+    /// Every E4M3 and E5M2, all half way points, what is beside them, and a walk.
+    fn f32_values_for_eights(step: usize) -> impl Iterator<Item = f32> {
+        let middles = [(3, 7), (2, 15)].into_iter().flat_map(|(mantissa, bias)| {
+            (0..=u8::MAX).flat_map(move |h| {
+                let (this, next) = (value(h, mantissa, bias), value(h.wrapping_add(1), mantissa, bias));
+                [this as f32, ((this + next) / 2.0) as f32]
+            })
+        });
+        let near = middles.map(f32::to_bits).flat_map(|x| [x.wrapping_sub(1), x, x.wrapping_add(1)]);
+        near.chain((0..=u32::MAX).step_by(step)).map(f32::from_bits)
+    }
+
+    #[test]
+    fn eights_widen_to_their_value() {
+        for h in 0..=u8::MAX {
+            let (four, five) = (e4m3_to_f32(h), e5m2_to_f32(h));
+            let negative = h & 0x80 != 0;
+            assert_eq!((four.is_sign_negative(), five.is_sign_negative()), (negative, negative), "{h:#04x}");
+            match h & 0x7F {
+                0x7F => assert!(four.is_nan()),
+                _ => assert_eq!(f64::from(four), value(h, 3, 7), "{h:#04x}"),
+            }
+            match h & 0x7F {
+                0x7D.. => assert!(five.is_nan()),
+                0x7C => assert!(five.is_infinite()),
+                _ => assert_eq!(f64::from(five), value(h, 2, 15), "{h:#04x}"),
+            }
+            // Back again, but that NaN becomes quiet.
+            assert_eq!(f32_to_e4m3(four), h);
+            assert_eq!(f32_to_e5m2(five), if h & 0x7F == 0x7D { h | 0x02 } else { h });
+        }
+    }
+
+    fn eights_narrow_to_the_nearest(step: usize) {
+        let e4m3: Vec<f64> = (0..=0x7F).map(|h| value(h, 3, 7)).collect();
+        let e5m2: Vec<f64> = (0..=0x7F).map(|h| value(h, 2, 15)).collect();
+        for x in f32_values_for_eights(step) {
+            let sign = if x.is_sign_negative() { 0x80 } else { 0 };
+            let magnitude = f64::from(x.abs());
+            let (four, five) = match x.is_nan() {
+                true => (0x7F, 0x7E | (x.to_bits() >> 21 & 3) as u8),
+                // 0x7F and 0x7C are where 480 and 65,536 would be.
+                false => (nearest(magnitude, &e4m3, 0x7F), nearest(magnitude, &e5m2, 0x7C)),
+            };
+            assert_eq!(f32_to_e4m3(x), sign | four, "e4m3 of {x:e}, {:#010x}", x.to_bits());
+            assert_eq!(f32_to_e5m2(x), sign | five, "e5m2 of {x:e}, {:#010x}", x.to_bits());
+        }
+    }
+
+    #[test]
+    fn eights_narrow_to_the_nearest_by_samples() {
+        eights_narrow_to_the_nearest(0x0FFD);
+    }
+
+    #[test]
+    #[ignore = "every f32: minutes"]
+    fn eights_narrow_to_the_nearest_always() {
+        eights_narrow_to_the_nearest(1);
+    }
+
+    #[test]
+    fn narrowing_eights_by_hand() {
+        let (min4, min5) = (2f32.powi(-9), 2f32.powi(-16));
+        let cases = [
+            (1.0, 0x38, 0x3C),
+            (-1.0, 0xB8, 0xBC),
+            (0.0, 0x00, 0x00),
+            (-0.0, 0x80, 0x80),
+            (1.0625, 0x38, 0x3C), // half way in e4m3: to even, down
+            (1.1875, 0x3A, 0x3D), // half way in e4m3: to even, up
+            (1.125, 0x39, 0x3C),  // half way in e5m2: to even, down
+            (1.375, 0x3B, 0x3E),  // half way in e5m2: to even, up
+            (min4, 0x01, 0x18),
+            (min4 / 2.0, 0x00, 0x14), // half the least e4m3: to even, zero
+            (min4 * 0.5001, 0x01, 0x14),
+            (min4 * 1.5, 0x02, 0x1A),
+            (min5 / 2.0, 0x00, 0x00),
+            (-min5 * 0.5001, 0x80, 0x81),
+            (448.0, 0x7E, 0x5F),
+            (464.0, 0x7E, 0x5F), // the last that stays a number in e4m3
+            (464.00003, 0x7F, 0x5F),
+            (-465.0, 0xFF, 0xDF),
+            (57_344.0, 0x7F, 0x7B),
+            (61_439.996, 0x7F, 0x7B), // the last that stays finite in e5m2
+            (61_440.0, 0x7F, 0x7C),
+            (-1e30, 0xFF, 0xFC),
+            (f32::INFINITY, 0x7F, 0x7C),
+            (f32::NEG_INFINITY, 0xFF, 0xFC),
+            (f32::from_bits(0x7FC0_0000), 0x7F, 0x7E),
+            (f32::from_bits(0xFF80_0001), 0xFF, 0xFE),
+        ];
+        for (x, four, five) in cases {
+            assert_eq!((f32_to_e4m3(x), f32_to_e5m2(x)), (four, five), "{x:e}");
         }
     }
 }

@@ -3,7 +3,11 @@
 
 use half::{bf16, f16};
 
-use super::convert::{bf16_to_f32, f16_to_f32, f32_to_bf16, f32_to_f16};
+use super::convert::{
+    E4M3_LAST, bf16_to_f32, e4m3_to_f32, e5m2_to_f32, f16_to_f32, f32_to_bf16, f32_to_e4m3, f32_to_e5m2,
+    f32_to_f16,
+};
+use crate::{f8e4m3, f8e5m2};
 
 /// A stored type and the type it is computed in.
 ///
@@ -15,6 +19,12 @@ pub(super) trait Lane: Copy {
     fn narrow(acc: Self::Acc) -> Self;
     /// What finishing an average over `n > 1` ranks does.
     fn divide(acc: Self::Acc, n: u32) -> Self::Acc;
+}
+
+/// A float, which [`scale`](crate::scale) multiplies.
+pub(super) trait Scaled: Lane {
+    /// The product with the factor as a float of the type computed in.
+    fn times(acc: Self::Acc, factor: f64) -> Self::Acc;
 }
 
 macro_rules! integer_lanes {
@@ -62,6 +72,13 @@ macro_rules! float_lanes {
                 acc / n as $acc
             }
         }
+
+        impl Scaled for $t {
+            #[inline(always)]
+            fn times(acc: $acc, factor: f64) -> $acc {
+                acc * factor as $acc
+            }
+        }
     )*};
 }
 
@@ -70,6 +87,14 @@ float_lanes! {
     bf16 in f32: |x: bf16| bf16_to_f32(x.to_bits()), |x| bf16::from_bits(f32_to_bf16(x));
     f32 in f32: |x| x, |x| x;
     f64 in f64: |x| x, |x| x;
+    f8e4m3 in f32: |x: f8e4m3| e4m3_to_f32(x.to_bits()), |x| f8e4m3::from_bits(f32_to_e4m3(in_range(x)));
+    f8e5m2 in f32: |x: f8e5m2| e5m2_to_f32(x.to_bits()), |x| f8e5m2::from_bits(f32_to_e5m2(x));
+}
+
+/// The canonical NaN for what E4M3 does not hold: narrowing alone would keep its sign.
+#[inline(always)]
+fn in_range(x: f32) -> f32 {
+    if x.to_bits() & 0x7FFF_FFFF > E4M3_LAST { f32::CANONICAL } else { x }
 }
 
 /// The one NaN that results are written as. `NAN`'s bits are not guaranteed.

@@ -2,11 +2,11 @@
 
 pub mod scalar;
 
-mod convert;
-#[cfg(target_arch = "x86_64")]
-mod halves;
+pub(crate) mod convert;
 mod lane;
 mod simd;
+#[cfg(target_arch = "x86_64")]
+mod small;
 #[cfg(test)]
 mod tests;
 
@@ -91,6 +91,38 @@ pub unsafe fn copy(src: *const u8, outs: &[*mut u8], bytes: usize) {
         }
         at += n;
     }
+}
+
+/// Multiplies every element by `factor`, in place.
+///
+/// `len` counts elements. Only floats can be scaled: those of which [`DType::scales`] says
+/// so. The [rules](crate#rules) say what exactly is computed.
+///
+/// # Safety
+///
+/// `memory` must be valid for reads and writes of `len * dtype.size()` bytes; no alignment
+/// is needed. Nothing else may touch it during the call.
+pub unsafe fn scale(dtype: DType, memory: *mut u8, len: usize, factor: f64) {
+    // SAFETY: `level` names what this CPU has; the rest is as the caller vouches.
+    unsafe { scale_at(simd::level(), dtype, memory, len, factor) }
+}
+
+/// [`scale`] with a given level of instructions.
+///
+/// # Safety
+///
+/// As [`scale`], and the CPU must have the level.
+unsafe fn scale_at(level: simd::Level, dtype: DType, memory: *mut u8, len: usize, factor: f64) {
+    if scalable(dtype) {
+        // SAFETY: the caller vouches for the level and the memory.
+        unsafe { simd::scale(level, dtype, memory, len, factor) }
+    }
+}
+
+/// Whether elements of the type can be scaled; the caller's mistake if not.
+fn scalable(dtype: DType) -> bool {
+    debug_assert!(dtype.scales(), "{dtype} can not be scaled");
+    dtype.scales()
 }
 
 /// Whether the call means anything; the caller's mistake if not.

@@ -1,10 +1,10 @@
-//! The oracle: `reduce` written one element at a time, with nothing in it that is there
-//! for speed. The fast kernels are tested against it bit for bit.
+//! The oracle: `reduce` and `scale` written one element at a time, with nothing in it that
+//! is there for speed. The fast kernels are tested against it bit for bit.
 
 use half::{bf16, f16};
 
-use super::{divisor, valid};
-use crate::{DType, ReduceOp};
+use super::{divisor, scalable, valid};
+use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
 
 /// What [`crate::reduce`] does, slowly.
 ///
@@ -63,8 +63,9 @@ pub unsafe fn reduce(
                         _ => x.reduce(|a, b| a + b),
                     }
                     .unwrap_or_default();
-                    let folded = n.map_or(folded, |n| folded / n as $acc);
-                    if folded.is_nan() { <$t>::from_bits($nan) } else { $narrow(folded) }
+                    let result: $t = $narrow(n.map_or(folded, |n| folded / n as $acc));
+                    // After narrowing: out of the range of E4M3 is NaN too.
+                    if result.is_nan() { <$t>::from_bits($nan) } else { result }
                 })
             }
         };
@@ -93,6 +94,40 @@ pub unsafe fn reduce(
         DType::BF16 => float!(bf16, f32, bf16::to_f32, bf16::from_f32, 0x7FC0),
         DType::F32 => float!(f32, f32, |x: f32| x, |x: f32| x, 0x7FC0_0000),
         DType::F64 => float!(f64, f64, |x: f64| x, |x: f64| x, 0x7FF8_0000_0000_0000),
+        DType::F8E4M3 => float!(f8e4m3, f32, f8e4m3::to_f32, f8e4m3::from_f32, 0x7F),
+        DType::F8E5M2 => float!(f8e5m2, f32, f8e5m2::to_f32, f8e5m2::from_f32, 0x7E),
+    }
+}
+
+/// What [`crate::scale`] does, slowly.
+///
+/// # Safety
+///
+/// As [`crate::scale`].
+pub unsafe fn scale(dtype: DType, memory: *mut u8, len: usize, factor: f64) {
+    if !scalable(dtype) {
+        return;
+    }
+    let (ins, outs) = ([memory.cast_const()], [memory]);
+    macro_rules! float {
+        ($t:ty, $acc:ident, $widen:expr, $narrow:expr, $nan:expr) => {
+            // SAFETY: `$t` is the element type of memory that the caller vouches for.
+            unsafe {
+                each::<$t>(&ins, &outs, len, |x| {
+                    let result: $t = $narrow($widen(x[0]) * factor as $acc);
+                    if result.is_nan() { <$t>::from_bits($nan) } else { result }
+                })
+            }
+        };
+    }
+    match dtype {
+        DType::F16 => float!(f16, f32, f16::to_f32, f16::from_f32, 0x7E00),
+        DType::BF16 => float!(bf16, f32, bf16::to_f32, bf16::from_f32, 0x7FC0),
+        DType::F32 => float!(f32, f32, f32::from, f32::from, 0x7FC0_0000),
+        DType::F64 => float!(f64, f64, f64::from, f64::from, 0x7FF8_0000_0000_0000),
+        DType::F8E4M3 => float!(f8e4m3, f32, f8e4m3::to_f32, f8e4m3::from_f32, 0x7F),
+        DType::F8E5M2 => float!(f8e5m2, f32, f8e5m2::to_f32, f8e5m2::from_f32, 0x7E),
+        _ => {}
     }
 }
 

@@ -8,8 +8,8 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
-use super::lane::{And, Fold, Lane, Max, Min, Or, Prod, Sum, Truth, Xor};
-use crate::{DType, ReduceOp};
+use super::lane::{And, Fold, Lane, Max, Min, Or, Prod, Scaled, Sum, Truth, Xor};
+use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
 
 /// One checked call: at least one input and one output.
 pub(super) struct Job<'a> {
@@ -112,9 +112,9 @@ unsafe fn dispatch<I: Isa>(dtype: DType, op: ReduceOp, mut job: Job<'_>) {
             }
         };
     }
-    if matches!(dtype, DType::F16 | DType::BF16) {
+    if is_small(dtype) {
         // SAFETY: the caller vouches for the instruction set and the job.
-        job.start = unsafe { I::halves(dtype, op, &job) };
+        job.start = unsafe { I::small(dtype, op, &job) };
         if job.start == job.len {
             return;
         }
@@ -137,6 +137,52 @@ unsafe fn dispatch<I: Isa>(dtype: DType, op: ReduceOp, mut job: Job<'_>) {
         DType::BF16 => float!(bf16),
         DType::F32 => float!(f32),
         DType::F64 => float!(f64),
+        DType::F8E4M3 => float!(f8e4m3),
+        DType::F8E5M2 => float!(f8e5m2),
+    }
+}
+
+/// Whether the type is a float of 8 or 16 bits.
+fn is_small(dtype: DType) -> bool {
+    dtype.is_float() && dtype.size() <= 2
+}
+
+/// Multiplies every element in place, at a level.
+///
+/// # Safety
+///
+/// The CPU must have the level; `dtype` must be a float; the memory must be as
+/// [`crate::scale`] asks.
+pub(super) unsafe fn scale(level: Level, dtype: DType, memory: *mut u8, len: usize, factor: f64) {
+    // SAFETY: the caller vouches for the level, hence for its `Isa`, and for the rest.
+    unsafe {
+        match level {
+            Level::Portable => scale_by::<Portable>(dtype, memory, len, factor),
+            #[cfg(target_arch = "x86_64")]
+            Level::Avx2 => scale_by::<Avx2>(dtype, memory, len, factor),
+        }
+    }
+}
+
+/// Finds the kernel that scales a type.
+///
+/// # Safety
+///
+/// As [`scale`], with `I` for the level.
+unsafe fn scale_by<I: Isa>(dtype: DType, memory: *mut u8, len: usize, factor: f64) {
+    // SAFETY: the caller vouches for the instruction set and the memory; every lane below
+    // is that of `dtype`.
+    unsafe {
+        let start = if is_small(dtype) { I::scale_small(dtype, memory, len, factor) } else { 0 };
+        match dtype {
+            DType::F16 => I::scale::<f16>(memory, start, len, factor),
+            DType::BF16 => I::scale::<bf16>(memory, start, len, factor),
+            DType::F32 => I::scale::<f32>(memory, start, len, factor),
+            DType::F64 => I::scale::<f64>(memory, start, len, factor),
+            DType::F8E4M3 => I::scale::<f8e4m3>(memory, start, len, factor),
+            DType::F8E5M2 => I::scale::<f8e5m2>(memory, start, len, factor),
+            _ => {}
+        }
     }
 }
 
@@ -150,14 +196,32 @@ trait Isa {
     /// [`crate::reduce`] asks, over `len` elements of `L`.
     unsafe fn kernel<L: Lane, F: Fold<L::Acc>>(job: &Job<'_>);
 
-    /// Does as much of a job on `f16` or `bf16` as there is a better way for than
+    /// Does as much of a job on a small float as there is a better way for than
     /// [`Isa::kernel`], and returns up to where.
     ///
     /// # Safety
     ///
     /// As [`Isa::kernel`], over elements of `dtype`.
-    unsafe fn halves(_dtype: DType, _op: ReduceOp, job: &Job<'_>) -> usize {
+    unsafe fn small(_dtype: DType, _op: ReduceOp, job: &Job<'_>) -> usize {
         job.start
+    }
+
+    /// Scales the elements from `start` on.
+    ///
+    /// # Safety
+    ///
+    /// The CPU must have the instruction set; the memory must be as [`crate::scale`] asks,
+    /// over `len` elements of `L`.
+    unsafe fn scale<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor: f64);
+
+    /// Scales as many of the small floats at the start as there is a better way for than
+    /// [`Isa::scale`], and returns up to where.
+    ///
+    /// # Safety
+    ///
+    /// As [`Isa::scale`], over elements of `dtype`.
+    unsafe fn scale_small(_dtype: DType, _memory: *mut u8, _len: usize, _factor: f64) -> usize {
+        0
     }
 }
 
@@ -167,6 +231,11 @@ impl Isa for Portable {
     unsafe fn kernel<L: Lane, F: Fold<L::Acc>>(job: &Job<'_>) {
         // SAFETY: the caller vouches for the job.
         unsafe { fold_all::<L, F>(job) }
+    }
+
+    unsafe fn scale<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor: f64) {
+        // SAFETY: the caller vouches for the memory.
+        unsafe { scale_all::<L>(memory, start, len, factor) }
     }
 }
 
@@ -185,9 +254,24 @@ impl Isa for Avx2 {
         unsafe { kernel::<L, F>(job) }
     }
 
-    unsafe fn halves(dtype: DType, op: ReduceOp, job: &Job<'_>) -> usize {
+    unsafe fn small(dtype: DType, op: ReduceOp, job: &Job<'_>) -> usize {
         // SAFETY: the caller vouches for the CPU and for the job.
-        unsafe { super::halves::run(dtype, op, job) }
+        unsafe { super::small::run(dtype, op, job) }
+    }
+
+    unsafe fn scale<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor: f64) {
+        #[target_feature(enable = "avx2,f16c")]
+        unsafe fn scale<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor: f64) {
+            // SAFETY: the caller vouches for the memory.
+            unsafe { scale_all::<L>(memory, start, len, factor) }
+        }
+        // SAFETY: the caller vouches for the CPU and for the memory.
+        unsafe { scale::<L>(memory, start, len, factor) }
+    }
+
+    unsafe fn scale_small(dtype: DType, memory: *mut u8, len: usize, factor: f64) -> usize {
+        // SAFETY: the caller vouches for the CPU and for the memory.
+        unsafe { super::small::scale(dtype, memory, len, factor) }
     }
 }
 
@@ -227,6 +311,19 @@ unsafe fn load<L: Lane>(p: *const u8, i: usize) -> L::Acc {
 unsafe fn store<L: Lane>(p: *mut u8, i: usize, value: L::Acc) {
     // SAFETY: the caller vouches for the element.
     unsafe { p.cast::<L>().add(i).write_unaligned(L::narrow(value)) };
+}
+
+/// The kernel that scales, whatever the instruction set: inlined as [`fold_all`] is.
+///
+/// # Safety
+///
+/// The memory must be as [`crate::scale`] asks, over `len` elements of `L`.
+#[inline(always)]
+unsafe fn scale_all<L: Scaled>(memory: *mut u8, start: usize, len: usize, factor: f64) {
+    for i in start..len {
+        // SAFETY: `i < len`.
+        unsafe { store::<L>(memory, i, L::times(load::<L>(memory, i), factor)) };
+    }
 }
 
 /// Two inputs and one output, straight from memory to memory.

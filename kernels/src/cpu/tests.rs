@@ -4,8 +4,8 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::simd::Level;
-use super::{copy, reduce_at, scalar};
-use crate::{DType, ReduceOp};
+use super::{copy, reduce_at, scalar, scale_at};
+use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
 
 const COUNTS: [usize; 5] = [1, 2, 3, 4, 8];
 const LENGTHS: [usize; 17] = [0, 1, 3, 7, 8, 15, 16, 17, 31, 63, 64, 65, 511, 512, 513, 1025, 4099];
@@ -138,15 +138,13 @@ impl Rng {
 
     /// An element's bytes: of anything, of something moderate, or of something special.
     fn element(&mut self, dtype: DType) -> Vec<u8> {
-        const SPECIAL: [f64; 10] =
-            [0.0, -0.0, 1.0, -1.0, f64::INFINITY, -f64::INFINITY, f64::NAN, 6e-8, 65504.0, 3e38];
+        const SPECIAL: [f64; 12] =
+            [0.0, -0.0, 1.0, -1.0, f64::INFINITY, -f64::INFINITY, f64::NAN, 6e-8, 65504.0, 3e38, 448.0, 2e-3];
         let random = self.next();
         let x = match (dtype, random % 4) {
             (DType::Bool, 0 | 1) => return vec![0],
-            (DType::F16 | DType::BF16 | DType::F32 | DType::F64, 1) => SPECIAL[self.below(10)],
-            (DType::F16 | DType::BF16 | DType::F32 | DType::F64, 2 | 3) => {
-                (random >> 11) as f64 / 2f64.powi(50) - 4.0
-            }
+            (_, 1) if dtype.is_float() => SPECIAL[self.below(SPECIAL.len())],
+            (_, 2 | 3) if dtype.is_float() => (random >> 11) as f64 / 2f64.powi(50) - 4.0,
             _ => {
                 let bytes = (random >> 2).wrapping_mul(5).to_le_bytes();
                 return bytes[..dtype.size()].to_vec();
@@ -155,6 +153,8 @@ impl Rng {
         match dtype {
             DType::F16 => f16::from_f64(x).to_le_bytes().to_vec(),
             DType::BF16 => bf16::from_f64(x).to_le_bytes().to_vec(),
+            DType::F8E4M3 => vec![f8e4m3::from_f32(x as f32).to_bits()],
+            DType::F8E5M2 => vec![f8e5m2::from_f32(x as f32).to_bits()],
             DType::F32 => (x as f32).to_le_bytes().to_vec(),
             _ => x.to_le_bytes().to_vec(),
         }
@@ -248,6 +248,80 @@ fn every_half_agrees() {
                 for level in Level::available() {
                     case.check(level, place, &expected);
                 }
+            }
+        }
+    }
+}
+
+/// Every two 8-bit floats, by every operator.
+#[test]
+fn every_pair_of_eights_agrees() {
+    let a: Vec<u8> = (0..=u8::MAX).flat_map(|x| [x; 256]).collect();
+    let b: Vec<u8> = (0..256).flat_map(|_| 0..=u8::MAX).collect();
+    let place = Place { shift: (0, 0), outs: 1, in_place: None };
+    for dtype in [DType::F8E4M3, DType::F8E5M2] {
+        let sum = [(ReduceOp::Sum, None), (ReduceOp::Avg, Some(2)), (ReduceOp::Avg, Some(3))];
+        let rest = [ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max].map(|op| (op, None));
+        for (op, finish) in sum.into_iter().chain(rest) {
+            let case = Case { dtype, op, finish, len: 1 << 16, ins: vec![a.clone(), b.clone()] };
+            let expected = case.expected();
+            for level in Level::available() {
+                case.check(level, place, &expected);
+            }
+        }
+    }
+}
+
+/// Scales at a place and by the oracle, and compares.
+fn check_scale(level: Level, dtype: DType, content: &[u8], shift: usize, factor: f64) {
+    let (len, size) = (content.len() / dtype.size(), dtype.size());
+    let mut buffer = Buffer::new(content, shift);
+    // SAFETY: a buffer of `len` elements; the level is an available one.
+    unsafe { scale_at(level, dtype, buffer.pointer(), len, factor) };
+    let mut expected = content.to_vec();
+    // SAFETY: a vector of `len` elements.
+    unsafe { scalar::scale(dtype, expected.as_mut_ptr(), len, factor) };
+    let elements = buffer.content().chunks(size).zip(expected.chunks(size));
+    for (i, (got, expected)) in elements.enumerate() {
+        let before = &content[i * size..][..size];
+        assert!(
+            got == expected,
+            "{dtype} by {factor:e}, {level:?}, element {i} of {len}, {before:x?}: {got:x?}, not {expected:x?}",
+        );
+    }
+    assert!(buffer.guarded(), "{dtype}, {level:?}, {len} elements at {shift}");
+}
+
+const FACTORS: [f64; 9] = [1.0, 0.5, 1.0 / 3.0, -0.1, 0.0, 1e-9, 3e4, 1e300, f64::NAN];
+
+/// Every float, at every alignment, with every remainder.
+#[test]
+fn every_scale_agrees() {
+    let mut rng = Rng(3);
+    for dtype in DType::ALL.into_iter().filter(|d| d.scales()) {
+        for (turn, len) in LENGTHS.into_iter().chain(0..40).enumerate() {
+            let content: Vec<u8> = (0..len).flat_map(|_| rng.element(dtype)).collect();
+            let shifts = if len < 40 { 0..16 } else { turn % 16..turn % 16 + 1 };
+            for (shift, factor) in shifts.flat_map(|s| FACTORS.map(|f| (s, f))) {
+                for level in Level::available() {
+                    check_scale(level, dtype, &content, shift, factor);
+                }
+            }
+        }
+    }
+}
+
+/// Every small float, also infinities, subnormals and every NaN.
+#[test]
+fn every_small_float_scales() {
+    for dtype in [DType::F16, DType::BF16, DType::F8E4M3, DType::F8E5M2] {
+        let all: Vec<u8> = match dtype.size() {
+            1 => (0..=u8::MAX).collect(),
+            _ => (0..=u16::MAX).flat_map(u16::to_le_bytes).collect(),
+        };
+        for factor in FACTORS.into_iter().chain([f64::INFINITY, 1.0 / 7.0, 3.0, 1.0 + 1e-7]) {
+            for level in Level::available() {
+                check_scale(level, dtype, &all, 0, factor);
             }
         }
     }
