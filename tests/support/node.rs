@@ -106,15 +106,6 @@ impl Under<'_> {
     /// The result, awaited in turn as a future and by waiting.
     #[track_caller]
     fn end<S: Several, O>(&self, work: NodeWork<S, O>) -> S::Of<O> {
-        if std::env::var_os("NODE_TRACE").is_some() {
-            eprintln!(
-                "{} call {} of {} at {}",
-                std::process::id(),
-                self.salt,
-                self.first,
-                std::panic::Location::caller()
-            );
-        }
         let result = if self.salt.is_multiple_of(2) { work.wait() } else { block_on(work) };
         result.unwrap_or_else(|failed| panic!("call {}: {}", self.salt, failed.error))
     }

@@ -18,6 +18,9 @@ use crate::mem::{Held, HostStream};
 /// (with the buffer, if it may be had) of those that did not.
 pub type Outcomes<S, O> = <S as Several>::Of<Result<O, Failed<<S as Several>::Item>>>;
 
+/// What each device's stream has, in order: see [`NodeWork::join`].
+type Joined<S, O> = <S as Several>::Of<Ordered<O, <S as Several>::Item>>;
+
 /// An operation of all devices of a [`Node`](super::Node) that has been submitted: a future of all parts, in the shape
 /// in which the buffers came.
 ///
@@ -123,7 +126,7 @@ impl<S: Several, O> NodeWork<S, O> {
     pub fn join<'s>(
         mut self,
         streams: impl IntoIterator<Item = &'s HostStream>,
-    ) -> Result<S::Of<Ordered<O, S::Item>>, Failed<Outcomes<S, O>>>
+    ) -> Result<Joined<S, O>, Failed<Outcomes<S, O>>>
     where
         O: Send + 'static,
         S::Item: Send + 'static,
