@@ -23,7 +23,7 @@ use allstream::plan::{Operand, Shape, algorithms, plan, suitable};
 use allstream::testing::plant;
 use allstream::{Algo, Comm, DType, Kind, ReduceOp};
 
-use cases::{Await, Case, Form, Oracle, Seen, What, agree};
+use cases::{Await, Case, Combine, Form, Oracle, Seen, What, agree};
 use values::mix;
 
 const LINKS: [&str; 3] = ["local", "shm", "tcp"];
@@ -126,7 +126,7 @@ fn case(site: &Site, attempt: u64) -> Case {
         len: if attempt.is_multiple_of(2) { 24 } else { 120_000 },
         dtype: DType::F32,
         // Only an average shows a `finish` that is turned over.
-        op: ReduceOp::Avg,
+        op: Combine::Op(ReduceOp::Avg),
         root: site.root,
         // In a barrier: the late rank is late enough.
         special: site.kind == Kind::Barrier,
@@ -134,6 +134,7 @@ fn case(site: &Site, attempt: u64) -> Case {
         // In a barrier, each rank is late once.
         seed: mix(&[attempt]) / site.n as u64 * site.n as u64 + attempt % site.n as u64,
         timeout: CALL,
+        refused: false,
     }
 }
 

@@ -7,6 +7,8 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
 
+#[cfg(doc)]
+use super::Call;
 use super::Comm;
 use super::handle::Stats;
 use crate::error::Error;

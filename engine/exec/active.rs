@@ -105,8 +105,7 @@ impl Active {
 
     /// Notes memory that a receiver has given back.
     pub(crate) fn freed(&mut self, lent: Lent) {
-        let id = Machine::of(&lent);
-        if let Some(machine) = self.running.iter_mut().find(|machine| machine.id() == id) {
+        if let Some(machine) = self.running.iter_mut().find(|machine| machine.posted(&lent)) {
             machine.freed(lent);
         }
     }
@@ -118,8 +117,7 @@ impl Active {
         while self.running.len() < WINDOW
             && let Some(part) = current.parts.get(current.next)
         {
-            let fresh = || Machine::new(self.running.len() as u8);
-            let mut machine = self.idle.pop().unwrap_or_else(fresh);
+            let mut machine = self.idle.pop().unwrap_or_else(Machine::new);
             machine.start(current.common.clone(), part.clone(), current.number);
             self.running.push(machine);
             current.next += 1;

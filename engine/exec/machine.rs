@@ -80,10 +80,8 @@ struct Line([u64; 8]);
 
 /// The machine. Its vectors are kept from one part to the next.
 pub(super) struct Machine {
-    /// Which machine this is: frames that come back name it.
-    id: u8,
     work: Option<(Common, Part)>,
-    /// Which part of the operation, as its messages say.
+    /// Which part of the operation: its messages say so, and frames that come back.
     part: u16,
     nodes: Vec<NodeRun>,
     sent: Vec<usize>,
@@ -112,9 +110,8 @@ pub(super) struct Machine {
 struct Scratch([u8; Port::INLINE]);
 
 impl Machine {
-    pub(super) fn new(id: u8) -> Machine {
+    pub(super) fn new() -> Machine {
         Machine {
-            id,
             work: None,
             part: 0,
             nodes: Vec::new(),
@@ -136,13 +133,10 @@ impl Machine {
         }
     }
 
-    /// The machine that a frame came from.
-    pub(super) fn of(lent: &Lent) -> u8 {
-        (lent.receiver >> RECEIVER_BITS) as u8
-    }
-
-    pub(super) fn id(&self) -> u8 {
-        self.id
+    /// Whether a frame came from this machine, and from the part that it is at: a frame that was copied as it was
+    /// posted may come back when its part is long done, and the machine is at another.
+    pub(super) fn posted(&self, lent: &Lent) -> bool {
+        lent.receiver >> RECEIVER_BITS == u32::from(self.part)
     }
 
     /// Sets the machine up. No allocation once the vectors have grown.
@@ -357,8 +351,10 @@ impl Machine {
 
     fn address(&self, part: &Part, at: At, node: &NodeRun, pos: usize) -> *mut u8 {
         let base = match at.slot {
-            OUTPUT => part.output,
-            INPUT if !self.scaled_input.is_empty() => self.scaled_input.as_ptr().cast::<u8>().cast_mut(),
+            OUTPUT if self.scaled_input.is_empty() || !part.is_in_place() => part.output,
+            INPUT | OUTPUT if !self.scaled_input.is_empty() => {
+                self.scaled_input.as_ptr().cast::<u8>().cast_mut()
+            }
             INPUT => part.input.cast_mut(),
             _ => self.scratch.as_ptr().cast::<u8>().cast_mut(),
         };
@@ -578,7 +574,7 @@ impl Machine {
             message: self.message(self.tx[peer].message),
             signature: c.signature(&node),
         };
-        let (end, receiver) = (at + m, k as u32 | u32::from(self.id) << RECEIVER_BITS);
+        let (end, receiver) = (at + m, k as u32 | u32::from(self.part) << RECEIVER_BITS);
         let free = port.post(peer, header, payload, (c.common.number, i as u32, receiver, end))?;
         let index = node.first + k;
         if free && self.freed[index] == at {
@@ -598,8 +594,8 @@ impl Machine {
     }
 }
 
-/// The low bits of [`Lent::receiver`] are the receiver, the high ones the machine.
-const RECEIVER_BITS: u32 = 24;
+/// The low bits of [`Lent::receiver`] are the receiver, the high ones the part.
+const RECEIVER_BITS: u32 = 16;
 const RECEIVER: u32 = (1 << RECEIVER_BITS) - 1;
 
 /// What a machine works on.

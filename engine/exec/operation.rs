@@ -9,7 +9,7 @@ use allstream_kernels::Combine;
 use super::Endpoint;
 use crate::error::Error;
 use crate::mem::Held;
-use crate::plan::{Layout, Program, Slot};
+use crate::plan::{Layout, OUTPUT, Program, Slot};
 use crate::types::{DType, ReduceOp, Signature};
 
 /// How values are combined.
@@ -65,6 +65,16 @@ impl Part {
             }
             (layout, _) => layout.range(chunk, self.count),
         }
+    }
+
+    /// Whether input and output are one buffer.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.input.cast_mut() == self.output
+    }
+
+    /// Whether the plan leaves anything in the output.
+    pub(super) fn writes_output(&self) -> bool {
+        self.program.plan.steps.iter().any(|step| step.dst.is_some_and(|at| at.slot == OUTPUT))
     }
 
     /// Elements of a slot.

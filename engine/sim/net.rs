@@ -23,14 +23,30 @@ pub(super) fn time(seconds: f64) -> Time {
     (seconds * 1e12) as Time
 }
 
-/// Something reaches a rank: a frame, or the room of one that was released.
-type Event = Reverse<(Time, u64, u32, u32)>;
+/// Something happens between two ranks (to the first, from the second).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum What {
+    /// A frame is at the receiver's port, and comes in when that is free.
+    AtPort,
+    /// A frame is there whole, or the room of one that was released.
+    News,
+}
+
+/// When, in which order, what, to whom, from whom.
+type Event = Reverse<(Time, u64, What, u32, u32)>;
+
+/// Not there yet.
+const COMING: Time = Time::MAX;
 
 /// Frames of one link, in order.
 #[derive(Default)]
 struct Wire {
-    /// Arrived or on their way, with their time of arrival.
+    /// With the time of their arrival, if that is known.
     frames: VecDeque<(Time, Header)>,
+    /// Of them, those whose arrival is known.
+    landed: usize,
+    /// When the last one is at the receiver's port.
+    last: Time,
     posted: u64,
     /// Released by the receiver, with the time at which the sender knows.
     released: VecDeque<Time>,
@@ -105,10 +121,34 @@ impl Net {
         self.clock(rank)
     }
 
-    /// The next event: whom it reaches, from whom, and when.
+    /// The next news: whom it reaches, from whom, and when.
     pub(super) fn next(&self) -> Option<(Time, Rank, Rank)> {
-        let Reverse((at, _, rank, peer)) = self.state.lock().events.pop()?;
-        Some((at, rank as Rank, peer as Rank))
+        let mut state = self.state.lock();
+        loop {
+            let Reverse((at, _, what, to, from)) = state.events.pop()?;
+            let (to, from) = (to as Rank, from as Rank);
+            if what == What::News {
+                return Some((at, to, from));
+            }
+            // Ports take frames in the order in which they come to them.
+            let index = from * self.clocks.len() + to;
+            let header = state.wires[index].as_ref().and_then(|wire| wire.frames.get(wire.landed))?.1;
+            let takes = self.takes(from, &header).max(self.takes(to, &header));
+            let arrives = at.max(state.busy[to].into) + takes;
+            state.busy[to].into = arrives;
+            if let Some(wire) = &mut state.wires[index] {
+                let landed = wire.landed;
+                wire.frames[landed].0 = arrives;
+                wire.landed += 1;
+            }
+            state.announce(arrives, What::News, to, from);
+        }
+    }
+
+    /// How long a rank's port is busy with a frame.
+    fn takes(&self, rank: Rank, header: &Header) -> Time {
+        let bytes = f64::from(header.len) + crate::link::HEADER_BYTES as f64;
+        (bytes * self.per_byte * self.slowness(rank)) as Time
     }
 
     /// Frames sent, and how many of them had to be sent again.
@@ -121,40 +161,38 @@ impl Net {
         self.slow.map_or(1.0, |(slow, factor)| if slow == rank { factor } else { 1.0 })
     }
 
+    /// A frame leaves when the sender's port is free, is on its way, and comes in when the receiver's port is free: both
+    /// are busy for its length, at the same time but for the latency.
     fn post(&self, from: Rank, to: Rank, header: Header) {
-        let now = self.clock(from);
-        let bytes = f64::from(header.len) + crate::link::HEADER_BYTES as f64;
-        let takes = |rank| (bytes * self.per_byte * self.slowness(rank)) as Time;
+        let (now, takes) = (self.clock(from), self.takes(from, &header));
         let mut state = self.state.lock();
         state.frames += 1;
-        // A frame leaves when the port is free, is on its way, and comes in when the other port is free: both ports
-        // are busy for its length, one after the other, at the same time but for the latency.
         let start = now.max(state.busy[from].out);
-        state.busy[from].out = start + takes(from);
+        state.busy[from].out = start + takes;
         let mut first = start + self.alpha;
         while self.loss > 0.0 && state.chance() < self.loss {
             state.lost += 1;
-            first += self.retry + takes(from);
+            first += self.retry + takes;
         }
-        let mut arrives = first.max(state.busy[to].into) + takes(from).max(takes(to));
-        state.busy[to].into = arrives;
         let wire = state.wires[from * self.clocks.len() + to].get_or_insert_default();
         // In order: what was lost holds up what follows.
-        arrives = arrives.max(wire.frames.back().map_or(0, |(at, _)| *at));
-        wire.frames.push_back((arrives, header));
+        wire.last = wire.last.max(first);
+        first = wire.last;
+        wire.frames.push_back((COMING, header));
         wire.posted += 1;
-        state.announce(arrives, to, from);
+        state.announce(first, What::AtPort, to, from);
     }
 
     fn release(&self, from: Rank, to: Rank) {
-        let at = self.clock(to) + self.alpha;
+        let mut at = self.clock(to) + self.alpha;
         let mut state = self.state.lock();
         if let Some(wire) = &mut state.wires[from * self.clocks.len() + to] {
             wire.frames.pop_front();
-            let at = at.max(wire.released.back().copied().unwrap_or(0));
+            wire.landed = wire.landed.saturating_sub(1);
+            at = at.max(wire.released.back().copied().unwrap_or(0));
             wire.released.push_back(at);
         }
-        state.announce(at, from, to);
+        state.announce(at, What::News, from, to);
     }
 
     /// Frames released so far, as the sender knows at its clock; and frames posted.
@@ -178,9 +216,9 @@ impl Net {
 }
 
 impl State {
-    fn announce(&mut self, at: Time, rank: Rank, peer: Rank) {
+    fn announce(&mut self, at: Time, what: What, rank: Rank, peer: Rank) {
         self.order += 1;
-        self.events.push(Reverse((at, self.order, rank as u32, peer as u32)));
+        self.events.push(Reverse((at, self.order, what, rank as u32, peer as u32)));
     }
 
     /// A number in `0.0..1.0` (xorshift64*).

@@ -3,13 +3,38 @@
 #![allow(dead_code)] // Not every test uses everything.
 
 use std::any::Any;
+use std::marker::PhantomData;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use allstream::{Algo, Call, Comm, DType, Element, Failed, HostBuf, Kind, Message, ReduceOp, Work};
+use allstream::{Algo, Call, Comm, DType, Element, Kind, Work};
 use futures::executor::block_on;
 
 use super::values::{MOST, Value, mix, typed};
+
+/// Makes a call with the options of the case, and awaits it as the case says.
+macro_rules! call {
+    ($run:ident, $call:ident, $made:expr) => {{
+        let work = {
+            let $call = $run.options();
+            $made
+        };
+        super::end($run.comm, $run.case, work)
+    }};
+}
+
+#[path = "cases/combine.rs"]
+mod combine;
+#[path = "cases/fixed.rs"]
+mod fixed;
+#[path = "cases/lists.rs"]
+mod lists;
+#[path = "cases/talk.rs"]
+mod talk;
+#[path = "cases/varied.rs"]
+mod varied;
+
+pub(crate) use combine::{Combine, counts};
 
 /// What is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +49,68 @@ pub(crate) enum Form {
     InPlace,
     Into,
     New,
+    /// The same with a count for each rank.
+    InPlaceV,
+    IntoV,
+    NewV,
+    /// Many buffers, of several types.
+    List,
+    /// Bytes whose receivers do not know how many there are.
+    Bytes,
+}
+
+impl Form {
+    pub(crate) const ALL: [Form; 8] = [
+        Form::InPlace,
+        Form::Into,
+        Form::New,
+        Form::InPlaceV,
+        Form::IntoV,
+        Form::NewV,
+        Form::List,
+        Form::Bytes,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Form::InPlace => "in place",
+            Form::Into => "into",
+            Form::New => "new",
+            Form::InPlaceV => "in place, counts",
+            Form::IntoV => "into, counts",
+            Form::NewV => "new, counts",
+            Form::List => "list",
+            Form::Bytes => "bytes",
+        }
+    }
+
+    /// Whether a collective has it.
+    pub(crate) fn is_of(self, kind: Kind) -> bool {
+        match (kind, self) {
+            (Kind::Barrier, form) => form == Form::InPlace,
+            (_, Form::InPlace | Form::Into) => true,
+            (_, Form::New) => !matches!(kind, Kind::Broadcast | Kind::Reduce | Kind::Scan | Kind::ExScan),
+            (_, Form::InPlaceV) => matches!(kind, Kind::AllGather | Kind::ReduceScatter),
+            (_, Form::IntoV | Form::NewV) => kind.varies(),
+            (_, Form::List) => matches!(
+                kind,
+                Kind::AllReduce | Kind::Broadcast | Kind::Reduce | Kind::AllGather | Kind::ReduceScatter
+            ),
+            (_, Form::Bytes) => matches!(kind, Kind::Broadcast | Kind::AllGather),
+        }
+    }
+
+    pub(crate) fn varies(self) -> bool {
+        matches!(self, Form::InPlaceV | Form::IntoV | Form::NewV)
+    }
+
+    /// Whether its plan works in place.
+    pub(crate) fn in_place(self, kind: Kind) -> bool {
+        match self {
+            Form::List => matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::Reduce),
+            form => matches!(form, Form::InPlace | Form::InPlaceV | Form::Bytes),
+        }
+    }
 }
 
 /// How messages are exchanged.
@@ -33,6 +120,8 @@ pub(crate) enum Talk {
     Shift,
     /// Between all, in one batch.
     Batch,
+    /// To one and from another at once.
+    Both,
     /// The same tag several times over, all sends awaited before the first receive where they are small.
     Queue,
 }
@@ -54,12 +143,14 @@ pub(crate) struct Case {
     /// Elements; of one block, where there are several.
     pub(crate) len: usize,
     pub(crate) dtype: DType,
-    pub(crate) op: ReduceOp,
+    pub(crate) op: Combine,
     pub(crate) root: usize,
     pub(crate) special: bool,
     pub(crate) end: Await,
     pub(crate) seed: u64,
     pub(crate) timeout: Duration,
+    /// There is no such plan, or it keeps not what the reduction asks for: the call must be refused.
+    pub(crate) refused: bool,
 }
 
 /// What a rank saw, to be compared with what the others saw.
@@ -131,49 +222,58 @@ impl Oracle {
 }
 
 impl Case {
-    fn reduction(&self) -> Option<ReduceOp> {
+    fn reduction(&self) -> Option<Combine> {
         match self.what {
-            What::Collective(kind, ..) if kind.reduces() => Some(self.op),
+            What::Collective(kind, ..) if kind.reduces() && kind != Kind::Barrier => Some(self.op),
             _ => None,
         }
     }
 
-    /// Whether the plan reduces in rank order, so that floats are known to the bit.
+    /// Whether each result is one fold over all ranks, in their order, so that floats are known to the bit.
     fn in_rank_order(&self) -> bool {
-        matches!(self.what, What::Collective(_, Algo::OneShot | Algo::Direct, _))
-            || matches!(self.op, ReduceOp::Min | ReduceOp::Max)
+        matches!(self.what, What::Collective(_, Algo::OneShot | Algo::Direct | Algo::Naive, _))
+            || self.op.is_exact()
     }
 
     /// What a rank puts in: `count` elements.
     fn input<T: Value>(&self, rank: usize, count: usize) -> Vec<T> {
         let (op, seed) = (self.reduction(), mix(&[self.seed, rank as u64]));
-        let own = |i| T::make(op, self.special, mix(&[seed, i]), mix(&[self.seed, i, 77]));
+        let own = |i| {
+            let (h, all) = (mix(&[seed, i]), mix(&[self.seed, i, 77]));
+            op.map_or_else(|| T::make(None, self.special, h, all), |op| op.make(self.special, h, all))
+        };
         (0..count as u64).map(own).collect()
     }
 
-    /// The reduction of `count` elements of `n` ranks.
+    /// The same for buffer `j` of several.
+    fn nth(&self, j: usize) -> Case {
+        Case { seed: mix(&[self.seed, j as u64, 5]), ..*self }
+    }
+
+    /// The reductions of `count` elements of all of `n` ranks.
     fn reduced<T: Value>(&self, n: usize, count: usize) -> Expected<T> {
+        self.folded(n, count, &[0..n])
+    }
+
+    /// The reductions of `count` elements of some ranks, one after another.
+    fn folded<T: Value>(&self, n: usize, count: usize, of: &[std::ops::Range<usize>]) -> Expected<T> {
         let op = self.reduction().expect("a reduction");
         let inputs: Vec<Vec<T>> = (0..n).map(|rank| self.input(rank, count)).collect();
         let mut column = [T::default(); MOST];
-        let rounds = T::ROUNDS.filter(|_| !self.in_rank_order() && n > 2);
-        let mut expected = Expected { values: Vec::with_capacity(count), near: Vec::new() };
-        for i in 0..count {
-            for (rank, input) in inputs.iter().enumerate() {
-                column[rank] = input[i];
-            }
-            expected.values.push(T::fold(op, &column[..n]));
-            if let Some((eps, tiny)) = rounds {
-                let wide = || column[..n].iter().map(|x| x.wide());
-                // Each of n operations is off by half of eps, and the exact one here by less than the rest.
-                let (exact, size) = match op {
-                    ReduceOp::Prod => (wide().product::<f64>(), wide().product::<f64>().abs()),
-                    ReduceOp::Avg => {
-                        (wide().sum::<f64>() / n as f64, wide().map(f64::abs).sum::<f64>() / n as f64)
-                    }
-                    _ => (wide().sum(), wide().map(f64::abs).sum()),
-                };
-                expected.near.push((exact, n as f64 * (0.75 * eps * size + tiny)));
+        let rounds = T::ROUNDS.filter(|_| !self.in_rank_order());
+        let mut expected = Expected { values: Vec::with_capacity(count * of.len()), near: Vec::new() };
+        for ranks in of {
+            for i in 0..count {
+                for (rank, input) in inputs.iter().enumerate() {
+                    column[rank] = op.scaled(rank, input[i]);
+                }
+                let column = &column[ranks.clone()];
+                expected.values.push(op.fold(column));
+                if let Some(rounds) = rounds {
+                    // (There is one order of two.)
+                    let near = if column.len() > 2 { op.near(column, rounds) } else { (0.0, 0.0) };
+                    expected.near.push(near);
+                }
             }
         }
         expected
@@ -232,238 +332,87 @@ fn now() -> u64 {
 /// # Errors
 /// What was wrong: the result, or that there was none.
 pub(crate) fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
-    typed!(case.dtype, T => match case.what {
-        What::Collective(kind, algo, form) => collective::<T>(comm, case, (kind, algo, form), oracle, i),
-        What::Messages(talk) => messages::<T>(comm, case, talk),
-    })
-}
-
-/// Submits a call and awaits it as the case says.
-fn finish<O, F>(
-    comm: &mut Comm,
-    case: &Case,
-    call: impl FnOnce(Call<'_>) -> Work<O, F>,
-) -> Result<O, String> {
-    let algo = match case.what {
-        What::Collective(_, algo, _) => algo,
-        What::Messages(_) => Algo::Auto,
-    };
-    let work = call(comm.call().op(case.op).algo(algo).timeout(case.timeout));
-    let fail = |e: Failed<F>| e.error.to_string();
-    match case.end {
-        Await::Wait => work.wait().map_err(fail),
-        Await::Poll => block_on(work).map_err(fail),
-        Await::Later => {
-            let later = comm.timeout(case.timeout).barrier().wait();
-            let done = work.wait().map_err(fail)?;
-            later.map_err(|e| e.error.to_string())?;
-            Ok(done)
-        }
-    }
-}
-
-fn collective<T: Value>(
-    comm: &mut Comm,
-    case: &Case,
-    (kind, algo, form): (Kind, Algo, Form),
-    oracle: &Oracle,
-    i: usize,
-) -> Result<Seen, String> {
-    let (n, rank, len, root) = (comm.size(), comm.rank(), case.len, case.root);
-    let is_root = rank == root;
-    let blocks = |count: usize| rank * count..(rank + 1) * count;
-    // What is in a buffer before something is written there.
-    let blank = |count: usize| Case { seed: !case.seed, ..*case }.input::<T>(rank, count);
-    match kind {
-        Kind::AllReduce | Kind::Reduce => {
-            let input = case.input::<T>(rank, len);
-            let (kept, output) = match (kind, form) {
-                (Kind::AllReduce, Form::InPlace) => {
-                    (None, finish(comm, case, |c| c.all_reduce(input.clone()))?)
-                }
-                (Kind::AllReduce, Form::Into) => {
-                    let out = HostBuf::from(&blank(len)[..]);
-                    let (kept, out) = finish(comm, case, |c| c.all_reduce_into(boxed(&input), out))?;
-                    (Some(kept), out.to_vec())
-                }
-                (Kind::AllReduce, Form::New) => {
-                    (None, finish(comm, case, |c| c.all_reduce_new(HostBuf::from(&input[..])))?)
-                }
-                (_, Form::InPlace) => (None, finish(comm, case, |c| c.reduce(boxed(&input), root))?.to_vec()),
-                _ => {
-                    // Only the root's output is looked at.
-                    let out = blank(if is_root { len } else { len / 2 });
-                    let (kept, out) = finish(comm, case, |c| c.reduce_into(boxed(&input), out, root))?;
-                    (Some(kept), out)
-                }
-            };
-            if let Some(kept) = kept {
-                compare("the input", &kept, &input, &[])?;
+    let result = typed!(case.dtype, T => match case.what {
+        What::Collective(kind, algo, form) => {
+            let mut run = Run::<T> { kind, algo, form, case, oracle, i, comm, of: PhantomData };
+            match form {
+                Form::InPlace | Form::Into | Form::New => run.fixed(),
+                Form::InPlaceV | Form::IntoV | Form::NewV => run.varied(),
+                Form::List => run.list(),
+                Form::Bytes => run.bytes(),
             }
-            let expected = oracle.get(i, || case.reduced::<T>(n, len));
-            if kind == Kind::AllReduce || is_root {
-                compare("the result", &output, &expected.values, &expected.near)?;
-            } else {
-                let before = if form == Form::InPlace { input } else { blank(len / 2) };
-                compare("a buffer that is not the root's", &output, &before, &[])?;
-            }
-            Ok(if kind == Kind::AllReduce { hash(&output) } else { Seen::Nothing })
         }
-        Kind::Broadcast => {
-            let right = case.input::<T>(root, len);
-            let output = if form == Form::InPlace {
-                let buf = if is_root { right.clone() } else { blank(len) };
-                finish(comm, case, |c| c.broadcast(buf, root))?
-            } else {
-                let input = if is_root { right.clone() } else { blank(len / 3) };
-                let out = HostBuf::from(&blank(len)[..]);
-                let (kept, out) = finish(comm, case, |c| c.broadcast_into(input.clone(), out, root))?;
-                compare("the input", &kept, &input, &[])?;
-                out.to_vec()
-            };
-            compare("the result", &output, &right, &[])?;
-            Ok(hash(&output))
-        }
-        Kind::AllGather => {
-            let input = case.input::<T>(rank, len);
-            let output = match form {
-                Form::New => finish(comm, case, |c| c.all_gather(boxed(&input)))?,
-                Form::Into => {
-                    let out = HostBuf::from(&blank(n * len)[..]);
-                    let (kept, out) = finish(comm, case, |c| c.all_gather_into(input.clone(), out))?;
-                    compare("the input", &kept, &input, &[])?;
-                    out.to_vec()
-                }
-                Form::InPlace => {
-                    let mut buf = blank(n * len);
-                    buf[blocks(len)].copy_from_slice(&input);
-                    finish(comm, case, |c| c.all_gather_in_place(buf))?
-                }
-            };
-            let whole = || (0..n).flat_map(|r| case.input::<T>(r, len)).collect();
-            let expected = oracle.get(i, || Expected { values: whole(), near: Vec::new() });
-            compare("the result", &output, &expected.values, &[])?;
-            Ok(hash(&output))
-        }
-        Kind::ReduceScatter => {
-            let input = case.input::<T>(rank, n * len);
-            let mut output = match form {
-                Form::New => finish(comm, case, |c| c.reduce_scatter(HostBuf::from(&input[..])))?,
-                Form::Into => {
-                    let (kept, out) =
-                        finish(comm, case, |c| c.reduce_scatter_into(input.clone(), boxed(&blank(len))))?;
-                    compare("the input", &kept, &input, &[])?;
-                    out.to_vec()
-                }
-                Form::InPlace => finish(comm, case, |c| c.reduce_scatter_in_place(input.clone()))?,
-            };
-            if form == Form::InPlace {
-                let mine = output[blocks(len)].to_vec();
-                if algo == Algo::Direct {
-                    output[blocks(len)].copy_from_slice(&input[blocks(len)]);
-                    compare("the other blocks", &output, &input, &[])?;
-                }
-                output = mine;
-            }
-            let expected = oracle.get(i, || case.reduced::<T>(n, n * len));
-            let near = expected.near.get(blocks(len)).unwrap_or_default();
-            compare("the result", &output, &expected.values[blocks(len)], near)?;
+        What::Messages(talk) => talk::messages::<T>(comm, case, talk),
+    });
+    match (case.refused, case.what, result) {
+        (true, What::Collective(kind, algo, _), Err(e))
+            if e.starts_with(&format!("{kind}: ")) && e.contains(algo.name()) =>
+        {
             Ok(Seen::Nothing)
         }
-        Kind::Barrier => {
-            if n > 1 && case.seed as usize % n == rank {
-                std::thread::sleep(Duration::from_millis(2 + 20 * u64::from(case.special)));
-            }
-            let enter = now();
-            finish(comm, case, |c| c.barrier())?;
-            Ok(Seen::Stay(enter, now()))
-        }
+        (true, _, other) => Err(format!("expected to be refused: {other:?}")),
+        (false, _, result) => result,
     }
 }
 
-/// Longer messages go to fewer.
-const LONG: usize = 10_000;
+/// One case on one rank.
+struct Run<'a, T> {
+    kind: Kind,
+    algo: Algo,
+    form: Form,
+    case: &'a Case,
+    oracle: &'a Oracle,
+    i: usize,
+    comm: &'a mut Comm,
+    of: PhantomData<T>,
+}
 
-fn messages<T: Value>(comm: &mut Comm, case: &Case, talk: Talk) -> Result<Seen, String> {
-    let (n, rank, len) = (comm.size(), comm.rank(), case.len);
-    let say = |from: usize, to: usize, tag: u32, nth: usize| {
-        let seed = mix(&[case.seed, to as u64, u64::from(tag), nth as u64]);
-        Case { seed, ..*case }.input::<T>(from, len)
-    };
-    let blank = || vec![T::default(); len];
-    let heard = |from: usize, tag: u32, nth: usize, got: &[T]| {
-        let name = format!("message {nth} of tag {tag} from rank {from}");
-        compare(&name, got, &say(from, rank, tag, nth), &[])
-    };
-    let end = |work: Work<Vec<T>>| match case.end {
-        Await::Wait => work.wait().map_err(|e| e.error.to_string()),
-        _ => block_on(work).map_err(|e| e.error.to_string()),
-    };
-    let shifts: Vec<usize> = if len > LONG { vec![1, n - 1] } else { (1..n).collect() };
-    let tags = [case.seed as u32 % 3, 5 + (case.seed >> 32) as u32 % 0x7fff_ffff];
-    match talk {
-        Talk::Shift => {
-            for shift in shifts {
-                let (to, from) = ((rank + shift) % n, (rank + n - shift) % n);
-                let mut send = |tag| comm.tag(tag).timeout(case.timeout).send(say(rank, to, tag, 0), to);
-                let sends = tags.map(&mut send);
-                let mut recv = |tag| comm.tag(tag).timeout(case.timeout).recv(blank(), from);
-                let [b, a] = [tags[1], tags[0]].map(&mut recv);
-                heard(from, tags[0], 0, &end(a)?)?;
-                heard(from, tags[1], 0, &end(b)?)?;
-                for (tag, work) in tags.into_iter().zip(sends) {
-                    compare("what was sent", &end(work)?, &say(rank, to, tag, 0), &[])?;
-                }
-            }
-        }
-        Talk::Batch => {
-            let mut all = Vec::new();
-            for shift in shifts {
-                let (to, from) = ((rank + shift) % n, (rank + n - shift) % n);
-                all.extend(tags.map(|tag| Message::Send { buf: say(rank, to, tag, 0), to, tag }));
-                all.extend(tags.map(|tag| Message::Recv { buf: blank(), from, tag }));
-            }
-            let expected: Vec<(usize, u32, bool)> = all
-                .iter()
-                .map(|m| match m {
-                    Message::Send { to, tag, .. } => (*to, *tag, true),
-                    Message::Recv { from, tag, .. } => (*from, *tag, false),
-                })
-                .collect();
-            let batch = comm.timeout(case.timeout).batch(all);
-            let done = match case.end {
-                Await::Wait => batch.wait(),
-                _ => block_on(batch),
-            };
-            let done = done.map_err(|e| e.error.to_string())?;
-            for ((peer, tag, sent), buf) in expected.into_iter().zip(done) {
-                if sent {
-                    compare("what was sent", &buf, &say(rank, peer, tag, 0), &[])?;
-                } else {
-                    heard(peer, tag, 0, &buf)?;
-                }
-            }
-        }
-        Talk::Queue => {
-            let (to, from) = ((rank + 1) % n, (rank + n - 1) % n);
-            let small = len * case.dtype.size() <= 4096;
-            let mut sends = Vec::new();
-            for nth in 0..5 {
-                let work = comm.tag(tags[1]).timeout(case.timeout).send(say(rank, to, tags[1], nth), to);
-                if small {
-                    end(work)?;
-                } else {
-                    sends.push(work);
-                }
-            }
-            for nth in 0..5 {
-                let work = comm.tag(tags[1]).timeout(case.timeout).recv(blank(), from);
-                heard(from, tags[1], nth, &end(work)?)?;
-            }
-            for work in sends {
-                end(work)?;
-            }
-        }
+impl<T: Value> Run<'_, T> {
+    fn n(&self) -> usize {
+        self.comm.size()
     }
-    Ok(Seen::Nothing)
+
+    fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    fn is_root(&self) -> bool {
+        self.rank() == self.case.root
+    }
+
+    /// What is in a buffer before something is written there.
+    fn blank(&self, count: usize) -> Vec<T> {
+        Case { seed: !self.case.seed, ..*self.case }.input(self.rank(), count)
+    }
+
+    fn expected(&self, make: impl FnOnce() -> Expected<T>) -> Arc<Expected<T>> {
+        self.oracle.get(self.i, make)
+    }
+
+    /// The options of the case's call.
+    fn options(&mut self) -> Call<'_> {
+        let rank = self.comm.rank();
+        let options = self.comm.call().algo(self.algo).timeout(self.case.timeout);
+        if self.kind.reduces() && self.kind != Kind::Barrier {
+            return self.case.op.option::<T>(options, rank);
+        }
+        options
+    }
+}
+
+/// Awaits a work as the case says.
+fn end<O, F>(comm: &mut Comm, case: &Case, work: Work<O, F>) -> Result<O, String> {
+    let result = match case.end {
+        Await::Wait => work.wait(),
+        Await::Poll => block_on(work),
+        Await::Later => {
+            let later = comm.timeout(case.timeout).barrier().wait();
+            let done = work.wait();
+            if done.is_ok() {
+                later.map_err(|e| e.error.to_string())?;
+            }
+            done
+        }
+    };
+    result.map_err(|e| e.error.to_string())
 }

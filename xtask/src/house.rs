@@ -25,7 +25,7 @@ const FLOORS: [(&str, u32); 12] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 19] = [
+const UNSAFE: [(&str, &str); 20] = [
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/mem/", "memory that operations own while it is in flight"),
@@ -44,6 +44,7 @@ const UNSAFE: [(&str, &str); 19] = [
     ("engine/group/fds.rs", "the descriptor inherited from the launcher"),
     ("engine/fuzzing.rs", "hostile memory, for the fuzz targets"),
     ("cli/launch.rs", "between fork and exec"),
+    ("examples/09_ndarray.rs", "shows how a foreign owner keeps the contract of a buffer"),
     ("tests/", "buffers of their own; models of the queues; signals"),
 ];
 

@@ -197,8 +197,9 @@ impl Machine {
     pub(super) fn scale(&mut self, c: Context<'_>) {
         let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.common.scale) else { return };
         let unit = part.dtype.size();
-        let in_place = part.input.cast_mut() == part.output;
-        let len = part.total(if in_place { OUTPUT } else { INPUT });
+        let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
+        // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
+        let in_place = part.is_in_place() && part.writes_output();
         let m = (len - done).min(SCALED / unit);
         let to = if in_place {
             part.output

@@ -1,0 +1,149 @@
+//! How values are combined, and what must come of it.
+
+use allstream::{Call, DType, Function, Kind, ReduceOp};
+
+use crate::values::{Value, mix};
+
+/// A reduction: one of the engine's, a sum of scaled inputs, or a function of ours.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Combine {
+    Op(ReduceOp),
+    /// The sum of each rank's input times [`factor`].
+    Scaled,
+    /// A function: the bits, added. It commutes; a contribution that is missing or there twice shows.
+    Bits,
+    /// A function: maps `x -> a x + b`, one after the other, `a` and `b` being half of the bits each. It is
+    /// associative and does not commute: any other order than that of ranks shows.
+    Maps,
+}
+
+/// What a rank's input is multiplied by.
+pub(crate) fn factor(rank: usize) -> usize {
+    1 + rank % 3
+}
+
+impl Combine {
+    pub(crate) fn all() -> Vec<Combine> {
+        let mut all: Vec<Combine> = ReduceOp::ALL.iter().copied().map(Combine::Op).collect();
+        all.extend([Combine::Scaled, Combine::Bits, Combine::Maps]);
+        all
+    }
+
+    /// Whether it is defined on a type.
+    pub(crate) fn supports(self, dtype: DType) -> bool {
+        match self {
+            Combine::Op(op) => op.supports(dtype),
+            Combine::Scaled => dtype.is_float(),
+            Combine::Bits | Combine::Maps => dtype != DType::Bool,
+        }
+    }
+
+    /// Whether it is defined in a collective.
+    pub(crate) fn fits(self, kind: Kind) -> bool {
+        !matches!((self, kind), (Combine::Op(ReduceOp::Avg), Kind::Scan | Kind::ExScan))
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Combine::Op(op) => op.name(),
+            Combine::Scaled => "scaled sum",
+            Combine::Bits => "function",
+            Combine::Maps => "ordered function",
+        }
+    }
+
+    /// Whether the result is the same in any order, to the bit.
+    pub(crate) fn is_exact(self) -> bool {
+        matches!(self, Combine::Op(ReduceOp::Min | ReduceOp::Max) | Combine::Bits | Combine::Maps)
+    }
+
+    /// The option of a call.
+    pub(crate) fn option<T: Value>(self, call: Call<'_>, rank: usize) -> Call<'_> {
+        match self {
+            Combine::Op(op) => call.op(op),
+            Combine::Scaled => call.scale(factor(rank) as f64),
+            Combine::Bits => call.function(&Function::commutative("the sum of the bits", each(bits::<T>))),
+            Combine::Maps => call.function(&Function::ordered("one map after the other", each(maps::<T>))),
+        }
+    }
+
+    /// A value to be combined, from random bits (see [`Value::make`]).
+    pub(crate) fn make<T: Value>(self, special: bool, h: u64, all: u64) -> T {
+        match self {
+            Combine::Op(op) => T::make(Some(op), special, h, all),
+            Combine::Scaled => T::make(Some(ReduceOp::Sum), false, h, all),
+            // Maps of odd factors can be told apart, however many follow each other.
+            Combine::Bits | Combine::Maps => value(h | 1),
+        }
+    }
+
+    /// What takes part of what `rank` gives.
+    pub(super) fn scaled<T: Value>(self, rank: usize, x: T) -> T {
+        match self {
+            // (Twice is exact, and three times is rounded once.)
+            Combine::Scaled if factor(rank) > 1 => T::fold(ReduceOp::Sum, &[x; 3][..factor(rank)]),
+            _ => x,
+        }
+    }
+
+    /// All of one column, from the left.
+    pub(crate) fn fold<T: Value>(self, column: &[T]) -> T {
+        match self {
+            Combine::Op(op) => T::fold(op, column),
+            Combine::Scaled => T::fold(ReduceOp::Sum, column),
+            Combine::Bits => column.iter().copied().reduce(bits).expect("a rank"),
+            Combine::Maps => column.iter().copied().reduce(maps).expect("a rank"),
+        }
+    }
+
+    /// Nearly what the fold of numbers is, and how far from it one may be that is computed in another order.
+    pub(super) fn near<T: Value>(self, column: &[T], (eps, tiny): (f64, f64)) -> (f64, f64) {
+        let n = column.len() as f64;
+        let wide = || column.iter().map(|x| x.wide());
+        // Each of n operations is off by half of eps, and the exact one here by less than the rest.
+        let (exact, size) = match self {
+            Combine::Op(ReduceOp::Prod) => (wide().product::<f64>(), wide().product::<f64>().abs()),
+            Combine::Op(ReduceOp::Avg) => (wide().sum::<f64>() / n, wide().map(f64::abs).sum::<f64>() / n),
+            _ => (wide().sum(), wide().map(f64::abs).sum()),
+        };
+        (exact, n * (0.75 * eps * size + tiny))
+    }
+}
+
+/// Element by element.
+fn each<T: Value>(f: fn(T, T) -> T) -> impl Fn(&mut [T], &[T]) + Send + Sync + 'static {
+    move |left, right| left.iter_mut().zip(right).for_each(|(l, r)| *l = f(*l, *r))
+}
+
+/// The value of these bits.
+fn value<T: Value>(bits: u64) -> T {
+    T::make(None, false, bits, 0)
+}
+
+fn bits<T: Value>(left: T, right: T) -> T {
+    value(left.bits().wrapping_add(right.bits()))
+}
+
+fn maps<T: Value>(left: T, right: T) -> T {
+    let half = size_of::<T>() * 4;
+    let mask = (1 << half) - 1;
+    let parts = |x: T| (x.bits() & mask, x.bits() >> half & mask);
+    let ((a, b), (c, d)) = (parts(left), parts(right));
+    // First `left`, then `right`: c (a x + b) + d.
+    value(a.wrapping_mul(c) & mask | (c.wrapping_mul(b).wrapping_add(d) & mask) << half)
+}
+
+/// So many elements for each rank: some none, all different.
+pub(crate) fn counts(seed: u64, n: usize, len: usize) -> Vec<usize> {
+    let one = |rank: usize| {
+        let h = mix(&[seed, rank as u64, 31]);
+        match h % 5 {
+            0 => 0,
+            1 => len,
+            2 => len / 2 + usize::from(len > 0),
+            3 => len + rank,
+            _ => (h >> 8) as usize % (len + 1),
+        }
+    };
+    (0..n).map(one).collect()
+}

@@ -1,0 +1,258 @@
+//! The collectives with one count for all ranks.
+
+use std::time::Duration;
+
+use allstream::{Algo, HostBuf, Kind};
+
+use super::{Expected, Form, Run, Seen, boxed, compare, hash, now};
+use crate::values::Value;
+
+impl<T: Value> Run<'_, T> {
+    pub(super) fn fixed(&mut self) -> Result<Seen, String> {
+        match self.kind {
+            Kind::AllReduce | Kind::Reduce => self.reduce(),
+            Kind::Broadcast => self.broadcast(),
+            Kind::AllGather => self.all_gather(),
+            Kind::ReduceScatter => self.reduce_scatter(),
+            Kind::Gather => self.gather(),
+            Kind::Scatter => self.scatter(),
+            Kind::AllToAll => self.all_to_all(),
+            Kind::Scan | Kind::ExScan => self.scan(),
+            Kind::Barrier => self.barrier(),
+        }
+    }
+
+    fn block(&self, count: usize) -> std::ops::Range<usize> {
+        self.rank() * count..(self.rank() + 1) * count
+    }
+
+    fn reduce(&mut self) -> Result<Seen, String> {
+        let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
+        let input = self.case.input::<T>(self.rank(), len);
+        let (kept, output) = match (self.kind, self.form) {
+            (Kind::AllReduce, Form::InPlace) => (None, call!(self, c, c.all_reduce(input.clone()))?),
+            (Kind::AllReduce, Form::Into) => {
+                let out = HostBuf::from(&self.blank(len)[..]);
+                let (kept, out) = call!(self, c, c.all_reduce_into(input.clone(), out))?;
+                (Some(kept), out.to_vec())
+            }
+            (Kind::AllReduce, _) => (None, call!(self, c, c.all_reduce_new(boxed(&input)))?),
+            (_, Form::InPlace) => {
+                let buf = HostBuf::from(&input[..]);
+                (None, call!(self, c, c.reduce(buf, root))?.to_vec())
+            }
+            _ => {
+                // Only the root's output is looked at.
+                let out = HostBuf::from(&self.blank(if is_root { len } else { len / 2 })[..]);
+                let (kept, out) = call!(self, c, c.reduce_into(input.clone(), out, root))?;
+                (Some(kept), out.to_vec())
+            }
+        };
+        if let Some(kept) = kept {
+            compare("the input", &kept, &input, &[])?;
+        }
+        let expected = self.expected(|| self.case.reduced(n, len));
+        if self.kind == Kind::AllReduce || is_root {
+            compare("the result", &output, &expected.values, &expected.near)?;
+        } else {
+            let before = if self.form == Form::InPlace { input } else { self.blank(len / 2) };
+            compare("a buffer that is not the root's", &output, &before, &[])?;
+        }
+        Ok(if self.kind == Kind::AllReduce { hash(&output) } else { Seen::Nothing })
+    }
+
+    fn broadcast(&mut self) -> Result<Seen, String> {
+        let (len, root, is_root) = (self.case.len, self.case.root, self.is_root());
+        let right = self.case.input::<T>(root, len);
+        let output = if self.form == Form::InPlace {
+            let buf = if is_root { right.clone() } else { self.blank(len) };
+            call!(self, c, c.broadcast(buf, root))?
+        } else {
+            let input = if is_root { right.clone() } else { self.blank(len / 3) };
+            let out = HostBuf::from(&self.blank(len)[..]);
+            let (kept, out) = call!(self, c, c.broadcast_into(input.clone(), out, root))?;
+            compare("the input", &kept, &input, &[])?;
+            out.to_vec()
+        };
+        compare("the result", &output, &right, &[])?;
+        Ok(hash(&output))
+    }
+
+    /// What all ranks give, in their order.
+    fn whole(&self, len: usize) -> Expected<T> {
+        let values = (0..self.n()).flat_map(|r| self.case.input::<T>(r, len)).collect();
+        Expected { values, near: Vec::new() }
+    }
+
+    fn all_gather(&mut self) -> Result<Seen, String> {
+        let (n, len) = (self.n(), self.case.len);
+        let input = self.case.input::<T>(self.rank(), len);
+        let output = match self.form {
+            Form::New => call!(self, c, c.all_gather(boxed(&input)))?,
+            Form::Into => {
+                let out = HostBuf::from(&self.blank(n * len)[..]);
+                let (kept, out) = call!(self, c, c.all_gather_into(input.clone(), out))?;
+                compare("the input", &kept, &input, &[])?;
+                out.to_vec()
+            }
+            _ => {
+                let mut buf = self.blank(n * len);
+                buf[self.block(len)].copy_from_slice(&input);
+                call!(self, c, c.all_gather_in_place(buf))?
+            }
+        };
+        let expected = self.expected(|| self.whole(len));
+        compare("the result", &output, &expected.values, &[])?;
+        Ok(hash(&output))
+    }
+
+    fn reduce_scatter(&mut self) -> Result<Seen, String> {
+        let (n, len) = (self.n(), self.case.len);
+        let (mine, input) = (self.block(len), self.case.input::<T>(self.rank(), n * len));
+        let output = match self.form {
+            Form::New => call!(self, c, c.reduce_scatter(boxed(&input)))?,
+            Form::Into => {
+                let out = HostBuf::from(&self.blank(len)[..]);
+                let (kept, out) = call!(self, c, c.reduce_scatter_into(input.clone(), out))?;
+                compare("the input", &kept, &input, &[])?;
+                out.to_vec()
+            }
+            _ => {
+                let mut output = call!(self, c, c.reduce_scatter_in_place(input.clone()))?;
+                let result = output[mine.clone()].to_vec();
+                if self.algo == Algo::Direct {
+                    output[mine.clone()].copy_from_slice(&input[mine.clone()]);
+                    let kept = self.case.op != super::Combine::Scaled;
+                    compare("the other blocks", &output, if kept { &input } else { &output }, &[])?;
+                }
+                result
+            }
+        };
+        let expected = self.expected(|| self.case.reduced(n, n * len));
+        let near = expected.near.get(mine.clone()).unwrap_or_default();
+        compare("the result", &output, &expected.values[mine], near)?;
+        Ok(Seen::Nothing)
+    }
+
+    fn gather(&mut self) -> Result<Seen, String> {
+        let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
+        let input = self.case.input::<T>(self.rank(), len);
+        let (output, before) = match self.form {
+            Form::New => (call!(self, c, c.gather(boxed(&input), root))?, Vec::new()),
+            Form::Into => {
+                // Only the root's output is looked at.
+                let before = self.blank(if is_root { n * len } else { len / 2 });
+                let out = HostBuf::from(&before[..]);
+                let (kept, out) = call!(self, c, c.gather_into(input.clone(), out, root))?;
+                compare("the input", &kept, &input, &[])?;
+                (out.to_vec(), before)
+            }
+            _ => {
+                let mut buf = input.clone();
+                if is_root {
+                    buf = self.blank(n * len);
+                    buf[self.block(len)].copy_from_slice(&input);
+                }
+                (call!(self, c, c.gather_in_place(buf, root))?, input)
+            }
+        };
+        if is_root {
+            compare("the result", &output, &self.whole(len).values, &[])?;
+        } else {
+            compare("a buffer that is not the root's", &output, &before, &[])?;
+        }
+        Ok(Seen::Nothing)
+    }
+
+    fn scatter(&mut self) -> Result<Seen, String> {
+        let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
+        let right = self.case.input::<T>(root, n * len);
+        // Only the root's input is looked at.
+        let input = if is_root { right.clone() } else { self.blank(len / 3) };
+        let output = match self.form {
+            Form::New => call!(self, c, c.scatter(boxed(&input), len, root))?,
+            Form::Into => {
+                let out = HostBuf::from(&self.blank(len)[..]);
+                let (kept, out) = call!(self, c, c.scatter_into(input.clone(), out, root))?;
+                compare("the input", &kept, &input, &[])?;
+                out.to_vec()
+            }
+            _ => {
+                let buf = if is_root { input } else { self.blank(len) };
+                let buf = call!(self, c, c.scatter_in_place(buf, root))?;
+                if is_root {
+                    compare("the root's buffer", &buf, &right, &[])?;
+                    return Ok(Seen::Nothing);
+                }
+                buf
+            }
+        };
+        compare("the result", &output, &right[self.block(len)], &[])?;
+        Ok(Seen::Nothing)
+    }
+
+    fn all_to_all(&mut self) -> Result<Seen, String> {
+        let (n, len) = (self.n(), self.case.len);
+        let input = self.case.input::<T>(self.rank(), n * len);
+        let output = match self.form {
+            Form::New => call!(self, c, c.all_to_all(boxed(&input)))?,
+            Form::Into => {
+                let out = HostBuf::from(&self.blank(n * len)[..]);
+                let (kept, out) = call!(self, c, c.all_to_all_into(input.clone(), out))?;
+                compare("the input", &kept, &input, &[])?;
+                out.to_vec()
+            }
+            _ => call!(self, c, c.all_to_all_in_place(input.clone()))?,
+        };
+        let (of, mine) = (self.expected(|| self.whole(n * len)), self.block(len));
+        let right: Vec<T> =
+            (0..n).flat_map(|r| of.values[r * n * len..][mine.clone()].iter().copied()).collect();
+        compare("the result", &output, &right, &[])?;
+        Ok(Seen::Nothing)
+    }
+
+    fn scan(&mut self) -> Result<Seen, String> {
+        let (n, rank, len) = (self.n(), self.rank(), self.case.len);
+        let inclusive = self.kind == Kind::Scan;
+        let input = self.case.input::<T>(rank, len);
+        let (before, output) = if self.form == Form::InPlace {
+            let buf = HostBuf::from(&input[..]);
+            let done = call!(self, c, if inclusive { c.scan(buf) } else { c.exscan(buf) })?;
+            (input, done.to_vec())
+        } else {
+            let before = self.blank(len);
+            let (own, out) = (input.clone(), HostBuf::from(&before[..]));
+            let done =
+                call!(self, c, if inclusive { c.scan_into(own, out) } else { c.exscan_into(own, out) });
+            let (kept, out) = done?;
+            compare("the input", &kept, &input, &[])?;
+            (before, out.to_vec())
+        };
+        if !inclusive && rank == 0 {
+            self.expected(|| self.prefixes(n, len, inclusive));
+            compare("rank 0's buffer", &output, &before, &[])?;
+            return Ok(Seen::Nothing);
+        }
+        let expected = self.expected(|| self.prefixes(n, len, inclusive));
+        let mine = self.block(len);
+        let near = expected.near.get(mine.clone()).unwrap_or_default();
+        compare("the result", &output, &expected.values[mine], near)?;
+        Ok(Seen::Nothing)
+    }
+
+    fn prefixes(&self, n: usize, len: usize, inclusive: bool) -> Expected<T> {
+        // (Rank 0 of an exclusive scan has none: what is computed for it is not looked at.)
+        let of = |rank: usize| 0..if inclusive { rank + 1 } else { rank.max(1) };
+        self.case.folded(n, len, &(0..n).map(of).collect::<Vec<_>>())
+    }
+
+    fn barrier(&mut self) -> Result<Seen, String> {
+        let (n, case) = (self.n(), self.case);
+        if n > 1 && case.seed as usize % n == self.rank() {
+            std::thread::sleep(Duration::from_millis(2 + 20 * u64::from(case.special)));
+        }
+        let enter = now();
+        call!(self, c, c.barrier())?;
+        Ok(Seen::Stay(enter, now()))
+    }
+}
