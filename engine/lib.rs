@@ -11,6 +11,7 @@
 //!
 //! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
 //!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started.
+//! - [`Node`]: several ranks of one process, one for each of its devices, called together.
 //! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
 //! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners. [`split`] cuts one into [`View`]s.
 //! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
@@ -25,6 +26,7 @@ pub use crate::comm::{
     Agree, Backend, BackendStatus, Batch, Call, Comm, Groups, Mesh, Message, Ordered, PoolStats, SendRecv,
     SharedComm, Stats, Verdict, Work, backends,
 };
+pub use crate::comm::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::link::arena::ArenaBuf;

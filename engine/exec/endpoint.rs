@@ -10,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 mod asked;
 mod reuse;
+pub(super) mod together;
 mod watch;
 
 pub(crate) use reuse::Machines;
