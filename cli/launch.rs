@@ -1,32 +1,35 @@
-//! The launcher: starts the ranks of one job on this host, and ends when all of them have ended.
+//! The launcher: starts the ranks of one job, here or on several hosts, and ends when all of them have ended.
 //!
 //! What it promises:
 //! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port in between.
 //! - The first rank that fails decides the exit code, and stops the others.
 //! - No rank outlives the launcher, however the launcher ends. A process that a rank itself started stays in the
 //!   rank's process group and is stopped with it; only if the launcher is killed by SIGKILL can such a one stay.
+//! - On other hosts an agent keeps the same promises, and takes the end of its connection for the launcher's.
 
+pub(crate) mod agent;
+pub(crate) mod hosts;
 mod relay;
+pub(crate) mod remote;
+mod signals;
 
 use std::ffi::OsString;
-use std::fs;
 use std::io::{self, PipeWriter};
 use std::net::{Ipv4Addr, TcpListener};
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
+use signal_hook::consts::SIGHUP;
 
 use relay::{Source, Stream, relay, write_all};
+use signals::SignalThread;
 
 /// From SIGTERM to SIGKILL.
 const TERM_TO_KILL: Duration = Duration::from_secs(2);
@@ -35,8 +38,9 @@ const KILL_TO_GIVE_UP: Duration = Duration::from_secs(5);
 /// How long processes that ranks left behind may still write after the last rank has ended.
 const LEFTOVERS: Duration = Duration::from_secs(1);
 /// What other launchers set. We may run below one of them, and its idea of a rank is not ours.
-const FOREIGN: [&str; 14] = [
+const FOREIGN: [&str; 17] = [
     "ALLSTREAM_RENDEZVOUS_FD",
+    "ALLSTREAM_PORT",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -48,14 +52,16 @@ const FOREIGN: [&str; 14] = [
     "SLURM_NTASKS",
     "SLURM_LOCALID",
     "SLURM_NPROCS",
+    "SLURM_STEP_NUM_TASKS",
+    "TORCHELASTIC_USE_AGENT_STORE",
     "GROUP_RANK",
     "ROLE_RANK",
 ];
 
-/// A job: the same program once for each rank, all on this host.
+/// A job: the same program once for each rank.
 #[derive(Debug)]
 pub(crate) struct Job {
-    /// Number of ranks; at least 1.
+    /// Number of ranks on this host; at least 1.
     pub(crate) ranks: usize,
     /// The program; looked up in `PATH` if it has no slash.
     pub(crate) program: PathBuf,
@@ -67,6 +73,25 @@ pub(crate) struct Job {
     pub(crate) env: Vec<(OsString, OsString)>,
     /// How long the other ranks may go on after one has failed, to report by themselves what they saw.
     pub(crate) grace: Duration,
+    /// The world that the ranks here are a part of; `None`: they are all of it.
+    pub(crate) part: Option<Part>,
+}
+
+/// What one host's ranks are in a world.
+#[derive(Debug)]
+pub(crate) struct Part {
+    /// The host, for messages where there are several.
+    pub(crate) host: Option<String>,
+    /// The first of the ranks here.
+    pub(crate) first: usize,
+    /// Ranks on all hosts.
+    pub(crate) size: usize,
+    /// Where the world meets.
+    pub(crate) address: String,
+    pub(crate) port: u16,
+    pub(crate) token: OsString,
+    /// Rank 0's, on its host.
+    pub(crate) listener: Option<TcpListener>,
 }
 
 impl Default for Job {
@@ -78,6 +103,7 @@ impl Default for Job {
             prefix: true,
             env: Vec::new(),
             grace: Duration::from_secs(3),
+            part: None,
         }
     }
 }
@@ -89,45 +115,80 @@ impl Default for Job {
 /// # Errors
 /// The ranks could not be started; those that were are stopped.
 pub(crate) fn run(job: Job) -> io::Result<ExitCode> {
+    run_watched(job, |_| Ok(()))
+}
+
+/// Likewise; `also` gets what tells the launcher of events from elsewhere.
+fn run_watched(job: Job, also: impl FnOnce(Sender<Event>) -> io::Result<()>) -> io::Result<ExitCode> {
     if job.ranks == 0 {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a job needs at least one rank"));
     }
     let (events, inbox) = mpsc::channel();
+    supervise(job.grace, &events, inbox, |members| {
+        also(events.clone())?;
+        Ok(Started { streams: start_all(job, members, &events)?, port_known: None })
+    })
+}
+
+/// What has been started, beside the processes.
+struct Started<'a> {
+    streams: Vec<Stream>,
+    port_known: Option<PortKnown<'a>>,
+}
+
+/// What is to be done once rank 0's agent has told its port.
+type PortKnown<'a> = Box<dyn FnOnce(&[Member], u16) -> io::Result<()> + 'a>;
+
+/// Starts processes and watches over them until all have ended. What was started is in the vector also if a later one
+/// failed: it is stopped.
+fn supervise<'a>(
+    grace: Duration,
+    events: &Sender<Event>,
+    inbox: Receiver<Event>,
+    start: impl FnOnce(&mut Vec<Member>) -> io::Result<Started<'a>>,
+) -> io::Result<ExitCode> {
     let _signals = SignalThread::start(events.clone())?;
     // The end of this pipe tells the relay that nothing more is to be waited for.
     let (stop_reader, stop) = io::pipe()?;
-    let mut ranks = Vec::with_capacity(job.ranks);
-    let started = start_all(&job, &mut ranks, &events);
-    let mut launcher =
-        Launcher { ranks, inbox, phase: Phase::Running, first: None, relayed: false, grace: job.grace };
-    let streams = match started {
-        Ok(streams) => streams,
-        Err(error) => {
-            launcher.signal_all(Signal::KILL);
-            launcher.reap();
-            return Err(error);
-        }
+    let mut members = Vec::new();
+    let started = start(&mut members);
+    let mut launcher = Launcher {
+        members,
+        inbox,
+        phase: Phase::Running,
+        first: None,
+        relayed: false,
+        grace,
+        port_known: None,
     };
-    let relay = thread::Builder::new().name("relay".into()).spawn(move || {
-        relay(streams, &stop_reader);
-        let _ = events.send(Event::Relayed);
+    let relayed = started.and_then(|started| {
+        launcher.port_known = started.port_known;
+        let (streams, events) = (started.streams, events.clone());
+        thread::Builder::new().name("relay".into()).spawn(move || {
+            relay(streams, &stop_reader);
+            let _ = events.send(Event::Relayed);
+        })
     });
-    if let Err(error) = relay {
+    if let Err(error) = relayed {
         launcher.signal_all(Signal::KILL);
         launcher.reap();
         return Err(error);
     }
-    launcher.wait_for_ranks();
+    launcher.wait_for_members();
     launcher.wait_for_output(stop);
     launcher.reap();
     Ok(launcher.exit_code())
 }
 
 enum Event {
-    /// A rank has ended, or it can no longer be waited for. It is a zombie until `reap`.
+    /// A member has ended, or it can no longer be waited for. It is a zombie until `reap`.
     Ended(usize),
-    /// A signal to this process.
+    /// An agent has started its ranks. From rank 0's, the port where the world meets.
+    Greeted { member: usize, port: u16 },
+    /// A signal to this process, or the launcher's to this agent.
     Signal(i32),
+    /// The launcher of this agent is gone.
+    Cut,
     /// All output has been relayed.
     Relayed,
 }
@@ -145,29 +206,80 @@ enum Phase {
 
 /// What decided the exit code.
 enum First {
-    Rank(ExitStatus),
+    Member(ExitStatus),
     Signal(i32),
 }
 
-struct Rank {
+/// A process that the launcher started.
+struct Member {
     child: Child,
     /// Also its process group, as long as the child has not been reaped.
     pid: Pid,
     ended: bool,
+    kind: Kind,
 }
 
-struct Launcher {
-    ranks: Vec<Rank>,
+enum Kind {
+    Rank {
+        rank: usize,
+        host: Option<String>,
+    },
+    /// Of a host, with the ranks there.
+    Agent(Agent),
+}
+
+struct Agent {
+    host: String,
+    ranks: Range<usize>,
+    /// What is written to its stdin, until it is dropped.
+    orders: Option<Sender<Vec<u8>>>,
+    greeted: bool,
+}
+
+impl Member {
+    /// Writes to an agent. One that has ended does not read it.
+    fn say(&self, line: Vec<u8>) {
+        if let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind {
+            let _ = orders.send(line);
+        }
+    }
+
+    /// Signals its process group. One that has ended is included, for what it left behind: it is not reaped yet, so the
+    /// group's number cannot belong to anybody else.
+    fn signal(&self, signal: Signal) {
+        // Fails only if there is nobody left to signal.
+        let _ = rustix::process::kill_process_group(self.pid, signal);
+    }
+
+    /// For messages.
+    fn name(&self) -> String {
+        let pid = self.pid;
+        match &self.kind {
+            Kind::Rank { rank, host: None } => format!("rank {rank} (pid {pid})"),
+            Kind::Rank { rank, host: Some(host) } => format!("rank {rank} on {host} (pid {pid})"),
+            Kind::Agent(Agent { host, ranks, .. }) if ranks.len() == 1 => {
+                format!("host {host} (rank {})", ranks.start)
+            }
+            Kind::Agent(Agent { host, ranks, .. }) => {
+                format!("host {host} (ranks {} to {})", ranks.start, ranks.end.saturating_sub(1))
+            }
+        }
+    }
+}
+
+struct Launcher<'a> {
+    members: Vec<Member>,
     inbox: Receiver<Event>,
     phase: Phase,
     first: Option<First>,
     relayed: bool,
     grace: Duration,
+    port_known: Option<PortKnown<'a>>,
 }
 
-impl Launcher {
-    fn wait_for_ranks(&mut self) {
-        while self.ranks.iter().any(|rank| !rank.ended) {
+impl Launcher<'_> {
+    fn wait_for_members(&mut self) {
+        while self.members.iter().any(|member| !member.ended) {
             let event = match self.phase {
                 Phase::Running => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
                 Phase::Grace(until) | Phase::Terminating(until) | Phase::Killed(until) => {
@@ -175,16 +287,23 @@ impl Launcher {
                 }
             };
             match event {
-                Ok(Event::Ended(rank)) => self.ended(rank),
+                Ok(Event::Ended(member)) => self.ended(member),
+                Ok(Event::Greeted { member, port }) => self.greeted(member, port),
                 Ok(Event::Signal(signal)) => self.signalled(signal),
+                Ok(Event::Cut) => {
+                    self.first.get_or_insert(First::Signal(SIGHUP));
+                    self.kill();
+                }
                 Ok(Event::Relayed) => self.relayed = true,
                 Err(_) => match self.phase {
                     Phase::Running | Phase::Grace(_) => self.terminate(),
                     Phase::Terminating(_) => self.kill(),
                     Phase::Killed(_) => {
-                        for (rank, state) in self.ranks.iter().enumerate().filter(|(_, state)| !state.ended) {
-                            complain(&format!("rank {rank} (pid {}) did not end when killed", state.pid));
+                        for member in self.members.iter().filter(|member| !member.ended) {
+                            complain(&format!("{} did not end when killed", member.name()));
                         }
+                        // Connections that no word passes any more.
+                        self.signal_all(Signal::KILL);
                         return;
                     }
                 },
@@ -205,8 +324,9 @@ impl Launcher {
             };
             match event {
                 Ok(Event::Relayed) => self.relayed = true,
-                Ok(Event::Ended(_)) => {}
-                Ok(Event::Signal(signal)) => {
+                Ok(Event::Ended(_) | Event::Greeted { .. }) => {}
+                Ok(event @ (Event::Signal(_) | Event::Cut)) => {
+                    let signal = if let Event::Signal(signal) = event { signal } else { SIGHUP };
                     if self.first.is_some() && stop.is_none() {
                         break;
                     }
@@ -223,13 +343,18 @@ impl Launcher {
         self.signal_all(Signal::KILL);
     }
 
-    fn ended(&mut self, rank: usize) {
-        let Some(state) = self.ranks.get_mut(rank) else { return };
+    fn ended(&mut self, member: usize) {
+        let Some(state) = self.members.get_mut(member) else { return };
         state.ended = true;
-        let pid = state.pid;
         // Unknown only if somebody else reaped it, or this process was started with SIGCHLD ignored.
-        let status = peek_status(pid).unwrap_or(ExitStatus::from_raw(1 << 8));
-        if status.success() || self.first.is_some() {
+        let mut status = peek_status(state.pid).unwrap_or(ExitStatus::from_raw(1 << 8));
+        let unheard = matches!(&state.kind, Kind::Agent(agent) if !agent.greeted);
+        if status.success() && unheard {
+            status = ExitStatus::from_raw(1 << 8);
+        } else if status.success() {
+            return;
+        }
+        if self.first.is_some() {
             return;
         }
         let how = match (status.code(), status.signal()) {
@@ -237,10 +362,41 @@ impl Launcher {
             (None, Some(signal)) => format!("was killed by signal {signal}"),
             (None, None) => format!("ended: {status}"),
         };
-        let rest = if self.ranks.iter().any(|rank| !rank.ended) { "; stopping the other ranks" } else { "" };
-        complain(&format!("rank {rank} (pid {pid}) {how}{rest}"));
-        self.first = Some(First::Rank(status));
-        self.phase = Phase::Grace(Instant::now() + self.grace);
+        let (why, others) = match &state.kind {
+            Kind::Rank { .. } => ("", "ranks"),
+            Kind::Agent(_) if !unheard => ("", "hosts"),
+            Kind::Agent(_) => (
+                " before a rank had started there (can it be reached without a password, and is this version of \
+                 allstream where --remote-bin says?)",
+                "hosts",
+            ),
+        };
+        let name = state.name();
+        let left = self.members.iter().any(|member| !member.ended);
+        let rest = if left { format!("; stopping the other {others}") } else { String::new() };
+        complain(&format!("{name} {how}{why}{rest}"));
+        self.first = Some(First::Member(status));
+        // Where no rank has started, none has anything to report.
+        let started = |member: &Member| !matches!(&member.kind, Kind::Agent(agent) if !agent.greeted);
+        if self.members.iter().any(started) {
+            self.phase = Phase::Grace(Instant::now() + self.grace);
+        } else {
+            self.terminate();
+        }
+    }
+
+    fn greeted(&mut self, member: usize, port: u16) {
+        if let Some(Member { kind: Kind::Agent(agent), .. }) = self.members.get_mut(member) {
+            agent.greeted = true;
+        }
+        if member != 0 || !matches!(self.phase, Phase::Running) {
+            return;
+        }
+        if let Some(Err(error)) = self.port_known.take().map(|tell| tell(&self.members, port)) {
+            complain(&format!("cannot tell the other hosts what to start: {error}"));
+            self.first.get_or_insert(First::Member(ExitStatus::from_raw(1 << 8)));
+            self.terminate();
+        }
     }
 
     fn signalled(&mut self, signal: i32) {
@@ -255,29 +411,36 @@ impl Launcher {
     }
 
     fn terminate(&mut self) {
-        self.signal_all(Signal::TERM);
+        for member in &self.members {
+            match &member.kind {
+                Kind::Agent(agent) if agent.greeted => member.say(agent::TERM.into()),
+                // Also a connection that is only being made.
+                _ => member.signal(Signal::TERM),
+            }
+        }
         self.phase = Phase::Terminating(Instant::now() + TERM_TO_KILL);
     }
 
     fn kill(&mut self) {
-        self.signal_all(Signal::KILL);
+        for member in &mut self.members {
+            match &mut member.kind {
+                // Its stdin ends, wherever it is. Without the agent's greeting there may be nobody who reads it.
+                Kind::Agent(agent) if agent.greeted => drop(agent.orders.take()),
+                _ => member.signal(Signal::KILL),
+            }
+        }
         self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
     }
 
-    /// Signals each rank's process group. Ranks that have ended are included, for what they left behind: they are not
-    /// reaped yet, so the group's number cannot belong to anybody else.
     fn signal_all(&self, signal: Signal) {
-        for rank in &self.ranks {
-            // Fails only if there is nobody left to signal.
-            let _ = rustix::process::kill_process_group(rank.pid, signal);
-        }
+        self.members.iter().for_each(|member| member.signal(signal));
     }
 
     fn reap(&mut self) {
-        for rank in &mut self.ranks {
+        for member in &mut self.members {
             // Without waiting: one that could not be killed is left to init.
-            let until = Instant::now() + Duration::from_millis(if rank.ended { 0 } else { 500 });
-            while matches!(rank.child.try_wait(), Ok(None)) && Instant::now() < until {
+            let until = Instant::now() + Duration::from_millis(if member.ended { 0 } else { 500 });
+            while matches!(member.child.try_wait(), Ok(None)) && Instant::now() < until {
                 thread::sleep(Duration::from_millis(1));
             }
         }
@@ -287,7 +450,7 @@ impl Launcher {
         let code = match &self.first {
             None => 0,
             Some(First::Signal(signal)) => 128 + signal,
-            Some(First::Rank(status)) => {
+            Some(First::Member(status)) => {
                 status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1)
             }
         };
@@ -314,17 +477,18 @@ fn peek_status(pid: Pid) -> io::Result<ExitStatus> {
     }
 }
 
-/// Starts all ranks, and a thread for each that tells when it has ended. What was started is in `ranks`, also if a
-/// later one failed.
-fn start_all(job: &Job, ranks: &mut Vec<Rank>, events: &Sender<Event>) -> io::Result<Vec<Stream>> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-    let port = listener.local_addr()?.port();
-    let token = token(job)?;
+/// Starts all ranks of this host. What was started is in `members`, also if a later one failed.
+fn start_all(mut job: Job, members: &mut Vec<Member>, events: &Sender<Event>) -> io::Result<Vec<Stream>> {
+    let mut part = match job.part.take() {
+        Some(part) => part,
+        None => whole(&job)?,
+    };
     let mut streams = Vec::new();
     // Dropped when rank 0 has it: the port is to close when rank 0 ends.
-    let mut listener = Some(listener);
-    for rank in 0..job.ranks {
-        let mut command = command(job, rank, port, &token);
+    let mut listener = part.listener.take();
+    for local in 0..job.ranks {
+        let rank = part.first + local;
+        let mut command = command(&job, &part, local);
         survive_nobody(&mut command, listener.as_ref());
         if job.prefix {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -340,18 +504,39 @@ fn start_all(job: &Job, ranks: &mut Vec<Rank>, events: &Sender<Event>) -> io::Re
         listener = None;
         streams.extend(child.stdout.take().map(|pipe| Stream::new(rank, Source::Stdout(pipe))));
         streams.extend(child.stderr.take().map(|pipe| Stream::new(rank, Source::Stderr(pipe))));
-        let pid = Pid::from_child(&child);
-        ranks.push(Rank { child, pid, ended: false });
-        let events = events.clone();
-        thread::Builder::new().name(format!("rank {rank}")).stack_size(64 << 10).spawn(move || {
-            let _ = peek_status(pid);
-            let _ = events.send(Event::Ended(rank));
-        })?;
+        watch(members, child, Kind::Rank { rank, host: part.host.clone() }, events)?;
     }
     Ok(streams)
 }
 
-fn command(job: &Job, rank: usize, port: u16, token: &OsString) -> Command {
+/// Takes a child in, with a thread that tells when it has ended.
+fn watch(members: &mut Vec<Member>, child: Child, kind: Kind, events: &Sender<Event>) -> io::Result<()> {
+    let pid = Pid::from_child(&child);
+    let member = members.len();
+    members.push(Member { child, pid, ended: false, kind });
+    let events = events.clone();
+    thread::Builder::new().name(format!("waits for {member}")).stack_size(64 << 10).spawn(move || {
+        let _ = peek_status(pid);
+        let _ = events.send(Event::Ended(member));
+    })?;
+    Ok(())
+}
+
+/// The world of a job that is on this host alone.
+fn whole(job: &Job) -> io::Result<Part> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    Ok(Part {
+        host: None,
+        first: 0,
+        size: job.ranks,
+        address: Ipv4Addr::LOCALHOST.to_string(),
+        port: listener.local_addr()?.port(),
+        token: token(job)?,
+        listener: Some(listener),
+    })
+}
+
+fn command(job: &Job, part: &Part, local: usize) -> Command {
     let mut command = Command::new(&job.program);
     for name in FOREIGN {
         command.env_remove(name);
@@ -359,13 +544,13 @@ fn command(job: &Job, rank: usize, port: u16, token: &OsString) -> Command {
     command
         .args(&job.args)
         .envs(job.env.iter().map(|(key, value)| (key, value)))
-        .env("RANK", rank.to_string())
-        .env("WORLD_SIZE", job.ranks.to_string())
-        .env("LOCAL_RANK", rank.to_string())
+        .env("RANK", (part.first + local).to_string())
+        .env("WORLD_SIZE", part.size.to_string())
+        .env("LOCAL_RANK", local.to_string())
         .env("LOCAL_WORLD_SIZE", job.ranks.to_string())
-        .env("MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string())
-        .env("MASTER_PORT", port.to_string())
-        .env("ALLSTREAM_TOKEN", token)
+        .env("MASTER_ADDR", &part.address)
+        .env("MASTER_PORT", part.port.to_string())
+        .env("ALLSTREAM_TOKEN", &part.token)
         .stdin(Stdio::null())
         .process_group(0);
     command
@@ -409,52 +594,6 @@ fn token(job: &Job) -> io::Result<OsString> {
     let mut bytes = [0_u8; 32];
     getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bytes: {error}")))?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into())
-}
-
-/// Takes SIGINT, SIGTERM and SIGHUP while it lives; before and after they do what they do by default.
-struct SignalThread {
-    handle: signal_hook::iterator::Handle,
-    by_default: &'static AtomicBool,
-}
-
-impl SignalThread {
-    fn start(events: Sender<Event>) -> io::Result<Self> {
-        // A handler stays installed for ever, so "as by default" is a flag that it looks at.
-        static BY_DEFAULT: OnceLock<Arc<AtomicBool>> = OnceLock::new();
-        let ignored = ignored_signals();
-        // One that is ignored stays so: this is how nohup and shells' background jobs ask for it.
-        let taken = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0);
-        if BY_DEFAULT.get().is_none() {
-            let flag = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(false)));
-            for signal in taken.clone() {
-                signal_hook::flag::register_conditional_default(signal, Arc::clone(flag))?;
-            }
-        }
-        let by_default = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(false)));
-        by_default.store(false, Ordering::SeqCst);
-        let mut signals = Signals::new(taken)?;
-        let handle = signals.handle();
-        thread::Builder::new().name("signals".into()).spawn(move || {
-            for signal in signals.forever() {
-                let _ = events.send(Event::Signal(signal));
-            }
-        })?;
-        Ok(Self { handle, by_default })
-    }
-}
-
-impl Drop for SignalThread {
-    fn drop(&mut self) {
-        self.handle.close();
-        self.by_default.store(true, Ordering::SeqCst);
-    }
-}
-
-/// The signals that this process ignores, as a mask with signal 1 at bit 0.
-fn ignored_signals() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// One line on stderr, for the user.

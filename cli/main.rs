@@ -3,6 +3,7 @@
 mod demo;
 mod launch;
 mod run;
+mod sim;
 mod trace_cmd;
 
 use std::io::{self, Write};
@@ -23,10 +24,12 @@ struct Cli {
 enum Command {
     /// Train a small network on several processes, and check the result
     Demo(demo::DemoArgs),
-    /// Start a program as the ranks of a job on this host
+    /// Start a program as the ranks of a job, on this host or on several
     Run(run::RunArgs),
     /// Merge the ranks' flight recorders, and say who is behind
     Trace(trace_cmd::TraceArgs),
+    /// Simulate a collective on a network that is not here, by each algorithm
+    Sim(sim::SimArgs),
     /// What this build can use on this host
     Info,
 }
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Run(args) => run::run(args).map_err(Into::into),
         Command::Trace(args) => trace_cmd::run(&args),
+        Command::Sim(args) => sim::run(&args),
         Command::Info => info().map_err(Into::into),
     };
     result.unwrap_or_else(|error| {

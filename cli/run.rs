@@ -1,18 +1,52 @@
 //! `allstream run`: the launcher for any program.
 
 use std::ffi::OsString;
+use std::io;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use crate::launch::{self, Job};
+use crate::launch::hosts::{self, Host};
+use crate::launch::remote::{self, Hosts};
+use crate::launch::{self, Job, agent};
+
+const SEVERAL: &str = "\
+Several hosts: ssh must reach them without a password, and they need the program and this very version of allstream, at \
+the same path as here or where --remote-bin says. Variables whose names begin with ALLSTREAM_ are passed on; others \
+with --env. The job's secret goes through ssh's stdin, so that no list of processes shows it. This host (`localhost`, \
+127.0.0.1, its own name) needs no ssh. When the launcher ends, however it ends, the ranks on all hosts do.";
 
 /// Options of `allstream run`.
 #[derive(Debug, clap::Args)]
+#[command(after_help = SEVERAL)]
 pub(crate) struct RunArgs {
-    /// Number of ranks: processes on this host
-    #[arg(short = 'n', long, value_name = "N")]
-    ranks: NonZeroUsize,
+    /// Number of ranks: processes on this host, or on all hosts (default there: every slot)
+    #[arg(short = 'n', long, value_name = "N", required_unless_present_any = ["hosts", "host_file", "agent"])]
+    ranks: Option<NonZeroUsize>,
+    /// Hosts, and how many ranks each takes: node1:4,node2:4,user@node3
+    #[arg(long, value_name = "HOST:SLOTS,...", conflicts_with = "host_file")]
+    hosts: Option<String>,
+    /// A file with them, in mpirun's format: a host a line, `node1 slots=4`
+    #[arg(long, value_name = "FILE")]
+    host_file: Option<PathBuf>,
+    /// What runs a command on another host; words, without quotes
+    #[arg(long, env = "ALLSTREAM_SSH", default_value = "ssh -o BatchMode=yes", value_name = "COMMAND")]
+    ssh: String,
+    /// This command's path on the other hosts, if not the same as here
+    #[arg(long, value_name = "PATH")]
+    remote_bin: Option<PathBuf>,
+    /// The directory in which ranks start on all hosts, if not the one here
+    #[arg(long, value_name = "DIR")]
+    dir: Option<PathBuf>,
+    /// Rank 0's host as all hosts call it, if not the first host's name
+    #[arg(long, value_name = "ADDRESS")]
+    master_addr: Option<String>,
+    /// Rank 0's port on its host; 0 takes a free one
+    #[arg(long, default_value_t = 0, value_name = "PORT")]
+    port: u16,
+    /// Be the launcher's agent on one of the hosts, as it says on stdin
+    #[arg(long, hide = true, exclusive = true)]
+    agent: bool,
     /// Let the ranks write to the terminal themselves, instead of relaying their lines as `[rank] line`
     #[arg(long)]
     no_prefix: bool,
@@ -20,32 +54,75 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "KEY=VALUE", value_parser = variable)]
     env: Vec<(OsString, OsString)>,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "PROGRAM")]
+    #[arg(
+        required_unless_present = "agent",
+        trailing_var_arg = true,
+        allow_hyphen_values = true,
+        value_name = "PROGRAM"
+    )]
     command: Vec<OsString>,
 }
 
 /// Runs the program as the ranks of a job.
-pub(crate) fn run(args: RunArgs) -> std::io::Result<ExitCode> {
+pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
+    if args.agent {
+        return agent::run();
+    }
+    let ranks = args.ranks.map(NonZeroUsize::get);
+    let hosts = hosts(&args)?;
     let mut command = args.command.into_iter();
-    launch::run(Job {
-        ranks: args.ranks.get(),
+    let mut job = Job {
+        ranks: ranks.unwrap_or(1),
         // Required, so there is one; an empty path is reported as not found.
         program: command.next().map(PathBuf::from).unwrap_or_default(),
         args: command.collect(),
         prefix: !args.no_prefix,
         env: args.env,
         ..Default::default()
-    })
+    };
+    let invalid = |problem: String| io::Error::new(io::ErrorKind::InvalidInput, problem);
+    let Some(hosts) = hosts else {
+        let only =
+            args.dir.is_some() || args.master_addr.is_some() || args.remote_bin.is_some() || args.port != 0;
+        return if only {
+            Err(invalid(
+                "--dir, --master-addr, --port and --remote-bin are for --hosts and --host-file".into(),
+            ))
+        } else {
+            launch::run(job)
+        };
+    };
+    let placed = hosts::placed(&hosts, ranks).map_err(invalid)?;
+    job.ranks = placed.iter().map(|(_, ranks)| ranks.len()).sum();
+    let remote = args.remote_bin.map_or_else(std::env::current_exe, Ok)?;
+    let dir = args.dir.map_or_else(std::env::current_dir, Ok)?;
+    let ssh = args.ssh.split_whitespace().map(String::from).collect();
+    remote::run(job, Hosts { placed, ssh, remote, dir, address: args.master_addr, port: args.port })
+}
+
+/// The hosts asked for, if any were.
+fn hosts(args: &RunArgs) -> io::Result<Option<Vec<Host>>> {
+    let invalid = |problem: String| io::Error::new(io::ErrorKind::InvalidInput, problem);
+    if let Some(text) = &args.hosts {
+        return hosts::list(text).map(Some).map_err(|problem| invalid(format!("--hosts: {problem}")));
+    }
+    let Some(path) = &args.host_file else { return Ok(None) };
+    let shown = path.display();
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        io::Error::new(error.kind(), format!("cannot read the host file {shown}: {error}"))
+    })?;
+    hosts::file(&text).map(Some).map_err(|problem| invalid(format!("the host file {shown}: {problem}")))
 }
 
 /// Names that the launcher sets for each rank.
-const OURS: [&str; 7] = [
+const OURS: [&str; 8] = [
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "ALLSTREAM_PORT",
     "ALLSTREAM_RENDEZVOUS_FD",
 ];
 

@@ -34,6 +34,23 @@ pub enum Error {
         /// The ranks it waited for, and what is known of them.
         missing: Vec<Missing>,
     },
+    /// An `agree` came to no verdict in time. The agreement stays open: ranks that wait longer may still end it.
+    #[error(
+        "agree #{number} of communicator {comm} has no verdict on rank {rank} after {after:?}: {}; every rank must call agree equally often",
+        Missing::list(.missing)
+    )]
+    NoVerdict {
+        /// The communicator.
+        comm: String,
+        /// Number of the agreement in its communicator.
+        number: u64,
+        /// The rank that gave up.
+        rank: Rank,
+        /// The deadline.
+        after: Duration,
+        /// The ranks that have not voted, or, where all have, those that do not answer.
+        missing: Vec<Missing>,
+    },
     /// A process of the group died or fell silent.
     #[error("rank {rank} was lost ({how}){}", at(.operation))]
     PeerLost {
@@ -150,7 +167,7 @@ impl fmt::Debug for Error {
 }
 
 /// How a lost rank was noticed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Lost {
     /// Its connection ended without a goodbye: the process died.
     Died,

@@ -31,7 +31,7 @@ use crate::link::local::{Bell, LocalRx, LocalTx, RING_BYTES};
 use crate::link::region::{REGION_BYTES, Region};
 use crate::link::tcp::TcpRx;
 use crate::link::{Frame, HEADER_BYTES, Header, LinkRx, LinkTx, Posted, Reactor, SLOT};
-use crate::plan::{self, Algo, Kind, Program, Shape};
+use crate::plan::{self, Algo, INPUT, Kind, OUTPUT, Program, Shape, Slot};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
 
 /// Bytes taken from the front; zeros once there are no more.
@@ -457,15 +457,8 @@ pub fn hostile_collective(data: &[u8]) {
         count: count as u64,
         ..Signature::default()
     };
-    let (mut ins, mut outs) = match kind {
-        Kind::AllGather => (count, 2 * count),
-        Kind::ReduceScatter => (2 * count, count),
-        _ => (count, count),
-    };
-    if in_place {
-        outs = ins.max(outs);
-        ins = 0;
-    }
+    let total = |slot: Slot| plan.slots[usize::from(slot)].total(count);
+    let (ins, outs) = (if in_place { 0 } else { total(INPUT) }, total(OUTPUT));
     let unit = dtype.size();
     let input_memory = vec![0u8; ins * unit].into_boxed_slice();
     let mut output = vec![0u8; outs * unit].into_boxed_slice();

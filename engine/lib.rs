@@ -12,7 +12,7 @@
 //! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
 //!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started.
 //! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
-//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners.
+//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners. [`split`] cuts one into [`View`]s.
 //! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
 //! - [`Error`], [`Failed`]: which rank, which operation, expected and found; and the buffer, unless something may still
 //!   touch it.
@@ -21,10 +21,13 @@
 //! Element types and reductions are [`DType`] and [`ReduceOp`]; the rules for NaN, signed zero, overflow and rounding,
 //! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits.
 
-pub use crate::comm::{Batch, Call, Comm, Message, Ordered, SendRecv, SharedComm, Stats, Work};
+pub use crate::comm::{
+    Agree, Backend, BackendStatus, Batch, Call, Comm, Groups, Mesh, Message, Ordered, PoolStats, SendRecv,
+    SharedComm, Stats, Verdict, Work, backends,
+};
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
-pub use crate::mem::{Buf, BufList, Event, HostBuf, HostStream};
+pub use crate::mem::{Buf, BufList, Event, HostBuf, HostStream, View, split, split_at};
 pub use crate::types::{
     Algo, DType, Element, Function, Kind, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
 };
@@ -36,6 +39,7 @@ mod group;
 mod link;
 mod mem;
 pub mod plan;
+pub mod sim;
 mod trace;
 mod types;
 

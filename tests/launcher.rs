@@ -2,6 +2,11 @@
 
 #![cfg(feature = "cli")]
 
+#[path = "launcher/hosts.rs"]
+mod hosts;
+#[path = "launcher/others.rs"]
+mod others;
+
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -10,6 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use allstream::{Comm, Rendezvous};
 use rustix::process::{Pid, Signal, kill_process};
 
 const DEADLINE: Duration = Duration::from_secs(30);
@@ -29,9 +35,11 @@ impl Scratch {
 
     /// The processes that have written their number into a file here.
     fn pids(&self) -> Vec<u32> {
-        let files =
-            fs::read_dir(&self.0).unwrap().map(|entry| fs::read_to_string(entry.unwrap().path()).unwrap());
-        files.filter_map(|text| text.trim().parse().ok()).collect()
+        let entries = fs::read_dir(&self.0).unwrap().map(Result::unwrap);
+        // A pipe would be waited for.
+        let files = entries.filter(|entry| entry.file_type().unwrap().is_file());
+        let texts = files.map(|entry| fs::read(entry.path()).unwrap());
+        texts.filter_map(|text| String::from_utf8_lossy(&text).trim().parse().ok()).collect()
     }
 }
 
@@ -96,6 +104,25 @@ fn finish(mut child: Child) -> Output {
     // The launcher leaves nobody who could hold these pipes open.
     wait_until("the output ends", || stdout.is_finished() && stderr.is_finished());
     Output { status, stdout: stdout.join().unwrap(), stderr: stderr.join().unwrap() }
+}
+
+/// This test program, for a shell.
+fn this_program() -> String {
+    format!("'{}'", std::env::current_exe().unwrap().display())
+}
+
+/// What ranks do that other launchers, or other hosts, are to bring together.
+#[test]
+#[ignore = "a rank; started by other tests"]
+fn sums_ranks() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut comm = Comm::connect(Rendezvous::from_env().unwrap()).await.unwrap();
+        let sum = comm.all_reduce(vec![comm.rank() as u64 + 1; 1000]).await.unwrap();
+        assert!(sum.iter().all(|x| *x == sum[0]));
+        println!("sum of {} ranks: {}", comm.size(), sum[0]);
+        comm.close().await.unwrap();
+    });
 }
 
 fn run(options: &[&str], script: &str) -> Output {

@@ -17,17 +17,32 @@ pub(super) enum Source {
     Stderr(ChildStderr),
 }
 
-/// One pipe of a rank, and the line that is not complete yet.
+/// Whether a line is an agent's greeting.
+pub(super) type Greeting = Box<dyn FnMut(&[u8]) -> bool + Send>;
+
+/// One pipe of a rank or of an agent, and the line that is not complete yet.
 pub(super) struct Stream {
     source: Source,
     prefix: Vec<u8>,
     line: Vec<u8>,
+    /// Otherwise what comes is passed on at once.
+    whole_lines: bool,
+    /// An agent's that has not come yet.
+    greeting: Option<Greeting>,
     open: bool,
 }
 
 impl Stream {
     pub(super) fn new(rank: usize, source: Source) -> Self {
-        Self { source, prefix: format!("[{rank}] ").into_bytes(), line: Vec::new(), open: true }
+        let prefix = format!("[{rank}] ").into_bytes();
+        Self { source, prefix, line: Vec::new(), whole_lines: true, greeting: None, open: true }
+    }
+
+    /// What the agent on `host` relays already names the rank, if anything is to. What comes before the greeting (if
+    /// there is one to come) is not of a rank, but of a login shell: it names the host.
+    pub(super) fn agent(host: &str, source: Source, whole_lines: bool, greeting: Option<Greeting>) -> Self {
+        let prefix = greeting.as_ref().map(|_| format!("[{host}] ").into_bytes()).unwrap_or_default();
+        Self { source, prefix, line: Vec::new(), whole_lines, greeting, open: true }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -54,6 +69,8 @@ impl Stream {
                     self.line.extend_from_slice(piece);
                     if piece.ends_with(b"\n") || self.line.len() >= LONGEST_LINE {
                         self.take_line(&mut out);
+                    } else if !self.whole_lines && self.greeting.is_none() {
+                        out.append(&mut self.line);
                     }
                 }
                 self.write(&out);
@@ -69,6 +86,17 @@ impl Stream {
     }
 
     fn take_line(&mut self, out: &mut Vec<u8>) {
+        if let Some(greeting) = &mut self.greeting {
+            let greeted = greeting(&self.line);
+            if greeted {
+                self.greeting = None;
+                self.prefix.clear();
+            }
+            if greeted || self.line.trim_ascii().is_empty() {
+                self.line.clear();
+                return;
+            }
+        }
         out.extend_from_slice(&self.prefix);
         out.append(&mut self.line);
         if !out.ends_with(b"\n") {

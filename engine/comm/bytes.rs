@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Work;
-use super::call::{Call, Spec, program};
+use super::call::{Call, Spec, env, program};
 use crate::error::{Error, Failed};
 use crate::exec::{Endpoint, Part, Tables, Then};
 use crate::mem::Held;
-use crate::plan::{self, Env};
+use crate::plan;
 use crate::types::{DType, Kind, Rank, digest};
 
 /// What such an operation holds.
@@ -64,8 +64,7 @@ fn make_room(call: Kind, buf: &mut Vec<u8>, len: Option<usize>) -> Result<(), Er
 
 fn part(endpoint: &Arc<Endpoint>, mut spec: Spec, input: *const u8, output: *mut u8) -> Result<Part, Error> {
     let bytes = if spec.tables.is_some() { spec.count / endpoint.size() } else { spec.count };
-    let env = Env { n: endpoint.size(), one_host: endpoint.config.one_host, ..Env::default() };
-    let program = program(endpoint, plan::choose(spec.kind(), bytes, &env), &spec)?;
+    let program = program(endpoint, plan::choose(spec.kind(), bytes, &env(endpoint)), &spec)?;
     let tables = spec.tables.take().map(Arc::new);
     Ok(Part { program, input, output, count: spec.count, dtype: DType::U8, tables, pairwise: false })
 }

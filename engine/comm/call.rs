@@ -158,7 +158,7 @@ impl<'a> Call<'a> {
             if !matches!(self.reduction, Reduction::Op(ReduceOp::Sum)) || !kind.reduces() {
                 return Err("a scale goes with a sum only".into());
             }
-            if !dtype.is_float() {
+            if !dtype.scales() {
                 return Err(format!("a scale ({factor}) is for floats, not for {dtype}"));
             }
         }
@@ -181,16 +181,17 @@ impl<'a> Call<'a> {
     }
 
     /// The algorithm for a collective over `bytes`.
-    fn pick(&self, kind: Kind, bytes: usize, varied: bool) -> Result<Algo, String> {
-        let (endpoint, n) = (self.side.0, self.size());
-        let ordered = matches!(&self.reduction, Reduction::Function(f) if !f.commutes()) && kind.reduces();
+    fn pick(&self, spec: &Spec, bytes: usize) -> Result<Algo, String> {
+        let (kind, endpoint) = (spec.kind(), self.side.0);
+        let deterministic = self.deterministic && kind.reduces();
+        let in_order = kind.reduces() && matches!(&self.reduction, Reduction::Function(f) if !f.commutes());
         let fits = |algo| {
-            (!self.deterministic || !kind.reduces() || plan::deterministic(kind, algo))
-                && (!ordered || plan::keeps_rank_order(kind, algo))
+            (!deterministic || plan::deterministic(kind, algo))
+                && (!in_order || plan::keeps_rank_order(kind, algo))
         };
         if self.algo != Algo::Auto {
             if plan::algorithms(kind).contains(&self.algo) && !fits(self.algo) {
-                let why = if self.deterministic {
+                let why = if deterministic && !plan::deterministic(kind, self.algo) {
                     "does not fold in rank order in one step, which deterministic mode asks for"
                 } else {
                     "does not keep the order of ranks, which a function that does not commute asks for"
@@ -199,23 +200,21 @@ impl<'a> Call<'a> {
             }
             return Ok(self.algo);
         }
-        if varied && kind.rooted() {
-            return Ok(Algo::Direct); // only the root and the rank itself know a count
+        let default = self.default_algo;
+        if default != Algo::Auto
+            && fits(default)
+            && plan::suitable(kind, default, &shape(endpoint, spec)).is_ok()
+        {
+            return Ok(default);
         }
-        let default = Some(self.default_algo).filter(|d| plan::algorithms(kind).contains(d) && fits(*d));
-        let chosen =
-            || plan::choose(kind, bytes, &Env { n, one_host: endpoint.config.one_host, ..Env::default() });
-        let all = || default.into_iter().chain([chosen()]).chain(plan::algorithms(kind).iter().copied());
-        all().find(|a| fits(*a)).ok_or_else(|| "no algorithm keeps the order of ranks".into())
+        Ok(plan::choose(kind, bytes, &Env { deterministic, in_order, ..env(endpoint) }))
     }
 
     /// The algorithm of one part, and the program for it.
     pub(super) fn program(&self, spec: &Spec, bytes: usize) -> Result<(Algo, Arc<Program>), Error> {
         let kind = spec.kind();
         let bytes = if spec.tables.is_some() { bytes / self.size() } else { bytes };
-        let algo = self
-            .pick(kind, bytes, spec.tables.is_some())
-            .map_err(|problem| Error::invalid(kind.name(), problem))?;
+        let algo = self.pick(spec, bytes).map_err(|problem| Error::invalid(kind.name(), problem))?;
         Ok((algo, program(self.side.0, algo, spec)?))
     }
 
@@ -351,16 +350,31 @@ impl<'a> Call<'a> {
     }
 }
 
+/// What the choice of an algorithm depends on, of this group.
+pub(super) fn env(endpoint: &Endpoint) -> Env {
+    let hosts = endpoint.config.hosts.iter().max().map_or(0, |last| *last as usize + 1);
+    Env { n: endpoint.size(), one_host: endpoint.config.one_host, hosts, ..Env::default() }
+}
+
+fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {
+    Shape {
+        n: endpoint.size(),
+        rank: endpoint.config.rank,
+        root: spec.root,
+        in_place: spec.in_place,
+        varied: spec.tables.is_some(),
+        hosts: &endpoint.config.hosts,
+    }
+}
+
 /// The program of a spec: made once for each communicator.
 pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Result<Arc<Program>, Error> {
-    let (kind, varied) = (spec.kind(), spec.tables.is_some());
-    let (n, rank, hosts) = (endpoint.size(), endpoint.config.rank, &endpoint.config.hosts[..]);
-    let shape = Shape { n, rank, root: spec.root, in_place: spec.in_place, varied, hosts };
-    let wire = kind as u8 | if varied { VARIED } else { 0 };
+    let (kind, shape) = (spec.kind(), shape(endpoint, spec));
+    let wire = kind as u8 | if shape.varied { VARIED } else { 0 };
     endpoint.program((wire, algo as u8, spec.root, spec.in_place), || {
         let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;
         #[cfg(any(test, feature = "testing"))]
-        let plan = crate::testing::mutated(kind, rank, plan);
+        let plan = crate::testing::mutated(kind, shape.rank, plan);
         Ok(Program::compile(&plan))
     })
 }

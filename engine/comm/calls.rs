@@ -1,12 +1,15 @@
 //! The calls, documented: on [`Comm`] through `&mut self` and on [`SharedComm`] through `&self`.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::handle::Stats;
+use super::world::World;
 use super::{Batch, Call, Comm, Message, SendRecv, SharedComm, Work};
 use crate::error::Error;
 #[cfg(doc)]
 use crate::error::Failed;
+use crate::exec::Endpoint;
 use crate::link::SLOT;
 use crate::mem::{Buf, BufList, Event, HostStream};
 use crate::types::{Algo, Element, Function, Rank, ReduceOp};
@@ -15,6 +18,11 @@ use crate::types::{Algo, Element, Function, Rank, ReduceOp};
 macro_rules! calls {
     ($type:ty, $me:ident, [$($by:tt)+]) => {
         impl $type {
+            /// This rank's side of the group, and its world.
+            pub(super) fn place(&$me) -> (&Arc<Endpoint>, &Arc<World>) {
+                (&$me.handle().endpoint, &$me.handle().membership.world)
+            }
+
             /// This rank in the group, `0..size()`.
             pub fn rank(&$me) -> Rank {
                 $me.handle().endpoint.config.rank
@@ -37,7 +45,14 @@ macro_rules! calls {
                     in_flight: $me.handle().endpoint.in_flight(),
                     staging_bytes: slots * SLOT,
                     staging_limit: limit * SLOT,
+                    pool: $me.handle().membership.world.pool_stats(),
                 }
+            }
+
+            /// How many idle communicators this rank's world keeps to be taken up again: 64, or what `ALLSTREAM_POOL`
+            /// says. Those beyond end now, the least recently used first. Ranks need not agree on it.
+            pub fn set_pool_capacity(&$me, idle: usize) {
+                $me.handle().membership.world.set_pool_capacity(idle);
             }
 
             /// The cause for which this communicator is dead, if it is.

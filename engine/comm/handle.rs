@@ -6,14 +6,13 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::links::block_bytes;
+use super::pool::PoolStats;
 use super::world::{Defaults, Hub, Transport, World};
 use crate::error::Error;
 use crate::exec::{Endpoint, lane};
 use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
 use crate::link::region::Region;
-use crate::types::Rank;
 
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
@@ -43,7 +42,9 @@ pub(super) struct Handle {
     pub(super) endpoint: Arc<Endpoint>,
     pub(super) membership: Arc<Membership>,
     /// Groups made from this one so far: all members count alike, so names agree.
-    children: Mutex<u64>,
+    pub(super) children: Mutex<u64>,
+    /// The name of its rings; none for the world's own, which last as long as it.
+    rings: Option<CommId>,
 }
 
 impl Drop for Handle {
@@ -51,8 +52,17 @@ impl Drop for Handle {
         self.endpoint.close();
         let end = Instant::now() + FLUSH;
         // Peers depend on what was submitted here: give it a bounded time to leave.
-        while self.endpoint.cause().is_none() && !self.endpoint.is_quiet() && Instant::now() < end {
+        let machines = loop {
+            let done = self.endpoint.cause().is_some() || self.endpoint.is_quiet();
+            let machines = if done && self.rings.is_some() { self.endpoint.hollow() } else { None };
+            let waiting = self.endpoint.cause().is_none() && Instant::now() < end;
+            if machines.is_some() || done && self.rings.is_none() || !waiting {
+                break machines;
+            }
             std::thread::sleep(Duration::from_micros(50));
+        };
+        if let Some(rings) = self.rings {
+            self.membership.world.release(rings, &self.endpoint, machines);
         }
     }
 }
@@ -68,7 +78,7 @@ impl Drop for Handle {
 ///
 /// Dropping it says goodbye to the group after waiting, at most a second, for what is still to be sent; prefer
 /// [`close`](Comm::close), which reports.
-pub struct Comm(Arc<Handle>);
+pub struct Comm(pub(super) Arc<Handle>);
 
 /// What a rank holds for communication.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -80,6 +90,8 @@ pub struct Stats {
     pub staging_bytes: usize,
     /// The most that can be, whatever the number of communicators.
     pub staging_limit: usize,
+    /// Communicators that come and go, in this rank's world.
+    pub pool: PoolStats,
 }
 
 /// A [`Comm`] to be held in several places: `Clone + Send + Sync`, calls through `&self`.
@@ -144,7 +156,7 @@ impl Comm {
         let missing = || Err(Error::system("join the world", "no communicator was made (a bug)"));
         let made = made.lock().take().unwrap_or_else(missing);
         let (world, endpoint) = made?;
-        Ok(Comm::of(endpoint, Arc::new(Membership { world, mesh: Some(mesh) })))
+        Ok(Comm::of(endpoint, Arc::new(Membership { world, mesh: Some(mesh) }), None))
     }
 
     /// A group of `n` ranks in this process, in rank order: one for each thread or task.
@@ -169,64 +181,18 @@ impl Comm {
         }
         let each = |world: Arc<World>| {
             let endpoint = world.world_endpoint()?;
-            Ok(Comm::of(endpoint, Arc::new(Membership { world, mesh: None })))
+            Ok(Comm::of(endpoint, Arc::new(Membership { world, mesh: None }), None))
         };
         worlds.into_iter().map(each).collect()
     }
 
-    fn of(endpoint: Arc<Endpoint>, membership: Arc<Membership>) -> Comm {
-        Comm(Arc::new(Handle { endpoint, membership, children: Mutex::new(0) }))
+    pub(super) fn of(endpoint: Arc<Endpoint>, membership: Arc<Membership>, rings: Option<CommId>) -> Comm {
+        Comm(Arc::new(Handle { endpoint, membership, children: Mutex::new(0), rings }))
     }
 
     /// A handle to hold in several places. It and this one may be used side by side.
     pub fn share(&self) -> SharedComm {
         SharedComm(self.0.clone())
-    }
-
-    /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it.
-    ///
-    /// # Errors
-    /// As a collective.
-    pub async fn dup(&mut self) -> Result<Comm, Error> {
-        let rank = self.rank();
-        self.split(0, rank as i64).await
-    }
-
-    /// Communicators of the ranks that give the same `color`, ordered by `key`, then by rank. Collective: all ranks of
-    /// this group call it.
-    ///
-    /// # Errors
-    /// As a collective.
-    pub async fn split(&mut self, color: u64, key: i64) -> Result<Comm, Error> {
-        let (rank, endpoint) = (self.rank(), self.0.endpoint.clone());
-        let answers = self.all_gather(vec![color, key as u64]).await?;
-        let mut mates: Vec<(i64, Rank)> = (0..self.size())
-            .filter(|r| answers[2 * r] == color)
-            .map(|r| (answers[2 * r + 1] as i64, r))
-            .collect();
-        mates.sort_unstable();
-        let world = self.0.membership.world.clone();
-        let block = match world.around.region.alloc(block_bytes(mates.len())) {
-            Ok(block) => block as u64,
-            Err(error) => {
-                // The others would wait for this rank's answer.
-                endpoint.fail(error.clone());
-                return Err(error);
-            }
-        };
-        let blocks = self.all_gather(vec![block]).await?;
-        let child = {
-            let mut children = self.0.children.lock();
-            *children += 1;
-            *children
-        };
-        let id = child_id(endpoint.config.comm, child, color);
-        let members = mates.iter().map(|(_, r)| endpoint.config.members[*r]).collect();
-        let blocks = mates.iter().map(|(_, r)| blocks[*r]).collect();
-        let name = format!("{}/{child}.{color}", endpoint.config.name);
-        let made = world.endpoint(CommId(id), name, members, blocks)?;
-        tracing::debug!(rank, comm = id, size = mates.len(), "communicator made");
-        Ok(Comm::of(made, self.0.membership.clone()))
     }
 
     /// Waits until everything submitted is finished and has left, and a bounded time (2 s) for the other ranks to close
@@ -259,21 +225,9 @@ impl Comm {
         let membership = self.0.membership.clone();
         drop(self);
         if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
+            membership.world.empty_pool();
             mesh.close(membership.world.loss()).await;
         }
         result
     }
-}
-
-/// Names a child: the same on all its members, different from its siblings and cousins.
-fn child_id(parent: u64, child: u64, color: u64) -> u64 {
-    // SplitMix64's finalizer over the three numbers; 0 is the world's.
-    let mut x = parent;
-    for part in [child, color] {
-        x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^= x >> 31;
-    }
-    x.max(1)
 }

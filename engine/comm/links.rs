@@ -64,6 +64,11 @@ impl Sockets {
     pub(crate) fn take(&self, comm: CommId, from: Rank, channel: u8) -> Option<TcpStream> {
         self.0.lock().remove(&(comm, from, channel))
     }
+
+    /// Closes those of a communicator that nobody will want.
+    pub(crate) fn forget(&self, comm: CommId) {
+        self.0.lock().retain(|(c, ..), _| *c != comm);
+    }
 }
 
 /// A rank's surroundings in a world: how each other rank is reached.
@@ -92,6 +97,11 @@ impl Neighbourhood {
         let mapped = localities.iter().map(|_| OnceLock::new()).collect();
         let sockets = Arc::default();
         Neighbourhood { rank, region, lane, mates, localities, mesh, sockets, mapped }
+    }
+
+    /// Whether a rank, not this one, writes to the rings of this rank's that it reads from.
+    pub(crate) fn is_near(&self, peer: Rank) -> bool {
+        peer != self.rank && self.localities[peer] != Locality::Remote
     }
 
     /// A peer's region, and the bell that wakes its lane.
@@ -126,6 +136,7 @@ impl Neighbourhood {
 
 /// The links of one communicator.
 pub(crate) struct CommLinks {
+    /// The communicator for which the rings were made: also its later generations open links under this name.
     pub(crate) comm: CommId,
     /// Our rank in the communicator.
     pub(crate) rank: Rank,

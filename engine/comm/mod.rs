@@ -1,5 +1,6 @@
 //! What a user holds: communicators, calls, and work in flight.
 
+mod agree;
 mod batch;
 mod bytes;
 mod call;
@@ -8,16 +9,24 @@ mod collectives;
 mod handle;
 mod links;
 mod lists;
+mod mesh;
 mod messages;
+mod names;
 mod ordered;
+mod pool;
 mod restore;
+mod split;
 mod varied;
 mod work;
 mod world;
 
+pub use agree::{Agree, Verdict};
 pub use batch::{Batch, Message};
 pub use call::Call;
 pub use handle::{Comm, SharedComm, Stats};
+pub use mesh::Mesh;
 pub use messages::SendRecv;
+pub use names::{Backend, BackendStatus, Groups, backends};
 pub use ordered::Ordered;
+pub use pool::PoolStats;
 pub use work::Work;

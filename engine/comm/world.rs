@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::agree::Agreements;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
+use super::pool::{self, Pool};
 use crate::error::{Error, Lost};
-use crate::exec::{Control, Endpoint, EndpointConfig, Lane};
+use crate::exec::{Control, Endpoint, EndpointConfig, Lane, Machines, Opener};
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::local::Gate;
@@ -60,6 +62,8 @@ pub(crate) struct Defaults {
     pub(crate) timeout: Duration,
     pub(crate) algo: Algo,
     pub(crate) deterministic: bool,
+    /// Idle communicators that a world keeps.
+    pub(crate) pool: usize,
 }
 
 impl Defaults {
@@ -91,7 +95,14 @@ impl Defaults {
                 return Err(Error::invalid("ALLSTREAM_DETERMINISTIC", problem));
             }
         };
-        Ok(Defaults { timeout, algo, deterministic })
+        let pool = match std::env::var("ALLSTREAM_POOL").ok().filter(|t| !t.is_empty()) {
+            Some(text) => text.trim().parse().map_err(|_| {
+                let problem = format!("{text:?} is not a number of idle communicators to keep (0: none)");
+                Error::invalid("ALLSTREAM_POOL", problem)
+            })?,
+            None => pool::CAPACITY,
+        };
+        Ok(Defaults { timeout, algo, deterministic, pool })
     }
 }
 
@@ -111,6 +122,16 @@ pub(crate) struct World {
     left: Mutex<Vec<Rank>>,
     /// What was said of communicators that are not made here yet (or no more); the last [`EARLY`].
     early: Mutex<VecDeque<(Rank, Message)>>,
+    pub(super) pool: Pool,
+    pub(super) agreements: Mutex<Agreements>,
+}
+
+/// What a communicator's links are made of.
+pub(crate) enum Lines {
+    /// Rings that lie there in each member's region, not used yet.
+    New(Vec<u64>),
+    /// Those of an idle communicator of the same members, which this one is the next generation of.
+    Again(Machines),
 }
 
 impl World {
@@ -148,6 +169,8 @@ impl World {
             first_loss: Mutex::new(None),
             left: Mutex::default(),
             early: Mutex::default(),
+            pool: Pool::new(defaults.pool),
+            agreements: Mutex::default(),
         })
     }
 
@@ -155,13 +178,13 @@ impl World {
         self.id.iter().map(|b| format!("{b:02x}")).collect()
     }
 
-    /// Makes this rank's side of a communicator. `blocks`: where each member's rings lie.
+    /// Makes this rank's side of a communicator.
     pub(crate) fn endpoint(
         self: &Arc<Self>,
         comm: CommId,
         name: String,
         members: Vec<Rank>,
-        blocks: Vec<u64>,
+        lines: Lines,
     ) -> Result<Arc<Endpoint>, Error> {
         let rank = members.iter().position(|m| *m == self.rank).ok_or_else(|| {
             Error::invalid(
@@ -171,11 +194,19 @@ impl World {
         })?;
         let near = |m: &&Rank| **m == self.rank || self.around.localities[**m] != Locality::Remote;
         let here = members.iter().filter(near).count();
-        let links = CommLinks { comm, rank, members: members.clone(), blocks, around: self.around.clone() };
+        let (opener, generation, machines): (Arc<dyn Opener>, u32, _) = match lines {
+            Lines::New(blocks) => {
+                let (members, around) = (members.clone(), self.around.clone());
+                (Arc::new(CommLinks { comm, rank, members, blocks, around }), 0, None)
+            }
+            Lines::Again(machines) => {
+                (machines.opener(), machines.generation.wrapping_add(1), Some(machines))
+            }
+        };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let endpoint = Endpoint::new(EndpointConfig {
+        let config = EndpointConfig {
             comm: comm.0,
-            generation: 0,
+            generation,
             name,
             rank,
             one_host: here == members.len(),
@@ -184,14 +215,22 @@ impl World {
             members,
             region: self.around.region.clone(),
             gate: self.gate.clone(),
-            opener: Arc::new(links),
+            opener,
             control: self.clone(),
             lane: self.around.lane.clone(),
             timeout: self.defaults.timeout,
             queue_limit: QUEUE_LIMIT,
             deterministic: self.defaults.deterministic,
-        });
-        self.comms.lock().insert(comm, Arc::downgrade(&endpoint));
+        };
+        let endpoint = match machines {
+            None => Endpoint::new(config),
+            Some(machines) => Endpoint::again(config, machines),
+        };
+        {
+            let mut comms = self.comms.lock();
+            comms.retain(|_, endpoint| endpoint.strong_count() > 0);
+            comms.insert(comm, Arc::downgrade(&endpoint));
+        }
         let early: Vec<_> =
             self.early.lock().iter().filter(|(_, m)| m.comm() == Some(comm)).cloned().collect();
         for (from, message) in early {
@@ -213,7 +252,7 @@ impl World {
     /// The rings of the world's own communicator lie at the same place in every region: allocated first.
     pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
         let block = self.around.region.alloc(block_bytes(self.size))? as u64;
-        self.endpoint(CommId(0), "world".into(), (0..self.size).collect(), vec![block; self.size])
+        self.endpoint(CommId(0), "world".into(), (0..self.size).collect(), Lines::New(vec![block; self.size]))
     }
 
     fn endpoints(&self) -> Vec<Arc<Endpoint>> {
@@ -226,7 +265,7 @@ impl World {
         self.comms.lock().get(&comm).and_then(Weak::upgrade)
     }
 
-    fn send(&self, to: Rank, message: Message) {
+    pub(super) fn send(&self, to: Rank, message: Message) {
         match &self.transport {
             Transport::Mesh(mesh) => {
                 if let Some(mesh) = mesh.upgrade() {
@@ -292,6 +331,7 @@ impl World {
 
     /// This rank leaves: says so to ranks of the same process (a mesh says its own goodbye).
     pub(crate) fn leave(&self) {
+        self.empty_pool();
         if let Transport::Hub(_) = &self.transport {
             for to in (0..self.size).filter(|r| *r != self.rank) {
                 self.send(to, Message::Goodbye { cause: self.loss() });
@@ -323,7 +363,17 @@ impl Control for World {
 
 impl Events for World {
     fn message(&self, from: Rank, message: Message) {
+        let message = match message {
+            Message::Agree { comm, lost, step } => return self.agree_heard(from, comm, &lost, step),
+            other => other,
+        };
         let Some(comm) = message.comm() else { return };
+        if let Message::Retired { comm } = message {
+            return self.peer_retired(from, comm);
+        }
+        if self.pool.has_ended(comm) && self.find(comm).is_none() {
+            return;
+        }
         if self.find(comm).is_none() && matches!(message, Message::Abort { .. } | Message::Closing { .. }) {
             let mut early = self.early.lock();
             if early.len() == EARLY {
@@ -342,19 +392,26 @@ impl Events for World {
             }
             Message::Called { number, last, .. } => endpoint.heard(peer, number, last),
             Message::Closing { calls, .. } => endpoint.peer_closing(peer, calls),
-            Message::Heartbeat | Message::Goodbye { .. } => {}
+            Message::Heartbeat
+            | Message::Goodbye { .. }
+            | Message::Retired { .. }
+            | Message::Agree { .. } => {}
         }
     }
 
     fn lost(&self, rank: Rank, how: Lost) {
+        self.agree_lost(rank, how);
         let (root, how) = *self.first_loss.lock().get_or_insert((rank, how));
         for endpoint in self.endpoints() {
             self.lose(&endpoint, root, how);
             self.lose(&endpoint, rank, how);
         }
+        self.member_gone(rank);
     }
 
     fn goodbye(&self, rank: Rank, cause: Option<Error>) {
+        self.member_gone(rank);
+        self.agree_goodbye(rank, &cause);
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
             return self.lost(dead, how);
         }
@@ -367,6 +424,9 @@ impl Events for World {
     }
 
     fn data(&self, hello: DataHello, socket: TcpStream) {
+        if self.pool.has_retired(hello.comm) {
+            return;
+        }
         self.around.sockets.put(hello, socket);
         self.around.lane.kick();
     }

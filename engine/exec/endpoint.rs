@@ -8,7 +8,10 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
+mod reuse;
 mod watch;
+
+pub(crate) use reuse::Machines;
 
 use super::Progress;
 use super::active::{Active, Pass};
@@ -181,6 +184,11 @@ impl Endpoint {
             blocked: 0,
             drained: None,
         };
+        Endpoint::with(config, run)
+    }
+
+    fn with(config: EndpointConfig, run: Run) -> Arc<Endpoint> {
+        let size = config.members.len();
         let table = Table {
             inflight: Inflight::with_capacity(64),
             collectives: VecDeque::with_capacity(64),

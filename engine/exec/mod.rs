@@ -12,21 +12,16 @@ mod operation;
 mod p2p;
 mod port;
 
-#[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
-pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Polled, Submission, When};
-pub(crate) use inflight::Key;
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When};
+pub(crate) use inflight::{Inflight, Key};
 pub(crate) use lane::{Lane, lane};
-pub(crate) use operation::{Part, PartList, Reduction, Tables, Then};
+pub(crate) use machine::Phantom;
+pub(crate) use operation::{Part, PartList, Reduction, Request, Tables, Then};
 pub(crate) use p2p::Direction;
-pub(crate) use port::Opener;
 #[cfg(feature = "fuzzing")]
-pub(crate) use {
-    inflight::Inflight,
-    operation::Request,
-    p2p::{Messages, Transfer},
-    port::Port,
-};
+pub(crate) use p2p::{Messages, Transfer};
+pub(crate) use port::{Opener, Port};
 
 /// What an attempt to make progress came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -135,6 +135,16 @@ impl Messages {
         Messages { comm, rank, generation, port, peers, spare: Vec::with_capacity(CREDITS as usize) }
     }
 
+    /// Goes on as the communicator's next generation: credits, and what is owed of them, count on.
+    pub(crate) fn renew(&mut self, comm: u64, generation: u32) {
+        (self.comm, self.generation) = (comm, generation);
+        self.port.renew();
+    }
+
+    pub(crate) fn port(&mut self) -> &mut Port {
+        &mut self.port
+    }
+
     pub(crate) fn add(&mut self, transfer: Transfer) {
         let peer = &mut self.peers[transfer.peer];
         peer.touched = true;
@@ -251,7 +261,9 @@ impl Messages {
         let Some(frame) = self.port.rx(rank)?.peek(0)? else { return Ok(false) };
         let header = frame.header;
         let wrong = |problem: &str| Error::Protocol { peer: rank, problem: problem.to_owned() };
-        if header.comm != self.comm as u32 || header.signature.generation != self.generation {
+        // A credit may still be on its way when all members take the communicator up again: it counts on.
+        let late = header.message == Type::Credit as u32 && header.signature.generation < self.generation;
+        if !late && (header.comm != self.comm as u32 || header.signature.generation != self.generation) {
             return Err(wrong("a message frame of another communicator"));
         }
         let (tag, number) = (header.signature.root, header.op);

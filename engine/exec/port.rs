@@ -131,9 +131,22 @@ impl Port {
     }
 
     /// Takes back what peers have released; tells of each frame.
-    pub(crate) fn reap(&mut self, mut freed: impl FnMut(Lent)) -> Result<bool, Error> {
+    pub(crate) fn reap(&mut self, freed: impl FnMut(Lent)) -> Result<bool, Error> {
+        self.reap_from(None, freed)
+    }
+
+    /// The same, of one peer alone if it is named.
+    pub(crate) fn reap_from(
+        &mut self,
+        peer: Option<Rank>,
+        mut freed: impl FnMut(Lent),
+    ) -> Result<bool, Error> {
         let mut any = false;
-        for p in &mut self.peers {
+        let peers = match peer {
+            Some(peer) => &mut self.peers[peer..=peer],
+            None => &mut self.peers[..],
+        };
+        for p in peers {
             if p.lent.is_empty() {
                 continue;
             }
@@ -190,6 +203,34 @@ impl Port {
     pub(crate) fn revoke(&mut self) -> bool {
         self.dead = true;
         self.peers.iter_mut().all(|p| p.tx.as_mut().is_none_or(|tx| tx.revoke()))
+    }
+
+    /// The same links for the communicator's next generation: what is still lent belongs to none of its operations.
+    pub(crate) fn renew(&mut self) {
+        self.peers.iter_mut().flat_map(|p| &mut p.lent).for_each(|lent| lent.owner = u64::MAX);
+    }
+
+    /// Reads no more: from here on this rank touches no memory of its peers. What it lent stays lent.
+    pub(crate) fn stop_reading(&mut self) {
+        self.peers.iter_mut().for_each(|p| p.rx = None);
+    }
+
+    /// Every peer has stopped reading: all that was lent is free.
+    pub(crate) fn take_all_back(&mut self) {
+        for p in &mut self.peers {
+            p.tx = None;
+            for Slot(slot) in p.lent.drain(..).filter_map(|lent| lent.slot) {
+                self.references[slot as usize] -= 1;
+                if self.references[slot as usize] == 0 {
+                    self.region.give_slot(slot);
+                }
+            }
+        }
+    }
+
+    /// What opens the links.
+    pub(crate) fn opener(&self) -> Arc<dyn Opener> {
+        self.opener.clone()
     }
 
     /// Bytes that may lie in a cell when no slot is free.

@@ -3,21 +3,16 @@
 use std::fmt;
 use std::net::{Ipv6Addr, TcpListener};
 use std::os::fd::RawFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::handshake::Token;
+use super::launchers::{self, Meeting};
 use crate::error::Error;
 use crate::types::Rank;
-
-/// Launchers, and the variables in which they say rank and size. The first whose both are set is believed.
-const LAUNCHERS: [(&str, &str, &str); 3] = [
-    ("torchrun, allstream run", "RANK", "WORLD_SIZE"),
-    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
-];
 
 const FROM_ENV: &str = "Rendezvous::from_env";
 
@@ -29,8 +24,10 @@ const FROM_ENV: &str = "Rendezvous::from_env";
 pub struct Rendezvous {
     pub(crate) rank: Rank,
     pub(crate) size: usize,
-    /// `None` only where `size` is 1.
+    /// `None` only where `size` is 1, or there is a note.
     pub(crate) address: Option<Address>,
+    /// Where rank 0 says its address and the secret, if nothing else does.
+    pub(crate) note: Option<PathBuf>,
     pub(crate) token: Option<Token>,
     pub(crate) timeout: Duration,
     pub(crate) heartbeat: Heartbeat,
@@ -112,7 +109,7 @@ impl Address {
 }
 
 /// A host name or an address; an IPv6 address must be in brackets where a port follows.
-fn host_name(text: &str) -> Result<String, String> {
+pub(super) fn host_name(text: &str) -> Result<String, String> {
     let (inner, bracketed) = match text.strip_prefix('[').and_then(|t| t.strip_suffix(']')) {
         Some(inner) => (inner, true),
         None => (text, false),
@@ -133,7 +130,7 @@ fn host_name(text: &str) -> Result<String, String> {
     Ok(inner.into())
 }
 
-fn port_number(text: &str) -> Result<u16, String> {
+pub(super) fn port_number(text: &str) -> Result<u16, String> {
     match text.parse() {
         Ok(0) => Err("port 0 cannot be known to the other ranks".into()),
         Ok(port) => Ok(port),
@@ -141,7 +138,7 @@ fn port_number(text: &str) -> Result<u16, String> {
     }
 }
 
-fn check_place(rank: Rank, size: usize) -> Result<(), String> {
+pub(super) fn check_place(rank: Rank, size: usize) -> Result<(), String> {
     if size == 0 {
         return Err("a world has at least 1 rank; the size given is 0".into());
     }
@@ -163,14 +160,21 @@ fn seconds(name: &str, text: &str) -> Result<Duration, String> {
 }
 
 /// Reads one variable of the environment; an empty one counts as not set.
-type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl Rendezvous {
     /// Reads rank, size, address, secret and options from the environment.
     ///
     /// - Rank and size: `RANK` and `WORLD_SIZE` (torchrun, `allstream run`), `OMPI_COMM_WORLD_RANK` and
-    ///   `OMPI_COMM_WORLD_SIZE` (Open MPI), or `SLURM_PROCID` and `SLURM_NTASKS` (Slurm).
-    /// - Address: `MASTER_ADDR` (under Slurm, `SLURM_LAUNCH_NODE_IPADDR` if unset) and `MASTER_PORT`.
+    ///   `OMPI_COMM_WORLD_SIZE` (Open MPI), `PMI_RANK` and `PMI_SIZE` (MPICH), or `SLURM_PROCID` and
+    ///   `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` (Slurm).
+    /// - Address: `MASTER_ADDR`. Unset under Slurm: the first node of `SLURM_STEP_NODELIST` (or
+    ///   `SLURM_JOB_NODELIST`), or else `SLURM_LAUNCH_NODE_IPADDR`.
+    /// - Port: `ALLSTREAM_PORT`, or `MASTER_PORT`. Where torchrun's own store listens at the latter
+    ///   (`TORCHELASTIC_USE_AGENT_STORE`), `10000 + MASTER_PORT % 20000` instead. Unset under Slurm: the first of
+    ///   `SLURM_STEP_RESV_PORTS`, or one from 10000 to 29999 that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
+    /// - Under Open MPI, where all ranks run on one host and none of these is set, ranks find each other by a note in
+    ///   the job's own directory (`PMIX_SERVER_TMPDIR`), and need no secret beside it.
     /// - Secret: `ALLSTREAM_TOKEN`, or `ALLSTREAM_TOKEN_FILE`, or `ALLSTREAM_INSECURE=1` for none.
     /// - Options: `ALLSTREAM_RENDEZVOUS_TIMEOUT` and `ALLSTREAM_HEARTBEAT_TIMEOUT` (seconds),
     ///   `ALLSTREAM_LINK` (`auto`, `shm`, `tcp`, `inproc`), `ALLSTREAM_HOST_ID` (ranks that say the same
@@ -188,11 +192,16 @@ impl Rendezvous {
     }
 
     fn look_up(get: Lookup<'_>) -> Result<Rendezvous, String> {
-        let (rank, size) = place(get)?;
+        let (rank, size) = launchers::place(get)?;
         let mut found = Rendezvous::bare(rank, size);
         if size > 1 {
-            found.address = Some(master(get)?);
-            found.token = Some(secret(get)?);
+            match launchers::meeting(get)? {
+                Meeting::At(address) => {
+                    found.address = Some(address);
+                    found.token = Some(secret(get)?);
+                }
+                Meeting::Note(path) => found.note = Some(path),
+            }
         }
         if let Some(text) = get("ALLSTREAM_RENDEZVOUS_TIMEOUT") {
             found.timeout = seconds("ALLSTREAM_RENDEZVOUS_TIMEOUT", &text)?;
@@ -224,6 +233,7 @@ impl Rendezvous {
             rank,
             size,
             address: None,
+            note: None,
             token: None,
             timeout: Duration::from_secs(60),
             heartbeat: Heartbeat::default(),
@@ -315,72 +325,16 @@ impl Rendezvous {
 
     /// The address, for messages to people.
     pub(crate) fn place(&self) -> String {
-        self.address.as_ref().map_or_else(|| "(no address)".into(), Address::to_string)
+        match (&self.address, &self.note) {
+            (Some(address), _) => address.to_string(),
+            (None, Some(path)) => path.display().to_string(),
+            (None, None) => "(no address)".into(),
+        }
     }
 
     pub(crate) fn error(&self, problem: impl Into<String>) -> Error {
         Error::Rendezvous { address: self.place(), rank: self.rank, problem: problem.into() }
     }
-}
-
-/// Rank and size, from the first launcher that says both.
-fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
-    let mut half = Vec::new();
-    for (launcher, rank_name, size_name) in LAUNCHERS {
-        let (rank, size) = match (get(rank_name), get(size_name)) {
-            (Some(rank), Some(size)) => (rank, size),
-            (None, None) => continue,
-            (Some(rank), None) => {
-                half.push(format!("{rank_name}={rank} is set, but {size_name} is not"));
-                continue;
-            }
-            (None, Some(size)) => {
-                half.push(format!("{size_name}={size} is set, but {rank_name} is not"));
-                continue;
-            }
-        };
-        let number = |name: &str, text: &str| {
-            text.trim().parse::<usize>().map_err(|_| format!("{name} is `{text}`; expected a whole number"))
-        };
-        let (rank, size) = (number(rank_name, &rank)?, number(size_name, &size)?);
-        check_place(rank, size)
-            .map_err(|e| format!("{rank_name}={rank}, {size_name}={size} ({launcher}): {e}"))?;
-        return Ok((rank, size));
-    }
-    let wanted = LAUNCHERS.map(|(launcher, rank, size)| format!("{rank} and {size} ({launcher})")).join(", ");
-    let found = if half.is_empty() { "none of them is set".into() } else { half.join("; ") };
-    Err(format!(
-        "no rank: looked for {wanted}; {found}. Start the ranks with `allstream run -n 4 PROGRAM`, or with torchrun, \
-         mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ALLSTREAM_TOKEN yourself"
-    ))
-}
-
-/// The address where rank 0 listens.
-fn master(get: Lookup<'_>) -> Result<Address, String> {
-    let (name, host) = [("MASTER_ADDR", get("MASTER_ADDR")), ("SLURM_LAUNCH_NODE_IPADDR", slurm_address(get))]
-        .into_iter()
-        .find_map(|(name, value)| value.map(|v| (name, v)))
-        .ok_or_else(|| {
-            String::from(
-                "no address: MASTER_ADDR is not set (nor SLURM_LAUNCH_NODE_IPADDR, which counts under Slurm); set it to \
-                 the name or address of rank 0's host, 127.0.0.1 if all ranks run on one",
-            )
-        })?;
-    let trimmed = host.trim();
-    let bare = trimmed.split('%').next().unwrap_or(trimmed).parse::<Ipv6Addr>().is_ok();
-    let host = if bare { Ok(trimmed.into()) } else { host_name(trimmed) };
-    let host = host.map_err(|e| format!("{name} is `{trimmed}`; expected a host name or an address: {e}"))?;
-    let port = get("MASTER_PORT").ok_or_else(|| {
-        String::from(
-            "no port: MASTER_PORT is not set; set it to a free port of rank 0's host, the same on all ranks",
-        )
-    })?;
-    let port = port_number(port.trim()).map_err(|e| format!("MASTER_PORT: {e}"))?;
-    Ok(Address { host, port })
-}
-
-fn slurm_address(get: Lookup<'_>) -> Option<String> {
-    get("SLURM_PROCID").and_then(|_| get("SLURM_LAUNCH_NODE_IPADDR"))
 }
 
 /// The secret shared by all ranks.

@@ -20,7 +20,7 @@ use super::host::{self, Locality, Process};
 use super::lobby::absent;
 use super::message::{DataHello, Message};
 use super::rendezvous::{Me, Table};
-use super::{runtime, wire};
+use super::{note, runtime, wire};
 use crate::error::Error;
 use crate::types::Rank;
 
@@ -329,6 +329,11 @@ where
         let (_, data) = mpsc::unbounded_channel();
         let token = Token::new(b"");
         Joined { table, token, pairs: Vec::new(), service: JoinSet::new(), data, deadline: Instant::now() }
+    } else if let Some(path) = rendezvous.note.clone() {
+        let (rendezvous, note) = note::settle(rendezvous, &path).await?;
+        let joined = gather(&rendezvous, local_fds).await;
+        drop(note);
+        joined?
     } else {
         gather(&rendezvous, local_fds).await?
     };

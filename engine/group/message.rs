@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::Error;
+use crate::error::{Error, Lost};
 use crate::types::{Rank, Signature};
 
 /// Names a communicator in a world: the world's own is 0, children take the numbers their parent agrees on.
@@ -51,6 +51,67 @@ pub(crate) enum Message {
         /// Collectives it has called.
         calls: u64,
     },
+    /// A step of an agreement.
+    Agree {
+        /// Which communicator.
+        comm: CommId,
+        /// The members that the sender knows lost, and how.
+        lost: Vec<(Rank, Lost)>,
+        /// What it says.
+        step: Step,
+    },
+    /// The sender has ended a communicator for good: it neither reads nor writes the rings of it any more, and does
+    /// not offer to take it up again. Sent once, by each member.
+    Retired {
+        /// The communicator for which the rings were made.
+        comm: CommId,
+    },
+}
+
+/// What members of a communicator say to agree: docs/adr/0010-agree.md. Ranks are the communicator's.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) enum Step {
+    /// The sender has called, and will accept nothing from members below `ballot` any more: it knows them lost.
+    Vote {
+        /// Number of the agreement.
+        number: u64,
+        /// What it called with.
+        flag: bool,
+        /// Its coordinator.
+        ballot: Rank,
+        /// The outcome it has accepted last, and from which coordinator.
+        accepted: Option<(Rank, Outcome)>,
+    },
+    /// The sender is coordinator, and this is what the verdict would be.
+    Propose {
+        /// Number of the agreement.
+        number: u64,
+        /// The outcome.
+        outcome: Outcome,
+    },
+    /// The sender has accepted what the receiver proposed.
+    Accept {
+        /// Number of the agreement.
+        number: u64,
+    },
+    /// Everyone who lives has accepted this.
+    Decide {
+        /// Number of the agreement.
+        number: u64,
+        /// The outcome.
+        outcome: Outcome,
+    },
+    /// Nothing but who is lost.
+    Lost,
+}
+
+/// What an agreement comes to.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct Outcome {
+    /// All counted flags together.
+    pub(crate) flag: bool,
+    /// Members whose flags were not counted.
+    pub(crate) lost: Vec<(Rank, Lost)>,
 }
 
 impl Message {
@@ -60,7 +121,9 @@ impl Message {
             Message::Abort { comm, .. }
             | Message::Stalled { comm, .. }
             | Message::Called { comm, .. }
-            | Message::Closing { comm, .. } => Some(*comm),
+            | Message::Closing { comm, .. }
+            | Message::Retired { comm }
+            | Message::Agree { comm, .. } => Some(*comm),
             Message::Heartbeat | Message::Goodbye { .. } => None,
         }
     }

@@ -242,7 +242,7 @@ impl Me<'_> {
                 Ok(listener) => return Ok(listener),
                 Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => {
                     return Err(self.error(format!(
-                        "something else listens at {address} already (another job, or one that has not ended); choose another port"
+                        "something else listens at {address} already (another job, or one that has not ended); choose another port (ALLSTREAM_PORT, or MASTER_PORT)"
                     )));
                 }
                 Err(e) => last = Some(format!("{address}: {e}")),

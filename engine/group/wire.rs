@@ -86,8 +86,30 @@ mod tests {
 
     use super::*;
     use crate::error::{Error, Lost};
-    use crate::group::message::{CommId, Message};
-    use crate::types::Signature;
+    use crate::group::message::{CommId, Message, Outcome, Step};
+    use crate::types::{Rank, Signature};
+
+    fn lost_ranks() -> impl Strategy<Value = Vec<(Rank, Lost)>> {
+        let how = prop_oneof![
+            Just(Lost::Died),
+            Just(Lost::Left),
+            any::<u32>().prop_map(|ms| Lost::Silent(std::time::Duration::from_millis(ms.into())))
+        ];
+        prop::collection::vec((any::<Rank>(), how), 0..4)
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let outcome = || (any::<bool>(), lost_ranks()).prop_map(|(flag, lost)| Outcome { flag, lost });
+        let accepted = proptest::option::of((any::<Rank>(), outcome()));
+        prop_oneof![
+            (any::<u64>(), any::<bool>(), any::<Rank>(), accepted)
+                .prop_map(|(number, flag, ballot, accepted)| Step::Vote { number, flag, ballot, accepted }),
+            (any::<u64>(), outcome()).prop_map(|(number, outcome)| Step::Propose { number, outcome }),
+            any::<u64>().prop_map(|number| Step::Accept { number }),
+            (any::<u64>(), outcome()).prop_map(|(number, outcome)| Step::Decide { number, outcome }),
+            Just(Step::Lost),
+        ]
+    }
 
     fn message() -> impl Strategy<Value = Message> {
         let cause = (any::<usize>(), ".*").prop_map(|(by, reason)| Error::Aborted { by, reason });
@@ -120,6 +142,12 @@ mod tests {
             }),
             (any::<u64>(), any::<u64>(), any::<Option<u64>>())
                 .prop_map(|(c, number, last)| Message::Called { comm: CommId(c), number, last }),
+            any::<u64>().prop_map(|c| Message::Retired { comm: CommId(c) }),
+            (any::<u64>(), lost_ranks(), step()).prop_map(|(c, lost, step)| Message::Agree {
+                comm: CommId(c),
+                lost,
+                step
+            }),
         ]
     }
 

@@ -4,6 +4,7 @@
 //! in other processes the region is a sealed memfd, handed over a unix socket: it has no name, vanishes with
 //! the last process, and cannot be truncated under a reader. Pages cost nothing until they are touched.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
@@ -37,8 +38,18 @@ unsafe impl Send for Region {}
 // SAFETY: as above.
 unsafe impl Sync for Region {}
 
+/// All memory behind `end`, and all in `free`, is zero.
 struct Heap {
     end: usize,
+    /// Given back: length by offset, never two side by side, none before `end`.
+    free: BTreeMap<usize, usize>,
+    used: usize,
+    peak: usize,
+}
+
+/// Blocks are whole lines, two at a time: what neighbours write does not slow the other down.
+fn whole(bytes: usize) -> usize {
+    bytes.next_multiple_of(128)
 }
 
 impl Region {
@@ -91,7 +102,7 @@ impl Region {
         Region {
             base,
             fd,
-            heap: Mutex::new(Heap { end: HEAP_START }),
+            heap: Mutex::new(Heap { end: HEAP_START, free: BTreeMap::new(), used: 0, peak: 0 }),
             slots: Mutex::new((0..SLOTS as u16).rev().collect()),
         }
     }
@@ -145,23 +156,70 @@ impl Region {
 
     /// Zeroed memory from the region's heap.
     pub(crate) fn alloc(&self, bytes: usize) -> Result<usize, Error> {
-        let bytes = bytes.next_multiple_of(128);
+        let bytes = whole(bytes);
         let mut heap = self.heap.lock();
-        if heap.end + bytes > REGION_BYTES {
-            return Err(Error::system(
-                "allocate the rings of a communicator",
-                format!(
-                    "{bytes} bytes wanted, {} of {HEAP} left in this rank's region; a process has room for about \
-                     {} groups of 8",
-                    REGION_BYTES - heap.end,
-                    HEAP / (2 * 8 * super::local::RING_BYTES)
-                ),
-            ));
-        }
-        // Fresh pages of the mapping are zero, and nothing is given out twice.
-        let offset = heap.end;
-        heap.end += bytes;
+        // The smallest gap that has room: groups of one size use each other's places.
+        let gap = heap.free.iter().filter(|(_, len)| **len >= bytes).min_by_key(|(_, len)| **len);
+        let offset = match gap.map(|(at, len)| (*at, *len)) {
+            Some((at, len)) => {
+                heap.free.remove(&at);
+                if len > bytes {
+                    heap.free.insert(at + bytes, len - bytes);
+                }
+                at
+            }
+            None if heap.end + bytes <= REGION_BYTES => {
+                heap.end += bytes;
+                heap.end - bytes
+            }
+            None => {
+                return Err(Error::system(
+                    "allocate the rings of a communicator",
+                    format!(
+                        "{bytes} bytes wanted, {} of {HEAP} in use in this rank's region; it has room for about {} \
+                         groups of 8 at a time: drop those that are not needed",
+                        heap.used,
+                        HEAP / (2 * 8 * super::local::RING_BYTES)
+                    ),
+                ));
+            }
+        };
+        heap.used += bytes;
+        heap.peak = heap.peak.max(heap.end - HEAP_START);
         Ok(offset)
+    }
+
+    /// Gives back what `alloc(bytes)` gave. As with slots, the protocol is its users': only once no rank, of this process
+    /// or another, writes to it any more (`comm/pool.rs`). `written`: somebody may have, meanwhile.
+    pub(crate) fn free(&self, offset: usize, bytes: usize, written: bool) {
+        let (mut offset, mut bytes) = (offset, whole(bytes));
+        debug_assert!(offset >= HEAP_START && offset + bytes <= REGION_BYTES);
+        if written {
+            // SAFETY: inside the mapping, where `alloc` put it, and by the protocol nobody else's now; it is reached by
+            // raw pointers and atomics only, so what a peer that breaks the protocol can change is the bytes.
+            unsafe { self.at(offset).write_bytes(0, bytes) };
+        }
+        let mut heap = self.heap.lock();
+        heap.used = heap.used.saturating_sub(bytes);
+        if let Some(after) = heap.free.remove(&(offset + bytes)) {
+            bytes += after;
+        }
+        let before = heap.free.range(..offset).next_back().map(|(at, len)| (*at, *len));
+        if let Some((at, len)) = before.filter(|(at, len)| at + len == offset) {
+            (offset, bytes) = (at, bytes + len);
+            heap.free.remove(&at);
+        }
+        if offset + bytes == heap.end {
+            heap.end = offset;
+        } else {
+            heap.free.insert(offset, bytes);
+        }
+    }
+
+    /// Bytes of the heap in use, the most that it has ever reached to, and its size.
+    pub(crate) fn heap(&self) -> (usize, usize, usize) {
+        let heap = self.heap.lock();
+        (heap.used, heap.peak, HEAP)
     }
 }
 
@@ -227,5 +285,35 @@ mod tests {
         let (a, b) = (region.alloc(1000).unwrap(), region.alloc(1000).unwrap());
         assert!(b >= a + 1000 && b % 128 == 0);
         assert!(region.alloc(HEAP).unwrap_err().to_string().contains("has room for about"));
+    }
+
+    #[test]
+    fn what_is_given_back_is_given_out_again_zeroed() {
+        let region = Region::private().unwrap();
+        let sizes = [128usize, 640, 4096, 67_584, 200];
+        let mut blocks = std::collections::VecDeque::new();
+        for round in 0..5_000usize {
+            let bytes = sizes[(round * 7 + round / 3) % sizes.len()];
+            let at = region.alloc(bytes).unwrap();
+            // SAFETY: our own block, of one thread.
+            let fresh = unsafe { std::slice::from_raw_parts(region.at(at), bytes) };
+            assert!(fresh.iter().all(|b| *b == 0), "round {round}");
+            let overlaps = |(a, len): &(usize, usize)| at < a + len && *a < at + bytes;
+            assert!(!blocks.iter().any(overlaps), "round {round}");
+            // SAFETY: as above.
+            unsafe { region.at(at).write_bytes(0xff, bytes) };
+            blocks.push_back((at, bytes));
+            if blocks.len() > 20 {
+                let (at, bytes) = blocks.remove(round % 20).unwrap();
+                region.free(at, bytes, true);
+            }
+        }
+        let (_, peak, _) = region.heap();
+        assert!(peak < 1 << 20, "{peak} bytes for at most 21 blocks of 66 KB");
+        for (at, bytes) in blocks {
+            region.free(at, bytes, true);
+        }
+        assert_eq!(region.heap().0, 0);
+        assert_eq!(region.heap.lock().end, HEAP_START, "one piece again");
     }
 }

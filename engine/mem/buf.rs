@@ -9,19 +9,20 @@ use crate::types::Element;
 
 /// Memory that can be handed to an operation by value and comes back with its result.
 ///
-/// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`]; foreign owners (an array library's storage, a
-/// mapped file) can implement it.
+/// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`], and for [`View`](super::View)s of any of them; foreign owners
+/// (an array library's storage, a mapped file) can implement it: `examples/09_ndarray.rs` does, and says why it may.
 ///
 /// # Safety
 ///
 /// From the moment a value is handed to an operation until it comes back, the engine and (for ranks of the
-/// same process) peers access `len()` elements at `ptr()` through raw pointers, from other threads. So:
+/// same process) peers access `len()` elements at `ptr()` through raw pointers, from other threads; from
+/// [`split`](super::split) to [`join`](super::View::join), its views do, also as slices. So:
 ///
 /// - `ptr()` and `len()` give the same answer however often the value is moved, until it is dropped or
 ///   changed through `&mut self`;
 /// - the memory is valid for reads and writes of `len() * size_of::<Self::Elem>()` bytes, initialised, and
 ///   aligned for the element type;
-/// - nothing else reads or writes it while the value is owned by the operation: the owner is unique;
+/// - nothing else reads or writes it while the value is owned by the operation or cut: the owner is unique;
 /// - dropping the value on any thread is sound (`Send`).
 pub unsafe trait Buf: Send + 'static {
     /// The element type.

@@ -3,10 +3,12 @@
 mod buf;
 mod held;
 mod list;
+mod split;
 mod stream;
 
 pub use buf::{Buf, HostBuf};
 pub(crate) use held::{Held, Parts};
 pub use list::BufList;
 pub(crate) use list::memory;
+pub use split::{View, split, split_at};
 pub use stream::{Event, HostStream};

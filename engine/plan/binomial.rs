@@ -14,7 +14,7 @@ use super::{Kind, Layout, Operand, Plan, Rank, Shape, Step};
 
 /// Blocks go up, the lowest number first.
 pub(super) fn gather(s: &Shape) -> Plan {
-    let (v, parent) = (s.from_root(), Tree::binomial(s).parent);
+    let (v, parent) = (s.past_root(), Tree::binomial(s).parent);
     let mut steps = Vec::new();
     match parent {
         Some(parent) => steps.push(send(s.own(0), vec![parent])),
@@ -30,7 +30,7 @@ pub(super) fn gather(s: &Shape) -> Plan {
 
 /// Blocks go down, the highest number first: it has the longest way.
 pub(super) fn scatter(s: &Shape) -> Plan {
-    let (v, parent) = (s.from_root(), Tree::binomial(s).parent);
+    let (v, parent) = (s.past_root(), Tree::binomial(s).parent);
     let mut steps = Vec::new();
     for d in (1..below(v, s.n)).rev() {
         let to = vec![child(s, v, d)];
@@ -53,7 +53,7 @@ fn child(s: &Shape, v: usize, d: usize) -> Rank {
 
 /// With memory for what is passed on.
 fn passing(s: &Shape, kind: Kind, steps: Vec<Step>) -> Plan {
-    let blocks = below(s.from_root(), s.n) as u32 - 1;
+    let blocks = below(s.past_root(), s.n) as u32 - 1;
     let plan = s.whole(kind, steps);
     if s.rank == s.root || blocks == 0 { plan } else { plan.and_scratch(Layout::Blocks { blocks }) }
 }

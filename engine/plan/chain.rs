@@ -17,7 +17,7 @@ use super::{Layout, Operand, Plan, Rank, Shape, Step};
 
 /// From the root onwards.
 pub(super) fn broadcast(s: &Shape) -> Plan {
-    let v = s.from_root();
+    let v = s.past_root();
     let to: Vec<Rank> = if v < s.n - 1 { vec![s.right()] } else { vec![] };
     let step = match v {
         0 => Step { dst: (!s.in_place).then(|| s.out(0)), ..send(s.own(0), to) },
@@ -28,7 +28,7 @@ pub(super) fn broadcast(s: &Shape) -> Plan {
 
 /// Back to the root: our own, then all that is behind us. What is sent on is in the hand.
 pub(super) fn reduce(s: &Shape) -> Plan {
-    let v = s.from_root();
+    let v = s.past_root();
     let both = || vec![s.own(0), Operand::Recv(s.right())];
     let step = match v {
         0 => Step { operands: both(), dst: Some(s.out(0)), finish: true, ..Step::default() },

@@ -14,8 +14,8 @@ pub const fn algorithms(kind: Kind) -> &'static [Algo] {
             Algo::HalvingDoubling,
             Algo::DoubleBinaryTree,
             Algo::Mst,
-            Algo::TwoLevel,
             Algo::Naive,
+            Algo::TwoLevel,
         ],
         Kind::Broadcast | Kind::Reduce => {
             &[Algo::Direct, Algo::OneShot, Algo::Binomial, Algo::Mst, Algo::Chain, Algo::ScatterAllGather]

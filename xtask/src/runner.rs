@@ -1,12 +1,12 @@
 //! Runs parts one after another, each with a time limit, and counts.
 
 use std::ffi::OsString;
-use std::io::{self, BufRead, BufReader, Read, Write};
+use std::io::{self, BufRead, BufReader, PipeReader, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{self, Sender};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
+use crate::journal::{self, Counts, Journal, Report};
 use crate::parts::{self, Part, Work};
 
 /// The process group of the command that runs, for the signal thread.
@@ -47,34 +48,51 @@ pub(crate) fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Counts {
-    passed: u64,
-    failed: u64,
-    skipped: u64,
-}
-
 struct Outcome {
     name: String,
     result: String,
     counts: Counts,
     time: Duration,
+    /// Of what failed.
+    report: Report,
 }
 
-/// Runs all, prints a table, and tells whether none failed.
+/// How a part ended: in words, in numbers, and what is to be said again if it failed.
+struct Ran(String, Counts, Report);
+
+/// Runs all, prints a table, then again what is known of each failure, and tells whether none failed.
 pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
     let mut outcomes = Vec::new();
     for part in parts {
         say(&format!("== {}", part.name));
         let start = Instant::now();
-        let (result, counts) = run_part(part, root);
+        let Ran(result, counts, report) = run_part(part, root);
         let time = start.elapsed();
         say(&format!("== {}: {result}, {:.1} s\n", part.name, time.as_secs_f64()));
-        outcomes.push(Outcome { name: part.name.clone(), result, counts, time });
+        outcomes.push(Outcome { name: part.name.clone(), result, counts, time, report });
     }
     let (table, total) = summary(&outcomes);
     say(&format!("{table}{} passed, {} failed, {} skipped", total.passed, total.failed, total.skipped));
+    let again = failures(&outcomes);
+    if !again.is_empty() {
+        say(&again);
+    }
     total.failed == 0
+}
+
+/// What failed, once more: a log is read from its end. The names come last.
+fn failures(outcomes: &[Outcome]) -> String {
+    let failed: Vec<_> = outcomes.iter().filter(|outcome| outcome.counts.failed > 0).collect();
+    let mut text = String::new();
+    for Outcome { name, report, .. } in &failed {
+        text += &format!("\n== what is known of the failure of: {name}\n");
+        report.lines.iter().for_each(|line| text += &format!("{line}\n"));
+    }
+    for Outcome { name, result, report, .. } in &failed {
+        text += &format!("\n{name}: {result}");
+        report.names.iter().for_each(|test| text += &format!("\n    {test}"));
+    }
+    text
 }
 
 fn say(text: &str) {
@@ -85,7 +103,7 @@ fn summary(outcomes: &[Outcome]) -> (String, Counts) {
     let mut total = Counts::default();
     let mut table = String::new();
     let width = outcomes.iter().map(|outcome| outcome.name.chars().count()).max().unwrap_or(0);
-    for Outcome { name, result, counts, time } in outcomes {
+    for Outcome { name, result, counts, time, .. } in outcomes {
         table += &format!("{name:width$}  {:>7.1} s  {result}\n", time.as_secs_f64());
         total.passed += counts.passed;
         total.failed += counts.failed;
@@ -94,8 +112,7 @@ fn summary(outcomes: &[Outcome]) -> (String, Counts) {
     (table, total)
 }
 
-fn run_part(part: &Part, root: &Path) -> (String, Counts) {
-    let skipped = |reason: &str| (format!("skipped: {reason}"), Counts { skipped: 1, ..Counts::default() });
+fn run_part(part: &Part, root: &Path) -> Ran {
     if let Work::NotYet(reason) = part.work {
         return skipped(reason);
     }
@@ -107,26 +124,35 @@ fn run_part(part: &Part, root: &Path) -> (String, Counts) {
         Work::Cargo(arguments, env) => {
             let mut command = Command::new(cargo());
             command.args(arguments).envs(env.iter().map(|(name, value)| (name, value)));
-            let end = execute(command, root, part.limit, true);
-            outcome(end, part.limit)
+            outcome(execute(command, root, part.limit, true), part.limit)
         }
         Work::Checks(checks) => {
             let mut counts = Counts::default();
+            let mut report = Report::default();
             for (name, complaints) in checks(root) {
                 say(&format!("{name} ... {}", if complaints.is_empty() { "ok" } else { "FAILED" }));
                 for complaint in &complaints {
                     say(&format!("  {complaint}"));
                 }
                 *(if complaints.is_empty() { &mut counts.passed } else { &mut counts.failed }) += 1;
+                if !complaints.is_empty() {
+                    report.names.push(name.to_string());
+                    report.lines.extend(complaints.iter().map(|complaint| format!("{name}: {complaint}")));
+                }
             }
-            (describe(counts), counts)
+            Ran(describe(counts), counts, report)
         }
         Work::Fuzz(seconds) => fuzz(root, *seconds, part.limit),
     }
 }
 
-fn fuzz(root: &Path, seconds: u64, limit: Duration) -> (String, Counts) {
+fn skipped(reason: &str) -> Ran {
+    Ran(format!("skipped: {reason}"), Counts { skipped: 1, ..Counts::default() }, Report::default())
+}
+
+fn fuzz(root: &Path, seconds: u64, limit: Duration) -> Ran {
     let mut counts = Counts::default();
+    let mut report = Report::default();
     let end = Instant::now() + limit;
     let left = || end.saturating_duration_since(Instant::now());
     let fuzz = |arguments: &[&str], echo| {
@@ -134,23 +160,32 @@ fn fuzz(root: &Path, seconds: u64, limit: Duration) -> (String, Counts) {
         // The sanitizers need unstable flags, which this compiler has too.
         command.args(arguments).env("RUSTC_BOOTSTRAP", "1");
         let limit = left();
-        outcome(execute(command, root, limit, echo), limit)
+        let end = execute(command, root, limit, echo);
+        let done = end.journal.last("Done ").map(|line| format!(", {line}")).unwrap_or_default();
+        (outcome(end, limit), done)
     };
-    if fuzz(&["fuzz", "--version"], false).1.failed > 0 {
-        let (result, counts) = fuzz(&["install", "cargo-fuzz", "--locked"], true);
+    if fuzz(&["fuzz", "--version"], false).0.1.failed > 0 {
+        let Ran(result, counts, _) = fuzz(&["install", "cargo-fuzz", "--locked"], true).0;
         if counts.failed > 0 {
-            let reason = format!("skipped: cargo-fuzz is not here, and `cargo install cargo-fuzz`: {result}");
-            return (reason, Counts { skipped: 1, ..Counts::default() });
+            return skipped(&format!("cargo-fuzz is not here, and `cargo install cargo-fuzz`: {result}"));
         }
     }
     for target in parts::fuzz_targets(root) {
         let time = format!("-max_total_time={seconds}");
-        let (result, count) = fuzz(&["fuzz", "run", &target, "--", &time, "-timeout=10"], true);
-        say(&format!("fuzz target {target}: {result}"));
+        // A fuzzer writes thousands of lines; they matter only if it finds something.
+        let (Ran(result, count, found), done) =
+            fuzz(&["fuzz", "run", &target, "--", &time, "-timeout=10"], false);
+        found.lines.iter().for_each(|line| say(line));
+        say(&format!("fuzz target {target}: {result}{done}"));
         counts.passed += count.passed;
         counts.failed += count.failed;
+        if count.failed > 0 {
+            report.names.push(format!("fuzz target {target}"));
+            report.lines.extend(found.lines);
+        }
     }
-    (describe(counts), counts)
+    report.lines.drain(..report.lines.len().saturating_sub(journal::PRINTED));
+    Ran(describe(counts), counts, report)
 }
 
 fn describe(counts: Counts) -> String {
@@ -163,18 +198,17 @@ fn describe(counts: Counts) -> String {
 struct End {
     /// `None`: it ran past its limit and was killed.
     status: io::Result<Option<ExitStatus>>,
-    counts: Counts,
-    /// Whether it printed results of tests at all.
-    tested: bool,
+    journal: Journal,
 }
 
-fn outcome(end: End, limit: Duration) -> (String, Counts) {
-    let mut counts = end.counts;
+fn outcome(end: End, limit: Duration) -> Ran {
+    let mut counts = end.journal.counts;
+    let tested = end.journal.tested;
     let failed = |mut counts: Counts, why: String| {
         counts.failed = counts.failed.max(1);
         (format!("FAILED: {why} ({} passed, {} failed)", counts.passed, counts.failed), counts)
     };
-    match end.status {
+    let (result, counts) = match end.status {
         Err(error) => failed(counts, format!("cannot start: {error}")),
         Ok(None) => {
             // Whatever it did report, the part itself is one more failure.
@@ -182,48 +216,46 @@ fn outcome(end: End, limit: Duration) -> (String, Counts) {
             failed(counts, format!("ran past {} s", limit.as_secs()))
         }
         Ok(Some(status)) if !status.success() && counts.failed == 0 => failed(counts, status.to_string()),
-        Ok(Some(_)) if !end.tested => {
+        Ok(Some(_)) if !tested => {
             counts.passed += 1;
             ("passed".into(), counts)
         }
         Ok(Some(_)) => (describe(counts), counts),
-    }
+    };
+    let report = if counts.failed == 0 { Report::default() } else { end.journal.report() };
+    Ran(result, counts, report)
 }
 
-/// Runs a command in its own process group, shows its output (if `echo`) and reads the results of tests in it.
+/// Runs a command in its own process group, shows its output (if `echo`) and keeps the journal of it.
 fn execute(mut command: Command, root: &Path, limit: Duration, echo: bool) -> End {
-    command
-        .current_dir(root)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .process_group(0);
-    let mut counts = Counts::default();
-    let mut tested = false;
-    let end = Instant::now() + limit;
-    let spawned = {
-        let mut running = running();
-        let spawned = command.spawn();
-        *running = spawned.as_ref().ok().map(Pid::from_child);
-        spawned
+    let journal = Arc::new(Mutex::new(Journal::default()));
+    let taken = |journal: &Mutex<Journal>| {
+        std::mem::take(&mut *journal.lock().unwrap_or_else(PoisonError::into_inner))
     };
-    let mut child = match spawned {
-        Ok(child) => child,
-        Err(error) => return End { status: Err(error), counts, tested },
+    let end = Instant::now() + limit;
+    let spawned = (|| {
+        // One pipe for both, so that what a test's processes say on stderr stands where they said it.
+        let (output, input) = io::pipe()?;
+        command.current_dir(root).stdin(Stdio::null()).process_group(0);
+        command.stdout(input.try_clone()?).stderr(input);
+        let mut running = running();
+        let child = command.spawn()?;
+        *running = Some(Pid::from_child(&child));
+        Ok((child, output))
+    })();
+    // It holds the pipe's other end.
+    drop(command);
+    let (mut child, output) = match spawned {
+        Ok(spawned) => spawned,
+        Err(error) => return End { status: Err(error), journal: Journal::default() },
     };
     let group = Pid::from_child(&child);
-    let (lines, results) = mpsc::channel();
-    show(child.stdout.take(), echo.then(io::stdout), &lines);
-    show(child.stderr.take(), echo.then(io::stderr), &lines);
-    drop(lines);
-    let mut count = |line: String| {
-        if let Some(found) = parse_result(&line) {
-            tested = true;
-            counts.passed += found.passed;
-            counts.failed += found.failed;
-            counts.skipped += found.skipped;
-        }
-    };
+    let (ended, drained) = mpsc::channel();
+    let ours = Arc::clone(&journal);
+    thread::spawn(move || {
+        read(output, echo, &ours);
+        let _ = ended.send(());
+    });
     let status = wait(&mut child, end);
     // A test that left processes behind must not keep the pipes, or the machine.
     let _ = kill_process_group(group, Signal::KILL);
@@ -232,11 +264,9 @@ fn execute(mut command: Command, root: &Path, limit: Duration, echo: bool) -> En
         None => child.wait().map(|_| None),
     });
     *running() = None;
-    let drained = Instant::now() + Duration::from_secs(5);
-    while let Ok(line) = results.recv_timeout(drained.saturating_duration_since(Instant::now())) {
-        count(line);
-    }
-    End { status, counts, tested }
+    // One that left the group may hold the pipe for ever.
+    let _ = drained.recv_timeout(Duration::from_secs(5));
+    End { status, journal: taken(&journal) }
 }
 
 fn wait(child: &mut Child, end: Instant) -> io::Result<Option<ExitStatus>> {
@@ -251,64 +281,57 @@ fn wait(child: &mut Child, end: Instant) -> io::Result<Option<ExitStatus>> {
     }
 }
 
-/// Copies a pipe to ours line by line, and hands on the lines with results.
-fn show(
-    pipe: Option<impl Read + Send + 'static>,
-    to: Option<impl Write + Send + 'static>,
-    lines: &Sender<String>,
-) {
-    let Some(pipe) = pipe else { return };
-    let lines = lines.clone();
-    thread::spawn(move || {
-        let mut pipe = BufReader::new(pipe);
-        let mut to = to;
-        let mut line = Vec::new();
-        while pipe.read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
-            let _ = to.as_mut().map(|to| to.write_all(&line));
-            if line.starts_with(b"test result: ") {
-                let _ = lines.send(String::from_utf8_lossy(&line).into_owned());
-            }
-            line.clear();
+/// Copies a pipe to stdout line by line (if `echo`), and keeps the journal.
+fn read(pipe: PipeReader, echo: bool, journal: &Mutex<Journal>) {
+    let mut pipe = BufReader::new(pipe);
+    let mut line = Vec::new();
+    while pipe.read_until(b'\n', &mut line).is_ok_and(|length| length > 0) {
+        if echo {
+            let _ = io::stdout().write_all(&line);
         }
-        let _ = to.as_mut().map(Write::flush);
-    });
-}
-
-/// Reads `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s`.
-fn parse_result(line: &str) -> Option<Counts> {
-    let rest = line.strip_prefix("test result: ")?;
-    let (_, numbers) = rest.split_once(". ")?;
-    let mut counts = Counts::default();
-    for field in numbers.split(';') {
-        let mut words = field.split_whitespace();
-        let (Some(number), Some(what)) = (words.next(), words.next()) else { continue };
-        match (number.parse(), what) {
-            (Ok(number), "passed") => counts.passed = number,
-            (Ok(number), "failed") => counts.failed = number,
-            (Ok(number), "ignored") => counts.skipped = number,
-            _ => {}
-        }
+        let mut journal = journal.lock().unwrap_or_else(PoisonError::into_inner);
+        journal.line(&String::from_utf8_lossy(&line));
+        line.clear();
     }
-    Some(counts)
+    let _ = io::stdout().flush();
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn results_of_tests_are_read() {
-        let line = "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s\n";
-        assert_eq!(parse_result(line), Some(Counts { passed: 12, failed: 0, skipped: 1 }));
-        let line = "test result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured; 0 filtered out";
-        assert_eq!(parse_result(line), Some(Counts { passed: 1, failed: 2, skipped: 0 }));
-        assert_eq!(parse_result("test a::b ... ok"), None);
-    }
-
-    fn shell(script: &str, limit: Duration) -> (String, Counts) {
+    fn report(script: &str, limit: Duration) -> Ran {
         let mut command = Command::new("/bin/sh");
         command.args(["-c", script]);
         outcome(execute(command, Path::new("/"), limit, false), limit)
+    }
+
+    fn shell(script: &str, limit: Duration) -> (String, Counts) {
+        let Ran(result, counts, _) = report(script, limit);
+        (result, counts)
+    }
+
+    #[test]
+    fn failures_are_said_again_at_the_end_names_last() {
+        let script = "echo '     Running tests/a.rs (x)' >&2; echo 'running 1 test'; echo told >&2; echo failures:; \
+            echo; echo because; echo; echo failures:; echo '    t::one'; echo; \
+            echo 'test result: FAILED. 0 passed; 1 failed; 0 ignored'; exit 1";
+        let Ran(result, counts, report) = report(script, Duration::from_secs(60));
+        let passed = |name: &str| Outcome {
+            name: name.into(),
+            result: "passed".into(),
+            counts: Counts { passed: 1, ..Counts::default() },
+            time: Duration::ZERO,
+            report: Report::default(),
+        };
+        let failed = Outcome { name: "integration".into(), result, counts, time: Duration::ZERO, report };
+        let text = failures(&[passed("house"), failed, passed("fuzz")]);
+        let expected = "\n== what is known of the failure of: integration\n-- tests/a.rs\n     Running tests/a.rs (x)\n\
+            running 1 test\ntold\nfailures:\n\nbecause\n\nfailures:\n    t::one\n\n\
+            test result: FAILED. 0 passed; 1 failed; 0 ignored\n\n\
+            integration: FAILED (0 passed, 1 failed)\n    tests/a.rs: t::one";
+        assert_eq!(text, expected);
+        assert_eq!(failures(&[passed("house")]), "");
     }
 
     #[test]

@@ -1,0 +1,163 @@
+//! One job on several hosts: an agent on each, through ssh or, on this host, without.
+
+use std::io::{self, Write};
+use std::ops::Range;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+
+use super::agent::{self, Order};
+use super::hosts::{Host, quoted};
+use super::relay::{Source, Stream};
+use super::{Agent, Event, Job, Kind, Member, Started, supervise, survive_nobody, token, watch};
+
+/// Where the ranks of a job go, and how they are reached.
+#[derive(Debug)]
+pub(crate) struct Hosts {
+    /// With the ranks of each; rank 0's first.
+    pub(crate) placed: Vec<(Host, Range<usize>)>,
+    /// The command that runs another on a host: `ssh` and its options.
+    pub(crate) ssh: Vec<String>,
+    /// This command on the other hosts.
+    pub(crate) remote: PathBuf,
+    /// The directory in which the ranks start.
+    pub(crate) dir: PathBuf,
+    /// Rank 0's address for all; without it the first host's name.
+    pub(crate) address: Option<String>,
+    /// Rank 0's port; 0: any.
+    pub(crate) port: u16,
+}
+
+/// Variables of ours that are each host's own business, or handed over otherwise.
+const NOT_PASSED: [&str; 6] = [
+    "ALLSTREAM_TOKEN",
+    "ALLSTREAM_TOKEN_FILE",
+    "ALLSTREAM_RENDEZVOUS_FD",
+    "ALLSTREAM_HOST_ID",
+    "ALLSTREAM_PORT",
+    "ALLSTREAM_SSH",
+];
+
+/// Runs a job on several hosts to its end; `job.ranks` is the number on all of them. Otherwise as
+/// [`run`](super::run).
+///
+/// # Errors
+/// The agents could not be started; those that were are stopped.
+pub(crate) fn run(job: Job, hosts: Hosts) -> io::Result<ExitCode> {
+    let token = token(&job)?;
+    let own = rustix::system::uname().nodename().to_string_lossy().into_owned();
+    let here = |host: &Host| host.is_here(&own);
+    let address = match (&hosts.address, hosts.placed.first()) {
+        (Some(address), _) => address.clone(),
+        _ if hosts.placed.iter().all(|(host, _)| here(host)) => "127.0.0.1".into(),
+        (None, Some((first, _))) if first.is_loopback() => own.clone(),
+        (None, Some((first, _))) => first.address().into(),
+        (None, None) => {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "a job needs at least one host"));
+        }
+    };
+    let passed = std::env::vars_os().filter(|(key, _)| {
+        let key = key.to_string_lossy();
+        key.starts_with("ALLSTREAM_") && !NOT_PASSED.contains(&&*key)
+    });
+    let env: Vec<_> =
+        passed.chain(job.env.iter().filter(|(key, _)| key != "ALLSTREAM_TOKEN").cloned()).collect();
+    let order = |host: &Host, ranks: &Range<usize>, port| Order {
+        version: agent::version(),
+        host: host.name.clone(),
+        first: ranks.start,
+        count: ranks.len(),
+        size: job.ranks,
+        dir: hosts.dir.clone().into(),
+        program: job.program.clone().into(),
+        args: job.args.clone(),
+        env: env.clone(),
+        prefix: job.prefix,
+        grace: job.grace,
+        address: address.clone(),
+        port,
+        token: token.clone(),
+    };
+    let (events, inbox) = mpsc::channel();
+    supervise(job.grace, &events, inbox, |members| {
+        let mut streams = Vec::new();
+        for (host, ranks) in &hosts.placed {
+            let command = if here(host) { local()? } else { over_ssh(&hosts, host)? };
+            let agent = (host, ranks, command);
+            streams.extend(start(agent, job.prefix, members, &events)?);
+        }
+        let mut placed = hosts.placed.iter();
+        // The others wait for the port that the first one opens.
+        if let (Some((host, ranks)), Some(member)) = (placed.next(), members.first()) {
+            member.say(order(host, ranks, hosts.port).line()?);
+        }
+        let port_known = move |members: &[Member], port| {
+            for ((host, ranks), member) in placed.zip(members.iter().skip(1)) {
+                member.say(order(host, ranks, port).line()?);
+            }
+            Ok(())
+        };
+        Ok(Started { streams, port_known: Some(Box::new(port_known)) })
+    })
+}
+
+/// The agent of this host.
+fn local() -> io::Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(["run", "--agent"]);
+    Ok(command)
+}
+
+/// The agent of another host. Nothing of the user's but this command's own path meets the shell there.
+fn over_ssh(hosts: &Hosts, host: &Host) -> io::Result<Command> {
+    let invalid = |problem: &str| io::Error::new(io::ErrorKind::InvalidInput, problem);
+    let (ssh, options) = hosts.ssh.split_first().ok_or_else(|| invalid("--ssh names no command"))?;
+    let remote = hosts.remote.to_str().ok_or_else(|| {
+        invalid("the path of this command is not UTF-8; name it on the other hosts with --remote-bin")
+    })?;
+    let mut command = Command::new(ssh);
+    command.args(options).arg(&host.name).arg(format!("exec {} run --agent", quoted(remote)));
+    Ok(command)
+}
+
+/// Starts an agent. It waits for its order.
+fn start(
+    (host, ranks, mut command): (&Host, &Range<usize>, Command),
+    prefix: bool,
+    members: &mut Vec<Member>,
+    events: &Sender<Event>,
+) -> io::Result<Vec<Stream>> {
+    let name = &host.name;
+    let shown = command.get_program().to_string_lossy().into_owned();
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    survive_nobody(&mut command, None);
+    let mut child = command.spawn().map_err(|error| {
+        io::Error::new(error.kind(), format!("host {name}: cannot start `{shown}`: {error}"))
+    })?;
+    let (orders, lines) = mpsc::channel::<Vec<u8>>();
+    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    let member = members.len();
+    let agent = Agent { host: name.clone(), ranks: ranks.clone(), orders: Some(orders), greeted: false };
+    watch(members, child, Kind::Agent(agent), events)?;
+    if let Some(mut stdin) = stdin {
+        // A thread, because a connection that is stuck takes no more than a pipe holds. Once nobody can say anything
+        // more, the pipe is closed.
+        thread::Builder::new().name(format!("to {name}")).stack_size(64 << 10).spawn(move || {
+            for line in lines {
+                if stdin.write_all(&line).and_then(|()| stdin.flush()).is_err() {
+                    break;
+                }
+            }
+        })?;
+    }
+    let events = events.clone();
+    let greeting = move |line: &[u8]| {
+        let port = agent::greeting(line);
+        port.map(|port| events.send(Event::Greeted { member, port })).is_some()
+    };
+    let out = stdout.map(|pipe| Stream::agent(name, Source::Stdout(pipe), prefix, Some(Box::new(greeting))));
+    let err = stderr.map(|pipe| Stream::agent(name, Source::Stderr(pipe), prefix, None));
+    Ok(out.into_iter().chain(err).collect())
+}

@@ -1,0 +1,158 @@
+//! Groups by name, and what this build and machine can carry collectives over.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use parking_lot::Mutex;
+
+use super::{Comm, SharedComm};
+use crate::error::Error;
+use crate::link::region::Region;
+use crate::types::Rank;
+
+/// Communicators of this process by name: whether one is there, this rank in it, its size.
+///
+/// A registry is the process's own affair: names are not compared between ranks. A process that is no member of a group
+/// inserts none under its name, and its queries say so. It can be owned, or stand for the whole process:
+///
+/// ```
+/// static GROUPS: allstream::Groups = allstream::Groups::new();
+///
+/// let comm = allstream::Comm::local(1)?.remove(0);
+/// GROUPS.insert("tp", comm)?;
+/// assert_eq!((GROUPS.rank("tp"), GROUPS.size("tp")), (Some(0), Some(1)));
+/// assert!(!GROUPS.is_initialized("dp"));
+/// # Ok::<(), allstream::Error>(())
+/// ```
+#[derive(Default)]
+pub struct Groups(Mutex<BTreeMap<String, SharedComm>>);
+
+impl fmt::Debug for Groups {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(&*self.0.lock()).finish()
+    }
+}
+
+impl From<Comm> for SharedComm {
+    fn from(comm: Comm) -> SharedComm {
+        comm.share()
+    }
+}
+
+impl Groups {
+    /// A registry without groups.
+    pub const fn new() -> Groups {
+        Groups(Mutex::new(BTreeMap::new()))
+    }
+
+    /// Puts a communicator under a name; returns the handle that the registry holds.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where the name is taken; the registry stays as it is.
+    pub fn insert(&self, name: impl Into<String>, comm: impl Into<SharedComm>) -> Result<SharedComm, Error> {
+        let (name, comm) = (name.into(), comm.into());
+        let mut groups = self.0.lock();
+        if let Some(there) = groups.get(&name) {
+            let problem = format!("a group {name:?} is there already ({there:?}); remove it first");
+            drop(groups);
+            return Err(Error::invalid("insert", problem));
+        }
+        groups.insert(name, comm.clone());
+        Ok(comm)
+    }
+
+    /// The communicator of a name; `None` where there is none, or this process is no member of it.
+    pub fn get(&self, name: &str) -> Option<SharedComm> {
+        self.0.lock().get(name).cloned()
+    }
+
+    /// Whether a communicator has that name.
+    pub fn is_initialized(&self, name: &str) -> bool {
+        self.0.lock().contains_key(name)
+    }
+
+    /// This process's rank in the group, if it is a member.
+    pub fn rank(&self, name: &str) -> Option<Rank> {
+        self.get(name).map(|comm| comm.rank())
+    }
+
+    /// Ranks in the group, if this process is a member.
+    pub fn size(&self, name: &str) -> Option<usize> {
+        self.get(name).map(|comm| comm.size())
+    }
+
+    /// All names, in alphabetical order.
+    pub fn names(&self) -> Vec<String> {
+        self.0.lock().keys().cloned().collect()
+    }
+
+    /// Takes a communicator out. It ends when its last handle is dropped.
+    pub fn remove(&self, name: &str) -> Option<SharedComm> {
+        self.0.lock().remove(name)
+    }
+}
+
+/// What collectives can be carried over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Backend {
+    /// Ranks of one process, on the CPU.
+    InProc,
+    /// Processes of one host, through shared memory, on the CPU.
+    Shm,
+    /// Hosts, through TCP, on the CPU.
+    Tcp,
+    /// GPUs, with this engine's own kernels.
+    Cuda,
+    /// GPUs, with NVIDIA's library.
+    Nccl,
+    /// Hosts, through RDMA.
+    Rdma,
+}
+
+impl fmt::Display for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Backend::InProc => "inproc",
+            Backend::Shm => "shm",
+            Backend::Tcp => "tcp",
+            Backend::Cuda => "cuda",
+            Backend::Nccl => "nccl",
+            Backend::Rdma => "rdma",
+        })
+    }
+}
+
+/// Whether a backend can be used here, and why not.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct BackendStatus {
+    /// Which.
+    pub backend: Backend,
+    /// `Ok`, or what is missing.
+    pub available: Result<(), Error>,
+}
+
+/// The backends, and which of them this build and this machine have. Shared memory and TCP are tried.
+pub fn backends() -> Vec<BackendStatus> {
+    let missing = |what: &str| {
+        let problem = "this build of allstream does not have it yet; use inproc, shm or tcp".to_owned();
+        Err(Error::Unavailable { what: what.to_owned(), problem })
+    };
+    let tcp = || {
+        std::net::TcpListener::bind("127.0.0.1:0")
+            .map(drop)
+            .map_err(|e| Error::system("listen on 127.0.0.1", e))
+    };
+    let status = |(backend, available)| BackendStatus { backend, available };
+    [
+        (Backend::InProc, Region::private().map(drop)),
+        (Backend::Shm, Region::shared().map(drop)),
+        (Backend::Tcp, tcp()),
+        (Backend::Cuda, missing("the CUDA backend")),
+        (Backend::Nccl, missing("the NCCL backend")),
+        (Backend::Rdma, missing("the RDMA backend")),
+    ]
+    .map(status)
+    .to_vec()
+}

@@ -1,0 +1,474 @@
+//! Communicators that nobody holds, kept to be taken up again; and the memory of rings, until nobody touches it.
+//!
+//! Each communicator that is made anew has *rings*: a block of this rank's region, named after it. They serve that
+//! communicator and, one after the other, those that take them up again (its later generations). Their life on a rank:
+//!
+//! - **in use**: somebody holds a handle, or operations still run;
+//! - **idle**: all handles are gone, all work is done and in peace: the machines wait here to be taken up by a `split`
+//!   of the same members, if all of them agree ([`Proposal`]);
+//! - **retired**, for good: this rank reads the peers' rings no more, and has told all members so
+//!   ([`Message::Retired`]). A receiver writes what it has released into the *sender's* rings: so the block is given
+//!   back only when every member that reads it has retired as well.
+//!
+//! A member that died, fell silent or left without having said it never confirms: a process that is thought dead may
+//! still run and write. Its share stays taken until the world ends: no group made afterwards has that member, so this
+//! is bounded by the groups of that moment.
+
+use std::collections::HashMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use lru::LruCache;
+use parking_lot::Mutex;
+
+use super::links::block_bytes;
+use super::world::{Lines, World};
+use crate::error::Error;
+use crate::exec::{Endpoint, Machines};
+use crate::group::message::{CommId, Message};
+use crate::group::runtime;
+use crate::types::Rank;
+
+/// Idle communicators that a world keeps, unless it is told otherwise.
+pub(crate) const CAPACITY: usize = 64;
+/// Names of ended communicators kept, so that what is still said of them is known to be late.
+const ENDED: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
+/// How long a full region waits for members to confirm that they have left idle communicators.
+const MEMORY: Duration = Duration::from_secs(2);
+
+/// The communicators of a rank's world that come and go, and their rings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// Communicators that took up an idle one of the same members.
+    pub hits: u64,
+    /// Communicators that were made anew.
+    pub misses: u64,
+    /// Idle communicators that ended: the pool was full, another member ended it, or the members disagreed on it.
+    pub evictions: u64,
+    /// Idle communicators now.
+    pub idle: usize,
+    /// Communicators now that somebody holds, or whose operations still run; without the world's own.
+    pub live: usize,
+    /// Bytes of ring memory in use: live, idle, or not confirmed yet by all members.
+    pub ring_bytes: usize,
+    /// The most that they have ever reached to.
+    pub ring_peak: usize,
+    /// How far they can.
+    pub ring_limit: usize,
+}
+
+/// What makes two communicators interchangeable.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Likeness {
+    /// In order.
+    members: Vec<Rank>,
+    /// None on the CPU.
+    devices: Vec<u32>,
+    runs_on: Executor,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Executor {
+    /// The engine's own on the host, over the links that the world has chosen for each two ranks.
+    Host,
+}
+
+impl Likeness {
+    fn of(members: &[Rank]) -> Likeness {
+        Likeness { members: members.to_vec(), devices: Vec::new(), runs_on: Executor::Host }
+    }
+}
+
+struct Rings {
+    members: Vec<Rank>,
+    block: usize,
+    /// Members that have retired.
+    confirmed: Vec<Rank>,
+    /// This rank has.
+    retired: bool,
+    /// Kept until all have: what they lent is still to come back.
+    machines: Option<Machines>,
+}
+
+struct Idle {
+    likeness: Likeness,
+    machines: Machines,
+}
+
+struct State {
+    capacity: usize,
+    rings: HashMap<CommId, Rings>,
+    /// By the name of its rings; the least recently used goes first.
+    idle: LruCache<CommId, Idle>,
+    /// Members that retired what is not made here yet.
+    heard: LruCache<CommId, Vec<Rank>>,
+    /// Communicators that nobody holds any more.
+    ended: LruCache<CommId, ()>,
+    /// Ranks that confirm nothing any more.
+    gone: Vec<Rank>,
+    hits: u64,
+    misses: u64,
+    evictions: u64,
+}
+
+pub(crate) struct Pool(Mutex<State>);
+
+impl Pool {
+    pub(crate) fn new(capacity: usize) -> Pool {
+        Pool(Mutex::new(State {
+            capacity,
+            rings: HashMap::new(),
+            idle: LruCache::unbounded(),
+            heard: LruCache::new(ENDED),
+            ended: LruCache::new(ENDED),
+            gone: Vec::new(),
+            hits: 0,
+            misses: 0,
+            evictions: 0,
+        }))
+    }
+
+    /// Whether a communicator was held here, and is not any more.
+    pub(crate) fn has_ended(&self, comm: CommId) -> bool {
+        self.0.lock().ended.contains(&comm)
+    }
+
+    /// Whether rings were used here, and never will be again.
+    pub(crate) fn has_retired(&self, rings: CommId) -> bool {
+        let state = self.0.lock();
+        state.ended.contains(&rings) && state.rings.get(&rings).is_none_or(|r| r.retired)
+    }
+}
+
+impl State {
+    /// Takes out what has to go for at most `capacity` to be left.
+    fn trim(&mut self, capacity: usize) -> Vec<(CommId, Idle)> {
+        let mut out = Vec::new();
+        while self.idle.len() > capacity
+            && let Some(least) = self.idle.pop_lru()
+        {
+            self.evictions += 1;
+            out.push(least);
+        }
+        out
+    }
+}
+
+impl World {
+    pub(crate) fn pool_stats(&self) -> PoolStats {
+        let (ring_bytes, ring_peak, ring_limit) = self.around.region.heap();
+        let state = self.pool.0.lock();
+        let idle = state.idle.len();
+        PoolStats {
+            hits: state.hits,
+            misses: state.misses,
+            evictions: state.evictions,
+            idle,
+            live: state.rings.values().filter(|r| !r.retired).count() - idle,
+            ring_bytes,
+            ring_peak,
+            ring_limit,
+        }
+    }
+
+    /// How many idle communicators to keep. What is beyond goes now.
+    pub(crate) fn set_pool_capacity(&self, capacity: usize) {
+        let out = {
+            let mut state = self.pool.0.lock();
+            state.capacity = capacity;
+            state.trim(capacity)
+        };
+        self.retire_idle(out);
+    }
+
+    /// All handles of a communicator are gone. With machines, it is done; without, that is waited for.
+    pub(crate) fn release(
+        self: &Arc<Self>,
+        rings: CommId,
+        endpoint: &Arc<Endpoint>,
+        machines: Option<Machines>,
+    ) {
+        self.pool.0.lock().ended.put(CommId(endpoint.config.comm), ());
+        if let Some(machines) = machines {
+            return self.shelve(rings, machines);
+        }
+        // Operations end by their deadlines.
+        let (world, endpoint) = (self.clone(), endpoint.clone());
+        let wait = async move {
+            let mut pause = Duration::from_millis(1);
+            loop {
+                if let Some(machines) = endpoint.hollow() {
+                    return world.shelve(rings, machines);
+                }
+                tokio::time::sleep(pause).await;
+                pause = (2 * pause).min(Duration::from_millis(50));
+            }
+        };
+        if let Err(error) = runtime::spawn(wait) {
+            tracing::error!(%error, "the end of a communicator was lost: its rings stay taken");
+        }
+    }
+
+    /// Keeps a communicator that is done, if it may be used again; what the pool has no room for ends.
+    fn shelve(&self, id: CommId, machines: Machines) {
+        let out = {
+            let mut state = self.pool.0.lock();
+            let State { rings, gone, .. } = &*state;
+            let Some(rings) = rings.get(&id) else { return };
+            let whole = rings.confirmed.is_empty() && !rings.members.iter().any(|m| gone.contains(m));
+            if machines.healthy && whole {
+                let likeness = Likeness::of(&rings.members);
+                state.idle.put(id, Idle { likeness, machines });
+                let capacity = state.capacity;
+                Ok(state.trim(capacity))
+            } else {
+                Err(machines)
+            }
+        };
+        match out {
+            Ok(out) => self.retire_idle(out),
+            Err(machines) => self.retire(id, Some(machines)),
+        }
+    }
+
+    fn retire_idle(&self, idle: Vec<(CommId, Idle)>) {
+        idle.into_iter().for_each(|(id, idle)| self.retire(id, Some(idle.machines)));
+    }
+
+    /// Ends rings for good on this rank: it touches its peers' no more, and says so.
+    fn retire(&self, id: CommId, mut machines: Option<Machines>) {
+        if let Some(machines) = &mut machines {
+            machines.stop_reading();
+        }
+        let members = {
+            let mut state = self.pool.0.lock();
+            let Some(rings) = state.rings.get_mut(&id) else { return };
+            rings.retired = true;
+            rings.machines = machines;
+            let members = rings.members.clone();
+            state.ended.put(id, ());
+            members
+        };
+        self.around.sockets.forget(id);
+        for to in members.into_iter().filter(|m| *m != self.rank) {
+            self.send(to, Message::Retired { comm: id });
+        }
+        self.settle(id);
+    }
+
+    /// A member has retired: it offers these rings no more, and no longer writes to ours.
+    pub(crate) fn peer_retired(&self, from: Rank, id: CommId) {
+        let idle = {
+            let mut state = self.pool.0.lock();
+            let confirmed = match state.rings.get_mut(&id) {
+                Some(rings) if !rings.members.contains(&from) => return,
+                Some(rings) => &mut rings.confirmed,
+                None => state.heard.get_or_insert_mut(id, Vec::new),
+            };
+            if !confirmed.contains(&from) {
+                confirmed.push(from);
+            }
+            let idle = state.idle.pop(&id);
+            state.evictions += u64::from(idle.is_some());
+            idle
+        };
+        match idle {
+            Some(idle) => self.retire(id, Some(idle.machines)),
+            None => self.settle(id),
+        }
+    }
+
+    /// A rank died, fell silent or left: it takes nothing up again, and confirms nothing.
+    pub(crate) fn member_gone(&self, rank: Rank) {
+        let (idle, retired) = {
+            let mut state = self.pool.0.lock();
+            if state.gone.contains(&rank) {
+                return;
+            }
+            state.gone.push(rank);
+            let with = |ids: &mut dyn Iterator<Item = (&CommId, &Rings)>| -> Vec<CommId> {
+                ids.filter(|(_, r)| r.members.contains(&rank)).map(|(id, _)| *id).collect()
+            };
+            let all = with(&mut state.rings.iter());
+            let (idle, others): (Vec<_>, Vec<_>) = all.into_iter().partition(|id| state.idle.contains(id));
+            let idle: Vec<_> = idle.into_iter().filter_map(|id| Some((id, state.idle.pop(&id)?))).collect();
+            state.evictions += idle.len() as u64;
+            (idle, others)
+        };
+        self.retire_idle(idle);
+        retired.into_iter().for_each(|id| self.settle(id));
+    }
+
+    /// This rank leaves: ends all that is idle, so that the others have their memory back.
+    pub(crate) fn empty_pool(&self) {
+        self.set_pool_capacity(0);
+    }
+
+    /// Gives retired rings back, if all who write to them have confirmed that they do not any more.
+    fn settle(&self, id: CommId) {
+        let mut state = self.pool.0.lock();
+        let State { rings, gone, .. } = &mut *state;
+        let Some(ended) = rings.get_mut(&id).filter(|r| r.retired) else { return };
+        if let Some(machines) = &mut ended.machines {
+            machines.reap();
+        }
+        let writers = ended.members.iter().filter(|m| self.around.is_near(**m));
+        let open: Vec<Rank> = writers.filter(|m| !ended.confirmed.contains(m)).copied().collect();
+        if open.iter().any(|m| !gone.contains(m)) {
+            return;
+        }
+        let Some(Rings { members, block, machines, .. }) = rings.remove(&id) else { return };
+        drop(state);
+        if !open.is_empty() {
+            tracing::debug!(
+                rings = id.0,
+                ?open,
+                "the rings of a communicator stay taken: its members are gone"
+            );
+            return;
+        }
+        if let Some(mut machines) = machines {
+            machines.take_all_back();
+        }
+        self.around.region.free(block, block_bytes(members.len()), true);
+    }
+
+    /// Gives rings back that no other rank has used.
+    fn discard(&self, id: CommId) {
+        let rings = self.pool.0.lock().rings.remove(&id);
+        if let Some(rings) = rings {
+            self.around.region.free(rings.block, block_bytes(rings.members.len()), false);
+        }
+    }
+
+    /// What this rank brings to a new communicator of `members`, its name being `id`: rings, and the idle communicator
+    /// of these members that it could take up instead, if it has one.
+    ///
+    /// # Errors
+    /// [`Error::System`] when the region has no room for the rings.
+    pub(crate) async fn propose(self: &Arc<Self>, id: CommId, members: Vec<Rank>) -> Result<Proposal, Error> {
+        let likeness = Likeness::of(&members);
+        let offer = {
+            let mut state = self.pool.0.lock();
+            let alike = state.idle.iter().filter(|(_, idle)| idle.likeness == likeness);
+            // Of several, all members offer the same one, in whatever order they dropped them.
+            let least = alike.map(|(id, _)| *id).min();
+            least.and_then(|id| Some((id, state.idle.pop(&id)?)))
+        };
+        let mut proposal =
+            Proposal { world: self.clone(), id, members, rings: false, published: false, offer, block: 0 };
+        let block = self.block(block_bytes(proposal.members.len())).await?;
+        let mut state = self.pool.0.lock();
+        let confirmed = state.heard.pop(&id).unwrap_or_default();
+        let members = proposal.members.clone();
+        state.rings.insert(id, Rings { members, block, confirmed, retired: false, machines: None });
+        drop(state);
+        (proposal.rings, proposal.block) = (true, block as u64);
+        Ok(proposal)
+    }
+
+    /// Room for rings. Where there is none, idle communicators end, and their members' confirmations are waited for.
+    async fn block(self: &Arc<Self>, bytes: usize) -> Result<usize, Error> {
+        let full = match self.around.region.alloc(bytes) {
+            Ok(block) => return Ok(block),
+            Err(error) => error,
+        };
+        let out = self.pool.0.lock().trim(0);
+        self.retire_idle(out);
+        let (world, end) = (self.clone(), Instant::now() + MEMORY);
+        runtime::run(async move {
+            while Instant::now() < end {
+                if let Ok(block) = world.around.region.alloc(bytes) {
+                    return Ok(block);
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            Err(full)
+        })
+        .await
+    }
+}
+
+/// What a rank brings to a new communicator. The members exchange their [`row`](Proposal::row)s and come to the same
+/// end; dropped before that, it ends on this rank what it brought.
+pub(crate) struct Proposal {
+    world: Arc<World>,
+    id: CommId,
+    members: Vec<Rank>,
+    /// Rings were made, and are not used yet.
+    rings: bool,
+    /// Others may have heard of them.
+    published: bool,
+    offer: Option<(CommId, Idle)>,
+    block: u64,
+}
+
+/// Numbers of a row.
+pub(crate) const ROW: usize = 5;
+
+impl Proposal {
+    /// What the other members must know: where the rings lie; and of the idle communicator that is offered its name,
+    /// generation, calls and balance of messages (all 0: none).
+    pub(crate) fn row(&mut self) -> [u64; ROW] {
+        self.published = true;
+        match &self.offer {
+            None => [self.block, 0, 0, 0, 0],
+            Some((id, Idle { machines: m, .. })) => {
+                [self.block, id.0, u64::from(m.generation), m.calls, m.balance]
+            }
+        }
+    }
+
+    /// Makes the communicator, from the rows of all members in order: the next generation of the idle one, if all offer
+    /// the same one, with the same calls made and every message received; else one of new rings. All members have the
+    /// same rows, so they decide alike. Returns it, and the name of its rings.
+    pub(crate) fn accept(
+        mut self,
+        name: String,
+        rows: &[[u64; ROW]],
+    ) -> Result<(Arc<Endpoint>, CommId), Error> {
+        let (world, members) = (self.world.clone(), std::mem::take(&mut self.members));
+        let offered = rows.iter().all(|row| row[1] != 0 && row[1..4] == rows[0][1..4]);
+        let balanced = rows.iter().fold(0, |sum: u64, row| sum.wrapping_add(row[4])) == 0;
+        let again = if offered && balanced { self.offer.take() } else { None };
+        let (rings, lines) = match again {
+            Some((rings, idle)) => {
+                world.pool.0.lock().hits += 1;
+                self.rings = false;
+                world.discard(self.id);
+                (rings, Lines::Again(idle.machines))
+            }
+            None => {
+                world.pool.0.lock().misses += 1;
+                self.rings = false;
+                (self.id, Lines::New(rows.iter().map(|row| row[0]).collect()))
+            }
+        };
+        tracing::debug!(rank = world.rank, comm = self.id.0, rings = rings.0, "communicator made");
+        match world.endpoint(self.id, name, members, lines) {
+            Ok(endpoint) => Ok((endpoint, rings)),
+            Err(error) => {
+                world.retire(rings, None);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Drop for Proposal {
+    fn drop(&mut self) {
+        if let Some((id, idle)) = self.offer.take() {
+            self.world.pool.0.lock().evictions += 1;
+            self.world.retire(id, Some(idle.machines));
+        }
+        if self.rings {
+            match self.published {
+                // The others may have made it.
+                true => self.world.retire(self.id, None),
+                false => self.world.discard(self.id),
+            }
+        }
+    }
+}

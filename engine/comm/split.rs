@@ -1,0 +1,147 @@
+//! Communicators made from a communicator: `split`, `dup`, `subset`.
+
+use super::Comm;
+use super::pool::ROW;
+use crate::error::Error;
+use crate::group::message::CommId;
+use crate::types::Rank;
+
+impl Comm {
+    /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it.
+    ///
+    /// # Errors
+    /// As a collective.
+    pub async fn dup(&mut self) -> Result<Comm, Error> {
+        let rank = self.rank();
+        self.split(0, rank as i64).await
+    }
+
+    /// Communicators of the ranks that give the same `color`, ordered by `key`, then by rank. Collective: all ranks of
+    /// this group call it.
+    ///
+    /// An idle communicator of the same members, in the same order, is taken up again where all of them have one: one
+    /// that was closed or dropped on all of them when all its work was done.
+    ///
+    /// # Errors
+    /// As a collective. [`Error::System`] when this rank has no memory for the rings of another group, which is then
+    /// the end of this communicator on all ranks.
+    pub async fn split(&mut self, color: u64, key: i64) -> Result<Comm, Error> {
+        let made = self.split_some(Some(color), key).await?;
+        made.ok_or_else(|| Error::system("split", "no communicator was made for a color (a bug)"))
+    }
+
+    /// [`split`](Self::split), where a rank without a color takes part in the call and gets no communicator.
+    ///
+    /// # Errors
+    /// As of `split`.
+    pub async fn split_some(&mut self, color: Option<u64>, key: i64) -> Result<Option<Comm>, Error> {
+        let row = [u64::from(color.is_some()), color.unwrap_or(0), key as u64];
+        let answers = self.all_gather(row.to_vec()).await?;
+        let mut mates: Vec<(i64, Rank)> = (0..self.size())
+            .filter(|r| color.is_some() && answers[3 * r..3 * r + 2] == row[..2])
+            .map(|r| (answers[3 * r + 2] as i64, r))
+            .collect();
+        mates.sort_unstable();
+        let mates: Vec<Rank> = mates.into_iter().map(|(_, r)| r).collect();
+        self.child(&mates, color.unwrap_or(0)).await
+    }
+
+    /// A communicator of these ranks of this group, in the order given; `None` on the ranks that are not among them.
+    /// Collective: all ranks of this group call it, with the same ranks.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] on all ranks, where ranks are named twice or are not in this group, and where ranks do not
+    /// name the same; this communicator stays as it is. Else as of [`split`](Self::split).
+    pub async fn subset(&mut self, ranks: &[Rank]) -> Result<Option<Comm>, Error> {
+        let n = self.size();
+        let twice = ranks.iter().enumerate().find(|(i, r)| ranks[..*i].contains(r));
+        let problem = match (ranks.iter().find(|r| **r >= n), twice) {
+            _ if ranks.is_empty() => Some("no ranks were named: a group has at least one".to_owned()),
+            (Some(r), _) => Some(format!("rank {r} is not in this group of {n}; ranks are 0..={}", n - 1)),
+            (None, Some((_, r))) => Some(format!("rank {r} is named twice in {ranks:?}")),
+            (None, None) => None,
+        };
+        self.same("subset", ranks.iter().map(|r| *r as u64), &format!("{ranks:?}"), problem).await?;
+        let mates = if ranks.contains(&self.rank()) { ranks } else { &[] };
+        self.child(mates, 0).await
+    }
+
+    /// Compares between all ranks what a call was given. All end with an error if one of them has a problem with it, or
+    /// something else.
+    pub(super) async fn same(
+        &mut self,
+        call: &str,
+        words: impl Iterator<Item = u64>,
+        text: &str,
+        problem: Option<String>,
+    ) -> Result<(), Error> {
+        let words: Vec<u64> = words.collect();
+        let digest = words.iter().fold(words.len() as u64, |x, word| mix(x, *word));
+        let row = vec![u64::from(problem.is_some()), digest];
+        let rows = self.all_gather(row.clone()).await?;
+        let rank = self.rank();
+        let odd = (0..self.size()).find(|r| rows[2 * r..2 * r + 2] != row[..]);
+        match (problem, odd) {
+            (Some(problem), _) => Err(Error::invalid(call, problem)),
+            (None, None) => Ok(()),
+            (None, Some(peer)) => Err(Error::invalid(
+                call,
+                format!(
+                    "rank {peer} did not pass what rank {rank} passed, {text}; every rank must pass the same"
+                ),
+            )),
+        }
+    }
+
+    /// Makes a communicator of `mates`, ranks of this group in the new one's order. All ranks of this group come here
+    /// together, those without a communicator with no mates.
+    async fn child(&mut self, mates: &[Rank], color: u64) -> Result<Option<Comm>, Error> {
+        let (handle, n) = (self.0.clone(), self.size());
+        let (parent, world) = (&handle.endpoint, &handle.membership.world);
+        let child = {
+            let mut children = handle.children.lock();
+            *children += 1;
+            *children
+        };
+        let id = CommId(child_id(parent.config.comm, child, color));
+        let mut proposal = None;
+        if !mates.is_empty() {
+            let members = mates.iter().map(|r| parent.config.members[*r]).collect();
+            proposal = match world.propose(id, members).await {
+                Ok(proposal) => Some(proposal),
+                Err(error) => {
+                    // The others would wait for this rank's answer.
+                    parent.fail(error.clone());
+                    return Err(error);
+                }
+            };
+        }
+        // Dead already: nobody hears of what was proposed.
+        self.check()?;
+        let row = proposal.as_mut().map_or([0; ROW], |p| p.row());
+        let rows = self.all_gather(row.to_vec()).await?;
+        let Some(proposal) = proposal else { return Ok(None) };
+        let rows: Vec<[u64; ROW]> = rows.chunks_exact(ROW).filter_map(|row| row.try_into().ok()).collect();
+        if rows.len() != n {
+            return Err(Error::system("split", "not every rank has answered (a bug)"));
+        }
+        let rows: Vec<_> = mates.iter().map(|r| rows[*r]).collect();
+        let name = format!("{}/{child}.{color}", parent.config.name);
+        let (endpoint, rings) = proposal.accept(name, &rows)?;
+        Ok(Some(Comm::of(endpoint, handle.membership.clone(), Some(rings))))
+    }
+}
+
+/// Names a child: the same on all its members, different from its siblings and cousins.
+fn child_id(parent: u64, child: u64, color: u64) -> u64 {
+    // 0 is the world's.
+    mix(mix(parent, child), color).max(1)
+}
+
+/// SplitMix64's finalizer, over one more number.
+fn mix(x: u64, part: u64) -> u64 {
+    let mut x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}

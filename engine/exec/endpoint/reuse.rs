@@ -1,0 +1,117 @@
+//! The end of an endpoint, and what may begin again: its machines and links serve the communicator's next generation.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::{Active, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
+use crate::exec::p2p::Direction;
+use crate::exec::port::Opener;
+use crate::types::Rank;
+
+/// What an endpoint leaves behind when it has ended: its machines, and the links to its peers.
+pub(crate) struct Machines {
+    run: Box<Run>,
+    /// It ended in peace: nothing was failed.
+    pub(crate) healthy: bool,
+    pub(crate) generation: u32,
+    /// Collectives called.
+    pub(crate) calls: u64,
+    /// Sends called here, less receives called here, each weighed by its (sender, receiver, tag): over all members they
+    /// add up to 0 where every message was received.
+    pub(crate) balance: u64,
+}
+
+impl Endpoint {
+    /// Takes the machines out, once nothing is left to do: finished and flushed, or failed and drained. `None`: not yet,
+    /// or somebody is at work on it. What has finished can still be taken from the table; nothing else happens here.
+    pub(crate) fn hollow(&self) -> Option<Machines> {
+        let mut run = self.run.try_lock()?;
+        let healthy = self.cause.get().is_none();
+        let idle = match run.drained {
+            None => {
+                healthy
+                    && run.active.is_empty()
+                    && run.messages.is_idle()
+                    && run.port.is_flushed()
+                    && run.messages.is_flushed()
+            }
+            // Peers that live hang up soon, and give slots back by it.
+            Some(at) => run.port.reclaim() & run.messages.reclaim() || at.elapsed() > HANG_UP,
+        };
+        let table = self.table.lock();
+        if !idle || !table.closed || table.inflight.running() > 0 {
+            return None;
+        }
+        let (calls, rank) = (table.next, self.config.rank);
+        let each = |(&(peer, direction, tag), &n): (&(Rank, Direction, u32), &u64)| match direction {
+            Direction::Send => weight(rank, peer, tag).wrapping_mul(n),
+            Direction::Recv => weight(peer, rank, tag).wrapping_mul(n).wrapping_neg(),
+        };
+        let balance = table.numbers.iter().map(each).fold(0, u64::wrapping_add);
+        drop(table);
+        let generation = self.config.generation;
+        let run = Box::new(std::mem::replace(&mut *run, nothing(&self.config)));
+        Some(Machines { run, healthy, generation, calls, balance })
+    }
+
+    /// An endpoint that goes on with these machines, as the generation that `config` says.
+    pub(crate) fn again(config: EndpointConfig, machines: Machines) -> Arc<Endpoint> {
+        let Run { mut port, mut messages, .. } = *machines.run;
+        port.renew();
+        messages.renew(config.comm, config.generation);
+        let active = Active::new(config.comm);
+        let run = Run { active, port, messages, ..nothing(&config) };
+        Endpoint::with(config, run)
+    }
+}
+
+impl Machines {
+    /// What opens their links.
+    pub(crate) fn opener(&self) -> Arc<dyn Opener> {
+        self.run.port.opener()
+    }
+
+    /// They read no more: from here on this rank touches no ring of its peers.
+    pub(crate) fn stop_reading(&mut self) {
+        self.run.port.stop_reading();
+        self.run.messages.port().stop_reading();
+    }
+
+    /// Takes back what peers have released.
+    pub(crate) fn reap(&mut self) {
+        let _ = self.run.port.reap(|_| {});
+        let _ = self.run.messages.port().reap(|_| {});
+    }
+
+    /// Every peer has stopped reading: what was lent is free.
+    pub(crate) fn take_all_back(&mut self) {
+        self.run.port.take_all_back();
+        self.run.messages.port().take_all_back();
+    }
+}
+
+/// Machines without peers, for an endpoint that has ended.
+fn nothing(config: &EndpointConfig) -> Run {
+    let port = |channel| Port::new((0, 0), channel, config.region.clone(), config.opener.clone());
+    Run {
+        active: Active::new(config.comm),
+        port: port(0),
+        messages: Messages::new(config.comm, 0, config.generation, 0, port(1)),
+        checked: Instant::now(),
+        awake: Instant::now(),
+        blocked: 0,
+        drained: None,
+    }
+}
+
+/// A number for (sender, receiver, tag), odd and as good as random: different ones do not cancel out.
+fn weight(from: Rank, to: Rank, tag: u32) -> u64 {
+    let mut x = (from as u64) << 32 ^ to as u64;
+    for part in [u64::from(tag), 0] {
+        x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
+        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        x ^= x >> 31;
+    }
+    x | 1
+}

@@ -1,0 +1,201 @@
+//! What launchers put into the environment: rank and size, and where rank 0 can be met.
+
+use std::net::Ipv6Addr;
+use std::path::PathBuf;
+
+use super::env::{Address, Lookup, check_place, host_name, port_number};
+use crate::types::Rank;
+
+/// Launchers, and the variables in which they say rank and size. The first whose both are set is believed. Slurm comes
+/// last: its variables are also there where another launcher runs in an allocation of it, and then speak of that one.
+const LAUNCHERS: [(&str, &str, &str); 5] = [
+    ("torchrun, allstream run", "RANK", "WORLD_SIZE"),
+    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("MPICH", "PMI_RANK", "PMI_SIZE"),
+    ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
+];
+
+/// Where ports that are derived from something lie: `FIRST_PORT..FIRST_PORT + PORTS`, below those that the system gives
+/// out by itself.
+const FIRST_PORT: u16 = 10_000;
+const PORTS: u64 = 20_000;
+
+/// Where the ranks of a world meet.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Meeting {
+    /// Rank 0 listens there. The secret comes from elsewhere.
+    At(Address),
+    /// All are on one host. Rank 0 leaves a note there, in a directory that is the job's and the user's alone, which
+    /// says where it listens, and a secret.
+    Note(PathBuf),
+}
+
+/// Rank and size, from the first launcher that says both.
+pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
+    let mut half = Vec::new();
+    for (launcher, rank_name, size_name) in LAUNCHERS {
+        let (rank, size) = match (get(rank_name), get(size_name)) {
+            (Some(rank), Some(size)) => (rank, size),
+            (None, None) => continue,
+            (Some(rank), None) => {
+                half.push(format!("{rank_name}={rank} is set, but {size_name} is not"));
+                continue;
+            }
+            (None, Some(size)) => {
+                half.push(format!("{size_name}={size} is set, but {rank_name} is not"));
+                continue;
+            }
+        };
+        let number = |name: &str, text: &str| {
+            text.trim().parse::<usize>().map_err(|_| format!("{name} is `{text}`; expected a whole number"))
+        };
+        let (rank, size) = (number(rank_name, &rank)?, number(size_name, &size)?);
+        check_place(rank, size)
+            .map_err(|e| format!("{rank_name}={rank}, {size_name}={size} ({launcher}): {e}"))?;
+        return Ok((rank, size));
+    }
+    if let Some(rank) = get("PMIX_RANK") {
+        half.push(format!(
+            "PMIX_RANK={rank} is set, but PMIx has no variable for the size: set RANK and WORLD_SIZE"
+        ));
+    }
+    let wanted = LAUNCHERS.map(|(launcher, rank, size)| format!("{rank} and {size} ({launcher})")).join(", ");
+    let found = if half.is_empty() { "none of them is set".into() } else { half.join("; ") };
+    Err(format!(
+        "no rank: looked for {wanted}; {found}. Start the ranks with `allstream run -n 4 PROGRAM`, or with torchrun, \
+         mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ALLSTREAM_TOKEN yourself"
+    ))
+}
+
+/// Where the ranks meet: as the user says, or as the launcher lets one know.
+pub(super) fn meeting(get: Lookup<'_>) -> Result<Meeting, String> {
+    let said = ["MASTER_ADDR", "MASTER_PORT", "ALLSTREAM_PORT"].into_iter().any(|name| get(name).is_some());
+    if let (false, Some(path)) = (said, note(get)) {
+        return Ok(Meeting::Note(path));
+    }
+    let host = host(get)?;
+    let port = port(get)?;
+    Ok(Meeting::At(Address { host, port }))
+}
+
+fn host(get: Lookup<'_>) -> Result<String, String> {
+    let (name, host) = match get("MASTER_ADDR") {
+        Some(host) => ("MASTER_ADDR", host),
+        None => slurm_host(get).ok_or_else(|| no_address(get))?,
+    };
+    let trimmed = host.trim();
+    let bare = trimmed.split('%').next().unwrap_or(trimmed).parse::<Ipv6Addr>().is_ok();
+    let host = if bare { Ok(trimmed.into()) } else { host_name(trimmed) };
+    host.map_err(|e| format!("{name} is `{trimmed}`; expected a host name or an address: {e}"))
+}
+
+fn no_address(get: Lookup<'_>) -> String {
+    let set = |name: &str| get(name).is_some();
+    let why = if set("OMPI_COMM_WORLD_RANK") {
+        " Open MPI does not say where rank 0 runs (where all ranks run on one host, and neither MASTER_PORT nor \
+         ALLSTREAM_PORT is set, they find each other through PMIX_SERVER_TMPDIR): add -x MASTER_ADDR=HOST -x \
+         MASTER_PORT=29600 -x ALLSTREAM_TOKEN to mpirun"
+    } else if set("PMI_RANK") {
+        " MPICH's launcher does not say where rank 0 runs: add -genv MASTER_ADDR HOST -genv MASTER_PORT 29600 to it"
+    } else {
+        ""
+    };
+    format!(
+        "no address: MASTER_ADDR is not set (nor, which counts under Slurm, SLURM_STEP_NODELIST, SLURM_JOB_NODELIST or \
+         SLURM_LAUNCH_NODE_IPADDR); set it to the name or address of rank 0's host, 127.0.0.1 if all ranks run on \
+         one.{why}"
+    )
+}
+
+fn port(get: Lookup<'_>) -> Result<u16, String> {
+    let number = |name: &str, text: &str| port_number(text.trim()).map_err(|e| format!("{name}: {e}"));
+    if let Some(port) = get("ALLSTREAM_PORT") {
+        return number("ALLSTREAM_PORT", &port);
+    }
+    if let Some(port) = get("MASTER_PORT") {
+        let port = number("MASTER_PORT", &port)?;
+        // torchrun's own store listens there. All ranks derive the same other one.
+        let taken =
+            get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.trim().eq_ignore_ascii_case("true"));
+        return Ok(if taken { derived(port.into()) } else { port });
+    }
+    slurm_port(get)?.ok_or_else(|| {
+        String::from(
+            "no port: MASTER_PORT is not set (nor ALLSTREAM_PORT); set it to a free port of rank 0's host, the same on \
+             all ranks",
+        )
+    })
+}
+
+/// The same for the same number, different for numbers near each other, and never the number itself.
+fn derived(from: u64) -> u16 {
+    FIRST_PORT + u16::try_from(from % PORTS).unwrap_or_default()
+}
+
+/// Under Open MPI on one host: its server's directory is the job's own, nobody else may enter it, and it goes with the
+/// job.
+fn note(get: Lookup<'_>) -> Option<PathBuf> {
+    get("OMPI_COMM_WORLD_RANK")?;
+    if get("OMPI_COMM_WORLD_LOCAL_SIZE")?.trim() != get("OMPI_COMM_WORLD_SIZE")?.trim() {
+        return None;
+    }
+    let (dir, job) = (get("PMIX_SERVER_TMPDIR")?, get("PMIX_NAMESPACE")?);
+    let plain = |c: char| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' };
+    let job: String = job.trim().chars().map(plain).take(100).collect();
+    let dir = PathBuf::from(dir);
+    dir.is_absolute().then(|| dir.join(format!("allstream-{job}")))
+}
+
+/// The node of task 0, which is the first of the step's, and the variable that says so. Where there is but one node,
+/// the ranks need no network.
+fn slurm_host(get: Lookup<'_>) -> Option<(&'static str, String)> {
+    get("SLURM_PROCID")?;
+    for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
+        if let Some((first, only)) = get(name).and_then(|list| first_node(&list)) {
+            return Some((name, if only { "127.0.0.1".into() } else { first }));
+        }
+    }
+    get("SLURM_LAUNCH_NODE_IPADDR").map(|address| ("SLURM_LAUNCH_NODE_IPADDR", address))
+}
+
+/// The first of a list such as `gpu7,node[01-04,7],rack[1-2]n[3,5]`, and whether it is the only one.
+fn first_node(list: &str) -> Option<(String, bool)> {
+    let mut first = String::new();
+    let mut only = true;
+    let mut rest = list.trim();
+    while let Some(at) = rest.find([',', '[']) {
+        first.push_str(&rest[..at]);
+        if rest[at..].starts_with(',') {
+            return (!first.is_empty()).then_some((first, false));
+        }
+        let (inside, after) = rest[at + 1..].split_once(']')?;
+        let number = inside.split([',', '-']).next()?;
+        only &= number.len() == inside.len();
+        first.push_str(number);
+        rest = after;
+    }
+    first.push_str(rest);
+    (!first.is_empty() && !first.contains(']')).then_some((first, only))
+}
+
+/// A port that Slurm reserved for the step, or one derived from job and step.
+fn slurm_port(get: Lookup<'_>) -> Result<Option<u16>, String> {
+    if get("SLURM_PROCID").is_none() {
+        return Ok(None);
+    }
+    let name = "SLURM_STEP_RESV_PORTS";
+    if let Some(ports) = get(name) {
+        let first = ports.split([',', '-']).next().unwrap_or_default();
+        return port_number(first.trim()).map(Some).map_err(|e| format!("{name} is `{ports}`: {e}"));
+    }
+    let number = |name: &str| get(name).and_then(|text| text.trim().parse::<u64>().ok());
+    let Some(job) = number("SLURM_JOB_ID").or_else(|| number("SLURM_JOBID")) else { return Ok(None) };
+    // Jobs that run beside each other have numbers near each other; so have steps of one. A prime keeps them apart.
+    let step = number("SLURM_STEP_ID").unwrap_or(0) % PORTS;
+    Ok(Some(derived(job % PORTS + 613 * step)))
+}
+
+#[cfg(test)]
+#[path = "tests/launchers.rs"]
+mod tests;

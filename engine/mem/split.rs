@@ -1,0 +1,382 @@
+//! Cutting a buffer into disjoint views, which operations own one by one, and joining them back.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut, Range};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::Buf;
+use crate::error::{Error, Failed};
+
+/// A part of a buffer, owned by itself: what [`split`] and [`split_at`] make.
+///
+/// A [`Buf`], so an operation can own it while others own the other parts of the same buffer; derefs to its elements.
+/// [`View::join`] gives the buffer back. It lives on while one of its views does, and is dropped with the last,
+/// on whatever thread that is.
+///
+/// A view's first element is aligned for its type, not more: where the owner's alignment matters (64 bytes, for a
+/// [`HostBuf`](super::HostBuf)), cut at multiples of it.
+pub struct View<B: Buf> {
+    start: NonNull<B::Elem>,
+    range: Range<usize>,
+    owner: Arc<Owner<B>>,
+}
+
+/// The buffer that was cut.
+struct Owner<B> {
+    /// Its elements.
+    len: usize,
+    /// Locked once, to ask for its address; from then on nobody looks at it until the last view is gone. A lock, so
+    /// that it is `Sync` without another word.
+    buf: Mutex<B>,
+}
+
+/// Cuts `buf` into consecutive views of these lengths, which may be 0 and add up to `buf.len()`.
+///
+/// Nothing is copied. The views come in order; each knows its [`offset`](View::offset).
+///
+/// ```
+/// use allstream::{Comm, View, split};
+/// # fn main() -> Result<(), allstream::Error> {
+/// # let mut comm = Comm::local(1)?.remove(0);
+/// let gradients = vec![1.0_f32; 1000];
+/// let views = split(gradients, &[300, 0, 700])?;
+/// let works: Vec<_> = views.into_iter().map(|view| comm.all_reduce(view)).collect(); // all in flight
+/// let views = works.into_iter().map(|work| work.wait()).collect::<Result<Vec<_>, _>>()?;
+/// let gradients: Vec<f32> = View::join(views)?;
+/// # assert_eq!(gradients.len(), 1000); Ok(()) }
+/// ```
+///
+/// # Errors
+/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: there are no lengths, or they do not add up to
+/// the buffer's.
+pub fn split<B: Buf>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Failed<B>> {
+    match misfit(lens, buf.len()) {
+        None => Ok(View::whole(buf).cut(lens)),
+        Some(problem) => Err(failed("split", problem, buf)),
+    }
+}
+
+/// Cuts `buf` in two: the elements `0..mid`, and the others. Either may have none.
+///
+/// ```
+/// # let mut comm = allstream::Comm::local(1)?.remove(0);
+/// let [low, high] = allstream::split_at(vec![1.0_f32; 1000], 400)?;
+/// let (first, second) = (comm.all_reduce(low), comm.all_reduce(high));
+/// let sum: Vec<f32> = allstream::View::join([first.wait()?, second.wait()?])?;
+/// # assert_eq!(sum.len(), 1000);
+/// # Ok::<(), allstream::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: `mid` lies beyond the end.
+pub fn split_at<B: Buf>(buf: B, mid: usize) -> Result<[View<B>; 2], Failed<B>> {
+    match beyond(mid, buf.len()) {
+        None => Ok(View::whole(buf).halve(mid)),
+        Some(problem) => Err(failed("split_at", problem, buf)),
+    }
+}
+
+fn failed<T>(call: &str, problem: String, buf: T) -> Failed<T> {
+    Failed { buf: Some(buf), error: Error::invalid(call, problem) }
+}
+
+/// Why these lengths do not cut `len` elements, if they do not.
+fn misfit(lens: &[usize], len: usize) -> Option<String> {
+    if lens.is_empty() {
+        return Some("no lengths were given, expected at least one".into());
+    }
+    match lens.iter().try_fold(0_usize, |sum, len| sum.checked_add(*len)) {
+        Some(sum) if sum == len => None,
+        Some(sum) => Some(format!("the lengths add up to {sum}, the buffer has {len} elements")),
+        None => Some(format!("the lengths add up to more than any buffer has, this one has {len} elements")),
+    }
+}
+
+fn beyond(mid: usize, len: usize) -> Option<String> {
+    (mid > len).then(|| format!("cannot cut at {mid}, the buffer has {len} elements"))
+}
+
+impl<B: Buf> View<B> {
+    /// The first view of a buffer: all of it.
+    fn whole(buf: B) -> View<B> {
+        let len = buf.len();
+        let owner = Arc::new(Owner { len, buf: Mutex::new(buf) });
+        // Asked when the buffer lies where it stays: a `Box` that moves takes the memory back from older pointers.
+        let start = owner.buf.lock().ptr_mut();
+        // Null can only be the start of no elements.
+        let start = NonNull::new(start).unwrap_or(NonNull::dangling());
+        View { start, range: 0..len, owner }
+    }
+
+    /// Hands this view out in pieces. The lengths add up to its own.
+    fn cut(self, lens: &[usize]) -> Vec<View<B>> {
+        let mut rest = self;
+        let mut views = Vec::with_capacity(lens.len());
+        for len in lens {
+            let [view, behind] = rest.halve(*len);
+            views.push(view);
+            rest = behind;
+        }
+        views
+    }
+
+    /// Hands this view out in two pieces. `mid` is not beyond its end.
+    fn halve(self, mid: usize) -> [View<B>; 2] {
+        debug_assert!(mid <= self.range.len());
+        let mid = mid.min(self.range.len());
+        let at = self.range.start + mid;
+        // SAFETY: `mid` is at most this view's length, so the result lies in the owner's memory or just behind it.
+        let start = unsafe { self.start.add(mid) };
+        let high = View { start, range: at..self.range.end, owner: self.owner.clone() };
+        [View { range: self.range.start..at, ..self }, high]
+    }
+
+    /// Where this view starts in the buffer that was cut first, in elements.
+    pub fn offset(&self) -> usize {
+        self.range.start
+    }
+
+    /// The elements of the buffer that was cut first which this view holds.
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Cuts this view further, into views of the same buffer: as [`split`], without another owner between.
+    ///
+    /// # Errors
+    /// As [`split`], with this view.
+    pub fn split(self, lens: &[usize]) -> Result<Vec<View<B>>, Failed<View<B>>> {
+        match misfit(lens, self.range.len()) {
+            None => Ok(self.cut(lens)),
+            Some(problem) => Err(failed("View::split", problem, self)),
+        }
+    }
+
+    /// Cuts this view in two: as [`split_at`], without another owner between.
+    ///
+    /// # Errors
+    /// As [`split_at`], with this view.
+    pub fn split_at(self, mid: usize) -> Result<[View<B>; 2], Failed<View<B>>> {
+        match beyond(mid, self.range.len()) {
+            None => Ok(self.halve(mid)),
+            Some(problem) => Err(failed("View::split_at", problem, self)),
+        }
+    }
+
+    /// Gives the buffer back, for all of its views, in any order. Nothing is copied.
+    ///
+    /// A view that was dropped, or let go with its [`Work`](crate::Work), is missing for ever: the buffer then goes
+    /// with the last of the others.
+    ///
+    /// # Errors
+    /// [`Failed`] with the views in the order given (always `Some`) and [`Error::Invalid`]: there are none, they are of
+    /// different buffers, or some are missing; it says which elements.
+    pub fn join(views: impl IntoIterator<Item = View<B>>) -> Result<B, Failed<Vec<View<B>>>> {
+        let views: Vec<View<B>> = views.into_iter().collect();
+        let Some(first) = views.first() else {
+            return Err(failed("View::join", "no views were given".into(), views));
+        };
+        if let Some(problem) = first.incomplete(&views) {
+            return Err(failed("View::join", problem, views));
+        }
+        let owner = first.owner.clone();
+        let parts: Vec<_> = views.into_iter().map(|view| (view.start, view.range)).collect();
+        match Arc::try_unwrap(owner) {
+            Ok(owner) => Ok(owner.buf.into_inner()),
+            Err(owner) => {
+                // What is still out there has no elements, but would outlive the memory that it points to.
+                let back = |(start, range)| View { start, range, owner: owner.clone() };
+                let problem =
+                    "all elements are here, but a view without elements is not: join it too, or drop it";
+                Err(failed("View::join", problem.into(), parts.into_iter().map(back).collect()))
+            }
+        }
+    }
+
+    /// What these views lack to be all of this one's buffer.
+    fn incomplete(&self, views: &[View<B>]) -> Option<String> {
+        if let Some(at) = views.iter().position(|view| !Arc::ptr_eq(&view.owner, &self.owner)) {
+            return Some(format!("view {at} of those given is of another buffer than view 0"));
+        }
+        let mut ranges: Vec<_> = views.iter().map(View::range).collect();
+        ranges.sort_unstable_by_key(|range| (range.start, range.end));
+        let (mut at, mut gaps) = (0, Vec::new());
+        for range in ranges {
+            if range.start > at {
+                gaps.push(format!("{at}..{}", range.start));
+            }
+            at = range.end;
+        }
+        let len = self.owner.len;
+        if at < len {
+            gaps.push(format!("{at}..{len}"));
+        }
+        if gaps.is_empty() {
+            return None;
+        }
+        Some(format!(
+            "of the buffer's {len} elements {} are in no view that was given: in operations in flight, or dropped",
+            gaps.join(", ")
+        ))
+    }
+}
+
+impl<B: Buf> Deref for View<B> {
+    type Target = [B::Elem];
+    fn deref(&self) -> &[B::Elem] {
+        // SAFETY: the owner is a Buf, so its memory is initialised, aligned, and valid for as long as it is not dropped,
+        // which our Arc prevents; `start` and `range` stay inside it (`whole`, `halve`). Nobody writes these elements:
+        // - through the owner: it is not touched before the last Arc of it is gone;
+        // - through another view: views are made by `whole`, once for an owner, and by `halve` (and `join`, of views that
+        //   it consumed), which takes a view by value and shares its elements out. They cannot be cloned. So no element
+        //   is ever in two views;
+        // - through this view: that needs `&mut self`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.range.len()) }
+    }
+}
+
+impl<B: Buf> DerefMut for View<B> {
+    fn deref_mut(&mut self) -> &mut [B::Elem] {
+        // SAFETY: as in `deref`; `&mut self` and that no element is in two views make this the only access. The owner
+        // gave the address by `ptr_mut`, for writing.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.range.len()) }
+    }
+}
+
+impl<B: Buf> fmt::Debug for View<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = <B::Elem as crate::types::Element>::DTYPE.name();
+        write!(f, "View<{name}>({}..{} of {})", self.range.start, self.range.end, self.owner.len)
+    }
+}
+
+// SAFETY: a view has its elements alone, and elements are Send; the owner may be dropped on any thread, for a Buf is
+// Send, and is reached only by whoever has its last Arc.
+unsafe impl<B: Buf> Send for View<B> {}
+// SAFETY: `&View` gives `&[B::Elem]`, and elements are Sync; it does not give the owner.
+unsafe impl<B: Buf> Sync for View<B> {}
+
+// SAFETY: `start` and the length are kept in the view and do not change when it moves; the memory is valid for both
+// reads and writes, initialised and aligned as the owner's (see `deref`), until the last view is dropped; no element is
+// in two views, and the owner is not touched, so the view is the unique owner of its elements.
+unsafe impl<B: Buf> Buf for View<B> {
+    type Elem = B::Elem;
+    fn ptr(&self) -> *const B::Elem {
+        self.start.as_ptr()
+    }
+    fn ptr_mut(&mut self) -> *mut B::Elem {
+        self.start.as_ptr()
+    }
+    fn len(&self) -> usize {
+        self.range.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::HostBuf;
+
+    fn numbers(len: usize) -> Vec<u32> {
+        (0..len as u32).collect()
+    }
+
+    #[test]
+    fn views_are_disjoint_in_order_and_join_in_any_order_to_the_same_memory() {
+        let buf = numbers(10);
+        let at = buf.as_ptr();
+        let mut views = split(buf, &[3, 0, 5, 2]).unwrap();
+        assert_eq!(views.iter().map(View::offset).collect::<Vec<_>>(), [0, 3, 3, 8]);
+        assert_eq!(*views[2], [3, 4, 5, 6, 7]);
+        views[0][0] = 70;
+        views[3][1] = 90;
+        views.reverse();
+        views.swap(0, 2);
+        let back = View::join(views).unwrap();
+        assert_eq!((back.as_ptr(), back.len()), (at, 10));
+        assert_eq!(back, [70, 1, 2, 3, 4, 5, 6, 7, 8, 90]);
+    }
+
+    #[test]
+    fn two_views_can_be_written_at_the_same_time() {
+        let [mut low, mut high] = split_at(numbers(10).into_boxed_slice(), 4).unwrap();
+        let (l, h) = (&mut *low, &mut *high);
+        l.fill(1);
+        h.fill(2);
+        l[0] = h[0];
+        let sent = std::thread::spawn(move || {
+            high[5] = 3;
+            high
+        });
+        low[1] = 5;
+        let back = View::join([sent.join().unwrap(), low]).unwrap();
+        assert_eq!(*back, [2, 5, 1, 1, 2, 2, 2, 2, 2, 3]);
+    }
+
+    #[test]
+    fn a_view_is_cut_further_flat_or_as_any_buffer() {
+        let [low, high] = split_at(HostBuf::from(&numbers(8)[..]), 2).unwrap();
+        let mut views = high.split(&[1, 2, 3]).unwrap();
+        assert_eq!(views.iter().map(View::range).collect::<Vec<_>>(), [2..3, 3..5, 5..8]);
+        let [a, b] = views.remove(1).split_at(1).unwrap();
+        // As any buffer: the views are then views of a view.
+        let [mut c, d] = split_at(a, 1).unwrap();
+        c[0] = 30;
+        let a = View::join([d, c]).unwrap();
+        let back: HostBuf<u32> = View::join(views.into_iter().chain([a, b, low])).unwrap();
+        assert_eq!(*back, [0, 1, 2, 30, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn what_cannot_be_cut_is_given_back_with_the_reason() {
+        let told = |lens: &[usize]| {
+            let Failed { buf, error } = split(numbers(4), lens).unwrap_err();
+            assert_eq!(buf, Some(numbers(4)));
+            error.to_string()
+        };
+        assert_eq!(told(&[1, 2]), "split: the lengths add up to 3, the buffer has 4 elements");
+        assert_eq!(told(&[]), "split: no lengths were given, expected at least one");
+        let too_many = told(&[usize::MAX, 2, 3]);
+        assert!(too_many.contains("more than any buffer has, this one has 4"), "{too_many}");
+        let failed = split_at(numbers(4), 5).unwrap_err();
+        assert_eq!(failed.error.to_string(), "split_at: cannot cut at 5, the buffer has 4 elements");
+        let [_, view] = split_at(failed.buf.unwrap(), 1).unwrap();
+        let failed = view.split(&[2]).unwrap_err();
+        assert_eq!(*failed.buf.unwrap(), [1, 2, 3]);
+        let empty: Vec<f32> = View::join(split(Vec::new(), &[0, 0]).unwrap()).unwrap();
+        assert!(empty.is_empty());
+    }
+
+    #[test]
+    fn an_incomplete_join_names_what_is_missing_and_gives_the_views_back() {
+        let told = |views: Vec<View<Vec<u32>>>| {
+            let count = views.len();
+            let Failed { buf, error } = View::join(views).unwrap_err();
+            let buf = buf.unwrap();
+            assert_eq!(buf.len(), count);
+            (buf, error.to_string())
+        };
+        let mut views = split(numbers(10), &[2, 3, 0, 4, 1]).unwrap();
+        let (last, third) = (views.remove(3), views.remove(1));
+        let (views, error) = told(views);
+        assert!(error.contains("of the buffer's 10 elements 2..5, 5..9 are in no view"), "{error}");
+        let (mut views, error) = told(views.into_iter().chain([third]).collect());
+        assert!(error.contains("10 elements 5..9 are"), "{error}");
+        let empty = views.remove(1);
+        assert!(empty.is_empty());
+        views.push(last);
+        let (views, error) = told(views);
+        assert!(error.contains("a view without elements is not"), "{error}");
+        assert_eq!(views.iter().map(View::offset).collect::<Vec<_>>(), [0, 9, 2, 5]);
+        let [other, _] = split_at(numbers(10), 10).unwrap();
+        let (mut views, error) = told(views.into_iter().chain([other]).collect());
+        assert!(error.contains("view 4 of those given is of another buffer"), "{error}");
+        views.pop();
+        drop(empty);
+        assert_eq!(View::join(views).unwrap(), numbers(10));
+        assert!(told(Vec::new()).1.contains("no views were given"));
+    }
+}

@@ -1,0 +1,229 @@
+//! The executor in virtual time: how long a collective would take on a network that is not here.
+//!
+//! The machines that run real collectives run these, on links whose frames take [`Network::latency`] and
+//! [`Network::bandwidth`] to arrive and carry no bytes; events are worked off in the order of their times. What is
+//! found is what the plans and the executor's own rules (slices, rounds, credits) allow on such a network, not a
+//! formula. What is not modelled: contention inside the network (each rank's port is, both ways), the operating
+//! system, and the cost of a frame beyond its bytes and the latency.
+//!
+//! ```
+//! use allstream::sim::{Network, simulate};
+//! use allstream::{Algo, Kind};
+//!
+//! # fn main() -> Result<(), allstream::Error> {
+//! let network = Network::new(std::time::Duration::from_micros(5), 25e9);
+//! let ring = simulate(Kind::AllReduce, Algo::Ring, 8, 1 << 20, &network)?;
+//! // 2(n-1) hops at least, and 2(n-1)/n of the bytes through each port.
+//! assert!(ring.time.as_secs_f64() > 14.0 * 5e-6);
+//! # Ok(()) }
+//! ```
+
+mod net;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use self::net::{Clock, Net, SimOpener};
+use crate::error::Error;
+use crate::exec::{Active, Inflight, Part, PartList, Pass, Port, Reduction, Request};
+use crate::link::SLOT;
+use crate::link::region::Region;
+use crate::plan::{self, Program, Shape};
+use crate::types::{Algo, DType, Kind, Rank, ReduceOp, Signature};
+
+/// The most ranks that are simulated.
+pub const MOST_RANKS: usize = 1024;
+/// Frames that a simulation is cut into at most, nearly: slices grow to keep it so.
+const FRAMES: usize = 4_000_000;
+
+/// A network: each rank has one port, which sends and receives at the same time.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct Network {
+    /// From one rank to another, for the first byte: the alpha of the cost models.
+    pub latency: Duration,
+    /// Bytes a second through a port, each way: 1 / beta.
+    pub bandwidth: f64,
+    /// Bytes a second that a rank reads and writes when it combines or copies. `None`: that takes no time.
+    pub memory: Option<f64>,
+    /// A rank that is slower: its port and its memory take this many times as long.
+    pub straggler: Option<(Rank, f64)>,
+    /// The part of frames that are lost, and sent again after [`Network::retry`]; `0.0..1.0`.
+    pub loss: f64,
+    /// How long it takes until a lost frame is sent again.
+    pub retry: Duration,
+    /// Ranks on each host, for algorithms of two levels. `None`: they all share one.
+    pub per_host: Option<usize>,
+    /// Of the losses.
+    pub seed: u64,
+    /// Bytes of a slice. `None`: 128 KB, as real executors cut, or more where frames would be too many.
+    pub slice: Option<usize>,
+}
+
+impl Network {
+    /// A network of this latency and bandwidth, without losses, where work takes no time.
+    pub fn new(latency: Duration, bandwidth: f64) -> Network {
+        Network {
+            latency,
+            bandwidth,
+            memory: None,
+            straggler: None,
+            loss: 0.0,
+            retry: Duration::from_millis(1),
+            per_host: None,
+            seed: 1,
+            slice: None,
+        }
+    }
+
+    fn check(&self, n: usize) -> Result<(), String> {
+        let positive = |name: &str, value: f64| match value.is_finite() && value > 0.0 {
+            true => Ok(()),
+            false => Err(format!("a {name} of {value} bytes a second: it must be above 0")),
+        };
+        positive("bandwidth", self.bandwidth)?;
+        self.memory.map_or(Ok(()), |m| positive("memory bandwidth", m))?;
+        if !(0.0..1.0).contains(&self.loss) {
+            return Err(format!("a loss of {}: it must be at least 0 and below 1", self.loss));
+        }
+        match self.straggler {
+            Some((rank, _)) if rank >= n => {
+                Err(format!("the straggler, rank {rank}, is not among {n} ranks"))
+            }
+            Some((_, factor)) if !(factor.is_finite() && factor > 0.0) => {
+                Err(format!("a straggler {factor} times as slow: it must be above 0"))
+            }
+            _ if self.per_host == Some(0) => Err("0 ranks on each host".into()),
+            _ if self.slice == Some(0) => Err("a slice of 0 bytes".into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What a simulation found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Simulated {
+    /// Until the last rank was done.
+    pub time: Duration,
+    /// Frames that were sent.
+    pub frames: u64,
+    /// How many of them were lost and sent again.
+    pub lost: u64,
+    /// Bytes of a slice.
+    pub slice: usize,
+}
+
+/// Runs a collective of `bytes` on each rank (for all_gather, gather: of one block; for reduce_scatter, scatter,
+/// all_to_all: likewise of one block), out of place, from rank 0 where it has a root.
+///
+/// # Errors
+/// [`Error::Invalid`] for an algorithm that does not suit, a group of none or more than [`MOST_RANKS`], or a network
+/// that cannot be.
+pub fn simulate(
+    kind: Kind,
+    algo: Algo,
+    n: usize,
+    bytes: usize,
+    network: &Network,
+) -> Result<Simulated, Error> {
+    let invalid = |problem: String| Error::invalid(format!("simulate {kind}"), problem);
+    if n == 0 || n > MOST_RANKS {
+        return Err(invalid(format!("{n} ranks: 1 to {MOST_RANKS} can be simulated")));
+    }
+    network.check(n).map_err(invalid)?;
+    let hosts: Vec<u32> = (0..n).map(|r| network.per_host.map_or(0, |per| (r / per) as u32)).collect();
+    let program = |rank| {
+        let shape = Shape { n, rank, hosts: &hosts, ..Shape::default() };
+        plan::plan(kind, algo, &shape)
+            .map(|plan| Arc::new(Program::compile(&plan)))
+            .map_err(|e| invalid(e.to_string()))
+    };
+    let programs = (0..n).map(program).collect::<Result<Vec<_>, _>>()?;
+    let slice = network.slice.unwrap_or_else(|| slice(&programs, bytes));
+    let net = Net::new(n, network);
+    let region = Arc::new(Region::private()?);
+    let signature = Signature { kind: kind as u8, algo: algo as u8, ..Signature::default() };
+    let count = if kind == Kind::Barrier { 1 } else { bytes };
+    let mut ranks: Vec<(Active, Port)> = Vec::with_capacity(n);
+    for (rank, program) in programs.into_iter().enumerate() {
+        let mut active = Active::phantom(Arc::new(Clock(net.clone(), rank)), slice);
+        let port = Port::new((rank, n), 0, region.clone(), Arc::new(SimOpener(net.clone(), rank)));
+        let key = Inflight::<(), ()>::with_capacity(1).submit(());
+        active.start(
+            key,
+            Request {
+                number: 0,
+                signature,
+                timeout: Duration::MAX,
+                reduction: Reduction::Op(ReduceOp::Sum),
+                scale: None,
+                parts: PartList::One(Part {
+                    program,
+                    input: std::ptr::null(),
+                    output: std::ptr::null_mut(),
+                    count,
+                    dtype: DType::U8,
+                    tables: None,
+                    pairwise: false,
+                }),
+                then: None,
+            },
+        );
+        ranks.push((active, port));
+    }
+    let (mut end, mut left) = (0, n);
+    let mut go_on = |rank: Rank, news: Option<Rank>| -> Result<(), Error> {
+        let (active, port) = &mut ranks[rank];
+        while !active.is_empty() {
+            let reaped = port.reap_from(news, |lent| active.freed(lent))?;
+            match active.pass(port, news)? {
+                Pass::Going(false) if !reaped => break,
+                Pass::Going(_) => {}
+                Pass::Then(..) | Pass::Done(_) => {
+                    active.take();
+                    left -= 1;
+                    end = end.max(net.at(rank));
+                }
+            }
+        }
+        Ok(())
+    };
+    for rank in 0..n {
+        go_on(rank, None)?;
+    }
+    while let Some((at, rank, peer)) = net.next() {
+        net.reach(rank, at);
+        go_on(rank, Some(peer))?;
+    }
+    if left > 0 {
+        return Err(invalid(format!("{left} ranks never ended (a bug)")));
+    }
+    let (frames, lost) = net.counts();
+    Ok(Simulated { time: Duration::from_nanos(end.div_ceil(1000)), frames, lost, slice })
+}
+
+/// The slice that cuts all messages into at most about [`FRAMES`].
+fn slice(programs: &[Arc<Program>], bytes: usize) -> usize {
+    let chunk = |program: &Program, i: &u32| {
+        let step = &program.plan.steps[*i as usize];
+        let own = step.operands.iter().find_map(|o| match o {
+            plan::Operand::Own(at) => Some(*at),
+            plan::Operand::Recv(_) => None,
+        });
+        let at = step.dst.or(own);
+        at.map_or(0, |at| program.plan.slots[usize::from(at.slot)].range(at.chunk, bytes).len())
+    };
+    let mut slice = SLOT;
+    loop {
+        let messages = programs.iter().flat_map(|p| p.sends.iter().flatten().map(move |i| (p, i)));
+        let frames: usize = messages.map(|(p, i)| chunk(p, i).div_ceil(slice).max(1)).sum();
+        if frames <= FRAMES || slice > bytes {
+            return slice;
+        }
+        slice *= 2;
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,154 @@
+//! Options, and the processes: this one is rank 0 and starts the others.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use allstream::{Comm, LinkChoice, Rendezvous};
+use futures::executor::block_on;
+
+use super::{ALGORITHMS, Result};
+
+pub(crate) const USAGE: &str = "\
+usage: by_hand [options]
+  --ranks N     processes (default 8; under a launcher, as many as it says)
+  --size N      f32 in each (default 8388608)
+  --trials N    trials that count (default 10)
+  --algo NAME   all, naive, ring, bde or mst, each beside allstream's own (default all)
+  --link LINK   auto, shm or tcp (default auto)
+  --log         print every message of the last trial, not only what they come to";
+
+/// How long ranks wait for each other to come, and rank 0 for the others to end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What is to be run; the same on all ranks.
+pub(crate) struct Options {
+    pub(crate) ranks: usize,
+    pub(crate) size: usize,
+    pub(crate) trials: usize,
+    pub(crate) algo: String,
+    pub(crate) link: String,
+    pub(crate) log: bool,
+}
+
+impl Options {
+    /// `None` where help was asked for.
+    pub(crate) fn parse(args: impl Iterator<Item = String>) -> Result<Option<Options>> {
+        let (algo, link) = ("all".into(), "auto".into());
+        let mut options = Options { ranks: 8, size: 1 << 23, trials: 10, algo, link, log: false };
+        let mut args = args;
+        while let Some(name) = args.next() {
+            let mut value = || args.next().ok_or_else(|| format!("{name} needs a value\n{USAGE}"));
+            let number = |text: String, least: usize| {
+                let found = text.parse().ok().filter(|n| *n >= least);
+                found.ok_or_else(|| format!("{name} is `{text}`; expected a number from {least} up"))
+            };
+            match name.as_str() {
+                "--ranks" => options.ranks = number(value()?, 1)?,
+                "--size" => options.size = number(value()?, 0)?,
+                "--trials" => options.trials = number(value()?, 1)?,
+                "--algo" => options.algo = value()?,
+                "--link" => options.link = value()?,
+                "--log" => options.log = true,
+                "--help" | "-h" => return Ok(None),
+                other => return Err(format!("unknown option `{other}`\n{USAGE}").into()),
+            }
+        }
+        let known = |(name, _): &(&str, super::AllReduce)| *name == options.algo;
+        if options.algo != "all" && !ALGORITHMS.iter().any(known) {
+            return Err(format!("no algorithm `{}`\n{USAGE}", options.algo).into());
+        }
+        Ok(Some(options))
+    }
+
+    /// Whether the algorithm is to be run: allstream's own always is.
+    pub(crate) fn wants(&self, name: &str) -> bool {
+        name == "allstream" || self.algo == "all" || self.algo == name
+    }
+}
+
+/// Runs `rank` as a rank: the one that the environment names if there is one (we are one of those that were started, by
+/// us or by a launcher), otherwise as rank 0 after starting the others.
+pub(crate) fn launch(options: &Options, rank: impl Fn(Comm) -> Result<bool>) -> Result<bool> {
+    if std::env::var_os("RANK").is_some() {
+        return rank(block_on(Comm::connect(Rendezvous::from_env()?.timeout(PATIENCE)))?);
+    }
+    let link = match options.link.as_str() {
+        "auto" => LinkChoice::Auto,
+        "shm" => LinkChoice::Shm,
+        "tcp" => LinkChoice::Tcp,
+        other => return Err(format!("--link is `{other}`; expected auto, shm or tcp").into()),
+    };
+    // The socket is ours before anyone is told of its port.
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let at = listener.local_addr()?;
+    let token = secret()?;
+    let mut others = Others(Vec::new());
+    for rank in 1..options.ranks {
+        let child = Command::new(std::env::current_exe()?)
+            .args(std::env::args_os().skip(1))
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", options.ranks.to_string())
+            .env("MASTER_ADDR", at.ip().to_string())
+            .env("MASTER_PORT", at.port().to_string())
+            .env("ALLSTREAM_TOKEN", &token)
+            .env("ALLSTREAM_LINK", &options.link)
+            .env_remove("ALLSTREAM_HOST_ID")
+            .stdin(Stdio::null())
+            .spawn()?;
+        others.0.push((rank, child));
+    }
+    let meeting = Rendezvous::tcp(&format!("tcp://{at}"), 0, options.ranks)?;
+    let meeting = meeting.token(token).link(link).timeout(PATIENCE).listener(listener);
+    let right = rank(block_on(Comm::connect(meeting))?)?;
+    others.wait()?;
+    Ok(right)
+}
+
+/// What only our own processes know.
+fn secret() -> Result<String> {
+    let mut bytes = [0_u8; 32];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// The processes of the other ranks. Those that have not ended when this goes are killed.
+struct Others(Vec<(usize, Child)>);
+
+impl Others {
+    /// Waits for all. A wrong sum (exit code 1) is not told again: rank 0 knows.
+    fn wait(mut self) -> Result<()> {
+        let end = Instant::now() + PATIENCE;
+        for (rank, child) in &mut self.0 {
+            let status = loop {
+                match child.try_wait()? {
+                    Some(status) => break status,
+                    None if Instant::now() > end => return Err(format!("rank {rank} does not end").into()),
+                    None => thread::sleep(Duration::from_millis(1)),
+                }
+            };
+            if !matches!(status.code(), Some(0 | 1)) {
+                return Err(format!("rank {rank} failed: {status}").into());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        // A rank that has failed too may still be about to say why.
+        let end = Instant::now() + Duration::from_secs(2);
+        for (_, child) in &mut self.0 {
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
+                thread::sleep(Duration::from_millis(1));
+            }
+            // Fails only for those that have ended.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}

@@ -1,0 +1,329 @@
+//! What is kept of a command's output while it runs: the counts of its tests, and what a failure is understood by.
+//!
+//! Whoever reads a long log sees its end first, so failures are printed there again. Kept are the names of the tests
+//! that failed, the lines before libtest's account of them (processes that tests start write there), and the account.
+
+use std::collections::VecDeque;
+
+/// Lines kept from before an account of failures, or before an end without one.
+const BEFORE: usize = 120;
+/// Lines kept of one account: from its start, and up to its end.
+const FIRST: usize = 180;
+const LAST: usize = 60;
+/// Lines of one part that are printed again.
+pub(crate) const PRINTED: usize = 300;
+
+/// Tests that passed, failed and were left out.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Counts {
+    pub(crate) passed: u64,
+    pub(crate) failed: u64,
+    pub(crate) skipped: u64,
+}
+
+/// One program's failure.
+#[derive(Debug, Default)]
+struct Block {
+    /// What cargo said that it runs.
+    program: String,
+    before: Vec<String>,
+    first: Vec<String>,
+    last: VecDeque<String>,
+    left_out: usize,
+}
+
+/// Reads output line by line.
+#[derive(Debug, Default)]
+pub(crate) struct Journal {
+    pub(crate) counts: Counts,
+    /// Whether there were results of tests at all.
+    pub(crate) tested: bool,
+    recent: VecDeque<String>,
+    program: String,
+    /// Tests have been announced whose results have not come.
+    running: bool,
+    /// In the account of failures, since this line said so.
+    account: Option<Block>,
+    /// In the list of names at the account's end.
+    naming: bool,
+    blocks: Vec<Block>,
+    names: Vec<String>,
+}
+
+/// What is to be said again about a part that failed.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Report {
+    /// The tests that failed, each with its program.
+    pub(crate) names: Vec<String>,
+    /// At most about [`PRINTED`] lines.
+    pub(crate) lines: Vec<String>,
+}
+
+impl Journal {
+    pub(crate) fn line(&mut self, line: &str) {
+        let line = line.trim_end_matches(['\n', '\r']);
+        // A program that ended without a result (a signal, say) is noticed when the next one starts.
+        if let Some(program) = program(line) {
+            self.cut_short();
+            self.program = program.into();
+        }
+        if line.starts_with("running ") && (line.ends_with(" tests") || line.ends_with(" test")) {
+            self.running = true;
+        }
+        match &mut self.account {
+            Some(block) if line == "failures:" => {
+                // The second time; names follow.
+                self.naming = true;
+                block.push(line);
+            }
+            Some(block) => {
+                block.push(line);
+                if let (true, Some(name)) = (self.naming, line.strip_prefix("    ")) {
+                    self.names.push(named(&self.program, name));
+                }
+            }
+            None if line == "failures:" && self.running => {
+                let before = self.recent.drain(..).collect();
+                let mut block = Block { program: self.program.clone(), before, ..Block::default() };
+                block.push(line);
+                self.account = Some(block);
+                self.naming = false;
+            }
+            None => {
+                self.recent.push_back(line.into());
+                if self.recent.len() > BEFORE {
+                    self.recent.pop_front();
+                }
+            }
+        }
+        if let Some(found) = result(line) {
+            self.tested = true;
+            self.running = false;
+            self.counts.passed += found.passed;
+            self.counts.failed += found.failed;
+            self.counts.skipped += found.skipped;
+            self.blocks.extend(self.account.take());
+            self.naming = false;
+        }
+    }
+
+    /// The running program has ended, and its results have not come.
+    fn cut_short(&mut self) {
+        if let Some(block) = self.account.take() {
+            self.blocks.push(block);
+        } else if self.running {
+            let before = self.recent.drain(..).collect();
+            self.blocks.push(Block { program: self.program.clone(), before, ..Block::default() });
+            self.names.push(named(&self.program, "(ended without a result)"));
+        }
+        self.running = false;
+        self.naming = false;
+    }
+
+    /// The last line that starts so.
+    pub(crate) fn last(&self, start: &str) -> Option<&str> {
+        self.recent.iter().rev().map(String::as_str).find(|line| line.starts_with(start))
+    }
+
+    /// For a part that failed, at its end.
+    pub(crate) fn report(mut self) -> Report {
+        self.cut_short();
+        if self.blocks.is_empty() {
+            let before = self.recent.drain(..).collect();
+            self.blocks.push(Block { before, ..Block::default() });
+        }
+        let share = PRINTED / self.blocks.len();
+        let lines = self.blocks.into_iter().flat_map(|block| block.shown(share)).collect();
+        Report { names: self.names, lines }
+    }
+}
+
+impl Block {
+    fn push(&mut self, line: &str) {
+        if self.first.len() < FIRST {
+            self.first.push(line.into());
+            return;
+        }
+        self.last.push_back(line.into());
+        if self.last.len() > LAST {
+            self.last.pop_front();
+            self.left_out += 1;
+        }
+    }
+
+    /// At most about `most` lines. The account comes before what led to it, and its start and end before its middle.
+    fn shown(self, most: usize) -> Vec<String> {
+        let Block { program, before, mut first, mut last, mut left_out } = self;
+        let over = (first.len() + last.len()).saturating_sub(most);
+        if over > 0 {
+            // The end has the names and the count.
+            let end = last.len().min(most / 3);
+            left_out += last.len() - end;
+            last.drain(..last.len() - end);
+            let start = most - end;
+            left_out += first.len().saturating_sub(start);
+            first.truncate(start);
+        }
+        let room = most - (first.len() + last.len()).min(most);
+        let mut lines = Vec::new();
+        if !program.is_empty() {
+            lines.push(format!("-- {program}"));
+        }
+        lines.extend(before.into_iter().rev().take(room).collect::<Vec<_>>().into_iter().rev());
+        lines.extend(first);
+        if left_out > 0 {
+            lines.push(format!("-- {left_out} lines are left out here --"));
+        }
+        lines.extend(last);
+        lines
+    }
+}
+
+fn named(program: &str, test: &str) -> String {
+    if program.is_empty() { test.into() } else { format!("{program}: {test}") }
+}
+
+/// Reads `     Running tests/faults.rs (target/debug/deps/faults-0123456789abcdef)` and `   Doc-tests allstream`.
+fn program(line: &str) -> Option<&str> {
+    let text = line.trim_start();
+    if let Some(name) = text.strip_prefix("Doc-tests ") {
+        return line.starts_with("   ").then_some(name);
+    }
+    let (name, file) = text.strip_prefix("Running ")?.split_once(" (")?;
+    (line.starts_with("     ") && file.ends_with(')')).then_some(name)
+}
+
+/// Reads `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s`. A process
+/// that shares the pipe may have left an unfinished line before it.
+fn result(line: &str) -> Option<Counts> {
+    let (_, rest) = line.split_once("test result: ")?;
+    let numbers = rest.strip_prefix("ok. ").or_else(|| rest.strip_prefix("FAILED. "))?;
+    let mut counts = Counts::default();
+    for field in numbers.split(';') {
+        let mut words = field.split_whitespace();
+        let (Some(number), Some(what)) = (words.next(), words.next()) else { continue };
+        match (number.parse(), what) {
+            (Ok(number), "passed") => counts.passed = number,
+            (Ok(number), "failed") => counts.failed = number,
+            (Ok(number), "ignored") => counts.skipped = number,
+            _ => {}
+        }
+    }
+    Some(counts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn results_of_tests_are_read() {
+        let line =
+            "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s";
+        assert_eq!(result(line), Some(Counts { passed: 12, failed: 0, skipped: 1 }));
+        let line = "no end of linetest result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured";
+        assert_eq!(result(line), Some(Counts { passed: 1, failed: 2, skipped: 0 }));
+        assert_eq!(result("test a::b ... ok"), None);
+    }
+
+    fn journal(lines: impl IntoIterator<Item = impl AsRef<str>>) -> Journal {
+        let mut journal = Journal::default();
+        for line in lines {
+            journal.line(line.as_ref());
+        }
+        journal
+    }
+
+    /// As cargo and libtest write it, both pipes in one.
+    const ONE_FAILED: &str = "\
+     Running tests/laws/main.rs (target/debug/deps/laws-0123)
+
+running 1 test
+test law_1 ... ok
+
+test result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.00s
+
+     Running tests/faults.rs (target/debug/deps/faults-0123)
+
+running 2 tests
+rank 3: a word on stderr
+test kills::one ... FAILED
+test kills::two ... ok
+
+failures:
+
+---- kills::one stdout ----
+thread 'kills::one' panicked: left 1, right 2
+
+failures:
+    kills::one
+
+test result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.10s
+
+error: test failed, to rerun pass `--test faults`";
+
+    #[test]
+    fn a_failed_test_is_named_with_its_program_and_what_led_to_it() {
+        let journal = journal(ONE_FAILED.lines());
+        assert_eq!(journal.counts, Counts { passed: 2, failed: 1, skipped: 0 });
+        let report = journal.report();
+        assert_eq!(report.names, ["tests/faults.rs: kills::one"]);
+        let text = report.lines.join("\n");
+        for words in ["-- tests/faults.rs", "a word on stderr", "left 1, right 2", "test result: FAILED"] {
+            assert!(text.contains(words), "`{words}` is missing in:\n{text}");
+        }
+    }
+
+    #[test]
+    fn what_follows_a_failure_does_not_push_it_out() {
+        let later = (0..5000).map(|i| format!("#{i} NEW cov: 1"));
+        let report = journal(ONE_FAILED.lines().map(String::from).chain(later)).report();
+        assert!(report.lines.iter().any(|line| line.contains("left 1, right 2")));
+        assert!(report.lines.len() <= PRINTED + 2, "{}", report.lines.len());
+    }
+
+    #[test]
+    fn long_accounts_are_shortened_in_the_middle_and_many_share() {
+        let program = |name: &str| {
+            let start = [format!("     Running {name} (target/x)"), "running 1 test".into()];
+            let noise = (0..500).map(|i| format!("noise {i}"));
+            let account = (0..1000).map(|i| format!("account {i}"));
+            let end = ["failures:", "    t", "", "test result: FAILED. 0 passed; 1 failed"].map(String::from);
+            let before = start.into_iter().chain(noise).chain(["failures:".into()]);
+            before.chain(account).chain(end).collect::<Vec<_>>()
+        };
+        for programs in [1, 4] {
+            let all = (0..programs).flat_map(|i| program(&format!("p{i}")));
+            let report = journal(all).report();
+            assert_eq!(report.names.len(), programs);
+            assert!(report.lines.len() <= PRINTED + 2 * programs, "{}", report.lines.len());
+            let count = |text: &str| report.lines.iter().filter(|line| line.contains(text)).count();
+            assert_eq!(
+                (count("account 0"), count("account 999"), count("FAILED")),
+                (programs, programs, programs)
+            );
+            assert_eq!(count("lines are left out"), programs);
+            assert_eq!(count("noise 499"), usize::from(programs == 1));
+        }
+    }
+
+    #[test]
+    fn a_program_that_ends_without_a_result_is_named() {
+        let lines = "     Running tests/a.rs (x)\n\nrunning 2 tests\ntest one ... ok\nerror: test failed\n  signal: 11\n     \
+            Running tests/b.rs (x)\nrunning 1 test\ntest result: ok. 1 passed; 0 failed";
+        let report = journal(lines.lines()).report();
+        assert_eq!(report.names, ["tests/a.rs: (ended without a result)"]);
+        assert!(report.lines.iter().any(|line| line.contains("signal: 11")));
+        let killed = journal(["running 1 test", "test slow has been running for over 60 seconds"]).report();
+        assert_eq!(killed.names, ["(ended without a result)"]);
+        assert!(killed.lines.iter().any(|line| line.contains("slow")));
+    }
+
+    #[test]
+    fn without_tests_the_last_lines_are_kept() {
+        let report = journal((0..1000).map(|i| format!("error {i}"))).report();
+        assert!(report.names.is_empty());
+        assert_eq!(report.lines.len(), BEFORE);
+        assert_eq!(report.lines.last().map(String::as_str), Some("error 999"));
+    }
+}
