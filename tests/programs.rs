@@ -30,8 +30,8 @@ use values::mix;
 
 const OPERATIONS: usize = 200;
 /// Seeds of programs between threads, and between processes: by default, and at most.
-const SEEDS: [u64; 2] = [48, 880];
-const PROCESSES: [u64; 2] = [6, 120];
+const SEEDS: [u64; 2] = [200, 880];
+const PROCESSES: [u64; 2] = [24, 120];
 /// Programs that one world of processes runs, one after another.
 const TOGETHER: u64 = 3;
 /// For one program.

@@ -1,6 +1,6 @@
 //! A program as one rank runs it: submitted in order, awaited in another, each result compared with the oracle's.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -104,7 +104,7 @@ struct Running<'a> {
     program: &'a Program,
     oracle: &'a Oracle,
     me: usize,
-    comms: HashMap<usize, Comm>,
+    comms: BTreeMap<usize, Comm>,
     pending: Vec<Pending>,
     /// Of the results that this rank has had.
     hashes: Vec<Option<u64>>,
@@ -123,7 +123,7 @@ pub(crate) fn run(world: Comm, program: &Program, oracle: &Oracle) -> Result<(),
         program,
         oracle,
         me,
-        comms: HashMap::from([(0, world)]),
+        comms: BTreeMap::from([(0, world)]),
         pending: Vec::new(),
         hashes: vec![None; program.steps.len()],
         streams: [stream("before")?, stream("after")?],
@@ -134,7 +134,8 @@ pub(crate) fn run(world: Comm, program: &Program, oracle: &Oracle) -> Result<(),
         rank.step(at, step, local).map_err(|e| format!("rank {me}, operation {at} ({step:?}): {e}"))?;
     }
     rank.land_if(|_| true)?;
-    for (_, comm) in rank.comms.drain() {
+    // (On all ranks in one order: each waits a while for the others to close theirs.)
+    while let Some((_, comm)) = rank.comms.pop_last() {
         block_on(comm.close()).map_err(|e| format!("rank {me}, at the end: {e}"))?;
     }
     Ok(())
