@@ -7,6 +7,7 @@ mod bits;
 mod bounded;
 mod detached;
 mod eager;
+mod functions;
 mod groups;
 mod house;
 mod memory;
