@@ -129,7 +129,7 @@ impl Buffers {
 
 type Part = (&'static str, fn(&mut Comm, &mut Buffers, usize, How));
 
-const PARTS: [Part; 5] = [
+const PARTS: [Part; 6] = [
     ("all_reduce", |comm, b, round, how| {
         let buf = std::mem::take(&mut b.sizes[round % 5]);
         let [algos @ .., Algo::TwoLevel] = plan::algorithms(Kind::AllReduce) else {
@@ -147,6 +147,22 @@ const PARTS: [Part; 5] = [
         let (all, one) = end(comm.reduce_scatter_into(all, one), how);
         b.halves[round % 5] = all;
         b.sizes[round % 5] = end(comm.broadcast(one, round % RANKS), how);
+    }),
+    ("gather, scatter, all_to_all, scan and exscan in place", |comm, b, round, how| {
+        let i = round % 5;
+        let (one, all) = (std::mem::take(&mut b.sizes[i]), std::mem::take(&mut b.halves[i]));
+        let root = round % RANKS;
+        // The root's buffer has a block for each rank, the others' are their blocks.
+        let (one, all) = if comm.rank() == root {
+            let all = end(comm.gather_in_place(all, root), how);
+            (one, end(comm.scatter_in_place(all, root), how))
+        } else {
+            let one = end(comm.gather_in_place(one, root), how);
+            (end(comm.scatter_in_place(one, root), how), all)
+        };
+        b.halves[i] = end(comm.all_to_all_in_place(all), how);
+        let one = end(comm.scan(one), how);
+        b.sizes[i] = end(comm.exscan(one), how);
     }),
     ("barrier", |comm, _, _, how| end(comm.barrier(), how)),
     ("send, recv", |comm, b, round, how| {

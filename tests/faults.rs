@@ -14,6 +14,8 @@ mod harness;
 mod kills;
 #[path = "faults/mismatches.rs"]
 mod mismatches;
+#[path = "faults/others.rs"]
+mod others;
 #[path = "faults/programs.rs"]
 mod programs;
 #[path = "faults/recorder.rs"]

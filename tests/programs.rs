@@ -5,7 +5,6 @@
 //! Each rank compares every element of every result with what a sequential evaluation for all ranks
 //! (`programs/oracle.rs`) says. `ALLSTREAM_TEST_SEED=n` runs the program of one seed; `ALLSTREAM_TEST_FULL=1`: 1,000.
 
-#[allow(dead_code)]
 #[path = "support/cases.rs"]
 mod cases;
 #[path = "programs/make.rs"]

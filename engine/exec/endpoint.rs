@@ -1,6 +1,7 @@
 //! One rank's side of one communicator: submission, the table, and driving what was submitted.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
@@ -591,9 +592,10 @@ impl Endpoint {
 
     fn finish(&self, key: Key, result: Result<(), Error>) {
         let (waker, held) = self.table.lock().inflight.finish(key, result);
-        drop(held);
+        // Somebody else's code, on a thread that others need: a panic in it (reported on stderr) ends here.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
         if let Some(waker) = waker {
-            waker.wake();
+            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
         }
     }
 

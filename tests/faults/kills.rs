@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use allstream::{Algo, Error, Failed, Lost};
+use allstream::{Algo, Call, Error, Failed, Lost};
 use rustix::process::Signal;
 use serde_json::json;
 
@@ -19,20 +19,20 @@ pub(crate) async fn rank(me: Me) {
     let before = Census::before_connecting().await;
     let algo: Algo = me.args["algo"].as_str().unwrap().parse().unwrap();
     let mut comm = me.connect().await;
+    let call = me.args["call"].as_str().unwrap().to_owned();
     let mut buf = vec![1f32; BYTES / 4];
     for i in 0.. {
         say("start", json!({ "i": i }));
-        let work = comm.algo(algo).all_reduce(buf);
-        say("called", json!({ "i": i }));
-        match work.await {
-            Ok(sum) => {
+        let called = || say("called", json!({ "i": i }));
+        match once(comm.algo(algo), &call, buf, called).await {
+            Ok((sum, expected)) => {
                 say("done", json!({ "i": i }));
                 buf = sum;
-                assert!(buf.iter().step_by(997).all(|x| *x == SIZE as f32), "a wrong sum");
+                assert!(buf.iter().step_by(997).all(|x| *x == expected as f32), "a wrong sum");
                 buf.fill(1.0);
             }
-            Err(Failed { buf, error }) => {
-                say_error("failed", &error, buf.is_some_and(|b| b.len() == BYTES / 4));
+            Err((error, whole)) => {
+                say_error("failed", &error, whole);
                 break;
             }
         }
@@ -42,6 +42,63 @@ pub(crate) async fn rank(me: Me) {
     let closed = closed.map_or_else(|e| e.to_string(), |()| "ok".into());
     say("closed", json!({ "ms": begun.elapsed().as_millis() as u64, "result": closed }));
     before.say_whether_restored().await;
+}
+
+/// Makes a call on ones: the result and what is in it; or why there is none, and whether all buffers came back.
+async fn once(
+    call: Call<'_>,
+    name: &str,
+    mut buf: Vec<f32>,
+    called: impl FnOnce(),
+) -> Result<(Vec<f32>, usize), (Error, bool)> {
+    let whole = |f: Failed<Vec<f32>>| (f.error, f.buf.is_some_and(|b| b.len() == BYTES / 4));
+    match name {
+        "all_reduce" => {
+            let work = call.all_reduce(buf);
+            called();
+            Ok((work.await.map_err(whole)?, SIZE))
+        }
+        "all_to_all" => {
+            let work = call.all_to_all_in_place(buf);
+            called();
+            Ok((work.await.map_err(whole)?, 1))
+        }
+        "exscan" => {
+            // Rank 0's is unchanged.
+            let work = call.exscan(buf);
+            called();
+            let sum = work.await.map_err(whole)?;
+            let first = sum[0] as usize;
+            Ok((sum, first))
+        }
+        "list" => {
+            let rest = buf.split_off(BYTES / 8);
+            let small: Vec<Vec<f32>> = (0..40).map(|i| vec![1.0; i * 10]).collect();
+            let work = call.all_reduce_list((vec![buf, rest], small));
+            called();
+            match work.await {
+                Ok((mut large, _)) => {
+                    let rest = large.pop().unwrap();
+                    let mut buf = large.pop().unwrap();
+                    buf.extend(rest);
+                    Ok((buf, SIZE))
+                }
+                Err(f) => Err((f.error, f.buf.is_some_and(|(a, b)| a.len() == 2 && b.len() == 40))),
+            }
+        }
+        "bytes" => {
+            let work = call.all_gather_bytes(vec![1; BYTES / 4]);
+            called();
+            match work.await {
+                Ok(all) => {
+                    assert!(all.iter().all(|b| b.len() == BYTES / 4 && b.iter().all(|x| *x == 1)));
+                    Ok((buf, 1))
+                }
+                Err(f) => Err((f.error, f.buf.is_some_and(|b| b.len() == BYTES / 4))),
+            }
+        }
+        other => panic!("no call is named {other}"),
+    }
 }
 
 /// The victim dies before anybody has sent it anything.
@@ -82,6 +139,7 @@ fn a_rank_that_dies_before_the_first_operation_is_named() {
 
 struct Kill {
     link: Link,
+    call: &'static str,
     algo: Algo,
     victim: usize,
     fraction: f64,
@@ -100,7 +158,8 @@ struct Outcome {
 
 fn kill(k: &Kill) -> Outcome {
     let names = harness::names_left();
-    let mut job = Plan::new("kills", SIZE, k.link).args(json!({ "algo": k.algo.to_string() })).start();
+    let args = json!({ "algo": k.algo.to_string(), "call": k.call });
+    let mut job = Plan::new("kills", SIZE, k.link).args(args).start();
     let pids = job.pids();
     let victim = &job.ranks[k.victim];
     let time = |event: &str, i: u64| loop {
@@ -164,22 +223,14 @@ fn kill(k: &Kill) -> Outcome {
     outcome
 }
 
-#[test]
-fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
-    let _alone = alone();
-    let mut random = Random::seeded();
-    let count = if harness::full() { 50 } else { 8 };
-    let (mut failed, mut slowest, mut close, mut hits) = (Vec::new(), 0f64, 0, 0);
-    for i in 0..count {
-        // 48 different ones: each victim with each algorithm on each link.
-        let k = Kill {
-            link: LINKS[i % 3],
-            algo: ALGOS[i % 4],
-            victim: (i + i / 4) % SIZE,
-            fraction: 0.1 + 0.8 * random.fraction(),
-        };
+/// These, one after another, at random moments.
+fn kill_all(all: impl IntoIterator<Item = Kill>) {
+    let (mut failed, mut slowest, mut close, mut hits, mut count) = (Vec::new(), 0f64, 0, 0, 0);
+    for k in all {
+        let Kill { link, call, algo, victim, fraction } = &k;
         let what =
-            format!("kill {i}: {:?} {} victim {} at {:.0} %", k.link, k.algo, k.victim, k.fraction * 100.0);
+            format!("kill {count}: {link:?} {call} by {algo} victim {victim} at {:.0} %", fraction * 100.0);
+        count += 1;
         match std::panic::catch_unwind(|| kill(&k)) {
             Ok(o) => {
                 let place = if o.hit { "" } else { " (just after the operation aimed at)" };
@@ -206,6 +257,46 @@ fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
         slowest * 1e3
     );
     assert!(failed.is_empty(), "{failed:#?}");
+}
+
+#[test]
+fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
+    let _alone = alone();
+    let mut random = Random::seeded();
+    let count = if harness::full() { 50 } else { 8 };
+    // 48 different ones: each victim with each algorithm on each link.
+    kill_all((0..count).map(|i| Kill {
+        link: LINKS[i % 3],
+        call: "all_reduce",
+        algo: ALGOS[i % 4],
+        victim: (i + i / 4) % SIZE,
+        fraction: 0.1 + 0.8 * random.fraction(),
+    }));
+}
+
+/// The same in other collectives, and by other algorithms.
+#[test]
+fn survivors_of_any_collective_name_the_killed_rank() {
+    let _alone = alone();
+    let mut random = Random::seeded();
+    let calls = [
+        ("all_to_all", Algo::Pairwise),
+        ("exscan", Algo::Chain),
+        ("list", Algo::Auto),
+        ("bytes", Algo::Auto),
+        ("all_reduce", Algo::HalvingDoubling),
+        ("all_reduce", Algo::DoubleBinaryTree),
+        ("all_to_all", Algo::Direct),
+        ("exscan", Algo::RecursiveDoubling),
+    ];
+    let count = if harness::full() { 24 } else { 6 };
+    kill_all((0..count).map(|i| Kill {
+        link: LINKS[(i + i / 8) % 3],
+        call: calls[i % 8].0,
+        algo: calls[i % 8].1,
+        victim: (i + i / 4) % SIZE,
+        fraction: 0.1 + 0.8 * random.fraction(),
+    }));
 }
 
 #[test]

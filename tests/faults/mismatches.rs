@@ -6,9 +6,10 @@ use allstream::{Algo, Comm, DType, Error, Kind, ReduceOp, Signature};
 use serde_json::{Value, json};
 
 use crate::harness::{self, Link, Me, Plan, SOON, alone, say};
+use crate::others::{self, Other};
 
 /// What one rank calls.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum Call {
     /// A collective. Reductions to all are done out of place.
     Collective {
@@ -29,6 +30,7 @@ enum Call {
         dtype: DType,
         len: usize,
     },
+    Other(Other),
     Nothing,
 }
 
@@ -47,6 +49,7 @@ impl Call {
             Call::Send { dtype, len, .. } | Call::Recv { dtype, len, .. } => {
                 s.kind == 100 && s.dtype == dtype as u8 && s.count == len as u64
             }
+            Call::Other(ref other) => other.is(s),
             Call::Nothing => false,
         }
     }
@@ -72,7 +75,8 @@ fn cases(size: usize) -> Vec<Case> {
         let odd = size - 1;
         let mut field = |name, common: Call, other: Call| {
             for (next, odd) in [(true, odd), (false, 0)] {
-                let calls = (0..size).map(|r| if r == odd { other } else { common }).collect();
+                let calls =
+                    (0..size).map(|r| if r == odd { other.clone() } else { common.clone() }).collect();
                 cases.push(Case { name, calls, next });
             }
         };
@@ -102,6 +106,11 @@ fn cases(size: usize) -> Vec<Case> {
                 }
             }
         }
+        for (next, odd) in [(true, odd), (false, 0)] {
+            for (name, calls) in others::disagreements(size, odd, len) {
+                cases.push(Case { name, calls: calls.into_iter().map(Call::Other).collect(), next });
+            }
+        }
         for next in [true, false] {
             for (name, dtype, other) in
                 [("message's dtype", DType::I32, len), ("message's count", DType::F32, len + 1)]
@@ -117,11 +126,12 @@ fn cases(size: usize) -> Vec<Case> {
 }
 
 /// What came of a call: its error, whether all buffers came back, whether the input is as it was.
-struct Came(Option<Error>, bool, bool);
+pub(crate) struct Came(pub(crate) Option<Error>, pub(crate) bool, pub(crate) bool);
 
 async fn make(comm: &mut Comm, call: Call) -> Came {
     match call {
         Call::Nothing => Came(None, true, true),
+        Call::Other(other) => other.make(comm).await,
         Call::Collective { dtype: DType::I32, .. }
         | Call::Send { dtype: DType::I32, .. }
         | Call::Recv { dtype: DType::I32, .. } => make_of::<i32>(comm, call, 7).await,
@@ -150,7 +160,7 @@ async fn make_of<T: allstream::Element + PartialEq>(comm: &mut Comm, call: Call,
         Call::Collective { len, root, .. } => one(comm.broadcast(vec![fill; len], root).await),
         Call::Send { to, len, .. } => one(comm.send(vec![fill; len], to).await),
         Call::Recv { from, len, .. } => one(comm.recv(vec![fill; len], from).await),
-        Call::Nothing => Came(None, true, true),
+        Call::Nothing | Call::Other(_) => Came(None, true, true),
     }
 }
 
@@ -165,7 +175,7 @@ async fn run(world: &mut Comm) -> Vec<Value> {
         let mut came = Came(None, true, true);
         let limit = Duration::from_secs(4);
         let _ = tokio::time::timeout(limit, async {
-            came = make(&mut comm, case.calls[world.rank()]).await;
+            came = make(&mut comm, case.calls[world.rank()].clone()).await;
             place = "call";
             if came.0.is_none() && case.next {
                 place = "hung in the next call";
@@ -204,8 +214,9 @@ fn judge(link: Link, all: &[Vec<Value>]) -> (Vec<String>, u64) {
         for (rank, seen) in all.iter().enumerate() {
             let seen = &seen[i];
             let then = if case.next { "a barrier" } else { "close" };
-            let len = match case.calls[0] {
-                Call::Collective { len, .. } | Call::Send { len, .. } | Call::Recv { len, .. } => len,
+            let len = match &case.calls[0] {
+                Call::Collective { len, .. } | Call::Send { len, .. } | Call::Recv { len, .. } => *len,
+                Call::Other(other) => other.len(),
                 Call::Nothing => 0,
             };
             let mut complain = |what: String| {

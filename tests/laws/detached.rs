@@ -1,12 +1,13 @@
 //! Law 2: dropping detaches.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
 use std::thread;
 use std::time::Duration;
 
-use allstream::{Error, ReduceOp};
+use allstream::{Error, ReduceOp, Work};
 use futures::executor::block_on;
 
 use crate::house::*;
@@ -115,6 +116,70 @@ fn law_2_works_dropped_at_random_polls_disturb_nobody() {
     assert!(dropped >= 200);
 }
 
+/// Each rank in turn lets go of one call of each collective; the others' results are whole, and every buffer is freed.
+#[test]
+fn law_2_any_collective_may_be_let_go() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(3, link));
+        let counters = threads(comms, move |mut comm| {
+            let (n, rank) = (comm.size(), comm.rank());
+            let (value, all, mut freed) = (comm_value(rank), total(n), Vec::new());
+            for round in 0..3 * n {
+                let len = [1usize, 30, 100_000][(round + round / n) % 3];
+                let (gone, root) = (round % n == rank, (round + 1) % n);
+                let check =
+                    |name: &str, work: Work<Watched>, range: std::ops::Range<usize>, expected: f32| {
+                        if gone {
+                            return drop(work);
+                        }
+                        let buf = work.wait().unwrap();
+                        let whole = buf.memory[range].iter().all(|x| *x == expected);
+                        assert!(whole, "{link:?}: {name} of {len} on rank {rank} after a drop");
+                    };
+                let mut buf = |len: usize| {
+                    let (buf, drops) = Watched::new(len, value);
+                    freed.push(drops);
+                    buf
+                };
+                let own = rank * len..(rank + 1) * len;
+                let prefix = (0..=rank).map(comm_value).sum();
+                check("scan", comm.scan(buf(len)), 0..len, prefix);
+                let before = if rank == 0 { value } else { (0..rank).map(comm_value).sum() };
+                check("exscan", comm.exscan(buf(len)), 0..len, before);
+                let next = (rank + 1) % n;
+                let (right, theirs) = (comm_value(next), next * len..(next + 1) * len);
+                check("all_to_all", comm.all_to_all_in_place(buf(n * len)), theirs.clone(), right);
+                check("all_gather", comm.all_gather_in_place(buf(n * len)), theirs, right);
+                check("reduce_scatter", comm.reduce_scatter_in_place(buf(n * len)), own, all);
+                let mine = if rank == root { n * len } else { len };
+                // (Block 0 of the root's.)
+                let first = if rank == root { comm_value(0) } else { value };
+                check("gather", comm.gather_in_place(buf(mine), root), 0..len, first);
+                let of_root = comm_value(root);
+                check("scatter", comm.scatter_in_place(buf(mine), root), 0..mine, of_root);
+                let (list, bytes) =
+                    (comm.all_reduce_list([buf(len), buf(3)]), comm.all_gather_bytes(vec![rank as u8; len]));
+                if gone {
+                    drop((list, bytes));
+                } else {
+                    let list = list.wait().unwrap();
+                    assert!(list.iter().all(|b| b.memory.iter().all(|x| *x == all)), "{link:?}: a list");
+                    let bytes = bytes.wait().unwrap();
+                    assert!((0..n).all(|r| bytes[r] == vec![r as u8; len]), "{link:?}: bytes");
+                }
+            }
+            works(&mut comm);
+            comm.barrier().wait().unwrap();
+            block_on(comm.close()).unwrap();
+            freed
+        });
+        for (i, drops) in counters.into_iter().flatten().enumerate() {
+            wait_until("every buffer to be freed", || drops.load(Ordering::SeqCst) > 0);
+            assert_eq!(drops.load(Ordering::SeqCst), 1, "{link:?}: buffer {i} was freed exactly once");
+        }
+    }
+}
+
 #[test]
 fn law_2_an_error_of_a_dropped_work_is_found_by_the_next_call() {
     for link in LINKS {
@@ -183,6 +248,44 @@ fn law_2_an_abort_reaches_members_whose_split_is_not_done() {
             let failed = child.timeout(SOON / 2).all_reduce(vec![1f32; 10]).wait().unwrap_err();
             assert!(matches!(failed.error, Error::Aborted { by: 0, .. }), "{link:?}: {}", failed.error);
             drop(child);
+            works(&mut comm);
+            block_on(comm.close()).unwrap();
+        });
+    }
+}
+
+/// A buffer whose owner panics when it is dropped.
+struct Bomb(Vec<f32>);
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("planted: a buffer's drop");
+    }
+}
+
+// SAFETY: a Vec's elements, as of Vec itself.
+unsafe impl allstream::Buf for Bomb {
+    type Elem = f32;
+    fn ptr(&self) -> *const f32 {
+        self.0.as_ptr()
+    }
+    fn ptr_mut(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr()
+    }
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[test]
+fn a_buffer_that_panics_when_dropped_stops_nobody_else() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(2, link));
+        threads(comms, move |mut comm| {
+            // Detached: whoever finishes it drops it; this thread, if it has finished already.
+            let work = comm.all_reduce(Bomb(vec![1.0; 100_000]));
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+            works(&mut comm);
             works(&mut comm);
             block_on(comm.close()).unwrap();
         });

@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::task::Poll;
 
-use allstream::{Algo, Comm, Error, Failed, ReduceOp, Work};
+use allstream::{Algo, Comm, Error, Failed, Function, ReduceOp, Work};
 use futures::executor::block_on;
 
 use crate::house::*;
@@ -46,13 +46,14 @@ fn invalid_calls_are_refused_with_the_buffer_and_nothing_is_submitted() {
                 refused(comm.op(ReduceOp::BitXor).reduce_scatter(vec![1f64; 3]), &["reduce_scatter", "f64"]);
                 refused(comm.broadcast(five(), 3), &["broadcast", "root 3", "group of 3", "0..=2"]);
                 refused(comm.reduce(five(), usize::MAX), &["reduce", "root", "0..=2"]);
-                let words = ["all_gather", "recursive_doubling", "direct", "ring"];
-                assert_eq!(refused(comm.algo(Algo::RecursiveDoubling).all_gather(five()), &words), five());
+                let words = ["all_gather", "recursive_halving", "direct", "ring"];
+                assert_eq!(refused(comm.algo(Algo::RecursiveHalving).all_gather(five()), &words), five());
                 refused(
                     comm.algo(Algo::Ring).broadcast(five(), 0),
                     &["broadcast", "ring", "direct", "oneshot"],
                 );
                 refused(comm.algo(Algo::Dissemination).all_reduce(five()), &["all_reduce", "dissemination"]);
+                refused_by_new_calls(&mut comm);
                 let (buf, drops) = Watched::new(4, 1.0);
                 drop(comm.broadcast(buf, 8));
                 assert_eq!(
@@ -66,6 +67,49 @@ fn invalid_calls_are_refused_with_the_buffer_and_nothing_is_submitted() {
             block_on(comm.close()).unwrap();
         });
     }
+}
+
+/// On rank 1 of 3.
+fn refused_by_new_calls(comm: &mut Comm) {
+    let of = |len| vec![1f32; len];
+    // Lengths.
+    refused(comm.gather_into(of(2), of(5), 1), &["gather", "output has 5", "expected 6"]);
+    refused(comm.gather_in_place(of(5), 1), &["gather", "5 elements", "3"]);
+    refused(comm.scatter(of(5), 2, 1), &["scatter", "the root's input has 5", "3 blocks of 2"]);
+    refused(comm.scatter_in_place(of(5), 1), &["scatter", "5 elements", "3"]);
+    refused(comm.all_to_all(of(5)), &["all_to_all", "5 elements", "3"]);
+    refused(comm.all_to_all_into(of(6), of(3)), &["all_to_all", "output has 3", "expected 6"]);
+    refused(comm.scan_into(of(5), of(4)), &["scan", "has 4", "expected 5"]);
+    refused(comm.gather(of(1), 3), &["gather", "root 3", "0..=2"]);
+    // Counts.
+    refused(comm.all_gather_v(of(5), &[5, 5]), &["all_gather", "2 counts", "group of 3"]);
+    refused(comm.all_gather_v(of(5), &[5, 4, 5]), &["all_gather", "input has 5", "rank (1), 4"]);
+    refused(comm.all_gather_v_into(of(5), of(14), &[5, 5, 5]), &["output has 14", "expected 15"]);
+    refused(comm.reduce_scatter_v(of(5), &[1, 1, 1]), &["reduce_scatter", "5 elements", "add up to 3"]);
+    refused(comm.all_gather_v(of(5), &[usize::MAX, 5, 5]), &["all_gather", "add up to no length"]);
+    refused(comm.gather_v(of(5), &[1, 4, 1], 1), &["gather", "root's input has 5", "4"]);
+    refused(comm.scatter_v(of(6), &[2, 2, 2], 1, 1), &["scatter", "root's part has 1", "2"]);
+    refused(comm.all_to_all_v(of(5), &[1, 2, 3], &[1, 2, 3]), &["all_to_all", "5 elements", "add up to 6"]);
+    refused(comm.all_to_all_v(of(6), &[1, 2, 3], &[1, 3, 3]), &["sends itself 2", "receives 3"]);
+    // Lists.
+    let words = ["all_gather", "pair 1", "2 x f32", "5 x f32"];
+    refused(comm.all_gather_list([of(1), of(2)], [of(3), of(5)]), &words);
+    refused(comm.all_gather_list([of(1)], [of(3), of(3)]), &["1 inputs and 2 outputs"]);
+    refused(comm.op(ReduceOp::BitOr).all_reduce_list((vec![vec![1u8]], [of(2)])), &["bit_or", "f32"]);
+    // Reductions.
+    refused(comm.op(ReduceOp::Avg).scan(of(5)), &["scan", "no average"]);
+    refused(comm.scale(0.5).all_reduce(vec![1i32; 4]), &["scale", "floats", "i32"]);
+    refused(comm.scale(0.5).op(ReduceOp::Max).all_reduce(of(4)), &["scale", "sum"]);
+    refused(comm.scale(0.5).broadcast(of(4), 0), &["scale", "sum"]);
+    let ordered = Function::<f32>::ordered("last", |l, r| l.copy_from_slice(r));
+    refused(
+        comm.function(&ordered).algo(Algo::Ring).all_reduce(of(4)),
+        &["ring", "order of ranks", "commute"],
+    );
+    refused(comm.function(&ordered).all_reduce(vec![1f64; 4]), &["\"last\"", "f32", "f64"]);
+    refused(comm.call().deterministic(true).algo(Algo::Ring).all_reduce(of(4)), &["ring", "deterministic"]);
+    // Plans that one host has no use for.
+    refused(comm.algo(Algo::TwoLevel).all_reduce(of(4)), &["all_reduce", "two_level"]);
 }
 
 #[test]

@@ -252,7 +252,7 @@ impl Case {
 
     /// The reductions of `count` elements of all of `n` ranks.
     fn reduced<T: Value>(&self, n: usize, count: usize) -> Expected<T> {
-        self.folded(n, count, &[0..n])
+        self.folded(n, count, std::slice::from_ref(&(0..n)))
     }
 
     /// The reductions of `count` elements of some ranks, one after another.
@@ -393,10 +393,13 @@ impl<T: Value> Run<'_, T> {
     fn options(&mut self) -> Call<'_> {
         let rank = self.comm.rank();
         let options = self.comm.call().algo(self.algo).timeout(self.case.timeout);
-        if self.kind.reduces() && self.kind != Kind::Barrier {
-            return self.case.op.option::<T>(options, rank);
+        let looked_at = self.kind.reduces() && self.kind != Kind::Barrier;
+        match self.case.op {
+            // (Where nothing is combined it is not looked at.)
+            op @ Combine::Op(_) => op.option::<T>(options, rank),
+            op if looked_at => op.option::<T>(options, rank),
+            _ => options,
         }
-        options
     }
 }
 
