@@ -346,8 +346,9 @@ impl<'a> Call<'a> {
             let (kind, mut detail, mut all) = (spec.kind(), spec.detail, Vec::with_capacity(memory.len()));
             for &(dtype, count, (input, output)) in &memory {
                 self.check(&spec, dtype)?;
-                let (_, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
-                detail = digest(detail, [dtype as u8].into_iter().chain((count as u64).to_le_bytes()));
+                let (algo, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
+                let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
+                detail = digest(detail, what);
                 all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
             }
             let spec = Spec { count: memory.len(), detail, root: spec.root, ..Spec::of(kind, 0, 0, true) };

@@ -94,7 +94,7 @@ macro_rules! calls {
             /// ```
             /// # use allstream::{Comm, Function};
             /// # fn main() -> Result<(), allstream::Error> {
-            /// let larger = Function::commutative("by magnitude", |left: &mut [f32], right: &[f32]| {
+            /// let larger = Function::ordered("by magnitude", |left: &mut [f32], right: &[f32]| {
             ///     for (l, r) in left.iter_mut().zip(right) {
             ///         if r.abs() > l.abs() {
             ///             *l = *r;

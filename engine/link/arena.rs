@@ -93,7 +93,7 @@ mod tests {
         for region in [Region::shared().unwrap(), Region::private().unwrap()] {
             let region = Arc::new(region);
             let mut first = ArenaBuf::<f32>::zeroed(&region, 5000).unwrap();
-            assert!(first.iter().all(|x| *x == 0.0) && first.as_ptr() as usize % 4096 == 0);
+            assert!(first.iter().all(|x| *x == 0.0) && (first.as_ptr() as usize).is_multiple_of(4096));
             first.fill(1.0);
             let at = first.as_ptr();
             assert!(region.is_page(at.cast(), 20_000) && !region.is_page(region.at(4096), 8));
