@@ -62,6 +62,8 @@ struct NodeRun {
     /// Elements gathered, and elements stored (or handed to all receivers).
     got: usize,
     pos: usize,
+    /// The operand that was missing last: looked at first, so that a step of many is not gone through for each.
+    missing: usize,
     /// First of this step's receivers in `sent` and `freed`.
     first: usize,
 }
@@ -434,6 +436,11 @@ impl Machine {
             self.gathered(program, i, bytes / node.unit, true);
             return Ok(bytes > 0);
         }
+        if let Some(Operand::Recv(from)) = step.operands.get(node.missing)
+            && self.expect(c, i, *from, (round, 0), port)?.is_none()
+        {
+            return Ok(false);
+        }
         let mut ins = [std::ptr::null::<u8>(); 64];
         let mut many = Vec::new();
         let count = step.operands.len();
@@ -443,12 +450,13 @@ impl Machine {
             many.resize(count, std::ptr::null());
             &mut many[..]
         };
-        for (place, operand) in ins.iter_mut().zip(&step.operands) {
+        for (k, (place, operand)) in ins.iter_mut().zip(&step.operands).enumerate() {
             *place = match operand {
                 Operand::Own(at) => self.address(c.part, *at, &node, node.got),
                 Operand::Recv(from) => {
                     let useful = USEFUL.min(m * node.unit);
                     let Some(frame) = self.expect(c, i, *from, (round, useful), port)? else {
+                        self.nodes[i].missing = k;
                         return Ok(false);
                     };
                     if let Some(whole) = frame.ready.checked_div(node.unit) {

@@ -34,7 +34,7 @@ use crate::types::{Algo, DType, Kind, Rank, ReduceOp, Signature};
 /// The most ranks that are simulated.
 pub const MOST_RANKS: usize = 1024;
 /// Frames that a simulation is cut into at most, nearly: slices grow to keep it so.
-const FRAMES: usize = 4_000_000;
+const FRAMES: usize = 1_000_000;
 
 /// A network: each rank has one port, which sends and receives at the same time.
 #[derive(Clone, Debug)]
