@@ -122,7 +122,8 @@ fn a_credit_that_comes_after_its_receiver_has_let_go_counts_in_the_next_generati
         on_ranks(2, link, |rank, mut world| {
             for round in 0..6u32 {
                 let mut child = block_on(world.dup()).unwrap();
-                let values = 0..20u32;
+                // As many as a ring holds, and half the credit, which is when it goes back.
+                let values = 0..16u32;
                 if rank == 0 {
                     for i in values {
                         child.send(vec![100 * round + i; 3], 1).wait().unwrap();
