@@ -33,7 +33,7 @@ use crate::types::Rank;
 /// Idle communicators that a world keeps, unless it is told otherwise.
 pub(crate) const CAPACITY: usize = 64;
 /// Names of ended communicators kept, so that what is still said of them is known to be late.
-const ENDED: NonZeroUsize = NonZeroUsize::new(1024).unwrap();
+const ENDED: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
 /// How long a full region waits for members to confirm that they have left idle communicators.
 const MEMORY: Duration = Duration::from_secs(2);
 

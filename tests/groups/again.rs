@@ -117,6 +117,36 @@ fn messages_and_their_credits_go_on_in_the_next_generation() {
 }
 
 #[test]
+fn a_credit_that_comes_after_its_receiver_has_let_go_counts_in_the_next_generation() {
+    for link in LINKS {
+        on_ranks(2, link, |rank, mut world| {
+            for round in 0..6u32 {
+                let mut child = block_on(world.dup()).unwrap();
+                // As many as a ring holds, and half the credit, which is when it goes back.
+                let values = 0..16u32;
+                if rank == 0 {
+                    for i in values {
+                        child.send(vec![100 * round + i; 3], 1).wait().unwrap();
+                    }
+                    drop(child);
+                    pool(&world, "the sender is done", |p| p.idle == 1);
+                    world.send(vec![1u8], 1).wait().unwrap();
+                } else {
+                    // Only now, so that nobody looks at the credits that go back.
+                    world.recv(vec![0u8], 0).wait().unwrap();
+                    for i in values {
+                        assert_eq!(child.recv(vec![0; 3], 0).wait().unwrap(), [100 * round + i; 3]);
+                    }
+                    drop(child);
+                }
+                settled(&mut world, 1);
+            }
+            assert_eq!((world.stats().pool.hits, world.stats().pool.misses), (5, 1));
+        });
+    }
+}
+
+#[test]
 fn a_message_that_nobody_received_is_not_found_by_the_next_group() {
     for link in LINKS {
         on_ranks(2, link, |rank, mut world| {
