@@ -27,7 +27,9 @@ fn main() -> Res<()> {
         ["line", at] => line(at)?,
         ["rank", bytes, algos] => rank(bytes, algos)?,
         // No failure: a plain `cargo bench` runs every program.
-        _ => eprintln!("shaped line listen ADDR | shaped line ADDR | shaped rank BYTES,.. ALGO,.. (see shaped.sh)"),
+        _ => eprintln!(
+            "shaped line listen ADDR | shaped line ADDR | shaped rank BYTES,.. ALGO,.. (see shaped.sh)"
+        ),
     }
     Ok(())
 }

@@ -2,13 +2,15 @@
 # All-reduce between network namespaces whose lines are shaped, beside what the simulator says. Writes Markdown.
 #   benches/shaped.sh [RANKS...]             default: 2 4 8. Needs root, ip and tc, and nothing of the host's network:
 #                                            the ranks' namespaces, and one that is the switch, go when it ends.
-#   RATE=1gbit BURST=16kb GSO=               of each line, each way; GSO: the most bytes of a packet before segmentation
-#   CONGESTION=cubic SIZES=65536,1048576     TCP's, where not the system's; bytes of each rank
-#   ALGOS=ring,direct
+#   RATE=1gbit BURST=10kb GSO=8192           of each line, each way; GSO: the most bytes of a packet. Packets that outgrow
+#                                            the burst are cut up by tbf, which cost half the line here.
+#   CONGESTION=reno                          one that the host allows in namespaces. BBR paces unshaped lines.
+#   SIZES=65536,1048576 ALGOS=ring,direct    bytes of each rank
 set -euo pipefail
 cd "$(dirname "$0")/.."
 ranks=${*:-2 4 8}
-rate=${RATE:-1gbit} burst=${BURST:-16kb} sizes=${SIZES:-65536,1048576,16777216}
+rate=${RATE:-1gbit} burst=${BURST:-10kb} gso=${GSO:-8192} congestion=${CONGESTION:-reno}
+sizes=${SIZES:-65536,1048576,16777216}
 algos=${ALGOS:-ring,direct,recursive_doubling,halving_doubling,double_binary_tree,naive,auto}
 me=as$$ work=$(mktemp -d) most=$(printf '%s\n' $ranks | sort -n | tail -n 1)
 
@@ -32,7 +34,6 @@ program() { sed -n "s/.*\"kind\":\[\"$1\"\].*\"executable\":\"\([^\"]*\)\".*/\1/
 bench=$(program bench) allstream=$(program bin)
 
 # The lines: a switch (a bridge in a namespace of its own), and one veth to it from each rank's namespace.
-in_net() { local net=$1; shift; ip netns exec "$net" "$@"; }
 ip netns add "${me}sw"
 ip -n "${me}sw" link add sw type bridge stp_state 0
 ip -n "${me}sw" link set sw up
@@ -43,12 +44,8 @@ for r in $(seq 0 $((most - 1))); do
     ip -n "${me}r$r" addr add "10.0.0.$((r + 1))/24" dev line
     ip -n "${me}r$r" link set lo up
     ip -n "${me}r$r" link set line up
-    if [ -n "${GSO:-}" ]; then
-        ip -n "${me}r$r" link set line gso_max_size "$GSO"
-    fi
-    if [ -n "${CONGESTION:-}" ]; then
-        in_net "${me}r$r" sysctl -qw "net.ipv4.tcp_congestion_control=$CONGESTION"
-    fi
+    ip -n "${me}r$r" link set line gso_max_size "$gso"
+    ip netns exec "${me}r$r" sysctl -qw "net.ipv4.tcp_congestion_control=$congestion"
 done
 # Both ways: what a rank sends at its end, what it receives at the switch's.
 shape() {
@@ -93,22 +90,26 @@ done
 
 value() { sed -n "s/^.*$1=\([0-9.]*\).*/\1/p" "${2:-$work/line}"; }
 alpha=$(value latency_us) beta=$(value bandwidth)
+simulated() {
+    "$allstream" sim all_reduce -n "$n" -b "$bytes" --alpha "$(awk "BEGIN { printf \"%d\", $alpha * 1000 }")ns" \
+        --beta "${beta}B/s" --json "$@" | sed -n 's/.*"seconds":\([0-9.e-]*\).*/\1/p'
+}
 echo "All-reduce, f32, sum, out of place, one at a time after a barrier; microseconds, the median of the slowest rank's"
 echo "times (least to most). $(nproc) cores, Linux $(uname -r), load $began before and $(cut -d' ' -f1-2 /proc/loadavg) after, $(date -u +%F)."
 echo
-echo "A raw TCP line, $rate, burst $burst, ${CONGESTION:-$(sysctl -n net.ipv4.tcp_congestion_control)}${GSO:+, packets of $GSO}: latency $alpha us, $beta bytes a second, 64 KB in $(value 64K_us) us;"
+echo "A raw TCP line, $rate, burst $burst, $congestion, packets of $gso: latency $alpha us, $beta bytes a second, 64 KB in $(value 64K_us) us;"
 echo "unshaped: latency $(value latency_us "$work/open") us, $(value bandwidth "$work/open") bytes a second, 64 KB in $(value 64K_us "$work/open") us."
 for n in $ranks; do
     printf '\n### %s ranks\n\n' "$n"
-    echo "| bytes | algorithm | measured | simulated | **measured / simulated** | not shaped |"
-    echo "|---|---|---|---|---|---|"
+    echo "| bytes | algorithm | measured | simulated | **measured / simulated** | in slices of 32 KB | **ratio** | not shaped |"
+    echo "|---|---|---|---|---|---|---|---|"
     grep "^shaped all_reduce n=$n " "$work/all" | while read -r _ _ _ bytes algo is med min max; do
         bytes=${bytes#*=} algo=${algo#*=} is=${is#*=} med=${med#*=} min=${min#*=} max=${max#*=}
         open=$(sed -n "s/^open .* n=$n bytes=$bytes algo=$algo .*med_us=\([0-9.]*\).*/\1/p" "$work/all")
-        sim=$("$allstream" sim all_reduce -n "$n" -b "$bytes" --alpha "$(awk "BEGIN { printf \"%d\", $alpha * 1000 }")ns" \
-            --beta "${beta}B/s" --algo "$is" --json | sed -n 's/.*"seconds":\([0-9.e-]*\).*/\1/p')
+        sim=$(simulated --algo "$is") fine=$(simulated --algo "$is" --slice 32K)
         [ "$algo" = "$is" ] || algo="$algo ($is)"
-        awk -v OFS=' | ' -v m="$med" -v lo="$min" -v hi="$max" -v s="$sim" -v o="$open" -v b="$bytes" -v a="$algo" 'BEGIN {
-            printf "| %d | %s | %.0f (%.0f to %.0f) | %.0f | %.2f | %.0f |\n", b, a, m, lo, hi, s * 1e6, m / (s * 1e6), o }'
+        awk -v m="$med" -v lo="$min" -v hi="$max" -v s="$sim" -v f="$fine" -v o="$open" -v b="$bytes" -v a="$algo" 'BEGIN {
+            printf "| %d | %s | %.0f (%.0f to %.0f) | %.0f | %.2f | %.0f | %.2f | %.0f |\n",
+                b, a, m, lo, hi, s * 1e6, m / (s * 1e6), f * 1e6, m / (f * 1e6), o }'
     done
 done

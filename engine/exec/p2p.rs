@@ -245,7 +245,14 @@ impl Messages {
 
     fn header(&self, kind: Type, signature: Signature, number: u64, offset: usize, len: usize) -> Header {
         let message = kind as u32;
-        Header { comm: self.comm as u32, op: number, offset: offset as u64, len: len as u32, message, signature }
+        Header {
+            comm: self.comm as u32,
+            op: number,
+            offset: offset as u64,
+            len: len as u32,
+            message,
+            signature,
+        }
     }
 
     /// Takes what is at the head of the link from `rank`. Every frame can be taken at once, but one whose payload has

@@ -404,7 +404,8 @@ mod tests {
     }
 
     fn header(op: u64, len: usize) -> Header {
-        let signature = Signature { kind: 1, dtype: 2, op: 3, algo: 4, root: 5, count: 6, generation: 7, detail: 8 };
+        let signature =
+            Signature { kind: 1, dtype: 2, op: 3, algo: 4, root: 5, count: 6, generation: 7, detail: 8 };
         Header { comm: 9, op, offset: 0, len: len as u32, message: 3, signature }
     }
 

@@ -112,21 +112,13 @@ impl Kind {
     pub const fn reduces(self) -> bool {
         matches!(
             self,
-            Kind::AllReduce
-                | Kind::Reduce
-                | Kind::ReduceScatter
-                | Kind::Barrier
-                | Kind::Scan
-                | Kind::ExScan
+            Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Barrier | Kind::Scan | Kind::ExScan
         )
     }
 
     /// Whether there is a form with a count for each rank.
     pub const fn varies(self) -> bool {
-        matches!(
-            self,
-            Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll
-        )
+        matches!(self, Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll)
     }
 
     /// Whether one rank is the root.

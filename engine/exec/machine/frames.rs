@@ -86,7 +86,10 @@ fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Re
         return Ok(());
     }
     if header.comm != comm as u32 {
-        let problem = format!("a frame of communicator {:#x}, on a link of communicator {:#x}", header.comm, comm as u32);
+        let problem = format!(
+            "a frame of communicator {:#x}, on a link of communicator {:#x}",
+            header.comm, comm as u32
+        );
         return Err(Error::Protocol { peer: from, problem });
     }
     Err(Error::Mismatch {
