@@ -4,7 +4,9 @@
 //! [`Network::bandwidth`] to arrive and carry no bytes; events are worked off in the order of their times. What is
 //! found is what the plans and the executor's own rules (slices, rounds, credits) allow on such a network, not a
 //! formula. What is not modelled: contention inside the network (each rank's port is, both ways), the operating
-//! system, and the cost of a frame beyond its bytes and the latency.
+//! system, and the cost of a frame beyond its bytes and the latency. Frames arrive whole; over TCP ranks pass on what has
+//! come of one from 32 KB on, which [`Network::slice`] of 32 KB is near to. `docs/bench/simulator.md` has predictions
+//! beside measured times.
 //!
 //! ```
 //! use allstream::sim::{Network, simulate};
