@@ -300,7 +300,7 @@ impl LinkTx for Sink {
     fn room(&mut self) -> Result<bool, Error> {
         Ok(true)
     }
-    fn needs_slot(&self) -> bool {
+    fn needs_slot(&self, _: *const u8, _: usize) -> bool {
         false
     }
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {

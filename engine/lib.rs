@@ -10,23 +10,36 @@
 //! Ranks are threads of one process, processes of one host (shared memory), or hosts (TCP), mixed as they come.
 //!
 //! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
-//!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started.
+//!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started. [`SharedComm`] is
+//!   the same through `&self`.
+//! - [`Call`]: a call with options: reduction, [`Function`], scale, algorithm, deadline, deterministic mode.
 //! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
-//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners. [`split`] cuts one into [`View`]s.
+//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners. [`split`] cuts one into [`View`]s;
+//!   a [`BufList`] is several in one operation.
+//! - [`Comm::split`], [`Comm::subset`], [`Comm::mesh`]: groups from groups; [`Groups`] keeps them by name.
+//! - [`Node`]: several ranks of one process, one for each of its devices, called together.
 //! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
 //! - [`Error`], [`Failed`]: which rank, which operation, expected and found; and the buffer, unless something may still
-//!   touch it.
+//!   touch it. [`Comm::agree`]: one [`Verdict`] for all survivors.
+//! - [`plan`]: the algorithms as data, and their checker; [`sim`]: how long they would take elsewhere.
+//!
+//! # What holds
+//! A call submits, polled or not. Every rank of a communicator makes the same calls in the same order; where they do not,
+//! all of them get an error that names both calls. No wait is without a deadline, and a timeout ends the communicator.
 //!
 //! # Numbers
 //! Element types and reductions are [`DType`] and [`ReduceOp`]; the rules for NaN, signed zero, overflow and rounding,
-//! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits.
+//! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits; in deterministic mode
+//! ([`Call::deterministic`]) they depend on the inputs and the number of ranks alone.
 
 pub use crate::comm::{
     Agree, Backend, BackendStatus, Batch, Call, Comm, Groups, Mesh, Message, Ordered, PoolStats, SendRecv,
     SharedComm, Stats, Verdict, Work, backends,
 };
+pub use crate::comm::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
+pub use crate::link::arena::ArenaBuf;
 pub use crate::mem::{Buf, BufList, Event, HostBuf, HostStream, View, split, split_at};
 pub use crate::types::{
     Algo, DType, Element, Function, Kind, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::Work;
 use super::work::Restore;
 use crate::error::{Error, Failed};
@@ -27,6 +29,8 @@ pub struct Call<'a> {
     timeout: Option<Duration>,
     after: Option<Event>,
     pub(super) tag: u32,
+    /// Where to leave what would be submitted, instead.
+    pub(super) desk: Option<&'a Desk>,
 }
 
 /// The endpoint, and proof that calls on it are in order.
@@ -37,6 +41,53 @@ impl std::fmt::Debug for Side<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}", self.0.config.name)
     }
+}
+
+/// A collective that was looked at and found good, and is not submitted yet.
+pub(super) struct Prepared {
+    call: &'static str,
+    signature: Signature,
+    parts: PartList,
+    reduction: Reduction,
+    scale: Option<f64>,
+    then: Option<Then>,
+    when: When,
+    held: Held,
+}
+
+/// Where calls with several local parts leave them, so that all are looked at before the first is submitted.
+#[derive(Default)]
+pub(super) struct Desk(Mutex<Option<Prepared>>);
+
+impl std::fmt::Debug for Desk {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Desk")
+    }
+}
+
+impl Desk {
+    pub(super) fn take(&self) -> Option<Prepared> {
+        self.0.lock().take()
+    }
+}
+
+impl Prepared {
+    /// Submits it where it was prepared for.
+    pub(super) fn submit<O, F>(self, endpoint: &Arc<Endpoint>, restore: Restore<O, F>) -> Work<O, F> {
+        let Prepared { call, signature, parts, reduction, scale, then, when, held } = self;
+        let submission = Submission::Collective { call, signature, parts, reduction, scale, then };
+        hand_over(endpoint, submission, when, held, restore)
+    }
+
+    /// Nothing is submitted.
+    pub(super) fn give_back<O, F>(self, error: Error, restore: Restore<O, F>) -> Failed<F> {
+        given_back(error, self.held, restore)
+    }
+}
+
+fn given_back<O, F>(error: Error, held: Held, restore: Restore<O, F>) -> Failed<F> {
+    let none = || Failed { buf: None, error: Error::invalid("submit", "refused") };
+    restore(Err(error), Some(held)).err().unwrap_or_else(none)
 }
 
 /// What is called.
@@ -79,6 +130,7 @@ impl<'a> Call<'a> {
             timeout: None,
             after: None,
             tag: 0,
+            desk: None,
         }
     }
 
@@ -294,8 +346,9 @@ impl<'a> Call<'a> {
             let (kind, mut detail, mut all) = (spec.kind(), spec.detail, Vec::with_capacity(memory.len()));
             for &(dtype, count, (input, output)) in &memory {
                 self.check(&spec, dtype)?;
-                let (_, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
-                detail = digest(detail, [dtype as u8].into_iter().chain((count as u64).to_le_bytes()));
+                let (algo, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
+                let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
+                detail = digest(detail, what);
                 all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
             }
             let spec = Spec { count: memory.len(), detail, root: spec.root, ..Spec::of(kind, 0, 0, true) };
@@ -335,18 +388,29 @@ impl<'a> Call<'a> {
         held: Held,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
-        let endpoint = self.side.0;
-        let refuse = |error: Error, held: Held| match restore(Err(error), Some(held)) {
-            Err(failed) => Work::refused(failed, restore),
-            Ok(_) => Work::refused(Failed { buf: None, error: Error::invalid("submit", "refused") }, restore),
-        };
-        match submission {
-            Ok(submission) => match endpoint.submit(submission, self.when(), held) {
-                Ok(key) => Work::running(endpoint.clone(), key, restore),
-                Err((error, held)) => refuse(error, held),
-            },
-            Err(error) => refuse(error, held),
+        match (submission, self.desk) {
+            (Ok(Submission::Collective { call, signature, parts, reduction, scale, then }), Some(desk)) => {
+                let when = self.when();
+                *desk.0.lock() =
+                    Some(Prepared { call, signature, parts, reduction, scale, then, when, held });
+                Work::waiting(restore)
+            }
+            (Ok(submission), _) => hand_over(self.side.0, submission, self.when(), held, restore),
+            (Err(error), _) => Work::refused(given_back(error, held, restore), restore),
         }
+    }
+}
+
+fn hand_over<O, F>(
+    endpoint: &Arc<Endpoint>,
+    submission: Submission,
+    when: When,
+    held: Held,
+    restore: Restore<O, F>,
+) -> Work<O, F> {
+    match endpoint.submit(submission, when, held) {
+        Ok(key) => Work::running(endpoint.clone(), key, restore),
+        Err((error, held)) => Work::refused(given_back(error, held, restore), restore),
     }
 }
 

@@ -11,6 +11,7 @@ use crate::error::Error;
 use crate::error::Failed;
 use crate::exec::Endpoint;
 use crate::link::SLOT;
+use crate::link::arena::ArenaBuf;
 use crate::mem::{Buf, BufList, Event, HostStream};
 use crate::types::{Algo, Element, Function, Rank, ReduceOp};
 
@@ -69,6 +70,15 @@ macro_rules! calls {
                 $me.handle().endpoint.fail(Error::Aborted { by: $me.rank(), reason: reason.into() });
             }
 
+            /// A zeroed buffer of `len` elements in memory that the other ranks of this host read where it lies: a
+            /// collective on it copies nothing into staging slots. An ordinary buffer otherwise.
+            ///
+            /// # Errors
+            /// [`Error::System`] when this rank has no room left: it is for 4 GB of such buffers at a time.
+            pub fn alloc<T: Element>(&$me, len: usize) -> Result<ArenaBuf<T>, Error> {
+                ArenaBuf::zeroed(&$me.handle().membership.world.around.region, len)
+            }
+
             /// A call with the default options.
             pub fn call($($by)+ $me) -> Call<'_> {
                 Call::new(&$me.handle().endpoint, $me.handle().membership.world.defaults.algo)
@@ -84,7 +94,7 @@ macro_rules! calls {
             /// ```
             /// # use allstream::{Comm, Function};
             /// # fn main() -> Result<(), allstream::Error> {
-            /// let larger = Function::commutative("by magnitude", |left: &mut [f32], right: &[f32]| {
+            /// let larger = Function::ordered("by magnitude", |left: &mut [f32], right: &[f32]| {
             ///     for (l, r) in left.iter_mut().zip(right) {
             ///         if r.abs() > l.abs() {
             ///             *l = *r;

@@ -69,7 +69,7 @@ impl Drop for Handle {
 
 /// A rank's handle on a group: the collectives.
 ///
-/// Every rank makes the same calls in the same order. A call submits at once and returns a [`Work`]; options are given
+/// Every rank makes the same calls in the same order. A call submits at once and returns a [`Work`](super::Work); options are given
 /// first: `comm.op(ReduceOp::Max).timeout(five_seconds).all_reduce(v)`.
 ///
 /// Failure of one operation (a timeout, a lost rank, a disagreement, [`abort`](Comm::abort)) is the end of the whole

@@ -8,16 +8,16 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::error::{Error, Failed};
-use crate::exec::{Endpoint, Key, Polled};
+use crate::exec::{Endpoint, Finished, Key, Polled};
 use crate::mem::{Held, HostStream};
 
 use super::ordered::Ordered;
 
 /// A poll drives the operation for at most this long.
-const POLL_BUDGET: Duration = Duration::from_micros(20);
+pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
 /// So many polls ask to be polled again at once, letting other tasks run in between; then the lane takes over. Small
 /// operations so complete on the awaiting thread, without a switch.
-const EAGER_POLLS: u32 = 10;
+pub(super) const EAGER_POLLS: u32 = 10;
 
 /// Turns what the table held back into what the user gets.
 pub(crate) type Restore<O, F> = fn(Result<(), Error>, Option<Held>) -> Result<O, Failed<F>>;
@@ -56,6 +56,29 @@ impl<O, F> Unpin for Work<O, F> {}
 impl<O, F> Work<O, F> {
     pub(crate) fn running(endpoint: Arc<Endpoint>, key: Key, restore: Restore<O, F>) -> Work<O, F> {
         Work { state: State::Running(endpoint, key), restore, polls: 0 }
+    }
+
+    /// Of what is not submitted yet: carries no more than how its result will be made.
+    pub(super) fn waiting(restore: Restore<O, F>) -> Work<O, F> {
+        Work { state: State::Taken, restore, polls: 0 }
+    }
+
+    pub(super) fn restore(&self) -> Restore<O, F> {
+        self.restore
+    }
+
+    /// Where it runs, if it does.
+    pub(super) fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
+        match &self.state {
+            State::Running(endpoint, key) => Some((endpoint, *key)),
+            _ => None,
+        }
+    }
+
+    /// What the table gave back, as the user gets it. There is nothing more to wait for.
+    pub(super) fn settle(&mut self, (result, held): Finished<Held, Error>) -> Result<O, Failed<F>> {
+        self.state = State::Taken;
+        (self.restore)(result, held)
     }
 
     pub(crate) fn refused(failed: Failed<F>, restore: Restore<O, F>) -> Work<O, F> {

@@ -1,6 +1,7 @@
 //! One rank's side of one communicator: submission, the table, and driving what was submitted.
 
 use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
@@ -8,11 +9,15 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Mutex, MutexGuard};
 
+mod asked;
+mod drain;
 mod reuse;
+pub(super) mod together;
 mod watch;
 
 pub(crate) use reuse::Machines;
 
+use self::asked::Asked;
 use super::Progress;
 use super::active::{Active, Pass};
 use super::inflight::{Finished, Inflight, Key};
@@ -117,8 +122,16 @@ struct Table {
     numbers: HashMap<(Rank, Direction, u32), u64>,
     history: VecDeque<Signature>,
     /// What peers asked about operations that we have not called yet.
-    asked: Vec<(Rank, u64, Signature)>,
+    asked: Asked,
     closed: bool,
+}
+
+impl Table {
+    /// What was called as this operation, if that is remembered.
+    fn called(&self, number: u64) -> Option<Signature> {
+        let first = self.next - self.history.len() as u64;
+        self.history.get(number.checked_sub(first)? as usize).copied()
+    }
 }
 
 struct Run {
@@ -131,6 +144,8 @@ struct Run {
     blocked: u32,
     /// When everything was failed, once it was.
     drained: Option<Instant>,
+    /// When peers were told that nothing of theirs is read any more, and lent memory was taken back.
+    revoked: Option<Instant>,
 }
 
 /// One rank's side of one communicator.
@@ -183,6 +198,7 @@ impl Endpoint {
             awake: Instant::now(),
             blocked: 0,
             drained: None,
+            revoked: None,
         };
         Endpoint::with(config, run)
     }
@@ -196,7 +212,7 @@ impl Endpoint {
             next: 0,
             numbers: HashMap::new(),
             history: VecDeque::with_capacity(HISTORY + 1),
-            asked: Vec::new(),
+            asked: Asked::default(),
             closed: false,
         };
         Arc::new(Endpoint {
@@ -291,11 +307,8 @@ impl Endpoint {
                 table.history.push_back(signature);
                 table.collectives.push_back((key, request, when.after));
                 self.recorder.submitted(number, signature);
-                if let Some(at) = table.asked.iter().position(|(_, n, _)| *n == number) {
-                    let (peer, _, theirs) = table.asked.swap_remove(at);
-                    if theirs != signature {
-                        disagreement = Some(self.mismatch(number, signature, peer, theirs));
-                    }
+                if let Some((peer, theirs)) = table.asked.answer(number, signature) {
+                    disagreement = Some(self.mismatch(number, signature, peer, theirs));
                 }
             }
             Submission::Message { direction, peer, tag, memory, count, dtype } => {
@@ -577,52 +590,11 @@ impl Endpoint {
 
     fn finish(&self, key: Key, result: Result<(), Error>) {
         let (waker, held) = self.table.lock().inflight.finish(key, result);
-        drop(held);
+        // Somebody else's code, on a thread that others need: a panic in it (reported on stderr) ends here.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
         if let Some(waker) = waker {
-            waker.wake();
+            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
         }
-    }
-
-    /// Fails everything once no peer can touch our buffers any more.
-    fn drain(&self, run: &mut Run) -> Progress {
-        if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
-            // Slots that peers may still read come back when they have hung up; of a peer that never does (it was
-            // stopped, or its process is gone), they are not used again.
-            let back = run.port.reclaim() & run.messages.reclaim();
-            return if back || at.elapsed() > HANG_UP { Progress::Idle } else { Progress::Blocked };
-        }
-        let quiet = run.port.revoke();
-        if !(run.messages.revoke() && quiet) {
-            return Progress::Blocked;
-        }
-        run.drained = Some(Instant::now());
-        run.port.hang_up();
-        run.messages.hang_up();
-        let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
-        let here = run.active.operation(&self.config.name);
-        let mut keys = Vec::new();
-        if let Some((key, number)) = run.active.take() {
-            self.recorder.finished(number, State::Failed);
-            keys.push(key);
-        }
-        run.messages.take_all(|key| keys.push(key));
-        let mut table = self.table.lock();
-        while let Some((key, request, _)) = table.collectives.pop_front() {
-            self.recorder.finished(request.number, State::Failed);
-            keys.push(key);
-        }
-        while let Some((key, ..)) = table.messages.pop_front() {
-            keys.push(key);
-        }
-        drop(table);
-        for key in keys {
-            let error = match &here {
-                Some(operation) => cause.clone().during(operation.clone()),
-                None => cause.clone(),
-            };
-            self.finish(key, Err(error));
-        }
-        Progress::Advanced
     }
 
     /// Kills the communicator for a cause found here, and tells the others.

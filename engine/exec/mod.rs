@@ -13,8 +13,9 @@ mod p2p;
 mod port;
 
 pub(crate) use active::{Active, Pass};
+pub(crate) use endpoint::together::{Together, poll_together, wait_together};
 pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When};
-pub(crate) use inflight::{Inflight, Key};
+pub(crate) use inflight::{Finished, Inflight, Key};
 pub(crate) use lane::{Lane, lane};
 pub(crate) use machine::Phantom;
 pub(crate) use operation::{Part, PartList, Reduction, Request, Tables, Then};

@@ -172,6 +172,10 @@ impl Messages {
         self.port.reclaim()
     }
 
+    pub(crate) fn is_read_elsewhere(&mut self) -> bool {
+        self.port.is_read_elsewhere()
+    }
+
     pub(crate) fn revoke(&mut self) -> bool {
         self.port.revoke()
     }
@@ -518,7 +522,7 @@ impl Messages {
 
     /// The payload as the link can take it: in place, or copied to a slot; `None` when no slot is free.
     fn payload(&mut self, rank: Rank, at: *mut u8, len: usize) -> Result<Option<Payload>, Error> {
-        if len <= Port::INLINE || !self.port.tx(rank)?.needs_slot() {
+        if len <= Port::INLINE || !self.port.tx(rank)?.needs_slot(at, len) {
             return Ok(Some(Payload::Memory(at)));
         }
         Ok(self.port.take_slot().map(|(slot, place)| {

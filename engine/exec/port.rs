@@ -199,6 +199,11 @@ impl Port {
         self.peers.iter().all(|p| p.lent.iter().all(|lent| lent.slot.is_none()))
     }
 
+    /// Whether peers in other processes may still read users' memory.
+    pub(crate) fn is_read_elsewhere(&mut self) -> bool {
+        self.peers.iter_mut().any(|p| p.tx.as_mut().is_some_and(|tx| tx.is_read_elsewhere()))
+    }
+
     /// Takes all lent memory back, for good. `true` once no peer can be reading it.
     pub(crate) fn revoke(&mut self) -> bool {
         self.dead = true;

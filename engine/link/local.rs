@@ -159,6 +159,8 @@ pub(crate) struct LocalTx {
     bell: Bell,
     /// The receiver's gate if it is in this process: then any memory can be lent.
     gate: Option<Gate>,
+    /// Frames up to here, as the ring counts, are in users' buffers and lent to another process.
+    pages_until: u64,
 }
 
 impl LocalTx {
@@ -169,7 +171,7 @@ impl LocalTx {
         bell: Bell,
         gate: Option<Gate>,
     ) -> Result<Self, Error> {
-        Ok(LocalTx { ring: Producer::new(RawRing::new(region, offset as u64)?), bell, gate })
+        Ok(LocalTx { ring: Producer::new(RawRing::new(region, offset as u64)?), bell, gate, pages_until: 0 })
     }
 }
 
@@ -178,8 +180,12 @@ impl LinkTx for LocalTx {
         Ok(self.ring.room())
     }
 
-    fn needs_slot(&self) -> bool {
-        self.gate.is_none()
+    fn needs_slot(&self, payload: *const u8, len: usize) -> bool {
+        self.gate.is_none() && !self.ring.memory().region.is_page(payload, len)
+    }
+
+    fn is_read_elsewhere(&mut self) -> bool {
+        self.ring.released() < self.pages_until
     }
 
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
@@ -190,7 +196,12 @@ impl LinkTx for LocalTx {
             payload as u64
         } else {
             match self.ring.memory().region.offset_of(payload) {
-                Some(offset) => offset,
+                Some(offset) => {
+                    if self.ring.memory().region.is_page(payload, header.len as usize) {
+                        self.pages_until = self.ring.posted() + 1;
+                    }
+                    offset
+                }
                 None => {
                     return Err(Error::system(
                         "send through shared memory",

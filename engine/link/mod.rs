@@ -11,6 +11,7 @@
 //! | shared-memory arena | a staging slot of the sender's region | ring cells, per communicator and peer |
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
 
+pub(crate) mod arena;
 pub(crate) mod local;
 pub(crate) mod region;
 pub(crate) mod ring;
@@ -41,8 +42,8 @@ pub(crate) trait LinkTx: Send {
     /// Whether a frame can be posted now.
     fn room(&mut self) -> Result<bool, Error>;
 
-    /// Whether payloads beyond [`INLINE`] must lie in a staging slot: the peer cannot read other memory.
-    fn needs_slot(&self) -> bool;
+    /// Whether a payload there, beyond [`INLINE`], must be copied to a staging slot: the peer cannot read it.
+    fn needs_slot(&self, payload: *const u8, len: usize) -> bool;
 
     /// Posts a frame of `header.len` bytes at `payload`. Only when `room` just said so.
     ///
@@ -57,6 +58,12 @@ pub(crate) trait LinkTx: Send {
     /// Takes lent memory back for good; the link is dead afterwards. `true` once the peer cannot be reading
     /// any more; `false`: ask again.
     fn revoke(&mut self) -> bool;
+
+    /// Whether the peer, in another process, may still be reading memory of a user's that was lent to it: there is no
+    /// way to stop it, but it says when it has hung up.
+    fn is_read_elsewhere(&mut self) -> bool {
+        false
+    }
 
     /// Whether everything posted has left this process's own memory.
     fn is_flushed(&mut self) -> bool {

@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicU32;
 
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use super::SLOT;
 use crate::error::Error;
@@ -22,13 +22,18 @@ pub(crate) const SLOTS: usize = 32;
 const HEAP_START: usize = HEADER + SLOTS * SLOT;
 /// Room for rings and own slots: address space, not memory.
 const HEAP: usize = 60 << 20;
-pub(crate) const REGION_BYTES: usize = HEAP_START + HEAP;
+const ARENA_START: usize = (HEAP_START + HEAP).next_multiple_of(PAGE);
+/// Room for buffers that users ask for: address space, of which memory is taken where it is touched.
+const ARENA: usize = 4 << 30;
+const PAGE: usize = 4096;
+pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
 /// A mapping of a region, ours or a peer's.
 pub(crate) struct Region {
     base: NonNull<u8>,
     fd: Option<OwnedFd>,
     heap: Mutex<Heap>,
+    arena: Mutex<Heap>,
     slots: Mutex<Vec<u16>>,
 }
 
@@ -40,11 +45,58 @@ unsafe impl Sync for Region {}
 
 /// All memory behind `end`, and all in `free`, is zero.
 struct Heap {
+    start: usize,
+    limit: usize,
     end: usize,
     /// Given back: length by offset, never two side by side, none before `end`.
     free: BTreeMap<usize, usize>,
     used: usize,
     peak: usize,
+}
+
+impl Heap {
+    fn new(start: usize, len: usize) -> Heap {
+        Heap { start, limit: start + len, end: start, free: BTreeMap::new(), used: 0, peak: 0 }
+    }
+
+    fn take(&mut self, bytes: usize) -> Option<usize> {
+        // The smallest gap that has room: groups of one size use each other's places.
+        let gap = self.free.iter().filter(|(_, len)| **len >= bytes).min_by_key(|(_, len)| **len);
+        let offset = match gap.map(|(at, len)| (*at, *len)) {
+            Some((at, len)) => {
+                self.free.remove(&at);
+                if len > bytes {
+                    self.free.insert(at + bytes, len - bytes);
+                }
+                at
+            }
+            None if bytes <= self.limit - self.end => {
+                self.end += bytes;
+                self.end - bytes
+            }
+            None => return None,
+        };
+        self.used += bytes;
+        self.peak = self.peak.max(self.end - self.start);
+        Some(offset)
+    }
+
+    fn give(&mut self, mut offset: usize, mut bytes: usize) {
+        self.used = self.used.saturating_sub(bytes);
+        if let Some(after) = self.free.remove(&(offset + bytes)) {
+            bytes += after;
+        }
+        let before = self.free.range(..offset).next_back().map(|(at, len)| (*at, *len));
+        if let Some((at, len)) = before.filter(|(at, len)| at + len == offset) {
+            (offset, bytes) = (at, bytes + len);
+            self.free.remove(&at);
+        }
+        if offset + bytes == self.end {
+            self.end = offset;
+        } else {
+            self.free.insert(offset, bytes);
+        }
+    }
 }
 
 /// Blocks are whole lines, two at a time: what neighbours write does not slow the other down.
@@ -56,7 +108,7 @@ impl Region {
     /// A region that other processes can map.
     pub(crate) fn shared() -> Result<Region, Error> {
         let doing = |e: rustix::io::Errno| {
-            Error::system("create this rank's shared-memory region (memfd, 64 MB of address space)", e)
+            Error::system("create this rank's shared-memory region (memfd, 4 GB of address space)", e)
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = memfd_create("allstream", flags).map_err(doing)?;
@@ -77,7 +129,7 @@ impl Region {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )
         }
-        .map_err(|e| Error::system("map a rank's staging region (64 MB of address space)", e))?;
+        .map_err(|e| Error::system("map a rank's staging region (4 GB of address space)", e))?;
         NonNull::new(base.cast())
             .map(|base| Region::new(base, None))
             .ok_or_else(|| Error::system("map a rank's staging region", "the system returned address 0"))
@@ -102,7 +154,8 @@ impl Region {
         Region {
             base,
             fd,
-            heap: Mutex::new(Heap { end: HEAP_START, free: BTreeMap::new(), used: 0, peak: 0 }),
+            heap: Mutex::new(Heap::new(HEAP_START, HEAP)),
+            arena: Mutex::new(Heap::new(ARENA_START, ARENA)),
             slots: Mutex::new((0..SLOTS as u16).rev().collect()),
         }
     }
@@ -158,62 +211,55 @@ impl Region {
     pub(crate) fn alloc(&self, bytes: usize) -> Result<usize, Error> {
         let bytes = whole(bytes);
         let mut heap = self.heap.lock();
-        // The smallest gap that has room: groups of one size use each other's places.
-        let gap = heap.free.iter().filter(|(_, len)| **len >= bytes).min_by_key(|(_, len)| **len);
-        let offset = match gap.map(|(at, len)| (*at, *len)) {
-            Some((at, len)) => {
-                heap.free.remove(&at);
-                if len > bytes {
-                    heap.free.insert(at + bytes, len - bytes);
-                }
-                at
-            }
-            None if heap.end + bytes <= REGION_BYTES => {
-                heap.end += bytes;
-                heap.end - bytes
-            }
-            None => {
-                return Err(Error::system(
-                    "allocate the rings of a communicator",
-                    format!(
-                        "{bytes} bytes wanted, {} of {HEAP} in use in this rank's region; it has room for about {} \
-                         groups of 8 at a time: drop those that are not needed",
-                        heap.used,
-                        HEAP / (2 * 8 * super::local::RING_BYTES)
-                    ),
-                ));
-            }
-        };
-        heap.used += bytes;
-        heap.peak = heap.peak.max(heap.end - HEAP_START);
-        Ok(offset)
+        heap.take(bytes).ok_or_else(|| {
+            Error::system(
+                "allocate the rings of a communicator",
+                format!(
+                    "{bytes} bytes wanted, {} of {HEAP} in use in this rank's region; it has room for about {} \
+                     groups of 8 at a time: drop those that are not needed",
+                    heap.used,
+                    HEAP / (2 * 8 * super::local::RING_BYTES)
+                ),
+            )
+        })
     }
 
     /// Gives back what `alloc(bytes)` gave. As with slots, the protocol is its users': only once no rank, of this process
     /// or another, writes to it any more (`comm/pool.rs`). `written`: somebody may have, meanwhile.
     pub(crate) fn free(&self, offset: usize, bytes: usize, written: bool) {
-        let (mut offset, mut bytes) = (offset, whole(bytes));
-        debug_assert!(offset >= HEAP_START && offset + bytes <= REGION_BYTES);
+        let bytes = whole(bytes);
+        debug_assert!(offset >= HEAP_START && offset + bytes <= ARENA_START);
         if written {
             // SAFETY: inside the mapping, where `alloc` put it, and by the protocol nobody else's now; it is reached by
             // raw pointers and atomics only, so what a peer that breaks the protocol can change is the bytes.
             unsafe { self.at(offset).write_bytes(0, bytes) };
         }
-        let mut heap = self.heap.lock();
-        heap.used = heap.used.saturating_sub(bytes);
-        if let Some(after) = heap.free.remove(&(offset + bytes)) {
-            bytes += after;
+        self.heap.lock().give(offset, bytes);
+    }
+
+    /// Zeroed pages for a user's buffer.
+    pub(super) fn take_pages(&self, bytes: usize) -> Option<usize> {
+        self.arena.lock().take(bytes.checked_next_multiple_of(PAGE)?)
+    }
+
+    /// Gives back what `take_pages(bytes)` gave: to the system, so that it reads as zero again. Only once nobody, in
+    /// this process or another, reads it any more.
+    pub(super) fn give_pages(&self, offset: usize, bytes: usize) {
+        let bytes = bytes.next_multiple_of(PAGE);
+        let advice = if self.fd.is_some() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
+        // SAFETY: whole pages inside the mapping that `take_pages` gave and that are nobody's now: losing what they hold
+        // is the point.
+        let removed = unsafe { madvise(self.at(offset).cast(), bytes, advice) };
+        if removed.is_err() {
+            // SAFETY: as above.
+            unsafe { self.at(offset).write_bytes(0, bytes) };
         }
-        let before = heap.free.range(..offset).next_back().map(|(at, len)| (*at, *len));
-        if let Some((at, len)) = before.filter(|(at, len)| at + len == offset) {
-            (offset, bytes) = (at, bytes + len);
-            heap.free.remove(&at);
-        }
-        if offset + bytes == heap.end {
-            heap.end = offset;
-        } else {
-            heap.free.insert(offset, bytes);
-        }
+        self.arena.lock().give(offset, bytes);
+    }
+
+    /// Whether these bytes are in the part for users' buffers.
+    pub(super) fn is_page(&self, at: *const u8, len: usize) -> bool {
+        self.offset_of(at).is_some_and(|o| o >= ARENA_START as u64 && o + len as u64 <= REGION_BYTES as u64)
     }
 
     /// Bytes of the heap in use, the most that it has ever reached to, and its size.

@@ -55,6 +55,11 @@ impl<M: RingMemory> Producer<M> {
         &self.memory
     }
 
+    /// Frames posted so far.
+    pub(crate) fn posted(&self) -> u64 {
+        self.next
+    }
+
     /// Whether a cell is free.
     pub(crate) fn room(&mut self) -> bool {
         if self.next - self.released < M::CELLS {

@@ -154,7 +154,7 @@ impl LinkTx for TcpTx {
         Ok(self.queue.len() < QUEUE)
     }
 
-    fn needs_slot(&self) -> bool {
+    fn needs_slot(&self, _: *const u8, _: usize) -> bool {
         false
     }
 

@@ -267,7 +267,7 @@ impl LinkTx for SimTx {
         Ok(posted - known < WINDOW)
     }
 
-    fn needs_slot(&self) -> bool {
+    fn needs_slot(&self, _: *const u8, _: usize) -> bool {
         false
     }
 

@@ -28,8 +28,22 @@ fn setting(name: &str) -> String {
     std::env::var(name).unwrap_or_default()
 }
 
-/// Where ranks and the test leave each other word.
-struct Board(PathBuf);
+/// Where ranks and the test leave each other word. It goes with the test.
+struct Board(PathBuf, Owner);
+
+#[derive(PartialEq)]
+enum Owner {
+    Test,
+    Rank,
+}
+
+impl Drop for Board {
+    fn drop(&mut self) {
+        if self.1 == Owner::Test {
+            let _ = std::fs::remove_dir_all(&self.0);
+        }
+    }
+}
 
 impl Board {
     fn new(name: &str) -> Board {
@@ -37,12 +51,12 @@ impl Board {
         let count = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let path = std::env::temp_dir().join(format!("allstream-{name}-{}-{count}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
-        Board(path)
+        Board(path, Owner::Test)
     }
 
     /// The one that the test made for this rank.
     fn from_env() -> Board {
-        Board(PathBuf::from(setting("AGREE_BOARD")))
+        Board(PathBuf::from(setting("AGREE_BOARD")), Owner::Rank)
     }
 
     fn put(&self, name: &str, text: &str) {
@@ -60,10 +74,6 @@ impl Board {
             assert!(Instant::now() < end, "{name} never came");
             std::thread::sleep(Duration::from_millis(1));
         }
-    }
-
-    fn remove(self) {
-        let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
@@ -154,7 +164,6 @@ fn survivors_of_a_rank_killed_in_a_collective_get_one_verdict_and_meet_again() {
             "the sum of 3".to_owned(),
         ];
         assert_eq!(agreed(&ended, &[victim], 3), expected, "{link}");
-        board.remove();
     }
 }
 
@@ -260,7 +269,6 @@ fn kill_some(name: &str, repetitions: u64, victims: &[usize]) {
             assert_eq!(*line, format!("verdict {number} {flag} {survivors:?} {gone:?}"), "seed {seed}");
         }
         within += usize::from(lost > 0 && said_lost(&said[0]).is_empty());
-        board.remove();
     }
     println!("{within} of {repetitions} times the first was killed between the first agreement and the last");
 }
@@ -369,6 +377,5 @@ fn a_stopped_rank_is_lost_by_heartbeat_and_told_so_when_it_wakes() {
         } else {
             assert_eq!(said, expected, "{link}");
         }
-        board.remove();
     }
 }

@@ -211,7 +211,8 @@ fn a_member_that_dies_takes_its_idle_groups_and_their_rings_with_it() {
     works(&mut pair);
     drop(all);
     pool(&world, "one is idle", |p| p.idle == 1);
-    world.barrier().wait().unwrap();
+    // It may not see its end: the first to see it dies.
+    drop(world.barrier().wait());
     if rank == 1 {
         // No goodbye.
         rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();

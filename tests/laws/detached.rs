@@ -1,5 +1,6 @@
 //! Law 2: dropping detaches.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Poll;
@@ -247,6 +248,44 @@ fn law_2_an_abort_reaches_members_whose_split_is_not_done() {
             let failed = child.timeout(SOON / 2).all_reduce(vec![1f32; 10]).wait().unwrap_err();
             assert!(matches!(failed.error, Error::Aborted { by: 0, .. }), "{link:?}: {}", failed.error);
             drop(child);
+            works(&mut comm);
+            block_on(comm.close()).unwrap();
+        });
+    }
+}
+
+/// A buffer whose owner panics when it is dropped.
+struct Bomb(Vec<f32>);
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        panic!("planted: a buffer's drop");
+    }
+}
+
+// SAFETY: a Vec's elements, as of Vec itself.
+unsafe impl allstream::Buf for Bomb {
+    type Elem = f32;
+    fn ptr(&self) -> *const f32 {
+        self.0.as_ptr()
+    }
+    fn ptr_mut(&mut self) -> *mut f32 {
+        self.0.as_mut_ptr()
+    }
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[test]
+fn a_buffer_that_panics_when_dropped_stops_nobody_else() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(2, link));
+        threads(comms, move |mut comm| {
+            // Detached: whoever finishes it drops it; this thread, if it has finished already.
+            let work = comm.all_reduce(Bomb(vec![1.0; 100_000]));
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(work)));
+            works(&mut comm);
             works(&mut comm);
             block_on(comm.close()).unwrap();
         });

@@ -25,12 +25,13 @@ const FLOORS: [(&str, u32); 12] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 20] = [
+const UNSAFE: [(&str, &str); 21] = [
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/mem/", "memory that operations own while it is in flight"),
     ("engine/link/mod.rs", "the contract of a link: it borrows memory by pointer"),
     ("engine/link/region.rs", "a mapping shared by processes"),
+    ("engine/link/arena.rs", "buffers in that mapping"),
     ("engine/link/ring.rs", "queues in that mapping"),
     ("engine/link/local.rs", "queues in that mapping"),
     ("engine/link/tcp.rs", "sends from memory that is in flight"),

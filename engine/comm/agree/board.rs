@@ -264,9 +264,6 @@ impl Board {
         };
         let Some(round) = self.rounds.get(&number) else { return };
         if others.iter().all(|r| round.accepts.contains(r)) {
-            for &to in &others {
-                self.send(to, Step::Decide { number, outcome: outcome.clone() }, out);
-            }
             self.decide(number, outcome, out);
         }
     }
@@ -279,6 +276,12 @@ impl Board {
             return;
         };
         *round = Round { mine: round.mine, decided: Some(outcome.clone()), ..Round::default() };
+        // Also one that a former coordinator had told it to another: those that have voted wait for this member.
+        if self.coordinator() == self.me {
+            for to in self.others() {
+                self.send(to, Step::Decide { number, outcome: outcome.clone() }, out);
+            }
+        }
         out.push(Out::Decided { number, outcome });
         let newest = self.rounds.iter().rev().find(|(_, r)| r.decided.is_some()).map_or(0, |(n, _)| *n);
         self.rounds.retain(|n, r| r.decided.is_none() || n + WINDOW > newest);

@@ -232,7 +232,7 @@ impl Net {
     fn settled(&self) {
         for rank in (0..self.n()).filter(|r| self.alive(*r) && !self.expelled[*r]) {
             let got = self.verdicts[rank].len();
-            assert_eq!(got, self.flags[rank].len(), "verdicts of rank {rank}: {:#?}", self.boards);
+            assert_eq!(got, self.flags[rank].len(), "verdicts of rank {rank}: {:?}", self.boards);
         }
     }
 
@@ -293,6 +293,28 @@ fn three_members_agree_whoever_dies_whenever() {
     }
 }
 
+/// A fourth is the first that can wait for a coordinator which has the verdict from another.
+#[test]
+fn four_members_agree_where_the_coordinator_dies_while_it_tells_them() {
+    let mut net = Net::new(vec![vec![true]; 4], Budget { crashes: 1, ..NONE }, true);
+    // Up to its decision.
+    for a in 0..4 {
+        net.happen(Event::Call(a));
+    }
+    for to in 0..4 {
+        for from in (0..4).filter(|from| *from != to) {
+            net.happen(Event::Deliver(from, to, 0));
+        }
+    }
+    for to in 1..4 {
+        net.happen(Event::Deliver(0, to, 0));
+        net.happen(Event::Deliver(to, 0, 0));
+    }
+    assert_eq!(net.verdicts[0].len(), 1, "it has decided and told nobody yet");
+    net.happen(Event::Crash(0));
+    println!("the coordinator of four dies: {} states", explore(net));
+}
+
 #[test]
 fn three_members_agree_whoever_leaves_or_dies() {
     let flags = once([true, false, true]);
@@ -311,7 +333,8 @@ fn three_members_agree_also_if_messages_overtake_each_other() {
 #[test]
 fn three_members_agree_and_one_that_was_only_slow_never_differs() {
     for victim in 0..3 {
-        let budget = Budget { suspicions: 2, crashes: 1, leaves: 0, victim };
+        let suspicions = if full() { 2 } else { 1 };
+        let budget = Budget { suspicions, crashes: 1, leaves: 0, victim };
         let states = explore(Net::new(once([true, true, false]), budget, true));
         println!("rank {victim} is taken for lost, one dies: {states} states");
     }
@@ -323,7 +346,7 @@ fn three_members_agree_and_one_that_was_only_slow_never_differs() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(if full() { 200_000 } else { 2000 }))]
+    #![proptest_config(ProptestConfig::with_cases(if full() { 200_000 } else { 10_000 }))]
     #[test]
     fn any_number_of_members_agree(
         flags in (2usize..=6, 1usize..=3).prop_flat_map(|(n, calls)| prop::collection::vec(prop::collection::vec(prop::bool::weighted(0.8), calls), n)),
@@ -379,6 +402,21 @@ fn who_has_not_voted_is_named_and_then_who_does_not_answer() {
     board.call(true, &mut out).unwrap();
     let missing = board.missing(1);
     assert!(missing.iter().all(|m| m.state == MissingState::NotCalled(Some(0))), "{missing:?}");
+}
+
+#[test]
+fn a_coordinator_that_hears_the_verdict_passes_it_on() {
+    // Rank 0 decided, told rank 3 alone, and died.
+    let (mut board, mut out) = (Board::new(1, 4), Vec::new());
+    board.call(true, &mut out).unwrap();
+    let gone = [(0, Lost::Died)];
+    board.lose(&gone, &mut out);
+    board.hear(2, &gone, vote(0, 1), &mut out);
+    say(&mut out);
+    let outcome = Outcome { flag: true, lost: Vec::new() };
+    board.hear(3, &gone, Step::Decide { number: 0, outcome: outcome.clone() }, &mut out);
+    assert!(out.contains(&Out::Decided { number: 0, outcome: outcome.clone() }));
+    assert!(say(&mut out).contains(&(2, Step::Decide { number: 0, outcome })), "rank 2 waits for rank 1");
 }
 
 #[test]

@@ -101,6 +101,7 @@ fn nothing(config: &EndpointConfig) -> Run {
         awake: Instant::now(),
         blocked: 0,
         drained: None,
+        revoked: None,
     }
 }
 

@@ -72,25 +72,24 @@ impl Endpoint {
     }
 
     fn called(&self, number: u64) -> Option<Signature> {
-        let table = self.table.lock();
-        let first = table.next - table.history.len() as u64;
-        table.history.get(number.checked_sub(first)? as usize).copied()
+        self.table.lock().called(number)
     }
 
     /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.
     pub(crate) fn asked(self: &Arc<Self>, peer: Rank, number: u64, theirs: Signature) -> Option<u64> {
-        if let Some(ours) = self.called(number) {
-            if ours != theirs {
-                self.fail(self.mismatch(number, ours, peer, theirs));
-            }
-        } else {
+        let (ours, next) = {
             let mut table = self.table.lock();
-            if number >= table.next {
-                table.asked.retain(|(p, ..)| *p != peer);
-                table.asked.push((peer, number, theirs));
+            // Under one lock: a call in between would neither see the question nor be seen by it.
+            let ours = table.called(number);
+            if ours.is_none() && number >= table.next {
+                table.asked.keep(peer, number, theirs);
             }
+            (ours, table.next)
+        };
+        if let Some(ours) = ours.filter(|ours| *ours != theirs) {
+            self.fail(self.mismatch(number, ours, peer, theirs));
         }
-        self.table.lock().next.checked_sub(1)
+        next.checked_sub(1)
     }
 
     /// A peer's answer.

@@ -45,7 +45,7 @@ impl Machine {
                 used = 1;
                 payload = Some(Payload::Memory(dst));
             }
-            if ready && (dst.is_none() || self.needs_slot(step, m * node.unit, port)?) {
+            if ready && (dst.is_none() || self.needs_slot(step, dst, m * node.unit, port)?) {
                 if c.common.phantom.is_some() {
                     (used, payload) = (used.max(1), Some(Payload::Memory(outs[0])));
                 } else if m * node.unit <= Port::INLINE {
@@ -133,12 +133,19 @@ impl Machine {
         Ok(())
     }
 
-    fn needs_slot(&self, step: &crate::plan::Step, bytes: usize, port: &mut Port) -> Result<bool, Error> {
+    fn needs_slot(
+        &self,
+        step: &crate::plan::Step,
+        dst: Option<*mut u8>,
+        bytes: usize,
+        port: &mut Port,
+    ) -> Result<bool, Error> {
+        let at = dst.unwrap_or(std::ptr::null_mut());
         if bytes <= Port::INLINE {
             return Ok(false);
         }
         for &peer in &step.send {
-            if port.tx(peer)?.needs_slot() {
+            if port.tx(peer)?.needs_slot(at, bytes) {
                 return Ok(true);
             }
         }

@@ -1,0 +1,77 @@
+//! One value for each device of a node: an array or a vector.
+
+use smallvec::SmallVec;
+
+/// One value for each device of a [`Node`](super::Node): `[T; K]` or `Vec<T>`. What comes back has the same shape:
+/// `let [g0, g1] = node.all_reduce([g0, g1]).await?;`
+///
+/// Sealed: these two are all there are.
+pub trait Several: sealed::Several {
+    /// What there is for each device.
+    type Item;
+    /// The same shape of something else.
+    type Of<U>: Several<Item = U>;
+
+    /// How many there are.
+    #[doc(hidden)]
+    fn count(&self) -> usize;
+    #[doc(hidden)]
+    fn each<U>(self, f: impl FnMut(Self::Item) -> U) -> Self::Of<U>;
+    #[doc(hidden)]
+    fn map<A, U>(all: Self::Of<A>, f: impl FnMut(A) -> U) -> Self::Of<U>;
+    #[doc(hidden)]
+    fn slice<A>(all: &mut Self::Of<A>) -> &mut [A];
+    /// All of them, if all are there.
+    #[doc(hidden)]
+    fn all<A>(all: Self::Of<Option<A>>) -> Option<Self::Of<A>>;
+}
+
+mod sealed {
+    /// So that shapes can be relied on.
+    pub trait Several: Sized {}
+    impl<T, const K: usize> Several for [T; K] {}
+    impl<T> Several for Vec<T> {}
+}
+
+impl<T, const K: usize> Several for [T; K] {
+    type Item = T;
+    type Of<U> = [U; K];
+
+    fn count(&self) -> usize {
+        K
+    }
+    fn each<U>(self, f: impl FnMut(T) -> U) -> [U; K] {
+        self.map(f)
+    }
+    fn map<A, U>(all: [A; K], f: impl FnMut(A) -> U) -> [U; K] {
+        all.map(f)
+    }
+    fn slice<A>(all: &mut [A; K]) -> &mut [A] {
+        all
+    }
+    fn all<A>(all: [Option<A>; K]) -> Option<[A; K]> {
+        // In place: steady operations allocate nothing.
+        all.into_iter().flatten().collect::<SmallVec<[A; K]>>().into_inner().ok()
+    }
+}
+
+impl<T> Several for Vec<T> {
+    type Item = T;
+    type Of<U> = Vec<U>;
+
+    fn count(&self) -> usize {
+        self.len()
+    }
+    fn each<U>(self, f: impl FnMut(T) -> U) -> Vec<U> {
+        self.into_iter().map(f).collect()
+    }
+    fn map<A, U>(all: Vec<A>, f: impl FnMut(A) -> U) -> Vec<U> {
+        all.into_iter().map(f).collect()
+    }
+    fn slice<A>(all: &mut Vec<A>) -> &mut [A] {
+        all
+    }
+    fn all<A>(all: Vec<Option<A>>) -> Option<Vec<A>> {
+        all.into_iter().collect()
+    }
+}

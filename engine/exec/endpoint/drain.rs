@@ -1,0 +1,69 @@
+//! How a dead communicator ends: lent memory comes back, then everything fails.
+
+use std::time::{Duration, Instant};
+
+use super::{Endpoint, HANG_UP, Run};
+use crate::error::Error;
+use crate::exec::Progress;
+use crate::trace::State;
+
+/// How long a dead communicator waits for peers in other processes that read its users' memory.
+const READ_ON: Duration = Duration::from_millis(500);
+
+impl Endpoint {
+    /// Fails everything once no peer can touch our buffers any more.
+    pub(super) fn drain(&self, run: &mut Run) -> Progress {
+        if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
+            // Slots that peers may still read come back when they have hung up; of a peer that never does (it was
+            // stopped, or its process is gone), they are not used again.
+            let back = run.port.reclaim() & run.messages.reclaim();
+            return if back || at.elapsed() > HANG_UP { Progress::Idle } else { Progress::Blocked };
+        }
+        let quiet = run.port.revoke();
+        if !(run.messages.revoke() && quiet) {
+            return Progress::Blocked;
+        }
+        let revoked = match run.revoked {
+            Some(at) => at,
+            None => {
+                run.port.hang_up();
+                run.messages.hang_up();
+                *run.revoked.insert(Instant::now())
+            }
+        };
+        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere();
+        if kept && revoked.elapsed() < READ_ON {
+            return Progress::Blocked;
+        }
+        run.drained = Some(Instant::now());
+        let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
+        let here = run.active.operation(&self.config.name);
+        let mut keys = Vec::new();
+        if let Some((key, number)) = run.active.take() {
+            self.recorder.finished(number, State::Failed);
+            keys.push(key);
+        }
+        run.messages.take_all(|key| keys.push(key));
+        let mut table = self.table.lock();
+        while let Some((key, request, _)) = table.collectives.pop_front() {
+            self.recorder.finished(request.number, State::Failed);
+            keys.push(key);
+        }
+        while let Some((key, ..)) = table.messages.pop_front() {
+            keys.push(key);
+        }
+        drop(table);
+        for key in keys {
+            if kept && let Some(held) = self.table.lock().inflight.borrow(key) {
+                // Quarantine: a peer that never hangs up (it was stopped, or is gone) may read it yet.
+                std::mem::forget(held);
+            }
+            let error = match &here {
+                Some(operation) => cause.clone().during(operation.clone()),
+                None => cause.clone(),
+            };
+            self.finish(key, Err(error));
+        }
+        Progress::Advanced
+    }
+}

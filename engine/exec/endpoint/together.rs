@@ -1,0 +1,132 @@
+//! One thread that waits for operations of several ranks of its process: it drives all of them, in turn.
+//!
+//! Waiting for one after another would be wrong twice: the first needs what the others have still to send, and the lane
+//! keeps out of the way of a thread that waits.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use super::super::Progress;
+use super::super::inflight::{Finished, Key};
+use super::super::lane::parker;
+use super::Endpoint;
+use crate::error::Error;
+use crate::mem::Held;
+
+/// A waiting thread leaves its operations to the lane after this long without progress, as one in `Endpoint::wait`.
+const SPIN: Duration = Duration::from_micros(200);
+
+/// One of the operations.
+pub(crate) trait Together {
+    /// Where it runs, until it is finished.
+    fn at(&self) -> Option<(&Arc<Endpoint>, Key)>;
+    /// It is finished: from here on it is nowhere.
+    fn finished(&mut self, outcome: Finished<Held, Error>);
+}
+
+fn running<P: Together>(parts: &[P]) -> impl Iterator<Item = (&Arc<Endpoint>, Key)> {
+    parts.iter().filter_map(P::at)
+}
+
+/// What a turn came to.
+enum Turn {
+    Finished,
+    Moved,
+    Still,
+}
+
+/// Looks at each once, and drives those that are not finished. `after`: called for each that finishes.
+fn turn<P: Together>(parts: &mut [P], waker: Option<&Waker>, after: impl Fn(&Endpoint)) -> Turn {
+    let (mut left, mut moved) = (false, false);
+    for part in parts {
+        let Some((endpoint, key)) = part.at() else { continue };
+        // The waker is stored before driving: whoever finishes the operation from here on wakes us.
+        let mut outcome = endpoint.table.lock().inflight.poll(key, waker);
+        if outcome.is_none() && endpoint.drive_once() == Progress::Advanced {
+            moved = true;
+            outcome = endpoint.table.lock().inflight.poll(key, waker);
+        }
+        match outcome {
+            Some(outcome) => {
+                after(endpoint);
+                part.finished(outcome);
+            }
+            None => left = true,
+        }
+    }
+    match (left, moved) {
+        (false, _) => Turn::Finished,
+        (true, true) => Turn::Moved,
+        (true, false) => Turn::Still,
+    }
+}
+
+/// Blocks until all are finished: drives them from this thread for a while, then leaves them to the lane.
+pub(crate) fn wait_together<P: Together>(parts: &mut [P]) {
+    for (endpoint, _) in running(parts) {
+        endpoint.drivers.fetch_add(1, Ordering::AcqRel);
+        endpoint.waits.fetch_add(1, Ordering::Relaxed);
+    }
+    let leave = |endpoint: &Endpoint| {
+        endpoint.drivers.fetch_sub(1, Ordering::AcqRel);
+    };
+    let (mut idle_since, mut passes) = (None, 0u32);
+    loop {
+        match turn(parts, None, leave) {
+            Turn::Finished => return,
+            Turn::Moved => {
+                idle_since = None;
+                continue;
+            }
+            Turn::Still => {}
+        }
+        let yielded = running(parts).next().is_some_and(|(endpoint, _)| endpoint.relax(&mut passes));
+        if yielded && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+            break;
+        }
+    }
+    running(parts).for_each(|(endpoint, _)| leave(endpoint));
+    let waker = parker();
+    while !poll_together(parts, &waker, Duration::ZERO, false) {
+        std::thread::park();
+    }
+}
+
+/// Whether all are finished; drives them for a bounded time if they are not. With `again` the caller will poll once more
+/// at once; otherwise the lane takes over.
+pub(crate) fn poll_together<P: Together>(
+    parts: &mut [P],
+    waker: &Waker,
+    budget: Duration,
+    again: bool,
+) -> bool {
+    let (start, mut passes) = (Instant::now(), 0u32);
+    running(parts).for_each(|(endpoint, _)| {
+        endpoint.waits.fetch_add(1, Ordering::Relaxed);
+    });
+    loop {
+        match turn(parts, Some(waker), |_| {}) {
+            Turn::Finished => return true,
+            Turn::Moved => {}
+            Turn::Still => {
+                if let Some((endpoint, _)) = running(parts).next() {
+                    endpoint.relax(&mut passes);
+                }
+            }
+        }
+        if start.elapsed() >= budget {
+            break;
+        }
+    }
+    if again {
+        waker.wake_by_ref();
+        return false;
+    }
+    for (endpoint, _) in running(parts) {
+        endpoint.arm();
+        endpoint.config.lane.kick();
+    }
+    false
+}

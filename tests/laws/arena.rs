@@ -1,0 +1,81 @@
+//! Buffers that peers read in place: [`allstream::Comm::alloc`].
+
+use std::time::{Duration, Instant};
+
+use allstream::plan::algorithms;
+use allstream::{Algo, ArenaBuf, Comm, Error, Failed, Kind, Message};
+use futures::executor::block_on;
+
+use crate::house::*;
+
+fn filled(comm: &Comm, len: usize, value: f32) -> ArenaBuf<f32> {
+    let mut buf = comm.alloc(len).unwrap();
+    buf.fill(value);
+    buf
+}
+
+#[test]
+fn arena_buffers_go_through_every_algorithm_and_messages() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(3, link));
+        threads(comms, move |mut comm| {
+            let (n, rank) = (comm.size(), comm.rank());
+            for len in [0, 1, 1000, 300_001] {
+                for &algo in algorithms(Kind::AllReduce).iter().filter(|a| **a != Algo::TwoLevel) {
+                    let buf = filled(&comm, len, comm_value(rank));
+                    let sum = comm.algo(algo).all_reduce(buf).wait().unwrap();
+                    assert!(sum.iter().all(|x| *x == total(n)), "{link:?} {algo} {len}");
+                }
+                let all = comm.all_gather(filled(&comm, len, comm_value(rank))).wait().unwrap();
+                let right = (0..n).flat_map(|r| std::iter::repeat_n(comm_value(r), len));
+                assert!(all.iter().copied().eq(right), "{link:?} {len}");
+                let (to, from) = ((rank + 1) % n, (rank + n - 1) % n);
+                let sent = filled(&comm, len, comm_value(rank));
+                let got = comm.batch([
+                    Message::Send { buf: sent, to, tag: 0 },
+                    Message::Recv { buf: filled(&comm, len, -1.0), from, tag: 0 },
+                ]);
+                assert!(got.wait().unwrap()[1].iter().all(|x| *x == comm_value(from)));
+            }
+            block_on(comm.close()).unwrap();
+        });
+    }
+}
+
+/// As for buffers of their own memory (law 3): aborted at a random moment, whoever has its buffer back writes to it at
+/// once, and whoever succeeds has the right sum all the same.
+#[test]
+fn law_3_an_arena_buffer_that_came_back_is_read_by_nobody() {
+    let seed = seed();
+    for round in 0..20u64 {
+        let comms = within(LIMIT, move || world(3, Link::Shm));
+        let seed = seed.wrapping_add(round);
+        threads(comms, move |mut comm| {
+            let (n, rank) = (comm.size(), comm.rank());
+            let mut rng = Rng(seed ^ (rank as u64) << 32);
+            let algo = algorithms(Kind::AllReduce)[round as usize % 4];
+            let works: Vec<_> = (0..4)
+                .map(|_| {
+                    let buf = filled(&comm, 400_000, comm_value(rank));
+                    comm.algo(algo).all_reduce(buf)
+                })
+                .collect();
+            if rank == 0 {
+                let end = Instant::now() + Duration::from_micros(rng.below(3000) as u64);
+                while Instant::now() < end {
+                    std::hint::spin_loop();
+                }
+                comm.abort("planted");
+            }
+            for work in works {
+                match work.wait() {
+                    Ok(buf) => assert!(buf.iter().all(|x| *x == total(n)), "{algo}: a wrong sum"),
+                    Err(Failed { buf, error }) => {
+                        assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
+                        buf.expect("all hang up, so it comes back").fill(f32::NAN);
+                    }
+                }
+            }
+        });
+    }
+}
