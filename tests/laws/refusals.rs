@@ -95,7 +95,7 @@ fn refused_by_new_calls(comm: &mut Comm) {
     let words = ["all_gather", "pair 1", "2 x f32", "5 x f32"];
     refused(comm.all_gather_list([of(1), of(2)], [of(3), of(5)]), &words);
     refused(comm.all_gather_list([of(1)], [of(3), of(3)]), &["1 inputs and 2 outputs"]);
-    refused(comm.op(ReduceOp::BitOr).all_reduce_list((vec![vec![1u8]], [of(2)])), &["bit_or", "f32"]);
+    refused(comm.op(ReduceOp::BitOr).all_reduce_list((vec![vec![1u8]], [of(2)])), &["bor", "f32"]);
     // Reductions.
     refused(comm.op(ReduceOp::Avg).scan(of(5)), &["scan", "no average"]);
     refused(comm.scale(0.5).all_reduce(vec![1i32; 4]), &["scale", "floats", "i32"]);

@@ -76,9 +76,9 @@ impl Form {
             Form::InPlace => "in place",
             Form::Into => "into",
             Form::New => "new",
-            Form::InPlaceV => "in place, counts",
-            Form::IntoV => "into, counts",
-            Form::NewV => "new, counts",
+            Form::InPlaceV => "in place with counts",
+            Form::IntoV => "into with counts",
+            Form::NewV => "new with counts",
             Form::List => "list",
             Form::Bytes => "bytes",
         }
