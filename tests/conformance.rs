@@ -2,8 +2,8 @@
 //!
 //! By default pairwise: every two of (collective and algorithm, form, world, length, element type, reduction, root,
 //! data, how it is awaited) that can go together do so in a case. `ALLSTREAM_TEST_FULL=1`: every form of every call in
-//! every world with every length, and in some small worlds also with every element type, reduction and root. What a
-//! world cannot do is asked for there, too: it must be refused.
+//! every world with every length; up to three ranks also with every element type, and between three threads with every
+//! type, reduction and root. What a world cannot do is asked for there, too: it must be refused.
 
 #[path = "support/cases.rs"]
 mod cases;
@@ -255,9 +255,13 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
                     continue;
                 }
                 if !thorough || len == LARGE || *kind == Kind::Barrier {
-                    // One type, and another one in the next world; a reduction that is defined on it.
-                    let all: Vec<usize> = ops(dtype).collect();
-                    rest(dtype, all[pick(w + c * 3 + f + len * 11, all.len())], (w + len) % 3);
+                    // In worlds of few, every type; else one, and another in the next world. A reduction that is
+                    // defined on it.
+                    let few = world.n <= 3 && len != LARGE && *kind != Kind::Barrier;
+                    for t in if few { 0..types } else { dtype..dtype + 1 } {
+                        let all: Vec<usize> = ops(t).collect();
+                        rest(t, all[pick(w + c * 3 + f + len * 11 + t, all.len())], (w + len + t) % 3);
+                    }
                 } else if kind.reduces() {
                     (0..types).for_each(|t| ops(t).for_each(|op| rest(t, op, (t + op) % 3)));
                 } else {
