@@ -50,7 +50,7 @@ pub(crate) fn world(n: usize, link: Link) -> Vec<Comm> {
         Link::Shm => LinkChoice::Shm,
         Link::Tcp => LinkChoice::Tcp,
     };
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let listener = TcpListener::bind(format!("127.{}.7.1:0", std::process::id() % 200 + 1)).unwrap();
     let at = listener.local_addr().unwrap().to_string();
     let place = |rank| {
         let place = Rendezvous::tcp(&at, rank, n).unwrap().token("laws").timeout(SOON).link(choice);

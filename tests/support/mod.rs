@@ -6,6 +6,7 @@ use std::io::Read;
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -43,13 +44,21 @@ pub(crate) fn worlds(n: usize, link: &str) -> Vec<Comm> {
     try_worlds(n, link).unwrap_or_else(|e| panic!("a world of {n} over {link}: {e}"))
 }
 
+/// A loopback address of one's own: ports of connections that have just ended stay taken for a minute, on the address
+/// that they had, and tests make worlds by the ten thousand.
+pub(crate) fn loopback() -> String {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let (process, count) = (std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+    format!("127.{}.{}.{}:0", process % 200 + 1, count / 200 % 200 + 1, count % 200 + 1)
+}
+
 /// The same; why there is none, if there is none.
 pub(crate) fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     if link == "local" {
         return Comm::local(n).map_err(|e| e.to_string());
     }
-    let ip = if link == "tcp6" { "[::1]:0" } else { "127.0.0.1:0" };
-    let listener = TcpListener::bind(ip).map_err(|e| e.to_string())?;
+    let ip = if link == "tcp6" { "[::1]:0".into() } else { loopback() };
+    let listener = TcpListener::bind(&ip).map_err(|e| format!("{ip}: {e}"))?;
     let at = listener.local_addr().map_err(|e| e.to_string())?;
     let choice = match link {
         "inproc" => LinkChoice::InProc,
