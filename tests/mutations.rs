@@ -5,7 +5,7 @@
 //! process, so each process here runs one mutant after another; several processes share the work.
 //!
 //! By default a sample: of each way to break a step of each algorithm of each collective some on each link, always the
-//! same. `ALLSTREAM_TEST_FULL=1`: every mutant on every link.
+//! same. `ALLSTREAM_TEST_FULL=1`: a larger one; `ALLSTREAM_TEST_FULL=all`: every mutant on every link.
 
 #![cfg(feature = "testing")]
 
@@ -32,6 +32,8 @@ use values::mix;
 const LINKS: [&str; 4] = ["local", "shm", "tcp", "mixed"];
 /// Of each way to break a step of an algorithm, by default, on each link.
 const SAMPLE: usize = 5;
+/// The same with `ALLSTREAM_TEST_FULL=1`. All there are: `ALLSTREAM_TEST_FULL=all`.
+const LARGE_SAMPLE: usize = 25;
 /// A mutant that hangs is caught after this long.
 const CALL: Duration = Duration::from_millis(400);
 /// More than any world and call take.
@@ -106,6 +108,11 @@ impl Site {
     }
 }
 
+/// Whether every mutant is to be tried: for many minutes.
+fn everything() -> bool {
+    std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| v == "all")
+}
+
 /// All mutants for a link; by default a sample.
 fn mutants(link: &str) -> Vec<Mutant> {
     let of_site = |site: Site| {
@@ -126,9 +133,10 @@ fn mutants(link: &str) -> Vec<Mutant> {
         all.into_iter().map(move |(step, mutation)| Mutant { site, step, mutation })
     };
     let all: Vec<Mutant> = sites().into_iter().filter(|site| site.is_for(link)).flat_map(of_site).collect();
-    if support::full() {
+    if everything() {
         return all;
     }
+    let sample = if support::full() { LARGE_SAMPLE } else { SAMPLE };
     // Other ones on each link.
     let salt = link.bytes().map(u64::from).sum();
     let mut order: Vec<usize> = (0..all.len()).collect();
@@ -140,7 +148,7 @@ fn mutants(link: &str) -> Vec<Mutant> {
         let way = way.split('(').next().unwrap_or_default();
         let count = taken.entry(format!("{} {} {way}", site.kind, site.algo)).or_insert(0);
         *count += 1;
-        *count <= SAMPLE
+        *count <= sample
     });
     order.into_iter().map(|i| all[i]).collect()
 }
@@ -289,7 +297,7 @@ fn every_mutant_is_noticed() {
         }
     }
     let all: usize = table.values().flat_map(|row| row.values()).sum();
-    let which = if support::full() { "all there are" } else { "a sample; ALLSTREAM_TEST_FULL=1 runs all" };
+    let which = if everything() { "all there are" } else { "a sample; ALLSTREAM_TEST_FULL=all runs all" };
     say(&format!("mutations: {all} mutants ({which}), {:.0?}", begun.elapsed()));
     say("link    run  caught  wrong result  error  timeout  panic");
     for (link, row) in &table {
