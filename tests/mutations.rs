@@ -17,7 +17,7 @@ mod values;
 
 use std::collections::BTreeMap;
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use allstream::plan::mutate::{Mutation, mutations};
@@ -31,7 +31,7 @@ use values::mix;
 /// `mixed`: two hosts, for what is about hosts.
 const LINKS: [&str; 4] = ["local", "shm", "tcp", "mixed"];
 /// Of each way to break a step of an algorithm, by default, on each link.
-const SAMPLE: usize = 5;
+const SAMPLE: usize = 3;
 /// A mutant that hangs is caught after this long.
 const CALL: Duration = Duration::from_millis(400);
 /// More than any world and call take.
@@ -178,8 +178,36 @@ fn case(site: &Site, attempt: u64) -> Case {
     }
 }
 
+/// A connection keeps its port for a minute after its end, and a machine has 28,000: a test may use so many at once, and
+/// then so many a second.
+const AT_ONCE: f64 = 12_000.0;
+const A_SECOND: f64 = 300.0;
+
+/// Waits until a world may be made that has so many more connections.
+fn pace(link: &str, n: usize) {
+    static USED: Mutex<Option<(Instant, f64)>> = Mutex::new(None);
+    let pairs = (n * (n - 1) / 2) as f64;
+    // To meet, for control, and for data in both directions; and a listener each.
+    let ports = match link {
+        "local" => return,
+        "shm" => pairs + 2.0 * n as f64,
+        _ => 3.0 * pairs + 2.0 * n as f64,
+    };
+    let ahead = {
+        let mut used = USED.lock().unwrap_or_else(|e| e.into_inner());
+        let (begun, used) = used.get_or_insert_with(|| (Instant::now(), 0.0));
+        // (Workers share what there is.)
+        *used += ports * if std::env::var_os("RANK").is_some() { WORKERS as f64 } else { 1.0 };
+        *used - AT_ONCE - begun.elapsed().as_secs_f64() * A_SECOND
+    };
+    if ahead > 0.0 {
+        std::thread::sleep(Duration::from_secs_f64(ahead / A_SECOND));
+    }
+}
+
 /// Makes the call in a new world: `None` if nobody noticed anything.
 fn call(site: &Site, link: &str, attempt: u64) -> Option<(Caught, String)> {
+    pace(link, site.n);
     let comms = support::worlds(site.n, link);
     let (case, oracle) = (case(site, attempt), Arc::new(Oracle::new(1, site.n)));
     let one = move |rank: usize, mut comm: Comm| {
