@@ -79,7 +79,12 @@ pub(crate) fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     };
     let places = (0..n).map(place).collect::<Result<Vec<_>, String>>()?;
     let comms = block_on(futures::future::join_all(places.into_iter().map(Comm::connect)));
-    comms.into_iter().map(|c| c.map_err(|e| e.to_string())).collect()
+    // What each of them says: the first is not always the one that knows.
+    let said = |(rank, c): (usize, &Result<Comm, _>)| {
+        c.as_ref().err().map(|e: &allstream::Error| format!("rank {rank}: {e}"))
+    };
+    let errors: Vec<String> = comms.iter().enumerate().filter_map(said).collect();
+    if errors.is_empty() { Ok(comms.into_iter().flatten().collect()) } else { Err(errors.join("; ")) }
 }
 
 /// The environment by which rank `rank` of `n` processes uses `link`: `shm`, `tcp` or `mixed` (shared memory inside
