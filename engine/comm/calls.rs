@@ -102,7 +102,7 @@ macro_rules! calls {
             ///     }
             /// });
             /// # let mut comm = Comm::local(1)?.remove(0);
-            /// let most = comm.function(&larger).all_reduce(vec![1.0, -3.0]).wait()?;
+            /// let most = comm.function(&larger).all_reduce(vec![1.0f32, -3.0]).wait()?;
             /// # assert_eq!(most, [1.0, -3.0]); Ok(()) }
             /// ```
             pub fn function<T: Element>($($by)+ $me, function: &Function<T>) -> Call<'_> {
