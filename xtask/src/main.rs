@@ -46,7 +46,7 @@ fn main() -> ExitCode {
             parts
         }
         Command::House => vec![parts::house()],
-        Command::Ci => parts::lints().into_iter().chain(parts::tests()).collect(),
+        Command::Ci => parts::lints(&root).into_iter().chain(parts::tests()).collect(),
     };
     if parts.is_empty() {
         eprintln!("cargo xtask: no part has such a name");

@@ -1,5 +1,6 @@
 //! What there is to run, as data.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -107,19 +108,42 @@ pub(crate) fn tests() -> Vec<Part> {
 }
 
 /// What `cargo xtask ci` runs before the tests.
-pub(crate) fn lints() -> Vec<Part> {
+pub(crate) fn lints(root: &Path) -> Vec<Part> {
     vec![
         cargo("format", "fmt --all --check"),
         cargo("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),
         cargo("docs", "doc --workspace --exclude xtask --exclude loom-tests --no-deps --all-features")
             .env("RUSTDOCFLAGS", "-D warnings"),
-        // Builds what would be published from the packed files alone. `--allow-dirty`: this is about the package, not
-        // about what has been committed.
-        cargo(
-            "package",
-            "package --workspace --exclude xtask --exclude loom-tests --allow-dirty --no-metadata",
-        ),
+        package(root),
     ]
+}
+
+/// Builds what would be published from the packed files alone. `--allow-dirty`: this is about the package, not about
+/// what has been committed.
+///
+/// Cargo unpacks the kernels' package into its home, under the target directory's path and the package's version, and
+/// keeps it: another run from the same path would build against the kernels of then. So other kernels get another path.
+fn package(root: &Path) -> Part {
+    let mut content = DefaultHasher::new();
+    let mut folders = vec![root.join("kernels")];
+    let mut files = vec![root.join("Cargo.toml"), root.join("Cargo.lock")];
+    while let Some(folder) = folders.pop() {
+        for path in folder.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()) {
+            if path.is_dir() { folders.push(path) } else { files.push(path) }
+        }
+    }
+    files.sort();
+    for file in files {
+        (file.strip_prefix(root).ok(), std::fs::read(&file).ok()).hash(&mut content);
+    }
+    cargo(
+        "package",
+        &format!(
+            "package --workspace --exclude xtask --exclude loom-tests --allow-dirty --no-metadata --target-dir \
+             target/packages/{:016x}",
+            content.finish()
+        ),
+    )
 }
 
 fn integration_tests(root: &Path) -> Result<(), String> {
