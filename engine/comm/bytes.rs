@@ -5,7 +5,8 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::Work;
-use super::call::{Call, Spec, env, program};
+use super::call::{Call, Spec, program};
+use super::restore::{lost, settle};
 use crate::error::{Error, Failed};
 use crate::exec::{Endpoint, Part, Tables, Then};
 use crate::mem::Held;
@@ -20,21 +21,12 @@ struct Bytes {
     all: Vec<u8>,
 }
 
-fn gone() -> Error {
-    Error::system("finish an operation on bytes", "its buffers are gone (a bug)")
-}
-
 fn broadcast(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<u8>, Failed<Vec<u8>>> {
-    let mine = held.and_then(Held::take::<Bytes>).map(|b| b.mine);
-    match (result, mine) {
-        (Ok(()), Some(mine)) => Ok(mine),
-        (result, buf) => Err(Failed { buf, error: result.err().unwrap_or_else(gone) }),
-    }
+    settle(result, held.and_then(Held::take::<Bytes>).map(|bytes| bytes.mine))
 }
 
 fn gathered(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<Vec<u8>>, Failed<Vec<u8>>> {
-    let bytes = held.and_then(Held::take::<Bytes>);
-    match (result, bytes) {
+    match (result, held.and_then(Held::take::<Bytes>)) {
         (Ok(()), Some(bytes)) => {
             let mut rest = &bytes.all[..];
             let mut next = |len: &u64| {
@@ -44,9 +36,7 @@ fn gathered(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<Vec<u8>
             };
             Ok(bytes.lengths.iter().map(&mut next).collect())
         }
-        (result, bytes) => {
-            Err(Failed { buf: bytes.map(|b| b.mine), error: result.err().unwrap_or_else(gone) })
-        }
+        (result, bytes) => Err(Failed { buf: bytes.map(|b| b.mine), error: lost(result) }),
     }
 }
 
@@ -64,7 +54,7 @@ fn make_room(call: Kind, buf: &mut Vec<u8>, len: Option<usize>) -> Result<(), Er
 
 fn part(endpoint: &Arc<Endpoint>, mut spec: Spec, input: *const u8, output: *mut u8) -> Result<Part, Error> {
     let bytes = if spec.tables.is_some() { spec.count / endpoint.size() } else { spec.count };
-    let program = program(endpoint, plan::choose(spec.kind(), bytes, &env(endpoint)), &spec)?;
+    let program = program(endpoint, plan::choose(spec.kind, bytes, &endpoint.config.env), &spec)?;
     let tables = spec.tables.take().map(Arc::new);
     Ok(Part { program, input, output, count: spec.count, dtype: DType::U8, tables, pairwise: false })
 }
@@ -80,7 +70,7 @@ impl Call<'_> {
         let mut held = Bytes { lengths: vec![bytes.len() as u64], mine: bytes, all: Vec::new() };
         let at = held.lengths.as_mut_ptr().cast::<u8>();
         let then: Then = Box::new(move |endpoint, held| {
-            let bytes = held.get_mut::<Bytes>().ok_or_else(gone)?;
+            let bytes = held.get_mut::<Bytes>().ok_or_else(|| lost(Ok(())))?;
             let len = bytes.lengths[0] as usize;
             if !is_root {
                 make_room(Kind::Broadcast, &mut bytes.mine, Some(len))?;
@@ -98,7 +88,7 @@ impl Call<'_> {
         held.lengths[rank] = held.mine.len() as u64;
         let at = held.lengths.as_mut_ptr().cast::<u8>();
         let then: Then = Box::new(move |endpoint, held| {
-            let bytes = held.get_mut::<Bytes>().ok_or_else(gone)?;
+            let bytes = held.get_mut::<Bytes>().ok_or_else(|| lost(Ok(())))?;
             let mut end = Some(0usize);
             let mut block = |len: &u64| -> Option<Range<usize>> {
                 let start = end?;

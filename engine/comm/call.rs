@@ -8,10 +8,12 @@ use parking_lot::Mutex;
 use super::Work;
 use super::work::Restore;
 use crate::error::{Error, Failed};
-use crate::exec::{Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
+use crate::exec::{Collective, Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
 use crate::mem::{Event, Held, HostStream};
 use crate::plan::{self, Algo, Env, Kind, Program, Shape};
-use crate::types::{DType, Element, FUNCTION, Function, NO_OP, Rank, ReduceOp, Signature, VARIED, digest};
+use crate::types::{
+    DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, VARIED, digest,
+};
 
 /// A communicator with options for the next call.
 ///
@@ -43,14 +45,9 @@ impl std::fmt::Debug for Side<'_> {
     }
 }
 
-/// A collective that was looked at and found good, and is not submitted yet.
+/// A collective that is not submitted yet.
 pub(super) struct Prepared {
-    call: &'static str,
-    signature: Signature,
-    parts: PartList,
-    reduction: Reduction,
-    scale: Option<f64>,
-    then: Option<Then>,
+    collective: Collective,
     when: When,
     held: Held,
 }
@@ -74,9 +71,7 @@ impl Desk {
 impl Prepared {
     /// Submits it where it was prepared for.
     pub(super) fn submit<O, F>(self, endpoint: &Arc<Endpoint>, restore: Restore<O, F>) -> Work<O, F> {
-        let Prepared { call, signature, parts, reduction, scale, then, when, held } = self;
-        let submission = Submission::Collective { call, signature, parts, reduction, scale, then };
-        hand_over(endpoint, submission, when, held, restore)
+        hand_over(endpoint, Submission::Collective(self.collective), self.when, self.held, restore)
     }
 
     /// Nothing is submitted.
@@ -91,9 +86,8 @@ fn given_back<O, F>(error: Error, held: Held, restore: Restore<O, F>) -> Failed<
 }
 
 /// What is called.
-#[derive(Default)]
 pub(super) struct Spec {
-    pub(super) kind: Option<Kind>,
+    pub(super) kind: Kind,
     pub(super) root: Rank,
     pub(super) count: usize,
     pub(super) in_place: bool,
@@ -107,11 +101,7 @@ pub(super) struct Spec {
 
 impl Spec {
     pub(super) fn of(kind: Kind, root: Rank, count: usize, in_place: bool) -> Spec {
-        Spec { kind: Some(kind), root, count, in_place, ..Spec::default() }
-    }
-
-    pub(super) fn kind(&self) -> Kind {
-        self.kind.unwrap_or(Kind::Barrier)
+        Spec { kind, root, count, in_place, tables: None, pairwise: false, detail: 0 }
     }
 }
 
@@ -234,7 +224,7 @@ impl<'a> Call<'a> {
 
     /// The algorithm for a collective over `bytes`.
     fn pick(&self, spec: &Spec, bytes: usize) -> Result<Algo, String> {
-        let (kind, endpoint) = (spec.kind(), self.side.0);
+        let (kind, endpoint) = (spec.kind, self.side.0);
         let deterministic = self.deterministic && kind.reduces();
         let in_order = kind.reduces() && matches!(&self.reduction, Reduction::Function(f) if !f.commutes());
         let fits = |algo| {
@@ -259,19 +249,19 @@ impl<'a> Call<'a> {
         {
             return Ok(default);
         }
-        Ok(plan::choose(kind, bytes, &Env { deterministic, in_order, ..env(endpoint) }))
+        Ok(plan::choose(kind, bytes, &Env { deterministic, in_order, ..endpoint.config.env }))
     }
 
     /// The algorithm of one part, and the program for it.
     pub(super) fn program(&self, spec: &Spec, bytes: usize) -> Result<(Algo, Arc<Program>), Error> {
-        let kind = spec.kind();
+        let kind = spec.kind;
         let bytes = if spec.tables.is_some() { bytes / self.size() } else { bytes };
         let algo = self.pick(spec, bytes).map_err(|problem| Error::invalid(kind.name(), problem))?;
         Ok((algo, program(self.side.0, algo, spec)?))
     }
 
     fn check(&self, spec: &Spec, dtype: DType) -> Result<(), Error> {
-        let (kind, n) = (spec.kind(), self.size());
+        let (kind, n) = (spec.kind, self.size());
         if spec.root >= n {
             let problem = format!("root {} is not in this group of {n}; roots are 0..={}", spec.root, n - 1);
             return Err(Error::invalid(kind.name(), problem));
@@ -281,7 +271,7 @@ impl<'a> Call<'a> {
 
     /// What ranks compare.
     fn signature(&self, spec: &Spec, dtype: u8, algo: Algo) -> Signature {
-        let (kind, mut detail) = (spec.kind(), spec.detail);
+        let (kind, mut detail) = (spec.kind, spec.detail);
         let op = match &self.reduction {
             _ if !kind.reduces() => NO_OP,
             _ if kind == Kind::Barrier => ReduceOp::BitOr as u8,
@@ -303,25 +293,24 @@ impl<'a> Call<'a> {
         }
     }
 
-    fn reduction(&self, kind: Kind) -> Reduction {
-        if kind == Kind::Barrier { Reduction::Op(ReduceOp::BitOr) } else { self.reduction.clone() }
+    /// What all collectives are prepared with.
+    fn collective(&self, kind: Kind, signature: Signature, parts: PartList) -> Collective {
+        let reduction = match kind {
+            Kind::Barrier => Reduction::Op(ReduceOp::BitOr),
+            _ => self.reduction.clone(),
+        };
+        Collective { call: kind.name(), signature, parts, reduction, scale: self.scale, then: None }
     }
 
     /// One part: the usual case.
-    fn prepare(&self, mut spec: Spec, dtype: DType, (input, output): Ends) -> Result<Submission, Error> {
+    fn prepare(&self, spec: Spec, dtype: DType, (input, output): Ends) -> Result<Collective, Error> {
         self.check(&spec, dtype)?;
         let (algo, program) = self.program(&spec, spec.count.saturating_mul(dtype.size()))?;
         let signature = self.signature(&spec, dtype as u8, algo);
-        let tables = spec.tables.take().map(Arc::new);
-        let Spec { count, pairwise, .. } = spec;
-        Ok(Submission::Collective {
-            call: spec.kind().name(),
-            signature,
-            parts: PartList::One(Part { program, input, output, count, dtype, tables, pairwise }),
-            reduction: self.reduction(spec.kind()),
-            scale: self.scale,
-            then: None,
-        })
+        let Spec { kind, count, tables, pairwise, .. } = spec;
+        let tables = tables.map(Arc::new);
+        let part = Part { program, input, output, count, dtype, tables, pairwise };
+        Ok(self.collective(kind, signature, PartList::One(part)))
     }
 
     pub(super) fn submit<T: Element, P: Send + 'static, O, F>(
@@ -343,7 +332,7 @@ impl<'a> Call<'a> {
         restore: Restore<O, F>,
     ) -> Work<O, F> {
         let prepare = || {
-            let (kind, mut detail, mut all) = (spec.kind(), spec.detail, Vec::with_capacity(memory.len()));
+            let (mut detail, mut all) = (spec.detail, Vec::with_capacity(memory.len()));
             for &(dtype, count, (input, output)) in &memory {
                 self.check(&spec, dtype)?;
                 let (algo, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
@@ -351,15 +340,9 @@ impl<'a> Call<'a> {
                 detail = digest(detail, what);
                 all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
             }
-            let spec = Spec { count: memory.len(), detail, root: spec.root, ..Spec::of(kind, 0, 0, true) };
-            Ok(Submission::Collective {
-                call: kind.name(),
-                signature: self.signature(&spec, crate::types::LIST, self.algo),
-                parts: PartList::Many(all),
-                reduction: self.reduction(kind),
-                scale: self.scale,
-                then: None,
-            })
+            let spec = Spec { count: memory.len(), detail, ..spec };
+            let signature = self.signature(&spec, LIST, self.algo);
+            Ok(self.collective(spec.kind, signature, PartList::Many(all)))
         };
         self.hand_in(prepare(), Held::new(parts), restore)
     }
@@ -373,35 +356,32 @@ impl<'a> Call<'a> {
         then: Then,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
-        let submission = self.prepare(spec, T::DTYPE, ends).map(|submission| match submission {
-            Submission::Collective { call, signature, parts, reduction, scale, .. } => {
-                Submission::Collective { call, signature, parts, reduction, scale, then: Some(then) }
-            }
-            message => message,
-        });
-        self.hand_in(submission, Held::new(parts), restore)
+        let prepared = self.prepare(spec, T::DTYPE, ends);
+        let prepared = prepared.map(|collective| Collective { then: Some(then), ..collective });
+        self.hand_in(prepared, Held::new(parts), restore)
     }
 
     fn hand_in<O, F>(
         &self,
-        submission: Result<Submission, Error>,
+        prepared: Result<Collective, Error>,
         held: Held,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
-        match (submission, self.desk) {
-            (Ok(Submission::Collective { call, signature, parts, reduction, scale, then }), Some(desk)) => {
-                let when = self.when();
-                *desk.0.lock() =
-                    Some(Prepared { call, signature, parts, reduction, scale, then, when, held });
+        match (prepared, self.desk) {
+            (Ok(collective), Some(desk)) => {
+                *desk.0.lock() = Some(Prepared { collective, when: self.when(), held });
                 Work::waiting(restore)
             }
-            (Ok(submission), _) => hand_over(self.side.0, submission, self.when(), held, restore),
+            (Ok(collective), None) => {
+                hand_over(self.side.0, Submission::Collective(collective), self.when(), held, restore)
+            }
             (Err(error), _) => Work::refused(given_back(error, held, restore), restore),
         }
     }
 }
 
-fn hand_over<O, F>(
+/// Submits; a refusal gives the buffers back.
+pub(super) fn hand_over<O, F>(
     endpoint: &Arc<Endpoint>,
     submission: Submission,
     when: When,
@@ -412,12 +392,6 @@ fn hand_over<O, F>(
         Ok(key) => Work::running(endpoint.clone(), key, restore),
         Err((error, held)) => Work::refused(given_back(error, held, restore), restore),
     }
-}
-
-/// What the choice of an algorithm depends on, of this group.
-pub(super) fn env(endpoint: &Endpoint) -> Env {
-    let hosts = endpoint.config.hosts.iter().max().map_or(0, |last| *last as usize + 1);
-    Env { n: endpoint.size(), one_host: endpoint.config.one_host, hosts, ..Env::default() }
 }
 
 fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {
@@ -433,7 +407,7 @@ fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {
 
 /// The program of a spec: made once for each communicator.
 pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Result<Arc<Program>, Error> {
-    let (kind, shape) = (spec.kind(), shape(endpoint, spec));
+    let (kind, shape) = (spec.kind, shape(endpoint, spec));
     let wire = kind as u8 | if shape.varied { VARIED } else { 0 };
     endpoint.program((wire, algo as u8, spec.root, spec.in_place), || {
         let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;

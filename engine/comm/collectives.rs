@@ -22,7 +22,7 @@ impl Call<'_> {
     ) -> Work<(I, O)> {
         if output.len() != expected {
             let problem = format!("the output has {} elements, expected {expected}", output.len());
-            return refused(spec.kind(), problem, (input, output), both::<I, O>);
+            return refused(spec.kind, problem, (input, output), both::<I, O>);
         }
         let memory = (input.ptr().cast::<u8>(), output.ptr_mut().cast::<u8>());
         self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, both::<I, O>)

@@ -7,8 +7,9 @@ use std::task::{Context, Poll};
 
 use super::Work;
 use super::batch::{Batch, Message};
-use super::call::Call;
+use super::call::{Call, hand_over};
 use super::restore::one;
+use super::work::taken;
 use crate::error::{Error, Failed};
 use crate::exec::{Direction, Submission};
 use crate::mem::{Buf, Held, Parts};
@@ -29,14 +30,7 @@ impl Call<'_> {
         let (memory, count, dtype) = (buf.ptr_mut().cast::<u8>(), buf.len(), B::Elem::DTYPE);
         let submission = Submission::Message { direction, peer, tag, memory, count, dtype };
         let held = Held::new(Parts { input: (), output: buf });
-        match endpoint.submit(submission, self.when(), held) {
-            Ok(key) => Work::running(endpoint.clone(), key, one::<B>),
-            Err((error, held)) => {
-                let failed = one::<B>(Err(error), Some(held)).err();
-                let none = || Failed { buf: None, error: Error::invalid("submit", "refused") };
-                Work::refused(failed.unwrap_or_else(none), one::<B>)
-            }
-        }
+        hand_over(endpoint, submission, self.when(), held, one::<B>)
     }
 
     /// See [`Comm::send`](super::Comm::send).
@@ -88,10 +82,7 @@ impl<B> Half<B> {
         match self {
             Half::Work(work) => work.wait(),
             Half::Done(result) => result,
-            Half::Taken => Err(Failed {
-                buf: None,
-                error: Error::invalid("await", "the result of this operation was taken already"),
-            }),
+            Half::Taken => Err(taken()),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! [`Node`]: several ranks of one process, one for each of its devices, called together.
 
+use std::convert::Infallible;
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::net::TcpListener;
@@ -62,25 +63,17 @@ impl fmt::Debug for Node {
 
 /// Runs futures side by side; their results, in order.
 async fn together<T>(futures: impl IntoIterator<Item = impl Future<Output = T>>) -> Vec<T> {
-    let mut futures: Vec<_> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();
-    poll_fn(|cx| {
-        let mut pending = false;
-        for (future, result) in futures.iter_mut().filter(|(_, result)| result.is_none()) {
-            match future.as_mut().poll(cx) {
-                Poll::Ready(done) => *result = Some(done),
-                Poll::Pending => pending = true,
-            }
-        }
-        if pending { Poll::Pending } else { Poll::Ready(()) }
-    })
-    .await;
-    futures.into_iter().filter_map(|(_, result)| result).collect()
+    let unfailing = futures.into_iter().map(|f| async { Ok::<T, Infallible>(f.await) });
+    match all_or_first_error(unfailing).await {
+        Ok(results) => results,
+        Err(never) => match never {},
+    }
 }
 
 /// Runs futures side by side until one fails, whose error it is, or all have succeeded.
-async fn all_or_first_error<T>(
-    futures: impl IntoIterator<Item = impl Future<Output = Result<T, Error>>>,
-) -> Result<Vec<T>, Error> {
+async fn all_or_first_error<T, E>(
+    futures: impl IntoIterator<Item = impl Future<Output = Result<T, E>>>,
+) -> Result<Vec<T>, E> {
     type Running<F, T> = (Pin<Box<F>>, Option<T>);
     let mut futures: Vec<Running<_, T>> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();
     poll_fn(|cx| {

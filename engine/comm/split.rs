@@ -4,7 +4,7 @@ use super::Comm;
 use super::pool::ROW;
 use crate::error::Error;
 use crate::group::message::CommId;
-use crate::types::Rank;
+use crate::types::{Rank, mix};
 
 impl Comm {
     /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it.
@@ -136,12 +136,4 @@ impl Comm {
 fn child_id(parent: u64, child: u64, color: u64) -> u64 {
     // 0 is the world's.
     mix(mix(parent, child), color).max(1)
-}
-
-/// SplitMix64's finalizer, over one more number.
-fn mix(x: u64, part: u64) -> u64 {
-    let mut x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    x ^ (x >> 31)
 }

@@ -118,7 +118,7 @@ impl<O, F> Work<O, F> {
     }
 }
 
-fn taken<F>() -> Failed<F> {
+pub(super) fn taken<F>() -> Failed<F> {
     Failed { buf: None, error: Error::invalid("await", "the result of this operation was taken already") }
 }
 

@@ -16,6 +16,7 @@ use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::local::Gate;
 use crate::link::region::Region;
+use crate::plan::Env;
 use crate::trace::{self, CommRecord};
 use crate::types::{Algo, Rank, Signature};
 
@@ -204,14 +205,21 @@ impl World {
             }
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let hosts = host::numbered(members.iter().map(|m| self.hosts[*m]), members.len());
+        let env = Env {
+            n: members.len(),
+            one_host: here == members.len(),
+            hosts: hosts.iter().max().map_or(0, |last| *last as usize + 1),
+            ..Env::default()
+        };
         let config = EndpointConfig {
             comm: comm.0,
             generation,
             name,
             rank,
-            one_host: here == members.len(),
             crowded: here > cores,
-            hosts: host::numbered(members.iter().map(|m| self.hosts[*m]), members.len()),
+            hosts,
+            env,
             members,
             region: self.around.region.clone(),
             gate: self.gate.clone(),

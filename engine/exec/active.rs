@@ -11,7 +11,7 @@ use crate::error::{Error, Operation};
 use crate::link::SLOT;
 use crate::types::{Rank, Signature};
 
-/// PartList of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
+/// Parts of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
 /// a ring each, and a ring has 16.
 const WINDOW: usize = 16;
 

@@ -29,7 +29,7 @@ use crate::error::Error;
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::mem::{Event, Held};
-use crate::plan::Program;
+use crate::plan::{Env, Program};
 use crate::trace::{Recorder, State};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
 
@@ -66,6 +66,8 @@ pub(crate) struct EndpointConfig {
     pub(crate) members: Vec<Rank>,
     /// The host of each member, numbered from 0 in the order of their first ranks.
     pub(crate) hosts: Vec<u32>,
+    /// What the choice of an algorithm depends on, of this group.
+    pub(crate) env: Env,
     pub(crate) region: Arc<Region>,
     pub(crate) gate: Gate,
     pub(crate) opener: Arc<dyn Opener>,
@@ -75,30 +77,24 @@ pub(crate) struct EndpointConfig {
     pub(crate) queue_limit: usize,
     /// Calls are deterministic unless they say otherwise.
     pub(crate) deterministic: bool,
-    /// All members are on this host.
-    pub(crate) one_host: bool,
     /// More ranks than cores on this host: give the core away instead of spinning.
     pub(crate) crowded: bool,
 }
 
+/// A collective that was looked at and found good.
+pub(crate) struct Collective {
+    pub(crate) call: &'static str,
+    pub(crate) signature: Signature,
+    pub(crate) parts: PartList,
+    pub(crate) reduction: Reduction,
+    pub(crate) scale: Option<f64>,
+    pub(crate) then: Option<Then>,
+}
+
 /// What to do.
 pub(crate) enum Submission {
-    Collective {
-        call: &'static str,
-        signature: Signature,
-        parts: PartList,
-        reduction: Reduction,
-        scale: Option<f64>,
-        then: Option<Then>,
-    },
-    Message {
-        direction: Direction,
-        peer: Rank,
-        tag: u32,
-        memory: *mut u8,
-        count: usize,
-        dtype: DType,
-    },
+    Collective(Collective),
+    Message { direction: Direction, peer: Rank, tag: u32, memory: *mut u8, count: usize, dtype: DType },
 }
 
 /// How a submission is to be run.
@@ -288,7 +284,7 @@ impl Endpoint {
         let timeout = when.timeout.unwrap_or(self.config.timeout);
         let mut table = self.table.lock();
         let call = match &submission {
-            Submission::Collective { call, .. } => call,
+            Submission::Collective(collective) => collective.call,
             Submission::Message { direction, .. } => direction.name(),
         };
         if let Some(error) = self.refusal(&table, call) {
@@ -297,7 +293,8 @@ impl Endpoint {
         let key = table.inflight.submit(held);
         let mut disagreement = None;
         match submission {
-            Submission::Collective { signature, parts, reduction, scale, then, .. } => {
+            Submission::Collective(collective) => {
+                let Collective { signature, parts, reduction, scale, then, .. } = collective;
                 let number = table.next;
                 table.next += 1;
                 let request = Request { number, signature, timeout, reduction, scale, parts, then };

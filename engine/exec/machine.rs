@@ -80,6 +80,35 @@ struct Cursor {
 #[derive(Clone, Copy)]
 struct Line([u64; 8]);
 
+/// Steps to be looked at: what they wait for may have come. Each is listed once.
+#[derive(Default)]
+struct Hot {
+    list: VecDeque<u32>,
+    listed: Vec<bool>,
+}
+
+impl Hot {
+    /// All of so many steps, in order.
+    fn reset(&mut self, steps: usize) {
+        self.list.clear();
+        self.list.extend(0..steps as u32);
+        self.listed.clear();
+        self.listed.resize(steps, true);
+    }
+
+    fn mark(&mut self, i: u32) {
+        if !std::mem::replace(&mut self.listed[i as usize], true) {
+            self.list.push_back(i);
+        }
+    }
+
+    fn next(&mut self) -> Option<usize> {
+        let i = self.list.pop_front()? as usize;
+        self.listed[i] = false;
+        Some(i)
+    }
+}
+
 /// The machine. Its vectors are kept from one part to the next.
 pub(super) struct Machine {
     work: Option<(Common, Part)>,
@@ -99,9 +128,7 @@ pub(super) struct Machine {
     rounds: u32,
     round: usize,
     slice: usize,
-    /// Steps to be looked at: what they wait for may have come.
-    hot: VecDeque<u32>,
-    is_hot: Vec<bool>,
+    hot: Hot,
     done: Vec<bool>,
     /// Steps that are not done.
     left: usize,
@@ -128,8 +155,7 @@ impl Machine {
             rounds: 0,
             round: 0,
             slice: SLOT,
-            hot: VecDeque::new(),
-            is_hot: Vec::new(),
+            hot: Hot::default(),
             done: Vec::new(),
             left: 0,
         }
@@ -153,7 +179,8 @@ impl Machine {
             (clear(&mut self.nodes), clear(&mut self.sent), clear(&mut self.freed));
         let mut longest = 1;
         for step in &plan.steps {
-            let len = length(&part, step);
+            // Every plan's steps name memory of our own (plan/tests).
+            let len = step.chunk().map_or(0, |at| part.range(at.slot, at.chunk).len());
             let node = NodeRun {
                 len: len.max(1),
                 unit: if len == 0 { 0 } else { unit },
@@ -176,13 +203,10 @@ impl Machine {
         if plan.slots.len() > usize::from(SCRATCH) && common.phantom.is_none() {
             grow(&mut self.scratch, part.total(SCRATCH) * unit);
         }
-        for flags in [&mut self.is_hot, &mut self.done] {
-            flags.clear();
-            flags.resize(plan.steps.len(), false);
-        }
-        self.hot.clear();
+        self.done.clear();
+        self.done.resize(plan.steps.len(), false);
         self.left = plan.steps.len();
-        (0..plan.steps.len()).for_each(|i| self.mark(i));
+        self.hot.reset(plan.steps.len());
         self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
         self.work = Some((common, part));
@@ -207,30 +231,13 @@ impl Machine {
 
     /// Notes memory that a receiver has given back.
     pub(super) fn freed(&mut self, lent: Lent) {
-        let step = lent.step as usize;
-        if let (Some((common, _)), Some(node)) = (&self.work, self.nodes.get(step))
+        if let (Some((common, part)), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
             && lent.owner == common.number
         {
             let at = node.first + (lent.receiver & RECEIVER) as usize;
             self.freed[at] = self.freed[at].max(lent.end);
-            self.touch(step);
-        }
-    }
-
-    /// Puts a step on the list.
-    fn mark(&mut self, i: usize) {
-        if !self.is_hot[i] {
-            self.is_hot[i] = true;
-            self.hot.push_back(i as u32);
-        }
-    }
-
-    /// Puts a step and those that may wait for it on the list.
-    fn touch(&mut self, i: usize) {
-        self.mark(i);
-        if let Some((_, part)) = &self.work {
-            let program = part.program.clone();
-            program.nodes[i].dependents.iter().for_each(|j| self.mark(*j as usize));
+            self.hot.mark(lent.step);
+            part.program.nodes[lent.step as usize].dependents.iter().for_each(|j| self.hot.mark(*j));
         }
     }
 
@@ -240,7 +247,7 @@ impl Machine {
             if cursor.round < self.rounds
                 && let Some(&i) = messages[peer].get(cursor.message as usize)
             {
-                self.mark(i as usize);
+                self.hot.mark(i);
             }
         }
     }
@@ -278,9 +285,7 @@ impl Machine {
         let mut moved = false;
         // Bounded: what a pass makes possible is for the next one, and others may be waiting for the thread.
         for _ in 0..2 * self.nodes.len() {
-            let Some(i) = self.hot.pop_front() else { break };
-            let i = i as usize;
-            self.is_hot[i] = false;
+            let Some(i) = self.hot.next() else { break };
             if self.done[i] {
                 continue;
             }
@@ -293,14 +298,14 @@ impl Machine {
             }
             if any {
                 moved = true;
-                program.nodes[i].dependents.iter().for_each(|j| self.mark(*j as usize));
+                program.nodes[i].dependents.iter().for_each(|j| self.hot.mark(*j));
             }
             if self.is_done(program, i) {
                 self.done[i] = true;
                 self.left -= 1;
             }
         }
-        Ok((moved || !self.hot.is_empty(), self.left == 0))
+        Ok((moved || !self.hot.list.is_empty(), self.left == 0))
     }
 
     fn is_done(&self, program: &Program, i: usize) -> bool {
@@ -436,11 +441,6 @@ impl Machine {
             self.gathered(program, i, bytes / node.unit, true);
             return Ok(bytes > 0);
         }
-        if let Some(Operand::Recv(from)) = step.operands.get(node.missing)
-            && self.expect(c, i, *from, (round, 0), port)?.is_none()
-        {
-            return Ok(false);
-        }
         let mut ins = [std::ptr::null::<u8>(); 64];
         let mut many = Vec::new();
         let count = step.operands.len();
@@ -450,8 +450,8 @@ impl Machine {
             many.resize(count, std::ptr::null());
             &mut many[..]
         };
-        for (k, (place, operand)) in ins.iter_mut().zip(&step.operands).enumerate() {
-            *place = match operand {
+        for k in (node.missing..count).chain(0..node.missing) {
+            ins[k] = match &step.operands[k] {
                 Operand::Own(at) => self.address(c.part, *at, &node, node.got),
                 Operand::Recv(from) => {
                     let useful = USEFUL.min(m * node.unit);
@@ -641,13 +641,4 @@ fn grow(lines: &mut Vec<Line>, bytes: usize) {
     if lines.len() < wanted {
         lines.resize(wanted, Line([0; 8]));
     }
-}
-
-/// Elements of a step: the length of any chunk it names, or of the message that passes through.
-fn length(part: &Part, step: &crate::plan::Step) -> usize {
-    let own = step.operands.iter().find_map(|o| match o {
-        Operand::Own(at) => Some(*at),
-        Operand::Recv(_) => None,
-    });
-    step.dst.or(own).map_or(0, |at| part.range(at.slot, at.chunk).len())
 }

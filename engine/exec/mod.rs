@@ -14,7 +14,9 @@ mod port;
 
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
-pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When};
+pub(crate) use endpoint::{
+    Collective, Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When,
+};
 pub(crate) use inflight::{Finished, Inflight, Key};
 pub(crate) use lane::{Lane, lane};
 pub(crate) use machine::Phantom;

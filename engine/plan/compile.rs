@@ -67,6 +67,15 @@ impl Step {
         }
     }
 
+    /// A chunk of its own memory, if it names one: all that it names, and its messages, have one length.
+    pub fn chunk(&self) -> Option<At> {
+        let own = self.operands.iter().find_map(|o| match o {
+            Operand::Own(at) => Some(*at),
+            Operand::Recv(_) => None,
+        });
+        self.dst.or(own)
+    }
+
     /// Whether it combines operands, or copies one.
     pub fn combines(&self) -> bool {
         self.operands.len() > 1

@@ -55,8 +55,8 @@ pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable>
                    use direct";
         return no(why.into());
     }
-    match two_level::unsuitable(shape) {
-        Some(why) if algo == Algo::TwoLevel => no(why),
+    match algo {
+        Algo::TwoLevel => two_level::unsuitable(shape).map_or(Ok(()), no),
         _ => Ok(()),
     }
 }

@@ -208,12 +208,7 @@ pub fn simulate(
 /// The slice that cuts all messages into at most about [`FRAMES`].
 fn slice(programs: &[Arc<Program>], bytes: usize) -> usize {
     let chunk = |program: &Program, i: &u32| {
-        let step = &program.plan.steps[*i as usize];
-        let own = step.operands.iter().find_map(|o| match o {
-            plan::Operand::Own(at) => Some(*at),
-            plan::Operand::Recv(_) => None,
-        });
-        let at = step.dst.or(own);
+        let at = program.plan.steps[*i as usize].chunk();
         at.map_or(0, |at| program.plan.slots[usize::from(at.slot)].range(at.chunk, bytes).len())
     };
     let mut slice = SLOT;

@@ -48,6 +48,14 @@ pub(crate) const LIST: u8 = 255;
 /// Set in [`Signature::kind`] where each rank has a count of its own.
 pub(crate) const VARIED: u8 = 0x80;
 
+/// One more number into a name that is as good as random: SplitMix64's finalizer.
+pub(crate) fn mix(x: u64, part: u64) -> u64 {
+    let mut x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
 /// Part of a digest: FNV-1a of 32 bits, never 0.
 pub(crate) fn digest(seed: u32, bytes: impl IntoIterator<Item = u8>) -> u32 {
     let start = if seed == 0 { 0x811c_9dc5 } else { seed };

@@ -5,17 +5,6 @@ use futures::executor::block_on;
 
 use crate::house::*;
 
-/// Silences what the tests below plant.
-fn quiet_panics() {
-    let default = std::panic::take_hook();
-    std::panic::set_hook(Box::new(move |info| {
-        let planted = info.payload().downcast_ref::<&str>().is_some_and(|s| s.contains("planted"));
-        if !planted {
-            default(info);
-        }
-    }));
-}
-
 /// It panics on one rank only: all ranks hear of the same function on the same rank, and get their buffers back.
 #[test]
 fn law_8_a_function_that_panics_is_an_error_on_every_rank() {

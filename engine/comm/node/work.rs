@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::super::work::{EAGER_POLLS, POLL_BUDGET};
+use super::super::work::{EAGER_POLLS, POLL_BUDGET, taken};
 use super::super::{Ordered, Work};
 use super::Several;
 use crate::error::{Error, Failed};
@@ -97,13 +97,12 @@ impl<S: Several, O> NodeWork<S, O> {
     }
 
     fn outcome(&mut self) -> Result<S::Of<O>, Failed<Outcomes<S, O>>> {
-        let taken = || Error::invalid("await", "the result of this operation was taken already");
-        let Some(parts) = self.parts.take() else { return Err(Failed { buf: None, error: taken() }) };
+        let Some(parts) = self.parts.take() else { return Err(taken()) };
         let mut outcomes: Outcomes<S, O> = S::map(parts, Part::outcome);
         if let Some(error) = first(S::slice(&mut outcomes)) {
             return Err(Failed { buf: Some(outcomes), error });
         }
-        S::all(S::map(outcomes, Result::ok)).ok_or_else(|| Failed { buf: None, error: taken() })
+        S::all(S::map(outcomes, Result::ok)).ok_or_else(taken)
     }
 
     /// Blocks until all parts are finished, working on all of them meanwhile. Ends by the operation's deadline.

@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::{Active, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
 use crate::exec::p2p::Direction;
 use crate::exec::port::Opener;
-use crate::types::Rank;
+use crate::types::{Rank, mix};
 
 /// What an endpoint leaves behind when it has ended: its machines, and the links to its peers.
 pub(crate) struct Machines {
@@ -107,12 +107,5 @@ fn nothing(config: &EndpointConfig) -> Run {
 
 /// A number for (sender, receiver, tag), odd and as good as random: different ones do not cancel out.
 fn weight(from: Rank, to: Rank, tag: u32) -> u64 {
-    let mut x = (from as u64) << 32 ^ to as u64;
-    for part in [u64::from(tag), 0] {
-        x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
-        x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        x ^= x >> 31;
-    }
-    x | 1
+    mix(mix((from as u64) << 32 ^ to as u64, tag.into()), 0) | 1
 }

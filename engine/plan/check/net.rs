@@ -150,11 +150,7 @@ impl<'a> Net<'a> {
         for _ in 0..=self.steps() {
             let (rank, _) = self.place(g);
             let step = self.step(g);
-            let own = step.operands.iter().find_map(|o| match o {
-                Operand::Own(at) => Some(*at),
-                Operand::Recv(_) => None,
-            });
-            if let Some(at) = step.dst.or(own) {
+            if let Some(at) = step.chunk() {
                 return Some((rank, at));
             }
             let Operand::Recv(from) = step.operands[0] else { return None };
