@@ -149,6 +149,22 @@ pub enum Error {
         /// The system's words.
         problem: String,
     },
+    /// The CUDA driver refused a call, or told with it how earlier work has ended.
+    #[error("{doing} on CUDA device {device}: {call} answered {name} ({code}): {problem}")]
+    Cuda {
+        /// What was being done.
+        doing: String,
+        /// The device's number in this process.
+        device: usize,
+        /// The driver's function.
+        call: String,
+        /// What it answered, as a number.
+        code: i32,
+        /// As a name.
+        name: String,
+        /// What that means, and what to do.
+        problem: String,
+    },
     /// Bytes from a peer that no correct peer sends.
     #[error("rank {peer} sent what no correct peer sends: {problem}")]
     Protocol {

@@ -82,6 +82,7 @@ pub(crate) fn tests() -> Vec<Part> {
         house(),
         cargo("xtask", "test --package xtask --no-fail-fast"),
         cargo("kernels", "test --package allstream-kernels --all-features --no-fail-fast --lib --tests"),
+        cargo("foreign libraries", "test --package allstream-sys --no-fail-fast"),
         cargo("engine and command, unit", &format!("test {engine} --lib --bins")),
         cargo("integration", &format!("test {engine} --test *")).needs(integration_tests),
         cargo(
@@ -121,11 +122,11 @@ pub(crate) fn lints(root: &Path) -> Vec<Part> {
 /// Builds what would be published from the packed files alone. `--allow-dirty`: this is about the package, not about
 /// what has been committed.
 ///
-/// Cargo unpacks the kernels' package into its home, under the target directory's path and the package's version, and
-/// keeps it: another run from the same path would build against the kernels of then. So other kernels get another path.
+/// Cargo unpacks the other packages into its home, under the target directory's path and the package's version, and
+/// keeps them: another run from the same path would build against those of then. So other ones get another path.
 fn package(root: &Path) -> Part {
     let mut content = DefaultHasher::new();
-    let mut folders = vec![root.join("kernels")];
+    let mut folders = vec![root.join("kernels"), root.join("ffi/sys")];
     let mut files = vec![root.join("Cargo.toml"), root.join("Cargo.lock")];
     while let Some(folder) = folders.pop() {
         for path in folder.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()) {

@@ -1,0 +1,99 @@
+//! Handles and constants of the driver.
+
+use std::ffi::{c_int, c_void};
+
+macro_rules! handles {
+    ($($(#[$doc:meta])* $name:ident)*) => {$(
+        $(#[$doc])*
+        ///
+        /// A handle: copying it copies no resource, and using it after that is gone is what the `unsafe` of the
+        /// functions is about.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(transparent)]
+        pub struct $name(pub *mut c_void);
+
+        impl $name {
+            /// None.
+            pub const NULL: $name = $name(std::ptr::null_mut());
+        }
+
+        // SAFETY: an opaque name for something of the driver's, which is safe to call from any thread; the handle
+        // itself is never followed.
+        unsafe impl Send for $name {}
+        // SAFETY: as above.
+        unsafe impl Sync for $name {}
+    )*};
+}
+
+handles! {
+    /// A context: what a process has on a device.
+    CuContext
+    /// A stream.
+    CuStream
+    /// An event.
+    CuEvent
+    /// A loaded module.
+    CuModule
+    /// A kernel in a module.
+    CuFunction
+}
+
+/// A device, as the driver counts them.
+pub type CuDevice = c_int;
+/// An address in device memory.
+pub type CuDevicePtr = u64;
+/// What a stream calls on the host.
+pub type CuHostFn = unsafe extern "C" fn(*mut c_void);
+
+/// The identity of a device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct CuUuid(pub [u8; 16]);
+
+/// What another process opens device memory by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct CuIpcMemHandle(pub [u8; 64]);
+
+/// What another process opens an event by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub struct CuIpcEventHandle(pub [u8; 64]);
+
+macro_rules! constants {
+    ($($(#[$doc:meta])* $name:ident: $type:ty = $value:expr;)*) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "` of `cuda.h`.")]
+            $(#[$doc])*
+            pub const $name: $type = $value;
+        )*
+    };
+}
+
+/// The stream that differs from thread to thread.
+pub const CU_STREAM_PER_THREAD: CuStream = CuStream(std::ptr::without_provenance_mut(2));
+
+constants! {
+    CU_STREAM_NON_BLOCKING: u32 = 1;
+    CU_EVENT_BLOCKING_SYNC: u32 = 1;
+    CU_EVENT_DISABLE_TIMING: u32 = 2;
+    CU_EVENT_INTERPROCESS: u32 = 4;
+    CU_MEMHOSTALLOC_PORTABLE: u32 = 1;
+    CU_MEMHOSTALLOC_DEVICEMAP: u32 = 2;
+    CU_MEMHOSTREGISTER_PORTABLE: u32 = 1;
+    CU_MEMHOSTREGISTER_DEVICEMAP: u32 = 2;
+    CU_STREAM_WAIT_VALUE_GEQ: u32 = 0;
+    CU_STREAM_WAIT_VALUE_EQ: u32 = 1;
+    CU_STREAM_WRITE_VALUE_DEFAULT: u32 = 0;
+    CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: u32 = 1;
+    CU_STREAM_CAPTURE_STATUS_NONE: c_int = 0;
+    CU_POINTER_ATTRIBUTE_CONTEXT: c_int = 1;
+    CU_POINTER_ATTRIBUTE_MEMORY_TYPE: c_int = 2;
+    CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: c_int = 9;
+    CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: c_int = 10;
+    CU_MEMORYTYPE_HOST: u32 = 1;
+    CU_MEMORYTYPE_DEVICE: u32 = 2;
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: c_int = 16;
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: c_int = 75;
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: c_int = 76;
+}

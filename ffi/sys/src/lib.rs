@@ -1,0 +1,17 @@
+//! The foreign libraries of allstream, loaded at run time and never linked.
+//!
+//! A program that uses this crate builds and starts where none of them is installed. What is missing is a value
+//! ([`Unavailable`]) that says which file was looked for; nothing here panics.
+//!
+//! ```
+//! match allstream_sys::cuda::Cuda::get() {
+//!     Ok(cuda) => println!("CUDA driver: {}", cuda.file()),
+//!     Err(missing) => println!("no CUDA driver: {missing}"),
+//! }
+//! ```
+#![deny(missing_docs)]
+
+pub mod cuda;
+mod library;
+
+pub use library::{Attempt, Unavailable};

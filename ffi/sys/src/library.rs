@@ -1,0 +1,136 @@
+//! Opening a shared library, and looking up what is in it.
+
+use std::ffi::{CStr, CString, c_void};
+use std::fmt;
+use std::ptr::NonNull;
+
+use crate::cuda::CudaError;
+
+/// A file that was tried, and what the system said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attempt {
+    /// The name or path, as it was given to the loader.
+    pub file: String,
+    /// The loader's words.
+    pub problem: String,
+}
+
+/// Why a library cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Unavailable {
+    /// None of the files could be opened.
+    NotFound {
+        /// Those that were tried, in order.
+        tried: Vec<Attempt>,
+    },
+    /// A file was opened, and lacks a function that this crate needs.
+    Symbol {
+        /// The file.
+        file: String,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// The library is there, and says that it does not work.
+    Init {
+        /// The file.
+        file: String,
+        /// What it said.
+        error: CudaError,
+    },
+}
+
+impl fmt::Display for Unavailable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Unavailable::NotFound { tried } => {
+                f.write_str("looked for ")?;
+                for (at, attempt) in tried.iter().enumerate() {
+                    let between = if at == 0 { "" } else { "; " };
+                    write!(f, "{between}{} ({})", attempt.file, attempt.problem)?;
+                }
+                Ok(())
+            }
+            Unavailable::Symbol { file, symbol } => {
+                write!(f, "{file} has no function {symbol}: it is too old, or another library")
+            }
+            Unavailable::Init { file, error } => write!(f, "{file} is there, but {error}"),
+        }
+    }
+}
+
+impl std::error::Error for Unavailable {}
+
+/// An open library. It is never closed: functions of it may be called until the process ends.
+pub(crate) struct Library {
+    handle: NonNull<c_void>,
+    pub(crate) file: String,
+}
+
+// SAFETY: the handle is only given to `dlsym`, which may be called from any thread.
+unsafe impl Send for Library {}
+// SAFETY: as above.
+unsafe impl Sync for Library {}
+
+/// What the loader last complained about, on this thread.
+fn complaint() -> String {
+    // SAFETY: `dlerror` has no preconditions; its text is valid until this thread's next call of the loader, and copied
+    // here before that.
+    let text = unsafe { libc::dlerror() };
+    if text.is_null() {
+        return "no reason given".into();
+    }
+    // SAFETY: not null, so a string that ends in a null byte.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+impl Library {
+    /// Opens the first of these files that can be opened.
+    ///
+    /// Opening a library runs its initialisers. That is the one thing that is trusted here: a file that is called
+    /// `libcuda.so.1` on the loader's path, or that the environment names, is the CUDA driver or stands in for it.
+    pub(crate) fn open(files: &[String]) -> Result<Library, Unavailable> {
+        let mut tried = Vec::new();
+        for file in files {
+            let Ok(name) = CString::new(file.as_str()) else {
+                tried.push(Attempt { file: file.clone(), problem: "has a null byte in its name".into() });
+                continue;
+            };
+            // SAFETY: `name` is a string that ends in a null byte and outlives the call.
+            let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+            match NonNull::new(handle) {
+                Some(handle) => return Ok(Library { handle, file: file.clone() }),
+                None => tried.push(Attempt { file: file.clone(), problem: complaint() }),
+            }
+        }
+        Err(Unavailable::NotFound { tried })
+    }
+
+    /// The address of a function. `symbol` ends in a null byte.
+    pub(crate) fn symbol(&self, symbol: &'static CStr) -> Option<NonNull<c_void>> {
+        // SAFETY: the handle is of a library that is never closed; `symbol` ends in a null byte.
+        NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), symbol.as_ptr()) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_there_is_named_in_order() {
+        let files = ["libno-such-thing.so.1".to_string(), "/no/such/place/lib\0x.so".to_string()];
+        let Err(missing @ Unavailable::NotFound { .. }) = Library::open(&files) else { panic!("opened") };
+        let text = missing.to_string();
+        assert!(text.starts_with("looked for libno-such-thing.so.1 ("), "{text}");
+        assert!(text.contains("null byte"), "{text}");
+    }
+
+    #[test]
+    fn a_library_has_what_it_has() {
+        let library = Library::open(&["libno-such-thing.so".into(), "libc.so.6".into()]).unwrap();
+        assert_eq!(library.file, "libc.so.6");
+        assert!(library.symbol(c"getpid").is_some());
+        assert!(library.symbol(c"cuInit").is_none());
+    }
+}
