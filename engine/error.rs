@@ -287,6 +287,14 @@ impl Error {
         Error::System { doing: doing.into(), problem: problem.to_string() }
     }
 
+    /// Says what was being done in the caller's words, where a device failed at it.
+    pub(crate) fn doing(mut self, what: &str) -> Error {
+        if let Error::Cuda { doing, .. } = &mut self {
+            what.clone_into(doing);
+        }
+        self
+    }
+
     /// Names the operation in flight here where the cause itself does not.
     pub(crate) fn during(mut self, here: Operation) -> Error {
         if let Error::PeerLost { operation: operation @ None, .. } = &mut self {

@@ -19,6 +19,7 @@
 //! - [`Comm::split`], [`Comm::subset`], [`Comm::mesh`]: groups from groups; [`Groups`] keeps them by name.
 //! - [`Node`]: several ranks of one process, one for each of its devices, called together.
 //! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
+//! - [`cuda`]: memory, streams and events of CUDA devices, where there are any.
 //! - [`Error`], [`Failed`]: which rank, which operation, expected and found; and the buffer, unless something may still
 //!   touch it. [`Comm::agree`]: one [`Verdict`] for all survivors.
 //! - [`plan`]: the algorithms as data, and their checker; [`sim`]: how long they would take elsewhere.
@@ -44,6 +45,33 @@ pub use crate::mem::{Buf, BufList, Event, HostBuf, HostStream, View, split, spli
 pub use crate::types::{
     Algo, DType, Element, Function, Kind, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
 };
+
+/// CUDA devices: memory on them, streams, events, and copies that are futures.
+///
+/// The driver (`libcuda`) is found when something here is first asked for, and never linked: the same program runs where
+/// there is none, and gets an [`Error::Unavailable`] that says which file was looked for. `ALLSTREAM_CUDA_LIBRARY` names
+/// another file.
+///
+/// ```
+/// use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
+/// # async fn step() -> Result<(), allstream::Error> {
+/// let device = Device::new(0)?;
+/// let stream = DeviceStream::new(&device)?;
+/// let grads = DeviceBuf::<f32>::zeroed(&stream, 1000)?; // from a pool; work on it is in the order of `stream`
+/// // kernels of yours, put on `stream.as_raw()`, that write to `grads.as_ptr()`
+/// let (grads, host) = grads.to_host(PinnedBuf::zeroed(&device, 1000)?).await?; // both come back, also on failure
+/// # let mut comm = allstream::Comm::local(1)?.remove(0);
+/// let host = comm.all_reduce(host).await?;
+/// let (host, grads) = grads.copy_from_host(host).await?;
+/// # drop((host, grads)); Ok(()) }
+/// # let _ = step;
+/// ```
+pub mod cuda {
+    pub use crate::mem::device::{
+        Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
+        Transfer, device_count, driver,
+    };
+}
 
 mod comm;
 mod error;

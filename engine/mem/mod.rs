@@ -1,6 +1,7 @@
 //! Memory that operations own while they are in flight, and streams of work over it.
 
 mod buf;
+pub(crate) mod device;
 mod held;
 mod list;
 mod split;

@@ -84,7 +84,7 @@ fn failed<T>(call: &str, problem: String, buf: T) -> Failed<T> {
 }
 
 /// Why these lengths do not cut `len` elements, if they do not.
-fn misfit(lens: &[usize], len: usize) -> Option<String> {
+pub(super) fn misfit(lens: &[usize], len: usize) -> Option<String> {
     if lens.is_empty() {
         return Some("no lengths were given, expected at least one".into());
     }
@@ -95,7 +95,7 @@ fn misfit(lens: &[usize], len: usize) -> Option<String> {
     }
 }
 
-fn beyond(mid: usize, len: usize) -> Option<String> {
+pub(super) fn beyond(mid: usize, len: usize) -> Option<String> {
     (mid > len).then(|| format!("cannot cut at {mid}, the buffer has {len} elements"))
 }
 

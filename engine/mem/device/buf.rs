@@ -1,0 +1,365 @@
+//! [`DeviceBuf`]: device memory with an owner, an element type and a stream.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::Arc;
+
+use allstream_sys::cuda::{CuEvent, Cuda, CudaError};
+use parking_lot::Mutex;
+
+use super::context::Context;
+use super::handle::Device;
+use super::pool::{Mark, Piece};
+use super::stream::{DeviceEvent, DeviceStream};
+use super::transfer::Transfer;
+use super::waiter::{self, Outcome};
+use crate::error::{Error, Failed};
+use crate::mem::Buf;
+use crate::types::Element;
+
+/// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
+///
+/// - *Order.* What is done with a buffer is put on its [`stream`](Self::stream), one thing after another, and so is work
+///   of other libraries on [`as_ptr`](Self::as_ptr); [`on`](Self::on) moves it to another stream.
+/// - *Dropping* it blocks nobody: the memory goes back to the device's pool once the stream has come to this point.
+/// - [`split`](Self::split) cuts it into buffers that are in flight by themselves; [`join`](Self::join) puts them
+///   together again.
+///
+/// ```
+/// use allstream::cuda::{Device, DeviceBuf, DeviceStream};
+/// # async fn copy() -> Result<(), allstream::Error> {
+/// let device = Device::new(0)?;
+/// let stream = DeviceStream::new(&device)?;
+/// let (host, buf) = DeviceBuf::from_host(&stream, vec![1.0_f32; 1000]).await?; // the vector comes back as well
+/// let (buf, host) = buf.to_host(host).await?;
+/// # drop((buf, host)); Ok(()) }
+/// # let _ = copy;
+/// ```
+///
+/// It is not a [`Buf`] yet, so no collective takes it: the CPU would read its address as if it were one of the host's.
+/// Copy to a [`PinnedBuf`](super::PinnedBuf) meanwhile.
+///
+/// ```compile_fail,E0277
+/// # fn reduce(mut comm: allstream::Comm, buf: allstream::cuda::DeviceBuf<f32>) {
+/// comm.all_reduce(buf); // the trait bound `DeviceBuf<f32>: Buf` is not satisfied
+/// # }
+/// ```
+pub struct DeviceBuf<T: Element> {
+    pub(super) memory: Arc<Memory>,
+    /// Of the memory's elements.
+    pub(super) range: Range<usize>,
+    stream: DeviceStream,
+    /// Whether this buffer, when it goes, marks how far its stream has used the memory. Not when others took its place.
+    marks: bool,
+    _elements: PhantomData<T>,
+}
+
+/// Memory that one buffer or several share out among them.
+pub(super) struct Memory {
+    pub(super) context: Arc<Context>,
+    pub(super) address: u64,
+    /// In elements.
+    pub(super) len: usize,
+    last: Mutex<Last>,
+}
+
+/// What is to be done when the last buffer goes.
+struct Last {
+    source: Source,
+    /// How far each stream has used the memory through buffers that are gone.
+    marks: Vec<Mark>,
+    /// A stream could not be marked: nobody can tell when it is done.
+    lost: bool,
+}
+
+/// Where memory is from.
+pub(super) enum Source {
+    /// There is none.
+    Empty,
+    Pool(Piece),
+    /// Someone else's, with what owns it.
+    Foreign(Box<dyn Send>),
+}
+
+impl Memory {
+    /// The stream with this number has used the memory up to `event`.
+    fn mark(&self, id: u64, event: CuEvent) {
+        let mut last = self.last.lock();
+        match last.marks.iter_mut().find(|(known, _)| *known == id) {
+            Some((_, earlier)) => self.context.recycle(std::mem::replace(earlier, event)),
+            None => last.marks.push((id, event)),
+        }
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let last = self.last.get_mut();
+        let marks = std::mem::take(&mut last.marks);
+        match (std::mem::replace(&mut last.source, Source::Empty), last.lost) {
+            (Source::Empty, _) => {}
+            (Source::Pool(piece), true) => self.context.pool.lock().lose(piece),
+            (Source::Pool(piece), false) => return self.context.pool.lock().free(piece, marks),
+            (Source::Foreign(owner), true) => std::mem::forget(owner),
+            (Source::Foreign(owner), false) => {
+                // Dropped once every stream is done with it: each watch has a share of it.
+                let owner = Arc::new(Mutex::new(owner));
+                for (_, event) in marks {
+                    let share = owner.clone();
+                    let then = move |outcome: Outcome| {
+                        if matches!(outcome, Outcome::Unknown(_)) {
+                            std::mem::forget(share);
+                        }
+                    };
+                    waiter::watch(DeviceEvent::of(&self.context, event), Box::new(then));
+                }
+                return;
+            }
+        }
+        marks.into_iter().for_each(|(_, event)| self.context.recycle(event));
+    }
+}
+
+impl<T: Element> Drop for DeviceBuf<T> {
+    fn drop(&mut self) {
+        if !self.marks {
+            return;
+        }
+        let context = &self.memory.context;
+        match context.enter().and_then(|entered| self.stream.mark(&entered)) {
+            Ok(event) => self.memory.mark(self.stream.0.id, event),
+            // No mark can be put there, so wait; and where that fails too, never use the memory again.
+            Err(_) if self.stream.synchronize().is_ok() => {}
+            Err(error) => {
+                tracing::warn!(device = context.ordinal, "device memory is lost: {error}");
+                self.memory.last.lock().lost = true;
+            }
+        }
+    }
+}
+
+impl<T: Element> fmt::Debug for DeviceBuf<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (name, len) = (T::DTYPE.name(), self.len());
+        write!(f, "DeviceBuf<{name}>({len} on device {})", self.memory.context.ordinal)
+    }
+}
+
+/// Bytes of elements, as a copy of both to the other wants them.
+struct Ends {
+    device: u64,
+    host: *mut u8,
+    bytes: usize,
+}
+
+impl<T: Element> DeviceBuf<T> {
+    pub(super) fn of(source: Source, address: u64, len: usize, stream: &DeviceStream) -> DeviceBuf<T> {
+        let marks = !matches!(source, Source::Empty);
+        let last = Mutex::new(Last { source, marks: Vec::new(), lost: false });
+        let context = stream.0.context.clone();
+        let memory = Arc::new(Memory { context, address, len, last });
+        DeviceBuf { memory, range: 0..len, stream: stream.clone(), marks, _elements: PhantomData }
+    }
+
+    /// Memory from the pool, with whatever is in it. Before anyone sees it, it is filled.
+    fn raw(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
+        let context = &stream.0.context;
+        let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize)
+        else {
+            return Err(Error::invalid("DeviceBuf", format!("{len} elements are more than any memory has")));
+        };
+        if bytes == 0 {
+            return Ok(DeviceBuf::of(Source::Empty, 0, len, stream));
+        }
+        let piece = context
+            .enter()
+            .and_then(|entered| context.pool.lock().alloc(context, &entered, &stream.0, bytes as u64));
+        let piece = piece.map_err(|error| context.tell(&format!("get {bytes} bytes of memory"), error))?;
+        let address = piece.at;
+        Ok(DeviceBuf::of(Source::Pool(piece), address, len, stream))
+    }
+
+    /// `len` elements of zero, on a stream.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it.
+    pub fn zeroed(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
+        let buf = DeviceBuf::raw(stream, len)?;
+        let (at, bytes, raw) = (buf.address(), buf.bytes(), stream.0.raw);
+        if bytes > 0 {
+            stream.0.context.call("fill memory with zeros", |cuda| {
+                // SAFETY: `bytes` bytes of the pool's at `at`, which `buf` has alone and keeps in this stream's order.
+                unsafe { cuda.memset_d8_async(at, 0, bytes, raw) }
+            })?;
+        }
+        Ok(buf)
+    }
+
+    /// A copy of a host buffer, on a stream. The host buffer comes back beside it.
+    ///
+    /// From a [`PinnedBuf`](super::PinnedBuf) the copy runs beside the caller; from other memory the driver may block
+    /// the caller while it copies.
+    ///
+    /// # Errors
+    /// [`Failed`] with the host buffer: [`Error::Cuda`], among them that there is no such memory.
+    pub fn from_host<H: Buf<Elem = T>>(stream: &DeviceStream, host: H) -> Transfer<(H, DeviceBuf<T>), H> {
+        let buf = match DeviceBuf::raw(stream, host.len()) {
+            Ok(buf) => buf,
+            Err(error) => return Transfer::ended(Err(Failed { buf: Some(host), error })),
+        };
+        let put = |cuda: &Cuda, held: &mut (H, DeviceBuf<T>)| upload(cuda, held);
+        Transfer::start(stream, (host, buf), "copy to the device", put, |result, held| match (result, held) {
+            (Ok(()), Some(both)) => Ok(both),
+            (result, held) => Err(Failed { buf: held.map(|(host, _)| host), error: lost(result) }),
+        })
+    }
+
+    /// Copies a host buffer of the same length into this one, on its stream.
+    ///
+    /// # Errors
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
+    pub fn copy_from_host<H: Buf<Elem = T>>(self, host: H) -> Transfer<(H, DeviceBuf<T>)> {
+        if let Some(error) = self.differs("copy_from_host", host.len()) {
+            return Transfer::ended(Err(Failed { buf: Some((host, self)), error }));
+        }
+        let stream = self.stream.clone();
+        let put = |cuda: &Cuda, held: &mut (H, DeviceBuf<T>)| upload(cuda, held);
+        Transfer::start(&stream, (host, self), "copy to the device", put, settle)
+    }
+
+    /// Copies this buffer into a host buffer of the same length, on its stream.
+    ///
+    /// # Errors
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
+    pub fn to_host<H: Buf<Elem = T>>(self, host: H) -> Transfer<(DeviceBuf<T>, H)> {
+        if let Some(error) = self.differs("to_host", host.len()) {
+            return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
+        }
+        let stream = self.stream.clone();
+        let put = |cuda: &Cuda, (buf, host): &mut (DeviceBuf<T>, H)| {
+            let Ends { device, host, bytes } = buf.ends(host);
+            if bytes == 0 {
+                return Ok(());
+            }
+            // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is writable and does not
+            // move with it. Both buffers are held until the copy is done.
+            unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, buf.stream.0.raw) }
+        };
+        Transfer::start(&stream, (self, host), "copy to the host", put, settle)
+    }
+
+    fn differs(&self, call: &str, len: usize) -> Option<Error> {
+        (len != self.len()).then(|| {
+            let problem = format!("the host buffer has {len} elements, the device's {}", self.len());
+            Error::invalid(call, problem)
+        })
+    }
+
+    fn ends<H: Buf<Elem = T>>(&self, host: &mut H) -> Ends {
+        Ends { device: self.address(), host: host.ptr_mut().cast(), bytes: self.bytes() }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    fn bytes(&self) -> usize {
+        self.len() * size_of::<T>()
+    }
+
+    fn address(&self) -> u64 {
+        self.memory.address + (self.range.start * size_of::<T>()) as u64
+    }
+
+    /// The device's address (a `CUdeviceptr`) of the first element, for kernels and other libraries.
+    ///
+    /// Work on it is put on [`stream`](Self::stream), leaves values of the element type, and stays within the buffer;
+    /// whoever launches it answers for that. The host must not follow it.
+    pub fn as_ptr(&self) -> u64 {
+        self.address()
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        Device(self.memory.context.clone())
+    }
+
+    /// The stream in whose order this buffer is.
+    pub fn stream(&self) -> &DeviceStream {
+        &self.stream
+    }
+
+    /// Moves the buffer to the order of another stream of the device, which waits for what is on the old one now.
+    ///
+    /// # Errors
+    /// [`Failed`] with the buffer, where it was: [`Error::Invalid`], the stream is of another device; [`Error::Cuda`].
+    pub fn on(mut self, stream: &DeviceStream) -> Result<DeviceBuf<T>, Failed<DeviceBuf<T>>> {
+        match self.follow(stream) {
+            Ok(()) => {
+                self.stream = stream.clone();
+                Ok(self)
+            }
+            Err(error) => Err(Failed { buf: Some(self), error }),
+        }
+    }
+
+    /// Makes `stream` wait for what this buffer's stream holds.
+    pub(super) fn follow(&self, stream: &DeviceStream) -> Result<(), Error> {
+        if !Arc::ptr_eq(&stream.0.context, &self.memory.context) {
+            let (from, to) = (self.memory.context.ordinal, stream.0.context.ordinal);
+            let problem = format!(
+                "the buffer is on device {from}, the stream of device {to}, or both of another opening"
+            );
+            return Err(Error::invalid("on", problem));
+        }
+        if self.stream == *stream { Ok(()) } else { stream.wait_event(&self.stream.record()?) }
+    }
+
+    /// Another buffer of the same memory, in the same order. Whoever asks sees to it that no element is in two.
+    pub(super) fn sibling(&self, range: Range<usize>) -> DeviceBuf<T> {
+        let (memory, stream) = (self.memory.clone(), self.stream.clone());
+        let marks = self.memory.address != 0;
+        DeviceBuf { memory, range, stream, marks, _elements: PhantomData }
+    }
+
+    pub(super) fn set_stream(&mut self, stream: &DeviceStream) {
+        self.stream = stream.clone();
+    }
+
+    /// Goes without a mark: siblings took its place.
+    pub(super) fn replaced(mut self) {
+        self.marks = false;
+    }
+}
+
+/// Puts a copy to the device on the buffer's stream. Their lengths are equal.
+fn upload<T: Element, H: Buf<Elem = T>>(
+    cuda: &Cuda,
+    (host, buf): &mut (H, DeviceBuf<T>),
+) -> Result<(), CudaError> {
+    let Ends { device, host, bytes } = buf.ends(host);
+    if bytes == 0 {
+        return Ok(());
+    }
+    // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is initialised and does not move
+    // with it. Both buffers are held until the copy is done.
+    unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, buf.stream.0.raw) }
+}
+
+fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
+    match (result, held) {
+        (Ok(()), Some(held)) => Ok(held),
+        (result, buf) => Err(Failed { buf, error: lost(result) }),
+    }
+}
+
+fn lost(result: Result<(), Error>) -> Error {
+    result.err().unwrap_or_else(|| Error::system("finish a copy", "its buffers are gone (a bug)"))
+}

@@ -1,0 +1,209 @@
+//! A device's context, and what its streams, events and memory share.
+
+use std::marker::PhantomData;
+
+use allstream_sys::Unavailable;
+use allstream_sys::cuda::{
+    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent,
+    CuResult, CuStream, Cuda, CudaError, LIBRARY_VARIABLE,
+};
+use parking_lot::Mutex;
+
+use super::pool::Pool;
+use crate::error::Error;
+
+/// The driver, or what is missing and what to do about it.
+pub(super) fn cuda() -> Result<&'static Cuda, Error> {
+    Cuda::get().map_err(|missing| {
+        let advice = match missing {
+            Unavailable::Init { .. } => {
+                "check that nvidia-smi lists a GPU, and that CUDA_VISIBLE_DEVICES does not hide it".to_owned()
+            }
+            _ => format!(
+                "install the NVIDIA driver, which brings libcuda.so.1, or set {LIBRARY_VARIABLE} to its path"
+            ),
+        };
+        Error::Unavailable { what: "the CUDA driver".into(), problem: format!("{missing}; {advice}") }
+    })
+}
+
+/// What the driver said, for a person.
+pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
+    let advice = match error.code {
+        CuResult::OUT_OF_MEMORY => {
+            "; drop device buffers, or give memory back with Device::trim, here or in other processes"
+        }
+        CuResult::INVALID_DEVICE | CuResult::NO_DEVICE => {
+            "; check nvidia-smi, and that CUDA_VISIBLE_DEVICES does not hide the device"
+        }
+        CuResult::SYSTEM_DRIVER_MISMATCH => "; reboot, or reload the kernel module of the driver installed",
+        code if code.is_sticky() => {
+            "; a kernel has failed, and nothing more runs on this device in this process: run it under \
+             compute-sanitizer to find which"
+        }
+        _ => "",
+    };
+    Error::Cuda {
+        doing: doing.to_owned(),
+        device,
+        call: error.call.to_owned(),
+        code: error.code.0,
+        name: error.name,
+        problem: error.text + advice,
+    }
+}
+
+/// So many streams wait for events on the host's behalf at a time; further events are asked now and then instead.
+const NOTIFIERS: usize = 16;
+
+#[derive(Default)]
+struct Notifiers {
+    idle: Vec<CuStream>,
+    made: usize,
+}
+
+/// A device: its primary context, held as long as anything on the device is.
+pub(super) struct Context {
+    pub(super) cuda: &'static Cuda,
+    pub(super) ordinal: usize,
+    device: CuDevice,
+    context: CuContext,
+    pub(super) name: String,
+    pub(super) uuid: [u8; 16],
+    pub(super) pool: Mutex<Pool>,
+    /// Events that nobody waits for, to be recorded again.
+    events: Mutex<Vec<CuEvent>>,
+    notifiers: Mutex<Notifiers>,
+}
+
+/// Proof that a context is this thread's current one. What was before it is again when this goes.
+pub(super) struct Entered<'a> {
+    context: &'a Context,
+    /// The thread's.
+    _here: PhantomData<*const ()>,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        // SAFETY: pops what `enter` pushed on this thread (`Entered` cannot leave it, and nobody else pops ours).
+        if let Err(error) = unsafe { self.context.cuda.ctx_pop_current() } {
+            tracing::warn!(device = self.context.ordinal, "{error}; the device stays current on this thread");
+        }
+    }
+}
+
+impl Context {
+    /// Retains the primary context of a device.
+    pub(super) fn new(ordinal: usize) -> Result<Context, Error> {
+        let cuda = cuda()?;
+        let tell = |error| told(ordinal, "open it", error);
+        // SAFETY: asks for a number.
+        let count = unsafe { cuda.device_get_count() }.map_err(tell)?;
+        let index = i32::try_from(ordinal).ok().filter(|index| *index < count).ok_or_else(|| {
+            let problem =
+                format!("there is no device {ordinal}, this process sees {count} (CUDA_VISIBLE_DEVICES)");
+            Error::invalid("Device::new", problem)
+        })?;
+        // SAFETY: the index is of a device.
+        let device = unsafe { cuda.device_get(index) }.map_err(tell)?;
+        let name = cuda.device_name(device).map_err(tell)?;
+        // A part of a divided device (MIG) has an identity of its own, which only the newer function gives.
+        let uuid = if cuda.has_device_get_uuid_v2() {
+            // SAFETY: the driver gave the device.
+            unsafe { cuda.device_get_uuid_v2(device) }
+        } else {
+            // SAFETY: as above.
+            unsafe { cuda.device_get_uuid(device) }
+        };
+        let uuid = uuid.map_err(tell)?.0;
+        // SAFETY: as above; released in `drop`.
+        let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
+        Ok(Context {
+            cuda,
+            ordinal,
+            device,
+            context,
+            name,
+            uuid,
+            pool: Mutex::default(),
+            events: Mutex::default(),
+            notifiers: Mutex::default(),
+        })
+    }
+
+    /// Makes the context this thread's current one.
+    pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
+        // SAFETY: the context is retained until `self` is dropped.
+        unsafe { self.cuda.ctx_push_current(self.context) }?;
+        Ok(Entered { context: self, _here: PhantomData })
+    }
+
+    pub(super) fn tell(&self, doing: &str, error: CudaError) -> Error {
+        told(self.ordinal, doing, error)
+    }
+
+    /// Calls the driver in this context.
+    pub(super) fn call<T>(
+        &self,
+        doing: &str,
+        call: impl FnOnce(&'static Cuda) -> Result<T, CudaError>,
+    ) -> Result<T, Error> {
+        let made = self.enter().and_then(|_entered| call(self.cuda));
+        made.map_err(|error| self.tell(doing, error))
+    }
+
+    /// An event that nobody waits for.
+    pub(super) fn event(&self, _: &Entered<'_>) -> Result<CuEvent, CudaError> {
+        if let Some(event) = self.events.lock().pop() {
+            return Ok(event);
+        }
+        // SAFETY: in this context (`Entered`). Not timed, and a host thread that waits for it sleeps.
+        unsafe { self.cuda.event_create(CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC) }
+    }
+
+    /// Takes an event back. Streams that were told to wait for it wait for what it was recorded at then.
+    pub(super) fn recycle(&self, event: CuEvent) {
+        self.events.lock().push(event);
+    }
+
+    /// A stream on which nothing is but what nobody waits for any more, if there is one to be had.
+    pub(super) fn notifier(&self, _: &Entered<'_>) -> Option<CuStream> {
+        let mut notifiers = self.notifiers.lock();
+        if let Some(stream) = notifiers.idle.pop() {
+            return Some(stream);
+        }
+        if notifiers.made == NOTIFIERS {
+            return None;
+        }
+        // SAFETY: in this context (`Entered`); destroyed in `drop`.
+        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }.ok()?;
+        notifiers.made += 1;
+        Some(stream)
+    }
+
+    pub(super) fn give_back(&self, notifier: CuStream) {
+        self.notifiers.lock().idle.push(notifier);
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        let report = |error: CudaError| tracing::warn!(device = self.ordinal, "closing the device: {error}");
+        match self.enter() {
+            Ok(_entered) => {
+                self.pool.lock().close(self.cuda, &report);
+                for event in self.events.lock().drain(..) {
+                    // SAFETY: made by `event`; an event may be destroyed before it is reached.
+                    unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
+                }
+                for stream in self.notifiers.lock().idle.drain(..) {
+                    // SAFETY: made by `notifier`; the driver lets what is on it finish.
+                    unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
+                }
+            }
+            Err(error) => report(error),
+        }
+        // SAFETY: retained in `new`; what was made in the context is gone, or is lost with it.
+        unsafe { self.cuda.device_primary_ctx_release(self.device) }.unwrap_or_else(report);
+    }
+}

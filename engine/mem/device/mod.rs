@@ -1,0 +1,22 @@
+//! Memory, streams and events on CUDA devices.
+//!
+//! Everything here is ordered by streams: a [`DeviceBuf`] belongs to one, work on it is put there, and its memory goes
+//! back to the pool in that order. `docs/adr/0013-device-memory.md` has the rules and their reasons.
+
+mod buf;
+mod context;
+mod foreign;
+mod handle;
+mod pieces;
+mod pinned;
+mod pool;
+mod stream;
+mod transfer;
+mod waiter;
+
+pub use buf::DeviceBuf;
+pub use foreign::ForeignMemory;
+pub use handle::{Device, Driver, PoolMemory, device_count, driver};
+pub use pinned::PinnedBuf;
+pub use stream::{DeviceEvent, DeviceStream, Reached};
+pub use transfer::Transfer;

@@ -1,0 +1,297 @@
+//! Device memory in blocks that other processes could open, handed out in pieces and taken back in the order of streams.
+//!
+//! A block is one `cuMemAlloc`: memory of the driver's own pools has no legacy IPC handle, and ignores peer access
+//! (`cuCtxEnablePeerAccess`). A piece that is freed while its streams still work is *pending*: each stream's work is
+//! marked by an event. A piece that only one stream has used may be used again on that stream at once.
+
+use std::collections::BTreeMap;
+
+use allstream_sys::cuda::{CuEvent, CuResult, Cuda, CudaError};
+
+use super::context::{Context, Entered};
+use super::stream::Line;
+
+/// Pieces start at multiples of this, as those of `cuMemAlloc` do (256 bytes at least): wide loads and rows of kernels
+/// are aligned.
+const ALIGN: u64 = 512;
+/// A block, unless what is asked for is larger. `cuMemAlloc` takes from 0.1 to 1 ms and stops the device's other work
+/// where it has to map memory, so it should be rare; more than this would be a burden to a process that needs little.
+const BLOCK: u64 = 64 << 20;
+/// Larger blocks are multiples of this, the size of the driver's pages.
+const PAGE: u64 = 2 << 20;
+
+/// A piece of a block. Not `Clone`: whoever has it owns the memory.
+#[derive(Debug, PartialEq)]
+pub(super) struct Piece {
+    pub(super) block: u64,
+    pub(super) at: u64,
+    pub(super) bytes: u64,
+}
+
+/// A point that a stream (by its number) has still to reach.
+pub(super) type Mark = (u64, CuEvent);
+
+struct Pending {
+    piece: Piece,
+    after: Vec<Mark>,
+}
+
+struct Block {
+    bytes: u64,
+    /// Address and length of what is free, never two neighbours.
+    free: BTreeMap<u64, u64>,
+}
+
+/// The pool of a device. See the module.
+#[derive(Default)]
+pub(super) struct Pool {
+    /// By address.
+    blocks: BTreeMap<u64, Block>,
+    pending: Vec<Pending>,
+    pub(super) used: u64,
+    pub(super) lost: u64,
+}
+
+fn up(bytes: u64, to: u64) -> Option<u64> {
+    bytes.checked_next_multiple_of(to)
+}
+
+impl Pool {
+    pub(super) fn reserved(&self) -> u64 {
+        self.blocks.values().map(|block| block.bytes).sum()
+    }
+
+    pub(super) fn waiting(&self) -> u64 {
+        self.pending.iter().map(|pending| pending.piece.bytes).sum()
+    }
+
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// The smallest free range that is large enough; the lowest of those.
+    fn fit(&mut self, bytes: u64) -> Option<Piece> {
+        let all = self.blocks.iter().flat_map(|(base, block)| block.free.iter().map(move |f| (*base, f)));
+        let fitting = all.filter(|(_, (_, len))| **len >= bytes).min_by_key(|(_, (at, len))| (**len, **at));
+        let (base, at, len) = fitting.map(|(base, (at, len))| (base, *at, *len))?;
+        let block = self.blocks.get_mut(&base)?;
+        block.free.remove(&at);
+        if len > bytes {
+            block.free.insert(at + bytes, len - bytes);
+        }
+        Some(Piece { block: base, at, bytes })
+    }
+
+    fn release(&mut self, piece: Piece) {
+        let Some(block) = self.blocks.get_mut(&piece.block) else { return };
+        let (mut at, mut bytes) = (piece.at, piece.bytes);
+        if let Some((before, len)) = block.free.range(..at).next_back().map(|(a, l)| (*a, *l))
+            && before + len == at
+        {
+            block.free.remove(&before);
+            (at, bytes) = (before, len + bytes);
+        }
+        if let Some(len) = block.free.remove(&(piece.at + piece.bytes)) {
+            bytes += len;
+        }
+        block.free.insert(at, bytes);
+    }
+
+    /// Takes a piece that was given out. It is free once all marks are reached.
+    pub(super) fn free(&mut self, piece: Piece, after: Vec<Mark>) {
+        self.used -= piece.bytes;
+        if after.is_empty() {
+            self.release(piece);
+        } else {
+            self.pending.push(Pending { piece, after });
+        }
+    }
+
+    /// A piece that may never be used again: nobody can tell whether the device still touches it.
+    pub(super) fn lose(&mut self, piece: Piece) {
+        self.used -= piece.bytes;
+        self.lost += piece.bytes;
+    }
+
+    /// Frees what streams are done with. An event that cannot be asked has not been reached.
+    fn reap(&mut self, context: &Context) {
+        for mut pending in std::mem::take(&mut self.pending) {
+            pending.after.retain(|(_, event)| {
+                // SAFETY: an event of this context that `pending` alone has.
+                let reached = unsafe { context.cuda.event_query(*event) }.is_ok();
+                if reached {
+                    context.recycle(*event);
+                }
+                !reached
+            });
+            if pending.after.is_empty() {
+                self.release(pending.piece);
+            } else {
+                self.pending.push(pending);
+            }
+        }
+    }
+
+    /// The first part of a pending piece that is large enough and that `suits`, and the marks to wait for. The rest
+    /// stays pending, so the marks are only lent.
+    fn early(&mut self, bytes: u64, suits: impl Fn(&[Mark]) -> bool) -> Option<(usize, Vec<Mark>)> {
+        let index = self.pending.iter().position(|p| p.piece.bytes >= bytes && suits(&p.after))?;
+        Some((index, self.pending[index].after.clone()))
+    }
+
+    fn cut(&mut self, context: &Context, index: usize, bytes: u64) -> Piece {
+        let pending = &mut self.pending[index];
+        let piece = Piece { block: pending.piece.block, at: pending.piece.at, bytes };
+        pending.piece.at += bytes;
+        pending.piece.bytes -= bytes;
+        if pending.piece.bytes == 0 {
+            let spent = self.pending.swap_remove(index);
+            spent.after.into_iter().for_each(|(_, event)| context.recycle(event));
+        }
+        piece
+    }
+
+    fn grow(&mut self, cuda: &Cuda, bytes: u64) -> Result<(), CudaError> {
+        // SAFETY: in the context of this pool, which callers have entered; freed in `trim` or `close`.
+        let at = unsafe { cuda.mem_alloc(usize::try_from(bytes).unwrap_or(usize::MAX)) }?;
+        self.blocks.insert(at, Block { bytes, free: BTreeMap::from([(at, bytes)]) });
+        Ok(())
+    }
+
+    /// A piece for use on `line`, from its next work on.
+    pub(super) fn alloc(
+        &mut self,
+        context: &Context,
+        _: &Entered<'_>,
+        line: &Line,
+        bytes: u64,
+    ) -> Result<Piece, CudaError> {
+        let (bytes, large) = match (up(bytes, ALIGN), up(bytes, PAGE)) {
+            (Some(bytes), Some(large)) => (bytes, large),
+            _ => (u64::MAX, u64::MAX),
+        };
+        let piece = self.find(context, line, bytes, large)?;
+        self.used += piece.bytes;
+        Ok(piece)
+    }
+
+    fn find(&mut self, context: &Context, line: &Line, bytes: u64, large: u64) -> Result<Piece, CudaError> {
+        self.reap(context);
+        if let Some(piece) = self.fit(bytes) {
+            return Ok(piece);
+        }
+        // What follows on the only stream that has used it comes after that use.
+        if let Some((index, _)) = self.early(bytes, |after| after.iter().all(|(id, _)| *id == line.id)) {
+            return Ok(self.cut(context, index, bytes));
+        }
+        let mut failed = None;
+        for size in [large.max(BLOCK), large, bytes] {
+            match self.grow(context.cuda, size) {
+                Ok(()) => return self.fit(bytes).ok_or_else(|| unreachable_fit(context)),
+                Err(error) if error.code == CuResult::OUT_OF_MEMORY => {
+                    failed = Some(error);
+                    self.reap(context);
+                    if let Some(piece) = self.fit(bytes) {
+                        return Ok(piece);
+                    }
+                    self.trim(context);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        // The last resort: memory that other streams will have left. This one waits for them, not the caller.
+        if let Some((index, after)) = self.early(bytes, |_| true) {
+            for (_, event) in after {
+                // SAFETY: a stream and a recorded event, both of this context and both held here.
+                unsafe { context.cuda.stream_wait_event(line.raw, event, 0) }?;
+            }
+            return Ok(self.cut(context, index, bytes));
+        }
+        Err(failed.unwrap_or_else(|| unreachable_fit(context)))
+    }
+
+    /// Gives blocks back of which nothing is used. How many bytes.
+    pub(super) fn trim(&mut self, context: &Context) -> u64 {
+        self.reap(context);
+        let before = self.reserved();
+        self.blocks.retain(|at, block| {
+            let unused = block.free.get(at) == Some(&block.bytes);
+            // SAFETY: an address that `grow` got; all of the block is free, so nothing of the device's uses it.
+            !(unused && unsafe { context.cuda.mem_free(*at) }.is_ok())
+        });
+        before - self.reserved()
+    }
+
+    /// Gives everything back. Nobody has a piece any more.
+    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
+        for (_, event) in self.pending.drain(..).flat_map(|pending| pending.after) {
+            // SAFETY: an event that `pending` alone had.
+            unsafe { cuda.event_synchronize(event).and_then(|()| cuda.event_destroy(event)) }
+                .unwrap_or_else(report);
+        }
+        for at in std::mem::take(&mut self.blocks).into_keys() {
+            // SAFETY: an address that `grow` got; the streams that used the block are done (above), or will never be.
+            // `cuMemFree` itself waits for the device besides.
+            unsafe { cuda.mem_free(at) }.unwrap_or_else(report);
+        }
+    }
+}
+
+/// A block was made and does not hold what it was made for, or nothing was tried: neither can be.
+fn unreachable_fit(context: &Context) -> CudaError {
+    CudaError {
+        call: "cuMemAlloc_v2",
+        code: CuResult::OUT_OF_MEMORY,
+        name: "CUDA_ERROR_OUT_OF_MEMORY".into(),
+        text: format!("the pool of device {} has no such piece (a bug)", context.ordinal),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pool(blocks: &[(u64, u64)]) -> Pool {
+        let blocks = blocks.iter().map(|(at, bytes)| (*at, *bytes));
+        let blocks = blocks.map(|(at, bytes)| (at, Block { bytes, free: BTreeMap::from([(at, bytes)]) }));
+        Pool { blocks: blocks.collect(), ..Pool::default() }
+    }
+
+    #[test]
+    fn the_smallest_range_that_fits_is_taken_and_neighbours_grow_together_again() {
+        let mut pool = pool(&[(1 << 20, 8192), (1 << 30, 2048)]);
+        let small = pool.fit(1024).unwrap();
+        assert_eq!(small, Piece { block: 1 << 30, at: 1 << 30, bytes: 1024 });
+        let [a, b, c] = [2048, 1024, 4096].map(|bytes| pool.fit(bytes).unwrap());
+        assert_eq!((a.at, b.at, c.at), (1 << 20, (1 << 30) + 1024, (1 << 20) + 2048));
+        assert_eq!(pool.fit(4096), None);
+        pool.release(a);
+        pool.release(c);
+        assert_eq!(pool.blocks[&(1 << 20)].free, BTreeMap::from([(1 << 20, 8192)]));
+        pool.release(b);
+        pool.release(small);
+        assert_eq!(pool.blocks[&(1 << 30)].free, BTreeMap::from([(1 << 30, 2048)]));
+    }
+
+    /// Pieces in any order of taking and releasing: never two at one place, and all is one range again in the end.
+    #[test]
+    fn pieces_never_overlap() {
+        let mut pool = pool(&[(4096, 1 << 16), (1 << 20, 1 << 15)]);
+        let (mut state, mut taken) = (7_u64, Vec::<Piece>::new());
+        for _ in 0..5000 {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let number = state >> 33;
+            if number % 3 == 0 && !taken.is_empty() {
+                let index = number as usize / 3 % taken.len();
+                pool.release(taken.swap_remove(index));
+            } else if let Some(piece) = pool.fit((number % 8 + 1) * ALIGN) {
+                let apart =
+                    |other: &Piece| piece.at + piece.bytes <= other.at || other.at + other.bytes <= piece.at;
+                assert!(taken.iter().all(apart), "{piece:?} in {taken:?}");
+                taken.push(piece);
+            }
+        }
+        taken.into_iter().for_each(|piece| pool.release(piece));
+        assert!(pool.blocks.iter().all(|(at, block)| block.free == BTreeMap::from([(*at, block.bytes)])));
+    }
+}

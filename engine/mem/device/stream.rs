@@ -1,0 +1,275 @@
+//! Streams of a device, and events: points in them.
+
+use std::ffi::{c_int, c_void};
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context as Task, Poll};
+
+use allstream_sys::cuda::{
+    CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_NON_BLOCKING, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream,
+};
+
+use super::context::{Context, Entered};
+use super::handle::Device;
+use super::transfer::Transfer;
+use super::waiter::{self, Outcome};
+use crate::error::{Error, Failed};
+use crate::mem::Event;
+
+/// An in-order queue of work on a device. What [`HostStream`](crate::HostStream) is to a CPU.
+///
+/// Cheap to clone: all clones are one stream, which is destroyed with the last, after what is on it.
+#[derive(Clone)]
+pub struct DeviceStream(pub(super) Arc<Line>);
+
+/// A stream, and what keeps it.
+pub(super) struct Line {
+    pub(super) context: Arc<Context>,
+    pub(super) raw: CuStream,
+    /// A number that no other stream of this process ever has: handles of the driver come again.
+    pub(super) id: u64,
+    ours: bool,
+}
+
+fn number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+impl Drop for Line {
+    fn drop(&mut self) {
+        if !self.ours {
+            return;
+        }
+        // SAFETY: made by `DeviceStream::make`, and this was its last handle. The driver lets what is on it finish.
+        let gone = self.context.call("destroy a stream", |cuda| unsafe { cuda.stream_destroy(self.raw) });
+        if let Err(error) = gone {
+            tracing::warn!("{error}");
+        }
+    }
+}
+
+impl fmt::Debug for DeviceStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DeviceStream({} of device {})", self.0.id, self.0.context.ordinal)
+    }
+}
+
+impl PartialEq for DeviceStream {
+    fn eq(&self, other: &DeviceStream) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl Eq for DeviceStream {}
+
+impl DeviceStream {
+    /// A stream of usual priority, for computing. It does not wait for the default stream, nor that for it.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn new(device: &Device) -> Result<DeviceStream, Error> {
+        DeviceStream::make(device, |_, _| 0)
+    }
+
+    /// A stream of the highest priority that the device has, for communicating: its work goes first where both could
+    /// run.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn high_priority(device: &Device) -> Result<DeviceStream, Error> {
+        DeviceStream::make(device, |_least, greatest| greatest)
+    }
+
+    fn make(device: &Device, priority: impl FnOnce(c_int, c_int) -> c_int) -> Result<DeviceStream, Error> {
+        let raw = device.0.call("make a stream", |cuda| {
+            let (least, greatest) = cuda.stream_priorities()?;
+            // SAFETY: in the device's context; destroyed with the last handle.
+            unsafe { cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, priority(least, greatest)) }
+        })?;
+        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), ours: true })))
+    }
+
+    /// A stream of someone else's: of an array library, say. It is not destroyed here.
+    ///
+    /// # Safety
+    /// - `raw` is a `CUstream` of the primary context of `device`;
+    /// - it exists until every clone of the result, every buffer on it and every event recorded on it is gone, and every
+    ///   [`Transfer`] on it has ended.
+    ///
+    /// The legacy default stream (null, or `CU_STREAM_LEGACY`) is one.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: the per-thread default stream, which is another one on each thread, while buffers move
+    /// between threads. Give the library a stream of its own.
+    pub unsafe fn from_raw(device: &Device, raw: *mut c_void) -> Result<DeviceStream, Error> {
+        let raw = CuStream(raw);
+        if raw == CU_STREAM_PER_THREAD {
+            let problem = "the per-thread default stream is another stream on every thread; use a stream of its own \
+                           (in candle: Device::new_cuda_with_stream)";
+            return Err(Error::invalid("DeviceStream::from_raw", problem));
+        }
+        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), ours: false })))
+    }
+
+    /// The device.
+    pub fn device(&self) -> Device {
+        Device(self.0.context.clone())
+    }
+
+    /// The `CUstream`, for other libraries. It exists as long as a handle of this stream does.
+    pub fn as_raw(&self) -> *mut c_void {
+        self.0.raw.0
+    }
+
+    /// The point that the stream has now been filled to.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn record(&self) -> Result<DeviceEvent, Error> {
+        let context = &self.0.context;
+        let raw = context.enter().and_then(|entered| self.mark(&entered));
+        let raw = raw.map_err(|error| context.tell("mark a point in a stream", error))?;
+        Ok(DeviceEvent::of(context, raw))
+    }
+
+    /// An event recorded here.
+    pub(super) fn mark(&self, entered: &Entered<'_>) -> Result<CuEvent, allstream_sys::cuda::CudaError> {
+        let context = &self.0.context;
+        let event = context.event(entered)?;
+        // SAFETY: a stream and an event of this context; nobody else has the event.
+        match unsafe { context.cuda.event_record(event, self.0.raw) } {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                context.recycle(event);
+                Err(error)
+            }
+        }
+    }
+
+    /// Work put here after this call starts only once `event` is reached. The stream waits, the caller does not; the
+    /// event may be of another device.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`].
+    pub fn wait_event(&self, event: &DeviceEvent) -> Result<(), Error> {
+        self.0.context.call("make a stream wait", |cuda| {
+            // SAFETY: both exist: `self` and `event` keep them. The event was recorded when it was made.
+            unsafe { cuda.stream_wait_event(self.0.raw, event.0.raw, 0) }
+        })
+    }
+
+    /// Blocks until all that was put here is done.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]; a kernel that failed is told here too.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        self.0.context.call("wait for a stream", |cuda| {
+            // SAFETY: `self` keeps the stream.
+            unsafe { cuda.stream_synchronize(self.0.raw) }
+        })
+    }
+
+    /// Whether what is put here now goes into a graph instead of running. The host cannot wait for that.
+    pub(super) fn is_capturing(&self) -> Result<bool, Error> {
+        let mut status = CU_STREAM_CAPTURE_STATUS_NONE;
+        self.0.context.call("ask whether a stream is being captured", |cuda| {
+            // SAFETY: `self` keeps the stream; `status` is room for the answer.
+            unsafe { cuda.stream_is_capturing(self.0.raw, &raw mut status) }
+        })?;
+        Ok(status != CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+}
+
+/// A point in a stream of a device, reached once all that was on the stream before it is done.
+///
+/// Cheap to clone. `.await` gives way to other tasks until it is reached; no thread spins meanwhile.
+/// [`on_host`](Self::on_host) makes an [`Event`] of it, which collectives can start after
+/// ([`Call::after`](crate::Call::after)).
+#[derive(Clone)]
+pub struct DeviceEvent(pub(super) Arc<Point>);
+
+/// A recorded event.
+pub(super) struct Point {
+    pub(super) context: Arc<Context>,
+    pub(super) raw: CuEvent,
+}
+
+impl Drop for Point {
+    fn drop(&mut self) {
+        self.context.recycle(self.raw);
+    }
+}
+
+impl fmt::Debug for DeviceEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let state = match self.is_complete() {
+            Ok(true) => "reached",
+            Ok(false) => "pending",
+            Err(_) => "failed",
+        };
+        write!(f, "DeviceEvent({state}, of device {})", self.0.context.ordinal)
+    }
+}
+
+impl DeviceEvent {
+    pub(super) fn of(context: &Arc<Context>, raw: CuEvent) -> DeviceEvent {
+        DeviceEvent(Arc::new(Point { context: context.clone(), raw }))
+    }
+
+    /// Whether the point has been reached. Never blocks.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]: work on the device has failed.
+    pub fn is_complete(&self) -> Result<bool, Error> {
+        // SAFETY: `self` keeps the event.
+        match unsafe { self.0.context.cuda.event_query(self.0.raw) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.code == CuResult::NOT_READY => Ok(false),
+            Err(error) => Err(self.0.context.tell("ask for an event", error)),
+        }
+    }
+
+    /// Blocks until the point is reached, asleep.
+    ///
+    /// # Errors
+    /// [`Error::Cuda`]: work on the device has failed.
+    pub fn wait(&self) -> Result<(), Error> {
+        // SAFETY: `self` keeps the event.
+        let reached = unsafe { self.0.context.cuda.event_synchronize(self.0.raw) };
+        reached.map_err(|error| self.0.context.tell("wait for an event", error))
+    }
+
+    /// The same point as an event of the host's: complete when this is reached, failed where work before it has failed.
+    pub fn on_host(&self) -> Event {
+        let event = Event::pending();
+        let fire = event.clone();
+        let then = move |outcome: Outcome| fire.fire(matches!(outcome, Outcome::Reached));
+        waiter::watch(self.clone(), Box::new(then));
+        event
+    }
+}
+
+/// Waits for a [`DeviceEvent`]: what `.await` on one makes.
+#[derive(Debug)]
+pub struct Reached(Transfer<()>);
+
+impl IntoFuture for DeviceEvent {
+    type Output = Result<(), Error>;
+    type IntoFuture = Reached;
+    fn into_future(self) -> Reached {
+        Reached(Transfer::after(self, (), "wait for an event", |result, _: Option<()>| {
+            result.map_err(|error| Failed { buf: Some(()), error })
+        }))
+    }
+}
+
+impl Future for Reached {
+    type Output = Result<(), Error>;
+    fn poll(mut self: Pin<&mut Self>, task: &mut Task<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(task).map_err(|failed| failed.error)
+    }
+}

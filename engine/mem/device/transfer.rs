@@ -1,0 +1,160 @@
+//! [`Transfer`]: device work that holds buffers until it is done.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context as Task, Poll};
+
+use allstream_sys::cuda::{Cuda, CudaError};
+use parking_lot::Mutex;
+
+use super::stream::{DeviceEvent, DeviceStream};
+use super::waiter::{self, Outcome};
+use crate::error::{Error, Failed};
+use crate::mem::Event;
+
+/// A copy on a stream of a device, which has been submitted: a future that gives its buffers back.
+///
+/// - It runs whether or not it is polled. Dropping it lets it run on, and the buffers are kept until it is done.
+/// - It needs no particular runtime, and no thread spins for it; [`Transfer::wait`] blocks instead.
+/// - `O` comes back on success, `F` on failure, unless the device may still touch it: then [`Failed::buf`] is `None`,
+///   and the memory is never used again.
+#[must_use = "the buffers come back through it: await it, `.wait()` for it, or drop it to let the copy run on"]
+pub struct Transfer<O, F = O>(State<O, F>);
+
+type Slot<O, F> = Mutex<Option<Result<O, Failed<F>>>>;
+type Settle<K, O, F> = fn(Result<(), Error>, Option<K>) -> Result<O, Failed<F>>;
+
+enum State<O, F> {
+    Running(Arc<Slot<O, F>>, Event),
+    Ended(Option<Result<O, Failed<F>>>),
+}
+
+impl<O, F> fmt::Debug for Transfer<O, F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            State::Running(_, done) => write!(f, "Transfer({done:?})"),
+            State::Ended(_) => f.write_str("Transfer(ended)"),
+        }
+    }
+}
+
+impl<O, F> Unpin for Transfer<O, F> {}
+
+fn taken<O, F>() -> Result<O, Failed<F>> {
+    Err(Failed { buf: None, error: Error::invalid("await", "the result of this copy was taken already") })
+}
+
+impl<O, F> Transfer<O, F> {
+    /// What was refused, or had nothing to do.
+    pub(super) fn ended(result: Result<O, Failed<F>>) -> Transfer<O, F> {
+        Transfer(State::Ended(Some(result)))
+    }
+
+    /// Blocks until it is done, asleep.
+    ///
+    /// # Errors
+    /// As awaiting it.
+    pub fn wait(self) -> Result<O, Failed<F>> {
+        match self.0 {
+            State::Running(slot, done) => {
+                let _ = done.wait();
+                let result = slot.lock().take();
+                result.unwrap_or_else(taken)
+            }
+            State::Ended(result) => result.unwrap_or_else(taken),
+        }
+    }
+}
+
+impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
+    /// Holds `held` until `event` is reached.
+    pub(super) fn after<K: Send + 'static>(
+        event: DeviceEvent,
+        held: K,
+        doing: &'static str,
+        settle: Settle<K, O, F>,
+    ) -> Transfer<O, F> {
+        let slot: Arc<Slot<O, F>> = Arc::default();
+        let (done, place) = (Event::pending(), slot.clone());
+        let fire = done.clone();
+        let then = move |outcome: Outcome| {
+            let result = match outcome {
+                Outcome::Reached => settle(Ok(()), Some(held)),
+                Outcome::Over(error) => settle(Err(error.doing(doing)), Some(held)),
+                Outcome::Unknown(error) => {
+                    std::mem::forget(held);
+                    settle(Err(error.doing(doing)), None)
+                }
+            };
+            *place.lock() = Some(result);
+            // Ours is then the only hand on the result, or it is dropped here, before anyone is told.
+            drop(place);
+            fire.fire(true);
+        };
+        waiter::watch(event, Box::new(then));
+        Transfer(State::Running(slot, done))
+    }
+
+    /// Puts work on `stream` that touches what `held` owns.
+    pub(super) fn start<K: Send + 'static>(
+        stream: &DeviceStream,
+        mut held: K,
+        doing: &'static str,
+        put: impl FnOnce(&Cuda, &mut K) -> Result<(), CudaError>,
+        settle: Settle<K, O, F>,
+    ) -> Transfer<O, F> {
+        match stream.is_capturing() {
+            Ok(false) => {}
+            Ok(true) => {
+                let problem =
+                    "the stream is being captured into a graph: the host cannot wait for a copy on it";
+                return Transfer::ended(settle(Err(Error::invalid(doing, problem)), Some(held)));
+            }
+            Err(error) => return Transfer::ended(settle(Err(error), Some(held))),
+        }
+        let context = &stream.0.context;
+        let entered = match context.enter() {
+            Ok(entered) => entered,
+            Err(error) => {
+                return Transfer::ended(settle(Err(context.tell(doing, error)), Some(held)));
+            }
+        };
+        match put(context.cuda, &mut held).and_then(|()| stream.mark(&entered)) {
+            Ok(event) => {
+                drop(entered);
+                Transfer::after(DeviceEvent::of(context, event), held, doing, settle)
+            }
+            Err(error) => {
+                // Whether anything was put there or not, it is over when the stream is.
+                let over = stream.synchronize().is_ok();
+                let held = if over {
+                    Some(held)
+                } else {
+                    std::mem::forget(held);
+                    None
+                };
+                Transfer::ended(settle(Err(context.tell(doing, error)), held))
+            }
+        }
+    }
+}
+
+impl<O, F> Future for Transfer<O, F> {
+    type Output = Result<O, Failed<F>>;
+
+    /// Cancel safe: a `Transfer` may be dropped between polls, or polled by another task.
+    fn poll(mut self: Pin<&mut Self>, task: &mut Task<'_>) -> Poll<Self::Output> {
+        if let State::Running(_, done) = &self.0
+            && done.subscribe(task.waker())
+        {
+            return Poll::Pending;
+        }
+        let result = match std::mem::replace(&mut self.0, State::Ended(None)) {
+            State::Running(slot, _) => slot.lock().take(),
+            State::Ended(result) => result,
+        };
+        Poll::Ready(result.unwrap_or_else(taken))
+    }
+}

@@ -1,0 +1,180 @@
+//! One thread of the process that sees device work end, for futures and for memory that is held until then.
+//!
+//! It sleeps until the driver calls. For each event that is waited for, a stream that has nothing else to do waits for it
+//! and then calls [`ring`] on the host (`cuLaunchHostFunc`); the thread asks the event and does the rest, since such a
+//! function may call no function of the driver, and holds its stream up. So no stream of the user's, nor of another
+//! library's, ever waits for host code.
+//!
+//! The driver does not call once work in the context has failed, so the thread also asks every event now and then.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use allstream_sys::cuda::{CuResult, CuStream};
+use parking_lot::{Condvar, Mutex};
+
+use super::stream::DeviceEvent;
+use crate::error::Error;
+
+/// How an event ended.
+pub(super) enum Outcome {
+    /// Reached.
+    Reached,
+    /// The driver says that something failed, but also that all work up to the event is over.
+    Over(Error),
+    /// Nobody can tell whether work before it still runs.
+    Unknown(Error),
+}
+
+type Then = Box<dyn FnOnce(Outcome) + Send>;
+
+struct Entry {
+    event: DeviceEvent,
+    /// The stream that waits for the event. `None`: none does, the thread has to ask.
+    notifier: Option<CuStream>,
+    asked: bool,
+    then: Then,
+}
+
+#[derive(Default)]
+struct State {
+    entries: BTreeMap<u64, Entry>,
+    rung: Vec<u64>,
+    next: u64,
+}
+
+struct Waiter {
+    state: Mutex<State>,
+    bell: Condvar,
+}
+
+static WAITER: Waiter = Waiter {
+    state: Mutex::new(State { entries: BTreeMap::new(), rung: Vec::new(), next: 0 }),
+    bell: Condvar::new(),
+};
+
+/// Every event is asked this often, in case the driver will not call.
+const SWEEP: Duration = Duration::from_millis(20);
+/// Where an event has no stream that waits for it.
+const ASK: Duration = Duration::from_millis(1);
+
+/// What the driver calls on its own thread: `token` is a number, not an address.
+unsafe extern "C" fn ring(token: *mut c_void) {
+    WAITER.state.lock().rung.push(token.addr() as u64);
+    WAITER.bell.notify_one();
+}
+
+/// Calls `then` once `event` is reached or will not be, on the waiter's thread.
+pub(super) fn watch(event: DeviceEvent, then: Then) {
+    static STARTED: OnceLock<bool> = OnceLock::new();
+    let started = STARTED.get_or_init(|| {
+        let thread = std::thread::Builder::new().name("allstream-cuda".into());
+        thread.spawn(|| WAITER.run()).is_ok()
+    });
+    if !started {
+        // The system has no thread to give: this one has to wait itself.
+        let outcome = settle(&event, event.wait().err());
+        return then(outcome);
+    }
+    let context = event.0.context.clone();
+    let entered = context.enter();
+    let notifier = entered.as_ref().ok().and_then(|entered| context.notifier(entered));
+    let raw = event.0.raw;
+    let token = {
+        let mut state = WAITER.state.lock();
+        let token = state.next;
+        state.next += 1;
+        state
+            .entries
+            .insert(token, Entry { event: event.clone(), notifier, asked: notifier.is_none(), then });
+        token
+    };
+    let launched = notifier.is_some_and(|notifier| {
+        // SAFETY: the notifier and the event (`event` keeps it) are of the context that is entered.
+        let waits = unsafe { context.cuda.stream_wait_event(notifier, raw, 0) };
+        let token = std::ptr::without_provenance_mut(token as usize);
+        // SAFETY: `ring` takes a number, calls nothing of the driver's, and does not unwind.
+        waits.and_then(|()| unsafe { context.cuda.launch_host_func(notifier, ring, token) }).is_ok()
+    });
+    if !launched {
+        if let Some(entry) = WAITER.state.lock().entries.get_mut(&token) {
+            entry.asked = true;
+        }
+        WAITER.bell.notify_one();
+    }
+}
+
+/// What is to be made of an answer of the driver's other than "not yet".
+fn settle(event: &DeviceEvent, error: Option<Error>) -> Outcome {
+    match error {
+        None => Outcome::Reached,
+        // The error may be of other work. What counts for memory is whether that before the event is over.
+        Some(error) if event.wait().is_ok() => Outcome::Over(error),
+        Some(error) => Outcome::Unknown(error),
+    }
+}
+
+impl Entry {
+    /// How the event ended, if it has.
+    fn ask(&self) -> Option<Outcome> {
+        let context = &self.event.0.context;
+        // SAFETY: `event` keeps it.
+        match unsafe { context.cuda.event_query(self.event.0.raw) } {
+            Ok(()) => Some(Outcome::Reached),
+            Err(error) if error.code == CuResult::NOT_READY => None,
+            Err(error) => Some(settle(&self.event, Some(context.tell("wait for an event", error)))),
+        }
+    }
+
+    fn end(self, outcome: Outcome) {
+        if let Some(notifier) = self.notifier {
+            self.event.0.context.give_back(notifier);
+        }
+        // Wakers are a runtime's code, and what is dropped may be a user's.
+        if catch_unwind(AssertUnwindSafe(|| (self.then)(outcome))).is_err() {
+            tracing::error!("what was to happen after work of a device panicked");
+        }
+    }
+}
+
+impl Waiter {
+    fn run(&self) {
+        let mut swept = Instant::now();
+        loop {
+            for (token, entry) in self.due(&mut swept) {
+                match entry.ask() {
+                    Some(outcome) => entry.end(outcome),
+                    None => {
+                        self.state.lock().entries.insert(token, entry);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Waits until there is something to ask, and takes it out.
+    fn due(&self, swept: &mut Instant) -> Vec<(u64, Entry)> {
+        let mut state = self.state.lock();
+        loop {
+            let pause = if state.entries.values().any(|entry| entry.asked) { ASK } else { SWEEP };
+            let since = swept.elapsed();
+            if state.entries.is_empty() {
+                state.rung.clear();
+                self.bell.wait(&mut state);
+                *swept = Instant::now();
+            } else if since >= pause {
+                *swept = Instant::now();
+                state.rung.clear();
+                return std::mem::take(&mut state.entries).into_iter().collect();
+            } else if !state.rung.is_empty() {
+                let rung = std::mem::take(&mut state.rung);
+                return rung.into_iter().filter_map(|token| state.entries.remove_entry(&token)).collect();
+            } else {
+                self.bell.wait_for(&mut state, pause - since);
+            }
+        }
+    }
+}
