@@ -19,6 +19,9 @@ pub(crate) struct Part {
     pub(crate) limit: Duration,
 }
 
+/// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
+const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests";
+
 /// What a part does.
 pub(crate) enum Work {
     /// Runs `cargo` with these arguments and variables, in the root of the repository.
@@ -85,11 +88,9 @@ pub(crate) fn tests() -> Vec<Part> {
         cargo("foreign libraries", "test --package allstream-sys --no-fail-fast"),
         cargo("engine and command, unit", &format!("test {engine} --lib --bins")),
         cargo("integration", &format!("test {engine} --test *")).needs(integration_tests),
-        cargo(
-            "doc tests",
-            "test --workspace --exclude xtask --exclude loom-tests --all-features --no-fail-fast --doc",
-        ),
+        cargo("doc tests", &format!("test --workspace {OURS_ALONE} --all-features --no-fail-fast --doc")),
         cargo("examples and benches build", "build --package allstream --all-features --examples --benches"),
+        cargo("CUDA test driver", "test --package cuda-driver-for-tests --no-fail-fast"),
         cargo("loom", "test --package loom-tests --release --no-fail-fast"),
         cargo("kernels, release", "test --package allstream-kernels --all-features --no-fail-fast --release")
             .full(),
@@ -113,7 +114,7 @@ pub(crate) fn lints(root: &Path) -> Vec<Part> {
     vec![
         cargo("format", "fmt --all --check"),
         cargo("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),
-        cargo("docs", "doc --workspace --exclude xtask --exclude loom-tests --no-deps --all-features")
+        cargo("docs", &format!("doc --workspace {OURS_ALONE} --no-deps --all-features"))
             .env("RUSTDOCFLAGS", "-D warnings"),
         package(root),
     ]
@@ -140,7 +141,7 @@ fn package(root: &Path) -> Part {
     cargo(
         "package",
         &format!(
-            "package --workspace --exclude xtask --exclude loom-tests --allow-dirty --no-metadata --target-dir \
+            "package --workspace {OURS_ALONE} --allow-dirty --no-metadata --target-dir \
              target/packages/{:016x}",
             content.finish()
         ),

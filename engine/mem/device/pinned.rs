@@ -69,11 +69,11 @@ impl<T: Element> Drop for PinnedBuf<T> {
         if self.len * size_of::<T>() == 0 {
             return;
         }
-        let at = self.start.as_ptr().cast();
+        // Tried also where the context cannot be entered: the driver knows whose memory it is.
+        let _entered = self.context.enter();
         // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with it holds the buffer meanwhile.
-        let freed = self.context.call("unpin host memory", |cuda| unsafe { cuda.mem_free_host(at) });
-        if let Err(error) = freed {
-            tracing::warn!("{error}");
+        if let Err(error) = unsafe { self.context.cuda.mem_free_host(self.start.as_ptr().cast()) } {
+            tracing::warn!(device = self.context.ordinal, "unpin host memory: {error}");
         }
     }
 }

@@ -44,10 +44,11 @@ impl Drop for Line {
         if !self.ours {
             return;
         }
+        // Tried also where the context cannot be entered: the driver knows whose stream it is.
+        let _entered = self.context.enter();
         // SAFETY: made by `DeviceStream::make`, and this was its last handle. The driver lets what is on it finish.
-        let gone = self.context.call("destroy a stream", |cuda| unsafe { cuda.stream_destroy(self.raw) });
-        if let Err(error) = gone {
-            tracing::warn!("{error}");
+        if let Err(error) = unsafe { self.context.cuda.stream_destroy(self.raw) } {
+            tracing::warn!(device = self.context.ordinal, "destroy a stream: {error}");
         }
     }
 }

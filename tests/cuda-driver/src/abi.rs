@@ -1,0 +1,119 @@
+//! What crosses the boundary: places for results, and tables of handles.
+
+use std::collections::BTreeMap;
+use std::ffi::{CStr, c_char, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
+
+use crate::codes::{Code, Done};
+
+/// Where a caller wants a result, or null. Only callers of the exported functions make these, and by calling they
+/// promise that the place is theirs to write.
+#[repr(transparent)]
+pub(crate) struct Out<T>(*mut T);
+
+impl<T> Out<T> {
+    /// For a place whose type a number tells; the caller's promise is about that type.
+    pub(crate) fn from_untyped(place: *mut c_void) -> Self {
+        Out(place.cast())
+    }
+
+    pub(crate) fn set(&self, value: T) -> Done {
+        if self.0.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        self.set_if_wanted(value);
+        Ok(())
+    }
+
+    pub(crate) fn set_if_wanted(&self, value: T) {
+        if !self.0.is_null() {
+            // SAFETY: not null, and the caller of the exported function promised a place for a `T`. Not necessarily an
+            // aligned one: what C keeps in untyped structs need not be.
+            unsafe { self.0.write_unaligned(value) }
+        }
+    }
+}
+
+/// What a caller gives, or null; the same promise as for [`Out`].
+#[repr(transparent)]
+pub(crate) struct In<T>(*const T);
+
+impl<T: Copy> In<T> {
+    pub(crate) fn get(&self) -> Done<T> {
+        self.at(0)
+    }
+
+    /// The `index`th of an array, which the caller promised to be that long.
+    pub(crate) fn at(&self, index: usize) -> Done<T> {
+        if self.0.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: not null, and the caller of the exported function promised as many readable values.
+        Ok(unsafe { self.0.add(index).read_unaligned() })
+    }
+
+    pub(crate) fn is_null(&self) -> bool {
+        self.0.is_null()
+    }
+}
+
+impl In<c_char> {
+    pub(crate) fn text(&self) -> Done<&CStr> {
+        if self.0.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        // SAFETY: not null, and the caller of the exported function promised a text that ends with a zero, and keeps it
+        // for the call; the result borrows from `self`, which lives no longer.
+        Ok(unsafe { CStr::from_ptr(self.0) })
+    }
+}
+
+/// An object's name outside: never an address, never given twice, so that a stale one is found out.
+pub(crate) type Handle = u64;
+
+/// A device's address.
+pub(crate) type Address = u64;
+
+static NEXT: AtomicU64 = AtomicU64::new(0x0010_0000);
+
+/// A number that nothing else has.
+pub(crate) fn fresh() -> Handle {
+    NEXT.fetch_add(16, Ordering::Relaxed)
+}
+
+/// The objects of one kind that live.
+pub(crate) struct Table<T>(RwLock<BTreeMap<Handle, Arc<T>>>);
+
+impl<T> Table<T> {
+    pub(crate) const fn new() -> Self {
+        Table(RwLock::new(BTreeMap::new()))
+    }
+
+    pub(crate) fn add(&self, handle: Handle, object: Arc<T>) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).insert(handle, object);
+    }
+
+    pub(crate) fn get(&self, handle: Handle) -> Done<Arc<T>> {
+        let table = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        table.get(&handle).cloned().ok_or(Code::INVALID_HANDLE)
+    }
+
+    pub(crate) fn remove(&self, handle: Handle) -> Done<Arc<T>> {
+        let mut table = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        table.remove(&handle).ok_or(Code::INVALID_HANDLE)
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<T>> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.0.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+}
+
+/// Locks; a panic elsewhere has been reported as an error there, and is no reason for another here.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

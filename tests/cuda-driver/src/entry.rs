@@ -1,0 +1,74 @@
+//! What every call passes through.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::codes::{Code, Done};
+use crate::knobs;
+
+/// The process that called `cuInit`, or 0: a child of a fork has no driver.
+static INITIALIZED_BY: AtomicU32 = AtomicU32::new(0);
+
+thread_local! {
+    static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs the body of an exported function, unless it may not run or was told to fail.
+pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
+    early(name, || {
+        if INITIALIZED_BY.load(Ordering::Acquire) != std::process::id() {
+            return Err(Code::NOT_INITIALIZED);
+        }
+        body()
+    })
+}
+
+/// As [`call`], for the functions that work before `cuInit`.
+pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {
+    if IN_HOST_FUNCTION.get() {
+        return Code::NOT_PERMITTED;
+    }
+    if let Some(code) = knobs::counted(name) {
+        return code;
+    }
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => Code::SUCCESS,
+        Ok(Err(code)) => code,
+        // Never across the boundary. The panic's own message has gone to stderr.
+        Err(_) => Code::UNKNOWN,
+    }
+}
+
+/// Runs a function of the caller's on this thread, which may not call the driver from it.
+pub(crate) fn host_function(run: impl FnOnce()) {
+    IN_HOST_FUNCTION.set(true);
+    run();
+    IN_HOST_FUNCTION.set(false);
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuInit(flags: u32) -> Code {
+    early("cuInit", || {
+        if flags != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let by = INITIALIZED_BY.load(Ordering::Acquire);
+        if by != 0 && by != std::process::id() {
+            return Err(Code::NOT_INITIALIZED);
+        }
+        crate::device::make_all()?;
+        INITIALIZED_BY.store(std::process::id(), Ordering::Release);
+        Ok(())
+    })
+}
+
+/// As if `cuInit` had never been called.
+pub(crate) fn forget() {
+    INITIALIZED_BY.store(0, Ordering::Release);
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuDriverGetVersion(version: crate::abi::Out<i32>) -> Code {
+    early("cuDriverGetVersion", || version.set(knobs::VERSION))
+}

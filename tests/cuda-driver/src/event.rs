@@ -1,0 +1,238 @@
+//! Events: points in streams, and the time they were reached.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use crate::abi::{Handle, Out, Table, fresh, lock};
+use crate::codes::{Code, Done};
+use crate::context::{Context, working};
+use crate::entry::call;
+use crate::space::Mapping;
+use crate::stream::{Stream, Ticket};
+
+const BLOCKING_SYNC: u32 = 1;
+const DISABLE_TIMING: u32 = 2;
+const INTERPROCESS: u32 = 4;
+
+pub(crate) struct Event {
+    handle: Handle,
+    pub(crate) context: Arc<Context>,
+    pub(crate) flags: u32,
+    point: Mutex<Option<Point>>,
+    /// For an event between processes: the page they share.
+    pub(crate) shared: Option<Arc<Shared>>,
+}
+
+/// Where the last record stands, and when it was reached.
+#[derive(Clone)]
+struct Point {
+    ticket: Ticket,
+    reached: Arc<OnceLock<Instant>>,
+}
+
+/// A page that processes share: how many records there were, and the last that was reached.
+pub(crate) struct Shared {
+    mapping: Mapping,
+    /// Of whoever made it.
+    pub(crate) file: Option<std::os::fd::OwnedFd>,
+}
+
+impl Shared {
+    fn words(&self) -> &[AtomicU64; 2] {
+        // SAFETY: the mapping is a page, aligned, zeroed when new, lives as long as `self`, and only ever used as these
+        // two atomic words, by every process.
+        unsafe { &*(self.mapping.address() as *const [AtomicU64; 2]) }
+    }
+
+    fn recorded(&self) -> u64 {
+        self.words()[0].load(Ordering::Acquire)
+    }
+
+    fn is_done(&self, number: u64) -> bool {
+        self.words()[1].load(Ordering::Acquire) >= number
+    }
+
+    /// Polls: the other process cannot wake us.
+    fn wait(&self, number: u64, waiter: &Context) {
+        while !self.is_done(number) && waiter.is_alive() {
+            std::thread::sleep(Duration::from_micros(20));
+        }
+    }
+}
+
+pub(crate) static EVENTS: Table<Event> = Table::new();
+
+pub(crate) fn end_all_of(context: Handle) {
+    for event in EVENTS.all().into_iter().filter(|event| event.context.handle == context) {
+        let _ = EVENTS.remove(event.handle);
+    }
+}
+
+impl Event {
+    pub(crate) const BETWEEN_PROCESSES: u32 = INTERPROCESS | DISABLE_TIMING;
+
+    pub(crate) fn make(context: &Arc<Context>, flags: u32, shared: Option<Arc<Shared>>) -> Arc<Self> {
+        let event = Arc::new(Event {
+            handle: fresh(),
+            context: context.clone(),
+            flags,
+            point: Mutex::default(),
+            shared,
+        });
+        EVENTS.add(event.handle, event.clone());
+        event
+    }
+
+    pub(crate) fn handle(&self) -> Handle {
+        self.handle
+    }
+
+    fn point(&self) -> Option<Point> {
+        lock(&self.point).clone()
+    }
+
+    /// Whether all that was before the last record is done; an event without a record is.
+    fn is_done(&self) -> bool {
+        match &self.shared {
+            Some(shared) => shared.is_done(shared.recorded()),
+            None => self.point().is_none_or(|point| point.ticket.is_done()),
+        }
+    }
+
+    fn record(&self, stream: &Arc<Stream>) -> Done {
+        if stream.context.handle != self.context.handle {
+            return Err(Code::INVALID_HANDLE);
+        }
+        let reached = Arc::new(OnceLock::new());
+        let (mark, shared) = (reached.clone(), self.shared.clone());
+        let number = shared.as_ref().map(|shared| shared.words()[0].fetch_add(1, Ordering::AcqRel) + 1);
+        // Under the lock: the record that was queued last is the one the event stands for.
+        let mut point = lock(&self.point);
+        let ticket = stream.submit(move |_| {
+            let _ = mark.set(Instant::now());
+            if let (Some(shared), Some(number)) = (shared, number) {
+                shared.words()[1].fetch_max(number, Ordering::AcqRel);
+            }
+            Ok(())
+        })?;
+        if let Some(ticket) = ticket {
+            *point = Some(Point { ticket, reached });
+        }
+        Ok(())
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventCreate(out: Out<Handle>, flags: u32) -> Code {
+    call("cuEventCreate", || {
+        let context = working()?;
+        let known = BLOCKING_SYNC | DISABLE_TIMING | INTERPROCESS;
+        // As the manual demands: an event between processes has no time.
+        if flags & !known != 0 || (flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let shared = if flags & INTERPROCESS != 0 { Some(Arc::new(Shared::new()?)) } else { None };
+        out.set(Event::make(&context, flags, shared).handle)
+    })
+}
+
+impl Shared {
+    pub(crate) fn opened(file: &std::os::fd::OwnedFd) -> Done<Self> {
+        Ok(Shared { mapping: Mapping::of_file(file, 0, crate::space::PAGE)?, file: None })
+    }
+
+    fn new() -> Done<Self> {
+        let file = crate::space::memfd(crate::space::PAGE)?;
+        Ok(Shared { mapping: Mapping::of_file(&file, 0, crate::space::PAGE)?, file: Some(file) })
+    }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventDestroy_v2(handle: Handle) -> Code {
+    call("cuEventDestroy_v2", || EVENTS.remove(handle).map(|_| ()))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventRecord(event: Handle, stream: Handle) -> Code {
+    call("cuEventRecord", || EVENTS.get(event)?.record(&Stream::named(stream)?))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventRecordWithFlags(event: Handle, stream: Handle, _flags: u32) -> Code {
+    call("cuEventRecordWithFlags", || EVENTS.get(event)?.record(&Stream::named(stream)?))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventQuery(event: Handle) -> Code {
+    call("cuEventQuery", || {
+        let event = EVENTS.get(event)?;
+        event.context.check()?;
+        if event.is_done() { Ok(()) } else { Err(Code::NOT_READY) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventSynchronize(event: Handle) -> Code {
+    call("cuEventSynchronize", || {
+        let event = EVENTS.get(event)?;
+        event.context.check()?;
+        if let Some(shared) = &event.shared {
+            shared.wait(shared.recorded(), &event.context);
+        } else if let Some(point) = event.point() {
+            point.ticket.wait(&event.context);
+            point.ticket.context().check()?;
+        }
+        event.context.check()
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) -> Code {
+    call("cuStreamWaitEvent", || {
+        let (stream, event) = (Stream::named(stream)?, EVENTS.get(event)?);
+        if flags > 1 {
+            return Err(Code::INVALID_VALUE);
+        }
+        // What the event stands for now; a record that comes later changes nothing.
+        if let Some(shared) = event.shared.clone() {
+            let number = shared.recorded();
+            stream.submit(move |worker| {
+                shared.wait(number, worker.context);
+                Ok(())
+            })?;
+        } else if let Some(point) = event.point() {
+            stream.submit(move |worker| {
+                point.ticket.wait(worker.context);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    })
+}
+
+fn elapsed(out: &Out<f32>, start: Handle, end: Handle) -> Done {
+    let (start, end) = (EVENTS.get(start)?, EVENTS.get(end)?);
+    if (start.flags | end.flags) & DISABLE_TIMING != 0 {
+        return Err(Code::INVALID_HANDLE);
+    }
+    let (Some(start), Some(end)) = (start.point(), end.point()) else {
+        return Err(Code::INVALID_HANDLE);
+    };
+    let (Some(from), Some(to)) = (start.reached.get(), end.reached.get()) else {
+        return Err(Code::NOT_READY);
+    };
+    let forth = to.saturating_duration_since(*from).as_secs_f32();
+    let back = from.saturating_duration_since(*to).as_secs_f32();
+    out.set((forth - back) * 1e3)
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventElapsedTime(out: Out<f32>, start: Handle, end: Handle) -> Code {
+    call("cuEventElapsedTime", || elapsed(&out, start, end))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuEventElapsedTime_v2(out: Out<f32>, start: Handle, end: Handle) -> Code {
+    call("cuEventElapsedTime_v2", || elapsed(&out, start, end))
+}

@@ -1,0 +1,180 @@
+//! Memory and events of other processes.
+//!
+//! A handle names a file descriptor of the process that gave it, which lies open to us in `/proc` as long as that process
+//! lives: nothing has to be served, and nothing is left behind.
+
+use std::collections::BTreeMap;
+use std::fs::{File, OpenOptions};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use crate::abi::{Address, Handle, Out, lock};
+use crate::codes::{Code, Done};
+use crate::context::working;
+use crate::device::device;
+use crate::entry::call;
+use crate::event::{EVENTS, Event, Shared};
+use crate::knobs;
+use crate::space::{self, Kind, Memory, find};
+
+const MEMORY: u64 = u64::from_le_bytes(*b"test-mem");
+const EVENT: u64 = u64::from_le_bytes(*b"test-evt");
+/// The only flag, without which real drivers open nothing.
+const LAZY_PEER_ACCESS: u32 = 1;
+
+/// `CUipcMemHandle` and `CUipcEventHandle`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Token([u8; 64]);
+
+/// What a token says.
+#[derive(Clone, Copy)]
+struct Words {
+    what: u64,
+    process: u64,
+    file: u64,
+    offset: u64,
+    size: u64,
+    device: u64,
+    id: u64,
+}
+
+impl Token {
+    fn new(words: Words) -> Self {
+        let Words { what, process, file, offset, size, device, id } = words;
+        let mut bytes = [0; 64];
+        for (place, word) in bytes.chunks_exact_mut(8).zip([what, process, file, offset, size, device, id]) {
+            place.copy_from_slice(&word.to_le_bytes());
+        }
+        Token(bytes)
+    }
+
+    /// What it says, if it is one of another process's.
+    fn read(&self, wanted: u64) -> Done<Words> {
+        let word = |index: usize| {
+            let mut word = [0; 8];
+            word.copy_from_slice(&self.0[index * 8..][..8]);
+            u64::from_le_bytes(word)
+        };
+        let [what, process, file, offset, size, device, id] = [0, 1, 2, 3, 4, 5, 6].map(word);
+        if what != wanted {
+            return Err(Code::INVALID_HANDLE);
+        }
+        if process == u64::from(std::process::id()) {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        Ok(Words { what, process, file, offset, size, device, id })
+    }
+}
+
+impl Words {
+    fn open(&self) -> Done<OwnedFd> {
+        let path = format!("/proc/{}/fd/{}", self.process, self.file);
+        let file: File =
+            OpenOptions::new().read(true).write(true).open(path).map_err(|_| Code::MAP_FAILED)?;
+        Ok(file.into())
+    }
+}
+
+/// What is mapped: by process, memory and context; and how often it was opened.
+type Imports = BTreeMap<(u64, u64, Handle), (Arc<Memory>, u32)>;
+
+static IMPORTS: Mutex<Imports> = Mutex::new(BTreeMap::new());
+
+/// The name is that of the whole allocation, wherever in it the pointer is.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(out: Out<Token>, at: Address) -> Code {
+    call("cuIpcGetMemHandle", || {
+        let memory = find(at, 1).filter(|memory| memory.kind == Kind::Device).ok_or(Code::INVALID_VALUE)?;
+        let (Some(file), Some(offset)) = (memory.file(), memory.offset()) else {
+            return Err(Code::INVALID_VALUE);
+        };
+        let words = Words {
+            what: MEMORY,
+            process: std::process::id().into(),
+            file,
+            offset: offset as u64,
+            size: memory.size as u64,
+            device: memory.device as u64,
+            id: memory.id,
+        };
+        memory.exported.store(true, Ordering::Release);
+        out.set(Token::new(words))
+    })
+}
+
+fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
+    let context = working()?;
+    if flags != LAZY_PEER_ACCESS {
+        return Err(Code::INVALID_VALUE);
+    }
+    let words = token.read(MEMORY)?;
+    let owner = device(words.device as i32)?.ordinal;
+    if owner != context.device.ordinal && !knobs::peers(owner, context.device.ordinal) {
+        return Err(Code::PEER_ACCESS_UNSUPPORTED);
+    }
+    let key = (words.process, words.id, context.handle);
+    let mut imports = lock(&IMPORTS);
+    imports.retain(|_, (memory, _)| !memory.is_freed());
+    if let Some((memory, opened)) = imports.get_mut(&key) {
+        *opened += 1;
+        return out.set(memory.base);
+    }
+    let file = words.open()?;
+    let memory = Memory::imported(&file, words.offset as usize, words.size as usize, owner, &context)?;
+    out.set(memory.base)?;
+    imports.insert(key, (memory, 1));
+    Ok(())
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcOpenMemHandle(out: Out<Address>, token: Token, flags: u32) -> Code {
+    call("cuIpcOpenMemHandle", || open(&out, token, flags))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcOpenMemHandle_v2(out: Out<Address>, token: Token, flags: u32) -> Code {
+    call("cuIpcOpenMemHandle_v2", || open(&out, token, flags))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcCloseMemHandle(at: Address) -> Code {
+    call("cuIpcCloseMemHandle", || {
+        working()?;
+        let memory = space::beginning(at).filter(|memory| memory.kind == Kind::Imported);
+        let memory = memory.ok_or(Code::INVALID_VALUE)?;
+        let mut imports = lock(&IMPORTS);
+        let key = imports.iter().find(|(_, (held, _))| held.base == memory.base).map(|(key, _)| *key);
+        let key = key.ok_or(Code::INVALID_VALUE)?;
+        if let Some((_, opened)) = imports.get_mut(&key) {
+            *opened -= 1;
+            if *opened > 0 {
+                return Ok(());
+            }
+        }
+        imports.remove(&key);
+        memory.end()
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcGetEventHandle(out: Out<Token>, event: Handle) -> Code {
+    call("cuIpcGetEventHandle", || {
+        let event = EVENTS.get(event)?;
+        // Only who made it can give it on.
+        let shared = event.shared.as_ref().and_then(|shared| shared.file.as_ref());
+        let file = shared.ok_or(Code::INVALID_HANDLE)?.as_raw_fd() as u64;
+        let process = std::process::id().into();
+        out.set(Token::new(Words { what: EVENT, process, file, offset: 0, size: 0, device: 0, id: 0 }))
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuIpcOpenEventHandle(out: Out<Handle>, token: Token) -> Code {
+    call("cuIpcOpenEventHandle", || {
+        let context = working()?;
+        let shared = Shared::opened(&token.read(EVENT)?.open()?)?;
+        out.set(Event::make(&context, Event::BETWEEN_PROCESSES, Some(Arc::new(shared))).handle())
+    })
+}

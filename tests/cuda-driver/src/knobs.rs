@@ -1,0 +1,254 @@
+//! What a test can turn: by environment variables, read once, and by functions at run time.
+
+use std::collections::BTreeMap;
+use std::ffi::c_char;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, OnceLock};
+use std::time::Duration;
+
+use crate::abi::{In, lock};
+use crate::codes::{Code, Done};
+
+/// The version we say we are: 12.8.
+pub(crate) const VERSION: i32 = 12080;
+/// As many as the matrix of peers has rows.
+pub(crate) const MOST_DEVICES: usize = 8;
+
+/// A call that is to fail: the `left`th from now.
+struct Fault {
+    name: String,
+    left: u64,
+    code: Code,
+}
+
+struct Knobs {
+    devices: AtomicU64,
+    memory: AtomicU64,
+    /// The longest delay, in microseconds; 0 for none.
+    delay: AtomicU64,
+    seed: AtomicU64,
+    /// Bit `a * 8 + b`: devices `a` and `b` cannot reach each other.
+    no_peer: AtomicU64,
+    /// Instructions one launch may take.
+    budget: AtomicU64,
+    calls: Mutex<BTreeMap<&'static str, u64>>,
+    faults: Mutex<Vec<Fault>>,
+    any_fault: AtomicBool,
+}
+
+fn knobs() -> &'static Knobs {
+    static KNOBS: OnceLock<Knobs> = OnceLock::new();
+    KNOBS.get_or_init(|| {
+        let knobs = Knobs {
+            devices: AtomicU64::new(number("DEVICES", 2).clamp(1, MOST_DEVICES as u64)),
+            memory: AtomicU64::new(number("MEMORY", 1 << 30)),
+            delay: AtomicU64::new(number("DELAY_US", 0)),
+            seed: AtomicU64::new(number("SEED", 1)),
+            no_peer: AtomicU64::new(0),
+            budget: AtomicU64::new(number("BUDGET", 1 << 32)),
+            calls: Mutex::default(),
+            faults: Mutex::default(),
+            any_fault: AtomicBool::new(false),
+        };
+        for pair in variable("NO_PEER").split(',').filter(|pair| !pair.is_empty()) {
+            let (a, b) = pair.split_once('-').unwrap_or((pair, pair));
+            let bits = a.trim().parse().ok().zip(b.trim().parse().ok()).and_then(|(a, b)| pair_bits(a, b));
+            knobs.no_peer.fetch_or(bits.unwrap_or_else(|| wrong("NO_PEER", pair)), Ordering::Relaxed);
+        }
+        for fault in variable("FAIL").split(',').filter(|fault| !fault.is_empty()) {
+            let parts: Vec<&str> = fault.split(':').map(str::trim).collect();
+            let [name, nth, code] = parts[..] else { wrong("FAIL", fault) };
+            let (Ok(left), Ok(code)) = (nth.parse(), code.parse()) else { wrong("FAIL", fault) };
+            lock(&knobs.faults).push(Fault { name: name.into(), left, code: Code(code) });
+            knobs.any_fault.store(true, Ordering::Relaxed);
+        }
+        knobs
+    })
+}
+
+fn variable(name: &str) -> String {
+    std::env::var(format!("ALLSTREAM_TEST_CUDA_{name}")).unwrap_or_default()
+}
+
+fn number(name: &str, default: u64) -> u64 {
+    let text = variable(name);
+    let text = text.trim();
+    if text.is_empty() {
+        return default;
+    }
+    let (digits, shift) = match text.as_bytes()[text.len() - 1].to_ascii_uppercase() {
+        b'K' => (&text[..text.len() - 1], 10),
+        b'M' => (&text[..text.len() - 1], 20),
+        b'G' => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
+    };
+    let number: Option<u64> = digits.parse().ok();
+    number.and_then(|number| number.checked_mul(1 << shift)).unwrap_or_else(|| wrong(name, text))
+}
+
+/// A test that turns a knob wrongly must not pass for the wrong reason.
+fn wrong(name: &str, text: &str) -> ! {
+    eprintln!("ALLSTREAM_TEST_CUDA_{name}: cannot read {text:?}");
+    std::process::abort()
+}
+
+fn pair_bits(a: u64, b: u64) -> Option<u64> {
+    let most = MOST_DEVICES as u64;
+    (a < most && b < most).then(|| 1 << (a * most + b) | 1 << (b * most + a))
+}
+
+pub(crate) fn devices() -> usize {
+    knobs().devices.load(Ordering::Relaxed) as usize
+}
+
+pub(crate) fn memory() -> usize {
+    knobs().memory.load(Ordering::Relaxed) as usize
+}
+
+pub(crate) fn peers(a: i32, b: i32) -> bool {
+    let bits = pair_bits(a as u64, b as u64).unwrap_or(u64::MAX);
+    a != b && knobs().no_peer.load(Ordering::Relaxed) & bits == 0
+}
+
+/// Counts a call, and says how it is to fail, if it is.
+pub(crate) fn counted(name: &'static str) -> Option<Code> {
+    let knobs = knobs();
+    *lock(&knobs.calls).entry(name).or_default() += 1;
+    if !knobs.any_fault.load(Ordering::Relaxed) {
+        return None;
+    }
+    let mut faults = lock(&knobs.faults);
+    let mut code = None;
+    faults.retain_mut(|fault| {
+        if fault.name != name && fault.name != plain(name) {
+            return true;
+        }
+        fault.left = fault.left.saturating_sub(1);
+        if fault.left == 0 {
+            code = Some(fault.code);
+        }
+        fault.left > 0
+    });
+    code
+}
+
+/// A name without the suffix of its version.
+fn plain(name: &str) -> &str {
+    name.strip_suffix("_v2").or(name.strip_suffix("_v3")).unwrap_or(name)
+}
+
+/// A stream's source of delays: its own, so that a seed gives the same delays whatever other streams do.
+pub(crate) struct Delays(u64);
+
+impl Delays {
+    pub(crate) fn new(salt: u64) -> Self {
+        Delays((knobs().seed.load(Ordering::Relaxed) ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1)
+    }
+
+    fn next(&mut self) -> u64 {
+        // xorshift64*
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16
+    }
+
+    /// Half of the time nothing; else up to the longest delay.
+    pub(crate) fn next_delay(&mut self) -> Option<Duration> {
+        let longest = knobs().delay.load(Ordering::Relaxed);
+        let draw = self.next();
+        (longest > 0 && draw & 1 == 0).then(|| Duration::from_micros((draw >> 1) % longest + 1))
+    }
+}
+
+#[expect(dead_code, reason = "the interpreter is still to come")]
+pub(crate) fn budget() -> u64 {
+    knobs().budget.load(Ordering::Relaxed)
+}
+
+fn setter(set: impl FnOnce(&Knobs) -> Done) -> Code {
+    set(knobs()).err().unwrap_or(Code::SUCCESS)
+}
+
+/// The number of devices that the next `cuInit` after a reset finds.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_devices(count: u32) -> Code {
+    setter(|knobs| {
+        if !(1..=MOST_DEVICES).contains(&(count as usize)) {
+            return Err(Code::INVALID_VALUE);
+        }
+        knobs.devices.store(count.into(), Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// Bytes of memory of each device, from now on.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_memory(bytes: u64) -> Code {
+    setter(|knobs| {
+        knobs.memory.store(bytes, Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// Delays of at most so many microseconds before pieces of work; 0 for none. The seed counts for streams made later.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_delays(longest_us: u64, seed: u64) -> Code {
+    setter(|knobs| {
+        knobs.delay.store(longest_us, Ordering::Relaxed);
+        knobs.seed.store(seed, Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// Whether two devices can reach each other.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_peers(a: u32, b: u32, can: bool) -> Code {
+    setter(|knobs| {
+        let bits = pair_bits(a.into(), b.into()).ok_or(Code::INVALID_VALUE)?;
+        if can {
+            knobs.no_peer.fetch_and(!bits, Ordering::Relaxed);
+        } else {
+            knobs.no_peer.fetch_or(bits, Ordering::Relaxed);
+        }
+        Ok(())
+    })
+}
+
+/// Instructions that one launch may take before it is a timeout.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_budget(instructions: u64) -> Code {
+    setter(|knobs| {
+        knobs.budget.store(instructions, Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// Makes the `nth` call from now (1 is the next) of a function fail. The name may lack the suffix `_v2`, and then counts
+/// all versions. Several can be set; `nth` of 0 takes back all of this name, a null name everything.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn allstream_test_cuda_fail(name: In<c_char>, nth: u64, code: Code) -> Code {
+    setter(|knobs| {
+        let mut faults = lock(&knobs.faults);
+        if name.is_null() {
+            faults.clear();
+            return Ok(());
+        }
+        let name = name.text()?.to_str().map_err(|_| Code::INVALID_VALUE)?.to_owned();
+        if nth == 0 {
+            faults.retain(|fault| fault.name != name);
+        } else {
+            faults.push(Fault { name, left: nth, code });
+            knobs.any_fault.store(true, Ordering::Relaxed);
+        }
+        Ok(())
+    })
+}
+
+/// How often a function has been called; its name may lack the suffix of its version.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn allstream_test_cuda_calls(name: In<c_char>) -> u64 {
+    let Ok(Ok(wanted)) = name.text().map(|name| name.to_str()) else { return 0 };
+    let calls = lock(&knobs().calls);
+    calls.iter().filter(|(name, _)| **name == wanted || plain(name) == wanted).map(|(_, count)| count).sum()
+}

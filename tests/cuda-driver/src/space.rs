@@ -1,0 +1,380 @@
+//! Addresses: which memory lies where, whose it is, and where this process really keeps it.
+//!
+//! A device is an arena: a sparse memfd, mapped where only this driver knows. The addresses callers see are those of a
+//! reservation of the same size that nobody can touch, so that a host that follows a device's pointer dies at once.
+//! Addresses are not given twice, so whatever uses memory after its end is found out.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use crate::abi::{Address, Handle, fresh, lock};
+use crate::codes::{Code, Done};
+use crate::context::Context;
+
+/// What new memory holds: not a number in every type of floats, and no small number in any type.
+pub(crate) const FRESH: u8 = 0xff;
+/// What freed memory holds, for those who still map it.
+pub(crate) const FREED: u8 = 0xdd;
+
+/// Addresses a device has, for all allocations of its life together.
+const ARENA: usize = 1 << 40;
+/// As the real library aligns.
+const ALIGN: usize = 256;
+
+/// A mapping of this process.
+pub(crate) struct Mapping {
+    at: usize,
+    size: usize,
+}
+
+impl Mapping {
+    /// Memory for anyone of this process; or, without access, addresses alone.
+    pub(crate) fn anonymous(size: usize, access: bool) -> Done<Self> {
+        let protection = if access { libc::PROT_READ | libc::PROT_WRITE } else { libc::PROT_NONE };
+        Self::new(size, protection, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE, -1, 0)
+    }
+
+    pub(crate) fn of_file(file: &OwnedFd, offset: usize, size: usize) -> Done<Self> {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        Self::new(size, access, libc::MAP_SHARED | libc::MAP_NORESERVE, file.as_raw_fd(), offset)
+    }
+
+    fn new(size: usize, protection: i32, flags: i32, file: i32, offset: usize) -> Done<Self> {
+        // SAFETY: a new mapping, at an address of the kernel's choice, replaces nothing.
+        let at =
+            unsafe { libc::mmap(std::ptr::null_mut(), size, protection, flags, file, offset as libc::off_t) };
+        if at == libc::MAP_FAILED { Err(Code::OUT_OF_MEMORY) } else { Ok(Mapping { at: at as usize, size }) }
+    }
+
+    pub(crate) fn address(&self) -> usize {
+        self.at
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and who borrows from it holds the value that is dropped here.
+        unsafe { libc::munmap(self.at as *mut _, self.size) };
+    }
+}
+
+/// A new file of memory, of zeros.
+pub(crate) fn memfd(size: usize) -> Done<OwnedFd> {
+    // SAFETY: the name is a text that ends with a zero.
+    let file = unsafe { libc::memfd_create(c"cuda-for-tests".as_ptr(), libc::MFD_CLOEXEC) };
+    if file < 0 {
+        return Err(Code::OPERATING_SYSTEM);
+    }
+    // SAFETY: just made, and nobody else's.
+    let file = unsafe { OwnedFd::from_raw_fd(file) };
+    // SAFETY: only a number goes in.
+    if unsafe { libc::ftruncate(file.as_raw_fd(), size as libc::off_t) } != 0 {
+        return Err(Code::OPERATING_SYSTEM);
+    }
+    Ok(file)
+}
+
+/// A device's memory.
+pub(crate) struct Arena {
+    pub(crate) file: OwnedFd,
+    /// What callers see.
+    seen: Mapping,
+    /// What it is.
+    real: Mapping,
+    next: Mutex<usize>,
+}
+
+impl Arena {
+    pub(crate) fn new() -> Done<Self> {
+        let file = memfd(ARENA)?;
+        let real = Mapping::of_file(&file, 0, ARENA)?;
+        // Best effort: a core file has no use for it.
+        // SAFETY: the range is that of our own mapping.
+        unsafe { libc::madvise(real.at as *mut _, ARENA, libc::MADV_DONTDUMP) };
+        Ok(Arena { real, seen: Mapping::anonymous(ARENA, false)?, file, next: Mutex::new(0) })
+    }
+
+    /// A place for so many bytes: its offset.
+    fn place(&self, size: usize) -> Done<usize> {
+        let mut next = lock(&self.next);
+        let at = *next;
+        // A page apart: the unused rest belongs to nobody, and can go back to the system alone.
+        *next =
+            size.checked_next_multiple_of(PAGE).and_then(|size| at.checked_add(size + PAGE)).unwrap_or(ARENA);
+        if *next >= ARENA {
+            *next = at;
+            return Err(Code::OUT_OF_MEMORY);
+        }
+        Ok(at)
+    }
+
+    /// Gives the pages back to the system.
+    fn punch(&self, at: usize, size: usize) {
+        let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let size = size.next_multiple_of(PAGE) as libc::off_t;
+        // SAFETY: only numbers go in; the range was one allocation's.
+        unsafe { libc::fallocate(self.file.as_raw_fd(), mode, at as libc::off_t, size) };
+    }
+}
+
+pub(crate) const PAGE: usize = 4096;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// `cuMemAlloc`.
+    Device,
+    /// `cuMemAllocAsync`.
+    Pool,
+    /// `cuIpcOpenMemHandle`.
+    Imported,
+    /// `cuMemHostAlloc`.
+    Host,
+    /// `cuMemHostRegister`.
+    Registered,
+}
+
+/// Memory that the driver knows.
+pub(crate) struct Memory {
+    pub(crate) kind: Kind,
+    pub(crate) base: Address,
+    pub(crate) size: usize,
+    /// Where this process keeps it.
+    real: usize,
+    pub(crate) device: i32,
+    pub(crate) context: Handle,
+    /// A number that no other memory ever has.
+    pub(crate) id: u64,
+    /// How it was made: what callers can ask back.
+    pub(crate) flags: u32,
+    arena: Option<(Arc<Arena>, usize)>,
+    _mapping: Option<Mapping>,
+    /// Nothing may use it any more.
+    freed: AtomicBool,
+    /// A free is queued.
+    pub(crate) ending: AtomicBool,
+    /// Another process was given its name.
+    pub(crate) exported: AtomicBool,
+    /// Pieces of work that will use it.
+    users: AtomicUsize,
+}
+
+impl Memory {
+    fn new(kind: Kind, base: Address, size: usize, real: usize, context: &Context) -> Self {
+        Memory {
+            kind,
+            base,
+            size,
+            real,
+            device: context.device.ordinal,
+            context: context.handle,
+            id: fresh(),
+            flags: 0,
+            arena: None,
+            _mapping: None,
+            freed: AtomicBool::new(false),
+            ending: AtomicBool::new(false),
+            exported: AtomicBool::new(false),
+            users: AtomicUsize::new(0),
+        }
+    }
+
+    /// Memory of a context's device.
+    pub(crate) fn on_device(kind: Kind, size: usize, context: &Context) -> Done<Arc<Self>> {
+        let device = &context.device;
+        if size == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let before = device.used.fetch_add(size, Ordering::Relaxed);
+        if before.saturating_add(size) > crate::knobs::memory() {
+            device.used.fetch_sub(size, Ordering::Relaxed);
+            return Err(Code::OUT_OF_MEMORY);
+        }
+        let Ok(at) = device.arena.place(size) else {
+            device.used.fetch_sub(size, Ordering::Relaxed);
+            return Err(Code::OUT_OF_MEMORY);
+        };
+        let arena = device.arena.clone();
+        let mut memory =
+            Memory::new(kind, (arena.seen.at + at) as Address, size, arena.real.at + at, context);
+        memory.arena = Some((arena, at));
+        memory.fill(FRESH);
+        Ok(memory.known())
+    }
+
+    /// A part of another process's device.
+    pub(crate) fn imported(
+        file: &OwnedFd,
+        offset: usize,
+        size: usize,
+        device: i32,
+        context: &Context,
+    ) -> Done<Arc<Self>> {
+        let real = Mapping::of_file(file, offset, size.next_multiple_of(PAGE))?;
+        let at = context.device.arena.place(size)?;
+        let base = (context.device.arena.seen.at + at) as Address;
+        let mut memory = Memory::new(Kind::Imported, base, size, real.at, context);
+        memory.device = device;
+        memory._mapping = Some(real);
+        Ok(memory.known())
+    }
+
+    pub(crate) fn on_host(size: usize, flags: u32, context: &Context) -> Done<Arc<Self>> {
+        if size == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        // With a page that nobody can touch on each side.
+        let mapping = Mapping::anonymous(size.next_multiple_of(PAGE) + 2 * PAGE, true)?;
+        let at = mapping.at + PAGE;
+        for guard in [mapping.at, mapping.at + mapping.size - PAGE] {
+            // SAFETY: a page of our own new mapping.
+            unsafe { libc::mprotect(guard as *mut _, PAGE, libc::PROT_NONE) };
+        }
+        let mut memory = Memory::new(Kind::Host, at as Address, size, at, context);
+        memory._mapping = Some(mapping);
+        memory.flags = flags;
+        memory.fill(FRESH);
+        Ok(memory.known())
+    }
+
+    pub(crate) fn registered(at: usize, size: usize, flags: u32, context: &Context) -> Arc<Self> {
+        let mut memory = Memory::new(Kind::Registered, at as Address, size, at, context);
+        memory.flags = flags;
+        memory.known()
+    }
+
+    fn known(self) -> Arc<Self> {
+        let memory = Arc::new(self);
+        SPACE.write().unwrap_or_else(PoisonError::into_inner).insert(memory.base, memory.clone());
+        memory
+    }
+
+    /// Ends it, for everyone and at once.
+    pub(crate) fn end(&self) -> Done {
+        let known = SPACE.write().unwrap_or_else(PoisonError::into_inner).remove(&self.base);
+        if known.is_none() || self.freed.swap(true, Ordering::AcqRel) {
+            return Err(Code::INVALID_VALUE);
+        }
+        if self.users.load(Ordering::Acquire) > 0 {
+            crate::report::FREED_IN_USE.fetch_add(1, Ordering::Relaxed);
+        }
+        if self.kind != Kind::Registered {
+            self.fill_if_touched();
+        }
+        if let Some((arena, at)) = &self.arena {
+            // Whoever still maps it shall see what happened; else the system may have the pages.
+            if !self.exported.load(Ordering::Acquire) {
+                arena.punch(*at, self.size);
+            }
+            crate::device::used(self.device).fetch_sub(self.size, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn fill_if_touched(&self) {
+        // Of another process: it is not ours to spoil. Punched: nobody would see.
+        let seen = self.exported.load(Ordering::Acquire) || self.kind == Kind::Host;
+        if seen && self.kind != Kind::Imported {
+            self.fill(FREED);
+        }
+    }
+
+    fn fill(&self, value: u8) {
+        // SAFETY: the range is this memory's own mapping, which lives as long as `self`.
+        unsafe { std::ptr::write_bytes(self.real as *mut u8, value, self.size) }
+    }
+
+    pub(crate) fn is_freed(&self) -> bool {
+        self.freed.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn on_the_host(&self) -> bool {
+        matches!(self.kind, Kind::Host | Kind::Registered)
+    }
+
+    pub(crate) fn holds(&self, at: Address, length: usize) -> bool {
+        at >= self.base
+            && at - self.base <= self.size as u64
+            && length as u64 <= self.size as u64 - (at - self.base)
+    }
+
+    /// Where this process keeps the byte of that address.
+    pub(crate) fn real(&self, at: Address) -> usize {
+        self.real + (at - self.base) as usize
+    }
+
+    /// The descriptor of its device's file.
+    pub(crate) fn file(&self) -> Option<u64> {
+        self.arena.as_ref().map(|(arena, _)| arena.file.as_raw_fd() as u64)
+    }
+
+    /// Where it lies in its device's file, if it does.
+    pub(crate) fn offset(&self) -> Option<usize> {
+        self.arena.as_ref().map(|(_, at)| *at)
+    }
+}
+
+static SPACE: RwLock<BTreeMap<Address, Arc<Memory>>> = RwLock::new(BTreeMap::new());
+
+/// The memory at an address, if so many bytes from there are in it.
+pub(crate) fn find(at: Address, length: usize) -> Option<Arc<Memory>> {
+    let space = SPACE.read().unwrap_or_else(PoisonError::into_inner);
+    let (_, memory) = space.range(..=at).next_back()?;
+    (memory.holds(at, length) && (at - memory.base < memory.size as u64)).then(|| memory.clone())
+}
+
+/// The memory that begins at an address.
+pub(crate) fn beginning(at: Address) -> Option<Arc<Memory>> {
+    find(at, 1).filter(|memory| memory.base == at)
+}
+
+/// Whether any memory has a byte of that range.
+pub(crate) fn overlaps(at: Address, length: usize) -> bool {
+    let space = SPACE.read().unwrap_or_else(PoisonError::into_inner);
+    let before = space.range(..at.saturating_add(length as u64)).next_back();
+    before.is_some_and(|(_, memory)| memory.base + memory.size as u64 > at)
+}
+
+pub(crate) fn all() -> Vec<Arc<Memory>> {
+    SPACE.read().unwrap_or_else(PoisonError::into_inner).values().cloned().collect()
+}
+
+/// Bytes that a piece of work will use. While it lives the memory counts as in use, and its mapping stays.
+pub(crate) struct Span {
+    pub(crate) memory: Arc<Memory>,
+    at: Address,
+}
+
+impl Span {
+    /// For use by a context, which must be able to reach it.
+    pub(crate) fn new(context: &Context, at: Address, length: usize) -> Done<Self> {
+        let memory = find(at, length).filter(|memory| !memory.ending.load(Ordering::Acquire));
+        let memory = memory.ok_or(Code::INVALID_VALUE)?;
+        if !context.reaches(&memory) {
+            return Err(Code::INVALID_VALUE);
+        }
+        Ok(Self::of(memory, at))
+    }
+
+    pub(crate) fn of(memory: Arc<Memory>, at: Address) -> Self {
+        memory.users.fetch_add(1, Ordering::AcqRel);
+        Span { memory, at }
+    }
+
+    /// Where it is, if it still is.
+    pub(crate) fn pointer(&self) -> Done<*mut u8> {
+        if self.memory.is_freed() {
+            return Err(Code::ILLEGAL_ADDRESS);
+        }
+        Ok(self.memory.real(self.at) as *mut u8)
+    }
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        self.memory.users.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+const _: () = assert!(PAGE.is_multiple_of(ALIGN));

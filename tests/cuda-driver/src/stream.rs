@@ -1,0 +1,395 @@
+//! Streams: threads that do work in the order it came.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
+
+use crate::abi::{Handle, Out, Table, fresh, lock};
+use crate::codes::{Code, Done};
+use crate::context::{Context, working};
+use crate::entry::call;
+use crate::knobs::Delays;
+
+/// The smallest number that is a priority.
+pub(crate) const MOST_URGENT: i32 = -5;
+/// The handles of streams that every context has.
+const LEGACY: Handle = 1;
+const PER_THREAD: Handle = 2;
+const NON_BLOCKING: u32 = 1;
+/// How often who waits looks whether there is still something to wait for.
+const LOOK: Duration = Duration::from_millis(50);
+
+type Work = Box<dyn FnOnce(&Worker<'_>) -> Done + Send>;
+
+pub(crate) struct Stream {
+    pub(crate) handle: Handle,
+    pub(crate) context: Arc<Context>,
+    flags: u32,
+    priority: i32,
+    /// Stream 0: ordered with all blocking streams of its context.
+    legacy: bool,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    work: VecDeque<(Vec<Ticket>, Work)>,
+    submitted: u64,
+    completed: u64,
+    /// No work comes any more; what is queued is done.
+    closed: bool,
+    capture: Capture,
+}
+
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Capture {
+    #[default]
+    None,
+    Active,
+    Invalid,
+}
+
+/// A point in a stream.
+#[derive(Clone)]
+pub(crate) struct Ticket {
+    stream: Arc<Stream>,
+    number: u64,
+}
+
+/// What a piece of work may ask.
+pub(crate) struct Worker<'a> {
+    pub(crate) context: &'a Context,
+    delays: &'a RefCell<Delays>,
+}
+
+impl Worker<'_> {
+    /// A delay, sometimes, if the knobs say so.
+    pub(crate) fn dawdle(&self) {
+        if let Some(delay) = self.delays.borrow_mut().next_delay() {
+            std::thread::sleep(delay);
+        }
+    }
+}
+
+pub(crate) static STREAMS: Table<Stream> = Table::new();
+
+thread_local! {
+    /// This thread's own streams, by context.
+    static OWN: RefCell<BTreeMap<Handle, Own>> = const { RefCell::new(BTreeMap::new()) };
+}
+
+/// Ends with its thread.
+struct Own(Arc<Stream>);
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+impl Ticket {
+    pub(crate) fn is_done(&self) -> bool {
+        lock(&self.stream.queue).completed >= self.number
+    }
+
+    /// Waits until the point is reached, or the context that waits has ended.
+    pub(crate) fn wait(&self, waiter: &Context) {
+        let mut queue = lock(&self.stream.queue);
+        while queue.completed < self.number && waiter.is_alive() {
+            let woken = self.stream.changed.wait_timeout(queue, LOOK);
+            queue = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    pub(crate) fn context(&self) -> &Arc<Context> {
+        &self.stream.context
+    }
+}
+
+impl Stream {
+    fn start(context: &Arc<Context>, flags: u32, priority: i32, legacy: bool) -> Done<Arc<Self>> {
+        let stream = Arc::new(Stream {
+            handle: fresh(),
+            context: context.clone(),
+            flags,
+            priority,
+            legacy,
+            queue: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let worker = stream.clone();
+        let thread = std::thread::Builder::new().name(format!("cuda stream {:x}", stream.handle));
+        thread.spawn(move || worker.run()).map_err(|_| Code::OUT_OF_MEMORY)?;
+        Ok(stream)
+    }
+
+    fn run(&self) {
+        let delays = RefCell::new(Delays::new(self.handle));
+        let worker = Worker { context: &self.context, delays: &delays };
+        loop {
+            let (after, work) = {
+                let mut queue = lock(&self.queue);
+                loop {
+                    if let Some(next) = queue.work.pop_front() {
+                        break next;
+                    }
+                    if queue.closed || !self.context.is_alive() {
+                        return;
+                    }
+                    let woken = self.changed.wait_timeout(queue, LOOK);
+                    queue = woken.unwrap_or_else(PoisonError::into_inner).0;
+                }
+            };
+            after.iter().for_each(|ticket| ticket.wait(&self.context));
+            worker.dawdle();
+            if self.context.check().is_ok() {
+                let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work(&worker)));
+                if let Err(code) = result.unwrap_or(Err(Code::UNKNOWN)) {
+                    self.context.fail(code);
+                }
+            }
+            lock(&self.queue).completed += 1;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Queues work; gives the point behind it. While the stream is captured nothing runs, and there is no point.
+    pub(crate) fn submit(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Worker<'_>) -> Done + Send + 'static,
+    ) -> Done<Option<Ticket>> {
+        self.context.check()?;
+        let _order = lock(&self.context.order);
+        let after = self.comes_after()?;
+        let mut queue = lock(&self.queue);
+        match queue.capture {
+            Capture::None => {}
+            Capture::Active => return Ok(None),
+            Capture::Invalid => return Err(Code::STREAM_CAPTURE_INVALIDATED),
+        }
+        queue.work.push_back((after, Box::new(work)));
+        queue.submitted += 1;
+        let ticket = Ticket { stream: self.clone(), number: queue.submitted };
+        drop(queue);
+        self.changed.notify_all();
+        Ok(Some(ticket))
+    }
+
+    /// What stream 0 and the blocking streams wait for of each other.
+    fn comes_after(self: &Arc<Self>) -> Done<Vec<Ticket>> {
+        let mut after = Vec::new();
+        if self.legacy {
+            for stream in Stream::all_of(&self.context) {
+                if stream.flags & NON_BLOCKING == 0 && !stream.legacy {
+                    if stream.is_capturing() {
+                        return Err(Code::STREAM_CAPTURE_IMPLICIT);
+                    }
+                    after.push(stream.here());
+                }
+            }
+        } else if self.flags & NON_BLOCKING == 0 {
+            after.extend(lock(&self.context.legacy).as_ref().map(|legacy| legacy.here()));
+        }
+        after.retain(|ticket| !ticket.is_done());
+        Ok(after)
+    }
+
+    /// The point behind all that is queued now.
+    pub(crate) fn here(self: &Arc<Self>) -> Ticket {
+        Ticket { stream: self.clone(), number: lock(&self.queue).submitted }
+    }
+
+    pub(crate) fn is_capturing(&self) -> bool {
+        lock(&self.queue).capture != Capture::None
+    }
+
+    /// What may not happen while a stream is captured ends the capture.
+    fn not_capturing(&self) -> Done {
+        let mut queue = lock(&self.queue);
+        if queue.capture == Capture::None {
+            return Ok(());
+        }
+        queue.capture = Capture::Invalid;
+        Err(Code::STREAM_CAPTURE_UNSUPPORTED)
+    }
+
+    pub(crate) fn synchronize(self: &Arc<Self>) -> Done {
+        self.not_capturing()?;
+        self.context.check()?;
+        self.here().wait(&self.context);
+        self.context.check()
+    }
+
+    /// What is queued is still done.
+    pub(crate) fn close(&self) {
+        lock(&self.queue).closed = true;
+        self.changed.notify_all();
+    }
+
+    /// The stream a caller means.
+    pub(crate) fn named(handle: Handle) -> Done<Arc<Self>> {
+        match handle {
+            0 | LEGACY => {
+                let context = working()?;
+                let mut legacy = lock(&context.legacy);
+                if legacy.is_none() {
+                    *legacy = Some(Stream::start(&context, 0, 0, true)?);
+                }
+                legacy.clone().ok_or(Code::UNKNOWN)
+            }
+            PER_THREAD => {
+                let context = working()?;
+                OWN.with_borrow_mut(|own| {
+                    if let Some(own) = own.get(&context.handle) {
+                        return Ok(own.0.clone());
+                    }
+                    own.retain(|_, own| own.0.context.is_alive());
+                    let stream = Stream::start(&context, 0, 0, false)?;
+                    OWN_STREAMS.add(stream.handle, stream.clone());
+                    own.insert(context.handle, Own(stream.clone()));
+                    Ok(stream)
+                })
+            }
+            _ => STREAMS.get(handle),
+        }
+    }
+
+    /// All that live in a context, also those nobody made.
+    pub(crate) fn all_of(context: &Context) -> Vec<Arc<Self>> {
+        let mut all = STREAMS.all();
+        all.extend(OWN_STREAMS.all());
+        all.retain(|stream| stream.context.handle == context.handle);
+        all.extend(lock(&context.legacy).clone());
+        all
+    }
+}
+
+/// The threads' own streams. They stay after their threads, with nothing to do, until a reset.
+pub(crate) static OWN_STREAMS: Table<Stream> = Table::new();
+
+fn create(out: &Out<Handle>, flags: u32, priority: i32) -> Done {
+    let context = working()?;
+    if flags & !NON_BLOCKING != 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let stream = Stream::start(&context, flags, priority.clamp(MOST_URGENT, 0), false)?;
+    STREAMS.add(stream.handle, stream.clone());
+    out.set(stream.handle)
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamCreate(out: Out<Handle>, flags: u32) -> Code {
+    call("cuStreamCreate", || create(&out, flags, 0))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamCreateWithPriority(
+    out: Out<Handle>,
+    flags: u32,
+    priority: i32,
+) -> Code {
+    call("cuStreamCreateWithPriority", || create(&out, flags, priority))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamDestroy_v2(handle: Handle) -> Code {
+    call("cuStreamDestroy_v2", || {
+        if handle <= PER_THREAD {
+            return Err(Code::INVALID_HANDLE);
+        }
+        STREAMS.remove(handle)?.close();
+        Ok(())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamSynchronize(handle: Handle) -> Code {
+    call("cuStreamSynchronize", || Stream::named(handle)?.synchronize())
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamQuery(handle: Handle) -> Code {
+    call("cuStreamQuery", || {
+        let stream = Stream::named(handle)?;
+        stream.not_capturing()?;
+        stream.context.check()?;
+        if stream.here().is_done() { Ok(()) } else { Err(Code::NOT_READY) }
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamGetCtx(handle: Handle, out: Out<Handle>) -> Code {
+    call("cuStreamGetCtx", || out.set(Stream::named(handle)?.context.handle))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamGetPriority(handle: Handle, out: Out<i32>) -> Code {
+    call("cuStreamGetPriority", || out.set(Stream::named(handle)?.priority))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamGetFlags(handle: Handle, out: Out<u32>) -> Code {
+    call("cuStreamGetFlags", || out.set(Stream::named(handle)?.flags))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamGetId(handle: Handle, out: Out<u64>) -> Code {
+    call("cuStreamGetId", || out.set(Stream::named(handle)?.handle))
+}
+
+/// 0: no, 1: active, 2: invalidated.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamIsCapturing(handle: Handle, out: Out<i32>) -> Code {
+    call("cuStreamIsCapturing", || {
+        let stream = Stream::named(handle)?;
+        let capture = lock(&stream.queue).capture;
+        out.set(capture as i32)
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamBeginCapture_v2(handle: Handle, mode: u32) -> Code {
+    call("cuStreamBeginCapture_v2", || {
+        let stream = Stream::named(handle)?;
+        if mode > 2 {
+            return Err(Code::INVALID_VALUE);
+        }
+        if stream.legacy {
+            return Err(Code::STREAM_CAPTURE_UNSUPPORTED);
+        }
+        let mut queue = lock(&stream.queue);
+        if queue.capture != Capture::None {
+            return Err(Code::ILLEGAL_STATE);
+        }
+        queue.capture = Capture::Active;
+        Ok(())
+    })
+}
+
+/// The graph is an empty one: what was captured is forgotten.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamEndCapture(handle: Handle, graph: Out<Handle>) -> Code {
+    call("cuStreamEndCapture", || {
+        let stream = Stream::named(handle)?;
+        let capture = std::mem::take(&mut lock(&stream.queue).capture);
+        graph.set_if_wanted(0);
+        match capture {
+            Capture::None => Err(Code::ILLEGAL_STATE),
+            Capture::Invalid => Err(Code::STREAM_CAPTURE_INVALIDATED),
+            Capture::Active => {
+                let empty = fresh();
+                GRAPHS.add(empty, Arc::new(()));
+                graph.set(empty)
+            }
+        }
+    })
+}
+
+static GRAPHS: Table<()> = Table::new();
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuGraphDestroy(graph: Handle) -> Code {
+    call("cuGraphDestroy", || GRAPHS.remove(graph).map(|_| ()))
+}

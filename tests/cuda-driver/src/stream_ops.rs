@@ -1,0 +1,171 @@
+//! Work that is neither copy nor kernel: values written and waited for, and functions of the host.
+
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::time::Duration;
+
+use crate::abi::{Address, Handle};
+use crate::codes::{Code, Done};
+use crate::entry::{call, host_function};
+use crate::space::Span;
+use crate::stream::Stream;
+
+/// A word in memory that others change.
+struct Word {
+    span: Span,
+    wide: bool,
+}
+
+impl Word {
+    fn new(stream: &Stream, at: Address, wide: bool) -> Done<Self> {
+        let size = if wide { 8 } else { 4 };
+        if !at.is_multiple_of(size) {
+            return Err(Code::INVALID_VALUE);
+        }
+        Ok(Word { span: Span::new(&stream.context, at, size as usize)?, wide })
+    }
+
+    fn load(&self) -> Done<u64> {
+        let place = self.span.pointer()?;
+        // SAFETY: the span covers the word, keeps its mapping, and is aligned; atomically, as others write it.
+        Ok(unsafe {
+            if self.wide {
+                AtomicU64::from_ptr(place.cast()).load(Ordering::Acquire)
+            } else {
+                AtomicU32::from_ptr(place.cast()).load(Ordering::Acquire).into()
+            }
+        })
+    }
+
+    fn store(&self, value: u64) -> Done {
+        let place = self.span.pointer()?;
+        fence(Ordering::SeqCst);
+        // SAFETY: as for `load`.
+        unsafe {
+            if self.wide {
+                AtomicU64::from_ptr(place.cast()).store(value, Ordering::Release);
+            } else {
+                AtomicU32::from_ptr(place.cast()).store(value as u32, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+
+    fn meets(&self, value: u64, how: u32) -> Done<bool> {
+        let found = self.load()?;
+        let mask = if self.wide { u64::MAX } else { u32::MAX.into() };
+        Ok(match how {
+            // Cyclic: what counters that wrap need.
+            0 if self.wide => found.wrapping_sub(value) as i64 >= 0,
+            0 => (found as u32).wrapping_sub(value as u32) as i32 >= 0,
+            1 => found == value & mask,
+            2 => found & value & mask != 0,
+            _ => !(found | value) & mask != 0,
+        })
+    }
+}
+
+fn write(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done {
+    let stream = Stream::named(stream)?;
+    if flags > 1 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let word = Word::new(&stream, at, wide)?;
+    stream.submit(move |_| word.store(value)).map(|_| ())
+}
+
+fn wait(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done {
+    const FLUSH: u32 = 1 << 30;
+    let stream = Stream::named(stream)?;
+    let how = flags & !FLUSH;
+    if how > 3 {
+        return Err(Code::INVALID_VALUE);
+    }
+    let word = Word::new(&stream, at, wide)?;
+    let work = move |worker: &crate::stream::Worker<'_>| {
+        let mut polls = 0_u32;
+        while !word.meets(value, how)? {
+            if !worker.context.is_alive() {
+                return Err(Code::CONTEXT_IS_DESTROYED);
+            }
+            polls += 1;
+            // Soon at first; then without a core of its own.
+            if polls < 100 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(20)) }
+        }
+        Ok(())
+    };
+    stream.submit(work).map(|_| ())
+}
+
+macro_rules! values {
+    ($($name:ident $does:ident $value:ty;)*) => {$(
+        #[unsafe(no_mangle)]
+        pub(crate) unsafe extern "C" fn $name(stream: Handle, at: Address, value: $value, flags: u32) -> Code {
+            call(stringify!($name), || $does(stream, at, value.into(), flags, size_of::<$value>() == 8))
+        }
+    )*};
+}
+
+values! {
+    cuStreamWriteValue32 write u32;
+    cuStreamWriteValue32_v2 write u32;
+    cuStreamWriteValue64 write u64;
+    cuStreamWriteValue64_v2 write u64;
+    cuStreamWaitValue32 wait u32;
+    cuStreamWaitValue32_v2 wait u32;
+    cuStreamWaitValue64 wait u64;
+    cuStreamWaitValue64_v2 wait u64;
+}
+
+/// A pointer of the caller's that goes back to the caller's function.
+struct Argument(*mut c_void);
+
+// SAFETY: we never look behind it; the caller, by queueing a host function, expects it on another thread.
+unsafe impl Send for Argument {}
+
+impl Argument {
+    fn get(&self) -> *mut c_void {
+        self.0
+    }
+}
+
+/// Not called once the context has failed.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuLaunchHostFunc(
+    stream: Handle,
+    function: Option<unsafe extern "C" fn(*mut c_void)>,
+    argument: *mut c_void,
+) -> Code {
+    call("cuLaunchHostFunc", || {
+        let (stream, function) = (Stream::named(stream)?, function.ok_or(Code::INVALID_VALUE)?);
+        let argument = Argument(argument);
+        let work = move |_: &crate::stream::Worker<'_>| {
+            // SAFETY: the caller's function, with the caller's argument, once, as the caller asked.
+            host_function(|| unsafe { function(argument.get()) });
+            Ok(())
+        };
+        stream.submit(work).map(|_| ())
+    })
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamAddCallback(
+    stream: Handle,
+    function: Option<unsafe extern "C" fn(Handle, Code, *mut c_void)>,
+    argument: *mut c_void,
+    flags: u32,
+) -> Code {
+    call("cuStreamAddCallback", || {
+        if flags != 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        let (named, function) = (Stream::named(stream)?, function.ok_or(Code::INVALID_VALUE)?);
+        let argument = Argument(argument);
+        let work = move |_: &crate::stream::Worker<'_>| {
+            // SAFETY: as for `cuLaunchHostFunc`.
+            host_function(|| unsafe { function(stream, Code::SUCCESS, argument.get()) });
+            Ok(())
+        };
+        named.submit(work).map(|_| ())
+    })
+}
