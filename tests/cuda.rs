@@ -1,0 +1,15 @@
+//! Device memory, streams, events and copies, against a CUDA driver made of host memory and threads
+//! (`tests/cuda-driver`), and against none.
+//!
+//! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
+
+#[path = "cuda/copies.rs"]
+mod copies;
+#[path = "cuda/faults.rs"]
+mod faults;
+#[path = "cuda/missing.rs"]
+mod missing;
+#[path = "cuda/order.rs"]
+mod order;
+#[path = "cuda/support.rs"]
+mod support;

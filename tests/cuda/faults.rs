@@ -1,0 +1,123 @@
+//! Every call of the driver fails once: an error, never a panic, a hang or a leak.
+
+use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
+use allstream::{Error, Failed};
+
+use crate::support::{Report, calls, child, fail, is_child, nothing_left, numbers, report, soon, until};
+
+/// What a program does.
+fn program() -> Result<(), Error> {
+    let device = Device::new(0)?;
+    let streams = [DeviceStream::new(&device)?, DeviceStream::high_priority(&device)?];
+    let mut pinned = PinnedBuf::zeroed(&device, 1000)?;
+    for round in 0..3 {
+        pinned.copy_from_slice(&numbers(1000));
+        let (back, buf) = soon(DeviceBuf::from_host(&streams[0], pinned))?;
+        pinned = back;
+        pinned.fill(0);
+        let [low, high] = buf.split_at(400).map_err(given_back)?;
+        let buf = DeviceBuf::join([low, high.on(&streams[1]).map_err(given_back)?]).map_err(given_back)?;
+        // One failure is no reason to lose a buffer.
+        let (buf, back) = soon(buf.to_host(pinned)).map_err(given_back)?;
+        pinned = back;
+        assert_eq!(*pinned, numbers(1000), "round {round}");
+        drop(buf);
+        drop(DeviceBuf::<f32>::zeroed(&streams[round % 2], 3000)?);
+        soon(streams[round % 2].record()?)?;
+    }
+    device.memory()?;
+    device.trim()?;
+    Ok(())
+}
+
+fn given_back<B>(failed: Failed<B>) -> Error {
+    assert!(failed.buf.is_some(), "{}", failed.error);
+    failed.error
+}
+
+/// All that the program calls, and whether it has to hear when one of them fails.
+const CALLED: [(&str, bool); 24] = [
+    ("cuDeviceGetCount", true),
+    ("cuDeviceGet", true),
+    ("cuDeviceGetName", true),
+    ("cuDeviceGetUuid_v2", true),
+    ("cuDevicePrimaryCtxRetain", true),
+    ("cuCtxGetStreamPriorityRange", true),
+    ("cuMemGetInfo_v2", true),
+    ("cuMemAlloc_v2", true),
+    ("cuMemHostAlloc", true),
+    ("cuMemcpyHtoDAsync_v2", true),
+    ("cuMemcpyDtoHAsync_v2", true),
+    ("cuMemsetD8Async", true),
+    ("cuStreamIsCapturing", true),
+    // Also called by what can do without: by `Drop`, and by who waits on the host's behalf.
+    ("cuCtxPushCurrent_v2", false),
+    ("cuCtxPopCurrent_v2", false),
+    ("cuStreamCreateWithPriority", false),
+    ("cuStreamWaitEvent", false),
+    ("cuStreamSynchronize", false),
+    ("cuEventCreate", false),
+    ("cuEventRecord", false),
+    ("cuEventQuery", false),
+    ("cuEventSynchronize", false),
+    ("cuLaunchHostFunc", false),
+    ("cuCtxSynchronize", false),
+];
+
+/// Those that give something back: what a driver will not take back, nobody can.
+const LAST: [&str; 5] = [
+    "cuMemFree_v2",
+    "cuMemFreeHost",
+    "cuStreamDestroy_v2",
+    "cuEventDestroy_v2",
+    "cuDevicePrimaryCtxRelease_v2",
+];
+
+fn round(name: &str, must_tell: bool, code: u32) {
+    let before = calls(name);
+    program().unwrap();
+    nothing_left("nothing fails");
+    let times = calls(name) - before;
+    for nth in 1..=times {
+        fail(Some(name), nth, code);
+        let result = program();
+        match &result {
+            Ok(()) => assert!(!must_tell, "call {nth} of {name} failed, and the program did not hear"),
+            Err(error) => {
+                let text = error.to_string();
+                assert!(text.contains("CUDA") && text.contains(&format!("({code})")), "{name}: {text}");
+            }
+        }
+        fail(None, 0, 0);
+        nothing_left(&format!("call {nth} of {name} failed, {result:?}"));
+    }
+}
+
+#[test]
+fn every_call_fails_in_turn() {
+    child("faults::every_call_fails_in_turn", &[], || {
+        for (name, must_tell) in CALLED {
+            round(name, must_tell, 999);
+        }
+    });
+}
+
+#[test]
+fn what_the_driver_will_not_take_back_is_lost_and_no_more() {
+    for name in LAST {
+        let variables = [("ALLSTREAM_TEST_CUDA_FAIL", format!("{name}:1:999"))];
+        let variables = variables.each_ref().map(|(name, value)| (*name, value.as_str()));
+        child("faults::what_the_driver_will_not_take_back_is_lost_and_no_more", &variables, || {
+            program().unwrap();
+            // One thing stays, and what holds it; the next program finds all it needs.
+            until("it settles", || report().host_allocations <= 1 && report().events <= 1);
+            program().unwrap();
+            let Report { streams, events, allocations, host_allocations, freed_in_use, .. } = report();
+            assert!(streams + events + allocations + host_allocations <= 1, "{:?}", report());
+            assert_eq!(freed_in_use, 0);
+        });
+        if is_child() {
+            return;
+        }
+    }
+}

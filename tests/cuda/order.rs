@@ -1,0 +1,161 @@
+//! Memory in the order of streams, and events.
+
+use std::time::{Duration, Instant};
+
+use allstream::Comm;
+use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
+
+use crate::support::{child, device, nothing_left, numbers, report, set_delays, soon};
+
+const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "5000")];
+const TIGHT: &[(&str, &str)] =
+    &[("ALLSTREAM_TEST_CUDA_DELAY_US", "5000"), ("ALLSTREAM_TEST_CUDA_MEMORY", "1M")];
+
+/// On one stream a buffer is filled with zeros, late, and dropped before that; another stream's new buffer must not be
+/// where those zeros come.
+fn late_zeros_hit_nobody(len: usize) {
+    let (device, _) = device();
+    for seed in 0..20 {
+        set_delays(5000, seed);
+        let [early, late] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
+        // Something for the stream to be behind with.
+        for _ in 0..4 {
+            drop(DeviceBuf::<u32>::zeroed(&early, 16).unwrap());
+        }
+        drop(DeviceBuf::<u32>::zeroed(&early, len).unwrap());
+        let (_, buf) = soon(DeviceBuf::from_host(&late, numbers(len))).unwrap();
+        early.synchronize().unwrap();
+        let (_, back) = soon(buf.to_host(vec![0; len])).unwrap();
+        assert_eq!(back, numbers(len), "seed {seed}");
+    }
+    assert_eq!(report().freed_in_use, 0);
+}
+
+#[test]
+fn memory_is_not_used_again_before_its_stream_is_done() {
+    child("order::memory_is_not_used_again_before_its_stream_is_done", SLOW, || late_zeros_hit_nobody(5000));
+}
+
+#[test]
+fn where_memory_is_tight_the_other_stream_waits_and_the_host_does_not() {
+    let test = "order::where_memory_is_tight_the_other_stream_waits_and_the_host_does_not";
+    // 600 of 1024 KB: a second one only fits where the first was.
+    child(test, TIGHT, || late_zeros_hit_nobody(150_000));
+}
+
+#[test]
+fn a_stream_uses_its_own_memory_again_at_once() {
+    child("order::a_stream_uses_its_own_memory_again_at_once", SLOW, || {
+        let (device, stream) = device();
+        let mut addresses = Vec::new();
+        for round in 0..50_u32 {
+            let pinned = PinnedBuf::from_slice(&device, &[round; 1000]).unwrap();
+            let copy = DeviceBuf::from_host(&stream, pinned);
+            let zeros = DeviceBuf::<u32>::zeroed(&stream, 1000).unwrap();
+            addresses.push(zeros.as_ptr());
+            drop(zeros);
+            if round % 10 == 0 {
+                let (_, buf) = soon(copy).unwrap();
+                assert_eq!(soon(buf.to_host(vec![0; 1000])).unwrap().1, [round; 1000]);
+            }
+        }
+        assert_eq!(device.pool().blocks, 1);
+        addresses.sort_unstable();
+        addresses.dedup();
+        assert!(addresses.len() < 50, "{} places for 50 buffers", addresses.len());
+        drop((stream, device));
+        nothing_left("all was dropped");
+    });
+}
+
+#[test]
+fn parts_are_in_flight_by_themselves_and_join_in_any_order() {
+    child("order::parts_are_in_flight_by_themselves_and_join_in_any_order", SLOW, || {
+        let (device, stream) = device();
+        let (_, buf) = soon(DeviceBuf::from_host(&stream, numbers(1000))).unwrap();
+        let at = buf.as_ptr();
+        let parts = buf.split(&[300, 0, 500, 200]).unwrap();
+        assert_eq!(parts.iter().map(DeviceBuf::offset).collect::<Vec<_>>(), [0, 300, 300, 800]);
+        // Each on a stream of its own: replaced by what is 1000 more.
+        let moved = parts.into_iter().map(|part| {
+            let other = DeviceStream::new(&device).unwrap();
+            let (from, len) = (part.offset() as u32, part.len() as u32);
+            let host: Vec<u32> = (1000 + from..1000 + from + len).collect();
+            part.on(&other).unwrap().copy_from_host(host)
+        });
+        let moved: Vec<_> = moved.collect();
+        let mut parts: Vec<_> = moved.into_iter().map(|copy| soon(copy).unwrap().1).collect();
+        parts.reverse();
+        let missing = parts.remove(1);
+        let failed = DeviceBuf::join(parts).unwrap_err();
+        assert!(
+            failed.error.to_string().contains("1000 elements 300..800 are in no part"),
+            "{}",
+            failed.error
+        );
+        let mut parts = failed.buf.unwrap();
+        let stranger = DeviceBuf::<u32>::zeroed(&stream, 500).unwrap();
+        parts.push(stranger);
+        let failed = DeviceBuf::join(parts).unwrap_err();
+        assert!(failed.error.to_string().contains("of another buffer"), "{}", failed.error);
+        let parts = failed.buf.unwrap().into_iter().filter(|part| part.len() != 500).chain([missing]);
+        let whole = DeviceBuf::join(parts).unwrap();
+        assert_eq!((whole.as_ptr(), whole.len()), (at, 1000));
+        let (whole, back) = soon(whole.to_host(vec![0; 1000])).unwrap();
+        assert_eq!(back, (1000..2000).collect::<Vec<_>>());
+        // One part dropped: the memory stays while the other is there.
+        let [low, high] = whole.split_at(10).unwrap();
+        drop(low);
+        assert_eq!(soon(high.to_host(vec![0; 990])).unwrap().1, (1010..2000).collect::<Vec<_>>());
+        let failed = DeviceBuf::<u32>::zeroed(&stream, 3).unwrap().split(&[1, 1]).unwrap_err();
+        assert!(failed.buf.is_some() && failed.error.to_string().contains("add up to 2"));
+    });
+}
+
+#[test]
+fn events_are_awaited_asleep_and_collectives_start_after_them() {
+    child("order::events_are_awaited_asleep_and_collectives_start_after_them", SLOW, || {
+        let (device, stream) = device();
+        let other = DeviceStream::high_priority(&device).unwrap();
+        let pinned = PinnedBuf::from_slice(&device, &numbers(1000)).unwrap();
+        let copy = DeviceBuf::from_host(&stream, pinned);
+        let event = stream.record().unwrap();
+        other.wait_event(&event).unwrap();
+        let behind = other.record().unwrap();
+        // Many at a time, more than there are streams of ours to wait.
+        let waits: Vec<_> = (0..40).map(|_| IntoFuture::into_future(behind.clone())).collect();
+        for reached in soon(futures::future::join_all(waits)) {
+            reached.unwrap();
+        }
+        assert!(event.is_complete().unwrap() && behind.is_complete().unwrap());
+        event.wait().unwrap();
+        let (pinned, buf) = soon(copy).unwrap();
+        let zeros = buf.to_host(pinned);
+        let after = stream.record().unwrap().on_host();
+        let mut comm = Comm::local(1).unwrap().remove(0);
+        let sum = soon(comm.after(after.clone()).all_reduce(vec![1.0_f32])).unwrap();
+        assert!(after.is_complete() && sum == [1.0]);
+        drop(soon(zeros).unwrap());
+    });
+}
+
+#[test]
+fn waiting_takes_no_time_of_a_processor() {
+    let slow = [("ALLSTREAM_TEST_CUDA_DELAY_US", "300000")];
+    child("order::waiting_takes_no_time_of_a_processor", &slow, || {
+        fn spent() -> Duration {
+            let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+            // SAFETY: room for the answer.
+            assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &raw mut time) }, 0);
+            Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+        }
+        let (_device, stream) = device();
+        let (begin, cpu) = (Instant::now(), spent());
+        for _ in 0..8 {
+            drop(DeviceBuf::<u32>::zeroed(&stream, 16).unwrap());
+        }
+        soon(stream.record().unwrap()).unwrap();
+        let (took, cpu) = (begin.elapsed(), spent() - cpu);
+        assert!(took < Duration::from_millis(50) || cpu * 5 < took, "{cpu:?} of {took:?}");
+    });
+}

@@ -1,0 +1,170 @@
+//! The child, the driver's knobs, and deadlines.
+
+use std::ffi::{CString, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use allstream::cuda::{Device, DeviceStream};
+
+pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
+pub(crate) const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
+
+/// The test driver, built if it is not there or is old.
+pub(crate) fn library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        // This program lies in TARGET/PROFILE/deps.
+        let exe = std::env::current_exe().unwrap();
+        let folder = exe.ancestors().nth(2).unwrap();
+        let profile = match folder.file_name().and_then(|name| name.to_str()) {
+            Some("debug") | None => "dev",
+            Some(profile) => profile,
+        };
+        let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml");
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "--package", "cuda-driver-for-tests", "--profile", profile]);
+        cargo.arg("--manifest-path").arg(manifest).arg("--target-dir").arg(folder.parent().unwrap());
+        assert!(cargo.status().unwrap().success(), "the CUDA driver for tests does not build");
+        folder.join("libcuda.so")
+    })
+}
+
+/// Whether this is one of those processes.
+pub(crate) fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// Runs the test of this name in a process with these variables; in that process, runs `body`.
+pub(crate) fn child(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
+    if std::env::var(CHILD).as_deref() == Ok(test) {
+        return body();
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, test);
+    if !variables.iter().any(|(name, _)| *name == LIBRARY) {
+        command.env(LIBRARY, library());
+    }
+    let mut child = command.envs(variables.iter().copied()).stdin(Stdio::null()).spawn().unwrap();
+    let end = Instant::now() + 3 * DEADLINE;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > end {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("{test} did not end in time");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert!(status.success(), "{test} in its own process: {status}");
+}
+
+/// Awaits with a deadline.
+pub(crate) fn soon<F: IntoFuture>(future: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let future = future.into_future();
+    runtime.block_on(async { tokio::time::timeout(DEADLINE, future).await }).expect("ends in time")
+}
+
+/// Asks until it is so.
+pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + DEADLINE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// What lives in the driver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct Report {
+    pub(crate) contexts: u64,
+    pub(crate) streams: u64,
+    pub(crate) events: u64,
+    pub(crate) allocations: u64,
+    pub(crate) allocated_bytes: u64,
+    pub(crate) host_allocations: u64,
+    pub(crate) registered: u64,
+    pub(crate) mapped_handles: u64,
+    pub(crate) modules: u64,
+    pub(crate) freed_in_use: u64,
+}
+
+/// A function of the driver by its name. The driver is the one that is loaded already, or will be.
+pub(crate) fn function(name: &str) -> *mut c_void {
+    static HANDLE: OnceLock<usize> = OnceLock::new();
+    let handle = *HANDLE.get_or_init(|| {
+        let path = CString::new(std::env::var(LIBRARY).unwrap()).unwrap();
+        // SAFETY: opens the driver for tests, whose path ends in a null byte; it has no initialisers.
+        unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) as usize }
+    });
+    let name = CString::new(name).unwrap();
+    // SAFETY: the handle is of a library that is never closed.
+    let address = unsafe { libc::dlsym(handle as *mut c_void, name.as_ptr()) };
+    assert!(!address.is_null(), "{name:?}");
+    address
+}
+
+pub(crate) fn report() -> Report {
+    let address = function("allstream_test_cuda_report");
+    let mut report = Report::default();
+    // SAFETY: the function's type, in the driver's `report.rs`; so is the report's.
+    unsafe {
+        let ask: unsafe extern "C" fn(*mut Report) -> u32 = std::mem::transmute(address);
+        assert_eq!(ask(&raw mut report), 0);
+    }
+    report
+}
+
+pub(crate) fn set_delays(longest_us: u64, seed: u64) {
+    let address = function("allstream_test_cuda_set_delays");
+    // SAFETY: the function's type, in the driver's `knobs.rs`.
+    let set: extern "C" fn(u64, u64) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(set(longest_us, seed), 0);
+}
+
+/// The `nth` call of a function from now gives this code; no function: nothing fails any more.
+pub(crate) fn fail(name: Option<&str>, nth: u64, code: u32) {
+    let address = function("allstream_test_cuda_fail");
+    let name = name.map(|name| CString::new(name).unwrap());
+    let at = name.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());
+    // SAFETY: the function's type, in the driver's `knobs.rs`; the name lives until it returns.
+    unsafe {
+        let set: unsafe extern "C" fn(*const c_char, u64, u32) -> u32 = std::mem::transmute(address);
+        assert_eq!(set(at, nth, code), 0);
+    }
+}
+
+pub(crate) fn calls(name: &str) -> u64 {
+    let address = function("allstream_test_cuda_calls");
+    let name = CString::new(name).unwrap();
+    // SAFETY: the function's type, in the driver's `knobs.rs`; the name lives until it returns.
+    unsafe {
+        let ask: unsafe extern "C" fn(*const c_char) -> u64 = std::mem::transmute(address);
+        ask(name.as_ptr())
+    }
+}
+
+/// Everything that was made is gone: soon, for the waiter may have the last handle.
+pub(crate) fn nothing_left(what: &str) {
+    let end = Instant::now() + DEADLINE;
+    while report() != Report::default() {
+        assert!(Instant::now() < end, "{what}: {:?}", report());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub(crate) fn device() -> (Device, DeviceStream) {
+    let device = Device::new(0).unwrap();
+    let stream = DeviceStream::new(&device).unwrap();
+    (device, stream)
+}
+
+pub(crate) fn numbers(len: usize) -> Vec<u32> {
+    (0..len as u32).collect()
+}
