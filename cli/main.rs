@@ -1,10 +1,13 @@
 //! The `allstream` command.
 
+mod console;
 mod demo;
 mod launch;
+mod perf;
 mod run;
 mod sim;
 mod trace_cmd;
+mod units;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -28,6 +31,8 @@ enum Command {
     Run(run::RunArgs),
     /// Merge the ranks' flight recorders, and say who is behind
     Trace(trace_cmd::TraceArgs),
+    /// Time a collective by size, check its results, and print nccl-tests' table
+    Perf(Box<perf::PerfArgs>),
     /// Simulate a collective on a network that is not here, by each algorithm
     Sim(sim::SimArgs),
     /// What this build can use on this host
@@ -42,6 +47,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(args),
         Command::Run(args) => run::run(args).map_err(Into::into),
         Command::Trace(args) => trace_cmd::run(&args),
+        Command::Perf(args) => perf::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Info => info().map_err(Into::into),
     };

@@ -8,8 +8,9 @@ use allstream::plan::{Shape, algorithms, suitable};
 use allstream::sim::{Network, Simulated, simulate};
 use allstream::{Algo, Kind};
 use clap::Args;
-use parse_size::{ByteSuffix, Config};
 use serde::Serialize;
+
+use crate::units::{bus_factor, rate, size};
 
 /// Options of `allstream sim`.
 #[derive(Debug, Args)]
@@ -63,31 +64,9 @@ fn kind(text: &str) -> Result<Kind, String> {
     })
 }
 
-fn size(text: &str) -> Result<u64, String> {
-    Config::new().with_binary().parse_size(text).map_err(|e| e.to_string())
-}
-
-fn rate(text: &str) -> Result<f64, String> {
-    let bytes = text.strip_suffix("/s").ok_or("expected bytes a second, such as 25GB/s")?;
-    let decimal = Config::new().with_decimal().with_byte_suffix(ByteSuffix::Require);
-    decimal.parse_size(bytes).map(|bytes| bytes as f64).map_err(|e| e.to_string())
-}
-
 fn straggler(text: &str) -> Result<(usize, f64), String> {
     let parse = |(rank, factor): (&str, &str)| Some((rank.parse().ok()?, factor.parse().ok()?));
     text.split_once(':').and_then(parse).ok_or_else(|| "expected RANK:FACTOR, such as 3:2.5".into())
-}
-
-/// What nccl-tests multiplies the algorithm's bandwidth by, so that it compares with the port's.
-fn bus_factor(kind: Kind, n: usize) -> f64 {
-    let n = n as f64;
-    match kind {
-        Kind::AllReduce => 2.0 * (n - 1.0) / n,
-        Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll | Kind::Gather | Kind::Scatter => {
-            (n - 1.0) / n
-        }
-        _ => 1.0,
-    }
 }
 
 #[derive(Serialize)]
@@ -187,12 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_rates_and_stragglers_are_read() {
-        assert_eq!(size("1G"), Ok(1 << 30));
-        assert_eq!(size("4K"), Ok(4096));
-        assert_eq!(size("100"), Ok(100));
-        assert_eq!(rate("25GB/s"), Ok(25e9));
-        assert!(rate("25").is_err() && rate("25GB").is_err());
+    fn stragglers_and_collectives_are_read() {
         assert_eq!(straggler("3:2.5"), Ok((3, 2.5)));
         assert!(straggler("3").is_err());
         assert!(kind("allreduce").unwrap_err().contains("all_reduce"));

@@ -6,6 +6,8 @@
 mod hosts;
 #[path = "launcher/others.rs"]
 mod others;
+#[path = "launcher/perf.rs"]
+mod perf;
 
 use std::fs;
 use std::io::Read;

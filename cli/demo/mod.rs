@@ -2,7 +2,6 @@
 //! check that they got the same weights as each other and as one process alone.
 
 mod bench;
-mod console;
 mod data;
 mod net;
 mod train;
@@ -15,9 +14,9 @@ use std::time::Instant;
 
 use allstream::{Comm, Rendezvous};
 
+use crate::console::Console;
 use crate::launch;
 
-use console::Console;
 use data::{CLASSES, PIXELS, Split};
 use train::{Event, Plan, Share, train};
 

@@ -16,12 +16,13 @@ use crate::types::{Rank, Signature};
 const WINDOW: usize = 16;
 
 /// The machines. All memory is kept from one operation to the next.
+#[allow(clippy::vec_box)] // they go from list to list, and are not small
 pub(crate) struct Active {
     comm: u64,
     current: Option<Current>,
     /// In the order of their parts.
-    running: Vec<Machine>,
-    idle: Vec<Machine>,
+    running: Vec<Box<Machine>>,
+    idle: Vec<Box<Machine>>,
     phantom: Option<Arc<dyn Phantom>>,
     slice: usize,
     pub(crate) stalled_at: Option<Instant>,
@@ -117,8 +118,8 @@ impl Active {
         while self.running.len() < WINDOW
             && let Some(part) = current.parts.get(current.next)
         {
-            let mut machine = self.idle.pop().unwrap_or_else(Machine::new);
-            machine.start(current.common.clone(), part.clone(), current.number);
+            let mut machine = self.idle.pop().unwrap_or_else(|| Box::new(Machine::new()));
+            machine.start(&current.common, part.clone(), current.number);
             self.running.push(machine);
             current.next += 1;
             current.number = current.number.wrapping_add(1);
@@ -127,7 +128,7 @@ impl Active {
         while i < self.running.len() {
             let (earlier, rest) = self.running.split_at_mut(i);
             let Some(machine) = rest.first_mut() else { break };
-            let (moved, complete) = machine.pass(earlier, news, port)?;
+            let (moved, complete) = machine.pass(&current.common, earlier, news, port)?;
             any |= moved;
             if complete {
                 any = true;

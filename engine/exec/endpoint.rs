@@ -166,13 +166,20 @@ pub(crate) struct Endpoint {
     /// Peers that have closed, and how many collectives they had called.
     closing: Mutex<Vec<Option<u64>>>,
     pub(crate) recorder: Recorder,
-    programs: Mutex<HashMap<ProgramKey, Arc<Program>>>,
+    programs: Mutex<Programs>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Box<AtomicU8>,
 }
 
 /// Kind (with [`VARIED`](crate::types::VARIED)), algorithm, root, in place.
 pub(crate) type ProgramKey = (u8, u8, Rank, bool);
+
+/// The programs made so far. Most calls are like the one before.
+#[derive(Default)]
+struct Programs {
+    last: Option<(ProgramKey, Arc<Program>)>,
+    all: HashMap<ProgramKey, Arc<Program>>,
+}
 
 /// A look at an operation.
 #[allow(clippy::large_enum_variant)] // moved once, and only when ready
@@ -225,7 +232,7 @@ impl Endpoint {
             left: Mutex::new(vec![false; size]),
             closing: Mutex::new(vec![None; size]),
             recorder: Recorder::new(),
-            programs: Mutex::new(HashMap::new()),
+            programs: Mutex::default(),
             token: Box::default(),
             config,
         })
@@ -256,11 +263,20 @@ impl Endpoint {
         make: impl FnOnce() -> Result<Program, Error>,
     ) -> Result<Arc<Program>, Error> {
         let mut programs = self.programs.lock();
-        if let Some(program) = programs.get(&key) {
+        if let Some((last, program)) = &programs.last
+            && *last == key
+        {
             return Ok(program.clone());
         }
-        let program = Arc::new(make()?);
-        programs.insert(key, program.clone());
+        let program = match programs.all.get(&key) {
+            Some(program) => program.clone(),
+            None => {
+                let program = Arc::new(make()?);
+                programs.all.insert(key, program.clone());
+                program
+            }
+        };
+        programs.last = Some((key, program.clone()));
         Ok(program)
     }
 

@@ -34,7 +34,6 @@ const USEFUL: usize = 32 << 10;
 const SCALED: usize = 256 << 10;
 
 /// What all parts of an operation share.
-#[derive(Clone)]
 pub(super) struct Common {
     pub(super) comm: u64,
     pub(super) number: u64,
@@ -111,7 +110,9 @@ impl Hot {
 
 /// The machine. Its vectors are kept from one part to the next.
 pub(super) struct Machine {
-    work: Option<(Common, Part)>,
+    /// What it works on, and the number of the operation.
+    work: Option<Part>,
+    number: u64,
     /// Which part of the operation: its messages say so, and frames that come back.
     part: u16,
     nodes: Vec<NodeRun>,
@@ -142,6 +143,7 @@ impl Machine {
     pub(super) fn new() -> Machine {
         Machine {
             work: None,
+            number: 0,
             part: 0,
             nodes: Vec::new(),
             sent: Vec::new(),
@@ -168,15 +170,14 @@ impl Machine {
     }
 
     /// Sets the machine up. No allocation once the vectors have grown.
-    pub(super) fn start(&mut self, common: Common, part: Part, index: u16) {
-        let program = part.program.clone();
-        let plan = &program.plan;
+    pub(super) fn start(&mut self, common: &Common, part: Part, index: u16) {
+        let plan = &part.program.plan;
         let unit = part.dtype.size();
-        self.part = index;
+        (self.number, self.part) = (common.number, index);
         self.slice = common.slice;
         self.round = (SLICES * self.slice / unit).max(1);
-        (self.nodes, self.sent, self.freed) =
-            (clear(&mut self.nodes), clear(&mut self.sent), clear(&mut self.freed));
+        self.nodes.clear();
+        self.sent.clear();
         let mut longest = 1;
         for step in &plan.steps {
             // Every plan's steps name memory of our own (plan/tests).
@@ -190,8 +191,9 @@ impl Machine {
             longest = longest.max(node.len);
             self.nodes.push(node);
             self.sent.resize(self.sent.len() + step.send.len(), 0);
-            self.freed.resize(self.sent.len(), 0);
         }
+        self.freed.clear();
+        self.freed.resize(self.sent.len(), 0);
         self.rounds = longest.div_ceil(self.round) as u32;
         for cursors in [&mut self.tx, &mut self.rx] {
             cursors.clear();
@@ -209,7 +211,7 @@ impl Machine {
         self.hot.reset(plan.steps.len());
         self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
-        self.work = Some((common, part));
+        self.work = Some(part);
     }
 
     /// Forgets the part: done, or failed.
@@ -219,20 +221,20 @@ impl Machine {
 
     /// Whether nothing more of this part goes to a peer.
     fn tx_done(&self, peer: Rank) -> bool {
-        let Some((_, part)) = &self.work else { return true };
+        let Some(part) = &self.work else { return true };
         self.tx[peer].round >= self.rounds || part.program.sends[peer].is_empty()
     }
 
     /// Whether nothing more of this part comes from a peer.
     fn rx_done(&self, peer: Rank) -> bool {
-        let Some((_, part)) = &self.work else { return true };
+        let Some(part) = &self.work else { return true };
         self.rx[peer].round >= self.rounds || part.program.recvs[peer].is_empty()
     }
 
     /// Notes memory that a receiver has given back.
     pub(super) fn freed(&mut self, lent: Lent) {
-        if let (Some((common, part)), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
-            && lent.owner == common.number
+        if let (Some(part), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
+            && lent.owner == self.number
         {
             let at = node.first + (lent.receiver & RECEIVER) as usize;
             self.freed[at] = self.freed[at].max(lent.end);
@@ -257,13 +259,14 @@ impl Machine {
     /// anything moved, and whether the part is complete.
     pub(super) fn pass(
         &mut self,
-        earlier: &[Machine],
+        common: &Common,
+        earlier: &[Box<Machine>],
         news: Option<Rank>,
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
-        let Some((common, part)) = self.work.take() else { return Ok((false, true)) };
-        let result = self.advance_all(Context { common: &common, part: &part, earlier }, news, port);
-        self.work = Some((common, part));
+        let Some(part) = self.work.take() else { return Ok((false, true)) };
+        let result = self.advance_all(Context { common, part: &part, earlier }, news, port);
+        self.work = Some(part);
         result
     }
 
@@ -441,16 +444,23 @@ impl Machine {
             self.gathered(program, i, bytes / node.unit, true);
             return Ok(bytes > 0);
         }
-        let mut ins = [std::ptr::null::<u8>(); 64];
-        let mut many = Vec::new();
-        let count = step.operands.len();
-        let ins = if count <= ins.len() {
-            &mut ins[..count]
-        } else {
-            many.resize(count, std::ptr::null());
-            &mut many[..]
+        // Most steps have one or two operands: the rest of a large array would be cleared for nothing.
+        let (mut few, mut some, mut many);
+        let ins = match step.operands.len() {
+            count @ 0..=4 => {
+                few = [std::ptr::null(); 4];
+                &mut few[..count]
+            }
+            count @ 5..=64 => {
+                some = [std::ptr::null(); 64];
+                &mut some[..count]
+            }
+            count => {
+                many = vec![std::ptr::null(); count];
+                &mut many[..]
+            }
         };
-        for k in (node.missing..count).chain(0..node.missing) {
+        for k in (node.missing..ins.len()).chain(0..node.missing) {
             ins[k] = match &step.operands[k] {
                 Operand::Own(at) => self.address(c.part, *at, &node, node.got),
                 Operand::Recv(from) => {
@@ -611,7 +621,7 @@ const RECEIVER: u32 = (1 << RECEIVER_BITS) - 1;
 struct Context<'a> {
     common: &'a Common,
     part: &'a Part,
-    earlier: &'a [Machine],
+    earlier: &'a [Box<Machine>],
 }
 
 impl Context<'_> {
@@ -627,12 +637,6 @@ impl Context<'_> {
         }
         signature
     }
-}
-
-fn clear<T>(v: &mut Vec<T>) -> Vec<T> {
-    let mut v = std::mem::take(v);
-    v.clear();
-    v
 }
 
 /// Makes room for so many bytes.

@@ -54,7 +54,7 @@ impl Machine {
 
     /// Adds the ranks whose frames, or whose room, the part waits for.
     pub(in crate::exec) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
-        let Some((_, part)) = &self.work else { return };
+        let Some(part) = &self.work else { return };
         let program = &part.program;
         for (i, step) in program.plan.steps.iter().enumerate() {
             if self.is_done(program, i) {

@@ -1,0 +1,320 @@
+//! What is timed: the collective, the layout of its buffers, and what must come out.
+
+use std::fmt;
+use std::str::FromStr;
+
+use allstream::{DType, Element, Kind, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
+
+use crate::units::bus_factor;
+
+/// A collective, or messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    Collective(Kind),
+    /// Each rank sends to the next and receives from the one before.
+    SendRecv,
+    /// There and back between ranks 0 and 1; its time is half of that.
+    PingPong,
+}
+
+impl What {
+    const COLLECTIVES: [Kind; 10] = [
+        Kind::AllReduce,
+        Kind::Reduce,
+        Kind::Broadcast,
+        Kind::AllGather,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::Scan,
+        Kind::ExScan,
+    ];
+
+    fn all() -> impl Iterator<Item = What> {
+        What::COLLECTIVES.into_iter().map(What::Collective).chain([What::SendRecv, What::PingPong])
+    }
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            What::Collective(kind) => kind.name(),
+            What::SendRecv => "send_recv",
+            What::PingPong => "pingpong",
+        }
+    }
+
+    fn kind(self) -> Option<Kind> {
+        match self {
+            What::Collective(kind) => Some(kind),
+            What::SendRecv | What::PingPong => None,
+        }
+    }
+
+    pub(crate) fn reduces(self) -> bool {
+        self.kind().is_some_and(Kind::reduces)
+    }
+
+    pub(crate) fn rooted(self) -> bool {
+        self.kind().is_some_and(Kind::rooted)
+    }
+
+    /// Whether there is a form of one buffer.
+    pub(crate) fn in_place(self) -> bool {
+        self.kind().is_some()
+    }
+
+    /// What makes the algorithm's bandwidth that of the bus, as nccl-tests counts it.
+    pub(crate) fn bus_factor(self, n: usize) -> f64 {
+        self.kind().map_or(1.0, |kind| bus_factor(kind, n))
+    }
+}
+
+impl FromStr for What {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<What, String> {
+        let wanted = text.replace('-', "_");
+        What::all().find(|what| what.name() == wanted).ok_or_else(|| {
+            let names: Vec<_> = What::all().map(What::name).collect();
+            format!("no such collective; there is {}", names.join(", "))
+        })
+    }
+}
+
+impl fmt::Display for What {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+/// One line of the table: what every rank knows of it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Case {
+    pub(crate) what: What,
+    pub(crate) op: ReduceOp,
+    pub(crate) root: usize,
+    pub(crate) n: usize,
+    pub(crate) rank: usize,
+    /// Elements of a rank's block; of the whole buffer where it is not cut into blocks.
+    pub(crate) count: usize,
+}
+
+impl Case {
+    /// The case whose largest buffer has about `bytes`, and at least one element a block.
+    pub(crate) fn new(
+        what: What,
+        op: ReduceOp,
+        root: usize,
+        (rank, n): (usize, usize),
+        elements: usize,
+    ) -> Case {
+        let blocks = what.kind().is_some_and(Kind::varies);
+        let count = if blocks { (elements / n).max(1) } else { elements.max(1) };
+        Case { what, op, root, n, rank, count }
+    }
+
+    /// Elements of the largest buffer: what nccl-tests calls the size.
+    pub(crate) fn elements(&self) -> usize {
+        if self.what.kind().is_some_and(Kind::varies) { self.count * self.n } else { self.count }
+    }
+
+    /// Elements of the input and of the output of this rank. In place, one buffer has the larger length.
+    pub(crate) fn lengths(&self) -> (usize, usize) {
+        let (one, all, root) = (self.count, self.count * self.n, self.rank == self.root);
+        match self.what {
+            What::Collective(Kind::AllGather) => (one, all),
+            What::Collective(Kind::ReduceScatter) => (all, one),
+            What::Collective(Kind::AllToAll) => (all, all),
+            What::Collective(Kind::Gather) => (one, if root { all } else { 0 }),
+            What::Collective(Kind::Scatter) => (if root { all } else { 0 }, one),
+            What::Collective(Kind::Reduce) => (one, if root { one } else { 0 }),
+            _ => (one, one),
+        }
+    }
+
+    /// Where this rank's own block begins in place, in a buffer that holds all blocks.
+    fn own_block(&self) -> usize {
+        self.rank * self.count
+    }
+
+    /// Element `i` of a rank's input: small, so that results are exact in most types.
+    fn value(&self, rank: usize, i: usize) -> u64 {
+        let x = (i % 97 + 3 * rank) as u64;
+        if self.op == ReduceOp::Prod { 1 + x % 2 } else { x % 4 }
+    }
+
+    /// Fills a buffer as the input of this rank; in place, with what lies around its own block.
+    pub(crate) fn fill<T: Value>(&self, buf: &mut [T], in_place: bool) {
+        let gathers = matches!(self.what, What::Collective(Kind::AllGather | Kind::Gather));
+        let shift = if in_place && gathers && buf.len() > self.count { self.own_block() } else { 0 };
+        for (i, x) in buf.iter_mut().enumerate() {
+            *x = match i.checked_sub(shift) {
+                Some(k) if shift == 0 || k < self.count => T::of(self.value(self.rank, k)),
+                _ => T::of(0),
+            };
+        }
+    }
+
+    /// How many elements of this rank's result are wrong.
+    pub(crate) fn wrong<T: Value>(&self, buf: &[T], in_place: bool) -> u64 {
+        let Some(start) = self.result_start(in_place) else { return 0 };
+        let len = match (self.lengths().1, in_place) {
+            (0, _) => return 0,
+            (len, _) => len,
+        };
+        let result = buf.get(start..start + len);
+        let Some(result) = result else { return len as u64 };
+        let wrong = |(i, x): (usize, &T)| !x.is(self.expected(i, T::DTYPE == DType::Bool), self.n);
+        result.iter().enumerate().filter(|found| wrong(*found)).count() as u64
+    }
+
+    /// Where the result begins; `None`: this rank has none to look at.
+    fn result_start(&self, in_place: bool) -> Option<usize> {
+        match self.what {
+            What::Collective(Kind::Reduce | Kind::Gather) => (self.rank == self.root).then_some(0),
+            // Rank 0 keeps what it had: nothing comes before it.
+            What::Collective(Kind::ExScan) => (self.rank > 0).then_some(0),
+            What::Collective(Kind::ReduceScatter) if in_place => Some(self.own_block()),
+            What::Collective(Kind::Scatter) if in_place && self.rank == self.root => Some(self.own_block()),
+            What::PingPong => (self.rank < 2).then_some(0),
+            _ => Some(0),
+        }
+    }
+
+    /// Element `i` of this rank's result.
+    fn expected(&self, i: usize, is_bool: bool) -> f64 {
+        let (block, k) = (i / self.count, i % self.count);
+        let reduce = |ranks: std::ops::Range<usize>, i: usize| {
+            let values: Vec<u64> = ranks.map(|rank| self.value(rank, i)).collect();
+            if is_bool { reduce_bools(self.op, &values) } else { reduce(self.op, &values) }
+        };
+        let one = |rank: usize, i: usize| {
+            let value = self.value(rank, i);
+            if is_bool { f64::from(u8::from(value != 0)) } else { value as f64 }
+        };
+        match self.what {
+            What::Collective(Kind::AllReduce | Kind::Reduce) => reduce(0..self.n, i),
+            What::Collective(Kind::ReduceScatter) => reduce(0..self.n, self.own_block() + i),
+            What::Collective(Kind::Scan) => reduce(0..self.rank + 1, i),
+            What::Collective(Kind::ExScan) => reduce(0..self.rank, i),
+            What::Collective(Kind::AllGather | Kind::Gather) => one(block, k),
+            What::Collective(Kind::AllToAll) => one(block, self.own_block() + k),
+            What::Collective(Kind::Scatter) => one(self.root, self.own_block() + i),
+            What::Collective(_) => one(self.root, i),
+            What::SendRecv => one((self.rank + self.n - 1) % self.n, i),
+            What::PingPong => one(0, i),
+        }
+    }
+}
+
+/// The oracle: one rank after the other, in numbers that hold every result exactly.
+fn reduce(op: ReduceOp, values: &[u64]) -> f64 {
+    let fold = |f: fn(u64, u64) -> u64| values.iter().copied().reduce(f).unwrap_or(0);
+    match op {
+        ReduceOp::Sum => fold(u64::wrapping_add) as f64,
+        ReduceOp::Prod => values.iter().map(|x| *x as f64).product(),
+        ReduceOp::Min => fold(u64::min) as f64,
+        ReduceOp::Max => fold(u64::max) as f64,
+        ReduceOp::Avg => fold(u64::wrapping_add) as f64 / values.len() as f64,
+        ReduceOp::BitAnd => fold(|a, b| a & b) as f64,
+        ReduceOp::BitOr => fold(|a, b| a | b) as f64,
+        ReduceOp::BitXor => fold(|a, b| a ^ b) as f64,
+    }
+}
+
+/// Likewise for truth values: a sum is "any", a product "all".
+fn reduce_bools(op: ReduceOp, values: &[u64]) -> f64 {
+    let mut bools = values.iter().map(|x| *x != 0);
+    let result = match op {
+        ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr | ReduceOp::Avg => bools.any(|x| x),
+        ReduceOp::Prod | ReduceOp::Min | ReduceOp::BitAnd => bools.all(|x| x),
+        ReduceOp::BitXor => bools.filter(|x| *x).count() % 2 == 1,
+    };
+    f64::from(u8::from(result))
+}
+
+/// An element type that is filled and compared.
+pub(crate) trait Value: Element {
+    fn of(value: u64) -> Self;
+    /// Whether it is this, as far as the type can say it after `n` roundings.
+    fn is(self, expected: f64, n: usize) -> bool;
+}
+
+macro_rules! integers {
+    ($($t:ty)*) => {$(
+        impl Value for $t {
+            fn of(value: u64) -> $t {
+                value as $t
+            }
+            fn is(self, expected: f64, _: usize) -> bool {
+                // Averages are cut; what does not fit wraps.
+                self == expected.trunc() as i128 as $t
+            }
+        }
+    )*};
+}
+
+macro_rules! floats {
+    ($($t:ty, $digits:expr, $of:expr, $to:expr;)*) => {$(
+        impl Value for $t {
+            fn of(value: u64) -> $t {
+                $of(value as f32)
+            }
+            fn is(self, expected: f64, n: usize) -> bool {
+                let found: f64 = $to(self);
+                let rounding = f64::powi(2.0, -$digits);
+                (found - expected).abs() <= (n as f64 * rounding).min(0.5) * expected.abs()
+            }
+        }
+    )*};
+}
+
+integers!(i8 i16 i32 i64 u8 u16 u32 u64);
+// Beside each: the digits of its significand.
+floats! {
+    f16, 11, f16::from_f32, |x: f16| x.to_f64();
+    bf16, 8, bf16::from_f32, |x: bf16| x.to_f64();
+    f32, 24, |x| x, f64::from;
+    f64, 53, f64::from, |x| x;
+    f8e4m3, 4, f8e4m3::from_f32, |x: f8e4m3| f64::from(x.to_f32());
+    f8e5m2, 3, f8e5m2::from_f32, |x: f8e5m2| f64::from(x.to_f32());
+}
+
+impl Value for bool {
+    fn of(value: u64) -> bool {
+        value != 0
+    }
+    fn is(self, expected: f64, _: usize) -> bool {
+        self == (expected != 0.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_check_finds_a_wrong_element() {
+        let what = What::Collective(Kind::AllReduce);
+        let case = Case::new(what, ReduceOp::Sum, 0, (0, 2), 8);
+        let mut result: Vec<f32> = (0..8).map(|i| (case.value(0, i) + case.value(1, i)) as f32).collect();
+        assert_eq!(case.wrong(&result, true), 0);
+        result[5] += 1.0;
+        assert_eq!(case.wrong(&result, true), 1);
+        result[5] = f32::NAN;
+        assert_eq!(case.wrong(&result, true), 1);
+        assert_eq!(case.wrong(&result[..4], true), 8, "a result that is too short is all wrong");
+    }
+
+    #[test]
+    fn sizes_are_cut_into_blocks() {
+        let gather =
+            |elements| Case::new(What::Collective(Kind::AllGather), ReduceOp::Sum, 0, (1, 4), elements);
+        assert_eq!((gather(1024).count, gather(1024).elements()), (256, 1024));
+        assert_eq!((gather(1).count, gather(1).elements()), (1, 4));
+        assert_eq!(gather(1024).lengths(), (256, 1024));
+        let mut buf = vec![9u8; 16];
+        gather(16).fill(&mut buf, true);
+        assert!(buf[..4].iter().chain(&buf[8..]).all(|x| *x == 0), "only its own block is filled: {buf:?}");
+    }
+}

@@ -1,0 +1,233 @@
+//! The clock: back to back after a barrier, the slowest rank's time, the median over rounds.
+
+use std::ops::DerefMut;
+use std::time::Instant;
+
+use allstream::{Algo, ArenaBuf, Buf, Call, Comm, Error, Kind, ReduceOp};
+use tokio::runtime::Runtime;
+
+use super::case::{Case, Value, What};
+use super::report::Time;
+
+/// Memory that collectives are timed on.
+pub(crate) trait Memory<T>: Buf<Elem = T> + DerefMut<Target = [T]> + Sized {
+    fn make(comm: &Comm, len: usize) -> Result<Self, Error>;
+}
+
+impl<T: Value> Memory<T> for Vec<T> {
+    fn make(_: &Comm, len: usize) -> Result<Vec<T>, Error> {
+        Ok(vec![T::of(0); len])
+    }
+}
+
+impl<T: Value> Memory<T> for ArenaBuf<T> {
+    fn make(comm: &Comm, len: usize) -> Result<ArenaBuf<T>, Error> {
+        comm.alloc(len)
+    }
+}
+
+/// How often, and how.
+#[derive(Debug)]
+pub(crate) struct Effort {
+    pub(crate) algo: Algo,
+    /// Timed operations of each size; chosen by size without it.
+    pub(crate) iters: Option<usize>,
+    /// Untimed operations before.
+    pub(crate) warmup: Option<usize>,
+    pub(crate) check: bool,
+    /// Operations are awaited on this; without it a thread waits for each.
+    pub(crate) runtime: Option<Runtime>,
+}
+
+/// Back to back between two looks at the clock, up to 64 KB: a look costs as much as the smallest operation.
+const GROUP: usize = 20;
+const GROUPED: usize = 64 << 10;
+/// Bytes moved for a size, about: small sizes are cheap to repeat, large ones are not.
+const BUDGET: usize = 200_000_000;
+
+impl Effort {
+    /// Operations a round, rounds, and rounds that are not counted.
+    pub(crate) fn rounds(&self, bytes: usize) -> (usize, usize, usize) {
+        let iters = self.iters.unwrap_or_else(|| (BUDGET / (bytes + 20_000)).clamp(5, 2000)).max(1);
+        let group = if bytes <= GROUPED { GROUP.min(iters) } else { 1 };
+        (group, iters.div_ceil(group), self.warmup.map_or(2, |warmup| warmup.div_ceil(group)))
+    }
+}
+
+/// Blocks until an operation is finished, in the way that is timed.
+macro_rules! finish {
+    ($effort:expr, $work:expr) => {{
+        let work = $work;
+        match &$effort.runtime {
+            Some(runtime) => runtime.block_on(work).map_err(Error::from),
+            None => work.wait().map_err(Error::from),
+        }
+    }};
+}
+
+/// One size, out of place and in place (`None` where there is no such form).
+pub(crate) fn measure<T: Value, M: Memory<T>>(
+    comm: &mut Comm,
+    case: &Case,
+    effort: &Effort,
+) -> Result<(Time, Option<Time>), Error> {
+    let (input, output) = case.lengths();
+    let state = (M::make(comm, input)?, M::make(comm, output)?);
+    let out = time(
+        comm,
+        case,
+        effort,
+        size_of::<T>(),
+        state,
+        Runs {
+            once: &mut |comm, (from, to)| out_of_place(comm, case, effort, from, to),
+            fill: &mut |(from, to)| {
+                case.fill(from, false);
+                to.fill(T::of(0));
+            },
+            wrong: &|(_, to)| case.wrong::<T>(to, false),
+        },
+    )?;
+    if !case.what.in_place() {
+        return Ok((out, None));
+    }
+    let buf = M::make(comm, in_place_length(case))?;
+    let within = time(
+        comm,
+        case,
+        effort,
+        size_of::<T>(),
+        buf,
+        Runs {
+            once: &mut |comm, buf| in_place(comm, case, effort, buf),
+            fill: &mut |buf| case.fill(buf, true),
+            wrong: &|buf| case.wrong::<T>(buf, true),
+        },
+    )?;
+    Ok((out, Some(within)))
+}
+
+/// What is timed, on what it needs.
+struct Runs<'a, S> {
+    once: &'a mut dyn FnMut(&mut Comm, S) -> Result<S, Error>,
+    fill: &'a mut dyn FnMut(&mut S),
+    wrong: &'a dyn Fn(&S) -> u64,
+}
+
+fn time<S>(
+    comm: &mut Comm,
+    case: &Case,
+    effort: &Effort,
+    unit: usize,
+    mut state: S,
+    runs: Runs<'_, S>,
+) -> Result<Time, Error> {
+    let bytes = case.elements() * unit;
+    let (group, rounds, warmup) = effort.rounds(bytes);
+    let mut mine = Vec::with_capacity(rounds);
+    for round in 0..warmup + rounds {
+        // Sums of sums would leave the range of ordinary numbers.
+        (runs.fill)(&mut state);
+        comm.barrier().wait()?;
+        let start = Instant::now();
+        for _ in 0..group {
+            state = (runs.once)(comm, state)?;
+        }
+        let seconds = start.elapsed().as_secs_f64() / group as f64;
+        if round >= warmup {
+            mine.push(seconds);
+        }
+    }
+    let mut slowest = comm.op(ReduceOp::Max).all_reduce(mine).wait()?;
+    let wrong = if effort.check {
+        (runs.fill)(&mut state);
+        state = (runs.once)(comm, state)?;
+        Some(comm.all_reduce(vec![(runs.wrong)(&state)]).wait()?[0])
+    } else {
+        None
+    };
+    drop(state);
+    // There and back is twice the way.
+    if case.what == What::PingPong {
+        slowest.iter_mut().for_each(|seconds| *seconds /= 2.0);
+    }
+    slowest.sort_by(f64::total_cmp);
+    Ok(Time::new(&slowest, bytes, case, wrong))
+}
+
+fn in_place_length(case: &Case) -> usize {
+    let (input, output) = case.lengths();
+    match case.what {
+        // Whoever is not the root has its own block only.
+        What::Collective(Kind::Reduce) => case.count,
+        _ => input.max(output),
+    }
+}
+
+fn call<'a>(comm: &'a mut Comm, case: &Case, effort: &Effort) -> Call<'a> {
+    let call = comm.call().algo(effort.algo);
+    if case.what.reduces() { call.op(case.op) } else { call }
+}
+
+fn out_of_place<B: Buf>(
+    comm: &mut Comm,
+    case: &Case,
+    effort: &Effort,
+    from: B,
+    to: B,
+) -> Result<(B, B), Error> {
+    let (root, rank, n) = (case.root, case.rank, case.n);
+    let kind = match case.what {
+        What::Collective(kind) => kind,
+        What::SendRecv => {
+            return finish!(effort, comm.send_recv(from, (rank + 1) % n, to, (rank + n - 1) % n));
+        }
+        What::PingPong => return pingpong(comm, effort, from, to),
+    };
+    let call = call(comm, case, effort);
+    match kind {
+        Kind::Reduce => finish!(effort, call.reduce_into(from, to, root)),
+        Kind::Broadcast => finish!(effort, call.broadcast_into(from, to, root)),
+        Kind::AllGather => finish!(effort, call.all_gather_into(from, to)),
+        Kind::ReduceScatter => finish!(effort, call.reduce_scatter_into(from, to)),
+        Kind::AllToAll => finish!(effort, call.all_to_all_into(from, to)),
+        Kind::Gather => finish!(effort, call.gather_into(from, to, root)),
+        Kind::Scatter => finish!(effort, call.scatter_into(from, to, root)),
+        Kind::Scan => finish!(effort, call.scan_into(from, to)),
+        Kind::ExScan => finish!(effort, call.exscan_into(from, to)),
+        _ => finish!(effort, call.all_reduce_into(from, to)),
+    }
+}
+
+/// Rank 0's input there, and what came back; other ranks do nothing.
+fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> Result<(B, B), Error> {
+    match comm.rank() {
+        0 => {
+            let from = finish!(effort, comm.send(from, 1))?;
+            Ok((from, finish!(effort, comm.recv(to, 1))?))
+        }
+        1 => {
+            let to = finish!(effort, comm.recv(to, 0))?;
+            Ok((from, finish!(effort, comm.send(to, 0))?))
+        }
+        _ => Ok((from, to)),
+    }
+}
+
+fn in_place<B: Buf>(comm: &mut Comm, case: &Case, effort: &Effort, buf: B) -> Result<B, Error> {
+    let root = case.root;
+    let What::Collective(kind) = case.what else { return Ok(buf) };
+    let call = call(comm, case, effort);
+    match kind {
+        Kind::Reduce => finish!(effort, call.reduce(buf, root)),
+        Kind::Broadcast => finish!(effort, call.broadcast(buf, root)),
+        Kind::AllGather => finish!(effort, call.all_gather_in_place(buf)),
+        Kind::ReduceScatter => finish!(effort, call.reduce_scatter_in_place(buf)),
+        Kind::AllToAll => finish!(effort, call.all_to_all_in_place(buf)),
+        Kind::Gather => finish!(effort, call.gather_in_place(buf, root)),
+        Kind::Scatter => finish!(effort, call.scatter_in_place(buf, root)),
+        Kind::Scan => finish!(effort, call.scan(buf)),
+        Kind::ExScan => finish!(effort, call.exscan(buf)),
+        _ => finish!(effort, call.all_reduce(buf)),
+    }
+}

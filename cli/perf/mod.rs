@@ -1,0 +1,378 @@
+//! `allstream perf`: how long a collective takes, by size, in the form of nccl-tests.
+
+mod case;
+mod measure;
+mod plot;
+mod report;
+
+use std::ffi::OsString;
+use std::io;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use allstream::{Algo, ArenaBuf, Comm, DType, LinkChoice, ReduceOp, Rendezvous, bf16, f8e4m3, f8e5m2, f16};
+use clap::{Args, ValueEnum};
+
+use crate::console::Console;
+use crate::demo::BoxError;
+use crate::launch;
+use crate::units::size;
+use case::{Case, Value, What};
+use measure::{Effort, Memory, measure};
+use report::{Report, Row, Series};
+
+/// Options of `allstream perf`.
+#[derive(Clone, Debug, Args)]
+pub(crate) struct PerfArgs {
+    /// all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter, scan, exscan, send_recv
+    /// or pingpong
+    collective: What,
+    /// Smallest size of a rank's largest buffer (K, M, G are powers of 1024)
+    #[arg(short = 'b', long, value_name = "SIZE", default_value = "4", value_parser = size)]
+    minbytes: u64,
+    /// Largest size
+    #[arg(short = 'e', long, value_name = "SIZE", default_value = "32M", value_parser = size)]
+    maxbytes: u64,
+    /// Each size is the one before times this
+    #[arg(short = 'f', long, value_name = "FACTOR", default_value = "4")]
+    stepfactor: f64,
+    /// Each size is the one before plus this, instead of a factor
+    #[arg(short = 'i', long, value_name = "SIZE", value_parser = size, conflicts_with = "stepfactor")]
+    stepbytes: Option<u64>,
+    /// Timed operations of each size and form (default: by size, 5 to 2000)
+    #[arg(short = 'n', long, value_name = "N")]
+    iters: Option<NonZeroUsize>,
+    /// Untimed operations before (default: two rounds)
+    #[arg(short = 'w', long, value_name = "N")]
+    warmup_iters: Option<usize>,
+    /// Compare the results with an oracle: 1, or 0
+    #[arg(short = 'c', long, value_name = "0|1", default_value_t = 1, value_parser = clap::value_parser!(u8).range(0..=1))]
+    check: u8,
+    /// Reduction: sum, prod, min, max, avg, band, bor, bxor
+    #[arg(short = 'o', long, default_value = "sum")]
+    op: ReduceOp,
+    /// Element type: f32, bf16, f16, f64, f8e4m3, f8e5m2, i8..i64, u8..u64, bool
+    #[arg(short = 'd', long, default_value = "f32")]
+    datatype: DType,
+    /// Root of broadcast, reduce, gather and scatter
+    #[arg(short = 'r', long, default_value_t = 0)]
+    root: usize,
+    /// Write all figures to this file
+    #[arg(short = 'J', long, value_name = "FILE")]
+    json: Option<PathBuf>,
+    /// Write a picture of time and busbw over size to this file (SVG)
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// Start so many ranks (default 2). Without it, under a launcher (allstream run, torchrun, mpirun, srun), be one
+    #[arg(short = 'N', long, value_name = "RANKS")]
+    ranks: Option<NonZeroUsize>,
+    /// Ranks are threads of one process, which read each other's buffers in place
+    #[arg(long)]
+    threads: bool,
+    /// Links between ranks; several, one job each, as shm,tcp
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "auto")]
+    link: Vec<Link>,
+    /// Algorithms, one table each, as ring,direct
+    #[arg(long, value_delimiter = ',', default_value = "auto")]
+    algo: Vec<Algo>,
+    /// Whose memory: the user's own, or the arena's, which peers read in place (`comm.alloc()`)
+    #[arg(long, value_enum, default_value_t = Alloc::User)]
+    alloc: Alloc,
+    /// Await each operation on a current-thread runtime, instead of blocking in `.wait()`
+    #[arg(long = "await")]
+    awaits: bool,
+    /// Be one of the ranks, as the launcher's environment says
+    #[arg(long, hide = true)]
+    worker: bool,
+    /// The link of this one's job
+    #[arg(long, hide = true, value_enum)]
+    worker_link: Option<Link>,
+    /// Where rank 0 of a job leaves the figures for the one who started it
+    #[arg(long, hide = true)]
+    worker_json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Link {
+    /// The nearest
+    Auto,
+    /// Shared memory
+    Shm,
+    /// TCP on loopback, or the network
+    Tcp,
+    /// The process's own memory (with --threads)
+    Inproc,
+}
+
+impl Link {
+    fn name(self) -> &'static str {
+        match self {
+            Link::Auto => "auto",
+            Link::Shm => "shm",
+            Link::Tcp => "tcp",
+            Link::Inproc => "inproc",
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Alloc {
+    /// A `Vec`
+    User,
+    /// `comm.alloc()`
+    Arena,
+}
+
+pub(crate) fn run(args: &PerfArgs) -> Result<ExitCode, BoxError> {
+    check(args)?;
+    if args.worker || (args.ranks.is_none() && !args.threads && Rendezvous::from_env().is_ok()) {
+        let rendezvous = Rendezvous::from_env()?;
+        let runtime = runtime()?;
+        let link = args.worker_link.or(args.link.first().copied()).unwrap_or(Link::Auto);
+        let mut comm = runtime.block_on(Comm::connect(match link {
+            Link::Auto => rendezvous,
+            Link::Shm => rendezvous.link(LinkChoice::Shm),
+            Link::Tcp => rendezvous.link(LinkChoice::Tcp),
+            Link::Inproc => rendezvous.link(LinkChoice::InProc),
+        }))?;
+        let report = measure_all(&mut comm, args, link)?;
+        let is_first = comm.rank() == 0;
+        runtime.block_on(comm.close())?;
+        return if is_first { conclude(args, &report) } else { Ok(ExitCode::SUCCESS) };
+    }
+    if args.threads { in_threads(args) } else { in_processes(args) }
+}
+
+/// What can be said before any rank is started.
+fn check(args: &PerfArgs) -> Result<(), BoxError> {
+    let ranks = args.ranks.map_or(2, NonZeroUsize::get);
+    let wrong = if args.minbytes > args.maxbytes {
+        format!("-b {} is more than -e {}", args.minbytes, args.maxbytes)
+    } else if args.stepbytes.is_none() && !(args.stepfactor > 1.0 && args.stepfactor.is_finite()) {
+        format!("-f {}: expected a factor above 1", args.stepfactor)
+    } else if args.stepbytes == Some(0) {
+        "-i 0: expected a step of at least one byte".into()
+    } else if args.what_reduces() && !args.op.supports(args.datatype) {
+        format!("{} is not defined on {}", args.op, args.datatype)
+    } else if args.ranks.is_some() && args.root >= ranks {
+        format!("-r {}: there are {ranks} ranks, roots are 0..={}", args.root, ranks - 1)
+    } else if args.collective == What::PingPong && args.ranks.is_some() && ranks < 2 {
+        "pingpong needs two ranks".into()
+    } else if args.threads && args.link.iter().any(|link| !matches!(link, Link::Auto | Link::Inproc)) {
+        "--threads: ranks of one process read each other's memory; --link is for processes".into()
+    } else if !args.threads && args.link.contains(&Link::Inproc) {
+        "--link inproc is for the ranks of one process: add --threads".into()
+    } else {
+        return Ok(());
+    };
+    Err(wrong.into())
+}
+
+impl PerfArgs {
+    fn what_reduces(&self) -> bool {
+        self.collective.reduces()
+    }
+
+    /// Bytes, least first.
+    fn sizes(&self) -> Vec<u64> {
+        let mut sizes = Vec::new();
+        let mut size = self.minbytes;
+        while size <= self.maxbytes {
+            sizes.push(size);
+            let next = match self.stepbytes {
+                Some(step) => size.saturating_add(step),
+                None => (size as f64 * self.stepfactor) as u64,
+            };
+            size = next.max(size.saturating_add(1));
+            if size == u64::MAX {
+                break;
+            }
+        }
+        sizes
+    }
+}
+
+fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_current_thread().enable_all().build()
+}
+
+fn in_threads(args: &PerfArgs) -> Result<ExitCode, BoxError> {
+    let ranks = args.ranks.map_or(2, NonZeroUsize::get);
+    let comms = Comm::local(ranks)?;
+    let reports = std::thread::scope(|scope| -> Result<Vec<Report>, BoxError> {
+        let each = |mut comm: Comm| measure_all(&mut comm, args, Link::Inproc);
+        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || each(comm))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
+    })?;
+    match reports.first() {
+        Some(report) => conclude(args, report),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// A job for each link; rank 0 of each leaves its figures in a file of ours.
+fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
+    let folder = tempfile::Builder::new().prefix("allstream-perf-").tempdir()?;
+    let mut whole: Option<Report> = None;
+    for &link in &args.link {
+        let at = folder.path().join(format!("{}.json", link.name()));
+        let mut own: Vec<OsString> = std::env::args_os().skip(1).collect();
+        own.extend(["--worker", "--worker-link", link.name(), "--worker-json"].map(Into::into));
+        own.push(at.clone().into());
+        let job = launch::Job {
+            ranks: args.ranks.map_or(2, NonZeroUsize::get),
+            program: std::env::current_exe()?,
+            args: own,
+            prefix: false,
+            ..Default::default()
+        };
+        let code = launch::run(job)?;
+        if code != ExitCode::SUCCESS {
+            return Ok(code);
+        }
+        let part = Report::read(&at)?;
+        match &mut whole {
+            Some(whole) => whole.series.extend(part.series),
+            None => whole = Some(part),
+        }
+    }
+    match whole {
+        Some(report) => conclude(args, &report),
+        None => Ok(ExitCode::SUCCESS),
+    }
+}
+
+/// What is left to do with the figures: by rank 0 of a job that we started, only to hand them over.
+fn conclude(args: &PerfArgs, report: &Report) -> Result<ExitCode, BoxError> {
+    if let Some(path) = &args.worker_json {
+        report.write(path).map_err(|error| named("the figures", path, &error))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let console = Console::new(true);
+    for line in report.footer() {
+        console.line(&line)?;
+    }
+    if let Some(path) = &args.json {
+        report.write(path).map_err(|error| named("--json", path, &error))?;
+    }
+    if let Some(path) = &args.plot {
+        plot::write(report, path).map_err(|error| named("--plot", path, &error))?;
+    }
+    match report.wrong() {
+        0 => Ok(ExitCode::SUCCESS),
+        wrong => Err(format!("{wrong} elements are wrong").into()),
+    }
+}
+
+fn named(option: &str, path: &Path, error: &dyn std::fmt::Display) -> BoxError {
+    format!("{option} {}: {error}", path.display()).into()
+}
+
+/// All sizes by all algorithms; rank 0 prints as it goes.
+fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, BoxError> {
+    if args.root >= comm.size() {
+        return Err(format!("-r {}: there are {} ranks", args.root, comm.size()).into());
+    }
+    if args.collective == What::PingPong && comm.size() < 2 {
+        return Err("pingpong needs two ranks".into());
+    }
+    let run = match args.datatype {
+        DType::Bool => series::<bool>,
+        DType::I8 => series::<i8>,
+        DType::I16 => series::<i16>,
+        DType::I32 => series::<i32>,
+        DType::I64 => series::<i64>,
+        DType::U8 => series::<u8>,
+        DType::U16 => series::<u16>,
+        DType::U32 => series::<u32>,
+        DType::U64 => series::<u64>,
+        DType::F16 => series::<f16>,
+        DType::BF16 => series::<bf16>,
+        DType::F32 => series::<f32>,
+        DType::F64 => series::<f64>,
+        DType::F8E4M3 => series::<f8e4m3>,
+        DType::F8E5M2 => series::<f8e5m2>,
+    };
+    let console = Console::new(comm.rank() == 0);
+    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let mut report = Report {
+        version: env!("CARGO_PKG_VERSION").into(),
+        collective: args.collective.name().into(),
+        dtype: args.datatype.name().into(),
+        op: if args.what_reduces() { args.op.name().into() } else { "none".into() },
+        root: args.collective.rooted().then_some(args.root),
+        ranks: comm.size(),
+        threads: args.threads,
+        alloc: if args.alloc == Alloc::Arena { "arena" } else { "user" }.into(),
+        completion: if args.awaits { "await" } else { "wait" }.into(),
+        cores,
+        series: Vec::new(),
+    };
+    for &algo in &args.algo {
+        let places = if args.threads { "threads" } else { "processes" };
+        console.line(&format!(
+            "# allstream {} {}: {} {places} on {cores} cores, link {}, algorithm {algo}, {} memory, .{}",
+            report.version,
+            args.collective,
+            comm.size(),
+            link.name(),
+            report.alloc,
+            report.completion
+        ))?;
+        if let Some(remark) = report::remark(args.collective) {
+            console.line(remark)?;
+        }
+        for line in report::head() {
+            console.line(&line)?;
+        }
+        let rows = run(comm, args, algo, &console)?;
+        report.series.push(Series { link: link.name().into(), algo: algo.name().into(), rows });
+    }
+    Ok(report)
+}
+
+fn series<T: Value>(
+    comm: &mut Comm,
+    args: &PerfArgs,
+    algo: Algo,
+    console: &Console,
+) -> Result<Vec<Row>, BoxError> {
+    match args.alloc {
+        Alloc::User => rows::<T, Vec<T>>(comm, args, algo, console),
+        Alloc::Arena => rows::<T, ArenaBuf<T>>(comm, args, algo, console),
+    }
+}
+
+fn rows<T: Value, M: Memory<T>>(
+    comm: &mut Comm,
+    args: &PerfArgs,
+    algo: Algo,
+    console: &Console,
+) -> Result<Vec<Row>, BoxError> {
+    let effort = Effort {
+        algo,
+        iters: args.iters.map(NonZeroUsize::get),
+        warmup: args.warmup_iters,
+        check: args.check == 1,
+        runtime: if args.awaits { Some(runtime()?) } else { None },
+    };
+    let sizes = args.sizes();
+    let bar = console.bar("sizes", sizes.len());
+    let mut rows: Vec<Row> = Vec::new();
+    for bytes in sizes {
+        let elements = usize::try_from(bytes)? / size_of::<T>();
+        let case = Case::new(args.collective, args.op, args.root, (comm.rank(), comm.size()), elements);
+        let size = case.elements() * size_of::<T>();
+        bar.inc(1);
+        if rows.last().is_some_and(|row| row.size == size) {
+            continue; // less than a block: the same as before
+        }
+        let (out_of_place, in_place) = measure::<T, M>(comm, &case, &effort)?;
+        let row = Row { size, count: case.count, out_of_place, in_place };
+        console.line(&report::line(&row, &case, T::DTYPE.name()))?;
+        rows.push(row);
+    }
+    bar.finish_and_clear();
+    Ok(rows)
+}

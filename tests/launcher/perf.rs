@@ -1,0 +1,150 @@
+//! `allstream perf`: every collective is timed and checked, the figures are left where they were asked for, and what
+//! makes no sense is refused. How fast anything is, is not looked at here.
+
+use std::process::Output;
+
+use serde_json::Value;
+
+use super::*;
+
+fn perf(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+    command.arg("perf").args(arguments);
+    command.env_remove("ALLSTREAM_TOKEN").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    finish(command.spawn().unwrap())
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn json(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn perf_prints_nccl_tests_table_and_leaves_json_and_a_picture() {
+    let scratch = Scratch::new();
+    let (figures, picture) = (scratch.0.join("figures.json"), scratch.0.join("picture.svg"));
+    let sizes = ["all_reduce", "-N", "2", "-b", "4", "-e", "1K", "-f", "16", "-n", "3", "-w", "1"];
+    let more = ["--link", "shm,tcp", "--algo", "ring,direct", "-J", figures.to_str().unwrap(), "--plot"];
+    let output = perf(&[&sizes[..], &more[..], &[picture.to_str().unwrap()]].concat());
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert!(
+        said.contains("algbw    busbw  #wrong") && said.contains("# Out of bounds values : 0 OK"),
+        "{said}"
+    );
+    let rows = said.lines().filter(|line| line.starts_with("  ")).count();
+    assert_eq!(rows, 3 * 4, "three sizes, two links, two algorithms: {said}");
+    let figures = json(&figures);
+    let series = figures["series"].as_array().unwrap();
+    let names: Vec<_> =
+        series.iter().map(|s| (s["link"].as_str().unwrap(), s["algo"].as_str().unwrap())).collect();
+    assert_eq!(names, [("shm", "ring"), ("shm", "direct"), ("tcp", "ring"), ("tcp", "direct")]);
+    let row = &series[0]["rows"][2];
+    assert_eq!((row["size"].as_u64(), row["count"].as_u64()), (Some(1024), Some(256)));
+    let time = &row["in_place"];
+    // Two ranks: the bus carries as much as the algorithm.
+    assert!(time["median_us"].as_f64() > Some(0.0) && time["algbw"] == time["busbw"], "{time}");
+    let picture = fs::read_to_string(&picture).unwrap();
+    assert!(picture.starts_with("<svg") && picture.contains("shm, ring") && picture.contains("tcp, direct"));
+}
+
+#[test]
+fn perf_checks_every_collective() {
+    let all = [
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "gather",
+        "scatter",
+        "scan",
+        "exscan",
+        "send_recv",
+        "pingpong",
+    ];
+    for (i, what) in all.into_iter().enumerate() {
+        let place: &[&str] = if i % 2 == 0 { &["--threads"] } else { &["--await"] };
+        let root = if what == "pingpong" { "0" } else { "2" };
+        let sizes =
+            ["-N", "3", "-b", "1", "-e", "3000", "-f", "50", "-n", "2", "-w", "0", "-r", root, "-d", "bf16"];
+        let output = perf(&[&[what], &sizes[..], place].concat());
+        let said = text(&output.stdout);
+        assert!(output.status.success(), "{what}: {said}{}", text(&output.stderr));
+        assert!(said.contains("# Out of bounds values : 0 OK"), "{what}: {said}");
+    }
+}
+
+#[test]
+fn perf_checks_types_reductions_and_memory() {
+    let combined = [
+        ("f32", "avg"),
+        ("f16", "prod"),
+        ("f64", "min"),
+        ("f8e4m3", "sum"),
+        ("f8e5m2", "max"),
+        ("i8", "sum"),
+        ("u16", "avg"),
+        ("i64", "prod"),
+        ("u32", "bor"),
+        ("bool", "sum"),
+        ("bool", "bxor"),
+    ];
+    for (dtype, op) in combined {
+        let sizes = [
+            "all_reduce",
+            "-N",
+            "4",
+            "--threads",
+            "-b",
+            "2K",
+            "-e",
+            "2K",
+            "-n",
+            "1",
+            "-w",
+            "0",
+            "--alloc",
+            "arena",
+        ];
+        let output = perf(&[&sizes[..], &["-d", dtype, "-o", op]].concat());
+        let said = text(&output.stdout);
+        assert!(output.status.success(), "{dtype} {op}: {said}{}", text(&output.stderr));
+        assert!(said.contains("# Out of bounds values : 0 OK"), "{dtype} {op}: {said}");
+    }
+}
+
+#[test]
+fn perf_refuses_what_makes_no_sense() {
+    let refused: [(&[&str], &str); 8] = [
+        (&["allreduce"], "all_reduce"),
+        (&["all_reduce", "-b", "1M", "-e", "1K"], "-b 1048576 is more than -e 1024"),
+        (&["all_reduce", "-f", "1"], "a factor above 1"),
+        (&["all_reduce", "-i", "0"], "at least one byte"),
+        (&["all_reduce", "-d", "f32", "-o", "bor"], "bor is not defined on f32"),
+        (&["broadcast", "-N", "2", "-r", "2"], "roots are 0..=1"),
+        (&["all_reduce", "--threads", "--link", "tcp"], "--threads"),
+        (&["pingpong", "-N", "1"], "two ranks"),
+    ];
+    for (arguments, expected) in refused {
+        let output = perf(arguments);
+        let said = text(&output.stderr);
+        assert!(!output.status.success() && said.contains(expected), "{arguments:?}: {said}");
+    }
+    // An algorithm that there is not for the collective: the engine's own words, from every rank.
+    let output = perf(&["broadcast", "-N", "2", "-e", "4", "--algo", "halving"]);
+    assert!(!output.status.success() && text(&output.stderr).contains("halving"), "{}", text(&output.stderr));
+}
+
+#[test]
+fn perf_is_a_rank_under_a_launcher() {
+    let script = format!("'{}' perf all_reduce -b 4 -e 64 -n 2 -w 0", env!("CARGO_BIN_EXE_allstream"));
+    let output = run(&["-n", "3"], &script);
+    let said = text(&output.stdout);
+    assert!(output.status.success() && said.contains("3 processes"), "{said}{}", text(&output.stderr));
+    assert_eq!(said.matches("# Avg bus bandwidth").count(), 1, "rank 0 alone prints: {said}");
+}
