@@ -9,7 +9,7 @@
 
 use std::thread;
 
-use allstream::{Buf, Comm, ReduceOp, View, split};
+use allstream::{Comm, HostMemory, ReduceOp, View, split};
 use ndarray::{Array2, arr2, array};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -32,7 +32,7 @@ impl Dense {
 // - Unique: an `Array2` is an array with *owned* storage. Views of it borrow it, so none lives when it is moved into an
 //   operation. (An `ArcArray` shares its storage, and must not implement `Buf`.)
 // - It may be dropped on any thread: `Array2<f32>` is `Send`.
-unsafe impl Buf for Dense {
+unsafe impl HostMemory for Dense {
     type Elem = f32;
     fn ptr(&self) -> *const f32 {
         self.0.as_ptr()
@@ -40,7 +40,7 @@ unsafe impl Buf for Dense {
     fn ptr_mut(&mut self) -> *mut f32 {
         self.0.as_mut_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.0.len()
     }
 }

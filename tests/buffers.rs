@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use allstream::{Buf, Comm, Error, Failed, HostBuf, Message, ReduceOp, View, split, split_at};
+use allstream::{Buf, Comm, Error, Failed, HostBuf, HostMemory, Message, ReduceOp, View, split, split_at};
 use futures::executor::block_on;
 use proptest::prelude::*;
 use support::{on_threads, worlds};
@@ -51,7 +51,7 @@ impl Drop for Counted {
 }
 
 // SAFETY: as for the Vec inside, which nothing else reaches.
-unsafe impl Buf for Counted {
+unsafe impl HostMemory for Counted {
     type Elem = f32;
     fn ptr(&self) -> *const f32 {
         self.0.as_ptr()
@@ -59,7 +59,7 @@ unsafe impl Buf for Counted {
     fn ptr_mut(&mut self) -> *mut f32 {
         self.0.as_mut_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.0.len()
     }
 }

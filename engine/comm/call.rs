@@ -6,6 +6,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::Work;
+use super::staged::{Ends, Memory, NOWHERE};
 use super::work::Restore;
 use crate::error::{Error, Failed};
 use crate::exec::{Collective, Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
@@ -80,7 +81,7 @@ impl Prepared {
     }
 }
 
-fn given_back<O, F>(error: Error, held: Held, restore: Restore<O, F>) -> Failed<F> {
+pub(super) fn given_back<O, F>(error: Error, held: Held, restore: Restore<O, F>) -> Failed<F> {
     let none = || Failed { buf: None, error: Error::invalid("submit", "refused") };
     restore(Err(error), Some(held)).err().unwrap_or_else(none)
 }
@@ -104,9 +105,6 @@ impl Spec {
         Spec { kind, root, count, in_place, tables: None, pairwise: false, detail: 0 }
     }
 }
-
-/// Memory that a call is about: input and output.
-pub(super) type Ends = (*const u8, *mut u8);
 
 impl<'a> Call<'a> {
     pub(crate) fn new(endpoint: &'a Arc<Endpoint>, default_algo: Algo) -> Call<'a> {
@@ -191,7 +189,7 @@ impl<'a> Call<'a> {
     }
 
     pub(super) fn when(&self) -> When {
-        When { timeout: self.timeout, after: self.after.clone() }
+        When { timeout: self.timeout, after: self.after.clone(), last: None }
     }
 
     /// Whether the reduction is defined, on this type and in this collective.
@@ -317,23 +315,30 @@ impl<'a> Call<'a> {
         &self,
         spec: Spec,
         parts: P,
-        ends: Ends,
+        memory: Memory,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
-        self.hand_in(self.prepare(spec, T::DTYPE, ends), Held::new(parts), restore)
+        let held = Held::new(parts);
+        let Some(ends) = memory.on_host() else {
+            let varied = spec.tables.is_some();
+            let prepared = self.prepare(spec, T::DTYPE, NOWHERE);
+            return self.hand_in_staged(prepared, varied, vec![memory], held, restore);
+        };
+        self.hand_in(self.prepare(spec, T::DTYPE, ends), self.when(), held, restore)
     }
 
     /// Several parts, each of a type and a count of its own.
     pub(super) fn submit_parts<P: Send + 'static, O, F>(
         &self,
         spec: Spec,
-        memory: Vec<(DType, usize, Ends)>,
+        memory: Vec<(DType, usize, Memory)>,
         parts: P,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
         let prepare = || {
             let (mut detail, mut all) = (spec.detail, Vec::with_capacity(memory.len()));
-            for &(dtype, count, (input, output)) in &memory {
+            for (dtype, count, memory) in &memory {
+                let ((input, output), dtype, count) = (memory.on_host().unwrap_or(NOWHERE), *dtype, *count);
                 self.check(&spec, dtype)?;
                 let (algo, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
                 let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
@@ -344,7 +349,12 @@ impl<'a> Call<'a> {
             let signature = self.signature(&spec, LIST, self.algo);
             Ok(self.collective(spec.kind, signature, PartList::Many(all)))
         };
-        self.hand_in(prepare(), Held::new(parts), restore)
+        let (prepared, held) = (prepare(), Held::new(parts));
+        if memory.iter().any(|(.., memory)| memory.on_host().is_none()) {
+            let memory = memory.into_iter().map(|(.., memory)| memory).collect();
+            return self.hand_in_staged(prepared, false, memory, held, restore);
+        }
+        self.hand_in(prepared, self.when(), held, restore)
     }
 
     /// An operation whose first half is `spec` and whose second half `then` makes.
@@ -358,22 +368,23 @@ impl<'a> Call<'a> {
     ) -> Work<O, F> {
         let prepared = self.prepare(spec, T::DTYPE, ends);
         let prepared = prepared.map(|collective| Collective { then: Some(then), ..collective });
-        self.hand_in(prepared, Held::new(parts), restore)
+        self.hand_in(prepared, self.when(), Held::new(parts), restore)
     }
 
-    fn hand_in<O, F>(
+    pub(super) fn hand_in<O, F>(
         &self,
         prepared: Result<Collective, Error>,
+        when: When,
         held: Held,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
         match (prepared, self.desk) {
             (Ok(collective), Some(desk)) => {
-                *desk.0.lock() = Some(Prepared { collective, when: self.when(), held });
+                *desk.0.lock() = Some(Prepared { collective, when, held });
                 Work::waiting(restore)
             }
             (Ok(collective), None) => {
-                hand_over(self.side.0, Submission::Collective(collective), self.when(), held, restore)
+                hand_over(self.side.0, Submission::Collective(collective), when, held, restore)
             }
             (Err(error), _) => Work::refused(given_back(error, held, restore), restore),
         }

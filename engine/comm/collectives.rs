@@ -3,13 +3,14 @@
 use super::Work;
 use super::call::{Call, Spec};
 use super::restore::{both, made, nothing, one, refused};
+use super::staged::Memory;
 use crate::mem::{Buf, Parts};
 use crate::types::{Kind, Rank};
 
 impl Call<'_> {
     pub(super) fn in_place<B: Buf>(&self, spec: Spec, mut buf: B) -> Work<B> {
-        let at = buf.ptr_mut().cast::<u8>();
-        self.submit::<B::Elem, _, _, _>(spec, Parts { input: (), output: buf }, (at, at), one::<B>)
+        let memory = Memory::one(&mut buf);
+        self.submit::<B::Elem, _, _, _>(spec, Parts { input: (), output: buf }, memory, one::<B>)
     }
 
     /// `expected`: the elements that the output must have.
@@ -17,21 +18,21 @@ impl Call<'_> {
         &self,
         spec: Spec,
         expected: usize,
-        input: I,
+        mut input: I,
         mut output: O,
     ) -> Work<(I, O)> {
         if output.len() != expected {
             let problem = format!("the output has {} elements, expected {expected}", output.len());
             return refused(spec.kind, problem, (input, output), both::<I, O>);
         }
-        let memory = (input.ptr().cast::<u8>(), output.ptr_mut().cast::<u8>());
+        let memory = Memory::two(&mut input, &mut output);
         self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, both::<I, O>)
     }
 
     /// Into a new vector of `len` elements.
-    pub(super) fn make<I: Buf>(&self, spec: Spec, len: usize, input: I) -> Work<Vec<I::Elem>, I> {
+    pub(super) fn make<I: Buf>(&self, spec: Spec, len: usize, mut input: I) -> Work<Vec<I::Elem>, I> {
         let mut output = vec![I::Elem::default(); len];
-        let memory = (input.ptr().cast::<u8>(), output.as_mut_ptr().cast::<u8>());
+        let memory = Memory::two(&mut input, &mut output);
         self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, made::<I>)
     }
 
@@ -267,6 +268,6 @@ impl Call<'_> {
     /// See [`Comm::barrier`](super::Comm::barrier).
     pub fn barrier(&self) -> Work<()> {
         let at = self.side.0.token();
-        self.submit::<u8, _, _, _>(Spec::of(Kind::Barrier, 0, 1, true), (), (at, at), nothing)
+        self.submit::<u8, _, _, _>(Spec::of(Kind::Barrier, 0, 1, true), (), Memory::host(at, 1), nothing)
     }
 }

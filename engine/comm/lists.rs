@@ -3,6 +3,7 @@
 use super::Work;
 use super::call::{Call, Spec};
 use super::restore::{refused, settle};
+use super::staged::Memory;
 use crate::error::{Error, Failed};
 use crate::mem::{BufList, Held, Parts, memory};
 use crate::types::{Kind, Rank};
@@ -20,7 +21,7 @@ fn pair<I: BufList, O: BufList>(
 
 impl Call<'_> {
     fn list_in_place<L: BufList>(&self, kind: Kind, root: Rank, mut bufs: L) -> Work<L> {
-        let ends = memory(&mut bufs).iter().map(|m| (m.dtype, m.len, (m.at.cast_const(), m.at))).collect();
+        let ends = memory(&mut bufs).into_iter().map(|m| (m.dtype, m.len, Memory::in_place(m))).collect();
         self.submit_parts(Spec::of(kind, root, 0, true), ends, Parts { input: (), output: bufs }, list::<L>)
     }
 
@@ -51,7 +52,7 @@ impl Call<'_> {
         let mut ends = Vec::with_capacity(ins.len());
         let mut problem = (ins.len() != outs.len())
             .then(|| format!("{} inputs and {} outputs: each input needs one", ins.len(), outs.len()));
-        for (i, (input, output)) in ins.iter().zip(&outs).enumerate() {
+        for (i, (input, output)) in ins.into_iter().zip(outs).enumerate() {
             let count = input.len / times.0;
             if input.dtype != output.dtype || input.len != count * times.0 || output.len != count * times.1 {
                 problem.get_or_insert_with(|| {
@@ -62,7 +63,7 @@ impl Call<'_> {
                     )
                 });
             }
-            ends.push((input.dtype, count, (input.at.cast_const(), output.at)));
+            ends.push((input.dtype, count, Memory::apart(input, output)));
         }
         if let Some(problem) = problem {
             return refused(kind, problem, (inputs, outputs), pair::<I, O>);

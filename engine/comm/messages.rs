@@ -7,12 +7,12 @@ use std::task::{Context, Poll};
 
 use super::Work;
 use super::batch::{Batch, Message};
-use super::call::{Call, hand_over};
+use super::call::{Call, given_back, hand_over};
 use super::restore::one;
 use super::work::taken;
 use crate::error::{Error, Failed};
 use crate::exec::{Direction, Submission};
-use crate::mem::{Buf, Held, Parts};
+use crate::mem::{Buf, Held, Parts, Where};
 use crate::types::{Element, Rank};
 
 impl Call<'_> {
@@ -27,10 +27,23 @@ impl Call<'_> {
             let error = Error::invalid(direction.name(), problem);
             return Work::refused(Failed { buf: Some(buf), error }, one::<B>);
         }
-        let (memory, count, dtype) = (buf.ptr_mut().cast::<u8>(), buf.len(), B::Elem::DTYPE);
+        let (count, dtype) = (buf.len(), B::Elem::DTYPE);
+        let place = buf.location();
+        let (mut held, mut when) = (Held::new(Parts { input: (), output: buf }), self.when());
+        let memory = match place.0 {
+            Where::Host(at) => at,
+            Where::Device(place) => {
+                match self.stage_message(direction, place, count * dtype.size(), &mut when) {
+                    Ok(staging) => {
+                        held = held.with(staging.memory);
+                        staging.at
+                    }
+                    Err(error) => return Work::refused(given_back(error, held, one::<B>), one::<B>),
+                }
+            }
+        };
         let submission = Submission::Message { direction, peer, tag, memory, count, dtype };
-        let held = Held::new(Parts { input: (), output: buf });
-        hand_over(endpoint, submission, self.when(), held, one::<B>)
+        hand_over(endpoint, submission, when, held, one::<B>)
     }
 
     /// See [`Comm::send`](super::Comm::send).

@@ -17,6 +17,7 @@ mod ordered;
 mod pool;
 mod restore;
 mod split;
+mod staged;
 mod varied;
 mod work;
 mod world;

@@ -28,6 +28,7 @@ use super::port::{Opener, Port};
 use crate::error::Error;
 use crate::link::local::Gate;
 use crate::link::region::Region;
+use crate::mem::device::Finish;
 use crate::mem::{Event, Held};
 use crate::plan::{Env, Program};
 use crate::trace::{Recorder, State};
@@ -97,11 +98,15 @@ pub(crate) enum Submission {
     Message { direction: Direction, peer: Rank, tag: u32, memory: *mut u8, count: usize, dtype: DType },
 }
 
+/// What is left to do when all has moved, before an operation is finished: it is told how to finish it.
+pub(crate) type Last = Box<dyn FnOnce(Finish) + Send>;
+
 /// How a submission is to be run.
-#[derive(Clone, Default)]
+#[derive(Default)]
 pub(crate) struct When {
     pub(crate) timeout: Option<Duration>,
     pub(crate) after: Option<Event>,
+    pub(crate) last: Option<Last>,
 }
 
 /// A peer's answer: about which operation, its own last call, when.
@@ -120,6 +125,8 @@ struct Table {
     /// What peers asked about operations that we have not called yet.
     asked: Asked,
     closed: bool,
+    /// What is to be done last, of the operations that have such.
+    lasts: HashMap<u64, Last>,
 }
 
 impl Table {
@@ -217,6 +224,7 @@ impl Endpoint {
             history: VecDeque::with_capacity(HISTORY + 1),
             asked: Asked::default(),
             closed: false,
+            lasts: HashMap::new(),
         };
         Arc::new(Endpoint {
             table: Mutex::new(table),
@@ -307,6 +315,9 @@ impl Endpoint {
             return Err((error, held));
         }
         let key = table.inflight.submit(held);
+        if let Some(last) = when.last {
+            table.lasts.insert(key.number(), last);
+        }
         let mut disagreement = None;
         match submission {
             Submission::Collective(collective) => {
@@ -568,12 +579,12 @@ impl Endpoint {
                     if let Some((_, number)) = active.take() {
                         self.recorder.finished(number, State::Done);
                     }
-                    self.finish(key, Ok(()));
+                    self.moved(key);
                     any = true;
                 }
             }
         }
-        any |= messages.pass(|key| self.finish(key, Ok(())))?;
+        any |= messages.pass(|key| self.moved(key))?;
         if any {
             return Ok(Progress::Advanced);
         }
@@ -601,8 +612,26 @@ impl Endpoint {
         Ok(())
     }
 
+    /// All of an operation has moved.
+    fn moved(self: &Arc<Self>, key: Key) {
+        let mut table = self.table.lock();
+        let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
+        let Some(last) = last else { return self.finish_in(table, key, Ok(())) };
+        drop(table);
+        let endpoint = self.clone();
+        last(Box::new(move |result| endpoint.finish(key, result)));
+    }
+
     fn finish(&self, key: Key, result: Result<(), Error>) {
-        let (waker, held) = self.table.lock().inflight.finish(key, result);
+        self.finish_in(self.table.lock(), key, result);
+    }
+
+    fn finish_in(&self, mut table: MutexGuard<'_, Table>, key: Key, result: Result<(), Error>) {
+        // Of an operation that failed.
+        let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
+        let (waker, held) = table.inflight.finish(key, result);
+        drop(table);
+        drop(last);
         // Somebody else's code, on a thread that others need: a panic in it (reported on stderr) ends here.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
         if let Some(waker) = waker {
@@ -655,7 +684,7 @@ fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
     if after.as_ref().is_some_and(Event::is_failed) {
         return Err(Error::invalid(
             call,
-            "the stream that it was to follow has failed: a job on it panicked",
+            "the stream that it was to follow has failed: a job on it panicked, or its device reported an error",
         ));
     }
     Ok(())

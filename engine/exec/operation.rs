@@ -73,7 +73,7 @@ impl Part {
     }
 
     /// Whether the plan leaves anything in the output.
-    pub(super) fn writes_output(&self) -> bool {
+    pub(crate) fn writes_output(&self) -> bool {
         self.program.plan.steps.iter().any(|step| step.dst.is_some_and(|at| at.slot == OUTPUT))
     }
 
@@ -96,6 +96,14 @@ pub(crate) enum PartList {
 }
 
 impl PartList {
+    /// All of them.
+    pub(crate) fn all(&mut self) -> &mut [Part] {
+        match self {
+            PartList::One(part) => std::slice::from_mut(part),
+            PartList::Many(parts) => parts,
+        }
+    }
+
     /// Part `i`, if there are so many.
     pub(super) fn get(&self, i: usize) -> Option<&Part> {
         match self {

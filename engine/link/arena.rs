@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::region::Region;
 use crate::error::Error;
-use crate::mem::Buf;
+use crate::mem::HostMemory;
 use crate::types::Element;
 
 /// A buffer from [`Comm::alloc`](crate::Comm::alloc): memory that the other ranks of this host read in place, so that a
@@ -71,7 +71,7 @@ unsafe impl<T: Element> Send for ArenaBuf<T> {}
 unsafe impl<T: Element> Sync for ArenaBuf<T> {}
 
 // SAFETY: memory of a mapping that does not move and lives as long as the value; the value is its only owner here.
-unsafe impl<T: Element> Buf for ArenaBuf<T> {
+unsafe impl<T: Element> HostMemory for ArenaBuf<T> {
     type Elem = T;
     fn ptr(&self) -> *const T {
         self.start.as_ptr()
@@ -79,7 +79,7 @@ unsafe impl<T: Element> Buf for ArenaBuf<T> {
     fn ptr_mut(&mut self) -> *mut T {
         self.start.as_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.len
     }
 }

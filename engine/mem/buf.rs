@@ -1,13 +1,71 @@
-//! [`Buf`]: memory that an operation owns while it is in flight.
+//! [`Buf`]: memory that an operation owns while it is in flight; [`HostMemory`]: where that is the host's.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
+use super::device::{DevicePlace, DeviceStream};
 use crate::types::Element;
 
-/// Memory that can be handed to an operation by value and comes back with its result.
+/// Memory that can be handed to an operation by value and comes back with its result: the host's, or a device's.
+///
+/// All [`HostMemory`] is one: implement that for an owner of host memory. [`DeviceBuf`](crate::cuda::DeviceBuf) is one,
+/// too.
+///
+/// # Safety
+///
+/// What [`location`](Self::location) says holds, however often the value is moved, until it is dropped or changed through
+/// `&mut self`; and as long as an operation owns the value, nobody else reads or writes the memory. On the host,
+/// `len()` elements are there as [`HostMemory`] says; on a device, they are valid for reads and writes by work that is
+/// put on the stream of the place, after what is on it.
+pub unsafe trait Buf: Send + 'static {
+    /// The element type.
+    type Elem: Element;
+    /// Number of elements.
+    fn len(&self) -> usize;
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Where the elements are.
+    fn location(&mut self) -> Location;
+}
+
+/// Where a buffer's elements are.
+#[derive(Clone, Debug)]
+pub struct Location(pub(crate) Where);
+
+#[derive(Clone, Debug)]
+pub(crate) enum Where {
+    Host(*mut u8),
+    Device(DevicePlace),
+}
+
+impl Location {
+    /// On the host, from here on.
+    pub fn host<T: Element>(start: *mut T) -> Location {
+        Location(Where::Host(start.cast()))
+    }
+
+    /// On the device of `stream`, from this address (a `CUdeviceptr`) on, in the order of `stream`.
+    pub fn device(stream: &DeviceStream, address: u64) -> Location {
+        Location(Where::Device(DevicePlace { stream: stream.clone(), address }))
+    }
+}
+
+// SAFETY: `HostMemory` promises all of it.
+unsafe impl<M: HostMemory> Buf for M {
+    type Elem = M::Elem;
+    fn len(&self) -> usize {
+        self.count()
+    }
+    fn location(&mut self) -> Location {
+        Location::host(self.ptr_mut())
+    }
+}
+
+/// Memory of the host's that an operation can own: every one is a [`Buf`].
 ///
 /// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`], and for [`View`](super::View)s of any of them; foreign owners
 /// (an array library's storage, a mapped file) can implement it: `examples/09_ndarray.rs` does, and says why it may.
@@ -15,16 +73,16 @@ use crate::types::Element;
 /// # Safety
 ///
 /// From the moment a value is handed to an operation until it comes back, the engine and (for ranks of the
-/// same process) peers access `len()` elements at `ptr()` through raw pointers, from other threads; from
+/// same process) peers access `count()` elements at `ptr()` through raw pointers, from other threads; from
 /// [`split`](super::split) to [`join`](super::View::join), its views do, also as slices. So:
 ///
-/// - `ptr()` and `len()` give the same answer however often the value is moved, until it is dropped or
+/// - `ptr()` and `count()` give the same answer however often the value is moved, until it is dropped or
 ///   changed through `&mut self`;
-/// - the memory is valid for reads and writes of `len() * size_of::<Self::Elem>()` bytes, initialised, and
+/// - the memory is valid for reads and writes of `count() * size_of::<Self::Elem>()` bytes, initialised, and
 ///   aligned for the element type;
 /// - nothing else reads or writes it while the value is owned by the operation or cut: the owner is unique;
 /// - dropping the value on any thread is sound (`Send`).
-pub unsafe trait Buf: Send + 'static {
+pub unsafe trait HostMemory: Send + 'static {
     /// The element type.
     type Elem: Element;
     /// Start of the memory.
@@ -32,15 +90,11 @@ pub unsafe trait Buf: Send + 'static {
     /// Start of the memory, for writing.
     fn ptr_mut(&mut self) -> *mut Self::Elem;
     /// Number of elements.
-    fn len(&self) -> usize;
-    /// Whether there are none.
-    fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
+    fn count(&self) -> usize;
 }
 
 // SAFETY: a Vec's elements are on the heap, do not move with it, and are owned by it alone.
-unsafe impl<T: Element> Buf for Vec<T> {
+unsafe impl<T: Element> HostMemory for Vec<T> {
     type Elem = T;
     fn ptr(&self) -> *const T {
         self.as_ptr()
@@ -48,13 +102,13 @@ unsafe impl<T: Element> Buf for Vec<T> {
     fn ptr_mut(&mut self) -> *mut T {
         self.as_mut_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.len()
     }
 }
 
 // SAFETY: as for Vec; the length cannot change.
-unsafe impl<T: Element> Buf for Box<[T]> {
+unsafe impl<T: Element> HostMemory for Box<[T]> {
     type Elem = T;
     fn ptr(&self) -> *const T {
         self.as_ptr()
@@ -62,7 +116,7 @@ unsafe impl<T: Element> Buf for Box<[T]> {
     fn ptr_mut(&mut self) -> *mut T {
         self.as_mut_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         <[T]>::len(self)
     }
 }
@@ -146,7 +200,7 @@ unsafe impl<T: Element> Send for HostBuf<T> {}
 unsafe impl<T: Element> Sync for HostBuf<T> {}
 
 // SAFETY: heap memory, unmoved and owned alone.
-unsafe impl<T: Element> Buf for HostBuf<T> {
+unsafe impl<T: Element> HostMemory for HostBuf<T> {
     type Elem = T;
     fn ptr(&self) -> *const T {
         self.start.as_ptr()
@@ -154,7 +208,7 @@ unsafe impl<T: Element> Buf for HostBuf<T> {
     fn ptr_mut(&mut self) -> *mut T {
         self.start.as_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.len
     }
 }

@@ -1,7 +1,8 @@
 //! The buffers of one operation with their types erased, kept in place: no allocation per operation.
 
-use std::any::TypeId;
+use std::any::{Any, TypeId};
 use std::mem::MaybeUninit;
+use std::sync::Arc;
 
 /// What an operation owns: what goes in, and what comes out. In-place operations have only an output.
 pub(crate) struct Parts<I, O> {
@@ -16,6 +17,8 @@ pub(crate) struct Held {
     storage: [MaybeUninit<u64>; WORDS],
     drop: unsafe fn(*mut u8),
     holds: TypeId,
+    /// Memory of ours that the operation works on; goes when the parts do.
+    also: Option<Arc<dyn Any + Send + Sync>>,
 }
 
 const fn fits<P>() -> bool {
@@ -46,7 +49,13 @@ impl Held {
             unsafe { at.cast::<Box<P>>().write(Box::new(parts)) };
             drop_boxed::<P> as unsafe fn(*mut u8)
         };
-        Held { storage, drop, holds: TypeId::of::<P>() }
+        Held { storage, drop, holds: TypeId::of::<P>(), also: None }
+    }
+
+    /// Keeps something else as long as the parts.
+    pub(crate) fn with(mut self, also: Arc<dyn Any + Send + Sync>) -> Held {
+        self.also = Some(also);
+        self
     }
 
     /// The parts, if they are of this type.
@@ -70,6 +79,7 @@ impl Held {
             return None;
         }
         let mut this = std::mem::ManuallyDrop::new(self);
+        drop(this.also.take());
         let at = this.storage.as_mut_ptr().cast::<u8>();
         Some(if fits::<P>() {
             // SAFETY: `new::<P>` wrote a P here (checked above); ManuallyDrop keeps it from being dropped as well.
@@ -88,13 +98,12 @@ impl Drop for Held {
     }
 }
 
-// SAFETY: `new` requires P: Send, and Held gives no shared access to it.
+// SAFETY: `new` requires P: Send, and Held gives no shared access to it; `also` is Send.
 unsafe impl Send for Held {}
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
 
     #[test]
     fn parts_come_back_or_are_dropped_once() {

@@ -1,13 +1,13 @@
 //! Several buffers in one operation.
 
-use super::Buf;
+use super::{Buf, Location};
 use crate::types::{DType, Element};
 
 /// One buffer of a list.
 #[doc(hidden)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Memory {
-    pub(crate) at: *mut u8,
+    pub(crate) place: Location,
     pub(crate) len: usize,
     pub(crate) dtype: DType,
 }
@@ -27,7 +27,7 @@ pub trait BufList: sealed::Sealed + Send + 'static {
 }
 
 fn of<B: Buf>(buf: &mut B) -> Memory {
-    Memory { at: buf.ptr_mut().cast(), len: buf.len(), dtype: B::Elem::DTYPE }
+    Memory { place: buf.location(), len: buf.len(), dtype: B::Elem::DTYPE }
 }
 
 impl<B: Buf> sealed::Sealed for Vec<B> {}
@@ -74,12 +74,14 @@ pub(crate) fn memory<L: BufList>(list: &mut L) -> Vec<Memory> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mem::Where;
 
     #[test]
     fn lists_are_visited_in_order() {
         let mut list = (vec![vec![1f32; 3], vec![]], [vec![0u8; 2].into_boxed_slice()]);
         let seen: Vec<_> = memory(&mut list).iter().map(|m| (m.dtype, m.len)).collect();
         assert_eq!(seen, [(DType::F32, 3), (DType::F32, 0), (DType::U8, 2)]);
-        assert_eq!(memory(&mut list)[0].at, list.0[0].as_mut_ptr().cast());
+        let first = memory(&mut list)[0].place.clone();
+        assert!(matches!(first.0, Where::Host(at) if at == list.0[0].as_mut_ptr().cast()));
     }
 }

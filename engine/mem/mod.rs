@@ -7,9 +7,11 @@ mod list;
 mod split;
 mod stream;
 
-pub use buf::{Buf, HostBuf};
+pub(crate) use buf::Where;
+pub use buf::{Buf, HostBuf, HostMemory, Location};
 pub(crate) use held::{Held, Parts};
 pub use list::BufList;
+pub(crate) use list::Memory as ListMemory;
 pub(crate) use list::memory;
 pub use split::{View, split, split_at};
 pub use stream::{Event, HostStream};

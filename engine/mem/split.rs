@@ -7,18 +7,18 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::Buf;
+use super::HostMemory;
 use crate::error::{Error, Failed};
 
 /// A part of a buffer, owned by itself: what [`split`] and [`split_at`] make.
 ///
-/// A [`Buf`], so an operation can own it while others own the other parts of the same buffer; derefs to its elements.
+/// A [`HostMemory`], so an operation can own it while others own the other parts of the same buffer; derefs to its elements.
 /// [`View::join`] gives the buffer back. It lives on while one of its views does, and is dropped with the last,
 /// on whatever thread that is.
 ///
 /// A view's first element is aligned for its type, not more: where the owner's alignment matters (64 bytes, for a
 /// [`HostBuf`](super::HostBuf)), cut at multiples of it.
-pub struct View<B: Buf> {
+pub struct View<B: HostMemory> {
     start: NonNull<B::Elem>,
     range: Range<usize>,
     owner: Arc<Owner<B>>,
@@ -33,7 +33,7 @@ struct Owner<B> {
     buf: Mutex<B>,
 }
 
-/// Cuts `buf` into consecutive views of these lengths, which may be 0 and add up to `buf.len()`.
+/// Cuts `buf` into consecutive views of these lengths, which may be 0 and add up to `buf.count()`.
 ///
 /// Nothing is copied. The views come in order; each knows its [`offset`](View::offset).
 ///
@@ -52,8 +52,8 @@ struct Owner<B> {
 /// # Errors
 /// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: there are no lengths, or they do not add up to
 /// the buffer's.
-pub fn split<B: Buf>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Failed<B>> {
-    match misfit(lens, buf.len()) {
+pub fn split<B: HostMemory>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Failed<B>> {
+    match misfit(lens, buf.count()) {
         None => Ok(View::whole(buf).cut(lens)),
         Some(problem) => Err(failed("split", problem, buf)),
     }
@@ -72,8 +72,8 @@ pub fn split<B: Buf>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Failed<B>> 
 ///
 /// # Errors
 /// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: `mid` lies beyond the end.
-pub fn split_at<B: Buf>(buf: B, mid: usize) -> Result<[View<B>; 2], Failed<B>> {
-    match beyond(mid, buf.len()) {
+pub fn split_at<B: HostMemory>(buf: B, mid: usize) -> Result<[View<B>; 2], Failed<B>> {
+    match beyond(mid, buf.count()) {
         None => Ok(View::whole(buf).halve(mid)),
         Some(problem) => Err(failed("split_at", problem, buf)),
     }
@@ -99,10 +99,10 @@ pub(super) fn beyond(mid: usize, len: usize) -> Option<String> {
     (mid > len).then(|| format!("cannot cut at {mid}, the buffer has {len} elements"))
 }
 
-impl<B: Buf> View<B> {
+impl<B: HostMemory> View<B> {
     /// The first view of a buffer: all of it.
     fn whole(buf: B) -> View<B> {
-        let len = buf.len();
+        let len = buf.count();
         let owner = Arc::new(Owner { len, buf: Mutex::new(buf) });
         // Asked when the buffer lies where it stays: a `Box` that moves takes the memory back from older pointers.
         let start = owner.buf.lock().ptr_mut();
@@ -224,10 +224,10 @@ impl<B: Buf> View<B> {
     }
 }
 
-impl<B: Buf> Deref for View<B> {
+impl<B: HostMemory> Deref for View<B> {
     type Target = [B::Elem];
     fn deref(&self) -> &[B::Elem] {
-        // SAFETY: the owner is a Buf, so its memory is initialised, aligned, and valid for as long as it is not dropped,
+        // SAFETY: the owner is a HostMemory, so its memory is initialised, aligned, and valid for as long as it is not dropped,
         // which our Arc prevents; `start` and `range` stay inside it (`whole`, `halve`). Nobody writes these elements:
         // - through the owner: it is not touched before the last Arc of it is gone;
         // - through another view: views are made by `whole`, once for an owner, and by `halve` (and `join`, of views that
@@ -238,7 +238,7 @@ impl<B: Buf> Deref for View<B> {
     }
 }
 
-impl<B: Buf> DerefMut for View<B> {
+impl<B: HostMemory> DerefMut for View<B> {
     fn deref_mut(&mut self) -> &mut [B::Elem] {
         // SAFETY: as in `deref`; `&mut self` and that no element is in two views make this the only access. The owner
         // gave the address by `ptr_mut`, for writing.
@@ -246,23 +246,23 @@ impl<B: Buf> DerefMut for View<B> {
     }
 }
 
-impl<B: Buf> fmt::Debug for View<B> {
+impl<B: HostMemory> fmt::Debug for View<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = <B::Elem as crate::types::Element>::DTYPE.name();
         write!(f, "View<{name}>({}..{} of {})", self.range.start, self.range.end, self.owner.len)
     }
 }
 
-// SAFETY: a view has its elements alone, and elements are Send; the owner may be dropped on any thread, for a Buf is
+// SAFETY: a view has its elements alone, and elements are Send; the owner may be dropped on any thread, for a HostMemory is
 // Send, and is reached only by whoever has its last Arc.
-unsafe impl<B: Buf> Send for View<B> {}
+unsafe impl<B: HostMemory> Send for View<B> {}
 // SAFETY: `&View` gives `&[B::Elem]`, and elements are Sync; it does not give the owner.
-unsafe impl<B: Buf> Sync for View<B> {}
+unsafe impl<B: HostMemory> Sync for View<B> {}
 
 // SAFETY: `start` and the length are kept in the view and do not change when it moves; the memory is valid for both
 // reads and writes, initialised and aligned as the owner's (see `deref`), until the last view is dropped; no element is
 // in two views, and the owner is not touched, so the view is the unique owner of its elements.
-unsafe impl<B: Buf> Buf for View<B> {
+unsafe impl<B: HostMemory> HostMemory for View<B> {
     type Elem = B::Elem;
     fn ptr(&self) -> *const B::Elem {
         self.start.as_ptr()
@@ -270,7 +270,7 @@ unsafe impl<B: Buf> Buf for View<B> {
     fn ptr_mut(&mut self) -> *mut B::Elem {
         self.start.as_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.range.len()
     }
 }

@@ -264,7 +264,7 @@ impl Drop for Bomb {
 }
 
 // SAFETY: a Vec's elements, as of Vec itself.
-unsafe impl allstream::Buf for Bomb {
+unsafe impl allstream::HostMemory for Bomb {
     type Elem = f32;
     fn ptr(&self) -> *const f32 {
         self.0.as_ptr()
@@ -272,7 +272,7 @@ unsafe impl allstream::Buf for Bomb {
     fn ptr_mut(&mut self) -> *mut f32 {
         self.0.as_mut_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.0.len()
     }
 }

@@ -11,7 +11,7 @@ use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use allstream::{Buf, Comm, LinkChoice, Rendezvous};
+use allstream::{Comm, HostMemory, LinkChoice, Rendezvous};
 use futures::executor::block_on;
 
 /// How long a test may take.
@@ -133,7 +133,7 @@ impl Drop for Watched {
 }
 
 // SAFETY: a Vec's memory does not move with it and is owned by it alone; it stays until the drop of the whole.
-unsafe impl Buf for Watched {
+unsafe impl HostMemory for Watched {
     type Elem = f32;
     fn ptr(&self) -> *const f32 {
         self.memory.as_ptr()
@@ -141,7 +141,7 @@ unsafe impl Buf for Watched {
     fn ptr_mut(&mut self) -> *mut f32 {
         self.memory.as_mut_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.memory.len()
     }
 }

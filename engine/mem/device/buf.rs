@@ -15,7 +15,7 @@ use super::stream::{DeviceEvent, DeviceStream};
 use super::transfer::Transfer;
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
-use crate::mem::Buf;
+use crate::mem::{Buf, HostMemory, Location};
 use crate::types::Element;
 
 /// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
@@ -37,13 +37,14 @@ use crate::types::Element;
 /// # let _ = copy;
 /// ```
 ///
-/// It is not a [`Buf`] yet, so no collective takes it: the CPU would read its address as if it were one of the host's.
-/// Copy to a [`PinnedBuf`](super::PinnedBuf) meanwhile.
+/// Collectives and messages take it as they take a `Vec`. They start after what its stream holds when they are called;
+/// they are staged through pinned memory of the host's, as a whole: `docs/adr/0014-staging.md`.
 ///
-/// ```compile_fail,E0277
-/// # fn reduce(mut comm: allstream::Comm, buf: allstream::cuda::DeviceBuf<f32>) {
-/// comm.all_reduce(buf); // the trait bound `DeviceBuf<f32>: Buf` is not satisfied
-/// # }
+/// ```
+/// # async fn reduce(mut comm: allstream::Comm, grads: allstream::cuda::DeviceBuf<f32>) -> Result<(), allstream::Error> {
+/// let grads = comm.all_reduce(grads).await?;
+/// # drop(grads); Ok(()) }
+/// # let _ = reduce;
 /// ```
 pub struct DeviceBuf<T: Element> {
     pub(super) memory: Arc<Memory>,
@@ -203,7 +204,10 @@ impl<T: Element> DeviceBuf<T> {
     ///
     /// # Errors
     /// [`Failed`] with the host buffer: [`Error::Cuda`], among them that there is no such memory.
-    pub fn from_host<H: Buf<Elem = T>>(stream: &DeviceStream, host: H) -> Transfer<(H, DeviceBuf<T>), H> {
+    pub fn from_host<H: HostMemory<Elem = T>>(
+        stream: &DeviceStream,
+        host: H,
+    ) -> Transfer<(H, DeviceBuf<T>), H> {
         let buf = match DeviceBuf::raw(stream, host.len()) {
             Ok(buf) => buf,
             Err(error) => return Transfer::ended(Err(Failed { buf: Some(host), error })),
@@ -219,7 +223,7 @@ impl<T: Element> DeviceBuf<T> {
     ///
     /// # Errors
     /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
-    pub fn copy_from_host<H: Buf<Elem = T>>(self, host: H) -> Transfer<(H, DeviceBuf<T>)> {
+    pub fn copy_from_host<H: HostMemory<Elem = T>>(self, host: H) -> Transfer<(H, DeviceBuf<T>)> {
         if let Some(error) = self.differs("copy_from_host", host.len()) {
             return Transfer::ended(Err(Failed { buf: Some((host, self)), error }));
         }
@@ -232,7 +236,7 @@ impl<T: Element> DeviceBuf<T> {
     ///
     /// # Errors
     /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
-    pub fn to_host<H: Buf<Elem = T>>(self, host: H) -> Transfer<(DeviceBuf<T>, H)> {
+    pub fn to_host<H: HostMemory<Elem = T>>(self, host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", host.len()) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
         }
@@ -256,7 +260,7 @@ impl<T: Element> DeviceBuf<T> {
         })
     }
 
-    fn ends<H: Buf<Elem = T>>(&self, host: &mut H) -> Ends {
+    fn ends<H: HostMemory<Elem = T>>(&self, host: &mut H) -> Ends {
         Ends { device: self.address(), host: host.ptr_mut().cast(), bytes: self.bytes() }
     }
 
@@ -340,7 +344,7 @@ impl<T: Element> DeviceBuf<T> {
 }
 
 /// Puts a copy to the device on the buffer's stream. Their lengths are equal.
-fn upload<T: Element, H: Buf<Elem = T>>(
+fn upload<T: Element, H: HostMemory<Elem = T>>(
     cuda: &Cuda,
     (host, buf): &mut (H, DeviceBuf<T>),
 ) -> Result<(), CudaError> {
@@ -362,4 +366,16 @@ fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>>
 
 fn lost(result: Result<(), Error>) -> Error {
     result.err().unwrap_or_else(|| Error::system("finish a copy", "its buffers are gone (a bug)"))
+}
+
+// SAFETY: the memory is the buffer's alone (`memory`, `range`) and does not move with it; the stream is the one in whose
+// order it is. Foreign owners promise the same (`from_foreign`).
+unsafe impl<T: Element> Buf for DeviceBuf<T> {
+    type Elem = T;
+    fn len(&self) -> usize {
+        self.range.len()
+    }
+    fn location(&mut self) -> Location {
+        Location::device(&self.stream, self.address())
+    }
 }

@@ -10,6 +10,7 @@ use allstream_sys::cuda::{
 use parking_lot::Mutex;
 
 use super::pool::Pool;
+use super::staging::Pinned;
 use crate::error::Error;
 
 /// The driver, or what is missing and what to do about it.
@@ -74,6 +75,8 @@ pub(super) struct Context {
     /// Events that nobody waits for, to be recorded again.
     events: Mutex<Vec<CuEvent>>,
     notifiers: Mutex<Notifiers>,
+    /// Pinned memory of the host's that nobody uses.
+    pub(super) pinned: Mutex<Pinned>,
 }
 
 /// Proof that a context is this thread's current one. What was before it is again when this goes.
@@ -128,6 +131,7 @@ impl Context {
             pool: Mutex::default(),
             events: Mutex::default(),
             notifiers: Mutex::default(),
+            pinned: Mutex::default(),
         })
     }
 
@@ -192,6 +196,7 @@ impl Drop for Context {
         match self.enter() {
             Ok(_entered) => {
                 self.pool.lock().close(self.cuda, &report);
+                self.pinned.lock().close(self.cuda, &report);
                 for event in self.events.lock().drain(..) {
                     // SAFETY: made by `event`; an event may be destroyed before it is reached.
                     unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);

@@ -10,12 +10,12 @@ use allstream_sys::cuda::CU_MEMHOSTALLOC_PORTABLE;
 use super::context::Context;
 use super::handle::Device;
 use crate::error::Error;
-use crate::mem::Buf;
+use crate::mem::HostMemory;
 use crate::types::Element;
 
 /// Page-locked host memory, zeroed; derefs to a slice.
 ///
-/// A [`Buf`] like any other of the host's: all collectives take it. A copy between it and a device runs beside the
+/// A [`Buf`](crate::Buf) like any other of the host's: all collectives take it. A copy between it and a device runs beside the
 /// caller, at the full speed of the bus; with other host memory the driver copies twice, and may block the caller for
 /// it. Pinned for all devices, and cached as usual (not write-combined: it is read as fast as other memory).
 ///
@@ -105,7 +105,7 @@ unsafe impl<T: Element> Send for PinnedBuf<T> {}
 unsafe impl<T: Element> Sync for PinnedBuf<T> {}
 
 // SAFETY: host memory that does not move with the value, initialised, aligned, and owned alone.
-unsafe impl<T: Element> Buf for PinnedBuf<T> {
+unsafe impl<T: Element> HostMemory for PinnedBuf<T> {
     type Elem = T;
     fn ptr(&self) -> *const T {
         self.start.as_ptr()
@@ -113,7 +113,7 @@ unsafe impl<T: Element> Buf for PinnedBuf<T> {
     fn ptr_mut(&mut self) -> *mut T {
         self.start.as_ptr()
     }
-    fn len(&self) -> usize {
+    fn count(&self) -> usize {
         self.len
     }
 }

@@ -1,0 +1,169 @@
+//! Where the buffers of an operation are; and operations on device buffers, which are staged on the host.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use super::Work;
+use super::call::Call;
+use super::work::Restore;
+use crate::error::Error;
+use crate::exec::{Collective, Direction, When};
+use crate::mem::device::{DevicePlace, Item, Staged};
+use crate::mem::{Buf, Held, ListMemory, Location, Where};
+use crate::types::Element;
+
+/// The ends of a part on the host: input and output.
+pub(super) type Ends = (*const u8, *mut u8);
+
+/// Ends that are not known yet.
+pub(super) const NOWHERE: Ends = (std::ptr::null(), std::ptr::null_mut());
+
+/// A buffer: where it is, and its bytes.
+struct End {
+    place: Location,
+    bytes: usize,
+}
+
+impl End {
+    fn of<B: Buf>(buf: &mut B) -> End {
+        End { place: buf.location(), bytes: buf.len() * B::Elem::DTYPE.size() }
+    }
+}
+
+impl From<ListMemory> for End {
+    fn from(memory: ListMemory) -> End {
+        End { place: memory.place, bytes: memory.len * memory.dtype.size() }
+    }
+}
+
+/// The memory of one part: one buffer in place, or two.
+pub(super) struct Memory {
+    input: Option<End>,
+    output: End,
+}
+
+impl Memory {
+    pub(super) fn one<B: Buf>(buf: &mut B) -> Memory {
+        Memory { input: None, output: End::of(buf) }
+    }
+
+    /// Of ours.
+    pub(super) fn host(at: *mut u8, bytes: usize) -> Memory {
+        Memory { input: None, output: End { place: Location::host(at), bytes } }
+    }
+
+    pub(super) fn two<I: Buf, O: Buf>(input: &mut I, output: &mut O) -> Memory {
+        Memory { input: Some(End::of(input)), output: End::of(output) }
+    }
+
+    pub(super) fn in_place(memory: ListMemory) -> Memory {
+        Memory { input: None, output: memory.into() }
+    }
+
+    pub(super) fn apart(input: ListMemory, output: ListMemory) -> Memory {
+        Memory { input: Some(input.into()), output: output.into() }
+    }
+
+    /// `None`: a part of it is on a device.
+    pub(super) fn on_host(&self) -> Option<Ends> {
+        let Where::Host(output) = self.output.place.0 else { return None };
+        match &self.input {
+            None => Some((output.cast_const(), output)),
+            Some(End { place: Location(Where::Host(input)), .. }) => Some((input.cast_const(), output)),
+            Some(_) => None,
+        }
+    }
+}
+
+/// What a message on device memory works on instead.
+pub(super) struct Staging {
+    pub(super) at: *mut u8,
+    pub(super) memory: Arc<dyn Any + Send + Sync>,
+}
+
+/// What runs before and after an operation that is staged.
+fn around(staged: Staged, when: &mut When) {
+    when.after = Some(staged.ready.clone());
+    when.last = Some(Box::new(move |finish| staged.back(finish)));
+}
+
+impl Call<'_> {
+    /// Device memory is in the order of its own stream.
+    fn check_after(&self, call: &str) -> Result<(), Error> {
+        if self.when().after.is_some() {
+            let problem = "on(..) and after(..) are for host buffers: an operation on a device buffer starts after what \
+                           the buffer's own stream holds; make that stream wait instead";
+            return Err(Error::invalid(call, problem));
+        }
+        Ok(())
+    }
+
+    /// Hands in a collective whose parts have this memory, some of it on devices.
+    #[cold]
+    pub(super) fn hand_in_staged<O, F>(
+        &self,
+        prepared: Result<Collective, Error>,
+        varied: bool,
+        memory: Vec<Memory>,
+        held: Held,
+        restore: Restore<O, F>,
+    ) -> Work<O, F> {
+        let mut when = self.when();
+        let staged = prepared.and_then(|mut collective| {
+            self.check_after(collective.call)?;
+            let staged = stage(&mut collective, varied, &memory)?;
+            let host = staged.memory();
+            around(staged, &mut when);
+            Ok((collective, host))
+        });
+        match staged {
+            Ok((collective, host)) => self.hand_in(Ok(collective), when, held.with(host), restore),
+            Err(error) => self.hand_in(Err(error), when, held, restore),
+        }
+    }
+
+    /// The copy of a message's memory on the host.
+    #[cold]
+    pub(super) fn stage_message(
+        &self,
+        direction: Direction,
+        place: DevicePlace,
+        bytes: usize,
+        when: &mut When,
+    ) -> Result<Staging, Error> {
+        self.check_after(direction.name())?;
+        let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
+        let staged = Staged::begin(direction.name(), vec![Item { place, bytes, fill, back }])?;
+        let staging = Staging { at: staged.at(0), memory: staged.memory() };
+        around(staged, when);
+        Ok(staging)
+    }
+}
+
+/// Starts the copies to the host, and makes the parts work on those.
+fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result<Staged, Error> {
+    let mut items = Vec::new();
+    let mut add = |end: &End, fill: bool, back: bool| match &end.place.0 {
+        Where::Host(at) => Err(*at),
+        Where::Device(place) => {
+            items.push(Item { place: place.clone(), bytes: end.bytes, fill, back });
+            Ok(items.len() - 1)
+        }
+    };
+    let mut ends = Vec::with_capacity(memory.len());
+    for (part, memory) in collective.parts.all().iter().zip(memory) {
+        let writes = part.writes_output();
+        ends.push(match &memory.input {
+            None => (None, add(&memory.output, true, writes)),
+            // Between the blocks of a varied one may be elements that stay as they are.
+            Some(input) => (Some(add(input, true, false)), add(&memory.output, varied, writes)),
+        });
+    }
+    let staged = Staged::begin(collective.call, items)?;
+    let at = |end: Result<usize, *mut u8>| end.map_or_else(|host| host, |item| staged.at(item));
+    for (part, (input, output)) in collective.parts.all().iter_mut().zip(ends) {
+        part.output = at(output);
+        part.input = input.map_or(part.output, at).cast_const();
+    }
+    Ok(staged)
+}

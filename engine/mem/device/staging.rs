@@ -1,0 +1,283 @@
+//! Collectives and messages on device memory, through pinned memory of the host's.
+//!
+//! What goes in is copied to the host on the buffer's stream; the operation starts when that is done and works on the
+//! copy; what comes out is copied back on the buffer's stream, and then the operation is finished. Nobody waits in
+//! between: events and the waiter's thread lead from one to the next.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use allstream_sys::cuda::{CU_MEMHOSTALLOC_PORTABLE, Cuda, CudaError};
+use parking_lot::Mutex;
+
+use super::context::Context;
+use super::stream::{DeviceEvent, DeviceStream};
+use super::waiter::{self, Outcome};
+use crate::error::Error;
+use crate::mem::Event;
+
+/// Where device memory is, and in whose order.
+#[derive(Clone, Debug)]
+pub(crate) struct DevicePlace {
+    pub(crate) stream: DeviceStream,
+    pub(crate) address: u64,
+}
+
+/// A buffer that is staged.
+pub(crate) struct Item {
+    pub(crate) place: DevicePlace,
+    pub(crate) bytes: usize,
+    /// The operation reads it.
+    pub(crate) fill: bool,
+    /// The operation writes it.
+    pub(crate) back: bool,
+}
+
+/// What is called when a staged operation is over: once, on any thread.
+pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
+
+/// Pinned memory that is kept for the next operation, at most: getting it takes the driver 0.1 ms and more.
+const KEPT: usize = 64 << 20;
+const LEAST: usize = 64 << 10;
+const ALIGN: usize = 64;
+
+/// Blocks that nobody uses: address and length.
+#[derive(Default)]
+pub(super) struct Pinned {
+    blocks: Vec<(usize, usize)>,
+}
+
+impl Pinned {
+    /// One of at least so many bytes, and not of far more.
+    fn take(&mut self, bytes: usize) -> Option<(usize, usize)> {
+        let fits = |(_, len): &(usize, usize)| *len >= bytes && *len / 4 <= bytes;
+        let at = self.blocks.iter().position(fits)?;
+        Some(self.blocks.swap_remove(at))
+    }
+
+    fn bytes(&self) -> usize {
+        self.blocks.iter().map(|(_, len)| len).sum()
+    }
+
+    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
+        for (at, _) in self.blocks.drain(..) {
+            // SAFETY: allocated by `Block::new`, whose owner gave it back.
+            unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) }.unwrap_or_else(report);
+        }
+    }
+}
+
+/// Pinned memory of the host's, for one operation.
+struct Block {
+    start: NonNull<u8>,
+    len: usize,
+    context: Arc<Context>,
+}
+
+// SAFETY: it owns its memory, and gives no reference to it: whoever copies to or from it holds it, and the executor orders
+// them as it does with a user's buffer.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+impl Block {
+    fn new(context: &Arc<Context>, bytes: usize) -> Result<Block, Error> {
+        let context = context.clone();
+        let len = bytes.max(LEAST).next_power_of_two();
+        let kept = context.pinned.lock().take(bytes);
+        if let Some((at, len)) = kept
+            && let Some(start) = NonNull::new(std::ptr::with_exposed_provenance_mut(at))
+        {
+            return Ok(Block { start, len, context });
+        }
+        let at = context.call(&format!("pin {len} bytes of host memory to stage an operation"), |cuda| {
+            // SAFETY: in a context; freed by `drop` here, or by `Pinned::close`.
+            unsafe { cuda.mem_host_alloc(len, CU_MEMHOSTALLOC_PORTABLE) }
+        })?;
+        let Some(start) = NonNull::new(at.cast::<u8>()) else {
+            return Err(Error::system("pin host memory", "the driver gave no address"));
+        };
+        // SAFETY: `len` bytes that are ours alone.
+        unsafe { start.as_ptr().write_bytes(0, len) };
+        Ok(Block { start, len, context })
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let mut pinned = self.context.pinned.lock();
+        if pinned.bytes() + self.len <= KEPT {
+            pinned.blocks.push((self.start.as_ptr().expose_provenance(), self.len));
+            return;
+        }
+        drop(pinned);
+        let _entered = self.context.enter();
+        // SAFETY: allocated in `new`, and freed once. Whoever copies to or from it holds the block meanwhile.
+        if let Err(error) = unsafe { self.context.cuda.mem_free_host(self.start.as_ptr().cast()) } {
+            tracing::warn!(device = self.context.ordinal, "unpin host memory: {error}");
+        }
+    }
+}
+
+/// Copies that end together, on one stream or several.
+struct Copies {
+    left: usize,
+    result: Result<(), Error>,
+    then: Option<Finish>,
+}
+
+/// Calls `then` once all events are reached, or will not be. The block is held until then.
+fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, then: Finish) {
+    if events.is_empty() {
+        return then(Ok(()));
+    }
+    let copies = Arc::new(Mutex::new(Copies { left: events.len(), result: Ok(()), then: Some(then) }));
+    for event in events {
+        let (copies, block) = (copies.clone(), block.clone());
+        let ended = move |outcome: Outcome| {
+            let result = match outcome {
+                Outcome::Reached => Ok(()),
+                Outcome::Over(error) => Err(error.doing(doing)),
+                Outcome::Unknown(error) => {
+                    // The device may still copy: nobody uses the block again.
+                    std::mem::forget(block);
+                    Err(error.doing(doing))
+                }
+            };
+            let mut copies = copies.lock();
+            copies.left -= 1;
+            if copies.result.is_ok() {
+                copies.result = result;
+            }
+            if copies.left == 0
+                && let Some(then) = copies.then.take()
+            {
+                let result = copies.result.clone();
+                drop(copies);
+                then(result);
+            }
+        };
+        waiter::watch(event, Box::new(ended));
+    }
+}
+
+/// An operation whose input is on its way to the host.
+pub(crate) struct Staged {
+    items: Vec<Item>,
+    /// Where each item is in the block.
+    offsets: Vec<usize>,
+    block: Arc<Block>,
+    /// Reached when all that the operation reads is there.
+    pub(crate) ready: Event,
+}
+
+impl Staged {
+    /// Starts the copies to the host. `items` is not empty.
+    pub(crate) fn begin(call: &'static str, items: Vec<Item>) -> Result<Staged, Error> {
+        for item in &items {
+            if item.place.stream.is_capturing()? {
+                let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
+                return Err(Error::invalid(call, problem));
+            }
+        }
+        let (mut offsets, mut bytes) = (Vec::with_capacity(items.len()), 0usize);
+        for item in &items {
+            offsets.push(bytes);
+            bytes = bytes.saturating_add(item.bytes.next_multiple_of(ALIGN));
+        }
+        let Some(first) = items.first() else {
+            return Err(Error::system("stage an operation", "it has no device buffers (a bug)"));
+        };
+        let block = Arc::new(Block::new(&first.place.stream.0.context, bytes)?);
+        let staged = Staged { items, offsets, block, ready: Event::pending() };
+        let ready = staged.ready.clone();
+        let events = staged.copy(
+            |item| item.fill,
+            "copy to the host",
+            |cuda, item, host| {
+                // SAFETY: `bytes` bytes on both sides (`Buf`'s promise, and the block's layout), in the order of the buffer's
+                // stream. The block is held until the copy is done (`after_all`); so is the buffer, or it is freed in order.
+                unsafe {
+                    cuda.memcpy_dtoh_async(
+                        host.cast(),
+                        item.place.address,
+                        item.bytes,
+                        item.place.stream.0.raw,
+                    )
+                }
+            },
+        )?;
+        let then = move |result: Result<(), Error>| {
+            if let Err(error) = &result {
+                tracing::warn!("{call}: {error}");
+            }
+            ready.fire(result.is_ok());
+        };
+        after_all(events, &staged.block, "copy to the host", Box::new(then));
+        Ok(staged)
+    }
+
+    /// Where an item's bytes are on the host.
+    pub(crate) fn at(&self, item: usize) -> *mut u8 {
+        self.block.start.as_ptr().wrapping_add(self.offsets[item])
+    }
+
+    /// The memory, to be held as long as the operation may touch it.
+    pub(crate) fn memory(&self) -> Arc<dyn std::any::Any + Send + Sync> {
+        self.block.clone()
+    }
+
+    /// Starts the copies to the device, and calls `finish` when they are done.
+    pub(crate) fn back(self, finish: Finish) {
+        let events = self.copy(
+            |item| item.back,
+            "copy to the device",
+            |cuda, item, host| {
+                // SAFETY: as in `begin`; nobody touches the block any more but this copy.
+                unsafe {
+                    cuda.memcpy_htod_async(
+                        item.place.address,
+                        host.cast(),
+                        item.bytes,
+                        item.place.stream.0.raw,
+                    )
+                }
+            },
+        );
+        match events {
+            Ok(events) => after_all(events, &self.block, "copy to the device", finish),
+            Err(error) => finish(Err(error)),
+        }
+    }
+
+    fn copy(
+        &self,
+        which: fn(&Item) -> bool,
+        doing: &'static str,
+        copy: impl Fn(&Cuda, &Item, *mut u8) -> Result<(), CudaError>,
+    ) -> Result<Vec<DeviceEvent>, Error> {
+        let mut events = Vec::new();
+        for (i, item) in self.items.iter().enumerate() {
+            if !which(item) || item.bytes == 0 {
+                continue;
+            }
+            let context = &item.place.stream.0.context;
+            let event = context.enter().and_then(|entered| {
+                copy(context.cuda, item, self.at(i))?;
+                item.place.stream.mark(&entered)
+            });
+            match event {
+                Ok(event) => events.push(DeviceEvent::of(context, event)),
+                Err(error) => {
+                    // What was put on a stream before is over when the stream is; else nobody uses the block again.
+                    let over = self.items.iter().all(|item| item.place.stream.synchronize().is_ok());
+                    if !over {
+                        std::mem::forget(self.block.clone());
+                    }
+                    return Err(context.tell(doing, error));
+                }
+            }
+        }
+        Ok(events)
+    }
+}
