@@ -23,3 +23,4 @@ mod report;
 mod space;
 mod stream;
 mod stream_ops;
+mod table;

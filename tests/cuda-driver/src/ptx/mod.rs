@@ -9,6 +9,8 @@ mod convert;
 mod floats;
 mod parse;
 mod run;
+#[cfg(test)]
+mod tests;
 mod text;
 
 pub(crate) use parse::{Constant, Entry, Module, parse};
