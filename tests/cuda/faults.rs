@@ -1,9 +1,13 @@
-//! Every call of the driver fails once: an error, never a panic, a hang or a leak.
+//! Every call of the driver fails once: an error, never a panic, a hang or a leak. And a context that breaks.
 
-use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
-use allstream::{Error, Failed};
+use std::future::IntoFuture;
 
-use crate::support::{Report, calls, child, fail, is_child, nothing_left, numbers, report, soon, until};
+use allstream::cuda::{Device, DeviceBuf, DeviceStream, ForeignMemory, PinnedBuf};
+use allstream::{DType, Error, Failed};
+
+use crate::support::{
+    Report, calls, child, device, fail, function, is_child, nothing_left, numbers, report, soon, until,
+};
 
 /// What a program does.
 fn program() -> Result<(), Error> {
@@ -120,4 +124,49 @@ fn what_the_driver_will_not_take_back_is_lost_and_no_more() {
             return;
         }
     }
+}
+
+#[test]
+fn a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch() {
+    let test = "faults::a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch";
+    child(test, &[("ALLSTREAM_TEST_CUDA_DELAY_US", "20000")], || {
+        let (device, stream) = device();
+        let mut pointer = 0_u64;
+        // SAFETY: the functions' types in cuda.h; the context is the primary one, which `device` holds.
+        unsafe {
+            let retain: unsafe extern "C" fn(*mut u64, i32) -> u32 =
+                std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
+            let set: unsafe extern "C" fn(u64) -> u32 = std::mem::transmute(function("cuCtxSetCurrent"));
+            let alloc: unsafe extern "C" fn(*mut u64, usize) -> u32 =
+                std::mem::transmute(function("cuMemAlloc_v2"));
+            let mut context = 0;
+            assert_eq!(retain(&raw mut context, 0), 0);
+            assert_eq!((set(context), alloc(&raw mut pointer, 4000)), (0, 0));
+        }
+        let memory = ForeignMemory { pointer, len: 1000, dtype: DType::U32 };
+        // SAFETY: against the contract: the memory is freed below, while it is in use. The driver for tests makes an
+        // error of that, as a real one does of a kernel that goes astray; nothing else is touched.
+        let foreign = unsafe { DeviceBuf::<u32>::from_foreign(memory, &stream, ()) }.unwrap();
+        for _ in 0..8 {
+            drop(DeviceBuf::<u32>::zeroed(&stream, 16).unwrap());
+        }
+        let waits = IntoFuture::into_future(stream.record().unwrap());
+        let pinned = PinnedBuf::<u32>::zeroed(&device, 1000).unwrap();
+        let copy = foreign.to_host(pinned);
+        // SAFETY: the function's type in cuda.h.
+        unsafe {
+            let free: unsafe extern "C" fn(u64) -> u32 = std::mem::transmute(function("cuMemFree_v2"));
+            assert_eq!(free(pointer), 0);
+        }
+        let behind = IntoFuture::into_future(stream.record().unwrap());
+        let _ = soon(waits);
+        let Failed { buf, error } = soon(copy).unwrap_err();
+        let text = error.to_string();
+        assert!(buf.is_none() && text.contains("compute-sanitizer"), "{text}");
+        assert!(soon(behind).is_err() && stream.synchronize().is_err() && device.memory().is_err());
+        let Failed { buf, .. } = soon(DeviceBuf::from_host(&stream, numbers(10))).unwrap_err();
+        // Whether it was touched nobody knows; it is not an answer to wait for.
+        drop(buf);
+        drop((stream, device));
+    });
 }

@@ -44,6 +44,23 @@ fn where_memory_is_tight_the_other_stream_waits_and_the_host_does_not() {
 }
 
 #[test]
+fn where_only_all_that_is_pending_is_enough_it_is_waited_for() {
+    child("order::where_only_all_that_is_pending_is_enough_it_is_waited_for", TIGHT, || {
+        let (device, stream) = device();
+        for _ in 0..10 {
+            for _ in 0..3 {
+                drop(DeviceBuf::<u32>::zeroed(&stream, 75_000).unwrap());
+                let other = DeviceStream::new(&device).unwrap();
+                drop(DeviceBuf::<u32>::zeroed(&other, 75_000).unwrap());
+            }
+            let (_, buf) = soon(DeviceBuf::from_host(&stream, numbers(200_000))).unwrap();
+            assert_eq!(soon(buf.to_host(vec![0; 200_000])).unwrap().1, numbers(200_000));
+        }
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+#[test]
 fn a_stream_uses_its_own_memory_again_at_once() {
     child("order::a_stream_uses_its_own_memory_again_at_once", SLOW, || {
         let (device, stream) = device();

@@ -184,22 +184,11 @@ impl Pool {
         if let Some((index, _)) = self.early(bytes, |after| after.iter().all(|(id, _)| *id == line.id)) {
             return Ok(self.cut(context, index, bytes));
         }
-        let mut failed = None;
-        for size in [large.max(BLOCK), large, bytes] {
-            match self.grow(context.cuda, size) {
-                Ok(()) => return self.fit(bytes).ok_or_else(|| unreachable_fit(context)),
-                Err(error) if error.code == CuResult::OUT_OF_MEMORY => {
-                    failed = Some(error);
-                    self.reap(context);
-                    if let Some(piece) = self.fit(bytes) {
-                        return Ok(piece);
-                    }
-                    self.trim(context);
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        // The last resort: memory that other streams will have left. This one waits for them, not the caller.
+        let refused = match self.more(context, bytes, large) {
+            Err(error) if error.code == CuResult::OUT_OF_MEMORY => error,
+            answer => return answer,
+        };
+        // Memory that other streams will have left. This one waits for them, not the caller.
         if let Some((index, after)) = self.early(bytes, |_| true) {
             for (_, event) in after {
                 // SAFETY: a stream and a recorded event, both of this context and both held here.
@@ -207,7 +196,36 @@ impl Pool {
             }
             return Ok(self.cut(context, index, bytes));
         }
-        Err(failed.unwrap_or_else(|| unreachable_fit(context)))
+        if self.pending.is_empty() {
+            return Err(refused);
+        }
+        // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
+        for (_, event) in self.pending.iter().flat_map(|pending| &pending.after) {
+            // SAFETY: a recorded event of this context that `pending` alone has.
+            unsafe { context.cuda.event_synchronize(*event) }?;
+        }
+        self.more(context, bytes, large)
+    }
+
+    /// A piece of a new block, or of what can be freed to make room for one.
+    fn more(&mut self, context: &Context, bytes: u64, large: u64) -> Result<Piece, CudaError> {
+        loop {
+            let mut refused = None;
+            for size in [large.max(BLOCK), large, bytes] {
+                match self.grow(context.cuda, size) {
+                    Ok(()) => return self.fit(bytes).ok_or_else(|| unreachable_fit(context)),
+                    Err(error) if error.code == CuResult::OUT_OF_MEMORY => refused = Some(error),
+                    Err(error) => return Err(error),
+                }
+            }
+            let given_back = self.trim(context);
+            if let Some(piece) = self.fit(bytes) {
+                return Ok(piece);
+            }
+            if given_back == 0 {
+                return Err(refused.unwrap_or_else(|| unreachable_fit(context)));
+            }
+        }
     }
 
     /// Gives blocks back of which nothing is used. How many bytes.

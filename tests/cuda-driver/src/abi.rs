@@ -40,6 +40,11 @@ impl<T> Out<T> {
 pub(crate) struct In<T>(*const T);
 
 impl<T: Copy> In<T> {
+    /// For what a caller's structure points to; the caller's promise covers it.
+    pub(crate) fn from_pointer(place: *const T) -> Self {
+        In(place)
+    }
+
     pub(crate) fn get(&self) -> Done<T> {
         self.at(0)
     }
@@ -102,6 +107,16 @@ impl<T> Table<T> {
     pub(crate) fn remove(&self, handle: Handle) -> Done<Arc<T>> {
         let mut table = self.0.write().unwrap_or_else(PoisonError::into_inner);
         table.remove(&handle).ok_or(Code::INVALID_HANDLE)
+    }
+
+    /// The handle of the first that is wanted.
+    pub(crate) fn find(&self, wanted: impl Fn(&T) -> bool) -> Option<Handle> {
+        let table = self.0.read().unwrap_or_else(PoisonError::into_inner);
+        table.iter().find(|(_, object)| wanted(object)).map(|(handle, _)| *handle)
+    }
+
+    pub(crate) fn retain(&self, wanted: impl Fn(&T) -> bool) {
+        self.0.write().unwrap_or_else(PoisonError::into_inner).retain(|_, object| wanted(object));
     }
 
     pub(crate) fn all(&self) -> Vec<Arc<T>> {

@@ -63,6 +63,7 @@ impl Context {
             stream.close();
         }
         event::end_all_of(self.handle);
+        crate::module::end_all_of(self.handle);
         for memory in space::all().into_iter().filter(|memory| memory.context == self.handle) {
             let _ = memory.end();
         }

@@ -82,6 +82,9 @@ pub(crate) fn uuid(ordinal: i32) -> [u8; 16] {
     uuid
 }
 
+/// Multiprocessors.
+pub(crate) const PROCESSORS: i32 = 8;
+
 /// An attribute, by its number; `None` for one that no version has.
 #[allow(clippy::match_overlapping_arm, reason = "the last range is for all that no other arm names")]
 fn attribute(attribute: i32, ordinal: i32) -> Option<i32> {
@@ -99,7 +102,7 @@ fn attribute(attribute: i32, ordinal: i32) -> Option<i32> {
         13 | 36 => 1_500_000,
         14 => 512,
         // Few processors: a grid that is sized to them stays small for the interpreter.
-        16 => 8,
+        16 => PROCESSORS,
         15 | 19 | 31 | 41 | 78 | 79 | 80 | 90 => 1,
         33 => ordinal + 1,
         37 => 4096,

@@ -161,7 +161,6 @@ impl Delays {
     }
 }
 
-#[expect(dead_code, reason = "the interpreter is still to come")]
 pub(crate) fn budget() -> u64 {
     knobs().budget.load(Ordering::Relaxed)
 }

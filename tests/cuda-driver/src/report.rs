@@ -6,6 +6,7 @@ use crate::abi::{Out, lock};
 use crate::codes::{Code, Done};
 use crate::context::{CONTEXTS, POOL_ACCESS};
 use crate::event::EVENTS;
+use crate::module::MODULES;
 use crate::space::{self, Kind};
 use crate::stream::{OWN_STREAMS, STREAMS};
 
@@ -44,7 +45,7 @@ fn report() -> Report {
         host_allocations: count(&[Kind::Host]),
         registered: count(&[Kind::Registered]),
         mapped_handles: count(&[Kind::Imported]),
-        modules: 0,
+        modules: MODULES.len() as u64,
         freed_in_use: FREED_IN_USE.load(Ordering::Relaxed),
     }
 }

@@ -129,6 +129,8 @@ pub(crate) enum Kind {
     Pool,
     /// `cuIpcOpenMemHandle`.
     Imported,
+    /// A module's variable.
+    Global,
     /// `cuMemHostAlloc`.
     Host,
     /// `cuMemHostRegister`.
