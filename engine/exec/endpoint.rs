@@ -681,11 +681,8 @@ impl Endpoint {
 }
 
 fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
-    if after.as_ref().is_some_and(Event::is_failed) {
-        return Err(Error::invalid(
-            call,
-            "the stream that it was to follow has failed: a job on it panicked, or its device reported an error",
-        ));
-    }
-    Ok(())
+    let Some(failed) = after.as_ref().filter(|event| event.is_failed()) else { return Ok(()) };
+    let panicked =
+        || Error::invalid(call, "the stream that it was to follow has failed: a job on it panicked");
+    Err(failed.cause().unwrap_or_else(panicked))
 }

@@ -7,9 +7,9 @@ use std::fmt;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Waker};
 use std::thread::JoinHandle;
 
@@ -23,6 +23,8 @@ const FAILED: u8 = 2;
 
 struct Point {
     state: AtomicU8,
+    /// Why it failed, where that is not a panic.
+    cause: OnceLock<Error>,
     waiters: Mutex<Vec<Waker>>,
     changed: Condvar,
 }
@@ -47,6 +49,7 @@ impl Event {
     pub(crate) fn pending() -> Event {
         Event(Arc::new(Point {
             state: AtomicU8::new(PENDING),
+            cause: OnceLock::new(),
             waiters: Mutex::new(Vec::new()),
             changed: Condvar::new(),
         }))
@@ -73,13 +76,23 @@ impl Event {
     }
 
     fn outcome(&self) -> Result<(), Error> {
-        if self.is_failed() {
-            return Err(Error::invalid(
-                "stream",
-                "a job submitted to this stream before this point panicked",
-            ));
+        if !self.is_failed() {
+            return Ok(());
         }
-        Ok(())
+        let panicked =
+            || Error::invalid("stream", "a job submitted to this stream before this point panicked");
+        Err(self.cause().unwrap_or_else(panicked))
+    }
+
+    /// Why it failed, where that is known and not a panic.
+    pub(crate) fn cause(&self) -> Option<Error> {
+        self.0.cause.get().cloned()
+    }
+
+    /// It will not be reached, for this cause.
+    pub(crate) fn fail(&self, cause: Error) {
+        let _ = self.0.cause.set(cause);
+        self.fire(false);
     }
 
     pub(crate) fn fire(&self, ok: bool) {

@@ -207,11 +207,9 @@ impl Staged {
                 }
             },
         )?;
-        let then = move |result: Result<(), Error>| {
-            if let Err(error) = &result {
-                tracing::warn!("{call}: {error}");
-            }
-            ready.fire(result.is_ok());
+        let then = move |result: Result<(), Error>| match result {
+            Ok(()) => ready.fire(true),
+            Err(error) => ready.fail(error),
         };
         after_all(events, &staged.block, "copy to the host", Box::new(then));
         Ok(staged)
