@@ -147,3 +147,52 @@ fn a_pair_without_access_copies_all_the_same() {
     ok!(cuMemFree_v2(from));
     ok!(allstream_test_cuda_set_peers(0, 1, true));
 }
+
+/// A context that breaks ends every wait in it, and the other context goes on.
+#[test]
+fn a_broken_context_lets_go() {
+    let driver = Driver::new(2);
+    let (stream, gate, event) = (stream(), upload(&[0_u32]), event());
+    ok!(cuStreamWaitValue32_v2(stream, gate, 1, 1));
+    ok!(cuEventRecord(event, stream));
+    ok!(cuCtxSetCurrent(driver.contexts[1]));
+    let other = self::stream();
+    ok!(cuStreamWaitEvent(other, event, 0));
+    assert_eq!(code!(cuStreamQuery(other)), 600);
+    ok!(allstream_test_cuda_break(0, 719));
+    assert_eq!(finish(other), 0);
+    assert_eq!(code!(cuEventSynchronize(event)), 719);
+    assert_eq!(code!(cuMemsetD32Async(gate, 1, 1, stream)), 719);
+    ok!(cuStreamDestroy_v2(other));
+    ok!(cuDevicePrimaryCtxReset_v2(0));
+    retain(0);
+}
+
+#[test]
+fn many_threads_at_once() {
+    let driver = Driver::new(2);
+    ok!(allstream_test_cuda_set_delays(50, 3));
+    std::thread::scope(|scope| {
+        for thread in 0..8_u32 {
+            let context = driver.contexts[thread as usize % 2];
+            scope.spawn(move || {
+                ok!(cuCtxSetCurrent(context));
+                let own = if thread < 4 { stream() } else { 2 };
+                for round in 0..30 {
+                    let (a, b) = (alloc(4096), alloc(4096));
+                    ok!(cuMemsetD32Async(a, thread << 16 | round, 1024, own));
+                    ok!(cuMemcpyDtoDAsync_v2(b, a, 4096, own));
+                    let mut found = vec![0_u32; 1024];
+                    ok!(cuMemcpyDtoHAsync_v2(found.as_mut_ptr().cast(), b, 4096, own));
+                    assert_eq!(found, vec![thread << 16 | round; 1024]);
+                    ok!(cuMemFree_v2(a));
+                    ok!(cuMemFree_v2(b));
+                }
+                if own != 2 {
+                    ok!(cuStreamDestroy_v2(own));
+                }
+            });
+        }
+    });
+    assert_eq!(driver.report().freed_in_use, 0);
+}
