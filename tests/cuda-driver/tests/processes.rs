@@ -4,7 +4,6 @@
 mod support;
 
 use std::process::{Command, Stdio};
-use std::time::Instant;
 
 use support::*;
 
@@ -73,7 +72,7 @@ fn two_processes_share_memory_and_events() {
     ok!(cuEventRecord(event, stream));
     // And then the other's flag is awaited.
     ok!(cuStreamWaitValue32_v2(stream, at + 16, 1, 1));
-    let mut child = Command::new(std::env::current_exe().unwrap())
+    let child = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "two_processes_share_memory_and_events", "--nocapture"])
         .env(OTHER, format!("{} {}", text(memory), text(recorded)))
         .stdout(Stdio::piped())
@@ -81,19 +80,8 @@ fn two_processes_share_memory_and_events() {
         .unwrap();
     let opener = self::stream();
     ok!(cuStreamWriteValue32_v2(opener, gate, 1, 0));
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait().unwrap() {
-            break status;
-        }
-        if start.elapsed() > DEADLINE {
-            child.kill().unwrap();
-            panic!("the other process does not end");
-        }
-        std::thread::sleep(std::time::Duration::from_millis(2));
-    };
-    let said = std::io::read_to_string(child.stdout.take().unwrap()).unwrap();
-    assert!(status.success(), "{said}");
+    let output = finish_process(child);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     assert_eq!(finish(stream), 0);
     assert_eq!(download::<u32>(at, 4), [2, 3, 4, 5]);
     ok!(cuMemFree_v2(at));
@@ -101,4 +89,39 @@ fn two_processes_share_memory_and_events() {
     ok!(cuEventDestroy_v2(event));
     ok!(cuStreamDestroy_v2(stream));
     ok!(cuStreamDestroy_v2(opener));
+}
+
+/// In a process of its own: the variables are read once.
+#[test]
+fn knobs_come_from_the_environment() {
+    if std::env::var(OTHER).is_ok() {
+        let (mut count, mut at, mut can) = (0, 0, 1);
+        assert_eq!(code!(cuDeviceGetCount(&mut count)), 3, "before cuInit");
+        ok!(cuInit(0));
+        ok!(cuDeviceGetCount(&mut count));
+        assert_eq!(count, 3);
+        ok!(cuDeviceCanAccessPeer(&mut can, 2, 1));
+        assert_eq!(can, 0);
+        ok!(cuDeviceCanAccessPeer(&mut can, 0, 1));
+        assert_eq!(can, 1);
+        ok!(cuCtxSetCurrent(retain(2)));
+        assert_eq!(code!(cuMemAlloc_v2(&mut at, (64 << 20) + 1)), 2);
+        assert_eq!(code!(cuMemAlloc_v2(&mut at, 1)), 999);
+        ok!(cuMemAlloc_v2(&mut at, 64 << 20));
+        return;
+    }
+    let again = |variables: &[(&str, &str)]| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "knobs_come_from_the_environment", "--nocapture"]).env(OTHER, "knobs");
+        for (name, value) in variables {
+            command.env(format!("ALLSTREAM_TEST_CUDA_{name}"), value);
+        }
+        finish_process(command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+    };
+    let knobs = [("DEVICES", "3"), ("MEMORY", "64M"), ("NO_PEER", "1-2"), ("FAIL", "cuMemAlloc:2:999")];
+    let right = again(&knobs);
+    assert!(right.status.success(), "{}", String::from_utf8_lossy(&right.stderr));
+    let wrong = again(&[("MEMORY", "much")]);
+    let said = String::from_utf8_lossy(&wrong.stderr);
+    assert!(!wrong.status.success() && said.contains("ALLSTREAM_TEST_CUDA_MEMORY"), "{said}");
 }
