@@ -15,8 +15,9 @@ use crate::context::Context;
 
 /// What new memory holds: not a number in every type of floats, and no small number in any type.
 pub(crate) const FRESH: u8 = 0xff;
-/// What freed memory holds, for those who still map it.
+/// What freed memory holds, for those who still map it: in its first bytes, as it would otherwise never be given back.
 pub(crate) const FREED: u8 = 0xdd;
+const SHOWN: usize = 1 << 20;
 
 /// Addresses a device has, for all allocations of its life together.
 const ARENA: usize = 1 << 40;
@@ -201,7 +202,7 @@ impl Memory {
         let mut memory =
             Memory::new(kind, (arena.seen.at + at) as Address, size, arena.real.at + at, context);
         memory.arena = Some((arena, at));
-        memory.fill(FRESH);
+        memory.fill(FRESH, size);
         Ok(memory.known())
     }
 
@@ -236,7 +237,7 @@ impl Memory {
         let mut memory = Memory::new(Kind::Host, at as Address, size, at, context);
         memory._mapping = Some(mapping);
         memory.flags = flags;
-        memory.fill(FRESH);
+        memory.fill(FRESH, size);
         Ok(memory.known())
     }
 
@@ -265,9 +266,10 @@ impl Memory {
             self.fill_if_touched();
         }
         if let Some((arena, at)) = &self.arena {
-            // Whoever still maps it shall see what happened; else the system may have the pages.
-            if !self.exported.load(Ordering::Acquire) {
-                arena.punch(*at, self.size);
+            // The system may have the pages; but whoever still maps it shall see in the first ones what happened.
+            let kept = if self.exported.load(Ordering::Acquire) { self.size.min(SHOWN) } else { 0 };
+            if kept < self.size {
+                arena.punch(at + kept, self.size - kept);
             }
             crate::device::used(self.device).fetch_sub(self.size, Ordering::Relaxed);
         }
@@ -278,13 +280,14 @@ impl Memory {
         // Of another process: it is not ours to spoil. Punched: nobody would see.
         let seen = self.exported.load(Ordering::Acquire) || self.kind == Kind::Host;
         if seen && self.kind != Kind::Imported {
-            self.fill(FREED);
+            self.fill(FREED, self.size.min(SHOWN));
         }
     }
 
-    fn fill(&self, value: u8) {
-        // SAFETY: the range is this memory's own mapping, which lives as long as `self`.
-        unsafe { std::ptr::write_bytes(self.real as *mut u8, value, self.size) }
+    fn fill(&self, value: u8, length: usize) {
+        debug_assert!(length <= self.size);
+        // SAFETY: the range is in this memory's own mapping, which lives as long as `self`.
+        unsafe { std::ptr::write_bytes(self.real as *mut u8, value, length) }
     }
 
     pub(crate) fn is_freed(&self) -> bool {

@@ -3,6 +3,8 @@
 #![allow(missing_docs, reason = "the functions are those of the real library")]
 
 use std::ffi::{c_char, c_void};
+use std::process::{Child, Output};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -41,6 +43,7 @@ unsafe extern "C" {
     pub(crate) fn allstream_test_cuda_set_delays(longest_us: u64, seed: u64) -> u32;
     pub(crate) fn allstream_test_cuda_set_peers(a: u32, b: u32, can: bool) -> u32;
     pub(crate) fn allstream_test_cuda_set_budget(instructions: u64) -> u32;
+    pub(crate) fn allstream_test_cuda_break(device: i32, code: u32) -> u32;
     pub(crate) fn allstream_test_cuda_fail(name: *const c_char, nth: u64, code: u32) -> u32;
     pub(crate) fn allstream_test_cuda_calls(name: *const c_char) -> u64;
     pub(crate) fn cuInit(flags: u32) -> u32;
@@ -141,6 +144,8 @@ macro_rules! ok {
 /// A driver of its own for a test: others wait. At its end nothing may live.
 pub(crate) struct Driver {
     pub(crate) contexts: Vec<u64>,
+    /// Closed at the end; until then somebody watches.
+    _watched: Sender<()>,
     _turn: MutexGuard<'static, ()>,
 }
 
@@ -156,7 +161,7 @@ impl Driver {
         ok!(cuInit(0));
         let contexts = (0..devices as i32).map(retain).collect::<Vec<_>>();
         ok!(cuCtxSetCurrent(contexts[0]));
-        Driver { contexts, _turn: turn }
+        Driver { contexts, _watched: watchdog(), _turn: turn }
     }
 
     pub(crate) fn report(&self) -> Report {
@@ -164,6 +169,31 @@ impl Driver {
         ok!(allstream_test_cuda_report(&mut report));
         report
     }
+}
+
+/// Ends the process if the sender is still there after the deadline: a call that waits cannot be ended otherwise.
+fn watchdog() -> Sender<()> {
+    let (sender, receiver) = channel();
+    std::thread::spawn(move || {
+        if receiver.recv_timeout(DEADLINE * 3) == Err(RecvTimeoutError::Timeout) {
+            eprintln!("a test of the driver does not end");
+            std::process::abort();
+        }
+    });
+    sender
+}
+
+/// Waits for a process, but not for ever.
+pub(crate) fn finish_process(mut child: Child) -> Output {
+    let start = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if start.elapsed() > DEADLINE {
+            child.kill().unwrap();
+            panic!("the other process does not end");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    child.wait_with_output().unwrap()
 }
 
 pub(crate) fn retain(device: i32) -> u64 {
