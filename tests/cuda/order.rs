@@ -60,6 +60,30 @@ fn where_only_all_that_is_pending_is_enough_it_is_waited_for() {
     });
 }
 
+#[test]
+fn a_buffer_that_moves_to_another_stream_takes_its_order_along() {
+    child("order::a_buffer_that_moves_to_another_stream_takes_its_order_along", SLOW, || {
+        let (device, _) = device();
+        for seed in 0..20 {
+            set_delays(5000, seed);
+            let [slow, other] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
+            for _ in 0..4 {
+                drop(DeviceBuf::<u32>::zeroed(&slow, 16).unwrap());
+            }
+            // Zeros that come late must not come after the numbers: moved whole, and as parts that are joined.
+            let whole = DeviceBuf::<u32>::zeroed(&slow, 1000).unwrap().on(&other).unwrap();
+            let [low, high] = DeviceBuf::<u32>::zeroed(&slow, 1000).unwrap().split_at(500).unwrap();
+            let joined = DeviceBuf::join([high.on(&other).unwrap(), low]).unwrap();
+            assert_eq!(joined.stream(), &other);
+            for buf in [whole, joined] {
+                let (_, buf) = soon(buf.copy_from_host(numbers(1000))).unwrap();
+                slow.synchronize().unwrap();
+                assert_eq!(soon(buf.to_host(vec![0; 1000])).unwrap().1, numbers(1000), "seed {seed}");
+            }
+        }
+    });
+}
+
 /// Threads that share a device with little memory: buffers are made, moved between streams, cut, dropped early and late;
 /// whatever is read back is what was written.
 #[test]
