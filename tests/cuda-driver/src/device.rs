@@ -274,6 +274,16 @@ pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxSetFlags_v2(ordinal: i32, flag
     })
 }
 
+/// Makes a device's primary context fail, as if a kernel had: everything there gives this code until it is reset.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_break(ordinal: i32, code: Code) -> Code {
+    let broken = device(ordinal).and_then(|device| {
+        let primary = lock(&device.primary);
+        primary.context.as_ref().map(|context| context.fail(code)).ok_or(Code::INVALID_CONTEXT)
+    });
+    broken.err().unwrap_or(Code::SUCCESS)
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDeviceCanAccessPeer(out: Out<i32>, ordinal: i32, peer: i32) -> Code {
     call("cuDeviceCanAccessPeer", || {

@@ -98,7 +98,11 @@ fn execute(function: &Arc<Function>, shape: &Shape, params: &[u8], worker: &Work
         block: shape.block,
         budget: knobs::budget(),
         find: &find,
-        wanted: &|| worker.context.is_alive(),
+        // What it may be waiting for runs on another thread, perhaps without a core of its own.
+        wanted: &|| {
+            std::thread::yield_now();
+            worker.context.check().is_ok()
+        },
     };
     ptx::run(&launch).map(|_| ()).inspect_err(|code| {
         eprintln!("cuda driver for tests: kernel {}: {code:?}", function.entry().name);

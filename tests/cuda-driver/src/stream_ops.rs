@@ -85,9 +85,8 @@ fn wait(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done
     let work = move |worker: &crate::stream::Worker<'_>| {
         let mut polls = 0_u32;
         while !word.meets(value, how)? {
-            if !worker.context.is_alive() {
-                return Err(Code::CONTEXT_IS_DESTROYED);
-            }
+            // An end, or an error of another stream: this one will not go on either.
+            worker.context.check()?;
             polls += 1;
             // Soon at first; then without a core of its own.
             if polls < 100 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(20)) }

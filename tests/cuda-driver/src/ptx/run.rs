@@ -32,7 +32,7 @@ pub(crate) struct Launch<'a> {
     pub(crate) wanted: &'a dyn Fn() -> bool,
 }
 
-/// After so many instructions somebody looks whether to go on.
+/// After so many instructions it is asked whether to go on.
 const LOOK: u64 = 1 << 16;
 
 struct Machine<'a> {
@@ -117,6 +117,7 @@ impl Machine<'_> {
             let inst = &steps[here];
             at += 1;
             if self.left.is_multiple_of(LOOK) && !(self.launch.wanted)() {
+                // Whatever ended the context came first, and stays its error.
                 return Err(Code::CONTEXT_IS_DESTROYED);
             }
             self.left = self.left.checked_sub(1).ok_or(Code::LAUNCH_TIMEOUT)?;
