@@ -61,6 +61,75 @@ fn where_only_all_that_is_pending_is_enough_it_is_waited_for() {
 }
 
 #[test]
+fn a_buffer_that_moves_to_another_stream_takes_its_order_along() {
+    child("order::a_buffer_that_moves_to_another_stream_takes_its_order_along", SLOW, || {
+        let (device, _) = device();
+        for seed in 0..20 {
+            set_delays(5000, seed);
+            let [slow, other] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
+            for _ in 0..4 {
+                drop(DeviceBuf::<u32>::zeroed(&slow, 16).unwrap());
+            }
+            // Zeros that come late must not come after the numbers: moved whole, and as parts that are joined.
+            let whole = DeviceBuf::<u32>::zeroed(&slow, 1000).unwrap().on(&other).unwrap();
+            let [low, high] = DeviceBuf::<u32>::zeroed(&slow, 1000).unwrap().split_at(500).unwrap();
+            let joined = DeviceBuf::join([high.on(&other).unwrap(), low]).unwrap();
+            assert_eq!(joined.stream(), &other);
+            for buf in [whole, joined] {
+                let (_, buf) = soon(buf.copy_from_host(numbers(1000))).unwrap();
+                slow.synchronize().unwrap();
+                assert_eq!(soon(buf.to_host(vec![0; 1000])).unwrap().1, numbers(1000), "seed {seed}");
+            }
+        }
+    });
+}
+
+/// Threads that share a device with little memory: buffers are made, moved between streams, cut, dropped early and late;
+/// whatever is read back is what was written.
+#[test]
+fn nobody_sees_what_is_another_buffers() {
+    let tight = [("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_MEMORY", "2M")];
+    child("order::nobody_sees_what_is_another_buffers", &tight, || {
+        let (device, stream) = device();
+        let thread = |seed: u32| {
+            let device = device.clone();
+            move || {
+                let streams = [(); 3].map(|()| DeviceStream::new(&device).unwrap());
+                let mut state = u64::from(seed) + 1;
+                let mut draw = |n: usize| {
+                    state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                    (state >> 33) as usize % n
+                };
+                for round in 0..400 {
+                    // At most 4 threads * 4 buffers * 100 KB at a time.
+                    let (len, fill) = (1 + draw(25_000), seed << 16 | round);
+                    let stream = &streams[draw(3)];
+                    match draw(4) {
+                        0 => drop(DeviceBuf::<u32>::zeroed(stream, len).unwrap()),
+                        1 => {
+                            let pinned = PinnedBuf::from_slice(&device, &vec![fill; len]).unwrap();
+                            drop(DeviceBuf::from_host(stream, pinned));
+                        }
+                        _ => {
+                            let (host, buf) = soon(DeviceBuf::from_host(stream, vec![fill; len])).unwrap();
+                            let [low, high] = buf.on(&streams[draw(3)]).unwrap().split_at(draw(len)).unwrap();
+                            let high = high.on(&streams[draw(3)]).unwrap();
+                            let parts = if draw(2) == 0 { [low, high] } else { [high, low] };
+                            let buf = DeviceBuf::join(parts).unwrap();
+                            let (_, back) = soon(buf.to_host(vec![0; len])).unwrap();
+                            assert!(back == host, "round {round} of thread {seed}");
+                        }
+                    }
+                }
+            }
+        };
+        std::thread::scope(|scope| (0..4).for_each(|seed| drop(scope.spawn(thread(seed)))));
+        drop((stream, device));
+        nothing_left("all was dropped");
+    });
+}
+
+#[test]
 fn a_stream_uses_its_own_memory_again_at_once() {
     child("order::a_stream_uses_its_own_memory_again_at_once", SLOW, || {
         let (device, stream) = device();

@@ -151,18 +151,18 @@ functions! {
         event_record(event: CuEvent, stream: CuStream) = "cuEventRecord";
         event_query(event: CuEvent) = "cuEventQuery";
         event_synchronize(event: CuEvent) = "cuEventSynchronize";
-    }
-    optional {
-        // Every driver has modules and launches; memory and copies do without.
-        module_load_data / has_modules(image: *const c_void) -> CuModule = "cuModuleLoadData";
-        module_unload / has_module_unload(module: CuModule) = "cuModuleUnload";
-        module_get_function / has_module_get_function(module: CuModule, name: *const c_char) -> CuFunction = "cuModuleGetFunction";
-        launch_kernel / has_launch_kernel(
+
+        module_load_data(image: *const c_void) -> CuModule = "cuModuleLoadData";
+        module_unload(module: CuModule) = "cuModuleUnload";
+        module_get_function(module: CuModule, name: *const c_char) -> CuFunction = "cuModuleGetFunction";
+        launch_kernel(
             function: CuFunction,
             grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
             block_x: c_uint, block_y: c_uint, block_z: c_uint,
             shared_bytes: c_uint, stream: CuStream, arguments: *mut *mut c_void, extra: *mut *mut c_void
         ) = "cuLaunchKernel";
+    }
+    optional {
         /// Differs from `cuDeviceGetUuid` where a device is divided.
         device_get_uuid_v2 / has_device_get_uuid_v2(device: CuDevice) -> CuUuid = "cuDeviceGetUuid_v2";
         device_total_mem / has_device_total_mem(device: CuDevice) -> usize = "cuDeviceTotalMem_v2";
