@@ -19,8 +19,10 @@ struct Vector {
         *(uint4*)at = make_uint4(words[0], words[1], words[2], words[3]);
     }
     // `k` is a constant once loops are unrolled.
-    __device__ __forceinline__ S get(u32 k) const {
-        return (S)(words[k * sizeof(S) / 4] >> (k * sizeof(S) % 4 * 8));
+    __device__ __forceinline__ u32 get(u32 k) const {
+        const u32 bits = sizeof(S) * 8, at = k * bits % 32;
+        // Shifted up before down: nothing is left to be masked.
+        return words[k * bits / 32] << (32 - bits - at) >> (32 - bits);
     }
     // Steps are put in order: the first of a word finds it zero.
     __device__ __forceinline__ void put(u32 k, S s) { words[k * sizeof(S) / 4] |= (u32)s << (k * sizeof(S) % 4 * 8); }
@@ -42,21 +44,31 @@ struct Vector<u64> {
 
 template <class E>
 DEVICE E load(const u8* at, bool bytewise) {
-    if (sizeof(E) == 1 || !bytewise) return *(const E*)at;
+    if (!bytewise) return *(const E*)at;
     E e = 0;
 #pragma unroll 1
     for (u32 b = 0; b < sizeof(E); ++b) e |= (E)at[b] << (8 * b);
     return e;
 }
 
+template <>
+__device__ __forceinline__ u8 load<u8>(const u8* at, bool) {
+    return *at;
+}
+
 template <class E>
 DEVICE void store(u8* at, E e, bool bytewise) {
-    if (sizeof(E) == 1 || !bytewise) {
+    if (!bytewise) {
         *(E*)at = e;
         return;
     }
 #pragma unroll 1
     for (u32 b = 0; b < sizeof(E); ++b) at[b] = (u8)(e >> (8 * b));
+}
+
+template <>
+__device__ __forceinline__ void store<u8>(u8* at, u8 e, bool) {
+    *at = e;
 }
 
 // Calls `body(byte offset)` for the elements of the head and the tail that are this thread's.

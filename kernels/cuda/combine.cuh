@@ -12,6 +12,11 @@ struct Accs {
         for (u32 s = 0; s < V::STEPS; ++s) of[s] = L::widen(v.get(s));
     }
     template <class O>
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (u32 s = 0; s < V::STEPS; ++s) of[s] = Identity<O, typename L::Acc>::get();
+    }
+    template <class O>
     __device__ __forceinline__ void fold(const V& v) {
 #pragma unroll
         for (u32 s = 0; s < V::STEPS; ++s) of[s] = O::fold(of[s], L::widen(v.get(s)));
@@ -44,9 +49,9 @@ DEVICE void combine_ends(const Combine<INS>& c, u32 n_ins) {
     typedef typename L::Elem E;
     bool bytewise = c.span.bytewise != 0;
     ends<E>(c.span, [&](u64 at) {
-        typename L::Acc acc = L::widen(load<E>(c.ins[0] + at, bytewise));
+        typename L::Acc acc = Identity<O, typename L::Acc>::get();
 #pragma unroll 1
-        for (u32 k = 1; k < n_ins; ++k) acc = O::fold(acc, L::widen(load<E>(c.ins[k] + at, bytewise)));
+        for (u32 k = 0; k < n_ins; ++k) acc = O::fold(acc, L::widen(load<E>(c.ins[k] + at, bytewise)));
         if (Divides<O>::YES && c.divisor > 1) acc = L::divide(acc, c.divisor);
         E result = (E)L::narrow(acc);
 #pragma unroll 1
@@ -100,16 +105,15 @@ DEVICE void combine_many(const Combine<MAX_INS>& c) {
     u64 first = c.span.head * sizeof(typename L::Elem), end = first + c.span.vectors * 16;
     for (u64 at = first + thread() * 16; at < end; at += threads() * 16) {
         V next[DEPTH];
-        V v = V::load(c.ins[0] + at);
 #pragma unroll
         for (u32 d = 0; d < DEPTH; ++d) {
-            if (1 + d < n_ins) next[d] = V::load(c.ins[1 + d] + at);
+            if (d < n_ins) next[d] = V::load(c.ins[d] + at);
         }
         Accs<L> acc;
-        acc.widen(v);
+        acc.template start<O>();
 #pragma unroll 1
-        for (u32 k = 1; k < n_ins; ++k) {
-            v = next[0];
+        for (u32 k = 0; k < n_ins; ++k) {
+            V v = next[0];
 #pragma unroll
             for (u32 q = 1; q < DEPTH; ++q) next[q - 1] = next[q];
             if (k + DEPTH < n_ins) next[DEPTH - 1] = V::load(c.ins[k + DEPTH] + at);

@@ -42,9 +42,9 @@ struct LaneF16 : LaneF32 {
     typedef u16 Elem;
     typedef u16 Step;
     // One instruction each way, the same bits as by hand but for NaN, where by hand would take ten.
-    DEVICE float widen(u16 x) {
+    DEVICE float widen(u32 x) {
         float wide;
-        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+        asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"((u16)x));
         return wide;
     }
     DEVICE u16 narrow(float x) {
@@ -57,7 +57,7 @@ struct LaneF16 : LaneF32 {
 struct LaneBF16 : LaneF32 {
     typedef u16 Elem;
     typedef u16 Step;
-    DEVICE float widen(u16 x) { return from_bits((u32)x << 16); }
+    DEVICE float widen(u32 x) { return from_bits(x << 16); }
     DEVICE u16 narrow(float x) {
         u32 b = bits(x);
         // Half of the last place, less one where that is even, carries.
@@ -74,21 +74,24 @@ struct LaneF8 : LaneF32 {
     enum : u32 { SHIFT = 23 - MANTISSA };
     // But for what the topmost exponent means. With its bits where those of an f32 are, the number is too small by a
     // power of two, subnormal or not; to multiply by that is exact.
-    DEVICE float widen_number(u8 x) {
-        u32 number = (x & 0x80u) << 24 | (x & 0x7Fu) << SHIFT;
-        return __fmul_rn(from_bits(number), from_bits((253 - LEAST) << 23));
+    DEVICE float widen_number(u32 x) {
+        u32 number = (x & 0x80) << 24 | (x & 0x7F) << SHIFT;
+        return from_bits(number) * from_bits((253 - LEAST) << 23);
     }
     DEVICE u32 narrow_magnitude(u32 magnitude) {
         u32 normal = magnitude - ((126 - LEAST) << 23) + ((1u << (SHIFT - 1)) - 1) + (magnitude >> SHIFT & 1);
         // The last place of `unit` is that of a subnormal: the addition rounds to it.
         u32 unit = (127 + SHIFT - LEAST) << 23;
-        u32 subnormal = bits(__fadd_rn(from_bits(magnitude), from_bits(unit))) - unit;
+        u32 subnormal = bits(from_bits(magnitude) + from_bits(unit)) - unit;
         return magnitude < (127 - LEAST) << 23 ? subnormal : normal >> SHIFT;
     }
 };
 
 struct LaneF8E4M3 : LaneF8<3, 6> {
-    DEVICE float widen(u8 x) { return (x & 0x7F) == 0x7F ? from_bits(CANONICAL) : widen_number(x); }
+    DEVICE float widen(u32 x) {
+        float number = widen_number(x);
+        return (x & 0x7F) == 0x7F ? from_bits(CANONICAL) : number;
+    }
     DEVICE u8 narrow(float x) {
         u32 magnitude = bits(x) & 0x7FFFFFFF;
         u32 number = (bits(x) >> 24 & 0x80) | narrow_magnitude(magnitude);
@@ -99,7 +102,7 @@ struct LaneF8E4M3 : LaneF8<3, 6> {
 
 struct LaneF8E5M2 : LaneF8<2, 14> {
     // The upper half of an f16.
-    DEVICE float widen(u8 x) { return LaneF16::widen((u16)((u32)x << 8)); }
+    DEVICE float widen(u32 x) { return LaneF16::widen(x << 8); }
     DEVICE u8 narrow(float x) {
         u32 magnitude = bits(x) & 0x7FFFFFFF;
         u32 number = magnitude >= 143 << 23 ? 0x7C : narrow_magnitude(magnitude);
@@ -125,7 +128,8 @@ struct LaneInt {
     typedef B Elem;
     typedef B Step;
     typedef T Acc;
-    DEVICE T widen(B x) { return (T)(E)x; }
+    template <class X>
+    DEVICE T widen(X x) { return (T)(E)x; }
     DEVICE B narrow(T x) { return (B)x; }
     // What is divided is the sum as it would be stored.
     DEVICE T divide(T x, u32 n) { return divided((T)(E)x, n); }
@@ -150,6 +154,16 @@ struct LaneBool : LaneBits {
     DEVICE u32 widen(u32 x) { return (((x & 0x7F7F7F7F) + 0x7F7F7F7F | x) >> 7) & 0x01010101; }
 };
 
+// What changes no operand it is folded with: loops start with it, so that what is done with an operand is there once.
+// Whether NaN stays what it is does not matter.
+template <class O, class A>
+struct Identity;
+#define IDENTITY(OP, ACC, VALUE)            \
+    template <>                             \
+    struct Identity<OP, ACC> {              \
+        DEVICE ACC get() { return VALUE; } \
+    };
+
 // Signed sums and products are made of unsigned ones: to C++ those wrap, and the compiler knows it.
 struct Sum {
     DEVICE float fold(float a, float b) { return __fadd_rn(a, b); }
@@ -159,6 +173,12 @@ struct Sum {
     DEVICE i32 fold(i32 a, i32 b) { return (i32)((u32)a + (u32)b); }
     DEVICE i64 fold(i64 a, i64 b) { return (i64)((u64)a + (u64)b); }
 };
+IDENTITY(Sum, float, -0.0f)
+IDENTITY(Sum, double, -0.0)
+IDENTITY(Sum, u32, 0)
+IDENTITY(Sum, u64, 0)
+IDENTITY(Sum, i32, 0)
+IDENTITY(Sum, i64, 0)
 
 struct Prod {
     DEVICE float fold(float a, float b) { return __fmul_rn(a, b); }
@@ -166,6 +186,10 @@ struct Prod {
     DEVICE u32 fold(u32 a, u32 b) { return a * b; }
     DEVICE u64 fold(u64 a, u64 b) { return a * b; }
 };
+IDENTITY(Prod, float, 1.0f)
+IDENTITY(Prod, double, 1.0)
+IDENTITY(Prod, u32, 1)
+IDENTITY(Prod, u64, 1)
 
 // Of floats: each choice yields its second operand for zeros and for NaN; or-ing both orders keeps the sign of -0 and
 // keeps a NaN a NaN.
@@ -175,6 +199,12 @@ struct Min {
     template <class T>
     DEVICE T fold(T a, T b) { return a < b ? a : b; }
 };
+IDENTITY(Min, float, from_bits(0x7F800000u))
+IDENTITY(Min, double, from_bits(0x7FF0000000000000ull))
+IDENTITY(Min, u32, 0xFFFFFFFF)
+IDENTITY(Min, u64, 0xFFFFFFFFFFFFFFFF)
+IDENTITY(Min, i32, 0x7FFFFFFF)
+IDENTITY(Min, i64, 0x7FFFFFFFFFFFFFFF)
 
 struct Max {
     DEVICE float fold(float a, float b) { return -Min::fold(-a, -b); }
@@ -182,6 +212,12 @@ struct Max {
     template <class T>
     DEVICE T fold(T a, T b) { return a > b ? a : b; }
 };
+IDENTITY(Max, float, from_bits(0xFF800000u))
+IDENTITY(Max, double, from_bits(0xFFF0000000000000ull))
+IDENTITY(Max, u32, 0)
+IDENTITY(Max, u64, 0)
+IDENTITY(Max, i32, -0x7FFFFFFF - 1)
+IDENTITY(Max, i64, -0x7FFFFFFFFFFFFFFF - 1)
 
 struct And {
     DEVICE u32 fold(u32 a, u32 b) { return a & b; }
@@ -192,3 +228,6 @@ struct Or {
 struct Xor {
     DEVICE u32 fold(u32 a, u32 b) { return a ^ b; }
 };
+IDENTITY(And, u32, 0xFFFFFFFF)
+IDENTITY(Or, u32, 0)
+IDENTITY(Xor, u32, 0)
