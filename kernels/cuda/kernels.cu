@@ -1,5 +1,5 @@
-// Every kernel, compiled once for each module: that with `MODULE_f32` gives `ptx/f32.ptx`. Names are those that
-// `src/cuda/mod.rs` makes.
+// Every kernel, compiled once for each module named below: that with `MODULE_f32` defined gives `ptx/f32.ptx`. Names are
+// those that `src/cuda/` makes.
 #include "pack.cuh"
 
 #define KERNEL extern "C" __global__ void

@@ -66,6 +66,9 @@ DEVICE void runs(const Pack& p, F body) {
             // Chosen here, so that `body` is there once.
             const u8* source = p.unpack ? p.contiguous + from * sizeof(FROM) : s.tensor + (from - s.first) * sizeof(FROM);
             u8* target = p.unpack ? s.tensor + (from - s.first) * sizeof(TO) : p.contiguous + from * sizeof(TO);
+            // Otherwise it reads and writes by what is slower, for memory of any kind.
+            __builtin_assume(__isGlobal(source));
+            __builtin_assume(__isGlobal(target));
             body(source, target, to - from);
         }
     }
@@ -76,9 +79,8 @@ DEVICE void pack_cast(const Pack& p) {
     typedef typename FROM::Elem A;
     typedef typename TO::Elem B;
     typedef Cast<FROM, TO> C;
-    // Elements to a vector of the larger type; of the smaller one they are less than 16 bytes. No more than 8: the code
-    // for them is long.
-    const u32 LARGER = sizeof(A) > sizeof(B) ? sizeof(A) : sizeof(B), STEPS = LARGER == 1 ? 8 : 16 / LARGER;
+    // Elements at a time: 16 bytes of 32-bit floats, and of f64. More of the smaller ones make long code, 36 times.
+    const u32 STEPS = sizeof(A) == 8 || sizeof(B) == 8 ? 2 : 4;
     struct alignas(STEPS * sizeof(A)) As {
         A of[STEPS];
     };
