@@ -68,6 +68,7 @@
 #![deny(clippy::undocumented_unsafe_blocks)]
 
 mod cpu;
+pub mod cuda;
 mod dtype;
 mod f8;
 mod function;
