@@ -101,7 +101,7 @@ pub enum Kind {
     Fold(ReduceOp),
     /// Multiplies: [`Scale`].
     Scale,
-    /// Copies: [`Copy`].
+    /// Copies: [`struct@Copy`].
     Copy,
     /// Packs or unpacks, from the type given to this one: [`Pack`]. The same type twice is a multiplication; without
     /// one, [`Kind::PackBytes`] is for every type.
