@@ -59,8 +59,8 @@ DEVICE void combine_ends(const Combine<INS>& c, u32 n_ins) {
     });
 }
 
-// What is in flight stands in a queue: it moves up, for registers cannot be indexed, and so what is done with an entry is
-// there once.
+// What is in flight stands in a queue that moves up: registers cannot be indexed, and so the code for an entry is there
+// once.
 
 // `DEPTH` vectors of each input are in flight at a time.
 template <class L, class O, u32 DEPTH>

@@ -1,4 +1,4 @@
-// Every kernel, compiled once for each module named below: that with `MODULE_f32` defined gives `ptx/f32.ptx`. Names are
+// Every kernel, compiled once for each module named below: with `MODULE_f32` defined it gives `ptx/f32.ptx`. Names are
 // those that `src/cuda/` makes.
 #include "pack.cuh"
 

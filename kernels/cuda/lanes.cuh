@@ -13,7 +13,7 @@ DEVICE double from_bits(u64 x) { return __longlong_as_double((i64)x); }
 
 enum : u32 { CANONICAL = 0x7FC00000 };
 
-// A lane has: `Elem`, the stored bits of an element; `Step`, the part of a vector that is computed at once (one element,
+// A lane has: `Elem`, the stored bits of an element; `Step`, the part of a vector that is computed at once (an element,
 // or several in a word); `Acc`, what it is computed in.
 
 struct LaneF32 {

@@ -64,7 +64,8 @@ DEVICE void runs(const Pack& p, F body) {
             u64 from = s.first > tile ? s.first : tile;
             u64 to = s.first + s.len < end ? s.first + s.len : end;
             // Chosen here, so that `body` is there once.
-            const u8* source = p.unpack ? p.contiguous + from * sizeof(FROM) : s.tensor + (from - s.first) * sizeof(FROM);
+            const u8* source =
+                p.unpack ? p.contiguous + from * sizeof(FROM) : s.tensor + (from - s.first) * sizeof(FROM);
             u8* target = p.unpack ? s.tensor + (from - s.first) * sizeof(TO) : p.contiguous + from * sizeof(TO);
             // Otherwise it reads and writes by what is slower, for memory of any kind.
             __builtin_assume(__isGlobal(source));

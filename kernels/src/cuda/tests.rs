@@ -72,6 +72,24 @@ fn ptx_is_for_old_drivers_and_devices_and_plain() {
     }
 }
 
+/// What runs this PTX elsewhere has to know all of it.
+#[test]
+fn the_instructions_in_use_are_those_written_down() {
+    let page = include_str!("../../cuda/README.md");
+    let list = page.split_once("## Instructions in use").and_then(|(_, rest)| rest.split("```").nth(1));
+    let list = list.and_then(|list| list.strip_prefix("text")).unwrap_or_default();
+    let listed: BTreeSet<&str> = list.split_whitespace().collect();
+    let mut used = BTreeSet::new();
+    for line in Module::ALL.iter().flat_map(|module| module.ptx().lines()) {
+        let mut words = line.trim_end_matches(';').split(' ').skip_while(|word| word.starts_with('@'));
+        let first = words.next().unwrap_or_default();
+        if first.starts_with(|char: char| char.is_ascii_lowercase()) {
+            used.insert(first);
+        }
+    }
+    assert_eq!(used, listed);
+}
+
 #[test]
 fn spans_see_how_addresses_lie() {
     let span = |addresses: &[u64], len, unit| {
