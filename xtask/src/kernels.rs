@@ -77,14 +77,14 @@ fn work(root: &Path) -> PathBuf {
 fn tools(root: &Path) -> Result<Tools, String> {
     let versions: Vec<&str> = PACKAGES.iter().filter_map(|package| package.split("==").nth(1)).collect();
     let home = work(root).join(format!("tools-{}", versions.join("-")));
+    let pip = python(&["-m", "pip", "--version"])?;
     if !home.is_dir() {
-        let pip = python(&["-m", "pip", "--version"])?;
         run(pip, "python3 has no pip (`python3 -m pip --version`)")?;
         // Named as it should be once all is there.
         let partial = home.with_extension(format!("partial-{}", std::process::id()));
         let target = partial.to_string_lossy().into_owned();
         let mut install = vec!["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"];
-        install.extend(["--only-binary=:all:", "--target", &target]);
+        install.extend(["--only-binary=:all:", "--retries=1", "--target", &target]);
         install.extend(PACKAGES);
         let installed =
             run(python(&install)?, &format!("pip cannot install {} (no registry?)", PACKAGES.join(", ")));
