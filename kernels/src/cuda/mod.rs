@@ -364,10 +364,9 @@ impl Packed {
 
 /// Many tensors to one contiguous buffer, or back, with at most `ctas` blocks.
 ///
-/// Where types differ, or there is a factor other than 1, elements are widened, to `f64` if either type is, otherwise
-/// to `f32`; multiplied there; and rounded once, to nearest even. NaN becomes canonical, and what is out of range what
-/// the [rules](crate#rules) say. Otherwise bytes are copied. `None` if types differ or are to be scaled and are not
-/// floats.
+/// Where types differ, or there is a factor other than 1, elements are cast as the [rules](crate#rules) say and
+/// [`scalar::convert`](crate::scalar::convert) does; otherwise bytes are copied. `None` if types differ or are to be
+/// scaled and are not floats.
 pub fn pack(job: &Packed, direction: Direction, ctas: u32) -> Option<Launch> {
     let (from, to) = match direction {
         Direction::Pack => (job.tensors, job.buffer),
