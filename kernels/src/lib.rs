@@ -59,6 +59,11 @@
 //! of 1 changes nothing but NaN, which becomes canonical. Integers and `bool` have no
 //! scale: [`DType::scales`].
 //!
+//! **Cast.** From one float to another, by [`cuda::pack`] and [`scalar::convert`]: widened to
+//! `f64` if either type is `f64`, else to `f32`; multiplied there by a factor, which in `f32` is
+//! rounded to that first; rounded once, to nearest even, also from `f64` to a small float. NaN
+//! and what is out of range are as above.
+//!
 //! **Misuse.** An operator that does not [support](ReduceOp::supports) the type, no inputs,
 //! no outputs, an average finished with `n == 0`, or a scale of a type that has none: a
 //! panic with debug assertions, and otherwise nothing is read or written.
@@ -68,6 +73,7 @@
 #![deny(clippy::undocumented_unsafe_blocks)]
 
 mod cpu;
+pub mod cuda;
 mod dtype;
 mod f8;
 mod function;

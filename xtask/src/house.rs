@@ -52,7 +52,7 @@ const UNSAFE: [(&str, &str); 21] = [
 /// No file is longer than this.
 const LONGEST_FILE: usize = 700;
 /// Files with these endings are read.
-const TEXT: [&str; 10] = ["rs", "toml", "md", "py", "sh", "cu", "yml", "yaml", "json", "run"];
+const TEXT: [&str; 11] = ["rs", "toml", "md", "py", "sh", "cu", "cuh", "yml", "yaml", "json", "run"];
 /// Directories that are not the repository's.
 const FOREIGN: [&str; 5] = ["target", "shared", "artifacts", "corpus", "node_modules"];
 /// Hidden directories that are.

@@ -2,6 +2,7 @@
 
 mod house;
 mod journal;
+mod kernels;
 mod parts;
 mod runner;
 mod source;
@@ -32,6 +33,12 @@ enum Command {
     },
     /// Only the checks of the house: floors, unsafe, sizes of files, paths
     House,
+    /// Compile the CUDA kernels to the PTX that is committed
+    Kernels {
+        /// Only compare with what is committed, and assemble that
+        #[arg(long)]
+        check: bool,
+    },
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
 }
@@ -46,6 +53,16 @@ fn main() -> ExitCode {
             parts
         }
         Command::House => vec![parts::house()],
+        Command::Kernels { check: false } => {
+            return match kernels::generate(&root) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => {
+                    eprintln!("cargo xtask: {error}");
+                    ExitCode::FAILURE
+                }
+            };
+        }
+        Command::Kernels { check: true } => vec![parts::cuda_kernels()],
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests()).collect(),
     };
     if parts.is_empty() {

@@ -6,6 +6,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::house::{self, Check};
+use crate::kernels;
 
 /// Something to run, and what it needs.
 pub(crate) struct Part {
@@ -78,6 +79,11 @@ pub(crate) fn house() -> Part {
     Part { work: Work::Checks(house::all), ..cargo("house", "") }
 }
 
+/// The PTX of the CUDA kernels against their sources. Missing tools fail it.
+pub(crate) fn cuda_kernels() -> Part {
+    Part { work: Work::Checks(kernels::check), ..cargo("CUDA kernels", "") }
+}
+
 /// `cargo xtask test`, in order: what fails fast comes first.
 pub(crate) fn tests() -> Vec<Part> {
     let engine = "--package allstream --all-features --no-fail-fast";
@@ -101,6 +107,7 @@ pub(crate) fn tests() -> Vec<Part> {
             .needs(integration_tests)
             .minutes(60)
             .full(),
+        cuda_kernels().needs(kernels::needs).full(),
         Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
         Part::not_yet("python", "not built yet: step 7"),
         Part::not_yet("GPU", "not built yet: step 3"),

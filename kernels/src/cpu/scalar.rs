@@ -131,6 +131,74 @@ pub unsafe fn scale(dtype: DType, memory: *mut u8, len: usize, factor: f64) {
     }
 }
 
+/// What [`crate::cuda::pack`] does with the elements of floats that are cast or multiplied; on the CPU nothing else does.
+/// The [rules](crate#rules) say what exactly is computed.
+///
+/// # Safety
+///
+/// `from` must be valid for reads of `len` elements of its type, and `to` valid for writes of as many of its type; no
+/// alignment is needed. They must not overlap, and nothing else may write the one or touch the other during the call.
+pub unsafe fn convert(from: (DType, *const u8), to: (DType, *mut u8), len: usize, factor: f64) {
+    let ((from, source), (to, target)) = (from, to);
+    if !scalable(from) || !scalable(to) {
+        return;
+    }
+    for i in 0..len {
+        // SAFETY: `i < len`.
+        let x = unsafe { value(from, source.add(i * from.size())) };
+        let x = match from == DType::F64 || to == DType::F64 {
+            true => x * factor,
+            false => f64::from(x as f32 * factor as f32),
+        };
+        /// Rounds once, and writes.
+        macro_rules! write {
+            ($t:ty, $x:expr, $nan:expr) => {{
+                let x: $t = $x;
+                let x = if x.is_nan() { <$t>::from_bits($nan) } else { x };
+                // SAFETY: `i < len`, and `$t` is the type of the target's elements.
+                unsafe { target.cast::<$t>().add(i).write_unaligned(x) }
+            }};
+        }
+        match to {
+            DType::F16 => write!(f16, f16::from_f32(to_odd(x)), 0x7E00),
+            DType::BF16 => write!(bf16, bf16::from_f32(to_odd(x)), 0x7FC0),
+            DType::F32 => write!(f32, x as f32, 0x7FC0_0000),
+            DType::F8E4M3 => write!(f8e4m3, f8e4m3::from_f32(to_odd(x)), 0x7F),
+            DType::F8E5M2 => write!(f8e5m2, f8e5m2::from_f32(to_odd(x)), 0x7E),
+            _ => write!(f64, x, 0x7FF8_0000_0000_0000),
+        }
+    }
+}
+
+/// A float of any type; exact.
+///
+/// # Safety
+///
+/// `at` must be valid for reads of an element of the type.
+unsafe fn value(dtype: DType, at: *const u8) -> f64 {
+    // SAFETY: the type is that of the element that the caller vouches for.
+    unsafe {
+        match dtype {
+            DType::F16 => at.cast::<f16>().read_unaligned().to_f32().into(),
+            DType::BF16 => at.cast::<bf16>().read_unaligned().to_f32().into(),
+            DType::F32 => at.cast::<f32>().read_unaligned().into(),
+            DType::F8E4M3 => at.cast::<f8e4m3>().read().into(),
+            DType::F8E5M2 => at.cast::<f8e5m2>().read().into(),
+            _ => at.cast::<f64>().read_unaligned(),
+        }
+    }
+}
+
+/// To `f32` toward zero, and to odd if that is not exact: to round the result to fewer bits is then as to round `x`.
+fn to_odd(x: f64) -> f32 {
+    let near = x as f32;
+    if x.is_nan() || f64::from(near) == x {
+        return near;
+    }
+    let away = f64::from(near).abs() > x.abs();
+    f32::from_bits((near.to_bits() - u32::from(away)) | 1)
+}
+
 /// Writes `f` of the inputs' elements at an index to the outputs there, for every index.
 ///
 /// # Safety
@@ -189,3 +257,47 @@ macro_rules! min_max {
 }
 
 min_max!(f32 f64);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cast<A: Copy, B: Copy + Default>(from: DType, x: A, to: DType, factor: f64) -> B {
+        let mut y = B::default();
+        assert_eq!((from.size(), to.size()), (size_of::<A>(), size_of::<B>()));
+        // SAFETY: one element each, of the sizes just compared.
+        unsafe {
+            convert((from, (&raw const x).cast()), (to, (&raw mut y).cast()), 1, factor);
+        }
+        y
+    }
+
+    #[test]
+    fn casts_round_once() {
+        let up = |x: f64| f64::from_bits(x.to_bits() + 1);
+        let to_f16 = |x: f64| cast::<f64, u16>(DType::F64, x, DType::F16, 1.0);
+        // Half way between neighbours: to even; the next f64 above is nearer to the upper one, which an f32 on the way
+        // would not tell.
+        for h in 0..0x7BFFu16 {
+            let middle = (f16::from_bits(h).to_f64() + f16::from_bits(h + 1).to_f64()) / 2.0;
+            assert_eq!((to_f16(middle), to_f16(up(middle))), (h + h % 2, h + 1), "{h:#06x}");
+        }
+        assert_eq!((to_f16(65_519.999_999_999), to_f16(65_520.0), to_f16(-1e300)), (0x7BFF, 0x7C00, 0xFC00));
+        let to_e4m3 = |x: f64| cast::<f64, u8>(DType::F64, x, DType::F8E4M3, 1.0);
+        assert_eq!((to_e4m3(464.0), to_e4m3(up(464.0)), to_e4m3(-5e-324)), (0x7E, 0x7F, 0x80));
+        // Multiplied in f32, by a factor that is an f32 first, and only then rounded.
+        let scaled = cast::<f32, u16>(DType::F32, 3.0, DType::BF16, 0.1);
+        assert_eq!(scaled, bf16::from_f32(3.0 * 0.1f32).to_bits());
+        assert_eq!(cast::<f32, f64>(DType::F32, 3.0, DType::F64, 0.1), 3.0 * 0.1);
+    }
+
+    #[test]
+    fn casts_make_nan_canonical() {
+        let nan = 0xFF80_0001u32;
+        assert_eq!(cast::<_, u16>(DType::F32, nan, DType::F16, 1.0), 0x7E00);
+        assert_eq!(cast::<_, u32>(DType::F32, nan, DType::F32, 1.0), 0x7FC0_0000);
+        assert_eq!(cast::<_, u64>(DType::F32, nan, DType::F64, 1.0), 0x7FF8_0000_0000_0000);
+        assert_eq!(cast::<_, u8>(DType::F8E5M2, 0xFDu8, DType::F8E4M3, 1.0), 0x7F);
+        assert_eq!(cast::<_, u8>(DType::F8E4M3, 0xFFu8, DType::F8E5M2, 1.0), 0x7E);
+    }
+}
