@@ -14,7 +14,7 @@
 //!   the same through `&self`.
 //! - [`Call`]: a call with options: reduction, [`Function`], scale, algorithm, deadline, deterministic mode.
 //! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
-//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], foreign owners. [`split`] cuts one into [`View`]s;
+//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], any owner of [`HostMemory`], [`cuda::DeviceBuf`]. [`split`] cuts one into [`View`]s;
 //!   a [`BufList`] is several in one operation.
 //! - [`Comm::split`], [`Comm::subset`], [`Comm::mesh`]: groups from groups; [`Groups`] keeps them by name.
 //! - [`Node`]: several ranks of one process, one for each of its devices, called together.

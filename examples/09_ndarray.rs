@@ -1,7 +1,7 @@
 //! An array library's memory in collectives, without a copy.
 //!
-//! Teaches: [`Buf`] is a trait that any owner of memory can implement; its contract is written on it, and an `unsafe
-//! impl` says why it holds. Here: a matrix of `ndarray`, all-reduced where it lies; a matrix whose memory is not its
+//! Teaches: [`HostMemory`] is a trait that any owner of memory can implement, and makes it a `Buf`; its contract is
+//! written on it, and an `unsafe impl` says why it holds. Here: a matrix of `ndarray`, all-reduced where it lies; a matrix whose memory is not its
 //! elements in order is refused before anything is sent; and a matrix cut into blocks of rows that are in flight
 //! independently.
 //!
@@ -30,7 +30,7 @@ impl Dense {
 // - Valid, initialised, aligned: in standard layout, checked by `new`, the `len()` elements from `as_ptr()` on are the
 //   array's own, in one piece; safe code makes arrays of initialised elements only.
 // - Unique: an `Array2` is an array with *owned* storage. Views of it borrow it, so none lives when it is moved into an
-//   operation. (An `ArcArray` shares its storage, and must not implement `Buf`.)
+//   operation. (An `ArcArray` shares its storage, and must not implement `HostMemory`.)
 // - It may be dropped on any thread: `Array2<f32>` is `Send`.
 unsafe impl HostMemory for Dense {
     type Elem = f32;

@@ -102,7 +102,7 @@ pub enum Backend {
     Shm,
     /// Hosts, through TCP, on the CPU.
     Tcp,
-    /// GPUs, with this engine's own kernels.
+    /// Memory on GPUs: staged through the host's, so far.
     Cuda,
     /// GPUs, with NVIDIA's library.
     Nccl,
@@ -139,12 +139,6 @@ pub fn backends() -> Vec<BackendStatus> {
         let problem = "this build of allstream does not have it yet; use inproc, shm or tcp".to_owned();
         Err(Error::Unavailable { what: what.to_owned(), problem })
     };
-    let cuda = || {
-        crate::mem::device::driver()?;
-        let problem = "a driver is there, and allstream::cuda uses it, but collectives on device memory are not built \
-                       yet; copy to a PinnedBuf";
-        Err(Error::Unavailable { what: "the CUDA backend".into(), problem: problem.into() })
-    };
     let tcp = || {
         std::net::TcpListener::bind("127.0.0.1:0")
             .map(drop)
@@ -155,7 +149,7 @@ pub fn backends() -> Vec<BackendStatus> {
         (Backend::InProc, Region::private().map(drop)),
         (Backend::Shm, Region::shared().map(drop)),
         (Backend::Tcp, tcp()),
-        (Backend::Cuda, cuda()),
+        (Backend::Cuda, crate::mem::device::driver().map(drop)),
         (Backend::Nccl, missing("the NCCL backend")),
         (Backend::Rdma, missing("the RDMA backend")),
     ]

@@ -1,0 +1,37 @@
+//! Several ranks on one GPU: how data parallelism is developed and tested with one card.
+//!
+//! `cargo run --example 12_gpu`: four ranks, threads of this process, share the devices that there are. Without a GPU it
+//! says what is missing, and ends well.
+
+use allstream::cuda::{Device, DeviceBuf, DeviceStream, device_count};
+use allstream::{Comm, Error, ReduceOp};
+
+const RANKS: usize = 4;
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let devices = match device_count() {
+        Ok(count) if count > 0 => count,
+        Ok(_) => return Ok(println!("there is no CUDA device here")),
+        Err(error) => return Ok(println!("{error}")),
+    };
+    let ranks = Comm::local(RANKS)?.into_iter().map(|comm| tokio::spawn(rank(comm, devices)));
+    for rank in ranks.collect::<Vec<_>>() {
+        println!("{}", rank.await??);
+    }
+    Ok(())
+}
+
+/// What one rank does: its "gradients" are made on a stream of its own, and averaged over all ranks.
+async fn rank(mut comm: Comm, devices: usize) -> Result<String, Error> {
+    let device = Device::new(comm.rank() % devices)?;
+    let stream = DeviceStream::new(&device)?;
+    let mine = vec![comm.rank() as f32; 1 << 20];
+    let (host, grads) = DeviceBuf::from_host(&stream, mine).await?;
+    // Starts once the stream has come to this point; comes back when the device has the result.
+    let grads = comm.op(ReduceOp::Avg).all_reduce(grads).await?;
+    let (_grads, host) = grads.to_host(host).await?;
+    let text = format!("rank {} on {}: the mean is {}", comm.rank(), device.name(), host[0]);
+    comm.close().await?;
+    Ok(text)
+}
