@@ -11,10 +11,16 @@ const RANKS: usize = 4;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let devices = match device_count() {
-        Ok(count) if count > 0 => count,
-        Ok(_) => return Ok(println!("there is no CUDA device here")),
-        Err(error) => return Ok(println!("{error}")),
+        Ok(count) => count,
+        Err(error) => {
+            println!("{error}");
+            return Ok(());
+        }
     };
+    if devices == 0 {
+        println!("there is no CUDA device here");
+        return Ok(());
+    }
     let ranks = Comm::local(RANKS)?.into_iter().map(|comm| tokio::spawn(rank(comm, devices)));
     for rank in ranks.collect::<Vec<_>>() {
         println!("{}", rank.await??);
