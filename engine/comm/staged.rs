@@ -133,7 +133,7 @@ impl Call<'_> {
     ) -> Result<Staging, Error> {
         self.check_after(direction.name())?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
-        let staged = Staged::begin(direction.name(), vec![Item { place, bytes, fill, back }])?;
+        let staged = Staged::begin(vec![Item { place, bytes, fill, back }])?;
         let staging = Staging { at: staged.at(0), memory: staged.memory() };
         around(staged, when);
         Ok(staging)
@@ -151,15 +151,16 @@ fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result
         }
     };
     let mut ends = Vec::with_capacity(memory.len());
+    let (signature, scaled) = (collective.signature, collective.scale.is_some());
     for (part, memory) in collective.parts.all().iter().zip(memory) {
-        let writes = part.writes_output();
+        let writes = part.leaves_result(&signature, scaled);
         ends.push(match &memory.input {
             None => (None, add(&memory.output, true, writes)),
             // Between the blocks of a varied one may be elements that stay as they are.
             Some(input) => (Some(add(input, true, false)), add(&memory.output, varied, writes)),
         });
     }
-    let staged = Staged::begin(collective.call, items)?;
+    let staged = Staged::begin(items)?;
     let at = |end: Result<usize, *mut u8>| end.map_or_else(|host| host, |item| staged.at(item));
     for (part, (input, output)) in collective.parts.all().iter_mut().zip(ends) {
         part.output = at(output);

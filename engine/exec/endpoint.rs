@@ -125,8 +125,9 @@ struct Table {
     /// What peers asked about operations that we have not called yet.
     asked: Asked,
     closed: bool,
-    /// What is to be done last, of the operations that have such.
+    /// What is to be done last, of the operations that have such; and what is to be done now.
     lasts: HashMap<u64, Last>,
+    due: Vec<(Key, Last)>,
 }
 
 impl Table {
@@ -158,6 +159,8 @@ pub(crate) struct Endpoint {
     run: Mutex<Run>,
     cause: OnceLock<Error>,
     poisoned: AtomicBool,
+    /// Something is to be done last, now.
+    is_due: AtomicBool,
     /// On the lane's list.
     pub(crate) enlisted: AtomicBool,
     /// Threads that drive this endpoint themselves right now.
@@ -225,12 +228,14 @@ impl Endpoint {
             asked: Asked::default(),
             closed: false,
             lasts: HashMap::new(),
+            due: Vec::new(),
         };
         Arc::new(Endpoint {
             table: Mutex::new(table),
             run: Mutex::new(run),
             cause: OnceLock::new(),
             poisoned: AtomicBool::new(false),
+            is_due: AtomicBool::new(false),
             enlisted: AtomicBool::new(false),
             drivers: AtomicU32::new(0),
             waits: AtomicU32::new(0),
@@ -498,8 +503,28 @@ impl Endpoint {
 
     fn try_drive(self: &Arc<Self>, spinning: bool) -> Progress {
         match self.run.try_lock() {
-            Some(run) => self.drive(run, spinning),
+            Some(run) => {
+                let progress = self.drive(run, spinning);
+                if self.is_due.load(Ordering::Relaxed) {
+                    self.do_last();
+                }
+                progress
+            }
             None => Progress::Blocked,
+        }
+    }
+
+    /// What operations need last, outside the locks: it calls a device's driver.
+    #[cold]
+    fn do_last(self: &Arc<Self>) {
+        let due = {
+            let mut table = self.table.lock();
+            self.is_due.store(false, Ordering::Relaxed);
+            std::mem::take(&mut table.due)
+        };
+        for (key, last) in due {
+            let endpoint = self.clone();
+            last(Box::new(move |result| endpoint.finish(key, result)));
         }
     }
 
@@ -613,13 +638,12 @@ impl Endpoint {
     }
 
     /// All of an operation has moved.
-    fn moved(self: &Arc<Self>, key: Key) {
+    fn moved(&self, key: Key) {
         let mut table = self.table.lock();
         let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
         let Some(last) = last else { return self.finish_in(table, key, Ok(())) };
-        drop(table);
-        let endpoint = self.clone();
-        last(Box::new(move |result| endpoint.finish(key, result)));
+        table.due.push((key, last));
+        self.is_due.store(true, Ordering::Relaxed);
     }
 
     fn finish(&self, key: Key, result: Result<(), Error>) {

@@ -10,7 +10,7 @@ use super::Endpoint;
 use crate::error::Error;
 use crate::mem::Held;
 use crate::plan::{Layout, OUTPUT, Program, Slot};
-use crate::types::{DType, ReduceOp, Signature};
+use crate::types::{DType, Kind, ReduceOp, Signature, VARIED};
 
 /// How values are combined.
 #[derive(Clone)]
@@ -72,8 +72,19 @@ impl Part {
         self.input.cast_mut() == self.output
     }
 
+    /// Whether this rank's result is in the output when all is done, other than what was there: the plan puts it there, or
+    /// it is the rank's own input, scaled (the first rank's of a scan; anyone's who is alone).
+    pub(crate) fn leaves_result(&self, signature: &Signature, scaled: bool) -> bool {
+        let own = match Kind::from_u8(signature.kind & !VARIED) {
+            Some(Kind::AllReduce | Kind::ReduceScatter | Kind::Scan) => true,
+            Some(Kind::Reduce) => signature.root as usize == self.program.plan.rank,
+            _ => false,
+        };
+        self.writes_output() || (scaled && own)
+    }
+
     /// Whether the plan leaves anything in the output.
-    pub(crate) fn writes_output(&self) -> bool {
+    fn writes_output(&self) -> bool {
         self.program.plan.steps.iter().any(|step| step.dst.is_some_and(|at| at.slot == OUTPUT))
     }
 

@@ -18,7 +18,8 @@ use crate::types::Element;
 /// What [`location`](Self::location) says holds, however often the value is moved, until it is dropped or changed through
 /// `&mut self`; and as long as an operation owns the value, nobody else reads or writes the memory. On the host,
 /// `len()` elements are there as [`HostMemory`] says; on a device, they are valid for reads and writes by work that is
-/// put on the stream of the place, after what is on it.
+/// put on the stream of the location, after what is on it; and when the value comes back or is dropped after a failure,
+/// copies of the engine's may still be on that stream: the memory is used again, or freed, in its order only.
 pub unsafe trait Buf: Send + 'static {
     /// The element type.
     type Elem: Element;

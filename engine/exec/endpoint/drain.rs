@@ -11,6 +11,14 @@ use crate::trace::State;
 const READ_ON: Duration = Duration::from_millis(500);
 
 impl Endpoint {
+    fn nothing_moves(&self, run: &Run) -> bool {
+        let table = self.table.lock();
+        table.collectives.is_empty()
+            && table.messages.is_empty()
+            && run.active.is_empty()
+            && run.messages.is_idle()
+    }
+
     /// Fails everything once no peer can touch our buffers any more.
     pub(super) fn drain(&self, run: &mut Run) -> Progress {
         if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
@@ -18,6 +26,9 @@ impl Endpoint {
             // stopped, or its process is gone), they are not used again.
             let back = run.port.reclaim() & run.messages.reclaim();
             return if back || at.elapsed() > HANG_UP { Progress::Idle } else { Progress::Blocked };
+        }
+        if run.drained.is_some() && self.nothing_moves(run) {
+            return Progress::Blocked; // what is left is on its way back to a device; its end wakes whoever waits
         }
         let quiet = run.port.revoke();
         if !(run.messages.revoke() && quiet) {

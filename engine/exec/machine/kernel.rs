@@ -206,7 +206,7 @@ impl Machine {
         let unit = part.dtype.size();
         let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
         // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
-        let in_place = part.is_in_place() && part.writes_output();
+        let in_place = part.is_in_place() && part.leaves_result(&c.common.signature, true);
         let m = (len - done).min(SCALED / unit);
         let to = if in_place {
             part.output

@@ -31,6 +31,9 @@ pub(super) fn cuda() -> Result<&'static Cuda, Error> {
 /// What the driver said, for a person.
 pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
     let advice = match error.code {
+        CuResult::OUT_OF_MEMORY if error.call == "cuMemHostAlloc" => {
+            "; the system pins no more host memory: use smaller buffers, or raise its limit of locked memory"
+        }
         CuResult::OUT_OF_MEMORY => {
             "; drop device buffers, or give memory back with Device::trim, here or in other processes"
         }
@@ -183,6 +186,13 @@ impl Context {
         let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }.ok()?;
         notifiers.made += 1;
         Some(stream)
+    }
+
+    /// Gives pinned memory that nobody uses back to the driver; whether there was any.
+    pub(super) fn unpin_idle(&self) -> bool {
+        let _entered = self.enter();
+        let report = |error: CudaError| tracing::warn!(device = self.ordinal, "unpin host memory: {error}");
+        self.pinned.lock().close(self.cuda, &report)
     }
 
     pub(super) fn give_back(&self, notifier: CuStream) {

@@ -150,13 +150,15 @@ impl Device {
         }
     }
 
-    /// Gives blocks of the pool that nothing uses back to the driver. How many bytes.
+    /// Gives blocks of the pool that nothing uses back to the driver, and pinned memory that is kept for staging. How many
+    /// bytes of the device's.
     ///
     /// The driver waits for the device while it takes memory back. It also happens when memory runs out.
     ///
     /// # Errors
     /// [`Error::Cuda`].
     pub fn trim(&self) -> Result<u64, Error> {
+        self.0.unpin_idle();
         self.0.call("give memory back", |_| Ok(self.0.pool.lock().trim(&self.0)))
     }
 }

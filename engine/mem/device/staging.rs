@@ -4,13 +4,15 @@
 //! copy; what comes out is copied back on the buffer's stream, and then the operation is finished. Nobody waits in
 //! between: events and the waiter's thread lead from one to the next.
 
+use std::cell::Cell;
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use allstream_sys::cuda::{CU_MEMHOSTALLOC_PORTABLE, Cuda, CudaError};
 use parking_lot::Mutex;
 
-use super::context::Context;
+use super::context::{Context, Entered};
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
 use crate::error::Error;
@@ -36,9 +38,11 @@ pub(crate) struct Item {
 /// What is called when a staged operation is over: once, on any thread.
 pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
-/// Pinned memory that is kept for the next operation, at most: getting it takes the driver 0.1 ms and more.
+/// Pinned memory that is kept for the next operations, unless one block is larger: getting it takes the driver 0.1 ms and
+/// more.
 const KEPT: usize = 64 << 20;
 const LEAST: usize = 64 << 10;
+const MIB: usize = 1 << 20;
 const ALIGN: usize = 64;
 
 /// Blocks that nobody uses: address and length.
@@ -49,8 +53,8 @@ pub(super) struct Pinned {
 
 impl Pinned {
     /// One of at least so many bytes, and not of far more.
-    fn take(&mut self, bytes: usize) -> Option<(usize, usize)> {
-        let fits = |(_, len): &(usize, usize)| *len >= bytes && *len / 4 <= bytes;
+    fn take(&mut self, wanted: usize) -> Option<(usize, usize)> {
+        let fits = |(_, len): &(usize, usize)| *len >= wanted && *len / 4 <= wanted;
         let at = self.blocks.iter().position(fits)?;
         Some(self.blocks.swap_remove(at))
     }
@@ -59,11 +63,14 @@ impl Pinned {
         self.blocks.iter().map(|(_, len)| len).sum()
     }
 
-    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
+    /// Gives all of them back to the driver; whether there were any.
+    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) -> bool {
+        let any = !self.blocks.is_empty();
         for (at, _) in self.blocks.drain(..) {
             // SAFETY: allocated by `Block::new`, whose owner gave it back.
             unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) }.unwrap_or_else(report);
         }
+        any
     }
 }
 
@@ -83,17 +90,25 @@ unsafe impl Sync for Block {}
 impl Block {
     fn new(context: &Arc<Context>, bytes: usize) -> Result<Block, Error> {
         let context = context.clone();
-        let len = bytes.max(LEAST).next_power_of_two();
-        let kept = context.pinned.lock().take(bytes);
+        // Few lengths, so that blocks are taken again; large ones without much waste.
+        let len = match bytes {
+            0..MIB => bytes.max(LEAST).next_power_of_two(),
+            _ => bytes.checked_next_multiple_of(MIB).unwrap_or(bytes),
+        };
+        let kept = context.pinned.lock().take(len);
         if let Some((at, len)) = kept
             && let Some(start) = NonNull::new(std::ptr::with_exposed_provenance_mut(at))
         {
             return Ok(Block { start, len, context });
         }
-        let at = context.call(&format!("pin {len} bytes of host memory to stage an operation"), |cuda| {
-            // SAFETY: in a context; freed by `drop` here, or by `Pinned::close`.
-            unsafe { cuda.mem_host_alloc(len, CU_MEMHOSTALLOC_PORTABLE) }
-        })?;
+        let pin = || {
+            context.call(&format!("pin {len} bytes of host memory to stage an operation"), |cuda| {
+                // SAFETY: in a context; freed by `drop` here, or by `Pinned::close`.
+                unsafe { cuda.mem_host_alloc(len, CU_MEMHOSTALLOC_PORTABLE) }
+            })
+        };
+        // What is kept for others may be what is missing.
+        let at = pin().or_else(|error| if context.unpin_idle() { pin() } else { Err(error) })?;
         let Some(start) = NonNull::new(at.cast::<u8>()) else {
             return Err(Error::system("pin host memory", "the driver gave no address"));
         };
@@ -106,7 +121,7 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         let mut pinned = self.context.pinned.lock();
-        if pinned.bytes() + self.len <= KEPT {
+        if pinned.blocks.is_empty() || pinned.bytes() + self.len <= KEPT {
             pinned.blocks.push((self.start.as_ptr().expose_provenance(), self.len));
             return;
         }
@@ -173,13 +188,7 @@ pub(crate) struct Staged {
 
 impl Staged {
     /// Starts the copies to the host. `items` is not empty.
-    pub(crate) fn begin(call: &'static str, items: Vec<Item>) -> Result<Staged, Error> {
-        for item in &items {
-            if item.place.stream.is_capturing()? {
-                let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
-                return Err(Error::invalid(call, problem));
-            }
-        }
+    pub(crate) fn begin(items: Vec<Item>) -> Result<Staged, Error> {
         let (mut offsets, mut bytes) = (Vec::with_capacity(items.len()), 0usize);
         for item in &items {
             offsets.push(bytes);
@@ -242,40 +251,70 @@ impl Staged {
                 }
             },
         );
+        // Nobody may be waiting any more.
+        let finish: Finish = Box::new(|result| {
+            if let Err(error) = &result {
+                tracing::warn!("an operation on device memory: {error}");
+            }
+            finish(result);
+        });
         match events {
             Ok(events) => after_all(events, &self.block, "copy to the device", finish),
             Err(error) => finish(Err(error)),
         }
     }
 
+    /// Puts copies on the streams of those items, and one event behind them on each stream.
     fn copy(
         &self,
         which: fn(&Item) -> bool,
         doing: &'static str,
         copy: impl Fn(&Cuda, &Item, *mut u8) -> Result<(), CudaError>,
     ) -> Result<Vec<DeviceEvent>, Error> {
-        let mut events = Vec::new();
-        for (i, item) in self.items.iter().enumerate() {
-            if !which(item) || item.bytes == 0 {
-                continue;
-            }
-            let context = &item.place.stream.0.context;
-            let event = context.enter().and_then(|entered| {
-                copy(context.cuda, item, self.at(i))?;
-                item.place.stream.mark(&entered)
-            });
-            match event {
-                Ok(event) => events.push(DeviceEvent::of(context, event)),
-                Err(error) => {
-                    // What was put on a stream before is over when the stream is; else nobody uses the block again.
-                    let over = self.items.iter().all(|item| item.place.stream.synchronize().is_ok());
-                    if !over {
-                        std::mem::forget(self.block.clone());
-                    }
-                    return Err(context.tell(doing, error));
-                }
+        let items = || self.items.iter().enumerate().filter(|(_, item)| which(item) && item.bytes > 0);
+        for (_, item) in items() {
+            if item.place.stream.is_capturing()? {
+                let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
+                return Err(Error::invalid(doing, problem));
             }
         }
+        let (mut streams, mut events) = (Vec::<&DeviceStream>::new(), Vec::new());
+        let put = |context: &Arc<Context>, put: &dyn Fn(&Entered<'_>) -> Result<(), CudaError>| {
+            let done = context.enter().and_then(|entered| put(&entered));
+            done.map_err(|error| {
+                self.settle();
+                context.tell(doing, error)
+            })
+        };
+        for (i, item) in items() {
+            let stream = &item.place.stream;
+            put(&stream.0.context, &|_| copy(stream.0.context.cuda, item, self.at(i)))?;
+            if !streams.contains(&stream) {
+                streams.push(stream);
+            }
+        }
+        for stream in streams {
+            let context = &stream.0.context;
+            let event = Cell::new(None);
+            put(context, &|entered| stream.mark(entered).map(|marked| event.set(Some(marked))))?;
+            events.extend(event.take().map(|event| DeviceEvent::of(context, event)));
+        }
         Ok(events)
+    }
+
+    /// A call failed after which copies may be on streams. They are over when the streams are: that is waited for
+    /// elsewhere, and until then, or for good if nobody can tell, the block is held.
+    fn settle(&self) {
+        let block = self.block.clone();
+        let streams: Vec<DeviceStream> = self.items.iter().map(|item| item.place.stream.clone()).collect();
+        let held = ManuallyDrop::new(block);
+        let wait = move || {
+            if streams.iter().all(|stream| stream.synchronize().is_ok()) {
+                drop(ManuallyDrop::into_inner(held));
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("allstream-settle".into()).spawn(wait) {
+            tracing::warn!("pinned memory is lost: {error}");
+        }
     }
 }

@@ -19,7 +19,7 @@ pub(crate) enum Combine {
 
 /// What a rank's input is multiplied by.
 pub(crate) fn factor(rank: usize) -> usize {
-    1 + rank % 3
+    3 - rank % 3
 }
 
 impl Combine {
