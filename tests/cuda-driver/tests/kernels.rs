@@ -3,9 +3,11 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::ffi::{CString, c_void};
 use std::path::Path;
 
+use allstream_kernels::cuda::Module;
 use support::*;
 
 /// `to[i] = a[i] * factor + to[i]` for `i < count`, and a variable that counts nothing.
@@ -170,17 +172,17 @@ fn what_is_not_understood_is_refused_by_name() {
     assert_eq!(code!(cuModuleLoadData(&mut module, c"\x7fELF".as_ptr().cast())), 209);
 }
 
-/// Of what the kernels' package ships, all is understood.
+/// Of what the kernels' package ships, all is understood; and no file is there that it does not know.
 #[test]
 fn the_shipped_kernels_load() {
     let _driver = Driver::new(1);
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels/cuda/ptx");
-    let mut loaded = 0;
-    for entry in folder.read_dir().into_iter().flatten().flatten() {
-        let module = load(&std::fs::read_to_string(entry.path()).unwrap());
-        ok!(cuModuleUnload(module));
-        loaded += 1;
+    for module in Module::ALL {
+        ok!(cuModuleUnload(load(module.ptx())));
     }
-    println!("{loaded} modules");
-    assert!(loaded > 0 || !folder.exists(), "{}: empty", folder.display());
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../kernels/cuda/ptx");
+    let files: BTreeSet<_> = folder.read_dir().unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    let known: BTreeSet<_> =
+        Module::ALL.iter().map(|module| format!("{}.ptx", module.name()).into()).collect();
+    assert!(!known.is_empty());
+    assert_eq!(files, known, "{}", folder.display());
 }
