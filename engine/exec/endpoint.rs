@@ -1,7 +1,6 @@
 //! One rank's side of one communicator: submission, the table, and driving what was submitted.
 
 use std::collections::{HashMap, VecDeque};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
@@ -11,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 mod asked;
 mod drain;
+mod finish;
 mod reuse;
 pub(super) mod together;
 mod watch;
@@ -514,20 +514,6 @@ impl Endpoint {
         }
     }
 
-    /// What operations need last, outside the locks: it calls a device's driver.
-    #[cold]
-    fn do_last(self: &Arc<Self>) {
-        let due = {
-            let mut table = self.table.lock();
-            self.is_due.store(false, Ordering::Relaxed);
-            std::mem::take(&mut table.due)
-        };
-        for (key, last) in due {
-            let endpoint = self.clone();
-            last(Box::new(move |result| endpoint.finish(key, result)));
-        }
-    }
-
     fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
         if self.poisoned.load(Ordering::Acquire) {
             return self.drain(&mut run);
@@ -635,60 +621,6 @@ impl Endpoint {
             run.active.start(key, request);
         }
         Ok(())
-    }
-
-    /// All of an operation has moved.
-    fn moved(&self, key: Key) {
-        let mut table = self.table.lock();
-        let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
-        let Some(last) = last else { return self.finish_in(table, key, Ok(())) };
-        table.due.push((key, last));
-        self.is_due.store(true, Ordering::Relaxed);
-    }
-
-    fn finish(&self, key: Key, result: Result<(), Error>) {
-        self.finish_in(self.table.lock(), key, result);
-    }
-
-    fn finish_in(&self, mut table: MutexGuard<'_, Table>, key: Key, result: Result<(), Error>) {
-        // Of an operation that failed.
-        let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
-        let (waker, held) = table.inflight.finish(key, result);
-        drop(table);
-        drop(last);
-        // Somebody else's code, on a thread that others need: a panic in it (reported on stderr) ends here.
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
-        if let Some(waker) = waker {
-            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
-        }
-    }
-
-    /// Kills the communicator for a cause found here, and tells the others.
-    pub(crate) fn fail(self: &Arc<Self>, error: Error) {
-        let mut error = error;
-        if let Error::Mismatch { comm, .. } = &mut error {
-            comm.clone_from(&self.config.name);
-        }
-        if self.cause.set(error).is_ok() {
-            // Told before anyone here wakes: should this process end because of it, the others know the cause.
-            if let Some(cause) = self.cause.get() {
-                self.config.control.abort(self, cause);
-            }
-            self.wake_dead();
-        }
-    }
-
-    /// Kills the communicator for a cause heard of.
-    pub(crate) fn poison(self: &Arc<Self>, error: Error) {
-        if self.cause.set(error).is_ok() {
-            self.wake_dead();
-        }
-    }
-
-    fn wake_dead(self: &Arc<Self>) {
-        self.poisoned.store(true, Ordering::Release);
-        self.arm();
-        self.config.lane.kick();
     }
 
     /// Whether nothing is left to do and everything sent has left.
