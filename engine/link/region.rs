@@ -165,9 +165,10 @@ impl Region {
         self.fd.as_ref()
     }
 
-    /// Address of an offset. The caller keeps the offset (and what it accesses there) inside the region.
+    /// Address of an offset. The caller keeps the offset (and what it accesses there) inside the region; its end is
+    /// the address of nothing, which a frame of no bytes may have.
     pub(crate) fn at(&self, offset: usize) -> *mut u8 {
-        debug_assert!(offset < REGION_BYTES);
+        debug_assert!(offset <= REGION_BYTES);
         self.base.as_ptr().wrapping_add(offset)
     }
 
