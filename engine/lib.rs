@@ -67,6 +67,7 @@ pub use crate::types::{
 /// # let _ = step;
 /// ```
 pub mod cuda {
+    pub use crate::comm::DevicePath;
     pub use crate::mem::device::{
         Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
         Transfer, device_count, driver,

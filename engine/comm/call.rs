@@ -297,7 +297,8 @@ impl<'a> Call<'a> {
             Kind::Barrier => Reduction::Op(ReduceOp::BitOr),
             _ => self.reduction.clone(),
         };
-        Collective { call: kind.name(), signature, parts, reduction, scale: self.scale, then: None }
+        let (call, scale) = (kind.name(), self.scale);
+        Collective { call, signature, parts, reduction, scale, then: None, device: None }
     }
 
     /// One part: the usual case.

@@ -2,6 +2,7 @@
 
 mod agree;
 mod batch;
+mod bind;
 mod bytes;
 mod call;
 mod calls;
@@ -24,6 +25,7 @@ mod world;
 
 pub use agree::{Agree, Verdict};
 pub use batch::{Batch, Message};
+pub use bind::DevicePath;
 pub use call::Call;
 pub use handle::{Comm, SharedComm, Stats};
 pub use mesh::Mesh;

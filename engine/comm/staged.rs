@@ -3,14 +3,17 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use allstream_kernels::cuda::MAX_INS;
+
 use super::Work;
 use super::call::Call;
 use super::work::Restore;
 use crate::error::Error;
-use crate::exec::{Collective, Direction, When};
-use crate::mem::device::{DevicePlace, Item, Staged};
+use crate::exec::device::{Binding, DeviceOp};
+use crate::exec::{Collective, Direction, Reduction, When};
+use crate::mem::device::{DevicePlace, DeviceStream, Item, Staged};
 use crate::mem::{Buf, Held, ListMemory, Location, Where};
-use crate::types::Element;
+use crate::types::{Element, ON_DEVICES};
 
 /// The ends of a part on the host: input and output.
 pub(super) type Ends = (*const u8, *mut u8);
@@ -108,6 +111,9 @@ impl Call<'_> {
         held: Held,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
+        if let Some(binding) = self.binding(&prepared) {
+            return self.hand_in_on_device(binding, prepared, memory, held, restore);
+        }
         let mut when = self.when();
         let staged = prepared.and_then(|mut collective| {
             self.check_after(collective.call)?;
@@ -120,6 +126,35 @@ impl Call<'_> {
             Ok((collective, host)) => self.hand_in(Ok(collective), when, held.with(host), restore),
             Err(error) => self.hand_in(Err(error), when, held, restore),
         }
+    }
+
+    /// The device that is to run a collective. The same answer on all ranks.
+    fn binding(&self, prepared: &Result<Collective, Error>) -> Option<Arc<Binding>> {
+        let binding = self.side.0.binding()?;
+        let ours = |collective: &Collective| matches!(collective.reduction, Reduction::Op(_));
+        (prepared.as_ref().is_ok_and(ours) && self.size() <= MAX_INS).then(|| binding.clone())
+    }
+
+    /// Hands in a collective that this rank's device is to run.
+    fn hand_in_on_device<O, F>(
+        &self,
+        binding: Arc<Binding>,
+        prepared: Result<Collective, Error>,
+        memory: Vec<Memory>,
+        held: Held,
+        restore: Restore<O, F>,
+    ) -> Work<O, F> {
+        let mut when = self.when();
+        let prepared = prepared.and_then(|mut collective| {
+            let streams = place(&mut collective, &binding, &memory)?;
+            let device = Arc::new(DeviceOp::new(binding, streams)?);
+            let ended = device.clone();
+            when.last = Some(Box::new(move |finish| ended.ended(finish)));
+            collective.signature.kind |= ON_DEVICES;
+            collective.device = Some(device);
+            Ok(collective)
+        });
+        self.hand_in(prepared, when, held, restore)
     }
 
     /// The copy of a message's memory on the host.
@@ -138,6 +173,49 @@ impl Call<'_> {
         around(staged, when);
         Ok(staging)
     }
+}
+
+/// Makes the parts work on the device's memory. The streams of the buffers, each once.
+fn place(
+    collective: &mut Collective,
+    binding: &Binding,
+    memory: &[Memory],
+) -> Result<Vec<DeviceStream>, Error> {
+    let (call, device) = (collective.call, binding.ours.stream.device());
+    let mut streams = Vec::new();
+    let mut at = |end: &End| {
+        let place = match &end.place.0 {
+            Where::Host(_) => {
+                let problem = format!(
+                    "one buffer is on a device and another on the host; this communicator is bound to {device:?}, and a \
+                     call on it has buffers of one kind"
+                );
+                return Err(Error::invalid(call, problem));
+            }
+            Where::Device(place) => place,
+        };
+        if place.stream.device() != device {
+            let problem =
+                format!("a buffer is on {:?}, and this rank is bound to {device:?}", place.stream.device());
+            return Err(Error::invalid(call, problem));
+        }
+        if !streams.contains(&place.stream) {
+            if place.stream.is_capturing()? {
+                let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
+                return Err(Error::invalid(call, problem));
+            }
+            streams.push(place.stream.clone());
+        }
+        Ok(std::ptr::without_provenance_mut(place.address as usize))
+    };
+    for (part, memory) in collective.parts.all().iter_mut().zip(memory) {
+        part.output = at(&memory.output)?;
+        part.input = match &memory.input {
+            Some(input) => at(input)?,
+            None => part.output,
+        };
+    }
+    Ok(streams)
 }
 
 /// Starts the copies to the host, and makes the parts work on those.

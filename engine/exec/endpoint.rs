@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 
 mod asked;
+mod bound;
 mod drain;
 mod finish;
 mod reuse;
@@ -20,6 +21,7 @@ pub(crate) use reuse::Machines;
 use self::asked::Asked;
 use super::Progress;
 use super::active::{Active, Pass};
+use super::device::{Binding, DeviceOp};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
 use super::operation::{PartList, Reduction, Request, Then};
@@ -90,6 +92,8 @@ pub(crate) struct Collective {
     pub(crate) reduction: Reduction,
     pub(crate) scale: Option<f64>,
     pub(crate) then: Option<Then>,
+    /// The device that runs it.
+    pub(crate) device: Option<Arc<DeviceOp>>,
 }
 
 /// What to do.
@@ -141,6 +145,8 @@ impl Table {
 struct Run {
     active: Active,
     port: Port,
+    /// The links between the ranks' devices, once those are bound.
+    devices: Option<Port>,
     messages: Messages,
     checked: Instant,
     /// Since when this process has not stood still, as far as it was looked at.
@@ -150,6 +156,22 @@ struct Run {
     drained: Option<Instant>,
     /// When peers were told that nothing of theirs is read any more, and lent memory was taken back.
     revoked: Option<Instant>,
+}
+
+impl Run {
+    /// The links of collectives.
+    fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
+        std::iter::once(&mut self.port).chain(&mut self.devices)
+    }
+
+    /// The ranks that the collective waits for.
+    fn waiting_for(&mut self) -> Vec<Rank> {
+        let port = match &mut self.devices {
+            Some(devices) if self.active.device().is_some() => devices,
+            _ => &mut self.port,
+        };
+        self.active.waiting_for(port)
+    }
 }
 
 /// One rank's side of one communicator.
@@ -177,6 +199,7 @@ pub(crate) struct Endpoint {
     closing: Mutex<Vec<Option<u64>>>,
     pub(crate) recorder: Recorder,
     programs: Mutex<Programs>,
+    binding: OnceLock<Arc<Binding>>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Box<AtomicU8>,
 }
@@ -206,6 +229,7 @@ impl Endpoint {
         let run = Run {
             active: Active::new(config.comm),
             port: port(0),
+            devices: None,
             messages: Messages::new(config.comm, config.rank, config.generation, size, port(1)),
             checked: Instant::now(),
             awake: Instant::now(),
@@ -246,6 +270,7 @@ impl Endpoint {
             closing: Mutex::new(vec![None; size]),
             recorder: Recorder::new(),
             programs: Mutex::default(),
+            binding: OnceLock::new(),
             token: Box::default(),
             config,
         })
@@ -326,10 +351,10 @@ impl Endpoint {
         let mut disagreement = None;
         match submission {
             Submission::Collective(collective) => {
-                let Collective { signature, parts, reduction, scale, then, .. } = collective;
+                let Collective { signature, parts, reduction, scale, then, device, .. } = collective;
                 let number = table.next;
                 table.next += 1;
-                let request = Request { number, signature, timeout, reduction, scale, parts, then };
+                let request = Request { number, signature, timeout, reduction, scale, parts, then, device };
                 if table.history.len() == HISTORY {
                     table.history.pop_front();
                 }
@@ -572,9 +597,16 @@ impl Endpoint {
         if run.active.is_empty() {
             self.next_collective(run)?;
         }
-        let Run { active, port, messages, .. } = run;
+        let Run { active, port, devices, messages, .. } = run;
         any |= port.reap(|lent| active.freed(lent))?;
         if !active.is_empty() {
+            let port = match devices {
+                Some(devices) if active.device().is_some() => {
+                    any |= devices.reap(|lent| active.freed(lent))?;
+                    devices
+                }
+                _ => port,
+            };
             match active.pass(port, None)? {
                 Pass::Going(moved) => any |= moved,
                 Pass::Then(key, then) => {

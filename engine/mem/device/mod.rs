@@ -7,6 +7,7 @@ mod buf;
 mod context;
 mod foreign;
 mod handle;
+mod launch;
 mod pieces;
 mod pinned;
 mod pool;
