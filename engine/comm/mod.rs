@@ -32,6 +32,6 @@ pub use mesh::Mesh;
 pub use messages::SendRecv;
 pub use names::{Backend, BackendStatus, Groups, backends};
 pub use node::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
-pub use ordered::Ordered;
+pub use ordered::{Ordered, Stream};
 pub use pool::PoolStats;
 pub use work::Work;

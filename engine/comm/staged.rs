@@ -7,6 +7,7 @@ use allstream_kernels::cuda::MAX_INS;
 
 use super::Work;
 use super::call::Call;
+use super::ordered::Start;
 use super::work::Restore;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
@@ -91,14 +92,30 @@ fn around(staged: Staged, when: &mut When) {
 }
 
 impl Call<'_> {
-    /// Device memory is in the order of its own stream.
-    fn check_after(&self, call: &str) -> Result<(), Error> {
-        if self.when().after.is_some() {
-            let problem = "on(..) and after(..) are for host buffers: an operation on a device buffer starts after what \
-                           the buffer's own stream holds; make that stream wait instead";
-            return Err(Error::invalid(call, problem));
+    /// How an operation on device memory is run. It starts after what the buffers' streams hold, which are made to wait
+    /// for more where that is asked for.
+    fn when_on_device<'m>(
+        &self,
+        call: &str,
+        places: impl IntoIterator<Item = &'m Location>,
+    ) -> Result<When, Error> {
+        match &self.after {
+            None => {}
+            Some(Start::Host(_)) => {
+                let problem = "after(..), and on(..) a stream of the host's, are for host buffers: an operation on a device \
+                               buffer starts after what the buffer's own stream holds, and on(..) takes streams of devices";
+                return Err(Error::invalid(call, problem));
+            }
+            Some(Start::Failed(error)) => return Err(error.clone()),
+            Some(Start::Device(event)) => {
+                for place in places {
+                    if let Where::Device(place) = &place.0 {
+                        place.stream.wait_event(event)?;
+                    }
+                }
+            }
         }
-        Ok(())
+        Ok(When { timeout: self.timeout, after: None, last: None })
     }
 
     /// Hands in a collective whose parts have this memory, some of it on devices.
@@ -114,17 +131,16 @@ impl Call<'_> {
         if let Some(binding) = self.binding(&prepared) {
             return self.hand_in_on_device(binding, prepared, memory, held, restore);
         }
-        let mut when = self.when();
         let staged = prepared.and_then(|mut collective| {
-            self.check_after(collective.call)?;
+            let mut when = self.when_on_device(collective.call, places(&memory))?;
             let staged = stage(&mut collective, varied, &memory)?;
             let host = staged.memory();
             around(staged, &mut when);
-            Ok((collective, host))
+            Ok((collective, host, when))
         });
         match staged {
-            Ok((collective, host)) => self.hand_in(Ok(collective), when, held.with(host), restore),
-            Err(error) => self.hand_in(Err(error), when, held, restore),
+            Ok((collective, host, when)) => self.hand_in(Ok(collective), when, held.with(host), restore),
+            Err(error) => self.hand_in(Err(error), When::default(), held, restore),
         }
     }
 
@@ -144,14 +160,12 @@ impl Call<'_> {
         held: Held,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
-        let mut when = self.when();
+        let mut when = When::default();
         let prepared = prepared.and_then(|mut collective| {
+            when = self.when_on_device(collective.call, places(&memory))?;
             let streams = place(&mut collective, &binding, &memory)?;
-            let device = Arc::new(DeviceOp::new(binding, streams)?);
-            let ended = device.clone();
-            when.last = Some(Box::new(move |finish| ended.ended(finish)));
             collective.signature.kind |= ON_DEVICES;
-            collective.device = Some(device);
+            collective.device = Some(Arc::new(DeviceOp::new(binding, streams)?));
             Ok(collective)
         });
         self.hand_in(prepared, when, held, restore)
@@ -166,13 +180,19 @@ impl Call<'_> {
         bytes: usize,
         when: &mut When,
     ) -> Result<Staging, Error> {
-        self.check_after(direction.name())?;
+        let location = Location(Where::Device(place.clone()));
+        *when = self.when_on_device(direction.name(), [&location])?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
         let staged = Staged::begin(vec![Item { place, bytes, fill, back }])?;
         let staging = Staging { at: staged.at(0), memory: staged.memory() };
         around(staged, when);
         Ok(staging)
     }
+}
+
+/// Where all buffers are.
+fn places(memory: &[Memory]) -> impl Iterator<Item = &Location> {
+    memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).map(|end| &end.place)
 }
 
 /// Makes the parts work on the device's memory. The streams of the buffers, each once.

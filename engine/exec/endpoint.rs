@@ -11,6 +11,7 @@ use parking_lot::{Mutex, MutexGuard};
 mod asked;
 mod bound;
 mod drain;
+mod ending;
 mod finish;
 mod reuse;
 pub(super) mod together;
@@ -19,6 +20,7 @@ mod watch;
 pub(crate) use reuse::Machines;
 
 use self::asked::Asked;
+use self::ending::Endings;
 use super::Progress;
 use super::active::{Active, Pass};
 use super::device::{Binding, DeviceOp};
@@ -131,6 +133,8 @@ struct Table {
     closed: bool,
     /// What is to be done last, of the operations that have such; and what is to be done now.
     lasts: HashMap<u64, Last>,
+    /// The operations that devices run.
+    devices: HashMap<u64, Arc<DeviceOp>>,
     due: Vec<(Key, Last)>,
 }
 
@@ -147,6 +151,8 @@ struct Run {
     port: Port,
     /// The links between the ranks' devices, once those are bound.
     devices: Option<Port>,
+    /// Collectives that are on a stream, and not over.
+    endings: Endings,
     messages: Messages,
     checked: Instant,
     /// Since when this process has not stood still, as far as it was looked at.
@@ -230,6 +236,7 @@ impl Endpoint {
             active: Active::new(config.comm),
             port: port(0),
             devices: None,
+            endings: Endings::default(),
             messages: Messages::new(config.comm, config.rank, config.generation, size, port(1)),
             checked: Instant::now(),
             awake: Instant::now(),
@@ -252,6 +259,7 @@ impl Endpoint {
             asked: Asked::default(),
             closed: false,
             lasts: HashMap::new(),
+            devices: HashMap::new(),
             due: Vec::new(),
         };
         Arc::new(Endpoint {
@@ -354,6 +362,10 @@ impl Endpoint {
                 let Collective { signature, parts, reduction, scale, then, device, .. } = collective;
                 let number = table.next;
                 table.next += 1;
+                if let Some(device) = &device {
+                    device.submitted(number);
+                    table.devices.insert(key.number(), device.clone());
+                }
                 let request = Request { number, signature, timeout, reduction, scale, parts, then, device };
                 if table.history.len() == HISTORY {
                     table.history.pop_front();
@@ -562,6 +574,9 @@ impl Endpoint {
                         self.check_time(&mut run, now);
                     }
                 }
+                if !spinning && !run.endings.is_empty() {
+                    self.watch_endings(&mut run);
+                }
                 progress
             }
             Err(error) => {
@@ -573,7 +588,7 @@ impl Endpoint {
     }
 
     fn advance(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
-        let mut any = false;
+        let mut any = !run.endings.is_empty() && self.end_some(run)?;
         // Messages whose input is ready are handed to their machine; the rest keep their place.
         {
             let mut table = self.table.lock();
@@ -617,6 +632,10 @@ impl Endpoint {
                         active.go_on(parts?);
                     }
                     any = true;
+                }
+                Pass::Done(key) if active.device().is_some() => {
+                    Self::filled(run, key);
+                    return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
                     if let Some((_, number)) = active.take() {

@@ -7,6 +7,7 @@
 //! nothing is ever put on a stream that waits for what is not on one yet: a device never waits for a host, whatever
 //! becomes of the ranks.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -17,7 +18,7 @@ use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
 use super::{Frame, Header, LinkRx, LinkTx, Posted};
 use crate::error::Error;
-use crate::mem::device::{DeviceEvent, DeviceStream};
+use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream};
 use crate::types::Rank;
 
 type Mark = Mutex<Option<DeviceEvent>>;
@@ -37,17 +38,70 @@ pub(crate) struct PeerDevice {
     to: Vec<Marks>,
     /// Of a call that nobody could be told of at once.
     failed: Mutex<Option<Error>>,
+    /// What this rank's operations wait for that are on the stream and not over, oldest first.
+    inputs: Mutex<VecDeque<(u64, Vec<DeviceEvent>)>>,
+    /// A word that counts operations, for streams to wait for.
+    signal: Mutex<Option<DeviceSignal>>,
 }
 
 impl PeerDevice {
     pub(crate) fn new(stream: DeviceStream, size: usize) -> PeerDevice {
-        PeerDevice { stream, to: (0..size).map(|_| Marks::default()).collect(), failed: Mutex::default() }
+        PeerDevice {
+            stream,
+            to: (0..size).map(|_| Marks::default()).collect(),
+            failed: Mutex::default(),
+            inputs: Mutex::default(),
+            signal: Mutex::default(),
+        }
+    }
+
+    /// An operation is put on the stream, behind these.
+    pub(crate) fn begins(&self, number: u64, inputs: Vec<DeviceEvent>) {
+        self.inputs.lock().push_back((number, inputs));
+    }
+
+    /// This operation is over, and so are those before it.
+    pub(crate) fn ended(&self, number: u64) {
+        let mut inputs = self.inputs.lock();
+        while inputs.front().is_some_and(|(first, _)| *first <= number) {
+            inputs.pop_front();
+        }
+    }
+
+    /// Whether this rank's input of an operation is not there yet.
+    pub(crate) fn is_late(&self, number: u64) -> bool {
+        let inputs = self.inputs.lock();
+        let known = inputs.iter().find(|(known, _)| *known == number);
+        known.is_some_and(|(_, inputs)| inputs.iter().any(|event| !event.is_complete().unwrap_or(true)))
+    }
+
+    /// Makes a stream wait until this operation is signalled.
+    pub(crate) fn await_signal(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
+        let mut signal = self.signal.lock();
+        let signal = match &mut *signal {
+            Some(signal) => signal,
+            none => none.insert(DeviceSignal::new(&self.stream)?),
+        };
+        stream.wait_signal(signal, value(number))
+    }
+
+    /// Signals an operation behind what the stream holds. They are signalled in their order.
+    pub(crate) fn signal(&self, number: u64) -> Result<(), Error> {
+        match &mut *self.signal.lock() {
+            Some(signal) => self.stream.put_signal(signal, value(number)),
+            None => Ok(()),
+        }
     }
 
     /// What has failed since this was last asked.
     pub(crate) fn take_failure(&self) -> Result<(), Error> {
         self.failed.lock().take().map_or(Ok(()), Err)
     }
+}
+
+/// What the word shows from this operation on; compared as numbers on a circle.
+fn value(number: u64) -> u32 {
+    (number as u32).wrapping_add(1)
 }
 
 /// Where a link between two ranks is: its ring, who is to be woken, and (of the sending end) the receiver's gate.

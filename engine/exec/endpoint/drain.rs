@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::{Endpoint, HANG_UP, Port, Run};
 use crate::error::Error;
 use crate::exec::Progress;
+use crate::exec::device::DeviceOp;
 use crate::trace::State;
 
 /// How long a dead communicator waits for peers in other processes that read its users' memory.
@@ -16,6 +17,7 @@ impl Endpoint {
         table.collectives.is_empty()
             && table.messages.is_empty()
             && run.active.is_empty()
+            && run.endings.is_empty()
             && run.messages.is_idle()
     }
 
@@ -50,14 +52,22 @@ impl Endpoint {
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
         let here = run.active.operation(&self.config.name);
         let mut keys = Vec::new();
-        let mut kept_key = None;
-        if let (Some(device), Some(key)) = (run.active.device(), run.active.key())
-            && let Err(error) = device.give_up()
-        {
-            tracing::warn!(
-                "an operation on device memory that failed: {error}; its buffers are not given back"
-            );
-            kept_key = Some(key);
+        let mut lost = Vec::new();
+        let mut give_up = |device: &DeviceOp, key| {
+            if let Err(error) = device.give_up() {
+                tracing::warn!(
+                    "the buffers of a collective that failed on a device are not given back: {error}"
+                );
+                lost.push(key);
+            }
+        };
+        for ending in run.endings.take() {
+            give_up(&ending.device, ending.key);
+            self.recorder.finished(ending.number, State::Failed);
+            keys.push(ending.key);
+        }
+        if let (Some(device), Some(key)) = (run.active.device(), run.active.key()) {
+            give_up(device, key);
         }
         if let Some((key, number)) = run.active.take() {
             self.recorder.finished(number, State::Failed);
@@ -66,6 +76,9 @@ impl Endpoint {
         run.messages.take_all(|key| keys.push(key));
         let mut table = self.table.lock();
         while let Some((key, request, _)) = table.collectives.pop_front() {
+            if let Some(device) = &request.device {
+                give_up(device, key);
+            }
             self.recorder.finished(request.number, State::Failed);
             keys.push(key);
         }
@@ -74,7 +87,7 @@ impl Endpoint {
         }
         drop(table);
         for key in keys {
-            if (kept || kept_key == Some(key))
+            if (kept || lost.contains(&key))
                 && let Some(held) = self.table.lock().inflight.borrow(key)
             {
                 // Quarantine: a peer that never hangs up (it was stopped, or is gone), or a device, may touch it yet.

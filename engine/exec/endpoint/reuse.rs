@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Active, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
+use super::{Active, Endings, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
 use crate::exec::p2p::Direction;
 use crate::exec::port::Opener;
 use crate::types::{Rank, mix};
@@ -103,6 +103,7 @@ fn nothing(config: &EndpointConfig) -> Run {
         active: Active::new(config.comm),
         port: port(0),
         devices: None,
+        endings: Endings::default(),
         messages: Messages::new(config.comm, 0, config.generation, 0, port(1)),
         checked: Instant::now(),
         awake: Instant::now(),

@@ -136,6 +136,7 @@ impl Endpoint {
                 }
             }
         }
+        error = error.or_else(|| self.overdue_ending(run, now));
         if error.is_none() {
             let left = self.left.lock();
             error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone)| {
