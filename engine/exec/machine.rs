@@ -11,6 +11,7 @@
 
 mod device;
 mod frames;
+mod fused;
 mod kernel;
 
 use std::collections::VecDeque;
@@ -219,6 +220,9 @@ impl Machine {
         self.hot.reset(plan.steps.len());
         self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
+        if (Context { common, part: &part, earlier: &[] }).is_fused() {
+            self.start_fused(part.program.plan.size);
+        }
         self.work = Some(part);
     }
 
@@ -285,8 +289,11 @@ impl Machine {
         news: Option<Rank>,
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
-        if c.common.device.is_some() {
+        if let Some(device) = &c.common.device {
             self.prepare_on_device(c)?;
+            if c.is_fused() {
+                return self.advance_fused(c, device, port);
+            }
         } else if self.scaled.is_some() {
             self.scale(c);
             return Ok((true, false));

@@ -16,7 +16,7 @@
 //!
 //! The checker proves the plans under these rules without any buffering in links ([`super::check`]).
 
-use super::{At, Operand, Plan, Step};
+use super::{At, INPUT, Operand, Plan, Shape, Step, direct, one_shot};
 
 /// A plan and its dependencies.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,6 +29,9 @@ pub struct Program {
     pub sends: Vec<Vec<u32>>,
     /// Per peer: the steps that receive from it, in the order of their messages.
     pub recvs: Vec<Vec<u32>>,
+    /// The plan is an all_reduce that folds everyone's input in rank order, once ([`Algo::Direct`](super::Algo::Direct),
+    /// [`Algo::OneShot`](super::Algo::OneShot)): who reads and writes all ranks' memory can do it in one go.
+    pub folds_all: bool,
 }
 
 /// What one step waits for, slice by slice. Only what does not follow from the rest.
@@ -149,8 +152,15 @@ impl Program {
                 add(&mut nodes[j as usize].dependents, Some(i as u32));
             }
         }
-        Program { plan: plan.clone(), nodes, sends, recvs }
+        Program { plan: plan.clone(), nodes, sends, recvs, folds_all: folds_all(plan) }
     }
+}
+
+fn folds_all(plan: &Plan) -> bool {
+    let own = |operand: &Operand| matches!(operand, Operand::Own(at) if at.slot == INPUT);
+    let in_place = !plan.steps.iter().flat_map(|step| &step.operands).any(own);
+    let shape = Shape { n: plan.size, rank: plan.rank, root: 0, in_place, varied: false, hosts: &[] };
+    plan.size > 1 && (*plan == direct::all_reduce(&shape) || *plan == one_shot::all_reduce(&shape))
 }
 
 fn of(touched: &mut [Vec<Touched>], at: At) -> &mut Touched {

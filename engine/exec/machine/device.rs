@@ -20,6 +20,10 @@ pub(super) struct OnDevice {
     scaled: Option<DeviceBuf<u8>>,
     /// By step.
     hands: Vec<Option<DeviceBuf<u8>>>,
+    /// Of a fused operation: inputs that peers have lent, and inputs with outputs; by rank.
+    pub(super) inputs: Vec<Option<u64>>,
+    pub(super) lent: Vec<Option<(u64, u64)>>,
+    pub(super) launched: bool,
 }
 
 fn address(buf: &DeviceBuf<u8>) -> *mut u8 {
@@ -76,7 +80,7 @@ impl Machine {
         self.put(c, device, "scale the input of a collective", launch)
     }
 
-    fn put(
+    pub(super) fn put(
         &self,
         c: Context<'_>,
         device: &DeviceOp,

@@ -56,6 +56,11 @@ impl Machine {
     pub(in crate::exec) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
         let Some(part) = &self.work else { return };
         let program = &part.program;
+        if !self.on_device.lent.is_empty() {
+            let others: Vec<Rank> =
+                (0..program.plan.size).filter(|peer| *peer != program.plan.rank).collect();
+            return self.fused_waits_for(&others, ranks);
+        }
         for (i, step) in program.plan.steps.iter().enumerate() {
             if self.is_done(program, i) {
                 continue;
@@ -80,7 +85,7 @@ impl Machine {
     }
 }
 
-fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Result<(), Error> {
+pub(super) fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Result<(), Error> {
     let (header, comm, number) = (&frame.header, c.common.comm, c.common.number);
     if header.op == number && frame.signature() == ours && header.comm == comm as u32 {
         return Ok(());
