@@ -41,7 +41,7 @@ enum Command {
         check: bool,
     },
     /// Measure beside OpenMPI, Gloo and what the machine can do; print the table of ratios and bars
-    Peers(peers::PeersArgs),
+    Peers(Box<peers::PeersArgs>),
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
 }

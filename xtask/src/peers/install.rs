@@ -59,7 +59,7 @@ fn said(command: &mut Command, limit: Duration, scratch: &Path) -> Result<String
 }
 
 fn build(root: &Path, scratch: &Path) -> Result<(PathBuf, PathBuf), String> {
-    eprintln!("building, in release");
+    eprintln!("building, in release: minutes, the first time");
     let mut cargo = Command::new(crate::runner::cargo());
     cargo.current_dir(root).args(["build", "--release", "--bin", "allstream", "--bench", "limits"]);
     let messages = said(cargo.arg("--message-format=json-render-diagnostics"), 60 * MINUTE, scratch)?;

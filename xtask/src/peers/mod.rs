@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use parse_size::Config;
 
 use install::Tools;
@@ -41,7 +41,8 @@ pub(crate) struct PeersArgs {
     #[arg(short = 'e', long, value_name = "SIZE", value_parser = size, conflicts_with = "sizes")]
     maxbytes: Option<u64>,
     /// Each size is the one before times this, instead of a list
-    #[arg(short = 'f', long, value_name = "FACTOR", conflicts_with = "sizes", value_parser = clap::value_parser!(u32).range(2..))]
+    #[arg(short = 'f', long, value_name = "FACTOR", conflicts_with = "sizes",
+          value_parser = clap::value_parser!(u32).range(2..))]
     stepfactor: Option<u32>,
     /// Which collectives
     #[arg(
@@ -108,8 +109,8 @@ impl PeersArgs {
 /// Measures, prints, writes. An error is about ours, not about a peer.
 pub(crate) fn run(args: &PeersArgs, root: &Path) -> Result<ExitCode, String> {
     let sizes: Vec<String> = args.sizes()?.iter().map(u64::to_string).collect();
-    child::take_signals().map_err(|error| format!("cannot take signals: {error}"))?;
     let scratch = Scratch::new(root)?;
+    child::take_signals(&scratch.0).map_err(|error| format!("cannot take signals: {error}"))?;
     let tools = install::tools(args, root, &scratch.0)?;
     let about = About {
         date: said("date", &["-u", "+%Y-%m-%d %H:%M UTC"], root),
@@ -244,7 +245,7 @@ fn machine() -> String {
 
 #[cfg(test)]
 mod tests {
-    use clap::Parser;
+    use clap::{Parser, ValueEnum};
 
     use super::*;
 

@@ -53,12 +53,12 @@ fn head(about: &About) -> String {
         about.command, about.date, about.commit, about.machine
     );
     text += &format!(
-        "Microseconds, the median over {} interleaved rounds. In each round every program measures alike: f32, sum; \
-         two rounds of its own that do not count; then buffers filled, a barrier, operations back to back (20 up to \
-         64 KB, above that one); the slowest rank's time of an operation, the median over 5 to 100 (from 64 KB \
-         down) or up to 708 such rounds. Gloo makes up to 20 of the former, 400 of the latter: its times are longer. \
-         Bytes are those of a rank's largest buffer. Results are checked when the clock has stopped: the peers' \
-         always, ours in the first round.\n\n\
+        "Microseconds, the median of {} interleaved rounds of all programs. They measure alike: f32, sum; two passes that \
+         do not count; in each pass buffers are filled, then a barrier, then operations back to back (20 up to 64 KB, \
+         one above that); the slowest rank's time of an operation; the median over passes (100 up to 64 KB, above that \
+         200 MB / size, at least 5). Gloo makes 20 passes up to 64 KB, at most 400 above. Bytes are those of a rank's \
+         largest buffer. Results are checked when the clock has stopped: ours in the first round, the others' always. \
+         A row that no bar is for has a ratio alone.\n\n\
          \"shm\" and \"tcp\" are `.wait()` between processes with users' own buffers; \"shm .await\" awaits on a \
          current-thread runtime; \"shm arena\" has buffers of `comm.alloc()`; \"threads\" are ranks of one process. \
          \"memory floor\": as many threads as cores read every rank's buffer once and write every rank's buffer once, \
