@@ -1,4 +1,9 @@
-"""Times torch.distributed's Gloo all_reduce as benches/all_reduce.rs times ours. Usage: gloo_all_reduce.py RANKS PORT"""
+"""Times torch.distributed's Gloo all_reduce as `allstream perf` times ours: f32, sum, in place; two rounds that do not
+count; buffers filled, a barrier, then operations back to back; the slowest rank's time of each round, the median.
+
+Usage: gloo_all_reduce.py RANKS PORT BYTES,BYTES,...
+A line for each size: "time all_reduce in_place RANKS BYTES MICROSECONDS". At most 400 operations of a size, where ours
+are up to 2000: most of Gloo's time is waiting."""
 
 import os
 import sys
@@ -8,33 +13,37 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-SIZES = [4, 1 << 10, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 8 << 20, 16 << 20, 32 << 20, 128 << 20]
 
-
-def run(rank, ranks, port):
+def run(rank, ranks, port, sizes):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
-    for size in SIZES:
-        data = torch.ones(size // 4)
-        group = 10 if size <= 65536 else 1
-        rounds = max(5, max(5, min(400, int(2e8 / (size + 20000)))) // group)
+    for size in sizes:
+        data = torch.empty(max(1, size // 4))
+        iterations = max(5, min(400, 200_000_000 // (size + 20_000)))
+        group = 20 if size <= 65536 else 1
+        rounds = -(-iterations // group)
         times = []
         for i in range(-2, rounds):
-            data.fill_(1)
+            data.fill_(rank + 1)
             dist.barrier()
             start = time.perf_counter()
             for _ in range(group):
                 dist.all_reduce(data)
-            mine = torch.tensor([(time.perf_counter() - start) / group], dtype=torch.float64)
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
             if i >= 0:
-                times.append(mine.item())
-        times.sort()
+                times.append((time.perf_counter() - start) / group)
+        data.fill_(rank + 1)
+        dist.all_reduce(data)
+        if not bool((data == ranks * (ranks + 1) / 2).all()):
+            sys.exit(f"rank {rank}: all_reduce of {size} bytes is wrong")
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if rank == 0:
-            print(f"gloo allreduce n={ranks} bytes={size} med={times[len(times) // 2] * 1e6:.2f}us", flush=True)
+            median = slowest.sort().values[len(times) // 2].item()
+            print(f"time all_reduce in_place {ranks} {data.numel() * 4} {median * 1e6:.3f}", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    mp.spawn(run, args=(int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]), join=True)
+    ranks, port, sizes = int(sys.argv[1]), sys.argv[2], [int(size) for size in sys.argv[3].split(",")]
+    mp.spawn(run, args=(ranks, port, sizes), nprocs=ranks, join=True)

@@ -185,8 +185,8 @@ impl Case {
     fn expected(&self, i: usize, is_bool: bool) -> f64 {
         let (block, k) = (i / self.count, i % self.count);
         let reduce = |ranks: std::ops::Range<usize>, i: usize| {
-            let values: Vec<u64> = ranks.map(|rank| self.value(rank, i)).collect();
-            if is_bool { reduce_bools(self.op, &values) } else { reduce(self.op, &values) }
+            let values = ranks.map(|rank| self.value(rank, i));
+            if is_bool { reduce_bools(self.op, values) } else { reduce(self.op, values) }
         };
         let one = |rank: usize, i: usize| {
             let value = self.value(rank, i);
@@ -208,23 +208,23 @@ impl Case {
 }
 
 /// The oracle: one rank after the other, in numbers that hold every result exactly.
-fn reduce(op: ReduceOp, values: &[u64]) -> f64 {
-    let fold = |f: fn(u64, u64) -> u64| values.iter().copied().reduce(f).unwrap_or(0);
+fn reduce(op: ReduceOp, values: impl ExactSizeIterator<Item = u64>) -> f64 {
+    let n = values.len() as f64;
     match op {
-        ReduceOp::Sum => fold(u64::wrapping_add) as f64,
-        ReduceOp::Prod => values.iter().map(|x| *x as f64).product(),
-        ReduceOp::Min => fold(u64::min) as f64,
-        ReduceOp::Max => fold(u64::max) as f64,
-        ReduceOp::Avg => fold(u64::wrapping_add) as f64 / values.len() as f64,
-        ReduceOp::BitAnd => fold(|a, b| a & b) as f64,
-        ReduceOp::BitOr => fold(|a, b| a | b) as f64,
-        ReduceOp::BitXor => fold(|a, b| a ^ b) as f64,
+        ReduceOp::Sum => values.fold(0, u64::wrapping_add) as f64,
+        ReduceOp::Prod => values.map(|x| x as f64).product(),
+        ReduceOp::Min => values.min().unwrap_or(0) as f64,
+        ReduceOp::Max => values.max().unwrap_or(0) as f64,
+        ReduceOp::Avg => values.fold(0, u64::wrapping_add) as f64 / n,
+        ReduceOp::BitAnd => values.reduce(|a, b| a & b).unwrap_or(0) as f64,
+        ReduceOp::BitOr => values.fold(0, |a, b| a | b) as f64,
+        ReduceOp::BitXor => values.fold(0, |a, b| a ^ b) as f64,
     }
 }
 
 /// Likewise for truth values: a sum is "any", a product "all".
-fn reduce_bools(op: ReduceOp, values: &[u64]) -> f64 {
-    let mut bools = values.iter().map(|x| *x != 0);
+fn reduce_bools(op: ReduceOp, values: impl Iterator<Item = u64>) -> f64 {
+    let mut bools = values.map(|x| x != 0);
     let result = match op {
         ReduceOp::Sum | ReduceOp::Max | ReduceOp::BitOr | ReduceOp::Avg => bools.any(|x| x),
         ReduceOp::Prod | ReduceOp::Min | ReduceOp::BitAnd => bools.all(|x| x),

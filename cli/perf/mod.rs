@@ -40,6 +40,10 @@ pub(crate) struct PerfArgs {
     /// Each size is the one before plus this, instead of a factor
     #[arg(short = 'i', long, value_name = "SIZE", value_parser = size, conflicts_with = "stepfactor")]
     stepbytes: Option<u64>,
+    /// These sizes, as 4,64K,1M, instead of a range
+    #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = size,
+          conflicts_with_all = ["minbytes", "maxbytes", "stepfactor", "stepbytes"])]
+    sizes: Vec<u64>,
     /// Timed operations of each size and form (default: by size, 5 to 2000)
     #[arg(short = 'n', long, value_name = "N")]
     iters: Option<NonZeroUsize>,
@@ -174,8 +178,11 @@ impl PerfArgs {
         self.collective.reduces()
     }
 
-    /// Bytes, least first.
+    /// Bytes: as listed, or least first.
     fn sizes(&self) -> Vec<u64> {
+        if !self.sizes.is_empty() {
+            return self.sizes.clone();
+        }
         let mut sizes = Vec::new();
         let mut size = self.minbytes;
         while size <= self.maxbytes {

@@ -52,6 +52,18 @@ fn perf_prints_nccl_tests_table_and_leaves_json_and_a_picture() {
 }
 
 #[test]
+fn perf_takes_a_list_of_sizes() {
+    let scratch = Scratch::new();
+    let figures = scratch.0.join("figures.json");
+    let sizes = ["all_reduce", "--threads", "-N", "2", "--sizes", "4,12,64K", "-n", "2", "-w", "0", "-J"];
+    let output = perf(&[&sizes[..], &[figures.to_str().unwrap()]].concat());
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let figures = json(&figures);
+    let rows = figures["series"][0]["rows"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|row| row["size"].as_u64()).collect::<Vec<_>>(), [4, 12, 65536].map(Some));
+}
+
+#[test]
 fn perf_checks_every_collective() {
     let all = [
         "all_reduce",
@@ -120,11 +132,12 @@ fn perf_checks_types_reductions_and_memory() {
 
 #[test]
 fn perf_refuses_what_makes_no_sense() {
-    let refused: [(&[&str], &str); 8] = [
+    let refused: [(&[&str], &str); 9] = [
         (&["allreduce"], "all_reduce"),
         (&["all_reduce", "-b", "1M", "-e", "1K"], "-b 1048576 is more than -e 1024"),
         (&["all_reduce", "-f", "1"], "a factor above 1"),
         (&["all_reduce", "-i", "0"], "at least one byte"),
+        (&["all_reduce", "--sizes", "4,1K", "-e", "1K"], "cannot be used with"),
         (&["all_reduce", "-d", "f32", "-o", "bor"], "bor is not defined on f32"),
         (&["broadcast", "-N", "2", "-r", "2"], "roots are 0..=1"),
         (&["all_reduce", "--threads", "--link", "tcp"], "--threads"),

@@ -4,6 +4,7 @@ mod house;
 mod journal;
 mod kernels;
 mod parts;
+mod peers;
 mod runner;
 mod source;
 
@@ -39,6 +40,8 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
+    /// Measure beside OpenMPI, Gloo and what the machine can do; print the table of ratios and bars
+    Peers(Box<peers::PeersArgs>),
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
 }
@@ -63,6 +66,12 @@ fn main() -> ExitCode {
             };
         }
         Command::Kernels { check: true } => vec![parts::cuda_kernels()],
+        Command::Peers(args) => {
+            return peers::run(&args, &root).unwrap_or_else(|error| {
+                eprintln!("cargo xtask: {error}");
+                ExitCode::FAILURE
+            });
+        }
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests()).collect(),
     };
     if parts.is_empty() {

@@ -1,0 +1,293 @@
+//! What this machine can do at most: what `cargo xtask peers` holds our times against.
+//!
+//! - `cargo bench --bench limits -- memory RANKS BYTES,..`: the floor of an all_reduce in memory. As many threads as
+//!   cores read every rank's buffer once, add, and write every rank's buffer once, and wait for nobody in between.
+//! - `cargo bench --bench limits -- tcp RANKS BYTES,..`: what an all_reduce sends (each rank 2(n-1)/n of its buffer),
+//!   to the next rank of a ring over loopback TCP, while as much comes from the one before. A thread for each rank.
+//!   Several sizes of the sockets' buffers are tried; the best one's time counts.
+//!
+//! f32; two rounds that do not count; buffers filled, a barrier, then back to back; the slowest thread's time of each
+//! round, the median over rounds. A line for each size: `time all_reduce in_place RANKS BYTES MICROSECONDS`.
+
+#![allow(missing_docs)]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt::{set_socket_recv_buffer_size, set_socket_send_buffer_size};
+
+type Res<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+fn main() -> Res<()> {
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
+    let [what, ranks, sizes] = &args[..] else {
+        // No failure: a plain `cargo bench` runs every program.
+        eprintln!("limits memory|tcp RANKS BYTES,..");
+        return Ok(());
+    };
+    let ranks: usize = ranks.parse()?;
+    if ranks < 2 {
+        return Err(format!("{ranks} ranks: expected at least 2").into());
+    }
+    for size in sizes.split(',') {
+        // Whole elements, at least one.
+        let bytes = (size.parse::<usize>()? / 4).max(1) * 4;
+        let seconds = match what.as_str() {
+            "memory" => median_of_slowest(&memory(ranks, bytes)?),
+            "tcp" => {
+                let each = WINDOWS.map(|window| Ok(median_of_slowest(&tcp(ranks, bytes, window)?)));
+                each.into_iter().collect::<Res<Vec<f64>>>()?.into_iter().fold(f64::MAX, f64::min)
+            }
+            _ => return Err(format!("{what}: expected memory or tcp").into()),
+        };
+        println!("time all_reduce in_place {ranks} {bytes} {:.3}", seconds * 1e6);
+    }
+    Ok(())
+}
+
+/// Operations a round, and rounds: those of `allstream perf`.
+fn rounds(bytes: usize) -> (usize, usize) {
+    let iterations = (200_000_000 / (bytes + 20_000)).clamp(5, 2000);
+    let group = if bytes <= 65_536 { 20 } else { 1 };
+    (group, iterations.div_ceil(group))
+}
+
+const WARMUP: usize = 2;
+
+/// Of the times of each thread's rounds, in seconds.
+fn median_of_slowest(times: &[Vec<f64>]) -> f64 {
+    let rounds = times.first().map_or(0, Vec::len);
+    let slowest = |round: usize| times.iter().map(|mine| mine[round]).fold(0.0, f64::max);
+    let mut all: Vec<f64> = (0..rounds).map(slowest).collect();
+    all.sort_by(f64::total_cmp);
+    all[all.len() / 2]
+}
+
+/// A barrier that spins: threads that are woken one after another would not overlap.
+struct Gate {
+    threads: usize,
+    arrived: AtomicUsize,
+}
+
+impl Gate {
+    fn new(threads: usize) -> Gate {
+        Gate { threads, arrived: AtomicUsize::new(0) }
+    }
+
+    fn pass(&self) {
+        let turn = self.arrived.fetch_add(1, Ordering::AcqRel) / self.threads;
+        let mut looks = 0;
+        while self.arrived.load(Ordering::Acquire) < (turn + 1) * self.threads {
+            looks += 1;
+            if looks % 128 == 0 { std::thread::yield_now() } else { std::hint::spin_loop() }
+        }
+    }
+}
+
+/// What a thread does before the clock, and what it does while it runs.
+trait Worker {
+    fn fill(&mut self);
+    fn once(&mut self) -> Res<()>;
+    /// Whether the work of a round was done: `times` operations on what was filled.
+    fn is_right(&self, times: i32) -> bool;
+}
+
+/// All workers at once, and the seconds of an operation in each one's rounds.
+fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
+    let (group, rounds) = rounds(bytes);
+    let gate = Gate::new(workers.len());
+    let run = |mut worker: W| -> Res<Vec<f64>> {
+        let mut times = Vec::with_capacity(rounds);
+        for round in 0..WARMUP + rounds {
+            worker.fill();
+            gate.pass();
+            let start = Instant::now();
+            for _ in 0..group {
+                worker.once()?;
+            }
+            if round >= WARMUP {
+                times.push(start.elapsed().as_secs_f64() / group as f64);
+            }
+            gate.pass();
+            if round + 1 == WARMUP + rounds && !worker.is_right(group as i32) {
+                return Err(format!("wrong result at {bytes} bytes").into());
+            }
+        }
+        Ok(times)
+    };
+    std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = workers.into_iter().map(|worker| scope.spawn(move || run(worker))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| "a thread panicked")?).collect()
+    })
+}
+
+/// A rank's buffer, cut into a part for each thread. Nobody waits for a lock: the gate keeps the phases apart.
+type Parts<'a> = Vec<Mutex<&'a mut [f32]>>;
+
+fn lock<'a, 'b>(part: &'a Mutex<&'b mut [f32]>) -> MutexGuard<'a, &'b mut [f32]> {
+    part.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A thread of the floor: it fills the buffers of some ranks, and folds its part of all.
+struct Folder<'a, 'b> {
+    ranks: &'a [Parts<'b>],
+    index: usize,
+    threads: usize,
+    gate: &'a Gate,
+}
+
+/// Elements that fit the nearest cache, for every rank.
+const BLOCK: usize = 1024;
+
+impl Worker for Folder<'_, '_> {
+    fn fill(&mut self) {
+        // As ranks do: each its own.
+        for parts in self.ranks.iter().skip(self.index).step_by(self.threads) {
+            parts.iter().for_each(|part| lock(part).fill(1.0));
+        }
+        self.gate.pass();
+    }
+
+    fn is_right(&self, times: i32) -> bool {
+        let sum = (self.ranks.len() as f32).powi(times);
+        let near = |x: &f32| *x == sum || (x / sum - 1.0).abs() < 1e-4;
+        self.ranks.iter().all(|parts| lock(&parts[self.index]).iter().all(near))
+    }
+
+    fn once(&mut self) -> Res<()> {
+        let mut mine: Vec<_> = self.ranks.iter().map(|parts| lock(&parts[self.index])).collect();
+        let length = mine.first().map_or(0, |part| part.len());
+        let mut sum = [0f32; BLOCK];
+        for start in (0..length).step_by(BLOCK) {
+            let block = start..length.min(start + BLOCK);
+            let sum = &mut sum[..block.len()];
+            if let [one, other] = &mut mine[..] {
+                // Two ranks need no place for the sum.
+                let pairs = one[block.clone()].iter_mut().zip(&mut other[block]);
+                pairs.for_each(|(a, b)| {
+                    let both = *a + *b;
+                    (*a, *b) = (both, both);
+                });
+                continue;
+            }
+            sum.copy_from_slice(&mine[0][block.clone()]);
+            for part in &mine[1..] {
+                sum.iter_mut().zip(&part[block.clone()]).for_each(|(sum, x)| *sum += *x);
+            }
+            mine.iter_mut().for_each(|part| part[block.clone()].copy_from_slice(sum));
+        }
+        Ok(())
+    }
+}
+
+fn memory(ranks: usize, bytes: usize) -> Res<Vec<Vec<f64>>> {
+    let cores = std::thread::available_parallelism()?.get();
+    let count = bytes / 4;
+    let mut buffers = vec![vec![0f32; count]; ranks];
+    // Whole cache lines for each thread.
+    let part = count.div_ceil(cores).next_multiple_of(16);
+    let threads = count.div_ceil(part);
+    let parts: Vec<Parts<'_>> =
+        buffers.iter_mut().map(|buffer| buffer.chunks_mut(part).map(Mutex::new).collect()).collect();
+    let gate = Gate::new(threads);
+    let folder = |index| Folder { ranks: &parts, index, threads, gate: &gate };
+    time((0..threads).map(folder).collect(), bytes)
+}
+
+/// A rank of the exchange.
+struct Exchange {
+    to: TcpStream,
+    from: TcpStream,
+    sent: Vec<u8>,
+    received: Vec<u8>,
+    /// Bytes that go each way: more than the buffer has, where it goes round.
+    amount: usize,
+}
+
+/// A call moves at most so much.
+const CALL: usize = 1 << 20;
+/// Bytes of the sockets' buffers; `None`: the system's choice. What waits between two ends should stay in the cache, and
+/// which size that takes depends on the machine.
+const WINDOWS: [Option<usize>; 4] = [None, Some(64 << 10), Some(256 << 10), Some(1 << 20)];
+
+impl Worker for Exchange {
+    fn fill(&mut self) {
+        self.sent.fill(1);
+        self.received.fill(0);
+    }
+
+    fn is_right(&self, _: i32) -> bool {
+        self.received.iter().all(|byte| *byte == 1)
+    }
+
+    fn once(&mut self) -> Res<()> {
+        let length = self.sent.len();
+        // From this place on, not past the end of the buffer, nor of what is to be moved.
+        let span = |done: usize| {
+            let at = done % length;
+            at..length.min(at + CALL).min(at + self.amount - done)
+        };
+        let (mut out, mut back) = (0, 0);
+        while out < self.amount || back < self.amount {
+            let mut moved = 0;
+            if out < self.amount {
+                let written = passed((&self.to).write(&self.sent[span(out)]))?;
+                (out, moved) = (out + written, moved + written);
+            }
+            if back < self.amount {
+                let range = span(back);
+                let read = passed((&self.from).read(&mut self.received[range]))?;
+                (back, moved) = (back + read, moved + read);
+            }
+            if moved == 0 {
+                let flags = |wanted: bool, flag| if wanted { flag } else { PollFlags::empty() };
+                let mut both = [
+                    PollFd::new(&self.to, flags(out < self.amount, PollFlags::OUT)),
+                    PollFd::new(&self.from, flags(back < self.amount, PollFlags::IN)),
+                ];
+                poll(&mut both, None)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that a call moved; none if it would have had to wait.
+fn passed(result: std::io::Result<usize>) -> Res<usize> {
+    match result {
+        Ok(0) => Err("the other end has hung up".into()),
+        Ok(bytes) => Ok(bytes),
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(0),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn tcp(ranks: usize, bytes: usize, window: Option<usize>) -> Res<Vec<Vec<f64>>> {
+    let listener = TcpListener::bind("127.0.0.1:0")?;
+    let at = listener.local_addr()?;
+    let (mut ends, mut others) = (Vec::new(), Vec::new());
+    for _ in 0..ranks {
+        ends.push(TcpStream::connect(at)?);
+        others.push(listener.accept()?.0);
+    }
+    // Rank r's connection ends at rank r + 1.
+    others.rotate_right(1);
+    let mut workers = Vec::new();
+    for (to, from) in ends.into_iter().zip(others) {
+        to.set_nodelay(true)?;
+        to.set_nonblocking(true)?;
+        from.set_nonblocking(true)?;
+        if let Some(window) = window {
+            set_socket_send_buffer_size(&to, window)?;
+            set_socket_recv_buffer_size(&from, window)?;
+        }
+        let amount = (2 * (ranks - 1) * bytes).div_ceil(ranks);
+        workers.push(Exchange { to, from, sent: vec![0; bytes], received: vec![0; bytes], amount });
+    }
+    time(workers, bytes)
+}
