@@ -32,12 +32,20 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 async fn rank(mut comm: Comm, devices: usize) -> Result<String, Error> {
     let device = Device::new(comm.rank() % devices)?;
     let stream = DeviceStream::new(&device)?;
+    // From here on collectives on device buffers run on the devices. Where those cannot reach each other, all ranks hear
+    // why, and the buffers go through the host's memory.
+    let path = comm.bind_device(&device).await?;
     let mine = vec![comm.rank() as f32; 1 << 20];
     let (host, grads) = DeviceBuf::from_host(&stream, mine).await?;
     // Starts once the stream has come to this point; comes back when the device has the result.
-    let grads = comm.op(ReduceOp::Avg).all_reduce(grads).await?;
+    let mut grads = comm.op(ReduceOp::Avg).all_reduce(grads).await?;
+    // And again, in the order of the stream: nobody waits in between, kernels of yours could be put on it each time.
+    for _ in 0..10 {
+        let work = comm.op(ReduceOp::Avg).on(&stream).all_reduce(grads);
+        grads = work.join(&stream)?.in_order()?;
+    }
     let (_grads, host) = grads.to_host(host).await?;
-    let text = format!("rank {} on {}: the mean is {}", comm.rank(), device.name(), host[0]);
+    let text = format!("rank {} on {} ({path:?}): the mean is {}", comm.rank(), device.name(), host[0]);
     comm.close().await?;
     Ok(text)
 }

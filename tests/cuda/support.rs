@@ -48,7 +48,7 @@ pub(crate) fn child(test: &str, variables: &[(&str, &str)], body: impl FnOnce())
         command.env(LIBRARY, library());
     }
     let mut child = command.envs(variables.iter().copied()).stdin(Stdio::null()).spawn().unwrap();
-    let end = Instant::now() + 3 * DEADLINE;
+    let end = Instant::now() + 15 * DEADLINE;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
             break status;
