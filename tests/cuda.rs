@@ -3,6 +3,8 @@
 //!
 //! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
 
+#[path = "cuda/between.rs"]
+mod between;
 #[path = "cuda/collectives.rs"]
 mod collectives;
 #[path = "cuda/copies.rs"]

@@ -164,7 +164,7 @@ impl<T: Element> DeviceBuf<T> {
     }
 
     /// Memory from the pool, with whatever is in it. Before anyone sees it, it is filled.
-    fn raw(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
+    pub(super) fn raw(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         let context = &stream.0.context;
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize)
         else {
@@ -274,7 +274,7 @@ impl<T: Element> DeviceBuf<T> {
         self.range.is_empty()
     }
 
-    fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.len() * size_of::<T>()
     }
 
@@ -357,14 +357,14 @@ fn upload<T: Element, H: HostMemory<Elem = T>>(
     unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, buf.stream.0.raw) }
 }
 
-fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
+pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
     match (result, held) {
         (Ok(()), Some(held)) => Ok(held),
         (result, buf) => Err(Failed { buf, error: lost(result) }),
     }
 }
 
-fn lost(result: Result<(), Error>) -> Error {
+pub(super) fn lost(result: Result<(), Error>) -> Error {
     result.err().unwrap_or_else(|| Error::system("finish a copy", "its buffers are gone (a bug)"))
 }
 
