@@ -9,6 +9,8 @@ mod between;
 mod collectives;
 #[path = "cuda/copies.rs"]
 mod copies;
+#[path = "cuda/dlpack.rs"]
+mod dlpack;
 #[path = "cuda/faults.rs"]
 mod faults;
 #[path = "cuda/missing.rs"]
