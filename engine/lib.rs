@@ -68,6 +68,8 @@ pub use crate::types::{
 /// # let _ = step;
 /// ```
 pub mod cuda {
+    #[cfg(feature = "cudarc")]
+    pub use crate::mem::device::CudarcBuf;
     pub use crate::mem::device::{
         Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
         Transfer, device_count, driver,

@@ -9,6 +9,9 @@ mod between;
 mod collectives;
 #[path = "cuda/copies.rs"]
 mod copies;
+#[cfg(feature = "cudarc")]
+#[path = "cuda/cudarc.rs"]
+mod cudarc;
 #[path = "cuda/dlpack.rs"]
 mod dlpack;
 #[path = "cuda/faults.rs"]

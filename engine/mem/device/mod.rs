@@ -6,6 +6,8 @@
 mod between;
 mod buf;
 mod context;
+#[cfg(feature = "cudarc")]
+mod cudarc;
 mod foreign;
 mod handle;
 mod pieces;
@@ -17,6 +19,8 @@ mod transfer;
 mod waiter;
 
 pub use buf::DeviceBuf;
+#[cfg(feature = "cudarc")]
+pub use cudarc::CudarcBuf;
 pub use foreign::ForeignMemory;
 pub use handle::{Device, Driver, PoolMemory, device_count, driver};
 pub use pinned::PinnedBuf;
