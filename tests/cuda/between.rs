@@ -32,15 +32,15 @@ fn both_streams_come_first(devices: [usize; 2]) {
         let late = DeviceBuf::zeroed(from, 3000).unwrap();
         let (source, copy) = soon(up(to, numbers(3000)).copy_from(late)).unwrap();
         assert_eq!((source.stream(), copy.stream()), (from, to));
-        assert_eq!((down(copy), down(source)), (vec![0; 3000], vec![0; 3000]), "seed {seed}");
+        assert!(down(copy) == [0; 3000] && down(source) == [0; 3000], "seed {seed}");
 
         let late = DeviceBuf::zeroed(to, 3000).unwrap();
         let (source, copy) = soon(late.copy_from(up(from, numbers(3000)))).unwrap();
-        assert_eq!((down(copy), down(source)), (numbers(3000), numbers(3000)), "seed {seed}");
+        assert!(down(copy) == numbers(3000) && down(source) == numbers(3000), "seed {seed}");
 
         let (source, copy) = soon(DeviceBuf::<u32>::zeroed(from, 500).unwrap().copy_to(to)).unwrap();
         assert_eq!((copy.device().ordinal(), copy.stream()), (devices[1], to));
-        assert_eq!((down(copy), down(source)), (vec![0; 500], vec![0; 500]), "seed {seed}");
+        assert!(down(copy) == [0; 500] && down(source) == [0; 500], "seed {seed}");
 
         // Parts of buffers; and nobody waits: all is kept until it is done.
         let [_, high] = up(from, numbers(1000)).split_at(400).unwrap();
@@ -91,7 +91,7 @@ fn what_cannot_be_copied_comes_back() {
         // 3 of 4 MB: there is no room for a second.
         let Failed { buf, error } = soon(up(&stream, numbers(3 << 18)).copy_to(&other)).unwrap_err();
         assert!(error.to_string().contains("OUT_OF_MEMORY (2)"), "{error}");
-        assert_eq!(down(buf.unwrap()), numbers(3 << 18));
+        assert!(down(buf.unwrap()) == numbers(3 << 18));
 
         // A stream that is captured, on either side.
         for captured in [&stream, &other] {

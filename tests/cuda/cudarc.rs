@@ -3,9 +3,9 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use allstream::cuda::{CudarcBuf, DeviceBuf};
-use allstream::{Buf, Comm, Failed};
-use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DriverError, sys};
+use allstream::cuda::{CudarcBuf, Device, DeviceBuf, DeviceStream, ForeignMemory};
+use allstream::{Buf, Comm, DType, Failed};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DriverError, sys};
 
 use crate::support::{child, function, library, nothing_left, report, set_delays, soon};
 
@@ -49,7 +49,7 @@ fn collectives_take_slices_and_give_them_back() {
                 }
                 let slice: CudaSlice<f32> = buf.into_inner();
                 let sum: Vec<f32> = (0..5000).map(|i| 2.0 * (values(0)[i] + values(1)[i])).collect();
-                assert_eq!(stream.clone_dtoh(&slice).unwrap(), sum);
+                assert!(stream.clone_dtoh(&slice).unwrap() == sum);
                 // Beside buffers of the host's and of ours.
                 let slice = CudarcBuf::try_from(stream.alloc_zeros::<f32>(4).unwrap()).unwrap();
                 let list = (vec![vec![1.0_f32; 4]], [slice]);
@@ -82,7 +82,7 @@ fn other_streams_of_cudarcs_are_in_order() {
                 early.memcpy_dtod(&ones, &mut slice).unwrap();
                 let buf = soon(comm.all_reduce(CudarcBuf::new(slice).unwrap())).unwrap();
                 let slice = buf.into_inner();
-                assert_eq!(late.clone_dtoh(&slice).unwrap(), [2.0; 5000], "seed {seed}");
+                assert!(late.clone_dtoh(&slice).unwrap() == [2.0; 5000], "seed {seed}");
                 // Dropped in the middle of an operation, after which it is freed.
                 drop(comm.all_reduce(CudarcBuf::new(slice).unwrap()));
                 soon(comm.barrier()).unwrap();
@@ -90,6 +90,35 @@ fn other_streams_of_cudarcs_are_in_order() {
         }
         nothing_left("both ranks have ended");
         assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// What is left on the slice's stream when it is given back (after a failure, say) comes before cudarc's work on others.
+#[test]
+fn work_of_ours_comes_before_what_cudarc_does_next() {
+    with_cudarc("cudarc::work_of_ours_comes_before_what_cudarc_does_next", "3000", || {
+        let context = CudaContext::new(0).unwrap();
+        let [home, late] = [(); 2].map(|()| context.new_stream().unwrap());
+        let device = Device::new(0).unwrap();
+        // SAFETY: `home` outlives all that is on `ours`: it is waited for below.
+        let ours = unsafe { DeviceStream::from_raw(&device, home.cu_stream().cast()) }.unwrap();
+        for seed in 0..15 {
+            set_delays(3000, seed);
+            let slice = home.clone_htod(&values(0)).unwrap();
+            let pointer = slice.device_ptr(&home).0;
+            let buf = CudarcBuf::new(slice).unwrap();
+            let memory = ForeignMemory { pointer, len: 5000, dtype: DType::F32 };
+            // SAFETY: as an operation that has `buf`: nobody else uses the memory until `buf` gives the slice back, and what
+            // is put on its stream here comes before that.
+            let alias = unsafe { DeviceBuf::<f32>::from_foreign(memory, &ours, ()) }.unwrap();
+            for _ in 0..3 {
+                drop(DeviceBuf::<u32>::zeroed(&ours, 16).unwrap());
+            }
+            drop(alias.copy_from(DeviceBuf::zeroed(&ours, 5000).unwrap()));
+            let slice = buf.into_inner();
+            assert!(late.clone_dtoh(&slice).unwrap() == [0.0; 5000], "seed {seed}");
+            ours.synchronize().unwrap();
+        }
     });
 }
 
@@ -107,7 +136,7 @@ fn a_slice_becomes_a_device_buffer() {
                 .unwrap();
             let (copy, low) = low.unwrap();
             let back = soon(copy.to_host(vec![0.0; 4000])).unwrap().1;
-            assert_eq!(back, values(3)[1000..]);
+            assert!(back == values(3)[1000..]);
             drop((high, low));
         }
         drop(context);

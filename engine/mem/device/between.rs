@@ -17,8 +17,8 @@ impl<T: Element> DeviceBuf<T> {
     /// Copies another buffer of the same length into this one. It may be on another device.
     ///
     /// The copy is put on this buffer's stream, which first waits for what the other's stream holds now. Both come back
-    /// once it is done: the one that was copied first, then this one. Between devices the driver takes the shortest way
-    /// that there is, through the host's memory where they do not reach each other.
+    /// once it is done: the one that was copied first, then this one. Devices that do not reach each other's memory copy all
+    /// the same; the driver then goes through the host's.
     ///
     /// ```
     /// use allstream::cuda::{Device, DeviceBuf, DeviceStream};

@@ -36,6 +36,10 @@ const CALL: &str = "CudarcBuf::new";
 /// *Order with other streams* is cudarc's: what it knows of the slice's use on them comes first, and what it does there with
 /// the slice afterwards comes after ours. cudarc knows of the last use on another stream for reading and the last one for
 /// writing, and of none made while `disable_event_tracking` holds: what it would not wait for itself is not waited for here.
+///
+/// *Building.* cudarc binds to one version of CUDA: the one of its features, of `nvcc`, or of `CUDARC_CUDA_VERSION` (`13000`);
+/// without any of them, the newest that it knows. It opens `libcuda.so` by that name: where
+/// `ALLSTREAM_CUDA_LIBRARY` names another driver, slices are refused.
 pub struct CudarcBuf<T: Element> {
     slice: CudaSlice<T>,
     stream: DeviceStream,
