@@ -20,6 +20,7 @@
 //! - [`Node`]: several ranks of one process, one for each of its devices, called together.
 //! - [`HostStream`], [`Event`], [`Ordered`]: work in order beside the caller, and collectives ordered with it.
 //! - [`cuda`]: memory, streams and events of CUDA devices, where there are any.
+//! - [`dlpack`]: tensors exchanged with other libraries.
 //! - [`Error`], [`Failed`]: which rank, which operation, expected and found; and the buffer, unless something may still
 //!   touch it. [`Comm::agree`]: one [`Verdict`] for all survivors.
 //! - [`plan`]: the algorithms as data, and their checker; [`sim`]: how long they would take elsewhere.
@@ -68,9 +69,25 @@ pub use crate::types::{
 /// ```
 pub mod cuda {
     pub use crate::comm::DevicePath;
+    #[cfg(feature = "cudarc")]
+    pub use crate::mem::device::CudarcBuf;
     pub use crate::mem::device::{
         Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
         Transfer, device_count, driver,
+    };
+}
+
+/// DLPack 1.x: buffers given to other libraries as tensors, and tensors of theirs taken as buffers. Nothing is copied.
+///
+/// [`export`](dlpack::export) takes any [`Buf`], of the host's or of a device's. [`Tensor`](dlpack::Tensor) takes what another
+/// library gives, by an unsafe function whose contract is the producer's; all else is checked. Both in the present form
+/// (`DLManagedTensorVersioned`) and in the older one (`DLManagedTensor`).
+///
+/// An element type has DLPack's code for it; `f8e4m3` and `f8e5m2` are `kDLFloat8_e4m3fn` and `kDLFloat8_e5m2` (1.1).
+pub mod dlpack {
+    pub use crate::mem::dlpack::{
+        DL_CPU, DL_CUDA, DL_CUDA_HOST, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
+        DLPackVersion, DLTensor, Export, FLAG_READ_ONLY, HostTensor, Tensor, VERSION, export,
     };
 }
 

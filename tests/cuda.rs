@@ -3,12 +3,19 @@
 //!
 //! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
 
+#[path = "cuda/between.rs"]
+mod between;
 #[path = "cuda/collectives.rs"]
 mod collectives;
 #[path = "cuda/copies.rs"]
 mod copies;
 #[path = "cuda/devices.rs"]
 mod devices;
+#[cfg(feature = "cudarc")]
+#[path = "cuda/cudarc.rs"]
+mod cudarc;
+#[path = "cuda/dlpack.rs"]
+mod dlpack;
 #[path = "cuda/faults.rs"]
 mod faults;
 #[path = "cuda/missing.rs"]

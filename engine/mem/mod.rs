@@ -2,6 +2,7 @@
 
 mod buf;
 pub(crate) mod device;
+pub(crate) mod dlpack;
 mod held;
 mod list;
 mod split;

@@ -274,7 +274,7 @@ impl<T: Element> DeviceBuf<T> {
         self.range.is_empty()
     }
 
-    fn bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.len() * size_of::<T>()
     }
 
@@ -357,14 +357,14 @@ fn upload<T: Element, H: HostMemory<Elem = T>>(
     unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, buf.stream.0.raw) }
 }
 
-fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
+pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
     match (result, held) {
         (Ok(()), Some(held)) => Ok(held),
         (result, buf) => Err(Failed { buf, error: lost(result) }),
     }
 }
 
-fn lost(result: Result<(), Error>) -> Error {
+pub(super) fn lost(result: Result<(), Error>) -> Error {
     result.err().unwrap_or_else(|| Error::system("finish a copy", "its buffers are gone (a bug)"))
 }
 

@@ -179,6 +179,11 @@ impl Context {
         Ok(Entered { context: self, _here: PhantomData })
     }
 
+    /// The driver's handle, which lives as long as this.
+    pub(super) fn raw(&self) -> CuContext {
+        self.context
+    }
+
     pub(super) fn tell(&self, doing: &str, error: CudaError) -> Error {
         told(self.ordinal, doing, error)
     }

@@ -41,15 +41,20 @@ impl<T: Element> DeviceBuf<T> {
         stream: &DeviceStream,
         owner: O,
     ) -> Result<DeviceBuf<T>, Failed<O>> {
-        match check::<T>(memory, stream) {
+        match check::<T>("DeviceBuf::from_foreign", memory, stream) {
             Ok(()) => Ok(DeviceBuf::of(Source::Foreign(Box::new(owner)), memory.pointer, memory.len, stream)),
             Err(error) => Err(Failed { buf: Some(owner), error }),
         }
     }
 }
 
-fn check<T: Element>(memory: ForeignMemory, stream: &DeviceStream) -> Result<(), Error> {
-    let refuse = |problem: String| Err(Error::invalid("DeviceBuf::from_foreign", problem));
+/// What can be known of such memory before it is used.
+pub(super) fn check<T: Element>(
+    call: &str,
+    memory: ForeignMemory,
+    stream: &DeviceStream,
+) -> Result<(), Error> {
+    let refuse = |problem: String| Err(Error::invalid(call, problem));
     let ForeignMemory { pointer, len, dtype } = memory;
     if dtype != T::DTYPE {
         return refuse(format!("the memory holds {dtype}, the buffer is to hold {}", T::DTYPE));

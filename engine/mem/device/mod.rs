@@ -3,8 +3,11 @@
 //! Everything here is ordered by streams: a [`DeviceBuf`] belongs to one, work on it is put there, and its memory goes
 //! back to the pool in that order. `docs/adr/0013-device-memory.md` has the rules and their reasons.
 
+mod between;
 mod buf;
 mod context;
+#[cfg(feature = "cudarc")]
+mod cudarc;
 mod foreign;
 mod handle;
 mod launch;
@@ -18,6 +21,8 @@ mod transfer;
 mod waiter;
 
 pub use buf::DeviceBuf;
+#[cfg(feature = "cudarc")]
+pub use cudarc::CudarcBuf;
 pub use foreign::ForeignMemory;
 pub use handle::{Device, Driver, PoolMemory, device_count, driver};
 pub use pinned::PinnedBuf;

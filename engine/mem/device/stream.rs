@@ -32,7 +32,18 @@ pub(super) struct Line {
     pub(super) raw: CuStream,
     /// A number that no other stream of this process ever has: handles of the driver come again.
     pub(super) id: u64,
-    ours: bool,
+    owner: Owner,
+}
+
+/// Who sees to it that a stream exists, and destroys it.
+enum Owner {
+    /// We do.
+    Ours,
+    /// Someone else, for as long as was promised (`from_raw`).
+    Promised,
+    /// What is here, as long as it is here.
+    #[cfg(feature = "cudarc")]
+    Kept { _owner: Box<dyn Send + Sync> },
 }
 
 fn number() -> u64 {
@@ -42,7 +53,7 @@ fn number() -> u64 {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        if !self.ours {
+        if !matches!(self.owner, Owner::Ours) {
             return;
         }
         // Tried also where the context cannot be entered: the driver knows whose stream it is.
@@ -92,7 +103,7 @@ impl DeviceStream {
             // SAFETY: in the device's context; destroyed with the last handle.
             unsafe { cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, priority(least, greatest)) }
         })?;
-        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), ours: true })))
+        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), owner: Owner::Ours })))
     }
 
     /// A stream of someone else's: of an array library, say. It is not destroyed here.
@@ -114,7 +125,28 @@ impl DeviceStream {
                            (in candle: Device::new_cuda_with_stream)";
             return Err(Error::invalid("DeviceStream::from_raw", problem));
         }
-        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), ours: false })))
+        Ok(DeviceStream(Arc::new(Line {
+            context: device.0.clone(),
+            raw,
+            id: number(),
+            owner: Owner::Promised,
+        })))
+    }
+
+    /// A stream of someone else's that exists as long as `owner` does.
+    ///
+    /// # Safety
+    /// - `raw` is a `CUstream` of the primary context of `device`, and not the per-thread default stream;
+    /// - it exists until `owner` is dropped.
+    #[cfg(feature = "cudarc")]
+    pub(super) unsafe fn kept(
+        device: &Device,
+        raw: *mut c_void,
+        owner: impl Send + Sync + 'static,
+    ) -> DeviceStream {
+        let owner = Owner::Kept { _owner: Box::new(owner) };
+        let context = device.0.clone();
+        DeviceStream(Arc::new(Line { context, raw: CuStream(raw), id: number(), owner }))
     }
 
     /// The device.

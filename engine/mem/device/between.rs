@@ -1,0 +1,100 @@
+//! Copies from device memory to device memory: on one device, and from one to another.
+
+use std::sync::Arc;
+
+use allstream_sys::cuda::{Cuda, CudaError};
+
+use super::buf::{DeviceBuf, lost, settle};
+use super::stream::DeviceStream;
+use super::transfer::Transfer;
+use crate::error::{Error, Failed};
+use crate::types::Element;
+
+/// Where from, and where to.
+type Pair<T> = (DeviceBuf<T>, DeviceBuf<T>);
+
+impl<T: Element> DeviceBuf<T> {
+    /// Copies another buffer of the same length into this one. It may be on another device.
+    ///
+    /// The copy is put on this buffer's stream, which first waits for what the other's stream holds now. Both come back
+    /// once it is done: the one that was copied first, then this one. Devices that do not reach each other's memory copy all
+    /// the same; the driver then goes through the host's.
+    ///
+    /// ```
+    /// use allstream::cuda::{Device, DeviceBuf, DeviceStream};
+    /// # async fn copy() -> Result<(), allstream::Error> {
+    /// let here = DeviceStream::new(&Device::new(0)?)?;
+    /// let there = DeviceStream::new(&Device::new(1)?)?;
+    /// let weights = DeviceBuf::<f32>::zeroed(&here, 1000)?;
+    /// let (weights, copied) = DeviceBuf::zeroed(&there, 1000)?.copy_from(weights).await?;
+    /// # drop((weights, copied)); Ok(()) }
+    /// # let _ = copy;
+    /// ```
+    ///
+    /// # Errors
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or one of the streams is being captured into a
+    /// graph; [`Error::Cuda`].
+    pub fn copy_from(self, from: DeviceBuf<T>) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>)> {
+        if from.len() != self.len() {
+            let problem = format!("the source has {} elements, the target {}", from.len(), self.len());
+            let error = Error::invalid("copy_from", problem);
+            return Transfer::ended(Err(Failed { buf: Some((from, self)), error }));
+        }
+        let stream = self.stream().clone();
+        match line_up(&from, &stream) {
+            Ok(()) => Transfer::start(&stream, (from, self), "copy between device buffers", put, settle),
+            Err(error) => Transfer::ended(Err(Failed { buf: Some((from, self)), error })),
+        }
+    }
+
+    /// A copy of this buffer, on a stream of this device or of another one. The buffer itself comes back before it.
+    ///
+    /// As [`copy_from`](Self::copy_from), into memory that is new.
+    ///
+    /// # Errors
+    /// [`Failed`] with the buffer: [`Error::Invalid`], one of the streams is being captured into a graph;
+    /// [`Error::Cuda`], among them that there is no such memory.
+    pub fn copy_to(self, stream: &DeviceStream) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>), DeviceBuf<T>> {
+        let made = DeviceBuf::raw(stream, self.len());
+        match made.and_then(|to| line_up(&self, stream).map(|()| to)) {
+            Ok(to) => {
+                let doing = "copy between device buffers";
+                Transfer::start(stream, (self, to), doing, put, |result, held| match (result, held) {
+                    (Ok(()), Some(both)) => Ok(both),
+                    (result, held) => Err(Failed { buf: held.map(|(from, _)| from), error: lost(result) }),
+                })
+            }
+            Err(error) => Transfer::ended(Err(Failed { buf: Some(self), error })),
+        }
+    }
+}
+
+/// Makes `stream` wait for what the stream of `from` holds.
+fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(), Error> {
+    if from.stream() == stream || from.is_empty() {
+        return Ok(());
+    }
+    // An event of a stream that is captured is a node of its graph: waiting for it would draw ours in.
+    if from.stream().is_capturing()? || stream.is_capturing()? {
+        let problem = "a stream is being captured into a graph: the host cannot wait for a copy on it";
+        return Err(Error::invalid("copy between device buffers", problem));
+    }
+    stream.wait_event(&from.stream().record()?)
+}
+
+/// Puts the copy on the target's stream. Lengths are equal, and what is to come first does.
+fn put<T: Element>(cuda: &Cuda, (from, to): &mut Pair<T>) -> Result<(), CudaError> {
+    let (target, source, bytes) = (to.as_ptr(), from.as_ptr(), to.bytes());
+    let raw = to.stream().0.raw;
+    if bytes == 0 {
+        return Ok(());
+    }
+    if Arc::ptr_eq(&to.memory.context, &from.memory.context) {
+        // SAFETY: `bytes` bytes on both sides, of one context, in two buffers that nobody else has; both are held until
+        // the copy is done.
+        return unsafe { cuda.memcpy_dtod_async(target, source, bytes, raw) };
+    }
+    let contexts = (to.memory.context.raw(), from.memory.context.raw());
+    // SAFETY: as above; each address is of the context beside it, which its buffer keeps.
+    unsafe { cuda.memcpy_peer_async(target, contexts.0, source, contexts.1, bytes, raw) }
+}

@@ -1,0 +1,157 @@
+//! Memory of the `cudarc` crate's in collectives.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use allstream_sys::cuda::CU_STREAM_PER_THREAD;
+use cudarc::driver::{CudaSlice, DevicePtrMut};
+
+use super::buf::DeviceBuf;
+use super::foreign::{ForeignMemory, check};
+use super::handle::Device;
+use super::stream::DeviceStream;
+use crate::error::{Error, Failed};
+use crate::mem::{Buf, Location};
+use crate::types::Element;
+
+const CALL: &str = "CudarcBuf::new";
+
+/// A `cudarc::driver::CudaSlice` as a buffer: every collective and message takes it, and gives it back.
+///
+/// [`new`](Self::new) takes the slice, [`into_inner`](Self::into_inner) gives it back. In between what is done with it is in
+/// the order of the slice's own stream, which cudarc frees it on, too.
+///
+/// ```
+/// use allstream::cuda::CudarcBuf;
+/// use cudarc::driver::CudaContext;
+/// # async fn reduce(mut comm: allstream::Comm) -> Result<(), Box<dyn std::error::Error>> {
+/// let stream = CudaContext::new(0)?.new_stream()?;
+/// let grads = stream.clone_htod(&[1.0_f32; 1000])?;
+/// let grads = comm.all_reduce(CudarcBuf::new(grads)?).await?.into_inner();
+/// # drop(grads); Ok(()) }
+/// # let _ = reduce;
+/// ```
+///
+/// *Order with other streams* is cudarc's: what it knows of the slice's use on them comes first, and what it does there with
+/// the slice afterwards comes after ours. cudarc knows of the last use on another stream for reading and the last one for
+/// writing, and of none made while `disable_event_tracking` holds: what it would not wait for itself is not waited for here.
+///
+/// *Building.* cudarc binds to one version of CUDA: the one of its features, of `nvcc`, or of `CUDARC_CUDA_VERSION` (`13000`);
+/// without any of them, the newest that it knows. It opens `libcuda.so` by that name: where
+/// `ALLSTREAM_CUDA_LIBRARY` names another driver, slices are refused.
+pub struct CudarcBuf<T: Element> {
+    slice: CudaSlice<T>,
+    stream: DeviceStream,
+    address: u64,
+}
+
+impl<T: Element> CudarcBuf<T> {
+    /// Takes a slice. No host thread waits: its stream does, for the slice's uses on others.
+    ///
+    /// # Errors
+    /// [`Failed`] with the slice (always `Some`): [`Error::Invalid`], the slice is on the per-thread default stream (give it
+    /// one of `CudaContext::new_stream`), is not in the primary context of its device (the one of `CudaContext::new`), or
+    /// not of a device that the driver knows it on; [`Error::Unavailable`] and [`Error::Cuda`], also one that cudarc had kept
+    /// for its next call.
+    pub fn new(mut slice: CudaSlice<T>) -> Result<CudarcBuf<T>, Failed<CudaSlice<T>>> {
+        match enter(&mut slice) {
+            Ok((stream, address)) => Ok(CudarcBuf { slice, stream, address }),
+            Err(error) => Err(Failed { buf: Some(slice), error }),
+        }
+    }
+
+    /// The slice. Work that cudarc puts on any of its streams comes after ours.
+    pub fn into_inner(mut self) -> CudaSlice<T> {
+        let stream = self.slice.stream().clone();
+        // For cudarc it was written to just now. An error is kept by cudarc, for its next call.
+        drop(self.slice.device_ptr_mut(&stream));
+        self.slice
+    }
+
+    /// As a [`DeviceBuf`], which has copies and can be split. The slice is dropped after it, in the order of its stream.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn into_device_buf(self) -> Result<DeviceBuf<T>, Failed<CudaSlice<T>>> {
+        let CudarcBuf { slice, stream, address } = self;
+        let memory = ForeignMemory { pointer: address, len: slice.len(), dtype: T::DTYPE };
+        // SAFETY: the slice has this memory alone until it is dropped, and holds values; its uses on other streams come
+        // before what is put on its stream next (`enter`).
+        unsafe { DeviceBuf::from_foreign(memory, &stream, slice) }
+    }
+}
+
+/// The slice's stream as ours, and its address.
+fn enter<T: Element>(slice: &mut CudaSlice<T>) -> Result<(DeviceStream, u64), Error> {
+    let refuse = |problem: String| Err(Error::invalid(CALL, problem));
+    let stream = slice.stream().clone();
+    let raw = stream.cu_stream().cast::<c_void>();
+    if raw == CU_STREAM_PER_THREAD.0 {
+        return refuse(
+            "the slice is on the per-thread default stream, which is another stream on every thread; make it on a \
+             stream of CudaContext::new_stream"
+                .into(),
+        );
+    }
+    let device = Device::new(slice.ordinal())?;
+    if stream.context().cu_ctx().cast::<c_void>() != device.0.raw().0.cast() {
+        return refuse(format!(
+            "the slice is not in the primary context of device {}; make its context with CudaContext::new (and with \
+             the same driver: cudarc opens libcuda.so, this {:?})",
+            slice.ordinal(),
+            device.0.cuda.file()
+        ));
+    }
+    let len = slice.len();
+    // Its stream waits for what cudarc knows of others.
+    let (address, ordered) = slice.device_ptr_mut(&stream);
+    drop(ordered);
+    if let Err(error) = stream.context().check_err() {
+        return Err(Error::Cuda {
+            doing: "take memory over from cudarc".into(),
+            device: device.ordinal(),
+            call: "cudarc".into(),
+            code: error.0 as i32,
+            name: format!("{:?}", error.0),
+            problem: "cudarc had kept this error of an earlier call, or of making the slice's stream wait"
+                .into(),
+        });
+    }
+    // SAFETY: a stream of the primary context (above), and not the per-thread one; it exists as long as cudarc's handle.
+    let ours = unsafe { DeviceStream::kept(&device, raw, Arc::clone(&stream)) };
+    check::<T>(CALL, ForeignMemory { pointer: address, len, dtype: T::DTYPE }, &ours)?;
+    Ok((ours, address))
+}
+
+impl<T: Element> fmt::Debug for CudarcBuf<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CudarcBuf<{}>({} on {:?})", T::DTYPE, self.slice.len(), self.stream)
+    }
+}
+
+impl<T: Element> TryFrom<CudaSlice<T>> for CudarcBuf<T> {
+    type Error = Failed<CudaSlice<T>>;
+    fn try_from(slice: CudaSlice<T>) -> Result<CudarcBuf<T>, Failed<CudaSlice<T>>> {
+        CudarcBuf::new(slice)
+    }
+}
+
+impl<T: Element> From<CudarcBuf<T>> for CudaSlice<T> {
+    fn from(buf: CudarcBuf<T>) -> CudaSlice<T> {
+        buf.into_inner()
+    }
+}
+
+// SAFETY: the slice owns its memory alone (its views borrow it), which does not move with it and holds values of its type:
+// what cudarc gives otherwise is unsafe there. Its uses on other streams come before what is put on its stream (`enter`);
+// cudarc frees it on that stream, and waits for that stream before it uses it on another (`into_inner`).
+unsafe impl<T: Element> Buf for CudarcBuf<T> {
+    type Elem = T;
+    fn len(&self) -> usize {
+        self.slice.len()
+    }
+    fn location(&mut self) -> Location {
+        Location::device(&self.stream, self.address)
+    }
+}

@@ -1,0 +1,12 @@
+//! DLPack: memory exchanged with other libraries as tensors. `docs/adr/0017-foreign-owners.md` has the reasons.
+
+mod abi;
+mod export;
+mod tensor;
+
+pub use abi::{
+    DL_CPU, DL_CUDA, DL_CUDA_HOST, DLDataType, DLDevice, DLManagedTensor, DLManagedTensorVersioned,
+    DLPackVersion, DLTensor, FLAG_READ_ONLY, VERSION,
+};
+pub use export::{Export, export};
+pub use tensor::{HostTensor, Tensor};

@@ -1,0 +1,371 @@
+//! Tensors of DLPack that others gave.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use super::abi::{
+    DL_CPU, DL_CUDA, DL_CUDA_HOST, DLDevice, DLManagedTensor, DLManagedTensorVersioned, DLTensor,
+    FLAG_READ_ONLY, VERSION,
+};
+use crate::error::{Error, Failed};
+use crate::mem::HostMemory;
+use crate::mem::device::{DeviceBuf, DeviceStream, ForeignMemory};
+use crate::types::{DType, Element};
+
+/// NumPy takes no more, and no library has that many.
+pub(super) const MAX_DIMENSIONS: usize = 64;
+
+const CALL: &str = "dlpack import";
+
+/// A tensor of DLPack that is ours: its deleter is called once, when this and whatever it was made into is gone.
+///
+/// [`into_host`](Self::into_host) and [`into_device`](Self::into_device) make a buffer of it, and check for that what can be
+/// checked.
+pub struct Tensor {
+    managed: Managed,
+    /// A copy of the one in `managed`.
+    tensor: DLTensor,
+    read_only: bool,
+}
+
+enum Managed {
+    Versioned(NonNull<DLManagedTensorVersioned>),
+    Legacy(NonNull<DLManagedTensor>),
+}
+
+impl Drop for Managed {
+    fn drop(&mut self) {
+        match self {
+            // SAFETY: whoever made the `Tensor` promised a valid tensor that is ours; its deleter is called here only.
+            Managed::Versioned(managed) => unsafe {
+                let deleter = (*managed.as_ptr()).deleter;
+                deleter.into_iter().for_each(|delete| delete(managed.as_ptr()));
+            },
+            // SAFETY: as above.
+            Managed::Legacy(managed) => unsafe {
+                let deleter = (*managed.as_ptr()).deleter;
+                deleter.into_iter().for_each(|delete| delete(managed.as_ptr()));
+            },
+        }
+    }
+}
+
+// SAFETY: whoever makes one promises that it may be used and deleted on any thread, and that nobody else uses it.
+unsafe impl Send for Tensor {}
+// SAFETY: `&Tensor` gives numbers that nobody changes.
+unsafe impl Sync for Tensor {}
+
+impl Tensor {
+    /// Takes a tensor in its present form: what a capsule named `dltensor_versioned` has.
+    ///
+    /// # Safety
+    /// `managed` is null, or points to a tensor as DLPack defines it, which the caller has and now gives away (a capsule is
+    /// renamed to `used_dltensor_versioned`). Of another major version only what precedes the tensor is looked at.
+    /// Until its deleter is called:
+    /// - `shape` and, unless it is null, `strides` have `ndim` numbers, which nobody changes;
+    /// - the memory is valid for reads and writes of all elements that the tensor describes, and holds values of its type
+    ///   (a `bool` is 0 or 1);
+    /// - nobody else reads or writes the memory: also not the library that the tensor is from;
+    /// - for memory of a CUDA device these two hold for work that is put on the stream given to
+    ///   [`into_device`](Self::into_device), from then on. That is what a producer sees to for the stream that it was told:
+    ///   Python's `__dlpack__(stream=..)`.
+    ///
+    /// The deleter may be called on any thread, also on one that other operations wait for: it must not wait for them. (One
+    /// that takes Python's lock needs that nobody holds the lock while waiting for an operation.)
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: null; another major version than 1; a number of dimensions that cannot be. The deleter has been
+    /// called.
+    pub unsafe fn from_versioned(managed: *mut DLManagedTensorVersioned) -> Result<Tensor, Error> {
+        let Some(at) = NonNull::new(managed) else { return Err(null()) };
+        // From here on it is deleted on every way out.
+        let managed = Managed::Versioned(at);
+        // SAFETY: a tensor, as the caller promises; what precedes `dl_tensor` has this layout in every version.
+        let (version, flags) = unsafe { ((*at.as_ptr()).version, (*at.as_ptr()).flags) };
+        if version.major != VERSION.major {
+            let problem = format!(
+                "the tensor is of DLPack {}.{}, and only version {} is known",
+                version.major, version.minor, VERSION.major
+            );
+            return Err(Error::invalid(CALL, problem));
+        }
+        // SAFETY: as above, of our version.
+        let tensor = unsafe { (*at.as_ptr()).dl_tensor };
+        Tensor::of(managed, tensor, flags & FLAG_READ_ONLY != 0)
+    }
+
+    /// Takes a tensor in its older form: what a capsule named `dltensor` has.
+    ///
+    /// # Safety
+    /// As for [`from_versioned`](Self::from_versioned). This form does not tell whether the memory may be written to: the
+    /// caller knows that it may.
+    ///
+    /// # Errors
+    /// As [`from_versioned`](Self::from_versioned).
+    pub unsafe fn from_legacy(managed: *mut DLManagedTensor) -> Result<Tensor, Error> {
+        let Some(at) = NonNull::new(managed) else { return Err(null()) };
+        let managed = Managed::Legacy(at);
+        // SAFETY: a tensor, as the caller promises.
+        let tensor = unsafe { (*at.as_ptr()).dl_tensor };
+        Tensor::of(managed, tensor, false)
+    }
+
+    fn of(managed: Managed, tensor: DLTensor, read_only: bool) -> Result<Tensor, Error> {
+        let known = usize::try_from(tensor.ndim).is_ok_and(|ndim| ndim <= MAX_DIMENSIONS);
+        if !known {
+            let problem =
+                format!("the tensor has {} dimensions: expected 0 to {MAX_DIMENSIONS}", tensor.ndim);
+            return Err(Error::invalid(CALL, problem));
+        }
+        if tensor.ndim > 0 && tensor.shape.is_null() {
+            return Err(Error::invalid(CALL, "the tensor has no shape (a null pointer)"));
+        }
+        Ok(Tensor { managed, tensor, read_only })
+    }
+
+    /// Its lengths. None: it is one element.
+    pub fn shape(&self) -> &[i64] {
+        self.numbers(self.tensor.shape)
+    }
+
+    /// `at`: the shape, or strides.
+    fn numbers(&self, at: *const i64) -> &[i64] {
+        let ndim = self.tensor.ndim as usize;
+        if ndim == 0 || at.is_null() {
+            return &[];
+        }
+        // SAFETY: `ndim` numbers, as whoever made this promised, until the tensor is deleted, which is after `self`.
+        unsafe { std::slice::from_raw_parts(at, ndim) }
+    }
+
+    /// The type of its elements, if it is one of ours.
+    pub fn dtype(&self) -> Option<DType> {
+        self.tensor.dtype.dtype()
+    }
+
+    /// Where it is.
+    pub fn device(&self) -> DLDevice {
+        self.tensor.device
+    }
+
+    /// How many elements, and where the first is. No address is looked at.
+    fn elements<T: Element>(&self) -> Result<(usize, u64), String> {
+        if self.dtype() != Some(T::DTYPE) {
+            return Err(format!("the tensor holds {}, the buffer is to hold {}", TypeName(self), T::DTYPE));
+        }
+        if self.read_only {
+            return Err("the tensor is read-only, and operations write to it: ask for a copy".into());
+        }
+        let shape = self.shape();
+        if shape.iter().any(|n| *n < 0) {
+            return Err(format!("the shape {shape:?} has a negative length"));
+        }
+        let len = shape.iter().try_fold(1_usize, |all, n| all.checked_mul(usize::try_from(*n).ok()?));
+        let len = if shape.contains(&0) { Some(0) } else { len };
+        let size = size_of::<T>();
+        let Some(len) =
+            len.filter(|len| len.checked_mul(size).is_some_and(|bytes| bytes <= isize::MAX as usize))
+        else {
+            return Err(format!("the shape {shape:?} is of more elements than any memory has"));
+        };
+        if len == 0 {
+            return Ok((0, 0));
+        }
+        self.compact(shape)?;
+        let data = self.tensor.data.addr() as u64;
+        if data == 0 {
+            return Err(format!("the tensor has {len} elements and no memory (a null pointer)"));
+        }
+        let start = data.checked_add(self.tensor.byte_offset);
+        let end = start.and_then(|start| start.checked_add((len * size) as u64));
+        match (start, end) {
+            (Some(start), Some(_)) if start.is_multiple_of(align_of::<T>() as u64) => Ok((len, start)),
+            (Some(start), Some(_)) => Err(format!("{start:#x} is no address of a {}", T::DTYPE)),
+            _ => Err(format!(
+                "{len} elements, {} bytes after {data:#x}, lie beyond all memory",
+                self.tensor.byte_offset
+            )),
+        }
+    }
+
+    /// Whether rows follow each other without gaps. Strides along a length of 1 mean nothing.
+    fn compact(&self, shape: &[i64]) -> Result<(), String> {
+        let strides = self.numbers(self.tensor.strides);
+        let mut expected = 1_i64;
+        for (stride, n) in strides.iter().zip(shape).rev() {
+            if *n != 1 && *stride != expected {
+                return Err(format!(
+                    "the tensor has strides {strides:?} for the shape {shape:?}: its elements do not lie one after \
+                     another in row-major order; make it contiguous first"
+                ));
+            }
+            expected = expected.saturating_mul(*n);
+        }
+        Ok(())
+    }
+
+    /// As a buffer of the host's.
+    ///
+    /// # Errors
+    /// [`Failed`] with the tensor (always `Some`) and [`Error::Invalid`]: it is not the host's memory (`kDLCPU`,
+    /// `kDLCUDAHost`); its elements are of another type or not aligned for it; it is not contiguous, or read-only; or its
+    /// numbers cannot be.
+    pub fn into_host<T: Element>(self) -> Result<HostTensor<T>, Failed<Tensor>> {
+        let device = self.tensor.device;
+        let found = match device.device_type {
+            DL_CPU | DL_CUDA_HOST => self.elements::<T>(),
+            _ => Err(format!("the tensor is on {}, not in the host's memory", DeviceName(device))),
+        };
+        match found {
+            Ok((len, _)) => {
+                // Its own pointer, not the number: where it may point to stays known.
+                let start = self.tensor.data.wrapping_byte_add(self.tensor.byte_offset as usize).cast();
+                let start = NonNull::new(start).filter(|_| len > 0).unwrap_or(NonNull::dangling());
+                Ok(HostTensor { tensor: self, start, len })
+            }
+            Err(problem) => Err(Failed { buf: Some(self), error: Error::invalid(CALL, problem) }),
+        }
+    }
+
+    /// As a device buffer, in the order of `stream`: the one that the producer was told, or that it has put its work on.
+    ///
+    /// The deleter is called when the buffer is gone and the stream has come to that point, on another thread.
+    ///
+    /// # Errors
+    /// [`Failed`] with the tensor: [`Error::Invalid`], it is not on the device of the stream (`kDLCUDA`, and the device's
+    /// number), or the driver does not know its address as one of that device; otherwise as [`into_host`](Self::into_host);
+    /// [`Error::Cuda`].
+    pub fn into_device<T: Element>(self, stream: &DeviceStream) -> Result<DeviceBuf<T>, Failed<Tensor>> {
+        let ordinal = stream.device().ordinal();
+        let device = self.tensor.device;
+        let found = match device.device_type {
+            DL_CUDA if usize::try_from(device.device_id) != Ok(ordinal) => {
+                Err(format!("the tensor is on {}, the stream is of device {ordinal}", DeviceName(device)))
+            }
+            DL_CUDA => self.elements::<T>(),
+            _ => Err(format!("the tensor is on {}, not on a CUDA device", DeviceName(device))),
+        };
+        match found {
+            Ok((len, pointer)) => {
+                let memory = ForeignMemory { pointer, len, dtype: T::DTYPE };
+                // SAFETY: whoever made the tensor promised what is asked here, for this stream.
+                let made = unsafe { DeviceBuf::from_foreign(memory, stream, self) };
+                made.map_err(|failed| match failed.error {
+                    Error::Invalid { problem, .. } => {
+                        Failed { error: Error::invalid(CALL, problem), ..failed }
+                    }
+                    _ => failed,
+                })
+            }
+            Err(problem) => Err(Failed { buf: Some(self), error: Error::invalid(CALL, problem) }),
+        }
+    }
+}
+
+fn null() -> Error {
+    Error::invalid(CALL, "there is no tensor (a null pointer)")
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let form = match self.managed {
+            Managed::Versioned(_) => "",
+            Managed::Legacy(_) => ", legacy",
+        };
+        write!(f, "Tensor({} {:?} on {}{form})", TypeName(self), self.shape(), DeviceName(self.device()))
+    }
+}
+
+/// What a tensor holds, for a person.
+struct TypeName<'a>(&'a Tensor);
+
+impl fmt::Display for TypeName<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let dtype = self.0.tensor.dtype;
+        match dtype.dtype() {
+            Some(known) => known.fmt(f),
+            None => {
+                let (code, bits, lanes) = (dtype.code, dtype.bits, dtype.lanes);
+                write!(f, "elements of DLPack's type code {code}, {bits} bits, {lanes} lanes")
+            }
+        }
+    }
+}
+
+struct DeviceName(DLDevice);
+
+impl fmt::Display for DeviceName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let DLDevice { device_type, device_id } = self.0;
+        match device_type {
+            DL_CPU => f.write_str("the CPU"),
+            DL_CUDA => write!(f, "CUDA device {device_id}"),
+            DL_CUDA_HOST => f.write_str("the CPU (pinned)"),
+            // `kDLCUDAManaged`.
+            13 => f.write_str("managed memory of CUDA, which moves"),
+            _ => write!(f, "device {device_id} of DLPack's type {device_type}"),
+        }
+    }
+}
+
+/// A tensor of DLPack in the host's memory, as a buffer; derefs to a slice of all its elements.
+pub struct HostTensor<T: Element> {
+    tensor: Tensor,
+    start: NonNull<T>,
+    len: usize,
+}
+
+impl<T: Element> HostTensor<T> {
+    /// The tensor that it was made of.
+    pub fn into_tensor(self) -> Tensor {
+        self.tensor
+    }
+
+    /// Its lengths. None: it is one element.
+    pub fn shape(&self) -> &[i64] {
+        self.tensor.shape()
+    }
+}
+
+impl<T: Element> Deref for HostTensor<T> {
+    type Target = [T];
+    fn deref(&self) -> &[T] {
+        // SAFETY: `len` aligned, initialised elements that are ours alone until the tensor is deleted, as whoever made it
+        // promised; or none.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Element> DerefMut for HostTensor<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`, and `&mut self` makes this the only access.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<T: Element> fmt::Debug for HostTensor<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostTensor({} {:?})", T::DTYPE, self.shape())
+    }
+}
+
+// SAFETY: it has its memory alone, and the tensor may be deleted on any thread.
+unsafe impl<T: Element> Send for HostTensor<T> {}
+// SAFETY: `&HostTensor` only gives `&[T]`, and Element is Sync.
+unsafe impl<T: Element> Sync for HostTensor<T> {}
+
+// SAFETY: memory that does not move with the value, initialised, aligned, and owned alone: whoever made the tensor promised
+// it.
+unsafe impl<T: Element> HostMemory for HostTensor<T> {
+    type Elem = T;
+    fn ptr(&self) -> *const T {
+        self.start.as_ptr()
+    }
+    fn ptr_mut(&mut self) -> *mut T {
+        self.start.as_ptr()
+    }
+    fn count(&self) -> usize {
+        self.len
+    }
+}
