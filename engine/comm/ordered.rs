@@ -60,6 +60,7 @@ type Slot<O, F> = Arc<Mutex<Option<Result<O, Failed<F>>>>>;
 #[must_use = "the buffer comes back through it"]
 pub struct Ordered<O, F = O>(State<O, F>);
 
+#[allow(clippy::large_enum_variant)] // a box would be an allocation for each
 enum State<O, F> {
     /// What a job on a stream of the host's leaves here.
     Slot(Slot<O, F>, Event),
