@@ -11,6 +11,8 @@ mod copies;
 mod devices;
 #[path = "cuda/faults.rs"]
 mod faults;
+#[path = "cuda/laws.rs"]
+mod laws;
 #[path = "cuda/missing.rs"]
 mod missing;
 #[path = "cuda/order.rs"]

@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use super::port::Opener;
 use crate::error::Error;
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
+use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx};
 use crate::mem::device::{DeviceEvent, DeviceStream, Finish};
 use crate::types::Rank;
@@ -51,7 +52,7 @@ impl DeviceOp {
 
     /// It is this operation's turn: what is put on the stream from now on is its own.
     pub(super) fn begin(&self) -> Result<(), Error> {
-        self.after.iter().try_for_each(|event| self.stream().wait_event(event))
+        self.after.iter().filter(|_| kept(Wait::After)).try_for_each(|event| self.stream().wait_event(event))
     }
 
     /// All of it is on the stream.
@@ -65,7 +66,8 @@ impl DeviceOp {
     pub(crate) fn ended(&self, finish: Finish) {
         let doing = "run a collective";
         match self.end.lock().take() {
-            Some(end) => end.then(doing, finish),
+            Some(end) if kept(Wait::End) => end.then(doing, finish),
+            Some(_) => finish(Ok(())),
             None => finish(Err(Error::system(doing, "its end was not marked (a bug)"))),
         }
     }
@@ -73,10 +75,11 @@ impl DeviceOp {
     /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
     /// puts more there.
     pub(super) fn give_up(&self) -> Result<(), Error> {
-        for device in &self.binding.all {
+        for device in self.binding.all.iter().filter(|_| kept(Wait::GiveUp)) {
             let last = device.stream.record()?;
             // Ours too: memory of the machine's goes back in its order.
-            self.streams.iter().chain([self.stream()]).try_for_each(|stream| stream.wait_event(&last))?;
+            let ours = [self.stream()].into_iter().filter(|_| kept(Wait::GiveUpOurs));
+            self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;
         }
         Ok(())
     }

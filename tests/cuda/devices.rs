@@ -1,9 +1,12 @@
 //! Communicators bound to devices: collectives that run there.
 
-use allstream::cuda::{Device, DevicePath, DeviceStream};
+use std::time::{Duration, Instant};
 
-use crate::collectives::{everything, ranks};
-use crate::support::{calls, child, nothing_left, report, soon};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
+use allstream::{Algo, Comm, Error};
+
+use crate::collectives::everything;
+use crate::support::{calls, child, child_within, fail, full, nothing_left, ranks, report, soon};
 
 const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -23,5 +26,84 @@ fn devices_get_what_hosts_get() {
         assert_eq!(calls("cuMemHostAlloc"), 0, "nothing goes through the host");
         nothing_left("all ranks have ended");
         assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// All that binding and a collective on devices call. Those that give something back are in `faults.rs`.
+const CALLED: [&str; 19] = [
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxGetStreamPriorityRange",
+    "cuStreamCreateWithPriority",
+    "cuDeviceCanAccessPeer",
+    "cuCtxEnablePeerAccess",
+    "cuStreamIsCapturing",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuLaunchHostFunc",
+    "cuMemAlloc_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+];
+
+/// What a program on two devices does. It ends on all ranks soon after one has failed: nobody waits for a deadline.
+fn program() -> Result<(), Error> {
+    fn run(comm: &mut Comm) -> Result<(), Error> {
+        let device = Device::new(comm.rank())?;
+        assert_eq!(soon(comm.bind_device(&device))?, DevicePath::Peer);
+        let stream = DeviceStream::new(&device)?;
+        let mut buf = soon(DeviceBuf::from_host(&stream, vec![1f32; 1000]))?.1;
+        for algo in [Algo::Ring, Algo::RecursiveDoubling] {
+            let work = comm.timeout(Duration::from_secs(8)).algo(algo).scale(0.5).all_reduce(buf);
+            buf = soon(work).map_err(|failed| failed.error)?;
+        }
+        let (_, host) = soon(buf.to_host(vec![0f32; 1000]))?;
+        assert!(host == [1.0; 1000], "rank {}: {:?}", comm.rank(), &host[..4]);
+        Ok(())
+    }
+    let results = ranks(2, |mut comm| -> Result<(), Error> {
+        let result = run(&mut comm);
+        match &result {
+            Ok(()) => soon(comm.close())?,
+            // A rank that gives up leaves: the other hears of it.
+            Err(_) => comm.abort("a rank gave up"),
+        }
+        result
+    });
+    results.into_iter().collect()
+}
+
+/// Each call of the driver that a bound communicator makes fails once: an error or none, no hang, nothing lost or leaked.
+#[test]
+fn every_call_of_a_bound_communicator_fails_in_turn() {
+    let variables = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+    let limit = Duration::from_secs(if full() { 600 } else { 120 });
+    child_within("devices::every_call_of_a_bound_communicator_fails_in_turn", &variables, limit, || {
+        for name in CALLED {
+            let before = calls(name);
+            program().unwrap();
+            nothing_left("nothing fails");
+            let (times, start) = (calls(name) - before, Instant::now());
+            let (mut told, mut tried) = (0, 0);
+            // All of them, or some that are spread out.
+            let step = if full() { 1 } else { times.div_ceil(24).max(1) };
+            for nth in (1..=times).step_by(step as usize) {
+                fail(Some(name), nth, 999);
+                let result = program();
+                fail(None, 0, 0);
+                let what = format!("call {nth} of {times} of {name} failed, {result:?}");
+                assert!(!matches!(result, Err(Error::Timeout { .. })), "it is told at once: {what}");
+                nothing_left(&what);
+                (told, tried) = (told + u32::from(result.is_err()), tried + 1);
+            }
+            println!("{name}: {tried} of {times}, {told} told, {:.1?}", start.elapsed());
+            assert!(times > 0, "{name} is not called");
+        }
     });
 }
