@@ -457,7 +457,11 @@ pub(crate) fn some(n: usize, seed: u64) -> Vec<Case> {
             }
             let h = mix(&[seed, c as u64, f as u64]) as usize;
             // (On floats, now and then, with a factor.)
-            let op = if h % 4 == 0 && kind.reduces() { Combine::Scaled } else { Combine::Op(ReduceOp::Sum) };
+            let op = if h.is_multiple_of(4) && kind.reduces() {
+                Combine::Scaled
+            } else {
+                Combine::Op(ReduceOp::Sum)
+            };
             let op = factors.ops.iter().position(|other| *other == op).unwrap();
             let form = Form::ALL.iter().position(|other| *other == f).unwrap();
             let row = [c, form, world, 5, DType::F32 as usize, op, h / 4 % 3, 0];

@@ -24,7 +24,7 @@ const CHILD: &str = "HAZARDS_CHILD";
 /// Processes at a time: they sleep most of the time.
 const TOGETHER: usize = 6;
 /// What hangs is noticed after this long.
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(100);
 
 fn seeds() -> u64 {
     let asked = std::env::var("HAZARDS_SEEDS").ok().and_then(|seeds| seeds.parse().ok());
@@ -33,7 +33,7 @@ fn seeds() -> u64 {
 
 /// Law 1: what a stream was asked to do before the call comes first.
 fn order(seed: u64) {
-    for i in 0..6 {
+    for i in 0..5 {
         set_delays(3000, mix(&[seed, i]));
         ranks(2, |mut comm| {
             let stream = bound(&mut comm, 2);
@@ -62,10 +62,10 @@ fn collectives(seed: u64) {
 
 /// Groups that are aborted at any time; what they give back is used at once, and its memory goes back to the driver.
 fn aborts(seed: u64) {
-    for i in 0..30 {
+    for i in 0..12 {
         let h = mix(&[seed, i]) as usize;
         // Streams that are slow, or hosts.
-        let slow_hosts = h % 2 == 0;
+        let slow_hosts = h.is_multiple_of(2);
         set_delays(if slow_hosts { 0 } else { 2500 }, h as u64);
         slow_readers(Duration::from_micros(if slow_hosts { 4000 } else { 0 }));
         let all = [Algo::Ring, Algo::RecursiveDoubling, Algo::HalvingDoubling, Algo::Mst, Algo::Naive];
@@ -117,7 +117,7 @@ fn aborts(seed: u64) {
 /// though that rank's operation fails and new buffers take all the memory that there is.
 fn late_readers(seed: u64) {
     const N: usize = 4;
-    for i in 0..30 {
+    for i in 0..8 {
         set_delays(1500, mix(&[seed, i]));
         let called = std::sync::Barrier::new(N);
         ranks(N, |mut comm| {
