@@ -3,6 +3,7 @@
 /// What keeps an operation on devices in order. Each is needed: `tests/cuda/hazards.rs` takes them away one by one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
+#[cfg_attr(not(any(test, feature = "testing")), allow(unreachable_pub))] // `testing` gives it out.
 pub enum Wait {
     /// An operation's first work, for what the buffers' streams held at the call.
     After = 1,
@@ -30,6 +31,7 @@ pub enum Wait {
     Revoked,
 }
 
+#[cfg(any(test, feature = "testing"))]
 impl Wait {
     /// All of them.
     pub const ALL: [Wait; 12] = [
