@@ -2,6 +2,8 @@
 
 use parking_lot::Mutex;
 
+pub use crate::link::waits::{Wait, slow_readers, take_away};
+
 use crate::plan::mutate::{self, Mutation};
 use crate::plan::{Kind, Plan, Rank};
 

@@ -9,15 +9,19 @@ mod between;
 mod collectives;
 #[path = "cuda/copies.rs"]
 mod copies;
-#[path = "cuda/devices.rs"]
-mod devices;
 #[cfg(feature = "cudarc")]
 #[path = "cuda/cudarc.rs"]
 mod cudarc;
+#[path = "cuda/devices.rs"]
+mod devices;
 #[path = "cuda/dlpack.rs"]
 mod dlpack;
 #[path = "cuda/faults.rs"]
 mod faults;
+#[path = "cuda/joined.rs"]
+mod joined;
+#[path = "cuda/laws.rs"]
+mod laws;
 #[path = "cuda/missing.rs"]
 mod missing;
 #[path = "cuda/order.rs"]

@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use super::port::Opener;
 use crate::error::Error;
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
+use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx};
 use crate::mem::device::{DeviceEvent, DeviceStream};
 use crate::types::Rank;
@@ -70,7 +71,7 @@ impl DeviceOp {
     /// It is this operation's turn: what is put on the stream from now on is its own.
     pub(super) fn begin(&self) -> Result<(), Error> {
         self.binding.ours.begins(self.number(), self.after.clone());
-        self.after.iter().try_for_each(|event| self.stream().wait_event(event))
+        self.after.iter().filter(|_| kept(Wait::After)).try_for_each(|event| self.stream().wait_event(event))
     }
 
     /// All of it is on the stream.
@@ -90,7 +91,7 @@ impl DeviceOp {
     /// Whether the stream has come to its end.
     pub(super) fn is_over(&self) -> Result<bool, Error> {
         let state = self.state.lock();
-        let over = state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
+        let over = !kept(Wait::End) || state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
         if over {
             self.binding.ours.ended(self.number());
         }
@@ -141,10 +142,11 @@ impl DeviceOp {
     }
 
     fn order_after_all(&self) -> Result<(), Error> {
-        for device in &self.binding.all {
+        for device in self.binding.all.iter().filter(|_| kept(Wait::GiveUp)) {
             let last = device.stream.record()?;
             // Ours too: memory of the machine's goes back in its order.
-            self.streams.iter().chain([self.stream()]).try_for_each(|stream| stream.wait_event(&last))?;
+            let ours = [self.stream()].into_iter().filter(|_| kept(Wait::GiveUpOurs));
+            self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;
         }
         Ok(())
     }

@@ -158,6 +158,8 @@ struct Run {
     /// Since when this process has not stood still, as far as it was looked at.
     awake: Instant,
     blocked: u32,
+    /// Something could not be done. What it was part of goes no further.
+    failed: bool,
     /// When everything was failed, once it was.
     drained: Option<Instant>,
     /// When peers were told that nothing of theirs is read any more, and lent memory was taken back.
@@ -241,6 +243,7 @@ impl Endpoint {
             checked: Instant::now(),
             awake: Instant::now(),
             blocked: 0,
+            failed: false,
             drained: None,
             revoked: None,
         };
@@ -555,6 +558,9 @@ impl Endpoint {
         if self.poisoned.load(Ordering::Acquire) {
             return self.drain(&mut run);
         }
+        if run.failed {
+            return Progress::Blocked;
+        }
         // Not waited for: a waker or a buffer's drop may run under it, on this very thread.
         let Some(gate) = self.config.gate.try_lock() else { return Progress::Blocked };
         let moved = self.advance(&mut run);
@@ -580,6 +586,8 @@ impl Endpoint {
                 progress
             }
             Err(error) => {
+                // Nobody else goes on with what was done in part, before all know that it failed.
+                run.failed = true;
                 drop(run);
                 self.fail(error);
                 Progress::Advanced

@@ -24,6 +24,7 @@ use super::device::DeviceOp;
 use super::operation::{Part, Reduction};
 use super::port::{Lent, Payload, Port};
 use crate::error::Error;
+use crate::link::waits::Wait;
 use crate::link::{Header, SLOT};
 use crate::plan::compile::Holds;
 use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH};
@@ -229,7 +230,7 @@ impl Machine {
     /// Forgets the part: done, or failed.
     pub(super) fn clear(&mut self) {
         self.work = None;
-        self.on_device = OnDevice::default();
+        self.on_device.clear();
     }
 
     /// Whether nothing more of this part goes to a peer.
@@ -334,18 +335,20 @@ impl Machine {
         let stored = step.holds() == Holds::Source || node.pos == node.len;
         let receivers = node.first..node.first + step.send.len();
         // A message posted from memory of ours that is still lent is not done; `freed` says so.
-        stored && self.freed[receivers].iter().all(|f| *f == node.len)
+        let freed = self.freed[receivers].iter().all(|f| *f == node.len);
+        stored && (freed || !self.on_device.keeps(Wait::Freed))
     }
 
     /// How far (exclusive) step `i` may write or read at most, by the steps before it.
     fn written_limit(&self, program: &Program, i: usize) -> usize {
         let after = &program.nodes[i].after_write;
-        after.iter().map(|j| self.whole(i, *j, self.nodes[*j as usize].pos)).min().unwrap_or(usize::MAX)
+        let after = after.iter().filter(|_| self.on_device.keeps(Wait::Written));
+        after.map(|j| self.whole(i, *j, self.nodes[*j as usize].pos)).min().unwrap_or(usize::MAX)
     }
 
     fn read_limit(&self, program: &Program, i: usize) -> usize {
         let mut limit = usize::MAX;
-        for &j in &program.nodes[i].after_read {
+        for &j in program.nodes[i].after_read.iter().filter(|_| self.on_device.keeps(Wait::Read)) {
             let (node, step) = (&self.nodes[j as usize], &program.plan.steps[j as usize]);
             if step.holds() != Holds::Source {
                 limit = limit.min(self.whole(i, j, node.got));

@@ -18,6 +18,7 @@ pub(crate) mod peer;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;
+pub(crate) mod waits;
 mod wire;
 
 use crate::error::Error;

@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use super::local::{Bell, Descriptor, Gate, RawRing};
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
+use super::waits::{Wait, dawdle, kept};
 use super::{Frame, Header, LinkRx, LinkTx, Posted};
 use crate::error::Error;
 use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream};
@@ -159,7 +160,9 @@ impl LinkTx for PeerTx {
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
         while self.seen < released {
-            if let Some(done) = &*self.mark(self.seen, |marks| &marks.done).lock() {
+            if let Some(done) = &*self.mark(self.seen, |marks| &marks.done).lock()
+                && kept(Wait::Done)
+            {
                 self.ours.stream.wait_event(done)?;
             }
             self.seen += 1;
@@ -170,7 +173,7 @@ impl LinkTx for PeerTx {
     /// Nothing more is put on the reader's stream; what is there already, its end tells.
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().store(1, Ordering::SeqCst);
-        self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
+        !kept(Wait::Gate) || self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
     }
 }
 
@@ -210,7 +213,8 @@ impl PeerRx {
 
 impl LinkRx for PeerRx {
     fn peek(&mut self, _useful: usize) -> Result<Option<Frame>, Error> {
-        if self.hung_up || self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
+        let revoked = self.ring.memory().revoked().load(Ordering::SeqCst) != 0 && kept(Wait::Revoked);
+        if self.hung_up || revoked {
             return Ok(None);
         }
         if self.head.is_some() {
@@ -220,10 +224,12 @@ impl LinkRx for PeerRx {
         let header = descriptor.header();
         if header.len > 0
             && let Some(ready) = &*self.marks().0.lock()
+            && kept(Wait::Ready)
         {
             self.ours.stream.wait_event(ready)?;
         }
         let data = std::ptr::without_provenance(descriptor.location as usize);
+        dawdle();
         self.head = Some(Frame { header, data, ready: header.len as usize, done: 0 });
         Ok(self.head)
     }

@@ -4,35 +4,15 @@
 use std::time::Duration;
 
 use allstream::cuda::{Device, DeviceBuf, DeviceStream};
-use allstream::{Buf, Comm, Element, Error, Event, Failed, HostStream, Message, ReduceOp};
+use allstream::{Comm, Error, Event, Failed, HostStream, Message, ReduceOp};
 
-use crate::support::{calls, child, device, fail, nothing_left, report, set_delays, soon};
+use crate::support::{
+    calls, child, device, down, fail, nothing_left, ranks, report, set_delays, soon, up, values,
+};
 
 const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "2000"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 const N: usize = 3;
-
-/// Runs each rank of a group in a thread of its own.
-pub(crate) fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
-    let comms = Comm::local(n).unwrap();
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| run(comm))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-pub(crate) fn values(rank: usize, len: usize) -> Vec<f32> {
-    (0..len).map(|i| ((i * 7 + rank * 3) % 11) as f32 - 4.0).collect()
-}
-
-pub(crate) fn up<T: Element>(stream: &DeviceStream, values: Vec<T>) -> DeviceBuf<T> {
-    soon(DeviceBuf::from_host(stream, values)).unwrap().1
-}
-
-pub(crate) fn down<T: Element>(buf: DeviceBuf<T>) -> Vec<T> {
-    let len = Buf::len(&buf);
-    soon(buf.to_host(vec![T::default(); len])).unwrap().1
-}
 
 /// One call on host buffers, and the same on device buffers: what every rank ends with.
 macro_rules! same {

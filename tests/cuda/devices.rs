@@ -1,12 +1,12 @@
 //! Communicators bound to devices: collectives that run there.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use allstream::cuda::{Device, DevicePath, DeviceStream};
-use allstream::{Comm, Error, Failed};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
+use allstream::{Algo, Comm, Error};
 
-use crate::collectives::{down, everything, ranks, up, values};
-use crate::support::{calls, child, nothing_left, report, set_delays, soon};
+use crate::collectives::everything;
+use crate::support::{calls, child, child_within, fail, full, nothing_left, ranks, report, soon};
 
 const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -29,120 +29,81 @@ fn devices_get_what_hosts_get() {
     });
 }
 
-/// A rank of a group on one device: its stream for computing.
-fn bound(comm: &mut Comm) -> DeviceStream {
-    let device = Device::new(0).unwrap();
-    assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
-    DeviceStream::new(&device).unwrap()
-}
+/// All that binding and a collective on devices call. Those that give something back are in `faults.rs`.
+const CALLED: [&str; 19] = [
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxGetStreamPriorityRange",
+    "cuStreamCreateWithPriority",
+    "cuDeviceCanAccessPeer",
+    "cuCtxEnablePeerAccess",
+    "cuStreamIsCapturing",
+    "cuModuleLoadData",
+    "cuModuleGetFunction",
+    "cuLaunchKernel",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuLaunchHostFunc",
+    "cuMemAlloc_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+];
 
-/// No host waits in between: what a collective leaves is the next one's input, in the order of streams.
-#[test]
-fn a_chain_of_collectives_is_in_order_without_the_host() {
-    child("devices::a_chain_of_collectives_is_in_order_without_the_host", SLOW, || {
-        for seed in 0..10 {
-            set_delays(500, seed);
-            ranks(2, |mut comm| {
-                let compute = bound(&mut comm);
-                let mut grads = up(&compute, values(comm.rank(), 3000));
-                let mut expected =
-                    values(0, 3000).iter().zip(values(1, 3000)).map(|(a, b)| a + b).collect::<Vec<_>>();
-                for _ in 0..8 {
-                    let work = comm.on(&compute).all_reduce(grads);
-                    grads = work.join(&compute).unwrap().in_order().unwrap();
-                }
-                expected.iter_mut().for_each(|x| *x *= 128.0);
-                assert_eq!(down(grads), expected, "seed {seed}");
-                soon(comm.close()).unwrap();
-            });
+/// What a program on two devices does. It ends on all ranks soon after one has failed: nobody waits for a deadline.
+fn program() -> Result<(), Error> {
+    fn run(comm: &mut Comm) -> Result<(), Error> {
+        let device = Device::new(comm.rank())?;
+        assert_eq!(soon(comm.bind_device(&device))?, DevicePath::Peer);
+        let stream = DeviceStream::new(&device)?;
+        let mut buf = soon(DeviceBuf::from_host(&stream, vec![1f32; 1000]))?.1;
+        for algo in [Algo::Ring, Algo::RecursiveDoubling] {
+            let work = comm.timeout(Duration::from_secs(8)).algo(algo).scale(0.5).all_reduce(buf);
+            buf = soon(work).map_err(|failed| failed.error)?;
         }
-        nothing_left("all ranks have ended");
-        assert_eq!(report().freed_in_use, 0);
-    });
-}
-
-/// The peer comes late: the stream waits for what is not there yet, and the host does not.
-#[test]
-fn a_stream_waits_for_a_collective_whose_peers_have_not_called() {
-    child("devices::a_stream_waits_for_a_collective_whose_peers_have_not_called", SLOW, || {
-        let (told, hear) = std::sync::mpsc::channel();
-        let (told, hear) = (&std::sync::Mutex::new(told), &std::sync::Mutex::new(hear));
-        ranks(2, |mut comm| {
-            let compute = bound(&mut comm);
-            let mut grads = up(&compute, vec![comm.rank() as f32 + 1.0; 500]);
-            if comm.rank() == 1 {
-                // Only when the other's stream waits.
-                hear.lock().unwrap().recv_timeout(Duration::from_secs(10)).unwrap();
-            }
-            for _ in 0..3 {
-                let ordered = comm.on(&compute).all_reduce(grads).join(&compute).unwrap();
-                grads = ordered.launch(&compute, |buf| buf).in_order().unwrap();
-            }
-            let point = compute.record().unwrap();
-            if comm.rank() == 0 {
-                assert!(!point.is_complete().unwrap(), "nobody has called but this rank");
-                told.lock().unwrap().send(()).unwrap();
-            }
-            assert_eq!(down(grads), [12.0; 500]);
-            soon(comm.close()).unwrap();
-        });
-        assert!(calls("cuStreamWaitValue32_v2") > 0);
-        nothing_left("all ranks have ended");
-        assert_eq!(report().freed_in_use, 0);
-    });
-}
-
-/// Law 4: a stream that waits goes on by the deadline, and the error is found.
-#[test]
-fn law_4_a_stream_is_released_by_the_deadline() {
-    child("devices::law_4_a_stream_is_released_by_the_deadline", SLOW, || {
-        let mut comms = Comm::local(2).unwrap();
-        let mut second = comms.pop().unwrap();
-        let mut first = comms.pop().unwrap();
-        let other = std::thread::spawn(move || (bound(&mut second), second));
-        let compute = bound(&mut first);
-        let (_, second) = other.join().unwrap();
-        let deadline = Duration::from_millis(150);
-        let buf = up(&compute, values(0, 100));
-        let ordered = first.timeout(deadline).all_reduce(buf).join(&compute).unwrap();
-        let point = compute.record().unwrap();
-        soon(point).unwrap();
-        let Failed { buf, error } = soon(ordered).unwrap_err();
-        assert!(matches!(&error, Error::Timeout { missing, .. } if missing[0].rank == 1), "{error}");
-        assert_eq!(down(buf.unwrap()), values(0, 100), "nothing was written");
-        assert!(first.check().is_err());
-        drop((first, second, compute));
-        nothing_left("all was dropped");
-        assert_eq!(report().freed_in_use, 0);
-    });
-}
-
-/// Law 4: the peer has called, and its device never comes to it.
-#[test]
-fn law_4_a_device_that_does_not_come_to_it_is_named() {
-    child("devices::law_4_a_device_that_does_not_come_to_it_is_named", SLOW, || {
-        let errors = ranks(2, |mut comm| {
-            let compute = bound(&mut comm);
-            let rank = comm.rank();
-            let buf = up(&compute, values(rank, 100));
-            // Rank 1's stream is held up by a collective that only it calls, on a group of its own that nobody joins.
-            let mut pair = soon(comm.dup()).unwrap();
-            soon(pair.bind_device(&Device::new(0).unwrap())).unwrap();
-            let holding = (rank == 1).then(|| {
-                let own = up(&compute, vec![0f32; 4]);
-                pair.timeout(Duration::from_secs(3)).all_reduce(own).join(&compute).unwrap()
-            });
-            let result = soon(comm.on(&compute).timeout(Duration::from_millis(200)).all_reduce(buf));
-            let error = result.map(drop).unwrap_err().error;
-            drop((holding, pair));
-            error
-        });
-        for error in errors {
-            let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
-            assert!(missing.iter().all(|missing| missing.rank == 1), "{error}");
-            assert!(error.to_string().contains("its device has not come to it"), "{error}");
+        let (_, host) = soon(buf.to_host(vec![0f32; 1000]))?;
+        assert!(host == [1.0; 1000], "rank {}: {:?}", comm.rank(), &host[..4]);
+        Ok(())
+    }
+    let results = ranks(2, |mut comm| -> Result<(), Error> {
+        let result = run(&mut comm);
+        match &result {
+            Ok(()) => soon(comm.close())?,
+            // A rank that gives up leaves: the other hears of it.
+            Err(_) => comm.abort("a rank gave up"),
         }
-        nothing_left("all ranks have ended");
-        assert_eq!(report().freed_in_use, 0);
+        result
+    });
+    results.into_iter().collect()
+}
+
+/// Each call of the driver that a bound communicator makes fails once: an error or none, no hang, nothing lost or leaked.
+#[test]
+fn every_call_of_a_bound_communicator_fails_in_turn() {
+    let variables = [("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+    let limit = Duration::from_secs(if full() { 600 } else { 120 });
+    child_within("devices::every_call_of_a_bound_communicator_fails_in_turn", &variables, limit, || {
+        for name in CALLED {
+            let before = calls(name);
+            program().unwrap();
+            nothing_left("nothing fails");
+            let (times, start) = (calls(name) - before, Instant::now());
+            let (mut told, mut tried) = (0, 0);
+            // All of them, or some that are spread out.
+            let step = if full() { 1 } else { times.div_ceil(24).max(1) };
+            for nth in (1..=times).step_by(step as usize) {
+                fail(Some(name), nth, 999);
+                let result = program();
+                fail(None, 0, 0);
+                let what = format!("call {nth} of {times} of {name} failed, {result:?}");
+                assert!(!matches!(result, Err(Error::Timeout { .. })), "it is told at once: {what}");
+                nothing_left(&what);
+                (told, tried) = (told + u32::from(result.is_err()), tried + 1);
+            }
+            println!("{name}: {tried} of {times}, {told} told, {:.1?}", start.elapsed());
+            assert!(times > 0, "{name} is not called");
+        }
     });
 }

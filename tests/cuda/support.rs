@@ -1,4 +1,6 @@
-//! The child, the driver's knobs, and deadlines.
+//! The child, the driver's knobs, deadlines, and what tests with ranks share.
+
+#![allow(dead_code)] // Not every test uses everything.
 
 use std::ffi::{CString, c_char, c_void};
 use std::path::{Path, PathBuf};
@@ -6,7 +8,8 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use allstream::cuda::{Device, DeviceStream};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
+use allstream::{Buf, Comm, Element};
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
@@ -37,8 +40,18 @@ pub(crate) fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
 }
 
+/// Whether everything is to be tried.
+pub(crate) fn full() -> bool {
+    std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
+}
+
 /// Runs the test of this name in a process with these variables; in that process, runs `body`.
 pub(crate) fn child(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
+    child_within(test, variables, 15 * DEADLINE, body);
+}
+
+/// The same, for one that may take long.
+pub(crate) fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, body: impl FnOnce()) {
     if std::env::var(CHILD).as_deref() == Ok(test) {
         return body();
     }
@@ -48,7 +61,7 @@ pub(crate) fn child(test: &str, variables: &[(&str, &str)], body: impl FnOnce())
         command.env(LIBRARY, library());
     }
     let mut child = command.envs(variables.iter().copied()).stdin(Stdio::null()).spawn().unwrap();
-    let end = Instant::now() + 15 * DEADLINE;
+    let end = Instant::now() + limit;
     let status = loop {
         if let Some(status) = child.try_wait().unwrap() {
             break status;
@@ -167,4 +180,46 @@ pub(crate) fn device() -> (Device, DeviceStream) {
 
 pub(crate) fn numbers(len: usize) -> Vec<u32> {
     (0..len as u32).collect()
+}
+
+/// Runs each rank of a group in a thread of its own.
+pub(crate) fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
+    let comms = Comm::local(n).unwrap();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| run(comm))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+pub(crate) fn values(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 7 + rank * 3) % 11) as f32 - 4.0).collect()
+}
+
+pub(crate) fn up<T: Element>(stream: &DeviceStream, values: Vec<T>) -> DeviceBuf<T> {
+    soon(DeviceBuf::from_host(stream, values)).unwrap().1
+}
+
+pub(crate) fn down<T: Element>(buf: DeviceBuf<T>) -> Vec<T> {
+    let len = Buf::len(&buf);
+    soon(buf.to_host(vec![T::default(); len])).unwrap().1
+}
+
+/// A stream of the device that `comm` is now bound to, one of so many.
+pub(crate) fn bound(comm: &mut Comm, devices: usize) -> DeviceStream {
+    let device = Device::new(comm.rank() % devices).unwrap();
+    assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+    DeviceStream::new(&device).unwrap()
+}
+
+/// A buffer that came back from a failure is the caller's: what is put there stays, whatever was on its way there.
+pub(crate) fn is_ours(buf: DeviceBuf<f32>) {
+    let pattern: Vec<f32> = (0..buf.len()).map(|i| i as f32 + 0.25).collect();
+    let (_, buf) = soon(buf.copy_from_host(pattern.clone())).unwrap();
+    // Whatever is late has time to come.
+    let mut buf = buf;
+    for _ in 0..6 {
+        let (back, host) = soon(buf.to_host(vec![0f32; pattern.len()])).unwrap();
+        assert!(host == pattern, "somebody wrote to a buffer that was given back");
+        buf = back;
+    }
 }

@@ -108,6 +108,7 @@ fn nothing(config: &EndpointConfig) -> Run {
         checked: Instant::now(),
         awake: Instant::now(),
         blocked: 0,
+        failed: false,
         drained: None,
         revoked: None,
     }

@@ -9,6 +9,7 @@ use crate::error::Error;
 use crate::exec::device::DeviceOp;
 use crate::exec::operation::Reduction;
 use crate::exec::port::{Payload, Port};
+use crate::link::waits::{Wait, kept};
 use crate::mem::device::DeviceBuf;
 use crate::plan::{INPUT, OUTPUT, Operand, SCRATCH};
 
@@ -31,6 +32,23 @@ fn address(buf: &DeviceBuf<u8>) -> *mut u8 {
 }
 
 impl OnDevice {
+    /// Whether a limit is there: always, but in builds for tests.
+    pub(super) fn keeps(&self, wait: Wait) -> bool {
+        !self.begun || kept(wait)
+    }
+
+    /// Gives the memory back.
+    pub(super) fn clear(&mut self) {
+        let OnDevice { scratch, scaled, hands, .. } = std::mem::take(self);
+        if !kept(Wait::Memory) {
+            scratch
+                .into_iter()
+                .chain(scaled)
+                .chain(hands.into_iter().flatten())
+                .for_each(DeviceBuf::replaced);
+        }
+    }
+
     pub(super) fn scratch(&self) -> Option<*mut u8> {
         self.scratch.as_ref().map(address)
     }

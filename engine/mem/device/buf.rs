@@ -337,8 +337,8 @@ impl<T: Element> DeviceBuf<T> {
         self.stream = stream.clone();
     }
 
-    /// Goes without a mark: siblings took its place.
-    pub(super) fn replaced(mut self) {
+    /// Goes without a mark: siblings took its place, or nobody is to wait for it (in tests).
+    pub(crate) fn replaced(mut self) {
         self.marks = false;
     }
 }
