@@ -13,5 +13,7 @@ mod faults;
 mod missing;
 #[path = "cuda/order.rs"]
 mod order;
+#[path = "cuda/perf.rs"]
+mod perf;
 #[path = "cuda/support.rs"]
 mod support;

@@ -38,6 +38,38 @@ fn copies_give_everything_back() {
 }
 
 #[test]
+fn a_buffer_is_copied_from_another_after_what_is_on_both_streams() {
+    child("copies::a_buffer_is_copied_from_another_after_what_is_on_both_streams", SLOW, || {
+        let (device, one) = device();
+        let two = DeviceStream::new(&device).unwrap();
+        let filled = |stream: &DeviceStream| soon(DeviceBuf::from_host(stream, numbers(4000))).unwrap().1;
+        let read = |buf: DeviceBuf<u32>| soon(buf.to_host(vec![7; 4000])).unwrap().1;
+        for _ in 0..20 {
+            // Nobody has waited for the zeros.
+            let (to, from) = (filled(&two), DeviceBuf::zeroed(&one, 4000).unwrap());
+            let (to, from) = soon(to.copy_from(from)).unwrap();
+            assert_eq!((read(to), read(from)), (vec![0; 4000], vec![0; 4000]));
+            let (to, from) = (DeviceBuf::zeroed(&two, 4000).unwrap(), filled(&one));
+            let (to, from) = soon(to.copy_from(from)).unwrap();
+            assert_eq!((read(to), read(from)), (numbers(4000), numbers(4000)));
+        }
+        let nothing = || DeviceBuf::<u8>::zeroed(&one, 0).unwrap();
+        drop(soon(nothing().copy_from(nothing())).unwrap());
+        // What cannot be comes back.
+        let other = DeviceStream::new(&Device::new(1).unwrap()).unwrap();
+        let buf = |stream: &DeviceStream, len| DeviceBuf::<u32>::zeroed(stream, len).unwrap();
+        let Failed { buf: both, error } = soon(buf(&one, 4).copy_from(buf(&one, 5))).unwrap_err();
+        assert_eq!(error.to_string(), "copy_from: this buffer has 4 elements, the other 5");
+        assert_eq!(both.map(|(to, from)| (to.len(), from.len())), Some((4, 5)));
+        let Failed { buf: both, error } = soon(buf(&one, 4).copy_from(buf(&other, 4))).unwrap_err();
+        assert!(error.to_string().contains("is on device 0, the other on device 1"), "{error}");
+        drop((both, one, two, other, device));
+        nothing_left("all was dropped");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+#[test]
 fn a_copy_that_nobody_waits_for_keeps_its_buffers() {
     child("copies::a_copy_that_nobody_waits_for_keeps_its_buffers", SLOW, || {
         let (device, stream) = device();

@@ -3,6 +3,7 @@
 mod house;
 mod journal;
 mod kernels;
+mod pack;
 mod parts;
 mod runner;
 mod source;
@@ -39,6 +40,12 @@ enum Command {
         #[arg(long)]
         check: bool,
     },
+    /// Make a folder with all that runs on a machine with a GPU, and nothing else: see docs/gpu-pack.md
+    GpuPack {
+        /// Where it goes; an earlier pack there is replaced
+        #[arg(long, value_name = "DIR", default_value = pack::FOLDER)]
+        out: PathBuf,
+    },
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
 }
@@ -63,6 +70,19 @@ fn main() -> ExitCode {
             };
         }
         Command::Kernels { check: true } => vec![parts::cuda_kernels()],
+        Command::GpuPack { out } => {
+            return match pack::make(&root, &root.join(&out)) {
+                Ok(contents) => {
+                    print!("{contents}");
+                    println!("in {}", out.display());
+                    ExitCode::SUCCESS
+                }
+                Err(error) => {
+                    eprintln!("cargo xtask gpu-pack: {error}");
+                    ExitCode::FAILURE
+                }
+            };
+        }
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests()).collect(),
     };
     if parts.is_empty() {

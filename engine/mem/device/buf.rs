@@ -357,7 +357,7 @@ fn upload<T: Element, H: HostMemory<Elem = T>>(
     unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, buf.stream.0.raw) }
 }
 
-fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
+pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
     match (result, held) {
         (Ok(()), Some(held)) => Ok(held),
         (result, buf) => Err(Failed { buf, error: lost(result) }),

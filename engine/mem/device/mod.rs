@@ -3,6 +3,7 @@
 //! Everything here is ordered by streams: a [`DeviceBuf`] belongs to one, work on it is put there, and its memory goes
 //! back to the pool in that order. `docs/adr/0013-device-memory.md` has the rules and their reasons.
 
+mod between;
 mod buf;
 mod context;
 mod foreign;
