@@ -5,6 +5,9 @@ use std::process::{Command, Output, Stdio};
 
 use crate::support::{LIBRARY, library};
 
+/// A library that is found, so that no other one is looked for, and is no driver.
+const NO_DRIVER: &str = "libc.so.6";
+
 /// It ends by itself: operations have deadlines.
 fn allstream(library: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
@@ -42,7 +45,7 @@ fn perf_says_which_device_is_missing() {
     let sizes = ["perf", "all_reduce", "--threads", "-e", "4"];
     for (library, device, told) in [
         (library(), "--device=9", "there is no device 9, this process sees 2"),
-        (Path::new("/no/such/libcuda.so"), "--device", "/no/such/libcuda.so"),
+        (Path::new(NO_DRIVER), "--device", "libc.so.6 has no function cuInit"),
     ] {
         let output = allstream(library, &[&sizes[..], &[device]].concat());
         let said = text(&output.stderr);
@@ -67,6 +70,6 @@ fn info_names_the_devices_or_what_is_missing() {
         found.contains(" yes: CUDA 12") && found.contains("device 1: CUDA device for tests 1"),
         "{found}"
     );
-    let missing = line(Path::new("/no/such/libcuda.so"));
-    assert!(missing.contains(" no: ") && missing.contains("/no/such/libcuda.so"), "{missing}");
+    let missing = line(Path::new(NO_DRIVER));
+    assert!(missing.contains(" no: ") && missing.contains("libc.so.6 has no function cuInit"), "{missing}");
 }
