@@ -220,6 +220,8 @@ pub enum MissingState {
     NotCalled(Option<u64>),
     /// It answers, and waits in this operation as well.
     Waiting,
+    /// It has called this operation, and what its device is to do before is not done: its input is not there.
+    NotReady,
     /// It does not answer on its control connection.
     NoAnswer,
     /// It has not made the matching call (`send` or `recv`), or its data has not come.
@@ -253,6 +255,9 @@ impl fmt::Display for Missing {
             }
             MissingState::NotCalled(None) => write!(f, "rank {} has not called it", self.rank),
             MissingState::Waiting => write!(f, "rank {} has called it and waits too", self.rank),
+            MissingState::NotReady => {
+                write!(f, "rank {} has called it, and its device has not come to it", self.rank)
+            }
             MissingState::NoAnswer => write!(f, "rank {} does not answer", self.rank),
         }
     }

@@ -479,6 +479,7 @@ pub fn hostile_collective(data: &[u8]) {
             pairwise: false,
         }),
         then: None,
+        device: None,
     };
     let Some(mut port) = port(0, script(&mut input, &[signature], unit)) else { return };
     let mut table = Inflight::<(), ()>::with_capacity(1);

@@ -35,7 +35,7 @@
 
 pub use crate::comm::{
     Agree, Backend, BackendStatus, Batch, Call, Comm, Groups, Mesh, Message, Ordered, PoolStats, SendRecv,
-    SharedComm, Stats, Verdict, Work, backends,
+    SharedComm, Stats, Stream, Verdict, Work, backends,
 };
 pub use crate::comm::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
 pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
@@ -67,6 +67,7 @@ pub use crate::types::{
 /// # let _ = step;
 /// ```
 pub mod cuda {
+    pub use crate::comm::DevicePath;
     pub use crate::mem::device::{
         Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
         Transfer, device_count, driver,

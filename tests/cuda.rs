@@ -7,6 +7,8 @@
 mod collectives;
 #[path = "cuda/copies.rs"]
 mod copies;
+#[path = "cuda/devices.rs"]
+mod devices;
 #[path = "cuda/faults.rs"]
 mod faults;
 #[path = "cuda/missing.rs"]

@@ -6,11 +6,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::Work;
+use super::ordered::{Start, Stream};
 use super::staged::{Ends, Memory, NOWHERE};
 use super::work::Restore;
 use crate::error::{Error, Failed};
 use crate::exec::{Collective, Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
-use crate::mem::{Event, Held, HostStream};
+use crate::mem::{Event, Held};
 use crate::plan::{self, Algo, Env, Kind, Program, Shape};
 use crate::types::{
     DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, VARIED, digest,
@@ -29,8 +30,8 @@ pub struct Call<'a> {
     algo: Algo,
     default_algo: Algo,
     deterministic: bool,
-    timeout: Option<Duration>,
-    after: Option<Event>,
+    pub(super) after: Option<Start>,
+    pub(super) timeout: Option<Duration>,
     pub(super) tag: u32,
     /// Where to leave what would be submitted, instead.
     pub(super) desk: Option<&'a Desk>,
@@ -164,13 +165,17 @@ impl<'a> Call<'a> {
     }
 
     /// Starts only after what `stream` holds now.
-    pub fn on(self, stream: &HostStream) -> Self {
-        self.after(stream.record())
+    ///
+    /// After a [`DeviceStream`](crate::cuda::DeviceStream), device buffers wait on their streams, and operations on host
+    /// buffers on the host.
+    pub fn on(mut self, stream: &impl Stream) -> Self {
+        self.after = Some(stream.start());
+        self
     }
 
     /// Starts only after `event`.
     pub fn after(mut self, event: Event) -> Self {
-        self.after = Some(event);
+        self.after = Some(Start::Host(event));
         self
     }
 
@@ -189,7 +194,17 @@ impl<'a> Call<'a> {
     }
 
     pub(super) fn when(&self) -> When {
-        When { timeout: self.timeout, after: self.after.clone(), last: None }
+        let after = match &self.after {
+            None => None,
+            Some(Start::Host(event)) => Some(event.clone()),
+            Some(Start::Device(event)) => Some(event.on_host()),
+            Some(Start::Failed(error)) => {
+                let event = Event::pending();
+                event.fail(error.clone());
+                Some(event)
+            }
+        };
+        When { timeout: self.timeout, after, last: None }
     }
 
     /// Whether the reduction is defined, on this type and in this collective.
@@ -297,7 +312,8 @@ impl<'a> Call<'a> {
             Kind::Barrier => Reduction::Op(ReduceOp::BitOr),
             _ => self.reduction.clone(),
         };
-        Collective { call: kind.name(), signature, parts, reduction, scale: self.scale, then: None }
+        let (call, scale) = (kind.name(), self.scale);
+        Collective { call, signature, parts, reduction, scale, then: None, device: None }
     }
 
     /// One part: the usual case.

@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use super::handle::Stats;
 use super::world::World;
-use super::{Batch, Call, Comm, Message, SendRecv, SharedComm, Work};
+use super::{Batch, Call, Comm, Message, SendRecv, SharedComm, Stream, Work};
 use crate::error::Error;
 #[cfg(doc)]
 use crate::error::Failed;
 use crate::exec::Endpoint;
 use crate::link::SLOT;
 use crate::link::arena::ArenaBuf;
-use crate::mem::{Buf, BufList, Event, HostStream};
+use crate::mem::{Buf, BufList, Event};
 use crate::types::{Algo, Element, Function, Rank, ReduceOp};
 
 /// The calls, on `Comm` through `&mut self` and on `SharedComm` through `&self`.
@@ -130,7 +130,7 @@ macro_rules! calls {
             }
 
             /// The next call starts only after what `stream` holds now.
-            pub fn on($($by)+ $me, stream: &HostStream) -> Call<'_> {
+            pub fn on($($by)+ $me, stream: &impl Stream) -> Call<'_> {
                 $me.call().on(stream)
             }
 

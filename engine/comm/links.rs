@@ -7,21 +7,26 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::Mutex;
 
 use crate::error::Error;
-use crate::exec::{Lane, Opener};
+use crate::exec::{DEVICES, Lane, Opener};
 use crate::group::message::{CommId, DataHello};
 use crate::group::{Locality, Mesh};
 use crate::link::local::{Bell, Gate, LocalRx, LocalTx, RING_BYTES};
+use crate::link::peer::{PeerDevice, Place};
 use crate::link::region::Region;
 use crate::link::tcp::{Dial, TcpRx, TcpTx};
 use crate::link::{LinkRx, LinkTx};
 use crate::types::Rank;
 
-/// Channels of a communicator: collectives, and messages.
-pub(crate) const CHANNELS: usize = 2;
+/// Channels of a communicator: collectives, messages, and collectives that devices run.
+pub(crate) const CHANNELS: usize = 3;
 
 /// What ranks of one process know of each other directly.
 #[derive(Default)]
-pub(crate) struct Housemates(Mutex<HashMap<Rank, (Arc<Region>, Gate)>>);
+pub(crate) struct Housemates {
+    regions: Mutex<HashMap<Rank, (Arc<Region>, Gate)>>,
+    /// By communicator and rank of the world.
+    devices: Mutex<HashMap<(u64, Rank), Weak<PeerDevice>>>,
+}
 
 impl Housemates {
     /// Those of a world: the same for all its ranks in this process, for as long as one of them lives. A region stays
@@ -39,11 +44,22 @@ impl Housemates {
     }
 
     pub(crate) fn enter(&self, rank: Rank, region: Arc<Region>, gate: Gate) {
-        self.0.lock().insert(rank, (region, gate));
+        self.regions.lock().insert(rank, (region, gate));
     }
 
     fn find(&self, rank: Rank) -> Option<(Arc<Region>, Gate)> {
-        self.0.lock().get(&rank).cloned()
+        self.regions.lock().get(&rank).cloned()
+    }
+
+    /// A rank's device in a communicator, for the others to find as long as it is there.
+    pub(crate) fn enter_device(&self, comm: u64, rank: Rank, device: &Arc<PeerDevice>) {
+        let mut devices = self.devices.lock();
+        devices.retain(|_, device| device.strong_count() > 0);
+        devices.insert((comm, rank), Arc::downgrade(device));
+    }
+
+    pub(crate) fn device(&self, comm: u64, rank: Rank) -> Option<Arc<PeerDevice>> {
+        self.devices.lock().get(&(comm, rank))?.upgrade()
     }
 }
 
@@ -102,6 +118,11 @@ impl Neighbourhood {
     /// Whether a rank, not this one, writes to the rings of this rank's that it reads from.
     pub(crate) fn is_near(&self, peer: Rank) -> bool {
         peer != self.rank && self.localities[peer] != Locality::Remote
+    }
+
+    /// Whether a rank is in this process.
+    pub(crate) fn is_housemate(&self, peer: Rank) -> bool {
+        peer == self.rank || self.localities[peer] == Locality::SameProcess
     }
 
     /// A peer's region, and the bell that wakes its lane.
@@ -190,5 +211,18 @@ impl Opener for CommLinks {
         let same_process = around.localities[world_rank] == Locality::SameProcess;
         let ring = self.ring(peer, self.rank, channel);
         Ok(Box::new(LocalRx::new(region, ring, bell, peer, same_process)?))
+    }
+    fn device_place(&self, peer: Rank, receiving: bool) -> Result<Option<Place>, Error> {
+        let (around, world_rank) = (&self.around, self.members[peer]);
+        if around.localities[world_rank] != Locality::SameProcess {
+            return Ok(None);
+        }
+        let (theirs, bell) = around.reach(world_rank)?;
+        let gate = around.mates.find(world_rank).map(|(_, gate)| gate);
+        let (region, ring) = match receiving {
+            true => (theirs, self.ring(peer, self.rank, DEVICES)),
+            false => (around.region.clone(), self.ring(self.rank, peer, DEVICES)),
+        };
+        Ok(Some(Place { region, ring, bell, gate }))
     }
 }

@@ -2,6 +2,7 @@
 
 mod agree;
 mod batch;
+mod bind;
 mod bytes;
 mod call;
 mod calls;
@@ -24,12 +25,13 @@ mod world;
 
 pub use agree::{Agree, Verdict};
 pub use batch::{Batch, Message};
+pub use bind::DevicePath;
 pub use call::Call;
 pub use handle::{Comm, SharedComm, Stats};
 pub use mesh::Mesh;
 pub use messages::SendRecv;
 pub use names::{Backend, BackendStatus, Groups, backends};
 pub use node::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
-pub use ordered::Ordered;
+pub use ordered::{Ordered, Stream};
 pub use pool::PoolStats;
 pub use work::Work;

@@ -1,17 +1,56 @@
-//! [`Ordered`]: a result that a stream has, in order, before the host does.
+//! [`Ordered`]: a result that a stream has, in order, before the host does; and the streams that this is about.
 
 use std::fmt;
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::Work;
+use super::work::Restore;
 use crate::error::{Error, Failed};
-use crate::mem::{Event, HostStream};
+use crate::exec::{Endpoint, Key, Polled};
+use crate::mem::device::{DeviceEvent, DeviceStream};
+use crate::mem::{Event, Held, HostStream};
+
+/// A stream that calls can be ordered with: a [`HostStream`] or a [`DeviceStream`].
+pub trait Stream: Sealed {}
+
+impl Stream for HostStream {}
+impl Stream for DeviceStream {}
+
+/// What a call starts after.
+#[derive(Clone, Debug)]
+pub enum Start {
+    /// A point of the host's.
+    Host(Event),
+    /// A point in a device's stream.
+    Device(DeviceEvent),
+    /// It could not be named.
+    Failed(Error),
+}
+
+/// What ordering asks of a stream.
+pub trait Sealed {
+    /// The point that it has been filled to.
+    fn start(&self) -> Start;
+    /// Makes it wait.
+    fn join<O: Send + 'static, F: Send + 'static>(
+        &self,
+        work: Work<O, F>,
+    ) -> Result<Ordered<O, F>, Failed<F>>;
+    /// Runs a job behind it.
+    fn launch<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
+        &self,
+        value: Ordered<O, F>,
+        job: impl FnOnce(O) -> R + Send + 'static,
+    ) -> Ordered<R, F>;
+}
 
 type Slot<O, F> = Arc<Mutex<Option<Result<O, Failed<F>>>>>;
 
@@ -19,85 +58,261 @@ type Slot<O, F> = Arc<Mutex<Option<Result<O, Failed<F>>>>>;
 ///
 /// [`Ordered::launch`] runs a job on it there; awaiting it gives it to the host.
 #[must_use = "the buffer comes back through it"]
-pub struct Ordered<O, F = O> {
-    slot: Slot<O, F>,
-    ready: Event,
+pub struct Ordered<O, F = O>(State<O, F>);
+
+enum State<O, F> {
+    /// What a job on a stream of the host's leaves here.
+    Slot(Slot<O, F>, Event),
+    /// Of an operation that a device runs.
+    Device(OnDevice<O, F>),
 }
+
+/// An operation that a device's streams wait for.
+struct OnDevice<O, F> {
+    endpoint: Arc<Endpoint>,
+    key: Option<Key>,
+    content: Option<Content<O, F>>,
+    stream: DeviceStream,
+    ready: OnceLock<Event>,
+}
+
+enum Content<O, F> {
+    /// What the operation holds, in the order of streams that wait for it.
+    Held(Held, Restore<O, F>),
+    /// What a job has made of it.
+    Value(O),
+}
+
+impl<O, F> Drop for OnDevice<O, F> {
+    fn drop(&mut self) {
+        if let Some(key) = self.key {
+            self.endpoint.detach(key);
+        }
+    }
+}
+
+impl<O, F> OnDevice<O, F> {
+    /// The operation is over.
+    fn end(&mut self, result: Result<(), Error>, held: Option<Held>) -> Result<O, Failed<F>> {
+        self.key = None;
+        match (self.content.take(), result) {
+            (Some(Content::Held(held, restore)), result) => restore(result, Some(held)),
+            (Some(Content::Value(value)), Ok(())) => {
+                drop(held);
+                Ok(value)
+            }
+            (_, Err(error)) => Err(Failed { buf: None, error }),
+            (None, Ok(())) => Err(taken()),
+        }
+    }
+}
+
+impl<O, F> Unpin for Ordered<O, F> {}
 
 impl<O, F> fmt::Debug for Ordered<O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Ordered({:?})", self.ready)
+        match &self.0 {
+            State::Slot(_, ready) => write!(f, "Ordered({ready:?})"),
+            State::Device(on) => write!(f, "Ordered(on {:?})", on.stream),
+        }
+    }
+}
+
+fn taken<F>() -> Failed<F> {
+    Failed { buf: None, error: Error::invalid("await", "the value was taken already") }
+}
+
+/// A value that is there.
+fn ready<O, F>(result: Result<O, Failed<F>>) -> Ordered<O, F> {
+    let event = Event::pending();
+    event.fire(true);
+    Ordered(State::Slot(Arc::new(Mutex::new(Some(result))), event))
+}
+
+impl Sealed for HostStream {
+    fn start(&self) -> Start {
+        Start::Host(self.record())
+    }
+
+    fn join<O: Send + 'static, F: Send + 'static>(
+        &self,
+        work: Work<O, F>,
+    ) -> Result<Ordered<O, F>, Failed<F>> {
+        Ok(push(self, move || work.wait()))
+    }
+
+    fn launch<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
+        &self,
+        value: Ordered<O, F>,
+        job: impl FnOnce(O) -> R + Send + 'static,
+    ) -> Ordered<R, F> {
+        if let State::Slot(_, ready) = &value.0 {
+            self.wait_event(ready);
+        }
+        push(self, move || run(value.wait(), job))
+    }
+}
+
+fn run<O, F, R>(value: Result<O, Failed<F>>, job: impl FnOnce(O) -> R) -> Result<R, Failed<F>> {
+    let panicked = |_| Failed { buf: None, error: Error::invalid("launch", "the job panicked") };
+    value.and_then(|value| catch_unwind(AssertUnwindSafe(|| job(value))).map_err(panicked))
+}
+
+/// Puts a job on the stream whose result comes back; what follows one that failed must not use data that never came.
+fn push<O: Send + 'static, F: Send + 'static>(
+    stream: &HostStream,
+    job: impl FnOnce() -> Result<O, Failed<F>> + Send + 'static,
+) -> Ordered<O, F> {
+    let slot: Slot<O, F> = Arc::new(Mutex::new(None));
+    let (ready, place) = (Event::pending(), slot.clone());
+    let (fire, failed) = (ready.clone(), stream.failure_flag());
+    stream.push(Box::new(move || {
+        let result = job();
+        if result.is_err() {
+            failed.store(1, Ordering::Release);
+        }
+        *place.lock() = Some(result);
+        fire.fire(true);
+    }));
+    Ordered(State::Slot(slot, ready))
+}
+
+impl Sealed for DeviceStream {
+    fn start(&self) -> Start {
+        self.record().map_or_else(Start::Failed, Start::Device)
+    }
+
+    fn join<O: Send + 'static, F: Send + 'static>(
+        &self,
+        mut work: Work<O, F>,
+    ) -> Result<Ordered<O, F>, Failed<F>> {
+        let joined = work.at().map(|(endpoint, key)| (endpoint.clone(), key, endpoint.join(key, self)));
+        match joined {
+            Some((endpoint, key, Ok(Some(held)))) => {
+                let content = Some(Content::Held(held, work.let_go()));
+                let (stream, ready) = (self.clone(), OnceLock::new());
+                Ok(Ordered(State::Device(OnDevice { endpoint, key: Some(key), content, stream, ready })))
+            }
+            // The host runs it, or it is over, or the driver does not let the stream wait: so the caller does.
+            Some((.., Err(error))) => {
+                tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
+                work.wait().map(|value| self::ready(Ok(value)))
+            }
+            _ => work.wait().map(|value| self::ready(Ok(value))),
+        }
+    }
+
+    fn launch<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
+        &self,
+        mut value: Ordered<O, F>,
+        job: impl FnOnce(O) -> R + Send + 'static,
+    ) -> Ordered<R, F> {
+        let State::Device(on) = &mut value.0 else { return ready(run(value.wait(), job)) };
+        let order =
+            if on.stream == *self { Ok(()) } else { on.stream.record().and_then(|e| self.wait_event(&e)) };
+        let value = match on.content.take() {
+            _ if order.is_err() => Err(Failed { buf: None, error: Error::invalid("launch", "no order") }),
+            Some(Content::Held(held, restore)) => restore(Ok(()), Some(held)),
+            Some(Content::Value(value)) => Ok(value),
+            None => Err(taken()),
+        };
+        match (order, run(value, job)) {
+            (Err(error), _) => ready(Err(Failed { buf: None, error })),
+            (Ok(()), Err(failed)) => ready(Err(failed)),
+            (Ok(()), Ok(value)) => {
+                let (endpoint, stream) = (on.endpoint.clone(), self.clone());
+                let (key, content) = (on.key.take(), Some(Content::Value(value)));
+                Ordered(State::Device(OnDevice { endpoint, key, content, stream, ready: OnceLock::new() }))
+            }
+        }
     }
 }
 
 impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
-    pub(crate) fn after(work: Work<O, F>, stream: &HostStream) -> Ordered<O, F> {
-        let slot: Slot<O, F> = Arc::new(Mutex::new(None));
-        let (ready, place) = (Event::pending(), slot.clone());
-        let (fire, failed) = (ready.clone(), stream.failure_flag());
-        stream.push(Box::new(move || {
-            let result = work.wait();
-            if result.is_err() {
-                // What follows on this stream must not use data that never came.
-                failed.store(1, Ordering::Release);
-            }
-            *place.lock() = Some(result);
-            fire.fire(true);
-        }));
-        Ordered { slot, ready }
-    }
-
     /// Runs `job` on the value, on the stream, after what the stream holds; an operation that failed is passed on.
+    ///
+    /// On a [`DeviceStream`] the job is run here and now, and puts its work on the stream: the value's memory is in the
+    /// stream's order, not the host's. An operation that a device does not run (on host memory, or staged) is waited for
+    /// first. What comes of awaiting the result says how the operation ended; the work that the job put on the stream may
+    /// then still be running.
     pub fn launch<R: Send + 'static>(
         self,
-        stream: &HostStream,
+        stream: &impl Stream,
         job: impl FnOnce(O) -> R + Send + 'static,
     ) -> Ordered<R, F> {
-        let slot: Slot<R, F> = Arc::new(Mutex::new(None));
-        let (ready, place) = (Event::pending(), slot.clone());
-        let fire = ready.clone();
-        stream.wait_event(&self.ready);
-        let failed = stream.failure_flag();
-        stream.push(Box::new(move || {
-            let value = self.slot.lock().take();
-            let result = match value {
-                Some(Ok(value)) => std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| job(value)))
-                    .map_err(|_| Failed { buf: None, error: Error::invalid("launch", "the job panicked") }),
-                Some(Err(error)) => Err(error),
-                None => Err(Failed { buf: None, error: Error::invalid("launch", "the value was taken") }),
-            };
-            if result.is_err() {
-                failed.store(1, Ordering::Release);
-            }
-            *place.lock() = Some(result);
-            fire.fire(true);
-        }));
-        Ordered { slot, ready }
+        stream.launch(self, job)
+    }
+
+    /// The value at once, in the order of the device stream that waits for it (and, of a buffer, of its own stream): for what
+    /// is put there next, such as the next collective. Should the operation fail later, the communicator says so at its
+    /// next call or check, and the value's contents mean nothing.
+    ///
+    /// Of an operation that no device runs, it is waited for.
+    ///
+    /// # Errors
+    /// Those of the operation that are known already.
+    pub fn in_order(mut self) -> Result<O, Failed<F>> {
+        let State::Device(on) = &mut self.0 else { return self.wait() };
+        match on.content.take() {
+            Some(Content::Held(held, restore)) => restore(Ok(()), Some(held)),
+            Some(Content::Value(value)) => Ok(value),
+            None => Err(taken()),
+        }
     }
 
     /// The point at which the value is there.
     pub fn event(&self) -> &Event {
-        &self.ready
+        match &self.0 {
+            State::Slot(_, ready) => ready,
+            State::Device(on) => on.ready.get_or_init(|| match on.stream.record() {
+                Ok(point) => point.on_host(),
+                Err(error) => {
+                    let event = Event::pending();
+                    event.fail(error);
+                    event
+                }
+            }),
+        }
     }
 
     /// Blocks until the value is there.
     ///
     /// # Errors
     /// Those of the operation.
-    pub fn wait(self) -> Result<O, Failed<F>> {
-        let _ = self.ready.wait();
-        take(&self.slot)
+    pub fn wait(mut self) -> Result<O, Failed<F>> {
+        match &mut self.0 {
+            State::Slot(slot, ready) => {
+                let _ = ready.wait();
+                slot.lock().take().unwrap_or_else(|| Err(taken()))
+            }
+            State::Device(on) => match on.key {
+                Some(key) => {
+                    let (result, held) = on.endpoint.wait(key);
+                    on.end(result, held)
+                }
+                None => Err(taken()),
+            },
+        }
     }
-}
-
-fn take<O, F>(slot: &Slot<O, F>) -> Result<O, Failed<F>> {
-    let taken = || Failed { buf: None, error: Error::invalid("await", "the value was taken already") };
-    slot.lock().take().unwrap_or_else(|| Err(taken()))
 }
 
 impl<O, F> Future for Ordered<O, F> {
     type Output = Result<O, Failed<F>>;
-    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.ready.subscribe(cx.waker()) { Poll::Pending } else { Poll::Ready(take(&self.slot)) }
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match &mut self.0 {
+            State::Slot(slot, ready) => {
+                if ready.subscribe(cx.waker()) {
+                    return Poll::Pending;
+                }
+                Poll::Ready(slot.lock().take().unwrap_or_else(|| Err(taken())))
+            }
+            State::Device(on) => {
+                let Some(key) = on.key else { return Poll::Ready(Err(taken())) };
+                match on.endpoint.poll(key, cx.waker(), Duration::ZERO, false) {
+                    Polled::Pending => Poll::Pending,
+                    Polled::Ready((result, held)) => Poll::Ready(on.end(result, held)),
+                }
+            }
+        }
     }
 }

@@ -3,14 +3,18 @@
 use std::any::Any;
 use std::sync::Arc;
 
+use allstream_kernels::cuda::MAX_INS;
+
 use super::Work;
 use super::call::Call;
+use super::ordered::Start;
 use super::work::Restore;
 use crate::error::Error;
-use crate::exec::{Collective, Direction, When};
-use crate::mem::device::{DevicePlace, Item, Staged};
+use crate::exec::device::{Binding, DeviceOp};
+use crate::exec::{Collective, Direction, Reduction, When};
+use crate::mem::device::{DevicePlace, DeviceStream, Item, Staged};
 use crate::mem::{Buf, Held, ListMemory, Location, Where};
-use crate::types::Element;
+use crate::types::{Element, ON_DEVICES};
 
 /// The ends of a part on the host: input and output.
 pub(super) type Ends = (*const u8, *mut u8);
@@ -88,14 +92,30 @@ fn around(staged: Staged, when: &mut When) {
 }
 
 impl Call<'_> {
-    /// Device memory is in the order of its own stream.
-    fn check_after(&self, call: &str) -> Result<(), Error> {
-        if self.when().after.is_some() {
-            let problem = "on(..) and after(..) are for host buffers: an operation on a device buffer starts after what \
-                           the buffer's own stream holds; make that stream wait instead";
-            return Err(Error::invalid(call, problem));
+    /// How an operation on device memory is run. It starts after what the buffers' streams hold, which are made to wait
+    /// for more where that is asked for.
+    fn when_on_device<'m>(
+        &self,
+        call: &str,
+        places: impl IntoIterator<Item = &'m Location>,
+    ) -> Result<When, Error> {
+        match &self.after {
+            None => {}
+            Some(Start::Host(_)) => {
+                let problem = "after(..), and on(..) a stream of the host's, are for host buffers: an operation on a device \
+                               buffer starts after what the buffer's own stream holds, and on(..) takes streams of devices";
+                return Err(Error::invalid(call, problem));
+            }
+            Some(Start::Failed(error)) => return Err(error.clone()),
+            Some(Start::Device(event)) => {
+                for place in places {
+                    if let Where::Device(place) = &place.0 {
+                        place.stream.wait_event(event)?;
+                    }
+                }
+            }
         }
-        Ok(())
+        Ok(When { timeout: self.timeout, after: None, last: None })
     }
 
     /// Hands in a collective whose parts have this memory, some of it on devices.
@@ -108,18 +128,47 @@ impl Call<'_> {
         held: Held,
         restore: Restore<O, F>,
     ) -> Work<O, F> {
-        let mut when = self.when();
+        if let Some(binding) = self.binding(&prepared) {
+            return self.hand_in_on_device(binding, prepared, memory, held, restore);
+        }
         let staged = prepared.and_then(|mut collective| {
-            self.check_after(collective.call)?;
+            let mut when = self.when_on_device(collective.call, places(&memory))?;
             let staged = stage(&mut collective, varied, &memory)?;
             let host = staged.memory();
             around(staged, &mut when);
-            Ok((collective, host))
+            Ok((collective, host, when))
         });
         match staged {
-            Ok((collective, host)) => self.hand_in(Ok(collective), when, held.with(host), restore),
-            Err(error) => self.hand_in(Err(error), when, held, restore),
+            Ok((collective, host, when)) => self.hand_in(Ok(collective), when, held.with(host), restore),
+            Err(error) => self.hand_in(Err(error), When::default(), held, restore),
         }
+    }
+
+    /// The device that is to run a collective. The same answer on all ranks.
+    fn binding(&self, prepared: &Result<Collective, Error>) -> Option<Arc<Binding>> {
+        let binding = self.side.0.binding()?;
+        let ours = |collective: &Collective| matches!(collective.reduction, Reduction::Op(_));
+        (prepared.as_ref().is_ok_and(ours) && self.size() <= MAX_INS).then(|| binding.clone())
+    }
+
+    /// Hands in a collective that this rank's device is to run.
+    fn hand_in_on_device<O, F>(
+        &self,
+        binding: Arc<Binding>,
+        prepared: Result<Collective, Error>,
+        memory: Vec<Memory>,
+        held: Held,
+        restore: Restore<O, F>,
+    ) -> Work<O, F> {
+        let mut when = When::default();
+        let prepared = prepared.and_then(|mut collective| {
+            when = self.when_on_device(collective.call, places(&memory))?;
+            let streams = place(&mut collective, &binding, &memory)?;
+            collective.signature.kind |= ON_DEVICES;
+            collective.device = Some(Arc::new(DeviceOp::new(binding, streams)?));
+            Ok(collective)
+        });
+        self.hand_in(prepared, when, held, restore)
     }
 
     /// The copy of a message's memory on the host.
@@ -131,13 +180,62 @@ impl Call<'_> {
         bytes: usize,
         when: &mut When,
     ) -> Result<Staging, Error> {
-        self.check_after(direction.name())?;
+        let location = Location(Where::Device(place.clone()));
+        *when = self.when_on_device(direction.name(), [&location])?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
         let staged = Staged::begin(vec![Item { place, bytes, fill, back }])?;
         let staging = Staging { at: staged.at(0), memory: staged.memory() };
         around(staged, when);
         Ok(staging)
     }
+}
+
+/// Where all buffers are.
+fn places(memory: &[Memory]) -> impl Iterator<Item = &Location> {
+    memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).map(|end| &end.place)
+}
+
+/// Makes the parts work on the device's memory. The streams of the buffers, each once.
+fn place(
+    collective: &mut Collective,
+    binding: &Binding,
+    memory: &[Memory],
+) -> Result<Vec<DeviceStream>, Error> {
+    let (call, device) = (collective.call, binding.ours.stream.device());
+    let mut streams = Vec::new();
+    let mut at = |end: &End| {
+        let place = match &end.place.0 {
+            Where::Host(_) => {
+                let problem = format!(
+                    "one buffer is on a device and another on the host; this communicator is bound to {device:?}, and a \
+                     call on it has buffers of one kind"
+                );
+                return Err(Error::invalid(call, problem));
+            }
+            Where::Device(place) => place,
+        };
+        if place.stream.device() != device {
+            let problem =
+                format!("a buffer is on {:?}, and this rank is bound to {device:?}", place.stream.device());
+            return Err(Error::invalid(call, problem));
+        }
+        if !streams.contains(&place.stream) {
+            if place.stream.is_capturing()? {
+                let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
+                return Err(Error::invalid(call, problem));
+            }
+            streams.push(place.stream.clone());
+        }
+        Ok(std::ptr::without_provenance_mut(place.address as usize))
+    };
+    for (part, memory) in collective.parts.all().iter_mut().zip(memory) {
+        part.output = at(&memory.output)?;
+        part.input = match &memory.input {
+            Some(input) => at(input)?,
+            None => part.output,
+        };
+    }
+    Ok(streams)
 }
 
 /// Starts the copies to the host, and makes the parts work on those.

@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use crate::error::{Error, Failed};
 use crate::exec::{Endpoint, Finished, Key, Polled};
-use crate::mem::{Held, HostStream};
+use crate::mem::Held;
 
-use super::ordered::Ordered;
+use super::ordered::{Ordered, Stream};
 
 /// A poll drives the operation for at most this long.
 pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
@@ -102,9 +102,12 @@ impl<O, F> Work<O, F> {
 
     /// Makes `stream` wait for the operation, not the caller. The result is for work on that stream, or to be awaited.
     ///
+    /// On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for collectives that a device runs
+    /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
+    ///
     /// # Errors
-    /// Those that are known already: an operation that was refused.
-    pub fn join(mut self, stream: &HostStream) -> Result<Ordered<O, F>, Failed<F>>
+    /// Those that are known already: an operation that was refused, or waited for here.
+    pub fn join(mut self, stream: &impl Stream) -> Result<Ordered<O, F>, Failed<F>>
     where
         O: Send + 'static,
         F: Send + 'static,
@@ -114,7 +117,13 @@ impl<O, F> Work<O, F> {
         {
             return Err(failed);
         }
-        Ok(Ordered::after(self, stream))
+        stream.join(self)
+    }
+
+    /// Somebody else has the operation from here on.
+    pub(super) fn let_go(&mut self) -> Restore<O, F> {
+        self.state = State::Taken;
+        self.restore
     }
 }
 

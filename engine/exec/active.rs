@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::device::{self, DeviceOp};
 use super::inflight::Key;
 use super::machine::{Common, Machine, Phantom};
 use super::operation::{Part, PartList, Request, Then};
@@ -72,6 +73,15 @@ impl Active {
         self.current.is_none()
     }
 
+    /// The device that runs the operation, if one does.
+    pub(crate) fn device(&self) -> Option<&Arc<DeviceOp>> {
+        self.current.as_ref()?.common.device.as_ref()
+    }
+
+    pub(crate) fn key(&self) -> Option<Key> {
+        self.current.as_ref().map(|current| current.key)
+    }
+
     /// Number, signature, deadline and start of the operation.
     pub(crate) fn current(&self) -> Option<(u64, Signature, Duration, Instant)> {
         let c = self.current.as_ref()?;
@@ -79,10 +89,11 @@ impl Active {
     }
 
     pub(crate) fn start(&mut self, key: Key, request: Request) {
-        let Request { number, signature, timeout, reduction, scale, parts, then } = request;
+        let Request { number, signature, timeout, reduction, scale, parts, then, device } = request;
         let phantom = self.phantom.clone();
-        let (comm, slice) = (self.comm, self.slice);
-        let common = Common { comm, number, signature, reduction, scale, phantom, slice };
+        let comm = self.comm;
+        let slice = if device.is_some() { device::SLICE } else { self.slice };
+        let common = Common { comm, number, signature, reduction, scale, phantom, slice, device };
         self.stalled_at = None;
         let started = Instant::now();
         self.current = Some(Current { key, common, timeout, parts, next: 0, number: 0, then, started });
@@ -141,6 +152,9 @@ impl Active {
         }
         if !self.running.is_empty() || current.parts.get(current.next).is_some() {
             return Ok(Pass::Going(any));
+        }
+        if let Some(device) = &current.common.device {
+            device.filled()?;
         }
         Ok(match current.then.take() {
             Some(then) => Pass::Then(current.key, then),

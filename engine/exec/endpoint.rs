@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use parking_lot::{Mutex, MutexGuard};
 
 mod asked;
+mod bound;
 mod drain;
+mod ending;
 mod finish;
 mod reuse;
 pub(super) mod together;
@@ -18,8 +20,10 @@ mod watch;
 pub(crate) use reuse::Machines;
 
 use self::asked::Asked;
+use self::ending::Endings;
 use super::Progress;
 use super::active::{Active, Pass};
+use super::device::{Binding, DeviceOp};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
 use super::operation::{PartList, Reduction, Request, Then};
@@ -90,6 +94,8 @@ pub(crate) struct Collective {
     pub(crate) reduction: Reduction,
     pub(crate) scale: Option<f64>,
     pub(crate) then: Option<Then>,
+    /// The device that runs it.
+    pub(crate) device: Option<Arc<DeviceOp>>,
 }
 
 /// What to do.
@@ -127,6 +133,8 @@ struct Table {
     closed: bool,
     /// What is to be done last, of the operations that have such; and what is to be done now.
     lasts: HashMap<u64, Last>,
+    /// The operations that devices run.
+    devices: HashMap<u64, Arc<DeviceOp>>,
     due: Vec<(Key, Last)>,
 }
 
@@ -141,6 +149,10 @@ impl Table {
 struct Run {
     active: Active,
     port: Port,
+    /// The links between the ranks' devices, once those are bound.
+    devices: Option<Port>,
+    /// Collectives that are on a stream, and not over.
+    endings: Endings,
     messages: Messages,
     checked: Instant,
     /// Since when this process has not stood still, as far as it was looked at.
@@ -150,6 +162,22 @@ struct Run {
     drained: Option<Instant>,
     /// When peers were told that nothing of theirs is read any more, and lent memory was taken back.
     revoked: Option<Instant>,
+}
+
+impl Run {
+    /// The links of collectives.
+    fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
+        std::iter::once(&mut self.port).chain(&mut self.devices)
+    }
+
+    /// The ranks that the collective waits for.
+    fn waiting_for(&mut self) -> Vec<Rank> {
+        let port = match &mut self.devices {
+            Some(devices) if self.active.device().is_some() => devices,
+            _ => &mut self.port,
+        };
+        self.active.waiting_for(port)
+    }
 }
 
 /// One rank's side of one communicator.
@@ -177,6 +205,7 @@ pub(crate) struct Endpoint {
     closing: Mutex<Vec<Option<u64>>>,
     pub(crate) recorder: Recorder,
     programs: Mutex<Programs>,
+    binding: OnceLock<Arc<Binding>>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Box<AtomicU8>,
 }
@@ -206,6 +235,8 @@ impl Endpoint {
         let run = Run {
             active: Active::new(config.comm),
             port: port(0),
+            devices: None,
+            endings: Endings::default(),
             messages: Messages::new(config.comm, config.rank, config.generation, size, port(1)),
             checked: Instant::now(),
             awake: Instant::now(),
@@ -228,6 +259,7 @@ impl Endpoint {
             asked: Asked::default(),
             closed: false,
             lasts: HashMap::new(),
+            devices: HashMap::new(),
             due: Vec::new(),
         };
         Arc::new(Endpoint {
@@ -246,6 +278,7 @@ impl Endpoint {
             closing: Mutex::new(vec![None; size]),
             recorder: Recorder::new(),
             programs: Mutex::default(),
+            binding: OnceLock::new(),
             token: Box::default(),
             config,
         })
@@ -326,10 +359,14 @@ impl Endpoint {
         let mut disagreement = None;
         match submission {
             Submission::Collective(collective) => {
-                let Collective { signature, parts, reduction, scale, then, .. } = collective;
+                let Collective { signature, parts, reduction, scale, then, device, .. } = collective;
                 let number = table.next;
                 table.next += 1;
-                let request = Request { number, signature, timeout, reduction, scale, parts, then };
+                if let Some(device) = &device {
+                    device.submitted(number);
+                    table.devices.insert(key.number(), device.clone());
+                }
+                let request = Request { number, signature, timeout, reduction, scale, parts, then, device };
                 if table.history.len() == HISTORY {
                     table.history.pop_front();
                 }
@@ -537,6 +574,9 @@ impl Endpoint {
                         self.check_time(&mut run, now);
                     }
                 }
+                if !spinning && !run.endings.is_empty() {
+                    self.watch_endings(&mut run);
+                }
                 progress
             }
             Err(error) => {
@@ -548,7 +588,7 @@ impl Endpoint {
     }
 
     fn advance(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
-        let mut any = false;
+        let mut any = !run.endings.is_empty() && self.end_some(run)?;
         // Messages whose input is ready are handed to their machine; the rest keep their place.
         {
             let mut table = self.table.lock();
@@ -572,9 +612,16 @@ impl Endpoint {
         if run.active.is_empty() {
             self.next_collective(run)?;
         }
-        let Run { active, port, messages, .. } = run;
+        let Run { active, port, devices, messages, .. } = run;
         any |= port.reap(|lent| active.freed(lent))?;
         if !active.is_empty() {
+            let port = match devices {
+                Some(devices) if active.device().is_some() => {
+                    any |= devices.reap(|lent| active.freed(lent))?;
+                    devices
+                }
+                _ => port,
+            };
             match active.pass(port, None)? {
                 Pass::Going(moved) => any |= moved,
                 Pass::Then(key, then) => {
@@ -585,6 +632,10 @@ impl Endpoint {
                         active.go_on(parts?);
                     }
                     any = true;
+                }
+                Pass::Done(key) if active.device().is_some() => {
+                    Self::filled(run, key);
+                    return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
                     if let Some((_, number)) = active.take() {

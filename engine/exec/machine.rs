@@ -9,6 +9,7 @@
 //! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
 //! each link: the next one's machine may use it when this one's has nothing more for it.
 
+mod device;
 mod frames;
 mod kernel;
 
@@ -17,6 +18,8 @@ use std::sync::Arc;
 
 use allstream_kernels as kernels;
 
+use self::device::OnDevice;
+use super::device::DeviceOp;
 use super::operation::{Part, Reduction};
 use super::port::{Lent, Payload, Port};
 use crate::error::Error;
@@ -44,6 +47,8 @@ pub(super) struct Common {
     pub(super) phantom: Option<Arc<dyn Phantom>>,
     /// Bytes of a slice.
     pub(super) slice: usize,
+    /// The device that does the work, on memory of its own.
+    pub(super) device: Option<Arc<DeviceOp>>,
 }
 
 /// Hears of the work of operations that move no memory: a simulation's clock.
@@ -124,6 +129,8 @@ pub(super) struct Machine {
     /// The third slot, and a scaled copy of the input.
     scratch: Vec<Line>,
     scaled_input: Vec<Line>,
+    /// The same, and hands, of an operation that a device runs.
+    on_device: OnDevice,
     /// Elements scaled so far; `None`: nothing to scale (any more).
     scaled: Option<usize>,
     rounds: u32,
@@ -153,6 +160,7 @@ impl Machine {
             hands: Vec::new(),
             scratch: Vec::new(),
             scaled_input: Vec::new(),
+            on_device: OnDevice::default(),
             scaled: None,
             rounds: 0,
             round: 0,
@@ -202,7 +210,7 @@ impl Machine {
         if self.hands.len() < plan.steps.len() {
             self.hands.resize_with(plan.steps.len(), Vec::new);
         }
-        if plan.slots.len() > usize::from(SCRATCH) && common.phantom.is_none() {
+        if plan.slots.len() > usize::from(SCRATCH) && common.phantom.is_none() && common.device.is_none() {
             grow(&mut self.scratch, part.total(SCRATCH) * unit);
         }
         self.done.clear();
@@ -217,6 +225,7 @@ impl Machine {
     /// Forgets the part: done, or failed.
     pub(super) fn clear(&mut self) {
         self.work = None;
+        self.on_device = OnDevice::default();
     }
 
     /// Whether nothing more of this part goes to a peer.
@@ -276,7 +285,9 @@ impl Machine {
         news: Option<Rank>,
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
-        if self.scaled.is_some() {
+        if c.common.device.is_some() {
+            self.prepare_on_device(c)?;
+        } else if self.scaled.is_some() {
             self.scale(c);
             return Ok((true, false));
         }
@@ -360,13 +371,16 @@ impl Machine {
     }
 
     fn address(&self, part: &Part, at: At, node: &NodeRun, pos: usize) -> *mut u8 {
-        let base = match at.slot {
-            OUTPUT if self.scaled_input.is_empty() || !part.is_in_place() => part.output,
-            INPUT | OUTPUT if !self.scaled_input.is_empty() => {
-                self.scaled_input.as_ptr().cast::<u8>().cast_mut()
-            }
-            INPUT => part.input.cast_mut(),
-            _ => self.scratch.as_ptr().cast::<u8>().cast_mut(),
+        let scaled = self.on_device.scaled().or_else(|| {
+            let copy = self.scaled_input.as_ptr().cast::<u8>().cast_mut();
+            (!self.scaled_input.is_empty()).then_some(copy)
+        });
+        let base = match (at.slot, scaled) {
+            (OUTPUT, Some(_)) if !part.is_in_place() => part.output,
+            (INPUT | OUTPUT, Some(scaled)) => scaled,
+            (OUTPUT, None) => part.output,
+            (INPUT, None) => part.input.cast_mut(),
+            _ => self.on_device.scratch().unwrap_or(self.scratch.as_ptr().cast::<u8>().cast_mut()),
         };
         base.wrapping_add(part.range(at.slot, at.chunk).start * part.dtype.size() + pos * node.unit)
     }

@@ -4,6 +4,7 @@
 //! them. Whoever has time drives it: the process's lane, or the thread that polls or waits. Nothing blocks inside.
 
 mod active;
+pub(crate) mod device;
 mod endpoint;
 mod inflight;
 mod lane;
@@ -24,7 +25,7 @@ pub(crate) use operation::{Part, PartList, Reduction, Request, Tables, Then};
 pub(crate) use p2p::Direction;
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::{Messages, Transfer};
-pub(crate) use port::{Opener, Port};
+pub(crate) use port::{DEVICES, Opener, Port};
 
 /// What an attempt to make progress came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,10 +7,11 @@ use std::time::Duration;
 use allstream_kernels::Combine;
 
 use super::Endpoint;
+use super::device::DeviceOp;
 use crate::error::Error;
 use crate::mem::Held;
 use crate::plan::{Layout, OUTPUT, Program, Slot};
-use crate::types::{DType, Kind, ReduceOp, Signature, VARIED};
+use crate::types::{DType, Kind, ReduceOp, Signature};
 
 /// How values are combined.
 #[derive(Clone)]
@@ -75,7 +76,7 @@ impl Part {
     /// Whether this rank's result is in the output when all is done, other than what was there: the plan puts it there, or
     /// it is the rank's own input, scaled (the first rank's of a scan; anyone's who is alone).
     pub(crate) fn leaves_result(&self, signature: &Signature, scaled: bool) -> bool {
-        let own = match Kind::from_u8(signature.kind & !VARIED) {
+        let own = match signature.collective() {
             Some(Kind::AllReduce | Kind::ReduceScatter | Kind::Scan) => true,
             Some(Kind::Reduce) => signature.root as usize == self.program.plan.rank,
             _ => false,
@@ -138,4 +139,6 @@ pub(crate) struct Request {
     pub(crate) scale: Option<f64>,
     pub(crate) parts: PartList,
     pub(crate) then: Option<Then>,
+    /// The device that runs it. The parts' memory is then the device's.
+    pub(crate) device: Option<Arc<DeviceOp>>,
 }

@@ -6,8 +6,11 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::link::region::Region;
 use crate::link::ring::CELLS;
-use crate::link::{Header, INLINE, LinkRx, LinkTx, Posted, SLOT};
+use crate::link::{Header, INLINE, LinkRx, LinkTx, Posted, SLOT, peer};
 use crate::types::Rank;
+
+/// The channel of operations that the ranks' devices run.
+pub(crate) const DEVICES: u8 = 2;
 
 /// Opens links of one communicator.
 pub(crate) trait Opener: Send + Sync {
@@ -15,6 +18,10 @@ pub(crate) trait Opener: Send + Sync {
     fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error>;
     /// The receiving end from a peer on a channel.
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
+    /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not in one process.
+    fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<peer::Place>, Error> {
+        Ok(None)
+    }
 }
 
 /// A posted frame whose source, or slot, comes back when it is released.
@@ -112,7 +119,7 @@ impl Port {
         payload: Payload,
         owner: (u64, u32, u32, usize),
     ) -> Result<bool, Error> {
-        debug_assert!(header.len as usize <= SLOT);
+        debug_assert!(header.len as usize <= SLOT || self.channel == DEVICES);
         let (at, slot) = match payload {
             Payload::Memory(at) => (at, None),
             Payload::Slot(slot, at) => (at, Some(slot)),

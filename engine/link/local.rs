@@ -27,13 +27,13 @@ const NOWHERE: u64 = u64::MAX;
 /// compared at the handshake).
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Descriptor {
+pub(super) struct Descriptor {
     op: u64,
     offset: u64,
     /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline.
-    location: u64,
+    pub(super) location: u64,
     count: u64,
-    len: u32,
+    pub(super) len: u32,
     message: u32,
     root: u32,
     generation: u32,
@@ -45,9 +45,37 @@ struct Descriptor {
 
 const _: () = assert!(size_of::<Descriptor>() == LINE && CELL == 256);
 
+impl Descriptor {
+    pub(super) fn new(header: &Header, location: u64) -> Descriptor {
+        let s = &header.signature;
+        Descriptor {
+            comm: header.comm,
+            op: header.op,
+            offset: header.offset,
+            location,
+            count: s.count,
+            len: header.len,
+            message: header.message,
+            root: s.root,
+            generation: s.generation,
+            kinds: [s.kind, s.dtype, s.op, s.algo],
+            detail: s.detail,
+            lap: 0,
+        }
+    }
+
+    pub(super) fn header(&self) -> Header {
+        let [kind, dtype, op, algo] = self.kinds;
+        let (root, count, generation, detail) = (self.root, self.count, self.generation, self.detail);
+        let signature = Signature { kind, dtype, op, algo, root, count, generation, detail };
+        let Descriptor { comm, op, offset, len, message, .. } = *self;
+        Header { comm, op, offset, len, message, signature }
+    }
+}
+
 /// A ring at an address in somebody's region.
 #[derive(Clone)]
-struct RawRing {
+pub(super) struct RawRing {
     region: Arc<Region>,
     base: *mut u8,
 }
@@ -57,7 +85,7 @@ struct RawRing {
 unsafe impl Send for RawRing {}
 
 impl RawRing {
-    fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
+    pub(super) fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
         if !region.contains(offset, RING_BYTES) || !offset.is_multiple_of(128) {
             return Err(Error::system(
                 "open a ring of a peer",
@@ -86,7 +114,7 @@ impl RawRing {
         unsafe { &*self.base.cast::<AtomicU64>() }
     }
 
-    fn revoked(&self) -> &AtomicU32 {
+    pub(super) fn revoked(&self) -> &AtomicU32 {
         // SAFETY: as in `lap`.
         unsafe { &*self.base.add(LINE).cast::<AtomicU32>() }
     }
@@ -210,21 +238,7 @@ impl LinkTx for LocalTx {
                 }
             }
         };
-        let s = &header.signature;
-        let descriptor = Descriptor {
-            comm: header.comm,
-            op: header.op,
-            offset: header.offset,
-            location,
-            count: s.count,
-            len: header.len,
-            message: header.message,
-            root: s.root,
-            generation: s.generation,
-            kinds: [s.kind, s.dtype, s.op, s.algo],
-            detail: s.detail,
-            lap: 0,
-        };
+        let descriptor = Descriptor::new(&header, location);
         self.ring.post((descriptor, if inline { payload } else { std::ptr::null() }));
         self.bell.ring();
         Ok(if inline { Posted::Copied } else { Posted::Held })
@@ -291,19 +305,7 @@ impl LinkRx for LocalRx {
                 return Err(Error::Protocol { peer: self.peer, problem });
             }
         };
-        let [kind, dtype, op, algo] = d.kinds;
-        let signature = Signature {
-            kind,
-            dtype,
-            op,
-            algo,
-            root: d.root,
-            count: d.count,
-            generation: d.generation,
-            detail: d.detail,
-        };
-        let header =
-            Header { comm: d.comm, op: d.op, offset: d.offset, len: d.len, message: d.message, signature };
+        let header = d.header();
         self.head = Some(Frame { header, data, ready: len, done: 0 });
         self.done = 0;
         Ok(self.head)

@@ -9,10 +9,12 @@
 //! |---|---|---|
 //! | same process | the sender's own buffer, or a staging slot | ring cells, per communicator and peer |
 //! | shared-memory arena | a staging slot of the sender's region | ring cells, per communicator and peer |
+//! | GPU peer | the sender's device memory | ring cells, per communicator and peer |
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
 
 pub(crate) mod arena;
 pub(crate) mod local;
+pub(crate) mod peer;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;

@@ -170,6 +170,7 @@ pub fn simulate(
                     pairwise: false,
                 }),
                 then: None,
+                device: None,
             },
         );
         ranks.push((active, port));

@@ -17,7 +17,8 @@ pub type Rank = usize;
 /// are told so before any data is used.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Signature {
-    /// Collective ([`Kind`]), with bit 7 set for its form with a count for each rank; or 100 for send/recv.
+    /// Collective ([`Kind`]), with bit 7 set for its form with a count for each rank, and bit 6 where all ranks' devices run
+    /// it; or 100 for send/recv.
     pub kind: u8,
     /// [`DType`]; 255 for a list of several.
     pub dtype: u8,
@@ -47,6 +48,8 @@ pub(crate) const FUNCTION: u8 = 254;
 pub(crate) const LIST: u8 = 255;
 /// Set in [`Signature::kind`] where each rank has a count of its own.
 pub(crate) const VARIED: u8 = 0x80;
+/// Set in [`Signature::kind`] where the ranks' devices run it.
+pub(crate) const ON_DEVICES: u8 = 0x40;
 
 /// One more number into a name that is as good as random: SplitMix64's finalizer.
 pub(crate) fn mix(x: u64, part: u64) -> u64 {
@@ -62,13 +65,20 @@ pub(crate) fn digest(seed: u32, bytes: impl IntoIterator<Item = u8>) -> u32 {
     bytes.into_iter().fold(start, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193)).max(1)
 }
 
+impl Signature {
+    /// The collective; none of a message.
+    pub(crate) fn collective(&self) -> Option<Kind> {
+        Kind::from_u8(self.kind & !(VARIED | ON_DEVICES)).filter(|_| self.kind != KIND_P2P)
+    }
+}
+
 impl fmt::Display for Signature {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let dtype = match self.dtype {
             LIST => "list",
             dtype => DType::from_u8(dtype).map_or("?", DType::name),
         };
-        match Kind::from_u8(self.kind & !VARIED) {
+        match self.collective() {
             Some(kind) => {
                 let varied = if self.kind & VARIED == 0 { "" } else { "_v" };
                 write!(f, "{kind}{varied}({dtype} x {}", self.count)?;
@@ -87,6 +97,9 @@ impl fmt::Display for Signature {
             }
             None if self.kind == KIND_P2P => write!(f, "message({dtype} x {}", self.count)?,
             None => write!(f, "unknown kind {}({dtype} x {}", self.kind, self.count)?,
+        }
+        if self.kind & ON_DEVICES != 0 && self.kind != KIND_P2P {
+            f.write_str(", on devices")?;
         }
         if self.detail != 0 {
             write!(f, ", details {:08x}", self.detail)?;

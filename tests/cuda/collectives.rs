@@ -13,7 +13,7 @@ const SLOW: &[(&str, &str)] =
 const N: usize = 3;
 
 /// Runs each rank of a group in a thread of its own.
-fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
+pub(crate) fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
     let comms = Comm::local(n).unwrap();
     std::thread::scope(|scope| {
         let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| run(comm))).collect();
@@ -21,15 +21,15 @@ fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
     })
 }
 
-fn values(rank: usize, len: usize) -> Vec<f32> {
+pub(crate) fn values(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 7 + rank * 3) % 11) as f32 - 4.0).collect()
 }
 
-fn up<T: Element>(stream: &DeviceStream, values: Vec<T>) -> DeviceBuf<T> {
+pub(crate) fn up<T: Element>(stream: &DeviceStream, values: Vec<T>) -> DeviceBuf<T> {
     soon(DeviceBuf::from_host(stream, values)).unwrap().1
 }
 
-fn down<T: Element>(buf: DeviceBuf<T>) -> Vec<T> {
+pub(crate) fn down<T: Element>(buf: DeviceBuf<T>) -> Vec<T> {
     let len = Buf::len(&buf);
     soon(buf.to_host(vec![T::default(); len])).unwrap().1
 }
@@ -61,6 +61,36 @@ macro_rules! same {
     }};
 }
 
+/// Every collective, in place and not: on device buffers as on host buffers.
+pub(crate) fn everything(comm: &mut Comm, stream: &DeviceStream, lens: &[usize]) {
+    let root = comm.rank() == 1;
+    let all = |len: usize| if root { N * len } else { 0 };
+    for &len in lens {
+        same!(comm, stream, in len, |c, b| c.all_reduce(b));
+        same!(comm, stream, in len, |c, b| c.op(ReduceOp::Max).reduce(b, 1));
+        same!(comm, stream, in len, |c, b| c.broadcast(b, 1));
+        same!(comm, stream, in N * len, |c, b| c.all_gather_in_place(b));
+        same!(comm, stream, in N * len, |c, b| c.reduce_scatter_in_place(b));
+        same!(comm, stream, in N * len, |c, b| c.all_to_all_in_place(b));
+        same!(comm, stream, in if root { N * len } else { len }, |c, b| c.gather_in_place(b, 1));
+        same!(comm, stream, in if root { N * len } else { len }, |c, b| c.scatter_in_place(b, 1));
+        same!(comm, stream, in len, |c, b| c.scan(b));
+        same!(comm, stream, in len, |c, b| c.exscan(b));
+        same!(comm, stream, in len, |c, b| c.scale(0.5).all_reduce(b));
+        same!(comm, stream, into(len, len), |c, a, b| c.op(ReduceOp::Avg).all_reduce_into(a, b));
+        same!(comm, stream, into(len, if root { len } else { 5 }), |c, a, b| c.reduce_into(a, b, 1));
+        same!(comm, stream, into(if root { len } else { 7 }, len), |c, a, b| c.broadcast_into(a, b, 1));
+        same!(comm, stream, into(len, N * len), |c, a, b| c.all_gather_into(a, b));
+        same!(comm, stream, into(N * len, len), |c, a, b| c.reduce_scatter_into(a, b));
+        same!(comm, stream, into(N * len, N * len), |c, a, b| c.all_to_all_into(a, b));
+        same!(comm, stream, into(len, all(len)), |c, a, b| c.gather_into(a, b, 1));
+        same!(comm, stream, into(all(len), len), |c, a, b| c.scatter_into(a, b, 1));
+        same!(comm, stream, into(len, len), |c, a, b| c.exscan_into(a, b));
+        let counts = [len, 2, 0];
+        same!(comm, stream, into(counts[comm.rank()], len + 2), |c, a, b| c.all_gather_v_into(a, b, &counts));
+    }
+}
+
 #[test]
 fn device_buffers_get_what_host_buffers_get() {
     child("collectives::device_buffers_get_what_host_buffers_get", SLOW, || {
@@ -68,34 +98,7 @@ fn device_buffers_get_what_host_buffers_get() {
             // Two devices: one has two ranks.
             let device = Device::new(comm.rank() % 2).unwrap();
             let stream = &DeviceStream::new(&device).unwrap();
-            let root = comm.rank() == 1;
-            let all = |len: usize| if root { N * len } else { 0 };
-            for len in [0, 1, 1000, 100_000] {
-                same!(comm, stream, in len, |c, b| c.all_reduce(b));
-                same!(comm, stream, in len, |c, b| c.op(ReduceOp::Max).reduce(b, 1));
-                same!(comm, stream, in len, |c, b| c.broadcast(b, 1));
-                same!(comm, stream, in N * len, |c, b| c.all_gather_in_place(b));
-                same!(comm, stream, in N * len, |c, b| c.reduce_scatter_in_place(b));
-                same!(comm, stream, in N * len, |c, b| c.all_to_all_in_place(b));
-                same!(comm, stream, in if root { N * len } else { len }, |c, b| c.gather_in_place(b, 1));
-                same!(comm, stream, in if root { N * len } else { len }, |c, b| c.scatter_in_place(b, 1));
-                same!(comm, stream, in len, |c, b| c.scan(b));
-                same!(comm, stream, in len, |c, b| c.exscan(b));
-                same!(comm, stream, in len, |c, b| c.scale(0.5).all_reduce(b));
-                same!(comm, stream, into(len, len), |c, a, b| c.op(ReduceOp::Avg).all_reduce_into(a, b));
-                same!(comm, stream, into(len, if root { len } else { 5 }), |c, a, b| c.reduce_into(a, b, 1));
-                same!(comm, stream, into(if root { len } else { 7 }, len), |c, a, b| c
-                    .broadcast_into(a, b, 1));
-                same!(comm, stream, into(len, N * len), |c, a, b| c.all_gather_into(a, b));
-                same!(comm, stream, into(N * len, len), |c, a, b| c.reduce_scatter_into(a, b));
-                same!(comm, stream, into(N * len, N * len), |c, a, b| c.all_to_all_into(a, b));
-                same!(comm, stream, into(len, all(len)), |c, a, b| c.gather_into(a, b, 1));
-                same!(comm, stream, into(all(len), len), |c, a, b| c.scatter_into(a, b, 1));
-                same!(comm, stream, into(len, len), |c, a, b| c.exscan_into(a, b));
-                let counts = [len, 2, 0];
-                same!(comm, stream, into(counts[comm.rank()], len + 2), |c, a, b| c
-                    .all_gather_v_into(a, b, &counts));
-            }
+            everything(&mut comm, stream, &[0, 1, 1000, 100_000]);
             let new = soon(comm.all_gather(up(stream, vec![comm.rank() as u16; 4]))).unwrap();
             assert_eq!(new, [0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2], "a new vector is of the host");
             soon(comm.close()).unwrap();

@@ -25,7 +25,7 @@ const FLOORS: [(&str, u32); 12] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 21] = [
+const UNSAFE: [(&str, &str); 23] = [
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/mem/", "memory that operations own while it is in flight"),
@@ -34,10 +34,12 @@ const UNSAFE: [(&str, &str); 21] = [
     ("engine/link/arena.rs", "buffers in that mapping"),
     ("engine/link/ring.rs", "queues in that mapping"),
     ("engine/link/local.rs", "queues in that mapping"),
+    ("engine/link/peer.rs", "implements the contract of a link"),
     ("engine/link/tcp.rs", "sends from memory that is in flight"),
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
     ("engine/exec/port.rs", "calls links"),
     ("engine/exec/machine.rs", "receives into memory in flight"),
+    ("engine/exec/machine/device.rs", "puts kernels on memory in flight"),
     ("engine/exec/machine/kernel.rs", "runs kernels on memory in flight"),
     ("engine/exec/operation.rs", "names memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),

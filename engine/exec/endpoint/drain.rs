@@ -2,9 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Endpoint, HANG_UP, Run};
+use super::{Endpoint, HANG_UP, Port, Run};
 use crate::error::Error;
 use crate::exec::Progress;
+use crate::exec::device::DeviceOp;
 use crate::trace::State;
 
 /// How long a dead communicator waits for peers in other processes that read its users' memory.
@@ -16,6 +17,7 @@ impl Endpoint {
         table.collectives.is_empty()
             && table.messages.is_empty()
             && run.active.is_empty()
+            && run.endings.is_empty()
             && run.messages.is_idle()
     }
 
@@ -24,20 +26,20 @@ impl Endpoint {
         if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
             // Slots that peers may still read come back when they have hung up; of a peer that never does (it was
             // stopped, or its process is gone), they are not used again.
-            let back = run.port.reclaim() & run.messages.reclaim();
+            let back = run.ports().fold(true, |back, port| port.reclaim() & back) & run.messages.reclaim();
             return if back || at.elapsed() > HANG_UP { Progress::Idle } else { Progress::Blocked };
         }
         if run.drained.is_some() && self.nothing_moves(run) {
             return Progress::Blocked; // what is left is on its way back to a device; its end wakes whoever waits
         }
-        let quiet = run.port.revoke();
+        let quiet = run.ports().fold(true, |quiet, port| port.revoke() & quiet);
         if !(run.messages.revoke() && quiet) {
             return Progress::Blocked;
         }
         let revoked = match run.revoked {
             Some(at) => at,
             None => {
-                run.port.hang_up();
+                run.ports().for_each(Port::hang_up);
                 run.messages.hang_up();
                 *run.revoked.insert(Instant::now())
             }
@@ -50,6 +52,23 @@ impl Endpoint {
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
         let here = run.active.operation(&self.config.name);
         let mut keys = Vec::new();
+        let mut lost = Vec::new();
+        let mut give_up = |device: &DeviceOp, key| {
+            if let Err(error) = device.give_up() {
+                tracing::warn!(
+                    "the buffers of a collective that failed on a device are not given back: {error}"
+                );
+                lost.push(key);
+            }
+        };
+        for ending in run.endings.take() {
+            give_up(&ending.device, ending.key);
+            self.recorder.finished(ending.number, State::Failed);
+            keys.push(ending.key);
+        }
+        if let (Some(device), Some(key)) = (run.active.device(), run.active.key()) {
+            give_up(device, key);
+        }
         if let Some((key, number)) = run.active.take() {
             self.recorder.finished(number, State::Failed);
             keys.push(key);
@@ -57,6 +76,9 @@ impl Endpoint {
         run.messages.take_all(|key| keys.push(key));
         let mut table = self.table.lock();
         while let Some((key, request, _)) = table.collectives.pop_front() {
+            if let Some(device) = &request.device {
+                give_up(device, key);
+            }
             self.recorder.finished(request.number, State::Failed);
             keys.push(key);
         }
@@ -65,8 +87,10 @@ impl Endpoint {
         }
         drop(table);
         for key in keys {
-            if kept && let Some(held) = self.table.lock().inflight.borrow(key) {
-                // Quarantine: a peer that never hangs up (it was stopped, or is gone) may read it yet.
+            if (kept || lost.contains(&key))
+                && let Some(held) = self.table.lock().inflight.borrow(key)
+            {
+                // Quarantine: a peer that never hangs up (it was stopped, or is gone), or a device, may touch it yet.
                 std::mem::forget(held);
             }
             let error = match &here {

@@ -41,6 +41,9 @@ impl Endpoint {
     fn finish_in(&self, mut table: MutexGuard<'_, Table>, key: Key, result: Result<(), Error>) {
         // Of an operation that failed.
         let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
+        if !table.devices.is_empty() {
+            table.devices.remove(&key.number());
+        }
         let (waker, held) = table.inflight.finish(key, result);
         drop(table);
         drop(last);

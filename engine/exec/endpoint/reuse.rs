@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{Active, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
+use super::{Active, Endings, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
 use crate::exec::p2p::Direction;
 use crate::exec::port::Opener;
 use crate::types::{Rank, mix};
@@ -26,17 +26,21 @@ impl Endpoint {
     /// or somebody is at work on it. What has finished can still be taken from the table; nothing else happens here.
     pub(crate) fn hollow(&self) -> Option<Machines> {
         let mut run = self.run.try_lock()?;
-        let healthy = self.cause.get().is_none();
+        // Devices are bound for good: the rings of such a communicator are not used again.
+        let healthy = self.cause.get().is_none() && self.binding.get().is_none();
         let idle = match run.drained {
             None => {
-                healthy
+                self.cause.get().is_none()
                     && run.active.is_empty()
                     && run.messages.is_idle()
                     && run.port.is_flushed()
                     && run.messages.is_flushed()
             }
             // Peers that live hang up soon, and give slots back by it.
-            Some(at) => run.port.reclaim() & run.messages.reclaim() || at.elapsed() > HANG_UP,
+            Some(at) => {
+                let back = run.ports().fold(true, |back, port| port.reclaim() & back);
+                back & run.messages.reclaim() || at.elapsed() > HANG_UP
+            }
         };
         let table = self.table.lock();
         if !idle || !table.closed || table.inflight.running() > 0 {
@@ -73,19 +77,21 @@ impl Machines {
 
     /// They read no more: from here on this rank touches no ring of its peers.
     pub(crate) fn stop_reading(&mut self) {
-        self.run.port.stop_reading();
+        self.run.ports().for_each(Port::stop_reading);
         self.run.messages.port().stop_reading();
     }
 
     /// Takes back what peers have released.
     pub(crate) fn reap(&mut self) {
-        let _ = self.run.port.reap(|_| {});
+        for port in self.run.ports() {
+            let _ = port.reap(|_| {});
+        }
         let _ = self.run.messages.port().reap(|_| {});
     }
 
     /// Every peer has stopped reading: what was lent is free.
     pub(crate) fn take_all_back(&mut self) {
-        self.run.port.take_all_back();
+        self.run.ports().for_each(Port::take_all_back);
         self.run.messages.port().take_all_back();
     }
 }
@@ -96,6 +102,8 @@ fn nothing(config: &EndpointConfig) -> Run {
     Run {
         active: Active::new(config.comm),
         port: port(0),
+        devices: None,
+        endings: Endings::default(),
         messages: Messages::new(config.comm, 0, config.generation, 0, port(1)),
         checked: Instant::now(),
         awake: Instant::now(),

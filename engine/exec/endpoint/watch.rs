@@ -31,7 +31,10 @@ impl Endpoint {
 
     /// What no rank noticed while it ran: a frame that nobody here asked for, or a rank that called more or less.
     pub(crate) fn leftover(&self) -> Option<Error> {
-        let found = self.run.lock().port.leftover();
+        let found = {
+            let mut run = self.run.lock();
+            run.port.leftover().or_else(|| run.devices.as_mut()?.leftover())
+        };
         let (calls, rank) = (self.table.lock().next, self.config.rank);
         if let Some((peer, header)) = found {
             return match self.called(header.op) {
@@ -114,11 +117,11 @@ impl Endpoint {
             let stalled = run.active.stalled_at;
             let due = stalled.is_none_or(|at| now - at > STALL_AGAIN);
             if elapsed > timeout && now - run.awake > grace(timeout) {
-                let waiting = run.active.waiting_for(&mut run.port);
+                let waiting = run.waiting_for();
                 error = Some(self.timed_out(number, signature, timeout, &waiting));
             } else if elapsed > STALL.min(timeout / 4) && due {
                 run.active.stalled_at = Some(now);
-                let waiting = run.active.waiting_for(&mut run.port);
+                let waiting = run.waiting_for();
                 self.recorder.waiting(number, &waiting);
                 let gone = {
                     let left = self.left.lock();
@@ -133,6 +136,7 @@ impl Endpoint {
                 }
             }
         }
+        error = error.or_else(|| self.overdue_ending(run, now));
         if error.is_none() {
             let left = self.left.lock();
             error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone)| {

@@ -20,6 +20,9 @@ impl Machine {
         ins: &[*const u8],
         port: &mut Port,
     ) -> Result<usize, Error> {
+        if let Some(device) = &c.common.device {
+            return self.combine_on_device(c, device, i, (m, writable, ready), ins, port);
+        }
         let program = &c.part.program;
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let dst = step.dst.map(|at| self.address(c.part, at, &node, node.pos));
@@ -119,7 +122,7 @@ impl Machine {
                     Reduction::Op(op) => kernels::reduce(c.part.dtype, *op, ins, outs, m, finish),
                     Reduction::Function(function) => {
                         if !function.combine(ins, outs, m) {
-                            let kind = Kind::from_u8(c.common.signature.kind & !crate::types::VARIED);
+                            let kind = c.common.signature.collective();
                             return Err(Error::Function {
                                 call: kind.map_or("a reduction", Kind::name).into(),
                                 name: function.name().into(),
@@ -154,6 +157,9 @@ impl Machine {
 
     /// Moves what the hand holds to where it belongs, once that is free.
     pub(super) fn empty_hand(&mut self, c: Context<'_>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        if let Some(device) = &c.common.device {
+            return self.empty_hand_on_device(c, device, i, port);
+        }
         let program = &c.part.program;
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let mut m = node.got - node.pos;

@@ -164,7 +164,7 @@ impl<T: Element> DeviceBuf<T> {
     }
 
     /// Memory from the pool, with whatever is in it. Before anyone sees it, it is filled.
-    fn raw(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
+    pub(crate) fn raw(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         let context = &stream.0.context;
         let Some(bytes) = len.checked_mul(size_of::<T>()).filter(|bytes| *bytes <= isize::MAX as usize)
         else {

@@ -4,11 +4,13 @@ use std::marker::PhantomData;
 
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{
-    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent,
-    CuResult, CuStream, Cuda, CudaError, LIBRARY_VARIABLE,
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING,
+    CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda, CudaError,
+    LIBRARY_VARIABLE,
 };
 use parking_lot::Mutex;
 
+use super::launch::Modules;
 use super::pool::Pool;
 use super::staging::Pinned;
 use crate::error::Error;
@@ -80,6 +82,8 @@ pub(super) struct Context {
     notifiers: Mutex<Notifiers>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<Pinned>,
+    pub(super) modules: Mutex<Modules>,
+    pub(super) multiprocessors: u32,
 }
 
 /// Proof that a context is this thread's current one. What was before it is again when this goes.
@@ -122,6 +126,10 @@ impl Context {
             unsafe { cuda.device_get_uuid(device) }
         };
         let uuid = uuid.map_err(tell)?.0;
+        // SAFETY: as above.
+        let multiprocessors =
+            unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) };
+        let multiprocessors = multiprocessors.map_err(tell)?.unsigned_abs();
         // SAFETY: as above; released in `drop`.
         let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
         Ok(Context {
@@ -135,7 +143,33 @@ impl Context {
             events: Mutex::default(),
             notifiers: Mutex::default(),
             pinned: Mutex::default(),
+            modules: Mutex::default(),
+            multiprocessors,
         })
+    }
+
+    /// Lets this device touch another's memory. `false`: it cannot.
+    pub(super) fn reach(&self, other: &Context) -> Result<bool, Error> {
+        if std::ptr::eq(self, other) {
+            return Ok(true);
+        }
+        let doing = format!("reach the memory of device {}", other.ordinal);
+        if !self.cuda.has_device_can_access_peer() || !self.cuda.has_ctx_enable_peer_access() {
+            return Ok(false);
+        }
+        // SAFETY: two devices that the driver gave.
+        let can = unsafe { self.cuda.device_can_access_peer(self.device, other.device) };
+        if can.map_err(|error| self.tell(&doing, error))? == 0 {
+            return Ok(false);
+        }
+        // SAFETY: both contexts are retained, as long as `self` and `other` are.
+        let enabled =
+            self.enter().and_then(|_entered| unsafe { self.cuda.ctx_enable_peer_access(other.context, 0) });
+        match enabled {
+            // Before, by us or somebody else in this process.
+            Err(error) if error.code == CuResult::PEER_ACCESS_ALREADY_ENABLED => Ok(true),
+            enabled => enabled.map(|()| true).map_err(|error| self.tell(&doing, error)),
+        }
     }
 
     /// Makes the context this thread's current one.
@@ -207,6 +241,7 @@ impl Drop for Context {
             Ok(_entered) => {
                 self.pool.lock().close(self.cuda, &report);
                 self.pinned.lock().close(self.cuda, &report);
+                self.modules.lock().close(self.cuda, &report);
                 for event in self.events.lock().drain(..) {
                     // SAFETY: made by `event`; an event may be destroyed before it is reached.
                     unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);

@@ -14,6 +14,7 @@ use allstream_sys::cuda::{
 
 use super::context::{Context, Entered};
 use super::handle::Device;
+use super::staging::Finish;
 use super::transfer::Transfer;
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
@@ -151,6 +152,24 @@ impl DeviceStream {
         }
     }
 
+    /// The same with an event that nobody else has, which is made if it is not there yet. Streams that were told to wait
+    /// for it wait for what it was then.
+    pub(crate) fn record_in(&self, event: &mut Option<DeviceEvent>) -> Result<(), Error> {
+        let Some(event) = event else {
+            *event = Some(self.record()?);
+            return Ok(());
+        };
+        self.0.context.call("mark a point in a stream", |cuda| {
+            // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
+            unsafe { cuda.event_record(event.0.raw, self.0.raw) }
+        })
+    }
+
+    /// Lets this stream's device touch the memory of another's. `false`: it cannot.
+    pub(crate) fn reach(&self, other: &DeviceStream) -> Result<bool, Error> {
+        self.0.context.reach(&other.0.context)
+    }
+
     /// Work put here after this call starts only once `event` is reached. The stream waits, the caller does not; the
     /// event may be of another device.
     ///
@@ -175,7 +194,7 @@ impl DeviceStream {
     }
 
     /// Whether what is put here now goes into a graph instead of running. The host cannot wait for that.
-    pub(super) fn is_capturing(&self) -> Result<bool, Error> {
+    pub(crate) fn is_capturing(&self) -> Result<bool, Error> {
         let mut status = CU_STREAM_CAPTURE_STATUS_NONE;
         self.0.context.call("ask whether a stream is being captured", |cuda| {
             // SAFETY: `self` keeps the stream; `status` is room for the answer.
@@ -242,6 +261,15 @@ impl DeviceEvent {
         // SAFETY: `self` keeps the event.
         let reached = unsafe { self.0.context.cuda.event_synchronize(self.0.raw) };
         reached.map_err(|error| self.0.context.tell("wait for an event", error))
+    }
+
+    /// Calls `finish` when the point is reached, or will not be.
+    pub(crate) fn then(self, doing: &'static str, finish: Finish) {
+        let then = move |outcome: Outcome| match outcome {
+            Outcome::Reached => finish(Ok(())),
+            Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
+        };
+        waiter::watch(self, Box::new(then));
     }
 
     /// The same point as an event of the host's: complete when this is reached, failed where work before it has failed.

@@ -1,0 +1,182 @@
+//! Operations that the ranks' devices run.
+//!
+//! The plans, the machines and the order of messages are those of the host; what differs is that a step's work is *put on
+//! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::link::peer`]). An
+//! operation is over on the host when all is on the stream, and over for good when the stream has come there.
+
+use std::sync::{Arc, OnceLock};
+
+use parking_lot::Mutex;
+
+use super::port::Opener;
+use crate::error::Error;
+use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
+use crate::link::{LinkRx, LinkTx};
+use crate::mem::device::{DeviceEvent, DeviceStream};
+use crate::types::Rank;
+
+/// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
+/// bits.
+pub(super) const SLICE: usize = 1 << 30;
+
+/// A rank's device in a communicator, and those of all its peers.
+pub(crate) struct Binding {
+    pub(crate) ours: Arc<PeerDevice>,
+    /// By rank; ours too.
+    pub(crate) all: Vec<Arc<PeerDevice>>,
+}
+
+/// An operation that devices run.
+pub(crate) struct DeviceOp {
+    pub(crate) binding: Arc<Binding>,
+    /// Its number among the communicator's collectives.
+    number: OnceLock<u64>,
+    /// What the buffers' streams, and others, held at the call.
+    after: Vec<DeviceEvent>,
+    /// Of the buffers.
+    streams: Vec<DeviceStream>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Behind all of the operation, once all of it is on the stream.
+    end: Option<DeviceEvent>,
+    /// A stream waits for it to be there.
+    is_awaited: bool,
+}
+
+impl DeviceOp {
+    /// An operation on buffers in the order of these streams, to start after what is on them now.
+    pub(crate) fn new(binding: Arc<Binding>, streams: Vec<DeviceStream>) -> Result<DeviceOp, Error> {
+        let after = streams.iter().map(DeviceStream::record).collect::<Result<_, _>>()?;
+        Ok(DeviceOp { binding, number: OnceLock::new(), after, streams, state: Mutex::default() })
+    }
+
+    /// It is submitted, as this operation of the communicator.
+    pub(super) fn submitted(&self, number: u64) {
+        let _ = self.number.set(number);
+    }
+
+    fn number(&self) -> u64 {
+        self.number.get().copied().unwrap_or_default()
+    }
+
+    /// Where its work goes.
+    pub(super) fn stream(&self) -> &DeviceStream {
+        &self.binding.ours.stream
+    }
+
+    /// It is this operation's turn: what is put on the stream from now on is its own.
+    pub(super) fn begin(&self) -> Result<(), Error> {
+        self.binding.ours.begins(self.number(), self.after.clone());
+        self.after.iter().try_for_each(|event| self.stream().wait_event(event))
+    }
+
+    /// All of it is on the stream.
+    pub(super) fn filled(&self) -> Result<(), Error> {
+        self.binding.ours.take_failure()?;
+        let end = self.stream().record()?;
+        let mut state = self.state.lock();
+        state.end = Some(end);
+        if state.is_awaited { self.binding.ours.signal(self.number()) } else { Ok(()) }
+    }
+
+    /// Whether all of it is on the stream.
+    pub(super) fn is_filled(&self) -> bool {
+        self.state.lock().end.is_some()
+    }
+
+    /// Whether the stream has come to its end.
+    pub(super) fn is_over(&self) -> Result<bool, Error> {
+        let state = self.state.lock();
+        let over = state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
+        if over {
+            self.binding.ours.ended(self.number());
+        }
+        Ok(over)
+    }
+
+    /// Whether its own inputs are there.
+    pub(super) fn has_inputs(&self) -> bool {
+        self.after.iter().all(|event| event.is_complete().unwrap_or(true))
+    }
+
+    /// The ranks whose inputs are not there, though they have called.
+    pub(super) fn late(&self) -> Vec<Rank> {
+        let late = |(rank, device): (Rank, &Arc<PeerDevice>)| device.is_late(self.number()).then_some(rank);
+        self.binding.all.iter().enumerate().filter_map(late).collect()
+    }
+
+    /// Calls `then` when the stream has come to its end, or will not.
+    pub(super) fn watch(&self, then: impl FnOnce() + Send + 'static) {
+        let end = self.state.lock().end.clone();
+        if let Some(end) = end {
+            end.then("run a collective", Box::new(|_| then()));
+        }
+    }
+
+    /// Makes a stream, and those of the buffers, wait for the operation's end.
+    pub(super) fn join(&self, stream: &DeviceStream) -> Result<(), Error> {
+        let mut state = self.state.lock();
+        let mut all = self.streams.iter().chain([stream]);
+        if let Some(end) = &state.end {
+            return all.try_for_each(|stream| stream.wait_event(end));
+        }
+        // It is not on our stream yet, so there is nothing to wait for but what the stream will say when it is.
+        state.is_awaited = true;
+        all.try_for_each(|stream| self.binding.ours.await_signal(stream, self.number()))
+    }
+
+    /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
+    /// puts more there.
+    pub(super) fn give_up(&self) -> Result<(), Error> {
+        let ordered = self.order_after_all();
+        let mut state = self.state.lock();
+        if state.end.is_none() && std::mem::take(&mut state.is_awaited) {
+            // Streams that were to wait for what will not come go on, behind all that has.
+            return ordered.and(self.binding.ours.signal(self.number()));
+        }
+        ordered
+    }
+
+    fn order_after_all(&self) -> Result<(), Error> {
+        for device in &self.binding.all {
+            let last = device.stream.record()?;
+            // Ours too: memory of the machine's goes back in its order.
+            self.streams.iter().chain([self.stream()]).try_for_each(|stream| stream.wait_event(&last))?;
+        }
+        Ok(())
+    }
+}
+
+/// Opens links between devices.
+pub(super) struct DeviceLinks {
+    pub(super) rings: Arc<dyn Opener>,
+    pub(super) binding: Arc<Binding>,
+    pub(super) rank: Rank,
+}
+
+impl DeviceLinks {
+    fn place(&self, peer: Rank, receiving: bool) -> Result<Place, Error> {
+        let elsewhere = || {
+            Error::system(
+                format!("open a link to the device of rank {peer}"),
+                "it is in another process (a bug)",
+            )
+        };
+        self.rings.device_place(peer, receiving)?.ok_or_else(elsewhere)
+    }
+}
+
+impl Opener for DeviceLinks {
+    fn open_tx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkTx>, Error> {
+        let place = self.place(peer, false)?;
+        Ok(Box::new(PeerTx::new(place, self.binding.ours.clone(), peer)?))
+    }
+
+    fn open_rx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkRx>, Error> {
+        let (place, theirs) = (self.place(peer, true)?, self.binding.all[peer].clone());
+        Ok(Box::new(PeerRx::new(place, self.binding.ours.clone(), theirs, self.rank)?))
+    }
+}

@@ -1,0 +1,47 @@
+//! The device of an endpoint.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Endpoint, Port};
+use crate::error::Error;
+use crate::exec::device::{Binding, DeviceLinks};
+use crate::exec::inflight::Key;
+use crate::exec::port::DEVICES;
+use crate::mem::Held;
+use crate::mem::device::DeviceStream;
+
+/// A thread that makes a stream wait for a collective first helps to get it onto its own stream, for this long: waiting
+/// for an event is cheaper than for a word in memory.
+const HELP: Duration = Duration::from_micros(20);
+
+impl Endpoint {
+    /// The device that this rank's operations on device buffers run on, and its peers'; none: they are staged.
+    pub(crate) fn binding(&self) -> Option<&Arc<Binding>> {
+        self.binding.get()
+    }
+
+    /// From here on devices run operations on their buffers. All ranks do this between the same two operations.
+    pub(crate) fn bind(&self, binding: Arc<Binding>) {
+        let (rank, size) = (self.config.rank, self.size());
+        let links = DeviceLinks { rings: self.config.opener.clone(), binding: binding.clone(), rank };
+        let mut run = self.run.lock();
+        if self.binding.set(binding).is_ok() {
+            let region = self.config.region.clone();
+            run.devices = Some(Port::new((rank, size), DEVICES, region, Arc::new(links)));
+        }
+    }
+
+    /// Makes a stream, and those of the buffers, wait for an operation; its buffers may then be used in their order.
+    /// `None`: no device runs it, or it has ended.
+    pub(crate) fn join(self: &Arc<Self>, key: Key, stream: &DeviceStream) -> Result<Option<Held>, Error> {
+        let device = self.table.lock().devices.get(&key.number()).cloned();
+        let Some(device) = device else { return Ok(None) };
+        let start = Instant::now();
+        while !device.is_filled() && start.elapsed() < HELP {
+            self.drive_once();
+        }
+        device.join(stream)?;
+        Ok(self.table.lock().inflight.borrow(key))
+    }
+}

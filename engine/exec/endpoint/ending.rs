@@ -1,0 +1,108 @@
+//! Collectives that are on their stream, and not over on the device.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Endpoint, Run, grace};
+use crate::error::{Error, Missing, MissingState, Operation};
+use crate::exec::device::DeviceOp;
+use crate::exec::inflight::Key;
+use crate::trace::State;
+use crate::types::Signature;
+
+/// Who drives looks himself for this long whether a device is done; then the device's driver is asked to tell. A small
+/// collective takes a device about as long. To be measured.
+const LOOK: Duration = Duration::from_micros(20);
+
+/// Such a collective.
+pub(super) struct Ending {
+    pub(super) key: Key,
+    pub(super) number: u64,
+    pub(super) device: Arc<DeviceOp>,
+    signature: Signature,
+    timeout: Duration,
+    begun: Instant,
+    /// Since when it is the oldest with its inputs there.
+    ready: Option<Instant>,
+    is_watched: bool,
+}
+
+/// Those of a communicator, oldest first: they end in this order.
+#[derive(Default)]
+pub(super) struct Endings(VecDeque<Ending>);
+
+impl Endings {
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next that is over.
+    fn next(&mut self) -> Result<Option<Ending>, Error> {
+        let over = self.0.front().map_or(Ok(false), |first| first.device.is_over())?;
+        Ok(if over { self.0.pop_front() } else { None })
+    }
+
+    pub(super) fn take(&mut self) -> impl Iterator<Item = Ending> {
+        std::mem::take(&mut self.0).into_iter()
+    }
+}
+
+impl Endpoint {
+    /// All of the active collective is on its stream.
+    pub(super) fn filled(run: &mut Run, key: Key) {
+        let Some((number, signature, timeout, _)) = run.active.current() else { return };
+        let Some(device) = run.active.device().cloned() else { return };
+        run.active.take();
+        let (begun, ready, is_watched) = (Instant::now(), None, false);
+        let ending = Ending { key, number, device, signature, timeout, begun, ready, is_watched };
+        run.endings.0.push_back(ending);
+    }
+
+    /// Finishes what is over. Whether anything was.
+    pub(super) fn end_some(&self, run: &mut Run) -> Result<bool, Error> {
+        let mut any = false;
+        while let Some(ending) = run.endings.next()? {
+            self.recorder.finished(ending.number, State::Done);
+            self.finish(ending.key, Ok(()));
+            any = true;
+        }
+        Ok(any)
+    }
+
+    /// The thread is about to leave: the driver is to tell when the device is done.
+    pub(super) fn watch_endings(self: &Arc<Self>, run: &mut Run) {
+        for ending in run.endings.0.iter_mut().filter(|ending| !ending.is_watched) {
+            if ending.begun.elapsed() < LOOK {
+                return;
+            }
+            ending.is_watched = true;
+            let endpoint = Arc::downgrade(self);
+            ending.device.watch(move || {
+                if let Some(endpoint) = endpoint.upgrade() {
+                    endpoint.drive_once();
+                    endpoint.arm();
+                    endpoint.config.lane.kick();
+                }
+            });
+        }
+    }
+
+    /// Whether the device takes longer than the oldest collective may.
+    pub(super) fn overdue_ending(&self, run: &mut Run, now: Instant) -> Option<Error> {
+        let awake = run.awake;
+        let first = run.endings.0.front_mut()?;
+        if first.ready.is_none() && first.device.has_inputs() {
+            first.ready = Some(now);
+        }
+        let ready = first.ready?;
+        if now - ready <= first.timeout || now - awake <= grace(first.timeout) {
+            return None;
+        }
+        let late = first.device.late().into_iter();
+        let missing = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
+        let operation =
+            Operation { comm: self.config.name.clone(), number: first.number, signature: first.signature };
+        Some(Error::Timeout { operation, rank: self.config.rank, after: first.timeout, missing })
+    }
+}

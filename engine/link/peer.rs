@@ -1,0 +1,258 @@
+//! Links between ranks whose devices touch each other's memory: the same device, or peers of one process.
+//!
+//! What travels between hosts is a ring of descriptors, as [`super::local`]'s: each lends a piece of the sender's device
+//! memory. What orders the devices are two events beside each cell. The sender records `ready` on its stream before it
+//! posts, and the receiver's stream waits for that before it reads; the receiver records `done` before it releases, and the
+//! sender's stream waits for that before it writes there again. So "posted" and "released" mean *put on a stream*, and
+//! nothing is ever put on a stream that waits for what is not on one yet: a device never waits for a host, whatever
+//! becomes of the ranks.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use parking_lot::Mutex;
+
+use super::local::{Bell, Descriptor, Gate, RawRing};
+use super::region::Region;
+use super::ring::{CELLS, Consumer, Producer};
+use super::{Frame, Header, LinkRx, LinkTx, Posted};
+use crate::error::Error;
+use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream};
+use crate::types::Rank;
+
+type Mark = Mutex<Option<DeviceEvent>>;
+
+/// The events beside a ring, one for each cell.
+#[derive(Default)]
+struct Marks {
+    ready: [Mark; CELLS as usize],
+    done: [Mark; CELLS as usize],
+}
+
+/// A rank's device in a communicator, as all its peers in the process see it.
+pub(crate) struct PeerDevice {
+    /// Where all of this rank's work on the communicator goes.
+    pub(crate) stream: DeviceStream,
+    /// Of the links from this rank, by receiver.
+    to: Vec<Marks>,
+    /// Of a call that nobody could be told of at once.
+    failed: Mutex<Option<Error>>,
+    /// What this rank's operations wait for that are on the stream and not over, oldest first.
+    inputs: Mutex<VecDeque<(u64, Vec<DeviceEvent>)>>,
+    /// A word that counts operations, for streams to wait for.
+    signal: Mutex<Option<DeviceSignal>>,
+}
+
+impl PeerDevice {
+    pub(crate) fn new(stream: DeviceStream, size: usize) -> PeerDevice {
+        PeerDevice {
+            stream,
+            to: (0..size).map(|_| Marks::default()).collect(),
+            failed: Mutex::default(),
+            inputs: Mutex::default(),
+            signal: Mutex::default(),
+        }
+    }
+
+    /// An operation is put on the stream, behind these.
+    pub(crate) fn begins(&self, number: u64, inputs: Vec<DeviceEvent>) {
+        self.inputs.lock().push_back((number, inputs));
+    }
+
+    /// This operation is over, and so are those before it.
+    pub(crate) fn ended(&self, number: u64) {
+        let mut inputs = self.inputs.lock();
+        while inputs.front().is_some_and(|(first, _)| *first <= number) {
+            inputs.pop_front();
+        }
+    }
+
+    /// Whether this rank's input of an operation is not there yet.
+    pub(crate) fn is_late(&self, number: u64) -> bool {
+        let inputs = self.inputs.lock();
+        let known = inputs.iter().find(|(known, _)| *known == number);
+        known.is_some_and(|(_, inputs)| inputs.iter().any(|event| !event.is_complete().unwrap_or(true)))
+    }
+
+    /// Makes a stream wait until this operation is signalled.
+    pub(crate) fn await_signal(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
+        let mut signal = self.signal.lock();
+        let signal = match &mut *signal {
+            Some(signal) => signal,
+            none => none.insert(DeviceSignal::new(&self.stream)?),
+        };
+        stream.wait_signal(signal, value(number))
+    }
+
+    /// Signals an operation behind what the stream holds. They are signalled in their order.
+    pub(crate) fn signal(&self, number: u64) -> Result<(), Error> {
+        match &mut *self.signal.lock() {
+            Some(signal) => self.stream.put_signal(signal, value(number)),
+            None => Ok(()),
+        }
+    }
+
+    /// What has failed since this was last asked.
+    pub(crate) fn take_failure(&self) -> Result<(), Error> {
+        self.failed.lock().take().map_or(Ok(()), Err)
+    }
+}
+
+/// What the word shows from this operation on; compared as numbers on a circle.
+fn value(number: u64) -> u32 {
+    (number as u32).wrapping_add(1)
+}
+
+/// Where a link between two ranks is: its ring, who is to be woken, and (of the sending end) the receiver's gate.
+pub(crate) struct Place {
+    pub(crate) region: Arc<Region>,
+    pub(crate) ring: u64,
+    pub(crate) bell: Bell,
+    pub(crate) gate: Option<Gate>,
+}
+
+/// The sending end.
+pub(crate) struct PeerTx {
+    ring: Producer<RawRing>,
+    bell: Bell,
+    gate: Option<Gate>,
+    ours: Arc<PeerDevice>,
+    to: Rank,
+    /// Frames whose release our stream has been told of.
+    seen: u64,
+}
+
+impl PeerTx {
+    /// From our device to rank `to`.
+    pub(crate) fn new(place: Place, ours: Arc<PeerDevice>, to: Rank) -> Result<PeerTx, Error> {
+        let Place { region, ring, bell, gate } = place;
+        Ok(PeerTx { ring: Producer::new(RawRing::new(region, ring)?), bell, gate, ours, to, seen: 0 })
+    }
+
+    fn mark(&self, frame: u64, of: fn(&Marks) -> &[Mark; CELLS as usize]) -> &Mark {
+        &of(&self.ours.to[self.to])[(frame % CELLS) as usize]
+    }
+}
+
+impl LinkTx for PeerTx {
+    fn room(&mut self) -> Result<bool, Error> {
+        Ok(self.ring.posted() - self.released()? < CELLS)
+    }
+
+    fn needs_slot(&self, _payload: *const u8, _len: usize) -> bool {
+        false
+    }
+
+    // The payload is a device's address: nobody on the host follows it.
+    unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
+        if header.len > 0 {
+            let mut ready = self.mark(self.ring.posted(), |marks| &marks.ready).lock();
+            self.ours.stream.record_in(&mut ready)?;
+        }
+        self.ring.post((Descriptor::new(&header, payload.addr() as u64), std::ptr::null()));
+        self.bell.ring();
+        Ok(Posted::Held)
+    }
+
+    /// What is counted here, our stream may write again: it waits for the reader's.
+    fn released(&mut self) -> Result<u64, Error> {
+        let released = self.ring.released();
+        while self.seen < released {
+            if let Some(done) = &*self.mark(self.seen, |marks| &marks.done).lock() {
+                self.ours.stream.wait_event(done)?;
+            }
+            self.seen += 1;
+        }
+        Ok(released)
+    }
+
+    /// Nothing more is put on the reader's stream; what is there already, its end tells.
+    fn revoke(&mut self) -> bool {
+        self.ring.memory().revoked().store(1, Ordering::SeqCst);
+        self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
+    }
+}
+
+/// The receiving end.
+pub(crate) struct PeerRx {
+    ring: Consumer<RawRing>,
+    bell: Bell,
+    ours: Arc<PeerDevice>,
+    theirs: Arc<PeerDevice>,
+    rank: Rank,
+    frames: u64,
+    head: Option<Frame>,
+    hung_up: bool,
+}
+
+// SAFETY: the frame's address is the device's: nobody on the host follows it. All else is Send.
+unsafe impl Send for PeerRx {}
+
+impl PeerRx {
+    /// From the device `theirs` to ours, that of `rank`.
+    pub(crate) fn new(
+        place: Place,
+        ours: Arc<PeerDevice>,
+        theirs: Arc<PeerDevice>,
+        rank: Rank,
+    ) -> Result<PeerRx, Error> {
+        let Place { region, ring, bell, .. } = place;
+        let ring = Consumer::new(RawRing::new(region, ring)?);
+        Ok(PeerRx { ring, bell, ours, theirs, rank, frames: 0, head: None, hung_up: false })
+    }
+
+    fn marks(&self) -> (&Mark, &Mark) {
+        let (marks, at) = (&self.theirs.to[self.rank], (self.frames % CELLS) as usize);
+        (&marks.ready[at], &marks.done[at])
+    }
+}
+
+impl LinkRx for PeerRx {
+    fn peek(&mut self, _useful: usize) -> Result<Option<Frame>, Error> {
+        if self.hung_up || self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
+            return Ok(None);
+        }
+        if self.head.is_some() {
+            return Ok(self.head);
+        }
+        let Some((descriptor, _)) = self.ring.peek() else { return Ok(None) };
+        let header = descriptor.header();
+        if header.len > 0
+            && let Some(ready) = &*self.marks().0.lock()
+        {
+            self.ours.stream.wait_event(ready)?;
+        }
+        let data = std::ptr::without_provenance(descriptor.location as usize);
+        self.head = Some(Frame { header, data, ready: header.len as usize, done: 0 });
+        Ok(self.head)
+    }
+
+    fn release(&mut self, bytes: usize) {
+        let Some(frame) = &mut self.head else { return };
+        frame.done += bytes;
+        frame.data = frame.data.wrapping_add(bytes);
+        frame.ready = frame.ready.saturating_sub(bytes);
+        if frame.ready > 0 {
+            return;
+        }
+        if frame.header.len > 0
+            && let Err(error) = self.ours.stream.record_in(&mut self.marks().1.lock())
+        {
+            // The sender must not write there: it does not get the frame back, and all ranks hear why.
+            self.ours.failed.lock().get_or_insert(error);
+            return;
+        }
+        self.head = None;
+        self.frames += 1;
+        self.ring.release();
+        self.bell.ring();
+    }
+
+    fn hang_up(&mut self) {
+        self.head = None;
+        self.hung_up = true;
+        self.ring.close();
+        self.bell.ring();
+    }
+}

@@ -1,0 +1,124 @@
+//! Kernels of ours on a stream.
+
+use std::collections::HashMap;
+use std::ffi::CString;
+
+use allstream_kernels::cuda::{Kernel, Launch, Module};
+use allstream_sys::cuda::{CuFunction, CuModule, CuResult, Cuda, CudaError};
+
+use super::context::{Context, Entered};
+use super::stream::DeviceStream;
+use crate::error::Error;
+
+/// What has been loaded on a device. A driver compiles a module when it is loaded, which takes it milliseconds: each once,
+/// when it is first needed.
+#[derive(Default)]
+pub(super) struct Modules {
+    modules: HashMap<Module, CuModule>,
+    functions: HashMap<Kernel, CuFunction>,
+    last: Option<(Kernel, CuFunction)>,
+}
+
+impl Modules {
+    fn get(&mut self, cuda: &Cuda, _: &Entered<'_>, kernel: Kernel) -> Result<CuFunction, CudaError> {
+        if let Some((last, function)) = self.last
+            && last == kernel
+        {
+            return Ok(function);
+        }
+        let function = match self.functions.get(&kernel) {
+            Some(function) => *function,
+            None => {
+                let module = self.load(cuda, kernel.module)?;
+                let name = text(kernel.name())?;
+                // SAFETY: the module is loaded, and stays so until `close`; the name ends in a zero byte.
+                let function = unsafe { cuda.module_get_function(module, name.as_ptr()) }?;
+                self.functions.insert(kernel, function);
+                function
+            }
+        };
+        self.last = Some((kernel, function));
+        Ok(function)
+    }
+
+    fn load(&mut self, cuda: &Cuda, module: Module) -> Result<CuModule, CudaError> {
+        if let Some(loaded) = self.modules.get(&module) {
+            return Ok(*loaded);
+        }
+        let ptx = text(module.ptx())?;
+        // SAFETY: PTX that ends in a zero byte, in the context that the caller has entered; unloaded in `close`.
+        let loaded = unsafe { cuda.module_load_data(ptx.as_ptr().cast()) }?;
+        self.modules.insert(module, loaded);
+        Ok(loaded)
+    }
+
+    /// Unloads all. Nothing of them runs any more.
+    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
+        self.functions.clear();
+        self.last = None;
+        for (_, module) in self.modules.drain() {
+            // SAFETY: loaded by `load`; its functions have just been forgotten.
+            unsafe { cuda.module_unload(module) }.unwrap_or_else(report);
+        }
+    }
+}
+
+/// For the driver, which wants a zero byte behind it.
+fn text(text: impl Into<Vec<u8>>) -> Result<CString, CudaError> {
+    CString::new(text).map_err(|_| CudaError {
+        call: "cuModuleLoadData",
+        code: CuResult::INVALID_VALUE,
+        name: "CUDA_ERROR_INVALID_VALUE".into(),
+        text: "a kernel's text has a zero byte in it (a bug)".into(),
+    })
+}
+
+impl Context {
+    /// Blocks of a launch at most: two for each multiprocessor, of which a memory-bound kernel needs about that many to
+    /// have all of the memory's bandwidth. To be measured.
+    pub(super) fn ctas(&self) -> u32 {
+        2 * self.multiprocessors.max(1)
+    }
+}
+
+impl DeviceStream {
+    /// Blocks of a launch at most.
+    pub(crate) fn ctas(&self) -> u32 {
+        self.0.context.ctas()
+    }
+
+    /// Puts a kernel here.
+    ///
+    /// # Safety
+    /// What the launch reads and writes is memory of this stream's device, or that it may touch; nothing else on a device
+    /// or the host touches it out of this stream's order; and it stays until the stream has come past the kernel.
+    pub(crate) unsafe fn launch(&self, doing: &str, launch: &Launch) -> Result<(), Error> {
+        if launch.blocks == 0 {
+            return Ok(());
+        }
+        let context = &self.0.context;
+        let put = |entered: &Entered<'_>| {
+            let function = context.modules.lock().get(context.cuda, entered, launch.kernel)?;
+            let mut arguments = [launch.arguments.address().cast_mut().cast()];
+            // SAFETY: a function of this context with one parameter, of the type that `arguments` is (the kernel and its
+            // arguments are made together); the driver copies it within the call. What is at its addresses is the
+            // caller's promise.
+            unsafe {
+                context.cuda.launch_kernel(
+                    function,
+                    launch.blocks,
+                    1,
+                    1,
+                    launch.threads,
+                    1,
+                    1,
+                    0,
+                    self.0.raw,
+                    arguments.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            }
+        };
+        context.enter().and_then(|entered| put(&entered)).map_err(|error| context.tell(doing, error))
+    }
+}

@@ -1,0 +1,148 @@
+//! Communicators bound to devices: collectives that run there.
+
+use std::time::Duration;
+
+use allstream::cuda::{Device, DevicePath, DeviceStream};
+use allstream::{Comm, Error, Failed};
+
+use crate::collectives::{down, everything, ranks, up, values};
+use crate::support::{calls, child, nothing_left, report, set_delays, soon};
+
+const SLOW: &[(&str, &str)] =
+    &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+
+#[test]
+fn devices_get_what_hosts_get() {
+    child("devices::devices_get_what_hosts_get", SLOW, || {
+        ranks(3, |mut comm| {
+            // Two devices: one has two ranks.
+            let device = Device::new(comm.rank() % 2).unwrap();
+            assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+            let stream = &DeviceStream::new(&device).unwrap();
+            everything(&mut comm, stream, &[0, 1, 1000, 5000]);
+            soon(comm.close()).unwrap();
+        });
+        assert!(calls("cuLaunchKernel") > 100, "kernels do the work: {}", calls("cuLaunchKernel"));
+        assert_eq!(calls("cuMemHostAlloc"), 0, "nothing goes through the host");
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// A rank of a group on one device: its stream for computing.
+fn bound(comm: &mut Comm) -> DeviceStream {
+    let device = Device::new(0).unwrap();
+    assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+    DeviceStream::new(&device).unwrap()
+}
+
+/// No host waits in between: what a collective leaves is the next one's input, in the order of streams.
+#[test]
+fn a_chain_of_collectives_is_in_order_without_the_host() {
+    child("devices::a_chain_of_collectives_is_in_order_without_the_host", SLOW, || {
+        for seed in 0..10 {
+            set_delays(500, seed);
+            ranks(2, |mut comm| {
+                let compute = bound(&mut comm);
+                let mut grads = up(&compute, values(comm.rank(), 3000));
+                let mut expected =
+                    values(0, 3000).iter().zip(values(1, 3000)).map(|(a, b)| a + b).collect::<Vec<_>>();
+                for _ in 0..8 {
+                    let work = comm.on(&compute).all_reduce(grads);
+                    grads = work.join(&compute).unwrap().in_order().unwrap();
+                }
+                expected.iter_mut().for_each(|x| *x *= 128.0);
+                assert_eq!(down(grads), expected, "seed {seed}");
+                soon(comm.close()).unwrap();
+            });
+        }
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// The peer comes late: the stream waits for what is not there yet, and the host does not.
+#[test]
+fn a_stream_waits_for_a_collective_whose_peers_have_not_called() {
+    child("devices::a_stream_waits_for_a_collective_whose_peers_have_not_called", SLOW, || {
+        let (told, hear) = std::sync::mpsc::channel();
+        let (told, hear) = (&std::sync::Mutex::new(told), &std::sync::Mutex::new(hear));
+        ranks(2, |mut comm| {
+            let compute = bound(&mut comm);
+            let mut grads = up(&compute, vec![comm.rank() as f32 + 1.0; 500]);
+            if comm.rank() == 1 {
+                // Only when the other's stream waits.
+                hear.lock().unwrap().recv_timeout(Duration::from_secs(10)).unwrap();
+            }
+            for _ in 0..3 {
+                let ordered = comm.on(&compute).all_reduce(grads).join(&compute).unwrap();
+                grads = ordered.launch(&compute, |buf| buf).in_order().unwrap();
+            }
+            let point = compute.record().unwrap();
+            if comm.rank() == 0 {
+                assert!(!point.is_complete().unwrap(), "nobody has called but this rank");
+                told.lock().unwrap().send(()).unwrap();
+            }
+            assert_eq!(down(grads), [12.0; 500]);
+            soon(comm.close()).unwrap();
+        });
+        assert!(calls("cuStreamWaitValue32_v2") > 0);
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// Law 4: a stream that waits goes on by the deadline, and the error is found.
+#[test]
+fn law_4_a_stream_is_released_by_the_deadline() {
+    child("devices::law_4_a_stream_is_released_by_the_deadline", SLOW, || {
+        let mut comms = Comm::local(2).unwrap();
+        let mut second = comms.pop().unwrap();
+        let mut first = comms.pop().unwrap();
+        let other = std::thread::spawn(move || (bound(&mut second), second));
+        let compute = bound(&mut first);
+        let (_, second) = other.join().unwrap();
+        let deadline = Duration::from_millis(150);
+        let buf = up(&compute, values(0, 100));
+        let ordered = first.timeout(deadline).all_reduce(buf).join(&compute).unwrap();
+        let point = compute.record().unwrap();
+        soon(point).unwrap();
+        let Failed { buf, error } = soon(ordered).unwrap_err();
+        assert!(matches!(&error, Error::Timeout { missing, .. } if missing[0].rank == 1), "{error}");
+        assert_eq!(down(buf.unwrap()), values(0, 100), "nothing was written");
+        assert!(first.check().is_err());
+        drop((first, second, compute));
+        nothing_left("all was dropped");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// Law 4: the peer has called, and its device never comes to it.
+#[test]
+fn law_4_a_device_that_does_not_come_to_it_is_named() {
+    child("devices::law_4_a_device_that_does_not_come_to_it_is_named", SLOW, || {
+        let errors = ranks(2, |mut comm| {
+            let compute = bound(&mut comm);
+            let rank = comm.rank();
+            let buf = up(&compute, values(rank, 100));
+            // Rank 1's stream is held up by a collective that only it calls, on a group of its own that nobody joins.
+            let mut pair = soon(comm.dup()).unwrap();
+            soon(pair.bind_device(&Device::new(0).unwrap())).unwrap();
+            let holding = (rank == 1).then(|| {
+                let own = up(&compute, vec![0f32; 4]);
+                pair.timeout(Duration::from_secs(3)).all_reduce(own).join(&compute).unwrap()
+            });
+            let result = soon(comm.on(&compute).timeout(Duration::from_millis(200)).all_reduce(buf));
+            let error = result.map(drop).unwrap_err().error;
+            drop((holding, pair));
+            error
+        });
+        for error in errors {
+            let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+            assert!(missing.iter().all(|missing| missing.rank == 1), "{error}");
+            assert!(error.to_string().contains("its device has not come to it"), "{error}");
+        }
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
