@@ -1,5 +1,6 @@
 //! Conformance on one CUDA device: every collective on device buffers by 1, 2, 4 and 8 ranks that share it, as threads
-//! of one process and as processes, against the oracle of `tests/conformance.rs`. And messages.
+//! of one process and as processes, against the oracle of `tests/conformance.rs`. And messages. Ranks are bound to the
+//! device; once they are not, so that the host stages everything.
 //!
 //! By default on the driver for tests (`tests/cuda-driver`), which interprets kernels: sizes are small.
 //! `ALLSTREAM_TEST_DRIVER=real` takes the driver that the machine has, with sizes up to some megabytes;
@@ -20,20 +21,27 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use allstream::Comm;
-use allstream::cuda::{Device, DeviceBuf, DeviceStream, Transfer};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, Transfer};
 use futures::executor::block_on;
 
 use cases::{Case, OnDevice, Oracle, Seen, agree};
+use choice::Bound;
 use driver::Driver;
 
 /// For all cases of one world.
 const WORLD: Duration = Duration::from_secs(120);
 const LARGE_WORLD: Duration = Duration::from_secs(400);
 
-/// A rank's place on the device. Ranks that are to be bound to their device are bound here.
-fn place(_comm: &mut Comm) -> OnDevice {
-    let device = Device::new(0).unwrap();
-    OnDevice(DeviceStream::new(&device).unwrap())
+/// A rank's place on the device: its buffers are in the order of this stream, beside the one of its collectives.
+fn place(comm: &mut Comm, bound: Bound, threads: bool) -> Result<OnDevice, String> {
+    let device = Device::new(0).map_err(|error| error.to_string())?;
+    if bound == Bound::Yes {
+        let path = block_on(comm.bind_device(&device)).map_err(|error| error.to_string())?;
+        if threads && path != DevicePath::Peer {
+            return Err(format!("threads on one device are {path:?}"));
+        }
+    }
+    DeviceStream::new(&device).map(OnDevice).map_err(|error| error.to_string())
 }
 
 fn limit() -> Duration {
@@ -41,15 +49,21 @@ fn limit() -> Duration {
 }
 
 /// Runs all cases on one rank; stops at the first that fails.
-fn run_all(comm: &mut Comm, cases: &[Case], oracle: &Oracle, at: &AtomicUsize) -> Result<Vec<Seen>, String> {
-    let (rank, place) = (comm.rank(), place(comm));
+fn run_all(
+    comm: &mut Comm,
+    place: &OnDevice,
+    cases: &[Case],
+    oracle: &Oracle,
+    at: &AtomicUsize,
+) -> Result<Vec<Seen>, String> {
+    let rank = comm.rank();
     let mut seen = Vec::new();
     for (i, case) in cases.iter().enumerate() {
         at.store(i, Ordering::Relaxed);
-        let result = cases::run_on_device(comm, case, oracle, i, &place);
+        let result = cases::run_on_device(comm, case, oracle, i, place);
         seen.push(result.map_err(|error| format!("rank {rank}: case {i}, {case:?}: {error}"))?);
     }
-    messages(comm, &place).map_err(|error| format!("rank {rank}: messages: {error}"))?;
+    messages(comm, place).map_err(|error| format!("rank {rank}: messages: {error}"))?;
     Ok(seen)
 }
 
@@ -94,14 +108,15 @@ fn conclude(cases: &[Case], seen: Vec<Result<Vec<Seen>, String>>) {
 }
 
 /// In this process: `n` ranks as threads.
-fn be_threads(n: usize) {
-    let cases = Arc::new(choice::cases(n, &Driver::chosen()));
+fn be_threads(n: usize, bound: Bound) {
+    let cases = Arc::new(choice::cases(n, &Driver::chosen(), bound));
     let at: Arc<Vec<AtomicUsize>> = Arc::new((0..n).map(|_| AtomicUsize::new(0)).collect());
     let oracle = Arc::new(Oracle::new(cases.len(), n));
     let (shared, progress) = (cases.clone(), at.clone());
     let comms = Comm::local(n).unwrap();
     let seen = support::on_threads(comms, limit(), move |rank, mut comm| {
-        let seen = run_all(&mut comm, &shared, &oracle, &progress[rank])?;
+        let place = place(&mut comm, bound, true)?;
+        let seen = run_all(&mut comm, &place, &shared, &oracle, &progress[rank])?;
         support::close(comm)?;
         Ok(seen)
     });
@@ -115,8 +130,10 @@ fn be_threads(n: usize) {
 /// In this process: one rank of several.
 fn be_rank() {
     let mut comm = support::join();
-    let cases = choice::cases(comm.size(), &Driver::chosen());
-    let seen = run_all(&mut comm, &cases, &Oracle::new(cases.len(), 1), &AtomicUsize::new(0));
+    let cases = choice::cases(comm.size(), &Driver::chosen(), Bound::Yes);
+    let seen = place(&mut comm, Bound::Yes, false).and_then(|place| {
+        run_all(&mut comm, &place, &cases, &Oracle::new(cases.len(), 1), &AtomicUsize::new(0))
+    });
     let seen = seen.unwrap_or_else(|error| panic!("{error}"));
     support::close(comm).unwrap();
     // (libtest has begun a line.)
@@ -154,7 +171,14 @@ fn in_others(name: &str, processes: usize) -> Vec<support::Ended> {
 
 fn threads(name: &str, n: usize) {
     if support::role() {
-        return be_threads(n);
+        return be_threads(n, Bound::Yes);
+    }
+    in_others(name, 1);
+}
+
+fn staged(name: &str, n: usize) {
+    if support::role() {
+        return be_threads(n, Bound::No);
     }
     in_others(name, 1);
 }
@@ -163,7 +187,7 @@ fn processes(name: &str, n: usize) {
     if support::role() {
         return be_rank();
     }
-    let cases = choice::cases(n, &Driver::chosen());
+    let cases = choice::cases(n, &Driver::chosen(), Bound::Yes);
     let seen = in_others(name, n).into_iter().map(|rank| {
         let seen: Vec<Seen> = rank.stdout.lines().filter_map(read).collect();
         if seen.len() == cases.len() {
@@ -189,6 +213,7 @@ worlds! {
     two_threads: threads 2;
     four_threads: threads 4;
     eight_threads: threads 8;
+    three_threads_staged: staged 3;
     one_process: processes 1;
     two_processes: processes 2;
     four_processes: processes 4;
@@ -199,11 +224,12 @@ worlds! {
 #[test]
 #[ignore = "for tools that watch one process: run with the driver in ALLSTREAM_CUDA_LIBRARY, or where there is one"]
 fn short() {
-    let cases: Vec<Case> = choice::cases(2, &Driver::Rehearsal).into_iter().step_by(7).collect();
+    let cases: Vec<Case> = choice::cases(2, &Driver::Rehearsal, Bound::Yes).into_iter().step_by(7).collect();
     let oracle = Arc::new(Oracle::new(cases.len(), 2));
     let shared = Arc::new(cases.clone());
     let seen = support::on_threads(Comm::local(2).unwrap(), 3 * WORLD, move |_, mut comm| {
-        let seen = run_all(&mut comm, &shared, &oracle, &AtomicUsize::new(0))?;
+        let place = place(&mut comm, Bound::Yes, true)?;
+        let seen = run_all(&mut comm, &place, &shared, &oracle, &AtomicUsize::new(0))?;
         support::close(comm)?;
         Ok(seen)
     });

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use allstream::cuda::{self, Device, DeviceBuf, DeviceStream};
+use allstream::cuda::{self, Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Comm, Error};
 use serde::{Deserialize, Serialize};
 
@@ -19,20 +19,31 @@ pub(crate) struct Facts {
     /// The CUDA driver's library, and the CUDA that it supports.
     pub(crate) driver: String,
     pub(crate) cuda: String,
+    /// How operations run: `peer`, by kernels there, or `staged`, through the host, and why.
+    pub(crate) path: String,
     /// Copies within the device's memory: GB/s (powers of 1000) of bytes copied, the median over rounds, and the bytes
     /// of one copy.
     pub(crate) copy_gbs: f64,
     pub(crate) copy_bytes: usize,
 }
 
-/// Where ranks are bound to their device: the buffers of this one are there, in the order of this stream.
-pub(crate) fn bind(_comm: &mut Comm, ordinal: usize) -> Result<DeviceStream, Error> {
-    DeviceStream::new(&Device::new(ordinal)?)
+/// A rank's place on its device: its buffers are there, in the order of this stream.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) stream: DeviceStream,
+    path: DevicePath,
+}
+
+/// Where ranks are bound to their device.
+pub(crate) fn bind(comm: &mut Comm, ordinal: usize) -> Result<Place, Error> {
+    let stream = DeviceStream::new(&Device::new(ordinal)?)?;
+    let path = futures::executor::block_on(comm.bind_stream(&stream))?;
+    Ok(Place { stream, path })
 }
 
 impl Facts {
     /// Measures: the device should have nothing else to do.
-    pub(crate) fn of(stream: &DeviceStream) -> Result<Facts, Error> {
+    pub(crate) fn of(Place { stream, path }: &Place) -> Result<Facts, Error> {
         let (device, driver) = (stream.device(), cuda::driver()?);
         let (copy_bytes, copy_gbs) = copies(stream)?;
         Ok(Facts {
@@ -40,15 +51,21 @@ impl Facts {
             name: device.name().into(),
             driver: driver.file,
             cuda: format!("{}.{}", driver.version.0, driver.version.1),
+            path: match path {
+                DevicePath::Peer => "peer".into(),
+                DevicePath::Staged { why } => format!("staged: {why}"),
+                other => format!("{other:?}"),
+            },
             copy_gbs,
             copy_bytes,
         })
     }
 
     /// What stands above the table.
-    pub(crate) fn lines(&self) -> [String; 2] {
+    pub(crate) fn lines(&self) -> [String; 3] {
         [
             format!("# device {}: {}, CUDA {} by {}", self.ordinal, self.name, self.cuda, self.driver),
+            format!("# path: {}", self.path),
             format!(
                 "# copies on the device: {:.1} GB/s of bytes copied, {} MiB each",
                 self.copy_gbs,

@@ -303,10 +303,10 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         DType::F8E5M2 => series::<f8e5m2>,
     };
     let console = Console::new(comm.rank() == 0);
-    let stream = args.device.map(|ordinal| device::bind(comm, ordinal)).transpose()?;
+    let place = args.device.map(|ordinal| device::bind(comm, ordinal)).transpose()?;
     // One rank, while the others have nothing to do.
-    let device = match &stream {
-        Some(stream) if comm.rank() == 0 => Some(device::Facts::of(stream)?),
+    let device = match &place {
+        Some(place) if comm.rank() == 0 => Some(device::Facts::of(place)?),
         _ => None,
     };
     comm.barrier().wait()?;
@@ -356,7 +356,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             warmup: args.warmup_iters,
             check: args.check == 1,
             runtime: if args.awaits { Some(runtime()?) } else { None },
-            stream: stream.clone(),
+            stream: place.as_ref().map(|place| place.stream.clone()),
         };
         let rows = run(comm, args, &effort, &console)?;
         report.series.push(Series { link: link.name().into(), algo: algo.name().into(), rows });

@@ -35,6 +35,10 @@ fn perf_times_buffers_on_a_device_and_says_how_fast_it_copies() {
         let _ = std::fs::remove_file(&figures);
         assert_eq!(json["alloc"], "device");
         assert_eq!(json["device"]["ordinal"], u64::from(device == "--device=1"));
+        // Threads read each other's memory on the device.
+        if place == "--threads" {
+            assert_eq!(json["device"]["path"], "peer");
+        }
         assert!(json["device"]["copy_gbs"].as_f64() > Some(0.0), "{json}");
         assert_eq!(json["series"][0]["rows"].as_array().unwrap().len(), 3);
     }

@@ -9,6 +9,13 @@ use crate::cases::{Await, Case, Combine, Form, What};
 use crate::driver::Driver;
 use crate::values::mix;
 
+/// Whether the ranks of a world are bound to the device.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bound {
+    Yes,
+    No,
+}
+
 /// For one call.
 pub(crate) const CALL: Duration = Duration::from_secs(60);
 
@@ -54,7 +61,7 @@ fn suits(n: usize, kind: Kind, algo: Algo, form: Form) -> bool {
 /// - every type with every reduction in every collective that combines (with a slow driver only for 2 ranks);
 /// - every algorithm;
 /// - what takes long only where the device is fast.
-pub(crate) fn cases(n: usize, driver: &Driver) -> Vec<Case> {
+pub(crate) fn cases(n: usize, driver: &Driver, bound: Bound) -> Vec<Case> {
     let ops = Combine::all();
     let pairs = |kind: Kind| {
         let fits = |dtype: DType| {
@@ -72,7 +79,9 @@ pub(crate) fn cases(n: usize, driver: &Driver) -> Vec<Case> {
         // Steps that no number of pairs shares a factor with, so that all have their turn.
         let mut next = (0..).map(|turn| pairs[(turn * 37 + k * 11 + n) % pairs.len()]);
         let mut next = || next.next().expect("it has no end");
-        let forms = FORMS.into_iter().filter(|form| form.is_of(kind));
+        // What makes its output makes it on the host, and the calls of a bound communicator have buffers of one kind.
+        let new = |form: &Form| matches!(form, Form::New | Form::NewV);
+        let forms = FORMS.into_iter().filter(|form| form.is_of(kind) && (bound == Bound::No || !new(form)));
         for form in forms.clone() {
             SMALL.iter().for_each(|len| turns.add((kind, Algo::Auto, form), *len, next()));
         }

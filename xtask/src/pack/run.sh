@@ -130,18 +130,12 @@ part() {
     [ "$code" = 0 ]
 }
 
-# Conformance: 1, 2, 4 and 8 ranks on the one device.
+# Conformance: 1, 2, 4 and 8 ranks on the one device, and some that are not bound to it.
 if $measured; then sizes=real; else sizes=rehearsal; fi
-for how in thread process; do
-    for count in one two four eight; do
-        case $count$how in
-        one*) test=one_$how ;;
-        *thread) test=${count}_threads ;;
-        *) test=${count}_processes ;;
-        esac
-        part "conformance-$test" 420 "test result: ok. 1 passed" env ALLSTREAM_TEST_DRIVER=$sizes RUST_BACKTRACE=0 \
-            "$here/bin/gpu" "$test" --exact --nocapture --test-threads=1
-    done
+for test in one_thread two_threads four_threads eight_threads three_threads_staged \
+    one_process two_processes four_processes eight_processes; do
+    part "conformance-$test" 420 "test result: ok. 1 passed" env ALLSTREAM_TEST_DRIVER=$sizes RUST_BACKTRACE=0 \
+        "$here/bin/gpu" "$test" --exact --nocapture --test-threads=1
 done
 
 for example in "$here"/examples/*; do
