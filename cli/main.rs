@@ -58,6 +58,25 @@ fn main() -> ExitCode {
     })
 }
 
+/// The driver, and the devices that it has.
+fn cuda() -> String {
+    use allstream::cuda::{Device, device_count, driver};
+    let found = || {
+        let (driver, count) = (driver()?, device_count()?);
+        let (major, minor) = driver.version;
+        let devices =
+            (0..count).map(|ordinal| Ok(format!("device {ordinal}: {}", Device::new(ordinal)?.name())));
+        let devices = devices.collect::<Result<Vec<_>, allstream::Error>>()?;
+        let which = format!("CUDA {major}.{minor} by {}", driver.file);
+        Ok(if count == 0 {
+            format!("no: no device; {which}")
+        } else {
+            format!("yes: {which}; {}", devices.join("; "))
+        })
+    };
+    found().unwrap_or_else(|error: allstream::Error| format!("no: {error}"))
+}
+
 fn info() -> io::Result<ExitCode> {
     let cores =
         std::thread::available_parallelism().map_or_else(|error| error.to_string(), |n| n.to_string());
@@ -69,13 +88,14 @@ fn info() -> io::Result<ExitCode> {
         Ok(_) => "yes".to_string(),
         Err(error) => format!("no: cannot listen on 127.0.0.1: {error}"),
     };
+    let cuda = cuda();
     let lines = [
         ("allstream", env!("CARGO_PKG_VERSION")),
         ("cores", &cores),
         ("in process", "yes"),
         ("shared memory", &memory),
         ("TCP", &tcp),
-        ("CUDA", "not in this version"),
+        ("CUDA", &cuda),
         ("NCCL", "not in this version"),
         ("RDMA", "not in this version"),
     ];

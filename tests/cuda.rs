@@ -26,5 +26,7 @@ mod laws;
 mod missing;
 #[path = "cuda/order.rs"]
 mod order;
+#[path = "cuda/perf.rs"]
+mod perf;
 #[path = "cuda/support.rs"]
 mod support;

@@ -3,6 +3,7 @@
 use std::ops::DerefMut;
 use std::time::Instant;
 
+use allstream::cuda::{DeviceBuf, DeviceStream};
 use allstream::{Algo, ArenaBuf, Buf, Call, Comm, Error, Kind, ReduceOp};
 use tokio::runtime::Runtime;
 
@@ -10,19 +11,71 @@ use super::case::{Case, Value, What};
 use super::report::Time;
 
 /// Memory that collectives are timed on.
-pub(crate) trait Memory<T>: Buf<Elem = T> + DerefMut<Target = [T]> + Sized {
-    fn make(comm: &Comm, len: usize) -> Result<Self, Error>;
+pub(crate) trait Memory<T>: Buf<Elem = T> + Sized {
+    fn make(comm: &Comm, effort: &Effort, len: usize) -> Result<Self, Error>;
+    /// Puts in what `fill` writes over zeros, or over what is there.
+    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<Self, Error>;
+    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(Self, R), Error>;
+}
+
+fn fill_here<T, M: DerefMut<Target = [T]>>(mut memory: M, fill: impl FnOnce(&mut [T])) -> Result<M, Error> {
+    fill(&mut memory);
+    Ok(memory)
+}
+
+fn look_here<T, M: DerefMut<Target = [T]>, R>(
+    memory: M,
+    look: impl FnOnce(&[T]) -> R,
+) -> Result<(M, R), Error> {
+    let seen = look(&memory);
+    Ok((memory, seen))
 }
 
 impl<T: Value> Memory<T> for Vec<T> {
-    fn make(_: &Comm, len: usize) -> Result<Vec<T>, Error> {
+    fn make(_: &Comm, _: &Effort, len: usize) -> Result<Vec<T>, Error> {
         Ok(vec![T::of(0); len])
+    }
+    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>, Error> {
+        fill_here(self, fill)
+    }
+    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(Vec<T>, R), Error> {
+        look_here(self, look)
     }
 }
 
 impl<T: Value> Memory<T> for ArenaBuf<T> {
-    fn make(comm: &Comm, len: usize) -> Result<ArenaBuf<T>, Error> {
+    fn make(comm: &Comm, _: &Effort, len: usize) -> Result<ArenaBuf<T>, Error> {
         comm.alloc(len)
+    }
+    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<ArenaBuf<T>, Error> {
+        fill_here(self, fill)
+    }
+    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(ArenaBuf<T>, R), Error> {
+        look_here(self, look)
+    }
+}
+
+impl<T: Value> Memory<T> for DeviceBuf<T> {
+    fn make(_: &Comm, effort: &Effort, len: usize) -> Result<DeviceBuf<T>, Error> {
+        let Some(stream) = &effort.stream else {
+            return Err(Error::Unavailable {
+                what: "memory on a device".into(),
+                problem: "this rank has no stream".into(),
+            });
+        };
+        DeviceBuf::zeroed(stream, len)
+    }
+    /// Done when it returns: the clock starts later.
+    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<DeviceBuf<T>, Error> {
+        let mut host = vec![T::of(0); self.len()];
+        fill(&mut host);
+        Ok(self.copy_from_host(host).wait()?.1)
+    }
+    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(DeviceBuf<T>, R), Error> {
+        let host = vec![T::of(0); self.len()];
+        let (buf, host) = self.to_host(host).wait()?;
+        let seen = look(&host);
+        Ok((buf, seen))
     }
 }
 
@@ -37,6 +90,8 @@ pub(crate) struct Effort {
     pub(crate) check: bool,
     /// Operations are awaited on this; without it a thread waits for each.
     pub(crate) runtime: Option<Runtime>,
+    /// Where buffers on a device belong.
+    pub(crate) stream: Option<DeviceStream>,
 }
 
 /// Back to back between two looks at the clock, up to 64 KB: a look costs as much as the smallest operation.
@@ -72,7 +127,7 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
     effort: &Effort,
 ) -> Result<(Time, Option<Time>), Error> {
     let (input, output) = case.lengths();
-    let state = (M::make(comm, input)?, M::make(comm, output)?);
+    let state = (M::make(comm, effort, input)?, M::make(comm, effort, output)?);
     let out = time(
         comm,
         case,
@@ -81,17 +136,17 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
         state,
         Runs {
             once: &mut |comm, (from, to)| out_of_place(comm, case, effort, from, to),
-            fill: &mut |(from, to)| {
-                case.fill(from, false);
-                to.fill(T::of(0));
+            fill: &|(from, to): (M, M)| {
+                let from = from.filled(|from| case.fill(from, false))?;
+                Ok((from, to.filled(|to| to.fill(T::of(0)))?))
             },
-            wrong: &|(_, to)| case.wrong::<T>(to, false),
+            wrong: &|(_, to): (M, M)| Ok(to.looked_at(|to| case.wrong::<T>(to, false))?.1),
         },
     )?;
     if !case.what.in_place() {
         return Ok((out, None));
     }
-    let buf = M::make(comm, in_place_length(case))?;
+    let buf = M::make(comm, effort, in_place_length(case))?;
     let within = time(
         comm,
         case,
@@ -100,8 +155,8 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
         buf,
         Runs {
             once: &mut |comm, buf| in_place(comm, case, effort, buf),
-            fill: &mut |buf| case.fill(buf, true),
-            wrong: &|buf| case.wrong::<T>(buf, true),
+            fill: &|buf: M| buf.filled(|buf| case.fill(buf, true)),
+            wrong: &|buf: M| Ok(buf.looked_at(|buf| case.wrong::<T>(buf, true))?.1),
         },
     )?;
     Ok((out, Some(within)))
@@ -110,8 +165,8 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
 /// What is timed, on what it needs.
 struct Runs<'a, S> {
     once: &'a mut dyn FnMut(&mut Comm, S) -> Result<S, Error>,
-    fill: &'a mut dyn FnMut(&mut S),
-    wrong: &'a dyn Fn(&S) -> u64,
+    fill: &'a dyn Fn(S) -> Result<S, Error>,
+    wrong: &'a dyn Fn(S) -> Result<u64, Error>,
 }
 
 fn time<S>(
@@ -127,7 +182,7 @@ fn time<S>(
     let mut mine = Vec::with_capacity(rounds);
     for round in 0..warmup + rounds {
         // Sums of sums would leave the range of ordinary numbers.
-        (runs.fill)(&mut state);
+        state = (runs.fill)(state)?;
         comm.barrier().wait()?;
         let start = Instant::now();
         for _ in 0..group {
@@ -140,13 +195,12 @@ fn time<S>(
     }
     let mut slowest = comm.op(ReduceOp::Max).all_reduce(mine).wait()?;
     let wrong = if effort.check {
-        (runs.fill)(&mut state);
-        state = (runs.once)(comm, state)?;
-        Some(comm.all_reduce(vec![(runs.wrong)(&state)]).wait()?[0])
+        state = (runs.once)(comm, (runs.fill)(state)?)?;
+        Some(comm.all_reduce(vec![(runs.wrong)(state)?]).wait()?[0])
     } else {
+        drop(state);
         None
     };
-    drop(state);
     // There and back is twice the way.
     if case.what == What::PingPong {
         slowest.iter_mut().for_each(|seconds| *seconds /= 2.0);

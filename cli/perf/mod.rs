@@ -1,6 +1,7 @@
 //! `allstream perf`: how long a collective takes, by size, in the form of nccl-tests.
 
 mod case;
+mod device;
 mod measure;
 mod plot;
 mod report;
@@ -11,6 +12,7 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use allstream::cuda::DeviceBuf;
 use allstream::{Algo, ArenaBuf, Comm, DType, LinkChoice, ReduceOp, Rendezvous, bf16, f8e4m3, f8e5m2, f16};
 use clap::{Args, ValueEnum};
 
@@ -83,6 +85,10 @@ pub(crate) struct PerfArgs {
     /// Whose memory: the user's own, or the arena's, which peers read in place (`comm.alloc()`)
     #[arg(long, value_enum, default_value_t = Alloc::User)]
     alloc: Alloc,
+    /// Buffers in the memory of a CUDA device, the one with this number, for all ranks (default 0); beside the table, how
+    /// fast the device copies
+    #[arg(long, value_name = "ORDINAL", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
+    device: Option<usize>,
     /// Await each operation on a current-thread runtime, instead of blocking in `.wait()`
     #[arg(long = "await")]
     awaits: bool,
@@ -167,6 +173,8 @@ fn check(args: &PerfArgs) -> Result<(), BoxError> {
         "--threads: ranks of one process read each other's memory; --link is for processes".into()
     } else if !args.threads && args.link.contains(&Link::Inproc) {
         "--link inproc is for the ranks of one process: add --threads".into()
+    } else if args.device.is_some() && args.alloc == Alloc::Arena {
+        "--alloc arena is memory of the host's, --device is not: leave one of them out".into()
     } else {
         return Ok(());
     };
@@ -302,6 +310,13 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         DType::F8E5M2 => series::<f8e5m2>,
     };
     let console = Console::new(comm.rank() == 0);
+    let place = args.device.map(|ordinal| device::bind(comm, ordinal)).transpose()?;
+    // One rank, while the others have nothing to do.
+    let device = match &place {
+        Some(place) if comm.rank() == 0 => Some(device::Facts::of(place)?),
+        _ => None,
+    };
+    comm.barrier().wait()?;
     let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION").into(),
@@ -311,7 +326,13 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         root: args.collective.rooted().then_some(args.root),
         ranks: comm.size(),
         threads: args.threads,
-        alloc: if args.alloc == Alloc::Arena { "arena" } else { "user" }.into(),
+        alloc: match (args.device, args.alloc) {
+            (Some(_), _) => "device",
+            (None, Alloc::Arena) => "arena",
+            (None, Alloc::User) => "user",
+        }
+        .into(),
+        device,
         completion: if args.awaits { "await" } else { "wait" }.into(),
         cores,
         series: Vec::new(),
@@ -327,13 +348,24 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             report.alloc,
             report.completion
         ))?;
+        for line in report.device.iter().flat_map(device::Facts::lines) {
+            console.line(&line)?;
+        }
         if let Some(remark) = report::remark(args.collective) {
             console.line(remark)?;
         }
         for line in report::head() {
             console.line(&line)?;
         }
-        let rows = run(comm, args, algo, &console)?;
+        let effort = Effort {
+            algo,
+            iters: args.iters.map(NonZeroUsize::get),
+            warmup: args.warmup_iters,
+            check: args.check == 1,
+            runtime: if args.awaits { Some(runtime()?) } else { None },
+            stream: place.as_ref().map(|place| place.stream.clone()),
+        };
+        let rows = run(comm, args, &effort, &console)?;
         report.series.push(Series { link: link.name().into(), algo: algo.name().into(), rows });
     }
     Ok(report)
@@ -342,28 +374,22 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
 fn series<T: Value>(
     comm: &mut Comm,
     args: &PerfArgs,
-    algo: Algo,
+    effort: &Effort,
     console: &Console,
 ) -> Result<Vec<Row>, BoxError> {
     match args.alloc {
-        Alloc::User => rows::<T, Vec<T>>(comm, args, algo, console),
-        Alloc::Arena => rows::<T, ArenaBuf<T>>(comm, args, algo, console),
+        _ if args.device.is_some() => rows::<T, DeviceBuf<T>>(comm, args, effort, console),
+        Alloc::User => rows::<T, Vec<T>>(comm, args, effort, console),
+        Alloc::Arena => rows::<T, ArenaBuf<T>>(comm, args, effort, console),
     }
 }
 
 fn rows<T: Value, M: Memory<T>>(
     comm: &mut Comm,
     args: &PerfArgs,
-    algo: Algo,
+    effort: &Effort,
     console: &Console,
 ) -> Result<Vec<Row>, BoxError> {
-    let effort = Effort {
-        algo,
-        iters: args.iters.map(NonZeroUsize::get),
-        warmup: args.warmup_iters,
-        check: args.check == 1,
-        runtime: if args.awaits { Some(runtime()?) } else { None },
-    };
     let sizes = args.sizes();
     let bar = console.bar("sizes", sizes.len());
     let mut rows: Vec<Row> = Vec::new();
@@ -375,7 +401,7 @@ fn rows<T: Value, M: Memory<T>>(
         if rows.last().is_some_and(|row| row.size == size) {
             continue; // less than a block: the same as before
         }
-        let (out_of_place, in_place) = measure::<T, M>(comm, &case, &effort)?;
+        let (out_of_place, in_place) = measure::<T, M>(comm, &case, effort)?;
         let row = Row { size, count: case.count, out_of_place, in_place };
         console.line(&report::line(&row, &case, T::DTYPE.name()))?;
         rows.push(row);

@@ -5,6 +5,7 @@ use std::io::{self, Write};
 use serde::{Deserialize, Serialize};
 
 use super::case::{Case, What};
+use super::device::Facts;
 
 /// Times of one size and form.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -74,6 +75,9 @@ pub(crate) struct Report {
     pub(crate) alloc: String,
     pub(crate) completion: String,
     pub(crate) cores: usize,
+    /// Where buffers are on one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) device: Option<Facts>,
     pub(crate) series: Vec<Series>,
 }
 

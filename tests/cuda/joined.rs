@@ -5,8 +5,7 @@ use std::time::Duration;
 use allstream::cuda::{Device, DevicePath, DeviceStream};
 use allstream::{Comm, Error, Failed};
 
-use crate::collectives::{down, up, values};
-use crate::support::{calls, child, nothing_left, ranks, report, set_delays, soon};
+use crate::support::{calls, child, down, nothing_left, ranks, report, set_delays, soon, up, values};
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300")];
 

@@ -29,12 +29,15 @@ mod combine;
 mod fixed;
 #[path = "cases/lists.rs"]
 mod lists;
+#[path = "cases/place.rs"]
+mod place;
 #[path = "cases/talk.rs"]
 mod talk;
 #[path = "cases/varied.rs"]
 mod varied;
 
 pub(crate) use combine::{Combine, counts};
+pub(crate) use place::{Host, OnDevice, Place};
 
 /// What is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -334,7 +337,7 @@ fn now() -> u64 {
 pub(crate) fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
     let result = typed!(case.dtype, T => match case.what {
         What::Collective(kind, algo, form) => {
-            let mut run = Run::<T> { kind, algo, form, case, oracle, i, comm, of: PhantomData };
+            let mut run = Run::<T> { kind, algo, form, case, oracle, i, comm, place: &Host, of: PhantomData };
             match form {
                 Form::InPlace | Form::Into | Form::New => run.fixed(),
                 Form::InPlaceV | Form::IntoV | Form::NewV => run.varied(),
@@ -355,8 +358,28 @@ pub(crate) fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Re
     }
 }
 
+/// The same, with the buffers on a device. Lists, bytes and messages are none of its cases.
+///
+/// # Errors
+/// What was wrong: the result, or that there was none.
+pub(crate) fn run_on_device(
+    comm: &mut Comm,
+    case: &Case,
+    oracle: &Oracle,
+    i: usize,
+    place: &OnDevice,
+) -> Result<Seen, String> {
+    typed!(case.dtype, T => match case.what {
+        What::Collective(kind, algo, form) if !matches!(form, Form::List | Form::Bytes) => {
+            let mut run = Run::<T, OnDevice> { kind, algo, form, case, oracle, i, comm, place, of: PhantomData };
+            if form.varies() { run.varied() } else { run.fixed() }
+        }
+        what => Err(format!("{what:?} is no case for device buffers")),
+    })
+}
+
 /// One case on one rank.
-struct Run<'a, T> {
+struct Run<'a, T, P = Host> {
     kind: Kind,
     algo: Algo,
     form: Form,
@@ -364,10 +387,31 @@ struct Run<'a, T> {
     oracle: &'a Oracle,
     i: usize,
     comm: &'a mut Comm,
+    place: &'a P,
     of: PhantomData<T>,
 }
 
-impl<T: Value> Run<'_, T> {
+impl<T: Value, P: Place> Run<'_, T, P> {
+    fn put(&self, values: &[T]) -> Result<P::In<T>, String> {
+        self.place.put(values)
+    }
+
+    fn got(&self, buf: P::In<T>) -> Result<Vec<T>, String> {
+        self.place.got(buf)
+    }
+
+    fn put_out(&self, values: &[T]) -> Result<P::Out<T>, String> {
+        self.place.put_out(values)
+    }
+
+    fn got_out(&self, buf: P::Out<T>) -> Result<Vec<T>, String> {
+        self.place.got_out(buf)
+    }
+
+    fn put_new(&self, values: &[T]) -> Result<P::New<T>, String> {
+        self.place.put_new(values)
+    }
+
     fn n(&self) -> usize {
         self.comm.size()
     }

@@ -3,6 +3,7 @@
 mod house;
 mod journal;
 mod kernels;
+mod pack;
 mod parts;
 mod peers;
 mod runner;
@@ -42,6 +43,12 @@ enum Command {
     },
     /// Measure beside OpenMPI, Gloo and what the machine can do; print the table of ratios and bars
     Peers(Box<peers::PeersArgs>),
+    /// Make a folder with all that runs on a machine with a GPU, and nothing else: see docs/gpu-pack.md
+    GpuPack {
+        /// Where it goes; an earlier pack there is replaced
+        #[arg(long, value_name = "DIR", default_value = pack::FOLDER)]
+        out: PathBuf,
+    },
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
 }
@@ -71,6 +78,19 @@ fn main() -> ExitCode {
                 eprintln!("cargo xtask: {error}");
                 ExitCode::FAILURE
             });
+        }
+        Command::GpuPack { out } => {
+            return match pack::make(&root, &root.join(&out)) {
+                Ok(contents) => {
+                    print!("{contents}");
+                    println!("in {}", out.display());
+                    ExitCode::SUCCESS
+                }
+                Err(error) => {
+                    eprintln!("cargo xtask gpu-pack: {error}");
+                    ExitCode::FAILURE
+                }
+            };
         }
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests()).collect(),
     };

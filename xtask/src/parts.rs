@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use crate::house::{self, Check};
 use crate::kernels;
+use crate::pack;
+use crate::runner::Ran;
 
 /// Something to run, and what it needs.
 pub(crate) struct Part {
@@ -33,6 +35,8 @@ pub(crate) enum Work {
     NotYet(&'static str),
     /// One fuzz target after another, each this many seconds.
     Fuzz(u64),
+    /// Runs commands in turn, within the limit.
+    Steps(fn(&Path, Duration) -> Ran),
 }
 
 fn nothing(_: &Path) -> Result<(), String> {
@@ -109,8 +113,12 @@ pub(crate) fn tests() -> Vec<Part> {
             .full(),
         cuda_kernels().needs(kernels::needs).full(),
         Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
+        Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),
+        Part { work: Work::Steps(pack::run), ..cargo("GPU", "") }
+            .needs(pack::needs_device)
+            .minutes(90)
+            .full(),
         Part::not_yet("python", "not built yet: step 7"),
-        Part::not_yet("GPU", "not built yet: step 3"),
         Part::not_yet("NCCL", "not built yet: step 5"),
         Part::not_yet("RDMA", "not built yet: step 6"),
     ]

@@ -58,7 +58,7 @@ struct Outcome {
 }
 
 /// How a part ended: in words, in numbers, and what is to be said again if it failed.
-struct Ran(String, Counts, Report);
+pub(crate) struct Ran(pub(crate) String, pub(crate) Counts, pub(crate) Report);
 
 /// Runs all, prints a table, then again what is known of each failure, and tells whether none failed.
 pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
@@ -95,7 +95,7 @@ fn failures(outcomes: &[Outcome]) -> String {
     text
 }
 
-fn say(text: &str) {
+pub(crate) fn say(text: &str) {
     let _ = writeln!(io::stdout(), "{text}");
 }
 
@@ -143,10 +143,11 @@ fn run_part(part: &Part, root: &Path) -> Ran {
             Ran(describe(counts), counts, report)
         }
         Work::Fuzz(seconds) => fuzz(root, *seconds, part.limit),
+        Work::Steps(steps) => steps(root, part.limit),
     }
 }
 
-fn skipped(reason: &str) -> Ran {
+pub(crate) fn skipped(reason: &str) -> Ran {
     Ran(format!("skipped: {reason}"), Counts { skipped: 1, ..Counts::default() }, Report::default())
 }
 
@@ -189,17 +190,24 @@ fn fuzz(root: &Path, seconds: u64, limit: Duration) -> Ran {
     Ran(describe(counts), counts, report)
 }
 
-fn describe(counts: Counts) -> String {
+pub(crate) fn describe(counts: Counts) -> String {
     let ignored = if counts.skipped == 0 { String::new() } else { format!(", {} ignored", counts.skipped) };
     let word = if counts.failed == 0 { "passed" } else { "FAILED" };
     format!("{word} ({} passed, {} failed{ignored})", counts.passed, counts.failed)
 }
 
 /// How a command ended.
-struct End {
+pub(crate) struct End {
     /// `None`: it ran past its limit and was killed.
     status: io::Result<Option<ExitStatus>>,
-    journal: Journal,
+    pub(crate) journal: Journal,
+}
+
+impl End {
+    /// Its exit code, if it started, ended in time and was not killed.
+    pub(crate) fn code(&self) -> Option<i32> {
+        self.status.as_ref().ok().copied().flatten().and_then(|status| status.code())
+    }
 }
 
 fn outcome(end: End, limit: Duration) -> Ran {
@@ -228,7 +236,7 @@ fn outcome(end: End, limit: Duration) -> Ran {
 }
 
 /// Runs a command in its own process group, shows its output (if `echo`) and keeps the journal of it.
-fn execute(mut command: Command, root: &Path, limit: Duration, echo: bool) -> End {
+pub(crate) fn execute(mut command: Command, root: &Path, limit: Duration, echo: bool) -> End {
     let journal = Arc::new(Mutex::new(Journal::default()));
     let taken = |journal: &Mutex<Journal>| {
         std::mem::take(&mut *journal.lock().unwrap_or_else(PoisonError::into_inner))

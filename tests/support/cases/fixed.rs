@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
-use allstream::{Algo, HostBuf, Kind};
+use allstream::{Algo, Kind};
 
-use super::{Combine, Expected, Form, Run, Seen, boxed, compare, hash, now};
+use super::place::Place;
+use super::{Combine, Expected, Form, Run, Seen, compare, hash, now};
 use crate::values::Value;
 
-impl<T: Value> Run<'_, T> {
+impl<T: Value, P: Place> Run<'_, T, P> {
     pub(super) fn fixed(&mut self) -> Result<Seen, String> {
         match self.kind {
             Kind::AllReduce | Kind::Reduce => self.reduce(),
@@ -30,26 +31,36 @@ impl<T: Value> Run<'_, T> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let input = self.case.input::<T>(self.rank(), len);
         let (kept, output) = match (self.kind, self.form) {
-            (Kind::AllReduce, Form::InPlace) => (None, call!(self, c, c.all_reduce(input.clone()))?),
-            (Kind::AllReduce, Form::Into) => {
-                let out = HostBuf::from(&self.blank(len)[..]);
-                let (kept, out) = call!(self, c, c.all_reduce_into(input.clone(), out))?;
-                (Some(kept), out.to_vec())
+            (Kind::AllReduce, Form::InPlace) => {
+                let buf = self.put(&input)?;
+                let buf = call!(self, c, c.all_reduce(buf))?;
+                (None, self.got(buf)?)
             }
-            (Kind::AllReduce, _) => (None, call!(self, c, c.all_reduce_new(boxed(&input)))?),
+            (Kind::AllReduce, Form::Into) => {
+                let out = self.put_out(&self.blank(len))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.all_reduce_into(from, out))?;
+                (Some(kept), self.got_out(out)?)
+            }
+            (Kind::AllReduce, _) => {
+                let from = self.put_new(&input)?;
+                (None, call!(self, c, c.all_reduce_new(from))?)
+            }
             (_, Form::InPlace) => {
-                let buf = HostBuf::from(&input[..]);
-                (None, call!(self, c, c.reduce(buf, root))?.to_vec())
+                let buf = self.put_out(&input)?;
+                let buf = call!(self, c, c.reduce(buf, root))?;
+                (None, self.got_out(buf)?)
             }
             _ => {
                 // Only the root's output is looked at.
-                let out = HostBuf::from(&self.blank(if is_root { len } else { len / 2 })[..]);
-                let (kept, out) = call!(self, c, c.reduce_into(input.clone(), out, root))?;
-                (Some(kept), out.to_vec())
+                let out = self.put_out(&self.blank(if is_root { len } else { len / 2 }))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.reduce_into(from, out, root))?;
+                (Some(kept), self.got_out(out)?)
             }
         };
         if let Some(kept) = kept {
-            compare("the input", &kept, &input, &[])?;
+            compare("the input", &self.got(kept)?, &input, &[])?;
         }
         let expected = self.expected(|| self.case.reduced(n, len));
         if self.kind == Kind::AllReduce || is_root {
@@ -65,14 +76,16 @@ impl<T: Value> Run<'_, T> {
         let (len, root, is_root) = (self.case.len, self.case.root, self.is_root());
         let right = self.case.input::<T>(root, len);
         let output = if self.form == Form::InPlace {
-            let buf = if is_root { right.clone() } else { self.blank(len) };
-            call!(self, c, c.broadcast(buf, root))?
+            let buf = self.put(&if is_root { right.clone() } else { self.blank(len) })?;
+            let buf = call!(self, c, c.broadcast(buf, root))?;
+            self.got(buf)?
         } else {
             let input = if is_root { right.clone() } else { self.blank(len / 3) };
-            let out = HostBuf::from(&self.blank(len)[..]);
-            let (kept, out) = call!(self, c, c.broadcast_into(input.clone(), out, root))?;
-            compare("the input", &kept, &input, &[])?;
-            out.to_vec()
+            let out = self.put_out(&self.blank(len))?;
+            let from = self.put(&input)?;
+            let (kept, out) = call!(self, c, c.broadcast_into(from, out, root))?;
+            compare("the input", &self.got(kept)?, &input, &[])?;
+            self.got_out(out)?
         };
         compare("the result", &output, &right, &[])?;
         Ok(hash(&output))
@@ -88,17 +101,23 @@ impl<T: Value> Run<'_, T> {
         let (n, len) = (self.n(), self.case.len);
         let input = self.case.input::<T>(self.rank(), len);
         let output = match self.form {
-            Form::New => call!(self, c, c.all_gather(boxed(&input)))?,
+            Form::New => {
+                let from = self.put_new(&input)?;
+                call!(self, c, c.all_gather(from))?
+            }
             Form::Into => {
-                let out = HostBuf::from(&self.blank(n * len)[..]);
-                let (kept, out) = call!(self, c, c.all_gather_into(input.clone(), out))?;
-                compare("the input", &kept, &input, &[])?;
-                out.to_vec()
+                let out = self.put_out(&self.blank(n * len))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.all_gather_into(from, out))?;
+                compare("the input", &self.got(kept)?, &input, &[])?;
+                self.got_out(out)?
             }
             _ => {
                 let mut buf = self.blank(n * len);
                 buf[self.block(len)].copy_from_slice(&input);
-                call!(self, c, c.all_gather_in_place(buf))?
+                let buf = self.put(&buf)?;
+                let buf = call!(self, c, c.all_gather_in_place(buf))?;
+                self.got(buf)?
             }
         };
         let expected = self.expected(|| self.whole(len));
@@ -110,15 +129,21 @@ impl<T: Value> Run<'_, T> {
         let (n, len) = (self.n(), self.case.len);
         let (mine, input) = (self.block(len), self.case.input::<T>(self.rank(), n * len));
         let output = match self.form {
-            Form::New => call!(self, c, c.reduce_scatter(boxed(&input)))?,
+            Form::New => {
+                let from = self.put_new(&input)?;
+                call!(self, c, c.reduce_scatter(from))?
+            }
             Form::Into => {
-                let out = HostBuf::from(&self.blank(len)[..]);
-                let (kept, out) = call!(self, c, c.reduce_scatter_into(input.clone(), out))?;
-                compare("the input", &kept, &input, &[])?;
-                out.to_vec()
+                let out = self.put_out(&self.blank(len))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.reduce_scatter_into(from, out))?;
+                compare("the input", &self.got(kept)?, &input, &[])?;
+                self.got_out(out)?
             }
             _ => {
-                let mut output = call!(self, c, c.reduce_scatter_in_place(input.clone()))?;
+                let buf = self.put(&input)?;
+                let buf = call!(self, c, c.reduce_scatter_in_place(buf))?;
+                let mut output = self.got(buf)?;
                 let result = output[mine.clone()].to_vec();
                 if self.algo == Algo::Direct && self.case.op != Combine::Scaled {
                     output[mine.clone()].copy_from_slice(&input[mine.clone()]);
@@ -137,14 +162,18 @@ impl<T: Value> Run<'_, T> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let input = self.case.input::<T>(self.rank(), len);
         let (output, before) = match self.form {
-            Form::New => (call!(self, c, c.gather(boxed(&input), root))?, Vec::new()),
+            Form::New => {
+                let from = self.put_new(&input)?;
+                (call!(self, c, c.gather(from, root))?, Vec::new())
+            }
             Form::Into => {
                 // Only the root's output is looked at.
                 let before = self.blank(if is_root { n * len } else { len / 2 });
-                let out = HostBuf::from(&before[..]);
-                let (kept, out) = call!(self, c, c.gather_into(input.clone(), out, root))?;
-                compare("the input", &kept, &input, &[])?;
-                (out.to_vec(), before)
+                let out = self.put_out(&before)?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.gather_into(from, out, root))?;
+                compare("the input", &self.got(kept)?, &input, &[])?;
+                (self.got_out(out)?, before)
             }
             _ => {
                 let mut buf = input.clone();
@@ -152,7 +181,9 @@ impl<T: Value> Run<'_, T> {
                     buf = self.blank(n * len);
                     buf[self.block(len)].copy_from_slice(&input);
                 }
-                (call!(self, c, c.gather_in_place(buf, root))?, input)
+                let buf = self.put(&buf)?;
+                let buf = call!(self, c, c.gather_in_place(buf, root))?;
+                (self.got(buf)?, input)
             }
         };
         if is_root {
@@ -169,16 +200,22 @@ impl<T: Value> Run<'_, T> {
         // Only the root's input is looked at.
         let input = if is_root { right.clone() } else { self.blank(len / 3) };
         let output = match self.form {
-            Form::New => call!(self, c, c.scatter(boxed(&input), len, root))?,
+            Form::New => {
+                let from = self.put_new(&input)?;
+                call!(self, c, c.scatter(from, len, root))?
+            }
             Form::Into => {
-                let out = HostBuf::from(&self.blank(len)[..]);
-                let (kept, out) = call!(self, c, c.scatter_into(input.clone(), out, root))?;
-                compare("the input", &kept, &input, &[])?;
-                out.to_vec()
+                let out = self.put_out(&self.blank(len))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.scatter_into(from, out, root))?;
+                compare("the input", &self.got(kept)?, &input, &[])?;
+                self.got_out(out)?
             }
             _ => {
                 let buf = if is_root { input } else { self.blank(len) };
+                let buf = self.put(&buf)?;
                 let buf = call!(self, c, c.scatter_in_place(buf, root))?;
+                let buf = self.got(buf)?;
                 if is_root {
                     compare("the root's buffer", &buf, &right, &[])?;
                     return Ok(Seen::Nothing);
@@ -194,14 +231,22 @@ impl<T: Value> Run<'_, T> {
         let (n, len) = (self.n(), self.case.len);
         let input = self.case.input::<T>(self.rank(), n * len);
         let output = match self.form {
-            Form::New => call!(self, c, c.all_to_all(boxed(&input)))?,
-            Form::Into => {
-                let out = HostBuf::from(&self.blank(n * len)[..]);
-                let (kept, out) = call!(self, c, c.all_to_all_into(input.clone(), out))?;
-                compare("the input", &kept, &input, &[])?;
-                out.to_vec()
+            Form::New => {
+                let from = self.put_new(&input)?;
+                call!(self, c, c.all_to_all(from))?
             }
-            _ => call!(self, c, c.all_to_all_in_place(input.clone()))?,
+            Form::Into => {
+                let out = self.put_out(&self.blank(n * len))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.all_to_all_into(from, out))?;
+                compare("the input", &self.got(kept)?, &input, &[])?;
+                self.got_out(out)?
+            }
+            _ => {
+                let buf = self.put(&input)?;
+                let buf = call!(self, c, c.all_to_all_in_place(buf))?;
+                self.got(buf)?
+            }
         };
         let (of, mine) = (self.expected(|| self.whole(n * len)), self.block(len));
         let right: Vec<T> =
@@ -215,17 +260,17 @@ impl<T: Value> Run<'_, T> {
         let inclusive = self.kind == Kind::Scan;
         let input = self.case.input::<T>(rank, len);
         let (before, output) = if self.form == Form::InPlace {
-            let buf = HostBuf::from(&input[..]);
+            let buf = self.put_out(&input)?;
             let done = call!(self, c, if inclusive { c.scan(buf) } else { c.exscan(buf) })?;
-            (input, done.to_vec())
+            (input, self.got_out(done)?)
         } else {
             let before = self.blank(len);
-            let (own, out) = (input.clone(), HostBuf::from(&before[..]));
+            let (own, out) = (self.put(&input)?, self.put_out(&before)?);
             let done =
                 call!(self, c, if inclusive { c.scan_into(own, out) } else { c.exscan_into(own, out) });
             let (kept, out) = done?;
-            compare("the input", &kept, &input, &[])?;
-            (before, out.to_vec())
+            compare("the input", &self.got(kept)?, &input, &[])?;
+            (before, self.got_out(out)?)
         };
         if !inclusive && rank == 0 {
             self.expected(|| self.prefixes(n, len, inclusive));

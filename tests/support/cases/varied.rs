@@ -1,15 +1,16 @@
 //! The collectives with a count for each rank.
 
-use allstream::{Algo, HostBuf, Kind};
+use allstream::{Algo, Kind};
 
 use super::counts;
-use super::{Combine, Expected, Form, Run, Seen, boxed, compare, hash};
+use super::place::Place;
+use super::{Combine, Expected, Form, Run, Seen, compare, hash};
 use crate::values::{Value, mix};
 
 /// What is given where nobody looks.
 const NOBODYS: [usize; 1] = [usize::MAX];
 
-impl<T: Value> Run<'_, T> {
+impl<T: Value, P: Place> Run<'_, T, P> {
     pub(super) fn varied(&mut self) -> Result<Seen, String> {
         match self.kind {
             Kind::AllGather => self.all_gather_v(),
@@ -39,17 +40,23 @@ impl<T: Value> Run<'_, T> {
         let total = counts.iter().sum();
         let input = self.case.input::<T>(self.rank(), counts[self.rank()]);
         let output = match self.form {
-            Form::NewV => call!(self, c, c.all_gather_v(boxed(&input), &counts))?,
+            Form::NewV => {
+                let from = self.put_new(&input)?;
+                call!(self, c, c.all_gather_v(from, &counts))?
+            }
             Form::IntoV => {
-                let out = HostBuf::from(&self.blank(total)[..]);
-                let (kept, out) = call!(self, c, c.all_gather_v_into(input.clone(), out, &counts))?;
-                compare("the input", &kept, &input, &[])?;
-                out.to_vec()
+                let out = self.put_out(&self.blank(total))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.all_gather_v_into(from, out, &counts))?;
+                compare("the input", &self.got(kept)?, &input, &[])?;
+                self.got_out(out)?
             }
             _ => {
                 let mut buf = self.blank(total);
                 buf[self.own(&counts)].copy_from_slice(&input);
-                call!(self, c, c.all_gather_v_in_place(buf, &counts))?
+                let buf = self.put(&buf)?;
+                let buf = call!(self, c, c.all_gather_v_in_place(buf, &counts))?;
+                self.got(buf)?
             }
         };
         let expected = self.expected(|| Expected { values: self.all_of(&counts), near: Vec::new() });
@@ -62,15 +69,21 @@ impl<T: Value> Run<'_, T> {
         let (n, mine, total) = (self.n(), self.own(&counts), counts.iter().sum());
         let input = self.case.input::<T>(self.rank(), total);
         let output = match self.form {
-            Form::NewV => call!(self, c, c.reduce_scatter_v(boxed(&input), &counts))?,
+            Form::NewV => {
+                let from = self.put_new(&input)?;
+                call!(self, c, c.reduce_scatter_v(from, &counts))?
+            }
             Form::IntoV => {
-                let out = HostBuf::from(&self.blank(mine.len())[..]);
-                let (kept, out) = call!(self, c, c.reduce_scatter_v_into(input.clone(), out, &counts))?;
-                compare("the input", &kept, &input, &[])?;
-                out.to_vec()
+                let out = self.put_out(&self.blank(mine.len()))?;
+                let from = self.put(&input)?;
+                let (kept, out) = call!(self, c, c.reduce_scatter_v_into(from, out, &counts))?;
+                compare("the input", &self.got(kept)?, &input, &[])?;
+                self.got_out(out)?
             }
             _ => {
-                let mut output = call!(self, c, c.reduce_scatter_v_in_place(input.clone(), &counts))?;
+                let buf = self.put(&input)?;
+                let buf = call!(self, c, c.reduce_scatter_v_in_place(buf, &counts))?;
+                let mut output = self.got(buf)?;
                 let result = output[mine.clone()].to_vec();
                 let keeps = self.algo == Algo::Direct;
                 if keeps && self.case.op != Combine::Scaled {
@@ -92,13 +105,15 @@ impl<T: Value> Run<'_, T> {
         let total = counts.iter().sum();
         let given = if is_root { &counts[..] } else { &NOBODYS };
         let (output, before) = if self.form == Form::NewV {
-            (call!(self, c, c.gather_v(boxed(&input), given, root))?, Vec::new())
+            let from = self.put_new(&input)?;
+            (call!(self, c, c.gather_v(from, given, root))?, Vec::new())
         } else {
             let before = self.blank(if is_root { total } else { 5 });
-            let out = HostBuf::from(&before[..]);
-            let (kept, out) = call!(self, c, c.gather_v_into(input.clone(), out, given, root))?;
-            compare("the input", &kept, &input, &[])?;
-            (out.to_vec(), before)
+            let out = self.put_out(&before)?;
+            let from = self.put(&input)?;
+            let (kept, out) = call!(self, c, c.gather_v_into(from, out, given, root))?;
+            compare("the input", &self.got(kept)?, &input, &[])?;
+            (self.got_out(out)?, before)
         };
         if is_root {
             compare("the result", &output, &self.all_of(&counts), &[])?;
@@ -115,12 +130,14 @@ impl<T: Value> Run<'_, T> {
         let input = if is_root { right.clone() } else { self.blank(3) };
         let given = if is_root { &counts[..] } else { &NOBODYS };
         let output = if self.form == Form::NewV {
-            call!(self, c, c.scatter_v(boxed(&input), given, own.len(), root))?
+            let from = self.put_new(&input)?;
+            call!(self, c, c.scatter_v(from, given, own.len(), root))?
         } else {
-            let out = HostBuf::from(&self.blank(own.len())[..]);
-            let (kept, out) = call!(self, c, c.scatter_v_into(input.clone(), out, given, root))?;
-            compare("the input", &kept, &input, &[])?;
-            out.to_vec()
+            let out = self.put_out(&self.blank(own.len()))?;
+            let from = self.put(&input)?;
+            let (kept, out) = call!(self, c, c.scatter_v_into(from, out, given, root))?;
+            compare("the input", &self.got(kept)?, &input, &[])?;
+            self.got_out(out)?
         };
         compare("the result", &output, &right[own], &[])?;
         Ok(Seen::Nothing)
@@ -135,12 +152,14 @@ impl<T: Value> Run<'_, T> {
         let recvs: Vec<usize> = table.iter().map(|sends| sends[rank]).collect();
         let input = case.input::<T>(rank, sends.iter().sum());
         let output = if self.form == Form::NewV {
-            call!(self, c, c.all_to_all_v(boxed(&input), sends, &recvs))?
+            let from = self.put_new(&input)?;
+            call!(self, c, c.all_to_all_v(from, sends, &recvs))?
         } else {
-            let out = HostBuf::from(&self.blank(recvs.iter().sum())[..]);
-            let (kept, out) = call!(self, c, c.all_to_all_v_into(input.clone(), out, sends, &recvs))?;
-            compare("the input", &kept, &input, &[])?;
-            out.to_vec()
+            let out = self.put_out(&self.blank(recvs.iter().sum()))?;
+            let from = self.put(&input)?;
+            let (kept, out) = call!(self, c, c.all_to_all_v_into(from, out, sends, &recvs))?;
+            compare("the input", &self.got(kept)?, &input, &[])?;
+            self.got_out(out)?
         };
         let from = |(r, sends): (usize, &Vec<usize>)| {
             let start: usize = sends[..rank].iter().sum();

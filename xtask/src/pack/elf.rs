@@ -1,0 +1,114 @@
+//! What a program needs of the machine that it is to run on.
+
+use std::path::Path;
+
+use object::Endianness;
+use object::elf::{DT_NEEDED, FileHeader64, SHT_DYNSYM, STB_WEAK};
+use object::read::elf::FileHeader;
+
+/// The newest glibc whose symbols may be needed.
+pub(super) const GLIBC: (u32, u32) = (2, 35);
+/// Libraries that are on every machine with glibc. (libgcc_s comes with the C++ runtime, which has its own versions.)
+const LIBRARIES: [&str; 6] =
+    ["libc.so.6", "libm.so.6", "libgcc_s.so.1", "libpthread.so.0", "libdl.so.2", "librt.so.1"];
+
+/// What is wrong with a program, if it is to run with glibc [`GLIBC`] alone.
+pub(super) fn complaints(file: &Path) -> Result<Vec<String>, String> {
+    let data = std::fs::read(file).map_err(|error| format!("{}: {error}", file.display()))?;
+    let needs = Needs::of(&data).map_err(|error| format!("{}: {error}", file.display()))?;
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    Ok(needs.complaints().into_iter().map(|complaint| format!("{name} {complaint}")).collect())
+}
+
+/// Shared libraries, and symbols with the version that each is wanted in. Without those that may be missing (weak ones).
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Needs {
+    libraries: Vec<String>,
+    symbols: Vec<(String, String)>,
+}
+
+impl Needs {
+    fn of(data: &[u8]) -> object::Result<Needs> {
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        let elf = FileHeader64::<Endianness>::parse(data)?;
+        let endian = elf.endian()?;
+        let sections = elf.sections(endian, data)?;
+        let mut needs = Needs::default();
+        let entries = sections.dynamic_table(endian, data)?;
+        for entry in entries.iter().filter(|entry| entry.tag == DT_NEEDED) {
+            needs.libraries.push(text(entries.string(entry)?));
+        }
+        if let Some(versions) = sections.versions(endian, data)? {
+            let symbols = sections.symbols(endian, data, SHT_DYNSYM)?;
+            for (index, symbol) in symbols.enumerate().filter(|(_, symbol)| symbol.st_bind() != STB_WEAK) {
+                let version = versions.version(versions.version_index(endian, index).index())?;
+                if let Some(version) = version.filter(|version| version.file().is_some()) {
+                    let name = symbols.symbol_name(endian, symbol)?;
+                    needs.symbols.push((text(name), text(version.name())));
+                }
+            }
+        }
+        Ok(needs)
+    }
+
+    fn complaints(&self) -> Vec<String> {
+        let known = |name: &str| LIBRARIES.contains(&name) || name.starts_with("ld-linux");
+        let libraries = self.libraries.iter().filter(|name| !known(name));
+        let mut complaints: Vec<String> =
+            libraries.map(|name| format!("needs {name}, which a machine may not have")).collect();
+        let newer = self.symbols.iter().filter(|(_, version)| glibc(version).is_some_and(|v| v > GLIBC));
+        let (major, minor) = GLIBC;
+        complaints.extend(
+            newer.map(|(name, version)| {
+                format!("needs {name} of {version}, newer than glibc {major}.{minor}")
+            }),
+        );
+        complaints
+    }
+}
+
+/// (2, 35) of `GLIBC_2.35` and `GLIBC_2.35.1`. Versions of other libraries are none; what is private counts as newest.
+fn glibc(version: &str) -> Option<(u32, u32)> {
+    let mut numbers = version.strip_prefix("GLIBC_")?.split('.');
+    let mut number = || numbers.next()?.parse().ok();
+    Some(number().zip(number()).unwrap_or((u32::MAX, 0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newer_symbols_and_other_libraries_are_named() {
+        let needs = Needs {
+            libraries: ["libc.so.6", "libssl.so.3", "ld-linux-x86-64.so.2"].map(Into::into).to_vec(),
+            symbols: [
+                ("memcpy", "GLIBC_2.14"),
+                ("fine", "GLIBC_2.35"),
+                ("strlcpy", "GLIBC_2.38"),
+                ("inside", "GLIBC_PRIVATE"),
+                ("_Unwind_Resume", "GCC_3.0"),
+            ]
+            .map(|(name, version)| (name.into(), version.into()))
+            .to_vec(),
+        };
+        assert_eq!(
+            needs.complaints(),
+            [
+                "needs libssl.so.3, which a machine may not have",
+                "needs strlcpy of GLIBC_2.38, newer than glibc 2.35",
+                "needs inside of GLIBC_PRIVATE, newer than glibc 2.35",
+            ]
+        );
+    }
+
+    /// This program itself: it has a C library, and symbols of known versions.
+    #[test]
+    fn what_a_program_needs_is_read_from_it() {
+        let needs = Needs::of(&std::fs::read(std::env::current_exe().unwrap()).unwrap()).unwrap();
+        assert!(needs.libraries.iter().any(|name| name == "libc.so.6"), "{needs:?}");
+        let start = needs.symbols.iter().find(|(name, _)| name == "__libc_start_main");
+        assert!(start.is_some_and(|(_, version)| glibc(version).is_some()), "{needs:?}");
+        assert!(Needs::of(b"#!/bin/sh\n").is_err());
+    }
+}
