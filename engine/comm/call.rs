@@ -440,6 +440,9 @@ pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Resu
         let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;
         #[cfg(any(test, feature = "testing"))]
         let plan = crate::testing::mutated(kind, shape.rank, plan);
-        Ok(Program::compile(&plan))
+        let program = Program::compile(&plan);
+        // Of two ranks, one's plan by another algorithm may be the same, and the other's not.
+        let folds_all = program.folds_all && matches!(algo, Algo::Direct | Algo::OneShot);
+        Ok(Program { folds_all, ..program })
     })
 }

@@ -166,22 +166,6 @@ struct Run {
     revoked: Option<Instant>,
 }
 
-impl Run {
-    /// The links of collectives.
-    fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
-        std::iter::once(&mut self.port).chain(&mut self.devices)
-    }
-
-    /// The ranks that the collective waits for.
-    fn waiting_for(&mut self) -> Vec<Rank> {
-        let port = match &mut self.devices {
-            Some(devices) if self.active.device().is_some() => devices,
-            _ => &mut self.port,
-        };
-        self.active.waiting_for(port)
-    }
-}
-
 /// One rank's side of one communicator.
 pub(crate) struct Endpoint {
     pub(crate) config: EndpointConfig,

@@ -3,17 +3,34 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Endpoint, Port};
+use super::{Endpoint, Port, Run};
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceLinks};
 use crate::exec::inflight::Key;
 use crate::exec::port::DEVICES;
 use crate::mem::Held;
 use crate::mem::device::DeviceStream;
+use crate::types::Rank;
 
 /// A thread that makes a stream wait for a collective first helps to get it onto its own stream, for this long: waiting
 /// for an event is cheaper than for a word in memory.
 const HELP: Duration = Duration::from_micros(20);
+
+impl Run {
+    /// The links of collectives.
+    pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
+        std::iter::once(&mut self.port).chain(&mut self.devices)
+    }
+
+    /// The ranks that the collective waits for.
+    pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
+        let port = match &mut self.devices {
+            Some(devices) if self.active.device().is_some() => devices,
+            _ => &mut self.port,
+        };
+        self.active.waiting_for(port)
+    }
+}
 
 impl Endpoint {
     /// The device that this rank's operations on device buffers run on, and its peers'; none: they are staged.
