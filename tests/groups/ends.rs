@@ -9,6 +9,8 @@ use crate::support::{join, link_env, role, spawn_ranks};
 use crate::{LINKS, on_ranks, pool, works};
 
 const RING_BYTES: usize = 128 + 16 * 256;
+/// Rings from a member to another: for collectives, messages, and collectives that devices run.
+const CHANNELS: usize = 3;
 
 #[test]
 fn an_eviction_is_announced_to_the_other_members() {
@@ -28,7 +30,7 @@ fn an_eviction_is_announced_to_the_other_members() {
             }
             pool(&world, "the two oldest end on all", |p| p.idle == 2 && p.evictions == 2);
             // And their memory comes back on all.
-            let two = 2 * 2 * 4 * RING_BYTES;
+            let two = 2 * CHANNELS * 4 * RING_BYTES;
             pool(&world, "two blocks of rings are left", |p| p.ring_bytes == base + two);
             world.barrier().wait().unwrap();
             // The two youngest are there, the oldest is not.
@@ -54,7 +56,7 @@ fn rings_stay_taken_while_another_member_may_write_to_them() {
             works(&mut child);
             let held = (rank == 2).then_some(child);
             pool(&world, "two ranks have let go", |p| p.live == usize::from(rank == 2));
-            let block = 2 * 3 * RING_BYTES;
+            let block = CHANNELS * 3 * RING_BYTES;
             for _ in 0..3 {
                 // All that was said of it has been heard once another group has come and gone.
                 let pair = block_on(world.split_some((rank < 2).then_some(0), 0)).unwrap();
@@ -76,7 +78,7 @@ fn rings_stay_taken_while_another_member_may_write_to_them() {
 fn five_thousand_splits_of_the_same_members_need_one_block_of_rings() {
     for link in ["local", "shm"] {
         on_ranks(2, link, |_, mut world| {
-            let block = 2 * 2 * RING_BYTES;
+            let block = CHANNELS * 2 * RING_BYTES;
             let base = world.stats().pool.ring_bytes;
             for i in 0..5_000 {
                 let mut child = block_on(world.dup()).unwrap();
@@ -121,7 +123,7 @@ fn five_thousand_splits_of_changing_members_stay_within_the_region() {
             }
             let stats = world.stats().pool;
             assert!(stats.hits > 0 && stats.evictions > 100, "{stats:?}");
-            let one = 2 * 5 * RING_BYTES;
+            let one = CHANNELS * 5 * RING_BYTES;
             assert!(stats.misses as usize * one / 4 > stats.ring_limit / 8, "{stats:?}");
             assert!(stats.ring_peak < stats.ring_limit / 8, "memory is used again: {stats:?}");
             world.barrier().wait().unwrap();
@@ -137,7 +139,7 @@ fn a_full_region_ends_what_is_idle_and_says_so_when_nothing_is() {
     on_ranks(8, "local", |rank, mut world| {
         world.set_pool_capacity(10_000);
         let limit = world.stats().pool.ring_limit;
-        let fit = limit / (2 * 8 * RING_BYTES);
+        let fit = limit / (CHANNELS * 8 * RING_BYTES);
         // More than fit, all idle at the end of the loop: the pool gives way.
         let mut held: Vec<Comm> = Vec::new();
         for _ in 0..fit / 2 {
@@ -180,7 +182,7 @@ fn a_member_that_leaves_takes_its_idle_groups_with_it() {
                 return;
             }
             pool(&world, "the idle group ends with its member", |p| p.idle == 0);
-            let block = 2 * 2 * RING_BYTES;
+            let block = CHANNELS * 2 * RING_BYTES;
             pool(&world, "and its rings come back", |p| p.ring_bytes == base + block);
             works(&mut pair);
         });
@@ -218,7 +220,7 @@ fn a_member_that_dies_takes_its_idle_groups_and_their_rings_with_it() {
         rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
     }
     pool(&world, "the idle group ends with its member", |p| p.idle == 0);
-    let (trio, duo) = (2 * 3 * RING_BYTES, 2 * 2 * RING_BYTES);
+    let (trio, duo) = (CHANNELS * 3 * RING_BYTES, CHANNELS * 2 * RING_BYTES);
     // The others are well, and make no use of memory that the lost one may write to.
     works(&mut pair);
     let mut again = block_on(pair.dup()).unwrap();
