@@ -1,17 +1,19 @@
 //! [`Comm`]: a rank's handle on a group.
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use super::links::Housemates;
 use super::pool::PoolStats;
 use super::world::{Defaults, Hub, Transport, World};
 use crate::error::Error;
 use crate::exec::{Endpoint, lane};
 use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
+use crate::link::local::Gate;
 use crate::link::region::Region;
 
 /// How long dropping a communicator waits for what it still has to send.
@@ -140,7 +142,14 @@ impl Comm {
         }
         let made: Made = Arc::default();
         let place = made.clone();
-        let mesh = Mesh::join(rendezvous, offers, move |mesh| {
+        // A rank of this process may open its link to this one as soon as it is connected, so it finds the region then.
+        let (gate, house) = (Gate::default(), Arc::new(OnceLock::new()));
+        let (rank, ours, entered) = (rendezvous.rank, (region.clone(), gate.clone()), house.clone());
+        let named = move |id| {
+            let mates: &Arc<Housemates> = entered.get_or_init(|| Housemates::of(id));
+            mates.enter(rank, ours.0, ours.1);
+        };
+        let mesh = Mesh::join(rendezvous, offers, named, move |mesh| {
             let near = |peer: &Option<crate::group::PeerInfo>| {
                 // Ourselves: never looked at.
                 peer.as_ref().map_or(Locality::SameProcess, |p| p.locality)
@@ -148,7 +157,8 @@ impl Comm {
             let localities = mesh.peers().iter().map(near).collect();
             let transport = Transport::Mesh(Arc::downgrade(mesh));
             let who = (mesh.rank(), mesh.size(), mesh.world());
-            let world = World::new(who, transport, region, lane, localities, defaults);
+            let mates = house.get_or_init(|| Housemates::of(mesh.world())).clone();
+            let world = World::new(who, transport, (mates, gate), region, lane, localities, defaults);
             *place.lock() = Some(world.world_endpoint().map(|endpoint| (world.clone(), endpoint)));
             world
         })
@@ -175,7 +185,10 @@ impl Comm {
             let region = Arc::new(Region::private()?);
             let localities = vec![Locality::SameProcess; n];
             let transport = Transport::Hub(hub.clone());
-            let world = World::new((rank, n, id), transport, region, lane.clone(), localities, defaults);
+            let (mates, gate) = (Housemates::of(id), Gate::default());
+            mates.enter(rank, region.clone(), gate.clone());
+            let (who, house) = ((rank, n, id), (mates, gate));
+            let world = World::new(who, transport, house, region, lane.clone(), localities, defaults);
             hub.enter(&world);
             worlds.push(world);
         }

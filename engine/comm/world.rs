@@ -136,18 +136,17 @@ pub(crate) enum Lines {
 }
 
 impl World {
+    /// This rank has entered its process's part of the world before.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
         (rank, size, id): (Rank, usize, [u8; 16]),
         transport: Transport,
+        (mates, gate): (Arc<Housemates>, Gate),
         region: Arc<Region>,
         lane: Arc<Lane>,
         localities: Vec<Locality>,
         defaults: Defaults,
     ) -> Arc<World> {
-        let gate = Gate::default();
-        let mates = Housemates::of(id);
-        mates.enter(rank, region.clone(), gate.clone());
         let mesh = match &transport {
             Transport::Mesh(mesh) => mesh.clone(),
             Transport::Hub(_) => Weak::new(),

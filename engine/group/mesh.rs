@@ -133,18 +133,20 @@ impl Mesh {
     /// Enters the world that `rendezvous` names: returns once all ranks are connected to this one, within
     /// about the rendezvous timeout. Dropping the future gives up.
     ///
-    /// `local_fds` (at most [`super::fds::MAX_FDS`]) are offered to ranks of this host. `make_events` is
+    /// `local_fds` (at most [`super::fds::MAX_FDS`]) are offered to ranks of this host. `named` is called with the world's
+    /// name before any rank is connected to this one; it must not block. `make_events` is
     /// called when all is known and before anything is delivered; it runs on the control thread, and must
     /// neither block nor leave. To keep the mesh from living for ever, let it hold a `Weak` of it.
     pub(crate) async fn join<F>(
         rendezvous: Rendezvous,
         local_fds: Vec<OwnedFd>,
+        named: impl FnOnce([u8; 16]) + Send + 'static,
         make_events: F,
     ) -> Result<Arc<Mesh>, Error>
     where
         F: FnOnce(&Arc<Mesh>) -> Arc<dyn Events> + Send + 'static,
     {
-        runtime::run(join(rendezvous, local_fds, make_events)).await
+        runtime::run(join(rendezvous, local_fds, named, make_events)).await
     }
 
     pub(crate) fn rank(&self) -> Rank {
@@ -314,7 +316,12 @@ struct Joined {
     deadline: Instant,
 }
 
-async fn join<F>(rendezvous: Rendezvous, local_fds: Vec<OwnedFd>, make_events: F) -> Result<Arc<Mesh>, Error>
+async fn join<F>(
+    rendezvous: Rendezvous,
+    local_fds: Vec<OwnedFd>,
+    named: impl FnOnce([u8; 16]) + Send,
+    make_events: F,
+) -> Result<Arc<Mesh>, Error>
 where
     F: FnOnce(&Arc<Mesh>) -> Arc<dyn Events> + Send + 'static,
 {
@@ -326,16 +333,17 @@ where
     }
     let joined = if size == 1 {
         let table = Table { world: host::random()?, members: Vec::new(), heartbeat: Heartbeat::default() };
+        named(table.world);
         let (_, data) = mpsc::unbounded_channel();
         let token = Token::new(b"");
         Joined { table, token, pairs: Vec::new(), service: JoinSet::new(), data, deadline: Instant::now() }
     } else if let Some(path) = rendezvous.note.clone() {
         let (rendezvous, note) = note::settle(rendezvous, &path).await?;
-        let joined = gather(&rendezvous, local_fds).await;
+        let joined = gather(&rendezvous, local_fds, named).await;
         drop(note);
         joined?
     } else {
-        gather(&rendezvous, local_fds).await?
+        gather(&rendezvous, local_fds, named).await?
     };
     let mesh = start(rank, size, joined, make_events);
     tracing::info!(rank, size, world = %format!("{:032x}", u128::from_be_bytes(mesh.world)), "the world has formed");
@@ -343,7 +351,11 @@ where
 }
 
 /// Meets the others and connects to all.
-async fn gather(rendezvous: &Rendezvous, local_fds: Vec<OwnedFd>) -> Result<Joined, Error> {
+async fn gather(
+    rendezvous: &Rendezvous,
+    local_fds: Vec<OwnedFd>,
+    named: impl FnOnce([u8; 16]) + Send,
+) -> Result<Joined, Error> {
     let Rendezvous { rank, size, link, timeout, .. } = *rendezvous;
     let address = rendezvous.address.as_ref().ok_or_else(|| rendezvous.error("no address was given"))?;
     let token = rendezvous.token.clone().ok_or_else(|| {
@@ -365,6 +377,8 @@ async fn gather(rendezvous: &Rendezvous, local_fds: Vec<OwnedFd>) -> Result<Join
     };
     let formed = me.meet().await?;
     connect::check_link(link, &formed.table.members).map_err(|e| rendezvous.error(e))?;
+    // Before there is a door: whoever is connected to this rank comes after.
+    named(formed.table.world);
 
     let deadline = deadline.max(Instant::now() + CONNECTING);
     let (data_in, data) = mpsc::unbounded_channel();

@@ -92,6 +92,12 @@ pub unsafe trait HostMemory: Send + 'static {
     fn ptr_mut(&mut self) -> *mut Self::Elem;
     /// Number of elements.
     fn count(&self) -> usize;
+    /// Whether the driver has locked its pages, so that devices copy to and from it by themselves: a
+    /// [`PinnedBuf`](crate::cuda::PinnedBuf) says so. Answering no is never wrong, such copies are only slower; yes for other
+    /// memory makes them block their caller.
+    fn is_pinned(&self) -> bool {
+        false
+    }
 }
 
 // SAFETY: a Vec's elements are on the heap, do not move with it, and are owned by it alone.

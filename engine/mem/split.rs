@@ -28,6 +28,7 @@ pub struct View<B: HostMemory> {
 struct Owner<B> {
     /// Its elements.
     len: usize,
+    is_pinned: bool,
     /// Locked once, to ask for its address; from then on nobody looks at it until the last view is gone. A lock, so
     /// that it is `Sync` without another word.
     buf: Mutex<B>,
@@ -102,8 +103,8 @@ pub(super) fn beyond(mid: usize, len: usize) -> Option<String> {
 impl<B: HostMemory> View<B> {
     /// The first view of a buffer: all of it.
     fn whole(buf: B) -> View<B> {
-        let len = buf.count();
-        let owner = Arc::new(Owner { len, buf: Mutex::new(buf) });
+        let (len, is_pinned) = (buf.count(), buf.is_pinned());
+        let owner = Arc::new(Owner { len, is_pinned, buf: Mutex::new(buf) });
         // Asked when the buffer lies where it stays: a `Box` that moves takes the memory back from older pointers.
         let start = owner.buf.lock().ptr_mut();
         // Null can only be the start of no elements.
@@ -272,6 +273,9 @@ unsafe impl<B: HostMemory> HostMemory for View<B> {
     }
     fn count(&self) -> usize {
         self.range.len()
+    }
+    fn is_pinned(&self) -> bool {
+        self.owner.is_pinned
     }
 }
 

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use allstream::cuda::{Device, DeviceBuf, DeviceStream, ForeignMemory, PinnedBuf};
 use allstream::{Comm, DType, Failed, HostBuf};
 
-use crate::support::{child, device, function, nothing_left, numbers, report, soon, until};
+use crate::support::{child, device, fail, function, nothing_left, numbers, report, soon, until};
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "3000")];
 
@@ -34,6 +34,49 @@ fn copies_give_everything_back() {
         let pinned = soon(comm.all_reduce(pinned)).unwrap();
         drop((buf, pinned, empty, stream, device));
         nothing_left("all was dropped");
+    });
+}
+
+/// Memory that is not pinned goes in slices of 4 MiB, two at a time.
+#[test]
+fn long_copies_go_in_slices_and_end_as_one() {
+    child("copies::long_copies_go_in_slices_and_end_as_one", &[], || {
+        let len = (9 << 18) + 5;
+        let (device, stream) = device();
+        let (host, mut buf) = soon(DeviceBuf::from_host(&stream, numbers(len))).unwrap();
+        let mut back = vec![0; len];
+        (buf, back) = soon(buf.to_host(back)).unwrap();
+        assert!(back == host);
+        // Any of them fails: one error, and both come back.
+        for copy in ["cuMemcpyDtoHAsync_v2", "cuEventRecord", "cuEventQuery"] {
+            for nth in 1..=3 {
+                fail(Some(copy), nth, 1);
+                match soon(buf.to_host(back)) {
+                    Ok(both) => (buf, back) = both,
+                    Err(Failed { buf: both, error }) => {
+                        (buf, back) = both.unwrap();
+                        let text = error.to_string();
+                        assert!(
+                            text.contains("copy to the host")
+                                || text.contains("event")
+                                || text.contains("mark"),
+                            "{text}"
+                        );
+                        assert!(text.contains(copy), "{text}");
+                    }
+                }
+                fail(None, 0, 0);
+            }
+        }
+        back.fill(0);
+        (buf, back) = soon(buf.to_host(back)).unwrap();
+        assert!(back == host);
+        // Nobody waits for these.
+        drop(DeviceBuf::from_host(&stream, host));
+        drop(buf.to_host(back));
+        drop((stream, device));
+        nothing_left("all was dropped");
+        assert_eq!(report().freed_in_use, 0);
     });
 }
 

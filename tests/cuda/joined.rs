@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use allstream::cuda::{Device, DevicePath, DeviceStream};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Comm, Error, Failed};
 
 use crate::support::{calls, child, down, nothing_left, ranks, report, set_delays, soon, up, values};
@@ -122,6 +122,37 @@ fn law_4_a_device_that_does_not_come_to_it_is_named() {
             assert!(missing.iter().all(|missing| missing.rank == 1), "{error}");
             assert!(error.to_string().contains("its device has not come to it"), "{error}");
         }
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// The driver would block the task that copies to memory which is not pinned until the other rank has called, and that one's
+/// task has this thread.
+#[test]
+fn ranks_of_one_thread_copy_to_any_memory_behind_a_collective() {
+    child("joined::ranks_of_one_thread_copy_to_any_memory_behind_a_collective", SLOW, || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let rank = |mut comm: Comm| async move {
+                let device = Device::new(0).unwrap();
+                comm.bind_device(&device).await.unwrap();
+                let stream = DeviceStream::new(&device).unwrap();
+                let mine = values(comm.rank(), 70_000);
+                let (host, grads) = DeviceBuf::from_host(&stream, mine).await.unwrap();
+                let work = comm.on(&stream).all_reduce(grads);
+                let grads = work.join(&stream).unwrap().in_order().unwrap();
+                let (grads, host) = grads.to_host(host).await.unwrap();
+                let (_, again) = grads.copy_from_host(host).await.unwrap();
+                let (_, again) = again.to_host(vec![0.0; 70_000]).await.unwrap();
+                let expected: Vec<f32> =
+                    values(0, 70_000).iter().zip(values(1, 70_000)).map(|(a, b)| a + b).collect();
+                assert_eq!(again, expected);
+                comm.close().await.unwrap();
+            };
+            let ranks = futures::future::join_all(Comm::local(2).unwrap().into_iter().map(rank));
+            tokio::time::timeout(Duration::from_secs(30), ranks).await.unwrap();
+        });
         nothing_left("all ranks have ended");
         assert_eq!(report().freed_in_use, 0);
     });

@@ -1,6 +1,7 @@
 //! How worlds come together, and how they fail to.
 
 use std::io::{Read, Seek, SeekFrom, Write};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
@@ -53,10 +54,34 @@ async fn worlds_of_all_sizes_form_over_both_families() {
 fn one_rank_needs_nothing_and_any_executor_will_do() {
     let ears = Arc::new(Ears::default());
     let mesh =
-        futures::executor::block_on(Mesh::join(Rendezvous::alone(), Vec::new(), move |_| ears)).unwrap();
+        futures::executor::block_on(Mesh::join(Rendezvous::alone(), Vec::new(), |_| (), move |_| ears))
+            .unwrap();
     assert_eq!((mesh.rank(), mesh.size(), mesh.peers().len()), (0, 1, 1));
     mesh.broadcast(Message::Heartbeat);
     futures::executor::block_on(mesh.close(None));
+}
+
+#[tokio::test]
+async fn a_rank_that_has_joined_finds_that_all_others_know_the_world() {
+    for _ in 0..20 {
+        let (places, _) = places("127.0.0.1", 4);
+        let (knowing, least) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(4)));
+        let joining = places.into_iter().map(|place| {
+            let (ears, least) = (Arc::new(Ears::default()), least.clone());
+            let (named, seen) = (knowing.clone(), knowing.clone());
+            let named = move |_| _ = named.fetch_add(1, Ordering::SeqCst);
+            // A link may be opened from here on.
+            let events = move |_: &Arc<Mesh>| -> Arc<dyn Events> {
+                least.fetch_min(seen.load(Ordering::SeqCst), Ordering::SeqCst);
+                ears
+            };
+            tokio::time::timeout(LIMIT, Mesh::join(place, Vec::new(), named, events))
+        });
+        let joined = futures::future::join_all(joining).await;
+        let meshes: Vec<_> = joined.into_iter().map(|mesh| mesh.unwrap().unwrap()).collect();
+        assert_eq!(least.load(Ordering::SeqCst), 4);
+        futures::future::join_all(meshes.iter().map(|mesh| mesh.close(None))).await;
+    }
 }
 
 #[tokio::test]

@@ -11,11 +11,16 @@ async fn messages_arrive_in_order_also_those_sent_while_events_are_made() {
     let joining = places.into_iter().map(|place| async move {
         let ears = Arc::new(Ears::default());
         let events = ears.clone();
-        let mesh = Mesh::join(place, Vec::new(), move |mesh: &Arc<Mesh>| {
-            let _kept: Weak<Mesh> = Arc::downgrade(mesh);
-            mesh.broadcast(Message::Closing { comm: CommId(9), calls: 0 });
-            events
-        });
+        let mesh = Mesh::join(
+            place,
+            Vec::new(),
+            |_| (),
+            move |mesh: &Arc<Mesh>| {
+                let _kept: Weak<Mesh> = Arc::downgrade(mesh);
+                mesh.broadcast(Message::Closing { comm: CommId(9), calls: 0 });
+                events
+            },
+        );
         Member { mesh: mesh.await.unwrap(), ears }
     });
     let members = futures::future::join_all(joining).await;

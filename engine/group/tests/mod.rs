@@ -81,7 +81,7 @@ struct Member {
 async fn join_with(rendezvous: Rendezvous, fds: Vec<OwnedFd>) -> Result<Member, Error> {
     let ears = Arc::new(Ears::default());
     let events = ears.clone();
-    let joining = Mesh::join(rendezvous, fds, move |_| events);
+    let joining = Mesh::join(rendezvous, fds, |_| (), move |_| events);
     let mesh = tokio::time::timeout(LIMIT, joining).await.expect("joining ends by itself")?;
     Ok(Member { mesh, ears })
 }

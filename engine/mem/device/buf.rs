@@ -5,14 +5,15 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use allstream_sys::cuda::{CuEvent, Cuda, CudaError};
+use allstream_sys::cuda::{CuEvent, Cuda};
 use parking_lot::Mutex;
 
 use super::context::Context;
 use super::handle::Device;
 use super::pool::{Mark, Piece};
+use super::slices::{self, Direction};
 use super::stream::{DeviceEvent, DeviceStream};
-use super::transfer::Transfer;
+use super::transfer::{Settle, Transfer};
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, HostMemory, Location};
@@ -148,10 +149,11 @@ impl<T: Element> fmt::Debug for DeviceBuf<T> {
 }
 
 /// Bytes of elements, as a copy of both to the other wants them.
-struct Ends {
-    device: u64,
-    host: *mut u8,
-    bytes: usize,
+#[derive(Clone, Copy)]
+pub(super) struct Ends {
+    pub(super) device: u64,
+    pub(super) host: *mut u8,
+    pub(super) bytes: usize,
 }
 
 impl<T: Element> DeviceBuf<T> {
@@ -199,8 +201,8 @@ impl<T: Element> DeviceBuf<T> {
 
     /// A copy of a host buffer, on a stream. The host buffer comes back beside it.
     ///
-    /// From a [`PinnedBuf`](super::PinnedBuf) the copy runs beside the caller; from other memory the driver may block
-    /// the caller while it copies.
+    /// No call blocks, whatever the memory is. From a [`PinnedBuf`](super::PinnedBuf) the device copies by itself, at the full
+    /// speed of the bus; other memory is copied once more on the way, through pinned slices of 8 MB in all.
     ///
     /// # Errors
     /// [`Failed`] with the host buffer: [`Error::Cuda`], among them that there is no such memory.
@@ -212,8 +214,7 @@ impl<T: Element> DeviceBuf<T> {
             Ok(buf) => buf,
             Err(error) => return Transfer::ended(Err(Failed { buf: Some(host), error })),
         };
-        let put = |cuda: &Cuda, held: &mut (H, DeviceBuf<T>)| upload(cuda, held);
-        Transfer::start(stream, (host, buf), "copy to the device", put, |result, held| match (result, held) {
+        upload((host, buf), |result, held| match (result, held) {
             (Ok(()), Some(both)) => Ok(both),
             (result, held) => Err(Failed { buf: held.map(|(host, _)| host), error: lost(result) }),
         })
@@ -227,21 +228,23 @@ impl<T: Element> DeviceBuf<T> {
         if let Some(error) = self.differs("copy_from_host", host.len()) {
             return Transfer::ended(Err(Failed { buf: Some((host, self)), error }));
         }
-        let stream = self.stream.clone();
-        let put = |cuda: &Cuda, held: &mut (H, DeviceBuf<T>)| upload(cuda, held);
-        Transfer::start(&stream, (host, self), "copy to the device", put, settle)
+        upload((host, self), settle)
     }
 
     /// Copies this buffer into a host buffer of the same length, on its stream.
     ///
     /// # Errors
     /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
-    pub fn to_host<H: HostMemory<Elem = T>>(self, host: H) -> Transfer<(DeviceBuf<T>, H)> {
+    pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", host.len()) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
         }
         let stream = self.stream.clone();
-        let put = |cuda: &Cuda, (buf, host): &mut (DeviceBuf<T>, H)| {
+        let (ends, direction) = (self.ends(&mut host), Direction::ToHost);
+        if ends.bytes > 0 && !host.is_pinned() {
+            return slices::copy(&stream, (direction, ends), (self, host), settle);
+        }
+        let put = move |cuda: &Cuda, (buf, host): &mut (DeviceBuf<T>, H)| {
             let Ends { device, host, bytes } = buf.ends(host);
             if bytes == 0 {
                 return Ok(());
@@ -250,7 +253,7 @@ impl<T: Element> DeviceBuf<T> {
             // move with it. Both buffers are held until the copy is done.
             unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, buf.stream.0.raw) }
         };
-        Transfer::start(&stream, (self, host), "copy to the host", put, settle)
+        Transfer::start(&stream, (self, host), direction.doing(), put, settle)
     }
 
     fn differs(&self, call: &str, len: usize) -> Option<Error> {
@@ -343,18 +346,29 @@ impl<T: Element> DeviceBuf<T> {
     }
 }
 
-/// Puts a copy to the device on the buffer's stream. Their lengths are equal.
-fn upload<T: Element, H: HostMemory<Elem = T>>(
-    cuda: &Cuda,
-    (host, buf): &mut (H, DeviceBuf<T>),
-) -> Result<(), CudaError> {
-    let Ends { device, host, bytes } = buf.ends(host);
-    if bytes == 0 {
-        return Ok(());
+/// A host buffer, and the device's that gets its values.
+type Upload<H, T> = (H, DeviceBuf<T>);
+
+/// Copies to the device, in the order of the buffer's stream. Their lengths are equal.
+fn upload<T: Element, H: HostMemory<Elem = T>, F: Send + 'static>(
+    (mut host, buf): Upload<H, T>,
+    settle: Settle<Upload<H, T>, Upload<H, T>, F>,
+) -> Transfer<Upload<H, T>, F> {
+    let stream = buf.stream.clone();
+    let (ends, direction) = (buf.ends(&mut host), Direction::ToDevice);
+    if ends.bytes > 0 && !host.is_pinned() {
+        return slices::copy(&stream, (direction, ends), (host, buf), settle);
     }
-    // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is initialised and does not move
-    // with it. Both buffers are held until the copy is done.
-    unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, buf.stream.0.raw) }
+    let put = |cuda: &Cuda, (host, buf): &mut (H, DeviceBuf<T>)| {
+        let Ends { device, host, bytes } = buf.ends(host);
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is initialised and does not move
+        // with it. Both buffers are held until the copy is done.
+        unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, buf.stream.0.raw) }
+    };
+    Transfer::start(&stream, (host, buf), direction.doing(), put, settle)
 }
 
 pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {

@@ -80,6 +80,7 @@ pub(super) struct Context {
     /// Events that nobody waits for, to be recorded again.
     events: Mutex<Vec<CuEvent>>,
     notifiers: Mutex<Notifiers>,
+    copies: Mutex<Option<CuStream>>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<Pinned>,
     pub(super) modules: Mutex<Modules>,
@@ -142,6 +143,7 @@ impl Context {
             pool: Mutex::default(),
             events: Mutex::default(),
             notifiers: Mutex::default(),
+            copies: Mutex::default(),
             pinned: Mutex::default(),
             modules: Mutex::default(),
             multiprocessors,
@@ -207,6 +209,19 @@ impl Context {
         unsafe { self.cuda.event_create(CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC) }
     }
 
+    /// An event recorded on a stream of this context.
+    pub(super) fn mark(&self, entered: &Entered<'_>, stream: CuStream) -> Result<CuEvent, CudaError> {
+        let event = self.event(entered)?;
+        // SAFETY: a stream and an event of this context; nobody else has the event.
+        match unsafe { self.cuda.event_record(event, stream) } {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                self.recycle(event);
+                Err(error)
+            }
+        }
+    }
+
     /// Takes an event back. Streams that were told to wait for it wait for what it was recorded at then.
     pub(super) fn recycle(&self, event: CuEvent) {
         self.events.lock().push(event);
@@ -225,6 +240,27 @@ impl Context {
         let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }.ok()?;
         notifiers.made += 1;
         Some(stream)
+    }
+
+    /// The stream of copies that wait for nothing.
+    pub(super) fn copies(&self, _: &Entered<'_>) -> Result<CuStream, CudaError> {
+        let mut copies = self.copies.lock();
+        if let Some(stream) = *copies {
+            return Ok(stream);
+        }
+        // SAFETY: in this context (`Entered`); destroyed in `drop`.
+        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }?;
+        *copies = Some(stream);
+        Ok(stream)
+    }
+
+    /// Blocks until all that was put there is done.
+    pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
+        let Some(stream) = *self.copies.lock() else { return Ok(()) };
+        self.call("wait for copies", |cuda| {
+            // SAFETY: it is destroyed with `self`.
+            unsafe { cuda.stream_synchronize(stream) }
+        })
     }
 
     /// Gives pinned memory that nobody uses back to the driver; whether there was any.
@@ -251,8 +287,9 @@ impl Drop for Context {
                     // SAFETY: made by `event`; an event may be destroyed before it is reached.
                     unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
                 }
-                for stream in self.notifiers.lock().idle.drain(..) {
-                    // SAFETY: made by `notifier`; the driver lets what is on it finish.
+                let copies = self.copies.lock().take();
+                for stream in self.notifiers.lock().idle.drain(..).chain(copies) {
+                    // SAFETY: made by `notifier` and `copies`; the driver lets what is on it finish.
                     unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
                 }
             }

@@ -15,6 +15,7 @@ mod pieces;
 mod pinned;
 mod pool;
 mod signal;
+mod slices;
 mod staging;
 mod stream;
 mod transfer;

@@ -16,8 +16,8 @@ use crate::types::Element;
 /// Page-locked host memory, zeroed; derefs to a slice.
 ///
 /// A [`Buf`](crate::Buf) like any other of the host's: all collectives take it. A copy between it and a device runs beside the
-/// caller, at the full speed of the bus; with other host memory the driver copies twice, and may block the caller for
-/// it. Pinned for all devices, and cached as usual (not write-combined: it is read as fast as other memory).
+/// caller, at the full speed of the bus; other host memory is copied once more on the way. Pinned for all devices, and
+/// cached as usual (not write-combined: it is read as fast as other memory).
 ///
 /// Getting it takes the driver a while (0.1 ms and more): keep it.
 pub struct PinnedBuf<T: Element> {
@@ -115,5 +115,8 @@ unsafe impl<T: Element> HostMemory for PinnedBuf<T> {
     }
     fn count(&self) -> usize {
         self.len
+    }
+    fn is_pinned(&self) -> bool {
+        true
     }
 }

@@ -75,7 +75,7 @@ impl Pinned {
 }
 
 /// Pinned memory of the host's, for one operation.
-struct Block {
+pub(super) struct Block {
     start: NonNull<u8>,
     len: usize,
     context: Arc<Context>,
@@ -88,7 +88,7 @@ unsafe impl Send for Block {}
 unsafe impl Sync for Block {}
 
 impl Block {
-    fn new(context: &Arc<Context>, bytes: usize) -> Result<Block, Error> {
+    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Block, Error> {
         let context = context.clone();
         // Few lengths, so that blocks are taken again; large ones without much waste.
         let len = match bytes {
@@ -115,6 +115,11 @@ impl Block {
         // SAFETY: `len` bytes that are ours alone.
         unsafe { start.as_ptr().write_bytes(0, len) };
         Ok(Block { start, len, context })
+    }
+
+    /// An address in it.
+    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+        self.start.as_ptr().wrapping_add(offset)
     }
 }
 
@@ -226,7 +231,7 @@ impl Staged {
 
     /// Where an item's bytes are on the host.
     pub(crate) fn at(&self, item: usize) -> *mut u8 {
-        self.block.start.as_ptr().wrapping_add(self.offsets[item])
+        self.block.at(self.offsets[item])
     }
 
     /// The memory, to be held as long as the operation may touch it.

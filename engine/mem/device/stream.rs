@@ -172,16 +172,7 @@ impl DeviceStream {
 
     /// An event recorded here.
     pub(super) fn mark(&self, entered: &Entered<'_>) -> Result<CuEvent, allstream_sys::cuda::CudaError> {
-        let context = &self.0.context;
-        let event = context.event(entered)?;
-        // SAFETY: a stream and an event of this context; nobody else has the event.
-        match unsafe { context.cuda.event_record(event, self.0.raw) } {
-            Ok(()) => Ok(event),
-            Err(error) => {
-                context.recycle(event);
-                Err(error)
-            }
-        }
+        self.0.context.mark(entered, self.0.raw)
     }
 
     /// The same with an event that nobody else has, which is made if it is not there yet. Streams that were told to wait

@@ -10,7 +10,7 @@ use allstream_sys::cuda::{Cuda, CudaError};
 use parking_lot::Mutex;
 
 use super::stream::{DeviceEvent, DeviceStream};
-use super::waiter::{self, Outcome};
+use super::waiter::{self, Outcome, Then};
 use crate::error::{Error, Failed};
 use crate::mem::Event;
 
@@ -24,7 +24,7 @@ use crate::mem::Event;
 pub struct Transfer<O, F = O>(State<O, F>);
 
 type Slot<O, F> = Mutex<Option<Result<O, Failed<F>>>>;
-type Settle<K, O, F> = fn(Result<(), Error>, Option<K>) -> Result<O, Failed<F>>;
+pub(super) type Settle<K, O, F> = fn(Result<(), Error>, Option<K>) -> Result<O, Failed<F>>;
 
 enum State<O, F> {
     Running(Arc<Slot<O, F>>, Event),
@@ -44,6 +44,15 @@ impl<O, F> Unpin for Transfer<O, F> {}
 
 fn taken<O, F>() -> Result<O, Failed<F>> {
     Err(Failed { buf: None, error: Error::invalid("await", "the result of this copy was taken already") })
+}
+
+/// The host cannot wait for what goes into a graph.
+pub(super) fn refused_in_capture(stream: &DeviceStream, doing: &str) -> Result<(), Error> {
+    if !stream.is_capturing()? {
+        return Ok(());
+    }
+    let problem = "the stream is being captured into a graph: the host cannot wait for a copy on it";
+    Err(Error::invalid(doing, problem))
 }
 
 impl<O, F> Transfer<O, F> {
@@ -76,6 +85,17 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
         doing: &'static str,
         settle: Settle<K, O, F>,
     ) -> Transfer<O, F> {
+        let (transfer, then) = Transfer::pending(held, doing, settle);
+        waiter::watch(event, then);
+        transfer
+    }
+
+    /// Holds `held` until what comes beside it is called.
+    pub(super) fn pending<K: Send + 'static>(
+        held: K,
+        doing: &'static str,
+        settle: Settle<K, O, F>,
+    ) -> (Transfer<O, F>, Then) {
         let slot: Arc<Slot<O, F>> = Arc::default();
         let (done, place) = (Event::pending(), slot.clone());
         let fire = done.clone();
@@ -93,8 +113,7 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
             drop(place);
             fire.fire(true);
         };
-        waiter::watch(event, Box::new(then));
-        Transfer(State::Running(slot, done))
+        (Transfer(State::Running(slot, done)), Box::new(then))
     }
 
     /// Puts work on `stream` that touches what `held` owns.
@@ -105,14 +124,8 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
         put: impl FnOnce(&Cuda, &mut K) -> Result<(), CudaError>,
         settle: Settle<K, O, F>,
     ) -> Transfer<O, F> {
-        match stream.is_capturing() {
-            Ok(false) => {}
-            Ok(true) => {
-                let problem =
-                    "the stream is being captured into a graph: the host cannot wait for a copy on it";
-                return Transfer::ended(settle(Err(Error::invalid(doing, problem)), Some(held)));
-            }
-            Err(error) => return Transfer::ended(settle(Err(error), Some(held))),
+        if let Err(error) = refused_in_capture(stream, doing) {
+            return Transfer::ended(settle(Err(error), Some(held)));
         }
         let context = &stream.0.context;
         let entered = match context.enter() {

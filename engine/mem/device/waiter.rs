@@ -29,7 +29,7 @@ pub(super) enum Outcome {
     Unknown(Error),
 }
 
-type Then = Box<dyn FnOnce(Outcome) + Send>;
+pub(super) type Then = Box<dyn FnOnce(Outcome) + Send>;
 
 struct Entry {
     event: DeviceEvent,

@@ -1,0 +1,232 @@
+//! Copies between a device and host memory that is not pinned, in slices through pinned memory.
+//!
+//! The driver takes such memory too, but then blocks its caller until the stream comes to the copy. With a collective on
+//! the stream that is until other ranks have called, and their tasks may be waiting for this very thread. So nothing is
+//! put on the caller's stream: once that has come to its point, slices go over a stream of the device's that holds nothing
+//! else, two at a time, and the thread that sees one end copies it on and starts the next.
+
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+
+use super::buf::Ends;
+use super::context::Context;
+use super::staging::Block;
+use super::stream::{DeviceEvent, DeviceStream};
+use super::transfer::{Settle, Transfer, refused_in_capture};
+use super::waiter::{self, Outcome, Then};
+use crate::error::Error;
+
+/// Bytes of a slice: long beside what its start and end cost (tens of microseconds), short beside what may be pinned.
+const SLICE: usize = 4 << 20;
+/// One is on its way while the host copies another.
+const SLOTS: usize = 2;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    ToHost,
+    ToDevice,
+}
+
+impl Direction {
+    pub(super) fn doing(self) -> &'static str {
+        match self {
+            Direction::ToHost => "copy to the host",
+            Direction::ToDevice => "copy to the device",
+        }
+    }
+}
+
+struct Progress {
+    /// Bytes that have been started.
+    started: usize,
+    running: usize,
+    failed: Option<Error>,
+    /// Nobody can tell whether the device still copies.
+    unknown: bool,
+    then: Option<Then>,
+}
+
+/// A copy that is under way.
+struct Copy {
+    direction: Direction,
+    ends: Ends,
+    context: Arc<Context>,
+    block: Arc<Block>,
+    progress: Mutex<Progress>,
+}
+
+// SAFETY: `ends.host` is the memory of what `then` holds, a buffer that is Send; it is touched by whoever has taken a slice
+// of it (`started`), so each byte by one thread at a time, and not once `then` was called.
+unsafe impl Send for Copy {}
+// SAFETY: as above.
+unsafe impl Sync for Copy {}
+
+/// A part of a copy, and the part of the block that it goes through.
+struct Slice {
+    slot: usize,
+    from: usize,
+    len: usize,
+}
+
+impl Slice {
+    /// Its bytes in the user's memory, and in the block.
+    fn on_host(&self, copy: &Copy) -> (*mut u8, *mut u8) {
+        let staged = copy.block.at(self.slot * SLICE);
+        (copy.ends.host.cast::<u8>().wrapping_add(self.from), staged)
+    }
+}
+
+/// Copies between what `held` owns, once `stream` has come to what is on it now. `ends` are not empty.
+pub(super) fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
+    stream: &DeviceStream,
+    (direction, ends): (Direction, Ends),
+    held: K,
+    settle: Settle<K, O, F>,
+) -> Transfer<O, F> {
+    let doing = direction.doing();
+    let context = &stream.0.context;
+    let bytes = ends.bytes.min(SLOTS * SLICE);
+    let begun = refused_in_capture(stream, doing).and_then(|()| {
+        let block = Block::new(context, bytes)?;
+        Ok((block, stream.record()?))
+    });
+    let (block, event) = match begun {
+        Ok(begun) => begun,
+        Err(error) => return Transfer::ended(settle(Err(error), Some(held))),
+    };
+    let (transfer, then) = Transfer::pending(held, doing, settle);
+    let progress = Progress { started: 0, running: 0, failed: None, unknown: false, then: Some(then) };
+    let (context, block) = (context.clone(), Arc::new(block));
+    let copy = Arc::new(Copy { direction, ends, context, block, progress: Mutex::new(progress) });
+    if event.is_complete().is_ok_and(|complete| complete) {
+        copy.begin();
+    } else {
+        waiter::watch(
+            event,
+            Box::new(move |outcome| match outcome {
+                Outcome::Reached => copy.begin(),
+                Outcome::Over(error) => copy.give_up(error, false),
+                Outcome::Unknown(error) => copy.give_up(error, true),
+            }),
+        );
+    }
+    transfer
+}
+
+impl Copy {
+    fn begin(self: &Arc<Copy>) {
+        // Counted as one that runs, so that it is not over before the last slot had its slice.
+        self.progress.lock().running += 1;
+        for slot in 0..SLOTS {
+            self.next(slot);
+        }
+        self.ended();
+    }
+
+    fn give_up(&self, error: Error, unknown: bool) {
+        let mut progress = self.progress.lock();
+        progress.running += 1;
+        progress.failed.get_or_insert(error);
+        progress.unknown |= unknown;
+        drop(progress);
+        self.ended();
+    }
+
+    /// One that ran has ended; with the last of them all is over.
+    fn ended(&self) {
+        let mut progress = self.progress.lock();
+        progress.running -= 1;
+        if progress.running > 0 {
+            return;
+        }
+        let Some(then) = progress.then.take() else { return };
+        let outcome = match progress.failed.take() {
+            None => Outcome::Reached,
+            Some(error) if progress.unknown => {
+                // Nor does anybody use the pinned memory again.
+                std::mem::forget(self.block.clone());
+                Outcome::Unknown(error)
+            }
+            Some(error) => Outcome::Over(error),
+        };
+        drop(progress);
+        then(outcome);
+    }
+
+    /// Starts the next slice, through this slot.
+    fn next(self: &Arc<Copy>, slot: usize) {
+        let slice = {
+            let mut progress = self.progress.lock();
+            let from = progress.started;
+            let len = (self.ends.bytes - from).min(SLICE);
+            if len == 0 || progress.failed.is_some() {
+                return;
+            }
+            progress.started += len;
+            progress.running += 1;
+            Slice { slot, from, len }
+        };
+        match self.put(&slice) {
+            Ok(event) => {
+                let copy = self.clone();
+                waiter::watch(
+                    event,
+                    Box::new(move |outcome| {
+                        match outcome {
+                            Outcome::Reached => {
+                                copy.leave(&slice);
+                                copy.next(slice.slot);
+                            }
+                            Outcome::Over(error) => copy.give_up(error, false),
+                            Outcome::Unknown(error) => copy.give_up(error, true),
+                        }
+                        copy.ended();
+                    }),
+                );
+            }
+            Err(error) => {
+                // Whether anything was put there or not, it is over when the stream is, which has only copies.
+                let unknown = self.context.synchronize_copies().is_err();
+                self.give_up(error, unknown);
+                self.ended();
+            }
+        }
+    }
+
+    /// Puts a slice on the stream.
+    fn put(&self, slice: &Slice) -> Result<DeviceEvent, Error> {
+        let (host, staged) = slice.on_host(self);
+        if self.direction == Direction::ToDevice {
+            // SAFETY: `len` bytes on both sides, the slice's own (`Copy`); the slot is free: what it was for has ended.
+            unsafe { std::ptr::copy_nonoverlapping(host, staged, slice.len) };
+        }
+        let device = self.ends.device + slice.from as u64;
+        let event = self.context.enter().and_then(|entered| {
+            let stream = self.context.copies(&entered)?;
+            match self.direction {
+                // SAFETY: `len` bytes on both sides. The buffer's stream had come to the copy's point, and the buffer and the
+                // block are held until the slice has ended.
+                Direction::ToHost => unsafe {
+                    self.context.cuda.memcpy_dtoh_async(staged.cast(), device, slice.len, stream)
+                },
+                // SAFETY: as above.
+                Direction::ToDevice => unsafe {
+                    self.context.cuda.memcpy_htod_async(device, staged.cast_const().cast(), slice.len, stream)
+                },
+            }?;
+            self.context.mark(&entered, stream)
+        });
+        let event = event.map_err(|error| self.context.tell(self.direction.doing(), error))?;
+        Ok(DeviceEvent::of(&self.context, event))
+    }
+
+    /// Takes a slice that has come out of its slot.
+    fn leave(&self, slice: &Slice) {
+        if self.direction == Direction::ToHost {
+            let (host, staged) = slice.on_host(self);
+            // SAFETY: as in `put`; the device has written the slot.
+            unsafe { std::ptr::copy_nonoverlapping(staged, host, slice.len) };
+        }
+    }
+}
