@@ -11,6 +11,8 @@ mod copies;
 mod devices;
 #[path = "cuda/faults.rs"]
 mod faults;
+#[path = "cuda/ipc.rs"]
+mod ipc;
 #[path = "cuda/missing.rs"]
 mod missing;
 #[path = "cuda/order.rs"]

@@ -42,9 +42,13 @@ impl Endpoint {
                 *run.revoked.insert(Instant::now())
             }
         };
-        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere();
+        let on_devices = self.is_on_devices(run, revoked.elapsed());
+        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere() | on_devices;
         if kept && revoked.elapsed() < READ_ON {
             return Progress::Blocked;
+        }
+        if on_devices {
+            self.leave_on_devices();
         }
         run.drained = Some(Instant::now());
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });

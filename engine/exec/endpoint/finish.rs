@@ -21,8 +21,19 @@ impl Endpoint {
         };
         for (key, last) in due {
             let endpoint = self.clone();
-            last(Box::new(move |result| endpoint.finish(key, result)));
+            last(Box::new(move |result| endpoint.ended(key, result)));
         }
+    }
+
+    /// It is over on the devices too.
+    fn ended(&self, key: Key, result: Result<(), Error>) {
+        let astray = || self.binding().is_some_and(|binding| binding.check().is_err());
+        let Some(error) = result.as_ref().err().filter(|_| astray()) else { return self.finish(key, result) };
+        // A rank went on without waiting for others, which may touch this yet: quarantine.
+        if let Some(held) = self.table.lock().inflight.borrow(key) {
+            std::mem::forget(held);
+        }
+        self.finish(key, Err(self.cause().unwrap_or_else(|| error.clone())));
     }
 
     /// All of an operation has moved.
