@@ -18,6 +18,8 @@ mod devices;
 mod dlpack;
 #[path = "cuda/faults.rs"]
 mod faults;
+#[path = "cuda/ipc.rs"]
+mod ipc;
 #[path = "cuda/joined.rs"]
 mod joined;
 #[path = "cuda/laws.rs"]

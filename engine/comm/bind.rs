@@ -3,17 +3,22 @@
 use std::sync::Arc;
 
 use super::Comm;
+use super::reach::{Group, ROW, Reached, heard};
 use crate::error::Error;
 use crate::exec::device::Binding;
+use crate::group::nonce;
 use crate::link::peer::PeerDevice;
 use crate::mem::device::{Device, DeviceStream};
 use crate::types::Rank;
+
+const CALL: &str = "bind_device";
 
 /// How a communicator's operations on device buffers run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DevicePath {
-    /// By kernels on the ranks' devices, which read each other's memory.
+    /// By kernels on the ranks' devices, which read each other's memory: in one process, or between processes of one host
+    /// (CUDA IPC).
     Peer,
     /// By the host, through pinned memory.
     Staged {
@@ -21,9 +26,6 @@ pub enum DevicePath {
         why: String,
     },
 }
-
-/// What a rank tells the others: whether it may be bound, whether all others are in its process.
-const ROW: usize = 2;
 
 impl Comm {
     /// Binds this rank to a device, with a stream of the highest priority of its own: collectives on device buffers then run
@@ -33,10 +35,15 @@ impl Comm {
     /// Where the devices cannot reach each other, all ranks are told why, and stay as they were: device buffers go
     /// through the host's memory. So they do in messages, and in collectives with a function of yours.
     ///
+    /// Ranks in other processes can have what allstream has allocated, and not what [`DeviceBuf::from_foreign`] took from
+    /// another library: where there are such ranks, a call with that is refused.
+    ///
     /// From then on every device buffer of a collective is on this rank's device, all ranks of one call have either
     /// device buffers or host buffers (else it is an [`Error::Mismatch`]), and the call waits for nothing: its kernels
     /// are put on the stream when all ranks have called. A communicator stays bound to the end, and those made from it
     /// begin without.
+    ///
+    /// [`DeviceBuf::from_foreign`]: crate::cuda::DeviceBuf::from_foreign
     ///
     /// # Errors
     /// On all ranks, and the communicator stays as it was: [`Error::Invalid`] where a rank is bound already;
@@ -55,7 +62,6 @@ impl Comm {
     }
 
     async fn bind(&mut self, stream: Result<DeviceStream, Error>) -> Result<DevicePath, Error> {
-        const CALL: &str = "bind_device";
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let (config, n) = (&endpoint.config, self.size());
         let stream = match endpoint.binding() {
@@ -66,66 +72,59 @@ impl Comm {
             }
             None => stream,
         };
-        let device = stream.map(|stream| Arc::new(PeerDevice::new(stream, n)));
-        let mates = &world.around.mates;
-        if let Ok(device) = &device {
-            mates.enter_device(config.comm, config.members[config.rank], device);
+        let ours = stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n)), nonce()?)));
+        let group = Group { config, around: &world.around };
+        let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process));
+        let rows = self.all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
+        let (device, _) = ours?;
+        let rows = match heard(&rows) {
+            Ok(Ok(rows)) => rows,
+            Ok(Err(why)) => return Ok(DevicePath::Staged { why }),
+            Err(rank) => return Err(failed_elsewhere(rank)),
+        };
+        let keep = Arc::new(());
+        let reached = match self.all_of(group.reach(&device, &keep, &rows)).await? {
+            Ok(reached) => reached,
+            Err(why) => return Ok(DevicePath::Staged { why }),
+        };
+        let Reached { all, offers, cards } = reached;
+        let mut far = None;
+        if all.iter().any(Option::is_none) {
+            let cards = self.all_to_all(cards).await?;
+            // What the driver refuses here cannot be: the processes are in two containers, say.
+            let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));
+            match self.all_of(Ok(opened)).await? {
+                Ok(opened) => far = Some(Arc::new(opened)),
+                Err(why) => return Ok(DevicePath::Staged { why }),
+            }
+            // Until here others may have been opening what was offered.
+            drop((offers, keep));
         }
-        let far = config.members.iter().position(|member| !world.around.is_housemate(*member));
-        let rows = self.all_gather(vec![u8::from(device.is_ok()), u8::from(far.is_none())]).await?;
-        let device = device?;
-        let all = |column: usize| rows.chunks_exact(ROW).position(|row| row[column] == 0);
-        if let Some(rank) = all(0) {
-            return Err(failed_elsewhere(CALL, rank));
-        }
-        if let Some(rank) = all(1) {
-            let other =
-                far.map_or(String::new(), |far| format!(" (rank {far} is not in the process of this one)"));
-            let why = format!("rank {rank} is not in one process with all others{other}");
-            return Ok(DevicePath::Staged { why });
-        }
-        let found = config.members.iter().map(|member| mates.device(config.comm, *member)).collect();
-        let reached = reach(&device, found);
-        let told = match &reached {
+        endpoint.bind(Arc::new(Binding::new(device, all, far)));
+        Ok(DevicePath::Peer)
+    }
+
+    /// Whether all ranks have come so far: an error, or why not, is one for all.
+    async fn all_of<T>(
+        &mut self,
+        outcome: Result<Result<T, String>, Error>,
+    ) -> Result<Result<T, String>, Error> {
+        let told = match &outcome {
             Ok(Ok(_)) => 1,
             Ok(Err(_)) => 2,
             Err(_) => 0,
         };
-        let rows = self.all_gather(vec![told]).await?;
-        let reached = reached?;
-        if let Some(rank) = rows.iter().position(|row| *row == 0) {
-            return Err(failed_elsewhere(CALL, rank));
+        let told = self.all_gather(vec![told]).await?;
+        let outcome = outcome?;
+        if let Some(rank) = told.iter().position(|told| *told == 0) {
+            return Err(failed_elsewhere(rank));
         }
-        let all = match (reached, rows.iter().position(|row| *row != 1)) {
-            (Ok(all), None) => all,
-            (Err(why), _) => return Ok(DevicePath::Staged { why }),
-            (Ok(_), other) => {
-                let rank = other.unwrap_or_default();
-                let why = format!("the device of rank {rank} cannot reach that of another rank");
-                return Ok(DevicePath::Staged { why });
-            }
-        };
-        endpoint.bind(Arc::new(Binding { ours: device, all }));
-        Ok(DevicePath::Peer)
+        let refused = told.iter().position(|told| *told != 1);
+        let why = |rank| format!("the device of rank {rank} cannot reach that of another rank (it says why)");
+        Ok(outcome.and_then(|value| refused.map_or(Ok(value), |rank| Err(why(rank)))))
     }
 }
 
-fn failed_elsewhere(call: &str, rank: Rank) -> Error {
-    Error::invalid(call, format!("rank {rank} could not be bound to its device; its own error says why"))
-}
-
-type Reached = Result<Vec<Arc<PeerDevice>>, String>;
-
-/// Lets our device touch the memory of all others.
-fn reach(ours: &PeerDevice, all: Option<Vec<Arc<PeerDevice>>>) -> Result<Reached, Error> {
-    let all = all.ok_or_else(|| Error::system("bind devices", "a rank has taken its device back (a bug)"))?;
-    for (rank, theirs) in all.iter().enumerate() {
-        if !ours.stream.reach(&theirs.stream)? {
-            let (a, b) = (ours.stream.device().ordinal(), theirs.stream.device().ordinal());
-            return Ok(Err(format!(
-                "device {a} cannot reach the memory of device {b}, which is rank {rank}'s"
-            )));
-        }
-    }
-    Ok(Ok(all))
+fn failed_elsewhere(rank: Rank) -> Error {
+    Error::invalid(CALL, format!("rank {rank} could not be bound to its device; its own error says why"))
 }

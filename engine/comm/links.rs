@@ -214,7 +214,7 @@ impl Opener for CommLinks {
     }
     fn device_place(&self, peer: Rank, receiving: bool) -> Result<Option<Place>, Error> {
         let (around, world_rank) = (&self.around, self.members[peer]);
-        if around.localities[world_rank] != Locality::SameProcess {
+        if around.localities[world_rank] == Locality::Remote {
             return Ok(None);
         }
         let (theirs, bell) = around.reach(world_rank)?;

@@ -16,6 +16,7 @@ mod names;
 mod node;
 mod ordered;
 mod pool;
+mod reach;
 mod restore;
 mod split;
 mod staged;

@@ -219,6 +219,15 @@ fn place(
                 format!("a buffer is on {:?}, and this rank is bound to {device:?}", place.stream.device());
             return Err(Error::invalid(call, problem));
         }
+        if let Some(far) = &binding.far
+            && end.bytes > 0
+            && far.export(&place.stream, place.address, end.bytes)?.is_none()
+        {
+            let problem = "the memory is another library's, and ranks in other processes cannot have it; copy it to a \
+                           DeviceBuf that allstream allocates (DeviceBuf::zeroed, from_host), or use a communicator \
+                           that is not bound";
+            return Err(Error::invalid(call, problem));
+        }
         if !streams.contains(&place.stream) {
             if place.stream.is_capturing()? {
                 let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";

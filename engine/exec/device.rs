@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use super::port::Opener;
 use crate::error::Error;
+use crate::link::ipc::{Far, FarRx, FarTx};
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx};
@@ -23,8 +24,36 @@ pub(super) const SLICE: usize = 1 << 30;
 /// A rank's device in a communicator, and those of all its peers.
 pub(crate) struct Binding {
     pub(crate) ours: Arc<PeerDevice>,
-    /// By rank; ours too.
-    pub(crate) all: Vec<Arc<PeerDevice>>,
+    /// By rank, ours too; none where a rank is in another process.
+    pub(crate) all: Vec<Option<Arc<PeerDevice>>>,
+    /// Those in other processes, if there are any.
+    pub(crate) far: Option<Arc<Far>>,
+    /// Where the streams of this process were filled to when all was over.
+    last: Mutex<Option<Vec<DeviceEvent>>>,
+}
+
+impl Binding {
+    pub(crate) fn new(
+        ours: Arc<PeerDevice>,
+        all: Vec<Option<Arc<PeerDevice>>>,
+        far: Option<Arc<Far>>,
+    ) -> Binding {
+        Binding { ours, all, far, last: Mutex::default() }
+    }
+
+    /// Whether the streams of this process have come to where they were filled when this was first asked: no rank puts
+    /// more of this communicator on them.
+    pub(super) fn is_quiet(&self) -> Result<bool, Error> {
+        let mut last = self.last.lock();
+        let last = match &mut *last {
+            Some(last) => last,
+            none => {
+                let devices = self.all.iter().flatten();
+                none.insert(devices.map(|device| device.stream.record()).collect::<Result<_, _>>()?)
+            }
+        };
+        last.iter().try_fold(true, |quiet, event| Ok(event.is_complete()? && quiet))
+    }
 }
 
 /// An operation that devices run.
@@ -94,8 +123,14 @@ impl DeviceOp {
         let over = !kept(Wait::End) || state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
         if over {
             self.binding.ours.ended(self.number());
+            self.check()?;
         }
         Ok(over)
+    }
+
+    /// Whether what has come to its end did so in order.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        self.binding.far.as_ref().map_or(Ok(()), |far| far.check())
     }
 
     /// Whether its own inputs are there.
@@ -105,8 +140,9 @@ impl DeviceOp {
 
     /// The ranks whose inputs are not there, though they have called.
     pub(super) fn late(&self) -> Vec<Rank> {
-        let late = |(rank, device): (Rank, &Arc<PeerDevice>)| device.is_late(self.number()).then_some(rank);
-        self.binding.all.iter().enumerate().filter_map(late).collect()
+        let is_late = |device: &Arc<PeerDevice>| device.is_late(self.number());
+        let all = self.binding.all.iter().enumerate();
+        all.filter_map(|(rank, device)| device.as_ref().is_some_and(is_late).then_some(rank)).collect()
     }
 
     /// Calls `then` when the stream has come to its end, or will not.
@@ -130,9 +166,9 @@ impl DeviceOp {
     }
 
     /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
-    /// puts more there.
+    /// puts more there. With ranks in other processes all of that is over, or the buffers are kept ([`Binding::is_quiet`]).
     pub(super) fn give_up(&self) -> Result<(), Error> {
-        let ordered = self.order_after_all();
+        let ordered = if self.binding.far.is_some() { Ok(()) } else { self.order_after_all() };
         let mut state = self.state.lock();
         if state.end.is_none() && std::mem::take(&mut state.is_awaited) {
             // Streams that were to wait for what will not come go on, behind all that has.
@@ -142,7 +178,7 @@ impl DeviceOp {
     }
 
     fn order_after_all(&self) -> Result<(), Error> {
-        for device in self.binding.all.iter().filter(|_| kept(Wait::GiveUp)) {
+        for device in self.binding.all.iter().flatten().filter(|_| kept(Wait::GiveUp)) {
             let last = device.stream.record()?;
             // Ours too: memory of the machine's goes back in its order.
             let ours = [self.stream()].into_iter().filter(|_| kept(Wait::GiveUpOurs));
@@ -161,24 +197,31 @@ pub(super) struct DeviceLinks {
 
 impl DeviceLinks {
     fn place(&self, peer: Rank, receiving: bool) -> Result<Place, Error> {
-        let elsewhere = || {
-            Error::system(
-                format!("open a link to the device of rank {peer}"),
-                "it is in another process (a bug)",
-            )
-        };
-        self.rings.device_place(peer, receiving)?.ok_or_else(elsewhere)
+        self.rings.device_place(peer, receiving)?.ok_or_else(|| nowhere(peer))
     }
+}
+
+fn nowhere(peer: Rank) -> Error {
+    Error::system(format!("open a link to the device of rank {peer}"), "it is out of reach (a bug)")
 }
 
 impl Opener for DeviceLinks {
     fn open_tx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkTx>, Error> {
-        let place = self.place(peer, false)?;
-        Ok(Box::new(PeerTx::new(place, self.binding.ours.clone(), peer)?))
+        let (place, binding) = (self.place(peer, false)?, &*self.binding);
+        if binding.all[peer].is_some() {
+            return Ok(Box::new(PeerTx::new(place, binding.ours.clone(), peer)?));
+        }
+        let far = binding.far.clone().ok_or_else(|| nowhere(peer))?;
+        let theirs = far.peers[peer].clone().ok_or_else(|| nowhere(peer))?;
+        Ok(Box::new(FarTx::new(place, binding.ours.clone(), far, theirs)?))
     }
 
     fn open_rx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkRx>, Error> {
-        let (place, theirs) = (self.place(peer, true)?, self.binding.all[peer].clone());
-        Ok(Box::new(PeerRx::new(place, self.binding.ours.clone(), theirs, self.rank)?))
+        let (place, binding) = (self.place(peer, true)?, &*self.binding);
+        if let Some(theirs) = &binding.all[peer] {
+            return Ok(Box::new(PeerRx::new(place, binding.ours.clone(), theirs.clone(), self.rank)?));
+        }
+        let theirs = binding.far.as_ref().and_then(|far| far.peers[peer].clone());
+        Ok(Box::new(FarRx::new(place, binding.ours.clone(), theirs.ok_or_else(|| nowhere(peer))?)?))
     }
 }

@@ -18,7 +18,7 @@ pub(crate) trait Opener: Send + Sync {
     fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error>;
     /// The receiving end from a peer on a channel.
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
-    /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not in one process.
+    /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not on one host.
     fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<peer::Place>, Error> {
         Ok(None)
     }

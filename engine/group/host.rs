@@ -71,7 +71,8 @@ pub(crate) fn random<const N: usize>() -> Result<[u8; N], Error> {
     Ok(bytes)
 }
 
-fn nonce() -> Result<u128, Error> {
+/// A number that this process has drawn, and no other.
+pub(crate) fn nonce() -> Result<u128, Error> {
     static NONCE: OnceLock<u128> = OnceLock::new();
     if let Some(nonce) = NONCE.get() {
         return Ok(*nonce);

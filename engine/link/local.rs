@@ -104,6 +104,22 @@ impl RawRing {
         self.base.wrapping_add(CELLS_AT + cell * CELL + LINE)
     }
 
+    /// Writes beside the descriptor of frame `frame`, before that is posted: at most [`INLINE`] bytes.
+    pub(super) fn write_beside(&self, frame: u64, bytes: &[u8]) {
+        debug_assert!(bytes.len() <= INLINE);
+        let at = self.inline((frame % CELLS) as usize);
+        // SAFETY: the cell is in the mapping, has that much room beside the descriptor, and is by the protocol the
+        // producer's until it is published.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len().min(INLINE)) };
+    }
+
+    /// What was written there, of a frame that was published.
+    pub(super) fn read_beside<const N: usize>(&self, frame: u64) -> [u8; N] {
+        const { assert!(N <= INLINE) };
+        // SAFETY: as in `read`: in the mapping, and a copy of plain bytes, checked afterwards.
+        unsafe { self.inline((frame % CELLS) as usize).cast::<[u8; N]>().read_volatile() }
+    }
+
     fn lap(&self, cell: usize) -> &AtomicU32 {
         // SAFETY: in the mapping (checked in `new`), aligned to 4, only ever accessed as an atomic, alive with `self`.
         unsafe { &*self.cell(cell).cast::<u8>().add(LINE - 4).cast::<AtomicU32>() }
@@ -117,6 +133,26 @@ impl RawRing {
     pub(super) fn revoked(&self) -> &AtomicU32 {
         // SAFETY: as in `lap`.
         unsafe { &*self.base.add(LINE).cast::<AtomicU32>() }
+    }
+}
+
+/// The word of a ring by which its sender takes back what it lent.
+pub(super) struct RingFlag(RawRing);
+
+// SAFETY: all that is done with the ring is to its flag, an atomic word.
+unsafe impl Sync for RingFlag {}
+
+impl RingFlag {
+    pub(super) fn new(region: Arc<Region>, offset: u64) -> Result<RingFlag, Error> {
+        RawRing::new(region, offset).map(RingFlag)
+    }
+
+    pub(super) fn raise(&self, to: u32) {
+        self.0.revoked().fetch_max(to, Ordering::SeqCst);
+    }
+
+    pub(super) fn is(&self) -> u32 {
+        self.0.revoked().load(Ordering::SeqCst)
     }
 }
 

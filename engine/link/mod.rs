@@ -13,6 +13,7 @@
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
 
 pub(crate) mod arena;
+pub(crate) mod ipc;
 pub(crate) mod local;
 pub(crate) mod peer;
 pub(crate) mod region;

@@ -1,4 +1,5 @@
-//! Links between ranks whose devices touch each other's memory: the same device, or peers of one process.
+//! Links between ranks whose devices touch each other's memory: the same device, or peers of one process. Those between
+//! processes ([`super::ipc`]) do the same with memory and events that processes share.
 //!
 //! What travels between hosts is a ring of descriptors, as [`super::local`]'s: each lends a piece of the sender's device
 //! memory. What orders the devices are two events beside each cell. The sender records `ready` on its stream before it
@@ -94,6 +95,11 @@ impl PeerDevice {
         }
     }
 
+    /// Something has failed of which nobody can be told at once.
+    pub(super) fn fail(&self, error: Error) {
+        self.failed.lock().get_or_insert(error);
+    }
+
     /// What has failed since this was last asked.
     pub(crate) fn take_failure(&self) -> Result<(), Error> {
         self.failed.lock().take().map_or(Ok(()), Err)
@@ -172,7 +178,7 @@ impl LinkTx for PeerTx {
 
     /// Nothing more is put on the reader's stream; what is there already, its end tells.
     fn revoke(&mut self) -> bool {
-        self.ring.memory().revoked().store(1, Ordering::SeqCst);
+        self.ring.memory().revoked().fetch_max(1, Ordering::SeqCst);
         !kept(Wait::Gate) || self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
     }
 }
@@ -246,7 +252,7 @@ impl LinkRx for PeerRx {
             && let Err(error) = self.ours.stream.record_in(&mut self.marks().1.lock())
         {
             // The sender must not write there: it does not get the frame back, and all ranks hear why.
-            self.ours.failed.lock().get_or_insert(error);
+            self.ours.fail(error);
             return;
         }
         self.head = None;

@@ -82,6 +82,11 @@ impl<M: RingMemory> Producer<M> {
         self.released
     }
 
+    /// Whether the consumer has said that it will not read again.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.memory.released_acquire() == CLOSED
+    }
+
     /// Writes and publishes a frame. Only after `room`.
     pub(crate) fn post(&mut self, frame: M::Frame) {
         debug_assert!(self.next - self.released < M::CELLS);

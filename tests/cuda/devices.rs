@@ -6,7 +6,9 @@ use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Algo, Comm, Error};
 
 use crate::collectives::everything;
-use crate::support::{calls, child, child_within, fail, full, nothing_left, ranks, report, soon};
+use crate::support::{
+    calls, child, child_within, fail, full, nothing_goes_through_the_host, nothing_left, ranks, report, soon,
+};
 
 const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -20,15 +22,7 @@ fn devices_get_what_hosts_get() {
             assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
             let stream = &DeviceStream::new(&device).unwrap();
             everything(&mut comm, stream, &[0, 1, 1000, 5000]);
-            // Nothing goes through the host.
-            let copies = || calls("cuMemcpyDtoHAsync_v2") + calls("cuMemcpyHtoDAsync_v2");
-            soon(comm.barrier()).unwrap();
-            let before = copies();
-            soon(comm.barrier()).unwrap();
-            let buf = soon(comm.all_reduce(DeviceBuf::<f32>::zeroed(stream, 5000).unwrap())).unwrap();
-            soon(comm.broadcast(buf, 1)).unwrap();
-            soon(comm.barrier()).unwrap();
-            assert_eq!(copies(), before);
+            nothing_goes_through_the_host(&mut comm, stream);
             soon(comm.close()).unwrap();
         });
         assert!(calls("cuLaunchKernel") > 100, "kernels do the work: {}", calls("cuLaunchKernel"));

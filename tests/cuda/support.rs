@@ -163,6 +163,19 @@ pub(crate) fn calls(name: &str) -> u64 {
     }
 }
 
+/// Collectives on devices copy nothing to or from the host. All ranks call it.
+pub(crate) fn nothing_goes_through_the_host(comm: &mut Comm, stream: &DeviceStream) {
+    let copies = || calls("cuMemcpyDtoHAsync_v2") + calls("cuMemcpyHtoDAsync_v2");
+    soon(comm.barrier()).unwrap();
+    let before = copies();
+    soon(comm.barrier()).unwrap();
+    let buf = soon(comm.all_reduce(DeviceBuf::<f32>::zeroed(stream, 5000).unwrap())).unwrap();
+    soon(comm.broadcast(buf, 1)).unwrap();
+    soon(comm.barrier()).unwrap();
+    assert_eq!(copies(), before);
+    soon(comm.barrier()).unwrap();
+}
+
 /// Everything that was made is gone: soon, for the waiter may have the last handle.
 pub(crate) fn nothing_left(what: &str) {
     let end = Instant::now() + DEADLINE;

@@ -25,7 +25,7 @@ const FLOORS: [(&str, u32); 12] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 23] = [
+const UNSAFE: [(&str, &str); 24] = [
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/mem/", "memory that operations own while it is in flight"),
@@ -35,6 +35,7 @@ const UNSAFE: [(&str, &str); 23] = [
     ("engine/link/ring.rs", "queues in that mapping"),
     ("engine/link/local.rs", "queues in that mapping"),
     ("engine/link/peer.rs", "implements the contract of a link"),
+    ("engine/link/ipc.rs", "implements the contract of a link"),
     ("engine/link/tcp.rs", "sends from memory that is in flight"),
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
     ("engine/exec/port.rs", "calls links"),

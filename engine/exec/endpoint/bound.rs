@@ -32,6 +32,9 @@ impl Run {
     }
 }
 
+/// How long the stream of a dead communicator may take to come to its end, before it waits for no other process any more.
+const LET_GO: Duration = Duration::from_millis(150);
+
 impl Endpoint {
     /// The device that this rank's operations on device buffers run on, and its peers'; none: they are staged.
     pub(crate) fn binding(&self) -> Option<&Arc<Binding>> {
@@ -60,5 +63,30 @@ impl Endpoint {
         }
         device.join(stream)?;
         Ok(self.table.lock().inflight.borrow(key))
+    }
+
+    /// Of a dead communicator with ranks in other processes, `since` its end: whether any device may still touch its
+    /// memory.
+    pub(super) fn is_on_devices(&self, run: &mut Run, since: Duration) -> bool {
+        let Some((binding, far)) = self.binding().and_then(|b| Some((b, b.far.as_ref()?))) else {
+            return false;
+        };
+        let elsewhere = run.devices.as_mut().is_some_and(Port::is_read_elsewhere);
+        let quiet = binding.is_quiet().unwrap_or(false);
+        if !quiet
+            && since > LET_GO
+            && let Err(error) = far.let_go(&binding.ours.stream)
+        {
+            tracing::warn!("a stream may wait for a process that is gone: {error}");
+        }
+        elsewhere || !quiet
+    }
+
+    /// Devices may touch it for longer than anybody waits.
+    pub(super) fn leave_on_devices(&self) {
+        if let Some(far) = self.binding().and_then(|binding| binding.far.as_ref()) {
+            far.distrust();
+            far.leave_open();
+        }
     }
 }

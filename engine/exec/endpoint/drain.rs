@@ -44,9 +44,13 @@ impl Endpoint {
                 *run.revoked.insert(Instant::now())
             }
         };
-        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere();
+        let on_devices = self.is_on_devices(run, revoked.elapsed());
+        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere() | on_devices;
         if kept && revoked.elapsed() < READ_ON {
             return Progress::Blocked;
+        }
+        if on_devices {
+            self.leave_on_devices();
         }
         run.drained = Some(Instant::now());
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
@@ -54,7 +58,8 @@ impl Endpoint {
         let mut keys = Vec::new();
         let mut lost = Vec::new();
         let mut give_up = |device: &DeviceOp, key| {
-            if let Err(error) = device.give_up() {
+            // Where a rank went on without waiting for others, those may touch it yet.
+            if let Err(error) = device.give_up().and_then(|()| device.check()) {
                 tracing::warn!(
                     "the buffers of a collective that failed on a device are not given back: {error}"
                 );

@@ -5,6 +5,8 @@
 //! A rank lends each peer the peer's chunk of its input and of its output, in one frame where they are one; the peer gives
 //! them back behind its kernel, and then the rank's output is complete. In place no chunk is touched by two ranks.
 
+use std::sync::Arc;
+
 use allstream_kernels::cuda::{self, MAX_OUTS};
 
 use super::frames::check_frame;
@@ -23,10 +25,12 @@ const OUTPUT: u32 = 1;
 const ALL: usize = 2;
 
 impl Context<'_> {
-    /// Whether one kernel a rank does it.
+    /// Whether one kernel a rank does it. Such a kernel writes to memory of other ranks, which between processes only they may:
+    /// a stream that let go of a dead rank goes on at a time when a survivor has its memory back.
     pub(super) fn is_fused(&self) -> bool {
         let program = &self.part.program;
-        self.common.device.is_some() && program.folds_all && program.plan.size <= MAX_OUTS
+        let near = |device: &Arc<DeviceOp>| device.binding.far.is_none();
+        self.common.device.as_ref().is_some_and(near) && program.folds_all && program.plan.size <= MAX_OUTS
     }
 }
 

@@ -59,6 +59,19 @@ pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
     }
 }
 
+/// The identity of a device that the driver gave.
+pub(super) fn uuid(cuda: &Cuda, device: CuDevice) -> Result<[u8; 16], CudaError> {
+    // A part of a divided device (MIG) has an identity of its own, which only the newer function gives.
+    let uuid = if cuda.has_device_get_uuid_v2() {
+        // SAFETY: the driver gave the device.
+        unsafe { cuda.device_get_uuid_v2(device) }
+    } else {
+        // SAFETY: as above.
+        unsafe { cuda.device_get_uuid(device) }
+    };
+    uuid.map(|uuid| uuid.0)
+}
+
 /// So many streams wait for events on the host's behalf at a time; further events are asked now and then instead.
 const NOTIFIERS: usize = 16;
 
@@ -72,7 +85,7 @@ struct Notifiers {
 pub(super) struct Context {
     pub(super) cuda: &'static Cuda,
     pub(super) ordinal: usize,
-    device: CuDevice,
+    pub(super) device: CuDevice,
     context: CuContext,
     pub(super) name: String,
     pub(super) uuid: [u8; 16],
@@ -118,15 +131,7 @@ impl Context {
         // SAFETY: the index is of a device.
         let device = unsafe { cuda.device_get(index) }.map_err(tell)?;
         let name = cuda.device_name(device).map_err(tell)?;
-        // A part of a divided device (MIG) has an identity of its own, which only the newer function gives.
-        let uuid = if cuda.has_device_get_uuid_v2() {
-            // SAFETY: the driver gave the device.
-            unsafe { cuda.device_get_uuid_v2(device) }
-        } else {
-            // SAFETY: as above.
-            unsafe { cuda.device_get_uuid(device) }
-        };
-        let uuid = uuid.map_err(tell)?.0;
+        let uuid = uuid(cuda, device).map_err(tell)?;
         // SAFETY: as above.
         let multiprocessors =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) };

@@ -5,8 +5,10 @@
 //! marked by an event. A piece that only one stream has used may be used again on that stream at once.
 
 use std::collections::BTreeMap;
+use std::sync::Weak;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use allstream_sys::cuda::{CuEvent, CuResult, Cuda, CudaError};
+use allstream_sys::cuda::{CuEvent, CuIpcMemHandle, CuResult, Cuda, CudaError};
 
 use super::context::{Context, Entered};
 use super::stream::Line;
@@ -40,6 +42,35 @@ struct Block {
     bytes: u64,
     /// Address and length of what is free, never two neighbours.
     free: BTreeMap<u64, u64>,
+    /// No other block of this process ever has it: addresses and handles of the driver come again.
+    number: u64,
+    /// What other processes open it by.
+    handle: Option<CuIpcMemHandle>,
+    /// As long as any of these lives, other processes may have it open.
+    lent: Vec<Weak<()>>,
+}
+
+impl Block {
+    fn new(at: u64, bytes: u64) -> Block {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let (number, free) = (NEXT.fetch_add(1, Ordering::Relaxed), BTreeMap::from([(at, bytes)]));
+        Block { bytes, free, number, handle: None, lent: Vec::new() }
+    }
+
+    fn is_lent(&mut self) -> bool {
+        self.lent.retain(|keep| keep.strong_count() > 0);
+        !self.lent.is_empty()
+    }
+}
+
+/// Where memory is, for other processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Exported {
+    /// Of the block, and where in it.
+    pub(crate) number: u64,
+    pub(crate) offset: u64,
+    /// What the driver opens the block by.
+    pub(crate) handle: [u8; 64],
 }
 
 /// The pool of a device. See the module.
@@ -154,7 +185,7 @@ impl Pool {
     fn grow(&mut self, cuda: &Cuda, bytes: u64) -> Result<(), CudaError> {
         // SAFETY: in the context of this pool, which callers have entered; freed in `trim` or `close`.
         let at = unsafe { cuda.mem_alloc(usize::try_from(bytes).unwrap_or(usize::MAX)) }?;
-        self.blocks.insert(at, Block { bytes, free: BTreeMap::from([(at, bytes)]) });
+        self.blocks.insert(at, Block::new(at, bytes));
         Ok(())
     }
 
@@ -228,12 +259,37 @@ impl Pool {
         }
     }
 
-    /// Gives blocks back of which nothing is used. How many bytes.
+    /// Names memory for other processes; its block stays as long as `keep` does. `None`: it is not of this pool.
+    pub(super) fn export(
+        &mut self,
+        cuda: &Cuda,
+        _: &Entered<'_>,
+        keep: &Weak<()>,
+        (at, bytes): (u64, u64),
+    ) -> Result<Option<Exported>, CudaError> {
+        let Some((base, block)) = self.blocks.range_mut(..=at).next_back() else { return Ok(None) };
+        let offset = at - base;
+        if offset.checked_add(bytes).is_none_or(|end| end > block.bytes) {
+            return Ok(None);
+        }
+        let handle = match block.handle {
+            Some(handle) => handle,
+            // SAFETY: the address of a block that `grow` got and that has not been given back.
+            None => *block.handle.insert(unsafe { cuda.ipc_get_mem_handle(*base) }?),
+        };
+        if !block.lent.iter().any(|known| known.ptr_eq(keep)) {
+            block.is_lent(); // forgets those that are gone
+            block.lent.push(keep.clone());
+        }
+        Ok(Some(Exported { number: block.number, offset, handle: handle.0 }))
+    }
+
+    /// Gives blocks back of which nothing is used, here or in other processes. How many bytes.
     pub(super) fn trim(&mut self, context: &Context) -> u64 {
         self.reap(context);
         let before = self.reserved();
         self.blocks.retain(|at, block| {
-            let unused = block.free.get(at) == Some(&block.bytes);
+            let unused = block.free.get(at) == Some(&block.bytes) && !block.is_lent();
             // SAFETY: an address that `grow` got; all of the block is free, so nothing of the device's uses it.
             !(unused && unsafe { context.cuda.mem_free(*at) }.is_ok())
         });
@@ -271,7 +327,7 @@ mod tests {
 
     fn pool(blocks: &[(u64, u64)]) -> Pool {
         let blocks = blocks.iter().map(|(at, bytes)| (*at, *bytes));
-        let blocks = blocks.map(|(at, bytes)| (at, Block { bytes, free: BTreeMap::from([(at, bytes)]) }));
+        let blocks = blocks.map(|(at, bytes)| (at, Block::new(at, bytes)));
         Pool { blocks: blocks.collect(), ..Pool::default() }
     }
 

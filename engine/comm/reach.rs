@@ -1,0 +1,169 @@
+//! Whether the devices of a communicator reach each other, and what ranks in two processes tell each other for it.
+
+use std::sync::Arc;
+
+use super::links::Neighbourhood;
+use crate::error::Error;
+use crate::exec::EndpointConfig;
+use crate::link::ipc::{CARD, Far, FarPeer, Offer};
+use crate::link::peer::PeerDevice;
+use crate::mem::device::DeviceBuf;
+use crate::types::Rank;
+
+/// What a rank says of itself: whether it can be bound, what is in its way, its process, its device.
+pub(super) const ROW: usize = 2 + 16 + 16;
+/// Can be bound: the first byte.
+const OK: u8 = 1;
+/// The second: there are members in other processes; on other hosts; the driver cannot share with processes.
+const FAR: u8 = 1;
+const REMOTE: u8 = 2;
+const LACKS: u8 = 4;
+
+/// A row that was read.
+#[derive(Clone, Copy)]
+pub(super) struct Row {
+    notes: u8,
+    process: u128,
+    uuid: [u8; 16],
+}
+
+/// What all ranks have said: `Err(rank)`, this one cannot be bound; `Ok(Err(why))`, all are staged. The same on all.
+pub(super) fn heard(rows: &[u8]) -> Result<Result<Vec<Row>, String>, Rank> {
+    let (rows, _) = rows.as_chunks::<ROW>();
+    if let Some(rank) = rows.iter().position(|row| row[0] != OK) {
+        return Err(rank);
+    }
+    let read = |row: &[u8; ROW]| {
+        let (mut process, mut uuid) = ([0; 16], [0; 16]);
+        process.copy_from_slice(&row[2..18]);
+        uuid.copy_from_slice(&row[18..]);
+        Row { notes: row[1], process: u128::from_le_bytes(process), uuid }
+    };
+    let rows: Vec<_> = rows.iter().map(read).collect();
+    let noted = |what: u8| rows.iter().position(|row| row.notes & what != 0);
+    if let Some(rank) = noted(REMOTE) {
+        let why =
+            format!("rank {rank} is not on one host with all others, or does not share memory with them");
+        return Ok(Err(why));
+    }
+    if let Some(rank) = noted(LACKS).filter(|_| noted(FAR).is_some()) {
+        return Ok(Err(format!("the CUDA driver of rank {rank} cannot share memory with other processes")));
+    }
+    Ok(Ok(rows))
+}
+
+/// A communicator's members, and where they are.
+pub(super) struct Group<'a> {
+    pub(super) config: &'a EndpointConfig,
+    pub(super) around: &'a Neighbourhood,
+}
+
+/// What came of reaching for all devices.
+pub(super) struct Reached {
+    /// Those of this process.
+    pub(super) all: Vec<Option<Arc<PeerDevice>>>,
+    /// What was made for the others, and their cards, one after another.
+    pub(super) offers: Vec<Option<Offer>>,
+    pub(super) cards: Vec<u8>,
+}
+
+impl Group<'_> {
+    fn housemate(&self, rank: Rank) -> bool {
+        self.around.is_housemate(self.config.members[rank])
+    }
+
+    /// What this rank says of itself. From here on its device can be found by the others in the process.
+    pub(super) fn row(&self, device: &Arc<PeerDevice>, process: u128) -> [u8; ROW] {
+        let (members, ours) = (&self.config.members, self.config.rank);
+        self.around.mates.enter_device(self.config.comm, members[ours], device);
+        let mut row = [0; ROW];
+        row[0] = OK;
+        let far = (0..members.len()).any(|rank| !self.housemate(rank));
+        let remote = members.iter().any(|member| *member != members[ours] && !self.around.is_near(*member));
+        let lacks = device.stream.missing_for_sharing().is_some();
+        let notes = [(far, FAR), (remote, REMOTE), (lacks, LACKS)];
+        row[1] = notes.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).sum();
+        row[2..18].copy_from_slice(&process.to_le_bytes());
+        row[18..].copy_from_slice(&device.stream.device().uuid());
+        row
+    }
+
+    /// Lets our device touch the memory of all others, as far as that can be seen from here. `Ok(Err(why))`: it cannot.
+    pub(super) fn reach(
+        &self,
+        ours: &PeerDevice,
+        keep: &Arc<()>,
+        rows: &[Row],
+    ) -> Result<Result<Reached, String>, Error> {
+        let mut reached = Reached { all: Vec::new(), offers: Vec::new(), cards: Vec::new() };
+        // Of the pool, as everything is that will be lent.
+        let far = (0..rows.len()).any(|rank| !self.housemate(rank));
+        let probe = DeviceBuf::<u8>::raw(&ours.stream, usize::from(far))?;
+        for (rank, row) in rows.iter().enumerate() {
+            if self.housemate(rank) {
+                let theirs = self.around.mates.device(self.config.comm, self.config.members[rank]);
+                let gone = || Error::system("bind devices", "a rank has taken its device back (a bug)");
+                let theirs = theirs.ok_or_else(gone)?;
+                if !ours.stream.reach(&theirs.stream)? {
+                    let (a, b) = (ours.stream.device().ordinal(), theirs.stream.device().ordinal());
+                    let why =
+                        format!("device {a} cannot reach the memory of device {b}, which is rank {rank}'s");
+                    return Ok(Err(why));
+                }
+                reached.all.push(Some(theirs));
+                reached.offers.push(None);
+                reached.cards.resize(reached.cards.len() + CARD, 0);
+                continue;
+            }
+            if let Err(why) = ours.stream.reaches(row.uuid)? {
+                return Ok(Err(format!("rank {rank}: {why}")));
+            }
+            // What the driver will not share (memory of another kind, in a virtual machine) is no error.
+            let offer = || {
+                let named = ours.stream.export(keep, probe.as_ptr(), 1)?;
+                let nameless = || Error::system("share device memory", "the pool has lost it (a bug)");
+                Offer::new(&ours.stream, &named.ok_or_else(nameless)?)
+            };
+            match offer() {
+                Ok(offer) => {
+                    reached.cards.extend_from_slice(&offer.card);
+                    reached.offers.push(Some(offer));
+                }
+                Err(error) => return Ok(Err(format!("for rank {rank}: {error}"))),
+            }
+            reached.all.push(None);
+        }
+        Ok(Ok(reached))
+    }
+
+    /// Opens what the ranks in other processes have offered; or why it cannot be.
+    pub(super) fn open(
+        &self,
+        ours: &PeerDevice,
+        keep: Arc<()>,
+        rows: &[Row],
+        (offers, cards): (&[Option<Offer>], &[u8]),
+    ) -> Result<Far, String> {
+        let (links, mut peers, mut places) = (&self.config.opener, Vec::new(), Vec::new());
+        for (rank, (offer, row)) in offers.iter().zip(rows).enumerate() {
+            let why = |error: Error| format!("rank {rank}: {error}");
+            if rank != self.config.rank {
+                let to = links.device_place(rank, false).map_err(why)?;
+                let from = links.device_place(rank, true).map_err(why)?;
+                let (Some(to), Some(from)) = (to, from) else {
+                    return Err(format!("rank {rank} has no rings here (a bug)"));
+                };
+                places.push((rank, to, from));
+            }
+            peers.push(match offer {
+                None => None,
+                Some(offer) => {
+                    let card = cards.get(rank * CARD..(rank + 1) * CARD).unwrap_or_default();
+                    let peer = FarPeer::new(&ours.stream, (rank, row.process), offer, card);
+                    Some(Arc::new(peer.map_err(why)?))
+                }
+            });
+        }
+        Far::new(peers, keep, places).map_err(|error| error.to_string())
+    }
+}

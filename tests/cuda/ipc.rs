@@ -1,0 +1,408 @@
+//! Communicators bound to devices, with ranks in several processes: what they do is what they do in one.
+
+use std::net::TcpListener;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, ForeignMemory};
+use allstream::{Comm, DType, Error, Failed, ReduceOp, Rendezvous};
+
+use crate::collectives::everything;
+use crate::support::{
+    DEADLINE, LIBRARY, calls, down, function, library, nothing_goes_through_the_host, nothing_left, report,
+    soon, up, values,
+};
+
+const TEST: &str = "ALLSTREAM_TEST_CUDA_CHILD";
+const RANKS: &str = "ALLSTREAM_TEST_CUDA_RANKS";
+const SIZE: &str = "ALLSTREAM_TEST_CUDA_SIZE";
+const ADDRESS: &str = "ALLSTREAM_TEST_CUDA_ADDRESS";
+const LISTENER: &str = "ALLSTREAM_TEST_CUDA_LISTENER";
+
+/// Processes that go with the test.
+struct Processes(Vec<Child>);
+
+impl Drop for Processes {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Processes {
+    /// How a process ends, soon.
+    fn end(&mut self, index: usize, what: &str) -> ExitStatus {
+        let end = Instant::now() + 3 * DEADLINE;
+        loop {
+            if let Some(status) = self.0[index].try_wait().unwrap() {
+                return status;
+            }
+            assert!(Instant::now() < end, "{what}: process {index} did not end in time");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    fn end_well(mut self, test: &str) {
+        for index in 0..self.0.len() {
+            let status = self.end(index, test);
+            assert!(status.success(), "{test}: process {index}: {status}");
+        }
+    }
+}
+
+/// Starts the test of this name again, a process for each of these groups of ranks; in those processes, runs `body` for
+/// each rank, and nothing is returned.
+fn processes(
+    test: &str,
+    groups: &[&[usize]],
+    variables: &[(&str, &str)],
+    body: impl Fn(Comm) + Sync,
+) -> Option<Processes> {
+    if std::env::var(TEST).as_deref() == Ok(test) {
+        ranks(body);
+        return None;
+    }
+    let size: usize = groups.iter().map(|group| group.len()).sum();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty()).unwrap();
+    let start = |(index, group): (usize, &&[usize])| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let group: Vec<_> = group.iter().map(usize::to_string).collect();
+        command
+            .args([test, "--exact", "--nocapture", "--test-threads=1"])
+            .env(TEST, test)
+            .env(RANKS, group.join(","))
+            .env(SIZE, size.to_string())
+            .env(ADDRESS, listener.local_addr().unwrap().to_string())
+            .env(LISTENER, listener.as_raw_fd().to_string())
+            .env("ALLSTREAM_TEST_CUDA_SEED", (index + 1).to_string())
+            .env(LIBRARY, library())
+            .envs(variables.iter().copied());
+        command.stdin(Stdio::null()).spawn().unwrap()
+    };
+    Some(Processes(groups.iter().enumerate().map(start).collect()))
+}
+
+/// The ranks of this process, a thread for each.
+fn ranks(body: impl Fn(Comm) + Sync) {
+    let variable = |name: &str| std::env::var(name).unwrap();
+    let size: usize = variable(SIZE).parse().unwrap();
+    let connect = |rank: usize| {
+        let mut rendezvous = Rendezvous::tcp(&variable(ADDRESS), rank, size).unwrap().token("of this test");
+        if rank == 0 {
+            // SAFETY: inherited from the test for this, and taken once: one rank is rank 0.
+            let listener = unsafe { TcpListener::from_raw_fd(variable(LISTENER).parse().unwrap()) };
+            rendezvous = rendezvous.listener(listener);
+        }
+        soon(Comm::connect(rendezvous)).unwrap()
+    };
+    let ranks: Vec<usize> = variable(RANKS).split(',').map(|rank| rank.parse().unwrap()).collect();
+    let all = Barrier::new(ranks.len());
+    std::thread::scope(|scope| {
+        for rank in ranks {
+            let (connect, all, body) = (&connect, &all, &body);
+            scope.spawn(move || {
+                let comm = connect(rank);
+                all.wait();
+                body(comm);
+            });
+        }
+    });
+}
+
+const SLOW: &[(&str, &str)] =
+    &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+
+/// Binds a rank to one of two devices: one has two ranks.
+fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
+    let device = Device::new(comm.rank() % 2).unwrap();
+    assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+    let stream = DeviceStream::new(&device).unwrap();
+    (device, stream)
+}
+
+fn run_everything(mut comm: Comm) {
+    let (_device, stream) = bound(&mut comm);
+    everything(&mut comm, &stream, &[0, 1, 1000, 5000]);
+    nothing_goes_through_the_host(&mut comm, &stream);
+    soon(comm.close()).unwrap();
+}
+
+fn all_in_order() {
+    assert!(calls("cuLaunchKernel") > 50, "kernels do the work: {}", calls("cuLaunchKernel"));
+    nothing_left("all ranks of the process have ended");
+    assert_eq!(report().freed_in_use, 0);
+}
+
+#[test]
+fn processes_get_what_hosts_get() {
+    let test = "ipc::processes_get_what_hosts_get";
+    match processes(test, &[&[0], &[1], &[2]], SLOW, run_everything) {
+        Some(processes) => processes.end_well(test),
+        None => all_in_order(),
+    }
+}
+
+/// Links of both kinds in one communicator, and what two ranks of a process have open is open once.
+#[test]
+fn ranks_of_one_process_and_of_another() {
+    let test = "ipc::ranks_of_one_process_and_of_another";
+    match processes(test, &[&[0, 2], &[1]], SLOW, run_everything) {
+        Some(processes) => processes.end_well(test),
+        None => all_in_order(),
+    }
+}
+
+const SLOWER: &[(&str, &str)] =
+    &[("ALLSTREAM_TEST_CUDA_DELAY_US", "30000"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+
+fn failed(result: Result<DeviceBuf<f32>, Failed<DeviceBuf<f32>>>) -> Option<Error> {
+    match result {
+        Ok(sum) => {
+            let all: f32 = (0..3).map(|rank| values(rank, 1)[0]).sum();
+            assert_eq!(down(sum)[0], all, "what is good has come from all");
+            None
+        }
+        Err(Failed { buf, error }) => {
+            // A buffer that is given back can be used.
+            buf.map(down);
+            Some(error)
+        }
+    }
+}
+
+/// Everything that the process has goes on.
+fn usable(device: &Device, stream: &DeviceStream) {
+    assert_eq!(down(up(stream, vec![7u32; 5000])), [7; 5000]);
+    device.trim().unwrap();
+}
+
+/// Its work on the device dies with it, and what streams of others wait for never comes.
+#[test]
+fn a_process_that_is_killed_is_an_error_and_nothing_hangs() {
+    let test = "ipc::a_process_that_is_killed_is_an_error_and_nothing_hangs";
+    let body = |mut comm: Comm| {
+        let (device, stream) = bound(&mut comm);
+        let rank = comm.rank();
+        let works: Vec<_> = (0..6).map(|_| comm.all_reduce(up(&stream, values(rank, 3000)))).collect();
+        let mut works = works.into_iter();
+        assert!(failed(soon(works.next().unwrap())).is_none());
+        if rank == 2 {
+            // SAFETY: of this thread, so that it does not go on; the whole process ends or stops.
+            unsafe { libc::raise(libc::SIGKILL) };
+        }
+        let errors: Vec<_> = works.filter_map(|work| failed(soon(work))).collect();
+        let after = soon(comm.all_reduce(vec![1f32])).unwrap_err().error;
+        let lost = |error: &Error| matches!(error, Error::PeerLost { rank: 2, .. } | Error::System { .. });
+        assert!(matches!(after, Error::PeerLost { rank: 2, .. }), "{after}");
+        assert!(errors.iter().all(lost), "{errors:?}");
+        drop(comm);
+        usable(&device, &stream);
+    };
+    let Some(mut processes) = processes(test, &[&[0], &[1], &[2]], SLOWER, body) else {
+        return assert_eq!(report().freed_in_use, 0);
+    };
+    for index in 0..2 {
+        let status = processes.end(index, test);
+        assert!(status.success(), "process {index}: {status}");
+    }
+    assert_eq!(processes.end(2, test).signal(), Some(libc::SIGKILL));
+}
+
+/// What a collective leaves is the next one's input, in the order of streams; no host waits in between.
+#[test]
+fn a_chain_of_collectives_is_in_order_between_processes() {
+    let test = "ipc::a_chain_of_collectives_is_in_order_between_processes";
+    let body = |mut comm: Comm| {
+        let (_device, stream) = bound(&mut comm);
+        let mut grads = up(&stream, values(comm.rank(), 3000));
+        for _ in 0..40 {
+            let work = comm.op(ReduceOp::Max).on(&stream).all_reduce(grads);
+            grads = work.join(&stream).unwrap().in_order().unwrap();
+            let work = comm.on(&stream).broadcast(grads, 1);
+            grads = work.join(&stream).unwrap().in_order().unwrap();
+        }
+        let greatest = |at: usize| (0..3).map(|rank| values(rank, 3000)[at]).fold(f32::MIN, f32::max);
+        let got = down(grads);
+        assert!((0..3000).step_by(97).all(|at| got[at] == greatest(at)));
+        soon(comm.close()).unwrap();
+    };
+    match processes(test, &[&[0], &[1, 2]], SLOW, body) {
+        Some(processes) => processes.end_well(test),
+        None => {
+            nothing_left("all ranks of the process have ended");
+            assert_eq!(report().freed_in_use, 0);
+        }
+    }
+}
+
+/// A stream that waits for a collective with a process that dies goes on, and who asks is told.
+#[test]
+fn a_stream_that_waits_for_a_killed_process_is_released() {
+    let test = "ipc::a_stream_that_waits_for_a_killed_process_is_released";
+    let body = |mut comm: Comm| {
+        let (device, stream) = bound(&mut comm);
+        let rank = comm.rank();
+        assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
+        if rank == 2 {
+            // One more is on the others' streams, perhaps in part.
+            let _work = comm.all_reduce(up(&stream, values(rank, 3000)));
+            // SAFETY: of this thread, so that it does not go on; the whole process ends.
+            unsafe { libc::raise(libc::SIGKILL) };
+        }
+        let waiting: Vec<_> = (0..3)
+            .map(|_| {
+                let grads = up(&stream, values(rank, 3000));
+                comm.on(&stream).all_reduce(grads).join(&stream).map_err(|failed| failed.error)
+            })
+            .collect();
+        soon(stream.record().unwrap()).unwrap();
+        let lost = |error: &Error| matches!(error, Error::PeerLost { rank: 2, .. } | Error::System { .. });
+        let ends: Vec<_> = waiting
+            .into_iter()
+            .map(|ordered| ordered.and_then(|ordered| soon(ordered).map_err(|failed| failed.error)))
+            .collect();
+        assert!(ends.iter().skip(1).all(|end| end.as_ref().is_err_and(lost)), "{ends:?}");
+        drop(comm);
+        usable(&device, &stream);
+    };
+    let Some(mut processes) = processes(test, &[&[0], &[1], &[2]], SLOWER, body) else {
+        return assert_eq!(report().freed_in_use, 0);
+    };
+    for index in 0..2 {
+        let status = processes.end(index, test);
+        assert!(status.success(), "process {index}: {status}");
+    }
+    assert_eq!(processes.end(2, test).signal(), Some(libc::SIGKILL));
+}
+
+/// A process that stands still may come back: what it was lent is kept from everybody.
+#[test]
+fn a_process_that_is_stopped_is_an_error_and_nothing_hangs() {
+    let test = "ipc::a_process_that_is_stopped_is_an_error_and_nothing_hangs";
+    let body = |mut comm: Comm| {
+        let (device, stream) = bound(&mut comm);
+        let rank = comm.rank();
+        assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
+        if rank == 2 {
+            // SAFETY: of this thread, so that it does not go on; the whole process ends or stops.
+            unsafe { libc::raise(libc::SIGSTOP) };
+            return;
+        }
+        let limited = comm.timeout(Duration::from_millis(300));
+        let error = failed(soon(limited.all_reduce(up(&stream, values(rank, 3000))))).unwrap();
+        assert!(matches!(error, Error::Timeout { .. }), "{error}");
+        drop(comm);
+        usable(&device, &stream);
+    };
+    let Some(mut processes) = processes(test, &[&[0], &[1], &[2]], SLOW, body) else {
+        return assert_eq!(report().freed_in_use, 0);
+    };
+    for index in 0..2 {
+        let status = processes.end(index, test);
+        assert!(status.success(), "process {index}: {status}");
+    }
+}
+
+#[test]
+fn an_abort_reaches_all_processes_and_buffers_come_back() {
+    let test = "ipc::an_abort_reaches_all_processes_and_buffers_come_back";
+    let body = |mut comm: Comm| {
+        let (device, stream) = bound(&mut comm);
+        let rank = comm.rank();
+        let first = comm.all_reduce(up(&stream, values(rank, 3000)));
+        if rank == 1 {
+            // The others wait for this one.
+            assert!(failed(soon(first)).is_none_or(|error| matches!(error, Error::Aborted { .. })));
+            comm.abort("a test");
+        } else {
+            let second = comm.all_reduce(up(&stream, values(rank, 3000)));
+            let allowed =
+                |error: &Error| matches!(error, Error::Aborted { by: 1, .. } | Error::System { .. });
+            assert!(failed(soon(first)).is_none_or(|error| allowed(&error)));
+            let Failed { buf, error } = soon(second).unwrap_err();
+            assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+            assert_eq!(down(buf.unwrap()), values(rank, 3000), "nothing was written");
+        }
+        // All processes are there until all have heard.
+        drop(comm);
+        usable(&device, &stream);
+    };
+    match processes(test, &[&[0], &[1], &[2]], SLOW, body) {
+        Some(processes) => processes.end_well(test),
+        None => {
+            nothing_left("all ranks of the process have ended");
+            assert_eq!(report().freed_in_use, 0);
+        }
+    }
+}
+
+/// Memory that other processes cannot have is refused before anything is sent, and the communicator is as it was.
+#[test]
+fn memory_of_other_libraries_is_refused_between_processes() {
+    let test = "ipc::memory_of_other_libraries_is_refused_between_processes";
+    let body = |mut comm: Comm| {
+        let (_device, stream) = bound(&mut comm);
+        let rank = comm.rank();
+        if rank == 0 {
+            let mut pointer = 0u64;
+            // SAFETY: the functions' types, as cuda.h has them; the buffer's work makes the device's context current on
+            // this thread only while it needs it, so it is made so here.
+            unsafe {
+                let retain: unsafe extern "C" fn(*mut usize, i32) -> u32 =
+                    std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
+                let current: unsafe extern "C" fn(usize) -> u32 =
+                    std::mem::transmute(function("cuCtxSetCurrent"));
+                let alloc: unsafe extern "C" fn(*mut u64, usize) -> u32 =
+                    std::mem::transmute(function("cuMemAlloc_v2"));
+                let mut context = 0;
+                assert_eq!((retain(&raw mut context, 0), current(context)), (0, 0));
+                assert_eq!(alloc(&raw mut pointer, 4096), 0);
+            }
+            let memory = ForeignMemory { pointer, len: 1024, dtype: DType::F32 };
+            // SAFETY: just allocated, never freed, and nobody else's; any bytes are floats.
+            let foreign = unsafe { DeviceBuf::<f32>::from_foreign(memory, &stream, ()) }.unwrap();
+            let Failed { buf, error } = soon(comm.all_reduce(foreign)).unwrap_err();
+            assert!(matches!(error, Error::Invalid { .. }) && buf.is_some(), "{error}");
+            assert!(error.to_string().contains("copy it to a DeviceBuf"), "{error}");
+        }
+        assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
+        soon(comm.close()).unwrap();
+    };
+    if let Some(processes) = processes(test, &[&[0], &[1], &[2]], SLOW, body) {
+        processes.end_well(test);
+    }
+}
+
+/// Where devices cannot share, all ranks hear why, and go through the host.
+#[test]
+fn what_cannot_be_shared_is_staged_and_all_ranks_hear_why() {
+    let test = "ipc::what_cannot_be_shared_is_staged_and_all_ranks_hear_why";
+    let body = |mut comm: Comm| {
+        let device = Device::new(comm.rank() % 2).unwrap();
+        let path = soon(comm.bind_device(&device)).unwrap();
+        let DevicePath::Staged { why } = path else { panic!("{path:?}") };
+        assert!(why.contains("rank"), "{why}");
+        let stream = DeviceStream::new(&device).unwrap();
+        let rank = comm.rank();
+        assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
+        soon(comm.close()).unwrap();
+    };
+    let ways = [
+        ("ALLSTREAM_TEST_CUDA_NO_PEER", "0-1"),
+        ("ALLSTREAM_TEST_CUDA_FAIL", "cuIpcOpenEventHandle:5:801"),
+        ("ALLSTREAM_TEST_CUDA_FAIL", "cuIpcOpenMemHandle:1:217"),
+        ("ALLSTREAM_TEST_CUDA_FAIL", "cuIpcGetMemHandle:1:801"),
+    ];
+    for way in ways {
+        match processes(test, &[&[0], &[1], &[2]], &[way, SLOW[1]], body) {
+            Some(processes) => processes.end_well(test),
+            None => return nothing_left("all ranks of the process have ended"),
+        }
+    }
+}
