@@ -124,8 +124,8 @@ fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
 /// Kills all that bears the mark, until nothing does.
 fn sweep(mark: &str) {
     for _ in 0..100 {
-        let found = marked(mark);
-        if found.is_empty() {
+        let (found, unsure) = marked(mark);
+        if found.is_empty() && !unsure {
             return;
         }
         for pid in found {
@@ -135,23 +135,40 @@ fn sweep(mark: &str) {
     }
 }
 
-/// Processes with the mark in the environment that they started with. The dead have none.
-fn marked(mark: &str) -> Vec<Pid> {
+/// Processes with the mark in the environment that they started with (the dead have none); and whether one is just being
+/// replaced by another program, when it has none to be seen.
+fn marked(mark: &str) -> (Vec<Pid>, bool) {
     let wanted = format!("{MARK}={mark}");
-    let entries = Path::new("/proc").read_dir().into_iter().flatten().flatten();
-    let pid = |name: &str| Pid::from_raw(name.parse().ok()?);
-    entries
-        .filter_map(|entry| {
-            let pid = pid(entry.file_name().to_str()?)?;
-            let environment = fs::read(entry.path().join("environ")).ok()?;
-            environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes()).then_some(pid)
-        })
-        .collect()
+    let (mut found, mut unsure) = (Vec::new(), false);
+    for entry in Path::new("/proc").read_dir().into_iter().flatten().flatten() {
+        let pid = entry.file_name().to_str().and_then(|name| Pid::from_raw(name.parse().ok()?));
+        let (Some(pid), Ok(environment)) = (pid, fs::read(entry.path().join("environ"))) else { continue };
+        if environment.split(|byte| *byte == 0).any(|variable| variable == wanted.as_bytes()) {
+            found.push(pid);
+        }
+        unsure |= environment.is_empty() && is_starting(&entry.path());
+    }
+    (found, unsure)
+}
+
+/// Whether a process without an environment is between two programs: it then has no arguments either. So have the dead, and
+/// the kernel's own threads (children of process 2).
+fn is_starting(process: &Path) -> bool {
+    let (Ok(arguments), Ok(stat)) =
+        (fs::read(process.join("cmdline")), fs::read_to_string(process.join("stat")))
+    else {
+        return false;
+    };
+    let mut fields = stat.rsplit(") ").next().unwrap_or_default().split(' ');
+    let (state, parent) = (fields.next(), fields.next());
+    arguments.is_empty() && !matches!(state, Some("Z" | "X")) && !matches!(parent, Some("0" | "2"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
 
     fn shell(script: &str, limit: Duration) -> End {
         let mut command = Command::new("/bin/sh");
@@ -173,18 +190,30 @@ mod tests {
 
     #[test]
     fn what_a_program_leaves_behind_is_ended() {
-        let end = shell("setsid sleep 324 >/dev/null 2>&1 & echo $!", Duration::from_secs(60));
+        let end = shell("setsid sleep 324 >/dev/null 2>&1 & echo $!", LONG);
         assert!(end.failure(Duration::ZERO).is_none());
         let state = fs::read_to_string(format!("/proc/{}/stat", end.stdout.trim())).unwrap_or_default();
         assert!(state.is_empty() || state.contains(") Z "), "still there: {state}");
     }
 
+    /// Which a sweep must not miss while it becomes another program.
+    #[test]
+    fn what_only_begins_when_a_program_ends_is_ended() {
+        for _ in 0..30 {
+            let end = shell("for i in 1 2 3; do setsid env sleep 325 >/dev/null 2>&1 & echo $!; done", LONG);
+            assert!(end.failure(Duration::ZERO).is_none());
+            for pid in end.stdout.split_whitespace() {
+                let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+                assert!(state.is_empty() || state.contains(") Z "), "still there: {state}");
+            }
+        }
+    }
+
     #[test]
     fn a_failure_is_said_in_the_program_s_own_words() {
-        let long = Duration::from_secs(60);
-        let end = shell("echo figures; echo no such thing >&2; echo ------- >&2; exit 3", long);
-        assert_eq!(end.failure(long).as_deref(), Some("exit status: 3: no such thing"));
+        let end = shell("echo figures; echo no such thing >&2; echo ------- >&2; exit 3", LONG);
+        assert_eq!(end.failure(LONG).as_deref(), Some("exit status: 3: no such thing"));
         assert_eq!(end.stdout, "figures\n");
-        assert!(run(&mut Command::new("/no/such/program"), long, &std::env::temp_dir()).is_err());
+        assert!(run(&mut Command::new("/no/such/program"), LONG, &std::env::temp_dir()).is_err());
     }
 }
