@@ -196,19 +196,6 @@ mod tests {
         assert!(state.is_empty() || state.contains(") Z "), "still there: {state}");
     }
 
-    /// Which a sweep must not miss while it becomes another program.
-    #[test]
-    fn what_only_begins_when_a_program_ends_is_ended() {
-        for _ in 0..30 {
-            let end = shell("for i in 1 2 3; do setsid env sleep 325 >/dev/null 2>&1 & echo $!; done", LONG);
-            assert!(end.failure(Duration::ZERO).is_none());
-            for pid in end.stdout.split_whitespace() {
-                let state = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-                assert!(state.is_empty() || state.contains(") Z "), "still there: {state}");
-            }
-        }
-    }
-
     #[test]
     fn a_failure_is_said_in_the_program_s_own_words() {
         let end = shell("echo figures; echo no such thing >&2; echo ------- >&2; exit 3", LONG);
