@@ -18,6 +18,8 @@ mod devices;
 mod dlpack;
 #[path = "cuda/faults.rs"]
 mod faults;
+#[path = "cuda/handed_on.rs"]
+mod handed_on;
 #[path = "cuda/ipc.rs"]
 mod ipc;
 #[path = "cuda/joined.rs"]

@@ -12,6 +12,7 @@ use crate::error::Failed;
 use crate::exec::Endpoint;
 use crate::link::SLOT;
 use crate::link::arena::ArenaBuf;
+use crate::mem::device::DeviceBuf;
 use crate::mem::{Buf, BufList, Event};
 use crate::types::{Algo, Element, Function, Rank, ReduceOp};
 
@@ -157,6 +158,32 @@ macro_rules! calls {
             /// [`all_reduce`](Self::all_reduce) of `input` into `output`, of the same length. The input is unchanged.
             pub fn all_reduce_into<I: Buf, O: Buf<Elem = I::Elem>>($($by)+ $me, input: I, output: O) -> Work<(I, O)> {
                 $me.call().all_reduce_into(input, output)
+            }
+
+            /// [`all_reduce`](Self::all_reduce) of one device buffer into another, in the order of their streams: for operators
+            /// that have only references to what they read. Both streams (and that of `on`) wait for it, the caller does
+            /// not; a communicator that is not [bound](super::Comm::bind_device) waits here.
+            ///
+            /// Should it fail later, the communicator's next call and [`Comm::check`](super::Comm::check) say so, and so does
+            /// who copies or sends `output`.
+            ///
+            /// ```
+            /// # use allstream::{Comm, Error, cuda::DeviceBuf};
+            /// fn forward(comm: &mut Comm, x: &DeviceBuf<f32>) -> Result<DeviceBuf<f32>, Error> {
+            ///     let mut sum = DeviceBuf::zeroed(x.stream(), x.len())?;
+            ///     comm.all_reduce_ordered(x, &mut sum)?;
+            ///     Ok(sum) // kernels on its stream may use it
+            /// }
+            /// ```
+            ///
+            /// # Errors
+            /// What is known at once: [`Error::Invalid`], the communicator is dead, or, not bound, all of an all_reduce.
+            pub fn all_reduce_ordered<T: Element>(
+                $($by)+ $me,
+                input: &DeviceBuf<T>,
+                output: &mut DeviceBuf<T>,
+            ) -> Result<(), Error> {
+                $me.call().all_reduce_ordered(input, output)
             }
 
             /// [`all_reduce`](Self::all_reduce) into a new vector. The input comes back only on failure.

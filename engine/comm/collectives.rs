@@ -4,8 +4,10 @@ use super::Work;
 use super::call::{Call, Spec};
 use super::restore::{both, made, nothing, one, refused};
 use super::staged::Memory;
+use crate::error::Error;
+use crate::mem::device::DeviceBuf;
 use crate::mem::{Buf, Parts};
-use crate::types::{Kind, Rank};
+use crate::types::{Element, Kind, Rank};
 
 impl Call<'_> {
     pub(super) fn in_place<B: Buf>(&self, spec: Spec, mut buf: B) -> Work<B> {
@@ -60,6 +62,21 @@ impl Call<'_> {
     pub fn all_reduce_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
         let count = input.len();
         self.into(Spec::of(Kind::AllReduce, 0, count, false), count, input, output)
+    }
+
+    /// See [`Comm::all_reduce_ordered`](super::Comm::all_reduce_ordered).
+    ///
+    /// # Errors
+    /// As there.
+    pub fn all_reduce_ordered<T: Element>(
+        &self,
+        input: &DeviceBuf<T>,
+        output: &mut DeviceBuf<T>,
+    ) -> Result<(), Error> {
+        let stream = output.stream().clone();
+        // The operation has the same memory once more, for as long as it needs it.
+        let work = self.all_reduce_into(input.alias(), output.alias());
+        work.join(&stream).map_err(|failed| failed.error)?.leave()
     }
 
     /// See [`Comm::all_reduce_new`](super::Comm::all_reduce_new).

@@ -14,6 +14,7 @@ use parking_lot::Mutex;
 use super::Work;
 use super::work::Restore;
 use crate::error::{Error, Failed};
+use crate::exec::device::DeviceOp;
 use crate::exec::{Endpoint, Key, Polled};
 use crate::mem::device::{DeviceEvent, DeviceStream};
 use crate::mem::{Event, Held, HostStream};
@@ -72,6 +73,7 @@ enum State<O, F> {
 struct OnDevice<O, F> {
     endpoint: Arc<Endpoint>,
     key: Option<Key>,
+    device: Arc<DeviceOp>,
     content: Option<Content<O, F>>,
     stream: DeviceStream,
     ready: OnceLock<Event>,
@@ -189,10 +191,10 @@ impl Sealed for DeviceStream {
     ) -> Result<Ordered<O, F>, Failed<F>> {
         let joined = work.at().map(|(endpoint, key)| (endpoint.clone(), key, endpoint.join(key, self)));
         match joined {
-            Some((endpoint, key, Ok(Some(held)))) => {
-                let content = Some(Content::Held(held, work.let_go()));
+            Some((endpoint, key, Ok(Some((held, device))))) => {
+                let (key, content) = (Some(key), Some(Content::Held(held, work.let_go())));
                 let (stream, ready) = (self.clone(), OnceLock::new());
-                Ok(Ordered(State::Device(OnDevice { endpoint, key: Some(key), content, stream, ready })))
+                Ok(Ordered(State::Device(OnDevice { endpoint, key, device, content, stream, ready })))
             }
             // The host runs it, or it is over, or the driver does not let the stream wait: so the caller does.
             Some((.., Err(error))) => {
@@ -213,7 +215,7 @@ impl Sealed for DeviceStream {
             if on.stream == *self { Ok(()) } else { on.stream.record().and_then(|e| self.wait_event(&e)) };
         let value = match on.content.take() {
             _ if order.is_err() => Err(Failed { buf: None, error: Error::invalid("launch", "no order") }),
-            Some(Content::Held(held, restore)) => restore(Ok(()), Some(held)),
+            Some(Content::Held(held, restore)) => restore(on.device.hand_on(), Some(held)),
             Some(Content::Value(value)) => Ok(value),
             None => Err(taken()),
         };
@@ -221,9 +223,9 @@ impl Sealed for DeviceStream {
             (Err(error), _) => ready(Err(Failed { buf: None, error })),
             (Ok(()), Err(failed)) => ready(Err(failed)),
             (Ok(()), Ok(value)) => {
-                let (endpoint, stream) = (on.endpoint.clone(), self.clone());
-                let (key, content) = (on.key.take(), Some(Content::Value(value)));
-                Ordered(State::Device(OnDevice { endpoint, key, content, stream, ready: OnceLock::new() }))
+                let (endpoint, device, stream) = (on.endpoint.clone(), on.device.clone(), self.clone());
+                let (key, content, ready) = (on.key.take(), Some(Content::Value(value)), OnceLock::new());
+                Ordered(State::Device(OnDevice { endpoint, key, device, content, stream, ready }))
             }
         }
     }
@@ -246,7 +248,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
 
     /// The value at once, in the order of the device stream that waits for it (and, of a buffer, of its own stream): for what
     /// is put there next, such as the next collective. Should the operation fail later, the communicator says so at its
-    /// next call or check, and the value's contents mean nothing.
+    /// next call or check, and a buffer's contents mean nothing: copies and collectives refuse it with the cause.
     ///
     /// Of an operation that no device runs, it is waited for.
     ///
@@ -255,9 +257,17 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     pub fn in_order(mut self) -> Result<O, Failed<F>> {
         let State::Device(on) = &mut self.0 else { return self.wait() };
         match on.content.take() {
-            Some(Content::Held(held, restore)) => restore(Ok(()), Some(held)),
+            Some(Content::Held(held, restore)) => restore(on.device.hand_on(), Some(held)),
             Some(Content::Value(value)) => Ok(value),
             None => Err(taken()),
+        }
+    }
+
+    /// The operation has references to the caller's buffers: those are as if handed on.
+    pub(super) fn leave(self) -> Result<(), Error> {
+        match &self.0 {
+            State::Slot(..) => self.wait().map(drop).map_err(|failed| failed.error),
+            State::Device(on) => on.device.hand_on(),
         }
     }
 

@@ -12,7 +12,7 @@ use super::work::Restore;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
 use crate::exec::{Collective, Direction, Reduction, When};
-use crate::mem::device::{DevicePlace, DeviceStream, Item, Staged};
+use crate::mem::device::{DevicePlace, DeviceStream, Fate, Item, Staged};
 use crate::mem::{Buf, Held, ListMemory, Location, Where};
 use crate::types::{Element, ON_DEVICES};
 
@@ -31,6 +31,19 @@ struct End {
 impl End {
     fn of<B: Buf>(buf: &mut B) -> End {
         End { place: buf.location(), bytes: buf.len() * B::Elem::DTYPE.size() }
+    }
+}
+
+impl End {
+    fn on_device(&self) -> Option<&DevicePlace> {
+        match &self.place.0 {
+            Where::Host(_) => None,
+            Where::Device(place) => Some(place),
+        }
+    }
+
+    fn fate(&self) -> Option<&Arc<Fate>> {
+        self.on_device()?.fate.as_ref()
     }
 }
 
@@ -97,8 +110,10 @@ impl Call<'_> {
     fn when_on_device<'m>(
         &self,
         call: &str,
-        places: impl IntoIterator<Item = &'m Location>,
+        places: impl Iterator<Item = &'m DevicePlace> + Clone,
     ) -> Result<When, Error> {
+        // Known already: what a buffer holds means nothing.
+        places.clone().try_for_each(DevicePlace::check)?;
         match &self.after {
             None => {}
             Some(Start::Host(_)) => {
@@ -109,9 +124,7 @@ impl Call<'_> {
             Some(Start::Failed(error)) => return Err(error.clone()),
             Some(Start::Device(event)) => {
                 for place in places {
-                    if let Where::Device(place) = &place.0 {
-                        place.stream.wait_event(event)?;
-                    }
+                    place.stream.wait_event(event)?;
                 }
             }
         }
@@ -164,8 +177,16 @@ impl Call<'_> {
         let prepared = prepared.and_then(|mut collective| {
             when = self.when_on_device(collective.call, places(&memory))?;
             let streams = place(&mut collective, &binding, &memory)?;
+            let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
+            for memory in &memory {
+                if let (Some(input), Some(output)) =
+                    (memory.input.as_ref().and_then(End::fate), memory.output.fate())
+                {
+                    output.depend_like(input);
+                }
+            }
             collective.signature.kind |= ON_DEVICES;
-            collective.device = Some(Arc::new(DeviceOp::new(binding, streams)?));
+            collective.device = Some(Arc::new(DeviceOp::new(binding, streams, outputs)?));
             Ok(collective)
         });
         self.hand_in(prepared, when, held, restore)
@@ -180,8 +201,7 @@ impl Call<'_> {
         bytes: usize,
         when: &mut When,
     ) -> Result<Staging, Error> {
-        let location = Location(Where::Device(place.clone()));
-        *when = self.when_on_device(direction.name(), [&location])?;
+        *when = self.when_on_device(direction.name(), [&place].into_iter())?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
         let staged = Staged::begin(vec![Item { place, bytes, fill, back }])?;
         let staging = Staging { at: staged.at(0), memory: staged.memory() };
@@ -190,9 +210,9 @@ impl Call<'_> {
     }
 }
 
-/// Where all buffers are.
-fn places(memory: &[Memory]) -> impl Iterator<Item = &Location> {
-    memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).map(|end| &end.place)
+/// Where the buffers on devices are.
+fn places(memory: &[Memory]) -> impl Iterator<Item = &DevicePlace> + Clone {
+    memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).filter_map(End::on_device)
 }
 
 /// Makes the parts work on the device's memory. The streams of the buffers, each once.

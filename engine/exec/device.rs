@@ -4,7 +4,7 @@
 //! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::link::peer`]). An
 //! operation is over on the host when all is on the stream, and over for good when the stream has come there.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
@@ -14,7 +14,7 @@ use crate::link::ipc::{Far, FarRx, FarTx};
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx};
-use crate::mem::device::{DeviceEvent, DeviceStream};
+use crate::mem::device::{DeviceEvent, DeviceStream, Fate, Verdict, Witness};
 use crate::types::Rank;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
@@ -65,6 +65,8 @@ pub(crate) struct DeviceOp {
     after: Vec<DeviceEvent>,
     /// Of the buffers.
     streams: Vec<DeviceStream>,
+    /// Of the buffers that it writes.
+    outputs: Vec<Arc<Fate>>,
     state: Mutex<State>,
 }
 
@@ -74,13 +76,26 @@ struct State {
     end: Option<DeviceEvent>,
     /// A stream waits for it to be there.
     is_awaited: bool,
+    /// For buffers that are handed on before it is over: from `join` on.
+    verdict: Option<Arc<Verdict>>,
+}
+
+impl Witness for Far {
+    fn check(&self) -> Result<(), Error> {
+        Far::check(self)
+    }
 }
 
 impl DeviceOp {
     /// An operation on buffers in the order of these streams, to start after what is on them now.
-    pub(crate) fn new(binding: Arc<Binding>, streams: Vec<DeviceStream>) -> Result<DeviceOp, Error> {
+    pub(crate) fn new(
+        binding: Arc<Binding>,
+        streams: Vec<DeviceStream>,
+        outputs: Vec<Arc<Fate>>,
+    ) -> Result<DeviceOp, Error> {
         let after = streams.iter().map(DeviceStream::record).collect::<Result<_, _>>()?;
-        Ok(DeviceOp { binding, number: OnceLock::new(), after, streams, state: Mutex::default() })
+        let (number, state) = (OnceLock::new(), Mutex::default());
+        Ok(DeviceOp { binding, number, after, streams, outputs, state })
     }
 
     /// It is submitted, as this operation of the communicator.
@@ -124,6 +139,9 @@ impl DeviceOp {
         if over {
             self.binding.ours.ended(self.number());
             self.check()?;
+            if let Some(verdict) = &state.verdict {
+                verdict.settle(Ok(()));
+            }
         }
         Ok(over)
     }
@@ -156,6 +174,9 @@ impl DeviceOp {
     /// Makes a stream, and those of the buffers, wait for the operation's end.
     pub(super) fn join(&self, stream: &DeviceStream) -> Result<(), Error> {
         let mut state = self.state.lock();
+        let witness = |far: &Arc<Far>| Arc::downgrade(far) as Weak<dyn Witness>;
+        let verdict = || Arc::new(Verdict::new(self.binding.far.as_ref().map(witness)));
+        state.verdict.get_or_insert_with(verdict);
         let mut all = self.streams.iter().chain([stream]);
         if let Some(end) = &state.end {
             return all.try_for_each(|stream| stream.wait_event(end));
@@ -165,9 +186,23 @@ impl DeviceOp {
         all.try_for_each(|stream| self.binding.ours.await_signal(stream, self.number()))
     }
 
+    /// After `join`: its buffers are handed on, and depend on how it ends.
+    ///
+    /// # Errors
+    /// The cause for which it has failed.
+    pub(crate) fn hand_on(&self) -> Result<(), Error> {
+        let Some(verdict) = self.state.lock().verdict.clone() else { return Ok(()) };
+        self.outputs.iter().for_each(|output| output.depend_on(&verdict));
+        verdict.ask()
+    }
+
     /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
     /// puts more there. With ranks in other processes all of that is over, or the buffers are kept ([`Binding::is_quiet`]).
-    pub(super) fn give_up(&self) -> Result<(), Error> {
+    pub(super) fn give_up(&self, cause: &Error) -> Result<(), Error> {
+        // Told before any stream goes on.
+        if let Some(verdict) = &self.state.lock().verdict {
+            verdict.settle(Err(cause.clone()));
+        }
         let ordered = if self.binding.far.is_some() { Ok(()) } else { self.order_after_all() };
         let mut state = self.state.lock();
         if state.end.is_none() && std::mem::take(&mut state.is_awaited) {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::{Endpoint, Port, Run};
 use crate::error::Error;
-use crate::exec::device::{Binding, DeviceLinks};
+use crate::exec::device::{Binding, DeviceLinks, DeviceOp};
 use crate::exec::inflight::Key;
 use crate::exec::port::DEVICES;
 use crate::mem::Held;
@@ -54,7 +54,11 @@ impl Endpoint {
 
     /// Makes a stream, and those of the buffers, wait for an operation; its buffers may then be used in their order.
     /// `None`: no device runs it, or it has ended.
-    pub(crate) fn join(self: &Arc<Self>, key: Key, stream: &DeviceStream) -> Result<Option<Held>, Error> {
+    pub(crate) fn join(
+        self: &Arc<Self>,
+        key: Key,
+        stream: &DeviceStream,
+    ) -> Result<Option<(Held, Arc<DeviceOp>)>, Error> {
         let device = self.table.lock().devices.get(&key.number()).cloned();
         let Some(device) = device else { return Ok(None) };
         let start = Instant::now();
@@ -62,7 +66,7 @@ impl Endpoint {
             self.drive_once();
         }
         device.join(stream)?;
-        Ok(self.table.lock().inflight.borrow(key))
+        Ok(self.table.lock().inflight.borrow(key).map(|held| (held, device)))
     }
 
     /// Of a dead communicator with ranks in other processes, `since` its end: whether any device may still touch its

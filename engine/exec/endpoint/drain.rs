@@ -59,7 +59,7 @@ impl Endpoint {
         let mut lost = Vec::new();
         let mut give_up = |device: &DeviceOp, key| {
             // Where a rank went on without waiting for others, those may touch it yet.
-            if let Err(error) = device.give_up().and_then(|()| device.check()) {
+            if let Err(error) = device.give_up(&cause).and_then(|()| device.check()) {
                 tracing::warn!(
                     "the buffers of a collective that failed on a device are not given back: {error}"
                 );

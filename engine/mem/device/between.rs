@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use allstream_sys::cuda::{Cuda, CudaError};
 
-use super::buf::{DeviceBuf, lost, settle};
+use super::buf::{DeviceBuf, settle_from};
 use super::stream::DeviceStream;
 use super::transfer::Transfer;
 use crate::error::{Error, Failed};
@@ -41,8 +41,15 @@ impl<T: Element> DeviceBuf<T> {
             return Transfer::ended(Err(Failed { buf: Some((from, self)), error }));
         }
         let stream = self.stream().clone();
-        match line_up(&from, &stream) {
-            Ok(()) => Transfer::start(&stream, (from, self), "copy between device buffers", put, settle),
+        match from.check().and_then(|()| line_up(&from, &stream)) {
+            Ok(()) => {
+                Transfer::start(&stream, (from, self), "copy between device buffers", put, |result, held| {
+                    settle_from(result, held).map(|(from, mut to)| {
+                        to.overwritten();
+                        (from, to)
+                    })
+                })
+            }
             Err(error) => Transfer::ended(Err(Failed { buf: Some((from, self)), error })),
         }
     }
@@ -55,13 +62,16 @@ impl<T: Element> DeviceBuf<T> {
     /// [`Failed`] with the buffer: [`Error::Invalid`], one of the streams is being captured into a graph;
     /// [`Error::Cuda`], among them that there is no such memory.
     pub fn copy_to(self, stream: &DeviceStream) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>), DeviceBuf<T>> {
-        let made = DeviceBuf::raw(stream, self.len());
+        let made = self.check().and_then(|()| DeviceBuf::raw(stream, self.len()));
         match made.and_then(|to| line_up(&self, stream).map(|()| to)) {
             Ok(to) => {
                 let doing = "copy between device buffers";
-                Transfer::start(stream, (self, to), doing, put, |result, held| match (result, held) {
-                    (Ok(()), Some(both)) => Ok(both),
-                    (result, held) => Err(Failed { buf: held.map(|(from, _)| from), error: lost(result) }),
+                Transfer::start(stream, (self, to), doing, put, |result, held| {
+                    let from = |failed: Failed<Pair<T>>| failed.buf.map(|(from, _)| from);
+                    settle_from(result, held).map_err(|failed| {
+                        let error = failed.error.clone();
+                        Failed { buf: from(failed), error }
+                    })
                 })
             }
             Err(error) => Transfer::ended(Err(Failed { buf: Some(self), error })),

@@ -9,14 +9,16 @@ use allstream_sys::cuda::{CuEvent, Cuda};
 use parking_lot::Mutex;
 
 use super::context::Context;
+use super::fate::Fate;
 use super::handle::Device;
 use super::pool::{Mark, Piece};
 use super::slices::{self, Direction};
+use super::staging::DevicePlace;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::transfer::{Settle, Transfer};
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
-use crate::mem::{Buf, HostMemory, Location};
+use crate::mem::{Buf, HostMemory, Location, Where};
 use crate::types::Element;
 
 /// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
@@ -24,6 +26,9 @@ use crate::types::Element;
 /// - *Order.* What is done with a buffer is put on its [`stream`](Self::stream), one thing after another, and so is work
 ///   of other libraries on [`as_ptr`](Self::as_ptr); [`on`](Self::on) moves it to another stream.
 /// - *Dropping* it blocks nobody: the memory goes back to the device's pool once the stream has come to this point.
+/// - *Failure.* A buffer that was handed on before its collective was over ([`Ordered::in_order`](crate::Ordered::in_order))
+///   and holds nothing meant, because that has failed, is refused with the cause: by copies from it and by collectives.
+///   A copy into it makes it good again.
 /// - [`split`](Self::split) cuts it into buffers that are in flight by themselves; [`join`](Self::join) puts them
 ///   together again.
 ///
@@ -52,6 +57,8 @@ pub struct DeviceBuf<T: Element> {
     /// Of the memory's elements.
     pub(super) range: Range<usize>,
     stream: DeviceStream,
+    /// What its contents depend on.
+    fate: Arc<Fate>,
     /// Whether this buffer, when it goes, marks how far its stream has used the memory. Not when others took its place.
     marks: bool,
     _elements: PhantomData<T>,
@@ -162,7 +169,8 @@ impl<T: Element> DeviceBuf<T> {
         let last = Mutex::new(Last { source, marks: Vec::new(), lost: false });
         let context = stream.0.context.clone();
         let memory = Arc::new(Memory { context, address, len, last });
-        DeviceBuf { memory, range: 0..len, stream: stream.clone(), marks, _elements: PhantomData }
+        let (stream, fate) = (stream.clone(), Arc::default());
+        DeviceBuf { memory, range: 0..len, stream, fate, marks, _elements: PhantomData }
     }
 
     /// Memory from the pool, with whatever is in it. Before anyone sees it, it is filled.
@@ -228,21 +236,30 @@ impl<T: Element> DeviceBuf<T> {
         if let Some(error) = self.differs("copy_from_host", host.len()) {
             return Transfer::ended(Err(Failed { buf: Some((host, self)), error }));
         }
-        upload((host, self), settle)
+        upload((host, self), |result, held| {
+            settle(result, held).map(|(host, mut buf)| {
+                buf.overwritten();
+                (host, buf)
+            })
+        })
     }
 
     /// Copies this buffer into a host buffer of the same length, on its stream.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`]; the cause for which a collective
+    /// failed that this buffer's contents come from.
     pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", host.len()) {
+            return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
+        }
+        if let Err(error) = self.check() {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
         }
         let stream = self.stream.clone();
         let (ends, direction) = (self.ends(&mut host), Direction::ToHost);
         if ends.bytes > 0 && !host.is_pinned() {
-            return slices::copy(&stream, (direction, ends), (self, host), settle);
+            return slices::copy(&stream, (direction, ends), (self, host), settle_from);
         }
         let put = move |cuda: &Cuda, (buf, host): &mut (DeviceBuf<T>, H)| {
             let Ends { device, host, bytes } = buf.ends(host);
@@ -253,7 +270,7 @@ impl<T: Element> DeviceBuf<T> {
             // move with it. Both buffers are held until the copy is done.
             unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, buf.stream.0.raw) }
         };
-        Transfer::start(&stream, (self, host), direction.doing(), put, settle)
+        Transfer::start(&stream, (self, host), direction.doing(), put, settle_from)
     }
 
     fn differs(&self, call: &str, len: usize) -> Option<Error> {
@@ -331,9 +348,35 @@ impl<T: Element> DeviceBuf<T> {
 
     /// Another buffer of the same memory, in the same order. Whoever asks sees to it that no element is in two.
     pub(super) fn sibling(&self, range: Range<usize>) -> DeviceBuf<T> {
+        let fate = Fate::default();
+        fate.depend_like(&self.fate);
+        self.with_fate(range, Arc::new(fate))
+    }
+
+    fn with_fate(&self, range: Range<usize>, fate: Arc<Fate>) -> DeviceBuf<T> {
         let (memory, stream) = (self.memory.clone(), self.stream.clone());
         let marks = self.memory.address != 0;
-        DeviceBuf { memory, range, stream, marks, _elements: PhantomData }
+        DeviceBuf { memory, range, stream, fate, marks, _elements: PhantomData }
+    }
+
+    /// The same buffer once more, for an operation in the order of its stream, while the caller keeps this one.
+    pub(crate) fn alias(&self) -> DeviceBuf<T> {
+        self.with_fate(self.range.clone(), self.fate.clone())
+    }
+
+    /// Its contents depend on all that these depend on, too.
+    pub(super) fn depend_like(&self, others: &[DeviceBuf<T>]) {
+        others.iter().for_each(|other| self.fate.depend_like(&other.fate));
+    }
+
+    /// Why its contents mean nothing.
+    pub(super) fn check(&self) -> Result<(), Error> {
+        self.fate.check()
+    }
+
+    /// All of it is written anew.
+    pub(super) fn overwritten(&mut self) {
+        self.fate = Arc::default();
     }
 
     pub(super) fn set_stream(&mut self, stream: &DeviceStream) {
@@ -378,6 +421,21 @@ pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K,
     }
 }
 
+/// A device buffer, and what gets its values.
+type Download<T, H> = (DeviceBuf<T>, H);
+
+/// Of a copy from a device buffer. Its stream has come past what the buffer depends on.
+pub(super) fn settle_from<T: Element, H>(
+    result: Result<(), Error>,
+    held: Option<Download<T, H>>,
+) -> Result<Download<T, H>, Failed<Download<T, H>>> {
+    let held = settle(result, held)?;
+    match held.0.check() {
+        Ok(()) => Ok(held),
+        Err(error) => Err(Failed { buf: Some(held), error }),
+    }
+}
+
 pub(super) fn lost(result: Result<(), Error>) -> Error {
     result.err().unwrap_or_else(|| Error::system("finish a copy", "its buffers are gone (a bug)"))
 }
@@ -390,6 +448,7 @@ unsafe impl<T: Element> Buf for DeviceBuf<T> {
         self.range.len()
     }
     fn location(&mut self) -> Location {
-        Location::device(&self.stream, self.address())
+        let (stream, address) = (self.stream.clone(), self.address());
+        Location(Where::Device(DevicePlace { stream, address, fate: Some(self.fate.clone()) }))
     }
 }

@@ -8,6 +8,7 @@ mod buf;
 mod context;
 #[cfg(feature = "cudarc")]
 mod cudarc;
+mod fate;
 mod foreign;
 mod handle;
 mod ipc;
@@ -25,6 +26,7 @@ mod waiter;
 pub use buf::DeviceBuf;
 #[cfg(feature = "cudarc")]
 pub use cudarc::CudarcBuf;
+pub(crate) use fate::{Fate, Verdict, Witness};
 pub use foreign::ForeignMemory;
 pub use handle::{Device, Driver, PoolMemory, device_count, driver};
 pub(crate) use ipc::{Import, SharedEvent, retire};

@@ -64,6 +64,7 @@ impl<T: Element> DeviceBuf<T> {
         match (problem, stream) {
             (None, Some(stream)) => match follow(&stream).map(|()| parts[0].whole(&stream)) {
                 Ok(whole) => {
+                    whole.depend_like(&parts);
                     parts.into_iter().for_each(DeviceBuf::replaced);
                     Ok(whole)
                 }

@@ -13,16 +13,32 @@ use allstream_sys::cuda::{CU_MEMHOSTALLOC_PORTABLE, Cuda, CudaError};
 use parking_lot::Mutex;
 
 use super::context::{Context, Entered};
+use super::fate::Fate;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
 use crate::error::Error;
 use crate::mem::Event;
 
 /// Where device memory is, and in whose order.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct DevicePlace {
     pub(crate) stream: DeviceStream,
     pub(crate) address: u64,
+    /// Of a buffer that keeps it.
+    pub(crate) fate: Option<Arc<Fate>>,
+}
+
+impl std::fmt::Debug for DevicePlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:#x} of {:?}", self.address, self.stream)
+    }
+}
+
+impl DevicePlace {
+    /// Why what is there means nothing.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        self.fate.as_ref().map_or(Ok(()), |fate| fate.check())
+    }
 }
 
 /// A buffer that is staged.
@@ -181,6 +197,11 @@ fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, 
     }
 }
 
+/// Why what was copied means nothing.
+fn check(fates: &[Arc<Fate>]) -> Result<(), Error> {
+    fates.iter().try_for_each(|fate| fate.check())
+}
+
 /// An operation whose input is on its way to the host.
 pub(crate) struct Staged {
     items: Vec<Item>,
@@ -221,7 +242,9 @@ impl Staged {
                 }
             },
         )?;
-        let then = move |result: Result<(), Error>| match result {
+        let filled = staged.items.iter().filter(|item| item.fill);
+        let fates: Vec<Arc<Fate>> = filled.filter_map(|item| item.place.fate.clone()).collect();
+        let then = move |result: Result<(), Error>| match result.and_then(|()| check(&fates)) {
             Ok(()) => ready.fire(true),
             Err(error) => ready.fail(error),
         };
