@@ -33,11 +33,14 @@ const BUILD: [&str; 13] = [
     "gpu",
     "--example",
     "12_gpu",
+    "--example",
+    "13_gpu_overlap",
     "--message-format",
     "json-render-diagnostics",
 ];
 /// What of it goes where.
-const PROGRAMS: [(&str, &str); 3] = [("allstream", "bin"), ("gpu", "bin"), ("12_gpu", "examples")];
+const PROGRAMS: [(&str, &str); 4] =
+    [("allstream", "bin"), ("gpu", "bin"), ("12_gpu", "examples"), ("13_gpu_overlap", "examples")];
 
 /// Makes the pack. What there is to say of it.
 pub(crate) fn make(root: &Path, out: &Path) -> Result<String, String> {

@@ -43,7 +43,7 @@ out=${OUT:-./out}
 mkdir -p "$out/logs" "$out/tables" && out=$(cd "$out" && pwd) || exit 2
 # Of an earlier run; nothing else that may lie there.
 rm -f "$out"/logs/conformance-*.txt "$out"/logs/example-*.txt "$out"/logs/perf-*.txt "$out"/logs/compute-sanitizer.txt \
-    "$out"/tables/perf-* "$out"/tables/not-measured-perf-* "$out/summary.txt" "$out/results.json"
+    "$out"/tables/perf-* "$out"/tables/overlap.txt "$out"/tables/not-measured-perf-* "$out/summary.txt" "$out/results.json"
 export ALLSTREAM_TRACE_DIR="$out/trace"
 
 # A library that someone names may be anything; where it is a GPU's driver, let the loader find it (LD_LIBRARY_PATH).
@@ -138,9 +138,14 @@ for test in one_thread two_threads four_threads eight_threads three_threads_stag
         "$here/bin/gpu" "$test" --exact --nocapture --test-threads=1
 done
 
-for example in "$here"/examples/*; do
-    part "example-$(basename "$example")" 120 "the mean is 1.5" "$example"
-done
+part example-12_gpu 120 "the mean is 1.5" "$here/examples/12_gpu"
+# cudarc, which it uses, has the driver from the loader's path.
+if $measured; then overlap="64 1024"; else overlap="0.1 16"; fi
+folder=$(dirname "${library:-/}")
+# shellcheck disable=SC2086 # two words
+part example-13_gpu_overlap 120 "by kernels on the GPUs" \
+    env LD_LIBRARY_PATH="${library:+$folder:}${LD_LIBRARY_PATH:-}" "$here/examples/13_gpu_overlap" $overlap \
+    && $measured && cp "$out/logs/example-13_gpu_overlap.txt" "$out/tables/overlap.txt"
 
 sanitizer=
 for found in compute-sanitizer /usr/local/cuda/bin/compute-sanitizer; do
@@ -158,13 +163,14 @@ fi
 # Tables. Times are from the call until its await has returned.
 tables=
 table() {
-    what=$1 places=$2 ranks=$3
+    what=$1 places=$2 ranks=$3 dtype=${4:-f32}
     name=perf-$what-$ranks-$places
+    [ "$dtype" = f32 ] || name=$name-$dtype
     file=$out/tables/$name
     $measured || file=$out/tables/not-measured-$name
-    set -- perf "$what" --device --await -N "$ranks" -J "$file.json"
+    set -- perf "$what" --device --await -N "$ranks" -d "$dtype" -J "$file.json"
     [ "$places" = processes ] || set -- "$@" --threads
-    if $measured; then set -- "$@" -b 1K -e 64M -f 4; else set -- "$@" -b 1K -e 16K -f 4 -n 4 -w 1; fi
+    if $measured; then set -- "$@" -b 1K -e 256M -f 4; else set -- "$@" -b 1K -e 16K -f 4 -n 4 -w 1; fi
     part "$name" 420 "# Out of bounds values : 0 OK" "$here/bin/allstream" "$@" || return
     {
         [ -z "$mark" ] || say "# $mark"
@@ -176,6 +182,9 @@ if $measured; then
     for places in threads processes; do
         for ranks in 1 2 4 8; do
             table all_reduce $places $ranks
+        done
+        for ranks in 2 4 8; do
+            table all_reduce $places $ranks bf16
         done
         for what in all_gather reduce_scatter broadcast all_to_all send_recv; do
             table $what $places 4
