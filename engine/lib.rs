@@ -47,6 +47,11 @@ pub use crate::types::{
     Algo, DType, Element, Function, Kind, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
 };
 
+/// The first program of the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 /// CUDA devices: memory on them, streams, events, and copies that are futures.
 ///
 /// The driver (`libcuda`) is found when something here is first asked for, and never linked: the same program runs where
