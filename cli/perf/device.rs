@@ -34,10 +34,16 @@ pub(crate) struct Place {
     path: DevicePath,
 }
 
-/// Where ranks are bound to their device.
-pub(crate) fn bind(comm: &mut Comm, ordinal: usize) -> Result<Place, Error> {
-    let stream = DeviceStream::new(&Device::new(ordinal)?)?;
-    let path = futures::executor::block_on(comm.bind_stream(&stream))?;
+/// Where ranks are bound to their device, or only have buffers there (`staged`). `joins`: a stream of the buffers' waits for
+/// operations, so those have another.
+pub(crate) fn bind(comm: &mut Comm, ordinal: usize, staged: bool, joins: bool) -> Result<Place, Error> {
+    let device = Device::new(ordinal)?;
+    let stream = DeviceStream::new(&device)?;
+    let path = match (staged, joins) {
+        (true, _) => DevicePath::Staged { why: "asked for (--staged)".into() },
+        (_, true) => futures::executor::block_on(comm.bind_device(&device))?,
+        _ => futures::executor::block_on(comm.bind_stream(&stream))?,
+    };
     Ok(Place { stream, path })
 }
 

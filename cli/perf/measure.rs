@@ -92,11 +92,15 @@ pub(crate) struct Effort {
     pub(crate) runtime: Option<Runtime>,
     /// Where buffers on a device belong.
     pub(crate) stream: Option<DeviceStream>,
+    /// That stream waits for each operation, and the host for the last of a group.
+    pub(crate) joins: bool,
 }
 
 /// Back to back between two looks at the clock, up to 64 KB: a look costs as much as the smallest operation.
 const GROUP: usize = 20;
 const GROUPED: usize = 64 << 10;
+/// Where a stream waits for operations: how often, at most, before the host does.
+const JOINED: usize = 1000;
 /// Bytes moved for a size, about: small sizes are cheap to repeat, large ones are not.
 const BUDGET: usize = 200_000_000;
 
@@ -104,20 +108,39 @@ impl Effort {
     /// Operations a round, rounds, and rounds that are not counted.
     pub(crate) fn rounds(&self, bytes: usize) -> (usize, usize, usize) {
         let iters = self.iters.unwrap_or_else(|| (BUDGET / (bytes + 20_000)).clamp(5, 2000)).max(1);
-        let group = if bytes <= GROUPED { GROUP.min(iters) } else { 1 };
+        let group = match bytes <= GROUPED {
+            _ if self.joins => JOINED.min(iters),
+            true => GROUP.min(iters),
+            false => 1,
+        };
+        if self.joins && self.iters.is_none() {
+            // Of which there are few otherwise.
+            return (group, 5, 1);
+        }
         (group, iters.div_ceil(group), self.warmup.map_or(2, |warmup| warmup.div_ceil(group)))
     }
 }
 
 /// Blocks until an operation is finished, in the way that is timed.
-macro_rules! finish {
-    ($effort:expr, $work:expr) => {{
-        let work = $work;
+macro_rules! wait {
+    ($effort:expr, $work:expr) => {
         match &$effort.runtime {
-            Some(runtime) => runtime.block_on(work).map_err(Error::from),
-            None => work.wait().map_err(Error::from),
+            Some(runtime) => runtime.block_on($work).map_err(Error::from),
+            None => $work.wait().map_err(Error::from),
         }
-    }};
+    };
+}
+
+/// The same of a collective; or puts what comes next behind it.
+macro_rules! finish {
+    ($effort:expr, $work:expr) => {
+        match &$effort.stream {
+            Some(stream) if $effort.joins => {
+                $work.join(stream).and_then(|ordered| ordered.in_order()).map_err(Error::from)
+            }
+            _ => wait!($effort, $work),
+        }
+    };
 }
 
 /// One size, out of place and in place (`None` where there is no such form).
@@ -188,6 +211,9 @@ fn time<S>(
         for _ in 0..group {
             state = (runs.once)(comm, state)?;
         }
+        if let Some(stream) = effort.stream.as_ref().filter(|_| effort.joins) {
+            stream.synchronize()?;
+        }
         let seconds = start.elapsed().as_secs_f64() / group as f64;
         if round >= warmup {
             mine.push(seconds);
@@ -234,7 +260,7 @@ fn out_of_place<B: Buf>(
     let kind = match case.what {
         What::Collective(kind) => kind,
         What::SendRecv => {
-            return finish!(effort, comm.send_recv(from, (rank + 1) % n, to, (rank + n - 1) % n));
+            return wait!(effort, comm.send_recv(from, (rank + 1) % n, to, (rank + n - 1) % n));
         }
         What::PingPong => return pingpong(comm, effort, from, to),
     };
@@ -257,12 +283,12 @@ fn out_of_place<B: Buf>(
 fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> Result<(B, B), Error> {
     match comm.rank() {
         0 => {
-            let from = finish!(effort, comm.send(from, 1))?;
-            Ok((from, finish!(effort, comm.recv(to, 1))?))
+            let from = wait!(effort, comm.send(from, 1))?;
+            Ok((from, wait!(effort, comm.recv(to, 1))?))
         }
         1 => {
-            let to = finish!(effort, comm.recv(to, 0))?;
-            Ok((from, finish!(effort, comm.send(to, 0))?))
+            let to = wait!(effort, comm.recv(to, 0))?;
+            Ok((from, wait!(effort, comm.send(to, 0))?))
         }
         _ => Ok((from, to)),
     }

@@ -89,6 +89,12 @@ pub(crate) struct PerfArgs {
     /// fast the device copies
     #[arg(long, value_name = "ORDINAL", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
     device: Option<usize>,
+    /// With --device: operations through the host's memory, also where the ranks' devices reach each other
+    #[arg(long, requires = "device")]
+    staged: bool,
+    /// With --device: operations are joined with a stream, one behind the other, and nobody waits before the last
+    #[arg(long, requires = "device", conflicts_with = "awaits")]
+    join: bool,
     /// Await each operation on a current-thread runtime, instead of blocking in `.wait()`
     #[arg(long = "await")]
     awaits: bool,
@@ -175,6 +181,8 @@ fn check(args: &PerfArgs) -> Result<(), BoxError> {
         "--link inproc is for the ranks of one process: add --threads".into()
     } else if args.device.is_some() && args.alloc == Alloc::Arena {
         "--alloc arena is memory of the host's, --device is not: leave one of them out".into()
+    } else if args.join && !matches!(args.collective, What::Collective(_)) {
+        format!("--join: {} is a message, and no stream waits for those", args.collective)
     } else {
         return Ok(());
     };
@@ -310,7 +318,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         DType::F8E5M2 => series::<f8e5m2>,
     };
     let console = Console::new(comm.rank() == 0);
-    let place = args.device.map(|ordinal| device::bind(comm, ordinal)).transpose()?;
+    let place = args.device.map(|ordinal| device::bind(comm, ordinal, args.staged, args.join)).transpose()?;
     // One rank, while the others have nothing to do.
     let device = match &place {
         Some(place) if comm.rank() == 0 => Some(device::Facts::of(place)?),
@@ -333,7 +341,12 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         }
         .into(),
         device,
-        completion: if args.awaits { "await" } else { "wait" }.into(),
+        completion: match (args.awaits, args.join) {
+            (true, _) => "await",
+            (_, true) => "join",
+            _ => "wait",
+        }
+        .into(),
         cores,
         series: Vec::new(),
     };
@@ -364,6 +377,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             check: args.check == 1,
             runtime: if args.awaits { Some(runtime()?) } else { None },
             stream: place.as_ref().map(|place| place.stream.clone()),
+            joins: args.join,
         };
         let rows = run(comm, args, &effort, &console)?;
         report.series.push(Series { link: link.name().into(), algo: algo.name().into(), rows });

@@ -55,6 +55,10 @@ impl Comm {
 
     /// [`bind_device`](Self::bind_device) with a stream of the caller's for this rank's part.
     ///
+    /// Buffers in the order of that stream need no events between it and theirs. But a stream cannot wait for what is only
+    /// to be put on it: [`Work::join`](super::Work::join) of a buffer of that stream, or with it, blocks until all ranks have
+    /// called. To overlap, take a stream of its own.
+    ///
     /// # Errors
     /// As there.
     pub async fn bind_stream(&mut self, stream: &DeviceStream) -> Result<DevicePath, Error> {

@@ -171,6 +171,11 @@ impl DeviceOp {
         }
     }
 
+    /// Whether the rank's own stream is one of those that `join` makes wait.
+    pub(super) fn is_on(&self, stream: &DeviceStream) -> bool {
+        self.streams.iter().chain([stream]).any(|stream| stream == self.stream())
+    }
+
     /// Makes a stream, and those of the buffers, wait for the operation's end.
     pub(super) fn join(&self, stream: &DeviceStream) -> Result<(), Error> {
         let mut state = self.state.lock();

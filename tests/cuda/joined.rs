@@ -5,7 +5,7 @@ use std::time::Duration;
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Comm, Error, Failed};
 
-use crate::support::{calls, child, down, nothing_left, ranks, report, set_delays, soon, up, values};
+use crate::support::{calls, child, down, nothing_left, ranks, report, set_delays, soon, until, up, values};
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300")];
 
@@ -36,6 +36,34 @@ fn a_chain_of_collectives_is_in_order_without_the_host() {
                 soon(comm.close()).unwrap();
             });
         }
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// The ranks' parts are on the streams that are joined: nothing waits for itself, and the order is the same.
+#[test]
+fn a_chain_on_the_very_stream_that_the_ranks_are_bound_to() {
+    child("joined::a_chain_on_the_very_stream_that_the_ranks_are_bound_to", SLOW, || {
+        ranks(2, |mut comm| {
+            let stream = DeviceStream::new(&Device::new(0).unwrap()).unwrap();
+            assert_eq!(soon(comm.bind_stream(&stream)).unwrap(), DevicePath::Peer);
+            let mut grads = up(&stream, vec![1.0f32; 3000]);
+            for _ in 0..20 {
+                let ordered = comm.all_reduce(grads).join(&stream).unwrap();
+                grads = ordered.in_order().unwrap();
+            }
+            assert_eq!(down(grads), vec![(1 << 20) as f32; 3000]);
+            // One that fails while its caller waits in `join`.
+            if comm.rank() == 0 {
+                let buf = up(&stream, vec![1.0f32; 10]);
+                let joined = comm.timeout(Duration::from_millis(100)).all_reduce(buf).join(&stream);
+                let error = joined.map(|_| ()).unwrap_err().error;
+                assert!(matches!(error, Error::Timeout { .. }), "{error}");
+            } else {
+                until("the other rank has given up", || comm.check().is_err());
+            }
+        });
         nothing_left("all ranks have ended");
         assert_eq!(report().freed_in_use, 0);
     });

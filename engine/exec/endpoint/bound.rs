@@ -62,8 +62,16 @@ impl Endpoint {
         let device = self.table.lock().devices.get(&key.number()).cloned();
         let Some(device) = device else { return Ok(None) };
         let start = Instant::now();
-        while !device.is_filled() && start.elapsed() < HELP {
+        // A stream cannot wait for what comes behind on itself: where it is ours, the caller waits until all is there.
+        let is_ours = device.is_on(stream);
+        while !device.is_filled() && (is_ours || start.elapsed() < HELP) {
             self.drive_once();
+            if start.elapsed() > HELP {
+                if !self.table.lock().devices.contains_key(&key.number()) {
+                    return Ok(None);
+                }
+                std::thread::sleep(HELP);
+            }
         }
         device.join(stream)?;
         Ok(self.table.lock().inflight.borrow(key).map(|held| (held, device)))

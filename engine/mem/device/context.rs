@@ -10,7 +10,7 @@ use allstream_sys::cuda::{
 };
 use parking_lot::Mutex;
 
-use super::launch::Modules;
+use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::staging::Pinned;
 use crate::error::Error;
@@ -97,7 +97,8 @@ pub(super) struct Context {
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<Pinned>,
     pub(super) modules: Mutex<Modules>,
-    pub(super) multiprocessors: u32,
+    /// Blocks of a launch at most.
+    pub(super) max_ctas: u32,
 }
 
 /// Proof that a context is this thread's current one. What was before it is again when this goes.
@@ -135,7 +136,7 @@ impl Context {
         // SAFETY: as above.
         let multiprocessors =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) };
-        let multiprocessors = multiprocessors.map_err(tell)?.unsigned_abs();
+        let max_ctas = max_ctas(multiprocessors.map_err(tell)?.unsigned_abs())?;
         // SAFETY: as above; released in `drop`.
         let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
         Ok(Context {
@@ -151,7 +152,7 @@ impl Context {
             copies: Mutex::default(),
             pinned: Mutex::default(),
             modules: Mutex::default(),
-            multiprocessors,
+            max_ctas,
         })
     }
 

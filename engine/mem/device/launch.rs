@@ -74,10 +74,21 @@ fn text(text: impl Into<Vec<u8>>) -> Result<CString, CudaError> {
 }
 
 impl Context {
-    /// Blocks of a launch at most: two for each multiprocessor, of which a memory-bound kernel needs about that many to
-    /// have all of the memory's bandwidth. To be measured.
+    /// Blocks of a launch at most.
     pub(super) fn ctas(&self) -> u32 {
-        2 * self.multiprocessors.max(1)
+        self.max_ctas
+    }
+}
+
+/// What `ALLSTREAM_MAX_CTAS` says, or two for each multiprocessor, of which a memory-bound kernel needs about that many to
+/// have all of the memory's bandwidth. To be measured.
+pub(super) fn max_ctas(multiprocessors: u32) -> Result<u32, Error> {
+    match std::env::var("ALLSTREAM_MAX_CTAS").ok().filter(|text| !text.is_empty()) {
+        None => Ok(2 * multiprocessors.max(1)),
+        Some(text) => text.trim().parse().ok().filter(|ctas| *ctas > 0).ok_or_else(|| {
+            let problem = format!("{text:?} is not a number of blocks of a kernel (1 or more)");
+            Error::invalid("ALLSTREAM_MAX_CTAS", problem)
+        }),
     }
 }
 

@@ -42,7 +42,8 @@ esac
 out=${OUT:-./out}
 mkdir -p "$out/logs" "$out/tables" && out=$(cd "$out" && pwd) || exit 2
 # Of an earlier run; nothing else that may lie there.
-rm -f "$out"/logs/conformance-*.txt "$out"/logs/example-*.txt "$out"/logs/perf-*.txt "$out"/logs/compute-sanitizer.txt \
+rm -f "$out"/logs/conformance-*.txt "$out"/logs/example-*.txt "$out"/logs/perf-*.txt \
+    "$out"/logs/host-*.txt "$out"/logs/compute-sanitizer.txt \
     "$out"/tables/perf-* "$out"/tables/overlap.txt "$out"/tables/not-measured-perf-* "$out/summary.txt" "$out/results.json"
 export ALLSTREAM_TRACE_DIR="$out/trace"
 
@@ -160,15 +161,15 @@ else
         "$here/bin/gpu" short --exact --ignored --nocapture --test-threads=1
 fi
 
-# Tables. Times are from the call until its await has returned.
+# Tables: NAME WHAT threads|processes RANKS OPTION...; times are from the call until its await has returned, if no option
+# says otherwise.
 tables=
-table() {
-    what=$1 places=$2 ranks=$3 dtype=${4:-f32}
-    name=perf-$what-$ranks-$places
-    [ "$dtype" = f32 ] || name=$name-$dtype
+measure() {
+    name=perf-$1 what=$2 places=$3 ranks=$4
+    shift 4
     file=$out/tables/$name
     $measured || file=$out/tables/not-measured-$name
-    set -- perf "$what" --device --await -N "$ranks" -d "$dtype" -J "$file.json"
+    set -- perf "$what" --device -N "$ranks" -J "$file.json" "$@"
     [ "$places" = processes ] || set -- "$@" --threads
     if $measured; then set -- "$@" -b 1K -e 256M -f 4; else set -- "$@" -b 1K -e 16K -f 4 -n 4 -w 1; fi
     part "$name" 420 "# Out of bounds values : 0 OK" "$here/bin/allstream" "$@" || return
@@ -178,13 +179,20 @@ table() {
     } >"$file.txt"
     tables="$tables${tables:+ }$name=$file.json"
 }
+table() {
+    measure "$1-$3-$2" "$1" "$2" "$3" --await
+}
 if $measured; then
     for places in threads processes; do
         for ranks in 1 2 4 8; do
             table all_reduce $places $ranks
         done
         for ranks in 2 4 8; do
-            table all_reduce $places $ranks bf16
+            measure all_reduce-$ranks-$places-bf16 all_reduce $places $ranks --await -d bf16
+        done
+        for what in all_gather reduce_scatter broadcast; do
+            table $what $places 2
+            table $what $places 8
         done
         for what in all_gather reduce_scatter broadcast all_to_all send_recv; do
             table $what $places 4
@@ -193,6 +201,25 @@ if $measured; then
 else
     table all_reduce threads 2
     table all_gather processes 2
+fi
+# A stream waits for each, the host for the last of many.
+measure join-all_reduce-2-threads all_reduce threads 2 --join
+# Through the host's memory, and the same link by itself, on the host's.
+for link in shm tcp; do
+    measure staged-$link-all_reduce-2-processes all_reduce processes 2 --staged --link $link
+    if $measured; then
+        part host-$link-all_reduce-2-processes 420 "# Out of bounds values : 0 OK" "$here/bin/allstream" perf all_reduce \
+            -N 2 --link $link -b 1K -e 256M -f 4 -J "$out/tables/perf-host-$link-all_reduce-2-processes.json" &&
+            cp "$out/logs/host-$link-all_reduce-2-processes.txt" "$out/tables/perf-host-$link-all_reduce-2-processes.txt"
+    fi
+done
+# How many of the device's blocks ranks on one device should take.
+if $measured; then
+    for ctas in 8 16 32 64 132 264 528; do
+        export ALLSTREAM_MAX_CTAS=$ctas
+        measure ctas-$ctas-all_reduce-4-threads all_reduce threads 4 --await
+    done
+    unset ALLSTREAM_MAX_CTAS
 fi
 
 # All of it in one file.
