@@ -21,7 +21,7 @@ const CONTENTS: &str = "CONTENTS";
 const RUN: &str = include_str!("pack/run.sh");
 const README: &str = include_str!("../../docs/gpu-pack.md");
 /// As the release's integration tests are built, so that nothing is built twice.
-const BUILD: [&str; 13] = [
+const BUILD: [&str; 15] = [
     "build",
     "--release",
     "--package",
