@@ -18,6 +18,7 @@ mod ordered;
 mod pool;
 mod reach;
 mod restore;
+mod segments;
 mod split;
 mod staged;
 mod varied;
