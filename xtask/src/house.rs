@@ -25,7 +25,7 @@ const FLOORS: [(&str, u32); 12] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 24] = [
+const UNSAFE: [(&str, &str); 25] = [
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/mem/", "memory that operations own while it is in flight"),
@@ -49,6 +49,7 @@ const UNSAFE: [(&str, &str); 24] = [
     ("engine/fuzzing.rs", "hostile memory, for the fuzz targets"),
     ("cli/launch.rs", "between fork and exec"),
     ("examples/09_ndarray.rs", "shows how a foreign owner keeps the contract of a buffer"),
+    ("examples/13_gpu_overlap.rs", "launches a kernel of its own"),
     ("tests/", "buffers of their own; models of the queues; signals"),
 ];
 
