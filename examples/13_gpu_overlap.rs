@@ -158,8 +158,6 @@ fn measure(comm: &mut Comm, work: &Products, path: String, len: usize) -> Result
 fn rank(mut comm: Comm, devices: usize, len: usize, side: u32) -> Result<Vec<Times>> {
     let device = Device::new(comm.rank() % devices)?;
     let work = Products::new(&device, side)?;
-    // As ranks without a GPU say it: what is on one goes through the host's memory, in segments.
-    block_on(comm.bind_host())?;
     let mut times = vec![measure(&mut comm, &work, "through the host's memory".into(), len)?];
     match block_on(comm.bind_device(&device))? {
         DevicePath::Peer => times.push(measure(&mut comm, &work, "by kernels on the GPUs".into(), len)?),

@@ -32,7 +32,5 @@ mod missing;
 mod order;
 #[path = "cuda/perf.rs"]
 mod perf;
-#[path = "cuda/segments.rs"]
-mod segments;
 #[path = "cuda/support.rs"]
 mod support;

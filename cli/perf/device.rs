@@ -40,8 +40,7 @@ pub(crate) fn bind(comm: &mut Comm, ordinal: usize, staged: bool, joins: bool) -
     let device = Device::new(ordinal)?;
     let stream = DeviceStream::new(&device)?;
     let path = match (staged, joins) {
-        // Ranks that say that they have none stage what is on it.
-        (true, _) => futures::executor::block_on(comm.bind_host())?,
+        (true, _) => DevicePath::Staged { why: "asked for (--staged)".into() },
         (_, true) => futures::executor::block_on(comm.bind_device(&device))?,
         _ => futures::executor::block_on(comm.bind_stream(&stream))?,
     };

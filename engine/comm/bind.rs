@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::Comm;
-use super::reach::{self, Group, ROW, Reached, heard};
+use super::reach::{Group, ROW, Reached, heard};
 use crate::error::Error;
 use crate::exec::device::Binding;
 use crate::group::nonce;
@@ -32,8 +32,8 @@ impl Comm {
     /// on the devices, by kernels that read the memory of the other ranks' devices (or the same one: several ranks may
     /// have one device). Collective: all ranks call it, each with its device.
     ///
-    /// Where the devices cannot reach each other, all ranks are told why, and device buffers go through the host's memory, in
-    /// segments ([`bind_host`](Self::bind_host), which ranks without a device call). So they do in messages, as a whole, and in collectives with a function of yours.
+    /// Where the devices cannot reach each other, all ranks are told why, and stay as they were: device buffers go
+    /// through the host's memory. So they do in messages, and in collectives with a function of yours.
     ///
     /// Ranks in other processes can have what allstream has allocated, and not what [`DeviceBuf::from_foreign`] took from
     /// another library: where there are such ranks, a call with that is refused.
@@ -65,28 +65,6 @@ impl Comm {
         self.bind(Ok(stream.clone())).await
     }
 
-    /// A rank without a device takes part in the others' [`bind_device`](Self::bind_device). The path is then
-    /// [`DevicePath::Staged`] on all ranks, which know by it that some have their buffers on devices: a long all_reduce,
-    /// reduce or broadcast goes in segments, of which one is copied from or to a device while another is on its way between
-    /// ranks.
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn bind_host(&mut self) -> Result<DevicePath, Error> {
-        let rows = self.all_gather(reach::bare().to_vec()).await?;
-        match heard(&rows) {
-            Ok(Err(why)) => Ok(self.staged(why)),
-            Ok(Ok(_)) => Err(Error::system(CALL, "this rank was taken for one with a device (a bug)")),
-            Err(rank) => Err(failed_elsewhere(rank)),
-        }
-    }
-
-    /// All ranks stage operations on device buffers.
-    fn staged(&self, why: String) -> DevicePath {
-        self.0.endpoint.segment();
-        DevicePath::Staged { why }
-    }
-
     async fn bind(&mut self, stream: Result<DeviceStream, Error>) -> Result<DevicePath, Error> {
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let (config, n) = (&endpoint.config, self.size());
@@ -105,13 +83,13 @@ impl Comm {
         let (device, _) = ours?;
         let rows = match heard(&rows) {
             Ok(Ok(rows)) => rows,
-            Ok(Err(why)) => return Ok(self.staged(why)),
+            Ok(Err(why)) => return Ok(DevicePath::Staged { why }),
             Err(rank) => return Err(failed_elsewhere(rank)),
         };
         let keep = Arc::new(());
         let reached = match self.all_of(group.reach(&device, &keep, &rows)).await? {
             Ok(reached) => reached,
-            Err(why) => return Ok(self.staged(why)),
+            Err(why) => return Ok(DevicePath::Staged { why }),
         };
         let Reached { all, offers, cards } = reached;
         let mut far = None;
@@ -121,7 +99,7 @@ impl Comm {
             let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));
             match self.all_of(Ok(opened)).await? {
                 Ok(opened) => far = Some(Arc::new(opened)),
-                Err(why) => return Ok(self.staged(why)),
+                Err(why) => return Ok(DevicePath::Staged { why }),
             }
             // Until here others may have been opening what was offered.
             drop((offers, keep));

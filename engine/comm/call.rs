@@ -25,7 +25,7 @@ use crate::types::{
 #[must_use = "options do nothing without a call"]
 pub struct Call<'a> {
     pub(super) side: Side<'a>,
-    pub(super) reduction: Reduction,
+    reduction: Reduction,
     scale: Option<f64>,
     algo: Algo,
     default_algo: Algo,
@@ -317,12 +317,7 @@ impl<'a> Call<'a> {
     }
 
     /// One part: the usual case.
-    pub(super) fn prepare(
-        &self,
-        spec: Spec,
-        dtype: DType,
-        (input, output): Ends,
-    ) -> Result<Collective, Error> {
+    fn prepare(&self, spec: Spec, dtype: DType, (input, output): Ends) -> Result<Collective, Error> {
         self.check(&spec, dtype)?;
         let (algo, program) = self.program(&spec, spec.count.saturating_mul(dtype.size()))?;
         let signature = self.signature(&spec, dtype as u8, algo);
@@ -340,9 +335,6 @@ impl<'a> Call<'a> {
         restore: Restore<O, F>,
     ) -> Work<O, F> {
         let held = Held::new(parts);
-        if let Some(len) = self.segment(&spec, T::DTYPE) {
-            return self.submit_segments(&spec, (T::DTYPE, len), &memory, held, restore);
-        }
         let Some(ends) = memory.on_host() else {
             let varied = spec.tables.is_some();
             let prepared = self.prepare(spec, T::DTYPE, NOWHERE);

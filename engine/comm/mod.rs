@@ -18,7 +18,6 @@ mod ordered;
 mod pool;
 mod reach;
 mod restore;
-mod segments;
 mod split;
 mod staged;
 mod varied;

@@ -18,8 +18,6 @@ const OK: u8 = 1;
 const FAR: u8 = 1;
 const REMOTE: u8 = 2;
 const LACKS: u8 = 4;
-/// It has no device.
-const BARE: u8 = 8;
 
 /// A row that was read.
 #[derive(Clone, Copy)]
@@ -43,9 +41,6 @@ pub(super) fn heard(rows: &[u8]) -> Result<Result<Vec<Row>, String>, Rank> {
     };
     let rows: Vec<_> = rows.iter().map(read).collect();
     let noted = |what: u8| rows.iter().position(|row| row.notes & what != 0);
-    if let Some(rank) = noted(BARE) {
-        return Ok(Err(format!("rank {rank} has no device")));
-    }
     if let Some(rank) = noted(REMOTE) {
         let why =
             format!("rank {rank} is not on one host with all others, or does not share memory with them");
@@ -55,13 +50,6 @@ pub(super) fn heard(rows: &[u8]) -> Result<Result<Vec<Row>, String>, Rank> {
         return Ok(Err(format!("the CUDA driver of rank {rank} cannot share memory with other processes")));
     }
     Ok(Ok(rows))
-}
-
-/// What a rank without a device says of itself.
-pub(super) fn bare() -> [u8; ROW] {
-    let mut row = [0; ROW];
-    (row[0], row[1]) = (OK, BARE);
-    row
 }
 
 /// A communicator's members, and where they are.

@@ -81,21 +81,6 @@ impl Memory {
         Memory { input: Some(input.into()), output: output.into() }
     }
 
-    /// So many bytes of both ends from here on. An end that is not used may be shorter.
-    pub(super) fn part(&self, start: usize, bytes: usize) -> Memory {
-        let part = |end: &End| {
-            let place = match &end.place.0 {
-                Where::Host(at) => Where::Host(at.wrapping_add(start)),
-                Where::Device(place) => {
-                    let address = place.address.wrapping_add(start as u64);
-                    Where::Device(DevicePlace { address, ..place.clone() })
-                }
-            };
-            End { place: Location(place), bytes: end.bytes.saturating_sub(start).min(bytes) }
-        };
-        Memory { input: self.input.as_ref().map(part), output: part(&self.output) }
-    }
-
     /// `None`: a part of it is on a device.
     pub(super) fn on_host(&self) -> Option<Ends> {
         let Where::Host(output) = self.output.place.0 else { return None };
@@ -114,7 +99,7 @@ pub(super) struct Staging {
 }
 
 /// What runs before and after an operation that is staged.
-pub(super) fn around(staged: Staged, when: &mut When) {
+fn around(staged: Staged, when: &mut When) {
     when.after = Some(staged.ready.clone());
     when.last = Some(Box::new(move |finish| staged.back(finish)));
 }
@@ -122,7 +107,7 @@ pub(super) fn around(staged: Staged, when: &mut When) {
 impl Call<'_> {
     /// How an operation on device memory is run. It starts after what the buffers' streams hold, which are made to wait
     /// for more where that is asked for.
-    pub(super) fn when_on_device<'m>(
+    fn when_on_device<'m>(
         &self,
         call: &str,
         places: impl Iterator<Item = &'m DevicePlace> + Clone,
@@ -161,7 +146,7 @@ impl Call<'_> {
         }
         let staged = prepared.and_then(|mut collective| {
             let mut when = self.when_on_device(collective.call, places(&memory))?;
-            let staged = stage(&mut collective, varied, &memory, Staged::begin)?;
+            let staged = stage(&mut collective, varied, &memory)?;
             let host = staged.memory();
             around(staged, &mut when);
             Ok((collective, host, when))
@@ -226,7 +211,7 @@ impl Call<'_> {
 }
 
 /// Where the buffers on devices are.
-pub(super) fn places(memory: &[Memory]) -> impl Iterator<Item = &DevicePlace> + Clone {
+fn places(memory: &[Memory]) -> impl Iterator<Item = &DevicePlace> + Clone {
     memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).filter_map(End::on_device)
 }
 
@@ -283,12 +268,7 @@ fn place(
 }
 
 /// Starts the copies to the host, and makes the parts work on those.
-pub(super) fn stage(
-    collective: &mut Collective,
-    varied: bool,
-    memory: &[Memory],
-    begin: impl FnOnce(Vec<Item>) -> Result<Staged, Error>,
-) -> Result<Staged, Error> {
+fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result<Staged, Error> {
     let mut items = Vec::new();
     let mut add = |end: &End, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
@@ -307,7 +287,7 @@ pub(super) fn stage(
             Some(input) => (Some(add(input, true, false)), add(&memory.output, varied, writes)),
         });
     }
-    let staged = begin(items)?;
+    let staged = Staged::begin(items)?;
     let at = |end: Result<usize, *mut u8>| end.map_or_else(|host| host, |item| staged.at(item));
     for (part, (input, output)) in collective.parts.all().iter_mut().zip(ends) {
         part.output = at(output);

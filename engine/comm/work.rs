@@ -67,14 +67,6 @@ impl<O, F> Work<O, F> {
         self.restore
     }
 
-    /// Why it was not submitted, if it was not.
-    pub(super) fn refusal(&self) -> Option<&Error> {
-        match &self.state {
-            State::Refused(failed) => Some(&failed.error),
-            _ => None,
-        }
-    }
-
     /// Where it runs, if it does.
     pub(super) fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
         match &self.state {

@@ -192,8 +192,6 @@ pub(crate) struct Endpoint {
     pub(crate) recorder: Recorder,
     programs: Mutex<Programs>,
     binding: OnceLock<Arc<Binding>>,
-    /// Long operations go in segments: all ranks have said so.
-    segmented: AtomicBool,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Box<AtomicU8>,
 }
@@ -268,7 +266,6 @@ impl Endpoint {
             recorder: Recorder::new(),
             programs: Mutex::default(),
             binding: OnceLock::new(),
-            segmented: AtomicBool::new(false),
             token: Box::default(),
             config,
         })

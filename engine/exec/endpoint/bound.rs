@@ -1,7 +1,6 @@
 //! The device of an endpoint.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Endpoint, Port, Run};
@@ -40,16 +39,6 @@ impl Endpoint {
     /// The device that this rank's operations on device buffers run on, and its peers'; none: they are staged.
     pub(crate) fn binding(&self) -> Option<&Arc<Binding>> {
         self.binding.get()
-    }
-
-    /// Whether long operations go in segments, the same on all ranks.
-    pub(crate) fn is_segmented(&self) -> bool {
-        self.segmented.load(Ordering::Relaxed)
-    }
-
-    /// From here on they do. All ranks say this between the same two operations.
-    pub(crate) fn segment(&self) {
-        self.segmented.store(true, Ordering::Relaxed);
     }
 
     /// From here on devices run operations on their buffers. All ranks do this between the same two operations.

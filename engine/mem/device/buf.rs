@@ -44,8 +44,7 @@ use crate::types::Element;
 /// ```
 ///
 /// Collectives and messages take it as they take a `Vec`. They start after what its stream holds when they are called;
-/// on a communicator that is bound to devices they run there ([`Comm::bind_device`](crate::Comm::bind_device)), on others they
-/// are staged through pinned memory of the host's: `docs/adr/0014-staging.md`.
+/// they are staged through pinned memory of the host's, as a whole: `docs/adr/0014-staging.md`.
 ///
 /// ```
 /// # async fn reduce(mut comm: allstream::Comm, grads: allstream::cuda::DeviceBuf<f32>) -> Result<(), allstream::Error> {

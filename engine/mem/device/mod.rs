@@ -33,6 +33,6 @@ pub(crate) use ipc::{Import, SharedEvent, retire};
 pub use pinned::PinnedBuf;
 pub(crate) use pool::Exported;
 pub(crate) use signal::DeviceSignal;
-pub(crate) use staging::{DevicePlace, Finish, Item, Staged, Turns};
+pub(crate) use staging::{DevicePlace, Finish, Item, Staged};
 pub use stream::{DeviceEvent, DeviceStream, Reached};
 pub use transfer::Transfer;

@@ -5,7 +5,6 @@
 //! between: events and the waiter's thread lead from one to the next.
 
 use std::cell::Cell;
-use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -43,7 +42,6 @@ impl DevicePlace {
 }
 
 /// A buffer that is staged.
-#[derive(Clone)]
 pub(crate) struct Item {
     pub(crate) place: DevicePlace,
     pub(crate) bytes: usize,
@@ -204,50 +202,6 @@ fn check(fates: &[Arc<Fate>]) -> Result<(), Error> {
     fates.iter().try_for_each(|fate| fate.check())
 }
 
-/// Where each item is in a block, and the bytes of that.
-fn layout(items: &[Item]) -> (Vec<usize>, usize) {
-    let (mut offsets, mut bytes) = (Vec::with_capacity(items.len()), 0usize);
-    for item in items {
-        offsets.push(bytes);
-        bytes = bytes.saturating_add(item.bytes.next_multiple_of(ALIGN));
-    }
-    (offsets, bytes)
-}
-
-fn context(items: &[Item]) -> Result<&Arc<Context>, Error> {
-    let first = items.first().map(|first| &first.place.stream.0.context);
-    first.ok_or_else(|| Error::system("stage an operation", "it has no device buffers (a bug)"))
-}
-
-/// Pinned memory that the segments of one operation take turns with: one is copied in while another is worked on, and
-/// a third copied back.
-pub(crate) struct Turns {
-    blocks: Vec<Arc<Block>>,
-    /// Segments whose turn has not come, in their order.
-    waiting: Mutex<VecDeque<Staged>>,
-}
-
-/// Blocks of [`Turns`].
-const TURNS: usize = 3;
-
-impl Turns {
-    /// For segments of which none is longer than `longest`, of which there are so many.
-    pub(crate) fn new(longest: &[Item], segments: usize) -> Result<Arc<Turns>, Error> {
-        let (context, (_, bytes)) = (context(longest)?, layout(longest));
-        let block = |_| Block::new(context, bytes).map(Arc::new);
-        let blocks = (0..TURNS.min(segments)).map(block).collect::<Result<_, _>>()?;
-        Ok(Arc::new(Turns { blocks, waiting: Mutex::default() }))
-    }
-
-    /// A segment's copies are done: the one that waits for its block goes on.
-    fn next(&self) {
-        let Some(staged) = self.waiting.lock().pop_front() else { return };
-        if let Err(error) = staged.fill() {
-            staged.ready.fail(error);
-        }
-    }
-}
-
 /// An operation whose input is on its way to the host.
 pub(crate) struct Staged {
     items: Vec<Item>,
@@ -256,43 +210,23 @@ pub(crate) struct Staged {
     block: Arc<Block>,
     /// Reached when all that the operation reads is there.
     pub(crate) ready: Event,
-    turns: Option<Arc<Turns>>,
 }
 
 impl Staged {
     /// Starts the copies to the host. `items` is not empty.
     pub(crate) fn begin(items: Vec<Item>) -> Result<Staged, Error> {
-        let (offsets, bytes) = layout(&items);
-        let block = Arc::new(Block::new(context(&items)?, bytes)?);
-        let staged = Staged { items, offsets, block, ready: Event::pending(), turns: None };
-        staged.fill()?;
-        Ok(staged)
-    }
-
-    /// The same of a segment, when its turn comes. They are given in their order, and finish in it.
-    pub(crate) fn begin_in_turn(
-        turns: &Arc<Turns>,
-        segment: usize,
-        items: Vec<Item>,
-    ) -> Result<Staged, Error> {
-        let (offsets, _) = layout(&items);
-        let block = turns.blocks[segment % turns.blocks.len()].clone();
-        let ready = Event::pending();
-        if segment < turns.blocks.len() {
-            let staged = Staged { items, offsets, block, ready, turns: Some(turns.clone()) };
-            staged.fill()?;
-            return Ok(staged);
+        let (mut offsets, mut bytes) = (Vec::with_capacity(items.len()), 0usize);
+        for item in &items {
+            offsets.push(bytes);
+            bytes = bytes.saturating_add(item.bytes.next_multiple_of(ALIGN));
         }
-        let (again, others, memory, fire) = (items.clone(), offsets.clone(), block.clone(), ready.clone());
-        let waiting = Staged { items: again, offsets: others, block: memory, ready: fire, turns: None };
-        turns.waiting.lock().push_back(waiting);
-        Ok(Staged { items, offsets, block, ready, turns: Some(turns.clone()) })
-    }
-
-    /// Starts the copies to the host.
-    fn fill(&self) -> Result<(), Error> {
-        let ready = self.ready.clone();
-        let events = self.copy(
+        let Some(first) = items.first() else {
+            return Err(Error::system("stage an operation", "it has no device buffers (a bug)"));
+        };
+        let block = Arc::new(Block::new(&first.place.stream.0.context, bytes)?);
+        let staged = Staged { items, offsets, block, ready: Event::pending() };
+        let ready = staged.ready.clone();
+        let events = staged.copy(
             |item| item.fill,
             "copy to the host",
             |cuda, item, host| {
@@ -308,14 +242,14 @@ impl Staged {
                 }
             },
         )?;
-        let filled = self.items.iter().filter(|item| item.fill);
+        let filled = staged.items.iter().filter(|item| item.fill);
         let fates: Vec<Arc<Fate>> = filled.filter_map(|item| item.place.fate.clone()).collect();
         let then = move |result: Result<(), Error>| match result.and_then(|()| check(&fates)) {
             Ok(()) => ready.fire(true),
             Err(error) => ready.fail(error),
         };
-        after_all(events, &self.block, "copy to the host", Box::new(then));
-        Ok(())
+        after_all(events, &staged.block, "copy to the host", Box::new(then));
+        Ok(staged)
     }
 
     /// Where an item's bytes are on the host.
@@ -346,12 +280,9 @@ impl Staged {
             },
         );
         // Nobody may be waiting any more.
-        let turns = self.turns.clone();
-        let finish: Finish = Box::new(move |result| {
+        let finish: Finish = Box::new(|result| {
             if let Err(error) = &result {
                 tracing::warn!("an operation on device memory: {error}");
-            } else if let Some(turns) = turns {
-                turns.next();
             }
             finish(result);
         });

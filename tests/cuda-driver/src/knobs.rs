@@ -24,7 +24,6 @@ struct Fault {
 struct Knobs {
     devices: AtomicU64,
     memory: AtomicU64,
-    pinned: AtomicU64,
     /// The longest delay, in microseconds; 0 for none.
     delay: AtomicU64,
     seed: AtomicU64,
@@ -43,7 +42,6 @@ fn knobs() -> &'static Knobs {
         let knobs = Knobs {
             devices: AtomicU64::new(number("DEVICES", 2).clamp(1, MOST_DEVICES as u64)),
             memory: AtomicU64::new(number("MEMORY", 1 << 30)),
-            pinned: AtomicU64::new(number("PINNED", 1 << 40)),
             delay: AtomicU64::new(number("DELAY_US", 0)),
             seed: AtomicU64::new(number("SEED", 1)),
             no_peer: AtomicU64::new(0),
@@ -105,11 +103,6 @@ pub(crate) fn devices() -> usize {
 
 pub(crate) fn memory() -> usize {
     knobs().memory.load(Ordering::Relaxed) as usize
-}
-
-/// Bytes of page-locked memory that the process can have.
-pub(crate) fn pinned() -> usize {
-    knobs().pinned.load(Ordering::Relaxed) as usize
 }
 
 pub(crate) fn peers(a: i32, b: i32) -> bool {

@@ -227,16 +227,6 @@ impl Memory {
         if size == 0 {
             return Err(Code::INVALID_VALUE);
         }
-        let known = SPACE.read().unwrap_or_else(PoisonError::into_inner);
-        let pinned = known
-            .values()
-            .filter(|memory| memory.kind == Kind::Host)
-            .map(|memory| memory.size)
-            .sum::<usize>();
-        drop(known);
-        if pinned.saturating_add(size) > crate::knobs::pinned() {
-            return Err(Code::OUT_OF_MEMORY);
-        }
         // With a page that nobody can touch on each side.
         let mapping = Mapping::anonymous(size.next_multiple_of(PAGE) + 2 * PAGE, true)?;
         let at = mapping.at + PAGE;
