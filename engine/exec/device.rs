@@ -76,6 +76,8 @@ struct State {
     end: Option<DeviceEvent>,
     /// A stream waits for it to be there.
     is_awaited: bool,
+    /// It was given up.
+    failed: bool,
     /// For buffers that are handed on before it is over: from `join` on.
     verdict: Option<Arc<Verdict>>,
 }
@@ -176,19 +178,23 @@ impl DeviceOp {
         self.streams.iter().chain([stream]).any(|stream| stream == self.stream())
     }
 
-    /// Makes a stream, and those of the buffers, wait for the operation's end.
-    pub(super) fn join(&self, stream: &DeviceStream) -> Result<(), Error> {
+    /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
+    /// nothing waits.
+    pub(super) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
         let mut state = self.state.lock();
+        if state.failed {
+            return Ok(false);
+        }
         let witness = |far: &Arc<Far>| Arc::downgrade(far) as Weak<dyn Witness>;
         let verdict = || Arc::new(Verdict::new(self.binding.far.as_ref().map(witness)));
         state.verdict.get_or_insert_with(verdict);
         let mut all = self.streams.iter().chain([stream]);
         if let Some(end) = &state.end {
-            return all.try_for_each(|stream| stream.wait_event(end));
+            return all.try_for_each(|stream| stream.wait_event(end)).map(|()| true);
         }
         // It is not on our stream yet, so there is nothing to wait for but what the stream will say when it is.
         state.is_awaited = true;
-        all.try_for_each(|stream| self.binding.ours.await_signal(stream, self.number()))
+        all.try_for_each(|stream| self.binding.ours.await_signal(stream, self.number())).map(|()| true)
     }
 
     /// After `join`: its buffers are handed on, and depend on how it ends.
@@ -204,12 +210,13 @@ impl DeviceOp {
     /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
     /// puts more there. With ranks in other processes all of that is over, or the buffers are kept ([`Binding::is_quiet`]).
     pub(super) fn give_up(&self, cause: &Error) -> Result<(), Error> {
-        // Told before any stream goes on.
-        if let Some(verdict) = &self.state.lock().verdict {
+        let ordered = if self.binding.far.is_some() { Ok(()) } else { self.order_after_all() };
+        // All at once: a thread may be about to make streams wait, or to hand the buffers on. And before any stream goes on.
+        let mut state = self.state.lock();
+        state.failed = true;
+        if let Some(verdict) = &state.verdict {
             verdict.settle(Err(cause.clone()));
         }
-        let ordered = if self.binding.far.is_some() { Ok(()) } else { self.order_after_all() };
-        let mut state = self.state.lock();
         if state.end.is_none() && std::mem::take(&mut state.is_awaited) {
             // Streams that were to wait for what will not come go on, behind all that has.
             return ordered.and(self.binding.ours.signal(self.number()));

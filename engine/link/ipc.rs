@@ -166,15 +166,20 @@ impl Far {
 
     /// See the module: no stream of ours waits for a peer's any more.
     pub(crate) fn let_go(&self, stream: &DeviceStream) -> Result<(), Error> {
-        if self.let_go.swap(true, Ordering::SeqCst) {
+        if self.let_go.load(Ordering::SeqCst) {
             return Ok(());
         }
-        self.distrust();
         let idle = DeviceStream::high_priority(&stream.device())?;
-        for marks in self.peers.iter().flatten().map(|peer| &peer.theirs) {
-            marks.ready.iter().chain(&marks.done).try_for_each(|event| idle.record_shared(event))?;
+        self.let_go.store(true, Ordering::SeqCst);
+        self.distrust();
+        let marks = self.peers.iter().flatten().map(|peer| &peer.theirs);
+        let events = marks.flat_map(|marks| marks.ready.iter().chain(&marks.done));
+        // All of them, whatever the driver says of one.
+        let mut result = Ok(());
+        for event in events {
+            result = result.and(idle.record_shared(event));
         }
-        Ok(())
+        result
     }
 
     /// Whether what has come to its end did so in order. Asked once it has.
@@ -245,9 +250,10 @@ impl LinkTx for FarTx {
     /// What is counted here, our stream may write again: it waits for the reader's.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
-        if self.ring.is_closed() || self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
+        if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
             return Ok(released); // the end of the link: `is_read_elsewhere` is asked
         }
+        // A peer that has closed the ring has recorded what it has read.
         while self.seen < released {
             // Of a frame of nothing, it stands for an earlier one.
             self.ours.stream.wait_shared(self.done(self.seen))?;

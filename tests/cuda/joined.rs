@@ -185,3 +185,34 @@ fn ranks_of_one_thread_copy_to_any_memory_behind_a_collective() {
         assert_eq!(report().freed_in_use, 0);
     });
 }
+
+/// Law 4: an abort that comes while a stream is made to wait leaves none waiting.
+#[test]
+fn law_4_a_join_beside_an_abort_leaves_no_stream_waiting() {
+    child("joined::law_4_a_join_beside_an_abort_leaves_no_stream_waiting", &[], || {
+        let begin = std::sync::Barrier::new(2);
+        for round in 0..50 {
+            ranks(2, |mut comm| {
+                let compute = bound(&mut comm);
+                let buf = up(&compute, values(comm.rank(), 100));
+                begin.wait();
+                if comm.rank() == 1 {
+                    let start = std::time::Instant::now();
+                    while start.elapsed() < Duration::from_micros(3 * round) {
+                        std::hint::spin_loop();
+                    }
+                    return comm.abort("a test");
+                }
+                let joined = comm.all_reduce(buf).join(&compute);
+                soon(compute.record().unwrap()).unwrap();
+                let error = match joined {
+                    Ok(ordered) => soon(ordered).map(drop).unwrap_err().error,
+                    Err(failed) => failed.error,
+                };
+                assert!(matches!(error, Error::Aborted { by: 1, .. }), "{error}");
+            });
+        }
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}

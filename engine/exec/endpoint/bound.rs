@@ -73,7 +73,9 @@ impl Endpoint {
                 std::thread::sleep(HELP);
             }
         }
-        device.join(stream)?;
+        if !device.join(stream)? {
+            return Ok(None);
+        }
         Ok(self.table.lock().inflight.borrow(key).map(|held| (held, device)))
     }
 
