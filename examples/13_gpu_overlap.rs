@@ -183,6 +183,9 @@ fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
     let megabytes: f64 = arguments.next().map_or(Ok(64.0), |text| text.parse())?;
     let side: u32 = arguments.next().map_or(Ok(1024), |text| text.parse())?;
+    if !(1..1 << 15).contains(&side) {
+        return Err("a matrix has 1 to 32767 rows".into());
+    }
     let len = (megabytes * 1e6 / 4.0) as usize;
     println!(
         "{RANKS} ranks on {} GPUs, all-reduce of {megabytes} MB, median of {ROUNDS} rounds",
