@@ -40,6 +40,7 @@ impl Direction {
 struct Progress {
     /// Bytes that have been started.
     started: usize,
+    /// Slices on their way; and, at first, the wait for the stream's point.
     running: usize,
     failed: Option<Error>,
     /// Nobody can tell whether the device still copies.
@@ -96,41 +97,40 @@ pub(super) fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
         Err(error) => return Transfer::ended(settle(Err(error), Some(held))),
     };
     let (transfer, then) = Transfer::pending(held, doing, settle);
-    let progress = Progress { started: 0, running: 0, failed: None, unknown: false, then: Some(then) };
+    let progress = Progress { started: 0, running: 1, failed: None, unknown: false, then: Some(then) };
     let (context, block) = (context.clone(), Arc::new(block));
     let copy = Arc::new(Copy { direction, ends, context, block, progress: Mutex::new(progress) });
     if event.is_complete().is_ok_and(|complete| complete) {
-        copy.begin();
+        copy.begin(Outcome::Reached);
     } else {
-        waiter::watch(
-            event,
-            Box::new(move |outcome| match outcome {
-                Outcome::Reached => copy.begin(),
-                Outcome::Over(error) => copy.give_up(error, false),
-                Outcome::Unknown(error) => copy.give_up(error, true),
-            }),
-        );
+        waiter::watch(event, Box::new(move |outcome| copy.begin(outcome)));
     }
     transfer
 }
 
 impl Copy {
-    fn begin(self: &Arc<Copy>) {
-        // Counted as one that runs, so that it is not over before the last slot had its slice.
-        self.progress.lock().running += 1;
-        for slot in 0..SLOTS {
-            self.next(slot);
+    /// The stream has come to the copy's point, or will not.
+    fn begin(self: &Arc<Copy>, outcome: Outcome) {
+        if self.went_well(outcome) {
+            (0..SLOTS).for_each(|slot| self.next(slot));
         }
         self.ended();
     }
 
-    fn give_up(&self, error: Error, unknown: bool) {
+    /// Keeps what went wrong, if anything did.
+    fn went_well(&self, outcome: Outcome) -> bool {
+        match outcome {
+            Outcome::Reached => return true,
+            Outcome::Over(error) => self.fail(error, false),
+            Outcome::Unknown(error) => self.fail(error, true),
+        }
+        false
+    }
+
+    fn fail(&self, error: Error, unknown: bool) {
         let mut progress = self.progress.lock();
-        progress.running += 1;
         progress.failed.get_or_insert(error);
         progress.unknown |= unknown;
-        drop(progress);
-        self.ended();
     }
 
     /// One that ran has ended; with the last of them all is over.
@@ -170,25 +170,19 @@ impl Copy {
         match self.put(&slice) {
             Ok(event) => {
                 let copy = self.clone();
-                waiter::watch(
-                    event,
-                    Box::new(move |outcome| {
-                        match outcome {
-                            Outcome::Reached => {
-                                copy.leave(&slice);
-                                copy.next(slice.slot);
-                            }
-                            Outcome::Over(error) => copy.give_up(error, false),
-                            Outcome::Unknown(error) => copy.give_up(error, true),
-                        }
-                        copy.ended();
-                    }),
-                );
+                let then = move |outcome| {
+                    if copy.went_well(outcome) {
+                        copy.leave(&slice);
+                        copy.next(slice.slot);
+                    }
+                    copy.ended();
+                };
+                waiter::watch(event, Box::new(then));
             }
             Err(error) => {
                 // Whether anything was put there or not, it is over when the stream is, which has only copies.
                 let unknown = self.context.synchronize_copies().is_err();
-                self.give_up(error, unknown);
+                self.fail(error, unknown);
                 self.ended();
             }
         }
