@@ -348,10 +348,7 @@ impl LinkRx for FarRx {
 
     fn release(&mut self, bytes: usize) {
         let Some(frame) = &mut self.head else { return };
-        frame.done += bytes;
-        frame.data = frame.data.wrapping_add(bytes);
-        frame.ready = frame.ready.saturating_sub(bytes);
-        if frame.ready > 0 {
+        if !frame.advance(bytes) {
             return;
         }
         let done = &self.peer.ours.done[(self.frames % CELLS) as usize];

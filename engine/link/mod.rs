@@ -116,6 +116,16 @@ pub(crate) struct Frame {
     pub(crate) done: usize,
 }
 
+impl Frame {
+    /// So many bytes are released. Whether that was all of it.
+    pub(crate) fn advance(&mut self, bytes: usize) -> bool {
+        self.done += bytes;
+        self.data = self.data.wrapping_add(bytes);
+        self.ready = self.ready.saturating_sub(bytes);
+        self.ready == 0
+    }
+}
+
 /// Where links announce sockets to be watched, and that something may go on.
 pub(crate) trait Reactor: Send + Sync {
     /// Wake the lane when this socket becomes readable or writable.

@@ -242,10 +242,7 @@ impl LinkRx for PeerRx {
 
     fn release(&mut self, bytes: usize) {
         let Some(frame) = &mut self.head else { return };
-        frame.done += bytes;
-        frame.data = frame.data.wrapping_add(bytes);
-        frame.ready = frame.ready.saturating_sub(bytes);
-        if frame.ready > 0 {
+        if !frame.advance(bytes) {
             return;
         }
         if frame.header.len > 0
