@@ -6,9 +6,11 @@ use allstream_sys::cuda::{Cuda, CudaError};
 
 use super::buf::{DeviceBuf, settle_from};
 use super::stream::DeviceStream;
-use super::transfer::Transfer;
+use super::transfer::{Transfer, refused_in_capture};
 use crate::error::{Error, Failed};
 use crate::types::Element;
+
+const DOING: &str = "copy between device buffers";
 
 /// Where from, and where to.
 type Pair<T> = (DeviceBuf<T>, DeviceBuf<T>);
@@ -42,14 +44,12 @@ impl<T: Element> DeviceBuf<T> {
         }
         let stream = self.stream().clone();
         match from.check().and_then(|()| line_up(&from, &stream)) {
-            Ok(()) => {
-                Transfer::start(&stream, (from, self), "copy between device buffers", put, |result, held| {
-                    settle_from(result, held).map(|(from, mut to)| {
-                        to.overwritten();
-                        (from, to)
-                    })
+            Ok(()) => Transfer::start(&stream, (from, self), DOING, put, |result, held| {
+                settle_from(result, held).map(|(from, mut to)| {
+                    to.overwritten();
+                    (from, to)
                 })
-            }
+            }),
             Err(error) => Transfer::ended(Err(Failed { buf: Some((from, self)), error })),
         }
     }
@@ -64,16 +64,13 @@ impl<T: Element> DeviceBuf<T> {
     pub fn copy_to(self, stream: &DeviceStream) -> Transfer<(DeviceBuf<T>, DeviceBuf<T>), DeviceBuf<T>> {
         let made = self.check().and_then(|()| DeviceBuf::raw(stream, self.len()));
         match made.and_then(|to| line_up(&self, stream).map(|()| to)) {
-            Ok(to) => {
-                let doing = "copy between device buffers";
-                Transfer::start(stream, (self, to), doing, put, |result, held| {
-                    let from = |failed: Failed<Pair<T>>| failed.buf.map(|(from, _)| from);
-                    settle_from(result, held).map_err(|failed| {
-                        let error = failed.error.clone();
-                        Failed { buf: from(failed), error }
-                    })
+            Ok(to) => Transfer::start(stream, (self, to), DOING, put, |result, held| {
+                let from = |failed: Failed<Pair<T>>| failed.buf.map(|(from, _)| from);
+                settle_from(result, held).map_err(|failed| {
+                    let error = failed.error.clone();
+                    Failed { buf: from(failed), error }
                 })
-            }
+            }),
             Err(error) => Transfer::ended(Err(Failed { buf: Some(self), error })),
         }
     }
@@ -85,10 +82,8 @@ fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(),
         return Ok(());
     }
     // An event of a stream that is captured is a node of its graph: waiting for it would draw ours in.
-    if from.stream().is_capturing()? || stream.is_capturing()? {
-        let problem = "a stream is being captured into a graph: the host cannot wait for a copy on it";
-        return Err(Error::invalid("copy between device buffers", problem));
-    }
+    refused_in_capture(from.stream(), DOING)?;
+    refused_in_capture(stream, DOING)?;
     stream.wait_event(&from.stream().record()?)
 }
 
