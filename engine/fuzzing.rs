@@ -408,6 +408,7 @@ pub fn hostile_messages(data: &[u8]) {
             unit: 4,
             signature,
             timeout: FOREVER,
+            staged: None,
         });
         *number += 1;
     }
@@ -480,6 +481,7 @@ pub fn hostile_collective(data: &[u8]) {
         }),
         then: None,
         device: None,
+        staged: None,
     };
     let Some(mut port) = port(0, script(&mut input, &[signature], unit)) else { return };
     let mut table = Inflight::<(), ()>::with_capacity(1);

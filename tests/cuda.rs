@@ -32,5 +32,7 @@ mod missing;
 mod order;
 #[path = "cuda/perf.rs"]
 mod perf;
+#[path = "cuda/stripes.rs"]
+mod stripes;
 #[path = "cuda/support.rs"]
 mod support;

@@ -204,7 +204,7 @@ impl<'a> Call<'a> {
                 Some(event)
             }
         };
-        When { timeout: self.timeout, after, last: None }
+        When { timeout: self.timeout, after, staged: None }
     }
 
     /// Whether the reduction is defined, on this type and in this collective.

@@ -11,9 +11,10 @@ use super::ordered::Start;
 use super::work::Restore;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
-use crate::exec::{Collective, Direction, Reduction, When};
-use crate::mem::device::{DevicePlace, DeviceStream, Fate, Item, Staged};
+use crate::exec::{Collective, Direction, Reduction, STRIPE, When, cut};
+use crate::mem::device::{ALL, DevicePlace, DeviceStream, Fate, Item, Staged, Stripe};
 use crate::mem::{Buf, Held, ListMemory, Location, Where};
+use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{Element, ON_DEVICES};
 
 /// The ends of a part on the host: input and output.
@@ -99,9 +100,9 @@ pub(super) struct Staging {
 }
 
 /// What runs before and after an operation that is staged.
-fn around(staged: Staged, when: &mut When) {
-    when.after = Some(staged.ready.clone());
-    when.last = Some(Box::new(move |finish| staged.back(finish)));
+fn around(staged: Arc<Staged>, when: &mut When) {
+    when.after = staged.ready();
+    when.staged = Some(staged);
 }
 
 impl Call<'_> {
@@ -128,7 +129,7 @@ impl Call<'_> {
                 }
             }
         }
-        Ok(When { timeout: self.timeout, after: None, last: None })
+        Ok(When { timeout: self.timeout, after: None, staged: None })
     }
 
     /// Hands in a collective whose parts have this memory, some of it on devices.
@@ -203,7 +204,12 @@ impl Call<'_> {
     ) -> Result<Staging, Error> {
         *when = self.when_on_device(direction.name(), [&place].into_iter())?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
-        let staged = Staged::begin(vec![Item { place, bytes, fill, back }])?;
+        let stripe = |from: usize| {
+            let to = bytes.min(from + STRIPE);
+            Stripe { pieces: vec![(0, from..to)], reach: if to == bytes { ALL } else { (0, to) } }
+        };
+        let stripes = (0..bytes.max(1)).step_by(STRIPE).map(stripe).collect();
+        let staged = Staged::begin(vec![Item { place, bytes, fill, back }], stripes)?;
         let staging = Staging { at: staged.at(0), memory: staged.memory() };
         around(staged, when);
         Ok(staging)
@@ -268,26 +274,29 @@ fn place(
 }
 
 /// Starts the copies to the host, and makes the parts work on those.
-fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result<Staged, Error> {
-    let mut items = Vec::new();
-    let mut add = |end: &End, fill: bool, back: bool| match &end.place.0 {
+fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result<Arc<Staged>, Error> {
+    let (mut items, mut slots) = (Vec::new(), Vec::new());
+    let mut add = |slot: (usize, Slot), end: &End, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
         Where::Device(place) => {
             items.push(Item { place: place.clone(), bytes: end.bytes, fill, back });
+            slots.push((slot.0, slot.1, end.bytes));
             Ok(items.len() - 1)
         }
     };
     let mut ends = Vec::with_capacity(memory.len());
     let (signature, scaled) = (collective.signature, collective.scale.is_some());
-    for (part, memory) in collective.parts.all().iter().zip(memory) {
+    for (p, (part, memory)) in collective.parts.all().iter().zip(memory).enumerate() {
         let writes = part.leaves_result(&signature, scaled);
         ends.push(match &memory.input {
-            None => (None, add(&memory.output, true, writes)),
+            None => (None, add((p, OUTPUT), &memory.output, true, writes)),
             // Between the blocks of a varied one may be elements that stay as they are.
-            Some(input) => (Some(add(input, true, false)), add(&memory.output, varied, writes)),
+            Some(input) => {
+                (Some(add((p, INPUT), input, true, false)), add((p, OUTPUT), &memory.output, varied, writes))
+            }
         });
     }
-    let staged = Staged::begin(items)?;
+    let staged = Staged::begin(items, cut(collective.parts.all(), &slots))?;
     let at = |end: Result<usize, *mut u8>| end.map_or_else(|host| host, |item| staged.at(item));
     for (part, (input, output)) in collective.parts.all().iter_mut().zip(ends) {
         part.output = at(output);

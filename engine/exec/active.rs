@@ -1,6 +1,8 @@
 //! The collective that a communicator is working on: its parts, each a plan in a machine, several at a time.
 
+use std::cmp::Ordering;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::device::{self, DeviceOp};
@@ -10,6 +12,7 @@ use super::operation::{Part, PartList, Request, Then};
 use super::port::{Lent, Port};
 use crate::error::{Error, Operation};
 use crate::link::SLOT;
+use crate::mem::device::{ALL, Reach, Staged};
 use crate::types::{Rank, Signature};
 
 /// Parts of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
@@ -38,7 +41,23 @@ struct Current {
     next: usize,
     number: u16,
     then: Option<Then>,
+    staged: Option<Arc<Staged>>,
+    /// Stripes of it that have come, and how far the operation may go by them.
+    arrived: usize,
+    reach: Reach,
     started: Instant,
+}
+
+impl Current {
+    /// How many rounds of part `order` may be touched.
+    fn rounds(&self, order: usize) -> usize {
+        let (part, rounds) = self.reach;
+        match order.cmp(&part) {
+            Ordering::Less => usize::MAX,
+            Ordering::Equal => rounds,
+            Ordering::Greater => 0,
+        }
+    }
 }
 
 /// What a pass came to.
@@ -89,14 +108,28 @@ impl Active {
     }
 
     pub(crate) fn start(&mut self, key: Key, request: Request) {
-        let Request { number, signature, timeout, reduction, scale, parts, then, device } = request;
+        let Request { number, signature, timeout, reduction, scale, parts, then, device, staged } = request;
         let phantom = self.phantom.clone();
         let comm = self.comm;
         let slice = if device.is_some() { device::SLICE } else { self.slice };
         let common = Common { comm, number, signature, reduction, scale, phantom, slice, device };
         self.stalled_at = None;
         let started = Instant::now();
-        self.current = Some(Current { key, common, timeout, parts, next: 0, number: 0, then, started });
+        let (arrived, reach) = (0, if staged.is_some() { (0, 0) } else { ALL });
+        let (next, number) = (0, 0);
+        self.current = Some(Current {
+            key,
+            common,
+            timeout,
+            parts,
+            next,
+            number,
+            then,
+            staged,
+            arrived,
+            reach,
+            started,
+        });
     }
 
     /// The second half of an operation.
@@ -104,6 +137,29 @@ impl Active {
         if let Some(current) = &mut self.current {
             (current.parts, current.next) = (PartList::Many(parts), 0);
         }
+    }
+
+    /// Looks at what has come of the operation's memory; `waker` is woken when more has. Whether any has.
+    ///
+    /// # Errors
+    /// It does not come.
+    pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<bool, Error> {
+        let Some(current) = &mut self.current else { return Ok(false) };
+        let Some(staged) = current.staged.as_ref().filter(|_| current.reach != ALL) else { return Ok(false) };
+        let arrived = staged.arrived(current.arrived, waker)?;
+        if arrived == current.arrived {
+            return Ok(false);
+        }
+        (current.arrived, current.reach) = (arrived, staged.reach(arrived));
+        for machine in &mut self.running {
+            machine.fill(current.rounds(machine.order));
+        }
+        Ok(true)
+    }
+
+    /// Whether some of the operation's memory is yet to come.
+    pub(crate) fn lacks_memory(&self) -> bool {
+        self.current.as_ref().is_some_and(|current| current.reach != ALL)
     }
 
     /// Forgets the operation: done, or failed.
@@ -131,6 +187,8 @@ impl Active {
         {
             let mut machine = self.idle.pop().unwrap_or_else(|| Box::new(Machine::new()));
             machine.start(&current.common, part.clone(), current.number);
+            machine.order = current.next;
+            machine.fill(current.rounds(current.next));
             self.running.push(machine);
             current.next += 1;
             current.number = current.number.wrapping_add(1);
@@ -150,7 +208,11 @@ impl Active {
                 i += 1;
             }
         }
-        if !self.running.is_empty() || current.parts.get(current.next).is_some() {
+        if let Some(staged) = current.staged.as_ref().filter(|_| any) {
+            let done = self.running.first().map_or((current.next, 0), |first| (first.order, first.stored()));
+            staged.done(done.min(current.reach));
+        }
+        if !self.running.is_empty() || current.parts.get(current.next).is_some() || current.reach != ALL {
             return Ok(Pass::Going(any));
         }
         if let Some(device) = &current.common.device {

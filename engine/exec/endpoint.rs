@@ -21,6 +21,7 @@ pub(crate) use reuse::Machines;
 
 use self::asked::Asked;
 use self::ending::Endings;
+use self::finish::Backing;
 use super::Progress;
 use super::active::{Active, Pass};
 use super::device::{Binding, DeviceOp};
@@ -32,7 +33,7 @@ use super::port::{Opener, Port};
 use crate::error::Error;
 use crate::link::local::Gate;
 use crate::link::region::Region;
-use crate::mem::device::Finish;
+use crate::mem::device::Staged;
 use crate::mem::{Event, Held};
 use crate::plan::{Env, Program};
 use crate::trace::{Recorder, State};
@@ -104,15 +105,13 @@ pub(crate) enum Submission {
     Message { direction: Direction, peer: Rank, tag: u32, memory: *mut u8, count: usize, dtype: DType },
 }
 
-/// What is left to do when all has moved, before an operation is finished: it is told how to finish it.
-pub(crate) type Last = Box<dyn FnOnce(Finish) + Send>;
-
 /// How a submission is to be run.
 #[derive(Default)]
 pub(crate) struct When {
     pub(crate) timeout: Option<Duration>,
     pub(crate) after: Option<Event>,
-    pub(crate) last: Option<Last>,
+    /// What brings the operation's memory, and takes it back when all has moved, before the operation is finished.
+    pub(crate) staged: Option<Arc<Staged>>,
 }
 
 /// A peer's answer: about which operation, its own last call, when.
@@ -131,11 +130,13 @@ struct Table {
     /// What peers asked about operations that we have not called yet.
     asked: Asked,
     closed: bool,
-    /// What is to be done last, of the operations that have such; and what is to be done now.
-    lasts: HashMap<u64, Last>,
+    /// The operations whose memory is to be taken back; those of which it is to be done now; and those of which it is on
+    /// its way.
+    staged: HashMap<u64, Backing>,
+    due: Vec<Backing>,
+    backing: Vec<Backing>,
     /// The operations that devices run.
     devices: HashMap<u64, Arc<DeviceOp>>,
-    due: Vec<(Key, Last)>,
 }
 
 impl Table {
@@ -245,9 +246,10 @@ impl Endpoint {
             history: VecDeque::with_capacity(HISTORY + 1),
             asked: Asked::default(),
             closed: false,
-            lasts: HashMap::new(),
-            devices: HashMap::new(),
+            staged: HashMap::new(),
             due: Vec::new(),
+            backing: Vec::new(),
+            devices: HashMap::new(),
         };
         Arc::new(Endpoint {
             table: Mutex::new(table),
@@ -340,9 +342,6 @@ impl Endpoint {
             return Err((error, held));
         }
         let key = table.inflight.submit(held);
-        if let Some(last) = when.last {
-            table.lasts.insert(key.number(), last);
-        }
         let mut disagreement = None;
         match submission {
             Submission::Collective(collective) => {
@@ -353,7 +352,9 @@ impl Endpoint {
                     device.submitted(number);
                     table.devices.insert(key.number(), device.clone());
                 }
-                let request = Request { number, signature, timeout, reduction, scale, parts, then, device };
+                let staged = table.keep(key, (number, signature, timeout), when.staged);
+                let request =
+                    Request { number, signature, timeout, reduction, scale, parts, then, device, staged };
                 if table.history.len() == HISTORY {
                     table.history.pop_front();
                 }
@@ -366,8 +367,7 @@ impl Endpoint {
             }
             Submission::Message { direction, peer, tag, memory, count, dtype } => {
                 let next = table.numbers.entry((peer, direction, tag)).or_insert(0);
-                let number = *next;
-                *next += 1;
+                let number = std::mem::replace(next, *next + 1);
                 let signature = Signature {
                     kind: KIND_P2P,
                     dtype: dtype as u8,
@@ -379,6 +379,7 @@ impl Endpoint {
                     detail: 0,
                 };
                 let bytes = count * dtype.size();
+                let staged = table.keep(key, (number, signature, timeout), when.staged);
                 let transfer = Transfer {
                     key,
                     direction,
@@ -390,6 +391,7 @@ impl Endpoint {
                     unit: dtype.size(),
                     signature,
                     timeout,
+                    staged,
                 };
                 table.messages.push_back((key, transfer, when.after));
             }
@@ -605,6 +607,7 @@ impl Endpoint {
             self.next_collective(run)?;
         }
         let Run { active, port, devices, messages, .. } = run;
+        any |= active.arrived(self.config.lane.waker())?;
         any |= port.reap(|lent| active.freed(lent))?;
         if !active.is_empty() {
             let port = match devices {
@@ -638,6 +641,7 @@ impl Endpoint {
                 }
             }
         }
+        messages.arrived(self.config.lane.waker())?;
         any |= messages.pass(|key| self.moved(key))?;
         if any {
             return Ok(Progress::Advanced);

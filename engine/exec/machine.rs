@@ -13,6 +13,7 @@ mod device;
 mod frames;
 mod fused;
 mod kernel;
+mod staged;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use std::sync::Arc;
 use allstream_kernels as kernels;
 
 use self::device::OnDevice;
+pub(crate) use self::staged::{STRIPE, cut};
 use super::device::DeviceOp;
 use super::operation::{Part, Reduction};
 use super::port::{Lent, Payload, Port};
@@ -138,6 +140,10 @@ pub(super) struct Machine {
     rounds: u32,
     round: usize,
     slice: usize,
+    /// Which part that is, counted as the operation does.
+    pub(super) order: usize,
+    /// So many rounds of the memory may be touched: of the rest, the input has not come.
+    filled: usize,
     hot: Hot,
     done: Vec<bool>,
     /// Steps that are not done.
@@ -167,6 +173,8 @@ impl Machine {
             rounds: 0,
             round: 0,
             slice: SLOT,
+            order: 0,
+            filled: usize::MAX,
             hot: Hot::default(),
             done: Vec::new(),
             left: 0,
@@ -219,6 +227,7 @@ impl Machine {
         self.done.resize(plan.steps.len(), false);
         self.left = plan.steps.len();
         self.hot.reset(plan.steps.len());
+        self.filled = usize::MAX;
         self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
         if (Context { common, part: &part, earlier: &[] }).is_fused() {
@@ -296,6 +305,9 @@ impl Machine {
                 return self.advance_fused(c, device, port);
             }
         } else if self.scaled.is_some() {
+            if self.filled < self.rounds as usize {
+                return Ok((false, false));
+            }
             self.scale(c);
             return Ok((true, false));
         }
@@ -339,11 +351,12 @@ impl Machine {
         stored && (freed || !self.on_device.keeps(Wait::Freed))
     }
 
-    /// How far (exclusive) step `i` may write or read at most, by the steps before it.
+    /// How far (exclusive) step `i` may write or read at most, by the steps before it, and by what has come of the input.
     fn written_limit(&self, program: &Program, i: usize) -> usize {
         let after = &program.nodes[i].after_write;
         let after = after.iter().filter(|_| self.on_device.keeps(Wait::Written));
-        after.map(|j| self.whole(i, *j, self.nodes[*j as usize].pos)).min().unwrap_or(usize::MAX)
+        let come = self.filled.saturating_mul(self.round);
+        after.map(|j| self.whole(i, *j, self.nodes[*j as usize].pos)).min().unwrap_or(come).min(come)
     }
 
     fn read_limit(&self, program: &Program, i: usize) -> usize {

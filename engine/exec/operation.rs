@@ -10,6 +10,7 @@ use super::Endpoint;
 use super::device::DeviceOp;
 use crate::error::Error;
 use crate::mem::Held;
+use crate::mem::device::Staged;
 use crate::plan::{Layout, OUTPUT, Program, Slot};
 use crate::types::{DType, Kind, ReduceOp, Signature};
 
@@ -141,4 +142,6 @@ pub(crate) struct Request {
     pub(crate) then: Option<Then>,
     /// The device that runs it. The parts' memory is then the device's.
     pub(crate) device: Option<Arc<DeviceOp>>,
+    /// What brings the parts' memory, where that comes in several stripes.
+    pub(crate) staged: Option<Arc<Staged>>,
 }

@@ -5,6 +5,8 @@
 //! message ever waits behind another.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use allstream_kernels as kernels;
@@ -13,6 +15,7 @@ use super::inflight::Key;
 use super::port::{Payload, Port};
 use crate::error::Error;
 use crate::link::{Frame, Header, SLOT};
+use crate::mem::device::Staged;
 use crate::types::{Rank, Signature};
 
 /// Messages up to this go without waiting for their receive.
@@ -74,6 +77,8 @@ pub(crate) struct Transfer {
     pub(crate) unit: usize,
     pub(crate) signature: Signature,
     pub(crate) timeout: Duration,
+    /// What brings the memory, where that comes in several stripes.
+    pub(crate) staged: Option<Arc<Staged>>,
 }
 
 // SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the transfer finishes.
@@ -94,7 +99,17 @@ struct Moving {
     stage: Stage,
     done: usize,
     freed: usize,
+    /// Stripes of the memory that have come, and the bytes that may be touched by that.
+    arrived: usize,
+    filled: usize,
     since: Instant,
+}
+
+impl Moving {
+    fn new(transfer: Transfer) -> Moving {
+        let filled = if transfer.staged.is_some() { 0 } else { usize::MAX };
+        Moving { transfer, stage: Stage::New, done: 0, freed: 0, arrived: 0, filled, since: Instant::now() }
+    }
 }
 
 /// A message that came before its receive was posted.
@@ -149,11 +164,28 @@ impl Messages {
         let peer = &mut self.peers[transfer.peer];
         peer.touched = true;
         let direction = transfer.direction;
-        let moving = Moving { transfer, stage: Stage::New, done: 0, freed: 0, since: Instant::now() };
+        let moving = Moving::new(transfer);
         match direction {
             Direction::Send => peer.sends.push(moving),
             Direction::Recv => peer.recvs.push(moving),
         }
+    }
+
+    /// Looks at what has come of the messages' memory; `waker` is woken when more has.
+    ///
+    /// # Errors
+    /// It does not come.
+    pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<(), Error> {
+        for peer in self.peers.iter_mut().filter(|peer| peer.touched) {
+            for m in peer.sends.iter_mut().chain(&mut peer.recvs) {
+                if let Some(staged) = m.transfer.staged.as_ref().filter(|_| m.filled < usize::MAX) {
+                    m.arrived = staged.arrived(m.arrived, waker)?;
+                    let (message, bytes) = staged.reach(m.arrived);
+                    m.filled = if message > 0 { usize::MAX } else { bytes };
+                }
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -352,6 +384,9 @@ impl Messages {
             frame.ready
         };
         m.done += taken;
+        if let Some(staged) = &m.transfer.staged {
+            staged.done((0, m.done));
+        }
         Ok(taken > 0)
     }
 
@@ -474,8 +509,9 @@ impl Messages {
     fn send(&mut self, rank: Rank, i: usize) -> Result<bool, Error> {
         let m = &self.peers[rank].sends[i];
         let (stage, done, t) = (m.stage, m.done, m.transfer.clone());
+        let end = t.bytes.min(m.filled);
         if stage == Stage::Waiting
-            || (stage == Stage::Moving && done == t.bytes)
+            || (stage == Stage::Moving && (done == t.bytes || done == end))
             || !self.port.tx(rank)?.room()?
         {
             return Ok(false);
@@ -501,7 +537,7 @@ impl Messages {
             }
             return Ok(true);
         }
-        let mut len = (t.bytes - done).min(SLOT - SLOT % t.unit);
+        let mut len = (end - done).min(SLOT - SLOT % t.unit);
         let at = t.memory.wrapping_add(done);
         let payload = match self.payload(rank, at, len)? {
             Some(payload) => payload,

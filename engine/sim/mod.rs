@@ -171,6 +171,7 @@ pub fn simulate(
                 }),
                 then: None,
                 device: None,
+                staged: None,
             },
         );
         ranks.push((active, port));

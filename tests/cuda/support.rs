@@ -141,6 +141,14 @@ pub(crate) fn set_delays(longest_us: u64, seed: u64) {
     assert_eq!(set(longest_us, seed), 0);
 }
 
+/// Of the copies to the host (`false`) or to a device, so many pass from now on, and the streams of the others wait.
+pub(crate) fn pass(to_device: bool, copies: u64) {
+    let address = function("allstream_test_cuda_pass");
+    // SAFETY: the function's type, in the driver's `knobs.rs`.
+    let set: extern "C" fn(u32, u64) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(set(u32::from(to_device), copies), 0);
+}
+
 /// The `nth` call of a function from now gives this code; no function: nothing fails any more.
 pub(crate) fn fail(name: Option<&str>, nth: u64, code: u32) {
     let address = function("allstream_test_cuda_fail");

@@ -1,5 +1,6 @@
 //! How a dead communicator ends: lent memory comes back, then everything fails.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::{Endpoint, HANG_UP, Port, Run};
@@ -22,7 +23,7 @@ impl Endpoint {
     }
 
     /// Fails everything once no peer can touch our buffers any more.
-    pub(super) fn drain(&self, run: &mut Run) -> Progress {
+    pub(super) fn drain(self: &Arc<Self>, run: &mut Run) -> Progress {
         if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
             // Slots that peers may still read come back when they have hung up; of a peer that never does (it was
             // stopped, or its process is gone), they are not used again.
@@ -30,7 +31,9 @@ impl Endpoint {
             return if back || at.elapsed() > HANG_UP { Progress::Idle } else { Progress::Blocked };
         }
         if run.drained.is_some() && self.nothing_moves(run) {
-            return Progress::Blocked; // what is left is on its way back to a device; its end wakes whoever waits
+            // What is left is on its way back to a device; its end wakes whoever waits.
+            self.end_overdue_backing((Instant::now(), run.awake));
+            return Progress::Blocked;
         }
         let quiet = run.ports().fold(true, |quiet, port| port.revoke() & quiet);
         if !(run.messages.revoke() && quiet) {

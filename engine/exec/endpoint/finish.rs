@@ -3,15 +3,53 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use super::{Endpoint, Table};
-use crate::error::Error;
+use super::{Endpoint, Table, grace};
+use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::inflight::Key;
+use crate::mem::device::Staged;
+use crate::types::Signature;
+
+/// An operation whose memory is to be taken back when all has moved.
+#[derive(Clone)]
+pub(super) struct Backing {
+    key: Key,
+    number: u64,
+    signature: Signature,
+    timeout: Duration,
+    staged: Arc<Staged>,
+    /// Since when it is.
+    since: Instant,
+}
+
+impl Table {
+    /// Keeps what takes an operation's memory back; also gives it, where that memory comes in several stripes.
+    pub(super) fn keep(
+        &mut self,
+        key: Key,
+        (number, signature, timeout): (u64, Signature, Duration),
+        staged: Option<Arc<Staged>>,
+    ) -> Option<Arc<Staged>> {
+        let staged = staged?;
+        let since = Instant::now();
+        let backing = Backing { key, number, signature, timeout, staged: staged.clone(), since };
+        self.staged.insert(key.number(), backing);
+        staged.is_striped().then_some(staged)
+    }
+
+    fn forget(&mut self, key: Key) -> Option<Backing> {
+        if !self.backing.is_empty() {
+            self.backing.retain(|backing| backing.key != key);
+        }
+        if self.staged.is_empty() { None } else { self.staged.remove(&key.number()) }
+    }
+}
 
 impl Endpoint {
-    /// What operations need last, outside the locks: it calls a device's driver.
+    /// Takes memory back, outside the locks: that calls a device's driver.
     #[cold]
     pub(super) fn do_last(self: &Arc<Self>) {
         let due = {
@@ -19,18 +57,49 @@ impl Endpoint {
             self.is_due.store(false, Ordering::Relaxed);
             std::mem::take(&mut table.due)
         };
-        for (key, last) in due {
-            let endpoint = self.clone();
-            last(Box::new(move |result| endpoint.finish(key, result)));
+        for backing in due {
+            let (endpoint, key) = (self.clone(), backing.key);
+            let since = Instant::now();
+            let (staged, begun) = (backing.staged.clone(), Backing { since, ..backing });
+            staged.back(
+                || self.table.lock().backing.push(begun),
+                Box::new(move |result| endpoint.finish(key, result)),
+            );
+        }
+    }
+
+    /// Ends what a device does not come to take back within the operation's time.
+    pub(super) fn end_overdue_backing(self: &Arc<Self>, (now, awake): (Instant, Instant)) {
+        let late =
+            |backing: &Backing| now - backing.since > backing.timeout && now - awake > grace(backing.timeout);
+        let late: Vec<Backing> = {
+            let table = self.table.lock();
+            table.backing.iter().filter(|backing| late(backing)).cloned().collect()
+        };
+        for Backing { key, number, signature, timeout, .. } in late {
+            let error = self.not_come(number, signature, timeout);
+            self.fail(error.clone());
+            self.finish(key, Err(error));
+        }
+    }
+
+    /// This rank's device has not brought an operation's memory, or not taken it back.
+    pub(super) fn not_come(&self, number: u64, signature: Signature, after: Duration) -> Error {
+        let rank = self.config.rank;
+        let operation = Operation { comm: self.config.name.clone(), number, signature };
+        Error::Timeout {
+            operation,
+            rank,
+            after,
+            missing: vec![Missing { rank, state: MissingState::NotReady }],
         }
     }
 
     /// All of an operation has moved.
     pub(super) fn moved(&self, key: Key) {
         let mut table = self.table.lock();
-        let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
-        let Some(last) = last else { return self.finish_in(table, key, Ok(())) };
-        table.due.push((key, last));
+        let Some(backing) = table.forget(key) else { return self.finish_in(table, key, Ok(())) };
+        table.due.push(backing);
         self.is_due.store(true, Ordering::Relaxed);
     }
 
@@ -40,13 +109,13 @@ impl Endpoint {
 
     fn finish_in(&self, mut table: MutexGuard<'_, Table>, key: Key, result: Result<(), Error>) {
         // Of an operation that failed.
-        let last = if table.lasts.is_empty() { None } else { table.lasts.remove(&key.number()) };
+        let staged = table.forget(key);
         if !table.devices.is_empty() {
             table.devices.remove(&key.number());
         }
         let (waker, held) = table.inflight.finish(key, result);
         drop(table);
-        drop(last);
+        drop(staged);
         // Somebody else's code, on a thread that others need: a panic in it (reported on stderr) ends here.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
         if let Some(waker) = waker {

@@ -117,8 +117,11 @@ impl Endpoint {
             let stalled = run.active.stalled_at;
             let due = stalled.is_none_or(|at| now - at > STALL_AGAIN);
             if elapsed > timeout && now - run.awake > grace(timeout) {
-                let waiting = run.waiting_for();
-                error = Some(self.timed_out(number, signature, timeout, &waiting));
+                error = Some(if run.active.lacks_memory() {
+                    self.not_come(number, signature, timeout)
+                } else {
+                    self.timed_out(number, signature, timeout, &run.waiting_for())
+                });
             } else if elapsed > STALL.min(timeout / 4) && due {
                 run.active.stalled_at = Some(now);
                 let waiting = run.waiting_for();
@@ -165,6 +168,7 @@ impl Endpoint {
         if let Some(error) = error {
             self.fail(error);
         }
+        self.end_overdue_backing((now, run.awake));
     }
 
     fn timed_out(&self, number: u64, signature: Signature, after: Duration, waiting: &[Rank]) -> Error {

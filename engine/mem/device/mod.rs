@@ -20,6 +20,7 @@ mod signal;
 mod slices;
 mod staging;
 mod stream;
+mod stripes;
 mod transfer;
 mod waiter;
 
@@ -33,6 +34,7 @@ pub(crate) use ipc::{Import, SharedEvent, retire};
 pub use pinned::PinnedBuf;
 pub(crate) use pool::Exported;
 pub(crate) use signal::DeviceSignal;
-pub(crate) use staging::{DevicePlace, Finish, Item, Staged};
+pub(crate) use staging::{DevicePlace, Item};
 pub use stream::{DeviceEvent, DeviceStream, Reached};
+pub(crate) use stripes::{ALL, Reach, Staged, Stripe};
 pub use transfer::Transfer;

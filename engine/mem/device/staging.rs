@@ -1,23 +1,14 @@
-//! Collectives and messages on device memory, through pinned memory of the host's.
-//!
-//! What goes in is copied to the host on the buffer's stream; the operation starts when that is done and works on the
-//! copy; what comes out is copied back on the buffer's stream, and then the operation is finished. Nobody waits in
-//! between: events and the waiter's thread lead from one to the next.
+//! What operations on device memory are staged in: pinned memory of the host's ([`super::stripes`] has how).
 
-use std::cell::Cell;
-use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use allstream_sys::cuda::{CU_MEMHOSTALLOC_PORTABLE, Cuda, CudaError};
-use parking_lot::Mutex;
 
-use super::context::{Context, Entered};
+use super::context::Context;
 use super::fate::Fate;
-use super::stream::{DeviceEvent, DeviceStream};
-use super::waiter::{self, Outcome};
+use super::stream::DeviceStream;
 use crate::error::Error;
-use crate::mem::Event;
 
 /// Where device memory is, and in whose order.
 #[derive(Clone)]
@@ -59,7 +50,6 @@ pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 const KEPT: usize = 64 << 20;
 const LEAST: usize = 64 << 10;
 const MIB: usize = 1 << 20;
-const ALIGN: usize = 64;
 
 /// Blocks that nobody uses: address and length.
 #[derive(Default)]
@@ -151,198 +141,6 @@ impl Drop for Block {
         // SAFETY: allocated in `new`, and freed once. Whoever copies to or from it holds the block meanwhile.
         if let Err(error) = unsafe { self.context.cuda.mem_free_host(self.start.as_ptr().cast()) } {
             tracing::warn!(device = self.context.ordinal, "unpin host memory: {error}");
-        }
-    }
-}
-
-/// Copies that end together, on one stream or several.
-struct Copies {
-    left: usize,
-    result: Result<(), Error>,
-    then: Option<Finish>,
-}
-
-/// Calls `then` once all events are reached, or will not be. The block is held until then.
-fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, then: Finish) {
-    if events.is_empty() {
-        return then(Ok(()));
-    }
-    let copies = Arc::new(Mutex::new(Copies { left: events.len(), result: Ok(()), then: Some(then) }));
-    for event in events {
-        let (copies, block) = (copies.clone(), block.clone());
-        let ended = move |outcome: Outcome| {
-            let result = match outcome {
-                Outcome::Reached => Ok(()),
-                Outcome::Over(error) => Err(error.doing(doing)),
-                Outcome::Unknown(error) => {
-                    // The device may still copy: nobody uses the block again.
-                    std::mem::forget(block);
-                    Err(error.doing(doing))
-                }
-            };
-            let mut copies = copies.lock();
-            copies.left -= 1;
-            if copies.result.is_ok() {
-                copies.result = result;
-            }
-            if copies.left == 0
-                && let Some(then) = copies.then.take()
-            {
-                let result = copies.result.clone();
-                drop(copies);
-                then(result);
-            }
-        };
-        waiter::watch(event, Box::new(ended));
-    }
-}
-
-/// Why what was copied means nothing.
-fn check(fates: &[Arc<Fate>]) -> Result<(), Error> {
-    fates.iter().try_for_each(|fate| fate.check())
-}
-
-/// An operation whose input is on its way to the host.
-pub(crate) struct Staged {
-    items: Vec<Item>,
-    /// Where each item is in the block.
-    offsets: Vec<usize>,
-    block: Arc<Block>,
-    /// Reached when all that the operation reads is there.
-    pub(crate) ready: Event,
-}
-
-impl Staged {
-    /// Starts the copies to the host. `items` is not empty.
-    pub(crate) fn begin(items: Vec<Item>) -> Result<Staged, Error> {
-        let (mut offsets, mut bytes) = (Vec::with_capacity(items.len()), 0usize);
-        for item in &items {
-            offsets.push(bytes);
-            bytes = bytes.saturating_add(item.bytes.next_multiple_of(ALIGN));
-        }
-        let Some(first) = items.first() else {
-            return Err(Error::system("stage an operation", "it has no device buffers (a bug)"));
-        };
-        let block = Arc::new(Block::new(&first.place.stream.0.context, bytes)?);
-        let staged = Staged { items, offsets, block, ready: Event::pending() };
-        let ready = staged.ready.clone();
-        let events = staged.copy(
-            |item| item.fill,
-            "copy to the host",
-            |cuda, item, host| {
-                // SAFETY: `bytes` bytes on both sides (`Buf`'s promise, and the block's layout), in the order of the buffer's
-                // stream. The block is held until the copy is done (`after_all`); so is the buffer, or it is freed in order.
-                unsafe {
-                    cuda.memcpy_dtoh_async(
-                        host.cast(),
-                        item.place.address,
-                        item.bytes,
-                        item.place.stream.0.raw,
-                    )
-                }
-            },
-        )?;
-        let filled = staged.items.iter().filter(|item| item.fill);
-        let fates: Vec<Arc<Fate>> = filled.filter_map(|item| item.place.fate.clone()).collect();
-        let then = move |result: Result<(), Error>| match result.and_then(|()| check(&fates)) {
-            Ok(()) => ready.fire(true),
-            Err(error) => ready.fail(error),
-        };
-        after_all(events, &staged.block, "copy to the host", Box::new(then));
-        Ok(staged)
-    }
-
-    /// Where an item's bytes are on the host.
-    pub(crate) fn at(&self, item: usize) -> *mut u8 {
-        self.block.at(self.offsets[item])
-    }
-
-    /// The memory, to be held as long as the operation may touch it.
-    pub(crate) fn memory(&self) -> Arc<dyn std::any::Any + Send + Sync> {
-        self.block.clone()
-    }
-
-    /// Starts the copies to the device, and calls `finish` when they are done.
-    pub(crate) fn back(self, finish: Finish) {
-        let events = self.copy(
-            |item| item.back,
-            "copy to the device",
-            |cuda, item, host| {
-                // SAFETY: as in `begin`; nobody touches the block any more but this copy.
-                unsafe {
-                    cuda.memcpy_htod_async(
-                        item.place.address,
-                        host.cast(),
-                        item.bytes,
-                        item.place.stream.0.raw,
-                    )
-                }
-            },
-        );
-        // Nobody may be waiting any more.
-        let finish: Finish = Box::new(|result| {
-            if let Err(error) = &result {
-                tracing::warn!("an operation on device memory: {error}");
-            }
-            finish(result);
-        });
-        match events {
-            Ok(events) => after_all(events, &self.block, "copy to the device", finish),
-            Err(error) => finish(Err(error)),
-        }
-    }
-
-    /// Puts copies on the streams of those items, and one event behind them on each stream.
-    fn copy(
-        &self,
-        which: fn(&Item) -> bool,
-        doing: &'static str,
-        copy: impl Fn(&Cuda, &Item, *mut u8) -> Result<(), CudaError>,
-    ) -> Result<Vec<DeviceEvent>, Error> {
-        let items = || self.items.iter().enumerate().filter(|(_, item)| which(item) && item.bytes > 0);
-        for (_, item) in items() {
-            if item.place.stream.is_capturing()? {
-                let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
-                return Err(Error::invalid(doing, problem));
-            }
-        }
-        let (mut streams, mut events) = (Vec::<&DeviceStream>::new(), Vec::new());
-        let put = |context: &Arc<Context>, put: &dyn Fn(&Entered<'_>) -> Result<(), CudaError>| {
-            let done = context.enter().and_then(|entered| put(&entered));
-            done.map_err(|error| {
-                self.settle();
-                context.tell(doing, error)
-            })
-        };
-        for (i, item) in items() {
-            let stream = &item.place.stream;
-            put(&stream.0.context, &|_| copy(stream.0.context.cuda, item, self.at(i)))?;
-            if !streams.contains(&stream) {
-                streams.push(stream);
-            }
-        }
-        for stream in streams {
-            let context = &stream.0.context;
-            let event = Cell::new(None);
-            put(context, &|entered| stream.mark(entered).map(|marked| event.set(Some(marked))))?;
-            events.extend(event.take().map(|event| DeviceEvent::of(context, event)));
-        }
-        Ok(events)
-    }
-
-    /// A call failed after which copies may be on streams. They are over when the streams are: that is waited for
-    /// elsewhere, and until then, or for good if nobody can tell, the block is held.
-    fn settle(&self) {
-        let block = self.block.clone();
-        let streams: Vec<DeviceStream> = self.items.iter().map(|item| item.place.stream.clone()).collect();
-        let held = ManuallyDrop::new(block);
-        let wait = move || {
-            if streams.iter().all(|stream| stream.synchronize().is_ok()) {
-                drop(ManuallyDrop::into_inner(held));
-            }
-        };
-        if let Err(error) = std::thread::Builder::new().name("allstream-settle".into()).spawn(wait) {
-            tracing::warn!("pinned memory is lost: {error}");
         }
     }
 }

@@ -1,13 +1,18 @@
 //! Copies: what is read when, and who waits.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::abi::{Address, Handle};
 use crate::codes::{Code, Done};
 use crate::context::{CONTEXTS, Context, working};
 use crate::entry::call;
+use crate::knobs::passes;
 use crate::space::{Span, find};
 use crate::stream::{Stream, Worker};
+
+/// How often a copy that is held looks whether it still is.
+const HELD: Duration = Duration::from_millis(1);
 
 /// One side of a copy.
 enum Side {
@@ -77,7 +82,14 @@ fn copy(stream: &Arc<Stream>, to: Side, mut from: Side, length: usize, host_wait
         from = Side::Staged(unsafe { std::slice::from_raw_parts(at as *const u8, length) }.into());
     }
     let waits = host_waits || matches!(to, Side::Pageable(_));
-    let ticket = stream.submit(move |worker| transfer(&to, &from, length, worker))?;
+    let ticket = stream.submit(move |worker| {
+        if to.on_the_host() != from.on_the_host() {
+            while !passes(from.on_the_host()) && worker.context.is_alive() {
+                std::thread::sleep(HELD);
+            }
+        }
+        transfer(&to, &from, length, worker)
+    })?;
     if let (true, Some(ticket)) = (waits, ticket) {
         ticket.wait(&stream.context);
         stream.context.check()?;

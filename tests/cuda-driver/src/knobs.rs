@@ -31,6 +31,8 @@ struct Knobs {
     no_peer: AtomicU64,
     /// Instructions one launch may take.
     budget: AtomicU64,
+    /// By direction, to the host and to a device: so many copies pass, and the others wait.
+    pass: [AtomicU64; 2],
     calls: Mutex<BTreeMap<&'static str, u64>>,
     faults: Mutex<Vec<Fault>>,
     any_fault: AtomicBool,
@@ -46,6 +48,7 @@ fn knobs() -> &'static Knobs {
             seed: AtomicU64::new(number("SEED", 1)),
             no_peer: AtomicU64::new(0),
             budget: AtomicU64::new(number("BUDGET", 1 << 32)),
+            pass: [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)],
             calls: Mutex::default(),
             faults: Mutex::default(),
             any_fault: AtomicBool::new(false),
@@ -165,6 +168,13 @@ pub(crate) fn budget() -> u64 {
     knobs().budget.load(Ordering::Relaxed)
 }
 
+/// Whether a copy may go on now; once it may, it counts.
+pub(crate) fn passes(to_device: bool) -> bool {
+    let less = |left: u64| if left == u64::MAX { Some(left) } else { left.checked_sub(1) };
+    let pass = &knobs().pass[usize::from(to_device)];
+    pass.fetch_update(Ordering::AcqRel, Ordering::Acquire, less).is_ok()
+}
+
 fn setter(set: impl FnOnce(&Knobs) -> Done) -> Code {
     set(knobs()).err().unwrap_or(Code::SUCCESS)
 }
@@ -219,6 +229,17 @@ pub(crate) extern "C" fn allstream_test_cuda_set_peers(a: u32, b: u32, can: bool
 pub(crate) extern "C" fn allstream_test_cuda_set_budget(instructions: u64) -> Code {
     setter(|knobs| {
         knobs.budget.store(instructions, Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// Of the copies to the host (0) or to a device (1) that are asked for with a stream, so many pass from now on, and then the
+/// streams wait; all ones: all pass.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_pass(direction: u32, copies: u64) -> Code {
+    setter(|knobs| {
+        let pass = knobs.pass.get(direction as usize).ok_or(Code::INVALID_VALUE)?;
+        pass.store(copies, Ordering::Release);
         Ok(())
     })
 }

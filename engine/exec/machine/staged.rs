@@ -1,0 +1,166 @@
+//! What an operation on staged memory may touch, as that comes and goes ([`crate::mem::device::Staged`]).
+//!
+//! A round is one run of the whole plan, so the rounds that have come can be worked on before the others have, and those that
+//! all steps have stored can leave before the others are.
+
+use super::{Machine, SLICES};
+use crate::exec::operation::Part;
+use crate::link::SLOT;
+use crate::mem::device::{ALL, Stripe};
+use crate::plan::{Layout, OUTPUT, Slot, Step};
+
+/// Bytes of a stripe: long beside what its copies cost to start (tens of microseconds each way), short beside an operation
+/// that is worth cutting. To be measured.
+pub(crate) const STRIPE: usize = 8 << 20;
+
+/// Cuts the parts of an operation into stripes. `items`: of each buffer that is staged, in the order of their parts, the
+/// part, what it is there, and its bytes.
+pub(crate) fn cut(parts: &[Part], items: &[(usize, Slot, usize)]) -> Vec<Stripe> {
+    let (mut stripes, mut pieces, mut bytes) = (Vec::new(), Vec::new(), 0);
+    for (p, part) in parts.iter().enumerate() {
+        let ours: Vec<_> = items.iter().enumerate().filter(|(_, item)| item.0 == p).collect();
+        let unit = part.dtype.size();
+        let layout = |slot: Slot| part.program.plan.slots[usize::from(slot)];
+        let in_one =
+            part.pairwise || ours.iter().any(|(_, item)| matches!(layout(item.1), Layout::Table { .. }));
+        if in_one {
+            for (i, (_, _, len)) in ours {
+                pieces.push((i, 0..*len));
+                bytes += len;
+            }
+            continue;
+        }
+        // Each chunk of each buffer, in bytes: its range, cut off where the buffer ends.
+        let mut chunks = Vec::new();
+        for (i, &(_, slot, len)) in ours {
+            let ranges = (0..layout(slot).chunks()).map(|chunk| part.range(slot, chunk));
+            chunks
+                .extend(ranges.map(|range| (i, (range.start * unit).min(len)..(range.end * unit).min(len))));
+            // No step knows of what is beyond.
+            pieces.push((i, (part.total(slot) * unit).min(len)..len));
+        }
+        let round = (SLICES * SLOT / unit).max(1) * unit;
+        let longest = chunks.iter().map(|(_, range)| range.len()).max().unwrap_or(0);
+        let each: usize = chunks.iter().map(|(_, range)| range.len().min(round)).sum();
+        let (rounds, mut from) = (longest.div_ceil(round), 0);
+        while from < rounds {
+            let fit = STRIPE.saturating_sub(bytes).checked_div(each).unwrap_or(rounds);
+            let to = (from + fit.max(1)).min(rounds);
+            for (i, range) in &chunks {
+                let at = |rounds: usize| (range.start + rounds * round).min(range.end);
+                pieces.push((*i, at(from)..at(to)));
+                bytes += at(to) - at(from);
+            }
+            from = to;
+            if from < rounds || bytes >= STRIPE {
+                let reach = if from == rounds { (p + 1, 0) } else { (p, from) };
+                stripes.push(Stripe { pieces: std::mem::take(&mut pieces), reach });
+                bytes = 0;
+            }
+        }
+    }
+    if !pieces.is_empty() || stripes.is_empty() {
+        stripes.push(Stripe { pieces, reach: ALL });
+    }
+    if let Some(last) = stripes.last_mut() {
+        last.reach = ALL;
+    }
+    stripes
+}
+
+impl Machine {
+    /// So many rounds of the input have come.
+    pub(in crate::exec) fn fill(&mut self, rounds: usize) {
+        if self.filled != rounds {
+            self.filled = rounds;
+            (0..self.nodes.len() as u32).for_each(|i| self.hot.mark(i));
+        }
+    }
+
+    /// So many rounds of the output have their results, and no step touches them any more but to send them.
+    pub(in crate::exec) fn stored(&self) -> usize {
+        let Some(part) = self.work.as_ref().filter(|_| self.scaled.is_none()) else { return 0 };
+        let steps = part.program.plan.steps.iter().zip(&self.nodes);
+        let to_output = |step: &Step| step.dst.is_some_and(|at| at.slot == OUTPUT);
+        let left = steps.filter(|(step, node)| to_output(step) && node.pos < node.len);
+        left.map(|(_, node)| node.pos / self.round).min().unwrap_or(usize::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ops::Range;
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::plan::{self, Algo, INPUT, Kind, Program, Shape};
+    use crate::types::DType;
+
+    /// Each byte of each buffer is in one stripe, and in none that is later than the rounds that touch it.
+    #[test]
+    fn stripes_cover_all_once_and_in_order() {
+        let part = |kind, algo, n, count, dtype| {
+            let shape = Shape { n, rank: n - 1, ..Shape::default() };
+            let program = Arc::new(Program::compile(&plan::plan(kind, algo, &shape).unwrap()));
+            let (input, output) = (std::ptr::null(), std::ptr::null_mut());
+            Part { program, input, output, count, dtype, tables: None, pairwise: false }
+        };
+        let mib = 1 << 20;
+        for (kind, algo) in [
+            (Kind::AllReduce, Algo::Ring),
+            (Kind::AllReduce, Algo::Direct),
+            (Kind::AllGather, Algo::Ring),
+            (Kind::ReduceScatter, Algo::Ring),
+        ] {
+            for n in [2, 3, 8] {
+                for counts in
+                    [vec![5 * mib + 13], vec![7, 0, 9 * mib, mib / 3, 3 * mib + 1], vec![0], vec![mib; 40]]
+                {
+                    let of = |count: &usize| part(kind, algo, n, *count, DType::F32);
+                    let parts: Vec<Part> = counts.iter().map(of).collect();
+                    let total = |p: usize, slot| parts[p].total(slot) * 4;
+                    // The last buffer has a tail that is no chunk's.
+                    let tail = |p: usize| if p + 1 == parts.len() { 100 } else { 0 };
+                    let items: Vec<_> = (0..parts.len())
+                        .flat_map(|p| [(p, INPUT, total(p, INPUT)), (p, OUTPUT, total(p, OUTPUT) + tail(p))])
+                        .collect();
+                    let stripes = cut(&parts, &items);
+                    assert_eq!(stripes.last().unwrap().reach, ALL);
+                    assert!(stripes.windows(2).all(|pair| pair[0].reach < pair[1].reach));
+                    let mut seen: Vec<Vec<Range<usize>>> = vec![Vec::new(); items.len()];
+                    for stripe in &stripes {
+                        for (i, range) in &stripe.pieces {
+                            seen[*i].push(range.clone());
+                        }
+                        let (all, rounds) = stripe.reach;
+                        let round = SLICES * SLOT / 4;
+                        for (item, seen) in items.iter().zip(&seen) {
+                            let part = &parts[item.0];
+                            let layout = part.program.plan.slots[usize::from(item.1)];
+                            for chunk in 0..layout.chunks() {
+                                let range = part.range(item.1, chunk);
+                                let come = match item.0.cmp(&all) {
+                                    std::cmp::Ordering::Less => range.len(),
+                                    std::cmp::Ordering::Equal => range.len().min(rounds * round),
+                                    std::cmp::Ordering::Greater => 0,
+                                };
+                                let (start, end) = (range.start * 4, (range.start + come) * 4);
+                                let within =
+                                    |r: &Range<usize>| r.end.min(end).saturating_sub(r.start.max(start));
+                                let covered: usize = seen.iter().map(within).sum();
+                                assert_eq!(covered, end - start, "{kind:?} {n} {counts:?}");
+                            }
+                        }
+                    }
+                    for (item, mut seen) in items.iter().zip(seen) {
+                        seen.retain(|range| !range.is_empty());
+                        seen.sort_by_key(|range| range.start);
+                        let end =
+                            seen.iter().try_fold(0, |at, range| (range.start == at).then_some(range.end));
+                        assert_eq!(end, Some(item.2), "{kind:?} {n} {counts:?}");
+                    }
+                }
+            }
+        }
+    }
+}

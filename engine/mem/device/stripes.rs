@@ -1,0 +1,358 @@
+//! Operations on device memory, through pinned memory of the host's.
+//!
+//! What goes in is copied to the host on the buffer's stream, a *stripe* at a time: a part of the buffers that the operation
+//! can be carried out on by itself. It starts when the first is there, works on the copy, and goes no further than what has
+//! come. What it is done with is copied back, on a stream that holds nothing but such copies, and behind the last of them
+//! the operation is finished. So one stripe is on its way from the device, another between ranks, and a third back to the
+//! device. Nobody waits in between: events and the waiter's thread lead from one to the next.
+
+use std::mem::ManuallyDrop;
+use std::ops::Range;
+use std::sync::Arc;
+use std::task::Waker;
+
+use parking_lot::Mutex;
+
+use super::fate::Fate;
+use super::staging::{Block, Finish, Item};
+use super::stream::{DeviceEvent, DeviceStream};
+use super::waiter::{self, Outcome};
+use crate::error::Error;
+use crate::mem::Event;
+
+const ALIGN: usize = 64;
+const IN: &str = "copy to the host";
+const BACK: &str = "copy to the device";
+
+/// A point in an operation: all parts before one, and so many rounds of that (of a message: bytes).
+pub(crate) type Reach = (usize, usize);
+
+/// All of an operation.
+pub(crate) const ALL: Reach = (usize::MAX, 0);
+
+/// What is copied together, each way.
+pub(crate) struct Stripe {
+    /// Of each item by its number: bytes.
+    pub(crate) pieces: Vec<(usize, Range<usize>)>,
+    /// The operation can go as far as this once it is there, and is done with it from this on.
+    pub(crate) reach: Reach,
+}
+
+/// A graph would hold the copies, and they would never be over.
+fn refused_in_capture(stream: &DeviceStream, doing: &str) -> Result<(), Error> {
+    if !stream.is_capturing()? {
+        return Ok(());
+    }
+    let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
+    Err(Error::invalid(doing, problem))
+}
+
+/// Copies that end together, on one stream or several.
+struct Copies {
+    left: usize,
+    result: Result<(), Error>,
+    then: Option<Finish>,
+}
+
+/// Calls `then` once all events are reached, or will not be. The block is held until then.
+fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, then: Finish) {
+    if events.is_empty() {
+        return then(Ok(()));
+    }
+    let copies = Arc::new(Mutex::new(Copies { left: events.len(), result: Ok(()), then: Some(then) }));
+    for event in events {
+        let (copies, block) = (copies.clone(), block.clone());
+        let ended = move |outcome: Outcome| {
+            let result = match outcome {
+                Outcome::Reached => Ok(()),
+                Outcome::Over(error) => Err(error.doing(doing)),
+                Outcome::Unknown(error) => {
+                    // The device may still copy: nobody uses the block again.
+                    std::mem::forget(block);
+                    Err(error.doing(doing))
+                }
+            };
+            let mut copies = copies.lock();
+            copies.left -= 1;
+            if copies.result.is_ok() {
+                copies.result = result;
+            }
+            if copies.left == 0
+                && let Some(then) = copies.then.take()
+            {
+                let result = copies.result.clone();
+                drop(copies);
+                then(result);
+            }
+        };
+        waiter::watch(event, Box::new(ended));
+    }
+}
+
+/// Why what was copied means nothing.
+fn check(fates: &[Arc<Fate>]) -> Result<(), Error> {
+    fates.iter().try_for_each(|fate| fate.check())
+}
+
+/// The copies back.
+struct Back {
+    /// The first stripe that has not been started.
+    next: usize,
+    /// Stripes on their way; and, until all have been started, the operation.
+    running: usize,
+    result: Result<(), Error>,
+    then: Option<Finish>,
+}
+
+/// An operation whose input is on its way to the host.
+pub(crate) struct Staged {
+    items: Vec<Item>,
+    /// Where each item is in the block.
+    offsets: Vec<usize>,
+    block: Arc<Block>,
+    stripes: Vec<Stripe>,
+    /// By stripe: reached when all that the operation reads of it is there.
+    ready: Vec<Event>,
+    back: Mutex<Back>,
+}
+
+impl Staged {
+    /// Starts the copies to the host. `items` and `stripes` are not empty.
+    pub(crate) fn begin(items: Vec<Item>, stripes: Vec<Stripe>) -> Result<Arc<Staged>, Error> {
+        let (mut offsets, mut bytes) = (Vec::with_capacity(items.len()), 0usize);
+        for item in &items {
+            offsets.push(bytes);
+            bytes = bytes.saturating_add(item.bytes.next_multiple_of(ALIGN));
+        }
+        let Some(first) = items.first() else {
+            return Err(Error::system("stage an operation", "it has no device buffers (a bug)"));
+        };
+        for item in &items {
+            refused_in_capture(&item.place.stream, IN)?;
+        }
+        let block = Arc::new(Block::new(&first.place.stream.0.context, bytes)?);
+        let ready = stripes.iter().map(|_| Event::pending()).collect();
+        let back = Mutex::new(Back { next: 0, running: 1, result: Ok(()), then: None });
+        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back });
+        let filled = staged.items.iter().filter(|item| item.fill);
+        let fates: Vec<Arc<Fate>> = filled.filter_map(|item| item.place.fate.clone()).collect();
+        for i in 0..staged.stripes.len() {
+            let (ready, fates) = (staged.ready[i].clone(), fates.clone());
+            let then = move |result: Result<(), Error>| match result.and_then(|()| check(&fates)) {
+                Ok(()) => ready.fire(true),
+                Err(error) => ready.fail(error),
+            };
+            let events = staged.fill(i).inspect_err(|_| staged.settle())?;
+            after_all(events, &staged.block, IN, Box::new(then));
+        }
+        Ok(staged)
+    }
+
+    /// Puts the copies of a stripe on the buffers' streams, and one event behind them on each.
+    fn fill(&self, stripe: usize) -> Result<Vec<DeviceEvent>, Error> {
+        let mut streams = Vec::<&DeviceStream>::new();
+        let mut note = |stream| {
+            if !streams.contains(&stream) {
+                streams.push(stream);
+            }
+        };
+        for (i, range) in self.pieces(stripe, |item| item.fill) {
+            let place = &self.items[i].place;
+            let (from, to) = self.ends(i, &range);
+            place.stream.0.context.call(IN, |cuda| {
+                // SAFETY: as many bytes on both sides (`Buf`'s promise, and the block's layout), in the order of the buffer's
+                // stream. The block is held until the copy is done (`after_all`, `settle`); so is the buffer, or it is freed
+                // in order.
+                unsafe { cuda.memcpy_dtoh_async(to.cast(), from, range.len(), place.stream.0.raw) }
+            })?;
+            note(&place.stream);
+        }
+        if stripe == 0 {
+            // What is copied back goes by another stream: what was there before is to be over by then.
+            let backs = self.items.iter().filter(|item| item.back && !item.fill && item.bytes > 0);
+            backs.for_each(|item| note(&item.place.stream));
+        }
+        streams.into_iter().map(DeviceStream::record).collect()
+    }
+
+    /// Those of a stripe's pieces that are not empty, of such items.
+    fn pieces(
+        &self,
+        stripe: usize,
+        which: fn(&Item) -> bool,
+    ) -> impl Iterator<Item = (usize, Range<usize>)> + '_ {
+        let pieces = self.stripes[stripe].pieces.iter();
+        pieces.filter(move |(i, range)| which(&self.items[*i]) && !range.is_empty()).cloned()
+    }
+
+    /// Bytes of an item on the device, and on the host.
+    fn ends(&self, item: usize, range: &Range<usize>) -> (u64, *mut u8) {
+        let address = self.items[item].place.address + range.start as u64;
+        (address, self.block.at(self.offsets[item] + range.start))
+    }
+
+    /// Where an item's bytes are on the host.
+    pub(crate) fn at(&self, item: usize) -> *mut u8 {
+        self.block.at(self.offsets[item])
+    }
+
+    /// The memory, to be held as long as the operation may touch it.
+    pub(crate) fn memory(&self) -> Arc<dyn std::any::Any + Send + Sync> {
+        self.block.clone()
+    }
+
+    /// Reached when the operation may start.
+    pub(crate) fn ready(&self) -> Option<Event> {
+        self.ready.first().cloned()
+    }
+
+    /// Whether it goes in several stripes.
+    pub(crate) fn is_striped(&self) -> bool {
+        self.stripes.len() > 1
+    }
+
+    /// How many stripes have come, of which so many had before; where more are to, `waker` is woken then.
+    ///
+    /// # Errors
+    /// One does not come.
+    pub(crate) fn arrived(&self, before: usize, waker: &Waker) -> Result<usize, Error> {
+        let mut arrived = before;
+        while let Some(ready) = self.ready.get(arrived)
+            && !ready.subscribe(waker)
+        {
+            if ready.is_failed() {
+                return Err(ready.cause().unwrap_or_else(|| Error::system(IN, "it failed (a bug)")));
+            }
+            arrived += 1;
+        }
+        Ok(arrived)
+    }
+
+    /// How far the operation may go when so many stripes have come.
+    pub(crate) fn reach(&self, arrived: usize) -> Reach {
+        match arrived.checked_sub(1) {
+            None => (0, 0),
+            Some(last) => self.stripes.get(last).map_or(ALL, |stripe| stripe.reach),
+        }
+    }
+
+    /// The operation is done with all before this point: starts the copies back of the stripes that end there. The
+    /// operation is not over yet, and its buffers are still its own.
+    pub(crate) fn done(self: &Arc<Self>, reach: Reach) {
+        loop {
+            let stripe = {
+                let mut back = self.back.lock();
+                let next = back.next;
+                if self.stripes.get(next).is_none_or(|stripe| stripe.reach > reach) {
+                    return;
+                }
+                back.next += 1;
+                back.running += 1;
+                next
+            };
+            let staged = self.clone();
+            let ended: Finish = Box::new(move |result| staged.ended(result));
+            match self.put_back(stripe) {
+                Ok(events) => after_all(events, &self.block, BACK, ended),
+                Err(error) => ended(Err(error)),
+            }
+        }
+    }
+
+    /// The operation is over: starts what is left, and calls `finish` when all is back; `begun` before, when nothing more
+    /// will be put on a stream for it.
+    pub(crate) fn back(self: &Arc<Self>, begun: impl FnOnce(), finish: Finish) {
+        // Nobody may be waiting any more.
+        let finish: Finish = Box::new(|result| {
+            if let Err(error) = &result {
+                tracing::warn!("an operation on device memory: {error}");
+            }
+            finish(result);
+        });
+        self.back.lock().then = Some(finish);
+        self.done(ALL);
+        begun();
+        self.ended(Ok(()));
+    }
+
+    fn ended(&self, result: Result<(), Error>) {
+        let mut back = self.back.lock();
+        back.running -= 1;
+        if back.result.is_ok() {
+            back.result = result;
+        }
+        if back.running == 0
+            && let Some(then) = back.then.take()
+        {
+            let result = back.result.clone();
+            drop(back);
+            then(result);
+        }
+    }
+
+    /// Copies a stripe to the device. The buffers' streams wait for it: whatever becomes of the operation, what they hold
+    /// later comes after it.
+    fn put_back(&self, stripe: usize) -> Result<Vec<DeviceEvent>, Error> {
+        let mut streams = Vec::<&DeviceStream>::new();
+        for (i, _) in self.pieces(stripe, |item| item.back) {
+            let stream = &self.items[i].place.stream;
+            if !streams.contains(&stream) {
+                refused_in_capture(stream, BACK)?;
+                streams.push(stream);
+            }
+        }
+        let put = |stream: &DeviceStream| {
+            let context = &stream.0.context;
+            let event = context.enter().and_then(|entered| {
+                let copies = context.copies(&entered)?;
+                for (i, range) in self.pieces(stripe, |item| item.back) {
+                    if self.items[i].place.stream != *stream {
+                        continue;
+                    }
+                    let (to, from) = self.ends(i, &range);
+                    // SAFETY: as many bytes on both sides, as in `fill`. The buffer's stream has come past what was on it
+                    // when the operation was called (`ready`), and waits for this (below, or `settled`). No step of the
+                    // operation writes this part of the block any more (`done`); the block is held until the copy has ended.
+                    unsafe {
+                        context.cuda.memcpy_htod_async(to, from.cast_const().cast(), range.len(), copies)
+                    }?;
+                }
+                context.mark(&entered, copies)
+            });
+            let event = DeviceEvent::of(context, event.map_err(|error| context.tell(BACK, error))?);
+            stream.wait_event(&event)?;
+            Ok(event)
+        };
+        streams
+            .iter()
+            .map(|stream| put(stream))
+            .collect::<Result<_, _>>()
+            .inspect_err(|_| self.settled(&streams))
+    }
+
+    /// A call failed after which copies may be on the streams for copies. They hold nothing that waits: they are over
+    /// shortly, and no buffer is given back before.
+    fn settled(&self, streams: &[&DeviceStream]) {
+        let over = |stream: &&DeviceStream| stream.0.context.synchronize_copies().is_ok();
+        if !streams.iter().all(over) {
+            // The device has failed, and nothing runs there any more that could use the buffers; nor does anyone the block.
+            std::mem::forget(self.block.clone());
+        }
+    }
+
+    /// A call failed after which copies may be on the buffers' streams. They are over when the streams are: that is waited
+    /// for elsewhere, and until then, or for good if nobody can tell, the block is held.
+    fn settle(&self) {
+        let block = self.block.clone();
+        let streams: Vec<DeviceStream> = self.items.iter().map(|item| item.place.stream.clone()).collect();
+        let held = ManuallyDrop::new(block);
+        let wait = move || {
+            if streams.iter().all(|stream| stream.synchronize().is_ok()) {
+                drop(ManuallyDrop::into_inner(held));
+            }
+        };
+        if let Err(error) = std::thread::Builder::new().name("allstream-settle".into()).spawn(wait) {
+            tracing::warn!("pinned memory is lost: {error}");
+        }
+    }
+}
