@@ -115,7 +115,7 @@ impl Effort {
         };
         if self.joins && self.iters.is_none() {
             // Of which there are few otherwise.
-            return (group, 5, 1);
+            return (group, 5, self.warmup.map_or(1, |warmup| warmup.div_ceil(group)));
         }
         (group, iters.div_ceil(group), self.warmup.map_or(2, |warmup| warmup.div_ceil(group)))
     }

@@ -99,6 +99,11 @@ impl<O, F> OnDevice<O, F> {
     fn end(&mut self, result: Result<(), Error>, held: Option<Held>) -> Result<O, Failed<F>> {
         self.key = None;
         match (self.content.take(), result) {
+            (Some(Content::Held(held, _)), Err(error)) if self.device.is_lost() => {
+                // Quarantine, as in `Endpoint::drain`, which did not have it.
+                std::mem::forget(held);
+                Err(Failed { buf: None, error })
+            }
             (Some(Content::Held(held, restore)), result) => restore(result, Some(held)),
             (Some(Content::Value(value)), Ok(())) => {
                 drop(held);
@@ -211,18 +216,28 @@ impl Sealed for DeviceStream {
         job: impl FnOnce(O) -> R + Send + 'static,
     ) -> Ordered<R, F> {
         let State::Device(on) = &mut value.0 else { return ready(run(value.wait(), job)) };
-        let order =
-            if on.stream == *self { Ok(()) } else { on.stream.record().and_then(|e| self.wait_event(&e)) };
+        let before = on.stream.clone();
+        let order = if before == *self { Ok(()) } else { before.record().and_then(|e| self.wait_event(&e)) };
+        if let Err(error) = order {
+            tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
+            let value = value.wait().and_then(|value| match before.synchronize() {
+                Ok(()) => Ok(value),
+                // What is on the stream may touch it yet.
+                Err(error) => {
+                    std::mem::forget(value);
+                    Err(Failed { buf: None, error })
+                }
+            });
+            return ready(run(value, job));
+        }
         let value = match on.content.take() {
-            _ if order.is_err() => Err(Failed { buf: None, error: Error::invalid("launch", "no order") }),
             Some(Content::Held(held, restore)) => restore(on.device.hand_on(), Some(held)),
             Some(Content::Value(value)) => Ok(value),
             None => Err(taken()),
         };
-        match (order, run(value, job)) {
-            (Err(error), _) => ready(Err(Failed { buf: None, error })),
-            (Ok(()), Err(failed)) => ready(Err(failed)),
-            (Ok(()), Ok(value)) => {
+        match run(value, job) {
+            Err(failed) => ready(Err(failed)),
+            Ok(value) => {
                 let (endpoint, device, stream) = (on.endpoint.clone(), on.device.clone(), self.clone());
                 let (key, content, ready) = (on.key.take(), Some(Content::Value(value)), OnceLock::new());
                 Ordered(State::Device(OnDevice { endpoint, key, device, content, stream, ready }))

@@ -78,6 +78,8 @@ struct State {
     is_awaited: bool,
     /// It was given up.
     failed: bool,
+    /// Its buffers may be touched for longer than anybody waits.
+    lost: bool,
     /// For buffers that are handed on before it is over: from `join` on.
     verdict: Option<Arc<Verdict>>,
 }
@@ -222,6 +224,15 @@ impl DeviceOp {
             return ordered.and(self.binding.ours.signal(self.number()));
         }
         ordered
+    }
+
+    /// It has failed, and its buffers are not to be given back by whoever has them.
+    pub(super) fn lose(&self) {
+        self.state.lock().lost = true;
+    }
+
+    pub(crate) fn is_lost(&self) -> bool {
+        self.state.lock().lost
     }
 
     fn order_after_all(&self) -> Result<(), Error> {

@@ -5,7 +5,9 @@ use std::time::Duration;
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Comm, Error, Failed};
 
-use crate::support::{calls, child, down, nothing_left, ranks, report, set_delays, soon, until, up, values};
+use crate::support::{
+    calls, child, down, fail, nothing_left, ranks, report, set_delays, soon, until, up, values,
+};
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300")];
 
@@ -95,6 +97,31 @@ fn a_stream_waits_for_a_collective_whose_peers_have_not_called() {
             soon(comm.close()).unwrap();
         });
         assert!(calls("cuStreamWaitValue32_v2") > 0);
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
+/// The driver does not let another stream wait: the host does, and nothing is lost.
+#[test]
+fn a_stream_that_cannot_wait_is_waited_for_by_the_host() {
+    child("joined::a_stream_that_cannot_wait_is_waited_for_by_the_host", SLOW, || {
+        ranks(2, |mut comm| {
+            let compute = bound(&mut comm);
+            let second = DeviceStream::new(&compute.device()).unwrap();
+            let ordered = comm.all_reduce(up(&compute, vec![1.5f32; 500])).join(&compute).unwrap();
+            soon(comm.barrier()).unwrap();
+            let ordered = if comm.rank() == 0 {
+                fail(Some("cuStreamWaitEvent"), 1, 999);
+                let ordered = ordered.launch(&second, |buf| buf);
+                fail(None, 0, 0);
+                ordered
+            } else {
+                ordered
+            };
+            assert_eq!(down(soon(ordered).unwrap()), [3.0; 500]);
+            soon(comm.close()).unwrap();
+        });
         nothing_left("all ranks have ended");
         assert_eq!(report().freed_in_use, 0);
     });

@@ -95,10 +95,14 @@ impl Endpoint {
         }
         drop(table);
         for key in keys {
-            if (kept || lost.contains(&key))
-                && let Some(held) = self.table.lock().inflight.borrow(key)
-            {
+            if kept || lost.contains(&key) {
                 // Quarantine: a peer that never hangs up (it was stopped, or is gone), or a device, may touch it yet.
+                let mut table = self.table.lock();
+                if let Some(device) = table.devices.get(&key.number()) {
+                    device.lose();
+                }
+                let held = table.inflight.borrow(key);
+                drop(table);
                 std::mem::forget(held);
             }
             let error = match &here {

@@ -46,6 +46,11 @@ impl Machine {
             );
             return Err(Error::Protocol { peer: from, problem });
         }
+        // A kernel that reads where no element begins would be the end of the device's context.
+        if c.common.device.is_some() && left > 0 && !frame.data.addr().is_multiple_of(node.unit) {
+            let problem = format!("{} values begin at {:#x}", c.part.dtype, frame.data.addr());
+            return Err(Error::Protocol { peer: from, problem });
+        }
         if useful <= frame.ready {
             return Ok(Some(frame));
         }
