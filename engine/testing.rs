@@ -2,7 +2,7 @@
 
 use parking_lot::Mutex;
 
-pub use crate::link::waits::{Wait, slow_readers, take_away};
+pub use crate::link::waits::{Point, Wait, is_stopped, slow_readers, stop_at, take_away};
 
 use crate::plan::mutate::{self, Mutation};
 use crate::plan::{Kind, Plan, Rank};

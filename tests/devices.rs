@@ -9,6 +9,9 @@ mod conformance;
 #[cfg(feature = "testing")]
 #[path = "cuda/hazards.rs"]
 mod hazards;
+#[cfg(feature = "testing")]
+#[path = "cuda/held.rs"]
+mod held;
 #[path = "support/pairwise.rs"]
 mod pairwise;
 #[path = "cuda/support.rs"]

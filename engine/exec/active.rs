@@ -162,6 +162,12 @@ impl Active {
         self.current.as_ref().is_some_and(|current| current.reach != ALL)
     }
 
+    /// Whether copies of its memory may be on their way that nobody waits for.
+    pub(crate) fn is_settling(&self) -> bool {
+        let staged = self.current.as_ref().and_then(|current| current.staged.as_ref());
+        staged.is_some_and(|staged| staged.is_settling())
+    }
+
     /// Forgets the operation: done, or failed.
     pub(crate) fn take(&mut self) -> Option<(Key, u64)> {
         for mut machine in self.running.drain(..) {

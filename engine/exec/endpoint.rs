@@ -33,6 +33,7 @@ use super::port::{Opener, Port};
 use crate::error::Error;
 use crate::link::local::Gate;
 use crate::link::region::Region;
+use crate::link::waits::{Point, stop};
 use crate::mem::device::Staged;
 use crate::mem::{Event, Held};
 use crate::plan::{Env, Program};
@@ -43,9 +44,6 @@ use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
 const HISTORY: usize = 256;
 /// How many of the last calls ranks compare when they close.
 const COMPARED: usize = 8;
-
-/// Looked at no more often than this, a process may have been stopped, or its machine suspended.
-const STILL: Duration = Duration::from_millis(500);
 
 /// A process that stood still first hears what it missed, and asks, before it blames others for what is overdue.
 pub(crate) fn grace(timeout: Duration) -> Duration {
@@ -541,12 +539,14 @@ impl Endpoint {
     }
 
     fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
+        stop(Point::Drive, self.config.rank);
         if self.poisoned.load(Ordering::Acquire) {
             return self.drain(&mut run);
         }
         if run.failed {
             return Progress::Blocked;
         }
+        stop(Point::Gate, self.config.rank);
         // Not waited for: a waker or a buffer's drop may run under it, on this very thread.
         let Some(gate) = self.config.gate.try_lock() else { return Progress::Blocked };
         let moved = self.advance(&mut run);
@@ -559,10 +559,7 @@ impl Endpoint {
                 if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
                     let now = Instant::now();
                     if now - run.checked > Duration::from_millis(10) {
-                        if now - run.checked > STILL {
-                            run.awake = now;
-                        }
-                        run.checked = now;
+                        run.look(now);
                         self.check_time(&mut run, now);
                     }
                 }

@@ -305,7 +305,8 @@ impl Machine {
                 return self.advance_fused(c, device, port);
             }
         } else if self.scaled.is_some() {
-            if self.filled < self.rounds as usize {
+            // Of rounds that no step names, too: all of it.
+            if self.filled != usize::MAX {
                 return Ok((false, false));
             }
             self.scale(c);

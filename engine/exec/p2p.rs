@@ -188,6 +188,12 @@ impl Messages {
         Ok(())
     }
 
+    /// Whether copies of a message's memory may be on their way that nobody waits for.
+    pub(crate) fn is_settling(&self) -> bool {
+        let all = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
+        all.filter_map(|m| m.transfer.staged.as_ref()).any(|staged| staged.is_settling())
+    }
+
     pub(crate) fn is_idle(&self) -> bool {
         self.peers.iter().all(|p| p.sends.is_empty() && p.recvs.is_empty() && p.answers.is_empty())
     }
@@ -219,21 +225,22 @@ impl Messages {
         }
     }
 
-    /// A transfer past its deadline (where this process has been awake for a while), or whose peer has left (`true`).
+    /// A transfer past its deadline (where this process has been awake for a while), or whose peer has left (the first
+    /// `true`), and whether it waits for memory of its own (the second).
     pub(crate) fn overdue(
         &self,
         (now, awake): (Instant, Instant),
         left: &[bool],
-    ) -> Option<(Transfer, bool)> {
+    ) -> Option<(Transfer, bool, bool)> {
         for (rank, peer) in self.peers.iter().enumerate() {
             for m in peer.sends.iter().chain(&peer.recvs) {
-                let waited = now - m.since;
+                let (waited, lacks) = (now - m.since, m.done == m.filled.min(m.transfer.bytes));
                 let timeout = m.transfer.timeout;
                 if waited > timeout && now - awake > super::endpoint::grace(timeout) {
-                    return Some((m.transfer.clone(), false));
+                    return Some((m.transfer.clone(), false, lacks && m.filled < m.transfer.bytes));
                 }
                 if left[rank] && waited > Duration::from_millis(200) {
-                    return Some((m.transfer.clone(), true));
+                    return Some((m.transfer.clone(), true, false));
                 }
             }
         }

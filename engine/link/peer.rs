@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::local::{Bell, Descriptor, Gate, RawRing};
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
-use super::waits::{Wait, dawdle, kept};
+use super::waits::{Point, Wait, dawdle, kept, stop};
 use super::{Frame, Header, LinkRx, LinkTx, Posted};
 use crate::error::Error;
 use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream};
@@ -236,6 +236,7 @@ impl LinkRx for PeerRx {
         }
         let data = std::ptr::without_provenance(descriptor.location as usize);
         dawdle();
+        stop(Point::Read, self.rank);
         self.head = Some(Frame { header, data, ready: header.len as usize, done: 0 });
         Ok(self.head)
     }

@@ -50,12 +50,56 @@ impl Wait {
     ];
 }
 
+/// Where a test can stop a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+#[cfg_attr(not(any(test, feature = "testing")), allow(unreachable_pub))]
+pub enum Point {
+    /// Before it looks whether the communicator lives.
+    Drive = 1,
+    /// After that, before it takes its gate.
+    Gate,
+    /// Between a look at a frame and the use of it.
+    Read,
+}
+
 #[cfg(any(test, feature = "testing"))]
 mod planted {
     use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
     use std::time::Duration;
 
-    use super::Wait;
+    use super::{Point, Wait};
+    use crate::types::Rank;
+
+    /// The rank in the low half, the point above it.
+    static STOP: AtomicU64 = AtomicU64::new(0);
+    static STOPPED: AtomicU64 = AtomicU64::new(0);
+
+    fn number(point: Point, rank: Rank) -> u64 {
+        (point as u64) << 32 | rank as u64
+    }
+
+    /// From now on, whoever comes to this point for this rank, in any communicator of the process, stays there; `None`: all
+    /// go on.
+    pub fn stop_at(at: Option<(Point, Rank)>) {
+        STOP.store(at.map_or(0, |(point, rank)| number(point, rank)), Ordering::SeqCst);
+    }
+
+    /// Whether anybody is there.
+    pub fn is_stopped() -> bool {
+        STOPPED.load(Ordering::SeqCst) > 0
+    }
+
+    pub(crate) fn stop(point: Point, rank: Rank) {
+        let here = || STOP.load(Ordering::SeqCst) == number(point, rank);
+        if here() {
+            STOPPED.fetch_add(1, Ordering::SeqCst);
+            while here() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            STOPPED.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
 
     static TAKEN: AtomicU8 = AtomicU8::new(0);
     static LONGEST_US: AtomicU64 = AtomicU64::new(0);
@@ -85,10 +129,10 @@ mod planted {
 }
 
 #[cfg(any(test, feature = "testing"))]
-pub use planted::{slow_readers, take_away};
+pub use planted::{is_stopped, slow_readers, stop_at, take_away};
 
 #[cfg(any(test, feature = "testing"))]
-pub(crate) use planted::{dawdle, kept};
+pub(crate) use planted::{dawdle, kept, stop};
 
 #[cfg(not(any(test, feature = "testing")))]
 pub(crate) fn kept(_: Wait) -> bool {
@@ -97,3 +141,6 @@ pub(crate) fn kept(_: Wait) -> bool {
 
 #[cfg(not(any(test, feature = "testing")))]
 pub(crate) fn dawdle() {}
+
+#[cfg(not(any(test, feature = "testing")))]
+pub(crate) fn stop(_: Point, _: crate::types::Rank) {}

@@ -300,7 +300,7 @@ fn a_process_that_is_stopped_is_an_error_and_nothing_hangs() {
         let work = comm.timeout(Duration::from_millis(300)).all_reduce(up(&stream, values(rank, 3000)));
         let ended = if rank == 0 {
             // Also where the caller has it, in the order of a stream.
-            work.join(&stream).and_then(|ordered| soon(ordered))
+            work.join(&stream).and_then(soon)
         } else {
             soon(work)
         };

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use allstream::cuda::{Device, DeviceBuf, DeviceStream};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Buf, Comm, Error, Failed, ReduceOp};
 
 use crate::support::{calls, child, down, fail, is_ours, nothing_left, pass, ranks, report, soon, until, up};
@@ -104,6 +104,11 @@ fn what_is_scaled_or_averaged_is_so_once() {
                 check(down(buf), 1.0 / 3.0);
                 let buf = soon(comm.scale(0.5).all_reduce(up(&stream, mine(rank)))).unwrap();
                 check(down(buf), 0.5);
+                // Alone, where no step touches anything.
+                let mut alone = Comm::local(1).unwrap().remove(0);
+                let mut own = down(soon(alone.scale(0.5).scan(up(&stream, mine(rank)))).unwrap());
+                own.iter_mut().for_each(|x| *x *= 2.0);
+                assert!(own == mine(rank));
                 let (input, output) = (up(&stream, mine(rank)), up(&stream, vec![0f32; LEN]));
                 let (input, output) = soon(comm.scale(0.5).all_reduce_into(input, output)).unwrap();
                 check(down(output), 0.5);
@@ -193,7 +198,8 @@ fn a_message_goes_on_as_it_comes() {
 
 /// What is held up, in which direction, and whether only this rank can know of it.
 fn held(to_device: bool, copies: u64) {
-    let deadline = Duration::from_millis(300);
+    // Long beside what the ranks do before the copies back.
+    let deadline = Duration::from_millis(if to_device { 3000 } else { 300 });
     let errors = ranks(2, |mut comm| {
         if comm.rank() == 1 {
             let ended = soon(comm.all_reduce(vec![1f32; LEN]));
@@ -217,6 +223,51 @@ fn held(to_device: bool, copies: u64) {
     assert_eq!(report().freed_in_use, 0);
 }
 
+/// The same of a message that is sent.
+fn held_message() {
+    ranks(2, |mut comm| {
+        if comm.rank() == 1 {
+            let ended = soon(comm.recv(vec![0f32; LEN], 0));
+            assert!(ended.is_err());
+            return;
+        }
+        let stream = DeviceStream::new(&Device::new(0).unwrap()).unwrap();
+        let buf = up(&stream, vec![1f32; LEN]);
+        pass(false, 1);
+        let Failed { buf, error } = soon(comm.timeout(Duration::from_millis(300)).send(buf, 1)).unwrap_err();
+        assert!(error.to_string().contains("rank 0 has called it, and its device has not come"), "{error}");
+        pass(false, ALL);
+        is_ours(buf.unwrap());
+    });
+    nothing_left("all ranks have ended");
+}
+
+/// A receive is posted at once, whatever its buffer's stream waits for: what was sent may be what that needs.
+#[test]
+fn a_receive_does_not_wait_for_its_stream() {
+    child("stripes::a_receive_does_not_wait_for_its_stream", &[], || {
+        ranks(2, |mut comm| {
+            let (rank, stream) = (comm.rank(), stream(&comm).unwrap());
+            let device = stream.device();
+            assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+            let (grads, other) = (up(&stream, vec![1f32; 100]), up(&stream, values(rank, LEN)));
+            if rank == 0 {
+                let sent = soon(comm.send(other, 1)).unwrap();
+                assert_eq!(down(soon(comm.all_reduce(grads)).unwrap()), [2.0; 100]);
+                drop(sent);
+            } else {
+                // The stream waits for the other rank, which has to send before.
+                let joined = comm.all_reduce(grads).join(&stream).unwrap();
+                is(&down(soon(comm.recv(other, 0)).unwrap()), LEN, |at| value(0, at));
+                assert_eq!(down(soon(joined).unwrap()), [2.0; 100]);
+            }
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
+
 /// Law 4: a device that does not bring, or does not take, what it should is named by the deadline.
 #[test]
 fn law_4_a_device_that_does_not_copy_is_named() {
@@ -224,6 +275,7 @@ fn law_4_a_device_that_does_not_copy_is_named() {
         held(false, 3);
         held(true, 0);
         held(true, 3);
+        held_message();
     });
 }
 
@@ -234,6 +286,7 @@ fn law_3_what_failed_half_way_is_the_callers_again() {
         for aborts in [false, true] {
             ranks(3, |mut comm| {
                 if comm.rank() == 2 {
+                    soon(comm.barrier()).unwrap();
                     // It takes part for a while.
                     let work = comm.all_reduce(vec![1f32; LEN]);
                     if aborts {
@@ -244,6 +297,7 @@ fn law_3_what_failed_half_way_is_the_callers_again() {
                 }
                 let stream = stream(&comm).unwrap();
                 let buf = up(&stream, vec![1f32; LEN]);
+                soon(comm.barrier()).unwrap();
                 let (before, work) = (calls("cuMemcpyHtoDAsync_v2"), comm.all_reduce(buf));
                 if !aborts && comm.rank() == 0 {
                     until("some of it goes back", || calls("cuMemcpyHtoDAsync_v2") > before);

@@ -32,7 +32,9 @@ impl Endpoint {
         }
         if run.drained.is_some() && self.nothing_moves(run) {
             // What is left is on its way back to a device; its end wakes whoever waits.
-            self.end_overdue_backing((Instant::now(), run.awake));
+            let now = Instant::now();
+            run.look(now);
+            self.end_overdue_backing((now, run.awake));
             return Progress::Blocked;
         }
         let quiet = run.ports().fold(true, |quiet, port| port.revoke() & quiet);
@@ -48,7 +50,8 @@ impl Endpoint {
             }
         };
         let on_devices = self.is_on_devices(run, revoked.elapsed());
-        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere() | on_devices;
+        let settling = run.active.is_settling() | run.messages.is_settling();
+        let kept = run.port.is_read_elsewhere() | run.messages.is_read_elsewhere() | on_devices | settling;
         if kept && revoked.elapsed() < READ_ON {
             return Progress::Blocked;
         }

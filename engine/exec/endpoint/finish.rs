@@ -58,13 +58,11 @@ impl Endpoint {
             std::mem::take(&mut table.due)
         };
         for backing in due {
-            let (endpoint, key) = (self.clone(), backing.key);
-            let since = Instant::now();
-            let (staged, begun) = (backing.staged.clone(), Backing { since, ..backing });
-            staged.back(
-                || self.table.lock().backing.push(begun),
-                Box::new(move |result| endpoint.finish(key, result)),
-            );
+            let (endpoint, again, key) = (self.clone(), self.clone(), backing.key);
+            let staged = backing.staged.clone();
+            // From then on the device has until the deadline.
+            let begun = move || again.table.lock().backing.push(Backing { since: Instant::now(), ..backing });
+            staged.back(Box::new(begun), Box::new(move |result| endpoint.finish(key, result)));
         }
     }
 
@@ -76,9 +74,16 @@ impl Endpoint {
             let table = self.table.lock();
             table.backing.iter().filter(|backing| late(backing)).cloned().collect()
         };
-        for Backing { key, number, signature, timeout, .. } in late {
+        for Backing { key, number, signature, timeout, staged, .. } in late {
+            let still = self.table.lock().backing.iter().any(|backing| backing.key == key);
+            if !still {
+                continue;
+            }
             let error = self.not_come(number, signature, timeout);
             self.fail(error.clone());
+            if staged.is_settling() {
+                std::mem::forget(self.table.lock().inflight.borrow(key));
+            }
             self.finish(key, Err(error));
         }
     }

@@ -8,6 +8,19 @@ use super::{COMPARED, Endpoint, Run, grace};
 use crate::error::{Error, Lost, Missing, MissingState, Operation};
 use crate::types::{Rank, Signature};
 
+/// Looked at no more often than this, a process may have been stopped, or its machine suspended.
+const STILL: Duration = Duration::from_millis(500);
+
+impl Run {
+    /// Notes that the process is not standing still.
+    pub(super) fn look(&mut self, now: Instant) {
+        if now - self.checked > STILL {
+            self.awake = now;
+        }
+        self.checked = now;
+    }
+}
+
 /// An operation that has not moved for this long asks its peers whether they called the same.
 const STALL: Duration = Duration::from_millis(100);
 /// How often it asks again.
@@ -142,12 +155,12 @@ impl Endpoint {
         error = error.or_else(|| self.overdue_ending(run, now));
         if error.is_none() {
             let left = self.left.lock();
-            error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone)| {
-                let operation = Operation {
-                    comm: self.config.name.clone(),
-                    number: transfer.number,
-                    signature: transfer.signature,
-                };
+            error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone, lacks)| {
+                let (number, signature) = (transfer.number, transfer.signature);
+                let operation = Operation { comm: self.config.name.clone(), number, signature };
+                if lacks && !gone {
+                    return self.not_come(number, signature, transfer.timeout);
+                }
                 if gone {
                     return Error::PeerLost {
                         rank: transfer.peer,

@@ -3,6 +3,8 @@
 //! A round is one run of the whole plan, so the rounds that have come can be worked on before the others have, and those that
 //! all steps have stored can leave before the others are.
 
+use std::ops::Range;
+
 use super::{Machine, SLICES};
 use crate::exec::operation::Part;
 use crate::link::SLOT;
@@ -17,8 +19,9 @@ pub(crate) const STRIPE: usize = 8 << 20;
 /// part, what it is there, and its bytes.
 pub(crate) fn cut(parts: &[Part], items: &[(usize, Slot, usize)]) -> Vec<Stripe> {
     let (mut stripes, mut pieces, mut bytes) = (Vec::new(), Vec::new(), 0);
+    let mut items = items.iter().enumerate().peekable();
     for (p, part) in parts.iter().enumerate() {
-        let ours: Vec<_> = items.iter().enumerate().filter(|(_, item)| item.0 == p).collect();
+        let ours: Vec<_> = std::iter::from_fn(|| items.next_if(|(_, item)| item.0 == p)).collect();
         let unit = part.dtype.size();
         let layout = |slot: Slot| part.program.plan.slots[usize::from(slot)];
         let in_one =
@@ -54,18 +57,33 @@ pub(crate) fn cut(parts: &[Part], items: &[(usize, Slot, usize)]) -> Vec<Stripe>
             from = to;
             if from < rounds || bytes >= STRIPE {
                 let reach = if from == rounds { (p + 1, 0) } else { (p, from) };
-                stripes.push(Stripe { pieces: std::mem::take(&mut pieces), reach });
+                stripes.push(Stripe { pieces: merged(&mut pieces), reach });
                 bytes = 0;
             }
         }
     }
     if !pieces.is_empty() || stripes.is_empty() {
-        stripes.push(Stripe { pieces, reach: ALL });
+        stripes.push(Stripe { pieces: merged(&mut pieces), reach: ALL });
     }
     if let Some(last) = stripes.last_mut() {
         last.reach = ALL;
     }
     stripes
+}
+
+/// Those that touch are one copy.
+fn merged(pieces: &mut Vec<(usize, Range<usize>)>) -> Vec<(usize, Range<usize>)> {
+    let mut all = std::mem::take(pieces);
+    all.retain(|(_, range)| !range.is_empty());
+    all.sort_by_key(|(item, range)| (*item, range.start));
+    all.dedup_by(|(item, range), (before, longer)| {
+        let touch = item == before && range.start == longer.end;
+        if touch {
+            longer.end = range.end;
+        }
+        touch
+    });
+    all
 }
 
 impl Machine {
@@ -89,7 +107,6 @@ impl Machine {
 
 #[cfg(test)]
 mod tests {
-    use std::ops::Range;
     use std::sync::Arc;
 
     use super::*;

@@ -13,7 +13,6 @@ use std::task::Waker;
 
 use parking_lot::Mutex;
 
-use super::fate::Fate;
 use super::staging::{Block, Finish, Item};
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
@@ -89,11 +88,6 @@ fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, 
     }
 }
 
-/// Why what was copied means nothing.
-fn check(fates: &[Arc<Fate>]) -> Result<(), Error> {
-    fates.iter().try_for_each(|fate| fate.check())
-}
-
 /// The copies back.
 struct Back {
     /// The first stripe that has not been started.
@@ -102,7 +96,16 @@ struct Back {
     running: usize,
     result: Result<(), Error>,
     then: Option<Finish>,
+    /// The streams of buffers that are only written have come to the call.
+    is_open: bool,
+    /// All has moved: what is called before the last copies end.
+    begun: Option<Begun>,
+    /// Copies of which nobody has been able to tell yet whether they are over.
+    settling: usize,
 }
+
+/// Called when nothing more will be put on a stream for an operation.
+pub(crate) type Begun = Box<dyn FnOnce() + Send>;
 
 /// An operation whose input is on its way to the host.
 pub(crate) struct Staged {
@@ -113,6 +116,8 @@ pub(crate) struct Staged {
     stripes: Vec<Stripe>,
     /// By stripe: reached when all that the operation reads of it is there.
     ready: Vec<Event>,
+    /// By stripe: behind its copies to the host. They are watched one after another.
+    events: Mutex<Vec<Vec<DeviceEvent>>>,
     back: Mutex<Back>,
 }
 
@@ -132,20 +137,62 @@ impl Staged {
         }
         let block = Arc::new(Block::new(&first.place.stream.0.context, bytes)?);
         let ready = stripes.iter().map(|_| Event::pending()).collect();
-        let back = Mutex::new(Back { next: 0, running: 1, result: Ok(()), then: None });
-        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back });
-        let filled = staged.items.iter().filter(|item| item.fill);
-        let fates: Vec<Arc<Fate>> = filled.filter_map(|item| item.place.fate.clone()).collect();
-        for i in 0..staged.stripes.len() {
-            let (ready, fates) = (staged.ready[i].clone(), fates.clone());
-            let then = move |result: Result<(), Error>| match result.and_then(|()| check(&fates)) {
-                Ok(()) => ready.fire(true),
-                Err(error) => ready.fail(error),
-            };
-            let events = staged.fill(i).inspect_err(|_| staged.settle())?;
-            after_all(events, &staged.block, IN, Box::new(then));
-        }
+        let back = Back {
+            next: 0,
+            running: 1,
+            result: Ok(()),
+            then: None,
+            is_open: false,
+            begun: None,
+            settling: 0,
+        };
+        let (events, back) = (Mutex::default(), Mutex::new(back));
+        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, events, back });
+        let put = || -> Result<_, Error> {
+            let fills: Vec<_> =
+                (0..staged.stripes.len()).map(|i| staged.fill(i)).collect::<Result<_, _>>()?;
+            // What is copied back goes by another stream: what was there before is to be over by then.
+            let only_written = staged.items.iter().filter(|item| item.back && !item.fill && item.bytes > 0);
+            let outputs: Vec<DeviceEvent> =
+                only_written.map(|item| item.place.stream.record()).collect::<Result<_, _>>()?;
+            Ok((fills, outputs))
+        };
+        let (fills, outputs) = put().inspect_err(|_| staged.settle())?;
+        *staged.events.lock() = fills;
+        staged.clone().watch(0);
+        let again = staged.clone();
+        after_all(outputs, &staged.block, BACK, Box::new(move |result| again.open(result)));
         Ok(staged)
+    }
+
+    /// Sees the stripes come, from this one on.
+    fn watch(self: Arc<Self>, stripe: usize) {
+        let events = self.events.lock().get_mut(stripe).map(std::mem::take);
+        let Some(events) = events else { return };
+        let staged = self.clone();
+        let then = move |result: Result<(), Error>| {
+            let filled = staged.items.iter().filter(|item| item.fill);
+            let mut fates = filled.filter_map(|item| item.place.fate.as_ref());
+            match result.and_then(|()| fates.try_for_each(|fate| fate.check())) {
+                Ok(()) => staged.ready[stripe].fire(true),
+                Err(error) => staged.ready[stripe].fail(error),
+            }
+            staged.watch(stripe + 1);
+        };
+        after_all(events, &self.block, IN, Box::new(then));
+    }
+
+    /// The streams of what is only written have come to the call, or will not.
+    fn open(self: Arc<Self>, result: Result<(), Error>) {
+        let begun = {
+            let mut back = self.back.lock();
+            back.is_open = true;
+            back.result = std::mem::replace(&mut back.result, Ok(())).and(result);
+            back.begun.take()
+        };
+        if let Some(begun) = begun {
+            self.end(begun);
+        }
     }
 
     /// Puts the copies of a stripe on the buffers' streams, and one event behind them on each.
@@ -166,11 +213,6 @@ impl Staged {
                 unsafe { cuda.memcpy_dtoh_async(to.cast(), from, range.len(), place.stream.0.raw) }
             })?;
             note(&place.stream);
-        }
-        if stripe == 0 {
-            // What is copied back goes by another stream: what was there before is to be over by then.
-            let backs = self.items.iter().filter(|item| item.back && !item.fill && item.bytes > 0);
-            backs.for_each(|item| note(&item.place.stream));
         }
         streams.into_iter().map(DeviceStream::record).collect()
     }
@@ -243,7 +285,7 @@ impl Staged {
             let stripe = {
                 let mut back = self.back.lock();
                 let next = back.next;
-                if self.stripes.get(next).is_none_or(|stripe| stripe.reach > reach) {
+                if !back.is_open || self.stripes.get(next).is_none_or(|stripe| stripe.reach > reach) {
                     return;
                 }
                 back.next += 1;
@@ -252,16 +294,17 @@ impl Staged {
             };
             let staged = self.clone();
             let ended: Finish = Box::new(move |result| staged.ended(result));
-            match self.put_back(stripe) {
+            let (result, streams) = self.put_back(stripe);
+            match result {
                 Ok(events) => after_all(events, &self.block, BACK, ended),
-                Err(error) => ended(Err(error)),
+                Err(error) => self.clone().settle_back(streams, error, ended),
             }
         }
     }
 
     /// The operation is over: starts what is left, and calls `finish` when all is back; `begun` before, when nothing more
     /// will be put on a stream for it.
-    pub(crate) fn back(self: &Arc<Self>, begun: impl FnOnce(), finish: Finish) {
+    pub(crate) fn back(self: &Arc<Self>, begun: Begun, finish: Finish) {
         // Nobody may be waiting any more.
         let finish: Finish = Box::new(|result| {
             if let Err(error) = &result {
@@ -269,10 +312,26 @@ impl Staged {
             }
             finish(result);
         });
-        self.back.lock().then = Some(finish);
+        {
+            let mut back = self.back.lock();
+            back.then = Some(finish);
+            if !back.is_open {
+                back.begun = Some(begun);
+                return;
+            }
+        }
+        self.end(begun);
+    }
+
+    fn end(self: &Arc<Self>, begun: Begun) {
         self.done(ALL);
         begun();
         self.ended(Ok(()));
+    }
+
+    /// Whether copies may be on their way that no stream of a buffer waits for.
+    pub(crate) fn is_settling(&self) -> bool {
+        self.back.lock().settling > 0
     }
 
     fn ended(&self, result: Result<(), Error>) {
@@ -291,14 +350,16 @@ impl Staged {
     }
 
     /// Copies a stripe to the device. The buffers' streams wait for it: whatever becomes of the operation, what they hold
-    /// later comes after it.
-    fn put_back(&self, stripe: usize) -> Result<Vec<DeviceEvent>, Error> {
-        let mut streams = Vec::<&DeviceStream>::new();
+    /// later comes after it. Also gives those streams.
+    fn put_back(&self, stripe: usize) -> (Result<Vec<DeviceEvent>, Error>, Vec<DeviceStream>) {
+        let mut streams = Vec::<DeviceStream>::new();
         for (i, _) in self.pieces(stripe, |item| item.back) {
             let stream = &self.items[i].place.stream;
-            if !streams.contains(&stream) {
-                refused_in_capture(stream, BACK)?;
-                streams.push(stream);
+            if !streams.contains(stream) {
+                if let Err(error) = refused_in_capture(stream, BACK) {
+                    return (Err(error), Vec::new());
+                }
+                streams.push(stream.clone());
             }
         }
         let put = |stream: &DeviceStream| {
@@ -311,8 +372,9 @@ impl Staged {
                     }
                     let (to, from) = self.ends(i, &range);
                     // SAFETY: as many bytes on both sides, as in `fill`. The buffer's stream has come past what was on it
-                    // when the operation was called (`ready`), and waits for this (below, or `settled`). No step of the
-                    // operation writes this part of the block any more (`done`); the block is held until the copy has ended.
+                    // when the operation was called (its own copies' events; or `open`), and waits for this (below), or the
+                    // buffer is not given back before it is over (`settle_back`). No step of the operation writes this part
+                    // of the block any more (`done`); the block is held until the copy has ended.
                     unsafe {
                         context.cuda.memcpy_htod_async(to, from.cast_const().cast(), range.len(), copies)
                     }?;
@@ -323,20 +385,26 @@ impl Staged {
             stream.wait_event(&event)?;
             Ok(event)
         };
-        streams
-            .iter()
-            .map(|stream| put(stream))
-            .collect::<Result<_, _>>()
-            .inspect_err(|_| self.settled(&streams))
+        (streams.iter().map(put).collect(), streams)
     }
 
-    /// A call failed after which copies may be on the streams for copies. They hold nothing that waits: they are over
-    /// shortly, and no buffer is given back before.
-    fn settled(&self, streams: &[&DeviceStream]) {
-        let over = |stream: &&DeviceStream| stream.0.context.synchronize_copies().is_ok();
-        if !streams.iter().all(over) {
-            // The device has failed, and nothing runs there any more that could use the buffers; nor does anyone the block.
-            std::mem::forget(self.block.clone());
+    /// A call failed after which copies may be on the streams for copies, and buffers' streams do not wait for them. They
+    /// hold nothing that waits, so they are over shortly; that is waited for elsewhere, and no buffer is given back before.
+    fn settle_back(self: Arc<Self>, streams: Vec<DeviceStream>, error: Error, ended: Finish) {
+        self.back.lock().settling += 1;
+        let wait = move || {
+            // All of them, whatever becomes of one.
+            let over = |stream: &&DeviceStream| stream.0.context.synchronize_copies().is_ok();
+            if streams.iter().filter(over).count() < streams.len() {
+                // The device has failed, and nothing runs there any more that could use the buffers; nor does anyone the
+                // block.
+                std::mem::forget(self.block.clone());
+            }
+            self.back.lock().settling -= 1;
+            ended(Err(error));
+        };
+        if let Err(error) = std::thread::Builder::new().name("allstream-settle".into()).spawn(wait) {
+            tracing::warn!("an operation on device memory does not end: {error}");
         }
     }
 
