@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer, RingMemory};
+use super::waits::{Wait, kept};
 use super::{Frame, Header, INLINE, LinkRx, LinkTx, Posted, SLOT};
 use crate::error::Error;
 use crate::types::{Rank, Signature};
@@ -288,7 +289,7 @@ impl LinkTx for LocalTx {
         self.ring.memory().revoked().store(1, Ordering::SeqCst);
         // Another process reads only our region, which it keeps mapped itself. One of ours may be reading our
         // caller's buffer right now: it does so only under its gate, and looks at the flag after taking it.
-        self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
+        !kept(Wait::Gate) || self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
     }
 }
 

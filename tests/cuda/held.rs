@@ -115,18 +115,26 @@ fn nobody_reads_what_was_taken_back() {
 /// `GiveUpOurs`: a rank's operation fails before it hears that a peer reads its hand, and that peer's stream comes to it late.
 fn a_hand_stays_while_a_peer_is_yet_to_read_it() {
     const N: usize = 4;
-    let [posted, aborted] = [(); 2].map(|()| Barrier::new(2));
+    let (ready, [posted, aborted]) = (Barrier::new(N), [(); 2].map(|()| Barrier::new(2)));
     let before = calls("cuLaunchKernel");
     ranks(N, |mut comm| {
         let (rank, stream) = (comm.rank(), bound(&mut comm, 2));
         let buf = up(&stream, values(rank, 3000));
         let call = |comm: &mut allstream::Comm, buf| comm.algo(Algo::Binomial).reduce(buf, 0);
+        ready.wait();
         match rank {
             0 => {
                 posted.wait();
                 hold_up(&stream);
-                let work = call(&mut comm, buf);
-                until("all is on the root's stream", || calls("cuLaunchKernel") == before + 3);
+                let mut work = call(&mut comm, buf);
+                // Rank 2's kernel, and the root's.
+                until("all is on the root's stream", || {
+                    assert!(
+                        within(Duration::ZERO, &mut work).is_none(),
+                        "it ended, and its stream is held up"
+                    );
+                    calls("cuLaunchKernel") == before + 2
+                });
                 comm.abort("a test");
                 aborted.wait();
                 let buf = end(work).unwrap_or_else(|failed| failed.buf.unwrap());
@@ -147,16 +155,18 @@ fn a_hand_stays_while_a_peer_is_yet_to_read_it() {
                     until("it is stopped", is_stopped);
                     posted.wait();
                     aborted.wait();
+                    until("it has heard", || comm.check().is_err());
                     stop_at(None);
                     drop(ends.join().unwrap());
                 });
-                // All that is free of the pool's block, in the order of another stream.
+                // Nothing of this rank's own is to be waited for any more. All that is free of the pool's block is taken.
+                std::thread::sleep(LONG);
                 let other = DeviceStream::new(&stream.device()).unwrap();
-                let taken: Vec<_> = (0..60).map(|_| Buf::zeroed(&other, 1 << 18).unwrap()).collect();
+                let large: Vec<_> = (0..60).map(|_| Buf::zeroed(&other, 1 << 18).unwrap()).collect();
                 let small: Vec<_> = (0..1000).map(|_| Buf::zeroed(&other, 3000).unwrap()).collect();
                 other.synchronize().unwrap();
                 pass(true, ALL);
-                drop((taken, small));
+                drop((large, small));
             }
             _ => drop(end(call(&mut comm, buf))),
         }
