@@ -13,6 +13,7 @@ mod device;
 mod frames;
 mod fused;
 mod kernel;
+mod shared;
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,6 +21,7 @@ use std::sync::Arc;
 use allstream_kernels as kernels;
 
 use self::device::OnDevice;
+use self::shared::Shared;
 use super::device::DeviceOp;
 use super::operation::{Part, Reduction};
 use super::port::{Lent, Payload, Port};
@@ -133,6 +135,8 @@ pub(super) struct Machine {
     scaled_input: Vec<Line>,
     /// The same, and hands, of an operation that a device runs.
     on_device: OnDevice,
+    /// Of a part that is folded at once, in all ranks' memory.
+    shared: Shared,
     /// Elements scaled so far; `None`: nothing to scale (any more).
     scaled: Option<usize>,
     rounds: u32,
@@ -163,6 +167,7 @@ impl Machine {
             scratch: Vec::new(),
             scaled_input: Vec::new(),
             on_device: OnDevice::default(),
+            shared: Shared::default(),
             scaled: None,
             rounds: 0,
             round: 0,
@@ -221,9 +226,11 @@ impl Machine {
         self.hot.reset(plan.steps.len());
         self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
-        if (Context { common, part: &part, earlier: &[] }).is_fused() {
+        let c = Context { common, part: &part, earlier: &[] };
+        if c.is_fused() {
             self.start_fused(part.program.plan.size);
         }
+        self.shared.start(c);
         self.work = Some(part);
     }
 
@@ -231,6 +238,7 @@ impl Machine {
     pub(super) fn clear(&mut self) {
         self.work = None;
         self.on_device.clear();
+        self.shared.clear();
     }
 
     /// Whether nothing more of this part goes to a peer.
@@ -247,7 +255,9 @@ impl Machine {
 
     /// Notes memory that a receiver has given back.
     pub(super) fn freed(&mut self, lent: Lent) {
-        if let (Some(part), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
+        if lent.step == shared::LOAN && lent.owner == self.number {
+            self.shared.freed((lent.receiver & RECEIVER) as usize);
+        } else if let (Some(part), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
             && lent.owner == self.number
         {
             let at = node.first + (lent.receiver & RECEIVER) as usize;
@@ -298,6 +308,8 @@ impl Machine {
         } else if self.scaled.is_some() {
             self.scale(c);
             return Ok((true, false));
+        } else if let Some(result) = self.advance_shared(c, port)? {
+            return Ok(result);
         }
         let program = &c.part.program;
         match news {

@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer, RingMemory};
-use super::{Frame, Header, INLINE, LinkRx, LinkTx, Posted, SLOT};
+use super::{Frame, Header, INLINE, LinkRx, LinkTx, Loan, Posted, SLOT};
 use crate::error::Error;
 use crate::types::{Rank, Signature};
 
@@ -280,6 +280,31 @@ impl LinkTx for LocalTx {
         Ok(if inline { Posted::Copied } else { Posted::Held })
     }
 
+    fn can_lend(&self, at: *const u8, len: usize) -> bool {
+        self.gate.is_some() || self.ring.memory().region.is_page(at, len)
+    }
+
+    unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
+        let (ends, elsewhere) = ([loan.input, loan.output.cast_const()], self.gate.is_none());
+        let region = &self.ring.memory().region;
+        let place = |at: *const u8| if elsewhere { region.offset_of(at) } else { Some(at as u64) };
+        let (Some(input), Some(output)) = (place(ends[0]), place(ends[1])) else {
+            return Err(Error::system("lend memory to a peer", "it is outside the region (a bug)"));
+        };
+        if elsewhere {
+            self.pages_until = self.ring.posted() + 1;
+        }
+        let places = [input, output];
+        let header = Header { len: size_of_val(&places) as u32, ..header };
+        self.ring.post((Descriptor::new(&header, NOWHERE), places.as_ptr().cast()));
+        self.bell.ring();
+        Ok(())
+    }
+
+    fn has_hung_up(&self) -> bool {
+        self.ring.is_closed()
+    }
+
     fn released(&mut self) -> Result<u64, Error> {
         Ok(self.ring.released())
     }
@@ -345,6 +370,24 @@ impl LinkRx for LocalRx {
         self.head = Some(Frame { header, data, ready: len, done: 0 });
         self.done = 0;
         Ok(self.head)
+    }
+
+    fn borrow(&self, bytes: usize) -> Result<Loan, Error> {
+        let wrong = |problem: String| Error::Protocol { peer: self.peer, problem };
+        let Some(frame) = self.head.filter(|frame| frame.ready == size_of::<[u64; 2]>()) else {
+            return Err(wrong("a loan that names no memory".into()));
+        };
+        // SAFETY: so many bytes can be read (`peek`); as with a descriptor, they are plain integers, and checked below.
+        let [input, output] = unsafe { frame.data.cast::<[u64; 2]>().read_unaligned() };
+        if self.same_process {
+            return Ok(Loan { input: input as *const u8, output: output as *mut u8 });
+        }
+        let region = &self.ring.memory().region;
+        let outside = |at| wrong(format!("{bytes} bytes at offset {at}, lent, are not in its buffers"));
+        Ok(Loan {
+            input: region.page(input, bytes).ok_or_else(|| outside(input))?,
+            output: region.page(output, bytes).ok_or_else(|| outside(output))?,
+        })
     }
 
     fn hang_up(&mut self) {
