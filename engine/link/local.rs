@@ -485,6 +485,60 @@ mod tests {
     }
 
     #[test]
+    fn loans_name_the_sender_s_memory_and_are_taken_back() {
+        let (mut tx, mut rx, _) = pair(true);
+        let (input, mut output) = (vec![1u8; 300], vec![0u8; 300]);
+        let loan = Loan { input: input.as_ptr(), output: output.as_mut_ptr() };
+        assert!(tx.can_lend(loan.input, 300));
+        // SAFETY: both outlive the test's use of the link.
+        unsafe { tx.lend(Header { offset: 300, ..header(1, 0) }, loan).unwrap() };
+        let frame = rx.peek(0).unwrap().unwrap();
+        assert_eq!((frame.header.offset, frame.header.op), (300, 1));
+        let seen = rx.borrow(300).unwrap();
+        assert_eq!((seen.input, seen.output), (loan.input, loan.output));
+        assert!(tx.revoke());
+        assert!(rx.peek(0).unwrap().is_none(), "it may not be used any more");
+        assert!(!tx.has_hung_up());
+        rx.hang_up();
+        assert!(
+            tx.has_hung_up() && tx.released().unwrap() == 1,
+            "given back, by one that may have done nothing"
+        );
+    }
+
+    #[test]
+    fn between_processes_loans_are_of_buffers_in_the_region() {
+        let (mut tx, mut rx, region) = pair(false);
+        let page = region.take_pages(8192).unwrap();
+        let at = region.at(page);
+        assert!(tx.can_lend(at, 8192) && !tx.can_lend(region.at(Region::slot_offset(0)), 8));
+        assert!(!tx.can_lend([0u8; 8].as_ptr(), 8));
+        let loan = Loan { input: at, output: at };
+        // SAFETY: inside the region, and nobody uses it.
+        unsafe { tx.lend(header(1, 0), loan).unwrap() };
+        assert!(tx.is_read_elsewhere());
+        let frame = rx.peek(0).unwrap().unwrap();
+        assert_eq!(rx.borrow(8192).unwrap().output, at);
+        rx.release(frame.ready);
+        assert!(!tx.is_read_elsewhere());
+        // What a peer that lies may name: a slot, a ring, the end, what goes beyond it, what wraps round.
+        let end = crate::link::region::REGION_BYTES as u64;
+        for place in [Region::slot_offset(0) as u64, 0, end, end - 8191, u64::MAX - 100] {
+            let descriptor = Descriptor::new(&header(2, 16), NOWHERE);
+            tx.ring.post((descriptor, [page as u64, place].as_ptr().cast()));
+            let frame = rx.peek(0).unwrap().unwrap();
+            let error = rx.borrow(8192).unwrap_err();
+            assert!(matches!(error, Error::Protocol { .. }), "{place}: {error}");
+            rx.release(frame.ready);
+        }
+        // A loan that is none.
+        // SAFETY: copied: 8 bytes are inline.
+        unsafe { tx.post(header(3, 8), 1u64.to_ne_bytes().as_ptr()).unwrap() };
+        rx.peek(0).unwrap().unwrap();
+        assert!(rx.borrow(8192).is_err());
+    }
+
+    #[test]
     fn a_location_outside_the_region_is_an_error_not_a_fault() {
         let (mut tx, mut rx, region) = pair(false);
         let outside = [0u8; 4096];

@@ -3,7 +3,8 @@
 //! A link is **simplex**: a [`LinkTx`] at the sender, a [`LinkRx`] at the receiver, first in, first out. The
 //! sender *posts* a frame whose payload stays where it is ([`Posted::Held`]) until the receiver has released
 //! it, or is copied at once ([`Posted::Copied`]). The receiver *peeks* at the oldest frame, reads the payload
-//! where it lies, and *releases* it, in parts if it likes. Nothing here blocks.
+//! where it lies, and *releases* it, in parts if it likes. On one host a frame may also *lend* the receiver memory to read
+//! and to write, until it is released ([`LinkTx::lend`]). Nothing here blocks.
 //!
 //! | link | payload lies in | credit |
 //! |---|---|---|
