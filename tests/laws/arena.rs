@@ -55,7 +55,7 @@ fn ranks_whose_buffers_cannot_be_lent_are_heard_of_by_all() {
     threads(comms, move |mut comm| {
         let (n, rank) = (comm.size(), comm.rank());
         for turn in 0..48 {
-            let (len, lends) = ([300_001, 100_000, 20_000][turn % 3], turn / 3 >> rank & 1 == 1);
+            let (len, lends) = ([300_001, 100_000, 20_000][turn % 3], ((turn / 3) >> rank) & 1 == 1);
             let algo = [Algo::Direct, Algo::OneShot][turn / 24];
             let value = comm_value(rank);
             let right = |sum: &[f32]| sum.iter().all(|x| *x == total(n));
