@@ -1,5 +1,7 @@
 //! Faults planted on purpose, for this repository's own tests.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use parking_lot::Mutex;
 
 pub use crate::link::waits::{Point, Wait, is_stopped, slow_readers, stop_at, take_away};
@@ -21,4 +23,16 @@ pub(crate) fn mutated(kind: Kind, rank: Rank, mut plan: Plan) -> Plan {
         mutate::apply(&mut plan, *step, mutation);
     }
     plan
+}
+
+static FOLDED_SMALL: AtomicBool = AtomicBool::new(false);
+
+/// From now on, of all_reduces in memory that all ranks touch, every other one is folded at once, however small, and the
+/// others only from the usual size on.
+pub fn fold_small(on: bool) {
+    FOLDED_SMALL.store(on, Ordering::Relaxed);
+}
+
+pub(crate) fn folded_from(number: u64) -> Option<usize> {
+    (FOLDED_SMALL.load(Ordering::Relaxed) && !number.is_multiple_of(2)).then_some(0)
 }

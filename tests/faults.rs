@@ -33,6 +33,7 @@ fn rank() {
             "kills" => kills::rank(me).await,
             "early" => kills::early(me).await,
             "stopped" => silence::stopped(me).await,
+            "stopped_with_loans" => silence::stopped_with_loans(me).await,
             "wakes" => silence::wakes(me).await,
             "never_calls" => silence::never_calls(me).await,
             "mismatches" => mismatches::rank(me).await,

@@ -13,6 +13,7 @@ mod device;
 mod frames;
 mod fused;
 mod kernel;
+mod shared;
 mod staged;
 
 use std::collections::VecDeque;
@@ -21,6 +22,7 @@ use std::sync::Arc;
 use allstream_kernels as kernels;
 
 use self::device::OnDevice;
+use self::shared::Shared;
 pub(crate) use self::staged::{STRIPE, cut};
 use super::device::DeviceOp;
 use super::operation::{Part, Reduction};
@@ -135,6 +137,8 @@ pub(super) struct Machine {
     scaled_input: Vec<Line>,
     /// The same, and hands, of an operation that a device runs.
     on_device: OnDevice,
+    /// Of a part that is folded at once, in all ranks' memory.
+    shared: Shared,
     /// Elements scaled so far; `None`: nothing to scale (any more).
     scaled: Option<usize>,
     rounds: u32,
@@ -169,6 +173,7 @@ impl Machine {
             scratch: Vec::new(),
             scaled_input: Vec::new(),
             on_device: OnDevice::default(),
+            shared: Shared::default(),
             scaled: None,
             rounds: 0,
             round: 0,
@@ -230,9 +235,11 @@ impl Machine {
         self.filled = usize::MAX;
         self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
-        if (Context { common, part: &part, earlier: &[] }).is_fused() {
+        let c = Context { common, part: &part, earlier: &[] };
+        if c.is_fused() {
             self.start_fused(part.program.plan.size);
         }
+        self.shared.start(c);
         self.work = Some(part);
     }
 
@@ -240,6 +247,7 @@ impl Machine {
     pub(super) fn clear(&mut self) {
         self.work = None;
         self.on_device.clear();
+        self.shared.clear();
     }
 
     /// Whether nothing more of this part goes to a peer.
@@ -256,7 +264,9 @@ impl Machine {
 
     /// Notes memory that a receiver has given back.
     pub(super) fn freed(&mut self, lent: Lent) {
-        if let (Some(part), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
+        if lent.step == shared::LOAN && lent.owner == self.number {
+            self.shared.freed((lent.receiver & RECEIVER) as usize);
+        } else if let (Some(part), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
             && lent.owner == self.number
         {
             let at = node.first + (lent.receiver & RECEIVER) as usize;
@@ -311,6 +321,8 @@ impl Machine {
             }
             self.scale(c);
             return Ok((true, false));
+        } else if let Some(result) = self.advance_shared(c, port)? {
+            return Ok(result);
         }
         let program = &c.part.program;
         match news {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::link::region::Region;
 use crate::link::ring::CELLS;
-use crate::link::{Header, INLINE, LinkRx, LinkTx, Posted, SLOT, peer};
+use crate::link::{Header, INLINE, LinkRx, LinkTx, Loan, Posted, SLOT, peer};
 use crate::types::Rank;
 
 /// The channel of operations that the ranks' devices run.
@@ -135,6 +135,21 @@ impl Port {
         let (owner, step, receiver, end) = owner;
         self.peers[peer].lent.push_back(Lent { owner, step, receiver, end, slot });
         Ok(posted == Posted::Copied || slot.is_some())
+    }
+
+    /// Lends a peer memory for reading and writing, and remembers it.
+    pub(crate) fn lend(
+        &mut self,
+        peer: Rank,
+        header: Header,
+        loan: Loan,
+        (owner, step, receiver): (u64, u32, u32),
+    ) -> Result<(), Error> {
+        // SAFETY: memory of an operation, as in `post`: in the table until the frame is released, or the links are
+        // revoked; and its machine touches none of what is lent meanwhile.
+        unsafe { self.tx(peer)?.lend(header, loan)? };
+        self.peers[peer].lent.push_back(Lent { owner, step, receiver, end: 0, slot: None });
+        Ok(())
     }
 
     /// Takes back what peers have released; tells of each frame.

@@ -1,4 +1,4 @@
-//! Buffers in a rank's region: what peers on this host read where it lies.
+//! Buffers in a rank's region: what peers on this host read, and write, where it lies.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,8 +11,8 @@ use crate::error::Error;
 use crate::mem::HostMemory;
 use crate::types::Element;
 
-/// A buffer from [`Comm::alloc`](crate::Comm::alloc): memory that the other ranks of this host read in place, so that a
-/// collective on it copies nothing into staging slots. Zeroed, aligned to a page; derefs to a slice.
+/// A buffer from [`Comm::alloc`](crate::Comm::alloc): memory that the other ranks of this host read, and in an all_reduce
+/// write, in place, so that a collective on it copies nothing into staging slots. Zeroed, aligned to a page; derefs to a slice.
 ///
 /// It may outlive its communicator, and be used with others (of the same world without a copy, of another one as any
 /// buffer).
@@ -47,7 +47,7 @@ impl<T: Element> Deref for ArenaBuf<T> {
     type Target = [T];
     fn deref(&self) -> &[T] {
         // SAFETY: `len` elements inside the mapping, which `region` keeps; zeroed when given (every Element is valid when
-        // zero), and uniquely ours: of peers, correct ones only read it, and only while an operation owns it.
+        // zero), and uniquely ours: of peers, correct ones touch it only while an operation owns it.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }

@@ -12,7 +12,7 @@ use parking_lot::Mutex;
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer, RingMemory};
 use super::waits::{Wait, kept};
-use super::{Frame, Header, INLINE, LinkRx, LinkTx, Posted, SLOT};
+use super::{Frame, Header, INLINE, LinkRx, LinkTx, Loan, Posted, SLOT};
 use crate::error::Error;
 use crate::types::{Rank, Signature};
 
@@ -281,6 +281,31 @@ impl LinkTx for LocalTx {
         Ok(if inline { Posted::Copied } else { Posted::Held })
     }
 
+    fn can_lend(&self, at: *const u8, len: usize) -> bool {
+        self.gate.is_some() || self.ring.memory().region.is_page(at, len)
+    }
+
+    unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
+        let (ends, elsewhere) = ([loan.input, loan.output.cast_const()], self.gate.is_none());
+        let region = &self.ring.memory().region;
+        let place = |at: *const u8| if elsewhere { region.offset_of(at) } else { Some(at as u64) };
+        let (Some(input), Some(output)) = (place(ends[0]), place(ends[1])) else {
+            return Err(Error::system("lend memory to a peer", "it is outside the region (a bug)"));
+        };
+        if elsewhere {
+            self.pages_until = self.ring.posted() + 1;
+        }
+        let places = [input, output];
+        let header = Header { len: size_of_val(&places) as u32, ..header };
+        self.ring.post((Descriptor::new(&header, NOWHERE), places.as_ptr().cast()));
+        self.bell.ring();
+        Ok(())
+    }
+
+    fn has_hung_up(&self) -> bool {
+        self.ring.is_closed()
+    }
+
     fn released(&mut self) -> Result<u64, Error> {
         Ok(self.ring.released())
     }
@@ -346,6 +371,24 @@ impl LinkRx for LocalRx {
         self.head = Some(Frame { header, data, ready: len, done: 0 });
         self.done = 0;
         Ok(self.head)
+    }
+
+    fn borrow(&self, bytes: usize) -> Result<Loan, Error> {
+        let wrong = |problem: String| Error::Protocol { peer: self.peer, problem };
+        let Some(frame) = self.head.filter(|frame| frame.ready == size_of::<[u64; 2]>()) else {
+            return Err(wrong("a loan that names no memory".into()));
+        };
+        // SAFETY: so many bytes can be read (`peek`); as with a descriptor, they are plain integers, and checked below.
+        let [input, output] = unsafe { frame.data.cast::<[u64; 2]>().read_unaligned() };
+        if self.same_process {
+            return Ok(Loan { input: input as *const u8, output: output as *mut u8 });
+        }
+        let region = &self.ring.memory().region;
+        let outside = |at| wrong(format!("{bytes} bytes at offset {at}, lent, are not in its buffers"));
+        Ok(Loan {
+            input: region.page(input, bytes).ok_or_else(|| outside(input))?,
+            output: region.page(output, bytes).ok_or_else(|| outside(output))?,
+        })
     }
 
     fn hang_up(&mut self) {
@@ -440,6 +483,60 @@ mod tests {
         drop(reading);
         assert!(tx.revoke());
         assert!(rx.peek(0).unwrap().is_none(), "revoked memory is not read");
+    }
+
+    #[test]
+    fn loans_name_the_sender_s_memory_and_are_taken_back() {
+        let (mut tx, mut rx, _) = pair(true);
+        let (input, mut output) = (vec![1u8; 300], vec![0u8; 300]);
+        let loan = Loan { input: input.as_ptr(), output: output.as_mut_ptr() };
+        assert!(tx.can_lend(loan.input, 300));
+        // SAFETY: both outlive the test's use of the link.
+        unsafe { tx.lend(Header { offset: 300, ..header(1, 0) }, loan).unwrap() };
+        let frame = rx.peek(0).unwrap().unwrap();
+        assert_eq!((frame.header.offset, frame.header.op), (300, 1));
+        let seen = rx.borrow(300).unwrap();
+        assert_eq!((seen.input, seen.output), (loan.input, loan.output));
+        assert!(tx.revoke());
+        assert!(rx.peek(0).unwrap().is_none(), "it may not be used any more");
+        assert!(!tx.has_hung_up());
+        rx.hang_up();
+        assert!(
+            tx.has_hung_up() && tx.released().unwrap() == 1,
+            "given back, by one that may have done nothing"
+        );
+    }
+
+    #[test]
+    fn between_processes_loans_are_of_buffers_in_the_region() {
+        let (mut tx, mut rx, region) = pair(false);
+        let page = region.take_pages(8192).unwrap();
+        let at = region.at(page);
+        assert!(tx.can_lend(at, 8192) && !tx.can_lend(region.at(Region::slot_offset(0)), 8));
+        assert!(!tx.can_lend([0u8; 8].as_ptr(), 8));
+        let loan = Loan { input: at, output: at };
+        // SAFETY: inside the region, and nobody uses it.
+        unsafe { tx.lend(header(1, 0), loan).unwrap() };
+        assert!(tx.is_read_elsewhere());
+        let frame = rx.peek(0).unwrap().unwrap();
+        assert_eq!(rx.borrow(8192).unwrap().output, at);
+        rx.release(frame.ready);
+        assert!(!tx.is_read_elsewhere());
+        // What a peer that lies may name: a slot, a ring, the end, what goes beyond it, what wraps round.
+        let end = crate::link::region::REGION_BYTES as u64;
+        for place in [Region::slot_offset(0) as u64, 0, end, end - 8191, u64::MAX - 100] {
+            let descriptor = Descriptor::new(&header(2, 16), NOWHERE);
+            tx.ring.post((descriptor, [page as u64, place].as_ptr().cast()));
+            let frame = rx.peek(0).unwrap().unwrap();
+            let error = rx.borrow(8192).unwrap_err();
+            assert!(matches!(error, Error::Protocol { .. }), "{place}: {error}");
+            rx.release(frame.ready);
+        }
+        // A loan that is none.
+        // SAFETY: copied: 8 bytes are inline.
+        unsafe { tx.post(header(3, 8), 1u64.to_ne_bytes().as_ptr()).unwrap() };
+        rx.peek(0).unwrap().unwrap();
+        assert!(rx.borrow(8192).is_err());
     }
 
     #[test]

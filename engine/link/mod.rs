@@ -3,7 +3,8 @@
 //! A link is **simplex**: a [`LinkTx`] at the sender, a [`LinkRx`] at the receiver, first in, first out. The
 //! sender *posts* a frame whose payload stays where it is ([`Posted::Held`]) until the receiver has released
 //! it, or is copied at once ([`Posted::Copied`]). The receiver *peeks* at the oldest frame, reads the payload
-//! where it lies, and *releases* it, in parts if it likes. Nothing here blocks.
+//! where it lies, and *releases* it, in parts if it likes. On one host a frame may also *lend* the receiver memory to read
+//! and to write, until it is released ([`LinkTx::lend`]). Nothing here blocks.
 //!
 //! | link | payload lies in | credit |
 //! |---|---|---|
@@ -41,6 +42,16 @@ pub(crate) enum Posted {
     Held,
 }
 
+/// Memory that a rank lends a peer, to read the one and to write the other. Where an operation is in place they are one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Loan {
+    pub(crate) input: *const u8,
+    pub(crate) output: *mut u8,
+}
+
+// SAFETY: two addresses; whoever uses them states why it may.
+unsafe impl Send for Loan {}
+
 /// The sending end.
 pub(crate) trait LinkTx: Send {
     /// Whether a frame can be posted now.
@@ -56,6 +67,27 @@ pub(crate) trait LinkTx: Send {
     /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
 
+    /// Whether the peer can read and write memory there, where it lies.
+    fn can_lend(&self, _at: *const u8, _len: usize) -> bool {
+        false
+    }
+
+    /// Posts a frame that lends `header.offset` bytes at both ends of a loan. Only when `room` just said so, and
+    /// [`LinkTx::can_lend`] of both.
+    ///
+    /// # Safety
+    /// Both ends are valid for so many bytes, the output for writes. They stay valid, the input is not written and the
+    /// output not touched until the frame is released or [`LinkTx::revoke`] has returned `true`; between processes, until
+    /// [`LinkTx::is_read_elsewhere`] says no.
+    unsafe fn lend(&mut self, _header: Header, _loan: Loan) -> Result<(), Error> {
+        Err(Error::system("lend memory to a peer", "this link cannot (a bug)"))
+    }
+
+    /// Whether the peer has hung up. All it held then counts as released, whatever it has done with it.
+    fn has_hung_up(&self) -> bool {
+        false
+    }
+
     /// How many frames, since the link was made, have a source that is free again. In order.
     fn released(&mut self) -> Result<u64, Error>;
 
@@ -63,8 +95,8 @@ pub(crate) trait LinkTx: Send {
     /// any more; `false`: ask again.
     fn revoke(&mut self) -> bool;
 
-    /// Whether the peer, in another process, may still be reading memory of a user's that was lent to it: there is no
-    /// way to stop it, but it says when it has hung up.
+    /// Whether the peer, in another process, may still be reading, or writing, memory of a user's that was lent to it:
+    /// there is no way to stop it, but it says when it has hung up.
     fn is_read_elsewhere(&mut self) -> bool {
         false
     }
@@ -83,6 +115,13 @@ pub(crate) trait LinkRx: Send {
     /// Releases `bytes` more of the oldest frame; the frame itself once all of it is released (at once, for an
     /// empty one).
     fn release(&mut self, bytes: usize);
+
+    /// What the frame that `peek` has just shown lends: so many bytes at both ends. They may be used until it is released,
+    /// as long as `peek` goes on to show it: in one process under this rank's gate, which the sender tries before it has
+    /// its memory back.
+    fn borrow(&self, _bytes: usize) -> Result<Loan, Error> {
+        Err(Error::system("use memory that a peer lends", "this link cannot (a bug)"))
+    }
 
     /// Nothing of this link is read any more, now or ever: the sender has all its memory back.
     fn hang_up(&mut self) {}

@@ -263,6 +263,12 @@ impl Region {
         self.offset_of(at).is_some_and(|o| o >= ARENA_START as u64 && o + len as u64 <= REGION_BYTES as u64)
     }
 
+    /// The address of these bytes, if they are in the part for users' buffers.
+    pub(super) fn page(&self, offset: u64, len: usize) -> Option<*mut u8> {
+        let inside = offset >= ARENA_START as u64 && self.contains(offset, len);
+        inside.then(|| self.at(offset as usize))
+    }
+
     /// Bytes of the heap in use, the most that it has ever reached to, and its size.
     pub(crate) fn heap(&self) -> (usize, usize, usize) {
         let heap = self.heap.lock();

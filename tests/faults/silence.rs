@@ -40,6 +40,36 @@ pub(crate) async fn stopped(me: Me) {
     let _ = comm.close().await;
 }
 
+/// All ranks reduce buffers that peers write to, until the victim is stopped. Once the others have failed they take new memory
+/// for such buffers, and look at it when the victim has been woken.
+pub(crate) async fn stopped_with_loans(me: Me) {
+    let mut comm = me.connect().await;
+    let mut buf = comm.alloc::<f32>(4 * LEN).unwrap();
+    for i in 0.. {
+        say("start", json!({ "i": i }));
+        match comm.all_reduce(buf).await {
+            Ok(sum) => buf = sum,
+            Err(failed) => {
+                let kept: Vec<_> = (0..4)
+                    .map(|_| {
+                        let mut buf = comm.alloc::<f32>(4 * LEN).unwrap();
+                        buf.fill(7.0);
+                        buf
+                    })
+                    .collect();
+                say_error("failed", &failed.error, failed.buf.is_some());
+                drop(failed);
+                // Long enough for the victim to be woken, and to go on with what it was at.
+                tokio::time::sleep(Duration::from_secs(2)).await;
+                let whole = kept.iter().all(|buf| buf.iter().all(|x| *x == 7.0));
+                say("looked", json!({ "whole": whole }));
+                break;
+            }
+        }
+    }
+    let _ = comm.close().await;
+}
+
 /// Stops `victim`; what the others said about it, and how long it took them. Wakes it again and sees it end.
 fn stop(link: Link, victim: usize, args: serde_json::Value, heartbeat: &str) -> Vec<(Error, f64)> {
     let itself = args["itself"] == true;
@@ -100,6 +130,37 @@ fn a_stopped_rank_is_found_by_the_deadline() {
             let [one] = &missing[..] else { panic!("{error}") };
             assert_eq!((one.rank, &one.state), (victim, &MissingState::NoAnswer), "{error}");
         }
+    }
+}
+
+/// A rank may be stopped while it writes to what others have lent it, and go on when all is long over. What it may write to
+/// is not used again.
+#[test]
+fn a_stopped_rank_that_wakes_writes_to_nobodys_memory() {
+    let _alone = alone();
+    for (round, victim) in [1, 0, 2].into_iter().enumerate() {
+        let plan = Plan::new("stopped_with_loans", SIZE, Link::Shm).args(json!({}));
+        let job = plan.env("ALLSTREAM_HEARTBEAT_TIMEOUT", "1").start();
+        while job.ranks[victim].hear("start")["i"] != 20 {}
+        std::thread::sleep(Duration::from_micros(700 * round as u64));
+        job.ranks[victim].signal(Signal::STOP);
+        let others = || job.ranks.iter().filter(|r| r.rank != victim);
+        for rank in others() {
+            let failed = rank.hear("failed");
+            let error = harness::error_of(&failed);
+            assert!(matches!(error, Error::PeerLost { rank, .. } if rank == victim), "{error}");
+            assert_eq!(failed["buffer"], false, "rank {}: its buffer may be written to yet", rank.rank);
+        }
+        job.ranks[victim].signal(Signal::CONT);
+        for rank in others() {
+            assert_eq!(
+                rank.hear("looked")["whole"],
+                true,
+                "somebody wrote to new buffers of rank {}",
+                rank.rank
+            );
+        }
+        job.finish();
     }
 }
 

@@ -16,15 +16,20 @@ fn filled(comm: &Comm, len: usize, value: f32) -> ArenaBuf<f32> {
 
 #[test]
 fn arena_buffers_go_through_every_algorithm_and_messages() {
+    #[cfg(feature = "testing")]
+    allstream::testing::fold_small(true);
     for link in LINKS {
         let comms = within(LIMIT, move || world(3, link));
         threads(comms, move |mut comm| {
             let (n, rank) = (comm.size(), comm.rank());
             for len in [0, 1, 1000, 300_001] {
                 for &algo in algorithms(Kind::AllReduce).iter().filter(|a| **a != Algo::TwoLevel) {
-                    let buf = filled(&comm, len, comm_value(rank));
-                    let sum = comm.algo(algo).all_reduce(buf).wait().unwrap();
-                    assert!(sum.iter().all(|x| *x == total(n)), "{link:?} {algo} {len}");
+                    // Of two in a row, one is folded at once also where it is small.
+                    for _ in 0..2 {
+                        let buf = filled(&comm, len, comm_value(rank));
+                        let sum = comm.algo(algo).all_reduce(buf).wait().unwrap();
+                        assert!(sum.iter().all(|x| *x == total(n)), "{link:?} {algo} {len}");
+                    }
                 }
                 let all = comm.all_gather(filled(&comm, len, comm_value(rank))).wait().unwrap();
                 let right = (0..n).flat_map(|r| std::iter::repeat_n(comm_value(r), len));
@@ -40,6 +45,35 @@ fn arena_buffers_go_through_every_algorithm_and_messages() {
             block_on(comm.close()).unwrap();
         });
     }
+}
+
+/// Whether a rank's buffer is one that peers can write to is known to that rank alone: all see it from its first frame,
+/// and do the same.
+#[test]
+fn ranks_whose_buffers_cannot_be_lent_are_heard_of_by_all() {
+    let comms = within(LIMIT, move || world(3, Link::Shm));
+    threads(comms, move |mut comm| {
+        let (n, rank) = (comm.size(), comm.rank());
+        for turn in 0..48 {
+            let (len, lends) = ([300_001, 100_000, 20_000][turn % 3], ((turn / 3) >> rank) & 1 == 1);
+            let algo = [Algo::Direct, Algo::OneShot][turn / 24];
+            let value = comm_value(rank);
+            let right = |sum: &[f32]| sum.iter().all(|x| *x == total(n));
+            let mine = filled(&comm, len, value);
+            let call = comm.algo(algo);
+            let good = match (lends, turn % 2 == 0) {
+                (true, _) => right(&call.all_reduce(mine).wait().unwrap()),
+                (false, true) => right(&call.all_reduce(vec![value; len]).wait().unwrap()),
+                // One end can be lent, the other cannot.
+                (false, false) => {
+                    let (mine, sum) = call.all_reduce_into(mine, vec![0f32; len]).wait().unwrap();
+                    right(&sum) && mine.iter().all(|x| *x == value)
+                }
+            };
+            assert!(good, "turn {turn}, {algo}");
+        }
+        block_on(comm.close()).unwrap();
+    });
 }
 
 /// As for buffers of their own memory (law 3): aborted at a random moment, whoever has its buffer back writes to it at
@@ -72,7 +106,7 @@ fn law_3_an_arena_buffer_that_came_back_is_read_by_nobody() {
                     Ok(buf) => assert!(buf.iter().all(|x| *x == total(n)), "{algo}: a wrong sum"),
                     Err(Failed { buf, error }) => {
                         assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
-                        buf.expect("all hang up, so it comes back").fill(f32::NAN);
+                        stays(&mut buf.expect("all hang up, so it comes back"));
                     }
                 }
             }

@@ -158,6 +158,13 @@ pub(crate) fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     }
 }
 
+/// Nobody else writes to memory that has come back.
+pub(crate) fn stays(memory: &mut [f32]) {
+    memory.fill(SPOILT);
+    thread::sleep(Duration::from_millis(2));
+    assert!(memory.iter().all(|x| *x == SPOILT), "somebody wrote to a buffer that had come back");
+}
+
 /// The sum of `rank + 1` over the ranks.
 pub(crate) fn total(n: usize) -> f32 {
     (n * (n + 1) / 2) as f32

@@ -64,7 +64,9 @@ fn law_3_a_buffer_that_came_back_is_read_by_nobody() {
                         Err(Failed { buf, error }) => {
                             assert!(matches!(error, Error::Aborted { by: 0, .. }), "{link:?}: {error}");
                             assert_eq!(drops.load(Ordering::SeqCst), 0, "in flight, it was not freed");
-                            drop(buf.expect("it comes back"));
+                            let mut buf = buf.expect("it comes back");
+                            stays(&mut buf.memory);
+                            drop(buf);
                             assert_eq!(drops.load(Ordering::SeqCst), 1);
                         }
                     }

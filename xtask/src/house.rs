@@ -25,7 +25,7 @@ const FLOORS: [(&str, u32); 12] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 25] = [
+const UNSAFE: [(&str, &str); 26] = [
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/mem/", "memory that operations own while it is in flight"),
@@ -42,6 +42,7 @@ const UNSAFE: [(&str, &str); 25] = [
     ("engine/exec/machine.rs", "receives into memory in flight"),
     ("engine/exec/machine/device.rs", "puts kernels on memory in flight"),
     ("engine/exec/machine/kernel.rs", "runs kernels on memory in flight"),
+    ("engine/exec/machine/shared.rs", "runs kernels on memory that peers lend"),
     ("engine/exec/operation.rs", "names memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),
     ("engine/sim/net.rs", "implements the contract of a link"),

@@ -26,9 +26,16 @@ impl Machine {
             return Ok(None);
         }
         // The header comes first: a disagreement is found before any data is used.
-        let Some(frame) = port.rx(from)?.peek(0)? else { return Ok(None) };
+        let Some(mut frame) = port.rx(from)?.peek(0)? else { return Ok(None) };
         let node = &self.nodes[i];
         check_frame(&frame, c, c.signature(node), from)?;
+        if self.is_loan(&frame) {
+            // It would have folded all at once; this rank cannot, as its own first frame says.
+            port.rx(from)?.release(frame.ready);
+            let Some(next) = port.rx(from)?.peek(0)? else { return Ok(None) };
+            check_frame(&next, c, c.signature(node), from)?;
+            frame = next;
+        }
         let done = frame.done.checked_div(node.unit).unwrap_or(0);
         let left = frame.header.len as usize - frame.done;
         if frame.header.message != self.message(cursor.message)
@@ -65,6 +72,9 @@ impl Machine {
             let others: Vec<Rank> =
                 (0..program.plan.size).filter(|peer| *peer != program.plan.rank).collect();
             return self.fused_waits_for(&others, ranks);
+        }
+        if self.shared_waits_for(program.plan.rank, port, ranks) {
+            return;
         }
         for (i, step) in program.plan.steps.iter().enumerate() {
             if self.is_done(program, i) {

@@ -91,6 +91,8 @@ impl Machine {
     pub(in crate::exec) fn fill(&mut self, rounds: usize) {
         if self.filled != rounds {
             self.filled = rounds;
+            // What comes in stripes goes on in them.
+            self.shared.take_steps();
             (0..self.nodes.len() as u32).for_each(|i| self.hot.mark(i));
         }
     }

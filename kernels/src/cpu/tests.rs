@@ -216,6 +216,33 @@ fn every_place_agrees() {
     }
 }
 
+/// Ranks that fold in each other's memory: every input is an output, too.
+#[test]
+fn all_inputs_are_outputs() {
+    let mut rng = Rng(40);
+    for level in Level::available() {
+        for (dtype, op) in DType::ALL.iter().flat_map(|dtype| ReduceOp::ALL.map(|op| (*dtype, op))) {
+            for count in [2, 3, 4, 8].into_iter().filter(|_| op.supports(dtype)) {
+                for len in [0, 1, 15, 65, 1025] {
+                    let case = Case::new(&mut rng, dtype, op, count, len);
+                    let expected = case.expected();
+                    let mut all: Vec<Buffer> = case.ins.iter().map(|b| Buffer::new(b, len % 3)).collect();
+                    let outs: Vec<*mut u8> = all.iter_mut().map(Buffer::pointer).collect();
+                    let ins: Vec<*const u8> = outs.iter().map(|out| out.cast_const()).collect();
+                    // SAFETY: the buffers hold `len` elements each, and an output is an input; the level is available.
+                    unsafe { reduce_at(level, dtype, op, &ins, &outs, len, case.finish) };
+                    for out in &all {
+                        case.compare(out.content(), &expected, || {
+                            format!("{level:?} {count} x {dtype} {op}, {len}")
+                        });
+                        assert!(out.guarded());
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Inputs may coincide too, also with the output.
 #[test]
 fn an_input_twice() {

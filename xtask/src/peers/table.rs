@@ -55,7 +55,7 @@ fn head(about: &About) -> String {
     text += &format!(
         "Microseconds, the median of {} interleaved rounds of all programs. They measure alike: f32, sum; two passes that \
          do not count; in each pass buffers are filled, then a barrier, then operations back to back (20 up to 64 KB, \
-         one above that); the slowest rank's time of an operation; the median over passes (100 up to 64 KB, above that \
+         one above that), then a barrier that is not timed; the slowest rank's time of an operation; the median over passes (100 up to 64 KB, above that \
          200 MB / size, at least 5). Gloo makes 20 passes up to 64 KB, at most 400 above. Bytes are those of a rank's \
          largest buffer. Results are checked when the clock has stopped: ours in the first round, the others' always. \
          A row that no bar is for has a ratio alone.\n\n\
