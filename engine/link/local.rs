@@ -226,6 +226,8 @@ pub(crate) struct LocalTx {
     gate: Option<Gate>,
     /// Frames up to here, as the ring counts, are in users' buffers and lent to another process.
     pages_until: u64,
+    /// What was lent was taken back, and nobody reads it.
+    quiet: bool,
 }
 
 impl LocalTx {
@@ -236,7 +238,13 @@ impl LocalTx {
         bell: Bell,
         gate: Option<Gate>,
     ) -> Result<Self, Error> {
-        Ok(LocalTx { ring: Producer::new(RawRing::new(region, offset as u64)?), bell, gate, pages_until: 0 })
+        Ok(LocalTx {
+            ring: Producer::new(RawRing::new(region, offset as u64)?),
+            bell,
+            gate,
+            pages_until: 0,
+            quiet: false,
+        })
     }
 }
 
@@ -314,7 +322,9 @@ impl LinkTx for LocalTx {
         self.ring.memory().revoked().store(1, Ordering::SeqCst);
         // Another process reads only our region, which it keeps mapped itself. One of ours may be reading our
         // caller's buffer right now: it does so only under its gate, and looks at the flag after taking it.
-        !kept(Wait::Gate) || self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
+        let is_free = |gate: &Gate| gate.try_lock().is_some();
+        self.quiet = self.quiet || !kept(Wait::Gate) || self.gate.as_ref().is_none_or(is_free);
+        self.quiet
     }
 }
 
@@ -378,8 +388,10 @@ impl LinkRx for LocalRx {
         let Some(frame) = self.head.filter(|frame| frame.ready == size_of::<[u64; 2]>()) else {
             return Err(wrong("a loan that names no memory".into()));
         };
-        // SAFETY: so many bytes can be read (`peek`); as with a descriptor, they are plain integers, and checked below.
-        let [input, output] = unsafe { frame.data.cast::<[u64; 2]>().read_unaligned() };
+        // SAFETY: so many bytes can be read (`peek`). Read once, as a descriptor is: the peer may write there meanwhile, and
+        // what is checked below is what is used.
+        let bytes_of = |at: usize| unsafe { frame.data.add(at).cast::<[u8; 8]>().read_volatile() };
+        let [input, output] = [0, 8].map(|at| u64::from_ne_bytes(bytes_of(at)));
         if self.same_process {
             return Ok(Loan { input: input as *const u8, output: output as *mut u8 });
         }

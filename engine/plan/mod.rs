@@ -34,6 +34,7 @@ mod tests;
 use tree::Tree;
 
 pub use crate::types::{Algo, Kind, Rank};
+pub(crate) use choose::SMALL;
 pub use choose::{Env, choose};
 pub use compile::{Node, Program};
 pub use promises::{algorithms, deterministic, keeps_rank_order, suitable};

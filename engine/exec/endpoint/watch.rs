@@ -19,6 +19,15 @@ impl Run {
         }
         self.checked = now;
     }
+
+    /// Looks at what peers have given back.
+    fn reap(&mut self) {
+        let Run { active, port, devices, .. } = self;
+        for port in std::iter::once(port).chain(devices) {
+            // What is wrong with a link is told by the next pass.
+            let _ = port.reap(|lent| active.freed(lent));
+        }
+    }
 }
 
 /// An operation that has not moved for this long asks its peers whether they called the same.
@@ -137,12 +146,18 @@ impl Endpoint {
                 });
             } else if elapsed > STALL.min(timeout / 4) && due {
                 run.active.stalled_at = Some(now);
-                let waiting = run.waiting_for();
-                self.recorder.waiting(number, &waiting);
-                let gone = {
+                let mut waiting = run.waiting_for();
+                let gone = |waiting: &[Rank]| {
                     let left = self.left.lock();
                     waiting.iter().copied().find(|w| left[*w])
                 };
+                if gone(&waiting).is_some() {
+                    // It may have done all that was asked of it before.
+                    run.reap();
+                    waiting = run.waiting_for();
+                }
+                self.recorder.waiting(number, &waiting);
+                let gone = gone(&waiting);
                 match gone {
                     Some(rank) => {
                         let operation = run.active.operation(&self.config.name);

@@ -7,20 +7,21 @@
 //! place no chunk is touched by two ranks.
 //!
 //! Nobody has agreed beforehand to do it so: between processes memory is lent only if it is in the rank's region, which the
-//! rank alone knows. So each rank's *first frame* says it, the same to all peers: a loan, or the first piece of its input, which
-//! every rank sends to every peer at once, whatever the others do. Every rank sees the same first frames, and all fold at
-//! once, or nobody does: who sees data where a loan could be gives back what it was lent, and takes the plan's steps.
+//! rank alone knows. So each rank's *first frame* to a peer says it: a loan, or the first piece of its input, which the steps
+//! send to every peer, whatever the others do. Who sees data where a loan could be gives back what it was lent, and takes the
+//! steps. The first rank to take them has lent to nobody, so that all its first frames are data: then no rank ever has the
+//! loans of all, and all take the steps. If there is no such rank, all fold at once.
 
 use allstream_kernels as kernels;
 
 use super::frames::check_frame;
-use super::{Context, Cursor, Machine, RECEIVER_BITS};
+use super::{Common, Context, Cursor, Machine, RECEIVER_BITS};
 use crate::error::Error;
 use crate::exec::operation::Reduction;
 use crate::exec::port::Port;
 use crate::link::{Frame, Header, Loan};
-use crate::plan::Layout;
-use crate::types::{Kind, Rank};
+use crate::plan::{Layout, SMALL};
+use crate::types::{Kind, LIST, Rank};
 
 /// [`Lent::step`](super::Lent) of a loan: no plan has so many steps.
 pub(super) const LOAN: u32 = u32::MAX;
@@ -81,7 +82,7 @@ impl Shared {
     pub(super) fn start(&mut self, c: Context<'_>) {
         let (program, size) = (&c.part.program, c.part.program.plan.size);
         let on_host = c.common.device.is_none() && c.common.phantom.is_none();
-        let large = || c.part.count * c.part.dtype.size() >= from(c.common.number);
+        let large = || c.part.count * c.part.dtype.size() >= from(c.common);
         self.peers.clear();
         self.done = 0;
         self.stage = Stage::Steps;
@@ -112,13 +113,13 @@ impl Shared {
 }
 
 /// From which size on operations are folded at once.
-fn from(number: u64) -> usize {
+fn from(common: &Common) -> usize {
     #[cfg(any(test, feature = "testing"))]
-    if let Some(from) = crate::testing::folded_from(number) {
+    if let Some(from) = crate::testing::folded_from(common.number) {
         return from;
     }
-    let _ = number;
-    FROM
+    // Small parts of a list share their round trips: each loan would have to wait for the answer to the one before.
+    if common.signature.dtype == LIST { SMALL + 1 } else { FROM }
 }
 
 impl Machine {
@@ -309,7 +310,10 @@ impl Machine {
         for (peer, state) in others() {
             let waited_for = match stage {
                 Stage::Folded => !state.freed || port.tx(peer).is_ok_and(|tx| tx.has_hung_up()),
-                _ if silent => state.loan.is_none(),
+                _ if silent => {
+                    let has_come = matches!(port.rx(peer).and_then(|rx| rx.peek(0)), Ok(Some(_)));
+                    state.loan.is_none() && !has_come
+                }
                 _ => !state.offered,
             };
             if waited_for {
