@@ -12,7 +12,7 @@ use super::work::Restore;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
 use crate::exec::{Collective, Direction, Reduction, STRIPE, When, cut};
-use crate::mem::device::{ALL, DevicePlace, DeviceStream, Fate, Item, Staged, Stripe};
+use crate::mem::device::{ALL, DevicePlace, DeviceStream, Fate, Item, Staged, Stripe, refused_in_capture};
 use crate::mem::{Buf, Held, ListMemory, Location, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{Element, ON_DEVICES};
@@ -255,10 +255,7 @@ fn place(
             return Err(Error::invalid(call, problem));
         }
         if !streams.contains(&place.stream) {
-            if place.stream.is_capturing()? {
-                let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
-                return Err(Error::invalid(call, problem));
-            }
+            refused_in_capture(&place.stream, call)?;
             streams.push(place.stream.clone());
         }
         Ok(std::ptr::without_provenance_mut(place.address as usize))

@@ -115,18 +115,17 @@ impl Active {
         let common = Common { comm, number, signature, reduction, scale, phantom, slice, device };
         self.stalled_at = None;
         let started = Instant::now();
-        let (arrived, reach) = (0, if staged.is_some() { (0, 0) } else { ALL });
-        let (next, number) = (0, 0);
+        let reach = if staged.is_some() { (0, 0) } else { ALL };
         self.current = Some(Current {
             key,
             common,
             timeout,
             parts,
-            next,
-            number,
+            next: 0,
+            number: 0,
             then,
             staged,
-            arrived,
+            arrived: 0,
             reach,
             started,
         });

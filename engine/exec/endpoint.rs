@@ -129,10 +129,10 @@ struct Table {
     asked: Asked,
     closed: bool,
     /// The operations whose memory is to be taken back; those of which it is to be done now; and those of which it is on
-    /// its way.
+    /// its way, since when.
     staged: HashMap<u64, Backing>,
     due: Vec<Backing>,
-    backing: Vec<Backing>,
+    backing: Vec<(Instant, Backing)>,
     /// The operations that devices run.
     devices: HashMap<u64, Arc<DeviceOp>>,
 }

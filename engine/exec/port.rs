@@ -47,6 +47,8 @@ struct Peer {
     rx: Option<Box<dyn LinkRx>>,
     lent: VecDeque<Lent>,
     taken: u64,
+    /// What was lent to it was taken back: it reads none of that any more.
+    quiet: bool,
 }
 
 /// What a frame's payload is, when it is posted.
@@ -229,7 +231,12 @@ impl Port {
     /// Takes all lent memory back, for good. `true` once no peer can be reading it.
     pub(crate) fn revoke(&mut self) -> bool {
         self.dead = true;
-        self.peers.iter_mut().all(|p| p.tx.as_mut().is_none_or(|tx| tx.revoke()))
+        self.peers.iter_mut().all(|Peer { tx, quiet, .. }| {
+            tx.as_mut().is_none_or(|tx| {
+                *quiet = *quiet || tx.revoke();
+                *quiet
+            })
+        })
     }
 
     /// The same links for the communicator's next generation: what is still lent belongs to none of its operations.

@@ -226,8 +226,6 @@ pub(crate) struct LocalTx {
     gate: Option<Gate>,
     /// Frames up to here, as the ring counts, are in users' buffers and lent to another process.
     pages_until: u64,
-    /// What was lent was taken back, and nobody reads it.
-    quiet: bool,
 }
 
 impl LocalTx {
@@ -238,13 +236,7 @@ impl LocalTx {
         bell: Bell,
         gate: Option<Gate>,
     ) -> Result<Self, Error> {
-        Ok(LocalTx {
-            ring: Producer::new(RawRing::new(region, offset as u64)?),
-            bell,
-            gate,
-            pages_until: 0,
-            quiet: false,
-        })
+        Ok(LocalTx { ring: Producer::new(RawRing::new(region, offset as u64)?), bell, gate, pages_until: 0 })
     }
 }
 
@@ -322,9 +314,7 @@ impl LinkTx for LocalTx {
         self.ring.memory().revoked().store(1, Ordering::SeqCst);
         // Another process reads only our region, which it keeps mapped itself. One of ours may be reading our
         // caller's buffer right now: it does so only under its gate, and looks at the flag after taking it.
-        let is_free = |gate: &Gate| gate.try_lock().is_some();
-        self.quiet = self.quiet || !kept(Wait::Gate) || self.gate.as_ref().is_none_or(is_free);
-        self.quiet
+        !kept(Wait::Gate) || self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
     }
 }
 
@@ -334,7 +324,6 @@ pub(crate) struct LocalRx {
     bell: Bell,
     peer: Rank,
     same_process: bool,
-    done: usize,
     head: Option<Frame>,
     hung_up: bool,
 }
@@ -349,7 +338,7 @@ impl LocalRx {
         same_process: bool,
     ) -> Result<Self, Error> {
         let ring = Consumer::new(RawRing::new(region, offset)?);
-        Ok(LocalRx { ring, bell, peer, same_process, done: 0, head: None, hung_up: false })
+        Ok(LocalRx { ring, bell, peer, same_process, head: None, hung_up: false })
     }
 }
 
@@ -379,7 +368,6 @@ impl LinkRx for LocalRx {
         };
         let header = d.header();
         self.head = Some(Frame { header, data, ready: len, done: 0 });
-        self.done = 0;
         Ok(self.head)
     }
 
@@ -412,15 +400,10 @@ impl LinkRx for LocalRx {
 
     fn release(&mut self, bytes: usize) {
         let Some(frame) = &mut self.head else { return };
-        self.done += bytes;
-        if self.done >= frame.header.len as usize {
+        if frame.advance(bytes) {
             self.head = None;
             self.ring.release();
             self.bell.ring();
-        } else {
-            frame.data = frame.data.wrapping_add(bytes);
-            frame.ready -= bytes;
-            frame.done = self.done;
         }
     }
 }

@@ -21,8 +21,6 @@ pub(super) struct Backing {
     signature: Signature,
     timeout: Duration,
     staged: Arc<Staged>,
-    /// Since when it is.
-    since: Instant,
 }
 
 impl Table {
@@ -34,15 +32,14 @@ impl Table {
         staged: Option<Arc<Staged>>,
     ) -> Option<Arc<Staged>> {
         let staged = staged?;
-        let since = Instant::now();
-        let backing = Backing { key, number, signature, timeout, staged: staged.clone(), since };
+        let backing = Backing { key, number, signature, timeout, staged: staged.clone() };
         self.staged.insert(key.number(), backing);
         staged.is_striped().then_some(staged)
     }
 
     fn forget(&mut self, key: Key) -> Option<Backing> {
         if !self.backing.is_empty() {
-            self.backing.retain(|backing| backing.key != key);
+            self.backing.retain(|(_, backing)| backing.key != key);
         }
         if self.staged.is_empty() { None } else { self.staged.remove(&key.number()) }
     }
@@ -61,21 +58,22 @@ impl Endpoint {
             let (endpoint, again, key) = (self.clone(), self.clone(), backing.key);
             let staged = backing.staged.clone();
             // From then on the device has until the deadline.
-            let begun = move || again.table.lock().backing.push(Backing { since: Instant::now(), ..backing });
+            let begun = move || again.table.lock().backing.push((Instant::now(), backing));
             staged.back(Box::new(begun), Box::new(move |result| endpoint.finish(key, result)));
         }
     }
 
     /// Ends what a device does not come to take back within the operation's time.
     pub(super) fn end_overdue_backing(self: &Arc<Self>, (now, awake): (Instant, Instant)) {
-        let late =
-            |backing: &Backing| now - backing.since > backing.timeout && now - awake > grace(backing.timeout);
+        let late = |(since, backing): &&(Instant, Backing)| {
+            now - *since > backing.timeout && now - awake > grace(backing.timeout)
+        };
         let late: Vec<Backing> = {
             let table = self.table.lock();
-            table.backing.iter().filter(|backing| late(backing)).cloned().collect()
+            table.backing.iter().filter(late).map(|(_, backing)| backing.clone()).collect()
         };
         for Backing { key, number, signature, timeout, staged, .. } in late {
-            let still = self.table.lock().backing.iter().any(|backing| backing.key == key);
+            let still = self.table.lock().backing.iter().any(|(_, backing)| backing.key == key);
             if !still {
                 continue;
             }

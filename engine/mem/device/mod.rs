@@ -36,5 +36,5 @@ pub(crate) use pool::Exported;
 pub(crate) use signal::DeviceSignal;
 pub(crate) use staging::{DevicePlace, Item};
 pub use stream::{DeviceEvent, DeviceStream, Reached};
-pub(crate) use stripes::{ALL, Reach, Staged, Stripe};
+pub(crate) use stripes::{ALL, Reach, Staged, Stripe, refused_in_capture};
 pub use transfer::Transfer;

@@ -216,14 +216,14 @@ impl DeviceStream {
         })
     }
 
-    /// Whether what is put here now goes into a graph instead of running. The host cannot wait for that.
-    pub(crate) fn is_capturing(&self) -> Result<bool, Error> {
+    /// Refuses `call` for this problem where what is put here now goes into a graph instead of running.
+    pub(crate) fn refuse_capture(&self, call: &str, problem: &str) -> Result<(), Error> {
         let mut status = CU_STREAM_CAPTURE_STATUS_NONE;
         self.0.context.call("ask whether a stream is being captured", |cuda| {
             // SAFETY: `self` keeps the stream; `status` is room for the answer.
             unsafe { cuda.stream_is_capturing(self.0.raw, &raw mut status) }
         })?;
-        Ok(status != CU_STREAM_CAPTURE_STATUS_NONE)
+        if status == CU_STREAM_CAPTURE_STATUS_NONE { Ok(()) } else { Err(Error::invalid(call, problem)) }
     }
 }
 

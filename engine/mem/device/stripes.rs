@@ -37,20 +37,42 @@ pub(crate) struct Stripe {
     pub(crate) reach: Reach,
 }
 
-/// A graph would hold the copies, and they would never be over.
-fn refused_in_capture(stream: &DeviceStream, doing: &str) -> Result<(), Error> {
-    if !stream.is_capturing()? {
-        return Ok(());
-    }
-    let problem = "the buffer's stream is being captured into a graph: an operation between ranks cannot be";
-    Err(Error::invalid(doing, problem))
+/// A graph would hold what ranks do together, and it would never be over.
+pub(crate) fn refused_in_capture(stream: &DeviceStream, call: &str) -> Result<(), Error> {
+    stream.refuse_capture(
+        call,
+        "the buffer's stream is being captured into a graph: an operation between ranks cannot be",
+    )
 }
 
-/// Copies that end together, on one stream or several.
-struct Copies {
+/// What ends together: copies on one stream or several, or stripes.
+struct Together {
     left: usize,
     result: Result<(), Error>,
     then: Option<Finish>,
+}
+
+impl Together {
+    fn new(left: usize, then: Option<Finish>) -> Together {
+        Together { left, result: Ok(()), then }
+    }
+
+    /// Keeps the first error.
+    fn came(&mut self, result: Result<(), Error>) {
+        if self.result.is_ok() {
+            self.result = result;
+        }
+    }
+
+    /// One has ended. Of the last: what is to be called, and with what.
+    fn ended(&mut self, result: Result<(), Error>) -> Option<(Finish, Result<(), Error>)> {
+        self.left -= 1;
+        self.came(result);
+        if self.left > 0 {
+            return None;
+        }
+        Some((self.then.take()?, self.result.clone()))
+    }
 }
 
 /// Calls `then` once all events are reached, or will not be. The block is held until then.
@@ -58,7 +80,7 @@ fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, 
     if events.is_empty() {
         return then(Ok(()));
     }
-    let copies = Arc::new(Mutex::new(Copies { left: events.len(), result: Ok(()), then: Some(then) }));
+    let copies = Arc::new(Mutex::new(Together::new(events.len(), Some(then))));
     for event in events {
         let (copies, block) = (copies.clone(), block.clone());
         let ended = move |outcome: Outcome| {
@@ -71,16 +93,8 @@ fn after_all(events: Vec<DeviceEvent>, block: &Arc<Block>, doing: &'static str, 
                     Err(error.doing(doing))
                 }
             };
-            let mut copies = copies.lock();
-            copies.left -= 1;
-            if copies.result.is_ok() {
-                copies.result = result;
-            }
-            if copies.left == 0
-                && let Some(then) = copies.then.take()
-            {
-                let result = copies.result.clone();
-                drop(copies);
+            let last = copies.lock().ended(result);
+            if let Some((then, result)) = last {
                 then(result);
             }
         };
@@ -93,9 +107,7 @@ struct Back {
     /// The first stripe that has not been started.
     next: usize,
     /// Stripes on their way; and, until all have been started, the operation.
-    running: usize,
-    result: Result<(), Error>,
-    then: Option<Finish>,
+    running: Together,
     /// The streams of buffers that are only written have come to the call.
     is_open: bool,
     /// All has moved: what is called before the last copies end.
@@ -103,6 +115,9 @@ struct Back {
     /// Copies of which nobody has been able to tell yet whether they are over.
     settling: usize,
 }
+
+/// Stripes that have not come: their numbers, and what is behind their copies to the host.
+type Rest = std::iter::Enumerate<std::vec::IntoIter<Vec<DeviceEvent>>>;
 
 /// Called when nothing more will be put on a stream for an operation.
 pub(crate) type Begun = Box<dyn FnOnce() + Send>;
@@ -116,8 +131,6 @@ pub(crate) struct Staged {
     stripes: Vec<Stripe>,
     /// By stripe: reached when all that the operation reads of it is there.
     ready: Vec<Event>,
-    /// By stripe: behind its copies to the host. They are watched one after another.
-    events: Mutex<Vec<Vec<DeviceEvent>>>,
     back: Mutex<Back>,
 }
 
@@ -137,19 +150,11 @@ impl Staged {
         }
         let block = Arc::new(Block::new(&first.place.stream.0.context, bytes)?);
         let ready = stripes.iter().map(|_| Event::pending()).collect();
-        let back = Back {
-            next: 0,
-            running: 1,
-            result: Ok(()),
-            then: None,
-            is_open: false,
-            begun: None,
-            settling: 0,
-        };
-        let (events, back) = (Mutex::default(), Mutex::new(back));
-        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, events, back });
+        let running = Together::new(1, None);
+        let back = Mutex::new(Back { next: 0, running, is_open: false, begun: None, settling: 0 });
+        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back });
         let put = || -> Result<_, Error> {
-            let fills: Vec<_> =
+            let fills: Vec<Vec<DeviceEvent>> =
                 (0..staged.stripes.len()).map(|i| staged.fill(i)).collect::<Result<_, _>>()?;
             // What is copied back goes by another stream: what was there before is to be over by then.
             let only_written = staged.items.iter().filter(|item| item.back && !item.fill && item.bytes > 0);
@@ -158,28 +163,38 @@ impl Staged {
             Ok((fills, outputs))
         };
         let (fills, outputs) = put().inspect_err(|_| staged.settle())?;
-        *staged.events.lock() = fills;
-        staged.clone().watch(0);
+        staged.clone().watch(fills.into_iter().enumerate());
         let again = staged.clone();
         after_all(outputs, &staged.block, BACK, Box::new(move |result| again.open(result)));
         Ok(staged)
     }
 
-    /// Sees the stripes come, from this one on.
-    fn watch(self: Arc<Self>, stripe: usize) {
-        let events = self.events.lock().get_mut(stripe).map(std::mem::take);
-        let Some(events) = events else { return };
-        let staged = self.clone();
-        let then = move |result: Result<(), Error>| {
-            let filled = staged.items.iter().filter(|item| item.fill);
-            let mut fates = filled.filter_map(|item| item.place.fate.as_ref());
-            match result.and_then(|()| fates.try_for_each(|fate| fate.check())) {
-                Ok(()) => staged.ready[stripe].fire(true),
-                Err(error) => staged.ready[stripe].fail(error),
+    /// Sees these stripes come, one after another: what is behind the copies of each.
+    fn watch(self: Arc<Self>, mut stripes: Rest) {
+        // Those without copies are there: there may be thousands.
+        let next = stripes.by_ref().find(|(stripe, events)| {
+            if events.is_empty() {
+                self.come(*stripe, Ok(()));
             }
-            staged.watch(stripe + 1);
-        };
-        after_all(events, &self.block, IN, Box::new(then));
+            !events.is_empty()
+        });
+        let Some((stripe, events)) = next else { return };
+        let staged = self.clone();
+        let then: Finish = Box::new(move |result| {
+            staged.come(stripe, result);
+            staged.watch(stripes);
+        });
+        after_all(events, &self.block, IN, then);
+    }
+
+    /// A stripe is there, or will not be.
+    fn come(&self, stripe: usize, result: Result<(), Error>) {
+        let filled = self.items.iter().filter(|item| item.fill);
+        let mut fates = filled.filter_map(|item| item.place.fate.as_ref());
+        match result.and_then(|()| fates.try_for_each(|fate| fate.check())) {
+            Ok(()) => self.ready[stripe].fire(true),
+            Err(error) => self.ready[stripe].fail(error),
+        }
     }
 
     /// The streams of what is only written have come to the call, or will not.
@@ -187,7 +202,7 @@ impl Staged {
         let begun = {
             let mut back = self.back.lock();
             back.is_open = true;
-            back.result = std::mem::replace(&mut back.result, Ok(())).and(result);
+            back.running.came(result);
             back.begun.take()
         };
         if let Some(begun) = begun {
@@ -289,7 +304,7 @@ impl Staged {
                     return;
                 }
                 back.next += 1;
-                back.running += 1;
+                back.running.left += 1;
                 next
             };
             let staged = self.clone();
@@ -314,7 +329,7 @@ impl Staged {
         });
         {
             let mut back = self.back.lock();
-            back.then = Some(finish);
+            back.running.then = Some(finish);
             if !back.is_open {
                 back.begun = Some(begun);
                 return;
@@ -335,16 +350,8 @@ impl Staged {
     }
 
     fn ended(&self, result: Result<(), Error>) {
-        let mut back = self.back.lock();
-        back.running -= 1;
-        if back.result.is_ok() {
-            back.result = result;
-        }
-        if back.running == 0
-            && let Some(then) = back.then.take()
-        {
-            let result = back.result.clone();
-            drop(back);
+        let last = self.back.lock().running.ended(result);
+        if let Some((then, result)) = last {
             then(result);
         }
     }

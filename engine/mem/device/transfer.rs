@@ -48,11 +48,10 @@ fn taken<O, F>() -> Result<O, Failed<F>> {
 
 /// The host cannot wait for what goes into a graph.
 pub(super) fn refused_in_capture(stream: &DeviceStream, doing: &str) -> Result<(), Error> {
-    if !stream.is_capturing()? {
-        return Ok(());
-    }
-    let problem = "the stream is being captured into a graph: the host cannot wait for a copy on it";
-    Err(Error::invalid(doing, problem))
+    stream.refuse_capture(
+        doing,
+        "the stream is being captured into a graph: the host cannot wait for a copy on it",
+    )
 }
 
 impl<O, F> Transfer<O, F> {
