@@ -36,3 +36,14 @@ pub fn fold_small(on: bool) {
 pub(crate) fn folded_from(number: u64) -> Option<usize> {
     (FOLDED_SMALL.load(Ordering::Relaxed) && !number.is_multiple_of(2)).then_some(0)
 }
+
+static LENT_BY_TURNS: AtomicBool = AtomicBool::new(false);
+
+/// From now on, rank r takes part in folding operation k at once only if bit r of k / 3 is set.
+pub fn lend_by_turns(on: bool) {
+    LENT_BY_TURNS.store(on, Ordering::Relaxed);
+}
+
+pub(crate) fn keeps_to_itself(rank: Rank, number: u64) -> bool {
+    LENT_BY_TURNS.load(Ordering::Relaxed) && (number / 3) >> rank & 1 == 0
+}

@@ -112,10 +112,13 @@ fn large_messages_and_all_reduce_pass_a_backlog_of_other_communicators() {
 #[test]
 fn a_dead_communicator_gives_its_slots_back() {
     two(|mut world| {
-        for _ in 0..4 {
+        for turn in 0..4 {
             let mut child = block_on(world.dup())?;
             let work = (world.rank() == 0).then(|| {
-                child.algo(Algo::Direct).timeout(Duration::from_millis(200)).all_gather(vec![1f32; 4 << 20])
+                let call = child.algo(Algo::Direct).timeout(Duration::from_millis(200));
+                let buf = vec![1f32; 4 << 20];
+                // The one sends through slots, the other lends them.
+                if turn % 2 == 0 { call.all_gather(buf) } else { call.all_reduce(buf) }
             });
             if let Some(work) = work {
                 let failed = work.wait().expect_err("rank 1 never calls");

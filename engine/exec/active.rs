@@ -168,9 +168,9 @@ impl Active {
     }
 
     /// Forgets the operation: done, or failed.
-    pub(crate) fn take(&mut self) -> Option<(Key, u64)> {
+    pub(crate) fn take(&mut self, port: &mut Port) -> Option<(Key, u64)> {
         for mut machine in self.running.drain(..) {
-            machine.clear();
+            machine.clear(port);
             self.idle.push(machine);
         }
         self.current.take().map(|c| (c.key, c.common.number))
@@ -207,7 +207,7 @@ impl Active {
             if complete {
                 any = true;
                 let mut machine = self.running.remove(i);
-                machine.clear();
+                machine.clear(port);
                 self.idle.push(machine);
             } else {
                 i += 1;

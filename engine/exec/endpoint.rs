@@ -630,7 +630,7 @@ impl Endpoint {
                     return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
-                    if let Some((_, number)) = active.take() {
+                    if let Some((_, number)) = active.take(port) {
                         self.recorder.finished(number, State::Done);
                     }
                     self.moved(key);

@@ -244,10 +244,10 @@ impl Machine {
     }
 
     /// Forgets the part: done, or failed.
-    pub(super) fn clear(&mut self) {
+    pub(super) fn clear(&mut self, port: &mut Port) {
         self.work = None;
         self.on_device.clear();
-        self.shared.clear();
+        self.shared.clear(port);
     }
 
     /// Whether nothing more of this part goes to a peer.
@@ -265,7 +265,7 @@ impl Machine {
     /// Notes memory that a receiver has given back.
     pub(super) fn freed(&mut self, lent: Lent) {
         if lent.step == shared::LOAN && lent.owner == self.number {
-            self.shared.freed((lent.receiver & RECEIVER) as usize);
+            self.came_back(&lent);
         } else if let (Some(part), Some(node)) = (&self.work, self.nodes.get(lent.step as usize))
             && lent.owner == self.number
         {

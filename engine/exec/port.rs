@@ -113,6 +113,28 @@ impl Port {
         Some((Slot(slot), self.region.at(Region::slot_offset(slot))))
     }
 
+    /// A slot that stays with who took it, through any number of loans, until it is let go of; and how many are left.
+    pub(crate) fn hold_slot(&mut self) -> Option<(Slot, *mut u8)> {
+        let (slot, at) = self.take_slot()?;
+        self.references[slot.0 as usize] = 1;
+        Some((slot, at))
+    }
+
+    /// Lets go of a slot that was held: it is free once no peer uses it.
+    pub(crate) fn let_go(&mut self, Slot(slot): Slot) {
+        let references = &mut self.references[slot as usize];
+        *references -= 1;
+        if *references == 0 {
+            self.region.give_slot(slot);
+        }
+    }
+
+    /// Staging slots that are free.
+    pub(crate) fn free_slots(&self) -> usize {
+        let (used, all) = self.region.slots();
+        all - used
+    }
+
     /// Posts a frame and remembers what to free when. Returns whether the source is free already.
     pub(crate) fn post(
         &mut self,
@@ -139,18 +161,21 @@ impl Port {
         Ok(posted == Posted::Copied || slot.is_some())
     }
 
-    /// Lends a peer memory for reading and writing, and remembers it.
+    /// Lends a peer memory for reading and writing, the operation's own or a slot that was taken, and remembers it.
     pub(crate) fn lend(
         &mut self,
         peer: Rank,
         header: Header,
-        loan: Loan,
-        (owner, step, receiver): (u64, u32, u32),
+        (loan, slot): (Loan, Option<Slot>),
+        (owner, step, receiver, end): (u64, u32, u32, usize),
     ) -> Result<(), Error> {
-        // SAFETY: memory of an operation, as in `post`: in the table until the frame is released, or the links are
-        // revoked; and its machine touches none of what is lent meanwhile.
+        // SAFETY: memory of an operation, or a slot, as in `post`: in the table, or taken, until the frame is released,
+        // or the links are revoked; and its machine touches none of what is lent meanwhile.
         unsafe { self.tx(peer)?.lend(header, loan)? };
-        self.peers[peer].lent.push_back(Lent { owner, step, receiver, end: 0, slot: None });
+        if let Some(Slot(slot)) = slot {
+            self.references[slot as usize] += 1;
+        }
+        self.peers[peer].lent.push_back(Lent { owner, step, receiver, end, slot });
         Ok(())
     }
 

@@ -285,6 +285,10 @@ impl LinkTx for LocalTx {
         self.gate.is_some() || self.ring.memory().region.is_page(at, len)
     }
 
+    fn can_lend_slots(&self) -> bool {
+        true
+    }
+
     unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
         let (ends, elsewhere) = ([loan.input, loan.output.cast_const()], self.gate.is_none());
         let region = &self.ring.memory().region;
@@ -292,10 +296,10 @@ impl LinkTx for LocalTx {
         let (Some(input), Some(output)) = (place(ends[0]), place(ends[1])) else {
             return Err(Error::system("lend memory to a peer", "it is outside the region (a bug)"));
         };
-        if elsewhere {
+        if elsewhere && ends.iter().any(|at| region.is_page(*at, loan.bytes)) {
             self.pages_until = self.ring.posted() + 1;
         }
-        let places = [input, output];
+        let places = [input, output, loan.bytes as u64];
         let header = Header { len: size_of_val(&places) as u32, ..header };
         self.ring.post((Descriptor::new(&header, NOWHERE), places.as_ptr().cast()));
         self.bell.ring();
@@ -371,23 +375,25 @@ impl LinkRx for LocalRx {
         Ok(self.head)
     }
 
-    fn borrow(&self, bytes: usize) -> Result<Loan, Error> {
+    fn borrow(&self) -> Result<Loan, Error> {
         let wrong = |problem: String| Error::Protocol { peer: self.peer, problem };
-        let Some(frame) = self.head.filter(|frame| frame.ready == size_of::<[u64; 2]>()) else {
+        let Some(frame) = self.head.filter(|frame| frame.ready == size_of::<[u64; 3]>()) else {
             return Err(wrong("a loan that names no memory".into()));
         };
         // SAFETY: so many bytes can be read (`peek`). Read once, as a descriptor is: the peer may write there meanwhile, and
         // what is checked below is what is used.
         let bytes_of = |at: usize| unsafe { frame.data.add(at).cast::<[u8; 8]>().read_volatile() };
-        let [input, output] = [0, 8].map(|at| u64::from_ne_bytes(bytes_of(at)));
+        let [input, output, bytes] = [0, 8, 16].map(|at| u64::from_ne_bytes(bytes_of(at)));
+        let bytes = bytes as usize;
         if self.same_process {
-            return Ok(Loan { input: input as *const u8, output: output as *mut u8 });
+            return Ok(Loan { input: input as *const u8, output: output as *mut u8, bytes });
         }
         let region = &self.ring.memory().region;
         let outside = |at| wrong(format!("{bytes} bytes at offset {at}, lent, are not in its buffers"));
         Ok(Loan {
-            input: region.page(input, bytes).ok_or_else(|| outside(input))?,
-            output: region.page(output, bytes).ok_or_else(|| outside(output))?,
+            input: region.lendable(input, bytes).ok_or_else(|| outside(input))?,
+            output: region.lendable(output, bytes).ok_or_else(|| outside(output))?,
+            bytes,
         })
     }
 
@@ -414,6 +420,7 @@ unsafe impl Send for LocalRx {}
 
 #[cfg(test)]
 mod tests {
+    use super::super::region::SLOTS;
     use super::*;
 
     fn pair(same_process: bool) -> (LocalTx, LocalRx, Arc<Region>) {
@@ -484,14 +491,14 @@ mod tests {
     fn loans_name_the_sender_s_memory_and_are_taken_back() {
         let (mut tx, mut rx, _) = pair(true);
         let (input, mut output) = (vec![1u8; 300], vec![0u8; 300]);
-        let loan = Loan { input: input.as_ptr(), output: output.as_mut_ptr() };
+        let loan = Loan { input: input.as_ptr(), output: output.as_mut_ptr(), bytes: 300 };
         assert!(tx.can_lend(loan.input, 300));
         // SAFETY: both outlive the test's use of the link.
-        unsafe { tx.lend(Header { offset: 300, ..header(1, 0) }, loan).unwrap() };
+        unsafe { tx.lend(header(1, 0), loan).unwrap() };
         let frame = rx.peek(0).unwrap().unwrap();
-        assert_eq!((frame.header.offset, frame.header.op), (300, 1));
-        let seen = rx.borrow(300).unwrap();
-        assert_eq!((seen.input, seen.output), (loan.input, loan.output));
+        assert_eq!(frame.header.op, 1);
+        let seen = rx.borrow().unwrap();
+        assert_eq!((seen.input, seen.output, seen.bytes), (loan.input, loan.output, 300));
         assert!(tx.revoke());
         assert!(rx.peek(0).unwrap().is_none(), "it may not be used any more");
         assert!(!tx.has_hung_up());
@@ -509,21 +516,31 @@ mod tests {
         let at = region.at(page);
         assert!(tx.can_lend(at, 8192) && !tx.can_lend(region.at(Region::slot_offset(0)), 8));
         assert!(!tx.can_lend([0u8; 8].as_ptr(), 8));
-        let loan = Loan { input: at, output: at };
+        let loan = Loan { input: at, output: at, bytes: 8192 };
         // SAFETY: inside the region, and nobody uses it.
         unsafe { tx.lend(header(1, 0), loan).unwrap() };
         assert!(tx.is_read_elsewhere());
         let frame = rx.peek(0).unwrap().unwrap();
-        assert_eq!(rx.borrow(8192).unwrap().output, at);
+        assert_eq!(rx.borrow().unwrap().output, at);
         rx.release(frame.ready);
         assert!(!tx.is_read_elsewhere());
-        // What a peer that lies may name: a slot, a ring, the end, what goes beyond it, what wraps round.
+        // A slot is the region's own: it may stay with a peer when users' buffers must come back.
+        let slot = region.at(Region::slot_offset(1));
+        // SAFETY: as above.
+        unsafe { tx.lend(header(1, 0), Loan { input: slot, output: slot, bytes: SLOT }).unwrap() };
+        assert!(!tx.is_read_elsewhere());
+        let frame = rx.peek(0).unwrap().unwrap();
+        assert_eq!(rx.borrow().unwrap().output, slot);
+        rx.release(frame.ready);
+        // What a peer that lies may name: the bell, a ring, what begins in the last slot, the end, what goes beyond it, what
+        // wraps round.
         let end = crate::link::region::REGION_BYTES as u64;
-        for place in [Region::slot_offset(0) as u64, 0, end, end - 8191, u64::MAX - 100] {
+        let last = Region::slot_offset(SLOTS as u16) as u64;
+        for place in [0, last, last - 8191, end, end - 8191, u64::MAX - 100] {
             let descriptor = Descriptor::new(&header(2, 16), NOWHERE);
-            tx.ring.post((descriptor, [page as u64, place].as_ptr().cast()));
+            tx.ring.post((descriptor, [page as u64, place, 8192].as_ptr().cast()));
             let frame = rx.peek(0).unwrap().unwrap();
-            let error = rx.borrow(8192).unwrap_err();
+            let error = rx.borrow().unwrap_err();
             assert!(matches!(error, Error::Protocol { .. }), "{place}: {error}");
             rx.release(frame.ready);
         }
@@ -531,7 +548,7 @@ mod tests {
         // SAFETY: copied: 8 bytes are inline.
         unsafe { tx.post(header(3, 8), 1u64.to_ne_bytes().as_ptr()).unwrap() };
         rx.peek(0).unwrap().unwrap();
-        assert!(rx.borrow(8192).is_err());
+        assert!(rx.borrow().is_err());
     }
 
     #[test]

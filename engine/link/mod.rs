@@ -47,6 +47,8 @@ pub(crate) enum Posted {
 pub(crate) struct Loan {
     pub(crate) input: *const u8,
     pub(crate) output: *mut u8,
+    /// At each end.
+    pub(crate) bytes: usize,
 }
 
 // SAFETY: two addresses; whoever uses them states why it may.
@@ -72,11 +74,16 @@ pub(crate) trait LinkTx: Send {
         false
     }
 
-    /// Posts a frame that lends `header.offset` bytes at both ends of a loan. Only when `room` just said so, and
-    /// [`LinkTx::can_lend`] of both.
+    /// Whether the peer can read and write staging slots where they lie.
+    fn can_lend_slots(&self) -> bool {
+        false
+    }
+
+    /// Posts a frame that lends both ends of a loan. Only when `room` just said so, and [`LinkTx::can_lend`] of both, or
+    /// they are in a staging slot and [`LinkTx::can_lend_slots`].
     ///
     /// # Safety
-    /// Both ends are valid for so many bytes, the output for writes. They stay valid, the input is not written and the
+    /// Both ends are valid for `loan.bytes`, the output for writes. They stay valid, the input is not written and the
     /// output not touched until the frame is released or [`LinkTx::revoke`] has returned `true`; between processes, until
     /// [`LinkTx::is_read_elsewhere`] says no.
     unsafe fn lend(&mut self, _header: Header, _loan: Loan) -> Result<(), Error> {
@@ -116,10 +123,10 @@ pub(crate) trait LinkRx: Send {
     /// empty one).
     fn release(&mut self, bytes: usize);
 
-    /// What the frame that `peek` has just shown lends: so many bytes at both ends. They may be used until it is released,
+    /// What the frame that `peek` has just shown lends. It may be used until it is released,
     /// as long as `peek` goes on to show it: in one process under this rank's gate, which the sender tries before it has
     /// its memory back.
-    fn borrow(&self, _bytes: usize) -> Result<Loan, Error> {
+    fn borrow(&self) -> Result<Loan, Error> {
         Err(Error::system("use memory that a peer lends", "this link cannot (a bug)"))
     }
 

@@ -263,9 +263,10 @@ impl Region {
         self.offset_of(at).is_some_and(|o| o >= ARENA_START as u64 && o + len as u64 <= REGION_BYTES as u64)
     }
 
-    /// The address of these bytes, if they are in the part for users' buffers.
-    pub(super) fn page(&self, offset: u64, len: usize) -> Option<*mut u8> {
-        let inside = offset >= ARENA_START as u64 && self.contains(offset, len);
+    /// The address of these bytes, if they are among the slots, or in the part for users' buffers.
+    pub(super) fn lendable(&self, offset: u64, len: usize) -> Option<*mut u8> {
+        let in_slots = offset >= HEADER as u64 && offset.checked_add(len as u64)? <= HEAP_START as u64;
+        let inside = in_slots || offset >= ARENA_START as u64 && self.contains(offset, len);
         inside.then(|| self.at(offset as usize))
     }
 

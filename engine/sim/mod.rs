@@ -185,7 +185,7 @@ pub fn simulate(
                 Pass::Going(false) if !reaped => break,
                 Pass::Going(_) => {}
                 Pass::Then(..) | Pass::Done(_) => {
-                    active.take();
+                    active.take(port);
                     left -= 1;
                     end = end.max(net.at(rank));
                 }

@@ -47,24 +47,26 @@ fn arena_buffers_go_through_every_algorithm_and_messages() {
     }
 }
 
-/// Whether a rank's buffer is one that peers can write to is known to that rank alone: all see it from its first frame,
-/// and do the same.
+/// Whether a rank can lend what its peers need is known to that rank alone: all see it from its first frame, and do the same.
+/// Where all do, each lends its buffers where they lie, or slots, as it can.
+#[cfg(feature = "testing")]
 #[test]
-fn ranks_whose_buffers_cannot_be_lent_are_heard_of_by_all() {
+fn ranks_that_cannot_lend_are_heard_of_by_all() {
+    allstream::testing::lend_by_turns(true);
     let comms = within(LIMIT, move || world(3, Link::Shm));
     threads(comms, move |mut comm| {
         let (n, rank) = (comm.size(), comm.rank());
-        for turn in 0..48 {
-            let (len, lends) = ([300_001, 100_000, 20_000][turn % 3], ((turn / 3) >> rank) & 1 == 1);
-            let algo = [Algo::Direct, Algo::OneShot][turn / 24];
+        for turn in 0..96 {
+            let (len, arena) = ([1_300_001, 100_000, 20_000][turn % 3], ((turn / 5) >> rank) & 1 == 1);
+            let algo = [Algo::Direct, Algo::OneShot][turn / 48];
             let value = comm_value(rank);
             let right = |sum: &[f32]| sum.iter().all(|x| *x == total(n));
             let mine = filled(&comm, len, value);
             let call = comm.algo(algo);
-            let good = match (lends, turn % 2 == 0) {
+            let good = match (arena, turn % 2 == 0) {
                 (true, _) => right(&call.all_reduce(mine).wait().unwrap()),
                 (false, true) => right(&call.all_reduce(vec![value; len]).wait().unwrap()),
-                // One end can be lent, the other cannot.
+                // One end can be lent where it lies, the other cannot.
                 (false, false) => {
                     let (mine, sum) = call.all_reduce_into(mine, vec![0f32; len]).wait().unwrap();
                     right(&sum) && mine.iter().all(|x| *x == value)
@@ -74,6 +76,7 @@ fn ranks_whose_buffers_cannot_be_lent_are_heard_of_by_all() {
         }
         block_on(comm.close()).unwrap();
     });
+    allstream::testing::lend_by_turns(false);
 }
 
 /// As for buffers of their own memory (law 3): aborted at a random moment, whoever has its buffer back writes to it at

@@ -80,7 +80,7 @@ impl Endpoint {
         if let (Some(device), Some(key)) = (run.active.device(), run.active.key()) {
             give_up(device, key);
         }
-        if let Some((key, number)) = run.active.take() {
+        if let Some((key, number)) = run.active.take(&mut run.port) {
             self.recorder.finished(number, State::Failed);
             keys.push(key);
         }

@@ -29,8 +29,9 @@ impl Machine {
         let Some(mut frame) = port.rx(from)?.peek(0)? else { return Ok(None) };
         let node = &self.nodes[i];
         check_frame(&frame, c, c.signature(node), from)?;
-        if self.is_loan(&frame) {
-            // It would have folded all at once; this rank cannot, as its own first frame says.
+        // Of a loan all is here, always: what calls itself one and is not is refused below.
+        while self.is_loan(&frame) && frame.ready == size_of::<[u64; 3]>() {
+            // It would have folded all at once; some rank cannot, as its first frame says.
             port.rx(from)?.release(frame.ready);
             let Some(next) = port.rx(from)?.peek(0)? else { return Ok(None) };
             check_frame(&next, c, c.signature(node), from)?;
