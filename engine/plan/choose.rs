@@ -11,8 +11,18 @@ use super::{Algo, Kind};
 
 /// Below this, the number of hops is all that counts. To be replaced by the tuner.
 pub const SMALL: usize = 16 << 10;
+/// Up to this size messages on a network cost more than what is in them: from four ranks on, and above [`SMALL`] from two on,
+/// `log2 n` exchanges beat one to everybody and two halves of that. On loopback, at 4 ranks: 50 us against 64 at 4 B, 71 against
+/// 149 at 32 KB, 105 against 167 at 64 KB, 177 against 202 at 128 KB (`allstream perf --check-tuning`). It sends more bytes,
+/// which a network of 1 Gbit/s would notice from 16 KB on. To be replaced by the tuner.
+pub const FEW_MESSAGES: usize = 64 << 10;
 /// Up to this size a root on the network sends a broadcast to all by itself. To be replaced by the tuner.
 pub const FLAT_BROADCAST: usize = 64 << 10;
+/// Up to so many bytes of all other ranks together the root of a reduce folds by itself, on one host and over a network. On 2
+/// cores that took 0.6 to 0.7 of the time at 2 ranks whatever the size, and at 4 ranks 0.35 at 32 KB, 0.6 at 512 KB, 0.7 at 4 MB
+/// on one host, 0.1, 0.5 and 0.9 on loopback (`allstream perf --check-tuning`). The limits are for machines with a core for each
+/// rank, where the others would stand idle, and for networks of which the root has one port. To be replaced by the tuner.
+pub const FOLDED_BY_ROOT: [usize; 2] = [512 << 10, 256 << 10];
 /// Up to this many ranks, all-to-all in one shot beats `log2 n` exchanges. To be replaced by the tuner.
 pub const ONE_SHOT_RANKS: usize = 8;
 /// Up to this many ranks, everyone talks to everyone; beyond, the ring. To be replaced by the tuner.
@@ -44,6 +54,7 @@ pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
         (!env.deterministic || deterministic(kind, algo)) && (!env.in_order || keeps_rank_order(kind, algo))
     };
     let best = match kind {
+        Kind::AllReduce if !env.one_host && few_messages(bytes, env) => Algo::RecursiveDoubling,
         Kind::AllReduce if small && env.n <= ONE_SHOT_RANKS => Algo::OneShot,
         Kind::AllReduce if small => Algo::RecursiveDoubling,
         Kind::AllReduce if bytes >= TWO_LEVEL && fits(Algo::TwoLevel) && two_levels(env) => Algo::TwoLevel,
@@ -51,7 +62,7 @@ pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
         Kind::AllReduce if fits(Algo::Ring) => Algo::Ring,
         Kind::AllReduce => Algo::DoubleBinaryTree,
         Kind::Broadcast if env.one_host || bytes <= FLAT_BROADCAST => Algo::OneShot,
-        Kind::Reduce if small => Algo::OneShot,
+        Kind::Reduce if small || folded_by_root(bytes, env) => Algo::OneShot,
         Kind::Broadcast | Kind::Reduce | Kind::AllGather | Kind::ReduceScatter => Algo::Direct,
         Kind::Barrier => Algo::Dissemination,
         Kind::Gather | Kind::Scatter => Algo::Direct,
@@ -61,9 +72,20 @@ pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
     };
     match kind {
         _ if fits(best) => best,
+        Kind::AllReduce if small && env.n <= ONE_SHOT_RANKS => Algo::OneShot,
         Kind::Scan | Kind::ExScan => Algo::OneShot,
         _ => Algo::Direct,
     }
+}
+
+fn folded_by_root(bytes: usize, env: &Env) -> bool {
+    let limit = FOLDED_BY_ROOT[usize::from(!env.one_host)];
+    env.n <= 2 || (env.n - 1).saturating_mul(bytes) <= limit
+}
+
+fn few_messages(bytes: usize, env: &Env) -> bool {
+    let two_level = bytes >= TWO_LEVEL && two_levels(env);
+    bytes <= FEW_MESSAGES && !two_level && if bytes <= SMALL { env.n > 3 } else { env.n > 1 }
 }
 
 fn two_levels(env: &Env) -> bool {

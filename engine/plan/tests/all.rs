@@ -155,9 +155,21 @@ fn the_choice_is_always_a_plan_and_keeps_what_is_asked() {
         }
     }
     let at = |kind, bytes, n| choose(kind, bytes, &Env { n, ..Env::default() });
-    assert_eq!(at(Kind::AllReduce, 16 << 10, 8), Algo::OneShot);
-    assert_eq!(at(Kind::AllReduce, 16 << 10, 9), Algo::RecursiveDoubling);
+    let near = |kind, bytes, n| choose(kind, bytes, &Env { n, one_host: true, ..Env::default() });
+    assert_eq!(near(Kind::AllReduce, 16 << 10, 8), Algo::OneShot);
+    assert_eq!(near(Kind::AllReduce, 16 << 10, 9), Algo::RecursiveDoubling);
+    assert_eq!(near(Kind::AllReduce, 64 << 10, 4), Algo::Direct);
+    assert_eq!(at(Kind::AllReduce, 16 << 10, 3), Algo::OneShot);
+    assert_eq!(at(Kind::AllReduce, 16 << 10, 4), Algo::RecursiveDoubling);
+    assert_eq!(at(Kind::AllReduce, 64 << 10, 2), Algo::RecursiveDoubling);
+    let ordered = Env { n: 8, deterministic: true, ..Env::default() };
+    assert_eq!(choose(Kind::AllReduce, 16 << 10, &ordered), Algo::OneShot);
+    assert_eq!(choose(Kind::AllReduce, 64 << 10, &ordered), Algo::Direct);
     assert_eq!(at(Kind::AllReduce, 1 << 20, 16), Algo::Direct);
+    assert_eq!(at(Kind::Reduce, 64 << 10, 5), Algo::OneShot);
+    assert_eq!(at(Kind::Reduce, 64 << 10, 6), Algo::Direct);
+    assert_eq!(near(Kind::Reduce, 64 << 10, 9), Algo::OneShot);
+    assert_eq!(near(Kind::Reduce, 64 << 10, 10), Algo::Direct);
     assert_eq!(at(Kind::AllReduce, 1 << 20, 17), Algo::Ring);
     assert_eq!(at(Kind::Broadcast, 1 << 20, 4), Algo::Direct);
     assert_eq!(at(Kind::Broadcast, 64 << 10, 4), Algo::OneShot);
@@ -165,7 +177,7 @@ fn the_choice_is_always_a_plan_and_keeps_what_is_asked() {
     assert_eq!(at(Kind::Scan, 1 << 20, 4), Algo::Chain);
     let on = |bytes, hosts| choose(Kind::AllReduce, bytes, &Env { n: 16, hosts, ..Env::default() });
     assert_eq!(
-        [on(64 << 10, 4), on(64 << 10, 16), on(63 << 10, 4)],
-        [Algo::TwoLevel, Algo::Direct, Algo::Direct]
+        [on(64 << 10, 4), on(64 << 10, 16), on(63 << 10, 4), on(65 << 10, 16)],
+        [Algo::TwoLevel, Algo::RecursiveDoubling, Algo::RecursiveDoubling, Algo::Direct]
     );
 }
