@@ -105,9 +105,14 @@ const JOINED: usize = 1000;
 const BUDGET: usize = 200_000_000;
 
 impl Effort {
+    /// Timed operations of a size.
+    pub(crate) fn iterations(bytes: usize) -> usize {
+        (BUDGET / (bytes + 20_000)).clamp(5, 2000)
+    }
+
     /// Operations a round, rounds, and rounds that are not counted.
     pub(crate) fn rounds(&self, bytes: usize) -> (usize, usize, usize) {
-        let iters = self.iters.unwrap_or_else(|| (BUDGET / (bytes + 20_000)).clamp(5, 2000)).max(1);
+        let iters = self.iters.unwrap_or_else(|| Effort::iterations(bytes)).max(1);
         let group = match bytes <= GROUPED {
             _ if self.joins => JOINED.min(iters),
             true => GROUP.min(iters),
@@ -169,8 +174,17 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
     if !case.what.in_place() {
         return Ok((out, None));
     }
+    Ok((out, Some(measure_in_place::<T, M>(comm, case, effort)?)))
+}
+
+/// One size in place.
+pub(crate) fn measure_in_place<T: Value, M: Memory<T>>(
+    comm: &mut Comm,
+    case: &Case,
+    effort: &Effort,
+) -> Result<Time, Error> {
     let buf = M::make(comm, effort, in_place_length(case))?;
-    let within = time(
+    time(
         comm,
         case,
         effort,
@@ -181,8 +195,7 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
             fill: &|buf: M| buf.filled(|buf| case.fill(buf, true)),
             wrong: &|buf: M| Ok(buf.looked_at(|buf| case.wrong::<T>(buf, true))?.1),
         },
-    )?;
-    Ok((out, Some(within)))
+    )
 }
 
 /// What is timed, on what it needs.

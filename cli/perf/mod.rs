@@ -5,6 +5,7 @@ mod device;
 mod measure;
 mod plot;
 mod report;
+mod tuning;
 
 use std::ffi::OsString;
 use std::io;
@@ -98,6 +99,10 @@ pub(crate) struct PerfArgs {
     /// Await each operation on a current-thread runtime, instead of blocking in `.wait()`
     #[arg(long = "await")]
     awaits: bool,
+    /// Instead of the table: each size by the algorithm that is chosen and by each that can be named, interleaved, and how
+    /// far the choice is from the best
+    #[arg(long, conflicts_with_all = ["algo", "plot", "device"])]
+    check_tuning: bool,
     /// Be one of the ranks, as the launcher's environment says
     #[arg(long, hide = true)]
     worker: bool,
@@ -181,6 +186,8 @@ fn check(args: &PerfArgs) -> Result<(), BoxError> {
         "--link inproc is for the ranks of one process: add --threads".into()
     } else if args.device.is_some() && args.alloc == Alloc::Arena {
         "--alloc arena is memory of the host's, --device is not: leave one of them out".into()
+    } else if args.check_tuning && !matches!(args.collective, What::Collective(_)) {
+        format!("--check-tuning: {} is a message, and no algorithm is chosen for it", args.collective)
     } else if args.join && !matches!(args.collective, What::Collective(_)) {
         format!("--join: {} is a message, and no stream waits for those", args.collective)
     } else {
@@ -367,10 +374,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         if let Some(remark) = report::remark(args.collective) {
             console.line(remark)?;
         }
-        for line in report::head() {
-            console.line(&line)?;
-        }
-        let effort = Effort {
+        let mut effort = Effort {
             algo,
             iters: args.iters.map(NonZeroUsize::get),
             warmup: args.warmup_iters,
@@ -379,8 +383,9 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             stream: place.as_ref().map(|place| place.stream.clone()),
             joins: args.join,
         };
-        let rows = run(comm, args, &effort, &console)?;
-        report.series.push(Series { link: link.name().into(), algo: algo.name().into(), rows });
+        let mut series = Series { link: link.name().into(), algo: algo.name().into(), ..Series::default() };
+        run(comm, args, &mut effort, &console, &mut series)?;
+        report.series.push(series);
     }
     Ok(report)
 }
@@ -388,14 +393,31 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
 fn series<T: Value>(
     comm: &mut Comm,
     args: &PerfArgs,
-    effort: &Effort,
+    effort: &mut Effort,
     console: &Console,
-) -> Result<Vec<Row>, BoxError> {
+    series: &mut Series,
+) -> Result<(), BoxError> {
     match args.alloc {
-        _ if args.device.is_some() => rows::<T, DeviceBuf<T>>(comm, args, effort, console),
-        Alloc::User => rows::<T, Vec<T>>(comm, args, effort, console),
-        Alloc::Arena => rows::<T, ArenaBuf<T>>(comm, args, effort, console),
+        _ if args.device.is_some() => series_on::<T, DeviceBuf<T>>(comm, args, effort, console, series),
+        Alloc::User => series_on::<T, Vec<T>>(comm, args, effort, console, series),
+        Alloc::Arena => series_on::<T, ArenaBuf<T>>(comm, args, effort, console, series),
     }
+}
+
+fn series_on<T: Value, M: Memory<T>>(
+    comm: &mut Comm,
+    args: &PerfArgs,
+    effort: &mut Effort,
+    console: &Console,
+    series: &mut Series,
+) -> Result<(), BoxError> {
+    if args.check_tuning {
+        series.choices = tuning::check::<T, M>(comm, args, effort, console)?;
+    } else {
+        report::head().iter().try_for_each(|line| console.line(line))?;
+        series.rows = rows::<T, M>(comm, args, effort, console)?;
+    }
+    Ok(())
 }
 
 fn rows<T: Value, M: Memory<T>>(

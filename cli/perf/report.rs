@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::case::{Case, What};
 use super::device::Facts;
+use super::tuning::{self, Choice};
 
 /// Times of one size and form.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -55,11 +56,14 @@ impl Row {
 }
 
 /// All sizes of one algorithm on one link.
-#[derive(Clone, Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Series {
     pub(crate) link: String,
     pub(crate) algo: String,
     pub(crate) rows: Vec<Row>,
+    /// Instead of rows, where choices were checked.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) choices: Vec<Choice>,
 }
 
 /// What was measured, and how.
@@ -95,7 +99,12 @@ impl Report {
     }
 
     /// The lines after the table.
-    pub(crate) fn footer(&self) -> [String; 2] {
+    pub(crate) fn footer(&self) -> Vec<String> {
+        let choices: Vec<_> =
+            self.series.iter().filter_map(|series| tuning::footer(&series.choices)).collect();
+        if !choices.is_empty() {
+            return choices;
+        }
         let checked =
             self.series.iter().flat_map(|s| &s.rows).flat_map(Row::times).any(|time| time.wrong.is_some());
         let verdict = match (checked, self.wrong()) {
@@ -103,7 +112,7 @@ impl Report {
             (true, 0) => "0 OK".into(),
             (true, wrong) => format!("{wrong} FAILED"),
         };
-        [
+        vec![
             format!("# Out of bounds values : {verdict}"),
             format!("# Avg bus bandwidth    : {:.4}", self.mean_busbw()),
         ]

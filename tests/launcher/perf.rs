@@ -64,6 +64,29 @@ fn perf_takes_a_list_of_sizes() {
 }
 
 #[test]
+fn perf_sets_the_chosen_algorithm_beside_all_that_can_be_named() {
+    let scratch = Scratch::new();
+    let figures = scratch.0.join("figures.json");
+    let sizes = ["reduce_scatter", "-N", "3", "--sizes", "12,3K", "-n", "5", "-w", "1", "--link", "shm,tcp"];
+    let more = ["--check-tuning", "-J", figures.to_str().unwrap()];
+    let output = perf(&[&sizes[..], &more[..]].concat());
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert_eq!(said.matches("# Tuning ").count(), 2, "{said}");
+    let figures = json(&figures);
+    for series in figures["series"].as_array().unwrap() {
+        let choices = series["choices"].as_array().unwrap();
+        assert_eq!(choices.len(), 2, "{series}");
+        let mut names: Vec<_> = choices[1]["named"].as_array().unwrap().iter().map(|t| &t[0]).collect();
+        names.sort_by_key(|name| name.as_str());
+        assert_eq!(names, ["direct", "recursive_halving", "ring"]);
+        assert!(choices[1]["auto_us"].as_f64() > Some(0.0), "{series}");
+    }
+    let output = perf(&["pingpong", "-N", "2", "--check-tuning"]);
+    assert!(!output.status.success() && text(&output.stderr).contains("no algorithm is chosen"));
+}
+
+#[test]
 fn perf_checks_every_collective() {
     let all = [
         "all_reduce",

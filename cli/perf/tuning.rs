@@ -1,0 +1,152 @@
+//! `allstream perf --check-tuning`: how far the algorithm that is chosen is from the best of those that can be named.
+
+use allstream::{Algo, Comm, Error, plan};
+use serde::{Deserialize, Serialize};
+
+use super::PerfArgs;
+use super::case::{Case, Value, What};
+use super::measure::{Effort, Memory, measure_in_place};
+use crate::console::Console;
+use crate::demo::BoxError;
+
+/// At most so many times the best's time.
+const BAR: f64 = 1.15;
+/// Rounds over all algorithms, interleaved.
+const ROUNDS: usize = 5;
+
+/// One size: microseconds, the median of the rounds' medians, in place.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Choice {
+    pub(crate) size: usize,
+    /// By the algorithm that is chosen where none is named.
+    pub(crate) auto_us: f64,
+    /// By each that can be named, fastest first.
+    pub(crate) named: Vec<(String, f64)>,
+}
+
+impl Choice {
+    fn new(size: usize, auto_us: f64, mut named: Vec<(String, f64)>) -> Choice {
+        named.sort_by(|a, b| a.1.total_cmp(&b.1));
+        Choice { size, auto_us, named }
+    }
+
+    /// The time by the chosen algorithm, by the best one's.
+    fn ratio(&self) -> f64 {
+        self.named.first().map_or(1.0, |(_, best)| self.auto_us / best)
+    }
+
+    fn line(&self) -> String {
+        let named: Vec<_> = self.named.iter().map(|(name, us)| format!("{name} {us:.2}")).collect();
+        let verdict = if self.ratio() <= BAR { "" } else { "  <" };
+        format!(
+            " {:>12}{:>12.2}{:>8.2}{verdict:3}  {}",
+            self.size,
+            self.auto_us,
+            self.ratio(),
+            named.join(", ")
+        )
+    }
+}
+
+/// What stands above the columns.
+fn head() -> [String; 2] {
+    [
+        format!(
+            "#{:>12}{:>12}{:>8}     by each algorithm that can be named, fastest first",
+            "size", "chosen", "ratio"
+        ),
+        format!("#{:>12}{:>12}{:>8}     (us, in place)", "(B)", "(us)", "to best"),
+    ]
+}
+
+/// The line after the table.
+pub(crate) fn footer(choices: &[Choice]) -> Option<String> {
+    let worst = choices.iter().max_by(|a, b| a.ratio().total_cmp(&b.ratio()))?;
+    let good = choices.iter().filter(|choice| choice.ratio() <= BAR).count();
+    let best = worst.named.first().map_or("none", |(name, _)| name);
+    Some(format!(
+        "# Tuning               : {good} of {} sizes within {:.0} % of the best; worst {:.2} times {best}'s time, at {} B",
+        choices.len(),
+        (BAR - 1.0) * 100.0,
+        worst.ratio(),
+        worst.size
+    ))
+}
+
+/// All sizes.
+pub(crate) fn check<T: Value, M: Memory<T>>(
+    comm: &mut Comm,
+    args: &PerfArgs,
+    effort: &mut Effort,
+    console: &Console,
+) -> Result<Vec<Choice>, BoxError> {
+    let What::Collective(kind) = args.collective else { return Ok(Vec::new()) };
+    let case_of = |comm: &Comm, bytes: u64| -> Result<Case, BoxError> {
+        let elements = usize::try_from(bytes)? / size_of::<T>();
+        Ok(Case::new(args.collective, args.op, args.root, (comm.rank(), comm.size()), elements))
+    };
+    let (iters, checks) = (effort.iters, effort.check);
+    let mut algos = vec![Algo::Auto];
+    let small = case_of(comm, 4)?;
+    for &algo in plan::algorithms(kind) {
+        (effort.algo, effort.iters) = (algo, Some(1));
+        // Refused on all ranks alike, before anything is sent.
+        match measure_in_place::<T, M>(comm, &small, effort) {
+            Ok(_) => algos.push(algo),
+            Err(Error::Invalid { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    head().iter().try_for_each(|line| console.line(line))?;
+    let sizes = args.sizes();
+    let bar = console.bar("sizes", sizes.len());
+    let mut choices: Vec<Choice> = Vec::new();
+    for bytes in sizes {
+        let case = case_of(comm, bytes)?;
+        let size = case.elements() * size_of::<T>();
+        bar.inc(1);
+        if choices.last().is_some_and(|choice| choice.size == size) {
+            continue;
+        }
+        effort.iters = Some(iters.unwrap_or_else(|| Effort::iterations(size)).div_ceil(ROUNDS));
+        let mut times = vec![Vec::new(); algos.len()];
+        for round in 0..ROUNDS {
+            // Each is the first in its turn.
+            for which in (0..algos.len()).map(|turn| (turn + round) % algos.len()) {
+                (effort.algo, effort.check) = (algos[which], checks && round == 0);
+                let time = measure_in_place::<T, M>(comm, &case, effort)?;
+                if let Some(wrong) = time.wrong.filter(|wrong| *wrong > 0) {
+                    return Err(format!("{wrong} elements are wrong by {}", effort.algo).into());
+                }
+                times[which].push(time.median_us);
+            }
+        }
+        let medians = times.into_iter().map(|mut times| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        });
+        let mut medians = algos.iter().map(|algo| algo.name().to_owned()).zip(medians);
+        let auto_us = medians.next().map_or(0.0, |(_, us)| us);
+        let choice = Choice::new(size, auto_us, medians.collect());
+        console.line(&choice.line())?;
+        choices.push(choice);
+    }
+    bar.finish_and_clear();
+    Ok(choices)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_worst_choice_is_named() {
+        let named = |direct, ring| vec![("ring".to_owned(), ring), ("direct".to_owned(), direct)];
+        let choices = [Choice::new(4, 2.1, named(2.0, 5.0)), Choice::new(64, 30.0, named(30.0, 20.0))];
+        assert_eq!(choices[0].named[0].0, "direct");
+        assert!(!choices[0].line().contains('<') && choices[1].line().contains('<'), "{}", choices[1].line());
+        let footer = footer(&choices).unwrap();
+        assert!(footer.contains("1 of 2 sizes within 15 %"), "{footer}");
+        assert!(footer.contains("1.50 times ring's time, at 64 B"), "{footer}");
+    }
+}
