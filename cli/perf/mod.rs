@@ -221,6 +221,23 @@ impl PerfArgs {
         }
         sizes
     }
+
+    /// One of so many bytes, about.
+    fn case(&self, comm: &Comm, bytes: u64, unit: usize) -> Result<Case, BoxError> {
+        let elements = usize::try_from(bytes)? / unit;
+        Ok(Case::new(self.collective, self.op, self.root, (comm.rank(), comm.size()), elements))
+    }
+
+    /// Those of all sizes; what is less than a block is the same as before.
+    fn cases(&self, comm: &Comm, unit: usize) -> Result<Vec<Case>, BoxError> {
+        let mut cases = self
+            .sizes()
+            .into_iter()
+            .map(|bytes| self.case(comm, bytes, unit))
+            .collect::<Result<Vec<_>, _>>()?;
+        cases.dedup_by_key(|case| case.elements());
+        Ok(cases)
+    }
 }
 
 fn runtime() -> io::Result<tokio::runtime::Runtime> {
@@ -426,17 +443,12 @@ fn rows<T: Value, M: Memory<T>>(
     effort: &Effort,
     console: &Console,
 ) -> Result<Vec<Row>, BoxError> {
-    let sizes = args.sizes();
-    let bar = console.bar("sizes", sizes.len());
-    let mut rows: Vec<Row> = Vec::new();
-    for bytes in sizes {
-        let elements = usize::try_from(bytes)? / size_of::<T>();
-        let case = Case::new(args.collective, args.op, args.root, (comm.rank(), comm.size()), elements);
-        let size = case.elements() * size_of::<T>();
+    let cases = args.cases(comm, size_of::<T>())?;
+    let bar = console.bar("sizes", cases.len());
+    let mut rows = Vec::new();
+    for case in cases {
         bar.inc(1);
-        if rows.last().is_some_and(|row| row.size == size) {
-            continue; // less than a block: the same as before
-        }
+        let size = case.elements() * size_of::<T>();
         let (out_of_place, in_place) = measure::<T, M>(comm, &case, effort)?;
         let row = Row { size, count: case.count, out_of_place, in_place };
         console.line(&report::line(&row, &case, T::DTYPE.name()))?;

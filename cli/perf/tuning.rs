@@ -4,7 +4,7 @@ use allstream::{Algo, Comm, Error, plan};
 use serde::{Deserialize, Serialize};
 
 use super::PerfArgs;
-use super::case::{Case, Value, What};
+use super::case::{Value, What};
 use super::measure::{Effort, Memory, measure_in_place};
 use crate::console::Console;
 use crate::demo::BoxError;
@@ -81,13 +81,9 @@ pub(crate) fn check<T: Value, M: Memory<T>>(
     console: &Console,
 ) -> Result<Vec<Choice>, BoxError> {
     let What::Collective(kind) = args.collective else { return Ok(Vec::new()) };
-    let case_of = |comm: &Comm, bytes: u64| -> Result<Case, BoxError> {
-        let elements = usize::try_from(bytes)? / size_of::<T>();
-        Ok(Case::new(args.collective, args.op, args.root, (comm.rank(), comm.size()), elements))
-    };
     let (iters, checks) = (effort.iters, effort.check);
     let mut algos = vec![Algo::Auto];
-    let small = case_of(comm, 4)?;
+    let small = args.case(comm, 4, size_of::<T>())?;
     for &algo in plan::algorithms(kind) {
         (effort.algo, effort.iters) = (algo, Some(1));
         // Refused on all ranks alike, before anything is sent.
@@ -98,16 +94,12 @@ pub(crate) fn check<T: Value, M: Memory<T>>(
         }
     }
     head().iter().try_for_each(|line| console.line(line))?;
-    let sizes = args.sizes();
-    let bar = console.bar("sizes", sizes.len());
-    let mut choices: Vec<Choice> = Vec::new();
-    for bytes in sizes {
-        let case = case_of(comm, bytes)?;
-        let size = case.elements() * size_of::<T>();
+    let cases = args.cases(comm, size_of::<T>())?;
+    let bar = console.bar("sizes", cases.len());
+    let mut choices = Vec::new();
+    for case in cases {
         bar.inc(1);
-        if choices.last().is_some_and(|choice| choice.size == size) {
-            continue;
-        }
+        let size = case.elements() * size_of::<T>();
         effort.iters = Some(iters.unwrap_or_else(|| Effort::iterations(size)).div_ceil(ROUNDS));
         let mut times = vec![Vec::new(); algos.len()];
         for round in 0..ROUNDS {

@@ -106,14 +106,15 @@ impl Port {
         }
     }
 
-    /// A staging slot of [`SLOT`] bytes, if one is free. Give it back by posting it, or with `drop_slot`.
+    /// A staging slot of [`SLOT`] bytes, and where it is, if one is free. It goes back when what is posted in it has been
+    /// released.
     pub(crate) fn take_slot(&mut self) -> Option<(Slot, *mut u8)> {
         let slot = self.region.take_slot()?;
         self.references[slot as usize] = 0;
         Some((Slot(slot), self.region.at(Region::slot_offset(slot))))
     }
 
-    /// A slot that stays with who took it, through any number of loans, until it is let go of; and how many are left.
+    /// The same, of a slot that stays with who took it, through any number of loans, until it is let go of.
     pub(crate) fn hold_slot(&mut self) -> Option<(Slot, *mut u8)> {
         let (slot, at) = self.take_slot()?;
         self.references[slot.0 as usize] = 1;
@@ -121,12 +122,8 @@ impl Port {
     }
 
     /// Lets go of a slot that was held: it is free once no peer uses it.
-    pub(crate) fn let_go(&mut self, Slot(slot): Slot) {
-        let references = &mut self.references[slot as usize];
-        *references -= 1;
-        if *references == 0 {
-            self.region.give_slot(slot);
-        }
+    pub(crate) fn let_go(&mut self, slot: Slot) {
+        drop_reference(&mut self.references, &self.region, slot);
     }
 
     /// Staging slots that are free.
@@ -205,11 +202,8 @@ impl Port {
                 let Some(lent) = p.lent.pop_front() else { break };
                 p.taken += 1;
                 any = true;
-                if let Some(Slot(slot)) = lent.slot {
-                    self.references[slot as usize] -= 1;
-                    if self.references[slot as usize] == 0 {
-                        self.region.give_slot(slot);
-                    }
+                if let Some(slot) = lent.slot {
+                    drop_reference(&mut self.references, &self.region, slot);
                 }
                 freed(lent);
             }
@@ -278,11 +272,8 @@ impl Port {
     pub(crate) fn take_all_back(&mut self) {
         for p in &mut self.peers {
             p.tx = None;
-            for Slot(slot) in p.lent.drain(..).filter_map(|lent| lent.slot) {
-                self.references[slot as usize] -= 1;
-                if self.references[slot as usize] == 0 {
-                    self.region.give_slot(slot);
-                }
+            for slot in p.lent.drain(..).filter_map(|lent| lent.slot) {
+                drop_reference(&mut self.references, &self.region, slot);
             }
         }
     }
@@ -294,6 +285,14 @@ impl Port {
 
     /// Bytes that may lie in a cell when no slot is free.
     pub(crate) const INLINE: usize = INLINE;
+}
+
+/// One less uses a slot; after the last it is free.
+fn drop_reference(references: &mut [u16], region: &Region, Slot(slot): Slot) {
+    references[slot as usize] -= 1;
+    if references[slot as usize] == 0 {
+        region.give_slot(slot);
+    }
 }
 
 impl Drop for Port {

@@ -377,7 +377,7 @@ impl LinkRx for LocalRx {
 
     fn borrow(&self) -> Result<Loan, Error> {
         let wrong = |problem: String| Error::Protocol { peer: self.peer, problem };
-        let Some(frame) = self.head.filter(|frame| frame.ready == size_of::<[u64; 3]>()) else {
+        let Some(frame) = self.head.filter(|frame| frame.ready == Loan::FRAME) else {
             return Err(wrong("a loan that names no memory".into()));
         };
         // SAFETY: so many bytes can be read (`peek`). Read once, as a descriptor is: the peer may write there meanwhile, and

@@ -51,6 +51,11 @@ pub(crate) struct Loan {
     pub(crate) bytes: usize,
 }
 
+impl Loan {
+    /// What names one in a frame: two places and a length.
+    pub(crate) const FRAME: usize = size_of::<[u64; 3]>();
+}
+
 // SAFETY: two addresses; whoever uses them states why it may.
 unsafe impl Send for Loan {}
 

@@ -54,7 +54,9 @@ pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
         (!env.deterministic || deterministic(kind, algo)) && (!env.in_order || keeps_rank_order(kind, algo))
     };
     let best = match kind {
-        Kind::AllReduce if !env.one_host && few_messages(bytes, env) => Algo::RecursiveDoubling,
+        Kind::AllReduce if few_messages(bytes, env) && fits(Algo::RecursiveDoubling) => {
+            Algo::RecursiveDoubling
+        }
         Kind::AllReduce if small && env.n <= ONE_SHOT_RANKS => Algo::OneShot,
         Kind::AllReduce if small => Algo::RecursiveDoubling,
         Kind::AllReduce if bytes >= TWO_LEVEL && fits(Algo::TwoLevel) && two_levels(env) => Algo::TwoLevel,
@@ -72,7 +74,6 @@ pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
     };
     match kind {
         _ if fits(best) => best,
-        Kind::AllReduce if small && env.n <= ONE_SHOT_RANKS => Algo::OneShot,
         Kind::Scan | Kind::ExScan => Algo::OneShot,
         _ => Algo::Direct,
     }
@@ -85,7 +86,7 @@ fn folded_by_root(bytes: usize, env: &Env) -> bool {
 
 fn few_messages(bytes: usize, env: &Env) -> bool {
     let two_level = bytes >= TWO_LEVEL && two_levels(env);
-    bytes <= FEW_MESSAGES && !two_level && if bytes <= SMALL { env.n > 3 } else { env.n > 1 }
+    !env.one_host && bytes <= FEW_MESSAGES && !two_level && if bytes <= SMALL { env.n > 3 } else { env.n > 1 }
 }
 
 fn two_levels(env: &Env) -> bool {

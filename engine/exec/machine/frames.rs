@@ -3,7 +3,7 @@
 use super::{Context, Machine};
 use crate::error::Error;
 use crate::exec::port::Port;
-use crate::link::Frame;
+use crate::link::{Frame, Loan};
 use crate::plan::Operand;
 use crate::types::{Rank, Signature};
 
@@ -30,7 +30,7 @@ impl Machine {
         let node = &self.nodes[i];
         check_frame(&frame, c, c.signature(node), from)?;
         // Of a loan all is here, always: what calls itself one and is not is refused below.
-        while self.is_loan(&frame) && frame.ready == size_of::<[u64; 3]>() {
+        while self.is_loan(&frame) && frame.ready == Loan::FRAME {
             // It would have folded all at once; some rank cannot, as its first frame says.
             port.rx(from)?.release(frame.ready);
             let Some(next) = port.rx(from)?.peek(0)? else { return Ok(None) };

@@ -21,7 +21,7 @@ use allstream_kernels as kernels;
 use super::frames::check_frame;
 use super::{Common, Context, Cursor, Machine, RECEIVER, RECEIVER_BITS};
 use crate::error::Error;
-use crate::exec::operation::Reduction;
+use crate::exec::operation::{Part, Reduction};
 use crate::exec::port::{Lent, Port, Slot};
 use crate::link::{Frame, Header, Loan, SLOT};
 use crate::plan::{Layout, SMALL};
@@ -92,10 +92,11 @@ pub(super) struct Shared {
     done: usize,
 }
 
-/// A peer's first frame.
-enum First {
+/// What a peer sends next.
+enum Next {
     NotYet,
-    Loan(Loan),
+    /// A loan, which is kept in its [`Peer`].
+    Loan,
     Data,
 }
 
@@ -146,6 +147,13 @@ fn from(common: &Common, size: usize) -> usize {
     if common.signature.dtype == LIST { SMALL + 1 } else { size }
 }
 
+/// A rank's chunk, in bytes of a buffer.
+fn chunk(part: &Part, rank: Rank) -> Range<usize> {
+    let range = Layout::Split { parts: part.program.plan.size as u32 }.range(rank as u32, part.count);
+    let unit = part.dtype.size();
+    range.start * unit..range.end * unit
+}
+
 impl Machine {
     /// Goes on with a part that may be folded at once. `None`: it takes the plan's steps.
     pub(super) fn advance_shared(
@@ -176,9 +184,9 @@ impl Machine {
                     continue;
                 }
                 match self.next_loan(c, peer, port)? {
-                    First::NotYet => {}
-                    First::Loan(loan) => (self.shared.peers[peer].loan, moved) = (Some(loan), true),
-                    First::Data => {
+                    Next::NotYet => {}
+                    Next::Loan => moved = true,
+                    Next::Data => {
                         self.give_back(c, usize::MAX, port)?;
                         self.shared.let_go(port);
                         self.shared.stage = Stage::Steps;
@@ -206,16 +214,9 @@ impl Machine {
         Ok(Some((moved, complete)))
     }
 
-    /// A rank's chunk, in bytes of a buffer.
-    fn chunk(c: Context<'_>, rank: Rank) -> Range<usize> {
-        let (part, unit) = (c.part, c.part.dtype.size());
-        let range = Layout::Split { parts: part.program.plan.size as u32 }.range(rank as u32, part.count);
-        range.start * unit..range.end * unit
-    }
-
     /// A peer's chunk of our memory.
     fn loan_of(&self, c: Context<'_>, peer: Rank) -> Loan {
-        let range = Self::chunk(c, peer);
+        let range = chunk(c.part, peer);
         let input = match self.scaled_input.is_empty() {
             true => c.part.input,
             false => self.scaled_input.as_ptr().cast(),
@@ -310,8 +311,7 @@ impl Machine {
         let start = state.back as usize * PIECE;
         state.back += 1;
         let Some((_, place)) = turn.and_then(|turn| state.slots[turn as usize]) else { return };
-        let chunk = Layout::Split { parts: part.program.plan.size as u32 }.range(peer as u32, part.count);
-        let at = part.output.wrapping_add(chunk.start * part.dtype.size() + start);
+        let at = part.output.wrapping_add(chunk(part, peer).start + start);
         // SAFETY: a piece (up to `end`) of a chunk of our own output, which the table owns and nobody else touches; the slot
         // has come back.
         unsafe { kernels::copy(place, &[at], lent.end - start) };
@@ -321,19 +321,20 @@ impl Machine {
         frame.header.message == self.message(MESSAGE)
     }
 
-    /// Looks at what a peer sends next.
-    fn next_loan(&mut self, c: Context<'_>, peer: Rank, port: &mut Port) -> Result<First, Error> {
+    /// Looks at what a peer sends next, and keeps what it lends.
+    fn next_loan(&mut self, c: Context<'_>, peer: Rank, port: &mut Port) -> Result<Next, Error> {
         if !c.earlier.iter().all(|machine| machine.rx_done(peer)) {
-            return Ok(First::NotYet);
+            return Ok(Next::NotYet);
         }
-        let Some(frame) = port.rx(peer)?.peek(0)? else { return Ok(First::NotYet) };
+        let Some(frame) = port.rx(peer)?.peek(0)? else { return Ok(Next::NotYet) };
         check_frame(&frame, c, c.common.signature, peer)?;
         if !self.is_loan(&frame) {
-            return Ok(First::Data);
+            return Ok(Next::Data);
         }
         let loan = port.rx(peer)?.borrow()?;
-        let (ours, unit) = (Self::chunk(c, c.part.program.plan.rank).len(), c.part.dtype.size());
-        let start = self.shared.peers[peer].end * unit;
+        let (ours, unit) = (chunk(c.part, c.part.program.plan.rank).len(), c.part.dtype.size());
+        let state = &mut self.shared.peers[peer];
+        let start = state.end * unit;
         let fits = loan.bytes <= ours - start && loan.bytes.is_multiple_of(unit);
         if frame.header.offset != start as u64 || !fits || (loan.bytes == 0 && ours > 0) {
             let Header { offset, .. } = frame.header;
@@ -344,8 +345,9 @@ impl Machine {
             );
             return Err(Error::Protocol { peer, problem });
         }
-        self.shared.peers[peer].end += loan.bytes / unit;
-        Ok(First::Loan(loan))
+        state.end += loan.bytes / unit;
+        state.loan = Some(loan);
+        Ok(Next::Loan)
     }
 
     /// Gives back what was lent to us up to so many elements of our chunk.
@@ -374,9 +376,9 @@ impl Machine {
                 continue;
             }
             match self.next_loan(c, peer, port)? {
-                First::NotYet => return Ok(false),
-                First::Loan(loan) => self.shared.peers[peer].loan = Some(loan),
-                First::Data => {
+                Next::NotYet => return Ok(false),
+                Next::Loan => {}
+                Next::Data => {
                     let problem = "data after it had lent memory to be folded in".into();
                     return Err(Error::Protocol { peer, problem });
                 }
