@@ -7,6 +7,7 @@ mod perf;
 mod run;
 mod sim;
 mod trace_cmd;
+mod tune;
 mod units;
 
 use std::io::{self, Write};
@@ -35,8 +36,14 @@ enum Command {
     Perf(Box<perf::PerfArgs>),
     /// Simulate a collective on a network that is not here, by each algorithm
     Sim(sim::SimArgs),
+    /// Measure each class of links, and write the table by which algorithms are chosen
+    Tune(tune::TuneArgs),
     /// What this build can use on this host
-    Info,
+    Info {
+        /// Instead: the table by which algorithms are chosen, with predicted and measured times
+        #[arg(long)]
+        tuning: bool,
+    },
 }
 
 fn main() -> ExitCode {
@@ -49,7 +56,9 @@ fn main() -> ExitCode {
         Command::Trace(args) => trace_cmd::run(&args),
         Command::Perf(args) => perf::run(&args),
         Command::Sim(args) => sim::run(&args),
-        Command::Info => info().map_err(Into::into),
+        Command::Tune(args) => tune::run(&args),
+        Command::Info { tuning: true } => tune::info(),
+        Command::Info { tuning: false } => info().map_err(Into::into),
     };
     result.unwrap_or_else(|error| {
         // Not `eprintln`, which panics if stderr is closed.

@@ -16,7 +16,6 @@ use crate::units::{bus_factor, rate, size};
 #[derive(Debug, Args)]
 pub(crate) struct SimArgs {
     /// The collective: all_reduce, broadcast, ...
-    #[arg(value_parser = kind)]
     collective: Kind,
     /// Ranks: 1 to 1024
     #[arg(short = 'n', long, value_name = "N")]
@@ -55,13 +54,6 @@ pub(crate) struct SimArgs {
     /// A line of JSON for each algorithm instead of the table
     #[arg(long)]
     json: bool,
-}
-
-fn kind(text: &str) -> Result<Kind, String> {
-    Kind::ALL.into_iter().find(|k| k.name() == text).ok_or_else(|| {
-        let names: Vec<_> = Kind::ALL.iter().map(|k| k.name()).collect();
-        format!("no such collective; there is {}", names.join(", "))
-    })
 }
 
 fn straggler(text: &str) -> Result<(usize, f64), String> {
@@ -169,6 +161,6 @@ mod tests {
     fn stragglers_and_collectives_are_read() {
         assert_eq!(straggler("3:2.5"), Ok((3, 2.5)));
         assert!(straggler("3").is_err());
-        assert!(kind("allreduce").unwrap_err().contains("all_reduce"));
+        assert!("allreduce".parse::<Kind>().unwrap_err().contains("all_reduce"));
     }
 }

@@ -105,6 +105,7 @@ mod mem;
 pub mod plan;
 pub mod sim;
 mod trace;
+pub mod tuning;
 mod types;
 
 #[cfg(feature = "fuzzing")]

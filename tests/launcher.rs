@@ -8,6 +8,8 @@ mod hosts;
 mod others;
 #[path = "launcher/perf.rs"]
 mod perf;
+#[path = "launcher/tune.rs"]
+mod tune;
 
 use std::fs;
 use std::io::Read;

@@ -23,7 +23,8 @@ use crate::launch;
 use crate::units::size;
 use case::{Case, Value, What};
 use measure::{Effort, Memory, measure};
-use report::{Report, Row, Series};
+pub(crate) use report::Report;
+use report::{Row, Series};
 
 /// Options of `allstream perf`.
 #[derive(Clone, Debug, Args)]
@@ -314,6 +315,12 @@ fn conclude(args: &PerfArgs, report: &Report) -> Result<ExitCode, BoxError> {
 
 fn named(option: &str, path: &Path, error: &dyn std::fmt::Display) -> BoxError {
     format!("{option} {}: {error}", path.display()).into()
+}
+
+/// The same on a communicator that is there, for a command that is not `perf`.
+pub(crate) fn on(comm: &mut Comm, args: &PerfArgs) -> Result<Report, BoxError> {
+    check(args)?;
+    measure_all(comm, args, args.link.first().copied().unwrap_or(Link::Auto))
 }
 
 /// All sizes by all algorithms; rank 0 prints as it goes.

@@ -262,7 +262,13 @@ impl<'a> Call<'a> {
         {
             return Ok(default);
         }
-        Ok(plan::choose(kind, bytes, &Env { deterministic, in_order, ..endpoint.config.env }))
+        let there = |algo| plan::suitable(kind, algo, &shape(endpoint, spec)).is_ok();
+        // The tuner has measured the host's memory, not devices'.
+        let tuned = endpoint.config.tuned.fastest(kind, bytes).iter().copied();
+        let tuned = tuned.filter(|_| endpoint.binding().is_none());
+        Ok(tuned.into_iter().find(|algo| fits(*algo) && there(*algo)).unwrap_or_else(|| {
+            plan::choose(kind, bytes, &Env { deterministic, in_order, ..endpoint.config.env })
+        }))
     }
 
     /// The algorithm of one part, and the program for it.

@@ -30,6 +30,11 @@ macro_rules! calls {
                 $me.handle().endpoint.config.rank
             }
 
+            /// Hosts that the group's ranks are on.
+            pub fn hosts(&$me) -> usize {
+                $me.handle().endpoint.config.env.hosts
+            }
+
             /// Ranks in the group.
             pub fn size(&$me) -> usize {
                 $me.handle().endpoint.size()

@@ -15,6 +15,7 @@ use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
 use crate::link::local::Gate;
 use crate::link::region::Region;
+use crate::tuning::{self, Choices};
 
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
@@ -131,8 +132,11 @@ impl Comm {
     /// # Errors
     /// [`Error::Rendezvous`] naming the ranks that did not come by the deadline; [`Error::Refused`] when tokens or
     /// versions differ.
-    pub async fn connect(rendezvous: Rendezvous) -> Result<Comm, Error> {
+    pub async fn connect(mut rendezvous: Rendezvous) -> Result<Comm, Error> {
         let defaults = Defaults::from_env()?;
+        if rendezvous.rank == 0 && !rendezvous.chosen {
+            rendezvous.choices = choices_from_env()?;
+        }
         let lane = lane()?;
         let region = Arc::new(Region::shared()?);
         let mut offers = Vec::new();
@@ -158,7 +162,8 @@ impl Comm {
             let transport = Transport::Mesh(Arc::downgrade(mesh));
             let who = (mesh.rank(), mesh.size(), mesh.world());
             let mates = house.get_or_init(|| Housemates::of(mesh.world())).clone();
-            let world = World::new(who, transport, (mates, gate), region, lane, localities, defaults);
+            let settings = (defaults, mesh.choices().clone());
+            let world = World::new(who, transport, (mates, gate), region, lane, localities, settings);
             *place.lock() = Some(world.world_endpoint().map(|endpoint| (world.clone(), endpoint)));
             world
         })
@@ -177,7 +182,7 @@ impl Comm {
         if n == 0 {
             return Err(Error::invalid("local", "a group has at least one rank, found n = 0"));
         }
-        let defaults = Defaults::from_env()?;
+        let (defaults, choices) = (Defaults::from_env()?, Arc::new(choices_from_env()?));
         let (lane, id) = (lane()?, host::random::<16>()?);
         let hub = Arc::new(Hub::default());
         let mut worlds = Vec::new();
@@ -188,7 +193,8 @@ impl Comm {
             let (mates, gate) = (Housemates::of(id), Gate::default());
             mates.enter(rank, region.clone(), gate.clone());
             let (who, house) = ((rank, n, id), (mates, gate));
-            let world = World::new(who, transport, house, region, lane.clone(), localities, defaults);
+            let settings = (defaults, choices.clone());
+            let world = World::new(who, transport, house, region, lane.clone(), localities, settings);
             hub.enter(&world);
             worlds.push(world);
         }
@@ -243,4 +249,9 @@ impl Comm {
         }
         result
     }
+}
+
+/// What the table says that the environment names, or the user's own.
+fn choices_from_env() -> Result<Choices, Error> {
+    Ok(tuning::from_env()?.map_or_else(Choices::default, |(_, table)| table.choices()))
 }

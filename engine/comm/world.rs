@@ -17,6 +17,7 @@ use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::plan::Env;
+use crate::plan::choices::{Choices, LinkClass};
 use crate::trace::{self, CommRecord};
 use crate::types::{Algo, Rank, Signature};
 
@@ -113,6 +114,7 @@ pub(crate) struct World {
     pub(crate) size: usize,
     /// The host of each rank.
     hosts: Vec<u32>,
+    choices: Arc<Choices>,
     id: [u8; 16],
     transport: Transport,
     pub(crate) around: Arc<Neighbourhood>,
@@ -145,7 +147,7 @@ impl World {
         region: Arc<Region>,
         lane: Arc<Lane>,
         localities: Vec<Locality>,
-        defaults: Defaults,
+        (defaults, choices): (Defaults, Arc<Choices>),
     ) -> Arc<World> {
         let mesh = match &transport {
             Transport::Mesh(mesh) => mesh.clone(),
@@ -160,6 +162,7 @@ impl World {
             rank,
             size,
             hosts,
+            choices,
             id,
             transport,
             around,
@@ -211,6 +214,12 @@ impl World {
             hosts: hosts.iter().max().map_or(0, |last| *last as usize + 1),
             ..Env::default()
         };
+        let together = |m: &Rank| *m == self.rank || self.around.localities[*m] == Locality::SameProcess;
+        let class = match env.one_host {
+            true if members.iter().all(together) => LinkClass::InProc,
+            true => LinkClass::Shm,
+            false => LinkClass::Tcp,
+        };
         let config = EndpointConfig {
             comm: comm.0,
             generation,
@@ -218,6 +227,7 @@ impl World {
             rank,
             crowded: here > cores,
             hosts,
+            tuned: self.choices.of_group(class, env.n),
             env,
             members,
             region: self.around.region.clone(),

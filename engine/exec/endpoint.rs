@@ -36,6 +36,7 @@ use crate::link::region::Region;
 use crate::link::waits::{Point, stop};
 use crate::mem::device::Staged;
 use crate::mem::{Event, Held};
+use crate::plan::choices::GroupChoices;
 use crate::plan::{Env, Program};
 use crate::trace::{Recorder, State};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
@@ -72,6 +73,8 @@ pub(crate) struct EndpointConfig {
     pub(crate) hosts: Vec<u32>,
     /// What the choice of an algorithm depends on, of this group.
     pub(crate) env: Env,
+    /// What the tuner's table says of it.
+    pub(crate) tuned: GroupChoices,
     pub(crate) region: Arc<Region>,
     pub(crate) gate: Gate,
     pub(crate) opener: Arc<dyn Opener>,

@@ -22,6 +22,7 @@ use std::sync::Arc;
 use allstream_kernels as kernels;
 
 use self::device::OnDevice;
+pub(crate) use self::shared::STAGED_FROM;
 use self::shared::Shared;
 pub(crate) use self::staged::{STRIPE, cut};
 use super::device::DeviceOp;

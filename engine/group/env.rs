@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::handshake::Token;
 use super::launchers::{self, Meeting};
 use crate::error::Error;
+use crate::tuning::{Choices, Table};
 use crate::types::Rank;
 
 const FROM_ENV: &str = "Rendezvous::from_env";
@@ -34,6 +35,10 @@ pub struct Rendezvous {
     pub(crate) link: LinkChoice,
     pub(crate) host_id: Option<String>,
     pub(crate) listener: Option<Listener>,
+    /// What this rank's table says, if it is rank 0.
+    pub(crate) choices: Choices,
+    /// Whether that was set in code, whatever the environment says.
+    pub(crate) chosen: bool,
 }
 
 /// Which links the ranks of a world may use. All ranks must choose alike.
@@ -240,6 +245,8 @@ impl Rendezvous {
             link: LinkChoice::Auto,
             host_id: None,
             listener: None,
+            choices: Choices::default(),
+            chosen: false,
         }
     }
 
@@ -310,6 +317,15 @@ impl Rendezvous {
     #[must_use]
     pub fn listener(mut self, listener: TcpListener) -> Self {
         self.listener = Some(Listener::Given(Arc::new(listener)));
+        self
+    }
+
+    /// Rank 0 chooses algorithms by this table for everyone, or (`None`) by the rules alone, whatever
+    /// [`tuning::VARIABLE`](crate::tuning::VARIABLE) says. Other ranks' tables are not used.
+    #[must_use]
+    pub fn tuning(mut self, table: Option<&Table>) -> Self {
+        self.choices = table.map_or_else(Choices::default, Table::choices);
+        self.chosen = true;
         self
     }
 

@@ -216,7 +216,8 @@ impl<'a> Lobby<'a> {
         let mut members = vec![self.own.clone()];
         members.extend(self.visitors.values().map(|v| v.registration.clone()));
         let heartbeat = self.rendezvous.heartbeat;
-        let mut table = Table { world, members, heartbeat };
+        let choices = self.rendezvous.choices.clone();
+        let mut table = Table { world, members, heartbeat, choices };
         let mut frames: BTreeMap<Option<IpAddr>, Arc<Vec<u8>>> = BTreeMap::new();
         for reached in self.visitors.values().map(|v| v.reached).collect::<BTreeSet<_>>() {
             table.members[0].addresses = self.own_addresses(reached);

@@ -22,6 +22,7 @@ use super::message::{DataHello, Message};
 use super::rendezvous::{Me, Table};
 use super::{note, runtime, wire};
 use crate::error::Error;
+use crate::tuning::Choices;
 use crate::types::Rank;
 
 /// Once the table is known, everyone is there: connecting takes at most this, or what is left of the
@@ -66,6 +67,7 @@ pub(crate) struct Mesh {
     token: Token,
     peers: Vec<Option<PeerInfo>>,
     hosts: Vec<u32>,
+    choices: Arc<Choices>,
     outboxes: Vec<Option<Arc<Outbox>>>,
     leaving: Arc<AtomicBool>,
     tasks: Mutex<Option<Tasks>>,
@@ -170,6 +172,11 @@ impl Mesh {
     /// The host of each rank: numbered from 0 in the order of their first ranks.
     pub(crate) fn hosts(&self) -> &[u32] {
         &self.hosts
+    }
+
+    /// Rank 0's choice of algorithms.
+    pub(crate) fn choices(&self) -> &Arc<Choices> {
+        &self.choices
     }
 
     /// Queues a message. Never blocks; dropped if that rank is gone.
@@ -332,7 +339,8 @@ where
         return Err(Error::invalid("Mesh::join", problem));
     }
     let joined = if size == 1 {
-        let table = Table { world: host::random()?, members: Vec::new(), heartbeat: Heartbeat::default() };
+        let (members, heartbeat, choices) = (Vec::new(), Heartbeat::default(), rendezvous.choices);
+        let table = Table { world: host::random()?, members, heartbeat, choices };
         named(table.world);
         let (_, data) = mpsc::unbounded_channel();
         let token = Token::new(b"");
@@ -520,6 +528,7 @@ where
         token,
         peers,
         hosts,
+        choices: Arc::new(table.choices.clone()),
         outboxes,
         leaving: leaving.clone(),
         tasks: Mutex::new(Some(Tasks { service, ..Tasks::default() })),

@@ -17,6 +17,7 @@ use super::host::{self, Process};
 use super::lobby::{Lobby, absent};
 use super::wire::Frames;
 use crate::error::Error;
+use crate::tuning::Choices;
 use crate::types::Rank;
 
 /// How often rank 0 tells those who wait for whom they wait, if that changed.
@@ -43,6 +44,8 @@ pub(crate) struct Table {
     pub(crate) world: [u8; 16],
     pub(crate) members: Vec<Registration>,
     pub(crate) heartbeat: Heartbeat,
+    /// Rank 0's choice of algorithms is everyone's.
+    pub(crate) choices: Choices,
 }
 
 /// From rank 0 to a rank that has registered.

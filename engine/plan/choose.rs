@@ -1,7 +1,7 @@
 //! Which algorithm: a first rule of thumb, by size and group.
 //!
-//! The constants are round figures, not measurements. The tuner (a cost model with measured link figures)
-//! replaces them; until then every rank must come to the same answer, so nothing here may differ by rank.
+//! Some constants are round figures, some stand beside a measurement. A table of [the tuner's](crate::tuning) goes before them,
+//! where there is one. Every rank must come to the same answer, so nothing here may differ by rank.
 //!
 //! What is never chosen, only named: `naive`; trees and chains for broadcast and reduce, which want a measured latency;
 //! `binomial` for gather and scatter, as blocks are messages of their own here and a tree saves the root none.
@@ -9,26 +9,26 @@
 use super::promises::{deterministic, keeps_rank_order};
 use super::{Algo, Kind};
 
-/// Below this, the number of hops is all that counts. To be replaced by the tuner.
+/// Below this, the number of hops is all that counts.
 pub const SMALL: usize = 16 << 10;
 /// Up to this size messages on a network cost more than what is in them: from four ranks on, and above [`SMALL`] from two on,
 /// `log2 n` exchanges beat one to everybody and two halves of that. On loopback, at 4 ranks: 50 us against 64 at 4 B, 71 against
 /// 149 at 32 KB, 105 against 167 at 64 KB, 177 against 202 at 128 KB (`allstream perf --check-tuning`). It sends more bytes,
-/// which a network of 1 Gbit/s would notice from 16 KB on. To be replaced by the tuner.
+/// which a network of 1 Gbit/s would notice from 16 KB on.
 pub const FEW_MESSAGES: usize = 64 << 10;
-/// Up to this size a root on the network sends a broadcast to all by itself. To be replaced by the tuner.
+/// Up to this size a root on the network sends a broadcast to all by itself.
 pub const FLAT_BROADCAST: usize = 64 << 10;
 /// Up to so many bytes of all other ranks together the root of a reduce folds by itself, on one host and over a network. On 2
 /// cores that took 0.6 to 0.7 of the time at 2 ranks whatever the size, and at 4 ranks 0.35 at 32 KB, 0.6 at 512 KB, 0.7 at 4 MB
 /// on one host, 0.1, 0.5 and 0.9 on loopback (`allstream perf --check-tuning`). The limits are for machines with a core for each
-/// rank, where the others would stand idle, and for networks of which the root has one port. To be replaced by the tuner.
+/// rank, where the others would stand idle, and for networks of which the root has one port.
 pub const FOLDED_BY_ROOT: [usize; 2] = [512 << 10, 256 << 10];
-/// Up to this many ranks, all-to-all in one shot beats `log2 n` exchanges. To be replaced by the tuner.
+/// Up to this many ranks, all-to-all in one shot beats `log2 n` exchanges.
 pub const ONE_SHOT_RANKS: usize = 8;
-/// Up to this many ranks, everyone talks to everyone; beyond, the ring. To be replaced by the tuner.
+/// Up to this many ranks, everyone talks to everyone; beyond, the ring.
 pub const DIRECT_RANKS: usize = 16;
 /// From this size on, several ranks of a host send one sum to the other hosts, not each its own: with p ranks a host
-/// that is p times less on the network, for two hops more. To be replaced by the tuner.
+/// that is p times less on the network, for two hops more.
 pub const TWO_LEVEL: usize = 64 << 10;
 
 /// What the choice depends on besides the operation. The same on every rank.

@@ -5,6 +5,7 @@
 //! what is wrong with them; [`choose::choose`] picks an algorithm. Nothing here does I/O or knows of bytes.
 
 pub mod check;
+pub mod choices;
 pub mod choose;
 pub mod compile;
 pub mod mutate;

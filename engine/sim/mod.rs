@@ -3,8 +3,8 @@
 //! The machines that run real collectives run these, on links whose frames take [`Network::latency`] and
 //! [`Network::bandwidth`] to arrive and carry no bytes; events are worked off in the order of their times. What is
 //! found is what the plans and the executor's own rules (slices, rounds, credits) allow on such a network, not a
-//! formula. What is not modelled: contention inside the network (each rank's port is, both ways), the operating
-//! system, and the cost of a frame beyond its bytes and the latency. Frames arrive whole; over TCP ranks pass on what has
+//! formula. What a frame costs the rank at either end, and that ranks of a host share its cores, is modelled where the network
+//! says so. What is not: contention inside the network (each rank's port is, both ways), and the operating system. Frames arrive whole; over TCP ranks pass on what has
 //! come of one from 32 KB on, which [`Network::slice`] of 32 KB is near to. `docs/bench/simulator.md` has predictions
 //! beside measured times.
 //!
@@ -48,6 +48,14 @@ pub struct Network {
     pub bandwidth: f64,
     /// Bytes a second that a rank reads and writes when it combines or copies. `None`: that takes no time.
     pub memory: Option<f64>,
+    /// A rank's work for a frame, at each end, beside its bytes: the o of LogP.
+    pub frame: Duration,
+    /// Bytes a second that a rank puts on its links by its own work, as in shared memory and on loopback. `None`: no work.
+    pub send: Option<f64>,
+    /// Likewise, that it takes off them.
+    pub receive: Option<f64>,
+    /// Cores of a host, for the work of its ranks. `None`: a core for each rank.
+    pub cores: Option<usize>,
     /// A rank that is slower: its port and its memory take this many times as long.
     pub straggler: Option<(Rank, f64)>,
     /// The part of frames that are lost, and sent again after [`Network::retry`]; `0.0..1.0`.
@@ -69,6 +77,10 @@ impl Network {
             latency,
             bandwidth,
             memory: None,
+            frame: Duration::ZERO,
+            send: None,
+            receive: None,
+            cores: None,
             straggler: None,
             loss: 0.0,
             retry: Duration::from_millis(1),
@@ -84,7 +96,11 @@ impl Network {
             false => Err(format!("a {name} of {value} bytes a second: it must be above 0")),
         };
         positive("bandwidth", self.bandwidth)?;
-        self.memory.map_or(Ok(()), |m| positive("memory bandwidth", m))?;
+        for (name, rate) in
+            [("memory bandwidth", self.memory), ("sending rate", self.send), ("receiving rate", self.receive)]
+        {
+            rate.map_or(Ok(()), |rate| positive(name, rate))?;
+        }
         if !(0.0..1.0).contains(&self.loss) {
             return Err(format!("a loss of {}: it must be at least 0 and below 1", self.loss));
         }
@@ -96,6 +112,7 @@ impl Network {
                 Err(format!("a straggler {factor} times as slow: it must be above 0"))
             }
             _ if self.per_host == Some(0) => Err("0 ranks on each host".into()),
+            _ if self.cores == Some(0) => Err("0 cores".into()),
             _ if self.slice == Some(0) => Err("a slice of 0 bytes".into()),
             _ => Ok(()),
         }

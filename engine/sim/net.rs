@@ -79,6 +79,12 @@ pub(super) struct Net {
     /// Picoseconds a byte.
     per_byte: f64,
     work_per_byte: f64,
+    /// A rank's work: for a frame, and for each of its bytes, at the sender and at the receiver.
+    frame: Time,
+    ends: [f64; 2],
+    /// When each core of each host is free, and the ranks of a host; none where each rank has a core.
+    cores: Mutex<Vec<Vec<Time>>>,
+    per_host: usize,
     loss: f64,
     retry: Time,
     slow: Option<(Rank, f64)>,
@@ -100,6 +106,12 @@ impl Net {
             alpha: time(network.latency.as_secs_f64()),
             per_byte: 1e12 / network.bandwidth,
             work_per_byte: network.memory.map_or(0.0, |memory| 1e12 / memory),
+            frame: time(network.frame.as_secs_f64()),
+            ends: [network.send, network.receive].map(|rate| rate.map_or(0.0, |rate| 1e12 / rate)),
+            cores: Mutex::new(network.cores.map_or(Vec::new(), |cores| {
+                vec![vec![0; cores]; network.per_host.map_or(1, |per| n.div_ceil(per))]
+            })),
+            per_host: network.per_host.unwrap_or(n),
             loss: network.loss,
             retry: time(network.retry.as_secs_f64()),
             slow: network.straggler,
@@ -119,6 +131,31 @@ impl Net {
 
     pub(super) fn at(&self, rank: Rank) -> Time {
         self.clock(rank)
+    }
+
+    /// A rank works, on a core of its host's that is free, or as soon as one is.
+    fn work(&self, rank: Rank, takes: f64) {
+        let (now, takes) = (self.clock(rank), (takes * self.slowness(rank)) as Time);
+        if takes == 0 {
+            return;
+        }
+        let mut cores = self.cores.lock();
+        // The one that was busy last: who goes on stays on its core, and leaves the others to others.
+        let core = cores.get_mut(rank / self.per_host).and_then(|cores| {
+            cores
+                .iter_mut()
+                .min_by_key(|free| (**free > now, if **free > now { **free } else { now - **free }))
+        });
+        let start = core.as_ref().map_or(now, |free| now.max(**free));
+        if let Some(core) = core {
+            *core = start + takes;
+        }
+        self.reach(rank, start + takes);
+    }
+
+    /// What a frame costs the rank at an end of its link.
+    fn handle(&self, rank: Rank, end: usize, header: &Header) {
+        self.work(rank, self.frame as f64 + f64::from(header.len) * self.ends[end]);
     }
 
     /// The next news: whom it reaches, from whom, and when.
@@ -164,6 +201,7 @@ impl Net {
     /// A frame leaves when the sender's port is free, is on its way, and comes in when the receiver's port is free: both
     /// are busy for its length, at the same time but for the latency.
     fn post(&self, from: Rank, to: Rank, header: Header) {
+        self.handle(from, 0, &header);
         let (now, takes) = (self.clock(from), self.takes(from, &header));
         let mut state = self.state.lock();
         state.frames += 1;
@@ -237,8 +275,7 @@ pub(super) struct Clock(pub(super) Arc<Net>, pub(super) Rank);
 
 impl Phantom for Clock {
     fn work(&self, bytes: usize) {
-        let takes = (bytes as f64 * self.0.work_per_byte * self.0.slowness(self.1)) as Time;
-        self.0.reach(self.1, self.0.clock(self.1) + takes);
+        self.0.work(self.1, bytes as f64 * self.0.work_per_byte);
     }
 }
 
@@ -306,8 +343,10 @@ impl LinkRx for SimRx {
 
     fn release(&mut self, bytes: usize) {
         self.done += bytes;
-        if self.net.head(self.from, self.to).is_some_and(|header| self.done >= header.len as usize) {
+        let head = self.net.head(self.from, self.to);
+        if let Some(header) = head.filter(|header| self.done >= header.len as usize) {
             self.done = 0;
+            self.net.handle(self.to, 1, &header);
             self.net.release(self.from, self.to);
         }
     }

@@ -133,6 +133,16 @@ impl fmt::Display for Kind {
     }
 }
 
+impl std::str::FromStr for Kind {
+    type Err = String;
+    fn from_str(s: &str) -> Result<Kind, String> {
+        Kind::ALL.into_iter().find(|kind| kind.name() == s).ok_or_else(|| {
+            let names: Vec<_> = Kind::ALL.iter().map(|kind| kind.name()).collect();
+            format!("no such collective; there is {}", names.join(", "))
+        })
+    }
+}
+
 impl Algo {
     /// All algorithms but [`Algo::Auto`].
     pub const ALL: [Algo; 15] = [

@@ -15,3 +15,4 @@ mod memory;
 mod messages;
 mod refusals;
 mod runtimes;
+mod tuning;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::source::{Token, import_tree, tokens};
 
 /// The floors of `engine/`: a module imports only from its own floor and from floors below it.
-const FLOORS: [(&str, u32); 12] = [
+const FLOORS: [(&str, u32); 13] = [
     ("error", 0),
     ("types", 0),
     ("trace", 0),
@@ -19,6 +19,7 @@ const FLOORS: [(&str, u32); 12] = [
     ("group", 5),
     ("comm", 6),
     ("sim", 5),
+    ("tuning", 5),
     ("fuzzing", 6),
 ];
 /// The floor above all others, once it is there.

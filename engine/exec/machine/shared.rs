@@ -38,7 +38,7 @@ const MOST: usize = 32;
 const FROM: usize = 4 << 10;
 /// From this size on where slots are lent, with two ranks and with more. On 2 cores the steps took 1.2 times as long at 4 KB,
 /// 1.9 times at 16 KB and 3.3 times at 64 KB (2 ranks); 0.6, 1.0 and 1.3 times with 4; 1.0 to 1.3, 1.4 and 1.3 with 8.
-const STAGED_FROM: [usize; 2] = [4 << 10, 16 << 10];
+pub(crate) const STAGED_FROM: [usize; 2] = [4 << 10, 16 << 10];
 /// Bytes of a piece, and pieces in flight to a peer. Of pieces of 32, 64 and 128 KB, 1 to 8 deep, none was faster at 2, 4 or
 /// 8 ranks by more than runs differ; these take few slots.
 const PIECE: usize = SLOT;

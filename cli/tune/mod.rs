@@ -1,0 +1,344 @@
+//! `allstream tune`: measures the classes of links, and writes the table by which algorithms are chosen.
+
+mod show;
+
+use std::ffi::OsString;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use allstream::plan::algorithms;
+use allstream::tuning::{self, FORMAT, Figures, LinkClass, Row, Table, TimeBy, predict};
+use allstream::{Algo, Comm, Kind, LinkChoice, Rendezvous};
+use clap::{Args, Parser, ValueEnum};
+use serde::{Deserialize, Serialize};
+
+use crate::console::Console;
+use crate::demo::BoxError;
+use crate::launch;
+use crate::perf::{self, PerfArgs, Report};
+use crate::units::size;
+
+pub(crate) use show::info;
+
+/// Numbers of ranks for which times are predicted, beside those that are measured.
+const PREDICTED: [usize; 11] = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32];
+
+/// Options of `allstream tune`.
+#[derive(Debug, Args)]
+pub(crate) struct TuneArgs {
+    /// Ranks to start, one job for each number, as 2,4. Without it, under a launcher, be one of the ranks
+    #[arg(short = 'N', long, value_delimiter = ',', value_name = "RANKS")]
+    ranks: Vec<NonZeroUsize>,
+    /// Classes of links to measure
+    #[arg(long, value_enum, value_delimiter = ',', default_value = "inproc,shm,tcp")]
+    link: Vec<Class>,
+    /// Collectives to measure
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "all_reduce,reduce,broadcast,all_gather,reduce_scatter,all_to_all"
+    )]
+    collectives: Vec<Kind>,
+    /// Sizes of a rank's largest buffer, in bytes
+    #[arg(long, value_delimiter = ',', value_parser = size, default_value = "4,1K,16K,64K,256K,1M,4M,16M")]
+    sizes: Vec<u64>,
+    /// The table; what is measured is added to what is there [default: allstream/tuning.json in the user's folder for caches]
+    #[arg(short = 'o', long, value_name = "FILE")]
+    output: Option<PathBuf>,
+    /// Be one of the ranks, as the launcher's environment says
+    #[arg(long, hide = true)]
+    worker: bool,
+    /// Where rank 0 leaves what was measured
+    #[arg(long, hide = true)]
+    worker_json: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Class {
+    /// Ranks as threads of one process
+    Inproc,
+    /// Shared memory between processes
+    Shm,
+    /// TCP: on loopback, or between the hosts of a launcher's ranks
+    Tcp,
+}
+
+impl Class {
+    fn link(self) -> LinkClass {
+        match self {
+            Class::Inproc => LinkClass::InProc,
+            Class::Shm => LinkClass::Shm,
+            Class::Tcp => LinkClass::Tcp,
+        }
+    }
+}
+
+/// What one job has found.
+#[derive(Debug, Serialize, Deserialize)]
+struct Found {
+    link: LinkClass,
+    ranks: usize,
+    hosts: usize,
+    cores: usize,
+    memory: f64,
+    reports: Vec<Report>,
+}
+
+pub(crate) fn run(args: &TuneArgs) -> Result<ExitCode, BoxError> {
+    let output = match (&args.output, args.worker) {
+        (_, true) => PathBuf::new(),
+        (Some(path), _) => path.clone(),
+        (None, _) => {
+            tuning::cached().ok_or("there is neither HOME nor XDG_CACHE_HOME: name a file with -o")?
+        }
+    };
+    if args.worker || (args.ranks.is_empty() && Rendezvous::from_env().is_ok()) {
+        return be_one(args, &output);
+    }
+    let two = [NonZeroUsize::MIN.saturating_add(1)];
+    let ranks = if args.ranks.is_empty() { &two[..] } else { &args.ranks };
+    if let Some(alone) = ranks.iter().find(|ranks| ranks.get() < 2) {
+        return Err(format!("-N {alone}: one rank has nobody to be measured with").into());
+    }
+    let begun = Instant::now();
+    let mut found = Vec::new();
+    for &class in &args.link {
+        for ranks in ranks {
+            found.push(match class {
+                Class::Inproc => in_threads(args, ranks.get())?,
+                _ => in_processes(args, class, ranks.get())?,
+            });
+        }
+    }
+    conclude(&output, &found)?;
+    Console::new(true).line(&format!("# measured in {:.0} s", begun.elapsed().as_secs_f64()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One rank of a launcher's: of our own, or the user's.
+fn be_one(args: &TuneArgs, output: &Path) -> Result<ExitCode, BoxError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let [class] = args.link[..] else {
+        return Err(
+            "under a launcher one class of links is measured at a time: --link tcp, or --link shm".into()
+        );
+    };
+    let link = match class {
+        Class::Inproc => LinkChoice::InProc,
+        Class::Shm => LinkChoice::Shm,
+        Class::Tcp => LinkChoice::Tcp,
+    };
+    let rendezvous = Rendezvous::from_env()?.link(link).tuning(None);
+    let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
+    let found = measure(&mut comm, args, class)?;
+    let is_first = comm.rank() == 0;
+    runtime.block_on(comm.close())?;
+    match &args.worker_json {
+        _ if !is_first => {}
+        Some(path) => std::fs::write(path, serde_json::to_vec(&found)?)?,
+        None => conclude(output, &[found])?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, BoxError> {
+    let folder = tempfile::Builder::new().prefix("allstream-tune-").tempdir()?;
+    let at = folder.path().join("found.json");
+    let list = |items: Vec<String>| OsString::from(items.join(","));
+    let own = vec![
+        "tune".into(),
+        "--worker".into(),
+        "--link".into(),
+        class.link().name().into(),
+        "--collectives".into(),
+        list(args.collectives.iter().map(Kind::to_string).collect()),
+        "--sizes".into(),
+        list(args.sizes.iter().map(u64::to_string).collect()),
+        "--worker-json".into(),
+        at.clone().into(),
+    ];
+    let job = launch::Job {
+        ranks,
+        program: std::env::current_exe()?,
+        args: own,
+        prefix: false,
+        ..Default::default()
+    };
+    if launch::run(job)? != ExitCode::SUCCESS {
+        return Err(format!("the job of {ranks} ranks over {} failed; see above", class.link().name()).into());
+    }
+    Ok(serde_json::from_slice(&std::fs::read(&at)?)?)
+}
+
+fn in_threads(args: &TuneArgs, ranks: usize) -> Result<Found, BoxError> {
+    let comms = Comm::local(ranks)?;
+    let mut found = std::thread::scope(|scope| -> Result<Vec<Found>, BoxError> {
+        let each = |mut comm: Comm| measure(&mut comm, args, Class::Inproc);
+        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || each(comm))).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
+    })?;
+    Ok(found.swap_remove(0))
+}
+
+/// `allstream perf` with these arguments, on a communicator that is there.
+fn perf(comm: &mut Comm, class: Class, args: &[&str]) -> Result<Report, BoxError> {
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: PerfArgs,
+    }
+    let threads: &[&str] = if class == Class::Inproc { &["--threads"] } else { &[] };
+    let line = Line::try_parse_from(["perf"].iter().chain(args).chain(threads))?;
+    perf::on(comm, &line.args)
+}
+
+fn measure(comm: &mut Comm, args: &TuneArgs, class: Class) -> Result<Found, BoxError> {
+    let sizes: Vec<_> = args.sizes.iter().map(u64::to_string).collect();
+    let mut reports = Vec::new();
+    // All_reduce says what the links are like.
+    let others = args.collectives.iter().filter(|kind| **kind != Kind::AllReduce);
+    for kind in [Kind::AllReduce].iter().chain(others) {
+        let line = [kind.name(), "--check-tuning", "-c", "0", "--sizes", &sizes.join(",")];
+        reports.push(perf(comm, class, &line)?);
+    }
+    Ok(Found {
+        link: class.link(),
+        ranks: comm.size(),
+        hosts: comm.hosts(),
+        cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
+        memory: memory(),
+        reports,
+    })
+}
+
+/// Bytes a second that a core reads and writes, in pieces as large as staging slots.
+fn memory() -> f64 {
+    const PIECE: usize = 128 << 10;
+    let (from, mut to) = (vec![1u8; PIECE], vec![0u8; PIECE]);
+    let mut times: Vec<f64> = (0..200)
+        .map(|_| {
+            let begun = Instant::now();
+            to.copy_from_slice(std::hint::black_box(&from));
+            std::hint::black_box(&mut to);
+            begun.elapsed().as_secs_f64()
+        })
+        .collect();
+    times.sort_by(f64::total_cmp);
+    2.0 * PIECE as f64 / times[times.len() / 2].max(1e-9)
+}
+
+impl Found {
+    fn times(&self, kind: Kind) -> impl Iterator<Item = (u64, Vec<TimeBy>)> {
+        let report = self.reports.iter().find(move |report| report.collective == kind.name());
+        report.into_iter().flat_map(|report| &report.series).flat_map(|series| &series.choices).map(
+            |choice| {
+                let named = choice
+                    .named
+                    .iter()
+                    .filter_map(|(name, us)| Some(TimeBy { algo: name.parse().ok()?, us: *us }));
+                (choice.size as u64, named.collect())
+            },
+        )
+    }
+
+    /// What the model needs: what makes it right for the ring, of the least bytes (the latency) and of the most (the
+    /// bandwidth), and of the least where every rank sends to all (the work for a frame).
+    fn figures(&self) -> Figures {
+        let mut figures = Figures {
+            link: self.link,
+            ranks: self.ranks,
+            hosts: self.hosts,
+            cores: self.cores,
+            latency_us: 1.0,
+            frame_us: 0.1,
+            bandwidth: 1e10,
+            memory: self.memory,
+        };
+        let rows: Vec<_> = self.times(Kind::AllReduce).collect();
+        let (Some(least), Some(most)) = (rows.first(), rows.last()) else { return figures };
+        let mut fit =
+            |(bytes, times): &(u64, Vec<TimeBy>), algo, set: fn(&mut Figures, f64), range: (f64, f64)| {
+                let Some(measured) = times.iter().find(|time| time.algo == algo) else { return };
+                let (mut low, mut high) = range;
+                // What is set makes it slower. By halves of the ratio: it may be anything.
+                for _ in 0..30 {
+                    let middle = (low * high).sqrt();
+                    set(&mut figures, middle);
+                    let time = predict(Kind::AllReduce, algo, self.ranks, *bytes, &figures);
+                    if time.is_none_or(|us| us < measured.us) { low = middle } else { high = middle }
+                }
+            };
+        // Each changes the others a little.
+        for _ in 0..3 {
+            fit(least, Algo::Ring, |figures, us| figures.latency_us = us, (0.01, 1e5));
+            fit(least, Algo::OneShot, |figures, us| figures.frame_us = us, (0.01, 1e5));
+            fit(most, Algo::Ring, |figures, us| figures.bandwidth = 1e6 / us, (1e-6, 10.0));
+        }
+        figures
+    }
+}
+
+/// The table of what was measured, and of what follows.
+fn table(found: &[Found]) -> Table {
+    let figures: Vec<Figures> = found.iter().map(Found::figures).collect();
+    let mut rows: Vec<Row> = Vec::new();
+    for (found, figures) in found.iter().zip(&figures) {
+        for report in &found.reports {
+            let Ok(collective) = report.collective.parse::<Kind>() else { continue };
+            for (bytes, measured) in found.times(collective) {
+                let predicted = predictions(collective, found.ranks, bytes, figures);
+                let (link, ranks) = (found.link, found.ranks);
+                rows.push(Row { link, collective, ranks, bytes, predicted, measured });
+            }
+        }
+    }
+    // Other numbers of ranks, by the figures of the nearest that were there; not across hosts, whose number would differ.
+    let measured: Vec<(LinkClass, Kind, u64)> =
+        rows.iter().map(|row| (row.link, row.collective, row.bytes)).collect();
+    for (i, &(link, collective, bytes)) in measured.iter().enumerate() {
+        if measured[..i].contains(&(link, collective, bytes)) {
+            continue;
+        }
+        for ranks in PREDICTED {
+            let there = |row: &Row| {
+                (row.link, row.collective, row.bytes, row.ranks) == (link, collective, bytes, ranks)
+            };
+            let distance = |f: &&Figures| ((f.ranks as f64).ln() - (ranks as f64).ln()).abs();
+            let near = figures.iter().filter(|f| f.link == link && f.hosts <= 1);
+            let Some(figures) = near.min_by(|a, b| distance(a).total_cmp(&distance(b))) else { continue };
+            if !rows.iter().any(there) {
+                let predicted = predictions(collective, ranks, bytes, figures);
+                rows.push(Row { link, collective, ranks, bytes, predicted, measured: Vec::new() });
+            }
+        }
+    }
+    let made = format!("allstream {} tune", env!("CARGO_PKG_VERSION"));
+    Table { format: FORMAT, made, figures, rows }
+}
+
+fn predictions(kind: Kind, ranks: usize, bytes: u64, figures: &Figures) -> Vec<TimeBy> {
+    let by = |algo: &Algo| Some(TimeBy { algo: *algo, us: predict(kind, *algo, ranks, bytes, figures)? });
+    algorithms(kind).iter().filter_map(by).collect()
+}
+
+/// Adds what was found to the file, and prints it.
+fn conclude(output: &Path, found: &[Found]) -> Result<(), BoxError> {
+    let new = table(found);
+    let console = Console::new(true);
+    show::lines(&new, true).iter().try_for_each(|line| console.line(line))?;
+    // One that cannot be read is no reason to lose what was measured now.
+    let mut all = match output.exists().then(|| Table::read(output)) {
+        Some(Ok(table)) => table,
+        Some(Err(error)) => {
+            console.line(&format!("# the table that was there is replaced: {error}"))?;
+            Table::default()
+        }
+        None => Table::default(),
+    };
+    all.merge(new);
+    all.write(output)?;
+    console.line(&format!("# written to {}", output.display()))?;
+    Ok(())
+}

@@ -1,0 +1,255 @@
+//! The tuner: which algorithm is the fastest here, as measured and as predicted.
+//!
+//! `allstream tune` measures each class of links and writes a [`Table`]: the [`Figures`] of each class, and for each
+//! collective, number of ranks and size the time by each algorithm, measured where there were so many ranks and
+//! predicted ([`predict`]) where there were not. Rank 0 reads it when a world forms, and what it chooses is every rank's.
+//! Nothing is measured when ranks connect: which algorithm is taken, and so the last bits of a sum, do not change from
+//! run to run. Without a table the rules of [`crate::plan::choose`] choose.
+
+mod model;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+use crate::types::{Algo, Kind};
+
+pub use crate::plan::choices::{Choices, LinkClass};
+pub use model::predict;
+
+/// What a table's files say of their form.
+pub const FORMAT: u32 = 1;
+/// The longest file that is read.
+const LONGEST: u64 = 4 << 20;
+/// Names the file, or says `off`.
+pub const VARIABLE: &str = "ALLSTREAM_TUNING";
+
+/// What a class of links was measured to be like, between so many ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Figures {
+    /// Which class.
+    pub link: LinkClass,
+    /// How many ranks were there.
+    pub ranks: usize,
+    /// Hosts of them.
+    pub hosts: usize,
+    /// Cores of a host: where its ranks are more, they share them.
+    pub cores: usize,
+    /// Microseconds from rank to rank, for the first byte, beside the work at both ends.
+    pub latency_us: f64,
+    /// Microseconds of work for a frame, at each end.
+    pub frame_us: f64,
+    /// Bytes a second from one rank to another.
+    pub bandwidth: f64,
+    /// Bytes a second that a rank reads and writes when it combines or copies.
+    pub memory: f64,
+}
+
+/// A time by an algorithm.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TimeBy {
+    /// The algorithm.
+    #[serde(with = "by_name")]
+    pub algo: Algo,
+    /// Microseconds.
+    pub us: f64,
+}
+
+/// One collective at one size.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Row {
+    /// The class of links.
+    pub link: LinkClass,
+    /// The collective.
+    #[serde(with = "by_name")]
+    pub collective: Kind,
+    /// Ranks of the group.
+    pub ranks: usize,
+    /// Bytes of a rank's largest buffer, as `allstream perf` counts them.
+    pub bytes: u64,
+    /// By the model.
+    #[serde(default)]
+    pub predicted: Vec<TimeBy>,
+    /// Medians. Empty: not measured.
+    #[serde(default)]
+    pub measured: Vec<TimeBy>,
+}
+
+/// What `allstream tune` found.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Table {
+    /// [`FORMAT`].
+    pub format: u32,
+    /// By what, when and where it was made, for people.
+    #[serde(default)]
+    pub made: String,
+    /// Of each class.
+    pub figures: Vec<Figures>,
+    /// Of each collective.
+    pub rows: Vec<Row>,
+}
+
+impl Table {
+    /// Takes in a newer table's figures and rows, in the place of those it has again.
+    pub fn merge(&mut self, newer: Table) {
+        let again = |f: &Figures| newer.figures.iter().any(|n| (n.link, n.ranks) == (f.link, f.ranks));
+        self.figures.retain(|f| !again(f));
+        self.figures.extend(newer.figures);
+        let place = |row: &Row| (row.link, row.collective.name(), row.ranks, row.bytes);
+        // What was measured is not forgotten for what is only predicted.
+        let new_for = |row: &Row| newer.rows.iter().position(|n| place(n) == place(row));
+        let mut news: Vec<Option<Row>> = newer.rows.iter().cloned().map(Some).collect();
+        for row in &mut self.rows {
+            let Some(new) = new_for(row).and_then(|at| news[at].take()) else { continue };
+            if !new.measured.is_empty() || row.measured.is_empty() {
+                *row = new;
+            }
+        }
+        self.rows.extend(news.into_iter().flatten());
+        self.rows.sort_by_key(place);
+        self.figures.sort_by_key(|f| (f.link, f.ranks));
+        (self.format, self.made) = (FORMAT, newer.made);
+    }
+
+    /// Times of a row, fastest first: those measured; else those predicted, each times what the prediction was off by at the
+    /// nearest number of ranks where it was measured.
+    pub fn times(&self, row: &Row) -> Vec<TimeBy> {
+        let mut times = if row.measured.is_empty() { self.corrected(row) } else { row.measured.clone() };
+        times.retain(|time| time.us.is_finite() && time.us > 0.0);
+        times.sort_by(|a, b| a.us.total_cmp(&b.us));
+        times
+    }
+
+    fn corrected(&self, row: &Row) -> Vec<TimeBy> {
+        let same = |other: &&Row| {
+            (other.link, other.collective, other.bytes) == (row.link, row.collective, row.bytes)
+                && !other.measured.is_empty()
+        };
+        let distance = |other: &&Row| ((other.ranks as f64).ln() - (row.ranks as f64).ln()).abs();
+        let nearest = self.rows.iter().filter(same).min_by(|a, b| f64::total_cmp(&distance(a), &distance(b)));
+        let by = |times: &[TimeBy], algo| times.iter().find(|time| time.algo == algo).map(|time| time.us);
+        let off = |algo| Some(by(&nearest?.measured, algo)? / by(&nearest?.predicted, algo)?);
+        let corrected = |time: &TimeBy| TimeBy { us: time.us * off(time.algo).unwrap_or(1.0), ..*time };
+        row.predicted.iter().map(corrected).collect()
+    }
+
+    /// What an engine keeps of it.
+    pub fn choices(&self) -> Choices {
+        let algos = |row| self.times(row).iter().map(|time| time.algo).collect();
+        Choices::new(self.rows.iter().map(|row| (row.link, row.collective, row.ranks, row.bytes, algos(row))))
+    }
+
+    /// Reads a table.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] with the file's name and what is wrong with it.
+    pub fn read(path: &Path) -> Result<Table, Error> {
+        Table::find(path).map_err(|why| match why {
+            NoTable::Missing => invalid(path, "there is no such file; `allstream tune -o FILE` makes one"),
+            NoTable::Bad(problem) => invalid(path, &problem),
+        })
+    }
+
+    fn find(path: &Path) -> Result<Table, NoTable> {
+        let bad = |error: &dyn std::fmt::Display| NoTable::Bad(error.to_string());
+        let length = match std::fs::metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(NoTable::Missing),
+            other => other.map_err(|error| bad(&error))?.len(),
+        };
+        if length > LONGEST {
+            return Err(NoTable::Bad(format!("{length} bytes, more than {LONGEST}")));
+        }
+        let text = std::fs::read(path).map_err(|error| bad(&error))?;
+        let table: Table = serde_json::from_slice(&text).map_err(|error| bad(&error))?;
+        if table.format != FORMAT {
+            let problem =
+                format!("its format is {}, this version reads {FORMAT}: make it anew", table.format);
+            return Err(NoTable::Bad(problem));
+        }
+        Ok(table)
+    }
+
+    /// Writes it; who reads meanwhile sees the old one or the new one.
+    ///
+    /// # Errors
+    /// [`Error::System`] with the file's name.
+    pub fn write(&self, path: &Path) -> Result<(), Error> {
+        let failed = |error: io::Error| Error::system(format!("write the table {}", path.display()), error);
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(failed)?;
+        }
+        let text = serde_json::to_vec_pretty(self).map_err(|error| failed(error.into()))?;
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(format!(".{}", std::process::id()));
+        std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path)).map_err(failed)
+    }
+}
+
+enum NoTable {
+    Missing,
+    Bad(String),
+}
+
+fn invalid(path: &Path, problem: &str) -> Error {
+    Error::invalid("read the tuner's table", format!("{}: {problem}", path.display()))
+}
+
+/// Where the table is if nothing else is said: `allstream/tuning.json` in the user's folder for caches. `None`: the user has
+/// no home.
+pub fn cached() -> Option<PathBuf> {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let folder = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
+    Some(folder.join("allstream").join("tuning.json"))
+}
+
+/// The table that the environment names, and where it is: [`VARIABLE`], or else the cached one, if it is there. `None`: none, or
+/// it is turned off.
+///
+/// # Errors
+/// [`Error::Invalid`] for a file that is named and cannot be read. One that is merely cached is passed over, with a warning.
+pub fn from_env() -> Result<Option<(PathBuf, Table)>, Error> {
+    match std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) {
+        Some(value) if value == "off" || value == "0" => Ok(None),
+        Some(path) => {
+            let path = PathBuf::from(path);
+            let table = Table::read(&path)?;
+            Ok(Some((path, table)))
+        }
+        None => Ok(cached().and_then(|path| match Table::find(&path) {
+            Ok(table) => Some((path, table)),
+            Err(NoTable::Missing) => None,
+            Err(NoTable::Bad(problem)) => {
+                let path = path.display();
+                tracing::warn!(
+                    "the tuner's table {path} is not used: {problem}; `allstream tune` makes it anew"
+                );
+                None
+            }
+        })),
+    }
+}
+
+/// Collectives and algorithms by their names.
+mod by_name {
+    use serde::{Deserialize, Deserializer, Serializer, de};
+
+    pub(super) fn serialize<T: std::fmt::Display, S: Serializer>(
+        value: &T,
+        to: S,
+    ) -> Result<S::Ok, S::Error> {
+        to.collect_str(value)
+    }
+
+    pub(super) fn deserialize<'d, T, D>(from: D) -> Result<T, D::Error>
+    where
+        T: std::str::FromStr<Err = String>,
+        D: Deserializer<'d>,
+    {
+        String::deserialize(from)?.parse().map_err(de::Error::custom)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,78 @@
+//! The cost model: the simulator, on links like those that were measured.
+
+use std::time::Duration;
+
+use super::{Figures, LinkClass};
+use crate::exec::STAGED_FROM;
+use crate::plan::suitable;
+use crate::plan::{Shape, algorithms};
+use crate::sim::{Network, simulate};
+use crate::types::{Algo, Kind};
+
+/// Faster than any: where no port is between ranks, their own work limits them.
+const NO_PORT: f64 = 1e15;
+
+/// Microseconds that a collective of `bytes` (of a rank's largest buffer, as `allstream perf` counts them) takes by an
+/// algorithm, on links like these. `None`: there is no such plan, or it has too many ranks to be simulated.
+pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figures) -> Option<f64> {
+    let per_host = ranks.div_ceil(figures.hosts.max(1));
+    let hosts: Vec<u32> = (0..ranks).map(|rank| (rank / per_host) as u32).collect();
+    let shape = Shape { n: ranks, hosts: &hosts, ..Shape::default() };
+    if ranks == 0 || !algorithms(kind).contains(&algo) || suitable(kind, algo, &shape).is_err() {
+        return None;
+    }
+    let block = if kind.varies() { bytes / ranks as u64 } else { bytes };
+    if folds_at_once(kind, algo, ranks, bytes, figures) {
+        return Some(folded(ranks, bytes as f64, figures));
+    }
+    let network = network(figures, per_host);
+    let simulated = simulate(kind, algo, ranks, usize::try_from(block).ok()?, &network).ok()?;
+    Some(simulated.time.as_secs_f64() * 1e6)
+}
+
+fn micros(us: f64) -> Duration {
+    Duration::try_from_secs_f64(us.max(0.0) / 1e6).unwrap_or_default()
+}
+
+/// Between hosts a port is the limit, and what a rank does is put and take frames. On one host all is work of the cores.
+fn network(figures: &Figures, per_host: usize) -> Network {
+    let one_host = figures.hosts <= 1;
+    let bandwidth = if one_host { NO_PORT } else { figures.bandwidth };
+    let mut network = Network::new(micros(figures.latency_us), bandwidth);
+    network.memory = Some(figures.memory);
+    network.frame = micros(figures.frame_us);
+    network.cores = Some(figures.cores);
+    network.per_host = (!one_host).then_some(per_host);
+    if one_host {
+        // In a stream from one rank to another the slower end is what is measured; the receiver's copy is counted as work
+        // on memory already. In one process nothing is copied on its way.
+        let each = 1.0 / figures.bandwidth;
+        network.send = (figures.link != LinkClass::InProc).then_some(figures.bandwidth);
+        network.receive = Some(each - 2.0 / figures.memory).filter(|left| *left > 0.0).map(|left| 1.0 / left);
+    }
+    network
+}
+
+/// See `exec/machine/shared.rs`.
+fn folds_at_once(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figures) -> bool {
+    let from = STAGED_FROM[usize::from(ranks > 2)] as u64;
+    kind == Kind::AllReduce
+        && matches!(algo, Algo::Direct | Algo::OneShot)
+        && match figures.link {
+            LinkClass::InProc => true,
+            LinkClass::Shm => bytes >= from,
+            LinkClass::Tcp => false,
+        }
+}
+
+/// Each rank reads its chunk of all inputs and writes it to all outputs; between processes it copies in what others fold,
+/// and out what they have folded. What is another's comes from another core, and costs what it costs on its way in a ring,
+/// once instead of twice. Two frames and two hops with every peer.
+fn folded(ranks: usize, bytes: f64, figures: &Figures) -> f64 {
+    let (n, at_once) = (ranks as f64, ranks.min(figures.cores.max(1)) as f64);
+    let copied = if figures.link == LinkClass::Shm { 4.0 * bytes * (n - 1.0) / n } else { 0.0 };
+    let crossing = bytes * (n - 1.0) / n / figures.bandwidth;
+    let work =
+        ((2.0 * bytes + copied) / figures.memory + crossing) * 1e6 + 4.0 * (n - 1.0) * figures.frame_us;
+    2.0 * figures.latency_us + work * n / at_once
+}

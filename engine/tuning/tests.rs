@@ -1,0 +1,168 @@
+use super::*;
+
+fn time(algo: Algo, us: f64) -> TimeBy {
+    TimeBy { algo, us }
+}
+
+fn row(ranks: usize, bytes: u64, predicted: &[TimeBy], measured: &[TimeBy]) -> Row {
+    Row {
+        link: LinkClass::Shm,
+        collective: Kind::AllReduce,
+        ranks,
+        bytes,
+        predicted: predicted.to_vec(),
+        measured: measured.to_vec(),
+    }
+}
+
+fn table(rows: Vec<Row>) -> Table {
+    Table { format: FORMAT, made: "by a test".into(), figures: vec![figures(LinkClass::Shm)], rows }
+}
+
+fn figures(link: LinkClass) -> Figures {
+    Figures {
+        link,
+        ranks: 2,
+        hosts: 1,
+        cores: 2,
+        latency_us: 0.5,
+        frame_us: 0.2,
+        bandwidth: 10e9,
+        memory: 40e9,
+    }
+}
+
+#[test]
+fn sizes_between_two_rows_are_the_nearer_ones() {
+    let (ring, direct) = ([time(Algo::Ring, 1.0)], [time(Algo::Direct, 1.0)]);
+    let table = table(vec![row(2, 1024, &[], &ring), row(2, 1 << 20, &[], &direct)]);
+    let group = table.choices().of_group(LinkClass::Shm, 2);
+    let at = |bytes| group.fastest(Kind::AllReduce, bytes);
+    // The middle of 1 KB and 1 MB, by ratio, is 32 KB.
+    assert_eq!((at(4), at(1024), at(32 << 10)), (&[Algo::Ring][..], &[Algo::Ring][..], &[Algo::Ring][..]));
+    assert_eq!((at((32 << 10) + 1), at(1 << 30)), (&[Algo::Direct][..], &[Algo::Direct][..]));
+    assert!(group.fastest(Kind::Broadcast, 4).is_empty(), "nothing is known of it");
+}
+
+#[test]
+fn blocks_are_counted_as_the_rules_count_them() {
+    let of = |bytes, algo| Row { collective: Kind::AllGather, ..row(4, bytes, &[], &[time(algo, 1.0)]) };
+    let table = table(vec![of(4096, Algo::Ring), of(4 << 20, Algo::Direct)]);
+    let group = table.choices().of_group(LinkClass::Shm, 4);
+    // The middle is 128 KB of all four blocks.
+    assert_eq!(group.fastest(Kind::AllGather, 32 << 10), &[Algo::Ring]);
+    assert_eq!(group.fastest(Kind::AllGather, 33 << 10), &[Algo::Direct]);
+}
+
+#[test]
+fn a_group_is_chosen_for_by_one_of_nearly_its_size_on_its_links() {
+    let rows = [2, 4, 5].map(|ranks| row(ranks, 64, &[], &[time(Algo::ALL[ranks], 1.0)]));
+    let choices = table(rows.to_vec()).choices();
+    let of = |link, ranks| choices.of_group(link, ranks).fastest(Kind::AllReduce, 64).to_vec();
+    assert_eq!(of(LinkClass::Shm, 3), [Algo::ALL[2]]);
+    assert_eq!(of(LinkClass::Shm, 4), [Algo::ALL[4]]);
+    assert_eq!(of(LinkClass::Shm, 9), [Algo::ALL[5]]);
+    assert!(of(LinkClass::Shm, 10).is_empty(), "5 ranks say nothing of 10");
+    assert!(of(LinkClass::Tcp, 4).is_empty() && of(LinkClass::InProc, 4).is_empty());
+}
+
+#[test]
+fn the_fastest_comes_first_and_nonsense_not_at_all() {
+    let times =
+        [time(Algo::Ring, 3.0), time(Algo::Mst, f64::NAN), time(Algo::Direct, 2.0), time(Algo::Naive, 0.0)];
+    let table = table(vec![row(2, 64, &[], &times)]);
+    let algos: Vec<_> = table.times(&table.rows[0]).iter().map(|time| time.algo).collect();
+    assert_eq!(algos, [Algo::Direct, Algo::Ring]);
+}
+
+/// A model that is wrong by a factor for an algorithm is so for a rank more, too.
+#[test]
+fn predictions_are_corrected_by_what_was_measured() {
+    let predicted = [time(Algo::Ring, 10.0), time(Algo::Direct, 20.0)];
+    let measured = [time(Algo::Ring, 60.0), time(Algo::Direct, 20.0)];
+    let table = table(vec![
+        row(2, 64, &predicted, &measured),
+        row(3, 64, &predicted, &[]),
+        row(3, 128, &predicted, &[]),
+    ]);
+    assert_eq!(table.times(&table.rows[1]), [time(Algo::Direct, 20.0), time(Algo::Ring, 60.0)]);
+    assert_eq!(
+        table.times(&table.rows[2]),
+        [time(Algo::Ring, 10.0), time(Algo::Direct, 20.0)],
+        "no measurement"
+    );
+}
+
+#[test]
+fn a_newer_table_replaces_and_keeps_what_it_has_not_measured() {
+    let (old, new) = ([time(Algo::Ring, 1.0)], [time(Algo::Direct, 2.0)]);
+    let mut all = table(vec![row(2, 64, &[], &old), row(4, 64, &[], &old)]);
+    all.merge(table(vec![row(2, 64, &[], &new), row(4, 64, &new, &[]), row(8, 64, &new, &[])]));
+    let first: Vec<_> = all.rows.iter().map(|row| (row.ranks, all.times(row)[0])).collect();
+    assert_eq!(first, [(2, new[0]), (4, old[0]), (8, new[0])]);
+    assert_eq!(all.figures.len(), 1);
+}
+
+#[test]
+fn files_come_back_and_what_is_none_is_refused_with_its_name() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("deeper").join("tuning.json");
+    let error = Table::read(&path).unwrap_err().to_string();
+    assert!(error.contains("tuning.json") && error.contains("no such file"), "{error}");
+    let written = table(vec![row(2, 64, &[time(Algo::Ring, 1.5)], &[time(Algo::Direct, 2.5)])]);
+    written.write(&path).unwrap();
+    assert_eq!(Table::read(&path).unwrap(), written);
+    assert!(std::fs::read_to_string(&path).unwrap().contains("\"all_reduce\""), "names, not numbers");
+    for (text, says) in [
+        ("{", "EOF"),
+        (r#"{"format": 7, "figures": [], "rows": []}"#, "format is 7"),
+        (
+            r#"{"format": 1, "figures": [], "rows": [{"link": "shm", "collective": "nothing", "ranks": 2, "bytes": 1}]}"#,
+            "all_gather",
+        ),
+    ] {
+        std::fs::write(&path, text).unwrap();
+        let error = Table::read(&path).unwrap_err().to_string();
+        assert!(error.contains("tuning.json") && error.contains(says), "{error}");
+    }
+    // Longer than any table: not read at all.
+    std::fs::File::create(&path).unwrap().set_len(LONGEST + 1).unwrap();
+    assert!(Table::read(&path).unwrap_err().to_string().contains("more than"));
+}
+
+/// What a rank gets from rank 0 may name what it does not know.
+#[test]
+fn unknown_numbers_choose_nothing() {
+    let hostile = r#"[{"link":"shm","kind":200,"ranks":2,"steps":[]},
+        {"link":"shm","kind":1,"ranks":2,"steps":[{"upto":10,"algos":[255,0]},{"upto":3,"algos":[]}]}]"#;
+    let choices: Choices = serde_json::from_str(hostile).unwrap();
+    let group = choices.of_group(LinkClass::Shm, 2);
+    // `auto` is no algorithm, and is not suitable for any call.
+    assert_eq!(group.fastest(Kind::AllReduce, 4), &[Algo::Auto]);
+    assert!(group.fastest(Kind::AllReduce, 11).is_empty());
+}
+
+/// The model's figures are those it was given, where a collective is little else.
+#[test]
+fn predictions_follow_the_figures() {
+    let at =
+        |kind, algo, ranks, bytes, figures: &Figures| predict(kind, algo, ranks, bytes, figures).unwrap();
+    let tcp = Figures { latency_us: 10.0, frame_us: 3.0, bandwidth: 2e9, ..figures(LinkClass::Tcp) };
+    // One hop each way at the same time: the frame out, the way, the frame in.
+    let small = at(Kind::AllReduce, Algo::OneShot, 2, 4, &tcp);
+    assert!((small - 16.0).abs() < 1.0, "{small}");
+    // 16 MB one way at 2 GB/s are 8 ms.
+    let large = at(Kind::Broadcast, Algo::OneShot, 2, 16 << 20, &tcp);
+    assert!((large / 8389.0 - 1.0).abs() < 0.2, "{large}");
+    // Four ranks on two cores: twice the work of four on four.
+    let four = |cores| at(Kind::AllGather, Algo::Direct, 4, 16 << 20, &Figures { cores, ..tcp });
+    assert!((four(2) / four(4) - 2.0).abs() < 0.3, "{} {}", four(2), four(4));
+    // In shared memory an all_reduce is folded at once: less than its steps would take.
+    let shm = figures(LinkClass::Shm);
+    assert!(
+        at(Kind::AllReduce, Algo::Direct, 2, 4 << 20, &shm)
+            < at(Kind::AllReduce, Algo::Ring, 2, 4 << 20, &shm)
+    );
+    assert_eq!(predict(Kind::AllReduce, Algo::TwoLevel, 4, 64, &shm), None, "one host has no two levels");
+    assert_eq!(predict(Kind::AllReduce, Algo::Pairwise, 4, 64, &shm), None, "no such plan");
+}

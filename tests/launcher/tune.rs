@@ -1,0 +1,101 @@
+//! `allstream tune`: what it measures is written, printed, and chosen by.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::*;
+
+fn allstream(arguments: &[&str], table: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+    command.args(arguments).env("ALLSTREAM_TUNING", table).env_remove("ALLSTREAM_TOKEN");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    finish(command.spawn().unwrap())
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn table(path: &Path) -> Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
+#[test]
+fn tune_measures_and_predicts_and_adds_to_what_is_there() {
+    let scratch = Scratch::new();
+    let path = scratch.0.join("made").join("tuning.json");
+    let file = path.to_str().unwrap();
+    let sizes = ["--collectives", "all_gather", "--sizes", "4,2K", "-o", file];
+    for (link, ranks) in [("shm", "2"), ("inproc", "3")] {
+        let output = allstream(&[&["tune", "-N", ranks, "--link", link], &sizes[..]].concat(), "off");
+        assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    }
+    let table = table(&path);
+    let figures: Vec<_> =
+        table["figures"].as_array().unwrap().iter().map(|f| (&f["link"], &f["ranks"])).collect();
+    assert_eq!(figures, [(&"inproc".into(), &3.into()), (&"shm".into(), &2.into())]);
+    let rows = table["rows"].as_array().unwrap();
+    let find = |link: &str, kind: &str, ranks: u64| {
+        let here = |row: &&Value| row["link"] == link && row["collective"] == kind && row["ranks"] == ranks;
+        rows.iter().filter(here).collect::<Vec<_>>()
+    };
+    // All_reduce comes with every table: links are described by it.
+    for kind in ["all_reduce", "all_gather"] {
+        let measured = find("shm", kind, 2);
+        assert_eq!(measured.len(), 2, "two sizes: {rows:?}");
+        for row in measured {
+            let algos = |what: &str| {
+                let mut algos: Vec<_> =
+                    row[what].as_array().unwrap().iter().map(|t| t["algo"].to_string()).collect();
+                algos.sort();
+                algos
+            };
+            assert!(algos("measured").len() >= 3 && algos("measured") == algos("predicted"), "{row}");
+        }
+        let other = find("inproc", kind, 8);
+        assert!(
+            other.iter().all(|row| row["measured"] == Value::Array(vec![])) && other.len() == 2,
+            "{other:?}"
+        );
+    }
+    let info = allstream(&["info", "--tuning"], file);
+    let said = text(&info.stdout);
+    assert!(info.status.success() && said.contains(file), "{said}{}", text(&info.stderr));
+    assert!(said.lines().any(|l| l.starts_with("  shm     all_gather")), "{said}");
+}
+
+#[test]
+fn a_table_that_is_named_must_be_there_and_one_that_is_off_is_not_used() {
+    let scratch = Scratch::new();
+    let path = scratch.0.join("tuning.json");
+    let perf = ["perf", "all_reduce", "--threads", "--sizes", "4", "-n", "2", "-w", "0"];
+    let missing = allstream(&perf, path.to_str().unwrap());
+    let said = text(&missing.stderr);
+    assert!(
+        !missing.status.success() && said.contains("tuning.json") && said.contains("allstream tune"),
+        "{said}"
+    );
+    fs::write(&path, "{\"format\": 1,").unwrap();
+    let broken = allstream(&perf, path.to_str().unwrap());
+    assert!(
+        !broken.status.success() && text(&broken.stderr).contains("tuning.json"),
+        "{}",
+        text(&broken.stderr)
+    );
+    assert!(allstream(&perf, "off").status.success());
+    let info = allstream(&["info", "--tuning"], "off");
+    assert!(info.status.success() && text(&info.stdout).contains("no table"), "{}", text(&info.stdout));
+}
+
+#[test]
+fn tune_says_what_it_cannot_do() {
+    for (arguments, says) in [
+        (&["tune", "-N", "1"][..], "nobody to be measured with"),
+        (&["tune", "--collectives", "sum"], "all_gather"),
+        (&["tune", "--link", "rdma"], "shm"),
+    ] {
+        let output = allstream(arguments, "off");
+        assert!(!output.status.success() && text(&output.stderr).contains(says), "{}", text(&output.stderr));
+    }
+}

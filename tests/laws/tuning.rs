@@ -1,0 +1,70 @@
+//! A table of the tuner's: rank 0's is everyone's, and what is asked for goes before it.
+
+use std::net::TcpListener;
+
+use allstream::tuning::{FORMAT, LinkClass, Row, Table, TimeBy};
+use allstream::{Algo, Comm, Error, Kind, LinkChoice, Rendezvous};
+
+use futures::executor::block_on;
+
+use super::house::{SOON, threads};
+
+/// In shared memory the ring is the fastest for two ranks, and one shot is next.
+fn table() -> Table {
+    let time = |algo, us| TimeBy { algo, us };
+    let row = Row {
+        link: LinkClass::Shm,
+        collective: Kind::AllReduce,
+        ranks: 2,
+        bytes: 64,
+        predicted: Vec::new(),
+        measured: vec![time(Algo::OneShot, 2.0), time(Algo::Ring, 1.0), time(Algo::Naive, 3.0)],
+    };
+    Table { format: FORMAT, rows: vec![row], ..Table::default() }
+}
+
+/// Two ranks, of which only rank 0 has the table.
+fn world(choice: LinkChoice) -> Vec<Comm> {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = listener.local_addr().unwrap().to_string();
+    let place = |rank| {
+        let place = Rendezvous::tcp(&at, rank, 2).unwrap().token("laws").timeout(SOON).link(choice);
+        match rank {
+            0 => place.listener(listener.try_clone().unwrap()).tuning(Some(&table())),
+            _ => place.tuning(None),
+        }
+    };
+    let joins: Vec<_> =
+        (0..2).map(place).map(|p| std::thread::spawn(|| block_on(Comm::connect(p)).unwrap())).collect();
+    joins.into_iter().map(|j| j.join().unwrap()).collect()
+}
+
+/// What rank 0 chooses is `algo`: rank 1 names it. The algorithm is part of what ranks compare.
+fn is_taken(choice: LinkChoice, algo: Algo, deterministic: bool) -> Result<(), Error> {
+    let both = threads(world(choice), move |mut comm| {
+        let named = comm.rank() == 1;
+        let call = comm.call().deterministic(deterministic);
+        let call = if named { call.algo(algo) } else { call };
+        call.all_reduce(vec![1.0f32; 16]).wait().map(|sum| assert_eq!(sum, [2.0; 16])).map_err(Error::from)
+    });
+    both.into_iter().collect()
+}
+
+#[test]
+fn rank_0s_table_is_what_all_ranks_choose_by() {
+    // Rank 1 has none, and does as rank 0 says.
+    let sums = threads(world(LinkChoice::Shm), |mut comm| comm.all_reduce(vec![1.0f32; 16]).wait().unwrap());
+    assert_eq!(sums, [[2.0; 16], [2.0; 16]]);
+    is_taken(LinkChoice::Shm, Algo::Ring, false).unwrap();
+    // The rules would take one shot.
+    let other = is_taken(LinkChoice::Shm, Algo::OneShot, false).unwrap_err();
+    assert!(matches!(other, Error::Mismatch { .. }), "{other}");
+}
+
+#[test]
+fn a_table_says_nothing_of_other_links_and_not_what_a_call_rules_out() {
+    // Over TCP nothing was measured: the rules take one shot.
+    is_taken(LinkChoice::Tcp, Algo::OneShot, false).unwrap();
+    // The ring does not fold in rank order; the next that does is taken.
+    is_taken(LinkChoice::Shm, Algo::OneShot, true).unwrap();
+}
