@@ -1,5 +1,6 @@
 //! The clock: back to back after a barrier, the slowest rank's time, the median over rounds.
 
+use std::cell::Cell;
 use std::ops::DerefMut;
 use std::time::Instant;
 
@@ -90,6 +91,9 @@ pub(crate) struct Effort {
     pub(crate) check: bool,
     /// Operations are awaited on this; without it a thread waits for each.
     pub(crate) runtime: Option<Runtime>,
+    /// That is done now; and in turns with the other.
+    pub(crate) by_await: Cell<bool>,
+    pub(crate) in_turns: bool,
     /// Where buffers on a device belong.
     pub(crate) stream: Option<DeviceStream>,
     /// That stream waits for each operation, and the host for the last of a group.
@@ -129,7 +133,7 @@ impl Effort {
 /// Blocks until an operation is finished, in the way that is timed.
 macro_rules! wait {
     ($effort:expr, $work:expr) => {
-        match &$effort.runtime {
+        match $effort.runtime.as_ref().filter(|_| $effort.by_await.get()) {
             Some(runtime) => runtime.block_on($work).map_err(Error::from),
             None => $work.wait().map_err(Error::from),
         }
@@ -215,8 +219,13 @@ fn time<S>(
 ) -> Result<Time, Error> {
     let bytes = case.elements() * unit;
     let (group, rounds, warmup) = effort.rounds(bytes);
-    let mut mine = Vec::with_capacity(rounds);
-    for round in 0..warmup + rounds {
+    // By await (or in the only way), and by wait where that takes its turn.
+    let mut mine = [Vec::with_capacity(rounds), Vec::new()];
+    let ways = if effort.in_turns { 2 } else { 1 };
+    for turn in 0..ways * (warmup + rounds) {
+        // Each is the first in its turn.
+        let (round, way) = (turn / ways, (turn + turn / ways) % ways);
+        effort.by_await.set(way == 0);
         // Sums of sums would leave the range of ordinary numbers.
         state = (runs.fill)(state)?;
         comm.barrier().wait()?;
@@ -231,10 +240,13 @@ fn time<S>(
         // Where ranks share cores, who is through would take the core to fill its buffer from who is not.
         comm.barrier().wait()?;
         if round >= warmup {
-            mine.push(seconds);
+            mine[way].push(seconds);
         }
     }
+    effort.by_await.set(true);
+    let [mine, waited] = mine;
     let mut slowest = comm.op(ReduceOp::Max).all_reduce(mine).wait()?;
+    let mut waited = comm.op(ReduceOp::Max).all_reduce(waited).wait()?;
     let wrong = if effort.check {
         state = (runs.once)(comm, (runs.fill)(state)?)?;
         Some(comm.all_reduce(vec![(runs.wrong)(state)?]).wait()?[0])
@@ -244,10 +256,12 @@ fn time<S>(
     };
     // There and back is twice the way.
     if case.what == What::PingPong {
-        slowest.iter_mut().for_each(|seconds| *seconds /= 2.0);
+        slowest.iter_mut().chain(&mut waited).for_each(|seconds| *seconds /= 2.0);
     }
     slowest.sort_by(f64::total_cmp);
-    Ok(Time::new(&slowest, bytes, case, wrong))
+    waited.sort_by(f64::total_cmp);
+    let wait_us = waited.get(waited.len() / 2).map(|seconds| seconds * 1e6);
+    Ok(Time { wait_us, ..Time::new(&slowest, bytes, case, wrong) })
 }
 
 fn in_place_length(case: &Case) -> usize {

@@ -7,6 +7,7 @@ mod plot;
 mod report;
 mod tuning;
 
+use std::cell::Cell;
 use std::ffi::OsString;
 use std::io;
 use std::num::NonZeroUsize;
@@ -97,9 +98,11 @@ pub(crate) struct PerfArgs {
     /// With --device: operations are joined with a stream, one behind the other, and nobody waits before the last
     #[arg(long, requires = "device", conflicts_with = "awaits")]
     join: bool,
-    /// Await each operation on a current-thread runtime, instead of blocking in `.wait()`
-    #[arg(long = "await")]
-    awaits: bool,
+    /// Await each operation on a current-thread runtime, instead of blocking in `.wait()`; or both, in turns: the table is
+    /// of the awaited ones, and the figures of -J have the others beside them
+    #[arg(long = "await", value_enum, value_name = "WHEN", num_args = 0..=1, require_equals = true,
+          default_missing_value = "always")]
+    awaits: Option<Awaits>,
     /// Instead of the table: each size by the algorithm that is chosen and by each that can be named, interleaved, and how
     /// far the choice is from the best
     #[arg(long, conflicts_with_all = ["algo", "plot", "device"])]
@@ -136,6 +139,14 @@ impl Link {
             Link::Inproc => "inproc",
         }
     }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Awaits {
+    /// Each operation
+    Always,
+    /// Every other group of operations
+    Turns,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -373,7 +384,8 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         .into(),
         device,
         completion: match (args.awaits, args.join) {
-            (true, _) => "await",
+            (Some(Awaits::Always), _) => "await",
+            (Some(Awaits::Turns), _) => "await, and wait in turns",
             (_, true) => "join",
             _ => "wait",
         }
@@ -403,7 +415,9 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             iters: args.iters.map(NonZeroUsize::get),
             warmup: args.warmup_iters,
             check: args.check == 1,
-            runtime: if args.awaits { Some(runtime()?) } else { None },
+            runtime: args.awaits.map(|_| runtime()).transpose()?,
+            by_await: Cell::new(true),
+            in_turns: args.awaits == Some(Awaits::Turns),
             stream: place.as_ref().map(|place| place.stream.clone()),
             joins: args.join,
         };

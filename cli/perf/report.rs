@@ -20,6 +20,9 @@ pub(crate) struct Time {
     pub(crate) busbw: f64,
     /// Wrong elements on all ranks; `None`: not looked at.
     pub(crate) wrong: Option<u64>,
+    /// The median of the same by `.wait()`, in turns with these.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) wait_us: Option<f64>,
 }
 
 impl Time {
@@ -35,6 +38,7 @@ impl Time {
             algbw,
             busbw: algbw * case.what.bus_factor(case.n),
             wrong,
+            wait_us: None,
         }
     }
 }

@@ -9,7 +9,7 @@ pub(crate) type Pair = (Series, Series);
 pub(crate) const PAIRS: [Pair; 8] = [
     (Series::Shm, Series::MpiShm),
     (Series::Shm, Series::Gloo),
-    (Series::Await, Series::Shm),
+    (Series::Await, Series::Wait),
     (Series::Threads, Series::Memory),
     (Series::Arena, Series::Memory),
     (Series::Tcp, Series::MpiTcp),
@@ -47,14 +47,14 @@ const fn all_reduce(pair: Pair, bytes: (u64, u64), ranks: &'static [usize], limi
 /// All bars. A size or number of ranks that is in none is only reported.
 pub(crate) const BARS: [Bar; 14] = {
     use Limit::{More, Ratio};
-    use Series::{Arena, Await, Exchange, Gloo, Memory, MpiShm, MpiTcp, Shm, Tcp, Threads};
+    use Series::{Arena, Await, Exchange, Gloo, Memory, MpiShm, MpiTcp, Shm, Tcp, Threads, Wait};
     [
         all_reduce((Shm, MpiShm), (4, 16 * K), &[2, 4], Ratio(1.2)),
         all_reduce((Shm, MpiShm), (64 * K, 64 * K), &[], Ratio(0.45)),
         all_reduce((Shm, MpiShm), (256 * K, 16 * M), &[2], Ratio(0.9)),
         all_reduce((Shm, MpiShm), (256 * K, 16 * M), &[4, 8], Ratio(0.7)),
         all_reduce((Shm, MpiShm), (32 * M, 128 * M), &[], Ratio(0.5)),
-        all_reduce((Await, Shm), (4, 16 * K), &[2, 4], More(1.0)),
+        all_reduce((Await, Wait), (4, 16 * K), &[2, 4], More(1.0)),
         all_reduce((Shm, Gloo), (0, ANY), &[], Ratio(0.3)),
         all_reduce((Threads, Memory), (M, ANY), &[], Ratio(1.5)),
         all_reduce((Arena, Memory), (M, ANY), &[], Ratio(1.8)),
@@ -161,7 +161,7 @@ impl Comparison {
     /// As a cell: what is measured, the bar, and by how much it is missed.
     pub(crate) fn words(&self) -> String {
         let unit =
-            if self.pair == (Series::Await, Series::Shm) { Limit::More(0.0) } else { Limit::Ratio(0.0) };
+            if self.pair == (Series::Await, Series::Wait) { Limit::More(0.0) } else { Limit::Ratio(0.0) };
         let limit = self.limit();
         let value = limit.unwrap_or(unit).show(limit.unwrap_or(unit).measure(self.ours, self.theirs));
         match (limit, self.short()) {
@@ -225,7 +225,7 @@ mod tests {
         assert_eq!(compared(2, 64 * K, shm, 45.0, 100.0).words(), "0.45 (pass, 0.45)");
         assert_eq!(compared(2, 64 * K, shm, 90.0, 100.0).words(), "**0.90** (short of 0.45 by 100 %)");
         assert_eq!(compared(8, 4, shm, 2.0, 1.0).words(), "2.00");
-        let polled = (Series::Await, Series::Shm);
+        let polled = (Series::Await, Series::Wait);
         assert_eq!(compared(2, 4, polled, 1.5, 1.0).words(), "+0.50 us (pass, +1.00 us)");
         assert_eq!(compared(2, 4, polled, 3.5, 1.0).words(), "**+2.50 us** (short of +1.00 us by 1.50 us)");
         assert_eq!(compared(2, M, polled, 1.5, 1.0).words(), "+0.50 us");

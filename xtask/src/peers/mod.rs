@@ -175,6 +175,7 @@ impl Job<'_> {
     /// Whether it is to be run, and can be.
     fn has(&self, series: Series, collective: Collective) -> bool {
         let there = match series {
+            Series::Wait => false, // comes with `Await`
             Series::Gloo => self.tools.gloo.is_ok(),
             series => !series.is_mpi() || self.tools.mpi.is_ok(),
         };
@@ -190,6 +191,7 @@ impl Job<'_> {
         let end = ran.failure.as_deref().unwrap_or("done");
         eprintln!("round {round}: {what}: {end}, {:.1} s", start.elapsed().as_secs_f64());
         ran.times.into_iter().for_each(|time| self.figures.add(series, time));
+        ran.in_turns.into_iter().for_each(|time| self.figures.add(Series::Wait, time));
         if let Some(failure) = ran.failure {
             self.failed.insert((series, collective, ranks));
             self.about.failures.push(format!("{what}, round {round}: {failure}"));

@@ -26,8 +26,8 @@ fn valid(case: Case, us: f64) -> Option<Time> {
     (us.is_finite() && us > 0.0).then_some(Time { case, us })
 }
 
-/// The file of `allstream perf -J`: the forms that are compared.
-pub(crate) fn perf(text: &str) -> Result<Vec<Time>, String> {
+/// The file of `allstream perf -J`: one of its times of the forms that are compared.
+pub(crate) fn perf(text: &str, field: &str) -> Result<Vec<Time>, String> {
     let report: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
     let collective = report["collective"].as_str().and_then(Collective::named);
     let collective = collective.ok_or_else(|| format!("collective: found {}", report["collective"]))?;
@@ -38,7 +38,7 @@ pub(crate) fn perf(text: &str) -> Result<Vec<Time>, String> {
     for row in series.iter().filter_map(|series| series["rows"].as_array()).flatten() {
         let bytes = row["size"].as_u64().ok_or_else(|| format!("size: found {}", row["size"]))?;
         for &form in collective.forms() {
-            let us = row[form.name()]["median_us"].as_f64();
+            let us = row[form.name()][field].as_f64();
             let time = us.and_then(|us| valid(Case { collective, form, ranks, bytes }, us));
             times.push(time.ok_or_else(|| format!("{bytes} bytes {}: no time", form.words()))?);
         }
@@ -76,6 +76,7 @@ mod tests {
             )
         };
         let in_place = |collective| time(collective, Form::InPlace, 2, 4, 1.5);
+        let perf = |text: &str| super::perf(text, "median_us");
         assert_eq!(perf(&report("all_reduce")), Ok(vec![in_place(Collective::AllReduce)]));
         let both = vec![time(Collective::Reduce, Form::OutOfPlace, 2, 4, 2.5), in_place(Collective::Reduce)];
         assert_eq!(perf(&report("reduce")), Ok(both));

@@ -28,6 +28,8 @@ pub(crate) struct Run<'a> {
 #[derive(Debug, Default)]
 pub(crate) struct Ran {
     pub(crate) times: Vec<Time>,
+    /// Of [`Series::Wait`], in turns with those.
+    pub(crate) in_turns: Vec<Time>,
     pub(crate) failure: Option<String>,
 }
 
@@ -50,14 +52,15 @@ impl Run<'_> {
         if !self.series.is_ours() {
             let times = parse::lines(&end.stdout);
             let nothing = times.is_empty().then(|| "it gave no figures".to_owned());
-            return Ok(Ran { times, failure: failure.or(nothing) });
+            return Ok(Ran { times, failure: failure.or(nothing), ..Ran::default() });
         }
         if failure.is_some() {
             return Ok(Ran { failure, ..Ran::default() });
         }
         let text = fs::read_to_string(&json).map_err(|e| format!("its figures: {e}"))?;
-        let times = parse::perf(&text).map_err(|e| format!("its figures: {e}"))?;
-        Ok(Ran { times, failure })
+        let times = |field| parse::perf(&text, field).map_err(|e| format!("its figures: {e}"));
+        let in_turns = if self.series == Series::Await { times("wait_us")? } else { Vec::new() };
+        Ok(Ran { times: times("median_us")?, in_turns, failure })
     }
 
     fn command(&self, tools: &Tools, root: &Path, json: &Path) -> Result<Command, String> {
@@ -84,7 +87,7 @@ impl Run<'_> {
                 command.args(["-c", if self.check { "1" } else { "0" }, "-J"]).arg(json);
                 command.args(match self.series {
                     Series::Threads => &["--threads"][..],
-                    Series::Await => &["--link", "shm", "--await"],
+                    Series::Await => &["--link", "shm", "--await=turns"],
                     Series::Arena => &["--link", "shm", "--alloc", "arena"],
                     Series::Tcp => &["--link", "tcp"],
                     _ => &["--link", "shm"],

@@ -83,6 +83,8 @@ pub(crate) enum Series {
     MpiShm,
     /// As `Shm`, `.await` on a current-thread runtime.
     Await,
+    /// As `Shm`, in turns with those: what they are held against.
+    Wait,
     /// As `Shm`, buffers of `comm.alloc()`.
     Arena,
     /// Ours between threads of one process.
@@ -98,10 +100,11 @@ pub(crate) enum Series {
 
 impl Series {
     /// In the order in which they run: what is compared stands side by side.
-    pub(crate) const ALL: [Series; 10] = [
+    pub(crate) const ALL: [Series; 11] = [
         Series::Shm,
         Series::MpiShm,
         Series::Await,
+        Series::Wait,
         Series::Arena,
         Series::Threads,
         Series::Memory,
@@ -116,6 +119,7 @@ impl Series {
             Series::Shm => "shm",
             Series::MpiShm => "OpenMPI shm",
             Series::Await => "shm .await",
+            Series::Wait => "shm .wait in turns",
             Series::Arena => "shm arena",
             Series::Threads => "threads",
             Series::Memory => "memory floor",
@@ -127,7 +131,8 @@ impl Series {
     }
 
     pub(crate) fn is_ours(self) -> bool {
-        matches!(self, Series::Shm | Series::Await | Series::Arena | Series::Threads | Series::Tcp)
+        use Series::{Arena, Await, Shm, Tcp, Threads, Wait};
+        matches!(self, Shm | Await | Wait | Arena | Threads | Tcp)
     }
 
     pub(crate) fn is_mpi(self) -> bool {
