@@ -3,8 +3,7 @@
 use std::io::{self, Write};
 use std::process::ExitCode;
 
-use allstream::plan::{self, Env};
-use allstream::tuning::{self, LinkClass, Row, Table, TimeBy};
+use allstream::tuning::{self, Row, Table, TimeBy};
 
 use crate::demo::BoxError;
 
@@ -65,11 +64,11 @@ pub(super) fn lines(table: &Table, only_measured: bool) -> Vec<String> {
 }
 
 fn line(table: &Table, row: &Row) -> Option<String> {
-    let times = table.times(row);
+    let times = table.ranking(row);
     let (best, others) = times.split_first()?;
     let by = |times: &[TimeBy]| times.iter().find(|time| time.algo == best.algo).map(|time| time.us);
     let shown = |us: Option<f64>| us.map_or("-".to_owned(), |us| format!("{us:.2}"));
-    let rule = rule(row);
+    let rule = row.rule();
     let by_rule = if rule == best.algo { "same" } else { rule.name() };
     let others: Vec<_> = others.iter().map(|time| format!("{} {:.2}", time.algo, time.us)).collect();
     Some(format!(
@@ -84,11 +83,4 @@ fn line(table: &Table, row: &Row) -> Option<String> {
         by_rule,
         others.join(", ")
     ))
-}
-
-/// What would be taken without a table.
-fn rule(row: &Row) -> plan::Algo {
-    let env = Env { n: row.ranks, one_host: row.link != LinkClass::Tcp, ..Env::default() };
-    let blocks = if row.collective.varies() { row.ranks as u64 } else { 1 };
-    plan::choose(row.collective, (row.bytes / blocks) as usize, &env)
 }

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
+use crate::plan::{self, Env};
 use crate::types::{Algo, Kind};
 
 pub use crate::plan::choices::{Choices, LinkClass};
@@ -23,6 +24,9 @@ pub use model::predict;
 pub const FORMAT: u32 = 1;
 /// The longest file that is read.
 const LONGEST: u64 = 4 << 20;
+/// How much faster than the rules' choice an algorithm must be to be chosen instead. Less is noise: on a machine that others
+/// use, medians of one run are often that far from those of the next, and a table that follows them is worse than the rules.
+pub const MARGIN: f64 = 1.15;
 /// Names the file, or says `off`.
 pub const VARIABLE: &str = "ALLSTREAM_TUNING";
 
@@ -75,6 +79,15 @@ pub struct Row {
     /// Medians. Empty: not measured.
     #[serde(default)]
     pub measured: Vec<TimeBy>,
+}
+
+impl Row {
+    /// What the rules choose, that is without a table.
+    pub fn rule(&self) -> Algo {
+        let env = Env { n: self.ranks, one_host: self.link != LinkClass::Tcp, ..Env::default() };
+        let blocks = if self.collective.varies() { self.ranks.max(1) as u64 } else { 1 };
+        plan::choose(self.collective, (self.bytes / blocks) as usize, &env)
+    }
 }
 
 /// What `allstream tune` found.
@@ -135,9 +148,20 @@ impl Table {
         row.predicted.iter().map(corrected).collect()
     }
 
+    /// The same as they are chosen: the rules' choice first, unless another is faster by more than [`MARGIN`].
+    pub fn ranking(&self, row: &Row) -> Vec<TimeBy> {
+        let mut times = self.times(row);
+        let rule = row.rule();
+        let near = |time: &TimeBy| time.algo == rule && time.us <= MARGIN * times[0].us;
+        if let Some(at) = times.iter().position(near) {
+            times[..=at].rotate_right(1);
+        }
+        times
+    }
+
     /// What an engine keeps of it.
     pub fn choices(&self) -> Choices {
-        let algos = |row| self.times(row).iter().map(|time| time.algo).collect();
+        let algos = |row| self.ranking(row).iter().map(|time| time.algo).collect();
         Choices::new(self.rows.iter().map(|row| (row.link, row.collective, row.ranks, row.bytes, algos(row))))
     }
 

@@ -75,6 +75,18 @@ fn the_fastest_comes_first_and_nonsense_not_at_all() {
     assert_eq!(algos, [Algo::Direct, Algo::Ring]);
 }
 
+/// The rules take one shot for 64 B.
+#[test]
+fn a_little_faster_is_no_reason_to_leave_the_rules() {
+    let chosen = |oneshot, ring| {
+        let table = table(vec![row(2, 64, &[], &[time(Algo::Ring, ring), time(Algo::OneShot, oneshot)])]);
+        table.choices().of_group(LinkClass::Shm, 2).fastest(Kind::AllReduce, 64).to_vec()
+    };
+    assert_eq!(chosen(1.1, 1.0), [Algo::OneShot, Algo::Ring]);
+    assert_eq!(chosen(1.2, 1.0), [Algo::Ring, Algo::OneShot]);
+    assert_eq!(chosen(1.0, 1.1), [Algo::OneShot, Algo::Ring]);
+}
+
 /// A model that is wrong by a factor for an algorithm is so for a rank more, too.
 #[test]
 fn predictions_are_corrected_by_what_was_measured() {
