@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use allstream::plan::algorithms;
-use allstream::tuning::{self, FORMAT, Figures, LinkClass, Row, Table, TimeBy, predict};
+use allstream::tuning::{self, FORMAT, Figures, LinkClass, Place, Row, Table, TimeBy, predict};
 use allstream::{Algo, Comm, Kind, LinkChoice, Rendezvous};
 use clap::{Args, Parser, ValueEnum};
 use serde::{Deserialize, Serialize};
@@ -24,6 +24,9 @@ pub(crate) use show::info;
 
 /// Numbers of ranks for which times are predicted, beside those that are measured.
 const PREDICTED: [usize; 11] = [2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32];
+
+/// From this size on a ring says what the bandwidth is.
+const STREAM: u64 = 64 << 10;
 
 /// Options of `allstream tune`.
 #[derive(Debug, Args)]
@@ -50,6 +53,9 @@ pub(crate) struct TuneArgs {
     /// Be one of the ranks, as the launcher's environment says
     #[arg(long, hide = true)]
     worker: bool,
+    /// All ranks are threads of this process
+    #[arg(long, hide = true)]
+    worker_threads: Option<usize>,
     /// Where rank 0 leaves what was measured
     #[arg(long, hide = true)]
     worker_json: Option<PathBuf>,
@@ -78,9 +84,7 @@ impl Class {
 /// What one job has found.
 #[derive(Debug, Serialize, Deserialize)]
 struct Found {
-    link: LinkClass,
-    ranks: usize,
-    hosts: usize,
+    place: Place,
     cores: usize,
     memory: f64,
     reports: Vec<Report>,
@@ -106,10 +110,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<ExitCode, BoxError> {
     let mut found = Vec::new();
     for &class in &args.link {
         for ranks in ranks {
-            found.push(match class {
-                Class::Inproc => in_threads(args, ranks.get())?,
-                _ => in_processes(args, class, ranks.get())?,
-            });
+            found.push(in_processes(args, class, ranks.get())?);
         }
     }
     conclude(&output, &found)?;
@@ -117,37 +118,57 @@ pub(crate) fn run(args: &TuneArgs) -> Result<ExitCode, BoxError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// One rank of a launcher's: of our own, or the user's.
+/// One rank of a launcher's, of our own or the user's; or all of them, as threads.
 fn be_one(args: &TuneArgs, output: &Path) -> Result<ExitCode, BoxError> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let [class] = args.link[..] else {
         return Err(
             "under a launcher one class of links is measured at a time: --link tcp, or --link shm".into()
         );
     };
-    let link = match class {
-        Class::Inproc => LinkChoice::InProc,
-        Class::Shm => LinkChoice::Shm,
-        Class::Tcp => LinkChoice::Tcp,
+    let found = match args.worker_threads {
+        Some(ranks) => Some(in_threads(args, ranks)?),
+        None => as_rank(args, class)?,
     };
-    let rendezvous = Rendezvous::from_env()?.link(link).tuning(None);
-    let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
+    match (found, &args.worker_json) {
+        (None, _) => {}
+        (Some(found), Some(path)) => std::fs::write(path, serde_json::to_vec(&found)?)?,
+        (Some(found), None) => conclude(output, &[found])?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// What rank 0 has found.
+fn as_rank(args: &TuneArgs, class: Class) -> Result<Option<Found>, BoxError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let rendezvous = Rendezvous::from_env()?.tuning(None);
+    // Between the hosts of a user's launcher it is TCP, and inside them what it is in other jobs.
+    let mut comm = runtime.block_on(Comm::connect(match class {
+        Class::Inproc => rendezvous.link(LinkChoice::InProc),
+        Class::Shm => rendezvous.link(LinkChoice::Shm),
+        Class::Tcp if args.worker => rendezvous.link(LinkChoice::Tcp),
+        Class::Tcp => rendezvous,
+    }))?;
+    if class == Class::Tcp
+        && !args.worker
+        && comm.hosts() == 1
+        && !std::env::var("ALLSTREAM_LINK").is_ok_and(|l| l == "tcp")
+    {
+        return Err(
+            "--link tcp: all ranks are on one host; run `allstream tune -N ...` there without the launcher"
+                .into(),
+        );
+    }
     let found = measure(&mut comm, args, class)?;
     let is_first = comm.rank() == 0;
     runtime.block_on(comm.close())?;
-    match &args.worker_json {
-        _ if !is_first => {}
-        Some(path) => std::fs::write(path, serde_json::to_vec(&found)?)?,
-        None => conclude(output, &[found])?,
-    }
-    Ok(ExitCode::SUCCESS)
+    Ok(is_first.then_some(found))
 }
 
 fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, BoxError> {
     let folder = tempfile::Builder::new().prefix("allstream-tune-").tempdir()?;
     let at = folder.path().join("found.json");
     let list = |items: Vec<String>| OsString::from(items.join(","));
-    let own = vec![
+    let mut own = vec![
         "tune".into(),
         "--worker".into(),
         "--link".into(),
@@ -159,11 +180,19 @@ fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, Bo
         "--worker-json".into(),
         at.clone().into(),
     ];
+    let processes = if class == Class::Inproc { 1 } else { ranks };
+    if class == Class::Inproc {
+        own.extend(["--worker-threads".into(), ranks.to_string().into()]);
+    }
+    // Every algorithm is to be there, and none chosen by the table that is being made.
+    let env = [(tuning::VARIABLE, "off"), ("ALLSTREAM_DETERMINISTIC", "0")]
+        .map(|(name, value)| (name.into(), value.into()));
     let job = launch::Job {
-        ranks,
+        ranks: processes,
         program: std::env::current_exe()?,
         args: own,
         prefix: false,
+        env: env.into(),
         ..Default::default()
     };
     if launch::run(job)? != ExitCode::SUCCESS {
@@ -195,7 +224,9 @@ fn perf(comm: &mut Comm, class: Class, args: &[&str]) -> Result<Report, BoxError
 }
 
 fn measure(comm: &mut Comm, args: &TuneArgs, class: Class) -> Result<Found, BoxError> {
-    let sizes: Vec<_> = args.sizes.iter().map(u64::to_string).collect();
+    let mut sizes = args.sizes.clone();
+    sizes.sort_unstable();
+    let sizes: Vec<_> = sizes.iter().map(u64::to_string).collect();
     let mut reports = Vec::new();
     // All_reduce says what the links are like.
     let others = args.collectives.iter().filter(|kind| **kind != Kind::AllReduce);
@@ -204,9 +235,7 @@ fn measure(comm: &mut Comm, args: &TuneArgs, class: Class) -> Result<Found, BoxE
         reports.push(perf(comm, class, &line)?);
     }
     Ok(Found {
-        link: class.link(),
-        ranks: comm.size(),
-        hosts: comm.hosts(),
+        place: Place { link: class.link(), hosts: comm.hosts(), ranks: comm.size() },
         cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
         memory: memory(),
         reports,
@@ -245,11 +274,9 @@ impl Found {
 
     /// What the model needs: what makes it right for the ring, of the least bytes (the latency) and of the most (the
     /// bandwidth), and of the least where every rank sends to all (the work for a frame).
-    fn figures(&self) -> Figures {
+    fn figures(&self) -> Result<Figures, BoxError> {
         let mut figures = Figures {
-            link: self.link,
-            ranks: self.ranks,
-            hosts: self.hosts,
+            place: self.place,
             cores: self.cores,
             latency_us: 1.0,
             frame_us: 0.1,
@@ -257,65 +284,86 @@ impl Found {
             memory: self.memory,
         };
         let rows: Vec<_> = self.times(Kind::AllReduce).collect();
-        let (Some(least), Some(most)) = (rows.first(), rows.last()) else { return figures };
-        let mut fit =
-            |(bytes, times): &(u64, Vec<TimeBy>), algo, set: fn(&mut Figures, f64), range: (f64, f64)| {
-                let Some(measured) = times.iter().find(|time| time.algo == algo) else { return };
-                let (mut low, mut high) = range;
-                // What is set makes it slower. By halves of the ratio: it may be anything.
-                for _ in 0..30 {
-                    let middle = (low * high).sqrt();
-                    set(&mut figures, middle);
-                    let time = predict(Kind::AllReduce, algo, self.ranks, *bytes, &figures);
-                    if time.is_none_or(|us| us < measured.us) { low = middle } else { high = middle }
-                }
-            };
+        let (Some(least), Some(most)) = (rows.first(), rows.last()) else {
+            return Err("nothing was measured".into());
+        };
+        type Set = fn(&mut Figures, f64);
+        let mut fit = |(bytes, times): &(u64, Vec<TimeBy>),
+                       algo: Algo,
+                       set: Set,
+                       range: (f64, f64)|
+         -> Result<(), BoxError> {
+            let measured = times.iter().find(|time| time.algo == algo);
+            let measured = measured
+                .ok_or_else(|| format!("all_reduce by {algo} was not measured: is deterministic mode on?"))?;
+            let (mut low, mut high) = range;
+            // What is set makes it slower. By halves of the ratio: it may be anything.
+            for _ in 0..30 {
+                let middle = (low * high).sqrt();
+                set(&mut figures, middle);
+                let time = predict(Kind::AllReduce, algo, self.place.ranks, *bytes, &figures);
+                let time = time.ok_or_else(|| format!("{} ranks cannot be simulated", self.place.ranks))?;
+                if time < measured.us { low = middle } else { high = middle }
+            }
+            Ok(())
+        };
         // Each changes the others a little.
         for _ in 0..3 {
-            fit(least, Algo::Ring, |figures, us| figures.latency_us = us, (0.01, 1e5));
-            fit(least, Algo::OneShot, |figures, us| figures.frame_us = us, (0.01, 1e5));
-            fit(most, Algo::Ring, |figures, us| figures.bandwidth = 1e6 / us, (1e-6, 10.0));
+            fit(least, Algo::Ring, |figures, us| figures.latency_us = us, (0.01, 1e5))?;
+            fit(least, Algo::OneShot, |figures, us| figures.frame_us = us, (0.01, 1e5))?;
+            // Of a few bytes it says nothing.
+            if most.0 >= STREAM {
+                fit(most, Algo::Ring, |figures, us| figures.bandwidth = 1e6 / us, (1e-6, 10.0))?;
+            }
         }
-        figures
+        Ok(figures)
     }
 }
 
 /// The table of what was measured, and of what follows.
-fn table(found: &[Found]) -> Table {
-    let figures: Vec<Figures> = found.iter().map(Found::figures).collect();
+fn table(found: &[Found]) -> Result<Table, BoxError> {
+    let figures = found.iter().map(Found::figures).collect::<Result<Vec<Figures>, BoxError>>()?;
     let mut rows: Vec<Row> = Vec::new();
     for (found, figures) in found.iter().zip(&figures) {
-        for report in &found.reports {
-            let Ok(collective) = report.collective.parse::<Kind>() else { continue };
+        for collective in found.reports.iter().filter_map(|report| report.collective.parse::<Kind>().ok()) {
             for (bytes, measured) in found.times(collective) {
-                let predicted = predictions(collective, found.ranks, bytes, figures);
-                let (link, ranks) = (found.link, found.ranks);
-                rows.push(Row { link, collective, ranks, bytes, predicted, measured });
+                let (place, predicted) =
+                    (found.place, predictions(collective, found.place.ranks, bytes, figures));
+                rows.push(Row { place, collective, bytes, predicted, measured });
             }
         }
     }
     // Other numbers of ranks, by the figures of the nearest that were there; not across hosts, whose number would differ.
-    let measured: Vec<(LinkClass, Kind, u64)> =
-        rows.iter().map(|row| (row.link, row.collective, row.bytes)).collect();
-    for (i, &(link, collective, bytes)) in measured.iter().enumerate() {
-        if measured[..i].contains(&(link, collective, bytes)) {
-            continue;
-        }
-        for ranks in PREDICTED {
-            let there = |row: &Row| {
-                (row.link, row.collective, row.bytes, row.ranks) == (link, collective, bytes, ranks)
+    let apart = |f: &Figures, ranks: usize| ((f.place.ranks as f64).ln() - (ranks as f64).ln()).abs();
+    for ranks in PREDICTED {
+        for link in [LinkClass::InProc, LinkClass::Shm, LinkClass::Tcp] {
+            let place = Place { link, hosts: 1, ranks };
+            let near = figures.iter().filter(|f| f.place == Place { ranks: f.place.ranks, ..place });
+            let Some(figures) = near.min_by(|a, b| apart(a, ranks).total_cmp(&apart(b, ranks))) else {
+                continue;
             };
-            let distance = |f: &&Figures| ((f.ranks as f64).ln() - (ranks as f64).ln()).abs();
-            let near = figures.iter().filter(|f| f.link == link && f.hosts <= 1);
-            let Some(figures) = near.min_by(|a, b| distance(a).total_cmp(&distance(b))) else { continue };
-            if !rows.iter().any(there) {
-                let predicted = predictions(collective, ranks, bytes, figures);
-                rows.push(Row { link, collective, ranks, bytes, predicted, measured: Vec::new() });
+            let there: Vec<(Kind, u64)> = rows
+                .iter()
+                .filter(|row| row.place == figures.place)
+                .map(|row| (row.collective, row.bytes))
+                .collect();
+            for (collective, bytes) in there {
+                if figures.place.ranks != ranks {
+                    let predicted = predictions(collective, ranks, bytes, figures);
+                    rows.push(Row { place, collective, bytes, predicted, measured: Vec::new() });
+                }
             }
         }
     }
-    let made = format!("allstream {} tune", env!("CARGO_PKG_VERSION"));
-    Table { format: FORMAT, made, figures, rows }
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let cpu = cpu
+        .lines()
+        .find_map(|line| line.strip_prefix("model name")?.split_once(": "))
+        .map_or("", |(_, name)| name);
+    let (version, cores) = (env!("CARGO_PKG_VERSION"), found.first().map_or(0, |found| found.cores));
+    let now = humantime::format_rfc3339_seconds(std::time::SystemTime::now());
+    let made = format!("allstream {version}, {now}, {cores} cores, {cpu}");
+    Ok(Table { format: FORMAT, made, figures, rows })
 }
 
 fn predictions(kind: Kind, ranks: usize, bytes: u64, figures: &Figures) -> Vec<TimeBy> {
@@ -325,7 +373,7 @@ fn predictions(kind: Kind, ranks: usize, bytes: u64, figures: &Figures) -> Vec<T
 
 /// Adds what was found to the file, and prints it.
 fn conclude(output: &Path, found: &[Found]) -> Result<(), BoxError> {
-    let new = table(found);
+    let new = table(found)?;
     let console = Console::new(true);
     show::lines(&new, true).iter().try_for_each(|line| console.line(line))?;
     // One that cannot be read is no reason to lose what was measured now.

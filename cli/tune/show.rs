@@ -36,9 +36,9 @@ pub(super) fn lines(table: &Table, only_measured: bool) -> Vec<String> {
     for f in &table.figures {
         lines.push(format!(
             "  {:<8}{:>6}{:>6}{:>6}{:>12.2}{:>12.2}{:>16.2}{:>16.2}",
-            f.link.name(),
-            f.ranks,
-            f.hosts,
+            f.place.link.name(),
+            f.place.ranks,
+            f.place.hosts,
             f.cores,
             f.latency_us,
             f.frame_us,
@@ -47,10 +47,11 @@ pub(super) fn lines(table: &Table, only_measured: bool) -> Vec<String> {
         ));
     }
     lines.push(format!(
-        "# {:<8}{:<16}{:>6}{:>12}  {:<20}{:>14}{:>14}  {:<20}{}",
+        "# {:<8}{:<16}{:>6}{:>6}{:>12}  {:<20}{:>14}{:>14}  {:<20}{}",
         "link",
         "collective",
         "ranks",
+        "hosts",
         "bytes",
         "chosen",
         "predicted us",
@@ -72,10 +73,11 @@ fn line(table: &Table, row: &Row) -> Option<String> {
     let by_rule = if rule == best.algo { "same" } else { rule.name() };
     let others: Vec<_> = others.iter().map(|time| format!("{} {:.2}", time.algo, time.us)).collect();
     Some(format!(
-        "  {:<8}{:<16}{:>6}{:>12}  {:<20}{:>14}{:>14}  {:<20}{}",
-        row.link.name(),
+        "  {:<8}{:<16}{:>6}{:>6}{:>12}  {:<20}{:>14}{:>14}  {:<20}{}",
+        row.place.link.name(),
         row.collective,
-        row.ranks,
+        row.place.ranks,
+        row.place.hosts,
         row.bytes,
         best.algo,
         shown(by(&row.predicted)),

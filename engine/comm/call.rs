@@ -263,10 +263,10 @@ impl<'a> Call<'a> {
             return Ok(default);
         }
         let there = |algo| plan::suitable(kind, algo, &shape(endpoint, spec)).is_ok();
-        // The tuner has measured the host's memory, not devices'.
-        let tuned = endpoint.config.tuned.fastest(kind, bytes).iter().copied();
-        let tuned = tuned.filter(|_| endpoint.binding().is_none());
-        Ok(tuned.into_iter().find(|algo| fits(*algo) && there(*algo)).unwrap_or_else(|| {
+        // The tuner has measured the host's memory, not devices', and where only ranks know their own sizes there is none.
+        let known = endpoint.binding().is_none() && !spec.pairwise;
+        let tuned = endpoint.config.tuned.choose(kind, bytes).filter(|_| known);
+        Ok(tuned.filter(|algo| fits(*algo) && there(*algo)).unwrap_or_else(|| {
             plan::choose(kind, bytes, &Env { deterministic, in_order, ..endpoint.config.env })
         }))
     }

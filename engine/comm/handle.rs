@@ -15,7 +15,8 @@ use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
 use crate::link::local::Gate;
 use crate::link::region::Region;
-use crate::tuning::{self, Choices};
+use crate::plan::choices::Choices;
+use crate::tuning;
 
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
@@ -135,7 +136,7 @@ impl Comm {
     pub async fn connect(mut rendezvous: Rendezvous) -> Result<Comm, Error> {
         let defaults = Defaults::from_env()?;
         if rendezvous.rank == 0 && !rendezvous.chosen {
-            rendezvous.choices = choices_from_env()?;
+            rendezvous.choices = tuning::choices_from_env()?.up_to(rendezvous.size);
         }
         let lane = lane()?;
         let region = Arc::new(Region::shared()?);
@@ -177,12 +178,17 @@ impl Comm {
     /// A group of `n` ranks in this process, in rank order: one for each thread or task.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for `n == 0`; [`Error::System`] when the system has no memory or threads to give.
+    /// [`Error::Invalid`] for `n == 0`, and for a table that is named and cannot be read ([`crate::tuning`]); [`Error::System`] when the system has no memory or threads to give.
     pub fn local(n: usize) -> Result<Vec<Comm>, Error> {
+        Comm::local_by(n, tuning::choices_from_env()?)
+    }
+
+    /// The same, whatever the environment says of a table.
+    pub(super) fn local_by(n: usize, choices: Choices) -> Result<Vec<Comm>, Error> {
         if n == 0 {
             return Err(Error::invalid("local", "a group has at least one rank, found n = 0"));
         }
-        let (defaults, choices) = (Defaults::from_env()?, Arc::new(choices_from_env()?));
+        let (defaults, choices) = (Defaults::from_env()?, Arc::new(choices));
         let (lane, id) = (lane()?, host::random::<16>()?);
         let hub = Arc::new(Hub::default());
         let mut worlds = Vec::new();
@@ -249,9 +255,4 @@ impl Comm {
         }
         result
     }
-}
-
-/// What the table says that the environment names, or the user's own.
-fn choices_from_env() -> Result<Choices, Error> {
-    Ok(tuning::from_env()?.map_or_else(Choices::default, |(_, table)| table.choices()))
 }

@@ -137,7 +137,10 @@ impl Node {
             return Err(Error::invalid("Node::connect", problem));
         };
         if processes == 1 && matches!(rendezvous.link, LinkChoice::Auto | LinkChoice::InProc) {
-            return Node::local(devices);
+            return match rendezvous.chosen {
+                true => Node::from_comms(Comm::local_by(devices, rendezvous.choices)?),
+                false => Node::local(devices),
+            };
         }
         let rendezvous = if processes == 1 { alone(rendezvous)? } else { rendezvous };
         let place = |device| {

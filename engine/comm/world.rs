@@ -16,8 +16,8 @@ use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::local::Gate;
 use crate::link::region::Region;
-use crate::plan::Env;
-use crate::plan::choices::{Choices, LinkClass};
+use crate::plan::choices::{Choices, LinkClass, Place};
+use crate::plan::{Env, Shape, suitable};
 use crate::trace::{self, CommRecord};
 use crate::types::{Algo, Rank, Signature};
 
@@ -220,6 +220,8 @@ impl World {
             true => LinkClass::Shm,
             false => LinkClass::Tcp,
         };
+        let place = Place { link: class, hosts: env.hosts, ranks: env.n };
+        let shape = Shape { n: env.n, rank, hosts: &hosts.clone(), ..Shape::default() };
         let config = EndpointConfig {
             comm: comm.0,
             generation,
@@ -227,7 +229,7 @@ impl World {
             rank,
             crowded: here > cores,
             hosts,
-            tuned: self.choices.of_group(class, env.n),
+            tuned: self.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok()),
             env,
             members,
             region: self.around.region.clone(),

@@ -22,8 +22,8 @@ use std::sync::Arc;
 use allstream_kernels as kernels;
 
 use self::device::OnDevice;
-pub(crate) use self::shared::STAGED_FROM;
 use self::shared::Shared;
+pub(crate) use self::shared::{FROM as FOLDED_FROM, MOST as MOST_FOLD, STAGED_FROM};
 pub(crate) use self::staged::{STRIPE, cut};
 use super::device::DeviceOp;
 use super::operation::{Part, Reduction};

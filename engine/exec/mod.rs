@@ -20,7 +20,7 @@ pub(crate) use endpoint::{
 };
 pub(crate) use inflight::{Finished, Inflight, Key};
 pub(crate) use lane::{Lane, lane};
-pub(crate) use machine::{Phantom, STAGED_FROM, STRIPE, cut};
+pub(crate) use machine::{FOLDED_FROM, MOST_FOLD, Phantom, STAGED_FROM, STRIPE, cut};
 pub(crate) use operation::{Part, PartList, Reduction, Request, Tables, Then};
 pub(crate) use p2p::Direction;
 #[cfg(feature = "fuzzing")]

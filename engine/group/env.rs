@@ -324,7 +324,7 @@ impl Rendezvous {
     /// [`tuning::VARIABLE`](crate::tuning::VARIABLE) says. Other ranks' tables are not used.
     #[must_use]
     pub fn tuning(mut self, table: Option<&Table>) -> Self {
-        self.choices = table.map_or_else(Choices::default, Table::choices);
+        self.choices = table.map_or_else(Choices::default, |table| table.choices().up_to(self.size));
         self.chosen = true;
         self
     }

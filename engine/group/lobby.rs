@@ -224,7 +224,12 @@ impl<'a> Lobby<'a> {
             match wire::encode(&News::Formed(Box::new(table.clone()))) {
                 Ok(frame) => frames.insert(reached, Arc::new(frame)),
                 Err(e) => {
-                    let problem = format!("the table of a world of {} ranks is too long: {e}", self.own.size);
+                    let tuned = serde_json::to_vec(&table.choices).map_or(0, |choices| choices.len());
+                    let problem = format!(
+                        "the table of a world of {} ranks is too long: {e}; {tuned} bytes of it are the tuner's \
+                         (ALLSTREAM_TUNING=off leaves them out)",
+                        self.own.size
+                    );
                     self.close_with_problem(&problem).await;
                     return Err(problem);
                 }

@@ -1,11 +1,8 @@
-//! What was measured or predicted of algorithms, as it is chosen by: those for each size, fastest first.
+//! What was measured or predicted of algorithms, as it is chosen by: one for each size.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Algo, Kind};
-
-/// Algorithms that are kept for a size: those that promise what a call asks for may not be the fastest.
-const KEPT: usize = 4;
 
 /// How ranks of a group reach each other: what tables are made for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -30,59 +27,79 @@ impl LinkClass {
     }
 }
 
+/// What a choice is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Place {
+    /// The class of links.
+    pub link: LinkClass,
+    /// Hosts of the group: one network is another between other numbers of them.
+    pub hosts: usize,
+    /// Ranks of the group.
+    pub ranks: usize,
+}
+
 /// For every group that a table knows of. Travels from rank 0 to all when a world forms.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Choices(Vec<Rule>);
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Rule {
-    link: LinkClass,
+    #[serde(flatten)]
+    place: Place,
     /// The collective's wire number.
     kind: u8,
-    ranks: usize,
     steps: Vec<Step>,
 }
 
-/// Up to so many bytes.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// Up to so many bytes, from where the one before ends.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 struct Step {
-    /// As [`super::choose`] counts them: of one block, where there are several.
+    /// As [`choose`](super::choose()) counts them: of one block, where there are several.
     upto: u64,
-    /// Wire numbers, fastest first.
-    algos: Vec<u8>,
+    /// Its wire number; 0: nothing is known.
+    algo: u8,
 }
 
 /// For one group.
 #[derive(Clone, Debug, Default)]
 pub struct GroupChoices(Vec<(Kind, Vec<Upto>)>);
 
-/// Up to so many bytes, by these, fastest first.
-type Upto = (u64, Vec<Algo>);
+/// Up to so many bytes, this one.
+type Upto = (u64, Option<Algo>);
+
+/// How far beyond the sizes that are known, by their ratio, something is said of others.
+const BEYOND: u64 = 4;
+
+/// The bytes that a choice goes by, of so many in a rank's largest buffer.
+pub(crate) fn block(kind: Kind, ranks: usize, bytes: u64) -> u64 {
+    if kind.varies() { bytes / ranks.max(1) as u64 } else { bytes }
+}
 
 impl Choices {
-    /// Of rows in any order: links, collective, ranks, bytes of the largest buffer, and the algorithms, fastest first.
-    pub(crate) fn new(rows: impl IntoIterator<Item = (LinkClass, Kind, usize, u64, Vec<Algo>)>) -> Choices {
-        let mut rows: Vec<_> =
-            rows.into_iter().filter(|(.., ranks, _, algos)| *ranks > 1 && !algos.is_empty()).collect();
-        rows.sort_by_key(|(link, kind, ranks, bytes, _)| (*link, *kind as u8, *ranks, *bytes));
+    /// Of rows in any order: place, collective, bytes of the largest buffer, and the algorithm.
+    pub(crate) fn new(rows: impl IntoIterator<Item = (Place, Kind, u64, Algo)>) -> Choices {
+        let mut rows: Vec<_> = rows.into_iter().filter(|(place, ..)| place.ranks > 1).collect();
+        rows.sort_by_key(|(place, kind, bytes, _)| (*place, *kind as u8, *bytes));
         let mut rules: Vec<Rule> = Vec::new();
         let mut before = 0;
-        for (link, kind, ranks, bytes, algos) in rows {
-            let algos: Vec<u8> = algos.iter().map(|algo| *algo as u8).take(KEPT).collect();
-            let (step, blocks) =
-                (Step { upto: u64::MAX, algos }, if kind.varies() { ranks as u64 } else { 1 });
-            let rule = rules.last_mut().filter(|r| (r.link, r.kind, r.ranks) == (link, kind as u8, ranks));
-            match rule {
+        for (place, kind, bytes, algo) in rows {
+            let at = |bytes: u64| block(kind, place.ranks, bytes);
+            let step = Step { upto: at(bytes.saturating_mul(BEYOND)), algo: algo as u8 };
+            match rules.last_mut().filter(|rule| (rule.place, rule.kind) == (place, kind as u8)) {
                 Some(rule) => {
-                    if rule.steps.last().is_none_or(|last| last.algos != step.algos) {
-                        if let Some(last) = rule.steps.last_mut() {
-                            // Between two sizes, the nearer one's, by their ratio.
-                            last.upto = (before as f64 * bytes as f64).sqrt() as u64 / blocks;
-                        }
+                    // Between two sizes, the nearer one's, by their ratio.
+                    let middle = (before as f64 * bytes as f64).sqrt() as u64;
+                    if let Some(last) = rule.steps.last_mut() {
+                        last.upto = if last.algo == step.algo { step.upto } else { at(middle) };
+                    }
+                    if rule.steps.last().is_some_and(|last| last.algo != step.algo) {
                         rule.steps.push(step);
                     }
                 }
-                None => rules.push(Rule { link, kind: kind as u8, ranks, steps: vec![step] }),
+                None => {
+                    let below = Step { upto: at(bytes / BEYOND).saturating_sub(1), algo: 0 };
+                    rules.push(Rule { place, kind: kind as u8, steps: vec![below, step] });
+                }
             }
             before = bytes;
         }
@@ -94,24 +111,34 @@ impl Choices {
         self.0.is_empty()
     }
 
-    /// For a group: by the largest number of ranks that is not more than its own, and more than half of it.
-    pub fn of_group(&self, link: LinkClass, ranks: usize) -> GroupChoices {
-        let near = |rule: &&Rule| rule.link == link && rule.ranks <= ranks && rule.ranks > ranks / 2;
+    /// Those for groups of at most so many ranks: others cannot be in a world of that size.
+    pub(crate) fn up_to(mut self, ranks: usize) -> Choices {
+        self.0.retain(|rule| rule.place.ranks <= ranks);
+        self
+    }
+
+    /// For a group, of what `suits` it: by the largest number of ranks that is not more than its own, and more than half of it.
+    pub(crate) fn of_group(&self, place: Place, suits: impl Fn(Kind, Algo) -> bool) -> GroupChoices {
+        let near = |rule: &&Rule| {
+            let Place { link, hosts, ranks } = rule.place;
+            (link, hosts) == (place.link, place.hosts) && ranks <= place.ranks && ranks > place.ranks / 2
+        };
         let of_kind = |kind: Kind| {
             let rules = self.0.iter().filter(near).filter(|rule| rule.kind == kind as u8);
-            let rule = rules.max_by_key(|rule| rule.ranks)?;
-            let algos = |step: &Step| step.algos.iter().filter_map(|algo| Algo::from_u8(*algo)).collect();
-            Some((kind, rule.steps.iter().map(|step| (step.upto, algos(step))).collect()))
+            let rule = rules.max_by_key(|rule| rule.place.ranks)?;
+            let algo = |step: &Step| {
+                Algo::from_u8(step.algo).filter(|algo| *algo != Algo::Auto && suits(kind, *algo))
+            };
+            Some((kind, rule.steps.iter().map(|step| (step.upto, algo(step))).collect()))
         };
         GroupChoices(Kind::ALL.into_iter().filter_map(of_kind).collect())
     }
 }
 
 impl GroupChoices {
-    /// The algorithms for a collective of so many bytes, as [`super::choose`] counts them, fastest first. None:
-    /// nothing is known.
-    pub fn fastest(&self, kind: Kind, bytes: usize) -> &[Algo] {
-        let steps = self.0.iter().find(|(of, _)| *of == kind).map_or(&[][..], |(_, steps)| steps);
-        steps.iter().find(|(upto, _)| bytes as u64 <= *upto).map_or(&[], |(_, algos)| algos)
+    /// The algorithm for a collective of so many bytes, as [`choose`](super::choose()) counts them. `None`: nothing is known.
+    pub fn choose(&self, kind: Kind, bytes: usize) -> Option<Algo> {
+        let (_, steps) = self.0.iter().find(|(of, _)| *of == kind)?;
+        steps.iter().find(|(upto, _)| bytes as u64 <= *upto)?.1
     }
 }

@@ -3,7 +3,7 @@
 //! Some constants are round figures, some stand beside a measurement. A table of [the tuner's](crate::tuning) goes before them,
 //! where there is one. Every rank must come to the same answer, so nothing here may differ by rank.
 //!
-//! What is never chosen, only named: `naive`; trees and chains for broadcast and reduce, which want a measured latency;
+//! What these rules never choose, only a table or a name: `naive`; trees and chains for broadcast and reduce, which want a measured latency;
 //! `binomial` for gather and scatter, as blocks are messages of their own here and a tree saves the root none.
 
 use super::promises::{deterministic, keeps_rank_order};

@@ -4,41 +4,44 @@
 //! collective, number of ranks and size the time by each algorithm, measured where there were so many ranks and
 //! predicted ([`predict`]) where there were not. Rank 0 reads it when a world forms, and what it chooses is every rank's.
 //! Nothing is measured when ranks connect: which algorithm is taken, and so the last bits of a sum, do not change from
-//! run to run. Without a table the rules of [`crate::plan::choose`] choose.
+//! run to run. Without a table the rules of [`choose`](crate::plan::choose()) choose.
 
 mod model;
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
+use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
+use crate::plan::choices::block;
 use crate::plan::{self, Env};
 use crate::types::{Algo, Kind};
 
-pub use crate::plan::choices::{Choices, LinkClass};
+pub use crate::plan::choices::{Choices, LinkClass, Place};
 pub use model::predict;
 
 /// What a table's files say of their form.
 pub const FORMAT: u32 = 1;
 /// The longest file that is read.
 const LONGEST: u64 = 4 << 20;
-/// How much faster than the rules' choice an algorithm must be to be chosen instead. Less is noise: on a machine that others
-/// use, medians of one run are often that far from those of the next, and a table that follows them is worse than the rules.
+/// How much faster than the rules' choice an algorithm must be measured to be chosen instead. Less is noise: on a machine that
+/// others use, medians of one run are often that far from those of the next, and a table that follows them is worse than the
+/// rules.
 pub const MARGIN: f64 = 1.15;
+/// The same of what was only predicted: predictions were within a factor of 2 in three rows of four (docs/bench/tuning.md).
+pub const PREDICTED_MARGIN: f64 = 2.0;
 /// Names the file, or says `off`.
 pub const VARIABLE: &str = "ALLSTREAM_TUNING";
 
 /// What a class of links was measured to be like, between so many ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Figures {
-    /// Which class.
-    pub link: LinkClass,
-    /// How many ranks were there.
-    pub ranks: usize,
-    /// Hosts of them.
-    pub hosts: usize,
+    /// Between what ranks.
+    #[serde(flatten)]
+    pub place: Place,
     /// Cores of a host: where its ranks are more, they share them.
     pub cores: usize,
     /// Microseconds from rank to rank, for the first byte, beside the work at both ends.
@@ -64,13 +67,12 @@ pub struct TimeBy {
 /// One collective at one size.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Row {
-    /// The class of links.
-    pub link: LinkClass,
+    /// Of what group.
+    #[serde(flatten)]
+    pub place: Place,
     /// The collective.
     #[serde(with = "by_name")]
     pub collective: Kind,
-    /// Ranks of the group.
-    pub ranks: usize,
     /// Bytes of a rank's largest buffer, as `allstream perf` counts them.
     pub bytes: u64,
     /// By the model.
@@ -84,9 +86,9 @@ pub struct Row {
 impl Row {
     /// What the rules choose, that is without a table.
     pub fn rule(&self) -> Algo {
-        let env = Env { n: self.ranks, one_host: self.link != LinkClass::Tcp, ..Env::default() };
-        let blocks = if self.collective.varies() { self.ranks.max(1) as u64 } else { 1 };
-        plan::choose(self.collective, (self.bytes / blocks) as usize, &env)
+        let Place { link, hosts, ranks } = self.place;
+        let env = Env { n: ranks, one_host: link != LinkClass::Tcp, hosts, ..Env::default() };
+        plan::choose(self.collective, block(self.collective, ranks, self.bytes) as usize, &env)
     }
 }
 
@@ -95,7 +97,7 @@ impl Row {
 pub struct Table {
     /// [`FORMAT`].
     pub format: u32,
-    /// By what, when and where it was made, for people.
+    /// By what, when and where it was made last, for people.
     #[serde(default)]
     pub made: String,
     /// Of each class.
@@ -107,10 +109,10 @@ pub struct Table {
 impl Table {
     /// Takes in a newer table's figures and rows, in the place of those it has again.
     pub fn merge(&mut self, newer: Table) {
-        let again = |f: &Figures| newer.figures.iter().any(|n| (n.link, n.ranks) == (f.link, f.ranks));
+        let again = |f: &Figures| newer.figures.iter().any(|n| n.place == f.place);
         self.figures.retain(|f| !again(f));
         self.figures.extend(newer.figures);
-        let place = |row: &Row| (row.link, row.collective.name(), row.ranks, row.bytes);
+        let place = |row: &Row| (row.place, row.collective as u8, row.bytes);
         // What was measured is not forgotten for what is only predicted.
         let new_for = |row: &Row| newer.rows.iter().position(|n| place(n) == place(row));
         let mut news: Vec<Option<Row>> = newer.rows.iter().cloned().map(Some).collect();
@@ -122,7 +124,7 @@ impl Table {
         }
         self.rows.extend(news.into_iter().flatten());
         self.rows.sort_by_key(place);
-        self.figures.sort_by_key(|f| (f.link, f.ranks));
+        self.figures.sort_by_key(|f| f.place);
         (self.format, self.made) = (FORMAT, newer.made);
     }
 
@@ -136,11 +138,18 @@ impl Table {
     }
 
     fn corrected(&self, row: &Row) -> Vec<TimeBy> {
+        let apart = |a: f64, b: f64| (a.max(1.0).ln() - b.max(1.0).ln()).abs();
+        // Blocks are whole elements: with another number of ranks the same size is a few bytes more or less.
         let same = |other: &&Row| {
-            (other.link, other.collective, other.bytes) == (row.link, row.collective, row.bytes)
-                && !other.measured.is_empty()
+            !other.measured.is_empty()
+                && (other.place.link, other.place.hosts) == (row.place.link, row.place.hosts)
+                && other.collective == row.collective
+                && apart(other.bytes as f64, row.bytes as f64) < 1.1
         };
-        let distance = |other: &&Row| ((other.ranks as f64).ln() - (row.ranks as f64).ln()).abs();
+        let distance = |other: &&Row| {
+            apart(other.place.ranks as f64, row.place.ranks as f64)
+                + apart(other.bytes as f64, row.bytes as f64) / 100.0
+        };
         let nearest = self.rows.iter().filter(same).min_by(|a, b| f64::total_cmp(&distance(a), &distance(b)));
         let by = |times: &[TimeBy], algo| times.iter().find(|time| time.algo == algo).map(|time| time.us);
         let off = |algo| Some(by(&nearest?.measured, algo)? / by(&nearest?.predicted, algo)?);
@@ -148,11 +157,13 @@ impl Table {
         row.predicted.iter().map(corrected).collect()
     }
 
-    /// The same as they are chosen: the rules' choice first, unless another is faster by more than [`MARGIN`].
+    /// The same as they are chosen: the rules' choice first, unless another is faster by more than [`MARGIN`] (where nothing
+    /// was measured, [`PREDICTED_MARGIN`]).
     pub fn ranking(&self, row: &Row) -> Vec<TimeBy> {
         let mut times = self.times(row);
         let rule = row.rule();
-        let near = |time: &TimeBy| time.algo == rule && time.us <= MARGIN * times[0].us;
+        let margin = if row.measured.is_empty() { PREDICTED_MARGIN } else { MARGIN };
+        let near = |time: &TimeBy| time.algo == rule && time.us <= margin * times[0].us;
         if let Some(at) = times.iter().position(near) {
             times[..=at].rotate_right(1);
         }
@@ -161,8 +172,9 @@ impl Table {
 
     /// What an engine keeps of it.
     pub fn choices(&self) -> Choices {
-        let algos = |row| self.ranking(row).iter().map(|time| time.algo).collect();
-        Choices::new(self.rows.iter().map(|row| (row.link, row.collective, row.ranks, row.bytes, algos(row))))
+        let chosen =
+            |row: &Row| Some((row.place, row.collective, row.bytes, self.ranking(row).first()?.algo));
+        Choices::new(self.rows.iter().filter_map(chosen))
     }
 
     /// Reads a table.
@@ -178,12 +190,12 @@ impl Table {
 
     fn find(path: &Path) -> Result<Table, NoTable> {
         let bad = |error: &dyn std::fmt::Display| NoTable::Bad(error.to_string());
-        let length = match std::fs::metadata(path) {
+        let about = match std::fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(NoTable::Missing),
-            other => other.map_err(|error| bad(&error))?.len(),
+            other => other.map_err(|error| bad(&error))?,
         };
-        if length > LONGEST {
-            return Err(NoTable::Bad(format!("{length} bytes, more than {LONGEST}")));
+        if !about.is_file() || about.len() > LONGEST {
+            return Err(NoTable::Bad(format!("no file of at most {LONGEST} bytes")));
         }
         let text = std::fs::read(path).map_err(|error| bad(&error))?;
         let table: Table = serde_json::from_slice(&text).map_err(|error| bad(&error))?;
@@ -204,7 +216,11 @@ impl Table {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder).map_err(failed)?;
         }
-        let text = serde_json::to_vec_pretty(self).map_err(|error| failed(error.into()))?;
+        let text = serde_json::to_vec(self).map_err(|error| failed(error.into()))?;
+        if text.len() as u64 > LONGEST {
+            let problem = format!("{} bytes; {LONGEST} are read. Measure fewer sizes", text.len());
+            return Err(Error::system(format!("write the table {}", path.display()), problem));
+        }
         let mut beside = path.as_os_str().to_owned();
         beside.push(format!(".{}", std::process::id()));
         std::fs::write(&beside, text).and_then(|()| std::fs::rename(&beside, path)).map_err(failed)
@@ -253,6 +269,28 @@ pub fn from_env() -> Result<Option<(PathBuf, Table)>, Error> {
             }
         })),
     }
+}
+
+/// What a file's table comes to, and when the file was written and how long it is.
+type Remembered = (PathBuf, Option<SystemTime>, u64, Choices);
+
+/// What the table says that the environment names, or the cached one. A file is read again where it has changed.
+pub(crate) fn choices_from_env() -> Result<Choices, Error> {
+    static LAST: Mutex<Option<Remembered>> = Mutex::new(None);
+    let named = std::env::var_os(VARIABLE).filter(|value| !value.is_empty());
+    let Some(path) = named.map(PathBuf::from).or_else(cached) else { return Ok(Choices::default()) };
+    let about = std::fs::metadata(&path).ok().map(|about| (about.modified().ok(), about.len()));
+    if let (Some((written, len)), Some(last)) = (about, &*LAST.lock())
+        && (&last.0, last.1, last.2) == (&path, written, len)
+    {
+        return Ok(last.3.clone());
+    }
+    let Some((path, table)) = from_env()? else { return Ok(Choices::default()) };
+    tracing::info!("algorithms are chosen by the table {}: {}", path.display(), table.made);
+    let choices = table.choices();
+    let (written, len) = about.unwrap_or((None, 0));
+    *LAST.lock() = Some((path, written, len, choices.clone()));
+    Ok(choices)
 }
 
 /// Collectives and algorithms by their names.

@@ -3,25 +3,31 @@
 use std::time::Duration;
 
 use super::{Figures, LinkClass};
-use crate::exec::STAGED_FROM;
-use crate::plan::suitable;
-use crate::plan::{Shape, algorithms};
-use crate::sim::{Network, simulate};
+use crate::exec::{FOLDED_FROM, MOST_FOLD, STAGED_FROM};
+use crate::plan::choices::block;
+use crate::plan::{Shape, algorithms, suitable};
+use crate::sim::{MOST_RANKS, Network, simulate};
 use crate::types::{Algo, Kind};
 
 /// Faster than any: where no port is between ranks, their own work limits them.
 const NO_PORT: f64 = 1e15;
 
 /// Microseconds that a collective of `bytes` (of a rank's largest buffer, as `allstream perf` counts them) takes by an
-/// algorithm, on links like these. `None`: there is no such plan, or it has too many ranks to be simulated.
+/// algorithm, on links like these. `None`: there is no such plan, it has too many ranks to be simulated, or the figures are none.
 pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figures) -> Option<f64> {
-    let per_host = ranks.div_ceil(figures.hosts.max(1));
-    let hosts: Vec<u32> = (0..ranks).map(|rank| (rank / per_host) as u32).collect();
-    let shape = Shape { n: ranks, hosts: &hosts, ..Shape::default() };
-    if ranks == 0 || !algorithms(kind).contains(&algo) || suitable(kind, algo, &shape).is_err() {
+    let Figures { bandwidth, memory, latency_us, frame_us, .. } = *figures;
+    let possible = [bandwidth, memory].iter().all(|rate| rate.is_finite() && *rate > 0.0)
+        && [latency_us, frame_us].iter().all(|us| us.is_finite() && *us >= 0.0);
+    if !(1..=MOST_RANKS).contains(&ranks) || !possible || figures.cores == 0 {
         return None;
     }
-    let block = if kind.varies() { bytes / ranks as u64 } else { bytes };
+    let per_host = ranks.div_ceil(figures.place.hosts.max(1));
+    let hosts: Vec<u32> = (0..ranks).map(|rank| (rank / per_host) as u32).collect();
+    let shape = Shape { n: ranks, hosts: &hosts, ..Shape::default() };
+    if !algorithms(kind).contains(&algo) || suitable(kind, algo, &shape).is_err() {
+        return None;
+    }
+    let block = block(kind, ranks, bytes);
     if folds_at_once(kind, algo, ranks, bytes, figures) {
         return Some(folded(ranks, bytes as f64, figures));
     }
@@ -36,7 +42,7 @@ fn micros(us: f64) -> Duration {
 
 /// Between hosts a port is the limit, and what a rank does is put and take frames. On one host all is work of the cores.
 fn network(figures: &Figures, per_host: usize) -> Network {
-    let one_host = figures.hosts <= 1;
+    let one_host = figures.place.hosts <= 1;
     let bandwidth = if one_host { NO_PORT } else { figures.bandwidth };
     let mut network = Network::new(micros(figures.latency_us), bandwidth);
     network.memory = Some(figures.memory);
@@ -47,7 +53,7 @@ fn network(figures: &Figures, per_host: usize) -> Network {
         // In a stream from one rank to another the slower end is what is measured; the receiver's copy is counted as work
         // on memory already. In one process nothing is copied on its way.
         let each = 1.0 / figures.bandwidth;
-        network.send = (figures.link != LinkClass::InProc).then_some(figures.bandwidth);
+        network.send = (figures.place.link != LinkClass::InProc).then_some(figures.bandwidth);
         network.receive = Some(each - 2.0 / figures.memory).filter(|left| *left > 0.0).map(|left| 1.0 / left);
     }
     network
@@ -55,12 +61,13 @@ fn network(figures: &Figures, per_host: usize) -> Network {
 
 /// See `exec/machine/shared.rs`.
 fn folds_at_once(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figures) -> bool {
-    let from = STAGED_FROM[usize::from(ranks > 2)] as u64;
+    let staged = STAGED_FROM[usize::from(ranks > 2)] as u64;
     kind == Kind::AllReduce
+        && ranks <= MOST_FOLD
         && matches!(algo, Algo::Direct | Algo::OneShot)
-        && match figures.link {
-            LinkClass::InProc => true,
-            LinkClass::Shm => bytes >= from,
+        && match figures.place.link {
+            LinkClass::InProc => bytes >= FOLDED_FROM as u64,
+            LinkClass::Shm => bytes >= staged,
             LinkClass::Tcp => false,
         }
 }
@@ -70,7 +77,7 @@ fn folds_at_once(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Fig
 /// once instead of twice. Two frames and two hops with every peer.
 fn folded(ranks: usize, bytes: f64, figures: &Figures) -> f64 {
     let (n, at_once) = (ranks as f64, ranks.min(figures.cores.max(1)) as f64);
-    let copied = if figures.link == LinkClass::Shm { 4.0 * bytes * (n - 1.0) / n } else { 0.0 };
+    let copied = if figures.place.link == LinkClass::Shm { 4.0 * bytes * (n - 1.0) / n } else { 0.0 };
     let crossing = bytes * (n - 1.0) / n / figures.bandwidth;
     let work =
         ((2.0 * bytes + copied) / figures.memory + crossing) * 1e6 + 4.0 * (n - 1.0) * figures.frame_us;

@@ -1,14 +1,23 @@
 use super::*;
+use crate::plan::choices::GroupChoices;
 
 fn time(algo: Algo, us: f64) -> TimeBy {
     TimeBy { algo, us }
 }
 
+fn place(link: LinkClass, ranks: usize) -> Place {
+    Place { link, hosts: 1, ranks }
+}
+
+/// For a group for which every algorithm is suitable.
+fn of(table: &Table, link: LinkClass, ranks: usize) -> GroupChoices {
+    table.choices().of_group(place(link, ranks), |_, _| true)
+}
+
 fn row(ranks: usize, bytes: u64, predicted: &[TimeBy], measured: &[TimeBy]) -> Row {
     Row {
-        link: LinkClass::Shm,
+        place: place(LinkClass::Shm, ranks),
         collective: Kind::AllReduce,
-        ranks,
         bytes,
         predicted: predicted.to_vec(),
         measured: measured.to_vec(),
@@ -20,50 +29,59 @@ fn table(rows: Vec<Row>) -> Table {
 }
 
 fn figures(link: LinkClass) -> Figures {
-    Figures {
-        link,
-        ranks: 2,
-        hosts: 1,
-        cores: 2,
-        latency_us: 0.5,
-        frame_us: 0.2,
-        bandwidth: 10e9,
-        memory: 40e9,
-    }
+    Figures { place: place(link, 2), cores: 2, latency_us: 0.5, frame_us: 0.2, bandwidth: 10e9, memory: 40e9 }
 }
 
 #[test]
-fn sizes_between_two_rows_are_the_nearer_ones() {
+fn sizes_between_two_rows_are_the_nearer_ones_and_far_ones_nobodys() {
     let (ring, direct) = ([time(Algo::Ring, 1.0)], [time(Algo::Direct, 1.0)]);
     let table = table(vec![row(2, 1024, &[], &ring), row(2, 1 << 20, &[], &direct)]);
-    let group = table.choices().of_group(LinkClass::Shm, 2);
-    let at = |bytes| group.fastest(Kind::AllReduce, bytes);
+    let group = of(&table, LinkClass::Shm, 2);
+    let at = |bytes| group.choose(Kind::AllReduce, bytes);
     // The middle of 1 KB and 1 MB, by ratio, is 32 KB.
-    assert_eq!((at(4), at(1024), at(32 << 10)), (&[Algo::Ring][..], &[Algo::Ring][..], &[Algo::Ring][..]));
-    assert_eq!((at((32 << 10) + 1), at(1 << 30)), (&[Algo::Direct][..], &[Algo::Direct][..]));
-    assert!(group.fastest(Kind::Broadcast, 4).is_empty(), "nothing is known of it");
+    assert_eq!([256, 1024, 32 << 10].map(at), [Some(Algo::Ring); 3]);
+    assert_eq!([(32 << 10) + 1, 4 << 20].map(at), [Some(Algo::Direct); 2]);
+    assert_eq!([0, 4, 255, (4 << 20) + 1, 1 << 40].map(at), [None; 5]);
+    assert_eq!(group.choose(Kind::Broadcast, 1024), None, "nothing is known of it");
 }
 
 #[test]
 fn blocks_are_counted_as_the_rules_count_them() {
-    let of = |bytes, algo| Row { collective: Kind::AllGather, ..row(4, bytes, &[], &[time(algo, 1.0)]) };
-    let table = table(vec![of(4096, Algo::Ring), of(4 << 20, Algo::Direct)]);
-    let group = table.choices().of_group(LinkClass::Shm, 4);
+    let gather = |bytes, algo| Row { collective: Kind::AllGather, ..row(4, bytes, &[], &[time(algo, 1.0)]) };
+    let table = table(vec![gather(4096, Algo::Ring), gather(4 << 20, Algo::RecursiveDoubling)]);
+    let group = of(&table, LinkClass::Shm, 4);
     // The middle is 128 KB of all four blocks.
-    assert_eq!(group.fastest(Kind::AllGather, 32 << 10), &[Algo::Ring]);
-    assert_eq!(group.fastest(Kind::AllGather, 33 << 10), &[Algo::Direct]);
+    assert_eq!(group.choose(Kind::AllGather, 32 << 10), Some(Algo::Ring));
+    assert_eq!(group.choose(Kind::AllGather, 33 << 10), Some(Algo::RecursiveDoubling));
 }
 
 #[test]
-fn a_group_is_chosen_for_by_one_of_nearly_its_size_on_its_links() {
+fn a_group_is_chosen_for_by_one_of_nearly_its_size_on_its_links_and_hosts() {
     let rows = [2, 4, 5].map(|ranks| row(ranks, 64, &[], &[time(Algo::ALL[ranks], 1.0)]));
-    let choices = table(rows.to_vec()).choices();
-    let of = |link, ranks| choices.of_group(link, ranks).fastest(Kind::AllReduce, 64).to_vec();
-    assert_eq!(of(LinkClass::Shm, 3), [Algo::ALL[2]]);
-    assert_eq!(of(LinkClass::Shm, 4), [Algo::ALL[4]]);
-    assert_eq!(of(LinkClass::Shm, 9), [Algo::ALL[5]]);
-    assert!(of(LinkClass::Shm, 10).is_empty(), "5 ranks say nothing of 10");
-    assert!(of(LinkClass::Tcp, 4).is_empty() && of(LinkClass::InProc, 4).is_empty());
+    let mut table = table(rows.to_vec());
+    table.rows.push(Row {
+        place: Place { hosts: 2, ..place(LinkClass::Tcp, 4) },
+        ..row(4, 64, &[], &[time(Algo::Ring, 1.0)])
+    });
+    let at = |link, ranks| of(&table, link, ranks).choose(Kind::AllReduce, 64);
+    assert_eq!(
+        [3, 4, 9].map(|ranks| at(LinkClass::Shm, ranks)),
+        [2, 4, 5].map(|ranks| Some(Algo::ALL[ranks]))
+    );
+    assert_eq!(at(LinkClass::Shm, 10), None, "5 ranks say nothing of 10");
+    assert_eq!((at(LinkClass::Tcp, 4), at(LinkClass::InProc, 4)), (None, None), "of one host");
+    let choices = table.choices();
+    let hosts = |hosts| {
+        let place = Place { hosts, ..place(LinkClass::Tcp, 4) };
+        choices.of_group(place, |_, _| true).choose(Kind::AllReduce, 64)
+    };
+    assert_eq!([1, 2, 3].map(hosts), [None, Some(Algo::Ring), None]);
+    // What does not suit the group is not taken.
+    assert_eq!(choices.of_group(place(LinkClass::Shm, 4), |_, _| false).choose(Kind::AllReduce, 64), None);
+    let small = choices.clone().up_to(3);
+    let at = |ranks| small.of_group(place(LinkClass::Shm, ranks), |_, _| true).choose(Kind::AllReduce, 64);
+    assert_eq!((at(3), at(5)), (Some(Algo::ALL[2]), None));
+    assert!(choices.up_to(1).is_empty());
 }
 
 #[test]
@@ -80,11 +98,20 @@ fn the_fastest_comes_first_and_nonsense_not_at_all() {
 fn a_little_faster_is_no_reason_to_leave_the_rules() {
     let chosen = |oneshot, ring| {
         let table = table(vec![row(2, 64, &[], &[time(Algo::Ring, ring), time(Algo::OneShot, oneshot)])]);
-        table.choices().of_group(LinkClass::Shm, 2).fastest(Kind::AllReduce, 64).to_vec()
+        let predicted = Table {
+            rows: table
+                .rows
+                .iter()
+                .map(|row| Row { predicted: row.measured.clone(), measured: Vec::new(), ..row.clone() })
+                .collect(),
+            ..table.clone()
+        };
+        [table, predicted].map(|table| of(&table, LinkClass::Shm, 2).choose(Kind::AllReduce, 64).unwrap())
     };
-    assert_eq!(chosen(1.1, 1.0), [Algo::OneShot, Algo::Ring]);
+    assert_eq!(chosen(1.1, 1.0), [Algo::OneShot; 2]);
     assert_eq!(chosen(1.2, 1.0), [Algo::Ring, Algo::OneShot]);
-    assert_eq!(chosen(1.0, 1.1), [Algo::OneShot, Algo::Ring]);
+    assert_eq!(chosen(2.2, 1.0), [Algo::Ring; 2]);
+    assert_eq!(chosen(1.0, 1.1), [Algo::OneShot; 2]);
 }
 
 /// A model that is wrong by a factor for an algorithm is so for a rank more, too.
@@ -95,14 +122,12 @@ fn predictions_are_corrected_by_what_was_measured() {
     let table = table(vec![
         row(2, 64, &predicted, &measured),
         row(3, 64, &predicted, &[]),
-        row(3, 128, &predicted, &[]),
+        row(3, 60, &predicted, &[]),
+        row(3, 1 << 20, &predicted, &[]),
     ]);
     assert_eq!(table.times(&table.rows[1]), [time(Algo::Direct, 20.0), time(Algo::Ring, 60.0)]);
-    assert_eq!(
-        table.times(&table.rows[2]),
-        [time(Algo::Ring, 10.0), time(Algo::Direct, 20.0)],
-        "no measurement"
-    );
+    assert_eq!(table.times(&table.rows[2]), table.times(&table.rows[1]), "of nearly the size");
+    assert_eq!(table.times(&table.rows[3])[0], time(Algo::Ring, 10.0), "of a size that is far from any");
 }
 
 #[test]
@@ -110,7 +135,7 @@ fn a_newer_table_replaces_and_keeps_what_it_has_not_measured() {
     let (old, new) = ([time(Algo::Ring, 1.0)], [time(Algo::Direct, 2.0)]);
     let mut all = table(vec![row(2, 64, &[], &old), row(4, 64, &[], &old)]);
     all.merge(table(vec![row(2, 64, &[], &new), row(4, 64, &new, &[]), row(8, 64, &new, &[])]));
-    let first: Vec<_> = all.rows.iter().map(|row| (row.ranks, all.times(row)[0])).collect();
+    let first: Vec<_> = all.rows.iter().map(|row| (row.place.ranks, all.times(row)[0])).collect();
     assert_eq!(first, [(2, new[0]), (4, old[0]), (8, new[0])]);
     assert_eq!(all.figures.len(), 1);
 }
@@ -129,7 +154,7 @@ fn files_come_back_and_what_is_none_is_refused_with_its_name() {
         ("{", "EOF"),
         (r#"{"format": 7, "figures": [], "rows": []}"#, "format is 7"),
         (
-            r#"{"format": 1, "figures": [], "rows": [{"link": "shm", "collective": "nothing", "ranks": 2, "bytes": 1}]}"#,
+            r#"{"format": 1, "figures": [], "rows": [{"link": "shm", "hosts": 1, "ranks": 2, "collective": "nothing", "bytes": 1}]}"#,
             "all_gather",
         ),
     ] {
@@ -137,21 +162,23 @@ fn files_come_back_and_what_is_none_is_refused_with_its_name() {
         let error = Table::read(&path).unwrap_err().to_string();
         assert!(error.contains("tuning.json") && error.contains(says), "{error}");
     }
-    // Longer than any table: not read at all.
+    // Longer than any table, or without an end: not read at all.
     std::fs::File::create(&path).unwrap().set_len(LONGEST + 1).unwrap();
-    assert!(Table::read(&path).unwrap_err().to_string().contains("more than"));
+    for path in [&*path, Path::new("/dev/zero")] {
+        assert!(Table::read(path).unwrap_err().to_string().contains("at most"));
+    }
+    let rows = (0..60_000).map(|bytes| row(2, bytes, &[time(Algo::Ring, 1.0)], &[])).collect();
+    assert!(table(rows).write(&path).unwrap_err().to_string().contains("fewer sizes"));
 }
 
 /// What a rank gets from rank 0 may name what it does not know.
 #[test]
 fn unknown_numbers_choose_nothing() {
-    let hostile = r#"[{"link":"shm","kind":200,"ranks":2,"steps":[]},
-        {"link":"shm","kind":1,"ranks":2,"steps":[{"upto":10,"algos":[255,0]},{"upto":3,"algos":[]}]}]"#;
+    let hostile = r#"[{"link":"shm","hosts":1,"ranks":2,"kind":200,"steps":[]},
+        {"link":"shm","hosts":1,"ranks":2,"kind":1,"steps":[{"upto":10,"algo":255},{"upto":3,"algo":3},{"upto":20,"algo":0}]}]"#;
     let choices: Choices = serde_json::from_str(hostile).unwrap();
-    let group = choices.of_group(LinkClass::Shm, 2);
-    // `auto` is no algorithm, and is not suitable for any call.
-    assert_eq!(group.fastest(Kind::AllReduce, 4), &[Algo::Auto]);
-    assert!(group.fastest(Kind::AllReduce, 11).is_empty());
+    let group = choices.of_group(place(LinkClass::Shm, 2), |_, _| true);
+    assert_eq!([4, 11, 21].map(|bytes| group.choose(Kind::AllReduce, bytes)), [None; 3]);
 }
 
 /// The model's figures are those it was given, where a collective is little else.
@@ -177,4 +204,12 @@ fn predictions_follow_the_figures() {
     );
     assert_eq!(predict(Kind::AllReduce, Algo::TwoLevel, 4, 64, &shm), None, "one host has no two levels");
     assert_eq!(predict(Kind::AllReduce, Algo::Pairwise, 4, 64, &shm), None, "no such plan");
+    assert_eq!(
+        predict(Kind::AllReduce, Algo::Ring, usize::MAX, 64, &shm),
+        None,
+        "more than can be simulated"
+    );
+    for bandwidth in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+        assert_eq!(predict(Kind::AllReduce, Algo::Ring, 2, 64, &Figures { bandwidth, ..shm }), None);
+    }
 }

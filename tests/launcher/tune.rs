@@ -84,6 +84,33 @@ fn a_table_that_is_named_must_be_there_and_one_that_is_off_is_not_used() {
         text(&broken.stderr)
     );
     assert!(allstream(&perf, "off").status.success());
+    // One that is good is said to be used, and by whom it was made.
+    fs::write(&path, r#"{"format": 1, "made": "by a test", "figures": [], "rows": []}"#).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+    command.args(perf).env("ALLSTREAM_TUNING", &path).env("ALLSTREAM_LOG", "info");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let used = finish(command.spawn().unwrap());
+    let said = text(&used.stderr);
+    assert!(used.status.success() && said.contains("tuning.json: by a test"), "{said}");
+    // Where it lies if nothing is said; a broken one there is passed over.
+    let cached = scratch.0.join("allstream").join("tuning.json");
+    fs::create_dir_all(cached.parent().unwrap()).unwrap();
+    for (table, says) in [
+        ("{\"format\": 9}", "is not used"),
+        (r#"{"format": 1, "made": "by a test", "figures": [], "rows": []}"#, "by a test"),
+    ] {
+        fs::write(&cached, table).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+        command
+            .args(perf)
+            .env_remove("ALLSTREAM_TUNING")
+            .env("XDG_CACHE_HOME", &scratch.0)
+            .env("ALLSTREAM_LOG", "info");
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let used = finish(command.spawn().unwrap());
+        let said = text(&used.stderr);
+        assert!(used.status.success() && said.contains(says), "{said}");
+    }
     let info = allstream(&["info", "--tuning"], "off");
     assert!(info.status.success() && text(&info.stdout).contains("no table"), "{}", text(&info.stdout));
 }

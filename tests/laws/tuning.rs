@@ -2,7 +2,7 @@
 
 use std::net::TcpListener;
 
-use allstream::tuning::{FORMAT, LinkClass, Row, Table, TimeBy};
+use allstream::tuning::{FORMAT, LinkClass, Place, Row, Table, TimeBy};
 use allstream::{Algo, Comm, Error, Kind, LinkChoice, Rendezvous};
 
 use futures::executor::block_on;
@@ -13,9 +13,8 @@ use super::house::{SOON, threads};
 fn table() -> Table {
     let time = |algo, us| TimeBy { algo, us };
     let row = Row {
-        link: LinkClass::Shm,
+        place: Place { link: LinkClass::Shm, hosts: 1, ranks: 2 },
         collective: Kind::AllReduce,
-        ranks: 2,
         bytes: 64,
         predicted: Vec::new(),
         measured: vec![time(Algo::OneShot, 2.0), time(Algo::Ring, 1.0), time(Algo::Naive, 3.0)],
@@ -65,6 +64,21 @@ fn rank_0s_table_is_what_all_ranks_choose_by() {
 fn a_table_says_nothing_of_other_links_and_not_what_a_call_rules_out() {
     // Over TCP nothing was measured: the rules take one shot.
     is_taken(LinkChoice::Tcp, Algo::OneShot, false).unwrap();
-    // The ring does not fold in rank order; the next that does is taken.
+    // The ring does not fold in rank order: the rules choose.
     is_taken(LinkChoice::Shm, Algo::OneShot, true).unwrap();
+}
+
+#[test]
+fn groups_of_the_world_choose_by_it_too_and_far_sizes_do_not() {
+    let sums = threads(world(LinkChoice::Shm), |mut comm| {
+        let mut part = block_on(comm.split(0, 0)).unwrap();
+        let named = comm.rank() == 1;
+        let mut sum = |elements: usize, algo| {
+            let call = if named { part.call().algo(algo) } else { part.call() };
+            call.all_reduce(vec![1.0f32; elements]).wait().map(|sum| sum[0]).map_err(Error::from)
+        };
+        // 64 B were measured; of 64 KB nothing is known, and the rules fold it directly.
+        (sum(16, Algo::Ring).unwrap(), sum(16 << 10, Algo::Direct).unwrap())
+    });
+    assert_eq!(sums, [(2.0, 2.0); 2]);
 }

@@ -32,10 +32,10 @@ pub(super) const LOAN: u32 = u32::MAX;
 /// What a loan is numbered among its part's messages: no plan sends so many.
 const MESSAGE: u32 = 0xffff;
 /// Groups up to this size: beyond, the choice takes other plans.
-const MOST: usize = 32;
+pub(crate) const MOST: usize = 32;
 /// From this size of a buffer on. At 4 KB the steps of the plan took 1.0 to 1.9 times as long (2, 4 and 8 ranks on 2 cores,
 /// threads and arena buffers); below, with 4 threads, they were faster.
-const FROM: usize = 4 << 10;
+pub(crate) const FROM: usize = 4 << 10;
 /// From this size on where slots are lent, with two ranks and with more. On 2 cores the steps took 1.2 times as long at 4 KB,
 /// 1.9 times at 16 KB and 3.3 times at 64 KB (2 ranks); 0.6, 1.0 and 1.3 times with 4; 1.0 to 1.3, 1.4 and 1.3 with 8.
 pub(crate) const STAGED_FROM: [usize; 2] = [4 << 10, 16 << 10];
