@@ -163,7 +163,10 @@ impl Job<'_> {
     fn round(&mut self, round: usize) {
         for &ranks in &self.args.ranks {
             for &collective in &self.args.collectives {
-                for series in Series::ALL {
+                // Each is the first in its turn: what ran before, spinning or asleep, shows in the smallest sizes.
+                let mut order = Series::ALL;
+                order.rotate_left((round - 1) % Series::ALL.len());
+                for series in order {
                     if self.has(series, collective) && !self.failed.contains(&(series, collective, ranks)) {
                         self.one(round, ranks, collective, series);
                     }
