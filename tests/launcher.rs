@@ -82,6 +82,27 @@ fn launcher(options: &[&str], script: &str) -> Command {
     command
 }
 
+/// The command with these arguments and variables (an empty one is taken away), and no job's token.
+fn allstream(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+    command.args(arguments).env_remove("ALLSTREAM_TOKEN");
+    for (name, value) in variables {
+        match value.is_empty() {
+            true => command.env_remove(name),
+            false => command.env(name, value),
+        };
+    }
+    finish(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+fn json(path: &Path) -> serde_json::Value {
+    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+}
+
 /// Waits for the launcher with a deadline, past which it is killed.
 fn finish(mut child: Child) -> Output {
     fn collect(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<Vec<u8>> {

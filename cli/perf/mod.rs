@@ -252,22 +252,31 @@ impl PerfArgs {
     }
 }
 
-fn runtime() -> io::Result<tokio::runtime::Runtime> {
+pub(crate) fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
 fn in_threads(args: &PerfArgs) -> Result<ExitCode, BoxError> {
     let ranks = args.ranks.map_or(2, NonZeroUsize::get);
     let comms = Comm::local(ranks)?;
-    let reports = std::thread::scope(|scope| -> Result<Vec<Report>, BoxError> {
-        let each = |mut comm: Comm| measure_all(&mut comm, args, Link::Inproc);
-        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || each(comm))).collect();
-        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
-    })?;
+    let reports = on_threads(comms, |comm| measure_all(comm, args, Link::Inproc))?;
     match reports.first() {
         Some(report) => conclude(args, report),
         None => Ok(ExitCode::SUCCESS),
     }
+}
+
+/// Each rank on a thread of its own; what they come to, in rank order.
+pub(crate) fn on_threads<T: Send>(
+    comms: Vec<Comm>,
+    each: impl Fn(&mut Comm) -> Result<T, BoxError> + Sync,
+) -> Result<Vec<T>, BoxError> {
+    std::thread::scope(|scope| {
+        let each = &each;
+        let start = |mut comm: Comm| scope.spawn(move || each(&mut comm));
+        let threads: Vec<_> = comms.into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
+    })
 }
 
 /// A job for each link; rank 0 of each leaves its figures in a file of ours.

@@ -139,7 +139,7 @@ fn be_one(args: &TuneArgs, output: &Path) -> Result<ExitCode, BoxError> {
 
 /// What rank 0 has found.
 fn as_rank(args: &TuneArgs, class: Class) -> Result<Option<Found>, BoxError> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let runtime = perf::runtime()?;
     let rendezvous = Rendezvous::from_env()?.tuning(None);
     // Between the hosts of a user's launcher it is TCP, and inside them what it is in other jobs.
     let mut comm = runtime.block_on(Comm::connect(match class {
@@ -202,12 +202,7 @@ fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, Bo
 }
 
 fn in_threads(args: &TuneArgs, ranks: usize) -> Result<Found, BoxError> {
-    let comms = Comm::local(ranks)?;
-    let mut found = std::thread::scope(|scope| -> Result<Vec<Found>, BoxError> {
-        let each = |mut comm: Comm| measure(&mut comm, args, Class::Inproc);
-        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(move || each(comm))).collect();
-        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
-    })?;
+    let mut found = perf::on_threads(Comm::local(ranks)?, |comm| measure(comm, args, Class::Inproc))?;
     Ok(found.swap_remove(0))
 }
 

@@ -221,7 +221,8 @@ impl World {
             false => LinkClass::Tcp,
         };
         let place = Place { link: class, hosts: env.hosts, ranks: env.n };
-        let shape = Shape { n: env.n, rank, hosts: &hosts.clone(), ..Shape::default() };
+        let shape = Shape { n: env.n, rank, hosts: &hosts, ..Shape::default() };
+        let tuned = self.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
         let config = EndpointConfig {
             comm: comm.0,
             generation,
@@ -229,7 +230,7 @@ impl World {
             rank,
             crowded: here > cores,
             hosts,
-            tuned: self.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok()),
+            tuned,
             env,
             members,
             region: self.around.region.clone(),

@@ -89,11 +89,13 @@ impl Choices {
                 Some(rule) => {
                     // Between two sizes, the nearer one's, by their ratio.
                     let middle = (before as f64 * bytes as f64).sqrt() as u64;
-                    if let Some(last) = rule.steps.last_mut() {
-                        last.upto = if last.algo == step.algo { step.upto } else { at(middle) };
-                    }
-                    if rule.steps.last().is_some_and(|last| last.algo != step.algo) {
-                        rule.steps.push(step);
+                    match rule.steps.last_mut() {
+                        Some(last) if last.algo == step.algo => last.upto = step.upto,
+                        Some(last) => {
+                            last.upto = at(middle);
+                            rule.steps.push(step);
+                        }
+                        None => {}
                     }
                 }
                 None => {

@@ -8,6 +8,7 @@
 
 mod model;
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -109,22 +110,19 @@ pub struct Table {
 impl Table {
     /// Takes in a newer table's figures and rows, in the place of those it has again.
     pub fn merge(&mut self, newer: Table) {
-        let again = |f: &Figures| newer.figures.iter().any(|n| n.place == f.place);
-        self.figures.retain(|f| !again(f));
-        self.figures.extend(newer.figures);
-        let place = |row: &Row| (row.place, row.collective as u8, row.bytes);
-        // What was measured is not forgotten for what is only predicted.
-        let new_for = |row: &Row| newer.rows.iter().position(|n| place(n) == place(row));
-        let mut news: Vec<Option<Row>> = newer.rows.iter().cloned().map(Some).collect();
-        for row in &mut self.rows {
-            let Some(new) = new_for(row).and_then(|at| news[at].take()) else { continue };
-            if !new.measured.is_empty() || row.measured.is_empty() {
-                *row = new;
+        let mut figures: BTreeMap<Place, Figures> = self.figures.drain(..).map(|f| (f.place, f)).collect();
+        figures.extend(newer.figures.into_iter().map(|f| (f.place, f)));
+        self.figures = figures.into_values().collect();
+        let key = |row: &Row| (row.place, row.collective as u8, row.bytes);
+        let mut rows: BTreeMap<_, Row> = self.rows.drain(..).map(|row| (key(&row), row)).collect();
+        for new in newer.rows {
+            // What was measured is not forgotten for what is only predicted.
+            let measured = rows.get(&key(&new)).is_some_and(|old| !old.measured.is_empty());
+            if !measured || !new.measured.is_empty() {
+                rows.insert(key(&new), new);
             }
         }
-        self.rows.extend(news.into_iter().flatten());
-        self.rows.sort_by_key(place);
-        self.figures.sort_by_key(|f| f.place);
+        self.rows = rows.into_values().collect();
         (self.format, self.made) = (FORMAT, newer.made);
     }
 
@@ -244,52 +242,58 @@ pub fn cached() -> Option<PathBuf> {
     Some(folder.join("allstream").join("tuning.json"))
 }
 
+/// The file that [`VARIABLE`] names, or else the cached one; and whether it is named. `None`: it is turned off.
+fn place() -> Option<(PathBuf, bool)> {
+    match std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) {
+        Some(value) if value == "off" || value == "0" => None,
+        Some(path) => Some((path.into(), true)),
+        None => Some((cached()?, false)),
+    }
+}
+
+fn load(path: &Path, named: bool) -> Result<Option<Table>, Error> {
+    if named {
+        return Table::read(path).map(Some);
+    }
+    Ok(match Table::find(path) {
+        Ok(table) => Some(table),
+        Err(NoTable::Missing) => None,
+        Err(NoTable::Bad(problem)) => {
+            let path = path.display();
+            tracing::warn!("the tuner's table {path} is not used: {problem}; `allstream tune` makes it anew");
+            None
+        }
+    })
+}
+
 /// The table that the environment names, and where it is: [`VARIABLE`], or else the cached one, if it is there. `None`: none, or
 /// it is turned off.
 ///
 /// # Errors
 /// [`Error::Invalid`] for a file that is named and cannot be read. One that is merely cached is passed over, with a warning.
 pub fn from_env() -> Result<Option<(PathBuf, Table)>, Error> {
-    match std::env::var_os(VARIABLE).filter(|value| !value.is_empty()) {
-        Some(value) if value == "off" || value == "0" => Ok(None),
-        Some(path) => {
-            let path = PathBuf::from(path);
-            let table = Table::read(&path)?;
-            Ok(Some((path, table)))
-        }
-        None => Ok(cached().and_then(|path| match Table::find(&path) {
-            Ok(table) => Some((path, table)),
-            Err(NoTable::Missing) => None,
-            Err(NoTable::Bad(problem)) => {
-                let path = path.display();
-                tracing::warn!(
-                    "the tuner's table {path} is not used: {problem}; `allstream tune` makes it anew"
-                );
-                None
-            }
-        })),
-    }
+    let Some((path, named)) = place() else { return Ok(None) };
+    Ok(load(&path, named)?.map(|table| (path, table)))
 }
 
 /// What a file's table comes to, and when the file was written and how long it is.
-type Remembered = (PathBuf, Option<SystemTime>, u64, Choices);
+type Remembered = (PathBuf, Option<(Option<SystemTime>, u64)>, Choices);
 
-/// What the table says that the environment names, or the cached one. A file is read again where it has changed.
+/// What the table of [`from_env`] says. A file is read again where it has changed.
 pub(crate) fn choices_from_env() -> Result<Choices, Error> {
     static LAST: Mutex<Option<Remembered>> = Mutex::new(None);
-    let named = std::env::var_os(VARIABLE).filter(|value| !value.is_empty());
-    let Some(path) = named.map(PathBuf::from).or_else(cached) else { return Ok(Choices::default()) };
+    let Some((path, named)) = place() else { return Ok(Choices::default()) };
     let about = std::fs::metadata(&path).ok().map(|about| (about.modified().ok(), about.len()));
-    if let (Some((written, len)), Some(last)) = (about, &*LAST.lock())
-        && (&last.0, last.1, last.2) == (&path, written, len)
+    if let Some(last) = &*LAST.lock()
+        && about.is_some()
+        && (&last.0, last.1) == (&path, about)
     {
-        return Ok(last.3.clone());
+        return Ok(last.2.clone());
     }
-    let Some((path, table)) = from_env()? else { return Ok(Choices::default()) };
+    let Some(table) = load(&path, named)? else { return Ok(Choices::default()) };
     tracing::info!("algorithms are chosen by the table {}: {}", path.display(), table.made);
     let choices = table.choices();
-    let (written, len) = about.unwrap_or((None, 0));
-    *LAST.lock() = Some((path, written, len, choices.clone()));
+    *LAST.lock() = Some((path, about, choices.clone()));
     Ok(choices)
 }
 

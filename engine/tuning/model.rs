@@ -27,17 +27,16 @@ pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figur
     if !algorithms(kind).contains(&algo) || suitable(kind, algo, &shape).is_err() {
         return None;
     }
-    let block = block(kind, ranks, bytes);
     if folds_at_once(kind, algo, ranks, bytes, figures) {
         return Some(folded(ranks, bytes as f64, figures));
     }
-    let network = network(figures, per_host);
-    let simulated = simulate(kind, algo, ranks, usize::try_from(block).ok()?, &network).ok()?;
+    let bytes = usize::try_from(block(kind, ranks, bytes)).ok()?;
+    let simulated = simulate(kind, algo, ranks, bytes, &network(figures, per_host)).ok()?;
     Some(simulated.time.as_secs_f64() * 1e6)
 }
 
 fn micros(us: f64) -> Duration {
-    Duration::try_from_secs_f64(us.max(0.0) / 1e6).unwrap_or_default()
+    Duration::try_from_secs_f64(us / 1e6).unwrap_or_default()
 }
 
 /// Between hosts a port is the limit, and what a rank does is put and take frames. On one host all is work of the cores.
@@ -76,7 +75,7 @@ fn folds_at_once(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Fig
 /// and out what they have folded. What is another's comes from another core, and costs what it costs on its way in a ring,
 /// once instead of twice. Two frames and two hops with every peer.
 fn folded(ranks: usize, bytes: f64, figures: &Figures) -> f64 {
-    let (n, at_once) = (ranks as f64, ranks.min(figures.cores.max(1)) as f64);
+    let (n, at_once) = (ranks as f64, ranks.min(figures.cores) as f64);
     let copied = if figures.place.link == LinkClass::Shm { 4.0 * bytes * (n - 1.0) / n } else { 0.0 };
     let crossing = bytes * (n - 1.0) / n / figures.bandwidth;
     let work =

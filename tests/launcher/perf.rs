@@ -3,23 +3,10 @@
 
 use std::process::Output;
 
-use serde_json::Value;
-
 use super::*;
 
 fn perf(arguments: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
-    command.arg("perf").args(arguments);
-    command.env_remove("ALLSTREAM_TOKEN").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    finish(command.spawn().unwrap())
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn json(path: &Path) -> Value {
-    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+    allstream(&[&["perf"], arguments].concat(), &[])
 }
 
 #[test]

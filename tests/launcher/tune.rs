@@ -1,24 +1,11 @@
 //! `allstream tune`: what it measures is written, printed, and chosen by.
 
-use std::path::Path;
-
 use serde_json::Value;
 
 use super::*;
 
-fn allstream(arguments: &[&str], table: &str) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
-    command.args(arguments).env("ALLSTREAM_TUNING", table).env_remove("ALLSTREAM_TOKEN");
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    finish(command.spawn().unwrap())
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn table(path: &Path) -> Value {
-    serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
+fn with_table(arguments: &[&str], table: &str) -> Output {
+    allstream(arguments, &[("ALLSTREAM_TUNING", table)])
 }
 
 #[test]
@@ -28,10 +15,10 @@ fn tune_measures_and_predicts_and_adds_to_what_is_there() {
     let file = path.to_str().unwrap();
     let sizes = ["--collectives", "all_gather", "--sizes", "4,2K", "-o", file];
     for (link, ranks) in [("shm", "2"), ("inproc", "3")] {
-        let output = allstream(&[&["tune", "-N", ranks, "--link", link], &sizes[..]].concat(), "off");
+        let output = with_table(&[&["tune", "-N", ranks, "--link", link], &sizes[..]].concat(), "off");
         assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
     }
-    let table = table(&path);
+    let table = json(&path);
     let figures: Vec<_> =
         table["figures"].as_array().unwrap().iter().map(|f| (&f["link"], &f["ranks"])).collect();
     assert_eq!(figures, [(&"inproc".into(), &3.into()), (&"shm".into(), &2.into())]);
@@ -59,7 +46,7 @@ fn tune_measures_and_predicts_and_adds_to_what_is_there() {
             "{other:?}"
         );
     }
-    let info = allstream(&["info", "--tuning"], file);
+    let info = with_table(&["info", "--tuning"], file);
     let said = text(&info.stdout);
     assert!(info.status.success() && said.contains(file), "{said}{}", text(&info.stderr));
     assert!(said.lines().any(|l| l.starts_with("  shm     all_gather")), "{said}");
@@ -70,26 +57,24 @@ fn a_table_that_is_named_must_be_there_and_one_that_is_off_is_not_used() {
     let scratch = Scratch::new();
     let path = scratch.0.join("tuning.json");
     let perf = ["perf", "all_reduce", "--threads", "--sizes", "4", "-n", "2", "-w", "0"];
-    let missing = allstream(&perf, path.to_str().unwrap());
+    let missing = with_table(&perf, path.to_str().unwrap());
     let said = text(&missing.stderr);
     assert!(
         !missing.status.success() && said.contains("tuning.json") && said.contains("allstream tune"),
         "{said}"
     );
     fs::write(&path, "{\"format\": 1,").unwrap();
-    let broken = allstream(&perf, path.to_str().unwrap());
+    let broken = with_table(&perf, path.to_str().unwrap());
     assert!(
         !broken.status.success() && text(&broken.stderr).contains("tuning.json"),
         "{}",
         text(&broken.stderr)
     );
-    assert!(allstream(&perf, "off").status.success());
+    assert!(with_table(&perf, "off").status.success());
     // One that is good is said to be used, and by whom it was made.
     fs::write(&path, r#"{"format": 1, "made": "by a test", "figures": [], "rows": []}"#).unwrap();
-    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
-    command.args(perf).env("ALLSTREAM_TUNING", &path).env("ALLSTREAM_LOG", "info");
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let used = finish(command.spawn().unwrap());
+    let info = ("ALLSTREAM_LOG", "info");
+    let used = allstream(&perf, &[("ALLSTREAM_TUNING", path.to_str().unwrap()), info]);
     let said = text(&used.stderr);
     assert!(used.status.success() && said.contains("tuning.json: by a test"), "{said}");
     // Where it lies if nothing is said; a broken one there is passed over.
@@ -100,18 +85,12 @@ fn a_table_that_is_named_must_be_there_and_one_that_is_off_is_not_used() {
         (r#"{"format": 1, "made": "by a test", "figures": [], "rows": []}"#, "by a test"),
     ] {
         fs::write(&cached, table).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
-        command
-            .args(perf)
-            .env_remove("ALLSTREAM_TUNING")
-            .env("XDG_CACHE_HOME", &scratch.0)
-            .env("ALLSTREAM_LOG", "info");
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let used = finish(command.spawn().unwrap());
+        let folder = ("XDG_CACHE_HOME", scratch.0.to_str().unwrap());
+        let used = allstream(&perf, &[("ALLSTREAM_TUNING", ""), folder, info]);
         let said = text(&used.stderr);
         assert!(used.status.success() && said.contains(says), "{said}");
     }
-    let info = allstream(&["info", "--tuning"], "off");
+    let info = with_table(&["info", "--tuning"], "off");
     assert!(info.status.success() && text(&info.stdout).contains("no table"), "{}", text(&info.stdout));
 }
 
@@ -122,7 +101,7 @@ fn tune_says_what_it_cannot_do() {
         (&["tune", "--collectives", "sum"], "all_gather"),
         (&["tune", "--link", "rdma"], "shm"),
     ] {
-        let output = allstream(arguments, "off");
+        let output = with_table(arguments, "off");
         assert!(!output.status.success() && text(&output.stderr).contains(says), "{}", text(&output.stderr));
     }
 }
