@@ -94,6 +94,8 @@ simulated() {
     "$allstream" sim all_reduce -n "$n" -b "$bytes" --alpha "$(awk "BEGIN { printf \"%d\", $alpha * 1000 }")ns" \
         --beta "${beta}B/s" --json "$@" | sed -n 's/.*"seconds":\([0-9.e-]*\).*/\1/p'
 }
+# What no all-reduce can beat: 2(n-1)/n of the bytes, at the rate that tbf was given.
+bits() { awk -v r="$rate" 'BEGIN { m = r ~ /gbit/ ? 1e9 : r ~ /mbit/ ? 1e6 : r ~ /kbit/ ? 1e3 : 1; printf "%.0f", r * m }'; }
 echo "All-reduce, f32, sum, out of place, one at a time after a barrier; microseconds, the median of the slowest rank's"
 echo "times (least to most). $(nproc) cores, Linux $(uname -r), load $began before and $(cut -d' ' -f1-2 /proc/loadavg) after, $(date -u +%F)."
 echo
@@ -101,15 +103,16 @@ echo "A raw TCP line, $rate, burst $burst, $congestion, packets of $gso: latency
 echo "unshaped: latency $(value latency_us "$work/open") us, $(value bandwidth "$work/open") bytes a second, 64 KB in $(value 64K_us "$work/open") us."
 for n in $ranks; do
     printf '\n### %s ranks\n\n' "$n"
-    echo "| bytes | algorithm | measured | simulated | **measured / simulated** | in slices of 32 KB | **ratio** | not shaped |"
-    echo "|---|---|---|---|---|---|---|---|"
+    echo "| bytes | algorithm | measured | simulated | **measured / simulated** | in slices of 32 KB | **ratio** | not shaped | **measured / (2(n-1)/n bytes / rate)** |"
+    echo "|---|---|---|---|---|---|---|---|---|"
     grep "^shaped all_reduce n=$n " "$work/all" | while read -r _ _ _ bytes algo is med min max; do
         bytes=${bytes#*=} algo=${algo#*=} is=${is#*=} med=${med#*=} min=${min#*=} max=${max#*=}
         open=$(sed -n "s/^open .* n=$n bytes=$bytes algo=$algo .*med_us=\([0-9.]*\).*/\1/p" "$work/all")
         sim=$(simulated --algo "$is") fine=$(simulated --algo "$is" --slice 32K)
         [ "$algo" = "$is" ] || algo="$algo ($is)"
-        awk -v m="$med" -v lo="$min" -v hi="$max" -v s="$sim" -v f="$fine" -v o="$open" -v b="$bytes" -v a="$algo" 'BEGIN {
-            printf "| %d | %s | %.0f (%.0f to %.0f) | %.0f | %.2f | %.0f | %.2f | %.0f |\n",
-                b, a, m, lo, hi, s * 1e6, m / (s * 1e6), f * 1e6, m / (f * 1e6), o }'
+        awk -v m="$med" -v lo="$min" -v hi="$max" -v s="$sim" -v f="$fine" -v o="$open" -v b="$bytes" -v a="$algo" -v n="$n" -v bits="$(bits)" 'BEGIN {
+            least = 2 * (n - 1) / n * b * 8e6 / bits
+            printf "| %d | %s | %.0f (%.0f to %.0f) | %.0f | %.2f | %.0f | %.2f | %.0f | %.2f |\n",
+                b, a, m, lo, hi, s * 1e6, m / (s * 1e6), f * 1e6, m / (f * 1e6), o, m / least }'
     done
 done
