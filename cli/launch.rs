@@ -8,6 +8,7 @@
 //! - On other hosts an agent keeps the same promises, and takes the end of its connection for the launcher's.
 
 pub(crate) mod agent;
+pub(crate) mod bind;
 pub(crate) mod hosts;
 mod relay;
 pub(crate) mod remote;
@@ -26,8 +27,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use rustix::thread::CpuSet;
 use signal_hook::consts::SIGHUP;
 
+use bind::Bind;
 use relay::{Source, Stream, relay, write_all};
 use signals::SignalThread;
 
@@ -73,6 +76,8 @@ pub(crate) struct Job {
     pub(crate) env: Vec<(OsString, OsString)>,
     /// How long the other ranks may go on after one has failed, to report by themselves what they saw.
     pub(crate) grace: Duration,
+    /// Which cores they may run on.
+    pub(crate) bind: Bind,
     /// The world that the ranks here are a part of; `None`: they are all of it.
     pub(crate) part: Option<Part>,
 }
@@ -103,6 +108,7 @@ impl Default for Job {
             prefix: true,
             env: Vec::new(),
             grace: Duration::from_secs(3),
+            bind: Bind::None,
             part: None,
         }
     }
@@ -483,13 +489,14 @@ fn start_all(mut job: Job, members: &mut Vec<Member>, events: &Sender<Event>) ->
         Some(part) => part,
         None => whole(&job)?,
     };
+    let places = job.bind.places(job.ranks)?;
     let mut streams = Vec::new();
     // Dropped when rank 0 has it: the port is to close when rank 0 ends.
     let mut listener = part.listener.take();
     for local in 0..job.ranks {
         let rank = part.first + local;
         let mut command = command(&job, &part, local);
-        survive_nobody(&mut command, listener.as_ref());
+        survive_nobody(&mut command, listener.as_ref(), places.get(local).copied());
         if job.prefix {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
         }
@@ -556,8 +563,8 @@ fn command(job: &Job, part: &Part, local: usize) -> Command {
     command
 }
 
-/// Lets the child die with this thread, which waits for all of them, and inherit the socket if there is one.
-fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>) {
+/// Lets the child die with this thread, which waits for all of them, inherit the socket if there is one, and run where it is to.
+fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: Option<CpuSet>) {
     let launcher = rustix::process::getpid();
     let fd = inherit.map(AsRawFd::as_raw_fd);
     if let Some(fd) = fd {
@@ -570,6 +577,9 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>) {
         if rustix::process::getppid() != Some(launcher) {
             return Err(rustix::io::Errno::SRCH.into());
         }
+        if let Some(place) = &place {
+            rustix::thread::sched_setaffinity(None, place)?;
+        }
         if let Some(fd) = fd {
             // SAFETY: the caller keeps the listener open until `spawn` returns, and the child has a copy of every
             // descriptor under the same number until it execs, so `fd` is open during this borrow.
@@ -579,8 +589,9 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>) {
         Ok(())
     };
     // SAFETY: between fork and exec only async-signal-safe work is allowed, because another thread may have held a lock
-    // (of the allocator, say) at the fork. The closure makes at most three system calls (prctl, getppid, fcntl), takes
-    // no lock, allocates nothing (its errors are plain errno numbers) and owns only copies of two integers.
+    // (of the allocator, say) at the fork. The closure makes at most four system calls (prctl, getppid,
+    // sched_setaffinity, fcntl), takes no lock, allocates nothing (its errors are plain errno numbers) and owns only copies of
+    // integers and a set of bits.
     unsafe { command.pre_exec(in_child) };
 }
 

@@ -6,6 +6,7 @@ use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use crate::launch::bind::Bind;
 use crate::launch::hosts::{self, Host};
 use crate::launch::remote::{self, Hosts};
 use crate::launch::{self, Job, agent};
@@ -50,6 +51,9 @@ pub(crate) struct RunArgs {
     /// Let the ranks write to the terminal themselves, instead of relaying their lines as `[rank] line`
     #[arg(long)]
     no_prefix: bool,
+    /// What each rank is bound to, of its host's cores
+    #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
+    bind_to: Bind,
     /// Set a variable for every rank; may be given several times
     #[arg(long, value_name = "KEY=VALUE", value_parser = variable)]
     env: Vec<(OsString, OsString)>,
@@ -78,6 +82,7 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
         args: command.collect(),
         prefix: !args.no_prefix,
         env: args.env,
+        bind: args.bind_to,
         ..Default::default()
     };
     let invalid = |problem: String| io::Error::new(io::ErrorKind::InvalidInput, problem);

@@ -377,9 +377,12 @@ fn read(line: &str) -> Option<Seen> {
 #[test]
 fn conformance() {
     let worlds = world_list();
-    // Ranks that touch each other's memory fold at once what is large; here also what is small, every other time.
+    // Ranks that touch each other's memory fold at once what is large; here also what is small, every other time, and past the caches.
     #[cfg(feature = "testing")]
-    allstream::testing::fold_small(true);
+    {
+        allstream::testing::fold_small(true);
+        allstream::testing::stream_small(true);
+    }
     if support::role() {
         return be_rank(&worlds);
     }

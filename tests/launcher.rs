@@ -182,6 +182,27 @@ fn ranks_get_their_variables() {
     assert!(output.stderr.is_empty(), "{output:?}");
 }
 
+/// As many ranks as there are cores have one each; unbound ones may run where the launcher may.
+#[test]
+fn ranks_are_bound_to_cores_of_their_own_where_that_is_asked_for() {
+    let cores = std::thread::available_parallelism().unwrap().get().min(8);
+    let script = "echo $(grep Cpus_allowed: /proc/self/status)";
+    let places = |options: &[&str]| {
+        let lines = sorted_lines(&run(options, script).stdout);
+        lines.iter().map(|line| line.split_once(": ").unwrap().1.to_owned()).collect::<Vec<_>>()
+    };
+    let ranks = cores.to_string();
+    let (free, bound) = (places(&["-n", &ranks]), places(&["-n", &ranks, "--bind-to", "core"]));
+    assert_eq!((free.len(), bound.len()), (cores, cores));
+    assert!(free.iter().all(|place| *place == free[0]), "{free:?}");
+    let mut distinct = bound.clone();
+    distinct.sort();
+    distinct.dedup();
+    // Where processors are halves of cores there are fewer cores than that.
+    assert!(distinct.len() > cores / 2 || cores == 1, "{bound:?}");
+    assert_eq!(places(&["-n", "1", "--bind-to", "numa"]).len(), 1);
+}
+
 #[test]
 fn only_rank_0_inherits_the_listening_socket() {
     // The socket's inode in /proc/net/tcp must be what rank 0 holds, listening (0A) at MASTER_PORT.

@@ -18,6 +18,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
+use super::bind::Bind;
 use super::relay::write_all;
 use super::{Event, Job, Part};
 
@@ -45,6 +46,7 @@ pub(super) struct Order {
     pub(super) env: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
     pub(super) grace: Duration,
+    pub(super) bind: Bind,
     /// Where the world meets. Rank 0's agent opens the port, any if it is 0, and tells which.
     pub(super) address: String,
     pub(super) port: u16,
@@ -138,6 +140,7 @@ fn prepare(order: Order) -> io::Result<Job> {
         prefix: order.prefix,
         env: order.env,
         grace: order.grace,
+        bind: order.bind,
         part: Some(Part {
             host: Some(order.host),
             first: order.first,
@@ -197,6 +200,7 @@ mod tests {
             env: vec![("A".into(), odd)],
             prefix: true,
             grace: Duration::from_millis(10),
+            bind: Bind::Numa,
             address: "h0".into(),
             port: 1,
             token: "t".into(),

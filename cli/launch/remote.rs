@@ -76,6 +76,7 @@ pub(crate) fn run(job: Job, hosts: Hosts) -> io::Result<ExitCode> {
         env: env.clone(),
         prefix: job.prefix,
         grace: job.grace,
+        bind: job.bind,
         address: address.clone(),
         port,
         token: token.clone(),
@@ -132,7 +133,7 @@ fn start(
     let name = &host.name;
     let shown = command.get_program().to_string_lossy().into_owned();
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
-    survive_nobody(&mut command, None);
+    survive_nobody(&mut command, None, None);
     let mut child = command.spawn().map_err(|error| {
         io::Error::new(error.kind(), format!("host {name}: cannot start `{shown}`: {error}"))
     })?;

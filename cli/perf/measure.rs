@@ -114,6 +114,19 @@ impl Effort {
         (BUDGET / (bytes + 20_000)).clamp(5, 2000)
     }
 
+    /// What operations are awaited on, if they are now.
+    fn awaits(&self) -> Option<&Runtime> {
+        self.runtime.as_ref().filter(|_| self.by_await.get())
+    }
+
+    /// Runs operations to their end. Where they are waited for, there is nothing to await.
+    fn run<T>(&self, operations: impl Future<Output = T>) -> T {
+        match self.awaits() {
+            Some(runtime) => runtime.block_on(operations),
+            None => futures::executor::block_on(operations),
+        }
+    }
+
     /// Operations a round, rounds, and rounds that are not counted.
     pub(crate) fn rounds(&self, bytes: usize) -> (usize, usize, usize) {
         let iters = self.iters.unwrap_or_else(|| Effort::iterations(bytes)).max(1);
@@ -130,11 +143,11 @@ impl Effort {
     }
 }
 
-/// Blocks until an operation is finished, in the way that is timed.
+/// Until an operation is finished, in the way that is timed.
 macro_rules! wait {
     ($effort:expr, $work:expr) => {
-        match $effort.runtime.as_ref().filter(|_| $effort.by_await.get()) {
-            Some(runtime) => runtime.block_on($work).map_err(Error::from),
+        match $effort.awaits() {
+            Some(_) => $work.await.map_err(Error::from),
             None => $work.wait().map_err(Error::from),
         }
     };
@@ -167,7 +180,7 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
         size_of::<T>(),
         state,
         Runs {
-            once: &mut |comm, (from, to)| out_of_place(comm, case, effort, from, to),
+            once: async |comm: &mut Comm, (from, to)| out_of_place(comm, case, effort, from, to).await,
             fill: &|(from, to): (M, M)| {
                 let from = from.filled(|from| case.fill(from, false))?;
                 Ok((from, to.filled(|to| to.fill(T::of(0)))?))
@@ -195,7 +208,7 @@ pub(crate) fn measure_in_place<T: Value, M: Memory<T>>(
         size_of::<T>(),
         buf,
         Runs {
-            once: &mut |comm, buf| in_place(comm, case, effort, buf),
+            once: async |comm: &mut Comm, buf| in_place(comm, case, effort, buf).await,
             fill: &|buf: M| buf.filled(|buf| case.fill(buf, true)),
             wrong: &|buf: M| Ok(buf.looked_at(|buf| case.wrong::<T>(buf, true))?.1),
         },
@@ -203,8 +216,8 @@ pub(crate) fn measure_in_place<T: Value, M: Memory<T>>(
 }
 
 /// What is timed, on what it needs.
-struct Runs<'a, S> {
-    once: &'a mut dyn FnMut(&mut Comm, S) -> Result<S, Error>,
+struct Runs<'a, S, F> {
+    once: F,
     fill: &'a dyn Fn(S) -> Result<S, Error>,
     wrong: &'a dyn Fn(S) -> Result<u64, Error>,
 }
@@ -215,7 +228,7 @@ fn time<S>(
     effort: &Effort,
     unit: usize,
     mut state: S,
-    runs: Runs<'_, S>,
+    mut runs: Runs<'_, S, impl AsyncFnMut(&mut Comm, S) -> Result<S, Error>>,
 ) -> Result<Time, Error> {
     let bytes = case.elements() * unit;
     let (group, rounds, warmup) = effort.rounds(bytes);
@@ -230,9 +243,7 @@ fn time<S>(
         state = (runs.fill)(state)?;
         comm.barrier().wait()?;
         let start = Instant::now();
-        for _ in 0..group {
-            state = (runs.once)(comm, state)?;
-        }
+        state = effort.run(times(group, &mut runs.once, comm, state))?;
         if let Some(stream) = effort.stream.as_ref().filter(|_| effort.joins) {
             stream.synchronize()?;
         }
@@ -248,7 +259,8 @@ fn time<S>(
     let mut slowest = comm.op(ReduceOp::Max).all_reduce(mine).wait()?;
     let mut waited = comm.op(ReduceOp::Max).all_reduce(waited).wait()?;
     let wrong = if effort.check {
-        state = (runs.once)(comm, (runs.fill)(state)?)?;
+        state = (runs.fill)(state)?;
+        state = effort.run(times(1, &mut runs.once, comm, state))?;
         Some(comm.all_reduce(vec![(runs.wrong)(state)?]).wait()?[0])
     } else {
         drop(state);
@@ -262,6 +274,19 @@ fn time<S>(
     waited.sort_by(f64::total_cmp);
     let wait_us = waited.get(waited.len() / 2).map(|seconds| seconds * 1e6);
     Ok(Time { wait_us, ..Time::new(&slowest, bytes, case, wrong) })
+}
+
+/// Back to back.
+async fn times<S>(
+    count: usize,
+    once: &mut impl AsyncFnMut(&mut Comm, S) -> Result<S, Error>,
+    comm: &mut Comm,
+    mut state: S,
+) -> Result<S, Error> {
+    for _ in 0..count {
+        state = once(comm, state).await?;
+    }
+    Ok(state)
 }
 
 fn in_place_length(case: &Case) -> usize {
@@ -278,7 +303,7 @@ fn call<'a>(comm: &'a mut Comm, case: &Case, effort: &Effort) -> Call<'a> {
     if case.what.reduces() { call.op(case.op) } else { call }
 }
 
-fn out_of_place<B: Buf>(
+async fn out_of_place<B: Buf>(
     comm: &mut Comm,
     case: &Case,
     effort: &Effort,
@@ -291,7 +316,7 @@ fn out_of_place<B: Buf>(
         What::SendRecv => {
             return wait!(effort, comm.send_recv(from, (rank + 1) % n, to, (rank + n - 1) % n));
         }
-        What::PingPong => return pingpong(comm, effort, from, to),
+        What::PingPong => return pingpong(comm, effort, from, to).await,
     };
     let call = call(comm, case, effort);
     match kind {
@@ -309,7 +334,7 @@ fn out_of_place<B: Buf>(
 }
 
 /// Rank 0's input there, and what came back; other ranks do nothing.
-fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> Result<(B, B), Error> {
+async fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> Result<(B, B), Error> {
     match comm.rank() {
         0 => {
             let from = wait!(effort, comm.send(from, 1))?;
@@ -323,7 +348,7 @@ fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> Result<
     }
 }
 
-fn in_place<B: Buf>(comm: &mut Comm, case: &Case, effort: &Effort, buf: B) -> Result<B, Error> {
+async fn in_place<B: Buf>(comm: &mut Comm, case: &Case, effort: &Effort, buf: B) -> Result<B, Error> {
     let root = case.root;
     let What::Collective(kind) = case.what else { return Ok(buf) };
     let call = call(comm, case, effort);

@@ -20,7 +20,7 @@ use clap::{Args, ValueEnum};
 
 use crate::console::Console;
 use crate::demo::BoxError;
-use crate::launch;
+use crate::launch::{self, bind::Bind};
 use crate::units::size;
 use case::{Case, Value, What};
 use measure::{Effort, Memory, measure};
@@ -79,6 +79,16 @@ pub(crate) struct PerfArgs {
     /// Ranks are threads of one process, which read each other's buffers in place
     #[arg(long)]
     threads: bool,
+    /// What each rank that is started is bound to, of the cores here
+    #[arg(
+        long,
+        value_enum,
+        default_value_t,
+        value_name = "WHAT",
+        requires = "ranks",
+        conflicts_with = "threads"
+    )]
+    bind_to: Bind,
     /// Links between ranks; several, one job each, as shm,tcp
     #[arg(long, value_enum, value_delimiter = ',', default_value = "auto")]
     link: Vec<Link>,
@@ -293,6 +303,7 @@ fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
             program: std::env::current_exe()?,
             args: own,
             prefix: false,
+            bind: args.bind_to,
             ..Default::default()
         };
         let code = launch::run(job)?;

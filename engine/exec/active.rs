@@ -29,6 +29,8 @@ pub(crate) struct Active {
     idle: Vec<Box<Machine>>,
     phantom: Option<Arc<dyn Phantom>>,
     slice: usize,
+    /// Results of so many bytes and more are written past the caches.
+    streams_from: usize,
     pub(crate) stalled_at: Option<Instant>,
 }
 
@@ -71,7 +73,7 @@ pub(crate) enum Pass {
 }
 
 impl Active {
-    pub(crate) fn new(comm: u64) -> Active {
+    pub(crate) fn new(comm: u64, streams_from: usize) -> Active {
         Active {
             comm,
             current: None,
@@ -79,13 +81,14 @@ impl Active {
             idle: Vec::new(),
             phantom: None,
             slice: SLOT,
+            streams_from,
             stalled_at: None,
         }
     }
 
     /// For operations that move no memory, in slices of so many bytes.
     pub(crate) fn phantom(phantom: Arc<dyn Phantom>, slice: usize) -> Active {
-        Active { phantom: Some(phantom), slice, ..Active::new(0) }
+        Active { phantom: Some(phantom), slice, ..Active::new(0, usize::MAX) }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -112,7 +115,9 @@ impl Active {
         let phantom = self.phantom.clone();
         let comm = self.comm;
         let slice = if device.is_some() { device::SLICE } else { self.slice };
-        let common = Common { comm, number, signature, reduction, scale, phantom, slice, device };
+        let streams_from = self.streams_from;
+        let common =
+            Common { comm, number, signature, reduction, scale, phantom, slice, device, streams_from };
         self.stalled_at = None;
         let started = Instant::now();
         let reach = if staged.is_some() { (0, 0) } else { ALL };

@@ -35,8 +35,7 @@ use crate::plan::compile::Holds;
 use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH};
 use crate::types::{Rank, Signature};
 
-/// Slices of each chunk per round: two slots in flight on each link while two more are filled. Chosen for the
-/// arena (4 slots per peer pair in flight at 8 ranks fit 4 MB); step 4 measures it per link.
+/// Slices of each chunk per round: two slots in flight on each link while two more are filled.
 const SLICES: usize = 2;
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
@@ -56,6 +55,8 @@ pub(super) struct Common {
     pub(super) slice: usize,
     /// The device that does the work, on memory of its own.
     pub(super) device: Option<Arc<DeviceOp>>,
+    /// Results of so many bytes and more are written past the caches.
+    pub(super) streams_from: usize,
 }
 
 /// Hears of the work of operations that move no memory: a simulation's clock.

@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+use rustix::process::Pid;
+use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
@@ -97,9 +99,88 @@ fn host() -> Result<String, Error> {
     Ok(format!("{name}/{:032x}", nonce()?))
 }
 
+/// Whether another process of this host may run on a core that this one may run on. Launchers give each rank cores of its own.
+pub(crate) fn shares_cores(pid: u32) -> bool {
+    let theirs = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    theirs.is_none_or(|theirs| share_cores(rustix::process::getpid(), theirs))
+}
+
+/// What cannot be told may be.
+fn share_cores(a: Pid, b: Pid) -> bool {
+    let [a, b] = [a, b].map(|pid| sched_getaffinity(Some(pid)).ok());
+    a.zip(b).is_none_or(|(a, b)| (0..CpuSet::MAX_CPU).any(|cpu| a.is_set(cpu) && b.is_set(cpu)))
+}
+
+/// Bytes of this host's last caches (L3, on most), all together; 32 MB where the system does not say.
+pub(crate) fn last_caches() -> usize {
+    static BYTES: OnceLock<usize> = OnceLock::new();
+    let read = |file: &str| std::fs::read_to_string(format!("/sys/devices/system/cpu/{file}")).ok();
+    let cache = |index: u32| {
+        let bytes = size(&read(&format!("cpu0/cache/index{index}/size"))?)?;
+        let sharers: u32 = read(&format!("cpu0/cache/index{index}/shared_cpu_map"))?
+            .chars()
+            .filter_map(|digit| digit.to_digit(16))
+            .map(u32::count_ones)
+            .sum();
+        Some((bytes, sharers.max(1) as usize))
+    };
+    *BYTES.get_or_init(|| {
+        let Some((bytes, sharers)) = (0..8).filter_map(cache).max() else { return 32 << 20 };
+        let last = read("present").and_then(|list| list.trim().rsplit(['-', ',']).next()?.parse().ok());
+        bytes * (last.map_or(1, |last: usize| last + 1) / sharers).max(1)
+    })
+}
+
+/// A size as the system writes it: `32768K`.
+fn size(text: &str) -> Option<usize> {
+    let text = text.trim();
+    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let unit = match unit {
+        "K" => 1 << 10,
+        "M" => 1 << 20,
+        _ => return None,
+    };
+    number.parse::<usize>().ok()?.checked_mul(unit)
+}
+
 #[cfg(test)]
 mod tests {
+    use rustix::thread::sched_setaffinity;
+
     use super::*;
+
+    #[test]
+    fn cores_are_shared_unless_each_has_its_own() {
+        assert!(shares_cores(std::process::id()) && shares_cores(u32::MAX));
+        let all = sched_getaffinity(None).unwrap();
+        let first = (0..CpuSet::MAX_CPU).find(|cpu| all.is_set(*cpu)).unwrap();
+        let (mut one, mut rest) = (CpuSet::new(), all);
+        one.set(first);
+        rest.unset(first);
+        let mut sleepers = [(); 2].map(|()| std::process::Command::new("sleep").arg("60").spawn().unwrap());
+        let [a, b] = [0, 1].map(|i| Pid::from_child(&sleepers[i]));
+        assert!(share_cores(a, b));
+        sched_setaffinity(Some(a), &one).unwrap();
+        assert!(share_cores(a, b));
+        if rest.count() > 0 {
+            sched_setaffinity(Some(b), &rest).unwrap();
+            assert!(!share_cores(a, b) && shares_cores(sleepers[1].id()));
+        }
+        for sleeper in &mut sleepers {
+            sleeper.kill().unwrap();
+            sleeper.wait().unwrap();
+        }
+    }
+
+    #[test]
+    fn sizes_of_caches_are_read() {
+        assert_eq!(size("32768K\n"), Some(32 << 20));
+        assert_eq!(size("16M"), Some(16 << 20));
+        for odd in ["", "K", "12", "K12", "\u{e9}", "99999999999999999999K"] {
+            assert_eq!(size(odd), None, "{odd}");
+        }
+        assert!(last_caches() >= 1 << 10);
+    }
 
     #[test]
     fn locality_follows_host_then_process() {

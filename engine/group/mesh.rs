@@ -34,10 +34,10 @@ const DATA_DEADLINE: Duration = Duration::from_secs(10);
 /// What a rank knows of another.
 #[derive(Debug)]
 pub(crate) struct PeerInfo {
-    /// The other rank, and its process: for tests of the table.
+    /// The other rank, for tests of the table.
     #[cfg(test)]
     pub(crate) rank: Rank,
-    #[cfg(test)]
+    /// Its process, on its host.
     pub(crate) pid: u32,
     /// How near it counts, under the link that was chosen. Both sides hold the same.
     pub(crate) locality: Locality,
@@ -510,7 +510,6 @@ where
         peers[peer] = Some(PeerInfo {
             #[cfg(test)]
             rank: peer,
-            #[cfg(test)]
             pid: member.process.pid,
             locality,
             address,

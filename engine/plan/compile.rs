@@ -16,7 +16,7 @@
 //!
 //! The checker proves the plans under these rules without any buffering in links ([`super::check`]).
 
-use super::{At, INPUT, Operand, Plan, Shape, Step, direct, one_shot};
+use super::{At, INPUT, OUTPUT, Operand, Plan, Shape, Step, direct, one_shot};
 
 /// A plan and its dependencies.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -47,6 +47,8 @@ pub struct Node {
     pub hand: bool,
     /// Later steps that may wait for this one.
     pub dependents: Vec<u32>,
+    /// Its `dst` is the caller's, and nothing else in the plan reads or writes that chunk: what is stored there stays.
+    pub is_final: bool,
 }
 
 /// How a step holds what it sends.
@@ -151,6 +153,16 @@ impl Program {
             for j in earlier {
                 add(&mut nodes[j as usize].dependents, Some(i as u32));
             }
+        }
+        let mut named: Vec<Vec<u32>> = plan.slots.iter().map(|l| vec![0; l.chunks() as usize]).collect();
+        for step in &plan.steps {
+            let own =
+                step.operands.iter().filter_map(|o| if let Operand::Own(at) = o { Some(*at) } else { None });
+            own.chain(step.dst).for_each(|at| named[at.slot as usize][at.chunk as usize] += 1);
+        }
+        for (node, step) in nodes.iter_mut().zip(&plan.steps) {
+            let once = |at: At| at.slot == OUTPUT && named[at.slot as usize][at.chunk as usize] == 1;
+            node.is_final = step.dst.is_some_and(once);
         }
         Program { plan: plan.clone(), nodes, sends, recvs, folds_all: folds_all(plan) }
     }

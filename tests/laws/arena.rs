@@ -17,7 +17,10 @@ fn filled(comm: &Comm, len: usize, value: f32) -> ArenaBuf<f32> {
 #[test]
 fn arena_buffers_go_through_every_algorithm_and_messages() {
     #[cfg(feature = "testing")]
-    allstream::testing::fold_small(true);
+    {
+        allstream::testing::fold_small(true);
+        allstream::testing::stream_small(true);
+    }
     for link in LINKS {
         let comms = within(LIMIT, move || world(3, link));
         threads(comms, move |mut comm| {

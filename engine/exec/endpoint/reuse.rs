@@ -63,7 +63,7 @@ impl Endpoint {
         let Run { mut port, mut messages, .. } = *machines.run;
         port.renew();
         messages.renew(config.comm, config.generation);
-        let active = Active::new(config.comm);
+        let active = Active::new(config.comm, config.streams_from);
         let run = Run { active, port, messages, ..nothing(&config) };
         Endpoint::with(config, run)
     }
@@ -100,7 +100,7 @@ impl Machines {
 fn nothing(config: &EndpointConfig) -> Run {
     let port = |channel| Port::new((0, 0), channel, config.region.clone(), config.opener.clone());
     Run {
-        active: Active::new(config.comm),
+        active: Active::new(config.comm, config.streams_from),
         port: port(0),
         devices: None,
         endings: Endings::default(),

@@ -73,7 +73,12 @@ impl Machine {
                 payload = None;
             }
         }
-        self.run_kernel(c, i, m, ins, &outs[..used])?;
+        // Copies that nobody reads again soon: not even a peer, from there. A fold, which waits for what it reads, gained nothing.
+        let is_copy = ins.len() == 1 && !(step.finish && c.averages());
+        let is_final = dst.is_some() && !to_hand && program.nodes[i].is_final;
+        let streamed =
+            usize::from(self.shared.streams && is_copy && is_final && (step.send.is_empty() || used > 1));
+        self.run_kernel(c, i, m, ins, outs[..used].split_at(streamed))?;
         for operand in &step.operands {
             if let Operand::Recv(from) = operand {
                 port.rx(*from)?.release(m * node.unit);
@@ -94,11 +99,11 @@ impl Machine {
         i: usize,
         m: usize,
         ins: &[*const u8],
-        outs: &[*mut u8],
+        (streamed, outs): (&[*mut u8], &[*mut u8]),
     ) -> Result<(), Error> {
         let plan = &c.part.program.plan;
         let (node, step) = (&self.nodes[i], &plan.steps[i]);
-        if node.unit == 0 || outs.is_empty() {
+        if node.unit == 0 || outs.len() + streamed.len() == 0 {
             return Ok(());
         }
         if let Some(phantom) = &c.common.phantom {
@@ -111,7 +116,9 @@ impl Machine {
         // either equal to an operand (in place) or disjoint from all: chunks of a layout do not overlap, and staging
         // belongs to this frame alone.
         unsafe {
-            if ins.len() == 1 && finish.is_none() {
+            if !streamed.is_empty() {
+                kernels::copy_streaming(ins[0], outs, streamed, m * node.unit);
+            } else if ins.len() == 1 && finish.is_none() {
                 if ins[0] != outs[0].cast_const() {
                     kernels::copy(ins[0], outs, m * node.unit);
                 } else if outs.len() > 1 {

@@ -24,7 +24,7 @@ use crate::error::Error;
 use crate::exec::operation::{Part, Reduction};
 use crate::exec::port::{Lent, Port, Slot};
 use crate::link::{Frame, Header, Loan, SLOT};
-use crate::plan::{Layout, SMALL};
+use crate::plan::{Layout, OUTPUT, SMALL};
 use crate::types::{Kind, LIST, Rank};
 
 /// [`Lent::step`](super::Lent) of a loan: no plan has so many steps.
@@ -90,6 +90,8 @@ pub(super) struct Shared {
     peers: Vec<Peer>,
     /// Elements of our chunk that are folded.
     done: usize,
+    /// What is only written, folded at once or not, goes past the caches: they could not hold it.
+    pub(super) streams: bool,
 }
 
 /// What a peer sends next.
@@ -104,6 +106,7 @@ impl Shared {
     pub(super) fn start(&mut self, c: Context<'_>) {
         let (program, size) = (&c.part.program, c.part.program.plan.size);
         let on_host = c.common.device.is_none() && c.common.phantom.is_none();
+        self.streams = on_host && streams(c.common, c.part.total(OUTPUT) * c.part.dtype.size());
         let large = || c.part.count * c.part.dtype.size() >= from(c.common, FROM);
         self.peers.clear();
         self.done = 0;
@@ -145,6 +148,15 @@ fn from(common: &Common, size: usize) -> usize {
     }
     // Small parts of a list share their round trips: each loan would have to wait for the answer to the one before.
     if common.signature.dtype == LIST { SMALL + 1 } else { size }
+}
+
+/// Whether a result of so many bytes is written past the caches.
+fn streams(common: &Common, bytes: usize) -> bool {
+    #[cfg(any(test, feature = "testing"))]
+    if let Some(streams) = crate::testing::streams(common.number) {
+        return streams;
+    }
+    bytes >= common.streams_from
 }
 
 /// A rank's chunk, in bytes of a buffer.
@@ -314,7 +326,12 @@ impl Machine {
         let at = part.output.wrapping_add(chunk(part, peer).start + start);
         // SAFETY: a piece (up to `end`) of a chunk of our own output, which the table owns and nobody else touches; the slot
         // has come back.
-        unsafe { kernels::copy(place, &[at], lent.end - start) };
+        unsafe {
+            match self.shared.streams && !part.is_in_place() {
+                true => kernels::copy_streaming(place, &[], &[at], lent.end - start),
+                false => kernels::copy(place, &[at], lent.end - start),
+            }
+        };
     }
 
     pub(super) fn is_loan(&self, frame: &Frame) -> bool {
@@ -390,6 +407,7 @@ impl Machine {
         let slice = (PASS / (2 * plan.size)).next_multiple_of(4096) / unit;
         let mut m = slice.min(len - done);
         let (mut ins, mut outs) = ([std::ptr::null(); MOST], [std::ptr::null_mut(); MOST]);
+        let mut streamed = 0;
         for (rank, peer) in self.shared.peers.iter().enumerate() {
             // Where in the loan: it ends at `end`.
             let (Loan { input, output, .. }, at) = match peer.loan {
@@ -400,8 +418,15 @@ impl Machine {
                 None => (ours, done * unit),
             };
             (ins[rank], outs[rank]) = (input.wrapping_add(at), output.wrapping_add(at));
+            // Not what goes back through a slot, or has been read there.
+            let through_slot = peer.loan.is_some_and(|loan| loan.bytes <= PIECE);
+            if self.shared.streams && !through_slot && input != output.cast_const() {
+                outs.swap(rank, streamed);
+                streamed += 1;
+            }
         }
-        let (ins, outs) = (&ins[..plan.size], &outs[..plan.size]);
+        let (ins, all) = (&ins[..plan.size], &outs[..plan.size]);
+        let (streamed, outs) = all.split_at(streamed);
         let finish = c.averages().then_some(plan.size as u32);
         // SAFETY: `m` elements from `done` on are inside our chunk of every rank's buffers: of ours, which the table owns,
         // and of what peers lend, which they have just been seen not to take back, under the gate where they are in this
@@ -410,9 +435,14 @@ impl Machine {
         unsafe {
             match &c.common.reduction {
                 _ if m == 0 => {}
-                Reduction::Op(op) => kernels::reduce(part.dtype, *op, ins, outs, m, finish),
+                Reduction::Op(op) if streamed.is_empty() => {
+                    kernels::reduce(part.dtype, *op, ins, outs, m, finish);
+                }
+                Reduction::Op(op) => {
+                    kernels::reduce_streaming(part.dtype, *op, ins, outs, streamed, m, finish);
+                }
                 Reduction::Function(function) => {
-                    if !function.combine(ins, outs, m) {
+                    if !function.combine(ins, all, m) {
                         return Err(Error::Function {
                             call: Kind::AllReduce.name().into(),
                             name: function.name().into(),

@@ -7,12 +7,15 @@ mod lane;
 mod simd;
 #[cfg(target_arch = "x86_64")]
 mod small;
+mod stream;
 #[cfg(test)]
 mod tests;
 
 use std::ptr;
 
 use crate::{DType, ReduceOp};
+
+pub use stream::{copy_streaming, reduce_streaming};
 
 /// Folds `ins` in the order given and writes the result to every one of `outs`.
 ///

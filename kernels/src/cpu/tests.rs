@@ -4,7 +4,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::simd::Level;
-use super::{copy, reduce_at, scalar, scale_at};
+use super::{copy, copy_streaming, reduce_at, reduce_streaming, scalar, scale_at};
 use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
 
 const COUNTS: [usize; 5] = [1, 2, 3, 4, 8];
@@ -239,6 +239,58 @@ fn all_inputs_are_outputs() {
                     }
                 }
             }
+        }
+    }
+}
+
+/// Past the caches, beside ordinary outputs or alone, also over an input.
+#[test]
+fn streamed_results_agree() {
+    let mut rng = Rng(41);
+    let mut turn = 0;
+    for (dtype, op) in supported() {
+        for len in LENGTHS.into_iter().chain([16_411 / dtype.size()]) {
+            let case = Case::new(&mut rng, dtype, op, 1 + turn % 3, len);
+            let expected = case.expected();
+            let (shift_in, shift_out) = SHIFTS[turn % SHIFTS.len()];
+            let mut ins: Vec<Buffer> = case.ins.iter().map(|b| Buffer::new(b, shift_in)).collect();
+            let blank = vec![0xEE; expected.len()];
+            let mut buffers: Vec<Buffer> = (0..3).map(|i| Buffer::new(&blank, shift_out + 8 * i)).collect();
+            let mut all: Vec<*mut u8> = buffers.iter_mut().map(Buffer::pointer).collect();
+            let to: Vec<*mut u8> = ins.iter_mut().map(Buffer::pointer).collect();
+            let from: Vec<*const u8> = to.iter().map(|p| p.cast_const()).collect();
+            let in_place = turn % 2 == 0;
+            all.extend(in_place.then(|| to[turn % to.len()]));
+            let (outs, streamed) = all.split_at(turn % 3);
+            // SAFETY: the buffers hold `len` elements each; one output may be an input.
+            unsafe { reduce_streaming(dtype, op, &from, outs, streamed, len, case.finish) };
+            let what = || format!("{dtype} {op}, {len}, turn {turn}");
+            for out in &buffers {
+                case.compare(out.content(), &expected, what);
+                assert!(out.guarded(), "{}", what());
+            }
+            for (i, (now, before)) in ins.iter().zip(&case.ins).enumerate() {
+                let written = in_place && i == turn % ins.len();
+                case.compare(now.content(), if written { &expected } else { before }, what);
+                assert!(now.guarded(), "{}", what());
+            }
+            turn += 1;
+        }
+    }
+}
+
+#[test]
+fn streamed_copies_agree() {
+    for len in LENGTHS.into_iter().chain([8191, 8192, 20_001]) {
+        for (turn, (shift_in, shift_out)) in SHIFTS.into_iter().enumerate() {
+            let content: Vec<u8> = (0..len).map(|i| (i * 7 + turn) as u8).collect();
+            let mut src = Buffer::new(&content, shift_in);
+            let mut outs: Vec<Buffer> = (0..3).map(|i| Buffer::new(&vec![0; len], shift_out + i)).collect();
+            let to: Vec<*mut u8> = outs.iter_mut().map(Buffer::pointer).collect();
+            let (kept, streamed) = to.split_at(turn % 3);
+            // SAFETY: four buffers of `len` bytes.
+            unsafe { copy_streaming(src.pointer(), kept, streamed, len) };
+            assert!(outs.iter().all(|out| out.content() == content && out.guarded()), "{len}, {turn}");
         }
     }
 }

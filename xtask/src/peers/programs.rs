@@ -87,6 +87,11 @@ impl Run<'_> {
                 command.env("ALLSTREAM_TUNING", "off");
                 command.args(["perf", self.collective.name(), "-N", &ranks, "--sizes", self.sizes]);
                 command.args(["-c", if self.check { "1" } else { "0" }, "-J"]).arg(json);
+                // As mpirun does by itself, as far as there is a core for each.
+                let cores = std::thread::available_parallelism().map_or(1, usize::from);
+                if self.ranks <= cores && self.series != Series::Threads {
+                    command.args(["--bind-to", "core"]);
+                }
                 command.args(match self.series {
                     Series::Threads => &["--threads"][..],
                     Series::Await => &["--link", "shm", "--await=turns"],

@@ -63,7 +63,8 @@ fn head(about: &About) -> String {
          current-thread runtime, in turns with `.wait()`; \"shm arena\" has buffers of `comm.alloc()`; \"threads\" are ranks of one process. \
          \"memory floor\": as many threads as cores read every rank's buffer once and write every rank's buffer once, \
          and wait for nobody in between. \"tcp exchange\": each rank sends what an all_reduce sends, and receives as \
-         much, over loopback TCP, and does nothing else. OpenMPI yields when idle, as ranks may outnumber cores.\n\n",
+         much, over loopback TCP, and does nothing else. OpenMPI yields when idle, as ranks may outnumber cores. Where they do not, \
+         its ranks and ours are bound to a core each (mpirun's default for two, `--bind-to core` of ours).\n\n",
         about.rounds
     );
     for peer in &about.peers {

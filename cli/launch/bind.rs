@@ -1,0 +1,120 @@
+//! Which cores a rank may run on.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use rustix::thread::{CpuSet, sched_getaffinity};
+use serde::{Deserialize, Serialize};
+
+/// What each rank is bound to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+pub(crate) enum Bind {
+    /// Nothing: ranks run where the system puts them
+    #[default]
+    None,
+    /// Its share of the cores: all of them, divided evenly among the ranks of the host; one, where ranks outnumber cores
+    Core,
+    /// The cores of its share of the NUMA nodes, and so the memory there
+    Numa,
+}
+
+impl Bind {
+    /// Where each of so many ranks of this host may run; nothing where they are not bound.
+    ///
+    /// # Errors
+    /// The system does not say which cores there are.
+    pub(crate) fn places(self, ranks: usize) -> io::Result<Vec<CpuSet>> {
+        if self == Bind::None {
+            return Ok(Vec::new());
+        }
+        let allowed = sched_getaffinity(None)?;
+        let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
+        let units = if self == Bind::Core { cores(&allowed) } else { nodes(&allowed) };
+        let place = |cpus: Vec<usize>| {
+            let mut set = CpuSet::new();
+            cpus.into_iter().for_each(|cpu| set.set(cpu));
+            set
+        };
+        Ok(shares(&units, ranks).into_iter().map(place).collect())
+    }
+}
+
+fn system(file: &str) -> Option<String> {
+    std::fs::read_to_string(format!("/sys/devices/system/{file}")).ok()
+}
+
+/// The processors of each core, cores of a package beside each other.
+fn cores(allowed: &[usize]) -> Vec<Vec<usize>> {
+    let mut cores: BTreeMap<(usize, usize), Vec<usize>> = BTreeMap::new();
+    for &cpu in allowed {
+        let number = |name: &str| system(&format!("cpu/cpu{cpu}/topology/{name}"))?.trim().parse().ok();
+        // Where nothing is known of it a processor is a core.
+        let core = (number("physical_package_id").unwrap_or(0), number("core_id").unwrap_or(cpu));
+        cores.entry(core).or_default().push(cpu);
+    }
+    cores.into_values().collect()
+}
+
+/// The processors of each NUMA node that has some; all, where there are no nodes.
+fn nodes(allowed: &[usize]) -> Vec<Vec<usize>> {
+    let all = list(&system("node/online").unwrap_or_default());
+    let of = |node: usize| -> Vec<usize> {
+        let cpus = list(&system(&format!("node/node{node}/cpulist")).unwrap_or_default());
+        cpus.into_iter().filter(|cpu| allowed.contains(cpu)).collect()
+    };
+    let nodes: Vec<_> = all.into_iter().map(of).filter(|cpus| !cpus.is_empty()).collect();
+    if nodes.is_empty() { vec![allowed.to_vec()] } else { nodes }
+}
+
+/// Numbers as the system lists them: `0-3,8,10-11`.
+fn list(text: &str) -> Vec<usize> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        Some(first.trim().parse::<usize>().ok()?..=last.trim().parse::<usize>().ok()?)
+    };
+    text.split(',').filter_map(range).flatten().take(CpuSet::MAX_CPU).collect()
+}
+
+/// Divides units evenly; each rank has one at least.
+fn shares(units: &[Vec<usize>], ranks: usize) -> Vec<Vec<usize>> {
+    let at = |rank: usize| rank * units.len() / ranks;
+    let share = |rank| units[at(rank)..at(rank + 1).max(at(rank) + 1)].concat();
+    (0..ranks).map(share).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_shared_out_evenly() {
+        let units: Vec<Vec<usize>> = (0..4).map(|core| vec![core, core + 4]).collect();
+        assert_eq!(shares(&units, 1), [[0, 4, 1, 5, 2, 6, 3, 7].to_vec()]);
+        assert_eq!(shares(&units, 2), [[0, 4, 1, 5], [2, 6, 3, 7]]);
+        assert_eq!(shares(&units, 3), [vec![0, 4], vec![1, 5], vec![2, 6, 3, 7]]);
+        assert_eq!(shares(&units, 8).concat(), [0, 4, 0, 4, 1, 5, 1, 5, 2, 6, 2, 6, 3, 7, 3, 7]);
+    }
+
+    #[test]
+    fn lists_of_processors_are_read() {
+        assert_eq!(list("0-3,8,10-11\n"), [0, 1, 2, 3, 8, 10, 11]);
+        assert!(list("\n").is_empty());
+        assert_eq!(list("x,1-y,5,3-1"), [5]);
+        assert_eq!(list("0-18446744073709551615").len(), CpuSet::MAX_CPU);
+    }
+
+    #[test]
+    fn places_are_among_the_allowed() {
+        assert!(Bind::None.places(3).unwrap().is_empty());
+        let all = sched_getaffinity(None).unwrap();
+        for bind in [Bind::Core, Bind::Numa] {
+            for ranks in [1, 2, 5] {
+                let places = bind.places(ranks).unwrap();
+                assert_eq!(places.len(), ranks);
+                let inside =
+                    |place: &CpuSet| (0..CpuSet::MAX_CPU).all(|cpu| !place.is_set(cpu) || all.is_set(cpu));
+                assert!(places.iter().all(|place| place.count() > 0 && inside(place)), "{bind:?} {ranks}");
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! Stores that go past the caches, for results that outgrow them.
+//!
+//! An ordinary store first reads the line that it writes, and turns another line out. A result that no cache holds until it is
+//! read again pays for both. On 2 cores of an EPYC (Zen 4, 32 MB of L3), each copying 16 MB through a slot in L2: 4.1 GB/s, and
+//! 6.7 with these stores; copying 2 MB so: 18.7, and 10.2.
+
+use super::{copy, reduce, valid};
+use crate::{DType, ReduceOp};
+
+/// Bytes that are folded in L1 before they are stored.
+const BLOCK: usize = 4 << 10;
+
+#[repr(C, align(64))]
+struct Block([u8; BLOCK]);
+
+/// [`copy`](crate::copy), with further outputs, `streamed`, which are written past the caches.
+///
+/// # Safety
+///
+/// As [`copy`](crate::copy), for both lists of outputs.
+pub unsafe fn copy_streaming(src: *const u8, outs: &[*mut u8], streamed: &[*mut u8], bytes: usize) {
+    let step = if outs.len() + streamed.len() > 1 { BLOCK } else { bytes };
+    let mut at = 0;
+    while at < bytes {
+        let n = step.min(bytes - at);
+        // SAFETY: `at + n <= bytes`: all ranges are parts of the caller's.
+        unsafe {
+            for &out in outs {
+                copy(src.add(at), &[out.add(at)], n);
+            }
+            for &out in streamed {
+                store(src.add(at), out.add(at), n);
+            }
+        }
+        at += n;
+    }
+    fence();
+}
+
+/// [`reduce`](crate::reduce), with further outputs, `streamed`, which are written past the caches.
+///
+/// # Safety
+///
+/// As [`reduce`](crate::reduce), for both lists of outputs.
+pub unsafe fn reduce_streaming(
+    dtype: DType,
+    op: ReduceOp,
+    ins: &[*const u8],
+    outs: &[*mut u8],
+    streamed: &[*mut u8],
+    len: usize,
+    finish: Option<u32>,
+) {
+    if !valid(dtype, op, ins, if outs.is_empty() { streamed } else { outs }, finish) {
+        return;
+    }
+    let unit = dtype.size();
+    let mut block = Block([0; BLOCK]);
+    let (mut ins, mut outs) = (ins.to_vec(), outs.to_vec());
+    let kept = outs.len();
+    let mut done = 0;
+    while done < len {
+        let n = (BLOCK / unit).min(len - done);
+        // Without another place the result is made in a block of ours.
+        if kept == 0 {
+            outs.clear();
+            outs.push(block.0.as_mut_ptr());
+        }
+        // SAFETY: `done + n <= len`, so all ranges are parts of the caller's, or our block, which holds `n` elements. An input
+        // that a streamed output is equal to has been read up to there.
+        unsafe {
+            reduce(dtype, op, &ins, &outs, n, finish);
+            for &out in streamed {
+                store(outs[0].cast_const(), out.add(done * unit), n * unit);
+            }
+        }
+        done += n;
+        ins.iter_mut().for_each(|at| *at = at.wrapping_add(n * unit));
+        outs.iter_mut().for_each(|at| *at = at.wrapping_add(n * unit));
+    }
+    fence();
+}
+
+/// Copies past the caches.
+///
+/// # Safety
+///
+/// As [`copy`], for one output.
+#[cfg(target_arch = "x86_64")]
+unsafe fn store(src: *const u8, out: *mut u8, bytes: usize) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    const LINE: usize = 64;
+    if std::ptr::eq(src, out) {
+        return;
+    }
+    let head = out.align_offset(LINE).min(bytes);
+    let lines = (bytes - head) / LINE;
+    let tail = head + lines * LINE;
+    // SAFETY: `head`, `lines` and the rest make up `bytes`, of which the caller vouches for both ranges; SSE2 is in every x86_64; the
+    // stores are to multiples of 64, as they have to be.
+    unsafe {
+        copy(src, &[out], head);
+        let (from, to) = (src.add(head).cast::<__m128i>(), out.add(head).cast::<__m128i>());
+        for at in (0..lines * LINE / size_of::<__m128i>()).step_by(4) {
+            let [a, b, c, d] = [0, 1, 2, 3].map(|i| _mm_loadu_si128(from.add(at + i)));
+            _mm_stream_si128(to.add(at), a);
+            _mm_stream_si128(to.add(at + 1), b);
+            _mm_stream_si128(to.add(at + 2), c);
+            _mm_stream_si128(to.add(at + 3), d);
+        }
+        copy(src.add(tail), &[out.add(tail)], bytes - tail);
+    }
+}
+
+/// Copies; there is no better way here.
+///
+/// # Safety
+///
+/// As [`copy`], for one output.
+#[cfg(not(target_arch = "x86_64"))]
+unsafe fn store(src: *const u8, out: *mut u8, bytes: usize) {
+    // SAFETY: as the caller vouches.
+    unsafe { copy(src, &[out], bytes) }
+}
+
+/// What was streamed is there before anything that is written after it: such stores are not ordered by themselves.
+fn fence() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is in every x86_64.
+    unsafe {
+        std::arch::x86_64::_mm_sfence()
+    };
+}
