@@ -601,7 +601,7 @@ impl Machine {
             if m * node.unit > Port::INLINE && port.tx(peer)?.needs_slot(at, m * node.unit) {
                 if let Some((slot, place)) = port.take_slot() {
                     // SAFETY: `m` elements of our own chunk (or stored result), at most a slot; the slot is ours.
-                    unsafe { kernels::copy(at, &[place], m * node.unit) };
+                    unsafe { port.filling.copy(at, place, m * node.unit) };
                     payload = Payload::Slot(slot, place);
                 } else {
                     // No slot is free: what fits a cell goes, so that no other communicator's backlog stops us.

@@ -6,6 +6,7 @@
 mod active;
 pub(crate) mod device;
 mod endpoint;
+mod filling;
 mod inflight;
 mod lane;
 mod machine;

@@ -570,7 +570,7 @@ impl Messages {
         }
         Ok(self.port.take_slot().map(|(slot, place)| {
             // SAFETY: `len` bytes of the send's buffer, which the table owns, to a slot of ours that has room.
-            unsafe { kernels::copy(at, &[place], len) };
+            unsafe { self.port.filling.copy(at, place, len) };
             Payload::Slot(slot, place)
         }))
     }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use super::filling::Filling;
 use crate::error::Error;
 use crate::link::region::Region;
 use crate::link::ring::CELLS;
@@ -69,6 +70,8 @@ pub(crate) struct Port {
     /// References to shared slots, by slot: a slot sent to several peers is free when all are done.
     references: Vec<u16>,
     dead: bool,
+    /// How slots are filled.
+    pub(crate) filling: Filling,
 }
 
 impl Port {
@@ -80,7 +83,7 @@ impl Port {
     ) -> Port {
         let peers = (0..size).map(|_| Peer::default()).collect();
         let references = vec![0; crate::link::region::SLOTS];
-        Port { opener, region, rank, channel, peers, references, dead: false }
+        Port { opener, region, rank, channel, peers, references, dead: false, filling: Filling::default() }
     }
 
     pub(crate) fn tx(&mut self, peer: Rank) -> Result<&mut dyn LinkTx, Error> {

@@ -39,6 +39,7 @@ const UNSAFE: [(&str, &str); 26] = [
     ("engine/link/ipc.rs", "implements the contract of a link"),
     ("engine/link/tcp.rs", "sends from memory that is in flight"),
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
+    ("engine/exec/filling.rs", "copies to staging slots"),
     ("engine/exec/port.rs", "calls links"),
     ("engine/exec/machine.rs", "receives into memory in flight"),
     ("engine/exec/machine/device.rs", "puts kernels on memory in flight"),

@@ -29,7 +29,7 @@ impl Machine {
         let to_hand = (dst.is_some() && writable < m) || (dst.is_none() && !ready);
         let mut scratch = Scratch([0; Port::INLINE]);
         let mut outs = [std::ptr::null_mut::<u8>(); 2];
-        let (mut used, mut payload) = (0, None);
+        let (mut used, mut payload, mut in_slot) = (0, None, false);
         if to_hand {
             if dst.is_none() && !program.nodes[i].hand {
                 return Ok(0);
@@ -58,6 +58,7 @@ impl Machine {
                         (used, payload) = (1, Some(Payload::Memory(outs[0])));
                     }
                 } else if let Some((slot, at)) = port.take_slot() {
+                    in_slot = true;
                     outs[used] = at;
                     used += 1;
                     payload = Some(Payload::Slot(slot, at));
@@ -77,7 +78,13 @@ impl Machine {
         let is_copy = ins.len() == 1 && !(step.finish && c.averages());
         let is_final = dst.is_some() && !to_hand && program.nodes[i].is_final;
         let streamed =
-            usize::from(self.shared.streams && is_copy && is_final && (step.send.is_empty() || used > 1));
+            usize::from(self.shared.streams && is_copy && is_final && (step.send.is_empty() || in_slot));
+        if is_copy && in_slot && node.unit > 0 {
+            // The source is in a cache when it is copied once more.
+            used -= 1;
+            // SAFETY: as in `run_kernel`; the slot, the last of the outs, has room for a slice.
+            unsafe { port.filling.copy(ins[0], outs[used], m * node.unit) };
+        }
         self.run_kernel(c, i, m, ins, outs[..used].split_at(streamed))?;
         for operand in &step.operands {
             if let Operand::Recv(from) = operand {

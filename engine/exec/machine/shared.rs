@@ -296,7 +296,7 @@ impl Machine {
             let bytes = PIECE.min(loan.bytes - start);
             // SAFETY: a piece of a chunk of our own input, which the table owns; the slot holds a piece, and is ours: it
             // was never lent, or it has come back (`lent - back`, and loans come back in order).
-            unsafe { kernels::copy(loan.input.wrapping_add(start), &[place], bytes) };
+            unsafe { port.filling.copy(loan.input.wrapping_add(start), place, bytes) };
             loan = Loan { input: place, output: place, bytes };
         }
         let header = Header {
@@ -418,9 +418,10 @@ impl Machine {
                 None => (ours, done * unit),
             };
             (ins[rank], outs[rank]) = (input.wrapping_add(at), output.wrapping_add(at));
-            // Not what goes back through a slot, or has been read there.
+            // Not what has been read there; and what goes back through a slot as slots are filled.
             let through_slot = peer.loan.is_some_and(|loan| loan.bytes <= PIECE);
-            if self.shared.streams && !through_slot && input != output.cast_const() {
+            let to_memory = self.shared.streams && !through_slot && input != output.cast_const();
+            if to_memory || through_slot && port.filling.is_past(slice * unit) {
                 outs.swap(rank, streamed);
                 streamed += 1;
             }
