@@ -10,6 +10,9 @@ use crate::{DType, ReduceOp};
 /// Bytes that are folded in L1 before they are stored.
 const BLOCK: usize = 4 << 10;
 
+/// Inputs and outputs that need no memory of their own.
+const FEW: usize = 64;
+
 #[repr(C, align(64))]
 struct Block([u8; BLOCK]);
 
@@ -56,20 +59,22 @@ pub unsafe fn reduce_streaming(
     }
     let unit = dtype.size();
     let mut block = Block([0; BLOCK]);
-    let (mut ins, mut outs) = (ins.to_vec(), outs.to_vec());
+    let (mut few_ins, mut few_outs) = ([std::ptr::null(); FEW], [std::ptr::null_mut(); FEW]);
+    let (mut many_ins, mut many_outs) = (Vec::new(), Vec::new());
     let kept = outs.len();
+    let ins = copied(ins, &mut few_ins, &mut many_ins);
+    let outs = copied(if kept == 0 { &[std::ptr::null_mut()] } else { outs }, &mut few_outs, &mut many_outs);
     let mut done = 0;
     while done < len {
         let n = (BLOCK / unit).min(len - done);
         // Without another place the result is made in a block of ours.
         if kept == 0 {
-            outs.clear();
-            outs.push(block.0.as_mut_ptr());
+            outs[0] = block.0.as_mut_ptr();
         }
         // SAFETY: `done + n <= len`, so all ranges are parts of the caller's, or our block, which holds `n` elements. An input
         // that a streamed output is equal to has been read up to there.
         unsafe {
-            reduce(dtype, op, &ins, &outs, n, finish);
+            reduce(dtype, op, ins, outs, n, finish);
             for &out in streamed {
                 store(outs[0].cast_const(), out.add(done * unit), n * unit);
             }
@@ -79,6 +84,20 @@ pub unsafe fn reduce_streaming(
         outs.iter_mut().for_each(|at| *at = at.wrapping_add(n * unit));
     }
     fence();
+}
+
+/// A copy of a list of addresses, which are to move: on the stack, as nothing allocates in the steady state.
+fn copied<'a, P: Copy>(list: &[P], few: &'a mut [P; FEW], many: &'a mut Vec<P>) -> &'a mut [P] {
+    match few.get_mut(..list.len()) {
+        Some(few) => {
+            few.copy_from_slice(list);
+            few
+        }
+        None => {
+            many.extend_from_slice(list);
+            many
+        }
+    }
 }
 
 /// Copies past the caches.
