@@ -159,15 +159,14 @@ impl World {
             Transport::Mesh(mesh) => mesh.clone(),
             Transport::Hub(_) => Weak::new(),
         };
-        let hosts = match &transport {
-            Transport::Mesh(mesh) => mesh.upgrade().map_or(vec![0; size], |mesh| mesh.hosts().to_vec()),
-            Transport::Hub(_) => vec![0; size],
-        };
+        let met = mesh.upgrade();
+        let hosts = met.as_ref().map_or(vec![0; size], |mesh| mesh.hosts().to_vec());
         // Asked once: of each process that shares memory with this one.
         let beside = |rank: Rank| match &localities[rank] {
-            Locality::SameHost => mesh.upgrade().is_none_or(|mesh| {
-                mesh.peers()[rank].as_ref().is_none_or(|peer| host::shares_cores(peer.pid))
-            }),
+            Locality::SameHost => {
+                let peer = met.as_ref().and_then(|mesh| mesh.peers()[rank].as_ref());
+                peer.is_none_or(|peer| host::shares_cores(peer.pid))
+            }
             _ => true,
         };
         let beside = (0..size).map(beside).collect();

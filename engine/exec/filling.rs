@@ -60,7 +60,7 @@ impl Filling {
         // SAFETY: as the caller vouches.
         unsafe {
             match past {
-                true => kernels::copy_streaming(src, &[], &[slot], bytes),
+                true => kernels::copy_streaming(src, slot, bytes),
                 false => kernels::copy(src, &[slot], bytes),
             }
         }

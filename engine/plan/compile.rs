@@ -99,6 +99,8 @@ struct Touched {
     writer: Option<u32>,
     /// The steps that have read it, or send from it, since.
     readers: Vec<u32>,
+    /// How often steps name it.
+    named: u32,
 }
 
 impl Program {
@@ -121,6 +123,7 @@ impl Program {
                     Operand::Recv(from) => recvs[from].push(i),
                     Operand::Own(at) => {
                         let t = of(&mut touched, at);
+                        t.named += 1;
                         add(&mut node.after_write, t.writer);
                         if step.dst != Some(at) {
                             t.readers.push(i);
@@ -130,6 +133,7 @@ impl Program {
             }
             if let Some(at) = step.dst {
                 let t = of(&mut touched, at);
+                t.named += 1;
                 // Readers have waited for the writer before them.
                 if t.readers.is_empty() {
                     add(&mut node.after_write, t.writer);
@@ -154,14 +158,8 @@ impl Program {
                 add(&mut nodes[j as usize].dependents, Some(i as u32));
             }
         }
-        let mut named: Vec<Vec<u32>> = plan.slots.iter().map(|l| vec![0; l.chunks() as usize]).collect();
-        for step in &plan.steps {
-            let own =
-                step.operands.iter().filter_map(|o| if let Operand::Own(at) = o { Some(*at) } else { None });
-            own.chain(step.dst).for_each(|at| named[at.slot as usize][at.chunk as usize] += 1);
-        }
         for (node, step) in nodes.iter_mut().zip(&plan.steps) {
-            let once = |at: At| at.slot == OUTPUT && named[at.slot as usize][at.chunk as usize] == 1;
+            let once = |at: At| at.slot == OUTPUT && of(&mut touched, at).named == 1;
             node.is_final = step.dst.is_some_and(once);
         }
         Program { plan: plan.clone(), nodes, sends, recvs, folds_all: folds_all(plan) }

@@ -77,15 +77,14 @@ impl Machine {
         // Copies that nobody reads again soon: not even a peer, from there. A fold, which waits for what it reads, gained nothing.
         let is_copy = ins.len() == 1 && !(step.finish && c.averages());
         let is_final = dst.is_some() && !to_hand && program.nodes[i].is_final;
-        let streamed =
-            usize::from(self.shared.streams && is_copy && is_final && (step.send.is_empty() || in_slot));
+        let streams = self.shared.streams && is_copy && is_final && (step.send.is_empty() || in_slot);
         if is_copy && in_slot && node.unit > 0 {
             // The source is in a cache when it is copied once more.
             used -= 1;
             // SAFETY: as in `run_kernel`; the slot, the last of the outs, has room for a slice.
             unsafe { port.filling.copy(ins[0], outs[used], m * node.unit) };
         }
-        self.run_kernel(c, i, m, ins, outs[..used].split_at(streamed))?;
+        self.run_kernel(c, i, m, ins, (&outs[..used], streams))?;
         for operand in &step.operands {
             if let Operand::Recv(from) = operand {
                 port.rx(*from)?.release(m * node.unit);
@@ -106,11 +105,11 @@ impl Machine {
         i: usize,
         m: usize,
         ins: &[*const u8],
-        (streamed, outs): (&[*mut u8], &[*mut u8]),
+        (outs, streams): (&[*mut u8], bool),
     ) -> Result<(), Error> {
         let plan = &c.part.program.plan;
         let (node, step) = (&self.nodes[i], &plan.steps[i]);
-        if node.unit == 0 || outs.len() + streamed.len() == 0 {
+        if node.unit == 0 || outs.is_empty() {
             return Ok(());
         }
         if let Some(phantom) = &c.common.phantom {
@@ -123,8 +122,8 @@ impl Machine {
         // either equal to an operand (in place) or disjoint from all: chunks of a layout do not overlap, and staging
         // belongs to this frame alone.
         unsafe {
-            if !streamed.is_empty() {
-                kernels::copy_streaming(ins[0], outs, streamed, m * node.unit);
+            if streams {
+                kernels::copy_streaming(ins[0], outs[0], m * node.unit);
             } else if ins.len() == 1 && finish.is_none() {
                 if ins[0] != outs[0].cast_const() {
                     kernels::copy(ins[0], outs, m * node.unit);

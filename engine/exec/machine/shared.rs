@@ -328,7 +328,7 @@ impl Machine {
         // has come back.
         unsafe {
             match self.shared.streams && !part.is_in_place() {
-                true => kernels::copy_streaming(place, &[], &[at], lent.end - start),
+                true => kernels::copy_streaming(place, at, lent.end - start),
                 false => kernels::copy(place, &[at], lent.end - start),
             }
         };

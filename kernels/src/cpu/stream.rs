@@ -9,34 +9,20 @@ use crate::{DType, ReduceOp};
 
 /// Bytes that are folded in L1 before they are stored.
 const BLOCK: usize = 4 << 10;
-
 /// Inputs and outputs that need no memory of their own.
 const FEW: usize = 64;
 
 #[repr(C, align(64))]
 struct Block([u8; BLOCK]);
 
-/// [`copy`](crate::copy), with further outputs, `streamed`, which are written past the caches.
+/// Copies `bytes` bytes past the caches.
 ///
 /// # Safety
 ///
-/// As [`copy`](crate::copy), for both lists of outputs.
-pub unsafe fn copy_streaming(src: *const u8, outs: &[*mut u8], streamed: &[*mut u8], bytes: usize) {
-    let step = if outs.len() + streamed.len() > 1 { BLOCK } else { bytes };
-    let mut at = 0;
-    while at < bytes {
-        let n = step.min(bytes - at);
-        // SAFETY: `at + n <= bytes`: all ranges are parts of the caller's.
-        unsafe {
-            for &out in outs {
-                copy(src.add(at), &[out.add(at)], n);
-            }
-            for &out in streamed {
-                store(src.add(at), out.add(at), n);
-            }
-        }
-        at += n;
-    }
+/// As [`copy`](crate::copy), for one output.
+pub unsafe fn copy_streaming(src: *const u8, out: *mut u8, bytes: usize) {
+    // SAFETY: as the caller vouches.
+    unsafe { store(src, out, bytes) };
     fence();
 }
 
@@ -59,18 +45,16 @@ pub unsafe fn reduce_streaming(
     }
     let unit = dtype.size();
     let mut block = Block([0; BLOCK]);
+    // Without another place the result is made in a block of ours.
+    let result = [block.0.as_mut_ptr()];
     let (mut few_ins, mut few_outs) = ([std::ptr::null(); FEW], [std::ptr::null_mut(); FEW]);
     let (mut many_ins, mut many_outs) = (Vec::new(), Vec::new());
-    let kept = outs.len();
+    let kept = !outs.is_empty();
     let ins = copied(ins, &mut few_ins, &mut many_ins);
-    let outs = copied(if kept == 0 { &[std::ptr::null_mut()] } else { outs }, &mut few_outs, &mut many_outs);
+    let outs = copied(if kept { outs } else { &result }, &mut few_outs, &mut many_outs);
     let mut done = 0;
     while done < len {
         let n = (BLOCK / unit).min(len - done);
-        // Without another place the result is made in a block of ours.
-        if kept == 0 {
-            outs[0] = block.0.as_mut_ptr();
-        }
         // SAFETY: `done + n <= len`, so all ranges are parts of the caller's, or our block, which holds `n` elements. An input
         // that a streamed output is equal to has been read up to there.
         unsafe {
@@ -81,7 +65,9 @@ pub unsafe fn reduce_streaming(
         }
         done += n;
         ins.iter_mut().for_each(|at| *at = at.wrapping_add(n * unit));
-        outs.iter_mut().for_each(|at| *at = at.wrapping_add(n * unit));
+        if kept {
+            outs.iter_mut().for_each(|at| *at = at.wrapping_add(n * unit));
+        }
     }
     fence();
 }
