@@ -87,6 +87,9 @@ impl fmt::Display for What {
     }
 }
 
+/// Inputs repeat themselves after so many elements.
+const PERIOD: usize = 97;
+
 /// One line of the table: what every rank knows of it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Case {
@@ -139,20 +142,25 @@ impl Case {
 
     /// Element `i` of a rank's input: small, so that results are exact in most types.
     fn value(&self, rank: usize, i: usize) -> u64 {
-        let x = (i % 97 + 3 * rank) as u64;
+        let x = (i % PERIOD + 3 * rank) as u64;
         if self.op == ReduceOp::Prod { 1 + x % 2 } else { x % 4 }
     }
 
     /// Fills a buffer as the input of this rank; in place, with what lies around its own block.
+    ///
+    /// As fast as the peers' programs fill theirs: the longer ago a buffer was written, the less of it others who use the
+    /// last cache have left there.
     pub(crate) fn fill<T: Value>(&self, buf: &mut [T], in_place: bool) {
         let gathers = matches!(self.what, What::Collective(Kind::AllGather | Kind::Gather));
         let shift = if in_place && gathers && buf.len() > self.count { self.own_block() } else { 0 };
-        for (i, x) in buf.iter_mut().enumerate() {
-            *x = match i.checked_sub(shift) {
-                Some(k) if shift == 0 || k < self.count => T::of(self.value(self.rank, k)),
-                _ => T::of(0),
-            };
-        }
+        let end = if shift == 0 { buf.len() } else { buf.len().min(shift + self.count) };
+        let (before, own) = buf.split_at_mut(shift);
+        let (own, after) = own.split_at_mut(end - shift);
+        before.fill(T::of(0));
+        after.fill(T::of(0));
+        let (first, rest) = own.split_at_mut(own.len().min(64 * PERIOD));
+        first.iter_mut().enumerate().for_each(|(i, x)| *x = T::of(self.value(self.rank, i)));
+        rest.chunks_mut(64 * PERIOD).for_each(|piece| piece.copy_from_slice(&first[..piece.len()]));
     }
 
     /// How many elements of this rank's result are wrong.
