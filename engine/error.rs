@@ -309,6 +309,9 @@ impl Error {
     }
 }
 
+/// How an operation ended, where it is handed on from hand to hand: small.
+pub(crate) type Outcome = Result<(), Box<Error>>;
+
 /// A failed operation: the error, and the buffer if nothing can touch it any more.
 ///
 /// `?` turns it into [`Error`] where a function returns that.

@@ -44,14 +44,15 @@ impl Recorder {
         Recorder(Mutex::new(VecDeque::with_capacity(KEEP)))
     }
 
-    pub(crate) fn submitted(&self, number: u64, signature: Signature) {
+    /// Whether it has begun as well.
+    pub(crate) fn submitted(&self, number: u64, signature: Signature, (now, has_begun): (Instant, bool)) {
         let mut records = self.0.lock();
         // The oldest record's list is used again: nothing is allocated once the recorder is full.
         let mut waiting = if records.len() == KEEP { records.pop_front().map(|r| r.waiting) } else { None }
             .unwrap_or_default();
         waiting.clear();
-        let (submitted, started, finished) = (Instant::now(), None, None);
-        let state = State::Queued;
+        let (submitted, started, finished) = (now, has_begun.then_some(now), None);
+        let state = if has_begun { State::Running } else { State::Queued };
         records.push_back(Record { number, signature, state, submitted, started, finished, waiting });
     }
 
@@ -63,10 +64,10 @@ impl Recorder {
         }
     }
 
-    pub(crate) fn started(&self, number: u64) {
+    pub(crate) fn started(&self, number: u64, now: Instant) {
         self.with(number, |r| {
             r.state = State::Running;
-            r.started = Some(Instant::now());
+            r.started = Some(now);
         });
     }
 

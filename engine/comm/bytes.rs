@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::Work;
 use super::call::{Call, Spec, program};
 use super::restore::{lost, settle};
-use crate::error::{Error, Failed};
+use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Part, Tables, Then};
 use crate::mem::Held;
 use crate::plan;
@@ -21,11 +21,11 @@ struct Bytes {
     all: Vec<u8>,
 }
 
-fn broadcast(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<u8>, Failed<Vec<u8>>> {
+fn broadcast(result: Outcome, held: Option<Held>) -> Result<Vec<u8>, Failed<Vec<u8>>> {
     settle(result, held.and_then(Held::take::<Bytes>).map(|bytes| bytes.mine))
 }
 
-fn gathered(result: Result<(), Error>, held: Option<Held>) -> Result<Vec<Vec<u8>>, Failed<Vec<u8>>> {
+fn gathered(result: Outcome, held: Option<Held>) -> Result<Vec<Vec<u8>>, Failed<Vec<u8>>> {
     match (result, held.and_then(Held::take::<Bytes>)) {
         (Ok(()), Some(bytes)) => {
             let mut rest = &bytes.all[..];

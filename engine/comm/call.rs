@@ -84,7 +84,7 @@ impl Prepared {
 
 pub(super) fn given_back<O, F>(error: Error, held: Held, restore: Restore<O, F>) -> Failed<F> {
     let none = || Failed { buf: None, error: Error::invalid("submit", "refused") };
-    restore(Err(error), Some(held)).err().unwrap_or_else(none)
+    restore(Err(Box::new(error)), Some(held)).err().unwrap_or_else(none)
 }
 
 /// What is called.

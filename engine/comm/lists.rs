@@ -4,18 +4,15 @@ use super::Work;
 use super::call::{Call, Spec};
 use super::restore::{refused, settle};
 use super::staged::Memory;
-use crate::error::{Error, Failed};
+use crate::error::{Failed, Outcome};
 use crate::mem::{BufList, Held, Parts, memory};
 use crate::types::{Kind, Rank};
 
-fn list<L: BufList>(result: Result<(), Error>, held: Option<Held>) -> Result<L, Failed<L>> {
+fn list<L: BufList>(result: Outcome, held: Option<Held>) -> Result<L, Failed<L>> {
     settle(result, held.and_then(Held::take::<Parts<(), L>>).map(|p| p.output))
 }
 
-fn pair<I: BufList, O: BufList>(
-    result: Result<(), Error>,
-    held: Option<Held>,
-) -> Result<(I, O), Failed<(I, O)>> {
+fn pair<I: BufList, O: BufList>(result: Outcome, held: Option<Held>) -> Result<(I, O), Failed<(I, O)>> {
     settle(result, held.and_then(Held::take::<Parts<I, O>>).map(|p| (p.input, p.output)))
 }
 

@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::Work;
 use super::work::Restore;
-use crate::error::{Error, Failed};
+use crate::error::{Error, Failed, Outcome};
 use crate::exec::device::DeviceOp;
 use crate::exec::{Endpoint, Key, Polled};
 use crate::mem::device::{DeviceEvent, DeviceStream};
@@ -96,20 +96,20 @@ impl<O, F> Drop for OnDevice<O, F> {
 
 impl<O, F> OnDevice<O, F> {
     /// The operation is over.
-    fn end(&mut self, result: Result<(), Error>, held: Option<Held>) -> Result<O, Failed<F>> {
+    fn end(&mut self, result: Outcome, held: Option<Held>) -> Result<O, Failed<F>> {
         self.key = None;
         match (self.content.take(), result) {
             (Some(Content::Held(held, _)), Err(error)) if self.device.is_lost() => {
                 // Quarantine, as in `Endpoint::drain`, which did not have it.
                 std::mem::forget(held);
-                Err(Failed { buf: None, error })
+                Err(Failed { buf: None, error: *error })
             }
             (Some(Content::Held(held, restore)), result) => restore(result, Some(held)),
             (Some(Content::Value(value)), Ok(())) => {
                 drop(held);
                 Ok(value)
             }
-            (_, Err(error)) => Err(Failed { buf: None, error }),
+            (_, Err(error)) => Err(Failed { buf: None, error: *error }),
             (None, Ok(())) => Err(taken()),
         }
     }
@@ -231,7 +231,7 @@ impl Sealed for DeviceStream {
             return ready(run(value, job));
         }
         let value = match on.content.take() {
-            Some(Content::Held(held, restore)) => restore(on.device.hand_on(), Some(held)),
+            Some(Content::Held(held, restore)) => restore(on.device.hand_on().map_err(Box::new), Some(held)),
             Some(Content::Value(value)) => Ok(value),
             None => Err(taken()),
         };
@@ -272,7 +272,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     pub fn in_order(mut self) -> Result<O, Failed<F>> {
         let State::Device(on) = &mut self.0 else { return self.wait() };
         match on.content.take() {
-            Some(Content::Held(held, restore)) => restore(on.device.hand_on(), Some(held)),
+            Some(Content::Held(held, restore)) => restore(on.device.hand_on().map_err(Box::new), Some(held)),
             Some(Content::Value(value)) => Ok(value),
             None => Err(taken()),
         }

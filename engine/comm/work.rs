@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use crate::error::{Error, Failed};
+use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Finished, Key, Polled};
 use crate::mem::Held;
 
@@ -20,7 +20,7 @@ pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
 pub(super) const EAGER_POLLS: u32 = 10;
 
 /// Turns what the table held back into what the user gets.
-pub(crate) type Restore<O, F> = fn(Result<(), Error>, Option<Held>) -> Result<O, Failed<F>>;
+pub(crate) type Restore<O, F> = fn(Outcome, Option<Held>) -> Result<O, Failed<F>>;
 
 /// An operation that has been submitted: a future that gives the buffer back.
 ///
@@ -76,7 +76,7 @@ impl<O, F> Work<O, F> {
     }
 
     /// What the table gave back, as the user gets it. There is nothing more to wait for.
-    pub(super) fn settle(&mut self, (result, held): Finished<Held, Error>) -> Result<O, Failed<F>> {
+    pub(super) fn settle(&mut self, (result, held): Finished<Held, Box<Error>>) -> Result<O, Failed<F>> {
         self.state = State::Taken;
         (self.restore)(result, held)
     }

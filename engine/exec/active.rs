@@ -110,7 +110,7 @@ impl Active {
         Some((c.common.number, c.common.signature, c.timeout, c.started))
     }
 
-    pub(crate) fn start(&mut self, key: Key, request: Request) {
+    pub(crate) fn start(&mut self, key: Key, request: Request, started: Instant) {
         let Request { number, signature, timeout, reduction, scale, parts, then, device, staged } = request;
         let phantom = self.phantom.clone();
         let comm = self.comm;
@@ -119,7 +119,6 @@ impl Active {
         let common =
             Common { comm, number, signature, reduction, scale, phantom, slice, device, streams_from };
         self.stalled_at = None;
-        let started = Instant::now();
         let reach = if staged.is_some() { (0, 0) } else { ALL };
         self.current = Some(Current {
             key,

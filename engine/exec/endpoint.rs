@@ -1,7 +1,7 @@
 //! One rank's side of one communicator: submission, the table, and driving what was submitted.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -14,10 +14,12 @@ mod drain;
 mod ending;
 mod finish;
 mod reuse;
+mod submit;
 pub(super) mod together;
 mod watch;
 
 pub(crate) use reuse::Machines;
+pub(crate) use submit::{Collective, Submission, When};
 
 use self::asked::Asked;
 use self::ending::Endings;
@@ -27,19 +29,18 @@ use super::active::{Active, Pass};
 use super::device::{Binding, DeviceOp};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
-use super::operation::{PartList, Reduction, Request, Then};
+use super::operation::Request;
 use super::p2p::{Direction, Messages, Transfer};
 use super::port::{Opener, Port};
 use crate::error::Error;
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::link::waits::{Point, stop};
-use crate::mem::device::Staged;
 use crate::mem::{Event, Held};
 use crate::plan::choices::GroupChoices;
 use crate::plan::{Env, Program};
 use crate::trace::{Recorder, State};
-use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
+use crate::types::{Rank, Signature};
 
 /// Signatures remembered, so that a peer's late question can be answered.
 const HISTORY: usize = 256;
@@ -92,40 +93,13 @@ pub(crate) struct EndpointConfig {
     pub(crate) streams_from: usize,
 }
 
-/// A collective that was looked at and found good.
-pub(crate) struct Collective {
-    pub(crate) call: &'static str,
-    pub(crate) signature: Signature,
-    pub(crate) parts: PartList,
-    pub(crate) reduction: Reduction,
-    pub(crate) scale: Option<f64>,
-    pub(crate) then: Option<Then>,
-    /// The device that runs it.
-    pub(crate) device: Option<Arc<DeviceOp>>,
-}
-
-/// What to do.
-pub(crate) enum Submission {
-    Collective(Collective),
-    Message { direction: Direction, peer: Rank, tag: u32, memory: *mut u8, count: usize, dtype: DType },
-}
-
-/// How a submission is to be run.
-#[derive(Default)]
-pub(crate) struct When {
-    pub(crate) timeout: Option<Duration>,
-    pub(crate) after: Option<Event>,
-    /// What brings the operation's memory, and takes it back when all has moved, before the operation is finished.
-    pub(crate) staged: Option<Arc<Staged>>,
-}
-
 /// A peer's answer: about which operation, its own last call, when.
 type Heard = (u64, Option<u64>, Instant);
 
 type Queued<R> = (Key, R, Option<Event>);
 
 struct Table {
-    inflight: Inflight<Held, Error>,
+    inflight: Inflight<Held, Box<Error>>,
     collectives: VecDeque<Queued<Request>>,
     messages: VecDeque<Queued<Transfer>>,
     next: u64,
@@ -181,6 +155,8 @@ pub(crate) struct Endpoint {
     poisoned: AtomicBool,
     /// Something is to be done last, now.
     is_due: AtomicBool,
+    /// The table holds operations that have not begun. Changed under its lock.
+    is_queued: AtomicBool,
     /// On the lane's list.
     pub(crate) enlisted: AtomicBool,
     /// Threads that drive this endpoint themselves right now.
@@ -216,7 +192,7 @@ struct Programs {
 #[allow(clippy::large_enum_variant)] // moved once, and only when ready
 pub(crate) enum Polled {
     Pending,
-    Ready(Finished<Held, Error>),
+    Ready(Finished<Held, Box<Error>>),
 }
 
 impl Endpoint {
@@ -262,6 +238,7 @@ impl Endpoint {
             cause: OnceLock::new(),
             poisoned: AtomicBool::new(false),
             is_due: AtomicBool::new(false),
+            is_queued: AtomicBool::new(false),
             enlisted: AtomicBool::new(false),
             drivers: AtomicU32::new(0),
             waits: AtomicU32::new(0),
@@ -330,106 +307,15 @@ impl Endpoint {
         if self.poisoned.load(Ordering::Acquire) { self.cause.get().cloned() } else { None }
     }
 
-    /// Takes ownership of the buffers and queues the operation; on a refusal the buffers come back.
-    pub(crate) fn submit(
-        self: &Arc<Self>,
-        submission: Submission,
-        when: When,
-        held: Held,
-    ) -> Result<Key, (Error, Held)> {
-        let timeout = when.timeout.unwrap_or(self.config.timeout);
-        let mut table = self.table.lock();
-        let call = match &submission {
-            Submission::Collective(collective) => collective.call,
-            Submission::Message { direction, .. } => direction.name(),
-        };
-        if let Some(error) = self.refusal(&table, call) {
-            return Err((error, held));
-        }
-        let key = table.inflight.submit(held);
-        let mut disagreement = None;
-        match submission {
-            Submission::Collective(collective) => {
-                let Collective { signature, parts, reduction, scale, then, device, .. } = collective;
-                let number = table.next;
-                table.next += 1;
-                if let Some(device) = &device {
-                    device.submitted(number);
-                    table.devices.insert(key.number(), device.clone());
-                }
-                let staged = table.keep(key, (number, signature, timeout), when.staged);
-                let request =
-                    Request { number, signature, timeout, reduction, scale, parts, then, device, staged };
-                if table.history.len() == HISTORY {
-                    table.history.pop_front();
-                }
-                table.history.push_back(signature);
-                table.collectives.push_back((key, request, when.after));
-                self.recorder.submitted(number, signature);
-                if let Some((peer, theirs)) = table.asked.answer(number, signature) {
-                    disagreement = Some(self.mismatch(number, signature, peer, theirs));
-                }
-            }
-            Submission::Message { direction, peer, tag, memory, count, dtype } => {
-                let next = table.numbers.entry((peer, direction, tag)).or_insert(0);
-                let number = std::mem::replace(next, *next + 1);
-                let signature = Signature {
-                    kind: KIND_P2P,
-                    dtype: dtype as u8,
-                    op: NO_OP,
-                    algo: 0,
-                    root: tag,
-                    count: count as u64,
-                    generation: self.config.generation,
-                    detail: 0,
-                };
-                let bytes = count * dtype.size();
-                let staged = table.keep(key, (number, signature, timeout), when.staged);
-                let transfer = Transfer {
-                    key,
-                    direction,
-                    peer,
-                    tag,
-                    number,
-                    memory,
-                    bytes,
-                    unit: dtype.size(),
-                    signature,
-                    timeout,
-                    staged,
-                };
-                table.messages.push_back((key, transfer, when.after));
-            }
-        }
-        drop(table);
-        if let Some(error) = disagreement {
-            self.fail(error);
-        }
-        // On this thread first: what can complete without a switch does.
-        if self.drive_once() != Progress::Idle {
-            self.arm();
-        }
-        Ok(key)
-    }
-
-    fn refusal(&self, table: &Table, call: &str) -> Option<Error> {
-        if let Some(cause) = self.cause() {
-            return Some(cause);
-        }
-        if table.closed {
-            return Some(Error::Closed { call: call.to_owned() });
-        }
-        let limit = self.config.queue_limit;
-        (table.inflight.running() >= limit).then(|| Error::QueueFull { call: call.to_owned(), limit })
-    }
-
     fn mismatch(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
         Error::Mismatch { comm: self.config.name.clone(), number, rank: self.config.rank, ours, peer, theirs }
     }
 
     /// Puts the endpoint on the lane's list and makes sure that the lane looks at it.
     fn arm(self: &Arc<Self>) {
-        if !self.enlisted.swap(true, Ordering::AcqRel) {
+        // Pairs with the lane's fence as it takes an endpoint off: it sees what was submitted, or we see that it is off.
+        fence(Ordering::SeqCst);
+        if !self.enlisted.load(Ordering::Relaxed) && !self.enlisted.swap(true, Ordering::AcqRel) {
             self.config.lane.enlist(self.clone());
         }
         self.config.lane.nudge();
@@ -440,7 +326,7 @@ impl Endpoint {
     pub(crate) fn poll(self: &Arc<Self>, key: Key, waker: &Waker, budget: Duration, again: bool) -> Polled {
         let start = Instant::now();
         let mut passes = 0u32;
-        self.waits.fetch_add(1, Ordering::Relaxed);
+        self.count_wait();
         loop {
             // The waker is stored before driving: whoever finishes the operation from here on wakes us.
             if let Some(finished) = self.table.lock().inflight.poll(key, Some(waker)) {
@@ -471,7 +357,7 @@ impl Endpoint {
     /// Between two passes that moved nothing: gives the core away, at once where ranks outnumber cores.
     fn relax(&self, passes: &mut u32) -> bool {
         *passes = passes.wrapping_add(1);
-        let yields = self.config.crowded || (*passes).is_multiple_of(16);
+        let yields = self.config.crowded || (*passes).is_multiple_of(128);
         if yields {
             std::thread::yield_now();
         } else {
@@ -480,23 +366,39 @@ impl Endpoint {
         yields
     }
 
+    /// Of two threads at once one may not count: all that matters is whether there were any.
+    fn count_wait(&self) {
+        self.waits.store(self.waits.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+
     /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the lane.
-    pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Error> {
+    pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Box<Error>> {
         const SPIN: Duration = Duration::from_micros(200);
+        self.count_wait();
+        if let Some(finished) = self.table.lock().inflight.poll(key, None) {
+            return finished;
+        }
         self.drivers.fetch_add(1, Ordering::AcqRel);
-        self.waits.fetch_add(1, Ordering::Relaxed);
         let mut idle_since = None;
         let mut passes = 0u32;
         let found = loop {
+            // Not asked for in every pass: somebody else finishes it only now and then.
+            let progress = self.drive_once();
+            if progress == Progress::Advanced {
+                idle_since = None;
+            } else {
+                let yielded = self.relax(&mut passes);
+                if progress == Progress::Blocked && !yielded {
+                    continue;
+                }
+                // Where every pass gives the core away, the clock is not for each either.
+                let looks = !self.config.crowded || passes.is_multiple_of(8);
+                if looks && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+                    break None;
+                }
+            }
             if let Some(finished) = self.table.lock().inflight.poll(key, None) {
                 break Some(finished);
-            }
-            if self.drive_once() == Progress::Advanced {
-                idle_since = None;
-                continue;
-            }
-            if self.relax(&mut passes) && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
-                break None;
             }
         };
         self.drivers.fetch_sub(1, Ordering::AcqRel);
@@ -537,15 +439,17 @@ impl Endpoint {
 
     fn try_drive(self: &Arc<Self>, spinning: bool) -> Progress {
         match self.run.try_lock() {
-            Some(run) => {
-                let progress = self.drive(run, spinning);
-                if self.is_due.load(Ordering::Relaxed) {
-                    self.do_last();
-                }
-                progress
-            }
+            Some(run) => self.drive_with(run, spinning),
             None => Progress::Blocked,
         }
+    }
+
+    fn drive_with(self: &Arc<Self>, run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
+        let progress = self.drive(run, spinning);
+        if self.is_due.load(Ordering::Relaxed) {
+            self.do_last();
+        }
+        progress
     }
 
     fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
@@ -590,28 +494,9 @@ impl Endpoint {
 
     fn advance(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
         let mut any = !run.endings.is_empty() && self.end_some(run)?;
-        // Messages whose input is ready are handed to their machine; the rest keep their place.
-        {
-            let mut table = self.table.lock();
-            let mut i = 0;
-            while i < table.messages.len() {
-                let after = table.messages[i].2.as_ref();
-                if after.is_none_or(|event| !event.subscribe(self.config.lane.waker())) {
-                    // Should its stream have failed, it stays where it is, to be failed with all the others.
-                    let (_, transfer, after) = &table.messages[i];
-                    ready(after, transfer.direction.name())?;
-                    let Some((_, transfer, _)) = table.messages.remove(i) else { break };
-                    drop(table);
-                    run.messages.add(transfer);
-                    any = true;
-                    table = self.table.lock();
-                } else {
-                    i += 1;
-                }
-            }
-        }
-        if run.active.is_empty() {
-            self.next_collective(run)?;
+        // Who queues something looks after it, or leaves it to the lane: neither misses it here.
+        if self.is_queued.load(Ordering::Relaxed) {
+            any |= self.take_in(run)?;
         }
         let Run { active, port, devices, messages, .. } = run;
         any |= active.arrived(self.config.lane.waker())?;
@@ -660,23 +545,6 @@ impl Endpoint {
         Ok(Progress::Idle)
     }
 
-    fn next_collective(&self, run: &mut Run) -> Result<(), Error> {
-        let mut table = self.table.lock();
-        let Some((_, request, after)) = table.collectives.front() else { return Ok(()) };
-        if let Some(event) = after {
-            if event.subscribe(self.config.lane.waker()) {
-                return Ok(());
-            }
-            ready(after, &request.signature.to_string())?;
-        }
-        if let Some((key, request, _)) = table.collectives.pop_front() {
-            drop(table);
-            self.recorder.started(request.number);
-            run.active.start(key, request);
-        }
-        Ok(())
-    }
-
     /// Whether nothing is left to do and everything sent has left.
     pub(crate) fn is_quiet(self: &Arc<Self>) -> bool {
         self.drive_once() == Progress::Idle && self.table.lock().inflight.running() == 0
@@ -688,11 +556,4 @@ impl Endpoint {
         table.closed = true;
         table.next
     }
-}
-
-fn ready(after: &Option<Event>, call: &str) -> Result<(), Error> {
-    let Some(failed) = after.as_ref().filter(|event| event.is_failed()) else { return Ok(()) };
-    let panicked =
-        || Error::invalid(call, "the stream that it was to follow has failed: a job on it panicked");
-    Err(failed.cause().unwrap_or_else(panicked))
 }

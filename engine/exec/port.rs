@@ -36,6 +36,8 @@ pub(crate) struct Lent {
     /// The source is free up to here.
     pub(crate) end: usize,
     slot: Option<Slot>,
+    /// Which frame to the peer it is, from 1.
+    frame: u64,
 }
 
 /// A staging slot on loan.
@@ -46,8 +48,10 @@ pub(crate) struct Slot(u16);
 struct Peer {
     tx: Option<Box<dyn LinkTx>>,
     rx: Option<Box<dyn LinkRx>>,
+    /// What is yet to be released, but frames that left at once while there was none: nobody asks after those.
     lent: VecDeque<Lent>,
-    taken: u64,
+    /// Frames so far.
+    posted: u64,
     /// What was lent to it was taken back: it reads none of that any more.
     quiet: bool,
 }
@@ -153,11 +157,17 @@ impl Port {
         // released mark, and the operation completes only then) or the links are revoked; a slot is given back by
         // `reap` after its last release. Both are valid for `len` bytes: callers cut frames from checked ranges.
         let posted = unsafe { tx.post(header, at)? };
+        let gone = posted == Posted::Copied && tx.leaves();
         if let Some(Slot(slot)) = slot {
             self.references[slot as usize] += 1;
         }
-        let (owner, step, receiver, end) = owner;
-        self.peers[peer].lent.push_back(Lent { owner, step, receiver, end, slot });
+        let p = &mut self.peers[peer];
+        p.posted += 1;
+        // The count of what is released is on a line that the peer writes: it is read where something depends on it.
+        if !(gone && slot.is_none() && p.lent.is_empty()) {
+            let (owner, step, receiver, end) = owner;
+            p.lent.push_back(Lent { owner, step, receiver, end, slot, frame: p.posted });
+        }
         Ok(posted == Posted::Copied || slot.is_some())
     }
 
@@ -175,7 +185,9 @@ impl Port {
         if let Some(Slot(slot)) = slot {
             self.references[slot as usize] += 1;
         }
-        self.peers[peer].lent.push_back(Lent { owner, step, receiver, end, slot });
+        let p = &mut self.peers[peer];
+        p.posted += 1;
+        p.lent.push_back(Lent { owner, step, receiver, end, slot, frame: p.posted });
         Ok(())
     }
 
@@ -201,9 +213,8 @@ impl Port {
             }
             let Some(tx) = &mut p.tx else { continue };
             let released = tx.released()?;
-            while p.taken < released {
+            while p.lent.front().is_some_and(|lent| lent.frame <= released) {
                 let Some(lent) = p.lent.pop_front() else { break };
-                p.taken += 1;
                 any = true;
                 if let Some(slot) = lent.slot {
                     drop_reference(&mut self.references, &self.region, slot);
@@ -274,7 +285,7 @@ impl Port {
     /// Every peer has stopped reading: all that was lent is free.
     pub(crate) fn take_all_back(&mut self) {
         for p in &mut self.peers {
-            p.tx = None;
+            (p.tx, p.posted) = (None, 0);
             for slot in p.lent.drain(..).filter_map(|lent| lent.slot) {
                 drop_reference(&mut self.references, &self.region, slot);
             }

@@ -23,6 +23,8 @@ const CELLS_AT: usize = 2 * LINE;
 pub(crate) const RING_BYTES: usize = CELLS_AT + CELLS as usize * CELL;
 
 const NOWHERE: u64 = u64::MAX;
+/// Payloads that need no line beside the descriptor's.
+const TINY: usize = size_of::<u64>();
 
 /// A cell's first line. `repr(C)`: the layout is the contract between processes (of one build: versions are
 /// compared at the handshake).
@@ -31,7 +33,8 @@ const NOWHERE: u64 = u64::MAX;
 pub(super) struct Descriptor {
     op: u64,
     offset: u64,
-    /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline.
+    /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline. A payload
+    /// of at most [`TINY`] bytes is here itself: one line less that goes from core to core.
     pub(super) location: u64,
     count: u64,
     pub(super) len: u32,
@@ -254,8 +257,16 @@ impl LinkTx for LocalTx {
     }
 
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
-        let inline = header.len as usize <= INLINE;
-        let location = if inline {
+        let len = header.len as usize;
+        let (inline, tiny) = (len <= INLINE, len <= TINY);
+        let location = if tiny {
+            let mut bytes = [0; TINY];
+            if len > 0 {
+                // SAFETY: `payload` is valid for `len` bytes (the caller's promise), which `bytes` has room for.
+                unsafe { std::ptr::copy_nonoverlapping(payload, bytes.as_mut_ptr(), len) };
+            }
+            u64::from_ne_bytes(bytes)
+        } else if inline {
             NOWHERE
         } else if self.gate.is_some() {
             payload as u64
@@ -276,7 +287,7 @@ impl LinkTx for LocalTx {
             }
         };
         let descriptor = Descriptor::new(&header, location);
-        self.ring.post((descriptor, if inline { payload } else { std::ptr::null() }));
+        self.ring.post((descriptor, if inline && !tiny { payload } else { std::ptr::null() }));
         self.bell.ring();
         Ok(if inline { Posted::Copied } else { Posted::Held })
     }
@@ -362,6 +373,8 @@ impl LinkRx for LocalRx {
         let ring = self.ring.memory();
         let len = d.len as usize;
         let data: *const u8 = match d.location {
+            // In the cell, which nobody writes until it is released.
+            _ if len <= TINY => inline.wrapping_sub(LINE - std::mem::offset_of!(Descriptor, location)),
             NOWHERE if len <= INLINE => inline,
             at if self.same_process => at as *const u8,
             at if len <= SLOT && ring.region.contains(at, len) => ring.region.at(at as usize),

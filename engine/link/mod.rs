@@ -74,6 +74,11 @@ pub(crate) trait LinkTx: Send {
     /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
 
+    /// Whether what was posted and copied reaches the peer without [`LinkTx::released`] being asked.
+    fn leaves(&self) -> bool {
+        true
+    }
+
     /// Whether the peer can read and write memory there, where it lies.
     fn can_lend(&self, _at: *const u8, _len: usize) -> bool {
         false

@@ -189,6 +189,10 @@ impl LinkTx for TcpTx {
         Ok(posted)
     }
 
+    fn leaves(&self) -> bool {
+        self.queue.is_empty()
+    }
+
     fn released(&mut self) -> Result<u64, Error> {
         self.flush()?;
         Ok(self.released)

@@ -10,9 +10,9 @@ pub(crate) struct Parts<I, O> {
     pub(crate) output: O,
 }
 
-const WORDS: usize = 16;
+const WORDS: usize = 10;
 
-/// Storage for [`Parts`] of any type: in place up to 128 bytes, boxed beyond.
+/// Storage for [`Parts`] of any type: in place up to 80 bytes, boxed beyond.
 pub(crate) struct Held {
     storage: [MaybeUninit<u64>; WORDS],
     drop: unsafe fn(*mut u8),

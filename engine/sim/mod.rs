@@ -190,6 +190,7 @@ pub fn simulate(
                 device: None,
                 staged: None,
             },
+            std::time::Instant::now(),
         );
         ranks.push((active, port));
     }

@@ -66,7 +66,7 @@ impl<O, F> Together for Part<O, F> {
         }
     }
 
-    fn finished(&mut self, outcome: Finished<Held, Error>) {
+    fn finished(&mut self, outcome: Finished<Held, Box<Error>>) {
         if let Part::Running(work) = self {
             *self = Part::Done(work.settle(outcome));
         }

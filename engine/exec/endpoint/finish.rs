@@ -116,7 +116,7 @@ impl Endpoint {
         if !table.devices.is_empty() {
             table.devices.remove(&key.number());
         }
-        let (waker, held) = table.inflight.finish(key, result);
+        let (waker, held) = table.inflight.finish(key, result.map_err(Box::new));
         drop(table);
         drop(staged);
         // Somebody else's code, on a thread that others need: a panic in it (reported on stderr) ends here.

@@ -23,7 +23,7 @@ pub(crate) trait Together {
     /// Where it runs, until it is finished.
     fn at(&self) -> Option<(&Arc<Endpoint>, Key)>;
     /// It is finished: from here on it is nowhere.
-    fn finished(&mut self, outcome: Finished<Held, Error>);
+    fn finished(&mut self, outcome: Finished<Held, Box<Error>>);
 }
 
 fn running<P: Together>(parts: &[P]) -> impl Iterator<Item = (&Arc<Endpoint>, Key)> {

@@ -39,6 +39,9 @@ impl OnDevice {
 
     /// Gives the memory back.
     pub(super) fn clear(&mut self) {
+        if !self.begun && self.lent.is_empty() {
+            return;
+        }
         let OnDevice { scratch, scaled, hands, .. } = std::mem::take(self);
         if !kept(Wait::Memory) {
             scratch

@@ -1,5 +1,5 @@
-//! Models of how the lane goes to sleep: `Bell::ring` (engine/link/local.rs), `Lane::{nudge, kick, sleep}`
-//! (engine/exec/lane.rs). The eventfd is a flag that is looked at once all is over: a lane that went to sleep then,
+//! Models of how the lane goes to sleep: `Bell::ring` (engine/link/local.rs), `Lane::{nudge, kick, sleep, delist}`
+//! (engine/exec/lane.rs), `Endpoint::arm` (engine/exec/endpoint.rs). The eventfd is a flag that is looked at once all is over: a lane that went to sleep then,
 //! with work there and nobody having written to its eventfd, would sleep on. (The real one has deadlines as well.)
 #![allow(missing_docs)]
 
@@ -170,4 +170,59 @@ fn an_endpoint_enlisted_while_the_lane_falls_asleep_is_not_slept_over() {
 #[should_panic(expected = "the lane slept over an endpoint")]
 fn control_sleeping_over_a_fresh_endpoint_is_caught() {
     enlisting(Fresh::IsSleptOver);
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unfenced {
+    Nobody,
+    Submitter,
+    Lane,
+}
+
+/// An operation is submitted to an endpoint that the lane, which found nothing to do there, takes off its list. One of the
+/// two puts it back.
+fn taking_off(unfenced: Unfenced) {
+    loom::model(move || {
+        let w = world();
+        let enlisted: &AtomicBool = Box::leak(Box::new(AtomicBool::new(true)));
+        w.listed.store(true, Ordering::Relaxed);
+        // `Endpoint::submit`: `is_queued` is set, then `arm`.
+        let submitter = thread::spawn(move || {
+            w.published.store(true, Ordering::Relaxed);
+            if unfenced != Unfenced::Submitter {
+                fence(Ordering::SeqCst);
+            }
+            if !enlisted.load(Ordering::Relaxed) && !enlisted.swap(true, Ordering::AcqRel) {
+                w.listed.store(true, Ordering::Release);
+            }
+        });
+        // `Lane::delist`
+        w.listed.store(false, Ordering::Relaxed);
+        enlisted.store(false, Ordering::Release);
+        if unfenced != Unfenced::Lane {
+            fence(Ordering::SeqCst);
+        }
+        if w.published.load(Ordering::Relaxed) && !enlisted.swap(true, Ordering::AcqRel) {
+            w.listed.store(true, Ordering::Release);
+        }
+        submitter.join().unwrap();
+        assert!(w.listed.load(Ordering::Acquire), "an operation is left to nobody");
+    });
+}
+
+#[test]
+fn an_operation_submitted_while_its_endpoint_is_taken_off_the_list_is_seen() {
+    taking_off(Unfenced::Nobody);
+}
+
+#[test]
+#[should_panic(expected = "an operation is left to nobody")]
+fn control_submitting_without_a_fence_is_caught() {
+    taking_off(Unfenced::Submitter);
+}
+
+#[test]
+#[should_panic(expected = "an operation is left to nobody")]
+fn control_taking_off_without_a_fence_is_caught() {
+    taking_off(Unfenced::Lane);
 }
