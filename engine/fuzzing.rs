@@ -30,7 +30,7 @@ use crate::group::wire::{self, Frames};
 use crate::link::local::{Bell, LocalRx, LocalTx, RING_BYTES};
 use crate::link::region::{REGION_BYTES, Region};
 use crate::link::tcp::TcpRx;
-use crate::link::{Frame, HEADER_BYTES, Header, LinkRx, LinkTx, Posted, Reactor, SLOT};
+use crate::link::{Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, Posted, Reactor, SLOT};
 use crate::plan::{self, Algo, INPUT, Kind, OUTPUT, Program, Shape, Slot};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
 
@@ -224,9 +224,11 @@ pub fn hostile_ring(data: &[u8]) {
             }
             2 => {
                 if posted < 1000 && tx.room().is_ok_and(|room| room) {
-                    let header = Header { op: posted, len: 8, ..header(&mut input) };
-                    let payload = posted.to_le_bytes();
-                    // SAFETY: 8 bytes, which are copied.
+                    // In the descriptor, and beside it.
+                    let len = [8, 0, 9, INLINE as u32][posted as usize % 4];
+                    let header = Header { op: posted, len, ..header(&mut input) };
+                    let payload = [posted as u8; INLINE];
+                    // SAFETY: no more bytes than there are, which are copied.
                     assert_eq!(unsafe { tx.post(header, payload.as_ptr()) }, Ok(Posted::Copied));
                     posted += 1;
                 }
@@ -295,9 +297,13 @@ impl LinkRx for Script {
     }
 }
 
-/// Takes everything; reads it, so that a lent range that is not readable is seen.
+/// Takes everything; reads it, so that a lent range that is not readable is seen. Of every two frames it holds one until it
+/// is asked again.
 #[derive(Default)]
-struct Sink(u64);
+struct Sink {
+    posted: u64,
+    released: u64,
+}
 
 impl LinkTx for Sink {
     fn room(&mut self) -> Result<bool, Error> {
@@ -311,11 +317,11 @@ impl LinkTx for Sink {
             // SAFETY: `len` bytes, by the caller's promise.
             std::hint::black_box(unsafe { payload.wrapping_add(i).read_volatile() });
         }
-        self.0 += 1;
-        Ok(Posted::Copied)
+        self.posted += 1;
+        Ok(if self.posted.is_multiple_of(2) { Posted::Held } else { Posted::Copied })
     }
     fn released(&mut self) -> Result<u64, Error> {
-        Ok(self.0)
+        Ok(std::mem::replace(&mut self.released, self.posted))
     }
     fn revoke(&mut self) -> bool {
         true

@@ -44,7 +44,7 @@ impl Recorder {
         Recorder(Mutex::new(VecDeque::with_capacity(KEEP)))
     }
 
-    /// Whether it has begun as well.
+    /// Notes an operation, submitted `now`; `has_begun`: and begun.
     pub(crate) fn submitted(&self, number: u64, signature: Signature, (now, has_begun): (Instant, bool)) {
         let mut records = self.0.lock();
         // The oldest record's list is used again: nothing is allocated once the recorder is full.

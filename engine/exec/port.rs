@@ -316,3 +316,74 @@ impl Drop for Port {
         let _ = self.reap(|_| {});
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+    use crate::link::INLINE;
+
+    /// Copies what is small; counts as released what it is told to.
+    struct Counting(Arc<AtomicU64>);
+
+    impl LinkTx for Counting {
+        fn room(&mut self) -> Result<bool, Error> {
+            Ok(true)
+        }
+        fn needs_slot(&self, _: *const u8, _: usize) -> bool {
+            false
+        }
+        unsafe fn post(&mut self, header: Header, _: *const u8) -> Result<Posted, Error> {
+            Ok(if header.len as usize <= INLINE { Posted::Copied } else { Posted::Held })
+        }
+        fn released(&mut self) -> Result<u64, Error> {
+            Ok(self.0.load(Ordering::Relaxed))
+        }
+        fn revoke(&mut self) -> bool {
+            true
+        }
+    }
+
+    struct Open(Arc<AtomicU64>);
+
+    impl Opener for Open {
+        fn open_tx(&self, _: Rank, _: u8) -> Result<Box<dyn LinkTx>, Error> {
+            Ok(Box::new(Counting(self.0.clone())))
+        }
+        fn open_rx(&self, _: Rank, _: u8) -> Result<Box<dyn LinkRx>, Error> {
+            Err(Error::system("open", "nothing is received"))
+        }
+    }
+
+    #[test]
+    fn frames_come_back_in_order_whatever_was_copied_before_them() {
+        let released = Arc::new(AtomicU64::new(0));
+        let region = Arc::new(Region::shared().unwrap());
+        let mut port = Port::new((0, 2), 0, region, Arc::new(Open(released.clone())));
+        let source = vec![0u8; 1000];
+        let post = |port: &mut Port, number: usize, len: u32| {
+            let header = Header { comm: 0, op: 0, offset: 0, len, message: 0, signature: Default::default() };
+            port.post(1, header, Payload::Memory(source.as_ptr()), (7, 0, 0, number)).unwrap()
+        };
+        let back = |port: &mut Port, count: u64| {
+            released.store(count, Ordering::Relaxed);
+            let mut seen = Vec::new();
+            port.reap(|lent| seen.push((lent.owner, lent.end))).unwrap();
+            seen
+        };
+        // Nobody asks after the first two: nothing was outstanding, and they were copied.
+        for (number, len) in [(1, 8), (2, 100), (3, 1000), (4, 8), (5, 1000)] {
+            assert_eq!(post(&mut port, number, len), len < 1000, "whether the source is free");
+        }
+        assert_eq!(back(&mut port, 2), []);
+        assert_eq!(back(&mut port, 3), [(7, 3)]);
+        assert_eq!(back(&mut port, 4), [(7, 4)]);
+        port.renew();
+        assert_eq!(back(&mut port, 5), [(u64::MAX, 5)], "of no operation of the next generation");
+        post(&mut port, 6, 8);
+        post(&mut port, 7, 1000);
+        assert_eq!(back(&mut port, 6), []);
+        assert_eq!(back(&mut port, 7), [(7, 7)]);
+    }
+}

@@ -74,7 +74,8 @@ pub(crate) trait LinkTx: Send {
     /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
 
-    /// Whether what was posted and copied reaches the peer without [`LinkTx::released`] being asked.
+    /// Whether what was posted and copied reaches the peer without [`LinkTx::released`] being asked. A link that queues
+    /// such frames must say no while it has any: nothing else may be outstanding, and then nobody asks.
     fn leaves(&self) -> bool {
         true
     }

@@ -10,9 +10,10 @@ pub(crate) struct Parts<I, O> {
     pub(crate) output: O,
 }
 
-const WORDS: usize = 10;
+/// Two buffers on devices.
+const WORDS: usize = 12;
 
-/// Storage for [`Parts`] of any type: in place up to 80 bytes, boxed beyond.
+/// Storage for [`Parts`] of any type: in place up to 96 bytes, boxed beyond.
 pub(crate) struct Held {
     storage: [MaybeUninit<u64>; WORDS],
     drop: unsafe fn(*mut u8),

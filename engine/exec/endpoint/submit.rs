@@ -80,7 +80,9 @@ impl Endpoint {
                 let now = Instant::now();
                 // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
                 let first = when.after.is_none() && table.collectives.is_empty();
-                started = self.run.try_lock().filter(|run| first && run.active.is_empty());
+                if first {
+                    started = self.run.try_lock().filter(|run| run.active.is_empty());
+                }
                 self.recorder.submitted(number, signature, (now, started.is_some()));
                 match &mut started {
                     Some(run) => run.active.start(key, request, now),

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::super::Progress;
 use super::super::inflight::{Finished, Key};
 use super::super::lane::parker;
-use super::Endpoint;
+use super::{Endpoint, LOOK};
 use crate::error::Error;
 use crate::mem::Held;
 
@@ -82,8 +82,10 @@ pub(crate) fn wait_together<P: Together>(parts: &mut [P]) {
             }
             Turn::Still => {}
         }
-        let yielded = running(parts).next().is_some_and(|(endpoint, _)| endpoint.relax(&mut passes));
-        if yielded && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+        if let Some((endpoint, _)) = running(parts).next() {
+            endpoint.relax(&mut passes);
+        }
+        if passes.is_multiple_of(LOOK) && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
             break;
         }
     }
