@@ -95,6 +95,17 @@ impl<O, F> Drop for OnDevice<O, F> {
 }
 
 impl<O, F> OnDevice<O, F> {
+    /// The content, in the order of its stream.
+    fn hand_on(&mut self) -> Result<O, Failed<F>> {
+        match self.content.take() {
+            Some(Content::Held(held, restore)) => {
+                restore(self.device.hand_on().map_err(Box::new), Some(held))
+            }
+            Some(Content::Value(value)) => Ok(value),
+            None => Err(taken()),
+        }
+    }
+
     /// The operation is over.
     fn end(&mut self, result: Outcome, held: Option<Held>) -> Result<O, Failed<F>> {
         self.key = None;
@@ -230,12 +241,7 @@ impl Sealed for DeviceStream {
             });
             return ready(run(value, job));
         }
-        let value = match on.content.take() {
-            Some(Content::Held(held, restore)) => restore(on.device.hand_on().map_err(Box::new), Some(held)),
-            Some(Content::Value(value)) => Ok(value),
-            None => Err(taken()),
-        };
-        match run(value, job) {
+        match run(on.hand_on(), job) {
             Err(failed) => ready(Err(failed)),
             Ok(value) => {
                 let (endpoint, device, stream) = (on.endpoint.clone(), on.device.clone(), self.clone());
@@ -271,11 +277,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     /// Those of the operation that are known already.
     pub fn in_order(mut self) -> Result<O, Failed<F>> {
         let State::Device(on) = &mut self.0 else { return self.wait() };
-        match on.content.take() {
-            Some(Content::Held(held, restore)) => restore(on.device.hand_on().map_err(Box::new), Some(held)),
-            Some(Content::Value(value)) => Ok(value),
-            None => Err(taken()),
-        }
+        on.hand_on()
     }
 
     /// The operation has references to the caller's buffers: those are as if handed on.

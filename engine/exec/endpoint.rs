@@ -54,6 +54,8 @@ pub(crate) fn grace(timeout: Duration) -> Duration {
     Duration::from_millis(200).min(timeout / 4)
 }
 
+/// A thread that waits drives for so long without progress; then the lane takes over.
+const SPIN: Duration = Duration::from_micros(200);
 /// Passes in vain between two looks at the clock.
 const LOOK: u32 = 16;
 /// And before the core is given away. A pass over memory takes 0.1 us: 16 of them are over in the middle of an operation
@@ -385,7 +387,6 @@ impl Endpoint {
 
     /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the lane.
     pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Box<Error>> {
-        const SPIN: Duration = Duration::from_micros(200);
         self.count_wait();
         if let Some(finished) = self.table.lock().inflight.poll(key, None) {
             return finished;

@@ -158,16 +158,7 @@ impl Port {
         // `reap` after its last release. Both are valid for `len` bytes: callers cut frames from checked ranges.
         let posted = unsafe { tx.post(header, at)? };
         let gone = posted == Posted::Copied && tx.leaves();
-        if let Some(Slot(slot)) = slot {
-            self.references[slot as usize] += 1;
-        }
-        let p = &mut self.peers[peer];
-        p.posted += 1;
-        // The count of what is released is on a line that the peer writes: it is read where something depends on it.
-        if !(gone && slot.is_none() && p.lent.is_empty()) {
-            let (owner, step, receiver, end) = owner;
-            p.lent.push_back(Lent { owner, step, receiver, end, slot, frame: p.posted });
-        }
+        self.remember(peer, (slot, gone), owner);
         Ok(posted == Posted::Copied || slot.is_some())
     }
 
@@ -177,37 +168,37 @@ impl Port {
         peer: Rank,
         header: Header,
         (loan, slot): (Loan, Option<Slot>),
-        (owner, step, receiver, end): (u64, u32, u32, usize),
+        owner: (u64, u32, u32, usize),
     ) -> Result<(), Error> {
         // SAFETY: memory of an operation, or a slot, as in `post`: in the table, or taken, until the frame is released,
         // or the links are revoked; and its machine touches none of what is lent meanwhile.
         unsafe { self.tx(peer)?.lend(header, loan)? };
+        self.remember(peer, (slot, false), owner);
+        Ok(())
+    }
+
+    /// Counts a frame that was posted, and keeps what to free when it is released. Of one that is `gone` there is nothing,
+    /// unless it has others to wait for: the count of what is released is on a line that the peer writes.
+    fn remember(
+        &mut self,
+        peer: Rank,
+        (slot, gone): (Option<Slot>, bool),
+        (owner, step, receiver, end): (u64, u32, u32, usize),
+    ) {
         if let Some(Slot(slot)) = slot {
             self.references[slot as usize] += 1;
         }
         let p = &mut self.peers[peer];
         p.posted += 1;
-        p.lent.push_back(Lent { owner, step, receiver, end, slot, frame: p.posted });
-        Ok(())
+        if !(gone && slot.is_none() && p.lent.is_empty()) {
+            p.lent.push_back(Lent { owner, step, receiver, end, slot, frame: p.posted });
+        }
     }
 
     /// Takes back what peers have released; tells of each frame.
-    pub(crate) fn reap(&mut self, freed: impl FnMut(Lent)) -> Result<bool, Error> {
-        self.reap_from(None, freed)
-    }
-
-    /// The same, of one peer alone if it is named.
-    pub(crate) fn reap_from(
-        &mut self,
-        peer: Option<Rank>,
-        mut freed: impl FnMut(Lent),
-    ) -> Result<bool, Error> {
+    pub(crate) fn reap(&mut self, mut freed: impl FnMut(Lent)) -> Result<bool, Error> {
         let mut any = false;
-        let peers = match peer {
-            Some(peer) => &mut self.peers[peer..=peer],
-            None => &mut self.peers[..],
-        };
-        for p in peers {
+        for p in &mut self.peers {
             if p.lent.is_empty() {
                 continue;
             }

@@ -198,10 +198,9 @@ pub fn simulate(
     let mut go_on = |rank: Rank, news: Option<Rank>| -> Result<(), Error> {
         let (active, port) = &mut ranks[rank];
         while !active.is_empty() {
-            let reaped = port.reap_from(news, |lent| active.freed(lent))?;
             match active.pass(port, news)? {
-                Pass::Going(false) if !reaped => break,
-                Pass::Going(_) => {}
+                Pass::Going(false) => break,
+                Pass::Going(true) => {}
                 Pass::Then(..) | Pass::Done(_) => {
                     active.take(port);
                     left -= 1;

@@ -11,12 +11,9 @@ use std::time::{Duration, Instant};
 use super::super::Progress;
 use super::super::inflight::{Finished, Key};
 use super::super::lane::parker;
-use super::{Endpoint, LOOK};
+use super::{Endpoint, LOOK, SPIN};
 use crate::error::Error;
 use crate::mem::Held;
-
-/// A waiting thread leaves its operations to the lane after this long without progress, as one in `Endpoint::wait`.
-const SPIN: Duration = Duration::from_micros(200);
 
 /// One of the operations.
 pub(crate) trait Together {
@@ -67,7 +64,7 @@ fn turn<P: Together>(parts: &mut [P], waker: Option<&Waker>, after: impl Fn(&End
 pub(crate) fn wait_together<P: Together>(parts: &mut [P]) {
     for (endpoint, _) in running(parts) {
         endpoint.drivers.fetch_add(1, Ordering::AcqRel);
-        endpoint.waits.fetch_add(1, Ordering::Relaxed);
+        endpoint.count_wait();
     }
     let leave = |endpoint: &Endpoint| {
         endpoint.drivers.fetch_sub(1, Ordering::AcqRel);
@@ -105,9 +102,7 @@ pub(crate) fn poll_together<P: Together>(
     again: bool,
 ) -> bool {
     let (start, mut passes) = (Instant::now(), 0u32);
-    running(parts).for_each(|(endpoint, _)| {
-        endpoint.waits.fetch_add(1, Ordering::Relaxed);
-    });
+    running(parts).for_each(|(endpoint, _)| endpoint.count_wait());
     loop {
         match turn(parts, Some(waker), |_| {}) {
             Turn::Finished => return true,
