@@ -29,7 +29,7 @@ use crate::group::rendezvous::{News, check_table};
 use crate::group::wire::{self, Frames};
 use crate::link::local::{Bell, LocalRx, LocalTx, RING_BYTES};
 use crate::link::region::{REGION_BYTES, Region};
-use crate::link::tcp::TcpRx;
+use crate::link::tcp::{FRAME, TcpRx};
 use crate::link::{Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, Posted, Reactor, SLOT};
 use crate::plan::{self, Algo, INPUT, Kind, OUTPUT, Program, Shape, Slot};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
@@ -99,7 +99,7 @@ pub fn tcp_stream(data: &[u8]) {
     let mut rx = TcpRx::new(1, Box::new(move || socket.take()), Arc::new(NoReactor));
     let (mut sent, mut at, mut closed) = (0, 0, false);
     let mut expected = stream;
-    let mut out = vec![0u8; SLOT];
+    let mut out = vec![0u8; FRAME];
     let mut step = 0usize;
     let mut quiet = 0;
     while quiet < 4 {
@@ -116,7 +116,7 @@ pub fn tcp_stream(data: &[u8]) {
             let _ = writer.shutdown(std::net::Shutdown::Write);
             closed = true;
         }
-        let wanted = expected.first_chunk::<HEADER_BYTES>().map(|h| Header::decode(h, SLOT));
+        let wanted = expected.first_chunk::<HEADER_BYTES>().map(|h| Header::decode(h, FRAME));
         let frame = match rx.peek(usize::from(op & 7) * 100) {
             Ok(Some(frame)) => frame,
             Ok(None) => {

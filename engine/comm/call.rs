@@ -449,6 +449,8 @@ pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Resu
         let program = Program::compile(&plan);
         // Of two ranks, one's plan by another algorithm may be the same, and the other's not.
         let folds_all = program.folds_all && matches!(algo, Algo::Direct | Algo::OneShot);
-        Ok(Program { folds_all, ..program })
+        // Over TCP calls of the system are what costs; of more than two ranks the rounds would be too long (`Cut`).
+        let whole = shape.n == 2 && !endpoint.config.env.one_host && plan::goes_whole(kind, algo, &shape);
+        Ok(Program { folds_all, whole, ..program })
     })
 }

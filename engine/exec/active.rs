@@ -7,11 +7,10 @@ use std::time::{Duration, Instant};
 
 use super::device::{self, DeviceOp};
 use super::inflight::Key;
-use super::machine::{Common, Machine, Phantom};
+use super::machine::{Common, Cut, Machine, Phantom};
 use super::operation::{Part, PartList, Request, Then};
 use super::port::{Lent, Port};
 use crate::error::{Error, Operation};
-use crate::link::SLOT;
 use crate::mem::device::{ALL, Reach, Staged};
 use crate::types::{Rank, Signature};
 
@@ -28,7 +27,7 @@ pub(crate) struct Active {
     running: Vec<Box<Machine>>,
     idle: Vec<Box<Machine>>,
     phantom: Option<Arc<dyn Phantom>>,
-    slice: usize,
+    cut: Option<Cut>,
     /// Results of so many bytes and more are written past the caches.
     streams_from: usize,
     pub(crate) stalled_at: Option<Instant>,
@@ -80,7 +79,7 @@ impl Active {
             running: Vec::new(),
             idle: Vec::new(),
             phantom: None,
-            slice: SLOT,
+            cut: None,
             streams_from,
             stalled_at: None,
         }
@@ -88,7 +87,7 @@ impl Active {
 
     /// For operations that move no memory, in slices of so many bytes.
     pub(crate) fn phantom(phantom: Arc<dyn Phantom>, slice: usize) -> Active {
-        Active { phantom: Some(phantom), slice, ..Active::new(0, usize::MAX) }
+        Active { phantom: Some(phantom), cut: Some(Cut::by(slice)), ..Active::new(0, usize::MAX) }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -114,10 +113,9 @@ impl Active {
         let Request { number, signature, timeout, reduction, scale, parts, then, device, staged } = request;
         let phantom = self.phantom.clone();
         let comm = self.comm;
-        let slice = if device.is_some() { device::SLICE } else { self.slice };
+        let cut = if device.is_some() { Some(Cut::by(device::SLICE)) } else { self.cut };
         let streams_from = self.streams_from;
-        let common =
-            Common { comm, number, signature, reduction, scale, phantom, slice, device, streams_from };
+        let common = Common { comm, number, signature, reduction, scale, phantom, cut, device, streams_from };
         self.stalled_at = None;
         let reach = if staged.is_some() { (0, 0) } else { ALL };
         self.current = Some(Current {

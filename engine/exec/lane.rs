@@ -124,12 +124,16 @@ impl Lane {
         let mut list: Vec<Arc<Endpoint>> = Vec::new();
         let mut events = Vec::with_capacity(64);
         let mut flags = Vec::new();
-        let mut last_moved = Instant::now();
+        let (mut last_moved, mut last_busy) = (Instant::now(), Instant::now());
         loop {
             let seen = self.pass(&mut list);
             if seen.moved {
                 last_moved = Instant::now();
+                last_busy = last_moved;
                 continue;
+            }
+            if seen.driven {
+                last_busy = Instant::now();
             }
             let idle = last_moved.elapsed();
             if seen.undriven && idle < SPIN {
@@ -142,7 +146,7 @@ impl Lane {
             }
             let (state, sleep) = match () {
                 () if seen.undriven => (ASLEEP, Some(WATCH)),
-                () if seen.driven || idle < LINGER => (NAPPING, Some(NAP)),
+                () if last_busy.elapsed() < LINGER => (NAPPING, Some(NAP)),
                 () => (ASLEEP, None),
             };
             self.sleep(state, sleep, &mut list, &mut events, &mut flags);
@@ -206,9 +210,9 @@ impl Lane {
         if !woken {
             let spec =
                 timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
-            if state == NAPPING {
-                // Sockets are somebody else's to drive: their traffic must not wake us. What arrives meanwhile is
-                // still pending in the epoll when we wait for it next.
+            if state == NAPPING || timeout.is_none() {
+                // Sockets are somebody else's to drive, or nobody's: their traffic must not wake us. What arrives
+                // meanwhile is still pending in the epoll when we wait for it next.
                 let _ = rustix::event::poll(&mut [PollFd::new(&*self.bell, PollFlags::IN)], spec.as_ref());
             } else {
                 events.clear();

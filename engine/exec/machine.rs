@@ -4,11 +4,12 @@
 //! stored in `dst`, one per receiver for what was sent and one for what that receiver's frames have freed. A step
 //! moves when its cursors, and those of the steps it depends on, allow; a pass over all steps never waits.
 //!
-//! Messages of a link come in rounds: a *round* is the next [`SLICES`] slices of every chunk, and a plan's messages on a
+//! Messages of a link come in rounds: a *round* is the next slices of every chunk ([`Cut`]), and a plan's messages on a
 //! link are ordered round by round. That keeps what is in flight inside the cache, and every round is one complete
 //! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
 //! each link: the next one's machine may use it when this one's has nothing more for it.
 
+mod common;
 mod device;
 mod frames;
 mod fused;
@@ -17,15 +18,15 @@ mod shared;
 mod staged;
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
 use allstream_kernels as kernels;
 
+pub(crate) use self::common::Phantom;
+pub(super) use self::common::{Common, Cut};
 use self::device::OnDevice;
 use self::shared::Shared;
 pub(crate) use self::shared::{FROM as FOLDED_FROM, MOST as MOST_FOLD, STAGED_FROM};
 pub(crate) use self::staged::{STRIPE, cut};
-use super::device::DeviceOp;
 use super::operation::{Part, Reduction};
 use super::port::{Lent, Payload, Port};
 use crate::error::Error;
@@ -35,35 +36,10 @@ use crate::plan::compile::Holds;
 use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH};
 use crate::types::{Rank, Signature};
 
-/// Slices of each chunk per round: two slots in flight on each link while two more are filled.
-const SLICES: usize = 2;
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
 /// Bytes that are scaled in one pass: a lane has other work too.
 const SCALED: usize = 256 << 10;
-
-/// What all parts of an operation share.
-pub(super) struct Common {
-    pub(super) comm: u64,
-    pub(super) number: u64,
-    pub(super) signature: Signature,
-    pub(super) reduction: Reduction,
-    pub(super) scale: Option<f64>,
-    /// The operation moves no memory: its work is told to this instead.
-    pub(super) phantom: Option<Arc<dyn Phantom>>,
-    /// Bytes of a slice.
-    pub(super) slice: usize,
-    /// The device that does the work, on memory of its own.
-    pub(super) device: Option<Arc<DeviceOp>>,
-    /// Results of so many bytes and more are written past the caches.
-    pub(super) streams_from: usize,
-}
-
-/// Hears of the work of operations that move no memory: a simulation's clock.
-pub(crate) trait Phantom: Send + Sync {
-    /// So many bytes were read or written.
-    fn work(&self, bytes: usize);
-}
 
 #[derive(Clone, Copy, Default)]
 struct NodeRun {
@@ -145,7 +121,7 @@ pub(super) struct Machine {
     scaled: Option<usize>,
     rounds: u32,
     round: usize,
-    slice: usize,
+    cut: Cut,
     /// Which part that is, counted as the operation does.
     pub(super) order: usize,
     /// So many rounds of the memory may be touched: of the rest, the input has not come.
@@ -179,7 +155,7 @@ impl Machine {
             scaled: None,
             rounds: 0,
             round: 0,
-            slice: SLOT,
+            cut: Cut::by(SLOT),
             order: 0,
             filled: usize::MAX,
             hot: Hot::default(),
@@ -199,8 +175,8 @@ impl Machine {
         let plan = &part.program.plan;
         let unit = part.dtype.size();
         (self.number, self.part) = (common.number, index);
-        self.slice = common.slice;
-        self.round = (SLICES * self.slice / unit).max(1);
+        self.cut = common.cut.unwrap_or_else(|| Cut::of(&part.program));
+        self.round = (self.cut.round / unit).max(1);
         self.nodes.clear();
         self.sent.clear();
         let mut longest = 1;
@@ -398,14 +374,20 @@ impl Machine {
         ((at / self.round + 1) * self.round).min(node.len)
     }
 
-    /// Slices begin at multiples of their length: a frame is always a part of one.
+    /// Slices begin at multiples of their length.
     fn slice_end(&self, node: &NodeRun, at: usize) -> usize {
         let slice = self.slice(node);
         ((at / slice + 1) * slice).min(self.portion_end(node, at))
     }
 
+    /// A frame ends with its slice, or where the link takes more at once, with as many of them.
+    fn frame_end(&self, node: &NodeRun, at: usize, most: usize) -> usize {
+        let frame = most.checked_div(node.unit).unwrap_or(1).max(self.slice(node));
+        ((at / frame + 1) * frame).min(self.portion_end(node, at))
+    }
+
     fn slice(&self, node: &NodeRun) -> usize {
-        self.slice.checked_div(node.unit).unwrap_or(1).max(1)
+        self.cut.slice.checked_div(node.unit).unwrap_or(1).max(1)
     }
 
     fn address(&self, part: &Part, at: At, node: &NodeRun, pos: usize) -> *mut u8 {
@@ -489,6 +471,9 @@ impl Machine {
             && m <= writable
         {
             let Some(_) = self.expect(c, i, *from, (round, 0), port)? else { return Ok(false) };
+            // As much as one call of the system brings: nothing is to be done with it.
+            let m = writable
+                .min(self.written_limit(program, i).min(self.portion_end(&node, node.got)) - node.got);
             let at = self.address(c.part, dst, &node, node.pos);
             // SAFETY: `m` elements at `pos` of chunk `dst`: inside the operation's buffer, which the table
             // owns; no other step touches them now (the limits above), no peer reads them (freed).
@@ -531,7 +516,9 @@ impl Machine {
         if m == 0 {
             return Ok(false);
         }
-        let ready = self.receivers_ready(c, i, port)?;
+        // What is stored and too little for a frame of its own goes with what follows (`push`).
+        let is_worth = m * node.unit >= self.cut.least || node.got + m == self.portion_end(&node, node.got);
+        let ready = is_worth && self.receivers_ready(c, i, port)?;
         let m = self.combine(c, i, (m, writable, ready), ins, port)?;
         Ok(m > 0)
     }
@@ -588,12 +575,16 @@ impl Machine {
         let limit = if source { self.written_limit(program, i).min(node.len) } else { node.pos };
         for (k, &peer) in step.send.iter().enumerate() {
             let sent = self.sent[node.first + k];
-            if sent >= limit || !self.sending(c, peer, i, sent) || !port.tx(peer)?.room()? {
+            if sent >= limit || !self.sending(c, peer, i, sent) {
                 continue;
             }
-            let end = self.slice_end(&node, sent);
+            let tx = port.tx(peer)?;
+            if !tx.room()? {
+                continue;
+            }
+            let end = self.frame_end(&node, sent, if program.whole { tx.most() } else { 0 });
             let mut m = limit.min(end) - sent;
-            if sent + m < end && m * node.unit < USEFUL {
+            if sent + m < end && m * node.unit < USEFUL.max(self.cut.least) {
                 continue; // more of this message is about to be there
             }
             let at = self.address(c.part, from, &node, sent).cast_const();

@@ -14,7 +14,7 @@ use allstream_kernels as kernels;
 use super::inflight::Key;
 use super::port::{Payload, Port};
 use crate::error::Error;
-use crate::link::{Frame, Header, SLOT};
+use crate::link::{Frame, Header};
 use crate::mem::device::Staged;
 use crate::types::{Rank, Signature};
 
@@ -544,7 +544,8 @@ impl Messages {
             }
             return Ok(true);
         }
-        let mut len = (end - done).min(SLOT - SLOT % t.unit);
+        let most = self.port.tx(rank)?.most();
+        let mut len = (end - done).min(most - most % t.unit);
         let at = t.memory.wrapping_add(done);
         let payload = match self.payload(rank, at, len)? {
             Some(payload) => payload,

@@ -7,7 +7,7 @@ use super::filling::Filling;
 use crate::error::Error;
 use crate::link::region::Region;
 use crate::link::ring::CELLS;
-use crate::link::{Header, INLINE, LinkRx, LinkTx, Loan, Posted, SLOT, peer};
+use crate::link::{Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
 use crate::types::Rank;
 
 /// The channel of operations that the ranks' devices run.
@@ -147,7 +147,9 @@ impl Port {
         payload: Payload,
         owner: (u64, u32, u32, usize),
     ) -> Result<bool, Error> {
-        debug_assert!(header.len as usize <= SLOT || self.channel == DEVICES);
+        debug_assert!(
+            self.channel == DEVICES || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.most())
+        );
         let (at, slot) = match payload {
             Payload::Memory(at) => (at, None),
             Payload::Slot(slot, at) => (at, Some(slot)),

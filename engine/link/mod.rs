@@ -29,7 +29,7 @@ pub(crate) use wire::{HEADER_BYTES, Header};
 
 /// Payloads up to this travel inside the ring cell, beside the header.
 pub(crate) const INLINE: usize = 192;
-/// Size of a shared staging slot, and the largest frame. 128 KB: two fit the L2 of current cores with room
+/// Size of a shared staging slot, and the largest frame in shared memory. 128 KB: two fit the L2 of current cores with room
 /// for the operands (peers.md's arena prototype used the same).
 pub(crate) const SLOT: usize = 128 << 10;
 
@@ -63,6 +63,11 @@ unsafe impl Send for Loan {}
 pub(crate) trait LinkTx: Send {
     /// Whether a frame can be posted now.
     fn room(&mut self) -> Result<bool, Error>;
+
+    /// Bytes of the largest frame.
+    fn most(&self) -> usize {
+        SLOT
+    }
 
     /// Whether a payload there, beyond [`INLINE`], must be copied to a staging slot: the peer cannot read it.
     fn needs_slot(&self, payload: *const u8, len: usize) -> bool;

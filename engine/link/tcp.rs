@@ -18,8 +18,11 @@ use crate::types::Rank;
 
 /// Frames that may wait for the socket: enough that a reduction is ready when the socket is.
 const QUEUE: usize = 4;
-/// Receive window: a frame, its header and the beginning of the next, well inside L2.
+/// Receive window: what is worked on at once and the beginning of the next, well inside L2.
 const WINDOW: usize = SLOT + 64 * 1024;
+/// The largest frame, which passes through the window in pieces: where a message may go as one, a call of the system takes as
+/// much as the socket has room for (docs/bench/profile.md).
+pub(crate) const FRAME: usize = 512 << 10;
 
 /// How long the control connection has to say why a peer cannot be dialled, before the dial's own error counts.
 const GRACE: Duration = Duration::from_secs(1);
@@ -152,6 +155,10 @@ impl LinkTx for TcpTx {
     fn room(&mut self) -> Result<bool, Error> {
         self.flush()?;
         Ok(self.queue.len() < QUEUE)
+    }
+
+    fn most(&self) -> usize {
+        FRAME
     }
 
     fn needs_slot(&self, _: *const u8, _: usize) -> bool {
@@ -319,7 +326,7 @@ impl LinkRx for TcpRx {
             let Some(bytes) = self.window[self.start..self.end].first_chunk::<HEADER_BYTES>() else {
                 return Ok(None);
             };
-            let header = Header::decode(bytes, SLOT)
+            let header = Header::decode(bytes, FRAME)
                 .map_err(|problem| Error::Protocol { peer: self.peer, problem })?;
             self.start += HEADER_BYTES;
             self.head = Some(header);
@@ -416,12 +423,12 @@ mod tests {
     #[test]
     fn frames_of_every_size_arrive_by_both_ways_of_reading() {
         let (mut tx, mut rx, _l) = pair();
-        let sizes = [0usize, 1, 7, 192, 193, 4096, 100_001, SLOT];
-        let data: Vec<u8> = (0..SLOT).map(|i| (i * 7 + i / 251) as u8).collect();
+        let sizes = [0usize, 1, 7, 192, 193, 4096, 100_001, SLOT, FRAME];
+        let data: Vec<u8> = (0..FRAME).map(|i| (i * 7 + i / 251) as u8).collect();
         for direct in [false, true] {
             let deadline = std::time::Instant::now() + std::time::Duration::from_secs(20);
             let (mut posted, mut read) = (0, 0);
-            let mut out = vec![0u8; SLOT + 8];
+            let mut out = vec![0u8; FRAME + 8];
             let mut got = 0;
             while read < sizes.len() {
                 assert!(std::time::Instant::now() < deadline, "stuck at frame {read}, {got} bytes");

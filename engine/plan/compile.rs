@@ -16,7 +16,7 @@
 //!
 //! The checker proves the plans under these rules without any buffering in links ([`super::check`]).
 
-use super::{At, INPUT, OUTPUT, Operand, Plan, Shape, Step, direct, one_shot};
+use super::{Algo, At, INPUT, Kind, OUTPUT, Operand, Plan, Rank, Shape, Step, direct, one_shot};
 
 /// A plan and its dependencies.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +32,8 @@ pub struct Program {
     /// The plan is an all_reduce that folds everyone's input in rank order, once ([`Algo::Direct`](super::Algo::Direct),
     /// [`Algo::OneShot`](super::Algo::OneShot)): who reads and writes all ranks' memory can do it in one go.
     pub folds_all: bool,
+    /// No rank's plan has a hand ([`goes_whole`]): a message may wait until all its slices are there, and go as one.
+    pub whole: bool,
 }
 
 /// What one step waits for, slice by slice. Only what does not follow from the rest.
@@ -162,8 +164,19 @@ impl Program {
             let once = |at: At| at.slot == OUTPUT && of(&mut touched, at).named == 1;
             node.is_final = step.dst.is_some_and(once);
         }
-        Program { plan: plan.clone(), nodes, sends, recvs, folds_all: folds_all(plan) }
+        Program { plan: plan.clone(), nodes, sends, recvs, folds_all: folds_all(plan), whole: false }
     }
+}
+
+/// Whether no rank's plan has a hand, whoever works in place. Then messages of any length, that are sent when all of them is
+/// there and released when all is taken, come to their end too ([`super::check`]). Where a rank holds one slice in its
+/// hand, it takes the next one when that is gone, and its peer may wait for both to be released.
+pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
+    let handless = |rank: Rank, in_place: bool| {
+        let plan = super::plan(kind, algo, &Shape { rank, in_place, ..*shape });
+        plan.is_ok_and(|plan| !Program::compile(&plan).nodes.iter().any(|node| node.hand))
+    };
+    (0..shape.n).all(|rank| handless(rank, false) && handless(rank, true))
 }
 
 fn folds_all(plan: &Plan) -> bool {

@@ -37,7 +37,7 @@ use tree::Tree;
 pub use crate::types::{Algo, Kind, Rank};
 pub(crate) use choose::SMALL;
 pub use choose::{Env, choose};
-pub use compile::{Node, Program};
+pub use compile::{Node, Program, goes_whole};
 pub use promises::{algorithms, deterministic, keeps_rank_order, suitable};
 pub use shape::{Shape, Unsuitable};
 pub use step::{At, INPUT, Layout, OUTPUT, Operand, Plan, SCRATCH, Slot, Step};

@@ -5,9 +5,8 @@
 
 use std::ops::Range;
 
-use super::{Machine, SLICES};
+use super::{Cut, Machine};
 use crate::exec::operation::Part;
-use crate::link::SLOT;
 use crate::mem::device::{ALL, Stripe};
 use crate::plan::{Layout, OUTPUT, Slot, Step};
 
@@ -42,7 +41,7 @@ pub(crate) fn cut(parts: &[Part], items: &[(usize, Slot, usize)]) -> Vec<Stripe>
             // No step knows of what is beyond.
             pieces.push((i, (part.total(slot) * unit).min(len)..len));
         }
-        let round = (SLICES * SLOT / unit).max(1) * unit;
+        let round = (Cut::of(&part.program).round / unit).max(1) * unit;
         let longest = chunks.iter().map(|(_, range)| range.len()).max().unwrap_or(0);
         let each: usize = chunks.iter().map(|(_, range)| range.len().min(round)).sum();
         let (rounds, mut from) = (longest.div_ceil(round), 0);
@@ -152,7 +151,7 @@ mod tests {
                             seen[*i].push(range.clone());
                         }
                         let (all, rounds) = stripe.reach;
-                        let round = SLICES * SLOT / 4;
+                        let round = Cut::of(&parts[0].program).round / 4;
                         for (item, seen) in items.iter().zip(&seen) {
                             let part = &parts[item.0];
                             let layout = part.program.plan.slots[usize::from(item.1)];

@@ -2,7 +2,8 @@
 //!
 //! Values are expressions: which contributions, combined in which order. The plans are run as
 //! [`crate::plan::compile`] describes, with 1, 2 and 3 slices a chunk, over links that **store nothing**: a
-//! message is handed over when its receiver is at it and its sender has it ready. What ends under these
+//! message is handed over when its receiver is at it and its sender has it ready, slice by slice, and where no rank has a hand
+//! once more all slices of a message as one ([`super::compile::goes_whole`]). What ends under these
 //! rules ends on every link, whatever it buffers, and with every timing: each link has one sender and one
 //! receiver that use it in orders fixed by their plans, so all schedules come to the same (Kahn, "The
 //! semantics of a simple language for parallel programming", 1974).
@@ -82,25 +83,36 @@ pub fn check_slices(
         in_order: true,
         one_step: true,
     };
-    let run = |slices, eager, strict| {
-        let values = Values::new(goal.n, goal.pieces(plans, slices));
-        let memory = goal.before(plans, slices, &values);
-        Run::new(&net, Mode { slices, eager, strict }, memory, values)
+    let run = |mode: Mode| {
+        let values = Values::new(goal.n, goal.pieces(plans, mode.slices));
+        let memory = goal.before(plans, mode.slices, &values);
+        Run::new(&net, mode, memory, values)
     };
-    for slices in 1..=slices {
-        let done = run(slices, false, false);
+    let ends = |mode: Mode| {
+        let done = run(mode);
         let waits = done.waits();
-        if !waits.is_empty() {
-            let hidden_by_buffering = run(slices, true, false).waits().is_empty();
-            return Err(Fault::Deadlock { slices, waits, hidden_by_buffering });
+        if waits.is_empty() {
+            return Ok(done);
+        }
+        let hidden_by_buffering = run(Mode { eager: true, ..mode }).waits().is_empty();
+        Err(Fault::Deadlock { slices: mode.slices, waits, hidden_by_buffering })
+    };
+    let has_hand = net.programs.iter().flat_map(|p| &p.nodes).any(|node| node.hand);
+    for slices in 1..=slices {
+        let mode = Mode { slices, eager: false, strict: false, whole: false };
+        let done = ends(mode)?;
+        // What ends although messages wait as long as they can ends with parts of any length.
+        if !has_hand {
+            ends(Mode { whole: true, ..mode })?;
         }
         let order = goal.reached(plans, slices, &done)?;
         report.hops = done.hops as usize;
         report.in_order &= order.in_order;
         report.one_step &= order.one_step;
     }
-    if net.programs.iter().flat_map(|p| &p.nodes).any(|node| node.hand) {
-        report.needs_hand = !run(1, false, true).waits().is_empty();
+    if has_hand {
+        report.needs_hand =
+            !run(Mode { slices: 1, eager: false, strict: true, whole: false }).waits().is_empty();
     }
     Ok(report)
 }

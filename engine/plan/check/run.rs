@@ -23,6 +23,8 @@ pub(super) struct Mode {
     pub(super) eager: bool,
     /// A combining step or an early copy, too, starts only when its `dst` is free: no hand before that.
     pub(super) strict: bool,
+    /// A message is sent only when all its slices are there, and released when all are taken.
+    pub(super) whole: bool,
 }
 
 /// A value, and how many messages it took to make it.
@@ -198,11 +200,13 @@ impl<'a> Run<'a> {
 
     /// Take the message at the head of a link from its sender, if it is ready.
     fn take(&mut self, link: usize) -> Option<Valued> {
+        let &(sender, _) = self.net.sends[link].get(self.links[link].message)?;
+        let whole = self.mode.whole;
         let head = &mut self.links[link];
-        let &(sender, _) = self.net.sends[link].get(head.message)?;
         let slice = head.slice;
         let state = &self.states[sender as usize];
         let ready = match state.holds {
+            Holds::Source | Holds::Dst if whole => state.computed == self.mode.slices,
             Holds::Source | Holds::Dst => state.computed > slice,
             Holds::Hand => state.computed == slice && state.hand.is_some(),
         };
@@ -222,8 +226,9 @@ impl<'a> Run<'a> {
         };
         let state = &mut self.states[sender as usize];
         state.untaken[slice] -= 1;
-        if state.untaken[slice] == 0 {
-            state.released += 1;
+        let is_last = slice + 1 == self.mode.slices;
+        if state.untaken[slice] == 0 && (!whole || is_last) {
+            state.released = if whole { self.mode.slices } else { state.released + 1 };
             let hand = state.holds == Holds::Hand;
             self.wake_dependents(sender);
             if hand {

@@ -25,6 +25,19 @@ fn every_size(kind: Kind) {
     }
 }
 
+/// Two ranks' messages may wait until they are whole where neither has a hand: if one has, its peer would wait for what
+/// stays in it.
+#[test]
+fn messages_go_whole_where_no_rank_has_a_hand() {
+    let shape = Shape { n: 2, ..Shape::default() };
+    assert!(goes_whole(Kind::AllReduce, Algo::Ring, &shape));
+    assert!(goes_whole(Kind::Broadcast, Algo::OneShot, &shape));
+    // In place both send from where they write.
+    assert!(!goes_whole(Kind::AllReduce, Algo::RecursiveDoubling, &shape));
+    // The root has no hand; the other rank passes its sum on from one.
+    assert!(!goes_whole(Kind::Reduce, Algo::Direct, &shape));
+}
+
 #[test]
 fn all_reduce_is_right_at_every_size() {
     every_size(Kind::AllReduce);

@@ -9,7 +9,7 @@ mod refused;
 mod table;
 mod varied;
 
-use super::{Algo, Kind, Plan, Rank, Shape, algorithms, plan, suitable};
+use super::{Algo, Kind, Plan, Rank, Shape, algorithms, goes_whole, plan, suitable};
 
 /// The plans of all ranks, two of them on each host.
 fn plans(kind: Kind, algo: Algo, n: usize, root: Rank, in_place: bool) -> Vec<Plan> {
