@@ -1,7 +1,7 @@
 //! The process's lane: one thread that drives every operation that nobody else drives.
 //!
 //! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's bell (a flag in
-//! the region, an eventfd), a socket, a submission, or a deadline.
+//! the region, an eventfd), a socket, a submission, or a deadline. Without work of its own it waits for its eventfd alone.
 
 use std::cell::OnceCell;
 use std::net::TcpStream;
@@ -21,7 +21,7 @@ use crate::link::region::Region;
 
 /// The lane spins this long without progress before it sleeps, where there are cores to spare.
 const SPIN: Duration = Duration::from_micros(30);
-/// Naps between activity, during which a submission need not wake it: `epoll` sleeps of this length.
+/// Naps between activity, during which a submission need not wake it: sleeps of this length.
 const NAP: Duration = Duration::from_millis(1);
 /// How long naps go on after the last operation.
 const LINGER: Duration = Duration::from_millis(20);

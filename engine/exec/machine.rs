@@ -317,6 +317,10 @@ impl Machine {
             let mut any = false;
             while self.gather(c, i, port)? {
                 any = true;
+                // What was held back leaves as one, and before more is gathered.
+                if self.cut.least > 0 && self.nodes[i].got.is_multiple_of(self.round) {
+                    break;
+                }
             }
             while self.push(c, i, port)? {
                 any = true;

@@ -16,7 +16,8 @@ use super::{Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, Posted, Reactor
 use crate::error::Error;
 use crate::types::Rank;
 
-/// Frames that may wait for the socket: enough that a reduction is ready when the socket is.
+/// Frames that may wait for the socket, unless they have as many bytes as the largest ([`FRAME`]): enough that a reduction is ready
+/// when the socket is.
 const QUEUE: usize = 4;
 /// Receive window: what is worked on at once and the beginning of the next, well inside L2.
 const WINDOW: usize = SLOT + 64 * 1024;
@@ -59,6 +60,8 @@ pub(crate) struct TcpTx {
     state: State,
     reactor: Arc<dyn Reactor>,
     queue: VecDeque<Pending>,
+    /// Bytes of what waits.
+    queued: usize,
     released: u64,
 }
 
@@ -68,6 +71,7 @@ impl TcpTx {
             state: State::Closed(Some(dial)),
             reactor,
             queue: VecDeque::with_capacity(QUEUE),
+            queued: 0,
             released: 0,
         }
     }
@@ -107,6 +111,7 @@ impl TcpTx {
         while let Some(frame) = self.queue.front_mut() {
             match write_some(socket, frame) {
                 Ok(true) => {
+                    self.queued -= frame.len;
                     self.queue.pop_front();
                     self.released += 1;
                 }
@@ -154,7 +159,7 @@ fn write_some(socket: &mut TcpStream, frame: &mut Pending) -> io::Result<bool> {
 impl LinkTx for TcpTx {
     fn room(&mut self) -> Result<bool, Error> {
         self.flush()?;
-        Ok(self.queue.len() < QUEUE)
+        Ok(self.queue.len() < QUEUE && self.queued < FRAME)
     }
 
     fn most(&self) -> usize {
@@ -192,6 +197,7 @@ impl LinkTx for TcpTx {
             frame.copied = true;
         }
         let posted = if frame.copied { Posted::Copied } else { Posted::Held };
+        self.queued += len;
         self.queue.push_back(frame);
         Ok(posted)
     }
@@ -209,6 +215,7 @@ impl LinkTx for TcpTx {
         // Only we read the memory. A half-sent frame ends with the connection.
         self.released += self.queue.len() as u64;
         self.queue.clear();
+        self.queued = 0;
         self.state = State::Dead;
         true
     }
@@ -461,6 +468,24 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn what_waits_for_a_socket_is_bounded_by_bytes() {
+        let (mut tx, _rx, _l) = pair();
+        let data = vec![0u8; FRAME];
+        // Nobody reads: the socket takes some, then one frame waits.
+        for n in 0.. {
+            assert!(n < 1000, "a socket that takes all");
+            if !tx.room().unwrap() {
+                break;
+            }
+            // SAFETY: `data` outlives the link's use of it.
+            unsafe { tx.post(header(n, FRAME), data.as_ptr()).unwrap() };
+        }
+        assert_eq!((tx.queue.len(), tx.queued), (1, FRAME));
+        assert!(tx.revoke());
+        assert_eq!((tx.queue.len(), tx.queued), (0, 0));
     }
 
     #[test]

@@ -29,10 +29,10 @@ pub struct Program {
     pub sends: Vec<Vec<u32>>,
     /// Per peer: the steps that receive from it, in the order of their messages.
     pub recvs: Vec<Vec<u32>>,
-    /// The plan is an all_reduce that folds everyone's input in rank order, once ([`Algo::Direct`](super::Algo::Direct),
-    /// [`Algo::OneShot`](super::Algo::OneShot)): who reads and writes all ranks' memory can do it in one go.
+    /// The plan is an all_reduce that folds everyone's input in rank order, once ([`Algo::Direct`],
+    /// [`Algo::OneShot`]): who reads and writes all ranks' memory can do it in one go.
     pub folds_all: bool,
-    /// No rank's plan has a hand ([`goes_whole`]): a message may wait until all its slices are there, and go as one.
+    /// A message may wait until all its slices are there, and go as one: allowed by [`goes_whole`], and wanted.
     pub whole: bool,
 }
 

@@ -66,7 +66,7 @@ pub struct Network {
     pub per_host: Option<usize>,
     /// Of the losses.
     pub seed: u64,
-    /// Bytes of a slice. `None`: 128 KB, as real executors cut, or more where frames would be too many.
+    /// Bytes of a slice. `None`: 128 KB, as executors of more than two ranks cut, or more where frames would be too many.
     pub slice: Option<usize>,
 }
 

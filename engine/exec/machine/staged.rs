@@ -119,7 +119,8 @@ mod tests {
     fn stripes_cover_all_once_and_in_order() {
         let part = |kind, algo, n, count, dtype| {
             let shape = Shape { n, rank: n - 1, ..Shape::default() };
-            let program = Arc::new(Program::compile(&plan::plan(kind, algo, &shape).unwrap()));
+            let program = Program::compile(&plan::plan(kind, algo, &shape).unwrap());
+            let program = Arc::new(Program { whole: plan::goes_whole(kind, algo, &shape), ..program });
             let (input, output) = (std::ptr::null(), std::ptr::null_mut());
             Part { program, input, output, count, dtype, tables: None, pairwise: false }
         };

@@ -101,7 +101,8 @@ pub fn check_slices(
     for slices in 1..=slices {
         let mode = Mode { slices, eager: false, strict: false, whole: false };
         let done = ends(mode)?;
-        // What ends although messages wait as long as they can ends with parts of any length.
+        // What ends although messages wait as long as they can ends with parts of any length. (Of a step with several messages
+        // to receive this run takes each as it comes; the executor, all when they are there.)
         if !has_hand {
             ends(Mode { whole: true, ..mode })?;
         }
