@@ -5,6 +5,9 @@
 //! - `cargo bench --bench limits -- tcp RANKS BYTES,..`: what an all_reduce sends (each rank 2(n-1)/n of its buffer),
 //!   to the next rank of a ring over loopback TCP, while as much comes from the one before. A thread for each rank.
 //!   Several sizes of the sockets' buffers are tried; the best one's time counts.
+//! - `cargo bench --bench limits -- frames RANKS BYTES,..`: what calls of the system cost there. Each rank sends the next a
+//!   buffer in frames, at most so much ahead of what has come, and read in place or through a window of 192 KB
+//!   (docs/adr/0021-whole-messages.md). A line for each way: `frames FRAME ahead AHEAD in_place|window BYTES MICROSECONDS`.
 //!
 //! f32; two rounds that do not count; buffers filled, a barrier, then back to back; the slowest thread's time of each
 //! round, the median over rounds. A line for each size: `time all_reduce in_place RANKS BYTES MICROSECONDS`.
@@ -26,7 +29,7 @@ fn main() -> Res<()> {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let [what, ranks, sizes] = &args[..] else {
         // No failure: a plain `cargo bench` runs every program.
-        eprintln!("limits memory|tcp RANKS BYTES,..");
+        eprintln!("limits memory|tcp|frames RANKS BYTES,..");
         return Ok(());
     };
     let ranks: usize = ranks.parse()?;
@@ -42,7 +45,11 @@ fn main() -> Res<()> {
                 let each = WINDOWS.map(|window| Ok(median_of_slowest(&tcp(ranks, bytes, window)?)));
                 each.into_iter().collect::<Res<Vec<f64>>>()?.into_iter().fold(f64::MAX, f64::min)
             }
-            _ => return Err(format!("{what}: expected memory or tcp").into()),
+            "frames" => {
+                frames(ranks, bytes)?;
+                continue;
+            }
+            _ => return Err(format!("{what}: expected memory, tcp or frames").into()),
         };
         println!("time all_reduce in_place {ranks} {bytes} {:.3}", seconds * 1e6);
     }
@@ -267,21 +274,97 @@ fn passed(result: std::io::Result<usize>) -> Res<usize> {
     }
 }
 
-fn tcp(ranks: usize, bytes: usize, window: Option<usize>) -> Res<Vec<Vec<f64>>> {
+/// A rank that sends in frames.
+struct Framed {
+    to: TcpStream,
+    from: TcpStream,
+    sent: Vec<u8>,
+    received: Vec<u8>,
+    /// What is read passes through this, if it is not empty.
+    window: Vec<u8>,
+    frame: usize,
+    /// So much may be sent before as much has come.
+    ahead: usize,
+}
+
+impl Worker for Framed {
+    fn fill(&mut self) {
+        self.sent.fill(1);
+        self.received.fill(0);
+    }
+
+    fn is_right(&self, _: i32) -> bool {
+        self.received.iter().all(|byte| *byte == 1)
+    }
+
+    fn once(&mut self) -> Res<()> {
+        let (mut out, mut back, total) = (0, 0, self.sent.len());
+        while out < total || back < total {
+            let before = out + back;
+            let limit = total.min(back / self.frame * self.frame + self.ahead);
+            while out < limit {
+                let end = limit.min((out / self.frame + 1) * self.frame);
+                match passed((&self.to).write(&self.sent[out..end]))? {
+                    0 => break,
+                    written => out += written,
+                }
+            }
+            if back < total && self.window.is_empty() {
+                back += passed((&self.from).read(&mut self.received[back..]))?;
+            } else if back < total {
+                let most = self.window.len().min(total - back);
+                let read = passed((&self.from).read(&mut self.window[..most]))?;
+                self.received[back..back + read].copy_from_slice(&self.window[..read]);
+                back += read;
+            }
+            if out + back == before {
+                std::hint::spin_loop();
+            }
+        }
+        Ok(())
+    }
+}
+
+fn frames(ranks: usize, bytes: usize) -> Res<()> {
+    const KB: usize = 1 << 10;
+    let ways =
+        [(bytes, bytes), (512 * KB, bytes), (128 * KB, bytes), (128 * KB, 512 * KB), (128 * KB, 256 * KB)];
+    for (frame, ahead) in ways {
+        for window in [0, 192 * KB] {
+            let workers = ring(ranks)?.into_iter().map(|(to, from)| {
+                let (sent, received) = (vec![0; bytes], vec![0; bytes]);
+                Framed { to, from, sent, received, window: vec![0; window], frame, ahead }
+            });
+            let took = median_of_slowest(&time(workers.collect(), bytes)?) * 1e6;
+            let place = if window == 0 { "in_place" } else { "window" };
+            println!("frames {frame} ahead {ahead} {place} {bytes} {took:.1}");
+        }
+    }
+    Ok(())
+}
+
+/// Each rank's connections to the next one and from the one before.
+fn ring(ranks: usize) -> Res<Vec<(TcpStream, TcpStream)>> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let at = listener.local_addr()?;
     let (mut ends, mut others) = (Vec::new(), Vec::new());
     for _ in 0..ranks {
-        ends.push(TcpStream::connect(at)?);
-        others.push(listener.accept()?.0);
+        let to = TcpStream::connect(at)?;
+        to.set_nodelay(true)?;
+        to.set_nonblocking(true)?;
+        let from = listener.accept()?.0;
+        from.set_nonblocking(true)?;
+        ends.push(to);
+        others.push(from);
     }
     // Rank r's connection ends at rank r + 1.
     others.rotate_right(1);
+    Ok(ends.into_iter().zip(others).collect())
+}
+
+fn tcp(ranks: usize, bytes: usize, window: Option<usize>) -> Res<Vec<Vec<f64>>> {
     let mut workers = Vec::new();
-    for (to, from) in ends.into_iter().zip(others) {
-        to.set_nodelay(true)?;
-        to.set_nonblocking(true)?;
-        from.set_nonblocking(true)?;
+    for (to, from) in ring(ranks)? {
         if let Some(window) = window {
             set_socket_send_buffer_size(&to, window)?;
             set_socket_recv_buffer_size(&from, window)?;

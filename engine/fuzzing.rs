@@ -469,6 +469,7 @@ pub fn hostile_collective(data: &[u8]) {
         count: count as u64,
         ..Signature::default()
     };
+    let whole = size & 0x80 != 0 && plan::goes_whole(kind, algo, &shape);
     let total = |slot: Slot| plan.slots[usize::from(slot)].total(count);
     let (ins, outs) = (if in_place { 0 } else { total(INPUT) }, total(OUTPUT));
     let unit = dtype.size();
@@ -482,7 +483,7 @@ pub fn hostile_collective(data: &[u8]) {
         reduction: Reduction::Op(op),
         scale: None,
         parts: PartList::One(Part {
-            program: Arc::new(Program::compile(&plan)),
+            program: Arc::new(Program { whole, ..Program::compile(&plan) }),
             input: if in_place { at.cast_const() } else { input_memory.as_ptr() },
             output: at,
             count,
