@@ -317,8 +317,9 @@ impl Machine {
             let mut any = false;
             while self.gather(c, i, port)? {
                 any = true;
-                // What was held back leaves as one, and before more is gathered.
+                // What was held back leaves as one, and before more is gathered: then nobody else may have news for the step.
                 if self.cut.least > 0 && self.nodes[i].got.is_multiple_of(self.round) {
+                    self.hot.mark(i as u32);
                     break;
                 }
             }
