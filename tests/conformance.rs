@@ -182,6 +182,7 @@ fn plan_cases(worlds: &[World]) -> Vec<Vec<Case>> {
     for row in pairwise::pairwise(&factors.sizes(), |row| factors.allowed(row), cost) {
         add(row.try_into().expect("nine factors"));
     }
+    rounds(&factors, &mut add);
     if support::full() {
         full(&factors, &mut add);
     }
@@ -229,6 +230,25 @@ fn messages(world: &World, w: usize, cases: &mut Vec<Case>) {
                 timeout: CALL,
                 refused: false,
             });
+        }
+    }
+}
+
+/// Several rounds of every plan in every form between two ranks over TCP, whose messages go whole.
+fn rounds(factors: &Factors, add: &mut impl FnMut(Row)) {
+    let dtype = DType::F64;
+    let pairs =
+        factors.worlds.iter().enumerate().filter(|(_, w)| w.n == 2 && w.link == "tcp" && !w.processes);
+    for ((w, _), (c, call)) in pairs.flat_map(|pair| factors.calls.iter().enumerate().map(move |c| (pair, c)))
+    {
+        let fits = |op: &Combine| op.supports(dtype) && op.fits(call.0) && factors.in_order(*op, *call);
+        let Some(op) = factors.ops.iter().position(fits).filter(|_| call.0 != Kind::Barrier) else {
+            continue;
+        };
+        for (f, _) in
+            Form::ALL.iter().enumerate().filter(|(f, form)| form.is_of(call.0) && factors.suits[c][*f][w])
+        {
+            add([c, f, w, LARGE, dtype as usize, op, (c + f) % 3, 0, f % ENDS.len()]);
         }
     }
 }
