@@ -206,12 +206,28 @@ fn memory(ranks: usize, bytes: usize) -> Res<Vec<Vec<f64>>> {
     time((0..threads).map(folder).collect(), bytes)
 }
 
-/// A rank of the exchange.
-struct Exchange {
+/// What a rank sends and receives, and its connections to the next one and from the one before.
+struct Ends {
     to: TcpStream,
     from: TcpStream,
     sent: Vec<u8>,
     received: Vec<u8>,
+}
+
+impl Ends {
+    fn fill(&mut self) {
+        self.sent.fill(1);
+        self.received.fill(0);
+    }
+
+    fn is_right(&self) -> bool {
+        self.received.iter().all(|byte| *byte == 1)
+    }
+}
+
+/// A rank of the exchange.
+struct Exchange {
+    ends: Ends,
     /// Bytes that go each way: more than the buffer has, where it goes round.
     amount: usize,
 }
@@ -224,16 +240,15 @@ const WINDOWS: [Option<usize>; 4] = [None, Some(64 << 10), Some(256 << 10), Some
 
 impl Worker for Exchange {
     fn fill(&mut self) {
-        self.sent.fill(1);
-        self.received.fill(0);
+        self.ends.fill();
     }
 
     fn is_right(&self, _: i32) -> bool {
-        self.received.iter().all(|byte| *byte == 1)
+        self.ends.is_right()
     }
 
     fn once(&mut self) -> Res<()> {
-        let length = self.sent.len();
+        let length = self.ends.sent.len();
         // From this place on, not past the end of the buffer, nor of what is to be moved.
         let span = |done: usize| {
             let at = done % length;
@@ -243,19 +258,19 @@ impl Worker for Exchange {
         while out < self.amount || back < self.amount {
             let mut moved = 0;
             if out < self.amount {
-                let written = passed((&self.to).write(&self.sent[span(out)]))?;
+                let written = passed((&self.ends.to).write(&self.ends.sent[span(out)]))?;
                 (out, moved) = (out + written, moved + written);
             }
             if back < self.amount {
                 let range = span(back);
-                let read = passed((&self.from).read(&mut self.received[range]))?;
+                let read = passed((&self.ends.from).read(&mut self.ends.received[range]))?;
                 (back, moved) = (back + read, moved + read);
             }
             if moved == 0 {
                 let flags = |wanted: bool, flag| if wanted { flag } else { PollFlags::empty() };
                 let mut both = [
-                    PollFd::new(&self.to, flags(out < self.amount, PollFlags::OUT)),
-                    PollFd::new(&self.from, flags(back < self.amount, PollFlags::IN)),
+                    PollFd::new(&self.ends.to, flags(out < self.amount, PollFlags::OUT)),
+                    PollFd::new(&self.ends.from, flags(back < self.amount, PollFlags::IN)),
                 ];
                 poll(&mut both, None)?;
             }
@@ -276,10 +291,7 @@ fn passed(result: std::io::Result<usize>) -> Res<usize> {
 
 /// A rank that sends in frames.
 struct Framed {
-    to: TcpStream,
-    from: TcpStream,
-    sent: Vec<u8>,
-    received: Vec<u8>,
+    ends: Ends,
     /// What is read passes through this, if it is not empty.
     window: Vec<u8>,
     frame: usize,
@@ -289,32 +301,31 @@ struct Framed {
 
 impl Worker for Framed {
     fn fill(&mut self) {
-        self.sent.fill(1);
-        self.received.fill(0);
+        self.ends.fill();
     }
 
     fn is_right(&self, _: i32) -> bool {
-        self.received.iter().all(|byte| *byte == 1)
+        self.ends.is_right()
     }
 
     fn once(&mut self) -> Res<()> {
-        let (mut out, mut back, total) = (0, 0, self.sent.len());
+        let (mut out, mut back, total) = (0, 0, self.ends.sent.len());
         while out < total || back < total {
             let before = out + back;
             let limit = total.min(back / self.frame * self.frame + self.ahead);
             while out < limit {
                 let end = limit.min((out / self.frame + 1) * self.frame);
-                match passed((&self.to).write(&self.sent[out..end]))? {
+                match passed((&self.ends.to).write(&self.ends.sent[out..end]))? {
                     0 => break,
                     written => out += written,
                 }
             }
             if back < total && self.window.is_empty() {
-                back += passed((&self.from).read(&mut self.received[back..]))?;
+                back += passed((&self.ends.from).read(&mut self.ends.received[back..]))?;
             } else if back < total {
                 let most = self.window.len().min(total - back);
-                let read = passed((&self.from).read(&mut self.window[..most]))?;
-                self.received[back..back + read].copy_from_slice(&self.window[..read]);
+                let read = passed((&self.ends.from).read(&mut self.window[..most]))?;
+                self.ends.received[back..back + read].copy_from_slice(&self.window[..read]);
                 back += read;
             }
             if out + back == before {
@@ -331,10 +342,8 @@ fn frames(ranks: usize, bytes: usize) -> Res<()> {
         [(bytes, bytes), (512 * KB, bytes), (128 * KB, bytes), (128 * KB, 512 * KB), (128 * KB, 256 * KB)];
     for (frame, ahead) in ways {
         for window in [0, 192 * KB] {
-            let workers = ring(ranks)?.into_iter().map(|(to, from)| {
-                let (sent, received) = (vec![0; bytes], vec![0; bytes]);
-                Framed { to, from, sent, received, window: vec![0; window], frame, ahead }
-            });
+            let framed = |ends| Framed { ends, window: vec![0; window], frame, ahead };
+            let workers = ring(ranks, bytes)?.into_iter().map(framed);
             let took = median_of_slowest(&time(workers.collect(), bytes)?) * 1e6;
             let place = if window == 0 { "in_place" } else { "window" };
             println!("frames {frame} ahead {ahead} {place} {bytes} {took:.1}");
@@ -343,8 +352,8 @@ fn frames(ranks: usize, bytes: usize) -> Res<()> {
     Ok(())
 }
 
-/// Each rank's connections to the next one and from the one before.
-fn ring(ranks: usize) -> Res<Vec<(TcpStream, TcpStream)>> {
+/// Each rank's ends.
+fn ring(ranks: usize, bytes: usize) -> Res<Vec<Ends>> {
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let at = listener.local_addr()?;
     let (mut ends, mut others) = (Vec::new(), Vec::new());
@@ -359,18 +368,19 @@ fn ring(ranks: usize) -> Res<Vec<(TcpStream, TcpStream)>> {
     }
     // Rank r's connection ends at rank r + 1.
     others.rotate_right(1);
-    Ok(ends.into_iter().zip(others).collect())
+    let pairs = ends.into_iter().zip(others);
+    Ok(pairs.map(|(to, from)| Ends { to, from, sent: vec![0; bytes], received: vec![0; bytes] }).collect())
 }
 
 fn tcp(ranks: usize, bytes: usize, window: Option<usize>) -> Res<Vec<Vec<f64>>> {
     let mut workers = Vec::new();
-    for (to, from) in ring(ranks)? {
+    for ends in ring(ranks, bytes)? {
         if let Some(window) = window {
-            set_socket_send_buffer_size(&to, window)?;
-            set_socket_recv_buffer_size(&from, window)?;
+            set_socket_send_buffer_size(&ends.to, window)?;
+            set_socket_recv_buffer_size(&ends.from, window)?;
         }
         let amount = (2 * (ranks - 1) * bytes).div_ceil(ranks);
-        workers.push(Exchange { to, from, sent: vec![0; bytes], received: vec![0; bytes], amount });
+        workers.push(Exchange { ends, amount });
     }
     time(workers, bytes)
 }

@@ -381,8 +381,7 @@ impl Machine {
 
     /// Slices begin at multiples of their length.
     fn slice_end(&self, node: &NodeRun, at: usize) -> usize {
-        let slice = self.slice(node);
-        ((at / slice + 1) * slice).min(self.portion_end(node, at))
+        self.frame_end(node, at, 0)
     }
 
     /// A frame ends with its slice, or where the link takes more at once, with as many of them.

@@ -200,9 +200,9 @@ impl<'a> Run<'a> {
 
     /// Take the message at the head of a link from its sender, if it is ready.
     fn take(&mut self, link: usize) -> Option<Valued> {
-        let &(sender, _) = self.net.sends[link].get(self.links[link].message)?;
         let whole = self.mode.whole;
         let head = &mut self.links[link];
+        let &(sender, _) = self.net.sends[link].get(head.message)?;
         let slice = head.slice;
         let state = &self.states[sender as usize];
         let ready = match state.holds {
