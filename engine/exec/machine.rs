@@ -573,6 +573,7 @@ impl Machine {
         let source = step.holds() == Holds::Source;
         let from = match (source, step.dst, &step.operands[..]) {
             (true, _, [Operand::Own(at)]) => *at,
+            (false, Some(_), [Operand::Own(at)]) if self.sends_source(c, i) => *at,
             (false, Some(dst), _) => dst,
             _ => return Ok(false), // sent from the hand, or nothing to send
         };

@@ -10,8 +10,8 @@
 //! 3. A **combining** step (two operands or more), or an early copy, waits for `after_read` only now, with the result in its
 //!    *hand* (one slice of memory): partners that send from where they write (recursive doubling, one-shot
 //!    in place, the barrier) would otherwise wait for each other for ever.
-//! 4. It stores the result in `dst` and sends from there, going on with the next slice meanwhile. Without
-//!    `dst` the result stays in the hand, and the next slice waits until all sends of this one are taken.
+//! 4. It stores the result in `dst` and sends from there (a copy of the input: from the input), going on with the next slice
+//!    meanwhile. Without `dst` the result stays in the hand, and the next slice waits until all sends of this one are taken.
 //!    A step that only sends from our own memory needs no hand: it lends its source.
 //!
 //! The checker proves the plans under these rules without any buffering in links ([`super::check`]).

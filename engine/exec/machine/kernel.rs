@@ -27,6 +27,8 @@ impl Machine {
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let dst = step.dst.map(|at| self.address(c.part, at, &node, node.pos));
         let to_hand = (dst.is_some() && writable < m) || (dst.is_none() && !ready);
+        let from_source = self.sends_source(c, i);
+        let lent = if from_source { Some(ins[0]) } else { dst.map(<*mut u8>::cast_const) };
         let mut scratch = Scratch([0; Port::INLINE]);
         let mut outs = [std::ptr::null_mut::<u8>(); 2];
         let (mut used, mut payload, mut in_slot) = (0, None, false);
@@ -46,9 +48,9 @@ impl Machine {
             if let Some(dst) = dst {
                 outs[0] = dst;
                 used = 1;
-                payload = Some(Payload::Memory(dst));
+                payload = lent.map(Payload::Memory);
             }
-            if ready && (dst.is_none() || self.needs_slot(step, dst, m * node.unit, port)?) {
+            if ready && (dst.is_none() || self.needs_slot(step, lent, m * node.unit, port)?) {
                 if c.common.phantom.is_some() {
                     (used, payload) = (used.max(1), Some(Payload::Memory(outs[0])));
                 } else if m * node.unit <= Port::INLINE {
@@ -77,7 +79,15 @@ impl Machine {
         // Copies that nobody reads again soon: not even a peer, from there. A fold, which waits for what it reads, gained nothing.
         let is_copy = ins.len() == 1 && !(step.finish && c.averages());
         let is_final = dst.is_some() && !to_hand && program.nodes[i].is_final;
-        let streams = self.shared.streams && is_copy && is_final && (step.send.is_empty() || in_slot);
+        let streams =
+            self.shared.streams && is_copy && is_final && (step.send.is_empty() || in_slot || from_source);
+        // Copied ahead, it would be read from memory once more to be sent. As a step that only sends, it waits for its receiver:
+        // nothing waits for what it stores. Not where `push` waits for more of a message.
+        let may_wait = self.cut.least == 0 && node.pos.is_multiple_of(self.slice(&node));
+        let one = step.send.len() == 1;
+        if streams && from_source && !ready && may_wait && one && !self.receivers_ready(c, i, port)? {
+            return Ok(0);
+        }
         if is_copy && in_slot && node.unit > 0 {
             // The source is in a cache when it is copied once more.
             used -= 1;
@@ -149,14 +159,22 @@ impl Machine {
         Ok(())
     }
 
+    /// Whether a step that stores a copy of our own input sends it from the input, where it stays: what was stored may have
+    /// left the caches.
+    pub(super) fn sends_source(&self, c: Context<'_>, i: usize) -> bool {
+        let step = &c.part.program.plan.steps[i];
+        let is_input = matches!(&step.operands[..], [Operand::Own(at)] if at.slot == INPUT);
+        is_input && !(step.finish && c.averages()) && c.common.device.is_none() && !c.part.is_in_place()
+    }
+
     fn needs_slot(
         &self,
         step: &crate::plan::Step,
-        dst: Option<*mut u8>,
+        lent: Option<*const u8>,
         bytes: usize,
         port: &mut Port,
     ) -> Result<bool, Error> {
-        let at = dst.unwrap_or(std::ptr::null_mut());
+        let at = lent.unwrap_or(std::ptr::null());
         if bytes <= Port::INLINE {
             return Ok(false);
         }
