@@ -8,6 +8,10 @@
 //! - `cargo bench --bench limits -- frames RANKS BYTES,..`: what calls of the system cost there. Each rank sends the next a
 //!   buffer in frames, at most so much ahead of what has come, and read in place or through a window of 192 KB
 //!   (docs/adr/0021-whole-messages.md). A line for each way: `frames FRAME ahead AHEAD in_place|window BYTES MICROSECONDS`.
+//! - `cargo bench --bench limits -- slots 2 BYTES,..`: two threads hand each other so much through slots of 128 KB, by
+//!   ordinary stores and past the caches, and copy it straight from each other's buffer. A line for each way:
+//!   `slots SLOTS ordinary|streamed BYTES MICROSECONDS in IN out OUT`, of which so much was copying in and out (mean), and
+//!   `slots 0 straight ..`. docs/bench/profile.md says what it shows.
 //!
 //! f32; two rounds that do not count; buffers filled, a barrier, then back to back; the slowest thread's time of each
 //! round, the median over rounds. A line for each size: `time all_reduce in_place RANKS BYTES MICROSECONDS`.
@@ -16,8 +20,8 @@
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -29,7 +33,7 @@ fn main() -> Res<()> {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     let [what, ranks, sizes] = &args[..] else {
         // No failure: a plain `cargo bench` runs every program.
-        eprintln!("limits memory|tcp|frames RANKS BYTES,..");
+        eprintln!("limits memory|tcp|frames|slots RANKS BYTES,..");
         return Ok(());
     };
     let ranks: usize = ranks.parse()?;
@@ -49,7 +53,11 @@ fn main() -> Res<()> {
                 frames(ranks, bytes)?;
                 continue;
             }
-            _ => return Err(format!("{what}: expected memory, tcp or frames").into()),
+            "slots" => {
+                slots(ranks, bytes)?;
+                continue;
+            }
+            _ => return Err(format!("{what}: expected memory, tcp, frames or slots").into()),
         };
         println!("time all_reduce in_place {ranks} {bytes} {:.3}", seconds * 1e6);
     }
@@ -383,4 +391,126 @@ fn tcp(ranks: usize, bytes: usize, window: Option<usize>) -> Res<Vec<Vec<f64>>> 
         workers.push(Exchange { ends, amount });
     }
     time(workers, bytes)
+}
+
+/// What a slot holds at most: as the engine's.
+const PIECE: usize = 128 << 10;
+
+/// A count on a line of its own.
+#[derive(Default)]
+#[repr(align(128))]
+struct Count(AtomicUsize);
+
+/// What one thread hands the other. Nobody waits for a lock: the counts say whose a slot is.
+struct Handed {
+    input: RwLock<Vec<u8>>,
+    slots: Vec<Mutex<Vec<u8>>>,
+    filled: Count,
+    emptied: Count,
+}
+
+/// One of the two.
+struct Hander<'a> {
+    mine: &'a Handed,
+    theirs: &'a Handed,
+    output: Vec<u8>,
+    streamed: bool,
+    /// Nanoseconds of copying in, and out.
+    spent: &'a [AtomicU64; 2],
+}
+
+impl Hander<'_> {
+    fn spend(&self, which: usize, since: Instant) {
+        self.spent[which].fetch_add(since.elapsed().as_nanos() as u64, Ordering::Relaxed);
+    }
+}
+
+impl Worker for Hander<'_> {
+    fn fill(&mut self) {
+        self.mine.input.write().unwrap_or_else(PoisonError::into_inner).fill(1);
+        self.output.fill(0);
+    }
+
+    fn is_right(&self, _: i32) -> bool {
+        self.output.iter().all(|byte| *byte == 1)
+    }
+
+    fn once(&mut self) -> Res<()> {
+        let (mine, theirs) = (self.mine, self.theirs);
+        let depth = mine.slots.len();
+        if depth == 0 {
+            let input = theirs.input.read().unwrap_or_else(PoisonError::into_inner);
+            self.output.copy_from_slice(&input);
+            return Ok(());
+        }
+        let input = mine.input.read().unwrap_or_else(PoisonError::into_inner);
+        let pieces = input.len().div_ceil(PIECE);
+        let (first, last) = (mine.filled.0.load(Ordering::Relaxed), theirs.emptied.0.load(Ordering::Relaxed));
+        let (mut out, mut back) = (0, 0);
+        while out < pieces || back < pieces {
+            if out < pieces && first + out - mine.emptied.0.load(Ordering::Acquire) < depth {
+                let start = Instant::now();
+                let piece = &input[out * PIECE..input.len().min((out + 1) * PIECE)];
+                let mut slot =
+                    mine.slots[(first + out) % depth].lock().unwrap_or_else(PoisonError::into_inner);
+                if self.streamed {
+                    // SAFETY: a slot has room for a piece, and the two are apart.
+                    unsafe {
+                        allstream_kernels::copy_streaming(piece.as_ptr(), slot.as_mut_ptr(), piece.len())
+                    };
+                } else {
+                    slot[..piece.len()].copy_from_slice(piece);
+                }
+                drop(slot);
+                self.spend(0, start);
+                out += 1;
+                mine.filled.0.store(first + out, Ordering::Release);
+            }
+            if back < pieces && theirs.filled.0.load(Ordering::Acquire) > last + back {
+                let start = Instant::now();
+                let range = back * PIECE..self.output.len().min((back + 1) * PIECE);
+                let slot = theirs.slots[(last + back) % depth].lock().unwrap_or_else(PoisonError::into_inner);
+                self.output[range.clone()].copy_from_slice(&slot[..range.len()]);
+                drop(slot);
+                self.spend(1, start);
+                back += 1;
+                theirs.emptied.0.store(last + back, Ordering::Release);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn slots(ranks: usize, bytes: usize) -> Res<()> {
+    if ranks != 2 {
+        return Err(format!("{ranks} ranks: slots are between 2").into());
+    }
+    let ways = [(2, false), (2, true), (4, false), (4, true), (32, false), (32, true), (0, false)];
+    for (depth, streamed) in ways {
+        let handed = || Handed {
+            input: RwLock::new(vec![0; bytes]),
+            slots: (0..depth).map(|_| Mutex::new(vec![0; PIECE])).collect(),
+            filled: Count::default(),
+            emptied: Count::default(),
+        };
+        let (one, other) = (handed(), handed());
+        let spent = Default::default();
+        let hander = |mine, theirs| Hander { mine, theirs, output: vec![0; bytes], streamed, spent: &spent };
+        let times = time(vec![hander(&one, &other), hander(&other, &one)], bytes)?;
+        let (group, rounds) = rounds(bytes);
+        let each = |which: usize| {
+            let count = 2 * group * (rounds + WARMUP);
+            spent[which].load(Ordering::Relaxed) as f64 / 1e3 / count as f64
+        };
+        let way = if depth == 0 {
+            "straight"
+        } else if streamed {
+            "streamed"
+        } else {
+            "ordinary"
+        };
+        let took = median_of_slowest(&times) * 1e6;
+        println!("slots {depth} {way} {bytes} {took:.1} in {:.1} out {:.1}", each(0), each(1));
+    }
+    Ok(())
 }

@@ -595,7 +595,7 @@ impl Machine {
             let at = self.address(c.part, from, &node, sent).cast_const();
             let mut payload = Payload::Memory(at);
             if m * node.unit > Port::INLINE && port.tx(peer)?.needs_slot(at, m * node.unit) {
-                if let Some((slot, place)) = port.take_slot() {
+                if let Some((slot, place)) = port.take_slot(m * node.unit) {
                     // SAFETY: `m` elements of our own chunk (or stored result), at most a slot; the slot is ours.
                     unsafe { port.filling.copy(at, place, m * node.unit) };
                     payload = Payload::Slot(slot, place);

@@ -569,7 +569,7 @@ impl Messages {
         if len <= Port::INLINE || !self.port.tx(rank)?.needs_slot(at, len) {
             return Ok(Some(Payload::Memory(at)));
         }
-        Ok(self.port.take_slot().map(|(slot, place)| {
+        Ok(self.port.take_slot(len).map(|(slot, place)| {
             // SAFETY: `len` bytes of the send's buffer, which the table owns, to a slot of ours that has room.
             unsafe { self.port.filling.copy(at, place, len) };
             Payload::Slot(slot, place)

@@ -113,19 +113,22 @@ impl Port {
         }
     }
 
-    /// A staging slot of [`SLOT`] bytes, and where it is, if one is free. It goes back when what is posted in it has been
+    /// A staging slot for up to [`SLOT`] bytes, and where it is, if one is free. It goes back when what is posted in it has been
     /// released.
-    pub(crate) fn take_slot(&mut self) -> Option<(Slot, *mut u8)> {
-        let slot = self.region.take_slot()?;
-        self.references[slot as usize] = 0;
-        Some((Slot(slot), self.region.at(Region::slot_offset(slot))))
+    pub(crate) fn take_slot(&mut self, bytes: usize) -> Option<(Slot, *mut u8)> {
+        let slot = self.region.take_slot(bytes)?;
+        Some(self.taken(slot, 0))
+    }
+
+    fn taken(&mut self, slot: u16, references: u16) -> (Slot, *mut u8) {
+        self.references[slot as usize] = references;
+        (Slot(slot), self.region.at(Region::slot_offset(slot)))
     }
 
     /// The same, of a slot that stays with who took it, through any number of loans, until it is let go of.
     pub(crate) fn hold_slot(&mut self) -> Option<(Slot, *mut u8)> {
-        let (slot, at) = self.take_slot()?;
-        self.references[slot.0 as usize] = 1;
-        Some((slot, at))
+        let slot = self.region.take_warm_slot()?;
+        Some(self.taken(slot, 1))
     }
 
     /// Lets go of a slot that was held: it is free once no peer uses it.

@@ -59,7 +59,7 @@ impl Machine {
                         outs[0] = scratch.0.as_mut_ptr();
                         (used, payload) = (1, Some(Payload::Memory(outs[0])));
                     }
-                } else if let Some((slot, at)) = port.take_slot() {
+                } else if let Some((slot, at)) = port.take_slot(m * node.unit) {
                     in_slot = true;
                     outs[used] = at;
                     used += 1;
@@ -213,7 +213,7 @@ impl Machine {
             if !self.receivers_ready(c, i, port)? {
                 return Ok(false);
             }
-            let slot = if bytes > Port::INLINE && !phantom { port.take_slot() } else { None };
+            let slot = if bytes > Port::INLINE && !phantom { port.take_slot(bytes) } else { None };
             let payload = match slot {
                 _ if phantom => Payload::Memory(hand),
                 Some((slot, at)) => {
