@@ -24,9 +24,10 @@ use crate::types::{Algo, Rank, Signature};
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
 const QUEUE_LIMIT: usize = 1024;
 /// From this part of the last caches on, what the ranks of a host write in a copy goes past them: then it is not there when it is
-/// read again anyway. On 2 cores with 32 MB (`allstream perf -N 2`, `-N 4`, ordinary stores are 1): at 4 MB and 2 ranks 0.6 to
-/// 0.9, at 16 MB and more 0.5 to 0.75 for what only copies, 0.6 for an all_reduce out of place; at half that size 1.2 to 1.8.
-const STREAMED: usize = 4;
+/// read again anyway. On 2 cores with 32 MB (`allstream perf -N 2`, ordinary stores are 1): at 16 MB and more 0.5 to 0.75 for what
+/// only copies, 0.6 for an all_reduce out of place. From 4 MB on instead of 8: all_gather of 4 MB 1.8 in place and 1.14 out of place,
+/// all_reduce out of place 1.25, all_to_all 1.23 and 0.94; all_gather at 4 ranks (2 MB instead of 4) alike.
+const STREAMED: usize = 2;
 /// Messages kept for communicators that a peer has and this rank has not.
 const EARLY: usize = 256;
 
