@@ -21,7 +21,7 @@
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError, RwLock};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -144,7 +144,7 @@ fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
 /// A rank's buffer, cut into a part for each thread. Nobody waits for a lock: the gate keeps the phases apart.
 type Parts<'a> = Vec<Mutex<&'a mut [f32]>>;
 
-fn lock<'a, 'b>(part: &'a Mutex<&'b mut [f32]>) -> MutexGuard<'a, &'b mut [f32]> {
+fn lock<T>(part: &Mutex<T>) -> MutexGuard<'_, T> {
     part.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -403,7 +403,7 @@ struct Count(AtomicUsize);
 
 /// What one thread hands the other. Nobody waits for a lock: the counts say whose a slot is.
 struct Handed {
-    input: RwLock<Vec<u8>>,
+    input: Mutex<Vec<u8>>,
     slots: Vec<Mutex<Vec<u8>>>,
     filled: Count,
     emptied: Count,
@@ -427,7 +427,7 @@ impl Hander<'_> {
 
 impl Worker for Hander<'_> {
     fn fill(&mut self) {
-        self.mine.input.write().unwrap_or_else(PoisonError::into_inner).fill(1);
+        lock(&self.mine.input).fill(1);
         self.output.fill(0);
     }
 
@@ -439,11 +439,10 @@ impl Worker for Hander<'_> {
         let (mine, theirs) = (self.mine, self.theirs);
         let depth = mine.slots.len();
         if depth == 0 {
-            let input = theirs.input.read().unwrap_or_else(PoisonError::into_inner);
-            self.output.copy_from_slice(&input);
+            self.output.copy_from_slice(&lock(&theirs.input));
             return Ok(());
         }
-        let input = mine.input.read().unwrap_or_else(PoisonError::into_inner);
+        let input = lock(&mine.input);
         let pieces = input.len().div_ceil(PIECE);
         let (first, last) = (mine.filled.0.load(Ordering::Relaxed), theirs.emptied.0.load(Ordering::Relaxed));
         let (mut out, mut back) = (0, 0);
@@ -451,8 +450,7 @@ impl Worker for Hander<'_> {
             if out < pieces && first + out - mine.emptied.0.load(Ordering::Acquire) < depth {
                 let start = Instant::now();
                 let piece = &input[out * PIECE..input.len().min((out + 1) * PIECE)];
-                let mut slot =
-                    mine.slots[(first + out) % depth].lock().unwrap_or_else(PoisonError::into_inner);
+                let mut slot = lock(&mine.slots[(first + out) % depth]);
                 if self.streamed {
                     // SAFETY: a slot has room for a piece, and the two are apart.
                     unsafe {
@@ -469,7 +467,7 @@ impl Worker for Hander<'_> {
             if back < pieces && theirs.filled.0.load(Ordering::Acquire) > last + back {
                 let start = Instant::now();
                 let range = back * PIECE..self.output.len().min((back + 1) * PIECE);
-                let slot = theirs.slots[(last + back) % depth].lock().unwrap_or_else(PoisonError::into_inner);
+                let slot = lock(&theirs.slots[(last + back) % depth]);
                 self.output[range.clone()].copy_from_slice(&slot[..range.len()]);
                 drop(slot);
                 self.spend(1, start);
@@ -488,7 +486,7 @@ fn slots(ranks: usize, bytes: usize) -> Res<()> {
     let ways = [(2, false), (2, true), (4, false), (4, true), (32, false), (32, true), (0, false)];
     for (depth, streamed) in ways {
         let handed = || Handed {
-            input: RwLock::new(vec![0; bytes]),
+            input: Mutex::new(vec![0; bytes]),
             slots: (0..depth).map(|_| Mutex::new(vec![0; PIECE])).collect(),
             filled: Count::default(),
             emptied: Count::default(),
@@ -502,12 +500,10 @@ fn slots(ranks: usize, bytes: usize) -> Res<()> {
             let count = 2 * group * (rounds + WARMUP);
             spent[which].load(Ordering::Relaxed) as f64 / 1e3 / count as f64
         };
-        let way = if depth == 0 {
-            "straight"
-        } else if streamed {
-            "streamed"
-        } else {
-            "ordinary"
+        let way = match (depth, streamed) {
+            (0, _) => "straight",
+            (_, true) => "streamed",
+            (_, false) => "ordinary",
         };
         let took = median_of_slowest(&times) * 1e6;
         println!("slots {depth} {way} {bytes} {took:.1} in {:.1} out {:.1}", each(0), each(1));

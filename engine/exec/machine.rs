@@ -33,7 +33,7 @@ use crate::error::Error;
 use crate::link::waits::Wait;
 use crate::link::{Header, SLOT};
 use crate::plan::compile::Holds;
-use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH};
+use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH, Step};
 use crate::types::{Rank, Signature};
 
 /// A partly received frame is worth working on from this many bytes.
@@ -469,7 +469,7 @@ impl Machine {
         }
         // A copy whose payload is still in a socket goes straight to where it belongs.
         if let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst)
-            && !(step.finish && c.averages())
+            && !c.divides(step)
             && port.rx(*from)?.streams()
             && node.unit > 0
             && m <= writable
@@ -572,8 +572,7 @@ impl Machine {
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let source = step.holds() == Holds::Source;
         let from = match (source, step.dst, &step.operands[..]) {
-            (true, _, [Operand::Own(at)]) => *at,
-            (false, Some(_), [Operand::Own(at)]) if self.sends_source(c, i) => *at,
+            (_, _, [Operand::Own(at)]) if source || self.sends_source(c, i) => *at,
             (false, Some(dst), _) => dst,
             _ => return Ok(false), // sent from the hand, or nothing to send
         };
@@ -673,6 +672,11 @@ struct Context<'a> {
 }
 
 impl Context<'_> {
+    /// Whether a step divides its sum by the ranks.
+    fn divides(&self, step: &Step) -> bool {
+        step.finish && self.averages()
+    }
+
     fn averages(&self) -> bool {
         matches!(self.common.reduction, Reduction::Op(kernels::ReduceOp::Avg))
     }

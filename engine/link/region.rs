@@ -199,8 +199,7 @@ impl Region {
     /// Takes a shared staging slot for so many bytes, one that has been free for a while: [`TURNED`].
     pub(crate) fn take_slot(&self, bytes: usize) -> Option<u16> {
         let mut slots = self.slots.lock();
-        let turned = TURNED.checked_div(bytes).unwrap_or(SLOTS);
-        let at = slots.len().saturating_sub(turned.max(1));
+        let at = slots.len().saturating_sub(TURNED / bytes.clamp(1, SLOT));
         slots.remove(at)
     }
 

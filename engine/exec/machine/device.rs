@@ -179,7 +179,7 @@ impl Machine {
             return Ok(());
         }
         let Reduction::Op(op) = &c.common.reduction else { return Err(unsupported("a function")) };
-        let finish = (step.finish && c.averages()).then_some(plan.size as u32);
+        let finish = c.divides(step).then_some(plan.size as u32);
         let (out, ctas) = ([out.addr() as u64], device.stream().ctas());
         let mut all = [0; cuda::MAX_INS];
         let Some(ins) = all.get_mut(..ins.len()).map(|all| {

@@ -7,7 +7,7 @@ use crate::error::Error;
 use crate::exec::operation::Reduction;
 use crate::exec::port::{Payload, Port};
 use crate::link::SLOT;
-use crate::plan::{INPUT, OUTPUT, Operand};
+use crate::plan::{INPUT, OUTPUT, Operand, Step};
 use crate::types::Kind;
 
 impl Machine {
@@ -77,15 +77,13 @@ impl Machine {
             }
         }
         // Copies that nobody reads again soon: not even a peer, from there. A fold, which waits for what it reads, gained nothing.
-        let is_copy = ins.len() == 1 && !(step.finish && c.averages());
+        let is_copy = ins.len() == 1 && !c.divides(step);
         let is_final = dst.is_some() && !to_hand && program.nodes[i].is_final;
         let streams =
             self.shared.streams && is_copy && is_final && (step.send.is_empty() || in_slot || from_source);
         // Copied ahead, it would be read from memory once more to be sent. As a step that only sends, it waits for its receiver:
         // nothing waits for what it stores. Not where `push` waits for more of a message.
-        let may_wait = self.cut.least == 0 && node.pos.is_multiple_of(self.slice(&node));
-        let one = step.send.len() == 1;
-        if streams && from_source && !ready && may_wait && one && !self.receivers_ready(c, i, port)? {
+        if streams && from_source && !ready && self.cut.least == 0 && step.send.len() == 1 {
             return Ok(0);
         }
         if is_copy && in_slot && node.unit > 0 {
@@ -126,7 +124,7 @@ impl Machine {
             phantom.work((ins.len() + outs.len()) * m * node.unit);
             return Ok(());
         }
-        let finish = (step.finish && c.averages()).then_some(plan.size as u32);
+        let finish = c.divides(step).then_some(plan.size as u32);
         // SAFETY: every operand has `m` elements readable: our own chunks by the layout (the table owns the buffers),
         // frames by `ready`. Outs have room: `dst` by the layout, slots, hands and scratch by their size. An out is
         // either equal to an operand (in place) or disjoint from all: chunks of a layout do not overlap, and staging
@@ -164,12 +162,12 @@ impl Machine {
     pub(super) fn sends_source(&self, c: Context<'_>, i: usize) -> bool {
         let step = &c.part.program.plan.steps[i];
         let is_input = matches!(&step.operands[..], [Operand::Own(at)] if at.slot == INPUT);
-        is_input && !(step.finish && c.averages()) && c.common.device.is_none() && !c.part.is_in_place()
+        is_input && !c.divides(step) && c.common.device.is_none() && !c.part.is_in_place()
     }
 
     fn needs_slot(
         &self,
-        step: &crate::plan::Step,
+        step: &Step,
         lent: Option<*const u8>,
         bytes: usize,
         port: &mut Port,
