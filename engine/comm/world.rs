@@ -23,11 +23,11 @@ use crate::types::{Algo, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
 const QUEUE_LIMIT: usize = 1024;
-/// From this part of the last caches on, what the ranks of a host write in a copy goes past them: then it is not there when it is
-/// read again anyway. On 2 cores with 32 MB (`allstream perf -N 2`, ordinary stores are 1): at 16 MB and more 0.5 to 0.75 for what
-/// only copies, 0.6 for an all_reduce out of place. From 4 MB on instead of 8: all_gather of 4 MB 1.8 in place and 1.14 out of place,
-/// all_reduce out of place 1.25, all_to_all 1.23 and 0.94; all_gather at 4 ranks (2 MB instead of 4) alike.
-const STREAMED: usize = 2;
+/// From this part of the last caches on, what the ranks of a host write in a copy out of place goes past them: then it is not there
+/// when it is read again anyway. In place, where no input is in them too, from twice as much on. On 2 cores with 32 MB
+/// (`allstream perf -N 2`, ordinary stores are 1), out of place: 4 MB all_gather 0.72, broadcast 0.64, all_to_all 0.62, all_reduce
+/// 0.88; but 2 MB 2.1, 1.5, 1.9, 1.3. In place: 6 MB all_gather 0.85, broadcast 0.81; 4 MB 0.9 to 1.8.
+const STREAMED: usize = 4;
 /// Messages kept for communicators that a peer has and this rank has not.
 const EARLY: usize = 256;
 

@@ -50,7 +50,7 @@ pub(in crate::exec) struct Common {
     pub(in crate::exec) cut: Option<Cut>,
     /// The device that does the work, on memory of its own.
     pub(in crate::exec) device: Option<Arc<DeviceOp>>,
-    /// Results of so many bytes and more are written past the caches.
+    /// Results out of place of so many bytes and more are written past the caches; in place, of twice as many.
     pub(in crate::exec) streams_from: usize,
 }
 

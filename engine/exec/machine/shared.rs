@@ -106,7 +106,7 @@ impl Shared {
     pub(super) fn start(&mut self, c: Context<'_>) {
         let (program, size) = (&c.part.program, c.part.program.plan.size);
         let on_host = c.common.device.is_none() && c.common.phantom.is_none();
-        self.streams = on_host && streams(c.common, c.part.total(OUTPUT) * c.part.dtype.size());
+        self.streams = on_host && streams(c);
         let large = || c.part.count * c.part.dtype.size() >= from(c.common, FROM);
         self.peers.clear();
         self.done = 0;
@@ -150,13 +150,14 @@ fn from(common: &Common, size: usize) -> usize {
     if common.signature.dtype == LIST { SMALL + 1 } else { size }
 }
 
-/// Whether a result of so many bytes is written past the caches.
-fn streams(common: &Common, bytes: usize) -> bool {
+/// Whether the result is written past the caches. In place, where nothing else is in them, from twice as many bytes on.
+fn streams(c: Context<'_>) -> bool {
     #[cfg(any(test, feature = "testing"))]
-    if let Some(streams) = crate::testing::streams(common.number) {
+    if let Some(streams) = crate::testing::streams(c.common.number) {
         return streams;
     }
-    bytes >= common.streams_from
+    let bytes = c.part.total(OUTPUT) * c.part.dtype.size();
+    bytes >= c.common.streams_from << u32::from(c.part.is_in_place())
 }
 
 /// A rank's chunk, in bytes of a buffer.
