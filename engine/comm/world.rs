@@ -15,7 +15,7 @@ use crate::exec::{Control, Endpoint, EndpointConfig, Lane, Machines, Opener};
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::local::Gate;
-use crate::link::region::Region;
+use crate::link::region::{Region, TURNED};
 use crate::plan::choices::{Choices, LinkClass, Place};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::{self, CommRecord};
@@ -245,6 +245,7 @@ impl World {
             name,
             rank,
             crowded: beside > cores,
+            turned: TURNED * cores / beside.max(cores),
             streams_from: host::last_caches() / STREAMED / here,
             hosts,
             tuned,

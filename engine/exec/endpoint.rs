@@ -99,6 +99,8 @@ pub(crate) struct EndpointConfig {
     pub(crate) deterministic: bool,
     /// More ranks than cores on this host: give the core away instead of spinning.
     pub(crate) crowded: bool,
+    /// Bytes of staging slots that are filled in turn.
+    pub(crate) turned: usize,
     /// Results of so many bytes and more are written past the caches.
     pub(crate) streams_from: usize,
 }
@@ -208,8 +210,12 @@ pub(crate) enum Polled {
 impl Endpoint {
     pub(crate) fn new(config: EndpointConfig) -> Arc<Endpoint> {
         let size = config.members.len();
-        let port =
-            |channel| Port::new((config.rank, size), channel, config.region.clone(), config.opener.clone());
+        let port = |channel| {
+            let (region, opener) = (config.region.clone(), config.opener.clone());
+            let mut port = Port::new((config.rank, size), channel, region, opener);
+            port.turned = config.turned;
+            port
+        };
         let run = Run {
             active: Active::new(config.comm, config.streams_from),
             port: port(0),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::filling::Filling;
 use crate::error::Error;
-use crate::link::region::Region;
+use crate::link::region::{Region, TURNED};
 use crate::link::ring::CELLS;
 use crate::link::{Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
 use crate::types::Rank;
@@ -74,6 +74,8 @@ pub(crate) struct Port {
     /// References to shared slots, by slot: a slot sent to several peers is free when all are done.
     references: Vec<u16>,
     dead: bool,
+    /// Bytes of slots that are filled in turn.
+    pub(crate) turned: usize,
     /// How slots are filled.
     pub(crate) filling: Filling,
 }
@@ -87,7 +89,8 @@ impl Port {
     ) -> Port {
         let peers = (0..size).map(|_| Peer::default()).collect();
         let references = vec![0; crate::link::region::SLOTS];
-        Port { opener, region, rank, channel, peers, references, dead: false, filling: Filling::default() }
+        let (turned, filling) = (TURNED, Filling::default());
+        Port { opener, region, rank, channel, peers, references, dead: false, turned, filling }
     }
 
     pub(crate) fn tx(&mut self, peer: Rank) -> Result<&mut dyn LinkTx, Error> {
@@ -116,7 +119,7 @@ impl Port {
     /// A staging slot for up to [`SLOT`] bytes, and where it is, if one is free. It goes back when what is posted in it has been
     /// released.
     pub(crate) fn take_slot(&mut self, bytes: usize) -> Option<(Slot, *mut u8)> {
-        let slot = self.region.take_slot(bytes)?;
+        let slot = self.region.take_slot(bytes, self.turned)?;
         Some(self.taken(slot, 0))
     }
 

@@ -23,8 +23,10 @@ pub(crate) const SLOTS: usize = 32;
 /// would have to take it; what it read a megabyte ago is not (its second level has 1 MB on the machine this was measured on):
 /// two slots of 128 KB in turn took 15.8 us each to fill, 32 of them 6.0 (`cargo bench --bench limits -- slots 2 131072`). But
 /// the last cache is shared with the users' buffers: all_to_all of 256 KB, 1 MB out of place at 2 ranks, in us, by slots in turn: 1
-/// 34, 63; 6 18, 58; 10 15, 58; 20 20, 60; 32 24, 72; of 64 KB, in slots of 32 KB: 1 8.0, 10 8.1, 20 5.6, 32 5.6.
-const TURNED: usize = 10 * SLOT;
+/// 34, 63; 6 18, 58; 10 15, 58; 20 20, 60; 32 24, 72; of 64 KB, in slots of 32 KB: 1 8.0, 10 8.1, 20 5.6, 32 5.6. Ranks that share
+/// cores share this too: at 4 ranks, by slots of each in turn, 1 150, 2 176, 4 152, 10 278 (all_to_all of 1 MB), 54, 49, 40, 53
+/// (256 KB), 126, 135, 128, 182 (reduce of 1 MB), 16.8, 10.3, 8.6, 7.8 (64 KB).
+pub(crate) const TURNED: usize = 10 * SLOT;
 const HEAP_START: usize = HEADER + SLOTS * SLOT;
 /// Room for rings and own slots: address space, not memory.
 const HEAP: usize = 60 << 20;
@@ -196,10 +198,10 @@ impl Region {
         unsafe { self.base.cast::<AtomicU32>().as_ref() }
     }
 
-    /// Takes a shared staging slot for so many bytes, one that has been free for a while: [`TURNED`].
-    pub(crate) fn take_slot(&self, bytes: usize) -> Option<u16> {
+    /// Takes a shared staging slot for so many bytes, one that has been free for a while: of [`TURNED`] bytes, or so many.
+    pub(crate) fn take_slot(&self, bytes: usize, turned: usize) -> Option<u16> {
         let mut slots = self.slots.lock();
-        let at = slots.len().saturating_sub(TURNED / bytes.clamp(1, SLOT));
+        let at = slots.len().saturating_sub((turned / bytes.clamp(1, SLOT)).max(1));
         slots.remove(at)
     }
 
@@ -346,14 +348,14 @@ mod tests {
     #[test]
     fn slots_and_heap_are_bounded_and_reused() {
         let region = Region::private().unwrap();
-        let slots: Vec<_> = std::iter::from_fn(|| region.take_slot(SLOT)).collect();
+        let slots: Vec<_> = std::iter::from_fn(|| region.take_slot(SLOT, TURNED)).collect();
         assert_eq!(slots.len(), SLOTS);
         slots.iter().for_each(|s| region.give_slot(*s));
         assert_eq!(region.slots(), (0, SLOTS));
         // In turn, so many bytes of them; or the warmest, again and again.
         for (bytes, turned) in [(SLOT, TURNED / SLOT), (SLOT / 2, 2 * TURNED / SLOT), (1, SLOTS)] {
             let taken: Vec<_> = (0..2 * turned)
-                .filter_map(|_| region.take_slot(bytes).inspect(|s| region.give_slot(*s)))
+                .filter_map(|_| region.take_slot(bytes, TURNED).inspect(|s| region.give_slot(*s)))
                 .collect();
             let (one, other) = taken.split_at(turned);
             assert_eq!(one, other, "{bytes} bytes");
