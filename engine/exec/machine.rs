@@ -572,7 +572,7 @@ impl Machine {
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let source = step.holds() == Holds::Source;
         let from = match (source, step.dst, &step.operands[..]) {
-            (_, _, [Operand::Own(at)]) if source || self.sends_source(c, i) => *at,
+            (_, dst, [Operand::Own(at)]) if source || dst.is_some() && self.sends_source(c, i) => *at,
             (false, Some(dst), _) => dst,
             _ => return Ok(false), // sent from the hand, or nothing to send
         };

@@ -198,7 +198,7 @@ impl Region {
         unsafe { self.base.cast::<AtomicU32>().as_ref() }
     }
 
-    /// Takes a shared staging slot for so many bytes, one that has been free for a while: of [`TURNED`] bytes, or so many.
+    /// Takes a shared staging slot for so many bytes, one that has been free for a while: `turned` bytes go in turn ([`TURNED`]).
     pub(crate) fn take_slot(&self, bytes: usize, turned: usize) -> Option<u16> {
         let mut slots = self.slots.lock();
         let at = slots.len().saturating_sub((turned / bytes.clamp(1, SLOT)).max(1));
