@@ -17,8 +17,8 @@ use allstream::{Algo, Comm, DType, Kind, ReduceOp};
 use test_support::pairwise;
 
 use crate::cases;
-use crate::support;
 use crate::cases::{Await, Case, Combine, Form, Oracle, Seen, Talk, What, agree};
+use crate::support;
 use crate::support::host_label;
 use crate::values::mix;
 

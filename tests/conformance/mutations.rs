@@ -18,8 +18,8 @@ use allstream::testing::plant;
 use allstream::{Algo, Comm, DType, Kind, ReduceOp};
 
 use crate::cases;
-use crate::support;
 use crate::cases::{Await, Case, Combine, Form, Oracle, Seen, What, agree};
+use crate::support;
 use crate::values::mix;
 
 /// `mixed`: two hosts, for what is about hosts.

@@ -17,8 +17,8 @@ use allstream::Comm;
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, Transfer};
 use futures::executor::block_on;
 
-use test_support as support;
 use cases::{Case, OnDevice, Oracle, Seen, agree};
+use test_support as support;
 use test_support::{cases, values};
 
 use choice::Bound;

@@ -26,6 +26,8 @@ pub fn library() -> &'static Path {
         };
         let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
         let mut cargo = Command::new(env!("CARGO"));
+        // With it, packages that look at it would be built anew.
+        cargo.env_remove("RUSTC_BOOTSTRAP");
         cargo.args(["build", "--quiet", "--package", "cuda-driver-for-tests", "--profile", profile]);
         cargo.arg("--manifest-path").arg(manifest).arg("--target-dir").arg(folder.parent().unwrap());
         assert!(cargo.status().unwrap().success(), "the CUDA driver for tests does not build");

@@ -10,6 +10,8 @@ const BEFORE: usize = 120;
 /// Lines kept of one account: from its start, and up to its end.
 const FIRST: usize = 180;
 const LAST: usize = 60;
+/// Begins the line by which a test says how many cases it went through.
+const CASES: &str = "cases: ";
 /// Lines of one part that are printed again.
 pub(crate) const PRINTED: usize = 300;
 
@@ -48,6 +50,17 @@ pub(crate) struct Journal {
     naming: bool,
     blocks: Vec<Block>,
     names: Vec<String>,
+    /// How long tests took, where their programs were asked to tell.
+    pub(crate) times: Vec<Timed>,
+    /// What tests said about the number of their cases.
+    pub(crate) cases: Vec<String>,
+}
+
+/// A test, with the program it is part of, and how long it took.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Timed {
+    pub(crate) test: String,
+    pub(crate) seconds: f64,
 }
 
 /// What is to be said again about a part that failed.
@@ -69,6 +82,12 @@ impl Journal {
         }
         if line.starts_with("running ") && (line.ends_with(" tests") || line.ends_with(" test")) {
             self.running = true;
+        }
+        if let Some((test, seconds)) = timed(line) {
+            self.times.push(Timed { test: named(&self.program, test), seconds });
+        }
+        if let Some(cases) = line.strip_prefix(CASES) {
+            self.cases.push(named(&self.program, cases));
         }
         match &mut self.account {
             Some(block) if line == "failures:" => {
@@ -193,6 +212,14 @@ fn program(line: &str) -> Option<&str> {
     (line.starts_with("     ") && file.ends_with(')')).then_some(name)
 }
 
+/// Reads `test faults::one ... ok <1.234s>`, as libtest writes with `--report-time`. What the test itself printed may stand
+/// in between.
+fn timed(line: &str) -> Option<(&str, f64)> {
+    let (name, rest) = line.strip_prefix("test ")?.split_once(" ... ")?;
+    let (_, seconds) = rest.rsplit_once('<')?;
+    Some((name, seconds.strip_suffix("s>")?.parse().ok()?))
+}
+
 /// Reads `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s`. A process
 /// that shares the pipe may have left an unfinished line before it.
 fn result(line: &str) -> Option<Counts> {
@@ -224,6 +251,17 @@ mod tests {
         let line = "no end of linetest result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured";
         assert_eq!(result(line), Some(Counts { passed: 1, failed: 2, skipped: 0 }));
         assert_eq!(result("test a::b ... ok"), None);
+    }
+
+    #[test]
+    fn times_of_tests_and_counts_of_cases_are_kept_with_their_program() {
+        let lines = "     Running tests/faults/main.rs (x)\nrunning 2 tests\ncases: 12 kills\n\
+            test kills::one ... ok <1.250s>\ntest kills::two ... FAILED <0.001s>\ntest three ... ok\n\
+            test result: ok. 2 passed; 0 failed";
+        let journal = journal(lines.lines());
+        let timed = |test: &str, seconds| Timed { test: format!("tests/faults/main.rs: {test}"), seconds };
+        assert_eq!(journal.times, [timed("kills::one", 1.25), timed("kills::two", 0.001)]);
+        assert_eq!(journal.cases, ["tests/faults/main.rs: 12 kills"]);
     }
 
     fn journal(lines: impl IntoIterator<Item = impl AsRef<str>>) -> Journal {

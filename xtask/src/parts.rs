@@ -44,6 +44,18 @@ fn nothing(_: &Path) -> Result<(), String> {
     Ok(())
 }
 
+/// `cargo test` with these arguments, whose programs tell how long each test took. libtest does that only where unstable
+/// features are allowed. So the programs alone get the variable that allows them, by what cargo starts them with: with the
+/// variable in cargo's own environment everything would be built anew.
+fn tests_of(name: &str, arguments: &str) -> Part {
+    let mut part = cargo(name, &format!("test {arguments} -- -Zunstable-options --report-time"));
+    if let Work::Cargo(arguments, _) = &mut part.work {
+        let runner = "target.'cfg(all())'.runner = ['env', 'RUSTC_BOOTSTRAP=1']";
+        arguments.splice(0..0, ["--config".into(), runner.into()]);
+    }
+    part
+}
+
 fn cargo(name: &str, arguments: &str) -> Part {
     Part {
         name: name.into(),
@@ -94,20 +106,23 @@ pub(crate) fn tests() -> Vec<Part> {
     let engine = "--package allstream --all-features --no-fail-fast";
     vec![
         house(),
-        cargo("xtask", "test --package xtask --no-fail-fast"),
-        cargo("kernels", "test --package allstream-kernels --all-features --no-fail-fast --lib --tests"),
-        cargo("foreign libraries", "test --package allstream-sys --no-fail-fast"),
-        cargo("engine and command, unit", &format!("test {engine} --lib --bins")),
-        cargo("integration", &format!("test {engine} --test *")).needs(integration_tests),
+        tests_of("xtask", "--package xtask --no-fail-fast --tests"),
+        tests_of("kernels", "--package allstream-kernels --all-features --no-fail-fast --tests"),
+        tests_of("foreign libraries", "--package allstream-sys --no-fail-fast --tests"),
+        tests_of("engine and command, unit", &format!("{engine} --lib --bins")),
+        tests_of("integration", &format!("{engine} --test *")).needs(integration_tests),
         cargo("doc tests", &format!("test --workspace {OURS_ALONE} --all-features --no-fail-fast --doc")),
         cargo("examples and benches build", "build --package allstream --all-features --examples --benches"),
-        cargo("CUDA test driver", "test --package cuda-driver-for-tests --no-fail-fast"),
-        cargo("loom", "test --package loom-tests --release --no-fail-fast"),
-        cargo("kernels, release", "test --package allstream-kernels --all-features --no-fail-fast --release")
-            .full(),
-        cargo("engine and command, unit, release", &format!("test {engine} --release --lib --bins")).full(),
+        tests_of("CUDA test driver", "--package cuda-driver-for-tests --no-fail-fast --tests"),
+        tests_of("loom", "--package loom-tests --release --no-fail-fast --tests"),
+        tests_of(
+            "kernels, release",
+            "--package allstream-kernels --all-features --no-fail-fast --release --tests",
+        )
+        .full(),
+        tests_of("engine and command, unit, release", &format!("{engine} --release --lib --bins")).full(),
         // Everything that knows of it tries every combination: conformance, faults, plans.
-        cargo("integration, release, every combination", &format!("test {engine} --release --test *"))
+        tests_of("integration, release, every combination", &format!("{engine} --release --test *"))
             .env("ALLSTREAM_TEST_FULL", "1")
             .needs(integration_tests)
             .minutes(60)

@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::journal::{self, Counts, Journal, Report};
+use crate::journal::{self, Counts, Journal, Report, Timed};
 use crate::parts::{self, Part, Work};
 
 /// The process group of the command that runs, for the signal thread.
@@ -55,7 +55,19 @@ struct Outcome {
     time: Duration,
     /// Of what failed.
     report: Report,
+    /// How long its tests took, and how many cases they had.
+    tests: Tests,
 }
+
+/// What tests told about themselves.
+#[derive(Debug, Default)]
+struct Tests {
+    times: Vec<Timed>,
+    cases: Vec<String>,
+}
+
+/// Tests that are listed because they took longest.
+const SLOWEST: usize = 20;
 
 /// How a part ended: in words, in numbers, and what is to be said again if it failed.
 pub(crate) struct Ran(pub(crate) String, pub(crate) Counts, pub(crate) Report);
@@ -66,11 +78,13 @@ pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
     for part in parts {
         say(&format!("== {}", part.name));
         let start = Instant::now();
-        let Ran(result, counts, report) = run_part(part, root);
+        let mut tests = Tests::default();
+        let Ran(result, counts, report) = run_part(part, root, &mut tests);
         let time = start.elapsed();
         say(&format!("== {}: {result}, {:.1} s\n", part.name, time.as_secs_f64()));
-        outcomes.push(Outcome { name: part.name.clone(), result, counts, time, report });
+        outcomes.push(Outcome { name: part.name.clone(), result, counts, time, report, tests });
     }
+    say(&of_tests(&outcomes));
     let (table, total) = summary(&outcomes);
     say(&format!("{table}{} passed, {} failed, {} skipped", total.passed, total.failed, total.skipped));
     let again = failures(&outcomes);
@@ -78,6 +92,26 @@ pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
         say(&again);
     }
     total.failed == 0
+}
+
+/// The tests that took longest, and the numbers of cases, by part.
+fn of_tests(outcomes: &[Outcome]) -> String {
+    let mut text = String::new();
+    let all = |outcome: &'_ Outcome| {
+        outcome.tests.times.iter().map(|timed| (outcome.name.clone(), timed.clone())).collect::<Vec<_>>()
+    };
+    let mut times: Vec<(String, Timed)> = outcomes.iter().flat_map(all).collect();
+    times.sort_by(|(_, a), (_, b)| b.seconds.total_cmp(&a.seconds));
+    if !times.is_empty() {
+        text += &format!("the slowest {} of {} tests\n", times.len().min(SLOWEST), times.len());
+    }
+    for (part, Timed { test, seconds }) in times.iter().take(SLOWEST) {
+        text += &format!("{seconds:>7.1} s  {part}: {test}\n");
+    }
+    for Outcome { name, tests, .. } in outcomes {
+        tests.cases.iter().for_each(|cases| text += &format!("cases, {name}: {cases}\n"));
+    }
+    text
 }
 
 /// What failed, once more: a log is read from its end. The names come last.
@@ -112,7 +146,7 @@ fn summary(outcomes: &[Outcome]) -> (String, Counts) {
     (table, total)
 }
 
-fn run_part(part: &Part, root: &Path) -> Ran {
+fn run_part(part: &Part, root: &Path, tests: &mut Tests) -> Ran {
     if let Work::NotYet(reason) = part.work {
         return skipped(reason);
     }
@@ -128,7 +162,12 @@ fn run_part(part: &Part, root: &Path) -> Ran {
                 .args(arguments)
                 .env("ALLSTREAM_TUNING", "off")
                 .envs(env.iter().map(|(name, value)| (name, value)));
-            outcome(execute(command, root, part.limit, true), part.limit)
+            let mut end = execute(command, root, part.limit, true);
+            *tests = Tests {
+                times: std::mem::take(&mut end.journal.times),
+                cases: std::mem::take(&mut end.journal.cases),
+            };
+            outcome(end, part.limit)
         }
         Work::Checks(checks) => {
             let mut counts = Counts::default();
@@ -336,8 +375,11 @@ mod tests {
             counts: Counts { passed: 1, ..Counts::default() },
             time: Duration::ZERO,
             report: Report::default(),
+            tests: Tests::default(),
         };
-        let failed = Outcome { name: "integration".into(), result, counts, time: Duration::ZERO, report };
+        let tests = Tests::default();
+        let failed =
+            Outcome { name: "integration".into(), result, counts, time: Duration::ZERO, report, tests };
         let text = failures(&[passed("house"), failed, passed("fuzz")]);
         let expected = "\n== what is known of the failure of: integration\n-- tests/a.rs\n     Running tests/a.rs (x)\n\
             running 1 test\ntold\nfailures:\n\nbecause\n\nfailures:\n    t::one\n\n\
