@@ -16,6 +16,8 @@ mod cudarc;
 mod devices;
 #[path = "cuda/dlpack.rs"]
 mod dlpack;
+#[path = "cuda/extremes.rs"]
+mod extremes;
 #[path = "cuda/faults.rs"]
 mod faults;
 #[path = "cuda/handed_on.rs"]

@@ -8,6 +8,7 @@ mod bits;
 mod bounded;
 mod detached;
 mod eager;
+mod extremes;
 mod functions;
 mod groups;
 mod house;
