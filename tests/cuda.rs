@@ -32,6 +32,8 @@ mod laws;
 mod missing;
 #[path = "cuda/order.rs"]
 mod order;
+#[path = "cuda/ourselves.rs"]
+mod ourselves;
 #[path = "cuda/perf.rs"]
 mod perf;
 #[path = "cuda/stripes.rs"]

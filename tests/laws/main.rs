@@ -14,6 +14,7 @@ mod groups;
 mod house;
 mod memory;
 mod messages;
+mod ourselves;
 mod refusals;
 mod runtimes;
 mod tuning;
