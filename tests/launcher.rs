@@ -8,6 +8,8 @@ mod hosts;
 mod others;
 #[path = "launcher/perf.rs"]
 mod perf;
+#[path = "launcher/ssh.rs"]
+mod ssh;
 #[path = "launcher/tune.rs"]
 mod tune;
 
