@@ -1,7 +1,5 @@
 //! One case of conformance: a call on every rank, and what every rank must then have.
 
-#![allow(dead_code)] // Not every test uses everything.
-
 use std::any::Any;
 use std::marker::PhantomData;
 use std::sync::{Arc, Mutex};
@@ -23,32 +21,26 @@ macro_rules! call {
     }};
 }
 
-#[path = "cases/combine.rs"]
-mod combine;
-#[path = "cases/fixed.rs"]
+pub mod combine;
 mod fixed;
-#[path = "cases/lists.rs"]
 mod lists;
-#[path = "cases/place.rs"]
 mod place;
-#[path = "cases/talk.rs"]
 mod talk;
-#[path = "cases/varied.rs"]
 mod varied;
 
-pub(crate) use combine::{Combine, counts};
-pub(crate) use place::{Host, OnDevice, Place};
+pub use combine::{Combine, counts};
+pub use place::{Host, OnDevice, Place};
 
 /// What is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum What {
+pub enum What {
     Collective(Kind, Algo, Form),
     Messages(Talk),
 }
 
 /// Which of the forms of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Form {
+pub enum Form {
     InPlace,
     Into,
     New,
@@ -63,7 +55,7 @@ pub(crate) enum Form {
 }
 
 impl Form {
-    pub(crate) const ALL: [Form; 8] = [
+    pub const ALL: [Form; 8] = [
         Form::InPlace,
         Form::Into,
         Form::New,
@@ -74,7 +66,7 @@ impl Form {
         Form::Bytes,
     ];
 
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Form::InPlace => "in place",
             Form::Into => "into",
@@ -88,7 +80,7 @@ impl Form {
     }
 
     /// Whether a collective has it.
-    pub(crate) fn is_of(self, kind: Kind) -> bool {
+    pub fn is_of(self, kind: Kind) -> bool {
         match (kind, self) {
             (Kind::Barrier, form) => form == Form::InPlace,
             (_, Form::InPlace | Form::Into) => true,
@@ -103,12 +95,12 @@ impl Form {
         }
     }
 
-    pub(crate) fn varies(self) -> bool {
+    pub fn varies(self) -> bool {
         matches!(self, Form::InPlaceV | Form::IntoV | Form::NewV)
     }
 
     /// Whether its plan works in place.
-    pub(crate) fn in_place(self, kind: Kind) -> bool {
+    pub fn in_place(self, kind: Kind) -> bool {
         match self {
             Form::List => matches!(kind, Kind::AllReduce | Kind::Broadcast | Kind::Reduce),
             form => matches!(form, Form::InPlace | Form::InPlaceV | Form::Bytes),
@@ -118,7 +110,7 @@ impl Form {
 
 /// How messages are exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Talk {
+pub enum Talk {
     /// Round the ring, two tags that cross, submitted first and awaited then.
     Shift,
     /// Between all, in one batch.
@@ -131,7 +123,7 @@ pub(crate) enum Talk {
 
 /// How the end is awaited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Await {
+pub enum Await {
     /// `.wait()`.
     Wait,
     /// As a future.
@@ -141,24 +133,24 @@ pub(crate) enum Await {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Case {
-    pub(crate) what: What,
+pub struct Case {
+    pub what: What,
     /// Elements; of one block, where there are several.
-    pub(crate) len: usize,
-    pub(crate) dtype: DType,
-    pub(crate) op: Combine,
-    pub(crate) root: usize,
-    pub(crate) special: bool,
-    pub(crate) end: Await,
-    pub(crate) seed: u64,
-    pub(crate) timeout: Duration,
+    pub len: usize,
+    pub dtype: DType,
+    pub op: Combine,
+    pub root: usize,
+    pub special: bool,
+    pub end: Await,
+    pub seed: u64,
+    pub timeout: Duration,
     /// There is no such plan, or it keeps not what the reduction asks for: the call must be refused.
-    pub(crate) refused: bool,
+    pub refused: bool,
 }
 
 /// What a rank saw, to be compared with what the others saw.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Seen {
+pub enum Seen {
     /// Of what all must have alike.
     Hash(u64),
     /// When this rank entered and left a barrier.
@@ -167,7 +159,7 @@ pub(crate) enum Seen {
 }
 
 /// What ranks have seen of one case must go together.
-pub(crate) fn agree(all: &[Seen]) -> Result<(), String> {
+pub fn agree(all: &[Seen]) -> Result<(), String> {
     let mut stays = Vec::new();
     for (rank, seen) in all.iter().enumerate() {
         match seen {
@@ -193,12 +185,10 @@ pub(crate) fn agree(all: &[Seen]) -> Result<(), String> {
 type Slot = (usize, Option<Arc<dyn Any + Send + Sync>>);
 
 /// The expected result of cases, computed by the rank that needs it first, and dropped after the last.
-pub(crate) struct Oracle {
+pub struct Oracle {
     users: usize,
     slots: Vec<Mutex<Slot>>,
 }
-
-type Shared = Arc<dyn Any + Send + Sync>;
 
 /// What a reduction (of all blocks) must be.
 struct Expected<T> {
@@ -209,7 +199,7 @@ struct Expected<T> {
 
 impl Oracle {
     /// For `cases` that `users` ranks of this process run.
-    pub(crate) fn new(cases: usize, users: usize) -> Oracle {
+    pub fn new(cases: usize, users: usize) -> Oracle {
         Oracle { users, slots: (0..cases).map(|_| Mutex::default()).collect() }
     }
 
@@ -334,7 +324,7 @@ fn now() -> u64 {
 ///
 /// # Errors
 /// What was wrong: the result, or that there was none.
-pub(crate) fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
+pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
     let result = typed!(case.dtype, T => match case.what {
         What::Collective(kind, algo, form) => {
             let mut run = Run::<T> { kind, algo, form, case, oracle, i, comm, place: &Host, of: PhantomData };
@@ -362,7 +352,7 @@ pub(crate) fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Re
 ///
 /// # Errors
 /// What was wrong: the result, or that there was none.
-pub(crate) fn run_on_device(
+pub fn run_on_device(
     comm: &mut Comm,
     case: &Case,
     oracle: &Oracle,

@@ -9,16 +9,16 @@ use allstream::plan::algorithms;
 use allstream::{Algo, Comm, Function, Kind, LinkChoice, Node, NodeWork, ReduceOp, Rendezvous, Several};
 use futures::executor::block_on;
 
-use crate::support::MEET;
+use crate::MEET;
 
 /// Nodes of `k` devices whose processes are all this one.
-pub(crate) fn local_nodes(k: usize, p: usize) -> Vec<Node> {
+pub fn local_nodes(k: usize, p: usize) -> Vec<Node> {
     let mut comms = Comm::local(p * k).unwrap().into_iter();
     (0..p).map(|_| Node::from_comms(comms.by_ref().take(k).collect()).unwrap()).collect()
 }
 
 /// Where `p` processes meet. Links: `inproc`, `shm`, `tcp`, `auto`, and `hosts`: each process on a host of its own.
-pub(crate) fn places(p: usize, link: &str) -> Vec<Rendezvous> {
+pub fn places(p: usize, link: &str) -> Vec<Rendezvous> {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = format!("tcp://{}", listener.local_addr().unwrap());
     let choice = match link {
@@ -37,13 +37,13 @@ pub(crate) fn places(p: usize, link: &str) -> Vec<Rendezvous> {
 }
 
 /// Nodes of `k` devices that met as processes do.
-pub(crate) fn connect(k: usize, p: usize, link: &str) -> Vec<Node> {
+pub fn connect(k: usize, p: usize, link: &str) -> Vec<Node> {
     let joined = places(p, link).into_iter().map(|place| Node::connect(place, k));
     block_on(futures::future::join_all(joined)).into_iter().collect::<Result<_, _>>().unwrap()
 }
 
 /// Runs `f(process, node)` on a thread for each node; panics where one does, or is not done by `limit`.
-pub(crate) fn play(nodes: Vec<Node>, limit: Duration, f: impl Fn(usize, Node) + Send + Sync + 'static) {
+pub fn play(nodes: Vec<Node>, limit: Duration, f: impl Fn(usize, Node) + Send + Sync + 'static) {
     let f = std::sync::Arc::new(f);
     let (p, (tell, results)) = (nodes.len(), mpsc::channel());
     for (process, node) in nodes.into_iter().enumerate() {
@@ -137,7 +137,7 @@ fn block(all: &[i64], r: usize, len: usize) -> &[i64] {
 }
 
 /// Every call in its several-buffers form, roots at every place.
-pub(crate) fn every_call(node: &mut Node) {
+pub fn every_call(node: &mut Node) {
     let (k, n) = (node.devices(), node.size());
     let first = node.rank_of(node.process(), 0).unwrap();
     let mut under = Under { node, first, k, n, salt: 0 };

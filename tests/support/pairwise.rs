@@ -2,7 +2,7 @@
 
 /// Rows over factors with `sizes` values each: every allowed pair of values is in a row. `allowed` sees a row that is
 /// filled in part. Where any value would do, the one of least `cost` is taken, else all in turn. Deterministic.
-pub(crate) fn pairwise(
+pub fn pairwise(
     sizes: &[usize],
     allowed: impl Fn(&[Option<usize>]) -> bool,
     cost: impl Fn(usize, usize) -> u32,

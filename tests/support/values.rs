@@ -3,10 +3,10 @@
 use allstream::{Element, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
 /// The most ranks of a world.
-pub(crate) const MOST: usize = 16;
+pub const MOST: usize = 16;
 
 /// Thoroughly mixed bits of some numbers (SplitMix64).
-pub(crate) fn mix(parts: &[u64]) -> u64 {
+pub fn mix(parts: &[u64]) -> u64 {
     parts.iter().fold(0x5eed, |x, part| {
         let mut x = x ^ part.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -16,7 +16,7 @@ pub(crate) fn mix(parts: &[u64]) -> u64 {
 }
 
 /// An element type, to the tests.
-pub(crate) trait Value: Element {
+pub trait Value: Element {
     /// Twice the unit roundoff, and the least number above 0, where there is rounding.
     const ROUNDS: Option<(f64, f64)>;
     /// A value for a reduction (`None`: any bits, to be copied) from random bits of its own (`h`), and from some that
@@ -184,9 +184,10 @@ floats! {
 }
 
 /// `$body`, with `$t` as the Rust type of a [`DType`](allstream::DType).
+#[macro_export]
 macro_rules! typed {
     ($dtype:expr, $t:ident => $body:expr) => {
-        typed!(@ $dtype, $t, $body, Bool bool, I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32, U64 u64,
+        $crate::typed!(@ $dtype, $t, $body, Bool bool, I8 i8, I16 i16, I32 i32, I64 i64, U8 u8, U16 u16, U32 u32, U64 u64,
             F16 allstream::f16, BF16 allstream::bf16, F32 f32, F64 f64,
             F8E4M3 allstream::f8e4m3, F8E5M2 allstream::f8e5m2)
     };
@@ -196,4 +197,4 @@ macro_rules! typed {
         }
     };
 }
-pub(crate) use typed;
+pub use crate::typed;

@@ -23,7 +23,8 @@ pub(crate) struct Part {
 }
 
 /// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
-const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests";
+const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
+     --exclude test-support";
 
 /// What a part does.
 pub(crate) enum Work {
@@ -164,10 +165,9 @@ fn package(root: &Path) -> Part {
 }
 
 fn integration_tests(root: &Path) -> Result<(), String> {
-    let is_rust = |name: &str| name.ends_with(".rs");
     let found = (root.join("tests").read_dir().into_iter().flatten().flatten())
-        .any(|entry| is_rust(&entry.file_name().to_string_lossy()));
-    if found { Ok(()) } else { Err("no tests/*.rs".into()) }
+        .any(|entry| entry.path().join("main.rs").is_file());
+    if found { Ok(()) } else { Err("no tests/*/main.rs".into()) }
 }
 
 /// The fuzz targets, by the names of their files.

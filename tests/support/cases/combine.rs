@@ -6,7 +6,7 @@ use crate::values::{Value, mix};
 
 /// A reduction: one of the engine's, a sum of scaled inputs, or a function of ours.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Combine {
+pub enum Combine {
     Op(ReduceOp),
     /// The sum of each rank's input times [`factor`].
     Scaled,
@@ -18,19 +18,19 @@ pub(crate) enum Combine {
 }
 
 /// What a rank's input is multiplied by.
-pub(crate) fn factor(rank: usize) -> usize {
+pub fn factor(rank: usize) -> usize {
     3 - rank % 3
 }
 
 impl Combine {
-    pub(crate) fn all() -> Vec<Combine> {
+    pub fn all() -> Vec<Combine> {
         let mut all: Vec<Combine> = ReduceOp::ALL.iter().copied().map(Combine::Op).collect();
         all.extend([Combine::Scaled, Combine::Bits, Combine::Maps]);
         all
     }
 
     /// Whether it is defined on a type.
-    pub(crate) fn supports(self, dtype: DType) -> bool {
+    pub fn supports(self, dtype: DType) -> bool {
         match self {
             Combine::Op(op) => op.supports(dtype),
             Combine::Scaled => dtype.is_float(),
@@ -39,11 +39,11 @@ impl Combine {
     }
 
     /// Whether it is defined in a collective.
-    pub(crate) fn fits(self, kind: Kind) -> bool {
+    pub fn fits(self, kind: Kind) -> bool {
         !matches!((self, kind), (Combine::Op(ReduceOp::Avg), Kind::Scan | Kind::ExScan))
     }
 
-    pub(crate) fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Combine::Op(op) => op.name(),
             Combine::Scaled => "scaled sum",
@@ -53,12 +53,12 @@ impl Combine {
     }
 
     /// Whether the result is the same in any order, to the bit.
-    pub(crate) fn is_exact(self) -> bool {
+    pub fn is_exact(self) -> bool {
         matches!(self, Combine::Op(ReduceOp::Min | ReduceOp::Max) | Combine::Bits | Combine::Maps)
     }
 
     /// The option of a call.
-    pub(crate) fn option<T: Value>(self, call: Call<'_>, rank: usize) -> Call<'_> {
+    pub fn option<T: Value>(self, call: Call<'_>, rank: usize) -> Call<'_> {
         match self {
             Combine::Op(op) => call.op(op),
             Combine::Scaled => call.scale(factor(rank) as f64),
@@ -68,7 +68,7 @@ impl Combine {
     }
 
     /// A value to be combined, from random bits (see [`Value::make`]).
-    pub(crate) fn make<T: Value>(self, special: bool, h: u64, all: u64) -> T {
+    pub fn make<T: Value>(self, special: bool, h: u64, all: u64) -> T {
         match self {
             Combine::Op(op) => T::make(Some(op), special, h, all),
             Combine::Scaled => T::make(Some(ReduceOp::Sum), false, h, all),
@@ -87,7 +87,7 @@ impl Combine {
     }
 
     /// All of one column, from the left.
-    pub(crate) fn fold<T: Value>(self, column: &[T]) -> T {
+    pub fn fold<T: Value>(self, column: &[T]) -> T {
         match self {
             Combine::Op(op) => T::fold(op, column),
             Combine::Scaled => T::fold(ReduceOp::Sum, column),
@@ -134,7 +134,7 @@ fn maps<T: Value>(left: T, right: T) -> T {
 }
 
 /// So many elements for each rank: some none, all different.
-pub(crate) fn counts(seed: u64, n: usize, len: usize) -> Vec<usize> {
+pub fn counts(seed: u64, n: usize, len: usize) -> Vec<usize> {
     let one = |rank: usize| {
         let h = mix(&[seed, rank as u64, 31]);
         match h % 5 {

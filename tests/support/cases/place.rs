@@ -11,7 +11,7 @@ use super::boxed;
 const COPY: Duration = Duration::from_secs(30);
 
 /// Makes buffers, and reads what came of them.
-pub(crate) trait Place {
+pub trait Place {
     /// Of inputs, and of what is worked on in place.
     type In<T: Element>: Buf<Elem = T>;
     /// Of outputs.
@@ -26,7 +26,7 @@ pub(crate) trait Place {
 }
 
 /// Memory of the host's.
-pub(crate) struct Host;
+pub struct Host;
 
 impl Place for Host {
     type In<T: Element> = Vec<T>;
@@ -50,7 +50,7 @@ impl Place for Host {
 }
 
 /// Memory of a device's, in the order of this stream.
-pub(crate) struct OnDevice(pub(crate) DeviceStream);
+pub struct OnDevice(pub DeviceStream);
 
 /// Waits for a copy, with a deadline.
 fn copied<O: Send + 'static, F: Send + 'static>(copy: Transfer<O, F>) -> Result<O, String> {

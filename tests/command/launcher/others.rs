@@ -1,0 +1,84 @@
+//! Ranks that other launchers start. What is not installed here is said to be left out; it fails nothing.
+
+use std::io::Write;
+use std::path::Path;
+
+use super::*;
+
+/// A program in `PATH`, or where this variable says.
+fn installed(program: &str, variable: &str) -> Option<PathBuf> {
+    if let Some(path) = std::env::var_os(variable).filter(|path| !path.is_empty()) {
+        return Some(path.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    let found = std::env::split_paths(&path).map(|dir| dir.join(program)).find(|path| path.is_file());
+    if found.is_none() {
+        left_out(&format!("{program} is not in PATH, and {variable} is not set"));
+    }
+    found
+}
+
+/// Past the test's own output, which is shown for failures only.
+pub(super) fn left_out(why: &str) {
+    let _ = std::io::stderr().write_all(format!("\nskipped: {why}\n").as_bytes());
+}
+
+/// Runs a launcher whose ranks are this program, without a word of ours in the environment but the secret.
+fn sums(launcher: &Path, options: &[&str], env: &[(&str, &str)]) -> Output {
+    let mut command = Command::new(launcher);
+    for (key, _) in std::env::vars_os() {
+        let text = key.to_string_lossy();
+        let names =
+            ["ALLSTREAM_", "OMPI_", "PMI", "SLURM_", "MASTER_", "TORCHELASTIC_", "RANK", "WORLD_SIZE"];
+        if names.iter().any(|name| text.starts_with(name)) {
+            command.env_remove(&key);
+        }
+    }
+    command
+        .args(options)
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "--nocapture", "launcher::sums_ranks"])
+        .env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "20")
+        .envs(env.iter().copied())
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    finish(command.spawn().unwrap())
+}
+
+fn assert_sums(output: &Output, ranks: usize) {
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let expected = format!("sum of {ranks} ranks: {}", ranks * (ranks + 1) / 2);
+    assert!(output.status.success() && text.matches(&expected).count() == ranks, "{output:?}");
+}
+
+#[test]
+fn mpirun_on_one_host_needs_nothing_set() {
+    let Some(mpirun) = installed("mpirun", "ALLSTREAM_TEST_MPIRUN") else { return };
+    let version = Command::new(&mpirun).arg("--version").output().unwrap();
+    if !String::from_utf8_lossy(&version.stdout).contains("Open MPI") {
+        left_out(&format!("{} is not Open MPI's", mpirun.display()));
+        return;
+    }
+    // Open MPI refuses to run as root without that.
+    let options = ["-n", "4", "--oversubscribe", "--allow-run-as-root"];
+    assert_sums(&sums(&mpirun, &options, &[]), 4);
+    // Several worlds of one job do not meet each other.
+    let twice = "\"$0\" \"$@\" && exec \"$0\" \"$@\"";
+    let output = sums(&mpirun, &[&options[..], &["sh", "-c", twice]].concat(), &[]);
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout).matches("sum of 4 ranks: 10").count(),
+        8,
+        "{output:?}"
+    );
+}
+
+#[test]
+fn torchrun_whose_agent_holds_the_port_is_no_obstacle() {
+    let Some(torchrun) = installed("torchrun", "ALLSTREAM_TEST_TORCHRUN") else { return };
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let address = ["--master-addr", "127.0.0.1", "--master-port", &port];
+    let options = [&["--nproc-per-node", "2", "--no-python"], &address[..]].concat();
+    assert_sums(&sums(&torchrun, &options, &[("ALLSTREAM_TOKEN", "of this test")]), 2);
+}

@@ -1,0 +1,5 @@
+//! The `allstream` command and the examples, from outside: what they print, and that they leave nothing behind.
+#![cfg(feature = "cli")]
+
+mod examples;
+mod launcher;

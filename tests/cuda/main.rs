@@ -1,0 +1,32 @@
+//! Device memory, streams, events, copies and collectives, against a CUDA driver made of host memory and threads
+//! (`tests/cuda-driver`), and against none. `conformance.rs` compares all collectives with the bits that hosts give;
+//! `hazards.rs` takes each of their waits away in turn.
+//!
+//! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
+
+mod between;
+mod collectives;
+mod conformance;
+mod copies;
+#[cfg(feature = "cudarc")]
+mod cudarc;
+mod devices;
+mod dlpack;
+mod extremes;
+mod faults;
+mod handed_on;
+#[cfg(feature = "testing")]
+mod hazards;
+#[cfg(feature = "testing")]
+mod held;
+mod ipc;
+mod joined;
+mod laws;
+mod missing;
+mod order;
+mod ourselves;
+mod perf;
+mod stripes;
+
+use test_support::cases::combine;
+use test_support::{cuda as support, pairwise, values};

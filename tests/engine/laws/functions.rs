@@ -1,0 +1,106 @@
+//! Reductions by a user's function.
+
+use allstream::{Algo, Error, Function, Kind, plan};
+use futures::executor::block_on;
+
+use super::house::*;
+
+/// It panics on one rank only: all ranks hear of the same function on the same rank, and get their buffers back.
+#[test]
+fn law_8_a_function_that_panics_is_an_error_on_every_rank() {
+    quiet_panics();
+    for link in LINKS {
+        for (kind, len) in
+            [(Kind::AllReduce, 5), (Kind::AllReduce, 300_000), (Kind::Scan, 5), (Kind::Reduce, 40_000)]
+        {
+            let comms = within(LIMIT, move || world(3, link));
+            let errors = threads(comms, move |mut comm| {
+                let rank = comm.rank();
+                let function = Function::ordered("fragile", move |l: &mut [i64], r: &[i64]| {
+                    l.iter_mut().zip(r).for_each(|(l, r)| *l += r);
+                    if rank == 2 && l.iter().any(|x| *x >= 6) {
+                        panic!("planted");
+                    }
+                });
+                let call = comm.function(&function);
+                let buf = vec![rank as i64 + 1; len];
+                // Rank 2 is the one that has the sum of all.
+                let work = match kind {
+                    Kind::AllReduce => call.all_reduce(buf),
+                    Kind::Scan => call.scan(buf),
+                    _ => call.reduce(buf, 2),
+                };
+                // A rank that needs nothing more of rank 2 may have finished: it hears of it then.
+                let error = match work.wait() {
+                    Err(failed) => {
+                        assert_eq!(failed.buf.map(|b| b.len()), Some(len), "{link:?}: the buffer comes back");
+                        failed.error
+                    }
+                    Ok(_) => {
+                        wait_until("the error to be heard", || comm.check().is_err());
+                        comm.check().unwrap_err()
+                    }
+                };
+                let later = comm.barrier().wait().unwrap_err();
+                assert_eq!(later.error, error, "later calls say the same");
+                error
+            });
+            for error in errors {
+                let Error::Function { call, name, rank: 2 } = &error else {
+                    panic!("{link:?}, {kind}: {error}");
+                };
+                assert_eq!((call.as_str(), name.as_str()), (kind.name(), "fragile"), "{error}");
+            }
+        }
+    }
+}
+
+/// Affine maps, composed: any other order than that of ranks, and anything that is there twice, gives another map.
+#[test]
+fn functions_that_do_not_commute_are_applied_in_rank_order_by_every_algorithm_that_says_so() {
+    const P: u64 = 4_294_967_291; // The largest prime below 2^32.
+    let then = |f: u64, g: u64| {
+        let ((a, b), (c, d)) = ((f >> 32, f & 0xffff_ffff), (g >> 32, g & 0xffff_ffff));
+        ((a * c % P) << 32) | ((c * b + d) % P)
+    };
+    for link in LINKS {
+        for n in [2usize, 3, 5, 8] {
+            let comms = within(LIMIT, move || world(n, link));
+            threads(comms, move |mut comm| {
+                let rank = comm.rank();
+                let maps = |r: usize, len: usize| -> Vec<u64> {
+                    let mut rng = Rng(r as u64 * 77 + len as u64);
+                    (0..len).map(|_| ((rng.next() % (P - 2) + 2) << 32) | (rng.next() % P)).collect()
+                };
+                let function =
+                    Function::ordered("one map after the other", move |l: &mut [u64], r: &[u64]| {
+                        l.iter_mut().zip(r).for_each(|(l, r)| *l = then(*l, *r));
+                    });
+                for len in [1usize, 100, 70_001] {
+                    let through = |ranks: std::ops::Range<usize>| -> Vec<u64> {
+                        let all = ranks.map(|r| maps(r, len));
+                        all.reduce(|f, g| f.into_iter().zip(g).map(|(f, g)| then(f, g)).collect()).unwrap()
+                    };
+                    for kind in [Kind::AllReduce, Kind::Reduce, Kind::Scan, Kind::ExScan] {
+                        let named = plan::algorithms(kind).iter().copied();
+                        for algo in named.filter(|a| plan::keeps_rank_order(kind, *a)).chain([Algo::Auto]) {
+                            let call = comm.function(&function).algo(algo);
+                            let (root, own) = (n / 2, maps(rank, len));
+                            let (got, expected) = match kind {
+                                Kind::AllReduce => (call.all_reduce(own), through(0..n)),
+                                Kind::Reduce if rank == root => (call.reduce(own, root), through(0..n)),
+                                Kind::Reduce => (call.reduce(own.clone(), root), own),
+                                Kind::Scan => (call.scan(own), through(0..rank + 1)),
+                                _ if rank == 0 => (call.exscan(own.clone()), own),
+                                _ => (call.exscan(own), through(0..rank)),
+                            };
+                            let got = got.wait().unwrap();
+                            assert!(got == expected, "{link:?}, {kind} by {algo}, {n} ranks, {len} elements");
+                        }
+                    }
+                }
+                block_on(comm.close()).unwrap();
+            });
+        }
+    }
+}

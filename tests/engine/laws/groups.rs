@@ -1,0 +1,67 @@
+//! Groups.
+
+use futures::executor::block_on;
+
+use super::house::*;
+
+#[test]
+fn groups_split_by_color_and_order_by_key() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(5, link));
+        threads(comms, move |mut comm| {
+            let rank = comm.rank();
+            // Even and odd, in reverse order.
+            let mut half = block_on(comm.split((rank % 2) as u64, -(rank as i64))).unwrap();
+            let members: Vec<usize> = (0..5).rev().filter(|r| r % 2 == rank % 2).collect();
+            assert_eq!(half.size(), members.len());
+            assert_eq!(members[half.rank()], rank);
+            assert_eq!(
+                half.all_gather(vec![rank as u64]).wait().unwrap(),
+                members.iter().map(|m| *m as u64).collect::<Vec<_>>(),
+                "{link:?}: by key"
+            );
+            // Child of a child: everyone alone, and the whole half again.
+            let mut alone = block_on(half.split(half.rank() as u64, 0)).unwrap();
+            assert_eq!((alone.size(), alone.rank()), (1, 0));
+            assert_eq!(alone.all_reduce(vec![7u8]).wait().unwrap(), [7]);
+            let mut again = block_on(half.dup()).unwrap();
+            // All at once, over parent, child and grandchild; awaited in the reverse order.
+            for len in [3usize, 60_000] {
+                let a = comm.all_reduce(vec![1u32; len]);
+                let b = half.all_reduce(vec![rank as u32; len]);
+                let c = again.broadcast(vec![rank as u32; len], 1);
+                let d = alone.all_reduce(vec![rank as u32; len]);
+                assert_eq!(d.wait().unwrap(), vec![rank as u32; len]);
+                assert_eq!(c.wait().unwrap(), vec![members[1] as u32; len]);
+                assert_eq!(b.wait().unwrap(), vec![members.iter().sum::<usize>() as u32; len]);
+                assert_eq!(a.wait().unwrap(), vec![5u32; len]);
+            }
+            // A child's abort leaves its parent and its siblings alone.
+            comm.barrier().wait().unwrap();
+            if rank == 1 {
+                half.abort("planted");
+            }
+            wait_until("the abort to be heard", || half.check().is_err() || rank % 2 == 0);
+            again.barrier().wait().unwrap();
+            works(&mut comm);
+            for c in [alone, again] {
+                block_on(c.close()).unwrap();
+            }
+            assert_eq!(block_on(half.close()).is_err(), rank % 2 == 1);
+            block_on(comm.close()).unwrap();
+        });
+    }
+}
+
+#[test]
+fn groups_outlive_the_handle_they_were_made_from() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(3, link));
+        threads(comms, move |mut comm| {
+            let mut child = block_on(comm.dup()).unwrap();
+            block_on(comm.close()).unwrap();
+            works(&mut child);
+            block_on(child.close()).unwrap();
+        });
+    }
+}

@@ -1,0 +1,15 @@
+//! The engine through its public interface: its laws, groups, nodes, buffers, agreement, staging, and what README shows.
+//!
+//! Ranks are threads, or processes where that matters: this program starts itself again, once per rank.
+#![cfg(target_os = "linux")]
+
+mod agree;
+mod buffers;
+mod dlpack;
+mod groups;
+mod laws;
+mod node;
+mod readme;
+mod staging;
+
+use test_support as support;

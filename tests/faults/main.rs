@@ -1,0 +1,41 @@
+//! What goes wrong: ranks that die, stop, disagree, wait for each other, or were never asked.
+//!
+//! Ranks are real processes where it matters: this binary starts itself again, once per rank (`tests/support/faults.rs`).
+//! Everything is bounded in time. `ALLSTREAM_TEST_FULL=1` kills 50 ranks instead of 8; `ALLSTREAM_TEST_SEED` repeats
+//! the moments of an earlier run.
+
+mod aborts;
+mod guests;
+mod kills;
+mod mismatches;
+mod others;
+mod programs;
+mod recorder;
+mod silence;
+
+use test_support::faults as harness;
+
+/// One rank in a process of its own; which part it plays is in the environment.
+#[test]
+#[ignore = "run by the tests below, once per rank"]
+fn rank() {
+    let Some(me) = harness::Me::from_env() else { return };
+    harness::block_on(async move {
+        match me.role.as_str() {
+            "kills" => kills::rank(me).await,
+            "early" => kills::early(me).await,
+            "stopped" => silence::stopped(me).await,
+            "stopped_with_loans" => silence::stopped_with_loans(me).await,
+            "wakes" => silence::wakes(me).await,
+            "never_calls" => silence::never_calls(me).await,
+            "mismatches" => mismatches::rank(me).await,
+            "sends_first" => programs::sends_first(me).await,
+            "opposite" => programs::opposite(me).await,
+            "many" => programs::many(me).await,
+            "loops" => guests::rank(me).await,
+            "aborts" => aborts::aborts(me).await,
+            "child_timeout" => aborts::child_timeout(me).await,
+            other => panic!("no part is called {other}"),
+        }
+    });
+}

@@ -1,0 +1,244 @@
+//! The child, the driver's knobs, deadlines, and what tests with ranks share.
+
+use std::ffi::{CString, c_char, c_void};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
+use allstream::{Buf, Comm, Element};
+
+pub const DEADLINE: Duration = Duration::from_secs(20);
+const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
+pub const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
+
+/// The test driver, built if it is not there or is old.
+pub fn library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        // This program lies in TARGET/PROFILE/deps.
+        let exe = std::env::current_exe().unwrap();
+        let folder = exe.ancestors().nth(2).unwrap();
+        let profile = match folder.file_name().and_then(|name| name.to_str()) {
+            Some("debug") | None => "dev",
+            Some(profile) => profile,
+        };
+        let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "--package", "cuda-driver-for-tests", "--profile", profile]);
+        cargo.arg("--manifest-path").arg(manifest).arg("--target-dir").arg(folder.parent().unwrap());
+        assert!(cargo.status().unwrap().success(), "the CUDA driver for tests does not build");
+        folder.join("libcuda.so")
+    })
+}
+
+/// Whether this is one of those processes.
+pub fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// Whether everything is to be tried.
+pub fn full() -> bool {
+    std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
+}
+
+/// Runs the test of this name in a process with these variables; in that process, runs `body`.
+pub fn child(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
+    child_within(test, variables, 15 * DEADLINE, body);
+}
+
+/// The same, for one that may take long.
+pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, body: impl FnOnce()) {
+    if std::env::var(CHILD).as_deref() == Ok(test) {
+        return body();
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, test);
+    if !variables.iter().any(|(name, _)| *name == LIBRARY) {
+        command.env(LIBRARY, library());
+    }
+    let mut child = command.envs(variables.iter().copied()).stdin(Stdio::null()).spawn().unwrap();
+    let end = Instant::now() + limit;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > end {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("{test} did not end in time");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert!(status.success(), "{test} in its own process: {status}");
+}
+
+/// Awaits with a deadline.
+pub fn soon<F: IntoFuture>(future: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let future = future.into_future();
+    runtime.block_on(async { tokio::time::timeout(DEADLINE, future).await }).expect("ends in time")
+}
+
+/// Asks until it is so.
+pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let end = Instant::now() + DEADLINE;
+    while !is_so() {
+        assert!(Instant::now() < end, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// What lives in the driver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct Report {
+    pub contexts: u64,
+    pub streams: u64,
+    pub events: u64,
+    pub allocations: u64,
+    pub allocated_bytes: u64,
+    pub host_allocations: u64,
+    pub registered: u64,
+    pub mapped_handles: u64,
+    pub modules: u64,
+    pub freed_in_use: u64,
+}
+
+/// A function of the driver by its name. The driver is the one that is loaded already, or will be.
+pub fn function(name: &str) -> *mut c_void {
+    static HANDLE: OnceLock<usize> = OnceLock::new();
+    let handle = *HANDLE.get_or_init(|| {
+        let path = CString::new(std::env::var(LIBRARY).unwrap()).unwrap();
+        // SAFETY: opens the driver for tests, whose path ends in a null byte; it has no initialisers.
+        unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) as usize }
+    });
+    let name = CString::new(name).unwrap();
+    // SAFETY: the handle is of a library that is never closed.
+    let address = unsafe { libc::dlsym(handle as *mut c_void, name.as_ptr()) };
+    assert!(!address.is_null(), "{name:?}");
+    address
+}
+
+pub fn report() -> Report {
+    let address = function("allstream_test_cuda_report");
+    let mut report = Report::default();
+    // SAFETY: the function's type, in the driver's `report.rs`; so is the report's.
+    unsafe {
+        let ask: unsafe extern "C" fn(*mut Report) -> u32 = std::mem::transmute(address);
+        assert_eq!(ask(&raw mut report), 0);
+    }
+    report
+}
+
+pub fn set_delays(longest_us: u64, seed: u64) {
+    let address = function("allstream_test_cuda_set_delays");
+    // SAFETY: the function's type, in the driver's `knobs.rs`.
+    let set: extern "C" fn(u64, u64) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(set(longest_us, seed), 0);
+}
+
+/// Of the copies to the host (`false`) or to a device, so many pass from now on, and the streams of the others wait.
+pub fn pass(to_device: bool, copies: u64) {
+    let address = function("allstream_test_cuda_pass");
+    // SAFETY: the function's type, in the driver's `knobs.rs`.
+    let set: extern "C" fn(u32, u64) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(set(u32::from(to_device), copies), 0);
+}
+
+/// The `nth` call of a function from now gives this code; no function: nothing fails any more.
+pub fn fail(name: Option<&str>, nth: u64, code: u32) {
+    let address = function("allstream_test_cuda_fail");
+    let name = name.map(|name| CString::new(name).unwrap());
+    let at = name.as_ref().map_or(std::ptr::null(), |name| name.as_ptr());
+    // SAFETY: the function's type, in the driver's `knobs.rs`; the name lives until it returns.
+    unsafe {
+        let set: unsafe extern "C" fn(*const c_char, u64, u32) -> u32 = std::mem::transmute(address);
+        assert_eq!(set(at, nth, code), 0);
+    }
+}
+
+pub fn calls(name: &str) -> u64 {
+    let address = function("allstream_test_cuda_calls");
+    let name = CString::new(name).unwrap();
+    // SAFETY: the function's type, in the driver's `knobs.rs`; the name lives until it returns.
+    unsafe {
+        let ask: unsafe extern "C" fn(*const c_char) -> u64 = std::mem::transmute(address);
+        ask(name.as_ptr())
+    }
+}
+
+/// Collectives on devices copy nothing to or from the host. All ranks call it.
+pub fn nothing_goes_through_the_host(comm: &mut Comm, stream: &DeviceStream) {
+    let copies = || calls("cuMemcpyDtoHAsync_v2") + calls("cuMemcpyHtoDAsync_v2");
+    soon(comm.barrier()).unwrap();
+    let before = copies();
+    soon(comm.barrier()).unwrap();
+    let buf = soon(comm.all_reduce(DeviceBuf::<f32>::zeroed(stream, 5000).unwrap())).unwrap();
+    soon(comm.broadcast(buf, 1)).unwrap();
+    soon(comm.barrier()).unwrap();
+    assert_eq!(copies(), before);
+    soon(comm.barrier()).unwrap();
+}
+
+/// Everything that was made is gone: soon, for the waiter may have the last handle.
+pub fn nothing_left(what: &str) {
+    let end = Instant::now() + DEADLINE;
+    while report() != Report::default() {
+        assert!(Instant::now() < end, "{what}: {:?}", report());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+pub fn device() -> (Device, DeviceStream) {
+    let device = Device::new(0).unwrap();
+    let stream = DeviceStream::new(&device).unwrap();
+    (device, stream)
+}
+
+pub fn numbers(len: usize) -> Vec<u32> {
+    (0..len as u32).collect()
+}
+
+/// Runs each rank of a group in a thread of its own.
+pub fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
+    let comms = Comm::local(n).unwrap();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| run(comm))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+pub fn values(rank: usize, len: usize) -> Vec<f32> {
+    (0..len).map(|i| ((i * 7 + rank * 3) % 11) as f32 - 4.0).collect()
+}
+
+pub fn up<T: Element>(stream: &DeviceStream, values: Vec<T>) -> DeviceBuf<T> {
+    soon(DeviceBuf::from_host(stream, values)).unwrap().1
+}
+
+pub fn down<T: Element>(buf: DeviceBuf<T>) -> Vec<T> {
+    let len = Buf::len(&buf);
+    soon(buf.to_host(vec![T::default(); len])).unwrap().1
+}
+
+/// A stream of the device that `comm` is now bound to, one of so many.
+pub fn bound(comm: &mut Comm, devices: usize) -> DeviceStream {
+    let device = Device::new(comm.rank() % devices).unwrap();
+    assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+    DeviceStream::new(&device).unwrap()
+}
+
+/// A buffer that came back from a failure is the caller's: what is put there stays, whatever was on its way there.
+pub fn is_ours(buf: DeviceBuf<f32>) {
+    let pattern: Vec<f32> = (0..buf.len()).map(|i| i as f32 + 0.25).collect();
+    let (_, buf) = soon(buf.copy_from_host(pattern.clone())).unwrap();
+    // Whatever is late has time to come.
+    let mut buf = buf;
+    for _ in 0..6 {
+        let (back, host) = soon(buf.to_host(vec![0f32; pattern.len()])).unwrap();
+        assert!(host == pattern, "somebody wrote to a buffer that was given back");
+        buf = back;
+    }
+}
