@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use allstream::{Comm, Error, HostStream, Message};
+use allstream::{Comm, Error, HostStream, Message, Node};
 use futures::executor::block_on;
 
 use super::house::*;
@@ -88,6 +88,12 @@ fn a_half_alone_is_refused_says_what_to_do_and_leaves_nothing_behind() {
         .unwrap_err();
     told(&failed.error, ["send", "this rank", "the recv of the same tag"]);
     assert_eq!(failed.buf.unwrap(), [1u8, 2, 2, 3].map(|value| Some(vec![value])));
+    // A node's device is a rank as any other.
+    let mut node = Node::local(2).unwrap();
+    let sent = node.send(1, vec![1u8], (0, 1)).wait().unwrap_err();
+    told(&sent.error, ["rank 1 is this rank", "send_recv", "batch"]);
+    let copied = node.comm(1).unwrap().send_recv(vec![4u8], 1, vec![0u8], 1).wait().unwrap();
+    assert_eq!(copied.1, [4]);
     assert!(begun.elapsed() < SOON, "nobody waits for what cannot come");
     assert_eq!(comm.stats().in_flight, 0);
 }
