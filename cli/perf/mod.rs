@@ -117,6 +117,9 @@ pub(crate) struct PerfArgs {
     /// The link of this one's job
     #[arg(long, hide = true, value_enum)]
     worker_link: Option<Link>,
+    /// Cores of the host, of which a rank that is bound sees its own alone
+    #[arg(long, hide = true)]
+    worker_cores: Option<usize>,
     /// Where rank 0 of a job leaves the figures for the one who started it
     #[arg(long, hide = true)]
     worker_json: Option<PathBuf>,
@@ -290,6 +293,11 @@ pub(crate) fn on_threads<T: Send>(
     })
 }
 
+/// Processors on which this process may run.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
+}
+
 /// A job for each link; rank 0 of each leaves its figures in a file of ours.
 fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
     let folder = tempfile::Builder::new().prefix("allstream-perf-").tempdir()?;
@@ -301,6 +309,8 @@ fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
         let mut own: Vec<OsString> = std::env::args_os().skip(1).collect();
         own.extend(["--worker", "--worker-link", link.name(), "--worker-json"].map(Into::into));
         own.push(at.clone().into());
+        own.push("--worker-cores".into());
+        own.push(cores().to_string().into());
         if args.bind_to.is_none() {
             // So that they can say it.
             own.extend(["--bind-to", bind.name()].map(Into::into));
@@ -394,7 +404,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         _ => None,
     };
     comm.barrier().wait()?;
-    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let cores = args.worker_cores.unwrap_or_else(cores);
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION").into(),
         collective: args.collective.name().into(),

@@ -174,7 +174,7 @@ fn perf_binds_its_ranks_to_cores_where_they_fit_and_not_where_it_is_told_otherwi
     };
     let bound = "each bound to its share of the cores";
     // One always fits; half of the processors do also where two of them are one core.
-    assert!(said(&["-N", "1"]).contains(bound));
+    assert!(said(&["-N", "1"]).contains(&format!("1 processes on {cores} cores, {bound}")));
     let half = (cores / 2).max(1).to_string();
     assert!(said(&["-N", &half]).contains(bound));
     for free in [&["-N", "1", "--bind-to", "none"][..], &["--bind-to", "none"], &["--threads"]] {

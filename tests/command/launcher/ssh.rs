@@ -7,6 +7,8 @@ use super::*;
 const NEAR: &str = "10.213.7.1";
 const FAR: &str = "10.213.7.2";
 const PORT: &str = "2222";
+/// Where ranks say that they are there; passed on to all hosts, as all variables of ours.
+const PLACE: &str = "ALLSTREAM_TEST_PLACE";
 
 /// Two hosts of one machine, and the command by which the first reaches the second.
 struct TwoHosts {
@@ -126,19 +128,20 @@ impl TwoHosts {
         command.arg(env!("CARGO_BIN_EXE_allstream"));
         command.args(["run", "--hosts", &format!("localhost,{FAR}"), "--master-addr", NEAR]);
         command.args(["--", "/bin/sh", "-c", script]).env("ALLSTREAM_SSH", self.ssh());
-        command.env_remove("ALLSTREAM_TOKEN").env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "20");
+        command
+            .env_remove("ALLSTREAM_TOKEN")
+            .env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "20")
+            .env(PLACE, &self.scratch.0);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
 
-    /// Two ranks that have written their process ids, and sleep.
-    fn sleepers(&self) -> (Child, [u32; 2]) {
+    /// Two ranks of one world that have written their process ids, and wait for each other for ever.
+    fn waiters(&self) -> (Child, [u32; 2]) {
         let file = |rank: usize| self.at(&format!("rank.{rank}"));
         (0..2).for_each(|rank| drop(fs::remove_file(file(rank))));
-        let at = self.scratch.0.display();
-        let child = self.launch(&format!(
-            "echo $$ > {at}/new.$RANK && mv {at}/new.$RANK {at}/rank.$RANK; exec sleep 1000"
-        ));
-        wait_until("both ranks have started", || (0..2).all(|rank| file(rank).exists()));
+        let words = "--exact --ignored --nocapture launcher::ssh::waits_for_the_other_rank";
+        let child = self.launch(&format!("exec {} {words}", this_program()));
+        wait_until("both ranks have met", || (0..2).all(|rank| file(rank).exists()));
         (child, [0, 1].map(|rank| fs::read_to_string(file(rank)).unwrap().trim().parse().unwrap()))
     }
 
@@ -174,6 +177,18 @@ impl Drop for TwoHosts {
     }
 }
 
+/// What the ranks do of which one is killed: who loses the other says so and ends, so that nobody waits for a time of grace.
+#[test]
+#[ignore = "a rank; started by other tests"]
+fn waits_for_the_other_rank() {
+    let mut comm = futures::executor::block_on(Comm::connect(Rendezvous::from_env().unwrap())).unwrap();
+    let (rank, place) = (comm.rank(), PathBuf::from(std::env::var_os(PLACE).unwrap()));
+    let draft = place.join(format!("draft.{rank}"));
+    fs::write(&draft, std::process::id().to_string()).unwrap();
+    fs::rename(&draft, place.join(format!("rank.{rank}"))).unwrap();
+    comm.recv(vec![0u8], 1 - rank).wait().unwrap_or_else(|failed| panic!("{}", failed.error));
+}
+
 /// No ssh is needed for this one: an agent of this host inherits the variable as well.
 #[test]
 fn agents_start_ranks_where_the_variable_says_how_to_reach_hosts() {
@@ -205,20 +220,21 @@ fn whatever_is_killed_over_real_ssh_the_job_ends_and_no_process_is_left() {
     let Some(hosts) = TwoHosts::new() else { return };
     let kill = |pid: u32| kill_process(pid_of(pid), Signal::KILL).unwrap();
     // A rank of the other host.
-    let (child, pids) = hosts.sleepers();
+    let (child, pids) = hosts.waiters();
     kill(pids[1]);
     let output = finish(child);
-    assert_eq!(output.status.code(), Some(128 + 9), "{output:?}");
-    assert!(text(&output.stderr).contains(&format!("rank 1 on {FAR}")), "{output:?}");
+    // Its own end, or that of the other, which lost it: whichever the launcher hears of first.
+    assert!(matches!(output.status.code(), Some(137 | 101)), "{output:?}");
+    assert!(text(&output.stderr).contains("rank 1"), "{output:?}");
     wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
     // The connection.
-    let (child, pids) = hosts.sleepers();
+    let (child, pids) = hosts.waiters();
     kill(hosts.connection());
     let output = finish(child);
     assert!(!output.status.success() && text(&output.stderr).contains(&format!("host {FAR}")), "{output:?}");
     wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
     // The launcher.
-    let (mut child, pids) = hosts.sleepers();
+    let (mut child, pids) = hosts.waiters();
     child.kill().unwrap();
     child.wait().unwrap();
     wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
