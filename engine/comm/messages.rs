@@ -28,7 +28,7 @@ struct Letter<B> {
 
 impl<B: Buf> Letter<B> {
     /// One half of a message of this rank to itself: the other has the same number.
-    fn is_half(mut self, number: u64) -> Self {
+    fn half_of(mut self, number: u64) -> Self {
         if let Submission::Message { half, .. } = &mut self.submission {
             *half = Some(number);
         }
@@ -75,7 +75,7 @@ fn pair<S: Buf, R: Buf>(send: Prepared<S>, recv: Prepared<R>) -> (Prepared<S>, P
         return (Err(send.give_back(error.clone())), Err(recv.give_back(error)));
     }
     let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-    (Ok(send.is_half(number)), Ok(recv.is_half(number)))
+    (Ok(send.half_of(number)), Ok(recv.half_of(number)))
 }
 
 impl Call<'_> {
