@@ -11,6 +11,8 @@ use crate::launch::hosts::{self, Host};
 use crate::launch::remote::{self, Hosts};
 use crate::launch::{self, Job, agent};
 
+const SSH_VARIABLE: &str = "ALLSTREAM_SSH";
+
 const SEVERAL: &str = "\
 Several hosts: ssh must reach them without a password, and they need the program and this very version of allstream, at \
 the same path as here or where --remote-bin says. Variables whose names begin with ALLSTREAM_ are passed on; others \
@@ -30,9 +32,12 @@ pub(crate) struct RunArgs {
     /// A file with them, in mpirun's format: a host a line, `node1 slots=4`
     #[arg(long, value_name = "FILE")]
     host_file: Option<PathBuf>,
-    /// What runs a command on another host; words, without quotes
-    #[arg(long, env = "ALLSTREAM_SSH", default_value = "ssh -o BatchMode=yes", value_name = "COMMAND")]
-    ssh: String,
+    /// What runs a command on another host; words, without quotes (default: what ALLSTREAM_SSH says, or else
+    /// `ssh -o BatchMode=yes`)
+    // The variable is read where it is needed: clap takes one for an option that was given, and agents, which take no
+    // options, inherit it.
+    #[arg(long, value_name = "COMMAND")]
+    ssh: Option<String>,
     /// This command's path on the other hosts, if not the same as here
     #[arg(long, value_name = "PATH")]
     remote_bin: Option<PathBuf>,
@@ -51,7 +56,8 @@ pub(crate) struct RunArgs {
     /// Let the ranks write to the terminal themselves, instead of relaying their lines as `[rank] line`
     #[arg(long)]
     no_prefix: bool,
-    /// What each rank is bound to, of its host's cores
+    /// What each rank is bound to, of its host's cores. `core` suits programs whose ranks compute on one thread and do not
+    /// outnumber the cores; without it, threads of a rank's own may run on any core
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     bind_to: Bind,
     /// Set a variable for every rank; may be given several times
@@ -101,8 +107,22 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
     job.ranks = placed.iter().map(|(_, ranks)| ranks.len()).sum();
     let remote = args.remote_bin.map_or_else(std::env::current_exe, Ok)?;
     let dir = args.dir.map_or_else(std::env::current_dir, Ok)?;
-    let ssh = args.ssh.split_whitespace().map(String::from).collect();
+    let ssh = match args.ssh {
+        Some(ssh) => ssh,
+        None => ssh_by_default(std::env::var_os(SSH_VARIABLE)).map_err(invalid)?,
+    };
+    let ssh = ssh.split_whitespace().map(String::from).collect();
     remote::run(job, Hosts { placed, ssh, remote, dir, address: args.master_addr, port: args.port })
+}
+
+/// What runs a command on another host where no option says it. An empty variable counts as not set.
+fn ssh_by_default(variable: Option<OsString>) -> Result<String, String> {
+    match variable.filter(|text| !text.is_empty()) {
+        None => Ok("ssh -o BatchMode=yes".into()),
+        Some(text) => {
+            text.into_string().map_err(|text| format!("{SSH_VARIABLE} is {text:?}, which is not UTF-8"))
+        }
+    }
 }
 
 /// The hosts asked for, if any were.
@@ -142,6 +162,14 @@ fn variable(text: &str) -> Result<(OsString, OsString), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_command_for_other_hosts_is_the_variables_or_ssh() {
+        for unset in [None, Some(OsString::new())] {
+            assert_eq!(ssh_by_default(unset).unwrap(), "ssh -o BatchMode=yes");
+        }
+        assert_eq!(ssh_by_default(Some("other -p 1".into())).unwrap(), "other -p 1");
+    }
 
     #[test]
     fn variables_are_split_at_the_first_equals_sign() {

@@ -44,7 +44,7 @@ pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::link::arena::ArenaBuf;
 pub use crate::mem::{Buf, BufList, Event, HostBuf, HostMemory, HostStream, Location, View, split, split_at};
 pub use crate::types::{
-    Algo, DType, Element, Function, Kind, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
+    Algo, DType, Element, Function, Kind, MOST_RANKS, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
 };
 
 /// The first program of the README compiles (tests/readme.rs runs the others).

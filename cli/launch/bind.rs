@@ -19,6 +19,24 @@ pub(crate) enum Bind {
 }
 
 impl Bind {
+    /// What suits so many ranks of this host that are to be measured: a share of the cores for each, as mpirun gives it,
+    /// where they do not outnumber the cores. Else nothing: two that were bound to one core would only take turns on it.
+    pub(crate) fn that_fits(ranks: usize) -> Bind {
+        match allowed() {
+            Ok(allowed) if ranks <= cores(&allowed).len() => Bind::Core,
+            _ => Bind::None,
+        }
+    }
+
+    /// As options call it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Bind::None => "none",
+            Bind::Core => "core",
+            Bind::Numa => "numa",
+        }
+    }
+
     /// Where each of so many ranks of this host may run; nothing where they are not bound.
     ///
     /// # Errors
@@ -27,8 +45,7 @@ impl Bind {
         if self == Bind::None {
             return Ok(Vec::new());
         }
-        let allowed = sched_getaffinity(None)?;
-        let allowed: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect();
+        let allowed = allowed()?;
         let units = if self == Bind::Core { cores(&allowed) } else { nodes(&allowed) };
         let place = |cpus: Vec<usize>| {
             let mut set = CpuSet::new();
@@ -37,6 +54,12 @@ impl Bind {
         };
         Ok(shares(&units, ranks).into_iter().map(place).collect())
     }
+}
+
+/// The processors on which this process may run.
+fn allowed() -> io::Result<Vec<usize>> {
+    let allowed = sched_getaffinity(None)?;
+    Ok((0..CpuSet::MAX_CPU).filter(|cpu| allowed.is_set(*cpu)).collect())
 }
 
 fn system(file: &str) -> Option<String> {
@@ -101,6 +124,16 @@ mod tests {
         assert!(list("\n").is_empty());
         assert_eq!(list("x,1-y,5,3-1"), [5]);
         assert_eq!(list("0-18446744073709551615").len(), CpuSet::MAX_CPU);
+    }
+
+    #[test]
+    fn ranks_fit_the_cores_or_are_not_bound() {
+        let cores = cores(&allowed().unwrap()).len();
+        assert_eq!((Bind::that_fits(1), Bind::that_fits(cores)), (Bind::Core, Bind::Core));
+        assert_eq!(Bind::that_fits(cores + 1), Bind::None);
+        for bind in [Bind::None, Bind::Core, Bind::Numa] {
+            assert_eq!(<Bind as clap::ValueEnum>::from_str(bind.name(), false), Ok(bind));
+        }
     }
 
     #[test]

@@ -79,16 +79,10 @@ pub(crate) struct PerfArgs {
     /// Ranks are threads of one process, which read each other's buffers in place
     #[arg(long)]
     threads: bool,
-    /// What each rank that is started is bound to, of the cores here
-    #[arg(
-        long,
-        value_enum,
-        default_value_t,
-        value_name = "WHAT",
-        requires = "ranks",
-        conflicts_with = "threads"
-    )]
-    bind_to: Bind,
+    /// What each process that is started is bound to, of the cores here (default: `core`, where ranks do not outnumber
+    /// cores, as mpirun does; else `none`). Under a launcher that is the launcher's: `allstream run --bind-to core`
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "threads")]
+    bind_to: Option<Bind>,
     /// Links between ranks; several, one job each, as shm,tcp
     #[arg(long, value_enum, value_delimiter = ',', default_value = "auto")]
     link: Vec<Link>,
@@ -123,6 +117,9 @@ pub(crate) struct PerfArgs {
     /// The link of this one's job
     #[arg(long, hide = true, value_enum)]
     worker_link: Option<Link>,
+    /// Cores of the host, of which a rank that is bound sees its own alone
+    #[arg(long, hide = true)]
+    worker_cores: Option<usize>,
     /// Where rank 0 of a job leaves the figures for the one who started it
     #[arg(long, hide = true)]
     worker_json: Option<PathBuf>,
@@ -170,6 +167,13 @@ enum Alloc {
 pub(crate) fn run(args: &PerfArgs) -> Result<ExitCode, BoxError> {
     check(args)?;
     if args.worker || (args.ranks.is_none() && !args.threads && Rendezvous::from_env().is_ok()) {
+        if let (Some(_), false) = (args.bind_to, args.worker) {
+            return Err(
+                "--bind-to is for the ranks that perf starts (-N), and this one was started by a launcher: \
+                        bind them there, as by `allstream run --bind-to core`"
+                    .into(),
+            );
+        }
         let rendezvous = Rendezvous::from_env()?;
         let runtime = runtime()?;
         let link = args.worker_link.or(args.link.first().copied()).unwrap_or(Link::Auto);
@@ -289,21 +293,34 @@ pub(crate) fn on_threads<T: Send>(
     })
 }
 
+/// Processors on which this process may run.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, NonZeroUsize::get)
+}
+
 /// A job for each link; rank 0 of each leaves its figures in a file of ours.
 fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
     let folder = tempfile::Builder::new().prefix("allstream-perf-").tempdir()?;
+    let ranks = args.ranks.map_or(2, NonZeroUsize::get);
+    let bind = args.bind_to.unwrap_or_else(|| Bind::that_fits(ranks));
     let mut whole: Option<Report> = None;
     for &link in &args.link {
         let at = folder.path().join(format!("{}.json", link.name()));
         let mut own: Vec<OsString> = std::env::args_os().skip(1).collect();
         own.extend(["--worker", "--worker-link", link.name(), "--worker-json"].map(Into::into));
         own.push(at.clone().into());
+        own.push("--worker-cores".into());
+        own.push(cores().to_string().into());
+        if args.bind_to.is_none() {
+            // So that they can say it.
+            own.extend(["--bind-to", bind.name()].map(Into::into));
+        }
         let job = launch::Job {
-            ranks: args.ranks.map_or(2, NonZeroUsize::get),
+            ranks,
             program: std::env::current_exe()?,
             args: own,
             prefix: false,
-            bind: args.bind_to,
+            bind,
             ..Default::default()
         };
         let code = launch::run(job)?;
@@ -387,7 +404,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         _ => None,
     };
     comm.barrier().wait()?;
-    let cores = std::thread::available_parallelism().map_or(1, NonZeroUsize::get);
+    let cores = args.worker_cores.unwrap_or_else(cores);
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION").into(),
         collective: args.collective.name().into(),
@@ -415,8 +432,13 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
     };
     for &algo in &args.algo {
         let places = if args.threads { "threads" } else { "processes" };
+        let bound = match args.bind_to.unwrap_or_default() {
+            Bind::None => "",
+            Bind::Core => ", each bound to its share of the cores",
+            Bind::Numa => ", each bound to its share of the NUMA nodes",
+        };
         console.line(&format!(
-            "# allstream {} {}: {} {places} on {cores} cores, link {}, algorithm {algo}, {} memory, .{}",
+            "# allstream {} {}: {} {places} on {cores} cores{bound}, link {}, algorithm {algo}, {} memory, .{}",
             report.version,
             args.collective,
             comm.size(),

@@ -7,6 +7,7 @@ use std::task::{Context, Poll};
 
 use super::Work;
 use crate::error::{Error, Failed};
+use crate::exec::Direction;
 use crate::types::Rank;
 
 /// One message of a batch.
@@ -30,6 +31,16 @@ pub enum Message<B> {
         /// Messages are matched by peer, tag and order.
         tag: u32,
     },
+}
+
+impl<B> Message<B> {
+    /// Direction, peer, tag, buffer.
+    pub(super) fn parts(self) -> (Direction, Rank, u32, B) {
+        match self {
+            Message::Send { buf, to, tag } => (Direction::Send, to, tag, buf),
+            Message::Recv { buf, from, tag } => (Direction::Recv, from, tag, buf),
+        }
+    }
 }
 
 /// Messages in flight together: a future of all buffers, in the order given.

@@ -9,7 +9,7 @@ use super::call::{Call, Spec, program};
 use super::restore::{lost, settle};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Part, Tables, Then};
-use crate::mem::Held;
+use crate::mem::{Held, zeroes};
 use crate::plan;
 use crate::types::{DType, Kind, Rank, digest};
 
@@ -40,15 +40,18 @@ fn gathered(result: Outcome, held: Option<Held>) -> Result<Vec<Vec<u8>>, Failed<
     }
 }
 
-/// Zeroes, where there is memory for them.
+/// Makes the vector so long, where there is memory for it. What it holds then means nothing.
 fn make_room(call: Kind, buf: &mut Vec<u8>, len: Option<usize>) -> Result<(), Error> {
     let len = len.filter(|len| *len <= isize::MAX as usize);
     let doing = || format!("receive what ranks give to {call}_bytes");
     let len =
         len.ok_or_else(|| Error::system(doing(), "they announce more bytes than there are addresses"))?;
-    buf.clear();
-    buf.try_reserve_exact(len).map_err(|e| Error::system(doing(), format!("{len} bytes: {e}")))?;
-    buf.resize(len, 0);
+    if len <= buf.capacity() {
+        buf.resize(len, 0);
+    } else {
+        let none = || Error::system(doing(), format!("{len} bytes are more than this process can have"));
+        *buf = zeroes(len).ok_or_else(none)?;
+    }
     Ok(())
 }
 

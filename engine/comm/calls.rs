@@ -509,7 +509,9 @@ macro_rules! calls {
             ///
             /// Up to 4 KB (while the receiver has not 32 such waiting) it finishes without its `recv`; a larger one
             /// finishes when it was received. So two ranks that both *await* a large `send` before they `recv` wait
-            /// for each other until the deadline, whose error says so: submit both, or use [`batch`](Self::batch).
+            /// for each other until the deadline, whose error says so: submit both, or use [`batch`](Self::batch). To this rank
+            /// itself a send alone is refused, and so is a receive: [`send_recv`](Self::send_recv) and
+            /// [`batch`](Self::batch) have both halves.
             pub fn send<B: Buf>($($by)+ $me, buf: B, to: Rank) -> Work<B> {
                 $me.call().send(buf, to)
             }
@@ -520,12 +522,14 @@ macro_rules! calls {
             }
 
             /// Sends to one rank and receives from another (or the same) at once, with one tag: what all ranks may call together
-            /// without waiting for each other.
+            /// without waiting for each other. From this rank to itself (`to` and `from` are both this rank, as in a ring of one)
+            /// it is a copy, for which both have one length and type.
             pub fn send_recv<S: Buf, R: Buf>($($by)+ $me, send: S, to: Rank, recv: R, from: Rank) -> SendRecv<S, R> {
                 $me.call().send_recv(send, to, recv, from)
             }
 
-            /// Several messages in flight together.
+            /// Several messages in flight together. Those of this rank to itself are copied: each send needs its receive of
+            /// the same tag, length and type in the same batch.
             pub fn batch<B: Buf>($($by)+ $me, messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> {
                 $me.call().batch(messages)
             }

@@ -6,8 +6,13 @@ use super::restore::{both, made, nothing, one, refused};
 use super::staged::Memory;
 use crate::error::Error;
 use crate::mem::device::DeviceBuf;
-use crate::mem::{Buf, Parts};
+use crate::mem::{Buf, Parts, zeroes};
 use crate::types::{Element, Kind, Rank};
+
+fn no_memory<T: Element>(len: usize) -> String {
+    let bytes = (len as u128) * size_of::<T>() as u128;
+    format!("the result has {len} x {}, {bytes} bytes, and this process cannot have so much memory", T::DTYPE)
+}
 
 impl Call<'_> {
     pub(super) fn in_place<B: Buf>(&self, spec: Spec, mut buf: B) -> Work<B> {
@@ -31,11 +36,19 @@ impl Call<'_> {
         self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, both::<I, O>)
     }
 
-    /// Into a new vector of `len` elements.
+    /// Into a new vector of `len` elements: a number that may be the caller's alone, so whether there is memory for them
+    /// is asked here.
     pub(super) fn make<I: Buf>(&self, spec: Spec, len: usize, mut input: I) -> Work<Vec<I::Elem>, I> {
-        let mut output = vec![I::Elem::default(); len];
+        let Some(mut output) = zeroes::<I::Elem>(len) else {
+            return refused(spec.kind, no_memory::<I::Elem>(len), input, made::<I>);
+        };
         let memory = Memory::two(&mut input, &mut output);
         self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, made::<I>)
+    }
+
+    /// A block of `count` elements for each rank. What is too many to be counted is more than any buffer has, too.
+    fn times_size(&self, count: usize) -> usize {
+        count.saturating_mul(self.size())
     }
 
     /// `len` elements as `n` blocks.
@@ -125,13 +138,13 @@ impl Call<'_> {
     /// See [`Comm::all_gather`](super::Comm::all_gather).
     pub fn all_gather<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
         let count = input.len();
-        self.make(Spec::of(Kind::AllGather, 0, count, false), count * self.size(), input)
+        self.make(Spec::of(Kind::AllGather, 0, count, false), self.times_size(count), input)
     }
 
     /// See [`Comm::all_gather_into`](super::Comm::all_gather_into).
     pub fn all_gather_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
         let count = input.len();
-        self.into(Spec::of(Kind::AllGather, 0, count, false), count * self.size(), input, output)
+        self.into(Spec::of(Kind::AllGather, 0, count, false), self.times_size(count), input, output)
     }
 
     /// See [`Comm::all_gather_in_place`](super::Comm::all_gather_in_place).
@@ -170,7 +183,7 @@ impl Call<'_> {
     /// See [`Comm::gather`](super::Comm::gather).
     pub fn gather<I: Buf>(&self, input: I, root: Rank) -> Work<Vec<I::Elem>, I> {
         let count = input.len();
-        let len = if self.is_root(root) { count * self.size() } else { 0 };
+        let len = if self.is_root(root) { self.times_size(count) } else { 0 };
         self.make(Spec::of(Kind::Gather, root, count, false), len, input)
     }
 
@@ -182,7 +195,7 @@ impl Call<'_> {
         root: Rank,
     ) -> Work<(I, O)> {
         let count = input.len();
-        let expected = if self.is_root(root) { count * self.size() } else { output.len() };
+        let expected = if self.is_root(root) { self.times_size(count) } else { output.len() };
         self.into(Spec::of(Kind::Gather, root, count, false), expected, input, output)
     }
 

@@ -21,6 +21,9 @@ use crate::tuning;
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
 
+/// The most ranks of [`Comm::local`]: what they hold for each other grows with the square of their number.
+pub(super) const MOST_LOCAL: usize = 4096;
+
 /// How long `close` waits for the other ranks to close too.
 const CLOSING: Duration = Duration::from_secs(2);
 
@@ -178,7 +181,7 @@ impl Comm {
     /// A group of `n` ranks in this process, in rank order: one for each thread or task.
     ///
     /// # Errors
-    /// [`Error::Invalid`] for `n == 0`, and for a table that is named and cannot be read ([`crate::tuning`]); [`Error::System`] when the system has no memory or threads to give.
+    /// [`Error::Invalid`] for `n == 0` and for more than 4096, and for a table that is named and cannot be read ([`crate::tuning`]); [`Error::System`] when the system has no memory or threads to give.
     pub fn local(n: usize) -> Result<Vec<Comm>, Error> {
         Comm::local_by(n, tuning::choices_from_env()?)
     }
@@ -187,6 +190,10 @@ impl Comm {
     pub(super) fn local_by(n: usize, choices: Choices) -> Result<Vec<Comm>, Error> {
         if n == 0 {
             return Err(Error::invalid("local", "a group has at least one rank, found n = 0"));
+        }
+        if n > MOST_LOCAL {
+            let problem = format!("a group in one process has at most {MOST_LOCAL} ranks, found n = {n}");
+            return Err(Error::invalid("local", problem));
         }
         let (defaults, choices) = (Defaults::from_env()?, Arc::new(choices));
         let (lane, id) = (lane()?, host::random::<16>()?);

@@ -51,7 +51,10 @@ impl Call<'_> {
             .then(|| format!("{} inputs and {} outputs: each input needs one", ins.len(), outs.len()));
         for (i, (input, output)) in ins.into_iter().zip(outs).enumerate() {
             let count = input.len / times.0;
-            if input.dtype != output.dtype || input.len != count * times.0 || output.len != count * times.1 {
+            if input.dtype != output.dtype
+                || input.len != count * times.0
+                || Some(output.len) != count.checked_mul(times.1)
+            {
                 problem.get_or_insert_with(|| {
                     format!(
                         "pair {i}: an input of {} x {} and an output of {} x {}, expected one type, and {} elements \

@@ -11,12 +11,12 @@ use std::task::Poll;
 #[cfg(doc)]
 use super::Call;
 use super::Comm;
-use super::handle::Stats;
+use super::handle::{MOST_LOCAL, Stats};
 use crate::error::Error;
 use crate::exec::Endpoint;
 use crate::group::{LinkChoice, Rendezvous, host};
 use crate::mem::HostStream;
-use crate::types::Rank;
+use crate::types::{MOST_RANKS, Rank};
 
 mod call;
 mod calls;
@@ -125,15 +125,19 @@ impl Node {
     /// gives them. Returns when all ranks of all processes are there.
     ///
     /// # Errors
-    /// As [`Comm::connect`]; [`Error::Invalid`] for no device; [`Error::Rendezvous`] where processes give different
+    /// As [`Comm::connect`]; [`Error::Invalid`] for no device, or more than a world can have; [`Error::Rendezvous`] where processes give different
     /// numbers of devices.
     pub async fn connect(rendezvous: Rendezvous, devices: usize) -> Result<Node, Error> {
         let (process, processes) = (rendezvous.rank, rendezvous.size);
         if devices == 0 {
             return Err(Error::invalid("Node::connect", "a node has at least one device, found 0"));
         }
-        let Some(size) = processes.checked_mul(devices) else {
-            let problem = format!("{processes} processes of {devices} devices are no world");
+        let size = processes.checked_mul(devices).filter(|size| *size <= MOST_RANKS && devices <= MOST_LOCAL);
+        let Some(size) = size else {
+            let problem = format!(
+                "{processes} processes of {devices} devices are no world: it has at most {MOST_RANKS} ranks, and a \
+                 process at most {MOST_LOCAL} of them"
+            );
             return Err(Error::invalid("Node::connect", problem));
         };
         if processes == 1 && matches!(rendezvous.link, LinkChoice::Auto | LinkChoice::InProc) {

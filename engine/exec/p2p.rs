@@ -64,6 +64,9 @@ impl Type {
     }
 }
 
+/// How much of a message of a rank to itself is copied in one pass.
+const PIECE: usize = 1 << 20;
+
 /// A send or a receive, ready to run.
 #[derive(Clone)]
 pub(crate) struct Transfer {
@@ -262,13 +265,17 @@ impl Messages {
             if !self.peers[rank].touched {
                 continue;
             }
-            for _ in 0..BURST {
-                if !self.take_frame(rank)? {
-                    break;
+            if rank == self.rank {
+                any |= self.copy_own();
+            } else {
+                for _ in 0..BURST {
+                    if !self.take_frame(rank)? {
+                        break;
+                    }
+                    any = true;
                 }
-                any = true;
+                any |= self.post(rank)?;
             }
-            any |= self.post(rank)?;
             let peer = &mut self.peers[rank];
             for list in [&mut peer.sends, &mut peer.recvs] {
                 list.retain(|m| {
@@ -284,6 +291,35 @@ impl Messages {
             }
         }
         Ok(any)
+    }
+
+    /// Copies on with the messages of this rank to itself, whose halves have the same number: no link is in between. Each
+    /// goes a piece at a time, so that other work of this rank has its turn.
+    fn copy_own(&mut self) -> bool {
+        let Peer { sends, recvs, .. } = &mut self.peers[self.rank];
+        let mut any = false;
+        for recv in recvs {
+            let number = recv.transfer.number;
+            let Some(send) = sends.iter_mut().find(|send| send.transfer.number == number) else { continue };
+            (recv.stage, send.stage) = (Stage::Moving, Stage::Moving);
+            let bytes = send.transfer.bytes.min(recv.transfer.bytes).min(send.filled);
+            let done = recv.done;
+            let len = bytes.saturating_sub(done).min(PIECE);
+            if len == 0 {
+                continue;
+            }
+            let (from, to) =
+                (send.transfer.memory.wrapping_add(done), recv.transfer.memory.wrapping_add(done));
+            // SAFETY: `len` bytes from `done` are inside both buffers, which the table owns until their transfers finish; as
+            // each is the only owner of its memory, they do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
+            (recv.done, send.done, send.freed) = (done + len, done + len, done + len);
+            if let Some(staged) = &recv.transfer.staged {
+                staged.done((0, recv.done));
+            }
+            any = true;
+        }
+        any
     }
 
     fn header(&self, kind: Type, signature: Signature, number: u64, offset: usize, len: usize) -> Header {

@@ -13,7 +13,7 @@ use super::handshake::Token;
 use super::launchers::{self, Meeting};
 use crate::error::Error;
 use crate::tuning::{Choices, Table};
-use crate::types::Rank;
+use crate::types::{MOST_RANKS, Rank};
 
 const FROM_ENV: &str = "Rendezvous::from_env";
 
@@ -147,17 +147,23 @@ pub(super) fn check_place(rank: Rank, size: usize) -> Result<(), String> {
     if size == 0 {
         return Err("a world has at least 1 rank; the size given is 0".into());
     }
+    if size > MOST_RANKS {
+        return Err(format!("a world has at most {MOST_RANKS} ranks; the size given is {size}"));
+    }
     if rank >= size {
         return Err(format!("rank {rank} does not exist in a world of {size}: ranks are 0 to {}", size - 1));
     }
     Ok(())
 }
 
+/// No deadline is longer: 116 days. What was given beyond is taken as this, so that a point in time can be made of it.
+const LONGEST: Duration = Duration::from_secs(10_000_000);
+
 fn seconds(name: &str, text: &str) -> Result<Duration, String> {
     text.trim()
         .parse::<f64>()
         .ok()
-        .filter(|s| *s >= 0.001 && *s <= 1e7)
+        .filter(|s| *s >= 0.001 && *s <= LONGEST.as_secs_f64())
         .map(Duration::from_secs_f64)
         .ok_or_else(|| {
             format!("{name} is `{text}`; expected seconds from 0.001 to 10000000, such as 60 or 2.5")
@@ -281,18 +287,18 @@ impl Rendezvous {
         self.token([])
     }
 
-    /// How long ranks wait for each other to come. Default 60 s.
+    /// How long ranks wait for each other to come. Default 60 s; 10,000,000 s (116 days) at most, also where more is given.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.timeout = timeout.min(LONGEST);
         self
     }
 
-    /// After how long a rank that sends nothing, not even heartbeats, counts as lost. Default 10 s;
-    /// rank 0's is everyone's.
+    /// After how long a rank that sends nothing, not even heartbeats, counts as lost. Default 10 s; 1 ms at least, and
+    /// 10,000,000 s at most, whatever is given. Rank 0's is everyone's.
     #[must_use]
     pub fn heartbeat(mut self, silent: Duration) -> Self {
-        let silent = silent.max(Duration::from_millis(1));
+        let silent = silent.clamp(Duration::from_millis(1), LONGEST);
         let interval = Heartbeat::default().interval.min(silent / 4).max(Duration::from_micros(100));
         self.heartbeat = Heartbeat { interval, silent };
         self

@@ -6,6 +6,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
 use super::device::{DevicePlace, DeviceStream};
+use crate::error::Error;
 use crate::types::Element;
 
 /// Memory that can be handed to an operation by value and comes back with its result: the host's, or a device's.
@@ -139,28 +140,54 @@ const ALIGN: usize = 64;
 impl<T: Element> HostBuf<T> {
     /// `len` elements of zero.
     ///
-    /// # Panics
-    /// Never; aborts through the allocator's handler when memory is exhausted, as `Vec` does.
+    /// Where there is no memory for them the process is aborted, by the allocator's handler, as by `Vec`;
+    /// [`try_zeroed`](Self::try_zeroed) says so instead.
     pub fn zeroed(len: usize) -> HostBuf<T> {
-        let Some(layout) = Self::layout(len) else {
-            // As Vec does beyond isize::MAX bytes: there is no such memory.
-            handle_alloc_error(Layout::new::<T>())
-        };
+        match Self::allocate(len) {
+            Some(buf) => buf,
+            None => handle_alloc_error(Self::layout(len).unwrap_or(Layout::new::<T>())),
+        }
+    }
+
+    /// The same, for a length that may be anything.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: there is no memory for so many elements.
+    pub fn try_zeroed(len: usize) -> Result<HostBuf<T>, Error> {
+        Self::allocate(len).ok_or_else(|| {
+            let problem = format!("{len} x {} are more than this process can have memory for", T::DTYPE);
+            Error::invalid("HostBuf::try_zeroed", problem)
+        })
+    }
+
+    fn allocate(len: usize) -> Option<HostBuf<T>> {
+        let layout = Self::layout(len)?;
         if layout.size() == 0 {
-            return HostBuf { start: NonNull::dangling(), len };
+            return Some(HostBuf { start: NonNull::dangling(), len });
         }
         // SAFETY: the layout's size is not zero.
-        let start = unsafe { alloc_zeroed(layout) };
-        match NonNull::new(start.cast::<T>()) {
-            Some(start) => HostBuf { start, len },
-            None => handle_alloc_error(layout),
-        }
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+        Some(HostBuf { start: start.cast(), len })
     }
 
     fn layout(len: usize) -> Option<Layout> {
         let bytes = len.checked_mul(size_of::<T>())?;
         Layout::from_size_align(bytes, ALIGN).ok()
     }
+}
+
+/// A vector of so many zeroes; `None`: there is no memory for them. Where the system gives zeroed pages nothing is written
+/// here, so what it costs does not grow with the length.
+pub(crate) fn zeroes<T: Element>(len: usize) -> Option<Vec<T>> {
+    let layout = Layout::array::<T>(len).ok()?;
+    if layout.size() == 0 {
+        return Some(Vec::new());
+    }
+    // SAFETY: the layout's size is not zero.
+    let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
+    // SAFETY: the global allocator gave it, with the layout that a vector of this capacity has; it is nobody else's, and
+    // all `len` elements are initialised: every Element is valid when zero.
+    Some(unsafe { Vec::from_raw_parts(start.as_ptr().cast(), len, len) })
 }
 
 impl<T: Element> From<&[T]> for HostBuf<T> {

@@ -8,8 +8,8 @@ mod list;
 mod split;
 mod stream;
 
-pub(crate) use buf::Where;
 pub use buf::{Buf, HostBuf, HostMemory, Location};
+pub(crate) use buf::{Where, zeroes};
 pub(crate) use held::{Held, Parts};
 pub use list::BufList;
 pub(crate) use list::Memory as ListMemory;

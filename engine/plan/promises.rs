@@ -2,6 +2,7 @@
 
 use super::two_level;
 use super::{Algo, Kind, Shape, Unsuitable};
+use crate::types::MOST_RANKS;
 
 /// The algorithms that [`super::plan`] knows for a collective; the first is a safe choice at any size.
 pub const fn algorithms(kind: Kind) -> &'static [Algo] {
@@ -33,12 +34,15 @@ pub const fn algorithms(kind: Kind) -> &'static [Algo] {
 ///
 /// # Errors
 /// [`Unsuitable`], with the reason: the algorithm is not one of [`algorithms`] (so never [`Algo::Auto`]); the shape is
-/// not a group (no ranks, a rank or root outside it); a count for each rank was asked of a collective or an
+/// not a group (no ranks, more than [`MOST_RANKS`](crate::MOST_RANKS), a rank or root outside it); a count for each rank was asked of a collective or an
 /// algorithm that has no such form; or the hosts of the ranks leave nothing to do for [`Algo::TwoLevel`].
 pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable> {
     let no = |why: String| Err(Unsuitable { kind, algo, why });
     if algo == Algo::Auto {
         return no("choose an algorithm first".into());
+    }
+    if shape.n > MOST_RANKS {
+        return no(format!("a group of {}: at most {MOST_RANKS} ranks are possible", shape.n));
     }
     if shape.rank >= shape.n || (kind.rooted() && shape.root >= shape.n) {
         return no(format!("rank {} or root {} outside a group of {}", shape.rank, shape.root, shape.n));

@@ -35,8 +35,14 @@ use crate::types::{Algo, DType, Kind, Rank, ReduceOp, Signature};
 
 /// The most ranks that are simulated.
 pub const MOST_RANKS: usize = 1024;
+/// The most bytes of a simulated collective: 1 PiB.
+pub const MOST_BYTES: usize = 1 << 50;
 /// Frames that a simulation is cut into at most, nearly: slices grow to keep it so.
 const FRAMES: usize = 1_000_000;
+/// Frames that it may be cut into where the slice was given.
+const MOST_FRAMES: usize = 64 * FRAMES;
+/// The longest slice: a frame says its length in 32 bits.
+const MOST_SLICE: usize = 1 << 31;
 
 /// A network: each rank has one port, which sends and receives at the same time.
 #[derive(Clone, Debug)]
@@ -113,7 +119,9 @@ impl Network {
             }
             _ if self.per_host == Some(0) => Err("0 ranks on each host".into()),
             _ if self.cores == Some(0) => Err("0 cores".into()),
-            _ if self.slice == Some(0) => Err("a slice of 0 bytes".into()),
+            _ if self.slice.is_some_and(|slice| slice == 0 || slice > MOST_SLICE) => {
+                Err(format!("a slice of {:?} bytes: 1 to {MOST_SLICE} are possible", self.slice.unwrap_or(0)))
+            }
             _ => Ok(()),
         }
     }
@@ -137,8 +145,9 @@ pub struct Simulated {
 /// all_to_all: likewise of one block), out of place, from rank 0 where it has a root.
 ///
 /// # Errors
-/// [`Error::Invalid`] for an algorithm that does not suit, a group of none or more than [`MOST_RANKS`], or a network
-/// that cannot be.
+/// [`Error::Invalid`] for an algorithm that does not suit, a group of none or more than [`MOST_RANKS`], more than
+/// [`MOST_BYTES`] or more frames than can be simulated, a network that cannot be, or a collective that would take more
+/// than 200 days on it.
 pub fn simulate(
     kind: Kind,
     algo: Algo,
@@ -150,6 +159,9 @@ pub fn simulate(
     if n == 0 || n > MOST_RANKS {
         return Err(invalid(format!("{n} ranks: 1 to {MOST_RANKS} can be simulated")));
     }
+    if bytes > MOST_BYTES {
+        return Err(invalid(format!("{bytes} bytes: at most {MOST_BYTES} can be simulated")));
+    }
     network.check(n).map_err(invalid)?;
     let hosts: Vec<u32> = (0..n).map(|r| network.per_host.map_or(0, |per| (r / per) as u32)).collect();
     let program = |rank| {
@@ -159,7 +171,7 @@ pub fn simulate(
             .map_err(|e| invalid(e.to_string()))
     };
     let programs = (0..n).map(program).collect::<Result<Vec<_>, _>>()?;
-    let slice = network.slice.unwrap_or_else(|| slice(&programs, bytes));
+    let slice = slice(&programs, bytes, network.slice).map_err(invalid)?;
     let net = Net::new(n, network);
     let region = Arc::new(Region::private()?);
     let signature = Signature { kind: kind as u8, algo: algo as u8, ..Signature::default() };
@@ -220,25 +232,38 @@ pub fn simulate(
     if left > 0 {
         return Err(invalid(format!("{left} ranks never ended (a bug)")));
     }
+    if end >= net::END {
+        return Err(invalid("on this network it would take more than 200 days".into()));
+    }
     let (frames, lost) = net.counts();
     Ok(Simulated { time: Duration::from_nanos(end.div_ceil(1000)), frames, lost, slice })
 }
 
-/// The slice that cuts all messages into at most about [`FRAMES`].
-fn slice(programs: &[Arc<Program>], bytes: usize) -> usize {
+/// The slice that was given, or one that cuts all messages into at most about [`FRAMES`].
+fn slice(programs: &[Arc<Program>], bytes: usize, given: Option<usize>) -> Result<usize, String> {
     let chunk = |program: &Program, i: &u32| {
         let at = program.plan.steps[*i as usize].chunk();
         at.map_or(0, |at| program.plan.slots[usize::from(at.slot)].range(at.chunk, bytes).len())
     };
-    let mut slice = SLOT;
-    loop {
+    let frames = |slice: usize| -> usize {
         let messages = programs.iter().flat_map(|p| p.sends.iter().flatten().map(move |i| (p, i)));
-        let frames: usize = messages.map(|(p, i)| chunk(p, i).div_ceil(slice).max(1)).sum();
-        if frames <= FRAMES || slice > bytes {
-            return slice;
+        messages.map(|(p, i)| chunk(p, i).div_ceil(slice).max(1)).fold(0, usize::saturating_add)
+    };
+    if let Some(slice) = given {
+        let frames = frames(slice);
+        return match frames <= MOST_FRAMES {
+            true => Ok(slice),
+            false => Err(format!("{frames} frames by slices of {slice} bytes: too many to be simulated")),
+        };
+    }
+    let mut slice = SLOT;
+    while frames(slice) > FRAMES && slice <= bytes {
+        if slice >= MOST_SLICE {
+            return Err(format!("{bytes} bytes among {} ranks: too many to be simulated", programs.len()));
         }
         slice *= 2;
     }
+    Ok(slice)
 }
 
 #[cfg(test)]

@@ -37,6 +37,13 @@ type Event = Reverse<(Time, u64, What, u32, u32)>;
 
 /// Not there yet.
 const COMING: Time = Time::MAX;
+/// The end of virtual time, after 213 days: what would come later comes now.
+pub(super) const END: Time = COMING - 1;
+
+/// `takes` later, or the end of time.
+fn later(at: Time, takes: Time) -> Time {
+    at.saturating_add(takes).min(END)
+}
 
 /// Frames of one link, in order.
 #[derive(Default)]
@@ -109,7 +116,8 @@ impl Net {
             frame: time(network.frame.as_secs_f64()),
             ends: [network.send, network.receive].map(|rate| rate.map_or(0.0, |rate| 1e12 / rate)),
             cores: Mutex::new(network.cores.map_or(Vec::new(), |cores| {
-                vec![vec![0; cores]; network.per_host.map_or(1, |per| n.div_ceil(per))]
+                // More cores than ranks are idle.
+                vec![vec![0; cores.min(n)]; network.per_host.map_or(1, |per| n.div_ceil(per))]
             })),
             per_host: network.per_host.unwrap_or(n),
             loss: network.loss,
@@ -148,9 +156,9 @@ impl Net {
         });
         let start = core.as_ref().map_or(now, |free| now.max(**free));
         if let Some(core) = core {
-            *core = start + takes;
+            *core = later(start, takes);
         }
-        self.reach(rank, start + takes);
+        self.reach(rank, later(start, takes));
     }
 
     /// What a frame costs the rank at an end of its link.
@@ -171,7 +179,7 @@ impl Net {
             let index = from * self.clocks.len() + to;
             let header = state.wires[index].as_ref().and_then(|wire| wire.frames.get(wire.landed))?.1;
             let takes = self.takes(from, &header).max(self.takes(to, &header));
-            let arrives = at.max(state.busy[to].into) + takes;
+            let arrives = later(at.max(state.busy[to].into), takes);
             state.busy[to].into = arrives;
             if let Some(wire) = &mut state.wires[index] {
                 let landed = wire.landed;
@@ -206,11 +214,11 @@ impl Net {
         let mut state = self.state.lock();
         state.frames += 1;
         let start = now.max(state.busy[from].out);
-        state.busy[from].out = start + takes;
-        let mut first = start + self.alpha;
+        state.busy[from].out = later(start, takes);
+        let mut first = later(start, self.alpha);
         while self.loss > 0.0 && state.chance() < self.loss {
             state.lost += 1;
-            first += self.retry + takes;
+            first = later(later(first, self.retry), takes);
         }
         let wire = state.wires[from * self.clocks.len() + to].get_or_insert_default();
         // In order: what was lost holds up what follows.
@@ -222,7 +230,7 @@ impl Net {
     }
 
     fn release(&self, from: Rank, to: Rank) {
-        let mut at = self.clock(to) + self.alpha;
+        let mut at = later(self.clock(to), self.alpha);
         let mut state = self.state.lock();
         if let Some(wire) = &mut state.wires[from * self.clocks.len() + to] {
             wire.frames.pop_front();

@@ -13,6 +13,9 @@ pub use kind::{Algo, Kind};
 /// A rank inside one communicator, `0..n`.
 pub type Rank = usize;
 
+/// The most ranks of a world.
+pub const MOST_RANKS: usize = 1 << 16;
+
 /// What a rank called, in the 24 bytes that travel with every frame: two ranks whose signatures differ
 /// are told so before any data is used.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]

@@ -3,6 +3,7 @@
 mod hosts;
 mod others;
 mod perf;
+mod ssh;
 mod tune;
 
 use std::fs;

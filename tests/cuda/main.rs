@@ -12,6 +12,7 @@ mod copies;
 mod cudarc;
 mod devices;
 mod dlpack;
+mod extremes;
 mod faults;
 mod handed_on;
 #[cfg(feature = "testing")]
@@ -23,6 +24,7 @@ mod joined;
 mod laws;
 mod missing;
 mod order;
+mod ourselves;
 mod perf;
 mod stripes;
 

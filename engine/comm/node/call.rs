@@ -98,7 +98,7 @@ impl Node {
     }
 
     /// Sends a device's `buf` to a [`Place`], which receives with the same length, type and tag. See
-    /// [`Comm::send`](crate::Comm::send).
+    /// [`Comm::send`](crate::Comm::send). To the device itself: [`comm(device)`](Node::comm) has `send_recv` and `batch`.
     pub fn send<B: Buf>(&mut self, device: usize, buf: B, to: Place) -> Work<B> {
         self.call().send(device, buf, to)
     }

@@ -30,7 +30,16 @@ pub(crate) struct Collective {
 /// What to do.
 pub(crate) enum Submission {
     Collective(Collective),
-    Message { direction: Direction, peer: Rank, tag: u32, memory: *mut u8, count: usize, dtype: DType },
+    Message {
+        direction: Direction,
+        peer: Rank,
+        tag: u32,
+        memory: *mut u8,
+        count: usize,
+        dtype: DType,
+        /// Of a message of this rank to itself: the number that its two halves share.
+        half: Option<u64>,
+    },
 }
 
 /// How a submission is to be run.
@@ -95,9 +104,11 @@ impl Endpoint {
                     disagreement = Some(self.mismatch(number, signature, peer, theirs));
                 }
             }
-            Submission::Message { direction, peer, tag, memory, count, dtype } => {
-                let next = table.numbers.entry((peer, direction, tag)).or_insert(0);
-                let number = std::mem::replace(next, *next + 1);
+            Submission::Message { direction, peer, tag, memory, count, dtype, half } => {
+                let number = half.unwrap_or_else(|| {
+                    let next = table.numbers.entry((peer, direction, tag)).or_insert(0);
+                    std::mem::replace(next, *next + 1)
+                });
                 let signature = Signature {
                     kind: KIND_P2P,
                     dtype: dtype as u8,

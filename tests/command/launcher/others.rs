@@ -19,7 +19,7 @@ fn installed(program: &str, variable: &str) -> Option<PathBuf> {
 }
 
 /// Past the test's own output, which is shown for failures only.
-fn left_out(why: &str) {
+pub(super) fn left_out(why: &str) {
     let _ = std::io::stderr().write_all(format!("\nskipped: {why}\n").as_bytes());
 }
 

@@ -164,6 +164,34 @@ fn perf_refuses_what_makes_no_sense() {
 }
 
 #[test]
+fn perf_binds_its_ranks_to_cores_where_they_fit_and_not_where_it_is_told_otherwise() {
+    let cores = std::thread::available_parallelism().unwrap().get();
+    let said = |arguments: &[&str]| {
+        let sizes = ["all_reduce", "--sizes", "4", "-n", "1", "-w", "0", "-c", "0"];
+        let output = perf(&[&sizes[..], arguments].concat());
+        assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
+        text(&output.stdout)
+    };
+    let bound = "each bound to its share of the cores";
+    // One always fits; half of the processors do also where two of them are one core.
+    assert!(said(&["-N", "1"]).contains(&format!("1 processes on {cores} cores, {bound}")));
+    let half = (cores / 2).max(1).to_string();
+    assert!(said(&["-N", &half]).contains(bound));
+    for free in [&["-N", "1", "--bind-to", "none"][..], &["--bind-to", "none"], &["--threads"]] {
+        assert!(!said(free).contains("bound to"), "{free:?}");
+    }
+    assert!(!said(&["-N", &(cores + 1).to_string()]).contains("bound to"), "ranks that outnumber cores");
+    assert!(said(&["-N", "1", "--bind-to", "numa"]).contains("share of the NUMA nodes"));
+    // Under a launcher, which has bound its ranks or not, perf has nothing to say.
+    let script = format!("'{}' perf all_reduce -e 4 -n 1 -w 0", env!("CARGO_BIN_EXE_allstream"));
+    let output = run(&["-n", "1"], &script);
+    assert!(output.status.success() && !text(&output.stdout).contains("bound to"), "{output:?}");
+    let output = run(&["-n", "1"], &format!("{script} --bind-to core"));
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("allstream run --bind-to core"), "{said}");
+}
+
+#[test]
 fn perf_is_a_rank_under_a_launcher() {
     let script = format!("'{}' perf all_reduce -b 4 -e 64 -n 2 -w 0", env!("CARGO_BIN_EXE_allstream"));
     let output = run(&["-n", "3"], &script);

@@ -1,0 +1,242 @@
+//! Several hosts by real ssh: two network namespaces, made and removed here, with a cable between them and an sshd of
+//! our own behind it. What is not installed, or not allowed, is said to be left out; it fails nothing.
+
+use super::*;
+
+/// Where the two namespaces are to each other: nobody else can see these addresses.
+const NEAR: &str = "10.213.7.1";
+const FAR: &str = "10.213.7.2";
+const PORT: &str = "2222";
+/// Where ranks say that they are there; passed on to all hosts, as all variables of ours.
+const PLACE: &str = "ALLSTREAM_TEST_PLACE";
+
+/// Two hosts of one machine, and the command by which the first reaches the second.
+struct TwoHosts {
+    scratch: Scratch,
+    names: [String; 2],
+    sshd: Option<Child>,
+}
+
+/// Runs a command to its end; what it said where it failed.
+fn done(command: &mut Command) -> Result<(), String> {
+    let shown = format!("{command:?}");
+    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let output = finish(child.map_err(|e| format!("{shown}: {e}"))?);
+    let said = || format!("{shown}: {}", text(&output.stderr).trim());
+    if output.status.success() { Ok(()) } else { Err(said()) }
+}
+
+/// A program of the system's, which may be where only root looks.
+fn program(name: &str) -> Result<PathBuf, String> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let dirs = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
+    dirs.map(|dir| dir.join(name)).find(|at| at.is_file()).ok_or_else(|| format!("{name} is not installed"))
+}
+
+impl TwoHosts {
+    /// `None`, said on stderr: this machine cannot have them.
+    fn new() -> Option<TwoHosts> {
+        let made = TwoHosts::make();
+        made.inspect_err(|why| others::left_out(&format!("no two hosts with ssh between them: {why}"))).ok()
+    }
+
+    fn make() -> Result<TwoHosts, String> {
+        if !rustix::process::geteuid().is_root() {
+            return Err("network namespaces are made by root, and this test is run by another".into());
+        }
+        let (ip, sshd, keygen) = (program("ip")?, program("sshd")?, program("ssh-keygen")?);
+        program("ssh")?;
+        let scratch = Scratch::new();
+        // Short, for a cable's end has a name of 15 letters at most; with the number of this process, for others may run.
+        let name = |end| format!("as{}{}{end}", std::process::id(), NEXT.load(Ordering::Relaxed) % 10);
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
+        NEXT.fetch_add(1, Ordering::Relaxed);
+        let mut hosts = TwoHosts { scratch, names: [name('a'), name('b')], sshd: None };
+        let [near, far] = hosts.names.clone();
+        let ip = |arguments: &str| done(Command::new(&ip).args(arguments.split(' ')));
+        ip(&format!("netns add {near}"))?;
+        ip(&format!("netns add {far}"))?;
+        ip(&format!("link add {near} netns {near} type veth peer name {far} netns {far}"))?;
+        for (host, address) in [(&near, NEAR), (&far, FAR)] {
+            ip(&format!("-n {host} address add {address}/30 dev {host}"))?;
+            ip(&format!("-n {host} link set {host} up"))?;
+            ip(&format!("-n {host} link set lo up"))?;
+        }
+        for key in ["host", "user"] {
+            done(Command::new(&keygen).args(["-q", "-t", "ed25519", "-N", "", "-f"]).arg(hosts.at(key)))?;
+        }
+        hosts.sshd = Some(hosts.serve(&sshd)?);
+        let end = Instant::now() + DEADLINE;
+        let command = hosts.ssh();
+        loop {
+            // Whether plain ssh works here; if not, there is nothing to be learned about ours.
+            let words = command.split(' ').chain([FAR, "true"]);
+            match done(hosts.inside(0).args(words)) {
+                Ok(()) => return Ok(hosts),
+                Err(why) if Instant::now() > end || !why.contains("refused") => return Err(why),
+                Err(_) => thread::sleep(Duration::from_millis(20)),
+            }
+        }
+    }
+
+    fn at(&self, file: &str) -> PathBuf {
+        self.scratch.0.join(file)
+    }
+
+    /// A command on one of the hosts. Its process is the one that is started.
+    fn inside(&self, host: usize) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", &self.names[host]]);
+        command
+    }
+
+    fn serve(&self, sshd: &Path) -> Result<Child, String> {
+        let [config, key, users] =
+            ["config", "host", "user.pub"].map(|file| self.at(file).display().to_string());
+        let lines = [
+            format!("ListenAddress {FAR}"),
+            format!("Port {PORT}"),
+            format!("HostKey {key}"),
+            format!("AuthorizedKeysFile {users}"),
+            "PidFile none".into(),
+            "UsePAM no".into(),
+            "StrictModes no".into(),
+            "PermitRootLogin prohibit-password".into(),
+        ];
+        fs::write(&config, lines.join("\n") + "\n").map_err(|e| e.to_string())?;
+        // It wants an empty directory of its own in /run, which is made where nobody else sees it.
+        let script = "mount -t tmpfs none /run && mkdir -m 755 /run/sshd && exec \"$0\" -D -e -f \"$1\"";
+        let mut command = self.inside(1);
+        command.args(["sh", "-c", script]).arg(sshd).arg(config);
+        let log = fs::File::create(self.at("log")).map_err(|e| e.to_string())?;
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+        command.spawn().map_err(|e| format!("sshd: {e}"))
+    }
+
+    /// The command that reaches the other host.
+    fn ssh(&self) -> String {
+        let key = self.at("user").display().to_string();
+        format!(
+            "ssh -F none -p {PORT} -i {key} -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null \
+             -o LogLevel=ERROR"
+        )
+    }
+
+    /// Rank 0 on the first host and rank 1 on the other, which run `script`; how to get there says the variable.
+    fn launch(&self, script: &str) -> Child {
+        let mut command = self.inside(0);
+        command.arg(env!("CARGO_BIN_EXE_allstream"));
+        command.args(["run", "--hosts", &format!("localhost,{FAR}"), "--master-addr", NEAR]);
+        command.args(["--", "/bin/sh", "-c", script]).env("ALLSTREAM_SSH", self.ssh());
+        command
+            .env_remove("ALLSTREAM_TOKEN")
+            .env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "20")
+            .env(PLACE, &self.scratch.0);
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    }
+
+    /// Two ranks of one world that have written their process ids, and wait for each other for ever.
+    fn waiters(&self) -> (Child, [u32; 2]) {
+        let file = |rank: usize| self.at(&format!("rank.{rank}"));
+        (0..2).for_each(|rank| drop(fs::remove_file(file(rank))));
+        let words = "--exact --ignored --nocapture launcher::ssh::waits_for_the_other_rank";
+        let child = self.launch(&format!("exec {} {words}", this_program()));
+        wait_until("both ranks have met", || (0..2).all(|rank| file(rank).exists()));
+        (child, [0, 1].map(|rank| fs::read_to_string(file(rank)).unwrap().trim().parse().unwrap()))
+    }
+
+    /// The processes of one of the hosts.
+    fn processes(&self, host: usize) -> Vec<u32> {
+        let output = Command::new("ip").args(["netns", "pids", &self.names[host]]).output();
+        let pids = output.map(|output| text(&output.stdout)).unwrap_or_default();
+        pids.lines().filter_map(|line| line.trim().parse().ok()).collect()
+    }
+
+    /// The ssh through which the launcher reaches the other host.
+    fn connection(&self) -> u32 {
+        let is_ssh = |pid: &u32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.starts_with(b"ssh\0")
+        };
+        self.processes(0).into_iter().find(is_ssh).expect("an ssh runs")
+    }
+}
+
+impl Drop for TwoHosts {
+    fn drop(&mut self) {
+        for pid in (0..2).flat_map(|host| self.processes(host)) {
+            let _ = kill_process(pid_of(pid), Signal::KILL);
+        }
+        if let Some(sshd) = &mut self.sshd {
+            let _ = sshd.kill();
+            let _ = sshd.wait();
+        }
+        for name in &self.names {
+            let _ = done(Command::new("ip").args(["netns", "delete", name]));
+        }
+    }
+}
+
+/// What the ranks do of which one is killed: who loses the other says so and ends, so that nobody waits for a time of grace.
+#[test]
+#[ignore = "a rank; started by other tests"]
+fn waits_for_the_other_rank() {
+    let mut comm = futures::executor::block_on(Comm::connect(Rendezvous::from_env().unwrap())).unwrap();
+    let (rank, place) = (comm.rank(), PathBuf::from(std::env::var_os(PLACE).unwrap()));
+    let draft = place.join(format!("draft.{rank}"));
+    fs::write(&draft, std::process::id().to_string()).unwrap();
+    fs::rename(&draft, place.join(format!("rank.{rank}"))).unwrap();
+    comm.recv(vec![0u8], 1 - rank).wait().unwrap_or_else(|failed| panic!("{}", failed.error));
+}
+
+/// No ssh is needed for this one: an agent of this host inherits the variable as well.
+#[test]
+fn agents_start_ranks_where_the_variable_says_how_to_reach_hosts() {
+    let mut command = launcher(&["--hosts", "localhost:2"], "echo $RANK of $WORLD_SIZE");
+    let output = finish(command.env("ALLSTREAM_SSH", "/nowhere/ssh -x").spawn().unwrap());
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(sorted_lines(&output.stdout), ["[0] 0 of 2", "[1] 1 of 2"]);
+    // It is what reaches another host, and an option wins over it.
+    let far = |options: &[&str]| {
+        let options = [&["--hosts", "far"], options].concat();
+        let mut command = launcher(&options, "true");
+        text(&finish(command.env("ALLSTREAM_SSH", "/nowhere/ssh -x").spawn().unwrap()).stderr)
+    };
+    assert!(far(&[]).contains("host far: cannot start `/nowhere/ssh`"), "{}", far(&[]));
+    assert!(far(&["--ssh", "/nowhere/else"]).contains("cannot start `/nowhere/else`"));
+}
+
+#[test]
+fn a_world_forms_over_real_ssh() {
+    let Some(hosts) = TwoHosts::new() else { return };
+    let script = format!("exec {} --exact --ignored --nocapture launcher::sums_ranks", this_program());
+    let output = finish(hosts.launch(&script));
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(text(&output.stdout).matches("sum of 2 ranks: 3").count(), 2, "{output:?}");
+}
+
+#[test]
+fn whatever_is_killed_over_real_ssh_the_job_ends_and_no_process_is_left() {
+    let Some(hosts) = TwoHosts::new() else { return };
+    let kill = |pid: u32| kill_process(pid_of(pid), Signal::KILL).unwrap();
+    // A rank of the other host.
+    let (child, pids) = hosts.waiters();
+    kill(pids[1]);
+    let output = finish(child);
+    // Its own end, or that of the other, which lost it: whichever the launcher hears of first.
+    assert!(matches!(output.status.code(), Some(137 | 101)), "{output:?}");
+    assert!(text(&output.stderr).contains("rank 1"), "{output:?}");
+    wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
+    // The connection.
+    let (child, pids) = hosts.waiters();
+    kill(hosts.connection());
+    let output = finish(child);
+    assert!(!output.status.success() && text(&output.stderr).contains(&format!("host {FAR}")), "{output:?}");
+    wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
+    // The launcher.
+    let (mut child, pids) = hosts.waiters();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
+    wait_until("no process is left on the first host", || hosts.processes(0).is_empty());
+}
