@@ -12,6 +12,8 @@ mod guests;
 mod harness;
 #[path = "faults/kills.rs"]
 mod kills;
+#[path = "faults/links.rs"]
+mod links;
 #[path = "faults/mismatches.rs"]
 mod mismatches;
 #[path = "faults/others.rs"]
@@ -42,6 +44,8 @@ fn rank() {
             "many" => programs::many(me).await,
             "loops" => guests::rank(me).await,
             "aborts" => aborts::aborts(me).await,
+            "breaks" => links::breaks(me).await,
+            "leaves_one" => links::leaves_one(me).await,
             "child_timeout" => aborts::child_timeout(me).await,
             other => panic!("no part is called {other}"),
         }

@@ -10,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 mod asked;
 mod bound;
+mod breaks;
 mod drain;
 mod ending;
 mod finish;
@@ -33,6 +34,7 @@ use super::operation::Request;
 use super::p2p::{Direction, Messages, Transfer};
 use super::port::{Opener, Port};
 use crate::error::Error;
+use crate::link::Break;
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::link::waits::{Point, stop};
@@ -71,6 +73,8 @@ const HANG_UP: Duration = Duration::from_secs(1);
 pub(crate) trait Control: Send + Sync {
     /// The communicator is dead, for this cause, found here.
     fn abort(&self, endpoint: &Endpoint, cause: &Error);
+    /// A data connection broke: ask its other end whether it is still a member.
+    fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break);
     /// An operation waits: ask the others what they called.
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
 }
@@ -165,6 +169,8 @@ pub(crate) struct Endpoint {
     run: Mutex<Run>,
     cause: OnceLock<Error>,
     poisoned: AtomicBool,
+    /// Its machines and links were taken out: it has ended.
+    hollowed: AtomicBool,
     /// Something is to be done last, now.
     is_due: AtomicBool,
     /// The table may hold operations that have not begun. Changed under its lock.
@@ -253,6 +259,7 @@ impl Endpoint {
             run: Mutex::new(run),
             cause: OnceLock::new(),
             poisoned: AtomicBool::new(false),
+            hollowed: AtomicBool::new(false),
             is_due: AtomicBool::new(false),
             is_queued: AtomicBool::new(false),
             enlisted: AtomicBool::new(false),

@@ -7,7 +7,7 @@ use super::filling::Filling;
 use crate::error::Error;
 use crate::link::region::{Region, TURNED};
 use crate::link::ring::CELLS;
-use crate::link::{Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
+use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
 use crate::types::Rank;
 
 /// The channel of operations that the ranks' devices run.
@@ -236,6 +236,15 @@ impl Port {
         (0..self.peers.len()).filter(|peer| *peer != ours).find_map(|peer| {
             let frame = self.rx(peer).ok()?.peek(0).ok()??;
             Some((peer, frame.header))
+        })
+    }
+
+    /// Connections that broke, and were not told of yet, with the rank at the other end.
+    pub(crate) fn breaks(&mut self) -> impl Iterator<Item = (Rank, Break)> {
+        self.peers.iter_mut().enumerate().flat_map(|(peer, p)| {
+            let sending = p.tx.as_mut().and_then(|tx| tx.take_break());
+            let receiving = p.rx.as_mut().and_then(|rx| rx.take_break());
+            sending.into_iter().chain(receiving).map(move |what| (peer, what))
         })
     }
 

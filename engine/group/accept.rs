@@ -12,6 +12,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
+use super::connect;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::message::DataHello;
 use crate::types::Rank;
@@ -135,7 +136,7 @@ impl Door {
                 }
             }
             Admitted::Data(hello) => {
-                let stream = stream.into_std().map_err(|e| Refusal::Broken(e.to_string()))?;
+                let stream = connect::for_data(stream).map_err(|e| Refusal::Broken(e.to_string()))?;
                 let _ = self.data.send((hello, stream));
             }
         }

@@ -1,11 +1,12 @@
 //! Connecting to other ranks: addresses, dialling, and what two ranks settle before they are a pair.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream as StdStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::sockopt;
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
@@ -21,6 +22,28 @@ use crate::types::Rank;
 
 /// The most that one address may cost while others are left to try.
 const PER_ADDRESS: Duration = Duration::from_secs(3);
+
+/// A connection for data is probed once nothing has come over it for so long, and again as often; after so many probes
+/// without an answer it is broken, 20 seconds after the path is.
+///
+/// A communicator may be silent for hours. Firewalls and NATs forget silent connections, some after a minute: probes every
+/// ten seconds keep them, and find those that are forgotten all the same. Data flows one way only, so it is the receiver
+/// whose probes find a path that takes none: the sender's data wait for an answer, for a quarter of an hour as the system
+/// has it. `TCP_USER_TIMEOUT` would end that sooner, but also while a receiver that lives takes nothing, as one does
+/// that computes for a minute. Control connections need no probes: heartbeats go both ways.
+const PROBE_AFTER: Duration = Duration::from_secs(10);
+const PROBE_EVERY: Duration = Duration::from_secs(2);
+const PROBES: u32 = 5;
+
+/// Makes a connection that has proved itself one for data: not blocking, and probed.
+pub(super) fn for_data(stream: TcpStream) -> io::Result<StdStream> {
+    let socket = stream.into_std()?;
+    sockopt::set_tcp_keepidle(&socket, PROBE_AFTER)?;
+    sockopt::set_tcp_keepintvl(&socket, PROBE_EVERY)?;
+    sockopt::set_tcp_keepcnt(&socket, PROBES)?;
+    sockopt::set_socket_keepalive(&socket, true)?;
+    Ok(socket)
+}
 
 /// The addresses of a host name. Literal addresses ask nobody.
 pub(super) async fn resolve(address: &Address) -> Result<Vec<SocketAddr>, String> {

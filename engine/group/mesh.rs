@@ -220,8 +220,7 @@ impl Mesh {
         let work = async move {
             let dialled = connect::dial(&addresses, &token, &purpose, Instant::now() + DATA_DEADLINE).await;
             let result = match dialled {
-                Ok(stream) => stream
-                    .into_std()
+                Ok(stream) => connect::for_data(stream)
                     .map_err(|e| Error::system(format!("taking over a data connection to rank {to}"), e)),
                 Err((at, problem)) => Err(Error::Refused {
                     peer: format!("rank {to} at {at}"),
