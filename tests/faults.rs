@@ -6,6 +6,8 @@
 
 #[path = "faults/aborts.rs"]
 mod aborts;
+#[path = "faults/forks.rs"]
+mod forks;
 #[path = "faults/guests.rs"]
 mod guests;
 #[path = "faults/harness.rs"]
@@ -44,6 +46,7 @@ fn rank() {
             "many" => programs::many(me).await,
             "loops" => guests::rank(me).await,
             "aborts" => aborts::aborts(me).await,
+            "forks" => forks::rank(me).await,
             "breaks" => links::breaks(me).await,
             "leaves_one" => links::leaves_one(me).await,
             "child_timeout" => aborts::child_timeout(me).await,

@@ -10,6 +10,7 @@ use crate::error::Error;
 #[cfg(doc)]
 use crate::error::Failed;
 use crate::exec::Endpoint;
+use crate::forked;
 use crate::link::SLOT;
 use crate::link::arena::ArenaBuf;
 use crate::mem::device::DeviceBuf;
@@ -67,6 +68,7 @@ macro_rules! calls {
             /// # Errors
             /// That cause.
             pub fn check(&$me) -> Result<(), Error> {
+                forked::check()?;
                 $me.handle().endpoint.cause().map_or(Ok(()), Err)
             }
 

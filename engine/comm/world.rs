@@ -12,6 +12,7 @@ use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use super::pool::{self, Pool};
 use crate::error::{Error, Lost};
 use crate::exec::{Control, Endpoint, EndpointConfig, Lane, Machines, Opener};
+use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::Break;
@@ -305,6 +306,9 @@ impl World {
     }
 
     pub(super) fn send(&self, to: Rank, message: Message) {
+        if forked::is_forked() {
+            return;
+        }
         match &self.transport {
             Transport::Mesh(mesh) => {
                 if let Some(mesh) = mesh.upgrade() {

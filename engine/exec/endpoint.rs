@@ -34,6 +34,7 @@ use super::operation::Request;
 use super::p2p::{Direction, Messages, Transfer};
 use super::port::{Opener, Port};
 use crate::error::Error;
+use crate::forked;
 use crate::link::Break;
 use crate::link::local::Gate;
 use crate::link::region::Region;
@@ -206,6 +207,12 @@ struct Programs {
     all: HashMap<ProgramKey, Arc<Program>>,
 }
 
+/// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's lane may
+/// have been at it.
+fn orphaned() -> Option<Finished<Held, Box<Error>>> {
+    forked::is_forked().then(|| (Err(Box::new(forked::refusal())), None))
+}
+
 /// A look at an operation.
 #[allow(clippy::large_enum_variant)] // moved once, and only when ready
 pub(crate) enum Polled {
@@ -347,6 +354,9 @@ impl Endpoint {
     /// Looks at an operation, and drives for a bounded time if it is not finished. With `again` the caller will poll
     /// once more at once; otherwise the lane takes over.
     pub(crate) fn poll(self: &Arc<Self>, key: Key, waker: &Waker, budget: Duration, again: bool) -> Polled {
+        if let Some(refused) = orphaned() {
+            return Polled::Ready(refused);
+        }
         let start = Instant::now();
         let mut passes = 0u32;
         self.count_wait();
@@ -400,6 +410,9 @@ impl Endpoint {
 
     /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the lane.
     pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Box<Error>> {
+        if let Some(refused) = orphaned() {
+            return refused;
+        }
         self.count_wait();
         if let Some(finished) = self.table.lock().inflight.poll(key, None) {
             return finished;
@@ -448,6 +461,9 @@ impl Endpoint {
 
     /// The user let go of the operation.
     pub(crate) fn detach(&self, key: Key) {
+        if forked::is_forked() {
+            return;
+        }
         let held = self.table.lock().inflight.detach(key);
         drop(held);
     }

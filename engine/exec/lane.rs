@@ -16,6 +16,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 
 use super::{Endpoint, Progress};
 use crate::error::Error;
+use crate::forked;
 use crate::link::Reactor;
 use crate::link::region::Region;
 
@@ -42,6 +43,8 @@ pub(crate) struct Lane {
 
 /// The process's lane, started at the first call.
 pub(crate) fn lane() -> Result<Arc<Lane>, Error> {
+    // In a child of a fork the parent's lane would be found, and its thread would not be there.
+    forked::begin()?;
     static LANE: Mutex<Option<Arc<Lane>>> = Mutex::new(None);
     let mut slot = LANE.lock();
     if let Some(lane) = &*slot {

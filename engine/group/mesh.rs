@@ -22,6 +22,7 @@ use super::message::{DataHello, Message};
 use super::rendezvous::{Me, Table};
 use super::{note, runtime, wire};
 use crate::error::Error;
+use crate::forked;
 use crate::tuning::Choices;
 use crate::types::Rank;
 
@@ -251,6 +252,11 @@ impl Mesh {
     /// Says goodbye to all and leaves, without waiting for it. Nothing is reported from here on. Only the
     /// first call counts.
     pub(crate) fn leave(&self, cause: Option<Error>) {
+        if forked::is_forked() {
+            // The connections are the parent's. What serves them here is not there: it is not touched either.
+            std::mem::forget(self.tasks.try_lock().and_then(|mut tasks| tasks.take()));
+            return;
+        }
         self.leaving.store(true, Ordering::Release);
         let Some(tasks) = self.tasks.lock().take() else { return };
         let frame = goodbye(cause);

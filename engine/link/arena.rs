@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use super::region::Region;
 use crate::error::Error;
+use crate::forked;
 use crate::mem::HostMemory;
 use crate::types::Element;
 
@@ -26,6 +27,8 @@ pub struct ArenaBuf<T: Element> {
 
 impl<T: Element> ArenaBuf<T> {
     pub(crate) fn zeroed(region: &Arc<Region>, len: usize) -> Result<ArenaBuf<T>, Error> {
+        // What is free here may be in use in the parent.
+        forked::check()?;
         let none = || {
             let doing = format!("allocate {len} x {} where other ranks can read it", T::DTYPE);
             Error::system(doing, "a rank has room for 4 GB of such buffers at a time")
