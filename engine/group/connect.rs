@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use super::env::{Address, LinkChoice};
-use super::handshake::{self, DEADLINE, Purpose, Token};
+use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::host::Locality;
 use super::rendezvous::{Registration, Table};
 use super::wire::{self, Frames};
@@ -95,6 +95,21 @@ pub(super) async fn connect(addresses: &[SocketAddr], deadline: Instant) -> io::
     }
 }
 
+/// A handshake that broke off is tried again so often: the other side may have dropped it, unproven as it was, for newer
+/// ones, where strangers crowd its door or this process was slow to speak.
+const ATTEMPTS: u32 = 6;
+
+/// Waits before the next attempt at a handshake, if there is to be one.
+async fn pause(attempt: &mut u32, end: &Refusal, deadline: Instant) -> Result<(), ()> {
+    let next = Instant::now() + *attempt * Duration::from_millis(30);
+    if !matches!(end, Refusal::Broken(_)) || *attempt == ATTEMPTS || next >= deadline {
+        return Err(());
+    }
+    *attempt += 1;
+    tokio::time::sleep_until(next).await;
+    Ok(())
+}
+
 /// Connects to a rank and proves that this one belongs to the world.
 pub(super) async fn dial(
     addresses: &[SocketAddr],
@@ -103,10 +118,15 @@ pub(super) async fn dial(
     deadline: Instant,
 ) -> Result<TcpStream, (String, String)> {
     let shown = || addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(", ");
-    let mut stream = connect(addresses, deadline).await.map_err(|e| (shown(), e.to_string()))?;
-    let peer = stream.peer_addr().map_or_else(|_| shown(), |a| a.to_string());
-    handshake::dial(&mut stream, token, purpose, deadline).await.map_err(|e| (peer, e.to_string()))?;
-    Ok(stream)
+    let mut attempt = 1;
+    loop {
+        let mut stream = connect(addresses, deadline).await.map_err(|e| (shown(), e.to_string()))?;
+        let peer = stream.peer_addr().map_or_else(|_| shown(), |a| a.to_string());
+        match handshake::dial(&mut stream, token, purpose, deadline).await {
+            Ok(()) => return Ok(stream),
+            Err(end) => pause(&mut attempt, &end, deadline).await.map_err(|()| (peer, end.to_string()))?,
+        }
+    }
 }
 
 /// How near two ranks count, under the link that was chosen.
@@ -240,12 +260,18 @@ impl Pairing {
         let Some(name) = &peer.socket else { return Err(format!("rank {} has no unix socket", peer.rank)) };
         let deadline = self.deadline.min(Instant::now() + DEADLINE);
         let work = async {
-            let mut stream =
-                fds::connect(name, deadline).await.map_err(|e| format!("the unix socket `@{name}`: {e}"))?;
             let purpose = Purpose::Local { world: self.table.world, from: self.rank };
-            let shaken = handshake::dial(&mut stream, &self.token, &purpose, deadline).await;
-            shaken.map_err(|e| format!("the unix socket `@{name}`: {e}"))?;
-            fds::exchange(&stream, &self.fds).await
+            let failed = |e: String| format!("the unix socket `@{name}`: {e}");
+            let mut attempt = 1;
+            loop {
+                let mut stream = fds::connect(name, deadline).await.map_err(|e| failed(e.to_string()))?;
+                match handshake::dial(&mut stream, &self.token, &purpose, deadline).await {
+                    Ok(()) => return fds::exchange(&stream, &self.fds).await,
+                    Err(end) => {
+                        pause(&mut attempt, &end, deadline).await.map_err(|()| failed(end.to_string()))?;
+                    }
+                }
+            }
         };
         timeout_at(deadline, work)
             .await

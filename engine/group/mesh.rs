@@ -401,7 +401,7 @@ async fn gather(
     let door = Arc::new(Door { world, rank, size, token: token.clone(), control, data: data_in });
     let fds_offered = Arc::new(local_fds);
     local.serve(&mut joining, door.clone(), fds_offered.clone(), slots);
-    service.spawn(accept::serve(formed.listener, move |stream, _| door.clone().enter(stream)));
+    service.spawn(accept::serve(formed.listener, move |stream, visit| door.clone().enter(stream, visit)));
 
     let pairing =
         Pairing { rank, table: formed.table, token: token.clone(), link, fds: fds_offered, deadline };
@@ -477,7 +477,7 @@ impl LocalSocket {
     ) {
         if let Some((_, listener)) = self.0 {
             let hatch = Arc::new(accept::local::Hatch { door, fds, slots });
-            into.spawn(accept::serve(listener, move |stream, _| hatch.clone().enter(stream)));
+            into.spawn(accept::serve(listener, move |stream, visit| hatch.clone().enter(stream, visit)));
         }
     }
 }
