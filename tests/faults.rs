@@ -26,6 +26,8 @@ mod programs;
 mod recorder;
 #[path = "faults/silence.rs"]
 mod silence;
+#[path = "faults/values.rs"]
+mod values;
 
 /// One rank in a process of its own; which part it plays is in the environment.
 #[test]

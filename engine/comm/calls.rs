@@ -83,6 +83,7 @@ macro_rules! calls {
             ///
             /// # Errors
             /// [`Error::System`] when this rank has no room left: it is for 4 GB of such buffers at a time.
+            /// [`Error::Invalid`] for `bool`: memory that other ranks write may hold any bits, and a `bool` may not. Use `u8`.
             pub fn alloc<T: Element>(&$me, len: usize) -> Result<ArenaBuf<T>, Error> {
                 ArenaBuf::zeroed(&$me.handle().membership.world.around.region, len)
             }

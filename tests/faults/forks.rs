@@ -34,6 +34,7 @@ fn verdict<T>(what: &str, result: Result<T, Error>) -> Value {
 
 /// Everything a child may try, and how each ends; then lets go of what it inherited.
 fn in_child(held: Held) -> Value {
+    let rank = held.world.rank();
     let Held { mut world, mut group, mut local, mut node, lent, waiting } = held;
     let mut ends = vec![
         verdict("Comm::local", Comm::local(2)),
@@ -41,7 +42,7 @@ fn in_child(held: Held) -> Value {
         verdict("Comm::connect alone", block_on(Comm::connect(Rendezvous::alone()))),
         verdict("Comm::connect", block_on(Comm::connect(Rendezvous::from_env().unwrap()))),
         verdict("a call", world.all_reduce(vec![1f32; 1000]).wait().map_err(Error::from)),
-        verdict("a message", group.send(vec![1u8; 10], 0).wait().map_err(Error::from)),
+        verdict("a message", group.send(vec![1u8; 10], 1 - rank).wait().map_err(Error::from)),
         verdict("a local call", local[0].barrier().wait().map_err(Error::from)),
         verdict("a call of a node", node.barrier().wait().map_err(Error::from)),
         verdict("a split", block_on(group.dup())),

@@ -14,13 +14,14 @@ const KNOWN: f64 = 1.0;
 /// Each way to break a connection, and what is called meanwhile.
 const WAYS: [&str; 4] = ["shut down", "reset", "reset in the middle", "shut down under a message"];
 
-/// Sockets of this process.
-fn sockets() -> Vec<i32> {
+/// Sockets of this process: descriptors, and what each is, for a number may be used again.
+fn sockets() -> Vec<(i32, String)> {
     let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
-    let is_socket = |path: &std::path::Path| {
-        std::fs::read_link(path).is_ok_and(|to| to.to_string_lossy().starts_with("socket:"))
+    let socket = |e: std::fs::DirEntry| {
+        let what = std::fs::read_link(e.path()).ok()?.to_string_lossy().into_owned();
+        Some((e.file_name().to_str()?.parse().ok()?, what)).filter(|(_, what)| what.starts_with("socket:"))
     };
-    open.filter(|e| is_socket(&e.path())).filter_map(|e| e.file_name().to_str()?.parse().ok()).collect()
+    open.filter_map(socket).collect()
 }
 
 /// Breaks connections of the engine's from outside, as a fault of the network would. They stay open here.
@@ -47,8 +48,9 @@ async fn with_connections(world: &mut Comm) -> (Comm, Vec<i32>) {
     let (first, second) = (comm.send(vec![0u8], peer), comm.recv(vec![0u8], peer));
     first.await.unwrap();
     second.await.unwrap();
-    let data = sockets().into_iter().filter(|fd| !before.contains(fd)).collect();
+    // Both have all now: what was sent has come.
     world.barrier().await.unwrap();
+    let data = sockets().into_iter().filter(|one| !before.contains(one)).map(|(fd, _)| fd).collect();
     (comm, data)
 }
 
@@ -59,7 +61,7 @@ async fn until_it_fails(comm: &mut Comm, way: &str) -> Error {
         let patient = comm.timeout(Duration::from_secs(15));
         let end = match way {
             "shut down under a message" if rank == 1 => {
-                patient.recv(vec![0u8], 0).await.map(drop).map_err(Error::from)
+                patient.recv(vec![0u8; 1 << 20], 0).await.map(drop).map_err(Error::from)
             }
             "shut down under a message" => {
                 patient.send(vec![1u8; 1 << 20], 1).await.map(drop).map_err(Error::from)
