@@ -61,6 +61,24 @@ pub enum Error {
         /// The operation in flight here.
         operation: Option<Operation>,
     },
+    /// A connection that carries data broke, and both of its ranks live. The group is aborted.
+    #[error(
+        "the {kind} connection that carries data between rank {rank} (at {at}) and rank {peer} (at {peer_at}) broke, and both ranks live: on rank {rank}, {problem}; look at what lies between the two hosts (a firewall, a NAT, a cable), then make the communicator again"
+    )]
+    Link {
+        /// What kind of link it was, for instance `TCP`.
+        kind: String,
+        /// The rank that noticed.
+        rank: Rank,
+        /// Its end of the connection.
+        at: String,
+        /// The rank at the other end.
+        peer: Rank,
+        /// That rank's end.
+        peer_at: String,
+        /// What the system said.
+        problem: String,
+    },
     /// Two ranks called different operations.
     #[error(
         "ranks disagree on operation #{number} of communicator {comm}: rank {rank} called {ours}, rank {peer} called {theirs}; every rank must make the same calls in the same order"

@@ -617,7 +617,9 @@ pub fn handshakes(data: &[u8]) {
             let welcome = handshake::dial(&mut peer, &token, &purpose, soon()).await;
             assert!(welcome.is_err(), "nobody can have proved the secret");
         } else {
-            let admitted = handshake::accept(&mut peer, &token, soon(), |_| Ok(())).await;
+            let admitted =
+                handshake::accept(&mut peer, &token, soon(), &handshake::Progress::default(), |_| Ok(()))
+                    .await;
             assert!(admitted.is_err(), "nobody can have proved the secret");
         }
     });

@@ -99,6 +99,7 @@ pub mod dlpack {
 mod comm;
 mod error;
 mod exec;
+mod forked;
 mod group;
 mod link;
 mod mem;

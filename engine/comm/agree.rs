@@ -20,6 +20,7 @@ use super::world::World;
 use super::{Comm, SharedComm};
 use crate::error::{Error, Lost};
 use crate::exec::Endpoint;
+use crate::forked;
 use crate::group::message::{CommId, Message, Outcome, Step};
 use crate::group::runtime;
 use crate::types::Rank;
@@ -100,6 +101,7 @@ impl Agree {
         if self.taken {
             return Err(taken());
         }
+        forked::check()?;
         let mut place = self.slot.place.lock();
         loop {
             if let Some(answer) = place.0.take() {
@@ -121,6 +123,9 @@ impl Future for Agree {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         if self.taken {
             return Poll::Ready(Err(taken()));
+        }
+        if let Err(error) = forked::check() {
+            return Poll::Ready(Err(error));
         }
         let answer = {
             let mut place = self.slot.place.lock();

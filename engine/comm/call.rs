@@ -11,6 +11,7 @@ use super::staged::{Ends, Memory, NOWHERE};
 use super::work::Restore;
 use crate::error::{Error, Failed};
 use crate::exec::{Collective, Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
+use crate::forked;
 use crate::mem::{Event, Held};
 use crate::plan::{self, Algo, Env, Kind, Program, Shape};
 use crate::types::{
@@ -280,6 +281,7 @@ impl<'a> Call<'a> {
     }
 
     fn check(&self, spec: &Spec, dtype: DType) -> Result<(), Error> {
+        forked::check()?;
         let (kind, n) = (spec.kind, self.size());
         if spec.root >= n {
             let problem = format!("root {} is not in this group of {n}; roots are 0..={}", spec.root, n - 1);

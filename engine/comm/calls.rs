@@ -10,6 +10,7 @@ use crate::error::Error;
 #[cfg(doc)]
 use crate::error::Failed;
 use crate::exec::Endpoint;
+use crate::forked;
 use crate::link::SLOT;
 use crate::link::arena::ArenaBuf;
 use crate::mem::device::DeviceBuf;
@@ -67,6 +68,7 @@ macro_rules! calls {
             /// # Errors
             /// That cause.
             pub fn check(&$me) -> Result<(), Error> {
+                forked::check()?;
                 $me.handle().endpoint.cause().map_or(Ok(()), Err)
             }
 
@@ -81,6 +83,7 @@ macro_rules! calls {
             ///
             /// # Errors
             /// [`Error::System`] when this rank has no room left: it is for 4 GB of such buffers at a time.
+            /// [`Error::Invalid`] for `bool`: memory that other ranks write may hold any bits, and a `bool` may not. Use `u8`.
             pub fn alloc<T: Element>(&$me, len: usize) -> Result<ArenaBuf<T>, Error> {
                 ArenaBuf::zeroed(&$me.handle().membership.world.around.region, len)
             }

@@ -11,6 +11,7 @@ use super::pool::PoolStats;
 use super::world::{Defaults, Hub, Transport, World};
 use crate::error::Error;
 use crate::exec::{Endpoint, lane};
+use crate::forked;
 use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
 use crate::link::local::Gate;
@@ -35,6 +36,12 @@ pub(super) struct Membership {
 
 impl Drop for Membership {
     fn drop(&mut self) {
+        if forked::is_forked() {
+            // Nobody leaves: the parent is the member. Its connections are not let go of here, which would touch what wakes
+            // it; they end with this process.
+            std::mem::forget((self.world.clone(), self.mesh.take()));
+            return;
+        }
         self.world.leave();
         if let Some(mesh) = &self.mesh {
             mesh.leave_blocking(self.world.loss(), FLUSH);
@@ -56,6 +63,9 @@ pub(super) struct Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        if forked::is_forked() {
+            return;
+        }
         self.endpoint.close();
         let end = Instant::now() + FLUSH;
         // Peers depend on what was submitted here: give it a bounded time to leave.
@@ -234,6 +244,7 @@ impl Comm {
     /// The cause for which the communicator is dead; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
     /// ranks do not agree on.
     pub async fn close(self) -> Result<(), Error> {
+        forked::check()?;
         let endpoint = self.0.endpoint.clone();
         let calls = endpoint.close();
         let (waiting, world) = (endpoint.clone(), self.0.membership.world.clone());

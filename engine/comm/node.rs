@@ -14,6 +14,7 @@ use super::Comm;
 use super::handle::{MOST_LOCAL, Stats};
 use crate::error::Error;
 use crate::exec::Endpoint;
+use crate::forked;
 use crate::group::{LinkChoice, Rendezvous, host};
 use crate::mem::HostStream;
 use crate::types::{MOST_RANKS, Rank};
@@ -93,6 +94,10 @@ async fn all_or_first_error<T, E>(
 
 /// Drops communicators of one process side by side: each waits for the others to leave, too.
 fn drop_together(comms: Vec<Comm>) {
+    // In a child of a fork nobody is waited for.
+    if forked::is_forked() {
+        return drop(comms);
+    }
     std::thread::scope(|scope| {
         let mut comms = comms.into_iter();
         let first = comms.next();

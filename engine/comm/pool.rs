@@ -26,6 +26,7 @@ use super::links::block_bytes;
 use super::world::{Lines, World};
 use crate::error::Error;
 use crate::exec::{Endpoint, Machines};
+use crate::forked;
 use crate::group::message::{CommId, Message};
 use crate::group::runtime;
 use crate::types::Rank;
@@ -175,6 +176,9 @@ impl World {
 
     /// How many idle communicators to keep. What is beyond goes now.
     pub(crate) fn set_pool_capacity(&self, capacity: usize) {
+        if forked::is_forked() {
+            return;
+        }
         let out = {
             let mut state = self.pool.0.lock();
             state.capacity = capacity;
@@ -459,6 +463,9 @@ impl Proposal {
 
 impl Drop for Proposal {
     fn drop(&mut self) {
+        if forked::is_forked() {
+            return;
+        }
         if let Some((id, idle)) = self.offer.take() {
             self.world.pool.0.lock().evictions += 1;
             self.world.retire(id, Some(idle.machines));

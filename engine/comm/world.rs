@@ -12,8 +12,10 @@ use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use super::pool::{self, Pool};
 use crate::error::{Error, Lost};
 use crate::exec::{Control, Endpoint, EndpointConfig, Lane, Machines, Opener};
+use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Locality, Mesh, host, runtime};
+use crate::link::Break;
 use crate::link::local::Gate;
 use crate::link::region::{Region, TURNED};
 use crate::plan::choices::{Choices, LinkClass, Place};
@@ -304,6 +306,9 @@ impl World {
     }
 
     pub(super) fn send(&self, to: Rank, message: Message) {
+        if forked::is_forked() {
+            return;
+        }
         match &self.transport {
             Transport::Mesh(mesh) => {
                 if let Some(mesh) = mesh.upgrade() {
@@ -393,6 +398,12 @@ impl Control for World {
         self.record(Some(cause), Some(endpoint));
     }
 
+    fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break) {
+        let to = endpoint.config.members[peer];
+        tracing::warn!(comm = endpoint.config.name, peer = to, ?what, "a data connection broke");
+        self.send(to, Message::Broke { comm: CommId(endpoint.config.comm), what });
+    }
+
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature) {
         let comm = CommId(endpoint.config.comm);
         self.tell_members(endpoint, &Message::Stalled { comm, number, signature });
@@ -412,7 +423,9 @@ impl Events for World {
         if self.pool.has_ended(comm) && self.find(comm).is_none() {
             return;
         }
-        if self.find(comm).is_none() && matches!(message, Message::Abort { .. } | Message::Closing { .. }) {
+        if self.find(comm).is_none()
+            && matches!(message, Message::Abort { .. } | Message::Closing { .. } | Message::Broke { .. })
+        {
             let mut early = self.early.lock();
             if early.len() == EARLY {
                 early.pop_front();
@@ -429,6 +442,11 @@ impl Events for World {
                 self.send(from, Message::Called { comm, number, last });
             }
             Message::Called { number, last, .. } => endpoint.heard(peer, number, last),
+            Message::Broke { what, .. } => {
+                if let Some(cause) = endpoint.peer_broke(peer, what) {
+                    self.send(from, Message::Abort { comm, cause });
+                }
+            }
             Message::Closing { calls, .. } => endpoint.peer_closing(peer, calls),
             Message::Heartbeat
             | Message::Goodbye { .. }

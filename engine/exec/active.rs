@@ -208,6 +208,7 @@ impl Active {
             any |= moved;
             if complete {
                 any = true;
+                self.running[i].check_values(&current.common)?;
                 let mut machine = self.running.remove(i);
                 machine.clear(port);
                 self.idle.push(machine);

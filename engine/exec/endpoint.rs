@@ -10,6 +10,7 @@ use parking_lot::{Mutex, MutexGuard};
 
 mod asked;
 mod bound;
+mod breaks;
 mod drain;
 mod ending;
 mod finish;
@@ -33,6 +34,8 @@ use super::operation::Request;
 use super::p2p::{Direction, Messages, Transfer};
 use super::port::{Opener, Port};
 use crate::error::Error;
+use crate::forked;
+use crate::link::Break;
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::link::waits::{Point, stop};
@@ -71,6 +74,8 @@ const HANG_UP: Duration = Duration::from_secs(1);
 pub(crate) trait Control: Send + Sync {
     /// The communicator is dead, for this cause, found here.
     fn abort(&self, endpoint: &Endpoint, cause: &Error);
+    /// A data connection broke: ask its other end whether it is still a member.
+    fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break);
     /// An operation waits: ask the others what they called.
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
 }
@@ -165,6 +170,8 @@ pub(crate) struct Endpoint {
     run: Mutex<Run>,
     cause: OnceLock<Error>,
     poisoned: AtomicBool,
+    /// Its machines and links were taken out: it has ended.
+    hollowed: AtomicBool,
     /// Something is to be done last, now.
     is_due: AtomicBool,
     /// The table may hold operations that have not begun. Changed under its lock.
@@ -198,6 +205,12 @@ pub(crate) type ProgramKey = (u8, u8, Rank, bool);
 struct Programs {
     last: Option<(ProgramKey, Arc<Program>)>,
     all: HashMap<ProgramKey, Arc<Program>>,
+}
+
+/// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's lane may
+/// have been at it.
+fn orphaned() -> Option<Finished<Held, Box<Error>>> {
+    forked::is_forked().then(|| (Err(Box::new(forked::refusal())), None))
 }
 
 /// A look at an operation.
@@ -253,6 +266,7 @@ impl Endpoint {
             run: Mutex::new(run),
             cause: OnceLock::new(),
             poisoned: AtomicBool::new(false),
+            hollowed: AtomicBool::new(false),
             is_due: AtomicBool::new(false),
             is_queued: AtomicBool::new(false),
             enlisted: AtomicBool::new(false),
@@ -340,6 +354,9 @@ impl Endpoint {
     /// Looks at an operation, and drives for a bounded time if it is not finished. With `again` the caller will poll
     /// once more at once; otherwise the lane takes over.
     pub(crate) fn poll(self: &Arc<Self>, key: Key, waker: &Waker, budget: Duration, again: bool) -> Polled {
+        if let Some(refused) = orphaned() {
+            return Polled::Ready(refused);
+        }
         let start = Instant::now();
         let mut passes = 0u32;
         self.count_wait();
@@ -393,6 +410,9 @@ impl Endpoint {
 
     /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the lane.
     pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Box<Error>> {
+        if let Some(refused) = orphaned() {
+            return refused;
+        }
         self.count_wait();
         if let Some(finished) = self.table.lock().inflight.poll(key, None) {
             return finished;
@@ -441,6 +461,9 @@ impl Endpoint {
 
     /// The user let go of the operation.
     pub(crate) fn detach(&self, key: Key) {
+        if forked::is_forked() {
+            return;
+        }
         let held = self.table.lock().inflight.detach(key);
         drop(held);
     }

@@ -1,7 +1,7 @@
 //! The process's lane: one thread that drives every operation that nobody else drives.
 //!
 //! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's bell (a flag in
-//! the region, an eventfd), a socket, a submission, or a deadline. Without work of its own it waits for its eventfd alone.
+//! the region, a unix socket), a socket, a submission, or a deadline. Without work of its own it waits for its eventfd alone.
 
 use std::cell::OnceCell;
 use std::net::TcpStream;
@@ -13,9 +13,11 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
 use super::{Endpoint, Progress};
 use crate::error::Error;
+use crate::forked;
 use crate::link::Reactor;
 use crate::link::region::Region;
 
@@ -28,6 +30,9 @@ const LINGER: Duration = Duration::from_millis(20);
 /// Deadlines are looked at this often while operations wait.
 const WATCH: Duration = Duration::from_millis(20);
 
+/// Rings taken off the bell after a sleep.
+const RINGS: usize = 16;
+
 const AWAKE: u32 = 0;
 const NAPPING: u32 = 1;
 const ASLEEP: u32 = 2;
@@ -35,6 +40,13 @@ const ASLEEP: u32 = 2;
 pub(crate) struct Lane {
     endpoints: Mutex<Vec<Arc<Endpoint>>>,
     state: AtomicU32,
+    /// Wakes it from inside the process. No peer has this descriptor.
+    wake: OwnedFd,
+    /// What peers have rung comes here...
+    rung: OwnedFd,
+    /// ...from there: what they are given. Whether a write to an eventfd, or a read of it, may block is said by a flag that all
+    /// who have the descriptor share, so that any of them could stop the others, and this lane. For a socket each call says
+    /// for itself that it must not block.
     bell: Arc<OwnedFd>,
     epoll: OwnedFd,
     waker: OnceLock<Waker>,
@@ -42,20 +54,29 @@ pub(crate) struct Lane {
 
 /// The process's lane, started at the first call.
 pub(crate) fn lane() -> Result<Arc<Lane>, Error> {
+    // In a child of a fork the parent's lane would be found, and its thread would not be there.
+    forked::begin()?;
     static LANE: Mutex<Option<Arc<Lane>>> = Mutex::new(None);
     let mut slot = LANE.lock();
     if let Some(lane) = &*slot {
         return Ok(lane.clone());
     }
-    let doing = |e: rustix::io::Errno| Error::system("start the engine's lane (epoll, eventfd)", e);
-    let bell = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(doing)?);
+    let doing = |e: rustix::io::Errno| {
+        Error::system("start the engine's lane (epoll, eventfd, a pair of unix sockets)", e)
+    };
+    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(doing)?;
+    let (rung, bell) =
+        socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).map_err(doing)?;
     let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(doing)?;
-    let data = epoll::EventData::new_u64(0);
-    epoll::add(&poll, &*bell, data, epoll::EventFlags::IN).map_err(doing)?;
+    for fd in [&wake, &rung] {
+        epoll::add(&poll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN).map_err(doing)?;
+    }
     let lane = Arc::new(Lane {
         endpoints: Mutex::new(Vec::new()),
         state: AtomicU32::new(AWAKE),
-        bell,
+        wake,
+        rung,
+        bell: Arc::new(bell),
         epoll: poll,
         waker: OnceLock::new(),
     });
@@ -116,7 +137,7 @@ impl Lane {
     pub(crate) fn kick(&self) {
         fence(Ordering::SeqCst);
         if self.state.swap(AWAKE, Ordering::AcqRel) != AWAKE {
-            let _ = rustix::io::write(&*self.bell, &1u64.to_ne_bytes());
+            let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 
@@ -213,7 +234,7 @@ impl Lane {
             if state == NAPPING || timeout.is_none() {
                 // Sockets are somebody else's to drive, or nobody's: their traffic must not wake us. What arrives
                 // meanwhile is still pending in the epoll when we wait for it next.
-                let _ = rustix::event::poll(&mut [PollFd::new(&*self.bell, PollFlags::IN)], spec.as_ref());
+                let _ = rustix::event::poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], spec.as_ref());
             } else {
                 events.clear();
                 let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), spec.as_ref());
@@ -222,7 +243,14 @@ impl Lane {
         self.state.store(AWAKE, Ordering::Release);
         flags.iter().for_each(|r| r.bell_flag().store(0, Ordering::Relaxed));
         let mut count = [0; 8];
-        let _ = rustix::io::read(&*self.bell, &mut count);
+        let _ = rustix::io::read(&self.wake, &mut count);
+        // Only then may peers have rung. A few at a time: one that never stops is no reason not to look after the others.
+        let rings = if flags.is_empty() { 0 } else { RINGS };
+        for _ in 0..rings {
+            if recv(&self.rung, &mut count, RecvFlags::DONTWAIT).is_err() {
+                break;
+            }
+        }
     }
 }
 
@@ -249,4 +277,56 @@ pub(crate) fn parker() -> Waker {
         static PARKER: OnceCell<Waker> = const { OnceCell::new() };
     }
     PARKER.with(|p| p.get_or_init(|| Waker::from(Arc::new(Unpark(std::thread::current())))).clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::link::local::Bell;
+
+    /// Rings a bell often, on a thread of its own; whether that came to an end.
+    fn rings(fd: Arc<OwnedFd>) -> bool {
+        let region = Arc::new(Region::private().unwrap());
+        let bell = Bell::new(region.clone(), fd);
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for _ in 0..1000 {
+                region.bell_flag().store(1, Ordering::Relaxed);
+                bell.ring();
+            }
+            let _ = tell.send(());
+        });
+        told.recv_timeout(Duration::from_secs(10)).is_ok()
+    }
+
+    /// Makes calls on a descriptor wait, for all who have it, and fills it.
+    fn spoil(fd: &OwnedFd) {
+        let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
+        rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::empty()).unwrap();
+    }
+
+    #[test]
+    fn a_bell_that_its_owner_made_to_block_blocks_nobody() {
+        let theirs = lane().unwrap().bell().clone();
+        spoil(&theirs);
+        assert!(rings(theirs), "ringing a peer's lane");
+        // Whatever a peer has handed over as its bell.
+        let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        spoil(&full);
+        assert!(rings(Arc::new(full)), "ringing what is no bell");
+    }
+
+    #[test]
+    fn a_peer_that_makes_our_bell_block_does_not_stop_our_lane() {
+        spoil(lane().unwrap().bell());
+        let mut comms = crate::Comm::local(2).unwrap();
+        let (one, other) = comms.split_at_mut(1);
+        for _ in 0..20 {
+            let works = [one[0].barrier(), other[0].barrier()];
+            let (tell, told) = std::sync::mpsc::channel();
+            std::thread::spawn(move || works.map(|work| tell.send(work.wait().is_ok())));
+            assert_eq!(told.recv_timeout(Duration::from_secs(10)), Ok(true));
+            std::thread::sleep(Duration::from_millis(2)); // so that the lane naps in between
+        }
+    }
 }

@@ -8,11 +8,12 @@ use allstream_kernels::Combine;
 
 use super::Endpoint;
 use super::device::DeviceOp;
+use super::values::not_bool;
 use crate::error::Error;
 use crate::mem::Held;
 use crate::mem::device::Staged;
 use crate::plan::{Layout, OUTPUT, Program, Slot};
-use crate::types::{DType, Kind, ReduceOp, Signature};
+use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
 
 /// How values are combined.
 #[derive(Clone)]
@@ -83,6 +84,23 @@ impl Part {
             _ => false,
         };
         self.writes_output() || (scaled && own)
+    }
+
+    /// Whether the values that the plan left in the output, on the host, are such as the type has.
+    pub(super) fn check_values(&self) -> Result<(), Error> {
+        if self.dtype != DType::Bool || !self.writes_output() {
+            return Ok(());
+        }
+        // SAFETY: the operation's output, as long as the plan says, which the table owns. All has come, and nothing moves.
+        let Some(problem) = (unsafe { not_bool(self.output, self.total(OUTPUT)) }) else { return Ok(()) };
+        let sent = |from: &Rank| !self.program.recvs[*from].is_empty();
+        let senders: Vec<Rank> = (0..self.program.recvs.len()).filter(sent).collect();
+        let peer = senders.first().copied().unwrap_or(self.program.plan.rank);
+        let one_of = match senders.len() {
+            0 | 1 => String::new(),
+            _ => format!(" (it, or another of ranks {senders:?}, which send to this one here)"),
+        };
+        Err(Error::Protocol { peer, problem: problem + &one_of })
     }
 
     /// Whether the plan leaves anything in the output.

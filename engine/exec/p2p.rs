@@ -13,10 +13,11 @@ use allstream_kernels as kernels;
 
 use super::inflight::Key;
 use super::port::{Payload, Port};
+use super::values::not_bool;
 use crate::error::Error;
 use crate::link::{Frame, Header};
 use crate::mem::device::Staged;
-use crate::types::{Rank, Signature};
+use crate::types::{DType, Rank, Signature};
 
 /// Messages up to this go without waiting for their receive.
 pub(crate) const EAGER: usize = 4096;
@@ -87,6 +88,17 @@ pub(crate) struct Transfer {
 // SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the transfer finishes.
 unsafe impl Send for Transfer {}
 
+impl Transfer {
+    /// What is wrong with the values that were received.
+    fn wrong_value(&self) -> Option<String> {
+        if self.direction == Direction::Send || self.signature.dtype != DType::Bool as u8 {
+            return None;
+        }
+        // SAFETY: the receive's buffer, `bytes` long, which the table owns, and in which nothing moves any more.
+        unsafe { not_bool(self.memory, self.bytes) }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Stage {
     /// Nothing said yet.
@@ -133,6 +145,8 @@ struct Peer {
     answers: VecDeque<(u32, u64)>,
     credits: u32,
     owed: u32,
+    /// Eager messages of its that it has had no credit back for. More than [`CREDITS`] no correct peer sends.
+    taken: u32,
     touched: bool,
 }
 
@@ -277,17 +291,26 @@ impl Messages {
                 any |= self.post(rank)?;
             }
             let peer = &mut self.peers[rank];
+            let mut wrong = None;
             for list in [&mut peer.sends, &mut peer.recvs] {
                 list.retain(|m| {
                     let done = m.stage == Stage::Moving
                         && m.done == m.transfer.bytes
                         && (m.transfer.direction == Direction::Recv || m.freed == m.transfer.bytes);
                     if done {
+                        let problem = m.transfer.wrong_value();
+                        if problem.is_some() {
+                            wrong = problem;
+                            return true;
+                        }
                         any = true;
                         finished(m.transfer.key);
                     }
                     !done
                 });
+            }
+            if let Some(problem) = wrong {
+                return Err(Error::Protocol { peer: rank, problem });
             }
         }
         Ok(any)
@@ -352,6 +375,9 @@ impl Messages {
                 if len > EAGER {
                     return Err(wrong("an eager message beyond the limit"));
                 }
+                if self.peers[rank].taken >= CREDITS {
+                    return Err(wrong("more eager messages than it had credit for"));
+                }
                 let Some(frame) = self.port.rx(rank)?.peek(len)? else { return Ok(false) };
                 // SAFETY: `ready` is the whole payload, `len` bytes; copied before it is released. The sender does
                 // not write it until then; a hostile one can only change the bytes we copy.
@@ -373,6 +399,7 @@ impl Messages {
                     }
                 }
                 self.port.rx(rank)?.release(len);
+                self.peers[rank].taken += 1;
             }
             Type::Announce => {
                 self.port.rx(rank)?.release(0);
@@ -487,6 +514,7 @@ impl Messages {
         }
         if self.peers[rank].owed >= CREDITS / 2 && self.port.tx(rank)?.room()? {
             let owed = std::mem::take(&mut self.peers[rank].owed);
+            self.peers[rank].taken -= owed;
             self.short(rank, Type::Credit, self.blank(), 0, owed as usize)?;
         }
         for i in 0..self.peers[rank].sends.len() {
@@ -616,3 +644,6 @@ impl Messages {
 fn disagree(comm: u64, rank: Rank, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
     Error::Mismatch { comm: comm.to_string(), number, rank, ours, peer, theirs }
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use super::filling::Filling;
 use crate::error::Error;
+use crate::forked;
 use crate::link::region::{Region, TURNED};
 use crate::link::ring::CELLS;
-use crate::link::{Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
+use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
 use crate::types::Rank;
 
 /// The channel of operations that the ranks' devices run.
@@ -239,6 +240,15 @@ impl Port {
         })
     }
 
+    /// Connections that broke, and were not told of yet, with the rank at the other end.
+    pub(crate) fn breaks(&mut self) -> impl Iterator<Item = (Rank, Break)> {
+        self.peers.iter_mut().enumerate().flat_map(|(peer, p)| {
+            let sending = p.tx.as_mut().and_then(|tx| tx.take_break());
+            let receiving = p.rx.as_mut().and_then(|rx| rx.take_break());
+            sending.into_iter().chain(receiving).map(move |what| (peer, what))
+        })
+    }
+
     /// Tells all peers on this host that nothing of theirs is read here any more.
     pub(crate) fn hang_up(&mut self) {
         let ours = self.rank;
@@ -310,6 +320,9 @@ fn drop_reference(references: &mut [u16], region: &Region, Slot(slot): Slot) {
 
 impl Drop for Port {
     fn drop(&mut self) {
+        if forked::is_forked() {
+            return; // to ask what was released would send what waits
+        }
         // Slots whose readers may be slow stay taken for the life of the region only if a frame in them is unread:
         // the region goes away with the last communicator of the world.
         let _ = self.reap(|_| {});

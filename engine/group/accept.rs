@@ -1,4 +1,5 @@
-//! Accepting connections: a bounded number at a time proves itself, strangers disturb nobody.
+//! Accepting connections: a bounded number at a time proves itself, the oldest goes for the newest, and strangers disturb
+//! nobody.
 
 use std::future::Future;
 use std::io;
@@ -8,16 +9,55 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{Semaphore, mpsc, oneshot};
-use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, timeout_at};
 
-use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
+use super::connect;
+use super::handshake::{self, DEADLINE, Progress, Purpose, Refusal, Stage, Token};
 use super::message::DataHello;
 use crate::types::Rank;
 
-/// Connections that may be proving themselves at once; more wait in the system's queue.
+/// Connections that may be proving themselves at once. Beyond, the oldest of them goes.
 const AT_ONCE: usize = 64;
+/// But not before a rank of ours had time to say its first words, which it does at once...
+const SILENT: Duration = Duration::from_millis(50);
+/// ... or, having said them, to prove itself: on a busy machine its turn may be long in coming. Who was dropped all the same
+/// dials again ([`super::connect`]).
+const SPEAKING: Duration = Duration::from_secs(1);
+
+/// A connection that has not proved itself.
+struct Unproven {
+    since: Instant,
+    progress: Arc<Progress>,
+    task: AbortHandle,
+}
+
+/// All of them, the oldest first.
+#[derive(Default)]
+struct Hall(Vec<Unproven>);
+
+impl Hall {
+    /// Makes room for one more, or says when there may be some.
+    fn make_room(&mut self, now: Instant) -> Result<(), Instant> {
+        self.0.retain(|u| !u.task.is_finished() && u.progress.stage() < Stage::Proven);
+        if self.0.len() <= AT_ONCE {
+            return Ok(());
+        }
+        let patience = |u: &Unproven| if u.progress.stage() == Stage::Silent { SILENT } else { SPEAKING };
+        // Those that have said nothing go before those that have.
+        let due =
+            |stage| self.0.iter().position(|u| u.progress.stage() == stage && u.since + patience(u) <= now);
+        let oldest = due(Stage::Silent).or_else(|| due(Stage::Speaking));
+        match oldest {
+            Some(oldest) => {
+                self.0.remove(oldest).task.abort();
+                Ok(())
+            }
+            None => Err(self.0.iter().map(|u| u.since + patience(u)).min().unwrap_or(now)),
+        }
+    }
+}
 
 /// Something that connections come to.
 pub(super) trait Listen: Send + Sync + 'static {
@@ -35,27 +75,38 @@ impl Listen for TcpListener {
     }
 }
 
+/// Who has come.
+pub(super) struct Visit {
+    /// For messages to people.
+    pub(super) peer: String,
+    /// How far it has come with proving itself: kept up by the handshake.
+    pub(super) progress: Arc<Progress>,
+}
+
 /// Accepts until aborted, and handles each connection in a task that ends with this future.
 pub(super) async fn serve<L, F, Fut>(listener: L, handle: F)
 where
     L: Listen,
-    F: Fn(L::Stream, String) -> Fut + Send,
+    F: Fn(L::Stream, Visit) -> Fut + Send,
     Fut: Future<Output = Result<(), Refusal>> + Send + 'static,
 {
-    let places = Arc::new(Semaphore::new(AT_ONCE));
-    let mut tasks = JoinSet::new();
+    let (mut hall, mut tasks) = (Hall::default(), JoinSet::new());
     loop {
-        let Ok(place) = places.clone().acquire_owned().await else { return };
         while tasks.try_join_next().is_some() {}
         match listener.next().await {
             Ok((stream, peer)) => {
-                let handling = handle(stream, peer.clone());
-                tasks.spawn(async move {
+                let progress = Arc::new(Progress::default());
+                let handling = handle(stream, Visit { peer: peer.clone(), progress: progress.clone() });
+                let task = tasks.spawn(async move {
                     if let Err(refusal) = handling.await {
                         tracing::warn!(%peer, "refused a connection: {refusal}");
                     }
-                    drop(place);
                 });
+                hall.0.push(Unproven { since: Instant::now(), progress, task });
+                while let Err(until) = hall.make_room(Instant::now()) {
+                    // Or one of them has done with it.
+                    let _ = timeout_at(until, tasks.join_next()).await;
+                }
             }
             Err(e) => {
                 // A connection that was reset while it waited, or no descriptor left for it.
@@ -125,9 +176,9 @@ impl Door {
     }
 
     /// Lets a TCP connection prove itself and hands it on.
-    pub(super) async fn enter(self: Arc<Self>, mut stream: TcpStream) -> Result<(), Refusal> {
-        let deadline = Instant::now() + DEADLINE;
-        match handshake::accept(&mut stream, &self.token, deadline, |p| self.admit(p)).await? {
+    pub(super) async fn enter(self: Arc<Self>, mut stream: TcpStream, visit: Visit) -> Result<(), Refusal> {
+        let (deadline, progress) = (Instant::now() + DEADLINE, &visit.progress);
+        match handshake::accept(&mut stream, &self.token, deadline, progress, |p| self.admit(p)).await? {
             Admitted::Control(from) => {
                 if let Some(waiting) = self.control.get(from).and_then(|c| c.lock().take()) {
                     // Nobody waits any more: joining failed, and the connection closes.
@@ -135,7 +186,7 @@ impl Door {
                 }
             }
             Admitted::Data(hello) => {
-                let stream = stream.into_std().map_err(|e| Refusal::Broken(e.to_string()))?;
+                let stream = connect::for_data(stream).map_err(|e| Refusal::Broken(e.to_string()))?;
                 let _ = self.data.send((hello, stream));
             }
         }
@@ -150,7 +201,6 @@ pub(super) mod local {
     use std::os::fd::OwnedFd;
 
     use tokio::net::{UnixListener, UnixStream};
-    use tokio::time::timeout_at;
 
     use super::*;
     use crate::group::fds;
@@ -173,7 +223,11 @@ pub(super) mod local {
 
     impl Hatch {
         /// Lets a local connection prove itself, and exchanges descriptors over it.
-        pub(in crate::group) async fn enter(self: Arc<Self>, mut stream: UnixStream) -> Result<(), Refusal> {
+        pub(in crate::group) async fn enter(
+            self: Arc<Self>,
+            mut stream: UnixStream,
+            visit: Visit,
+        ) -> Result<(), Refusal> {
             let deadline = Instant::now() + DEADLINE;
             let admit = |purpose| {
                 let Purpose::Local { world, from } = purpose else {
@@ -183,7 +237,8 @@ pub(super) mod local {
                 let awaited = self.slots.get(from).and_then(|s| s.lock().take());
                 awaited.ok_or_else(|| format!("no descriptors are awaited from rank {from}"))
             };
-            let slot = handshake::accept(&mut stream, &self.door.token, deadline, admit).await?;
+            let (token, progress) = (&self.door.token, &visit.progress);
+            let slot = handshake::accept(&mut stream, token, deadline, progress, admit).await?;
             let fds = timeout_at(deadline, fds::exchange(&stream, &self.fds))
                 .await
                 .map_err(|_| Refusal::Broken("it did not exchange descriptors in time".into()))?

@@ -1,11 +1,12 @@
 //! Connecting to other ranks: addresses, dialling, and what two ranks settle before they are a pair.
 
 use std::io;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream as StdStream};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::net::sockopt;
 use serde::{Deserialize, Serialize};
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
@@ -13,7 +14,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use super::env::{Address, LinkChoice};
-use super::handshake::{self, DEADLINE, Purpose, Token};
+use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::host::Locality;
 use super::rendezvous::{Registration, Table};
 use super::wire::{self, Frames};
@@ -21,6 +22,28 @@ use crate::types::Rank;
 
 /// The most that one address may cost while others are left to try.
 const PER_ADDRESS: Duration = Duration::from_secs(3);
+
+/// A connection for data is probed once nothing has come over it for so long, and again as often; after so many probes
+/// without an answer it is broken, 20 seconds after the path is.
+///
+/// A communicator may be silent for hours. Firewalls and NATs forget silent connections, some after a minute: probes every
+/// ten seconds keep them, and find those that are forgotten all the same. Data flows one way only, so it is the receiver
+/// whose probes find a path that takes none: the sender's data wait for an answer, for a quarter of an hour as the system
+/// has it. `TCP_USER_TIMEOUT` would end that sooner, but also while a receiver that lives takes nothing, as one does
+/// that computes for a minute. Control connections need no probes: heartbeats go both ways.
+const PROBE_AFTER: Duration = Duration::from_secs(10);
+const PROBE_EVERY: Duration = Duration::from_secs(2);
+const PROBES: u32 = 5;
+
+/// Makes a connection that has proved itself one for data: not blocking, and probed.
+pub(super) fn for_data(stream: TcpStream) -> io::Result<StdStream> {
+    let socket = stream.into_std()?;
+    sockopt::set_tcp_keepidle(&socket, PROBE_AFTER)?;
+    sockopt::set_tcp_keepintvl(&socket, PROBE_EVERY)?;
+    sockopt::set_tcp_keepcnt(&socket, PROBES)?;
+    sockopt::set_socket_keepalive(&socket, true)?;
+    Ok(socket)
+}
 
 /// The addresses of a host name. Literal addresses ask nobody.
 pub(super) async fn resolve(address: &Address) -> Result<Vec<SocketAddr>, String> {
@@ -72,6 +95,21 @@ pub(super) async fn connect(addresses: &[SocketAddr], deadline: Instant) -> io::
     }
 }
 
+/// A handshake that broke off is tried again so often: the other side may have dropped it, unproven as it was, for newer
+/// ones, where strangers crowd its door or this process was slow to speak.
+const ATTEMPTS: u32 = 6;
+
+/// Waits before the next attempt at a handshake, if there is to be one.
+async fn pause(attempt: &mut u32, end: &Refusal, deadline: Instant) -> Result<(), ()> {
+    let next = Instant::now() + *attempt * Duration::from_millis(30);
+    if !matches!(end, Refusal::Broken(_)) || *attempt == ATTEMPTS || next >= deadline {
+        return Err(());
+    }
+    *attempt += 1;
+    tokio::time::sleep_until(next).await;
+    Ok(())
+}
+
 /// Connects to a rank and proves that this one belongs to the world.
 pub(super) async fn dial(
     addresses: &[SocketAddr],
@@ -80,10 +118,15 @@ pub(super) async fn dial(
     deadline: Instant,
 ) -> Result<TcpStream, (String, String)> {
     let shown = || addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(", ");
-    let mut stream = connect(addresses, deadline).await.map_err(|e| (shown(), e.to_string()))?;
-    let peer = stream.peer_addr().map_or_else(|_| shown(), |a| a.to_string());
-    handshake::dial(&mut stream, token, purpose, deadline).await.map_err(|e| (peer, e.to_string()))?;
-    Ok(stream)
+    let mut attempt = 1;
+    loop {
+        let mut stream = connect(addresses, deadline).await.map_err(|e| (shown(), e.to_string()))?;
+        let peer = stream.peer_addr().map_or_else(|_| shown(), |a| a.to_string());
+        match handshake::dial(&mut stream, token, purpose, deadline).await {
+            Ok(()) => return Ok(stream),
+            Err(end) => pause(&mut attempt, &end, deadline).await.map_err(|()| (peer, end.to_string()))?,
+        }
+    }
 }
 
 /// How near two ranks count, under the link that was chosen.
@@ -217,12 +260,18 @@ impl Pairing {
         let Some(name) = &peer.socket else { return Err(format!("rank {} has no unix socket", peer.rank)) };
         let deadline = self.deadline.min(Instant::now() + DEADLINE);
         let work = async {
-            let mut stream =
-                fds::connect(name, deadline).await.map_err(|e| format!("the unix socket `@{name}`: {e}"))?;
             let purpose = Purpose::Local { world: self.table.world, from: self.rank };
-            let shaken = handshake::dial(&mut stream, &self.token, &purpose, deadline).await;
-            shaken.map_err(|e| format!("the unix socket `@{name}`: {e}"))?;
-            fds::exchange(&stream, &self.fds).await
+            let failed = |e: String| format!("the unix socket `@{name}`: {e}");
+            let mut attempt = 1;
+            loop {
+                let mut stream = fds::connect(name, deadline).await.map_err(|e| failed(e.to_string()))?;
+                match handshake::dial(&mut stream, &self.token, &purpose, deadline).await {
+                    Ok(()) => return fds::exchange(&stream, &self.fds).await,
+                    Err(end) => {
+                        pause(&mut attempt, &end, deadline).await.map_err(|()| failed(end.to_string()))?;
+                    }
+                }
+            }
         };
         timeout_at(deadline, work)
             .await

@@ -12,6 +12,7 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 
 use hmac::{Hmac, Mac};
@@ -25,7 +26,7 @@ use super::rendezvous::Registration;
 use crate::types::Rank;
 
 /// Counts changes of anything that travels between ranks.
-pub(crate) const VERSION: u16 = 3;
+pub(crate) const VERSION: u16 = 4;
 /// How long an accepted connection may take to prove itself.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(5);
 /// The longest purpose, or reason for a refusal.
@@ -244,11 +245,42 @@ where
         .unwrap_or_else(|_| Err(Refusal::Broken("no answer to the handshake in time".into())))
 }
 
+/// How far a connection that was accepted has come with proving itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+pub(crate) enum Stage {
+    /// It has said nothing.
+    Silent,
+    /// Its first words were those of a rank.
+    Speaking,
+    /// It knows the secret.
+    Proven,
+}
+
+/// A [`Stage`] that somebody else looks at meanwhile.
+#[derive(Default)]
+pub(crate) struct Progress(AtomicU8);
+
+impl Progress {
+    pub(crate) fn stage(&self) -> Stage {
+        match self.0.load(Ordering::Acquire) {
+            0 => Stage::Silent,
+            1 => Stage::Speaking,
+            _ => Stage::Proven,
+        }
+    }
+
+    fn reach(&self, stage: Stage) {
+        self.0.store(stage as u8, Ordering::Release);
+    }
+}
+
 /// Lets the other side prove itself, asks `admit` whether its purpose is welcome, and tells it.
 pub(crate) async fn accept<S, T, F>(
     stream: &mut S,
     token: &Token,
     deadline: Instant,
+    progress: &Progress,
     admit: F,
 ) -> Result<T, Refusal>
 where
@@ -269,6 +301,7 @@ where
             stream.write_all(&preamble(&ours)).await.map_err(doing)?;
         }
         let nonces = [theirs.map_err(Refusal::Stranger)?, ours];
+        progress.reach(Stage::Speaking);
 
         let hello = read_bounded(stream).await?;
         let mut proof = [0; PROOF];
@@ -278,6 +311,7 @@ where
             write_verdict(stream, UNKNOWN, why, None).await?;
             return Err(Refusal::Stranger("it could not prove that it knows the job's secret".into()));
         }
+        progress.reach(Stage::Proven);
         let answer = parse_purpose(&hello).and_then(admit);
         let (verdict, reason) = match &answer {
             Ok(_) => (ACCEPTED, ""),

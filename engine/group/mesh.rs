@@ -22,6 +22,7 @@ use super::message::{DataHello, Message};
 use super::rendezvous::{Me, Table};
 use super::{note, runtime, wire};
 use crate::error::Error;
+use crate::forked;
 use crate::tuning::Choices;
 use crate::types::Rank;
 
@@ -220,8 +221,7 @@ impl Mesh {
         let work = async move {
             let dialled = connect::dial(&addresses, &token, &purpose, Instant::now() + DATA_DEADLINE).await;
             let result = match dialled {
-                Ok(stream) => stream
-                    .into_std()
+                Ok(stream) => connect::for_data(stream)
                     .map_err(|e| Error::system(format!("taking over a data connection to rank {to}"), e)),
                 Err((at, problem)) => Err(Error::Refused {
                     peer: format!("rank {to} at {at}"),
@@ -252,6 +252,11 @@ impl Mesh {
     /// Says goodbye to all and leaves, without waiting for it. Nothing is reported from here on. Only the
     /// first call counts.
     pub(crate) fn leave(&self, cause: Option<Error>) {
+        if forked::is_forked() {
+            // The connections are the parent's. What serves them here is not there: it is not touched either.
+            std::mem::forget(self.tasks.try_lock().and_then(|mut tasks| tasks.take()));
+            return;
+        }
         self.leaving.store(true, Ordering::Release);
         let Some(tasks) = self.tasks.lock().take() else { return };
         let frame = goodbye(cause);
@@ -396,7 +401,7 @@ async fn gather(
     let door = Arc::new(Door { world, rank, size, token: token.clone(), control, data: data_in });
     let fds_offered = Arc::new(local_fds);
     local.serve(&mut joining, door.clone(), fds_offered.clone(), slots);
-    service.spawn(accept::serve(formed.listener, move |stream, _| door.clone().enter(stream)));
+    service.spawn(accept::serve(formed.listener, move |stream, visit| door.clone().enter(stream, visit)));
 
     let pairing =
         Pairing { rank, table: formed.table, token: token.clone(), link, fds: fds_offered, deadline };
@@ -472,7 +477,7 @@ impl LocalSocket {
     ) {
         if let Some((_, listener)) = self.0 {
             let hatch = Arc::new(accept::local::Hatch { door, fds, slots });
-            into.spawn(accept::serve(listener, move |stream, _| hatch.clone().enter(stream)));
+            into.spawn(accept::serve(listener, move |stream, visit| hatch.clone().enter(stream, visit)));
         }
     }
 }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Lost};
+use crate::link::Break;
 use crate::types::{Rank, Signature};
 
 /// Names a communicator in a world: the world's own is 0, children take the numbers their parent agrees on.
@@ -43,6 +44,14 @@ pub(crate) enum Message {
         number: u64,
         /// The last operation called there (`None`: none yet).
         last: Option<u64>,
+    },
+    /// "A data connection between us broke: is there a cause that I have not heard of?" A member that knows of none aborts
+    /// the communicator.
+    Broke {
+        /// Which communicator.
+        comm: CommId,
+        /// What the sender knows.
+        what: Break,
     },
     /// The sender closes the communicator after this many collectives.
     Closing {
@@ -121,6 +130,7 @@ impl Message {
             Message::Abort { comm, .. }
             | Message::Stalled { comm, .. }
             | Message::Called { comm, .. }
+            | Message::Broke { comm, .. }
             | Message::Closing { comm, .. }
             | Message::Retired { comm }
             | Message::Agree { comm, .. } => Some(*comm),

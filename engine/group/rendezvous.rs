@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
-use super::accept;
+use super::accept::{self, Visit};
 use super::connect::{connect_once, resolve};
 use super::env::{Address, Heartbeat, LinkChoice, Listener, Rendezvous};
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
@@ -184,8 +184,8 @@ impl Me<'_> {
         let mut lobby = Lobby::new(own, self.rendezvous, tell.clone());
         let mut background = JoinSet::new();
         let token = self.token.clone();
-        background.spawn(accept::serve(door, move |stream, peer| {
-            welcome(stream, peer, token.clone(), tell.clone())
+        background.spawn(accept::serve(door, move |stream, visit| {
+            welcome(stream, visit, token.clone(), tell.clone())
         }));
         let mut next_news = Instant::now() + NEWS;
         let ended = loop {
@@ -295,7 +295,7 @@ pub(super) enum Event {
 /// Lets a connection prove itself and hands the registration on.
 async fn welcome(
     mut stream: TcpStream,
-    peer: String,
+    visit: Visit,
     token: Token,
     tell: mpsc::UnboundedSender<Event>,
 ) -> Result<(), Refusal> {
@@ -303,7 +303,8 @@ async fn welcome(
         Purpose::Register(registration) => Ok(registration),
         _ => Err("this is where ranks register, and nothing else".into()),
     };
-    let registration = handshake::accept(&mut stream, &token, Instant::now() + DEADLINE, admit).await?;
+    let (deadline, Visit { peer, progress }) = (Instant::now() + DEADLINE, visit);
+    let registration = handshake::accept(&mut stream, &token, deadline, &progress, admit).await?;
     let _ = tell.send(Event::Came { registration, stream, peer });
     Ok(())
 }

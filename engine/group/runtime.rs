@@ -10,6 +10,7 @@ use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 
 use crate::error::Error;
+use crate::forked;
 
 /// The control thread's name.
 pub(crate) const THREAD: &str = "allstream-ctl";
@@ -17,37 +18,23 @@ pub(crate) const THREAD: &str = "allstream-ctl";
 struct Control {
     handle: Handle,
     thread: ThreadId,
-    process: u32,
 }
 
 static CONTROL: OnceLock<Control> = OnceLock::new();
 static STARTING: Mutex<()> = Mutex::new(());
 
 fn control() -> Result<&'static Control, Error> {
-    let control = match CONTROL.get() {
-        Some(control) => control,
-        None => {
-            // A failed start is not remembered: the next call tries again.
-            let _one = STARTING.lock();
-            match CONTROL.get() {
-                Some(control) => control,
-                None => {
-                    let started = start()?;
-                    CONTROL.get_or_init(|| started)
-                }
-            }
-        }
-    };
-    if control.process != std::process::id() {
-        return Err(Error::Unavailable {
-            what: format!("the control thread `{THREAD}`"),
-            problem:
-                "this process was forked from one that used allstream, and threads do not survive a fork; \
-                      start processes with exec (spawn, not fork), or fork before the first use"
-                    .into(),
-        });
+    forked::begin()?;
+    if let Some(control) = CONTROL.get() {
+        return Ok(control);
     }
-    Ok(control)
+    // A failed start is not remembered: the next call tries again.
+    let _one = STARTING.lock();
+    if let Some(control) = CONTROL.get() {
+        return Ok(control);
+    }
+    let started = start()?;
+    Ok(CONTROL.get_or_init(|| started))
 }
 
 fn start() -> Result<Control, Error> {
@@ -66,7 +53,7 @@ fn start() -> Result<Control, Error> {
         .name(THREAD.into())
         .spawn(move || runtime.block_on(std::future::pending::<()>()))
         .map_err(|e| Error::system(doing(), e))?;
-    Ok(Control { handle, thread: thread.thread().id(), process: std::process::id() })
+    Ok(Control { handle, thread: thread.thread().id() })
 }
 
 /// The control runtime, started if it was not.
@@ -96,7 +83,10 @@ where
     struct Stop(AbortHandle);
     impl Drop for Stop {
         fn drop(&mut self) {
-            self.0.abort();
+            // In a child of a fork the task is the parent's.
+            if !forked::is_forked() {
+                self.0.abort();
+            }
         }
     }
     let (tell, told) = oneshot::channel();

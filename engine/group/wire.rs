@@ -87,6 +87,7 @@ mod tests {
     use super::*;
     use crate::error::{Error, Lost};
     use crate::group::message::{CommId, Message, Outcome, Step};
+    use crate::link::Break;
     use crate::types::{Rank, Signature};
 
     fn lost_ranks() -> impl Strategy<Value = Vec<(Rank, Lost)>> {
@@ -142,6 +143,10 @@ mod tests {
             }),
             (any::<u64>(), any::<u64>(), any::<Option<u64>>())
                 .prop_map(|(c, number, last)| Message::Called { comm: CommId(c), number, last }),
+            (any::<u64>(), ".*").prop_map(|(c, problem)| Message::Broke {
+                comm: CommId(c),
+                what: Break { kind: "TCP".into(), at: problem.clone(), peer_at: String::new(), problem }
+            }),
             any::<u64>().prop_map(|c| Message::Retired { comm: CommId(c) }),
             (any::<u64>(), lost_ranks(), step()).prop_map(|(c, lost, step)| Message::Agree {
                 comm: CommId(c),

@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use super::region::Region;
 use crate::error::Error;
+use crate::forked;
 use crate::mem::HostMemory;
-use crate::types::Element;
+use crate::types::{DType, Element};
 
 /// A buffer from [`Comm::alloc`](crate::Comm::alloc): memory that the other ranks of this host read, and in an all_reduce
 /// write, in place, so that a collective on it copies nothing into staging slots. Zeroed, aligned to a page; derefs to a slice.
@@ -26,6 +27,13 @@ pub struct ArenaBuf<T: Element> {
 
 impl<T: Element> ArenaBuf<T> {
     pub(crate) fn zeroed(region: &Arc<Region>, len: usize) -> Result<ArenaBuf<T>, Error> {
+        // What is free here may be in use in the parent.
+        forked::check()?;
+        if T::DTYPE == DType::Bool {
+            // Peers can write there at any time, and a bool must be 0 or 1 at any time.
+            let problem = "memory that other ranks can write holds no bools; use u8";
+            return Err(Error::invalid("alloc", problem));
+        }
         let none = || {
             let doing = format!("allocate {len} x {} where other ranks can read it", T::DTYPE);
             Error::system(doing, "a rank has room for 4 GB of such buffers at a time")
@@ -104,6 +112,8 @@ mod tests {
             assert_eq!(ArenaBuf::<u8>::zeroed(&region, 0).unwrap().len(), 0);
             let error = ArenaBuf::<f64>::zeroed(&region, 1 << 40).unwrap_err().to_string();
             assert!(error.contains("4 GB"), "{error}");
+            let error = ArenaBuf::<bool>::zeroed(&region, 1).unwrap_err().to_string();
+            assert!(error.contains("use u8"), "{error}");
         }
     }
 }

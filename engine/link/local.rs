@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 
 use parking_lot::Mutex;
+use rustix::net::SendFlags;
 
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer, RingMemory};
@@ -213,7 +214,8 @@ impl Bell {
         fence(Ordering::SeqCst);
         let flag = self.region.bell_flag();
         if flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::AcqRel) != 0 {
-            let _ = rustix::io::write(&*self.fd, &1u64.to_ne_bytes());
+            // Never waits, whatever the descriptor is: a peer's may be anything. If it is full, its owner wakes anyway.
+            let _ = rustix::net::send(&*self.fd, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         }
     }
 }

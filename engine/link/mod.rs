@@ -23,6 +23,8 @@ pub(crate) mod tcp;
 pub(crate) mod waits;
 mod wire;
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::Error;
 use crate::types::Signature;
 pub(crate) use wire::{HEADER_BYTES, Header};
@@ -58,6 +60,19 @@ impl Loan {
 
 // SAFETY: two addresses; whoever uses them states why it may.
 unsafe impl Send for Loan {}
+
+/// What is known, at one end, of a connection that broke.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Break {
+    /// The kind of link.
+    pub(crate) kind: String,
+    /// The address of the end that noticed.
+    pub(crate) at: String,
+    /// The address of the other end.
+    pub(crate) peer_at: String,
+    /// What the system said.
+    pub(crate) problem: String,
+}
 
 /// The sending end.
 pub(crate) trait LinkTx: Send {
@@ -124,7 +139,13 @@ pub(crate) trait LinkTx: Send {
         false
     }
 
-    /// Whether everything posted has left this process's own memory.
+    /// How the connection beneath broke, if it did and nobody asked since. Whether the peer has died, or closed it in peace,
+    /// or lives and knows nothing of it, a link cannot know.
+    fn take_break(&mut self) -> Option<Break> {
+        None
+    }
+
+    /// Whether everything posted has left this process's own memory, and no break is left to be told.
     fn is_flushed(&mut self) -> bool {
         true
     }
@@ -144,6 +165,11 @@ pub(crate) trait LinkRx: Send {
     /// its memory back.
     fn borrow(&self) -> Result<Loan, Error> {
         Err(Error::system("use memory that a peer lends", "this link cannot (a bug)"))
+    }
+
+    /// As [`LinkTx::take_break`].
+    fn take_break(&mut self) -> Option<Break> {
+        None
     }
 
     /// Nothing of this link is read any more, now or ever: the sender has all its memory back.

@@ -15,6 +15,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 
 use super::SLOT;
 use crate::error::Error;
+use crate::forked;
 
 const HEADER: usize = 4096;
 /// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.
@@ -244,6 +245,9 @@ impl Region {
     /// Gives back what `alloc(bytes)` gave. As with slots, the protocol is its users': only once no rank, of this process
     /// or another, writes to it any more (`comm/pool.rs`). `written`: somebody may have, meanwhile.
     pub(crate) fn free(&self, offset: usize, bytes: usize, written: bool) {
+        if forked::is_forked() {
+            return; // it is in use in the parent
+        }
         let bytes = whole(bytes);
         debug_assert!(offset >= HEAP_START && offset + bytes <= ARENA_START);
         if written {
@@ -262,6 +266,9 @@ impl Region {
     /// Gives back what `take_pages(bytes)` gave: to the system, so that it reads as zero again. Only once nobody, in
     /// this process or another, reads it any more.
     pub(super) fn give_pages(&self, offset: usize, bytes: usize) {
+        if forked::is_forked() {
+            return; // it is in use in the parent
+        }
         let bytes = bytes.next_multiple_of(PAGE);
         let advice = if self.fd.is_some() { Advice::LinuxRemove } else { Advice::LinuxDontNeed };
         // SAFETY: whole pages inside the mapping that `take_pages` gave and that are nobody's now: losing what they hold

@@ -1,18 +1,19 @@
 //! Links over TCP: one simplex connection per communicator, peer and channel, opened by its sender when first used.
 //!
 //! The connection's window is the credit: a communicator whose receiver is behind fills its own connection and no
-//! other. Payloads go from the caller's memory to the socket; copies are received from the socket into the caller's
+//! other. A connection that breaks is kept as a [`Break`], which the endpoint asks for: only the two ranks together can tell
+//! whether one of them has ended. Payloads go from the caller's memory to the socket; copies are received from the socket into the caller's
 //! memory, operands of a reduction into a window that stays in cache.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::{Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, Posted, Reactor, SLOT};
+use super::{Break, Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, Posted, Reactor, SLOT};
 use crate::error::Error;
 use crate::types::Rank;
 
@@ -39,8 +40,24 @@ enum State {
     Open(TcpStream),
     /// The dial failed, then: a peer that has ended, which the control connection says first, or a fault of the net.
     Failed(Error, Instant),
-    /// The connection broke; the control connection says why.
+    /// The connection broke, or is not wanted any more.
     Dead,
+}
+
+/// The addresses of a connection's ends, ours first. Once it is broken the system does not know them any more.
+#[derive(Clone, Copy, Default)]
+struct Ends(Option<(SocketAddr, SocketAddr)>);
+
+impl Ends {
+    fn of(socket: &TcpStream) -> Ends {
+        Ends(socket.local_addr().ok().zip(socket.peer_addr().ok()))
+    }
+
+    fn broke(self, problem: String) -> Break {
+        let unknown = || ("an unknown address".to_string(), "an unknown address".to_string());
+        let (at, peer_at) = self.0.map_or_else(unknown, |(at, peer)| (at.to_string(), peer.to_string()));
+        Break { kind: "TCP".into(), at, peer_at, problem }
+    }
 }
 
 struct Pending {
@@ -63,6 +80,8 @@ pub(crate) struct TcpTx {
     /// Bytes of what waits.
     queued: usize,
     released: u64,
+    ends: Ends,
+    broke: Option<Break>,
 }
 
 impl TcpTx {
@@ -73,7 +92,15 @@ impl TcpTx {
             queue: VecDeque::with_capacity(QUEUE),
             queued: 0,
             released: 0,
+            ends: Ends::default(),
+            broke: None,
         }
+    }
+
+    fn break_off(&mut self, error: &io::Error) {
+        tracing::debug!(%error, "a data connection broke while sending");
+        self.broke = Some(self.ends.broke(error.to_string()));
+        self.state = State::Dead;
     }
 
     fn open(&mut self) -> Result<(), Error> {
@@ -93,6 +120,7 @@ impl TcpTx {
                 match answered {
                     Some(Ok(socket)) => {
                         self.reactor.watch(&socket)?;
+                        self.ends = Ends::of(&socket);
                         self.state = State::Open(socket);
                     }
                     Some(Err(error)) => self.state = State::Failed(error, Instant::now()),
@@ -117,8 +145,7 @@ impl TcpTx {
                 }
                 Ok(false) => break,
                 Err(e) => {
-                    tracing::debug!(error = %e, "a data connection broke while sending");
-                    self.state = State::Dead;
+                    self.break_off(&e);
                     break;
                 }
             }
@@ -183,10 +210,7 @@ impl LinkTx for TcpTx {
                     return Ok(Posted::Copied);
                 }
                 Ok(false) => {}
-                Err(e) => {
-                    tracing::debug!(error = %e, "a data connection broke while sending");
-                    self.state = State::Dead;
-                }
+                Err(e) => self.break_off(&e),
             }
         }
         if len <= INLINE {
@@ -220,9 +244,13 @@ impl LinkTx for TcpTx {
         true
     }
 
+    fn take_break(&mut self) -> Option<Break> {
+        self.broke.take()
+    }
+
     fn is_flushed(&mut self) -> bool {
         let _ = self.flush();
-        self.queue.is_empty() || matches!(self.state, State::Dead)
+        self.broke.is_none() && (self.queue.is_empty() || matches!(self.state, State::Dead))
     }
 }
 
@@ -243,6 +271,8 @@ pub(crate) struct TcpRx {
     done: usize,
     /// Bytes of a split unit that lie in the caller's memory already.
     partial: usize,
+    ends: Ends,
+    broke: Option<Break>,
 }
 
 impl TcpRx {
@@ -258,6 +288,8 @@ impl TcpRx {
             head: None,
             done: 0,
             partial: 0,
+            ends: Ends::default(),
+            broke: None,
         }
     }
 
@@ -266,6 +298,7 @@ impl TcpRx {
         if let Some(socket) = self.accept.as_mut().and_then(|accept| accept()) {
             self.reactor.watch(&socket)?;
             self.window = vec![0; WINDOW];
+            self.ends = Ends::of(&socket);
             self.socket = Some(socket);
             self.accept = None;
         }
@@ -297,20 +330,27 @@ impl TcpRx {
                 socket.read_vectored(&mut [IoSliceMut::new(first), IoSliceMut::new(rest)])
             };
             match read {
-                Ok(0) => self.socket = None, // the control connection says whether that is a death
+                Ok(0) => {
+                    let within =
+                        if self.head.is_some() || self.buffered() > 0 { " within a frame" } else { "" };
+                    self.break_off(format!("the other end closed it{within}"));
+                }
                 Ok(n) => {
                     self.end += n.saturating_sub(wanted);
                     return n.min(wanted);
                 }
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                Err(e) => {
-                    tracing::debug!(error = %e, peer = self.peer, "a data connection broke while receiving");
-                    self.socket = None;
-                }
+                Err(e) => self.break_off(e.to_string()),
             }
             return 0;
         }
+    }
+
+    fn break_off(&mut self, problem: String) {
+        tracing::debug!(peer = self.peer, problem, "a data connection broke while receiving");
+        self.socket = None;
+        self.broke = Some(self.ends.broke(problem));
     }
 
     fn finish_if_done(&mut self) {
@@ -355,6 +395,10 @@ impl LinkRx for TcpRx {
         self.start += bytes.min(self.buffered());
         self.done += bytes;
         self.finish_if_done();
+    }
+
+    fn take_break(&mut self) -> Option<Break> {
+        self.broke.take()
     }
 
     fn streams(&self) -> bool {

@@ -16,6 +16,7 @@ use std::thread::JoinHandle;
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::Error;
+use crate::forked;
 
 const PENDING: u8 = 0;
 const DONE: u8 = 1;
@@ -144,6 +145,7 @@ impl fmt::Debug for HostStream {
 impl HostStream {
     /// A stream whose thread carries this name. Fails only when the system has no thread to give.
     pub fn new(name: &str) -> Result<HostStream, Error> {
+        forked::begin()?;
         let (jobs, queue) = channel::<Job>();
         let thread = std::thread::Builder::new()
             .name(name.to_owned())
@@ -205,6 +207,11 @@ impl HostStream {
 
 impl Drop for HostStream {
     fn drop(&mut self) {
+        if forked::is_forked() {
+            // The thread is the parent's: to wait for it would never end.
+            std::mem::forget((self.jobs.take(), self.thread.take()));
+            return;
+        }
         drop(self.jobs.take());
         if let Some(thread) = self.thread.take()
             && thread.thread().id() != std::thread::current().id()

@@ -5,13 +5,16 @@
 //! the moments of an earlier run.
 
 mod aborts;
+mod forks;
 mod guests;
 mod kills;
+mod links;
 mod mismatches;
 mod others;
 mod programs;
 mod recorder;
 mod silence;
+mod values;
 
 use test_support::faults as harness;
 
@@ -34,6 +37,9 @@ fn rank() {
             "many" => programs::many(me).await,
             "loops" => guests::rank(me).await,
             "aborts" => aborts::aborts(me).await,
+            "forks" => forks::rank(me).await,
+            "breaks" => links::breaks(me).await,
+            "leaves_one" => links::leaves_one(me).await,
             "child_timeout" => aborts::child_timeout(me).await,
             other => panic!("no part is called {other}"),
         }

@@ -10,6 +10,7 @@ use parking_lot::MutexGuard;
 use super::{Endpoint, Table, grace};
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::inflight::Key;
+use crate::forked;
 use crate::mem::device::Staged;
 use crate::types::Signature;
 
@@ -128,6 +129,10 @@ impl Endpoint {
 
     /// Kills the communicator for a cause found here, and tells the others.
     pub(crate) fn fail(self: &Arc<Self>, error: Error) {
+        // A child of a fork is no member: it ends nothing.
+        if forked::is_forked() {
+            return;
+        }
         let mut error = error;
         if let Error::Mismatch { comm, .. } = &mut error {
             comm.clone_from(&self.config.name);

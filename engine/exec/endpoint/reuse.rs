@@ -1,6 +1,7 @@
 //! The end of an endpoint, and what may begin again: its machines and links serve the communicator's next generation.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::{Active, Endings, Endpoint, EndpointConfig, HANG_UP, Messages, Port, Run};
@@ -54,6 +55,7 @@ impl Endpoint {
         let balance = table.numbers.iter().map(each).fold(0, u64::wrapping_add);
         drop(table);
         let generation = self.config.generation;
+        self.hollowed.store(true, Ordering::Release);
         let run = Box::new(std::mem::replace(&mut *run, nothing(&self.config)));
         Some(Machines { run, healthy, generation, calls, balance })
     }

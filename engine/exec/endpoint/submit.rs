@@ -11,6 +11,7 @@ use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::exec::operation::{PartList, Reduction, Request, Then};
 use crate::exec::p2p::{Direction, Transfer};
+use crate::forked;
 use crate::mem::device::Staged;
 use crate::mem::{Event, Held};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
@@ -59,6 +60,10 @@ impl Endpoint {
         when: When,
         held: Held,
     ) -> Result<Key, (Error, Held)> {
+        // Before any lock: another thread, which is not there, may have held it at the fork.
+        if forked::is_forked() {
+            return Err((forked::refusal(), held));
+        }
         let timeout = when.timeout.unwrap_or(self.config.timeout);
         let mut table = self.table.lock();
         let call = match &submission {

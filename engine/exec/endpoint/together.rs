@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::super::Progress;
 use super::super::inflight::{Finished, Key};
 use super::super::lane::parker;
-use super::{Endpoint, LOOK, SPIN};
+use super::{Endpoint, LOOK, SPIN, orphaned};
 use crate::error::Error;
 use crate::mem::Held;
 
@@ -39,6 +39,11 @@ fn turn<P: Together>(parts: &mut [P], waker: Option<&Waker>, after: impl Fn(&End
     let (mut left, mut moved) = (false, false);
     for part in parts {
         let Some((endpoint, key)) = part.at() else { continue };
+        if let Some(refused) = orphaned() {
+            after(endpoint);
+            part.finished(refused);
+            continue;
+        }
         // The waker is stored before driving: whoever finishes the operation from here on wakes us.
         let mut outcome = endpoint.table.lock().inflight.poll(key, waker);
         if outcome.is_none() && endpoint.drive_once() == Progress::Advanced {

@@ -133,6 +133,7 @@ impl Endpoint {
     }
 
     pub(super) fn check_time(self: &Arc<Self>, run: &mut Run, now: Instant) {
+        self.ask_about_breaks(run);
         let mut error = None;
         if let Some((number, signature, timeout, started)) = run.active.current() {
             let elapsed = now - started;

@@ -1,7 +1,8 @@
 //! What a collective receives: the right frame or an account of what is wrong; and whom it waits for.
 
-use super::{Context, Machine};
+use super::{Common, Context, Machine};
 use crate::error::Error;
+use crate::exec::operation::Part;
 use crate::exec::port::Port;
 use crate::link::{Frame, Loan};
 use crate::plan::Operand;
@@ -63,6 +64,12 @@ impl Machine {
             return Ok(Some(frame));
         }
         port.rx(from)?.peek(useful)
+    }
+
+    /// Looks at what has come, once all has, before it becomes values of the user's.
+    pub(in crate::exec) fn check_values(&self, common: &Common) -> Result<(), Error> {
+        let moves_memory = common.phantom.is_none() && common.device.is_none();
+        self.work.as_ref().filter(|_| moves_memory).map_or(Ok(()), Part::check_values)
     }
 
     /// Adds the ranks whose frames, or whose room, the part waits for.

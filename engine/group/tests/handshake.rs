@@ -29,7 +29,7 @@ async fn meet(
             end
         },
         async {
-            let end = accept(&mut b, &theirs, soon(), admit).await;
+            let end = accept(&mut b, &theirs, soon(), &Progress::default(), admit).await;
             drop(b);
             end
         }
@@ -62,7 +62,7 @@ async fn send(bytes: &[u8]) -> (Refusal, Vec<u8>) {
     let (mut a, mut b) = duplex(1 << 17);
     a.write_all(bytes).await.unwrap();
     a.shutdown().await.unwrap();
-    let end = accept(&mut b, &Token::new(b"x"), soon(), Ok).await.unwrap_err();
+    let end = accept(&mut b, &Token::new(b"x"), soon(), &Progress::default(), Ok).await.unwrap_err();
     drop(b);
     let mut answer = Vec::new();
     a.read_to_end(&mut answer).await.unwrap();
@@ -102,7 +102,8 @@ async fn strangers_get_no_answer_and_no_memory() {
 #[tokio::test]
 async fn silence_ends_at_the_deadline() {
     let (mut a, mut b) = duplex(1 << 10);
-    let end = accept(&mut b, &Token::new(b"x"), Instant::now() + Duration::from_millis(50), Ok).await;
+    let (until, progress) = (Instant::now() + Duration::from_millis(50), Progress::default());
+    let end = accept(&mut b, &Token::new(b"x"), until, &progress, Ok).await;
     assert!(matches!(end, Err(Refusal::Broken(_))), "{end:?}");
     let end = dial(&mut a, &Token::new(b"x"), &purpose(), Instant::now() + Duration::from_millis(50)).await;
     assert!(matches!(end, Err(Refusal::Broken(_))), "{end:?}");

@@ -1,5 +1,6 @@
 //! Worlds of several ranks in this process, over real sockets. Every wait has a deadline, every port is ephemeral.
 
+mod crowd;
 mod forming;
 mod living;
 #[cfg(target_os = "linux")]

@@ -1,0 +1,134 @@
+//! Messages, and a peer that sends what it likes.
+
+use std::os::fd::OwnedFd;
+
+use super::*;
+use crate::exec::Inflight;
+use crate::exec::port::Opener;
+use crate::link::local::{Bell, LocalRx, LocalTx, RING_BYTES};
+use crate::link::region::Region;
+use crate::link::{LinkRx, LinkTx};
+use crate::types::{KIND_P2P, NO_OP};
+
+/// Rings between this rank, 0, and its peer, 1.
+struct Rings {
+    regions: [Arc<Region>; 2],
+    at: [usize; 2],
+    bell: Bell,
+}
+
+impl Opener for Rings {
+    fn open_tx(&self, _: Rank, _: u8) -> Result<Box<dyn LinkTx>, Error> {
+        Ok(Box::new(LocalTx::new(self.regions[0].clone(), self.at[0], self.bell.clone(), None)?))
+    }
+    fn open_rx(&self, _: Rank, _: u8) -> Result<Box<dyn LinkRx>, Error> {
+        Ok(Box::new(LocalRx::new(self.regions[1].clone(), self.at[1] as u64, self.bell.clone(), 1, false)?))
+    }
+}
+
+/// The messages of rank 0, and the peer's ends of both rings.
+fn pair() -> (Messages, LocalTx, LocalRx) {
+    let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
+    let at = [0, 1].map(|i| regions[i].alloc(RING_BYTES).unwrap());
+    let (fd, _) = rustix::pipe::pipe().unwrap();
+    let bell = Bell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
+    let tx = LocalTx::new(regions[1].clone(), at[1], bell.clone(), None).unwrap();
+    let rx = LocalRx::new(regions[0].clone(), at[0] as u64, bell.clone(), 0, false).unwrap();
+    let port = Port::new((0, 2), 1, regions[0].clone(), Arc::new(Rings { regions, at, bell }));
+    let mut messages = Messages::new(5, 0, 0, 2, port);
+    messages.peers[1].touched = true;
+    (messages, tx, rx)
+}
+
+fn signature(dtype: DType, count: usize) -> Signature {
+    let (kind, dtype, count) = (KIND_P2P, dtype as u8, count as u64);
+    Signature { kind, dtype, op: NO_OP, count, ..Signature::default() }
+}
+
+fn send_eagerly(tx: &mut LocalTx, number: u64, dtype: DType, bytes: &[u8]) {
+    assert!(tx.room().unwrap());
+    let (len, signature) = (bytes.len() as u32, signature(dtype, bytes.len()));
+    let header = Header { comm: 5, op: number, offset: 0, len, message: Type::Eager as u32, signature };
+    // SAFETY: so few bytes are copied at once.
+    unsafe { tx.post(header, bytes.as_ptr()).unwrap() };
+}
+
+fn receive(number: u64, dtype: DType, into: &mut [u8]) -> Transfer {
+    Transfer {
+        key: Inflight::<(), ()>::with_capacity(1).submit(()),
+        direction: Direction::Recv,
+        peer: 1,
+        tag: 0,
+        number,
+        memory: into.as_mut_ptr(),
+        bytes: into.len(),
+        unit: 1,
+        signature: signature(dtype, into.len()),
+        timeout: Duration::from_secs(10),
+        staged: None,
+    }
+}
+
+#[test]
+fn a_peer_that_sends_more_eager_messages_than_it_has_credit_for_is_an_error_that_names_it() {
+    let (mut messages, mut tx, _rx) = pair();
+    for number in 0..u64::from(CREDITS) {
+        send_eagerly(&mut tx, number, DType::U8, &[1; 100]);
+        messages.pass(|_| ()).unwrap();
+    }
+    assert_eq!(messages.peers[1].unclaimed.len(), CREDITS as usize);
+    send_eagerly(&mut tx, CREDITS.into(), DType::U8, &[1; 100]);
+    let error = messages.pass(|_| ()).unwrap_err();
+    assert!(matches!(&error, Error::Protocol { peer: 1, problem } if problem.contains("credit")), "{error}");
+    assert_eq!(messages.peers[1].unclaimed.len(), CREDITS as usize, "and no more is kept");
+}
+
+#[test]
+fn a_peer_that_keeps_to_its_credit_may_send_for_ever() {
+    let (mut messages, mut tx, mut rx) = pair();
+    let (mut credits, mut finished, mut out) = (CREDITS, 0, vec![0u8; 10]);
+    for number in 0..1000 {
+        assert!(credits > 0, "credit comes back, message {number}");
+        // Some come before they are asked for, some after.
+        if number % 3 == 0 {
+            messages.add(receive(number, DType::U8, &mut out));
+        }
+        send_eagerly(&mut tx, number, DType::U8, &[number as u8; 10]);
+        credits -= 1;
+        messages.pass(|_| finished += 1).unwrap();
+        if number % 3 != 0 {
+            messages.add(receive(number, DType::U8, &mut out));
+            messages.pass(|_| finished += 1).unwrap();
+        }
+        assert_eq!(out, [number as u8; 10]);
+        while let Some(frame) = rx.peek(0).unwrap() {
+            assert_eq!(frame.header.message, Type::Credit as u32);
+            credits += frame.header.offset as u32;
+            rx.release(0);
+        }
+    }
+    assert_eq!(finished, 1000);
+}
+
+#[test]
+fn a_received_bool_of_two_is_an_error_that_names_the_sender() {
+    for early in [true, false] {
+        let (mut messages, mut tx, _rx) = pair();
+        let mut out = vec![0u8; 5];
+        if !early {
+            messages.add(receive(0, DType::Bool, &mut out));
+        }
+        send_eagerly(&mut tx, 0, DType::Bool, &[1, 0, 1, 2, 0]);
+        let mut ended = messages.pass(|_| panic!("finished"));
+        if early {
+            ended.unwrap();
+            messages.add(receive(0, DType::Bool, &mut out));
+            ended = messages.pass(|_| panic!("finished"));
+        }
+        let error = ended.unwrap_err();
+        assert!(
+            matches!(&error, Error::Protocol { peer: 1, problem } if problem.contains("element 3")),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,156 @@
+//! A data connection that breaks while both of its ranks live.
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use allstream::{Comm, Error, MissingState};
+use serde_json::json;
+
+use crate::harness::{Link, Me, Plan, alone, error_of, say, say_error};
+
+const SIZE: usize = 2;
+/// How soon both ranks must know that a connection between them broke.
+const KNOWN: f64 = 1.0;
+/// Each way to break a connection, and what is called meanwhile.
+const WAYS: [&str; 4] = ["shut down", "reset", "reset in the middle", "shut down under a message"];
+
+/// Sockets of this process: descriptors, and what each is, for a number may be used again.
+fn sockets() -> Vec<(i32, String)> {
+    let open = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let socket = |e: std::fs::DirEntry| {
+        let what = std::fs::read_link(e.path()).ok()?.to_string_lossy().into_owned();
+        Some((e.file_name().to_str()?.parse().ok()?, what)).filter(|(_, what)| what.starts_with("socket:"))
+    };
+    open.filter_map(socket).collect()
+}
+
+/// Breaks connections of the engine's from outside, as a fault of the network would. They stay open here.
+fn break_all(sockets: &[i32], reset: bool) {
+    for &fd in sockets {
+        // SAFETY: the engine keeps its data connections open until it has noticed that they broke, and this thread
+        // neither closes the descriptor nor keeps it.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        if reset {
+            rustix::net::connect_unspec(fd).unwrap();
+        } else {
+            rustix::net::shutdown(fd, rustix::net::Shutdown::Both).unwrap();
+        }
+    }
+}
+
+/// A new communicator, and its data connections at this rank.
+async fn with_connections(world: &mut Comm) -> (Comm, Vec<i32>) {
+    let mut comm = world.dup().await.unwrap();
+    world.barrier().await.unwrap();
+    let before = sockets();
+    comm.barrier().await.unwrap();
+    let peer = 1 - comm.rank();
+    let (first, second) = (comm.send(vec![0u8], peer), comm.recv(vec![0u8], peer));
+    first.await.unwrap();
+    second.await.unwrap();
+    // Both have all now: what was sent has come.
+    world.barrier().await.unwrap();
+    let data = sockets().into_iter().filter(|one| !before.contains(one)).map(|(fd, _)| fd).collect();
+    (comm, data)
+}
+
+/// Calls until a call fails: what it says.
+async fn until_it_fails(comm: &mut Comm, way: &str) -> Error {
+    loop {
+        let rank = comm.rank();
+        let patient = comm.timeout(Duration::from_secs(15));
+        let end = match way {
+            "shut down under a message" if rank == 1 => {
+                patient.recv(vec![0u8; 1 << 20], 0).await.map(drop).map_err(Error::from)
+            }
+            "shut down under a message" => {
+                patient.send(vec![1u8; 1 << 20], 1).await.map(drop).map_err(Error::from)
+            }
+            _ => patient.all_reduce(vec![1f32; 1 << 18]).await.map(drop).map_err(Error::from),
+        };
+        if let Err(error) = end {
+            return error;
+        }
+    }
+}
+
+pub(crate) async fn breaks(me: Me) {
+    let mut world = me.connect().await;
+    for way in WAYS {
+        let (mut comm, data) = with_connections(&mut world).await;
+        assert!(data.len() >= 4, "each way, for collectives and for messages: {data:?}");
+        if me.rank == 0 {
+            let broken = data.clone();
+            let break_now = move || {
+                break_all(&broken, way.starts_with("reset"));
+                say("broken", json!({ "way": way }));
+            };
+            if way.ends_with("middle") {
+                std::thread::spawn(move || {
+                    std::thread::sleep(Duration::from_millis(30));
+                    break_now();
+                });
+            } else {
+                break_now();
+            }
+        }
+        let error = until_it_fails(&mut comm, way).await;
+        say_error("told", &error, true);
+        let later = Error::from(comm.barrier().await.unwrap_err());
+        assert_eq!(later, error, "the first cause stays");
+        drop(comm);
+        world.barrier().await.unwrap();
+    }
+    world.close().await.unwrap();
+    say("well", json!({}));
+}
+
+/// Rank 0 is done with a communicator, and its connections are closed; rank 1 calls once more.
+pub(crate) async fn leaves_one(me: Me) {
+    let mut world = me.connect().await;
+    let (mut comm, _) = with_connections(&mut world).await;
+    if me.rank == 0 {
+        drop(comm);
+    } else {
+        let begun = Instant::now();
+        let error = Error::from(comm.timeout(Duration::from_millis(300)).barrier().await.unwrap_err());
+        assert!(begun.elapsed() >= Duration::from_millis(300), "{:?}: {error}", begun.elapsed());
+        let Error::Timeout { missing, .. } = &error else { panic!("{error}") };
+        assert!(
+            missing.iter().all(|m| matches!(m.state, MissingState::NotCalled(_) | MissingState::NoAnswer))
+        );
+        drop(comm);
+    }
+    world.barrier().await.unwrap();
+    world.close().await.unwrap();
+    say("well", json!({}));
+}
+
+#[test]
+fn a_data_connection_that_breaks_between_living_ranks_is_an_error_on_both_at_once() {
+    let _alone = alone();
+    let job = Plan::new("breaks", SIZE, Link::Tcp).start();
+    for way in WAYS {
+        let broken = job.ranks[0].hear("broken")["t"].as_f64().unwrap();
+        for rank in &job.ranks {
+            let said = rank.hear("told");
+            let after = said["t"].as_f64().unwrap() - broken;
+            println!("{way}: rank {} after {:.0} ms: {}", rank.rank, after * 1e3, said["text"]);
+            let error = error_of(&said);
+            let text = error.to_string();
+            assert!(text.contains("rank 0") && text.contains("rank 1") && text.contains("TCP"), "{text}");
+            assert!(text.contains("127.0.0.1:"), "its ends: {text}");
+            assert!(after < KNOWN, "{way}: rank {} was told after {after} s", rank.rank);
+        }
+    }
+    job.ranks.iter().for_each(|r| drop(r.hear("well")));
+    job.finish();
+}
+
+#[test]
+fn connections_that_a_rank_closes_in_peace_are_not_called_broken() {
+    let _alone = alone();
+    let job = Plan::new("leaves_one", SIZE, Link::Tcp).env("ALLSTREAM_POOL", 0).start();
+    job.ranks.iter().for_each(|r| drop(r.hear("well")));
+    job.finish();
+}
