@@ -1,11 +1,12 @@
 //! The clock: back to back after a barrier, the slowest rank's time, the median over rounds.
 
 use std::cell::Cell;
+use std::marker::PhantomData;
 use std::ops::DerefMut;
 use std::time::Instant;
 
 use allstream::cuda::{DeviceBuf, DeviceStream};
-use allstream::{Algo, ArenaBuf, Buf, Call, Comm, Error, Kind, ReduceOp};
+use allstream::{Algo, ArenaBuf, Buf, Call, Comm, Error, Kind, ReduceOp, Work};
 use tokio::runtime::Runtime;
 
 use super::case::{Case, Value, What};
@@ -143,7 +144,7 @@ impl Effort {
     }
 }
 
-/// Until an operation is finished, in the way that is timed.
+/// Until a message is through, in the way that is timed.
 macro_rules! wait {
     ($effort:expr, $work:expr) => {
         match $effort.awaits() {
@@ -153,16 +154,30 @@ macro_rules! wait {
     };
 }
 
-/// The same of a collective; or puts what comes next behind it.
-macro_rules! finish {
-    ($effort:expr, $work:expr) => {
-        match &$effort.stream {
-            Some(stream) if $effort.joins => {
-                $work.join(stream).and_then(|ordered| ordered.in_order()).map_err(Error::from)
-            }
-            _ => wait!($effort, $work),
+/// One collective after another, each brought to its end in the way that is timed.
+fn collectives<S: Send + 'static>(
+    effort: &Effort,
+    count: usize,
+    mut state: S,
+    mut start: impl FnMut(S) -> Work<S>,
+) -> Result<S, Error> {
+    if let Some(stream) = effort.stream.as_ref().filter(|_| effort.joins) {
+        for _ in 0..count {
+            state = start(state).join(stream)?.in_order()?;
         }
-    };
+    } else if let Some(runtime) = effort.awaits() {
+        return runtime.block_on(async {
+            for _ in 0..count {
+                state = start(state).await?;
+            }
+            Ok(state)
+        });
+    } else {
+        for _ in 0..count {
+            state = start(state).wait()?;
+        }
+    }
+    Ok(state)
 }
 
 /// One size, out of place and in place (`None` where there is no such form).
@@ -172,22 +187,9 @@ pub(crate) fn measure<T: Value, M: Memory<T>>(
     effort: &Effort,
 ) -> Result<(Time, Option<Time>), Error> {
     let (input, output) = case.lengths();
-    let state = (M::make(comm, effort, input)?, M::make(comm, effort, output)?);
-    let out = time(
-        comm,
-        case,
-        effort,
-        size_of::<T>(),
-        state,
-        Runs {
-            once: async |comm: &mut Comm, (from, to)| out_of_place(comm, case, effort, from, to).await,
-            fill: &|(from, to): (M, M)| {
-                let from = from.filled(|from| case.fill(from, false))?;
-                Ok((from, to.filled(|to| to.fill(T::of(0)))?))
-            },
-            wrong: &|(_, to): (M, M)| Ok(to.looked_at(|to| case.wrong::<T>(to, false))?.1),
-        },
-    )?;
+    let bufs = Some((M::make(comm, effort, input)?, M::make(comm, effort, output)?));
+    let out =
+        time(comm, case, effort, size_of::<T>(), &mut OutOfPlace { case, effort, bufs, of: PhantomData })?;
     if !case.what.in_place() {
         return Ok((out, None));
     }
@@ -200,35 +202,118 @@ pub(crate) fn measure_in_place<T: Value, M: Memory<T>>(
     case: &Case,
     effort: &Effort,
 ) -> Result<Time, Error> {
-    let buf = M::make(comm, effort, in_place_length(case))?;
-    time(
-        comm,
-        case,
-        effort,
-        size_of::<T>(),
-        buf,
-        Runs {
-            once: async |comm: &mut Comm, buf| in_place(comm, case, effort, buf).await,
-            fill: &|buf: M| buf.filled(|buf| case.fill(buf, true)),
-            wrong: &|buf: M| Ok(buf.looked_at(|buf| case.wrong::<T>(buf, true))?.1),
-        },
-    )
+    let buf = Some(M::make(comm, effort, in_place_length(case))?);
+    time(comm, case, effort, size_of::<T>(), &mut InPlace { case, effort, buf, of: PhantomData })
 }
 
-/// What is timed, on what it needs.
-struct Runs<'a, S, F> {
-    once: F,
-    fill: &'a dyn Fn(S) -> Result<S, Error>,
-    wrong: &'a dyn Fn(S) -> Result<u64, Error>,
+/// What is timed, with the buffers that it needs. An object, so that the clock is compiled once, and not for every type of
+/// element in every kind of memory.
+trait Timed {
+    /// Puts the inputs in, and takes results of earlier operations out.
+    fn fill(&mut self) -> Result<(), Error>;
+    /// Runs so many operations back to back.
+    fn run(&mut self, comm: &mut Comm, count: usize) -> Result<(), Error>;
+    /// How many elements of this rank's result are wrong.
+    fn wrong(&mut self) -> Result<u64, Error>;
 }
 
-fn time<S>(
+/// The buffers, which an operation that failed has not given back.
+fn held<S>(state: &mut Option<S>) -> Result<S, Error> {
+    state.take().ok_or_else(|| invalid("an operation of this size has failed before"))
+}
+
+fn invalid(problem: &str) -> Error {
+    Error::Invalid { call: "perf".into(), problem: problem.into() }
+}
+
+/// From one buffer into another; and messages.
+struct OutOfPlace<'a, T, M> {
+    case: &'a Case,
+    effort: &'a Effort,
+    bufs: Option<(M, M)>,
+    of: PhantomData<T>,
+}
+
+impl<T: Value, M: Memory<T>> Timed for OutOfPlace<'_, T, M> {
+    fn fill(&mut self) -> Result<(), Error> {
+        let (from, to) = held(&mut self.bufs)?;
+        let from = from.filled(|from| self.case.fill(from, false))?;
+        self.bufs = Some((from, to.filled(|to| to.fill(T::of(0)))?));
+        Ok(())
+    }
+
+    fn run(&mut self, comm: &mut Comm, count: usize) -> Result<(), Error> {
+        let (case, effort, bufs) = (self.case, self.effort, held(&mut self.bufs)?);
+        let bufs = match case.what {
+            What::Collective(kind) => collectives(effort, count, bufs, |(from, to)| {
+                out_of_place(comm, case, effort, kind, from, to)
+            }),
+            What::SendRecv => {
+                let (next, before) = ((case.rank + 1) % case.n, (case.rank + case.n - 1) % case.n);
+                effort.run(async {
+                    let mut bufs = bufs;
+                    for _ in 0..count {
+                        bufs = wait!(effort, comm.send_recv(bufs.0, next, bufs.1, before))?;
+                    }
+                    Ok(bufs)
+                })
+            }
+            What::PingPong => effort.run(async {
+                let mut bufs = bufs;
+                for _ in 0..count {
+                    bufs = pingpong(comm, effort, bufs.0, bufs.1).await?;
+                }
+                Ok(bufs)
+            }),
+        };
+        self.bufs = Some(bufs?);
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<u64, Error> {
+        let (from, to) = held(&mut self.bufs)?;
+        let (to, wrong) = to.looked_at(|to| self.case.wrong::<T>(to, false))?;
+        self.bufs = Some((from, to));
+        Ok(wrong)
+    }
+}
+
+/// In one buffer.
+struct InPlace<'a, T, M> {
+    case: &'a Case,
+    effort: &'a Effort,
+    buf: Option<M>,
+    of: PhantomData<T>,
+}
+
+impl<T: Value, M: Memory<T>> Timed for InPlace<'_, T, M> {
+    fn fill(&mut self) -> Result<(), Error> {
+        self.buf = Some(held(&mut self.buf)?.filled(|buf| self.case.fill(buf, true))?);
+        Ok(())
+    }
+
+    fn run(&mut self, comm: &mut Comm, count: usize) -> Result<(), Error> {
+        let (case, effort, buf) = (self.case, self.effort, held(&mut self.buf)?);
+        let What::Collective(kind) = case.what else {
+            return Err(invalid("messages have no form in place"));
+        };
+        self.buf = Some(collectives(effort, count, buf, |buf| in_place(comm, case, effort, kind, buf))?);
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<u64, Error> {
+        let (buf, wrong) = held(&mut self.buf)?.looked_at(|buf| self.case.wrong::<T>(buf, true))?;
+        self.buf = Some(buf);
+        Ok(wrong)
+    }
+}
+
+fn time(
     comm: &mut Comm,
     case: &Case,
     effort: &Effort,
     unit: usize,
-    mut state: S,
-    mut runs: Runs<'_, S, impl AsyncFnMut(&mut Comm, S) -> Result<S, Error>>,
+    timed: &mut dyn Timed,
 ) -> Result<Time, Error> {
     let bytes = case.elements() * unit;
     let (group, rounds, warmup) = effort.rounds(bytes);
@@ -240,10 +325,10 @@ fn time<S>(
         let (round, way) = (turn / ways, (turn + turn / ways) % ways);
         effort.by_await.set(way == 0);
         // Sums of sums would leave the range of ordinary numbers.
-        state = (runs.fill)(state)?;
+        timed.fill()?;
         comm.barrier().wait()?;
         let start = Instant::now();
-        state = effort.run(times(group, &mut runs.once, comm, state))?;
+        timed.run(comm, group)?;
         if let Some(stream) = effort.stream.as_ref().filter(|_| effort.joins) {
             stream.synchronize()?;
         }
@@ -259,11 +344,10 @@ fn time<S>(
     let mut slowest = comm.op(ReduceOp::Max).all_reduce(mine).wait()?;
     let mut waited = comm.op(ReduceOp::Max).all_reduce(waited).wait()?;
     let wrong = if effort.check {
-        state = (runs.fill)(state)?;
-        state = effort.run(times(1, &mut runs.once, comm, state))?;
-        Some(comm.all_reduce(vec![(runs.wrong)(state)?]).wait()?[0])
+        timed.fill()?;
+        timed.run(comm, 1)?;
+        Some(comm.all_reduce(vec![timed.wrong()?]).wait()?[0])
     } else {
-        drop(state);
         None
     };
     // There and back is twice the way.
@@ -274,19 +358,6 @@ fn time<S>(
     waited.sort_by(f64::total_cmp);
     let wait_us = waited.get(waited.len() / 2).map(|seconds| seconds * 1e6);
     Ok(Time { wait_us, ..Time::new(&slowest, bytes, case, wrong) })
-}
-
-/// Back to back.
-async fn times<S>(
-    count: usize,
-    once: &mut impl AsyncFnMut(&mut Comm, S) -> Result<S, Error>,
-    comm: &mut Comm,
-    mut state: S,
-) -> Result<S, Error> {
-    for _ in 0..count {
-        state = once(comm, state).await?;
-    }
-    Ok(state)
 }
 
 fn in_place_length(case: &Case) -> usize {
@@ -303,33 +374,26 @@ fn call<'a>(comm: &'a mut Comm, case: &Case, effort: &Effort) -> Call<'a> {
     if case.what.reduces() { call.op(case.op) } else { call }
 }
 
-async fn out_of_place<B: Buf>(
+fn out_of_place<B: Buf>(
     comm: &mut Comm,
     case: &Case,
     effort: &Effort,
+    kind: Kind,
     from: B,
     to: B,
-) -> Result<(B, B), Error> {
-    let (root, rank, n) = (case.root, case.rank, case.n);
-    let kind = match case.what {
-        What::Collective(kind) => kind,
-        What::SendRecv => {
-            return wait!(effort, comm.send_recv(from, (rank + 1) % n, to, (rank + n - 1) % n));
-        }
-        What::PingPong => return pingpong(comm, effort, from, to).await,
-    };
-    let call = call(comm, case, effort);
+) -> Work<(B, B)> {
+    let (call, root) = (call(comm, case, effort), case.root);
     match kind {
-        Kind::Reduce => finish!(effort, call.reduce_into(from, to, root)),
-        Kind::Broadcast => finish!(effort, call.broadcast_into(from, to, root)),
-        Kind::AllGather => finish!(effort, call.all_gather_into(from, to)),
-        Kind::ReduceScatter => finish!(effort, call.reduce_scatter_into(from, to)),
-        Kind::AllToAll => finish!(effort, call.all_to_all_into(from, to)),
-        Kind::Gather => finish!(effort, call.gather_into(from, to, root)),
-        Kind::Scatter => finish!(effort, call.scatter_into(from, to, root)),
-        Kind::Scan => finish!(effort, call.scan_into(from, to)),
-        Kind::ExScan => finish!(effort, call.exscan_into(from, to)),
-        _ => finish!(effort, call.all_reduce_into(from, to)),
+        Kind::Reduce => call.reduce_into(from, to, root),
+        Kind::Broadcast => call.broadcast_into(from, to, root),
+        Kind::AllGather => call.all_gather_into(from, to),
+        Kind::ReduceScatter => call.reduce_scatter_into(from, to),
+        Kind::AllToAll => call.all_to_all_into(from, to),
+        Kind::Gather => call.gather_into(from, to, root),
+        Kind::Scatter => call.scatter_into(from, to, root),
+        Kind::Scan => call.scan_into(from, to),
+        Kind::ExScan => call.exscan_into(from, to),
+        _ => call.all_reduce_into(from, to),
     }
 }
 
@@ -348,20 +412,18 @@ async fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> R
     }
 }
 
-async fn in_place<B: Buf>(comm: &mut Comm, case: &Case, effort: &Effort, buf: B) -> Result<B, Error> {
-    let root = case.root;
-    let What::Collective(kind) = case.what else { return Ok(buf) };
-    let call = call(comm, case, effort);
+fn in_place<B: Buf>(comm: &mut Comm, case: &Case, effort: &Effort, kind: Kind, buf: B) -> Work<B> {
+    let (call, root) = (call(comm, case, effort), case.root);
     match kind {
-        Kind::Reduce => finish!(effort, call.reduce(buf, root)),
-        Kind::Broadcast => finish!(effort, call.broadcast(buf, root)),
-        Kind::AllGather => finish!(effort, call.all_gather_in_place(buf)),
-        Kind::ReduceScatter => finish!(effort, call.reduce_scatter_in_place(buf)),
-        Kind::AllToAll => finish!(effort, call.all_to_all_in_place(buf)),
-        Kind::Gather => finish!(effort, call.gather_in_place(buf, root)),
-        Kind::Scatter => finish!(effort, call.scatter_in_place(buf, root)),
-        Kind::Scan => finish!(effort, call.scan(buf)),
-        Kind::ExScan => finish!(effort, call.exscan(buf)),
-        _ => finish!(effort, call.all_reduce(buf)),
+        Kind::Reduce => call.reduce(buf, root),
+        Kind::Broadcast => call.broadcast(buf, root),
+        Kind::AllGather => call.all_gather_in_place(buf),
+        Kind::ReduceScatter => call.reduce_scatter_in_place(buf),
+        Kind::AllToAll => call.all_to_all_in_place(buf),
+        Kind::Gather => call.gather_in_place(buf, root),
+        Kind::Scatter => call.scatter_in_place(buf, root),
+        Kind::Scan => call.scan(buf),
+        Kind::ExScan => call.exscan(buf),
+        _ => call.all_reduce(buf),
     }
 }
