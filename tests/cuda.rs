@@ -5,6 +5,8 @@
 
 #[path = "cuda/between.rs"]
 mod between;
+#[path = "cuda/capture.rs"]
+mod capture;
 #[path = "cuda/collectives.rs"]
 mod collectives;
 #[path = "cuda/copies.rs"]
@@ -18,6 +20,8 @@ mod devices;
 mod dlpack;
 #[path = "cuda/faults.rs"]
 mod faults;
+#[path = "cuda/foreign.rs"]
+mod foreign;
 #[path = "cuda/handed_on.rs"]
 mod handed_on;
 #[path = "cuda/ipc.rs"]
@@ -26,12 +30,17 @@ mod ipc;
 mod joined;
 #[path = "cuda/laws.rs"]
 mod laws;
+#[cfg(feature = "testing")]
+#[path = "cuda/long.rs"]
+mod long;
 #[path = "cuda/missing.rs"]
 mod missing;
 #[path = "cuda/order.rs"]
 mod order;
 #[path = "cuda/perf.rs"]
 mod perf;
+#[path = "cuda/rules.rs"]
+mod rules;
 #[path = "cuda/stripes.rs"]
 mod stripes;
 #[path = "cuda/support.rs"]

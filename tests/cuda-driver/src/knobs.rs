@@ -127,7 +127,11 @@ fn pair_bits(a: u64, b: u64) -> Option<u64> {
 
 pub(crate) fn devices() -> usize {
     let knobs = knobs();
-    if knobs.visible.is_empty() { knobs.devices.load(Ordering::Relaxed) as usize } else { knobs.visible.len() }
+    if knobs.visible.is_empty() {
+        knobs.devices.load(Ordering::Relaxed) as usize
+    } else {
+        knobs.visible.len()
+    }
 }
 
 pub(crate) fn memory() -> usize {
