@@ -449,7 +449,7 @@ fn devices_that_a_process_does_not_see_and_cannot_reach_are_staged() {
         soon(comm.close()).unwrap();
     };
     let apart = [("ALLSTREAM_TEST_CUDA_VISIBLE", "{}"), ("ALLSTREAM_TEST_CUDA_NO_PEER", "0-1")];
-    match processes(test, &[&[0], &[1]], &apart, body) {
+    match processes(test, &[&[0], &[1], &[2]], &apart, body) {
         Some(processes) => processes.end_well(test),
         None => nothing_left("all ranks of the process have ended"),
     }
