@@ -1,6 +1,6 @@
 //! Faults planted on purpose, for this repository's own tests.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
@@ -46,6 +46,17 @@ pub fn lend_by_turns(on: bool) {
 
 pub(crate) fn keeps_to_itself(rank: Rank, number: u64) -> bool {
     LENT_BY_TURNS.load(Ordering::Relaxed) && (number / 3) >> rank & 1 == 0
+}
+
+static FRAMES: AtomicUsize = AtomicUsize::new(0);
+
+/// From now on, a frame of a device's lends so many bytes at most, and slices are of half as many: as if 4 GiB were so few.
+pub fn frames_of(bytes: usize) {
+    FRAMES.store(bytes, Ordering::Relaxed);
+}
+
+pub(crate) fn longest_frame() -> Option<usize> {
+    Some(FRAMES.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
 }
 
 static STREAMED: AtomicBool = AtomicBool::new(false);

@@ -198,7 +198,7 @@ fn push<O: Send + 'static, F: Send + 'static>(
 
 impl Sealed for DeviceStream {
     fn start(&self) -> Start {
-        self.record().map_or_else(Start::Failed, Start::Device)
+        self.point().map_or_else(Start::Failed, Start::Device)
     }
 
     fn join<O: Send + 'static, F: Send + 'static>(
@@ -228,7 +228,7 @@ impl Sealed for DeviceStream {
     ) -> Ordered<R, F> {
         let State::Device(on) = &mut value.0 else { return ready(run(value.wait(), job)) };
         let before = on.stream.clone();
-        let order = if before == *self { Ok(()) } else { before.record().and_then(|e| self.wait_event(&e)) };
+        let order = if before == *self { Ok(()) } else { before.point().and_then(|e| self.wait_event(&e)) };
         if let Err(error) = order {
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
             let value = value.wait().and_then(|value| match before.synchronize() {
@@ -292,7 +292,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     pub fn event(&self) -> &Event {
         match &self.0 {
             State::Slot(_, ready) => ready,
-            State::Device(on) => on.ready.get_or_init(|| match on.stream.record() {
+            State::Device(on) => on.ready.get_or_init(|| match on.stream.point() {
                 Ok(point) => point.on_host(),
                 Err(error) => {
                     let event = Event::pending();

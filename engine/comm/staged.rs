@@ -254,6 +254,12 @@ fn place(
                            that is not bound";
             return Err(Error::invalid(call, problem));
         }
+        if place.foreign && end.bytes > 0 {
+            place.lend_to(&binding.others).map_err(|error| match error {
+                Error::Invalid { problem, .. } => Error::invalid(call, problem),
+                error => error,
+            })?;
+        }
         if !streams.contains(&place.stream) {
             refused_in_capture(&place.stream, call)?;
             streams.push(place.stream.clone());

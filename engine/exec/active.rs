@@ -113,7 +113,7 @@ impl Active {
         let Request { number, signature, timeout, reduction, scale, parts, then, device, staged } = request;
         let phantom = self.phantom.clone();
         let comm = self.comm;
-        let cut = if device.is_some() { Some(Cut::by(device::SLICE)) } else { self.cut };
+        let cut = if device.is_some() { Some(Cut::by(device::limits().0)) } else { self.cut };
         let streams_from = self.streams_from;
         let common = Common { comm, number, signature, reduction, scale, phantom, cut, device, streams_from };
         self.stalled_at = None;

@@ -19,7 +19,18 @@ use crate::types::Rank;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
 /// bits.
-pub(super) const SLICE: usize = 1 << 30;
+const SLICE: usize = 1 << 30;
+/// Bytes that one frame can lend.
+const FRAME: usize = u32::MAX as usize;
+
+/// Bytes of a slice, and of the longest frame.
+pub(super) fn limits() -> (usize, usize) {
+    #[cfg(any(test, feature = "testing"))]
+    if let Some(bytes) = crate::testing::longest_frame() {
+        return (bytes / 2, bytes);
+    }
+    (SLICE, FRAME)
+}
 
 /// A rank's device in a communicator, and those of all its peers.
 pub(crate) struct Binding {
@@ -28,6 +39,8 @@ pub(crate) struct Binding {
     pub(crate) all: Vec<Option<Arc<PeerDevice>>>,
     /// Those in other processes, if there are any.
     pub(crate) far: Option<Arc<Far>>,
+    /// Streams of the other devices in this process: one of each.
+    pub(crate) others: Vec<DeviceStream>,
     /// Where the streams of this process were filled to when all was over.
     last: Mutex<Option<Vec<DeviceEvent>>>,
 }
@@ -38,7 +51,14 @@ impl Binding {
         all: Vec<Option<Arc<PeerDevice>>>,
         far: Option<Arc<Far>>,
     ) -> Binding {
-        Binding { ours, all, far, last: Mutex::default() }
+        let mut others: Vec<DeviceStream> = Vec::new();
+        for device in all.iter().flatten() {
+            let known = |stream: &DeviceStream| stream.device() == device.stream.device();
+            if !known(&ours.stream) && !others.iter().any(known) {
+                others.push(device.stream.clone());
+            }
+        }
+        Binding { ours, all, far, others, last: Mutex::default() }
     }
 
     /// Whether the streams of this process have come to where they were filled when this was first asked: no rank puts
@@ -49,7 +69,7 @@ impl Binding {
             Some(last) => last,
             none => {
                 let devices = self.all.iter().flatten();
-                none.insert(devices.map(|device| device.stream.record()).collect::<Result<_, _>>()?)
+                none.insert(devices.map(|device| device.stream.point()).collect::<Result<_, _>>()?)
             }
         };
         last.iter().try_fold(true, |quiet, event| Ok(event.is_complete()? && quiet))
@@ -97,7 +117,7 @@ impl DeviceOp {
         streams: Vec<DeviceStream>,
         outputs: Vec<Arc<Fate>>,
     ) -> Result<DeviceOp, Error> {
-        let after = streams.iter().map(DeviceStream::record).collect::<Result<_, _>>()?;
+        let after = streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?;
         let (number, state) = (OnceLock::new(), Mutex::default());
         Ok(DeviceOp { binding, number, after, streams, outputs, state })
     }
@@ -125,7 +145,7 @@ impl DeviceOp {
     /// All of it is on the stream.
     pub(super) fn filled(&self) -> Result<(), Error> {
         self.binding.ours.take_failure()?;
-        let end = self.stream().record()?;
+        let end = self.stream().point()?;
         let mut state = self.state.lock();
         state.end = Some(end);
         if state.is_awaited { self.binding.ours.signal(self.number()) } else { Ok(()) }
@@ -237,7 +257,7 @@ impl DeviceOp {
 
     fn order_after_all(&self) -> Result<(), Error> {
         for device in self.binding.all.iter().flatten().filter(|_| kept(Wait::GiveUp)) {
-            let last = device.stream.record()?;
+            let last = device.stream.point()?;
             // Ours too: memory of the machine's goes back in its order.
             let ours = [self.stream()].into_iter().filter(|_| kept(Wait::GiveUpOurs));
             self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;

@@ -52,7 +52,7 @@ impl Location {
 
     /// On the device of `stream`, from this address (a `CUdeviceptr`) on, in the order of `stream`.
     pub fn device(stream: &DeviceStream, address: u64) -> Location {
-        Location(Where::Device(DevicePlace { stream: stream.clone(), address, fate: None }))
+        Location(Where::Device(DevicePlace { stream: stream.clone(), address, fate: None, foreign: true }))
     }
 }
 

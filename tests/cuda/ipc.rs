@@ -91,7 +91,7 @@ fn processes(
             .env(LISTENER, listener.as_raw_fd().to_string())
             .env("ALLSTREAM_TEST_CUDA_SEED", (index + 1).to_string())
             .env(LIBRARY, library())
-            .envs(variables.iter().copied());
+            .envs(variables.iter().map(|(name, value)| (*name, value.replace("{}", &index.to_string()))));
         command.stdin(Stdio::null()).spawn().unwrap()
     };
     Some(Processes(groups.iter().enumerate().map(start).collect()))
@@ -411,5 +411,46 @@ fn what_cannot_be_shared_is_staged_and_all_ranks_hear_why() {
             Some(processes) => processes.end_well(test),
             None => return nothing_left("all ranks of the process have ended"),
         }
+    }
+}
+
+/// Where each process sees its own device only, which it calls 0, their memory is shared all the same.
+#[test]
+fn devices_that_a_process_does_not_see_are_reached() {
+    let test = "ipc::devices_that_a_process_does_not_see_are_reached";
+    let body = |mut comm: Comm| {
+        let device = Device::new(0).unwrap();
+        assert_eq!(allstream::cuda::device_count().unwrap(), 1);
+        assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+        let stream = DeviceStream::new(&device).unwrap();
+        everything(&mut comm, &stream, &[0, 1, 1000]);
+        nothing_goes_through_the_host(&mut comm, &stream);
+        soon(comm.close()).unwrap();
+    };
+    let apart = [("ALLSTREAM_TEST_CUDA_DEVICES", "3"), ("ALLSTREAM_TEST_CUDA_VISIBLE", "{}")];
+    match processes(test, &[&[0], &[1], &[2]], &apart, body) {
+        Some(processes) => processes.end_well(test),
+        None => nothing_left("all ranks of the process have ended"),
+    }
+}
+
+/// Whether they can be is told by what opening their memory comes to.
+#[test]
+fn devices_that_a_process_does_not_see_and_cannot_reach_are_staged() {
+    let test = "ipc::devices_that_a_process_does_not_see_and_cannot_reach_are_staged";
+    let body = |mut comm: Comm| {
+        let device = Device::new(0).unwrap();
+        let path = soon(comm.bind_device(&device)).unwrap();
+        let DevicePath::Staged { why } = path else { panic!("{path:?}") };
+        assert!(why.contains("rank"), "{why}");
+        let stream = DeviceStream::new(&device).unwrap();
+        let rank = comm.rank();
+        assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
+        soon(comm.close()).unwrap();
+    };
+    let apart = [("ALLSTREAM_TEST_CUDA_VISIBLE", "{}"), ("ALLSTREAM_TEST_CUDA_NO_PEER", "0-1")];
+    match processes(test, &[&[0], &[1], &[2]], &apart, body) {
+        Some(processes) => processes.end_well(test),
+        None => nothing_left("all ranks of the process have ended"),
     }
 }

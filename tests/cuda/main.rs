@@ -5,6 +5,7 @@
 //! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
 
 mod between;
+mod capture;
 mod collectives;
 mod conformance;
 mod copies;
@@ -14,6 +15,7 @@ mod devices;
 mod dlpack;
 mod extremes;
 mod faults;
+mod foreign;
 mod handed_on;
 #[cfg(feature = "testing")]
 mod hazards;
@@ -22,10 +24,14 @@ mod held;
 mod ipc;
 mod joined;
 mod laws;
+#[cfg(feature = "testing")]
+mod long;
 mod missing;
 mod order;
 mod ourselves;
 mod perf;
+mod queues;
+mod rules;
 mod stripes;
 
 use test_support::cases::combine;

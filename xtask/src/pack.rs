@@ -199,32 +199,38 @@ pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
     steps.ran()
 }
 
-/// What is wrong with the results of a driver that is none of a device.
+/// What is wrong with the results of a driver that is none of a device: those of each part lie in a folder.
 fn marked(out: &Path) -> Vec<String> {
-    let mut complaints = Vec::new();
-    let results = out.join("results.json");
-    let read = fs::read_to_string(&results).map_err(|error| error.to_string());
-    let json = read
-        .and_then(|text| serde_json::from_str::<serde_json::Value>(&text).map_err(|error| error.to_string()));
-    match json {
-        Err(error) => complaints.push(format!("{}: {error}", results.display())),
-        Ok(json) => {
-            if json.get("measured_on_device") != Some(&serde_json::Value::Bool(false)) {
-                complaints.push(format!("{}: `measured_on_device` is not false", results.display()));
+    let (mut complaints, mut tables) = (Vec::new(), 0);
+    let parts = out.read_dir().into_iter().flatten().flatten();
+    for part in parts.filter(|part| part.path().join("summary.txt").is_file()) {
+        let results = part.path().join("results.json");
+        let read = fs::read_to_string(&results).map_err(|error| error.to_string());
+        let json = read.and_then(|text| {
+            serde_json::from_str::<serde_json::Value>(&text).map_err(|error| error.to_string())
+        });
+        match json {
+            Err(error) => complaints.push(format!("{}: {error}", results.display())),
+            Ok(json) => {
+                if json.get("measured_on_device") != Some(&serde_json::Value::Bool(false)) {
+                    complaints.push(format!("{}: `measured_on_device` is not false", results.display()));
+                }
+                tables += json.get("tables").and_then(|tables| tables.as_object()).map_or(0, |all| all.len());
             }
-            let tables = json.get("tables").and_then(|tables| tables.as_object());
-            if tables.is_none_or(|tables| tables.is_empty()) {
-                complaints.push(format!("{}: no tables", results.display()));
+        }
+        for file in part.path().join("tables").read_dir().into_iter().flatten().flatten() {
+            let name = file.file_name().to_string_lossy().into_owned();
+            let text = fs::read_to_string(file.path()).unwrap_or_default();
+            let is_json = name.ends_with(".json");
+            if !name.starts_with("not-measured-")
+                || !is_json && !text.starts_with("# NOT MEASURED ON A DEVICE")
+            {
+                complaints.push(format!("{name} does not say that it was not measured on a device"));
             }
         }
     }
-    for file in out.join("tables").read_dir().into_iter().flatten().flatten() {
-        let name = file.file_name().to_string_lossy().into_owned();
-        let text = fs::read_to_string(file.path()).unwrap_or_default();
-        let is_json = name.ends_with(".json");
-        if !name.starts_with("not-measured-") || !is_json && !text.starts_with("# NOT MEASURED ON A DEVICE") {
-            complaints.push(format!("tables/{name} does not say that it was not measured on a device"));
-        }
+    if tables == 0 {
+        complaints.push(format!("{}: no tables", out.display()));
     }
     complaints
 }
@@ -326,17 +332,80 @@ mod tests {
     #[test]
     fn unmarked_figures_are_found() {
         let folder = std::env::temp_dir().join(format!("xtask-marked-{}", std::process::id()));
-        fs::create_dir_all(folder.join("tables")).unwrap();
-        let write = |name: &str, text: &str| fs::write(folder.join(name), text).unwrap();
+        fs::create_dir_all(folder.join("threads/tables")).unwrap();
+        let write = |name: &str, text: &str| fs::write(folder.join("threads").join(name), text).unwrap();
+        write("summary.txt", "");
         write("results.json", r#"{"measured_on_device": true, "tables": {"a": {}}}"#);
         write("tables/perf.txt", "figures");
         let unmarked = marked(&folder);
-        fs::remove_file(folder.join("tables/perf.txt")).unwrap();
+        fs::remove_file(folder.join("threads/tables/perf.txt")).unwrap();
+        write("results.json", r#"{"measured_on_device": false, "tables": {}}"#);
+        let empty = marked(&folder);
         write("results.json", r#"{"measured_on_device": false, "tables": {"a": {}}}"#);
         write("tables/not-measured-perf.txt", "# NOT MEASURED ON A DEVICE: because");
         let fine = marked(&folder);
         fs::remove_dir_all(&folder).unwrap();
-        assert_eq!(unmarked.len(), 2, "{unmarked:?}");
+        assert_eq!((unmarked.len(), empty.len()), (2, 1), "{unmarked:?}, {empty:?}");
         assert_eq!(fine, [""; 0]);
+    }
+
+    /// A pack whose program does this for every table.
+    fn stand_in(name: &str, perf: &str) -> PathBuf {
+        let folder = std::env::temp_dir().join(format!("xtask-run-{name}-{}", std::process::id()));
+        fs::create_dir_all(folder.join("bin")).unwrap();
+        let program = format!(
+            "#!/bin/sh\n[ $1 = perf ] || exec echo 'CUDA  yes: CUDA 13.0 by libcuda.so.1; 1 device'\n{perf}\n"
+        );
+        for (name, text) in [("run", RUN), ("bin/allstream", program.as_str())] {
+            fs::write(folder.join(name), text).unwrap();
+            fs::set_permissions(folder.join(name), fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        folder
+    }
+
+    /// The code and the words of its `run`, and how long it took.
+    fn run_of(folder: &Path, arguments: &[&str], limit: &str) -> (Option<i32>, String, Duration) {
+        let start = Instant::now();
+        let mut run = outside(&folder.join("run"), &folder.join("out"));
+        let ended = run.args(arguments).env("LIMIT", limit).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stdout) + String::from_utf8_lossy(&ended.stderr);
+        (ended.status.code(), said.into_owned(), start.elapsed())
+    }
+
+    #[test]
+    fn a_part_of_the_pack_ends_within_its_limit_and_says_what_it_left_out() {
+        let folder = stand_in("late", "exec sleep 100");
+        let (code, said, took) = run_of(&folder, &["ceiling"], "2");
+        let results = fs::read_to_string(folder.join("out/ceiling/results.json")).unwrap();
+        fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(code, Some(1), "{said}");
+        assert!(took < Duration::from_secs(10), "{took:?}");
+        assert!(said.contains("FAILED: not done after") && said.contains("not done: perf-join-"), "{said}");
+        assert!(serde_json::from_str::<serde_json::Value>(&results).is_ok(), "{results}");
+    }
+
+    #[test]
+    fn parts_of_the_pack_have_names_and_folders_of_their_own() {
+        let perf = r#"while [ $# -gt 0 ]; do [ "$1" = -J ] && echo '{}' >"$2"; shift; done
+echo '# copies on the device: 1.0 GB/s'; echo '# Out of bounds values : 0 OK'"#;
+        let folder = stand_in("parts", perf);
+        let [listed, unknown, none] = [&["list"][..], &["nonsense"], &["ceiling", "nonsense"]]
+            .map(|arguments| run_of(&folder, arguments, "60"));
+        let ceiling = run_of(&folder, &["ceiling"], "60");
+        let mps = run_of(&folder, &["mps"], "60");
+        let table = folder.join("out/ceiling/tables/perf-all_reduce-1-threads.txt").is_file();
+        fs::remove_dir_all(&folder).unwrap();
+        assert!(listed.0 == Some(0) && README.contains("`ceiling`"), "{listed:?}");
+        for part in listed.1.lines() {
+            assert!(README.contains(&format!("| `{part}` |")), "docs/gpu-pack.md does not tell of {part}");
+        }
+        assert!(unknown.0 == Some(2) && unknown.1.contains("there is no part"), "{unknown:?}");
+        assert_eq!(none.0, Some(2), "{none:?}");
+        assert!(ceiling.0 == Some(0) && table && ceiling.1.contains("# copies on the device"), "{ceiling:?}");
+        // Where it can be started there is no step that says why not.
+        assert!(
+            mps.1.contains("not done: mps") || mps.1.contains("perf-all_reduce-2-processes-mps"),
+            "{mps:?}"
+        );
     }
 }

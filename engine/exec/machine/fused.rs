@@ -12,7 +12,7 @@ use allstream_kernels::cuda::{self, MAX_OUTS};
 use super::frames::check_frame;
 use super::{Context, Cursor, Machine, NodeRun, RECEIVER_BITS};
 use crate::error::Error;
-use crate::exec::device::DeviceOp;
+use crate::exec::device::{DeviceOp, limits};
 use crate::exec::operation::Reduction;
 use crate::exec::port::{Payload, Port};
 use crate::link::{Frame, Header};
@@ -26,11 +26,20 @@ const ALL: usize = 2;
 
 impl Context<'_> {
     /// Whether one kernel a rank does it. Such a kernel writes to memory of other ranks, which between processes only they may:
-    /// a stream that let go of a dead rank goes on at a time when a survivor has its memory back.
+    /// a stream that let go of a dead rank goes on at a time when a survivor has its memory back. A chunk that is too long for
+    /// one frame goes step by step, in slices; all ranks see the same lengths.
     pub(super) fn is_fused(&self) -> bool {
         let program = &self.part.program;
         let near = |device: &Arc<DeviceOp>| device.binding.far.is_none();
-        self.common.device.as_ref().is_some_and(near) && program.folds_all && program.plan.size <= MAX_OUTS
+        self.common.device.as_ref().is_some_and(near)
+            && program.folds_all
+            && program.plan.size <= MAX_OUTS
+            && self.longest_chunk() <= limits().1
+    }
+
+    /// Bytes.
+    fn longest_chunk(&self) -> usize {
+        self.part.count.div_ceil(self.part.program.plan.size).saturating_mul(self.part.dtype.size())
     }
 }
 
@@ -191,10 +200,7 @@ impl Machine {
 }
 
 fn too_long(bytes: usize) -> Error {
-    Error::invalid(
-        "all_reduce",
-        format!("a chunk of {bytes} bytes is too long: at most {} are one", u32::MAX),
-    )
+    Error::system("run an all_reduce", format!("no frame lends a chunk of {bytes} bytes (a bug)"))
 }
 
 fn wrong(peer: Rank, frame: &Frame, expected: usize) -> Error {

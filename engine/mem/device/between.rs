@@ -84,7 +84,7 @@ fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(),
     // An event of a stream that is captured is a node of its graph: waiting for it would draw ours in.
     refused_in_capture(from.stream(), DOING)?;
     refused_in_capture(stream, DOING)?;
-    stream.wait_event(&from.stream().record()?)
+    stream.wait_event(&from.stream().point()?)
 }
 
 /// Puts the copy on the target's stream. Lengths are equal, and what is to come first does.

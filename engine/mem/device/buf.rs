@@ -72,6 +72,8 @@ pub(super) struct Memory {
     pub(super) address: u64,
     /// In elements.
     pub(super) len: usize,
+    /// Whether another library allocated it.
+    foreign: bool,
     last: Mutex<Last>,
 }
 
@@ -167,10 +169,10 @@ pub(super) struct Ends {
 
 impl<T: Element> DeviceBuf<T> {
     pub(super) fn of(source: Source, address: u64, len: usize, stream: &DeviceStream) -> DeviceBuf<T> {
-        let marks = !matches!(source, Source::Empty);
+        let (marks, foreign) = (!matches!(source, Source::Empty), matches!(source, Source::Foreign(_)));
         let last = Mutex::new(Last { source, marks: Vec::new(), lost: false });
         let context = stream.0.context.clone();
-        let memory = Arc::new(Memory { context, address, len, last });
+        let memory = Arc::new(Memory { context, address, len, foreign, last });
         let (stream, fate) = (stream.clone(), Arc::default());
         DeviceBuf { memory, range: 0..len, stream, fate, marks, _elements: PhantomData }
     }
@@ -345,7 +347,7 @@ impl<T: Element> DeviceBuf<T> {
             );
             return Err(Error::invalid("on", problem));
         }
-        if self.stream == *stream { Ok(()) } else { stream.wait_event(&self.stream.record()?) }
+        if self.stream == *stream { Ok(()) } else { stream.wait_event(&self.stream.point()?) }
     }
 
     /// Another buffer of the same memory, in the same order. Whoever asks sees to it that no element is in two.
@@ -450,7 +452,7 @@ unsafe impl<T: Element> Buf for DeviceBuf<T> {
         self.range.len()
     }
     fn location(&mut self) -> Location {
-        let (stream, address) = (self.stream.clone(), self.address());
-        Location(Where::Device(DevicePlace { stream, address, fate: Some(self.fate.clone()) }))
+        let (stream, address, fate) = (self.stream.clone(), self.address(), Some(self.fate.clone()));
+        Location(Where::Device(DevicePlace { stream, address, fate, foreign: self.memory.foreign }))
     }
 }

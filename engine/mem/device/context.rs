@@ -1,6 +1,7 @@
 //! A device's context, and what its streams, events and memory share.
 
 use std::marker::PhantomData;
+use std::time::Duration;
 
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{
@@ -10,6 +11,7 @@ use allstream_sys::cuda::{
 };
 use parking_lot::Mutex;
 
+use super::capture::{Relaxed, relaxed};
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::staging::Pinned;
@@ -72,6 +74,26 @@ pub(super) fn uuid(cuda: &Cuda, device: CuDevice) -> Result<[u8; 16], CudaError>
     uuid.map(|uuid| uuid.0)
 }
 
+/// Blocks until an event is reached that does not wake the host: asks now and then, asleep in between.
+///
+/// # Safety
+/// The event exists.
+pub(super) unsafe fn sleep_until(cuda: &Cuda, event: CuEvent) -> Result<(), CudaError> {
+    const PAUSE: Duration = Duration::from_micros(50);
+    loop {
+        // SAFETY: the caller's promise.
+        match unsafe { cuda.event_query(event) } {
+            Err(error) if is_not_yet(error.code) => std::thread::sleep(PAUSE),
+            answer => return answer,
+        }
+    }
+}
+
+/// Of an event that was asked for: it is not reached, or cannot be asked while somebody captures a stream.
+pub(super) fn is_not_yet(code: CuResult) -> bool {
+    code == CuResult::NOT_READY || code.is_of_a_capture()
+}
+
 /// So many streams wait for events on the host's behalf at a time; further events are asked now and then instead.
 const NOTIFIERS: usize = 16;
 
@@ -92,6 +114,8 @@ pub(super) struct Context {
     pub(super) pool: Mutex<Pool>,
     /// Events that nobody waits for, to be recorded again.
     events: Mutex<Vec<CuEvent>>,
+    /// The same, of those that wake the host.
+    bells: Mutex<Vec<CuEvent>>,
     notifiers: Mutex<Notifiers>,
     copies: Mutex<Option<CuStream>>,
     /// Pinned memory of the host's that nobody uses.
@@ -101,9 +125,11 @@ pub(super) struct Context {
     pub(super) max_ctas: u32,
 }
 
-/// Proof that a context is this thread's current one. What was before it is again when this goes.
+/// Proof that a context is this thread's current one, and that what the thread calls breaks no capture. What was before it
+/// is again when this goes.
 pub(super) struct Entered<'a> {
     context: &'a Context,
+    _relaxed: Relaxed,
     /// The thread's.
     _here: PhantomData<*const ()>,
 }
@@ -137,6 +163,7 @@ impl Context {
         let multiprocessors =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) };
         let max_ctas = max_ctas(multiprocessors.map_err(tell)?.unsigned_abs())?;
+        let _relaxed = relaxed(cuda);
         // SAFETY: as above; released in `drop`.
         let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
         Ok(Context {
@@ -148,6 +175,7 @@ impl Context {
             uuid,
             pool: Mutex::default(),
             events: Mutex::default(),
+            bells: Mutex::default(),
             notifiers: Mutex::default(),
             copies: Mutex::default(),
             pinned: Mutex::default(),
@@ -184,7 +212,7 @@ impl Context {
     pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
         // SAFETY: the context is retained until `self` is dropped.
         unsafe { self.cuda.ctx_push_current(self.context) }?;
-        Ok(Entered { context: self, _here: PhantomData })
+        Ok(Entered { context: self, _relaxed: relaxed(self.cuda), _here: PhantomData })
     }
 
     /// The driver's handle, which lives as long as this.
@@ -206,31 +234,51 @@ impl Context {
         made.map_err(|error| self.tell(doing, error))
     }
 
-    /// An event that nobody waits for.
-    pub(super) fn event(&self, _: &Entered<'_>) -> Result<CuEvent, CudaError> {
-        if let Some(event) = self.events.lock().pop() {
-            return Ok(event);
-        }
-        // SAFETY: in this context (`Entered`). Not timed, and a host thread that waits for it sleeps.
-        unsafe { self.cuda.event_create(CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC) }
+    /// An event recorded on a stream of this context: for streams to wait for, and to be asked.
+    pub(super) fn mark(&self, entered: &Entered<'_>, stream: CuStream) -> Result<CuEvent, CudaError> {
+        self.marked(entered, stream, &self.events, CU_EVENT_DISABLE_TIMING)
     }
 
-    /// An event recorded on a stream of this context.
-    pub(super) fn mark(&self, entered: &Entered<'_>, stream: CuStream) -> Result<CuEvent, CudaError> {
-        let event = self.event(entered)?;
+    /// The same, for a thread of the host's that is to sleep until it is reached: the device wakes it, by an interrupt.
+    pub(super) fn mark_for_host(
+        &self,
+        entered: &Entered<'_>,
+        stream: CuStream,
+    ) -> Result<CuEvent, CudaError> {
+        self.marked(entered, stream, &self.bells, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC)
+    }
+
+    fn marked(
+        &self,
+        _: &Entered<'_>,
+        stream: CuStream,
+        kept: &Mutex<Vec<CuEvent>>,
+        flags: u32,
+    ) -> Result<CuEvent, CudaError> {
+        let known = kept.lock().pop();
+        let event = match known {
+            Some(event) => event,
+            // SAFETY: in this context (`Entered`); destroyed in `drop`.
+            None => unsafe { self.cuda.event_create(flags) }?,
+        };
         // SAFETY: a stream and an event of this context; nobody else has the event.
         match unsafe { self.cuda.event_record(event, stream) } {
             Ok(()) => Ok(event),
             Err(error) => {
-                self.recycle(event);
+                kept.lock().push(event);
                 Err(error)
             }
         }
     }
 
-    /// Takes an event back. Streams that were told to wait for it wait for what it was recorded at then.
+    /// Takes an event of `mark` back. Streams that were told to wait for it wait for what it was recorded at then.
     pub(super) fn recycle(&self, event: CuEvent) {
         self.events.lock().push(event);
+    }
+
+    /// The same, of `mark_for_host`.
+    pub(super) fn recycle_for_host(&self, event: CuEvent) {
+        self.bells.lock().push(event);
     }
 
     /// A stream on which nothing is but what nobody waits for any more, if there is one to be had.
@@ -289,8 +337,8 @@ impl Drop for Context {
                 self.pool.lock().close(self.cuda, &report);
                 self.pinned.lock().close(self.cuda, &report);
                 self.modules.lock().close(self.cuda, &report);
-                for event in self.events.lock().drain(..) {
-                    // SAFETY: made by `event`; an event may be destroyed before it is reached.
+                for event in self.events.lock().drain(..).chain(self.bells.lock().drain(..)) {
+                    // SAFETY: made by `marked`; an event may be destroyed before it is reached.
                     unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
                 }
                 let copies = self.copies.lock().take();
@@ -301,6 +349,7 @@ impl Drop for Context {
             }
             Err(error) => report(error),
         }
+        let _relaxed = relaxed(self.cuda);
         // SAFETY: retained in `new`; what was made in the context is gone, or is lost with it.
         unsafe { self.cuda.device_primary_ctx_release(self.device) }.unwrap_or_else(report);
     }

@@ -12,6 +12,7 @@ use allstream_sys::cuda::{
 };
 use parking_lot::Mutex;
 
+use super::capture::relaxed;
 use super::context::{Context, uuid};
 use super::pool::Exported;
 use super::stream::DeviceStream;
@@ -38,6 +39,7 @@ impl Drop for SharedEvent {
 impl SharedEvent {
     /// Whether its last record is reached, whoever's it was. Never blocks.
     pub(crate) fn is_reached(&self) -> bool {
+        let _relaxed = relaxed(self.context.cuda);
         // SAFETY: `self` keeps the event.
         unsafe { self.context.cuda.event_query(self.raw) }.is_ok()
     }
@@ -114,7 +116,7 @@ pub(crate) fn retire(stream: &DeviceStream, imports: Vec<Arc<Import>>) {
     if imports.is_empty() {
         return;
     }
-    match stream.record() {
+    match stream.point() {
         Ok(event) if event.is_complete().unwrap_or(false) => drop(imports),
         Ok(event) => {
             let then = move |outcome: Outcome| match outcome {
@@ -191,7 +193,8 @@ impl DeviceStream {
         })
     }
 
-    /// Whether this device can touch the memory of another process's device, of this identity. If not: why.
+    /// Whether this device can touch the memory of another process's device, of this identity, as far as that can be seen
+    /// before it is opened. If not: why.
     pub(crate) fn reaches(&self, other: [u8; 16]) -> Result<Result<(), String>, Error> {
         let context = &self.0.context;
         if other == context.uuid {
@@ -212,7 +215,8 @@ impl DeviceStream {
             let why = || format!("device {} cannot reach the memory of device {index}", context.ordinal);
             return Ok(can.then_some(()).ok_or_else(why));
         }
-        let why = "its device is not visible in this process (CUDA_VISIBLE_DEVICES)";
-        Ok(Err(why.to_owned()))
+        // It is hidden from this process (CUDA_VISIBLE_DEVICES), so the driver cannot be asked for it. Its memory can be opened
+        // all the same, where the devices can; whoever does hears of it where they cannot.
+        Ok(Ok(()))
     }
 }

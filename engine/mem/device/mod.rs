@@ -5,6 +5,7 @@
 
 mod between;
 mod buf;
+mod capture;
 mod context;
 #[cfg(feature = "cudarc")]
 mod cudarc;
@@ -13,6 +14,7 @@ mod foreign;
 mod handle;
 mod ipc;
 mod launch;
+mod lend;
 mod pieces;
 mod pinned;
 mod pool;

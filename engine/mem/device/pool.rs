@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use allstream_sys::cuda::{CuEvent, CuIpcMemHandle, CuResult, Cuda, CudaError};
 
-use super::context::{Context, Entered};
+use super::context::{Context, Entered, sleep_until};
 use super::stream::Line;
 
 /// Pieces start at multiples of this, as those of `cuMemAlloc` do (256 bytes at least): wide loads and rows of kernels
@@ -233,7 +233,7 @@ impl Pool {
         // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
         for (_, event) in self.pending.iter().flat_map(|pending| &pending.after) {
             // SAFETY: a recorded event of this context that `pending` alone has.
-            unsafe { context.cuda.event_synchronize(*event) }?;
+            unsafe { sleep_until(context.cuda, *event) }?;
         }
         self.more(context, bytes, large)
     }
@@ -300,7 +300,7 @@ impl Pool {
     pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
         for (_, event) in self.pending.drain(..).flat_map(|pending| pending.after) {
             // SAFETY: an event that `pending` alone had.
-            unsafe { cuda.event_synchronize(event).and_then(|()| cuda.event_destroy(event)) }
+            unsafe { sleep_until(cuda, event).and_then(|()| cuda.event_destroy(event)) }
                 .unwrap_or_else(report);
         }
         for at in std::mem::take(&mut self.blocks).into_keys() {

@@ -1,5 +1,6 @@
 //! A word that streams wait for and that another writes: order between what is on a stream and what will be.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use allstream_sys::cuda::{CU_STREAM_WAIT_VALUE_GEQ, CuDevicePtr};
@@ -13,9 +14,14 @@ use crate::error::Error;
 pub(crate) struct DeviceSignal {
     word: Arc<PinnedBuf<u32>>,
     address: CuDevicePtr,
-    /// Points behind what streams do with the word.
-    uses: Vec<DeviceEvent>,
+    /// By the number of a stream: the point behind what it last does with the word, which stands for all before it.
+    uses: HashMap<u64, Option<DeviceEvent>>,
+    /// At so many streams, those that are done with it are forgotten: streams come and go.
+    limit: usize,
 }
+
+/// So many streams are remembered, at first.
+const STREAMS: usize = 16;
 
 impl DeviceSignal {
     /// Of this stream's device; it begins at 0.
@@ -38,22 +44,25 @@ impl DeviceSignal {
             // SAFETY: pinned memory, for all devices, which `word` keeps.
             unsafe { cuda.mem_host_get_device_pointer(at.cast(), 0) }
         })?;
-        Ok(DeviceSignal { word: Arc::new(word), address, uses: Vec::new() })
+        Ok(DeviceSignal { word: Arc::new(word), address, uses: HashMap::new(), limit: STREAMS })
     }
 }
 
 impl DeviceSignal {
     fn used(&mut self, stream: &DeviceStream) -> Result<(), Error> {
-        self.uses.retain(|event| !event.is_complete().unwrap_or(true));
-        self.uses.push(stream.record()?);
-        Ok(())
+        if self.uses.len() >= self.limit && !self.uses.contains_key(&stream.0.id) {
+            let is_over = |event: &DeviceEvent| event.is_complete().unwrap_or(false);
+            self.uses.retain(|_, event| event.as_ref().is_some_and(|event| !is_over(event)));
+            self.limit = STREAMS.max(2 * self.uses.len());
+        }
+        stream.record_in(self.uses.entry(stream.0.id).or_default())
     }
 }
 
 impl Drop for DeviceSignal {
     fn drop(&mut self) {
         // Streams may still come to the word: it stays until they have.
-        for event in self.uses.drain(..) {
+        for event in self.uses.drain().filter_map(|(_, event)| event) {
             let word = self.word.clone();
             let then = move |outcome: Outcome| {
                 if matches!(outcome, Outcome::Unknown(_)) {

@@ -90,7 +90,7 @@ pub(super) fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
     let bytes = ends.bytes.min(SLOTS * SLICE);
     let begun = refused_in_capture(stream, doing).and_then(|()| {
         let block = Block::new(context, bytes)?;
-        Ok((block, stream.record()?))
+        Ok((block, stream.point()?))
     });
     let (block, event) = match begun {
         Ok(begun) => begun,

@@ -7,12 +7,14 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context as Task, Poll};
+use std::time::Duration;
 
 use allstream_sys::cuda::{
     CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_NON_BLOCKING, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream,
 };
 
-use super::context::{Context, Entered};
+use super::capture::relaxed;
+use super::context::{Context, Entered, is_not_yet, sleep_until};
 use super::handle::Device;
 use super::staging::Finish;
 use super::transfer::Transfer;
@@ -165,6 +167,14 @@ impl DeviceStream {
     /// [`Error::Cuda`].
     pub fn record(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
+        let raw = context.enter().and_then(|entered| context.mark_for_host(&entered, self.0.raw));
+        let raw = raw.map_err(|error| context.tell("mark a point in a stream", error))?;
+        Ok(DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: true })))
+    }
+
+    /// The same point, for streams to wait for, and for the host to ask for or to be told of.
+    pub(crate) fn point(&self) -> Result<DeviceEvent, Error> {
+        let context = &self.0.context;
         let raw = context.enter().and_then(|entered| self.mark(&entered));
         let raw = raw.map_err(|error| context.tell("mark a point in a stream", error))?;
         Ok(DeviceEvent::of(context, raw))
@@ -179,7 +189,7 @@ impl DeviceStream {
     /// for it wait for what it was then.
     pub(crate) fn record_in(&self, event: &mut Option<DeviceEvent>) -> Result<(), Error> {
         let Some(event) = event else {
-            *event = Some(self.record()?);
+            *event = Some(self.point()?);
             return Ok(());
         };
         self.0.context.call("mark a point in a stream", |cuda| {
@@ -239,11 +249,17 @@ pub struct DeviceEvent(pub(super) Arc<Point>);
 pub(super) struct Point {
     pub(super) context: Arc<Context>,
     pub(super) raw: CuEvent,
+    /// Whether a thread may sleep until the device wakes it (`mark_for_host`).
+    wakes: bool,
 }
 
 impl Drop for Point {
     fn drop(&mut self) {
-        self.context.recycle(self.raw);
+        if self.wakes {
+            self.context.recycle_for_host(self.raw);
+        } else {
+            self.context.recycle(self.raw);
+        }
     }
 }
 
@@ -259,8 +275,9 @@ impl fmt::Debug for DeviceEvent {
 }
 
 impl DeviceEvent {
+    /// Of an event of `mark`'s.
     pub(super) fn of(context: &Arc<Context>, raw: CuEvent) -> DeviceEvent {
-        DeviceEvent(Arc::new(Point { context: context.clone(), raw }))
+        DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: false }))
     }
 
     /// Whether the point has been reached. Never blocks.
@@ -268,11 +285,13 @@ impl DeviceEvent {
     /// # Errors
     /// [`Error::Cuda`]: work on the device has failed.
     pub fn is_complete(&self) -> Result<bool, Error> {
+        let context = &self.0.context;
+        let _relaxed = relaxed(context.cuda);
         // SAFETY: `self` keeps the event.
-        match unsafe { self.0.context.cuda.event_query(self.0.raw) } {
+        match unsafe { context.cuda.event_query(self.0.raw) } {
             Ok(()) => Ok(true),
-            Err(error) if error.code == CuResult::NOT_READY => Ok(false),
-            Err(error) => Err(self.0.context.tell("ask for an event", error)),
+            Err(error) if is_not_yet(error.code) => Ok(false),
+            Err(error) => Err(context.tell("ask for an event", error)),
         }
     }
 
@@ -281,9 +300,26 @@ impl DeviceEvent {
     /// # Errors
     /// [`Error::Cuda`]: work on the device has failed.
     pub fn wait(&self) -> Result<(), Error> {
-        // SAFETY: `self` keeps the event.
-        let reached = unsafe { self.0.context.cuda.event_synchronize(self.0.raw) };
-        reached.map_err(|error| self.0.context.tell("wait for an event", error))
+        let context = &self.0.context;
+        let wait = || {
+            let _entered = context.enter()?;
+            if self.0.wakes {
+                // SAFETY: `self` keeps the event, and its context is current.
+                unsafe { context.cuda.event_synchronize(self.0.raw) }
+            } else {
+                // SAFETY: as above.
+                unsafe { sleep_until(context.cuda, self.0.raw) }
+            }
+        };
+        loop {
+            match wait() {
+                // A capture elsewhere forbids to wait, and will be over. What was recorded into a graph never comes.
+                Err(error) if error.code.is_of_a_capture() && error.code != CuResult::CAPTURED_EVENT => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                reached => return reached.map_err(|error| context.tell("wait for an event", error)),
+            }
+        }
     }
 
     /// Calls `finish` when the point is reached, or will not be.

@@ -159,7 +159,7 @@ impl Staged {
             // What is copied back goes by another stream: what was there before is to be over by then.
             let only_written = staged.items.iter().filter(|item| item.back && !item.fill && item.bytes > 0);
             let outputs: Vec<DeviceEvent> =
-                only_written.map(|item| item.place.stream.record()).collect::<Result<_, _>>()?;
+                only_written.map(|item| item.place.stream.point()).collect::<Result<_, _>>()?;
             Ok((fills, outputs))
         };
         let (fills, outputs) = put().inspect_err(|_| staged.settle())?;

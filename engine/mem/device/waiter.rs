@@ -13,9 +13,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::{CuResult, CuStream};
+use allstream_sys::cuda::CuStream;
 use parking_lot::{Condvar, Mutex};
 
+use super::capture::relaxed;
+use super::context::{cuda, is_not_yet};
 use super::stream::DeviceEvent;
 use crate::error::Error;
 
@@ -124,7 +126,7 @@ impl Entry {
         // SAFETY: `event` keeps it.
         match unsafe { context.cuda.event_query(self.event.0.raw) } {
             Ok(()) => Some(Outcome::Reached),
-            Err(error) if error.code == CuResult::NOT_READY => None,
+            Err(error) if is_not_yet(error.code) => None,
             Err(error) => Some(settle(&self.event, Some(context.tell("wait for an event", error)))),
         }
     }
@@ -142,6 +144,8 @@ impl Entry {
 
 impl Waiter {
     fn run(&self) {
+        // Events are asked for all the time, whoever captures what.
+        let _relaxed = cuda().map(relaxed);
         let mut swept = Instant::now();
         loop {
             for (token, entry) in self.due(&mut swept) {

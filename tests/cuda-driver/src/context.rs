@@ -236,7 +236,7 @@ pub(crate) unsafe extern "C" fn cuCtxEnablePeerAccess(peer: Handle, flags: u32) 
         if context.device.ordinal == peer.device.ordinal {
             return Err(Code::INVALID_DEVICE);
         }
-        if !knobs::peers(context.device.ordinal, peer.device.ordinal) {
+        if !knobs::peers(context.device.hardware(), peer.device.hardware()) {
             return Err(Code::PEER_ACCESS_UNSUPPORTED);
         }
         let new = lock(&context.peers).insert(peer.handle);
@@ -296,7 +296,7 @@ pub(crate) unsafe extern "C" fn cuMemPoolSetAccess(pool: Handle, map: In<Access>
             if access.kind != 1 || (peer == owner && access.rights != 3) {
                 return Err(Code::INVALID_VALUE);
             }
-            if peer != owner && !knobs::peers(peer, owner) {
+            if peer != owner && !knobs::peers(knobs::hardware(peer), knobs::hardware(owner)) {
                 return Err(Code::INVALID_DEVICE);
             }
             let mut all = lock(&POOL_ACCESS);

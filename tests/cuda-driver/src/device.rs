@@ -27,6 +27,13 @@ pub(crate) struct Primary {
     pub(crate) flags: u32,
 }
 
+impl Device {
+    /// What the system calls it, in every process.
+    pub(crate) fn hardware(&self) -> i32 {
+        knobs::hardware(self.ordinal)
+    }
+}
+
 static DEVICES: RwLock<Vec<Arc<Device>>> = RwLock::new(Vec::new());
 
 /// As many as the knob says, unless there are some.
@@ -78,7 +85,7 @@ impl Used {
 /// Names a device in every process alike: two processes see the same hardware.
 pub(crate) fn uuid(ordinal: i32) -> [u8; 16] {
     let mut uuid = *b"cuda-for-tests\0\0";
-    uuid[15] = ordinal as u8;
+    uuid[15] = knobs::hardware(ordinal) as u8;
     uuid
 }
 
@@ -287,7 +294,7 @@ pub(crate) extern "C" fn allstream_test_cuda_break(ordinal: i32, code: Code) -> 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuDeviceCanAccessPeer(out: Out<i32>, ordinal: i32, peer: i32) -> Code {
     call("cuDeviceCanAccessPeer", || {
-        let (a, b) = (device(ordinal)?.ordinal, device(peer)?.ordinal);
+        let (a, b) = (device(ordinal)?.hardware(), device(peer)?.hardware());
         out.set(knobs::peers(a, b).into())
     })
 }
@@ -301,7 +308,7 @@ pub(crate) unsafe extern "C" fn cuDeviceGetP2PAttribute(
     to: i32,
 ) -> Code {
     call("cuDeviceGetP2PAttribute", || {
-        let (a, b) = (device(from)?.ordinal, device(to)?.ordinal);
+        let (a, b) = (device(from)?.hardware(), device(to)?.hardware());
         match attribute {
             _ if a == b => Err(Code::INVALID_DEVICE),
             1 | 4 => out.set(0),

@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use crate::capture;
 use crate::codes::{Code, Done};
 use crate::knobs;
 
@@ -20,6 +21,7 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
         if INITIALIZED_BY.load(Ordering::Acquire) != std::process::id() {
             return Err(Code::NOT_INITIALIZED);
         }
+        capture::allowed(name)?;
         body()
     })
 }

@@ -1,13 +1,14 @@
 //! Events: points in streams, and the time they were reached.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::abi::{Handle, Out, Table, fresh, lock};
 use crate::codes::{Code, Done};
-use crate::context::{Context, working};
+use crate::context::{Context, current, working};
 use crate::entry::call;
+use crate::knobs;
 use crate::space::Mapping;
 use crate::stream::{Stream, Ticket};
 
@@ -20,6 +21,8 @@ pub(crate) struct Event {
     pub(crate) context: Arc<Context>,
     pub(crate) flags: u32,
     point: Mutex<Option<Point>>,
+    /// The last record went into a graph.
+    captured: AtomicBool,
     /// For an event between processes: the page they share.
     pub(crate) shared: Option<Arc<Shared>>,
 }
@@ -78,6 +81,7 @@ impl Event {
             context: context.clone(),
             flags,
             point: Mutex::default(),
+            captured: AtomicBool::new(false),
             shared,
         });
         EVENTS.add(event.handle, event.clone());
@@ -86,6 +90,11 @@ impl Event {
 
     pub(crate) fn handle(&self) -> Handle {
         self.handle
+    }
+
+    /// Nobody can tell of a record in a graph when it is reached: it does not run.
+    fn not_captured(&self) -> Done {
+        if self.captured.load(Ordering::Acquire) { Err(Code::CAPTURED_EVENT) } else { Ok(()) }
     }
 
     fn point(&self) -> Option<Point> {
@@ -116,6 +125,7 @@ impl Event {
             }
             Ok(())
         })?;
+        self.captured.store(ticket.is_none(), Ordering::Release);
         if let Some(ticket) = ticket {
             *point = Some(Point { ticket, reached });
         }
@@ -131,6 +141,9 @@ pub(crate) unsafe extern "C" fn cuEventCreate(out: Out<Handle>, flags: u32) -> C
         // As the manual demands: an event between processes has no time.
         if flags & !known != 0 || (flags & INTERPROCESS != 0 && flags & DISABLE_TIMING == 0) {
             return Err(Code::INVALID_VALUE);
+        }
+        if flags & BLOCKING_SYNC != 0 {
+            knobs::note("cuEventCreate, blocking");
         }
         let shared = if flags & INTERPROCESS != 0 { Some(Arc::new(Shared::new()?)) } else { None };
         out.set(Event::make(&context, flags, shared).handle)
@@ -168,6 +181,7 @@ pub(crate) unsafe extern "C" fn cuEventQuery(event: Handle) -> Code {
     call("cuEventQuery", || {
         let event = EVENTS.get(event)?;
         event.context.check()?;
+        event.not_captured()?;
         if event.is_done() { Ok(()) } else { Err(Code::NOT_READY) }
     })
 }
@@ -175,8 +189,14 @@ pub(crate) unsafe extern "C" fn cuEventQuery(event: Handle) -> Code {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuEventSynchronize(event: Handle) -> Code {
     call("cuEventSynchronize", || {
+        // As the reference has it: without a current context there is no waiting.
+        current()?;
         let event = EVENTS.get(event)?;
         event.context.check()?;
+        event.not_captured()?;
+        if event.flags & BLOCKING_SYNC == 0 {
+            knobs::note("cuEventSynchronize, spinning");
+        }
         if let Some(shared) = &event.shared {
             shared.wait(shared.recorded(), &event.context);
         } else if let Some(point) = event.point() {

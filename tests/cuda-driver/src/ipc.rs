@@ -12,13 +12,14 @@ use std::sync::{Arc, Mutex};
 use crate::abi::{Address, Handle, Out, lock};
 use crate::codes::{Code, Done};
 use crate::context::working;
-use crate::device::device;
 use crate::entry::call;
 use crate::event::{EVENTS, Event, Shared};
 use crate::knobs;
 use crate::space::{self, Kind, Memory, find};
 
 const MEMORY: u64 = u64::from_le_bytes(*b"test-mem");
+/// The number of a device that this process does not see.
+const HIDDEN: i32 = -1;
 const EVENT: u64 = u64::from_le_bytes(*b"test-evt");
 /// The only flag, without which real drivers open nothing.
 const LAZY_PEER_ACCESS: u32 = 1;
@@ -96,7 +97,7 @@ pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(out: Out<Token>, at: Address) 
             file,
             offset: offset as u64,
             size: memory.size as u64,
-            device: memory.device as u64,
+            device: knobs::hardware(memory.device) as u64,
             id: memory.id,
         };
         memory.exported.store(true, Ordering::Release);
@@ -110,8 +111,9 @@ fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
         return Err(Code::INVALID_VALUE);
     }
     let words = token.read(MEMORY)?;
-    let owner = device(words.device as i32)?.ordinal;
-    if owner != context.device.ordinal && !knobs::peers(owner, context.device.ordinal) {
+    // A device that this process does not see may own it all the same.
+    let (owner, ours) = (words.device as i32, context.device.hardware());
+    if owner != ours && !knobs::peers(owner, ours) {
         return Err(Code::PEER_ACCESS_UNSUPPORTED);
     }
     let key = (words.process, words.id, context.handle);
@@ -122,7 +124,8 @@ fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
         return out.set(memory.base);
     }
     let file = words.open()?;
-    let memory = Memory::imported(&file, words.offset as usize, words.size as usize, owner, &context)?;
+    let ordinal = knobs::ordinal(owner).unwrap_or(HIDDEN);
+    let memory = Memory::imported(&file, words.offset as usize, words.size as usize, ordinal, &context)?;
     out.set(memory.base)?;
     imports.insert(key, (memory, 1));
     Ok(())

@@ -31,6 +31,8 @@ struct Knobs {
     no_peer: AtomicU64,
     /// Instructions one launch may take.
     budget: AtomicU64,
+    /// The devices that this process sees, in its order; all, if there are none.
+    visible: Vec<i32>,
     /// By direction, to the host and to a device: so many copies pass, and the others wait.
     pass: [AtomicU64; 2],
     calls: Mutex<BTreeMap<&'static str, u64>>,
@@ -48,6 +50,7 @@ fn knobs() -> &'static Knobs {
             seed: AtomicU64::new(number("SEED", 1)),
             no_peer: AtomicU64::new(0),
             budget: AtomicU64::new(number("BUDGET", 1 << 32)),
+            visible: visible(),
             pass: [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)],
             calls: Mutex::default(),
             faults: Mutex::default(),
@@ -67,6 +70,28 @@ fn knobs() -> &'static Knobs {
         }
         knobs
     })
+}
+
+fn visible() -> Vec<i32> {
+    let text = variable("VISIBLE");
+    let numbers = text.split(',').map(str::trim).filter(|number| !number.is_empty());
+    let number = |text: &str| text.parse().ok().filter(|number| (0..MOST_DEVICES as i32).contains(number));
+    numbers.map(|text| number(text).unwrap_or_else(|| wrong("VISIBLE", text))).collect()
+}
+
+/// What the system calls the device with this number of this process's.
+pub(crate) fn hardware(ordinal: i32) -> i32 {
+    let visible = &knobs().visible;
+    usize::try_from(ordinal).ok().and_then(|ordinal| visible.get(ordinal)).copied().unwrap_or(ordinal)
+}
+
+/// What this process calls the system's device with this number, if it sees it.
+pub(crate) fn ordinal(hardware: i32) -> Option<i32> {
+    let visible = &knobs().visible;
+    if visible.is_empty() {
+        return (hardware < devices() as i32).then_some(hardware);
+    }
+    visible.iter().position(|known| *known == hardware).map(|ordinal| ordinal as i32)
 }
 
 fn variable(name: &str) -> String {
@@ -101,13 +126,19 @@ fn pair_bits(a: u64, b: u64) -> Option<u64> {
 }
 
 pub(crate) fn devices() -> usize {
-    knobs().devices.load(Ordering::Relaxed) as usize
+    let knobs = knobs();
+    if knobs.visible.is_empty() {
+        knobs.devices.load(Ordering::Relaxed) as usize
+    } else {
+        knobs.visible.len()
+    }
 }
 
 pub(crate) fn memory() -> usize {
     knobs().memory.load(Ordering::Relaxed) as usize
 }
 
+/// By the numbers of the system's.
 pub(crate) fn peers(a: i32, b: i32) -> bool {
     let bits = pair_bits(a as u64, b as u64).unwrap_or(u64::MAX);
     a != b && knobs().no_peer.load(Ordering::Relaxed) & bits == 0
@@ -133,6 +164,11 @@ pub(crate) fn counted(name: &'static str) -> Option<Code> {
         fault.left > 0
     });
     code
+}
+
+/// Counts something that tests ask for as they do for calls.
+pub(crate) fn note(what: &'static str) {
+    *lock(&knobs().calls).entry(what).or_default() += 1;
 }
 
 /// A name without the suffix of its version.

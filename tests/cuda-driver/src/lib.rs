@@ -6,6 +6,7 @@
 //! choices that are ours.
 
 mod abi;
+mod capture;
 mod codes;
 mod context;
 mod copy;

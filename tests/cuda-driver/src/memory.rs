@@ -107,7 +107,11 @@ fn attribute(out: *mut c_void, attribute: i32, at: Address) -> Done<bool> {
     let known = memory.as_deref();
     let host = known.is_some_and(Memory::on_the_host);
     match attribute {
-        1 => Out::from_untyped(out).set(known.map_or(0, |memory| memory.context))?,
+        // Memory of a pool is of no context.
+        1 => {
+            let context = known.filter(|memory| memory.kind != Kind::Pool);
+            Out::from_untyped(out).set(context.map_or(0, |memory| memory.context))?;
+        }
         2 => Out::from_untyped(out).set(known.map_or(0_u32, |_| if host { 1 } else { 2 }))?,
         3 => Out::from_untyped(out).set(if known.is_some() { at } else { 0 })?,
         4 => Out::from_untyped(out).set(if host { at } else { 0 })?,
@@ -121,6 +125,11 @@ fn attribute(out: *mut c_void, attribute: i32, at: Address) -> Done<bool> {
         11 => Out::from_untyped(out).set(known.map_or(0, |memory| memory.base))?,
         12 => Out::from_untyped(out).set(known.map_or(0, |memory| memory.size))?,
         13 => Out::from_untyped(out).set(u8::from(known.is_some()))?,
+        // What the device of the current context may do with it: read and write, or nothing.
+        16 => {
+            let reached = known.is_some_and(|memory| working().is_ok_and(|context| context.reaches(memory)));
+            Out::from_untyped(out).set(if reached { 3_u32 } else { 0 })?;
+        }
         17 => {
             let pool = known.filter(|memory| memory.kind == Kind::Pool);
             Out::from_untyped(out).set(pool.map_or(0, |memory| pool_of(memory.device)))?;

@@ -6,6 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::abi::{Handle, Out, Table, fresh, lock};
+use crate::capture;
 use crate::codes::{Code, Done};
 use crate::context::{Context, working};
 use crate::entry::call;
@@ -205,6 +206,14 @@ impl Stream {
         lock(&self.queue).capture != Capture::None
     }
 
+    /// Its capture comes to nothing.
+    pub(crate) fn invalidate(&self) {
+        let mut queue = lock(&self.queue);
+        if queue.capture == Capture::Active {
+            queue.capture = Capture::Invalid;
+        }
+    }
+
     /// What may not happen while a stream is captured ends the capture.
     fn not_capturing(&self) -> Done {
         let mut queue = lock(&self.queue);
@@ -300,6 +309,7 @@ pub(crate) unsafe extern "C" fn cuStreamDestroy_v2(handle: Handle) -> Code {
             return Err(Code::INVALID_HANDLE);
         }
         STREAMS.remove(handle)?.close();
+        capture::is_over(handle);
         Ok(())
     })
 }
@@ -353,7 +363,7 @@ pub(crate) unsafe extern "C" fn cuStreamIsCapturing(handle: Handle, out: Out<i32
 pub(crate) unsafe extern "C" fn cuStreamBeginCapture_v2(handle: Handle, mode: u32) -> Code {
     call("cuStreamBeginCapture_v2", || {
         let stream = Stream::named(handle)?;
-        if mode > 2 {
+        if mode > capture::RELAXED {
             return Err(Code::INVALID_VALUE);
         }
         if stream.legacy {
@@ -364,6 +374,8 @@ pub(crate) unsafe extern "C" fn cuStreamBeginCapture_v2(handle: Handle, mode: u3
             return Err(Code::ILLEGAL_STATE);
         }
         queue.capture = Capture::Active;
+        drop(queue);
+        capture::begins(&stream, mode);
         Ok(())
     })
 }
@@ -373,6 +385,8 @@ pub(crate) unsafe extern "C" fn cuStreamBeginCapture_v2(handle: Handle, mode: u3
 pub(crate) unsafe extern "C" fn cuStreamEndCapture(handle: Handle, graph: Out<Handle>) -> Code {
     call("cuStreamEndCapture", || {
         let stream = Stream::named(handle)?;
+        capture::may_end(stream.handle)?;
+        capture::is_over(stream.handle);
         let capture = std::mem::take(&mut lock(&stream.queue).capture);
         graph.set_if_wanted(0);
         match capture {

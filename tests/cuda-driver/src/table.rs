@@ -22,6 +22,7 @@ macro_rules! table {
 }
 
 table! {
+    capture: cuThreadExchangeStreamCaptureMode;
     codes: cuGetErrorName cuGetErrorString;
     context: cuCtxCreate_v2 cuCtxDestroy_v2 cuCtxDisablePeerAccess cuCtxEnablePeerAccess cuCtxGetApiVersion
         cuCtxGetCurrent cuCtxGetDevice cuCtxGetFlags cuCtxGetStreamPriorityRange cuCtxPopCurrent_v2

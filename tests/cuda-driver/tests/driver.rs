@@ -217,6 +217,64 @@ fn capture_is_seen() {
     ok!(cuStreamDestroy_v2(stream));
 }
 
+/// What a thread in this mode gets for a query while another captures in that one, and what becomes of the capture.
+fn query_beside_a_capture(captures: u32, asks: u32) -> (u32, u32) {
+    let (stream, idle, mut event, mut graph) = (stream(), stream(), 0, 0);
+    ok!(cuEventCreate(&mut event, 2));
+    ok!(cuEventRecord(event, idle));
+    assert_eq!(finish(idle), 0);
+    ok!(cuStreamBeginCapture_v2(stream, captures));
+    let asked = std::thread::spawn(move || {
+        let mut mode = asks;
+        ok!(cuThreadExchangeStreamCaptureMode(&mut mode));
+        assert_eq!(mode, 0, "what every thread begins in");
+        let answer = code!(cuEventQuery(event));
+        let mut elsewhere = 0;
+        let wrong = code!(cuStreamEndCapture(stream, &mut elsewhere));
+        assert!(captures == 2 || wrong == 908, "another thread cannot end it: {wrong}");
+        answer
+    });
+    let answer = asked.join().unwrap();
+    let end = if captures == 2 { 0 } else { code!(cuStreamEndCapture(stream, &mut graph)) };
+    ok!(cuEventDestroy_v2(event));
+    ok!(cuStreamDestroy_v2(stream));
+    ok!(cuStreamDestroy_v2(idle));
+    (answer, end)
+}
+
+#[test]
+fn a_thread_that_is_not_relaxed_breaks_a_global_capture_of_another() {
+    let _driver = Driver::new(1);
+    assert_eq!(query_beside_a_capture(0, 0), (900, 901));
+    for (captures, asks) in [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0)] {
+        assert_eq!(query_beside_a_capture(captures, asks), (0, 0), "mode {asks} beside mode {captures}");
+    }
+}
+
+#[test]
+fn an_event_that_is_captured_cannot_be_asked() {
+    let _driver = Driver::new(1);
+    let (stream, mut event, mut graph, mut mode) = (stream(), 0, 0, 2);
+    ok!(cuEventCreate(&mut event, 2));
+    ok!(cuStreamBeginCapture_v2(stream, 2));
+    ok!(cuEventRecord(event, stream));
+    assert_eq!(code!(cuEventQuery(event)), 907);
+    assert_eq!(code!(cuEventSynchronize(event)), 907);
+    ok!(cuThreadExchangeStreamCaptureMode(&mut mode));
+    assert_eq!(code!(cuCtxSynchronize()), 900, "in any mode");
+    ok!(cuThreadExchangeStreamCaptureMode(&mut mode));
+    assert_eq!(code!(cuStreamEndCapture(stream, &mut graph)), 901);
+    ok!(cuEventRecord(event, stream));
+    assert_eq!(finish(stream), 0);
+    ok!(cuEventQuery(event));
+    let mut context = 0;
+    ok!(cuCtxPopCurrent_v2(&mut context));
+    assert_eq!(code!(cuEventSynchronize(event)), 201, "without a current context");
+    ok!(cuCtxPushCurrent_v2(context));
+    ok!(cuEventDestroy_v2(event));
+    ok!(cuStreamDestroy_v2(stream));
+}
+
 #[test]
 fn the_nth_call_fails() {
     let _driver = Driver::new(1);

@@ -70,8 +70,13 @@ codes! {
     803 CUDA_ERROR_SYSTEM_DRIVER_MISMATCH SYSTEM_DRIVER_MISMATCH;
     900 CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED STREAM_CAPTURE_UNSUPPORTED;
     901 CUDA_ERROR_STREAM_CAPTURE_INVALIDATED STREAM_CAPTURE_INVALIDATED;
+    902 CUDA_ERROR_STREAM_CAPTURE_MERGE STREAM_CAPTURE_MERGE;
+    903 CUDA_ERROR_STREAM_CAPTURE_UNMATCHED STREAM_CAPTURE_UNMATCHED;
+    904 CUDA_ERROR_STREAM_CAPTURE_UNJOINED STREAM_CAPTURE_UNJOINED;
+    905 CUDA_ERROR_STREAM_CAPTURE_ISOLATION STREAM_CAPTURE_ISOLATION;
     906 CUDA_ERROR_STREAM_CAPTURE_IMPLICIT STREAM_CAPTURE_IMPLICIT;
     907 CUDA_ERROR_CAPTURED_EVENT CAPTURED_EVENT;
+    908 CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD STREAM_CAPTURE_WRONG_THREAD;
     909 CUDA_ERROR_TIMEOUT TIMEOUT;
     999 CUDA_ERROR_UNKNOWN UNKNOWN;
 }
@@ -80,6 +85,12 @@ impl CuResult {
     /// Whether the context is beyond use after this: whatever is called in it answers the same until the process ends.
     pub fn is_sticky(self) -> bool {
         matches!(self.0, 214 | 220 | 700 | 702 | 709 | 710 | 714..=719)
+    }
+
+    /// Whether it is a capture of a stream that stands in the way, in this thread or in another. It says nothing of the work
+    /// that was asked for, which may be asked for again.
+    pub fn is_of_a_capture(self) -> bool {
+        matches!(self.0, 900..=907)
     }
 }
 

@@ -175,12 +175,15 @@ functions! {
         mem_host_register / has_mem_host_register(at: *mut c_void, bytes: usize, flags: c_uint) = "cuMemHostRegister_v2";
         mem_host_unregister / has_mem_host_unregister(at: *mut c_void) = "cuMemHostUnregister";
         mem_host_get_device_pointer / has_mem_host_get_device_pointer(at: *mut c_void, flags: c_uint) -> CuDevicePtr = "cuMemHostGetDevicePointer_v2";
+        mem_pool_get_access / has_mem_pool_get_access(pool: CuMemoryPool, location: *const CuMemLocation) -> c_int = "cuMemPoolGetAccess";
+        mem_pool_set_access / has_mem_pool_set_access(pool: CuMemoryPool, access: *const CuMemAccessDesc, count: usize) = "cuMemPoolSetAccess";
         memset_d32_async / has_memset_d32_async(at: CuDevicePtr, word: c_uint, count: usize, stream: CuStream) = "cuMemsetD32Async";
         ipc_get_mem_handle / has_ipc_get_mem_handle(at: CuDevicePtr) -> CuIpcMemHandle = "cuIpcGetMemHandle";
         ipc_open_mem_handle / has_ipc_open_mem_handle(handle: CuIpcMemHandle, flags: c_uint) -> CuDevicePtr = "cuIpcOpenMemHandle_v2";
         ipc_close_mem_handle / has_ipc_close_mem_handle(at: CuDevicePtr) = "cuIpcCloseMemHandle";
         ipc_get_event_handle / has_ipc_get_event_handle(event: CuEvent) -> CuIpcEventHandle = "cuIpcGetEventHandle";
         ipc_open_event_handle / has_ipc_open_event_handle(handle: CuIpcEventHandle) -> CuEvent = "cuIpcOpenEventHandle";
+        thread_exchange_stream_capture_mode / has_thread_exchange_stream_capture_mode(mode: *mut c_uint) = "cuThreadExchangeStreamCaptureMode";
         stream_get_ctx / has_stream_get_ctx(stream: CuStream, context: *mut CuContext) = "cuStreamGetCtx";
         stream_get_priority / has_stream_get_priority(stream: CuStream, priority: *mut c_int) = "cuStreamGetPriority";
         stream_write_value32 / has_stream_write_value32(stream: CuStream, at: CuDevicePtr, value: u32, flags: c_uint) = "cuStreamWriteValue32_v2";

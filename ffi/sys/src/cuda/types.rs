@@ -36,6 +36,8 @@ handles! {
     CuModule
     /// A kernel in a module.
     CuFunction
+    /// A pool that `cuMemAllocAsync` takes memory from.
+    CuMemoryPool
 }
 
 /// A device, as the driver counts them.
@@ -59,6 +61,26 @@ pub struct CuIpcMemHandle(pub [u8; 64]);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(C)]
 pub struct CuIpcEventHandle(pub [u8; 64]);
+
+/// Where memory is, or who is to reach it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct CuMemLocation {
+    /// What kind of place: [`CU_MEM_LOCATION_TYPE_DEVICE`].
+    pub kind: c_int,
+    /// Which of them.
+    pub id: c_int,
+}
+
+/// Who may do what with memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct CuMemAccessDesc {
+    /// Who.
+    pub location: CuMemLocation,
+    /// What: [`CU_MEM_ACCESS_FLAGS_PROT_READWRITE`].
+    pub flags: c_int,
+}
 
 macro_rules! constants {
     ($($(#[$doc:meta])* $name:ident: $type:ty = $value:expr;)*) => {
@@ -87,10 +109,15 @@ constants! {
     CU_STREAM_WRITE_VALUE_DEFAULT: u32 = 0;
     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: u32 = 1;
     CU_STREAM_CAPTURE_STATUS_NONE: c_int = 0;
+    CU_STREAM_CAPTURE_MODE_RELAXED: u32 = 2;
     CU_POINTER_ATTRIBUTE_CONTEXT: c_int = 1;
     CU_POINTER_ATTRIBUTE_MEMORY_TYPE: c_int = 2;
     CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL: c_int = 9;
     CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: c_int = 10;
+    CU_POINTER_ATTRIBUTE_ACCESS_FLAGS: c_int = 16;
+    CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE: c_int = 17;
+    CU_MEM_LOCATION_TYPE_DEVICE: c_int = 1;
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE: c_int = 3;
     CU_MEMORYTYPE_HOST: u32 = 1;
     CU_MEMORYTYPE_DEVICE: u32 = 2;
     CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: c_int = 16;

@@ -74,6 +74,7 @@ unsafe extern "C" {
     pub(crate) fn cuStreamIsCapturing(stream: u64, status: *mut i32) -> u32;
     pub(crate) fn cuStreamBeginCapture_v2(stream: u64, mode: u32) -> u32;
     pub(crate) fn cuStreamEndCapture(stream: u64, graph: *mut u64) -> u32;
+    pub(crate) fn cuThreadExchangeStreamCaptureMode(mode: *mut u32) -> u32;
     pub(crate) fn cuGraphDestroy(graph: u64) -> u32;
     pub(crate) fn cuEventCreate(event: *mut u64, flags: u32) -> u32;
     pub(crate) fn cuEventDestroy_v2(event: u64) -> u32;

@@ -1,0 +1,95 @@
+//! Whether other devices of this process can touch memory that another library allocated.
+//!
+//! `cuCtxEnablePeerAccess` opens what `cuMemAlloc` gives in a context. Memory of the driver's pools (`cuMemAllocAsync`, which
+//! cudarc and, where it is told so, torch allocate with) does not follow it: each pool says who may touch what is in it
+//! (`cuMemPoolSetAccess`). Nor does memory that was mapped piece by piece (`cuMemMap`: torch's expandable segments), whose
+//! owner says it for every piece. A kernel that touches what its device may not is the end of its context, so all of this is
+//! asked before anything is lent.
+
+use std::ffi::c_int;
+
+use allstream_sys::cuda::{
+    CU_MEM_ACCESS_FLAGS_PROT_READWRITE, CU_MEM_LOCATION_TYPE_DEVICE, CU_POINTER_ATTRIBUTE_ACCESS_FLAGS,
+    CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+    CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, CuMemAccessDesc, CuMemLocation, CuMemoryPool, CudaError,
+};
+
+use super::context::Context;
+use super::staging::DevicePlace;
+use super::stream::DeviceStream;
+use crate::error::Error;
+
+const DOING: &str = "lend memory of another library's";
+const INSTEAD: &str = "copy it to a DeviceBuf that allstream allocates (DeviceBuf::zeroed, from_host), or use a communicator \
+                       that is not bound";
+
+/// What the driver says of an address: a number or a handle of at most 8 bytes; 0 where it says nothing of it.
+fn attribute(context: &Context, at: u64, which: c_int) -> u64 {
+    let mut answer = 0_u64;
+    let asked = context.enter().and_then(|_entered| {
+        // SAFETY: the driver takes any address, and writes at most 8 bytes for these attributes.
+        unsafe { context.cuda.pointer_get_attribute((&raw mut answer).cast(), which, at) }
+    });
+    asked.map_or(0, |()| answer)
+}
+
+/// Lets a device touch what is in a pool, now and later, if it may not yet.
+fn open_pool(context: &Context, pool: CuMemoryPool, other: &Context) -> Result<(), CudaError> {
+    let location = CuMemLocation { kind: CU_MEM_LOCATION_TYPE_DEVICE, id: other.device };
+    let _entered = context.enter()?;
+    // SAFETY: the pool is that of memory which its owner keeps; the driver reads the location within the call.
+    let access = unsafe { context.cuda.mem_pool_get_access(pool, &raw const location) }?;
+    if access == CU_MEM_ACCESS_FLAGS_PROT_READWRITE {
+        return Ok(());
+    }
+    let access = CuMemAccessDesc { location, flags: CU_MEM_ACCESS_FLAGS_PROT_READWRITE };
+    // SAFETY: as above; one description, read within the call.
+    unsafe { context.cuda.mem_pool_set_access(pool, &raw const access, 1) }
+}
+
+impl DevicePlace {
+    /// Sees to it that the devices of these streams, which are others than ours, can touch this memory.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: they cannot.
+    pub(crate) fn lend_to(&self, others: &[DeviceStream]) -> Result<(), Error> {
+        if others.is_empty() {
+            return Ok(());
+        }
+        let context = &self.stream.0.context;
+        let pool = attribute(context, self.address, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE);
+        if pool != 0 {
+            let pool = CuMemoryPool(std::ptr::with_exposed_provenance_mut(pool as usize));
+            return others.iter().map(|other| &other.0.context).try_for_each(|other| {
+                open_pool(context, pool, other).map_err(|error| {
+                    let what = "the memory is of a pool of the driver's (cuMemAllocAsync)";
+                    self.refused(what, other, &format!("and cannot be opened to it: {error}"))
+                })
+            });
+        }
+        let legacy = attribute(context, self.address, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) != 0;
+        let owner = attribute(context, self.address, CU_POINTER_ATTRIBUTE_CONTEXT);
+        if legacy && owner == context.raw().0.addr() as u64 {
+            return Ok(()); // open since the devices were bound
+        }
+        for other in others.iter().map(|other| &other.0.context) {
+            let access = attribute(other, self.address, CU_POINTER_ATTRIBUTE_ACCESS_FLAGS);
+            if access != u64::from(CU_MEM_ACCESS_FLAGS_PROT_READWRITE.unsigned_abs()) {
+                let what =
+                    "the memory is not of the device's primary context, or mapped for some devices only";
+                return Err(self.refused(what, other, "and its owner has not opened it to that device"));
+            }
+        }
+        Ok(())
+    }
+
+    fn refused(&self, what: &str, other: &Context, why: &str) -> Error {
+        let (ours, theirs) = (self.stream.0.context.ordinal, other.ordinal);
+        let problem = format!(
+            "{:#x} is another library's memory on device {ours}, which device {theirs} of another rank is to touch: \
+             {what}, {why}; {INSTEAD}",
+            self.address
+        );
+        Error::invalid(DOING, problem)
+    }
+}

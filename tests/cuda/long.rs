@@ -1,0 +1,38 @@
+//! Chunks that are longer than a frame can say.
+
+use allstream::ReduceOp;
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
+use allstream::testing::frames_of;
+
+use crate::collectives::everything;
+use crate::support::{child, down, nothing_left, ranks, report, soon, up, values};
+
+const TWO: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DEVICES", "2"), ("ALLSTREAM_TEST_CUDA_DELAY_US", "300")];
+
+/// The length of a frame is a number of 32 bits: beyond 4 GiB a chunk goes in several, here beyond 1000 bytes.
+#[test]
+fn chunks_that_no_frame_can_lend_go_in_slices() {
+    child("long::chunks_that_no_frame_can_lend_go_in_slices", TWO, || {
+        frames_of(1000);
+        ranks(3, |mut comm| {
+            let device = Device::new(comm.rank() % 2).unwrap();
+            assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+            let stream = &DeviceStream::new(&device).unwrap();
+            // Below it, at it, and above it, for chunks of a third.
+            for len in [749, 750, 751, 5000] {
+                let expected: Vec<f32> =
+                    (0..len).map(|i| (0..3).map(|rank| values(rank, len)[i]).sum()).collect();
+                let buf = up(stream, values(comm.rank(), len));
+                assert!(down(soon(comm.all_reduce(buf)).unwrap()) == expected, "{len} elements");
+                let (from, to) =
+                    (up(stream, values(comm.rank(), len)), DeviceBuf::zeroed(stream, len).unwrap());
+                let (_, to) = soon(comm.op(ReduceOp::Sum).all_reduce_into(from, to)).unwrap();
+                assert!(down(to) == expected, "{len} elements");
+            }
+            everything(&mut comm, stream, &[0, 1, 250, 3000]);
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+    });
+}
