@@ -32,6 +32,8 @@ mod missing;
 mod order;
 #[path = "cuda/perf.rs"]
 mod perf;
+#[path = "cuda/queues.rs"]
+mod queues;
 #[path = "cuda/stripes.rs"]
 mod stripes;
 #[path = "cuda/support.rs"]

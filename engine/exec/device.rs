@@ -132,7 +132,7 @@ impl DeviceOp {
     }
 
     /// Whether all of it is on the stream.
-    pub(super) fn is_filled(&self) -> bool {
+    pub(crate) fn is_filled(&self) -> bool {
         self.state.lock().end.is_some()
     }
 
@@ -180,6 +180,12 @@ impl DeviceOp {
         self.streams.iter().chain([stream]).any(|stream| stream == self.stream())
     }
 
+    /// Whether a stream, or one of the buffers', that waits for what is not on the rank's stream yet might keep it from
+    /// getting there.
+    pub(crate) fn may_be_held_up_by(&self, stream: &DeviceStream) -> bool {
+        self.streams.iter().chain([stream]).any(|stream| self.binding.ours.may_hold_up(stream))
+    }
+
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
     /// nothing waits.
     pub(super) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
@@ -221,7 +227,7 @@ impl DeviceOp {
         }
         if state.end.is_none() && std::mem::take(&mut state.is_awaited) {
             // Streams that were to wait for what will not come go on, behind all that has.
-            return ordered.and(self.binding.ours.signal(self.number()));
+            return ordered.and(self.binding.ours.release(self.number()));
         }
         ordered
     }

@@ -1,6 +1,7 @@
 //! A device's context, and what its streams, events and memory share.
 
 use std::marker::PhantomData;
+use std::sync::Weak;
 
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{
@@ -13,6 +14,7 @@ use parking_lot::Mutex;
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::staging::Pinned;
+use super::stream::Line;
 use crate::error::Error;
 
 /// The driver, or what is missing and what to do about it.
@@ -94,6 +96,8 @@ pub(super) struct Context {
     events: Mutex<Vec<CuEvent>>,
     notifiers: Mutex<Notifiers>,
     copies: Mutex<Option<CuStream>>,
+    /// The streams that collectives run on (`queues.rs`).
+    pub(super) collectives: Mutex<Vec<Weak<Line>>>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<Pinned>,
     pub(super) modules: Mutex<Modules>,
@@ -150,6 +154,7 @@ impl Context {
             events: Mutex::default(),
             notifiers: Mutex::default(),
             copies: Mutex::default(),
+            collectives: Mutex::default(),
             pinned: Mutex::default(),
             modules: Mutex::default(),
             max_ctas,

@@ -1,6 +1,8 @@
 //! A word that streams wait for and that another writes: order between what is on a stream and what will be.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{CU_STREAM_WAIT_VALUE_GEQ, CuDevicePtr};
 
@@ -42,7 +44,49 @@ impl DeviceSignal {
     }
 }
 
+/// How long a stream may take to come to the end of what has failed, before the host releases those that wait for it.
+const RELEASE: Duration = Duration::from_millis(500);
+
+fn word(memory: &PinnedBuf<u32>) -> &AtomicU32 {
+    // SAFETY: a word of pinned memory, aligned, which lives as long as `memory`; after `new` everybody, devices too, uses it
+    // as an atomic word only.
+    unsafe { AtomicU32::from_ptr(memory.as_ptr().cast_mut()) }
+}
+
+/// The host writes the word, unless it shows as much already.
+fn set(memory: &PinnedBuf<u32>, value: u32) {
+    let further = |shown: u32| (value.wrapping_sub(shown).cast_signed() > 0).then_some(value);
+    let _ = word(memory).fetch_update(Ordering::AcqRel, Ordering::Acquire, further);
+}
+
 impl DeviceSignal {
+    /// Whether the word shows `value` or more.
+    pub(crate) fn shows(&self, value: u32) -> bool {
+        word(&self.word).load(Ordering::Acquire).wrapping_sub(value).cast_signed() >= 0
+    }
+
+    /// The host writes the word now.
+    pub(crate) fn set(&self, value: u32) {
+        set(&self.word, value);
+    }
+
+    /// Of what has failed: writes the word when `stream` comes here; and if it does not, because it may itself be held up by
+    /// a stream that waits for the word, the host writes it after a while.
+    pub(crate) fn release(&mut self, stream: &DeviceStream, value: u32) -> Result<(), Error> {
+        let behind = stream.put_signal(self, value).and_then(|()| stream.record());
+        let behind = behind.inspect_err(|_| self.set(value))?;
+        let memory = self.word.clone();
+        let then = move |outcome: Outcome| {
+            set(&memory, value);
+            if matches!(outcome, Outcome::Unknown(_)) {
+                // The stream may come to it yet.
+                std::mem::forget(memory);
+            }
+        };
+        waiter::watch_until(behind, Some(Instant::now() + RELEASE), Box::new(then));
+        Ok(())
+    }
+
     fn used(&mut self, stream: &DeviceStream) -> Result<(), Error> {
         self.uses.retain(|event| !event.is_complete().unwrap_or(true));
         self.uses.push(stream.record()?);

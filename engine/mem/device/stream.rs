@@ -12,6 +12,8 @@ use allstream_sys::cuda::{
     CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_NON_BLOCKING, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream,
 };
 
+use parking_lot::Mutex;
+
 use super::context::{Context, Entered};
 use super::handle::Device;
 use super::staging::Finish;
@@ -33,6 +35,14 @@ pub(super) struct Line {
     /// A number that no other stream of this process ever has: handles of the driver come again.
     pub(super) id: u64,
     owner: Owner,
+    /// Streams that collectives run on, by their numbers, which go on while this one waits (`queues.rs`).
+    pub(super) apart: Mutex<Vec<u64>>,
+}
+
+impl Line {
+    fn new(context: Arc<Context>, raw: CuStream, owner: Owner) -> Line {
+        Line { context, raw, id: number(), owner, apart: Mutex::default() }
+    }
 }
 
 /// Who sees to it that a stream exists, and destroys it.
@@ -103,7 +113,7 @@ impl DeviceStream {
             // SAFETY: in the device's context; destroyed with the last handle.
             unsafe { cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, priority(least, greatest)) }
         })?;
-        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), owner: Owner::Ours })))
+        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, Owner::Ours))))
     }
 
     /// A stream of someone else's: of an array library, say. It is not destroyed here.
@@ -125,12 +135,7 @@ impl DeviceStream {
                            (in candle: Device::new_cuda_with_stream)";
             return Err(Error::invalid("DeviceStream::from_raw", problem));
         }
-        Ok(DeviceStream(Arc::new(Line {
-            context: device.0.clone(),
-            raw,
-            id: number(),
-            owner: Owner::Promised,
-        })))
+        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, Owner::Promised))))
     }
 
     /// A stream of someone else's that exists as long as `owner` does.
@@ -145,8 +150,7 @@ impl DeviceStream {
         owner: impl Send + Sync + 'static,
     ) -> DeviceStream {
         let owner = Owner::Kept { _owner: Box::new(owner) };
-        let context = device.0.clone();
-        DeviceStream(Arc::new(Line { context, raw: CuStream(raw), id: number(), owner }))
+        DeviceStream(Arc::new(Line::new(device.0.clone(), CuStream(raw), owner)))
     }
 
     /// The device.
