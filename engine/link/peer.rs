@@ -52,9 +52,13 @@ pub(crate) struct PeerDevice {
 impl PeerDevice {
     pub(crate) fn new(stream: DeviceStream, size: usize) -> PeerDevice {
         stream.runs_collectives();
+        let mut probe = Probe::new(&stream);
+        if let Ok(probe) = &mut probe {
+            probe.choose_notifiers(&stream);
+        }
         PeerDevice {
             signal: Mutex::new(DeviceSignal::new(&stream)),
-            probe: Mutex::new(Probe::new(&stream)),
+            probe: Mutex::new(probe),
             stream,
             to: (0..size).map(|_| Marks::default()).collect(),
             failed: Mutex::default(),

@@ -65,8 +65,7 @@ impl Endpoint {
         // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
         // until all is there.
         let is_ours = device.is_on(stream);
-        let mut held_up = None;
-        let mut in_the_way = || *held_up.get_or_insert_with(|| device.may_be_held_up_by(stream));
+        let in_the_way = || device.may_be_held_up_by(stream);
         while !device.is_filled() && (is_ours || start.elapsed() < HELP || in_the_way()) {
             self.drive_once();
             if start.elapsed() > HELP {

@@ -9,6 +9,7 @@ use std::sync::{Arc, Weak};
 use allstream_sys::cuda::{CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CuIpcMemHandle};
 use parking_lot::Mutex;
 
+use super::chores::drop_later;
 use super::context::{Context, uuid};
 use super::pool::Exported;
 use super::stream::DeviceStream;
@@ -85,11 +86,11 @@ impl Import {
 /// never.
 pub(crate) fn retire(stream: &DeviceStream, held: impl Send + 'static) {
     match stream.record() {
-        Ok(event) if event.is_complete().unwrap_or(false) => drop(held),
+        Ok(event) if event.is_complete().unwrap_or(false) => drop_later(held),
         Ok(event) => {
             let then = move |outcome: Outcome| match outcome {
                 Outcome::Unknown(_) => std::mem::forget(held),
-                _ => drop(held),
+                _ => drop_later(held),
             };
             waiter::watch(event, Box::new(then));
         }

@@ -5,6 +5,7 @@
 
 mod between;
 mod buf;
+mod chores;
 mod context;
 #[cfg(feature = "cudarc")]
 mod cudarc;

@@ -14,9 +14,10 @@ use super::signal::DeviceSignal;
 use super::stream::DeviceStream;
 use crate::error::Error;
 
-/// How long the answer may take. A stream that has work of its own to do gives none in time: it is asked again the next
-/// time.
+/// How long the answer may take. A stream that has work of its own to do gives none in time: it is asked again.
 const LOOK: Duration = Duration::from_millis(2);
+/// So long without giving the processor away. A device that has nothing to do needs about as long.
+const SPIN: Duration = Duration::from_micros(50);
 
 /// All streams share the one queue that this process was given.
 fn is_one() -> bool {
@@ -49,15 +50,33 @@ impl Probe {
         others.any(|other| !known.contains(&other.0.id) && !self.goes_on(&other, waiting).unwrap_or(false))
     }
 
+    /// Keeps those of the streams that wait for events on the host's behalf which do not hold `ours` up: what they wait for
+    /// may come behind a stream that waits for a collective. Without any, events are asked for now and then.
+    pub(crate) fn choose_notifiers(&mut self, ours: &DeviceStream) {
+        if is_one() {
+            return; // no stream is made to wait for what is not on one
+        }
+        let context = &ours.0.context;
+        for notifier in context.take_notifiers() {
+            match self.goes_on(ours, &DeviceStream::of_context(context, notifier)) {
+                Ok(true) => context.give_back(notifier),
+                _ => context.put_away(notifier),
+            }
+        }
+    }
+
     /// Whether `other` comes to new work while `waiting` waits.
     fn goes_on(&mut self, other: &DeviceStream, waiting: &DeviceStream) -> Result<bool, Error> {
         self.turn = self.turn.wrapping_add(1);
-        waiting.wait_signal(&mut self.gate, self.turn)?;
-        let asked = other.put_signal(&mut self.bell, self.turn);
+        let waits = waiting.wait_signal(&mut self.gate, self.turn);
+        let asked = waits.and_then(|()| other.put_signal(&mut self.bell, self.turn));
         let start = Instant::now();
         let mut came = false;
         while asked.is_ok() && !came && start.elapsed() < LOOK {
-            std::hint::spin_loop();
+            match start.elapsed() < SPIN {
+                true => std::hint::spin_loop(),
+                false => std::thread::sleep(SPIN),
+            }
             came = self.bell.shows(self.turn);
         }
         self.gate.set(self.turn);
@@ -70,8 +89,10 @@ impl Probe {
 }
 
 impl DeviceStream {
-    /// From here on, as long as it lives, collectives run here: no stream that waits for one may hold this up.
+    /// From here on, as long as it lives, collectives run here: no stream that waits for one may hold this up. Makes the
+    /// streams that they will need.
     pub(crate) fn runs_collectives(&self) {
+        self.0.context.make_streams();
         let mut all = self.0.context.collectives.lock();
         all.retain(|other| other.strong_count() > 0);
         if !all.iter().any(|other| other.as_ptr() == Arc::as_ptr(&self.0)) {

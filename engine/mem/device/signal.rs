@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{CU_STREAM_WAIT_VALUE_GEQ, CuDevicePtr};
 
+use super::chores::drop_later;
 use super::pinned::PinnedBuf;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
@@ -75,13 +76,11 @@ impl DeviceSignal {
     pub(crate) fn release(&mut self, stream: &DeviceStream, value: u32) -> Result<(), Error> {
         let behind = stream.put_signal(self, value).and_then(|()| stream.record());
         let behind = behind.inspect_err(|_| self.set(value))?;
-        let memory = self.word.clone();
-        let then = move |outcome: Outcome| {
+        let (memory, later) = (self.word.clone(), behind.clone());
+        let then = move |_: Outcome| {
             set(&memory, value);
-            if matches!(outcome, Outcome::Unknown(_)) {
-                // The stream may come to it yet.
-                std::mem::forget(memory);
-            }
+            // The stream may come to it yet: the word stays until it has.
+            keep_until(later, memory);
         };
         waiter::watch_until(behind, Some(Instant::now() + RELEASE), Box::new(then));
         Ok(())
@@ -94,18 +93,19 @@ impl DeviceSignal {
     }
 }
 
+/// Drops it once the event is reached; where nobody can tell, never.
+fn keep_until(event: DeviceEvent, word: Arc<PinnedBuf<u32>>) {
+    let then = move |outcome: Outcome| match outcome {
+        Outcome::Unknown(_) => std::mem::forget(word),
+        _ => drop_later(word),
+    };
+    waiter::watch(event, Box::new(then));
+}
+
 impl Drop for DeviceSignal {
     fn drop(&mut self) {
         // Streams may still come to the word: it stays until they have.
-        for event in self.uses.drain(..) {
-            let word = self.word.clone();
-            let then = move |outcome: Outcome| {
-                if matches!(outcome, Outcome::Unknown(_)) {
-                    std::mem::forget(word);
-                }
-            };
-            waiter::watch(event, Box::new(then));
-        }
+        self.uses.drain(..).for_each(|event| keep_until(event, self.word.clone()));
     }
 }
 

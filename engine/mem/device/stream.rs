@@ -153,6 +153,11 @@ impl DeviceStream {
         DeviceStream(Arc::new(Line::new(device.0.clone(), CuStream(raw), owner)))
     }
 
+    /// A stream of the context's own, which is there as long as that.
+    pub(super) fn of_context(context: &Arc<Context>, raw: CuStream) -> DeviceStream {
+        DeviceStream(Arc::new(Line::new(context.clone(), raw, Owner::Promised)))
+    }
+
     /// The device.
     pub fn device(&self) -> Device {
         Device(self.0.context.clone())
@@ -190,6 +195,14 @@ impl DeviceStream {
             // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
             unsafe { cuda.event_record(event.0.raw, self.0.raw) }
         })
+    }
+
+    /// Sees to it that so many bytes of the pool can be had here without asking the driver, unless somebody else takes them
+    /// first. May wait for what is on the device: to be called by who holds nothing.
+    pub(crate) fn reserve(&self, bytes: usize) -> Result<(), Error> {
+        let context = &self.0.context;
+        let reserved = context.enter().and_then(|entered| context.reserve(&entered, &self.0, bytes as u64));
+        reserved.map_err(|error| context.tell("get memory for a collective", error))
     }
 
     /// Lets this stream's device touch the memory of another's. `false`: it cannot.

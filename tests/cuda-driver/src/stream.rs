@@ -9,7 +9,7 @@ use crate::abi::{Handle, Out, Table, fresh, lock};
 use crate::codes::{Code, Done};
 use crate::context::{Context, working};
 use crate::entry::call;
-use crate::knobs::Delays;
+use crate::knobs::{self, Delays};
 
 /// The smallest number that is a priority.
 pub(crate) const MOST_URGENT: i32 = -5;
@@ -299,6 +299,15 @@ impl Stream {
     }
 }
 
+/// What a real driver may do in calls that give memory, take it back, load code or make streams, and this one does if the
+/// knob says so: waits until all that is on the device now is over.
+pub(crate) fn settle() {
+    static WAITS: std::sync::LazyLock<bool> = std::sync::LazyLock::new(knobs::waits);
+    if *WAITS && let Ok(context) = working() {
+        Stream::all_of(&context).iter().for_each(|stream| stream.here().wait(&context));
+    }
+}
+
 /// The threads' own streams. They stay after their threads, with nothing to do, until a reset.
 pub(crate) static OWN_STREAMS: Table<Stream> = Table::new();
 
@@ -307,6 +316,7 @@ fn create(out: &Out<Handle>, flags: u32, priority: i32) -> Done {
     if flags & !NON_BLOCKING != 0 {
         return Err(Code::INVALID_VALUE);
     }
+    settle();
     let stream = Stream::start(&context, flags, priority.clamp(MOST_URGENT, 0), false)?;
     STREAMS.add(stream.handle, stream.clone());
     out.set(stream.handle)
