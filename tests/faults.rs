@@ -12,6 +12,8 @@ mod guests;
 mod harness;
 #[path = "faults/kills.rs"]
 mod kills;
+#[path = "faults/losses.rs"]
+mod losses;
 #[path = "faults/mismatches.rs"]
 mod mismatches;
 #[path = "faults/others.rs"]
@@ -43,6 +45,9 @@ fn rank() {
             "loops" => guests::rank(me).await,
             "aborts" => aborts::aborts(me).await,
             "child_timeout" => aborts::child_timeout(me).await,
+            "leaves" => losses::leaves(me).await,
+            "two_hundred" => losses::two_hundred(me).await,
+            "hanging_files" => losses::hanging_files(me).await,
             other => panic!("no part is called {other}"),
         }
     });
