@@ -299,7 +299,9 @@ fn seconds(operation: &Operation, written_at_ms: f64) -> f64 {
         State::Queued => operation.submitted_us,
         _ => operation.started_us.unwrap_or(operation.submitted_us),
     };
-    let to = if operation.open() { written_at_ms * 1e3 } else { operation.finished_us.unwrap_or(from) };
+    // One that failed with its communicator is shown as it was then: it has ended, and is open.
+    let still = if operation.open() { written_at_ms * 1e3 } else { from };
+    let to = operation.finished_us.unwrap_or(still);
     ((to - from) / 1e6).max(0.0)
 }
 

@@ -1,7 +1,12 @@
 //! The flight recorder: the last operations of each communicator, written as JSON when something fails.
 //!
+//! Failures come first: nobody waits for a file before all who are concerned know what has failed. The files are written
+//! by a thread of their own ([`writer`]).
+//!
 //! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream`
 //! in the system's directory for temporary files; `ALLSTREAM_TRACE_DIR=off` turns them off.
+
+pub(crate) mod writer;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -78,9 +83,13 @@ impl Recorder {
         });
     }
 
+    /// An operation has ended. One that failed, failed because its communicator is dead: it is shown as it was at that time,
+    /// queued or running, since that tells why.
     pub(crate) fn finished(&self, number: u64, state: State) {
         self.with(number, |r| {
-            r.state = state;
+            if state == State::Done {
+                r.state = state;
+            }
             r.finished = Some(Instant::now());
         });
     }
@@ -129,8 +138,18 @@ pub(crate) struct CommRecord {
     pub(crate) operations: Vec<OperationRecord>,
 }
 
-#[derive(Serialize)]
-struct Recording {
+/// Where files go; none: nowhere.
+fn directory() -> Option<PathBuf> {
+    match std::env::var_os("ALLSTREAM_TRACE_DIR") {
+        Some(off) if off == "off" => None,
+        Some(dir) => Some(PathBuf::from(dir)),
+        None => Some(std::env::temp_dir().join("allstream")),
+    }
+}
+
+/// All that a rank writes about its world.
+#[derive(Debug, Serialize)]
+pub(crate) struct Recording {
     version: u32,
     world: String,
     rank: Rank,
@@ -141,44 +160,39 @@ struct Recording {
     comms: Vec<CommRecord>,
 }
 
-/// Writes a rank's recorders; returns where. A failure to write is logged, not an error: something else is wrong
-/// already.
-pub(crate) fn write(
-    world: &str,
-    rank: Rank,
-    size: usize,
-    cause: Option<&Error>,
-    comms: Vec<CommRecord>,
-) -> Option<PathBuf> {
-    let dir = match std::env::var_os("ALLSTREAM_TRACE_DIR") {
-        Some(off) if off == "off" => return None,
-        Some(dir) => PathBuf::from(dir),
-        None => std::env::temp_dir().join("allstream"),
-    };
-    let recording = Recording {
-        version: 1,
-        world: world.to_owned(),
-        rank,
-        size,
-        pid: std::process::id(),
-        written_at_unix_ms: unix_us() / 1e3,
-        cause: cause.map(Error::to_string),
-        comms,
-    };
-    let path = dir.join(format!("{world}-rank{rank}.json"));
-    // Whole or not at all: two threads may learn of a failure at once, and a reader may look meanwhile.
-    static WRITING: Mutex<()> = Mutex::new(());
-    let part = path.with_extension("part");
-    let one_at_a_time = WRITING.lock();
-    let written = std::fs::create_dir_all(&dir)
-        .and_then(|()| std::fs::write(&part, serde_json::to_vec(&recording).unwrap_or_default()))
-        .and_then(|()| std::fs::rename(&part, &path));
-    drop(one_at_a_time);
-    match written {
-        Ok(()) => Some(path),
-        Err(e) => {
-            tracing::warn!(path = %path.display(), error = %e, "the flight recorder could not be written");
-            None
+impl Recording {
+    pub(crate) fn new(
+        world: String,
+        (rank, size): (Rank, usize),
+        cause: &Error,
+        comms: Vec<CommRecord>,
+    ) -> Recording {
+        Recording {
+            version: 1,
+            world,
+            rank,
+            size,
+            pid: std::process::id(),
+            written_at_unix_ms: unix_us() / 1e3,
+            cause: Some(cause.to_string()),
+            comms,
+        }
+    }
+
+    /// Writes the file. A failure to write is logged, not an error: something else is wrong already.
+    fn write(&self) {
+        let Some(dir) = directory() else { return };
+        let path = dir.join(format!("{}-rank{}.json", self.world, self.rank));
+        // Whole or not at all: a reader may look meanwhile.
+        let part = path.with_extension("part");
+        let written = std::fs::create_dir_all(&dir)
+            .and_then(|()| std::fs::write(&part, serde_json::to_vec(self).unwrap_or_default()))
+            .and_then(|()| std::fs::rename(&part, &path));
+        match written {
+            Ok(()) => tracing::info!(path = %path.display(), "flight recorder written"),
+            Err(e) => {
+                tracing::warn!(path = %path.display(), error = %e, "the flight recorder could not be written");
+            }
         }
     }
 }

@@ -24,6 +24,11 @@ const FLUSH: Duration = Duration::from_secs(1);
 
 /// The most ranks of [`Comm::local`]: what they hold for each other grows with the square of their number.
 pub(super) const MOST_LOCAL: usize = 4096;
+/// How long the last handle of a world waits for its flight recorders, if they are still to be written.
+const RECORDERS: Duration = Duration::from_millis(500);
+
+/// How often `close` looks again.
+const LOOK: Duration = Duration::from_micros(200);
 
 /// How long `close` waits for the other ranks to close too.
 const CLOSING: Duration = Duration::from_secs(2);
@@ -45,6 +50,10 @@ impl Drop for Membership {
         self.world.leave();
         if let Some(mesh) = &self.mesh {
             mesh.leave_blocking(self.world.loss(), FLUSH);
+        }
+        // This may be the end of the process. The control thread has others to look after.
+        if !runtime::is_control_thread() {
+            self.world.wait_for_recorders(RECORDERS);
         }
     }
 }
@@ -247,20 +256,17 @@ impl Comm {
         forked::check()?;
         let endpoint = self.0.endpoint.clone();
         let calls = endpoint.close();
-        let (waiting, world) = (endpoint.clone(), self.0.membership.world.clone());
-        runtime::run(async move {
-            let pause = || tokio::time::sleep(Duration::from_micros(200));
-            while waiting.cause().is_none() && !waiting.is_quiet() {
-                pause().await;
-            }
-            world.closing(&waiting, calls);
-            let end = Instant::now() + CLOSING;
-            while waiting.cause().is_none() && !waiting.all_closing() && Instant::now() < end {
-                pause().await;
-            }
-            Ok(())
-        })
-        .await?;
+        let world = self.0.membership.world.clone();
+        // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
+        let mut ticks = runtime::ticks(LOOK)?;
+        while endpoint.cause().is_none() && !endpoint.is_quiet() {
+            ticks.next().await?;
+        }
+        world.closing(&endpoint, calls);
+        let end = Instant::now() + CLOSING;
+        while endpoint.cause().is_none() && !endpoint.all_closing() && Instant::now() < end {
+            ticks.next().await?;
+        }
         if let Some(error) = endpoint.leftover() {
             endpoint.fail(error);
         }
@@ -270,6 +276,10 @@ impl Comm {
         if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
             membership.world.empty_pool();
             mesh.close(membership.world.loss()).await;
+        }
+        let end = Instant::now() + RECORDERS;
+        while Arc::strong_count(&membership) == 1 && world.is_recording() && Instant::now() < end {
+            ticks.next().await?;
         }
         result
     }

@@ -7,6 +7,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+mod departed;
+mod records;
+#[cfg(test)]
+mod tests;
+
+use self::departed::Departed;
+use self::records::Dead;
 use super::agree::Agreements;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use super::pool::{self, Pool};
@@ -20,7 +27,6 @@ use crate::link::local::Gate;
 use crate::link::region::{Region, TURNED};
 use crate::plan::choices::{Choices, LinkClass, Place};
 use crate::plan::{Env, Shape, suitable};
-use crate::trace::{self, CommRecord};
 use crate::types::{Algo, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
@@ -130,10 +136,12 @@ pub(crate) struct World {
     gate: Gate,
     pub(crate) defaults: Defaults,
     comms: Mutex<HashMap<CommId, Weak<Endpoint>>>,
-    first_loss: Mutex<Option<(Rank, Lost)>>,
-    left: Mutex<Vec<Rank>>,
-    /// What was said of communicators that are not made here yet (or no more); the last [`EARLY`].
-    early: Mutex<VecDeque<(Rank, Message)>>,
+    departed: Mutex<Departed>,
+    /// Communicators that have died, for the flight recorder; the last ones.
+    dead: Mutex<VecDeque<Dead>>,
+    /// What was said of communicators that are not made here yet (or no more), and how many losses were known then; the
+    /// last [`EARLY`].
+    early: Mutex<VecDeque<(Rank, Message, usize)>>,
     pub(super) pool: Pool,
     pub(super) agreements: Mutex<Agreements>,
 }
@@ -186,8 +194,8 @@ impl World {
             gate,
             defaults,
             comms: Mutex::default(),
-            first_loss: Mutex::new(None),
-            left: Mutex::default(),
+            departed: Mutex::default(),
+            dead: Mutex::default(),
             early: Mutex::default(),
             pool: Pool::new(defaults.pool),
             agreements: Mutex::default(),
@@ -271,21 +279,16 @@ impl World {
             comms.retain(|_, endpoint| endpoint.strong_count() > 0);
             comms.insert(comm, Arc::downgrade(&endpoint));
         }
+        // What was heard before this communicator existed counts for it too, in the order heard.
         let early: Vec<_> =
-            self.early.lock().iter().filter(|(_, m)| m.comm() == Some(comm)).cloned().collect();
-        for (from, message) in early {
+            self.early.lock().iter().filter(|(_, m, _)| m.comm() == Some(comm)).cloned().collect();
+        for (from, message, known) in early {
+            self.apply_losses(&endpoint, known);
             self.message(from, message);
         }
-        // What was heard before this communicator existed counts for it too.
-        let lost = *self.first_loss.lock();
-        if let Some((rank, how)) = lost {
-            self.lose(&endpoint, rank, how);
-        }
-        for rank in self.left.lock().iter() {
-            if let Some(peer) = endpoint.config.members.iter().position(|m| m == rank) {
-                endpoint.peer_left(peer);
-            }
-        }
+        self.apply_losses(&endpoint, usize::MAX);
+        let left = self.departed.lock().left_among(&endpoint.config.members);
+        left.into_iter().for_each(|peer| endpoint.peer_left(peer));
         Ok(endpoint)
     }
 
@@ -334,42 +337,17 @@ impl World {
         self.tell_members(endpoint, &Message::Closing { comm: CommId(endpoint.config.comm), calls });
     }
 
-    fn lose(&self, endpoint: &Arc<Endpoint>, rank: Rank, how: Lost) {
-        let Some(peer) = endpoint.config.members.iter().position(|m| *m == rank) else { return };
-        let cause = Error::PeerLost { rank: peer, how, operation: None };
+    /// Kills a communicator that has lost a member, for the first such loss of the first `known`.
+    fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
+        let first = self.departed.lock().first_among(&endpoint.config.members, known);
+        let Some((rank, how)) = first.filter(|_| endpoint.dying_of().is_none()) else { return };
+        let cause = Error::PeerLost { rank, how, operation: None };
         // Told before anyone here wakes: should this process end because of it, the others know the root cause first.
         self.tell_members(
             endpoint,
             &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() },
         );
-        self.poison(endpoint, cause);
-    }
-
-    fn poison(&self, endpoint: &Arc<Endpoint>, cause: Error) {
-        if endpoint.cause().is_none() {
-            self.record(Some(&cause), Some(endpoint));
-            endpoint.poison(cause);
-        }
-    }
-
-    /// Writes the flight recorders of all communicators.
-    pub(crate) fn record(&self, cause: Option<&Error>, failing: Option<&Endpoint>) {
-        let comms = self.endpoints();
-        let each = |e: &Arc<Endpoint>| CommRecord {
-            id: e.config.comm,
-            name: e.config.name.clone(),
-            rank: e.config.rank,
-            members: e.config.members.clone(),
-            poisoned: match failing {
-                Some(f) if f.config.comm == e.config.comm => cause.map(Error::to_string),
-                _ => e.cause().map(|c| c.to_string()),
-            },
-            operations: e.recorder.snapshot(),
-        };
-        let records = comms.iter().map(each).collect();
-        if let Some(path) = trace::write(&self.name(), self.rank, self.size, cause, records) {
-            tracing::info!(path = %path.display(), "flight recorder written");
-        }
+        endpoint.poison(cause);
     }
 
     /// This rank leaves: says so to ranks of the same process (a mesh says its own goodbye).
@@ -384,18 +362,20 @@ impl World {
 
     /// The first loss this rank knows of, to be passed on with its goodbye.
     pub(crate) fn loss(&self) -> Option<Error> {
-        self.first_loss.lock().map(|(rank, how)| Error::PeerLost { rank, how, operation: None })
+        self.departed.lock().first().map(|(rank, how)| Error::PeerLost { rank, how, operation: None })
     }
 }
 
 impl Control for World {
     fn abort(&self, endpoint: &Endpoint, cause: &Error) {
-        tracing::warn!(comm = endpoint.config.name, rank = endpoint.config.rank, %cause, "communicator aborted");
         self.tell_members(
             endpoint,
             &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() },
         );
-        self.record(Some(cause), Some(endpoint));
+    }
+
+    fn dies(self: Arc<Self>, endpoint: &Endpoint, cause: &Error) {
+        self.record(endpoint, cause);
     }
 
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break) {
@@ -426,17 +406,18 @@ impl Events for World {
         if self.find(comm).is_none()
             && matches!(message, Message::Abort { .. } | Message::Closing { .. } | Message::Broke { .. })
         {
+            let known = self.departed.lock().count();
             let mut early = self.early.lock();
             if early.len() == EARLY {
                 early.pop_front();
             }
-            early.push_back((from, message.clone()));
+            early.push_back((from, message.clone(), known));
         }
         // Looked for after it was put aside: should the communicator be made meanwhile, one of the two sees it.
         let Some(endpoint) = self.find(comm) else { return };
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {
-            Message::Abort { cause, .. } => self.poison(&endpoint, cause),
+            Message::Abort { cause, .. } => endpoint.poison(cause),
             Message::Stalled { number, signature, .. } => {
                 let last = endpoint.asked(peer, number, signature);
                 self.send(from, Message::Called { comm, number, last });
@@ -457,10 +438,11 @@ impl Events for World {
 
     fn lost(&self, rank: Rank, how: Lost) {
         self.agree_lost(rank, how);
-        let (root, how) = *self.first_loss.lock().get_or_insert((rank, how));
-        for endpoint in self.endpoints() {
-            self.lose(&endpoint, root, how);
-            self.lose(&endpoint, rank, how);
+        // Put down first: a communicator that is being made either is found here, or finds it there.
+        if self.departed.lock().lose(rank, how) {
+            for endpoint in self.endpoints() {
+                self.apply_losses(&endpoint, usize::MAX);
+            }
         }
         self.member_gone(rank);
     }
@@ -468,10 +450,11 @@ impl Events for World {
     fn goodbye(&self, rank: Rank, cause: Option<Error>) {
         self.member_gone(rank);
         self.agree_goodbye(rank, &cause);
+        // The groups in which the lost rank was have failed by now; to the others, this one has left.
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
-            return self.lost(dead, how);
+            self.lost(dead, how);
         }
-        self.left.lock().push(rank);
+        self.departed.lock().leave(rank);
         for endpoint in self.endpoints() {
             if let Some(peer) = endpoint.config.members.iter().position(|m| *m == rank) {
                 endpoint.peer_left(peer);

@@ -72,10 +72,12 @@ const HANG_UP: Duration = Duration::from_secs(1);
 
 /// What the executor tells the other ranks, outside the data path.
 pub(crate) trait Control: Send + Sync {
-    /// The communicator is dead, for this cause, found here.
+    /// The communicator is dead, for this cause, found here: tells the others.
     fn abort(&self, endpoint: &Endpoint, cause: &Error);
     /// A data connection broke: ask its other end whether it is still a member.
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break);
+    /// The communicator dies, for this cause, wherever it was found. Neither blocks nor does I/O: nobody here knows yet.
+    fn dies(self: Arc<Self>, endpoint: &Endpoint, cause: &Error);
     /// An operation waits: ask the others what they called.
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
 }
@@ -190,7 +192,7 @@ pub(crate) struct Endpoint {
     left: Mutex<Vec<bool>>,
     /// Peers that have closed, and how many collectives they had called.
     closing: Mutex<Vec<Option<u64>>>,
-    pub(crate) recorder: Recorder,
+    pub(crate) recorder: Arc<Recorder>,
     programs: Mutex<Programs>,
     binding: OnceLock<Arc<Binding>>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
@@ -277,7 +279,7 @@ impl Endpoint {
             heard: Mutex::new(vec![None; size]),
             left: Mutex::new(vec![false; size]),
             closing: Mutex::new(vec![None; size]),
-            recorder: Recorder::new(),
+            recorder: Arc::new(Recorder::new()),
             programs: Mutex::default(),
             binding: OnceLock::new(),
             token: Box::default(),
@@ -335,6 +337,11 @@ impl Endpoint {
     /// The first cause by which this communicator died, if it has.
     pub(crate) fn cause(&self) -> Option<Error> {
         if self.poisoned.load(Ordering::Acquire) { self.cause.get().cloned() } else { None }
+    }
+
+    /// The same, also while those who wait are still to be woken.
+    pub(crate) fn dying_of(&self) -> Option<&Error> {
+        self.cause.get()
     }
 
     fn mismatch(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {

@@ -3,10 +3,11 @@
 use std::future::Future;
 use std::sync::OnceLock;
 use std::thread::ThreadId;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinHandle};
 
 use crate::error::Error;
@@ -45,7 +46,7 @@ fn start() -> Result<Control, Error> {
         .enable_time()
         .thread_name("allstream-dns")
         .max_blocking_threads(4)
-        .thread_keep_alive(std::time::Duration::from_secs(1))
+        .thread_keep_alive(Duration::from_secs(1))
         .build()
         .map_err(|e| Error::system(doing(), e))?;
     let handle = runtime.handle().clone();
@@ -102,6 +103,32 @@ where
     })
 }
 
+/// Ticks of the control thread's clock, for a loop that runs wherever it is awaited.
+pub(crate) struct Ticks(mpsc::Receiver<()>);
+
+/// A tick after each `pause`, and never more than one to be taken at once. They end with what is returned.
+pub(crate) fn ticks(pause: Duration) -> Result<Ticks, Error> {
+    let (tell, told) = mpsc::channel(1);
+    spawn(async move {
+        loop {
+            tokio::time::sleep(pause).await;
+            if tell.send(()).await.is_err() {
+                return;
+            }
+        }
+    })?;
+    Ok(Ticks(told))
+}
+
+impl Ticks {
+    /// Waits for the next one, on any executor.
+    pub(crate) async fn next(&mut self) -> Result<(), Error> {
+        let ended =
+            || Error::system(format!("waiting for the control thread `{THREAD}`"), "its clock has ended");
+        self.0.recv().await.ok_or_else(ended)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -109,7 +136,7 @@ mod tests {
     #[test]
     fn serves_an_executor_that_is_not_tokio() {
         let name = futures::executor::block_on(run(async {
-            tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
             assert!(is_control_thread());
             Ok(std::thread::current().name().map(str::to_owned))
         }));
@@ -133,7 +160,7 @@ mod tests {
         }));
         assert!(futures::executor::block_on(futures::future::poll_immediate(&mut waiting)).is_none());
         drop(waiting);
-        let end = gone.recv_timeout(std::time::Duration::from_secs(10));
+        let end = gone.recv_timeout(Duration::from_secs(10));
         assert_eq!(end, Err(std::sync::mpsc::RecvTimeoutError::Disconnected));
     }
 }

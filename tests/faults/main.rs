@@ -9,6 +9,7 @@ mod forks;
 mod guests;
 mod kills;
 mod links;
+mod losses;
 mod mismatches;
 mod others;
 mod programs;
@@ -41,6 +42,9 @@ fn rank() {
             "breaks" => links::breaks(me).await,
             "leaves_one" => links::leaves_one(me).await,
             "child_timeout" => aborts::child_timeout(me).await,
+            "leaves" => losses::leaves(me).await,
+            "two_hundred" => losses::two_hundred(me).await,
+            "hanging_files" => losses::hanging_files(me).await,
             other => panic!("no part is called {other}"),
         }
     });

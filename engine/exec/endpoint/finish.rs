@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use super::{Endpoint, Table, grace};
+use super::{Endpoint, EndpointConfig, Table, grace};
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::inflight::Key;
 use crate::forked;
@@ -137,23 +137,30 @@ impl Endpoint {
         if let Error::Mismatch { comm, .. } = &mut error {
             comm.clone_from(&self.config.name);
         }
-        if self.cause.set(error).is_ok() {
+        if self.cause.set(error).is_ok()
+            && let Some(cause) = self.cause.get()
+        {
             // Told before anyone here wakes: should this process end because of it, the others know the cause.
-            if let Some(cause) = self.cause.get() {
-                self.config.control.abort(self, cause);
-            }
-            self.wake_dead();
+            self.config.control.abort(self, cause);
+            self.wake_dead(cause);
+            let EndpointConfig { name, rank, .. } = &self.config;
+            tracing::warn!(comm = name, rank, %cause, "communicator aborted");
         }
     }
 
     /// Kills the communicator for a cause heard of.
     pub(crate) fn poison(self: &Arc<Self>, error: Error) {
-        if self.cause.set(error).is_ok() {
-            self.wake_dead();
+        if self.cause.set(error).is_ok()
+            && let Some(cause) = self.cause.get()
+        {
+            self.wake_dead(cause);
         }
     }
 
-    fn wake_dead(self: &Arc<Self>) {
+    /// Nothing here waits, for a file or a log either: those come after.
+    fn wake_dead(self: &Arc<Self>, cause: &Error) {
+        // Before anyone wakes: whoever leaves because of it finds that a recorder is still to be written.
+        self.config.control.clone().dies(self, cause);
         self.poisoned.store(true, Ordering::Release);
         self.arm();
         self.config.lane.kick();

@@ -132,6 +132,11 @@ impl Endpoint {
         self.config.lane.kick();
     }
 
+    #[cfg(test)]
+    pub(crate) fn who_left(&self) -> Vec<bool> {
+        self.left.lock().clone()
+    }
+
     pub(super) fn check_time(self: &Arc<Self>, run: &mut Run, now: Instant) {
         self.ask_about_breaks(run);
         let mut error = None;

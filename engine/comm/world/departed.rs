@@ -1,0 +1,51 @@
+//! Who has gone from a world, and how: all of them, in the order heard.
+
+use crate::error::Lost;
+use crate::types::Rank;
+
+/// The ranks that were lost or have left. A rank may be lost after it has left: by what another rank says of it.
+#[derive(Default)]
+pub(super) struct Departed {
+    lost: Vec<(Rank, Lost)>,
+    left: Vec<Rank>,
+}
+
+impl Departed {
+    /// A rank is lost. `false`: that was known, and what was heard first stays.
+    pub(super) fn lose(&mut self, rank: Rank, how: Lost) -> bool {
+        let new = !self.lost.iter().any(|(r, _)| *r == rank);
+        if new {
+            self.lost.push((rank, how));
+        }
+        new
+    }
+
+    /// A rank has said goodbye.
+    pub(super) fn leave(&mut self, rank: Rank) {
+        if !self.left.contains(&rank) {
+            self.left.push(rank);
+        }
+    }
+
+    /// The first loss of all.
+    pub(super) fn first(&self) -> Option<(Rank, Lost)> {
+        self.lost.first().copied()
+    }
+
+    /// How many ranks are known to be lost.
+    pub(super) fn count(&self) -> usize {
+        self.lost.len()
+    }
+
+    /// Of the first `known` losses the first that concerns a group of these members: the place of the lost rank among
+    /// them, and how it was lost.
+    pub(super) fn first_among(&self, members: &[Rank], known: usize) -> Option<(Rank, Lost)> {
+        let place = |(rank, how): &(Rank, Lost)| Some((members.iter().position(|m| m == rank)?, *how));
+        self.lost.iter().take(known).find_map(place)
+    }
+
+    /// The places of those among these members who have left.
+    pub(super) fn left_among(&self, members: &[Rank]) -> Vec<Rank> {
+        self.left.iter().filter_map(|rank| members.iter().position(|m| m == rank)).collect()
+    }
+}

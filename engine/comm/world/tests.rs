@@ -1,0 +1,118 @@
+//! What a world's communicators hear of losses, in whatever order things happen.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::exec::lane;
+
+/// Ranks of the world; rank 0 is the one that hears.
+const SIZE: usize = 5;
+/// Groups of them, with world ranks in the order of each: made at some time, or never.
+const GROUPS: [&[Rank]; 6] = [&[0, 1, 2, 3, 4], &[3, 0], &[0, 1, 2], &[4, 2, 0], &[1, 0, 4, 3], &[0]];
+
+#[derive(Clone, Debug)]
+enum Step {
+    Make(usize),
+    Lost(Rank, Lost),
+    /// A rank leaves: in peace, or for the loss of another.
+    Goodbye(Rank, Option<(Rank, Lost)>),
+    /// A rank says that a group is dead.
+    Abort(usize, Rank),
+}
+
+fn how() -> impl Strategy<Value = Lost> {
+    prop_oneof![Just(Lost::Died), (1u64..4).prop_map(|s| Lost::Silent(Duration::from_secs(s)))]
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let cause = proptest::option::of((0..SIZE, how()));
+    prop_oneof![
+        4 => (0..GROUPS.len()).prop_map(Step::Make),
+        2 => (1..SIZE, how()).prop_map(|(rank, how)| Step::Lost(rank, how)),
+        2 => (1..SIZE, cause).prop_map(|(rank, cause)| Step::Goodbye(rank, cause)),
+        1 => (0..GROUPS.len(), 1..SIZE).prop_map(|(group, from)| Step::Abort(group, from)),
+    ]
+}
+
+/// A world whose other ranks hear nothing.
+fn world() -> Arc<World> {
+    let id = *b"losses and leave";
+    let (mates, gate, region) = (Housemates::of(id), Gate::default(), Arc::new(Region::private().unwrap()));
+    mates.enter(0, region.clone(), gate.clone());
+    let transport = Transport::Hub(Arc::default());
+    let settings = (Defaults::from_env().unwrap(), Arc::default());
+    let near = vec![Locality::SameProcess; SIZE];
+    World::new((0, SIZE, id), transport, (mates, gate), region, lane().unwrap(), near, settings)
+}
+
+fn id(group: usize) -> CommId {
+    CommId(group as u64 + 1)
+}
+
+fn abort(group: usize, from: Rank) -> Error {
+    Error::Aborted { by: from, reason: format!("group {group}, says rank {from}") }
+}
+
+/// What a group is to know, from all that was heard so far: its cause, and who has left.
+fn expected(group: usize, heard: &[Step]) -> (Option<Error>, Vec<bool>) {
+    let members = GROUPS[group];
+    let place = |rank: Rank| members.iter().position(|m| *m == rank);
+    let (mut cause, mut left, mut known) = (None, vec![false; members.len()], [false; SIZE]);
+    for step in heard {
+        let new = match step {
+            Step::Make(_) | Step::Goodbye(_, None) => None,
+            Step::Lost(rank, how) | Step::Goodbye(_, Some((rank, how))) => {
+                let again = std::mem::replace(&mut known[*rank], true);
+                place(*rank).filter(|_| !again).map(|rank| Error::PeerLost {
+                    rank,
+                    how: *how,
+                    operation: None,
+                })
+            }
+            Step::Abort(of, from) => place(*from).filter(|_| *of == group).map(|_| abort(group, *from)),
+        };
+        cause = cause.or(new);
+        if let Step::Goodbye(rank, _) = step
+            && let Some(place) = place(*rank)
+        {
+            left[place] = true;
+        }
+    }
+    (cause, left)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 128, ..ProptestConfig::default() })]
+
+    /// Each group fails for the first loss of a member that was heard of, whenever it was made, and knows who has left.
+    #[test]
+    fn every_group_hears_of_losses_and_leaves_in_any_order(steps in proptest::collection::vec(step(), 1..24)) {
+        let world = world();
+        let mut groups: Vec<Option<Arc<Endpoint>>> = vec![None; GROUPS.len()];
+        let mut heard = Vec::new();
+        for step in steps {
+            match step.clone() {
+                Step::Make(group) if groups[group].is_none() => {
+                    let lines = Lines::New(vec![0; GROUPS[group].len()]);
+                    let made = world.endpoint(id(group), format!("group {group}"), GROUPS[group].to_vec(), lines);
+                    groups[group] = Some(made.unwrap());
+                }
+                Step::Make(_) => {}
+                Step::Lost(rank, how) => world.lost(rank, how),
+                Step::Goodbye(rank, cause) => {
+                    let cause = cause.map(|(rank, how)| Error::PeerLost { rank, how, operation: None });
+                    world.goodbye(rank, cause);
+                }
+                Step::Abort(group, from) => {
+                    world.message(from, Message::Abort { comm: id(group), cause: abort(group, from) });
+                }
+            }
+            heard.push(step);
+            for (group, endpoint) in groups.iter().enumerate() {
+                let Some(endpoint) = endpoint else { continue };
+                let known = (endpoint.cause(), endpoint.who_left());
+                prop_assert_eq!(known, expected(group, &heard), "group {} after {:?}", group, heard);
+            }
+        }
+    }
+}

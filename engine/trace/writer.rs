@@ -1,0 +1,196 @@
+//! The thread that writes flight recorders. It is started when there is something to write, and ends when there is nothing
+//! more; what is asked for while it has not begun is written once.
+//!
+//! Nobody waits for it but who ends a process, for a bounded time: a file system may hang.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Weak;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread::ThreadId;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+use super::Recording;
+use crate::error::Error;
+
+/// The thread's name.
+const THREAD: &str = "allstream-trace";
+/// What one loss does to many communicators comes within this time, and goes into one file.
+const SETTLE: Duration = Duration::from_millis(10);
+
+/// A rank with something to write.
+pub(crate) trait Recorded: Send + Sync {
+    /// What is to be written, for this cause. Called on the writing thread.
+    fn recording(&self, cause: &Error) -> Recording;
+}
+
+struct Request {
+    from: Weak<dyn Recorded>,
+    /// The first of those that came since the last file was begun.
+    cause: Error,
+}
+
+struct State {
+    requests: VecDeque<Request>,
+    /// There is a thread.
+    runs: bool,
+    thread: Option<ThreadId>,
+    /// Whose file it is at.
+    at: Option<Weak<dyn Recorded>>,
+    /// Somebody waits for a file: it does not wait for more to come then.
+    hurried: bool,
+}
+
+impl State {
+    /// Whether something of a rank's is still to be written.
+    fn concerns(&self, rank: &Weak<dyn Recorded>) -> bool {
+        self.requests.iter().map(|r| &r.from).chain(&self.at).any(|from| from.ptr_eq(rank))
+    }
+}
+
+/// What there is to write, and the thread that does.
+pub(crate) struct Writer {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// The process that has used it: threads do not survive a fork, and locks may be held for ever in the child.
+    process: AtomicU32,
+}
+
+/// The process's writer.
+pub(crate) static WRITER: Writer = Writer::new();
+
+impl Writer {
+    const fn new() -> Writer {
+        let state = State { requests: VecDeque::new(), runs: false, thread: None, at: None, hurried: false };
+        Writer { state: Mutex::new(state), changed: Condvar::new(), process: AtomicU32::new(0) }
+    }
+
+    /// Whether this process was forked from one that has used the writer.
+    fn is_a_forks(&self) -> bool {
+        let (here, first) = (std::process::id(), self.process.load(Ordering::Relaxed));
+        first != here && self.process.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).is_err()
+    }
+
+    /// Has a rank's recorders written soon. Never blocks, and does no I/O.
+    pub(crate) fn request(&'static self, from: Weak<dyn Recorded>, cause: &Error) {
+        if super::directory().is_none() || self.is_a_forks() {
+            return;
+        }
+        let mut state = self.state.lock();
+        if state.requests.iter().any(|r| r.from.ptr_eq(&from)) {
+            return;
+        }
+        state.requests.push_back(Request { from, cause: cause.clone() });
+        if state.runs {
+            return;
+        }
+        let thread = std::thread::Builder::new().name(THREAD.into()).spawn(move || self.run());
+        match thread {
+            Ok(thread) => (state.runs, state.thread) = (true, Some(thread.thread().id())),
+            Err(error) => {
+                state.requests.clear();
+                drop(state);
+                tracing::warn!(%error, "the flight recorder could not be written: there is no thread for it");
+            }
+        }
+    }
+
+    /// Whether something of a rank's is still to be written. It is hurried then.
+    pub(crate) fn is_behind(&self, rank: &Weak<dyn Recorded>) -> bool {
+        if self.is_a_forks() {
+            return false;
+        }
+        let mut state = self.state.lock();
+        let behind = state.concerns(rank) && state.thread != Some(std::thread::current().id());
+        if behind && !state.hurried {
+            state.hurried = true;
+            self.changed.notify_all();
+        }
+        behind
+    }
+
+    /// Blocks until everything of a rank's is written, but not for longer than `patience`.
+    pub(crate) fn wait(&self, rank: &Weak<dyn Recorded>, patience: Duration) {
+        let end = Instant::now() + patience;
+        while self.is_behind(rank) {
+            let mut state = self.state.lock();
+            if state.concerns(rank) && self.changed.wait_until(&mut state, end).timed_out() {
+                return;
+            }
+        }
+    }
+
+    fn run(&self) {
+        let mut state = self.state.lock();
+        while !state.requests.is_empty() {
+            let end = Instant::now() + SETTLE;
+            while !state.hurried && !self.changed.wait_until(&mut state, end).timed_out() {}
+            while let Some(Request { from, cause }) = state.requests.pop_front() {
+                state.at = Some(from.clone());
+                drop(state);
+                // Whoever drops the last handle of a communicator meanwhile drops what it held here: somebody else's code.
+                let _ = catch_unwind(AssertUnwindSafe(|| {
+                    let recording = from.upgrade().map(|from| from.recording(&cause));
+                    // Nothing of the world is held while a file system may hang.
+                    if let Some(recording) = recording {
+                        recording.write();
+                    }
+                }));
+                state = self.state.lock();
+                state.at = None;
+                self.changed.notify_all();
+            }
+            state.hurried = false;
+        }
+        (state.runs, state.thread) = (false, None);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::{Arc, mpsc};
+
+    use super::*;
+
+    /// A rank whose recording takes until it is told to go on.
+    struct Slow {
+        begun: mpsc::Sender<()>,
+        go_on: Mutex<mpsc::Receiver<()>>,
+        count: AtomicUsize,
+    }
+
+    impl Recorded for Slow {
+        fn recording(&self, cause: &Error) -> Recording {
+            self.count.fetch_add(1, Ordering::Relaxed);
+            self.begun.send(()).unwrap();
+            self.go_on.lock().recv_timeout(Duration::from_secs(10)).unwrap();
+            Recording::new("test of the writer".into(), (0, 1), cause, Vec::new())
+        }
+    }
+
+    #[test]
+    fn what_is_asked_for_together_is_written_once_and_nobody_waits() {
+        static OURS: Writer = Writer::new();
+        let ((begun, has_begun), (go, go_on)) = (mpsc::channel(), mpsc::channel());
+        let slow = Arc::new(Slow { begun, go_on: Mutex::new(go_on), count: AtomicUsize::new(0) });
+        let weak: Weak<Slow> = Arc::downgrade(&slow);
+        let weak: Weak<dyn Recorded> = weak;
+        let cause = Error::Closed { call: "this test".into() };
+        let start = Instant::now();
+        (0..1000).for_each(|_| OURS.request(weak.clone(), &cause));
+        has_begun.recv_timeout(Duration::from_secs(10)).unwrap();
+        // It hangs from here on. What is asked for meanwhile is another file.
+        (0..1000).for_each(|_| OURS.request(weak.clone(), &cause));
+        OURS.wait(&weak, Duration::from_millis(50));
+        assert!(start.elapsed() < Duration::from_secs(5), "somebody waited");
+        assert!(OURS.is_behind(&weak));
+        go.send(()).unwrap();
+        go.send(()).unwrap();
+        OURS.wait(&weak, Duration::from_secs(10));
+        assert!(!OURS.is_behind(&weak));
+        assert_eq!(slow.count.load(Ordering::Relaxed), 2, "recordings");
+    }
+}
