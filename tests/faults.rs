@@ -18,6 +18,8 @@ mod mismatches;
 mod others;
 #[path = "faults/programs.rs"]
 mod programs;
+#[path = "faults/quarantine.rs"]
+mod quarantine;
 #[path = "faults/recorder.rs"]
 mod recorder;
 #[path = "faults/silence.rs"]
@@ -40,6 +42,7 @@ fn rank() {
             "sends_first" => programs::sends_first(me).await,
             "opposite" => programs::opposite(me).await,
             "many" => programs::many(me).await,
+            "quarantine" => quarantine::rank(me).await,
             "loops" => guests::rank(me).await,
             "aborts" => aborts::aborts(me).await,
             "child_timeout" => aborts::child_timeout(me).await,

@@ -13,6 +13,7 @@ mod machine;
 mod operation;
 mod p2p;
 mod port;
+pub(crate) mod quarantine;
 
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};

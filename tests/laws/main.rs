@@ -15,4 +15,6 @@ mod memory;
 mod messages;
 mod refusals;
 mod runtimes;
+mod scratch;
 mod tuning;
+mod wakers;
