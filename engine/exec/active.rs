@@ -143,10 +143,6 @@ impl Active {
         self.current.as_ref()?.common.device.as_ref()
     }
 
-    pub(crate) fn key(&self) -> Option<Key> {
-        self.current.as_ref().map(|current| current.key)
-    }
-
     /// Number, signature, deadline and start of the operation.
     pub(crate) fn current(&self) -> Option<(u64, Signature, Duration, Instant)> {
         let c = self.current.as_ref()?;

@@ -184,7 +184,7 @@ impl Port {
         // or the links are revoked; and its machine touches none of what is lent meanwhile.
         unsafe { tx.lend(header, loan)? };
         let elsewhere = slot.is_none()
-            && [loan.input, loan.output.cast_const()].iter().any(|at| tx.touches(at, loan.bytes));
+            && [loan.input, loan.output.cast_const()].into_iter().any(|at| tx.touches(at, loan.bytes));
         self.remember(peer, (slot, false, elsewhere), owner);
         Ok(())
     }
