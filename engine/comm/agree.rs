@@ -127,13 +127,16 @@ impl Future for Agree {
         if let Err(error) = forked::check() {
             return Poll::Ready(Err(error));
         }
+        // Somebody else's code: cloned, and what is not needed dropped, outside the lock.
+        let mut waker = Some(cx.waker().clone());
         let answer = {
             let mut place = self.slot.place.lock();
             if place.0.is_none() {
-                place.1 = Some(cx.waker().clone());
+                std::mem::swap(&mut place.1, &mut waker);
             }
             place.0.take()
         };
+        drop(waker);
         match answer {
             Some(answer) => {
                 self.taken = true;

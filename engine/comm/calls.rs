@@ -48,11 +48,14 @@ macro_rules! calls {
 
             /// What this rank holds for communication right now.
             pub fn stats(&$me) -> Stats {
-                let (slots, limit) = $me.handle().membership.world.around.region.slots();
+                let region = &$me.handle().membership.world.around.region;
+                let (slots, limit) = region.slots();
                 Stats {
                     in_flight: $me.handle().endpoint.in_flight(),
                     staging_bytes: slots * SLOT,
                     staging_limit: limit * SLOT,
+                    scratch_bytes: region.scratch(),
+                    quarantined: $crate::exec::quarantine::buffers(region),
                     pool: $me.handle().membership.world.pool_stats(),
                 }
             }

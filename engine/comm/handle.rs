@@ -116,6 +116,13 @@ pub struct Stats {
     pub staging_bytes: usize,
     /// The most that can be, whatever the number of communicators.
     pub staging_limit: usize,
+    /// Bytes of working memory that all communicators of this rank's world keep from one operation to the next: scaled
+    /// copies, and results on their way that have no other place. Of each communicator 16 MB at most for long: more is given
+    /// back a second after the last operation that needed it. One that waits in the pool keeps none.
+    pub scratch_bytes: usize,
+    /// Operations of this rank's world that have failed and whose buffers are kept back, because another process that has not
+    /// let go of them (it is stopped, say) may yet touch them. They are given up when it does, or when it has exited.
+    pub quarantined: usize,
     /// Communicators that come and go, in this rank's world.
     pub pool: PoolStats,
 }

@@ -10,6 +10,7 @@ use crate::error::Error;
 use crate::exec::{DEVICES, Lane, Opener};
 use crate::group::message::{CommId, DataHello};
 use crate::group::{Locality, Mesh};
+use crate::link::exit::Exit;
 use crate::link::local::{Bell, Gate, LocalRx, LocalTx, RING_BYTES};
 use crate::link::peer::{PeerDevice, Place};
 use crate::link::region::Region;
@@ -153,6 +154,11 @@ impl Neighbourhood {
         };
         Ok(self.mapped[peer].get_or_init(|| reached).clone())
     }
+
+    /// Whether a peer's process has exited, where it is another one of this host.
+    fn exit_of(&self, peer: Rank) -> Option<Exit> {
+        self.mesh.upgrade()?.peers().get(peer)?.as_ref()?.exit.clone()
+    }
 }
 
 /// The links of one communicator.
@@ -197,7 +203,8 @@ impl Opener for CommLinks {
             _ => None,
         };
         let ring = self.ring(self.rank, peer, channel);
-        Ok(Box::new(LocalTx::new(around.region.clone(), ring as usize, bell, gate)?))
+        let tx = LocalTx::new(around.region.clone(), ring as usize, bell, gate)?;
+        Ok(Box::new(tx.to_process(around.exit_of(world_rank))))
     }
 
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error> {

@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use super::device::{self, DeviceOp};
 use super::inflight::Key;
-use super::machine::{Common, Cut, Machine, Phantom};
+use super::machine::{BUDGET, Common, Cut, Machine, Phantom};
 use super::operation::{Part, PartList, Request, Then};
 use super::port::{Lent, Port};
 use crate::error::{Error, Operation};
+use crate::link::region::Region;
 use crate::mem::device::{ALL, Reach, Staged};
 use crate::types::{Rank, Signature};
 
@@ -30,8 +31,44 @@ pub(crate) struct Active {
     cut: Option<Cut>,
     /// Results of so many bytes and more are written past the caches.
     streams_from: usize,
+    /// The last pass took as much as a pass may.
+    was_long: bool,
+    /// Memory of the machines' own.
+    account: Account,
     pub(crate) stalled_at: Option<Instant>,
 }
+
+/// What the machines of a communicator keep of memory of their own, from one operation to the next.
+#[derive(Default)]
+struct Account {
+    /// Where all communicators of the rank are added up.
+    region: Option<Arc<Region>>,
+    kept: usize,
+    /// What the operation has needed so far.
+    needed: usize,
+    /// When an operation last needed more than [`KEPT`].
+    much: Option<Instant>,
+}
+
+impl Account {
+    fn note(&mut self, kept: usize) {
+        if let Some(region) = self.region.as_ref().filter(|_| kept != self.kept) {
+            region.count_scratch(self.kept, kept);
+        }
+        self.kept = kept;
+    }
+}
+
+impl Drop for Account {
+    fn drop(&mut self) {
+        self.note(0);
+    }
+}
+
+/// So much is kept for good: no operation of a few MB allocates anything. More, as for a scaled copy of a large buffer, is kept
+/// for [`REST`] after the last operation that needed it: the next of a loop finds it.
+const KEPT: usize = 16 << 20;
+const REST: Duration = Duration::from_secs(1);
 
 struct Current {
     key: Key,
@@ -81,8 +118,15 @@ impl Active {
             phantom: None,
             cut: None,
             streams_from,
+            was_long: false,
+            account: Account::default(),
             stalled_at: None,
         }
+    }
+
+    /// The same, of a rank with this region.
+    pub(crate) fn of_rank(self, region: &Arc<Region>) -> Active {
+        Active { account: Account { region: Some(region.clone()), ..Account::default() }, ..self }
     }
 
     /// For operations that move no memory, in slices of so many bytes.
@@ -97,10 +141,6 @@ impl Active {
     /// The device that runs the operation, if one does.
     pub(crate) fn device(&self) -> Option<&Arc<DeviceOp>> {
         self.current.as_ref()?.common.device.as_ref()
-    }
-
-    pub(crate) fn key(&self) -> Option<Key> {
-        self.current.as_ref().map(|current| current.key)
     }
 
     /// Number, signature, deadline and start of the operation.
@@ -170,12 +210,50 @@ impl Active {
     }
 
     /// Forgets the operation: done, or failed.
-    pub(crate) fn take(&mut self, port: &mut Port) -> Option<(Key, u64)> {
+    pub(crate) fn take(&mut self) -> Option<(Key, u64)> {
         for mut machine in self.running.drain(..) {
-            machine.clear(port);
+            self.account.needed += machine.memory().1;
+            machine.clear();
             self.idle.push(machine);
         }
+        self.settle();
         self.current.take().map(|c| (c.key, c.common.number))
+    }
+
+    /// An operation is over, and all machines are idle: counts what they keep.
+    fn settle(&mut self) {
+        self.account.note(self.idle.iter().map(|machine| machine.memory().0).sum());
+        if std::mem::take(&mut self.account.needed) > KEPT {
+            self.account.much = Some(Instant::now());
+        } else if self.is_rested() {
+            self.give_memory_back();
+        }
+    }
+
+    /// Whether more memory is kept than should be for long.
+    pub(crate) fn keeps_much(&self) -> bool {
+        self.account.kept > KEPT
+    }
+
+    /// Whether it is, and no operation has needed it for a while.
+    pub(crate) fn is_rested(&self) -> bool {
+        self.keeps_much() && self.account.much.is_none_or(|at| at.elapsed() > REST)
+    }
+
+    /// Gives back what is kept beyond [`KEPT`]; with an operation under way, its end does so.
+    pub(crate) fn give_memory_back(&mut self) {
+        if !self.is_empty() && !self.running.is_empty() {
+            return;
+        }
+        let mut kept = 0;
+        for machine in &mut self.idle {
+            let more = machine.memory().0;
+            match kept + more > KEPT {
+                true => machine.give_memory_back(),
+                false => kept += more,
+            }
+        }
+        self.account.note(kept);
     }
 
     /// Notes memory that a receiver has given back.
@@ -183,6 +261,11 @@ impl Active {
         if let Some(machine) = self.running.iter_mut().find(|machine| machine.posted(&lent)) {
             machine.freed(lent);
         }
+    }
+
+    /// Whether the last pass ended because it had taken long, and not because nothing was left to do.
+    pub(crate) fn was_long(&self) -> bool {
+        self.was_long
     }
 
     /// One pass over all parts in flight. `news`: the only peer whose links have changed since the last pass, where
@@ -200,22 +283,25 @@ impl Active {
             current.next += 1;
             current.number = current.number.wrapping_add(1);
         }
-        let (mut any, mut i) = (false, 0);
-        while i < self.running.len() {
+        let (mut any, mut i, mut touched) = (false, 0, 0);
+        while i < self.running.len() && touched < BUDGET {
             let (earlier, rest) = self.running.split_at_mut(i);
             let Some(machine) = rest.first_mut() else { break };
             let (moved, complete) = machine.pass(&current.common, earlier, news, port)?;
             any |= moved;
+            touched += if current.common.takes_time() { machine.touched() } else { 0 };
             if complete {
                 any = true;
                 self.running[i].check_values(&current.common)?;
                 let mut machine = self.running.remove(i);
-                machine.clear(port);
+                self.account.needed += machine.memory().1;
+                machine.clear();
                 self.idle.push(machine);
             } else {
                 i += 1;
             }
         }
+        self.was_long = touched >= BUDGET;
         if let Some(staged) = current.staged.as_ref().filter(|_| any) {
             let done = self.running.first().map_or((current.next, 0), |first| (first.order, first.stored()));
             staged.done(done.min(current.reach));

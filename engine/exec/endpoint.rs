@@ -24,7 +24,7 @@ pub(crate) use submit::{Collective, Submission, When};
 
 use self::asked::Asked;
 use self::ending::Endings;
-use self::finish::Backing;
+use self::finish::{Backing, Over};
 use super::Progress;
 use super::active::{Active, Pass};
 use super::device::{Binding, DeviceOp};
@@ -135,6 +135,8 @@ struct Table {
     backing: Vec<(Instant, Backing)>,
     /// The operations that devices run.
     devices: HashMap<u64, Arc<DeviceOp>>,
+    /// Operations that have finished, whose users are to hear of it when no lock is held.
+    over: Vec<Over>,
 }
 
 impl Table {
@@ -176,6 +178,8 @@ pub(crate) struct Endpoint {
     hollowed: AtomicBool,
     /// Something is to be done last, now.
     is_due: AtomicBool,
+    /// Users are to hear of operations that have finished. Changed under the table's lock.
+    is_over: AtomicBool,
     /// The table may hold operations that have not begun. Changed under its lock.
     is_queued: AtomicBool,
     /// On the lane's list.
@@ -232,7 +236,7 @@ impl Endpoint {
             port
         };
         let run = Run {
-            active: Active::new(config.comm, config.streams_from),
+            active: Active::new(config.comm, config.streams_from).of_rank(&config.region),
             port: port(0),
             devices: None,
             endings: Endings::default(),
@@ -262,6 +266,7 @@ impl Endpoint {
             due: Vec::new(),
             backing: Vec::new(),
             devices: HashMap::new(),
+            over: Vec::with_capacity(16),
         };
         Arc::new(Endpoint {
             table: Mutex::new(table),
@@ -270,6 +275,7 @@ impl Endpoint {
             poisoned: AtomicBool::new(false),
             hollowed: AtomicBool::new(false),
             is_due: AtomicBool::new(false),
+            is_over: AtomicBool::new(false),
             is_queued: AtomicBool::new(false),
             enlisted: AtomicBool::new(false),
             drivers: AtomicU32::new(0),
@@ -369,7 +375,7 @@ impl Endpoint {
         self.count_wait();
         loop {
             // The waker is stored before driving: whoever finishes the operation from here on wakes us.
-            if let Some(finished) = self.table.lock().inflight.poll(key, Some(waker)) {
+            if let Some(finished) = self.look(key, Some(waker)) {
                 return Polled::Ready(finished);
             }
             if self.drive_once() != Progress::Advanced
@@ -391,7 +397,7 @@ impl Endpoint {
         }
         self.arm();
         self.config.lane.kick();
-        match self.table.lock().inflight.poll(key, Some(waker)) {
+        match self.look(key, Some(waker)) {
             Some(finished) => Polled::Ready(finished),
             None => Polled::Pending,
         }
@@ -421,7 +427,7 @@ impl Endpoint {
             return refused;
         }
         self.count_wait();
-        if let Some(finished) = self.table.lock().inflight.poll(key, None) {
+        if let Some(finished) = self.look(key, None) {
             return finished;
         }
         self.drivers.fetch_add(1, Ordering::AcqRel);
@@ -442,7 +448,7 @@ impl Endpoint {
                     continue;
                 }
             }
-            if let Some(finished) = self.table.lock().inflight.poll(key, None) {
+            if let Some(finished) = self.look(key, None) {
                 break Some(finished);
             }
         };
@@ -471,8 +477,8 @@ impl Endpoint {
         if forked::is_forked() {
             return;
         }
-        let held = self.table.lock().inflight.detach(key);
-        drop(held);
+        let (held, waker) = self.table.lock().inflight.detach(key);
+        drop((held, waker));
     }
 
     /// Drives if nobody else does.
@@ -485,6 +491,16 @@ impl Endpoint {
         self.try_drive(false)
     }
 
+    /// With nothing to do: gives memory back that the machines keep beyond what they should for long. Whether that is
+    /// still to be done, later.
+    pub(crate) fn rest(&self) -> bool {
+        let Some(mut run) = self.run.try_lock() else { return true };
+        if run.active.is_rested() {
+            run.active.give_memory_back();
+        }
+        run.active.keeps_much()
+    }
+
     fn try_drive(self: &Arc<Self>, spinning: bool) -> Progress {
         match self.run.try_lock() {
             Some(run) => self.drive_with(run, spinning),
@@ -494,6 +510,7 @@ impl Endpoint {
 
     fn drive_with(self: &Arc<Self>, run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
         let progress = self.drive(run, spinning);
+        self.hand_over();
         if self.is_due.load(Ordering::Relaxed) {
             self.do_last();
         }
@@ -510,9 +527,16 @@ impl Endpoint {
         }
         stop(Point::Gate, self.config.rank);
         // Not waited for: a waker or a buffer's drop may run under it, on this very thread.
-        let Some(gate) = self.config.gate.try_lock() else { return Progress::Blocked };
+        let Some(gate) = self.config.gate.try_lock() else {
+            self.config.region.want_gate();
+            return Progress::Blocked;
+        };
         let moved = self.advance(&mut run);
         drop(gate);
+        // Whoever wants the gate tries it now and then: between two long passes there must be time for that.
+        if run.active.was_long() && !run.active.is_empty() && self.config.region.was_gate_wanted() {
+            std::thread::yield_now();
+        }
         match moved {
             Ok(Progress::Advanced) => Progress::Advanced,
             Ok(progress) => {
@@ -573,7 +597,7 @@ impl Endpoint {
                     return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
-                    if let Some((_, number)) = active.take(port) {
+                    if let Some((_, number)) = active.take() {
                         self.recorder.finished(number, State::Done);
                     }
                     self.moved(key);

@@ -3,6 +3,9 @@
 //! An entry is a state machine: submitted, then finished by the engine and taken by the user, in either order with
 //! the user's letting go. Dropping a `Work` detaches its entry: the engine finishes it and drops the buffers then.
 //! The owner wraps the table in a lock; `tests/loom` runs this very file under loom.
+//!
+//! A waker is somebody else's code: what it owns may come back to this very table as it is cloned, dropped or woken. So
+//! nothing here does any of that: a waker comes in as a clone, and goes out to be dropped or woken outside the lock.
 
 use std::task::Waker;
 
@@ -43,6 +46,15 @@ pub(crate) struct Inflight<H, E> {
 
 /// A finished operation: how it ended, and what it held unless that is kept in quarantine.
 pub(crate) type Finished<H, E> = (Result<(), E>, Option<H>);
+
+/// What a poll found.
+pub(crate) enum Look<H, E> {
+    Finished(Finished<H, E>),
+    /// Not finished; the waker will be woken.
+    Watched,
+    /// Not finished, and it will not.
+    Unwatched,
+}
 
 impl<H, E> Inflight<H, E> {
     pub(crate) fn with_capacity(capacity: usize) -> Self {
@@ -92,9 +104,9 @@ impl<H, E> Inflight<H, E> {
 
     fn recycle(&mut self, index: u32) {
         let entry = &mut self.entries[index as usize];
+        debug_assert!(entry.waker.is_none(), "it went out before");
         entry.generation = entry.generation.wrapping_add(1);
         entry.state = State::Free;
-        entry.waker = None;
         entry.detached = false;
         self.free.push(index);
     }
@@ -119,8 +131,8 @@ impl<H, E> Inflight<H, E> {
         (waker, held)
     }
 
-    /// Takes the outcome if there is one; otherwise remembers whom to wake.
-    pub(crate) fn poll(&mut self, key: Key, waker: Option<&Waker>) -> Option<Finished<H, E>> {
+    /// Takes the outcome, if there is one.
+    pub(crate) fn take(&mut self, key: Key) -> Option<Finished<H, E>> {
         let entry = self.entry(key)?;
         match std::mem::replace(&mut entry.state, State::Running) {
             State::Finished(result) => {
@@ -130,31 +142,49 @@ impl<H, E> Inflight<H, E> {
             }
             state => {
                 entry.state = state;
-                if let Some(waker) = waker
-                    && !entry.waker.as_ref().is_some_and(|w| w.will_wake(waker))
-                {
-                    entry.waker = Some(waker.clone());
-                }
                 None
             }
         }
     }
 
-    /// The user let go. Returns what was held if the operation had finished; drop it outside the lock.
-    pub(crate) fn detach(&mut self, key: Key) -> Option<H> {
-        let entry = self.entry(key)?;
+    /// The same; where there is none, whether this waker will be woken when there is. If not, [`watch`](Self::watch) wants
+    /// a clone of it.
+    pub(crate) fn poll(&mut self, key: Key, waker: &Waker) -> Look<H, E> {
+        if let Some(finished) = self.take(key) {
+            return Look::Finished(finished);
+        }
+        let Some(entry) = self.entry(key) else { return Look::Watched };
+        // It compares two addresses.
+        if entry.waker.as_ref().is_some_and(|w| w.will_wake(waker)) { Look::Watched } else { Look::Unwatched }
+    }
+
+    /// Takes the outcome if there is one; otherwise remembers whom to wake. Also gives the waker that is not needed (any
+    /// more), to be dropped outside the lock.
+    pub(crate) fn watch(&mut self, key: Key, waker: Waker) -> (Option<Finished<H, E>>, Option<Waker>) {
+        if let Some(finished) = self.take(key) {
+            return (Some(finished), Some(waker));
+        }
+        match self.entry(key) {
+            Some(entry) => (None, entry.waker.replace(waker)),
+            None => (None, Some(waker)),
+        }
+    }
+
+    /// The user let go. Returns what was held if the operation had finished, and whom nobody needs to wake any more; drop
+    /// them outside the lock.
+    pub(crate) fn detach(&mut self, key: Key) -> (Option<H>, Option<Waker>) {
+        let Some(entry) = self.entry(key) else { return (None, None) };
         match entry.state {
             State::Running => {
                 entry.detached = true;
-                entry.waker = None;
-                None
+                (None, entry.waker.take())
             }
             State::Finished(_) => {
                 let held = entry.held.take();
                 self.recycle(key.index);
-                held
+                (held, None)
             }
-            State::Free => None,
+            State::Free => (None, None),
         }
     }
 }
@@ -169,23 +199,23 @@ mod tests {
     fn finished_then_taken() {
         let mut table = Table::with_capacity(4);
         let key = table.submit(vec![1]);
-        assert!(table.poll(key, None).is_none());
+        assert!(table.take(key).is_none());
         assert_eq!(table.running(), 1);
         assert!(table.finish(key, Ok(())).1.is_none());
         assert_eq!(table.running(), 0);
-        assert_eq!(table.poll(key, None), Some((Ok(()), Some(vec![1]))));
-        assert!(table.poll(key, None).is_none(), "a stale key finds nothing");
+        assert_eq!(table.take(key), Some((Ok(()), Some(vec![1]))));
+        assert!(table.take(key).is_none(), "a stale key finds nothing");
     }
 
     #[test]
     fn complete_after_drop_hands_the_buffer_to_the_engine() {
         let mut table = Table::with_capacity(4);
         let key = table.submit(vec![1]);
-        assert!(table.detach(key).is_none(), "the buffer stays while the operation runs");
+        assert!(table.detach(key).0.is_none(), "the buffer stays while the operation runs");
         assert_eq!(table.finish(key, Err("late")).1, Some(vec![1]));
         let next = table.submit(vec![2]);
         assert_eq!(next.index, key.index, "the entry is used again");
-        assert!(table.detach(key).is_none(), "the old key does not reach it");
+        assert!(table.detach(key).0.is_none(), "the old key does not reach it");
         assert_eq!(table.running(), 1);
     }
 
@@ -194,6 +224,6 @@ mod tests {
         let mut table = Table::with_capacity(4);
         let key = table.submit(vec![1]);
         table.finish(key, Ok(()));
-        assert_eq!(table.detach(key), Some(vec![1]));
+        assert_eq!(table.detach(key).0, Some(vec![1]));
     }
 }

@@ -7,7 +7,7 @@ use std::cell::OnceCell;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU32, Ordering, fence};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
-use super::{Endpoint, Progress};
+use super::{Endpoint, Progress, quarantine};
 use crate::error::Error;
 use crate::forked;
 use crate::link::Reactor;
@@ -39,6 +39,8 @@ const ASLEEP: u32 = 2;
 
 pub(crate) struct Lane {
     endpoints: Mutex<Vec<Arc<Endpoint>>>,
+    /// Endpoints with nothing to do that keep much memory. Only the lane touches them.
+    resting: Mutex<Vec<Weak<Endpoint>>>,
     state: AtomicU32,
     /// Wakes it from inside the process. No peer has this descriptor.
     wake: OwnedFd,
@@ -73,6 +75,7 @@ pub(crate) fn lane() -> Result<Arc<Lane>, Error> {
     }
     let lane = Arc::new(Lane {
         endpoints: Mutex::new(Vec::new()),
+        resting: Mutex::new(Vec::new()),
         state: AtomicU32::new(AWAKE),
         wake,
         rung,
@@ -146,7 +149,13 @@ impl Lane {
         let mut events = Vec::with_capacity(64);
         let mut flags = Vec::new();
         let (mut last_moved, mut last_busy) = (Instant::now(), Instant::now());
+        let mut looked = Instant::now();
         loop {
+            if self.is_keeping() && looked.elapsed() >= quarantine::LOOK {
+                quarantine::look();
+                self.let_rest();
+                looked = Instant::now();
+            }
             let seen = self.pass(&mut list);
             if seen.moved {
                 last_moved = Instant::now();
@@ -196,11 +205,29 @@ impl Lane {
     fn delist(&self, endpoint: &Arc<Endpoint>) {
         self.endpoints.lock().retain(|e| !Arc::ptr_eq(e, endpoint));
         endpoint.enlisted.store(false, Ordering::Release);
+        if endpoint.rest() {
+            let mut resting = self.resting.lock();
+            let new = Arc::downgrade(endpoint);
+            if !resting.iter().any(|other| other.ptr_eq(&new)) {
+                resting.push(new);
+            }
+        }
         // A submission between our look and the store found it enlisted: look again.
         fence(Ordering::SeqCst);
         if endpoint.drive_once() != Progress::Idle && !endpoint.enlisted.swap(true, Ordering::AcqRel) {
             self.enlist(endpoint.clone());
         }
+    }
+
+    /// Whether anything is kept that is to be given back later.
+    fn is_keeping(&self) -> bool {
+        !quarantine::is_empty() || !self.resting.lock().is_empty()
+    }
+
+    fn let_rest(&self) {
+        let mut resting = std::mem::take(&mut *self.resting.lock());
+        resting.retain(|endpoint| endpoint.upgrade().is_some_and(|endpoint| endpoint.rest()));
+        self.resting.lock().append(&mut resting);
     }
 
     fn sleep(
@@ -221,6 +248,8 @@ impl Lane {
         // what they published.
         fence(Ordering::SeqCst);
         let mut woken = self.state.load(Ordering::Relaxed) == AWAKE;
+        let looks = timeout.is_none() && self.is_keeping();
+        let timeout = if looks { Some(quarantine::LOOK) } else { timeout };
         if !woken {
             let seen = self.pass(list);
             // An endpoint enlisted since the last pass has no flag up: nobody would wake us for it (tests/loom: bell).

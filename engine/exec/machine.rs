@@ -14,6 +14,7 @@ mod device;
 mod frames;
 mod fused;
 mod kernel;
+mod memory;
 mod shared;
 mod staged;
 
@@ -24,6 +25,7 @@ use allstream_kernels as kernels;
 pub(crate) use self::common::Phantom;
 pub(super) use self::common::{Common, Cut};
 use self::device::OnDevice;
+use self::memory::Memory;
 use self::shared::Shared;
 pub(crate) use self::shared::{FROM as FOLDED_FROM, MOST as MOST_FOLD, STAGED_FROM};
 pub(crate) use self::staged::{STRIPE, cut};
@@ -40,6 +42,9 @@ use crate::types::{Rank, Signature};
 const USEFUL: usize = 32 << 10;
 /// Bytes that are scaled in one pass: a lane has other work too.
 const SCALED: usize = 256 << 10;
+/// Bytes that a pass gathers and posts, about. A pass holds its rank's gate: while a peer keeps up, the other communicators of the
+/// rank would wait for a whole chunk.
+pub(super) const BUDGET: usize = 4 << 20;
 
 #[derive(Clone, Copy, Default)]
 struct NodeRun {
@@ -62,11 +67,6 @@ struct Cursor {
     message: u32,
     round: u32,
 }
-
-/// 64-byte aligned words, for scratch memory.
-#[repr(C, align(64))]
-#[derive(Clone, Copy)]
-struct Line([u64; 8]);
 
 /// Steps to be looked at: what they wait for may have come. Each is listed once.
 #[derive(Default)]
@@ -109,11 +109,9 @@ pub(super) struct Machine {
     freed: Vec<usize>,
     tx: Vec<Cursor>,
     rx: Vec<Cursor>,
-    hands: Vec<Vec<u8>>,
-    /// The third slot, and a scaled copy of the input.
-    scratch: Vec<Line>,
-    scaled_input: Vec<Line>,
-    /// The same, and hands, of an operation that a device runs.
+    /// Hands, the third slot, and a scaled copy of the input.
+    memory: Memory,
+    /// The same of an operation that a device runs.
     on_device: OnDevice,
     /// Of a part that is folded at once, in all ranks' memory.
     shared: Shared,
@@ -130,6 +128,8 @@ pub(super) struct Machine {
     done: Vec<bool>,
     /// Steps that are not done.
     left: usize,
+    /// Bytes gathered and posted in this pass.
+    touched: usize,
 }
 
 /// Scratch for an inline payload whose step keeps no copy.
@@ -147,9 +147,7 @@ impl Machine {
             freed: Vec::new(),
             tx: Vec::new(),
             rx: Vec::new(),
-            hands: Vec::new(),
-            scratch: Vec::new(),
-            scaled_input: Vec::new(),
+            memory: Memory::default(),
             on_device: OnDevice::default(),
             shared: Shared::default(),
             scaled: None,
@@ -161,6 +159,7 @@ impl Machine {
             hot: Hot::default(),
             done: Vec::new(),
             left: 0,
+            touched: 0,
         }
     }
 
@@ -200,18 +199,15 @@ impl Machine {
             cursors.clear();
             cursors.resize(plan.size, Cursor::default());
         }
-        if self.hands.len() < plan.steps.len() {
-            self.hands.resize_with(plan.steps.len(), Vec::new);
-        }
-        if plan.slots.len() > usize::from(SCRATCH) && common.phantom.is_none() && common.device.is_none() {
-            grow(&mut self.scratch, part.total(SCRATCH) * unit);
-        }
+        let has_scratch =
+            plan.slots.len() > usize::from(SCRATCH) && common.phantom.is_none() && common.device.is_none();
+        let scratch = if has_scratch { part.total(SCRATCH) * unit } else { 0 };
+        self.memory.begin(plan.steps.len(), scratch);
         self.done.clear();
         self.done.resize(plan.steps.len(), false);
         self.left = plan.steps.len();
         self.hot.reset(plan.steps.len());
         self.filled = usize::MAX;
-        self.scaled_input.clear();
         self.scaled = common.scale.map(|_| 0);
         let c = Context { common, part: &part, earlier: &[] };
         if c.is_fused() {
@@ -222,10 +218,25 @@ impl Machine {
     }
 
     /// Forgets the part: done, or failed.
-    pub(super) fn clear(&mut self, port: &mut Port) {
+    pub(super) fn clear(&mut self) {
         self.work = None;
         self.on_device.clear();
-        self.shared.clear(port);
+        self.shared.clear();
+    }
+
+    /// Bytes gathered and posted in the last pass.
+    pub(super) fn touched(&self) -> usize {
+        self.touched
+    }
+
+    /// Bytes of memory of its own that it keeps, and how many of them the part has needed.
+    pub(super) fn memory(&self) -> (usize, usize) {
+        (self.memory.kept(), self.memory.needed())
+    }
+
+    /// Gives it back, between parts.
+    pub(super) fn give_memory_back(&mut self) {
+        self.memory = Memory::default();
     }
 
     /// Whether nothing more of this part goes to a peer.
@@ -287,6 +298,7 @@ impl Machine {
         news: Option<Rank>,
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
+        self.touched = 0;
         if let Some(device) = &c.common.device {
             self.prepare_on_device(c)?;
             if c.is_fused() {
@@ -308,8 +320,12 @@ impl Machine {
             None => (0..program.plan.size).for_each(|peer| self.mark_heads(program, peer)),
         }
         let mut moved = false;
+        let is_bounded = c.common.takes_time();
         // Bounded: what a pass makes possible is for the next one, and others may be waiting for the thread.
         for _ in 0..2 * self.nodes.len() {
+            if is_bounded && self.touched >= BUDGET {
+                break;
+            }
             let Some(i) = self.hot.next() else { break };
             if self.done[i] {
                 continue;
@@ -317,6 +333,10 @@ impl Machine {
             let mut any = false;
             while self.gather(c, i, port)? {
                 any = true;
+                if is_bounded && self.touched >= BUDGET {
+                    self.hot.mark(i as u32);
+                    break;
+                }
                 // What was held back leaves as one, and before more is gathered: then nobody else may have news for the step.
                 if self.cut.least > 0 && self.nodes[i].got.is_multiple_of(self.round) {
                     self.hot.mark(i as u32);
@@ -325,6 +345,10 @@ impl Machine {
             }
             while self.push(c, i, port)? {
                 any = true;
+                if is_bounded && self.touched >= BUDGET {
+                    self.hot.mark(i as u32);
+                    break;
+                }
             }
             if any {
                 moved = true;
@@ -395,16 +419,13 @@ impl Machine {
     }
 
     fn address(&self, part: &Part, at: At, node: &NodeRun, pos: usize) -> *mut u8 {
-        let scaled = self.on_device.scaled().or_else(|| {
-            let copy = self.scaled_input.as_ptr().cast::<u8>().cast_mut();
-            (!self.scaled_input.is_empty()).then_some(copy)
-        });
+        let scaled = self.on_device.scaled().or_else(|| self.memory.scaled());
         let base = match (at.slot, scaled) {
             (OUTPUT, Some(_)) if !part.is_in_place() => part.output,
             (INPUT | OUTPUT, Some(scaled)) => scaled,
             (OUTPUT, None) => part.output,
             (INPUT, None) => part.input.cast_mut(),
-            _ => self.on_device.scratch().unwrap_or(self.scratch.as_ptr().cast::<u8>().cast_mut()),
+            _ => self.on_device.scratch().unwrap_or(self.memory.scratch()),
         };
         base.wrapping_add(part.range(at.slot, at.chunk).start * part.dtype.size() + pos * node.unit)
     }
@@ -545,6 +566,7 @@ impl Machine {
     fn gathered(&mut self, program: &Program, i: usize, m: usize, stored: bool) {
         let round = self.round;
         let node = &mut self.nodes[i];
+        self.touched += m * node.unit;
         node.got += m;
         if stored {
             node.pos = node.got;
@@ -603,7 +625,7 @@ impl Machine {
                     m = Port::INLINE / node.unit;
                 }
             }
-            self.post(c, i, (k, sent, m), payload, port)?;
+            self.post(c, i, (k, sent, m), &payload, port)?;
             // The same slot serves every receiver that is at the same place.
             if matches!(payload, Payload::Slot(..)) {
                 for (other, &peer) in step.send.iter().enumerate().skip(k + 1) {
@@ -611,7 +633,7 @@ impl Machine {
                         && self.sending(c, peer, i, sent)
                         && port.tx(peer)?.room()?
                     {
-                        self.post(c, i, (other, sent, m), payload, port)?;
+                        self.post(c, i, (other, sent, m), &payload, port)?;
                     }
                 }
             }
@@ -626,7 +648,7 @@ impl Machine {
         c: Context<'_>,
         i: usize,
         (k, at, m): (usize, usize, usize),
-        payload: Payload,
+        payload: &Payload,
         port: &mut Port,
     ) -> Result<(), Error> {
         let program = &c.part.program;
@@ -641,6 +663,7 @@ impl Machine {
         };
         let (end, receiver) = (at + m, k as u32 | u32::from(self.part) << RECEIVER_BITS);
         let free = port.post(peer, header, payload, (c.common.number, i as u32, receiver, end))?;
+        self.touched += m * node.unit;
         let index = node.first + k;
         if free && self.freed[index] == at {
             self.freed[index] = end;
@@ -688,13 +711,5 @@ impl Context<'_> {
             signature.count = if node.unit == 0 { 0 } else { node.len as u64 };
         }
         signature
-    }
-}
-
-/// Makes room for so many bytes.
-fn grow(lines: &mut Vec<Line>, bytes: usize) {
-    let wanted = bytes.div_ceil(size_of::<Line>());
-    if lines.len() < wanted {
-        lines.resize(wanted, Line([0; 8]));
     }
 }

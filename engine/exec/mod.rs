@@ -13,6 +13,7 @@ mod machine;
 mod operation;
 mod p2p;
 mod port;
+pub(crate) mod quarantine;
 mod values;
 
 pub(crate) use active::{Active, Pass};

@@ -227,17 +227,14 @@ impl Messages {
         self.port.reclaim()
     }
 
-    pub(crate) fn is_read_elsewhere(&mut self) -> bool {
-        self.port.is_read_elsewhere()
-    }
-
     pub(crate) fn revoke(&mut self) -> bool {
         self.port.revoke()
     }
 
-    pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key)) {
+    /// Takes out all transfers.
+    pub(crate) fn take_all(&mut self, mut each: impl FnMut(&Transfer)) {
         for peer in &mut self.peers {
-            peer.sends.drain(..).chain(peer.recvs.drain(..)).for_each(|m| each(m.transfer.key));
+            peer.sends.drain(..).chain(peer.recvs.drain(..)).for_each(|m| each(&m.transfer));
             peer.answers.clear();
         }
     }
@@ -537,7 +534,7 @@ impl Messages {
         offset: usize,
     ) -> Result<(), Error> {
         let header = self.header(kind, s, number, offset, 0);
-        self.port.post(rank, header, Payload::Memory(std::ptr::null()), (u64::MAX, 0, 0, 0))?;
+        self.port.post(rank, header, &Payload::Memory(std::ptr::null()), (u64::MAX, 0, 0, 0))?;
         Ok(())
     }
 
@@ -594,7 +591,7 @@ impl Messages {
             let payload = if eager { self.payload(rank, t.memory, t.bytes)? } else { None };
             if let Some(payload) = payload {
                 let header = self.header(Type::Eager, t.signature, t.number, 0, t.bytes);
-                let free = self.port.post(rank, header, payload, owner(t.bytes))?;
+                let free = self.port.post(rank, header, &payload, owner(t.bytes))?;
                 let peer = &mut self.peers[rank];
                 peer.credits -= 1;
                 let m = &mut peer.sends[i];
@@ -619,7 +616,7 @@ impl Messages {
             }
         };
         let header = self.header(Type::Data, t.signature, t.number, done, len);
-        let free = self.port.post(rank, header, payload, owner(done + len))?;
+        let free = self.port.post(rank, header, &payload, owner(done + len))?;
         let m = &mut self.peers[rank].sends[i];
         if free && m.freed == done {
             m.freed = done + len;

@@ -4,9 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::filling::Filling;
+use super::quarantine::{self, What};
 use crate::error::Error;
 use crate::forked;
-use crate::link::region::{Region, TURNED};
+use crate::link::exit::Lease;
+use crate::link::region::{Region, Slot, TURNED};
 use crate::link::ring::CELLS;
 use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
 use crate::types::Rank;
@@ -27,7 +29,6 @@ pub(crate) trait Opener: Send + Sync {
 }
 
 /// A posted frame whose source, or slot, comes back when it is released.
-#[derive(Clone, Copy)]
 pub(crate) struct Lent {
     /// The operation: its number, or its key's.
     pub(crate) owner: u64,
@@ -37,13 +38,11 @@ pub(crate) struct Lent {
     /// The source is free up to here.
     pub(crate) end: usize,
     slot: Option<Slot>,
+    /// It is a user's memory, and the peer, in another process, touches it where it lies.
+    elsewhere: bool,
     /// Which frame to the peer it is, from 1.
     frame: u64,
 }
-
-/// A staging slot on loan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Slot(u16);
 
 #[derive(Default)]
 struct Peer {
@@ -55,10 +54,21 @@ struct Peer {
     posted: u64,
     /// What was lent to it was taken back: it reads none of that any more.
     quiet: bool,
+    /// What was lent to it is kept elsewhere ([`quarantine`]) until this is over.
+    lease: Option<Arc<Lease>>,
+}
+
+impl Peer {
+    /// Until when it may touch what it was lent, where that can be known without this port.
+    fn lease(&mut self) -> Option<Arc<Lease>> {
+        if self.lease.is_none() {
+            self.lease = self.tx.as_ref().and_then(|tx| tx.lease()).map(Arc::new);
+        }
+        self.lease.clone()
+    }
 }
 
 /// What a frame's payload is, when it is posted.
-#[derive(Clone, Copy)]
 pub(crate) enum Payload {
     /// The operation's own memory.
     Memory(*const u8),
@@ -72,8 +82,6 @@ pub(crate) struct Port {
     rank: Rank,
     channel: u8,
     peers: Vec<Peer>,
-    /// References to shared slots, by slot: a slot sent to several peers is free when all are done.
-    references: Vec<u16>,
     dead: bool,
     /// Bytes of slots that are filled in turn.
     pub(crate) turned: usize,
@@ -89,9 +97,8 @@ impl Port {
         opener: Arc<dyn Opener>,
     ) -> Port {
         let peers = (0..size).map(|_| Peer::default()).collect();
-        let references = vec![0; crate::link::region::SLOTS];
         let (turned, filling) = (TURNED, Filling::default());
-        Port { opener, region, rank, channel, peers, references, dead: false, turned, filling }
+        Port { opener, region, rank, channel, peers, dead: false, turned, filling }
     }
 
     pub(crate) fn tx(&mut self, peer: Rank) -> Result<&mut dyn LinkTx, Error> {
@@ -117,27 +124,19 @@ impl Port {
         }
     }
 
-    /// A staging slot for up to [`SLOT`] bytes, and where it is, if one is free. It goes back when what is posted in it has been
-    /// released.
+    /// A staging slot for up to [`SLOT`](crate::link::SLOT) bytes, and where it is, if one is free. It goes back when whoever
+    /// took it has dropped it, and all that is posted in it has been released.
     pub(crate) fn take_slot(&mut self, bytes: usize) -> Option<(Slot, *mut u8)> {
         let slot = self.region.take_slot(bytes, self.turned)?;
-        Some(self.taken(slot, 0))
+        let at = slot.at();
+        Some((slot, at))
     }
 
-    fn taken(&mut self, slot: u16, references: u16) -> (Slot, *mut u8) {
-        self.references[slot as usize] = references;
-        (Slot(slot), self.region.at(Region::slot_offset(slot)))
-    }
-
-    /// The same, of a slot that stays with who took it, through any number of loans, until it is let go of.
+    /// The same, of a slot that whoever takes it fills again and again.
     pub(crate) fn hold_slot(&mut self) -> Option<(Slot, *mut u8)> {
         let slot = self.region.take_warm_slot()?;
-        Some(self.taken(slot, 1))
-    }
-
-    /// Lets go of a slot that was held: it is free once no peer uses it.
-    pub(crate) fn let_go(&mut self, slot: Slot) {
-        drop_reference(&mut self.references, &self.region, slot);
+        let at = slot.at();
+        Some((slot, at))
     }
 
     /// Staging slots that are free.
@@ -151,24 +150,26 @@ impl Port {
         &mut self,
         peer: Rank,
         header: Header,
-        payload: Payload,
+        payload: &Payload,
         owner: (u64, u32, u32, usize),
     ) -> Result<bool, Error> {
         debug_assert!(
             self.channel == DEVICES || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.most())
         );
         let (at, slot) = match payload {
-            Payload::Memory(at) => (at, None),
-            Payload::Slot(slot, at) => (at, Some(slot)),
+            Payload::Memory(at) => (*at, None),
+            Payload::Slot(slot, at) => (*at, Some(slot.clone())),
         };
+        let is_in_slot = slot.is_some();
         let tx = self.tx(peer)?;
         // SAFETY: memory of an operation stays in the table until every frame from it is released (`reap` moves the
         // released mark, and the operation completes only then) or the links are revoked; a slot is given back by
         // `reap` after its last release. Both are valid for `len` bytes: callers cut frames from checked ranges.
         let posted = unsafe { tx.post(header, at)? };
         let gone = posted == Posted::Copied && tx.leaves();
-        self.remember(peer, (slot, gone), owner);
-        Ok(posted == Posted::Copied || slot.is_some())
+        let elsewhere = posted == Posted::Held && !is_in_slot && tx.touches(at, header.len as usize);
+        self.remember(peer, (slot, gone, elsewhere), owner);
+        Ok(posted == Posted::Copied || is_in_slot)
     }
 
     /// Lends a peer memory for reading and writing, the operation's own or a slot that was taken, and remembers it.
@@ -179,10 +180,13 @@ impl Port {
         (loan, slot): (Loan, Option<Slot>),
         owner: (u64, u32, u32, usize),
     ) -> Result<(), Error> {
+        let tx = self.tx(peer)?;
         // SAFETY: memory of an operation, or a slot, as in `post`: in the table, or taken, until the frame is released,
         // or the links are revoked; and its machine touches none of what is lent meanwhile.
-        unsafe { self.tx(peer)?.lend(header, loan)? };
-        self.remember(peer, (slot, false), owner);
+        unsafe { tx.lend(header, loan)? };
+        let elsewhere = slot.is_none()
+            && [loan.input, loan.output.cast_const()].into_iter().any(|at| tx.touches(at, loan.bytes));
+        self.remember(peer, (slot, false, elsewhere), owner);
         Ok(())
     }
 
@@ -191,16 +195,13 @@ impl Port {
     fn remember(
         &mut self,
         peer: Rank,
-        (slot, gone): (Option<Slot>, bool),
+        (slot, gone, elsewhere): (Option<Slot>, bool, bool),
         (owner, step, receiver, end): (u64, u32, u32, usize),
     ) {
-        if let Some(Slot(slot)) = slot {
-            self.references[slot as usize] += 1;
-        }
         let p = &mut self.peers[peer];
         p.posted += 1;
         if !(gone && slot.is_none() && p.lent.is_empty()) {
-            p.lent.push_back(Lent { owner, step, receiver, end, slot, frame: p.posted });
+            p.lent.push_back(Lent { owner, step, receiver, end, slot, elsewhere, frame: p.posted });
         }
     }
 
@@ -216,9 +217,6 @@ impl Port {
             while p.lent.front().is_some_and(|lent| lent.frame <= released) {
                 let Some(lent) = p.lent.pop_front() else { break };
                 any = true;
-                if let Some(slot) = lent.slot {
-                    drop_reference(&mut self.references, &self.region, slot);
-                }
                 freed(lent);
             }
         }
@@ -259,13 +257,43 @@ impl Port {
         }
     }
 
-    /// Takes back what dead peers' links have released. `true` when nothing is lent any more.
+    /// Takes back what a dead communicator's links have released, and all that was lent to processes that have exited.
+    /// `true` when no slot is lent any more.
     pub(crate) fn reclaim(&mut self) -> bool {
         let _ = self.reap(|_| {});
+        for p in self.peers.iter_mut().filter(|p| !p.lent.is_empty()) {
+            if p.tx.as_ref().is_some_and(|tx| tx.has_exited()) {
+                p.lent.clear();
+            }
+        }
         self.peers.iter().all(|p| p.lent.iter().all(|lent| lent.slot.is_none()))
     }
 
-    /// Whether peers in other processes may still read users' memory.
+    /// Of a dead communicator: whether peers in other processes may still touch users' memory.
+    pub(crate) fn is_touched_elsewhere(&mut self) -> bool {
+        self.reclaim();
+        self.peers.iter().any(|p| p.lent.iter().any(|lent| lent.elsewhere))
+    }
+
+    /// Until when they may touch an operation's. None: that cannot be known.
+    pub(crate) fn leases(&mut self, owner: u64) -> Option<Vec<Arc<Lease>>> {
+        let keeps = |p: &&mut Peer| p.lent.iter().any(|lent| lent.elsewhere && lent.owner == owner);
+        self.peers.iter_mut().filter(keeps).map(Peer::lease).collect()
+    }
+
+    /// Nobody looks after this port any more: the slots that peers have not given back, and may yet, are kept elsewhere until
+    /// then.
+    pub(crate) fn abandon(&mut self) {
+        self.reclaim();
+        for p in self.peers.iter_mut().filter(|p| p.lent.iter().any(|lent| lent.slot.is_some())) {
+            if let Some(lease) = p.lease() {
+                let slots = p.lent.drain(..).filter_map(|lent| lent.slot).map(Slot::downgrade).collect();
+                quarantine::keep(What::Slots(slots), vec![lease]);
+            }
+        }
+    }
+
+    /// Of links between devices: whether peers in other processes may still touch users' memory.
     pub(crate) fn is_read_elsewhere(&mut self) -> bool {
         self.peers.iter_mut().any(|p| p.tx.as_mut().is_some_and(|tx| tx.is_read_elsewhere()))
     }
@@ -295,8 +323,9 @@ impl Port {
     pub(crate) fn take_all_back(&mut self) {
         for p in &mut self.peers {
             (p.tx, p.posted) = (None, 0);
-            for slot in p.lent.drain(..).filter_map(|lent| lent.slot) {
-                drop_reference(&mut self.references, &self.region, slot);
+            p.lent.clear();
+            if let Some(lease) = p.lease.take() {
+                lease.end();
             }
         }
     }
@@ -310,22 +339,19 @@ impl Port {
     pub(crate) const INLINE: usize = INLINE;
 }
 
-/// One less uses a slot; after the last it is free.
-fn drop_reference(references: &mut [u16], region: &Region, Slot(slot): Slot) {
-    references[slot as usize] -= 1;
-    if references[slot as usize] == 0 {
-        region.give_slot(slot);
-    }
-}
-
 impl Drop for Port {
     fn drop(&mut self) {
         if forked::is_forked() {
             return; // to ask what was released would send what waits
         }
-        // Slots whose readers may be slow stay taken for the life of the region only if a frame in them is unread:
-        // the region goes away with the last communicator of the world.
-        let _ = self.reap(|_| {});
+        self.abandon();
+        // Of a link that cannot tell: it stays taken for the life of the region, which ends with the last communicator of
+        // the world.
+        self.peers
+            .iter_mut()
+            .flat_map(|p| p.lent.drain(..))
+            .filter_map(|lent| lent.slot)
+            .for_each(Slot::leave);
     }
 }
 
@@ -376,7 +402,7 @@ mod tests {
         let source = vec![0u8; 1000];
         let post = |port: &mut Port, number: usize, len: u32| {
             let header = Header { comm: 0, op: 0, offset: 0, len, message: 0, signature: Default::default() };
-            port.post(1, header, Payload::Memory(source.as_ptr()), (7, 0, 0, number)).unwrap()
+            port.post(1, header, &Payload::Memory(source.as_ptr()), (7, 0, 0, number)).unwrap()
         };
         let back = |port: &mut Port, count: u64| {
             released.store(count, Ordering::Relaxed);

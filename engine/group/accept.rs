@@ -218,7 +218,7 @@ pub(super) mod local {
     pub(in crate::group) struct Hatch {
         pub(in crate::group) door: Arc<Door>,
         pub(in crate::group) fds: Arc<Vec<OwnedFd>>,
-        pub(in crate::group) slots: Awaited<Vec<OwnedFd>>,
+        pub(in crate::group) slots: Awaited<fds::Handed>,
     }
 
     impl Hatch {

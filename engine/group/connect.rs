@@ -14,6 +14,7 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use super::env::{Address, LinkChoice};
+use super::fds::Handed;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::host::Locality;
 use super::rendezvous::{Registration, Table};
@@ -177,7 +178,7 @@ pub(super) struct Pair {
     pub(super) stream: TcpStream,
     pub(super) frames: Frames,
     pub(super) locality: Locality,
-    pub(super) fds: Vec<OwnedFd>,
+    pub(super) handed: Handed,
 }
 
 /// What all pairs of a rank are made from.
@@ -193,7 +194,7 @@ pub(super) struct Pairing {
 /// How a pair's control connection comes to be: the higher rank dials.
 pub(super) enum Side {
     Dial,
-    Await { control: oneshot::Receiver<TcpStream>, fds: oneshot::Receiver<Vec<OwnedFd>> },
+    Await { control: oneshot::Receiver<TcpStream>, fds: oneshot::Receiver<Handed> },
 }
 
 impl Pairing {
@@ -213,8 +214,11 @@ impl Pairing {
                 let purpose = Purpose::Control { world, from: self.rank };
                 let dialled = dial(&theirs.addresses, &self.token, &purpose, self.deadline).await;
                 let mut stream = dialled.map_err(|(at, why)| format!("connecting to it at {at}: {why}"))?;
-                let mine =
-                    if locality == Locality::SameHost { self.fetch(theirs).await } else { Ok(Vec::new()) };
+                let mine = if locality == Locality::SameHost {
+                    self.fetch(theirs).await
+                } else {
+                    Ok(Handed::default())
+                };
                 send_ready(&mut stream, &mine).await?;
                 let ready = frames.next::<Ready, _>(&mut stream).await?.ok_or_else(gone)?;
                 (stream, ready, mine)
@@ -231,31 +235,31 @@ impl Pairing {
                             .ok_or_else(|| "its descriptors did not arrive".to_string())
                     }
                     (Some(why), _) => Err(why.clone()),
-                    (None, _) => Ok(Vec::new()),
+                    (None, _) => Ok(Handed::default()),
                 };
                 send_ready(&mut stream, &mine).await?;
                 (stream, ready, mine)
             }
         };
-        let fds = match (mine, theirs_is.problem.take()) {
-            (Ok(fds), None) => return Ok(Pair { rank: peer, stream, frames, locality, fds }),
+        let handed = match (mine, theirs_is.problem.take()) {
+            (Ok(handed), None) => return Ok(Pair { rank: peer, stream, frames, locality, handed }),
             (Err(why), _) | (Ok(_), Some(why)) => self.without_memory(peer, &why)?,
         };
-        Ok(Pair { rank: peer, stream, frames, locality: Locality::Remote, fds })
+        Ok(Pair { rank: peer, stream, frames, locality: Locality::Remote, handed })
     }
 
     /// Both ranks know that they cannot share memory: they use TCP, unless that was ruled out.
-    fn without_memory(&self, peer: Rank, why: &str) -> Result<Vec<OwnedFd>, String> {
+    fn without_memory(&self, peer: Rank, why: &str) -> Result<Handed, String> {
         if self.link == LinkChoice::Shm {
             return Err(format!("the link Shm was asked for, but no memory can be shared with it: {why}"));
         }
         tracing::warn!(rank = self.rank, peer, "rank {peer} is on this host, but data goes over TCP: {why}");
-        Ok(Vec::new())
+        Ok(Handed::default())
     }
 
     /// Exchanges descriptors with a rank of this host that listens on a unix socket.
     #[cfg(target_os = "linux")]
-    async fn fetch(&self, peer: &Registration) -> Result<Vec<OwnedFd>, String> {
+    async fn fetch(&self, peer: &Registration) -> Result<Handed, String> {
         use super::fds;
         let Some(name) = &peer.socket else { return Err(format!("rank {} has no unix socket", peer.rank)) };
         let deadline = self.deadline.min(Instant::now() + DEADLINE);
@@ -279,12 +283,12 @@ impl Pairing {
     }
 
     #[cfg(not(target_os = "linux"))]
-    async fn fetch(&self, _: &Registration) -> Result<Vec<OwnedFd>, String> {
+    async fn fetch(&self, _: &Registration) -> Result<Handed, String> {
         Err("memory is shared between processes on Linux only".into())
     }
 }
 
-async fn send_ready(stream: &mut TcpStream, fds: &Result<Vec<OwnedFd>, String>) -> Result<(), String> {
-    let frame = wire::encode(&Ready { problem: fds.as_ref().err().cloned() })?;
+async fn send_ready(stream: &mut TcpStream, handed: &Result<Handed, String>) -> Result<(), String> {
+    let frame = wire::encode(&Ready { problem: handed.as_ref().err().cloned() })?;
     stream.write_all(&frame).await.map_err(|e| e.to_string())
 }

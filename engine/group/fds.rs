@@ -1,14 +1,21 @@
 //! Descriptors handed over a unix socket, and one inherited from the process that started this one.
 
 use std::net::TcpListener;
-#[cfg(target_os = "linux")]
-use std::os::fd::OwnedFd;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
 
 /// The most descriptors that are sent or taken at once.
 pub(crate) const MAX_FDS: usize = 4;
+
+/// What another process of this host handed over.
+#[derive(Debug, Default)]
+pub(crate) struct Handed {
+    /// The descriptors it offered.
+    pub(crate) fds: Vec<OwnedFd>,
+    /// The process itself, where it is another one and the system gives a descriptor for it.
+    pub(crate) process: Option<OwnedFd>,
+}
 
 /// A listening TCP socket at an inherited descriptor. The descriptor stays open (a later world may meet
 /// there again) but is no longer passed on to processes that this one starts.
@@ -44,11 +51,12 @@ mod unix {
         RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
         SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
     };
+    use rustix::process::{Pid, PidfdFlags, getpid, pidfd_open};
     use tokio::io::Interest;
     use tokio::net::{UnixListener, UnixStream};
     use tokio::time::Instant;
 
-    use super::{MAX_FDS, OwnedFd};
+    use super::{Handed, MAX_FDS, OwnedFd};
 
     /// Precedes the descriptors; the last byte is their number.
     const MARK: [u8; 7] = *b"ALLSFDS";
@@ -74,12 +82,26 @@ mod unix {
     }
 
     /// Gives the other side duplicates of `ours` and takes as many as it offers.
-    pub(crate) async fn exchange(stream: &UnixStream, ours: &[OwnedFd]) -> Result<Vec<OwnedFd>, String> {
+    pub(crate) async fn exchange(stream: &UnixStream, ours: &[OwnedFd]) -> Result<Handed, String> {
         if ours.len() > MAX_FDS {
             return Err(format!("{} descriptors were to be sent; the limit is {MAX_FDS}", ours.len()));
         }
         send(stream, ours).await.map_err(|e| format!("sending descriptors: {e}"))?;
-        receive(stream).await.map_err(|e| format!("receiving descriptors: {e}"))
+        // Opened while the connection stands. Should the process have exited by then, and its number be another's, that one
+        // exits later: the process is never thought to have exited while it has not.
+        let process = process_of(stream);
+        let fds = receive(stream).await.map_err(|e| format!("receiving descriptors: {e}"))?;
+        Ok(Handed { fds, process })
+    }
+
+    /// The process at the other end, as the system knows it.
+    fn process_of(stream: &UnixStream) -> Option<OwnedFd> {
+        let pid = Pid::from_raw(stream.peer_cred().ok()?.pid()?)?;
+        if pid == getpid() {
+            return None;
+        }
+        let opened = pidfd_open(pid, PidfdFlags::empty());
+        opened.inspect_err(|e| tracing::debug!("the exit of process {pid:?} will not be seen: {e}")).ok()
     }
 
     async fn send(stream: &UnixStream, fds: &[OwnedFd]) -> io::Result<()> {
@@ -168,8 +190,9 @@ mod tests {
         let ours = [write];
         let both = async { tokio::join!(exchange(&a, &ours), exchange(&b, &[])) };
         let (none, got) = tokio::time::timeout(Duration::from_secs(10), both).await.unwrap();
-        assert_eq!(none.unwrap().len(), 0);
-        let mut got = got.unwrap();
+        assert_eq!(none.unwrap().fds.len(), 0);
+        let Handed { fds: mut got, process } = got.unwrap();
+        assert!(process.is_none(), "it is this process");
         let fd = got.pop().unwrap();
         assert!(got.is_empty() && fd.as_raw_fd() != ours[0].as_raw_fd());
         assert!(rustix::io::fcntl_getfd(&fd).unwrap().contains(FdFlags::CLOEXEC));

@@ -15,6 +15,7 @@ use super::accept::{self, Door};
 use super::connect::{self, Pair, Pairing, Side};
 use super::control::{FLUSH, Outbox, Reader, goodbye, write};
 use super::env::{Heartbeat, Rendezvous};
+use super::fds::Handed;
 use super::handshake::{Purpose, Token};
 use super::host::{self, Locality, Process};
 use super::lobby::absent;
@@ -23,6 +24,7 @@ use super::rendezvous::{Me, Table};
 use super::{note, runtime, wire};
 use crate::error::Error;
 use crate::forked;
+use crate::link::exit::Exit;
 use crate::tuning::Choices;
 use crate::types::Rank;
 
@@ -46,6 +48,8 @@ pub(crate) struct PeerInfo {
     pub(crate) address: Vec<SocketAddr>,
     /// The descriptors it offered. Empty unless it is on this host in another process (or the link is Shm).
     pub(crate) fds: Vec<OwnedFd>,
+    /// Whether its process has exited. None where that is not known, or it is this one.
+    pub(crate) exit: Option<Exit>,
 }
 
 /// Who hears what comes over the control connections. Called on the control thread: it must not block.
@@ -473,7 +477,7 @@ impl LocalSocket {
         into: &mut JoinSet<()>,
         door: Arc<Door>,
         fds: Arc<Vec<OwnedFd>>,
-        slots: Vec<Sender<Vec<OwnedFd>>>,
+        slots: Vec<Sender<Handed>>,
     ) {
         if let Some((_, listener)) = self.0 {
             let hatch = Arc::new(accept::local::Hatch { door, fds, slots });
@@ -496,7 +500,7 @@ impl LocalSocket {
         None
     }
 
-    fn serve(self, _: &mut JoinSet<()>, _: Arc<Door>, _: Arc<Vec<OwnedFd>>, _: Vec<Sender<Vec<OwnedFd>>>) {}
+    fn serve(self, _: &mut JoinSet<()>, _: Arc<Door>, _: Arc<Vec<OwnedFd>>, _: Vec<Sender<Handed>>) {}
 }
 
 /// Makes the mesh, lets its events be made, and only then delivers.
@@ -508,7 +512,7 @@ where
     let mut peers: Vec<Option<PeerInfo>> = (0..size).map(|_| None).collect();
     let mut outboxes: Vec<Option<Arc<Outbox>>> = vec![None; size];
     let mut connections = Vec::with_capacity(pairs.len());
-    for Pair { rank: peer, stream, frames, locality, fds } in pairs {
+    for Pair { rank: peer, stream, frames, locality, handed } in pairs {
         let (outbox, letters) = Outbox::new();
         let member = &table.members[peer];
         let address = member.addresses.clone();
@@ -518,7 +522,8 @@ where
             pid: member.process.pid,
             locality,
             address,
-            fds,
+            fds: handed.fds,
+            exit: handed.process.map(Exit::of),
         });
         outboxes[peer] = Some(outbox.clone());
         connections.push((peer, stream, frames, outbox, letters));

@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use parking_lot::Mutex;
 use rustix::net::SendFlags;
 
+use super::exit::{Exit, Lease};
 use super::region::Region;
-use super::ring::{CELLS, Consumer, Producer, RingMemory};
+use super::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory};
 use super::waits::{Wait, kept};
 use super::{Frame, Header, INLINE, LinkRx, LinkTx, Loan, Posted, SLOT};
 use crate::error::Error;
@@ -135,6 +136,11 @@ impl RawRing {
         unsafe { &*self.base.cast::<AtomicU64>() }
     }
 
+    /// Whether the consumer has released all of so many frames, or has said that it reads no more.
+    pub(super) fn has_released(&self, posted: u64) -> bool {
+        [posted, CLOSED].contains(&self.released_count().load(Ordering::Acquire))
+    }
+
     pub(super) fn revoked(&self) -> &AtomicU32 {
         // SAFETY: as in `lap`.
         unsafe { &*self.base.add(LINE).cast::<AtomicU32>() }
@@ -229,8 +235,8 @@ pub(crate) struct LocalTx {
     bell: Bell,
     /// The receiver's gate if it is in this process: then any memory can be lent.
     gate: Option<Gate>,
-    /// Frames up to here, as the ring counts, are in users' buffers and lent to another process.
-    pages_until: u64,
+    /// The receiver's process, if it is another one.
+    exit: Option<Exit>,
 }
 
 impl LocalTx {
@@ -241,7 +247,13 @@ impl LocalTx {
         bell: Bell,
         gate: Option<Gate>,
     ) -> Result<Self, Error> {
-        Ok(LocalTx { ring: Producer::new(RawRing::new(region, offset as u64)?), bell, gate, pages_until: 0 })
+        let ring = Producer::new(RawRing::new(region, offset as u64)?);
+        Ok(LocalTx { ring, bell, gate, exit: None })
+    }
+
+    /// The same, to a process whose exit is known of.
+    pub(crate) fn to_process(self, exit: Option<Exit>) -> LocalTx {
+        LocalTx { exit, ..self }
     }
 }
 
@@ -254,8 +266,18 @@ impl LinkTx for LocalTx {
         self.gate.is_none() && !self.ring.memory().region.is_page(payload, len)
     }
 
-    fn is_read_elsewhere(&mut self) -> bool {
-        self.ring.released() < self.pages_until
+    fn touches(&self, at: *const u8, len: usize) -> bool {
+        self.gate.is_none() && self.ring.memory().region.is_page(at, len)
+    }
+
+    fn has_exited(&self) -> bool {
+        self.exit.as_ref().is_some_and(Exit::has_come)
+    }
+
+    fn lease(&self) -> Option<Lease> {
+        let ring = self.ring.memory();
+        let at = ring.region.offset_of(ring.base)?;
+        Some(Lease::new(&ring.region, at, self.ring.posted(), self.exit.clone()))
     }
 
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
@@ -274,12 +296,7 @@ impl LinkTx for LocalTx {
             payload as u64
         } else {
             match self.ring.memory().region.offset_of(payload) {
-                Some(offset) => {
-                    if self.ring.memory().region.is_page(payload, header.len as usize) {
-                        self.pages_until = self.ring.posted() + 1;
-                    }
-                    offset
-                }
+                Some(offset) => offset,
                 None => {
                     return Err(Error::system(
                         "send through shared memory",
@@ -309,9 +326,6 @@ impl LinkTx for LocalTx {
         let (Some(input), Some(output)) = (place(ends[0]), place(ends[1])) else {
             return Err(Error::system("lend memory to a peer", "it is outside the region (a bug)"));
         };
-        if elsewhere && ends.iter().any(|at| region.is_page(*at, loan.bytes)) {
-            self.pages_until = self.ring.posted() + 1;
-        }
         let places = [input, output, loan.bytes as u64];
         let header = Header { len: size_of_val(&places) as u32, ..header };
         self.ring.post((Descriptor::new(&header, NOWHERE), places.as_ptr().cast()));
@@ -538,16 +552,15 @@ mod tests {
         let loan = Loan { input: at, output: at, bytes: 8192 };
         // SAFETY: inside the region, and nobody uses it.
         unsafe { tx.lend(header(1, 0), loan).unwrap() };
-        assert!(tx.is_read_elsewhere());
+        assert!(tx.touches(at, 8192));
         let frame = rx.peek(0).unwrap().unwrap();
         assert_eq!(rx.borrow().unwrap().output, at);
         rx.release(frame.ready);
-        assert!(!tx.is_read_elsewhere());
         // A slot is the region's own: it may stay with a peer when users' buffers must come back.
         let slot = region.at(Region::slot_offset(1));
         // SAFETY: as above.
         unsafe { tx.lend(header(1, 0), Loan { input: slot, output: slot, bytes: SLOT }).unwrap() };
-        assert!(!tx.is_read_elsewhere());
+        assert!(!tx.touches(slot, SLOT));
         let frame = rx.peek(0).unwrap().unwrap();
         assert_eq!(rx.borrow().unwrap().output, slot);
         rx.release(frame.ready);

@@ -14,6 +14,7 @@
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
 
 pub(crate) mod arena;
+pub(crate) mod exit;
 pub(crate) mod ipc;
 pub(crate) mod local;
 pub(crate) mod peer;
@@ -116,8 +117,8 @@ pub(crate) trait LinkTx: Send {
     ///
     /// # Safety
     /// Both ends are valid for `loan.bytes`, the output for writes. They stay valid, the input is not written and the
-    /// output not touched until the frame is released or [`LinkTx::revoke`] has returned `true`; between processes, until
-    /// [`LinkTx::is_read_elsewhere`] says no.
+    /// output not touched until the frame is released or [`LinkTx::revoke`] has returned `true`; what the peer
+    /// [touches](LinkTx::touches) in another process, until the frame is released or that process has exited.
     unsafe fn lend(&mut self, _header: Header, _loan: Loan) -> Result<(), Error> {
         Err(Error::system("lend memory to a peer", "this link cannot (a bug)"))
     }
@@ -134,8 +135,13 @@ pub(crate) trait LinkTx: Send {
     /// any more; `false`: ask again.
     fn revoke(&mut self) -> bool;
 
-    /// Whether the peer, in another process, may still be reading, or writing, memory of a user's that was lent to it:
-    /// there is no way to stop it, but it says when it has hung up.
+    /// Whether memory there, if it is lent, is a user's that the peer touches where it lies, in another process: there is
+    /// no way to stop it, but it says when it has hung up.
+    fn touches(&self, _at: *const u8, _len: usize) -> bool {
+        false
+    }
+
+    /// Of a link between devices: whether the peer's may still be touching what was lent to it.
     fn is_read_elsewhere(&mut self) -> bool {
         false
     }
@@ -143,6 +149,17 @@ pub(crate) trait LinkTx: Send {
     /// How the connection beneath broke, if it did and nobody asked since. Whether the peer has died, or closed it in peace,
     /// or lives and knows nothing of it, a link cannot know.
     fn take_break(&mut self) -> Option<Break> {
+        None
+    }
+
+    /// Whether the peer's process is known to have exited: it touches nothing any more.
+    fn has_exited(&self) -> bool {
+        false
+    }
+
+    /// What tells, when this end is not used any more, whether the peer may still touch what was lent to it. None of links
+    /// that lend no memory which outlives them.
+    fn lease(&self) -> Option<exit::Lease> {
         None
     }
 

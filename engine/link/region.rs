@@ -7,8 +7,8 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
-use std::sync::Arc;
-use std::sync::atomic::AtomicU32;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
@@ -47,6 +47,75 @@ pub(crate) struct Region {
     arena: Mutex<Heap>,
     /// The one given back last is at the end.
     slots: Mutex<VecDeque<u16>>,
+    /// Owners of each slot that is taken.
+    owners: [AtomicU32; SLOTS],
+    /// A thread found the rank's gate held by another communicator's pass.
+    gate_wanted: AtomicBool,
+    /// Bytes that the machines of the rank's communicators keep for themselves. They are not in the region; they are counted
+    /// with it, as the rank has one.
+    scratch: AtomicUsize,
+}
+
+/// A staging slot with one owner or several: each has one of these. It is free again when the last one goes, whatever ends
+/// it: a frame that comes back, an error, a panic.
+pub(crate) struct Slot {
+    region: Arc<Region>,
+    number: u16,
+}
+
+impl Slot {
+    /// Where it is.
+    pub(crate) fn at(&self) -> *mut u8 {
+        self.region.at(Region::slot_offset(self.number))
+    }
+}
+
+impl Slot {
+    /// The same, of a region that is not kept for it.
+    pub(crate) fn downgrade(self) -> WeakSlot {
+        // Its count of owners stands for the new value.
+        self.region.owners[usize::from(self.number)].fetch_add(1, Ordering::Relaxed);
+        WeakSlot { region: Arc::downgrade(&self.region), number: self.number }
+    }
+
+    /// It stays taken for as long as the region is there.
+    pub(crate) fn leave(self) {
+        self.region.owners[usize::from(self.number)].fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// An owner of a slot for as long as the region is there.
+pub(crate) struct WeakSlot {
+    region: Weak<Region>,
+    number: u16,
+}
+
+impl Drop for WeakSlot {
+    fn drop(&mut self) {
+        // An owner as any other, which goes at once.
+        drop(self.region.upgrade().map(|region| Slot { region, number: self.number }));
+    }
+}
+
+impl Clone for Slot {
+    fn clone(&self) -> Slot {
+        // Who holds one keeps it taken: the count cannot come to nothing meanwhile.
+        self.region.owners[usize::from(self.number)].fetch_add(1, Ordering::Relaxed);
+        Slot { region: self.region.clone(), number: self.number }
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        // In a forked child the list of free slots may be locked for ever, and the slots are the parent's.
+        if forked::is_forked() {
+            return;
+        }
+        // What all owners did to the slot is before what its next one does: the list of free slots has a lock.
+        if self.region.owners[usize::from(self.number)].fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.region.give_slot(self.number);
+        }
+    }
 }
 
 // SAFETY: the mapping is plain memory that lives until drop; every access goes through raw pointers whose users
@@ -169,6 +238,9 @@ impl Region {
             heap: Mutex::new(Heap::new(HEAP_START, HEAP)),
             arena: Mutex::new(Heap::new(ARENA_START, ARENA)),
             slots: Mutex::new((0..SLOTS as u16).collect()),
+            owners: [const { AtomicU32::new(0) }; SLOTS],
+            gate_wanted: AtomicBool::new(false),
+            scratch: AtomicUsize::new(0),
         }
     }
 
@@ -202,20 +274,29 @@ impl Region {
     }
 
     /// Takes a shared staging slot for so many bytes, one that has been free for a while: `turned` bytes go in turn ([`TURNED`]).
-    pub(crate) fn take_slot(&self, bytes: usize, turned: usize) -> Option<u16> {
-        let mut slots = self.slots.lock();
-        let at = slots.len().saturating_sub((turned / bytes.clamp(1, SLOT)).max(1));
-        slots.remove(at)
+    pub(crate) fn take_slot(self: &Arc<Self>, bytes: usize, turned: usize) -> Option<Slot> {
+        let taken = {
+            let mut slots = self.slots.lock();
+            let at = slots.len().saturating_sub((turned / bytes.clamp(1, SLOT)).max(1));
+            slots.remove(at)
+        };
+        taken.map(|number| self.owned(number))
     }
 
     /// Takes the one that was given back last: for who writes what has come back in it.
-    pub(crate) fn take_warm_slot(&self) -> Option<u16> {
-        self.slots.lock().pop_back()
+    pub(crate) fn take_warm_slot(self: &Arc<Self>) -> Option<Slot> {
+        let taken = self.slots.lock().pop_back();
+        taken.map(|number| self.owned(number))
     }
 
-    /// Gives it back.
-    pub(crate) fn give_slot(&self, slot: u16) {
-        self.slots.lock().push_back(slot);
+    /// A slot that was just taken gets its first owner.
+    fn owned(self: &Arc<Self>, number: u16) -> Slot {
+        self.owners[usize::from(number)].store(1, Ordering::Relaxed);
+        Slot { region: self.clone(), number }
+    }
+
+    fn give_slot(&self, number: u16) {
+        self.slots.lock().push_back(number);
     }
 
     pub(crate) fn slot_offset(slot: u16) -> usize {
@@ -225,6 +306,28 @@ impl Region {
     /// Staging slots in use, and how many there are.
     pub(crate) fn slots(&self) -> (usize, usize) {
         (SLOTS - self.slots.lock().len(), SLOTS)
+    }
+
+    /// Notes that a thread found the rank's gate held.
+    pub(crate) fn want_gate(&self) {
+        if !self.gate_wanted.load(Ordering::Relaxed) {
+            self.gate_wanted.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether any has since this was last asked.
+    pub(crate) fn was_gate_wanted(&self) -> bool {
+        self.gate_wanted.load(Ordering::Relaxed) && self.gate_wanted.swap(false, Ordering::Relaxed)
+    }
+
+    /// A communicator's machines kept so many bytes for themselves, and keep so many now.
+    pub(crate) fn count_scratch(&self, before: usize, now: usize) {
+        self.scratch.fetch_add(now.wrapping_sub(before), Ordering::Relaxed);
+    }
+
+    /// What all of them keep.
+    pub(crate) fn scratch(&self) -> usize {
+        self.scratch.load(Ordering::Relaxed)
     }
 
     /// Zeroed memory from the region's heap.
@@ -379,23 +482,29 @@ mod tests {
 
     #[test]
     fn slots_and_heap_are_bounded_and_reused() {
-        let region = Region::private().unwrap();
+        let region = Arc::new(Region::private().unwrap());
         let slots: Vec<_> = std::iter::from_fn(|| region.take_slot(SLOT, TURNED)).collect();
         assert_eq!(slots.len(), SLOTS);
-        slots.iter().for_each(|s| region.give_slot(*s));
+        let others: Vec<_> = slots[1..].to_vec();
+        drop(slots);
+        assert_eq!(region.slots(), (SLOTS - 1, SLOTS), "the others have an owner yet");
+        let mut others = others.into_iter().map(Slot::downgrade).collect::<Vec<_>>();
+        assert_eq!(region.slots(), (SLOTS - 1, SLOTS));
+        others.pop();
+        assert_eq!(region.slots(), (SLOTS - 2, SLOTS));
+        drop(others);
         assert_eq!(region.slots(), (0, SLOTS));
         // In turn, so many bytes of them; or the warmest, again and again.
         for (bytes, turned) in [(SLOT, TURNED / SLOT), (SLOT / 2, 2 * TURNED / SLOT), (1, SLOTS)] {
             let taken: Vec<_> = (0..2 * turned)
-                .filter_map(|_| region.take_slot(bytes, TURNED).inspect(|s| region.give_slot(*s)))
+                .filter_map(|_| region.take_slot(bytes, TURNED).map(|slot| slot.number))
                 .collect();
             let (one, other) = taken.split_at(turned);
             assert_eq!(one, other, "{bytes} bytes");
             assert_eq!(one.iter().collect::<std::collections::BTreeSet<_>>().len(), turned);
         }
-        let warm = region.take_warm_slot().inspect(|s| region.give_slot(*s));
-        assert_eq!(region.take_warm_slot(), warm);
-        warm.into_iter().for_each(|s| region.give_slot(s));
+        let warm = || region.take_warm_slot().map(|slot| slot.number);
+        assert_eq!(warm(), warm());
         let (a, b) = (region.alloc(1000).unwrap(), region.alloc(1000).unwrap());
         assert!(b >= a + 1000 && b % 128 == 0);
         assert!(region.alloc(HEAP).unwrap_err().to_string().contains("has room for about"));

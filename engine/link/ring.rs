@@ -8,7 +8,7 @@
 pub(crate) const CELLS: u64 = 16;
 
 /// The released count of a consumer that will not read again.
-const CLOSED: u64 = u64::MAX;
+pub(crate) const CLOSED: u64 = u64::MAX;
 
 /// The memory of a ring. Implementations give the orderings that the names say.
 pub(crate) trait RingMemory {

@@ -107,14 +107,24 @@ impl Event {
 
     /// Wakes `waker` once the event completes; `false` if it has already.
     pub(crate) fn subscribe(&self, waker: &Waker) -> bool {
+        let is_known = {
+            let waiters = self.0.waiters.lock();
+            if self.is_complete() {
+                return false;
+            }
+            waiters.iter().any(|w| w.will_wake(waker))
+        };
+        if is_known {
+            return true;
+        }
+        // Somebody else's code: cloned, and dropped if it comes too late, outside the lock.
+        let waker = waker.clone();
         let mut waiters = self.0.waiters.lock();
-        if self.is_complete() {
-            return false;
+        let waits = !self.is_complete();
+        if waits {
+            waiters.push(waker);
         }
-        if !waiters.iter().any(|w| w.will_wake(waker)) {
-            waiters.push(waker.clone());
-        }
-        true
+        waits
     }
 }
 

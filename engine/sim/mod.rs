@@ -214,7 +214,7 @@ pub fn simulate(
                 Pass::Going(false) => break,
                 Pass::Going(true) => {}
                 Pass::Then(..) | Pass::Done(_) => {
-                    active.take(port);
+                    active.take();
                     left -= 1;
                     end = end.max(net.at(rank));
                 }

@@ -13,6 +13,7 @@ mod losses;
 mod mismatches;
 mod others;
 mod programs;
+mod quarantine;
 mod recorder;
 mod silence;
 mod values;
@@ -36,6 +37,7 @@ fn rank() {
             "sends_first" => programs::sends_first(me).await,
             "opposite" => programs::opposite(me).await,
             "many" => programs::many(me).await,
+            "quarantine" => quarantine::rank(me).await,
             "loops" => guests::rank(me).await,
             "aborts" => aborts::aborts(me).await,
             "forks" => forks::rank(me).await,

@@ -53,7 +53,7 @@ impl Endpoint {
     pub(super) fn filled(run: &mut Run, key: Key) {
         let Some((number, signature, timeout, _)) = run.active.current() else { return };
         let Some(device) = run.active.device().cloned() else { return };
-        run.active.take(&mut run.port);
+        run.active.take();
         let (begun, ready, is_watched) = (Instant::now(), None, false);
         let ending = Ending { key, number, device, signature, timeout, begun, ready, is_watched };
         run.endings.0.push_back(ending);

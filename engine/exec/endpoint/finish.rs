@@ -1,16 +1,19 @@
 //! How operations end, well or not.
 
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
 use super::{Endpoint, EndpointConfig, Table, grace};
 use crate::error::{Error, Missing, MissingState, Operation};
-use crate::exec::inflight::Key;
+use crate::exec::inflight::{Finished, Key, Look};
 use crate::forked;
+use crate::mem::Held;
 use crate::mem::device::Staged;
 use crate::types::Signature;
 
@@ -22,6 +25,37 @@ pub(super) struct Backing {
     signature: Signature,
     timeout: Duration,
     staged: Arc<Staged>,
+}
+
+/// How many wakers of users' this thread is in, each woken by the one before.
+struct Depth;
+
+thread_local! {
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+}
+
+impl Depth {
+    const MOST: u32 = 16;
+
+    fn deeper() -> Option<Depth> {
+        let depth = DEPTH.get();
+        (depth < Depth::MOST).then(|| {
+            DEPTH.set(depth + 1);
+            Depth
+        })
+    }
+}
+
+impl Drop for Depth {
+    fn drop(&mut self) {
+        DEPTH.set(DEPTH.get() - 1);
+    }
+}
+
+/// What is somebody else's of an operation that has finished: whom to wake, and buffers that nobody will come for.
+pub(super) struct Over {
+    waker: Option<Waker>,
+    held: Option<Held>,
 }
 
 impl Table {
@@ -60,7 +94,11 @@ impl Endpoint {
             let staged = backing.staged.clone();
             // From then on the device has until the deadline.
             let begun = move || again.table.lock().backing.push((Instant::now(), backing));
-            staged.back(Box::new(begun), Box::new(move |result| endpoint.finish(key, result)));
+            let ended = move |result| {
+                endpoint.finish(key, result);
+                endpoint.hand_over();
+            };
+            staged.back(Box::new(begun), Box::new(ended));
         }
     }
 
@@ -107,6 +145,7 @@ impl Endpoint {
         self.is_due.store(true, Ordering::Relaxed);
     }
 
+    /// Ends an operation. Its user hears of it in [`hand_over`](Self::hand_over).
     pub(super) fn finish(&self, key: Key, result: Result<(), Error>) {
         self.finish_in(self.table.lock(), key, result);
     }
@@ -118,12 +157,55 @@ impl Endpoint {
             table.devices.remove(&key.number());
         }
         let (waker, held) = table.inflight.finish(key, result.map_err(Box::new));
+        if waker.is_some() || held.is_some() {
+            table.over.push(Over { waker, held });
+            self.is_over.store(true, Ordering::Release);
+        }
         drop(table);
         drop(staged);
-        // Somebody else's code, on a thread that others need: a panic in it (reported on stderr) ends here.
-        let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
-        if let Some(waker) = waker {
-            let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+    }
+
+    /// Wakes the users of operations that have finished, and drops the buffers that nobody will come for. Both is somebody
+    /// else's code, which may come back to this very endpoint, or keep its thread for long: the caller holds none of our locks.
+    pub(super) fn hand_over(self: &Arc<Self>) {
+        if !self.is_over.load(Ordering::Acquire) {
+            return;
+        }
+        let Some(_deeper) = Depth::deeper() else {
+            // Wakers that poll what they wake, which finishes and wakes the next: the lane begins with a new stack.
+            self.arm();
+            return self.config.lane.kick();
+        };
+        while self.is_over.load(Ordering::Acquire) {
+            let next = {
+                let mut table = self.table.lock();
+                let next = table.over.pop();
+                self.is_over.store(!table.over.is_empty(), Ordering::Release);
+                next
+            };
+            let Some(Over { waker, held }) = next else { return };
+            // On a thread that others need: a panic in it (reported on stderr) ends here.
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
+            if let Some(waker) = waker {
+                let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+            }
+        }
+    }
+
+    /// Takes the outcome of an operation if there is one; otherwise `waker` is woken when there is.
+    pub(super) fn look(&self, key: Key, waker: Option<&Waker>) -> Option<Finished<Held, Box<Error>>> {
+        let Some(waker) = waker else { return self.table.lock().inflight.take(key) };
+        let look = self.table.lock().inflight.poll(key, waker);
+        match look {
+            Look::Finished(finished) => Some(finished),
+            Look::Watched => None,
+            Look::Unwatched => {
+                // Cloned, and what it replaces dropped, outside the lock: both is somebody else's code.
+                let waker = waker.clone();
+                let (finished, spare) = self.table.lock().inflight.watch(key, waker);
+                drop(spare);
+                finished
+            }
         }
     }
 

@@ -38,10 +38,7 @@ impl Endpoint {
                     && run.messages.is_flushed()
             }
             // Peers that live hang up soon, and give slots back by it.
-            Some(at) => {
-                let back = run.ports().fold(true, |back, port| port.reclaim() & back);
-                back & run.messages.reclaim() || at.elapsed() > HANG_UP
-            }
+            Some(at) => run.reclaim() || at.elapsed() > HANG_UP,
         };
         let table = self.table.lock();
         if !idle || !table.closed || table.inflight.running() > 0 {
@@ -56,7 +53,9 @@ impl Endpoint {
         drop(table);
         let generation = self.config.generation;
         self.hollowed.store(true, Ordering::Release);
-        let run = Box::new(std::mem::replace(&mut *run, nothing(&self.config)));
+        let mut run = Box::new(std::mem::replace(&mut *run, nothing(&self.config)));
+        // Who takes the links up again begins with machines of its own.
+        run.active = Active::new(self.config.comm, self.config.streams_from);
         Some(Machines { run, healthy, generation, calls, balance })
     }
 
@@ -65,7 +64,7 @@ impl Endpoint {
         let Run { mut port, mut messages, .. } = *machines.run;
         port.renew();
         messages.renew(config.comm, config.generation);
-        let active = Active::new(config.comm, config.streams_from);
+        let active = Active::new(config.comm, config.streams_from).of_rank(&config.region);
         let run = Run { active, port, messages, ..nothing(&config) };
         Endpoint::with(config, run)
     }

@@ -45,10 +45,10 @@ fn turn<P: Together>(parts: &mut [P], waker: Option<&Waker>, after: impl Fn(&End
             continue;
         }
         // The waker is stored before driving: whoever finishes the operation from here on wakes us.
-        let mut outcome = endpoint.table.lock().inflight.poll(key, waker);
+        let mut outcome = endpoint.look(key, waker);
         if outcome.is_none() && endpoint.drive_once() == Progress::Advanced {
             moved = true;
-            outcome = endpoint.table.lock().inflight.poll(key, waker);
+            outcome = endpoint.look(key, waker);
         }
         match outcome {
             Some(outcome) => {

@@ -54,6 +54,13 @@ pub(in crate::exec) struct Common {
     pub(in crate::exec) streams_from: usize,
 }
 
+impl Common {
+    /// Whether passes move memory. What a device runs, or what moves none, takes no time here.
+    pub(in crate::exec) fn takes_time(&self) -> bool {
+        self.device.is_none() && self.phantom.is_none()
+    }
+}
+
 /// Hears of the work of operations that move no memory: a simulation's clock.
 pub(crate) trait Phantom: Send + Sync {
     /// So many bytes were read or written.

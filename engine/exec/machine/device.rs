@@ -147,7 +147,7 @@ impl Machine {
         self.gathered(program, i, m, !to_hand || passes);
         if ready && (passes || !to_hand) {
             for k in 0..step.send.len() {
-                self.post(c, i, (k, node.pos, m), Payload::Memory(out), port)?;
+                self.post(c, i, (k, node.pos, m), &Payload::Memory(out), port)?;
             }
         }
         Ok(m)
@@ -227,7 +227,7 @@ impl Machine {
                     return Ok(false);
                 }
                 for k in 0..step.send.len() {
-                    self.post(c, i, (k, node.pos, m), Payload::Memory(hand), port)?;
+                    self.post(c, i, (k, node.pos, m), &Payload::Memory(hand), port)?;
                 }
             }
         }

@@ -111,7 +111,7 @@ impl Machine {
             port.post(
                 peer,
                 header,
-                Payload::Memory(at.wrapping_add(start)),
+                &Payload::Memory(at.wrapping_add(start)),
                 (c.common.number, 0, receiver, end),
             )?;
             self.tx[peer] = match message {

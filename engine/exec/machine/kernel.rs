@@ -2,7 +2,7 @@
 
 use allstream_kernels as kernels;
 
-use super::{Context, Machine, SCALED, Scratch, grow};
+use super::{Context, Machine, SCALED, Scratch};
 use crate::error::Error;
 use crate::exec::operation::Reduction;
 use crate::exec::port::{Payload, Port};
@@ -38,8 +38,7 @@ impl Machine {
             }
             if c.common.phantom.is_none() {
                 let at = (node.got % self.slice(&node)) * node.unit;
-                let hand = &mut self.hands[i];
-                hand.resize(SLOT, 0);
+                let hand = self.memory.hand(i);
                 // It stands for one slice; `m` ends within it.
                 outs[0] = hand[at..].as_mut_ptr();
             }
@@ -101,7 +100,7 @@ impl Machine {
         self.gathered(program, i, m, !to_hand);
         if let Some(payload) = payload {
             for k in 0..step.send.len() {
-                self.post(c, i, (k, node.pos, m), payload, port)?;
+                self.post(c, i, (k, node.pos, m), &payload, port)?;
             }
         }
         Ok(m)
@@ -194,9 +193,10 @@ impl Machine {
         let mut m = node.got - node.pos;
         let mut bytes = m * node.unit;
         let phantom = c.common.phantom.is_some();
+        let begin = (node.pos % self.slice(&node)) * node.unit;
         let hand = match phantom {
             true => std::ptr::null(),
-            false => self.hands[i][(node.pos % self.slice(&node)) * node.unit..].as_ptr(),
+            false => self.memory.hand(i)[begin..].as_ptr(),
         };
         if let Some(dst) = step.dst {
             if self.read_limit(program, i) < node.got {
@@ -228,7 +228,7 @@ impl Machine {
             };
             debug_assert!(bytes <= SLOT);
             for k in 0..step.send.len() {
-                self.post(c, i, (k, node.pos, m), payload, port)?;
+                self.post(c, i, (k, node.pos, m), &payload, port)?;
             }
         }
         self.nodes[i].pos += m;
@@ -243,12 +243,7 @@ impl Machine {
         // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
         let in_place = part.is_in_place() && part.leaves_result(&c.common.signature, true);
         let m = (len - done).min(SCALED / unit);
-        let to = if in_place {
-            part.output
-        } else {
-            grow(&mut self.scaled_input, len * unit);
-            self.scaled_input.as_mut_ptr().cast::<u8>()
-        };
+        let to = if in_place { part.output } else { self.memory.scale(len * unit) };
         let at = to.wrapping_add(done * unit);
         // SAFETY: `m` elements from `done` on are inside the input, which the table owns, and inside what they go to:
         // the input itself, or memory of ours of the same length. No step has run yet: nobody else touches either.

@@ -22,7 +22,8 @@ use super::frames::check_frame;
 use super::{Common, Context, Cursor, Machine, RECEIVER, RECEIVER_BITS};
 use crate::error::Error;
 use crate::exec::operation::{Part, Reduction};
-use crate::exec::port::{Lent, Port, Slot};
+use crate::exec::port::{Lent, Port};
+use crate::link::region::Slot;
 use crate::link::{Frame, Header, Loan, SLOT};
 use crate::plan::{Layout, OUTPUT, SMALL};
 use crate::types::{Kind, LIST, Rank};
@@ -65,7 +66,7 @@ enum Stage {
     Folded,
 }
 
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Default)]
 struct Peer {
     /// Loans of its chunk of ours: all that there will be, those made, those that came back.
     loans: u32,
@@ -117,8 +118,7 @@ impl Shared {
         }
     }
 
-    pub(super) fn clear(&mut self, port: &mut Port) {
-        self.let_go(port);
+    pub(super) fn clear(&mut self) {
         self.peers.clear();
         self.stage = Stage::Steps;
     }
@@ -131,12 +131,8 @@ impl Shared {
     }
 
     /// Of the slots, those that peers still use stay taken until they come back.
-    fn let_go(&mut self, port: &mut Port) {
-        for slot in self.peers.iter_mut().flat_map(|peer| &mut peer.slots) {
-            if let Some((slot, _)) = slot.take() {
-                port.let_go(slot);
-            }
-        }
+    fn let_go(&mut self) {
+        self.peers.iter_mut().for_each(|peer| peer.slots = Default::default());
     }
 }
 
@@ -182,7 +178,7 @@ impl Machine {
         let mut moved = false;
         if self.shared.stage == Stage::New {
             if !self.can_lend(c, port)? {
-                self.shared.let_go(port);
+                self.shared.let_go();
                 self.shared.stage = Stage::Steps;
                 return Ok(None);
             }
@@ -201,7 +197,7 @@ impl Machine {
                     Next::Loan => moved = true,
                     Next::Data => {
                         self.give_back(c, usize::MAX, port)?;
-                        self.shared.let_go(port);
+                        self.shared.let_go();
                         self.shared.stage = Stage::Steps;
                         return Ok(None);
                     }
@@ -217,7 +213,7 @@ impl Machine {
         }
         let mut complete = self.shared.stage == Stage::Folded;
         for peer in others {
-            let Peer { loans, lent, back, .. } = self.shared.peers[peer];
+            let &Peer { loans, lent, back, .. } = &self.shared.peers[peer];
             if lent == loans && self.shared.stage > Stage::Offered {
                 self.tx[peer] = Cursor { message: 0, round: self.rounds };
             }
@@ -230,10 +226,7 @@ impl Machine {
     /// A peer's chunk of our memory.
     fn loan_of(&self, c: Context<'_>, peer: Rank) -> Loan {
         let range = chunk(c.part, peer);
-        let input = match self.scaled_input.is_empty() {
-            true => c.part.input,
-            false => self.scaled_input.as_ptr().cast(),
-        };
+        let input = self.memory.scaled().map_or(c.part.input, <*mut u8>::cast_const);
         let (input, output) = (input.wrapping_add(range.start), c.part.output.wrapping_add(range.start));
         Loan { input, output, bytes: range.len() }
     }
@@ -281,7 +274,7 @@ impl Machine {
 
     /// Lends a peer its chunk, or the next piece of it. Whether it did.
     fn offer(&mut self, c: Context<'_>, peer: Rank, port: &mut Port) -> Result<bool, Error> {
-        let Peer { loans, lent, back, slots, depth, .. } = self.shared.peers[peer];
+        let Peer { loans, lent, back, ref slots, depth, .. } = self.shared.peers[peer];
         if lent == loans
             || (depth > 0 && lent - back == depth)
             || !c.earlier.iter().all(|machine| machine.tx_done(peer))
@@ -291,7 +284,7 @@ impl Machine {
         }
         let mut loan = self.loan_of(c, peer);
         let mut start = 0;
-        let slot = lent.checked_rem(depth).and_then(|turn| slots[turn as usize]);
+        let slot = lent.checked_rem(depth).and_then(|turn| slots[turn as usize].clone());
         if let Some((_, place)) = slot {
             start = lent as usize * PIECE;
             let bytes = PIECE.min(loan.bytes - start);
@@ -323,7 +316,7 @@ impl Machine {
         let turn = state.back.checked_rem(state.depth);
         let start = state.back as usize * PIECE;
         state.back += 1;
-        let Some((_, place)) = turn.and_then(|turn| state.slots[turn as usize]) else { return };
+        let Some(&(_, place)) = turn.and_then(|turn| state.slots[turn as usize].as_ref()) else { return };
         let at = part.output.wrapping_add(chunk(part, peer).start + start);
         // SAFETY: a piece (up to `end`) of a chunk of our own output, which the table owns and nobody else touches; the slot
         // has come back.
@@ -455,6 +448,7 @@ impl Machine {
             }
         }
         self.shared.done += m;
+        self.touched += 2 * plan.size * m * unit;
         self.give_back(c, self.shared.done, port)?;
         if self.shared.done == len {
             self.rx.fill(Cursor { message: 0, round: self.rounds });

@@ -1,5 +1,7 @@
 //! Reductions by a user's function.
 
+use std::time::{Duration, Instant};
+
 use allstream::{Algo, Error, Function, Kind, plan};
 use futures::executor::block_on;
 
@@ -103,4 +105,29 @@ fn functions_that_do_not_commute_are_applied_in_rank_order_by_every_algorithm_th
             });
         }
     }
+}
+
+/// A slot that was taken for a result which a function then did not make is given back.
+#[test]
+fn a_function_that_panics_costs_no_staging_slot() {
+    quiet_panics();
+    let comms = within(LIMIT, move || world(2, Link::Shm));
+    let left = threads(comms, move |mut comm| {
+        let bad = Function::<u32>::commutative("bad", |_: &mut [u32], _: &[u32]| panic!("planted"));
+        for _ in 0..40 {
+            let mut child = block_on(comm.dup()).unwrap();
+            let failed = child.function(&bad).algo(Algo::Ring).all_reduce(vec![1u32; 1 << 16]).wait();
+            failed.expect_err("it panics");
+        }
+        // Slots that a peer still has come back once it has hung up.
+        let end = Instant::now() + Duration::from_secs(3);
+        while comm.stats().staging_bytes > 0 && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let left = comm.stats().staging_bytes;
+        comm.barrier().wait().unwrap();
+        block_on(comm.close()).unwrap();
+        left
+    });
+    assert_eq!(left, [0, 0], "bytes of slots in use on each rank");
 }

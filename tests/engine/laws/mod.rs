@@ -16,4 +16,6 @@ mod messages;
 mod ourselves;
 mod refusals;
 mod runtimes;
+mod scratch;
 mod tuning;
+mod wakers;

@@ -11,7 +11,7 @@ use std::task::{Wake, Waker};
 use loom::sync::{Arc, Mutex};
 use loom::thread;
 
-use table::{Inflight, Key};
+use table::{Finished, Inflight, Key, Look};
 
 /// A buffer that says how often it was dropped.
 struct Buffer(Plain<Count>);
@@ -50,6 +50,28 @@ fn finish(table: &Table, key: Key, result: Result<(), &'static str>) {
     }
 }
 
+/// As `Endpoint::look`: wakers are cloned and dropped outside the lock.
+fn look(table: &Table, key: Key, waker: Option<&Waker>) -> Option<Finished<Buffer, &'static str>> {
+    let Some(waker) = waker else { return table.lock().unwrap().take(key) };
+    let look = table.lock().unwrap().poll(key, waker);
+    match look {
+        Look::Finished(finished) => Some(finished),
+        Look::Watched => None,
+        Look::Unwatched => {
+            let waker = waker.clone();
+            let (finished, spare) = table.lock().unwrap().watch(key, waker);
+            drop(spare);
+            finished
+        }
+    }
+}
+
+/// As `Endpoint::detach`.
+fn detach(table: &Table, key: Key) {
+    let (held, waker) = table.lock().unwrap().detach(key);
+    drop((held, waker));
+}
+
 fn awaited(lose_the_waker: bool) {
     loom::model(move || {
         let (table, key, drops) = submitted();
@@ -60,13 +82,13 @@ fn awaited(lose_the_waker: bool) {
         let wakes = Plain::new(Wakes::default());
         let waker = Waker::from(wakes.clone());
         let stored = (!lose_the_waker).then_some(&waker);
-        let first = table.lock().unwrap().poll(key, stored);
+        let first = look(&table, key, stored);
         engine.join().unwrap();
         // Whoever got nothing would sleep now: it must have been woken.
         let woken = wakes.0.load(Order::SeqCst);
         let (lost, finished) = (first.is_none() && woken == 0, first);
-        let finished = finished.or_else(|| table.lock().unwrap().poll(key, None));
-        let stale = table.lock().unwrap().poll(key, None).is_some();
+        let finished = finished.or_else(|| look(&table, key, None));
+        let stale = look(&table, key, None).is_some();
         let running = table.lock().unwrap().running();
         drop(table);
         assert!(!lost, "a wake-up was lost");
@@ -96,13 +118,13 @@ fn control_a_waker_that_is_not_stored_is_a_lost_wake_up() {
 fn the_waker_of_the_last_poll_is_woken() {
     loom::model(|| {
         let (table, key, _) = submitted();
-        assert!(table.lock().unwrap().poll(key, Some(Waker::noop())).is_none());
+        assert!(look(&table, key, Some(Waker::noop())).is_none());
         let engine = {
             let table = table.clone();
             thread::spawn(move || finish(&table, key, Ok(())))
         };
         let wakes = Plain::new(Wakes::default());
-        let pending = table.lock().unwrap().poll(key, Some(&Waker::from(wakes.clone()))).is_none();
+        let pending = look(&table, key, Some(&Waker::from(wakes.clone()))).is_none();
         engine.join().unwrap();
         assert_eq!(wakes.0.load(Order::SeqCst), usize::from(pending));
     });
@@ -118,10 +140,7 @@ fn a_detached_buffer_is_dropped_once_whoever_comes_last() {
         };
         let user = {
             let table = table.clone();
-            thread::spawn(move || {
-                let held = table.lock().unwrap().detach(key);
-                drop(held);
-            })
+            thread::spawn(move || detach(&table, key))
         };
         // Meanwhile the entry is used again as soon as it can be.
         let again = Plain::new(Count::new(0));
@@ -132,7 +151,7 @@ fn a_detached_buffer_is_dropped_once_whoever_comes_last() {
         assert_eq!(again.load(Order::SeqCst), 0, "the stale key does not reach the next operation");
         assert_eq!(table.lock().unwrap().running(), 1);
         finish(&table, next, Ok(()));
-        assert!(table.lock().unwrap().poll(next, None).is_some());
+        assert!(look(&table, next, None).is_some());
     });
 }
 
@@ -145,16 +164,95 @@ fn polled_then_dropped_frees_once() {
             let table = table.clone();
             thread::spawn(move || finish(&table, key, Ok(())))
         };
-        let polled = table.lock().unwrap().poll(key, Some(Waker::noop()));
+        let polled = look(&table, key, Some(Waker::noop()));
         let taken = polled.is_some();
         drop(polled);
         if !taken {
-            let held = table.lock().unwrap().detach(key);
-            drop(held);
+            detach(&table, key);
         }
         engine.join().unwrap();
         assert_eq!(drops.load(Order::SeqCst), 1);
         assert_eq!(table.lock().unwrap().running(), 0);
+    });
+}
+
+/// As a task's waker that owns another operation of the table: it lets go of that when it goes itself.
+struct Owner(std::sync::Mutex<Option<(Table, Key)>>);
+
+impl Owner {
+    fn waker(table: &Table, key: Key) -> Waker {
+        Waker::from(Plain::new(Owner(std::sync::Mutex::new(Some((table.clone(), key))))))
+    }
+}
+
+impl Wake for Owner {
+    fn wake(self: Plain<Self>) {}
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        if let Some((table, key)) = self.0.get_mut().unwrap().take() {
+            detach(&table, key);
+        }
+    }
+}
+
+/// A waker that owns another operation comes back to the table whenever it goes: let go of with its own operation, replaced
+/// by that of a later poll, or not needed as its operation has finished. Under the lock that would be a deadlock, which loom finds.
+#[test]
+fn a_waker_that_owns_another_operation_may_go_at_any_moment() {
+    for polled_again in [false, true] {
+        loom::model(move || {
+            let (table, first, drops) = submitted();
+            let second = table.lock().unwrap().submit(Buffer(drops.clone()));
+            let engine = {
+                let table = table.clone();
+                thread::spawn(move || {
+                    finish(&table, first, Ok(()));
+                    finish(&table, second, Ok(()));
+                })
+            };
+            let waker = Owner::waker(&table, second);
+            let mut taken = look(&table, first, Some(&waker));
+            drop(waker);
+            if polled_again && taken.is_none() {
+                taken = look(&table, first, Some(Waker::noop()));
+            }
+            if taken.is_none() {
+                detach(&table, first);
+            }
+            drop(taken);
+            engine.join().unwrap();
+            assert_eq!(drops.load(Order::SeqCst), 2, "both are over, and nobody has them");
+            assert_eq!(table.lock().unwrap().running(), 0);
+        });
+    }
+}
+
+/// What the model above would find: a waker that goes while the lock is held.
+#[test]
+#[should_panic(expected = "under the lock")]
+fn control_a_waker_dropped_under_the_lock_finds_it_held() {
+    struct Tries(Plain<Count>, Table);
+    impl Wake for Tries {
+        fn wake(self: Plain<Self>) {}
+    }
+    impl Drop for Tries {
+        fn drop(&mut self) {
+            self.0.fetch_add(usize::from(self.1.try_lock().is_err()), Order::SeqCst);
+        }
+    }
+    loom::model(|| {
+        let (table, key, _) = submitted();
+        let held = Plain::new(Count::new(0));
+        let waker = Waker::from(Plain::new(Tries(held.clone(), table.clone())));
+        assert!(look(&table, key, Some(&waker)).is_none());
+        drop(waker);
+        let mut locked = table.lock().unwrap();
+        let (_, waker) = locked.detach(key);
+        drop(waker);
+        drop(locked);
+        assert_eq!(held.load(Order::SeqCst), 0, "dropped under the lock");
     });
 }
 

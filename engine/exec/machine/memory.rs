@@ -1,0 +1,82 @@
+//! Memory of a machine's own, beside what users and links lend it.
+
+use crate::link::SLOT;
+
+/// 64-byte aligned words.
+#[repr(C, align(64))]
+#[derive(Clone, Copy)]
+struct Line([u64; 8]);
+
+/// Makes room for so many bytes.
+fn grow(lines: &mut Vec<Line>, bytes: usize) {
+    let wanted = bytes.div_ceil(size_of::<Line>());
+    if lines.len() < wanted {
+        lines.resize(wanted, Line([0; 8]));
+    }
+}
+
+/// Kept from one part to the next, until its owner takes it away.
+#[derive(Default)]
+pub(super) struct Memory {
+    /// By step: a slice each, where one was needed.
+    hands: Vec<Vec<u8>>,
+    /// The third slot of plans that have one.
+    scratch: Vec<Line>,
+    /// A scaled copy of the input.
+    scaled: Vec<Line>,
+    /// Hands that have memory.
+    filled: usize,
+    /// Bytes that the part has asked for.
+    wanted: usize,
+}
+
+impl Memory {
+    /// A part of so many steps begins, with so many bytes of scratch.
+    pub(super) fn begin(&mut self, steps: usize, scratch: usize) {
+        if self.hands.len() < steps {
+            self.hands.resize_with(steps, Vec::new);
+        }
+        grow(&mut self.scratch, scratch);
+        self.scaled.clear();
+        self.wanted = scratch;
+    }
+
+    /// The hand of a step.
+    pub(super) fn hand(&mut self, step: usize) -> &mut [u8] {
+        let hand = &mut self.hands[step];
+        if hand.is_empty() {
+            hand.resize(SLOT, 0);
+            self.filled += 1;
+        }
+        hand
+    }
+
+    /// The third slot.
+    pub(super) fn scratch(&self) -> *mut u8 {
+        self.scratch.as_ptr().cast::<u8>().cast_mut()
+    }
+
+    /// The scaled copy of the input, if this part has one.
+    pub(super) fn scaled(&self) -> Option<*mut u8> {
+        (!self.scaled.is_empty()).then(|| self.scaled.as_ptr().cast::<u8>().cast_mut())
+    }
+
+    /// Room for a scaled copy of so many bytes.
+    pub(super) fn scale(&mut self, bytes: usize) -> *mut u8 {
+        if self.scaled.is_empty() {
+            self.wanted += bytes;
+        }
+        grow(&mut self.scaled, bytes);
+        self.scaled.as_mut_ptr().cast()
+    }
+
+    /// Bytes that are kept.
+    pub(super) fn kept(&self) -> usize {
+        (self.scratch.capacity() + self.scaled.capacity()) * size_of::<Line>() + self.filled * SLOT
+    }
+
+    /// Bytes that the part has needed. Which hands it used is not counted: those that there are.
+    pub(super) fn needed(&self) -> usize {
+        self.wanted + self.filled * SLOT
+    }
+}

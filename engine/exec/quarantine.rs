@@ -1,0 +1,80 @@
+//! What peers may still touch although the operation that lent it is over, kept until they cannot any more.
+//!
+//! A communicator that dies takes back what it has lent. A peer in another process cannot be made to stop reading or
+//! writing: it says so when it hangs up, which one that is stopped does not. What it was lent is then given back to nobody, and
+//! used for nothing else, until the peer has hung up after all, or its process has exited: one that is dead writes nothing.
+//! The process's lane looks now and then, for as long as anything is kept.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::lane::lane;
+use crate::link::exit::Lease;
+use crate::link::region::{Region, WeakSlot};
+use crate::mem::Held;
+
+/// How often the lane looks.
+pub(super) const LOOK: Duration = Duration::from_millis(50);
+
+/// What is kept.
+pub(crate) enum What {
+    /// The buffers of an operation.
+    Buffers(#[allow(dead_code)] Held),
+    /// Staging slots.
+    Slots(#[allow(dead_code)] Vec<WeakSlot>),
+}
+
+struct Kept {
+    what: What,
+    /// It is free when all are over.
+    leases: Vec<Arc<Lease>>,
+}
+
+static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
+/// How many there are.
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+/// Keeps it until all leases are over.
+pub(crate) fn keep(what: What, leases: Vec<Arc<Lease>>) {
+    {
+        let mut kept = KEPT.lock();
+        kept.push(Kept { what, leases });
+        COUNT.store(kept.len(), Ordering::Release);
+    }
+    match lane() {
+        Ok(lane) => lane.kick(),
+        Err(error) => tracing::warn!("memory that a lost rank was lent is not used again: {error}"),
+    }
+}
+
+pub(super) fn is_empty() -> bool {
+    COUNT.load(Ordering::Acquire) == 0
+}
+
+/// Operations of a rank whose buffers are kept.
+pub(crate) fn buffers(region: &Arc<Region>) -> usize {
+    if is_empty() {
+        return 0;
+    }
+    let is_ours =
+        |kept: &&Kept| matches!(kept.what, What::Buffers(_)) && kept.leases.iter().any(|l| l.is_of(region));
+    KEPT.lock().iter().filter(is_ours).count()
+}
+
+/// Gives up what nobody can touch any more.
+pub(super) fn look() {
+    let free: Vec<Kept> = {
+        let mut kept = KEPT.lock();
+        let free = kept.extract_if(.., |kept| kept.leases.iter().all(|lease| lease.is_over())).collect();
+        COUNT.store(kept.len(), Ordering::Release);
+        free
+    };
+    for kept in free {
+        // A buffer's drop may be somebody else's code: a panic in it (reported on stderr) ends here.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(kept)));
+    }
+}
