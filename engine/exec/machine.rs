@@ -10,6 +10,7 @@
 //! each link: the next one's machine may use it when this one's has nothing more for it.
 
 mod common;
+mod context;
 mod device;
 mod frames;
 mod fused;
@@ -20,10 +21,9 @@ mod staged;
 
 use std::collections::VecDeque;
 
-use allstream_kernels as kernels;
-
 pub(crate) use self::common::Phantom;
 pub(super) use self::common::{Common, Cut};
+use self::context::Context;
 use self::device::OnDevice;
 use self::memory::Memory;
 use self::shared::Shared;
@@ -35,8 +35,8 @@ use crate::error::Error;
 use crate::link::waits::Wait;
 use crate::link::{Header, SLOT};
 use crate::plan::compile::Holds;
-use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH, Step};
-use crate::types::{Rank, Signature};
+use crate::plan::{At, INPUT, OUTPUT, Operand, Program, SCRATCH};
+use crate::types::Rank;
 
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
@@ -685,31 +685,3 @@ impl Machine {
 /// The low bits of [`Lent::receiver`] are the receiver, the high ones the part.
 const RECEIVER_BITS: u32 = 16;
 const RECEIVER: u32 = (1 << RECEIVER_BITS) - 1;
-
-/// What a machine works on.
-#[derive(Clone, Copy)]
-struct Context<'a> {
-    common: &'a Common,
-    part: &'a Part,
-    earlier: &'a [Box<Machine>],
-}
-
-impl Context<'_> {
-    /// Whether a step divides its sum by the ranks.
-    fn divides(&self, step: &Step) -> bool {
-        step.finish && self.averages()
-    }
-
-    fn averages(&self) -> bool {
-        matches!(self.common.reduction, Reduction::Op(kernels::ReduceOp::Avg))
-    }
-
-    /// The signature in the frames of a step.
-    fn signature(&self, node: &NodeRun) -> Signature {
-        let mut signature = self.common.signature;
-        if self.part.pairwise {
-            signature.count = if node.unit == 0 { 0 } else { node.len as u64 };
-        }
-        signature
-    }
-}

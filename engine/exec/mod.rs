@@ -22,6 +22,8 @@ pub(crate) use endpoint::{
     Collective, Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When,
 };
 pub(crate) use inflight::{Finished, Inflight, Key};
+#[cfg(test)]
+pub(crate) use lane::tests::spoil;
 pub(crate) use lane::{Lane, lane};
 pub(crate) use machine::{FOLDED_FROM, MOST_FOLD, Phantom, STAGED_FROM, STRIPE, cut};
 pub(crate) use operation::{Part, PartList, Reduction, Request, Tables, Then};

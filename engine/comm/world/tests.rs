@@ -116,3 +116,17 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_peer_that_makes_our_bell_block_does_not_stop_our_lane() {
+    crate::exec::spoil(lane().unwrap().bell());
+    let mut comms = crate::Comm::local(2).unwrap();
+    let (one, other) = comms.split_at_mut(1);
+    for _ in 0..20 {
+        let works = [one[0].barrier(), other[0].barrier()];
+        let (tell, told) = std::sync::mpsc::channel();
+        std::thread::spawn(move || works.map(|work| tell.send(work.wait().is_ok())));
+        assert_eq!(told.recv_timeout(Duration::from_secs(10)), Ok(true));
+        std::thread::sleep(Duration::from_millis(2)); // so that the lane naps in between
+    }
+}
