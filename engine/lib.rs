@@ -47,7 +47,7 @@ pub use crate::types::{
     Algo, DType, Element, Function, Kind, MOST_RANKS, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
 };
 
-/// The first program of the README compiles (tests/readme.rs runs the others).
+/// The first program of the README compiles (tests/engine/readme.rs runs the others).
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

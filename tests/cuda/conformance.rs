@@ -1,6 +1,6 @@
 //! Every collective by every algorithm on bound devices: bit for bit what the same call gives on host buffers.
 //!
-//! (What is right on host buffers, `tests/conformance.rs` says.) By default pairwise: every two of (collective and
+//! (What is right on host buffers, `tests/conformance/calls.rs` says.) By default pairwise: every two of (collective and
 //! algorithm, form, world, length, element type, reduction, root, data) that can go together do so in a case.
 //! `ALLSTREAM_TEST_FULL=1`: every form of every call in every world with every length, and between three ranks on two
 //! devices with every type and reduction.

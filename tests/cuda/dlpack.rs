@@ -1,4 +1,4 @@
-//! DLPack tensors in device memory. `tests/dlpack.rs` has those of the host's.
+//! DLPack tensors in device memory. `tests/engine/dlpack.rs` has those of the host's.
 
 use std::ffi::c_void;
 use std::sync::Mutex;

@@ -43,6 +43,8 @@ async fn with_connections(world: &mut Comm) -> (Comm, Vec<i32>) {
     let mut comm = world.dup().await.unwrap();
     world.barrier().await.unwrap();
     let before = sockets();
+    // No rank opens the connections of the new communicator before both have looked.
+    world.barrier().await.unwrap();
     comm.barrier().await.unwrap();
     let peer = 1 - comm.rank();
     let (first, second) = (comm.send(vec![0u8], peer), comm.recv(vec![0u8], peer));

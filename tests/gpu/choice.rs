@@ -65,7 +65,7 @@ pub(crate) fn cases(n: usize, driver: &Driver, bound: Bound) -> Vec<Case> {
     let ops = Combine::all();
     let pairs = |kind: Kind| {
         let fits = |dtype: DType| {
-            // Functions that do not commute have a plan of their own each; `tests/conformance.rs` has those.
+            // Functions that do not commute have a plan of their own each; `tests/conformance/calls.rs` has those.
             let fits = move |op: &Combine| *op != Combine::Maps && op.supports(dtype) && op.fits(kind);
             ops.iter().copied().filter(fits).map(move |op| (dtype, op)).collect::<Vec<_>>()
         };

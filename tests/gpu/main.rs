@@ -1,5 +1,5 @@
 //! Conformance on one CUDA device: every collective on device buffers by 1, 2, 4 and 8 ranks that share it, as threads
-//! of one process and as processes, against the oracle of `tests/conformance.rs`. And messages. Ranks are bound to the
+//! of one process and as processes, against the oracle of `tests/conformance/calls.rs`. And messages. Ranks are bound to the
 //! device; once they are not, so that the host stages everything.
 //!
 //! By default on the driver for tests (`tests/cuda-driver`), which interprets kernels: sizes are small.
