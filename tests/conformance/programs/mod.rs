@@ -141,7 +141,8 @@ fn random_programs() {
                         if job[0] >= OF_PROCESSES { between_processes(job) } else { between_threads(job[0]) };
                     if let Err(e) = result {
                         let (link, n) = world(job[0]);
-                        let again = format!("ALLSTREAM_TEST_SEED={} cargo test --test conformance programs", job[0]);
+                        let again =
+                            format!("ALLSTREAM_TEST_SEED={} cargo test --test conformance programs", job[0]);
                         let text = format!("seeds {job:?} ({link} x {n}): {e}\nto repeat it: {again}");
                         let mut failed = failed.lock().unwrap_or_else(|e| e.into_inner());
                         failed.push(text);
