@@ -62,6 +62,12 @@ pub fn block_on<T>(work: impl Future<Output = T>) -> T {
 /// A directory that goes with the test.
 pub struct Scratch(pub PathBuf);
 
+impl Default for Scratch {
+    fn default() -> Scratch {
+        Scratch::new()
+    }
+}
+
 impl Scratch {
     pub fn new() -> Scratch {
         static COUNT: std::sync::atomic::AtomicU32 = std::sync::atomic::AtomicU32::new(0);
