@@ -330,6 +330,7 @@ pub(crate) mod tests {
 
     /// Makes calls on a descriptor wait, for all who have it, and fills it.
     pub(crate) fn spoil(fd: &OwnedFd) {
+        rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK).unwrap();
         let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
         rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::empty()).unwrap();
     }
