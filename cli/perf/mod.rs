@@ -212,6 +212,8 @@ fn check(args: &PerfArgs) -> Result<(), BoxError> {
         "--link inproc is for the ranks of one process: add --threads".into()
     } else if args.device.is_some() && args.alloc == Alloc::Arena {
         "--alloc arena is memory of the host's, --device is not: leave one of them out".into()
+    } else if args.datatype == DType::Bool && args.alloc == Alloc::Arena {
+        "--alloc arena is memory that other ranks write, and not every byte is a bool: take -d u8, or --alloc user".into()
     } else if args.check_tuning && !matches!(args.collective, What::Collective(_)) {
         format!("--check-tuning: {} is a message, and no algorithm is chosen for it", args.collective)
     } else if args.join && !matches!(args.collective, What::Collective(_)) {

@@ -67,7 +67,7 @@ impl Drop for Account {
 
 /// So much is kept for good: no operation of a few MB allocates anything. More, as for a scaled copy of a large buffer, is kept
 /// for [`REST`] after the last operation that needed it: the next of a loop finds it.
-const KEPT: usize = 16 << 20;
+pub(crate) const KEPT: usize = 16 << 20;
 const REST: Duration = Duration::from_secs(1);
 
 struct Current {

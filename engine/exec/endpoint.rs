@@ -26,7 +26,7 @@ use self::asked::Asked;
 use self::ending::Endings;
 use self::finish::{Backing, Over};
 use super::Progress;
-use super::active::{Active, Pass};
+use super::active::{Active, KEPT, Pass};
 use super::device::{Binding, DeviceOp};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
@@ -494,6 +494,11 @@ impl Endpoint {
     /// With nothing to do: gives memory back that the machines keep beyond what they should for long. Whether that is
     /// still to be done, later.
     pub(crate) fn rest(&self) -> bool {
+        // This communicator keeps no more than it may if all of the rank's together do not. So the lane, which asks after each
+        // operation, seldom takes the lock that callers drive under.
+        if self.config.region.scratch() <= KEPT {
+            return false;
+        }
         let Some(mut run) = self.run.try_lock() else { return true };
         if run.active.is_rested() {
             run.active.give_memory_back();

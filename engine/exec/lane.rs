@@ -147,13 +147,13 @@ impl Lane {
     fn run(self: Arc<Self>) {
         let mut list: Vec<Arc<Endpoint>> = Vec::new();
         let mut events = Vec::with_capacity(64);
-        let mut flags = Vec::new();
+        let (mut flags, mut taken) = (Vec::new(), Vec::new());
         let (mut last_moved, mut last_busy) = (Instant::now(), Instant::now());
         let mut looked = Instant::now();
         loop {
             if self.is_keeping() && looked.elapsed() >= quarantine::LOOK {
                 quarantine::look();
-                self.let_rest();
+                self.let_rest(&mut taken);
                 looked = Instant::now();
             }
             let seen = self.pass(&mut list);
@@ -224,10 +224,12 @@ impl Lane {
         !quarantine::is_empty() || !self.resting.lock().is_empty()
     }
 
-    fn let_rest(&self) {
-        let mut resting = std::mem::take(&mut *self.resting.lock());
-        resting.retain(|endpoint| endpoint.upgrade().is_some_and(|endpoint| endpoint.rest()));
-        self.resting.lock().append(&mut resting);
+    /// Asks the endpoints that keep much memory whether they may give it back. `taken` is empty, and its memory is used anew
+    /// each time: the endpoints are asked while nobody waits for the lock of the list.
+    fn let_rest(&self, taken: &mut Vec<Weak<Endpoint>>) {
+        std::mem::swap(taken, &mut *self.resting.lock());
+        taken.retain(|endpoint| endpoint.upgrade().is_some_and(|endpoint| endpoint.rest()));
+        self.resting.lock().append(taken);
     }
 
     fn sleep(

@@ -38,8 +38,10 @@ async fn call(comm: &mut Comm, what: &str, count: usize) -> Option<Error> {
         ("gather", 0) => soon.gather(lies(), 1).await.map(drop).err().map(Error::from),
         ("gather", _) => soon.gather(truth(), 1).await.map(drop).err().map(Error::from),
         ("all_to_all", 0) => {
+            // Its own block is true: else this rank could be the first to find a lie, and blame the other.
+            let sent = Lies([vec![1; count], vec![2; count]].concat());
             let into = Lies(vec![0; 2 * count]);
-            soon.all_to_all_into(Lies(vec![2; 2 * count]), into).await.map(drop).err().map(Error::from)
+            soon.all_to_all_into(sent, into).await.map(drop).err().map(Error::from)
         }
         ("all_to_all", _) => soon.all_to_all(vec![true; 2 * count]).await.map(drop).err().map(Error::from),
         (_, 0) => soon.send(lies(), 1).await.map(drop).err().map(Error::from),

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use allstream::{Algo, Call, Comm, DType, Element, Kind, Work};
 use futures::executor::block_on;
+use test_oracle::inputs::{Expected, Inputs};
 
-use super::values::{MOST, Value, mix, typed};
+use super::values::{Value, mix, typed};
 
 /// Makes a call with the options of the case, and awaits it as the case says.
 macro_rules! call {
@@ -21,15 +22,14 @@ macro_rules! call {
     }};
 }
 
-pub mod combine;
 mod fixed;
 mod lists;
 mod place;
 mod talk;
 mod varied;
 
-pub use combine::{Combine, counts};
 pub use place::{Host, OnDevice, Place};
+pub use test_oracle::combine::{self, Combine, counts};
 
 /// What is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -190,13 +190,6 @@ pub struct Oracle {
     slots: Vec<Mutex<Slot>>,
 }
 
-/// What a reduction (of all blocks) must be.
-struct Expected<T> {
-    values: Vec<T>,
-    /// Where the order is free: the nearly exact result and how far one may be off. Empty: to the bit.
-    near: Vec<(f64, f64)>,
-}
-
 impl Oracle {
     /// For `cases` that `users` ranks of this process run.
     pub fn new(cases: usize, users: usize) -> Oracle {
@@ -228,14 +221,14 @@ impl Case {
             || self.op.is_exact()
     }
 
+    fn inputs(&self) -> Inputs {
+        let Case { seed, special, .. } = *self;
+        Inputs { seed, special, op: self.reduction(), in_rank_order: self.in_rank_order() }
+    }
+
     /// What a rank puts in: `count` elements.
     fn input<T: Value>(&self, rank: usize, count: usize) -> Vec<T> {
-        let (op, seed) = (self.reduction(), mix(&[self.seed, rank as u64]));
-        let own = |i| {
-            let (h, all) = (mix(&[seed, i]), mix(&[self.seed, i, 77]));
-            op.map_or_else(|| T::make(None, self.special, h, all), |op| op.make(self.special, h, all))
-        };
-        (0..count as u64).map(own).collect()
+        T::inputs(self.inputs(), rank, count)
     }
 
     /// The same for buffer `j` of several.
@@ -250,65 +243,17 @@ impl Case {
 
     /// The reductions of `count` elements of some ranks, one after another.
     fn folded<T: Value>(&self, n: usize, count: usize, of: &[std::ops::Range<usize>]) -> Expected<T> {
-        let op = self.reduction().expect("a reduction");
-        let inputs: Vec<Vec<T>> = (0..n).map(|rank| self.input(rank, count)).collect();
-        let mut column = [T::default(); MOST];
-        let rounds = T::ROUNDS.filter(|_| !self.in_rank_order());
-        let mut expected = Expected { values: Vec::with_capacity(count * of.len()), near: Vec::new() };
-        for ranks in of {
-            for i in 0..count {
-                for (rank, input) in inputs.iter().enumerate() {
-                    column[rank] = op.scaled(rank, input[i]);
-                }
-                let column = &column[ranks.clone()];
-                expected.values.push(op.fold(column));
-                if let Some(rounds) = rounds {
-                    // (There is one order of two.)
-                    let near = if column.len() > 2 { op.near(column, rounds) } else { (0.0, 0.0) };
-                    expected.near.push(near);
-                }
-            }
-        }
-        expected
+        T::reductions(self.inputs(), n, count, of)
     }
 }
 
-/// Compares bits; where the order is free, finite results are compared as numbers.
+/// Compares what there is with what there must be: see `test_oracle::inputs::compare`.
 fn compare<T: Value>(name: &str, got: &[T], expected: &[T], near: &[(f64, f64)]) -> Result<(), String> {
-    if got.len() != expected.len() {
-        return Err(format!("{name} has {} elements, expected {}", got.len(), expected.len()));
-    }
-    let wrong = |i: &usize| {
-        if got[*i].bits() == expected[*i].bits() {
-            return false;
-        }
-        match near.get(*i) {
-            // Zeros (of nothing but zeros) have a sign, and what is not finite has one form.
-            Some((exact, off)) if expected[*i].wide().is_finite() && *off > 0.0 => {
-                let far = (got[*i].wide() - exact).abs();
-                far.is_nan() || far > *off
-            }
-            _ => true,
-        }
-    };
-    let mut all = (0..got.len()).filter(wrong);
-    match all.next() {
-        None => Ok(()),
-        Some(i) => Err(format!(
-            "{name}[{i}] is {:?} ({:#x}), expected {:?} ({:#x}), and {} more of {} are wrong",
-            got[i],
-            got[i].bits(),
-            expected[i],
-            expected[i].bits(),
-            all.count(),
-            got.len()
-        )),
-    }
+    T::compare(name, got, expected, near)
 }
 
 fn hash<T: Value>(values: &[T]) -> Seen {
-    let each = |h: u64, v: &T| (h ^ v.bits()).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23);
-    Seen::Hash(values.iter().fold(0xcbf2_9ce4_8422_2325, each))
+    Seen::Hash(T::hash(values))
 }
 
 fn boxed<T: Element>(values: &[T]) -> Box<[T]> {

@@ -10,7 +10,8 @@ pub mod cuda;
 pub mod faults;
 pub mod node;
 pub mod pairwise;
-pub mod values;
+
+pub use test_oracle::values;
 
 use std::io::Read;
 use std::net::TcpListener;

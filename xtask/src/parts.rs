@@ -24,7 +24,7 @@ pub(crate) struct Part {
 
 /// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
-     --exclude test-support";
+     --exclude test-support --exclude test-oracle";
 
 /// What a part does.
 pub(crate) enum Work {

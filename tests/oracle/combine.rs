@@ -62,8 +62,8 @@ impl Combine {
         match self {
             Combine::Op(op) => call.op(op),
             Combine::Scaled => call.scale(factor(rank) as f64),
-            Combine::Bits => call.function(&Function::commutative("the sum of the bits", each(bits::<T>))),
-            Combine::Maps => call.function(&Function::ordered("one map after the other", each(maps::<T>))),
+            Combine::Bits => call.function(&T::bits_added()),
+            Combine::Maps => call.function(&T::maps_in_turn()),
         }
     }
 
@@ -78,7 +78,7 @@ impl Combine {
     }
 
     /// What takes part of what `rank` gives.
-    pub(super) fn scaled<T: Value>(self, rank: usize, x: T) -> T {
+    pub(crate) fn scaled<T: Value>(self, rank: usize, x: T) -> T {
         match self {
             // (Twice is exact, and three times is rounded once.)
             Combine::Scaled if factor(rank) > 1 => T::fold(ReduceOp::Sum, &[x; 3][..factor(rank)]),
@@ -97,7 +97,7 @@ impl Combine {
     }
 
     /// Nearly what the fold of numbers is, and how far from it one may be that is computed in another order.
-    pub(super) fn near<T: Value>(self, column: &[T], (eps, tiny): (f64, f64)) -> (f64, f64) {
+    pub(crate) fn near<T: Value>(self, column: &[T], (eps, tiny): (f64, f64)) -> (f64, f64) {
         let n = column.len() as f64;
         let wide = || column.iter().map(|x| x.wide());
         // Each of n operations is off by half of eps, and the exact one here by less than the rest.
@@ -108,6 +108,16 @@ impl Combine {
         };
         (exact, n * (0.75 * eps * size + tiny))
     }
+}
+
+/// The function of [`Combine::Bits`].
+pub(crate) fn bits_added<T: Value>() -> Function<T> {
+    Function::commutative("the sum of the bits", each(bits::<T>))
+}
+
+/// The function of [`Combine::Maps`].
+pub(crate) fn maps_in_turn<T: Value>() -> Function<T> {
+    Function::ordered("one map after the other", each(maps::<T>))
 }
 
 /// Element by element.

@@ -1,6 +1,11 @@
 //! What elements hold, and what a reduction of them is: the rules of `allstream_kernels`, written once more.
 
-use allstream::{Element, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
+use std::ops::Range;
+
+use allstream::{Element, Function, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
+
+use crate::combine;
+use crate::inputs::{self, Expected, Inputs};
 
 /// The most ranks of a world.
 pub const MOST: usize = 16;
@@ -28,11 +33,48 @@ pub trait Value: Element {
     fn bits(self) -> u64;
     /// As a number, where there is rounding.
     fn wide(self) -> f64;
+    /// See [`inputs::of_rank`].
+    fn inputs(of: Inputs, rank: usize, count: usize) -> Vec<Self>;
+    /// See [`inputs::reductions`].
+    fn reductions(of: Inputs, n: usize, count: usize, ranges: &[Range<usize>]) -> Expected<Self>;
+    /// See [`inputs::compare`].
+    fn compare(name: &str, got: &[Self], expected: &[Self], near: &[(f64, f64)]) -> Result<(), String>;
+    /// See [`inputs::hash`].
+    fn hash(values: &[Self]) -> u64;
+    /// See [`combine::bits_added`].
+    fn bits_added() -> Function<Self>;
+    /// See [`combine::maps_in_turn`].
+    fn maps_in_turn() -> Function<Self>;
+}
+
+/// The methods that a generic function of this crate does, so that it is compiled here for each type.
+macro_rules! compiled_here {
+    () => {
+        fn inputs(of: Inputs, rank: usize, count: usize) -> Vec<Self> {
+            inputs::of_rank(of, rank, count)
+        }
+        fn reductions(of: Inputs, n: usize, count: usize, ranges: &[Range<usize>]) -> Expected<Self> {
+            inputs::reductions(of, n, count, ranges)
+        }
+        fn compare(name: &str, got: &[Self], expected: &[Self], near: &[(f64, f64)]) -> Result<(), String> {
+            inputs::compare(name, got, expected, near)
+        }
+        fn hash(values: &[Self]) -> u64 {
+            inputs::hash(values)
+        }
+        fn bits_added() -> Function<Self> {
+            combine::bits_added::<Self>()
+        }
+        fn maps_in_turn() -> Function<Self> {
+            combine::maps_in_turn::<Self>()
+        }
+    };
 }
 
 macro_rules! integers {
     ($($t:ident)*) => {$(
         impl Value for $t {
+            compiled_here!();
             const ROUNDS: Option<(f64, f64)> = None;
             fn make(op: Option<ReduceOp>, special: bool, h: u64, _: u64) -> $t {
                 let more = mix(&[h]);
@@ -74,6 +116,7 @@ macro_rules! integers {
 integers!(i8 i16 i32 i64 u8 u16 u32 u64);
 
 impl Value for bool {
+    compiled_here!();
     const ROUNDS: Option<(f64, f64)> = None;
     fn make(op: Option<ReduceOp>, _: bool, h: u64, _: u64) -> bool {
         // So that "and" and "or" of many are neither always true nor always false.
@@ -105,6 +148,7 @@ macro_rules! floats {
         $to:expr, $from:expr;
     )*) => {$(
         impl Value for $t {
+            compiled_here!();
             const ROUNDS: Option<(f64, f64)> = Some(($eps, $tiny));
             fn make(op: Option<ReduceOp>, special: bool, h: u64, all: u64) -> $t {
                 let from: fn($acc) -> $t = $from;
