@@ -428,6 +428,7 @@ fn conformance() {
     }
     assert!(failed.is_empty(), "{} worlds failed:\n{}", failed.len(), failed.join("\n"));
     tally.say();
+    support::tell_cases("the conformance of calls", tally.total);
     say(&format!("conformance: {} cases passed in {:.0?}", tally.total, begun.elapsed()));
 }
 

@@ -293,6 +293,7 @@ fn every_mutant_is_noticed() {
     }
     let all: usize = table.values().flat_map(|row| row.values()).sum();
     let which = if everything() { "all there are" } else { "a sample; ALLSTREAM_TEST_FULL=all runs all" };
+    support::tell_cases("mutants of plans", all);
     say(&format!("mutations: {all} mutants ({which}), {:.0?}", begun.elapsed()));
     say("link    run  caught  wrong result  error  timeout  panic");
     for (link, row) in &table {

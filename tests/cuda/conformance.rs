@@ -14,6 +14,7 @@ use allstream::cuda::{Device, DevicePath, DeviceStream};
 use allstream::plan::{self, Shape, algorithms, keeps_rank_order};
 use allstream::{Algo, Call, Comm, DType, Kind};
 use futures::executor::block_on;
+use test_support::tell_cases;
 
 use crate::combine::{Combine, counts};
 use crate::pairwise::pairwise;
@@ -508,4 +509,6 @@ fn devices_give_the_bits_that_hosts_give() {
         println!("{cases} cases, {launches} kernels, {:.0?}", begun.elapsed());
         assert!(launches > cases as u64, "kernels do the work");
     });
+    let cases = plan_cases().iter().map(Vec::len).sum();
+    tell_cases("the conformance of devices", cases);
 }

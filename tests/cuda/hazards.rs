@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use allstream::cuda::{DeviceBuf, DeviceStream};
 use allstream::testing::{Wait, slow_readers, take_away};
 use allstream::{Algo, Failed};
+use test_support::tell_cases;
 
 use crate::conformance::{run_all, some};
 use crate::held;
@@ -234,6 +235,7 @@ fn each_wait_is_missed() {
             unnoticed.push(name);
         }
     }
+    tell_cases("hazards, each with its seeds", found.len());
     say(&format!("hazards: {:.0?}", begun.elapsed()));
     assert!(unnoticed.is_empty(), "not as it must be: {unnoticed:?}");
 }

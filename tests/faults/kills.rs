@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use allstream::{Algo, Call, Error, Failed, Lost};
 use rustix::process::Signal;
 use serde_json::json;
+use test_support::tell_cases;
 
 use crate::harness::{self, Census, Link, Me, PATIENCE, Plan, Random, SOON, alone, say, say_error};
 
@@ -256,6 +257,7 @@ fn kill_all(all: impl IntoIterator<Item = Kill>) {
         failed.len(),
         slowest * 1e3
     );
+    tell_cases("killed ranks", count);
     assert!(failed.is_empty(), "{failed:#?}");
 }
 

@@ -13,7 +13,7 @@ pub mod pairwise;
 
 pub use test_oracle::values;
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -36,6 +36,12 @@ const LIMIT: &str = "ALLSTREAM_TEST_LIMIT";
 /// Whether everything is to be tried.
 pub fn full() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
+}
+
+/// Says how many cases a test went through, in the words that `cargo xtask test` repeats at its end. On stderr, also where the
+/// harness keeps what tests print.
+pub fn tell_cases(test: &str, count: usize) {
+    let _ = writeln!(std::io::stderr(), "cases: {count} of {test}");
 }
 
 /// Whether this machine speaks IPv6 to itself.

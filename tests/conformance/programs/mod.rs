@@ -160,6 +160,7 @@ fn random_programs() {
     jobs.iter().flatten().for_each(|seed| count(&program(*seed), &mut counts));
     let counts: Vec<String> = counts.iter().map(|(name, count)| format!("{name} {count}")).collect();
     let programs = jobs.iter().flatten().count();
+    support::tell_cases("random programs", programs);
     let took = begun.elapsed();
     let _ = writeln!(
         std::io::stderr(),
