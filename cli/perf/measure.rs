@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::DerefMut;
+use std::pin::{Pin, pin};
 use std::time::Instant;
 
 use allstream::cuda::{DeviceBuf, DeviceStream};
@@ -121,7 +122,14 @@ impl Effort {
     }
 
     /// Runs operations to their end. Where they are waited for, there is nothing to await.
-    fn run<T>(&self, operations: impl Future<Output = T>) -> T {
+    fn run<T>(&self, operations: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
+        let mut result = Err(invalid("the operations were not run to their end"));
+        self.block_on(pin!(async { result = operations.await }));
+        result
+    }
+
+    /// An object, so that the runtime is compiled once, and not for every type of element in every kind of memory.
+    fn block_on(&self, operations: Pin<&mut dyn Future<Output = ()>>) {
         match self.awaits() {
             Some(runtime) => runtime.block_on(operations),
             None => futures::executor::block_on(operations),
@@ -165,8 +173,8 @@ fn collectives<S: Send + 'static>(
         for _ in 0..count {
             state = start(state).join(stream)?.in_order()?;
         }
-    } else if let Some(runtime) = effort.awaits() {
-        return runtime.block_on(async {
+    } else if effort.awaits().is_some() {
+        return effort.run(async {
             for _ in 0..count {
                 state = start(state).await?;
             }

@@ -47,10 +47,13 @@ fn example(name: &str) -> PathBuf {
         command.arg("--release");
     }
     // The same features, so that nothing is built twice.
-    for (on, feature) in [(cfg!(feature = "testing"), "testing"), (cfg!(feature = "fuzzing"), "fuzzing")] {
-        if on {
-            command.args(["--features", feature]);
-        }
+    let features = [
+        (cfg!(feature = "testing"), "testing"),
+        (cfg!(feature = "fuzzing"), "fuzzing"),
+        (cfg!(feature = "cudarc"), "cudarc"),
+    ];
+    for (_, feature) in features.into_iter().filter(|(on, _)| *on) {
+        command.args(["--features", feature]);
     }
     if !cfg!(feature = "cli") {
         command.arg("--no-default-features");

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::marker::PhantomData;
+use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -382,11 +383,21 @@ impl<T: Value, P: Place> Run<'_, T, P> {
     }
 }
 
+/// Runs a future to its end. An object, so that what runs it is compiled once, and not for each call with each type.
+pub(crate) fn ended<T>(future: impl Future<Output = T>) -> T {
+    let mut result = None;
+    {
+        let all: Pin<&mut dyn Future<Output = ()>> = pin!(async { result = Some(future.await) });
+        block_on(all);
+    }
+    result.expect("it has ended")
+}
+
 /// Awaits a work as the case says.
 fn end<O, F>(comm: &mut Comm, case: &Case, work: Work<O, F>) -> Result<O, String> {
     let result = match case.end {
         Await::Wait => work.wait(),
-        Await::Poll => block_on(work),
+        Await::Poll => ended(work),
         Await::Later => {
             let later = comm.timeout(case.timeout).barrier().wait();
             let done = work.wait();

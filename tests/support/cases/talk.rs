@@ -1,9 +1,8 @@
 //! Messages between all.
 
 use allstream::{Comm, HostBuf, Message, Work};
-use futures::executor::block_on;
 
-use super::{Await, Case, Seen, Talk, compare};
+use super::{Await, Case, Seen, Talk, compare, ended};
 use crate::values::{Value, mix};
 
 /// Longer messages go to fewer.
@@ -22,7 +21,7 @@ pub(super) fn messages<T: Value>(comm: &mut Comm, case: &Case, talk: Talk) -> Re
     };
     let end = |work: Work<Vec<T>>| match case.end {
         Await::Wait => work.wait().map_err(|e| e.error.to_string()),
-        _ => block_on(work).map_err(|e| e.error.to_string()),
+        _ => ended(work).map_err(|e| e.error.to_string()),
     };
     let shifts: Vec<usize> = if len > LONG { vec![1, n - 1] } else { (1..n).collect() };
     let tags = [case.seed as u32 % 3, 5 + (case.seed >> 32) as u32 % 0x7fff_ffff];
@@ -58,7 +57,7 @@ pub(super) fn messages<T: Value>(comm: &mut Comm, case: &Case, talk: Talk) -> Re
             let batch = comm.timeout(case.timeout).batch(all);
             let done = match case.end {
                 Await::Wait => batch.wait(),
-                _ => block_on(batch),
+                _ => ended(batch),
             };
             let done = done.map_err(|e| e.error.to_string())?;
             for ((peer, tag, sent), buf) in expected.into_iter().zip(done) {
@@ -76,7 +75,7 @@ pub(super) fn messages<T: Value>(comm: &mut Comm, case: &Case, talk: Talk) -> Re
                 let both = comm.tag(tags[0]).timeout(case.timeout).send_recv(sent.clone(), to, buf, from);
                 let done = match case.end {
                     Await::Wait => both.wait(),
-                    _ => block_on(both),
+                    _ => ended(both),
                 };
                 let (kept, got) = done.map_err(|e| e.error.to_string())?;
                 compare("what was sent", &kept, &sent, &[])?;
