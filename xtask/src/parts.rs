@@ -109,6 +109,8 @@ pub(crate) fn tests() -> Vec<Part> {
         tests_of("xtask", "--package xtask --no-fail-fast --tests"),
         tests_of("kernels", "--package allstream-kernels --all-features --no-fail-fast --tests"),
         tests_of("foreign libraries", "--package allstream-sys --no-fail-fast --tests"),
+        // All in one, as most of the crates keep one core busy: so another is compiled beside each.
+        cargo("engine and command, build", &format!("test {engine} --no-run --lib --bins --test *")),
         tests_of("engine and command, unit", &format!("{engine} --lib --bins")),
         tests_of("integration", &format!("{engine} --test *")).needs(integration_tests),
         cargo("doc tests", &format!("test --workspace {OURS_ALONE} --all-features --no-fail-fast --doc")),
@@ -118,6 +120,11 @@ pub(crate) fn tests() -> Vec<Part> {
         tests_of(
             "kernels, release",
             "--package allstream-kernels --all-features --no-fail-fast --release --tests",
+        )
+        .full(),
+        cargo(
+            "engine and command, release build",
+            &format!("test {engine} --release --no-run --lib --bins --test *"),
         )
         .full(),
         tests_of("engine and command, unit, release", &format!("{engine} --release --lib --bins")).full(),
@@ -177,6 +184,9 @@ fn package(root: &Path) -> Part {
             content.finish()
         ),
     )
+    // Whether it builds is all that is asked.
+    .env("CARGO_PROFILE_DEV_OPT_LEVEL", "0")
+    .env("CARGO_PROFILE_DEV_DEBUG", "0")
 }
 
 fn integration_tests(root: &Path) -> Result<(), String> {
