@@ -1,4 +1,4 @@
-//! `cargo xtask kernels`: the PTX of the CUDA kernels, made with pinned tools and checked without a GPU.
+//! `cargo xtask kernels`: the PTX and the machine code of the CUDA kernels, made with pinned tools and checked without a GPU.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,6 +14,8 @@ const PACKAGES: [&str; 3] =
     ["nvidia-cuda-nvrtc-cu12==12.1.105", "nvidia-cuda-nvcc-cu12==12.8.93", "nvidia-cuda-nvdisasm==13.5.37"];
 /// What the PTX is assembled for.
 const ARCHITECTURES: [u32; 5] = [75, 80, 90, 100, 120];
+/// What machine code is committed for: a driver then has nothing to compile at the first launch, which takes seconds.
+const SHIPPED: [u32; 3] = [80, 90, 100];
 /// What is disassembled.
 const DISASSEMBLED: u32 = 90;
 /// Kernels of these read and write vectors of 16 bytes.
@@ -29,7 +31,7 @@ struct Tools {
     nvdisasm: PathBuf,
 }
 
-/// Writes the PTX that is committed.
+/// Writes the PTX and the machine code that are committed.
 pub(crate) fn generate(root: &Path) -> Result<(), String> {
     let tools = tools(root)?;
     let to = committed(root);
@@ -40,6 +42,18 @@ pub(crate) fn generate(root: &Path) -> Result<(), String> {
     compile(&tools, root, &to)?;
     for (name, text) in read_ptx(&to)? {
         println!("{name:12} {:3} kernels  {:7} bytes", entries(&text).count(), text.len());
+    }
+    for architecture in SHIPPED {
+        let folder = machine_code(root, architecture);
+        let _ = fs::remove_dir_all(&folder);
+        fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
+        let mut bytes = 0;
+        for (name, _) in read_ptx(&to)? {
+            let made = plain_cubin(&tools, root, &name, architecture)?;
+            let to = folder.join(&name).with_extension("cubin");
+            bytes += fs::copy(&made, &to).map_err(|error| format!("{}: {error}", to.display()))?;
+        }
+        println!("machine code for sm_{architecture}: {bytes} bytes");
     }
     Ok(())
 }
@@ -54,6 +68,10 @@ pub(crate) fn check(root: &Path) -> Vec<Check> {
     match tools(root) {
         Ok(tools) => vec![
             ("the committed PTX is what the sources give", complaints(compare(&tools, root))),
+            (
+                "the committed machine code is what the PTX gives",
+                complaints(compare_machine_code(&tools, root)),
+            ),
             ("no kernel spills or has local memory", complaints(assemble(&tools, root))),
             ("kernels read and write 16 bytes at a time", complaints(disassemble(&tools, root))),
         ],
@@ -67,6 +85,10 @@ fn complaints(found: Result<Vec<String>, String>) -> Vec<String> {
 
 fn committed(root: &Path) -> PathBuf {
     root.join("kernels/cuda/ptx")
+}
+
+fn machine_code(root: &Path, architecture: u32) -> PathBuf {
+    root.join(format!("kernels/cuda/sm_{architecture}"))
 }
 
 fn work(root: &Path) -> PathBuf {
@@ -174,6 +196,36 @@ fn compare(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
     Ok(differ
         .map(|name| format!("kernels/cuda/ptx/{name} is not what it should be: `cargo xtask kernels`"))
         .collect())
+}
+
+fn compare_machine_code(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
+    let mut complaints = Vec::new();
+    for architecture in SHIPPED {
+        let folder = machine_code(root, architecture);
+        let modules = read_ptx(&committed(root))?;
+        let there = folder.read_dir().map_or(0, Iterator::count);
+        if there != modules.len() {
+            complaints.push(format!("{}: {there} files, expected {}", folder.display(), modules.len()));
+        }
+        for (name, _) in modules {
+            let made = plain_cubin(tools, root, &name, architecture)?;
+            let here = folder.join(&name).with_extension("cubin");
+            if fs::read(&made).ok() != fs::read(&here).ok() {
+                complaints
+                    .push(format!("{} is not what it should be: `cargo xtask kernels`", here.display()));
+            }
+        }
+    }
+    Ok(complaints)
+}
+
+/// The cubin of a committed module that is itself to be committed: ptxas writes other bytes with `-v`.
+fn plain_cubin(tools: &Tools, root: &Path, name: &str, architecture: u32) -> Result<PathBuf, String> {
+    let cubin = work(root).join(format!("{name}.sm_{architecture}.plain.cubin"));
+    let mut ptxas = Command::new(&tools.ptxas);
+    ptxas.arg(format!("-arch=sm_{architecture}")).arg("-o").arg(&cubin).arg(committed(root).join(name));
+    run(ptxas, &format!("ptxas refuses {name} for sm_{architecture}"))?;
+    Ok(cubin)
 }
 
 /// The cubin of a committed module, and what ptxas says.

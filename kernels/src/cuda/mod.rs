@@ -1,5 +1,5 @@
-//! The kernels that run on CUDA devices: as PTX, which a driver compiles for the device it finds, and what is needed to
-//! launch them. Nothing here calls CUDA.
+//! The kernels that run on CUDA devices: as machine code for the usual devices, as PTX, which a driver compiles for any
+//! other, and what is needed to launch them. Nothing here calls CUDA.
 //!
 //! They follow the [rules](crate#rules) to the bit. `cuda/` of this package holds the source, how the PTX is made, and
 //! the interface of the kernels in one page.
@@ -14,6 +14,18 @@ mod tests;
 pub use params::{Combine, Copy, MAX_INS, MAX_OUTS, Pack, Params, Scale, Segment, Span};
 
 use crate::{DType, ReduceOp};
+
+/// Bytes at an address at which a driver may read words.
+#[repr(C, align(64))]
+struct Aligned<B: ?Sized>(B);
+
+macro_rules! code {
+    ($folder:literal, $file:literal) => {{
+        const CODE: &Aligned<[u8]> =
+            &Aligned(*include_bytes!(concat!("../../cuda/", $folder, "/", $file, ".cubin")));
+        Some(&CODE.0)
+    }};
+}
 
 macro_rules! modules {
     ($($(#[$doc:meta])* $name:ident $file:literal,)*) => {
@@ -32,6 +44,19 @@ macro_rules! modules {
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Module::$name => $file,)*
+                }
+            }
+
+            /// Its machine code for devices of this compute capability, an ELF file as a driver loads it: for 8.x, 9.x and
+            /// 10.x (what is made for x.0 runs on all x.y). `None`: a driver has to compile [`ptx`](Module::ptx).
+            pub const fn machine_code(self, major: u32) -> Option<&'static [u8]> {
+                match (self, major) {
+                    $(
+                        (Module::$name, 8) => code!("sm_80", $file),
+                        (Module::$name, 9) => code!("sm_90", $file),
+                        (Module::$name, 10) => code!("sm_100", $file),
+                    )*
+                    _ => None,
                 }
             }
 

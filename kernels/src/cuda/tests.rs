@@ -168,3 +168,21 @@ fn packing_becomes_a_launch() {
     job.tensors = DType::I32;
     assert_eq!(name(&job, Direction::Pack), None);
 }
+
+#[test]
+fn every_module_has_machine_code_for_the_usual_devices_and_only_for_them() {
+    for module in Module::ALL {
+        for major in [8, 9, 10] {
+            let code = module.machine_code(major).unwrap_or_default();
+            assert!(code.starts_with(b"\x7fELF"), "{} for {major}.x", module.name());
+            assert_eq!(code.as_ptr().addr() % 64, 0, "a driver reads words of it");
+            // The names of all its kernels are in its table of strings.
+            for name in entries(*module).into_keys() {
+                let name = format!("\0{name}\0");
+                let found = code.windows(name.len()).any(|bytes| bytes == name.as_bytes());
+                assert!(found, "{} for {major}.x has no kernel{name}", module.name());
+            }
+        }
+        assert!([7, 11, 12].into_iter().all(|major| module.machine_code(major).is_none()));
+    }
+}
