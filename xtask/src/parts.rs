@@ -103,33 +103,23 @@ pub(crate) fn cuda_kernels() -> Part {
 
 /// `cargo xtask test`, in order: what fails fast comes first.
 pub(crate) fn tests() -> Vec<Part> {
-    let engine = "--package allstream --all-features --no-fail-fast";
+    // Together, so that what they have in common is compiled once, with the features that all of them ask for.
+    let packages = "--package allstream --package allstream-kernels --package allstream-sys --all-features";
+    let tested = format!("{packages} --package cuda-driver-for-tests --no-fail-fast");
     vec![
         house(),
         tests_of("xtask", "--package xtask --no-fail-fast --tests"),
-        tests_of("kernels", "--package allstream-kernels --all-features --no-fail-fast --tests"),
-        tests_of("foreign libraries", "--package allstream-sys --no-fail-fast --tests"),
         // All in one, as most of the crates keep one core busy: so another is compiled beside each.
-        cargo("engine and command, build", &format!("test {engine} --no-run --lib --bins --test *")),
-        tests_of("engine and command, unit", &format!("{engine} --lib --bins")),
-        tests_of("integration", &format!("{engine} --test *")).needs(integration_tests),
-        cargo("doc tests", &format!("test --workspace {OURS_ALONE} --all-features --no-fail-fast --doc")),
-        cargo("examples and benches build", "build --package allstream --all-features --examples --benches"),
-        tests_of("CUDA test driver", "--package cuda-driver-for-tests --no-fail-fast --tests"),
+        cargo("build", &format!("test {tested} --no-run --lib --bins --test *")),
+        tests_of("unit", &format!("{tested} --lib --bins")),
+        tests_of("integration", &format!("{tested} --test *")).needs(integration_tests),
+        cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
+        cargo("examples and benches build", &format!("build {packages} --examples --benches")),
         tests_of("loom", "--package loom-tests --release --no-fail-fast --tests"),
-        tests_of(
-            "kernels, release",
-            "--package allstream-kernels --all-features --no-fail-fast --release --tests",
-        )
-        .full(),
-        cargo(
-            "engine and command, release build",
-            &format!("test {engine} --release --no-run --lib --bins --test *"),
-        )
-        .full(),
-        tests_of("engine and command, unit, release", &format!("{engine} --release --lib --bins")).full(),
+        cargo("build, release", &format!("test {tested} --release --no-run --lib --bins --test *")).full(),
+        tests_of("unit, release", &format!("{tested} --release --lib --bins")).full(),
         // Everything that knows of it tries every combination: conformance, faults, plans.
-        tests_of("integration, release, every combination", &format!("{engine} --release --test *"))
+        tests_of("integration, release, every combination", &format!("{tested} --release --test *"))
             .env("ALLSTREAM_TEST_FULL", "1")
             .needs(integration_tests)
             .minutes(60)

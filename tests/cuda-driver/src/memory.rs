@@ -172,6 +172,9 @@ pub(crate) unsafe extern "C" fn cuPointerSetAttribute(_value: In<u8>, number: i3
     })
 }
 
+/// A fill copies so much at a time, whole patterns: what stays in a cache.
+const COPIED: usize = 64 << 10;
+
 /// Fills `count` elements with a pattern.
 fn fill(
     context: &Context,
@@ -191,12 +194,15 @@ fn fill(
     let pattern = pattern.to_vec();
     stream.submit(move |_| {
         let start = span.pointer()?;
-        for index in 0..count {
-            // SAFETY: the span is `count` patterns long, and its mapping lives as long as the span.
-            unsafe {
-                let place = start.add(index * pattern.len());
-                std::ptr::copy_nonoverlapping(pattern.as_ptr(), place, pattern.len());
-            }
+        // The pattern once, then what there is behind itself: in few steps, however small the pattern is.
+        let mut done = pattern.len();
+        // SAFETY: the span is `count` patterns long, which is not nothing, and its mapping lives as long as the span.
+        unsafe { std::ptr::copy_nonoverlapping(pattern.as_ptr(), start, done) };
+        while done < size {
+            let more = done.min(size - done).min(COPIED);
+            // SAFETY: as above; what is read lies before what is written, and both within the span.
+            unsafe { std::ptr::copy_nonoverlapping(start, start.add(done), more) };
+            done += more;
         }
         Ok(())
     })?;

@@ -15,6 +15,9 @@ use crate::context::Context;
 
 /// What new memory holds: not a number in every type of floats, and no small number in any type.
 pub(crate) const FRESH: u8 = 0xff;
+/// Of larger memory only so much is filled, at its beginning: the system takes longer to give the pages of a pool's block than a
+/// test takes to use a few of them. The rest is zeros.
+const FILLED: usize = 2 << 20;
 /// What freed memory holds, for those who still map it: in its first bytes, as it would otherwise never be given back.
 pub(crate) const FREED: u8 = 0xdd;
 const SHOWN: usize = 1 << 20;
@@ -202,7 +205,7 @@ impl Memory {
         let mut memory =
             Memory::new(kind, (arena.seen.at + at) as Address, size, arena.real.at + at, context);
         memory.arena = Some((arena, at));
-        memory.fill(FRESH, size);
+        memory.fill(FRESH, size.min(FILLED));
         Ok(memory.known())
     }
 
@@ -237,7 +240,7 @@ impl Memory {
         let mut memory = Memory::new(Kind::Host, at as Address, size, at, context);
         memory._mapping = Some(mapping);
         memory.flags = flags;
-        memory.fill(FRESH, size);
+        memory.fill(FRESH, size.min(FILLED));
         Ok(memory.known())
     }
 
