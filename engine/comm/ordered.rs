@@ -228,9 +228,19 @@ impl Sealed for DeviceStream {
     ) -> Ordered<R, F> {
         let State::Device(on) = &mut value.0 else { return ready(run(value.wait(), job)) };
         let before = on.stream.clone();
-        let order = if before == *self { Ok(()) } else { before.point().and_then(|e| self.wait_event(&e)) };
-        if let Err(error) = order {
+        // `before` may wait for what is not on any stream yet, and then so does this one.
+        let held_up = before != *self
+            && !on.device.is_filled()
+            && on.device.may_be_held_up_by(self)
+            && !on.device.is_filled();
+        let order = match before == *self || held_up {
+            true => Ok(()),
+            false => before.point().and_then(|e| self.wait_event(&e)),
+        };
+        if let Err(error) = &order {
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
+        }
+        if held_up || order.is_err() {
             let value = value.wait().and_then(|value| match before.synchronize() {
                 Ok(()) => Ok(value),
                 // What is on the stream may touch it yet.

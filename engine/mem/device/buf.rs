@@ -187,9 +187,7 @@ impl<T: Element> DeviceBuf<T> {
         if bytes == 0 {
             return Ok(DeviceBuf::of(Source::Empty, 0, len, stream));
         }
-        let piece = context
-            .enter()
-            .and_then(|entered| context.pool.lock().alloc(context, &entered, &stream.0, bytes as u64));
+        let piece = context.enter().and_then(|entered| context.piece(&entered, &stream.0, bytes as u64));
         let piece = piece.map_err(|error| context.tell(&format!("get {bytes} bytes of memory"), error))?;
         let address = piece.at;
         Ok(DeviceBuf::of(Source::Pool(piece), address, len, stream))

@@ -1,6 +1,7 @@
 //! A device's context, and what its streams, events and memory share.
 
 use std::marker::PhantomData;
+use std::sync::Weak;
 use std::time::Duration;
 
 use allstream_sys::Unavailable;
@@ -15,6 +16,7 @@ use super::capture::{Relaxed, relaxed};
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::staging::Pinned;
+use super::stream::Line;
 use crate::error::Error;
 
 /// The driver, or what is missing and what to do about it.
@@ -96,11 +98,17 @@ pub(super) fn is_not_yet(code: CuResult) -> bool {
 
 /// So many streams wait for events on the host's behalf at a time; further events are asked now and then instead.
 const NOTIFIERS: usize = 16;
+/// So many of a device that collectives run on, all made when the first is bound.
+const AHEAD: usize = 4;
 
 #[derive(Default)]
 struct Notifiers {
     idle: Vec<CuStream>,
     made: usize,
+    /// All but those that were put away.
+    used: Vec<CuStream>,
+    /// Not used again: they might hold up collectives.
+    away: Vec<CuStream>,
 }
 
 /// A device: its primary context, held as long as anything on the device is.
@@ -118,9 +126,13 @@ pub(super) struct Context {
     bells: Mutex<Vec<CuEvent>>,
     notifiers: Mutex<Notifiers>,
     copies: Mutex<Option<CuStream>>,
+    /// The streams that collectives run on (`queues.rs`).
+    pub(super) collectives: Mutex<Vec<Weak<Line>>>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<Pinned>,
     pub(super) modules: Mutex<Modules>,
+    /// Of who loads a module.
+    pub(super) loading: Mutex<()>,
     /// Blocks of a launch at most.
     pub(super) max_ctas: u32,
 }
@@ -178,8 +190,10 @@ impl Context {
             bells: Mutex::default(),
             notifiers: Mutex::default(),
             copies: Mutex::default(),
+            collectives: Mutex::default(),
             pinned: Mutex::default(),
             modules: Mutex::default(),
+            loading: Mutex::default(),
             max_ctas,
         })
     }
@@ -282,18 +296,40 @@ impl Context {
     }
 
     /// A stream on which nothing is but what nobody waits for any more, if there is one to be had.
-    pub(super) fn notifier(&self, _: &Entered<'_>) -> Option<CuStream> {
+    pub(super) fn notifier(&self, entered: &Entered<'_>) -> Option<CuStream> {
+        let idle = self.notifiers.lock().idle.pop();
+        idle.or_else(|| self.make_notifier(entered))
+    }
+
+    /// Makes the streams that are otherwise made when they are first needed: that may wait for what is on the device, and
+    /// who needs one may hold what this waits for. What cannot be made is done without.
+    pub(super) fn make_streams(&self) {
+        let Ok(entered) = self.enter() else { return };
+        let all: Vec<_> = std::iter::from_fn(|| self.make_notifier(&entered)).take(AHEAD).collect();
         let mut notifiers = self.notifiers.lock();
-        if let Some(stream) = notifiers.idle.pop() {
-            return Some(stream);
-        }
-        if notifiers.made == NOTIFIERS {
-            return None;
+        notifiers.idle.extend(all);
+        // Those that would be made later have not been asked whether they hold up collectives (`queues.rs`).
+        notifiers.made = NOTIFIERS;
+        drop(notifiers);
+        let _ = self.copies(&entered);
+    }
+
+    fn make_notifier(&self, _: &Entered<'_>) -> Option<CuStream> {
+        {
+            let mut notifiers = self.notifiers.lock();
+            if notifiers.made == NOTIFIERS {
+                return None;
+            }
+            notifiers.made += 1;
         }
         // SAFETY: in this context (`Entered`); destroyed in `drop`.
-        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }.ok()?;
-        notifiers.made += 1;
-        Some(stream)
+        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) };
+        let mut notifiers = self.notifiers.lock();
+        match &stream {
+            Ok(stream) => notifiers.used.push(*stream),
+            Err(_) => notifiers.made -= 1,
+        }
+        stream.ok()
     }
 
     /// The stream of copies that wait for nothing.
@@ -325,7 +361,26 @@ impl Context {
     }
 
     pub(super) fn give_back(&self, notifier: CuStream) {
-        self.notifiers.lock().idle.push(notifier);
+        let mut notifiers = self.notifiers.lock();
+        match notifiers.used.contains(&notifier) {
+            true => notifiers.idle.push(notifier),
+            false => notifiers.away.push(notifier),
+        }
+    }
+
+    /// Takes all notifiers that nobody uses, to be given back or not. Those in use are not used again.
+    pub(super) fn take_notifiers(&self) -> Vec<CuStream> {
+        let mut notifiers = self.notifiers.lock();
+        let idle = std::mem::take(&mut notifiers.idle);
+        notifiers.used.retain(|notifier| idle.contains(notifier));
+        idle
+    }
+
+    /// A notifier that is not to be used again.
+    pub(super) fn put_away(&self, notifier: CuStream) {
+        let mut notifiers = self.notifiers.lock();
+        notifiers.used.retain(|used| *used != notifier);
+        notifiers.away.push(notifier);
     }
 }
 
@@ -342,7 +397,8 @@ impl Drop for Context {
                     unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
                 }
                 let copies = self.copies.lock().take();
-                for stream in self.notifiers.lock().idle.drain(..).chain(copies) {
+                let Notifiers { idle, away, .. } = std::mem::take(&mut *self.notifiers.lock());
+                for stream in idle.into_iter().chain(away).chain(copies) {
                     // SAFETY: made by `notifier` and `copies`; the driver lets what is on it finish.
                     unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
                 }

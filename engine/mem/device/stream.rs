@@ -13,6 +13,8 @@ use allstream_sys::cuda::{
     CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_NON_BLOCKING, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream,
 };
 
+use parking_lot::Mutex;
+
 use super::capture::relaxed;
 use super::context::{Context, Entered, is_not_yet, sleep_until};
 use super::handle::Device;
@@ -35,6 +37,14 @@ pub(super) struct Line {
     /// A number that no other stream of this process ever has: handles of the driver come again.
     pub(super) id: u64,
     owner: Owner,
+    /// Streams that collectives run on, by their numbers, which go on while this one waits (`queues.rs`).
+    pub(super) apart: Mutex<Vec<u64>>,
+}
+
+impl Line {
+    fn new(context: Arc<Context>, raw: CuStream, owner: Owner) -> Line {
+        Line { context, raw, id: number(), owner, apart: Mutex::default() }
+    }
 }
 
 /// Who sees to it that a stream exists, and destroys it.
@@ -105,7 +115,7 @@ impl DeviceStream {
             // SAFETY: in the device's context; destroyed with the last handle.
             unsafe { cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, priority(least, greatest)) }
         })?;
-        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), owner: Owner::Ours })))
+        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, Owner::Ours))))
     }
 
     /// A stream of someone else's: of an array library, say. It is not destroyed here.
@@ -127,12 +137,7 @@ impl DeviceStream {
                            (in candle: Device::new_cuda_with_stream)";
             return Err(Error::invalid("DeviceStream::from_raw", problem));
         }
-        Ok(DeviceStream(Arc::new(Line {
-            context: device.0.clone(),
-            raw,
-            id: number(),
-            owner: Owner::Promised,
-        })))
+        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, Owner::Promised))))
     }
 
     /// A stream of someone else's that exists as long as `owner` does.
@@ -147,8 +152,12 @@ impl DeviceStream {
         owner: impl Send + Sync + 'static,
     ) -> DeviceStream {
         let owner = Owner::Kept { _owner: Box::new(owner) };
-        let context = device.0.clone();
-        DeviceStream(Arc::new(Line { context, raw: CuStream(raw), id: number(), owner }))
+        DeviceStream(Arc::new(Line::new(device.0.clone(), CuStream(raw), owner)))
+    }
+
+    /// A stream of the context's own, which is there as long as that.
+    pub(super) fn of_context(context: &Arc<Context>, raw: CuStream) -> DeviceStream {
+        DeviceStream(Arc::new(Line::new(context.clone(), raw, Owner::Promised)))
     }
 
     /// The device.
@@ -196,6 +205,14 @@ impl DeviceStream {
             // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
             unsafe { cuda.event_record(event.0.raw, self.0.raw) }
         })
+    }
+
+    /// Sees to it that so many bytes of the pool can be had here without asking the driver, unless somebody else takes them
+    /// first. May wait for what is on the device: to be called by who holds nothing.
+    pub(crate) fn reserve(&self, bytes: usize) -> Result<(), Error> {
+        let context = &self.0.context;
+        let reserved = context.enter().and_then(|entered| context.reserve(&entered, &self.0, bytes as u64));
+        reserved.map_err(|error| context.tell("get memory for a collective", error))
     }
 
     /// Lets this stream's device touch the memory of another's. `false`: it cannot.

@@ -125,6 +125,17 @@ fn pair_bits(a: u64, b: u64) -> Option<u64> {
     (a < most && b < most).then(|| 1 << (a * most + b) | 1 << (b * most + a))
 }
 
+/// Whether calls that may wait for the device do.
+pub(crate) fn waits() -> bool {
+    number("WAITS", 0) != 0
+}
+
+/// How many hardware queues a context has: by the variable that real drivers read.
+pub(crate) fn queues() -> usize {
+    let text = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").unwrap_or_default();
+    text.trim().parse().unwrap_or(8).clamp(1, 32)
+}
+
 pub(crate) fn devices() -> usize {
     let knobs = knobs();
     if knobs.visible.is_empty() {
