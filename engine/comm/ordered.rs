@@ -229,14 +229,16 @@ impl Sealed for DeviceStream {
         let State::Device(on) = &mut value.0 else { return ready(run(value.wait(), job)) };
         let before = on.stream.clone();
         // `before` may wait for what is not on any stream yet, and then so does this one.
-        let held_up = before != *self
-            && !on.device.is_filled()
-            && on.device.may_be_held_up_by(self)
-            && !on.device.is_filled();
+        let is_early = before != *self && !on.device.is_filled();
+        let has_way = is_early && on.device.make_way(self);
+        let held_up = is_early && !has_way && !on.device.is_filled();
         let order = match before == *self || held_up {
             true => Ok(()),
             false => before.point().and_then(|e| self.wait_event(&e)),
         };
+        if has_way {
+            on.device.waits_now(self);
+        }
         if let Err(error) = &order {
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
         }

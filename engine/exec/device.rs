@@ -91,6 +91,8 @@ pub(crate) struct DeviceOp {
     streams: Vec<DeviceStream>,
     /// Of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
+    /// The rank's stream is to wait for one that waits for another collective, and way was made for it.
+    is_in_a_chain: bool,
     state: Mutex<State>,
 }
 
@@ -122,8 +124,12 @@ impl DeviceOp {
         outputs: Vec<Arc<Fate>>,
     ) -> Result<DeviceOp, Error> {
         let after = streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?;
+        // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
+        let ours = &binding.ours;
+        let is_in_a_chain =
+            streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter());
         let (number, state) = (OnceLock::new(), Mutex::default());
-        Ok(DeviceOp { binding, number, after, streams, outputs, state })
+        Ok(DeviceOp { binding, number, after, streams, outputs, is_in_a_chain, state })
     }
 
     /// It is submitted, as this operation of the communicator.
@@ -143,7 +149,12 @@ impl DeviceOp {
     /// It is this operation's turn: what is put on the stream from now on is its own.
     pub(super) fn begin(&self) -> Result<(), Error> {
         self.binding.ours.begins(self.number(), self.after.clone());
-        self.after.iter().filter(|_| kept(Wait::After)).try_for_each(|event| self.stream().wait_event(event))
+        let mut after = self.after.iter().filter(|_| kept(Wait::After));
+        let ordered = after.try_for_each(|event| self.stream().wait_event(event));
+        if self.is_in_a_chain {
+            self.stream().waits_now();
+        }
+        ordered
     }
 
     /// All of it is on the stream.
@@ -204,10 +215,15 @@ impl DeviceOp {
         self.streams.iter().chain([stream]).any(|stream| stream == self.stream())
     }
 
-    /// Whether a stream, or one of the buffers', that waits for what is not on the rank's stream yet might keep it from
-    /// getting there.
-    pub(crate) fn may_be_held_up_by(&self, stream: &DeviceStream) -> bool {
-        self.streams.iter().chain([stream]).any(|stream| self.binding.ours.may_hold_up(stream))
+    /// Sees to it that a stream, and those of the buffers, may wait for what is not on the rank's stream yet, and do not keep it
+    /// from getting there. `false`: they might. Else to be followed by `waits_now`.
+    pub(crate) fn make_way(&self, stream: &DeviceStream) -> bool {
+        self.binding.ours.make_way(self.streams.iter().chain([stream]))
+    }
+
+    /// They have been made to wait, or will not be.
+    pub(crate) fn waits_now(&self, stream: &DeviceStream) {
+        self.streams.iter().chain([stream]).for_each(DeviceStream::waits_now);
     }
 
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and

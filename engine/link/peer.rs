@@ -45,16 +45,17 @@ pub(crate) struct PeerDevice {
     /// A word that counts operations, for streams to wait for. Made when it is bound: getting memory for it may wait for
     /// the device. The error where that cannot be.
     signal: Mutex<Result<DeviceSignal, Error>>,
-    /// To see which streams may wait for that word.
+    /// To see to it that streams which wait for that word hold up no collective.
     probe: Mutex<Result<Probe, Error>>,
 }
 
 impl PeerDevice {
-    pub(crate) fn new(stream: DeviceStream, size: usize) -> PeerDevice {
-        stream.runs_collectives();
+    /// Of a rank of a communicator of so many ranks, and this number.
+    pub(crate) fn new(stream: DeviceStream, size: usize, comm: u64) -> PeerDevice {
+        stream.make_ahead();
         let mut probe = Probe::new(&stream);
         if let Ok(probe) = &mut probe {
-            probe.choose_notifiers(&stream);
+            probe.admit(&stream, comm);
         }
         PeerDevice {
             signal: Mutex::new(DeviceSignal::new(&stream)),
@@ -92,10 +93,11 @@ impl PeerDevice {
         stream.wait_signal(signal.as_mut().map_err(|error| error.clone())?, value(number))
     }
 
-    /// Whether this stream, were it made to wait so, might hold up what it waits for.
-    pub(crate) fn may_hold_up(&self, waiting: &DeviceStream) -> bool {
+    /// Sees to it that these streams may wait so and hold up no collective: then it counts as if they did until they are said
+    /// to ([`DeviceStream::waits_now`]). `false`: they may hold up what they wait for.
+    pub(crate) fn make_way<'a>(&self, streams: impl Iterator<Item = &'a DeviceStream>) -> bool {
         // Without words no stream can be made to wait: who tries is told why.
-        self.probe.lock().as_mut().is_ok_and(|probe| probe.may_hold_up(waiting))
+        self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams))
     }
 
     /// Signals an operation behind what the stream holds. They are signalled in their order.

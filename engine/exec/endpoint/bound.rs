@@ -65,8 +65,14 @@ impl Endpoint {
         // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
         // until all is there.
         let is_ours = device.is_on(stream);
-        let in_the_way = || device.may_be_held_up_by(stream);
-        while !device.is_filled() && (is_ours || start.elapsed() < HELP || in_the_way()) {
+        let mut has_way = false;
+        while !device.is_filled() {
+            if !is_ours && start.elapsed() >= HELP {
+                has_way = device.make_way(stream);
+                if has_way {
+                    break;
+                }
+            }
             self.drive_once();
             if start.elapsed() > HELP {
                 if !self.table.lock().devices.contains_key(&key.number()) {
@@ -75,7 +81,11 @@ impl Endpoint {
                 std::thread::sleep(HELP);
             }
         }
-        if !device.join(stream)? {
+        let joined = device.join(stream);
+        if has_way {
+            device.waits_now(stream);
+        }
+        if !joined? {
             return Ok(None);
         }
         Ok(self.table.lock().inflight.borrow(key).map(|held| (held, device)))

@@ -1,7 +1,6 @@
 //! A device's context, and what its streams, events and memory share.
 
 use std::marker::PhantomData;
-use std::sync::Weak;
 use std::time::Duration;
 
 use allstream_sys::Unavailable;
@@ -10,13 +9,14 @@ use allstream_sys::cuda::{
     CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda, CudaError,
     LIBRARY_VARIABLE,
 };
-use parking_lot::Mutex;
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 use super::capture::{Relaxed, relaxed};
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
+use super::queues::Ways;
 use super::staging::Pinned;
-use super::stream::Line;
+use super::stream::Way;
 use crate::error::Error;
 
 /// The driver, or what is missing and what to do about it.
@@ -105,10 +105,6 @@ const AHEAD: usize = 4;
 struct Notifiers {
     idle: Vec<CuStream>,
     made: usize,
-    /// All but those that were put away.
-    used: Vec<CuStream>,
-    /// Not used again: they might hold up collectives.
-    away: Vec<CuStream>,
 }
 
 /// A device: its primary context, held as long as anything on the device is.
@@ -120,14 +116,16 @@ pub(super) struct Context {
     pub(super) name: String,
     pub(super) uuid: [u8; 16],
     pub(super) pool: Mutex<Pool>,
+    /// Of who asks the driver for memory of the pool, or gives it some back.
+    pub(super) growing: Mutex<()>,
     /// Events that nobody waits for, to be recorded again.
     events: Mutex<Vec<CuEvent>>,
     /// The same, of those that wake the host.
     bells: Mutex<Vec<CuEvent>>,
     notifiers: Mutex<Notifiers>,
-    copies: Mutex<Option<CuStream>>,
-    /// The streams that collectives run on (`queues.rs`).
-    pub(super) collectives: Mutex<Vec<Weak<Line>>>,
+    copies: Mutex<Option<Way>>,
+    /// The streams that collectives run on, and what may hold them up.
+    pub(super) ways: Mutex<Ways>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<Pinned>,
     pub(super) modules: Mutex<Modules>,
@@ -186,11 +184,12 @@ impl Context {
             name,
             uuid,
             pool: Mutex::default(),
+            growing: Mutex::default(),
             events: Mutex::default(),
             bells: Mutex::default(),
             notifiers: Mutex::default(),
             copies: Mutex::default(),
-            collectives: Mutex::default(),
+            ways: Mutex::default(),
             pinned: Mutex::default(),
             modules: Mutex::default(),
             loading: Mutex::default(),
@@ -295,23 +294,27 @@ impl Context {
         self.bells.lock().push(event);
     }
 
-    /// A stream on which nothing is but what nobody waits for any more, if there is one to be had.
+    /// A stream on which nothing is but what nobody waits for any more, if there is one to be had: none while a stream waits
+    /// for what may not be on a stream yet, as the event to wait for may be behind that (`queues.rs`).
     pub(super) fn notifier(&self, entered: &Entered<'_>) -> Option<CuStream> {
+        // Whoever has them is about to make a stream wait.
+        if !self.ways.try_lock().is_some_and(|mut ways| ways.is_quiet()) {
+            return None;
+        }
         let idle = self.notifiers.lock().idle.pop();
         idle.or_else(|| self.make_notifier(entered))
     }
 
     /// Makes the streams that are otherwise made when they are first needed: that may wait for what is on the device, and
     /// who needs one may hold what this waits for. What cannot be made is done without.
-    pub(super) fn make_streams(&self) {
-        let Ok(entered) = self.enter() else { return };
-        let all: Vec<_> = std::iter::from_fn(|| self.make_notifier(&entered)).take(AHEAD).collect();
+    pub(super) fn make_streams(&self, entered: &Entered<'_>) {
+        let all: Vec<_> = std::iter::from_fn(|| self.make_notifier(entered)).take(AHEAD).collect();
         let mut notifiers = self.notifiers.lock();
         notifiers.idle.extend(all);
-        // Those that would be made later have not been asked whether they hold up collectives (`queues.rs`).
+        // None is made later.
         notifiers.made = NOTIFIERS;
         drop(notifiers);
-        let _ = self.copies(&entered);
+        let _ = self.copies(entered);
     }
 
     fn make_notifier(&self, _: &Entered<'_>) -> Option<CuStream> {
@@ -324,29 +327,48 @@ impl Context {
         }
         // SAFETY: in this context (`Entered`); destroyed in `drop`.
         let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) };
-        let mut notifiers = self.notifiers.lock();
-        match &stream {
-            Ok(stream) => notifiers.used.push(*stream),
-            Err(_) => notifiers.made -= 1,
+        if stream.is_err() {
+            self.notifiers.lock().made -= 1;
         }
         stream.ok()
     }
 
-    /// The stream of copies that wait for nothing.
-    pub(super) fn copies(&self, _: &Entered<'_>) -> Result<CuStream, CudaError> {
+    /// The stream of copies that wait for nothing. As long as this is held no other takes its place.
+    pub(super) fn copies(&self, entered: &Entered<'_>) -> Result<MappedMutexGuard<'_, CuStream>, CudaError> {
+        let copies = self.copies.lock();
+        let way = copies.map_or_else(|| Way::make(self, entered, |_, _| 0), Ok)?;
+        Ok(MutexGuard::map(copies, |copies| &mut copies.get_or_insert(way).raw)) // destroyed in `drop`
+    }
+
+    pub(super) fn copies_way(&self) -> Option<Way> {
+        *self.copies.lock()
+    }
+
+    /// Copies go on with another stream, behind all that is on this one. The one that was left, which is the caller's.
+    pub(super) fn copies_go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
         let mut copies = self.copies.lock();
-        if let Some(stream) = *copies {
-            return Ok(stream);
-        }
-        // SAFETY: in this context (`Entered`); destroyed in `drop`.
-        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }?;
-        *copies = Some(stream);
-        Ok(stream)
+        let Some(way) = &mut *copies else { return Ok(next) };
+        self.follow(entered, way.raw, next.raw)?;
+        Ok(std::mem::replace(way, next))
+    }
+
+    /// Makes `next` wait for what is on `before`.
+    pub(super) fn follow(
+        &self,
+        entered: &Entered<'_>,
+        before: CuStream,
+        next: CuStream,
+    ) -> Result<(), CudaError> {
+        let event = self.mark(entered, before)?;
+        // SAFETY: two streams of this context, which the caller has, and an event that was just recorded.
+        let waits = unsafe { self.cuda.stream_wait_event(next, event, 0) };
+        self.recycle(event);
+        waits
     }
 
     /// Blocks until all that was put there is done.
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
-        let Some(stream) = *self.copies.lock() else { return Ok(()) };
+        let Some(Way { raw: stream, .. }) = self.copies_way() else { return Ok(()) };
         self.call("wait for copies", |cuda| {
             // SAFETY: it is destroyed with `self`.
             unsafe { cuda.stream_synchronize(stream) }
@@ -361,26 +383,7 @@ impl Context {
     }
 
     pub(super) fn give_back(&self, notifier: CuStream) {
-        let mut notifiers = self.notifiers.lock();
-        match notifiers.used.contains(&notifier) {
-            true => notifiers.idle.push(notifier),
-            false => notifiers.away.push(notifier),
-        }
-    }
-
-    /// Takes all notifiers that nobody uses, to be given back or not. Those in use are not used again.
-    pub(super) fn take_notifiers(&self) -> Vec<CuStream> {
-        let mut notifiers = self.notifiers.lock();
-        let idle = std::mem::take(&mut notifiers.idle);
-        notifiers.used.retain(|notifier| idle.contains(notifier));
-        idle
-    }
-
-    /// A notifier that is not to be used again.
-    pub(super) fn put_away(&self, notifier: CuStream) {
-        let mut notifiers = self.notifiers.lock();
-        notifiers.used.retain(|used| *used != notifier);
-        notifiers.away.push(notifier);
+        self.notifiers.lock().idle.push(notifier);
     }
 }
 
@@ -396,9 +399,10 @@ impl Drop for Context {
                     // SAFETY: made by `marked`; an event may be destroyed before it is reached.
                     unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
                 }
-                let copies = self.copies.lock().take();
-                let Notifiers { idle, away, .. } = std::mem::take(&mut *self.notifiers.lock());
-                for stream in idle.into_iter().chain(away).chain(copies) {
+                let copies = self.copies.lock().take().map(|way| way.raw);
+                self.ways.lock().close(self.cuda, &report);
+                let idle = std::mem::take(&mut self.notifiers.lock().idle);
+                for stream in idle.into_iter().chain(copies) {
                     // SAFETY: made by `notifier` and `copies`; the driver lets what is on it finish.
                     unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
                 }

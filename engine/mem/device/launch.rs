@@ -148,7 +148,7 @@ impl DeviceStream {
                     1,
                     1,
                     0,
-                    self.0.raw,
+                    *self.0.raw(),
                     arguments.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )

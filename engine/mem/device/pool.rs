@@ -7,10 +7,12 @@
 use std::collections::BTreeMap;
 use std::sync::Weak;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use allstream_sys::cuda::{CuEvent, CuIpcMemHandle, CuResult, Cuda, CudaError};
+use parking_lot::MutexGuard;
 
-use super::context::{Context, Entered, sleep_until};
+use super::context::{Context, Entered, is_not_yet, sleep_until};
 use super::stream::Line;
 
 /// Pieces start at multiples of this, as those of `cuMemAlloc` do (256 bytes at least): wide loads and rows of kernels
@@ -21,6 +23,10 @@ const ALIGN: u64 = 512;
 const BLOCK: u64 = 64 << 20;
 /// Larger blocks are multiples of this, the size of the driver's pages.
 const PAGE: u64 = 2 << 20;
+/// Who waits for his turn with the driver, or for streams, looks this often whether others have left what he needs.
+const PAUSE: Duration = Duration::from_micros(50);
+/// So often the caller waits for what is pending where others may take it before him.
+const ROUNDS: usize = 16;
 
 /// A piece of a block. Not `Clone`: whoever has it owns the memory.
 #[derive(Debug, PartialEq)]
@@ -36,6 +42,8 @@ pub(super) type Mark = (u64, CuEvent);
 struct Pending {
     piece: Piece,
     after: Vec<Mark>,
+    /// Its place among all that were freed so.
+    number: u64,
 }
 
 struct Block {
@@ -79,6 +87,9 @@ pub(super) struct Pool {
     /// By address.
     blocks: BTreeMap<u64, Block>,
     pending: Vec<Pending>,
+    /// How many pieces were freed with marks; and how many pieces have become free.
+    freed: u64,
+    released: u64,
     pub(super) used: u64,
     pub(super) lost: u64,
 }
@@ -114,6 +125,7 @@ impl Pool {
     }
 
     fn release(&mut self, piece: Piece) {
+        self.released += 1;
         let Some(block) = self.blocks.get_mut(&piece.block) else { return };
         let (mut at, mut bytes) = (piece.at, piece.bytes);
         if let Some((before, len)) = block.free.range(..at).next_back().map(|(a, l)| (*a, *l))
@@ -134,8 +146,23 @@ impl Pool {
         if after.is_empty() {
             self.release(piece);
         } else {
-            self.pending.push(Pending { piece, after });
+            self.freed += 1;
+            self.pending.push(Pending { piece, after, number: self.freed });
         }
+    }
+
+    /// Whether streams have still to leave what had been freed when so many had been.
+    fn is_pending(&self, context: &Context, freed: u64) -> Result<bool, CudaError> {
+        let old = self.pending.iter().filter(|pending| pending.number <= freed);
+        for (_, event) in old.flat_map(|pending| &pending.after) {
+            // SAFETY: an event of this context that `pending` alone has.
+            match unsafe { context.cuda.event_query(*event) } {
+                Ok(()) => {}
+                Err(error) if is_not_yet(error.code) => return Ok(true),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
     }
 
     /// A piece that may never be used again: nobody can tell whether the device still touches it.
@@ -206,7 +233,7 @@ impl Pool {
         let Some((index, after)) = self.early(bytes, |_| true) else { return Ok(None) };
         for (_, event) in after {
             // SAFETY: a stream and a recorded event, both of this context and both held here.
-            unsafe { context.cuda.stream_wait_event(line.raw, event, 0) }?;
+            unsafe { context.cuda.stream_wait_event(*line.raw(), event, 0) }?;
         }
         self.used += bytes;
         Ok(Some(self.cut(context, index, bytes)))
@@ -262,8 +289,13 @@ impl Pool {
     }
 }
 
+/// The right to ask the driver for memory of the pool, or to give it some back: whoever finds none left can then be sure that
+/// nobody is about to bring some.
+type Turn<'a> = MutexGuard<'a, ()>;
+
 /// The driver may wait for all that is on the device where it gives memory or takes some back, and what is on it may wait
-/// for an operation for which another thread needs a piece: so the pool's lock is not held meanwhile.
+/// for an operation for which another thread needs a piece. So the pool's lock is not held meanwhile, and who waits for his
+/// turn takes what others leave.
 impl Context {
     /// A piece of the pool for use on `line`, from its next work on.
     pub(super) fn piece(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<Piece, CudaError> {
@@ -271,34 +303,63 @@ impl Context {
             (Some(bytes), Some(large)) => (bytes, large),
             _ => (u64::MAX, u64::MAX),
         };
-        if let Some(piece) = self.pool.lock().ready(self, line, bytes) {
-            return Ok(piece);
-        }
-        let refused = match self.more(entered, bytes, large) {
-            Err(error) if error.code == CuResult::OUT_OF_MEMORY => error,
-            answer => return answer,
+        let turn = match self.ready(line, bytes) {
+            Ok(piece) => return Ok(piece),
+            Err(turn) => turn,
         };
-        if let Some(piece) = self.pool.lock().left(self, line, bytes)? {
-            return Ok(piece);
+        let mut rounds = 0..ROUNDS;
+        loop {
+            let before = self.pool.lock().released;
+            let refused = match self.more(entered, &turn, bytes, large) {
+                Err(error) if error.code == CuResult::OUT_OF_MEMORY => error,
+                answer => return answer,
+            };
+            let freed = {
+                let mut pool = self.pool.lock();
+                // Of what has been freed since.
+                if let Some(piece) = pool.ready(self, line, bytes) {
+                    return Ok(piece);
+                }
+                if let Some(piece) = pool.left(self, line, bytes)? {
+                    return Ok(piece);
+                }
+                let may_change = !pool.pending.is_empty() || pool.released != before;
+                if !may_change || rounds.next().is_none() {
+                    return Err(refused);
+                }
+                pool.freed
+            };
+            // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
+            while self.pool.lock().is_pending(self, freed)? {
+                std::thread::sleep(PAUSE);
+                if let Some(piece) = self.pool.lock().ready(self, line, bytes) {
+                    return Ok(piece);
+                }
+            }
         }
-        let pending: Vec<CuEvent> = {
-            let pool = self.pool.lock();
-            pool.pending.iter().flat_map(|pending| &pending.after).map(|(_, event)| *event).collect()
-        };
-        if pending.is_empty() {
-            return Err(refused);
+    }
+
+    /// A piece that is there without the driver; where there is none, the right to ask it.
+    fn ready(&self, line: &Line, bytes: u64) -> Result<Piece, Turn<'_>> {
+        loop {
+            if let Some(piece) = self.pool.lock().ready(self, line, bytes) {
+                return Ok(piece);
+            }
+            if let Some(turn) = self.growing.try_lock_for(PAUSE) {
+                // Who had it before may have brought more than he needed.
+                return self.pool.lock().ready(self, line, bytes).ok_or(turn);
+            }
         }
-        // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
-        for event in pending {
-            // SAFETY: an event of this context, which lives as long as that. Should another thread have found it reached
-            // and recorded it anew meanwhile, this waits for longer.
-            unsafe { sleep_until(self.cuda, event) }?;
-        }
-        self.more(entered, bytes, large)
     }
 
     /// A piece of a new block, or of what can be freed to make room for one.
-    fn more(&self, entered: &Entered<'_>, bytes: u64, large: u64) -> Result<Piece, CudaError> {
+    fn more(
+        &self,
+        entered: &Entered<'_>,
+        turn: &Turn<'_>,
+        bytes: u64,
+        large: u64,
+    ) -> Result<Piece, CudaError> {
         loop {
             let mut refused = None;
             for size in [large.max(BLOCK), large, bytes] {
@@ -313,7 +374,7 @@ impl Context {
                     Err(error) => return Err(error),
                 }
             }
-            let given_back = self.trim(entered);
+            let given_back = self.trim(entered, turn);
             if let Some(piece) = self.pool.lock().take(bytes) {
                 return Ok(piece);
             }
@@ -324,7 +385,7 @@ impl Context {
     }
 
     /// Gives blocks of the pool back of which nothing is used, here or in other processes. How many bytes.
-    pub(super) fn trim(&self, _: &Entered<'_>) -> u64 {
+    pub(super) fn trim(&self, _: &Entered<'_>, _: &Turn<'_>) -> u64 {
         let mut freed = 0;
         let unused = self.pool.lock().unused(self);
         for (at, block) in unused {
@@ -344,11 +405,11 @@ impl Context {
     /// yet: it may be there when it is needed.
     pub(super) fn reserve(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<(), CudaError> {
         let (Some(bytes), Some(large)) = (up(bytes, ALIGN), up(bytes, PAGE)) else { return Ok(()) };
-        let ready = self.pool.lock().ready(self, line, bytes);
-        match ready.map_or_else(|| self.more(entered, bytes, large), Ok) {
+        let piece = self.ready(line, bytes).or_else(|turn| self.more(entered, &turn, bytes, large));
+        match piece {
             Ok(piece) => {
                 // In the order of this stream it can be taken again at once.
-                match self.mark(entered, line.raw) {
+                match self.mark(entered, *line.raw()) {
                     Ok(event) => self.pool.lock().free(piece, vec![(line.id, event)]),
                     Err(_) => self.pool.lock().lose(piece),
                 }

@@ -124,7 +124,9 @@ impl DeviceStream {
     pub(crate) fn wait_signal(&self, signal: &mut DeviceSignal, value: u32) -> Result<(), Error> {
         self.0.context.call("make a stream wait for a signal", |cuda| {
             // SAFETY: `self` keeps the stream; the word is there until all streams are past it (`drop`).
-            unsafe { cuda.stream_wait_value32(self.0.raw, signal.address, value, CU_STREAM_WAIT_VALUE_GEQ) }
+            unsafe {
+                cuda.stream_wait_value32(*self.0.raw(), signal.address, value, CU_STREAM_WAIT_VALUE_GEQ)
+            }
         })?;
         signal.used(self)
     }
@@ -133,7 +135,7 @@ impl DeviceStream {
     pub(crate) fn put_signal(&self, signal: &mut DeviceSignal, value: u32) -> Result<(), Error> {
         self.0.context.call("signal the end of an operation", |cuda| {
             // SAFETY: as in `wait_signal`.
-            unsafe { cuda.stream_write_value32(self.0.raw, signal.address, value, 0) }
+            unsafe { cuda.stream_write_value32(*self.0.raw(), signal.address, value, 0) }
         })?;
         signal.used(self)
     }

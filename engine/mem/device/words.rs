@@ -97,7 +97,7 @@ impl DeviceStream {
         let address = words.address + words.offset(at) as u64;
         self.0.context.call("make a stream wait for another process", |cuda| {
             // SAFETY: `self` keeps the stream; the words stay until the stream is past them (`SharedWords::drop`).
-            unsafe { cuda.stream_wait_value32(self.0.raw, address, value, CU_STREAM_WAIT_VALUE_GEQ) }
+            unsafe { cuda.stream_wait_value32(*self.0.raw(), address, value, CU_STREAM_WAIT_VALUE_GEQ) }
         })
     }
 
@@ -106,7 +106,7 @@ impl DeviceStream {
         let address = words.address + words.offset(at) as u64;
         self.0.context.call("tell another process what a stream has come to", |cuda| {
             // SAFETY: as in `wait_word`.
-            unsafe { cuda.stream_write_value32(self.0.raw, address, value, CU_STREAM_WRITE_VALUE_DEFAULT) }
+            unsafe { cuda.stream_write_value32(*self.0.raw(), address, value, CU_STREAM_WRITE_VALUE_DEFAULT) }
         })
     }
 }
