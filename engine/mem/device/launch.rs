@@ -67,9 +67,7 @@ impl Context {
         let module = match loaded {
             Some(module) => module,
             None => {
-                let ptx = text(kernel.module.ptx())?;
-                // SAFETY: PTX that ends in a zero byte, in the context that the caller has entered; unloaded in `close`.
-                let module = unsafe { self.cuda.module_load_data(ptx.as_ptr().cast()) }?;
+                let module = self.module(kernel.module)?;
                 self.modules.lock().modules.insert(kernel.module, module);
                 module
             }
@@ -79,6 +77,25 @@ impl Context {
         let function = unsafe { self.cuda.module_get_function(module, name.as_ptr()) }?;
         self.modules.lock().functions.insert(kernel, function);
         Ok(function)
+    }
+
+    /// Loads a module into the context that the caller has entered: the machine code for this device, where there is some and the
+    /// driver takes it, else the PTX, which the driver compiles.
+    fn module(&self, module: Module) -> Result<CuModule, CudaError> {
+        if let Some(code) = module.machine_code(self.major) {
+            // SAFETY: a whole ELF file, which says itself how long it is, at an aligned address; unloaded in `close`.
+            match unsafe { self.cuda.module_load_data(code.as_ptr().cast()) } {
+                Err(error)
+                    if [CuResult::NO_BINARY_FOR_GPU, CuResult::INVALID_IMAGE].contains(&error.code) =>
+                {
+                    tracing::debug!(module = module.name(), %error, "the driver does not take our machine code");
+                }
+                loaded => return loaded,
+            }
+        }
+        let ptx = text(module.ptx())?;
+        // SAFETY: a text that ends in a zero byte; unloaded in `close`.
+        unsafe { self.cuda.module_load_data(ptx.as_ptr().cast()) }
     }
 
     /// Blocks of a launch at most.
