@@ -252,7 +252,7 @@ impl LocalTx {
     }
 
     /// The same, to a process whose exit is known of.
-    pub(crate) fn with_exit(self, exit: Option<Exit>) -> LocalTx {
+    pub(crate) fn between_processes(self, exit: Option<Exit>) -> LocalTx {
         LocalTx { exit, ..self }
     }
 }
