@@ -23,7 +23,6 @@ pub(crate) mod ring;
 pub(crate) mod tcp;
 pub(crate) mod waits;
 mod wire;
-mod words;
 
 use serde::{Deserialize, Serialize};
 

@@ -30,7 +30,6 @@ mod missing;
 mod order;
 mod ourselves;
 mod perf;
-mod queues;
 mod rules;
 mod stripes;
 

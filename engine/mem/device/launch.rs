@@ -11,7 +11,7 @@ use super::stream::DeviceStream;
 use crate::error::Error;
 
 /// What has been loaded on a device. A driver compiles a module when it is loaded, which takes it milliseconds: each once,
-/// when an operation that needs it is first called ([`DeviceStream::load`]).
+/// when it is first needed.
 #[derive(Default)]
 pub(super) struct Modules {
     modules: HashMap<Module, CuModule>,
@@ -20,15 +20,36 @@ pub(super) struct Modules {
 }
 
 impl Modules {
-    fn known(&mut self, kernel: Kernel) -> Option<CuFunction> {
+    fn get(&mut self, cuda: &Cuda, _: &Entered<'_>, kernel: Kernel) -> Result<CuFunction, CudaError> {
         if let Some((last, function)) = self.last
             && last == kernel
         {
-            return Some(function);
+            return Ok(function);
         }
-        let function = *self.functions.get(&kernel)?;
+        let function = match self.functions.get(&kernel) {
+            Some(function) => *function,
+            None => {
+                let module = self.load(cuda, kernel.module)?;
+                let name = text(kernel.name())?;
+                // SAFETY: the module is loaded, and stays so until `close`; the name ends in a zero byte.
+                let function = unsafe { cuda.module_get_function(module, name.as_ptr()) }?;
+                self.functions.insert(kernel, function);
+                function
+            }
+        };
         self.last = Some((kernel, function));
-        Some(function)
+        Ok(function)
+    }
+
+    fn load(&mut self, cuda: &Cuda, module: Module) -> Result<CuModule, CudaError> {
+        if let Some(loaded) = self.modules.get(&module) {
+            return Ok(*loaded);
+        }
+        let ptx = text(module.ptx())?;
+        // SAFETY: PTX that ends in a zero byte, in the context that the caller has entered; unloaded in `close`.
+        let loaded = unsafe { cuda.module_load_data(ptx.as_ptr().cast()) }?;
+        self.modules.insert(module, loaded);
+        Ok(loaded)
     }
 
     /// Unloads all. Nothing of them runs any more.
@@ -53,51 +74,6 @@ fn text(text: impl Into<Vec<u8>>) -> Result<CString, CudaError> {
 }
 
 impl Context {
-    /// A kernel of ours. Loading one may wait for all that is on the device ("loading kernels might require context
-    /// synchronization", CUDA programming guide, lazy loading), so no lock is held meanwhile but that of who loads.
-    fn function(&self, _: &Entered<'_>, kernel: Kernel) -> Result<CuFunction, CudaError> {
-        if let Some(function) = self.modules.lock().known(kernel) {
-            return Ok(function);
-        }
-        let _loading = self.loading.lock();
-        if let Some(function) = self.modules.lock().known(kernel) {
-            return Ok(function);
-        }
-        let loaded = self.modules.lock().modules.get(&kernel.module).copied();
-        let module = match loaded {
-            Some(module) => module,
-            None => {
-                let module = self.module(kernel.module)?;
-                self.modules.lock().modules.insert(kernel.module, module);
-                module
-            }
-        };
-        let name = text(kernel.name())?;
-        // SAFETY: the module is loaded, and stays so until `close`; the name ends in a zero byte.
-        let function = unsafe { self.cuda.module_get_function(module, name.as_ptr()) }?;
-        self.modules.lock().functions.insert(kernel, function);
-        Ok(function)
-    }
-
-    /// Loads a module into the context that the caller has entered: the machine code for this device, where there is some and the
-    /// driver takes it, else the PTX, which the driver compiles.
-    fn module(&self, module: Module) -> Result<CuModule, CudaError> {
-        if let Some(code) = module.machine_code(self.major) {
-            // SAFETY: a whole ELF file, which says itself how long it is, at an aligned address; unloaded in `close`.
-            match unsafe { self.cuda.module_load_data(code.as_ptr().cast()) } {
-                Err(error)
-                    if [CuResult::NO_BINARY_FOR_GPU, CuResult::INVALID_IMAGE].contains(&error.code) =>
-                {
-                    tracing::debug!(module = module.name(), %error, "the driver does not take our machine code");
-                }
-                loaded => return loaded,
-            }
-        }
-        let ptx = text(module.ptx())?;
-        // SAFETY: a text that ends in a zero byte; unloaded in `close`.
-        unsafe { self.cuda.module_load_data(ptx.as_ptr().cast()) }
-    }
-
     /// Blocks of a launch at most.
     pub(super) fn ctas(&self) -> u32 {
         self.max_ctas
@@ -122,23 +98,6 @@ impl DeviceStream {
         self.0.context.ctas()
     }
 
-    /// Loads what will be launched here. May wait for what is on the device: to be called by who holds nothing.
-    pub(crate) fn load(&self, kernels: impl Iterator<Item = Kernel>) -> Result<(), Error> {
-        let context = &self.0.context;
-        let unknown: Vec<_> = {
-            let mut modules = context.modules.lock();
-            kernels.filter(|kernel| modules.known(*kernel).is_none()).collect()
-        };
-        if unknown.is_empty() {
-            return Ok(());
-        }
-        let load = |entered: &Entered<'_>| {
-            unknown.iter().try_for_each(|kernel| context.function(entered, *kernel).map(|_| ()))
-        };
-        let loaded = context.enter().and_then(|entered| load(&entered));
-        loaded.map_err(|error| context.tell("load kernels", error))
-    }
-
     /// Puts a kernel here.
     ///
     /// # Safety
@@ -150,7 +109,7 @@ impl DeviceStream {
         }
         let context = &self.0.context;
         let put = |entered: &Entered<'_>| {
-            let function = context.function(entered, launch.kernel)?;
+            let function = context.modules.lock().get(context.cuda, entered, launch.kernel)?;
             let mut arguments = [launch.arguments.address().cast_mut().cast()];
             // SAFETY: a function of this context with one parameter, of the type that `arguments` is (the kernel and its
             // arguments are made together); the driver copies it within the call. What is at its addresses is the
@@ -165,7 +124,7 @@ impl DeviceStream {
                     1,
                     1,
                     0,
-                    *self.0.raw(),
+                    self.0.raw,
                     arguments.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )
