@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{
-    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING,
-    CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda, CudaError,
-    LIBRARY_VARIABLE,
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent,
+    CuResult, CuStream, Cuda, CudaError, LIBRARY_VARIABLE,
 };
 use parking_lot::Mutex;
 
@@ -123,6 +123,8 @@ pub(super) struct Context {
     pub(super) modules: Mutex<Modules>,
     /// Blocks of a launch at most.
     pub(super) max_ctas: u32,
+    /// The first number of the device's compute capability: which machine code it runs.
+    pub(super) major: u32,
 }
 
 /// Proof that a context is this thread's current one, and that what the thread calls breaks no capture. What was before it
@@ -163,6 +165,10 @@ impl Context {
         let multiprocessors =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) };
         let max_ctas = max_ctas(multiprocessors.map_err(tell)?.unsigned_abs())?;
+        // SAFETY: as above.
+        let major =
+            unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) };
+        let major = major.map_err(tell)?.unsigned_abs();
         let _relaxed = relaxed(cuda);
         // SAFETY: as above; released in `drop`.
         let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
@@ -181,6 +187,7 @@ impl Context {
             pinned: Mutex::default(),
             modules: Mutex::default(),
             max_ctas,
+            major,
         })
     }
 

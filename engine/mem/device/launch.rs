@@ -20,7 +20,14 @@ pub(super) struct Modules {
 }
 
 impl Modules {
-    fn get(&mut self, cuda: &Cuda, _: &Entered<'_>, kernel: Kernel) -> Result<CuFunction, CudaError> {
+    /// A kernel, for a device whose compute capability begins with `major`.
+    fn get(
+        &mut self,
+        cuda: &Cuda,
+        _: &Entered<'_>,
+        kernel: Kernel,
+        major: u32,
+    ) -> Result<CuFunction, CudaError> {
         if let Some((last, function)) = self.last
             && last == kernel
         {
@@ -29,7 +36,7 @@ impl Modules {
         let function = match self.functions.get(&kernel) {
             Some(function) => *function,
             None => {
-                let module = self.load(cuda, kernel.module)?;
+                let module = self.load(cuda, kernel.module, major)?;
                 let name = text(kernel.name())?;
                 // SAFETY: the module is loaded, and stays so until `close`; the name ends in a zero byte.
                 let function = unsafe { cuda.module_get_function(module, name.as_ptr()) }?;
@@ -41,13 +48,11 @@ impl Modules {
         Ok(function)
     }
 
-    fn load(&mut self, cuda: &Cuda, module: Module) -> Result<CuModule, CudaError> {
+    fn load(&mut self, cuda: &Cuda, module: Module, major: u32) -> Result<CuModule, CudaError> {
         if let Some(loaded) = self.modules.get(&module) {
             return Ok(*loaded);
         }
-        let ptx = text(module.ptx())?;
-        // SAFETY: PTX that ends in a zero byte, in the context that the caller has entered; unloaded in `close`.
-        let loaded = unsafe { cuda.module_load_data(ptx.as_ptr().cast()) }?;
+        let loaded = load(cuda, module, major)?;
         self.modules.insert(module, loaded);
         Ok(loaded)
     }
@@ -61,6 +66,23 @@ impl Modules {
             unsafe { cuda.module_unload(module) }.unwrap_or_else(report);
         }
     }
+}
+
+/// Loads a module into the context that the caller has entered: the machine code for its device, where there is some and the
+/// driver takes it, else the PTX, which the driver compiles.
+fn load(cuda: &Cuda, module: Module, major: u32) -> Result<CuModule, CudaError> {
+    if let Some(code) = module.machine_code(major) {
+        // SAFETY: a whole ELF file, which says itself how long it is, at an aligned address; unloaded in `Modules::close`.
+        match unsafe { cuda.module_load_data(code.as_ptr().cast()) } {
+            Err(error) if [CuResult::NO_BINARY_FOR_GPU, CuResult::INVALID_IMAGE].contains(&error.code) => {
+                tracing::debug!(module = module.name(), %error, "the driver does not take our machine code");
+            }
+            loaded => return loaded,
+        }
+    }
+    let ptx = text(module.ptx())?;
+    // SAFETY: a text that ends in a zero byte; unloaded in `Modules::close`.
+    unsafe { cuda.module_load_data(ptx.as_ptr().cast()) }
 }
 
 /// For the driver, which wants a zero byte behind it.
@@ -109,7 +131,7 @@ impl DeviceStream {
         }
         let context = &self.0.context;
         let put = |entered: &Entered<'_>| {
-            let function = context.modules.lock().get(context.cuda, entered, launch.kernel)?;
+            let function = context.modules.lock().get(context.cuda, entered, launch.kernel, context.major)?;
             let mut arguments = [launch.arguments.address().cast_mut().cast()];
             // SAFETY: a function of this context with one parameter, of the type that `arguments` is (the kernel and its
             // arguments are made together); the driver copies it within the call. What is at its addresses is the
