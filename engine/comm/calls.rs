@@ -72,8 +72,7 @@ macro_rules! calls {
             /// That cause.
             pub fn check(&$me) -> Result<(), Error> {
                 forked::check()?;
-                // Known from the moment that anybody here knows: whoever was told by an error finds it here.
-                $me.handle().endpoint.dying_of().cloned().map_or(Ok(()), Err)
+                $me.handle().endpoint.died_of().map_or(Ok(()), Err)
             }
 
             /// Ends this communicator on all ranks: operations in flight and later calls fail with

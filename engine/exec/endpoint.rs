@@ -345,6 +345,16 @@ impl Endpoint {
         if self.poisoned.load(Ordering::Acquire) { self.cause.get().cloned() } else { None }
     }
 
+    /// The same for a user, who may know the cause already: from an error that one thread returned while another was about to
+    /// mark this communicator dead. That one neither blocks nor does I/O meanwhile (`Control::dies`), and is waited for.
+    pub(crate) fn died_of(&self) -> Option<Error> {
+        let cause = self.cause.get()?;
+        while !self.poisoned.load(Ordering::Acquire) {
+            std::thread::yield_now();
+        }
+        Some(cause.clone())
+    }
+
     /// The same, also while those who wait are still to be woken.
     pub(crate) fn dying_of(&self) -> Option<&Error> {
         self.cause.get()
