@@ -247,25 +247,10 @@ impl<T, A: Down<T>, B: Down<T>> Down<T> for (A, B) {
     }
 }
 
+/// What devices gave must have the bits of what the host gave.
 fn compare<T: Value>(there: Vec<Vec<T>>, host: Vec<Vec<T>>) -> Result<(), String> {
-    for (b, (there, host)) in there.iter().zip(&host).enumerate() {
-        if there.len() != host.len() {
-            return Err(format!("buffer {b} has {} elements, {} on the host", there.len(), host.len()));
-        }
-        let mut wrong = (0..host.len()).filter(|i| there[*i].bits() != host[*i].bits());
-        if let Some(i) = wrong.next() {
-            return Err(format!(
-                "buffer {b}[{i}] is {:?} ({:#x}), on the host {:?} ({:#x}), and {} more of {} differ",
-                there[i],
-                there[i].bits(),
-                host[i],
-                host[i].bits(),
-                wrong.count(),
-                host.len()
-            ));
-        }
-    }
-    Ok(())
+    let mut pairs = there.iter().zip(&host).enumerate();
+    pairs.try_for_each(|(b, (there, host))| T::compare(&format!("device buffer {b}"), there, host, &[]))
 }
 
 impl<T: Value> Run<'_, T> {

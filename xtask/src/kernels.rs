@@ -40,17 +40,18 @@ pub(crate) fn generate(root: &Path) -> Result<(), String> {
         fs::remove_file(to.join(&name)).map_err(|error| format!("{name}: {error}"))?;
     }
     compile(&tools, root, &to)?;
-    for (name, text) in read_ptx(&to)? {
-        println!("{name:12} {:3} kernels  {:7} bytes", entries(&text).count(), text.len());
+    let modules = read_ptx(&to)?;
+    for (name, text) in &modules {
+        println!("{name:12} {:3} kernels  {:7} bytes", entries(text).count(), text.len());
     }
     for architecture in SHIPPED {
         let folder = machine_code(root, architecture);
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder).map_err(|error| format!("{}: {error}", folder.display()))?;
         let mut bytes = 0;
-        for (name, _) in read_ptx(&to)? {
-            let made = plain_cubin(&tools, root, &name, architecture)?;
-            let to = folder.join(&name).with_extension("cubin");
+        for name in modules.keys() {
+            let (made, _) = cubin(&tools, root, name, architecture, &[])?;
+            let to = folder.join(name).with_extension("cubin");
             bytes += fs::copy(&made, &to).map_err(|error| format!("{}: {error}", to.display()))?;
         }
         println!("machine code for sm_{architecture}: {bytes} bytes");
@@ -200,16 +201,16 @@ fn compare(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
 
 fn compare_machine_code(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
     let mut complaints = Vec::new();
+    let modules = read_ptx(&committed(root))?;
     for architecture in SHIPPED {
         let folder = machine_code(root, architecture);
-        let modules = read_ptx(&committed(root))?;
         let there = folder.read_dir().map_or(0, Iterator::count);
         if there != modules.len() {
             complaints.push(format!("{}: {there} files, expected {}", folder.display(), modules.len()));
         }
-        for (name, _) in modules {
-            let made = plain_cubin(tools, root, &name, architecture)?;
-            let here = folder.join(&name).with_extension("cubin");
+        for name in modules.keys() {
+            let (made, _) = cubin(tools, root, name, architecture, &[])?;
+            let here = folder.join(name).with_extension("cubin");
             if fs::read(&made).ok() != fs::read(&here).ok() {
                 complaints
                     .push(format!("{} is not what it should be: `cargo xtask kernels`", here.display()));
@@ -219,20 +220,17 @@ fn compare_machine_code(tools: &Tools, root: &Path) -> Result<Vec<String>, Strin
     Ok(complaints)
 }
 
-/// The cubin of a committed module that is itself to be committed: ptxas writes other bytes with `-v`.
-fn plain_cubin(tools: &Tools, root: &Path, name: &str, architecture: u32) -> Result<PathBuf, String> {
-    let cubin = work(root).join(format!("{name}.sm_{architecture}.plain.cubin"));
-    let mut ptxas = Command::new(&tools.ptxas);
-    ptxas.arg(format!("-arch=sm_{architecture}")).arg("-o").arg(&cubin).arg(committed(root).join(name));
-    run(ptxas, &format!("ptxas refuses {name} for sm_{architecture}"))?;
-    Ok(cubin)
-}
-
-/// The cubin of a committed module, and what ptxas says.
-fn cubin(tools: &Tools, root: &Path, name: &str, architecture: u32) -> Result<(PathBuf, String), String> {
+/// The cubin of a committed module, and what ptxas says. With `-v` ptxas says more, and writes other bytes than without.
+fn cubin(
+    tools: &Tools,
+    root: &Path,
+    name: &str,
+    architecture: u32,
+    options: &[&str],
+) -> Result<(PathBuf, String), String> {
     let cubin = work(root).join(format!("{name}.sm_{architecture}.cubin"));
     let mut ptxas = Command::new(&tools.ptxas);
-    ptxas.arg("-v").arg(format!("-arch=sm_{architecture}")).arg("-o").arg(&cubin);
+    ptxas.args(options).arg(format!("-arch=sm_{architecture}")).arg("-o").arg(&cubin);
     ptxas.arg(committed(root).join(name));
     let said = run(ptxas, &format!("ptxas refuses {name} for sm_{architecture}"))?;
     Ok((cubin, said))
@@ -242,7 +240,7 @@ fn assemble(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
     let mut complaints = Vec::new();
     for (name, text) in read_ptx(&committed(root))? {
         for architecture in ARCHITECTURES {
-            let (_, said) = cubin(tools, root, &name, architecture)?;
+            let (_, said) = cubin(tools, root, &name, architecture, &["-v"])?;
             complaints.extend(
                 spills(&said, entries(&text).count())
                     .into_iter()
@@ -280,7 +278,7 @@ fn spills(said: &str, kernels: usize) -> Vec<String> {
 fn disassemble(tools: &Tools, root: &Path) -> Result<Vec<String>, String> {
     let mut complaints = Vec::new();
     for (name, _) in read_ptx(&committed(root))? {
-        let (cubin, _) = cubin(tools, root, &name, DISASSEMBLED)?;
+        let (cubin, _) = cubin(tools, root, &name, DISASSEMBLED, &["-v"])?;
         let mut nvdisasm = Command::new(&tools.nvdisasm);
         nvdisasm.arg(&cubin);
         let code = run(nvdisasm, &format!("nvdisasm refuses {name}"))?;
