@@ -49,7 +49,7 @@ impl Comm {
     /// On all ranks, and the communicator stays as it was: [`Error::Invalid`] where a rank is bound already;
     /// [`Error::Cuda`] where the driver refuses. Else as a collective.
     pub async fn bind_device(&mut self, device: &Device) -> Result<DevicePath, Error> {
-        let stream = DeviceStream::high_priority(device);
+        let stream = DeviceStream::of_a_rank(device);
         self.bind(stream).await
     }
 
@@ -76,7 +76,8 @@ impl Comm {
             }
             None => stream,
         };
-        let ours = stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n)), nonce()?)));
+        let ours =
+            stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n, config.comm)), nonce()?)));
         let group = Group { config, around: &world.around };
         let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process));
         let rows = self.all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;

@@ -204,7 +204,7 @@ impl Opener for CommLinks {
         };
         let ring = self.ring(self.rank, peer, channel);
         let tx = LocalTx::new(around.region.clone(), ring as usize, bell, gate)?;
-        Ok(Box::new(tx.with_exit(around.exit_of(world_rank))))
+        Ok(Box::new(tx.between_processes(around.exit_of(world_rank))))
     }
 
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error> {

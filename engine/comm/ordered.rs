@@ -228,9 +228,21 @@ impl Sealed for DeviceStream {
     ) -> Ordered<R, F> {
         let State::Device(on) = &mut value.0 else { return ready(run(value.wait(), job)) };
         let before = on.stream.clone();
-        let order = if before == *self { Ok(()) } else { before.point().and_then(|e| self.wait_event(&e)) };
-        if let Err(error) = order {
+        // `before` may wait for what is not on any stream yet, and then so does this one.
+        let is_early = before != *self && !on.device.is_filled();
+        let has_way = is_early && on.device.make_way(self);
+        let held_up = is_early && !has_way && !on.device.is_filled();
+        let order = match before == *self || held_up {
+            true => Ok(()),
+            false => before.point().and_then(|e| self.wait_event(&e)),
+        };
+        if has_way {
+            on.device.waits_now(self);
+        }
+        if let Err(error) = &order {
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
+        }
+        if held_up || order.is_err() {
             let value = value.wait().and_then(|value| match before.synchronize() {
                 Ok(()) => Ok(value),
                 // What is on the stream may touch it yet.

@@ -122,7 +122,7 @@ impl Group<'_> {
             let offer = || {
                 let named = ours.stream.export(keep, probe.as_ptr(), 1)?;
                 let nameless = || Error::system("share device memory", "the pool has lost it (a bug)");
-                Offer::new(&ours.stream, &named.ok_or_else(nameless)?)
+                Offer::new(&ours.stream, &self.config.region, &named.ok_or_else(nameless)?)
             };
             match offer() {
                 Ok(offer) => {
@@ -147,19 +147,21 @@ impl Group<'_> {
         let (links, mut peers, mut places) = (&self.config.opener, Vec::new(), Vec::new());
         for (rank, (offer, row)) in offers.iter().zip(rows).enumerate() {
             let why = |error: Error| format!("rank {rank}: {error}");
+            let mut region = None;
             if rank != self.config.rank {
                 let to = links.device_place(rank, false).map_err(why)?;
                 let from = links.device_place(rank, true).map_err(why)?;
                 let (Some(to), Some(from)) = (to, from) else {
                     return Err(format!("rank {rank} has no rings here (a bug)"));
                 };
+                region = Some(from.region.clone());
                 places.push((rank, to, from));
             }
-            peers.push(match offer {
+            peers.push(match offer.as_ref().zip(region) {
                 None => None,
-                Some(offer) => {
+                Some((offer, region)) => {
                     let card = cards.get(rank * CARD..(rank + 1) * CARD).unwrap_or_default();
-                    let peer = FarPeer::new(&ours.stream, (rank, row.process), offer, card);
+                    let peer = FarPeer::new(&ours.stream, (rank, row.process, &region), offer, card);
                     Some(Arc::new(peer.map_err(why)?))
                 }
             });

@@ -186,6 +186,10 @@ impl Call<'_> {
                     output.depend_like(input);
                 }
             }
+            if let Err(error) = binding.get_ready(&mut collective) {
+                // What is missing is asked for again when it is needed, and then all ranks hear of it.
+                tracing::debug!("an operation was not made ready at its call: {error}");
+            }
             collective.signature.kind |= ON_DEVICES;
             collective.device = Some(Arc::new(DeviceOp::new(binding, streams, outputs)?));
             Ok(collective)

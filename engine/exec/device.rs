@@ -6,8 +6,11 @@
 
 use std::sync::{Arc, OnceLock, Weak};
 
+use allstream_kernels::cuda::{Kind, kernel};
 use parking_lot::Mutex;
 
+use super::endpoint::Collective;
+use super::operation::Reduction;
 use super::port::Opener;
 use crate::error::Error;
 use crate::link::ipc::{Far, FarRx, FarTx};
@@ -15,6 +18,7 @@ use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx};
 use crate::mem::device::{DeviceEvent, DeviceStream, Fate, Verdict, Witness};
+use crate::plan::Step;
 use crate::types::Rank;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
@@ -87,6 +91,8 @@ pub(crate) struct DeviceOp {
     streams: Vec<DeviceStream>,
     /// Of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
+    /// The rank's stream is to wait for one that waits for another collective, and way was made for it.
+    is_in_a_chain: bool,
     state: Mutex<State>,
 }
 
@@ -118,8 +124,12 @@ impl DeviceOp {
         outputs: Vec<Arc<Fate>>,
     ) -> Result<DeviceOp, Error> {
         let after = streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?;
+        // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
+        let ours = &binding.ours;
+        let is_in_a_chain =
+            streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter());
         let (number, state) = (OnceLock::new(), Mutex::default());
-        Ok(DeviceOp { binding, number, after, streams, outputs, state })
+        Ok(DeviceOp { binding, number, after, streams, outputs, is_in_a_chain, state })
     }
 
     /// It is submitted, as this operation of the communicator.
@@ -139,7 +149,12 @@ impl DeviceOp {
     /// It is this operation's turn: what is put on the stream from now on is its own.
     pub(super) fn begin(&self) -> Result<(), Error> {
         self.binding.ours.begins(self.number(), self.after.clone());
-        self.after.iter().filter(|_| kept(Wait::After)).try_for_each(|event| self.stream().wait_event(event))
+        let mut after = self.after.iter().filter(|_| kept(Wait::After));
+        let ordered = after.try_for_each(|event| self.stream().wait_event(event));
+        if self.is_in_a_chain {
+            self.stream().waits_now();
+        }
+        ordered
     }
 
     /// All of it is on the stream.
@@ -152,7 +167,7 @@ impl DeviceOp {
     }
 
     /// Whether all of it is on the stream.
-    pub(super) fn is_filled(&self) -> bool {
+    pub(crate) fn is_filled(&self) -> bool {
         self.state.lock().end.is_some()
     }
 
@@ -200,6 +215,17 @@ impl DeviceOp {
         self.streams.iter().chain([stream]).any(|stream| stream == self.stream())
     }
 
+    /// Sees to it that a stream, and those of the buffers, may wait for what is not on the rank's stream yet, and do not keep it
+    /// from getting there. `false`: they might. Else to be followed by `waits_now`.
+    pub(crate) fn make_way(&self, stream: &DeviceStream) -> bool {
+        self.binding.ours.make_way(self.streams.iter().chain([stream]))
+    }
+
+    /// They have been made to wait, or will not be.
+    pub(crate) fn waits_now(&self, stream: &DeviceStream) {
+        self.streams.iter().chain([stream]).for_each(DeviceStream::waits_now);
+    }
+
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
     /// nothing waits.
     pub(super) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
@@ -241,7 +267,7 @@ impl DeviceOp {
         }
         if state.end.is_none() && std::mem::take(&mut state.is_awaited) {
             // Streams that were to wait for what will not come go on, behind all that has.
-            return ordered.and(self.binding.ours.signal(self.number()));
+            return ordered.and(self.binding.ours.release(self.number()));
         }
         ordered
     }
@@ -263,6 +289,30 @@ impl DeviceOp {
             self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;
         }
         Ok(())
+    }
+}
+
+impl Binding {
+    /// Gets what an operation will need of the driver, at the call: kernels, and memory for what its steps keep in hand. The
+    /// driver may wait for all that is on the device before it gives that, and a stream of the caller's may by then wait for
+    /// the operation ([`DeviceOp::join`]). So it is had before anything waits for this operation, by a thread that holds nothing.
+    pub(crate) fn get_ready(&self, collective: &mut Collective) -> Result<(), Error> {
+        let &Reduction::Op(op) = &collective.reduction else { return Ok(()) };
+        let (stream, scaled) = (&self.ours.stream, collective.scale.is_some());
+        let mut most = 0;
+        for part in collective.parts.all() {
+            let combines = part.program.plan.steps.iter().any(Step::combines);
+            let kinds = [
+                Some(Kind::Copy),
+                combines.then_some(Kind::FoldTwo(op)),
+                combines.then_some(Kind::Fold(op)),
+                scaled.then_some(Kind::Scale),
+            ];
+            stream.load(kinds.into_iter().flatten().filter_map(|kind| kernel(part.dtype, kind)))?;
+            let fused = self.far.is_none() && part.program.folds_all;
+            most = most.max(part.kept_on_device(scaled, fused));
+        }
+        if most > 0 { stream.reserve(most) } else { Ok(()) }
     }
 }
 

@@ -12,7 +12,7 @@ use super::values::not_bool;
 use crate::error::Error;
 use crate::mem::Held;
 use crate::mem::device::Staged;
-use crate::plan::{Layout, OUTPUT, Program, Slot};
+use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
 use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
 
 /// How values are combined.
@@ -68,6 +68,16 @@ impl Part {
             }
             (layout, _) => layout.range(chunk, self.count),
         }
+    }
+
+    /// Bytes that a device keeps for it beside the buffers, at most: its scratch, a scaled copy, and what its steps have in
+    /// hand where not all is `fused`.
+    pub(super) fn kept_on_device(&self, scaled: bool, fused: bool) -> usize {
+        let plan = &self.program.plan;
+        let steps = plan.steps.iter().zip(&self.program.nodes).filter(|(_, node)| node.hand && !fused);
+        let chunk = |(step, _): (&Step, _)| step.chunk().map_or(0, |at| self.range(at.slot, at.chunk).len());
+        let copy = if scaled { self.total(if self.is_in_place() { OUTPUT } else { INPUT }) } else { 0 };
+        (steps.map(chunk).sum::<usize>() + self.total(SCRATCH) + copy) * self.dtype.size()
     }
 
     /// Whether input and output are one buffer.

@@ -1,13 +1,13 @@
 //! Links between ranks whose devices touch each other's memory, in two processes of one host.
 //!
-//! The same as [`super::peer`], with what processes can share: the events beside the cells are made for it, and a cell says
-//! beside its descriptor which block of the sender's the frame lies in, and what the driver opens it by. `location` is the
-//! offset in that block.
+//! The same as [`super::peer`], with what processes can share: a cell says beside its descriptor which block of the sender's
+//! the frame lies in, and what the driver opens it by. `location` is the offset in that block. In place of events there are
+//! words that count frames ([`super::words`]): the stream of the one rank writes them, that of the other waits for them.
 //!
-//! What a process was to record when it died is never reached, and a stream that waits for it would wait for ever. So a
+//! What a process was to write when it died is never written, and a stream that waits for it would wait for ever. So a
 //! rank that gives up and whose stream does not come to its end *lets go* ([`Far::let_go`]): it says so in all rings, and
-//! records its peers' events itself. What any device reads from then on counts for nothing, and an operation is only good
-//! if no rank has said so by its end ([`Far::check`]).
+//! its host writes the words that its own stream waits for. What any device reads from then on counts for nothing, and an
+//! operation is only good if no rank has said so by its end ([`Far::check`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,17 +15,18 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::local::{Bell, Descriptor, RawRing, RingFlag};
 use super::peer::{PeerDevice, Place};
+use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
+use super::words::{DONE, END, Inbox, Outbox, READY, mark};
 use super::{Frame, Header, LinkRx, LinkTx, Posted};
 use crate::error::Error;
-use crate::mem::device::{DeviceStream, Exported, Import, SharedEvent, retire};
+use crate::mem::device::{DeviceStream, Exported, Import, retire};
 use crate::types::{DType, Rank};
 
 /// Bytes of a driver's handle.
 const HANDLE: usize = 64;
-const MARKS: usize = CELLS as usize;
-/// What a rank gives to each rank in another process: the handles of its events, and where a piece of its memory is.
-pub(crate) const CARD: usize = (2 * MARKS + 1) * HANDLE + NAME;
+/// What a rank gives to each rank in another process: where its inbox is in its region, and where a piece of its memory is.
+pub(crate) const CARD: usize = 8 + NAME;
 /// A name of memory: number, offset, handle.
 const NAME: usize = 16 + HANDLE;
 
@@ -50,68 +51,67 @@ fn read(bytes: &[u8; NAME]) -> Exported {
     Exported { number: u64::from_le_bytes(number), offset: u64::from_le_bytes(offset), handle }
 }
 
-/// The events of one side of two links.
-struct Marks {
-    /// Of the link from there: a frame may be read.
-    ready: Vec<SharedEvent>,
-    /// Of the link to there: a frame has been read.
-    done: Vec<SharedEvent>,
-    /// Nothing more is read.
-    end: SharedEvent,
-}
-
 /// What a rank has made for one in another process; to be told to it.
 pub(crate) struct Offer {
-    marks: Arc<Marks>,
+    inbox: Arc<Inbox>,
     pub(crate) card: Vec<u8>,
 }
 
 impl Offer {
-    /// `probe`: some memory of the pool.
-    pub(crate) fn new(stream: &DeviceStream, probe: &Exported) -> Result<Offer, Error> {
-        let mut card = Vec::with_capacity(CARD);
-        let mut make = || {
-            let (event, handle) = stream.shared_event()?;
-            card.extend_from_slice(&handle);
-            Ok(event)
-        };
-        let ready = (0..MARKS).map(|_| make()).collect::<Result<_, Error>>()?;
-        let done = (0..MARKS).map(|_| make()).collect::<Result<_, Error>>()?;
-        let marks = Arc::new(Marks { ready, done, end: make()? });
+    /// `probe`: some memory of the pool. `region`: our own.
+    pub(crate) fn new(stream: &DeviceStream, region: &Arc<Region>, probe: &Exported) -> Result<Offer, Error> {
+        let inbox = Arc::new(Inbox::new(stream, region)?);
+        let mut card = inbox.offset().to_le_bytes().to_vec();
         card.extend_from_slice(&written(probe));
-        Ok(Offer { marks, card })
+        Ok(Offer { inbox, card })
     }
 }
 
-/// A rank in another process, and the events of the links with it.
+/// A rank in another process, and the words that the streams of both wait for.
 pub(crate) struct FarPeer {
     rank: Rank,
     process: u128,
-    ours: Arc<Marks>,
-    theirs: Marks,
+    /// Ours, which writes and waits for the words.
+    stream: DeviceStream,
+    inbox: Arc<Inbox>,
+    /// There until the end.
+    outbox: Option<Outbox>,
     /// Keeps open what was opened to see whether it works.
     _probe: Arc<Import>,
 }
 
 impl FarPeer {
-    /// Opens what a peer has told, which drew this number for its process.
+    /// Opens what a peer has told, which drew this number for its process, and whose region this is.
     pub(crate) fn new(
         stream: &DeviceStream,
-        (rank, process): (Rank, u128),
+        (rank, process, region): (Rank, u128, &Arc<Region>),
         offer: &Offer,
         card: &[u8],
     ) -> Result<FarPeer, Error> {
         let short = || Error::Protocol { peer: rank, problem: format!("{} bytes for a card", card.len()) };
-        let (handles, rest) = card.as_chunks::<HANDLE>();
-        let name = card.last_chunk::<NAME>().filter(|_| card.len() == CARD && rest.len() == NAME % HANDLE);
-        let name = read(name.ok_or_else(short)?);
-        let mut handles = handles.iter();
-        let mut open = || stream.open_event(*handles.next().ok_or_else(short)?);
-        let ready = (0..MARKS).map(|_| open()).collect::<Result<_, Error>>()?;
-        let done = (0..MARKS).map(|_| open()).collect::<Result<_, Error>>()?;
-        let theirs = Marks { ready, done, end: open()? };
+        let (at, name) = card.split_first_chunk::<8>().ok_or_else(short)?;
+        let name = read(name.try_into().map_err(|_| short())?);
         let probe = Import::open(stream, process, &name)?;
-        Ok(FarPeer { rank, process, ours: offer.marks.clone(), theirs, _probe: probe })
+        let outbox = Outbox::open(stream, rank, region.clone(), u64::from_le_bytes(*at))?;
+        let (stream, inbox, outbox) = (stream.clone(), offer.inbox.clone(), Some(outbox));
+        Ok(FarPeer { rank, process, stream, inbox, outbox, _probe: probe })
+    }
+
+    /// Tells the peer's stream, when ours comes here.
+    fn put(&self, word: usize, value: u32) -> Result<(), Error> {
+        let gone = || Error::system("tell another process", "its words are gone (a bug)");
+        self.outbox.as_ref().ok_or_else(gone)?.put(&self.stream, word, value)
+    }
+
+    /// Our stream waits for the peer's.
+    fn wait(&self, word: usize, value: u32) -> Result<(), Error> {
+        self.inbox.wait(&self.stream, word, value)
+    }
+}
+
+impl Drop for FarPeer {
+    fn drop(&mut self) {
+        retire(&self.stream, (self.inbox.clone(), self.outbox.take()));
     }
 }
 
@@ -164,22 +164,13 @@ impl Far {
         self.to.iter().for_each(|flag| flag.raise(LET_GO));
     }
 
-    /// See the module: no stream of ours waits for a peer's any more.
-    pub(crate) fn let_go(&self, stream: &DeviceStream) -> Result<(), Error> {
-        if self.let_go.load(Ordering::SeqCst) {
-            return Ok(());
+    /// See the module: no stream of ours waits for a peer's any more. Nothing more is put there that does. To be called
+    /// again as long as the stream has not come to its end: the device of a peer that lives may write a word once more.
+    pub(crate) fn let_go(&self) {
+        if !self.let_go.swap(true, Ordering::SeqCst) {
+            self.distrust();
         }
-        let idle = DeviceStream::high_priority(&stream.device())?;
-        self.let_go.store(true, Ordering::SeqCst);
-        self.distrust();
-        let marks = self.peers.iter().flatten().map(|peer| &peer.theirs);
-        let events = marks.flat_map(|marks| marks.ready.iter().chain(&marks.done));
-        // All of them, whatever the driver says of one.
-        let mut result = Ok(());
-        for event in events {
-            result = result.and(idle.record_shared(event));
-        }
-        result
+        self.peers.iter().flatten().for_each(|peer| peer.inbox.release());
     }
 
     /// Whether what has come to its end did so in order. Asked once it has.
@@ -204,6 +195,8 @@ pub(crate) struct FarTx {
     peer: Arc<FarPeer>,
     /// Frames whose release our stream has been told of.
     seen: u64,
+    /// Frames in the ring that have a payload: what is empty nobody reads, and no word counts it.
+    full: [bool; CELLS as usize],
 }
 
 impl FarTx {
@@ -214,11 +207,14 @@ impl FarTx {
         peer: Arc<FarPeer>,
     ) -> Result<FarTx, Error> {
         let Place { region, ring, bell, .. } = place;
-        Ok(FarTx { ring: Producer::new(RawRing::new(region, ring)?), bell, ours, far, peer, seen: 0 })
+        let (ring, full) = (Producer::new(RawRing::new(region, ring)?), [false; CELLS as usize]);
+        Ok(FarTx { ring, bell, ours, far, peer, seen: 0, full })
     }
 
-    fn done(&self, frame: u64) -> &SharedEvent {
-        &self.peer.theirs.done[(frame % CELLS) as usize]
+    /// What the peer's word shows once it has read all frames from `seen` up to this one. `None`: there is nothing in them.
+    fn done(&self, until: u64) -> Option<u32> {
+        let last = (self.seen..until).rev().find(|frame| self.full[(frame % CELLS) as usize]);
+        last.map(mark)
     }
 }
 
@@ -240,8 +236,9 @@ impl LinkTx for FarTx {
             let named = named.ok_or_else(stranger)?;
             offset = named.offset;
             self.ring.memory().write_beside(frame, &written(&named));
-            self.ours.stream.record_shared(&self.peer.ours.ready[(frame % CELLS) as usize])?;
+            self.peer.put(READY, mark(frame))?;
         }
+        self.full[(frame % CELLS) as usize] = header.len > 0;
         self.ring.post((Descriptor::new(&header, offset), std::ptr::null()));
         self.bell.ring();
         Ok(Posted::Held)
@@ -253,11 +250,14 @@ impl LinkTx for FarTx {
         if self.ring.memory().revoked().load(Ordering::SeqCst) != 0 {
             return Ok(released); // the end of the link: `is_read_elsewhere` is asked
         }
-        // A peer that has closed the ring has recorded what it has read.
-        while self.seen < released {
-            // Of a frame of nothing, it stands for an earlier one.
-            self.ours.stream.wait_shared(self.done(self.seen))?;
-            self.seen += 1;
+        if self.seen < released {
+            if self.ring.is_closed() {
+                // It has not read all of them, and what it has, before it said so.
+                self.peer.wait(END, 1)?;
+            } else if let Some(done) = self.done(released) {
+                self.peer.wait(DONE, done)?;
+            }
+            self.seen = released;
         }
         Ok(released)
     }
@@ -270,10 +270,11 @@ impl LinkTx for FarTx {
 
     fn is_read_elsewhere(&mut self) -> bool {
         if self.ring.is_closed() {
-            return !self.peer.theirs.end.is_reached();
+            return !self.peer.inbox.shows(END, 1);
         }
         let posted = self.ring.posted();
-        self.ring.released() < posted || (self.seen..posted).any(|frame| !self.done(frame).is_reached())
+        let read = |done| self.peer.inbox.shows(DONE, done);
+        self.ring.released() < posted || !self.done(posted).is_none_or(read)
     }
 }
 
@@ -338,8 +339,7 @@ impl LinkRx for FarRx {
                 return Err(Error::Protocol { peer: self.peer.rank, problem });
             }
             at = self.locate(descriptor.location, header.len as usize)?;
-            let ready = &self.peer.theirs.ready[(self.frames % CELLS) as usize];
-            self.ours.stream.wait_shared(ready)?;
+            self.peer.wait(READY, mark(self.frames))?;
         }
         let data = std::ptr::without_provenance(at as usize);
         self.head = Some(Frame { header, data, ready: header.len as usize, done: 0 });
@@ -351,9 +351,8 @@ impl LinkRx for FarRx {
         if !frame.advance(bytes) {
             return;
         }
-        let done = &self.peer.ours.done[(self.frames % CELLS) as usize];
         if frame.header.len > 0
-            && let Err(error) = self.ours.stream.record_shared(done)
+            && let Err(error) = self.peer.put(DONE, mark(self.frames))
         {
             // The sender must not write there: it does not get the frame back, and all ranks hear why.
             self.ours.fail(error);
@@ -365,10 +364,10 @@ impl LinkRx for FarRx {
         self.bell.ring();
     }
 
-    /// Says that nothing more will be read; the sender asks `end` when all has been.
+    /// Says that nothing more will be read; by the last word the sender sees when all has been.
     fn hang_up(&mut self) {
         (self.head, self.hung_up) = (None, true);
-        if self.ours.stream.record_shared(&self.peer.ours.end).is_ok() {
+        if self.peer.put(END, 1).is_ok() {
             self.ring.close();
             self.bell.ring();
         }
@@ -377,7 +376,9 @@ impl LinkRx for FarRx {
 
 impl Drop for FarRx {
     fn drop(&mut self) {
-        retire(&self.ours.stream, self.imports.drain().map(|(_, import)| import).collect());
+        if !self.imports.is_empty() {
+            retire(&self.ours.stream, std::mem::take(&mut self.imports));
+        }
     }
 }
 
@@ -391,6 +392,6 @@ mod tests {
         let bytes = written(&name);
         assert!(bytes.len() <= crate::link::INLINE);
         assert_eq!(read(&bytes), name);
-        assert_eq!(CARD, (2 * MARKS + 1) * HANDLE + bytes.len());
+        assert_eq!(CARD, 8 + bytes.len());
     }
 }

@@ -251,8 +251,8 @@ impl LocalTx {
         Ok(LocalTx { ring, bell, gate, exit: None })
     }
 
-    /// The same, to a process whose exit can be seen.
-    pub(crate) fn with_exit(self, exit: Option<Exit>) -> LocalTx {
+    /// The same, to a process whose exit is known of.
+    pub(crate) fn between_processes(self, exit: Option<Exit>) -> LocalTx {
         LocalTx { exit, ..self }
     }
 }

@@ -23,6 +23,7 @@ pub(crate) mod ring;
 pub(crate) mod tcp;
 pub(crate) mod waits;
 mod wire;
+mod words;
 
 use serde::{Deserialize, Serialize};
 

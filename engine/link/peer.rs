@@ -20,7 +20,7 @@ use super::ring::{CELLS, Consumer, Producer};
 use super::waits::{Point, Wait, dawdle, kept, stop};
 use super::{Frame, Header, LinkRx, LinkTx, Posted};
 use crate::error::Error;
-use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream};
+use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream, Probe};
 use crate::types::Rank;
 
 type Mark = Mutex<Option<DeviceEvent>>;
@@ -42,18 +42,28 @@ pub(crate) struct PeerDevice {
     failed: Mutex<Option<Error>>,
     /// What this rank's operations wait for that are on the stream and not over, oldest first.
     inputs: Mutex<VecDeque<(u64, Vec<DeviceEvent>)>>,
-    /// A word that counts operations, for streams to wait for.
-    signal: Mutex<Option<DeviceSignal>>,
+    /// A word that counts operations, for streams to wait for. Made when it is bound: getting memory for it may wait for
+    /// the device. The error where that cannot be.
+    signal: Mutex<Result<DeviceSignal, Error>>,
+    /// To see to it that streams which wait for that word hold up no collective.
+    probe: Mutex<Result<Probe, Error>>,
 }
 
 impl PeerDevice {
-    pub(crate) fn new(stream: DeviceStream, size: usize) -> PeerDevice {
+    /// Of a rank of a communicator of so many ranks, and this number.
+    pub(crate) fn new(stream: DeviceStream, size: usize, comm: u64) -> PeerDevice {
+        stream.make_ahead();
+        let mut probe = Probe::new(&stream);
+        if let Ok(probe) = &mut probe {
+            probe.admit(&stream, comm);
+        }
         PeerDevice {
+            signal: Mutex::new(DeviceSignal::new(&stream)),
+            probe: Mutex::new(probe),
             stream,
             to: (0..size).map(|_| Marks::default()).collect(),
             failed: Mutex::default(),
             inputs: Mutex::default(),
-            signal: Mutex::default(),
         }
     }
 
@@ -80,18 +90,30 @@ impl PeerDevice {
     /// Makes a stream wait until this operation is signalled.
     pub(crate) fn await_signal(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
         let mut signal = self.signal.lock();
-        let signal = match &mut *signal {
-            Some(signal) => signal,
-            none => none.insert(DeviceSignal::new(&self.stream)?),
-        };
-        stream.wait_signal(signal, value(number))
+        stream.wait_signal(signal.as_mut().map_err(|error| error.clone())?, value(number))
+    }
+
+    /// Sees to it that these streams may wait so and hold up no collective: then it counts as if they did until they are said
+    /// to ([`DeviceStream::waits_now`]). `false`: they may hold up what they wait for.
+    pub(crate) fn make_way<'a>(&self, streams: impl Iterator<Item = &'a DeviceStream>) -> bool {
+        // Without words no stream can be made to wait: who tries is told why.
+        self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams))
     }
 
     /// Signals an operation behind what the stream holds. They are signalled in their order.
     pub(crate) fn signal(&self, number: u64) -> Result<(), Error> {
         match &mut *self.signal.lock() {
-            Some(signal) => self.stream.put_signal(signal, value(number)),
-            None => Ok(()),
+            Ok(signal) => self.stream.put_signal(signal, value(number)),
+            // Nobody could be made to wait for it.
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Signals an operation that has failed, behind what the stream holds; and in any case after a while.
+    pub(crate) fn release(&self, number: u64) -> Result<(), Error> {
+        match &mut *self.signal.lock() {
+            Ok(signal) => signal.release(&self.stream, value(number)),
+            Err(_) => Ok(()),
         }
     }
 

@@ -17,6 +17,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 use super::SLOT;
 use crate::error::Error;
 use crate::forked;
+use crate::mem::device::{DeviceStream, SharedWords};
 
 const HEADER: usize = 4096;
 /// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.
@@ -35,7 +36,7 @@ const HEAP: usize = 60 << 20;
 const ARENA_START: usize = (HEAP_START + HEAP).next_multiple_of(PAGE);
 /// Room for buffers that users ask for: address space, of which memory is taken where it is touched.
 const ARENA: usize = 4 << 30;
-const PAGE: usize = 4096;
+pub(super) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
 /// A mapping of a region, ours or a peer's.
@@ -383,6 +384,29 @@ impl Region {
             unsafe { self.at(offset).write_bytes(0, bytes) };
         }
         self.arena.lock().give(offset, bytes);
+    }
+
+    /// Makes a page of the part for users' buffers known to a device, as words for its streams.
+    pub(super) fn register(
+        self: &Arc<Self>,
+        stream: &DeviceStream,
+        offset: usize,
+    ) -> Result<SharedWords, Error> {
+        let at = NonNull::new(self.at(offset));
+        let nowhere =
+            || Error::system("register words that processes share", "there is no such page (a bug)");
+        let at = at.filter(|at| self.is_page(at.as_ptr(), PAGE)).ok_or_else(nowhere)?;
+        // SAFETY: a whole page of the mapping, which `self` keeps. `link/words.rs`, the one caller, has taken it for words,
+        // or was told of it by a peer that has; each page is known to one rank in a process, and so is registered once.
+        unsafe { SharedWords::register(stream, (at, PAGE), self.clone()) }
+    }
+
+    /// An atomic word of such a page.
+    pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
+        let offset = offset.min(REGION_BYTES - 4) & !3;
+        // SAFETY: in the mapping, which `self` keeps, and aligned; by the protocol of `link/words.rs` everybody uses the
+        // page as atomic words only.
+        unsafe { &*self.at(offset).cast::<AtomicU32>() }
     }
 
     /// Whether these bytes are in the part for users' buffers.

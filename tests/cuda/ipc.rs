@@ -402,7 +402,7 @@ fn what_cannot_be_shared_is_staged_and_all_ranks_hear_why() {
     };
     let ways = [
         ("ALLSTREAM_TEST_CUDA_NO_PEER", "0-1"),
-        ("ALLSTREAM_TEST_CUDA_FAIL", "cuIpcOpenEventHandle:5:801"),
+        ("ALLSTREAM_TEST_CUDA_FAIL", "cuMemHostRegister:2:2"),
         ("ALLSTREAM_TEST_CUDA_FAIL", "cuIpcOpenMemHandle:1:217"),
         ("ALLSTREAM_TEST_CUDA_FAIL", "cuIpcGetMemHandle:1:801"),
     ];

@@ -30,6 +30,7 @@ mod missing;
 mod order;
 mod ourselves;
 mod perf;
+mod queues;
 mod rules;
 mod stripes;
 

@@ -141,6 +141,14 @@ pub fn set_delays(longest_us: u64, seed: u64) {
     assert_eq!(set(longest_us, seed), 0);
 }
 
+/// The hardware queues of contexts that are made from now on; 0: as many as at first.
+pub fn set_queues(count: u32) {
+    let address = function("allstream_test_cuda_set_queues");
+    // SAFETY: the function's type, in the driver's `knobs.rs`.
+    let set: extern "C" fn(u32) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(set(count), 0);
+}
+
 /// Of the copies to the host (`false`) or to a device, so many pass from now on, and the streams of the others wait.
 pub fn pass(to_device: bool, copies: u64) {
     let address = function("allstream_test_cuda_pass");

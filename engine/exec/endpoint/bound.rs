@@ -62,9 +62,17 @@ impl Endpoint {
         let device = self.table.lock().devices.get(&key.number()).cloned();
         let Some(device) = device else { return Ok(None) };
         let start = Instant::now();
-        // A stream cannot wait for what comes behind on itself: where it is ours, the caller waits until all is there.
+        // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
+        // until all is there.
         let is_ours = device.is_on(stream);
-        while !device.is_filled() && (is_ours || start.elapsed() < HELP) {
+        let mut has_way = false;
+        while !device.is_filled() {
+            if !is_ours && start.elapsed() >= HELP {
+                has_way = device.make_way(stream);
+                if has_way {
+                    break;
+                }
+            }
             self.drive_once();
             if start.elapsed() > HELP {
                 if !self.table.lock().devices.contains_key(&key.number()) {
@@ -73,7 +81,11 @@ impl Endpoint {
                 std::thread::sleep(HELP);
             }
         }
-        if !device.join(stream)? {
+        let joined = device.join(stream);
+        if has_way {
+            device.waits_now(stream);
+        }
+        if !joined? {
             return Ok(None);
         }
         Ok(self.table.lock().inflight.borrow(key).map(|held| (held, device)))
@@ -87,11 +99,8 @@ impl Endpoint {
         };
         let elsewhere = run.devices.as_mut().is_some_and(Port::is_read_elsewhere);
         let quiet = binding.is_quiet().unwrap_or(false);
-        if !quiet
-            && since > LET_GO
-            && let Err(error) = far.let_go(&binding.ours.stream)
-        {
-            tracing::warn!("a stream may wait for a process that is gone: {error}");
+        if !quiet && since > LET_GO {
+            far.let_go();
         }
         elsewhere || !quiet
     }

@@ -90,16 +90,16 @@ fn line_up<T: Element>(from: &DeviceBuf<T>, stream: &DeviceStream) -> Result<(),
 /// Puts the copy on the target's stream. Lengths are equal, and what is to come first does.
 fn put<T: Element>(cuda: &Cuda, (from, to): &mut Pair<T>) -> Result<(), CudaError> {
     let (target, source, bytes) = (to.as_ptr(), from.as_ptr(), to.bytes());
-    let raw = to.stream().0.raw;
+    let raw = to.stream().0.raw();
     if bytes == 0 {
         return Ok(());
     }
     if Arc::ptr_eq(&to.memory.context, &from.memory.context) {
         // SAFETY: `bytes` bytes on both sides, of one context, in two buffers that nobody else has; both are held until
         // the copy is done.
-        return unsafe { cuda.memcpy_dtod_async(target, source, bytes, raw) };
+        return unsafe { cuda.memcpy_dtod_async(target, source, bytes, *raw) };
     }
     let contexts = (to.memory.context.raw(), from.memory.context.raw());
     // SAFETY: as above; each address is of the context beside it, which its buffer keeps.
-    unsafe { cuda.memcpy_peer_async(target, contexts.0, source, contexts.1, bytes, raw) }
+    unsafe { cuda.memcpy_peer_async(target, contexts.0, source, contexts.1, bytes, *raw) }
 }

@@ -187,9 +187,7 @@ impl<T: Element> DeviceBuf<T> {
         if bytes == 0 {
             return Ok(DeviceBuf::of(Source::Empty, 0, len, stream));
         }
-        let piece = context
-            .enter()
-            .and_then(|entered| context.pool.lock().alloc(context, &entered, &stream.0, bytes as u64));
+        let piece = context.enter().and_then(|entered| context.piece(&entered, &stream.0, bytes as u64));
         let piece = piece.map_err(|error| context.tell(&format!("get {bytes} bytes of memory"), error))?;
         let address = piece.at;
         Ok(DeviceBuf::of(Source::Pool(piece), address, len, stream))
@@ -201,11 +199,11 @@ impl<T: Element> DeviceBuf<T> {
     /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it.
     pub fn zeroed(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         let buf = DeviceBuf::raw(stream, len)?;
-        let (at, bytes, raw) = (buf.address(), buf.bytes(), stream.0.raw);
+        let (at, bytes, raw) = (buf.address(), buf.bytes(), stream.0.raw());
         if bytes > 0 {
             stream.0.context.call("fill memory with zeros", |cuda| {
                 // SAFETY: `bytes` bytes of the pool's at `at`, which `buf` has alone and keeps in this stream's order.
-                unsafe { cuda.memset_d8_async(at, 0, bytes, raw) }
+                unsafe { cuda.memset_d8_async(at, 0, bytes, *raw) }
             })?;
         }
         Ok(buf)
@@ -272,7 +270,7 @@ impl<T: Element> DeviceBuf<T> {
             }
             // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is writable and does not
             // move with it. Both buffers are held until the copy is done.
-            unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, buf.stream.0.raw) }
+            unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, *buf.stream.0.raw()) }
         };
         Transfer::start(&stream, (self, host), direction.doing(), put, settle_from)
     }
@@ -413,7 +411,7 @@ fn upload<T: Element, H: HostMemory<Elem = T>, F: Send + 'static>(
         }
         // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is initialised and does not move
         // with it. Both buffers are held until the copy is done.
-        unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, buf.stream.0.raw) }
+        unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, *buf.stream.0.raw()) }
     };
     Transfer::start(&stream, (host, buf), direction.doing(), put, settle)
 }

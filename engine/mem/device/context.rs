@@ -9,12 +9,14 @@ use allstream_sys::cuda::{
     CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent,
     CuResult, CuStream, Cuda, CudaError, LIBRARY_VARIABLE,
 };
-use parking_lot::Mutex;
+use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 use super::capture::{Relaxed, relaxed};
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
+use super::queues::Ways;
 use super::staging::Pinned;
+use super::stream::Way;
 use crate::error::Error;
 
 /// The driver, or what is missing and what to do about it.
@@ -96,6 +98,8 @@ pub(super) fn is_not_yet(code: CuResult) -> bool {
 
 /// So many streams wait for events on the host's behalf at a time; further events are asked now and then instead.
 const NOTIFIERS: usize = 16;
+/// So many of a device that collectives run on, all made when the first is bound.
+const AHEAD: usize = 4;
 
 #[derive(Default)]
 struct Notifiers {
@@ -112,15 +116,21 @@ pub(super) struct Context {
     pub(super) name: String,
     pub(super) uuid: [u8; 16],
     pub(super) pool: Mutex<Pool>,
+    /// Of who asks the driver for memory of the pool, or gives it some back.
+    pub(super) growing: Mutex<()>,
     /// Events that nobody waits for, to be recorded again.
     events: Mutex<Vec<CuEvent>>,
     /// The same, of those that wake the host.
     bells: Mutex<Vec<CuEvent>>,
     notifiers: Mutex<Notifiers>,
-    copies: Mutex<Option<CuStream>>,
+    copies: Mutex<Option<Way>>,
+    /// The streams that collectives run on, and what may hold them up.
+    pub(super) ways: Mutex<Ways>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<Pinned>,
     pub(super) modules: Mutex<Modules>,
+    /// Of who loads a module.
+    pub(super) loading: Mutex<()>,
     /// Blocks of a launch at most.
     pub(super) max_ctas: u32,
     /// The first number of the device's compute capability: which machine code it runs.
@@ -180,12 +190,15 @@ impl Context {
             name,
             uuid,
             pool: Mutex::default(),
+            growing: Mutex::default(),
             events: Mutex::default(),
             bells: Mutex::default(),
             notifiers: Mutex::default(),
             copies: Mutex::default(),
+            ways: Mutex::default(),
             pinned: Mutex::default(),
             modules: Mutex::default(),
+            loading: Mutex::default(),
             max_ctas,
             major,
         })
@@ -288,36 +301,81 @@ impl Context {
         self.bells.lock().push(event);
     }
 
-    /// A stream on which nothing is but what nobody waits for any more, if there is one to be had.
-    pub(super) fn notifier(&self, _: &Entered<'_>) -> Option<CuStream> {
-        let mut notifiers = self.notifiers.lock();
-        if let Some(stream) = notifiers.idle.pop() {
-            return Some(stream);
-        }
-        if notifiers.made == NOTIFIERS {
+    /// A stream on which nothing is but what nobody waits for any more, if there is one to be had: none while a stream waits
+    /// for what may not be on a stream yet, as the event to wait for may be behind that (`queues.rs`).
+    pub(super) fn notifier(&self, entered: &Entered<'_>) -> Option<CuStream> {
+        // Whoever has them is about to make a stream wait.
+        if !self.ways.try_lock().is_some_and(|mut ways| ways.is_quiet()) {
             return None;
         }
-        // SAFETY: in this context (`Entered`); destroyed in `drop`.
-        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }.ok()?;
-        notifiers.made += 1;
-        Some(stream)
+        let idle = self.notifiers.lock().idle.pop();
+        idle.or_else(|| self.make_notifier(entered))
     }
 
-    /// The stream of copies that wait for nothing.
-    pub(super) fn copies(&self, _: &Entered<'_>) -> Result<CuStream, CudaError> {
-        let mut copies = self.copies.lock();
-        if let Some(stream) = *copies {
-            return Ok(stream);
+    /// Makes the streams that are otherwise made when they are first needed: that may wait for what is on the device, and
+    /// who needs one may hold what this waits for. What cannot be made is done without.
+    pub(super) fn make_streams(&self, entered: &Entered<'_>) {
+        let all: Vec<_> = std::iter::from_fn(|| self.make_notifier(entered)).take(AHEAD).collect();
+        let mut notifiers = self.notifiers.lock();
+        notifiers.idle.extend(all);
+        // None is made later.
+        notifiers.made = NOTIFIERS;
+        drop(notifiers);
+        let _ = self.copies(entered);
+    }
+
+    fn make_notifier(&self, _: &Entered<'_>) -> Option<CuStream> {
+        {
+            let mut notifiers = self.notifiers.lock();
+            if notifiers.made == NOTIFIERS {
+                return None;
+            }
+            notifiers.made += 1;
         }
         // SAFETY: in this context (`Entered`); destroyed in `drop`.
-        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) }?;
-        *copies = Some(stream);
-        Ok(stream)
+        let stream = unsafe { self.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, 0) };
+        if stream.is_err() {
+            self.notifiers.lock().made -= 1;
+        }
+        stream.ok()
+    }
+
+    /// The stream of copies that wait for nothing. As long as this is held no other takes its place.
+    pub(super) fn copies(&self, entered: &Entered<'_>) -> Result<MappedMutexGuard<'_, CuStream>, CudaError> {
+        let copies = self.copies.lock();
+        let way = copies.map_or_else(|| Way::make(self, entered, |_, _| 0), Ok)?;
+        Ok(MutexGuard::map(copies, |copies| &mut copies.get_or_insert(way).raw)) // destroyed in `drop`
+    }
+
+    pub(super) fn copies_way(&self) -> Option<Way> {
+        *self.copies.lock()
+    }
+
+    /// Copies go on with another stream, behind all that is on this one. The one that was left, which is the caller's.
+    pub(super) fn copies_go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
+        let mut copies = self.copies.lock();
+        let Some(way) = &mut *copies else { return Ok(next) };
+        self.follow(entered, way.raw, next.raw)?;
+        Ok(std::mem::replace(way, next))
+    }
+
+    /// Makes `next` wait for what is on `before`.
+    pub(super) fn follow(
+        &self,
+        entered: &Entered<'_>,
+        before: CuStream,
+        next: CuStream,
+    ) -> Result<(), CudaError> {
+        let event = self.mark(entered, before)?;
+        // SAFETY: two streams of this context, which the caller has, and an event that was just recorded.
+        let waits = unsafe { self.cuda.stream_wait_event(next, event, 0) };
+        self.recycle(event);
+        waits
     }
 
     /// Blocks until all that was put there is done.
     pub(super) fn synchronize_copies(&self) -> Result<(), Error> {
-        let Some(stream) = *self.copies.lock() else { return Ok(()) };
+        let Some(Way { raw: stream, .. }) = self.copies_way() else { return Ok(()) };
         self.call("wait for copies", |cuda| {
             // SAFETY: it is destroyed with `self`.
             unsafe { cuda.stream_synchronize(stream) }
@@ -348,8 +406,10 @@ impl Drop for Context {
                     // SAFETY: made by `marked`; an event may be destroyed before it is reached.
                     unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
                 }
-                let copies = self.copies.lock().take();
-                for stream in self.notifiers.lock().idle.drain(..).chain(copies) {
+                let copies = self.copies.lock().take().map(|way| way.raw);
+                self.ways.lock().close(self.cuda, &report);
+                let idle = std::mem::take(&mut self.notifiers.lock().idle);
+                for stream in idle.into_iter().chain(copies) {
                     // SAFETY: made by `notifier` and `copies`; the driver lets what is on it finish.
                     unsafe { self.cuda.stream_destroy(stream) }.unwrap_or_else(report);
                 }

@@ -159,6 +159,7 @@ impl Device {
     /// [`Error::Cuda`].
     pub fn trim(&self) -> Result<u64, Error> {
         self.0.unpin_idle();
-        self.0.call("give memory back", |_| Ok(self.0.pool.lock().trim(&self.0)))
+        let given_back = self.0.enter().map(|entered| self.0.trim(&entered, &self.0.growing.lock()));
+        given_back.map_err(|error| self.0.tell("give memory back", error))
     }
 }

@@ -1,49 +1,20 @@
-//! Memory and events that processes share (CUDA IPC).
+//! Device memory that processes share (CUDA IPC).
 //!
-//! A block of the pool has a name that another process opens; so has an event that was made for it. The driver refuses to
-//! open what its own process made, and wants each block opened once: ranks of one process share what they have open.
+//! A block of the pool has a name that another process opens. The driver refuses to open what its own process made, and
+//! wants each block opened once: ranks of one process share what they have open.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
 
-use allstream_sys::cuda::{
-    CU_EVENT_DISABLE_TIMING, CU_EVENT_INTERPROCESS, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CuEvent,
-    CuIpcEventHandle, CuIpcMemHandle,
-};
+use allstream_sys::cuda::{CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CuIpcMemHandle};
 use parking_lot::Mutex;
 
-use super::capture::relaxed;
+use super::chores::drop_later;
 use super::context::{Context, uuid};
 use super::pool::Exported;
 use super::stream::DeviceStream;
 use super::waiter::{self, Outcome};
 use crate::error::Error;
-
-/// An event that streams of several processes record and wait for.
-pub(crate) struct SharedEvent {
-    context: Arc<Context>,
-    raw: CuEvent,
-}
-
-impl Drop for SharedEvent {
-    fn drop(&mut self) {
-        // Tried also where the context cannot be entered: the driver knows whose event it is.
-        let _entered = self.context.enter();
-        // SAFETY: made or opened here, and nobody else has it; an event may be destroyed before it is reached.
-        if let Err(error) = unsafe { self.context.cuda.event_destroy(self.raw) } {
-            tracing::warn!(device = self.context.ordinal, "destroy an event between processes: {error}");
-        }
-    }
-}
-
-impl SharedEvent {
-    /// Whether its last record is reached, whoever's it was. Never blocks.
-    pub(crate) fn is_reached(&self) -> bool {
-        let _relaxed = relaxed(self.context.cuda);
-        // SAFETY: `self` keeps the event.
-        unsafe { self.context.cuda.event_query(self.raw) }.is_ok()
-    }
-}
 
 /// A block of another process's, open here. It is closed with this.
 pub(crate) struct Import {
@@ -111,21 +82,19 @@ impl Import {
     }
 }
 
-/// Closes what is open once the stream has come past what is on it now. Where nobody can tell, never.
-pub(crate) fn retire(stream: &DeviceStream, imports: Vec<Arc<Import>>) {
-    if imports.is_empty() {
-        return;
-    }
+/// Drops what other processes have lent, or share, once the stream has come past what is on it now. Where nobody can tell,
+/// never.
+pub(crate) fn retire(stream: &DeviceStream, held: impl Send + 'static) {
     match stream.point() {
-        Ok(event) if event.is_complete().unwrap_or(false) => drop(imports),
+        Ok(event) if event.is_complete().unwrap_or(false) => drop_later(held),
         Ok(event) => {
             let then = move |outcome: Outcome| match outcome {
-                Outcome::Unknown(_) => std::mem::forget(imports),
-                _ => drop(imports),
+                Outcome::Unknown(_) => std::mem::forget(held),
+                _ => drop_later(held),
             };
             waiter::watch(event, Box::new(then));
         }
-        Err(_) => std::mem::forget(imports),
+        Err(_) => std::mem::forget(held),
     }
 }
 
@@ -137,9 +106,12 @@ impl DeviceStream {
             (cuda.has_ipc_get_mem_handle(), "cuIpcGetMemHandle"),
             (cuda.has_ipc_open_mem_handle(), "cuIpcOpenMemHandle"),
             (cuda.has_ipc_close_mem_handle(), "cuIpcCloseMemHandle"),
-            (cuda.has_ipc_get_event_handle(), "cuIpcGetEventHandle"),
-            (cuda.has_ipc_open_event_handle(), "cuIpcOpenEventHandle"),
             (cuda.has_mem_get_address_range(), "cuMemGetAddressRange"),
+            (cuda.has_mem_host_register(), "cuMemHostRegister"),
+            (cuda.has_mem_host_unregister(), "cuMemHostUnregister"),
+            (cuda.has_mem_host_get_device_pointer(), "cuMemHostGetDevicePointer"),
+            (cuda.has_stream_wait_value32(), "cuStreamWaitValue32"),
+            (cuda.has_stream_write_value32(), "cuStreamWriteValue32"),
         ];
         needed.into_iter().find(|(there, _)| !there).map(|(_, name)| name)
     }
@@ -152,45 +124,6 @@ impl DeviceStream {
             context.pool.lock().export(context.cuda, &entered, &keep, (at, bytes as u64))
         });
         named.map_err(|error| context.tell("name memory for other processes", error))
-    }
-
-    /// A new event, and what other processes open it by.
-    pub(crate) fn shared_event(&self) -> Result<(SharedEvent, [u8; 64]), Error> {
-        let context = &self.0.context;
-        context.call("make an event between processes", |cuda| {
-            // SAFETY: in the device's context; destroyed with the result.
-            let raw = unsafe { cuda.event_create(CU_EVENT_DISABLE_TIMING | CU_EVENT_INTERPROCESS) }?;
-            let event = SharedEvent { context: context.clone(), raw };
-            // SAFETY: an event for this, just made.
-            let handle = unsafe { cuda.ipc_get_event_handle(raw) }?;
-            Ok((event, handle.0))
-        })
-    }
-
-    /// An event of another process.
-    pub(crate) fn open_event(&self, handle: [u8; 64]) -> Result<SharedEvent, Error> {
-        let context = &self.0.context;
-        let raw = context.call("open an event of another process", |cuda| {
-            // SAFETY: in the device's context. A handle is bytes that the driver looks at, whatever they are.
-            unsafe { cuda.ipc_open_event_handle(CuIpcEventHandle(handle)) }
-        })?;
-        Ok(SharedEvent { context: context.clone(), raw })
-    }
-
-    /// The event stands for the point that the stream has now been filled to.
-    pub(crate) fn record_shared(&self, event: &SharedEvent) -> Result<(), Error> {
-        self.0.context.call("mark a point in a stream", |cuda| {
-            // SAFETY: both exist: `self` and `event` keep them, and both are of this context (made or opened there).
-            unsafe { cuda.event_record(event.raw, self.0.raw) }
-        })
-    }
-
-    /// Work put here after this call starts only once what the event stands for now is reached.
-    pub(crate) fn wait_shared(&self, event: &SharedEvent) -> Result<(), Error> {
-        self.0.context.call("make a stream wait", |cuda| {
-            // SAFETY: both exist: `self` and `event` keep them.
-            unsafe { cuda.stream_wait_event(self.0.raw, event.raw, 0) }
-        })
     }
 
     /// Whether this device can touch the memory of another process's device, of this identity, as far as that can be seen

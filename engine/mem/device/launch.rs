@@ -11,7 +11,7 @@ use super::stream::DeviceStream;
 use crate::error::Error;
 
 /// What has been loaded on a device. A driver compiles a module when it is loaded, which takes it milliseconds: each once,
-/// when it is first needed.
+/// when an operation that needs it is first called ([`DeviceStream::load`]).
 #[derive(Default)]
 pub(super) struct Modules {
     modules: HashMap<Module, CuModule>,
@@ -20,41 +20,15 @@ pub(super) struct Modules {
 }
 
 impl Modules {
-    /// A kernel, for a device whose compute capability begins with `major`.
-    fn get(
-        &mut self,
-        cuda: &Cuda,
-        _: &Entered<'_>,
-        kernel: Kernel,
-        major: u32,
-    ) -> Result<CuFunction, CudaError> {
+    fn known(&mut self, kernel: Kernel) -> Option<CuFunction> {
         if let Some((last, function)) = self.last
             && last == kernel
         {
-            return Ok(function);
+            return Some(function);
         }
-        let function = match self.functions.get(&kernel) {
-            Some(function) => *function,
-            None => {
-                let module = self.load(cuda, kernel.module, major)?;
-                let name = text(kernel.name())?;
-                // SAFETY: the module is loaded, and stays so until `close`; the name ends in a zero byte.
-                let function = unsafe { cuda.module_get_function(module, name.as_ptr()) }?;
-                self.functions.insert(kernel, function);
-                function
-            }
-        };
+        let function = *self.functions.get(&kernel)?;
         self.last = Some((kernel, function));
-        Ok(function)
-    }
-
-    fn load(&mut self, cuda: &Cuda, module: Module, major: u32) -> Result<CuModule, CudaError> {
-        if let Some(loaded) = self.modules.get(&module) {
-            return Ok(*loaded);
-        }
-        let loaded = load(cuda, module, major)?;
-        self.modules.insert(module, loaded);
-        Ok(loaded)
+        Some(function)
     }
 
     /// Unloads all. Nothing of them runs any more.
@@ -68,8 +42,8 @@ impl Modules {
     }
 }
 
-/// Loads a module into the context that the caller has entered: the machine code for its device, where there is some and the
-/// driver takes it, else the PTX, which the driver compiles.
+/// Loads a module into the context that the caller has entered, for a device whose compute capability begins with `major`: the
+/// machine code, where there is some and the driver takes it, else the PTX, which the driver compiles.
 fn load(cuda: &Cuda, module: Module, major: u32) -> Result<CuModule, CudaError> {
     if let Some(code) = module.machine_code(major) {
         // SAFETY: a whole ELF file, which says itself how long it is, at an aligned address; unloaded in `Modules::close`.
@@ -96,6 +70,32 @@ fn text(text: impl Into<Vec<u8>>) -> Result<CString, CudaError> {
 }
 
 impl Context {
+    /// A kernel of ours. Loading one may wait for all that is on the device ("loading kernels might require context
+    /// synchronization", CUDA programming guide, lazy loading), so no lock is held meanwhile but that of who loads.
+    fn function(&self, _: &Entered<'_>, kernel: Kernel) -> Result<CuFunction, CudaError> {
+        if let Some(function) = self.modules.lock().known(kernel) {
+            return Ok(function);
+        }
+        let _loading = self.loading.lock();
+        if let Some(function) = self.modules.lock().known(kernel) {
+            return Ok(function);
+        }
+        let loaded = self.modules.lock().modules.get(&kernel.module).copied();
+        let module = match loaded {
+            Some(module) => module,
+            None => {
+                let module = load(self.cuda, kernel.module, self.major)?;
+                self.modules.lock().modules.insert(kernel.module, module);
+                module
+            }
+        };
+        let name = text(kernel.name())?;
+        // SAFETY: the module is loaded, and stays so until `close`; the name ends in a zero byte.
+        let function = unsafe { self.cuda.module_get_function(module, name.as_ptr()) }?;
+        self.modules.lock().functions.insert(kernel, function);
+        Ok(function)
+    }
+
     /// Blocks of a launch at most.
     pub(super) fn ctas(&self) -> u32 {
         self.max_ctas
@@ -120,6 +120,23 @@ impl DeviceStream {
         self.0.context.ctas()
     }
 
+    /// Loads what will be launched here. May wait for what is on the device: to be called by who holds nothing.
+    pub(crate) fn load(&self, kernels: impl Iterator<Item = Kernel>) -> Result<(), Error> {
+        let context = &self.0.context;
+        let unknown: Vec<_> = {
+            let mut modules = context.modules.lock();
+            kernels.filter(|kernel| modules.known(*kernel).is_none()).collect()
+        };
+        if unknown.is_empty() {
+            return Ok(());
+        }
+        let load = |entered: &Entered<'_>| {
+            unknown.iter().try_for_each(|kernel| context.function(entered, *kernel).map(|_| ()))
+        };
+        let loaded = context.enter().and_then(|entered| load(&entered));
+        loaded.map_err(|error| context.tell("load kernels", error))
+    }
+
     /// Puts a kernel here.
     ///
     /// # Safety
@@ -131,7 +148,7 @@ impl DeviceStream {
         }
         let context = &self.0.context;
         let put = |entered: &Entered<'_>| {
-            let function = context.modules.lock().get(context.cuda, entered, launch.kernel, context.major)?;
+            let function = context.function(entered, launch.kernel)?;
             let mut arguments = [launch.arguments.address().cast_mut().cast()];
             // SAFETY: a function of this context with one parameter, of the type that `arguments` is (the kernel and its
             // arguments are made together); the driver copies it within the call. What is at its addresses is the
@@ -146,7 +163,7 @@ impl DeviceStream {
                     1,
                     1,
                     0,
-                    self.0.raw,
+                    *self.0.raw(),
                     arguments.as_mut_ptr(),
                     std::ptr::null_mut(),
                 )

@@ -6,6 +6,7 @@
 mod between;
 mod buf;
 mod capture;
+mod chores;
 mod context;
 #[cfg(feature = "cudarc")]
 mod cudarc;
@@ -18,6 +19,7 @@ mod lend;
 mod pieces;
 mod pinned;
 mod pool;
+mod queues;
 mod signal;
 mod slices;
 mod staging;
@@ -25,6 +27,7 @@ mod stream;
 mod stripes;
 mod transfer;
 mod waiter;
+mod words;
 
 pub use buf::DeviceBuf;
 #[cfg(feature = "cudarc")]
@@ -32,11 +35,13 @@ pub use cudarc::CudarcBuf;
 pub(crate) use fate::{Fate, Verdict, Witness};
 pub use foreign::ForeignMemory;
 pub use handle::{Device, Driver, PoolMemory, device_count, driver};
-pub(crate) use ipc::{Import, SharedEvent, retire};
+pub(crate) use ipc::{Import, retire};
 pub use pinned::PinnedBuf;
 pub(crate) use pool::Exported;
+pub(crate) use queues::Probe;
 pub(crate) use signal::DeviceSignal;
 pub(crate) use staging::{DevicePlace, Item};
 pub use stream::{DeviceEvent, DeviceStream, Reached};
 pub(crate) use stripes::{ALL, Reach, Staged, Stripe, refused_in_capture};
 pub use transfer::Transfer;
+pub(crate) use words::SharedWords;

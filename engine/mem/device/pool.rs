@@ -7,10 +7,12 @@
 use std::collections::BTreeMap;
 use std::sync::Weak;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use allstream_sys::cuda::{CuEvent, CuIpcMemHandle, CuResult, Cuda, CudaError};
+use parking_lot::MutexGuard;
 
-use super::context::{Context, Entered, sleep_until};
+use super::context::{Context, Entered, is_not_yet, sleep_until};
 use super::stream::Line;
 
 /// Pieces start at multiples of this, as those of `cuMemAlloc` do (256 bytes at least): wide loads and rows of kernels
@@ -21,6 +23,10 @@ const ALIGN: u64 = 512;
 const BLOCK: u64 = 64 << 20;
 /// Larger blocks are multiples of this, the size of the driver's pages.
 const PAGE: u64 = 2 << 20;
+/// Who waits for his turn with the driver, or for streams, looks this often whether others have left what he needs.
+const PAUSE: Duration = Duration::from_micros(50);
+/// So often the caller waits for what is pending where others may take it before him.
+const ROUNDS: usize = 16;
 
 /// A piece of a block. Not `Clone`: whoever has it owns the memory.
 #[derive(Debug, PartialEq)]
@@ -36,6 +42,8 @@ pub(super) type Mark = (u64, CuEvent);
 struct Pending {
     piece: Piece,
     after: Vec<Mark>,
+    /// Its place among all that were freed so.
+    number: u64,
 }
 
 struct Block {
@@ -79,6 +87,9 @@ pub(super) struct Pool {
     /// By address.
     blocks: BTreeMap<u64, Block>,
     pending: Vec<Pending>,
+    /// How many pieces were freed with marks; and how many pieces have become free.
+    freed: u64,
+    released: u64,
     pub(super) used: u64,
     pub(super) lost: u64,
 }
@@ -114,6 +125,7 @@ impl Pool {
     }
 
     fn release(&mut self, piece: Piece) {
+        self.released += 1;
         let Some(block) = self.blocks.get_mut(&piece.block) else { return };
         let (mut at, mut bytes) = (piece.at, piece.bytes);
         if let Some((before, len)) = block.free.range(..at).next_back().map(|(a, l)| (*a, *l))
@@ -134,8 +146,23 @@ impl Pool {
         if after.is_empty() {
             self.release(piece);
         } else {
-            self.pending.push(Pending { piece, after });
+            self.freed += 1;
+            self.pending.push(Pending { piece, after, number: self.freed });
         }
+    }
+
+    /// Whether streams have still to leave what had been freed when so many had been.
+    fn is_pending(&self, context: &Context, freed: u64) -> Result<bool, CudaError> {
+        let old = self.pending.iter().filter(|pending| pending.number <= freed);
+        for (_, event) in old.flat_map(|pending| &pending.after) {
+            // SAFETY: an event of this context that `pending` alone has.
+            match unsafe { context.cuda.event_query(*event) } {
+                Ok(()) => {}
+                Err(error) if is_not_yet(error.code) => return Ok(true),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(false)
     }
 
     /// A piece that may never be used again: nobody can tell whether the device still touches it.
@@ -182,81 +209,34 @@ impl Pool {
         piece
     }
 
-    fn grow(&mut self, cuda: &Cuda, bytes: u64) -> Result<(), CudaError> {
-        // SAFETY: in the context of this pool, which callers have entered; freed in `trim` or `close`.
-        let at = unsafe { cuda.mem_alloc(usize::try_from(bytes).unwrap_or(usize::MAX)) }?;
-        self.blocks.insert(at, Block::new(at, bytes));
-        Ok(())
-    }
-
-    /// A piece for use on `line`, from its next work on.
-    pub(super) fn alloc(
-        &mut self,
-        context: &Context,
-        _: &Entered<'_>,
-        line: &Line,
-        bytes: u64,
-    ) -> Result<Piece, CudaError> {
-        let (bytes, large) = match (up(bytes, ALIGN), up(bytes, PAGE)) {
-            (Some(bytes), Some(large)) => (bytes, large),
-            _ => (u64::MAX, u64::MAX),
-        };
-        let piece = self.find(context, line, bytes, large)?;
+    /// A piece that is free.
+    fn take(&mut self, bytes: u64) -> Option<Piece> {
+        let piece = self.fit(bytes)?;
         self.used += piece.bytes;
-        Ok(piece)
+        Some(piece)
     }
 
-    fn find(&mut self, context: &Context, line: &Line, bytes: u64, large: u64) -> Result<Piece, CudaError> {
+    /// A piece for use on `line`, from its next work on, for which nothing is waited for.
+    fn ready(&mut self, context: &Context, line: &Line, bytes: u64) -> Option<Piece> {
         self.reap(context);
-        if let Some(piece) = self.fit(bytes) {
-            return Ok(piece);
+        if let Some(piece) = self.take(bytes) {
+            return Some(piece);
         }
         // What follows on the only stream that has used it comes after that use.
-        if let Some((index, _)) = self.early(bytes, |after| after.iter().all(|(id, _)| *id == line.id)) {
-            return Ok(self.cut(context, index, bytes));
-        }
-        let refused = match self.more(context, bytes, large) {
-            Err(error) if error.code == CuResult::OUT_OF_MEMORY => error,
-            answer => return answer,
-        };
-        // Memory that other streams will have left. This one waits for them, not the caller.
-        if let Some((index, after)) = self.early(bytes, |_| true) {
-            for (_, event) in after {
-                // SAFETY: a stream and a recorded event, both of this context and both held here.
-                unsafe { context.cuda.stream_wait_event(line.raw, event, 0) }?;
-            }
-            return Ok(self.cut(context, index, bytes));
-        }
-        if self.pending.is_empty() {
-            return Err(refused);
-        }
-        // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
-        for (_, event) in self.pending.iter().flat_map(|pending| &pending.after) {
-            // SAFETY: a recorded event of this context that `pending` alone has.
-            unsafe { sleep_until(context.cuda, *event) }?;
-        }
-        self.more(context, bytes, large)
+        let (index, _) = self.early(bytes, |after| after.iter().all(|(id, _)| *id == line.id))?;
+        self.used += bytes;
+        Some(self.cut(context, index, bytes))
     }
 
-    /// A piece of a new block, or of what can be freed to make room for one.
-    fn more(&mut self, context: &Context, bytes: u64, large: u64) -> Result<Piece, CudaError> {
-        loop {
-            let mut refused = None;
-            for size in [large.max(BLOCK), large, bytes] {
-                match self.grow(context.cuda, size) {
-                    Ok(()) => return self.fit(bytes).ok_or_else(|| unreachable_fit(context)),
-                    Err(error) if error.code == CuResult::OUT_OF_MEMORY => refused = Some(error),
-                    Err(error) => return Err(error),
-                }
-            }
-            let given_back = self.trim(context);
-            if let Some(piece) = self.fit(bytes) {
-                return Ok(piece);
-            }
-            if given_back == 0 {
-                return Err(refused.unwrap_or_else(|| unreachable_fit(context)));
-            }
+    /// A piece that other streams will have left: this one waits for them, not the caller.
+    fn left(&mut self, context: &Context, line: &Line, bytes: u64) -> Result<Option<Piece>, CudaError> {
+        let Some((index, after)) = self.early(bytes, |_| true) else { return Ok(None) };
+        for (_, event) in after {
+            // SAFETY: a stream and a recorded event, both of this context and both held here.
+            unsafe { context.cuda.stream_wait_event(*line.raw(), event, 0) }?;
         }
+        self.used += bytes;
+        Ok(Some(self.cut(context, index, bytes)))
     }
 
     /// Names memory for other processes; its block stays as long as `keep` does. `None`: it is not of this pool.
@@ -274,7 +254,7 @@ impl Pool {
         }
         let handle = match block.handle {
             Some(handle) => handle,
-            // SAFETY: the address of a block that `grow` got and that has not been given back.
+            // SAFETY: the address of a block that `more` got and that has not been given back.
             None => *block.handle.insert(unsafe { cuda.ipc_get_mem_handle(*base) }?),
         };
         if !block.lent.iter().any(|known| known.ptr_eq(keep)) {
@@ -284,16 +264,14 @@ impl Pool {
         Ok(Some(Exported { number: block.number, offset, handle: handle.0 }))
     }
 
-    /// Gives blocks back of which nothing is used, here or in other processes. How many bytes.
-    pub(super) fn trim(&mut self, context: &Context) -> u64 {
+    /// Takes out the blocks of which nothing is used, here or in other processes.
+    fn unused(&mut self, context: &Context) -> Vec<(u64, Block)> {
         self.reap(context);
-        let before = self.reserved();
-        self.blocks.retain(|at, block| {
-            let unused = block.free.get(at) == Some(&block.bytes) && !block.is_lent();
-            // SAFETY: an address that `grow` got; all of the block is free, so nothing of the device's uses it.
-            !(unused && unsafe { context.cuda.mem_free(*at) }.is_ok())
-        });
-        before - self.reserved()
+        let all = self.blocks.iter_mut();
+        let is_unused =
+            |at: &u64, block: &mut Block| block.free.get(at) == Some(&block.bytes) && !block.is_lent();
+        let unused: Vec<u64> = all.filter_map(|(at, block)| is_unused(at, block).then_some(*at)).collect();
+        unused.iter().filter_map(|at| self.blocks.remove_entry(at)).collect()
     }
 
     /// Gives everything back. Nobody has a piece any more.
@@ -304,9 +282,141 @@ impl Pool {
                 .unwrap_or_else(report);
         }
         for at in std::mem::take(&mut self.blocks).into_keys() {
-            // SAFETY: an address that `grow` got; the streams that used the block are done (above), or will never be.
+            // SAFETY: an address that `more` got; the streams that used the block are done (above), or will never be.
             // `cuMemFree` itself waits for the device besides.
             unsafe { cuda.mem_free(at) }.unwrap_or_else(report);
+        }
+    }
+}
+
+/// The right to ask the driver for memory of the pool, or to give it some back: whoever finds none left can then be sure that
+/// nobody is about to bring some.
+type Turn<'a> = MutexGuard<'a, ()>;
+
+/// The driver may wait for all that is on the device where it gives memory or takes some back, and what is on it may wait
+/// for an operation for which another thread needs a piece. So the pool's lock is not held meanwhile, and who waits for his
+/// turn takes what others leave.
+impl Context {
+    /// A piece of the pool for use on `line`, from its next work on.
+    pub(super) fn piece(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<Piece, CudaError> {
+        let (bytes, large) = match (up(bytes, ALIGN), up(bytes, PAGE)) {
+            (Some(bytes), Some(large)) => (bytes, large),
+            _ => (u64::MAX, u64::MAX),
+        };
+        let turn = match self.ready(line, bytes) {
+            Ok(piece) => return Ok(piece),
+            Err(turn) => turn,
+        };
+        let mut rounds = 0..ROUNDS;
+        loop {
+            let before = self.pool.lock().released;
+            let refused = match self.more(entered, &turn, bytes, large) {
+                Err(error) if error.code == CuResult::OUT_OF_MEMORY => error,
+                answer => return answer,
+            };
+            let freed = {
+                let mut pool = self.pool.lock();
+                // Of what has been freed since.
+                if let Some(piece) = pool.ready(self, line, bytes) {
+                    return Ok(piece);
+                }
+                if let Some(piece) = pool.left(self, line, bytes)? {
+                    return Ok(piece);
+                }
+                let may_change = !pool.pending.is_empty() || pool.released != before;
+                if !may_change || rounds.next().is_none() {
+                    return Err(refused);
+                }
+                pool.freed
+            };
+            // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
+            while self.pool.lock().is_pending(self, freed)? {
+                std::thread::sleep(PAUSE);
+                if let Some(piece) = self.pool.lock().ready(self, line, bytes) {
+                    return Ok(piece);
+                }
+            }
+        }
+    }
+
+    /// A piece that is there without the driver; where there is none, the right to ask it.
+    fn ready(&self, line: &Line, bytes: u64) -> Result<Piece, Turn<'_>> {
+        loop {
+            if let Some(piece) = self.pool.lock().ready(self, line, bytes) {
+                return Ok(piece);
+            }
+            if let Some(turn) = self.growing.try_lock_for(PAUSE) {
+                // Who had it before may have brought more than he needed.
+                return self.pool.lock().ready(self, line, bytes).ok_or(turn);
+            }
+        }
+    }
+
+    /// A piece of a new block, or of what can be freed to make room for one.
+    fn more(
+        &self,
+        entered: &Entered<'_>,
+        turn: &Turn<'_>,
+        bytes: u64,
+        large: u64,
+    ) -> Result<Piece, CudaError> {
+        loop {
+            let mut refused = None;
+            for size in [large.max(BLOCK), large, bytes] {
+                // SAFETY: in the context of this pool; freed in `trim` or `close`.
+                match unsafe { self.cuda.mem_alloc(usize::try_from(size).unwrap_or(usize::MAX)) } {
+                    Ok(at) => {
+                        let mut pool = self.pool.lock();
+                        pool.blocks.insert(at, Block::new(at, size));
+                        return pool.take(bytes).ok_or_else(|| unreachable_fit(self));
+                    }
+                    Err(error) if error.code == CuResult::OUT_OF_MEMORY => refused = Some(error),
+                    Err(error) => return Err(error),
+                }
+            }
+            let given_back = self.trim(entered, turn);
+            if let Some(piece) = self.pool.lock().take(bytes) {
+                return Ok(piece);
+            }
+            if given_back == 0 {
+                return Err(refused.unwrap_or_else(|| unreachable_fit(self)));
+            }
+        }
+    }
+
+    /// Gives blocks of the pool back of which nothing is used, here or in other processes. How many bytes.
+    pub(super) fn trim(&self, _: &Entered<'_>, _: &Turn<'_>) -> u64 {
+        let mut freed = 0;
+        let unused = self.pool.lock().unused(self);
+        for (at, block) in unused {
+            // SAFETY: an address that `more` got; all of the block is free, so nothing of the device's uses it, and nobody
+            // else knows it any more.
+            match unsafe { self.cuda.mem_free(at) } {
+                Ok(()) => freed += block.bytes,
+                Err(_) => {
+                    self.pool.lock().blocks.insert(at, block);
+                }
+            }
+        }
+        freed
+    }
+
+    /// Sees to it that so many bytes can be had on `line` without the driver. Where there is no such memory it is no error
+    /// yet: it may be there when it is needed.
+    pub(super) fn reserve(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<(), CudaError> {
+        let (Some(bytes), Some(large)) = (up(bytes, ALIGN), up(bytes, PAGE)) else { return Ok(()) };
+        let piece = self.ready(line, bytes).or_else(|turn| self.more(entered, &turn, bytes, large));
+        match piece {
+            Ok(piece) => {
+                // In the order of this stream it can be taken again at once.
+                match self.mark(entered, *line.raw()) {
+                    Ok(event) => self.pool.lock().free(piece, vec![(line.id, event)]),
+                    Err(_) => self.pool.lock().lose(piece),
+                }
+                Ok(())
+            }
+            Err(error) if error.code == CuResult::OUT_OF_MEMORY => Ok(()),
+            Err(error) => Err(error),
         }
     }
 }

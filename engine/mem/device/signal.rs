@@ -2,9 +2,12 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{CU_STREAM_WAIT_VALUE_GEQ, CuDevicePtr};
 
+use super::chores::drop_later;
 use super::pinned::PinnedBuf;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
@@ -48,7 +51,47 @@ impl DeviceSignal {
     }
 }
 
+/// How long a stream may take to come to the end of what has failed, before the host releases those that wait for it.
+const RELEASE: Duration = Duration::from_millis(500);
+
+fn word(memory: &PinnedBuf<u32>) -> &AtomicU32 {
+    // SAFETY: a word of pinned memory, aligned, which lives as long as `memory`; after `new` everybody, devices too, uses it
+    // as an atomic word only.
+    unsafe { AtomicU32::from_ptr(memory.as_ptr().cast_mut()) }
+}
+
+/// The host writes the word, unless it shows as much already.
+fn set(memory: &PinnedBuf<u32>, value: u32) {
+    let further = |shown: u32| (value.wrapping_sub(shown).cast_signed() > 0).then_some(value);
+    let _ = word(memory).fetch_update(Ordering::AcqRel, Ordering::Acquire, further);
+}
+
 impl DeviceSignal {
+    /// Whether the word shows `value` or more.
+    pub(crate) fn shows(&self, value: u32) -> bool {
+        word(&self.word).load(Ordering::Acquire).wrapping_sub(value).cast_signed() >= 0
+    }
+
+    /// The host writes the word now.
+    pub(crate) fn set(&self, value: u32) {
+        set(&self.word, value);
+    }
+
+    /// Of what has failed: writes the word when `stream` comes here; and if it does not, because it may itself be held up by
+    /// a stream that waits for the word, the host writes it after a while.
+    pub(crate) fn release(&mut self, stream: &DeviceStream, value: u32) -> Result<(), Error> {
+        let behind = stream.put_signal(self, value).and_then(|()| stream.record());
+        let behind = behind.inspect_err(|_| self.set(value))?;
+        let (memory, later) = (self.word.clone(), behind.clone());
+        let then = move |_: Outcome| {
+            set(&memory, value);
+            // The stream may come to it yet: the word stays until it has.
+            keep_until(later, memory);
+        };
+        waiter::watch_until(behind, Some(Instant::now() + RELEASE), Box::new(then));
+        Ok(())
+    }
+
     fn used(&mut self, stream: &DeviceStream) -> Result<(), Error> {
         if self.uses.len() >= self.limit && !self.uses.contains_key(&stream.0.id) {
             let is_over = |event: &DeviceEvent| event.is_complete().unwrap_or(false);
@@ -59,18 +102,20 @@ impl DeviceSignal {
     }
 }
 
+/// Drops it once the event is reached; where nobody can tell, never.
+fn keep_until(event: DeviceEvent, word: Arc<PinnedBuf<u32>>) {
+    let then = move |outcome: Outcome| match outcome {
+        Outcome::Unknown(_) => std::mem::forget(word),
+        _ => drop_later(word),
+    };
+    waiter::watch(event, Box::new(then));
+}
+
 impl Drop for DeviceSignal {
     fn drop(&mut self) {
         // Streams may still come to the word: it stays until they have.
-        for event in self.uses.drain().filter_map(|(_, event)| event) {
-            let word = self.word.clone();
-            let then = move |outcome: Outcome| {
-                if matches!(outcome, Outcome::Unknown(_)) {
-                    std::mem::forget(word);
-                }
-            };
-            waiter::watch(event, Box::new(then));
-        }
+        let uses = self.uses.drain().filter_map(|(_, event)| event);
+        uses.for_each(|event| keep_until(event, self.word.clone()));
     }
 }
 
@@ -79,7 +124,9 @@ impl DeviceStream {
     pub(crate) fn wait_signal(&self, signal: &mut DeviceSignal, value: u32) -> Result<(), Error> {
         self.0.context.call("make a stream wait for a signal", |cuda| {
             // SAFETY: `self` keeps the stream; the word is there until all streams are past it (`drop`).
-            unsafe { cuda.stream_wait_value32(self.0.raw, signal.address, value, CU_STREAM_WAIT_VALUE_GEQ) }
+            unsafe {
+                cuda.stream_wait_value32(*self.0.raw(), signal.address, value, CU_STREAM_WAIT_VALUE_GEQ)
+            }
         })?;
         signal.used(self)
     }
@@ -88,7 +135,7 @@ impl DeviceStream {
     pub(crate) fn put_signal(&self, signal: &mut DeviceSignal, value: u32) -> Result<(), Error> {
         self.0.context.call("signal the end of an operation", |cuda| {
             // SAFETY: as in `wait_signal`.
-            unsafe { cuda.stream_write_value32(self.0.raw, signal.address, value, 0) }
+            unsafe { cuda.stream_write_value32(*self.0.raw(), signal.address, value, 0) }
         })?;
         signal.used(self)
     }

@@ -202,14 +202,19 @@ impl Copy {
                 // SAFETY: `len` bytes on both sides. The buffer's stream had come to the copy's point, and the buffer and the
                 // block are held until the slice has ended.
                 Direction::ToHost => unsafe {
-                    self.context.cuda.memcpy_dtoh_async(staged.cast(), device, slice.len, stream)
+                    self.context.cuda.memcpy_dtoh_async(staged.cast(), device, slice.len, *stream)
                 },
                 // SAFETY: as above.
                 Direction::ToDevice => unsafe {
-                    self.context.cuda.memcpy_htod_async(device, staged.cast_const().cast(), slice.len, stream)
+                    self.context.cuda.memcpy_htod_async(
+                        device,
+                        staged.cast_const().cast(),
+                        slice.len,
+                        *stream,
+                    )
                 },
             }?;
-            self.context.mark(&entered, stream)
+            self.context.mark(&entered, *stream)
         });
         let event = event.map_err(|error| self.context.tell(self.direction.doing(), error))?;
         Ok(DeviceEvent::of(&self.context, event))

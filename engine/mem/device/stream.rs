@@ -11,11 +11,15 @@ use std::time::Duration;
 
 use allstream_sys::cuda::{
     CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_NON_BLOCKING, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream,
+    CudaError,
 };
+
+use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 
 use super::capture::relaxed;
 use super::context::{Context, Entered, is_not_yet, sleep_until};
 use super::handle::Device;
+use super::queues::Standing;
 use super::staging::Finish;
 use super::transfer::Transfer;
 use super::waiter::{self, Outcome};
@@ -31,16 +35,76 @@ pub struct DeviceStream(pub(super) Arc<Line>);
 /// A stream, and what keeps it.
 pub(super) struct Line {
     pub(super) context: Arc<Context>,
-    pub(super) raw: CuStream,
+    /// What the driver has for it.
+    way: RwLock<Way>,
     /// A number that no other stream of this process ever has: handles of the driver come again.
     pub(super) id: u64,
     owner: Owner,
+    /// As one that waits (`queues.rs`).
+    pub(super) standing: Mutex<Standing>,
+}
+
+/// A stream of the driver's, and its number, as that of a [`Line`].
+#[derive(Clone, Copy)]
+pub(super) struct Way {
+    pub(super) raw: CuStream,
+    pub(super) id: u64,
+}
+
+impl Way {
+    /// Whoever has it destroys it. `priority`: of the least urgent one there is, and the most urgent one.
+    pub(super) fn make(
+        context: &Context,
+        _: &Entered<'_>,
+        priority: impl FnOnce(c_int, c_int) -> c_int,
+    ) -> Result<Way, CudaError> {
+        let (least, greatest) = context.cuda.stream_priorities()?;
+        let priority = priority(least, greatest);
+        // SAFETY: in the context (`Entered`).
+        let raw = unsafe { context.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, priority) }?;
+        Ok(Way { raw, id: number() })
+    }
+}
+
+impl Line {
+    fn new(context: Arc<Context>, raw: CuStream, owner: Owner) -> Line {
+        Line::of(context, Way { raw, id: number() }, owner)
+    }
+
+    fn of(context: Arc<Context>, way: Way, owner: Owner) -> Line {
+        Line { context, way: RwLock::new(way), id: number(), owner, standing: Mutex::default() }
+    }
+
+    /// The driver's stream, to put something there: as long as this is held no other takes its place.
+    pub(super) fn raw(&self) -> MappedRwLockReadGuard<'_, CuStream> {
+        RwLockReadGuard::map(self.way.read(), |way| &way.raw)
+    }
+
+    /// What the driver has for it now.
+    pub(super) fn way(&self) -> Way {
+        *self.way.read()
+    }
+
+    /// Whether another stream of the driver's may take its place: nobody else knows this one.
+    pub(super) fn may_move(&self) -> bool {
+        matches!(self.owner, Owner::Alone)
+    }
+
+    /// Goes on with another stream of the driver's, whatever is put here behind all that is here now. The one that was left,
+    /// which is the caller's, as this one was; work that is on it stays there.
+    pub(super) fn go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
+        let mut way = self.way.write();
+        self.context.follow(entered, way.raw, next.raw)?;
+        Ok(std::mem::replace(&mut *way, next))
+    }
 }
 
 /// Who sees to it that a stream exists, and destroys it.
 enum Owner {
     /// We do.
     Ours,
+    /// We do, and nobody else puts anything there: another may take its place.
+    Alone,
     /// Someone else, for as long as was promised (`from_raw`).
     Promised,
     /// What is here, as long as it is here.
@@ -55,13 +119,13 @@ fn number() -> u64 {
 
 impl Drop for Line {
     fn drop(&mut self) {
-        if !matches!(self.owner, Owner::Ours) {
+        if !matches!(self.owner, Owner::Ours | Owner::Alone) {
             return;
         }
         // Tried also where the context cannot be entered: the driver knows whose stream it is.
         let _entered = self.context.enter();
-        // SAFETY: made by `DeviceStream::make`, and this was its last handle. The driver lets what is on it finish.
-        if let Err(error) = unsafe { self.context.cuda.stream_destroy(self.raw) } {
+        // SAFETY: made by `Way::make`, and this was its last handle. The driver lets what is on it finish.
+        if let Err(error) = unsafe { self.context.cuda.stream_destroy(self.way.get_mut().raw) } {
             tracing::warn!(device = self.context.ordinal, "destroy a stream: {error}");
         }
     }
@@ -87,7 +151,7 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn new(device: &Device) -> Result<DeviceStream, Error> {
-        DeviceStream::make(device, |_, _| 0)
+        DeviceStream::make(device, Owner::Ours, |_, _| 0)
     }
 
     /// A stream of the highest priority that the device has, for communicating: its work goes first where both could
@@ -96,16 +160,24 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn high_priority(device: &Device) -> Result<DeviceStream, Error> {
-        DeviceStream::make(device, |_least, greatest| greatest)
+        DeviceStream::make(device, Owner::Ours, |_least, greatest| greatest)
     }
 
-    fn make(device: &Device, priority: impl FnOnce(c_int, c_int) -> c_int) -> Result<DeviceStream, Error> {
-        let raw = device.0.call("make a stream", |cuda| {
-            let (least, greatest) = cuda.stream_priorities()?;
-            // SAFETY: in the device's context; destroyed with the last handle.
-            unsafe { cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, priority(least, greatest)) }
-        })?;
-        Ok(DeviceStream(Arc::new(Line { context: device.0.clone(), raw, id: number(), owner: Owner::Ours })))
+    /// The same for a rank's part of collectives, which nobody else puts anything on.
+    pub(crate) fn of_a_rank(device: &Device) -> Result<DeviceStream, Error> {
+        DeviceStream::make(device, Owner::Alone, |_least, greatest| greatest)
+    }
+
+    fn make(
+        device: &Device,
+        owner: Owner,
+        priority: impl FnOnce(c_int, c_int) -> c_int,
+    ) -> Result<DeviceStream, Error> {
+        let context = &device.0;
+        let way = context.enter().and_then(|entered| Way::make(context, &entered, priority));
+        let way = way.map_err(|error| context.tell("make a stream", error))?;
+        // It is destroyed with the last handle.
+        Ok(DeviceStream(Arc::new(Line::of(context.clone(), way, owner))))
     }
 
     /// A stream of someone else's: of an array library, say. It is not destroyed here.
@@ -127,12 +199,7 @@ impl DeviceStream {
                            (in candle: Device::new_cuda_with_stream)";
             return Err(Error::invalid("DeviceStream::from_raw", problem));
         }
-        Ok(DeviceStream(Arc::new(Line {
-            context: device.0.clone(),
-            raw,
-            id: number(),
-            owner: Owner::Promised,
-        })))
+        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, Owner::Promised))))
     }
 
     /// A stream of someone else's that exists as long as `owner` does.
@@ -147,8 +214,12 @@ impl DeviceStream {
         owner: impl Send + Sync + 'static,
     ) -> DeviceStream {
         let owner = Owner::Kept { _owner: Box::new(owner) };
-        let context = device.0.clone();
-        DeviceStream(Arc::new(Line { context, raw: CuStream(raw), id: number(), owner }))
+        DeviceStream(Arc::new(Line::new(device.0.clone(), CuStream(raw), owner)))
+    }
+
+    /// A stream of the context's own, which is there as long as that.
+    pub(super) fn of_context(context: &Arc<Context>, way: Way) -> DeviceStream {
+        DeviceStream(Arc::new(Line::of(context.clone(), way, Owner::Promised)))
     }
 
     /// The device.
@@ -158,7 +229,7 @@ impl DeviceStream {
 
     /// The `CUstream`, for other libraries. It exists as long as a handle of this stream does.
     pub fn as_raw(&self) -> *mut c_void {
-        self.0.raw.0
+        self.0.raw().0
     }
 
     /// The point that the stream has now been filled to.
@@ -167,7 +238,7 @@ impl DeviceStream {
     /// [`Error::Cuda`].
     pub fn record(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
-        let raw = context.enter().and_then(|entered| context.mark_for_host(&entered, self.0.raw));
+        let raw = context.enter().and_then(|entered| context.mark_for_host(&entered, *self.0.raw()));
         let raw = raw.map_err(|error| context.tell("mark a point in a stream", error))?;
         Ok(DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: true })))
     }
@@ -181,8 +252,8 @@ impl DeviceStream {
     }
 
     /// An event recorded here.
-    pub(super) fn mark(&self, entered: &Entered<'_>) -> Result<CuEvent, allstream_sys::cuda::CudaError> {
-        self.0.context.mark(entered, self.0.raw)
+    pub(super) fn mark(&self, entered: &Entered<'_>) -> Result<CuEvent, CudaError> {
+        self.0.context.mark(entered, *self.0.raw())
     }
 
     /// The same with an event that nobody else has, which is made if it is not there yet. Streams that were told to wait
@@ -194,8 +265,16 @@ impl DeviceStream {
         };
         self.0.context.call("mark a point in a stream", |cuda| {
             // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
-            unsafe { cuda.event_record(event.0.raw, self.0.raw) }
+            unsafe { cuda.event_record(event.0.raw, *self.0.raw()) }
         })
+    }
+
+    /// Sees to it that so many bytes of the pool can be had here without asking the driver, unless somebody else takes them
+    /// first. May wait for what is on the device: to be called by who holds nothing.
+    pub(crate) fn reserve(&self, bytes: usize) -> Result<(), Error> {
+        let context = &self.0.context;
+        let reserved = context.enter().and_then(|entered| context.reserve(&entered, &self.0, bytes as u64));
+        reserved.map_err(|error| context.tell("get memory for a collective", error))
     }
 
     /// Lets this stream's device touch the memory of another's. `false`: it cannot.
@@ -211,7 +290,7 @@ impl DeviceStream {
     pub fn wait_event(&self, event: &DeviceEvent) -> Result<(), Error> {
         self.0.context.call("make a stream wait", |cuda| {
             // SAFETY: both exist: `self` and `event` keep them. The event was recorded when it was made.
-            unsafe { cuda.stream_wait_event(self.0.raw, event.0.raw, 0) }
+            unsafe { cuda.stream_wait_event(*self.0.raw(), event.0.raw, 0) }
         })
     }
 
@@ -220,9 +299,11 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`]; a kernel that failed is told here too.
     pub fn synchronize(&self) -> Result<(), Error> {
+        // What is put here later need not be waited for, should it go on elsewhere meanwhile.
+        let raw = *self.0.raw();
         self.0.context.call("wait for a stream", |cuda| {
-            // SAFETY: `self` keeps the stream.
-            unsafe { cuda.stream_synchronize(self.0.raw) }
+            // SAFETY: `self` keeps the stream, and its context those that it has left.
+            unsafe { cuda.stream_synchronize(raw) }
         })
     }
 
@@ -231,7 +312,7 @@ impl DeviceStream {
         let mut status = CU_STREAM_CAPTURE_STATUS_NONE;
         self.0.context.call("ask whether a stream is being captured", |cuda| {
             // SAFETY: `self` keeps the stream; `status` is room for the answer.
-            unsafe { cuda.stream_is_capturing(self.0.raw, &raw mut status) }
+            unsafe { cuda.stream_is_capturing(*self.0.raw(), &raw mut status) }
         })?;
         if status == CU_STREAM_CAPTURE_STATUS_NONE { Ok(()) } else { Err(Error::invalid(call, problem)) }
     }

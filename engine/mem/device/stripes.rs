@@ -225,7 +225,7 @@ impl Staged {
                 // SAFETY: as many bytes on both sides (`Buf`'s promise, and the block's layout), in the order of the buffer's
                 // stream. The block is held until the copy is done (`after_all`, `settle`); so is the buffer, or it is freed
                 // in order.
-                unsafe { cuda.memcpy_dtoh_async(to.cast(), from, range.len(), place.stream.0.raw) }
+                unsafe { cuda.memcpy_dtoh_async(to.cast(), from, range.len(), *place.stream.0.raw()) }
             })?;
             note(&place.stream);
         }
@@ -383,10 +383,10 @@ impl Staged {
                     // buffer is not given back before it is over (`settle_back`). No step of the operation writes this part
                     // of the block any more (`done`); the block is held until the copy has ended.
                     unsafe {
-                        context.cuda.memcpy_htod_async(to, from.cast_const().cast(), range.len(), copies)
+                        context.cuda.memcpy_htod_async(to, from.cast_const().cast(), range.len(), *copies)
                     }?;
                 }
-                context.mark(&entered, copies)
+                context.mark(&entered, *copies)
             });
             let event = DeviceEvent::of(context, event.map_err(|error| context.tell(BACK, error))?);
             stream.wait_event(&event)?;

@@ -38,6 +38,8 @@ struct Entry {
     /// The stream that waits for the event. `None`: none does, the thread has to ask.
     notifier: Option<CuStream>,
     asked: bool,
+    /// Not to be waited for any longer.
+    until: Option<Instant>,
     then: Then,
 }
 
@@ -71,6 +73,11 @@ unsafe extern "C" fn ring(token: *mut c_void) {
 
 /// Calls `then` once `event` is reached or will not be, on the waiter's thread.
 pub(super) fn watch(event: DeviceEvent, then: Then) {
+    watch_until(event, None, then);
+}
+
+/// The same, where `then` is to be called after this time in any case: what becomes of the event is then unknown.
+pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then) {
     static STARTED: OnceLock<bool> = OnceLock::new();
     let started = STARTED.get_or_init(|| {
         let thread = std::thread::Builder::new().name("allstream-cuda".into());
@@ -91,7 +98,7 @@ pub(super) fn watch(event: DeviceEvent, then: Then) {
         state.next += 1;
         state
             .entries
-            .insert(token, Entry { event: event.clone(), notifier, asked: notifier.is_none(), then });
+            .insert(token, Entry { event: event.clone(), notifier, asked: notifier.is_none(), until, then });
         token
     };
     let launched = notifier.is_some_and(|notifier| {
@@ -120,12 +127,19 @@ fn settle(event: &DeviceEvent, error: Option<Error>) -> Outcome {
 }
 
 impl Entry {
+    fn is_late(&self) -> bool {
+        self.until.is_some_and(|until| Instant::now() >= until)
+    }
+
     /// How the event ended, if it has.
     fn ask(&self) -> Option<Outcome> {
         let context = &self.event.0.context;
         // SAFETY: `event` keeps it.
         match unsafe { context.cuda.event_query(self.event.0.raw) } {
             Ok(()) => Some(Outcome::Reached),
+            Err(error) if is_not_yet(error.code) && self.is_late() => {
+                Some(Outcome::Unknown(context.tell("wait for an event for so long", error)))
+            }
             Err(error) if is_not_yet(error.code) => None,
             Err(error) => Some(settle(&self.event, Some(context.tell("wait for an event", error)))),
         }

@@ -12,7 +12,7 @@ use crate::entry::call;
 use crate::event;
 use crate::knobs;
 use crate::space::{self, Kind, Memory};
-use crate::stream::{STREAMS, Stream};
+use crate::stream::{Queues, STREAMS, Stream};
 
 pub(crate) struct Context {
     pub(crate) handle: Handle,
@@ -24,7 +24,7 @@ pub(crate) struct Context {
     /// Contexts whose memory this one reaches.
     peers: Mutex<BTreeSet<Handle>>,
     /// Held while work is queued: an order of all submissions, in which work depends only on what came before.
-    pub(crate) order: Mutex<()>,
+    pub(crate) order: Mutex<Queues>,
     /// The stream 0, once it was used.
     pub(crate) legacy: Mutex<Option<Arc<Stream>>>,
 }
@@ -46,7 +46,7 @@ impl Context {
             alive: AtomicBool::new(true),
             error: AtomicU32::new(0),
             peers: Mutex::default(),
-            order: Mutex::default(),
+            order: Mutex::new(Queues::new(knobs::queues())),
             legacy: Mutex::default(),
         });
         CONTEXTS.add(context.handle, context.clone());
@@ -57,6 +57,7 @@ impl Context {
     pub(crate) fn destroy(&self) {
         self.alive.store(false, Ordering::Release);
         let _ = CONTEXTS.remove(self.handle);
+        lock(&self.order).forget();
         lock(&self.legacy).take().inspect(|stream| stream.close());
         for stream in STREAMS.all().into_iter().filter(|stream| stream.context.handle == self.handle) {
             let _ = STREAMS.remove(stream.handle);

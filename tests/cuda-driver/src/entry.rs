@@ -22,9 +22,27 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
             return Err(Code::NOT_INITIALIZED);
         }
         capture::allowed(name)?;
+        if MAY_WAIT.contains(&name) {
+            crate::stream::settle();
+        }
         body()
     })
 }
+
+/// Calls that may wait for all that is on the device, beside those that make streams.
+const MAY_WAIT: [&str; 11] = [
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemAllocHost_v2",
+    "cuMemFreeHost",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuIpcCloseMemHandle",
+    "cuModuleLoadData",
+    "cuModuleLoadDataEx",
+    "cuModuleGetFunction",
+];
 
 /// As [`call`], for the functions that work before `cuInit`.
 pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {

@@ -34,26 +34,42 @@ struct Point {
     reached: Arc<OnceLock<Instant>>,
 }
 
-/// A page that processes share: how many records there were, and the last that was reached.
+/// A page that processes share: how many records there were, and which of them were reached.
+///
+/// A wait stands for the record that was the last one when it was asked for. A later record, by whomever, that is reached
+/// before it ends no such wait: so each record has a place of its own to say that it was reached.
 pub(crate) struct Shared {
     mapping: Mapping,
     /// Of whoever made it.
     pub(crate) file: Option<std::os::fd::OwnedFd>,
 }
 
+/// Words of the page: the number of records, and places where they say that they were reached. A place is used again after
+/// so many more records: nobody waits for one that old.
+const WORDS: usize = crate::space::PAGE / 8;
+
 impl Shared {
-    fn words(&self) -> &[AtomicU64; 2] {
+    fn words(&self) -> &[AtomicU64; WORDS] {
         // SAFETY: the mapping is a page, aligned, zeroed when new, lives as long as `self`, and only ever used as these
-        // two atomic words, by every process.
-        unsafe { &*(self.mapping.address() as *const [AtomicU64; 2]) }
+        // atomic words, by every process.
+        unsafe { &*(self.mapping.address() as *const [AtomicU64; WORDS]) }
+    }
+
+    fn place(&self, number: u64) -> &AtomicU64 {
+        &self.words()[1 + number as usize % (WORDS - 1)]
     }
 
     fn recorded(&self) -> u64 {
         self.words()[0].load(Ordering::Acquire)
     }
 
+    fn reach(&self, number: u64) {
+        self.place(number).fetch_max(number, Ordering::AcqRel);
+    }
+
+    /// Number 0 is the state before the first record: nothing to wait for.
     fn is_done(&self, number: u64) -> bool {
-        self.words()[1].load(Ordering::Acquire) >= number
+        number == 0 || self.place(number).load(Ordering::Acquire) >= number
     }
 
     /// Polls: the other process cannot wake us.
@@ -121,7 +137,7 @@ impl Event {
         let ticket = stream.submit(move |_| {
             let _ = mark.set(Instant::now());
             if let (Some(shared), Some(number)) = (shared, number) {
-                shared.words()[1].fetch_max(number, Ordering::AcqRel);
+                shared.reach(number);
             }
             Ok(())
         })?;

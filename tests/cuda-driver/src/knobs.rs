@@ -31,6 +31,8 @@ struct Knobs {
     no_peer: AtomicU64,
     /// Instructions one launch may take.
     budget: AtomicU64,
+    /// Hardware queues of a context that is made from now on.
+    queues: AtomicU64,
     /// The devices that this process sees, in its order; all, if there are none.
     visible: Vec<i32>,
     /// By direction, to the host and to a device: so many copies pass, and the others wait.
@@ -50,6 +52,7 @@ fn knobs() -> &'static Knobs {
             seed: AtomicU64::new(number("SEED", 1)),
             no_peer: AtomicU64::new(0),
             budget: AtomicU64::new(number("BUDGET", 1 << 32)),
+            queues: AtomicU64::new(asked_queues()),
             visible: visible(),
             pass: [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)],
             calls: Mutex::default(),
@@ -123,6 +126,24 @@ fn wrong(name: &str, text: &str) -> ! {
 fn pair_bits(a: u64, b: u64) -> Option<u64> {
     let most = MOST_DEVICES as u64;
     (a < most && b < most).then(|| 1 << (a * most + b) | 1 << (b * most + a))
+}
+
+/// Whether calls that may wait for the device do.
+pub(crate) fn waits() -> bool {
+    number("WAITS", 0) != 0
+}
+
+/// The most hardware queues that a context can have.
+const MOST_QUEUES: u64 = 32;
+
+/// How many hardware queues a context has, by the variable that real drivers read.
+fn asked_queues() -> u64 {
+    let text = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").unwrap_or_default();
+    text.trim().parse().unwrap_or(8).clamp(1, MOST_QUEUES)
+}
+
+pub(crate) fn queues() -> usize {
+    knobs().queues.load(Ordering::Relaxed) as usize
 }
 
 pub(crate) fn devices() -> usize {
@@ -265,6 +286,19 @@ pub(crate) extern "C" fn allstream_test_cuda_set_peers(a: u32, b: u32, can: bool
 pub(crate) extern "C" fn allstream_test_cuda_set_budget(instructions: u64) -> Code {
     setter(|knobs| {
         knobs.budget.store(instructions, Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// The hardware queues that contexts have which are made from now on; 0: as many as the variable says.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_queues(count: u32) -> Code {
+    setter(|knobs| {
+        let count = if count == 0 { asked_queues() } else { count.into() };
+        if count > MOST_QUEUES {
+            return Err(Code::INVALID_VALUE);
+        }
+        knobs.queues.store(count, Ordering::Relaxed);
         Ok(())
     })
 }

@@ -10,7 +10,7 @@ use crate::capture;
 use crate::codes::{Code, Done};
 use crate::context::{Context, working};
 use crate::entry::call;
-use crate::knobs::Delays;
+use crate::knobs::{self, Delays};
 
 /// The smallest number that is a priority.
 pub(crate) const MOST_URGENT: i32 = -5;
@@ -30,6 +30,8 @@ pub(crate) struct Stream {
     priority: i32,
     /// Stream 0: ordered with all blocking streams of its context.
     legacy: bool,
+    /// The hardware queue that its work goes through.
+    lane: usize,
     queue: Mutex<Queue>,
     changed: Condvar,
 }
@@ -57,6 +59,31 @@ enum Capture {
 pub(crate) struct Ticket {
     stream: Arc<Stream>,
     number: u64,
+}
+
+/// The hardware queues of a context. Streams take them in turn as they are made; there are 8, or as many as
+/// `CUDA_DEVICE_MAX_CONNECTIONS` says. What is in a queue goes to the device one after the other, whichever streams it is
+/// of: so a stream that waits holds up all that came later to the streams that share its queue.
+pub(crate) struct Queues {
+    last: Vec<Option<Ticket>>,
+    made: usize,
+}
+
+impl Queues {
+    pub(crate) fn new(count: usize) -> Self {
+        Queues { last: (0..count).map(|_| None).collect(), made: 0 }
+    }
+
+    /// A queue for a new stream.
+    fn next(&mut self) -> usize {
+        self.made += 1;
+        (self.made - 1) % self.last.len()
+    }
+
+    /// Nothing more comes; tickets keep their streams.
+    pub(crate) fn forget(&mut self) {
+        self.last.fill(None);
+    }
 }
 
 /// What a piece of work may ask.
@@ -111,12 +138,14 @@ impl Ticket {
 
 impl Stream {
     fn start(context: &Arc<Context>, flags: u32, priority: i32, legacy: bool) -> Done<Arc<Self>> {
+        let lane = lock(&context.order).next();
         let stream = Arc::new(Stream {
             handle: fresh(),
             context: context.clone(),
             flags,
             priority,
             legacy,
+            lane,
             queue: Mutex::default(),
             changed: Condvar::new(),
         });
@@ -162,17 +191,21 @@ impl Stream {
         work: impl FnOnce(&Worker<'_>) -> Done + Send + 'static,
     ) -> Done<Option<Ticket>> {
         self.context.check()?;
-        let _order = lock(&self.context.order);
-        let after = self.comes_after()?;
+        let mut queues = lock(&self.context.order);
+        let mut after = self.comes_after()?;
         let mut queue = lock(&self.queue);
         match queue.capture {
             Capture::None => {}
             Capture::Active => return Ok(None),
             Capture::Invalid => return Err(Code::STREAM_CAPTURE_INVALIDATED),
         }
+        let before = &mut queues.last[self.lane];
+        // A stream is in order with itself.
+        after.extend(before.take().filter(|ticket| !Arc::ptr_eq(&ticket.stream, self)));
         queue.work.push_back((after, Box::new(work)));
         queue.submitted += 1;
         let ticket = Ticket { stream: self.clone(), number: queue.submitted };
+        *before = Some(ticket.clone());
         drop(queue);
         self.changed.notify_all();
         Ok(Some(ticket))
@@ -275,6 +308,15 @@ impl Stream {
     }
 }
 
+/// What a real driver may do in calls that give memory, take it back, load code or make streams, and this one does if the
+/// knob says so: waits until all that is on the device now is over.
+pub(crate) fn settle() {
+    static WAITS: std::sync::LazyLock<bool> = std::sync::LazyLock::new(knobs::waits);
+    if *WAITS && let Ok(context) = working() {
+        Stream::all_of(&context).iter().for_each(|stream| stream.here().wait(&context));
+    }
+}
+
 /// The threads' own streams. They stay after their threads, with nothing to do, until a reset.
 pub(crate) static OWN_STREAMS: Table<Stream> = Table::new();
 
@@ -283,6 +325,7 @@ fn create(out: &Out<Handle>, flags: u32, priority: i32) -> Done {
     if flags & !NON_BLOCKING != 0 {
         return Err(Code::INVALID_VALUE);
     }
+    settle();
     let stream = Stream::start(&context, flags, priority.clamp(MOST_URGENT, 0), false)?;
     STREAMS.add(stream.handle, stream.clone());
     out.set(stream.handle)

@@ -43,6 +43,25 @@ fn a_missing_wait_is_found_and_a_wait_is_enough() {
     }
 }
 
+/// Unless it is told otherwise a context has 8 hardware queues, which streams take in turn.
+#[test]
+fn streams_that_share_a_hardware_queue_hold_each_other_up() {
+    let _driver = Driver::new(1);
+    let streams: Vec<u64> = (0..9).map(|_| stream()).collect();
+    let gate = upload(&[0_u32; 9]);
+    ok!(cuStreamWaitValue32_v2(streams[0], gate, 1, 0));
+    for (index, other) in streams.iter().enumerate().skip(1) {
+        ok!(cuStreamWriteValue32_v2(*other, gate + 4 * index as u64, 1, 0));
+    }
+    streams[1..8].iter().for_each(|other| assert_eq!(finish(*other), 0));
+    std::thread::sleep(std::time::Duration::from_millis(5));
+    assert_eq!(code!(cuStreamQuery(streams[8])), 600, "the first stream and the ninth share a queue");
+    ok!(cuStreamWriteValue32_v2(streams[1], gate, 1, 0));
+    streams.iter().for_each(|stream| assert_eq!(finish(*stream), 0));
+    streams.iter().for_each(|stream| ok!(cuStreamDestroy_v2(*stream)));
+    ok!(cuMemFree_v2(gate));
+}
+
 #[test]
 fn an_event_without_a_record_holds_nobody_up() {
     let _driver = Driver::new(1);

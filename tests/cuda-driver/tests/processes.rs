@@ -4,6 +4,7 @@
 mod support;
 
 use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use support::*;
 
@@ -31,8 +32,15 @@ fn other(handles: &str) {
     assert_eq!((at, driver.report().mapped_handles), (again, 1), "opened twice, mapped once");
     assert_eq!(code!(cuIpcOpenMemHandle_v2(&mut again, token(memory), 0)), 1, "without its flag");
     ok!(cuIpcOpenEventHandle(&mut event, token(recorded)));
-    let stream = stream();
+    let (stream, idle) = (stream(), self::stream());
     ok!(cuStreamWaitEvent(stream, event, 0));
+    // A wait is for the record that was the last one when it was asked for. One that comes later, and is reached at once,
+    // ends no such wait; who asks the event is told of the later one.
+    ok!(cuEventRecord(event, idle));
+    assert_eq!((finish(idle), code!(cuEventQuery(event))), (0, 0));
+    std::thread::sleep(Duration::from_millis(5));
+    assert_eq!(code!(cuStreamQuery(stream)), 600, "a later record released a wait for an earlier one");
+    ok!(cuStreamWriteValue32_v2(idle, at + 20, 1, 0));
     assert_eq!(finish(stream), 0);
     let words: Vec<u32> = download(at, 4);
     assert_eq!(words, [1, 2, 3, 4], "what was written before the record");
@@ -46,6 +54,7 @@ fn other(handles: &str) {
     assert_eq!(code!(cuIpcCloseMemHandle(at)), 1);
     ok!(cuEventDestroy_v2(event));
     ok!(cuStreamDestroy_v2(stream));
+    ok!(cuStreamDestroy_v2(idle));
 }
 
 #[test]
@@ -54,7 +63,7 @@ fn two_processes_share_memory_and_events() {
         return other(&handles);
     }
     let _driver = Driver::new(1);
-    let (stream, at) = (stream(), upload(&[0_u32; 5]));
+    let (stream, at) = (stream(), upload(&[0_u32; 6]));
     let mut event = 0;
     assert_eq!(code!(cuEventCreate(&mut event, 4)), 1, "between processes there is no time");
     ok!(cuEventCreate(&mut event, 2 | 4));
@@ -64,9 +73,8 @@ fn two_processes_share_memory_and_events() {
     let mut none = 0;
     assert_eq!(code!(cuIpcOpenMemHandle_v2(&mut none, memory, 1)), 201, "one's own");
     assert_eq!(code!(cuIpcOpenMemHandle_v2(&mut none, Token([3; 64]), 1)), 400);
-    // The event's record is queued, but not reached before the gate opens.
-    let gate = upload(&[0_u32]);
-    ok!(cuStreamWaitValue32_v2(stream, gate, 1, 1));
+    // The event's record is queued, but not reached before the other process opens the gate.
+    ok!(cuStreamWaitValue32_v2(stream, at + 20, 1, 1));
     let words = [1_u32, 2, 3, 4];
     ok!(cuMemcpyHtoDAsync_v2(at, words.as_ptr().cast(), 16, stream));
     ok!(cuEventRecord(event, stream));
@@ -78,17 +86,13 @@ fn two_processes_share_memory_and_events() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let opener = self::stream();
-    ok!(cuStreamWriteValue32_v2(opener, gate, 1, 0));
     let output = finish_process(child);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stdout));
     assert_eq!(finish(stream), 0);
     assert_eq!(download::<u32>(at, 4), [2, 3, 4, 5]);
     ok!(cuMemFree_v2(at));
-    ok!(cuMemFree_v2(gate));
     ok!(cuEventDestroy_v2(event));
     ok!(cuStreamDestroy_v2(stream));
-    ok!(cuStreamDestroy_v2(opener));
 }
 
 /// In a process of its own: the variables are read once.

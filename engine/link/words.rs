@@ -1,0 +1,156 @@
+//! The words by which the streams of two ranks in two processes wait for each other.
+//!
+//! A rank has a page of its own region for each rank in another process: its *inbox*. Only the peer's stream writes
+//! there, and only this rank's stream waits there, so that whatever becomes of the peer, a store of this rank's host to its
+//! own memory ends every wait of its own stream ([`Inbox::release`]). The same page is the peer's *outbox*.
+//!
+//! Words count frames, on a circle: both streams come to frames in the order of their ring.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock, Weak};
+
+use parking_lot::Mutex;
+
+use super::region::{PAGE, Region};
+use crate::error::Error;
+use crate::mem::device::{DeviceStream, SharedWords};
+use crate::types::Rank;
+
+/// Frames of the link from the peer that may be read.
+pub(super) const READY: usize = 0;
+/// Frames of the link to the peer that it has read.
+pub(super) const DONE: usize = 128;
+/// 1: the peer reads nothing more, and has read all that it had begun.
+pub(super) const END: usize = 256;
+/// 1: the peer writes nothing more here. A word of the hosts' alone.
+const LEFT: usize = 384;
+
+/// Ends all waits of a stream: none of them is as far ahead of what the word showed as this.
+const AHEAD: u32 = 1 << 30;
+
+/// What a word shows once a stream has come past this frame.
+pub(super) fn mark(frame: u64) -> u32 {
+    (frame as u32).wrapping_add(1)
+}
+
+/// Pages that the peer had not left when this rank was done with them. They are given back once it has.
+static KEPT: Mutex<Vec<(Weak<Region>, usize)>> = Mutex::new(Vec::new());
+
+/// Whether a page need not be kept any longer: it is given back, or its region is gone.
+fn given_back(region: &Weak<Region>, offset: usize) -> bool {
+    let Some(region) = region.upgrade() else { return true };
+    let left = region.word(offset + LEFT).load(Ordering::Acquire) != 0;
+    if left {
+        region.give_pages(offset, PAGE);
+    }
+    left
+}
+
+/// What a peer tells this rank's stream.
+pub(super) struct Inbox {
+    words: Option<SharedWords>,
+    region: Arc<Region>,
+    offset: usize,
+    /// What `release` writes, once it has been called.
+    released: OnceLock<[(usize, u32); 3]>,
+}
+
+impl Inbox {
+    /// In our own region, for the device of `stream`.
+    pub(super) fn new(stream: &DeviceStream, region: &Arc<Region>) -> Result<Inbox, Error> {
+        KEPT.lock().retain(|(region, offset)| !given_back(region, *offset));
+        let full = || Error::system("make words for another process", "this rank's region is full");
+        let offset = region.take_pages(PAGE).ok_or_else(full)?;
+        match region.register(stream, offset) {
+            Ok(words) => {
+                let (words, region) = (Some(words), region.clone());
+                Ok(Inbox { words, region, offset, released: OnceLock::new() })
+            }
+            Err(error) => {
+                region.give_pages(offset, PAGE);
+                Err(error)
+            }
+        }
+    }
+
+    /// Where it is in our region, for the peer.
+    pub(super) fn offset(&self) -> u64 {
+        self.offset as u64
+    }
+
+    fn words(&self) -> Result<&SharedWords, Error> {
+        self.words
+            .as_ref()
+            .ok_or_else(|| Error::system("wait for another process", "its words are gone (a bug)"))
+    }
+
+    /// Work put on the stream after this call starts only once the word shows this.
+    pub(super) fn wait(&self, stream: &DeviceStream, word: usize, value: u32) -> Result<(), Error> {
+        stream.wait_word(self.words()?, word, value)
+    }
+
+    /// Whether the word shows this, or the waits for it were ended.
+    pub(super) fn shows(&self, word: usize, value: u32) -> bool {
+        self.words.as_ref().is_some_and(|words| words.shows(word, value))
+    }
+
+    /// Ends all waits for these words. The stream must not be made to wait for them any more. May be called again, where a
+    /// peer that lives may have written in between.
+    pub(super) fn release(&self) {
+        let word = |word: usize| self.region.word(self.offset + word);
+        let ahead = |at: usize| (at, word(at).load(Ordering::Acquire).wrapping_add(AHEAD));
+        for (at, value) in self.released.get_or_init(|| [ahead(READY), ahead(DONE), (END, 1)]) {
+            word(*at).store(*value, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Inbox {
+    fn drop(&mut self) {
+        // No device of ours knows the page any more; the peer's may yet.
+        self.words = None;
+        let region = Arc::downgrade(&self.region);
+        if !given_back(&region, self.offset) {
+            KEPT.lock().push((region, self.offset));
+        }
+    }
+}
+
+/// What this rank's stream tells a peer.
+pub(super) struct Outbox {
+    words: Option<SharedWords>,
+    region: Arc<Region>,
+    offset: usize,
+}
+
+impl Outbox {
+    /// The inbox that rank `peer` has for us, in its region.
+    pub(super) fn open(
+        stream: &DeviceStream,
+        peer: Rank,
+        region: Arc<Region>,
+        offset: u64,
+    ) -> Result<Outbox, Error> {
+        let fits = offset.is_multiple_of(PAGE as u64) && region.contains(offset, PAGE);
+        let offset = offset as usize;
+        if !(fits && region.is_page(region.at(offset), PAGE)) {
+            let problem = format!("no page for words begins at offset {offset} of its region");
+            return Err(Error::Protocol { peer, problem });
+        }
+        let words = Some(region.register(stream, offset)?);
+        Ok(Outbox { words, region, offset })
+    }
+
+    /// Writes the word when the stream comes here.
+    pub(super) fn put(&self, stream: &DeviceStream, word: usize, value: u32) -> Result<(), Error> {
+        let gone = || Error::system("tell another process", "its words are gone (a bug)");
+        stream.put_word(self.words.as_ref().ok_or_else(gone)?, word, value)
+    }
+}
+
+impl Drop for Outbox {
+    fn drop(&mut self) {
+        self.words = None;
+        self.region.word(self.offset + LEFT).store(1, Ordering::Release);
+    }
+}

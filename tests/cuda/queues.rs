@@ -1,0 +1,172 @@
+//! Streams share the hardware queues of a device: one that waits may hold up another. The driver for tests has 8 queues, as
+//! real ones do, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says; here it has one, or few.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
+use allstream::{Algo, Comm, ReduceOp};
+
+use crate::support::{
+    DEADLINE, LIBRARY, child, down, is_child, library, nothing_left, pass, ranks, report, soon, until, up,
+    values,
+};
+
+const ONE: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "1");
+const SLOW: (&str, &str) = ("ALLSTREAM_TEST_CUDA_DELAY_US", "300");
+
+fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
+    let device = Device::new(0).unwrap();
+    assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+    let stream = DeviceStream::new(&device).unwrap();
+    (device, stream)
+}
+
+/// A rank joins a stream with a collective before the other has called: were the stream to wait, it would hold up the
+/// collective's own, which shares its queue, and both would wait for ever.
+fn joined_early(streams: usize) {
+    let start = Instant::now();
+    ranks(2, |mut comm| {
+        let (device, compute) = bound(&mut comm);
+        let others: Vec<_> = (0..streams).map(|_| DeviceStream::new(&device).unwrap()).collect();
+        let rank = comm.rank();
+        let mut grads = up(&compute, values(rank, 700));
+        let first: Vec<f32> = values(0, 700).iter().zip(values(1, 700)).map(|(a, b)| a + b).collect();
+        for (round, stream) in others.iter().chain([&compute]).enumerate() {
+            if rank == round % 2 {
+                // Late, so that the other's call is not on any stream yet.
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let ordered = comm.timeout(Duration::from_secs(5)).all_reduce(grads).join(stream).unwrap();
+            grads = ordered.launch(&compute, |buf| buf).in_order().unwrap();
+        }
+        let times = (1 << streams) as f32;
+        assert_eq!(down(grads), first.iter().map(|x| x * times).collect::<Vec<_>>());
+        soon(comm.close()).unwrap();
+    });
+    nothing_left("all ranks have ended");
+    assert_eq!(report().freed_in_use, 0);
+    assert!(start.elapsed() < Duration::from_secs(4), "nobody waited for a deadline: {:?}", start.elapsed());
+}
+
+#[test]
+fn a_stream_that_shares_the_only_queue_does_not_hold_up_what_it_is_joined_with() {
+    let test = "queues::a_stream_that_shares_the_only_queue_does_not_hold_up_what_it_is_joined_with";
+    child(test, &[SLOW, ONE], || joined_early(2));
+}
+
+/// Some of the streams share a queue with the ranks' own, and some do not.
+#[test]
+fn streams_that_share_some_of_few_queues_hold_up_no_collective() {
+    let test = "queues::streams_that_share_some_of_few_queues_hold_up_no_collective";
+    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "3")], || joined_early(5));
+}
+
+/// The rank's own stream is held up by an input that does not come, and so does not come to say that what failed is over:
+/// the host says it.
+#[test]
+fn law_4_a_stream_is_released_though_the_ranks_own_is_held_up() {
+    let test = "queues::law_4_a_stream_is_released_though_the_ranks_own_is_held_up";
+    // As many queues as there are streams: what is held up here is held up by order alone.
+    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "32")], || {
+        let mut comms = Comm::local(2).unwrap();
+        let mut second = comms.pop().unwrap();
+        let mut first = comms.pop().unwrap();
+        let other = std::thread::spawn(move || (bound(&mut second).1, second));
+        let (device, late) = bound(&mut first);
+        let (theirs, mut second) = other.join().unwrap();
+        let [waiting, own] = [(), ()].map(|()| DeviceStream::new(&device).unwrap());
+        // Once in peace: the two streams are known not to hold each other up.
+        let ordered = first.all_reduce(up(&own, values(0, 64))).join(&waiting).unwrap();
+        soon(second.all_reduce(up(&theirs, values(1, 64)))).unwrap();
+        soon(ordered).unwrap();
+        let [a, b] = [(), ()].map(|()| up(&own, values(0, 64)));
+        let c = up(&theirs, values(1, 64));
+        pass(true, 0);
+        let input = DeviceBuf::from_host(&late, PinnedBuf::from_slice(&device, &values(0, 64)).unwrap());
+        // Both ranks have called the first of them, so the rank's own stream waits for `late`.
+        let before = (first.on(&late).all_reduce(a), second.all_reduce(c));
+        let ordered = first.all_reduce(b).join(&waiting).unwrap();
+        let point = waiting.record().unwrap();
+        assert!(!point.is_complete().unwrap());
+        let start = Instant::now();
+        second.abort("a test");
+        until("the other rank has heard", || first.check().is_err());
+        soon(point).unwrap();
+        assert!(start.elapsed() < Duration::from_secs(5), "released after {:?}", start.elapsed());
+        pass(true, u64::MAX);
+        assert!(soon(ordered).is_err());
+        soon(input).unwrap();
+        drop((before, second, first));
+    });
+}
+
+/// Calls that may wait for all that is on the device do so here: to load kernels, to make streams, to get memory and to give
+/// it back. None of them is made by a thread that a collective needs while a stream waits for that.
+#[test]
+fn a_driver_that_waits_for_the_device_holds_up_no_collective() {
+    let test = "queues::a_driver_that_waits_for_the_device_holds_up_no_collective";
+    child(test, &[("ALLSTREAM_TEST_CUDA_WAITS", "1")], || {
+        let start = Instant::now();
+        ranks(2, |mut comm| {
+            let compute = crate::support::bound(&mut comm, 2);
+            let rank = comm.rank();
+            // So much that the pool has no room for what the steps keep in hand.
+            let most = DeviceBuf::<u8>::zeroed(&compute, (64 << 20) - (248 << 10)).unwrap();
+            let [mut grads, more] = [(), ()].map(|()| up(&compute, values(rank, 30_000)));
+            let counts = up(&compute, vec![rank as i32 + 1; 100]);
+            if rank == 1 {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            let call = comm.algo(Algo::Ring).on(&compute).timeout(Duration::from_secs(5));
+            grads = call.all_reduce(grads).join(&compute).unwrap().in_order().unwrap();
+            let most_of_all = comm.op(ReduceOp::Max).on(&compute).all_reduce(counts).join(&compute).unwrap();
+            drop((most, more));
+            assert_eq!(down(most_of_all.in_order().unwrap()), [2; 100]);
+            let sums: Vec<f32> =
+                values(0, 30_000).iter().zip(values(1, 30_000)).map(|(a, b)| a + b).collect();
+            assert!(down(grads) == sums);
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
+        assert!(
+            start.elapsed() < Duration::from_secs(4),
+            "nobody waited for a deadline: {:?}",
+            start.elapsed()
+        );
+    });
+}
+
+/// What depends most on the order of streams, again in a process whose streams share one queue.
+#[test]
+fn the_same_tests_pass_with_one_queue() {
+    if is_child() {
+        return;
+    }
+    const AGAIN: [&str; 7] = [
+        "joined::a_chain_of_collectives_is_in_order_without_the_host",
+        "joined::law_4_a_join_beside_an_abort_leaves_no_stream_waiting",
+        "ipc::processes_get_what_hosts_get",
+        "ipc::a_chain_of_collectives_is_in_order_between_processes",
+        "ipc::a_stream_that_waits_for_a_killed_process_is_released",
+        "laws::communicators_may_be_used_in_opposite_orders",
+        "order::a_buffer_that_moves_to_another_stream_takes_its_order_along",
+    ];
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(AGAIN).args(["--exact", "--test-threads=2"]).envs([ONE]).env(LIBRARY, library());
+    let mut child = command.stdin(Stdio::null()).spawn().unwrap();
+    let end = Instant::now() + 6 * DEADLINE;
+    let status = loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            break status;
+        }
+        if Instant::now() > end {
+            let _ = child.kill();
+            let _ = child.wait();
+            panic!("tests did not end in time with one queue");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert!(status.success(), "with one queue: {status}");
+}
