@@ -100,7 +100,7 @@ pub(crate) struct DeviceOp {
 struct State {
     /// Behind all of the operation, once all of it is on the stream.
     end: Option<DeviceEvent>,
-    /// A stream waits for it to be there.
+    /// A stream waits for the word that says that it is over.
     is_awaited: bool,
     /// It was given up.
     failed: bool,
@@ -265,8 +265,9 @@ impl DeviceOp {
         if let Some(verdict) = &state.verdict {
             verdict.settle(Err(cause.clone()));
         }
-        if state.end.is_none() && std::mem::take(&mut state.is_awaited) {
-            // Streams that were to wait for what will not come go on, behind all that has.
+        if std::mem::take(&mut state.is_awaited) {
+            // Streams that were to wait for what will not come go on, behind all that has; also where all of it has, and does
+            // not come to its end because those very streams hold it up.
             return ordered.and(self.binding.ours.release(self.number()));
         }
         ordered

@@ -16,7 +16,12 @@ const ONE: (&str, &str) = ("CUDA_DEVICE_MAX_CONNECTIONS", "1");
 const SLOW: (&str, &str) = ("ALLSTREAM_TEST_CUDA_DELAY_US", "300");
 
 fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
-    let device = Device::new(0).unwrap();
+    bound_to(comm, 1)
+}
+
+/// To one of so many devices.
+fn bound_to(comm: &mut Comm, devices: usize) -> (Device, DeviceStream) {
+    let device = Device::new(comm.rank() % devices).unwrap();
     assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
     let stream = DeviceStream::new(&device).unwrap();
     (device, stream)
@@ -24,10 +29,10 @@ fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
 
 /// A rank joins a stream with a collective before the other has called: were the stream to wait, it would hold up the
 /// collective's own, which shares its queue, and both would wait for ever.
-fn joined_early(streams: usize) {
+fn joined_early(streams: usize, devices: usize) {
     let start = Instant::now();
     ranks(2, |mut comm| {
-        let (device, compute) = bound(&mut comm);
+        let (device, compute) = bound_to(&mut comm, devices);
         let others: Vec<_> = (0..streams).map(|_| DeviceStream::new(&device).unwrap()).collect();
         let rank = comm.rank();
         let mut grads = up(&compute, values(rank, 700));
@@ -52,14 +57,44 @@ fn joined_early(streams: usize) {
 #[test]
 fn a_stream_that_shares_the_only_queue_does_not_hold_up_what_it_is_joined_with() {
     let test = "queues::a_stream_that_shares_the_only_queue_does_not_hold_up_what_it_is_joined_with";
-    child(test, &[SLOW, ONE], || joined_early(2));
+    child(test, &[SLOW, ONE], || joined_early(2, 1));
 }
 
-/// Some of the streams share a queue with the ranks' own, and some do not.
+/// Some of the streams share a queue with the ranks' own, and some do not. The ranks' devices are two: on one the streams of the
+/// one rank that wait would hold up those of the other, and no driver helps with that (the next test).
 #[test]
 fn streams_that_share_some_of_few_queues_hold_up_no_collective() {
     let test = "queues::streams_that_share_some_of_few_queues_hold_up_no_collective";
-    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "3")], || joined_early(5));
+    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "3")], || joined_early(5, 2));
+}
+
+/// Streams of the callers' in one queue: one rank's that waits for a collective holds up the other's, which has its input. All of
+/// it is on the streams, so nobody is missing; the deadline ends it all the same.
+#[test]
+fn law_4_the_deadline_ends_what_callers_streams_hold_up() {
+    let test = "queues::law_4_the_deadline_ends_what_callers_streams_hold_up";
+    child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "3")], || {
+        for _ in 0..6 {
+            let start = Instant::now();
+            ranks(2, |mut comm| {
+                let (device, compute) = bound(&mut comm);
+                let others: Vec<_> = (0..5).map(|_| DeviceStream::new(&device).unwrap()).collect();
+                let mut grads = up(&compute, values(comm.rank(), 700));
+                for stream in &others {
+                    let work = comm.timeout(Duration::from_millis(300)).all_reduce(grads);
+                    let joined = work.join(stream).and_then(|sum| sum.launch(&compute, |buf| buf).in_order());
+                    let Ok(sum) = joined else { return };
+                    grads = sum;
+                }
+                // What failed is told here at the latest.
+                drop(soon(grads.to_host(vec![0.0; 700])));
+                soon(compute.record().unwrap()).unwrap();
+            });
+            nothing_left("all ranks have ended");
+            assert!(start.elapsed() < Duration::from_secs(12), "ended after {:?}", start.elapsed());
+        }
+        assert_eq!(report().freed_in_use, 0);
+    });
 }
 
 /// The rank's own stream is held up by an input that does not come, and so does not come to say that what failed is over:

@@ -81,14 +81,7 @@ impl DeviceSignal {
     /// a stream that waits for the word, the host writes it after a while.
     pub(crate) fn release(&mut self, stream: &DeviceStream, value: u32) -> Result<(), Error> {
         let behind = stream.put_signal(self, value).and_then(|()| stream.record());
-        let behind = behind.inspect_err(|_| self.set(value))?;
-        let (memory, later) = (self.word.clone(), behind.clone());
-        let then = move |_: Outcome| {
-            set(&memory, value);
-            // The stream may come to it yet: the word stays until it has.
-            keep_until(later, memory);
-        };
-        waiter::watch_until(behind, Some(Instant::now() + RELEASE), Box::new(then));
+        insist(behind.inspect_err(|_| self.set(value))?, self.word.clone(), value);
         Ok(())
     }
 
@@ -100,6 +93,21 @@ impl DeviceSignal {
         }
         stream.record_in(self.uses.entry(stream.0.id).or_default())
     }
+}
+
+/// Writes the word now and then until the event is reached: what the stream had still to write may be less, and come in
+/// between. The word stays until then; where nobody can tell, for ever.
+fn insist(behind: DeviceEvent, word: Arc<PinnedBuf<u32>>, value: u32) {
+    let later = behind.clone();
+    let then = move |_: Outcome| {
+        set(&word, value);
+        match later.is_complete() {
+            Ok(true) => drop_later(word),
+            Ok(false) => insist(later, word, value),
+            Err(_) => std::mem::forget(word),
+        }
+    };
+    waiter::watch_until(behind, Some(Instant::now() + RELEASE), Box::new(then));
 }
 
 /// Drops it once the event is reached; where nobody can tell, never.
