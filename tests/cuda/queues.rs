@@ -2,6 +2,7 @@
 //! real ones do, or as many as `CUDA_DEVICE_MAX_CONNECTIONS` says; here it has one, or few.
 
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
@@ -66,6 +67,34 @@ fn a_stream_that_shares_the_only_queue_does_not_hold_up_what_it_is_joined_with()
 fn streams_that_share_some_of_few_queues_hold_up_no_collective() {
     let test = "queues::streams_that_share_some_of_few_queues_hold_up_no_collective";
     child(test, &[("CUDA_DEVICE_MAX_CONNECTIONS", "3")], || joined_early(5, 2));
+}
+
+/// Each piece of work takes a stream up to 6 ms here, as it may where the host has much to do. That is no reason to take a stream
+/// for one that is held up: a join returns before the other rank has called.
+#[test]
+fn a_slow_device_is_not_taken_for_one_whose_streams_share_a_queue() {
+    let test = "queues::a_slow_device_is_not_taken_for_one_whose_streams_share_a_queue";
+    child(test, &[("ALLSTREAM_TEST_CUDA_DELAY_US", "6000")], || {
+        let joined = AtomicUsize::new(0);
+        ranks(2, |mut comm| {
+            let (_, compute) = bound(&mut comm);
+            let rank = comm.rank();
+            for round in 0..4 {
+                let grads = up(&compute, values(rank, 700));
+                if rank == round % 2 {
+                    until("the other rank has joined", || joined.load(Ordering::Acquire) > round);
+                }
+                let call = comm.timeout(Duration::from_secs(5));
+                let ordered = call.all_reduce(grads).join(&compute).unwrap();
+                if rank != round % 2 {
+                    joined.store(round + 1, Ordering::Release);
+                }
+                down(ordered.in_order().unwrap());
+            }
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
+    });
 }
 
 /// Streams of the callers' in one queue: one rank's that waits for a collective holds up the other's, which has its input. All of

@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn a_part_of_the_pack_ends_within_its_limit_and_says_what_it_left_out() {
         let folder = stand_in("late", "exec sleep 100");
-        let (code, said, took) = run_of(&folder, &["ceiling"], "2");
+        let (code, said, took) = run_of(&folder, &["ceiling"], "4");
         let results = fs::read_to_string(folder.join("out/ceiling/results.json")).unwrap();
         fs::remove_dir_all(&folder).unwrap();
         assert_eq!(code, Some(1), "{said}");

@@ -65,13 +65,15 @@ impl Endpoint {
         // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
         // until all is there.
         let is_ours = device.is_on(stream);
-        let mut has_way = false;
+        // The device is asked for a way now and then: each question takes some time of the streams that are to wait.
+        let (mut has_way, mut ask_at) = (false, HELP);
         while !device.is_filled() {
-            if !is_ours && start.elapsed() >= HELP {
+            if !is_ours && start.elapsed() >= ask_at {
                 has_way = device.make_way(stream);
                 if has_way {
                     break;
                 }
+                ask_at = 2 * start.elapsed();
             }
             self.drive_once();
             if start.elapsed() > HELP {

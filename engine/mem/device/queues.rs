@@ -6,11 +6,12 @@
 //! But a stream that waits for a word which is only to be written behind a collective ([`DeviceSignal`]) may hold up the
 //! very collective.
 //!
-//! So the device is asked first: the one stream is made to wait for a word of the host's, and that which collectives run on is
-//! to write a word. If that comes while the first still waits, it is not held up. If nothing comes, because they share a
-//! queue or because it has other work to do, the collectives go on with another stream of the driver's
-//! ([`Line::go_on_with`](super::stream::Line::go_on_with)) that is held up by none of those that wait. A few are there for
-//! it from the moment that the first rank is bound.
+//! So the device is asked first: the streams that are to wait are made to wait for a word of the host's, and then that which
+//! collectives run on, and a few spare streams of the driver's, are each to write a word of their own. Whose word comes while
+//! the others still wait is not held up by them. If the first one's does not come though that of a spare stream does, because it
+//! shares a queue or because it has other work to do, the collectives go on with the spare one
+//! ([`Line::go_on_with`](super::stream::Line::go_on_with)). So the answer is found by comparison, and a host or a device that is
+//! slow, because it has much to do, only takes longer to give it. The spare streams are made when the first rank is bound.
 //!
 //! What is behind a stream that waits so waits as well. None of our own streams is made to wait for such a thing on the host's
 //! behalf (`waiter.rs`), as it would hold up those of the user's that share its queue, and another rank's call may be behind
@@ -26,8 +27,10 @@ use super::signal::DeviceSignal;
 use super::stream::{DeviceEvent, DeviceStream, Line, Way};
 use crate::error::Error;
 
-/// How long the answer may take. A stream that has work of its own to do gives none in time.
-const LOOK: Duration = Duration::from_millis(2);
+/// How long the device may take to give any answer: then none of the streams that were asked goes on.
+const LOOK: Duration = Duration::from_millis(20);
+/// How much longer than a spare stream that which collectives run on may take, at least; else as long again as that took.
+const PATIENCE: Duration = Duration::from_micros(200);
 /// So long without giving the processor away. A device that has nothing to do needs about as long.
 const SPIN: Duration = Duration::from_micros(50);
 /// Streams of a device that collectives may go on with. They are made one after another, and so likely in as many queues.
@@ -57,6 +60,12 @@ pub(super) struct Standing {
 }
 
 impl Standing {
+    /// Another stream of the driver's has taken its place.
+    pub(super) fn forget(&mut self) {
+        self.apart.clear();
+        self.beside = None;
+    }
+
     fn is_waiting(&mut self) -> bool {
         if self.until.as_ref().is_some_and(|until| until.is_complete().unwrap_or(true)) {
             self.until = None;
@@ -130,6 +139,9 @@ impl Ways {
 
 /// What may go on with another stream of the driver's.
 enum Course {
+    /// A rank's stream, on which there is nothing yet.
+    New(DeviceStream),
+    /// A rank's stream.
     Line(DeviceStream),
     /// Copies that wait for nothing ([`Context::copies`]): another rank's call may wait for them.
     Copies,
@@ -139,23 +151,42 @@ impl Course {
     fn go_on_with(&self, context: &Context, next: Way) -> Result<Way, CudaError> {
         let entered = context.enter()?;
         match self {
+            Course::New(line) => Ok(line.0.start_with(next)),
             Course::Line(line) => line.0.go_on_with(&entered, next),
             Course::Copies => context.copies_go_on_with(&entered, next),
         }
     }
 }
 
-/// Two words, to ask a device with.
+/// Words to ask a device with.
 pub(crate) struct Probe {
+    /// What those that are to wait do wait for, as long as the device is asked.
     gate: DeviceSignal,
-    bell: DeviceSignal,
+    /// Written by whoever goes on: one for each stream that is asked at a time.
+    bells: Vec<DeviceSignal>,
     /// Of the last question.
     turn: u32,
 }
 
+/// What becomes of a stream that collectives run on when others are to wait.
+enum Answer {
+    /// None of those holds it up.
+    Stays,
+    /// The spare stream of this index is held up by none of them.
+    Moves(usize),
+    /// No answer came.
+    Unknown,
+}
+
+/// Whether `way` is known to come to new work while any of these waits.
+fn is_apart(way: Way, waits: &[DeviceStream]) -> bool {
+    waits.iter().all(|waiting| waiting.0.standing.lock().apart.contains(&way.id))
+}
+
 impl Probe {
     pub(crate) fn new(stream: &DeviceStream) -> Result<Probe, Error> {
-        Ok(Probe { gate: DeviceSignal::new(stream)?, bell: DeviceSignal::new(stream)?, turn: 0 })
+        let bells = (0..=SPARE).map(|_| DeviceSignal::new(stream)).collect::<Result<_, _>>()?;
+        Ok(Probe { gate: DeviceSignal::new(stream)?, bells, turn: 0 })
     }
 
     /// From here on, as long as it lives, collectives of this communicator run on this stream: none that waits for one may
@@ -168,10 +199,7 @@ impl Probe {
         if is_one() {
             return; // no stream is made to wait for what is not on one
         }
-        let way = line.0.way();
-        let is_free =
-            ways.waiting().iter().all(|waiting| !concerns(waiting, line) || self.goes_on(way, waiting));
-        if !is_free && !self.move_over(&mut ways, context, &Course::Line(line.clone()), &[]) {
+        if !self.clear(&mut ways, context, &Course::New(line.clone()), &[]) {
             tracing::debug!("a rank is bound while streams wait that may hold up its collectives");
         }
     }
@@ -203,21 +231,15 @@ impl Probe {
     fn make_way_on(&mut self, context: &Arc<Context>, all: &[DeviceStream]) -> bool {
         let mut ways = context.ways.lock();
         for line in alive(&ways.lines) {
-            let way = line.0.way();
-            let is_free = all.iter().all(|waiting| !concerns(waiting, &line) || self.goes_on(way, waiting));
-            if !is_free && !self.move_over(&mut ways, context, &Course::Line(line), all) {
+            if !self.clear(&mut ways, context, &Course::Line(line), all) {
                 return false;
             }
         }
-        if let Some(way) = context.copies_way() {
-            let mut goes_on = |waiting: &DeviceStream| {
-                let beside = waiting.0.standing.lock().beside;
-                beside == Some(way.id) || self.goes_on(way, waiting)
-            };
-            // Nothing of this rank's waits for copies: where there is no way for them, they wait.
-            if !all.iter().all(&mut goes_on) && !self.move_over(&mut ways, context, &Course::Copies, all) {
-                all.iter().for_each(|waiting| waiting.0.standing.lock().beside = Some(way.id));
-            }
+        // Nothing of this rank's waits for copies: where there is no way for them, they wait.
+        if !self.clear(&mut ways, context, &Course::Copies, all)
+            && let Some(way) = context.copies_way()
+        {
+            all.iter().for_each(|waiting| waiting.0.standing.lock().beside = Some(way.id));
         }
         for waiting in all {
             enter(&mut ways.waiting, waiting);
@@ -228,27 +250,46 @@ impl Probe {
         true
     }
 
-    /// Lets what is held up, or may be, go on with a stream of the driver's that none of those that wait holds up, nor `more`.
-    /// `false`: there is none.
-    fn move_over(
+    /// Sees to it that what runs on this course is held up by none of the streams that wait, nor by `more`: it stays where
+    /// it is, or goes on with a spare stream. `false`: there is none for it.
+    fn clear(
         &mut self,
         ways: &mut Ways,
         context: &Arc<Context>,
         course: &Course,
         more: &[DeviceStream],
     ) -> bool {
-        if let Course::Line(line) = course
-            && !line.0.may_move()
-        {
+        let mut waits = ways.waiting();
+        let (way, may_move) = match course {
+            Course::New(line) | Course::Line(line) => {
+                waits.retain(|waiting| concerns(waiting, line));
+                (line.0.way(), line.0.may_move())
+            }
+            Course::Copies => {
+                let Some(way) = context.copies_way() else { return true };
+                if waits.iter().any(|waiting| waiting.0.standing.lock().beside == Some(way.id)) {
+                    return false;
+                }
+                (way, true)
+            }
+        };
+        // What a stream that waits holds up already stays where it is: the spare stream would have to wait for it, and hold up
+        // what shares its own queue.
+        let is_free = matches!(self.find(context, way, &[], &waits), Answer::Stays);
+        if !is_free && !matches!(course, Course::New(_)) {
             return false;
         }
-        let mut all = ways.waiting();
-        all.extend_from_slice(more);
-        if let Course::Line(line) = course {
-            all.retain(|waiting| concerns(waiting, line));
-        }
-        let free = ways.spare.iter().position(|way| all.iter().all(|waiting| self.goes_on(*way, waiting)));
-        let Some(next) = free.map(|index| ways.spare.remove(index)) else { return false };
+        let more = more.iter().filter(|waiting| match course {
+            Course::New(line) | Course::Line(line) => concerns(waiting, line),
+            Course::Copies => true,
+        });
+        waits.extend(more.cloned());
+        let spare: &[Way] = if may_move { &ways.spare } else { &[] };
+        let next = match self.find(context, way, spare, &waits) {
+            Answer::Stays => return true,
+            Answer::Unknown => return false,
+            Answer::Moves(index) => ways.spare.remove(index),
+        };
         match course.go_on_with(context, next) {
             // Tried last, next time: something may be on it yet.
             Ok(left) => ways.spare.push(left),
@@ -261,36 +302,66 @@ impl Probe {
         true
     }
 
-    /// Whether `way` comes to new work while `waiting` waits.
-    fn goes_on(&mut self, way: Way, waiting: &DeviceStream) -> bool {
-        if waiting.0.standing.lock().apart.contains(&way.id) {
-            return true;
+    /// Which of these, `way` before all others, is held up by none of `waits`.
+    fn find(&mut self, context: &Arc<Context>, way: Way, spare: &[Way], waits: &[DeviceStream]) -> Answer {
+        if is_apart(way, waits) {
+            return Answer::Stays;
         }
-        let came = self.ask(way, waiting).unwrap_or_else(|error| {
-            tracing::debug!("a device does not say whether a stream holds up another: {error}");
-            false
+        let asked: Vec<Way> = [way].into_iter().chain(spare.iter().copied()).take(self.bells.len()).collect();
+        let known: Vec<bool> = asked.iter().map(|way| is_apart(*way, waits)).collect();
+        let came = self.ask(context, &asked, waits, &known).unwrap_or_else(|error| {
+            tracing::debug!("a device does not say whether streams hold up each other: {error}");
+            known
         });
-        if came {
-            waiting.0.standing.lock().apart.push(way.id);
+        for (way, _) in asked.iter().zip(&came).filter(|(_, came)| **came) {
+            for waiting in waits {
+                let mut standing = waiting.0.standing.lock();
+                if !standing.apart.contains(&way.id) {
+                    standing.apart.push(way.id);
+                }
+            }
         }
-        came
+        match came.iter().position(|came| *came) {
+            None => Answer::Unknown,
+            Some(0) => Answer::Stays,
+            Some(index) => Answer::Moves(index - 1),
+        }
     }
 
-    fn ask(&mut self, way: Way, waiting: &DeviceStream) -> Result<bool, Error> {
-        let other = DeviceStream::of_context(&waiting.0.context, way);
+    /// Which of these come to new work while all of `waits` wait. Ends when the first does, or a while after another did.
+    /// `known`: those of whom that is known already.
+    fn ask(
+        &mut self,
+        context: &Arc<Context>,
+        ways: &[Way],
+        waits: &[DeviceStream],
+        known: &[bool],
+    ) -> Result<Vec<bool>, Error> {
         self.turn = self.turn.wrapping_add(1);
-        let waits = waiting.wait_signal(&mut self.gate, self.turn);
-        let asked = waits.and_then(|()| other.put_signal(&mut self.bell, self.turn));
+        let (turn, gate) = (self.turn, &mut self.gate);
+        let held = waits.iter().try_for_each(|waiting| waiting.wait_signal(gate, turn));
+        let asked = held.and_then(|()| {
+            let mut asked = ways.iter().zip(&mut self.bells);
+            asked.try_for_each(|(way, bell)| DeviceStream::of_context(context, *way).put_signal(bell, turn))
+        });
         let start = Instant::now();
-        let mut came = false;
-        while asked.is_ok() && !came && start.elapsed() < LOOK {
+        let mut came = known.to_vec();
+        let mut most = if came.contains(&true) { PATIENCE } else { LOOK };
+        while asked.is_ok() && !came[0] && start.elapsed() < most {
             match start.elapsed() < SPIN {
                 true => std::hint::spin_loop(),
                 false => std::thread::sleep(SPIN),
             }
-            came = self.bell.shows(self.turn);
+            let before = came.contains(&true);
+            for (came, bell) in came.iter_mut().zip(&self.bells) {
+                *came |= bell.shows(turn);
+            }
+            if !before && came.contains(&true) {
+                let now = start.elapsed();
+                most = now + now.max(PATIENCE);
+            }
         }
-        self.gate.set(self.turn);
+        self.gate.set(turn);
         asked.map(|()| came)
     }
 }

@@ -19,6 +19,8 @@ pub(crate) struct DeviceSignal {
     address: CuDevicePtr,
     /// By the number of a stream: the point behind what it last does with the word, which stands for all before it.
     uses: HashMap<u64, Option<DeviceEvent>>,
+    /// The furthest value that was put on a stream.
+    furthest: u32,
     /// At so many streams, those that are done with it are forgotten: streams come and go.
     limit: usize,
 }
@@ -47,7 +49,7 @@ impl DeviceSignal {
             // SAFETY: pinned memory, for all devices, which `word` keeps.
             unsafe { cuda.mem_host_get_device_pointer(at.cast(), 0) }
         })?;
-        Ok(DeviceSignal { word: Arc::new(word), address, uses: HashMap::new(), limit: STREAMS })
+        Ok(DeviceSignal { word: Arc::new(word), address, uses: HashMap::new(), furthest: 0, limit: STREAMS })
     }
 }
 
@@ -139,8 +141,13 @@ impl DeviceStream {
         signal.used(self)
     }
 
-    /// Writes the word when the stream comes here.
+    /// Writes the word when the stream comes here. Never less than was put before: operations that fail together are released in
+    /// any order, and the word of the last one must end the waits for all.
     pub(crate) fn put_signal(&self, signal: &mut DeviceSignal, value: u32) -> Result<(), Error> {
+        if value.wrapping_sub(signal.furthest).cast_signed() > 0 {
+            signal.furthest = value;
+        }
+        let value = signal.furthest;
         self.0.context.call("signal the end of an operation", |cuda| {
             // SAFETY: as in `wait_signal`.
             unsafe { cuda.stream_write_value32(*self.0.raw(), signal.address, value, 0) }

@@ -95,7 +95,14 @@ impl Line {
     pub(super) fn go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
         let mut way = self.way.write();
         self.context.follow(entered, way.raw, next.raw)?;
+        // What was learnt of it as one that waits was learnt of the stream that it leaves.
+        self.standing.lock().forget();
         Ok(std::mem::replace(&mut *way, next))
+    }
+
+    /// The same where nothing has been put here yet, so that there is nothing to wait for.
+    pub(super) fn start_with(&self, next: Way) -> Way {
+        std::mem::replace(&mut *self.way.write(), next)
     }
 }
 
