@@ -72,14 +72,15 @@ impl Call<'_> {
         let is_root = self.rank() == root;
         let mut held = Bytes { lengths: vec![bytes.len() as u64], mine: bytes, all: Vec::new() };
         let at = held.lengths.as_mut_ptr().cast::<u8>();
-        let then: Then = Box::new(move |endpoint, held| {
+        let endpoint = self.side.0.clone();
+        let then: Then = Box::new(move |held| {
             let bytes = held.get_mut::<Bytes>().ok_or_else(|| lost(Ok(())))?;
             let len = bytes.lengths[0] as usize;
             if !is_root {
                 make_room(Kind::Broadcast, &mut bytes.mine, Some(len))?;
             }
             let at = bytes.mine.as_mut_ptr();
-            Ok(vec![part(endpoint, Spec::of(Kind::Broadcast, root, len, true), at, at)?])
+            Ok(vec![part(&endpoint, Spec::of(Kind::Broadcast, root, len, true), at, at)?])
         });
         self.submit_then::<u64, _, _, _>(self.lengths(Kind::Broadcast, root), held, (at, at), then, broadcast)
     }
@@ -90,7 +91,8 @@ impl Call<'_> {
         let mut held = Bytes { lengths: vec![0; n], mine: bytes, all: Vec::new() };
         held.lengths[rank] = held.mine.len() as u64;
         let at = held.lengths.as_mut_ptr().cast::<u8>();
-        let then: Then = Box::new(move |endpoint, held| {
+        let endpoint = self.side.0.clone();
+        let then: Then = Box::new(move |held| {
             let bytes = held.get_mut::<Bytes>().ok_or_else(|| lost(Ok(())))?;
             let mut end = Some(0usize);
             let mut block = |len: &u64| -> Option<Range<usize>> {
@@ -105,7 +107,7 @@ impl Call<'_> {
             let own = std::iter::once(0..bytes.mine.len()).collect();
             let tables = Some(Tables { slots: [own, blocks.clone(), blocks] });
             let spec = Spec { tables, ..Spec::of(Kind::AllGather, 0, count, false) };
-            Ok(vec![part(endpoint, spec, bytes.mine.as_ptr(), bytes.all.as_mut_ptr())?])
+            Ok(vec![part(&endpoint, spec, bytes.mine.as_ptr(), bytes.all.as_mut_ptr())?])
         });
         self.submit_then::<u64, _, _, _>(self.lengths(Kind::AllGather, 0), held, (at, at), then, gathered)
     }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::Work;
+use super::memory::{Memory, RawBuffers, UNSTAGED};
 use super::ordered::{Start, Stream};
-use super::staged::{Ends, Memory, NOWHERE};
 use super::work::Restore;
 use crate::error::{Error, Failed};
 use crate::exec::{Collective, Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
@@ -325,7 +325,7 @@ impl<'a> Call<'a> {
     }
 
     /// One part: the usual case.
-    fn prepare(&self, spec: Spec, dtype: DType, (input, output): Ends) -> Result<Collective, Error> {
+    fn prepare(&self, spec: Spec, dtype: DType, (input, output): RawBuffers) -> Result<Collective, Error> {
         self.check(&spec, dtype)?;
         let (algo, program) = self.program(&spec, spec.count.saturating_mul(dtype.size()))?;
         let signature = self.signature(&spec, dtype as u8, algo);
@@ -345,7 +345,7 @@ impl<'a> Call<'a> {
         let held = Held::new(parts);
         let Some(ends) = memory.on_host() else {
             let varied = spec.tables.is_some();
-            let prepared = self.prepare(spec, T::DTYPE, NOWHERE);
+            let prepared = self.prepare(spec, T::DTYPE, UNSTAGED);
             return self.hand_in_staged(prepared, varied, vec![memory], held, restore);
         };
         self.hand_in(self.prepare(spec, T::DTYPE, ends), self.when(), held, restore)
@@ -362,7 +362,7 @@ impl<'a> Call<'a> {
         let prepare = || {
             let (mut detail, mut all) = (spec.detail, Vec::with_capacity(memory.len()));
             for (dtype, count, memory) in &memory {
-                let ((input, output), dtype, count) = (memory.on_host().unwrap_or(NOWHERE), *dtype, *count);
+                let ((input, output), dtype, count) = (memory.on_host().unwrap_or(UNSTAGED), *dtype, *count);
                 self.check(&spec, dtype)?;
                 let (algo, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
                 let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
@@ -386,7 +386,7 @@ impl<'a> Call<'a> {
         &self,
         spec: Spec,
         parts: P,
-        ends: Ends,
+        ends: RawBuffers,
         then: Then,
         restore: Restore<O, F>,
     ) -> Work<O, F> {

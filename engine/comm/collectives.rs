@@ -2,8 +2,8 @@
 
 use super::Work;
 use super::call::{Call, Spec};
+use super::memory::Memory;
 use super::restore::{both, made, nothing, one, refused};
-use super::staged::Memory;
 use crate::error::Error;
 use crate::mem::device::DeviceBuf;
 use crate::mem::{Buf, Parts, zeroes};

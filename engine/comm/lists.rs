@@ -2,8 +2,8 @@
 
 use super::Work;
 use super::call::{Call, Spec};
+use super::memory::Memory;
 use super::restore::{refused, settle};
-use super::staged::Memory;
 use crate::error::{Failed, Outcome};
 use crate::mem::{BufList, Held, Parts, memory};
 use crate::types::{Kind, Rank};

@@ -10,6 +10,7 @@ mod collectives;
 mod handle;
 mod links;
 mod lists;
+mod memory;
 mod mesh;
 mod messages;
 mod names;

@@ -53,6 +53,26 @@ pub trait Sealed {
     ) -> Ordered<R, F>;
 }
 
+impl<O, F> Work<O, F> {
+    /// Makes `stream` wait for the operation, not the caller. The result is for work on that stream, or to be awaited.
+    ///
+    /// On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for collectives that a device runs
+    /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
+    ///
+    /// # Errors
+    /// Those that are known already: an operation that was refused, or waited for here.
+    pub fn join(mut self, stream: &impl Stream) -> Result<Ordered<O, F>, Failed<F>>
+    where
+        O: Send + 'static,
+        F: Send + 'static,
+    {
+        match self.refusal() {
+            Some(failed) => Err(failed),
+            None => stream.join(self),
+        }
+    }
+}
+
 type Slot<O, F> = Arc<Mutex<Option<Result<O, Failed<F>>>>>;
 
 /// A value that work on a stream can use, in order: the stream has waited for it, the host has not.

@@ -1,4 +1,4 @@
-//! Where the buffers of an operation are; and operations on device buffers, which are staged on the host.
+//! Operations on device buffers: on the rank's device, or staged on the host.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -7,91 +7,16 @@ use allstream_kernels::cuda::MAX_INS;
 
 use super::Work;
 use super::call::Call;
+use super::memory::{BufferPlace, Memory};
 use super::ordered::Start;
 use super::work::Restore;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
 use crate::exec::{Collective, Direction, Reduction, STRIPE, When, cut};
-use crate::mem::device::{ALL, DevicePlace, DeviceStream, Fate, Item, Staged, Stripe, refused_in_capture};
-use crate::mem::{Buf, Held, ListMemory, Location, Where};
+use crate::mem::device::{ALL, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
+use crate::mem::{Held, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
-use crate::types::{Element, ON_DEVICES};
-
-/// The ends of a part on the host: input and output.
-pub(super) type Ends = (*const u8, *mut u8);
-
-/// Ends that are not known yet.
-pub(super) const NOWHERE: Ends = (std::ptr::null(), std::ptr::null_mut());
-
-/// A buffer: where it is, and its bytes.
-struct End {
-    place: Location,
-    bytes: usize,
-}
-
-impl End {
-    fn of<B: Buf>(buf: &mut B) -> End {
-        End { place: buf.location(), bytes: buf.len() * B::Elem::DTYPE.size() }
-    }
-}
-
-impl End {
-    fn on_device(&self) -> Option<&DevicePlace> {
-        match &self.place.0 {
-            Where::Host(_) => None,
-            Where::Device(place) => Some(place),
-        }
-    }
-
-    fn fate(&self) -> Option<&Arc<Fate>> {
-        self.on_device()?.fate.as_ref()
-    }
-}
-
-impl From<ListMemory> for End {
-    fn from(memory: ListMemory) -> End {
-        End { place: memory.place, bytes: memory.len * memory.dtype.size() }
-    }
-}
-
-/// The memory of one part: one buffer in place, or two.
-pub(super) struct Memory {
-    input: Option<End>,
-    output: End,
-}
-
-impl Memory {
-    pub(super) fn one<B: Buf>(buf: &mut B) -> Memory {
-        Memory { input: None, output: End::of(buf) }
-    }
-
-    /// Of ours.
-    pub(super) fn host(at: *mut u8, bytes: usize) -> Memory {
-        Memory { input: None, output: End { place: Location::host(at), bytes } }
-    }
-
-    pub(super) fn two<I: Buf, O: Buf>(input: &mut I, output: &mut O) -> Memory {
-        Memory { input: Some(End::of(input)), output: End::of(output) }
-    }
-
-    pub(super) fn in_place(memory: ListMemory) -> Memory {
-        Memory { input: None, output: memory.into() }
-    }
-
-    pub(super) fn apart(input: ListMemory, output: ListMemory) -> Memory {
-        Memory { input: Some(input.into()), output: output.into() }
-    }
-
-    /// `None`: a part of it is on a device.
-    pub(super) fn on_host(&self) -> Option<Ends> {
-        let Where::Host(output) = self.output.place.0 else { return None };
-        match &self.input {
-            None => Some((output.cast_const(), output)),
-            Some(End { place: Location(Where::Host(input)), .. }) => Some((input.cast_const(), output)),
-            Some(_) => None,
-        }
-    }
-}
+use crate::types::ON_DEVICES;
 
 /// What a message on device memory works on instead.
 pub(super) struct Staging {
@@ -181,7 +106,7 @@ impl Call<'_> {
             let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
             for memory in &memory {
                 if let (Some(input), Some(output)) =
-                    (memory.input.as_ref().and_then(End::fate), memory.output.fate())
+                    (memory.input.as_ref().and_then(BufferPlace::fate), memory.output.fate())
                 {
                     output.depend_like(input);
                 }
@@ -222,7 +147,10 @@ impl Call<'_> {
 
 /// Where the buffers on devices are.
 fn places(memory: &[Memory]) -> impl Iterator<Item = &DevicePlace> + Clone {
-    memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).filter_map(End::on_device)
+    memory
+        .iter()
+        .flat_map(|memory| memory.input.iter().chain([&memory.output]))
+        .filter_map(BufferPlace::on_device)
 }
 
 /// Makes the parts work on the device's memory. The streams of the buffers, each once.
@@ -233,7 +161,7 @@ fn place(
 ) -> Result<Vec<DeviceStream>, Error> {
     let (call, device) = (collective.call, binding.ours.stream.device());
     let mut streams = Vec::new();
-    let mut at = |end: &End| {
+    let mut at = |end: &BufferPlace| {
         let place = match &end.place.0 {
             Where::Host(_) => {
                 let problem = format!(
@@ -283,7 +211,7 @@ fn place(
 /// Starts the copies to the host, and makes the parts work on those.
 fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result<Arc<Staged>, Error> {
     let (mut items, mut slots) = (Vec::new(), Vec::new());
-    let mut add = |slot: (usize, Slot), end: &End, fill: bool, back: bool| match &end.place.0 {
+    let mut add = |slot: (usize, Slot), end: &BufferPlace, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
         Where::Device(place) => {
             items.push(Item { place: place.clone(), bytes: end.bytes, fill, back });

@@ -11,8 +11,6 @@ use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Finished, Key, Polled};
 use crate::mem::Held;
 
-use super::ordered::{Ordered, Stream};
-
 /// A poll drives the operation for at most this long.
 pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
 /// So many polls ask to be polled again at once, letting other tasks run in between; then the lane takes over. Small
@@ -100,24 +98,15 @@ impl<O, F> Work<O, F> {
         }
     }
 
-    /// Makes `stream` wait for the operation, not the caller. The result is for work on that stream, or to be awaited.
-    ///
-    /// On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for collectives that a device runs
-    /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
-    ///
-    /// # Errors
-    /// Those that are known already: an operation that was refused, or waited for here.
-    pub fn join(mut self, stream: &impl Stream) -> Result<Ordered<O, F>, Failed<F>>
-    where
-        O: Send + 'static,
-        F: Send + 'static,
-    {
-        if let State::Refused(_) = self.state
-            && let State::Refused(failed) = std::mem::replace(&mut self.state, State::Taken)
-        {
-            return Err(failed);
+    /// Why it was refused, if it was. There is nothing more to wait for then.
+    pub(super) fn refusal(&mut self) -> Option<Failed<F>> {
+        match std::mem::replace(&mut self.state, State::Taken) {
+            State::Refused(failed) => Some(failed),
+            other => {
+                self.state = other;
+                None
+            }
         }
-        stream.join(self)
     }
 
     /// Somebody else has the operation from here on.

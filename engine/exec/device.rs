@@ -6,11 +6,8 @@
 
 use std::sync::{Arc, OnceLock, Weak};
 
-use allstream_kernels::cuda::{Kind, kernel};
 use parking_lot::Mutex;
 
-use super::endpoint::Collective;
-use super::operation::Reduction;
 use super::port::Opener;
 use crate::error::Error;
 use crate::link::ipc::{Far, FarRx, FarTx};
@@ -18,7 +15,6 @@ use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx};
 use crate::mem::device::{DeviceEvent, DeviceStream, Fate, Verdict, Witness};
-use crate::plan::Step;
 use crate::types::Rank;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
@@ -290,30 +286,6 @@ impl DeviceOp {
             self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;
         }
         Ok(())
-    }
-}
-
-impl Binding {
-    /// Gets what an operation will need of the driver, at the call: kernels, and memory for what its steps keep in hand. The
-    /// driver may wait for all that is on the device before it gives that, and a stream of the caller's may by then wait for
-    /// the operation ([`DeviceOp::join`]). So it is had before anything waits for this operation, by a thread that holds nothing.
-    pub(crate) fn get_ready(&self, collective: &mut Collective) -> Result<(), Error> {
-        let &Reduction::Op(op) = &collective.reduction else { return Ok(()) };
-        let (stream, scaled) = (&self.ours.stream, collective.scale.is_some());
-        let mut most = 0;
-        for part in collective.parts.all() {
-            let combines = part.program.plan.steps.iter().any(Step::combines);
-            let kinds = [
-                Some(Kind::Copy),
-                combines.then_some(Kind::FoldTwo(op)),
-                combines.then_some(Kind::Fold(op)),
-                scaled.then_some(Kind::Scale),
-            ];
-            stream.load(kinds.into_iter().flatten().filter_map(|kind| kernel(part.dtype, kind)))?;
-            let fused = self.far.is_none() && part.program.folds_all;
-            most = most.max(part.kept_on_device(scaled, fused));
-        }
-        if most > 0 { stream.reserve(most) } else { Ok(()) }
     }
 }
 

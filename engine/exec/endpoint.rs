@@ -12,6 +12,7 @@ mod asked;
 mod bound;
 mod breaks;
 mod drain;
+mod driven;
 mod ending;
 mod finish;
 mod reuse;
@@ -26,7 +27,7 @@ use self::asked::Asked;
 use self::ending::Endings;
 use self::finish::{Backing, Over};
 use super::Progress;
-use super::active::{Active, KEPT, Pass};
+use super::active::{Active, Pass};
 use super::device::{Binding, DeviceOp};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
@@ -51,11 +52,6 @@ const HISTORY: usize = 256;
 const COMPARED: usize = 8;
 /// A poll looks so often at least where ranks outnumber cores, for ten times its budget at most.
 const FEW_PASSES: u32 = 32;
-
-/// A process that stood still first hears what it missed, and asks, before it blames others for what is overdue.
-pub(crate) fn grace(timeout: Duration) -> Duration {
-    Duration::from_millis(200).min(timeout / 4)
-}
 
 /// A thread that waits drives for so long without progress; then the lane takes over.
 const SPIN: Duration = Duration::from_micros(200);
@@ -183,7 +179,7 @@ pub(crate) struct Endpoint {
     /// The table may hold operations that have not begun. Changed under its lock.
     is_queued: AtomicBool,
     /// On the lane's list.
-    pub(crate) enlisted: AtomicBool,
+    enlisted: AtomicBool,
     /// Threads that drive this endpoint themselves right now.
     pub(crate) drivers: AtomicU32,
     /// Blocking waits so far: a thread that has just waited is likely to wait again.
@@ -475,13 +471,6 @@ impl Endpoint {
         }
     }
 
-    /// Whether a thread drives this endpoint, or did since the lane last asked: the lane keeps out of its way, and
-    /// looks again a nap later.
-    pub(crate) fn is_driven(&self) -> bool {
-        let waits = self.waits.load(Ordering::Relaxed);
-        self.drivers.load(Ordering::Acquire) > 0 || self.waits_seen.swap(waits, Ordering::Relaxed) != waits
-    }
-
     /// The user let go of the operation.
     pub(crate) fn detach(&self, key: Key) {
         if forked::is_forked() {
@@ -494,26 +483,6 @@ impl Endpoint {
     /// Drives if nobody else does.
     pub(crate) fn drive_once(self: &Arc<Self>) -> Progress {
         self.try_drive(true)
-    }
-
-    /// The same before going to sleep: deadlines are looked at for certain.
-    pub(crate) fn drive_and_check(self: &Arc<Self>) -> Progress {
-        self.try_drive(false)
-    }
-
-    /// With nothing to do: gives memory back that the machines keep beyond what they should for long. Whether that is
-    /// still to be done, later.
-    pub(crate) fn rest(&self) -> bool {
-        // This communicator keeps no more than it may if all of the rank's together do not. So the lane, which asks after each
-        // operation, seldom takes the lock that callers drive under.
-        if self.config.region.scratch() <= KEPT {
-            return false;
-        }
-        let Some(mut run) = self.run.try_lock() else { return true };
-        if run.active.is_rested() {
-            run.active.give_memory_back();
-        }
-        run.active.keeps_much()
     }
 
     fn try_drive(self: &Arc<Self>, spinning: bool) -> Progress {
@@ -601,7 +570,7 @@ impl Endpoint {
                 Pass::Then(key, then) => {
                     let held = self.table.lock().inflight.borrow(key);
                     if let Some(mut held) = held {
-                        let parts = then(self, &mut held);
+                        let parts = then(&mut held);
                         self.table.lock().inflight.give_back(key, held);
                         active.go_on(parts?);
                     }

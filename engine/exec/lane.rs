@@ -6,7 +6,7 @@
 use std::cell::OnceCell;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Wake, Waker};
 use std::time::{Duration, Instant};
@@ -15,10 +15,11 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
-use super::{Endpoint, Progress, quarantine};
+use super::{Progress, quarantine};
 use crate::error::Error;
 use crate::forked;
 use crate::link::Reactor;
+use crate::link::exit::Lease;
 use crate::link::region::Region;
 
 /// The lane spins this long without progress before it sleeps, where there are cores to spare.
@@ -37,10 +38,28 @@ const AWAKE: u32 = 0;
 const NAPPING: u32 = 1;
 const ASLEEP: u32 = 2;
 
+/// What the lane drives: one rank's part in a communicator. Nothing of it blocks.
+pub(crate) trait Driven: Send + Sync {
+    /// Makes progress if nobody else is about to.
+    fn drive_once(self: Arc<Self>) -> Progress;
+    /// The same before going to sleep: deadlines are looked at for certain.
+    fn drive_and_check(self: Arc<Self>) -> Progress;
+    /// Whether another thread drives it, or did since this was last asked.
+    fn is_driven(&self) -> bool;
+    /// With nothing to do: gives memory back that it keeps. Whether that is still to be done, later.
+    fn rest(&self) -> bool;
+    /// Whether it is on the lane's list. Who sets it puts it there.
+    fn enlisted(&self) -> &AtomicBool;
+    /// The rank's region, where peers see whether the lane sleeps.
+    fn region(&self) -> &Arc<Region>;
+    /// Whether there are more ranks than cores on this host.
+    fn is_oversubscribed(&self) -> bool;
+}
+
 pub(crate) struct Lane {
-    endpoints: Mutex<Vec<Arc<Endpoint>>>,
+    endpoints: Mutex<Vec<Arc<dyn Driven>>>,
     /// Endpoints with nothing to do that keep much memory. Only the lane touches them.
-    resting: Mutex<Vec<Weak<Endpoint>>>,
+    resting: Mutex<Vec<Weak<dyn Driven>>>,
     state: AtomicU32,
     /// Wakes it from inside the process. No peer has this descriptor.
     wake: OwnedFd,
@@ -93,6 +112,15 @@ pub(crate) fn lane() -> Result<Arc<Lane>, Error> {
     Ok(lane)
 }
 
+/// Keeps what peers may still touch until all leases are over, and sees to it that the lane looks.
+pub(super) fn keep_and_look(what: quarantine::What, leases: Vec<Arc<Lease>>) {
+    quarantine::keep(what, leases);
+    match lane() {
+        Ok(lane) => lane.kick(),
+        Err(error) => tracing::warn!("memory that a lost rank was lent is not used again: {error}"),
+    }
+}
+
 struct Kick(Arc<Lane>);
 
 impl Wake for Kick {
@@ -124,7 +152,7 @@ impl Lane {
         self.waker.get().unwrap_or(Waker::noop())
     }
 
-    pub(crate) fn enlist(&self, endpoint: Arc<Endpoint>) {
+    pub(crate) fn enlist(&self, endpoint: Arc<dyn Driven>) {
         self.endpoints.lock().push(endpoint);
     }
 
@@ -145,7 +173,7 @@ impl Lane {
     }
 
     fn run(self: Arc<Self>) {
-        let mut list: Vec<Arc<Endpoint>> = Vec::new();
+        let mut list: Vec<Arc<dyn Driven>> = Vec::new();
         let mut events = Vec::with_capacity(64);
         let (mut flags, mut taken) = (Vec::new(), Vec::new());
         let (mut last_moved, mut last_busy) = (Instant::now(), Instant::now());
@@ -167,7 +195,7 @@ impl Lane {
             }
             let idle = last_moved.elapsed();
             if seen.undriven && idle < SPIN {
-                if list.iter().any(|e| e.config.crowded) {
+                if list.iter().any(|e| e.is_oversubscribed()) {
                     std::thread::yield_now();
                 } else {
                     std::hint::spin_loop();
@@ -184,7 +212,7 @@ impl Lane {
     }
 
     /// One pass over the list.
-    fn pass(&self, list: &mut Vec<Arc<Endpoint>>) -> Seen {
+    fn pass(&self, list: &mut Vec<Arc<dyn Driven>>) -> Seen {
         list.clear();
         list.extend(self.endpoints.lock().iter().cloned());
         let mut seen = Seen::default();
@@ -193,7 +221,7 @@ impl Lane {
                 seen.driven = true;
                 continue;
             }
-            match endpoint.drive_and_check() {
+            match endpoint.clone().drive_and_check() {
                 Progress::Advanced => seen.moved = true,
                 Progress::Blocked => seen.undriven = true,
                 Progress::Idle => self.delist(endpoint),
@@ -202,9 +230,9 @@ impl Lane {
         seen
     }
 
-    fn delist(&self, endpoint: &Arc<Endpoint>) {
+    fn delist(&self, endpoint: &Arc<dyn Driven>) {
         self.endpoints.lock().retain(|e| !Arc::ptr_eq(e, endpoint));
-        endpoint.enlisted.store(false, Ordering::Release);
+        endpoint.enlisted().store(false, Ordering::Release);
         if endpoint.rest() {
             let mut resting = self.resting.lock();
             let new = Arc::downgrade(endpoint);
@@ -214,7 +242,9 @@ impl Lane {
         }
         // A submission between our look and the store found it enlisted: look again.
         fence(Ordering::SeqCst);
-        if endpoint.drive_once() != Progress::Idle && !endpoint.enlisted.swap(true, Ordering::AcqRel) {
+        if endpoint.clone().drive_once() != Progress::Idle
+            && !endpoint.enlisted().swap(true, Ordering::AcqRel)
+        {
             self.enlist(endpoint.clone());
         }
     }
@@ -226,7 +256,7 @@ impl Lane {
 
     /// Asks the endpoints that keep much memory whether they may give it back. `taken` is empty, and its memory is used anew
     /// each time: the endpoints are asked while nobody waits for the lock of the list.
-    fn let_rest(&self, taken: &mut Vec<Weak<Endpoint>>) {
+    fn let_rest(&self, taken: &mut Vec<Weak<dyn Driven>>) {
         std::mem::swap(taken, &mut *self.resting.lock());
         taken.retain(|endpoint| endpoint.upgrade().is_some_and(|endpoint| endpoint.rest()));
         self.resting.lock().append(taken);
@@ -236,14 +266,14 @@ impl Lane {
         &self,
         state: u32,
         timeout: Option<Duration>,
-        list: &mut Vec<Arc<Endpoint>>,
+        list: &mut Vec<Arc<dyn Driven>>,
         events: &mut Vec<epoll::Event>,
         flags: &mut Vec<Arc<Region>>,
     ) {
         self.state.store(state, Ordering::Release);
         flags.clear();
         if state == ASLEEP && timeout.is_some() {
-            flags.extend(list.iter().map(|e| e.config.region.clone()));
+            flags.extend(list.iter().map(|e| e.region().clone()));
         }
         flags.iter().for_each(|r| r.bell_flag().store(1, Ordering::Release));
         // Pairs with the fences in `Bell::ring`, `nudge` and `kick`: either they see the flag, or this pass sees
@@ -255,7 +285,7 @@ impl Lane {
         if !woken {
             let seen = self.pass(list);
             // An endpoint enlisted since the last pass has no flag up: nobody would wake us for it (tests/loom: bell).
-            let unflagged = |e: &Arc<Endpoint>| !flags.iter().any(|r| Arc::ptr_eq(r, &e.config.region));
+            let unflagged = |e: &Arc<dyn Driven>| !flags.iter().any(|r| Arc::ptr_eq(r, e.region()));
             let waiting = seen.undriven || (seen.driven && state == ASLEEP);
             woken = seen.moved || (waiting && list.iter().any(unflagged));
         }

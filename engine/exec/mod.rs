@@ -4,6 +4,7 @@
 //! them. Whoever has time drives it: the process's lane, or the thread that polls or waits. Nothing blocks inside.
 
 mod active;
+mod deadlines;
 pub(crate) mod device;
 mod endpoint;
 mod filling;

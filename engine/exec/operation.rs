@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use allstream_kernels::Combine;
 
-use super::Endpoint;
 use super::device::DeviceOp;
 use super::values::not_bool;
 use crate::error::Error;
@@ -156,7 +155,7 @@ impl PartList {
 
 /// What follows when all parts are done: looks at the buffers, and says what is to be done next. For operations whose
 /// first half tells how long the second is.
-pub(crate) type Then = Box<dyn FnOnce(&Arc<Endpoint>, &mut Held) -> Result<Vec<Part>, Error> + Send>;
+pub(crate) type Then = Box<dyn FnOnce(&mut Held) -> Result<Vec<Part>, Error> + Send>;
 
 /// A collective, ready to run.
 pub(crate) struct Request {

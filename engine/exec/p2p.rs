@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use allstream_kernels as kernels;
 
+use super::deadlines::grace;
 use super::inflight::Key;
 use super::port::{Payload, Port};
 use super::values::not_bool;
@@ -250,7 +251,7 @@ impl Messages {
             for m in peer.sends.iter().chain(&peer.recvs) {
                 let (waited, lacks) = (now - m.since, m.done == m.filled.min(m.transfer.bytes));
                 let timeout = m.transfer.timeout;
-                if waited > timeout && now - awake > super::endpoint::grace(timeout) {
+                if waited > timeout && now - awake > grace(timeout) {
                     return Some((m.transfer.clone(), false, lacks && m.filled < m.transfer.bytes));
                 }
                 if left[rank] && waited > Duration::from_millis(200) {

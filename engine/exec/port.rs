@@ -4,7 +4,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::filling::Filling;
-use super::quarantine::{self, What};
+use super::lane::keep_and_look;
+use super::quarantine::What;
 use crate::error::Error;
 use crate::forked;
 use crate::link::exit::Lease;
@@ -288,7 +289,7 @@ impl Port {
         for p in self.peers.iter_mut().filter(|p| p.lent.iter().any(|lent| lent.slot.is_some())) {
             if let Some(lease) = p.lease() {
                 let slots = p.lent.drain(..).filter_map(|lent| lent.slot).map(Slot::downgrade).collect();
-                quarantine::keep(What::Slots(slots), vec![lease]);
+                keep_and_look(What::Slots(slots), vec![lease]);
             }
         }
     }

@@ -12,7 +12,6 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::lane::lane;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, WeakSlot};
 use crate::mem::Held;
@@ -38,17 +37,11 @@ static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 /// How many there are.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Keeps it until all leases are over.
-pub(crate) fn keep(what: What, leases: Vec<Arc<Lease>>) {
-    {
-        let mut kept = KEPT.lock();
-        kept.push(Kept { what, leases });
-        COUNT.store(kept.len(), Ordering::Release);
-    }
-    match lane() {
-        Ok(lane) => lane.kick(),
-        Err(error) => tracing::warn!("memory that a lost rank was lent is not used again: {error}"),
-    }
+/// Keeps it until all leases are over. The lane is to be woken then ([`keep_and_look`](super::lane::keep_and_look)).
+pub(super) fn keep(what: What, leases: Vec<Arc<Lease>>) {
+    let mut kept = KEPT.lock();
+    kept.push(Kept { what, leases });
+    COUNT.store(kept.len(), Ordering::Release);
 }
 
 pub(super) fn is_empty() -> bool {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Weak};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::local::RawRing;
+use super::cells::RawRing;
 use super::region::Region;
 
 /// A process of this host, by a descriptor that stands for it alone: its number may be given to another one later.

@@ -13,7 +13,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::local::{Bell, Descriptor, RawRing, RingFlag};
+use super::cells::{Descriptor, RawRing, RingFlag};
+use super::local::Bell;
 use super::peer::{PeerDevice, Place};
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};

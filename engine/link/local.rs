@@ -5,203 +5,24 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 
 use parking_lot::Mutex;
 use rustix::net::SendFlags;
 
+use super::cells::{Descriptor, RawRing};
 use super::exit::{Exit, Lease};
+use super::layout::LINE;
 use super::region::Region;
-use super::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory};
+use super::ring::{Consumer, Producer};
 use super::waits::{Wait, kept};
 use super::{Frame, Header, INLINE, LinkRx, LinkTx, Loan, Posted, SLOT};
 use crate::error::Error;
-use crate::types::{Rank, Signature};
-
-const LINE: usize = 64;
-const CELL: usize = 2 * LINE + INLINE - LINE; // header line + inline payload = 256
-const CELLS_AT: usize = 2 * LINE;
-/// Bytes of one ring: the consumer's line, the revocation line, the cells.
-pub(crate) const RING_BYTES: usize = CELLS_AT + CELLS as usize * CELL;
+use crate::types::Rank;
 
 const NOWHERE: u64 = u64::MAX;
 /// Payloads that need no line beside the descriptor's.
 const TINY: usize = size_of::<u64>();
-
-/// A cell's first line. `repr(C)`: the layout is the contract between processes (of one build: versions are
-/// compared at the handshake).
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct Descriptor {
-    op: u64,
-    offset: u64,
-    /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline. A payload
-    /// of at most [`TINY`] bytes is here itself: one line less that goes from core to core.
-    pub(super) location: u64,
-    count: u64,
-    pub(super) len: u32,
-    message: u32,
-    root: u32,
-    generation: u32,
-    kinds: [u8; 4],
-    detail: u32,
-    comm: u32,
-    lap: u32,
-}
-
-const _: () = assert!(size_of::<Descriptor>() == LINE && CELL == 256);
-
-impl Descriptor {
-    pub(super) fn new(header: &Header, location: u64) -> Descriptor {
-        let s = &header.signature;
-        Descriptor {
-            comm: header.comm,
-            op: header.op,
-            offset: header.offset,
-            location,
-            count: s.count,
-            len: header.len,
-            message: header.message,
-            root: s.root,
-            generation: s.generation,
-            kinds: [s.kind, s.dtype, s.op, s.algo],
-            detail: s.detail,
-            lap: 0,
-        }
-    }
-
-    pub(super) fn header(&self) -> Header {
-        let [kind, dtype, op, algo] = self.kinds;
-        let (root, count, generation, detail) = (self.root, self.count, self.generation, self.detail);
-        let signature = Signature { kind, dtype, op, algo, root, count, generation, detail };
-        let Descriptor { comm, op, offset, len, message, .. } = *self;
-        Header { comm, op, offset, len, message, signature }
-    }
-}
-
-/// A ring at an address in somebody's region.
-#[derive(Clone)]
-pub(super) struct RawRing {
-    region: Arc<Region>,
-    base: *mut u8,
-}
-
-// SAFETY: `base` points into `region`, which the ring keeps mapped; accesses follow the ring protocol (one producer,
-// one consumer), whose orderings make hand-overs between threads and processes sound.
-unsafe impl Send for RawRing {}
-
-impl RawRing {
-    pub(super) fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
-        if !region.contains(offset, RING_BYTES) || !offset.is_multiple_of(128) {
-            return Err(Error::system(
-                "open a ring of a peer",
-                format!("offset {offset} is not in its region"),
-            ));
-        }
-        let base = region.at(offset as usize);
-        Ok(RawRing { region, base })
-    }
-
-    fn cell(&self, cell: usize) -> *mut Descriptor {
-        self.base.wrapping_add(CELLS_AT + cell * CELL).cast()
-    }
-
-    fn inline(&self, cell: usize) -> *mut u8 {
-        self.base.wrapping_add(CELLS_AT + cell * CELL + LINE)
-    }
-
-    /// Writes beside the descriptor of frame `frame`, before that is posted: at most [`INLINE`] bytes.
-    pub(super) fn write_beside(&self, frame: u64, bytes: &[u8]) {
-        debug_assert!(bytes.len() <= INLINE);
-        let at = self.inline((frame % CELLS) as usize);
-        // SAFETY: the cell is in the mapping, has that much room beside the descriptor, and is by the protocol the
-        // producer's until it is published.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len().min(INLINE)) };
-    }
-
-    /// What was written there, of a frame that was published.
-    pub(super) fn read_beside<const N: usize>(&self, frame: u64) -> [u8; N] {
-        const { assert!(N <= INLINE) };
-        // SAFETY: as in `read`: in the mapping, and a copy of plain bytes, checked afterwards.
-        unsafe { self.inline((frame % CELLS) as usize).cast::<[u8; N]>().read_volatile() }
-    }
-
-    fn lap(&self, cell: usize) -> &AtomicU32 {
-        // SAFETY: in the mapping (checked in `new`), aligned to 4, only ever accessed as an atomic, alive with `self`.
-        unsafe { &*self.cell(cell).cast::<u8>().add(LINE - 4).cast::<AtomicU32>() }
-    }
-
-    fn released_count(&self) -> &AtomicU64 {
-        // SAFETY: as in `lap`; the ring starts on a 128-byte boundary.
-        unsafe { &*self.base.cast::<AtomicU64>() }
-    }
-
-    /// Whether the consumer has released all of so many frames, or has said that it reads no more.
-    pub(super) fn has_released(&self, posted: u64) -> bool {
-        [posted, CLOSED].contains(&self.released_count().load(Ordering::Acquire))
-    }
-
-    pub(super) fn revoked(&self) -> &AtomicU32 {
-        // SAFETY: as in `lap`.
-        unsafe { &*self.base.add(LINE).cast::<AtomicU32>() }
-    }
-}
-
-/// The word of a ring by which its sender takes back what it lent.
-pub(super) struct RingFlag(RawRing);
-
-// SAFETY: all that is done with the ring is to its flag, an atomic word.
-unsafe impl Sync for RingFlag {}
-
-impl RingFlag {
-    pub(super) fn new(region: Arc<Region>, offset: u64) -> Result<RingFlag, Error> {
-        RawRing::new(region, offset).map(RingFlag)
-    }
-
-    pub(super) fn raise(&self, to: u32) {
-        self.0.revoked().fetch_max(to, Ordering::SeqCst);
-    }
-
-    pub(super) fn is(&self) -> u32 {
-        self.0.revoked().load(Ordering::SeqCst)
-    }
-}
-
-impl RingMemory for RawRing {
-    /// A descriptor, and the payload to copy beside it (null: none).
-    type Frame = (Descriptor, *const u8);
-
-    fn lap_acquire(&self, cell: usize) -> u32 {
-        self.lap(cell).load(Ordering::Acquire)
-    }
-    fn publish(&self, cell: usize, lap: u32) {
-        self.lap(cell).store(lap, Ordering::Release);
-    }
-    fn released_acquire(&self) -> u64 {
-        self.released_count().load(Ordering::Acquire)
-    }
-    fn release(&self, count: u64) {
-        self.released_count().store(count, Ordering::Release);
-    }
-    fn write(&self, cell: usize, (descriptor, payload): Self::Frame) {
-        let bytes = (&raw const descriptor).cast::<u8>();
-        // SAFETY: the cell is in the mapping and, by the protocol, the producer's until published. The last word
-        // (the lap) is left alone: the consumer polls it. `payload` is null or valid for `len <= INLINE` bytes
-        // (`LocalTx::post` sees to it), and cannot overlap the cell.
-        unsafe {
-            std::ptr::copy_nonoverlapping(bytes, self.cell(cell).cast::<u8>(), LINE - 4);
-            if !payload.is_null() {
-                std::ptr::copy_nonoverlapping(payload, self.inline(cell), descriptor.len as usize);
-            }
-        }
-    }
-    fn read(&self, cell: usize) -> Self::Frame {
-        // SAFETY: the cell is in the mapping and was published to us; a producer that breaks the protocol can change
-        // the bytes under us, which is why this is a copy of plain integers, checked afterwards. The lap word may be
-        // written concurrently only by such a producer.
-        (unsafe { self.cell(cell).read_volatile() }, self.inline(cell))
-    }
-}
 
 /// Wakes a rank's lane when it sleeps.
 #[derive(Clone)]
@@ -276,7 +97,7 @@ impl LinkTx for LocalTx {
 
     fn lease(&self) -> Option<Lease> {
         let ring = self.ring.memory();
-        let at = ring.region.offset_of(ring.base)?;
+        let at = ring.offset()?;
         Some(Lease::new(&ring.region, at, self.ring.posted(), self.exit.clone()))
     }
 
@@ -449,8 +270,11 @@ unsafe impl Send for LocalRx {}
 
 #[cfg(test)]
 mod tests {
+    use super::super::layout::RING_BYTES;
     use super::super::region::SLOTS;
+    use super::super::ring::CELLS;
     use super::*;
+    use crate::types::Signature;
 
     fn pair(same_process: bool) -> (LocalTx, LocalRx, Arc<Region>) {
         let region = Arc::new(Region::shared().unwrap());

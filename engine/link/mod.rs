@@ -14,8 +14,10 @@
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
 
 pub(crate) mod arena;
+mod cells;
 pub(crate) mod exit;
 pub(crate) mod ipc;
+pub(crate) mod layout;
 pub(crate) mod local;
 pub(crate) mod peer;
 pub(crate) mod region;

@@ -14,7 +14,8 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
-use super::local::{Bell, Descriptor, Gate, RawRing};
+use super::cells::{Descriptor, RawRing};
+use super::local::{Bell, Gate};
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
 use super::waits::{Point, Wait, dawdle, kept, stop};

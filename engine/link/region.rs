@@ -15,6 +15,7 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat,
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
 use super::SLOT;
+use super::layout::RING_BYTES;
 use crate::error::Error;
 use crate::forked;
 use crate::mem::device::{DeviceStream, SharedWords};
@@ -341,7 +342,7 @@ impl Region {
                     "{bytes} bytes wanted, {} of {HEAP} in use in this rank's region; it has room for about {} \
                      groups of 8 at a time: drop those that are not needed",
                     heap.used,
-                    HEAP / (2 * 8 * super::local::RING_BYTES)
+                    HEAP / (2 * 8 * RING_BYTES)
                 ),
             )
         })

@@ -14,11 +14,17 @@ const AT_ONCE: f64 = 0.5;
 /// Communicators that lose a rank at once.
 const MANY: usize = 200;
 
-/// The last rank dies once all others are ready for it. Returns on the others, as soon as their world is dead.
+/// The last rank dies once all others have said that they are ready for it: that nothing is under way that needs it. Returns on
+/// the others, as soon as their world is dead.
 async fn lose_the_last(world: &mut Comm) {
-    if world.rank() + 1 == world.size() {
+    let last = world.size() - 1;
+    if world.rank() == last {
+        for rank in 0..last {
+            world.recv(vec![0u8], rank).await.unwrap();
+        }
         std::process::abort();
     }
+    world.send(vec![1u8], last).await.unwrap();
     while world.check().is_ok() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }

@@ -3,13 +3,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Endpoint, Port, Run};
+use allstream_kernels::cuda::{Kind, kernel};
+
+use super::{Collective, Endpoint, Port, Run};
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceLinks, DeviceOp};
 use crate::exec::inflight::Key;
+use crate::exec::operation::Reduction;
 use crate::exec::port::DEVICES;
 use crate::mem::Held;
 use crate::mem::device::DeviceStream;
+use crate::plan::Step;
 use crate::types::Rank;
 
 /// A thread that makes a stream wait for a collective first helps to get it onto its own stream, for this long: waiting
@@ -113,5 +117,29 @@ impl Endpoint {
             far.distrust();
             far.leave_open();
         }
+    }
+}
+
+impl Binding {
+    /// Gets what an operation will need of the driver, at the call: kernels, and memory for what its steps keep in hand. The
+    /// driver may wait for all that is on the device before it gives that, and a stream of the caller's may by then wait for
+    /// the operation ([`DeviceOp::join`]). So it is had before anything waits for this operation, by a thread that holds nothing.
+    pub(crate) fn get_ready(&self, collective: &mut Collective) -> Result<(), Error> {
+        let &Reduction::Op(op) = &collective.reduction else { return Ok(()) };
+        let (stream, scaled) = (&self.ours.stream, collective.scale.is_some());
+        let mut most = 0;
+        for part in collective.parts.all() {
+            let combines = part.program.plan.steps.iter().any(Step::combines);
+            let kinds = [
+                Some(Kind::Copy),
+                combines.then_some(Kind::FoldTwo(op)),
+                combines.then_some(Kind::Fold(op)),
+                scaled.then_some(Kind::Scale),
+            ];
+            stream.load(kinds.into_iter().flatten().filter_map(|kind| kernel(part.dtype, kind)))?;
+            let fused = self.far.is_none() && part.program.folds_all;
+            most = most.max(part.kept_on_device(scaled, fused));
+        }
+        if most > 0 { stream.reserve(most) } else { Ok(()) }
     }
 }

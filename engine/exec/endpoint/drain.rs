@@ -8,7 +8,8 @@ use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
-use crate::exec::quarantine::{self, What};
+use crate::exec::lane::keep_and_look;
+use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
 use crate::trace::State;
 
@@ -177,7 +178,7 @@ impl Endpoint {
         let held = table.inflight.borrow(key);
         drop(table);
         match (held, fate) {
-            (Some(held), Fate::Until(leases)) => quarantine::keep(What::Buffers(held), leases),
+            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held), leases),
             (held, _) => std::mem::forget(held),
         }
     }

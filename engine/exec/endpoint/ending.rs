@@ -4,8 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Endpoint, Run, grace};
+use super::{Endpoint, Run};
 use crate::error::{Error, Missing, MissingState, Operation};
+use crate::exec::deadlines::grace;
 use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::trace::State;

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use super::{Endpoint, EndpointConfig, Table, grace};
+use super::{Endpoint, EndpointConfig, Table};
 use crate::error::{Error, Missing, MissingState, Operation};
+use crate::exec::deadlines::grace;
 use crate::exec::inflight::{Finished, Key, Look};
 use crate::forked;
 use crate::mem::Held;

@@ -4,8 +4,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{COMPARED, Endpoint, Run, grace};
+use super::{COMPARED, Endpoint, Run};
 use crate::error::{Error, Lost, Missing, MissingState, Operation};
+use crate::exec::deadlines::grace;
 use crate::types::{Rank, Signature};
 
 /// Looked at no more often than this, a process may have been stopped, or its machine suspended.
