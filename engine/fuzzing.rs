@@ -201,7 +201,6 @@ pub fn hostile_ring(data: &[u8]) {
     while !input.is_empty() {
         match input.u8() % 4 {
             0 => {
-                // The peer writes.
                 let (from, len) = (usize::from(input.u16()) % RING_BYTES, usize::from(input.u8()));
                 let bytes = input.take(len.min(RING_BYTES - from));
                 // SAFETY: inside the ring.

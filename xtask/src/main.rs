@@ -1,5 +1,6 @@
 //! `cargo xtask`: the tests, the house's own checks, and what CI runs.
 
+mod circles;
 mod house;
 mod journal;
 mod kernels;
