@@ -55,7 +55,7 @@ struct Peer {
     posted: u64,
     /// What was lent to it was taken back: it reads none of that any more.
     quiet: bool,
-    /// What was lent to it is kept elsewhere ([`quarantine`]) until this is over.
+    /// What was lent to it is kept elsewhere ([`super::quarantine`]) until this is over.
     lease: Option<Arc<Lease>>,
 }
 
