@@ -19,8 +19,8 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::error::Error;
 use crate::exec::{
-    Active, Direction, Inflight, Key, Messages, Opener, Part, PartList, Pass, Port, Reduction, Request,
-    Transfer,
+    self, Active, Direction, Inflight, Key, Messages, Opener, Operation, Part, PartList, Pass, Port,
+    Reduction,
 };
 use crate::group::Rendezvous;
 use crate::group::handshake::{self, Purpose, Token};
@@ -408,19 +408,22 @@ pub fn hostile_messages(data: &[u8]) {
         let at = memory.as_mut_ptr();
         buffers.insert(key.number(), memory);
         signatures.push(signature);
-        transfers.push(Transfer {
+        transfers.push((
             key,
-            direction,
-            peer: 1,
-            tag: tag.into(),
-            number: *number,
-            memory: at,
-            bytes: count * 4,
-            unit: 4,
-            signature,
-            timeout: FOREVER,
-            staged: None,
-        });
+            exec::Message {
+                direction,
+                peer: 1,
+                tag: tag.into(),
+                number: *number,
+                half: None,
+                memory: at,
+                bytes: count * 4,
+                unit: 4,
+                signature,
+                timeout: FOREVER,
+                staged: None,
+            },
+        ));
         *number += 1;
     }
     let late = usize::from(input.u8()) % (transfers.len() + 1);
@@ -428,7 +431,7 @@ pub fn hostile_messages(data: &[u8]) {
     let mut messages = Messages::new(0, 0, 0, 2, port);
     let mut done: Vec<Key> = Vec::new();
     for (i, transfer) in transfers.into_iter().enumerate() {
-        messages.add(transfer);
+        messages.add(transfer.0, transfer.1);
         if i < late && messages.pass(|key| done.push(key)).is_err() {
             return;
         }
@@ -476,29 +479,20 @@ pub fn hostile_collective(data: &[u8]) {
     let input_memory = vec![0u8; ins * unit].into_boxed_slice();
     let mut output = vec![0u8; outs * unit].into_boxed_slice();
     let at = output.as_mut_ptr();
-    let request = Request {
-        number: 0,
-        signature,
-        timeout: FOREVER,
-        reduction: Reduction::Op(op),
-        scale: None,
-        parts: PartList::One(Part {
-            program: Arc::new(Program { whole, ..Program::compile(&plan) }),
-            input: if in_place { at.cast_const() } else { input_memory.as_ptr() },
-            output: at,
-            count,
-            dtype,
-            tables: None,
-            pairwise: false,
-        }),
-        then: None,
-        device: None,
-        staged: None,
+    let part = Part {
+        program: Arc::new(Program { whole, ..Program::compile(&plan) }),
+        input: if in_place { at.cast_const() } else { input_memory.as_ptr() },
+        output: at,
+        count,
+        dtype,
+        tables: None,
+        pairwise: false,
     };
+    let operation = Operation::new("fuzz", signature, FOREVER, Reduction::Op(op), PartList::One(part));
     let Some(mut port) = port(0, script(&mut input, &[signature], unit)) else { return };
     let mut table = Inflight::<(), ()>::with_capacity(1);
     let mut active = Active::new(0, usize::MAX);
-    active.start(table.submit(()), request, std::time::Instant::now());
+    active.start(table.submit(()), operation, std::time::Instant::now());
     for _ in 0..500 {
         if port.reap(|lent| active.freed(lent)).is_err() {
             break;

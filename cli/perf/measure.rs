@@ -1,86 +1,16 @@
 //! The clock: back to back after a barrier, the slowest rank's time, the median over rounds.
 
 use std::cell::Cell;
-use std::marker::PhantomData;
-use std::ops::DerefMut;
 use std::pin::{Pin, pin};
 use std::time::Instant;
 
-use allstream::cuda::{DeviceBuf, DeviceStream};
-use allstream::{Algo, ArenaBuf, Buf, Call, Comm, Error, Kind, ReduceOp, Work};
+use allstream::cuda::DeviceStream;
+use allstream::{Algo, AnyBuf, Call, Comm, Error, Kind, ReduceOp, Work};
 use tokio::runtime::Runtime;
 
-use super::case::{Case, Value, What};
+use super::case::{Case, What};
+use super::memory::{Memory, Place};
 use super::report::Time;
-
-/// Memory that collectives are timed on.
-pub(crate) trait Memory<T>: Buf<Elem = T> + Sized {
-    fn make(comm: &Comm, effort: &Effort, len: usize) -> Result<Self, Error>;
-    /// Puts in what `fill` writes over zeros, or over what is there.
-    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<Self, Error>;
-    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(Self, R), Error>;
-}
-
-fn fill_here<T, M: DerefMut<Target = [T]>>(mut memory: M, fill: impl FnOnce(&mut [T])) -> Result<M, Error> {
-    fill(&mut memory);
-    Ok(memory)
-}
-
-fn look_here<T, M: DerefMut<Target = [T]>, R>(
-    memory: M,
-    look: impl FnOnce(&[T]) -> R,
-) -> Result<(M, R), Error> {
-    let seen = look(&memory);
-    Ok((memory, seen))
-}
-
-impl<T: Value> Memory<T> for Vec<T> {
-    fn make(_: &Comm, _: &Effort, len: usize) -> Result<Vec<T>, Error> {
-        Ok(vec![T::of(0); len])
-    }
-    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<Vec<T>, Error> {
-        fill_here(self, fill)
-    }
-    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(Vec<T>, R), Error> {
-        look_here(self, look)
-    }
-}
-
-impl<T: Value> Memory<T> for ArenaBuf<T> {
-    fn make(comm: &Comm, _: &Effort, len: usize) -> Result<ArenaBuf<T>, Error> {
-        comm.alloc(len)
-    }
-    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<ArenaBuf<T>, Error> {
-        fill_here(self, fill)
-    }
-    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(ArenaBuf<T>, R), Error> {
-        look_here(self, look)
-    }
-}
-
-impl<T: Value> Memory<T> for DeviceBuf<T> {
-    fn make(_: &Comm, effort: &Effort, len: usize) -> Result<DeviceBuf<T>, Error> {
-        let Some(stream) = &effort.stream else {
-            return Err(Error::Unavailable {
-                what: "memory on a device".into(),
-                problem: "this rank has no stream".into(),
-            });
-        };
-        DeviceBuf::zeroed(stream, len)
-    }
-    /// Done when it returns: the clock starts later.
-    fn filled(self, fill: impl FnOnce(&mut [T])) -> Result<DeviceBuf<T>, Error> {
-        let mut host = vec![T::of(0); self.len()];
-        fill(&mut host);
-        Ok(self.copy_from_host(host).wait()?.1)
-    }
-    fn looked_at<R>(self, look: impl FnOnce(&[T]) -> R) -> Result<(DeviceBuf<T>, R), Error> {
-        let host = vec![T::of(0); self.len()];
-        let (buf, host) = self.to_host(host).wait()?;
-        let seen = look(&host);
-        Ok((buf, seen))
-    }
-}
 
 /// How often, and how.
 #[derive(Debug)]
@@ -96,9 +26,8 @@ pub(crate) struct Effort {
     /// That is done now; and in turns with the other.
     pub(crate) by_await: Cell<bool>,
     pub(crate) in_turns: bool,
-    /// Where buffers on a device belong.
-    pub(crate) stream: Option<DeviceStream>,
-    /// That stream waits for each operation, and the host for the last of a group.
+    pub(crate) memory: Memory,
+    /// The stream of buffers on a device waits for each operation, and the host for the last of a group.
     pub(crate) joins: bool,
 }
 
@@ -121,6 +50,14 @@ impl Effort {
         self.runtime.as_ref().filter(|_| self.by_await.get())
     }
 
+    /// The stream that waits for operations, if one does.
+    fn joining(&self) -> Option<&DeviceStream> {
+        match &self.memory.place {
+            Place::Device(stream) if self.joins => Some(stream),
+            _ => None,
+        }
+    }
+
     /// Runs operations to their end. Where they are waited for, there is nothing to await.
     fn run<T>(&self, operations: impl Future<Output = Result<T, Error>>) -> Result<T, Error> {
         let mut result = Err(invalid("the operations were not run to their end"));
@@ -128,7 +65,7 @@ impl Effort {
         result
     }
 
-    /// An object, so that the runtime is compiled once, and not for every type of element in every kind of memory.
+    /// An object, so that the runtime is compiled once, and not for every kind of operation.
     fn block_on(&self, operations: Pin<&mut dyn Future<Output = ()>>) {
         match self.awaits() {
             Some(runtime) => runtime.block_on(operations),
@@ -169,7 +106,7 @@ fn collectives<S: Send + 'static>(
     mut state: S,
     mut start: impl FnMut(S) -> Work<S>,
 ) -> Result<S, Error> {
-    if let Some(stream) = effort.stream.as_ref().filter(|_| effort.joins) {
+    if let Some(stream) = effort.joining() {
         for _ in 0..count {
             state = start(state).join(stream)?.in_order()?;
         }
@@ -189,33 +126,23 @@ fn collectives<S: Send + 'static>(
 }
 
 /// One size, out of place and in place (`None` where there is no such form).
-pub(crate) fn measure<T: Value, M: Memory<T>>(
-    comm: &mut Comm,
-    case: &Case,
-    effort: &Effort,
-) -> Result<(Time, Option<Time>), Error> {
+pub(crate) fn measure(comm: &mut Comm, case: &Case, effort: &Effort) -> Result<(Time, Option<Time>), Error> {
     let (input, output) = case.lengths();
-    let bufs = Some((M::make(comm, effort, input)?, M::make(comm, effort, output)?));
-    let out =
-        time(comm, case, effort, size_of::<T>(), &mut OutOfPlace { case, effort, bufs, of: PhantomData })?;
+    let bufs = Some((effort.memory.make(comm, input)?, effort.memory.make(comm, output)?));
+    let out = time(comm, case, effort, &mut OutOfPlace { case, effort, bufs })?;
     if !case.what.in_place() {
         return Ok((out, None));
     }
-    Ok((out, Some(measure_in_place::<T, M>(comm, case, effort)?)))
+    Ok((out, Some(measure_in_place(comm, case, effort)?)))
 }
 
 /// One size in place.
-pub(crate) fn measure_in_place<T: Value, M: Memory<T>>(
-    comm: &mut Comm,
-    case: &Case,
-    effort: &Effort,
-) -> Result<Time, Error> {
-    let buf = Some(M::make(comm, effort, in_place_length(case))?);
-    time(comm, case, effort, size_of::<T>(), &mut InPlace { case, effort, buf, of: PhantomData })
+pub(crate) fn measure_in_place(comm: &mut Comm, case: &Case, effort: &Effort) -> Result<Time, Error> {
+    let buf = Some(effort.memory.make(comm, in_place_length(case))?);
+    time(comm, case, effort, &mut InPlace { case, effort, buf })
 }
 
-/// What is timed, with the buffers that it needs. An object, so that the clock is compiled once, and not for every type of
-/// element in every kind of memory.
+/// What is timed, with the buffers that it needs.
 trait Timed {
     /// Puts the inputs in, and takes results of earlier operations out.
     fn fill(&mut self) -> Result<(), Error>;
@@ -235,18 +162,17 @@ fn invalid(problem: &str) -> Error {
 }
 
 /// From one buffer into another; and messages.
-struct OutOfPlace<'a, T, M> {
+struct OutOfPlace<'a> {
     case: &'a Case,
     effort: &'a Effort,
-    bufs: Option<(M, M)>,
-    of: PhantomData<T>,
+    bufs: Option<(AnyBuf, AnyBuf)>,
 }
 
-impl<T: Value, M: Memory<T>> Timed for OutOfPlace<'_, T, M> {
+impl Timed for OutOfPlace<'_> {
     fn fill(&mut self) -> Result<(), Error> {
         let (from, to) = held(&mut self.bufs)?;
-        let from = from.filled(|from| self.case.fill(from, false))?;
-        self.bufs = Some((from, to.filled(|to| to.fill(T::of(0)))?));
+        let memory = &self.effort.memory;
+        self.bufs = Some((memory.fill(from, self.case, false)?, memory.clear(to)?));
         Ok(())
     }
 
@@ -280,23 +206,22 @@ impl<T: Value, M: Memory<T>> Timed for OutOfPlace<'_, T, M> {
 
     fn wrong(&mut self) -> Result<u64, Error> {
         let (from, to) = held(&mut self.bufs)?;
-        let (to, wrong) = to.looked_at(|to| self.case.wrong::<T>(to, false))?;
+        let (to, wrong) = self.effort.memory.wrong(to, self.case, false)?;
         self.bufs = Some((from, to));
         Ok(wrong)
     }
 }
 
 /// In one buffer.
-struct InPlace<'a, T, M> {
+struct InPlace<'a> {
     case: &'a Case,
     effort: &'a Effort,
-    buf: Option<M>,
-    of: PhantomData<T>,
+    buf: Option<AnyBuf>,
 }
 
-impl<T: Value, M: Memory<T>> Timed for InPlace<'_, T, M> {
+impl Timed for InPlace<'_> {
     fn fill(&mut self) -> Result<(), Error> {
-        self.buf = Some(held(&mut self.buf)?.filled(|buf| self.case.fill(buf, true))?);
+        self.buf = Some(self.effort.memory.fill(held(&mut self.buf)?, self.case, true)?);
         Ok(())
     }
 
@@ -310,20 +235,14 @@ impl<T: Value, M: Memory<T>> Timed for InPlace<'_, T, M> {
     }
 
     fn wrong(&mut self) -> Result<u64, Error> {
-        let (buf, wrong) = held(&mut self.buf)?.looked_at(|buf| self.case.wrong::<T>(buf, true))?;
+        let (buf, wrong) = self.effort.memory.wrong(held(&mut self.buf)?, self.case, true)?;
         self.buf = Some(buf);
         Ok(wrong)
     }
 }
 
-fn time(
-    comm: &mut Comm,
-    case: &Case,
-    effort: &Effort,
-    unit: usize,
-    timed: &mut dyn Timed,
-) -> Result<Time, Error> {
-    let bytes = case.elements() * unit;
+fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) -> Result<Time, Error> {
+    let bytes = case.elements() * effort.memory.dtype.size();
     let (group, rounds, warmup) = effort.rounds(bytes);
     // By await (or in the only way), and by wait where that takes its turn.
     let mut mine = [Vec::with_capacity(rounds), Vec::new()];
@@ -337,7 +256,7 @@ fn time(
         comm.barrier().wait()?;
         let start = Instant::now();
         timed.run(comm, group)?;
-        if let Some(stream) = effort.stream.as_ref().filter(|_| effort.joins) {
+        if let Some(stream) = effort.joining() {
             stream.synchronize()?;
         }
         let seconds = start.elapsed().as_secs_f64() / group as f64;
@@ -382,14 +301,14 @@ fn call<'a>(comm: &'a mut Comm, case: &Case, effort: &Effort) -> Call<'a> {
     if case.what.reduces() { call.op(case.op) } else { call }
 }
 
-fn out_of_place<B: Buf>(
+fn out_of_place(
     comm: &mut Comm,
     case: &Case,
     effort: &Effort,
     kind: Kind,
-    from: B,
-    to: B,
-) -> Work<(B, B)> {
+    from: AnyBuf,
+    to: AnyBuf,
+) -> Work<(AnyBuf, AnyBuf)> {
     let (call, root) = (call(comm, case, effort), case.root);
     match kind {
         Kind::Reduce => call.reduce_into(from, to, root),
@@ -406,7 +325,12 @@ fn out_of_place<B: Buf>(
 }
 
 /// Rank 0's input there, and what came back; other ranks do nothing.
-async fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> Result<(B, B), Error> {
+async fn pingpong(
+    comm: &mut Comm,
+    effort: &Effort,
+    from: AnyBuf,
+    to: AnyBuf,
+) -> Result<(AnyBuf, AnyBuf), Error> {
     match comm.rank() {
         0 => {
             let from = wait!(effort, comm.send(from, 1))?;
@@ -420,7 +344,7 @@ async fn pingpong<B: Buf>(comm: &mut Comm, effort: &Effort, from: B, to: B) -> R
     }
 }
 
-fn in_place<B: Buf>(comm: &mut Comm, case: &Case, effort: &Effort, kind: Kind, buf: B) -> Work<B> {
+fn in_place(comm: &mut Comm, case: &Case, effort: &Effort, kind: Kind, buf: AnyBuf) -> Work<AnyBuf> {
     let (call, root) = (call(comm, case, effort), case.root);
     match kind {
         Kind::Reduce => call.reduce(buf, root),

@@ -3,6 +3,7 @@
 mod case;
 mod device;
 mod measure;
+mod memory;
 mod plot;
 mod report;
 mod tuning;
@@ -14,16 +15,16 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use allstream::cuda::DeviceBuf;
-use allstream::{Algo, ArenaBuf, Comm, DType, LinkChoice, ReduceOp, Rendezvous, bf16, f8e4m3, f8e5m2, f16};
+use allstream::{Algo, Comm, DType, LinkChoice, ReduceOp, Rendezvous};
 use clap::{Args, ValueEnum};
 
 use crate::console::Console;
 use crate::demo::BoxError;
 use crate::launch::{self, bind::Bind};
 use crate::units::size;
-use case::{Case, Value, What};
-use measure::{Effort, Memory, measure};
+use case::{Case, What};
+use measure::{Effort, measure};
+use memory::{Memory, Place};
 pub(crate) use report::Report;
 use report::{Row, Series};
 
@@ -381,23 +382,6 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
     if args.collective == What::PingPong && comm.size() < 2 {
         return Err("pingpong needs two ranks".into());
     }
-    let run = match args.datatype {
-        DType::Bool => series::<bool>,
-        DType::I8 => series::<i8>,
-        DType::I16 => series::<i16>,
-        DType::I32 => series::<i32>,
-        DType::I64 => series::<i64>,
-        DType::U8 => series::<u8>,
-        DType::U16 => series::<u16>,
-        DType::U32 => series::<u32>,
-        DType::U64 => series::<u64>,
-        DType::F16 => series::<f16>,
-        DType::BF16 => series::<bf16>,
-        DType::F32 => series::<f32>,
-        DType::F64 => series::<f64>,
-        DType::F8E4M3 => series::<f8e4m3>,
-        DType::F8E5M2 => series::<f8e5m2>,
-    };
     let console = Console::new(comm.rank() == 0);
     let place = args.device.map(|ordinal| device::bind(comm, ordinal, args.staged, args.join)).transpose()?;
     // One rank, while the others have nothing to do.
@@ -432,6 +416,12 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
         cores,
         series: Vec::new(),
     };
+    let memory = match (&place, args.alloc) {
+        (Some(place), _) => Place::Device(place.stream.clone()),
+        (None, Alloc::User) => Place::User,
+        (None, Alloc::Arena) => Place::Arena,
+    };
+    let memory = Memory::new(args.datatype, memory);
     for &algo in &args.algo {
         let places = if args.threads { "threads" } else { "processes" };
         let bound = match args.bind_to.unwrap_or_default() {
@@ -462,31 +452,18 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             runtime: args.awaits.map(|_| runtime()).transpose()?,
             by_await: Cell::new(true),
             in_turns: args.awaits == Some(Awaits::Turns),
-            stream: place.as_ref().map(|place| place.stream.clone()),
+            memory: memory.clone(),
             joins: args.join,
         };
         let mut series = Series { link: link.name().into(), algo: algo.name().into(), ..Series::default() };
-        run(comm, args, &mut effort, &console, &mut series)?;
+        self::series(comm, args, &mut effort, &console, &mut series)?;
         report.series.push(series);
     }
     Ok(report)
 }
 
-fn series<T: Value>(
-    comm: &mut Comm,
-    args: &PerfArgs,
-    effort: &mut Effort,
-    console: &Console,
-    series: &mut Series,
-) -> Result<(), BoxError> {
-    match args.alloc {
-        _ if args.device.is_some() => series_on::<T, DeviceBuf<T>>(comm, args, effort, console, series),
-        Alloc::User => series_on::<T, Vec<T>>(comm, args, effort, console, series),
-        Alloc::Arena => series_on::<T, ArenaBuf<T>>(comm, args, effort, console, series),
-    }
-}
-
-fn series_on<T: Value, M: Memory<T>>(
+/// One link and algorithm.
+fn series(
     comm: &mut Comm,
     args: &PerfArgs,
     effort: &mut Effort,
@@ -494,29 +471,25 @@ fn series_on<T: Value, M: Memory<T>>(
     series: &mut Series,
 ) -> Result<(), BoxError> {
     if args.check_tuning {
-        series.choices = tuning::check::<T, M>(comm, args, effort, console)?;
+        series.choices = tuning::check(comm, args, effort, console)?;
     } else {
         report::head().iter().try_for_each(|line| console.line(line))?;
-        series.rows = rows::<T, M>(comm, args, effort, console)?;
+        series.rows = rows(comm, args, effort, console)?;
     }
     Ok(())
 }
 
-fn rows<T: Value, M: Memory<T>>(
-    comm: &mut Comm,
-    args: &PerfArgs,
-    effort: &Effort,
-    console: &Console,
-) -> Result<Vec<Row>, BoxError> {
-    let cases = args.cases(comm, size_of::<T>())?;
+fn rows(comm: &mut Comm, args: &PerfArgs, effort: &Effort, console: &Console) -> Result<Vec<Row>, BoxError> {
+    let dtype = effort.memory.dtype;
+    let cases = args.cases(comm, dtype.size())?;
     let bar = console.bar("sizes", cases.len());
     let mut rows = Vec::new();
     for case in cases {
         bar.inc(1);
-        let size = case.elements() * size_of::<T>();
-        let (out_of_place, in_place) = measure::<T, M>(comm, &case, effort)?;
+        let size = case.elements() * dtype.size();
+        let (out_of_place, in_place) = measure(comm, &case, effort)?;
         let row = Row { size, count: case.count, out_of_place, in_place };
-        console.line(&report::line(&row, &case, T::DTYPE.name()))?;
+        console.line(&report::line(&row, &case, dtype.name()))?;
         rows.push(row);
     }
     bar.finish_and_clear();

@@ -4,8 +4,8 @@ use allstream::{Algo, Comm, Error, plan};
 use serde::{Deserialize, Serialize};
 
 use super::PerfArgs;
-use super::case::{Value, What};
-use super::measure::{Effort, Memory, measure_in_place};
+use super::case::What;
+use super::measure::{Effort, measure_in_place};
 use crate::console::Console;
 use crate::demo::BoxError;
 
@@ -74,7 +74,7 @@ pub(crate) fn footer(choices: &[Choice]) -> Option<String> {
 }
 
 /// All sizes.
-pub(crate) fn check<T: Value, M: Memory<T>>(
+pub(crate) fn check(
     comm: &mut Comm,
     args: &PerfArgs,
     effort: &mut Effort,
@@ -83,30 +83,31 @@ pub(crate) fn check<T: Value, M: Memory<T>>(
     let What::Collective(kind) = args.collective else { return Ok(Vec::new()) };
     let (iters, checks) = (effort.iters, effort.check);
     let mut algos = vec![Algo::Auto];
-    let small = args.case(comm, 4, size_of::<T>())?;
+    let unit = effort.memory.dtype.size();
+    let small = args.case(comm, 4, unit)?;
     for &algo in plan::algorithms(kind) {
         (effort.algo, effort.iters) = (algo, Some(1));
         // Refused on all ranks alike, before anything is sent.
-        match measure_in_place::<T, M>(comm, &small, effort) {
+        match measure_in_place(comm, &small, effort) {
             Ok(_) => algos.push(algo),
             Err(Error::Invalid { .. }) => {}
             Err(error) => return Err(error.into()),
         }
     }
     head().iter().try_for_each(|line| console.line(line))?;
-    let cases = args.cases(comm, size_of::<T>())?;
+    let cases = args.cases(comm, unit)?;
     let bar = console.bar("sizes", cases.len());
     let mut choices = Vec::new();
     for case in cases {
         bar.inc(1);
-        let size = case.elements() * size_of::<T>();
+        let size = case.elements() * unit;
         effort.iters = Some(iters.unwrap_or_else(|| Effort::iterations(size)).div_ceil(ROUNDS));
         let mut times = vec![Vec::new(); algos.len()];
         for round in 0..ROUNDS {
             // Each is the first in its turn.
             for which in (0..algos.len()).map(|turn| (turn + round) % algos.len()) {
                 (effort.algo, effort.check) = (algos[which], checks && round == 0);
-                let time = measure_in_place::<T, M>(comm, &case, effort)?;
+                let time = measure_in_place(comm, &case, effort)?;
                 if let Some(wrong) = time.wrong.filter(|wrong| *wrong > 0) {
                     return Err(format!("{wrong} elements are wrong by {}", effort.algo).into());
                 }

@@ -9,7 +9,7 @@ use super::call::{Call, Spec, program};
 use super::restore::{lost, settle};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Part, Tables, Then};
-use crate::mem::{Held, zeroes};
+use crate::mem::{ErasedBufs, zeroes};
 use crate::plan;
 use crate::types::{DType, Kind, Rank, digest};
 
@@ -21,12 +21,12 @@ struct Bytes {
     all: Vec<u8>,
 }
 
-fn broadcast(result: Outcome, held: Option<Held>) -> Result<Vec<u8>, Failed<Vec<u8>>> {
-    settle(result, held.and_then(Held::take::<Bytes>).map(|bytes| bytes.mine))
+fn broadcast(result: Outcome, held: Option<ErasedBufs>) -> Result<Vec<u8>, Failed<Vec<u8>>> {
+    settle(result, held.and_then(ErasedBufs::take::<Bytes>).map(|bytes| bytes.mine))
 }
 
-fn gathered(result: Outcome, held: Option<Held>) -> Result<Vec<Vec<u8>>, Failed<Vec<u8>>> {
-    match (result, held.and_then(Held::take::<Bytes>)) {
+fn gathered(result: Outcome, held: Option<ErasedBufs>) -> Result<Vec<Vec<u8>>, Failed<Vec<u8>>> {
+    match (result, held.and_then(ErasedBufs::take::<Bytes>)) {
         (Ok(()), Some(bytes)) => {
             let mut rest = &bytes.all[..];
             let mut next = |len: &u64| {
@@ -82,7 +82,8 @@ impl Call<'_> {
             let at = bytes.mine.as_mut_ptr();
             Ok(vec![part(&endpoint, Spec::of(Kind::Broadcast, root, len, true), at, at)?])
         });
-        self.submit_then::<u64, _, _, _>(self.lengths(Kind::Broadcast, root), held, (at, at), then, broadcast)
+        let (spec, held) = (self.lengths(Kind::Broadcast, root), ErasedBufs::new(held));
+        Work::new(self.submit_then(spec, DType::U64, (at, at), then, held), broadcast)
     }
 
     /// See [`Comm::all_gather_bytes`](super::Comm::all_gather_bytes).
@@ -109,6 +110,7 @@ impl Call<'_> {
             let spec = Spec { tables, ..Spec::of(Kind::AllGather, 0, count, false) };
             Ok(vec![part(&endpoint, spec, bytes.mine.as_ptr(), bytes.all.as_mut_ptr())?])
         });
-        self.submit_then::<u64, _, _, _>(self.lengths(Kind::AllGather, 0), held, (at, at), then, gathered)
+        let (spec, held) = (self.lengths(Kind::AllGather, 0), ErasedBufs::new(held));
+        Work::new(self.submit_then(spec, DType::U64, (at, at), then, held), gathered)
     }
 }

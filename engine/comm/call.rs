@@ -5,14 +5,13 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::Work;
 use super::memory::{Memory, RawBuffers, UNSTAGED};
 use super::ordered::{Start, Stream};
-use super::work::Restore;
-use crate::error::{Error, Failed};
-use crate::exec::{Collective, Endpoint, Part, PartList, Reduction, Submission, Tables, Then, When};
+use super::work::Submitted;
+use crate::error::Error;
+use crate::exec::{Endpoint, Operation, Part, PartList, Reduction, Submission, Tables, Then};
 use crate::forked;
-use crate::mem::{Event, Held};
+use crate::mem::{ErasedBufs, Event};
 use crate::plan::{self, Algo, Env, Kind, Program, Shape};
 use crate::types::{
     DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, VARIED, digest,
@@ -50,9 +49,9 @@ impl std::fmt::Debug for Side<'_> {
 
 /// A collective that is not submitted yet.
 pub(super) struct Prepared {
-    collective: Collective,
-    when: When,
-    held: Held,
+    operation: Operation,
+    after: Option<Event>,
+    held: ErasedBufs,
 }
 
 /// Where calls with several local parts leave them, so that all are looked at before the first is submitted.
@@ -73,19 +72,14 @@ impl Desk {
 
 impl Prepared {
     /// Submits it where it was prepared for.
-    pub(super) fn submit<O, F>(self, endpoint: &Arc<Endpoint>, restore: Restore<O, F>) -> Work<O, F> {
-        hand_over(endpoint, Submission::Collective(self.collective), self.when, self.held, restore)
+    pub(super) fn submit(self, endpoint: &Arc<Endpoint>) -> Submitted {
+        hand_over(endpoint, Submission::Collective(self.operation), self.after, self.held)
     }
 
-    /// Nothing is submitted.
-    pub(super) fn give_back<O, F>(self, error: Error, restore: Restore<O, F>) -> Failed<F> {
-        given_back(error, self.held, restore)
+    /// The buffers: nothing is submitted.
+    pub(super) fn into_bufs(self) -> ErasedBufs {
+        self.held
     }
-}
-
-pub(super) fn given_back<O, F>(error: Error, held: Held, restore: Restore<O, F>) -> Failed<F> {
-    let none = || Failed { buf: None, error: Error::invalid("submit", "refused") };
-    restore(Err(Box::new(error)), Some(held)).err().unwrap_or_else(none)
 }
 
 /// What is called.
@@ -194,8 +188,9 @@ impl<'a> Call<'a> {
         self.side.0.config.rank
     }
 
-    pub(super) fn when(&self) -> When {
-        let after = match &self.after {
+    /// What an operation on the host's memory starts after.
+    pub(super) fn after_on_host(&self) -> Option<Event> {
+        match &self.after {
             None => None,
             Some(Start::Host(event)) => Some(event.clone()),
             Some(Start::Device(event)) => Some(event.on_host()),
@@ -204,8 +199,12 @@ impl<'a> Call<'a> {
                 event.fail(error.clone());
                 Some(event)
             }
-        };
-        When { timeout: self.timeout, after, staged: None }
+        }
+    }
+
+    /// The deadline of the operation.
+    pub(super) fn deadline(&self) -> Duration {
+        self.timeout.unwrap_or(self.side.0.config.timeout)
     }
 
     /// Whether the reduction is defined, on this type and in this collective.
@@ -314,118 +313,122 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// What all collectives are prepared with.
-    fn collective(&self, kind: Kind, signature: Signature, parts: PartList) -> Collective {
+    /// The operation, when its parts are known.
+    fn operation(&self, kind: Kind, signature: Signature, parts: PartList) -> Operation {
         let reduction = match kind {
             Kind::Barrier => Reduction::Op(ReduceOp::BitOr),
             _ => self.reduction.clone(),
         };
-        let (call, scale) = (kind.name(), self.scale);
-        Collective { call, signature, parts, reduction, scale, then: None, device: None }
+        let operation = Operation::new(kind.name(), signature, self.deadline(), reduction, parts);
+        Operation { scale: self.scale, ..operation }
     }
 
     /// One part: the usual case.
-    fn prepare(&self, spec: Spec, dtype: DType, (input, output): RawBuffers) -> Result<Collective, Error> {
+    fn prepare(&self, spec: Spec, dtype: DType, (input, output): RawBuffers) -> Result<Operation, Error> {
         self.check(&spec, dtype)?;
         let (algo, program) = self.program(&spec, spec.count.saturating_mul(dtype.size()))?;
         let signature = self.signature(&spec, dtype as u8, algo);
         let Spec { kind, count, tables, pairwise, .. } = spec;
         let tables = tables.map(Arc::new);
         let part = Part { program, input, output, count, dtype, tables, pairwise };
-        Ok(self.collective(kind, signature, PartList::One(part)))
+        Ok(self.operation(kind, signature, PartList::One(part)))
     }
 
-    pub(super) fn submit<T: Element, P: Send + 'static, O, F>(
+    /// Hands in a collective on this memory, which `held` owns, if there is one that suits it.
+    pub(super) fn submit(
         &self,
-        spec: Spec,
-        parts: P,
+        kind: Kind,
+        spec: Result<Spec, String>,
         memory: Memory,
-        restore: Restore<O, F>,
-    ) -> Work<O, F> {
-        let held = Held::new(parts);
+        held: ErasedBufs,
+    ) -> Submitted {
+        let (spec, dtype) = match spec.and_then(|spec| Ok((spec, memory.dtype()?))) {
+            Ok(known) => known,
+            Err(problem) => return Submitted::refused(Error::invalid(kind.name(), problem), held),
+        };
         let Some(ends) = memory.on_host() else {
             let varied = spec.tables.is_some();
-            let prepared = self.prepare(spec, T::DTYPE, UNSTAGED);
-            return self.hand_in_staged(prepared, varied, vec![memory], held, restore);
+            let prepared = self.prepare(spec, dtype, UNSTAGED);
+            return self.hand_in_staged(prepared, varied, vec![memory], held);
         };
-        self.hand_in(self.prepare(spec, T::DTYPE, ends), self.when(), held, restore)
+        self.hand_in(self.prepare(spec, dtype, ends), self.after_on_host(), held)
     }
 
-    /// Several parts, each of a type and a count of its own.
-    pub(super) fn submit_parts<P: Send + 'static, O, F>(
+    /// Several parts, each with a count of its own on memory of its own.
+    pub(super) fn submit_parts(
         &self,
         spec: Spec,
-        memory: Vec<(DType, usize, Memory)>,
-        parts: P,
-        restore: Restore<O, F>,
-    ) -> Work<O, F> {
+        parts: Result<Vec<(usize, Memory)>, String>,
+        held: ErasedBufs,
+    ) -> Submitted {
+        let parts = match parts {
+            Ok(parts) => parts,
+            Err(problem) => return Submitted::refused(Error::invalid(spec.kind.name(), problem), held),
+        };
         let prepare = || {
-            let (mut detail, mut all) = (spec.detail, Vec::with_capacity(memory.len()));
-            for (dtype, count, memory) in &memory {
-                let ((input, output), dtype, count) = (memory.on_host().unwrap_or(UNSTAGED), *dtype, *count);
+            let (mut detail, mut all) = (spec.detail, Vec::with_capacity(parts.len()));
+            for (count, memory) in &parts {
+                let ((input, output), count) = (memory.on_host().unwrap_or(UNSTAGED), *count);
+                let dtype = memory.output.dtype;
                 self.check(&spec, dtype)?;
                 let (algo, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
                 let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
                 detail = digest(detail, what);
                 all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
             }
-            let spec = Spec { count: memory.len(), detail, ..spec };
+            let spec = Spec { count: parts.len(), detail, ..spec };
             let signature = self.signature(&spec, LIST, self.algo);
-            Ok(self.collective(spec.kind, signature, PartList::Many(all)))
+            Ok(self.operation(spec.kind, signature, PartList::Many(all)))
         };
-        let (prepared, held) = (prepare(), Held::new(parts));
-        if memory.iter().any(|(.., memory)| memory.on_host().is_none()) {
-            let memory = memory.into_iter().map(|(.., memory)| memory).collect();
-            return self.hand_in_staged(prepared, false, memory, held, restore);
+        let prepared = prepare();
+        if parts.iter().any(|(_, memory)| memory.on_host().is_none()) {
+            let memory = parts.into_iter().map(|(_, memory)| memory).collect();
+            return self.hand_in_staged(prepared, false, memory, held);
         }
-        self.hand_in(prepared, self.when(), held, restore)
+        self.hand_in(prepared, self.after_on_host(), held)
     }
 
-    /// An operation whose first half is `spec` and whose second half `then` makes.
-    pub(super) fn submit_then<T: Element, P: Send + 'static, O, F>(
+    /// An operation of two halves: `spec` on elements of this type, and what `then` makes of its outcome.
+    pub(super) fn submit_then(
         &self,
         spec: Spec,
-        parts: P,
+        dtype: DType,
         ends: RawBuffers,
         then: Then,
-        restore: Restore<O, F>,
-    ) -> Work<O, F> {
-        let prepared = self.prepare(spec, T::DTYPE, ends);
-        let prepared = prepared.map(|collective| Collective { then: Some(then), ..collective });
-        self.hand_in(prepared, self.when(), Held::new(parts), restore)
+        held: ErasedBufs,
+    ) -> Submitted {
+        let prepared = self.prepare(spec, dtype, ends);
+        let prepared = prepared.map(|operation| Operation { then: Some(then), ..operation });
+        self.hand_in(prepared, self.after_on_host(), held)
     }
 
-    pub(super) fn hand_in<O, F>(
+    pub(super) fn hand_in(
         &self,
-        prepared: Result<Collective, Error>,
-        when: When,
-        held: Held,
-        restore: Restore<O, F>,
-    ) -> Work<O, F> {
+        prepared: Result<Operation, Error>,
+        after: Option<Event>,
+        held: ErasedBufs,
+    ) -> Submitted {
         match (prepared, self.desk) {
-            (Ok(collective), Some(desk)) => {
-                *desk.0.lock() = Some(Prepared { collective, when, held });
-                Work::waiting(restore)
+            (Ok(operation), Some(desk)) => {
+                *desk.0.lock() = Some(Prepared { operation, after, held });
+                Submitted::elsewhere()
             }
-            (Ok(collective), None) => {
-                hand_over(self.side.0, Submission::Collective(collective), when, held, restore)
-            }
-            (Err(error), _) => Work::refused(given_back(error, held, restore), restore),
+            (Ok(operation), None) => hand_over(self.side.0, Submission::Collective(operation), after, held),
+            (Err(error), _) => Submitted::refused(error, held),
         }
     }
 }
 
 /// Submits; a refusal gives the buffers back.
-pub(super) fn hand_over<O, F>(
+pub(super) fn hand_over(
     endpoint: &Arc<Endpoint>,
     submission: Submission,
-    when: When,
-    held: Held,
-    restore: Restore<O, F>,
-) -> Work<O, F> {
-    match endpoint.submit(submission, when, held) {
-        Ok(key) => Work::running(endpoint.clone(), key, restore),
-        Err((error, held)) => Work::refused(given_back(error, held, restore), restore),
+    after: Option<Event>,
+    held: ErasedBufs,
+) -> Submitted {
+    match endpoint.submit(submission, after, held) {
+        Ok(key) => Submitted::running(endpoint.clone(), key),
+        Err((error, held)) => Submitted::refused(error, held),
     }
 }
 

@@ -198,7 +198,7 @@ macro_rules! calls {
             }
 
             /// [`all_reduce`](Self::all_reduce) into a new vector. The input comes back only on failure.
-            pub fn all_reduce_new<I: Buf>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
+            pub fn all_reduce_new<I: Buf<Elem: Element>>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
                 $me.call().all_reduce_new(input)
             }
 
@@ -235,7 +235,7 @@ macro_rules! calls {
             }
 
             /// All ranks' buffers, `size() * input.len()` elements in rank order, in a new vector on every rank.
-            pub fn all_gather<I: Buf>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
+            pub fn all_gather<I: Buf<Elem: Element>>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
                 $me.call().all_gather(input)
             }
 
@@ -251,7 +251,7 @@ macro_rules! calls {
 
             /// The reduction of all ranks' `input`, of which rank r gets block r: `input.len() / size()` elements, in a
             /// new vector. The length is a multiple of `size()`.
-            pub fn reduce_scatter<I: Buf>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
+            pub fn reduce_scatter<I: Buf<Elem: Element>>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
                 $me.call().reduce_scatter(input)
             }
 
@@ -272,7 +272,7 @@ macro_rules! calls {
 
             /// The root ends with all ranks' buffers, `size() * input.len()` elements in rank order, in a new vector; the
             /// others with an empty one.
-            pub fn gather<I: Buf>($($by)+ $me, input: I, root: Rank) -> Work<Vec<I::Elem>, I> {
+            pub fn gather<I: Buf<Elem: Element>>($($by)+ $me, input: I, root: Rank) -> Work<Vec<I::Elem>, I> {
                 $me.call().gather(input, root)
             }
 
@@ -295,7 +295,7 @@ macro_rules! calls {
 
             /// Rank r ends with block r, `count` elements, of the root's input of `size() * count`, in a new vector. The
             /// others' inputs are not looked at: an empty vector will do.
-            pub fn scatter<I: Buf>($($by)+ $me, input: I, count: usize, root: Rank) -> Work<Vec<I::Elem>, I> {
+            pub fn scatter<I: Buf<Elem: Element>>($($by)+ $me, input: I, count: usize, root: Rank) -> Work<Vec<I::Elem>, I> {
                 $me.call().scatter(input, count, root)
             }
 
@@ -317,7 +317,7 @@ macro_rules! calls {
 
             /// Block r of this rank's input goes to rank r, and what comes from rank r is block r of the result: `input.len()`
             /// elements, a multiple of `size()`, in a new vector.
-            pub fn all_to_all<I: Buf>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
+            pub fn all_to_all<I: Buf<Elem: Element>>($($by)+ $me, input: I) -> Work<Vec<I::Elem>, I> {
                 $me.call().all_to_all(input)
             }
 
@@ -354,7 +354,7 @@ macro_rules! calls {
 
             /// [`all_gather`](Self::all_gather) with a count for each rank, the same on all ranks: rank r's block has
             /// `counts[r]` elements, and blocks follow each other without gaps. This rank's input has `counts[rank()]`.
-            pub fn all_gather_v<I: Buf>($($by)+ $me, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
+            pub fn all_gather_v<I: Buf<Elem: Element>>($($by)+ $me, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
                 $me.call().all_gather_v(input, counts)
             }
 
@@ -376,7 +376,7 @@ macro_rules! calls {
 
             /// [`reduce_scatter`](Self::reduce_scatter) with a count for each rank, the same on all ranks: block r, of
             /// `counts[r]` elements, goes to rank r. The input has as many elements as the counts add up to.
-            pub fn reduce_scatter_v<I: Buf>($($by)+ $me, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
+            pub fn reduce_scatter_v<I: Buf<Elem: Element>>($($by)+ $me, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
                 $me.call().reduce_scatter_v(input, counts)
             }
 
@@ -399,7 +399,7 @@ macro_rules! calls {
             /// [`gather`](Self::gather) with a count for each rank. Each gives an input of its own length; the root gives all
             /// `counts` (the others' are not looked at). Where a rank's length is not what the root expects, both hear of it
             /// ([`Error::Mismatch`]).
-            pub fn gather_v<I: Buf>($($by)+ $me, input: I, counts: &[usize], root: Rank) -> Work<Vec<I::Elem>, I> {
+            pub fn gather_v<I: Buf<Elem: Element>>($($by)+ $me, input: I, counts: &[usize], root: Rank) -> Work<Vec<I::Elem>, I> {
                 $me.call().gather_v(input, counts, root)
             }
 
@@ -416,7 +416,7 @@ macro_rules! calls {
 
             /// [`scatter`](Self::scatter) with a count for each rank: this rank gets `count` elements; the root gives an input
             /// of as many as its `counts` add up to (the others' are not looked at).
-            pub fn scatter_v<I: Buf>(
+            pub fn scatter_v<I: Buf<Elem: Element>>(
                 $($by)+ $me,
                 input: I,
                 counts: &[usize],
@@ -439,7 +439,7 @@ macro_rules! calls {
 
             /// [`all_to_all`](Self::all_to_all) with counts: `sends[r]` elements go to rank r, `recvs[r]` come from it, packed
             /// in rank order on both sides. Where two ranks do not expect the same, both hear of it ([`Error::Mismatch`]).
-            pub fn all_to_all_v<I: Buf>(
+            pub fn all_to_all_v<I: Buf<Elem: Element>>(
                 $($by)+ $me,
                 input: I,
                 sends: &[usize],

@@ -3,55 +3,25 @@
 use super::Work;
 use super::call::{Call, Spec};
 use super::memory::Memory;
-use super::restore::{both, made, nothing, one, refused};
+use super::restore::{both, made, nothing, one};
 use crate::error::Error;
 use crate::mem::device::DeviceBuf;
-use crate::mem::{Buf, Parts, zeroes};
-use crate::types::{Element, Kind, Rank};
+use crate::mem::{Buf, ErasedBufs, Parts, zeroes};
+use crate::types::{DType, Element, Kind, Rank};
 
-fn no_memory<T: Element>(len: usize) -> String {
-    let bytes = (len as u128) * size_of::<T>() as u128;
-    format!("the result has {len} x {}, {bytes} bytes, and this process cannot have so much memory", T::DTYPE)
+fn no_memory(len: usize, dtype: DType) -> String {
+    let bytes = len as u128 * dtype.size() as u128;
+    format!("the result has {len} x {dtype}, {bytes} bytes, and this process cannot have so much memory")
 }
 
+/// How long buffers are for a collective: what each rank's `count` is, and what length that asks of the other buffer.
 impl Call<'_> {
-    pub(super) fn in_place<B: Buf>(&self, spec: Spec, mut buf: B) -> Work<B> {
-        let memory = Memory::one(&mut buf);
-        self.submit::<B::Elem, _, _, _>(spec, Parts { input: (), output: buf }, memory, one::<B>)
-    }
-
-    /// `expected`: the elements that the output must have.
-    pub(super) fn into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        spec: Spec,
-        expected: usize,
-        mut input: I,
-        mut output: O,
-    ) -> Work<(I, O)> {
-        if output.len() != expected {
-            let problem = format!("the output has {} elements, expected {expected}", output.len());
-            return refused(spec.kind, problem, (input, output), both::<I, O>);
-        }
-        let memory = Memory::two(&mut input, &mut output);
-        self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, both::<I, O>)
-    }
-
-    /// Into a new vector of `len` elements: a number that may be the caller's alone, so whether there is memory for them
-    /// is asked here.
-    pub(super) fn make<I: Buf>(&self, spec: Spec, len: usize, mut input: I) -> Work<Vec<I::Elem>, I> {
-        let Some(mut output) = zeroes::<I::Elem>(len) else {
-            return refused(spec.kind, no_memory::<I::Elem>(len), input, made::<I>);
-        };
-        let memory = Memory::two(&mut input, &mut output);
-        self.submit::<I::Elem, _, _, _>(spec, Parts { input, output }, memory, made::<I>)
-    }
-
     /// A block of `count` elements for each rank. What is too many to be counted is more than any buffer has, too.
     fn times_size(&self, count: usize) -> usize {
         count.saturating_mul(self.size())
     }
 
-    /// `len` elements as `n` blocks.
+    /// `len` elements as a block for each rank.
     fn blocks(&self, len: usize) -> Result<usize, String> {
         let n = self.size();
         if !len.is_multiple_of(n) {
@@ -66,15 +36,140 @@ impl Call<'_> {
         self.rank() == root
     }
 
+    /// A collective in one buffer of this length.
+    fn spec_in_place(&self, kind: Kind, root: Rank, len: usize) -> Result<Spec, String> {
+        let count = match kind {
+            Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll => self.blocks(len)?,
+            Kind::Gather | Kind::Scatter if self.is_root(root) => self.blocks(len)?,
+            _ => len,
+        };
+        Ok(Spec::of(kind, root, count, true))
+    }
+
+    /// A collective on an input of this length, and the length of its output on this rank (in a gather of a rank that is
+    /// not the root, 0).
+    fn spec_of_input(&self, kind: Kind, root: Rank, input: usize) -> Result<(Spec, usize), String> {
+        let count = match kind {
+            Kind::ReduceScatter | Kind::AllToAll => self.blocks(input)?,
+            _ => input,
+        };
+        let output = match kind {
+            Kind::AllGather | Kind::AllToAll => self.times_size(count),
+            Kind::Gather => self.times_size(if self.is_root(root) { count } else { 0 }),
+            _ => count,
+        };
+        Ok((Spec::of(kind, root, count, false), output))
+    }
+
+    /// A collective that gives every rank an output of this length.
+    fn spec_of_output(&self, kind: Kind, root: Rank, input: usize, count: usize) -> Result<Spec, String> {
+        let n = self.size();
+        if self.is_root(root) {
+            if kind == Kind::Scatter && Some(input) != count.checked_mul(n) {
+                return Err(format!("the root's input has {input} elements, expected {n} blocks of {count}"));
+            }
+            if kind == Kind::Broadcast && input != count {
+                return Err(format!("the root's input has {input} elements, its output {count}"));
+            }
+        }
+        Ok(Spec::of(kind, root, count, false))
+    }
+
+    /// A collective from a buffer of one length into a buffer of another.
+    fn spec_into(&self, kind: Kind, root: Rank, input: usize, output: usize) -> Result<Spec, String> {
+        if matches!(kind, Kind::Broadcast | Kind::Scatter) {
+            return self.spec_of_output(kind, root, input, output);
+        }
+        let (spec, expected) = self.spec_of_input(kind, root, input)?;
+        // Only the root's output is written.
+        let is_idle = matches!(kind, Kind::Reduce | Kind::Gather) && !self.is_root(root);
+        if is_idle { Ok(spec) } else { expects(output, expected).map(|()| spec) }
+    }
+}
+
+/// Whether an output has the length that it must have.
+pub(super) fn expects(output: usize, expected: usize) -> Result<(), String> {
+    if output == expected {
+        return Ok(());
+    }
+    Err(format!("the output has {output} elements, expected {expected}"))
+}
+
+/// The typed faces of [`Call::submit`], of three forms: in place, from one buffer into another, and into a new vector.
+impl Call<'_> {
+    pub(super) fn submit_in_place<B: Buf>(
+        &self,
+        kind: Kind,
+        spec: Result<Spec, String>,
+        mut buf: B,
+    ) -> Work<B> {
+        let memory = Memory::one(&mut buf);
+        let held = ErasedBufs::new(Parts { input: (), output: buf });
+        Work::new(self.submit(kind, spec, memory, held), one::<B>)
+    }
+
+    pub(super) fn submit_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        kind: Kind,
+        spec: Result<Spec, String>,
+        mut input: I,
+        mut output: O,
+    ) -> Work<(I, O)> {
+        let memory = Memory::two(&mut input, &mut output);
+        let held = ErasedBufs::new(Parts { input, output });
+        Work::new(self.submit(kind, spec, memory, held), both::<I, O>)
+    }
+
+    /// Into a new vector, whose length comes with the spec. It may be the caller's number alone, so whether there is
+    /// memory for it is asked here.
+    pub(super) fn submit_new<I: Buf<Elem: Element>>(
+        &self,
+        kind: Kind,
+        spec: Result<(Spec, usize), String>,
+        mut input: I,
+    ) -> Work<Vec<I::Elem>, I> {
+        let made_room = spec.and_then(|(spec, len)| {
+            let output = zeroes::<I::Elem>(len).ok_or_else(|| no_memory(len, I::Elem::DTYPE))?;
+            Ok((spec, output))
+        });
+        let (spec, mut output) = match made_room {
+            Ok((spec, output)) => (Ok(spec), output),
+            Err(problem) => (Err(problem), Vec::new()),
+        };
+        let memory = Memory::two(&mut input, &mut output);
+        let held = ErasedBufs::new(Parts { input, output });
+        Work::new(self.submit(kind, spec, memory, held), made::<I>)
+    }
+
+    fn in_place<B: Buf>(&self, kind: Kind, root: Rank, buf: B) -> Work<B> {
+        self.submit_in_place(kind, self.spec_in_place(kind, root, buf.len()), buf)
+    }
+
+    fn into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        kind: Kind,
+        root: Rank,
+        input: I,
+        output: O,
+    ) -> Work<(I, O)> {
+        self.submit_into(kind, self.spec_into(kind, root, input.len(), output.len()), input, output)
+    }
+
+    fn new_output<I: Buf<Elem: Element>>(&self, kind: Kind, root: Rank, input: I) -> Work<Vec<I::Elem>, I> {
+        self.submit_new(kind, self.spec_of_input(kind, root, input.len()), input)
+    }
+}
+
+/// The collectives.
+impl Call<'_> {
     /// See [`Comm::all_reduce`](super::Comm::all_reduce).
     pub fn all_reduce<B: Buf>(&self, buf: B) -> Work<B> {
-        self.in_place(Spec::of(Kind::AllReduce, 0, buf.len(), true), buf)
+        self.in_place(Kind::AllReduce, 0, buf)
     }
 
     /// See [`Comm::all_reduce_into`](super::Comm::all_reduce_into).
     pub fn all_reduce_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        let count = input.len();
-        self.into(Spec::of(Kind::AllReduce, 0, count, false), count, input, output)
+        self.into(Kind::AllReduce, 0, input, output)
     }
 
     /// See [`Comm::all_reduce_ordered`](super::Comm::all_reduce_ordered).
@@ -93,14 +188,13 @@ impl Call<'_> {
     }
 
     /// See [`Comm::all_reduce_new`](super::Comm::all_reduce_new).
-    pub fn all_reduce_new<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
-        let count = input.len();
-        self.make(Spec::of(Kind::AllReduce, 0, count, false), count, input)
+    pub fn all_reduce_new<I: Buf<Elem: Element>>(&self, input: I) -> Work<Vec<I::Elem>, I> {
+        self.new_output(Kind::AllReduce, 0, input)
     }
 
     /// See [`Comm::broadcast`](super::Comm::broadcast).
     pub fn broadcast<B: Buf>(&self, buf: B, root: Rank) -> Work<B> {
-        self.in_place(Spec::of(Kind::Broadcast, root, buf.len(), true), buf)
+        self.in_place(Kind::Broadcast, root, buf)
     }
 
     /// See [`Comm::broadcast_into`](super::Comm::broadcast_into).
@@ -110,17 +204,12 @@ impl Call<'_> {
         output: O,
         root: Rank,
     ) -> Work<(I, O)> {
-        let count = output.len();
-        if self.is_root(root) && input.len() != count {
-            let problem = format!("the root's input has {} elements, its output {count}", input.len());
-            return refused(Kind::Broadcast, problem, (input, output), both::<I, O>);
-        }
-        self.into(Spec::of(Kind::Broadcast, root, count, false), count, input, output)
+        self.into(Kind::Broadcast, root, input, output)
     }
 
     /// See [`Comm::reduce`](super::Comm::reduce).
     pub fn reduce<B: Buf>(&self, buf: B, root: Rank) -> Work<B> {
-        self.in_place(Spec::of(Kind::Reduce, root, buf.len(), true), buf)
+        self.in_place(Kind::Reduce, root, buf)
     }
 
     /// See [`Comm::reduce_into`](super::Comm::reduce_into).
@@ -130,61 +219,42 @@ impl Call<'_> {
         output: O,
         root: Rank,
     ) -> Work<(I, O)> {
-        let count = input.len();
-        let expected = if self.is_root(root) { count } else { output.len() };
-        self.into(Spec::of(Kind::Reduce, root, count, false), expected, input, output)
+        self.into(Kind::Reduce, root, input, output)
     }
 
     /// See [`Comm::all_gather`](super::Comm::all_gather).
-    pub fn all_gather<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
-        let count = input.len();
-        self.make(Spec::of(Kind::AllGather, 0, count, false), self.times_size(count), input)
+    pub fn all_gather<I: Buf<Elem: Element>>(&self, input: I) -> Work<Vec<I::Elem>, I> {
+        self.new_output(Kind::AllGather, 0, input)
     }
 
     /// See [`Comm::all_gather_into`](super::Comm::all_gather_into).
     pub fn all_gather_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        let count = input.len();
-        self.into(Spec::of(Kind::AllGather, 0, count, false), self.times_size(count), input, output)
+        self.into(Kind::AllGather, 0, input, output)
     }
 
     /// See [`Comm::all_gather_in_place`](super::Comm::all_gather_in_place).
     pub fn all_gather_in_place<B: Buf>(&self, buf: B) -> Work<B> {
-        self.blocks_in_place(Kind::AllGather, buf)
-    }
-
-    fn blocks_in_place<B: Buf>(&self, kind: Kind, buf: B) -> Work<B> {
-        match self.blocks(buf.len()) {
-            Ok(count) => self.in_place(Spec::of(kind, 0, count, true), buf),
-            Err(problem) => refused(kind, problem, buf, one::<B>),
-        }
+        self.in_place(Kind::AllGather, 0, buf)
     }
 
     /// See [`Comm::reduce_scatter`](super::Comm::reduce_scatter).
-    pub fn reduce_scatter<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
-        match self.blocks(input.len()) {
-            Ok(count) => self.make(Spec::of(Kind::ReduceScatter, 0, count, false), count, input),
-            Err(problem) => refused(Kind::ReduceScatter, problem, input, made::<I>),
-        }
+    pub fn reduce_scatter<I: Buf<Elem: Element>>(&self, input: I) -> Work<Vec<I::Elem>, I> {
+        self.new_output(Kind::ReduceScatter, 0, input)
     }
 
     /// See [`Comm::reduce_scatter_into`](super::Comm::reduce_scatter_into).
     pub fn reduce_scatter_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        match self.blocks(input.len()) {
-            Ok(count) => self.into(Spec::of(Kind::ReduceScatter, 0, count, false), count, input, output),
-            Err(problem) => refused(Kind::ReduceScatter, problem, (input, output), both::<I, O>),
-        }
+        self.into(Kind::ReduceScatter, 0, input, output)
     }
 
     /// See [`Comm::reduce_scatter_in_place`](super::Comm::reduce_scatter_in_place).
     pub fn reduce_scatter_in_place<B: Buf>(&self, buf: B) -> Work<B> {
-        self.blocks_in_place(Kind::ReduceScatter, buf)
+        self.in_place(Kind::ReduceScatter, 0, buf)
     }
 
     /// See [`Comm::gather`](super::Comm::gather).
-    pub fn gather<I: Buf>(&self, input: I, root: Rank) -> Work<Vec<I::Elem>, I> {
-        let count = input.len();
-        let len = if self.is_root(root) { self.times_size(count) } else { 0 };
-        self.make(Spec::of(Kind::Gather, root, count, false), len, input)
+    pub fn gather<I: Buf<Elem: Element>>(&self, input: I, root: Rank) -> Work<Vec<I::Elem>, I> {
+        self.new_output(Kind::Gather, root, input)
     }
 
     /// See [`Comm::gather_into`](super::Comm::gather_into).
@@ -194,37 +264,23 @@ impl Call<'_> {
         output: O,
         root: Rank,
     ) -> Work<(I, O)> {
-        let count = input.len();
-        let expected = if self.is_root(root) { self.times_size(count) } else { output.len() };
-        self.into(Spec::of(Kind::Gather, root, count, false), expected, input, output)
+        self.into(Kind::Gather, root, input, output)
     }
 
     /// See [`Comm::gather_in_place`](super::Comm::gather_in_place).
     pub fn gather_in_place<B: Buf>(&self, buf: B, root: Rank) -> Work<B> {
-        self.at_root_in_place(Kind::Gather, buf, root)
-    }
-
-    fn at_root_in_place<B: Buf>(&self, kind: Kind, buf: B, root: Rank) -> Work<B> {
-        match if self.is_root(root) { self.blocks(buf.len()) } else { Ok(buf.len()) } {
-            Ok(count) => self.in_place(Spec::of(kind, root, count, true), buf),
-            Err(problem) => refused(kind, problem, buf, one::<B>),
-        }
+        self.in_place(Kind::Gather, root, buf)
     }
 
     /// See [`Comm::scatter`](super::Comm::scatter).
-    pub fn scatter<I: Buf>(&self, input: I, count: usize, root: Rank) -> Work<Vec<I::Elem>, I> {
-        if let Err(problem) = self.check_scatter(input.len(), count, root) {
-            return refused(Kind::Scatter, problem, input, made::<I>);
-        }
-        self.make(Spec::of(Kind::Scatter, root, count, false), count, input)
-    }
-
-    fn check_scatter(&self, len: usize, count: usize, root: Rank) -> Result<(), String> {
-        let n = self.size();
-        if self.is_root(root) && Some(len) != count.checked_mul(n) {
-            return Err(format!("the root's input has {len} elements, expected {n} blocks of {count}"));
-        }
-        Ok(())
+    pub fn scatter<I: Buf<Elem: Element>>(
+        &self,
+        input: I,
+        count: usize,
+        root: Rank,
+    ) -> Work<Vec<I::Elem>, I> {
+        let spec = self.spec_of_output(Kind::Scatter, root, input.len(), count);
+        self.submit_new(Kind::Scatter, spec.map(|spec| (spec, count)), input)
     }
 
     /// See [`Comm::scatter_into`](super::Comm::scatter_into).
@@ -234,70 +290,52 @@ impl Call<'_> {
         output: O,
         root: Rank,
     ) -> Work<(I, O)> {
-        let count = output.len();
-        if let Err(problem) = self.check_scatter(input.len(), count, root) {
-            return refused(Kind::Scatter, problem, (input, output), both::<I, O>);
-        }
-        self.into(Spec::of(Kind::Scatter, root, count, false), count, input, output)
+        self.into(Kind::Scatter, root, input, output)
     }
 
     /// See [`Comm::scatter_in_place`](super::Comm::scatter_in_place).
     pub fn scatter_in_place<B: Buf>(&self, buf: B, root: Rank) -> Work<B> {
-        self.at_root_in_place(Kind::Scatter, buf, root)
+        self.in_place(Kind::Scatter, root, buf)
     }
 
     /// See [`Comm::all_to_all`](super::Comm::all_to_all).
-    pub fn all_to_all<I: Buf>(&self, input: I) -> Work<Vec<I::Elem>, I> {
-        match self.blocks(input.len()) {
-            Ok(count) => {
-                let len = input.len();
-                self.make(Spec::of(Kind::AllToAll, 0, count, false), len, input)
-            }
-            Err(problem) => refused(Kind::AllToAll, problem, input, made::<I>),
-        }
+    pub fn all_to_all<I: Buf<Elem: Element>>(&self, input: I) -> Work<Vec<I::Elem>, I> {
+        self.new_output(Kind::AllToAll, 0, input)
     }
 
     /// See [`Comm::all_to_all_into`](super::Comm::all_to_all_into).
     pub fn all_to_all_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        match self.blocks(input.len()) {
-            Ok(count) => {
-                let len = input.len();
-                self.into(Spec::of(Kind::AllToAll, 0, count, false), len, input, output)
-            }
-            Err(problem) => refused(Kind::AllToAll, problem, (input, output), both::<I, O>),
-        }
+        self.into(Kind::AllToAll, 0, input, output)
     }
 
     /// See [`Comm::all_to_all_in_place`](super::Comm::all_to_all_in_place).
     pub fn all_to_all_in_place<B: Buf>(&self, buf: B) -> Work<B> {
-        self.blocks_in_place(Kind::AllToAll, buf)
+        self.in_place(Kind::AllToAll, 0, buf)
     }
 
     /// See [`Comm::scan`](super::Comm::scan).
     pub fn scan<B: Buf>(&self, buf: B) -> Work<B> {
-        self.in_place(Spec::of(Kind::Scan, 0, buf.len(), true), buf)
+        self.in_place(Kind::Scan, 0, buf)
     }
 
     /// See [`Comm::scan_into`](super::Comm::scan_into).
     pub fn scan_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        let count = input.len();
-        self.into(Spec::of(Kind::Scan, 0, count, false), count, input, output)
+        self.into(Kind::Scan, 0, input, output)
     }
 
     /// See [`Comm::exscan`](super::Comm::exscan).
     pub fn exscan<B: Buf>(&self, buf: B) -> Work<B> {
-        self.in_place(Spec::of(Kind::ExScan, 0, buf.len(), true), buf)
+        self.in_place(Kind::ExScan, 0, buf)
     }
 
     /// See [`Comm::exscan_into`](super::Comm::exscan_into).
     pub fn exscan_into<I: Buf, O: Buf<Elem = I::Elem>>(&self, input: I, output: O) -> Work<(I, O)> {
-        let count = input.len();
-        self.into(Spec::of(Kind::ExScan, 0, count, false), count, input, output)
+        self.into(Kind::ExScan, 0, input, output)
     }
 
     /// See [`Comm::barrier`](super::Comm::barrier).
     pub fn barrier(&self) -> Work<()> {
-        let at = self.side.0.token();
-        self.submit::<u8, _, _, _>(Spec::of(Kind::Barrier, 0, 1, true), (), Memory::host(at, 1), nothing)
+        let (spec, memory) = (Spec::of(Kind::Barrier, 0, 1, true), Memory::host(self.side.0.token(), 1));
+        Work::new(self.submit(Kind::Barrier, Ok(spec), memory, ErasedBufs::new(())), nothing)
     }
 }

@@ -3,23 +3,42 @@
 use super::Work;
 use super::call::{Call, Spec};
 use super::memory::Memory;
-use super::restore::{refused, settle};
-use crate::error::{Failed, Outcome};
-use crate::mem::{BufList, Held, Parts, memory};
+use super::restore::{both, one};
+use crate::mem::{BufList, ErasedBufs, Parts, RawBuf, raw_bufs};
 use crate::types::{Kind, Rank};
 
-fn list<L: BufList>(result: Outcome, held: Option<Held>) -> Result<L, Failed<L>> {
-    settle(result, held.and_then(Held::take::<Parts<(), L>>).map(|p| p.output))
-}
-
-fn pair<I: BufList, O: BufList>(result: Outcome, held: Option<Held>) -> Result<(I, O), Failed<(I, O)>> {
-    settle(result, held.and_then(Held::take::<Parts<I, O>>).map(|p| (p.input, p.output)))
+/// The count and the memory of each input with its output; `times` as in [`Call::list_into`].
+fn pairs(
+    times: (usize, usize),
+    inputs: Vec<RawBuf>,
+    outputs: Vec<RawBuf>,
+) -> Result<Vec<(usize, Memory)>, String> {
+    if inputs.len() != outputs.len() {
+        return Err(format!("{} inputs and {} outputs: each input needs one", inputs.len(), outputs.len()));
+    }
+    let pair = |(i, (input, output)): (usize, (RawBuf, RawBuf))| {
+        let count = input.len / times.0;
+        if input.dtype != output.dtype
+            || input.len != count * times.0
+            || Some(output.len) != count.checked_mul(times.1)
+        {
+            return Err(format!(
+                "pair {i}: an input of {} x {} and an output of {} x {}, expected one type, and {} elements of output for \
+                 every {} of input",
+                input.len, input.dtype, output.len, output.dtype, times.1, times.0
+            ));
+        }
+        Ok((count, Memory { input: Some(input), output }))
+    };
+    inputs.into_iter().zip(outputs).enumerate().map(pair).collect()
 }
 
 impl Call<'_> {
     fn list_in_place<L: BufList>(&self, kind: Kind, root: Rank, mut bufs: L) -> Work<L> {
-        let ends = memory(&mut bufs).into_iter().map(|m| (m.dtype, m.len, Memory::in_place(m))).collect();
-        self.submit_parts(Spec::of(kind, root, 0, true), ends, Parts { input: (), output: bufs }, list::<L>)
+        let part = |output: RawBuf| (output.len, Memory { input: None, output });
+        let parts = raw_bufs(&mut bufs).into_iter().map(part).collect();
+        let held = ErasedBufs::new(Parts { input: (), output: bufs });
+        Work::new(self.submit_parts(Spec::of(kind, root, 0, true), Ok(parts), held), one::<L>)
     }
 
     /// See [`Comm::all_reduce_list`](super::Comm::all_reduce_list).
@@ -45,31 +64,9 @@ impl Call<'_> {
         mut inputs: I,
         mut outputs: O,
     ) -> Work<(I, O)> {
-        let (ins, outs) = (memory(&mut inputs), memory(&mut outputs));
-        let mut ends = Vec::with_capacity(ins.len());
-        let mut problem = (ins.len() != outs.len())
-            .then(|| format!("{} inputs and {} outputs: each input needs one", ins.len(), outs.len()));
-        for (i, (input, output)) in ins.into_iter().zip(outs).enumerate() {
-            let count = input.len / times.0;
-            if input.dtype != output.dtype
-                || input.len != count * times.0
-                || Some(output.len) != count.checked_mul(times.1)
-            {
-                problem.get_or_insert_with(|| {
-                    format!(
-                        "pair {i}: an input of {} x {} and an output of {} x {}, expected one type, and {} elements \
-                         of output for every {} of input",
-                        input.len, input.dtype, output.len, output.dtype, times.1, times.0
-                    )
-                });
-            }
-            ends.push((input.dtype, count, Memory::apart(input, output)));
-        }
-        if let Some(problem) = problem {
-            return refused(kind, problem, (inputs, outputs), pair::<I, O>);
-        }
-        let parts = Parts { input: inputs, output: outputs };
-        self.submit_parts(Spec::of(kind, 0, 0, false), ends, parts, pair::<I, O>)
+        let parts = pairs(times, raw_bufs(&mut inputs), raw_bufs(&mut outputs));
+        let held = ErasedBufs::new(Parts { input: inputs, output: outputs });
+        Work::new(self.submit_parts(Spec::of(kind, 0, 0, false), parts, held), both::<I, O>)
     }
 
     /// See [`Comm::all_gather_list`](super::Comm::all_gather_list).

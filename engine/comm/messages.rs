@@ -3,64 +3,51 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::future::Future;
-use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use super::Work;
 use super::batch::{Batch, Message};
-use super::call::{Call, given_back, hand_over};
+use super::call::{Call, hand_over};
 use super::restore::one;
-use super::work::taken;
+use super::work::{Submitted, taken};
 use crate::error::{Error, Failed};
-use crate::exec::{Direction, Submission, When};
-use crate::mem::{Buf, Held, Parts, Where};
-use crate::types::{DType, Element, Rank};
+use crate::exec::{self, Direction, Submission};
+use crate::mem::{Buf, ErasedBufs, Event, Parts, RawBuf, Where};
+use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
 
 /// A message that was looked at and found good, and is not submitted yet.
-struct Letter<B> {
-    submission: Submission,
-    when: When,
-    held: Held,
-    of: PhantomData<fn() -> B>,
+struct Letter {
+    message: exec::Message,
+    after: Option<Event>,
+    held: ErasedBufs,
 }
 
-impl<B: Buf> Letter<B> {
+impl Letter {
     /// One half of a message of this rank to itself: the other has the same number.
     fn half_of(mut self, number: u64) -> Self {
-        if let Submission::Message { half, .. } = &mut self.submission {
-            *half = Some(number);
-        }
+        self.message.half = Some(number);
         self
     }
 
     /// What both halves must have in common.
-    fn size(&self) -> (usize, Option<DType>) {
-        match &self.submission {
-            Submission::Message { count, dtype, .. } => (*count, Some(*dtype)),
-            Submission::Collective(_) => (0, None),
-        }
-    }
-
-    fn give_back(self, error: Error) -> Failed<B> {
-        given_back(error, self.held, one::<B>)
+    fn size(&self) -> (u64, Option<DType>) {
+        (self.message.signature.count, DType::from_u8(self.message.signature.dtype))
     }
 }
 
-type Prepared<B> = Result<Letter<B>, Failed<B>>;
+/// A message, or why it cannot be carried out, with its buffer.
+type Prepared = Result<Letter, (Error, ErasedBufs)>;
 
 /// Makes one message of the two halves that this rank sends to itself: both are carried out, or neither is.
-fn pair<S: Buf, R: Buf>(send: Prepared<S>, recv: Prepared<R>) -> (Prepared<S>, Prepared<R>) {
+fn pair(send: Prepared, recv: Prepared) -> (Prepared, Prepared) {
     // A number of their own, so that no other call's half is taken for one of these.
     static NUMBERS: AtomicU64 = AtomicU64::new(0);
     let (send, recv) = match (send, recv) {
         (Ok(send), Ok(recv)) => (send, recv),
-        (Ok(send), Err(recv)) => return (Err(send.give_back(recv.error.clone())), Err(recv)),
-        (Err(send), Ok(recv)) => {
-            let error = send.error.clone();
-            return (Err(send), Err(recv.give_back(error)));
-        }
+        (Ok(send), Err((error, buf))) => return (Err((error.clone(), send.held)), Err((error, buf))),
+        (Err((error, buf)), Ok(recv)) => return (Err((error.clone(), buf)), Err((error, recv.held))),
         both => return both,
     };
     let ((sent, sends), (received, receives)) = (send.size(), recv.size());
@@ -72,45 +59,77 @@ fn pair<S: Buf, R: Buf>(send: Prepared<S>, recv: Prepared<R>) -> (Prepared<S>, P
             shown(receives)
         );
         let error = Error::invalid("send_recv", problem);
-        return (Err(send.give_back(error.clone())), Err(recv.give_back(error)));
+        return (Err((error.clone(), send.held)), Err((error, recv.held)));
     }
     let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
     (Ok(send.half_of(number)), Ok(recv.half_of(number)))
 }
 
+/// A buffer as a message has it.
+struct Content {
+    raw: RawBuf,
+    held: ErasedBufs,
+}
+
+impl Content {
+    fn of<B: Buf>(mut buf: B) -> Content {
+        Content { raw: RawBuf::of(&mut buf), held: ErasedBufs::new(Parts { input: (), output: buf }) }
+    }
+}
+
 impl Call<'_> {
     /// Looks at a message, and starts the copies of its memory where that is on a device.
-    fn letter<B: Buf>(&self, direction: Direction, peer: Rank, tag: u32, mut buf: B) -> Prepared<B> {
+    fn letter(&self, direction: Direction, peer: Rank, tag: u32, content: Content) -> Prepared {
         let n = self.size();
+        let Content { raw, mut held } = content;
         if peer >= n {
             let problem = format!("rank {peer} is not in this group of {n}; ranks are 0..={}", n - 1);
-            return Err(Failed { buf: Some(buf), error: Error::invalid(direction.name(), problem) });
+            return Err((Error::invalid(direction.name(), problem), held));
         }
-        let (count, dtype) = (buf.len(), B::Elem::DTYPE);
-        let place = buf.location();
-        let (mut held, mut when) = (Held::new(Parts { input: (), output: buf }), self.when());
-        let memory = match place.0 {
-            Where::Host(at) => at,
-            Where::Device(place) => {
-                match self.stage_message(direction, place, count * dtype.size(), &mut when) {
-                    Ok(staging) => {
-                        held = held.with(staging.memory);
-                        staging.at
-                    }
-                    Err(error) => return Err(given_back(error, held, one::<B>)),
-                }
-            }
+        let (bytes, unit) = (raw.bytes(), raw.dtype.size());
+        let signature = Signature {
+            kind: KIND_P2P,
+            dtype: raw.dtype as u8,
+            op: NO_OP,
+            algo: 0,
+            root: tag,
+            count: raw.len as u64,
+            generation: self.side.0.config.generation,
+            detail: 0,
         };
-        let submission = Submission::Message { direction, peer, tag, memory, count, dtype, half: None };
-        Ok(Letter { submission, when, held, of: PhantomData })
+        let (memory, after, staged) = match raw.place.0 {
+            Where::Host(at) => (at, self.after_on_host(), None),
+            Where::Device(place) => match self.stage_message(direction, place, bytes) {
+                Ok(staged) => {
+                    held = held.with(staged.memory());
+                    (staged.at(0), staged.ready(), Some(staged))
+                }
+                Err(error) => return Err((error, held)),
+            },
+        };
+        let (number, half, timeout) = (0, None, self.deadline());
+        let message = exec::Message {
+            direction,
+            peer,
+            tag,
+            number,
+            half,
+            memory,
+            bytes,
+            unit,
+            signature,
+            timeout,
+            staged,
+        };
+        Ok(Letter { message, after, held })
     }
 
-    fn post<B: Buf>(&self, letter: Prepared<B>) -> Work<B> {
+    fn post(&self, letter: Prepared) -> Submitted {
         match letter {
-            Ok(Letter { submission, when, held, .. }) => {
-                hand_over(self.side.0, submission, when, held, one::<B>)
+            Ok(Letter { message, after, held }) => {
+                hand_over(self.side.0, Submission::Message(message), after, held)
             }
-            Err(failed) => Work::refused(failed, one::<B>),
+            Err((error, held)) => Submitted::refused(error, held),
         }
     }
 
@@ -118,15 +137,15 @@ impl Call<'_> {
         peer == self.rank()
     }
 
-    /// Half of a message of this rank to itself, whose other half is not in the same call.
-    fn alone<B>(&self, direction: Direction, buf: B) -> Failed<B> {
+    /// Why half of a message of this rank to itself is refused, whose other half is not in the same call.
+    fn alone(&self, direction: Direction) -> Error {
         let (rank, other) = (self.rank(), direction.other().name());
         let problem = format!(
             "rank {rank} is this rank, and a {} alone would wait for ever: call send_recv, or a batch that has the \
              {other} of the same tag, too",
             direction.name()
         );
-        Failed { buf: Some(buf), error: Error::invalid(direction.name(), problem) }
+        Error::invalid(direction.name(), problem)
     }
 
     /// Why so many operations more have no room. Asked before halves of a message to itself are submitted, so that none
@@ -138,81 +157,59 @@ impl Call<'_> {
             .then(|| Error::QueueFull { call: "send_recv".into(), limit })
     }
 
-    fn message<B: Buf>(&self, direction: Direction, peer: Rank, buf: B) -> Work<B> {
+    fn message(&self, direction: Direction, peer: Rank, content: Content) -> Submitted {
         if self.is_self(peer) {
-            return Work::refused(self.alone(direction, buf), one::<B>);
+            return Submitted::refused(self.alone(direction), content.held);
         }
-        self.post(self.letter(direction, peer, self.tag, buf))
+        self.post(self.letter(direction, peer, self.tag, content))
     }
 
-    /// See [`Comm::send`](super::Comm::send).
-    pub fn send<B: Buf>(&self, buf: B, to: Rank) -> Work<B> {
-        self.message(Direction::Send, to, buf)
-    }
-
-    /// See [`Comm::recv`](super::Comm::recv).
-    pub fn recv<B: Buf>(&self, buf: B, from: Rank) -> Work<B> {
-        self.message(Direction::Recv, from, buf)
-    }
-
-    /// See [`Comm::send_recv`](super::Comm::send_recv).
-    pub fn send_recv<S: Buf, R: Buf>(&self, send: S, to: Rank, recv: R, from: Rank) -> SendRecv<S, R> {
-        let (send, recv) = match (self.is_self(to), self.is_self(from)) {
-            (true, true) => match self.no_room(2) {
-                Some(error) => {
-                    let sends = Failed { buf: Some(send), error: error.clone() };
-                    (Err(sends), Err(Failed { buf: Some(recv), error }))
-                }
-                None => pair(
-                    self.letter(Direction::Send, to, self.tag, send),
-                    self.letter(Direction::Recv, from, self.tag, recv),
-                ),
-            },
-            // The half without another is refused, and with it the other: nothing is submitted.
-            (true, false) => {
-                let failed = self.alone(Direction::Send, send);
-                let error = failed.error.clone();
-                (Err(failed), Err(Failed { buf: Some(recv), error }))
-            }
-            (false, true) => {
-                let failed = self.alone(Direction::Recv, recv);
-                (Err(Failed { buf: Some(send), error: failed.error.clone() }), Err(failed))
-            }
-            (false, false) => {
-                let send = self.letter(Direction::Send, to, self.tag, send);
-                (send, self.letter(Direction::Recv, from, self.tag, recv))
+    /// A send and a receive, of which both are refused if one is.
+    fn exchange(&self, send: Content, to: Rank, recv: Content, from: Rank) -> (Submitted, Submitted) {
+        let tag = self.tag;
+        let refusal = match (self.is_self(to), self.is_self(from)) {
+            (true, true) => self.no_room(2),
+            (true, false) => Some(self.alone(Direction::Send)),
+            (false, true) => Some(self.alone(Direction::Recv)),
+            (false, false) => None,
+        };
+        let (send, recv) = match refusal {
+            Some(error) => (Err((error.clone(), send.held)), Err((error, recv.held))),
+            None => {
+                let send = self.letter(Direction::Send, to, tag, send);
+                let recv = self.letter(Direction::Recv, from, tag, recv);
+                if self.is_self(to) { pair(send, recv) } else { (send, recv) }
             }
         };
         // The receive first: what the peer sends at the same moment finds it posted.
         let recv = self.post(recv);
-        SendRecv { send: Half::Work(self.post(send)), recv: Half::Work(recv) }
+        (self.post(send), recv)
     }
 
-    /// See [`Comm::batch`](super::Comm::batch).
-    pub fn batch<B: Buf>(&self, messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> {
-        let messages: Vec<_> = messages.into_iter().map(Message::parts).collect();
+    /// Several messages, in order: what has no other half, or no room, is refused.
+    fn several(&self, messages: Vec<(Direction, Rank, u32, Content)>) -> Vec<Submitted> {
         let pairs = self.pairs(&messages);
         let full = if pairs.is_empty() { None } else { self.no_room(messages.len()) };
         let mut paired = vec![false; messages.len()];
         pairs.iter().for_each(|(send, recv)| (paired[*send], paired[*recv]) = (true, true));
         let prepared =
-            messages.into_iter().zip(paired).map(|((direction, peer, tag, buf), paired)| match &full {
-                Some(error) => Err(Failed { buf: Some(buf), error: error.clone() }),
-                None if self.is_self(peer) && !paired => Err(self.alone(direction, buf)),
-                None => self.letter(direction, peer, tag, buf),
+            messages.into_iter().zip(paired).map(|((direction, peer, tag, content), paired)| match &full {
+                Some(error) => Err((error.clone(), content.held)),
+                None if self.is_self(peer) && !paired => Err((self.alone(direction), content.held)),
+                None => self.letter(direction, peer, tag, content),
             });
-        let mut letters: Vec<Option<Prepared<B>>> = prepared.map(Some).collect();
+        let mut letters: Vec<Option<Prepared>> = prepared.map(Some).collect();
         for (send, recv) in pairs {
             if let (Some(sends), Some(receives)) = (letters[send].take(), letters[recv].take()) {
                 let (sends, receives) = pair(sends, receives);
                 (letters[send], letters[recv]) = (Some(sends), Some(receives));
             }
         }
-        Batch::new(letters.into_iter().flatten().map(|letter| self.post(letter)).collect())
+        letters.into_iter().flatten().map(|letter| self.post(letter)).collect()
     }
 
     /// Which of these are the two halves of one message of this rank to itself: of each tag, in the order given.
-    fn pairs<B>(&self, messages: &[(Direction, Rank, u32, B)]) -> Vec<(usize, usize)> {
+    fn pairs(&self, messages: &[(Direction, Rank, u32, Content)]) -> Vec<(usize, usize)> {
         let own = |wanted: Direction| {
             let ours = move |(direction, peer): (Direction, Rank)| direction == wanted && self.is_self(peer);
             messages.iter().enumerate().filter(move |(_, m)| ours((m.0, m.1))).map(|(i, m)| (i, m.2))
@@ -221,6 +218,33 @@ impl Call<'_> {
         own(Direction::Recv).for_each(|(i, tag)| receives.entry(tag).or_default().push_back(i));
         let receive = |(send, tag): (usize, u32)| Some((send, receives.get_mut(&tag)?.pop_front()?));
         own(Direction::Send).filter_map(receive).collect()
+    }
+
+    /// See [`Comm::send`](super::Comm::send).
+    pub fn send<B: Buf>(&self, buf: B, to: Rank) -> Work<B> {
+        Work::new(self.message(Direction::Send, to, Content::of(buf)), one::<B>)
+    }
+
+    /// See [`Comm::recv`](super::Comm::recv).
+    pub fn recv<B: Buf>(&self, buf: B, from: Rank) -> Work<B> {
+        Work::new(self.message(Direction::Recv, from, Content::of(buf)), one::<B>)
+    }
+
+    /// See [`Comm::send_recv`](super::Comm::send_recv).
+    pub fn send_recv<S: Buf, R: Buf>(&self, send: S, to: Rank, recv: R, from: Rank) -> SendRecv<S, R> {
+        let (send, recv) = self.exchange(Content::of(send), to, Content::of(recv), from);
+        let (send, recv) = (Work::new(send, one::<S>), Work::new(recv, one::<R>));
+        SendRecv { send: Half::Work(send), recv: Half::Work(recv) }
+    }
+
+    /// See [`Comm::batch`](super::Comm::batch).
+    pub fn batch<B: Buf>(&self, messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> {
+        let content = |message: Message<B>| {
+            let (direction, peer, tag, buf) = message.parts();
+            (direction, peer, tag, Content::of(buf))
+        };
+        let submitted = self.several(messages.into_iter().map(content).collect());
+        Batch::new(submitted.into_iter().map(|submitted| Work::new(submitted, one::<B>)).collect())
     }
 }
 
@@ -245,7 +269,7 @@ impl<B> Half<B> {
         match self {
             Half::Work(work) => work.wait(),
             Half::Done(result) => result,
-            Half::Taken => Err(taken()),
+            Half::Taken => Err(Failed { buf: None, error: taken() }),
         }
     }
 }

@@ -12,12 +12,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::Work;
-use super::work::Restore;
-use crate::error::{Error, Failed, Outcome};
+use super::work::{Ended, Restore, Submitted};
+use crate::error::{Error, Failed};
 use crate::exec::device::DeviceOp;
 use crate::exec::{Endpoint, Key, Polled};
 use crate::mem::device::{DeviceEvent, DeviceStream};
-use crate::mem::{Event, Held, HostStream};
+use crate::mem::{ErasedBufs, Event, HostStream};
 
 /// A stream that calls can be ordered with: a [`HostStream`] or a [`DeviceStream`].
 pub trait Stream: Sealed {}
@@ -67,7 +67,7 @@ impl<O, F> Work<O, F> {
         F: Send + 'static,
     {
         match self.refusal() {
-            Some(failed) => Err(failed),
+            Some(refused) => refused.map(|value| ready(Ok(value))),
             None => stream.join(self),
         }
     }
@@ -81,32 +81,32 @@ type Slot<O, F> = Arc<Mutex<Option<Result<O, Failed<F>>>>>;
 #[must_use = "the buffer comes back through it"]
 pub struct Ordered<O, F = O>(State<O, F>);
 
-#[allow(clippy::large_enum_variant)] // a box would be an allocation for each
 enum State<O, F> {
     /// What a job on a stream of the host's leaves here.
     Slot(Slot<O, F>, Event),
-    /// Of an operation that a device runs.
-    Device(OnDevice<O, F>),
+    /// Of an operation that a device runs, until somebody has the content.
+    Device(OnDevice, Option<Content<O, F>>),
 }
 
 /// An operation that a device's streams wait for.
-struct OnDevice<O, F> {
+struct OnDevice {
     endpoint: Arc<Endpoint>,
+    /// Until the operation has ended, or another value has its place.
     key: Option<Key>,
     device: Arc<DeviceOp>,
-    content: Option<Content<O, F>>,
     stream: DeviceStream,
     ready: OnceLock<Event>,
 }
 
+#[allow(clippy::large_enum_variant)] // a box would be an allocation for each
 enum Content<O, F> {
     /// What the operation holds, in the order of streams that wait for it.
-    Held(Held, Restore<O, F>),
+    Held(ErasedBufs, Restore<O, F>),
     /// What a job has made of it.
     Value(O),
 }
 
-impl<O, F> Drop for OnDevice<O, F> {
+impl Drop for OnDevice {
     fn drop(&mut self) {
         if let Some(key) = self.key {
             self.endpoint.detach(key);
@@ -114,23 +114,91 @@ impl<O, F> Drop for OnDevice<O, F> {
     }
 }
 
-impl<O, F> OnDevice<O, F> {
-    /// The content, in the order of its stream.
-    fn hand_on(&mut self) -> Result<O, Failed<F>> {
-        match self.content.take() {
-            Some(Content::Held(held, restore)) => {
-                restore(self.device.hand_on().map_err(Box::new), Some(held))
+impl OnDevice {
+    /// Takes the place of an operation that a device runs, for `stream`; `None` if no device does.
+    fn join(
+        submitted: &mut Submitted,
+        stream: &DeviceStream,
+    ) -> Result<Option<(OnDevice, ErasedBufs)>, Error> {
+        let Some((endpoint, key)) = submitted.at() else { return Ok(None) };
+        let Some((held, device)) = endpoint.join(key, stream)? else { return Ok(None) };
+        let endpoint = endpoint.clone();
+        submitted.let_go();
+        let (key, stream, ready) = (Some(key), stream.clone(), OnceLock::new());
+        Ok(Some((OnDevice { endpoint, key, device, stream, ready }, held)))
+    }
+
+    /// Makes `stream` wait for what this one's stream holds. Whether it does: the host waits otherwise.
+    fn is_awaited_by(&self, stream: &DeviceStream) -> bool {
+        let before = &self.stream;
+        // `before` may wait for what is not on any stream yet, and then so does this one.
+        let is_early = before != stream && !self.device.is_filled();
+        let has_way = is_early && self.device.make_way(stream);
+        let held_up = is_early && !has_way && !self.device.is_filled();
+        let order = match before == stream || held_up {
+            true => Ok(()),
+            false => before.point().and_then(|e| stream.wait_event(&e)),
+        };
+        if has_way {
+            self.device.waits_now(stream);
+        }
+        if let Err(error) = &order {
+            tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
+        }
+        !held_up && order.is_ok()
+    }
+
+    /// The same operation, for another stream.
+    fn moved_to(&mut self, stream: &DeviceStream) -> OnDevice {
+        let (endpoint, device, stream) = (self.endpoint.clone(), self.device.clone(), stream.clone());
+        OnDevice { endpoint, key: self.key.take(), device, stream, ready: OnceLock::new() }
+    }
+
+    /// Blocks until the operation has ended.
+    fn wait(&mut self) -> Option<Ended> {
+        let ended = self.endpoint.wait(self.key?);
+        self.key = None;
+        Some(ended)
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Ended>> {
+        let Some(key) = self.key else { return Poll::Ready(None) };
+        match self.endpoint.poll(key, cx.waker(), Duration::ZERO, false) {
+            Polled::Pending => Poll::Pending,
+            Polled::Ready(ended) => {
+                self.key = None;
+                Poll::Ready(Some(ended))
             }
+        }
+    }
+
+    fn event(&self) -> &Event {
+        self.ready.get_or_init(|| match self.stream.point() {
+            Ok(point) => point.on_host(),
+            Err(error) => {
+                let event = Event::pending();
+                event.fail(error);
+                event
+            }
+        })
+    }
+}
+
+impl<O, F> Content<O, F> {
+    /// The value, in the order of its stream.
+    fn hand_on(content: Option<Self>, device: &DeviceOp) -> Result<O, Failed<F>> {
+        match content {
+            Some(Content::Held(held, restore)) => restore(device.hand_on().map_err(Box::new), Some(held)),
             Some(Content::Value(value)) => Ok(value),
             None => Err(taken()),
         }
     }
 
-    /// The operation is over.
-    fn end(&mut self, result: Outcome, held: Option<Held>) -> Result<O, Failed<F>> {
-        self.key = None;
-        match (self.content.take(), result) {
-            (Some(Content::Held(held, _)), Err(error)) if self.device.is_lost() => {
+    /// The value, when the operation has ended so.
+    fn end(content: Option<Self>, ended: Option<Ended>, device: &DeviceOp) -> Result<O, Failed<F>> {
+        let Some((result, held)) = ended else { return Err(taken()) };
+        match (content, result) {
+            (Some(Content::Held(held, _)), Err(error)) if device.is_lost() => {
                 // Quarantine, as in `Endpoint::drain`, which did not have it.
                 std::mem::forget(held);
                 Err(Failed { buf: None, error: *error })
@@ -152,7 +220,7 @@ impl<O, F> fmt::Debug for Ordered<O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
             State::Slot(_, ready) => write!(f, "Ordered({ready:?})"),
-            State::Device(on) => write!(f, "Ordered(on {:?})", on.stream),
+            State::Device(on, _) => write!(f, "Ordered(on {:?})", on.stream),
         }
     }
 }
@@ -223,22 +291,20 @@ impl Sealed for DeviceStream {
 
     fn join<O: Send + 'static, F: Send + 'static>(
         &self,
-        mut work: Work<O, F>,
+        work: Work<O, F>,
     ) -> Result<Ordered<O, F>, Failed<F>> {
-        let joined = work.at().map(|(endpoint, key)| (endpoint.clone(), key, endpoint.join(key, self)));
-        match joined {
-            Some((endpoint, key, Ok(Some((held, device))))) => {
-                let (key, content) = (Some(key), Some(Content::Held(held, work.let_go())));
-                let (stream, ready) = (self.clone(), OnceLock::new());
-                Ok(Ordered(State::Device(OnDevice { endpoint, key, device, content, stream, ready })))
+        let (mut submitted, restore) = work.into_parts();
+        match OnDevice::join(&mut submitted, self) {
+            Ok(Some((on, held))) => {
+                return Ok(Ordered(State::Device(on, Some(Content::Held(held, restore)))));
             }
-            // The host runs it, or it is over, or the driver does not let the stream wait: so the caller does.
-            Some((.., Err(error))) => {
+            Ok(None) => {}
+            Err(error) => {
                 tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
-                work.wait().map(|value| self::ready(Ok(value)))
             }
-            _ => work.wait().map(|value| self::ready(Ok(value))),
         }
+        // The host runs it, or it is over, or the driver does not let the stream wait: so the caller does.
+        Work::new(submitted, restore).wait().map(|value| ready(Ok(value)))
     }
 
     fn launch<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
@@ -246,23 +312,9 @@ impl Sealed for DeviceStream {
         mut value: Ordered<O, F>,
         job: impl FnOnce(O) -> R + Send + 'static,
     ) -> Ordered<R, F> {
-        let State::Device(on) = &mut value.0 else { return ready(run(value.wait(), job)) };
-        let before = on.stream.clone();
-        // `before` may wait for what is not on any stream yet, and then so does this one.
-        let is_early = before != *self && !on.device.is_filled();
-        let has_way = is_early && on.device.make_way(self);
-        let held_up = is_early && !has_way && !on.device.is_filled();
-        let order = match before == *self || held_up {
-            true => Ok(()),
-            false => before.point().and_then(|e| self.wait_event(&e)),
-        };
-        if has_way {
-            on.device.waits_now(self);
-        }
-        if let Err(error) = &order {
-            tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
-        }
-        if held_up || order.is_err() {
+        let State::Device(on, content) = &mut value.0 else { return ready(run(value.wait(), job)) };
+        if !on.is_awaited_by(self) {
+            let before = on.stream.clone();
             let value = value.wait().and_then(|value| match before.synchronize() {
                 Ok(()) => Ok(value),
                 // What is on the stream may touch it yet.
@@ -273,13 +325,9 @@ impl Sealed for DeviceStream {
             });
             return ready(run(value, job));
         }
-        match run(on.hand_on(), job) {
+        match run(Content::hand_on(content.take(), &on.device), job) {
             Err(failed) => ready(Err(failed)),
-            Ok(value) => {
-                let (endpoint, device, stream) = (on.endpoint.clone(), on.device.clone(), self.clone());
-                let (key, content, ready) = (on.key.take(), Some(Content::Value(value)), OnceLock::new());
-                Ordered(State::Device(OnDevice { endpoint, key, device, content, stream, ready }))
-            }
+            Ok(value) => Ordered(State::Device(on.moved_to(self), Some(Content::Value(value)))),
         }
     }
 }
@@ -308,15 +356,15 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     /// # Errors
     /// Those of the operation that are known already.
     pub fn in_order(mut self) -> Result<O, Failed<F>> {
-        let State::Device(on) = &mut self.0 else { return self.wait() };
-        on.hand_on()
+        let State::Device(on, content) = &mut self.0 else { return self.wait() };
+        Content::hand_on(content.take(), &on.device)
     }
 
     /// The operation has references to the caller's buffers: those are as if handed on.
     pub(super) fn leave(self) -> Result<(), Error> {
         match &self.0 {
             State::Slot(..) => self.wait().map(drop).map_err(|failed| failed.error),
-            State::Device(on) => on.device.hand_on(),
+            State::Device(on, _) => on.device.hand_on(),
         }
     }
 
@@ -324,14 +372,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     pub fn event(&self) -> &Event {
         match &self.0 {
             State::Slot(_, ready) => ready,
-            State::Device(on) => on.ready.get_or_init(|| match on.stream.point() {
-                Ok(point) => point.on_host(),
-                Err(error) => {
-                    let event = Event::pending();
-                    event.fail(error);
-                    event
-                }
-            }),
+            State::Device(on, _) => on.event(),
         }
     }
 
@@ -345,13 +386,10 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
                 let _ = ready.wait();
                 slot.lock().take().unwrap_or_else(|| Err(taken()))
             }
-            State::Device(on) => match on.key {
-                Some(key) => {
-                    let (result, held) = on.endpoint.wait(key);
-                    on.end(result, held)
-                }
-                None => Err(taken()),
-            },
+            State::Device(on, content) => {
+                let ended = on.wait();
+                Content::end(content.take(), ended, &on.device)
+            }
         }
     }
 }
@@ -366,12 +404,9 @@ impl<O, F> Future for Ordered<O, F> {
                 }
                 Poll::Ready(slot.lock().take().unwrap_or_else(|| Err(taken())))
             }
-            State::Device(on) => {
-                let Some(key) = on.key else { return Poll::Ready(Err(taken())) };
-                match on.endpoint.poll(key, cx.waker(), Duration::ZERO, false) {
-                    Polled::Pending => Poll::Pending,
-                    Polled::Ready((result, held)) => Poll::Ready(on.end(result, held)),
-                }
+            State::Device(on, content) => {
+                let Poll::Ready(ended) = on.poll(cx) else { return Poll::Pending };
+                Poll::Ready(Content::end(content.take(), ended, &on.device))
             }
         }
     }

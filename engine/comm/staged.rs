@@ -1,167 +1,144 @@
 //! Operations on device buffers: on the rank's device, or staged on the host.
 
-use std::any::Any;
 use std::sync::Arc;
 
 use allstream_kernels::cuda::MAX_INS;
 
-use super::Work;
 use super::call::Call;
-use super::memory::{BufferPlace, Memory};
+use super::memory::Memory;
 use super::ordered::Start;
-use super::work::Restore;
+use super::work::Submitted;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
-use crate::exec::{Collective, Direction, Reduction, STRIPE, When, cut};
+use crate::exec::{Direction, Operation, Reduction, STRIPE, cut};
 use crate::mem::device::{ALL, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
-use crate::mem::{Held, Where};
+use crate::mem::{ErasedBufs, RawBuf, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::ON_DEVICES;
 
-/// What a message on device memory works on instead.
-pub(super) struct Staging {
-    pub(super) at: *mut u8,
-    pub(super) memory: Arc<dyn Any + Send + Sync>,
-}
-
-/// What runs before and after an operation that is staged.
-fn around(staged: Arc<Staged>, when: &mut When) {
-    when.after = staged.ready();
-    when.staged = Some(staged);
-}
-
 impl Call<'_> {
-    /// How an operation on device memory is run. It starts after what the buffers' streams hold, which are made to wait
-    /// for more where that is asked for.
-    fn when_on_device<'m>(
+    /// Makes an operation on device memory start after what it is to start after: the buffers' streams are made to wait for
+    /// more where that is asked for.
+    fn start_on_devices<'m>(
         &self,
         call: &str,
         places: impl Iterator<Item = &'m DevicePlace> + Clone,
-    ) -> Result<When, Error> {
+    ) -> Result<(), Error> {
         // Known already: what a buffer holds means nothing.
         places.clone().try_for_each(DevicePlace::check)?;
         match &self.after {
-            None => {}
+            None => Ok(()),
             Some(Start::Host(_)) => {
                 let problem = "after(..), and on(..) a stream of the host's, are for host buffers: an operation on a device \
                                buffer starts after what the buffer's own stream holds, and on(..) takes streams of devices";
-                return Err(Error::invalid(call, problem));
+                Err(Error::invalid(call, problem))
             }
-            Some(Start::Failed(error)) => return Err(error.clone()),
+            Some(Start::Failed(error)) => Err(error.clone()),
             Some(Start::Device(event)) => {
                 for place in places {
                     place.stream.wait_event(event)?;
                 }
+                Ok(())
             }
         }
-        Ok(When { timeout: self.timeout, after: None, staged: None })
     }
 
     /// Hands in a collective whose parts have this memory, some of it on devices.
     #[cold]
-    pub(super) fn hand_in_staged<O, F>(
+    pub(super) fn hand_in_staged(
         &self,
-        prepared: Result<Collective, Error>,
+        prepared: Result<Operation, Error>,
         varied: bool,
         memory: Vec<Memory>,
-        held: Held,
-        restore: Restore<O, F>,
-    ) -> Work<O, F> {
+        held: ErasedBufs,
+    ) -> Submitted {
         if let Some(binding) = self.binding(&prepared) {
-            return self.hand_in_on_device(binding, prepared, memory, held, restore);
+            return self.hand_in_on_device(binding, prepared, memory, held);
         }
-        let staged = prepared.and_then(|mut collective| {
-            let mut when = self.when_on_device(collective.call, places(&memory))?;
-            let staged = stage(&mut collective, varied, &memory)?;
-            let host = staged.memory();
-            around(staged, &mut when);
-            Ok((collective, host, when))
+        let staged = prepared.and_then(|mut operation| {
+            self.start_on_devices(operation.call, places(&memory))?;
+            let staged = stage(&mut operation, varied, &memory)?;
+            operation.staged = Some(staged.clone());
+            Ok((operation, staged))
         });
         match staged {
-            Ok((collective, host, when)) => self.hand_in(Ok(collective), when, held.with(host), restore),
-            Err(error) => self.hand_in(Err(error), When::default(), held, restore),
+            Ok((operation, staged)) => {
+                self.hand_in(Ok(operation), staged.ready(), held.with(staged.memory()))
+            }
+            Err(error) => self.hand_in(Err(error), None, held),
         }
     }
 
-    /// The device that is to run a collective. The same answer on all ranks.
-    fn binding(&self, prepared: &Result<Collective, Error>) -> Option<Arc<Binding>> {
+    /// The device that is to run a operation. The same answer on all ranks.
+    fn binding(&self, prepared: &Result<Operation, Error>) -> Option<Arc<Binding>> {
         let binding = self.side.0.binding()?;
-        let ours = |collective: &Collective| matches!(collective.reduction, Reduction::Op(_));
+        let ours = |operation: &Operation| matches!(operation.reduction, Reduction::Op(_));
         (prepared.as_ref().is_ok_and(ours) && self.size() <= MAX_INS).then(|| binding.clone())
     }
 
     /// Hands in a collective that this rank's device is to run.
-    fn hand_in_on_device<O, F>(
+    fn hand_in_on_device(
         &self,
         binding: Arc<Binding>,
-        prepared: Result<Collective, Error>,
+        prepared: Result<Operation, Error>,
         memory: Vec<Memory>,
-        held: Held,
-        restore: Restore<O, F>,
-    ) -> Work<O, F> {
-        let mut when = When::default();
-        let prepared = prepared.and_then(|mut collective| {
-            when = self.when_on_device(collective.call, places(&memory))?;
-            let streams = place(&mut collective, &binding, &memory)?;
+        held: ErasedBufs,
+    ) -> Submitted {
+        let prepared = prepared.and_then(|mut operation| {
+            self.start_on_devices(operation.call, places(&memory))?;
+            let streams = place(&mut operation, &binding, &memory)?;
             let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
             for memory in &memory {
                 if let (Some(input), Some(output)) =
-                    (memory.input.as_ref().and_then(BufferPlace::fate), memory.output.fate())
+                    (memory.input.as_ref().and_then(RawBuf::fate), memory.output.fate())
                 {
                     output.depend_like(input);
                 }
             }
-            if let Err(error) = binding.get_ready(&mut collective) {
+            if let Err(error) = binding.get_ready(&mut operation) {
                 // What is missing is asked for again when it is needed, and then all ranks hear of it.
                 tracing::debug!("an operation was not made ready at its call: {error}");
             }
-            collective.signature.kind |= ON_DEVICES;
-            collective.device = Some(Arc::new(DeviceOp::new(binding, streams, outputs)?));
-            Ok(collective)
+            operation.signature.kind |= ON_DEVICES;
+            operation.device = Some(Arc::new(DeviceOp::new(binding, streams, outputs)?));
+            Ok(operation)
         });
-        self.hand_in(prepared, when, held, restore)
+        self.hand_in(prepared, None, held)
     }
 
-    /// The copy of a message's memory on the host.
+    /// The copies of a message's memory to or from the host, and the memory there.
     #[cold]
     pub(super) fn stage_message(
         &self,
         direction: Direction,
         place: DevicePlace,
         bytes: usize,
-        when: &mut When,
-    ) -> Result<Staging, Error> {
-        *when = self.when_on_device(direction.name(), [&place].into_iter())?;
+    ) -> Result<Arc<Staged>, Error> {
+        self.start_on_devices(direction.name(), [&place].into_iter())?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
         let stripe = |from: usize| {
             let to = bytes.min(from + STRIPE);
             Stripe { pieces: vec![(0, from..to)], reach: if to == bytes { ALL } else { (0, to) } }
         };
         let stripes = (0..bytes.max(1)).step_by(STRIPE).map(stripe).collect();
-        let staged = Staged::begin(vec![Item { place, bytes, fill, back }], stripes)?;
-        let staging = Staging { at: staged.at(0), memory: staged.memory() };
-        around(staged, when);
-        Ok(staging)
+        Staged::begin(vec![Item { place, bytes, fill, back }], stripes)
     }
 }
 
 /// Where the buffers on devices are.
 fn places(memory: &[Memory]) -> impl Iterator<Item = &DevicePlace> + Clone {
-    memory
-        .iter()
-        .flat_map(|memory| memory.input.iter().chain([&memory.output]))
-        .filter_map(BufferPlace::on_device)
+    memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).filter_map(RawBuf::on_device)
 }
 
 /// Makes the parts work on the device's memory. The streams of the buffers, each once.
 fn place(
-    collective: &mut Collective,
+    operation: &mut Operation,
     binding: &Binding,
     memory: &[Memory],
 ) -> Result<Vec<DeviceStream>, Error> {
-    let (call, device) = (collective.call, binding.ours.stream.device());
+    let (call, device) = (operation.call, binding.ours.stream.device());
     let mut streams = Vec::new();
-    let mut at = |end: &BufferPlace| {
+    let mut at = |end: &RawBuf| {
         let place = match &end.place.0 {
             Where::Host(_) => {
                 let problem = format!(
@@ -178,15 +155,15 @@ fn place(
             return Err(Error::invalid(call, problem));
         }
         if let Some(far) = &binding.far
-            && end.bytes > 0
-            && far.export(&place.stream, place.address, end.bytes)?.is_none()
+            && end.bytes() > 0
+            && far.export(&place.stream, place.address, end.bytes())?.is_none()
         {
             let problem = "the memory is another library's, and ranks in other processes cannot have it; copy it to a \
                            DeviceBuf that allstream allocates (DeviceBuf::zeroed, from_host), or use a communicator \
                            that is not bound";
             return Err(Error::invalid(call, problem));
         }
-        if place.foreign && end.bytes > 0 {
+        if place.foreign && end.bytes() > 0 {
             place.lend_to(&binding.others).map_err(|error| match error {
                 Error::Invalid { problem, .. } => Error::invalid(call, problem),
                 error => error,
@@ -198,7 +175,7 @@ fn place(
         }
         Ok(std::ptr::without_provenance_mut(place.address as usize))
     };
-    for (part, memory) in collective.parts.all().iter_mut().zip(memory) {
+    for (part, memory) in operation.parts.all().iter_mut().zip(memory) {
         part.output = at(&memory.output)?;
         part.input = match &memory.input {
             Some(input) => at(input)?,
@@ -209,19 +186,19 @@ fn place(
 }
 
 /// Starts the copies to the host, and makes the parts work on those.
-fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result<Arc<Staged>, Error> {
+fn stage(operation: &mut Operation, varied: bool, memory: &[Memory]) -> Result<Arc<Staged>, Error> {
     let (mut items, mut slots) = (Vec::new(), Vec::new());
-    let mut add = |slot: (usize, Slot), end: &BufferPlace, fill: bool, back: bool| match &end.place.0 {
+    let mut add = |slot: (usize, Slot), end: &RawBuf, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
         Where::Device(place) => {
-            items.push(Item { place: place.clone(), bytes: end.bytes, fill, back });
-            slots.push((slot.0, slot.1, end.bytes));
+            items.push(Item { place: place.clone(), bytes: end.bytes(), fill, back });
+            slots.push((slot.0, slot.1, end.bytes()));
             Ok(items.len() - 1)
         }
     };
     let mut ends = Vec::with_capacity(memory.len());
-    let (signature, scaled) = (collective.signature, collective.scale.is_some());
-    for (p, (part, memory)) in collective.parts.all().iter().zip(memory).enumerate() {
+    let (signature, scaled) = (operation.signature, operation.scale.is_some());
+    for (p, (part, memory)) in operation.parts.all().iter().zip(memory).enumerate() {
         let writes = part.leaves_result(&signature, scaled);
         ends.push(match &memory.input {
             None => (None, add((p, OUTPUT), &memory.output, true, writes)),
@@ -231,9 +208,9 @@ fn stage(collective: &mut Collective, varied: bool, memory: &[Memory]) -> Result
             }
         });
     }
-    let staged = Staged::begin(items, cut(collective.parts.all(), &slots))?;
+    let staged = Staged::begin(items, cut(operation.parts.all(), &slots))?;
     let at = |end: Result<usize, *mut u8>| end.map_or_else(|host| host, |item| staged.at(item));
-    for (part, (input, output)) in collective.parts.all().iter_mut().zip(ends) {
+    for (part, (input, output)) in operation.parts.all().iter_mut().zip(ends) {
         part.output = at(output);
         part.input = input.map_or(part.output, at).cast_const();
     }

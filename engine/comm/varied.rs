@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use super::Work;
 use super::call::{Call, Spec};
-use super::restore::{both, made, one, refused};
+use super::collectives::expects;
 use crate::exec::Tables;
 use crate::mem::Buf;
-use crate::types::{Kind, Rank, digest};
+use crate::types::{Element, Kind, Rank, digest};
 
 /// Blocks of these lengths, one after another.
 fn packed(counts: &[usize]) -> Vec<Range<usize>> {
@@ -31,6 +31,7 @@ fn counts_digest(counts: &[usize]) -> u32 {
     digest(0, counts.iter().flat_map(|c| (*c as u64).to_le_bytes()))
 }
 
+/// What a call with these counts is, and how long its buffers must be.
 impl Call<'_> {
     /// One count for each rank, whose sum is a length.
     fn check_counts(&self, what: &str, counts: &[usize]) -> Result<usize, String> {
@@ -64,77 +65,28 @@ impl Call<'_> {
         Err(format!("{what} has {len} elements, expected the count of this rank ({rank}), {}", counts[rank]))
     }
 
-    /// See [`Comm::all_gather_v`](super::Comm::all_gather_v).
-    pub fn all_gather_v<I: Buf>(&self, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
-        let spec = self.known(Kind::AllGather, counts, false);
-        match spec.and_then(|s| self.check_own("the input", input.len(), counts).map(|()| s)) {
-            Ok((spec, total)) => self.make(spec, total, input),
-            Err(problem) => refused(Kind::AllGather, problem, input, made::<I>),
-        }
+    /// An all_gather of an input of this length, and what all ranks get.
+    fn all_gathered(&self, len: usize, counts: &[usize]) -> Result<(Spec, usize), String> {
+        let known = self.known(Kind::AllGather, counts, false)?;
+        self.check_own("the input", len, counts)?;
+        Ok(known)
     }
 
-    /// See [`Comm::all_gather_v_into`](super::Comm::all_gather_v_into).
-    pub fn all_gather_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-    ) -> Work<(I, O)> {
-        let spec = self.known(Kind::AllGather, counts, false);
-        match spec.and_then(|s| self.check_own("the input", input.len(), counts).map(|()| s)) {
-            Ok((spec, total)) => self.into(spec, total, input, output),
-            Err(problem) => refused(Kind::AllGather, problem, (input, output), both::<I, O>),
-        }
-    }
-
-    /// See [`Comm::all_gather_v_in_place`](super::Comm::all_gather_v_in_place).
-    pub fn all_gather_v_in_place<B: Buf>(&self, buf: B, counts: &[usize]) -> Work<B> {
-        self.known_in_place(Kind::AllGather, buf, counts)
-    }
-
-    fn known_in_place<B: Buf>(&self, kind: Kind, buf: B, counts: &[usize]) -> Work<B> {
-        match self.known(kind, counts, true) {
-            Ok((spec, total)) if buf.len() == total => self.in_place(spec, buf),
-            Ok((_, total)) => {
-                let problem = format!("the buffer has {} elements, the counts add up to {total}", buf.len());
-                refused(kind, problem, buf, one::<B>)
-            }
-            Err(problem) => refused(kind, problem, buf, one::<B>),
-        }
-    }
-
-    /// See [`Comm::reduce_scatter_v`](super::Comm::reduce_scatter_v).
-    pub fn reduce_scatter_v<I: Buf>(&self, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
-        match self.known_input(&input, counts) {
-            Ok(spec) => self.make(spec, counts[self.rank()], input),
-            Err(problem) => refused(Kind::ReduceScatter, problem, input, made::<I>),
-        }
-    }
-
-    fn known_input<I: Buf>(&self, input: &I, counts: &[usize]) -> Result<Spec, String> {
-        let (spec, total) = self.known(Kind::ReduceScatter, counts, false)?;
-        if input.len() != total {
-            return Err(format!("the input has {} elements, the counts add up to {total}", input.len()));
+    fn known_in_place(&self, kind: Kind, len: usize, counts: &[usize]) -> Result<Spec, String> {
+        let (spec, total) = self.known(kind, counts, true)?;
+        if len != total {
+            return Err(format!("the buffer has {len} elements, the counts add up to {total}"));
         }
         Ok(spec)
     }
 
-    /// See [`Comm::reduce_scatter_v_into`](super::Comm::reduce_scatter_v_into).
-    pub fn reduce_scatter_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-    ) -> Work<(I, O)> {
-        match self.known_input(&input, counts) {
-            Ok(spec) => self.into(spec, counts[self.rank()], input, output),
-            Err(problem) => refused(Kind::ReduceScatter, problem, (input, output), both::<I, O>),
+    /// A reduce_scatter of an input of this length, and what this rank gets of it.
+    fn reduce_scattered(&self, len: usize, counts: &[usize]) -> Result<(Spec, usize), String> {
+        let (spec, total) = self.known(Kind::ReduceScatter, counts, false)?;
+        if len != total {
+            return Err(format!("the input has {len} elements, the counts add up to {total}"));
         }
-    }
-
-    /// See [`Comm::reduce_scatter_v_in_place`](super::Comm::reduce_scatter_v_in_place).
-    pub fn reduce_scatter_v_in_place<B: Buf>(&self, buf: B, counts: &[usize]) -> Work<B> {
-        self.known_in_place(Kind::ReduceScatter, buf, counts)
+        Ok((spec, counts[self.rank()]))
     }
 
     /// A call in which a rank knows its own counts alone. What moves between two ranks they compare, message by
@@ -154,31 +106,6 @@ impl Call<'_> {
         Ok((Self::own(Kind::Gather, root, [whole(own), packed(counts)], false), total))
     }
 
-    /// See [`Comm::gather_v`](super::Comm::gather_v).
-    pub fn gather_v<I: Buf>(&self, input: I, counts: &[usize], root: Rank) -> Work<Vec<I::Elem>, I> {
-        match self.gathered(input.len(), counts, root) {
-            Ok((spec, total)) => self.make(spec, total, input),
-            Err(problem) => refused(Kind::Gather, problem, input, made::<I>),
-        }
-    }
-
-    /// See [`Comm::gather_v_into`](super::Comm::gather_v_into).
-    pub fn gather_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-        root: Rank,
-    ) -> Work<(I, O)> {
-        match self.gathered(input.len(), counts, root) {
-            Ok((spec, total)) => {
-                let expected = if self.rank() == root { total } else { output.len() };
-                self.into(spec, expected, input, output)
-            }
-            Err(problem) => refused(Kind::Gather, problem, (input, output), both::<I, O>),
-        }
-    }
-
     fn scattered(&self, len: usize, own: usize, counts: &[usize], root: Rank) -> Result<Spec, String> {
         if self.rank() != root {
             return Ok(Self::own(Kind::Scatter, root, [Vec::new(), whole(own)], false));
@@ -189,35 +116,6 @@ impl Call<'_> {
         }
         self.check_own("the root's part", own, counts)?;
         Ok(Self::own(Kind::Scatter, root, [packed(counts), whole(own)], false))
-    }
-
-    /// See [`Comm::scatter_v`](super::Comm::scatter_v).
-    pub fn scatter_v<I: Buf>(
-        &self,
-        input: I,
-        counts: &[usize],
-        count: usize,
-        root: Rank,
-    ) -> Work<Vec<I::Elem>, I> {
-        match self.scattered(input.len(), count, counts, root) {
-            Ok(spec) => self.make(spec, count, input),
-            Err(problem) => refused(Kind::Scatter, problem, input, made::<I>),
-        }
-    }
-
-    /// See [`Comm::scatter_v_into`](super::Comm::scatter_v_into).
-    pub fn scatter_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-        root: Rank,
-    ) -> Work<(I, O)> {
-        let count = output.len();
-        match self.scattered(input.len(), count, counts, root) {
-            Ok(spec) => self.into(spec, count, input, output),
-            Err(problem) => refused(Kind::Scatter, problem, (input, output), both::<I, O>),
-        }
     }
 
     fn exchanged(&self, len: usize, sends: &[usize], recvs: &[usize]) -> Result<(Spec, usize), String> {
@@ -236,12 +134,126 @@ impl Call<'_> {
         Ok((Self::own(Kind::AllToAll, 0, [packed(sends), packed(recvs)], false), into))
     }
 
+    /// The spec, if the output is as long as it says.
+    fn fits(spec: Result<(Spec, usize), String>, output: usize) -> Result<Spec, String> {
+        let (spec, expected) = spec?;
+        expects(output, expected).map(|()| spec)
+    }
+}
+
+/// The collectives.
+impl Call<'_> {
+    /// See [`Comm::all_gather_v`](super::Comm::all_gather_v).
+    pub fn all_gather_v<I: Buf<Elem: Element>>(&self, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
+        self.submit_new(Kind::AllGather, self.all_gathered(input.len(), counts), input)
+    }
+
+    /// See [`Comm::all_gather_v_into`](super::Comm::all_gather_v_into).
+    pub fn all_gather_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        input: I,
+        output: O,
+        counts: &[usize],
+    ) -> Work<(I, O)> {
+        let spec = Self::fits(self.all_gathered(input.len(), counts), output.len());
+        self.submit_into(Kind::AllGather, spec, input, output)
+    }
+
+    /// See [`Comm::all_gather_v_in_place`](super::Comm::all_gather_v_in_place).
+    pub fn all_gather_v_in_place<B: Buf>(&self, buf: B, counts: &[usize]) -> Work<B> {
+        self.submit_in_place(Kind::AllGather, self.known_in_place(Kind::AllGather, buf.len(), counts), buf)
+    }
+
+    /// See [`Comm::reduce_scatter_v`](super::Comm::reduce_scatter_v).
+    pub fn reduce_scatter_v<I: Buf<Elem: Element>>(
+        &self,
+        input: I,
+        counts: &[usize],
+    ) -> Work<Vec<I::Elem>, I> {
+        self.submit_new(Kind::ReduceScatter, self.reduce_scattered(input.len(), counts), input)
+    }
+
+    /// See [`Comm::reduce_scatter_v_into`](super::Comm::reduce_scatter_v_into).
+    pub fn reduce_scatter_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        input: I,
+        output: O,
+        counts: &[usize],
+    ) -> Work<(I, O)> {
+        let spec = Self::fits(self.reduce_scattered(input.len(), counts), output.len());
+        self.submit_into(Kind::ReduceScatter, spec, input, output)
+    }
+
+    /// See [`Comm::reduce_scatter_v_in_place`](super::Comm::reduce_scatter_v_in_place).
+    pub fn reduce_scatter_v_in_place<B: Buf>(&self, buf: B, counts: &[usize]) -> Work<B> {
+        self.submit_in_place(
+            Kind::ReduceScatter,
+            self.known_in_place(Kind::ReduceScatter, buf.len(), counts),
+            buf,
+        )
+    }
+
+    /// See [`Comm::gather_v`](super::Comm::gather_v).
+    pub fn gather_v<I: Buf<Elem: Element>>(
+        &self,
+        input: I,
+        counts: &[usize],
+        root: Rank,
+    ) -> Work<Vec<I::Elem>, I> {
+        self.submit_new(Kind::Gather, self.gathered(input.len(), counts, root), input)
+    }
+
+    /// See [`Comm::gather_v_into`](super::Comm::gather_v_into).
+    pub fn gather_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        input: I,
+        output: O,
+        counts: &[usize],
+        root: Rank,
+    ) -> Work<(I, O)> {
+        let spec = match self.gathered(input.len(), counts, root) {
+            // Only the root's output is written.
+            Ok((spec, _)) if self.rank() != root => Ok(spec),
+            spec => Self::fits(spec, output.len()),
+        };
+        self.submit_into(Kind::Gather, spec, input, output)
+    }
+
+    /// See [`Comm::scatter_v`](super::Comm::scatter_v).
+    pub fn scatter_v<I: Buf<Elem: Element>>(
+        &self,
+        input: I,
+        counts: &[usize],
+        count: usize,
+        root: Rank,
+    ) -> Work<Vec<I::Elem>, I> {
+        self.submit_new(
+            Kind::Scatter,
+            self.scattered(input.len(), count, counts, root).map(|spec| (spec, count)),
+            input,
+        )
+    }
+
+    /// See [`Comm::scatter_v_into`](super::Comm::scatter_v_into).
+    pub fn scatter_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        input: I,
+        output: O,
+        counts: &[usize],
+        root: Rank,
+    ) -> Work<(I, O)> {
+        let spec = self.scattered(input.len(), output.len(), counts, root);
+        self.submit_into(Kind::Scatter, spec, input, output)
+    }
+
     /// See [`Comm::all_to_all_v`](super::Comm::all_to_all_v).
-    pub fn all_to_all_v<I: Buf>(&self, input: I, sends: &[usize], recvs: &[usize]) -> Work<Vec<I::Elem>, I> {
-        match self.exchanged(input.len(), sends, recvs) {
-            Ok((spec, len)) => self.make(spec, len, input),
-            Err(problem) => refused(Kind::AllToAll, problem, input, made::<I>),
-        }
+    pub fn all_to_all_v<I: Buf<Elem: Element>>(
+        &self,
+        input: I,
+        sends: &[usize],
+        recvs: &[usize],
+    ) -> Work<Vec<I::Elem>, I> {
+        self.submit_new(Kind::AllToAll, self.exchanged(input.len(), sends, recvs), input)
     }
 
     /// See [`Comm::all_to_all_v_into`](super::Comm::all_to_all_v_into).
@@ -252,9 +264,7 @@ impl Call<'_> {
         sends: &[usize],
         recvs: &[usize],
     ) -> Work<(I, O)> {
-        match self.exchanged(input.len(), sends, recvs) {
-            Ok((spec, len)) => self.into(spec, len, input, output),
-            Err(problem) => refused(Kind::AllToAll, problem, (input, output), both::<I, O>),
-        }
+        let spec = Self::fits(self.exchanged(input.len(), sends, recvs), output.len());
+        self.submit_into(Kind::AllToAll, spec, input, output)
     }
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Finished, Key, Polled};
-use crate::mem::Held;
+use crate::mem::ErasedBufs;
 
 /// A poll drives the operation for at most this long.
 pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
@@ -17,8 +17,108 @@ pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
 /// operations so complete on the awaiting thread, without a switch.
 pub(super) const EAGER_POLLS: u32 = 10;
 
+/// How an operation ended, and the buffers that it owned, where they can be had.
+pub(super) type Ended = Finished<ErasedBufs, Box<Error>>;
+
 /// Turns what the table held back into what the user gets.
-pub(crate) type Restore<O, F> = fn(Outcome, Option<Held>) -> Result<O, Failed<F>>;
+pub(crate) type Restore<O, F> = fn(Outcome, Option<ErasedBufs>) -> Result<O, Failed<F>>;
+
+/// An operation that was handed in, whatever types its buffers have: [`Work`] is its typed face. Dropping it lets the
+/// operation run on.
+pub(super) struct Submitted(State);
+
+enum State {
+    Running {
+        endpoint: Arc<Endpoint>,
+        key: Key,
+        /// How often the caller has polled it.
+        polls: u32,
+    },
+    /// Nothing was submitted: why, and the buffers.
+    Refused(Box<(Error, ErasedBufs)>),
+    /// Its result was taken, or somebody else has it.
+    Taken,
+}
+
+impl Submitted {
+    pub(super) fn running(endpoint: Arc<Endpoint>, key: Key) -> Submitted {
+        Submitted(State::Running { endpoint, key, polls: 0 })
+    }
+
+    #[cold]
+    pub(super) fn refused(error: Error, held: ErasedBufs) -> Submitted {
+        Submitted(State::Refused(Box::new((error, held))))
+    }
+
+    /// Of what somebody else has, or is not submitted yet.
+    pub(super) fn elsewhere() -> Submitted {
+        Submitted(State::Taken)
+    }
+
+    /// Where it runs, if it does.
+    pub(super) fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
+        match &self.0 {
+            State::Running { endpoint, key, .. } => Some((endpoint, *key)),
+            _ => None,
+        }
+    }
+
+    /// Somebody else has the operation from here on, or it has ended.
+    pub(super) fn let_go(&mut self) {
+        self.0 = State::Taken;
+    }
+
+    /// What it came to, if there is nothing to wait for: it was refused, or taken before.
+    fn ended(&mut self) -> Option<Ended> {
+        match std::mem::replace(&mut self.0, State::Taken) {
+            State::Refused(refusal) => Some((Err(Box::new(refusal.0)), Some(refusal.1))),
+            State::Taken => Some((Err(Box::new(taken())), None)),
+            running => {
+                self.0 = running;
+                None
+            }
+        }
+    }
+
+    /// Why it was refused, if it was, and the buffers.
+    pub(super) fn refusal(&mut self) -> Option<Ended> {
+        if let State::Refused(_) = self.0 { self.ended() } else { None }
+    }
+
+    /// Blocks until it has ended, working on it meanwhile.
+    pub(super) fn wait(&mut self) -> Ended {
+        match std::mem::replace(&mut self.0, State::Taken) {
+            State::Running { endpoint, key, .. } => endpoint.wait(key),
+            other => {
+                self.0 = other;
+                self.ended().unwrap_or_else(|| (Err(Box::new(taken())), None))
+            }
+        }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
+        let State::Running { endpoint, key, polls } = &mut self.0 else { return Poll::Ready(self.wait()) };
+        let budget = if *polls <= EAGER_POLLS { POLL_BUDGET } else { Duration::ZERO };
+        match endpoint.poll(*key, cx.waker(), budget, *polls < EAGER_POLLS) {
+            Polled::Pending => {
+                *polls += 1;
+                Poll::Pending
+            }
+            Polled::Ready(ended) => {
+                self.let_go();
+                Poll::Ready(ended)
+            }
+        }
+    }
+}
+
+impl Drop for Submitted {
+    fn drop(&mut self) {
+        if let State::Running { endpoint, key, .. } = &self.0 {
+            endpoint.detach(*key);
+        }
+    }
+}
 
 /// An operation that has been submitted: a future that gives the buffer back.
 ///
@@ -28,22 +128,15 @@ pub(crate) type Restore<O, F> = fn(Outcome, Option<Held>) -> Result<O, Failed<F>
 /// - `O` comes back on success, `F` (the input, for calls that allocate their output) on failure.
 #[must_use = "the buffer comes back through it: await it, `.wait()` for it, or drop it to let the operation run on"]
 pub struct Work<O, F = O> {
-    state: State<F>,
+    submitted: Submitted,
     restore: Restore<O, F>,
-    polls: u32,
-}
-
-enum State<F> {
-    Running(Arc<Endpoint>, Key),
-    Refused(Failed<F>),
-    Taken,
 }
 
 impl<O, F> fmt::Debug for Work<O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.state {
-            State::Running(..) => f.write_str("Work(in flight)"),
-            State::Refused(failed) => write!(f, "Work(refused: {})", failed.error),
+        match &self.submitted.0 {
+            State::Running { .. } => f.write_str("Work(in flight)"),
+            State::Refused(refusal) => write!(f, "Work(refused: {})", refusal.0),
             State::Taken => f.write_str("Work(taken)"),
         }
     }
@@ -52,13 +145,9 @@ impl<O, F> fmt::Debug for Work<O, F> {
 impl<O, F> Unpin for Work<O, F> {}
 
 impl<O, F> Work<O, F> {
-    pub(crate) fn running(endpoint: Arc<Endpoint>, key: Key, restore: Restore<O, F>) -> Work<O, F> {
-        Work { state: State::Running(endpoint, key), restore, polls: 0 }
-    }
-
-    /// Of what is not submitted yet: carries no more than how its result will be made.
-    pub(super) fn waiting(restore: Restore<O, F>) -> Work<O, F> {
-        Work { state: State::Taken, restore, polls: 0 }
+    /// The typed face of an operation whose buffers `restore` can give back.
+    pub(super) fn new(submitted: Submitted, restore: Restore<O, F>) -> Work<O, F> {
+        Work { submitted, restore }
     }
 
     pub(super) fn restore(&self) -> Restore<O, F> {
@@ -67,20 +156,13 @@ impl<O, F> Work<O, F> {
 
     /// Where it runs, if it does.
     pub(super) fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
-        match &self.state {
-            State::Running(endpoint, key) => Some((endpoint, *key)),
-            _ => None,
-        }
+        self.submitted.at()
     }
 
     /// What the table gave back, as the user gets it. There is nothing more to wait for.
-    pub(super) fn settle(&mut self, (result, held): Finished<Held, Box<Error>>) -> Result<O, Failed<F>> {
-        self.state = State::Taken;
+    pub(super) fn settle(&mut self, (result, held): Ended) -> Result<O, Failed<F>> {
+        self.submitted.let_go();
         (self.restore)(result, held)
-    }
-
-    pub(crate) fn refused(failed: Failed<F>, restore: Restore<O, F>) -> Work<O, F> {
-        Work { state: State::Refused(failed), restore, polls: 0 }
     }
 
     /// Blocks until the operation is finished, working on it meanwhile. Ends by the operation's deadline.
@@ -88,36 +170,23 @@ impl<O, F> Work<O, F> {
     /// # Errors
     /// As awaiting it.
     pub fn wait(mut self) -> Result<O, Failed<F>> {
-        match std::mem::replace(&mut self.state, State::Taken) {
-            State::Running(endpoint, key) => {
-                let (result, held) = endpoint.wait(key);
-                (self.restore)(result, held)
-            }
-            State::Refused(failed) => Err(failed),
-            State::Taken => Err(taken()),
-        }
+        let (result, held) = self.submitted.wait();
+        (self.restore)(result, held)
     }
 
     /// Why it was refused, if it was. There is nothing more to wait for then.
-    pub(super) fn refusal(&mut self) -> Option<Failed<F>> {
-        match std::mem::replace(&mut self.state, State::Taken) {
-            State::Refused(failed) => Some(failed),
-            other => {
-                self.state = other;
-                None
-            }
-        }
+    pub(super) fn refusal(&mut self) -> Option<Result<O, Failed<F>>> {
+        self.submitted.refusal().map(|(result, held)| (self.restore)(result, held))
     }
 
-    /// Somebody else has the operation from here on.
-    pub(super) fn let_go(&mut self) -> Restore<O, F> {
-        self.state = State::Taken;
-        self.restore
+    /// The operation without its type, and how its result is made.
+    pub(super) fn into_parts(self) -> (Submitted, Restore<O, F>) {
+        (self.submitted, self.restore)
     }
 }
 
-pub(super) fn taken<F>() -> Failed<F> {
-    Failed { buf: None, error: Error::invalid("await", "the result of this operation was taken already") }
+pub(super) fn taken() -> Error {
+    Error::invalid("await", "the result of this operation was taken already")
 }
 
 impl<O, F> Future for Work<O, F> {
@@ -125,31 +194,7 @@ impl<O, F> Future for Work<O, F> {
 
     /// Cancel safe: a `Work` may be dropped between polls, or polled by another task.
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let done = match std::mem::replace(&mut self.state, State::Taken) {
-            State::Running(endpoint, key) => match endpoint.poll(
-                key,
-                cx.waker(),
-                if self.polls <= EAGER_POLLS { POLL_BUDGET } else { Duration::ZERO },
-                self.polls < EAGER_POLLS,
-            ) {
-                Polled::Pending => {
-                    self.polls += 1;
-                    self.state = State::Running(endpoint, key);
-                    return Poll::Pending;
-                }
-                Polled::Ready((result, held)) => (self.restore)(result, held),
-            },
-            State::Refused(failed) => Err(failed),
-            State::Taken => Err(taken()),
-        };
-        Poll::Ready(done)
-    }
-}
-
-impl<O, F> Drop for Work<O, F> {
-    fn drop(&mut self) {
-        if let State::Running(endpoint, key) = &self.state {
-            endpoint.detach(*key);
-        }
+        let restore = self.restore;
+        self.submitted.poll(cx).map(|(result, held)| restore(result, held))
     }
 }

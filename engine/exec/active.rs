@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::device::{self, DeviceOp};
+use super::device::DeviceOp;
 use super::inflight::Key;
-use super::machine::{BUDGET, Common, Cut, Machine, Phantom};
-use super::operation::{Part, PartList, Request, Then};
+use super::machine::{BUDGET, Cut, Machine, Phantom, Setting};
+use super::operation::{Operation, Part, PartList, Then};
 use super::port::{Lent, Port};
-use crate::error::{Error, Operation};
+use crate::error::{self, Error};
 use crate::link::region::Region;
-use crate::mem::device::{ALL, Reach, Staged};
+use crate::mem::device::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
 /// Parts of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
@@ -22,15 +22,11 @@ const WINDOW: usize = 16;
 /// The machines. All memory is kept from one operation to the next.
 #[allow(clippy::vec_box)] // they go from list to list, and are not small
 pub(crate) struct Active {
-    comm: u64,
+    setting: Setting,
     current: Option<Current>,
     /// In the order of their parts.
     running: Vec<Box<Machine>>,
     idle: Vec<Box<Machine>>,
-    phantom: Option<Arc<dyn Phantom>>,
-    cut: Option<Cut>,
-    /// Results of so many bytes and more are written past the caches.
-    streams_from: usize,
     /// The last pass took as much as a pass may.
     was_long: bool,
     /// Memory of the machines' own.
@@ -72,15 +68,11 @@ const REST: Duration = Duration::from_secs(1);
 
 struct Current {
     key: Key,
-    common: Common,
-    timeout: Duration,
-    parts: PartList,
+    op: Operation,
     /// The next part to start, and its number: parts of a second half count on.
     next: usize,
     number: u16,
-    then: Option<Then>,
-    staged: Option<Arc<Staged>>,
-    /// Stripes of it that have come, and how far the operation may go by them.
+    /// Stripes of its memory that have come from a device, and how far the operation may go by them.
     arrived: usize,
     reach: Reach,
     started: Instant,
@@ -111,13 +103,10 @@ pub(crate) enum Pass {
 impl Active {
     pub(crate) fn new(comm: u64, streams_from: usize) -> Active {
         Active {
-            comm,
+            setting: Setting { comm, phantom: None, cut: None, streams_from },
             current: None,
             running: Vec::new(),
             idle: Vec::new(),
-            phantom: None,
-            cut: None,
-            streams_from,
             was_long: false,
             account: Account::default(),
             stalled_at: None,
@@ -131,7 +120,9 @@ impl Active {
 
     /// For operations that move no memory, in slices of so many bytes.
     pub(crate) fn phantom(phantom: Arc<dyn Phantom>, slice: usize) -> Active {
-        Active { phantom: Some(phantom), cut: Some(Cut::by(slice)), ..Active::new(0, usize::MAX) }
+        let (phantom, cut) = (Some(phantom), Some(Cut::by(slice)));
+        let setting = Setting { comm: 0, phantom, cut, streams_from: usize::MAX };
+        Active { setting, ..Active::new(0, usize::MAX) }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -140,43 +131,25 @@ impl Active {
 
     /// The device that runs the operation, if one does.
     pub(crate) fn device(&self) -> Option<&Arc<DeviceOp>> {
-        self.current.as_ref()?.common.device.as_ref()
+        self.current.as_ref()?.op.device.as_ref()
     }
 
     /// Number, signature, deadline and start of the operation.
     pub(crate) fn current(&self) -> Option<(u64, Signature, Duration, Instant)> {
         let c = self.current.as_ref()?;
-        Some((c.common.number, c.common.signature, c.timeout, c.started))
+        Some((c.op.number, c.op.signature, c.op.timeout, c.started))
     }
 
-    pub(crate) fn start(&mut self, key: Key, request: Request, started: Instant) {
-        let Request { number, signature, timeout, reduction, scale, parts, then, device, staged } = request;
-        let phantom = self.phantom.clone();
-        let comm = self.comm;
-        let cut = if device.is_some() { Some(Cut::by(device::limits().0)) } else { self.cut };
-        let streams_from = self.streams_from;
-        let common = Common { comm, number, signature, reduction, scale, phantom, cut, device, streams_from };
+    pub(crate) fn start(&mut self, key: Key, op: Operation, started: Instant) {
         self.stalled_at = None;
-        let reach = if staged.is_some() { (0, 0) } else { ALL };
-        self.current = Some(Current {
-            key,
-            common,
-            timeout,
-            parts,
-            next: 0,
-            number: 0,
-            then,
-            staged,
-            arrived: 0,
-            reach,
-            started,
-        });
+        let reach = if op.staged.is_some() { (0, 0) } else { ALL };
+        self.current = Some(Current { key, op, next: 0, number: 0, arrived: 0, reach, started });
     }
 
     /// The second half of an operation.
     pub(crate) fn go_on(&mut self, parts: Vec<Part>) {
         if let Some(current) = &mut self.current {
-            (current.parts, current.next) = (PartList::Many(parts), 0);
+            (current.op.parts, current.next) = (PartList::Many(parts), 0);
         }
     }
 
@@ -186,7 +159,9 @@ impl Active {
     /// It does not come.
     pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<bool, Error> {
         let Some(current) = &mut self.current else { return Ok(false) };
-        let Some(staged) = current.staged.as_ref().filter(|_| current.reach != ALL) else { return Ok(false) };
+        let Some(staged) = current.op.staged.as_ref().filter(|_| current.reach != ALL) else {
+            return Ok(false);
+        };
         let arrived = staged.arrived(current.arrived, waker)?;
         if arrived == current.arrived {
             return Ok(false);
@@ -205,7 +180,7 @@ impl Active {
 
     /// Whether copies of its memory may be on their way that nobody waits for.
     pub(crate) fn is_settling(&self) -> bool {
-        let staged = self.current.as_ref().and_then(|current| current.staged.as_ref());
+        let staged = self.current.as_ref().and_then(|current| current.op.staged.as_ref());
         staged.is_some_and(|staged| staged.is_settling())
     }
 
@@ -217,7 +192,7 @@ impl Active {
             self.idle.push(machine);
         }
         self.settle();
-        self.current.take().map(|c| (c.key, c.common.number))
+        self.current.take().map(|c| (c.key, c.op.number))
     }
 
     /// An operation is over, and all machines are idle: counts what they keep.
@@ -273,10 +248,10 @@ impl Active {
     pub(crate) fn pass(&mut self, port: &mut Port, news: Option<Rank>) -> Result<Pass, Error> {
         let Some(current) = &mut self.current else { return Ok(Pass::Going(false)) };
         while self.running.len() < WINDOW
-            && let Some(part) = current.parts.get(current.next)
+            && let Some(part) = current.op.parts.get(current.next)
         {
             let mut machine = self.idle.pop().unwrap_or_else(|| Box::new(Machine::new()));
-            machine.start(&current.common, part.clone(), current.number);
+            machine.start(&self.setting, &current.op, part.clone(), current.number);
             machine.order = current.next;
             machine.fill(current.rounds(current.next));
             self.running.push(machine);
@@ -287,12 +262,12 @@ impl Active {
         while i < self.running.len() && touched < BUDGET {
             let (earlier, rest) = self.running.split_at_mut(i);
             let Some(machine) = rest.first_mut() else { break };
-            let (moved, complete) = machine.pass(&current.common, earlier, news, port)?;
+            let (moved, complete) = machine.pass((&self.setting, &current.op), earlier, news, port)?;
             any |= moved;
-            touched += if current.common.takes_time() { machine.touched() } else { 0 };
+            touched += if self.setting.takes_time(&current.op) { machine.touched() } else { 0 };
             if complete {
                 any = true;
-                self.running[i].check_values(&current.common)?;
+                self.running[i].check_values(&self.setting, &current.op)?;
                 let mut machine = self.running.remove(i);
                 self.account.needed += machine.memory().1;
                 machine.clear();
@@ -302,17 +277,17 @@ impl Active {
             }
         }
         self.was_long = touched >= BUDGET;
-        if let Some(staged) = current.staged.as_ref().filter(|_| any) {
+        if let Some(staged) = current.op.staged.as_ref().filter(|_| any) {
             let done = self.running.first().map_or((current.next, 0), |first| (first.order, first.stored()));
             staged.done(done.min(current.reach));
         }
-        if !self.running.is_empty() || current.parts.get(current.next).is_some() || current.reach != ALL {
+        if !self.running.is_empty() || current.op.parts.get(current.next).is_some() || current.reach != ALL {
             return Ok(Pass::Going(any));
         }
-        if let Some(device) = &current.common.device {
+        if let Some(device) = &current.op.device {
             device.filled()?;
         }
-        Ok(match current.then.take() {
+        Ok(match current.op.then.take() {
             Some(then) => Pass::Then(current.key, then),
             None => Pass::Done(current.key),
         })
@@ -328,8 +303,8 @@ impl Active {
     }
 
     /// The operation in words.
-    pub(crate) fn operation(&self, comm: &str) -> Option<Operation> {
-        let Common { number, signature, .. } = self.current.as_ref()?.common;
-        Some(Operation { comm: comm.to_owned(), number, signature })
+    pub(crate) fn operation(&self, comm: &str) -> Option<error::Operation> {
+        let Operation { number, signature, .. } = self.current.as_ref()?.op;
+        Some(error::Operation { comm: comm.to_owned(), number, signature })
     }
 }

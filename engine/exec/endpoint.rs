@@ -21,7 +21,7 @@ pub(super) mod together;
 mod watch;
 
 pub(crate) use reuse::Machines;
-pub(crate) use submit::{Collective, Submission, When};
+pub(crate) use submit::Submission;
 
 use self::asked::Asked;
 use self::ending::Endings;
@@ -31,8 +31,8 @@ use super::active::{Active, Pass};
 use super::device::{Binding, DeviceOp};
 use super::inflight::{Finished, Inflight, Key};
 use super::lane::Lane;
-use super::operation::Request;
-use super::p2p::{Direction, Messages, Transfer};
+use super::operation::Operation;
+use super::p2p::{Direction, Message, Messages};
 use super::port::{Opener, Port};
 use crate::error::Error;
 use crate::forked;
@@ -40,7 +40,7 @@ use crate::link::Break;
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::link::waits::{Point, stop};
-use crate::mem::{Event, Held};
+use crate::mem::{ErasedBufs, Event};
 use crate::plan::choices::GroupChoices;
 use crate::plan::{Env, Program};
 use crate::trace::{Recorder, State};
@@ -114,9 +114,9 @@ type Heard = (u64, Option<u64>, Instant);
 type Queued<R> = (Key, R, Option<Event>);
 
 struct Table {
-    inflight: Inflight<Held, Box<Error>>,
-    collectives: VecDeque<Queued<Request>>,
-    messages: VecDeque<Queued<Transfer>>,
+    inflight: Inflight<ErasedBufs, Box<Error>>,
+    collectives: VecDeque<Queued<Operation>>,
+    messages: VecDeque<Queued<Message>>,
     next: u64,
     /// Next message number by (peer, direction, tag).
     numbers: HashMap<(Rank, Direction, u32), u64>,
@@ -211,7 +211,7 @@ struct Programs {
 
 /// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's lane may
 /// have been at it.
-fn orphaned() -> Option<Finished<Held, Box<Error>>> {
+fn orphaned() -> Option<Finished<ErasedBufs, Box<Error>>> {
     forked::is_forked().then(|| (Err(Box::new(forked::refusal())), None))
 }
 
@@ -219,7 +219,7 @@ fn orphaned() -> Option<Finished<Held, Box<Error>>> {
 #[allow(clippy::large_enum_variant)] // moved once, and only when ready
 pub(crate) enum Polled {
     Pending,
-    Ready(Finished<Held, Box<Error>>),
+    Ready(Finished<ErasedBufs, Box<Error>>),
 }
 
 impl Endpoint {
@@ -428,7 +428,7 @@ impl Endpoint {
     }
 
     /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the lane.
-    pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<Held, Box<Error>> {
+    pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished<ErasedBufs, Box<Error>> {
         if let Some(refused) = orphaned() {
             return refused;
         }

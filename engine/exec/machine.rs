@@ -9,27 +9,27 @@
 //! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
 //! each link: the next one's machine may use it when this one's has nothing more for it.
 
-mod common;
 mod context;
 mod device;
 mod frames;
 mod fused;
 mod kernel;
 mod memory;
+mod setting;
 mod shared;
 mod staged;
 
 use std::collections::VecDeque;
 
-pub(crate) use self::common::Phantom;
-pub(super) use self::common::{Common, Cut};
 use self::context::Context;
 use self::device::OnDevice;
 use self::memory::Memory;
+pub(crate) use self::setting::Phantom;
+pub(super) use self::setting::{Cut, Setting};
 use self::shared::Shared;
 pub(crate) use self::shared::{FROM as FOLDED_FROM, MOST as MOST_FOLD, STAGED_FROM};
 pub(crate) use self::staged::{STRIPE, cut};
-use super::operation::{Part, Reduction};
+use super::operation::{Operation, Part, Reduction};
 use super::port::{Lent, Payload, Port};
 use crate::error::Error;
 use crate::link::waits::Wait;
@@ -170,11 +170,11 @@ impl Machine {
     }
 
     /// Sets the machine up. No allocation once the vectors have grown.
-    pub(super) fn start(&mut self, common: &Common, part: Part, index: u16) {
+    pub(super) fn start(&mut self, setting: &Setting, op: &Operation, part: Part, index: u16) {
         let plan = &part.program.plan;
         let unit = part.dtype.size();
-        (self.number, self.part) = (common.number, index);
-        self.cut = common.cut.unwrap_or_else(|| Cut::of(&part.program));
+        (self.number, self.part) = (op.number, index);
+        self.cut = setting.cut(op, &part.program);
         self.round = (self.cut.round / unit).max(1);
         self.nodes.clear();
         self.sent.clear();
@@ -199,8 +199,7 @@ impl Machine {
             cursors.clear();
             cursors.resize(plan.size, Cursor::default());
         }
-        let has_scratch =
-            plan.slots.len() > usize::from(SCRATCH) && common.phantom.is_none() && common.device.is_none();
+        let has_scratch = plan.slots.len() > usize::from(SCRATCH) && setting.takes_time(op);
         let scratch = if has_scratch { part.total(SCRATCH) * unit } else { 0 };
         self.memory.begin(plan.steps.len(), scratch);
         self.done.clear();
@@ -208,8 +207,8 @@ impl Machine {
         self.left = plan.steps.len();
         self.hot.reset(plan.steps.len());
         self.filled = usize::MAX;
-        self.scaled = common.scale.map(|_| 0);
-        let c = Context { common, part: &part, earlier: &[] };
+        self.scaled = op.scale.map(|_| 0);
+        let c = Context { setting, op, part: &part, earlier: &[] };
         if c.is_fused() {
             self.start_fused(part.program.plan.size);
         }
@@ -281,13 +280,13 @@ impl Machine {
     /// anything moved, and whether the part is complete.
     pub(super) fn pass(
         &mut self,
-        common: &Common,
+        (setting, op): (&Setting, &Operation),
         earlier: &[Box<Machine>],
         news: Option<Rank>,
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
         let Some(part) = self.work.take() else { return Ok((false, true)) };
-        let result = self.advance_all(Context { common, part: &part, earlier }, news, port);
+        let result = self.advance_all(Context { setting, op, part: &part, earlier }, news, port);
         self.work = Some(part);
         result
     }
@@ -299,7 +298,7 @@ impl Machine {
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
         self.touched = 0;
-        if let Some(device) = &c.common.device {
+        if let Some(device) = &c.op.device {
             self.prepare_on_device(c)?;
             if c.is_fused() {
                 return self.advance_fused(c, device, port);
@@ -320,7 +319,7 @@ impl Machine {
             None => (0..program.plan.size).for_each(|peer| self.mark_heads(program, peer)),
         }
         let mut moved = false;
-        let is_bounded = c.common.takes_time();
+        let is_bounded = c.setting.takes_time(c.op);
         // Bounded: what a pass makes possible is for the next one, and others may be waiting for the thread.
         for _ in 0..2 * self.nodes.len() {
             if is_bounded && self.touched >= BUDGET {
@@ -654,15 +653,15 @@ impl Machine {
         let program = &c.part.program;
         let (node, peer) = (self.nodes[i], program.plan.steps[i].send[k]);
         let header = Header {
-            comm: c.common.comm as u32,
-            op: c.common.number,
+            comm: c.setting.comm as u32,
+            op: c.op.number,
             offset: at as u64,
             len: (m * node.unit) as u32,
             message: self.message(self.tx[peer].message),
             signature: c.signature(&node),
         };
         let (end, receiver) = (at + m, k as u32 | u32::from(self.part) << RECEIVER_BITS);
-        let free = port.post(peer, header, payload, (c.common.number, i as u32, receiver, end))?;
+        let free = port.post(peer, header, payload, (c.op.number, i as u32, receiver, end))?;
         self.touched += m * node.unit;
         let index = node.first + k;
         if free && self.freed[index] == at {

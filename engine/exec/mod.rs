@@ -19,18 +19,16 @@ mod values;
 
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
-pub(crate) use endpoint::{
-    Collective, Control, Endpoint, EndpointConfig, Machines, Polled, Submission, When,
-};
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission};
 pub(crate) use inflight::{Finished, Inflight, Key};
 #[cfg(test)]
 pub(crate) use lane::tests::spoil;
 pub(crate) use lane::{Lane, lane};
 pub(crate) use machine::{FOLDED_FROM, MOST_FOLD, Phantom, STAGED_FROM, STRIPE, cut};
-pub(crate) use operation::{Part, PartList, Reduction, Request, Tables, Then};
-pub(crate) use p2p::Direction;
+pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
 #[cfg(feature = "fuzzing")]
-pub(crate) use p2p::{Messages, Transfer};
+pub(crate) use p2p::Messages;
+pub(crate) use p2p::{Direction, Message};
 pub(crate) use port::{DEVICES, Opener, Port};
 
 /// What an attempt to make progress came to.

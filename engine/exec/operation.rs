@@ -1,4 +1,4 @@
-//! A collective as it is handed to the executor.
+//! [`Operation`]: a collective, from the call that builds it to its end.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use allstream_kernels::Combine;
 use super::device::DeviceOp;
 use super::values::not_bool;
 use crate::error::Error;
-use crate::mem::Held;
+use crate::mem::ErasedBufs;
 use crate::mem::device::Staged;
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
 use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
@@ -155,12 +155,18 @@ impl PartList {
 
 /// What follows when all parts are done: looks at the buffers, and says what is to be done next. For operations whose
 /// first half tells how long the second is.
-pub(crate) type Then = Box<dyn FnOnce(&mut Held) -> Result<Vec<Part>, Error> + Send>;
+pub(crate) type Then = Box<dyn FnOnce(&mut ErasedBufs) -> Result<Vec<Part>, Error> + Send>;
 
-/// A collective, ready to run.
-pub(crate) struct Request {
+/// A collective. The call builds it; it is moved into the endpoint's queue and from there into the executor, and nothing on
+/// the way is made anew.
+pub(crate) struct Operation {
+    /// What the user called, for errors.
+    pub(crate) call: &'static str,
+    /// Which of the communicator's collectives it is: the endpoint numbers them as they are submitted.
     pub(crate) number: u64,
+    /// What ranks compare.
     pub(crate) signature: Signature,
+    /// How long it may be the oldest unfinished one.
     pub(crate) timeout: Duration,
     pub(crate) reduction: Reduction,
     /// What each rank's input is multiplied by first.
@@ -169,6 +175,20 @@ pub(crate) struct Request {
     pub(crate) then: Option<Then>,
     /// The device that runs it. The parts' memory is then the device's.
     pub(crate) device: Option<Arc<DeviceOp>>,
-    /// What brings the parts' memory, where that comes in several stripes.
+    /// What brings the parts' memory from devices, and takes it back when all has moved.
     pub(crate) staged: Option<Arc<Staged>>,
+}
+
+impl Operation {
+    /// One that runs on the host, on memory of the host's.
+    pub(crate) fn new(
+        call: &'static str,
+        signature: Signature,
+        timeout: Duration,
+        reduction: Reduction,
+        parts: PartList,
+    ) -> Operation {
+        let (number, scale, then, device, staged) = (0, None, None, None, None);
+        Operation { call, number, signature, timeout, reduction, scale, parts, then, device, staged }
+    }
 }

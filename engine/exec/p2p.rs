@@ -69,27 +69,30 @@ impl Type {
 /// How much of a message of a rank to itself is copied in one pass.
 const PIECE: usize = 1 << 20;
 
-/// A send or a receive, ready to run.
+/// A send or a receive: the call builds it, and it is moved from there to its end.
 #[derive(Clone)]
-pub(crate) struct Transfer {
-    pub(crate) key: Key,
+pub(crate) struct Message {
     pub(crate) direction: Direction,
     pub(crate) peer: Rank,
     pub(crate) tag: u32,
+    /// Which of the messages to (or from) this peer with this tag it is: the endpoint numbers them as they are submitted.
     pub(crate) number: u64,
+    /// Of a message of this rank to itself: the number that its two halves share.
+    pub(crate) half: Option<u64>,
     pub(crate) memory: *mut u8,
     pub(crate) bytes: usize,
+    /// Bytes of an element.
     pub(crate) unit: usize,
     pub(crate) signature: Signature,
     pub(crate) timeout: Duration,
-    /// What brings the memory, where that comes in several stripes.
+    /// What brings the memory from a device, or takes it back.
     pub(crate) staged: Option<Arc<Staged>>,
 }
 
-// SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the transfer finishes.
-unsafe impl Send for Transfer {}
+// SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the message is through.
+unsafe impl Send for Message {}
 
-impl Transfer {
+impl Message {
     /// What is wrong with the values that were received.
     fn wrong_value(&self) -> Option<String> {
         if self.direction == Direction::Send || self.signature.dtype != DType::Bool as u8 {
@@ -111,7 +114,8 @@ enum Stage {
 }
 
 struct Moving {
-    transfer: Transfer,
+    key: Key,
+    message: Message,
     stage: Stage,
     done: usize,
     freed: usize,
@@ -122,9 +126,10 @@ struct Moving {
 }
 
 impl Moving {
-    fn new(transfer: Transfer) -> Moving {
-        let filled = if transfer.staged.is_some() { 0 } else { usize::MAX };
-        Moving { transfer, stage: Stage::New, done: 0, freed: 0, arrived: 0, filled, since: Instant::now() }
+    fn new(key: Key, message: Message) -> Moving {
+        let filled = if message.staged.is_some() { 0 } else { usize::MAX };
+        let (stage, since) = (Stage::New, Instant::now());
+        Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since }
     }
 }
 
@@ -178,11 +183,11 @@ impl Messages {
         &mut self.port
     }
 
-    pub(crate) fn add(&mut self, transfer: Transfer) {
-        let peer = &mut self.peers[transfer.peer];
+    pub(crate) fn add(&mut self, key: Key, message: Message) {
+        let peer = &mut self.peers[message.peer];
         peer.touched = true;
-        let direction = transfer.direction;
-        let moving = Moving::new(transfer);
+        let direction = message.direction;
+        let moving = Moving::new(key, message);
         match direction {
             Direction::Send => peer.sends.push(moving),
             Direction::Recv => peer.recvs.push(moving),
@@ -196,7 +201,7 @@ impl Messages {
     pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<(), Error> {
         for peer in self.peers.iter_mut().filter(|peer| peer.touched) {
             for m in peer.sends.iter_mut().chain(&mut peer.recvs) {
-                if let Some(staged) = m.transfer.staged.as_ref().filter(|_| m.filled < usize::MAX) {
+                if let Some(staged) = m.message.staged.as_ref().filter(|_| m.filled < usize::MAX) {
                     m.arrived = staged.arrived(m.arrived, waker)?;
                     let (message, bytes) = staged.reach(m.arrived);
                     m.filled = if message > 0 { usize::MAX } else { bytes };
@@ -209,7 +214,7 @@ impl Messages {
     /// Whether copies of a message's memory may be on their way that nobody waits for.
     pub(crate) fn is_settling(&self) -> bool {
         let all = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
-        all.filter_map(|m| m.transfer.staged.as_ref()).any(|staged| staged.is_settling())
+        all.filter_map(|m| m.message.staged.as_ref()).any(|staged| staged.is_settling())
     }
 
     pub(crate) fn is_idle(&self) -> bool {
@@ -232,30 +237,30 @@ impl Messages {
         self.port.revoke()
     }
 
-    /// Takes out all transfers.
-    pub(crate) fn take_all(&mut self, mut each: impl FnMut(&Transfer)) {
+    /// Takes out all messages in progress.
+    pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key, &Message)) {
         for peer in &mut self.peers {
-            peer.sends.drain(..).chain(peer.recvs.drain(..)).for_each(|m| each(&m.transfer));
+            peer.sends.drain(..).chain(peer.recvs.drain(..)).for_each(|m| each(m.key, &m.message));
             peer.answers.clear();
         }
     }
 
-    /// A transfer past its deadline (where this process has been awake for a while), or whose peer has left (the first
+    /// A message past its deadline (where this process has been awake for a while), or whose peer has left (the first
     /// `true`), and whether it waits for memory of its own (the second).
     pub(crate) fn overdue(
         &self,
         (now, awake): (Instant, Instant),
         left: &[bool],
-    ) -> Option<(Transfer, bool, bool)> {
+    ) -> Option<(Message, bool, bool)> {
         for (rank, peer) in self.peers.iter().enumerate() {
             for m in peer.sends.iter().chain(&peer.recvs) {
-                let (waited, lacks) = (now - m.since, m.done == m.filled.min(m.transfer.bytes));
-                let timeout = m.transfer.timeout;
+                let (waited, lacks) = (now - m.since, m.done == m.filled.min(m.message.bytes));
+                let timeout = m.message.timeout;
                 if waited > timeout && now - awake > grace(timeout) {
-                    return Some((m.transfer.clone(), false, lacks && m.filled < m.transfer.bytes));
+                    return Some((m.message.clone(), false, lacks && m.filled < m.message.bytes));
                 }
                 if left[rank] && waited > Duration::from_millis(200) {
-                    return Some((m.transfer.clone(), true, false));
+                    return Some((m.message.clone(), true, false));
                 }
             }
         }
@@ -267,7 +272,7 @@ impl Messages {
         let peers = &mut self.peers;
         let mut any = self.port.reap(|lent| {
             for peer in peers.iter_mut() {
-                let found = peer.sends.iter_mut().find(|m| m.transfer.key.number() == lent.owner);
+                let found = peer.sends.iter_mut().find(|m| m.key.number() == lent.owner);
                 if let Some(m) = found {
                     m.freed = m.freed.max(lent.end);
                 }
@@ -293,16 +298,16 @@ impl Messages {
             for list in [&mut peer.sends, &mut peer.recvs] {
                 list.retain(|m| {
                     let done = m.stage == Stage::Moving
-                        && m.done == m.transfer.bytes
-                        && (m.transfer.direction == Direction::Recv || m.freed == m.transfer.bytes);
+                        && m.done == m.message.bytes
+                        && (m.message.direction == Direction::Recv || m.freed == m.message.bytes);
                     if done {
-                        let problem = m.transfer.wrong_value();
+                        let problem = m.message.wrong_value();
                         if problem.is_some() {
                             wrong = problem;
                             return true;
                         }
                         any = true;
-                        finished(m.transfer.key);
+                        finished(m.key);
                     }
                     !done
                 });
@@ -320,22 +325,21 @@ impl Messages {
         let Peer { sends, recvs, .. } = &mut self.peers[self.rank];
         let mut any = false;
         for recv in recvs {
-            let number = recv.transfer.number;
-            let Some(send) = sends.iter_mut().find(|send| send.transfer.number == number) else { continue };
+            let number = recv.message.number;
+            let Some(send) = sends.iter_mut().find(|send| send.message.number == number) else { continue };
             (recv.stage, send.stage) = (Stage::Moving, Stage::Moving);
-            let bytes = send.transfer.bytes.min(recv.transfer.bytes).min(send.filled);
+            let bytes = send.message.bytes.min(recv.message.bytes).min(send.filled);
             let done = recv.done;
             let len = bytes.saturating_sub(done).min(PIECE);
             if len == 0 {
                 continue;
             }
-            let (from, to) =
-                (send.transfer.memory.wrapping_add(done), recv.transfer.memory.wrapping_add(done));
-            // SAFETY: `len` bytes from `done` are inside both buffers, which the table owns until their transfers finish; as
+            let (from, to) = (send.message.memory.wrapping_add(done), recv.message.memory.wrapping_add(done));
+            // SAFETY: `len` bytes from `done` are inside both buffers, which the table owns until their messages finish; as
             // each is the only owner of its memory, they do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(from, to, len) };
             (recv.done, send.done, send.freed) = (done + len, done + len, done + len);
-            if let Some(staged) = &recv.transfer.staged {
+            if let Some(staged) = &recv.message.staged {
                 staged.done((0, recv.done));
             }
             any = true;
@@ -381,9 +385,9 @@ impl Messages {
                 // not write it until then; a hostile one can only change the bytes we copy.
                 let data = |to: *mut u8| unsafe { std::ptr::copy_nonoverlapping(frame.data, to, len) };
                 match self.matching(rank, tag, number, header.signature)? {
-                    Some(m) if m.transfer.bytes == len => {
+                    Some(m) if m.message.bytes == len => {
                         if len > 0 {
-                            data(m.transfer.memory);
+                            data(m.message.memory);
                         }
                         (m.stage, m.done) = (Stage::Moving, len);
                         self.peers[rank].owed += 1;
@@ -412,7 +416,7 @@ impl Messages {
             Type::Clear => {
                 self.port.rx(rank)?.release(0);
                 let sends = &mut self.peers[rank].sends;
-                let m = sends.iter_mut().find(|m| m.transfer.tag == tag && m.transfer.number == number);
+                let m = sends.iter_mut().find(|m| m.message.tag == tag && m.message.number == number);
                 m.ok_or_else(|| wrong("it cleared a message that was not announced"))?.stage = Stage::Moving;
             }
             Type::Credit => {
@@ -428,19 +432,19 @@ impl Messages {
     fn take_data(&mut self, rank: Rank, frame: &Frame) -> Result<bool, Error> {
         let (tag, number) = (frame.header.signature.root, frame.header.op);
         let recvs = &mut self.peers[rank].recvs;
-        let m = recvs.iter_mut().find(|m| m.transfer.tag == tag && m.transfer.number == number);
+        let m = recvs.iter_mut().find(|m| m.message.tag == tag && m.message.number == number);
         let m = m.filter(|m| m.stage == Stage::Moving).ok_or_else(|| Error::Protocol {
             peer: rank,
             problem: "data of a message that was not asked for".into(),
         })?;
         let left = frame.header.len as usize - frame.done;
         if (frame.header.offset as usize).wrapping_add(frame.done) != m.done
-            || left > m.transfer.bytes - m.done
+            || left > m.message.bytes - m.done
         {
             let problem = "data of a message out of its place".to_owned();
             return Err(Error::Protocol { peer: rank, problem });
         }
-        let at = m.transfer.memory.wrapping_add(m.done);
+        let at = m.message.memory.wrapping_add(m.done);
         let rx = self.port.rx(rank)?;
         let taken = if rx.streams() {
             // SAFETY: `left` bytes from `done` lie in the receive's buffer (checked above), which the table owns.
@@ -452,7 +456,7 @@ impl Messages {
             frame.ready
         };
         m.done += taken;
-        if let Some(staged) = &m.transfer.staged {
+        if let Some(staged) = &m.message.staged {
             staged.done((0, m.done));
         }
         Ok(taken > 0)
@@ -471,10 +475,10 @@ impl Messages {
         let recvs = &mut self.peers[rank].recvs;
         let found = recvs
             .iter_mut()
-            .find(|m| m.stage != Stage::Moving && m.transfer.tag == tag && m.transfer.number == number);
+            .find(|m| m.stage != Stage::Moving && m.message.tag == tag && m.message.number == number);
         match found {
-            Some(m) if m.transfer.signature != theirs => {
-                Err(disagree(comm, ours_rank, number, m.transfer.signature, rank, theirs))
+            Some(m) if m.message.signature != theirs => {
+                Err(disagree(comm, ours_rank, number, m.message.signature, rank, theirs))
             }
             found => Ok(found),
         }
@@ -546,7 +550,7 @@ impl Messages {
         let mut any = false;
         for m in peer.recvs.iter_mut().filter(|m| m.stage == Stage::New) {
             m.stage = Stage::Waiting;
-            let t = &m.transfer;
+            let t = &m.message;
             let found = peer.unclaimed.iter().position(|u| u.tag == t.tag && u.number == t.number);
             let Some(found) = found else { continue };
             let unclaimed = peer.unclaimed.swap_remove(found);
@@ -577,7 +581,7 @@ impl Messages {
 
     fn send(&mut self, rank: Rank, i: usize) -> Result<bool, Error> {
         let m = &self.peers[rank].sends[i];
-        let (stage, done, t) = (m.stage, m.done, m.transfer.clone());
+        let (stage, done, key, t) = (m.stage, m.done, m.key, m.message.clone());
         let end = t.bytes.min(m.filled);
         if stage == Stage::Waiting
             || (stage == Stage::Moving && (done == t.bytes || done == end))
@@ -585,7 +589,7 @@ impl Messages {
         {
             return Ok(false);
         }
-        let owner = |end| (t.key.number(), 0, 0, end);
+        let owner = |end| (key.number(), 0, 0, end);
         if stage == Stage::New {
             let eager = t.bytes <= EAGER && self.peers[rank].credits > 0;
             // Without a free slot it is announced: its data then goes by cells, past whoever holds the slots.

@@ -14,7 +14,7 @@ use parking_lot::Mutex;
 
 use crate::link::exit::Lease;
 use crate::link::region::{Region, WeakSlot};
-use crate::mem::Held;
+use crate::mem::ErasedBufs;
 
 /// How often the lane looks.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
@@ -22,7 +22,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(50);
 /// What is kept.
 pub(crate) enum What {
     /// The buffers of an operation.
-    Buffers(#[allow(dead_code)] Held),
+    Buffers(#[allow(dead_code)] ErasedBufs),
     /// Staging slots.
     Slots(#[allow(dead_code)] Vec<WeakSlot>),
 }

@@ -4,10 +4,11 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
-use super::device::{DevicePlace, DeviceStream};
+use super::device::{DevicePlace, DeviceStream, Fate};
 use crate::error::Error;
-use crate::types::Element;
+use crate::types::{DType, Element};
 
 /// Memory that can be handed to an operation by value and comes back with its result: the host's, or a device's.
 ///
@@ -17,15 +18,18 @@ use crate::types::Element;
 /// # Safety
 ///
 /// What [`location`](Self::location) says holds, however often the value is moved, until it is dropped or changed through
-/// `&mut self`; and as long as an operation owns the value, nobody else reads or writes the memory. On the host,
+/// `&mut self`; and as long as an operation, or an [`AnyBuf`](super::AnyBuf), owns the value, nobody else reads or writes the
+/// memory; [`dtype`](Self::dtype) and [`len`](Self::len) say what is there. On the host,
 /// `len()` elements are there as [`HostMemory`] says; on a device, they are valid for reads and writes by work that is
 /// put on the stream of the location, after what is on it; and when the value comes back or is dropped after a failure,
 /// copies of the engine's may still be on that stream: the memory is used again, or freed, in its order only.
 pub unsafe trait Buf: Send + 'static {
-    /// The element type.
-    type Elem: Element;
+    /// The element type; [`Untyped`](super::Untyped) where only the value knows.
+    type Elem: 'static;
     /// Number of elements.
     fn len(&self) -> usize;
+    /// The type of the elements, [`Elem`](Self::Elem)'s where that is an [`Element`].
+    fn dtype(&self) -> DType;
     /// Whether there are none.
     fn is_empty(&self) -> bool {
         self.len() == 0
@@ -56,11 +60,46 @@ impl Location {
     }
 }
 
+/// A buffer as calls see it: where it is, how many elements it has, and of what type.
+#[doc(hidden)]
+#[derive(Clone, Debug)]
+pub struct RawBuf {
+    pub(crate) place: Location,
+    pub(crate) len: usize,
+    pub(crate) dtype: DType,
+}
+
+impl RawBuf {
+    pub(crate) fn of<B: Buf>(buf: &mut B) -> RawBuf {
+        RawBuf { place: buf.location(), len: buf.len(), dtype: buf.dtype() }
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.len * self.dtype.size()
+    }
+
+    /// Where it is on a device; `None` where it is on the host.
+    pub(crate) fn on_device(&self) -> Option<&DevicePlace> {
+        match &self.place.0 {
+            Where::Host(_) => None,
+            Where::Device(place) => Some(place),
+        }
+    }
+
+    /// What has become of the collectives on it, where it is a device's.
+    pub(crate) fn fate(&self) -> Option<&Arc<Fate>> {
+        self.on_device()?.fate.as_ref()
+    }
+}
+
 // SAFETY: `HostMemory` promises all of it.
 unsafe impl<M: HostMemory> Buf for M {
     type Elem = M::Elem;
     fn len(&self) -> usize {
         self.count()
+    }
+    fn dtype(&self) -> DType {
+        M::Elem::DTYPE
     }
     fn location(&mut self) -> Location {
         Location::host(self.ptr_mut())
@@ -76,13 +115,15 @@ unsafe impl<M: HostMemory> Buf for M {
 ///
 /// From the moment a value is handed to an operation until it comes back, the engine and (for ranks of the
 /// same process) peers access `count()` elements at `ptr()` through raw pointers, from other threads; from
-/// [`split`](super::split) to [`join`](super::View::join), its views do, also as slices. So:
+/// [`split`](super::split) to [`join`](super::View::join), its views do, also as slices, and so does an
+/// [`AnyBuf`](super::AnyBuf) that it is in. So:
 ///
 /// - `ptr()` and `count()` give the same answer however often the value is moved, until it is dropped or
 ///   changed through `&mut self`;
 /// - the memory is valid for reads and writes of `count() * size_of::<Self::Elem>()` bytes, initialised, and
 ///   aligned for the element type;
-/// - nothing else reads or writes it while the value is owned by the operation or cut: the owner is unique;
+/// - nothing else reads or writes it while the value is owned by the operation, cut, or in an `AnyBuf`: the owner is
+///   unique;
 /// - dropping the value on any thread is sound (`Send`).
 pub unsafe trait HostMemory: Send + 'static {
     /// The element type.

@@ -1,16 +1,6 @@
 //! Several buffers in one operation.
 
-use super::{Buf, Location};
-use crate::types::{DType, Element};
-
-/// One buffer of a list.
-#[doc(hidden)]
-#[derive(Clone, Debug)]
-pub struct Memory {
-    pub(crate) place: Location,
-    pub(crate) len: usize,
-    pub(crate) dtype: DType,
-}
+use super::{Buf, RawBuf};
 
 mod sealed {
     pub trait Sealed {}
@@ -23,24 +13,20 @@ mod sealed {
 pub trait BufList: sealed::Sealed + Send + 'static {
     /// Visits each buffer, in order. The same ones, in the same place, whenever it is asked.
     #[doc(hidden)]
-    fn each(&mut self, visit: &mut dyn FnMut(Memory));
-}
-
-fn of<B: Buf>(buf: &mut B) -> Memory {
-    Memory { place: buf.location(), len: buf.len(), dtype: B::Elem::DTYPE }
+    fn each(&mut self, visit: &mut dyn FnMut(RawBuf));
 }
 
 impl<B: Buf> sealed::Sealed for Vec<B> {}
 impl<B: Buf> BufList for Vec<B> {
-    fn each(&mut self, visit: &mut dyn FnMut(Memory)) {
-        self.iter_mut().for_each(|buf| visit(of(buf)));
+    fn each(&mut self, visit: &mut dyn FnMut(RawBuf)) {
+        self.iter_mut().for_each(|buf| visit(RawBuf::of(buf)));
     }
 }
 
 impl<B: Buf, const N: usize> sealed::Sealed for [B; N] {}
 impl<B: Buf, const N: usize> BufList for [B; N] {
-    fn each(&mut self, visit: &mut dyn FnMut(Memory)) {
-        self.iter_mut().for_each(|buf| visit(of(buf)));
+    fn each(&mut self, visit: &mut dyn FnMut(RawBuf)) {
+        self.iter_mut().for_each(|buf| visit(RawBuf::of(buf)));
     }
 }
 
@@ -48,7 +34,7 @@ macro_rules! tuples {
     ($(($($name:ident $at:tt),+))*) => {$(
         impl<$($name: BufList),+> sealed::Sealed for ($($name,)+) {}
         impl<$($name: BufList),+> BufList for ($($name,)+) {
-            fn each(&mut self, visit: &mut dyn FnMut(Memory)) {
+            fn each(&mut self, visit: &mut dyn FnMut(RawBuf)) {
                 $(self.$at.each(visit);)+
             }
         }
@@ -64,10 +50,10 @@ tuples! {
     (A 0, B 1, C 2, D 3, E 4, F 5)
 }
 
-/// The buffers of a list.
-pub(crate) fn memory<L: BufList>(list: &mut L) -> Vec<Memory> {
+/// The buffers of a list, in order.
+pub(crate) fn raw_bufs<L: BufList>(list: &mut L) -> Vec<RawBuf> {
     let mut all = Vec::new();
-    list.each(&mut |memory| all.push(memory));
+    list.each(&mut |buf| all.push(buf));
     all
 }
 
@@ -75,13 +61,14 @@ pub(crate) fn memory<L: BufList>(list: &mut L) -> Vec<Memory> {
 mod tests {
     use super::*;
     use crate::mem::Where;
+    use crate::types::DType;
 
     #[test]
     fn lists_are_visited_in_order() {
         let mut list = (vec![vec![1f32; 3], vec![]], [vec![0u8; 2].into_boxed_slice()]);
-        let seen: Vec<_> = memory(&mut list).iter().map(|m| (m.dtype, m.len)).collect();
+        let seen: Vec<_> = raw_bufs(&mut list).iter().map(|m| (m.dtype, m.len)).collect();
         assert_eq!(seen, [(DType::F32, 3), (DType::F32, 0), (DType::U8, 2)]);
-        let first = memory(&mut list)[0].place.clone();
+        let first = raw_bufs(&mut list)[0].place.clone();
         assert!(matches!(first.0, Where::Host(at) if at == list.0[0].as_mut_ptr().cast()));
     }
 }

@@ -27,7 +27,7 @@ use std::time::Duration;
 
 use self::net::{Clock, Net, SimOpener};
 use crate::error::Error;
-use crate::exec::{Active, Inflight, Part, PartList, Pass, Port, Reduction, Request};
+use crate::exec::{Active, Inflight, Operation, Part, PartList, Pass, Port, Reduction};
 use crate::link::SLOT;
 use crate::link::region::Region;
 use crate::plan::{self, Program, Shape};
@@ -180,28 +180,25 @@ pub fn simulate(
     for (rank, program) in programs.into_iter().enumerate() {
         let mut active = Active::phantom(Arc::new(Clock(net.clone(), rank)), slice);
         let port = Port::new((rank, n), 0, region.clone(), Arc::new(SimOpener(net.clone(), rank)));
+        let part = Part {
+            program,
+            input: std::ptr::null(),
+            output: std::ptr::null_mut(),
+            count,
+            dtype: DType::U8,
+            tables: None,
+            pairwise: false,
+        };
         let key = Inflight::<(), ()>::with_capacity(1).submit(());
         active.start(
             key,
-            Request {
-                number: 0,
+            Operation::new(
+                "sim",
                 signature,
-                timeout: Duration::MAX,
-                reduction: Reduction::Op(ReduceOp::Sum),
-                scale: None,
-                parts: PartList::One(Part {
-                    program,
-                    input: std::ptr::null(),
-                    output: std::ptr::null_mut(),
-                    count,
-                    dtype: DType::U8,
-                    tables: None,
-                    pairwise: false,
-                }),
-                then: None,
-                device: None,
-                staged: None,
-            },
+                Duration::MAX,
+                Reduction::Op(ReduceOp::Sum),
+                PartList::One(part),
+            ),
             std::time::Instant::now(),
         );
         ranks.push((active, port));

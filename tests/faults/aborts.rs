@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use allstream::{Comm, Error, MissingState};
 use serde_json::json;
 
-use crate::harness::{self, Link, Me, Plan, SOON, alone, say};
+use crate::harness::{self, Link, Me, Plan, SOON, among_others, say};
 
 const SIZE: usize = 3;
 
@@ -58,7 +58,7 @@ pub(crate) async fn aborts(me: Me) {
 
 #[test]
 fn abort_ends_one_communicator_on_all_ranks_and_no_other() {
-    let _alone = alone();
+    let _turn = among_others();
     harness::on_threads(
         harness::world(Link::Local, SIZE),
         |mut world| async move { abort_one(&mut world).await },
@@ -113,7 +113,7 @@ pub(crate) async fn child_timeout(me: Me) {
 
 #[test]
 fn a_timeout_on_a_child_leaves_the_world_working() {
-    let _alone = alone();
+    let _turn = among_others();
     harness::on_threads(
         harness::world(Link::Local, SIZE),
         |mut w| async move { time_out_a_child(&mut w).await },
@@ -127,7 +127,7 @@ fn a_timeout_on_a_child_leaves_the_world_working() {
 
 #[test]
 fn a_full_queue_refuses_and_gives_the_buffer_back_and_the_queued_ones_complete() {
-    let _alone = alone();
+    let _turn = among_others();
     const LIMIT: usize = 1024;
     for link in [Link::Local, Link::Shm, Link::Tcp] {
         let (tell, told) = std::sync::mpsc::channel();

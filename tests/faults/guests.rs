@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use allstream::{Comm, Error, Rendezvous};
 use serde_json::json;
 
-use crate::harness::{self, Link, Me, Plan, alone, say};
+use crate::harness::{self, Link, Me, Plan, among_others, say};
 
 const SIZE: usize = 3;
 
@@ -72,7 +72,7 @@ fn knock(at: SocketAddr, bytes: &[u8]) -> std::io::Result<usize> {
 
 #[test]
 fn garbage_and_wrong_tokens_disturb_nothing() {
-    let _alone = alone();
+    let _turn = among_others();
     for link in [Link::Tcp, Link::Shm] {
         let job = Plan::new("loops", SIZE, link).start();
         job.ranks.iter().for_each(|r| drop(r.hear("ready")));

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use allstream::{Algo, Comm, DType, Error, Kind, ReduceOp, Signature};
 use serde_json::{Value, json};
 
-use crate::harness::{self, Link, Me, Plan, SOON, alone, say};
+use crate::harness::{self, Link, Me, Plan, SOON, among_others, say};
 use crate::others::{self, Other};
 
 /// What one rank calls.
@@ -270,7 +270,7 @@ fn report(link: Link, all: &[Vec<Value>]) -> Vec<String> {
 }
 
 fn on_link(link: Link) {
-    let _alone = alone();
+    let _turn = among_others();
     let mut wrong = Vec::new();
     for size in [2, 3] {
         let all: Vec<Vec<Value>> = if link == Link::Local {

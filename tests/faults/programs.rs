@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use allstream::{Comm, Error, Message, MissingState};
 use serde_json::json;
 
-use crate::harness::{self, Link, Me, Plan, SOON, alone, say};
+use crate::harness::{self, Link, Me, Plan, SOON, among_others, say};
 
 const SIXTY_FOUR_MB: usize = 16 << 20;
 
@@ -54,7 +54,7 @@ pub(crate) async fn sends_first(me: Me) {
 
 #[test]
 fn two_large_sends_that_are_awaited_first_end_with_an_explanation() {
-    let _alone = alone();
+    let _turn = among_others();
     harness::on_threads(harness::world(Link::Local, 2), |mut world| async move {
         send_three_ways(&mut world).await
     });
@@ -90,7 +90,7 @@ pub(crate) async fn opposite(me: Me) {
 
 #[test]
 fn two_communicators_used_in_opposite_orders_complete() {
-    let _alone = alone();
+    let _turn = among_others();
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("opposite", 2, link).start();
         for _ in 0..3 {
@@ -135,7 +135,7 @@ pub(crate) async fn many(me: Me) {
 
 #[test]
 fn a_hundred_and_twenty_eight_unpolled_operations_complete_on_two_threads() {
-    let _alone = alone();
+    let _turn = among_others();
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("many", 3, link).start();
         for rank in &job.ranks {
@@ -149,7 +149,7 @@ fn a_hundred_and_twenty_eight_unpolled_operations_complete_on_two_threads() {
 
 #[test]
 fn operations_that_nobody_polls_complete() {
-    let _alone = alone();
+    let _turn = among_others();
     for link in [Link::Local, Link::Shm, Link::Tcp] {
         harness::on_threads(harness::world(link, 2), |mut comm| async move {
             let mut works: Vec<_> = (0..8).map(|i| comm.all_reduce(vec![i as f32; 64 << 10])).collect();

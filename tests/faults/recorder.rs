@@ -4,11 +4,11 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use crate::harness::{Link, Plan, alone};
+use crate::harness::{Link, Plan, among_others};
 
 #[test]
 fn after_a_timeout_the_files_of_all_ranks_say_who_is_behind() {
-    let _alone = alone();
+    let _turn = among_others();
     let job = Plan::new("never_calls", 3, Link::Shm).start();
     // By then the others have failed, and rank 1 has not called: its own file says so.
     for rank in [0, 2] {

@@ -6,7 +6,7 @@ use allstream::{Error, Lost, MissingState};
 use rustix::process::{Signal, getpid, kill_process};
 use serde_json::json;
 
-use crate::harness::{self, Link, Me, Plan, SOON, alone, say, say_error};
+use crate::harness::{self, Link, Me, Plan, SOON, among_others, say, say_error};
 
 const SIZE: usize = 3;
 const LEN: usize = 256 << 10;
@@ -107,7 +107,7 @@ fn variant(error: &Error) -> std::mem::Discriminant<Error> {
 
 #[test]
 fn a_stopped_rank_is_found_by_heartbeat() {
-    let _alone = alone();
+    let _turn = among_others();
     for (link, victim, itself) in [(Link::Shm, 1, false), (Link::Tcp, 0, false), (Link::Shm, 2, true)] {
         for (error, took) in stop(link, victim, json!({ "victim": victim, "itself": itself }), "1") {
             let silent = Duration::from_secs(1);
@@ -120,7 +120,7 @@ fn a_stopped_rank_is_found_by_heartbeat() {
 
 #[test]
 fn a_stopped_rank_is_found_by_the_deadline() {
-    let _alone = alone();
+    let _turn = among_others();
     for (link, victim) in [(Link::Shm, 1), (Link::Tcp, 0)] {
         let args = json!({ "victim": victim, "itself": true, "timeout": 1.0 });
         for (error, took) in stop(link, victim, args, "30") {
@@ -137,7 +137,7 @@ fn a_stopped_rank_is_found_by_the_deadline() {
 /// is not used again.
 #[test]
 fn a_stopped_rank_that_wakes_writes_to_nobodys_memory() {
-    let _alone = alone();
+    let _turn = among_others();
     for (round, victim) in [1, 0, 2].into_iter().enumerate() {
         let plan = Plan::new("stopped_with_loans", SIZE, Link::Shm).args(json!({}));
         let job = plan.env("ALLSTREAM_HEARTBEAT_TIMEOUT", "1").start();
@@ -180,7 +180,7 @@ pub(crate) async fn never_calls(me: Me) {
 
 #[test]
 fn a_rank_that_never_calls_is_named_by_all_and_told_at_its_next_call() {
-    let _alone = alone();
+    let _turn = among_others();
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("never_calls", SIZE, link).start();
         let all: Vec<_> = job.ranks.iter().map(|r| r.hear("failed")).collect();
@@ -198,7 +198,7 @@ fn a_rank_that_never_calls_is_named_by_all_and_told_at_its_next_call() {
 
 #[test]
 fn threads_too_name_the_one_that_never_calls() {
-    let _alone = alone();
+    let _turn = among_others();
     let results = harness::on_threads(harness::world(Link::Local, SIZE), |mut comm| async move {
         comm.barrier().await.unwrap();
         if comm.rank() == 1 {
@@ -230,7 +230,7 @@ pub(crate) async fn wakes(me: Me) {
 
 #[test]
 fn a_rank_that_wakes_asks_before_it_blames() {
-    let _alone = alone();
+    let _turn = among_others();
     for link in [Link::Shm, Link::Tcp] {
         let job = Plan::new("wakes", SIZE, link).start();
         job.ranks.iter().for_each(|r| drop(r.hear("start")));

@@ -3,8 +3,9 @@
 use std::any::Any;
 use std::marker::PhantomData;
 use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use allstream::{Algo, Call, Comm, DType, Element, Kind, Work};
 use futures::executor::block_on;
@@ -189,12 +190,41 @@ type Slot = (usize, Option<Arc<dyn Any + Send + Sync>>);
 pub struct Oracle {
     users: usize,
     slots: Vec<Mutex<Slot>>,
+    stays: Vec<Stay>,
 }
+
+/// How many of this process's ranks have called a barrier, and how many have left it.
+#[derive(Default)]
+struct Stay {
+    called: AtomicUsize,
+    left: AtomicUsize,
+}
+
+impl Stay {
+    /// Waits until all other `users` have called the barrier, and then for as long as one that does not wait for this rank needs
+    /// to leave: at most [`LATE`], and no longer than until one has left.
+    fn come_late(&self, users: usize) {
+        let mut begun = Instant::now();
+        let (mut all_called, limit) = (false, begun + Duration::from_secs(2));
+        while self.left.load(Ordering::Acquire) == 0 && Instant::now() < limit {
+            if !std::mem::replace(&mut all_called, self.called.load(Ordering::Acquire) + 1 >= users) {
+                begun = Instant::now();
+            } else if begun.elapsed() > LATE {
+                break;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// How long a rank that comes late to a barrier stays away when all others are there.
+const LATE: Duration = Duration::from_millis(25);
 
 impl Oracle {
     /// For `cases` that `users` ranks of this process run.
     pub fn new(cases: usize, users: usize) -> Oracle {
-        Oracle { users, slots: (0..cases).map(|_| Mutex::default()).collect() }
+        let stays = (0..cases).map(|_| Stay::default()).collect();
+        Oracle { users, slots: (0..cases).map(|_| Mutex::default()).collect(), stays }
     }
 
     fn get<T: Value>(&self, i: usize, make: impl FnOnce() -> Expected<T>) -> Arc<Expected<T>> {

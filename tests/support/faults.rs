@@ -9,7 +9,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use std::time::{Duration, Instant};
 
 use allstream::{Comm, Error, LinkChoice, Rendezvous};
@@ -45,10 +45,17 @@ pub fn sleep_until(at: f64) {
     }
 }
 
-/// Tests whose timing counts run one after another.
-pub fn alone() -> MutexGuard<'static, ()> {
-    static ONE: Mutex<()> = Mutex::new(());
-    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+static TURNS: RwLock<()> = RwLock::new(());
+
+/// For a test whose timing counts to the tenth of a second, or that looks at the whole process: no other one of those that ask
+/// runs beside it.
+pub fn alone() -> RwLockWriteGuard<'static, ()> {
+    TURNS.write().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// For a test that mostly waits, for deadlines of seconds: others of its kind may run beside it, and none that must be alone.
+pub fn among_others() -> RwLockReadGuard<'static, ()> {
+    TURNS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
 pub fn full() -> bool {

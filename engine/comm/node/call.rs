@@ -4,12 +4,12 @@ use std::time::Duration;
 
 use super::super::call::{Desk, Prepared, Side};
 use super::super::restore::one;
-use super::super::work::Restore;
+use super::super::work::{Restore, Submitted};
 use super::super::{Call, Work};
 use super::work::Part;
 use super::{Node, NodeWork, Place, Several};
 use crate::error::{Error, Failed};
-use crate::mem::{Buf, Event, HostStream};
+use crate::mem::{Buf, ErasedBufs, Event, HostStream, Parts};
 use crate::types::{Algo, Element, Function, Rank, ReduceOp};
 
 /// A node with options for the next call: those of [`Call`], and [`on`](NodeCall::on) with a stream for each device.
@@ -188,7 +188,7 @@ impl<'a> NodeCall<'a> {
         let mut devices = self.node.comms.iter().map(|comm| &comm.handle().endpoint);
         let mut parts: S::Of<Part<O, S::Item>> = S::map(staged, |staged| match (staged, devices.next()) {
             (Staged::Ready(prepared, restore), Some(endpoint)) => {
-                Part::new(prepared.submit(endpoint, restore))
+                Part::new(Work::new(prepared.submit(endpoint), restore))
             }
             (staged, _) => Part::Done(Err(staged.give_back(&bug(name)))),
         });
@@ -241,7 +241,7 @@ impl<'a> NodeCall<'a> {
     pub fn send<B: Buf>(&self, device: usize, buf: B, to: Place) -> Work<B> {
         match self.message("send", device, to) {
             Ok((call, to)) => call.send(buf, to),
-            Err(error) => Work::refused(Failed { buf: Some(buf), error }, one::<B>),
+            Err(error) => refused(buf, error),
         }
     }
 
@@ -249,7 +249,7 @@ impl<'a> NodeCall<'a> {
     pub fn recv<B: Buf>(&self, device: usize, buf: B, from: Place) -> Work<B> {
         match self.message("recv", device, from) {
             Ok((call, from)) => call.recv(buf, from),
-            Err(error) => Work::refused(Failed { buf: Some(buf), error }, one::<B>),
+            Err(error) => refused(buf, error),
         }
     }
 
@@ -278,10 +278,20 @@ impl<O, F> Staged<O, F> {
     /// Nothing is submitted.
     fn give_back(self, error: &Error) -> Failed<F> {
         match self {
-            Staged::Ready(prepared, restore) => prepared.give_back(error.clone(), restore),
+            Staged::Ready(prepared, restore) => {
+                let none = |_| Failed { buf: None, error: error.clone() };
+                let given_back = restore(Err(Box::new(error.clone())), Some(prepared.into_bufs()));
+                given_back.map_or_else(|failed| failed, none)
+            }
             Staged::Refused(failed) => Failed { buf: failed.buf, error: error.clone() },
         }
     }
+}
+
+/// A message that cannot be sent: its buffer comes back.
+fn refused<B: Buf>(buf: B, error: Error) -> Work<B> {
+    let held = ErasedBufs::new(Parts { input: (), output: buf });
+    Work::new(Submitted::refused(error, held), one::<B>)
 }
 
 /// Says which device's part it is that cannot be carried out.

@@ -3,6 +3,7 @@
 use super::super::call::Call;
 use super::{Node, NodeCall, NodeWork, Place, Several};
 use crate::mem::{Buf, BufList};
+use crate::types::Element;
 #[cfg(doc)]
 use crate::{Comm, error::Error};
 
@@ -71,7 +72,7 @@ collectives! {
         = |call, _, (input, output)| call.all_reduce_into(input, output);
 
     /// [`all_reduce`](Self::all_reduce) into new vectors.
-    fn all_reduce_new [S: Several<Item = I>, I: Buf] (inputs) -> Vec<I::Elem>
+    fn all_reduce_new [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs) -> Vec<I::Elem>
         = |call, _, input| call.all_reduce_new(input);
 
     /// Every device ends with the root's buffer. See [`Comm::broadcast`].
@@ -91,7 +92,7 @@ collectives! {
         = |call, _, (input, output)| call.reduce_into(input, output, root);
 
     /// All devices' buffers in the order of ranks, in a new vector for every device. See [`Comm::all_gather`].
-    fn all_gather [S: Several<Item = I>, I: Buf] (inputs) -> Vec<I::Elem>
+    fn all_gather [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs) -> Vec<I::Elem>
         = |call, _, input| call.all_gather(input);
 
     /// [`all_gather`](Self::all_gather) into each pair's output, of `size()` times the input's length.
@@ -104,7 +105,7 @@ collectives! {
 
     /// The reduction of all devices' inputs, of which rank r gets block r, in a new vector. Lengths are multiples of
     /// `size()`. See [`Comm::reduce_scatter`].
-    fn reduce_scatter [S: Several<Item = I>, I: Buf] (inputs) -> Vec<I::Elem>
+    fn reduce_scatter [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs) -> Vec<I::Elem>
         = |call, _, input| call.reduce_scatter(input);
 
     /// [`reduce_scatter`](Self::reduce_scatter) into each pair's output.
@@ -118,7 +119,7 @@ collectives! {
 
     /// The root ends with all devices' buffers in the order of ranks, in a new vector; the others with an empty one. See
     /// [`Comm::gather`].
-    fn gather [S: Several<Item = I>, I: Buf] (inputs) root(root) -> Vec<I::Elem>
+    fn gather [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs) root(root) -> Vec<I::Elem>
         = |call, _, input| call.gather(input, root);
 
     /// [`gather`](Self::gather) into the root's output.
@@ -132,7 +133,7 @@ collectives! {
 
     /// Rank r ends with block r, `count` elements, of the root's input, in a new vector. The others' inputs are not looked
     /// at. See [`Comm::scatter`].
-    fn scatter [S: Several<Item = I>, I: Buf] (inputs, count: usize) root(root) -> Vec<I::Elem>
+    fn scatter [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs, count: usize) root(root) -> Vec<I::Elem>
         = |call, _, input| call.scatter(input, count, root);
 
     /// [`scatter`](Self::scatter) into each pair's output, whose length is the count.
@@ -146,7 +147,7 @@ collectives! {
 
     /// Block r of a device's input goes to rank r, and what comes from rank r is block r of its result, in a new vector.
     /// See [`Comm::all_to_all`].
-    fn all_to_all [S: Several<Item = I>, I: Buf] (inputs) -> Vec<I::Elem>
+    fn all_to_all [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs) -> Vec<I::Elem>
         = |call, _, input| call.all_to_all(input);
 
     /// [`all_to_all`](Self::all_to_all) into each pair's output, of the input's length.
@@ -175,7 +176,7 @@ collectives! {
         = |call, _, (input, output)| call.exscan_into(input, output);
 
     /// [`all_gather`](Self::all_gather) with a count for each rank, the same on all ranks. See [`Comm::all_gather_v`].
-    fn all_gather_v [S: Several<Item = I>, I: Buf] (inputs, counts: &[usize]) -> Vec<I::Elem>
+    fn all_gather_v [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs, counts: &[usize]) -> Vec<I::Elem>
         = |call, _, input| call.all_gather_v(input, counts);
 
     /// [`all_gather_v`](Self::all_gather_v) into each pair's output.
@@ -188,7 +189,7 @@ collectives! {
 
     /// [`reduce_scatter`](Self::reduce_scatter) with a count for each rank, the same on all ranks. See
     /// [`Comm::reduce_scatter_v`].
-    fn reduce_scatter_v [S: Several<Item = I>, I: Buf] (inputs, counts: &[usize]) -> Vec<I::Elem>
+    fn reduce_scatter_v [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs, counts: &[usize]) -> Vec<I::Elem>
         = |call, _, input| call.reduce_scatter_v(input, counts);
 
     /// [`reduce_scatter_v`](Self::reduce_scatter_v) into each pair's output.
@@ -201,7 +202,7 @@ collectives! {
 
     /// [`gather`](Self::gather) with a count for each rank, which the root's process gives (the others' are not looked
     /// at). See [`Comm::gather_v`].
-    fn gather_v [S: Several<Item = I>, I: Buf] (inputs, counts: &[usize]) root(root) -> Vec<I::Elem>
+    fn gather_v [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs, counts: &[usize]) root(root) -> Vec<I::Elem>
         = |call, _, input| call.gather_v(input, counts, root);
 
     /// [`gather_v`](Self::gather_v) into the root's output.
@@ -210,7 +211,7 @@ collectives! {
 
     /// [`scatter`](Self::scatter) with a count for each rank, which the root's process gives in `counts` (the others' are
     /// not looked at); `own` are those of this node's devices. See [`Comm::scatter_v`].
-    fn scatter_v [S: Several<Item = I>, I: Buf] (inputs, counts: &[usize]) each(own: usize) root(root) -> Vec<I::Elem>
+    fn scatter_v [S: Several<Item = I>, I: Buf<Elem: Element>] (inputs, counts: &[usize]) each(own: usize) root(root) -> Vec<I::Elem>
         = |call, device, input| call.scatter_v(input, counts, own[device], root);
 
     /// [`scatter_v`](Self::scatter_v) into each pair's output, whose length is the device's count.
@@ -219,7 +220,7 @@ collectives! {
 
     /// [`all_to_all`](Self::all_to_all) with counts, for each device: `sends[device][r]` elements go to rank r,
     /// `recvs[device][r]` come from it. See [`Comm::all_to_all_v`].
-    fn all_to_all_v [S: Several<Item = I>, I: Buf, C: AsRef<[usize]>] (inputs) each(sends: C, recvs: C) -> Vec<I::Elem>
+    fn all_to_all_v [S: Several<Item = I>, I: Buf<Elem: Element>, C: AsRef<[usize]>] (inputs) each(sends: C, recvs: C) -> Vec<I::Elem>
         = |call, device, input| call.all_to_all_v(input, sends[device].as_ref(), recvs[device].as_ref());
 
     /// [`all_to_all_v`](Self::all_to_all_v) into each pair's output.

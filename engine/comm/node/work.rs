@@ -12,7 +12,7 @@ use super::super::{Ordered, Work};
 use super::Several;
 use crate::error::{Error, Failed};
 use crate::exec::{Endpoint, Finished, Key, Together, poll_together, wait_together};
-use crate::mem::{Held, HostStream};
+use crate::mem::{ErasedBufs, HostStream};
 
 /// What each device's part came to, where not all came to what was wanted: the result of those that did, and the error
 /// (with the buffer, if it may be had) of those that did not.
@@ -66,7 +66,7 @@ impl<O, F> Together for Part<O, F> {
         }
     }
 
-    fn finished(&mut self, outcome: Finished<Held, Box<Error>>) {
+    fn finished(&mut self, outcome: Finished<ErasedBufs, Box<Error>>) {
         if let Part::Running(work) = self {
             *self = Part::Done(work.settle(outcome));
         }
@@ -97,12 +97,13 @@ impl<S: Several, O> NodeWork<S, O> {
     }
 
     fn outcome(&mut self) -> Result<S::Of<O>, Failed<Outcomes<S, O>>> {
-        let Some(parts) = self.parts.take() else { return Err(taken()) };
+        let none = || Failed { buf: None, error: taken() };
+        let Some(parts) = self.parts.take() else { return Err(none()) };
         let mut outcomes: Outcomes<S, O> = S::map(parts, Part::outcome);
         if let Some(error) = first(S::slice(&mut outcomes)) {
             return Err(Failed { buf: Some(outcomes), error });
         }
-        S::all(S::map(outcomes, Result::ok)).ok_or_else(taken)
+        S::all(S::map(outcomes, Result::ok)).ok_or_else(none)
     }
 
     /// Blocks until all parts are finished, working on all of them meanwhile. Ends by the operation's deadline.

@@ -5,13 +5,13 @@ use std::time::{Duration, Instant};
 
 use allstream_kernels::cuda::{Kind, kernel};
 
-use super::{Collective, Endpoint, Port, Run};
+use super::{Endpoint, Port, Run};
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceLinks, DeviceOp};
 use crate::exec::inflight::Key;
-use crate::exec::operation::Reduction;
+use crate::exec::operation::{Operation, Reduction};
 use crate::exec::port::DEVICES;
-use crate::mem::Held;
+use crate::mem::ErasedBufs;
 use crate::mem::device::DeviceStream;
 use crate::plan::Step;
 use crate::types::Rank;
@@ -62,7 +62,7 @@ impl Endpoint {
         self: &Arc<Self>,
         key: Key,
         stream: &DeviceStream,
-    ) -> Result<Option<(Held, Arc<DeviceOp>)>, Error> {
+    ) -> Result<Option<(ErasedBufs, Arc<DeviceOp>)>, Error> {
         let device = self.table.lock().devices.get(&key.number()).cloned();
         let Some(device) = device else { return Ok(None) };
         let start = Instant::now();
@@ -124,11 +124,11 @@ impl Binding {
     /// Gets what an operation will need of the driver, at the call: kernels, and memory for what its steps keep in hand. The
     /// driver may wait for all that is on the device before it gives that, and a stream of the caller's may by then wait for
     /// the operation ([`DeviceOp::join`]). So it is had before anything waits for this operation, by a thread that holds nothing.
-    pub(crate) fn get_ready(&self, collective: &mut Collective) -> Result<(), Error> {
-        let &Reduction::Op(op) = &collective.reduction else { return Ok(()) };
-        let (stream, scaled) = (&self.ours.stream, collective.scale.is_some());
+    pub(crate) fn get_ready(&self, operation: &mut Operation) -> Result<(), Error> {
+        let &Reduction::Op(op) = &operation.reduction else { return Ok(()) };
+        let (stream, scaled) = (&self.ours.stream, operation.scale.is_some());
         let mut most = 0;
-        for part in collective.parts.all() {
+        for part in operation.parts.all() {
             let combines = part.program.plan.steps.iter().any(Step::combines);
             let kinds = [
                 Some(Kind::Copy),

@@ -142,9 +142,9 @@ impl Endpoint {
             failed.push((key, Fate::of(run.port.leases(number)).or_never(never)));
         }
         let mut messages = Vec::new();
-        run.messages.take_all(|transfer| {
-            let settling = transfer.staged.as_ref().is_some_and(|staged| staged.is_settling());
-            messages.push((transfer.key, settling));
+        run.messages.take_all(|key, message| {
+            let settling = message.staged.as_ref().is_some_and(|staged| staged.is_settling());
+            messages.push((key, settling));
         });
         for (key, settling) in messages {
             let leases = run.messages.port().leases(key.number());
@@ -156,9 +156,9 @@ impl Endpoint {
     /// The same of those that have not: nothing of theirs was lent.
     fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
         let mut table = self.table.lock();
-        while let Some((key, request, _)) = table.collectives.pop_front() {
-            let never = request.device.as_ref().is_some_and(|device| Self::cannot_give_up(device, cause));
-            self.recorder.finished(request.number, State::Failed);
+        while let Some((key, operation, _)) = table.collectives.pop_front() {
+            let never = operation.device.as_ref().is_some_and(|device| Self::cannot_give_up(device, cause));
+            self.recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }
         while let Some((key, ..)) = table.messages.pop_front() {

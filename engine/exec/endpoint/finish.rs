@@ -14,7 +14,7 @@ use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::deadlines::grace;
 use crate::exec::inflight::{Finished, Key, Look};
 use crate::forked;
-use crate::mem::Held;
+use crate::mem::ErasedBufs;
 use crate::mem::device::Staged;
 use crate::types::Signature;
 
@@ -56,7 +56,7 @@ impl Drop for Depth {
 /// What is somebody else's of an operation that has finished: whom to wake, and buffers that nobody will come for.
 pub(super) struct Over {
     waker: Option<Waker>,
-    held: Option<Held>,
+    held: Option<ErasedBufs>,
 }
 
 impl Table {
@@ -194,7 +194,7 @@ impl Endpoint {
     }
 
     /// Takes the outcome of an operation if there is one; otherwise `waker` is woken when there is.
-    pub(super) fn look(&self, key: Key, waker: Option<&Waker>) -> Option<Finished<Held, Box<Error>>> {
+    pub(super) fn look(&self, key: Key, waker: Option<&Waker>) -> Option<Finished<ErasedBufs, Box<Error>>> {
         let Some(waker) = waker else { return self.table.lock().inflight.take(key) };
         let look = self.table.lock().inflight.poll(key, waker);
         match look {

@@ -2,54 +2,30 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::{Endpoint, HISTORY, Run, Table};
 use crate::error::Error;
 use crate::exec::Progress;
-use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
-use crate::exec::operation::{PartList, Reduction, Request, Then};
-use crate::exec::p2p::{Direction, Transfer};
+use crate::exec::operation::Operation;
+use crate::exec::p2p::Message;
 use crate::forked;
-use crate::mem::device::Staged;
-use crate::mem::{Event, Held};
-use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
-
-/// A collective that was looked at and found good.
-pub(crate) struct Collective {
-    pub(crate) call: &'static str,
-    pub(crate) signature: Signature,
-    pub(crate) parts: PartList,
-    pub(crate) reduction: Reduction,
-    pub(crate) scale: Option<f64>,
-    pub(crate) then: Option<Then>,
-    /// The device that runs it.
-    pub(crate) device: Option<Arc<DeviceOp>>,
-}
+use crate::mem::{ErasedBufs, Event};
 
 /// What to do.
 pub(crate) enum Submission {
-    Collective(Collective),
-    Message {
-        direction: Direction,
-        peer: Rank,
-        tag: u32,
-        memory: *mut u8,
-        count: usize,
-        dtype: DType,
-        /// Of a message of this rank to itself: the number that its two halves share.
-        half: Option<u64>,
-    },
+    Collective(Operation),
+    Message(Message),
 }
 
-/// How a submission is to be run.
-#[derive(Default)]
-pub(crate) struct When {
-    pub(crate) timeout: Option<Duration>,
-    pub(crate) after: Option<Event>,
-    /// What brings the operation's memory, and takes it back when all has moved, before the operation is finished.
-    pub(crate) staged: Option<Arc<Staged>>,
+impl Submission {
+    fn call(&self) -> &'static str {
+        match self {
+            Submission::Collective(operation) => operation.call,
+            Submission::Message(message) => message.direction.name(),
+        }
+    }
 }
 
 impl Endpoint {
@@ -57,51 +33,45 @@ impl Endpoint {
     pub(crate) fn submit(
         self: &Arc<Self>,
         submission: Submission,
-        when: When,
-        held: Held,
-    ) -> Result<Key, (Error, Held)> {
+        after: Option<Event>,
+        held: ErasedBufs,
+    ) -> Result<Key, (Error, ErasedBufs)> {
         // Before any lock: another thread, which is not there, may have held it at the fork.
         if forked::is_forked() {
             return Err((forked::refusal(), held));
         }
-        let timeout = when.timeout.unwrap_or(self.config.timeout);
         let mut table = self.table.lock();
-        let call = match &submission {
-            Submission::Collective(collective) => collective.call,
-            Submission::Message { direction, .. } => direction.name(),
-        };
-        if let Some(error) = self.refusal(&table, call) {
+        if let Some(error) = self.refusal(&table, submission.call()) {
             return Err((error, held));
         }
         let key = table.inflight.submit(held);
         let (mut disagreement, mut started) = (None, None);
         match submission {
-            Submission::Collective(collective) => {
-                let Collective { signature, parts, reduction, scale, then, device, .. } = collective;
-                let number = table.next;
+            Submission::Collective(mut operation) => {
+                let (number, signature) = (table.next, operation.signature);
+                operation.number = number;
                 table.next += 1;
-                if let Some(device) = &device {
+                if let Some(device) = &operation.device {
                     device.submitted(number);
                     table.devices.insert(key.number(), device.clone());
                 }
-                let staged = table.keep(key, (number, signature, timeout), when.staged);
-                let request =
-                    Request { number, signature, timeout, reduction, scale, parts, then, device, staged };
+                operation.staged =
+                    table.keep(key, (number, signature, operation.timeout), operation.staged.take());
                 if table.history.len() == HISTORY {
                     table.history.pop_front();
                 }
                 table.history.push_back(signature);
                 let now = Instant::now();
                 // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
-                let first = when.after.is_none() && table.collectives.is_empty();
+                let first = after.is_none() && table.collectives.is_empty();
                 if first {
                     started = self.run.try_lock().filter(|run| run.active.is_empty());
                 }
                 self.recorder.submitted(number, signature, (now, started.is_some()));
                 match &mut started {
-                    Some(run) => run.active.start(key, request, now),
+                    Some(run) => run.active.start(key, operation, now),
                     None => {
-                        table.collectives.push_back((key, request, when.after));
+                        table.collectives.push_back((key, operation, after));
                         self.is_queued.store(true, Ordering::Relaxed);
                     }
                 }
@@ -109,37 +79,15 @@ impl Endpoint {
                     disagreement = Some(self.mismatch(number, signature, peer, theirs));
                 }
             }
-            Submission::Message { direction, peer, tag, memory, count, dtype, half } => {
-                let number = half.unwrap_or_else(|| {
+            Submission::Message(mut message) => {
+                let Message { direction, peer, tag, signature, timeout, .. } = message;
+                let number = message.half.unwrap_or_else(|| {
                     let next = table.numbers.entry((peer, direction, tag)).or_insert(0);
                     std::mem::replace(next, *next + 1)
                 });
-                let signature = Signature {
-                    kind: KIND_P2P,
-                    dtype: dtype as u8,
-                    op: NO_OP,
-                    algo: 0,
-                    root: tag,
-                    count: count as u64,
-                    generation: self.config.generation,
-                    detail: 0,
-                };
-                let bytes = count * dtype.size();
-                let staged = table.keep(key, (number, signature, timeout), when.staged);
-                let transfer = Transfer {
-                    key,
-                    direction,
-                    peer,
-                    tag,
-                    number,
-                    memory,
-                    bytes,
-                    unit: dtype.size(),
-                    signature,
-                    timeout,
-                    staged,
-                };
-                table.messages.push_back((key, transfer, when.after));
+                message.number = number;
+                message.staged = table.keep(key, (number, signature, timeout), message.staged.take());
+                table.messages.push_back((key, message, after));
                 self.is_queued.store(true, Ordering::Relaxed);
             }
         }
@@ -179,11 +127,11 @@ impl Endpoint {
             let after = table.messages[i].2.as_ref();
             if after.is_none_or(|event| !event.subscribe(waker)) {
                 // Should its stream have failed, it stays where it is, to be failed with all the others.
-                let (_, transfer, after) = &table.messages[i];
-                ready(after, transfer.direction.name())?;
-                let Some((_, transfer, _)) = table.messages.remove(i) else { break };
+                let (_, message, after) = &table.messages[i];
+                ready(after, message.direction.name())?;
+                let Some((key, message, _)) = table.messages.remove(i) else { break };
                 drop(table);
-                run.messages.add(transfer);
+                run.messages.add(key, message);
                 any = true;
                 table = self.table.lock();
             } else {
@@ -191,16 +139,16 @@ impl Endpoint {
             }
         }
         if run.active.is_empty()
-            && let Some((_, request, after)) = table.collectives.front()
+            && let Some((_, operation, after)) = table.collectives.front()
             && !after.as_ref().is_some_and(|event| event.subscribe(waker))
         {
             if after.is_some() {
-                ready(after, &request.signature.to_string())?;
+                ready(after, &operation.signature.to_string())?;
             }
-            if let Some((key, request, _)) = table.collectives.pop_front() {
+            if let Some((key, operation, _)) = table.collectives.pop_front() {
                 let now = Instant::now();
-                self.recorder.started(request.number, now);
-                run.active.start(key, request, now);
+                self.recorder.started(operation.number, now);
+                run.active.start(key, operation, now);
             }
         }
         self.is_queued.store(!table.messages.is_empty() || !table.collectives.is_empty(), Ordering::Relaxed);

@@ -13,14 +13,14 @@ use super::super::inflight::{Finished, Key};
 use super::super::lane::parker;
 use super::{Endpoint, LOOK, SPIN, orphaned};
 use crate::error::Error;
-use crate::mem::Held;
+use crate::mem::ErasedBufs;
 
 /// One of the operations.
 pub(crate) trait Together {
     /// Where it runs, until it is finished.
     fn at(&self) -> Option<(&Arc<Endpoint>, Key)>;
     /// It is finished: from here on it is nowhere.
-    fn finished(&mut self, outcome: Finished<Held, Box<Error>>);
+    fn finished(&mut self, outcome: Finished<ErasedBufs, Box<Error>>);
 }
 
 fn running<P: Together>(parts: &[P]) -> impl Iterator<Item = (&Arc<Endpoint>, Key)> {

@@ -177,26 +177,26 @@ impl Endpoint {
         error = error.or_else(|| self.overdue_ending(run, now));
         if error.is_none() {
             let left = self.left.lock();
-            error = run.messages.overdue((now, run.awake), &left).map(|(transfer, gone, lacks)| {
-                let (number, signature) = (transfer.number, transfer.signature);
+            error = run.messages.overdue((now, run.awake), &left).map(|(message, gone, lacks)| {
+                let (number, signature) = (message.number, message.signature);
                 let operation = Operation { comm: self.config.name.clone(), number, signature };
                 if lacks && !gone {
-                    return self.not_come(number, signature, transfer.timeout);
+                    return self.not_come(number, signature, message.timeout);
                 }
                 if gone {
                     return Error::PeerLost {
-                        rank: transfer.peer,
+                        rank: message.peer,
                         how: Lost::Left,
                         operation: Some(operation),
                     };
                 }
                 let state =
-                    MissingState::NotMatched { direction: transfer.direction.other().name().to_owned() };
+                    MissingState::NotMatched { direction: message.direction.other().name().to_owned() };
                 Error::Timeout {
                     operation,
                     rank: self.config.rank,
-                    after: transfer.timeout,
-                    missing: vec![Missing { rank: transfer.peer, state }],
+                    after: message.timeout,
+                    missing: vec![Missing { rank: message.peer, state }],
                 }
             });
         }

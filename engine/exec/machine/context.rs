@@ -2,14 +2,16 @@
 
 use allstream_kernels as kernels;
 
-use super::{Common, Machine, NodeRun, Part, Reduction};
+use super::{Machine, NodeRun, Part, Reduction, Setting};
+use crate::exec::operation::Operation;
 use crate::plan::Step;
 use crate::types::Signature;
 
 /// What a machine works on.
 #[derive(Clone, Copy)]
 pub(super) struct Context<'a> {
-    pub(super) common: &'a Common,
+    pub(super) setting: &'a Setting,
+    pub(super) op: &'a Operation,
     pub(super) part: &'a Part,
     pub(super) earlier: &'a [Box<Machine>],
 }
@@ -21,12 +23,12 @@ impl Context<'_> {
     }
 
     pub(super) fn averages(&self) -> bool {
-        matches!(self.common.reduction, Reduction::Op(kernels::ReduceOp::Avg))
+        matches!(self.op.reduction, Reduction::Op(kernels::ReduceOp::Avg))
     }
 
     /// The signature in the frames of a step.
     pub(super) fn signature(&self, node: &NodeRun) -> Signature {
-        let mut signature = self.common.signature;
+        let mut signature = self.op.signature;
         if self.part.pairwise {
             signature.count = if node.unit == 0 { 0 } else { node.len as u64 };
         }

@@ -69,7 +69,7 @@ fn unsupported(what: &str) -> Error {
 impl Machine {
     /// Before the first step: its memory, and the scaled input.
     pub(super) fn prepare_on_device(&mut self, c: Context<'_>) -> Result<(), Error> {
-        let (part, Some(device)) = (c.part, &c.common.device) else { return Ok(()) };
+        let (part, Some(device)) = (c.part, &c.op.device) else { return Ok(()) };
         if std::mem::replace(&mut self.on_device.begun, true) {
             return Ok(());
         }
@@ -81,11 +81,11 @@ impl Machine {
         if plan.slots.len() > usize::from(SCRATCH) {
             self.on_device.scratch = Some(DeviceBuf::raw(stream, part.total(SCRATCH) * unit)?);
         }
-        let (Some(_), Some(factor)) = (self.scaled.take(), c.common.scale) else { return Ok(()) };
+        let (Some(_), Some(factor)) = (self.scaled.take(), c.op.scale) else { return Ok(()) };
         let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
         // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
         let mut to = part.output;
-        if !(part.is_in_place() && part.leaves_result(&c.common.signature, true)) {
+        if !(part.is_in_place() && part.leaves_result(&c.op.signature, true)) {
             let copy = DeviceBuf::raw(stream, len * unit)?;
             to = address(&copy);
             self.on_device.scaled = Some(copy);
@@ -108,7 +108,7 @@ impl Machine {
         doing: &str,
         launch: Option<Launch>,
     ) -> Result<(), Error> {
-        let missing = || unsupported(&format!("{:?} on {}", c.common.reduction, c.part.dtype));
+        let missing = || unsupported(&format!("{:?} on {}", c.op.reduction, c.part.dtype));
         let launch = launch.ok_or_else(missing)?;
         // SAFETY: all operands and results are chunks of the operation's buffers, by the layout, or of frames of that
         // length: of this device, or of one that it may touch (`Comm::bind_device` has seen to that). The buffers are in
@@ -178,7 +178,7 @@ impl Machine {
         if node.unit == 0 {
             return Ok(());
         }
-        let Reduction::Op(op) = &c.common.reduction else { return Err(unsupported("a function")) };
+        let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
         let finish = c.divides(step).then_some(plan.size as u32);
         let (out, ctas) = ([out.addr() as u64], device.stream().ctas());
         let mut all = [0; cuda::MAX_INS];

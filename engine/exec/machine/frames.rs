@@ -1,7 +1,8 @@
 //! What a collective receives: the right frame or an account of what is wrong; and whom it waits for.
 
-use super::{Common, Context, Machine};
+use super::{Context, Machine, Setting};
 use crate::error::Error;
+use crate::exec::operation::Operation;
 use crate::exec::operation::Part;
 use crate::exec::port::Port;
 use crate::link::{Frame, Loan};
@@ -51,12 +52,12 @@ impl Machine {
                 frame.header.offset,
                 self.message(cursor.message),
                 node.got,
-                c.common.number
+                c.op.number
             );
             return Err(Error::Protocol { peer: from, problem });
         }
         // A kernel that reads where no element begins would be the end of the device's context.
-        if c.common.device.is_some() && left > 0 && !frame.data.addr().is_multiple_of(node.unit) {
+        if c.op.device.is_some() && left > 0 && !frame.data.addr().is_multiple_of(node.unit) {
             let problem = format!("{} values begin at {:#x}", c.part.dtype, frame.data.addr());
             return Err(Error::Protocol { peer: from, problem });
         }
@@ -67,8 +68,8 @@ impl Machine {
     }
 
     /// Looks at what has come, once all has, before it becomes values of the user's.
-    pub(in crate::exec) fn check_values(&self, common: &Common) -> Result<(), Error> {
-        let moves_memory = common.phantom.is_none() && common.device.is_none();
+    pub(in crate::exec) fn check_values(&self, setting: &Setting, op: &Operation) -> Result<(), Error> {
+        let moves_memory = setting.takes_time(op);
         self.work.as_ref().filter(|_| moves_memory).map_or(Ok(()), Part::check_values)
     }
 
@@ -109,7 +110,7 @@ impl Machine {
 }
 
 pub(super) fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Result<(), Error> {
-    let (header, comm, number) = (&frame.header, c.common.comm, c.common.number);
+    let (header, comm, number) = (&frame.header, c.setting.comm, c.op.number);
     if header.op == number && frame.signature() == ours && header.comm == comm as u32 {
         return Ok(());
     }

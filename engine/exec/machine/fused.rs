@@ -31,7 +31,7 @@ impl Context<'_> {
     pub(super) fn is_fused(&self) -> bool {
         let program = &self.part.program;
         let near = |device: &Arc<DeviceOp>| device.binding.far.is_none();
-        self.common.device.as_ref().is_some_and(near)
+        self.op.device.as_ref().is_some_and(near)
             && program.folds_all
             && program.plan.size <= MAX_OUTS
             && self.longest_chunk() <= limits().1
@@ -82,7 +82,7 @@ impl Machine {
     }
 
     fn base(&self, c: Context<'_>) -> (*const u8, *mut u8) {
-        let scaled = self.on_device.scaled().filter(|_| c.common.scale.is_some());
+        let scaled = self.on_device.scaled().filter(|_| c.op.scale.is_some());
         (scaled.map_or(c.part.input, <*mut u8>::cast_const), c.part.output)
     }
 
@@ -99,12 +99,12 @@ impl Machine {
             let message = if one { OUTPUT } else { self.tx[peer].message };
             let at = if message == INPUT { input } else { output.cast_const() };
             let header = Header {
-                comm: c.common.comm as u32,
-                op: c.common.number,
+                comm: c.setting.comm as u32,
+                op: c.op.number,
                 offset: 0,
                 len: u32::try_from(bytes).map_err(|_| too_long(bytes))?,
                 message: self.message(message),
-                signature: c.common.signature,
+                signature: c.op.signature,
             };
             let receiver = peer as u32 | u32::from(self.part) << RECEIVER_BITS;
             let end = if message == INPUT { 1 } else { ALL };
@@ -112,7 +112,7 @@ impl Machine {
                 peer,
                 header,
                 &Payload::Memory(at.wrapping_add(start)),
-                (c.common.number, 0, receiver, end),
+                (c.op.number, 0, receiver, end),
             )?;
             self.tx[peer] = match message {
                 INPUT => Cursor { message: OUTPUT, round: 0 },
@@ -129,7 +129,7 @@ impl Machine {
             return Ok(false);
         }
         let Some(frame) = port.rx(peer)?.peek(0)? else { return Ok(false) };
-        check_frame(&frame, c, c.common.signature, peer)?;
+        check_frame(&frame, c, c.op.signature, peer)?;
         let bytes = self.chunk_of(c, c.part.program.plan.rank).1;
         let input = self.on_device.inputs[peer];
         let at = frame.data.addr() as u64;
@@ -162,7 +162,7 @@ impl Machine {
         for (rank, lent) in self.on_device.lent.iter().enumerate() {
             (ins[rank], outs[rank]) = lent.unwrap_or(ours);
         }
-        let Reduction::Op(op) = &c.common.reduction else {
+        let Reduction::Op(op) = &c.op.reduction else {
             return Err(Error::system("run a collective on a device", "a function has no kernel (a bug)"));
         };
         let launch = cuda::reduce(

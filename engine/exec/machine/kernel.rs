@@ -20,7 +20,7 @@ impl Machine {
         ins: &[*const u8],
         port: &mut Port,
     ) -> Result<usize, Error> {
-        if let Some(device) = &c.common.device {
+        if let Some(device) = &c.op.device {
             return self.combine_on_device(c, device, i, (m, writable, ready), ins, port);
         }
         let program = &c.part.program;
@@ -36,7 +36,7 @@ impl Machine {
             if dst.is_none() && !program.nodes[i].hand {
                 return Ok(0);
             }
-            if c.common.phantom.is_none() {
+            if c.setting.phantom.is_none() {
                 let at = (node.got % self.slice(&node)) * node.unit;
                 let hand = self.memory.hand(i);
                 // It stands for one slice; `m` ends within it.
@@ -50,7 +50,7 @@ impl Machine {
                 payload = lent.map(Payload::Memory);
             }
             if ready && (dst.is_none() || self.needs_slot(step, lent, m * node.unit, port)?) {
-                if c.common.phantom.is_some() {
+                if c.setting.phantom.is_some() {
                     (used, payload) = (used.max(1), Some(Payload::Memory(outs[0])));
                 } else if m * node.unit <= Port::INLINE {
                     // Inline payloads are copied by the link; without a dst the result passes through here.
@@ -119,7 +119,7 @@ impl Machine {
         if node.unit == 0 || outs.is_empty() {
             return Ok(());
         }
-        if let Some(phantom) = &c.common.phantom {
+        if let Some(phantom) = &c.setting.phantom {
             phantom.work((ins.len() + outs.len()) * m * node.unit);
             return Ok(());
         }
@@ -138,11 +138,11 @@ impl Machine {
                     kernels::copy(ins[0], &outs[1..], m * node.unit);
                 }
             } else {
-                match &c.common.reduction {
+                match &c.op.reduction {
                     Reduction::Op(op) => kernels::reduce(c.part.dtype, *op, ins, outs, m, finish),
                     Reduction::Function(function) => {
                         if !function.combine(ins, outs, m) {
-                            let kind = c.common.signature.collective();
+                            let kind = c.op.signature.collective();
                             return Err(Error::Function {
                                 call: kind.map_or("a reduction", Kind::name).into(),
                                 name: function.name().into(),
@@ -161,7 +161,7 @@ impl Machine {
     pub(super) fn sends_source(&self, c: Context<'_>, i: usize) -> bool {
         let step = &c.part.program.plan.steps[i];
         let is_input = matches!(&step.operands[..], [Operand::Own(at)] if at.slot == INPUT);
-        is_input && !c.divides(step) && c.common.device.is_none() && !c.part.is_in_place()
+        is_input && !c.divides(step) && c.op.device.is_none() && !c.part.is_in_place()
     }
 
     fn needs_slot(
@@ -185,14 +185,14 @@ impl Machine {
 
     /// Moves what the hand holds to where it belongs, once that is free.
     pub(super) fn empty_hand(&mut self, c: Context<'_>, i: usize, port: &mut Port) -> Result<bool, Error> {
-        if let Some(device) = &c.common.device {
+        if let Some(device) = &c.op.device {
             return self.empty_hand_on_device(c, device, i, port);
         }
         let program = &c.part.program;
         let (node, step) = (self.nodes[i], &program.plan.steps[i]);
         let mut m = node.got - node.pos;
         let mut bytes = m * node.unit;
-        let phantom = c.common.phantom.is_some();
+        let phantom = c.setting.phantom.is_some();
         let begin = (node.pos % self.slice(&node)) * node.unit;
         let hand = match phantom {
             true => std::ptr::null(),
@@ -237,11 +237,11 @@ impl Machine {
 
     /// Multiplies the next elements of the input: in place where the operation is, else in a copy.
     pub(super) fn scale(&mut self, c: Context<'_>) {
-        let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.common.scale) else { return };
+        let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.op.scale) else { return };
         let unit = part.dtype.size();
         let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
         // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
-        let in_place = part.is_in_place() && part.leaves_result(&c.common.signature, true);
+        let in_place = part.is_in_place() && part.leaves_result(&c.op.signature, true);
         let m = (len - done).min(SCALED / unit);
         let to = if in_place { part.output } else { self.memory.scale(len * unit) };
         let at = to.wrapping_add(done * unit);

@@ -19,9 +19,9 @@ use std::ops::Range;
 use allstream_kernels as kernels;
 
 use super::frames::check_frame;
-use super::{Common, Context, Cursor, Machine, RECEIVER, RECEIVER_BITS};
+use super::{Context, Cursor, Machine, RECEIVER, RECEIVER_BITS};
 use crate::error::Error;
-use crate::exec::operation::{Part, Reduction};
+use crate::exec::operation::{Operation, Part, Reduction};
 use crate::exec::port::{Lent, Port};
 use crate::link::region::Slot;
 use crate::link::{Frame, Header, Loan, SLOT};
@@ -106,9 +106,9 @@ enum Next {
 impl Shared {
     pub(super) fn start(&mut self, c: Context<'_>) {
         let (program, size) = (&c.part.program, c.part.program.plan.size);
-        let on_host = c.common.device.is_none() && c.common.phantom.is_none();
+        let on_host = c.op.device.is_none() && c.setting.phantom.is_none();
         self.streams = on_host && streams(c);
-        let large = || c.part.count * c.part.dtype.size() >= from(c.common, FROM);
+        let large = || c.part.count * c.part.dtype.size() >= from(c.op, FROM);
         self.peers.clear();
         self.done = 0;
         self.stage = Stage::Steps;
@@ -137,23 +137,23 @@ impl Shared {
 }
 
 /// From which size on operations are folded at once.
-fn from(common: &Common, size: usize) -> usize {
+fn from(op: &Operation, size: usize) -> usize {
     #[cfg(any(test, feature = "testing"))]
-    if let Some(from) = crate::testing::folded_from(common.number) {
+    if let Some(from) = crate::testing::folded_from(op.number) {
         return from;
     }
     // Small parts of a list share their round trips: each loan would have to wait for the answer to the one before.
-    if common.signature.dtype == LIST { SMALL + 1 } else { size }
+    if op.signature.dtype == LIST { SMALL + 1 } else { size }
 }
 
 /// Whether the result is written past the caches. In place, where nothing else is in them, from twice as many bytes on.
 fn streams(c: Context<'_>) -> bool {
     #[cfg(any(test, feature = "testing"))]
-    if let Some(streams) = crate::testing::streams(c.common.number) {
+    if let Some(streams) = crate::testing::streams(c.op.number) {
         return streams;
     }
     let bytes = c.part.total(OUTPUT) * c.part.dtype.size();
-    bytes >= c.common.streams_from << u32::from(c.part.is_in_place())
+    bytes >= c.setting.streams_from << u32::from(c.part.is_in_place())
 }
 
 /// A rank's chunk, in bytes of a buffer.
@@ -236,9 +236,9 @@ impl Machine {
         let plan = &c.part.program.plan;
         let others = (0..plan.size).filter(|peer| *peer != plan.rank);
         let is_large =
-            c.part.count * c.part.dtype.size() >= from(c.common, STAGED_FROM[usize::from(plan.size > 2)]);
+            c.part.count * c.part.dtype.size() >= from(c.op, STAGED_FROM[usize::from(plan.size > 2)]);
         #[cfg(any(test, feature = "testing"))]
-        if crate::testing::keeps_to_itself(plan.rank, c.common.number) {
+        if crate::testing::keeps_to_itself(plan.rank, c.op.number) {
             return Ok(false);
         }
         let mut staged = 0;
@@ -294,15 +294,15 @@ impl Machine {
             loan = Loan { input: place, output: place, bytes };
         }
         let header = Header {
-            comm: c.common.comm as u32,
-            op: c.common.number,
+            comm: c.setting.comm as u32,
+            op: c.op.number,
             offset: start as u64,
             len: 0,
             message: self.message(MESSAGE),
-            signature: c.common.signature,
+            signature: c.op.signature,
         };
         let receiver = peer as u32 | u32::from(self.part) << RECEIVER_BITS;
-        let owner = (c.common.number, LOAN, receiver, start + loan.bytes);
+        let owner = (c.op.number, LOAN, receiver, start + loan.bytes);
         port.lend(peer, header, (loan, slot.map(|(slot, _)| slot)), owner)?;
         self.shared.peers[peer].lent += 1;
         Ok(true)
@@ -338,7 +338,7 @@ impl Machine {
             return Ok(Next::NotYet);
         }
         let Some(frame) = port.rx(peer)?.peek(0)? else { return Ok(Next::NotYet) };
-        check_frame(&frame, c, c.common.signature, peer)?;
+        check_frame(&frame, c, c.op.signature, peer)?;
         if !self.is_loan(&frame) {
             return Ok(Next::Data);
         }
@@ -428,7 +428,7 @@ impl Machine {
         // process (`LinkRx::borrow` has checked the rest). Each rank's input and output are equal or disjoint, those of
         // two ranks are disjoint, and by the protocol this rank alone touches this chunk of them now.
         unsafe {
-            match &c.common.reduction {
+            match &c.op.reduction {
                 _ if m == 0 => {}
                 Reduction::Op(op) if streamed.is_empty() => {
                     kernels::reduce(part.dtype, *op, ins, outs, m, finish);

@@ -54,13 +54,17 @@ fn send_eagerly(tx: &mut LocalTx, number: u64, dtype: DType, bytes: &[u8]) {
     unsafe { tx.post(header, bytes.as_ptr()).unwrap() };
 }
 
-fn receive(number: u64, dtype: DType, into: &mut [u8]) -> Transfer {
-    Transfer {
-        key: Inflight::<(), ()>::with_capacity(1).submit(()),
+fn key() -> Key {
+    Inflight::<(), ()>::with_capacity(1).submit(())
+}
+
+fn receive(number: u64, dtype: DType, into: &mut [u8]) -> Message {
+    Message {
         direction: Direction::Recv,
         peer: 1,
         tag: 0,
         number,
+        half: None,
         memory: into.as_mut_ptr(),
         bytes: into.len(),
         unit: 1,
@@ -92,13 +96,13 @@ fn a_peer_that_keeps_to_its_credit_may_send_for_ever() {
         assert!(credits > 0, "credit comes back, message {number}");
         // Some come before they are asked for, some after.
         if number % 3 == 0 {
-            messages.add(receive(number, DType::U8, &mut out));
+            messages.add(key(), receive(number, DType::U8, &mut out));
         }
         send_eagerly(&mut tx, number, DType::U8, &[number as u8; 10]);
         credits -= 1;
         messages.pass(|_| finished += 1).unwrap();
         if number % 3 != 0 {
-            messages.add(receive(number, DType::U8, &mut out));
+            messages.add(key(), receive(number, DType::U8, &mut out));
             messages.pass(|_| finished += 1).unwrap();
         }
         assert_eq!(out, [number as u8; 10]);
@@ -117,13 +121,13 @@ fn a_received_bool_of_two_is_an_error_that_names_the_sender() {
         let (mut messages, mut tx, _rx) = pair();
         let mut out = vec![0u8; 5];
         if !early {
-            messages.add(receive(0, DType::Bool, &mut out));
+            messages.add(key(), receive(0, DType::Bool, &mut out));
         }
         send_eagerly(&mut tx, 0, DType::Bool, &[1, 0, 1, 2, 0]);
         let mut ended = messages.pass(|_| panic!("finished"));
         if early {
             ended.unwrap();
-            messages.add(receive(0, DType::Bool, &mut out));
+            messages.add(key(), receive(0, DType::Bool, &mut out));
             ended = messages.pass(|_| panic!("finished"));
         }
         let error = ended.unwrap_err();

@@ -19,7 +19,7 @@ use super::transfer::{Settle, Transfer};
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, HostMemory, Location, Where};
-use crate::types::Element;
+use crate::types::{DType, Element};
 
 /// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
 ///
@@ -448,6 +448,9 @@ unsafe impl<T: Element> Buf for DeviceBuf<T> {
     type Elem = T;
     fn len(&self) -> usize {
         self.range.len()
+    }
+    fn dtype(&self) -> DType {
+        T::DTYPE
     }
     fn location(&mut self) -> Location {
         let (stream, address, fate) = (self.stream.clone(), self.address(), Some(self.fate.clone()));

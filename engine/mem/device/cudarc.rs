@@ -13,7 +13,7 @@ use super::handle::Device;
 use super::stream::DeviceStream;
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, Location};
-use crate::types::Element;
+use crate::types::{DType, Element};
 
 const CALL: &str = "CudarcBuf::new";
 
@@ -150,6 +150,9 @@ unsafe impl<T: Element> Buf for CudarcBuf<T> {
     type Elem = T;
     fn len(&self) -> usize {
         self.slice.len()
+    }
+    fn dtype(&self) -> DType {
+        T::DTYPE
     }
     fn location(&mut self) -> Location {
         Location::device(&self.stream, self.address)

@@ -11,7 +11,6 @@ use super::abi::{
 use super::tensor::MAX_DIMENSIONS;
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, Where};
-use crate::types::Element;
 
 /// A buffer that is to be given away as a tensor of DLPack: [`export`] makes it.
 #[must_use = "nobody has the tensor until one of the `into_` functions gives it"]
@@ -78,7 +77,7 @@ pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B
         data: if buf.is_empty() { null_mut() } else { data },
         device,
         ndim: shape.len() as i32,
-        dtype: DLDataType::of(<B::Elem as Element>::DTYPE),
+        dtype: DLDataType::of(buf.dtype()),
         shape: null_mut(),
         strides: null_mut(),
         byte_offset: 0,
@@ -167,7 +166,7 @@ impl<B: Buf> Export<B> {
 impl<B: Buf> fmt::Debug for Export<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let shape = &self.dims[..self.dims.len() / 2];
-        write!(f, "Export({} {shape:?})", B::Elem::DTYPE)
+        write!(f, "Export({} {shape:?})", self.buf.dtype())
     }
 }
 

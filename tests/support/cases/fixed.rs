@@ -1,5 +1,6 @@
 //! The collectives with one count for all ranks.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use allstream::{Algo, Kind};
@@ -292,11 +293,18 @@ impl<T: Value, P: Place> Run<'_, T, P> {
 
     fn barrier(&mut self) -> Result<Seen, String> {
         let (n, case) = (self.n(), self.case);
+        let stay = &self.oracle.stays[self.i];
         if n > 1 && case.seed as usize % n == self.rank() {
-            std::thread::sleep(Duration::from_millis(2 + 20 * u64::from(case.special)));
+            match case.special {
+                true => stay.come_late(self.oracle.users),
+                false => std::thread::sleep(Duration::from_millis(2)),
+            }
         }
         let enter = now();
+        stay.called.fetch_add(1, Ordering::AcqRel);
         call!(self, c, c.barrier())?;
-        Ok(Seen::Stay(enter, now()))
+        let leave = now();
+        stay.left.fetch_add(1, Ordering::AcqRel);
+        Ok(Seen::Stay(enter, leave))
     }
 }

@@ -1,4 +1,5 @@
-//! The buffers of one operation with their types erased, kept in place: no allocation per operation.
+//! [`ErasedBufs`]: the buffers that an operation in flight owns, whatever their types are. They are kept in place, so an
+//! operation allocates nothing for them.
 
 use std::any::{Any, TypeId};
 use std::mem::MaybeUninit;
@@ -14,7 +15,7 @@ pub(crate) struct Parts<I, O> {
 const WORDS: usize = 12;
 
 /// Storage for [`Parts`] of any type: in place up to 96 bytes, boxed beyond.
-pub(crate) struct Held {
+pub(crate) struct ErasedBufs {
     storage: [MaybeUninit<u64>; WORDS],
     drop: unsafe fn(*mut u8),
     holds: TypeId,
@@ -27,18 +28,18 @@ const fn fits<P>() -> bool {
 }
 
 unsafe fn drop_inline<P>(at: *mut u8) {
-    // SAFETY: called by `Held::drop` only, with the storage into which `Held::new::<P>` wrote a P.
+    // SAFETY: called by `ErasedBufs::drop` only, with the storage into which `ErasedBufs::new::<P>` wrote a P.
     unsafe { at.cast::<P>().drop_in_place() }
 }
 
 unsafe fn drop_boxed<P>(at: *mut u8) {
-    // SAFETY: called by `Held::drop` only; `Held::new::<P>` stored a Box<P> there.
+    // SAFETY: called by `ErasedBufs::drop` only; `ErasedBufs::new::<P>` stored a Box<P> there.
     unsafe { at.cast::<Box<P>>().drop_in_place() }
 }
 
-impl Held {
+impl ErasedBufs {
     /// Takes ownership of the parts. `P: Send`: the table may drop them on another thread.
-    pub(crate) fn new<P: Send + 'static>(parts: P) -> Held {
+    pub(crate) fn new<P: Send + 'static>(parts: P) -> ErasedBufs {
         let mut storage = [MaybeUninit::<u64>::uninit(); WORDS];
         let at = storage.as_mut_ptr().cast::<u8>();
         let drop = if fits::<P>() {
@@ -50,11 +51,11 @@ impl Held {
             unsafe { at.cast::<Box<P>>().write(Box::new(parts)) };
             drop_boxed::<P> as unsafe fn(*mut u8)
         };
-        Held { storage, drop, holds: TypeId::of::<P>(), also: None }
+        ErasedBufs { storage, drop, holds: TypeId::of::<P>(), also: None }
     }
 
     /// Keeps something else as long as the parts.
-    pub(crate) fn with(mut self, also: Arc<dyn Any + Send + Sync>) -> Held {
+    pub(crate) fn with(mut self, also: Arc<dyn Any + Send + Sync>) -> ErasedBufs {
         self.also = Some(also);
         self
     }
@@ -92,15 +93,15 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for ErasedBufs {
     fn drop(&mut self) {
         // SAFETY: `drop` was chosen in `new` for what the storage holds, and `take` forgets `self`.
         unsafe { (self.drop)(self.storage.as_mut_ptr().cast()) }
     }
 }
 
-// SAFETY: `new` requires P: Send, and Held gives no shared access to it; `also` is Send.
-unsafe impl Send for Held {}
+// SAFETY: `new` requires P: Send, and ErasedBufs gives no shared access to it; `also` is Send.
+unsafe impl Send for ErasedBufs {}
 
 #[cfg(test)]
 mod tests {
@@ -109,20 +110,20 @@ mod tests {
     #[test]
     fn parts_come_back_or_are_dropped_once() {
         let witness = Arc::new(());
-        let small = Held::new((vec![1u8, 2], witness.clone()));
-        let large = Held::new(([7u64; 40], witness.clone()));
+        let small = ErasedBufs::new((vec![1u8, 2], witness.clone()));
+        let large = ErasedBufs::new(([7u64; 40], witness.clone()));
         let (bytes, _) = small.take::<(Vec<u8>, Arc<()>)>().unwrap();
         assert_eq!(bytes, [1, 2]);
         assert_eq!(Arc::strong_count(&witness), 2);
         drop(large);
         assert_eq!(Arc::strong_count(&witness), 1);
-        let mut large = Held::new(([7u64; 40], witness.clone()));
+        let mut large = ErasedBufs::new(([7u64; 40], witness.clone()));
         assert!(large.get_mut::<Vec<u8>>().is_none());
         large.get_mut::<([u64; 40], Arc<()>)>().unwrap().0[0] = 9;
         let (words, w) = large.take::<([u64; 40], Arc<()>)>().unwrap();
         assert_eq!((words[0], words[39], Arc::strong_count(&w)), (9, 7, 2));
         assert!(
-            Held::new(w).take::<Vec<u8>>().is_none(),
+            ErasedBufs::new(w).take::<Vec<u8>>().is_none(),
             "another type is refused, and what is held dropped"
         );
         assert_eq!(Arc::strong_count(&witness), 1);

@@ -1,12 +1,11 @@
-//! What all parts of an operation share, and how they are cut.
+//! What all operations of a rank have in common, and how they are cut.
 
 use std::sync::Arc;
 
-use crate::exec::device::DeviceOp;
-use crate::exec::operation::Reduction;
+use crate::exec::device;
+use crate::exec::operation::Operation;
 use crate::link::SLOT;
 use crate::plan::Program;
-use crate::types::Signature;
 
 /// Slices of each chunk per round: two slots in flight on each link while two more are filled.
 const SLICES: usize = 2;
@@ -37,27 +36,30 @@ impl Cut {
     }
 }
 
-/// What all parts of an operation share.
-pub(in crate::exec) struct Common {
+/// How operations of one communicator and rank are run, whatever they are.
+pub(in crate::exec) struct Setting {
     pub(in crate::exec) comm: u64,
-    pub(in crate::exec) number: u64,
-    pub(in crate::exec) signature: Signature,
-    pub(in crate::exec) reduction: Reduction,
-    pub(in crate::exec) scale: Option<f64>,
-    /// The operation moves no memory: its work is told to this instead.
+    /// Operations move no memory: their work is told to this instead.
     pub(in crate::exec) phantom: Option<Arc<dyn Phantom>>,
-    /// Where the machine is not to cut as the plan says.
+    /// Where machines on the host are not to cut as the plan says.
     pub(in crate::exec) cut: Option<Cut>,
-    /// The device that does the work, on memory of its own.
-    pub(in crate::exec) device: Option<Arc<DeviceOp>>,
     /// Results out of place of so many bytes and more are written past the caches; in place, of twice as many.
     pub(in crate::exec) streams_from: usize,
 }
 
-impl Common {
-    /// Whether passes move memory. What a device runs, or what moves none, takes no time here.
-    pub(in crate::exec) fn takes_time(&self) -> bool {
-        self.device.is_none() && self.phantom.is_none()
+impl Setting {
+    /// Whether passes over this operation move memory. What a device runs, or what moves none, takes no time here.
+    pub(in crate::exec) fn takes_time(&self, op: &Operation) -> bool {
+        op.device.is_none() && self.phantom.is_none()
+    }
+
+    /// How messages of a program are cut.
+    pub(super) fn cut(&self, op: &Operation, program: &Program) -> Cut {
+        match self.cut {
+            _ if op.device.is_some() => Cut::by(device::limits().0),
+            Some(cut) => cut,
+            None => Cut::of(program),
+        }
     }
 }
 

@@ -1,0 +1,167 @@
+//! [`AnyBuf`]: a buffer whose element type is known at run time.
+
+use std::any::Any;
+use std::fmt;
+
+use super::{Buf, HostBuf, Location, RawBuf, Where};
+use crate::error::Error;
+use crate::types::{DType, Element, bf16, f8e4m3, f8e5m2, f16};
+
+/// The element type of a buffer whose values are of a type that only the buffer knows: see [`AnyBuf`].
+///
+/// It is no [`Element`]: nothing has values of it.
+#[derive(Debug)]
+pub enum Untyped {}
+
+/// A [`Buf`] of any kind, whose element type is known at run time: what a program takes that reads types from a file, a
+/// message or another language.
+///
+/// Every call that takes a [`Buf`] takes it, but those that return a new `Vec` (their `_into` forms do). That the
+/// buffers of one call have one type is then checked when it is called.
+///
+/// ```
+/// use allstream::{AnyBuf, Comm, DType};
+///
+/// let mut comm = Comm::local(1)?.remove(0);
+/// let mut grads = AnyBuf::zeroed(DType::F32, 3)?;
+/// grads.as_mut_slice::<f32>().unwrap().copy_from_slice(&[1.0, 2.0, 3.0]);
+/// let grads = comm.all_reduce(grads).wait()?;
+/// assert_eq!(grads.as_slice::<f32>(), Some(&[1.0, 2.0, 3.0][..]));
+/// assert_eq!(grads.as_slice::<i32>(), None);
+///
+/// let weights = comm.broadcast(AnyBuf::new(vec![7_i64; 2]), 0).wait()?;
+/// assert_eq!(weights.into_inner::<Vec<i64>>().unwrap(), [7, 7]);
+/// # Ok::<(), allstream::Error>(())
+/// ```
+pub struct AnyBuf(Box<Owned>);
+
+/// A buffer, and what it says of itself. On the heap, so that an operation can keep two of them in place.
+struct Owned {
+    raw: RawBuf,
+    buf: Box<dyn Any + Send>,
+}
+
+// SAFETY: the buffer is Send, and the pointer in `raw` is to memory that belongs to it.
+unsafe impl Send for Owned {}
+
+impl AnyBuf {
+    /// Takes a buffer, which [`into_inner`](Self::into_inner) gives back.
+    pub fn new<B: Buf>(buf: B) -> AnyBuf {
+        let mut buf = Box::new(buf);
+        AnyBuf(Box::new(Owned { raw: RawBuf::of(&mut *buf), buf }))
+    }
+
+    /// `len` elements of zero, in a [`HostBuf`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`]: there is no memory for so many elements.
+    pub fn zeroed(dtype: DType, len: usize) -> Result<AnyBuf, Error> {
+        fn of<T: Element>(len: usize) -> Result<AnyBuf, Error> {
+            HostBuf::<T>::try_zeroed(len).map(AnyBuf::new)
+        }
+        let make = match dtype {
+            DType::Bool => of::<bool>,
+            DType::I8 => of::<i8>,
+            DType::I16 => of::<i16>,
+            DType::I32 => of::<i32>,
+            DType::I64 => of::<i64>,
+            DType::U8 => of::<u8>,
+            DType::U16 => of::<u16>,
+            DType::U32 => of::<u32>,
+            DType::U64 => of::<u64>,
+            DType::F16 => of::<f16>,
+            DType::BF16 => of::<bf16>,
+            DType::F32 => of::<f32>,
+            DType::F64 => of::<f64>,
+            DType::F8E4M3 => of::<f8e4m3>,
+            DType::F8E5M2 => of::<f8e5m2>,
+        };
+        make(len)
+    }
+
+    /// The buffer that [`new`](Self::new) was given.
+    ///
+    /// # Errors
+    /// What it is instead, unchanged, if it is no `B`.
+    pub fn into_inner<B: Buf>(self) -> Result<B, AnyBuf> {
+        let Owned { raw, buf } = *self.0;
+        buf.downcast::<B>().map(|buf| *buf).map_err(|buf| AnyBuf(Box::new(Owned { raw, buf })))
+    }
+
+    /// The elements; `None` if they are of another type, or on a device.
+    pub fn as_slice<T: Element>(&self) -> Option<&[T]> {
+        let start = self.host_start::<T>()?;
+        // SAFETY: `len` elements of this type (`host_start` compared it), initialised and aligned as every buffer on the
+        // host promises, and the buffer, borrowed as `self` is, has them alone.
+        Some(unsafe { std::slice::from_raw_parts(start, self.0.raw.len) })
+    }
+
+    /// The same, to be written.
+    pub fn as_mut_slice<T: Element>(&mut self) -> Option<&mut [T]> {
+        let start = self.host_start::<T>()?;
+        // SAFETY: as in `as_slice`, and `&mut self` makes this the only access.
+        Some(unsafe { std::slice::from_raw_parts_mut(start, self.0.raw.len) })
+    }
+
+    fn host_start<T: Element>(&self) -> Option<*mut T> {
+        match self.0.raw.place.0 {
+            Where::Host(start) if self.0.raw.dtype == T::DTYPE => Some(start.cast()),
+            _ => None,
+        }
+    }
+}
+
+// SAFETY: what the buffer inside, itself a `Buf`, promises of its place, length and type: nobody changes it before
+// `into_inner` gives it back, since no `&mut` to it is given away.
+unsafe impl Buf for AnyBuf {
+    type Elem = Untyped;
+    fn len(&self) -> usize {
+        self.0.raw.len
+    }
+    fn dtype(&self) -> DType {
+        self.0.raw.dtype
+    }
+    fn location(&mut self) -> Location {
+        self.0.raw.place.clone()
+    }
+}
+
+impl fmt::Debug for AnyBuf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AnyBuf({} x {}", self.0.raw.len, self.0.raw.dtype)?;
+        match self.0.raw.on_device() {
+            Some(place) => write!(f, " on {:?})", place.stream.device()),
+            None => f.write_str(")"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::mem::split_at;
+
+    #[test]
+    fn a_buffer_comes_back_as_what_it_was_and_as_nothing_else() {
+        let mut any = AnyBuf::new(vec![1.5_f64, 2.0]);
+        assert_eq!((any.dtype(), any.len()), (DType::F64, 2));
+        assert_eq!(format!("{any:?}"), "AnyBuf(2 x f64)");
+        any.as_mut_slice::<f64>().unwrap()[1] = 4.0;
+        assert!(any.as_slice::<i64>().is_none(), "another type of the same size");
+        let any = any.into_inner::<Box<[f64]>>().unwrap_err();
+        assert_eq!(any.into_inner::<Vec<f64>>().unwrap(), [1.5, 4.0]);
+    }
+
+    #[test]
+    fn zeroes_are_of_every_type_and_views_can_be_any_buffer() {
+        for dtype in DType::ALL {
+            let any = AnyBuf::zeroed(dtype, 5).unwrap();
+            assert_eq!((any.dtype(), any.len(), any.0.raw.bytes()), (dtype, 5, 5 * dtype.size()));
+        }
+        let error = AnyBuf::zeroed(DType::F64, usize::MAX / 4).unwrap_err();
+        assert!(error.to_string().contains("more than this process can have memory for"), "{error}");
+        let [left, right] = split_at(vec![1u16, 2, 3], 1).unwrap();
+        let (left, right) = (AnyBuf::new(left), AnyBuf::new(right));
+        assert_eq!((left.as_slice::<u16>(), right.as_slice::<u16>()), (Some(&[1][..]), Some(&[2, 3][..])));
+    }
+}
