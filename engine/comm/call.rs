@@ -12,7 +12,7 @@ use crate::error::Error;
 use crate::exec::{Endpoint, Operation, Part, PartList, Reduction, Submission, Tables, Then};
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
-use crate::plan::{self, Algo, Env, Kind, Program, Shape};
+use crate::plan::{self, Algo, Env, Kind, Lending, Program, Shape};
 use crate::types::{
     DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, VARIED, digest,
 };
@@ -452,10 +452,9 @@ pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Resu
         #[cfg(any(test, feature = "testing"))]
         let plan = crate::testing::mutated(kind, shape.rank, plan);
         let program = Program::compile(&plan);
-        // Of two ranks, one's plan by another algorithm may be the same, and the other's not.
-        let folds_all = program.folds_all && matches!(algo, Algo::Direct | Algo::OneShot);
+        let lending = plan::lending(kind, algo, &shape).map(Lending::compile);
         // Over TCP calls of the system are what costs; of more than two ranks the rounds would be too long (`Cut`).
         let whole = shape.n == 2 && !endpoint.config.env.one_host && plan::goes_whole(kind, algo, &shape);
-        Ok(Program { folds_all, whole, ..program })
+        Ok(Program { lending, whole, ..program })
     })
 }

@@ -524,6 +524,8 @@ impl Machine {
         for k in (node.missing..ins.len()).chain(0..node.missing) {
             ins[k] = match &step.operands[k] {
                 Operand::Own(at) => self.address(c.part, *at, &node, node.got),
+                // Plans of loans are not run step by step.
+                Operand::Lent(_) => return Ok(false),
                 Operand::Recv(from) => {
                     let useful = USEFUL.min(m * node.unit);
                     let Some(frame) = self.expect(c, i, *from, (round, useful), port)? else {

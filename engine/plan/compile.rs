@@ -16,7 +16,7 @@
 //!
 //! The checker proves the plans under these rules without any buffering in links ([`super::check`]).
 
-use super::{Algo, At, INPUT, Kind, OUTPUT, Operand, Plan, Rank, Shape, Step, direct, one_shot};
+use super::{Algo, At, Kind, Loan, OUTPUT, Operand, Plan, Rank, Shape, Step};
 
 /// A plan and its dependencies.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -29,11 +29,47 @@ pub struct Program {
     pub sends: Vec<Vec<u32>>,
     /// Per peer: the steps that receive from it, in the order of their messages.
     pub recvs: Vec<Vec<u32>>,
-    /// The plan is an all_reduce that folds everyone's input in rank order, once ([`Algo::Direct`],
-    /// [`Algo::OneShot`]): who reads and writes all ranks' memory can do it in one go.
-    pub folds_all: bool,
+    /// The same collective by loans, for ranks that can touch each other's memory, if there is such a plan ([`super::lending`]).
+    pub lending: Option<Lending>,
     /// A message may wait until all its slices are there, and go as one: allowed by [`goes_whole`], and wanted.
     pub whole: bool,
+}
+
+/// A plan of loans, as an executor runs it: this rank lends each peer what it is to be lent, borrows what its peers lend, folds
+/// all of it in one step, and gives it back.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lending {
+    /// The plan.
+    pub plan: Plan,
+    /// By peer: what it is lent, if anything.
+    pub loans: Vec<Option<Loan>>,
+    /// By peer: whether the step that folds needs a loan of its.
+    pub borrows: Vec<bool>,
+    /// The step that folds, if there is one.
+    pub fold: Option<usize>,
+}
+
+impl Lending {
+    /// Works out who lends what to whom.
+    ///
+    /// # Panics
+    /// If the plan names a rank that does not exist; [`super::lending`] makes none such.
+    pub fn compile(plan: Plan) -> Lending {
+        let mut loans = vec![None; plan.size];
+        for loan in plan.steps.iter().filter_map(|step| step.loan) {
+            loans[loan.to] = Some(loan);
+        }
+        let fold = plan.steps.iter().position(|step| step.loan.is_none());
+        let mut borrows = vec![false; plan.size];
+        for step in fold.map(|i| &plan.steps[i]) {
+            let lent = step.operands.iter().filter_map(|operand| match operand {
+                Operand::Lent(from) => Some(*from),
+                Operand::Recv(_) | Operand::Own(_) => None,
+            });
+            lent.chain(step.into.iter().copied()).for_each(|from| borrows[from] = true);
+        }
+        Lending { plan, loans, borrows, fold }
+    }
 }
 
 /// What one step waits for, slice by slice. Only what does not follow from the rest.
@@ -62,12 +98,15 @@ pub enum Holds {
     Dst,
     /// In the hand: computed, but kept nowhere.
     Hand,
+    /// Sends nothing: it lends ([`Step::loan`]).
+    Loan,
 }
 
 impl Step {
     /// How this step holds what it sends.
     pub fn holds(&self) -> Holds {
         match (self.dst, self.operands.as_slice()) {
+            _ if self.loan.is_some() => Holds::Loan,
             (Some(_), _) => Holds::Dst,
             (None, [Operand::Own(_)]) if !self.finish => Holds::Source,
             _ => Holds::Hand,
@@ -78,9 +117,9 @@ impl Step {
     pub fn chunk(&self) -> Option<At> {
         let own = self.operands.iter().find_map(|o| match o {
             Operand::Own(at) => Some(*at),
-            Operand::Recv(_) => None,
+            Operand::Recv(_) | Operand::Lent(_) => None,
         });
-        self.dst.or(own)
+        self.dst.or(own).or(self.loan.map(|loan| loan.read))
     }
 
     /// Whether it combines operands, or copies one.
@@ -118,11 +157,25 @@ impl Program {
         let mut nodes = Vec::with_capacity(plan.steps.len());
         for (i, step) in plan.steps.iter().enumerate() {
             let i = i as u32;
-            step.send.iter().for_each(|&to| sends[to].push(i));
+            step.send.iter().chain(step.loan.iter().map(|loan| &loan.to)).for_each(|&to| sends[to].push(i));
             let mut node = Node::default();
+            if let Some(loan) = step.loan {
+                // As a step that reads the one and writes the other, and is at it until all is given back.
+                let t = of(&mut touched, loan.read);
+                t.named += 1;
+                add(&mut node.after_write, t.writer);
+                if loan.write != loan.read {
+                    t.readers.push(i);
+                }
+                let t = of(&mut touched, loan.write);
+                t.named += 1;
+                add(&mut node.after_write, t.writer);
+                t.readers.drain(..).for_each(|r| add(&mut node.after_read, Some(r)));
+                t.writer = Some(i);
+            }
             for operand in &step.operands {
                 match *operand {
-                    Operand::Recv(from) => recvs[from].push(i),
+                    Operand::Recv(from) | Operand::Lent(from) => recvs[from].push(i),
                     Operand::Own(at) => {
                         let t = of(&mut touched, at);
                         t.named += 1;
@@ -147,7 +200,7 @@ impl Program {
                 }
             }
             node.hand = match step.holds() {
-                Holds::Source => false,
+                Holds::Source | Holds::Loan => false,
                 Holds::Hand => true,
                 Holds::Dst => step.gathers_early() && !node.after_read.is_empty(),
             };
@@ -164,7 +217,7 @@ impl Program {
             let once = |at: At| at.slot == OUTPUT && of(&mut touched, at).named == 1;
             node.is_final = step.dst.is_some_and(once);
         }
-        Program { plan: plan.clone(), nodes, sends, recvs, folds_all: folds_all(plan), whole: false }
+        Program { plan: plan.clone(), nodes, sends, recvs, lending: None, whole: false }
     }
 }
 
@@ -177,13 +230,6 @@ pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
         plan.is_ok_and(|plan| !Program::compile(&plan).nodes.iter().any(|node| node.hand))
     };
     (0..shape.n).all(|rank| handless(rank, false) && handless(rank, true))
-}
-
-fn folds_all(plan: &Plan) -> bool {
-    let own = |operand: &Operand| matches!(operand, Operand::Own(at) if at.slot == INPUT);
-    let in_place = !plan.steps.iter().flat_map(|step| &step.operands).any(own);
-    let shape = Shape { n: plan.size, rank: plan.rank, root: 0, in_place, varied: false, hosts: &[] };
-    plan.size > 1 && (*plan == direct::all_reduce(&shape) || *plan == one_shot::all_reduce(&shape))
 }
 
 fn of(touched: &mut [Vec<Touched>], at: At) -> &mut Touched {

@@ -8,6 +8,7 @@ pub mod check;
 pub mod choices;
 pub mod choose;
 pub mod compile;
+pub mod lending;
 pub mod mutate;
 pub mod shape;
 pub mod step;
@@ -37,10 +38,11 @@ use tree::Tree;
 pub use crate::types::{Algo, Kind, Rank};
 pub(crate) use choose::SMALL;
 pub use choose::{Env, choose};
-pub use compile::{Node, Program, goes_whole};
+pub use compile::{Lending, Node, Program, goes_whole};
+pub use lending::lending;
 pub use promises::{algorithms, deterministic, keeps_rank_order, suitable};
 pub use shape::{Shape, Unsuitable};
-pub use step::{At, INPUT, Layout, OUTPUT, Operand, Plan, SCRATCH, Slot, Step};
+pub use step::{At, INPUT, Layout, Loan, OUTPUT, Operand, Plan, SCRATCH, Slot, Step};
 
 /// One rank's plan of `kind` by `algo`.
 ///

@@ -42,10 +42,14 @@ impl fmt::Display for Unsuitable {
 impl std::error::Error for Unsuitable {}
 
 impl Shape<'_> {
-    /// Chunk `chunk` of our input, wherever it is.
+    /// Where chunk `chunk` of our input is.
+    pub(super) fn input(&self, chunk: usize) -> At {
+        At { slot: if self.in_place { OUTPUT } else { INPUT }, chunk: chunk as u32 }
+    }
+
+    /// Chunk `chunk` of our input, wherever it is, as an operand.
     pub(super) fn own(&self, chunk: usize) -> Operand {
-        let slot = if self.in_place { OUTPUT } else { INPUT };
-        Operand::Own(At { slot, chunk: chunk as u32 })
+        Operand::Own(self.input(chunk))
     }
 
     /// Chunk `chunk` of the output.

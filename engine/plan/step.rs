@@ -36,12 +36,30 @@ pub enum Operand {
     Recv(Rank),
     /// Our own memory.
     Own(At),
+    /// What the next [`Loan`] of this rank lets us read.
+    Lent(Rank),
+}
+
+/// Memory of our own that a step lends to a peer, until the peer gives it back. Meanwhile the peer may read the one chunk and
+/// write the other, and nobody else touches what it writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Loan {
+    /// Who borrows it.
+    pub to: Rank,
+    /// What the peer may read.
+    pub read: At,
+    /// What the peer may write: the same chunk, or another of the same length.
+    pub write: At,
 }
 
 /// `out = operands, combined in the order given;  dst? <- out;  send? <- out`.
 ///
 /// All operands and `dst` have one length. A step with one operand is a copy. `send` is a set: the same
 /// value goes to each rank of it. A send holds its source until every receiver is done with it.
+///
+/// Instead, a step may only *lend* memory to a peer (`loan`; then there is nothing else in it). It stores nothing, takes its
+/// place among the messages to that peer, and is over when the peer gives the memory back. The peer has a step that reads what
+/// was lent ([`Operand::Lent`]), writes its result there (`into`) or both; that step gives the memory back when it is done.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Step {
     /// What is combined, in this order (floating point is not associative: order is part of the plan).
@@ -55,6 +73,10 @@ pub struct Step {
     /// A copy that is gathered before its `dst` is free, as a combining step always is: partners that swap what lies in
     /// the same place would otherwise wait for each other for ever.
     pub early: bool,
+    /// What the step lends, if that is what it does.
+    pub loan: Option<Loan>,
+    /// Whose loans the result is written into: ascending, without duplicates, without ourselves.
+    pub into: Vec<Rank>,
 }
 
 /// How a slot's elements are cut into chunks, given the operation's `count`.

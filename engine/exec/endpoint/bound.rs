@@ -137,7 +137,7 @@ impl Binding {
                 scaled.then_some(Kind::Scale),
             ];
             stream.load(kinds.into_iter().flatten().filter_map(|kind| kernel(part.dtype, kind)))?;
-            let fused = self.far.is_none() && part.program.folds_all;
+            let fused = self.far.is_none() && part.program.lending.is_some();
             most = most.max(part.kept_on_device(scaled, fused));
         }
         if most > 0 { stream.reserve(most) } else { Ok(()) }

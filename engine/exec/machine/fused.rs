@@ -32,7 +32,7 @@ impl Context<'_> {
         let program = &self.part.program;
         let near = |device: &Arc<DeviceOp>| device.binding.far.is_none();
         self.op.device.as_ref().is_some_and(near)
-            && program.folds_all
+            && program.lending.is_some()
             && program.plan.size <= MAX_OUTS
             && self.longest_chunk() <= limits().1
     }

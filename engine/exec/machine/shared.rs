@@ -112,7 +112,7 @@ impl Shared {
         self.peers.clear();
         self.done = 0;
         self.stage = Stage::Steps;
-        if on_host && program.folds_all && size <= MOST && large() {
+        if on_host && program.lending.is_some() && size <= MOST && large() {
             self.peers.resize(size, Peer::default());
             self.stage = Stage::New;
         }
