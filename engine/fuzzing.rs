@@ -494,10 +494,10 @@ pub fn hostile_collective(data: &[u8]) {
     let mut active = Active::new(0, usize::MAX);
     active.start(table.submit(()), operation, std::time::Instant::now());
     for _ in 0..500 {
-        if port.reap(|lent| active.freed(lent)).is_err() {
+        if port.reap(|lent| active.freed(&lent)).is_err() {
             break;
         }
-        match active.pass(&mut port, None) {
+        match active.pass(&mut port) {
             Ok(Pass::Going(true)) => {}
             Ok(Pass::Going(false)) => {
                 // It waits: whom for can be said.

@@ -9,20 +9,57 @@ pub use crate::link::waits::{Point, Wait, is_stopped, slow_readers, stop_at, tak
 use crate::plan::mutate::{self, Mutation};
 use crate::plan::{Kind, Plan, Rank};
 
-static PLANTED: Mutex<Option<(Kind, Rank, usize, Mutation)>> = Mutex::new(None);
-
-/// From now on, plans of `kind` on `rank` are broken at `step` (`None`: no plan is).
-pub fn plant(mutation: Option<(Kind, Rank, usize, Mutation)>) {
-    *PLANTED.lock() = mutation;
+/// Which of the two plans of a program is broken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Broken {
+    /// The steps. The program then has no plan of loans.
+    Steps,
+    /// The plan of loans.
+    Loans,
 }
 
-pub(crate) fn mutated(kind: Kind, rank: Rank, mut plan: Plan) -> Plan {
-    if let Some((k, r, step, mutation)) = &*PLANTED.lock()
-        && (*k, *r) == (kind, rank)
+/// A plan that is broken: which, whose, and how.
+#[derive(Clone, Copy, Debug)]
+pub struct Planted {
+    /// Of which collective.
+    pub kind: Kind,
+    /// On which rank.
+    pub rank: Rank,
+    /// Which of its plans.
+    pub plan: Broken,
+    /// At which step.
+    pub step: usize,
+    /// How.
+    pub mutation: Mutation,
+}
+
+static PLANTED: Mutex<Option<Planted>> = Mutex::new(None);
+
+/// From now on, such plans are broken (`None`: no plan is).
+pub fn plant(planted: Option<Planted>) {
+    *PLANTED.lock() = planted;
+}
+
+/// The plans of a rank, steps and loans, broken if that was planted.
+pub(crate) fn mutated(
+    kind: Kind,
+    rank: Rank,
+    (mut steps, mut loans): (Plan, Option<Plan>),
+) -> (Plan, Option<Plan>) {
+    if let Some(planted) = &*PLANTED.lock()
+        && (planted.kind, planted.rank) == (kind, rank)
     {
-        mutate::apply(&mut plan, *step, mutation);
+        match planted.plan {
+            Broken::Steps => {
+                mutate::apply(&mut steps, planted.step, &planted.mutation);
+                loans = None;
+            }
+            Broken::Loans => {
+                loans.iter_mut().for_each(|plan| mutate::apply(plan, planted.step, &planted.mutation));
+            }
+        }
     }
-    plan
+    (steps, loans)
 }
 
 static FOLDED_SMALL: AtomicBool = AtomicBool::new(false);

@@ -449,10 +449,10 @@ pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Resu
     let wire = kind as u8 | if shape.varied { VARIED } else { 0 };
     endpoint.program((wire, algo as u8, spec.root, spec.in_place), || {
         let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;
+        let loans = plan::lending(kind, algo, &shape);
         #[cfg(any(test, feature = "testing"))]
-        let plan = crate::testing::mutated(kind, shape.rank, plan);
-        let program = Program::compile(&plan);
-        let lending = plan::lending(kind, algo, &shape).map(Lending::compile);
+        let (plan, loans) = crate::testing::mutated(kind, shape.rank, (plan, loans));
+        let (program, lending) = (Program::compile(&plan), loans.map(Lending::compile));
         // Over TCP calls of the system are what costs; of more than two ranks the rounds would be too long (`Cut`).
         let whole = shape.n == 2 && !endpoint.config.env.one_host && plan::goes_whole(kind, algo, &shape);
         Ok(Program { lending, whole, ..program })

@@ -94,6 +94,8 @@ pub(crate) struct DeviceOp {
 
 #[derive(Default)]
 struct State {
+    /// Its streams are waited for.
+    has_begun: bool,
     /// Behind all of the operation, once all of it is on the stream.
     end: Option<DeviceEvent>,
     /// A stream waits for the word that says that it is over.
@@ -142,8 +144,12 @@ impl DeviceOp {
         &self.binding.ours.stream
     }
 
-    /// It is this operation's turn: what is put on the stream from now on is its own.
+    /// It is this operation's turn: what is put on the stream from now on is its own. Each of its parts says so, and the first
+    /// counts.
     pub(super) fn begin(&self) -> Result<(), Error> {
+        if std::mem::replace(&mut self.state.lock().has_begun, true) {
+            return Ok(());
+        }
         self.binding.ours.begins(self.number(), self.after.clone());
         let mut after = self.after.iter().filter(|_| kept(Wait::After));
         let ordered = after.try_for_each(|event| self.stream().wait_event(event));

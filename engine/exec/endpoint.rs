@@ -556,16 +556,16 @@ impl Endpoint {
         }
         let Run { active, port, devices, messages, .. } = run;
         any |= active.arrived(self.config.lane.waker())?;
-        any |= port.reap(|lent| active.freed(lent))?;
+        any |= port.reap(|lent| active.freed(&lent))?;
         if !active.is_empty() {
             let port = match devices {
                 Some(devices) if active.device().is_some() => {
-                    any |= devices.reap(|lent| active.freed(lent))?;
+                    any |= devices.reap(|lent| active.freed(&lent))?;
                     devices
                 }
                 _ => port,
             };
-            match active.pass(port, None)? {
+            match active.pass(port)? {
                 Pass::Going(moved) => any |= moved,
                 Pass::Then(key, then) => {
                     let held = self.table.lock().inflight.borrow(key);

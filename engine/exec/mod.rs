@@ -1,35 +1,46 @@
 //! The executor: it alone runs plans, on links it does not look into.
 //!
-//! One [`Endpoint`] per communicator and rank holds the table of operations in flight and the machine that runs
-//! them. Whoever has time drives it: the process's lane, or the thread that polls or waits. Nothing blocks inside.
+//! One [`Endpoint`] per communicator and rank holds the table of operations in flight and what runs them: a
+//! [`PlanRun`](run::PlanRun) for each part, in one kind of memory ([`Backend`](backend::Backend)). Whoever has time drives it: the process's lane, or the thread that polls or waits. Nothing blocks inside.
 
 mod active;
+mod backend;
+mod cuda;
 mod deadlines;
 pub(crate) mod device;
 mod endpoint;
 mod filling;
+mod host;
 mod inflight;
 mod lane;
-mod machine;
 mod operation;
 mod p2p;
+mod parts;
 mod port;
 pub(crate) mod quarantine;
+mod run;
+mod slicing;
+mod timed;
 mod values;
 
+#[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
 pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission};
-pub(crate) use inflight::{Finished, Inflight, Key};
+#[cfg(feature = "fuzzing")]
+pub(crate) use inflight::Inflight;
+pub(crate) use inflight::{Finished, Key};
 #[cfg(test)]
 pub(crate) use lane::tests::spoil;
 pub(crate) use lane::{Lane, lane};
-pub(crate) use machine::{FOLDED_FROM, MOST_FOLD, Phantom, STAGED_FROM, STRIPE, cut};
 pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, Message};
+pub(crate) use parts::{NextPart, Parts};
 pub(crate) use port::{DEVICES, Opener, Port};
+pub(crate) use run::{STRIPE, cut};
+pub(crate) use timed::{Clock, Loans, Timed};
 
 /// What an attempt to make progress came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

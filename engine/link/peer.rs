@@ -19,10 +19,13 @@ use super::local::{Bell, Gate};
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
 use super::waits::{Point, Wait, dawdle, kept, stop};
-use super::{Frame, Header, LinkRx, LinkTx, Posted};
+use super::{Frame, Header, LinkRx, LinkTx, Loan, Posted};
 use crate::error::Error;
 use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream, Probe};
 use crate::types::Rank;
+
+/// Where the payload of a loan's frame is: beside its descriptor.
+const BESIDE: u64 = u64::MAX;
 
 type Mark = Mutex<Option<DeviceEvent>>;
 
@@ -185,6 +188,17 @@ impl LinkTx for PeerTx {
         Ok(Posted::Held)
     }
 
+    // The loan's ends are a device's addresses, too.
+    unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
+        let frame = self.ring.posted();
+        self.ours.stream.record_in(&mut self.mark(frame, |marks| &marks.ready).lock())?;
+        let places = [loan.input.addr() as u64, loan.output.addr() as u64, loan.bytes as u64];
+        let header = Header { len: Loan::FRAME as u32, ..header };
+        self.ring.post((Descriptor::new(&header, BESIDE), places.as_ptr().cast()));
+        self.bell.ring();
+        Ok(())
+    }
+
     /// What is counted here, our stream may write again: it waits for the reader's.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
@@ -262,6 +276,16 @@ impl LinkRx for PeerRx {
         stop(Point::Read, self.rank);
         self.head = Some(Frame { header, data, ready: header.len as usize, done: 0 });
         Ok(self.head)
+    }
+
+    fn borrow(&self) -> Result<Loan, Error> {
+        if !self.head.is_some_and(|frame| frame.ready == Loan::FRAME) {
+            return Err(Error::system("use memory that a peer's device lends", "nothing is lent (a bug)"));
+        }
+        let bytes: [u8; Loan::FRAME] = self.ring.memory().read_beside(self.frames);
+        let word = |i: usize| u64::from_ne_bytes(std::array::from_fn(|k| bytes[8 * i + k])) as usize;
+        let input = std::ptr::without_provenance(word(0));
+        Ok(Loan { input, output: std::ptr::without_provenance_mut(word(1)), bytes: word(2) })
     }
 
     fn release(&mut self, bytes: usize) {

@@ -27,10 +27,11 @@ use std::time::Duration;
 
 use self::net::{Clock, Net, SimOpener};
 use crate::error::Error;
-use crate::exec::{Active, Inflight, Operation, Part, PartList, Pass, Port, Reduction};
+use crate::exec::{self, NextPart, Operation, Part, PartList, Parts, Port, Reduction, Timed};
 use crate::link::SLOT;
 use crate::link::region::Region;
-use crate::plan::{self, Program, Shape};
+use crate::mem::device::ALL;
+use crate::plan::{self, Lending, Program, Shape};
 use crate::types::{Algo, DType, Kind, Rank, ReduceOp, Signature};
 
 /// The most ranks that are simulated.
@@ -62,6 +63,8 @@ pub struct Network {
     pub receive: Option<f64>,
     /// Cores of a host, for the work of its ranks. `None`: a core for each rank.
     pub cores: Option<usize>,
+    /// How ranks lend each other memory, for algorithms that have a form for that ([`plan::lending`]). `None`: they do not.
+    pub loans: Option<Loans>,
     /// A rank that is slower: its port and its memory take this many times as long.
     pub straggler: Option<(Rank, f64)>,
     /// The part of frames that are lost, and sent again after [`Network::retry`]; `0.0..1.0`.
@@ -87,6 +90,7 @@ impl Network {
             send: None,
             receive: None,
             cores: None,
+            loans: None,
             straggler: None,
             loss: 0.0,
             retry: Duration::from_millis(1),
@@ -102,9 +106,12 @@ impl Network {
             false => Err(format!("a {name} of {value} bytes a second: it must be above 0")),
         };
         positive("bandwidth", self.bandwidth)?;
-        for (name, rate) in
-            [("memory bandwidth", self.memory), ("sending rate", self.send), ("receiving rate", self.receive)]
-        {
+        for (name, rate) in [
+            ("memory bandwidth", self.memory),
+            ("sending rate", self.send),
+            ("receiving rate", self.receive),
+            ("rate of fetching loans", self.loans.and_then(|loans| loans.fetch)),
+        ] {
             rate.map_or(Ok(()), |rate| positive(name, rate))?;
         }
         if !(0.0..1.0).contains(&self.loss) {
@@ -127,6 +134,16 @@ impl Network {
     }
 }
 
+/// How ranks of one host lend each other memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Loans {
+    /// In staging slots of 128 KB, as ranks in processes of their own lend what lies outside shared memory; else where it lies.
+    pub in_slots: bool,
+    /// Bytes a second at which a rank fetches what another has lent, beside the time that [`Network::memory`] counts. `None`: at
+    /// no cost.
+    pub fetch: Option<f64>,
+}
+
 /// What a simulation found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
@@ -139,6 +156,32 @@ pub struct Simulated {
     pub lost: u64,
     /// Bytes of a slice.
     pub slice: usize,
+}
+
+/// A rank of a simulation, at its part of the collective.
+struct SimRank {
+    op: Operation,
+    next: NextPart,
+    parts: Parts<Timed>,
+    port: Port,
+    is_done: bool,
+}
+
+impl SimRank {
+    /// Goes as far as it may. Whether it has come to its end by that.
+    fn go_on(&mut self, news: Option<Rank>) -> Result<bool, Error> {
+        while !self.is_done {
+            let parts = &mut self.parts;
+            let mut moved = self.port.reap(|lent| parts.freed(&lent))?;
+            let (any, complete) = parts.pass((&self.op, &mut self.next, ALL), news, &mut self.port)?;
+            moved |= any;
+            self.is_done = complete;
+            if complete || !moved {
+                return Ok(complete);
+            }
+        }
+        Ok(false)
+    }
 }
 
 /// Runs a collective of `bytes` on each rank (for all_gather, gather: of one block; for reduce_scatter, scatter,
@@ -167,7 +210,10 @@ pub fn simulate(
     let program = |rank| {
         let shape = Shape { n, rank, hosts: &hosts, ..Shape::default() };
         plan::plan(kind, algo, &shape)
-            .map(|plan| Arc::new(Program::compile(&plan)))
+            .map(|plan| {
+                let lending = plan::lending(kind, algo, &shape).map(Lending::compile);
+                Arc::new(Program { lending, ..Program::compile(&plan) })
+            })
             .map_err(|e| invalid(e.to_string()))
     };
     let programs = (0..n).map(program).collect::<Result<Vec<_>, _>>()?;
@@ -176,46 +222,28 @@ pub fn simulate(
     let region = Arc::new(Region::private()?);
     let signature = Signature { kind: kind as u8, algo: algo as u8, ..Signature::default() };
     let count = if kind == Kind::Barrier { 1 } else { bytes };
-    let mut ranks: Vec<(Active, Port)> = Vec::with_capacity(n);
-    for (rank, program) in programs.into_iter().enumerate() {
-        let mut active = Active::phantom(Arc::new(Clock(net.clone(), rank)), slice);
-        let port = Port::new((rank, n), 0, region.clone(), Arc::new(SimOpener(net.clone(), rank)));
-        let part = Part {
-            program,
-            input: std::ptr::null(),
-            output: std::ptr::null_mut(),
-            count,
-            dtype: DType::U8,
-            tables: None,
-            pairwise: false,
-        };
-        let key = Inflight::<(), ()>::with_capacity(1).submit(());
-        active.start(
-            key,
-            Operation::new(
-                "sim",
-                signature,
-                Duration::MAX,
-                Reduction::Op(ReduceOp::Sum),
-                PartList::One(part),
-            ),
-            std::time::Instant::now(),
-        );
-        ranks.push((active, port));
-    }
+    let loans = network.loans.map(|loans| match loans.in_slots {
+        true => exec::Loans::InSlots,
+        false => exec::Loans::InPlace,
+    });
+    let rank_of = |(rank, program): (Rank, Arc<Program>)| {
+        let (input, output) = (std::ptr::null(), std::ptr::null_mut());
+        let part = Part { program, input, output, count, dtype: DType::U8, tables: None, pairwise: false };
+        let reduction = Reduction::Op(ReduceOp::Sum);
+        SimRank {
+            op: Operation::new("sim", signature, Duration::MAX, reduction, PartList::One(part)),
+            next: NextPart::default(),
+            parts: Parts::new(0, Timed::new(Arc::new(Clock(net.clone(), rank)), slice, loans)),
+            port: Port::new((rank, n), 0, region.clone(), Arc::new(SimOpener(net.clone(), rank))),
+            is_done: false,
+        }
+    };
+    let mut ranks: Vec<SimRank> = programs.into_iter().enumerate().map(rank_of).collect();
     let (mut end, mut left) = (0, n);
     let mut go_on = |rank: Rank, news: Option<Rank>| -> Result<(), Error> {
-        let (active, port) = &mut ranks[rank];
-        while !active.is_empty() {
-            match active.pass(port, news)? {
-                Pass::Going(false) => break,
-                Pass::Going(true) => {}
-                Pass::Then(..) | Pass::Done(_) => {
-                    active.take();
-                    left -= 1;
-                    end = end.max(net.at(rank));
-                }
-            }
+        if ranks[rank].go_on(news)? {
+            left -= 1;
+            end = end.max(net.at(rank));
         }
         Ok(())
     };

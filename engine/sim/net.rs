@@ -9,8 +9,8 @@ use parking_lot::Mutex;
 
 use super::Network;
 use crate::error::Error;
-use crate::exec::{Opener, Phantom};
-use crate::link::{Frame, Header, LinkRx, LinkTx, Posted};
+use crate::exec::{self, Opener};
+use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Posted};
 use crate::types::Rank;
 
 /// Frames that a link holds: posted, and not yet released (as many as the ring of a real one).
@@ -45,11 +45,20 @@ fn later(at: Time, takes: Time) -> Time {
     at.saturating_add(takes).min(END)
 }
 
+/// A frame on its way.
+#[derive(Clone, Copy)]
+struct InFlight {
+    /// When it is there, or [`COMING`].
+    arrives: Time,
+    header: Header,
+    /// Bytes that it lends.
+    lends: usize,
+}
+
 /// Frames of one link, in order.
 #[derive(Default)]
 struct Wire {
-    /// With the time of their arrival, if that is known.
-    frames: VecDeque<(Time, Header)>,
+    frames: VecDeque<InFlight>,
     /// Of them, those whose arrival is known.
     landed: usize,
     /// When the last one is at the receiver's port.
@@ -86,6 +95,8 @@ pub(super) struct Net {
     /// Picoseconds a byte.
     per_byte: f64,
     work_per_byte: f64,
+    /// What a byte that another rank has lent costs beside that.
+    fetch_per_byte: f64,
     /// A rank's work: for a frame, and for each of its bytes, at the sender and at the receiver.
     frame: Time,
     ends: [f64; 2],
@@ -113,6 +124,7 @@ impl Net {
             alpha: time(network.latency.as_secs_f64()),
             per_byte: 1e12 / network.bandwidth,
             work_per_byte: network.memory.map_or(0.0, |memory| 1e12 / memory),
+            fetch_per_byte: network.loans.and_then(|loans| loans.fetch).map_or(0.0, |rate| 1e12 / rate),
             frame: time(network.frame.as_secs_f64()),
             ends: [network.send, network.receive].map(|rate| rate.map_or(0.0, |rate| 1e12 / rate)),
             cores: Mutex::new(network.cores.map_or(Vec::new(), |cores| {
@@ -177,13 +189,13 @@ impl Net {
             }
             // Ports take frames in the order in which they come to them.
             let index = from * self.clocks.len() + to;
-            let header = state.wires[index].as_ref().and_then(|wire| wire.frames.get(wire.landed))?.1;
+            let header = state.wires[index].as_ref().and_then(|wire| wire.frames.get(wire.landed))?.header;
             let takes = self.takes(from, &header).max(self.takes(to, &header));
             let arrives = later(at.max(state.busy[to].into), takes);
             state.busy[to].into = arrives;
             if let Some(wire) = &mut state.wires[index] {
                 let landed = wire.landed;
-                wire.frames[landed].0 = arrives;
+                wire.frames[landed].arrives = arrives;
                 wire.landed += 1;
             }
             state.announce(arrives, What::News, to, from);
@@ -208,7 +220,7 @@ impl Net {
 
     /// A frame leaves when the sender's port is free, is on its way, and comes in when the receiver's port is free: both
     /// are busy for its length, at the same time but for the latency.
-    fn post(&self, from: Rank, to: Rank, header: Header) {
+    fn post(&self, from: Rank, to: Rank, header: Header, lends: usize) {
         self.handle(from, 0, &header);
         let (now, takes) = (self.clock(from), self.takes(from, &header));
         let mut state = self.state.lock();
@@ -224,7 +236,7 @@ impl Net {
         // In order: what was lost holds up what follows.
         wire.last = wire.last.max(first);
         first = wire.last;
-        wire.frames.push_back((COMING, header));
+        wire.frames.push_back(InFlight { arrives: COMING, header, lends });
         wire.posted += 1;
         state.announce(first, What::AtPort, to, from);
     }
@@ -253,11 +265,11 @@ impl Net {
         (wire.known, wire.posted)
     }
 
-    fn head(&self, from: Rank, to: Rank) -> Option<Header> {
+    fn head(&self, from: Rank, to: Rank) -> Option<InFlight> {
         let now = self.clock(to);
         let state = self.state.lock();
-        let (at, header) = *state.wires[from * self.clocks.len() + to].as_ref()?.frames.front()?;
-        (at <= now).then_some(header)
+        let head = *state.wires[from * self.clocks.len() + to].as_ref()?.frames.front()?;
+        (head.arrives <= now).then_some(head)
     }
 }
 
@@ -281,9 +293,13 @@ impl State {
 /// A rank's work, on its clock.
 pub(super) struct Clock(pub(super) Arc<Net>, pub(super) Rank);
 
-impl Phantom for Clock {
-    fn work(&self, bytes: usize) {
+impl exec::Clock for Clock {
+    fn touch(&self, bytes: usize) {
         self.0.work(self.1, bytes as f64 * self.0.work_per_byte);
+    }
+
+    fn fetch(&self, bytes: usize) {
+        self.0.work(self.1, bytes as f64 * self.0.fetch_per_byte);
     }
 }
 
@@ -317,9 +333,15 @@ impl LinkTx for SimTx {
     }
 
     unsafe fn post(&mut self, header: Header, _: *const u8) -> Result<Posted, Error> {
-        self.net.post(self.from, self.to, header);
+        self.net.post(self.from, self.to, header, 0);
         // As of a socket that takes what it is given: a link's credit bounds how much.
         Ok(Posted::Copied)
+    }
+
+    unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
+        let header = Header { len: Loan::FRAME as u32, ..header };
+        self.net.post(self.from, self.to, header, loan.bytes);
+        Ok(())
     }
 
     fn released(&mut self) -> Result<u64, Error> {
@@ -340,8 +362,8 @@ struct SimRx {
 
 impl LinkRx for SimRx {
     fn peek(&mut self, _: usize) -> Result<Option<Frame>, Error> {
-        let header = self.net.head(self.from, self.to);
-        Ok(header.map(|header| Frame {
+        let head = self.net.head(self.from, self.to);
+        Ok(head.map(|InFlight { header, .. }| Frame {
             header,
             data: std::ptr::null(),
             ready: header.len as usize - self.done,
@@ -349,12 +371,18 @@ impl LinkRx for SimRx {
         }))
     }
 
+    fn borrow(&self) -> Result<Loan, Error> {
+        let head = self.net.head(self.from, self.to);
+        let bytes = head.map_or(0, |head| head.lends);
+        Ok(Loan { input: std::ptr::null(), output: std::ptr::null_mut(), bytes })
+    }
+
     fn release(&mut self, bytes: usize) {
         self.done += bytes;
         let head = self.net.head(self.from, self.to);
-        if let Some(header) = head.filter(|header| self.done >= header.len as usize) {
+        if let Some(head) = head.filter(|head| self.done >= head.header.len as usize) {
             self.done = 0;
-            self.net.handle(self.to, 1, &header);
+            self.net.handle(self.to, 1, &head.header);
             self.net.release(self.from, self.to);
         }
     }

@@ -3,10 +3,9 @@
 use std::time::Duration;
 
 use super::{Figures, LinkClass};
-use crate::exec::{FOLDED_FROM, MOST_FOLD, STAGED_FROM};
 use crate::plan::choices::block;
 use crate::plan::{Shape, algorithms, suitable};
-use crate::sim::{MOST_RANKS, Network, simulate};
+use crate::sim::{Loans, MOST_RANKS, Network, simulate};
 use crate::types::{Algo, Kind};
 
 /// Faster than any: where no port is between ranks, their own work limits them.
@@ -27,9 +26,6 @@ pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figur
     if !algorithms(kind).contains(&algo) || suitable(kind, algo, &shape).is_err() {
         return None;
     }
-    if folds_at_once(kind, algo, ranks, bytes, figures) {
-        return Some(folded(ranks, bytes as f64, figures));
-    }
     let bytes = usize::try_from(block(kind, ranks, bytes)).ok()?;
     let simulated = simulate(kind, algo, ranks, bytes, &network(figures, per_host)).ok()?;
     Some(simulated.time.as_secs_f64() * 1e6)
@@ -49,6 +45,9 @@ fn network(figures: &Figures, per_host: usize) -> Network {
     network.cores = Some(figures.cores);
     network.per_host = (!one_host).then_some(per_host);
     if one_host {
+        // What another rank lends comes from another core, and costs what it costs on its way in a ring, once instead of twice.
+        let (in_slots, fetch) = (figures.place.link == LinkClass::Shm, Some(figures.bandwidth));
+        network.loans = (figures.place.link != LinkClass::Tcp).then_some(Loans { in_slots, fetch });
         // In a stream from one rank to another the slower end is what is measured; the receiver's copy is counted as work
         // on memory already. In one process nothing is copied on its way.
         let each = 1.0 / figures.bandwidth;
@@ -56,29 +55,4 @@ fn network(figures: &Figures, per_host: usize) -> Network {
         network.receive = Some(each - 2.0 / figures.memory).filter(|left| *left > 0.0).map(|left| 1.0 / left);
     }
     network
-}
-
-/// See `exec/machine/shared.rs`.
-fn folds_at_once(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figures) -> bool {
-    let staged = STAGED_FROM[usize::from(ranks > 2)] as u64;
-    kind == Kind::AllReduce
-        && ranks <= MOST_FOLD
-        && matches!(algo, Algo::Direct | Algo::OneShot)
-        && match figures.place.link {
-            LinkClass::InProc => bytes >= FOLDED_FROM as u64,
-            LinkClass::Shm => bytes >= staged,
-            LinkClass::Tcp => false,
-        }
-}
-
-/// Each rank reads its chunk of all inputs and writes it to all outputs; between processes it copies in what others fold,
-/// and out what they have folded. What is another's comes from another core, and costs what it costs on its way in a ring,
-/// once instead of twice. Two frames and two hops with every peer.
-fn folded(ranks: usize, bytes: f64, figures: &Figures) -> f64 {
-    let (n, at_once) = (ranks as f64, ranks.min(figures.cores) as f64);
-    let copied = if figures.place.link == LinkClass::Shm { 4.0 * bytes * (n - 1.0) / n } else { 0.0 };
-    let crossing = bytes * (n - 1.0) / n / figures.bandwidth;
-    let work =
-        ((2.0 * bytes + copied) / figures.memory + crossing) * 1e6 + 4.0 * (n - 1.0) * figures.frame_us;
-    2.0 * figures.latency_us + work * n / at_once
 }

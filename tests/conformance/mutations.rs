@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use allstream::plan::mutate::{Mutation, mutations};
-use allstream::plan::{Operand, Plan, Shape, algorithms, plan};
-use allstream::testing::plant;
+use allstream::plan::{Operand, Plan, Shape, algorithms, lending, plan};
+use allstream::testing::{Broken, Planted, plant};
 use allstream::{Algo, Comm, DType, Kind, ReduceOp};
 
 use crate::cases;
@@ -51,6 +51,7 @@ struct Site {
     root: usize,
     in_place: bool,
     rank: usize,
+    which: Broken,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -62,10 +63,11 @@ struct Mutant {
 
 impl std::fmt::Display for Mutant {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Mutant { site: Site { kind, algo, n, root, in_place, rank }, step, mutation } = self;
+        let Mutant { site: Site { kind, algo, n, root, in_place, rank, which }, step, mutation } = self;
         write!(
             f,
-            "{kind} by {algo}, n {n}, root {root}, in place {in_place}: {mutation:?} of rank {rank}'s step {step}"
+            "{kind} by {algo} ({which:?}), n {n}, root {root}, in place {in_place}: {mutation:?} of rank {rank}'s step \
+             {step}"
         )
     }
 }
@@ -79,7 +81,11 @@ fn sites() -> Vec<Site> {
                 for &in_place in places {
                     // What a rank does depends on its distance from the root.
                     let root = if kind.rooted() { 1 } else { 0 };
-                    all.extend((0..n).map(|rank| Site { kind, algo, n, root, in_place, rank }));
+                    let site = |rank, which| Site { kind, algo, n, root, in_place, rank, which };
+                    all.extend((0..n).map(|rank| site(rank, Broken::Steps)));
+                    if lending(kind, algo, &Shape { n, ..Shape::default() }).is_some() {
+                        all.extend((0..n).map(|rank| site(rank, Broken::Loans)));
+                    }
                 }
             }
         }
@@ -88,17 +94,22 @@ fn sites() -> Vec<Site> {
 }
 
 impl Site {
-    /// Whether this is tried over a link: what is about hosts needs two of them, the rest does without.
+    /// Whether this is tried over a link: what is about hosts needs two of them, the rest does without. Memory is lent on one
+    /// host.
     fn is_for(&self, link: &str) -> bool {
-        (self.algo == Algo::TwoLevel) == (link == "mixed")
+        let lends = self.which == Broken::Steps || link != "tcp";
+        (self.algo == Algo::TwoLevel) == (link == "mixed") && lends
     }
 
     fn plan(&self) -> Plan {
-        let Site { kind, algo, n, root, in_place, rank } = *self;
+        let Site { kind, algo, n, root, in_place, rank, which } = *self;
         let two = |r| u32::from(algo == Algo::TwoLevel && support::host_label(r, n) == "b");
         let hosts: Vec<u32> = (0..n).map(two).collect();
         let shape = Shape { n, rank, root, in_place, hosts: &hosts, ..Shape::default() };
-        plan(kind, algo, &shape).expect("a plan")
+        match which {
+            Broken::Steps => plan(kind, algo, &shape).expect("a plan"),
+            Broken::Loans => lending(kind, algo, &shape).expect("a plan of loans"),
+        }
     }
 }
 
@@ -140,7 +151,7 @@ fn mutants(link: &str) -> Vec<Mutant> {
         let Mutant { site, mutation, .. } = &all[*i];
         let way = format!("{mutation:?}");
         let way = way.split('(').next().unwrap_or_default();
-        let count = taken.entry(format!("{} {} {way}", site.kind, site.algo)).or_insert(0);
+        let count = taken.entry(format!("{} {} {:?} {way}", site.kind, site.algo, site.which)).or_insert(0);
         *count += 1;
         *count <= sample
     });
@@ -217,7 +228,8 @@ fn call(site: &Site, link: &str, attempt: u64) -> Option<(Caught, String)> {
 /// Whether the mutant is noticed. In a barrier each rank must have been the late one, and luck may hide who left early.
 fn try_mutant(mutant: &Mutant, link: &str) -> Option<(Caught, String)> {
     let attempts = if mutant.site.kind == Kind::Barrier { 3 * mutant.site.n as u64 } else { 2 };
-    plant(Some((mutant.site.kind, mutant.site.rank, mutant.step, mutant.mutation)));
+    let Mutant { site: Site { kind, rank, which: plan, .. }, step, mutation } = *mutant;
+    plant(Some(Planted { kind, rank, plan, step, mutation }));
     let caught = (0..attempts).find_map(|attempt| call(&mutant.site, link, attempt));
     plant(None);
     caught

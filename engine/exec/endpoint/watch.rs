@@ -26,7 +26,7 @@ impl Run {
         let Run { active, port, devices, .. } = self;
         for port in std::iter::once(port).chain(devices) {
             // What is wrong with a link is told by the next pass.
-            let _ = port.reap(|lent| active.freed(lent));
+            let _ = port.reap(|lent| active.freed(&lent));
         }
     }
 }

@@ -5,8 +5,9 @@
 
 use std::ops::Range;
 
-use super::{Cut, Machine};
+use super::{Backend, PlanRun};
 use crate::exec::operation::Part;
+use crate::exec::slicing::Slicing;
 use crate::mem::device::{ALL, Stripe};
 use crate::plan::{Layout, OUTPUT, Slot, Step};
 
@@ -41,7 +42,7 @@ pub(crate) fn cut(parts: &[Part], items: &[(usize, Slot, usize)]) -> Vec<Stripe>
             // No step knows of what is beyond.
             pieces.push((i, (part.total(slot) * unit).min(len)..len));
         }
-        let round = (Cut::of(&part.program).round / unit).max(1) * unit;
+        let round = Slicing::on_host(&part.program).round_of(unit) * unit;
         let longest = chunks.iter().map(|(_, range)| range.len()).max().unwrap_or(0);
         let each: usize = chunks.iter().map(|(_, range)| range.len().min(round)).sum();
         let (rounds, mut from) = (longest.div_ceil(round), 0);
@@ -85,24 +86,24 @@ fn merged(pieces: &mut Vec<(usize, Range<usize>)>) -> Vec<(usize, Range<usize>)>
     all
 }
 
-impl Machine {
+impl<B: Backend> PlanRun<B> {
     /// So many rounds of the input have come.
-    pub(in crate::exec) fn fill(&mut self, rounds: usize) {
-        if self.filled != rounds {
-            self.filled = rounds;
+    pub(in crate::exec) fn arrived(&mut self, rounds: usize) {
+        if self.arrived != rounds {
+            self.arrived = rounds;
             // What comes in stripes goes on in them.
-            self.shared.take_steps();
-            (0..self.nodes.len() as u32).for_each(|i| self.hot.mark(i));
+            self.lending.take_steps();
+            (0..self.steps.len() as u32).for_each(|i| self.ready.mark(i));
         }
     }
 
     /// So many rounds of the output have their results, and no step touches them any more but to send them.
     pub(in crate::exec) fn stored(&self) -> usize {
-        let Some(part) = self.work.as_ref().filter(|_| self.scaled.is_none()) else { return 0 };
-        let steps = part.program.plan.steps.iter().zip(&self.nodes);
+        let Some(part) = self.work.as_ref().filter(|_| self.backend.is_prepared()) else { return 0 };
+        let steps = part.program.plan.steps.iter().zip(&self.steps);
         let to_output = |step: &Step| step.dst.is_some_and(|at| at.slot == OUTPUT);
-        let left = steps.filter(|(step, node)| to_output(step) && node.pos < node.len);
-        left.map(|(_, node)| node.pos / self.round).min().unwrap_or(usize::MAX)
+        let left = steps.filter(|(step, state)| to_output(step) && state.pos < state.len);
+        left.map(|(_, state)| state.pos / self.round).min().unwrap_or(usize::MAX)
     }
 }
 
@@ -152,7 +153,7 @@ mod tests {
                             seen[*i].push(range.clone());
                         }
                         let (all, rounds) = stripe.reach;
-                        let round = Cut::of(&parts[0].program).round / 4;
+                        let round = Slicing::on_host(&parts[0].program).round / 4;
                         for (item, seen) in items.iter().zip(&seen) {
                             let part = &parts[item.0];
                             let layout = part.program.plan.slots[usize::from(item.1)];

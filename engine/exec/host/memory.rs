@@ -1,4 +1,4 @@
-//! Memory of a machine's own, beside what users and links lend it.
+//! Memory of a run's own, beside what users and links lend it.
 
 use crate::link::SLOT;
 
@@ -19,12 +19,12 @@ fn grow(lines: &mut Vec<Line>, bytes: usize) {
 #[derive(Default)]
 pub(super) struct Memory {
     /// By step: a slice each, where one was needed.
-    hands: Vec<Vec<u8>>,
+    accumulators: Vec<Vec<u8>>,
     /// The third slot of plans that have one.
     scratch: Vec<Line>,
     /// A scaled copy of the input.
     scaled: Vec<Line>,
-    /// Hands that have memory.
+    /// Accumulators that have memory.
     filled: usize,
     /// Bytes that the part has asked for.
     wanted: usize,
@@ -33,22 +33,22 @@ pub(super) struct Memory {
 impl Memory {
     /// A part of so many steps begins, with so many bytes of scratch.
     pub(super) fn begin(&mut self, steps: usize, scratch: usize) {
-        if self.hands.len() < steps {
-            self.hands.resize_with(steps, Vec::new);
+        if self.accumulators.len() < steps {
+            self.accumulators.resize_with(steps, Vec::new);
         }
         grow(&mut self.scratch, scratch);
         self.scaled.clear();
         self.wanted = scratch;
     }
 
-    /// The hand of a step.
-    pub(super) fn hand(&mut self, step: usize) -> &mut [u8] {
-        let hand = &mut self.hands[step];
-        if hand.is_empty() {
-            hand.resize(SLOT, 0);
+    /// The accumulator of a step.
+    pub(super) fn accumulator(&mut self, step: usize) -> &mut [u8] {
+        let accumulator = &mut self.accumulators[step];
+        if accumulator.is_empty() {
+            accumulator.resize(SLOT, 0);
             self.filled += 1;
         }
-        hand
+        accumulator
     }
 
     /// The third slot.
@@ -75,7 +75,7 @@ impl Memory {
         (self.scratch.capacity() + self.scaled.capacity()) * size_of::<Line>() + self.filled * SLOT
     }
 
-    /// Bytes that the part has needed. Which hands it used is not counted: those that there are.
+    /// Bytes that the part has needed. Which accumulators it used is not counted: those that there are.
     pub(super) fn needed(&self) -> usize {
         self.wanted + self.filled * SLOT
     }

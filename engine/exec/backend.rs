@@ -1,0 +1,272 @@
+//! [`Backend`]: one kind of memory that plans are run in.
+//!
+//! [`PlanRun`](super::run::PlanRun) decides which slice of which step goes on, and keeps the cursors. It knows no memory. A
+//! backend says where memory is, and combines, copies and scales what lies there:
+//!
+//! | backend | memory | what a call does |
+//! |---|---|---|
+//! | [`Host`](super::host::Host) | the host's | computes at once, on the calling thread |
+//! | [`Cuda`](super::cuda::Cuda) | a CUDA device's | puts kernels on the rank's stream |
+//! | [`Timed`](super::timed::Timed) | none | tells a clock how many bytes would have been touched ([`crate::sim`]) |
+
+use super::operation::{Operation, Part, Reduction};
+use super::port::{Payload, Port};
+use super::slicing::Slicing;
+use crate::error::Error;
+use crate::link::region::Slot as StagingSlot;
+use crate::link::waits::Wait;
+use crate::link::{self, SLOT};
+use crate::plan::{Lending, Program, Slot, Step};
+use crate::types::{ReduceOp, Signature};
+
+/// What a pass works on.
+#[derive(Clone, Copy)]
+pub(crate) struct Context<'a> {
+    /// The communicator, as frames name it.
+    pub(super) comm: u64,
+    pub(super) op: &'a Operation,
+    pub(super) part: &'a Part,
+}
+
+impl<'a> Context<'a> {
+    pub(super) fn program(&self) -> &'a Program {
+        &self.part.program
+    }
+
+    /// Whether a step divides its result by the number of ranks.
+    pub(super) fn divides(&self, step: &Step) -> bool {
+        step.finish && matches!(self.op.reduction, Reduction::Op(ReduceOp::Avg))
+    }
+
+    /// By what a step divides its result, if it does.
+    pub(super) fn divisor(&self, step: &Step) -> Option<u32> {
+        self.divides(step).then_some(self.program().plan.size as u32)
+    }
+
+    /// The signature in the frames of a step.
+    pub(super) fn signature(&self, state: &StepState) -> Signature {
+        let mut signature = self.op.signature;
+        if self.part.pairwise {
+            signature.count = if state.unit == 0 { 0 } else { state.len as u64 };
+        }
+        signature
+    }
+}
+
+/// How far a step has got with its chunk. The run keeps it.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct StepState {
+    /// Elements of this step's chunk; an empty chunk is one element of no bytes, so that it still makes a message.
+    pub(super) len: usize,
+    /// Bytes of an element.
+    pub(super) unit: usize,
+    /// Elements gathered.
+    pub(super) got: usize,
+    /// Elements stored, or handed to all receivers.
+    pub(super) pos: usize,
+    /// The operand that was missing last: looked at first, so that a step of many is not gone through for each.
+    pub(super) missing: usize,
+    /// First of this step's receivers in `sent` and `freed`.
+    pub(super) first: usize,
+}
+
+/// One slice of a step, whose operands are there.
+pub(crate) struct Slice<'a> {
+    pub(super) c: Context<'a>,
+    /// Which step of the plan.
+    pub(super) i: usize,
+    pub(super) step: &'a Step,
+    pub(super) state: StepState,
+    /// How many elements.
+    pub(super) m: usize,
+    /// Where the operands are, in the plan's order.
+    pub(super) ins: &'a [*const u8],
+    /// Where the result belongs, if the step keeps it.
+    pub(super) dst: Option<*mut u8>,
+    /// Whether all of that place may be written now.
+    pub(super) is_writable: bool,
+    /// Whether all receivers are at this message and have room.
+    pub(super) is_ready: bool,
+    /// The step copies a part of the operation's input, which may be sent from there as well as from `dst`.
+    pub(super) is_input: bool,
+    /// Elements of this step's accumulator that lie before this slice.
+    pub(super) before: usize,
+    /// Whether messages wait until there is enough for a long frame ([`Slicing`]).
+    pub(super) holds_back: bool,
+}
+
+impl Slice<'_> {
+    /// Whether the result has to wait in the step's accumulator: its place is not free, or it has none and cannot leave yet.
+    pub(super) fn must_wait(&self) -> bool {
+        match self.dst {
+            Some(_) => !self.is_writable,
+            None => !self.is_ready,
+        }
+    }
+
+    /// Whether the step has an accumulator.
+    pub(super) fn has_accumulator(&self) -> bool {
+        self.c.program().nodes[self.i].hand
+    }
+
+    /// Whether it is a copy of one operand as it is.
+    pub(super) fn is_copy(&self) -> bool {
+        self.ins.len() == 1 && !self.c.divides(self.step)
+    }
+}
+
+/// What a backend has done with a slice.
+pub(crate) struct Combined {
+    /// Elements that were taken from the operands: none where the slice has to wait.
+    pub(super) taken: usize,
+    /// The result is where it belongs, or leaves with `payload`: it does not wait in the accumulator.
+    pub(super) is_stored: bool,
+    /// What is to be sent to all receivers now.
+    pub(super) payload: Option<Payload>,
+}
+
+impl Combined {
+    pub(super) const NOTHING: Combined = Combined { taken: 0, is_stored: false, payload: None };
+}
+
+/// How far a backend is with a part's input.
+pub(crate) enum Prepared {
+    /// Steps may run.
+    Ready,
+    /// They may not yet; whether anything was done.
+    NotYet(bool),
+}
+
+/// Whether the ranks of an operation lend each other their memory ([`Lending`]).
+pub(crate) enum Agreement {
+    /// They do not: all take the steps.
+    Steps,
+    /// Each finds out by itself whether it can, and its first frames say so.
+    ByFirstFrame,
+    /// All can, by what all of them know.
+    Known,
+}
+
+/// How a peer can be lent memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// It touches our memory where that lies.
+    InPlace,
+    /// It touches staging slots of ours.
+    InSlots,
+    Nowhere,
+}
+
+/// Elements that are folded at once, of the operands and into the results of a plan of loans.
+pub(crate) struct Fold<'a> {
+    pub(super) c: Context<'a>,
+    pub(super) step: &'a Step,
+    /// How many elements.
+    pub(super) m: usize,
+    pub(super) ins: &'a [*const u8],
+    /// Those that are written past the caches come first.
+    pub(super) outs: &'a [*mut u8],
+    /// How many of them.
+    pub(super) bypassing: usize,
+}
+
+/// A place that is lent in turns, in place of memory that the peer cannot reach: a staging slot, or (where no memory is moved)
+/// none.
+pub(crate) type LentSlot = (Option<StagingSlot>, *mut u8);
+
+/// Bytes of a piece of a chunk that is lent in a slot.
+pub(super) const PIECE: usize = SLOT;
+
+/// One kind of memory. A value belongs to one [`PlanRun`](super::run::PlanRun), and keeps its own memory from one part to the
+/// next.
+pub(crate) trait Backend: Send + Sized {
+    /// Whether what it does takes the time of the thread that drives: then passes have a budget.
+    const TAKES_TIME: bool;
+    /// Whether copies of the input are sent from the input, not from where they were stored.
+    const SENDS_INPUT: bool;
+    /// Whether operands must begin where an element could.
+    const IS_ALIGNED: bool;
+
+    /// Another one, of the same rank and communicator.
+    fn fresh(&self) -> Self;
+
+    /// How messages of a part are cut.
+    fn slicing(&self, program: &Program) -> Slicing;
+
+    /// A part begins.
+    fn begin(&mut self, c: Context<'_>);
+
+    /// It is over, or given up.
+    fn end(&mut self);
+
+    /// Does what is to be done before the first step: scaling the input. `has_arrived`: all of the input is there.
+    fn prepare(&mut self, c: Context<'_>, has_arrived: bool) -> Result<Prepared, Error>;
+
+    /// Whether that is done.
+    fn is_prepared(&self) -> bool {
+        true
+    }
+
+    /// Where a slot of a plan begins.
+    fn base(&self, part: &Part, slot: Slot) -> *mut u8;
+
+    /// Whether a limit between steps is there: always, but in builds for tests that take one away.
+    fn keeps(&self, _: Wait) -> bool {
+        true
+    }
+
+    /// Combines the operands of a slice, and puts the result where it belongs, where it is sent from, or in the accumulator.
+    fn combine(&mut self, slice: &Slice<'_>, port: &mut Port) -> Result<Combined, Error>;
+
+    /// Moves what the accumulator of a step holds (`slice.m` elements) to `slice.dst`, which is free now.
+    fn store(&mut self, slice: &Slice<'_>) -> Result<(), Error>;
+
+    /// Makes of what the accumulator holds something to be sent, and says of how many elements.
+    fn send_accumulated(&mut self, slice: &Slice<'_>, port: &mut Port) -> Result<(usize, Payload), Error>;
+
+    /// Copies to a staging slot what is to be sent.
+    ///
+    /// # Safety
+    /// `from` is valid for reads of so many bytes and `slot` for writes; they do not overlap.
+    unsafe fn fill_slot(&mut self, from: *const u8, slot: *mut u8, bytes: usize, port: &mut Port);
+
+    /// Whether ranks are to lend each other memory for this part.
+    fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement;
+
+    /// How a peer can be lent this memory.
+    fn reach(&self, c: Context<'_>, peer: usize, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error>;
+
+    /// Slots that may be held for lending, in all.
+    fn free_slots(&self, port: &Port) -> usize;
+
+    /// Takes one.
+    fn hold_slot(&self, port: &mut Port) -> Option<LentSlot>;
+
+    /// Copies back what was folded in a slot.
+    ///
+    /// # Safety
+    /// `slot` is valid for reads of so many bytes and `to` for writes; they do not overlap.
+    unsafe fn empty_slot(&mut self, part: &Part, slot: *const u8, to: *mut u8, bytes: usize);
+
+    /// How many elements of this size are folded in one pass, among so many ranks.
+    fn fold_len(&self, ranks: usize, unit: usize) -> usize;
+
+    /// Whether results that go there are written past the caches. `in_slot`: through a slot; `in_place`: over the input.
+    fn bypasses(&self, in_slot: bool, in_place: bool, bytes: usize, port: &Port) -> bool;
+
+    /// Folds.
+    fn fold(&mut self, fold: &Fold<'_>) -> Result<(), Error>;
+
+    /// Looks at what has come, once all has, before it becomes values of the user's.
+    fn check_values(&self, _: &Part) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Bytes of memory of its own that it keeps, and how many of them the part has needed.
+    fn memory(&self) -> (usize, usize) {
+        (0, 0)
+    }
+
+    /// Gives that back, between parts.
+    fn give_memory_back(&mut self) {}
+}

@@ -1,0 +1,249 @@
+//! Plans in the memory of a CUDA device: what the host would compute is put on the rank's stream, on the device's addresses.
+//!
+//! An accumulator is as long as its chunk: nothing of it is used twice, so a result can be lent to peers from there.
+
+use allstream_kernels::cuda::{self, Launch, MAX_OUTS};
+
+use super::backend::{Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice};
+use super::device::{DeviceOp, limits};
+use super::operation::{Part, Reduction};
+use super::port::{Payload, Port};
+use super::slicing::Slicing;
+use crate::error::Error;
+use crate::link;
+use crate::link::waits::{Wait, kept};
+use crate::mem::device::DeviceBuf;
+use crate::plan::{INPUT, Lending, OUTPUT, Program, SCRATCH, Slot};
+
+/// The memory of a device. What is here beside the user's is for one part, and goes back to the pool in the stream's order.
+#[derive(Default)]
+pub(crate) struct Cuda {
+    is_prepared: bool,
+    scratch: Option<DeviceBuf<u8>>,
+    scaled: Option<DeviceBuf<u8>>,
+    /// By step.
+    accumulators: Vec<Option<DeviceBuf<u8>>>,
+}
+
+fn address(buf: &DeviceBuf<u8>) -> *mut u8 {
+    std::ptr::without_provenance_mut(buf.as_ptr() as usize)
+}
+
+/// What no kernel does.
+fn unsupported(what: &str) -> Error {
+    Error::system("run a collective on a device", format!("there is no kernel for {what} (a bug)"))
+}
+
+/// The device that runs the operation.
+fn device(c: Context<'_>) -> Result<&DeviceOp, Error> {
+    c.op.device.as_deref().ok_or_else(|| unsupported("an operation of the host's"))
+}
+
+/// Puts a kernel on the rank's stream.
+fn launch(c: Context<'_>, doing: &str, launch: Option<Launch>) -> Result<(), Error> {
+    let missing = || unsupported(&format!("{:?} on {}", c.op.reduction, c.part.dtype));
+    let launch = launch.ok_or_else(missing)?;
+    // SAFETY: all operands and results are chunks of the operation's buffers, by the layout, or of frames or loans of that
+    // length: of this device, or of one that it may touch (`Comm::bind_device` has seen to that). The buffers are in
+    // the table until the stream has come past the operation's end, and their streams are waited for (`begin`); what
+    // peers read or write meanwhile, and the part's own steps, are ordered by the limits and by the links' events;
+    // memory of the part's goes back in this stream's order.
+    unsafe { device(c)?.stream().launch(doing, &launch) }
+}
+
+impl Cuda {
+    /// The accumulator of a step, from the element on at which the slice begins.
+    fn accumulator(&mut self, slice: &Slice<'_>, at: usize) -> Result<*mut u8, Error> {
+        let state = &slice.state;
+        if state.unit == 0 {
+            return Ok(std::ptr::null_mut());
+        }
+        let stream = device(slice.c)?.stream();
+        let buf = match &mut self.accumulators[slice.i] {
+            Some(buf) => buf,
+            none => none.insert(DeviceBuf::raw(stream, state.len * state.unit)?),
+        };
+        Ok(address(buf).wrapping_add(at * state.unit))
+    }
+
+    /// Scales the input, in place where the operation is, else in a copy.
+    fn scale(&mut self, c: Context<'_>, factor: f64) -> Result<(), Error> {
+        let (part, unit, stream) = (c.part, c.part.dtype.size(), device(c)?.stream());
+        let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
+        // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
+        let mut to = part.output;
+        if !(part.is_in_place() && part.leaves_result(&c.op.signature, true)) {
+            let copy = DeviceBuf::raw(stream, len * unit)?;
+            to = address(&copy);
+            self.scaled = Some(copy);
+        }
+        let (from, to) = (part.input.addr() as u64, [to.addr() as u64]);
+        let kernel = cuda::scale(part.dtype, from, &to, len as u64, factor, stream.ctas());
+        launch(c, "scale the input of a collective", kernel)
+    }
+
+    /// Combines the operands of a slice into `out`.
+    fn run(&self, slice: &Slice<'_>, out: *mut u8) -> Result<(), Error> {
+        if slice.state.unit == 0 {
+            return Ok(());
+        }
+        let (c, m) = (slice.c, slice.m as u64);
+        let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
+        let (out, ctas) = ([out.addr() as u64], device(c)?.stream().ctas());
+        let mut all = [0; cuda::MAX_INS];
+        let ins = addresses(slice.ins, &mut all)?;
+        let kernel = match (ins, c.divisor(slice.step)) {
+            ([from], None) => cuda::copy(c.part.dtype, *from, &out, m, ctas),
+            (_, divisor) => cuda::reduce(c.part.dtype, *op, ins, &out, m, divisor, ctas),
+        };
+        launch(c, "run a step of a collective", kernel)
+    }
+}
+
+/// Pointers as the device's addresses, at the beginning of `all`.
+fn addresses<'a>(from: &[*const u8], all: &'a mut [u64]) -> Result<&'a [u64], Error> {
+    let few = || unsupported(&format!("{} operands", from.len()));
+    let to = all.get_mut(..from.len()).ok_or_else(few)?;
+    to.iter_mut().zip(from).for_each(|(to, from)| *to = from.addr() as u64);
+    Ok(to)
+}
+
+impl Backend for Cuda {
+    /// Calls only put work on a stream.
+    const TAKES_TIME: bool = false;
+    const SENDS_INPUT: bool = false;
+    const IS_ALIGNED: bool = true;
+
+    fn fresh(&self) -> Cuda {
+        Cuda::default()
+    }
+
+    fn slicing(&self, _: &Program) -> Slicing {
+        Slicing::by(limits().0)
+    }
+
+    fn begin(&mut self, _: Context<'_>) {}
+
+    fn end(&mut self) {
+        if !self.is_prepared {
+            return;
+        }
+        let Cuda { scratch, scaled, accumulators, .. } = std::mem::take(self);
+        if !kept(Wait::Memory) {
+            let all = scratch.into_iter().chain(scaled).chain(accumulators.into_iter().flatten());
+            all.for_each(DeviceBuf::replaced);
+        }
+    }
+
+    fn prepare(&mut self, c: Context<'_>, _: bool) -> Result<Prepared, Error> {
+        if std::mem::replace(&mut self.is_prepared, true) {
+            return Ok(Prepared::Ready);
+        }
+        let (plan, stream) = (&c.program().plan, device(c)?.stream());
+        device(c)?.begin()?;
+        self.accumulators.resize_with(plan.steps.len(), || None);
+        if plan.slots.len() > usize::from(SCRATCH) {
+            self.scratch = Some(DeviceBuf::raw(stream, c.part.total(SCRATCH) * c.part.dtype.size())?);
+        }
+        c.op.scale.map_or(Ok(()), |factor| self.scale(c, factor))?;
+        Ok(Prepared::Ready)
+    }
+
+    fn is_prepared(&self) -> bool {
+        self.is_prepared
+    }
+
+    fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
+        match (slot, &self.scaled) {
+            (OUTPUT, Some(_)) if !part.is_in_place() => part.output,
+            (INPUT | OUTPUT, Some(scaled)) => address(scaled),
+            (OUTPUT, None) => part.output,
+            (INPUT, None) => part.input.cast_mut(),
+            _ => self.scratch.as_ref().map_or(std::ptr::null_mut(), address),
+        }
+    }
+
+    fn keeps(&self, wait: Wait) -> bool {
+        !self.is_prepared || kept(wait)
+    }
+
+    fn combine(&mut self, slice: &Slice<'_>, _: &mut Port) -> Result<Combined, Error> {
+        let state = &slice.state;
+        let (out, is_dst) = match slice.dst {
+            Some(dst) if slice.is_writable => (dst, true),
+            _ => (self.accumulator(slice, state.got)?, false),
+        };
+        self.run(slice, out)?;
+        // From the accumulator it can go at once, where it goes nowhere else.
+        let passes = slice.dst.is_none() && slice.is_ready && state.got == state.pos;
+        let payload = (slice.is_ready && (passes || is_dst)).then_some(Payload::Memory(out));
+        Ok(Combined { taken: slice.m, is_stored: is_dst || passes, payload })
+    }
+
+    fn store(&mut self, slice: &Slice<'_>) -> Result<(), Error> {
+        let Some(dst) = slice.dst.filter(|_| slice.state.unit > 0) else { return Ok(()) };
+        let from = self.accumulator(slice, slice.state.pos)?.addr() as u64;
+        let (c, to) = (slice.c, [dst.addr() as u64]);
+        let ctas = device(c)?.stream().ctas();
+        let kernel = cuda::copy(c.part.dtype, from, &to, slice.m as u64, ctas);
+        launch(c, "store a step of a collective", kernel)
+    }
+
+    fn send_accumulated(&mut self, slice: &Slice<'_>, _: &mut Port) -> Result<(usize, Payload), Error> {
+        let from = self.accumulator(slice, slice.state.pos)?.cast_const();
+        Ok((slice.m, Payload::Memory(from)))
+    }
+
+    /// Links between devices lend memory where it lies: they never ask for slots.
+    unsafe fn fill_slot(&mut self, _: *const u8, _: *mut u8, _: usize, _: &mut Port) {}
+
+    /// The kernel that folds writes to memory of other ranks, which between processes only they may: a stream that let go of a
+    /// dead rank goes on at a time when a survivor has its memory back. A chunk that is too long for one frame goes step by step,
+    /// in slices. All ranks see the same lengths, and know where all devices are.
+    fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement {
+        let near = c.op.device.as_ref().is_some_and(|device| device.binding.far.is_none());
+        let size = lending.plan.size;
+        let longest = c.part.count.div_ceil(size).saturating_mul(c.part.dtype.size());
+        match near && size <= MAX_OUTS && longest <= limits().1 {
+            true => Agreement::Known,
+            false => Agreement::Steps,
+        }
+    }
+
+    fn reach(&self, _: Context<'_>, _: usize, _: &link::Loan, _: &mut Port) -> Result<Reach, Error> {
+        Ok(Reach::InPlace)
+    }
+
+    fn free_slots(&self, _: &Port) -> usize {
+        0
+    }
+
+    fn hold_slot(&self, _: &mut Port) -> Option<LentSlot> {
+        None
+    }
+
+    /// As `fill_slot`.
+    unsafe fn empty_slot(&mut self, _: &Part, _: *const u8, _: *mut u8, _: usize) {}
+
+    /// One kernel folds all.
+    fn fold_len(&self, _: usize, _: usize) -> usize {
+        usize::MAX
+    }
+
+    fn bypasses(&self, _: bool, _: bool, _: usize, _: &Port) -> bool {
+        false
+    }
+
+    fn fold(&mut self, fold: &Fold<'_>) -> Result<(), Error> {
+        let c = fold.c;
+        let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
+        let (mut all_ins, mut all_outs) = ([0; cuda::MAX_INS], [0; MAX_OUTS]);
+        let ins = addresses(fold.ins, &mut all_ins)?;
+        let outs = all_outs.get_mut(..fold.outs.len()).ok_or_else(|| unsupported("so many results"))?;
+        outs.iter_mut().zip(fold.outs).for_each(|(to, from)| *to = from.addr() as u64);
+        let ctas = device(c)?.stream().ctas();
+        let divisor = c.divisor(fold.step);
+        let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
+        launch(c, "run an all_reduce", kernel)
+    }
+}

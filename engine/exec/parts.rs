@@ -1,0 +1,166 @@
+//! The parts of an operation, several of which run at a time, in one kind of memory.
+
+use std::cmp::Ordering;
+
+use super::backend::Backend;
+use super::operation::{Operation, Part};
+use super::port::{Lent, Port};
+use super::run::{BUDGET, PlanRun};
+use crate::error::Error;
+use crate::mem::device::Reach;
+use crate::types::Rank;
+
+/// Parts of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
+/// a ring each, and a ring has 16.
+const WINDOW: usize = 16;
+
+/// The part of an operation that is to start next, and its number: parts of a second half count on.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct NextPart {
+    pub(super) index: usize,
+    number: u16,
+}
+
+impl NextPart {
+    /// The first part of an operation's second half.
+    pub(super) fn of_second_half(self) -> NextPart {
+        NextPart { index: 0, ..self }
+    }
+}
+
+/// How many rounds of a part may be touched, by what has come of the operation's memory.
+fn rounds((part, rounds): Reach, order: usize) -> usize {
+    match order.cmp(&part) {
+        Ordering::Less => usize::MAX,
+        Ordering::Equal => rounds,
+        Ordering::Greater => 0,
+    }
+}
+
+/// The runs of a communicator in one kind of memory. All memory is kept from one operation to the next.
+#[allow(clippy::vec_box)] // they go from list to list, and are not small
+pub(crate) struct Parts<B> {
+    /// The communicator.
+    comm: u64,
+    /// What new runs get a fresh one of.
+    backend: B,
+    /// In the order of their parts.
+    running: Vec<Box<PlanRun<B>>>,
+    idle: Vec<Box<PlanRun<B>>>,
+    /// The last pass took as much as a pass may.
+    was_long: bool,
+    /// Bytes of memory of their own that the parts of this operation have needed so far.
+    needed: usize,
+}
+
+impl<B: Backend> Parts<B> {
+    pub(crate) fn new(comm: u64, backend: B) -> Parts<B> {
+        let (running, idle) = (Vec::new(), Vec::new());
+        Parts { comm, backend, running, idle, was_long: false, needed: 0 }
+    }
+
+    /// Starts what may start, and makes one pass over all parts in flight. `reach`: how far the operation's memory has come.
+    /// `news`: the only peer whose links have changed since the last pass, where that is known. Returns whether anything moved,
+    /// and whether no part is left.
+    pub(crate) fn pass(
+        &mut self,
+        (op, next, reach): (&Operation, &mut NextPart, Reach),
+        news: Option<Rank>,
+        port: &mut Port,
+    ) -> Result<(bool, bool), Error> {
+        while self.running.len() < WINDOW
+            && let Some(part) = op.parts.get(next.index)
+        {
+            self.start(op, part, *next, reach);
+            (next.index, next.number) = (next.index + 1, next.number.wrapping_add(1));
+        }
+        let (mut any, mut i, mut touched) = (false, 0, 0);
+        while i < self.running.len() && touched < BUDGET {
+            let (earlier, rest) = self.running.split_at_mut(i);
+            let Some(run) = rest.first_mut() else { break };
+            let (moved, complete) = run.pass((self.comm, op), earlier, news, port)?;
+            any |= moved;
+            touched += run.touched();
+            if complete {
+                any = true;
+                run.check_values()?;
+                let run = self.running.remove(i);
+                self.put_away(run);
+            } else {
+                i += 1;
+            }
+        }
+        self.was_long = touched >= BUDGET;
+        Ok((any, self.running.is_empty() && op.parts.get(next.index).is_none()))
+    }
+
+    fn start(&mut self, op: &Operation, part: &Part, next: NextPart, reach: Reach) {
+        let mut run = self.idle.pop().unwrap_or_else(|| Box::new(PlanRun::new(self.backend.fresh())));
+        run.start((self.comm, op), part.clone(), next.number, next.index);
+        run.arrived(rounds(reach, next.index));
+        self.running.push(run);
+    }
+
+    fn put_away(&mut self, mut run: Box<PlanRun<B>>) {
+        self.needed += run.memory().1;
+        run.clear();
+        self.idle.push(run);
+    }
+
+    /// More of the operation's memory has come.
+    pub(super) fn arrived(&mut self, reach: Reach) {
+        self.running.iter_mut().for_each(|run| run.arrived(rounds(reach, run.order)));
+    }
+
+    /// How far the results are: all of the parts before this one, and so many rounds of it.
+    pub(super) fn stored(&self, next: NextPart) -> Reach {
+        self.running.first().map_or((next.index, 0), |first| (first.order, first.stored()))
+    }
+
+    /// Forgets the parts in flight: done, or failed. Returns how much memory of their own the operation has needed.
+    pub(super) fn clear(&mut self) -> usize {
+        while let Some(run) = self.running.pop() {
+            self.put_away(run);
+        }
+        std::mem::take(&mut self.needed)
+    }
+
+    /// Notes memory that a receiver has given back.
+    pub(crate) fn freed(&mut self, lent: &Lent) {
+        if let Some(run) = self.running.iter_mut().find(|run| run.posted(lent)) {
+            run.freed(lent);
+        }
+    }
+
+    /// Whether the last pass ended because it had taken long, and not because nothing was left to do.
+    pub(super) fn was_long(&self) -> bool {
+        self.was_long
+    }
+
+    /// Adds the ranks whose frames, or whose room, the parts wait for.
+    pub(super) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
+        self.running.iter().for_each(|run| run.waiting_for(port, ranks));
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        !self.running.is_empty()
+    }
+
+    /// Bytes of memory of their own that idle runs keep.
+    pub(super) fn kept(&self) -> usize {
+        self.idle.iter().map(|run| run.memory().0).sum()
+    }
+
+    /// Lets idle runs keep so many bytes together at most. Returns how many they keep now.
+    pub(super) fn give_memory_back(&mut self, most: usize) -> usize {
+        let mut kept = 0;
+        for run in &mut self.idle {
+            let more = run.memory().0;
+            match kept + more > most {
+                true => run.give_memory_back(),
+                false => kept += more,
+            }
+        }
+        kept
+    }
+}

@@ -1,0 +1,328 @@
+//! How a step goes on: it gathers its operands, has them combined, and sends the result.
+
+use super::{Backend, PlanRun, RECEIVER_BITS, Turn};
+use crate::error::Error;
+use crate::exec::backend::Slice;
+use crate::exec::port::{Payload, Port};
+use crate::link::Header;
+use crate::plan::compile::Holds;
+use crate::plan::{INPUT, Operand};
+use crate::types::Rank;
+
+/// A partly received frame is worth working on from this many bytes.
+const USEFUL: usize = 32 << 10;
+
+/// Where operands are found: most steps have one or two, and the rest of a large array would be cleared for nothing.
+macro_rules! operands {
+    ($ins:ident, $count:expr) => {
+        let (mut few, mut some, mut many);
+        let $ins: &mut [*const u8] = match $count {
+            count @ 0..=4 => {
+                few = [std::ptr::null(); 4];
+                &mut few[..count]
+            }
+            count @ 5..=64 => {
+                some = [std::ptr::null(); 64];
+                &mut some[..count]
+            }
+            count => {
+                many = vec![std::ptr::null(); count];
+                &mut many[..]
+            }
+        };
+    };
+}
+
+impl<B: Backend> PlanRun<B> {
+    /// Whether a step that stores a copy of our own input sends it from the input, where it stays: what was stored may have
+    /// left the caches.
+    fn sends_input(&self, t: Turn<'_, B>, i: usize) -> bool {
+        let step = &t.c.program().plan.steps[i];
+        let is_input = matches!(&step.operands[..], [Operand::Own(at)] if at.slot == INPUT);
+        B::SENDS_INPUT && is_input && !t.c.divides(step) && !t.c.part.is_in_place()
+    }
+
+    /// Gathers and combines one slice of step `i`. Returns whether anything moved.
+    pub(super) fn gather(&mut self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let program = t.c.program();
+        let step = &program.plan.steps[i];
+        if step.holds() == Holds::Source {
+            return Ok(false);
+        }
+        let state = self.steps[i];
+        if state.got > state.pos {
+            if self.flush(t, i, port)? {
+                return Ok(true);
+            }
+            // A part of a slice (all that one of the links had) is in the accumulator, and its place is not free. Go on to the
+            // slice's end: peers wait to have back what they lent us, a frame at a time, before they free that place.
+            if step.dst.is_none() || state.got.is_multiple_of(self.slicing.slice_of(state.unit)) {
+                return Ok(false);
+            }
+        }
+        if state.got == state.len {
+            return Ok(false);
+        }
+        let round = state.got / self.round;
+        let mut m = self.slice_end(&state, state.got) - state.got;
+        m = m.min(self.written_limit(program, i).saturating_sub(state.got));
+        let writable =
+            if step.dst.is_some() { self.read_limit(program, i).saturating_sub(state.got) } else { m };
+        if !program.nodes[i].hand || (step.dst.is_some() && !step.gathers_early()) {
+            m = m.min(writable);
+        }
+        if m == 0 {
+            return Ok(false);
+        }
+        if m <= writable && self.receives_itself(t, i, port)? {
+            return self.receive(t, i, writable, port);
+        }
+        operands!(ins, step.operands.len());
+        for k in (state.missing..ins.len()).chain(0..state.missing) {
+            ins[k] = match &step.operands[k] {
+                Operand::Own(at) => self.address(t.c.part, *at, &state, state.got),
+                // Plans of loans are not run step by step.
+                Operand::Lent(_) => return Ok(false),
+                Operand::Recv(from) => {
+                    let useful = USEFUL.min(m * state.unit);
+                    let Some(frame) = self.expect(t, i, *from, (round, useful), port)? else {
+                        self.steps[i].missing = k;
+                        return Ok(false);
+                    };
+                    if let Some(whole) = frame.ready.checked_div(state.unit) {
+                        m = m.min(whole);
+                    }
+                    frame.data
+                }
+            };
+        }
+        if m == 0 {
+            return Ok(false);
+        }
+        // What is stored and too little for a frame of its own goes with what follows (`push`).
+        let is_worth =
+            m * state.unit >= self.slicing.least || state.got + m == self.portion_end(&state, state.got);
+        let is_ready = is_worth && self.receivers_ready(t, i, port)?;
+        self.combine(t, i, (m, m <= writable, is_ready), ins, port)
+    }
+
+    /// Has a slice combined, gives its operands back and posts its result. Returns whether anything was done.
+    fn combine(
+        &mut self,
+        t: Turn<'_, B>,
+        i: usize,
+        (m, is_writable, is_ready): (usize, bool, bool),
+        ins: &[*const u8],
+        port: &mut Port,
+    ) -> Result<bool, Error> {
+        let program = t.c.program();
+        let slice = Slice { m, ins, is_writable, is_ready, ..self.slice(t, i, self.steps[i].got) };
+        let done = self.backend.combine(&slice, port)?;
+        if done.taken == 0 {
+            return Ok(false);
+        }
+        let (state, step) = (slice.state, slice.step);
+        for operand in &step.operands {
+            if let Operand::Recv(from) = operand {
+                port.rx(*from)?.release(done.taken * state.unit);
+            }
+        }
+        self.gathered(program, i, done.taken, done.is_stored);
+        if let Some(payload) = done.payload {
+            for k in 0..step.send.len() {
+                self.post(t, i, (k, state.pos, done.taken), &payload, port)?;
+            }
+        }
+        Ok(true)
+    }
+
+    /// Step `i` at element `at` of its chunk, as a backend sees it, without operands.
+    fn slice<'a>(&self, t: Turn<'a, B>, i: usize, at: usize) -> Slice<'a> {
+        let (step, state) = (&t.c.program().plan.steps[i], self.steps[i]);
+        Slice {
+            c: t.c,
+            i,
+            step,
+            state,
+            m: 0,
+            ins: &[],
+            dst: step.dst.map(|dst| self.address(t.c.part, dst, &state, at)),
+            is_writable: true,
+            is_ready: false,
+            is_input: self.sends_input(t, i),
+            before: at % self.slicing.slice_of(state.unit),
+            holds_back: self.slicing.least > 0,
+        }
+    }
+
+    /// Whether step `i` is a copy whose payload is still in a socket: then it goes straight to where it belongs.
+    fn receives_itself(&self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let step = &t.c.program().plan.steps[i];
+        let ([Operand::Recv(from)], Some(_)) = (&step.operands[..], step.dst) else { return Ok(false) };
+        Ok(!t.c.divides(step) && port.rx(*from)?.streams() && self.steps[i].unit > 0)
+    }
+
+    /// Receives what has come of such a payload. Returns whether anything moved.
+    fn receive(&mut self, t: Turn<'_, B>, i: usize, writable: usize, port: &mut Port) -> Result<bool, Error> {
+        let (program, state) = (t.c.program(), self.steps[i]);
+        let step = &program.plan.steps[i];
+        let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst) else { return Ok(false) };
+        let Some(_) = self.expect(t, i, *from, (state.got / self.round, 0), port)? else { return Ok(false) };
+        // As much as one call of the system brings: nothing is to be done with it.
+        let end = self.written_limit(program, i).min(self.portion_end(&state, state.got));
+        let m = writable.min(end - state.got);
+        let at = self.address(t.c.part, dst, &state, state.pos);
+        // SAFETY: `m` elements at `pos` of chunk `dst`: inside the operation's buffer, which the table
+        // owns; no other step touches them now (the limits above), no peer reads them (freed).
+        let bytes = unsafe { port.rx(*from)?.receive_into(at, m * state.unit, state.unit)? };
+        self.gathered(program, i, bytes / state.unit, true);
+        Ok(bytes > 0)
+    }
+
+    /// Moves what the accumulator holds to where it belongs, once that is free, or sends it. Returns whether anything moved.
+    fn flush(&mut self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let state = self.steps[i];
+        let slice = Slice { m: state.got - state.pos, ..self.slice(t, i, state.pos) };
+        if slice.dst.is_some() {
+            if self.read_limit(t.c.program(), i) < state.got {
+                return Ok(false);
+            }
+            self.backend.store(&slice)?;
+            self.steps[i].pos += slice.m;
+            return Ok(true);
+        }
+        if !self.receivers_ready(t, i, port)? {
+            return Ok(false);
+        }
+        let (m, payload) = self.backend.send_accumulated(&slice, port)?;
+        for k in 0..slice.step.send.len() {
+            self.post(t, i, (k, state.pos, m), &payload, port)?;
+        }
+        self.steps[i].pos += m;
+        Ok(true)
+    }
+
+    /// Whether the next message to a peer is step `i`'s, at element `at`.
+    fn sending(&self, t: Turn<'_, B>, peer: Rank, i: usize, at: usize) -> bool {
+        let cursor = self.tx[peer];
+        cursor.round as usize == at / self.round
+            && t.c.program().sends[peer].get(cursor.message as usize) == Some(&(i as u32))
+            && t.may_send(peer)
+    }
+
+    /// Whether a result can go to all receivers at once: each is at this message, and has room.
+    fn receivers_ready(&self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let (state, step) = (&self.steps[i], &t.c.program().plan.steps[i]);
+        for (k, &peer) in step.send.iter().enumerate() {
+            if self.sent[state.first + k] != state.pos
+                || !self.sending(t, peer, i, state.pos)
+                || !port.tx(peer)?.room()?
+            {
+                return Ok(false);
+            }
+        }
+        Ok(!step.send.is_empty())
+    }
+
+    /// Sends one slice that is stored (or our own input) and not sent yet. Returns whether anything moved.
+    pub(super) fn push(&mut self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let program = t.c.program();
+        let (state, step) = (self.steps[i], &program.plan.steps[i]);
+        let source = step.holds() == Holds::Source;
+        let from = match (source, step.dst, &step.operands[..]) {
+            (_, dst, [Operand::Own(at)]) if source || dst.is_some() && self.sends_input(t, i) => *at,
+            (false, Some(dst), _) => dst,
+            _ => return Ok(false), // sent from the accumulator, or nothing to send
+        };
+        let limit = if source { self.written_limit(program, i).min(state.len) } else { state.pos };
+        for (k, &peer) in step.send.iter().enumerate() {
+            let sent = self.sent[state.first + k];
+            if sent >= limit || !self.sending(t, peer, i, sent) {
+                continue;
+            }
+            let tx = port.tx(peer)?;
+            if !tx.room()? {
+                continue;
+            }
+            let end = self.frame_end(&state, sent, if program.whole { tx.most() } else { 0 });
+            let m = limit.min(end) - sent;
+            if sent + m < end && m * state.unit < USEFUL.max(self.slicing.least) {
+                continue; // more of this message is about to be there
+            }
+            let at = self.address(t.c.part, from, &state, sent).cast_const();
+            self.push_slice(t, i, (k, sent, m), at, port)?;
+            return Ok(true);
+        }
+        Ok(false)
+    }
+
+    /// Sends `m` elements of step `i` from `at`, which lie at element `sent` of its chunk: to its `k`-th receiver, and to those
+    /// after that one that are at the same place, if they go in a slot.
+    fn push_slice(
+        &mut self,
+        t: Turn<'_, B>,
+        i: usize,
+        (k, sent, mut m): (usize, usize, usize),
+        at: *const u8,
+        port: &mut Port,
+    ) -> Result<(), Error> {
+        let (state, step) = (self.steps[i], &t.c.program().plan.steps[i]);
+        let mut payload = Payload::Memory(at);
+        if m * state.unit > Port::INLINE && port.tx(step.send[k])?.needs_slot(at, m * state.unit) {
+            if let Some((slot, place)) = port.take_slot(m * state.unit) {
+                // SAFETY: `m` elements of our own chunk (or stored result), at most a slot; the slot is ours.
+                unsafe { self.backend.fill_slot(at, place, m * state.unit, port) };
+                payload = Payload::Slot(slot, place);
+            } else {
+                // No slot is free: what fits a cell goes, so that no other communicator's backlog stops us.
+                m = Port::INLINE / state.unit;
+            }
+        }
+        self.post(t, i, (k, sent, m), &payload, port)?;
+        if matches!(payload, Payload::Slot(..)) {
+            for (other, &peer) in step.send.iter().enumerate().skip(k + 1) {
+                if self.sent[state.first + other] == sent
+                    && self.sending(t, peer, i, sent)
+                    && port.tx(peer)?.room()?
+                {
+                    self.post(t, i, (other, sent, m), &payload, port)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Posts elements `at..at + m` of step `i` to its `k`-th receiver.
+    fn post(
+        &mut self,
+        t: Turn<'_, B>,
+        i: usize,
+        (k, at, m): (usize, usize, usize),
+        payload: &Payload,
+        port: &mut Port,
+    ) -> Result<(), Error> {
+        let program = t.c.program();
+        let (state, peer) = (self.steps[i], program.plan.steps[i].send[k]);
+        let header = Header {
+            comm: t.c.comm as u32,
+            op: t.c.op.number,
+            offset: at as u64,
+            len: (m * state.unit) as u32,
+            message: self.message(self.tx[peer].message),
+            signature: t.c.signature(&state),
+        };
+        let (end, receiver) = (at + m, k as u32 | u32::from(self.part) << RECEIVER_BITS);
+        let free = port.post(peer, header, payload, (t.c.op.number, i as u32, receiver, end))?;
+        self.touched += m * state.unit;
+        let index = state.first + k;
+        if free && self.freed[index] == at {
+            self.freed[index] = end;
+        }
+        self.sent[index] = end;
+        if end % self.round == 0 || end == state.len {
+            Self::advance(&self.steps, &program.sends[peer], &mut self.tx[peer], self.rounds, self.round);
+            self.mark_heads(program, peer);
+        }
+        Ok(())
+    }
+}
