@@ -14,6 +14,11 @@
 //!    meanwhile. Without `dst` the result stays in the hand, and the next slice waits until all sends of this one are taken.
 //!    A step that only sends from our own memory needs no hand: it lends its source.
 //!
+//! In a plan of loans, a step that lends ([`Step::loan`]) waits for `after_write` and `after_read`, and then offers the slice to
+//! the borrower, in the order of the link's messages. The slice counts as computed and as released when the borrower gives it
+//! back. A step that borrows combines a slice only when every rank whose loan it reads or writes into has offered that slice; it
+//! writes the result into those loans when it stores it in `dst`, and gives the slice of all of them back.
+//!
 //! The checker proves the plans under these rules without any buffering in links ([`super::check`]).
 
 use super::{Algo, At, Kind, Loan, OUTPUT, Operand, Plan, Rank, Shape, Step};
@@ -25,9 +30,10 @@ pub struct Program {
     pub plan: Plan,
     /// What each step waits for, indexed like `plan.steps`.
     pub nodes: Vec<Node>,
-    /// Per peer: the steps that send to it, in the order of their messages.
+    /// Per peer: the steps that send or lend to it, in the order of their messages.
     pub sends: Vec<Vec<u32>>,
-    /// Per peer: the steps that receive from it, in the order of their messages.
+    /// Per peer: the steps that receive or borrow from it, in the order of their messages. A step borrows a rank's loan once,
+    /// whether it reads the loan, writes into it, or both.
     pub recvs: Vec<Vec<u32>>,
     /// The same collective by loans, for ranks that can touch each other's memory, if there is such a plan ([`super::lending`]).
     pub lending: Option<Lending>,
@@ -61,12 +67,8 @@ impl Lending {
         }
         let fold = plan.steps.iter().position(|step| step.loan.is_none());
         let mut borrows = vec![false; plan.size];
-        for step in fold.map(|i| &plan.steps[i]) {
-            let lent = step.operands.iter().filter_map(|operand| match operand {
-                Operand::Lent(from) => Some(*from),
-                Operand::Recv(_) | Operand::Own(_) => None,
-            });
-            lent.chain(step.into.iter().copied()).for_each(|from| borrows[from] = true);
+        if let Some(step) = fold.map(|i| &plan.steps[i]) {
+            step.lenders().for_each(|from| borrows[from] = true);
         }
         Lending { plan, loans, borrows, fold }
     }
@@ -108,9 +110,24 @@ impl Step {
         match (self.dst, self.operands.as_slice()) {
             _ if self.loan.is_some() => Holds::Loan,
             (Some(_), _) => Holds::Dst,
-            (None, [Operand::Own(_)]) if !self.finish => Holds::Source,
+            (None, [Operand::Own(_)]) if !self.finish && self.into.is_empty() => Holds::Source,
             _ => Holds::Hand,
         }
+    }
+
+    /// The ranks whose loans the step borrows, each of them once: first those whose loans it reads, in the order of its
+    /// operands, then those whose loans it only writes into.
+    pub fn lenders(&self) -> impl Iterator<Item = Rank> + '_ {
+        let read = self.operands.iter().filter_map(|operand| match operand {
+            Operand::Lent(from) => Some(*from),
+            Operand::Recv(_) | Operand::Own(_) => None,
+        });
+        read.chain(self.only_into())
+    }
+
+    /// The ranks whose loans the step writes into and does not read.
+    pub(super) fn only_into(&self) -> impl Iterator<Item = Rank> + '_ {
+        self.into.iter().copied().filter(|from| !self.operands.contains(&Operand::Lent(*from)))
     }
 
     /// A chunk of its own memory, if it names one: all that it names, and its messages, have one length.
@@ -160,18 +177,7 @@ impl Program {
             step.send.iter().chain(step.loan.iter().map(|loan| &loan.to)).for_each(|&to| sends[to].push(i));
             let mut node = Node::default();
             if let Some(loan) = step.loan {
-                // As a step that reads the one and writes the other, and is at it until all is given back.
-                let t = of(&mut touched, loan.read);
-                t.named += 1;
-                add(&mut node.after_write, t.writer);
-                if loan.write != loan.read {
-                    t.readers.push(i);
-                }
-                let t = of(&mut touched, loan.write);
-                t.named += 1;
-                add(&mut node.after_write, t.writer);
-                t.readers.drain(..).for_each(|r| add(&mut node.after_read, Some(r)));
-                t.writer = Some(i);
+                lend(&mut touched, &mut node, loan, i);
             }
             for operand in &step.operands {
                 match *operand {
@@ -186,6 +192,7 @@ impl Program {
                     }
                 }
             }
+            step.only_into().for_each(|from| recvs[from].push(i));
             if let Some(at) = step.dst {
                 let t = of(&mut touched, at);
                 t.named += 1;
@@ -201,7 +208,8 @@ impl Program {
             }
             node.hand = match step.holds() {
                 Holds::Source | Holds::Loan => false,
-                Holds::Hand => true,
+                // What is only written into loans goes straight there: they are all there when it is combined.
+                Holds::Hand => !step.send.is_empty(),
                 Holds::Dst => step.gathers_early() && !node.after_read.is_empty(),
             };
             nodes.push(node);
@@ -230,6 +238,22 @@ pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
         plan.is_ok_and(|plan| !Program::compile(&plan).nodes.iter().any(|node| node.hand))
     };
     (0..shape.n).all(|rank| handless(rank, false) && handless(rank, true))
+}
+
+/// Step `i` lends. Its node waits as that of a step that reads the one chunk and writes the other, and is over only when all is
+/// given back.
+fn lend(touched: &mut [Vec<Touched>], node: &mut Node, loan: Loan, i: u32) {
+    let t = of(touched, loan.read);
+    t.named += 1;
+    add(&mut node.after_write, t.writer);
+    if loan.write != loan.read {
+        t.readers.push(i);
+    }
+    let t = of(touched, loan.write);
+    t.named += 1;
+    add(&mut node.after_write, t.writer);
+    t.readers.drain(..).for_each(|r| add(&mut node.after_read, Some(r)));
+    t.writer = Some(i);
 }
 
 fn of(touched: &mut [Vec<Touched>], at: At) -> &mut Touched {

@@ -20,12 +20,16 @@ pub fn lending(kind: Kind, algo: Algo, s: &Shape) -> Option<Plan> {
 
 /// Lend every peer its chunk of our input and output; fold our chunk of all inputs into all outputs.
 fn all_reduce(s: &Shape) -> Plan {
-    let lend = |to| {
-        Step { loan: Some(Loan { to, read: s.input(to), write: s.out(to) }), ..Step::default() }
-    };
+    let lend = |to| Step { loan: Some(Loan { to, read: s.input(to), write: s.out(to) }), ..Step::default() };
     let mut steps: Vec<Step> = s.onwards().map(lend).collect();
     let own = s.own(s.rank);
     let operands = (0..s.n).map(|p| if p == s.rank { own } else { Operand::Lent(p) }).collect();
-    steps.push(Step { operands, dst: Some(s.out(s.rank)), into: s.others(), finish: true, ..Step::default() });
+    steps.push(Step {
+        operands,
+        dst: Some(s.out(s.rank)),
+        into: s.others(),
+        finish: true,
+        ..Step::default()
+    });
     s.split(s.n, steps)
 }

@@ -23,6 +23,12 @@ pub enum Mutation {
     WrongDst,
     /// `finish` is turned over. At run time only an average shows it.
     FlipFinish,
+    /// The result is not written into the k-th of the loans that it goes to.
+    DropInto(usize),
+    /// What is lent for reading is the next chunk of its slot.
+    WrongLoanRead,
+    /// What is lent for writing is the next chunk of its slot.
+    WrongLoanWrite,
     /// This step and the next, which touch the same memory, change places.
     SwapNext,
 }
@@ -34,6 +40,9 @@ pub enum Mutation {
 /// also the order of the rest, and the keeping of a token between rounds: a rank that tells more than it must, or
 /// hears again what it forgot, does no harm. In scans also `finish` (there is no average that would show it), and the
 /// order of two sums the first of which nobody else sees (what commutes does not show it). The checker refuses both.
+///
+/// Of a step that lends ([`Step::loan`]), what may be read or what may be written is another chunk, if its slot has another. Where
+/// both are the same chunk, as they are in place, one of the two is changed and the other stays.
 pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
     let exact = kind != Kind::Barrier;
     let scan = matches!(kind, Kind::Scan | Kind::ExScan);
@@ -41,6 +50,11 @@ pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
     let program = super::Program::compile(plan);
     for (i, step) in plan.steps.iter().enumerate() {
         all.push((i, Mutation::DropStep));
+        if let Some(loan) = step.loan {
+            all.extend((chunks(plan, loan.read) > 1).then_some((i, Mutation::WrongLoanRead)));
+            all.extend((chunks(plan, loan.write) > 1).then_some((i, Mutation::WrongLoanWrite)));
+            continue;
+        }
         if !scan {
             all.push((i, Mutation::FlipFinish));
         }
@@ -51,6 +65,7 @@ pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
             }
         }
         all.extend((0..step.send.len()).map(|k| (i, Mutation::DropSend(k))));
+        all.extend((0..step.into.len()).map(|k| (i, Mutation::DropInto(k))));
         if let Some(at) = step.dst {
             // Kept for more than to be sent on: a result, a copy of one, or read again here.
             let touches = |later: &&Step| later.dst == Some(at) || later.operands.contains(&Operand::Own(at));
@@ -70,8 +85,10 @@ pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
         let tied = program.nodes.get(i + 1).is_some_and(|next| {
             next.after_read.contains(&(i as u32)) || next.after_write.contains(&(i as u32))
         });
-        let unseen = |next: &Step| scan && step.combines() && next.combines() && step.send.is_empty();
-        if tied && exact && !plan.steps.get(i + 1).is_some_and(unseen) {
+        let harmless = |next: &Step| {
+            next.loan.is_some() || scan && step.combines() && next.combines() && step.send.is_empty()
+        };
+        if tied && exact && !plan.steps.get(i + 1).is_some_and(harmless) {
             all.push((i, Mutation::SwapNext));
         }
     }
@@ -93,8 +110,11 @@ pub fn apply(plan: &mut Plan, step: usize, mutation: &Mutation) {
         Mutation::DropSend(k) => drop(s.send.remove(k)),
         Mutation::WrongOperand(k) => match &mut s.operands[k] {
             Operand::Own(at) => next(at),
-            Operand::Recv(_) => panic!("operand {k} of step {step} is not our own"),
+            Operand::Recv(_) | Operand::Lent(_) => panic!("operand {k} of step {step} is not our own"),
         },
+        Mutation::DropInto(k) => drop(s.into.remove(k)),
+        Mutation::WrongLoanRead => next(&mut s.loan.as_mut().expect("a step that lends").read),
+        Mutation::WrongLoanWrite => next(&mut s.loan.as_mut().expect("a step that lends").write),
         Mutation::WrongDst => next(s.dst.as_mut().expect("a step with a dst")),
         Mutation::FlipFinish => s.finish = !s.finish,
         Mutation::SwapNext => plan.steps.swap(step, step + 1),

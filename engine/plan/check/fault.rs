@@ -14,7 +14,7 @@ pub enum Fault {
         /// What about it.
         what: String,
     },
-    /// A step that means nothing: no operands, a chunk that does not exist, a bad send set.
+    /// A step that means nothing: no operands, a chunk that does not exist, a bad send set, a loan to itself.
     Malformed {
         /// Whose plan.
         rank: Rank,
@@ -41,7 +41,30 @@ pub enum Fault {
         /// The receiver's step.
         step: usize,
     },
-    /// A step whose operands, messages or result differ in length.
+    /// A message that meets a step that borrows, or a loan that meets a step that receives.
+    Mispaired {
+        /// The sender, or lender.
+        from: Rank,
+        /// The sender's step.
+        step: usize,
+        /// The receiver, or borrower.
+        to: Rank,
+        /// The receiver's step.
+        receiver: usize,
+        /// Whether `from` lends and `to` receives; otherwise `from` sends and `to` borrows.
+        is_loan: bool,
+    },
+    /// A chunk that is out on loan is touched by its owner: written, or read although the borrower may write it, or lent again
+    /// so that two ranks would hold it. What a step waits for ([`crate::plan::Node`]) should make this impossible.
+    Held {
+        /// Whose chunk, and who touches it.
+        rank: Rank,
+        /// Which chunk.
+        at: At,
+        /// To whom it is lent.
+        by: Rank,
+    },
+    /// A step whose operands, messages, loans or result differ in length.
     Length {
         /// Whose plan.
         rank: Rank,
@@ -51,7 +74,7 @@ pub enum Fault {
         count: usize,
         /// Elements of the step itself.
         own: usize,
-        /// Elements of its operand or message.
+        /// Elements of its operand, message or loan.
         other: usize,
     },
     /// The plans stop before they are done.
@@ -144,6 +167,10 @@ pub enum On {
     From(Rank),
     /// A rank that has not taken its message.
     To(Rank),
+    /// A loan of a rank.
+    Loan(Rank),
+    /// A rank that has not given back what it was lent.
+    Back(Rank),
 }
 
 impl fmt::Display for Fault {
@@ -157,6 +184,21 @@ impl fmt::Display for Fault {
             }
             Fault::Unsent { from, to, step } => {
                 write!(f, "rank {to}, step {step}: rank {from} sends nothing for this receive")
+            }
+            Fault::Mispaired { from, step, to, receiver, is_loan: true } => {
+                write!(
+                    f,
+                    "rank {from}, step {step}: a loan that rank {to} receives as a message in its step {receiver}"
+                )
+            }
+            Fault::Mispaired { from, step, to, receiver, is_loan: false } => {
+                write!(
+                    f,
+                    "rank {from}, step {step}: a message that rank {to} takes for a loan in its step {receiver}"
+                )
+            }
+            Fault::Held { rank, at, by } => {
+                write!(f, "rank {rank}, {}: touched while it is lent to rank {by}", place(at))
             }
             Fault::Length { rank, step, count, own, other } => write!(
                 f,
@@ -197,6 +239,8 @@ impl fmt::Display for Wait {
             On::Step(earlier) => write!(f, "its step {earlier}"),
             On::From(from) => write!(f, "a message from rank {from}"),
             On::To(to) => write!(f, "rank {to} to take its message"),
+            On::Loan(from) => write!(f, "a loan of rank {from}"),
+            On::Back(to) => write!(f, "rank {to} to give back its loan"),
         }
     }
 }

@@ -8,6 +8,10 @@
 //! receiver that use it in orders fixed by their plans, so all schedules come to the same (Kahn, "The
 //! semantics of a simple language for parallel programming", 1974).
 //!
+//! Of plans of loans ([`super::lending()`]) it also sees that a lender leaves alone what is out on loan. What one rank lends is
+//! all that another can touch of its memory, so each piece of memory has one holder at a time. That all ranks take the plans of
+//! loans, or none does, is another question: see [`agree`].
+//!
 //! Then every piece of every rank's memory is looked at: each result has every contribution that it should exactly
 //! once and no other, all who hold a result hold the same expression (the same bits), it was finished exactly once
 //! (in a scan: never), and what must not be written was not.
@@ -15,12 +19,16 @@
 //! Lengths are compared for several counts; where each rank has a count of its own ([`super::Layout::Table`]), for
 //! counts that all differ and some of which are 0.
 
+mod agreement;
 mod expr;
 mod fault;
 mod goal;
 mod net;
 mod run;
+#[cfg(test)]
+mod tests;
 
+pub use agreement::{ALL_SCHEDULES, ALL_SUBSETS, Disagreement, agree};
 pub use fault::{Fault, On, Wait};
 
 use self::expr::Values;
@@ -34,11 +42,12 @@ use super::{At, Kind, Plan, Rank};
 pub struct Report {
     /// Steps of all ranks.
     pub steps: usize,
-    /// Messages between all ranks.
+    /// Messages between all ranks, loans among them.
     pub messages: usize,
-    /// The longest chain of messages, each of which needs the one before.
+    /// The longest chain of messages, each of which needs the one before. A loan is one, and what is written into it another, on
+    /// its way back.
     pub hops: usize,
-    /// Elements sent by the rank that sends most, for each element of the operation's count. (With a count for each
+    /// Elements sent (not lent) by the rank that sends most, for each element of the operation's count. (With a count for each
     /// rank: the elements themselves, with the counts that the checker takes.)
     pub sent: f64,
     /// Whether steps must be gathered in a hand before their `dst` is free: an executor that starts each
@@ -89,7 +98,10 @@ pub fn check_slices(
         Run::new(&net, mode, memory, values)
     };
     let ends = |mode: Mode| {
-        let done = run(mode);
+        let mut done = run(mode);
+        if let Some(held) = done.held.take() {
+            return Err(held);
+        }
         let waits = done.waits();
         if waits.is_empty() {
             return Ok(done);

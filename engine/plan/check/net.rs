@@ -1,11 +1,14 @@
 //! The plans of all ranks as one graph, and the checks that need no run: form, pairing, lengths.
 
-use super::super::{At, Layout, Operand, Plan, Program, Rank, Step};
+use super::super::{At, Layout, Loan, Operand, Plan, Program, Rank, Step};
 use super::Fault;
 use super::goal::Goal;
 
-/// A message as its sender knows it: global step, and which of its sends.
+/// A message as its sender knows it: global step, and which of its sends (of a loan: 0).
 pub(super) type Sent = (u32, u32);
+
+/// A loan as its borrower knows it: who lends, and which message of the link it is.
+pub(super) type Borrow = (Rank, u32);
 
 /// Whose memory, and which.
 type Piece = (Rank, At);
@@ -22,12 +25,14 @@ pub(super) struct Net<'a> {
     pub(super) base: Vec<u32>,
     /// Per step, its rank.
     pub(super) rank: Vec<u32>,
-    /// Per link (`from * n + to`), its messages.
+    /// Per link (`from * n + to`), its messages. Loans are among them.
     pub(super) sends: Vec<Vec<Sent>>,
-    /// Per link, the steps that receive them.
+    /// Per link, the steps that receive or borrow them.
     pub(super) recvs: Vec<Vec<u32>>,
-    /// Per step and operand, which message of its link a receive is.
+    /// Per step and operand, which message of its link a receive or a loan is.
     pub(super) ordinal: Vec<Vec<u32>>,
+    /// Per step, what it borrows: each lender once.
+    pub(super) borrows: Vec<Vec<Borrow>>,
     /// Per step, later steps of the same rank that may wait for it.
     pub(super) dependents: Vec<Vec<u32>>,
 }
@@ -46,6 +51,7 @@ impl<'a> Net<'a> {
             sends: vec![Vec::new(); n * n],
             recvs: vec![Vec::new(); n * n],
             ordinal: Vec::new(),
+            borrows: Vec::new(),
             dependents: Vec::new(),
         };
         for (rank, plan) in plans.iter().enumerate() {
@@ -56,15 +62,10 @@ impl<'a> Net<'a> {
                 for (k, &to) in step.send.iter().enumerate() {
                     net.sends[rank * n + to].push((g, k as u32));
                 }
-                let ordinal = step.operands.iter().map(|operand| match *operand {
-                    Operand::Recv(from) => {
-                        let link = &mut net.recvs[from * n + rank];
-                        link.push(g);
-                        link.len() as u32 - 1
-                    }
-                    Operand::Own(_) => 0,
-                });
-                net.ordinal.push(ordinal.collect());
+                if let Some(loan) = step.loan {
+                    net.sends[rank * n + loan.to].push((g, 0));
+                }
+                net.receives(rank, g, step);
                 net.dependents.push(Vec::new());
                 let node = &net.programs[rank].nodes[i];
                 for &earlier in node.after_write.iter().chain(&node.after_read) {
@@ -76,6 +77,31 @@ impl<'a> Net<'a> {
         net.paired()?;
         net.lengths_agree()?;
         Ok(net)
+    }
+
+    /// Numbers what a step receives and borrows among the messages of the links.
+    fn receives(&mut self, rank: Rank, g: u32, step: &Step) {
+        let n = self.n;
+        let mut next = |from: Rank| {
+            let link = &mut self.recvs[from * n + rank];
+            link.push(g);
+            link.len() as u32 - 1
+        };
+        let (mut ordinals, mut borrows) = (Vec::new(), Vec::new());
+        for operand in &step.operands {
+            ordinals.push(match *operand {
+                Operand::Recv(from) => next(from),
+                Operand::Lent(from) => {
+                    let message = next(from);
+                    borrows.push((from, message));
+                    message
+                }
+                Operand::Own(_) => 0,
+            });
+        }
+        borrows.extend(step.only_into().map(|from| (from, next(from))));
+        self.ordinal.push(ordinals);
+        self.borrows.push(borrows);
     }
 
     /// Steps of all ranks.
@@ -113,26 +139,39 @@ impl<'a> Net<'a> {
             if let Some(&g) = recvs.get(sends.len()) {
                 return Err(Fault::Unsent { from, to, step: self.place(g).1 });
             }
+            for (message, (&(sender, _), &receiver)) in sends.iter().zip(recvs).enumerate() {
+                let is_loan = self.step(sender).loan.is_some();
+                if is_loan != self.borrows[receiver as usize].contains(&(from, message as u32)) {
+                    let (step, receiver) = (self.place(sender).1, self.place(receiver).1);
+                    return Err(Fault::Mispaired { from, step, to, receiver, is_loan });
+                }
+            }
         }
         Ok(())
     }
 
-    /// The operands, the result and the messages of every step have one length, whatever the count.
+    /// The operands, the result, the messages and the loans of every step have one length, whatever the count.
     fn lengths_agree(&self) -> Result<(), Fault> {
         let n = self.n;
         let counts = [0, 1, n - 1, n, n + 1, 3 * n + 2];
         for g in 0..self.steps() as u32 {
             let (rank, step) = self.place(g);
             let Some(own) = self.chunk(g) else { continue };
-            for (k, operand) in self.step(g).operands.iter().enumerate() {
-                let other = match *operand {
+            let operands =
+                self.step(g).operands.iter().enumerate().filter_map(|(k, operand)| match *operand {
                     Operand::Own(at) => Some((rank, at)),
-                    Operand::Recv(from) => {
-                        let message = self.ordinal[g as usize][k] as usize;
-                        self.chunk(self.sends[from * n + rank][message].0)
+                    // The chunk of a step that lends is what may be read.
+                    Operand::Recv(from) | Operand::Lent(from) => {
+                        self.chunk(self.sender(from, rank, self.ordinal[g as usize][k]))
                     }
-                };
-                let Some(other) = other.filter(|&other| !self.alike(own, other)) else { continue };
+                });
+            let borrows = self.borrows[g as usize].iter();
+            let written = borrows.filter(|(from, _)| self.step(g).into.contains(from));
+            let written = written.filter_map(|&(from, message)| {
+                self.step(self.sender(from, rank, message)).loan.map(|loan| (from, loan.write))
+            });
+            let lent = self.step(g).loan.map(|loan| (rank, loan.write));
+            for other in operands.chain(written).chain(lent).filter(|&other| !self.alike(own, other)) {
                 for count in counts {
                     let (own, other) = (self.len(own, count), self.len(other, count));
                     if own != other {
@@ -144,8 +183,13 @@ impl<'a> Net<'a> {
         Ok(())
     }
 
-    /// The chunk whose length a step has: its `dst` or an own operand, or, of one that only passes on what
-    /// it receives, that of the first message it receives.
+    /// The step that sends or lends this message of a link.
+    pub(super) fn sender(&self, from: Rank, to: Rank, message: u32) -> u32 {
+        self.sends[from * self.n + to][message as usize].0
+    }
+
+    /// The chunk whose length a step has: its `dst`, an own operand or what it lends for reading, or, of one that only passes on
+    /// what it receives or reads from a loan, that of the first of these.
     fn chunk(&self, mut g: u32) -> Option<Piece> {
         for _ in 0..=self.steps() {
             let (rank, _) = self.place(g);
@@ -153,9 +197,8 @@ impl<'a> Net<'a> {
             if let Some(at) = step.chunk() {
                 return Some((rank, at));
             }
-            let Operand::Recv(from) = step.operands[0] else { return None };
-            let message = self.ordinal[g as usize][0] as usize;
-            g = self.sends[from * self.n + rank][message].0;
+            let (Operand::Recv(from) | Operand::Lent(from)) = step.operands[0] else { return None };
+            g = self.sender(from, rank, self.ordinal[g as usize][0]);
         }
         None // passed on in a circle: a deadlock
     }
@@ -182,28 +225,67 @@ impl<'a> Net<'a> {
 }
 
 fn well_formed(plan: &Plan) -> Result<(), Fault> {
-    let exists = |at: At| plan.slots.get(at.slot as usize).is_some_and(|l| at.chunk < l.chunks());
-    let peer = |p: Rank| p < plan.size && p != plan.rank;
-    for (i, step) in plan.steps.iter().enumerate() {
-        let what = if step.operands.is_empty() {
-            "nothing to combine"
-        } else if step.dst.is_none() && step.send.is_empty() {
-            "the result goes nowhere"
-        } else if !step.dst.is_none_or(exists) {
-            "a result in a chunk that does not exist"
-        } else if !step.operands.iter().all(|o| match *o {
-            Operand::Recv(from) => peer(from),
-            Operand::Own(at) => exists(at),
-        }) {
-            "an operand that does not exist"
-        } else if !step.send.iter().all(|&p| peer(p)) {
-            "sent to a rank that does not exist, or to itself"
-        } else if !step.send.is_sorted_by(|a, b| a < b) {
-            "a send set that is not ascending, or names a rank twice"
-        } else {
-            continue;
+    for (step, it) in plan.steps.iter().enumerate() {
+        let what = match it.loan {
+            Some(loan) => bad_loan(plan, it, loan),
+            None => bad_step(plan, it),
         };
-        return Err(Fault::Malformed { rank: plan.rank, step: i, what });
+        if let Some(what) = what {
+            return Err(Fault::Malformed { rank: plan.rank, step, what });
+        }
     }
     Ok(())
+}
+
+fn exists(plan: &Plan, at: At) -> bool {
+    plan.slots.get(at.slot as usize).is_some_and(|layout| at.chunk < layout.chunks())
+}
+
+fn is_peer(plan: &Plan, rank: Rank) -> bool {
+    rank < plan.size && rank != plan.rank
+}
+
+/// What is wrong with the form of a step that lends.
+fn bad_loan(plan: &Plan, step: &Step, loan: Loan) -> Option<&'static str> {
+    if *step != (Step { loan: Some(loan), ..Step::default() }) {
+        Some("a step that lends and does something else too")
+    } else if !is_peer(plan, loan.to) {
+        Some("lent to a rank that does not exist, or to itself")
+    } else if !exists(plan, loan.read) || !exists(plan, loan.write) {
+        Some("a loan of a chunk that does not exist")
+    } else {
+        None
+    }
+}
+
+/// What is wrong with the form of a step that does not lend.
+fn bad_step(plan: &Plan, step: &Step) -> Option<&'static str> {
+    let lent_twice = |k: usize| {
+        let operand = &step.operands[k];
+        matches!(operand, Operand::Lent(_)) && step.operands[..k].contains(operand)
+    };
+    if step.operands.is_empty() {
+        Some("nothing to combine")
+    } else if step.dst.is_none() && step.send.is_empty() && step.into.is_empty() {
+        Some("the result goes nowhere")
+    } else if !step.dst.is_none_or(|at| exists(plan, at)) {
+        Some("a result in a chunk that does not exist")
+    } else if !step.operands.iter().all(|operand| match *operand {
+        Operand::Recv(from) | Operand::Lent(from) => is_peer(plan, from),
+        Operand::Own(at) => exists(plan, at),
+    }) {
+        Some("an operand that does not exist")
+    } else if (0..step.operands.len()).any(lent_twice) {
+        Some("a loan that is read twice")
+    } else if !step.send.iter().all(|&p| is_peer(plan, p)) {
+        Some("sent to a rank that does not exist, or to itself")
+    } else if !step.send.is_sorted_by(|a, b| a < b) {
+        Some("a send set that is not ascending, or names a rank twice")
+    } else if !step.into.iter().all(|&p| is_peer(plan, p)) {
+        Some("written into a loan of a rank that does not exist, or of itself")
+    } else if !step.into.is_sorted_by(|a, b| a < b) {
+        Some("loans to write into that are not ascending, or name a rank twice")
+    } else {
+        None
+    }
 }

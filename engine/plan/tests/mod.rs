@@ -3,6 +3,7 @@
 mod all;
 mod broken;
 mod costs;
+mod lending;
 mod mutants;
 mod order;
 mod refused;
