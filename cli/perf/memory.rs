@@ -25,13 +25,16 @@ pub(crate) struct Memory {
     values: Values,
 }
 
+/// Counts the values of a result that are not what they must be.
+type Count = fn(AnyBuf, &Case, bool) -> Result<(AnyBuf, u64), Error>;
+
 /// What depends on the type.
 #[derive(Clone, Copy, Debug)]
 struct Values {
     make: fn(&Comm, &Place, usize) -> Result<AnyBuf, Error>,
     fill: fn(AnyBuf, &Case, bool) -> Result<AnyBuf, Error>,
     clear: fn(AnyBuf) -> Result<AnyBuf, Error>,
-    wrong: fn(AnyBuf, &Case, bool) -> Result<(AnyBuf, u64), Error>,
+    wrong: Count,
 }
 
 impl Memory {

@@ -15,6 +15,7 @@ mod drain;
 mod driven;
 mod ending;
 mod finish;
+mod programs;
 mod reuse;
 mod submit;
 pub(super) mod together;
@@ -26,6 +27,7 @@ pub(crate) use submit::Submission;
 use self::asked::Asked;
 use self::ending::Endings;
 use self::finish::{Backing, Over};
+use self::programs::Programs;
 use super::Progress;
 use super::active::{Active, Pass};
 use super::device::{Binding, DeviceOp};
@@ -41,8 +43,8 @@ use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::link::waits::{Point, stop};
 use crate::mem::{ErasedBufs, Event};
+use crate::plan::Env;
 use crate::plan::choices::GroupChoices;
-use crate::plan::{Env, Program};
 use crate::trace::{Recorder, State};
 use crate::types::{Rank, Signature};
 
@@ -199,16 +201,6 @@ pub(crate) struct Endpoint {
     token: Box<AtomicU8>,
 }
 
-/// Kind (with [`VARIED`](crate::types::VARIED)), algorithm, root, in place.
-pub(crate) type ProgramKey = (u8, u8, Rank, bool);
-
-/// The programs made so far. Most calls are like the one before.
-#[derive(Default)]
-struct Programs {
-    last: Option<(ProgramKey, Arc<Program>)>,
-    all: HashMap<ProgramKey, Arc<Program>>,
-}
-
 /// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's lane may
 /// have been at it.
 fn orphaned() -> Option<Finished<ErasedBufs, Box<Error>>> {
@@ -305,30 +297,6 @@ impl Endpoint {
     /// Memory for barriers; lives as long as the endpoint.
     pub(crate) fn token(&self) -> *mut u8 {
         self.token.as_ptr()
-    }
-
-    /// The program for a shape: made once.
-    pub(crate) fn program(
-        &self,
-        key: ProgramKey,
-        make: impl FnOnce() -> Result<Program, Error>,
-    ) -> Result<Arc<Program>, Error> {
-        let mut programs = self.programs.lock();
-        if let Some((last, program)) = &programs.last
-            && *last == key
-        {
-            return Ok(program.clone());
-        }
-        let program = match programs.all.get(&key) {
-            Some(program) => program.clone(),
-            None => {
-                let program = Arc::new(make()?);
-                programs.all.insert(key, program.clone());
-                program
-            }
-        };
-        programs.last = Some((key, program.clone()));
-        Ok(program)
     }
 
     /// Operations queued or running.

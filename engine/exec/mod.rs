@@ -27,7 +27,7 @@ mod values;
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
 pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission};
-#[cfg(feature = "fuzzing")]
+#[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use inflight::Inflight;
 pub(crate) use inflight::{Finished, Key};
 #[cfg(test)]

@@ -4,21 +4,21 @@
 //! announced, and moves only after its receive is posted: then every frame on the link can be taken at once, so no
 //! message ever waits behind another.
 
-use std::collections::VecDeque;
-use std::sync::Arc;
+mod moving;
+
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use allstream_kernels as kernels;
 
+pub(crate) use self::moving::{Direction, Message};
+use self::moving::{Moving, Peer, Stage, Type, Unclaimed};
 use super::deadlines::grace;
 use super::inflight::Key;
 use super::port::{Payload, Port};
-use super::values::not_bool;
 use crate::error::Error;
 use crate::link::{Frame, Header};
-use crate::mem::device::Staged;
-use crate::types::{DType, Rank, Signature};
+use crate::types::{Rank, Signature};
 
 /// Messages up to this go without waiting for their receive.
 pub(crate) const EAGER: usize = 4096;
@@ -29,132 +29,8 @@ const BURST: usize = 8;
 /// Announcements and unclaimed messages that a peer may have: far above any queue limit.
 const UNCLAIMED: usize = 1 << 16;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) enum Direction {
-    Send,
-    Recv,
-}
-
-impl Direction {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Direction::Send => "send",
-            Direction::Recv => "recv",
-        }
-    }
-    pub(crate) fn other(self) -> Direction {
-        match self {
-            Direction::Send => Direction::Recv,
-            Direction::Recv => Direction::Send,
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u32)]
-enum Type {
-    Eager,
-    Announce,
-    Clear,
-    Data,
-    Credit,
-}
-
-impl Type {
-    fn of(message: u32) -> Option<Type> {
-        [Type::Eager, Type::Announce, Type::Clear, Type::Data, Type::Credit].get(message as usize).copied()
-    }
-}
-
 /// How much of a message of a rank to itself is copied in one pass.
 const PIECE: usize = 1 << 20;
-
-/// A send or a receive: the call builds it, and it is moved from there to its end.
-#[derive(Clone)]
-pub(crate) struct Message {
-    pub(crate) direction: Direction,
-    pub(crate) peer: Rank,
-    pub(crate) tag: u32,
-    /// Which of the messages to (or from) this peer with this tag it is: the endpoint numbers them as they are submitted.
-    pub(crate) number: u64,
-    /// Of a message of this rank to itself: the number that its two halves share.
-    pub(crate) half: Option<u64>,
-    pub(crate) memory: *mut u8,
-    pub(crate) bytes: usize,
-    /// Bytes of an element.
-    pub(crate) unit: usize,
-    pub(crate) signature: Signature,
-    pub(crate) timeout: Duration,
-    /// What brings the memory from a device, or takes it back.
-    pub(crate) staged: Option<Arc<Staged>>,
-}
-
-// SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the message is through.
-unsafe impl Send for Message {}
-
-impl Message {
-    /// What is wrong with the values that were received.
-    fn wrong_value(&self) -> Option<String> {
-        if self.direction == Direction::Send || self.signature.dtype != DType::Bool as u8 {
-            return None;
-        }
-        // SAFETY: the receive's buffer, `bytes` long, which the table owns, and in which nothing moves any more.
-        unsafe { not_bool(self.memory, self.bytes) }
-    }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    /// Nothing said yet.
-    New,
-    /// Announced (send), or waiting for the message (receive).
-    Waiting,
-    /// Data moves.
-    Moving,
-}
-
-struct Moving {
-    key: Key,
-    message: Message,
-    stage: Stage,
-    done: usize,
-    freed: usize,
-    /// Stripes of the memory that have come, and the bytes that may be touched by that.
-    arrived: usize,
-    filled: usize,
-    since: Instant,
-}
-
-impl Moving {
-    fn new(key: Key, message: Message) -> Moving {
-        let filled = if message.staged.is_some() { 0 } else { usize::MAX };
-        let (stage, since) = (Stage::New, Instant::now());
-        Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since }
-    }
-}
-
-/// A message that came before its receive was posted.
-struct Unclaimed {
-    tag: u32,
-    number: u64,
-    signature: Signature,
-    /// [`EAGER`] bytes of room, and how many of them the message has. `None`: it was announced.
-    data: Option<(Box<[u8]>, usize)>,
-}
-
-#[derive(Default)]
-struct Peer {
-    sends: Vec<Moving>,
-    recvs: Vec<Moving>,
-    unclaimed: Vec<Unclaimed>,
-    /// Short answers that wait for room: clear-to-send.
-    answers: VecDeque<(u32, u64)>,
-    credits: u32,
-    owed: u32,
-    /// Eager messages of its that it has had no credit back for. More than [`CREDITS`] no correct peer sends.
-    taken: u32,
-    touched: bool,
-}
 
 /// All messages of one endpoint.
 pub(crate) struct Messages {

@@ -279,7 +279,7 @@ impl LinkRx for PeerRx {
     }
 
     fn borrow(&self) -> Result<Loan, Error> {
-        if !self.head.is_some_and(|frame| frame.ready == Loan::FRAME) {
+        if self.head.is_none_or(|frame| frame.ready != Loan::FRAME) {
             return Err(Error::system("use memory that a peer's device lends", "nothing is lent (a bug)"));
         }
         let bytes: [u8; Loan::FRAME] = self.ring.memory().read_beside(self.frames);

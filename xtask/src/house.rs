@@ -28,7 +28,7 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 32] = [
+const UNSAFE: [(&str, &str); 36] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -46,12 +46,16 @@ const UNSAFE: [(&str, &str); 32] = [
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
     ("engine/exec/filling.rs", "copies to staging slots"),
     ("engine/exec/port.rs", "calls links"),
-    ("engine/exec/machine.rs", "receives into memory in flight"),
-    ("engine/exec/machine/device.rs", "puts kernels on memory in flight"),
-    ("engine/exec/machine/kernel.rs", "runs kernels on memory in flight"),
-    ("engine/exec/machine/shared.rs", "runs kernels on memory that peers lend"),
+    ("engine/exec/backend.rs", "says what copies to and from staging slots rely on"),
+    ("engine/exec/cuda.rs", "puts kernels on memory in flight"),
+    ("engine/exec/host.rs", "scales and copies memory in flight"),
+    ("engine/exec/host/kernel.rs", "runs kernels on memory in flight, and on what peers lend"),
+    ("engine/exec/run/gather.rs", "receives into memory in flight"),
+    ("engine/exec/run/lending.rs", "names slots that are lent"),
+    ("engine/exec/timed.rs", "takes the place of copies, and makes none"),
     ("engine/exec/operation.rs", "names memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),
+    ("engine/exec/p2p/moving.rs", "names the memory of messages"),
     ("engine/exec/p2p/tests.rs", "posts frames as a peer would"),
     ("engine/exec/values.rs", "looks at what has come, before it is a value of the user's"),
     ("engine/sim/net.rs", "implements the contract of a link"),

@@ -1,0 +1,134 @@
+//! A message on its way: what was called, and how far it has come.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::exec::inflight::Key;
+use crate::exec::values::not_bool;
+use crate::mem::device::Staged;
+use crate::types::{DType, Rank, Signature};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Direction {
+    Send,
+    Recv,
+}
+
+impl Direction {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Direction::Send => "send",
+            Direction::Recv => "recv",
+        }
+    }
+    pub(crate) fn other(self) -> Direction {
+        match self {
+            Direction::Send => Direction::Recv,
+            Direction::Recv => Direction::Send,
+        }
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(super) enum Type {
+    Eager,
+    Announce,
+    Clear,
+    Data,
+    Credit,
+}
+
+impl Type {
+    pub(super) fn of(message: u32) -> Option<Type> {
+        [Type::Eager, Type::Announce, Type::Clear, Type::Data, Type::Credit].get(message as usize).copied()
+    }
+}
+
+/// A send or a receive: the call builds it, and it is moved from there to its end.
+#[derive(Clone)]
+pub(crate) struct Message {
+    pub(crate) direction: Direction,
+    pub(crate) peer: Rank,
+    pub(crate) tag: u32,
+    /// Which of the messages to (or from) this peer with this tag it is: the endpoint numbers them as they are submitted.
+    pub(crate) number: u64,
+    /// Of a message of this rank to itself: the number that its two halves share.
+    pub(crate) half: Option<u64>,
+    pub(crate) memory: *mut u8,
+    pub(crate) bytes: usize,
+    /// Bytes of an element.
+    pub(crate) unit: usize,
+    pub(crate) signature: Signature,
+    pub(crate) timeout: Duration,
+    /// What brings the memory from a device, or takes it back.
+    pub(crate) staged: Option<Arc<Staged>>,
+}
+
+// SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the message is through.
+unsafe impl Send for Message {}
+
+impl Message {
+    /// What is wrong with the values that were received.
+    pub(super) fn wrong_value(&self) -> Option<String> {
+        if self.direction == Direction::Send || self.signature.dtype != DType::Bool as u8 {
+            return None;
+        }
+        // SAFETY: the receive's buffer, `bytes` long, which the table owns, and in which nothing moves any more.
+        unsafe { not_bool(self.memory, self.bytes) }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Nothing said yet.
+    New,
+    /// Announced (send), or waiting for the message (receive).
+    Waiting,
+    /// Data moves.
+    Moving,
+}
+
+pub(super) struct Moving {
+    pub(super) key: Key,
+    pub(super) message: Message,
+    pub(super) stage: Stage,
+    pub(super) done: usize,
+    pub(super) freed: usize,
+    /// Stripes of the memory that have come, and the bytes that may be touched by that.
+    pub(super) arrived: usize,
+    pub(super) filled: usize,
+    pub(super) since: Instant,
+}
+
+impl Moving {
+    pub(super) fn new(key: Key, message: Message) -> Moving {
+        let filled = if message.staged.is_some() { 0 } else { usize::MAX };
+        let (stage, since) = (Stage::New, Instant::now());
+        Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since }
+    }
+}
+
+/// A message that came before its receive was posted.
+pub(super) struct Unclaimed {
+    pub(super) tag: u32,
+    pub(super) number: u64,
+    pub(super) signature: Signature,
+    /// [`EAGER`](super::EAGER) bytes of room, and how many of them the message has. `None`: it was announced.
+    pub(super) data: Option<(Box<[u8]>, usize)>,
+}
+
+#[derive(Default)]
+pub(super) struct Peer {
+    pub(super) sends: Vec<Moving>,
+    pub(super) recvs: Vec<Moving>,
+    pub(super) unclaimed: Vec<Unclaimed>,
+    /// Short answers that wait for room: clear-to-send.
+    pub(super) answers: VecDeque<(u32, u64)>,
+    pub(super) credits: u32,
+    pub(super) owed: u32,
+    /// Eager messages of its that it has had no credit back for. More than [`CREDITS`](super::CREDITS) no correct peer sends.
+    pub(super) taken: u32,
+    pub(super) touched: bool,
+}
