@@ -35,7 +35,7 @@ pub struct Program {
     /// Per peer: the steps that receive or borrow from it, in the order of their messages. A step borrows a rank's loan once,
     /// whether it reads the loan, writes into it, or both.
     pub recvs: Vec<Vec<u32>>,
-    /// The same collective by loans, for ranks that can touch each other's memory, if there is such a plan ([`super::lending`]).
+    /// The same collective by loans, for ranks that can touch each other's memory, if there is such a plan ([`super::lending()`]).
     pub lending: Option<Lending>,
     /// A message may wait until all its slices are there, and go as one: allowed by [`goes_whole`], and wanted.
     pub whole: bool,
@@ -59,7 +59,7 @@ impl Lending {
     /// Works out who lends what to whom.
     ///
     /// # Panics
-    /// If the plan names a rank that does not exist; [`super::lending`] makes none such.
+    /// If the plan names a rank that does not exist; [`super::lending()`] makes none such.
     pub fn compile(plan: Plan) -> Lending {
         let mut loans = vec![None; plan.size];
         for loan in plan.steps.iter().filter_map(|step| step.loan) {

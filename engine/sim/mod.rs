@@ -63,7 +63,7 @@ pub struct Network {
     pub receive: Option<f64>,
     /// Cores of a host, for the work of its ranks. `None`: a core for each rank.
     pub cores: Option<usize>,
-    /// How ranks lend each other memory, for algorithms that have a form for that ([`plan::lending`]). `None`: they do not.
+    /// How ranks lend each other memory, for algorithms that have a form for that ([`plan::lending()`]). `None`: they do not.
     pub loans: Option<Loans>,
     /// A rank that is slower: its port and its memory take this many times as long.
     pub straggler: Option<(Rank, f64)>,

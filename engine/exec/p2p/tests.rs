@@ -1,6 +1,7 @@
 //! Messages, and a peer that sends what it likes.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use super::*;
 use crate::exec::Inflight;
