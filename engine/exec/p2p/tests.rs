@@ -10,7 +10,7 @@ use crate::link::layout::RING_BYTES;
 use crate::link::local::{Bell, LocalRx, LocalTx};
 use crate::link::region::Region;
 use crate::link::{LinkRx, LinkTx};
-use crate::types::{KIND_P2P, NO_OP};
+use crate::types::{DType, KIND_P2P, NO_OP};
 
 /// Rings between this rank, 0, and its peer, 1.
 struct Rings {
