@@ -1,86 +1,22 @@
 //! [`Comm::agree`]: one verdict for all survivors, over the control connections.
 
-mod board;
-#[cfg(test)]
-mod model;
-
-use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker};
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
-use tokio::task::AbortHandle;
-
-use self::board::{Board, Out, Refusal, WINDOW};
-use super::world::World;
+use super::world::{AgreementSlot, Verdict};
 use super::{Comm, SharedComm};
-use crate::error::{Error, Lost};
-use crate::exec::Endpoint;
+use crate::error::Error;
 use crate::forked;
-use crate::group::message::{CommId, Message, Outcome, Step};
-use crate::group::runtime;
-use crate::types::Rank;
-
-/// Messages kept of each rank for communicators that have not called `agree` here; the last ones.
-const EARLY: usize = 256;
-/// Communicators whose agreements are remembered; beyond it, those that nobody holds any more are forgotten.
-const TABLES: usize = 1024;
-/// A process that stood still listens for this long before it gives up.
-const LISTEN: Duration = Duration::from_millis(20);
-
-/// What an [`agree`](Comm::agree) came to: the same on every rank that has it.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub struct Verdict {
-    /// Whether every survivor's flag was `true`.
-    pub flag: bool,
-    /// The ranks whose flags were counted, ascending: alive when the verdict was made, or gone in peace after they had
-    /// voted.
-    pub survivors: Vec<Rank>,
-    /// The ranks that died, fell silent or left before they had voted, ascending: all that are not survivors.
-    pub lost: Vec<Rank>,
-}
-
-impl Verdict {
-    fn new(size: usize, outcome: &Outcome) -> Verdict {
-        let is_lost = |rank: &Rank| outcome.lost.iter().any(|(r, _)| r == rank);
-        let (lost, survivors) = (0..size).partition(is_lost);
-        Verdict { flag: outcome.flag, survivors, lost }
-    }
-}
-
-type Answer = Result<Verdict, Error>;
-
-/// Where an answer is waited for.
-#[derive(Default)]
-struct Slot {
-    place: Mutex<(Option<Answer>, Option<Waker>)>,
-    filled: Condvar,
-}
-
-impl Slot {
-    fn put(&self, answer: Answer) {
-        let waker = {
-            let mut place = self.place.lock();
-            place.0.get_or_insert(answer);
-            place.1.take()
-        };
-        self.filled.notify_all();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    }
-}
 
 /// An agreement that this rank has called: a future on any runtime, or [`wait`](Agree::wait). Dropping it withdraws
 /// nothing: the vote counts.
 #[must_use = "the verdict comes through it: await it or `.wait()` for it"]
 pub struct Agree {
-    slot: Arc<Slot>,
+    slot: Arc<AgreementSlot>,
     taken: bool,
     /// Keeps this rank in its world until the verdict has come.
     _comm: SharedComm,
@@ -102,13 +38,7 @@ impl Agree {
             return Err(taken());
         }
         forked::check()?;
-        let mut place = self.slot.place.lock();
-        loop {
-            if let Some(answer) = place.0.take() {
-                return answer;
-            }
-            self.slot.filled.wait(&mut place);
-        }
+        self.slot.wait()
     }
 }
 
@@ -127,253 +57,13 @@ impl Future for Agree {
         if let Err(error) = forked::check() {
             return Poll::Ready(Err(error));
         }
-        // Somebody else's code: cloned, and what is not needed dropped, outside the lock.
-        let mut waker = Some(cx.waker().clone());
-        let answer = {
-            let mut place = self.slot.place.lock();
-            if place.0.is_none() {
-                std::mem::swap(&mut place.1, &mut waker);
-            }
-            place.0.take()
-        };
-        drop(waker);
-        match answer {
-            Some(answer) => {
+        match self.slot.poll(cx) {
+            Poll::Ready(answer) => {
                 self.taken = true;
                 Poll::Ready(answer)
             }
-            None => Poll::Pending,
+            Poll::Pending => Poll::Pending,
         }
-    }
-}
-
-/// A caller that has no answer yet.
-struct Waiter {
-    slot: Arc<Slot>,
-    timer: AbortHandle,
-}
-
-/// A communicator's agreements.
-struct Table {
-    board: Board,
-    /// World rank of each member.
-    members: Vec<Rank>,
-    waiters: HashMap<u64, Waiter>,
-    endpoint: Weak<Endpoint>,
-    /// When it was made, in tables.
-    made: u64,
-}
-
-/// What a rank said to a communicator: whom it knows lost, and its step.
-type Early = (CommId, Vec<(Rank, Lost)>, Step);
-
-/// A rank's agreements, of all its communicators.
-#[derive(Default)]
-pub(crate) struct Agreements {
-    /// Ranks of the world that are gone, in the order heard.
-    lost: Vec<(Rank, Lost)>,
-    /// Those that have called: they outlive their communicator's handles, since slower members may still ask.
-    tables: HashMap<CommId, Table>,
-    /// What was said to communicators that have not called here yet.
-    early: HashMap<Rank, VecDeque<Early>>,
-    made: u64,
-}
-
-/// Answers to be put in their slots once no lock is held: a waker may call anything.
-type Answers = Vec<(Arc<Slot>, Answer)>;
-
-fn fill(answers: Answers) {
-    for (slot, answer) in answers {
-        slot.put(answer);
-    }
-}
-
-fn expelled(rank: Rank, how: Lost) -> Error {
-    Error::PeerLost { rank, how, operation: None }
-}
-
-impl Agreements {
-    /// The table of a communicator, with all that was heard before its first call.
-    fn table(&mut self, endpoint: &Arc<Endpoint>, out: &mut Vec<Out>) -> &mut Table {
-        let config = &endpoint.config;
-        let comm = CommId(config.comm);
-        if !self.tables.contains_key(&comm) {
-            self.forget();
-        }
-        let Agreements { lost, tables, early, made } = self;
-        tables.entry(comm).or_insert_with(|| {
-            let mut board = Board::new(config.rank, config.members.len());
-            let place = |rank: &Rank| config.members.iter().position(|m| m == rank);
-            for (from, messages) in early {
-                let mine: VecDeque<Early>;
-                (mine, *messages) = messages.drain(..).partition(|(c, ..)| *c == comm);
-                for (_, lost, step) in mine {
-                    if let Some(from) = place(from) {
-                        board.hear(from, &lost, step, out);
-                    }
-                }
-            }
-            let lost: Vec<_> = lost.iter().filter_map(|(r, how)| place(r).map(|r| (r, *how))).collect();
-            board.lose(&lost, out);
-            *made += 1;
-            Table {
-                board,
-                members: config.members.clone(),
-                waiters: HashMap::new(),
-                endpoint: Arc::downgrade(endpoint),
-                made: *made,
-            }
-        })
-    }
-
-    /// Makes room for one more table, if one can go.
-    fn forget(&mut self) {
-        if self.tables.len() < TABLES {
-            return;
-        }
-        let idle = |t: &Table| t.endpoint.strong_count() == 0 && t.waiters.is_empty() && !t.board.is_open();
-        let oldest =
-            self.tables.iter().filter(|(_, t)| idle(t)).min_by_key(|(_, t)| t.made).map(|(id, _)| *id);
-        if let Some(oldest) = oldest {
-            self.tables.remove(&oldest);
-        }
-    }
-}
-
-impl Table {
-    /// Does what the board says. Messages leave under the lock of all tables, so that they leave in order.
-    fn carry_out(&mut self, world: &World, comm: CommId, out: Vec<Out>) -> Answers {
-        let mut answers = Answers::new();
-        for out in out {
-            match out {
-                Out::Send { to, lost, step } => {
-                    if let Some(&to) = self.members.get(to) {
-                        world.send(to, Message::Agree { comm, lost, step });
-                    }
-                }
-                Out::Decided { number, outcome } => {
-                    if let Some(waiter) = self.waiters.remove(&number) {
-                        waiter.timer.abort();
-                        answers.push((waiter.slot, Ok(Verdict::new(self.members.len(), &outcome))));
-                    }
-                }
-                Out::Expelled(how) => {
-                    let me = self.members.iter().position(|m| *m == world.rank).unwrap_or_default();
-                    for (_, waiter) in self.waiters.drain() {
-                        waiter.timer.abort();
-                        answers.push((waiter.slot, Err(expelled(me, how))));
-                    }
-                }
-            }
-        }
-        answers
-    }
-}
-
-impl World {
-    /// Votes; the answer comes into the slot.
-    fn agree(self: &Arc<World>, endpoint: &Arc<Endpoint>, flag: bool, timeout: Duration) -> Arc<Slot> {
-        let slot = Arc::new(Slot::default());
-        let answers = match self.try_agree(endpoint, flag, timeout, &slot) {
-            Ok(answers) => answers,
-            Err(error) => vec![(slot.clone(), Err(error))],
-        };
-        fill(answers);
-        slot
-    }
-
-    fn try_agree(
-        self: &Arc<World>,
-        endpoint: &Arc<Endpoint>,
-        flag: bool,
-        timeout: Duration,
-        slot: &Arc<Slot>,
-    ) -> Result<Answers, Error> {
-        let control = runtime::handle()?;
-        let (comm, mut out) = (CommId(endpoint.config.comm), Vec::new());
-        let mut all = self.agreements.lock();
-        let table = all.table(endpoint, &mut out);
-        let called = table.board.call(flag, &mut out);
-        if let Ok(number) = called {
-            let (world, name) = (Arc::downgrade(self), endpoint.config.name.clone());
-            let timer = control.spawn(async move {
-                tokio::time::sleep(timeout).await;
-                tokio::time::sleep(LISTEN).await;
-                if let Some(world) = world.upgrade() {
-                    world.agree_expired(comm, name, number, timeout);
-                }
-            });
-            table.waiters.insert(number, Waiter { slot: slot.clone(), timer: timer.abort_handle() });
-        }
-        let answers = table.carry_out(self, comm, out);
-        match called {
-            Ok(_) => Ok(answers),
-            Err(Refusal::Expelled(how)) => Err(expelled(endpoint.config.rank, how)),
-            Err(Refusal::Full) => Err(Error::QueueFull { call: "agree".into(), limit: WINDOW as usize }),
-        }
-    }
-
-    fn agree_expired(&self, comm: CommId, name: String, number: u64, after: Duration) {
-        let given_up = {
-            let mut all = self.agreements.lock();
-            let Some(table) = all.tables.get_mut(&comm) else { return };
-            let Some(waiter) = table.waiters.remove(&number) else { return };
-            let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
-            let missing = table.board.missing(number);
-            (waiter.slot, Err(Error::NoVerdict { comm: name, number, rank, after, missing }))
-        };
-        fill(vec![given_up]);
-    }
-
-    /// A step has come from a rank of the world.
-    pub(super) fn agree_heard(&self, from: Rank, comm: CommId, lost: &[(Rank, Lost)], step: Step) {
-        let answers = {
-            let mut all = self.agreements.lock();
-            match all.tables.get_mut(&comm) {
-                Some(table) => {
-                    let Some(from) = table.members.iter().position(|m| *m == from) else { return };
-                    let mut out = Vec::new();
-                    table.board.hear(from, lost, step, &mut out);
-                    table.carry_out(self, comm, out)
-                }
-                None => {
-                    let early = all.early.entry(from).or_default();
-                    if early.len() == EARLY {
-                        early.pop_front();
-                    }
-                    early.push_back((comm, lost.to_vec(), step));
-                    return;
-                }
-            }
-        };
-        fill(answers);
-    }
-
-    /// A rank of the world is gone; this one, if others have declared it lost.
-    pub(super) fn agree_lost(&self, rank: Rank, how: Lost) {
-        let mut answers = Answers::new();
-        {
-            let mut all = self.agreements.lock();
-            if all.lost.iter().any(|(r, _)| *r == rank) {
-                return;
-            }
-            all.lost.push((rank, how));
-            for (comm, table) in &mut all.tables {
-                let Some(rank) = table.members.iter().position(|m| *m == rank) else { continue };
-                let mut out = Vec::new();
-                table.board.lose(&[(rank, how)], &mut out);
-                answers.extend(table.carry_out(self, *comm, out));
-            }
-        }
-        fill(answers);
-    }
-
-    /// A rank says goodbye. First for whose loss: if it is this rank's own, the leaver may not count as gone before.
-    pub(super) fn agree_goodbye(&self, rank: Rank, cause: &Option<Error>) {
-        if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
-            self.agree_lost(*dead, *how);
-        }
-        self.agree_lost(rank, Lost::Left);
     }
 }
 

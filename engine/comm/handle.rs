@@ -7,8 +7,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::links::Housemates;
-use super::pool::PoolStats;
-use super::world::{Defaults, Hub, Transport, World};
+use super::world::{Defaults, Hub, PoolStats, Transport, World};
 use crate::error::Error;
 use crate::exec::{Endpoint, lane};
 use crate::forked;

@@ -1,7 +1,7 @@
 //! Communicators made from a communicator: `split`, `dup`, `subset`.
 
 use super::Comm;
-use super::pool::ROW;
+use super::world::ROW;
 use crate::error::Error;
 use crate::group::message::CommId;
 use crate::types::{Rank, mix};

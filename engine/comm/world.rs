@@ -7,16 +7,21 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+mod agreements;
 mod departed;
+mod pool;
 mod records;
 #[cfg(test)]
 mod tests;
 
+pub use self::agreements::Verdict;
+pub(super) use self::agreements::{Agreements, Slot as AgreementSlot};
 use self::departed::Departed;
+use self::pool::Pool;
+pub use self::pool::PoolStats;
+pub(super) use self::pool::ROW;
 use self::records::Dead;
-use super::agree::Agreements;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
-use super::pool::{self, Pool};
 use crate::error::{Error, Lost};
 use crate::exec::{Control, Endpoint, EndpointConfig, Lane, Machines, Opener};
 use crate::forked;

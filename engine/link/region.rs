@@ -349,7 +349,7 @@ impl Region {
     }
 
     /// Gives back what `alloc(bytes)` gave. As with slots, the protocol is its users': only once no rank, of this process
-    /// or another, writes to it any more (`comm/pool.rs`). `written`: somebody may have, meanwhile.
+    /// or another, writes to it any more (`comm/world/pool.rs`). `written`: somebody may have, meanwhile.
     pub(crate) fn free(&self, offset: usize, bytes: usize, written: bool) {
         if forked::is_forked() {
             return; // it is in use in the parent

@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-use super::links::block_bytes;
-use super::world::{Lines, World};
+use super::{Lines, World};
+use crate::comm::links::block_bytes;
 use crate::error::Error;
 use crate::exec::{Endpoint, Machines};
 use crate::forked;
