@@ -55,6 +55,7 @@ macro_rules! calls {
                     staging_bytes: slots * SLOT,
                     staging_limit: limit * SLOT,
                     scratch_bytes: region.scratch(),
+                    pinned_bytes: $crate::mem::device::pinned_bytes(),
                     quarantined: $crate::exec::quarantine::buffers(region),
                     pool: $me.handle().membership.world.pool_stats(),
                 }

@@ -119,6 +119,9 @@ pub struct Stats {
     /// copies, and results on their way that have no other place. Of each communicator 16 MB at most for long: more is given
     /// back a second after the last operation that needed it. One that waits in the pool keeps none.
     pub scratch_bytes: usize,
+    /// Bytes of pinned memory that this process has for operations on device memory that go by way of the host, in use or kept
+    /// for the next ones: 64 MB at most for each device, and one larger block for a second after its last use.
+    pub pinned_bytes: usize,
     /// Operations of this rank's world that have failed and whose buffers are kept back, because another process that has not
     /// let go of them (it is stopped, say) may yet touch them. They are given up when it does, or when it has exited.
     pub quarantined: usize,

@@ -32,6 +32,7 @@ use crate::link::local::Gate;
 use crate::link::region::{Region, TURNED};
 use crate::plan::choices::{Choices, LinkClass, Place};
 use crate::plan::{Env, Shape, suitable};
+use crate::trace::writer::WRITER;
 use crate::types::{Algo, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
@@ -385,7 +386,8 @@ impl Control for World {
 
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break) {
         let to = endpoint.config.members[peer];
-        tracing::warn!(comm = endpoint.config.name, peer = to, ?what, "a data connection broke");
+        let (comm, told) = (endpoint.config.name.clone(), what.clone());
+        WRITER.log(move || tracing::warn!(comm, peer = to, what = ?told, "a data connection broke"));
         self.send(to, Message::Broke { comm: CommId(endpoint.config.comm), what });
     }
 

@@ -186,7 +186,7 @@ impl Active {
 
     /// Whether the last pass ended because it had taken long, and not because nothing was left to do.
     pub(crate) fn was_long(&self) -> bool {
-        self.device().is_none() && self.host.was_long()
+        self.host.was_long() && self.device().is_none()
     }
 
     /// One pass over all parts in flight.

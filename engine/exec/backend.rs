@@ -89,10 +89,8 @@ pub(crate) struct Slice<'a> {
     pub(super) is_ready: bool,
     /// The step copies a part of the operation's input, which may be sent from there as well as from `dst`.
     pub(super) is_input: bool,
-    /// Elements of this step's accumulator that lie before this slice.
-    pub(super) before: usize,
-    /// Whether messages wait until there is enough for a long frame ([`Slicing`]).
-    pub(super) holds_back: bool,
+    /// How messages are cut.
+    pub(super) slicing: Slicing,
 }
 
 impl Slice<'_> {
@@ -102,6 +100,16 @@ impl Slice<'_> {
             Some(_) => !self.is_writable,
             None => !self.is_ready,
         }
+    }
+
+    /// Elements of an accumulator of one slice that lie before element `at` of the chunk.
+    pub(super) fn before(&self, at: usize) -> usize {
+        at % self.slicing.slice_of(self.state.unit)
+    }
+
+    /// Whether messages wait until there is enough for a long frame ([`Slicing`]).
+    pub(super) fn holds_back(&self) -> bool {
+        self.slicing.least > 0
     }
 
     /// Whether the step has an accumulator.

@@ -156,7 +156,7 @@ impl Backend for Host {
     fn store(&mut self, slice: &Slice<'_>) -> Result<(), Error> {
         let Some(to) = slice.dst else { return Ok(()) };
         let bytes = slice.m * slice.state.unit;
-        let from = self.accumulator(slice);
+        let from = self.accumulator(slice, slice.state.pos);
         // SAFETY: the accumulator holds `m` elements; `dst` has room by the layout, and nothing reads it (`PlanRun` has looked).
         unsafe { std::ptr::copy_nonoverlapping(from, to, bytes) };
         Ok(())
@@ -164,7 +164,7 @@ impl Backend for Host {
 
     fn send_accumulated(&mut self, slice: &Slice<'_>, port: &mut Port) -> Result<(usize, Payload), Error> {
         let (mut m, unit) = (slice.m, slice.state.unit);
-        let from = self.accumulator(slice).cast_const();
+        let from = self.accumulator(slice, slice.state.pos).cast_const();
         debug_assert!(m * unit <= SLOT);
         let slot = if m * unit > Port::INLINE { port.take_slot(m * unit) } else { None };
         let payload = match slot {

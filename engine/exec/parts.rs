@@ -164,3 +164,94 @@ impl<B: Backend> Parts<B> {
         kept
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::OwnedFd;
+    use std::sync::Arc;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+    use crate::exec::host::Host;
+    use crate::exec::operation::{PartList, Reduction};
+    use crate::exec::port::Opener;
+    use crate::link::layout::RING_BYTES;
+    use crate::link::local::{Bell, Gate, LocalRx, LocalTx};
+    use crate::link::region::Region;
+    use crate::link::{LinkRx, LinkTx, SLOT};
+    use crate::mem::device::ALL;
+    use crate::plan::{self, Program, Shape};
+    use crate::types::{Algo, DType, Kind, ReduceOp, Signature};
+
+    /// Rings both ways between two ranks of this process: what is sent stays where it is.
+    struct Rings {
+        rank: usize,
+        regions: [Arc<Region>; 2],
+        at: [usize; 2],
+        bell: Bell,
+        gates: [Gate; 2],
+    }
+
+    impl Opener for Rings {
+        fn open_tx(&self, peer: Rank, _: u8) -> Result<Box<dyn LinkTx>, Error> {
+            let (region, at) = (self.regions[self.rank].clone(), self.at[self.rank]);
+            Ok(Box::new(LocalTx::new(region, at, self.bell.clone(), Some(self.gates[peer].clone()))?))
+        }
+        fn open_rx(&self, peer: Rank, _: u8) -> Result<Box<dyn LinkRx>, Error> {
+            let (region, at) = (self.regions[peer].clone(), self.at[peer] as u64);
+            Ok(Box::new(LocalRx::new(region, at, self.bell.clone(), peer, true)?))
+        }
+    }
+
+    /// Broadcasts `bytes` from rank 0, and says how many a pass of this rank touched at most.
+    fn broadcast(rings: Rings, bytes: usize) -> usize {
+        let (rank, region) = (rings.rank, rings.regions[rings.rank].clone());
+        let shape = Shape { n: 2, rank, in_place: true, ..Shape::default() };
+        let plan = plan::plan(Kind::Broadcast, Algo::OneShot, &shape).unwrap();
+        let mut memory = vec![1 - rank as u8; bytes];
+        let part = Part {
+            program: Arc::new(Program::compile(&plan)),
+            input: memory.as_ptr(),
+            output: memory.as_mut_ptr(),
+            count: bytes,
+            dtype: DType::U8,
+            tables: None,
+            pairwise: false,
+        };
+        let reduction = Reduction::Op(ReduceOp::Sum);
+        let signature = Signature { kind: Kind::Broadcast as u8, ..Signature::default() };
+        let op = Operation::new("test", signature, Duration::MAX, reduction, PartList::One(part));
+        let mut port = Port::new((rank, 2), 0, region, Arc::new(rings));
+        let (mut parts, mut next) = (Parts::new(0, Host::new(usize::MAX)), NextPart::default());
+        let (mut most, end) = (0, Instant::now() + Duration::from_secs(60));
+        while Instant::now() < end {
+            port.reap(|lent| parts.freed(&lent)).unwrap();
+            let (_, complete) = parts.pass((&op, &mut next, ALL), None, &mut port).unwrap();
+            most = parts.running.iter().map(|run| run.touched()).sum::<usize>().max(most);
+            if complete {
+                assert!(memory.iter().all(|value| *value == 1), "what rank 0 had");
+                return most;
+            }
+        }
+        panic!("rank {rank} did not come to its end");
+    }
+
+    /// However fast its peer is: the pass holds what other communicators of the rank wait for.
+    #[test]
+    fn a_pass_touches_no_more_than_its_budget() {
+        let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
+        let at = [0, 1].map(|rank: usize| regions[rank].alloc(RING_BYTES).unwrap());
+        let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+        let bell = Bell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
+        let gates = [(); 2].map(|()| Gate::default());
+        let ranks = [0, 1].map(|rank| {
+            let (regions, bell, gates) = (regions.clone(), bell.clone(), gates.clone());
+            let rings = Rings { rank, regions, at, bell, gates };
+            std::thread::spawn(move || broadcast(rings, 256 << 20))
+        });
+        for rank in ranks {
+            let most = rank.join().unwrap();
+            assert!(most <= BUDGET + SLOT, "a pass touched {most} bytes");
+        }
+    }
+}

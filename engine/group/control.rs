@@ -15,6 +15,7 @@ use super::mesh::Events;
 use super::message::Message;
 use super::wire::{self, Frames};
 use crate::error::{Error, Lost};
+use crate::trace::writer::WRITER;
 use crate::types::Rank;
 
 /// How long a leaving rank waits for its goodbyes to be written and taken.
@@ -71,7 +72,9 @@ impl Outbox {
         let limit = if repeated { SOFT_LIMIT } else { HARD_LIMIT };
         if self.waiting.fetch_add(1, Ordering::Relaxed) >= limit {
             self.waiting.fetch_sub(1, Ordering::Relaxed);
-            tracing::warn!(to, "dropped a control message: {limit} wait for rank {to}, which takes none");
+            WRITER.log(move || {
+                tracing::warn!(to, "dropped a control message: {limit} wait for rank {to}, which takes none");
+            });
             return;
         }
         let _ = self.queue.send(Outgoing::Frame(frame));
@@ -157,7 +160,7 @@ enum End {
 }
 
 impl Reader {
-    /// Delivers what comes, and how it ends: once.
+    /// Delivers what comes, and how it ends: once. What is logged is logged by another thread: heartbeats go on whatever a log does.
     pub(super) async fn run(mut self) {
         let end = self.read().await;
         self.outbox.set_gone();
@@ -168,18 +171,19 @@ impl Reader {
         }
         match end {
             End::Goodbye(cause) => {
-                tracing::debug!(rank, from, ?cause, "rank {from} said goodbye");
+                let told = cause.clone();
+                WRITER.log(move || tracing::debug!(rank, from, cause = ?told, "rank {from} said goodbye"));
                 self.events.goodbye(from, cause);
                 self.writer.abort();
             }
             End::Died(why) => {
-                tracing::warn!(rank, from, "rank {from} was lost: {why}");
+                WRITER.log(move || tracing::warn!(rank, from, "rank {from} was lost: {why}"));
                 self.events.lost(from, Lost::Died);
                 self.writer.abort();
             }
             End::Silent => {
                 let how = Lost::Silent(self.heartbeat.silent);
-                tracing::warn!(rank, from, "rank {from} was lost: {how}");
+                WRITER.log(move || tracing::warn!(rank, from, "rank {from} was lost: {how}"));
                 self.events.lost(from, how);
                 // It may wake up again: what it reads then is why it is out.
                 self.outbox.finish(goodbye(Some(Error::PeerLost { rank: from, how, operation: None })));

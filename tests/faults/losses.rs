@@ -1,11 +1,14 @@
 //! How a loss spreads: to all communicators at once, whatever else was lost before, and whatever the file system does.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use allstream::{Comm, Error, Function, Lost};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::json;
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber};
 
 use crate::harness::{self, Link, Me, Plan, alone, say, say_error};
 
@@ -128,8 +131,31 @@ fn record_of(directory: &std::path::Path, rank: usize, extension: &str) -> Optio
     found.next().map(|path| path.with_extension(extension))
 }
 
+/// A log that takes nothing more from when it is told to hang: a full disk, a terminal that nobody reads.
+struct HangingLog;
+
+static HANGS: AtomicBool = AtomicBool::new(false);
+
+impl Subscriber for HangingLog {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() <= Level::WARN
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, _: &Event<'_>) {
+        while HANGS.load(Ordering::SeqCst) {
+            std::thread::park();
+        }
+    }
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
 /// A rank dies when the file system that the recorders go to has stopped answering: nobody reads the pipe in which the
-/// next one would be written.
+/// next one would be written. Or what is logged goes nowhere.
 pub(crate) async fn hanging_files(me: Me) {
     let directory = PathBuf::from(std::env::var("ALLSTREAM_TRACE_DIR").unwrap());
     let mut world = me.connect().await;
@@ -147,7 +173,12 @@ pub(crate) async fn hanging_files(me: Me) {
         assert!(Instant::now() < end, "no recorder was written");
         tokio::time::sleep(Duration::from_millis(1)).await;
     };
-    mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    if me.args["log"] == true {
+        tracing::subscriber::set_global_default(HangingLog).unwrap();
+        HANGS.store(true, Ordering::SeqCst);
+    } else {
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    }
     world.barrier().await.unwrap();
     say("ready", json!({}));
     lose_the_last(&mut world).await;
@@ -177,9 +208,18 @@ pub(crate) async fn hanging_files(me: Me) {
 
 #[test]
 fn a_file_system_that_hangs_keeps_nobody_from_knowing() {
+    nobody_is_kept_from_knowing(json!({}));
+}
+
+#[test]
+fn a_log_that_hangs_keeps_nobody_from_knowing() {
+    nobody_is_kept_from_knowing(json!({ "log": true }));
+}
+
+fn nobody_is_kept_from_knowing(args: serde_json::Value) {
     let _alone = alone();
     let plan = Plan::new("hanging_files", 3, Link::Shm).env("ALLSTREAM_HEARTBEAT_TIMEOUT", "0.5");
-    let job = plan.start();
+    let job = plan.args(args).start();
     let died = job.ranks.iter().map(|rank| rank.hear("ready")["t"].as_f64().unwrap()).fold(0.0, f64::max);
     for rank in &job.ranks[..2] {
         let took = rank.hear("told")["t"].as_f64().unwrap() - died;

@@ -12,6 +12,7 @@ use crate::exec::lane::keep_and_look;
 use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
 use crate::trace::State;
+use crate::trace::writer::WRITER;
 
 /// How long a dead communicator waits for peers in other processes that touch its users' memory.
 const READ_ON: Duration = Duration::from_millis(500);
@@ -120,10 +121,12 @@ impl Endpoint {
     fn cannot_give_up(device: &DeviceOp, cause: &Error) -> bool {
         // Where a rank went on without waiting for others, those may touch it yet.
         let given_up = device.give_up(cause).and_then(|()| device.check());
-        if let Err(error) = &given_up {
-            tracing::warn!("the buffers of a collective that failed on a device are not given back: {error}");
+        let is_err = given_up.is_err();
+        if let Err(error) = given_up {
+            let what = "the buffers of a collective that failed on a device are not given back";
+            WRITER.log(move || tracing::warn!("{what}: {error}"));
         }
-        given_up.is_err()
+        is_err
     }
 
     /// Takes out the operations that have begun. Each answers for its own buffers: what it has lent, to whom.

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use super::{Endpoint, EndpointConfig, Table};
+use super::{Endpoint, Table};
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::deadlines::grace;
 use crate::exec::inflight::{Finished, Key, Look};
 use crate::forked;
 use crate::mem::ErasedBufs;
 use crate::mem::device::Staged;
+use crate::trace::writer::WRITER;
 use crate::types::Signature;
 
 /// An operation whose memory is to be taken back when all has moved.
@@ -226,8 +227,8 @@ impl Endpoint {
             // Told before anyone here wakes: should this process end because of it, the others know the cause.
             self.config.control.abort(self, cause);
             self.wake_dead(cause);
-            let EndpointConfig { name, rank, .. } = &self.config;
-            tracing::warn!(comm = name, rank, %cause, "communicator aborted");
+            let (comm, rank, cause) = (self.config.name.clone(), self.config.rank, cause.clone());
+            WRITER.log(move || tracing::warn!(comm, rank, %cause, "communicator aborted"));
         }
     }
 

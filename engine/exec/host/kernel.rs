@@ -10,9 +10,10 @@ use crate::exec::port::{Payload, Port};
 use crate::types::Kind;
 
 impl Host {
-    /// Where the accumulator of a slice's step holds this slice: it stands for one slice, and `m` elements end within it.
-    pub(super) fn accumulator(&mut self, slice: &Slice<'_>) -> *mut u8 {
-        self.memory.accumulator(slice.i)[slice.before * slice.state.unit..].as_mut_ptr()
+    /// Where the accumulator of a slice's step holds element `at` of the chunk: it stands for one slice, and `m` elements end
+    /// within it.
+    pub(super) fn accumulator(&mut self, slice: &Slice<'_>, at: usize) -> *mut u8 {
+        self.memory.accumulator(slice.i)[slice.before(at) * slice.state.unit..].as_mut_ptr()
     }
 
     /// Combines a slice into `dst`, a slot on its way out, both, or the accumulator.
@@ -59,7 +60,8 @@ impl Host {
         let bypasses = self.is_bypassing && slice.is_copy() && is_final && stays;
         // Copied ahead, it would be read from memory once more to be sent. As a step that only sends, it waits for its receiver:
         // nothing waits for what it stores. Not where sending waits for more of a message.
-        if bypasses && slice.is_input && !slice.is_ready && !slice.holds_back && slice.step.send.len() == 1 {
+        if bypasses && slice.is_input && !slice.is_ready && !slice.holds_back() && slice.step.send.len() == 1
+        {
             return Ok(Combined::NOTHING);
         }
         if slice.is_copy() && in_slot && unit > 0 {
@@ -77,7 +79,7 @@ impl Host {
         if slice.dst.is_none() && !slice.has_accumulator() {
             return Ok(Combined::NOTHING);
         }
-        let out = self.accumulator(slice);
+        let out = self.accumulator(slice, slice.state.got);
         run(slice, slice.m, &[out], false)?;
         Ok(Combined { taken: slice.m, is_stored: false, payload: None })
     }

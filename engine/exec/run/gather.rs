@@ -137,6 +137,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Step `i` at element `at` of its chunk, as a backend sees it, without operands.
+    #[inline(always)] // most of it is known where it is called
     fn slice<'a>(&self, t: Turn<'a, B>, i: usize, at: usize) -> Slice<'a> {
         let (step, state) = (&t.c.program().plan.steps[i], self.steps[i]);
         Slice {
@@ -150,8 +151,7 @@ impl<B: Backend> PlanRun<B> {
             is_writable: true,
             is_ready: false,
             is_input: self.sends_input(t, i),
-            before: at % self.slicing.slice_of(state.unit),
-            holds_back: self.slicing.least > 0,
+            slicing: self.slicing,
         }
     }
 

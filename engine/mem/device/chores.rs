@@ -6,20 +6,47 @@
 
 use std::any::Any;
 use std::sync::OnceLock;
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
 
-type Thing = Box<dyn Any + Send>;
+type Job = Box<dyn FnOnce() + Send>;
 
 /// Drops it on that thread; here, where the system has no thread to give.
 pub(super) fn drop_later(thing: impl Any + Send) {
-    static THREAD: OnceLock<Option<Sender<Thing>>> = OnceLock::new();
+    later(Duration::ZERO, move || drop(thing));
+}
+
+/// Does something on that thread, not before so much time is over; now and here, where the system has no thread to give.
+pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
+    static THREAD: OnceLock<Option<Sender<(Instant, Job)>>> = OnceLock::new();
     let thread = THREAD.get_or_init(|| {
-        let (sender, things) = channel::<Thing>();
+        let (sender, jobs) = channel();
         let thread = std::thread::Builder::new().name("allstream-chores".into());
-        thread.spawn(move || things.into_iter().for_each(drop)).ok().map(|_| sender)
+        thread.spawn(move || work(&jobs)).ok().map(|_| sender)
     });
-    if let Some(thread) = thread {
+    match thread {
         // It ends with the process. What cannot be sent is dropped with the error.
-        let _ = thread.send(Box::new(thing));
+        Some(thread) => drop(thread.send((Instant::now() + after, Box::new(job)))),
+        None => job(),
+    }
+}
+
+fn work(jobs: &Receiver<(Instant, Job)>) {
+    let mut waiting: Vec<(Instant, Job)> = Vec::new();
+    loop {
+        let now = Instant::now();
+        while let Some(i) = waiting.iter().position(|(at, _)| *at <= now) {
+            waiting.remove(i).1();
+        }
+        let next = waiting.iter().map(|(at, _)| at.saturating_duration_since(now)).min();
+        let job = match next {
+            Some(next) => jobs.recv_timeout(next),
+            None => jobs.recv().map_err(RecvTimeoutError::from),
+        };
+        match job {
+            Ok(job) => waiting.push(job),
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
     }
 }

@@ -15,7 +15,7 @@ use super::capture::{Relaxed, relaxed};
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::queues::Ways;
-use super::staging::Pinned;
+use super::staging::{Pinned, unpin};
 use super::stream::Way;
 use crate::error::Error;
 
@@ -384,9 +384,17 @@ impl Context {
 
     /// Gives pinned memory that nobody uses back to the driver; whether there was any.
     pub(super) fn unpin_idle(&self) -> bool {
+        let idle = self.pinned.lock().take_all();
+        let any = !idle.is_empty();
+        self.unpin(idle);
+        any
+    }
+
+    /// Gives blocks of pinned memory back to the driver.
+    pub(super) fn unpin(&self, blocks: impl IntoIterator<Item = (usize, usize)>) {
         let _entered = self.enter();
         let report = |error: CudaError| tracing::warn!(device = self.ordinal, "unpin host memory: {error}");
-        self.pinned.lock().close(self.cuda, &report)
+        blocks.into_iter().for_each(|block| unpin(self.cuda, block, &report));
     }
 
     pub(super) fn give_back(&self, notifier: CuStream) {
@@ -400,7 +408,8 @@ impl Drop for Context {
         match self.enter() {
             Ok(_entered) => {
                 self.pool.lock().close(self.cuda, &report);
-                self.pinned.lock().close(self.cuda, &report);
+                let pinned = self.pinned.lock().take_all();
+                pinned.into_iter().for_each(|block| unpin(self.cuda, block, &report));
                 self.modules.lock().close(self.cuda, &report);
                 for event in self.events.lock().drain(..).chain(self.bells.lock().drain(..)) {
                     // SAFETY: made by `marked`; an event may be destroyed before it is reached.

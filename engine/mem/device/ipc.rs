@@ -27,7 +27,10 @@ pub(crate) struct Import {
 type Key = (u128, u64, usize);
 
 /// What is open, by name.
-static OPEN: Mutex<Option<HashMap<Key, Weak<Import>>>> = Mutex::new(None);
+static OPEN: Mutex<Option<HashMap<Key, Slot>>> = Mutex::new(None);
+
+/// A block that is open, or being opened by who holds the lock.
+type Slot = Arc<Mutex<Weak<Import>>>;
 
 impl Drop for Import {
     fn drop(&mut self) {
@@ -47,10 +50,16 @@ impl Import {
     pub(crate) fn open(stream: &DeviceStream, process: u128, name: &Exported) -> Result<Arc<Import>, Error> {
         let context = &stream.0.context;
         let key = (process, name.number, Arc::as_ptr(context).addr());
-        let mut open = OPEN.lock();
-        let open = open.get_or_insert_default();
-        open.retain(|_, import| import.strong_count() > 0);
-        if let Some(import) = open.get(&key).and_then(Weak::upgrade) {
+        // The driver may take long: only who wants the same block waits for it.
+        let slot = {
+            let mut open = OPEN.lock();
+            let open = open.get_or_insert_default();
+            let is_used = |slot: &Slot| slot.try_lock().is_none_or(|import| import.strong_count() > 0);
+            open.retain(|_, slot| Arc::strong_count(slot) > 1 || is_used(slot));
+            open.entry(key).or_default().clone()
+        };
+        let mut slot = slot.lock();
+        if let Some(import) = slot.upgrade() {
             return Ok(import);
         }
         let import = context.call("open memory of another process", |cuda| {
@@ -66,7 +75,7 @@ impl Import {
             Ok(import)
         })?;
         let import = Arc::new(import);
-        open.insert(key, Arc::downgrade(&import));
+        *slot = Arc::downgrade(&import);
         Ok(import)
     }
 

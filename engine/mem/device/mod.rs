@@ -40,7 +40,7 @@ pub use pinned::PinnedBuf;
 pub(crate) use pool::Exported;
 pub(crate) use queues::Probe;
 pub(crate) use signal::DeviceSignal;
-pub(crate) use staging::{DevicePlace, Item};
+pub(crate) use staging::{DevicePlace, Item, pinned_bytes};
 pub use stream::{DeviceEvent, DeviceStream, Reached};
 pub(crate) use stripes::{ALL, Reach, Staged, Stripe, refused_in_capture};
 pub use transfer::Transfer;

@@ -4,9 +4,11 @@ use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
 use allstream_sys::cuda::CU_MEMHOSTALLOC_PORTABLE;
 
+use super::chores::later;
 use super::context::Context;
 use super::handle::Device;
 use crate::error::Error;
@@ -65,16 +67,22 @@ impl<T: Element> PinnedBuf<T> {
 }
 
 impl<T: Element> Drop for PinnedBuf<T> {
+    /// It may be dropped with an operation that nobody awaits, by the thread that finishes that: the driver, which may wait for the
+    /// device, is called by another.
     fn drop(&mut self) {
         if self.len * size_of::<T>() == 0 {
             return;
         }
-        // Tried also where the context cannot be entered: the driver knows whose memory it is.
-        let _entered = self.context.enter();
-        // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with it holds the buffer meanwhile.
-        if let Err(error) = unsafe { self.context.cuda.mem_free_host(self.start.as_ptr().cast()) } {
-            tracing::warn!(device = self.context.ordinal, "unpin host memory: {error}");
-        }
+        let (at, context) = (self.start.as_ptr().expose_provenance(), self.context.clone());
+        later(Duration::ZERO, move || {
+            // Tried also where the context cannot be entered: the driver knows whose memory it is.
+            let _entered = context.enter();
+            // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with it holds the buffer meanwhile.
+            let freed = unsafe { context.cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) };
+            if let Err(error) = freed {
+                tracing::warn!(device = context.ordinal, "unpin host memory: {error}");
+            }
+        });
     }
 }
 

@@ -3,9 +3,12 @@
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{CU_MEMHOSTALLOC_PORTABLE, Cuda, CudaError};
 
+use super::chores::later;
 use super::context::Context;
 use super::fate::Fate;
 use super::stream::DeviceStream;
@@ -48,9 +51,17 @@ pub(crate) struct Item {
 /// What is called when a staged operation is over: once, on any thread.
 pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
-/// Pinned memory that is kept for the next operations, unless one block is larger: getting it takes the driver 0.1 ms and
-/// more.
+/// Pinned memory that is kept for the next operations: getting it takes the driver 0.1 ms and more. Of blocks that are larger one
+/// is kept for [`REST`] after its last use, for the next operation of a loop.
 const KEPT: usize = 64 << 20;
+const REST: Duration = Duration::from_secs(1);
+/// Bytes of pinned memory that this process has for staging, in use or kept.
+static PINNED: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes of pinned memory that this process has for staging, in use or kept for the next operations.
+pub(crate) fn pinned_bytes() -> usize {
+    PINNED.load(Ordering::Relaxed)
+}
 const LEAST: usize = 64 << 10;
 const MIB: usize = 1 << 20;
 
@@ -69,6 +80,8 @@ pub(super) struct Pinned {
     /// Their addresses, by length. A length stays when its last block is taken: it will be back.
     blocks: BTreeMap<usize, Vec<usize>>,
     bytes: usize,
+    /// When one was last put here.
+    used: Option<Instant>,
 }
 
 impl Pinned {
@@ -80,25 +93,41 @@ impl Pinned {
         Some((at, len))
     }
 
-    /// Keeps one, if that is not too much.
+    /// Keeps one, if that is not too much; whether it did.
     fn put(&mut self, at: usize, len: usize) -> bool {
         let fits = self.bytes == 0 || self.bytes + len <= KEPT;
         if fits {
             self.blocks.entry(len).or_default().push(at);
             self.bytes += len;
+            self.used = Some(Instant::now());
         }
         fits
     }
 
-    /// Gives all of them back to the driver; whether there were any.
-    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) -> bool {
-        let any = std::mem::take(&mut self.bytes) > 0;
-        for at in std::mem::take(&mut self.blocks).into_values().flatten() {
-            // SAFETY: allocated by `Block::new`, whose owner gave it back.
-            unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) }.unwrap_or_else(report);
-        }
-        any
+    /// Whether more is kept than for good.
+    fn is_much(&self) -> bool {
+        self.bytes > KEPT
     }
+
+    /// Takes all of them out, to be given back to the driver: their addresses and lengths.
+    pub(super) fn take_all(&mut self) -> Vec<(usize, usize)> {
+        self.bytes = 0;
+        let blocks = std::mem::take(&mut self.blocks).into_iter();
+        blocks.flat_map(|(len, all)| all.into_iter().map(move |at| (at, len))).collect()
+    }
+
+    /// The same, if they are more than is kept for good and nobody has used any for a while.
+    fn take_rested(&mut self) -> Vec<(usize, usize)> {
+        let rested = self.used.is_none_or(|at| at.elapsed() >= REST);
+        if self.is_much() && rested { self.take_all() } else { Vec::new() }
+    }
+}
+
+/// Gives a block back to the driver, which may wait for the device: the caller holds nothing that others wait for.
+pub(super) fn unpin(cuda: &Cuda, (at, len): (usize, usize), report: &dyn Fn(CudaError)) {
+    PINNED.fetch_sub(len, Ordering::Relaxed);
+    // SAFETY: allocated by `Block::new`, whose owner gave it back.
+    unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) }.unwrap_or_else(report);
 }
 
 /// Pinned memory of the host's, for one operation. It holds whatever was there: nobody reads of it what was not written.
@@ -126,7 +155,7 @@ impl Block {
         }
         let pin = || {
             context.call(&format!("pin {len} bytes of host memory to stage an operation"), |cuda| {
-                // SAFETY: in a context; freed by `drop` here, or by `Pinned::close`.
+                // SAFETY: in a context; freed by `unpin`.
                 unsafe { cuda.mem_host_alloc(len, CU_MEMHOSTALLOC_PORTABLE) }
             })
         };
@@ -135,6 +164,7 @@ impl Block {
         let Some(start) = NonNull::new(at.cast::<u8>()) else {
             return Err(Error::system("pin host memory", "the driver gave no address"));
         };
+        PINNED.fetch_add(len, Ordering::Relaxed);
         Ok(Block { start, len, context })
     }
 
@@ -145,14 +175,22 @@ impl Block {
 }
 
 impl Drop for Block {
+    /// Who drops the last handle may be the thread that everybody waits for: the driver is called by another.
     fn drop(&mut self) {
-        if self.context.pinned.lock().put(self.start.as_ptr().expose_provenance(), self.len) {
-            return;
-        }
-        let _entered = self.context.enter();
-        // SAFETY: allocated in `new`, and freed once. Whoever copies to or from it holds the block meanwhile.
-        if let Err(error) = unsafe { self.context.cuda.mem_free_host(self.start.as_ptr().cast()) } {
-            tracing::warn!(device = self.context.ordinal, "unpin host memory: {error}");
+        let (block, context) = ((self.start.as_ptr().expose_provenance(), self.len), self.context.clone());
+        let mut pinned = context.pinned.lock();
+        let (kept, is_much) = (pinned.put(block.0, block.1), pinned.is_much());
+        drop(pinned);
+        if !kept {
+            later(Duration::ZERO, move || context.unpin([block]));
+        } else if is_much {
+            let context = Arc::downgrade(&context);
+            later(REST, move || {
+                if let Some(context) = context.upgrade() {
+                    let rested = context.pinned.lock().take_rested();
+                    context.unpin(rested);
+                }
+            });
         }
     }
 }
@@ -184,5 +222,18 @@ mod tests {
         let taken = [LEAST, LEAST, MIB / 2, MIB].map(|wanted| pinned.take(wanted));
         assert_eq!(taken, [Some((2, LEAST)), None, Some((3, MIB)), Some((1, MIB))]);
         assert_eq!(pinned.bytes, 0);
+    }
+
+    #[test]
+    fn one_large_block_is_kept_for_a_while_and_small_ones_for_good() {
+        let mut pinned = Pinned::default();
+        assert!(pinned.put(1, 2 * KEPT) && pinned.is_much());
+        assert!(pinned.take_rested().is_empty(), "it has just been used");
+        pinned.used = Instant::now().checked_sub(REST);
+        assert_eq!(pinned.take_rested(), [(1, 2 * KEPT)]);
+        assert!(pinned.put(2, MIB) && !pinned.is_much());
+        pinned.used = None;
+        assert!(pinned.take_rested().is_empty(), "so much is kept for good");
+        assert_eq!(pinned.take_all(), [(2, MIB)]);
     }
 }
