@@ -6,6 +6,7 @@
 //! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream`
 //! in the system's directory for temporary files; `ALLSTREAM_TRACE_DIR=off` turns them off.
 
+pub(crate) mod log;
 pub(crate) mod writer;
 
 use std::collections::VecDeque;

@@ -16,6 +16,7 @@ use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
 use crate::link::local::Gate;
 use crate::link::region::Region;
 use crate::plan::choices::Choices;
+use crate::trace::log::LOG;
 use crate::tuning;
 
 /// How long dropping a communicator waits for what it still has to send.
@@ -53,6 +54,7 @@ impl Drop for Membership {
         // This may be the end of the process. The control thread has others to look after.
         if !runtime::is_control_thread() {
             self.world.wait_for_recorders(RECORDERS);
+            LOG.flush(RECORDERS);
         }
     }
 }

@@ -30,9 +30,9 @@ use crate::group::{Events, Locality, Mesh, host, runtime};
 use crate::link::Break;
 use crate::link::local::Gate;
 use crate::link::region::{Region, TURNED};
-use crate::plan::choices::{Choices, LinkClass, Place};
+use crate::plan::choices::{Choices, GroupChoices, LinkClass, Place};
 use crate::plan::{Env, Shape, suitable};
-use crate::trace::writer::WRITER;
+use crate::trace::log::LOG;
 use crate::types::{Algo, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
@@ -240,21 +240,7 @@ impl World {
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let hosts = host::numbered(members.iter().map(|m| self.hosts[*m]), members.len());
-        let env = Env {
-            n: members.len(),
-            one_host: here == members.len(),
-            hosts: hosts.iter().max().map_or(0, |last| *last as usize + 1),
-            ..Env::default()
-        };
-        let together = |m: &Rank| *m == self.rank || self.around.localities[*m] == Locality::SameProcess;
-        let class = match env.one_host {
-            true if members.iter().all(together) => LinkClass::InProc,
-            true => LinkClass::Shm,
-            false => LinkClass::Tcp,
-        };
-        let place = Place { link: class, hosts: env.hosts, ranks: env.n };
-        let shape = Shape { n: env.n, rank, hosts: &hosts, ..Shape::default() };
-        let tuned = self.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
+        let (env, tuned) = self.choice(&members, (rank, here), &hosts);
         let config = EndpointConfig {
             comm: comm.0,
             generation,
@@ -280,22 +266,47 @@ impl World {
             None => Endpoint::new(config),
             Some(machines) => Endpoint::again(config, machines),
         };
+        self.take_up(comm, &endpoint);
+        Ok(endpoint)
+    }
+
+    /// What the choice of an algorithm depends on in a group, and what the tuner's table says of it. `here`: how many of its members
+    /// are on this host.
+    fn choice(&self, members: &[Rank], (rank, here): (Rank, usize), hosts: &[u32]) -> (Env, GroupChoices) {
+        let env = Env {
+            n: members.len(),
+            one_host: here == members.len(),
+            hosts: hosts.iter().max().map_or(0, |last| *last as usize + 1),
+            ..Env::default()
+        };
+        let together = |m: &Rank| *m == self.rank || self.around.localities[*m] == Locality::SameProcess;
+        let class = match env.one_host {
+            true if members.iter().all(together) => LinkClass::InProc,
+            true => LinkClass::Shm,
+            false => LinkClass::Tcp,
+        };
+        let place = Place { link: class, hosts: env.hosts, ranks: env.n };
+        let shape = Shape { n: env.n, rank, hosts, ..Shape::default() };
+        let tuned = self.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
+        (env, tuned)
+    }
+
+    /// Knows a communicator from now on. What was heard before this one existed counts for it too, in the order heard.
+    fn take_up(self: &Arc<Self>, comm: CommId, endpoint: &Arc<Endpoint>) {
         {
             let mut comms = self.comms.lock();
             comms.retain(|_, endpoint| endpoint.strong_count() > 0);
-            comms.insert(comm, Arc::downgrade(&endpoint));
+            comms.insert(comm, Arc::downgrade(endpoint));
         }
-        // What was heard before this communicator existed counts for it too, in the order heard.
         let early: Vec<_> =
             self.early.lock().iter().filter(|(_, m, _)| m.comm() == Some(comm)).cloned().collect();
         for (from, message, known) in early {
-            self.apply_losses(&endpoint, known);
+            self.apply_losses(endpoint, known);
             self.message(from, message);
         }
-        self.apply_losses(&endpoint, usize::MAX);
+        self.apply_losses(endpoint, usize::MAX);
         let left = self.departed.lock().left_among(&endpoint.config.members);
         left.into_iter().for_each(|peer| endpoint.peer_left(peer));
-        Ok(endpoint)
     }
 
     /// The rings of the world's own communicator lie at the same place in every region: allocated first.
@@ -387,7 +398,7 @@ impl Control for World {
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break) {
         let to = endpoint.config.members[peer];
         let (comm, told) = (endpoint.config.name.clone(), what.clone());
-        WRITER.log(move || tracing::warn!(comm, peer = to, what = ?told, "a data connection broke"));
+        LOG.line(move || tracing::warn!(comm, peer = to, what = ?told, "a data connection broke"));
         self.send(to, Message::Broke { comm: CommId(endpoint.config.comm), what });
     }
 

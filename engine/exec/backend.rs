@@ -70,7 +70,8 @@ pub(crate) struct StepState {
     pub(super) first: usize,
 }
 
-/// One slice of a step, whose operands are there.
+/// One slice of a step, whose operands are there. [`PlanRun`](super::run::PlanRun) alone makes these, and vouches for all addresses in
+/// them: operands may be read and `dst` may be written for as many elements as are named, now.
 pub(crate) struct Slice<'a> {
     pub(super) c: Context<'a>,
     /// Which step of the plan.
@@ -87,7 +88,7 @@ pub(crate) struct Slice<'a> {
     pub(super) is_writable: bool,
     /// Whether all receivers are at this message and have room.
     pub(super) is_ready: bool,
-    /// The step copies a part of the operation's input, which may be sent from there as well as from `dst`.
+    /// The step copies a part of the operation's input to `dst`, and what it sends is read from the input.
     pub(super) is_input: bool,
     /// How messages are cut.
     pub(super) slicing: Slicing,
@@ -112,7 +113,7 @@ impl Slice<'_> {
         self.slicing.least > 0
     }
 
-    /// Whether the step has an accumulator.
+    /// Whether the step has an accumulator (in the plan: a hand).
     pub(super) fn has_accumulator(&self) -> bool {
         self.c.program().nodes[self.i].hand
     }
@@ -165,7 +166,8 @@ pub(crate) enum Reach {
     Nowhere,
 }
 
-/// Elements that are folded at once, of the operands and into the results of a plan of loans.
+/// Elements that are folded at once, of the operands and into the results of a plan of loans. [`PlanRun`](super::run::PlanRun) alone
+/// makes these, and vouches for all addresses in them.
 pub(crate) struct Fold<'a> {
     pub(super) c: Context<'a>,
     pub(super) step: &'a Step,
@@ -178,17 +180,18 @@ pub(crate) struct Fold<'a> {
     pub(super) bypassing: usize,
 }
 
-/// A place that is lent in turns, in place of memory that the peer cannot reach: a staging slot, or (where no memory is moved)
-/// none.
+/// A staging slot that is lent again and again, as the peer cannot reach the memory itself, and where it is. In a simulation there is
+/// no slot, and the address is null.
 pub(crate) type LentSlot = (Option<StagingSlot>, *mut u8);
 
 /// Bytes of a piece of a chunk that is lent in a slot.
 pub(super) const PIECE: usize = SLOT;
 
-/// One kind of memory. A value belongs to one [`PlanRun`](super::run::PlanRun), and keeps its own memory from one part to the
-/// next.
+/// One kind of memory. A value belongs to one [`PlanRun`](super::run::PlanRun); whether it keeps memory of its own from one part to
+/// the next is its own affair.
 pub(crate) trait Backend: Send + Sized {
-    /// Whether what it does takes the time of the thread that drives: then passes have a budget.
+    /// Whether calls do the work on the calling thread, and do not only put it on a stream. Then a pass ends after so many bytes
+    /// ([`BUDGET`](super::run::BUDGET)), as other communicators wait for the thread.
     const TAKES_TIME: bool;
     /// Whether copies of the input are sent from the input, not from where they were stored.
     const SENDS_INPUT: bool;
@@ -207,7 +210,8 @@ pub(crate) trait Backend: Send + Sized {
     /// It is over, or given up.
     fn end(&mut self);
 
-    /// Does what is to be done before the first step: scaling the input. `has_arrived`: all of the input is there.
+    /// Makes ready what the steps need: asks for memory, scales the input (on the host a piece at a time). Called at the start of
+    /// every pass. `has_arrived`: all of the input is there.
     fn prepare(&mut self, c: Context<'_>, has_arrived: bool) -> Result<Prepared, Error>;
 
     /// Whether that is done.
@@ -218,7 +222,7 @@ pub(crate) trait Backend: Send + Sized {
     /// Where a slot of a plan begins.
     fn base(&self, part: &Part, slot: Slot) -> *mut u8;
 
-    /// Whether a limit between steps is there: always, but in builds for tests that take one away.
+    /// Whether steps are held to this wait. They always are, but in test builds that take one away to see that it is missed.
     fn keeps(&self, _: Wait) -> bool {
         true
     }

@@ -197,9 +197,10 @@ impl Backend for Cuda {
     /// Links between devices lend memory where it lies: they never ask for slots.
     unsafe fn fill_slot(&mut self, _: *const u8, _: *mut u8, _: usize, _: &mut Port) {}
 
-    /// The kernel that folds writes to memory of other ranks, which between processes only they may: a stream that let go of a
-    /// dead rank goes on at a time when a survivor has its memory back. A chunk that is too long for one frame goes step by step,
-    /// in slices. All ranks see the same lengths, and know where all devices are.
+    /// The kernel that folds writes into other ranks' memory, which is allowed within one process only: when a rank of another process
+    /// dies, nobody can stop a kernel that is on a stream already from writing into memory that its owner has taken back. Chunks
+    /// that are longer than [`limits`] allow one call take the steps, in slices. All ranks see the same lengths, and know where all
+    /// devices are.
     fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement {
         let near = c.op.device.as_ref().is_some_and(|device| device.binding.far.is_none());
         let size = lending.plan.size;

@@ -21,7 +21,7 @@ use crate::forked;
 use crate::link::Reactor;
 use crate::link::exit::Lease;
 use crate::link::region::Region;
-use crate::trace::writer::WRITER;
+use crate::trace::log::LOG;
 
 /// The lane spins this long without progress before it sleeps, where there are cores to spare.
 const SPIN: Duration = Duration::from_micros(30);
@@ -118,7 +118,7 @@ pub(super) fn keep_and_look(what: quarantine::What, leases: Vec<Arc<Lease>>) {
     quarantine::keep(what, leases);
     match lane() {
         Ok(lane) => lane.kick(),
-        Err(error) => WRITER.log(move || {
+        Err(error) => LOG.line(move || {
             tracing::warn!("memory that a lost rank was lent is not used again: {error}");
         }),
     }

@@ -15,7 +15,7 @@ use super::mesh::Events;
 use super::message::Message;
 use super::wire::{self, Frames};
 use crate::error::{Error, Lost};
-use crate::trace::writer::WRITER;
+use crate::trace::log::LOG;
 use crate::types::Rank;
 
 /// How long a leaving rank waits for its goodbyes to be written and taken.
@@ -72,7 +72,7 @@ impl Outbox {
         let limit = if repeated { SOFT_LIMIT } else { HARD_LIMIT };
         if self.waiting.fetch_add(1, Ordering::Relaxed) >= limit {
             self.waiting.fetch_sub(1, Ordering::Relaxed);
-            WRITER.log(move || {
+            LOG.line(move || {
                 tracing::warn!(to, "dropped a control message: {limit} wait for rank {to}, which takes none");
             });
             return;
@@ -171,19 +171,21 @@ impl Reader {
         }
         match end {
             End::Goodbye(cause) => {
-                let told = cause.clone();
-                WRITER.log(move || tracing::debug!(rank, from, cause = ?told, "rank {from} said goodbye"));
+                if tracing::enabled!(tracing::Level::DEBUG) {
+                    let told = cause.clone();
+                    LOG.line(move || tracing::debug!(rank, from, cause = ?told, "rank {from} said goodbye"));
+                }
                 self.events.goodbye(from, cause);
                 self.writer.abort();
             }
             End::Died(why) => {
-                WRITER.log(move || tracing::warn!(rank, from, "rank {from} was lost: {why}"));
+                LOG.line(move || tracing::warn!(rank, from, "rank {from} was lost: {why}"));
                 self.events.lost(from, Lost::Died);
                 self.writer.abort();
             }
             End::Silent => {
                 let how = Lost::Silent(self.heartbeat.silent);
-                WRITER.log(move || tracing::warn!(rank, from, "rank {from} was lost: {how}"));
+                LOG.line(move || tracing::warn!(rank, from, "rank {from} was lost: {how}"));
                 self.events.lost(from, how);
                 // It may wake up again: what it reads then is why it is out.
                 self.outbox.finish(goodbye(Some(Error::PeerLost { rank: from, how, operation: None })));

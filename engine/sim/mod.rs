@@ -218,11 +218,21 @@ pub fn simulate(
     };
     let programs = (0..n).map(program).collect::<Result<Vec<_>, _>>()?;
     let slice = slice(&programs, bytes, network.slice).map_err(invalid)?;
+    let loans = network.loans.filter(|_| programs.iter().any(|program| program.lending.is_some()));
+    if loans.is_some_and(|loans| loans.in_slots) {
+        // A loan for each piece of each chunk, from every rank to every other.
+        let pieces = bytes.div_ceil(n).div_ceil(SLOT).saturating_mul(n * (n - 1));
+        if pieces > MOST_FRAMES {
+            return Err(invalid(format!(
+                "{pieces} loans by slots of {SLOT} bytes: too many to be simulated"
+            )));
+        }
+    }
     let net = Net::new(n, network);
     let region = Arc::new(Region::private()?);
     let signature = Signature { kind: kind as u8, algo: algo as u8, ..Signature::default() };
     let count = if kind == Kind::Barrier { 1 } else { bytes };
-    let loans = network.loans.map(|loans| match loans.in_slots {
+    let loans = loans.map(|loans| match loans.in_slots {
         true => exec::Loans::InSlots,
         false => exec::Loans::InPlace,
     });

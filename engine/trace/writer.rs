@@ -1,7 +1,7 @@
-//! The thread that writes flight recorders, and what is logged by threads that must not wait. It is started when there is
-//! something to write, and ends when there is nothing more; what is asked for while it has not begun is written once.
+//! The thread that writes flight recorders. It is started when there is something to write, and ends when there is nothing
+//! more; what is asked for while it has not begun is written once.
 //!
-//! Nobody waits for it but who ends a process, for a bounded time: a file system may hang, and so may a log.
+//! Nobody waits for it but who ends a process, for a bounded time: a file system may hang.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,12 +26,6 @@ pub(crate) trait Recorded: Send + Sync {
     fn recording(&self, cause: &Error) -> Recording;
 }
 
-/// Lines that wait to be logged, at most: where the log hangs, what comes after them is lost.
-const LINES: usize = 256;
-
-/// Logs something.
-type Line = Box<dyn FnOnce() + Send>;
-
 struct Request {
     from: Weak<dyn Recorded>,
     /// The first of those that came since the last file was begun.
@@ -40,9 +34,6 @@ struct Request {
 
 struct State {
     requests: VecDeque<Request>,
-    lines: VecDeque<Line>,
-    /// It is at some lines.
-    is_logging: bool,
     /// There is a thread.
     runs: bool,
     thread: Option<ThreadId>,
@@ -53,10 +44,9 @@ struct State {
 }
 
 impl State {
-    /// Whether something of a rank's is still to be written. Whose lines there are is not known: they count as everybody's.
+    /// Whether something of a rank's is still to be written.
     fn concerns(&self, rank: &Weak<dyn Recorded>) -> bool {
-        let files = self.requests.iter().map(|r| &r.from).chain(&self.at).any(|from| from.ptr_eq(rank));
-        files || self.is_logging || !self.lines.is_empty()
+        self.requests.iter().map(|r| &r.from).chain(&self.at).any(|from| from.ptr_eq(rank))
     }
 }
 
@@ -73,15 +63,7 @@ pub(crate) static WRITER: Writer = Writer::new();
 
 impl Writer {
     const fn new() -> Writer {
-        let state = State {
-            requests: VecDeque::new(),
-            lines: VecDeque::new(),
-            is_logging: false,
-            runs: false,
-            thread: None,
-            at: None,
-            hurried: false,
-        };
+        let state = State { requests: VecDeque::new(), runs: false, thread: None, at: None, hurried: false };
         Writer { state: Mutex::new(state), changed: Condvar::new(), process: AtomicU32::new(0) }
     }
 
@@ -101,38 +83,18 @@ impl Writer {
             return;
         }
         state.requests.push_back(Request { from, cause: cause.clone() });
-        if let Err(error) = self.start(&mut state) {
-            state.requests.clear();
-            drop(state);
-            tracing::warn!(%error, "the flight recorder could not be written: there is no thread for it");
-        }
-    }
-
-    /// Has something logged soon, by the subscriber of the calling thread. Never blocks: a caller may hold what others wait
-    /// for, and a log may hang.
-    pub(crate) fn log(&'static self, line: impl FnOnce() + Send + 'static) {
-        if self.is_a_forks() {
+        if state.runs {
             return;
         }
-        let dispatch = tracing::dispatcher::get_default(Clone::clone);
-        let mut state = self.state.lock();
-        if state.lines.len() == LINES {
-            return;
+        let thread = std::thread::Builder::new().name(THREAD.into()).spawn(move || self.run());
+        match thread {
+            Ok(thread) => (state.runs, state.thread) = (true, Some(thread.thread().id())),
+            Err(error) => {
+                state.requests.clear();
+                drop(state);
+                tracing::warn!(%error, "the flight recorder could not be written: there is no thread for it");
+            }
         }
-        state.lines.push_back(Box::new(move || tracing::dispatcher::with_default(&dispatch, line)));
-        if self.start(&mut state).is_err() {
-            // It is rather not logged than waited for.
-            state.lines.clear();
-        }
-    }
-
-    /// Sees to it that there is a thread.
-    fn start(&'static self, state: &mut State) -> std::io::Result<()> {
-        if !state.runs {
-            let thread = std::thread::Builder::new().name(THREAD.into()).spawn(move || self.run())?;
-            (state.runs, state.thread) = (true, Some(thread.thread().id()));
-        }
-        Ok(())
     }
 
     /// Whether something of a rank's is still to be written. It is hurried then.
@@ -162,18 +124,9 @@ impl Writer {
 
     fn run(&self) {
         let mut state = self.state.lock();
-        while !(state.requests.is_empty() && state.lines.is_empty()) {
+        while !state.requests.is_empty() {
             let end = Instant::now() + SETTLE;
-            let settles = !state.requests.is_empty();
-            while settles && !state.hurried && !self.changed.wait_until(&mut state, end).timed_out() {}
-            let lines = std::mem::take(&mut state.lines);
-            state.is_logging = true;
-            drop(state);
-            // A subscriber is somebody else's code.
-            lines.into_iter().for_each(|line| drop(catch_unwind(AssertUnwindSafe(line))));
-            state = self.state.lock();
-            state.is_logging = false;
-            self.changed.notify_all();
+            while !state.hurried && !self.changed.wait_until(&mut state, end).timed_out() {}
             while let Some(Request { from, cause }) = state.requests.pop_front() {
                 state.at = Some(from.clone());
                 drop(state);

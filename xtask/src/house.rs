@@ -69,6 +69,10 @@ const UNSAFE: [(&str, &str); 36] = [
 
 /// No file is longer than this.
 const LONGEST_FILE: usize = 700;
+/// Where everything attaches: nobody changes what does not fit in the head at once. Files and functions are shorter there.
+const HEART: [&str; 3] = ["engine/exec/", "engine/link/", "engine/comm/"];
+const LONGEST_FILE_OF_HEART: usize = 600;
+const LONGEST_FUNCTION_OF_HEART: usize = 80;
 /// Files with these endings are read.
 const TEXT: [&str; 11] = ["rs", "toml", "md", "py", "sh", "cu", "cuh", "yml", "yaml", "json", "run"];
 /// Directories that are not the repository's.
@@ -99,7 +103,10 @@ pub(crate) fn all(root: &Path) -> Vec<Check> {
         ("no floor imports one above it", floors(&files)),
         ("no files of a folder import each other in a circle", circles(&files)),
         ("unsafe stands only where it may", unsafe_places(&files)),
-        ("no file is longer than 700 lines", sizes(&files)),
+        (
+            "no file is longer than 700 lines, none of exec, link and comm than 600, and no function there than 80",
+            sizes(&files),
+        ),
         ("no path into somebody's home", homes(&files)),
     ]
 }
@@ -243,9 +250,47 @@ fn unsafe_places(files: &[SourceFile]) -> Vec<String> {
 }
 
 fn sizes(files: &[SourceFile]) -> Vec<String> {
-    let long =
-        files.iter().map(|file| (file, file.text.lines().count())).filter(|(_, lines)| *lines > LONGEST_FILE);
-    long.map(|(file, lines)| format!("{}: {lines} lines", file.path)).collect()
+    let mut complaints = Vec::new();
+    for file in files {
+        let is_heart = HEART.iter().any(|folder| file.path.starts_with(folder)) && file.path.ends_with(".rs");
+        let longest = if is_heart { LONGEST_FILE_OF_HEART } else { LONGEST_FILE };
+        let lines = file.text.lines().count();
+        if lines > longest {
+            complaints.push(format!("{}: {lines} lines", file.path));
+        }
+        for (first, lines) in functions(&file.text).into_iter().filter(|_| is_heart) {
+            if lines > LONGEST_FUNCTION_OF_HEART {
+                complaints.push(format!("{}:{first}: a function of {lines} lines", file.path));
+            }
+        }
+    }
+    complaints
+}
+
+/// The functions with a body of more than one line: where each begins, and how many lines it has. Of files as rustfmt leaves them.
+fn functions(text: &str) -> Vec<(usize, usize)> {
+    let lines: Vec<&str> = text.lines().collect();
+    let mut found = Vec::new();
+    for (i, line) in lines.iter().enumerate() {
+        let code = line.trim_start();
+        let before = ["pub", "const ", "async ", "unsafe ", "extern "];
+        let is_function = code.starts_with("fn ")
+            || (code.contains(" fn ") && before.iter().any(|word| code.starts_with(word)));
+        if !is_function || code.ends_with(['}', ';']) {
+            continue;
+        }
+        let indent = &line[..line.len() - code.len()];
+        // A declaration ends with a semicolon, a body with a brace, below where it began.
+        let ends = |line: &&str| {
+            line.strip_prefix(indent).is_some_and(|rest| {
+                rest == "}" || rest.starts_with(") -> ") && rest.ends_with(';') || rest == ");"
+            })
+        };
+        if let Some(length) = lines[i + 1..].iter().position(ends) {
+            found.push((i + 1, length + 2));
+        }
+    }
+    found
 }
 
 fn homes(files: &[SourceFile]) -> Vec<String> {
@@ -277,6 +322,17 @@ mod tests {
 
     fn file(path: &str, text: &str) -> SourceFile {
         SourceFile { path: path.into(), text: text.into() }
+    }
+
+    #[test]
+    fn functions_are_counted_from_their_first_line_to_their_last() {
+        let text = "fn one() {}\nimpl X {\n    pub(in crate::a) fn two(\n        x: u8,\n    ) -> u8 {\n        x\n    }\n}\n\
+                    trait T {\n    fn three(\n        x: u8,\n    ) -> u8;\n}\n";
+        assert_eq!(functions(text), [(3, 5), (10, 3)]);
+        let long = format!("fn long() {{\n{}}}\n", "    go();\n".repeat(79));
+        assert_eq!(sizes(&[file("engine/exec/a.rs", &long)]).len(), 1);
+        assert_eq!(sizes(&[file("engine/plan/a.rs", &long)]), [""; 0]);
+        assert_eq!(sizes(&[file("engine/link/a.rs", &"x\n".repeat(601))]).len(), 1);
     }
 
     #[test]

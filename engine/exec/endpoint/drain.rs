@@ -12,7 +12,7 @@ use crate::exec::lane::keep_and_look;
 use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
 use crate::trace::State;
-use crate::trace::writer::WRITER;
+use crate::trace::log::LOG;
 
 /// How long a dead communicator waits for peers in other processes that touch its users' memory.
 const READ_ON: Duration = Duration::from_millis(500);
@@ -124,7 +124,7 @@ impl Endpoint {
         let is_err = given_up.is_err();
         if let Err(error) = given_up {
             let what = "the buffers of a collective that failed on a device are not given back";
-            WRITER.log(move || tracing::warn!("{what}: {error}"));
+            LOG.line(move || tracing::warn!("{what}: {error}"));
         }
         is_err
     }

@@ -16,7 +16,7 @@ use crate::exec::inflight::{Finished, Key, Look};
 use crate::forked;
 use crate::mem::ErasedBufs;
 use crate::mem::device::Staged;
-use crate::trace::writer::WRITER;
+use crate::trace::log::LOG;
 use crate::types::Signature;
 
 /// An operation whose memory is to be taken back when all has moved.
@@ -228,7 +228,7 @@ impl Endpoint {
             self.config.control.abort(self, cause);
             self.wake_dead(cause);
             let (comm, rank, cause) = (self.config.name.clone(), self.config.rank, cause.clone());
-            WRITER.log(move || tracing::warn!(comm, rank, %cause, "communicator aborted"));
+            LOG.line(move || tracing::warn!(comm, rank, %cause, "communicator aborted"));
         }
     }
 

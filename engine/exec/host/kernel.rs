@@ -54,12 +54,13 @@ impl Host {
         if !slice.is_ready {
             payload = None;
         }
-        // Copies that nobody reads again soon: not even a peer, from there. A fold, which waits for what it reads, gained nothing.
+        // Only copies whose destination nobody reads soon bypass the caches, peers included. Folds gained nothing when that was
+        // measured: they wait for what they read.
         let is_final = slice.dst.is_some() && slice.c.program().nodes[slice.i].is_final;
         let stays = slice.step.send.is_empty() || in_slot || slice.is_input;
         let bypasses = self.is_bypassing && slice.is_copy() && is_final && stays;
-        // Copied ahead, it would be read from memory once more to be sent. As a step that only sends, it waits for its receiver:
-        // nothing waits for what it stores. Not where sending waits for more of a message.
+        // Copied before its receiver is ready, the input would be read from memory twice. So the step waits for the receiver, as one
+        // that only sends does; no other step waits for what it stores. Where frames are held back it must not wait.
         if bypasses && slice.is_input && !slice.is_ready && !slice.holds_back() && slice.step.send.len() == 1
         {
             return Ok(Combined::NOTHING);

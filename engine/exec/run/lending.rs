@@ -3,14 +3,15 @@
 //! A rank lends each peer what the plan says. Where the peer cannot reach that memory (buffers of another process that are not
 //! in its region), it lends staging slots, a piece of the chunk each: it copies a piece of its input in, and what was folded
 //! there out, when the slot comes back. A rank folds its own chunk as far as all have lent it, a slice a pass, and gives back
-//! what is folded; it is done when all that it lent has come back. In place no chunk is touched by two ranks.
+//! what is folded; it is done when all that it lent has come back. This is safe in place too: rank p alone reads and writes chunk p
+//! of any buffer while that is lent.
 //!
 //! Where all ranks know that all can lend, they do ([`Agreement::Known`]). Else nobody has agreed beforehand: whether there are
 //! slots, say, a rank alone knows. So each rank's *first frame* to a peer says it: a loan, or the first piece of its input,
 //! which the steps send to every peer, whatever the others do. Who sees data where a loan could be gives back what it was lent,
-//! and takes the steps. The first rank to take them has lent to nobody, so that all its first frames are data: then no rank ever
-//! has the loans of all, and all take the steps. If there is no such rank, all fold at once. (The checker goes through it:
-//! [`crate::plan::check`].)
+//! and takes the steps. Take the earliest rank to do so: no other's data can have made it, so it could not lend, and its first
+//! frame to everyone is data. Hence nobody ever has the loans of all, and all take the steps. If there is no such rank, all fold at
+//! once. (The checker goes through it: [`crate::plan::check`].)
 
 use std::ops::Range;
 
@@ -158,6 +159,10 @@ impl<B: Backend> PlanRun<B> {
         let mut moved = false;
         if self.lending.stage == Stage::New {
             if !self.can_lend(t.c, lending, port)? {
+                if self.lending.is_known {
+                    let problem = "this rank cannot, though all ranks know that it can (a bug)";
+                    return Err(Error::system("lend memory to a peer", problem));
+                }
                 self.lending.fall_back();
                 return Ok(None);
             }
@@ -174,6 +179,10 @@ impl<B: Backend> PlanRun<B> {
                 match self.next_loan(t, peer, port)? {
                     Next::NotYet => {}
                     Next::Loan => moved = true,
+                    Next::Data if self.lending.is_known => {
+                        let problem = "data where it was to lend memory".into();
+                        return Err(Error::Protocol { peer, problem });
+                    }
                     Next::Data => {
                         self.give_back(usize::MAX, port)?;
                         self.lending.fall_back();
@@ -195,7 +204,7 @@ impl<B: Backend> PlanRun<B> {
             if lent == loans && agreed {
                 self.tx[peer] = Cursor { message: 0, round: self.rounds };
             }
-            // Who has hung up gave back what it may never have written.
+            // A peer that hangs up counts as having given all back, though it may not have written its results: that is no end.
             complete = complete && back == loans && !port.tx(peer)?.has_hung_up();
         }
         Ok(Some((moved, complete)))
@@ -431,9 +440,6 @@ impl<B: Backend> PlanRun<B> {
         let mut outs = [std::ptr::null_mut::<u8>(); MAX_LENDERS];
         let (mut results, mut bypassing) = (0, 0);
         let mut add = |output: *mut u8, in_slot: bool, in_place: bool| {
-            if results == outs.len() {
-                return;
-            }
             outs[results] = output;
             if self.backend.bypasses(in_slot, in_place, slice.saturating_mul(unit), port) {
                 outs.swap(results, bypassing);

@@ -98,7 +98,7 @@ pub(super) struct PlanRun<B> {
     /// Elements of a round.
     round: usize,
     slicing: Slicing,
-    /// So many rounds of the memory may be touched: of the rest, the input has not come.
+    /// Rounds whose input has arrived; `usize::MAX`: all of it has.
     arrived: usize,
     ready: ReadyList,
     done: Vec<bool>,
@@ -280,7 +280,8 @@ impl<B: Backend> PlanRun<B> {
         let mut any = false;
         while self.gather(t, i, port)? {
             any = true;
-            // What was held back leaves as one, and before more is gathered: then nobody else may have news for the step.
+            // At the end of a round `push` sends what was held back as one frame, before more is gathered. The step lists itself again:
+            // nobody else may have a reason to.
             let leaves = self.slicing.least > 0 && self.steps[i].got.is_multiple_of(self.round);
             if self.is_long() || leaves {
                 self.ready.mark(i as u32);

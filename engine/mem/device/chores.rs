@@ -5,6 +5,7 @@
 //! the one that sees work end, or one that runs a communicator. This one nobody waits for, and it holds nothing.
 
 use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -24,11 +25,23 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
         let thread = std::thread::Builder::new().name("allstream-chores".into());
         thread.spawn(move || work(&jobs)).ok().map(|_| sender)
     });
-    match thread {
-        // It ends with the process. What cannot be sent is dropped with the error.
-        Some(thread) => drop(thread.send((Instant::now() + after, Box::new(job)))),
-        None => job(),
+    let job: Job = Box::new(job);
+    let unsent = match thread {
+        Some(thread) => thread.send((Instant::now() + after, job)).map_err(|unsent| unsent.0.1).err(),
+        None => Some(job),
+    };
+    if let Some(job) = unsent {
+        job();
     }
+}
+
+/// Waits until all is given back that was to be given back before, but not for longer than this. Whether it is.
+pub(super) fn settle(patience: Duration) -> bool {
+    let (tell, told) = channel();
+    later(Duration::ZERO, move || {
+        let _ = tell.send(());
+    });
+    told.recv_timeout(patience).is_ok()
 }
 
 fn work(jobs: &Receiver<(Instant, Job)>) {
@@ -36,7 +49,9 @@ fn work(jobs: &Receiver<(Instant, Job)>) {
     loop {
         let now = Instant::now();
         while let Some(i) = waiting.iter().position(|(at, _)| *at <= now) {
-            waiting.remove(i).1();
+            let job = waiting.remove(i).1;
+            // What is dropped may be somebody else's, and so is a log: the next job is done all the same.
+            let _ = catch_unwind(AssertUnwindSafe(job));
         }
         let next = waiting.iter().map(|(at, _)| at.saturating_duration_since(now)).min();
         let job = match next {

@@ -12,12 +12,16 @@ use allstream_sys::cuda::{
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 use super::capture::{Relaxed, relaxed};
+use super::chores::settle;
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::queues::Ways;
 use super::staging::{Pinned, unpin};
 use super::stream::Way;
 use crate::error::Error;
+
+/// How long pinned memory that is on its way back to the driver is waited for, where some is missing.
+const SETTLE: Duration = Duration::from_secs(1);
 
 /// The driver, or what is missing and what to do about it.
 pub(super) fn cuda() -> Result<&'static Cuda, Error> {
@@ -382,12 +386,13 @@ impl Context {
         })
     }
 
-    /// Gives pinned memory that nobody uses back to the driver; whether there was any.
+    /// Gives pinned memory that nobody uses back to the driver, and waits a while for what is on its way back; whether there may have
+    /// been any.
     pub(super) fn unpin_idle(&self) -> bool {
         let idle = self.pinned.lock().take_all();
         let any = !idle.is_empty();
         self.unpin(idle);
-        any
+        settle(SETTLE) || any
     }
 
     /// Gives blocks of pinned memory back to the driver.

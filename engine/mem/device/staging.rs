@@ -51,8 +51,8 @@ pub(crate) struct Item {
 /// What is called when a staged operation is over: once, on any thread.
 pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
-/// Pinned memory that is kept for the next operations: getting it takes the driver 0.1 ms and more. Of blocks that are larger one
-/// is kept for [`REST`] after its last use, for the next operation of a loop.
+/// Pinned memory that is kept for the next operations: getting it takes the driver 0.1 ms and more. A block that is larger is kept
+/// where nothing else is, for [`REST`] after its last use: the next operation of a loop finds it.
 const KEPT: usize = 64 << 20;
 const REST: Duration = Duration::from_secs(1);
 /// Bytes of pinned memory that this process has for staging, in use or kept.

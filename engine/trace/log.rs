@@ -1,0 +1,131 @@
+//! The thread that logs for threads that must not wait. A log may hang: a full disk, a terminal that nobody reads.
+//!
+//! It is started when there is something to log, and ends when there is nothing more. A process that ends at once may end before
+//! its last lines are out; whoever drops the last handle of a world gives them a bounded time.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+
+/// The thread's name.
+const THREAD: &str = "allstream-log";
+/// Lines that wait, at most: while the log hangs, what comes after them is lost.
+const LINES: usize = 256;
+
+/// Logs something.
+type Line = Box<dyn FnOnce() + Send>;
+
+struct State {
+    lines: VecDeque<Line>,
+    /// There is a thread, and it may be at a line.
+    runs: bool,
+    /// Somebody has waited for a line in vain, and no line has come to its end since: nobody waits again.
+    is_stuck: bool,
+}
+
+/// What is to be logged, and the thread that does.
+pub(crate) struct Log {
+    state: Mutex<State>,
+    changed: Condvar,
+    /// The process that has used it: threads do not survive a fork, and locks may be held for ever in the child.
+    process: AtomicU32,
+}
+
+/// The process's log.
+pub(crate) static LOG: Log = Log::new();
+
+impl Log {
+    const fn new() -> Log {
+        let state = State { lines: VecDeque::new(), runs: false, is_stuck: false };
+        Log { state: Mutex::new(state), changed: Condvar::new(), process: AtomicU32::new(0) }
+    }
+
+    /// Whether this process was forked from one that has used the log.
+    fn is_a_forks(&self) -> bool {
+        let (here, first) = (std::process::id(), self.process.load(Ordering::Relaxed));
+        first != here && self.process.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).is_err()
+    }
+
+    /// Has something logged soon, by the subscriber of the calling thread. Never blocks: a caller may hold what others wait for.
+    pub(crate) fn line(&'static self, line: impl FnOnce() + Send + 'static) {
+        if self.is_a_forks() {
+            return;
+        }
+        let dispatch = tracing::dispatcher::get_default(Clone::clone);
+        let line: Line = Box::new(move || tracing::dispatcher::with_default(&dispatch, line));
+        let mut state = self.state.lock();
+        if state.lines.len() == LINES {
+            return;
+        }
+        state.lines.push_back(line);
+        if !state.runs {
+            let thread = std::thread::Builder::new().name(THREAD.into()).spawn(move || self.run());
+            state.runs = thread.is_ok();
+        }
+    }
+
+    fn run(&self) {
+        let mut state = self.state.lock();
+        while let Some(line) = state.lines.pop_front() {
+            drop(state);
+            // A subscriber is somebody else's code.
+            let _ = catch_unwind(AssertUnwindSafe(line));
+            state = self.state.lock();
+            state.is_stuck = false;
+            self.changed.notify_all();
+        }
+        state.runs = false;
+    }
+
+    /// Blocks until all lines are out, but not for longer than `patience`, and not again while the log hangs.
+    pub(crate) fn flush(&self, patience: Duration) {
+        if self.is_a_forks() {
+            return;
+        }
+        let end = Instant::now() + patience;
+        let mut state = self.state.lock();
+        while state.runs && !state.is_stuck {
+            if self.changed.wait_until(&mut state, end).timed_out() {
+                state.is_stuck = state.runs;
+                return;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[test]
+    fn nobody_waits_for_a_line_that_hangs_more_than_once() {
+        static ONE: Log = Log::new();
+        let (goes_on, waits) = channel::<()>();
+        let (tell, told) = channel();
+        ONE.line(move || waits.recv().unwrap());
+        for i in 0..2 * LINES {
+            let tell = tell.clone();
+            ONE.line(move || tell.send(i).unwrap());
+        }
+        ONE.flush(Duration::from_millis(20));
+        let begun = Instant::now();
+        ONE.flush(Duration::from_secs(60));
+        assert!(begun.elapsed() < Duration::from_secs(30), "it is known to hang");
+        goes_on.send(()).unwrap();
+        drop(tell);
+        let lines: Vec<usize> = told.iter().collect();
+        // The first may have been taken out already when the others came.
+        assert!(lines.len() == LINES || lines.len() + 1 == LINES, "{} lines", lines.len());
+        assert!(lines.iter().copied().eq(0..lines.len()), "in their order: {lines:?}");
+        ONE.line(|| panic!("a subscriber's"));
+        ONE.flush(Duration::from_secs(60));
+        let (tell, told) = channel();
+        ONE.line(move || tell.send(()).unwrap());
+        told.recv_timeout(Duration::from_secs(60)).expect("a panic is the end of its line alone");
+    }
+}
