@@ -7,10 +7,14 @@
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 type Job = Box<dyn FnOnce() + Send>;
+
+/// Things that are on their way back.
+static PENDING: AtomicUsize = AtomicUsize::new(0);
 
 /// Drops it on that thread; here, where the system has no thread to give.
 pub(super) fn drop_later(thing: impl Any + Send) {
@@ -25,7 +29,13 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
         let thread = std::thread::Builder::new().name("allstream-chores".into());
         thread.spawn(move || work(&jobs)).ok().map(|_| sender)
     });
-    let job: Job = Box::new(job);
+    let is_due = after.is_zero();
+    PENDING.fetch_add(usize::from(is_due), Ordering::Relaxed);
+    let job: Job = Box::new(move || {
+        // What is dropped may be somebody else's, and so is a log: the next job is done all the same.
+        let _ = catch_unwind(AssertUnwindSafe(job));
+        PENDING.fetch_sub(usize::from(is_due), Ordering::Relaxed);
+    });
     let unsent = match thread {
         Some(thread) => thread.send((Instant::now() + after, job)).map_err(|unsent| unsent.0.1).err(),
         None => Some(job),
@@ -35,8 +45,12 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Waits until all is given back that was to be given back before, but not for longer than this. Whether it is.
+/// Waits until all is given back that was to be given back before, but not for longer than this. Whether there was anything, and it
+/// is given back now.
 pub(super) fn settle(patience: Duration) -> bool {
+    if PENDING.load(Ordering::Relaxed) == 0 {
+        return false;
+    }
     let (tell, told) = channel();
     later(Duration::ZERO, move || {
         let _ = tell.send(());
@@ -49,9 +63,7 @@ fn work(jobs: &Receiver<(Instant, Job)>) {
     loop {
         let now = Instant::now();
         while let Some(i) = waiting.iter().position(|(at, _)| *at <= now) {
-            let job = waiting.remove(i).1;
-            // What is dropped may be somebody else's, and so is a log: the next job is done all the same.
-            let _ = catch_unwind(AssertUnwindSafe(job));
+            waiting.remove(i).1();
         }
         let next = waiting.iter().map(|(at, _)| at.saturating_duration_since(now)).min();
         let job = match next {

@@ -386,8 +386,8 @@ impl Context {
         })
     }
 
-    /// Gives pinned memory that nobody uses back to the driver, and waits a while for what is on its way back; whether there may have
-    /// been any.
+    /// Gives pinned memory that nobody uses back to the driver, and waits a while for what is on its way back; whether there was
+    /// any.
     pub(super) fn unpin_idle(&self) -> bool {
         let idle = self.pinned.lock().take_all();
         let any = !idle.is_empty();
