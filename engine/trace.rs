@@ -11,6 +11,7 @@ pub(crate) mod writer;
 
 use std::collections::VecDeque;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use parking_lot::Mutex;
@@ -137,6 +138,21 @@ pub(crate) struct CommRecord {
     pub(crate) members: Vec<Rank>,
     pub(crate) poisoned: Option<String>,
     pub(crate) operations: Vec<OperationRecord>,
+}
+
+/// The first process that used something: threads do not survive a fork, and locks may be held for ever in the child.
+struct FirstProcess(AtomicU32);
+
+impl FirstProcess {
+    const fn new() -> FirstProcess {
+        FirstProcess(AtomicU32::new(0))
+    }
+
+    /// Whether this process is another one, forked from the first. Where there was none, this one is it.
+    fn is_another(&self) -> bool {
+        let (here, first) = (std::process::id(), self.0.load(Ordering::Relaxed));
+        first != here && self.0.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).is_err()
+    }
 }
 
 /// Where files go; none: nowhere.

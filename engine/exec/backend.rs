@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::link::region::Slot as StagingSlot;
 use crate::link::waits::Wait;
 use crate::link::{self, SLOT};
-use crate::plan::{Lending, Program, Slot, Step};
+use crate::plan::{INPUT, Lending, OUTPUT, Program, Slot, Step};
 use crate::types::{ReduceOp, Signature};
 
 /// What a pass works on.
@@ -164,6 +164,17 @@ pub(crate) enum Reach {
     /// It touches staging slots of ours.
     InSlots,
     Nowhere,
+}
+
+/// Where a slot of a plan begins: in the user's memory, in the scaled copy of the input if there is one, or in scratch memory.
+pub(super) fn base_of(part: &Part, slot: Slot, scaled: Option<*mut u8>, scratch: *mut u8) -> *mut u8 {
+    match (slot, scaled) {
+        (OUTPUT, Some(_)) if !part.is_in_place() => part.output,
+        (INPUT | OUTPUT, Some(scaled)) => scaled,
+        (OUTPUT, None) => part.output,
+        (INPUT, None) => part.input.cast_mut(),
+        _ => scratch,
+    }
 }
 
 /// Elements that are folded at once, of the operands and into the results of a plan of loans. [`PlanRun`](super::run::PlanRun) alone

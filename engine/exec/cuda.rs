@@ -4,7 +4,9 @@
 
 use allstream_kernels::cuda::{self, Launch, MAX_OUTS};
 
-use super::backend::{Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice};
+use super::backend::{
+    Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice, base_of,
+};
 use super::device::{DeviceOp, limits};
 use super::operation::{Part, Reduction};
 use super::port::{Payload, Port};
@@ -154,13 +156,8 @@ impl Backend for Cuda {
     }
 
     fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
-        match (slot, &self.scaled) {
-            (OUTPUT, Some(_)) if !part.is_in_place() => part.output,
-            (INPUT | OUTPUT, Some(scaled)) => address(scaled),
-            (OUTPUT, None) => part.output,
-            (INPUT, None) => part.input.cast_mut(),
-            _ => self.scratch.as_ref().map_or(std::ptr::null_mut(), address),
-        }
+        let scratch = self.scratch.as_ref().map_or(std::ptr::null_mut(), address);
+        base_of(part, slot, self.scaled.as_ref().map(address), scratch)
     }
 
     fn keeps(&self, wait: Wait) -> bool {

@@ -6,7 +6,9 @@ mod memory;
 use allstream_kernels as kernels;
 
 use self::memory::Memory;
-use super::backend::{Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice};
+use super::backend::{
+    Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice, base_of,
+};
 use super::operation::{Operation, Part};
 use super::port::{Payload, Port};
 use super::run::MAX_LENDERS;
@@ -140,13 +142,7 @@ impl Backend for Host {
     }
 
     fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
-        match (slot, self.memory.scaled()) {
-            (OUTPUT, Some(_)) if !part.is_in_place() => part.output,
-            (INPUT | OUTPUT, Some(scaled)) => scaled,
-            (OUTPUT, None) => part.output,
-            (INPUT, None) => part.input.cast_mut(),
-            _ => self.memory.scratch(),
-        }
+        base_of(part, slot, self.memory.scaled(), self.memory.scratch())
     }
 
     fn combine(&mut self, slice: &Slice<'_>, port: &mut Port) -> Result<Combined, Error> {

@@ -5,10 +5,11 @@
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+
+use super::FirstProcess;
 
 /// The thread's name.
 const THREAD: &str = "allstream-log";
@@ -30,8 +31,7 @@ struct State {
 pub(crate) struct Log {
     state: Mutex<State>,
     changed: Condvar,
-    /// The process that has used it: threads do not survive a fork, and locks may be held for ever in the child.
-    process: AtomicU32,
+    process: FirstProcess,
 }
 
 /// The process's log.
@@ -40,18 +40,12 @@ pub(crate) static LOG: Log = Log::new();
 impl Log {
     const fn new() -> Log {
         let state = State { lines: VecDeque::new(), runs: false, is_stuck: false };
-        Log { state: Mutex::new(state), changed: Condvar::new(), process: AtomicU32::new(0) }
-    }
-
-    /// Whether this process was forked from one that has used the log.
-    fn is_a_forks(&self) -> bool {
-        let (here, first) = (std::process::id(), self.process.load(Ordering::Relaxed));
-        first != here && self.process.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).is_err()
+        Log { state: Mutex::new(state), changed: Condvar::new(), process: FirstProcess::new() }
     }
 
     /// Has something logged soon, by the subscriber of the calling thread. Never blocks: a caller may hold what others wait for.
     pub(crate) fn line(&'static self, line: impl FnOnce() + Send + 'static) {
-        if self.is_a_forks() {
+        if self.process.is_another() {
             return;
         }
         let dispatch = tracing::dispatcher::get_default(Clone::clone);
@@ -82,7 +76,7 @@ impl Log {
 
     /// Blocks until all lines are out, but not for longer than `patience`, and not again while the log hangs.
     pub(crate) fn flush(&self, patience: Duration) {
-        if self.is_a_forks() {
+        if self.process.is_another() {
             return;
         }
         let end = Instant::now() + patience;

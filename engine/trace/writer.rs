@@ -6,13 +6,12 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Weak;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-use super::Recording;
+use super::{FirstProcess, Recording};
 use crate::error::Error;
 
 /// The thread's name.
@@ -54,8 +53,7 @@ impl State {
 pub(crate) struct Writer {
     state: Mutex<State>,
     changed: Condvar,
-    /// The process that has used it: threads do not survive a fork, and locks may be held for ever in the child.
-    process: AtomicU32,
+    process: FirstProcess,
 }
 
 /// The process's writer.
@@ -64,18 +62,12 @@ pub(crate) static WRITER: Writer = Writer::new();
 impl Writer {
     const fn new() -> Writer {
         let state = State { requests: VecDeque::new(), runs: false, thread: None, at: None, hurried: false };
-        Writer { state: Mutex::new(state), changed: Condvar::new(), process: AtomicU32::new(0) }
-    }
-
-    /// Whether this process was forked from one that has used the writer.
-    fn is_a_forks(&self) -> bool {
-        let (here, first) = (std::process::id(), self.process.load(Ordering::Relaxed));
-        first != here && self.process.compare_exchange(0, here, Ordering::Relaxed, Ordering::Relaxed).is_err()
+        Writer { state: Mutex::new(state), changed: Condvar::new(), process: FirstProcess::new() }
     }
 
     /// Has a rank's recorders written soon. Never blocks, and does no I/O.
     pub(crate) fn request(&'static self, from: Weak<dyn Recorded>, cause: &Error) {
-        if super::directory().is_none() || self.is_a_forks() {
+        if super::directory().is_none() || self.process.is_another() {
             return;
         }
         let mut state = self.state.lock();
@@ -99,7 +91,7 @@ impl Writer {
 
     /// Whether something of a rank's is still to be written. It is hurried then.
     pub(crate) fn is_behind(&self, rank: &Weak<dyn Recorded>) -> bool {
-        if self.is_a_forks() {
+        if self.process.is_another() {
             return false;
         }
         let mut state = self.state.lock();
@@ -150,7 +142,7 @@ impl Writer {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Arc, mpsc};
 
     use super::*;

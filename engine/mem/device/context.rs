@@ -1,13 +1,14 @@
 //! A device's context, and what its streams, events and memory share.
 
+use std::ffi::c_void;
 use std::marker::PhantomData;
 use std::time::Duration;
 
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent,
-    CuResult, CuStream, Cuda, CudaError, LIBRARY_VARIABLE,
+    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_MEMHOSTALLOC_PORTABLE, CU_STREAM_NON_BLOCKING,
+    CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda, CudaError, LIBRARY_VARIABLE,
 };
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
@@ -384,6 +385,18 @@ impl Context {
             // SAFETY: it is destroyed with `self`.
             unsafe { cuda.stream_synchronize(stream) }
         })
+    }
+
+    /// Pins so much of the host's memory, for what is said.
+    pub(super) fn pin(&self, bytes: usize, what: &str) -> Result<*mut c_void, Error> {
+        let pin = || {
+            self.call(&format!("pin {bytes} bytes of host memory{what}"), |cuda| {
+                // SAFETY: in a context; whoever gets it frees it.
+                unsafe { cuda.mem_host_alloc(bytes, CU_MEMHOSTALLOC_PORTABLE) }
+            })
+        };
+        // What is kept for others, or on its way back, may be what is missing.
+        pin().or_else(|error| if self.unpin_idle() { pin() } else { Err(error) })
     }
 
     /// Gives pinned memory that nobody uses back to the driver, and waits a while for what is on its way back; whether there was

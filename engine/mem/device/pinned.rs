@@ -6,8 +6,6 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
 
-use allstream_sys::cuda::CU_MEMHOSTALLOC_PORTABLE;
-
 use super::chores::later;
 use super::context::Context;
 use super::handle::Device;
@@ -43,14 +41,7 @@ impl<T: Element> PinnedBuf<T> {
         if bytes == 0 {
             return Ok(PinnedBuf { start: NonNull::dangling(), len, context });
         }
-        let pin = || {
-            context.call(&format!("pin {bytes} bytes of host memory"), |cuda| {
-                // SAFETY: in a context; freed in `drop`.
-                unsafe { cuda.mem_host_alloc(bytes, CU_MEMHOSTALLOC_PORTABLE) }
-            })
-        };
-        // What is kept for others, or on its way back, may be what is missing.
-        let at = pin().or_else(|error| if context.unpin_idle() { pin() } else { Err(error) })?;
+        let at = context.pin(bytes, "")?;
         let Some(start) = NonNull::new(at.cast::<T>()) else {
             return Err(Error::system("pin host memory", "the driver gave no address"));
         };

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::{CU_MEMHOSTALLOC_PORTABLE, Cuda, CudaError};
+use allstream_sys::cuda::{Cuda, CudaError};
 
 use super::chores::later;
 use super::context::Context;
@@ -153,14 +153,7 @@ impl Block {
         {
             return Ok(Block { start, len, context });
         }
-        let pin = || {
-            context.call(&format!("pin {len} bytes of host memory to stage an operation"), |cuda| {
-                // SAFETY: in a context; freed by `unpin`.
-                unsafe { cuda.mem_host_alloc(len, CU_MEMHOSTALLOC_PORTABLE) }
-            })
-        };
-        // What is kept for others may be what is missing.
-        let at = pin().or_else(|error| if context.unpin_idle() { pin() } else { Err(error) })?;
+        let at = context.pin(len, " to stage an operation")?;
         let Some(start) = NonNull::new(at.cast::<u8>()) else {
             return Err(Error::system("pin host memory", "the driver gave no address"));
         };
