@@ -12,6 +12,8 @@ const FIRST: usize = 180;
 const LAST: usize = 60;
 /// Begins the line by which a test says how many cases it went through.
 const CASES: &str = "cases: ";
+/// Begins the line by which a test that cannot run on this machine says why. libtest counts such a test as passed.
+const SKIPPED: &str = "skipped: ";
 /// Lines of one part that are printed again.
 pub(crate) const PRINTED: usize = 300;
 
@@ -54,6 +56,10 @@ pub(crate) struct Journal {
     pub(crate) times: Vec<Timed>,
     /// What tests said about the number of their cases.
     pub(crate) cases: Vec<String>,
+    /// Why tests could not run here.
+    pub(crate) skips: Vec<String>,
+    /// How many of those the running program has told of: its result counts them as passed.
+    skips_of_program: u64,
 }
 
 /// A test, with the program it is part of, and how long it took.
@@ -89,6 +95,10 @@ impl Journal {
         if let Some(cases) = line.strip_prefix(CASES) {
             self.cases.push(named(&self.program, cases));
         }
+        if let Some(why) = line.strip_prefix(SKIPPED).filter(|_| self.running) {
+            self.skips.push(named(&self.program, why));
+            self.skips_of_program += 1;
+        }
         match &mut self.account {
             Some(block) if line == "failures:" => {
                 // The second time; names follow.
@@ -118,9 +128,10 @@ impl Journal {
         if let Some(found) = result(line) {
             self.tested = true;
             self.running = false;
-            self.counts.passed += found.passed;
+            let skips = std::mem::take(&mut self.skips_of_program).min(found.passed);
+            self.counts.passed += found.passed - skips;
             self.counts.failed += found.failed;
-            self.counts.skipped += found.skipped;
+            self.counts.skipped += found.skipped + skips;
             self.blocks.extend(self.account.take());
             self.naming = false;
         }
@@ -137,6 +148,7 @@ impl Journal {
         }
         self.running = false;
         self.naming = false;
+        self.skips_of_program = 0;
     }
 
     /// The last line that starts so.
@@ -310,6 +322,22 @@ error: test failed, to rerun pass `--test faults`";
         for words in ["-- tests/faults.rs", "a word on stderr", "left 1, right 2", "test result: FAILED"] {
             assert!(text.contains(words), "`{words}` is missing in:\n{text}");
         }
+    }
+
+    #[test]
+    fn a_test_that_says_that_it_cannot_run_here_counts_as_skipped() {
+        let journal = journal([
+            "     Running tests/command/main.rs (target/debug/deps/command-1)",
+            "running 3 tests",
+            "test a ... ok",
+            "",
+            "skipped: no mpirun here",
+            "test b ... ok",
+            "test c ... ignored, started by others",
+            "test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured",
+        ]);
+        assert_eq!(journal.counts, Counts { passed: 1, failed: 0, skipped: 2 });
+        assert_eq!(journal.skips, ["tests/command/main.rs: no mpirun here"]);
     }
 
     #[test]

@@ -105,21 +105,22 @@ pub(crate) fn cuda_kernels() -> Part {
 pub(crate) fn tests() -> Vec<Part> {
     // Together, so that what they have in common is compiled once, with the features that all of them ask for.
     let packages = "--package allstream --package allstream-kernels --package allstream-sys --all-features";
-    let tested = format!("{packages} --package cuda-driver-for-tests --no-fail-fast");
+    let product = format!("{packages} --package cuda-driver-for-tests");
+    let built = format!("{product} --package loom-tests");
+    let tested = format!("{built} --no-fail-fast");
+    let released = format!("{product} --no-fail-fast --release");
     vec![
         house(),
         tests_of("xtask", "--package xtask --no-fail-fast --tests"),
         // All in one, as most of the crates keep one core busy: so another is compiled beside each.
-        cargo("build", &format!("test {tested} --no-run --lib --bins --test *")),
+        cargo("build", &format!("build {built} --lib --bins --tests --examples --benches")),
         tests_of("unit", &format!("{tested} --lib --bins")),
-        tests_of("integration", &format!("{tested} --test *")).needs(integration_tests),
+        tests_of("integration and loom", &format!("{tested} --test *")).needs(integration_tests),
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
-        cargo("examples and benches build", &format!("build {packages} --examples --benches")),
-        tests_of("loom", "--package loom-tests --release --no-fail-fast --tests"),
-        cargo("build, release", &format!("test {tested} --release --no-run --lib --bins --test *")).full(),
-        tests_of("unit, release", &format!("{tested} --release --lib --bins")).full(),
+        cargo("build, release", &format!("test {released} --no-run --lib --bins --test *")).full(),
+        tests_of("unit, release", &format!("{released} --lib --bins")).full(),
         // Everything that knows of it tries every combination: conformance, faults, plans.
-        tests_of("integration, release, every combination", &format!("{tested} --release --test *"))
+        tests_of("integration, release, every combination", &format!("{released} --test *"))
             .env("ALLSTREAM_TEST_FULL", "1")
             .needs(integration_tests)
             .minutes(60)

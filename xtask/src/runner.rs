@@ -64,6 +64,7 @@ struct Outcome {
 struct Tests {
     times: Vec<Timed>,
     cases: Vec<String>,
+    skips: Vec<String>,
 }
 
 /// Tests that are listed because they took longest.
@@ -94,7 +95,7 @@ pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
     total.failed == 0
 }
 
-/// The tests that took longest, and the numbers of cases, by part.
+/// The tests that took longest, the numbers of cases, and what tests could not run here and why, by part.
 fn of_tests(outcomes: &[Outcome]) -> String {
     let mut text = String::new();
     let all = |outcome: &'_ Outcome| {
@@ -110,6 +111,9 @@ fn of_tests(outcomes: &[Outcome]) -> String {
     }
     for Outcome { name, tests, .. } in outcomes {
         tests.cases.iter().for_each(|cases| text += &format!("cases, {name}: {cases}\n"));
+    }
+    for Outcome { name, tests, .. } in outcomes {
+        tests.skips.iter().for_each(|why| text += &format!("skipped, {name}: {why}\n"));
     }
     text
 }
@@ -168,6 +172,7 @@ fn run_part(part: &Part, root: &Path, tests: &mut Tests) -> Ran {
             *tests = Tests {
                 times: std::mem::take(&mut end.journal.times),
                 cases: std::mem::take(&mut end.journal.cases),
+                skips: std::mem::take(&mut end.journal.skips),
             };
             outcome(end, part.limit)
         }
@@ -236,9 +241,9 @@ fn fuzz(root: &Path, seconds: u64, limit: Duration) -> Ran {
 }
 
 pub(crate) fn describe(counts: Counts) -> String {
-    let ignored = if counts.skipped == 0 { String::new() } else { format!(", {} ignored", counts.skipped) };
+    let skipped = if counts.skipped == 0 { String::new() } else { format!(", {} skipped", counts.skipped) };
     let word = if counts.failed == 0 { "passed" } else { "FAILED" };
-    format!("{word} ({} passed, {} failed{ignored})", counts.passed, counts.failed)
+    format!("{word} ({} passed, {} failed{skipped})", counts.passed, counts.failed)
 }
 
 /// How a command ended.

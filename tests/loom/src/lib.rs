@@ -1,1 +1,1 @@
-//! Model checks under loom: see `tests/`. Run with `cargo test -p loom-tests --release`.
+//! Model checks under loom: see `tests/`. Run with `cargo test -p loom-tests`.
