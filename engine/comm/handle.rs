@@ -79,17 +79,17 @@ impl Drop for Handle {
         self.endpoint.close();
         let end = Instant::now() + FLUSH;
         // Peers depend on what was submitted here: give it a bounded time to leave.
-        let machines = loop {
+        let runs = loop {
             let done = self.endpoint.cause().is_some() || self.endpoint.is_quiet();
-            let machines = if done && self.rings.is_some() { self.endpoint.hollow() } else { None };
+            let runs = if done && self.rings.is_some() { self.endpoint.take_runs() } else { None };
             let waiting = self.endpoint.cause().is_none() && Instant::now() < end;
-            if machines.is_some() || done && self.rings.is_none() || !waiting {
-                break machines;
+            if runs.is_some() || done && self.rings.is_none() || !waiting {
+                break runs;
             }
             std::thread::sleep(Duration::from_micros(50));
         };
         if let Some(rings) = self.rings {
-            self.membership.world.release(rings, &self.endpoint, machines);
+            self.membership.world.release(rings, &self.endpoint, runs);
         }
     }
 }

@@ -15,7 +15,7 @@ use super::Work;
 use super::work::{Ended, Restore, Submitted};
 use crate::error::{Error, Failed};
 use crate::exec::device::DeviceOp;
-use crate::exec::{Endpoint, Key, Polled};
+use crate::exec::{Endpoint, Key};
 use crate::mem::device::{DeviceEvent, DeviceStream};
 use crate::mem::{ErasedBufs, Event, HostStream};
 
@@ -132,9 +132,9 @@ impl OnDevice {
     fn is_awaited_by(&self, stream: &DeviceStream) -> bool {
         let before = &self.stream;
         // `before` may wait for what is not on any stream yet, and then so does this one.
-        let is_early = before != stream && !self.device.is_filled();
+        let is_early = before != stream && !self.device.is_enqueued();
         let has_way = is_early && self.device.make_way(stream);
-        let held_up = is_early && !has_way && !self.device.is_filled();
+        let held_up = is_early && !has_way && !self.device.is_enqueued();
         let order = match before == stream || held_up {
             true => Ok(()),
             false => before.point().and_then(|e| stream.wait_event(&e)),
@@ -164,8 +164,8 @@ impl OnDevice {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Ended>> {
         let Some(key) = self.key else { return Poll::Ready(None) };
         match self.endpoint.poll(key, cx.waker(), Duration::ZERO, false) {
-            Polled::Pending => Poll::Pending,
-            Polled::Ready(ended) => {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(ended) => {
                 self.key = None;
                 Poll::Ready(Some(ended))
             }

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::error::{Error, Failed, Outcome};
-use crate::exec::{Endpoint, Finished, Key, Polled};
+use crate::exec::{Endpoint, Finished, Key};
 use crate::mem::ErasedBufs;
 
 /// A poll drives the operation for at most this long.
@@ -18,7 +18,7 @@ pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
 pub(super) const EAGER_POLLS: u32 = 10;
 
 /// How an operation ended, and the buffers that it owned, where they can be had.
-pub(super) type Ended = Finished<ErasedBufs, Box<Error>>;
+pub(super) type Ended = Finished;
 
 /// Turns what the table held back into what the user gets.
 pub(crate) type Restore<O, F> = fn(Outcome, Option<ErasedBufs>) -> Result<O, Failed<F>>;
@@ -100,11 +100,11 @@ impl Submitted {
         let State::Running { endpoint, key, polls } = &mut self.0 else { return Poll::Ready(self.wait()) };
         let budget = if *polls <= EAGER_POLLS { POLL_BUDGET } else { Duration::ZERO };
         match endpoint.poll(*key, cx.waker(), budget, *polls < EAGER_POLLS) {
-            Polled::Pending => {
+            Poll::Pending => {
                 *polls += 1;
                 Poll::Pending
             }
-            Polled::Ready(ended) => {
+            Poll::Ready(ended) => {
                 self.let_go();
                 Poll::Ready(ended)
             }

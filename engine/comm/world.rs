@@ -23,7 +23,7 @@ pub(super) use self::pool::ROW;
 use self::records::Dead;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use crate::error::{Error, Lost};
-use crate::exec::{Control, Endpoint, EndpointConfig, Lane, Machines, Opener};
+use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Lane, Opener};
 use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Locality, Mesh, host, runtime};
@@ -153,11 +153,11 @@ pub(crate) struct World {
 }
 
 /// What a communicator's links are made of.
-pub(crate) enum Lines {
+pub(crate) enum LinksFrom {
     /// Rings that lie there in each member's region, not used yet.
-    New(Vec<u64>),
+    NewRings(Vec<u64>),
     /// Those of an idle communicator of the same members, which this one is the next generation of.
-    Again(Machines),
+    IdleRuns(IdleRuns),
 }
 
 impl World {
@@ -218,7 +218,7 @@ impl World {
         comm: CommId,
         name: String,
         members: Vec<Rank>,
-        lines: Lines,
+        lines: LinksFrom,
     ) -> Result<Arc<Endpoint>, Error> {
         let rank = members.iter().position(|m| *m == self.rank).ok_or_else(|| {
             Error::invalid(
@@ -229,14 +229,12 @@ impl World {
         let near = |m: &&Rank| **m == self.rank || self.around.localities[**m] != Locality::Remote;
         let here = members.iter().filter(near).count();
         let beside = members.iter().filter(near).filter(|m| self.beside[**m]).count();
-        let (opener, generation, machines): (Arc<dyn Opener>, u32, _) = match lines {
-            Lines::New(blocks) => {
+        let (opener, generation, runs): (Arc<dyn Opener>, u32, _) = match lines {
+            LinksFrom::NewRings(blocks) => {
                 let (members, around) = (members.clone(), self.around.clone());
                 (Arc::new(CommLinks { comm, rank, members, blocks, around }), 0, None)
             }
-            Lines::Again(machines) => {
-                (machines.opener(), machines.generation.wrapping_add(1), Some(machines))
-            }
+            LinksFrom::IdleRuns(runs) => (runs.opener(), runs.generation.wrapping_add(1), Some(runs)),
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let hosts = host::numbered(members.iter().map(|m| self.hosts[*m]), members.len());
@@ -262,9 +260,9 @@ impl World {
             queue_limit: QUEUE_LIMIT,
             deterministic: self.defaults.deterministic,
         };
-        let endpoint = match machines {
+        let endpoint = match runs {
             None => Endpoint::new(config),
-            Some(machines) => Endpoint::again(config, machines),
+            Some(runs) => Endpoint::reuse(config, runs),
         };
         self.take_up(comm, &endpoint);
         Ok(endpoint)
@@ -312,7 +310,12 @@ impl World {
     /// The rings of the world's own communicator lie at the same place in every region: allocated first.
     pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
         let block = self.around.region.alloc(block_bytes(self.size))? as u64;
-        self.endpoint(CommId(0), "world".into(), (0..self.size).collect(), Lines::New(vec![block; self.size]))
+        self.endpoint(
+            CommId(0),
+            "world".into(),
+            (0..self.size).collect(),
+            LinksFrom::NewRings(vec![block; self.size]),
+        )
     }
 
     fn endpoints(&self) -> Vec<Arc<Endpoint>> {

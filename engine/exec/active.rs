@@ -204,7 +204,7 @@ impl Active {
             return Ok(Pass::Going(any));
         }
         if let Some(device) = &current.op.device {
-            device.filled()?;
+            device.enqueued()?;
         }
         Ok(match current.op.then.take() {
             Some(then) => Pass::Then(current.key, then),

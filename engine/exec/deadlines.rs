@@ -1,9 +1,94 @@
 //! When an operation is overdue.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+/// Looked at no more often than this, a process may have been stopped, or its machine suspended.
+const STILL: Duration = Duration::from_millis(500);
+/// How often the clock is looked at, at most.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// How long a rank that stood still itself goes on after a deadline: first it hears what it missed, and asks its peers, before
 /// it blames them.
-pub(super) fn grace(timeout: Duration) -> Duration {
+fn grace(timeout: Duration) -> Duration {
     Duration::from_millis(200).min(timeout / 4)
+}
+
+/// What deadlines are measured by. It notices when this process itself stood still: no peer is blamed for that time.
+pub(crate) struct DeadlineClock {
+    looked: Instant,
+    /// Since when this process has not stood still, as far as the clock was looked at.
+    awake: Instant,
+}
+
+impl DeadlineClock {
+    pub(super) fn new(now: Instant) -> DeadlineClock {
+        DeadlineClock { looked: now, awake: now }
+    }
+
+    /// Whether it is time to look at deadlines again; if so, notes that the process is running.
+    pub(super) fn is_time_to_look(&mut self, now: Instant) -> bool {
+        let is_time = now - self.looked > LOOK;
+        if is_time {
+            self.look(now);
+        }
+        is_time
+    }
+
+    /// Notes that the process is running.
+    pub(super) fn look(&mut self, now: Instant) {
+        if now - self.looked > STILL {
+            self.awake = now;
+        }
+        self.looked = now;
+    }
+
+    /// Whether something that has gone on since then has taken longer than it may.
+    pub(super) fn is_overdue(&self, now: Instant, since: Instant, timeout: Duration) -> bool {
+        now - since > timeout && now - self.awake > grace(timeout)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// A clock that is looked at every 20 ms from `start` on, for so long.
+    fn looked_at(start: Instant, ms: u32) -> DeadlineClock {
+        let mut clock = DeadlineClock::new(start);
+        (1..=ms / 20).for_each(|i| assert!(clock.is_time_to_look(start + 20 * i * MS)));
+        clock
+    }
+
+    #[test]
+    fn an_operation_is_overdue_after_its_time() {
+        let start = Instant::now();
+        let clock = looked_at(start, 2000);
+        assert!(!clock.is_overdue(start + 1000 * MS, start, 1000 * MS));
+        assert!(clock.is_overdue(start + 1001 * MS, start, 1000 * MS));
+    }
+
+    #[test]
+    fn a_process_that_stood_still_listens_first_and_then_blames() {
+        let start = Instant::now();
+        let mut clock = looked_at(start, 400);
+        let back = start + 5000 * MS;
+        assert!(clock.is_time_to_look(back));
+        assert!(!clock.is_overdue(back + 200 * MS, start, 1000 * MS), "a fifth of a second is for its peers");
+        assert!(clock.is_overdue(back + 201 * MS, start, 1000 * MS));
+        assert!(
+            clock.is_overdue(back + 26 * MS, start, 100 * MS),
+            "but a quarter of what it may take, at most"
+        );
+    }
+
+    #[test]
+    fn the_clock_is_not_looked_at_all_the_time() {
+        let start = Instant::now();
+        let mut clock = DeadlineClock::new(start);
+        assert!(!clock.is_time_to_look(start + 10 * MS));
+        assert!(clock.is_time_to_look(start + 11 * MS));
+        assert!(!clock.is_time_to_look(start + 20 * MS));
+    }
 }

@@ -160,7 +160,7 @@ impl DeviceOp {
     }
 
     /// All of it is on the stream.
-    pub(super) fn filled(&self) -> Result<(), Error> {
+    pub(super) fn enqueued(&self) -> Result<(), Error> {
         self.binding.ours.take_failure()?;
         let end = self.stream().point()?;
         let mut state = self.state.lock();
@@ -169,7 +169,7 @@ impl DeviceOp {
     }
 
     /// Whether all of it is on the stream.
-    pub(crate) fn is_filled(&self) -> bool {
+    pub(crate) fn is_enqueued(&self) -> bool {
         self.state.lock().end.is_some()
     }
 
@@ -179,6 +179,11 @@ impl DeviceOp {
         let over = !kept(Wait::End) || state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
         if over {
             self.binding.ours.ended(self.number());
+            if state.is_awaited {
+                // The stream was to say so, behind the end. Where streams share the device's queues, one of those that wait for
+                // its word may stand before it.
+                self.binding.ours.show(self.number());
+            }
             self.check()?;
             if let Some(verdict) = &state.verdict {
                 verdict.settle(Ok(()));

@@ -26,10 +26,10 @@ mod values;
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
-pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Machines, Polled, Submission};
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns, Submission};
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use inflight::Inflight;
-pub(crate) use inflight::{Finished, Key};
+pub(crate) use inflight::Key;
 #[cfg(test)]
 pub(crate) use lane::tests::spoil;
 pub(crate) use lane::{Lane, lane};

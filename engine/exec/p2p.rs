@@ -13,7 +13,7 @@ use allstream_kernels as kernels;
 
 pub(crate) use self::moving::{Direction, Message};
 use self::moving::{Moving, Peer, Stage, Type, Unclaimed};
-use super::deadlines::grace;
+use super::deadlines::DeadlineClock;
 use super::inflight::Key;
 use super::port::{Payload, Port};
 use crate::error::Error;
@@ -125,14 +125,15 @@ impl Messages {
     /// `true`), and whether it waits for memory of its own (the second).
     pub(crate) fn overdue(
         &self,
-        (now, awake): (Instant, Instant),
+        now: Instant,
+        clock: &DeadlineClock,
         left: &[bool],
     ) -> Option<(Message, bool, bool)> {
         for (rank, peer) in self.peers.iter().enumerate() {
             for m in peer.sends.iter().chain(&peer.recvs) {
                 let (waited, lacks) = (now - m.since, m.done == m.filled.min(m.message.bytes));
                 let timeout = m.message.timeout;
-                if waited > timeout && now - awake > grace(timeout) {
+                if clock.is_overdue(now, m.since, timeout) {
                     return Some((m.message.clone(), false, lacks && m.filled < m.message.bytes));
                 }
                 if left[rank] && waited > Duration::from_millis(200) {

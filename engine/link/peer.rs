@@ -113,6 +113,14 @@ impl PeerDevice {
         }
     }
 
+    /// Signals an operation that is over, from the host. The stream has written the words of all before it by then, and can
+    /// only write the same again.
+    pub(crate) fn show(&self, number: u64) {
+        if let Ok(signal) = &*self.signal.lock() {
+            signal.set(value(number));
+        }
+    }
+
     /// Signals an operation that has failed, behind what the stream holds; and in any case after a while.
     pub(crate) fn release(&self, number: u64) -> Result<(), Error> {
         match &mut *self.signal.lock() {

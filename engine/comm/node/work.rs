@@ -12,7 +12,7 @@ use super::super::{Ordered, Work};
 use super::Several;
 use crate::error::{Error, Failed};
 use crate::exec::{Endpoint, Finished, Key, Together, poll_together, wait_together};
-use crate::mem::{ErasedBufs, HostStream};
+use crate::mem::HostStream;
 
 /// What each device's part came to, where not all came to what was wanted: the result of those that did, and the error
 /// (with the buffer, if it may be had) of those that did not.
@@ -66,7 +66,7 @@ impl<O, F> Together for Part<O, F> {
         }
     }
 
-    fn finished(&mut self, outcome: Finished<ErasedBufs, Box<Error>>) {
+    fn finished(&mut self, outcome: Finished) {
         if let Part::Running(work) = self {
             *self = Part::Done(work.settle(outcome));
         }

@@ -4,7 +4,7 @@
 //! communicator and, one after the other, those that take them up again (its later generations). Their life on a rank:
 //!
 //! - **in use**: somebody holds a handle, or operations still run;
-//! - **idle**: all handles are gone, all work is done and in peace: the machines wait here to be taken up by a `split`
+//! - **idle**: all handles are gone, all work is done and in peace: the runs wait here to be taken up by a `split`
 //!   of the same members, if all of them agree ([`Proposal`]);
 //! - **retired**, for good: this rank reads the peers' rings no more, and has told all members so
 //!   ([`Message::Retired`]). A receiver writes what it has released into the *sender's* rings: so the block is given
@@ -22,10 +22,10 @@ use std::time::{Duration, Instant};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-use super::{Lines, World};
+use super::{LinksFrom, World};
 use crate::comm::links::block_bytes;
 use crate::error::Error;
-use crate::exec::{Endpoint, Machines};
+use crate::exec::{Endpoint, IdleRuns};
 use crate::forked;
 use crate::group::message::{CommId, Message};
 use crate::group::runtime;
@@ -90,12 +90,12 @@ struct Rings {
     /// This rank has.
     retired: bool,
     /// Kept until all have: what they lent is still to come back.
-    machines: Option<Machines>,
+    runs: Option<IdleRuns>,
 }
 
 struct Idle {
     likeness: Likeness,
-    machines: Machines,
+    runs: IdleRuns,
 }
 
 struct State {
@@ -187,24 +187,19 @@ impl World {
         self.retire_idle(out);
     }
 
-    /// All handles of a communicator are gone. With machines, it is done; without, that is waited for.
-    pub(crate) fn release(
-        self: &Arc<Self>,
-        rings: CommId,
-        endpoint: &Arc<Endpoint>,
-        machines: Option<Machines>,
-    ) {
+    /// All handles of a communicator are gone. With runs, it is done; without, that is waited for.
+    pub(crate) fn release(self: &Arc<Self>, rings: CommId, endpoint: &Arc<Endpoint>, runs: Option<IdleRuns>) {
         self.pool.0.lock().ended.put(CommId(endpoint.config.comm), ());
-        if let Some(machines) = machines {
-            return self.shelve(rings, machines);
+        if let Some(runs) = runs {
+            return self.shelve(rings, runs);
         }
         // Operations end by their deadlines.
         let (world, endpoint) = (self.clone(), endpoint.clone());
         let wait = async move {
             let mut pause = Duration::from_millis(1);
             loop {
-                if let Some(machines) = endpoint.hollow() {
-                    return world.shelve(rings, machines);
+                if let Some(runs) = endpoint.take_runs() {
+                    return world.shelve(rings, runs);
                 }
                 tokio::time::sleep(pause).await;
                 pause = (2 * pause).min(Duration::from_millis(50));
@@ -216,41 +211,41 @@ impl World {
     }
 
     /// Keeps a communicator that is done, if it may be used again; what the pool has no room for ends.
-    fn shelve(&self, id: CommId, machines: Machines) {
+    fn shelve(&self, id: CommId, runs: IdleRuns) {
         let out = {
             let mut state = self.pool.0.lock();
             let State { rings, gone, .. } = &*state;
             let Some(rings) = rings.get(&id) else { return };
             let whole = rings.confirmed.is_empty() && !rings.members.iter().any(|m| gone.contains(m));
-            if machines.healthy && whole {
+            if runs.healthy && whole {
                 let likeness = Likeness::of(&rings.members);
-                state.idle.put(id, Idle { likeness, machines });
+                state.idle.put(id, Idle { likeness, runs });
                 let capacity = state.capacity;
                 Ok(state.trim(capacity))
             } else {
-                Err(machines)
+                Err(runs)
             }
         };
         match out {
             Ok(out) => self.retire_idle(out),
-            Err(machines) => self.retire(id, Some(machines)),
+            Err(runs) => self.retire(id, Some(runs)),
         }
     }
 
     fn retire_idle(&self, idle: Vec<(CommId, Idle)>) {
-        idle.into_iter().for_each(|(id, idle)| self.retire(id, Some(idle.machines)));
+        idle.into_iter().for_each(|(id, idle)| self.retire(id, Some(idle.runs)));
     }
 
     /// Ends rings for good on this rank: it touches its peers' no more, and says so.
-    fn retire(&self, id: CommId, mut machines: Option<Machines>) {
-        if let Some(machines) = &mut machines {
-            machines.stop_reading();
+    fn retire(&self, id: CommId, mut runs: Option<IdleRuns>) {
+        if let Some(runs) = &mut runs {
+            runs.stop_reading();
         }
         let members = {
             let mut state = self.pool.0.lock();
             let Some(rings) = state.rings.get_mut(&id) else { return };
             rings.retired = true;
-            rings.machines = machines;
+            rings.runs = runs;
             let members = rings.members.clone();
             state.ended.put(id, ());
             members
@@ -279,7 +274,7 @@ impl World {
             idle
         };
         match idle {
-            Some(idle) => self.retire(id, Some(idle.machines)),
+            Some(idle) => self.retire(id, Some(idle.runs)),
             None => self.settle(id),
         }
     }
@@ -315,15 +310,15 @@ impl World {
         let mut state = self.pool.0.lock();
         let State { rings, gone, .. } = &mut *state;
         let Some(ended) = rings.get_mut(&id).filter(|r| r.retired) else { return };
-        if let Some(machines) = &mut ended.machines {
-            machines.reap();
+        if let Some(runs) = &mut ended.runs {
+            runs.reap();
         }
         let writers = ended.members.iter().filter(|m| self.around.is_near(**m));
         let open: Vec<Rank> = writers.filter(|m| !ended.confirmed.contains(m)).copied().collect();
         if open.iter().any(|m| !gone.contains(m)) {
             return;
         }
-        let Some(Rings { members, block, machines, .. }) = rings.remove(&id) else { return };
+        let Some(Rings { members, block, runs, .. }) = rings.remove(&id) else { return };
         drop(state);
         if !open.is_empty() {
             tracing::debug!(
@@ -333,8 +328,8 @@ impl World {
             );
             return;
         }
-        if let Some(mut machines) = machines {
-            machines.take_all_back();
+        if let Some(mut runs) = runs {
+            runs.take_all_back();
         }
         self.around.region.free(block, block_bytes(members.len()), true);
     }
@@ -367,7 +362,7 @@ impl World {
         let mut state = self.pool.0.lock();
         let confirmed = state.heard.pop(&id).unwrap_or_default();
         let members = proposal.members.clone();
-        state.rings.insert(id, Rings { members, block, confirmed, retired: false, machines: None });
+        state.rings.insert(id, Rings { members, block, confirmed, retired: false, runs: None });
         drop(state);
         (proposal.rings, proposal.block) = (true, block as u64);
         Ok(proposal)
@@ -419,7 +414,7 @@ impl Proposal {
         self.published = true;
         match &self.offer {
             None => [self.block, 0, 0, 0, 0],
-            Some((id, Idle { machines: m, .. })) => {
+            Some((id, Idle { runs: m, .. })) => {
                 [self.block, id.0, u64::from(m.generation), m.calls, m.balance]
             }
         }
@@ -442,12 +437,12 @@ impl Proposal {
                 world.pool.0.lock().hits += 1;
                 self.rings = false;
                 world.discard(self.id);
-                (rings, Lines::Again(idle.machines))
+                (rings, LinksFrom::IdleRuns(idle.runs))
             }
             None => {
                 world.pool.0.lock().misses += 1;
                 self.rings = false;
-                (self.id, Lines::New(rows.iter().map(|row| row[0]).collect()))
+                (self.id, LinksFrom::NewRings(rows.iter().map(|row| row[0]).collect()))
             }
         };
         tracing::debug!(rank = world.rank, comm = self.id.0, rings = rings.0, "communicator made");
@@ -468,7 +463,7 @@ impl Drop for Proposal {
         }
         if let Some((id, idle)) = self.offer.take() {
             self.world.pool.0.lock().evictions += 1;
-            self.world.retire(id, Some(idle.machines));
+            self.world.retire(id, Some(idle.runs));
         }
         if self.rings {
             match self.published {

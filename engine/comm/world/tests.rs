@@ -93,7 +93,7 @@ proptest! {
         for step in steps {
             match step.clone() {
                 Step::Make(group) if groups[group].is_none() => {
-                    let lines = Lines::New(vec![0; GROUPS[group].len()]);
+                    let lines = LinksFrom::NewRings(vec![0; GROUPS[group].len()]);
                     let made = world.endpoint(id(group), format!("group {group}"), GROUPS[group].to_vec(), lines);
                     groups[group] = Some(made.unwrap());
                 }

@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use allstream_kernels::cuda::{Kind, kernel};
 
-use super::{Endpoint, Port, Run};
+use super::progress::Run;
+use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceLinks, DeviceOp};
 use crate::exec::inflight::Key;
@@ -14,27 +15,10 @@ use crate::exec::port::DEVICES;
 use crate::mem::ErasedBufs;
 use crate::mem::device::DeviceStream;
 use crate::plan::Step;
-use crate::types::Rank;
 
 /// A thread that makes a stream wait for a collective first helps to get it onto its own stream, for this long: waiting
 /// for an event is cheaper than for a word in memory.
 const HELP: Duration = Duration::from_micros(20);
-
-impl Run {
-    /// The links of collectives.
-    pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
-        std::iter::once(&mut self.port).chain(&mut self.devices)
-    }
-
-    /// The ranks that the collective waits for.
-    pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
-        let port = match &mut self.devices {
-            Some(devices) if self.active.device().is_some() => devices,
-            _ => &mut self.port,
-        };
-        self.active.waiting_for(port)
-    }
-}
 
 /// How long the stream of a dead communicator may take to come to its end, before it waits for no other process any more.
 const LET_GO: Duration = Duration::from_millis(150);
@@ -63,7 +47,7 @@ impl Endpoint {
         key: Key,
         stream: &DeviceStream,
     ) -> Result<Option<(ErasedBufs, Arc<DeviceOp>)>, Error> {
-        let device = self.table.lock().devices.get(&key.number()).cloned();
+        let device = self.submitted.lock().devices.get(&key.number()).cloned();
         let Some(device) = device else { return Ok(None) };
         let start = Instant::now();
         // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
@@ -71,7 +55,7 @@ impl Endpoint {
         let is_ours = device.is_on(stream);
         // The device is asked for a way now and then: each question takes some time of the streams that are to wait.
         let (mut has_way, mut ask_at) = (false, HELP);
-        while !device.is_filled() {
+        while !device.is_enqueued() {
             if !is_ours && start.elapsed() >= ask_at {
                 has_way = device.make_way(stream);
                 if has_way {
@@ -81,7 +65,7 @@ impl Endpoint {
             }
             self.drive_once();
             if start.elapsed() > HELP {
-                if !self.table.lock().devices.contains_key(&key.number()) {
+                if !self.submitted.lock().devices.contains_key(&key.number()) {
                     return Ok(None);
                 }
                 std::thread::sleep(HELP);
@@ -94,7 +78,7 @@ impl Endpoint {
         if !joined? {
             return Ok(None);
         }
-        Ok(self.table.lock().inflight.borrow(key).map(|held| (held, device)))
+        Ok(self.submitted.lock().inflight.borrow(key).map(|held| (held, device)))
     }
 
     /// Of a dead communicator with ranks in other processes, `since` its end: whether any device may still touch its

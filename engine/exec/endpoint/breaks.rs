@@ -8,9 +8,9 @@
 //! still a member declares the link broken; it aborts the communicator, and so all members hear of it.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use super::{Endpoint, Run};
+use super::Endpoint;
+use super::progress::Run;
 use crate::error::Error;
 use crate::link::Break;
 use crate::types::Rank;
@@ -27,10 +27,10 @@ impl Endpoint {
     /// A peer found a connection with this rank broken. If this rank is a member as before, that is the end of the
     /// communicator. Returns by what it ended, then or before.
     pub(crate) fn peer_broke(self: &Arc<Self>, peer: Rank, what: Break) -> Option<Error> {
-        if !self.hollowed.load(Ordering::Acquire) {
+        if !self.health.has_ended() {
             let Break { kind, at, peer_at, problem } = what;
             self.fail(Error::Link { kind, rank: peer, at, peer: self.config.rank, peer_at, problem });
         }
-        self.cause.get().cloned()
+        self.health.first_cause().cloned()
     }
 }

@@ -1,7 +1,7 @@
-//! What the process's lane does with an endpoint.
+//! What the process's progress thread does with an endpoint.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 
 use super::Endpoint;
 use crate::exec::Progress;
@@ -18,14 +18,13 @@ impl Driven for Endpoint {
         self.try_drive(false)
     }
 
-    /// The lane keeps out of the way of a thread that drives, and looks again a nap later.
+    /// The progress thread keeps out of the way of a thread that drives, and looks again a nap later.
     fn is_driven(&self) -> bool {
-        let waits = self.waits.load(Ordering::Relaxed);
-        self.drivers.load(Ordering::Acquire) > 0 || self.waits_seen.swap(waits, Ordering::Relaxed) != waits
+        self.callers.any_since_last_asked()
     }
 
     fn rest(&self) -> bool {
-        // This communicator keeps no more than it may if all of the rank's together do not. So the lane, which asks after each
+        // This communicator keeps no more than it may if all of the rank's together do not. So the progress thread, which asks after each
         // operation, seldom takes the lock that callers drive under.
         if self.config.region.scratch() <= KEPT {
             return false;

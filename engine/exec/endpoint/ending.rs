@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Endpoint, Run};
+use super::Endpoint;
+use super::progress::Run;
 use crate::error::{Error, Missing, MissingState, Operation};
-use crate::exec::deadlines::grace;
 use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::trace::State;
@@ -51,7 +51,7 @@ impl Endings {
 
 impl Endpoint {
     /// All of the active collective is on its stream.
-    pub(super) fn filled(run: &mut Run, key: Key) {
+    pub(super) fn enqueued(run: &mut Run, key: Key) {
         let Some((number, signature, timeout, _)) = run.active.current() else { return };
         let Some(device) = run.active.device().cloned() else { return };
         run.active.take();
@@ -82,8 +82,7 @@ impl Endpoint {
             ending.device.watch(move || {
                 if let Some(endpoint) = endpoint.upgrade() {
                     endpoint.drive_once();
-                    endpoint.arm();
-                    endpoint.config.lane.kick();
+                    endpoint.leave_to_progress_thread();
                 }
             });
         }
@@ -91,13 +90,12 @@ impl Endpoint {
 
     /// Whether the device takes longer than the oldest collective may.
     pub(super) fn overdue_ending(&self, run: &mut Run, now: Instant) -> Option<Error> {
-        let awake = run.awake;
-        let first = run.endings.0.front_mut()?;
+        let Run { endings, clock, .. } = run;
+        let first = endings.0.front_mut()?;
         if first.ready.is_none() && first.device.has_inputs() {
             first.ready = Some(now);
         }
-        let ready = first.ready?;
-        if now - ready <= first.timeout || now - awake <= grace(first.timeout) {
+        if !clock.is_overdue(now, first.ready?, first.timeout) {
             return None;
         }
         let late = first.device.late().into_iter();

@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use super::Endpoint;
 use crate::error::Error;
 use crate::plan::Program;
@@ -11,11 +13,41 @@ use crate::types::Rank;
 /// Kind (with [`VARIED`](crate::types::VARIED)), algorithm, root, in place.
 pub(crate) type ProgramKey = (u8, u8, Rank, bool);
 
-/// The programs made so far. Most calls are like the one before.
+/// The programs made so far.
 #[derive(Default)]
-pub(super) struct Programs {
+pub(super) struct Programs(Mutex<Known>);
+
+/// Most calls are like the one before.
+#[derive(Default)]
+struct Known {
     last: Option<(ProgramKey, Arc<Program>)>,
     all: HashMap<ProgramKey, Arc<Program>>,
+}
+
+impl Programs {
+    /// The program for a key: made once.
+    fn get(
+        &self,
+        key: ProgramKey,
+        make: impl FnOnce() -> Result<Program, Error>,
+    ) -> Result<Arc<Program>, Error> {
+        let mut known = self.0.lock();
+        if let Some((last, program)) = &known.last
+            && *last == key
+        {
+            return Ok(program.clone());
+        }
+        let program = match known.all.get(&key) {
+            Some(program) => program.clone(),
+            None => {
+                let program = Arc::new(make()?);
+                known.all.insert(key, program.clone());
+                program
+            }
+        };
+        known.last = Some((key, program.clone()));
+        Ok(program)
+    }
 }
 
 impl Endpoint {
@@ -25,21 +57,6 @@ impl Endpoint {
         key: ProgramKey,
         make: impl FnOnce() -> Result<Program, Error>,
     ) -> Result<Arc<Program>, Error> {
-        let mut programs = self.programs.lock();
-        if let Some((last, program)) = &programs.last
-            && *last == key
-        {
-            return Ok(program.clone());
-        }
-        let program = match programs.all.get(&key) {
-            Some(program) => program.clone(),
-            None => {
-                let program = Arc::new(make()?);
-                programs.all.insert(key, program.clone());
-                program
-            }
-        };
-        programs.last = Some((key, program.clone()));
-        Ok(program)
+        self.programs.get(key, make)
     }
 }

@@ -1,17 +1,21 @@
 //! How an operation comes in.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::{Endpoint, HISTORY, Run, Table};
+use super::Endpoint;
+use super::copy_backs::CopyBack;
+use super::progress::Run;
+use super::table::Table;
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::inflight::Key;
 use crate::exec::operation::Operation;
 use crate::exec::p2p::Message;
 use crate::forked;
+use crate::mem::device::Staged;
 use crate::mem::{ErasedBufs, Event};
+use crate::types::Signature;
 
 /// What to do.
 pub(crate) enum Submission {
@@ -40,7 +44,7 @@ impl Endpoint {
         if forked::is_forked() {
             return Err((forked::refusal(), held));
         }
-        let mut table = self.table.lock();
+        let mut table = self.submitted.lock();
         if let Some(error) = self.refusal(&table, submission.call()) {
             return Err((error, held));
         }
@@ -48,19 +52,16 @@ impl Endpoint {
         let (mut disagreement, mut started) = (None, None);
         match submission {
             Submission::Collective(mut operation) => {
-                let (number, signature) = (table.next, operation.signature);
+                let signature = operation.signature;
+                let (number, other) = table.number_collective(signature);
                 operation.number = number;
-                table.next += 1;
+                disagreement = other.map(|(peer, theirs)| self.mismatch(number, signature, peer, theirs));
                 if let Some(device) = &operation.device {
                     device.submitted(number);
                     table.devices.insert(key.number(), device.clone());
                 }
                 operation.staged =
-                    table.keep(key, (number, signature, operation.timeout), operation.staged.take());
-                if table.history.len() == HISTORY {
-                    table.history.pop_front();
-                }
-                table.history.push_back(signature);
+                    self.copies_back(key, (number, signature, operation.timeout), operation.staged.take());
                 let now = Instant::now();
                 // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
                 let first = after.is_none() && table.collectives.is_empty();
@@ -70,26 +71,19 @@ impl Endpoint {
                 self.recorder.submitted(number, signature, (now, started.is_some()));
                 match &mut started {
                     Some(run) => run.active.start(key, operation, now),
-                    None => {
-                        table.collectives.push_back((key, operation, after));
-                        self.is_queued.store(true, Ordering::Relaxed);
-                    }
-                }
-                if let Some((peer, theirs)) = table.asked.answer(number, signature) {
-                    disagreement = Some(self.mismatch(number, signature, peer, theirs));
+                    None => table.collectives.push_back((key, operation, after)),
                 }
             }
             Submission::Message(mut message) => {
                 let Message { direction, peer, tag, signature, timeout, .. } = message;
-                let number = message.half.unwrap_or_else(|| {
-                    let next = table.numbers.entry((peer, direction, tag)).or_insert(0);
-                    std::mem::replace(next, *next + 1)
-                });
+                let number = message.half.unwrap_or_else(|| table.number_message(peer, direction, tag));
                 message.number = number;
-                message.staged = table.keep(key, (number, signature, timeout), message.staged.take());
+                message.staged = self.copies_back(key, (number, signature, timeout), message.staged.take());
                 table.messages.push_back((key, message, after));
-                self.is_queued.store(true, Ordering::Relaxed);
             }
+        }
+        if started.is_none() {
+            self.submitted.note_queued(&table);
         }
         drop(table);
         if let Some(error) = disagreement {
@@ -107,6 +101,19 @@ impl Endpoint {
         Ok(key)
     }
 
+    /// Notes an operation on device memory, whose results are to be copied back when all has moved. Gives what brings its
+    /// memory, where that comes in several stripes.
+    fn copies_back(
+        &self,
+        key: Key,
+        (number, signature, timeout): (u64, Signature, Duration),
+        staged: Option<Arc<Staged>>,
+    ) -> Option<Arc<Staged>> {
+        let staged = staged?;
+        self.copy_backs.submitted(CopyBack { key, number, signature, timeout, staged: staged.clone() });
+        staged.is_striped().then_some(staged)
+    }
+
     fn refusal(&self, table: &Table, call: &str) -> Option<Error> {
         if let Some(cause) = self.cause() {
             return Some(cause);
@@ -121,7 +128,7 @@ impl Endpoint {
     /// Takes in what is queued and may begin. Whether anything moved.
     pub(super) fn take_in(&self, run: &mut Run) -> Result<bool, Error> {
         let waker = self.config.lane.waker();
-        let (mut any, mut i, mut table) = (false, 0, self.table.lock());
+        let (mut any, mut i, mut table) = (false, 0, self.submitted.lock());
         // Messages whose input is ready are handed to their machine; the rest keep their place.
         while i < table.messages.len() {
             let after = table.messages[i].2.as_ref();
@@ -133,7 +140,7 @@ impl Endpoint {
                 drop(table);
                 run.messages.add(key, message);
                 any = true;
-                table = self.table.lock();
+                table = self.submitted.lock();
             } else {
                 i += 1;
             }
@@ -151,7 +158,7 @@ impl Endpoint {
                 run.active.start(key, operation, now);
             }
         }
-        self.is_queued.store(!table.messages.is_empty() || !table.collectives.is_empty(), Ordering::Relaxed);
+        self.submitted.note_queued(&table);
         Ok(any)
     }
 }

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Endpoint, HANG_UP, Port, Run};
+use super::progress::Run;
+use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::device::DeviceOp;
@@ -14,8 +15,22 @@ use crate::link::exit::Lease;
 use crate::trace::State;
 use crate::trace::log::LOG;
 
+/// How long a dead communicator waits for its slots.
+pub(super) const HANG_UP: Duration = Duration::from_secs(1);
+
 /// How long a dead communicator waits for peers in other processes that touch its users' memory.
 const READ_ON: Duration = Duration::from_millis(500);
+
+/// How far the end of a dead communicator has come, and since when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Teardown {
+    /// It lives, or peers in this process may still touch what they were lent.
+    NotBegun,
+    /// Peers were told that nothing of theirs is read any more, and lent memory was taken back from this process's ranks.
+    Revoked(Instant),
+    /// All operations that had begun, or were queued, were failed.
+    Failed(Instant),
+}
 
 /// What becomes of the buffers of an operation that has failed.
 enum Fate {
@@ -51,57 +66,68 @@ impl Run {
 
 impl Endpoint {
     fn nothing_moves(&self, run: &Run) -> bool {
-        let table = self.table.lock();
-        table.collectives.is_empty()
-            && table.messages.is_empty()
-            && run.active.is_empty()
-            && run.endings.is_empty()
-            && run.messages.is_idle()
+        let table = self.submitted.lock();
+        !table.has_queued() && run.active.is_empty() && run.endings.is_empty() && run.messages.is_idle()
     }
 
     /// Fails everything once no peer can touch our buffers any more.
-    pub(super) fn drain(self: &Arc<Self>, run: &mut Run) -> Progress {
-        if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
-            // Slots that peers may still touch come back when they have hung up, or when their process has exited.
-            if run.reclaim() {
-                return Progress::Idle;
+    pub(super) fn tear_down(self: &Arc<Self>, run: &mut Run) -> Progress {
+        if let Teardown::Failed(at) = run.teardown {
+            if self.submitted.lock().inflight.running() == 0 {
+                return Self::end_slots(run, at);
             }
-            if at.elapsed() <= HANG_UP {
+            if self.nothing_moves(run) {
+                // What is left is on its way back to a device; its end wakes whoever waits.
+                let now = Instant::now();
+                run.clock.look(now);
+                self.end_overdue_copy_backs(run, now);
                 return Progress::Blocked;
             }
-            run.ports().for_each(Port::abandon);
-            run.messages.port().abandon();
-            return Progress::Idle;
-        }
-        if run.drained.is_some() && self.nothing_moves(run) {
-            // What is left is on its way back to a device; its end wakes whoever waits.
-            let now = Instant::now();
-            run.look(now);
-            self.end_overdue_backing((now, run.awake));
-            return Progress::Blocked;
         }
         let quiet = run.ports().fold(true, |quiet, port| port.revoke() & quiet);
         if !(run.messages.revoke() && quiet) {
             return Progress::Blocked;
         }
-        let revoked = match run.revoked {
-            Some(at) => at,
-            None => {
-                run.ports().for_each(Port::hang_up);
-                run.messages.hang_up();
-                *run.revoked.insert(Instant::now())
-            }
+        if run.teardown == Teardown::NotBegun {
+            run.ports().for_each(Port::hang_up);
+            run.messages.hang_up();
+            run.teardown = Teardown::Revoked(Instant::now());
+        }
+        let since = match run.teardown {
+            Teardown::Revoked(at) => at.elapsed(),
+            // What is failed now was submitted in the meantime: nothing of it was lent.
+            Teardown::NotBegun | Teardown::Failed(_) => READ_ON,
         };
-        let on_devices = self.is_on_devices(run, revoked.elapsed());
+        let on_devices = self.is_on_devices(run, since);
         let settling = run.active.is_settling() | run.messages.is_settling();
         let elsewhere = run.port.is_touched_elsewhere() | run.messages.port().is_touched_elsewhere();
-        if (elsewhere | on_devices | settling) && revoked.elapsed() < READ_ON {
+        if (elsewhere | on_devices | settling) && since < READ_ON {
             return Progress::Blocked;
         }
         if on_devices {
             self.leave_on_devices();
         }
-        run.drained = Some(Instant::now());
+        run.teardown = Teardown::Failed(Instant::now());
+        self.fail_all(run, on_devices);
+        Progress::Advanced
+    }
+
+    /// All operations have ended: slots that peers may still touch come back when those have hung up, or when their process
+    /// has exited.
+    fn end_slots(run: &mut Run, failed_at: Instant) -> Progress {
+        if run.reclaim() {
+            return Progress::Idle;
+        }
+        if failed_at.elapsed() <= HANG_UP {
+            return Progress::Blocked;
+        }
+        run.ports().for_each(Port::abandon);
+        run.messages.port().abandon();
+        Progress::Idle
+    }
+
+    /// Fails what has begun and what is queued.
+    fn fail_all(&self, run: &mut Run, on_devices: bool) {
         let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
         let here = run.active.operation(&self.config.name);
         let mut failed = self.take_begun(run, on_devices, &cause);
@@ -114,7 +140,6 @@ impl Endpoint {
             };
             self.finish(key, Err(error));
         }
-        Progress::Advanced
     }
 
     /// Whether a device may still touch the buffers of its operation, although that has failed.
@@ -158,7 +183,7 @@ impl Endpoint {
 
     /// The same of those that have not: nothing of theirs was lent.
     fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
-        let mut table = self.table.lock();
+        let mut table = self.submitted.lock();
         while let Some((key, operation, _)) = table.collectives.pop_front() {
             let never = operation.device.as_ref().is_some_and(|device| Self::cannot_give_up(device, cause));
             self.recorder.finished(operation.number, State::Failed);
@@ -174,7 +199,7 @@ impl Endpoint {
         if matches!(fate, Fate::Back) {
             return;
         }
-        let mut table = self.table.lock();
+        let mut table = self.submitted.lock();
         if let Some(device) = table.devices.get(&key.number()) {
             device.lose();
         }

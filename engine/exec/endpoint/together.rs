@@ -1,26 +1,24 @@
 //! One thread that waits for operations of several ranks of its process: it drives all of them, in turn.
 //!
-//! Waiting for one after another would be wrong twice: the first needs what the others have still to send, and the lane
-//! keeps out of the way of a thread that waits.
+//! Waiting for one after another would be wrong twice: the first needs what the others have still to send, and the
+//! progress thread keeps out of the way of a thread that waits.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::super::Progress;
-use super::super::inflight::{Finished, Key};
+use super::super::inflight::Key;
 use super::super::lane::parker;
-use super::{Endpoint, LOOK, SPIN, orphaned};
-use crate::error::Error;
-use crate::mem::ErasedBufs;
+use super::progress::{LOOK, SPIN};
+use super::{Endpoint, Finished, orphaned};
 
 /// One of the operations.
 pub(crate) trait Together {
     /// Where it runs, until it is finished.
     fn at(&self) -> Option<(&Arc<Endpoint>, Key)>;
     /// It is finished: from here on it is nowhere.
-    fn finished(&mut self, outcome: Finished<ErasedBufs, Box<Error>>);
+    fn finished(&mut self, outcome: Finished);
 }
 
 fn running<P: Together>(parts: &[P]) -> impl Iterator<Item = (&Arc<Endpoint>, Key)> {
@@ -65,15 +63,13 @@ fn turn<P: Together>(parts: &mut [P], waker: Option<&Waker>, after: impl Fn(&End
     }
 }
 
-/// Blocks until all are finished: drives them from this thread for a while, then leaves them to the lane.
+/// Blocks until all are finished: drives them from this thread for a while, then leaves them to the progress thread.
 pub(crate) fn wait_together<P: Together>(parts: &mut [P]) {
     for (endpoint, _) in running(parts) {
-        endpoint.drivers.fetch_add(1, Ordering::AcqRel);
-        endpoint.count_wait();
+        endpoint.callers.enter();
+        endpoint.callers.count_wait();
     }
-    let leave = |endpoint: &Endpoint| {
-        endpoint.drivers.fetch_sub(1, Ordering::AcqRel);
-    };
+    let leave = |endpoint: &Endpoint| endpoint.callers.leave();
     let (mut idle_since, mut passes) = (None, 0u32);
     loop {
         match turn(parts, None, leave) {
@@ -99,7 +95,7 @@ pub(crate) fn wait_together<P: Together>(parts: &mut [P]) {
 }
 
 /// Whether all are finished; drives them for a bounded time if they are not. With `again` the caller will poll once more
-/// at once; otherwise the lane takes over.
+/// at once; otherwise the progress thread takes over.
 pub(crate) fn poll_together<P: Together>(
     parts: &mut [P],
     waker: &Waker,
@@ -107,7 +103,7 @@ pub(crate) fn poll_together<P: Together>(
     again: bool,
 ) -> bool {
     let (start, mut passes) = (Instant::now(), 0u32);
-    running(parts).for_each(|(endpoint, _)| endpoint.count_wait());
+    running(parts).for_each(|(endpoint, _)| endpoint.callers.count_wait());
     loop {
         match turn(parts, Some(waker), |_| {}) {
             Turn::Finished => return true,
@@ -127,8 +123,7 @@ pub(crate) fn poll_together<P: Together>(
         return false;
     }
     for (endpoint, _) in running(parts) {
-        endpoint.arm();
-        endpoint.config.lane.kick();
+        endpoint.leave_to_progress_thread();
     }
     false
 }

@@ -1,0 +1,149 @@
+//! Operations that have finished, and whose users are still to hear of it.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Waker;
+
+use parking_lot::Mutex;
+
+use crate::mem::ErasedBufs;
+
+/// How many wakers a thread may be in, each woken by the one before. The progress thread begins with a new stack.
+const DEPTH: u32 = 16;
+
+thread_local! {
+    static WAKERS: Cell<u32> = const { Cell::new(0) };
+}
+
+/// One more waker that this thread is in, until it is dropped.
+struct Deeper;
+
+impl Deeper {
+    fn new() -> Option<Deeper> {
+        let depth = WAKERS.get();
+        (depth < DEPTH).then(|| {
+            WAKERS.set(depth + 1);
+            Deeper
+        })
+    }
+}
+
+impl Drop for Deeper {
+    fn drop(&mut self) {
+        WAKERS.set(WAKERS.get() - 1);
+    }
+}
+
+/// What belongs to somebody else of an operation that has finished: whom to wake, and buffers that nobody will come for.
+/// Both is somebody else's code, which may come back to this very endpoint, or keep its thread for long. So it waits here until
+/// a thread that holds none of the engine's locks [runs](Completions::run) it.
+#[derive(Default)]
+pub(super) struct Completions {
+    list: Mutex<Vec<(Option<Waker>, Option<ErasedBufs>)>>,
+    /// The list may not be empty. Changed under its lock.
+    any: AtomicBool,
+}
+
+/// How [`Completions::run`] ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Ran {
+    /// Nothing is left.
+    All,
+    /// This thread is in too many wakers already: another has to do it.
+    TooDeep,
+}
+
+impl Completions {
+    pub(super) fn put(&self, waker: Option<Waker>, held: Option<ErasedBufs>) {
+        if waker.is_some() || held.is_some() {
+            let mut list = self.list.lock();
+            list.push((waker, held));
+            self.any.store(true, Ordering::Release);
+        }
+    }
+
+    /// Wakes and drops all that is on the list. The caller holds none of the engine's locks.
+    pub(super) fn run(&self) -> Ran {
+        if !self.any.load(Ordering::Acquire) {
+            return Ran::All;
+        }
+        let Some(_deeper) = Deeper::new() else { return Ran::TooDeep };
+        while self.any.load(Ordering::Acquire) {
+            let next = {
+                let mut list = self.list.lock();
+                let next = list.pop();
+                self.any.store(!list.is_empty(), Ordering::Release);
+                next
+            };
+            let Some((waker, held)) = next else { break };
+            // On a thread that others need: a panic in it (reported on stderr) ends here.
+            let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
+            if let Some(waker) = waker {
+                let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+            }
+        }
+        Ran::All
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU32;
+    use std::task::Wake;
+
+    use super::*;
+
+    /// Wakes the next of a chain: puts another of its kind on the list and runs the list, as a waker does that polls.
+    struct Chain {
+        completions: Arc<Completions>,
+        left: AtomicU32,
+        refused: AtomicBool,
+    }
+
+    impl Wake for Chain {
+        fn wake(self: Arc<Self>) {
+            if self.left.fetch_sub(1, Ordering::Relaxed) > 1 {
+                self.completions.put(Some(Waker::from(self.clone())), None);
+                if self.completions.run() == Ran::TooDeep {
+                    self.refused.store(true, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn wakers_that_wake_each_other_use_no_more_stack_than_a_few_of_them_and_none_is_lost() {
+        let completions = Arc::new(Completions::default());
+        let (left, refused) = (AtomicU32::new(1000), AtomicBool::new(false));
+        let chain = Arc::new(Chain { completions: completions.clone(), left, refused });
+        completions.put(Some(Waker::from(chain.clone())), None);
+        assert_eq!(completions.run(), Ran::All);
+        assert!(chain.refused.load(Ordering::Relaxed), "the depth was reached");
+        assert_eq!(
+            chain.left.load(Ordering::Relaxed),
+            0,
+            "the outermost went on with what the innermost left"
+        );
+    }
+
+    struct Panics;
+
+    impl Wake for Panics {
+        fn wake(self: Arc<Self>) {
+            std::panic::panic_any("a waker of a test");
+        }
+    }
+
+    #[test]
+    fn a_waker_that_panics_keeps_none_of_the_others_from_being_woken() {
+        let completions = Arc::new(Completions::default());
+        let (left, refused) = (AtomicU32::new(1), AtomicBool::new(false));
+        let counts = Arc::new(Chain { completions: completions.clone(), left, refused });
+        completions.put(Some(Waker::from(counts.clone())), None);
+        completions.put(Some(Waker::from(Arc::new(Panics))), None);
+        assert_eq!(completions.run(), Ran::All);
+        assert_eq!(counts.left.load(Ordering::Relaxed), 0);
+    }
+}

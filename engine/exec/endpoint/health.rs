@@ -1,0 +1,99 @@
+//! Whether a communicator lives, and what ended it.
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::error::Error;
+
+/// A communicator dies in two steps. First its cause is set, and counts for good: a second one changes nothing. Whoever set it
+/// tells the other ranks and the flight recorder. Then the communicator is marked dead, and every operation fails with
+/// the cause. So when a user sees the first failure, the other ranks have been told.
+#[derive(Default)]
+pub(super) struct Health {
+    cause: OnceLock<Error>,
+    is_dead: AtomicBool,
+    /// Its runs and links were taken out ([`super::reuse`]): it has ended, in peace or not.
+    has_ended: AtomicBool,
+}
+
+impl Health {
+    /// The first step. The cause as it counts from now on, for the thread that set it; none where another was first.
+    pub(super) fn begin_to_die(&self, cause: Error) -> Option<&Error> {
+        self.cause.set(cause).ok()?;
+        self.cause.get()
+    }
+
+    /// The second step.
+    pub(super) fn die(&self) {
+        self.is_dead.store(true, Ordering::Release);
+    }
+
+    pub(super) fn is_dead(&self) -> bool {
+        self.is_dead.load(Ordering::Acquire)
+    }
+
+    /// What ended it, once it is dead.
+    pub(super) fn cause(&self) -> Option<&Error> {
+        if self.is_dead() { self.cause.get() } else { None }
+    }
+
+    /// What ends it, also between the two steps.
+    pub(super) fn first_cause(&self) -> Option<&Error> {
+        self.cause.get()
+    }
+
+    /// The same, after the second step: waits for the thread that is between the two. That thread neither blocks nor does I/O
+    /// there (`Control::dies`).
+    pub(super) fn cause_when_dead(&self) -> Option<&Error> {
+        let cause = self.cause.get()?;
+        while !self.is_dead() {
+            std::thread::yield_now();
+        }
+        Some(cause)
+    }
+
+    pub(super) fn end(&self) {
+        self.has_ended.store(true, Ordering::Release);
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.has_ended.load(Ordering::Acquire)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cause(call: &str) -> Error {
+        Error::Closed { call: call.to_owned() }
+    }
+
+    #[test]
+    fn the_first_cause_counts_and_is_shown_once_the_communicator_is_dead() {
+        let health = Health::default();
+        assert!(health.cause_when_dead().is_none(), "nothing has happened");
+        assert!(health.begin_to_die(cause("first")).is_some());
+        assert!(health.begin_to_die(cause("second")).is_none());
+        assert!(health.cause().is_none(), "the other ranks are still to be told");
+        assert_eq!(health.first_cause().map(Error::to_string), Some(cause("first").to_string()));
+        health.die();
+        assert_eq!(health.cause().map(Error::to_string), Some(cause("first").to_string()));
+    }
+
+    #[test]
+    fn who_asks_between_the_two_steps_waits_for_the_second() {
+        let health = Health::default();
+        health.begin_to_die(cause("a test"));
+        let asked = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| {
+                asked.wait();
+                health.cause_when_dead().is_some() && health.is_dead()
+            });
+            asked.wait();
+            health.die();
+            assert!(waits.join().unwrap());
+        });
+    }
+}

@@ -1,0 +1,233 @@
+//! What the other ranks have told of themselves beside the data: what they called last, that they close, that they left.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use super::Endpoint;
+use crate::error::{Error, Missing, MissingState};
+use crate::types::{Rank, Signature};
+
+/// An answer older than this does not count as a sign of life.
+const ANSWER: Duration = Duration::from_millis(1200);
+
+/// What one rank has told.
+#[derive(Clone, Default)]
+struct Peer {
+    /// Its answer to the last question after an operation that does not move.
+    answer: Option<Answer>,
+    /// It has left the world in peace.
+    has_left: bool,
+    /// It closes the communicator, after so many collectives.
+    closes_after: Option<u64>,
+}
+
+#[derive(Clone)]
+struct Answer {
+    /// The operation that it was asked about.
+    about: u64,
+    /// The last collective that it has called.
+    last: Option<u64>,
+    at: Instant,
+}
+
+/// What all ranks have told, by rank. The lock is taken last of all, and for a moment.
+pub(super) struct Peers(Mutex<Vec<Peer>>);
+
+impl Peers {
+    pub(super) fn new(size: usize) -> Peers {
+        Peers(Mutex::new(vec![Peer::default(); size]))
+    }
+
+    fn change(&self, peer: Rank, change: impl FnOnce(&mut Peer)) {
+        if let Some(peer) = self.0.lock().get_mut(peer) {
+            change(peer);
+        }
+    }
+
+    pub(super) fn answered(&self, peer: Rank, about: u64, last: Option<u64>, at: Instant) {
+        self.change(peer, |peer| peer.answer = Some(Answer { about, last, at }));
+    }
+
+    pub(super) fn left(&self, peer: Rank) {
+        self.change(peer, |peer| peer.has_left = true);
+    }
+
+    pub(super) fn closes(&self, peer: Rank, calls: u64) {
+        self.change(peer, |peer| peer.closes_after = Some(calls));
+    }
+
+    /// The first of these ranks that has left.
+    pub(super) fn first_left(&self, ranks: &[Rank]) -> Option<Rank> {
+        let peers = self.0.lock();
+        ranks.iter().copied().find(|rank| peers[*rank].has_left)
+    }
+
+    /// By rank, which have left.
+    pub(super) fn all_left(&self) -> Vec<bool> {
+        self.0.lock().iter().map(|peer| peer.has_left).collect()
+    }
+
+    /// Whether all but rank `us` close or have left.
+    pub(super) fn all_close(&self, us: Rank) -> bool {
+        let peers = self.0.lock();
+        let closes = |(rank, peer): (Rank, &Peer)| rank == us || peer.closes_after.is_some() || peer.has_left;
+        peers.iter().enumerate().all(closes)
+    }
+
+    /// A rank that closes after another number of collectives than this, and its number.
+    pub(super) fn closes_after_other(&self, calls: u64) -> Option<(Rank, u64)> {
+        let peers = self.0.lock();
+        let other = |(rank, peer): (Rank, &Peer)| Some((rank, peer.closes_after.filter(|n| *n != calls)?));
+        peers.iter().enumerate().find_map(other)
+    }
+
+    /// Who is missing in an operation that rank `us` has given up: all that did not say lately that they wait in it too.
+    /// Where all others wait, those of whom it needs something more (`waiting`).
+    pub(super) fn missing(&self, number: u64, us: Rank, waiting: &[Rank], now: Instant) -> Vec<Missing> {
+        let peers = self.0.lock();
+        let state = |peer: &Peer| match &peer.answer {
+            Some(answer) if answer.about == number && now - answer.at < ANSWER => match answer.last {
+                Some(last) if last >= number => MissingState::Waiting,
+                last => MissingState::NotCalled(last),
+            },
+            _ => MissingState::NoAnswer,
+        };
+        let others = peers.iter().enumerate().filter(|(rank, _)| *rank != us);
+        let mut missing: Vec<_> = others.map(|(rank, peer)| Missing { rank, state: state(peer) }).collect();
+        if missing.iter().any(|m| m.state != MissingState::Waiting) {
+            missing.retain(|m| m.state != MissingState::Waiting);
+        } else {
+            missing.retain(|m| waiting.contains(&m.rank));
+        }
+        missing
+    }
+}
+
+impl Endpoint {
+    /// A peer closes this communicator.
+    pub(crate) fn peer_closing(&self, peer: Rank, calls: u64) {
+        self.peers.closes(peer, calls);
+    }
+
+    /// Whether every peer has closed or left.
+    pub(crate) fn all_closing(&self) -> bool {
+        self.peers.all_close(self.config.rank)
+    }
+
+    /// A peer said goodbye in peace.
+    pub(crate) fn peer_left(&self, peer: Rank) {
+        self.peers.left(peer);
+        self.config.lane.kick();
+    }
+
+    #[cfg(test)]
+    pub(crate) fn who_left(&self) -> Vec<bool> {
+        self.peers.all_left()
+    }
+
+    /// A peer's answer to the question what it called last.
+    pub(crate) fn heard(&self, peer: Rank, number: u64, last: Option<u64>) {
+        self.peers.answered(peer, number, last, Instant::now());
+    }
+
+    /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.
+    pub(crate) fn asked(self: &Arc<Self>, peer: Rank, number: u64, theirs: Signature) -> Option<u64> {
+        // Under one lock: a call in between would neither see the question nor be seen by it.
+        let (ours, calls) = {
+            let mut table = self.submitted.lock();
+            (table.asked(peer, number, theirs), table.calls)
+        };
+        if let Some(ours) = ours {
+            self.fail(self.mismatch(number, ours, peer, theirs));
+        }
+        calls.checked_sub(1)
+    }
+
+    /// The last few collectives that were called, oldest first.
+    pub(crate) fn last_calls(&self) -> Vec<(u64, Signature)> {
+        self.submitted.lock().last_calls()
+    }
+
+    /// What no rank noticed while it ran: a frame that nobody here asked for, or a rank that called more or less.
+    pub(crate) fn leftover(&self) -> Option<Error> {
+        let found = {
+            let mut run = self.run.lock();
+            run.port.leftover().or_else(|| run.devices.as_mut()?.leftover())
+        };
+        let (calls, rank) = (self.submitted.lock().calls, self.config.rank);
+        if let Some((peer, header)) = found {
+            return match self.submitted.lock().called(header.op) {
+                Some(ours) if ours != header.signature => {
+                    Some(self.mismatch(header.op, ours, peer, header.signature))
+                }
+                Some(_) => None,
+                None => Some(Error::invalid(
+                    "close",
+                    format!(
+                        "rank {peer} called {} as operation #{}, which rank {rank} never called (it made {calls} \
+                         collective calls); every rank must make the same calls",
+                        header.signature, header.op
+                    ),
+                )),
+            };
+        }
+        let other = self.peers.closes_after_other(calls);
+        other.map(|(peer, theirs)| {
+            Error::invalid(
+                "close",
+                format!(
+                    "rank {peer} made {theirs} collective calls on this communicator, rank {rank} made {calls}; every \
+                     rank must make the same calls"
+                ),
+            )
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn missing(peers: &Peers, waiting: &[Rank], now: Instant) -> Vec<(Rank, MissingState)> {
+        peers.missing(7, 0, waiting, now).into_iter().map(|m| (m.rank, m.state)).collect()
+    }
+
+    #[test]
+    fn a_timeout_names_the_ranks_that_have_not_called_and_those_that_do_not_answer() {
+        let (peers, now) = (Peers::new(4), Instant::now());
+        peers.answered(1, 7, Some(7), now);
+        peers.answered(2, 7, Some(3), now);
+        let expected = vec![(2, MissingState::NotCalled(Some(3))), (3, MissingState::NoAnswer)];
+        assert_eq!(missing(&peers, &[1], now), expected);
+        let later = now + 2 * ANSWER;
+        let silent: Vec<_> = (1..4).map(|rank| (rank, MissingState::NoAnswer)).collect();
+        assert_eq!(missing(&peers, &[1], later), silent, "old answers are no sign of life");
+    }
+
+    #[test]
+    fn where_all_have_called_a_timeout_names_those_that_are_waited_for() {
+        let (peers, now) = (Peers::new(3), Instant::now());
+        peers.answered(1, 7, Some(7), now);
+        peers.answered(2, 7, Some(9), now);
+        assert_eq!(missing(&peers, &[2], now), [(2, MissingState::Waiting)]);
+        peers.answered(2, 6, Some(9), now);
+        assert_eq!(missing(&peers, &[2], now), [(2, MissingState::NoAnswer)], "about another operation");
+    }
+
+    #[test]
+    fn ranks_that_close_after_different_calls_are_found_and_those_that_left_close_too() {
+        let peers = Peers::new(3);
+        assert!(!peers.all_close(0));
+        peers.closes(1, 5);
+        peers.left(2);
+        assert!(peers.all_close(0));
+        assert_eq!(peers.closes_after_other(5), None);
+        assert_eq!(peers.closes_after_other(4), Some((1, 5)));
+        assert_eq!((peers.first_left(&[1, 2]), peers.first_left(&[1])), (Some(2), None));
+        assert_eq!(peers.all_left(), [false, false, true]);
+        peers.left(17);
+        assert_eq!(peers.all_left().len(), 3, "a rank that is no member changes nothing");
+    }
+}

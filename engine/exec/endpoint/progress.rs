@@ -1,0 +1,326 @@
+//! How operations move: who drives an endpoint, and what a pass does.
+//!
+//! Whoever gets the lock of [`Run`] drives. Nobody waits for that lock to drive: who does not get it knows that another
+//! thread is at it. A thread that submits makes a pass at once; one that waits or polls drives for a while; after that, and for
+//! operations that nobody waits for, the progress thread does. A device's driver calls back when a device is done.
+
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use parking_lot::MutexGuard;
+
+use super::ending::Endings;
+use super::teardown::Teardown;
+use super::{Endpoint, EndpointConfig, Finished, orphaned};
+use crate::error::Error;
+use crate::exec::Progress;
+use crate::exec::active::{Active, Pass};
+use crate::exec::deadlines::DeadlineClock;
+use crate::exec::inflight::Key;
+use crate::exec::p2p::Messages;
+use crate::exec::port::Port;
+use crate::link::waits::{Point, stop};
+use crate::trace::State;
+use crate::types::Rank;
+
+/// A poll looks so often at least where ranks outnumber cores, for ten times its budget at most.
+const FEW_PASSES: u32 = 32;
+/// A thread that waits drives for so long without progress; then the progress thread takes over.
+pub(super) const SPIN: Duration = Duration::from_micros(200);
+/// Passes in vain between two looks at the clock.
+pub(super) const LOOK: u32 = 16;
+/// And before the core is given away. A pass over memory takes 0.1 us: 16 of them are over in the middle of an operation
+/// of 4 KB. Over TCP it is a system call for each peer: on 2 cores 4 ranks took 50 us for 4 B with 4 of them, 56 to 89
+/// with 16, 165 with 128; 2 ranks took as long with 4 as with 16.
+const YIELD_OVER_MEMORY: u32 = 128;
+const YIELD_OVER_TCP: u32 = 4;
+
+/// What executes: the collective in work, the messages, and the links under both.
+pub(super) struct Run {
+    pub(super) active: Active,
+    pub(super) port: Port,
+    /// The links between the ranks' devices, once those are bound.
+    pub(super) devices: Option<Port>,
+    /// Collectives that are on a stream, and not over.
+    pub(super) endings: Endings,
+    pub(super) messages: Messages,
+    pub(super) clock: DeadlineClock,
+    /// Passes in vain.
+    blocked: u32,
+    /// Something could not be done. What it was part of goes no further.
+    failed: bool,
+    pub(super) teardown: Teardown,
+}
+
+impl Run {
+    pub(super) fn new(config: &EndpointConfig, port: Port, messages: Messages) -> Run {
+        Run {
+            active: Active::new(config.comm, config.streams_from).of_rank(&config.region),
+            port,
+            devices: None,
+            endings: Endings::default(),
+            messages,
+            clock: DeadlineClock::new(Instant::now()),
+            blocked: 0,
+            failed: false,
+            teardown: Teardown::NotBegun,
+        }
+    }
+
+    /// The links of collectives.
+    pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
+        std::iter::once(&mut self.port).chain(&mut self.devices)
+    }
+
+    /// The ranks that the collective waits for.
+    pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
+        let port = match &mut self.devices {
+            Some(devices) if self.active.device().is_some() => devices,
+            _ => &mut self.port,
+        };
+        self.active.waiting_for(port)
+    }
+}
+
+impl Endpoint {
+    /// Puts the endpoint on the progress thread's list and makes sure that it looks there.
+    pub(super) fn arm(self: &Arc<Self>) {
+        // Pairs with the progress thread's fence as it takes an endpoint off: it sees what was submitted, or we see that it is off.
+        fence(Ordering::SeqCst);
+        if !self.enlisted.load(Ordering::Relaxed) && !self.enlisted.swap(true, Ordering::AcqRel) {
+            self.config.lane.enlist(self.clone());
+        }
+        self.config.lane.nudge();
+    }
+
+    /// Leaves the endpoint to the progress thread, which looks at it now.
+    pub(super) fn leave_to_progress_thread(self: &Arc<Self>) {
+        self.arm();
+        self.config.lane.kick();
+    }
+
+    /// Looks at an operation, and drives for a bounded time if it is not finished. With `again` the caller will poll
+    /// once more at once; otherwise the progress thread takes over.
+    pub(crate) fn poll(
+        self: &Arc<Self>,
+        key: Key,
+        waker: &Waker,
+        budget: Duration,
+        again: bool,
+    ) -> Poll<Finished> {
+        if let Some(refused) = orphaned() {
+            return Poll::Ready(refused);
+        }
+        let start = Instant::now();
+        let mut passes = 0u32;
+        self.callers.count_wait();
+        loop {
+            // The waker is stored before driving: whoever finishes the operation from here on wakes us.
+            if let Some(finished) = self.look(key, Some(waker)) {
+                return Poll::Ready(finished);
+            }
+            if self.drive_once() != Progress::Advanced
+                && !self.relax(&mut passes)
+                && !passes.is_multiple_of(LOOK)
+                && !budget.is_zero()
+            {
+                continue;
+            }
+            // Where each pass gives the core away, the time goes by on the others' account.
+            let few = self.config.crowded && passes < FEW_PASSES;
+            if start.elapsed() >= if few { 10 * budget } else { budget } {
+                break;
+            }
+        }
+        if again {
+            waker.wake_by_ref();
+            return Poll::Pending;
+        }
+        self.leave_to_progress_thread();
+        self.look(key, Some(waker)).map_or(Poll::Pending, Poll::Ready)
+    }
+
+    /// Between two passes that moved nothing: gives the core away now and then, at once where ranks outnumber cores.
+    pub(super) fn relax(&self, passes: &mut u32) -> bool {
+        *passes = passes.wrapping_add(1);
+        let every = if self.config.env.one_host { YIELD_OVER_MEMORY } else { YIELD_OVER_TCP };
+        let yields = self.config.crowded || (*passes).is_multiple_of(every);
+        if yields {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+        yields
+    }
+
+    /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the progress thread.
+    pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished {
+        if let Some(refused) = orphaned() {
+            return refused;
+        }
+        self.callers.count_wait();
+        if let Some(finished) = self.look(key, None) {
+            return finished;
+        }
+        self.callers.enter();
+        let mut idle_since = None;
+        let mut passes = 0u32;
+        let found = loop {
+            // Not asked for in every pass: somebody else finishes it only now and then.
+            let progress = self.drive_once();
+            if progress == Progress::Advanced {
+                idle_since = None;
+            } else {
+                let yielded = self.relax(&mut passes);
+                let looks = passes.is_multiple_of(LOOK);
+                if looks && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
+                    break None;
+                }
+                if progress == Progress::Blocked && !yielded && !looks {
+                    continue;
+                }
+            }
+            if let Some(finished) = self.look(key, None) {
+                break Some(finished);
+            }
+        };
+        self.callers.leave();
+        if let Some(finished) = found {
+            return finished;
+        }
+        let waker = crate::exec::lane::parker();
+        loop {
+            match self.poll(key, &waker, Duration::ZERO, false) {
+                Poll::Ready(finished) => return finished,
+                Poll::Pending => std::thread::park(),
+            }
+        }
+    }
+
+    /// Drives if nobody else does.
+    pub(crate) fn drive_once(self: &Arc<Self>) -> Progress {
+        self.try_drive(true)
+    }
+
+    /// The same; `spinning`: the caller is about to drive again, and does not look at the clock each time.
+    pub(super) fn try_drive(self: &Arc<Self>, spinning: bool) -> Progress {
+        match self.run.try_lock() {
+            Some(run) => self.drive_with(run, spinning),
+            None => Progress::Blocked,
+        }
+    }
+
+    pub(super) fn drive_with(self: &Arc<Self>, run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
+        let progress = self.drive(run, spinning);
+        self.run_completions();
+        self.start_copy_backs();
+        progress
+    }
+
+    fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
+        stop(Point::Drive, self.config.rank);
+        if self.health.is_dead() {
+            return self.tear_down(&mut run);
+        }
+        if run.failed {
+            return Progress::Blocked;
+        }
+        stop(Point::Gate, self.config.rank);
+        // Not waited for: a waker or a buffer's drop may run under it, on this very thread.
+        let Some(gate) = self.config.gate.try_lock() else {
+            self.config.region.want_gate();
+            return Progress::Blocked;
+        };
+        let moved = self.pass(&mut run);
+        drop(gate);
+        // Whoever wants the gate tries it now and then: between two long passes there must be time for that.
+        if run.active.was_long() && !run.active.is_empty() && self.config.region.was_gate_wanted() {
+            std::thread::yield_now();
+        }
+        match moved {
+            Ok(Progress::Advanced) => Progress::Advanced,
+            Ok(progress) => {
+                // The clock is not for every pass: a spinning thread makes millions a second.
+                run.blocked = run.blocked.wrapping_add(1);
+                if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
+                    let now = Instant::now();
+                    if run.clock.is_time_to_look(now) {
+                        self.check_deadlines(&mut run, now);
+                    }
+                }
+                if !spinning && !run.endings.is_empty() {
+                    self.watch_endings(&mut run);
+                }
+                progress
+            }
+            Err(error) => {
+                // Nobody else goes on with what was done in part, before all know that it failed.
+                run.failed = true;
+                drop(run);
+                self.fail(error);
+                Progress::Advanced
+            }
+        }
+    }
+
+    /// One pass: over what has ended on devices, what is queued, the collective in work, and the messages.
+    fn pass(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
+        let mut any = !run.endings.is_empty() && self.end_some(run)?;
+        if self.submitted.any_queued() {
+            any |= self.take_in(run)?;
+        }
+        let Run { active, port, devices, messages, .. } = run;
+        any |= active.arrived(self.config.lane.waker())?;
+        any |= port.reap(|lent| active.freed(&lent))?;
+        if !active.is_empty() {
+            let port = match devices {
+                Some(devices) if active.device().is_some() => {
+                    any |= devices.reap(|lent| active.freed(&lent))?;
+                    devices
+                }
+                _ => port,
+            };
+            match active.pass(port)? {
+                Pass::Going(moved) => any |= moved,
+                Pass::Then(key, then) => {
+                    let held = self.submitted.lock().inflight.borrow(key);
+                    if let Some(mut held) = held {
+                        let parts = then(&mut held);
+                        self.submitted.lock().inflight.give_back(key, held);
+                        active.go_on(parts?);
+                    }
+                    any = true;
+                }
+                Pass::Done(key) if active.device().is_some() => {
+                    Self::enqueued(run, key);
+                    return Ok(Progress::Advanced);
+                }
+                Pass::Done(key) => {
+                    if let Some((_, number)) = active.take() {
+                        self.recorder.finished(number, State::Done);
+                    }
+                    self.data_done(key);
+                    any = true;
+                }
+            }
+        }
+        messages.arrived(self.config.lane.waker())?;
+        any |= messages.pass(|key| self.data_done(key))?;
+        if any {
+            return Ok(Progress::Advanced);
+        }
+        let waiting =
+            !active.is_empty() || !messages.is_idle() || self.submitted.lock().inflight.running() > 0;
+        if waiting || !port.is_flushed() || !messages.is_flushed() {
+            return Ok(Progress::Blocked);
+        }
+        Ok(Progress::Idle)
+    }
+
+    /// Whether nothing is left to do and everything sent has left.
+    pub(crate) fn is_quiet(self: &Arc<Self>) -> bool {
+        self.drive_once() == Progress::Idle && self.submitted.lock().inflight.running() == 0
+    }
+}

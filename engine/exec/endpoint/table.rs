@@ -1,0 +1,199 @@
+//! What was submitted to an endpoint: the buffers of operations in flight, the queues, and how collectives are numbered.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use parking_lot::{Mutex, MutexGuard};
+
+use super::COMPARED;
+use super::asked::Asked;
+use crate::error::Error;
+use crate::exec::device::DeviceOp;
+use crate::exec::inflight::{Inflight, Key};
+use crate::exec::operation::Operation;
+use crate::exec::p2p::{Direction, Message};
+use crate::mem::{ErasedBufs, Event};
+use crate::types::{Rank, Signature, mix};
+
+/// Signatures remembered, so that a peer's late question can be answered.
+const HISTORY: usize = 256;
+
+/// An operation that has not begun, and what it is to follow.
+pub(super) type Queued<R> = (Key, R, Option<Event>);
+
+/// The table, under its lock, which is taken after that of [`Run`](super::Run) if both are.
+pub(super) struct Submitted {
+    table: Mutex<Table>,
+    /// The table may hold operations that have not begun. Changed under its lock.
+    any_queued: AtomicBool,
+}
+
+impl Submitted {
+    pub(super) fn new() -> Submitted {
+        Submitted { table: Mutex::new(Table::new()), any_queued: AtomicBool::new(false) }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
+        self.table.lock()
+    }
+
+    /// Who queues something looks after it, or leaves it to the progress thread: neither misses it here.
+    pub(super) fn any_queued(&self) -> bool {
+        self.any_queued.load(Ordering::Relaxed)
+    }
+
+    /// To be called after the queues have changed, with the table still locked.
+    pub(super) fn note_queued(&self, table: &Table) {
+        self.any_queued.store(table.has_queued(), Ordering::Relaxed);
+    }
+}
+
+pub(super) struct Table {
+    pub(super) inflight: Inflight<ErasedBufs, Box<Error>>,
+    pub(super) collectives: VecDeque<Queued<Operation>>,
+    pub(super) messages: VecDeque<Queued<Message>>,
+    /// Collectives called so far, and the number of the next.
+    pub(super) calls: u64,
+    /// Next message number by (peer, direction, tag).
+    numbers: HashMap<(Rank, Direction, u32), u64>,
+    /// The signatures of the last collectives.
+    history: VecDeque<Signature>,
+    /// What peers asked about operations that we have not called yet.
+    pub(super) asked: Asked,
+    pub(super) closed: bool,
+    /// The operations that devices run.
+    pub(super) devices: HashMap<u64, Arc<DeviceOp>>,
+}
+
+impl Table {
+    fn new() -> Table {
+        Table {
+            inflight: Inflight::with_capacity(64),
+            collectives: VecDeque::with_capacity(64),
+            messages: VecDeque::with_capacity(64),
+            calls: 0,
+            numbers: HashMap::new(),
+            history: VecDeque::with_capacity(HISTORY + 1),
+            asked: Asked::default(),
+            closed: false,
+            devices: HashMap::new(),
+        }
+    }
+
+    pub(super) fn has_queued(&self) -> bool {
+        !self.messages.is_empty() || !self.collectives.is_empty()
+    }
+
+    /// The number of a collective that is called now. Also gives a peer that asked about this number and had called something
+    /// else.
+    pub(super) fn number_collective(&mut self, signature: Signature) -> (u64, Option<(Rank, Signature)>) {
+        let number = self.calls;
+        self.calls += 1;
+        if self.history.len() == HISTORY {
+            self.history.pop_front();
+        }
+        self.history.push_back(signature);
+        (number, self.asked.answer(number, signature))
+    }
+
+    /// The number of a message that is called now.
+    pub(super) fn number_message(&mut self, peer: Rank, direction: Direction, tag: u32) -> u64 {
+        let next = self.numbers.entry((peer, direction, tag)).or_insert(0);
+        std::mem::replace(next, *next + 1)
+    }
+
+    /// What was called as this operation, if that is remembered.
+    pub(super) fn called(&self, number: u64) -> Option<Signature> {
+        let first = self.calls - self.history.len() as u64;
+        self.history.get(number.checked_sub(first)? as usize).copied()
+    }
+
+    /// The last few collectives that were called, oldest first.
+    pub(super) fn last_calls(&self) -> Vec<(u64, Signature)> {
+        let first = self.calls - self.history.len() as u64;
+        let all = (first..).zip(self.history.iter().copied());
+        all.skip(self.history.len().saturating_sub(COMPARED)).collect()
+    }
+
+    /// A peer waits in this operation, which it called so. Gives what this rank called, if that is something else; a call that
+    /// is still to come is compared then.
+    pub(super) fn asked(&mut self, peer: Rank, number: u64, theirs: Signature) -> Option<Signature> {
+        let ours = self.called(number);
+        if ours.is_none() && number >= self.calls {
+            self.asked.keep(peer, number, theirs);
+        }
+        ours.filter(|ours| *ours != theirs)
+    }
+
+    /// The messages that rank `us` sent, less those that it received, each weighed by its sender, receiver and tag: over all
+    /// members this adds up to 0 where every message was received.
+    pub(super) fn balance(&self, us: Rank) -> u64 {
+        let each = |(&(peer, direction, tag), &n): (&(Rank, Direction, u32), &u64)| match direction {
+            Direction::Send => weight(us, peer, tag).wrapping_mul(n),
+            Direction::Recv => weight(peer, us, tag).wrapping_mul(n).wrapping_neg(),
+        };
+        self.numbers.iter().map(each).fold(0, u64::wrapping_add)
+    }
+}
+
+/// A number for (sender, receiver, tag), odd and as good as random: different ones do not cancel out.
+fn weight(from: Rank, to: Rank, tag: u32) -> u64 {
+    mix(mix((from as u64) << 32 ^ to as u64, tag.into()), 0) | 1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn signature(count: u64) -> Signature {
+        Signature { count, ..Signature::default() }
+    }
+
+    #[test]
+    fn the_last_calls_are_remembered_by_number_and_older_ones_are_not() {
+        let mut table = Table::new();
+        let calls = HISTORY as u64 + 10;
+        for count in 0..calls {
+            assert_eq!(table.number_collective(signature(count)), (count, None));
+        }
+        assert_eq!((table.called(9), table.called(10)), (None, Some(signature(10))));
+        assert_eq!((table.called(calls - 1), table.called(calls)), (Some(signature(calls - 1)), None));
+        let last: Vec<u64> = table.last_calls().into_iter().map(|(number, _)| number).collect();
+        assert_eq!(last, (calls - COMPARED as u64..calls).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_peer_that_called_something_else_is_found_whoever_calls_first() {
+        let mut table = Table::new();
+        assert_eq!(table.asked(3, 0, signature(7)), None, "not called here yet");
+        assert_eq!(table.number_collective(signature(8)), (0, Some((3, signature(7)))));
+        assert_eq!(table.asked(3, 0, signature(7)), Some(signature(8)), "called here before");
+        assert_eq!(table.asked(3, 0, signature(8)), None);
+    }
+
+    #[test]
+    fn messages_that_all_were_received_balance_and_one_that_was_not_does_not() {
+        let mut tables = [Table::new(), Table::new(), Table::new()];
+        let mut sent = |from: Rank, to: Rank, tag, received| {
+            tables[from].number_message(to, Direction::Send, tag);
+            if received {
+                tables[to].number_message(from, Direction::Recv, tag);
+            }
+            let of = |rank: Rank| tables[rank].balance(rank);
+            of(0).wrapping_add(of(1)).wrapping_add(of(2))
+        };
+        assert_eq!(sent(0, 1, 5, true), 0);
+        assert_eq!(sent(1, 0, 5, true), 0);
+        assert_eq!(sent(2, 2, 0, true), 0);
+        assert_ne!(sent(1, 2, 5, false), 0);
+    }
+
+    #[test]
+    fn messages_are_numbered_by_peer_direction_and_tag() {
+        let mut table = Table::new();
+        let mut number = |peer, tag| table.number_message(peer, Direction::Send, tag);
+        assert_eq!([number(1, 0), number(1, 0), number(1, 1), number(2, 0), number(1, 0)], [0, 1, 0, 0, 2]);
+        assert_eq!(table.number_message(1, Direction::Recv, 0), 0);
+    }
+}
