@@ -431,7 +431,7 @@ pub fn hostile_messages(data: &[u8]) {
     let mut messages = Messages::new(0, 0, 0, 2, port);
     let mut done: Vec<Key> = Vec::new();
     for (i, transfer) in transfers.into_iter().enumerate() {
-        messages.add(transfer.0, transfer.1);
+        messages.add(transfer.0, transfer.1, std::time::Instant::now());
         if i < late && messages.pass(|key| done.push(key)).is_err() {
             return;
         }

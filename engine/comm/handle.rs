@@ -2,14 +2,15 @@
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::links::Housemates;
+use super::runtime::{Ticks, process_runtime};
 use super::world::{Defaults, Hub, PoolStats, Transport, World};
 use crate::error::Error;
-use crate::exec::{Endpoint, lane};
+use crate::exec::Endpoint;
 use crate::forked;
 use crate::group::message::CommId;
 use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
@@ -52,7 +53,7 @@ impl Drop for Membership {
             mesh.leave_blocking(self.world.loss(), FLUSH);
         }
         // This may be the end of the process. The control thread has others to look after.
-        if !runtime::is_control_thread() {
+        if !runtime::is_control_thread() && self.world.runtime.may_wait() {
             self.world.wait_for_recorders(RECORDERS);
             LOG.flush(RECORDERS);
         }
@@ -77,12 +78,13 @@ impl Drop for Handle {
             return;
         }
         self.endpoint.close();
-        let end = Instant::now() + FLUSH;
+        let runtime = &self.membership.world.runtime;
+        let end = runtime.now() + FLUSH;
         // Peers depend on what was submitted here: give it a bounded time to leave.
         let runs = loop {
             let done = self.endpoint.cause().is_some() || self.endpoint.is_quiet();
             let runs = if done && self.rings.is_some() { self.endpoint.take_runs() } else { None };
-            let waiting = self.endpoint.cause().is_none() && Instant::now() < end;
+            let waiting = self.endpoint.cause().is_none() && runtime.now() < end && runtime.may_wait();
             if runs.is_some() || done && self.rings.is_none() || !waiting {
                 break runs;
             }
@@ -171,10 +173,10 @@ impl Comm {
         if rendezvous.rank == 0 && !rendezvous.chosen {
             rendezvous.choices = tuning::choices_from_env()?.up_to(rendezvous.size);
         }
-        let lane = lane()?;
+        let turns = process_runtime()?;
         let region = Arc::new(Region::shared()?);
         let mut offers = Vec::new();
-        for fd in region.fd().into_iter().chain([&**lane.bell()]) {
+        for fd in region.fd().into_iter().chain([&**turns.0.bell()]) {
             offers
                 .push(fd.try_clone().map_err(|e| Error::system("offer this rank's region to its peers", e))?);
         }
@@ -197,7 +199,7 @@ impl Comm {
             let who = (mesh.rank(), mesh.size(), mesh.world());
             let mates = house.get_or_init(|| Housemates::of(mesh.world())).clone();
             let settings = (defaults, mesh.choices().clone());
-            let world = World::new(who, transport, (mates, gate), region, lane, localities, settings);
+            let world = World::new(who, transport, (mates, gate), region, turns, localities, settings);
             *place.lock() = Some(world.world_endpoint().map(|endpoint| (world.clone(), endpoint)));
             world
         })
@@ -226,7 +228,7 @@ impl Comm {
             return Err(Error::invalid("local", problem));
         }
         let (defaults, choices) = (Defaults::from_env()?, Arc::new(choices));
-        let (lane, id) = (lane()?, host::random::<16>()?);
+        let (turns, id) = (process_runtime()?, host::random::<16>()?);
         let hub = Arc::new(Hub::default());
         let mut worlds = Vec::new();
         for rank in 0..n {
@@ -237,7 +239,7 @@ impl Comm {
             mates.enter(rank, region.clone(), gate.clone());
             let (who, house) = ((rank, n, id), (mates, gate));
             let settings = (defaults, choices.clone());
-            let world = World::new(who, transport, house, region, lane.clone(), localities, settings);
+            let world = World::new(who, transport, house, region, turns.clone(), localities, settings);
             hub.enter(&world);
             worlds.push(world);
         }
@@ -269,13 +271,13 @@ impl Comm {
         let calls = endpoint.close();
         let world = self.0.membership.world.clone();
         // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
-        let mut ticks = runtime::ticks(LOOK)?;
+        let mut ticks = Ticks::new(&world.runtime, LOOK)?;
         while endpoint.cause().is_none() && !endpoint.is_quiet() {
             ticks.next().await?;
         }
         world.closing(&endpoint, calls);
-        let end = Instant::now() + CLOSING;
-        while endpoint.cause().is_none() && !endpoint.all_closing() && Instant::now() < end {
+        let end = world.runtime.now() + CLOSING;
+        while endpoint.cause().is_none() && !endpoint.all_closing() && world.runtime.now() < end {
             ticks.next().await?;
         }
         if let Some(error) = endpoint.leftover() {
@@ -288,8 +290,8 @@ impl Comm {
             membership.world.empty_pool();
             mesh.close(membership.world.loss()).await;
         }
-        let end = Instant::now() + RECORDERS;
-        while Arc::strong_count(&membership) == 1 && world.is_recording() && Instant::now() < end {
+        let end = world.runtime.now() + RECORDERS;
+        while Arc::strong_count(&membership) == 1 && world.is_recording() && world.runtime.now() < end {
             ticks.next().await?;
         }
         result

@@ -18,6 +18,7 @@ mod node;
 mod ordered;
 mod reach;
 mod restore;
+mod runtime;
 mod split;
 mod staged;
 mod varied;

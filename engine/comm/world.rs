@@ -1,6 +1,6 @@
 //! A rank's place in a world: its communicators, and what is heard of the other ranks.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::net::TcpStream;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -23,17 +23,17 @@ pub(super) use self::pool::ROW;
 use self::records::Dead;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use crate::error::{Error, Lost};
-use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Lane, Opener};
+use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Lane, Opener, Runtime};
 use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
-use crate::group::{Events, Locality, Mesh, host, runtime};
+use crate::group::{Events, Locality, Mesh, host};
 use crate::link::Break;
 use crate::link::local::Gate;
 use crate::link::region::{Region, TURNED};
 use crate::plan::choices::{Choices, GroupChoices, LinkClass, Place};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::log::LOG;
-use crate::types::{Algo, Rank, Signature};
+use crate::types::{Algo, Map, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
 const QUEUE_LIMIT: usize = 1024;
@@ -62,8 +62,8 @@ impl Hub {
         self.0.lock().push(Arc::downgrade(world));
     }
 
-    /// Delivers on the control thread, as a mesh does: never in the sender's locks.
-    fn deliver(&self, to: Rank, from: Rank, message: Message) {
+    /// Delivers in a task, as a mesh does: never in the sender's locks.
+    fn deliver(&self, runtime: &dyn Runtime, to: Rank, from: Rank, message: Message) {
         let Some(world) = self.0.lock().get(to).and_then(Weak::upgrade) else { return };
         let deliver = async move {
             match message {
@@ -71,7 +71,7 @@ impl Hub {
                 message => world.message(from, message),
             }
         };
-        if let Err(error) = runtime::spawn(deliver) {
+        if let Err(error) = runtime.spawn(Box::pin(deliver)) {
             tracing::error!(%error, "a control message was lost");
         }
     }
@@ -140,8 +140,9 @@ pub(crate) struct World {
     beside: Vec<bool>,
     pub(crate) around: Arc<Neighbourhood>,
     gate: Gate,
+    pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) defaults: Defaults,
-    comms: Mutex<HashMap<CommId, Weak<Endpoint>>>,
+    comms: Mutex<Map<CommId, Weak<Endpoint>>>,
     departed: Mutex<Departed>,
     /// Communicators that have died, for the flight recorder; the last ones.
     dead: Mutex<VecDeque<Dead>>,
@@ -168,7 +169,7 @@ impl World {
         transport: Transport,
         (mates, gate): (Arc<Housemates>, Gate),
         region: Arc<Region>,
-        lane: Arc<Lane>,
+        (lane, runtime): (Arc<Lane>, Arc<dyn Runtime>),
         localities: Vec<Locality>,
         (defaults, choices): (Defaults, Arc<Choices>),
     ) -> Arc<World> {
@@ -198,6 +199,7 @@ impl World {
             transport,
             around,
             gate,
+            runtime,
             defaults,
             comms: Mutex::default(),
             departed: Mutex::default(),
@@ -255,7 +257,7 @@ impl World {
             gate: self.gate.clone(),
             opener,
             control: self.clone(),
-            lane: self.around.lane.clone(),
+            runtime: self.runtime.clone(),
             timeout: self.defaults.timeout,
             queue_limit: QUEUE_LIMIT,
             deterministic: self.defaults.deterministic,
@@ -338,7 +340,7 @@ impl World {
                     mesh.send(to, message);
                 }
             }
-            Transport::Hub(hub) => hub.deliver(to, self.rank, message),
+            Transport::Hub(hub) => hub.deliver(&*self.runtime, to, self.rank, message),
         }
     }
 

@@ -17,7 +17,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
@@ -54,9 +54,9 @@ use self::progress::Run;
 use self::table::Submitted;
 use super::device::Binding;
 use super::inflight::{self, Key};
-use super::lane::Lane;
 use super::p2p::Messages;
 use super::port::{Opener, Port};
+use super::runtime::Runtime;
 use crate::error::Error;
 use crate::forked;
 use crate::link::Break;
@@ -103,7 +103,7 @@ pub(crate) struct EndpointConfig {
     pub(crate) gate: Gate,
     pub(crate) opener: Arc<dyn Opener>,
     pub(crate) control: Arc<dyn Control>,
-    pub(crate) lane: Arc<Lane>,
+    pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) timeout: Duration,
     pub(crate) queue_limit: usize,
     /// Calls are deterministic unless they say otherwise.
@@ -173,6 +173,10 @@ impl Endpoint {
             token: Box::default(),
             config,
         })
+    }
+
+    fn now(&self) -> Instant {
+        self.config.runtime.now()
     }
 
     pub(crate) fn size(&self) -> usize {

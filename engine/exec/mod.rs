@@ -19,6 +19,7 @@ mod parts;
 mod port;
 pub(crate) mod quarantine;
 mod run;
+mod runtime;
 mod slicing;
 mod timed;
 mod values;
@@ -32,7 +33,7 @@ pub(crate) use inflight::Inflight;
 pub(crate) use inflight::Key;
 #[cfg(test)]
 pub(crate) use lane::tests::spoil;
-pub(crate) use lane::{Lane, lane};
+pub(crate) use lane::{Driven, Lane, lane};
 pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
@@ -40,6 +41,7 @@ pub(crate) use p2p::{Direction, Message};
 pub(crate) use parts::{NextPart, Parts};
 pub(crate) use port::{DEVICES, Opener, Port};
 pub(crate) use run::{STRIPE, cut};
+pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};
 
 /// What an attempt to make progress came to.

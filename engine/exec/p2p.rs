@@ -59,11 +59,11 @@ impl Messages {
         &mut self.port
     }
 
-    pub(crate) fn add(&mut self, key: Key, message: Message) {
+    pub(crate) fn add(&mut self, key: Key, message: Message, now: Instant) {
         let peer = &mut self.peers[message.peer];
         peer.touched = true;
         let direction = message.direction;
-        let moving = Moving::new(key, message);
+        let moving = Moving::new(key, message, now);
         match direction {
             Direction::Send => peer.sends.push(moving),
             Direction::Recv => peer.recvs.push(moving),

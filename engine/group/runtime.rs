@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 
 use crate::error::Error;
@@ -101,32 +101,6 @@ where
             "the task panicked; see the log",
         ))
     })
-}
-
-/// Ticks of the control thread's clock, for a loop that runs wherever it is awaited.
-pub(crate) struct Ticks(mpsc::Receiver<()>);
-
-/// A tick after each `pause`, and never more than one to be taken at once. They end with what is returned.
-pub(crate) fn ticks(pause: Duration) -> Result<Ticks, Error> {
-    let (tell, told) = mpsc::channel(1);
-    spawn(async move {
-        loop {
-            tokio::time::sleep(pause).await;
-            if tell.send(()).await.is_err() {
-                return;
-            }
-        }
-    })?;
-    Ok(Ticks(told))
-}
-
-impl Ticks {
-    /// Waits for the next one, on any executor.
-    pub(crate) async fn next(&mut self) -> Result<(), Error> {
-        let ended =
-            || Error::system(format!("waiting for the control thread `{THREAD}`"), "its clock has ended");
-        self.0.recv().await.ok_or_else(ended)
-    }
 }
 
 #[cfg(test)]

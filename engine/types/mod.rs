@@ -1,6 +1,8 @@
 //! Ranks, element types, and the signature by which ranks agree on an operation.
 
+use std::collections::HashMap;
 use std::fmt;
+use std::hash::{BuildHasherDefault, DefaultHasher};
 
 use serde::{Deserialize, Serialize};
 
@@ -9,6 +11,10 @@ pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8
 mod kind;
 
 pub use kind::{Algo, Kind};
+
+/// A map that is iterated in the same order by every process that did the same with it: a story that is told again from its seed
+/// goes the same way.
+pub(crate) type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
 
 /// A rank inside one communicator, `0..n`.
 pub type Rank = usize;

@@ -4,21 +4,21 @@ mod board;
 #[cfg(test)]
 mod model;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use futures::FutureExt;
+use futures::future::{AbortHandle, abortable};
 use parking_lot::{Condvar, Mutex};
-use tokio::task::AbortHandle;
 
 use self::board::{Board, Out, Refusal, WINDOW};
 use super::World;
 use crate::error::{Error, Lost};
 use crate::exec::Endpoint;
 use crate::group::message::{CommId, Message, Outcome, Step};
-use crate::group::runtime;
-use crate::types::Rank;
+use crate::types::{Map, Rank};
 
 /// Messages kept of each rank for communicators that have not called `agree` here; the last ones.
 const EARLY: usize = 256;
@@ -108,7 +108,7 @@ struct Table {
     board: Board,
     /// World rank of each member.
     members: Vec<Rank>,
-    waiters: HashMap<u64, Waiter>,
+    waiters: Map<u64, Waiter>,
     endpoint: Weak<Endpoint>,
     /// When it was made, in tables.
     made: u64,
@@ -123,9 +123,9 @@ pub(crate) struct Agreements {
     /// Ranks of the world that are gone, in the order heard.
     lost: Vec<(Rank, Lost)>,
     /// Those that have called: they outlive their communicator's handles, since slower members may still ask.
-    tables: HashMap<CommId, Table>,
+    tables: Map<CommId, Table>,
     /// What was said to communicators that have not called here yet.
-    early: HashMap<Rank, VecDeque<Early>>,
+    early: Map<Rank, VecDeque<Early>>,
     made: u64,
 }
 
@@ -169,7 +169,7 @@ impl Agreements {
             Table {
                 board,
                 members: config.members.clone(),
-                waiters: HashMap::new(),
+                waiters: Map::default(),
                 endpoint: Arc::downgrade(endpoint),
                 made: *made,
             }
@@ -244,21 +244,22 @@ impl World {
         timeout: Duration,
         slot: &Arc<Slot>,
     ) -> Result<Answers, Error> {
-        let control = runtime::handle()?;
         let (comm, mut out) = (CommId(endpoint.config.comm), Vec::new());
         let mut all = self.agreements.lock();
         let table = all.table(endpoint, &mut out);
         let called = table.board.call(flag, &mut out);
         if let Ok(number) = called {
             let (world, name) = (Arc::downgrade(self), endpoint.config.name.clone());
-            let timer = control.spawn(async move {
-                tokio::time::sleep(timeout).await;
-                tokio::time::sleep(LISTEN).await;
+            let runtime = self.runtime.clone();
+            let (expires, timer) = abortable(async move {
+                runtime.sleep(timeout).await;
+                runtime.sleep(LISTEN).await;
                 if let Some(world) = world.upgrade() {
                     world.agree_expired(comm, name, number, timeout);
                 }
             });
-            table.waiters.insert(number, Waiter { slot: slot.clone(), timer: timer.abort_handle() });
+            self.runtime.spawn(Box::pin(expires.map(drop)))?;
+            table.waiters.insert(number, Waiter { slot: slot.clone(), timer });
         }
         let answers = table.carry_out(self, comm, out);
         match called {

@@ -14,22 +14,21 @@
 //! still run and write. Its share stays taken until the world ends: no group made afterwards has that member, so this
 //! is bounded by the groups of that moment.
 
-use std::collections::HashMap;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lru::LruCache;
 use parking_lot::Mutex;
 
 use super::{LinksFrom, World};
 use crate::comm::links::block_bytes;
+use crate::comm::runtime::Ticks;
 use crate::error::Error;
 use crate::exec::{Endpoint, IdleRuns};
 use crate::forked;
 use crate::group::message::{CommId, Message};
-use crate::group::runtime;
-use crate::types::Rank;
+use crate::types::{Map, Rank};
 
 /// Idle communicators that a world keeps, unless it is told otherwise.
 pub(crate) const CAPACITY: usize = 64;
@@ -100,7 +99,7 @@ struct Idle {
 
 struct State {
     capacity: usize,
-    rings: HashMap<CommId, Rings>,
+    rings: Map<CommId, Rings>,
     /// By the name of its rings; the least recently used goes first.
     idle: LruCache<CommId, Idle>,
     /// Members that retired what is not made here yet.
@@ -120,7 +119,7 @@ impl Pool {
     pub(crate) fn new(capacity: usize) -> Pool {
         Pool(Mutex::new(State {
             capacity,
-            rings: HashMap::new(),
+            rings: Map::default(),
             idle: LruCache::unbounded(),
             heard: LruCache::new(ENDED),
             ended: LruCache::new(ENDED),
@@ -201,11 +200,11 @@ impl World {
                 if let Some(runs) = endpoint.take_runs() {
                     return world.shelve(rings, runs);
                 }
-                tokio::time::sleep(pause).await;
+                world.runtime.sleep(pause).await;
                 pause = (2 * pause).min(Duration::from_millis(50));
             }
         };
-        if let Err(error) = runtime::spawn(wait) {
+        if let Err(error) = self.runtime.spawn(Box::pin(wait)) {
             tracing::error!(%error, "the end of a communicator was lost: its rings stay taken");
         }
     }
@@ -376,17 +375,15 @@ impl World {
         };
         let out = self.pool.0.lock().trim(0);
         self.retire_idle(out);
-        let (world, end) = (self.clone(), Instant::now() + MEMORY);
-        runtime::run(async move {
-            while Instant::now() < end {
-                if let Ok(block) = world.around.region.alloc(bytes) {
-                    return Ok(block);
-                }
-                tokio::time::sleep(Duration::from_millis(1)).await;
+        let end = self.runtime.now() + MEMORY;
+        let mut ticks = Ticks::new(&self.runtime, Duration::from_millis(1))?;
+        while self.runtime.now() < end {
+            if let Ok(block) = self.around.region.alloc(bytes) {
+                return Ok(block);
             }
-            Err(full)
-        })
-        .await
+            ticks.next().await?;
+        }
+        Err(full)
     }
 }
 

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::comm::runtime::process_runtime;
 use crate::exec::lane;
 
 /// Ranks of the world; rank 0 is the one that hears.
@@ -42,7 +43,7 @@ fn world() -> Arc<World> {
     let transport = Transport::Hub(Arc::default());
     let settings = (Defaults::from_env().unwrap(), Arc::default());
     let near = vec![Locality::SameProcess; SIZE];
-    World::new((0, SIZE, id), transport, (mates, gate), region, lane().unwrap(), near, settings)
+    World::new((0, SIZE, id), transport, (mates, gate), region, process_runtime().unwrap(), near, settings)
 }
 
 fn id(group: usize) -> CommId {

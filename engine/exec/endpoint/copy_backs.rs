@@ -4,7 +4,6 @@
 //! back, and only then is it finished. Starting the copy calls the device's driver, so a thread that holds none of the
 //! engine's locks does that: the operation is *due* until then, and *running* from the moment when the copy is on its stream.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -14,7 +13,7 @@ use parking_lot::Mutex;
 use crate::exec::deadlines::DeadlineClock;
 use crate::exec::inflight::Key;
 use crate::mem::device::Staged;
-use crate::types::Signature;
+use crate::types::{Map, Signature};
 
 /// Such an operation, and what copies its results back.
 #[derive(Clone)]
@@ -37,7 +36,7 @@ pub(super) struct CopyBacks<S = Arc<Staged>> {
 
 struct State<S> {
     /// Their data still moves.
-    moving: HashMap<u64, CopyBack<S>>,
+    moving: Map<u64, CopyBack<S>>,
     due: Vec<CopyBack<S>>,
     /// Since when.
     running: Vec<(Instant, CopyBack<S>)>,
@@ -45,7 +44,7 @@ struct State<S> {
 
 impl<S> Default for CopyBacks<S> {
     fn default() -> Self {
-        let state = State { moving: HashMap::new(), due: Vec::new(), running: Vec::new() };
+        let state = State { moving: Map::default(), due: Vec::new(), running: Vec::new() };
         CopyBacks { state: Mutex::new(state), known: AtomicUsize::new(0), any_due: AtomicBool::new(false) }
     }
 }

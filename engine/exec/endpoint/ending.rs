@@ -51,11 +51,11 @@ impl Endings {
 
 impl Endpoint {
     /// All of the active collective is on its stream.
-    pub(super) fn enqueued(run: &mut Run, key: Key) {
+    pub(super) fn enqueued(run: &mut Run, key: Key, begun: Instant) {
         let Some((number, signature, timeout, _)) = run.active.current() else { return };
         let Some(device) = run.active.device().cloned() else { return };
         run.active.take();
-        let (begun, ready, is_watched) = (Instant::now(), None, false);
+        let (ready, is_watched) = (None, false);
         let ending = Ending { key, number, device, signature, timeout, begun, ready, is_watched };
         run.endings.0.push_back(ending);
     }
@@ -74,7 +74,7 @@ impl Endpoint {
     /// The thread is about to leave: the driver is to tell when the device is done.
     pub(super) fn watch_endings(self: &Arc<Self>, run: &mut Run) {
         for ending in run.endings.0.iter_mut().filter(|ending| !ending.is_watched) {
-            if ending.begun.elapsed() < LOOK {
+            if self.now() - ending.begun < LOOK {
                 return;
             }
             ending.is_watched = true;

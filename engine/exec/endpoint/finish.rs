@@ -27,7 +27,7 @@ impl Endpoint {
         for operation in self.copy_backs.take_due() {
             let (endpoint, again, key) = (self.clone(), self.clone(), operation.key);
             let staged = operation.staged.clone();
-            let started = move || again.copy_backs.started(operation, Instant::now());
+            let started = move || again.copy_backs.started(operation, again.now());
             let ended = move |result| {
                 endpoint.finish(key, result);
                 endpoint.run_completions();

@@ -119,7 +119,7 @@ impl Endpoint {
     /// A peer said goodbye in peace.
     pub(crate) fn peer_left(&self, peer: Rank) {
         self.peers.left(peer);
-        self.config.lane.kick();
+        self.config.runtime.kick();
     }
 
     #[cfg(test)]
@@ -129,7 +129,7 @@ impl Endpoint {
 
     /// A peer's answer to the question what it called last.
     pub(crate) fn heard(&self, peer: Rank, number: u64, last: Option<u64>) {
-        self.peers.answered(peer, number, last, Instant::now());
+        self.peers.answered(peer, number, last, self.now());
     }
 
     /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.

@@ -1,6 +1,5 @@
 //! The programs of a communicator: each is made once.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
@@ -8,7 +7,7 @@ use parking_lot::Mutex;
 use super::Endpoint;
 use crate::error::Error;
 use crate::plan::Program;
-use crate::types::Rank;
+use crate::types::{Map, Rank};
 
 /// Kind (with [`VARIED`](crate::types::VARIED)), algorithm, root, in place.
 pub(crate) type ProgramKey = (u8, u8, Rank, bool);
@@ -21,7 +20,7 @@ pub(super) struct Programs(Mutex<Known>);
 #[derive(Default)]
 struct Known {
     last: Option<(ProgramKey, Arc<Program>)>,
-    all: HashMap<ProgramKey, Arc<Program>>,
+    all: Map<ProgramKey, Arc<Program>>,
 }
 
 impl Programs {

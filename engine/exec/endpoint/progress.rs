@@ -62,7 +62,7 @@ impl Run {
             devices: None,
             endings: Endings::default(),
             messages,
-            clock: DeadlineClock::new(Instant::now()),
+            clock: DeadlineClock::new(config.runtime.now()),
             blocked: 0,
             failed: false,
             teardown: Teardown::NotBegun,
@@ -90,15 +90,15 @@ impl Endpoint {
         // Pairs with the progress thread's fence as it takes an endpoint off: it sees what was submitted, or we see that it is off.
         fence(Ordering::SeqCst);
         if !self.enlisted.load(Ordering::Relaxed) && !self.enlisted.swap(true, Ordering::AcqRel) {
-            self.config.lane.enlist(self.clone());
+            self.config.runtime.enlist(self.clone());
         }
-        self.config.lane.nudge();
+        self.config.runtime.nudge();
     }
 
     /// Leaves the endpoint to the progress thread, which looks at it now.
     pub(super) fn leave_to_progress_thread(self: &Arc<Self>) {
         self.arm();
-        self.config.lane.kick();
+        self.config.runtime.kick();
     }
 
     /// Looks at an operation, and drives for a bounded time if it is not finished. With `again` the caller will poll
@@ -113,7 +113,8 @@ impl Endpoint {
         if let Some(refused) = orphaned() {
             return Poll::Ready(refused);
         }
-        let start = Instant::now();
+        let start = self.now();
+        let budget = if self.config.runtime.may_wait() { budget } else { Duration::ZERO };
         let mut passes = 0u32;
         self.callers.count_wait();
         loop {
@@ -130,7 +131,7 @@ impl Endpoint {
             }
             // Where each pass gives the core away, the time goes by on the others' account.
             let few = self.config.crowded && passes < FEW_PASSES;
-            if start.elapsed() >= if few { 10 * budget } else { budget } {
+            if self.now() - start >= if few { 10 * budget } else { budget } {
                 break;
             }
         }
@@ -245,7 +246,7 @@ impl Endpoint {
                 // The clock is not for every pass: a spinning thread makes millions a second.
                 run.blocked = run.blocked.wrapping_add(1);
                 if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
-                    let now = Instant::now();
+                    let now = self.now();
                     if run.clock.is_time_to_look(now) {
                         self.check_deadlines(&mut run, now);
                     }
@@ -272,7 +273,7 @@ impl Endpoint {
             any |= self.take_in(run)?;
         }
         let Run { active, port, devices, messages, .. } = run;
-        any |= active.arrived(self.config.lane.waker())?;
+        any |= active.arrived(self.config.runtime.waker())?;
         any |= port.reap(|lent| active.freed(&lent))?;
         if !active.is_empty() {
             let port = match devices {
@@ -294,7 +295,7 @@ impl Endpoint {
                     any = true;
                 }
                 Pass::Done(key) if active.device().is_some() => {
-                    Self::enqueued(run, key);
+                    Self::enqueued(run, key, self.now());
                     return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
@@ -306,7 +307,7 @@ impl Endpoint {
                 }
             }
         }
-        messages.arrived(self.config.lane.waker())?;
+        messages.arrived(self.config.runtime.waker())?;
         any |= messages.pass(|key| self.data_done(key))?;
         if any {
             return Ok(Progress::Advanced);

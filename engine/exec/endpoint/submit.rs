@@ -1,7 +1,7 @@
 //! How an operation comes in.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Endpoint;
 use super::copy_backs::CopyBack;
@@ -62,7 +62,7 @@ impl Endpoint {
                 }
                 operation.staged =
                     self.copies_back(key, (number, signature, operation.timeout), operation.staged.take());
-                let now = Instant::now();
+                let now = self.now();
                 // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
                 let first = after.is_none() && table.collectives.is_empty();
                 if first {
@@ -127,7 +127,7 @@ impl Endpoint {
 
     /// Takes in what is queued and may begin. Whether anything moved.
     pub(super) fn take_in(&self, run: &mut Run) -> Result<bool, Error> {
-        let waker = self.config.lane.waker();
+        let waker = self.config.runtime.waker();
         let (mut any, mut i, mut table) = (false, 0, self.submitted.lock());
         // Messages whose input is ready are handed to their machine; the rest keep their place.
         while i < table.messages.len() {
@@ -138,7 +138,7 @@ impl Endpoint {
                 ready(after, message.direction.name())?;
                 let Some((key, message, _)) = table.messages.remove(i) else { break };
                 drop(table);
-                run.messages.add(key, message);
+                run.messages.add(key, message, self.now());
                 any = true;
                 table = self.submitted.lock();
             } else {
@@ -153,7 +153,7 @@ impl Endpoint {
                 ready(after, &operation.signature.to_string())?;
             }
             if let Some((key, operation, _)) = table.collectives.pop_front() {
-                let now = Instant::now();
+                let now = self.now();
                 self.recorder.started(operation.number, now);
                 run.active.start(key, operation, now);
             }

@@ -1,6 +1,6 @@
 //! What was submitted to an endpoint: the buffers of operations in flight, the queues, and how collectives are numbered.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -14,7 +14,7 @@ use crate::exec::inflight::{Inflight, Key};
 use crate::exec::operation::Operation;
 use crate::exec::p2p::{Direction, Message};
 use crate::mem::{ErasedBufs, Event};
-use crate::types::{Rank, Signature, mix};
+use crate::types::{Map, Rank, Signature, mix};
 
 /// Signatures remembered, so that a peer's late question can be answered.
 const HISTORY: usize = 256;
@@ -56,14 +56,14 @@ pub(super) struct Table {
     /// Collectives called so far, and the number of the next.
     pub(super) calls: u64,
     /// Next message number by (peer, direction, tag).
-    numbers: HashMap<(Rank, Direction, u32), u64>,
+    numbers: Map<(Rank, Direction, u32), u64>,
     /// The signatures of the last collectives.
     history: VecDeque<Signature>,
     /// What peers asked about operations that we have not called yet.
     pub(super) asked: Asked,
     pub(super) closed: bool,
     /// The operations that devices run.
-    pub(super) devices: HashMap<u64, Arc<DeviceOp>>,
+    pub(super) devices: Map<u64, Arc<DeviceOp>>,
 }
 
 impl Table {
@@ -73,11 +73,11 @@ impl Table {
             collectives: VecDeque::with_capacity(64),
             messages: VecDeque::with_capacity(64),
             calls: 0,
-            numbers: HashMap::new(),
+            numbers: Map::default(),
             history: VecDeque::with_capacity(HISTORY + 1),
             asked: Asked::default(),
             closed: false,
-            devices: HashMap::new(),
+            devices: Map::default(),
         }
     }
 

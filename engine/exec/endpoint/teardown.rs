@@ -74,11 +74,11 @@ impl Endpoint {
     pub(super) fn tear_down(self: &Arc<Self>, run: &mut Run) -> Progress {
         if let Teardown::Failed(at) = run.teardown {
             if self.submitted.lock().inflight.running() == 0 {
-                return Self::end_slots(run, at);
+                return Self::end_slots(run, self.now() - at);
             }
             if self.nothing_moves(run) {
                 // What is left is on its way back to a device; its end wakes whoever waits.
-                let now = Instant::now();
+                let now = self.now();
                 run.clock.look(now);
                 self.end_overdue_copy_backs(run, now);
                 return Progress::Blocked;
@@ -91,10 +91,10 @@ impl Endpoint {
         if run.teardown == Teardown::NotBegun {
             run.ports().for_each(Port::hang_up);
             run.messages.hang_up();
-            run.teardown = Teardown::Revoked(Instant::now());
+            run.teardown = Teardown::Revoked(self.now());
         }
         let since = match run.teardown {
-            Teardown::Revoked(at) => at.elapsed(),
+            Teardown::Revoked(at) => self.now() - at,
             // What is failed now was submitted in the meantime: nothing of it was lent.
             Teardown::NotBegun | Teardown::Failed(_) => READ_ON,
         };
@@ -107,18 +107,18 @@ impl Endpoint {
         if on_devices {
             self.leave_on_devices();
         }
-        run.teardown = Teardown::Failed(Instant::now());
+        run.teardown = Teardown::Failed(self.now());
         self.fail_all(run, on_devices);
         Progress::Advanced
     }
 
     /// All operations have ended: slots that peers may still touch come back when those have hung up, or when their process
     /// has exited.
-    fn end_slots(run: &mut Run, failed_at: Instant) -> Progress {
+    fn end_slots(run: &mut Run, since_failed: Duration) -> Progress {
         if run.reclaim() {
             return Progress::Idle;
         }
-        if failed_at.elapsed() <= HANG_UP {
+        if since_failed <= HANG_UP {
             return Progress::Blocked;
         }
         run.ports().for_each(Port::abandon);

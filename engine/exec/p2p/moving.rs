@@ -103,9 +103,9 @@ pub(super) struct Moving {
 }
 
 impl Moving {
-    pub(super) fn new(key: Key, message: Message) -> Moving {
+    pub(super) fn new(key: Key, message: Message, since: Instant) -> Moving {
         let filled = if message.staged.is_some() { 0 } else { usize::MAX };
-        let (stage, since) = (Stage::New, Instant::now());
+        let stage = Stage::New;
         Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since }
     }
 }

@@ -97,13 +97,13 @@ fn a_peer_that_keeps_to_its_credit_may_send_for_ever() {
         assert!(credits > 0, "credit comes back, message {number}");
         // Some come before they are asked for, some after.
         if number % 3 == 0 {
-            messages.add(key(), receive(number, DType::U8, &mut out));
+            messages.add(key(), receive(number, DType::U8, &mut out), Instant::now());
         }
         send_eagerly(&mut tx, number, DType::U8, &[number as u8; 10]);
         credits -= 1;
         messages.pass(|_| finished += 1).unwrap();
         if number % 3 != 0 {
-            messages.add(key(), receive(number, DType::U8, &mut out));
+            messages.add(key(), receive(number, DType::U8, &mut out), Instant::now());
             messages.pass(|_| finished += 1).unwrap();
         }
         assert_eq!(out, [number as u8; 10]);
@@ -122,13 +122,13 @@ fn a_received_bool_of_two_is_an_error_that_names_the_sender() {
         let (mut messages, mut tx, _rx) = pair();
         let mut out = vec![0u8; 5];
         if !early {
-            messages.add(key(), receive(0, DType::Bool, &mut out));
+            messages.add(key(), receive(0, DType::Bool, &mut out), Instant::now());
         }
         send_eagerly(&mut tx, 0, DType::Bool, &[1, 0, 1, 2, 0]);
         let mut ended = messages.pass(|_| panic!("finished"));
         if early {
             ended.unwrap();
-            messages.add(key(), receive(0, DType::Bool, &mut out));
+            messages.add(key(), receive(0, DType::Bool, &mut out), Instant::now());
             ended = messages.pass(|_| panic!("finished"));
         }
         let error = ended.unwrap_err();
