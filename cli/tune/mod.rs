@@ -9,7 +9,8 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use allstream::plan::algorithms;
-use allstream::tuning::{self, FORMAT, Figures, LinkClass, Place, Row, Table, TimeBy, predict};
+use allstream::sim::predict;
+use allstream::tuning::{self, FORMAT, Figures, LinkClass, Place, Row, Table, TimeBy};
 use allstream::{Algo, Comm, Kind, LinkChoice, Rendezvous};
 use clap::{Args, Parser, ValueEnum};
 use serde::{Deserialize, Serialize};

@@ -37,7 +37,7 @@ const CLOSING: Duration = Duration::from_secs(2);
 /// This rank's membership in its world: the last handle that goes says goodbye.
 pub(super) struct Membership {
     pub(super) world: Arc<World>,
-    mesh: Option<Arc<Mesh>>,
+    pub(super) mesh: Option<Arc<Mesh>>,
 }
 
 impl Drop for Membership {

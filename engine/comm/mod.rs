@@ -21,6 +21,8 @@ mod restore;
 mod runtime;
 mod split;
 mod staged;
+#[cfg(test)]
+mod story;
 mod varied;
 mod work;
 mod world;

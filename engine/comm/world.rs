@@ -159,6 +159,9 @@ pub(crate) enum LinksFrom {
     NewRings(Vec<u64>),
     /// Those of an idle communicator of the same members, which this one is the next generation of.
     IdleRuns(IdleRuns),
+    /// None that there are: a test opens its own.
+    #[cfg(test)]
+    Opener(Arc<dyn Opener>),
 }
 
 impl World {
@@ -236,6 +239,8 @@ impl World {
                 let (members, around) = (members.clone(), self.around.clone());
                 (Arc::new(CommLinks { comm, rank, members, blocks, around }), 0, None)
             }
+            #[cfg(test)]
+            LinksFrom::Opener(opener) => (opener, 0, None),
             LinksFrom::IdleRuns(runs) => (runs.opener(), runs.generation.wrapping_add(1), Some(runs)),
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);

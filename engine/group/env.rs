@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use super::handshake::Token;
 use super::launchers::{self, Meeting};
 use crate::error::Error;
-use crate::tuning::{Choices, Table};
+use crate::plan::choices::Choices;
+use crate::tuning::Table;
 use crate::types::{MOST_RANKS, Rank};
 
 const FROM_ENV: &str = "Rendezvous::from_env";

@@ -25,7 +25,7 @@ use super::{note, runtime, wire};
 use crate::error::Error;
 use crate::forked;
 use crate::link::exit::Exit;
-use crate::tuning::Choices;
+use crate::plan::choices::Choices;
 use crate::types::Rank;
 
 /// Once the table is known, everyone is there: connecting takes at most this, or what is left of the

@@ -17,7 +17,7 @@ use super::host::{self, Process};
 use super::lobby::{Lobby, absent};
 use super::wire::Frames;
 use crate::error::Error;
-use crate::tuning::Choices;
+use crate::plan::choices::Choices;
 use crate::types::Rank;
 
 /// How often rank 0 tells those who wait for whom they wait, if that changed.

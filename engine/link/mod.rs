@@ -23,6 +23,8 @@ pub(crate) mod peer;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;
+#[cfg(test)]
+pub(crate) mod virtual_link;
 pub(crate) mod waits;
 mod wire;
 mod words;

@@ -21,9 +21,12 @@
 //! ```
 
 mod net;
+mod predict;
 
 use std::sync::Arc;
 use std::time::Duration;
+
+pub use self::predict::predict;
 
 use self::net::{Clock, Net, SimOpener};
 use crate::error::Error;

@@ -2,11 +2,9 @@
 //!
 //! `allstream tune` measures each class of links and writes a [`Table`]: the [`Figures`] of each class, and for each
 //! collective, number of ranks and size the time by each algorithm, measured where there were so many ranks and
-//! predicted ([`predict`]) where there were not. Rank 0 reads it when a world forms, and what it chooses is every rank's.
+//! predicted ([`sim::predict`](crate::sim::predict)) where there were not. Rank 0 reads it when a world forms, and what it chooses is every rank's.
 //! Nothing is measured when ranks connect: which algorithm is taken, and so the last bits of a sum, do not change from
 //! run to run. Without a table the rules of [`choose`](crate::plan::choose()) choose.
-
-mod model;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -22,7 +20,6 @@ use crate::plan::{self, Env};
 use crate::types::{Algo, Kind};
 
 pub use crate::plan::choices::{Choices, LinkClass, Place};
-pub use model::predict;
 
 /// What a table's files say of their form.
 pub const FORMAT: u32 = 1;

@@ -180,36 +180,3 @@ fn unknown_numbers_choose_nothing() {
     let group = choices.of_group(place(LinkClass::Shm, 2), |_, _| true);
     assert_eq!([4, 11, 21].map(|bytes| group.choose(Kind::AllReduce, bytes)), [None; 3]);
 }
-
-/// The model's figures are those it was given, where a collective is little else.
-#[test]
-fn predictions_follow_the_figures() {
-    let at =
-        |kind, algo, ranks, bytes, figures: &Figures| predict(kind, algo, ranks, bytes, figures).unwrap();
-    let tcp = Figures { latency_us: 10.0, frame_us: 3.0, bandwidth: 2e9, ..figures(LinkClass::Tcp) };
-    // One hop each way at the same time: the frame out, the way, the frame in.
-    let small = at(Kind::AllReduce, Algo::OneShot, 2, 4, &tcp);
-    assert!((small - 16.0).abs() < 1.0, "{small}");
-    // 16 MB one way at 2 GB/s are 8 ms.
-    let large = at(Kind::Broadcast, Algo::OneShot, 2, 16 << 20, &tcp);
-    assert!((large / 8389.0 - 1.0).abs() < 0.2, "{large}");
-    // Four ranks on two cores: twice the work of four on four.
-    let four = |cores| at(Kind::AllGather, Algo::Direct, 4, 16 << 20, &Figures { cores, ..tcp });
-    assert!((four(2) / four(4) - 2.0).abs() < 0.3, "{} {}", four(2), four(4));
-    // In shared memory an all_reduce is folded at once: less than its steps would take.
-    let shm = figures(LinkClass::Shm);
-    assert!(
-        at(Kind::AllReduce, Algo::Direct, 2, 4 << 20, &shm)
-            < at(Kind::AllReduce, Algo::Ring, 2, 4 << 20, &shm)
-    );
-    assert_eq!(predict(Kind::AllReduce, Algo::TwoLevel, 4, 64, &shm), None, "one host has no two levels");
-    assert_eq!(predict(Kind::AllReduce, Algo::Pairwise, 4, 64, &shm), None, "no such plan");
-    assert_eq!(
-        predict(Kind::AllReduce, Algo::Ring, usize::MAX, 64, &shm),
-        None,
-        "more than can be simulated"
-    );
-    for bandwidth in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-        assert_eq!(predict(Kind::AllReduce, Algo::Ring, 2, 64, &Figures { bandwidth, ..shm }), None);
-    }
-}
