@@ -127,7 +127,7 @@ impl Messages {
         &self,
         now: Instant,
         clock: &DeadlineClock,
-        left: &[bool],
+        has_left: &dyn Fn(Rank) -> bool,
     ) -> Option<(Message, bool, bool)> {
         for (rank, peer) in self.peers.iter().enumerate() {
             for m in peer.sends.iter().chain(&peer.recvs) {
@@ -136,7 +136,7 @@ impl Messages {
                 if clock.is_overdue(now, m.since, timeout) {
                     return Some((m.message.clone(), false, lacks && m.filled < m.message.bytes));
                 }
-                if left[rank] && waited > Duration::from_millis(200) {
+                if has_left(rank) && waited > Duration::from_millis(200) {
                     return Some((m.message.clone(), true, false));
                 }
             }

@@ -155,7 +155,7 @@ fn whenever_a_rank_dies_the_others_name_it_and_have_their_buffers_back() {
     for seed in 0..40 {
         let n = 2 + seed as usize % 3;
         let (told, _) = story(n, seed, true);
-        let died = told.iter().find_map(|line| Some(line.split("us  rank ").nth(1)?.strip_suffix(" dies")?));
+        let died = told.iter().find_map(|line| line.split("us  rank ").nth(1)?.strip_suffix(" dies"));
         let died = died.expect("one dies");
         let gave_up: Vec<&String> = told.iter().filter(|line| line.contains("gives up")).collect();
         assert_eq!(gave_up.len(), n - 1, "seed {seed}:\n{}", told.join("\n"));

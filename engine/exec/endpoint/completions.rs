@@ -38,7 +38,6 @@ impl Drop for Deeper {
 /// What belongs to somebody else of an operation that has finished: whom to wake, and buffers that nobody will come for.
 /// Both is somebody else's code, which may come back to this very endpoint, or keep its thread for long. So it waits here until
 /// a thread that holds none of the engine's locks [runs](Completions::run) it.
-#[derive(Default)]
 pub(super) struct Completions {
     list: Mutex<Vec<(Option<Waker>, Option<ErasedBufs>)>>,
     /// The list may not be empty. Changed under its lock.
@@ -52,6 +51,13 @@ pub(super) enum Ran {
     All,
     /// This thread is in too many wakers already: another has to do it.
     TooDeep,
+}
+
+impl Default for Completions {
+    fn default() -> Self {
+        // Room for what finishes in one pass: nothing is allocated later.
+        Completions { list: Mutex::new(Vec::with_capacity(16)), any: AtomicBool::new(false) }
+    }
 }
 
 impl Completions {

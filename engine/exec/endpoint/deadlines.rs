@@ -70,7 +70,8 @@ impl Endpoint {
 
     /// A message that is overdue, or whose peer has left.
     fn overdue_message(&self, run: &Run, now: Instant) -> Option<Error> {
-        let (message, gone, lacks) = run.messages.overdue(now, &run.clock, &self.peers.all_left())?;
+        let overdue = self.peers.with_left(|has_left| run.messages.overdue(now, &run.clock, has_left));
+        let (message, gone, lacks) = overdue?;
         let (number, signature) = (message.number, message.signature);
         let operation = Operation { comm: self.config.name.clone(), number, signature };
         if gone {

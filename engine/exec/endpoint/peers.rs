@@ -64,8 +64,15 @@ impl Peers {
         ranks.iter().copied().find(|rank| peers[*rank].has_left)
     }
 
+    /// What follows from which have left. The lock is held meanwhile.
+    pub(super) fn with_left<R>(&self, then: impl FnOnce(&dyn Fn(Rank) -> bool) -> R) -> R {
+        let peers = self.0.lock();
+        then(&|rank| peers[rank].has_left)
+    }
+
     /// By rank, which have left.
-    pub(super) fn all_left(&self) -> Vec<bool> {
+    #[cfg(test)]
+    fn all_left(&self) -> Vec<bool> {
         self.0.lock().iter().map(|peer| peer.has_left).collect()
     }
 
