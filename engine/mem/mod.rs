@@ -6,6 +6,7 @@ pub(crate) mod device;
 pub(crate) mod dlpack;
 mod erased;
 mod list;
+mod slice;
 mod split;
 mod stream;
 
@@ -15,5 +16,7 @@ pub(crate) use buf::{RawBuf, Where, zeroes};
 pub(crate) use erased::{ErasedBufs, Parts};
 pub use list::BufList;
 pub(crate) use list::raw_bufs;
+pub use slice::OwnedSlice;
+pub(crate) use slice::SliceOwner;
 pub use split::{View, split, split_at};
 pub use stream::{Event, HostStream};
