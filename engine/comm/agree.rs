@@ -3,28 +3,27 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::world::{AgreementSlot, Verdict};
+use super::world::{Answer, Verdict};
 use super::{Comm, SharedComm};
 use crate::error::Error;
 use crate::forked;
+use crate::mem::Promise;
 
 /// An agreement that this rank has called: a future on any runtime, or [`wait`](Agree::wait). Dropping it withdraws
 /// nothing: the vote counts.
 #[must_use = "the verdict comes through it: await it or `.wait()` for it"]
 pub struct Agree {
-    slot: Arc<AgreementSlot>,
-    taken: bool,
+    verdict: Promise<Answer>,
     /// Keeps this rank in its world until the verdict has come.
     _comm: SharedComm,
 }
 
 impl fmt::Debug for Agree {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Agree({})", if self.taken { "taken" } else { "in flight" })
+        write!(f, "Agree({:?})", self.verdict.event())
     }
 }
 
@@ -34,35 +33,23 @@ impl Agree {
     /// # Errors
     /// As awaiting it.
     pub fn wait(self) -> Result<Verdict, Error> {
-        if self.taken {
-            return Err(taken());
-        }
         forked::check()?;
-        self.slot.wait()
+        self.verdict.wait().unwrap_or_else(taken)
     }
 }
 
-fn taken() -> Error {
-    Error::invalid("await", "the verdict of this agreement was taken already")
+fn taken() -> Answer {
+    Err(Error::invalid("await", "the verdict of this agreement was taken already"))
 }
 
 impl Future for Agree {
     type Output = Result<Verdict, Error>;
 
     /// Cancel safe: it may be dropped between polls, or polled by another task.
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.taken {
-            return Poll::Ready(Err(taken()));
-        }
-        if let Err(error) = forked::check() {
-            return Poll::Ready(Err(error));
-        }
-        match self.slot.poll(cx) {
-            Poll::Ready(answer) => {
-                self.taken = true;
-                Poll::Ready(answer)
-            }
-            Poll::Pending => Poll::Pending,
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match forked::check() {
+            Ok(()) => self.verdict.poll(cx).map(|verdict| verdict.unwrap_or_else(taken)),
+            Err(error) => Poll::Ready(Err(error)),
         }
     }
 }
@@ -126,8 +113,7 @@ macro_rules! agree {
             /// [`agree`](Self::agree) with a deadline of its own.
             pub fn agree_within(&self, flag: bool, timeout: Duration) -> Agree {
                 let (endpoint, world) = self.place();
-                let slot = world.agree(endpoint, flag, timeout);
-                Agree { slot, taken: false, _comm: self.held() }
+                Agree { verdict: world.agree(endpoint, flag, timeout), _comm: self.held() }
             }
         }
     };

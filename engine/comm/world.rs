@@ -15,7 +15,7 @@ mod records;
 mod tests;
 
 pub use self::agreements::Verdict;
-pub(super) use self::agreements::{Agreements, Slot as AgreementSlot};
+pub(super) use self::agreements::{Agreements, Answer};
 use self::departed::Departed;
 use self::pool::Pool;
 pub use self::pool::PoolStats;
