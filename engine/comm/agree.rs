@@ -6,6 +6,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use super::calls::on_both;
 use super::world::{Answer, Verdict};
 use super::{Comm, SharedComm};
 use crate::error::Error;
@@ -54,73 +55,65 @@ impl Future for Agree {
     }
 }
 
-/// The calls, on both handles.
-macro_rules! agree {
-    ($type:ty) => {
-        impl $type {
-            /// One verdict for all survivors: whether the flags of all of them are `true`, and who they are. As
-            /// `MPIX_Comm_agree` of ULFM.
-            ///
-            /// It runs over the control connections, not over the data path, so it works on a communicator that is
-            /// dead: aborted, timed out, or robbed of ranks. It works again and again. Every rank calls it equally
-            /// often: the calls of a communicator are numbered, apart from its collectives. A call votes at once,
-            /// polled or not, and a vote cannot be withdrawn.
-            ///
-            /// **Every rank that gets a verdict gets the same**, also one that is lost after it: any number of ranks
-            /// may die at any moment of it, and those that are left still get theirs. A rank that was stopped for so
-            /// long that the others declared it lost, and then wakes up, gets an error that says so. What is not
-            /// covered: a group that falls apart in two sides, each of which has declared the other lost, gets a
-            /// verdict on each side.
-            ///
-            /// The deadline is the communicator's (5 minutes, or `ALLSTREAM_TIMEOUT` seconds); see
-            /// [`agree_within`](Self::agree_within).
-            ///
-            /// ```no_run
-            /// # use allstream::{Comm, Error, Rendezvous};
-            /// # async fn save(_: &[f32]) -> bool { true }
-            /// # async fn step(mut comm: Comm, grads: Vec<f32>) -> Result<(), Error> {
-            /// let rank = comm.rank();
-            /// let summed = comm.all_reduce(grads).await;
-            /// // Some ranks may have the sum while others have an error: they find out together.
-            /// let verdict = comm.agree(summed.is_ok()).await?;
-            /// if verdict.flag && verdict.lost.is_empty() {
-            ///     return Ok(()); // everybody has the sum
-            /// }
-            /// // The communicator is dead. The survivors meet again, at an address kept for this, renumbered alike.
-            /// let n = verdict.survivors.len();
-            /// let Some(place) = verdict.survivors.iter().position(|r| *r == rank) else { return Ok(()) };
-            /// drop(comm);
-            /// let again = Rendezvous::tcp("tcp://10.0.0.1:29501", place, n)?.token("the job's secret");
-            /// let smaller = Comm::connect(again).await?;
-            /// # drop(smaller); Ok(()) }
-            /// ```
-            ///
-            /// What it does not do is make the group of survivors: `split` runs on the data path, which is dead with
-            /// the communicator. Two ways lead on. A group that was split off *before* the failure, and has no lost
-            /// rank among its members, is untouched. And the survivors can join a new world, as above: the first of
-            /// them listens, so the address must be one that every rank knows to be the first survivor's.
-            ///
-            /// # Errors
-            /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called; the agreement
-            /// stays open, and ranks that wait longer may still get a verdict. [`Error::PeerLost`] with this rank's
-            /// own number where the others have declared it lost; so for every later call. [`Error::QueueFull`] when
-            /// 64 agreements are open.
-            pub fn agree(&self, flag: bool) -> Agree {
-                let timeout = self.place().0.config.timeout;
-                self.agree_within(flag, timeout)
-            }
+on_both! {
+    /// One verdict for all survivors: whether the flags of all of them are `true`, and who they are. As
+    /// `MPIX_Comm_agree` of ULFM.
+    ///
+    /// It runs over the control connections, not over the data path, so it works on a communicator that is
+    /// dead: aborted, timed out, or robbed of ranks. It works again and again. Every rank calls it equally
+    /// often: the calls of a communicator are numbered, apart from its collectives. A call votes at once,
+    /// polled or not, and a vote cannot be withdrawn.
+    ///
+    /// **Every rank that gets a verdict gets the same**, also one that is lost after it: any number of ranks
+    /// may die at any moment of it, and those that are left still get theirs. A rank that was stopped for so
+    /// long that the others declared it lost, and then wakes up, gets an error that says so. What is not
+    /// covered: a group that falls apart in two sides, each of which has declared the other lost, gets a
+    /// verdict on each side.
+    ///
+    /// The deadline is the communicator's (5 minutes, or `ALLSTREAM_TIMEOUT` seconds); see
+    /// [`agree_within`](Self::agree_within).
+    ///
+    /// ```no_run
+    /// # use allstream::{Comm, Error, Rendezvous};
+    /// # async fn save(_: &[f32]) -> bool { true }
+    /// # async fn step(mut comm: Comm, grads: Vec<f32>) -> Result<(), Error> {
+    /// let rank = comm.rank();
+    /// let summed = comm.all_reduce(grads).await;
+    /// // Some ranks may have the sum while others have an error: they find out together.
+    /// let verdict = comm.agree(summed.is_ok()).await?;
+    /// if verdict.flag && verdict.lost.is_empty() {
+    ///     return Ok(()); // everybody has the sum
+    /// }
+    /// // The communicator is dead. The survivors meet again, at an address kept for this, renumbered alike.
+    /// let n = verdict.survivors.len();
+    /// let Some(place) = verdict.survivors.iter().position(|r| *r == rank) else { return Ok(()) };
+    /// drop(comm);
+    /// let again = Rendezvous::tcp("tcp://10.0.0.1:29501", place, n)?.token("the job's secret");
+    /// let smaller = Comm::connect(again).await?;
+    /// # drop(smaller); Ok(()) }
+    /// ```
+    ///
+    /// What it does not do is make the group of survivors: `split` runs on the data path, which is dead with
+    /// the communicator. Two ways lead on. A group that was split off *before* the failure, and has no lost
+    /// rank among its members, is untouched. And the survivors can join a new world, as above: the first of
+    /// them listens, so the address must be one that every rank knows to be the first survivor's.
+    ///
+    /// # Errors
+    /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called; the agreement
+    /// stays open, and ranks that wait longer may still get a verdict. [`Error::PeerLost`] with this rank's
+    /// own number where the others have declared it lost; so for every later call. [`Error::QueueFull`] when
+    /// 64 agreements are open.
+    pub fn agree(&self, flag: bool) -> Agree {
+        let timeout = self.place().0.config.timeout;
+        self.agree_within(flag, timeout)
+    }
 
-            /// [`agree`](Self::agree) with a deadline of its own.
-            pub fn agree_within(&self, flag: bool, timeout: Duration) -> Agree {
-                let (endpoint, world) = self.place();
-                Agree { verdict: world.agree(endpoint, flag, timeout), _comm: self.held() }
-            }
-        }
-    };
+    /// [`agree`](Self::agree) with a deadline of its own.
+    pub fn agree_within(&self, flag: bool, timeout: Duration) -> Agree {
+        let (endpoint, world) = self.place();
+        Agree { verdict: world.agree(endpoint, flag, timeout), _comm: self.held() }
+    }
 }
-
-agree!(Comm);
-agree!(SharedComm);
 
 impl Comm {
     fn held(&self) -> SharedComm {

@@ -1,4 +1,4 @@
-//! What [`Comm`] and [`SharedComm`] both have, written once: on `Comm` calls are through `&mut self`, on `SharedComm` through
+//! What [`Comm`](super::Comm) and [`SharedComm`](super::SharedComm) both have, written once: on `Comm` calls are through `&mut self`, on `SharedComm` through
 //! `&self`. The calls themselves stand in tables, beside what they do: `collectives.rs`, `varied.rs`, `lists.rs`, `bytes.rs`,
 //! `messages.rs`.
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::handle::Stats;
 use super::world::World;
-use super::{Call, Comm, Node, NodeCall, SharedComm, Stream};
+use super::{Call, Node, NodeCall, Stream};
 use crate::error::Error;
 use crate::exec::Endpoint;
 use crate::forked;
@@ -16,8 +16,36 @@ use crate::link::arena::ArenaBuf;
 use crate::mem::Event;
 use crate::types::{Algo, Element, Function, Rank, ReduceOp};
 
+/// Methods that both handles have: on `Comm` through `&mut self`, on `SharedComm` through `&self`.
+macro_rules! methods {
+    ($(
+        $(#[$doc:meta])*
+        fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*) -> $out:ty = |$comm:ident| $body:expr;
+    )*) => {
+        impl $crate::comm::Comm {
+            $(
+                $(#[$doc])*
+                pub fn $name<$($generics)*>(&mut self, $($arg: $ty),*) -> $out {
+                    let $comm = self;
+                    $body
+                }
+            )*
+        }
+
+        impl $crate::comm::SharedComm {
+            $(
+                $(#[$doc])*
+                pub fn $name<$($generics)*>(&self, $($arg: $ty),*) -> $out {
+                    let $comm = self;
+                    $body
+                }
+            )*
+        }
+    };
+}
+
 /// A table of calls: documentation, name, type parameters, arguments, result, and what a [`Call`] does. Each becomes a method of
-/// `Call`, and of `Comm` and `SharedComm` with the default options.
+/// `Call`, and of both handles, with the default options.
 macro_rules! calls {
     ($(
         $(#[$doc:meta])*
@@ -33,46 +61,18 @@ macro_rules! calls {
             )*
         }
 
-        impl $crate::comm::Comm {
-            $(
-                $(#[$doc])*
-                pub fn $name<$($generics)*>(&mut self, $($arg: $ty),*) -> $out {
-                    self.call().$name($($arg),*)
-                }
-            )*
-        }
-
-        impl $crate::comm::SharedComm {
-            $(
-                $(#[$doc])*
-                pub fn $name<$($generics)*>(&self, $($arg: $ty),*) -> $out {
-                    self.call().$name($($arg),*)
-                }
-            )*
+        $crate::comm::calls::methods! {
+            $($(#[$doc])* fn $name [$($generics)*] ($($arg: $ty),*) -> $out = |comm| comm.call().$name($($arg),*);)*
         }
     };
 }
-pub(super) use calls;
+pub(super) use {calls, methods};
 
-/// The options of [`Call`], as what `Comm`, `SharedComm` and `Node` make a call of, and on `NodeCall` by value.
+/// The options of [`Call`], as what both handles and `Node` make a call of, and on `NodeCall` by value.
 macro_rules! options {
     ($($(#[$doc:meta])* fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*);)*) => {
-        impl Comm {
-            $(
-                $(#[$doc])*
-                pub fn $name<$($generics)*>(&mut self, $($arg: $ty),*) -> Call<'_> {
-                    self.call().$name($($arg),*)
-                }
-            )*
-        }
-
-        impl SharedComm {
-            $(
-                $(#[$doc])*
-                pub fn $name<$($generics)*>(&self, $($arg: $ty),*) -> Call<'_> {
-                    self.call().$name($($arg),*)
-                }
-            )*
+        methods! {
+            $($(#[$doc])* fn $name [$($generics)*] ($($arg: $ty),*) -> Call<'_> = |comm| comm.call().$name($($arg),*);)*
         }
 
         impl Node {
@@ -134,103 +134,103 @@ options! {
     fn tag [] (tag: u32);
 }
 
-/// What else both handles have.
-macro_rules! handles {
-    ($type:ty, $me:ident, [$($by:tt)+]) => {
-        impl $type {
-            /// This rank's side of the group, and its world.
-            pub(super) fn place(&$me) -> (&Arc<Endpoint>, &Arc<World>) {
-                (&$me.handle().endpoint, &$me.handle().membership.world)
-            }
+methods! {
+    /// A call with the default options.
+    fn call [] () -> Call<'_>
+        = |comm| Call::new(&comm.handle().endpoint, comm.handle().membership.world.defaults.algo);
 
-            /// This rank in the group, `0..size()`.
-            pub fn rank(&$me) -> Rank {
-                $me.handle().endpoint.config.rank
-            }
+    /// Whether calls of this communicator are deterministic (the same on all ranks). See [`Call::deterministic`].
+    fn set_deterministic [] (on: bool) -> () = |comm| comm.handle().endpoint.set_deterministic(on);
 
-            /// Hosts that the group's ranks are on.
-            pub fn hosts(&$me) -> usize {
-                $me.handle().endpoint.config.env.hosts
-            }
+    /// The next call starts only after what `stream` holds now.
+    fn on [] (stream: &impl Stream) -> Call<'_> = |comm| comm.call().on(stream);
 
-            /// Ranks in the group.
-            pub fn size(&$me) -> usize {
-                $me.handle().endpoint.size()
-            }
+    /// The next call starts only after `event`.
+    fn after [] (event: Event) -> Call<'_> = |comm| comm.call().after(event);
+}
 
-            /// The group's name.
-            pub fn name(&$me) -> &str {
-                &$me.handle().endpoint.config.name
-            }
-
-            /// What this rank holds for communication right now.
-            pub fn stats(&$me) -> Stats {
-                let region = &$me.handle().membership.world.around.region;
-                let (slots, limit) = region.slots();
-                Stats {
-                    in_flight: $me.handle().endpoint.in_flight(),
-                    staging_bytes: slots * SLOT,
-                    staging_limit: limit * SLOT,
-                    scratch_bytes: region.scratch(),
-                    pinned_bytes: $crate::mem::device::pinned_bytes(),
-                    quarantined: $crate::exec::quarantine::buffers(region),
-                    pool: $me.handle().membership.world.pool_stats(),
-                }
-            }
-
-            /// How many idle communicators this rank's world keeps to be taken up again: 64, or what `ALLSTREAM_POOL`
-            /// says. Those beyond end now, the least recently used first. Ranks need not agree on it.
-            pub fn set_pool_capacity(&$me, idle: usize) {
-                $me.handle().membership.world.set_pool_capacity(idle);
-            }
-
-            /// The cause for which this communicator is dead, if it is.
-            ///
-            /// # Errors
-            /// That cause.
-            pub fn check(&$me) -> Result<(), Error> {
-                forked::check()?;
-                $me.handle().endpoint.died_of().map_or(Ok(()), Err)
-            }
-
-            /// Ends this communicator on all ranks: operations in flight and later calls fail with
-            /// [`Error::Aborted`]. Its siblings stay.
-            pub fn abort(&$me, reason: impl Into<String>) {
-                $me.handle().endpoint.fail(Error::Aborted { by: $me.rank(), reason: reason.into() });
-            }
-
-            /// A zeroed buffer of `len` elements in memory that the other ranks of this host read where it lies: a
-            /// collective on it copies nothing into staging slots. An ordinary buffer otherwise.
-            ///
-            /// # Errors
-            /// [`Error::System`] when this rank has no room left: it is for 4 GB of such buffers at a time.
-            /// [`Error::Invalid`] for `bool`: memory that other ranks write may hold any bits, and a `bool` may not. Use `u8`.
-            pub fn alloc<T: Element>(&$me, len: usize) -> Result<ArenaBuf<T>, Error> {
-                ArenaBuf::zeroed(&$me.handle().membership.world.around.region, len)
-            }
-
-            /// A call with the default options.
-            pub fn call($($by)+ $me) -> Call<'_> {
-                Call::new(&$me.handle().endpoint, $me.handle().membership.world.defaults.algo)
-            }
-
-            /// Whether calls of this communicator are deterministic (the same on all ranks). See [`Call::deterministic`].
-            pub fn set_deterministic($($by)+ $me, on: bool) {
-                $me.handle().endpoint.set_deterministic(on);
-            }
-
-            /// The next call starts only after what `stream` holds now.
-            pub fn on($($by)+ $me, stream: &impl Stream) -> Call<'_> {
-                $me.call().on(stream)
-            }
-
-            /// The next call starts only after `event`.
-            pub fn after($($by)+ $me, event: Event) -> Call<'_> {
-                $me.call().after(event)
-            }
+/// Pastes methods that take `&self` into both handles.
+macro_rules! on_both {
+    ($($methods:tt)*) => {
+        impl $crate::comm::Comm {
+            $($methods)*
+        }
+        impl $crate::comm::SharedComm {
+            $($methods)*
         }
     };
 }
+pub(super) use on_both;
 
-handles!(Comm, self, [&mut]);
-handles!(SharedComm, self, [&]);
+on_both! {
+    /// This rank's side of the group, and its world.
+    pub(super) fn place(&self) -> (&Arc<Endpoint>, &Arc<World>) {
+        (&self.handle().endpoint, &self.handle().membership.world)
+    }
+
+    /// This rank in the group, `0..size()`.
+    pub fn rank(&self) -> Rank {
+        self.handle().endpoint.config.rank
+    }
+
+    /// Hosts that the group's ranks are on.
+    pub fn hosts(&self) -> usize {
+        self.handle().endpoint.config.env.hosts
+    }
+
+    /// Ranks in the group.
+    pub fn size(&self) -> usize {
+        self.handle().endpoint.size()
+    }
+
+    /// The group's name.
+    pub fn name(&self) -> &str {
+        &self.handle().endpoint.config.name
+    }
+
+    /// What this rank holds for communication right now.
+    pub fn stats(&self) -> Stats {
+        let region = &self.handle().membership.world.around.region;
+        let (slots, limit) = region.slots();
+        Stats {
+            in_flight: self.handle().endpoint.in_flight(),
+            staging_bytes: slots * SLOT,
+            staging_limit: limit * SLOT,
+            scratch_bytes: region.scratch(),
+            pinned_bytes: crate::mem::device::pinned_bytes(),
+            quarantined: crate::exec::quarantine::buffers(region),
+            pool: self.handle().membership.world.pool_stats(),
+        }
+    }
+
+    /// How many idle communicators this rank's world keeps to be taken up again: 64, or what `ALLSTREAM_POOL`
+    /// says. Those beyond end now, the least recently used first. Ranks need not agree on it.
+    pub fn set_pool_capacity(&self, idle: usize) {
+        self.handle().membership.world.set_pool_capacity(idle);
+    }
+
+    /// The cause for which this communicator is dead, if it is.
+    ///
+    /// # Errors
+    /// That cause.
+    pub fn check(&self) -> Result<(), Error> {
+        forked::check()?;
+        self.handle().endpoint.died_of().map_or(Ok(()), Err)
+    }
+
+    /// Ends this communicator on all ranks: operations in flight and later calls fail with
+    /// [`Error::Aborted`]. Its siblings stay.
+    pub fn abort(&self, reason: impl Into<String>) {
+        self.handle().endpoint.fail(Error::Aborted { by: self.rank(), reason: reason.into() });
+    }
+
+    /// A zeroed buffer of `len` elements in memory that the other ranks of this host read where it lies: a
+    /// collective on it copies nothing into staging slots. An ordinary buffer otherwise.
+    ///
+    /// # Errors
+    /// [`Error::System`] when this rank has no room left: it is for 4 GB of such buffers at a time.
+    /// [`Error::Invalid`] for `bool`: memory that other ranks write may hold any bits, and a `bool` may not. Use `u8`.
+    pub fn alloc<T: Element>(&self, len: usize) -> Result<ArenaBuf<T>, Error> {
+        ArenaBuf::zeroed(&self.handle().membership.world.around.region, len)
+    }
+}

@@ -6,6 +6,8 @@ use super::calls::calls;
 use super::memory::Memory;
 use super::restore::{both, made, nothing, one};
 use crate::error::Error;
+#[cfg(doc)]
+use crate::error::Failed;
 use crate::mem::device::DeviceBuf;
 use crate::mem::{Buf, ErasedBufs, Parts, zeroes};
 use crate::types::{DType, Element, Kind, Rank};

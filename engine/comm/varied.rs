@@ -6,6 +6,8 @@ use super::Work;
 use super::call::{Call, Spec};
 use super::calls::calls;
 use super::collectives::expects;
+#[cfg(doc)]
+use crate::error::Error;
 use crate::exec::Tables;
 use crate::mem::Buf;
 use crate::types::{Element, Kind, Rank, digest};

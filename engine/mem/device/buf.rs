@@ -5,14 +5,14 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use allstream_sys::cuda::{CuEvent, Cuda};
+use allstream_sys::cuda::CuEvent;
 use parking_lot::Mutex;
 
 use super::context::Context;
 use super::fate::Fate;
 use super::handle::Device;
 use super::pool::{Mark, Piece};
-use super::slices::{self, Direction};
+use super::slices::{Direction, Route};
 use super::staging::DevicePlace;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::transfer::{Settle, Transfer};
@@ -159,14 +159,6 @@ impl<T: Element> fmt::Debug for DeviceBuf<T> {
     }
 }
 
-/// Bytes of elements, as a copy of both to the other wants them.
-#[derive(Clone, Copy)]
-pub(super) struct Ends {
-    pub(super) device: u64,
-    pub(super) host: *mut u8,
-    pub(super) bytes: usize,
-}
-
 impl<T: Element> DeviceBuf<T> {
     pub(super) fn of(source: Source, address: u64, len: usize, stream: &DeviceStream) -> DeviceBuf<T> {
         let (marks, foreign) = (!matches!(source, Source::Empty), matches!(source, Source::Foreign(_)));
@@ -258,21 +250,8 @@ impl<T: Element> DeviceBuf<T> {
         if let Err(error) = self.check() {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
         }
-        let stream = self.stream.clone();
-        let (ends, direction) = (self.ends(&mut host), Direction::ToHost);
-        if ends.bytes > 0 && !host.is_pinned() {
-            return slices::copy(&stream, (direction, ends), (self, host), settle_from);
-        }
-        let put = move |cuda: &Cuda, (buf, host): &mut (DeviceBuf<T>, H)| {
-            let Ends { device, host, bytes } = buf.ends(host);
-            if bytes == 0 {
-                return Ok(());
-            }
-            // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is writable and does not
-            // move with it. Both buffers are held until the copy is done.
-            unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, *buf.stream.0.raw()) }
-        };
-        Transfer::start(&stream, (self, host), direction.doing(), put, settle_from)
+        let (stream, route) = (self.stream.clone(), self.route(Direction::ToHost, &mut host));
+        route.start(&stream, (self, host), settle_from)
     }
 
     fn differs(&self, call: &str, len: usize) -> Option<Error> {
@@ -282,8 +261,10 @@ impl<T: Element> DeviceBuf<T> {
         })
     }
 
-    fn ends<H: HostMemory<Elem = T>>(&self, host: &mut H) -> Ends {
-        Ends { device: self.address(), host: host.ptr_mut().cast(), bytes: self.bytes() }
+    /// A copy between this buffer and one of the host's that is as long.
+    fn route<H: HostMemory<Elem = T>>(&self, direction: Direction, host: &mut H) -> Route {
+        let (device, host, is_pinned) = (self.address(), host.ptr_mut().cast(), host.is_pinned());
+        Route { direction, device, host, bytes: self.bytes(), is_pinned }
     }
 
     /// Number of elements.
@@ -399,21 +380,8 @@ fn upload<T: Element, H: HostMemory<Elem = T>, F: Send + 'static>(
     (mut host, buf): Upload<H, T>,
     settle: Settle<Upload<H, T>, Upload<H, T>, F>,
 ) -> Transfer<Upload<H, T>, F> {
-    let stream = buf.stream.clone();
-    let (ends, direction) = (buf.ends(&mut host), Direction::ToDevice);
-    if ends.bytes > 0 && !host.is_pinned() {
-        return slices::copy(&stream, (direction, ends), (host, buf), settle);
-    }
-    let put = |cuda: &Cuda, (host, buf): &mut (H, DeviceBuf<T>)| {
-        let Ends { device, host, bytes } = buf.ends(host);
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is initialised and does not move
-        // with it. Both buffers are held until the copy is done.
-        unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, *buf.stream.0.raw()) }
-    };
-    Transfer::start(&stream, (host, buf), direction.doing(), put, settle)
+    let (stream, route) = (buf.stream.clone(), buf.route(Direction::ToDevice, &mut host));
+    route.start(&stream, (host, buf), settle)
 }
 
 pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {

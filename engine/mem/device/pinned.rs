@@ -4,6 +4,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use allstream_sys::cuda::Cuda;
+
 use super::chores::later;
 use super::context::Context;
 use super::handle::Device;
@@ -65,7 +67,7 @@ impl<T: Element> PinnedBuf<T> {
     /// A copy of `values`.
     ///
     /// # Errors
-    /// As [`PinnedBuf::zeroed`].
+    /// [`Error::Cuda`]: there is no such memory.
     pub fn from_slice(device: &Device, values: &[T]) -> Result<PinnedBuf<T>, Error> {
         let mut buf = PinnedBuf::zeroed(device, values.len())?;
         buf.copy_from_slice(values);
@@ -79,13 +81,9 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         let (Some(at), context) = (self.start, self.context.clone()) else { return };
         later(Duration::ZERO, move || {
-            // Tried also where the context cannot be entered: the driver knows whose memory it is.
-            let _entered = context.enter();
             // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with it holds the buffer meanwhile.
-            let freed = unsafe { context.cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) };
-            if let Err(error) = freed {
-                tracing::warn!(device = context.ordinal, "unpin host memory: {error}");
-            }
+            let free = |cuda: &Cuda| unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) };
+            context.close("unpin host memory", free);
         });
     }
 }
