@@ -21,7 +21,6 @@ pub(crate) mod quarantine;
 mod run;
 mod slicing;
 mod timed;
-mod values;
 
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};

@@ -10,6 +10,7 @@ mod promise;
 mod slice;
 mod split;
 mod stream;
+mod values;
 
 pub use any::{AnyBuf, Untyped};
 pub use buf::{Buf, HostBuf, HostMemory, Location};
@@ -22,3 +23,4 @@ pub use slice::OwnedSlice;
 pub(crate) use slice::SliceOwner;
 pub use split::{View, split, split_at};
 pub use stream::{Event, HostStream};
+pub(crate) use values::check_bools;

@@ -18,7 +18,7 @@ use super::stream::{DeviceEvent, DeviceStream};
 use super::transfer::{Settle, Transfer};
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
-use crate::mem::{Buf, HostMemory, Location, Where};
+use crate::mem::{Buf, HostMemory, Location, Where, check_bools};
 use crate::types::{DType, Element};
 
 /// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
@@ -241,8 +241,9 @@ impl<T: Element> DeviceBuf<T> {
     /// Copies this buffer into a host buffer of the same length, on its stream.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`]; the cause for which a collective
-    /// failed that this buffer's contents come from.
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or what is there is to be a `bool` and is neither 0 nor 1 (on
+    /// the host it is `false` then); [`Error::Cuda`]; the cause for which a collective failed that this buffer's contents come
+    /// from.
     pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", host.len()) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
@@ -251,7 +252,7 @@ impl<T: Element> DeviceBuf<T> {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
         }
         let (stream, route) = (self.stream.clone(), self.route(Direction::ToHost, &mut host));
-        route.start(&stream, (self, host), settle_from)
+        route.start(&stream, (self, host), settle_on_host)
     }
 
     fn differs(&self, call: &str, len: usize) -> Option<Error> {
@@ -404,6 +405,29 @@ pub(super) fn settle_from<T: Element, H>(
         Ok(()) => Ok(held),
         Err(error) => Err(Failed { buf: Some(held), error }),
     }
+}
+
+/// The same where the values come to the host. Of bools they are looked at first, also after a failure: some may have come.
+fn settle_on_host<T: Element, H: HostMemory<Elem = T>>(
+    result: Result<(), Error>,
+    held: Option<Download<T, H>>,
+) -> Result<Download<T, H>, Failed<Download<T, H>>> {
+    let mut settled = settle_from(result, held);
+    let host = match &mut settled {
+        Ok((_, host)) => Some(host),
+        Err(failed) => failed.buf.as_mut().map(|(_, host)| host),
+    };
+    if T::DTYPE == DType::Bool
+        && let Some(host) = host
+        // SAFETY: `host` has as many bytes as bools, alone, and no copy to it is under way: it would not be held here.
+        && let Some(problem) = unsafe { check_bools(host.ptr_mut().cast(), host.count()) }
+    {
+        let problem = format!("{problem}: a kernel has written it on the device, or another rank");
+        settled = settled.and_then(|both| {
+            Err(Failed { buf: Some(both), error: Error::invalid(Direction::ToHost.doing(), problem) })
+        });
+    }
+    settled
 }
 
 pub(super) fn lost(result: Result<(), Error>) -> Error {
