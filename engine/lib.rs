@@ -43,7 +43,8 @@ pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::link::arena::ArenaBuf;
 pub use crate::mem::{
-    AnyBuf, Buf, BufList, Event, HostBuf, HostMemory, HostStream, Location, Untyped, View, split, split_at,
+    AnyBuf, Buf, BufList, Event, HostBuf, HostMemory, HostStream, Location, OwnedSlice, Untyped, View, split,
+    split_at,
 };
 pub use crate::types::{
     Algo, DType, Element, Function, Kind, MOST_RANKS, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,

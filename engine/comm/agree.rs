@@ -3,28 +3,28 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::world::{AgreementSlot, Verdict};
+use super::calls::on_both;
+use super::world::{Answer, Verdict};
 use super::{Comm, SharedComm};
 use crate::error::Error;
 use crate::forked;
+use crate::mem::Promise;
 
 /// An agreement that this rank has called: a future on any runtime, or [`wait`](Agree::wait). Dropping it withdraws
 /// nothing: the vote counts.
 #[must_use = "the verdict comes through it: await it or `.wait()` for it"]
 pub struct Agree {
-    slot: Arc<AgreementSlot>,
-    taken: bool,
+    verdict: Promise<Answer>,
     /// Keeps this rank in its world until the verdict has come.
     _comm: SharedComm,
 }
 
 impl fmt::Debug for Agree {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Agree({})", if self.taken { "taken" } else { "in flight" })
+        write!(f, "Agree({:?})", self.verdict.event())
     }
 }
 
@@ -34,107 +34,86 @@ impl Agree {
     /// # Errors
     /// As awaiting it.
     pub fn wait(self) -> Result<Verdict, Error> {
-        if self.taken {
-            return Err(taken());
-        }
         forked::check()?;
-        self.slot.wait()
+        self.verdict.wait().unwrap_or_else(taken)
     }
 }
 
-fn taken() -> Error {
-    Error::invalid("await", "the verdict of this agreement was taken already")
+fn taken() -> Answer {
+    Err(Error::invalid("await", "the verdict of this agreement was taken already"))
 }
 
 impl Future for Agree {
     type Output = Result<Verdict, Error>;
 
     /// Cancel safe: it may be dropped between polls, or polled by another task.
-    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        if self.taken {
-            return Poll::Ready(Err(taken()));
-        }
-        if let Err(error) = forked::check() {
-            return Poll::Ready(Err(error));
-        }
-        match self.slot.poll(cx) {
-            Poll::Ready(answer) => {
-                self.taken = true;
-                Poll::Ready(answer)
-            }
-            Poll::Pending => Poll::Pending,
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match forked::check() {
+            Ok(()) => self.verdict.poll(cx).map(|verdict| verdict.unwrap_or_else(taken)),
+            Err(error) => Poll::Ready(Err(error)),
         }
     }
 }
 
-/// The calls, on both handles.
-macro_rules! agree {
-    ($type:ty) => {
-        impl $type {
-            /// One verdict for all survivors: whether the flags of all of them are `true`, and who they are. As
-            /// `MPIX_Comm_agree` of ULFM.
-            ///
-            /// It runs over the control connections, not over the data path, so it works on a communicator that is
-            /// dead: aborted, timed out, or robbed of ranks. It works again and again. Every rank calls it equally
-            /// often: the calls of a communicator are numbered, apart from its collectives. A call votes at once,
-            /// polled or not, and a vote cannot be withdrawn.
-            ///
-            /// **Every rank that gets a verdict gets the same**, also one that is lost after it: any number of ranks
-            /// may die at any moment of it, and those that are left still get theirs. A rank that was stopped for so
-            /// long that the others declared it lost, and then wakes up, gets an error that says so. What is not
-            /// covered: a group that falls apart in two sides, each of which has declared the other lost, gets a
-            /// verdict on each side.
-            ///
-            /// The deadline is the communicator's (5 minutes, or `ALLSTREAM_TIMEOUT` seconds); see
-            /// [`agree_within`](Self::agree_within).
-            ///
-            /// ```no_run
-            /// # use allstream::{Comm, Error, Rendezvous};
-            /// # async fn save(_: &[f32]) -> bool { true }
-            /// # async fn step(mut comm: Comm, grads: Vec<f32>) -> Result<(), Error> {
-            /// let rank = comm.rank();
-            /// let summed = comm.all_reduce(grads).await;
-            /// // Some ranks may have the sum while others have an error: they find out together.
-            /// let verdict = comm.agree(summed.is_ok()).await?;
-            /// if verdict.flag && verdict.lost.is_empty() {
-            ///     return Ok(()); // everybody has the sum
-            /// }
-            /// // The communicator is dead. The survivors meet again, at an address kept for this, renumbered alike.
-            /// let n = verdict.survivors.len();
-            /// let Some(place) = verdict.survivors.iter().position(|r| *r == rank) else { return Ok(()) };
-            /// drop(comm);
-            /// let again = Rendezvous::tcp("tcp://10.0.0.1:29501", place, n)?.token("the job's secret");
-            /// let smaller = Comm::connect(again).await?;
-            /// # drop(smaller); Ok(()) }
-            /// ```
-            ///
-            /// What it does not do is make the group of survivors: `split` runs on the data path, which is dead with
-            /// the communicator. Two ways lead on. A group that was split off *before* the failure, and has no lost
-            /// rank among its members, is untouched. And the survivors can join a new world, as above: the first of
-            /// them listens, so the address must be one that every rank knows to be the first survivor's.
-            ///
-            /// # Errors
-            /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called; the agreement
-            /// stays open, and ranks that wait longer may still get a verdict. [`Error::PeerLost`] with this rank's
-            /// own number where the others have declared it lost; so for every later call. [`Error::QueueFull`] when
-            /// 64 agreements are open.
-            pub fn agree(&self, flag: bool) -> Agree {
-                let timeout = self.place().0.config.timeout;
-                self.agree_within(flag, timeout)
-            }
+on_both! {
+    /// One verdict for all survivors: whether the flags of all of them are `true`, and who they are. As
+    /// `MPIX_Comm_agree` of ULFM.
+    ///
+    /// It runs over the control connections, not over the data path, so it works on a communicator that is
+    /// dead: aborted, timed out, or robbed of ranks. It works again and again. Every rank calls it equally
+    /// often: the calls of a communicator are numbered, apart from its collectives. A call votes at once,
+    /// polled or not, and a vote cannot be withdrawn.
+    ///
+    /// **Every rank that gets a verdict gets the same**, also one that is lost after it: any number of ranks
+    /// may die at any moment of it, and those that are left still get theirs. A rank that was stopped for so
+    /// long that the others declared it lost, and then wakes up, gets an error that says so. What is not
+    /// covered: a group that falls apart in two sides, each of which has declared the other lost, gets a
+    /// verdict on each side.
+    ///
+    /// The deadline is the communicator's (5 minutes, or `ALLSTREAM_TIMEOUT` seconds); see
+    /// [`agree_within`](Self::agree_within).
+    ///
+    /// ```no_run
+    /// # use allstream::{Comm, Error, Rendezvous};
+    /// # async fn save(_: &[f32]) -> bool { true }
+    /// # async fn step(mut comm: Comm, grads: Vec<f32>) -> Result<(), Error> {
+    /// let rank = comm.rank();
+    /// let summed = comm.all_reduce(grads).await;
+    /// // Some ranks may have the sum while others have an error: they find out together.
+    /// let verdict = comm.agree(summed.is_ok()).await?;
+    /// if verdict.flag && verdict.lost.is_empty() {
+    ///     return Ok(()); // everybody has the sum
+    /// }
+    /// // The communicator is dead. The survivors meet again, at an address kept for this, renumbered alike.
+    /// let n = verdict.survivors.len();
+    /// let Some(place) = verdict.survivors.iter().position(|r| *r == rank) else { return Ok(()) };
+    /// drop(comm);
+    /// let again = Rendezvous::tcp("tcp://10.0.0.1:29501", place, n)?.token("the job's secret");
+    /// let smaller = Comm::connect(again).await?;
+    /// # drop(smaller); Ok(()) }
+    /// ```
+    ///
+    /// What it does not do is make the group of survivors: `split` runs on the data path, which is dead with
+    /// the communicator. Two ways lead on. A group that was split off *before* the failure, and has no lost
+    /// rank among its members, is untouched. And the survivors can join a new world, as above: the first of
+    /// them listens, so the address must be one that every rank knows to be the first survivor's.
+    ///
+    /// # Errors
+    /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called; the agreement
+    /// stays open, and ranks that wait longer may still get a verdict. [`Error::PeerLost`] with this rank's
+    /// own number where the others have declared it lost; so for every later call. [`Error::QueueFull`] when
+    /// 64 agreements are open.
+    pub fn agree(&self, flag: bool) -> Agree {
+        let timeout = self.place().0.config.timeout;
+        self.agree_within(flag, timeout)
+    }
 
-            /// [`agree`](Self::agree) with a deadline of its own.
-            pub fn agree_within(&self, flag: bool, timeout: Duration) -> Agree {
-                let (endpoint, world) = self.place();
-                let slot = world.agree(endpoint, flag, timeout);
-                Agree { slot, taken: false, _comm: self.held() }
-            }
-        }
-    };
+    /// [`agree`](Self::agree) with a deadline of its own.
+    pub fn agree_within(&self, flag: bool, timeout: Duration) -> Agree {
+        let (endpoint, world) = self.place();
+        Agree { verdict: world.agree(endpoint, flag, timeout), _comm: self.held() }
+    }
 }
-
-agree!(Comm);
-agree!(SharedComm);
 
 impl Comm {
     fn held(&self) -> SharedComm {

@@ -6,7 +6,8 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use super::Work;
-use crate::error::{Error, Failed};
+use super::work::Part;
+use crate::error::Failed;
 use crate::exec::Direction;
 use crate::types::Rank;
 
@@ -45,71 +46,49 @@ impl<B> Message<B> {
 
 /// Messages in flight together: a future of all buffers, in the order given.
 #[must_use = "the buffers come back through it"]
-pub struct Batch<B> {
-    works: Vec<Option<Work<B>>>,
-    done: Vec<Option<B>>,
-    error: Option<Error>,
-}
+pub struct Batch<B>(Vec<Part<B>>);
 
 impl<B> fmt::Debug for Batch<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Batch({} in flight)", self.works.iter().flatten().count())
+        let in_flight = self.0.iter().filter(|part| matches!(part, Part::Running(_))).count();
+        write!(f, "Batch({in_flight} in flight)")
     }
 }
 
 impl<B> Unpin for Batch<B> {}
 
 impl<B> Batch<B> {
-    pub(crate) fn new(works: Vec<Work<B>>) -> Batch<B> {
-        let done = works.iter().map(|_| None).collect();
-        Batch { works: works.into_iter().map(Some).collect(), done, error: None }
-    }
-
-    fn settle(&mut self, i: usize, result: Result<B, Failed<B>>) {
-        self.works[i] = None;
-        match result {
-            Ok(buf) => self.done[i] = Some(buf),
-            Err(failed) => {
-                self.done[i] = failed.buf;
-                self.error.get_or_insert(failed.error);
-            }
-        }
-    }
-
-    fn outcome(&mut self) -> Result<Vec<B>, Failed<Vec<Option<B>>>> {
-        let done = std::mem::take(&mut self.done);
-        match self.error.take() {
-            Some(error) => Err(Failed { buf: Some(done), error }),
-            None => Ok(done.into_iter().flatten().collect()),
-        }
+    pub(super) fn new(works: impl Iterator<Item = Work<B>>) -> Batch<B> {
+        Batch(works.map(Part::Running).collect())
     }
 
     /// Blocks until all are finished.
     ///
     /// # Errors
     /// The first failure, with the buffers that may be had.
-    pub fn wait(mut self) -> Result<Vec<B>, Failed<Vec<Option<B>>>> {
-        for i in 0..self.works.len() {
-            if let Some(work) = self.works[i].take() {
-                let result = work.wait();
-                self.settle(i, result);
+    pub fn wait(self) -> Result<Vec<B>, Failed<Vec<Option<B>>>> {
+        let mut error = None;
+        let buf = |part: Part<B>| match part.outcome() {
+            Ok(buf) => Some(buf),
+            Err(failed) => {
+                error.get_or_insert(failed.error);
+                failed.buf
             }
+        };
+        let bufs: Vec<_> = self.0.into_iter().map(buf).collect();
+        match error {
+            Some(error) => Err(Failed { buf: Some(bufs), error }),
+            None => Ok(bufs.into_iter().flatten().collect()),
         }
-        self.outcome()
     }
 }
 
 impl<B> Future for Batch<B> {
     type Output = Result<Vec<B>, Failed<Vec<Option<B>>>>;
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut pending = false;
-        for i in 0..self.works.len() {
-            let Some(work) = &mut self.works[i] else { continue };
-            match Pin::new(work).poll(cx) {
-                Poll::Ready(result) => self.settle(i, result),
-                Poll::Pending => pending = true,
-            }
+        if self.0.iter_mut().fold(true, |done, part| part.poll(cx) & done) {
+            return Poll::Ready(Batch(std::mem::take(&mut self.0)).wait());
         }
-        if pending { Poll::Pending } else { Poll::Ready(self.outcome()) }
+        Poll::Pending
     }
 }

@@ -1,11 +1,11 @@
-//! Bytes whose receivers need not know how many: one operation of two halves, lengths first. What the calls mean is
-//! documented on [`Comm`](super::Comm).
+//! Bytes whose receivers need not know how many: one operation of two halves, lengths first.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::Work;
 use super::call::{Call, Spec, program};
+use super::calls::calls;
 use super::restore::{lost, settle};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Part, Tables, Then};
@@ -67,8 +67,7 @@ impl Call<'_> {
         Spec { detail: digest(0, *b"bytes"), ..Spec::of(kind, root, 1, true) }
     }
 
-    /// See [`Comm::broadcast_bytes`](super::Comm::broadcast_bytes).
-    pub fn broadcast_bytes(&self, bytes: Vec<u8>, root: Rank) -> Work<Vec<u8>> {
+    fn bytes_of_root(&self, bytes: Vec<u8>, root: Rank) -> Work<Vec<u8>> {
         let is_root = self.rank() == root;
         let mut held = Bytes { lengths: vec![bytes.len() as u64], mine: bytes, all: Vec::new() };
         let at = held.lengths.as_mut_ptr().cast::<u8>();
@@ -86,8 +85,7 @@ impl Call<'_> {
         Work::new(self.submit_then(spec, DType::U64, (at, at), then, held), broadcast)
     }
 
-    /// See [`Comm::all_gather_bytes`](super::Comm::all_gather_bytes).
-    pub fn all_gather_bytes(&self, bytes: Vec<u8>) -> Work<Vec<Vec<u8>>, Vec<u8>> {
+    fn bytes_of_all(&self, bytes: Vec<u8>) -> Work<Vec<Vec<u8>>, Vec<u8>> {
         let (n, rank) = (self.size(), self.rank());
         let mut held = Bytes { lengths: vec![0; n], mine: bytes, all: Vec::new() };
         held.lengths[rank] = held.mine.len() as u64;
@@ -113,4 +111,15 @@ impl Call<'_> {
         let (spec, held) = (self.lengths(Kind::AllGather, 0), ErasedBufs::new(held));
         Work::new(self.submit_then(spec, DType::U64, (at, at), then, held), gathered)
     }
+}
+
+calls! {
+    /// Every rank ends with the root's bytes; the others need not know how many (what they give is dropped, an empty
+    /// vector will do). One operation, lengths first.
+    fn broadcast_bytes [] (bytes: Vec<u8>, root: Rank) -> Work<Vec<u8>>
+        = |call| call.bytes_of_root(bytes, root);
+
+    /// Every rank's bytes, of whatever lengths, by rank.
+    fn all_gather_bytes [] (bytes: Vec<u8>) -> Work<Vec<Vec<u8>>, Vec<u8>>
+        = |call| call.bytes_of_all(bytes);
 }

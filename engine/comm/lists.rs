@@ -1,7 +1,8 @@
-//! Many buffers in one operation. What the calls mean is documented on [`Comm`](super::Comm).
+//! Many buffers in one operation.
 
 use super::Work;
 use super::call::{Call, Spec};
+use super::calls::calls;
 use super::memory::Memory;
 use super::restore::{both, one};
 use crate::mem::{BufList, ErasedBufs, Parts, RawBuf, raw_bufs};
@@ -41,21 +42,6 @@ impl Call<'_> {
         Work::new(self.submit_parts(Spec::of(kind, root, 0, true), Ok(parts), held), one::<L>)
     }
 
-    /// See [`Comm::all_reduce_list`](super::Comm::all_reduce_list).
-    pub fn all_reduce_list<L: BufList>(&self, bufs: L) -> Work<L> {
-        self.list_in_place(Kind::AllReduce, 0, bufs)
-    }
-
-    /// See [`Comm::broadcast_list`](super::Comm::broadcast_list).
-    pub fn broadcast_list<L: BufList>(&self, bufs: L, root: Rank) -> Work<L> {
-        self.list_in_place(Kind::Broadcast, root, bufs)
-    }
-
-    /// See [`Comm::reduce_list`](super::Comm::reduce_list).
-    pub fn reduce_list<L: BufList>(&self, bufs: L, root: Rank) -> Work<L> {
-        self.list_in_place(Kind::Reduce, root, bufs)
-    }
-
     /// `times`: how many elements of input and of output there are for each of the count.
     fn list_into<I: BufList, O: BufList>(
         &self,
@@ -68,14 +54,36 @@ impl Call<'_> {
         let held = ErasedBufs::new(Parts { input: inputs, output: outputs });
         Work::new(self.submit_parts(Spec::of(kind, 0, 0, false), parts, held), both::<I, O>)
     }
+}
 
-    /// See [`Comm::all_gather_list`](super::Comm::all_gather_list).
-    pub fn all_gather_list<I: BufList, O: BufList>(&self, inputs: I, outputs: O) -> Work<(I, O)> {
-        self.list_into(Kind::AllGather, (1, self.size()), inputs, outputs)
-    }
+calls! {
+    /// [`all_reduce`](Self::all_reduce) of many buffers, of several types if need be, in one operation: one number,
+    /// one future. Their messages follow each other without waiting.
+    ///
+    /// ```
+    /// # use allstream::{Comm, bf16};
+    /// # fn main() -> Result<(), allstream::Error> {
+    /// # let mut comm = Comm::local(1)?.remove(0);
+    /// let (weights, biases) = (vec![vec![bf16::ONE; 512], vec![bf16::ZERO; 64]], [vec![0.5f32; 64]]);
+    /// let (weights, biases) = comm.all_reduce_list((weights, biases)).wait()?;
+    /// # assert_eq!((weights[0].len(), biases[0].len()), (512, 64)); Ok(()) }
+    /// ```
+    fn all_reduce_list [L: BufList] (bufs: L) -> Work<L>
+        = |call| call.list_in_place(Kind::AllReduce, 0, bufs);
 
-    /// See [`Comm::reduce_scatter_list`](super::Comm::reduce_scatter_list).
-    pub fn reduce_scatter_list<I: BufList, O: BufList>(&self, inputs: I, outputs: O) -> Work<(I, O)> {
-        self.list_into(Kind::ReduceScatter, (self.size(), 1), inputs, outputs)
-    }
+    /// [`broadcast`](Self::broadcast) of many buffers in one operation.
+    fn broadcast_list [L: BufList] (bufs: L, root: Rank) -> Work<L>
+        = |call| call.list_in_place(Kind::Broadcast, root, bufs);
+
+    /// [`reduce`](Self::reduce) of many buffers in one operation.
+    fn reduce_list [L: BufList] (bufs: L, root: Rank) -> Work<L>
+        = |call| call.list_in_place(Kind::Reduce, root, bufs);
+
+    /// [`all_gather_into`](Self::all_gather_into) of many pairs of buffers in one operation.
+    fn all_gather_list [I: BufList, O: BufList] (inputs: I, outputs: O) -> Work<(I, O)>
+        = |call| call.list_into(Kind::AllGather, (1, call.size()), inputs, outputs);
+
+    /// [`reduce_scatter_into`](Self::reduce_scatter_into) of many pairs of buffers in one operation.
+    fn reduce_scatter_list [I: BufList, O: BufList] (inputs: I, outputs: O) -> Work<(I, O)>
+        = |call| call.list_into(Kind::ReduceScatter, (call.size(), 1), inputs, outputs);
 }

@@ -1,4 +1,4 @@
-//! Messages between two ranks. What the calls mean is documented on [`Comm`](super::Comm).
+//! Messages between two ranks.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -10,8 +10,9 @@ use std::task::{Context, Poll};
 use super::Work;
 use super::batch::{Batch, Message};
 use super::call::{Call, hand_over};
+use super::calls::calls;
 use super::restore::one;
-use super::work::{Submitted, taken};
+use super::work::{Part, Submitted, taken};
 use crate::error::{Error, Failed};
 use crate::exec::{self, Direction, Submission};
 use crate::mem::{Buf, ErasedBufs, Event, Parts, RawBuf, Where};
@@ -219,67 +220,11 @@ impl Call<'_> {
         let receive = |(send, tag): (usize, u32)| Some((send, receives.get_mut(&tag)?.pop_front()?));
         own(Direction::Send).filter_map(receive).collect()
     }
-
-    /// See [`Comm::send`](super::Comm::send).
-    pub fn send<B: Buf>(&self, buf: B, to: Rank) -> Work<B> {
-        Work::new(self.message(Direction::Send, to, Content::of(buf)), one::<B>)
-    }
-
-    /// See [`Comm::recv`](super::Comm::recv).
-    pub fn recv<B: Buf>(&self, buf: B, from: Rank) -> Work<B> {
-        Work::new(self.message(Direction::Recv, from, Content::of(buf)), one::<B>)
-    }
-
-    /// See [`Comm::send_recv`](super::Comm::send_recv).
-    pub fn send_recv<S: Buf, R: Buf>(&self, send: S, to: Rank, recv: R, from: Rank) -> SendRecv<S, R> {
-        let (send, recv) = self.exchange(Content::of(send), to, Content::of(recv), from);
-        let (send, recv) = (Work::new(send, one::<S>), Work::new(recv, one::<R>));
-        SendRecv { send: Half::Work(send), recv: Half::Work(recv) }
-    }
-
-    /// See [`Comm::batch`](super::Comm::batch).
-    pub fn batch<B: Buf>(&self, messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> {
-        let content = |message: Message<B>| {
-            let (direction, peer, tag, buf) = message.parts();
-            (direction, peer, tag, Content::of(buf))
-        };
-        let submitted = self.several(messages.into_iter().map(content).collect());
-        Batch::new(submitted.into_iter().map(|submitted| Work::new(submitted, one::<B>)).collect())
-    }
-}
-
-enum Half<B> {
-    Work(Work<B>),
-    Done(Result<B, Failed<B>>),
-    Taken,
-}
-
-impl<B> Half<B> {
-    fn poll(&mut self, cx: &mut Context<'_>) -> bool {
-        if let Half::Work(work) = self {
-            match Pin::new(work).poll(cx) {
-                Poll::Ready(result) => *self = Half::Done(result),
-                Poll::Pending => return false,
-            }
-        }
-        true
-    }
-
-    fn finish(self) -> Result<B, Failed<B>> {
-        match self {
-            Half::Work(work) => work.wait(),
-            Half::Done(result) => result,
-            Half::Taken => Err(Failed { buf: None, error: taken() }),
-        }
-    }
 }
 
 /// A send and a receive in flight together: a future of both buffers.
 #[must_use = "the buffers come back through it"]
-pub struct SendRecv<S, R> {
-    send: Half<S>,
-    recv: Half<R>,
-}
+pub struct SendRecv<S, R>(Option<(Part<S>, Part<R>)>);
 
 impl<S, R> fmt::Debug for SendRecv<S, R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -291,36 +236,67 @@ impl<S, R> Unpin for SendRecv<S, R> {}
 
 type Both<S, R> = Result<(S, R), Failed<(Option<S>, Option<R>)>>;
 
-fn join<S, R>(send: Result<S, Failed<S>>, recv: Result<R, Failed<R>>) -> Both<S, R> {
-    let (error, send, recv) = match (send, recv) {
-        (Ok(send), Ok(recv)) => return Ok((send, recv)),
-        (Err(s), Err(r)) => (r.error, s.buf, r.buf),
-        (Err(s), Ok(recv)) => (s.error, s.buf, Some(recv)),
-        (Ok(send), Err(r)) => (r.error, Some(send), r.buf),
-    };
-    Err(Failed { buf: Some((send, recv)), error })
-}
-
 impl<S, R> SendRecv<S, R> {
     /// Blocks until both are finished.
     ///
     /// # Errors
     /// The first failure, with the buffers that may be had.
     pub fn wait(self) -> Both<S, R> {
-        let recv = self.recv.finish();
-        join(self.send.finish(), recv)
+        let Some((send, recv)) = self.0 else { return Err(Failed { buf: None, error: taken() }) };
+        let recv = recv.outcome();
+        let (error, send, recv) = match (send.outcome(), recv) {
+            (Ok(send), Ok(recv)) => return Ok((send, recv)),
+            (Err(s), Err(r)) => (r.error, s.buf, r.buf),
+            (Err(s), Ok(recv)) => (s.error, s.buf, Some(recv)),
+            (Ok(send), Err(r)) => (r.error, Some(send), r.buf),
+        };
+        Err(Failed { buf: Some((send, recv)), error })
     }
 }
 
 impl<S, R> Future for SendRecv<S, R> {
     type Output = Both<S, R>;
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let me = &mut *self;
-        if !(me.recv.poll(cx) & me.send.poll(cx)) {
-            return Poll::Pending;
+        if self.0.as_mut().is_none_or(|(send, recv)| recv.poll(cx) & send.poll(cx)) {
+            return Poll::Ready(SendRecv(self.0.take()).wait());
         }
-        let take = std::mem::replace(&mut me.recv, Half::Taken);
-        let send = std::mem::replace(&mut me.send, Half::Taken);
-        Poll::Ready(join(send.finish(), take.finish()))
+        Poll::Pending
     }
+}
+
+calls! {
+    /// Sends `buf` to a rank, which receives with the same length, type and tag. Messages of one (sender,
+    /// receiver, tag) are matched in order; different tags are independent.
+    ///
+    /// Up to 4 KB (while the receiver has not 32 such waiting) it finishes without its `recv`; a larger one
+    /// finishes when it was received. So two ranks that both *await* a large `send` before they `recv` wait
+    /// for each other until the deadline, whose error says so: submit both, or use [`batch`](Self::batch). To this rank
+    /// itself a send alone is refused, and so is a receive: [`send_recv`](Self::send_recv) and
+    /// [`batch`](Self::batch) have both halves.
+    fn send [B: Buf] (buf: B, to: Rank) -> Work<B>
+        = |call| Work::new(call.message(Direction::Send, to, Content::of(buf)), one::<B>);
+
+    /// Receives into `buf` what a rank sends.
+    fn recv [B: Buf] (buf: B, from: Rank) -> Work<B>
+        = |call| Work::new(call.message(Direction::Recv, from, Content::of(buf)), one::<B>);
+
+    /// Sends to one rank and receives from another (or the same) at once, with one tag: what all ranks may call together
+    /// without waiting for each other. From this rank to itself (`to` and `from` are both this rank, as in a ring of one)
+    /// it is a copy, for which both have one length and type.
+    fn send_recv [S: Buf, R: Buf] (send: S, to: Rank, recv: R, from: Rank) -> SendRecv<S, R> = |call| {
+        let (send, recv) = call.exchange(Content::of(send), to, Content::of(recv), from);
+        let (send, recv) = (Work::new(send, one::<S>), Work::new(recv, one::<R>));
+        SendRecv(Some((Part::Running(send), Part::Running(recv))))
+    };
+
+    /// Several messages in flight together. Those of this rank to itself are copied: each send needs its receive of
+    /// the same tag, length and type in the same batch.
+    fn batch [B: Buf] (messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> = |call| {
+        let content = |message: Message<B>| {
+            let (direction, peer, tag, buf) = message.parts();
+            (direction, peer, tag, Content::of(buf))
+        };
+        let submitted = call.several(messages.into_iter().map(content).collect());
+        Batch::new(submitted.into_iter().map(|submitted| Work::new(submitted, one::<B>)))
+    };
 }

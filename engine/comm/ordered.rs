@@ -9,15 +9,13 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use parking_lot::Mutex;
-
 use super::Work;
 use super::work::{Ended, Restore, Submitted};
 use crate::error::{Error, Failed};
 use crate::exec::device::DeviceOp;
 use crate::exec::{Endpoint, Key};
 use crate::mem::device::{DeviceEvent, DeviceStream};
-use crate::mem::{ErasedBufs, Event, HostStream};
+use crate::mem::{ErasedBufs, Event, HostStream, Promise};
 
 /// A stream that calls can be ordered with: a [`HostStream`] or a [`DeviceStream`].
 pub trait Stream: Sealed {}
@@ -73,8 +71,6 @@ impl<O, F> Work<O, F> {
     }
 }
 
-type Slot<O, F> = Arc<Mutex<Option<Result<O, Failed<F>>>>>;
-
 /// A value that work on a stream can use, in order: the stream has waited for it, the host has not.
 ///
 /// [`Ordered::launch`] runs a job on it there; awaiting it gives it to the host.
@@ -82,8 +78,8 @@ type Slot<O, F> = Arc<Mutex<Option<Result<O, Failed<F>>>>>;
 pub struct Ordered<O, F = O>(State<O, F>);
 
 enum State<O, F> {
-    /// What a job on a stream of the host's leaves here.
-    Slot(Slot<O, F>, Event),
+    /// What a job on a stream of the host's will leave, or what is there.
+    Host(Promise<Result<O, Failed<F>>>),
     /// Of an operation that a device runs, until somebody has the content.
     Device(OnDevice, Option<Content<O, F>>),
 }
@@ -219,7 +215,7 @@ impl<O, F> Unpin for Ordered<O, F> {}
 impl<O, F> fmt::Debug for Ordered<O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            State::Slot(_, ready) => write!(f, "Ordered({ready:?})"),
+            State::Host(promise) => write!(f, "Ordered({:?})", promise.event()),
             State::Device(on, _) => write!(f, "Ordered(on {:?})", on.stream),
         }
     }
@@ -231,9 +227,7 @@ fn taken<F>() -> Failed<F> {
 
 /// A value that is there.
 fn ready<O, F>(result: Result<O, Failed<F>>) -> Ordered<O, F> {
-    let event = Event::pending();
-    event.fire(true);
-    Ordered(State::Slot(Arc::new(Mutex::new(Some(result))), event))
+    Ordered(State::Host(Promise::kept(result)))
 }
 
 impl Sealed for HostStream {
@@ -253,8 +247,8 @@ impl Sealed for HostStream {
         value: Ordered<O, F>,
         job: impl FnOnce(O) -> R + Send + 'static,
     ) -> Ordered<R, F> {
-        if let State::Slot(_, ready) = &value.0 {
-            self.wait_event(ready);
+        if let State::Host(promise) = &value.0 {
+            self.wait_event(promise.event());
         }
         push(self, move || run(value.wait(), job))
     }
@@ -270,18 +264,16 @@ fn push<O: Send + 'static, F: Send + 'static>(
     stream: &HostStream,
     job: impl FnOnce() -> Result<O, Failed<F>> + Send + 'static,
 ) -> Ordered<O, F> {
-    let slot: Slot<O, F> = Arc::new(Mutex::new(None));
-    let (ready, place) = (Event::pending(), slot.clone());
-    let (fire, failed) = (ready.clone(), stream.failure_flag());
+    let (promise, failed) = (Promise::pending(), stream.failure_flag());
+    let ours = promise.clone();
     stream.push(Box::new(move || {
         let result = job();
         if result.is_err() {
             failed.store(1, Ordering::Release);
         }
-        *place.lock() = Some(result);
-        fire.fire(true);
+        ours.keep(result);
     }));
-    Ordered(State::Slot(slot, ready))
+    Ordered(State::Host(promise))
 }
 
 impl Sealed for DeviceStream {
@@ -363,7 +355,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     /// The operation has references to the caller's buffers: those are as if handed on.
     pub(super) fn leave(self) -> Result<(), Error> {
         match &self.0 {
-            State::Slot(..) => self.wait().map(drop).map_err(|failed| failed.error),
+            State::Host(_) => self.wait().map(drop).map_err(|failed| failed.error),
             State::Device(on, _) => on.device.hand_on(),
         }
     }
@@ -371,7 +363,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     /// The point at which the value is there.
     pub fn event(&self) -> &Event {
         match &self.0 {
-            State::Slot(_, ready) => ready,
+            State::Host(promise) => promise.event(),
             State::Device(on, _) => on.event(),
         }
     }
@@ -382,10 +374,7 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     /// Those of the operation.
     pub fn wait(mut self) -> Result<O, Failed<F>> {
         match &mut self.0 {
-            State::Slot(slot, ready) => {
-                let _ = ready.wait();
-                slot.lock().take().unwrap_or_else(|| Err(taken()))
-            }
+            State::Host(promise) => promise.wait().unwrap_or_else(|| Err(taken())),
             State::Device(on, content) => {
                 let ended = on.wait();
                 Content::end(content.take(), ended, &on.device)
@@ -398,12 +387,7 @@ impl<O, F> Future for Ordered<O, F> {
     type Output = Result<O, Failed<F>>;
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match &mut self.0 {
-            State::Slot(slot, ready) => {
-                if ready.subscribe(cx.waker()) {
-                    return Poll::Pending;
-                }
-                Poll::Ready(slot.lock().take().unwrap_or_else(|| Err(taken())))
-            }
+            State::Host(promise) => promise.poll(cx).map(|result| result.unwrap_or_else(|| Err(taken()))),
             State::Device(on, content) => {
                 let Poll::Ready(ended) = on.poll(cx) else { return Poll::Pending };
                 Poll::Ready(Content::end(content.take(), ended, &on.device))

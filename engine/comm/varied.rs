@@ -1,10 +1,13 @@
-//! The collectives with a count for each rank. What they mean is documented on [`Comm`](super::Comm).
+//! The collectives with a count for each rank.
 
 use std::ops::Range;
 
 use super::Work;
 use super::call::{Call, Spec};
+use super::calls::calls;
 use super::collectives::expects;
+#[cfg(doc)]
+use crate::error::Error;
 use crate::exec::Tables;
 use crate::mem::Buf;
 use crate::types::{Element, Kind, Rank, digest};
@@ -72,12 +75,12 @@ impl Call<'_> {
         Ok(known)
     }
 
-    fn known_in_place(&self, kind: Kind, len: usize, counts: &[usize]) -> Result<Spec, String> {
-        let (spec, total) = self.known(kind, counts, true)?;
-        if len != total {
-            return Err(format!("the buffer has {len} elements, the counts add up to {total}"));
-        }
-        Ok(spec)
+    fn known_in_place<B: Buf>(&self, kind: Kind, buf: B, counts: &[usize]) -> Work<B> {
+        let spec = self.known(kind, counts, true).and_then(|(spec, total)| match buf.len() {
+            len if len == total => Ok(spec),
+            len => Err(format!("the buffer has {len} elements, the counts add up to {total}")),
+        });
+        self.submit_in_place(kind, spec, buf)
     }
 
     /// A reduce_scatter of an input of this length, and what this rank gets of it.
@@ -134,137 +137,84 @@ impl Call<'_> {
         Ok((Self::own(Kind::AllToAll, 0, [packed(sends), packed(recvs)], false), into))
     }
 
-    /// The spec, if the output is as long as it says.
-    fn fits(spec: Result<(Spec, usize), String>, output: usize) -> Result<Spec, String> {
-        let (spec, expected) = spec?;
-        expects(output, expected).map(|()| spec)
+    /// Submits a call whose output must be as long as the spec says.
+    fn fit_into<I: Buf, O: Buf<Elem = I::Elem>>(
+        &self,
+        kind: Kind,
+        spec: Result<(Spec, usize), String>,
+        input: I,
+        output: O,
+    ) -> Work<(I, O)> {
+        let spec = spec.and_then(|(spec, expected)| expects(output.len(), expected).map(|()| spec));
+        self.submit_into(kind, spec, input, output)
     }
 }
 
-/// The collectives.
-impl Call<'_> {
-    /// See [`Comm::all_gather_v`](super::Comm::all_gather_v).
-    pub fn all_gather_v<I: Buf<Elem: Element>>(&self, input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I> {
-        self.submit_new(Kind::AllGather, self.all_gathered(input.len(), counts), input)
-    }
+calls! {
+    /// [`all_gather`](Self::all_gather) with a count for each rank, the same on all ranks: rank r's block has
+    /// `counts[r]` elements, and blocks follow each other without gaps. This rank's input has `counts[rank()]`.
+    fn all_gather_v [I: Buf<Elem: Element>] (input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I>
+        = |call| call.submit_new(Kind::AllGather, call.all_gathered(input.len(), counts), input);
 
-    /// See [`Comm::all_gather_v_into`](super::Comm::all_gather_v_into).
-    pub fn all_gather_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-    ) -> Work<(I, O)> {
-        let spec = Self::fits(self.all_gathered(input.len(), counts), output.len());
-        self.submit_into(Kind::AllGather, spec, input, output)
-    }
+    /// [`all_gather_v`](Self::all_gather_v) into `output`, of as many elements as the counts add up to.
+    fn all_gather_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize]) -> Work<(I, O)>
+        = |call| call.fit_into(Kind::AllGather, call.all_gathered(input.len(), counts), input, output);
 
-    /// See [`Comm::all_gather_v_in_place`](super::Comm::all_gather_v_in_place).
-    pub fn all_gather_v_in_place<B: Buf>(&self, buf: B, counts: &[usize]) -> Work<B> {
-        self.submit_in_place(Kind::AllGather, self.known_in_place(Kind::AllGather, buf.len(), counts), buf)
-    }
+    /// [`all_gather_v`](Self::all_gather_v) in place: this rank's block, which begins where the counts of the ranks
+    /// before it end, is its input.
+    fn all_gather_v_in_place [B: Buf] (buf: B, counts: &[usize]) -> Work<B>
+        = |call| call.known_in_place(Kind::AllGather, buf, counts);
 
-    /// See [`Comm::reduce_scatter_v`](super::Comm::reduce_scatter_v).
-    pub fn reduce_scatter_v<I: Buf<Elem: Element>>(
-        &self,
-        input: I,
-        counts: &[usize],
-    ) -> Work<Vec<I::Elem>, I> {
-        self.submit_new(Kind::ReduceScatter, self.reduce_scattered(input.len(), counts), input)
-    }
+    /// [`reduce_scatter`](Self::reduce_scatter) with a count for each rank, the same on all ranks: block r, of
+    /// `counts[r]` elements, goes to rank r. The input has as many elements as the counts add up to.
+    fn reduce_scatter_v [I: Buf<Elem: Element>] (input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I>
+        = |call| call.submit_new(Kind::ReduceScatter, call.reduce_scattered(input.len(), counts), input);
 
-    /// See [`Comm::reduce_scatter_v_into`](super::Comm::reduce_scatter_v_into).
-    pub fn reduce_scatter_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-    ) -> Work<(I, O)> {
-        let spec = Self::fits(self.reduce_scattered(input.len(), counts), output.len());
-        self.submit_into(Kind::ReduceScatter, spec, input, output)
-    }
+    /// [`reduce_scatter_v`](Self::reduce_scatter_v) into `output`, of `counts[rank()]` elements.
+    fn reduce_scatter_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize]) -> Work<(I, O)>
+        = |call| call.fit_into(Kind::ReduceScatter, call.reduce_scattered(input.len(), counts), input, output);
 
-    /// See [`Comm::reduce_scatter_v_in_place`](super::Comm::reduce_scatter_v_in_place).
-    pub fn reduce_scatter_v_in_place<B: Buf>(&self, buf: B, counts: &[usize]) -> Work<B> {
-        self.submit_in_place(
-            Kind::ReduceScatter,
-            self.known_in_place(Kind::ReduceScatter, buf.len(), counts),
-            buf,
-        )
-    }
+    /// [`reduce_scatter_v`](Self::reduce_scatter_v) in place: the result is in this rank's block, which begins where
+    /// the counts of the ranks before it end; the other blocks are unspecified.
+    fn reduce_scatter_v_in_place [B: Buf] (buf: B, counts: &[usize]) -> Work<B>
+        = |call| call.known_in_place(Kind::ReduceScatter, buf, counts);
 
-    /// See [`Comm::gather_v`](super::Comm::gather_v).
-    pub fn gather_v<I: Buf<Elem: Element>>(
-        &self,
-        input: I,
-        counts: &[usize],
-        root: Rank,
-    ) -> Work<Vec<I::Elem>, I> {
-        self.submit_new(Kind::Gather, self.gathered(input.len(), counts, root), input)
-    }
+    /// [`gather`](Self::gather) with a count for each rank. Each gives an input of its own length; the root gives all
+    /// `counts` (the others' are not looked at). Where a rank's length is not what the root expects, both hear of it
+    /// ([`Error::Mismatch`]).
+    fn gather_v [I: Buf<Elem: Element>] (input: I, counts: &[usize], root: Rank) -> Work<Vec<I::Elem>, I>
+        = |call| call.submit_new(Kind::Gather, call.gathered(input.len(), counts, root), input);
 
-    /// See [`Comm::gather_v_into`](super::Comm::gather_v_into).
-    pub fn gather_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-        root: Rank,
-    ) -> Work<(I, O)> {
-        let spec = match self.gathered(input.len(), counts, root) {
+    /// [`gather_v`](Self::gather_v) into the root's `output`.
+    fn gather_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize], root: Rank) -> Work<(I, O)>
+        = |call| match call.gathered(input.len(), counts, root) {
             // Only the root's output is written.
-            Ok((spec, _)) if self.rank() != root => Ok(spec),
-            spec => Self::fits(spec, output.len()),
+            Ok((spec, _)) if call.rank() != root => call.submit_into(Kind::Gather, Ok(spec), input, output),
+            spec => call.fit_into(Kind::Gather, spec, input, output),
         };
-        self.submit_into(Kind::Gather, spec, input, output)
-    }
 
-    /// See [`Comm::scatter_v`](super::Comm::scatter_v).
-    pub fn scatter_v<I: Buf<Elem: Element>>(
-        &self,
-        input: I,
-        counts: &[usize],
-        count: usize,
-        root: Rank,
-    ) -> Work<Vec<I::Elem>, I> {
-        self.submit_new(
-            Kind::Scatter,
-            self.scattered(input.len(), count, counts, root).map(|spec| (spec, count)),
-            input,
-        )
-    }
+    /// [`scatter`](Self::scatter) with a count for each rank: this rank gets `count` elements; the root gives an input
+    /// of as many as its `counts` add up to (the others' are not looked at).
+    fn scatter_v [I: Buf<Elem: Element>] (input: I, counts: &[usize], count: usize, root: Rank) -> Work<Vec<I::Elem>, I>
+        = |call| {
+            let spec = call.scattered(input.len(), count, counts, root);
+            call.submit_new(Kind::Scatter, spec.map(|spec| (spec, count)), input)
+        };
 
-    /// See [`Comm::scatter_v_into`](super::Comm::scatter_v_into).
-    pub fn scatter_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        counts: &[usize],
-        root: Rank,
-    ) -> Work<(I, O)> {
-        let spec = self.scattered(input.len(), output.len(), counts, root);
-        self.submit_into(Kind::Scatter, spec, input, output)
-    }
+    /// [`scatter_v`](Self::scatter_v) into `output`, whose length is this rank's count.
+    fn scatter_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize], root: Rank) -> Work<(I, O)>
+        = |call| {
+            let spec = call.scattered(input.len(), output.len(), counts, root);
+            call.submit_into(Kind::Scatter, spec, input, output)
+        };
 
-    /// See [`Comm::all_to_all_v`](super::Comm::all_to_all_v).
-    pub fn all_to_all_v<I: Buf<Elem: Element>>(
-        &self,
-        input: I,
-        sends: &[usize],
-        recvs: &[usize],
-    ) -> Work<Vec<I::Elem>, I> {
-        self.submit_new(Kind::AllToAll, self.exchanged(input.len(), sends, recvs), input)
-    }
+    /// [`all_to_all`](Self::all_to_all) with counts: `sends[r]` elements go to rank r, `recvs[r]` come from it, packed
+    /// in rank order on both sides. Where two ranks do not expect the same, both hear of it ([`Error::Mismatch`]).
+    fn all_to_all_v [I: Buf<Elem: Element>] (input: I, sends: &[usize], recvs: &[usize]) -> Work<Vec<I::Elem>, I>
+        = |call| call.submit_new(Kind::AllToAll, call.exchanged(input.len(), sends, recvs), input);
 
-    /// See [`Comm::all_to_all_v_into`](super::Comm::all_to_all_v_into).
-    pub fn all_to_all_v_into<I: Buf, O: Buf<Elem = I::Elem>>(
-        &self,
-        input: I,
-        output: O,
-        sends: &[usize],
-        recvs: &[usize],
-    ) -> Work<(I, O)> {
-        let spec = Self::fits(self.exchanged(input.len(), sends, recvs), output.len());
-        self.submit_into(Kind::AllToAll, spec, input, output)
-    }
+    /// [`all_to_all_v`](Self::all_to_all_v) into `output`, of as many elements as `recvs` add up to.
+    fn all_to_all_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, sends: &[usize], recvs: &[usize])
+        -> Work<(I, O)>
+        = |call| call.fit_into(Kind::AllToAll, call.exchanged(input.len(), sends, recvs), input, output);
 }

@@ -198,3 +198,30 @@ impl<O, F> Future for Work<O, F> {
         self.submitted.poll(cx).map(|(result, held)| restore(result, held))
     }
 }
+
+/// A work of several that are awaited together: what it came to is kept until all are finished.
+pub(super) enum Part<O, F = O> {
+    Running(Work<O, F>),
+    Done(Result<O, Failed<F>>),
+}
+
+impl<O, F> Part<O, F> {
+    /// Whether it is finished.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> bool {
+        if let Part::Running(work) = self {
+            match Pin::new(work).poll(cx) {
+                Poll::Ready(result) => *self = Part::Done(result),
+                Poll::Pending => return false,
+            }
+        }
+        true
+    }
+
+    /// Blocks until it is finished.
+    pub(super) fn outcome(self) -> Result<O, Failed<F>> {
+        match self {
+            Part::Running(work) => work.wait(),
+            Part::Done(result) => result,
+        }
+    }
+}

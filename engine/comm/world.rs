@@ -15,7 +15,7 @@ mod records;
 mod tests;
 
 pub use self::agreements::Verdict;
-pub(super) use self::agreements::{Agreements, Slot as AgreementSlot};
+pub(super) use self::agreements::{Agreements, Answer};
 use self::departed::Departed;
 use self::pool::Pool;
 pub use self::pool::PoolStats;
@@ -87,43 +87,34 @@ pub(crate) struct Defaults {
     pub(crate) pool: usize,
 }
 
+/// What a variable says, if it is set and not empty. An error names it.
+fn variable<T>(name: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Result<Option<T>, Error> {
+    let said = std::env::var(name).ok().filter(|text| !text.is_empty());
+    said.map(|text| parse(text.trim()).map_err(|problem| Error::invalid(name, problem))).transpose()
+}
+
 impl Defaults {
     pub(crate) fn from_env() -> Result<Defaults, Error> {
-        let timeout = match std::env::var("ALLSTREAM_TIMEOUT").ok().filter(|t| !t.is_empty()) {
-            Some(text) => text
-                .trim()
-                .parse::<f64>()
-                .ok()
-                .and_then(|s| Duration::try_from_secs_f64(s).ok())
-                .filter(|d| !d.is_zero())
-                .ok_or_else(|| {
-                    Error::invalid(
-                        "ALLSTREAM_TIMEOUT",
-                        format!("{text:?} is not a number of seconds above 0"),
-                    )
-                })?,
-            None => Duration::from_secs(300),
+        let seconds = |text: &str| {
+            let time = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+            time.filter(|d| !d.is_zero())
+                .ok_or_else(|| format!("{text:?} is not a number of seconds above 0"))
         };
-        let algo = match std::env::var("ALLSTREAM_ALGO").ok().filter(|t| !t.is_empty()) {
-            Some(text) => text.parse().map_err(|e| Error::invalid("ALLSTREAM_ALGO", e))?,
-            None => Algo::Auto,
+        let switch = |text: &str| match text {
+            "" | "0" => Ok(false),
+            "1" => Ok(true),
+            other => Err(format!("{other:?}: expected 1 (on) or 0 (off)")),
         };
-        let deterministic = match std::env::var("ALLSTREAM_DETERMINISTIC").as_deref().map(str::trim) {
-            Err(_) | Ok("" | "0") => false,
-            Ok("1") => true,
-            Ok(other) => {
-                let problem = format!("{other:?}: expected 1 (on) or 0 (off)");
-                return Err(Error::invalid("ALLSTREAM_DETERMINISTIC", problem));
-            }
+        let number = |text: &str| {
+            let problem = |_| format!("{text:?} is not a number of idle communicators to keep (0: none)");
+            text.parse().map_err(problem)
         };
-        let pool = match std::env::var("ALLSTREAM_POOL").ok().filter(|t| !t.is_empty()) {
-            Some(text) => text.trim().parse().map_err(|_| {
-                let problem = format!("{text:?} is not a number of idle communicators to keep (0: none)");
-                Error::invalid("ALLSTREAM_POOL", problem)
-            })?,
-            None => pool::CAPACITY,
-        };
-        Ok(Defaults { timeout, algo, deterministic, pool })
+        Ok(Defaults {
+            timeout: variable("ALLSTREAM_TIMEOUT", seconds)?.unwrap_or(Duration::from_secs(300)),
+            algo: variable("ALLSTREAM_ALGO", str::parse)?.unwrap_or(Algo::Auto),
+            deterministic: variable("ALLSTREAM_DETERMINISTIC", switch)?.unwrap_or(false),
+            pool: variable("ALLSTREAM_POOL", number)?.unwrap_or(pool::CAPACITY),
+        })
     }
 }
 

@@ -22,7 +22,6 @@ mod run;
 mod runtime;
 mod slicing;
 mod timed;
-mod values;
 
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};

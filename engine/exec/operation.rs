@@ -7,10 +7,9 @@ use std::time::Duration;
 use allstream_kernels::Combine;
 
 use super::device::DeviceOp;
-use super::values::not_bool;
 use crate::error::Error;
-use crate::mem::ErasedBufs;
 use crate::mem::device::Staged;
+use crate::mem::{ErasedBufs, check_bools};
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
 use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
 
@@ -101,7 +100,7 @@ impl Part {
             return Ok(());
         }
         // SAFETY: the operation's output, as long as the plan says, which the table owns. All has come, and nothing moves.
-        let Some(problem) = (unsafe { not_bool(self.output, self.total(OUTPUT)) }) else { return Ok(()) };
+        let Some(problem) = (unsafe { check_bools(self.output, self.total(OUTPUT)) }) else { return Ok(()) };
         let sent = |from: &Rank| !self.program.recvs[*from].is_empty();
         let senders: Vec<Rank> = (0..self.program.recvs.len()).filter(sent).collect();
         let peer = senders.first().copied().unwrap_or(self.program.plan.rank);

@@ -1,15 +1,12 @@
 //! Buffers in a rank's region: what peers on this host read, and write, where it lies.
 
 use std::fmt;
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::region::Region;
 use crate::error::Error;
 use crate::forked;
-use crate::mem::HostMemory;
+use crate::mem::{OwnedSlice, SliceOwner};
 use crate::types::{DType, Element};
 
 /// A buffer from [`Comm::alloc`](crate::Comm::alloc): memory that the other ranks of this host read, and in an all_reduce
@@ -17,12 +14,25 @@ use crate::types::{DType, Element};
 ///
 /// It may outlive its communicator, and be used with others (of the same world without a copy, of another one as any
 /// buffer).
-pub struct ArenaBuf<T: Element> {
+pub type ArenaBuf<T> = OwnedSlice<T, Pages>;
+
+/// What owns the memory of an [`ArenaBuf`]: pages of a rank's region.
+pub struct Pages {
     region: Arc<Region>,
-    start: NonNull<T>,
     offset: usize,
-    len: usize,
-    of: PhantomData<T>,
+    bytes: usize,
+}
+
+impl Drop for Pages {
+    fn drop(&mut self) {
+        self.region.give_pages(self.offset, self.bytes);
+    }
+}
+
+impl SliceOwner for Pages {
+    fn describe(&self, dtype: DType, len: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ArenaBuf<{dtype}>({len})")
+    }
 }
 
 impl<T: Element> ArenaBuf<T> {
@@ -38,57 +48,13 @@ impl<T: Element> ArenaBuf<T> {
             let doing = format!("allocate {len} x {} where other ranks can read it", T::DTYPE);
             Error::system(doing, "a rank has room for 4 GB of such buffers at a time")
         };
-        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(none)?;
-        let offset = region.take_pages(bytes.max(1)).ok_or_else(none)?;
-        let start = NonNull::new(region.at(offset).cast()).ok_or_else(none)?;
-        Ok(ArenaBuf { region: region.clone(), start, offset, len, of: PhantomData })
-    }
-}
-
-impl<T: Element> Drop for ArenaBuf<T> {
-    fn drop(&mut self) {
-        self.region.give_pages(self.offset, (self.len * size_of::<T>()).max(1));
-    }
-}
-
-impl<T: Element> Deref for ArenaBuf<T> {
-    type Target = [T];
-    fn deref(&self) -> &[T] {
-        // SAFETY: `len` elements inside the mapping, which `region` keeps; zeroed when given (every Element is valid when
-        // zero), and uniquely ours: of peers, correct ones touch it only while an operation owns it.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> DerefMut for ArenaBuf<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`, and `&mut self` makes this the only access of this process.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> fmt::Debug for ArenaBuf<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "ArenaBuf<{}>({})", T::DTYPE, self.len)
-    }
-}
-
-// SAFETY: it owns its part of the mapping alone, like Box<[T]>, and Element is Send.
-unsafe impl<T: Element> Send for ArenaBuf<T> {}
-// SAFETY: `&ArenaBuf` only gives `&[T]`, and Element is Sync.
-unsafe impl<T: Element> Sync for ArenaBuf<T> {}
-
-// SAFETY: memory of a mapping that does not move and lives as long as the value; the value is its only owner here.
-unsafe impl<T: Element> HostMemory for ArenaBuf<T> {
-    type Elem = T;
-    fn ptr(&self) -> *const T {
-        self.start.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut T {
-        self.start.as_ptr()
-    }
-    fn count(&self) -> usize {
-        self.len
+        let bytes = len.checked_mul(size_of::<T>()).ok_or_else(none)?.max(1);
+        let offset = region.take_pages(bytes).ok_or_else(none)?;
+        let pages = Pages { region: region.clone(), offset, bytes };
+        // SAFETY: `len` elements inside the mapping, which the pages' region keeps and which does not move; zeroed when given, and
+        // every Element is valid when zero. They are nobody else's until they are given back: of peers, correct ones touch them only
+        // while an operation owns them.
+        Ok(unsafe { OwnedSlice::new(region.at(offset).cast(), len, pages) })
     }
 }
 

@@ -1,12 +1,12 @@
 //! [`Buf`]: memory that an operation owns while it is in flight; [`HostMemory`]: where that is the host's.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::fmt;
-use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::device::{DevicePlace, DeviceStream, Fate};
+use super::{OwnedSlice, SliceOwner};
 use crate::error::Error;
 use crate::types::{DType, Element};
 
@@ -171,12 +171,23 @@ unsafe impl<T: Element> HostMemory for Box<[T]> {
 }
 
 /// Host memory aligned to 64 bytes, zeroed; derefs to a slice.
-pub struct HostBuf<T: Element> {
-    start: NonNull<T>,
-    len: usize,
+pub type HostBuf<T> = OwnedSlice<T, Heap>;
+
+/// What owns the memory of a [`HostBuf`]: the allocator gave it, in lines of 64 bytes.
+pub struct Heap {
+    _lines: Vec<Line>,
 }
 
-const ALIGN: usize = 64;
+#[repr(align(64))]
+struct Line {
+    _bytes: [u8; 64],
+}
+
+impl SliceOwner for Heap {
+    fn describe(&self, dtype: DType, len: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostBuf<{dtype}>({len})")
+    }
+}
 
 impl<T: Element> HostBuf<T> {
     /// `len` elements of zero.
@@ -184,10 +195,8 @@ impl<T: Element> HostBuf<T> {
     /// Where there is no memory for them the process is aborted, by the allocator's handler, as by `Vec`;
     /// [`try_zeroed`](Self::try_zeroed) says so instead.
     pub fn zeroed(len: usize) -> HostBuf<T> {
-        match Self::allocate(len) {
-            Some(buf) => buf,
-            None => handle_alloc_error(Self::layout(len).unwrap_or(Layout::new::<T>())),
-        }
+        Self::allocate(len)
+            .unwrap_or_else(|| handle_alloc_error(Layout::array::<T>(len).unwrap_or(Layout::new::<T>())))
     }
 
     /// The same, for a length that may be anything.
@@ -202,24 +211,28 @@ impl<T: Element> HostBuf<T> {
     }
 
     fn allocate(len: usize) -> Option<HostBuf<T>> {
-        let layout = Self::layout(len)?;
-        if layout.size() == 0 {
-            return Some(HostBuf { start: NonNull::dangling(), len });
-        }
-        // SAFETY: the layout's size is not zero.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
-        Some(HostBuf { start: start.cast(), len })
-    }
-
-    fn layout(len: usize) -> Option<Layout> {
-        let bytes = len.checked_mul(size_of::<T>())?;
-        Layout::from_size_align(bytes, ALIGN).ok()
+        let lines = len.checked_mul(size_of::<T>())?.div_ceil(size_of::<Line>());
+        // SAFETY: bytes may be zero.
+        let mut lines: Vec<Line> = unsafe { zeroed(lines) }?;
+        let start = lines.as_mut_ptr().cast();
+        // SAFETY: `len` elements fit the lines, which are aligned for every Element and do not move with their vector; they are zero,
+        // and every Element is valid when zero.
+        Some(unsafe { OwnedSlice::new(start, len, Heap { _lines: lines }) })
     }
 }
 
 /// A vector of so many zeroes; `None`: there is no memory for them. Where the system gives zeroed pages nothing is written
 /// here, so what it costs does not grow with the length.
 pub(crate) fn zeroes<T: Element>(len: usize) -> Option<Vec<T>> {
+    // SAFETY: every Element is valid when zero.
+    unsafe { zeroed(len) }
+}
+
+/// As [`zeroes`].
+///
+/// # Safety
+/// A `T` all of whose bytes are zero is valid.
+unsafe fn zeroed<T>(len: usize) -> Option<Vec<T>> {
     let layout = Layout::array::<T>(len).ok()?;
     if layout.size() == 0 {
         return Some(Vec::new());
@@ -227,7 +240,7 @@ pub(crate) fn zeroes<T: Element>(len: usize) -> Option<Vec<T>> {
     // SAFETY: the layout's size is not zero.
     let start = NonNull::new(unsafe { alloc_zeroed(layout) })?;
     // SAFETY: the global allocator gave it, with the layout that a vector of this capacity has; it is nobody else's, and
-    // all `len` elements are initialised: every Element is valid when zero.
+    // all `len` elements are initialised, as the caller promises.
     Some(unsafe { Vec::from_raw_parts(start.as_ptr().cast(), len, len) })
 }
 
@@ -236,55 +249,6 @@ impl<T: Element> From<&[T]> for HostBuf<T> {
         let mut buf = HostBuf::zeroed(values.len());
         buf.copy_from_slice(values);
         buf
-    }
-}
-
-impl<T: Element> Drop for HostBuf<T> {
-    fn drop(&mut self) {
-        if let Some(layout) = Self::layout(self.len).filter(|l| l.size() > 0) {
-            // SAFETY: allocated in `zeroed` with this layout; T is Copy, so nothing else is to be dropped.
-            unsafe { dealloc(self.start.as_ptr().cast(), layout) }
-        }
-    }
-}
-
-impl<T: Element> Deref for HostBuf<T> {
-    type Target = [T];
-    fn deref(&self) -> &[T] {
-        // SAFETY: `len` elements, zeroed at allocation (every Element is valid when zero), uniquely owned.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> DerefMut for HostBuf<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`, and `&mut self` makes this the only access.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> fmt::Debug for HostBuf<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostBuf<{}>({})", T::DTYPE.name(), self.len)
-    }
-}
-
-// SAFETY: it owns its memory alone, like Box<[T]>, and Element is Send.
-unsafe impl<T: Element> Send for HostBuf<T> {}
-// SAFETY: `&HostBuf` only gives `&[T]`, and Element is Sync.
-unsafe impl<T: Element> Sync for HostBuf<T> {}
-
-// SAFETY: heap memory, unmoved and owned alone.
-unsafe impl<T: Element> HostMemory for HostBuf<T> {
-    type Elem = T;
-    fn ptr(&self) -> *const T {
-        self.start.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut T {
-        self.start.as_ptr()
-    }
-    fn count(&self) -> usize {
-        self.len
     }
 }
 

@@ -1,14 +1,14 @@
 //! Cutting a buffer into disjoint views, which operations own one by one, and joining them back.
 
 use std::fmt;
-use std::ops::{Deref, DerefMut, Range};
-use std::ptr::NonNull;
+use std::ops::Range;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::HostMemory;
+use super::{HostMemory, OwnedSlice, SliceOwner};
 use crate::error::{Error, Failed};
+use crate::types::DType;
 
 /// A part of a buffer, owned by itself: what [`split`] and [`split_at`] make.
 ///
@@ -18,14 +18,17 @@ use crate::error::{Error, Failed};
 ///
 /// A view's first element is aligned for its type, not more: where the owner's alignment matters (64 bytes, for a
 /// [`HostBuf`](super::HostBuf)), cut at multiples of it.
-pub struct View<B: HostMemory> {
-    start: NonNull<B::Elem>,
-    range: Range<usize>,
-    owner: Arc<Owner<B>>,
+pub type View<B> = OwnedSlice<<B as HostMemory>::Elem, Part<B>>;
+
+/// What owns the memory of a [`View`]: a share of the buffer that was cut.
+pub struct Part<B> {
+    /// Where the view starts in it, in elements.
+    offset: usize,
+    whole: Arc<Whole<B>>,
 }
 
 /// The buffer that was cut.
-struct Owner<B> {
+struct Whole<B> {
     /// Its elements.
     len: usize,
     is_pinned: bool,
@@ -104,12 +107,13 @@ impl<B: HostMemory> View<B> {
     /// The first view of a buffer: all of it.
     fn whole(buf: B) -> View<B> {
         let (len, is_pinned) = (buf.count(), buf.is_pinned());
-        let owner = Arc::new(Owner { len, is_pinned, buf: Mutex::new(buf) });
+        let whole = Arc::new(Whole { len, is_pinned, buf: Mutex::new(buf) });
         // Asked when the buffer lies where it stays: a `Box` that moves takes the memory back from older pointers.
-        let start = owner.buf.lock().ptr_mut();
-        // Null can only be the start of no elements.
-        let start = NonNull::new(start).unwrap_or(NonNull::dangling());
-        View { start, range: 0..len, owner }
+        let start = whole.buf.lock().ptr_mut();
+        // SAFETY: the buffer is a HostMemory: its elements are initialised, aligned, valid for reads and writes until it is dropped,
+        // which the share keeps it from, and they do not move. Nobody else touches them: the buffer itself is not touched before the
+        // last share is gone, and this is its only view (`halve` and `join` share out what views have).
+        unsafe { OwnedSlice::new(start, len, Part { offset: 0, whole }) }
     }
 
     /// Hands this view out in pieces. The lengths add up to its own.
@@ -126,23 +130,26 @@ impl<B: HostMemory> View<B> {
 
     /// Hands this view out in two pieces. `mid` is not beyond its end.
     fn halve(self, mid: usize) -> [View<B>; 2] {
-        debug_assert!(mid <= self.range.len());
-        let mid = mid.min(self.range.len());
-        let at = self.range.start + mid;
-        // SAFETY: `mid` is at most this view's length, so the result lies in the owner's memory or just behind it.
-        let start = unsafe { self.start.add(mid) };
-        let high = View { start, range: at..self.range.end, owner: self.owner.clone() };
-        [View { range: self.range.start..at, ..self }, high]
+        let (start, len, Part { offset, whole }) = self.into_parts();
+        debug_assert!(mid <= len);
+        let mid = mid.min(len);
+        let view = |range: Range<usize>| {
+            let part = Part { offset: offset + range.start, whole: whole.clone() };
+            // SAFETY: the elements of this view that are in the range, as `whole` promised them. The view is consumed and its elements
+            // shared out, and views cannot be cloned, so no element is ever in two.
+            unsafe { OwnedSlice::new(start.add(range.start), range.len(), part) }
+        };
+        [view(0..mid), view(mid..len)]
     }
 
     /// Where this view starts in the buffer that was cut first, in elements.
     pub fn offset(&self) -> usize {
-        self.range.start
+        self.owner().offset
     }
 
     /// The elements of the buffer that was cut first which this view holds.
     pub fn range(&self) -> Range<usize> {
-        self.range.clone()
+        self.offset()..self.offset() + self.count()
     }
 
     /// Cuts this view further, into views of the same buffer: as [`split`], without another owner between.
@@ -150,7 +157,7 @@ impl<B: HostMemory> View<B> {
     /// # Errors
     /// As [`split`], with this view.
     pub fn split(self, lens: &[usize]) -> Result<Vec<View<B>>, Failed<View<B>>> {
-        match misfit(lens, self.range.len()) {
+        match misfit(lens, self.count()) {
             None => Ok(self.cut(lens)),
             Some(problem) => Err(failed("View::split", problem, self)),
         }
@@ -161,7 +168,7 @@ impl<B: HostMemory> View<B> {
     /// # Errors
     /// As [`split_at`], with this view.
     pub fn split_at(self, mid: usize) -> Result<[View<B>; 2], Failed<View<B>>> {
-        match beyond(mid, self.range.len()) {
+        match beyond(mid, self.count()) {
             None => Ok(self.halve(mid)),
             Some(problem) => Err(failed("View::split_at", problem, self)),
         }
@@ -183,13 +190,17 @@ impl<B: HostMemory> View<B> {
         if let Some(problem) = first.incomplete(&views) {
             return Err(failed("View::join", problem, views));
         }
-        let owner = first.owner.clone();
-        let parts: Vec<_> = views.into_iter().map(|view| (view.start, view.range)).collect();
-        match Arc::try_unwrap(owner) {
-            Ok(owner) => Ok(owner.buf.into_inner()),
-            Err(owner) => {
+        let whole = first.owner().whole.clone();
+        let parts: Vec<_> = views.into_iter().map(|view| (view.range(), view.into_parts().0)).collect();
+        match Arc::try_unwrap(whole) {
+            Ok(whole) => Ok(whole.buf.into_inner()),
+            Err(whole) => {
                 // What is still out there has no elements, but would outlive the memory that it points to.
-                let back = |(start, range)| View { start, range, owner: owner.clone() };
+                let back = |(range, start): (Range<usize>, _)| {
+                    let part = Part { offset: range.start, whole: whole.clone() };
+                    // SAFETY: the view as it was, which was consumed above.
+                    unsafe { OwnedSlice::new(start, range.len(), part) }
+                };
                 let problem =
                     "all elements are here, but a view without elements is not: join it too, or drop it";
                 Err(failed("View::join", problem.into(), parts.into_iter().map(back).collect()))
@@ -199,83 +210,37 @@ impl<B: HostMemory> View<B> {
 
     /// What these views lack to be all of this one's buffer.
     fn incomplete(&self, views: &[View<B>]) -> Option<String> {
-        if let Some(at) = views.iter().position(|view| !Arc::ptr_eq(&view.owner, &self.owner)) {
+        let whole = &self.owner().whole;
+        if let Some(at) = views.iter().position(|view| !Arc::ptr_eq(&view.owner().whole, whole)) {
             return Some(format!("view {at} of those given is of another buffer than view 0"));
         }
         let mut ranges: Vec<_> = views.iter().map(View::range).collect();
         ranges.sort_unstable_by_key(|range| (range.start, range.end));
-        let (mut at, mut gaps) = (0, Vec::new());
-        for range in ranges {
-            if range.start > at {
-                gaps.push(format!("{at}..{}", range.start));
-            }
-            at = range.end;
-        }
-        let len = self.owner.len;
-        if at < len {
-            gaps.push(format!("{at}..{len}"));
-        }
-        if gaps.is_empty() {
-            return None;
-        }
+        let (len, gaps) = (whole.len, gaps(ranges, whole.len)?);
         Some(format!(
-            "of the buffer's {len} elements {} are in no view that was given: in operations in flight, or dropped",
-            gaps.join(", ")
+            "of the buffer's {len} elements {gaps} are in no view that was given: in operations in flight, or dropped"
         ))
     }
 }
 
-impl<B: HostMemory> Deref for View<B> {
-    type Target = [B::Elem];
-    fn deref(&self) -> &[B::Elem] {
-        // SAFETY: the owner is a HostMemory, so its memory is initialised, aligned, and valid for as long as it is not dropped,
-        // which our Arc prevents; `start` and `range` stay inside it (`whole`, `halve`). Nobody writes these elements:
-        // - through the owner: it is not touched before the last Arc of it is gone;
-        // - through another view: views are made by `whole`, once for an owner, and by `halve` (and `join`, of views that
-        //   it consumed), which takes a view by value and shares its elements out. They cannot be cloned. So no element
-        //   is ever in two views;
-        // - through this view: that needs `&mut self`.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.range.len()) }
+/// Which of so many elements these ranges, in order, leave out, if they leave out any.
+pub(super) fn gaps(ranges: impl IntoIterator<Item = Range<usize>>, len: usize) -> Option<String> {
+    let (mut at, mut gaps) = (0, Vec::new());
+    for range in ranges.into_iter().chain(std::iter::once(len..len)) {
+        if range.start > at {
+            gaps.push(format!("{at}..{}", range.start));
+        }
+        at = range.end;
     }
+    (!gaps.is_empty()).then(|| gaps.join(", "))
 }
 
-impl<B: HostMemory> DerefMut for View<B> {
-    fn deref_mut(&mut self) -> &mut [B::Elem] {
-        // SAFETY: as in `deref`; `&mut self` and that no element is in two views make this the only access. The owner
-        // gave the address by `ptr_mut`, for writing.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.range.len()) }
-    }
-}
-
-impl<B: HostMemory> fmt::Debug for View<B> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = <B::Elem as crate::types::Element>::DTYPE.name();
-        write!(f, "View<{name}>({}..{} of {})", self.range.start, self.range.end, self.owner.len)
-    }
-}
-
-// SAFETY: a view has its elements alone, and elements are Send; the owner may be dropped on any thread, for a HostMemory is
-// Send, and is reached only by whoever has its last Arc.
-unsafe impl<B: HostMemory> Send for View<B> {}
-// SAFETY: `&View` gives `&[B::Elem]`, and elements are Sync; it does not give the owner.
-unsafe impl<B: HostMemory> Sync for View<B> {}
-
-// SAFETY: `start` and the length are kept in the view and do not change when it moves; the memory is valid for both
-// reads and writes, initialised and aligned as the owner's (see `deref`), until the last view is dropped; no element is
-// in two views, and the owner is not touched, so the view is the unique owner of its elements.
-unsafe impl<B: HostMemory> HostMemory for View<B> {
-    type Elem = B::Elem;
-    fn ptr(&self) -> *const B::Elem {
-        self.start.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut B::Elem {
-        self.start.as_ptr()
-    }
-    fn count(&self) -> usize {
-        self.range.len()
+impl<B: HostMemory> SliceOwner for Part<B> {
+    fn describe(&self, dtype: DType, len: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "View<{dtype}>({}..{} of {})", self.offset, self.offset + len, self.whole.len)
     }
     fn is_pinned(&self) -> bool {
-        self.owner.is_pinned
+        self.whole.is_pinned
     }
 }
 

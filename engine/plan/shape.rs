@@ -1,7 +1,5 @@
 //! What a plan depends on, and the small vocabulary that the algorithms are written in.
 
-use std::fmt;
-
 use super::{Algo, At, INPUT, Kind, Layout, OUTPUT, Operand, Plan, Rank, SCRATCH, Step};
 
 /// All that a plan depends on besides the collective and the algorithm.
@@ -23,7 +21,8 @@ pub struct Shape<'a> {
 }
 
 /// A collective cannot be carried out as asked.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{kind} by {algo}: {why}")]
 pub struct Unsuitable {
     /// The collective.
     pub kind: Kind,
@@ -32,14 +31,6 @@ pub struct Unsuitable {
     /// Why not.
     pub why: String,
 }
-
-impl fmt::Display for Unsuitable {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} by {}: {}", self.kind, self.algo, self.why)
-    }
-}
-
-impl std::error::Error for Unsuitable {}
 
 impl Shape<'_> {
     /// Where chunk `chunk` of our input is.

@@ -6,6 +6,7 @@
 //! into slices and pipelines them, the checker runs the same list symbolically, and so will the
 //! CUDA executor and the simulator.
 
+use std::fmt;
 use std::ops::Range;
 
 use super::Rank;
@@ -27,6 +28,12 @@ pub struct At {
     pub slot: Slot,
     /// Which chunk of it, an index into the slot's [`Layout`].
     pub chunk: u32,
+}
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "chunk {} of slot {}", self.chunk, self.slot)
+    }
 }
 
 /// Where an operand of a step comes from.

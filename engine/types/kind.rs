@@ -2,111 +2,114 @@
 
 use std::fmt;
 
-/// A collective operation.
-#[repr(u8)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// Every rank ends with the reduction of all ranks' `count` elements.
-    AllReduce = 1,
-    /// Every rank ends with the root's `count` elements.
-    Broadcast = 2,
-    /// The root ends with the reduction; the other ranks' buffers are unchanged.
-    Reduce = 3,
-    /// Every rank ends with all ranks' `count` elements, in rank order (`n * count`).
-    AllGather = 4,
-    /// Rank r ends with block r (`count` elements) of the reduction of `n * count` elements.
-    ReduceScatter = 5,
-    /// No rank returns before every rank has called.
-    Barrier = 6,
-    /// The root ends with all ranks' `count` elements, in rank order (`n * count`).
-    Gather = 7,
-    /// Rank r ends with block r (`count` elements) of the root's `n * count` elements.
-    Scatter = 8,
-    /// Rank r ends with block r of every rank's `n * count` elements, in rank order (`n * count`).
-    AllToAll = 9,
-    /// Rank r ends with the reduction of the `count` elements of ranks `0..=r`.
-    Scan = 10,
-    /// Rank r ends with the reduction of the `count` elements of ranks `0..r`; rank 0's output is unchanged.
-    ExScan = 11,
+/// An enumeration whose values have a number, which travels between ranks, and a name, which people read and write.
+macro_rules! named {
+    ($(#[$meta:meta])* pub enum $type:ident {
+        $($(#[$of_variant:meta])* $variant:ident = $number:literal $name:literal,)*
+    }) => {
+        $(#[$meta])*
+        #[repr(u8)]
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum $type {
+            $($(#[$of_variant])* $variant = $number,)*
+        }
+
+        impl $type {
+            const EVERY: [$type; [$($number),*].len()] = [$($type::$variant),*];
+
+            /// The field's name, as on the command line and in variables of the environment.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($type::$variant => $name,)*
+                }
+            }
+
+            /// The one with this wire number.
+            pub fn from_u8(value: u8) -> Option<$type> {
+                $type::EVERY.into_iter().find(|one| *one as u8 == value)
+            }
+        }
+
+        impl fmt::Display for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+    };
 }
 
-/// How a collective is carried out. Which there are for which, and at what cost: `docs/algorithms.md`.
-#[repr(u8)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
-pub enum Algo {
-    /// Chosen by size, group and links; the same on every rank.
-    #[default]
-    Auto = 0,
-    /// One hop: every rank sends all it has to all who need it. Lowest latency, most bytes.
-    OneShot = 1,
-    /// Straight from who has it to who needs it; where something is reduced or spread, each rank does so with one
-    /// chunk: two hops ("two-shot").
-    Direct = 2,
-    /// Round the ring; the fewest bytes on each wire, `n-1` hops, and as many back in an all_reduce.
-    Ring = 3,
-    /// Exchange with partners at doubling distance (in an all_reduce bidirectional, BDE): `log2 n` hops.
-    RecursiveDoubling = 4,
-    /// Each round tells the rank `2^k` further on: `ceil(log2 n)` hops. Barrier.
-    Dissemination = 5,
-    /// Everyone to rank 0, and back from there: the textbook's (and the seeds') first try.
-    Naive = 6,
-    /// Two binary trees, half the data each; no rank is an inner node in both.
-    DoubleBinaryTree = 7,
-    /// A minimum spanning tree: the group is halved again and again. In rank order from any root.
-    Mst = 8,
-    /// Reduce-scatter by halving distances, then all-gather by doubling them; any number of ranks, none idles.
-    HalvingDoubling = 9,
-    /// First inside each host, then between hosts, then inside each host. Several hosts with several ranks.
-    TwoLevel = 10,
-    /// A binomial tree, ranks counted from the root.
-    Binomial = 11,
-    /// From rank to rank in one line, in slices that follow each other.
-    Chain = 12,
-    /// Broadcast as scatter and all-gather by a ring; reduce as reduce-scatter by a ring and gather.
-    ScatterAllGather = 13,
-    /// In each round ranks are paired, and partners exchange what is each other's.
-    Pairwise = 14,
-    /// Sums for others go to partners at halving distance: `log2 n` hops, any number of ranks.
-    RecursiveHalving = 15,
+named! {
+    /// A collective operation.
+    pub enum Kind {
+        /// Every rank ends with the reduction of all ranks' `count` elements.
+        AllReduce = 1 "all_reduce",
+        /// Every rank ends with the root's `count` elements.
+        Broadcast = 2 "broadcast",
+        /// The root ends with the reduction; the other ranks' buffers are unchanged.
+        Reduce = 3 "reduce",
+        /// Every rank ends with all ranks' `count` elements, in rank order (`n * count`).
+        AllGather = 4 "all_gather",
+        /// Rank r ends with block r (`count` elements) of the reduction of `n * count` elements.
+        ReduceScatter = 5 "reduce_scatter",
+        /// No rank returns before every rank has called.
+        Barrier = 6 "barrier",
+        /// The root ends with all ranks' `count` elements, in rank order (`n * count`).
+        Gather = 7 "gather",
+        /// Rank r ends with block r (`count` elements) of the root's `n * count` elements.
+        Scatter = 8 "scatter",
+        /// Rank r ends with block r of every rank's `n * count` elements, in rank order (`n * count`).
+        AllToAll = 9 "all_to_all",
+        /// Rank r ends with the reduction of the `count` elements of ranks `0..=r`.
+        Scan = 10 "scan",
+        /// Rank r ends with the reduction of the `count` elements of ranks `0..r`; rank 0's output is unchanged.
+        ExScan = 11 "exscan",
+    }
+}
+
+named! {
+    /// How a collective is carried out. Which there are for which, and at what cost: `docs/algorithms.md`.
+    #[derive(Default)]
+    pub enum Algo {
+        /// Chosen by size, group and links; the same on every rank.
+        #[default]
+        Auto = 0 "auto",
+        /// One hop: every rank sends all it has to all who need it. Lowest latency, most bytes.
+        OneShot = 1 "oneshot",
+        /// Straight from who has it to who needs it; where something is reduced or spread, each rank does so with one
+        /// chunk: two hops ("two-shot").
+        Direct = 2 "direct",
+        /// Round the ring; the fewest bytes on each wire, `n-1` hops, and as many back in an all_reduce.
+        Ring = 3 "ring",
+        /// Exchange with partners at doubling distance (in an all_reduce bidirectional, BDE): `log2 n` hops.
+        RecursiveDoubling = 4 "recursive_doubling",
+        /// Each round tells the rank `2^k` further on: `ceil(log2 n)` hops. Barrier.
+        Dissemination = 5 "dissemination",
+        /// Everyone to rank 0, and back from there: the textbook's (and the seeds') first try.
+        Naive = 6 "naive",
+        /// Two binary trees, half the data each; no rank is an inner node in both.
+        DoubleBinaryTree = 7 "double_binary_tree",
+        /// A minimum spanning tree: the group is halved again and again. In rank order from any root.
+        Mst = 8 "mst",
+        /// Reduce-scatter by halving distances, then all-gather by doubling them; any number of ranks, none idles.
+        HalvingDoubling = 9 "halving_doubling",
+        /// First inside each host, then between hosts, then inside each host. Several hosts with several ranks.
+        TwoLevel = 10 "two_level",
+        /// A binomial tree, ranks counted from the root.
+        Binomial = 11 "binomial",
+        /// From rank to rank in one line, in slices that follow each other.
+        Chain = 12 "chain",
+        /// Broadcast as scatter and all-gather by a ring; reduce as reduce-scatter by a ring and gather.
+        ScatterAllGather = 13 "scatter_all_gather",
+        /// In each round ranks are paired, and partners exchange what is each other's.
+        Pairwise = 14 "pairwise",
+        /// Sums for others go to partners at halving distance: `log2 n` hops, any number of ranks.
+        RecursiveHalving = 15 "recursive_halving",
+    }
 }
 
 impl Kind {
     /// All collectives.
-    pub const ALL: [Kind; 11] = [
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::Reduce,
-        Kind::AllGather,
-        Kind::ReduceScatter,
-        Kind::Barrier,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::AllToAll,
-        Kind::Scan,
-        Kind::ExScan,
-    ];
-
-    /// The field's name.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Kind::AllReduce => "all_reduce",
-            Kind::Broadcast => "broadcast",
-            Kind::Reduce => "reduce",
-            Kind::AllGather => "all_gather",
-            Kind::ReduceScatter => "reduce_scatter",
-            Kind::Barrier => "barrier",
-            Kind::Gather => "gather",
-            Kind::Scatter => "scatter",
-            Kind::AllToAll => "all_to_all",
-            Kind::Scan => "scan",
-            Kind::ExScan => "exscan",
-        }
-    }
-
-    /// The collective with this wire number.
-    pub fn from_u8(value: u8) -> Option<Kind> {
-        Kind::ALL.into_iter().find(|k| *k as u8 == value)
-    }
+    pub const ALL: [Kind; 11] = Kind::EVERY;
 
     /// Whether values are combined.
     pub const fn reduces(self) -> bool {
@@ -127,12 +130,6 @@ impl Kind {
     }
 }
 
-impl fmt::Display for Kind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
 impl std::str::FromStr for Kind {
     type Err = String;
     fn from_str(s: &str) -> Result<Kind, String> {
@@ -145,56 +142,12 @@ impl std::str::FromStr for Kind {
 
 impl Algo {
     /// All algorithms but [`Algo::Auto`].
-    pub const ALL: [Algo; 15] = [
-        Algo::OneShot,
-        Algo::Direct,
-        Algo::Ring,
-        Algo::RecursiveDoubling,
-        Algo::Dissemination,
-        Algo::Naive,
-        Algo::DoubleBinaryTree,
-        Algo::Mst,
-        Algo::HalvingDoubling,
-        Algo::TwoLevel,
-        Algo::Binomial,
-        Algo::Chain,
-        Algo::ScatterAllGather,
-        Algo::Pairwise,
-        Algo::RecursiveHalving,
-    ];
-
-    /// Its name, as in `ALLSTREAM_ALGO` and on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Algo::Auto => "auto",
-            Algo::OneShot => "oneshot",
-            Algo::Direct => "direct",
-            Algo::Ring => "ring",
-            Algo::RecursiveDoubling => "recursive_doubling",
-            Algo::Dissemination => "dissemination",
-            Algo::Naive => "naive",
-            Algo::DoubleBinaryTree => "double_binary_tree",
-            Algo::Mst => "mst",
-            Algo::HalvingDoubling => "halving_doubling",
-            Algo::TwoLevel => "two_level",
-            Algo::Binomial => "binomial",
-            Algo::Chain => "chain",
-            Algo::ScatterAllGather => "scatter_all_gather",
-            Algo::Pairwise => "pairwise",
-            Algo::RecursiveHalving => "recursive_halving",
-        }
-    }
-
-    /// The algorithm with this wire number.
-    pub fn from_u8(value: u8) -> Option<Algo> {
-        [Algo::Auto].into_iter().chain(Algo::ALL).find(|a| *a as u8 == value)
-    }
-}
-
-impl fmt::Display for Algo {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
+    pub const ALL: [Algo; 15] = {
+        let mut all = [Algo::Auto; 15];
+        let (_, but_auto) = Algo::EVERY.split_at(1);
+        all.copy_from_slice(but_auto);
+        all
+    };
 }
 
 impl std::str::FromStr for Algo {
@@ -204,7 +157,7 @@ impl std::str::FromStr for Algo {
         if plain(s) == "bde" {
             return Ok(Algo::RecursiveDoubling);
         }
-        [Algo::Auto].into_iter().chain(Algo::ALL).find(|a| plain(a.name()) == plain(s)).ok_or_else(|| {
+        Algo::EVERY.into_iter().find(|a| plain(a.name()) == plain(s)).ok_or_else(|| {
             let names: Vec<_> = Algo::ALL.iter().map(|a| a.name()).collect();
             format!("unknown algorithm {s:?}: expected auto, {} (or bde)", names.join(", "))
         })

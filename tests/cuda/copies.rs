@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use allstream::cuda::{Device, DeviceBuf, DeviceStream, ForeignMemory, PinnedBuf};
-use allstream::{Comm, DType, Failed, HostBuf};
+use allstream::{Comm, DType, Error, Failed, HostBuf};
 
-use crate::support::{child, device, fail, function, nothing_left, numbers, report, soon, until};
+use crate::support::{
+    bound, child, device, fail, function, nothing_left, numbers, ranks, report, soon, until, up,
+};
 
 const SLOW: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DELAY_US", "3000")];
 
@@ -34,6 +36,46 @@ fn copies_give_everything_back() {
         let pinned = soon(comm.all_reduce(pinned)).unwrap();
         drop((buf, pinned, empty, stream, device));
         nothing_left("all was dropped");
+    });
+}
+
+/// A rank's device has a byte of 2 where a bool is to be, and another rank gets it in a collective.
+#[test]
+fn a_bool_of_a_device_that_is_neither_true_nor_false_never_reaches_the_host() {
+    child("copies::a_bool_of_a_device_that_is_neither_true_nor_false_never_reaches_the_host", SLOW, || {
+        ranks(2, |mut comm| {
+            let stream = bound(&mut comm, 1);
+            // The second is copied in several slices.
+            for (len, wrong) in [(5, 3), (9 << 20, (8 << 20) + 1)] {
+                let told = |error: Error| {
+                    let expected = format!("element {wrong} of a buffer of bools is 2, neither 0 nor 1");
+                    assert!(error.to_string().contains(&expected), "{error}");
+                };
+                let mut bytes = vec![1_u8; len];
+                bytes[wrong] += u8::from(comm.rank() == 0);
+                let bytes = up(&stream, bytes);
+                let memory = ForeignMemory { pointer: bytes.as_ptr(), len, dtype: DType::Bool };
+                // SAFETY: memory of a buffer that it keeps. That one byte is no bool is what is tried out.
+                let bools = unsafe { DeviceBuf::<bool>::from_foreign(memory, &stream, bytes) }.unwrap();
+                let bools = soon(comm.broadcast(bools, 0)).unwrap();
+                let expected: Vec<bool> = (0..len).map(|i| i != wrong).collect();
+                let Failed { buf, error } = soon(bools.to_host(vec![true; len])).unwrap_err();
+                told(error);
+                let (bools, host) = buf.unwrap();
+                assert!(host == expected, "it is false, and the others are what they were");
+                let pinned = PinnedBuf::<bool>::zeroed(&stream.device(), len).unwrap();
+                let Failed { buf, error } = soon(bools.to_host(pinned)).unwrap_err();
+                told(error);
+                let (bools, pinned) = buf.unwrap();
+                assert!(*pinned == *expected);
+                let (_, bools) = soon(bools.copy_from_host(pinned)).unwrap();
+                let (_, host) = soon(bools.to_host(host)).unwrap();
+                assert!(host == expected, "written anew, it is as good as any");
+            }
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
+        assert_eq!(report().freed_in_use, 0);
     });
 }
 

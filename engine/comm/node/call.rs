@@ -1,16 +1,13 @@
 //! A call on all devices of a node: its options, its checks, its submission. The collectives are in [`super::calls`].
 
-use std::time::Duration;
-
 use super::super::call::{Desk, Prepared, Side};
 use super::super::restore::one;
-use super::super::work::{Restore, Submitted};
+use super::super::work::{Part, Restore, Submitted};
 use super::super::{Call, Work};
-use super::work::Part;
 use super::{Node, NodeWork, Place, Several};
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, ErasedBufs, Event, HostStream, Parts};
-use crate::types::{Algo, Element, Function, Rank, ReduceOp};
+use crate::types::Rank;
 
 /// A node with options for the next call: those of [`Call`], and [`on`](NodeCall::on) with a stream for each device.
 #[derive(Debug)]
@@ -18,7 +15,7 @@ use crate::types::{Algo, Element, Function, Rank, ReduceOp};
 pub struct NodeCall<'a> {
     pub(super) node: &'a Node,
     /// The options, as those of the first device's call.
-    call: Call<'a>,
+    pub(in crate::comm) call: Call<'a>,
     /// Where each device's part waits for a point of its own.
     after: Option<Vec<Event>>,
 }
@@ -28,47 +25,6 @@ pub struct NodeCall<'a> {
 enum Staged<O, F> {
     Ready(Prepared, Restore<O, F>),
     Refused(Failed<F>),
-}
-
-/// The options, on `Node` through `&mut self` and on `NodeCall` by value.
-macro_rules! options {
-    ($($(#[$doc:meta])* fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*);)*) => {
-        impl<'a> NodeCall<'a> {
-            $(
-                #[doc = concat!("See [`Call::", stringify!($name), "`].")]
-                pub fn $name $($generics)* (mut self, $($arg: $ty),*) -> Self {
-                    self.call = self.call.$name($($arg),*);
-                    self
-                }
-            )*
-        }
-
-        impl Node {
-            $(
-                $(#[$doc])*
-                pub fn $name $($generics)* (&mut self, $($arg: $ty),*) -> NodeCall<'_> {
-                    self.call().$name($($arg),*)
-                }
-            )*
-        }
-    };
-}
-
-options! {
-    /// The reduction of the next call (default: sum).
-    fn op [] (op: ReduceOp);
-    /// The reduction of the next call is a function of yours. See [`Call::function`].
-    fn function [<T: Element>] (function: &Function<T>);
-    /// The next call sums inputs multiplied by this. See [`Call::scale`].
-    fn scale [] (factor: f64);
-    /// The deadline of the next call. See [`Call::timeout`].
-    fn timeout [] (timeout: Duration);
-    /// The algorithm of the next call; the same on all ranks.
-    fn algo [] (algo: Algo);
-    /// Whether the next call is deterministic. See [`Call::deterministic`].
-    fn deterministic [] (on: bool);
-    /// The tag of the next message (default: 0).
-    fn tag [] (tag: u32);
 }
 
 impl Node {

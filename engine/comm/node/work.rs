@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use super::super::work::{EAGER_POLLS, POLL_BUDGET, taken};
+use super::super::work::{EAGER_POLLS, POLL_BUDGET, Part, taken};
 use super::super::{Ordered, Work};
 use super::Several;
 use crate::error::{Error, Failed};
@@ -32,13 +32,8 @@ pub struct NodeWork<S: Several, O = <S as Several>::Item> {
     polls: u32,
 }
 
-/// One device's part.
-pub(super) enum Part<O, F> {
-    Running(Work<O, F>),
-    Done(Result<O, Failed<F>>),
-}
-
 impl<O, F> Part<O, F> {
+    /// One device's part.
     pub(super) fn new(work: Work<O, F>) -> Part<O, F> {
         if work.at().is_some() { Part::Running(work) } else { Part::Done(work.wait()) }
     }
@@ -47,13 +42,6 @@ impl<O, F> Part<O, F> {
         match self {
             Part::Done(Err(failed)) => Some(&failed.error),
             _ => None,
-        }
-    }
-
-    fn outcome(self) -> Result<O, Failed<F>> {
-        match self {
-            Part::Running(work) => work.wait(),
-            Part::Done(result) => result,
         }
     }
 }

@@ -2,22 +2,21 @@
 
 mod board;
 #[cfg(test)]
-mod model;
+mod tests;
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Weak};
-use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use futures::FutureExt;
 use futures::future::{AbortHandle, abortable};
-use parking_lot::{Condvar, Mutex};
 
 use self::board::{Board, Out, Refusal, WINDOW};
 use super::World;
 use crate::error::{Error, Lost};
 use crate::exec::Endpoint;
 use crate::group::message::{CommId, Message, Outcome, Step};
+use crate::mem::Promise;
 use crate::types::{Map, Rank};
 
 /// Messages kept of each rank for communicators that have not called `agree` here; the last ones.
@@ -48,58 +47,12 @@ impl Verdict {
     }
 }
 
+/// What a caller gets.
 pub(in crate::comm) type Answer = Result<Verdict, Error>;
-
-/// Where an answer is waited for.
-#[derive(Default)]
-pub(in crate::comm) struct Slot {
-    place: Mutex<(Option<Answer>, Option<Waker>)>,
-    filled: Condvar,
-}
-
-impl Slot {
-    /// Blocks until the answer is there, and takes it.
-    pub(in crate::comm) fn wait(&self) -> Answer {
-        let mut place = self.place.lock();
-        loop {
-            if let Some(answer) = place.0.take() {
-                return answer;
-            }
-            self.filled.wait(&mut place);
-        }
-    }
-
-    /// Takes the answer if it is there; else the waker is woken when it is.
-    pub(in crate::comm) fn poll(&self, cx: &Context<'_>) -> Poll<Answer> {
-        // Somebody else's code: cloned, and what is not needed dropped, outside the lock.
-        let mut waker = Some(cx.waker().clone());
-        let answer = {
-            let mut place = self.place.lock();
-            if place.0.is_none() {
-                std::mem::swap(&mut place.1, &mut waker);
-            }
-            place.0.take()
-        };
-        drop(waker);
-        answer.map_or(Poll::Pending, Poll::Ready)
-    }
-
-    fn put(&self, answer: Answer) {
-        let waker = {
-            let mut place = self.place.lock();
-            place.0.get_or_insert(answer);
-            place.1.take()
-        };
-        self.filled.notify_all();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
-    }
-}
 
 /// A caller that has no answer yet.
 struct Waiter {
-    slot: Arc<Slot>,
+    answer: Promise<Answer>,
     timer: AbortHandle,
 }
 
@@ -129,12 +82,12 @@ pub(crate) struct Agreements {
     made: u64,
 }
 
-/// Answers to be put in their slots once no lock is held: a waker may call anything.
-type Answers = Vec<(Arc<Slot>, Answer)>;
+/// Answers to be given once no lock is held: a waker may call anything.
+type Answers = Vec<(Promise<Answer>, Answer)>;
 
 fn fill(answers: Answers) {
-    for (slot, answer) in answers {
-        slot.put(answer);
+    for (promise, answer) in answers {
+        promise.keep(answer);
     }
 }
 
@@ -204,14 +157,14 @@ impl Table {
                 Out::Decided { number, outcome } => {
                     if let Some(waiter) = self.waiters.remove(&number) {
                         waiter.timer.abort();
-                        answers.push((waiter.slot, Ok(Verdict::new(self.members.len(), &outcome))));
+                        answers.push((waiter.answer, Ok(Verdict::new(self.members.len(), &outcome))));
                     }
                 }
                 Out::Expelled(how) => {
                     let me = self.members.iter().position(|m| *m == world.rank).unwrap_or_default();
                     for (_, waiter) in self.waiters.drain() {
                         waiter.timer.abort();
-                        answers.push((waiter.slot, Err(expelled(me, how))));
+                        answers.push((waiter.answer, Err(expelled(me, how))));
                     }
                 }
             }
@@ -221,20 +174,20 @@ impl Table {
 }
 
 impl World {
-    /// Votes; the answer comes into the slot.
+    /// Votes; the answer comes as promised.
     pub(in crate::comm) fn agree(
         self: &Arc<World>,
         endpoint: &Arc<Endpoint>,
         flag: bool,
         timeout: Duration,
-    ) -> Arc<Slot> {
-        let slot = Arc::new(Slot::default());
-        let answers = match self.try_agree(endpoint, flag, timeout, &slot) {
+    ) -> Promise<Answer> {
+        let promise = Promise::pending();
+        let answers = match self.try_agree(endpoint, flag, timeout, &promise) {
             Ok(answers) => answers,
-            Err(error) => vec![(slot.clone(), Err(error))],
+            Err(error) => vec![(promise.clone(), Err(error))],
         };
         fill(answers);
-        slot
+        promise
     }
 
     fn try_agree(
@@ -242,7 +195,7 @@ impl World {
         endpoint: &Arc<Endpoint>,
         flag: bool,
         timeout: Duration,
-        slot: &Arc<Slot>,
+        promise: &Promise<Answer>,
     ) -> Result<Answers, Error> {
         let (comm, mut out) = (CommId(endpoint.config.comm), Vec::new());
         let mut all = self.agreements.lock();
@@ -259,7 +212,7 @@ impl World {
                 }
             });
             self.runtime.spawn(Box::pin(expires.map(drop)))?;
-            table.waiters.insert(number, Waiter { slot: slot.clone(), timer });
+            table.waiters.insert(number, Waiter { answer: promise.clone(), timer });
         }
         let answers = table.carry_out(self, comm, out);
         match called {
@@ -276,7 +229,7 @@ impl World {
             let Some(waiter) = table.waiters.remove(&number) else { return };
             let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
             let missing = table.board.missing(number);
-            (waiter.slot, Err(Error::NoVerdict { comm: name, number, rank, after, missing }))
+            (waiter.answer, Err(Error::NoVerdict { comm: name, number, rank, after, missing }))
         };
         fill(vec![given_up]);
     }

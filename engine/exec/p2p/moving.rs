@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::exec::inflight::Key;
-use crate::exec::values::not_bool;
+use crate::mem::check_bools;
 use crate::mem::device::Staged;
 use crate::types::{DType, Rank, Signature};
 
@@ -76,7 +76,7 @@ impl Message {
             return None;
         }
         // SAFETY: the receive's buffer, `bytes` long, which the table owns, and in which nothing moves any more.
-        unsafe { not_bool(self.memory, self.bytes) }
+        unsafe { check_bools(self.memory, self.bytes) }
     }
 }
 

@@ -5,20 +5,20 @@ use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 
-use allstream_sys::cuda::{CuEvent, Cuda};
+use allstream_sys::cuda::CuEvent;
 use parking_lot::Mutex;
 
 use super::context::Context;
 use super::fate::Fate;
 use super::handle::Device;
 use super::pool::{Mark, Piece};
-use super::slices::{self, Direction};
+use super::slices::{Direction, Route};
 use super::staging::DevicePlace;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::transfer::{Settle, Transfer};
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
-use crate::mem::{Buf, HostMemory, Location, Where};
+use crate::mem::{Buf, HostMemory, Location, Where, check_bools};
 use crate::types::{DType, Element};
 
 /// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
@@ -159,14 +159,6 @@ impl<T: Element> fmt::Debug for DeviceBuf<T> {
     }
 }
 
-/// Bytes of elements, as a copy of both to the other wants them.
-#[derive(Clone, Copy)]
-pub(super) struct Ends {
-    pub(super) device: u64,
-    pub(super) host: *mut u8,
-    pub(super) bytes: usize,
-}
-
 impl<T: Element> DeviceBuf<T> {
     pub(super) fn of(source: Source, address: u64, len: usize, stream: &DeviceStream) -> DeviceBuf<T> {
         let (marks, foreign) = (!matches!(source, Source::Empty), matches!(source, Source::Foreign(_)));
@@ -249,8 +241,9 @@ impl<T: Element> DeviceBuf<T> {
     /// Copies this buffer into a host buffer of the same length, on its stream.
     ///
     /// # Errors
-    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`]; the cause for which a collective
-    /// failed that this buffer's contents come from.
+    /// [`Failed`] with both: [`Error::Invalid`], the lengths differ, or what is there is to be a `bool` and is neither 0 nor 1 (on
+    /// the host it is `false` then); [`Error::Cuda`]; the cause for which a collective failed that this buffer's contents come
+    /// from.
     pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
         if let Some(error) = self.differs("to_host", host.len()) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
@@ -258,21 +251,8 @@ impl<T: Element> DeviceBuf<T> {
         if let Err(error) = self.check() {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
         }
-        let stream = self.stream.clone();
-        let (ends, direction) = (self.ends(&mut host), Direction::ToHost);
-        if ends.bytes > 0 && !host.is_pinned() {
-            return slices::copy(&stream, (direction, ends), (self, host), settle_from);
-        }
-        let put = move |cuda: &Cuda, (buf, host): &mut (DeviceBuf<T>, H)| {
-            let Ends { device, host, bytes } = buf.ends(host);
-            if bytes == 0 {
-                return Ok(());
-            }
-            // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is writable and does not
-            // move with it. Both buffers are held until the copy is done.
-            unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, *buf.stream.0.raw()) }
-        };
-        Transfer::start(&stream, (self, host), direction.doing(), put, settle_from)
+        let (stream, route) = (self.stream.clone(), self.route(Direction::ToHost, &mut host));
+        route.start(&stream, (self, host), settle_on_host)
     }
 
     fn differs(&self, call: &str, len: usize) -> Option<Error> {
@@ -282,8 +262,10 @@ impl<T: Element> DeviceBuf<T> {
         })
     }
 
-    fn ends<H: HostMemory<Elem = T>>(&self, host: &mut H) -> Ends {
-        Ends { device: self.address(), host: host.ptr_mut().cast(), bytes: self.bytes() }
+    /// A copy between this buffer and one of the host's that is as long.
+    fn route<H: HostMemory<Elem = T>>(&self, direction: Direction, host: &mut H) -> Route {
+        let (device, host, is_pinned) = (self.address(), host.ptr_mut().cast(), host.is_pinned());
+        Route { direction, device, host, bytes: self.bytes(), is_pinned }
     }
 
     /// Number of elements.
@@ -399,21 +381,8 @@ fn upload<T: Element, H: HostMemory<Elem = T>, F: Send + 'static>(
     (mut host, buf): Upload<H, T>,
     settle: Settle<Upload<H, T>, Upload<H, T>, F>,
 ) -> Transfer<Upload<H, T>, F> {
-    let stream = buf.stream.clone();
-    let (ends, direction) = (buf.ends(&mut host), Direction::ToDevice);
-    if ends.bytes > 0 && !host.is_pinned() {
-        return slices::copy(&stream, (direction, ends), (host, buf), settle);
-    }
-    let put = |cuda: &Cuda, (host, buf): &mut (H, DeviceBuf<T>)| {
-        let Ends { device, host, bytes } = buf.ends(host);
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: `bytes` bytes on both sides: the lengths are equal, and a Buf's memory is initialised and does not move
-        // with it. Both buffers are held until the copy is done.
-        unsafe { cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, *buf.stream.0.raw()) }
-    };
-    Transfer::start(&stream, (host, buf), direction.doing(), put, settle)
+    let (stream, route) = (buf.stream.clone(), buf.route(Direction::ToDevice, &mut host));
+    route.start(&stream, (host, buf), settle)
 }
 
 pub(super) fn settle<K>(result: Result<(), Error>, held: Option<K>) -> Result<K, Failed<K>> {
@@ -436,6 +405,29 @@ pub(super) fn settle_from<T: Element, H>(
         Ok(()) => Ok(held),
         Err(error) => Err(Failed { buf: Some(held), error }),
     }
+}
+
+/// The same where the values come to the host. Of bools they are looked at first, also after a failure: some may have come.
+fn settle_on_host<T: Element, H: HostMemory<Elem = T>>(
+    result: Result<(), Error>,
+    held: Option<Download<T, H>>,
+) -> Result<Download<T, H>, Failed<Download<T, H>>> {
+    let mut settled = settle_from(result, held);
+    let host = match &mut settled {
+        Ok((_, host)) => Some(host),
+        Err(failed) => failed.buf.as_mut().map(|(_, host)| host),
+    };
+    if T::DTYPE == DType::Bool
+        && let Some(host) = host
+        // SAFETY: `host` has as many bytes as bools, alone, and no copy to it is under way: it would not be held here.
+        && let Some(problem) = unsafe { check_bools(host.ptr_mut().cast(), host.count()) }
+    {
+        let problem = format!("{problem}: a kernel has written it on the device, or another rank");
+        settled = settled.and_then(|both| {
+            Err(Failed { buf: Some(both), error: Error::invalid(Direction::ToHost.doing(), problem) })
+        });
+    }
+    settled
 }
 
 pub(super) fn lost(result: Result<(), Error>) -> Error {

@@ -255,8 +255,24 @@ impl Context {
         doing: &str,
         call: impl FnOnce(&'static Cuda) -> Result<T, CudaError>,
     ) -> Result<T, Error> {
-        let made = self.enter().and_then(|_entered| call(self.cuda));
-        made.map_err(|error| self.tell(doing, error))
+        self.within(doing, |_entered| call(self.cuda))
+    }
+
+    /// Does something in this context.
+    pub(super) fn within<T>(
+        &self,
+        doing: &str,
+        work: impl FnOnce(&Entered<'_>) -> Result<T, CudaError>,
+    ) -> Result<T, Error> {
+        self.enter().and_then(|entered| work(&entered)).map_err(|error| self.tell(doing, error))
+    }
+
+    /// Gives something back to the driver. Tried also where the context cannot be entered: the driver knows whose it is.
+    pub(super) fn close(&self, doing: &str, close: impl FnOnce(&Cuda) -> Result<(), CudaError>) {
+        let _entered = self.enter();
+        if let Err(error) = close(self.cuda) {
+            tracing::warn!(device = self.ordinal, "{doing}: {error}");
+        }
     }
 
     /// An event recorded on a stream of this context: for streams to wait for, and to be asked.

@@ -159,7 +159,6 @@ impl Device {
     /// [`Error::Cuda`].
     pub fn trim(&self) -> Result<u64, Error> {
         self.0.unpin_idle();
-        let given_back = self.0.enter().map(|entered| self.0.trim(&entered, &self.0.growing.lock()));
-        given_back.map_err(|error| self.0.tell("give memory back", error))
+        self.0.within("give memory back", |entered| Ok(self.0.trim(entered, &self.0.growing.lock())))
     }
 }

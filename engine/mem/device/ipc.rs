@@ -34,14 +34,11 @@ type Slot = Arc<Mutex<Weak<Import>>>;
 
 impl Drop for Import {
     fn drop(&mut self) {
-        let closed = self.context.enter().and_then(|_entered| {
+        self.context.close("close memory of another process", |cuda| {
             // SAFETY: opened by `Import::open`, and closed once; whoever dropped this has waited for the streams that
             // used it (`retire`).
-            unsafe { self.context.cuda.ipc_close_mem_handle(self.base) }
+            unsafe { cuda.ipc_close_mem_handle(self.base) }
         });
-        if let Err(error) = closed {
-            tracing::warn!(device = self.context.ordinal, "close memory of another process: {error}");
-        }
     }
 }
 
@@ -129,10 +126,9 @@ impl DeviceStream {
     /// it is not of the pool.
     pub(crate) fn export(&self, keep: &Arc<()>, at: u64, bytes: usize) -> Result<Option<Exported>, Error> {
         let (context, keep) = (&self.0.context, Arc::downgrade(keep));
-        let named = context.enter().and_then(|entered| {
-            context.pool.lock().export(context.cuda, &entered, &keep, (at, bytes as u64))
-        });
-        named.map_err(|error| context.tell("name memory for other processes", error))
+        context.within("name memory for other processes", |entered| {
+            context.pool.lock().export(context.cuda, entered, &keep, (at, bytes as u64))
+        })
     }
 
     /// Whether this device can touch the memory of another process's device, of this identity, as far as that can be seen

@@ -95,11 +95,6 @@ impl Context {
         self.modules.lock().functions.insert(kernel, function);
         Ok(function)
     }
-
-    /// Blocks of a launch at most.
-    pub(super) fn ctas(&self) -> u32 {
-        self.max_ctas
-    }
 }
 
 /// What `ALLSTREAM_MAX_CTAS` says, or two for each multiprocessor, of which a memory-bound kernel needs about that many to
@@ -117,7 +112,7 @@ pub(super) fn max_ctas(multiprocessors: u32) -> Result<u32, Error> {
 impl DeviceStream {
     /// Blocks of a launch at most.
     pub(crate) fn ctas(&self) -> u32 {
-        self.0.context.ctas()
+        self.0.context.max_ctas
     }
 
     /// Loads what will be launched here. May wait for what is on the device: to be called by who holds nothing.
@@ -130,11 +125,9 @@ impl DeviceStream {
         if unknown.is_empty() {
             return Ok(());
         }
-        let load = |entered: &Entered<'_>| {
+        context.within("load kernels", |entered| {
             unknown.iter().try_for_each(|kernel| context.function(entered, *kernel).map(|_| ()))
-        };
-        let loaded = context.enter().and_then(|entered| load(&entered));
-        loaded.map_err(|error| context.tell("load kernels", error))
+        })
     }
 
     /// Puts a kernel here.
@@ -147,7 +140,7 @@ impl DeviceStream {
             return Ok(());
         }
         let context = &self.0.context;
-        let put = |entered: &Entered<'_>| {
+        context.within(doing, |entered| {
             let function = context.function(entered, launch.kernel)?;
             let mut arguments = [launch.arguments.address().cast_mut().cast()];
             // SAFETY: a function of this context with one parameter, of the type that `arguments` is (the kernel and its
@@ -168,7 +161,6 @@ impl DeviceStream {
                     std::ptr::null_mut(),
                 )
             }
-        };
-        context.enter().and_then(|entered| put(&entered)).map_err(|error| context.tell(doing, error))
+        })
     }
 }

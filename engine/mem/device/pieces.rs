@@ -2,7 +2,7 @@
 
 use super::buf::DeviceBuf;
 use crate::error::{Error, Failed};
-use crate::mem::split::{beyond, misfit};
+use crate::mem::split::{beyond, gaps, misfit};
 use crate::types::Element;
 use std::sync::Arc;
 
@@ -91,17 +91,6 @@ fn unfit<T: Element>(parts: &[DeviceBuf<T>]) -> Option<String> {
         return Some(format!("part {other}, by offset, is of another buffer than part 0"));
     }
     let len = first.memory.len;
-    let (mut gaps, mut at) = (Vec::new(), 0);
-    for part in parts {
-        if part.range.start > at {
-            gaps.push(format!("{at}..{}", part.range.start));
-        }
-        at = part.range.end;
-    }
-    if at < len {
-        gaps.push(format!("{at}..{len}"));
-    }
-    let missing = gaps.join(", ");
-    (!gaps.is_empty())
-        .then(|| format!("of the buffer's {len} elements {missing} are in no part that was given"))
+    let missing = gaps(parts.iter().map(|part| part.range.clone()), len)?;
+    Some(format!("of the buffer's {len} elements {missing} are in no part that was given"))
 }

@@ -1,17 +1,17 @@
 //! [`PinnedBuf`]: host memory that the device copies to and from by itself.
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
-use std::ptr::NonNull;
 use std::sync::Arc;
 use std::time::Duration;
+
+use allstream_sys::cuda::Cuda;
 
 use super::chores::later;
 use super::context::Context;
 use super::handle::Device;
 use crate::error::Error;
-use crate::mem::HostMemory;
-use crate::types::Element;
+use crate::mem::{OwnedSlice, SliceOwner};
+use crate::types::{DType, Element};
 
 /// Page-locked host memory, zeroed; derefs to a slice.
 ///
@@ -20,10 +20,22 @@ use crate::types::Element;
 /// cached as usual (not write-combined: it is read as fast as other memory).
 ///
 /// Getting it takes the driver a while (0.1 ms and more): keep it.
-pub struct PinnedBuf<T: Element> {
-    start: NonNull<T>,
-    len: usize,
+pub type PinnedBuf<T> = OwnedSlice<T, Pinned>;
+
+/// What owns the memory of a [`PinnedBuf`].
+pub struct Pinned {
+    /// Its address, which the driver is given back; none where there are no elements.
+    start: Option<usize>,
     context: Arc<Context>,
+}
+
+impl SliceOwner for Pinned {
+    fn describe(&self, dtype: DType, len: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PinnedBuf<{dtype}>({len})")
+    }
+    fn is_pinned(&self) -> bool {
+        true
+    }
 }
 
 impl<T: Element> PinnedBuf<T> {
@@ -38,22 +50,24 @@ impl<T: Element> PinnedBuf<T> {
             let problem = format!("{len} elements are more than any memory has");
             return Err(Error::invalid("PinnedBuf::zeroed", problem));
         };
-        if bytes == 0 {
-            return Ok(PinnedBuf { start: NonNull::dangling(), len, context });
+        let start = if bytes == 0 { std::ptr::null_mut() } else { context.pin(bytes, "")?.cast::<u8>() };
+        if bytes > 0 {
+            if start.is_null() {
+                return Err(Error::system("pin host memory", "the driver gave no address"));
+            }
+            // SAFETY: `bytes` bytes that are ours alone.
+            unsafe { start.write_bytes(0, bytes) };
         }
-        let at = context.pin(bytes, "")?;
-        let Some(start) = NonNull::new(at.cast::<T>()) else {
-            return Err(Error::system("pin host memory", "the driver gave no address"));
-        };
-        // SAFETY: `bytes` bytes that are ours alone. For every element type zero is a value.
-        unsafe { start.as_ptr().cast::<u8>().write_bytes(0, bytes) };
-        Ok(PinnedBuf { start, len, context })
+        let owner = Pinned { start: (bytes > 0).then(|| start.expose_provenance()), context };
+        // SAFETY: `len` elements in pages of the driver's, which are aligned for every Element and stay until `owner` gives them back;
+        // zero, which is a value of every Element, and ours alone.
+        Ok(unsafe { OwnedSlice::new(start.cast(), len, owner) })
     }
 
     /// A copy of `values`.
     ///
     /// # Errors
-    /// As [`PinnedBuf::zeroed`].
+    /// [`Error::Cuda`]: there is no such memory.
     pub fn from_slice(device: &Device, values: &[T]) -> Result<PinnedBuf<T>, Error> {
         let mut buf = PinnedBuf::zeroed(device, values.len())?;
         buf.copy_from_slice(values);
@@ -61,65 +75,15 @@ impl<T: Element> PinnedBuf<T> {
     }
 }
 
-impl<T: Element> Drop for PinnedBuf<T> {
+impl Drop for Pinned {
     /// It may be dropped with an operation that nobody awaits, by the thread that finishes that: the driver, which may wait for the
     /// device, is called by another.
     fn drop(&mut self) {
-        if self.len * size_of::<T>() == 0 {
-            return;
-        }
-        let (at, context) = (self.start.as_ptr().expose_provenance(), self.context.clone());
+        let (Some(at), context) = (self.start, self.context.clone()) else { return };
         later(Duration::ZERO, move || {
-            // Tried also where the context cannot be entered: the driver knows whose memory it is.
-            let _entered = context.enter();
             // SAFETY: allocated in `zeroed`, and freed once. Whatever the device does with it holds the buffer meanwhile.
-            let freed = unsafe { context.cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) };
-            if let Err(error) = freed {
-                tracing::warn!(device = context.ordinal, "unpin host memory: {error}");
-            }
+            let free = |cuda: &Cuda| unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) };
+            context.close("unpin host memory", free);
         });
-    }
-}
-
-impl<T: Element> Deref for PinnedBuf<T> {
-    type Target = [T];
-    fn deref(&self) -> &[T] {
-        // SAFETY: `len` elements, written in `zeroed`, aligned (the driver gives pages), owned alone.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> DerefMut for PinnedBuf<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`, and `&mut self` makes this the only access.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> fmt::Debug for PinnedBuf<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PinnedBuf<{}>({})", T::DTYPE.name(), self.len)
-    }
-}
-
-// SAFETY: it owns its memory alone, like Box<[T]>; the driver frees it from any thread; Element is Send.
-unsafe impl<T: Element> Send for PinnedBuf<T> {}
-// SAFETY: `&PinnedBuf` only gives `&[T]`, and Element is Sync.
-unsafe impl<T: Element> Sync for PinnedBuf<T> {}
-
-// SAFETY: host memory that does not move with the value, initialised, aligned, and owned alone.
-unsafe impl<T: Element> HostMemory for PinnedBuf<T> {
-    type Elem = T;
-    fn ptr(&self) -> *const T {
-        self.start.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut T {
-        self.start.as_ptr()
-    }
-    fn count(&self) -> usize {
-        self.len
-    }
-    fn is_pinned(&self) -> bool {
-        true
     }
 }

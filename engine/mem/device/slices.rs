@@ -7,9 +7,9 @@
 
 use std::sync::Arc;
 
+use allstream_sys::cuda::{CuStream, Cuda, CudaError};
 use parking_lot::Mutex;
 
-use super::buf::Ends;
 use super::context::Context;
 use super::staging::Block;
 use super::stream::{DeviceEvent, DeviceStream};
@@ -37,6 +37,53 @@ impl Direction {
     }
 }
 
+/// A copy between a device and the host: which bytes, and which way.
+#[derive(Clone, Copy)]
+pub(super) struct Route {
+    pub(super) direction: Direction,
+    pub(super) device: u64,
+    pub(super) host: *mut u8,
+    pub(super) bytes: usize,
+    /// Whether the device copies to and from this memory of the host's by itself.
+    pub(super) is_pinned: bool,
+}
+
+impl Route {
+    /// Puts the copy on a stream.
+    ///
+    /// # Safety
+    /// The stream's context is entered. Until the copy is done, `bytes` bytes on both sides stay, and nobody else writes them, nor
+    /// reads those that are written.
+    pub(super) unsafe fn put(self, cuda: &Cuda, stream: CuStream) -> Result<(), CudaError> {
+        let Route { direction, device, host, bytes, .. } = self;
+        match direction {
+            _ if bytes == 0 => Ok(()),
+            // SAFETY: the caller's promise.
+            Direction::ToHost => unsafe { cuda.memcpy_dtoh_async(host.cast(), device, bytes, stream) },
+            // SAFETY: as above.
+            Direction::ToDevice => unsafe {
+                cuda.memcpy_htod_async(device, host.cast_const().cast(), bytes, stream)
+            },
+        }
+    }
+
+    /// Copies between what `held` owns, in the order of `stream`.
+    pub(super) fn start<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
+        self,
+        stream: &DeviceStream,
+        held: K,
+        settle: Settle<K, O, F>,
+    ) -> Transfer<O, F> {
+        if self.bytes > 0 && !self.is_pinned {
+            return copy(stream, self, held, settle);
+        }
+        // SAFETY: `Transfer::start` enters the context. The lengths are equal, and a buffer's memory is initialised and does not move
+        // with it; `held` has both buffers, alone, until the copy is done.
+        let put = |cuda: &Cuda, _: &mut K| unsafe { self.put(cuda, *stream.0.raw()) };
+        Transfer::start(stream, held, self.direction.doing(), put, settle)
+    }
+}
+
 struct Progress {
     /// Bytes that have been started.
     started: usize,
@@ -50,14 +97,13 @@ struct Progress {
 
 /// A copy that is under way.
 struct Copy {
-    direction: Direction,
-    ends: Ends,
+    route: Route,
     context: Arc<Context>,
     block: Arc<Block>,
     progress: Mutex<Progress>,
 }
 
-// SAFETY: `ends.host` is the memory of what `then` holds, a buffer that is Send; it is touched by whoever has taken a slice
+// SAFETY: `route.host` is the memory of what `then` holds, a buffer that is Send; it is touched by whoever has taken a slice
 // of it (`started`), so each byte by one thread at a time, and not once `then` was called.
 unsafe impl Send for Copy {}
 // SAFETY: as above.
@@ -74,20 +120,20 @@ impl Slice {
     /// Its bytes in the user's memory, and in the block.
     fn on_host(&self, copy: &Copy) -> (*mut u8, *mut u8) {
         let staged = copy.block.at(self.slot * SLICE);
-        (copy.ends.host.cast::<u8>().wrapping_add(self.from), staged)
+        (copy.route.host.wrapping_add(self.from), staged)
     }
 }
 
-/// Copies between what `held` owns, once `stream` has come to what is on it now. `ends` are not empty.
-pub(super) fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
+/// Copies between what `held` owns, once `stream` has come to what is on it now.
+fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
     stream: &DeviceStream,
-    (direction, ends): (Direction, Ends),
+    route: Route,
     held: K,
     settle: Settle<K, O, F>,
 ) -> Transfer<O, F> {
-    let doing = direction.doing();
+    let doing = route.direction.doing();
     let context = &stream.0.context;
-    let bytes = ends.bytes.min(SLOTS * SLICE);
+    let bytes = route.bytes.min(SLOTS * SLICE);
     let begun = refused_in_capture(stream, doing).and_then(|()| {
         let block = Block::new(context, bytes)?;
         Ok((block, stream.point()?))
@@ -99,7 +145,7 @@ pub(super) fn copy<K: Send + 'static, O: Send + 'static, F: Send + 'static>(
     let (transfer, then) = Transfer::pending(held, doing, settle);
     let progress = Progress { started: 0, running: 1, failed: None, unknown: false, then: Some(then) };
     let (context, block) = (context.clone(), Arc::new(block));
-    let copy = Arc::new(Copy { direction, ends, context, block, progress: Mutex::new(progress) });
+    let copy = Arc::new(Copy { route, context, block, progress: Mutex::new(progress) });
     if event.is_complete().is_ok_and(|complete| complete) {
         copy.begin(Outcome::Reached);
     } else {
@@ -159,7 +205,7 @@ impl Copy {
         let slice = {
             let mut progress = self.progress.lock();
             let from = progress.started;
-            let len = (self.ends.bytes - from).min(SLICE);
+            let len = (self.route.bytes - from).min(SLICE);
             if len == 0 || progress.failed.is_some() {
                 return;
             }
@@ -191,38 +237,25 @@ impl Copy {
     /// Puts a slice on the stream.
     fn put(&self, slice: &Slice) -> Result<DeviceEvent, Error> {
         let (host, staged) = slice.on_host(self);
-        if self.direction == Direction::ToDevice {
+        if self.route.direction == Direction::ToDevice {
             // SAFETY: `len` bytes on both sides, the slice's own (`Copy`); the slot is free: what it was for has ended.
             unsafe { std::ptr::copy_nonoverlapping(host, staged, slice.len) };
         }
-        let device = self.ends.device + slice.from as u64;
-        let event = self.context.enter().and_then(|entered| {
-            let stream = self.context.copies(&entered)?;
-            match self.direction {
-                // SAFETY: `len` bytes on both sides. The buffer's stream had come to the copy's point, and the buffer and the
-                // block are held until the slice has ended.
-                Direction::ToHost => unsafe {
-                    self.context.cuda.memcpy_dtoh_async(staged.cast(), device, slice.len, *stream)
-                },
-                // SAFETY: as above.
-                Direction::ToDevice => unsafe {
-                    self.context.cuda.memcpy_htod_async(
-                        device,
-                        staged.cast_const().cast(),
-                        slice.len,
-                        *stream,
-                    )
-                },
-            }?;
-            self.context.mark(&entered, *stream)
-        });
-        let event = event.map_err(|error| self.context.tell(self.direction.doing(), error))?;
+        let (device, host) = (self.route.device + slice.from as u64, staged);
+        let part = Route { device, host, bytes: slice.len, is_pinned: true, ..self.route };
+        let event = self.context.within(part.direction.doing(), |entered| {
+            let stream = self.context.copies(entered)?;
+            // SAFETY: `len` bytes on both sides. The buffer's stream had come to the copy's point, and the buffer and the block are
+            // held until the slice has ended.
+            unsafe { part.put(self.context.cuda, *stream) }?;
+            self.context.mark(entered, *stream)
+        })?;
         Ok(DeviceEvent::of(&self.context, event))
     }
 
     /// Takes a slice that has come out of its slot.
     fn leave(&self, slice: &Slice) {
-        if self.direction == Direction::ToHost {
+        if self.route.direction == Direction::ToHost {
             let (host, staged) = slice.on_host(self);
             // SAFETY: as in `put`; the device has written the slot.
             unsafe { std::ptr::copy_nonoverlapping(staged, host, slice.len) };

@@ -26,6 +26,8 @@ use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
 use crate::mem::Event;
 
+const MARK: &str = "mark a point in a stream";
+
 /// An in-order queue of work on a device. What [`HostStream`](crate::HostStream) is to a CPU.
 ///
 /// Cheap to clone: all clones are one stream, which is destroyed with the last, after what is on it.
@@ -129,12 +131,9 @@ impl Drop for Line {
         if !matches!(self.owner, Owner::Ours | Owner::Alone) {
             return;
         }
-        // Tried also where the context cannot be entered: the driver knows whose stream it is.
-        let _entered = self.context.enter();
+        let raw = self.way.get_mut().raw;
         // SAFETY: made by `Way::make`, and this was its last handle. The driver lets what is on it finish.
-        if let Err(error) = unsafe { self.context.cuda.stream_destroy(self.way.get_mut().raw) } {
-            tracing::warn!(device = self.context.ordinal, "destroy a stream: {error}");
-        }
+        self.context.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(raw) });
     }
 }
 
@@ -181,8 +180,7 @@ impl DeviceStream {
         priority: impl FnOnce(c_int, c_int) -> c_int,
     ) -> Result<DeviceStream, Error> {
         let context = &device.0;
-        let way = context.enter().and_then(|entered| Way::make(context, &entered, priority));
-        let way = way.map_err(|error| context.tell("make a stream", error))?;
+        let way = context.within("make a stream", |entered| Way::make(context, entered, priority))?;
         // It is destroyed with the last handle.
         Ok(DeviceStream(Arc::new(Line::of(context.clone(), way, owner))))
     }
@@ -245,17 +243,14 @@ impl DeviceStream {
     /// [`Error::Cuda`].
     pub fn record(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
-        let raw = context.enter().and_then(|entered| context.mark_for_host(&entered, *self.0.raw()));
-        let raw = raw.map_err(|error| context.tell("mark a point in a stream", error))?;
+        let raw = context.within(MARK, |entered| context.mark_for_host(entered, *self.0.raw()))?;
         Ok(DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: true })))
     }
 
     /// The same point, for streams to wait for, and for the host to ask for or to be told of.
     pub(crate) fn point(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
-        let raw = context.enter().and_then(|entered| self.mark(&entered));
-        let raw = raw.map_err(|error| context.tell("mark a point in a stream", error))?;
-        Ok(DeviceEvent::of(context, raw))
+        Ok(DeviceEvent::of(context, context.within(MARK, |entered| self.mark(entered))?))
     }
 
     /// An event recorded here.
@@ -270,7 +265,7 @@ impl DeviceStream {
             *event = Some(self.point()?);
             return Ok(());
         };
-        self.0.context.call("mark a point in a stream", |cuda| {
+        self.0.context.call(MARK, |cuda| {
             // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
             unsafe { cuda.event_record(event.0.raw, *self.0.raw()) }
         })
@@ -280,8 +275,8 @@ impl DeviceStream {
     /// first. May wait for what is on the device: to be called by who holds nothing.
     pub(crate) fn reserve(&self, bytes: usize) -> Result<(), Error> {
         let context = &self.0.context;
-        let reserved = context.enter().and_then(|entered| context.reserve(&entered, &self.0, bytes as u64));
-        reserved.map_err(|error| context.tell("get memory for a collective", error))
+        context
+            .within("get memory for a collective", |entered| context.reserve(entered, &self.0, bytes as u64))
     }
 
     /// Lets this stream's device touch the memory of another's. `false`: it cannot.

@@ -371,8 +371,8 @@ impl Staged {
         }
         let put = |stream: &DeviceStream| {
             let context = &stream.0.context;
-            let event = context.enter().and_then(|entered| {
-                let copies = context.copies(&entered)?;
+            let event = context.within(BACK, |entered| {
+                let copies = context.copies(entered)?;
                 for (i, range) in self.pieces(stripe, |item| item.back) {
                     if self.items[i].place.stream != *stream {
                         continue;
@@ -386,9 +386,9 @@ impl Staged {
                         context.cuda.memcpy_htod_async(to, from.cast_const().cast(), range.len(), *copies)
                     }?;
                 }
-                context.mark(&entered, *copies)
+                context.mark(entered, *copies)
             });
-            let event = DeviceEvent::of(context, event.map_err(|error| context.tell(BACK, error))?);
+            let event = DeviceEvent::of(context, event?);
             stream.wait_event(&event)?;
             Ok(event)
         };

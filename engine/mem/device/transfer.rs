@@ -3,16 +3,14 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context as Task, Poll};
 
 use allstream_sys::cuda::{Cuda, CudaError};
-use parking_lot::Mutex;
 
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome, Then};
 use crate::error::{Error, Failed};
-use crate::mem::Event;
+use crate::mem::Promise;
 
 /// A copy on a stream of a device, which has been submitted: a future that gives its buffers back.
 ///
@@ -23,18 +21,17 @@ use crate::mem::Event;
 #[must_use = "the buffers come back through it: await it, `.wait()` for it, or drop it to let the copy run on"]
 pub struct Transfer<O, F = O>(State<O, F>);
 
-type Slot<O, F> = Mutex<Option<Result<O, Failed<F>>>>;
 pub(super) type Settle<K, O, F> = fn(Result<(), Error>, Option<K>) -> Result<O, Failed<F>>;
 
 enum State<O, F> {
-    Running(Arc<Slot<O, F>>, Event),
+    Running(Promise<Result<O, Failed<F>>>),
     Ended(Option<Result<O, Failed<F>>>),
 }
 
 impl<O, F> fmt::Debug for Transfer<O, F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            State::Running(_, done) => write!(f, "Transfer({done:?})"),
+            State::Running(promise) => write!(f, "Transfer({:?})", promise.event()),
             State::Ended(_) => f.write_str("Transfer(ended)"),
         }
     }
@@ -65,14 +62,11 @@ impl<O, F> Transfer<O, F> {
     /// # Errors
     /// As awaiting it.
     pub fn wait(self) -> Result<O, Failed<F>> {
-        match self.0 {
-            State::Running(slot, done) => {
-                let _ = done.wait();
-                let result = slot.lock().take();
-                result.unwrap_or_else(taken)
-            }
-            State::Ended(result) => result.unwrap_or_else(taken),
-        }
+        let result = match self.0 {
+            State::Running(promise) => promise.wait(),
+            State::Ended(result) => result,
+        };
+        result.unwrap_or_else(taken)
     }
 }
 
@@ -95,9 +89,8 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
         doing: &'static str,
         settle: Settle<K, O, F>,
     ) -> (Transfer<O, F>, Then) {
-        let slot: Arc<Slot<O, F>> = Arc::default();
-        let (done, place) = (Event::pending(), slot.clone());
-        let fire = done.clone();
+        let promise = Promise::pending();
+        let ours = promise.clone();
         let then = move |outcome: Outcome| {
             let result = match outcome {
                 Outcome::Reached => settle(Ok(()), Some(held)),
@@ -107,12 +100,9 @@ impl<O: Send + 'static, F: Send + 'static> Transfer<O, F> {
                     settle(Err(error.doing(doing)), None)
                 }
             };
-            *place.lock() = Some(result);
-            // Ours is then the only hand on the result, or it is dropped here, before anyone is told.
-            drop(place);
-            fire.fire(true);
+            ours.keep(result);
         };
-        (Transfer(State::Running(slot, done)), Box::new(then))
+        (Transfer(State::Running(promise)), Box::new(then))
     }
 
     /// Puts work on `stream` that touches what `held` owns.
@@ -158,15 +148,9 @@ impl<O, F> Future for Transfer<O, F> {
 
     /// Cancel safe: a `Transfer` may be dropped between polls, or polled by another task.
     fn poll(mut self: Pin<&mut Self>, task: &mut Task<'_>) -> Poll<Self::Output> {
-        if let State::Running(_, done) = &self.0
-            && done.subscribe(task.waker())
-        {
-            return Poll::Pending;
+        match &mut self.0 {
+            State::Running(promise) => promise.poll(task).map(|result| result.unwrap_or_else(taken)),
+            State::Ended(result) => Poll::Ready(result.take().unwrap_or_else(taken)),
         }
-        let result = match std::mem::replace(&mut self.0, State::Ended(None)) {
-            State::Running(slot, _) => slot.lock().take(),
-            State::Ended(result) => result,
-        };
-        Poll::Ready(result.unwrap_or_else(taken))
     }
 }

@@ -37,14 +37,11 @@ unsafe impl Sync for SharedWords {}
 
 impl Drop for SharedWords {
     fn drop(&mut self) {
-        let closed = self.context.enter().and_then(|_entered| {
+        self.context.close("take back words that processes share", |cuda| {
             // SAFETY: registered in `register`, once. Whoever drops this has waited for the streams that use the words
             // (`retire`).
-            unsafe { self.context.cuda.mem_host_unregister(self.at.as_ptr().cast()) }
+            unsafe { cuda.mem_host_unregister(self.at.as_ptr().cast()) }
         });
-        if let Err(error) = closed {
-            tracing::warn!(device = self.context.ordinal, "take back words that processes share: {error}");
-        }
     }
 }
 

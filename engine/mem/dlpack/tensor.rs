@@ -1,7 +1,6 @@
 //! Tensors of DLPack that others gave.
 
 use std::fmt;
-use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 
 use super::abi::{
@@ -9,8 +8,8 @@ use super::abi::{
     FLAG_READ_ONLY, VERSION,
 };
 use crate::error::{Error, Failed};
-use crate::mem::HostMemory;
 use crate::mem::device::{DeviceBuf, DeviceStream, ForeignMemory};
+use crate::mem::{OwnedSlice, SliceOwner};
 use crate::types::{DType, Element};
 
 /// NumPy takes no more, and no library has that many.
@@ -221,8 +220,9 @@ impl Tensor {
             Ok((len, _)) => {
                 // Its own pointer, not the number: where it may point to stays known.
                 let start = self.tensor.data.wrapping_byte_add(self.tensor.byte_offset as usize).cast();
-                let start = NonNull::new(start).filter(|_| len > 0).unwrap_or(NonNull::dangling());
-                Ok(HostTensor { tensor: self, start, len })
+                // SAFETY: `len` aligned, initialised elements that are ours alone until the tensor is deleted, as whoever made it
+                // promised; `elements` has checked what can be checked.
+                Ok(unsafe { OwnedSlice::new(start, len, self) })
             }
             Err(problem) => Err(Failed { buf: Some(self), error: Error::invalid(CALL, problem) }),
         }
@@ -310,62 +310,22 @@ impl fmt::Display for DeviceName {
 }
 
 /// A tensor of DLPack in the host's memory, as a buffer; derefs to a slice of all its elements.
-pub struct HostTensor<T: Element> {
-    tensor: Tensor,
-    start: NonNull<T>,
-    len: usize,
+pub type HostTensor<T> = OwnedSlice<T, Tensor>;
+
+impl SliceOwner for Tensor {
+    fn describe(&self, dtype: DType, _: usize, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostTensor({dtype} {:?})", self.shape())
+    }
 }
 
 impl<T: Element> HostTensor<T> {
     /// The tensor that it was made of.
     pub fn into_tensor(self) -> Tensor {
-        self.tensor
+        self.into_owner()
     }
 
     /// Its lengths. None: it is one element.
     pub fn shape(&self) -> &[i64] {
-        self.tensor.shape()
-    }
-}
-
-impl<T: Element> Deref for HostTensor<T> {
-    type Target = [T];
-    fn deref(&self) -> &[T] {
-        // SAFETY: `len` aligned, initialised elements that are ours alone until the tensor is deleted, as whoever made it
-        // promised; or none.
-        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> DerefMut for HostTensor<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as in `deref`, and `&mut self` makes this the only access.
-        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
-    }
-}
-
-impl<T: Element> fmt::Debug for HostTensor<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostTensor({} {:?})", T::DTYPE, self.shape())
-    }
-}
-
-// SAFETY: it has its memory alone, and the tensor may be deleted on any thread.
-unsafe impl<T: Element> Send for HostTensor<T> {}
-// SAFETY: `&HostTensor` only gives `&[T]`, and Element is Sync.
-unsafe impl<T: Element> Sync for HostTensor<T> {}
-
-// SAFETY: memory that does not move with the value, initialised, aligned, and owned alone: whoever made the tensor promised
-// it.
-unsafe impl<T: Element> HostMemory for HostTensor<T> {
-    type Elem = T;
-    fn ptr(&self) -> *const T {
-        self.start.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut T {
-        self.start.as_ptr()
-    }
-    fn count(&self) -> usize {
-        self.len
+        self.owner().shape()
     }
 }

@@ -22,7 +22,6 @@
 //! nobody is left undecided in another order who is not in this one.
 
 use std::collections::HashSet;
-use std::fmt;
 
 use super::super::{Operand, Plan, Program, Rank};
 
@@ -34,9 +33,10 @@ pub const ALL_SCHEDULES: usize = 3;
 const MAX_RANKS: usize = 32;
 
 /// Why ranks might not agree on whether to lend.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Disagreement {
     /// There is not one plan of each sort for each rank, or there are too many ranks.
+    #[error("{lending} plans of loans and {steps} of steps: can compare up to {MAX_RANKS} of each")]
     Shape {
         /// Plans of loans.
         lending: usize,
@@ -44,6 +44,7 @@ pub enum Disagreement {
         steps: usize,
     },
     /// The steps of a rank send nothing to this peer.
+    #[error("the steps of rank {rank} send nothing to rank {to}")]
     Silent {
         /// Whose steps.
         rank: Rank,
@@ -51,6 +52,7 @@ pub enum Disagreement {
         to: Rank,
     },
     /// The first message of a rank to this peer waits for a peer.
+    #[error("rank {rank}, step {step}: the first message to rank {to} waits for a peer")]
     Late {
         /// Whose steps.
         rank: Rank,
@@ -60,6 +62,7 @@ pub enum Disagreement {
         to: Rank,
     },
     /// A rank folds although others cannot lend.
+    #[error("rank {rank} folds, but {cannot:?} cannot lend")]
     Folds {
         /// Who cannot lend.
         cannot: Vec<Rank>,
@@ -67,11 +70,13 @@ pub enum Disagreement {
         rank: Rank,
     },
     /// A rank takes its steps although all can lend.
+    #[error("rank {rank} takes its steps, but all can lend")]
     Steps {
         /// Who takes its steps.
         rank: Rank,
     },
     /// A rank never knows whether to fold or to take its steps.
+    #[error("rank {rank} never decides if {cannot:?} cannot lend")]
     Undecided {
         /// Who cannot lend.
         cannot: Vec<Rank>,
@@ -79,34 +84,6 @@ pub enum Disagreement {
         rank: Rank,
     },
 }
-
-impl fmt::Display for Disagreement {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Disagreement::Shape { lending, steps } => {
-                write!(
-                    f,
-                    "{lending} plans of loans and {steps} of steps: can compare up to {MAX_RANKS} of each"
-                )
-            }
-            Disagreement::Silent { rank, to } => {
-                write!(f, "the steps of rank {rank} send nothing to rank {to}")
-            }
-            Disagreement::Late { rank, step, to } => {
-                write!(f, "rank {rank}, step {step}: the first message to rank {to} waits for a peer")
-            }
-            Disagreement::Folds { cannot, rank } => {
-                write!(f, "rank {rank} folds, but {cannot:?} cannot lend")
-            }
-            Disagreement::Steps { rank } => write!(f, "rank {rank} takes its steps, but all can lend"),
-            Disagreement::Undecided { cannot, rank } => {
-                write!(f, "rank {rank} never decides if {cannot:?} cannot lend")
-            }
-        }
-    }
-}
-
-impl std::error::Error for Disagreement {}
 
 /// Check that ranks which have these plans of loans and these step-by-step plans always agree on which of the two they take.
 /// Returns how many subsets of ranks that cannot lend were tried.

@@ -5,9 +5,10 @@ use std::fmt;
 use super::super::{At, Rank};
 
 /// The first thing found wrong.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Fault {
     /// The plans do not belong together: sizes, ranks, slots or layouts.
+    #[error("rank {rank}: {what}")]
     Shape {
         /// Whose plan.
         rank: Rank,
@@ -15,6 +16,7 @@ pub enum Fault {
         what: String,
     },
     /// A step that means nothing: no operands, a chunk that does not exist, a bad send set, a loan to itself.
+    #[error("rank {rank}, step {step}: {what}")]
     Malformed {
         /// Whose plan.
         rank: Rank,
@@ -24,6 +26,7 @@ pub enum Fault {
         what: &'static str,
     },
     /// A message that nobody receives.
+    #[error("rank {from}, step {step}: rank {to} has no receive for this message")]
     Unreceived {
         /// The sender.
         from: Rank,
@@ -33,6 +36,7 @@ pub enum Fault {
         to: Rank,
     },
     /// A receive of what nobody sends.
+    #[error("rank {to}, step {step}: rank {from} sends nothing for this receive")]
     Unsent {
         /// Who should have sent it.
         from: Rank,
@@ -42,6 +46,10 @@ pub enum Fault {
         step: usize,
     },
     /// A message that meets a step that borrows, or a loan that meets a step that receives.
+    #[error(
+        "rank {from}, step {step}: a {} in its step {receiver}",
+        if *.is_loan { format!("loan that rank {to} receives as a message") } else { format!("message that rank {to} takes for a loan") }
+    )]
     Mispaired {
         /// The sender, or lender.
         from: Rank,
@@ -56,6 +64,7 @@ pub enum Fault {
     },
     /// A chunk that is out on loan is touched by its owner: written, or read although the borrower may write it, or lent again
     /// so that two ranks would hold it. What a step waits for ([`crate::plan::Node`]) should make this impossible.
+    #[error("rank {rank}, {at}: touched while it is lent to rank {by}")]
     Held {
         /// Whose chunk, and who touches it.
         rank: Rank,
@@ -65,6 +74,7 @@ pub enum Fault {
         by: Rank,
     },
     /// A step whose operands, messages, loans or result differ in length.
+    #[error("rank {rank}, step {step}: {own} elements meet {other} in an operation of {count} elements")]
     Length {
         /// Whose plan.
         rank: Rank,
@@ -78,6 +88,11 @@ pub enum Fault {
         other: usize,
     },
     /// The plans stop before they are done.
+    #[error(
+        "deadlock with {slices} slices a chunk{}{}",
+        if *.hidden_by_buffering { " (links that buffer would hide it)" } else { "" },
+        .waits.iter().map(|wait| format!("; {wait}")).collect::<String>()
+    )]
     Deadlock {
         /// Slices in each chunk.
         slices: usize,
@@ -87,6 +102,7 @@ pub enum Fault {
         hidden_by_buffering: bool,
     },
     /// A result without a rank's contribution.
+    #[error("rank {rank}, {at}: rank {of}'s contribution is missing")]
     Missing {
         /// Who holds the result.
         rank: Rank,
@@ -96,6 +112,7 @@ pub enum Fault {
         of: Rank,
     },
     /// A result with a rank's contribution more than once.
+    #[error("rank {rank}, {at}: rank {of}'s contribution is in it more than once")]
     Twice {
         /// Who holds the result.
         rank: Rank,
@@ -105,6 +122,7 @@ pub enum Fault {
         of: Rank,
     },
     /// A result that is of other chunks or ranks than it should be, or of memory that holds nothing yet.
+    #[error("rank {rank}, {at}: wrong data")]
     Content {
         /// Who holds the result.
         rank: Rank,
@@ -112,6 +130,7 @@ pub enum Fault {
         at: At,
     },
     /// Two ranks hold the same result with different bits: the operands were combined in another order.
+    #[error("ranks {rank} and {other}, {at}: not combined in the same order")]
     Bits {
         /// One of them.
         rank: Rank,
@@ -121,6 +140,7 @@ pub enum Fault {
         at: At,
     },
     /// A result of a scan that is not combined in rank order, which is part of what a scan is.
+    #[error("rank {rank}, {at}: not combined in rank order")]
     Order {
         /// Who holds the result.
         rank: Rank,
@@ -128,6 +148,10 @@ pub enum Fault {
         at: At,
     },
     /// A result that was not finished exactly once, after the last contribution.
+    #[error(
+        "rank {rank}, {at}: {}",
+        if *.too_much { "finished too early or too often" } else { "never finished" }
+    )]
     Finish {
         /// Who holds the result.
         rank: Rank,
@@ -137,6 +161,7 @@ pub enum Fault {
         too_much: bool,
     },
     /// Memory that should be unchanged is not.
+    #[error("rank {rank}, {at}: changed, but it is not to be written")]
     Changed {
         /// Whose memory.
         rank: Rank,
@@ -173,64 +198,6 @@ pub enum On {
     Back(Rank),
 }
 
-impl fmt::Display for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let place = |at: &At| format!("chunk {} of slot {}", at.chunk, at.slot);
-        match self {
-            Fault::Shape { rank, what } => write!(f, "rank {rank}: {what}"),
-            Fault::Malformed { rank, step, what } => write!(f, "rank {rank}, step {step}: {what}"),
-            Fault::Unreceived { from, step, to } => {
-                write!(f, "rank {from}, step {step}: rank {to} has no receive for this message")
-            }
-            Fault::Unsent { from, to, step } => {
-                write!(f, "rank {to}, step {step}: rank {from} sends nothing for this receive")
-            }
-            Fault::Mispaired { from, step, to, receiver, is_loan: true } => {
-                write!(
-                    f,
-                    "rank {from}, step {step}: a loan that rank {to} receives as a message in its step {receiver}"
-                )
-            }
-            Fault::Mispaired { from, step, to, receiver, is_loan: false } => {
-                write!(
-                    f,
-                    "rank {from}, step {step}: a message that rank {to} takes for a loan in its step {receiver}"
-                )
-            }
-            Fault::Held { rank, at, by } => {
-                write!(f, "rank {rank}, {}: touched while it is lent to rank {by}", place(at))
-            }
-            Fault::Length { rank, step, count, own, other } => write!(
-                f,
-                "rank {rank}, step {step}: {own} elements meet {other} in an operation of {count} elements"
-            ),
-            Fault::Deadlock { slices, waits, hidden_by_buffering } => {
-                let hidden = if *hidden_by_buffering { " (links that buffer would hide it)" } else { "" };
-                write!(f, "deadlock with {slices} slices a chunk{hidden}")?;
-                waits.iter().try_for_each(|w| write!(f, "; {w}"))
-            }
-            Fault::Missing { rank, at, of } => {
-                write!(f, "rank {rank}, {}: rank {of}'s contribution is missing", place(at))
-            }
-            Fault::Twice { rank, at, of } => {
-                write!(f, "rank {rank}, {}: rank {of}'s contribution is in it more than once", place(at))
-            }
-            Fault::Content { rank, at } => write!(f, "rank {rank}, {}: wrong data", place(at)),
-            Fault::Bits { rank, other, at } => {
-                write!(f, "ranks {rank} and {other}, {}: not combined in the same order", place(at))
-            }
-            Fault::Order { rank, at } => write!(f, "rank {rank}, {}: not combined in rank order", place(at)),
-            Fault::Finish { rank, at, too_much } => {
-                let what = if *too_much { "finished too early or too often" } else { "never finished" };
-                write!(f, "rank {rank}, {}: {what}", place(at))
-            }
-            Fault::Changed { rank, at } => {
-                write!(f, "rank {rank}, {}: changed, but it is not to be written", place(at))
-            }
-        }
-    }
-}
-
 impl fmt::Display for Wait {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Wait { rank, step, slice, on } = self;
@@ -244,5 +211,3 @@ impl fmt::Display for Wait {
         }
     }
 }
-
-impl std::error::Error for Fault {}
