@@ -5,6 +5,7 @@ mod house;
 mod journal;
 mod kernels;
 mod pack;
+mod packages;
 mod parts;
 mod peers;
 mod runner;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use crate::house::{self, Check};
 use crate::kernels;
 use crate::pack;
+use crate::packages;
 use crate::runner::Ran;
 
 /// Something to run, and what it needs.
@@ -114,6 +115,7 @@ pub(crate) fn tests() -> Vec<Part> {
         tests_of("xtask", "--package xtask --no-fail-fast --tests"),
         // All in one, as most of the crates keep one core busy: so another is compiled beside each.
         cargo("build", &format!("build {built} --lib --bins --tests --examples --benches")),
+        Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
         tests_of("unit", &format!("{tested} --lib --bins")),
         tests_of("integration and loom", &format!("{tested} --test *")).needs(integration_tests),
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),

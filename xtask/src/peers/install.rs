@@ -9,6 +9,7 @@ use serde_json::Value;
 
 use super::PeersArgs;
 use super::child;
+use crate::packages;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -108,28 +109,12 @@ const MPI_PACKAGES: [&str; 2] = ["openmpi-bin", "libopenmpi-dev"];
 
 fn install_mpi(args: &PeersArgs, scratch: &Path) -> Result<(), String> {
     let what = format!("OpenMPI is not installed: left out. Its packages are {}", MPI_PACKAGES.join(" and "));
-    let apt = |arguments: &[&str]| {
-        let mut apt = Command::new("apt-get");
-        said(apt.env("DEBIAN_FRONTEND", "noninteractive").args(arguments), 20 * MINUTE, scratch)
-    };
     if args.no_install {
         return Err(format!("{what} (--no-install)"));
     }
-    if apt(&["--version"]).is_err() {
-        return Err(format!("{what}; there is no apt-get to install them with"));
-    }
-    if !rustix::process::geteuid().is_root() {
-        return Err(format!("{what}; as root, they would have been installed"));
-    }
     eprintln!("installing {}", MPI_PACKAGES.join(" and "));
-    let install = ["install", "-y", "--no-install-recommends", MPI_PACKAGES[0], MPI_PACKAGES[1]];
-    // Its lists may be old, or not there.
-    apt(&install).or_else(|_| apt(&["update"]).and_then(|_| apt(&install))).map(drop).map_err(|error| {
-        format!(
-            "OpenMPI cannot be installed: left out: {error}. Its packages are {}",
-            MPI_PACKAGES.join(" and ")
-        )
-    })
+    let run = |command: &mut Command| said(command, 20 * MINUTE, scratch).map(drop);
+    packages::install(&MPI_PACKAGES, run).map_err(|why| format!("{what}; {why}"))
 }
 
 fn gloo(args: &PeersArgs, root: &Path, scratch: &Path) -> Result<Gloo, String> {

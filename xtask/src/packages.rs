@@ -1,0 +1,66 @@
+//! Packages of the system's, installed where that is possible.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::journal::{Counts, Report};
+use crate::runner::{Ran, execute, say};
+
+/// What tests use where it is there: a server of ssh between network namespaces, and OpenMPI's launcher.
+const FOR_TESTS: [(&str, &str); 2] = [("sshd", "openssh-server"), ("mpirun", "openmpi-bin")];
+
+/// Installs packages with apt-get, as root. `run` runs one command, and says what was wrong with it.
+pub(crate) fn install(
+    packages: &[&str],
+    mut run: impl FnMut(&mut Command) -> Result<(), String>,
+) -> Result<(), String> {
+    let what = packages.join(" and ");
+    let mut apt = |arguments: &[&str]| {
+        run(Command::new("apt-get").env("DEBIAN_FRONTEND", "noninteractive").args(arguments))
+    };
+    if apt(&["--version"]).is_err() {
+        return Err(format!("there is no apt-get to install {what} with"));
+    }
+    if !rustix::process::geteuid().is_root() {
+        return Err(format!("as root, {what} would have been installed"));
+    }
+    let install: Vec<_> =
+        ["install", "-y", "--no-install-recommends"].iter().chain(packages).copied().collect();
+    // Its lists may be old, or not there.
+    apt(&install)
+        .or_else(|_| apt(&["update"]).and_then(|()| apt(&install)))
+        .map_err(|error| format!("{what} cannot be installed: {error}"))
+}
+
+fn is_there(program: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut folders = std::env::split_paths(&path).chain(["/usr/sbin".into(), "/sbin".into()]);
+    folders.any(|folder| folder.join(program).is_file())
+}
+
+/// What tests use, as a part of them. What cannot be installed fails nothing: the tests that want it say that they are skipped.
+pub(crate) fn for_tests(root: &Path, limit: Duration) -> Ran {
+    let missing: Vec<&str> =
+        FOR_TESTS.iter().filter(|(program, _)| !is_there(program)).map(|(_, package)| *package).collect();
+    let mut counts = Counts::default();
+    let mut words = Vec::new();
+    for package in missing {
+        let installed = install(&[package], |command| {
+            let mut again = Command::new(command.get_program());
+            again.args(command.get_args()).env("DEBIAN_FRONTEND", "noninteractive");
+            let end = execute(again, root, limit, false);
+            if end.code() == Some(0) { Ok(()) } else { Err("apt-get failed".into()) }
+        });
+        match installed {
+            Ok(()) => words.push(format!("installed {package}")),
+            Err(why) => {
+                counts.skipped += 1;
+                words.push(why);
+            }
+        }
+    }
+    counts.passed += FOR_TESTS.len() as u64 - counts.skipped;
+    words.iter().for_each(|line| say(line));
+    Ran(if words.is_empty() { "all there".into() } else { words.join("; ") }, counts, Report::default())
+}
