@@ -91,6 +91,9 @@ pub(crate) struct EndpointConfig {
     pub(crate) hosts: Vec<u32>,
     /// What the choice of an algorithm depends on, of this group.
     pub(crate) env: Env,
+    /// There is one peer, and frames to it may be longer than a slot: there calls of the system are what costs, and a message may
+    /// go as one. Of more than two ranks the rounds would be too long ([`Slicing`](super::slicing::Slicing)).
+    pub(crate) has_long_frames: bool,
     /// What the tuner's table says of it.
     pub(crate) tuned: GroupChoices,
     pub(crate) region: Arc<Region>,

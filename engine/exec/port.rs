@@ -11,7 +11,7 @@ use crate::forked;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, Slot, TURNED};
 use crate::link::ring::CELLS;
-use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
+use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::Rank;
 
 /// The channel of operations that the ranks' devices run.
@@ -24,7 +24,7 @@ pub(crate) trait Opener: Send + Sync {
     /// The receiving end from a peer on a channel.
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
     /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not on one host.
-    fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<peer::Place>, Error> {
+    fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<Place>, Error> {
         Ok(None)
     }
 }
@@ -155,7 +155,8 @@ impl Port {
         owner: (u64, u32, u32, usize),
     ) -> Result<bool, Error> {
         debug_assert!(
-            self.channel == DEVICES || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.most())
+            self.channel == DEVICES
+                || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.max_frame_len())
         );
         let (at, slot) = match payload {
             Payload::Memory(at) => (*at, None),

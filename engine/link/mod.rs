@@ -6,6 +6,9 @@
 //! where it lies, and *releases* it, in parts if it likes. On one host a frame may also *lend* the receiver memory to read
 //! and to write, until it is released ([`LinkTx::lend`]). Nothing here blocks.
 //!
+//! [`kinds`] lists the kinds of links that ranks' memory on the host goes over; a new one is a file of this folder, and a
+//! line there.
+//!
 //! | link | payload lies in | credit |
 //! |---|---|---|
 //! | same process | the sender's own buffer, or a staging slot | ring cells, per communicator and peer |
@@ -17,6 +20,7 @@ pub(crate) mod arena;
 mod cells;
 pub(crate) mod exit;
 pub(crate) mod ipc;
+pub(crate) mod kinds;
 pub(crate) mod layout;
 pub(crate) mod local;
 pub(crate) mod peer;
@@ -27,10 +31,16 @@ pub(crate) mod waits;
 mod wire;
 mod words;
 
+use std::sync::Arc;
+
 use serde::{Deserialize, Serialize};
 
+use self::exit::Exit;
+use self::local::{Bell, Gate};
+use self::region::Region;
+use self::tcp::{Accept, Dial};
 use crate::error::Error;
-use crate::types::Signature;
+use crate::types::{LinkClass, Rank, Signature};
 pub(crate) use wire::{HEADER_BYTES, Header};
 
 /// Payloads up to this travel inside the ring cell, beside the header.
@@ -38,6 +48,85 @@ pub(crate) const INLINE: usize = 192;
 /// Size of a shared staging slot, and the largest frame in shared memory. 128 KB: two fit the L2 of current cores with room
 /// for the operands (peers.md's arena prototype used the same).
 pub(crate) const SLOT: usize = 128 << 10;
+
+/// How near two ranks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Locality {
+    /// In one process.
+    SameProcess,
+    /// On one host, where memory can be shared.
+    SameHost,
+    /// Reached over the network only.
+    Remote,
+}
+
+/// Which memory the two ends of a link can lend each other where it lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lends {
+    /// All that the process has.
+    Anything,
+    /// What is in their regions.
+    Regions,
+    /// None: payloads are moved.
+    Nothing,
+}
+
+/// Opens one end of a link.
+pub(crate) type Open<L> = fn(&dyn Site) -> Result<Box<L>, Error>;
+
+/// A kind of links: what holds for all of them, and how one is opened.
+#[derive(Debug)]
+pub(crate) struct LinkKind {
+    /// By what name they are chosen, measured and reported.
+    pub(crate) class: LinkClass,
+    /// The farthest ranks that they join.
+    pub(crate) joins: Locality,
+    pub(crate) lends: Lends,
+    /// Bytes of the largest frame: [`SLOT`] at least.
+    pub(crate) max_frame_len: usize,
+    /// Whether this machine has what they need. Tried, without a peer.
+    pub(crate) probe: fn() -> Result<(), Error>,
+    /// The sending end to the peer of a site...
+    pub(crate) open_tx: Open<dyn LinkTx>,
+    /// ...and the receiving end from it.
+    pub(crate) open_rx: Open<dyn LinkRx>,
+}
+
+/// Names one link of a process's worlds: both its ends know it, and no other link has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LinkName {
+    pub(crate) world: [u8; 16],
+    pub(crate) comm: u64,
+    /// Ranks in the world, the sender's first.
+    pub(crate) ends: (Rank, Rank),
+    pub(crate) channel: u8,
+}
+
+/// Where a link is opened: who is at its other end, and by what the two can meet. A kind takes what it needs.
+pub(crate) trait Site {
+    /// The rank at the other end, in the communicator.
+    fn peer(&self) -> Rank;
+    /// The link's name.
+    fn name(&self) -> LinkName;
+    /// Its ring in the sender's region, where the two share memory.
+    fn place(&self) -> Result<Place, Error>;
+    /// Whether the peer's process has exited, where it is another one of this host.
+    fn exit(&self) -> Option<Exit>;
+    /// Dials the peer for this link: the sender does.
+    fn dial(&self) -> Dial;
+    /// Asks whether the peer has: the receiver does.
+    fn accept(&self) -> Accept;
+    /// What watches descriptors, and is told that something may go on.
+    fn reactor(&self) -> Arc<dyn Reactor>;
+}
+
+/// Where a link through memory is: its ring, who is to be woken, and the peer's gate if it is in this process.
+pub(crate) struct Place {
+    pub(crate) region: Arc<Region>,
+    pub(crate) ring: u64,
+    pub(crate) bell: Bell,
+    pub(crate) gate: Option<Gate>,
+}
 
 /// What became of a posted frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,7 +173,7 @@ pub(crate) trait LinkTx: Send {
     fn room(&mut self) -> Result<bool, Error>;
 
     /// Bytes of the largest frame.
-    fn most(&self) -> usize {
+    fn max_frame_len(&self) -> usize {
         SLOT
     }
 
@@ -197,13 +286,13 @@ pub(crate) trait LinkRx: Send {
 
     /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies: it is not in
     /// memory yet.
-    fn streams(&self) -> bool {
+    fn is_byte_stream(&self) -> bool {
         false
     }
 
     /// Receives up to `max` bytes of the oldest frame's rest straight into `dst`, and releases them. Returns how
     /// many, a multiple of `unit`; a part of a unit that has come already lies behind them in `dst`, and is
-    /// expected there by the next call. Only where [`LinkRx::streams`].
+    /// expected there by the next call. Only where [`LinkRx::is_byte_stream`].
     ///
     /// # Safety
     /// `dst` is valid for writes of `max` bytes, a multiple of `unit`.

@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use super::{Figures, LinkClass};
+use super::Figures;
+use crate::link::{Lends, kinds};
 use crate::plan::choices::block;
 use crate::plan::{Shape, algorithms, suitable};
 use crate::sim::{Loans, MOST_RANKS, Network, simulate};
@@ -27,7 +28,8 @@ pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figur
         return None;
     }
     let bytes = usize::try_from(block(kind, ranks, bytes)).ok()?;
-    let simulated = simulate(kind, algo, ranks, bytes, &network(figures, per_host)).ok()?;
+    let lends = kinds::of(figures.place.link)?.lends;
+    let simulated = simulate(kind, algo, ranks, bytes, &network(figures, lends, per_host)).ok()?;
     Some(simulated.time.as_secs_f64() * 1e6)
 }
 
@@ -36,7 +38,7 @@ fn micros(us: f64) -> Duration {
 }
 
 /// Between hosts a port is the limit, and what a rank does is put and take frames. On one host all is work of the cores.
-fn network(figures: &Figures, per_host: usize) -> Network {
+fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
     let one_host = figures.place.hosts <= 1;
     let bandwidth = if one_host { NO_PORT } else { figures.bandwidth };
     let mut network = Network::new(micros(figures.latency_us), bandwidth);
@@ -46,12 +48,12 @@ fn network(figures: &Figures, per_host: usize) -> Network {
     network.per_host = (!one_host).then_some(per_host);
     if one_host {
         // What another rank lends comes from another core, and costs what it costs on its way in a ring, once instead of twice.
-        let (in_slots, fetch) = (figures.place.link == LinkClass::Shm, Some(figures.bandwidth));
-        network.loans = (figures.place.link != LinkClass::Tcp).then_some(Loans { in_slots, fetch });
+        let (in_slots, fetch) = (lends == Lends::Regions, Some(figures.bandwidth));
+        network.loans = (lends != Lends::Nothing).then_some(Loans { in_slots, fetch });
         // In a stream from one rank to another the slower end is what is measured; the receiver's copy is counted as work
         // on memory already. In one process nothing is copied on its way.
         let each = 1.0 / figures.bandwidth;
-        network.send = (figures.place.link != LinkClass::InProc).then_some(figures.bandwidth);
+        network.send = (lends != Lends::Anything).then_some(figures.bandwidth);
         network.receive = Some(each - 2.0 / figures.memory).filter(|left| *left > 0.0).map(|left| 1.0 / left);
     }
     network

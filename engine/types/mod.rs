@@ -7,8 +7,10 @@ use serde::{Deserialize, Serialize};
 pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
 mod kind;
+mod link;
 
 pub use kind::{Algo, Kind};
+pub use link::LinkClass;
 
 /// A rank inside one communicator, `0..n`.
 pub type Rank = usize;
