@@ -96,6 +96,11 @@ pub(crate) fn longest_frame() -> Option<usize> {
     Some(FRAMES.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
 }
 
+/// Bytes of payload that have come through links of the class `pipe`, an example that only tests have.
+pub fn piped() -> u64 {
+    crate::link::pipe::RECEIVED.load(Ordering::Relaxed)
+}
+
 static STREAMED: AtomicBool = AtomicBool::new(false);
 
 /// From now on, the results of two in every four operations go past the caches, however small, and of the others none.

@@ -1,11 +1,19 @@
 //! The kinds of links, in one table: what joins two ranks, what is measured and reported, and what is offered for a choice
 //! is read from it.
 
+#[cfg(any(test, feature = "testing"))]
+use super::pipe;
 use super::{LinkKind, Locality, local, tcp};
 use crate::types::LinkClass;
 
 /// All of them, the nearest first.
-pub(crate) static KINDS: &[&LinkKind] = &[&local::INPROC, &local::SHM, &tcp::TCP];
+pub(crate) static KINDS: &[&LinkKind] = &[
+    &local::INPROC,
+    &local::SHM,
+    &tcp::TCP,
+    #[cfg(any(test, feature = "testing"))]
+    &pipe::PIPE,
+];
 
 /// The kind with a name, if there is one.
 pub(crate) fn of(class: LinkClass) -> Option<&'static LinkKind> {

@@ -24,6 +24,8 @@ pub(crate) mod kinds;
 pub(crate) mod layout;
 pub(crate) mod local;
 pub(crate) mod peer;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod pipe;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;
@@ -31,7 +33,8 @@ pub(crate) mod waits;
 mod wire;
 mod words;
 
-use std::sync::Arc;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Weak};
 
 use serde::{Deserialize, Serialize};
 
@@ -323,11 +326,29 @@ impl Frame {
     }
 }
 
-/// Where links announce sockets to be watched, and that something may go on.
+/// What of a descriptor wakes the lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Interest {
+    Readable,
+    Writable,
+}
+
+/// What has news that no descriptor tells of: a device whose completions must be looked at.
+pub(crate) trait Poller: Send + Sync {
+    /// Looks for news; whether there is any. Neither blocks nor registers another one.
+    fn poll(&self) -> bool;
+}
+
+/// Where links say what the lane, while it sleeps, is to be woken by.
 pub(crate) trait Reactor: Send + Sync {
-    /// Wake the lane when this socket becomes readable or writable.
-    fn watch(&self, socket: &std::net::TcpStream) -> Result<(), Error>;
-    /// Wake the lane now.
+    /// Wakes the lane whenever this descriptor becomes readable or writable: each time that it changes, not for as long as it
+    /// is. It is watched until all descriptors of what it stands for are closed, also those of other processes.
+    fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error>;
+    /// From now on this is asked in each pass of the lane over work that only the lane looks after, and then the lane sleeps for
+    /// microseconds only. It ends when nobody else has the poller any more.
+    #[allow(dead_code)] // No link needs it yet.
+    fn ask(&self, poller: Weak<dyn Poller>);
+    /// Wakes the lane now.
     fn kick(&self);
 }
 

@@ -8,14 +8,15 @@
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::{
-    Break, Frame, HEADER_BYTES, Header, INLINE, Lends, LinkKind, LinkRx, LinkTx, Locality, Posted, Reactor,
-    SLOT,
+    Break, Frame, HEADER_BYTES, Header, INLINE, Interest, Lends, LinkKind, LinkRx, LinkTx, Locality, Posted,
+    Reactor, SLOT,
 };
 use crate::error::Error;
 use crate::types::{LinkClass, Rank};
@@ -136,7 +137,7 @@ impl TcpTx {
                 let answered = answer.lock().take();
                 match answered {
                     Some(Ok(socket)) => {
-                        self.reactor.watch(&socket)?;
+                        self.reactor.watch(socket.as_fd(), Interest::Writable)?;
                         self.ends = Ends::of(&socket);
                         self.state = State::Open(socket);
                     }
@@ -313,7 +314,7 @@ impl TcpRx {
     /// Takes the connection that the peer opened, if it has come.
     fn attach(&mut self) -> Result<(), Error> {
         if let Some(socket) = self.accept.as_mut().and_then(|accept| accept()) {
-            self.reactor.watch(&socket)?;
+            self.reactor.watch(socket.as_fd(), Interest::Readable)?;
             self.window = vec![0; WINDOW];
             self.ends = Ends::of(&socket);
             self.socket = Some(socket);
@@ -453,11 +454,16 @@ mod tests {
     use super::*;
     use crate::types::Signature;
 
+    use crate::link::Poller;
+    use std::os::fd::BorrowedFd;
+    use std::sync::Weak;
+
     struct NoReactor;
     impl Reactor for NoReactor {
-        fn watch(&self, _: &TcpStream) -> Result<(), Error> {
+        fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
             Ok(())
         }
+        fn ask(&self, _: Weak<dyn Poller>) {}
         fn kick(&self) {}
     }
 
