@@ -201,7 +201,7 @@ pub(crate) struct Endpoint {
     programs: Mutex<Programs>,
     binding: OnceLock<Arc<Binding>>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
-    token: Box<AtomicU8>,
+    token: Arc<AtomicU8>,
 }
 
 /// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's lane may
@@ -279,7 +279,7 @@ impl Endpoint {
             recorder: Arc::new(Recorder::new()),
             programs: Mutex::default(),
             binding: OnceLock::new(),
-            token: Box::default(),
+            token: Arc::default(),
             config,
         })
     }

@@ -1,6 +1,7 @@
 //! A rank's links to all peers of one communicator, opened when first used, and the memory lent over them.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::filling::Filling;
@@ -271,10 +272,21 @@ impl Port {
         self.peers.iter().all(|p| p.lent.iter().all(|lent| lent.slot.is_none()))
     }
 
-    /// Of a dead communicator: whether peers in other processes may still touch users' memory.
+    /// Of a dead communicator: whether peers in other processes, or links by themselves, may still touch users' memory.
     pub(crate) fn is_touched_elsewhere(&mut self) -> bool {
         self.reclaim();
-        self.peers.iter().any(|p| p.lent.iter().any(|lent| lent.elsewhere))
+        // Each link is told to stop writing.
+        let writes = |p: &mut Peer| p.rx.as_mut().is_some_and(|rx| !rx.revoke());
+        let is_written = self.peers.iter_mut().fold(false, |any, p| writes(p) | any);
+        is_written || self.peers.iter().any(|p| p.lent.iter().any(|lent| lent.elsewhere))
+    }
+
+    /// Until when links from these peers may write to what is received from them. None: that cannot be known.
+    pub(crate) fn written_until(&mut self, from: Range<Rank>) -> Option<Vec<Arc<Lease>>> {
+        let region = &self.region;
+        let links = self.peers.iter_mut().enumerate().filter(|(peer, _)| from.contains(peer));
+        let writing = links.filter_map(|(_, p)| p.rx.as_mut()).filter_map(|rx| (!rx.revoke()).then_some(rx));
+        writing.map(|rx| rx.writes_until().map(|until| Arc::new(Lease::written(region, until)))).collect()
     }
 
     /// Until when they may touch an operation's. None: that cannot be known.

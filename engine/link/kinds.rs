@@ -1,9 +1,9 @@
 //! The kinds of links, in one table: what joins two ranks, what is measured and reported, and what is offered for a choice
 //! is read from it.
 
-#[cfg(any(test, feature = "testing"))]
-use super::pipe;
 use super::{LinkKind, Locality, local, tcp};
+#[cfg(any(test, feature = "testing"))]
+use super::{late, pipe};
 use crate::types::LinkClass;
 
 /// All of them, the nearest first.
@@ -13,6 +13,8 @@ pub(crate) static KINDS: &[&LinkKind] = &[
     &tcp::TCP,
     #[cfg(any(test, feature = "testing"))]
     &pipe::PIPE,
+    #[cfg(any(test, feature = "testing"))]
+    &late::LATE,
 ];
 
 /// The kind with a name, if there is one.

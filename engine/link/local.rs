@@ -134,7 +134,7 @@ impl LinkTx for LocalTx {
     fn lease(&self) -> Option<Lease> {
         let ring = self.ring.memory();
         let at = ring.offset()?;
-        Some(Lease::new(&ring.region, at, self.ring.posted(), self.exit.clone()))
+        Some(Lease::lent(&ring.region, at, self.ring.posted(), self.exit.clone()))
     }
 
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {

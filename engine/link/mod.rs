@@ -21,6 +21,8 @@ mod cells;
 pub(crate) mod exit;
 pub(crate) mod ipc;
 pub(crate) mod kinds;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod late;
 pub(crate) mod layout;
 pub(crate) mod local;
 pub(crate) mod peer;
@@ -287,6 +289,18 @@ pub(crate) trait LinkRx: Send {
     /// Nothing of this link is read any more, now or ever: the sender has all its memory back.
     fn hang_up(&mut self) {}
 
+    /// Stops what the link writes by itself, for good; the link is dead afterwards. `true` once nothing is written any more
+    /// to what [`LinkRx::receive_into`] was given; `false`: ask again. As [`LinkTx::revoke`] of what is read.
+    fn revoke(&mut self) -> bool {
+        true
+    }
+
+    /// Of a link that was revoked and may still write: what tells when it does not any more, also when this end is gone. `None`:
+    /// nothing can tell.
+    fn writes_until(&self) -> Option<exit::IsOver> {
+        None
+    }
+
     /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies: it is not in
     /// memory yet.
     fn is_byte_stream(&self) -> bool {
@@ -294,11 +308,15 @@ pub(crate) trait LinkRx: Send {
     }
 
     /// Receives up to `max` bytes of the oldest frame's rest straight into `dst`, and releases them. Returns how
-    /// many, a multiple of `unit`; a part of a unit that has come already lies behind them in `dst`, and is
-    /// expected there by the next call. Only where [`LinkRx::is_byte_stream`].
+    /// many, a multiple of `unit`. Only where [`LinkRx::is_byte_stream`].
+    ///
+    /// Until all `max` bytes were returned, what is behind those that were is the link's: a part of a unit may lie there
+    /// already, and a device may go on writing there when this has returned. The next use of the frame is a call that goes on
+    /// where this one has ended, with as much room at least; or the link is [revoked](LinkRx::revoke).
     ///
     /// # Safety
-    /// `dst` is valid for writes of `max` bytes, a multiple of `unit`.
+    /// `dst` is valid for writes of `max` bytes, a multiple of `unit`. It stays so, and nobody else touches it, until so many
+    /// bytes were returned, or `revoke` has returned `true`, or what [`LinkRx::writes_until`] gave says that it is over.
     unsafe fn receive_into(&mut self, _dst: *mut u8, _max: usize, _unit: usize) -> Result<usize, Error> {
         Ok(0)
     }
@@ -346,7 +364,7 @@ pub(crate) trait Reactor: Send + Sync {
     fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error>;
     /// From now on this is asked in each pass of the lane over work that only the lane looks after, and then the lane sleeps for
     /// microseconds only. It ends when nobody else has the poller any more.
-    #[allow(dead_code)] // No link needs it yet.
+    #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far by a link for tests alone: `late.rs`.
     fn ask(&self, poller: Weak<dyn Poller>);
     /// Wakes the lane now.
     fn kick(&self);

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{PipeReader, PipeWriter, Read, Write, pipe};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -30,7 +30,11 @@ pub(crate) static PIPE: LinkKind = LinkKind {
     max_frame_len: SLOT,
     probe: || pipe().map(drop).map_err(|e| Error::system("make a pipe", e)),
     open_tx: |site| Ok(Box::new(PipeTx::open(site)?)),
-    open_rx: |site| Ok(Box::new(PipeRx::open(site)?)),
+    open_rx: |site| {
+        let rx = PipeRx::open(site)?;
+        site.reactor().watch(rx.pipe.as_fd(), Interest::Readable)?;
+        Ok(Box::new(rx))
+    },
 };
 
 /// Bytes of payload that have come through pipes.
@@ -41,7 +45,7 @@ type Ends = (Option<PipeReader>, Option<PipeWriter>);
 static HALF_OPEN: LazyLock<Mutex<HashMap<LinkName, Ends>>> = LazyLock::new(Mutex::default);
 
 /// Takes one end of a link's pipe. Whoever comes first makes it.
-fn end<E: AsFd>(site: &dyn Site, take: fn(&mut Ends) -> Option<E>, interest: Interest) -> Result<E, Error> {
+fn end<E: AsFd>(site: &dyn Site, take: fn(&mut Ends) -> Option<E>) -> Result<E, Error> {
     let failed = |e: std::io::Error| Error::system("open a pipe between two ranks", e);
     let mut half_open = HALF_OPEN.lock();
     let mut ends = match half_open.remove(&site.name()) {
@@ -53,7 +57,6 @@ fn end<E: AsFd>(site: &dyn Site, take: fn(&mut Ends) -> Option<E>, interest: Int
         half_open.insert(site.name(), ends);
     }
     ioctl_fionbio(&end, true).map_err(|e| failed(e.into()))?;
-    site.reactor().watch(end.as_fd(), interest)?;
     Ok(end)
 }
 
@@ -68,7 +71,8 @@ struct PipeTx {
 
 impl PipeTx {
     fn open(site: &dyn Site) -> Result<PipeTx, Error> {
-        let pipe = end(site, |ends| ends.1.take(), Interest::Writable)?;
+        let pipe = end(site, |ends| ends.1.take())?;
+        site.reactor().watch(pipe.as_fd(), Interest::Writable)?;
         Ok(PipeTx { pipe, queue: VecDeque::new(), written: 0, released: 0 })
     }
 
@@ -140,9 +144,15 @@ pub(super) struct PipeRx {
 
 impl PipeRx {
     pub(super) fn open(site: &dyn Site) -> Result<PipeRx, Error> {
-        let pipe = end(site, |ends| ends.0.take(), Interest::Readable)?;
+        let pipe = end(site, |ends| ends.0.take())?;
         let window = Vec::with_capacity(WINDOW);
         Ok(PipeRx { peer: site.peer(), pipe, window, head: None, done: 0 })
+    }
+
+    /// The pipe, to be looked at.
+    pub(super) fn descriptor(&self) -> Result<OwnedFd, Error> {
+        let copy = self.pipe.try_clone().map_err(|e| Error::system("look at a pipe", e))?;
+        Ok(copy.into())
     }
 
     /// Reads until so many bytes are here, or no more have come.

@@ -51,9 +51,9 @@ fn world_list() -> Vec<World> {
         if [2, 3, 5].contains(&n) {
             all.push(World { link: "tcp6", n, processes: false });
         }
-        // An example of a link, which only builds for tests have.
+        // Examples of links, which only builds for tests have.
         if cfg!(feature = "testing") && (2..=5).contains(&n) {
-            all.push(World { link: "pipe", n, processes: false });
+            all.extend(["pipe", "late"].map(|link| World { link, n, processes: false }));
         }
     }
     for n in [2, 3, 4, 5, 7, 8] {

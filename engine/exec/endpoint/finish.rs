@@ -74,6 +74,11 @@ impl Table {
         staged.is_striped().then_some(staged)
     }
 
+    /// What takes an operation's memory back.
+    pub(super) fn staged_of(&self, key: Key) -> Option<Arc<Staged>> {
+        self.staged.get(&key.number()).map(|backing| backing.staged.clone())
+    }
+
     fn forget(&mut self, key: Key) -> Option<Backing> {
         if !self.backing.is_empty() {
             self.backing.retain(|(_, backing)| backing.key != key);

@@ -74,7 +74,8 @@ impl<B: Backend> PlanRun<B> {
         if m == 0 {
             return Ok(false);
         }
-        if m <= writable && self.receives_itself(t, i, port)? {
+        // As long as there is room: it may be the link's, which writes to it (`LinkRx::receive_into`).
+        if writable > 0 && self.receives_itself(t, i, port)? {
             return self.receive(t, i, writable, port);
         }
         operands!(ins, step.operands.len());
