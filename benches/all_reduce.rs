@@ -36,7 +36,7 @@ fn main() -> Res<ExitCode> {
     let asynchronous = args.get(2).is_some_and(|a| a == "await");
     let algo: Algo = args.get(3).map_or("auto", String::as_str).parse()?;
     if let Ok(rank) = std::env::var("BENCH_RANK") {
-        let choice = if link == "tcp" { LinkChoice::Tcp } else { LinkChoice::Shm };
+        let choice = if link == "tcp" { LinkChoice::TCP } else { LinkChoice::SHM };
         let rendezvous = Rendezvous::tcp(&std::env::var("BENCH_AT")?, rank.parse()?, ranks)?;
         let rendezvous = rendezvous.token(std::env::var("BENCH_TOKEN")?).link(choice);
         let runtime = tokio::runtime::Builder::new_current_thread().build()?;

@@ -13,6 +13,7 @@ mod units;
 use std::io::{self, Write};
 use std::process::ExitCode;
 
+use allstream::{Backend, BackendStatus};
 use clap::{Parser, Subcommand};
 use tracing_subscriber::EnvFilter;
 
@@ -89,25 +90,16 @@ fn cuda() -> String {
 fn info() -> io::Result<ExitCode> {
     let cores =
         std::thread::available_parallelism().map_or_else(|error| error.to_string(), |n| n.to_string());
-    let memory = match rustix::fs::memfd_create("allstream-info", rustix::fs::MemfdFlags::CLOEXEC) {
-        Ok(_) => "yes".to_string(),
-        Err(error) => format!("no: memfd_create: {error}"),
-    };
-    let tcp = match std::net::TcpListener::bind((std::net::Ipv4Addr::LOCALHOST, 0)) {
-        Ok(_) => "yes".to_string(),
-        Err(error) => format!("no: cannot listen on 127.0.0.1: {error}"),
-    };
-    let cuda = cuda();
-    let lines = [
-        ("allstream", env!("CARGO_PKG_VERSION")),
-        ("cores", &cores),
-        ("in process", "yes"),
-        ("shared memory", &memory),
-        ("TCP", &tcp),
-        ("CUDA", &cuda),
-        ("NCCL", "not in this version"),
-        ("RDMA", "not in this version"),
-    ];
+    let mut lines =
+        vec![("allstream".to_string(), env!("CARGO_PKG_VERSION").to_string()), ("cores".into(), cores)];
+    for BackendStatus { backend, available, .. } in allstream::backends() {
+        let there = match (backend, available) {
+            (Backend::Cuda, _) => cuda(),
+            (_, Ok(())) => "yes".into(),
+            (_, Err(error)) => format!("no: {error}"),
+        };
+        lines.push((backend.to_string(), there));
+    }
     let text: String = lines.iter().map(|(name, value)| format!("{name:<15}{value}\n")).collect();
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),

@@ -8,9 +8,9 @@
 use std::collections::HashMap;
 use std::io::{self, Write};
 use std::net::TcpStream;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -31,7 +31,9 @@ use crate::link::layout::RING_BYTES;
 use crate::link::local::{Bell, LocalRx, LocalTx};
 use crate::link::region::{REGION_BYTES, Region};
 use crate::link::tcp::{FRAME, TcpRx};
-use crate::link::{Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, Posted, Reactor, SLOT};
+use crate::link::{
+    Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, LinkTx, Poller, Posted, Reactor, SLOT,
+};
 use crate::plan::{self, Algo, INPUT, Kind, OUTPUT, Program, Shape, Slot};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, ReduceOp, Signature};
 
@@ -79,9 +81,10 @@ pub fn frame_header(data: &[u8]) {
 struct NoReactor;
 
 impl Reactor for NoReactor {
-    fn watch(&self, _: &TcpStream) -> Result<(), Error> {
+    fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
         Ok(())
     }
+    fn ask(&self, _: Weak<dyn Poller>) {}
     fn kick(&self) {}
 }
 
@@ -283,7 +286,7 @@ impl LinkRx for Script {
             (self.at, self.done) = (self.at + 1, 0);
         }
     }
-    fn streams(&self) -> bool {
+    fn is_byte_stream(&self) -> bool {
         self.streams
     }
     unsafe fn receive_into(&mut self, dst: *mut u8, max: usize, unit: usize) -> Result<usize, Error> {

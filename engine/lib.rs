@@ -47,7 +47,8 @@ pub use crate::mem::{
     split_at,
 };
 pub use crate::types::{
-    Algo, DType, Element, Function, Kind, MOST_RANKS, Rank, ReduceOp, Signature, bf16, f8e4m3, f8e5m2, f16,
+    Algo, DType, Element, Function, Kind, LinkClass, MOST_RANKS, Rank, ReduceOp, Signature, bf16, f8e4m3,
+    f8e5m2, f16,
 };
 
 /// The first program of the README compiles (tests/engine/readme.rs runs the others).

@@ -96,6 +96,17 @@ pub(crate) fn longest_frame() -> Option<usize> {
     Some(FRAMES.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
 }
 
+/// Bytes of payload that have come through links of the class `pipe`, an example that only tests have.
+pub fn piped() -> u64 {
+    crate::link::pipe::RECEIVED.load(Ordering::Relaxed)
+}
+
+/// From now on (`true`) what is received over links of the class `late` does not come, and is written, as bytes of 0xee, later:
+/// when this is called with `false`.
+pub fn hold_late_writes(on: bool) {
+    crate::link::late::hold(on);
+}
+
 static STREAMED: AtomicBool = AtomicBool::new(false);
 
 /// From now on, the results of two in every four operations go past the caches, however small, and of the others none.

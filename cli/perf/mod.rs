@@ -84,9 +84,9 @@ pub(crate) struct PerfArgs {
     /// cores, as mpirun does; else `none`). Under a launcher that is the launcher's: `allstream run --bind-to core`
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "threads")]
     bind_to: Option<Bind>,
-    /// Links between ranks; several, one job each, as shm,tcp
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "auto")]
-    link: Vec<Link>,
+    /// Links between ranks, by class, or the nearest (auto); several, one job each, as shm,tcp
+    #[arg(long, value_delimiter = ',', default_value = "auto")]
+    link: Vec<LinkChoice>,
     /// Algorithms, one table each, as ring,direct
     #[arg(long, value_delimiter = ',', default_value = "auto")]
     algo: Vec<Algo>,
@@ -116,37 +116,14 @@ pub(crate) struct PerfArgs {
     #[arg(long, hide = true)]
     worker: bool,
     /// The link of this one's job
-    #[arg(long, hide = true, value_enum)]
-    worker_link: Option<Link>,
+    #[arg(long, hide = true)]
+    worker_link: Option<LinkChoice>,
     /// Cores of the host, of which a rank that is bound sees its own alone
     #[arg(long, hide = true)]
     worker_cores: Option<usize>,
     /// Where rank 0 of a job leaves the figures for the one who started it
     #[arg(long, hide = true)]
     worker_json: Option<PathBuf>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Link {
-    /// The nearest
-    Auto,
-    /// Shared memory
-    Shm,
-    /// TCP on loopback, or the network
-    Tcp,
-    /// The process's own memory (with --threads)
-    Inproc,
-}
-
-impl Link {
-    fn name(self) -> &'static str {
-        match self {
-            Link::Auto => "auto",
-            Link::Shm => "shm",
-            Link::Tcp => "tcp",
-            Link::Inproc => "inproc",
-        }
-    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -177,13 +154,10 @@ pub(crate) fn run(args: &PerfArgs) -> Result<ExitCode, BoxError> {
         }
         let rendezvous = Rendezvous::from_env()?;
         let runtime = runtime()?;
-        let link = args.worker_link.or(args.link.first().copied()).unwrap_or(Link::Auto);
-        let mut comm = runtime.block_on(Comm::connect(match link {
-            Link::Auto => rendezvous,
-            Link::Shm => rendezvous.link(LinkChoice::Shm),
-            Link::Tcp => rendezvous.link(LinkChoice::Tcp),
-            Link::Inproc => rendezvous.link(LinkChoice::InProc),
-        }))?;
+        let link = args.worker_link.or(args.link.first().copied()).unwrap_or_default();
+        // Else what the environment says stays.
+        let rendezvous = if link == LinkChoice::AUTO { rendezvous } else { rendezvous.link(link) };
+        let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
         let report = measure_all(&mut comm, args, link)?;
         let is_first = comm.rank() == 0;
         runtime.block_on(comm.close())?;
@@ -207,9 +181,11 @@ fn check(args: &PerfArgs) -> Result<(), BoxError> {
         format!("-r {}: there are {ranks} ranks, roots are 0..={}", args.root, ranks - 1)
     } else if args.collective == What::PingPong && args.ranks.is_some() && ranks < 2 {
         "pingpong needs two ranks".into()
-    } else if args.threads && args.link.iter().any(|link| !matches!(link, Link::Auto | Link::Inproc)) {
+    } else if args.threads
+        && args.link.iter().any(|link| !matches!(*link, LinkChoice::AUTO | LinkChoice::INPROC))
+    {
         "--threads: ranks of one process read each other's memory; --link is for processes".into()
-    } else if !args.threads && args.link.contains(&Link::Inproc) {
+    } else if !args.threads && args.link.contains(&LinkChoice::INPROC) {
         "--link inproc is for the ranks of one process: add --threads".into()
     } else if args.device.is_some() && args.alloc == Alloc::Arena {
         "--alloc arena is memory of the host's, --device is not: leave one of them out".into()
@@ -276,7 +252,7 @@ pub(crate) fn runtime() -> io::Result<tokio::runtime::Runtime> {
 fn in_threads(args: &PerfArgs) -> Result<ExitCode, BoxError> {
     let ranks = args.ranks.map_or(2, NonZeroUsize::get);
     let comms = Comm::local(ranks)?;
-    let reports = on_threads(comms, |comm| measure_all(comm, args, Link::Inproc))?;
+    let reports = on_threads(comms, |comm| measure_all(comm, args, LinkChoice::INPROC))?;
     match reports.first() {
         Some(report) => conclude(args, report),
         None => Ok(ExitCode::SUCCESS),
@@ -308,9 +284,9 @@ fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
     let bind = args.bind_to.unwrap_or_else(|| Bind::that_fits(ranks));
     let mut whole: Option<Report> = None;
     for &link in &args.link {
-        let at = folder.path().join(format!("{}.json", link.name()));
+        let at = folder.path().join(format!("{link}.json"));
         let mut own: Vec<OsString> = std::env::args_os().skip(1).collect();
-        own.extend(["--worker", "--worker-link", link.name(), "--worker-json"].map(Into::into));
+        own.extend(["--worker", "--worker-link", &link.to_string(), "--worker-json"].map(Into::into));
         own.push(at.clone().into());
         own.push("--worker-cores".into());
         own.push(cores().to_string().into());
@@ -371,11 +347,11 @@ fn named(option: &str, path: &Path, error: &dyn std::fmt::Display) -> BoxError {
 /// The same on a communicator that is there, for a command that is not `perf`.
 pub(crate) fn on(comm: &mut Comm, args: &PerfArgs) -> Result<Report, BoxError> {
     check(args)?;
-    measure_all(comm, args, args.link.first().copied().unwrap_or(Link::Auto))
+    measure_all(comm, args, args.link.first().copied().unwrap_or_default())
 }
 
 /// All sizes by all algorithms; rank 0 prints as it goes.
-fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, BoxError> {
+fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Report, BoxError> {
     if args.root >= comm.size() {
         return Err(format!("-r {}: there are {} ranks", args.root, comm.size()).into());
     }
@@ -434,7 +410,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             report.version,
             args.collective,
             comm.size(),
-            link.name(),
+            link,
             report.alloc,
             report.completion
         ))?;
@@ -455,7 +431,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: Link) -> Result<Report, B
             memory: memory.clone(),
             joins: args.join,
         };
-        let mut series = Series { link: link.name().into(), algo: algo.name().into(), ..Series::default() };
+        let mut series = Series { link: link.to_string(), algo: algo.name().into(), ..Series::default() };
         self::series(comm, args, &mut effort, &console, &mut series)?;
         report.series.push(series);
     }

@@ -2,6 +2,7 @@
 
 mod show;
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use allstream::plan::algorithms;
 use allstream::sim::predict;
 use allstream::tuning::{self, FORMAT, Figures, LinkClass, Place, Row, Table, TimeBy};
 use allstream::{Algo, Comm, Kind, LinkChoice, Rendezvous};
-use clap::{Args, Parser, ValueEnum};
+use clap::{Args, Parser};
 use serde::{Deserialize, Serialize};
 
 use crate::console::Console;
@@ -36,8 +37,8 @@ pub(crate) struct TuneArgs {
     #[arg(short = 'N', long, value_delimiter = ',', value_name = "RANKS")]
     ranks: Vec<NonZeroUsize>,
     /// Classes of links to measure
-    #[arg(long, value_enum, value_delimiter = ',', default_value = "inproc,shm,tcp")]
-    link: Vec<Class>,
+    #[arg(long, value_parser = class, value_delimiter = ',', default_value = "inproc,shm,tcp")]
+    link: Vec<LinkClass>,
     /// Collectives to measure
     #[arg(
         long,
@@ -62,24 +63,10 @@ pub(crate) struct TuneArgs {
     worker_json: Option<PathBuf>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Class {
-    /// Ranks as threads of one process
-    Inproc,
-    /// Shared memory between processes
-    Shm,
-    /// TCP: on loopback, or between the hosts of a launcher's ranks
-    Tcp,
-}
-
-impl Class {
-    fn link(self) -> LinkClass {
-        match self {
-            Class::Inproc => LinkClass::InProc,
-            Class::Shm => LinkClass::Shm,
-            Class::Tcp => LinkClass::Tcp,
-        }
-    }
+/// A class of links that there is.
+fn class(name: &str) -> Result<LinkClass, String> {
+    let choice: LinkChoice = name.parse()?;
+    choice.class().ok_or_else(|| "name a class: what is measured is measured of one".into())
 }
 
 /// What one job has found.
@@ -139,21 +126,14 @@ fn be_one(args: &TuneArgs, output: &Path) -> Result<ExitCode, BoxError> {
 }
 
 /// What rank 0 has found.
-fn as_rank(args: &TuneArgs, class: Class) -> Result<Option<Found>, BoxError> {
+fn as_rank(args: &TuneArgs, class: LinkClass) -> Result<Option<Found>, BoxError> {
     let runtime = perf::runtime()?;
     let rendezvous = Rendezvous::from_env()?.tuning(None);
     // Between the hosts of a user's launcher it is TCP, and inside them what it is in other jobs.
-    let mut comm = runtime.block_on(Comm::connect(match class {
-        Class::Inproc => rendezvous.link(LinkChoice::InProc),
-        Class::Shm => rendezvous.link(LinkChoice::Shm),
-        Class::Tcp if args.worker => rendezvous.link(LinkChoice::Tcp),
-        Class::Tcp => rendezvous,
-    }))?;
-    if class == Class::Tcp
-        && !args.worker
-        && comm.hosts() == 1
-        && !std::env::var("ALLSTREAM_LINK").is_ok_and(|l| l == "tcp")
-    {
+    let as_it_is = class == LinkClass::TCP && !args.worker;
+    let rendezvous = if as_it_is { rendezvous } else { rendezvous.link(class.into()) };
+    let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
+    if as_it_is && comm.hosts() == 1 && !std::env::var("ALLSTREAM_LINK").is_ok_and(|l| l == "tcp") {
         return Err(
             "--link tcp: all ranks are on one host; run `allstream tune -N ...` there without the launcher"
                 .into(),
@@ -165,7 +145,7 @@ fn as_rank(args: &TuneArgs, class: Class) -> Result<Option<Found>, BoxError> {
     Ok(is_first.then_some(found))
 }
 
-fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, BoxError> {
+fn in_processes(args: &TuneArgs, class: LinkClass, ranks: usize) -> Result<Found, BoxError> {
     let folder = tempfile::Builder::new().prefix("allstream-tune-").tempdir()?;
     let at = folder.path().join("found.json");
     let list = |items: Vec<String>| OsString::from(items.join(","));
@@ -173,7 +153,7 @@ fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, Bo
         "tune".into(),
         "--worker".into(),
         "--link".into(),
-        class.link().name().into(),
+        class.name().into(),
         "--collectives".into(),
         list(args.collectives.iter().map(Kind::to_string).collect()),
         "--sizes".into(),
@@ -181,8 +161,8 @@ fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, Bo
         "--worker-json".into(),
         at.clone().into(),
     ];
-    let processes = if class == Class::Inproc { 1 } else { ranks };
-    if class == Class::Inproc {
+    let processes = if class == LinkClass::INPROC { 1 } else { ranks };
+    if class == LinkClass::INPROC {
         own.extend(["--worker-threads".into(), ranks.to_string().into()]);
     }
     // Every algorithm is to be there, and none chosen by the table that is being made.
@@ -197,29 +177,29 @@ fn in_processes(args: &TuneArgs, class: Class, ranks: usize) -> Result<Found, Bo
         ..Default::default()
     };
     if launch::run(job)? != ExitCode::SUCCESS {
-        return Err(format!("the job of {ranks} ranks over {} failed; see above", class.link().name()).into());
+        return Err(format!("the job of {ranks} ranks over {} failed; see above", class.name()).into());
     }
     Ok(serde_json::from_slice(&std::fs::read(&at)?)?)
 }
 
 fn in_threads(args: &TuneArgs, ranks: usize) -> Result<Found, BoxError> {
-    let mut found = perf::on_threads(Comm::local(ranks)?, |comm| measure(comm, args, Class::Inproc))?;
+    let mut found = perf::on_threads(Comm::local(ranks)?, |comm| measure(comm, args, LinkClass::INPROC))?;
     Ok(found.swap_remove(0))
 }
 
 /// `allstream perf` with these arguments, on a communicator that is there.
-fn perf(comm: &mut Comm, class: Class, args: &[&str]) -> Result<Report, BoxError> {
+fn perf(comm: &mut Comm, class: LinkClass, args: &[&str]) -> Result<Report, BoxError> {
     #[derive(Parser)]
     struct Line {
         #[command(flatten)]
         args: PerfArgs,
     }
-    let threads: &[&str] = if class == Class::Inproc { &["--threads"] } else { &[] };
+    let threads: &[&str] = if class == LinkClass::INPROC { &["--threads"] } else { &[] };
     let line = Line::try_parse_from(["perf"].iter().chain(args).chain(threads))?;
     perf::on(comm, &line.args)
 }
 
-fn measure(comm: &mut Comm, args: &TuneArgs, class: Class) -> Result<Found, BoxError> {
+fn measure(comm: &mut Comm, args: &TuneArgs, class: LinkClass) -> Result<Found, BoxError> {
     let mut sizes = args.sizes.clone();
     sizes.sort_unstable();
     let sizes: Vec<_> = sizes.iter().map(u64::to_string).collect();
@@ -231,7 +211,7 @@ fn measure(comm: &mut Comm, args: &TuneArgs, class: Class) -> Result<Found, BoxE
         reports.push(perf(comm, class, &line)?);
     }
     Ok(Found {
-        place: Place { link: class.link(), hosts: comm.hosts(), ranks: comm.size() },
+        place: Place { link: class, hosts: comm.hosts(), ranks: comm.size() },
         cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
         memory: memory(),
         reports,
@@ -332,7 +312,8 @@ fn table(found: &[Found]) -> Result<Table, BoxError> {
     // Other numbers of ranks, by the figures of the nearest that were there; not across hosts, whose number would differ.
     let apart = |f: &Figures, ranks: usize| ((f.place.ranks as f64).ln() - (ranks as f64).ln()).abs();
     for ranks in PREDICTED {
-        for link in [LinkClass::InProc, LinkClass::Shm, LinkClass::Tcp] {
+        let measured: BTreeSet<_> = figures.iter().map(|f| f.place.link).collect();
+        for link in measured {
             let place = Place { link, hosts: 1, ranks };
             let near = figures.iter().filter(|f| f.place == Place { ranks: f.place.ranks, ..place });
             let Some(figures) = near.min_by(|a, b| apart(a, ranks).total_cmp(&apart(b, ranks))) else {

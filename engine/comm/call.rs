@@ -453,8 +453,7 @@ pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Resu
         #[cfg(any(test, feature = "testing"))]
         let (plan, loans) = crate::testing::mutated(kind, shape.rank, (plan, loans));
         let (program, lending) = (Program::compile(&plan), loans.map(Lending::compile));
-        // Over TCP calls of the system are what costs; of more than two ranks the rounds would be too long (`Slicing`).
-        let whole = shape.n == 2 && !endpoint.config.env.one_host && plan::goes_whole(kind, algo, &shape);
+        let whole = endpoint.config.has_long_frames && plan::goes_whole(kind, algo, &shape);
         Ok(Program { lending, whole, ..program })
     })
 }

@@ -13,8 +13,8 @@ use crate::error::Error;
 use crate::exec::Endpoint;
 use crate::forked;
 use crate::group::message::CommId;
-use crate::group::{Locality, Mesh, Rendezvous, host, runtime};
-use crate::link::local::Gate;
+use crate::group::{Mesh, Rendezvous, host, runtime};
+use crate::link::local::{Gate, INPROC};
 use crate::link::region::Region;
 use crate::plan::choices::Choices;
 use crate::trace::log::LOG;
@@ -190,16 +190,13 @@ impl Comm {
             mates.enter(rank, ours.0, ours.1);
         };
         let mesh = Mesh::join(rendezvous, offers, named, move |mesh| {
-            let near = |peer: &Option<crate::group::PeerInfo>| {
-                // Ourselves: never looked at.
-                peer.as_ref().map_or(Locality::SameProcess, |p| p.locality)
-            };
-            let localities = mesh.peers().iter().map(near).collect();
+            // Ourselves: never looked at.
+            let links = mesh.peers().iter().map(|peer| peer.as_ref().map_or(&INPROC, |p| p.link)).collect();
             let transport = Transport::Mesh(Arc::downgrade(mesh));
             let who = (mesh.rank(), mesh.size(), mesh.world());
             let mates = house.get_or_init(|| Housemates::of(mesh.world())).clone();
             let settings = (defaults, mesh.choices().clone());
-            let world = World::new(who, transport, (mates, gate), region, turns, localities, settings);
+            let world = World::new(who, transport, (mates, gate), region, turns, links, settings);
             *place.lock() = Some(world.world_endpoint().map(|endpoint| (world.clone(), endpoint)));
             world
         })
@@ -233,13 +230,13 @@ impl Comm {
         let mut worlds = Vec::new();
         for rank in 0..n {
             let region = Arc::new(Region::private()?);
-            let localities = vec![Locality::SameProcess; n];
+            let links = vec![&INPROC; n];
             let transport = Transport::Hub(hub.clone());
             let (mates, gate) = (Housemates::of(id), Gate::default());
             mates.enter(rank, region.clone(), gate.clone());
             let (who, house) = ((rank, n, id), (mates, gate));
             let settings = (defaults, choices.clone());
-            let world = World::new(who, transport, house, region, turns.clone(), localities, settings);
+            let world = World::new(who, transport, house, region, turns.clone(), links, settings);
             hub.enter(&world);
             worlds.push(world);
         }

@@ -1,4 +1,4 @@
-//! Which link joins two ranks of a communicator, and how it is opened.
+//! What the links of a communicator are opened with.
 
 use std::collections::HashMap;
 use std::net::TcpStream;
@@ -8,15 +8,16 @@ use parking_lot::Mutex;
 
 use crate::error::Error;
 use crate::exec::{DEVICES, Lane, Opener};
+use crate::group::Mesh;
 use crate::group::message::{CommId, DataHello};
-use crate::group::{Locality, Mesh};
 use crate::link::exit::Exit;
 use crate::link::layout::RING_BYTES;
-use crate::link::local::{Bell, Gate, LocalRx, LocalTx};
-use crate::link::peer::{PeerDevice, Place};
+use crate::link::local::{Bell, Gate};
+use crate::link::peer::PeerDevice;
 use crate::link::region::Region;
-use crate::link::tcp::{Dial, TcpRx, TcpTx};
-use crate::link::{LinkRx, LinkTx};
+use crate::link::tcp::{Accept, Dial};
+use crate::link::{Lends, LinkKind, LinkName, LinkRx, LinkTx, Open, Place, Reactor, Site};
+use crate::trace::log::LOG;
 use crate::types::Rank;
 
 /// Channels of a communicator: collectives, messages, and collectives that devices run.
@@ -91,12 +92,14 @@ impl Sockets {
 
 /// A rank's surroundings in a world: how each other rank is reached.
 pub(crate) struct Neighbourhood {
+    /// The world's name, and our rank in it.
+    pub(crate) world: [u8; 16],
     pub(crate) rank: Rank,
     pub(crate) region: Arc<Region>,
     pub(crate) lane: Arc<Lane>,
     pub(crate) mates: Arc<Housemates>,
-    /// By world rank; our own entry is not looked at.
-    pub(crate) localities: Vec<Locality>,
+    /// What joins this rank to each other one. Our own entry is not looked at.
+    pub(crate) links: Vec<&'static LinkKind>,
     pub(crate) mesh: Weak<Mesh>,
     pub(crate) sockets: Arc<Sockets>,
     /// Peers' regions, mapped when first needed.
@@ -105,26 +108,26 @@ pub(crate) struct Neighbourhood {
 
 impl Neighbourhood {
     pub(crate) fn new(
-        rank: Rank,
+        (world, rank): ([u8; 16], Rank),
         region: Arc<Region>,
         lane: Arc<Lane>,
         mates: Arc<Housemates>,
-        localities: Vec<Locality>,
+        links: Vec<&'static LinkKind>,
         mesh: Weak<Mesh>,
     ) -> Neighbourhood {
-        let mapped = localities.iter().map(|_| OnceLock::new()).collect();
+        let mapped = links.iter().map(|_| OnceLock::new()).collect();
         let sockets = Arc::default();
-        Neighbourhood { rank, region, lane, mates, localities, mesh, sockets, mapped }
+        Neighbourhood { world, rank, region, lane, mates, links, mesh, sockets, mapped }
     }
 
     /// Whether a rank, not this one, writes to the rings of this rank's that it reads from.
     pub(crate) fn is_near(&self, peer: Rank) -> bool {
-        peer != self.rank && self.localities[peer] != Locality::Remote
+        peer != self.rank && self.links[peer].lends != Lends::Nothing
     }
 
     /// Whether a rank is in this process.
     pub(crate) fn is_housemate(&self, peer: Rank) -> bool {
-        peer == self.rank || self.localities[peer] == Locality::SameProcess
+        peer == self.rank || self.links[peer].lends == Lends::Anything
     }
 
     /// A peer's region, and the bell that wakes its lane.
@@ -133,7 +136,7 @@ impl Neighbourhood {
             return Ok(reached.clone());
         }
         let open = || Error::system(format!("open the link to rank {peer}"), "this rank has left the world");
-        let reached = if self.localities[peer] == Locality::SameProcess {
+        let reached = if self.links[peer].lends == Lends::Anything {
             let (region, _) = self.mates.find(peer).ok_or_else(open)?;
             let bell = Bell::new(region.clone(), self.lane.bell().clone());
             (region, bell)
@@ -154,11 +157,6 @@ impl Neighbourhood {
             (region, bell)
         };
         Ok(self.mapped[peer].get_or_init(|| reached).clone())
-    }
-
-    /// Whether a peer's process has exited, where it is another one of this host.
-    fn exit_of(&self, peer: Rank) -> Option<Exit> {
-        self.mesh.upgrade()?.peers().get(peer)?.as_ref()?.exit.clone()
     }
 }
 
@@ -181,56 +179,98 @@ pub(crate) fn block_bytes(size: usize) -> usize {
 }
 
 impl CommLinks {
-    fn ring(&self, owner: Rank, to: Rank, channel: u8) -> u64 {
-        self.blocks[owner] + ((usize::from(channel) * self.members.len() + to) * RING_BYTES) as u64
+    fn kind(&self, peer: Rank) -> &'static LinkKind {
+        self.around.links[self.members[peer]]
+    }
+
+    fn site(&self, peer: Rank, channel: u8, receiving: bool) -> CommSite<'_> {
+        CommSite { links: self, peer, channel, receiving }
     }
 }
 
 impl Opener for CommLinks {
     fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error> {
-        let (around, world_rank) = (&self.around, self.members[peer]);
-        if around.localities[world_rank] == Locality::Remote {
-            let hello = DataHello { comm: self.comm, from: around.rank, channel };
-            let mesh = around.mesh.clone();
-            let dial: Dial = Box::new(move |done| match mesh.upgrade() {
-                Some(mesh) => mesh.connect_data(world_rank, hello, done),
-                None => done(Err(Error::Closed { call: "open a data connection".into() })),
-            });
-            return Ok(Box::new(TcpTx::new(dial, around.lane.clone())));
-        }
-        let (_, bell) = around.reach(world_rank)?;
-        let gate = match around.localities[world_rank] {
-            Locality::SameProcess => around.mates.find(world_rank).map(|(_, gate)| gate),
-            _ => None,
-        };
-        let ring = self.ring(self.rank, peer, channel);
-        let tx = LocalTx::new(around.region.clone(), ring as usize, bell, gate)?;
-        Ok(Box::new(tx.between_processes(around.exit_of(world_rank))))
+        self.site(peer, channel, false).open(self.kind(peer).open_tx)
     }
 
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error> {
-        let (around, world_rank) = (&self.around, self.members[peer]);
-        if around.localities[world_rank] == Locality::Remote {
-            let (sockets, comm) = (around.sockets.clone(), self.comm);
-            let accept = Box::new(move || sockets.take(comm, world_rank, channel));
-            return Ok(Box::new(TcpRx::new(peer, accept, around.lane.clone())));
-        }
-        let (region, bell) = around.reach(world_rank)?;
-        let same_process = around.localities[world_rank] == Locality::SameProcess;
-        let ring = self.ring(peer, self.rank, channel);
-        Ok(Box::new(LocalRx::new(region, ring, bell, peer, same_process)?))
+        self.site(peer, channel, true).open(self.kind(peer).open_rx)
     }
+
     fn device_place(&self, peer: Rank, receiving: bool) -> Result<Option<Place>, Error> {
-        let (around, world_rank) = (&self.around, self.members[peer]);
-        if around.localities[world_rank] == Locality::Remote {
-            return Ok(None);
+        match self.kind(peer).lends {
+            Lends::Nothing => Ok(None),
+            _ => self.site(peer, DEVICES, receiving).place().map(Some),
         }
-        let (theirs, bell) = around.reach(world_rank)?;
-        let gate = around.mates.find(world_rank).map(|(_, gate)| gate);
-        let (region, ring) = match receiving {
-            true => (theirs, self.ring(peer, self.rank, DEVICES)),
-            false => (around.region.clone(), self.ring(self.rank, peer, DEVICES)),
+    }
+}
+
+/// One of the communicator's links.
+struct CommSite<'a> {
+    links: &'a CommLinks,
+    peer: Rank,
+    channel: u8,
+    /// This rank is the receiver.
+    receiving: bool,
+}
+
+impl CommSite<'_> {
+    fn open<L: ?Sized>(&self, open: Open<L>) -> Result<Box<L>, Error> {
+        let (name, class) = (self.name(), self.links.kind(self.peer).class);
+        LOG.line(move || tracing::debug!(?name, %class, "a link is opened"));
+        open(self)
+    }
+
+    /// The peer's rank in the world.
+    fn world_rank(&self) -> Rank {
+        self.links.members[self.peer]
+    }
+}
+
+impl Site for CommSite<'_> {
+    fn peer(&self) -> Rank {
+        self.peer
+    }
+
+    fn name(&self) -> LinkName {
+        let (ours, theirs) = (self.links.around.rank, self.world_rank());
+        let ends = if self.receiving { (theirs, ours) } else { (ours, theirs) };
+        LinkName { world: self.links.around.world, comm: self.links.comm.0, ends, channel: self.channel }
+    }
+
+    fn place(&self) -> Result<Place, Error> {
+        let CommLinks { around, members, blocks, rank, .. } = self.links;
+        let (theirs, bell) = around.reach(self.world_rank())?;
+        let gate = around.mates.find(self.world_rank()).map(|(_, gate)| gate);
+        let (region, from, to) = match self.receiving {
+            true => (theirs, self.peer, *rank),
+            false => (around.region.clone(), *rank, self.peer),
         };
-        Ok(Some(Place { region, ring, bell, gate }))
+        let ring = blocks[from] + ((usize::from(self.channel) * members.len() + to) * RING_BYTES) as u64;
+        Ok(Place { region, ring, bell, gate })
+    }
+
+    fn exit(&self) -> Option<Exit> {
+        let mesh = self.links.around.mesh.upgrade()?;
+        mesh.peers().get(self.world_rank())?.as_ref()?.exit.clone()
+    }
+
+    fn dial(&self) -> Dial {
+        let (mesh, to) = (self.links.around.mesh.clone(), self.world_rank());
+        let hello = DataHello { comm: self.links.comm, from: self.links.around.rank, channel: self.channel };
+        Box::new(move |done| match mesh.upgrade() {
+            Some(mesh) => mesh.connect_data(to, hello, done),
+            None => done(Err(Error::Closed { call: "open a data connection".into() })),
+        })
+    }
+
+    fn accept(&self) -> Accept {
+        let (sockets, comm) = (self.links.around.sockets.clone(), self.links.comm);
+        let (from, channel) = (self.world_rank(), self.channel);
+        Box::new(move || sockets.take(comm, from, channel))
+    }
+
+    fn reactor(&self) -> Arc<dyn Reactor> {
+        self.links.around.lane.clone()
     }
 }

@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 
 use super::{Comm, SharedComm};
 use crate::error::Error;
-use crate::link::region::Region;
-use crate::types::Rank;
+use crate::link::kinds;
+use crate::types::{LinkClass, Rank};
 
 /// Communicators of this process by name: whether one is there, this rank in it, its size.
 ///
@@ -96,13 +96,9 @@ impl Groups {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Backend {
-    /// Ranks of one process, on the CPU.
-    InProc,
-    /// Processes of one host, through shared memory, on the CPU.
-    Shm,
-    /// Hosts, through TCP, on the CPU.
-    Tcp,
-    /// Memory on GPUs: staged through the host's, so far.
+    /// Links of a class, on the CPU.
+    Link(LinkClass),
+    /// Memory on GPUs.
     Cuda,
     /// GPUs, with NVIDIA's library.
     Nccl,
@@ -112,10 +108,8 @@ pub enum Backend {
 
 impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Backend::InProc => "inproc",
-            Backend::Shm => "shm",
-            Backend::Tcp => "tcp",
+        f.pad(match self {
+            Backend::Link(class) => class.name(),
             Backend::Cuda => "cuda",
             Backend::Nccl => "nccl",
             Backend::Rdma => "rdma",
@@ -133,26 +127,17 @@ pub struct BackendStatus {
     pub available: Result<(), Error>,
 }
 
-/// The backends, and which of them this build and this machine have. Shared memory and TCP are tried.
+/// The backends, and which of them this build and this machine have. Links are tried.
 pub fn backends() -> Vec<BackendStatus> {
     let missing = |what: &str| {
-        let problem = "this build of allstream does not have it yet; use inproc, shm or tcp".to_owned();
+        let problem = format!("this build of allstream does not have it yet; use {}", kinds::names());
         Err(Error::Unavailable { what: what.to_owned(), problem })
     };
-    let tcp = || {
-        std::net::TcpListener::bind("127.0.0.1:0")
-            .map(drop)
-            .map_err(|e| Error::system("listen on 127.0.0.1", e))
-    };
-    let status = |(backend, available)| BackendStatus { backend, available };
-    [
-        (Backend::InProc, Region::private().map(drop)),
-        (Backend::Shm, Region::shared().map(drop)),
-        (Backend::Tcp, tcp()),
+    let others = [
         (Backend::Cuda, crate::mem::device::driver().map(drop)),
         (Backend::Nccl, missing("the NCCL backend")),
         (Backend::Rdma, missing("the RDMA backend")),
-    ]
-    .map(status)
-    .to_vec()
+    ];
+    let links = kinds::KINDS.iter().map(|kind| (Backend::Link(kind.class), (kind.probe)()));
+    links.chain(others).map(|(backend, available)| BackendStatus { backend, available }).collect()
 }

@@ -145,7 +145,7 @@ impl Node {
             );
             return Err(Error::invalid("Node::connect", problem));
         };
-        if processes == 1 && matches!(rendezvous.link, LinkChoice::Auto | LinkChoice::InProc) {
+        if processes == 1 && matches!(rendezvous.link, LinkChoice::AUTO | LinkChoice::INPROC) {
             return match rendezvous.chosen {
                 true => Node::from_comms(Comm::local_by(devices, rendezvous.choices)?),
                 false => Node::local(devices),

@@ -26,11 +26,12 @@ use crate::error::{Error, Lost};
 use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Lane, Opener, Runtime};
 use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
-use crate::group::{Events, Locality, Mesh, host};
-use crate::link::Break;
+use crate::group::{Events, Mesh, host};
+use crate::link::kinds::farthest;
 use crate::link::local::Gate;
 use crate::link::region::{Region, TURNED};
-use crate::plan::choices::{Choices, GroupChoices, LinkClass, Place};
+use crate::link::{Break, Lends, LinkKind, SLOT};
+use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::log::LOG;
 use crate::types::{Algo, Map, Rank, Signature};
@@ -164,7 +165,7 @@ impl World {
         (mates, gate): (Arc<Housemates>, Gate),
         region: Arc<Region>,
         (lane, runtime): (Arc<Lane>, Arc<dyn Runtime>),
-        localities: Vec<Locality>,
+        links: Vec<&'static LinkKind>,
         (defaults, choices): (Defaults, Arc<Choices>),
     ) -> Arc<World> {
         let mesh = match &transport {
@@ -174,15 +175,15 @@ impl World {
         let met = mesh.upgrade();
         let hosts = met.as_ref().map_or(vec![0; size], |mesh| mesh.hosts().to_vec());
         // Asked once: of each process that shares memory with this one.
-        let beside = |rank: Rank| match &localities[rank] {
-            Locality::SameHost => {
+        let beside = |rank: Rank| match links[rank].lends {
+            Lends::Regions => {
                 let peer = met.as_ref().and_then(|mesh| mesh.peers()[rank].as_ref());
                 peer.is_none_or(|peer| host::shares_cores(peer.pid))
             }
             _ => true,
         };
         let beside = (0..size).map(beside).collect();
-        let around = Arc::new(Neighbourhood::new(rank, region, lane, mates, localities, mesh));
+        let around = Arc::new(Neighbourhood::new((id, rank), region, lane, mates, links, mesh));
         Arc::new(World {
             rank,
             size,
@@ -222,7 +223,7 @@ impl World {
                 format!("rank {} is not among its members {members:?}", self.rank),
             )
         })?;
-        let near = |m: &&Rank| **m == self.rank || self.around.localities[**m] != Locality::Remote;
+        let near = |m: &&Rank| **m == self.rank || self.around.is_near(**m);
         let here = members.iter().filter(near).count();
         let beside = members.iter().filter(near).filter(|m| self.beside[**m]).count();
         let (opener, generation, runs): (Arc<dyn Opener>, u32, _) = match lines {
@@ -236,7 +237,9 @@ impl World {
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let hosts = host::numbered(members.iter().map(|m| self.hosts[*m]), members.len());
-        let (env, tuned) = self.choice(&members, (rank, here), &hosts);
+        let others: Vec<_> =
+            members.iter().filter(|m| **m != self.rank).map(|m| self.around.links[*m]).collect();
+        let (env, tuned) = self.choice(&others, (rank, here), &hosts);
         let config = EndpointConfig {
             comm: comm.0,
             generation,
@@ -246,6 +249,7 @@ impl World {
             turned: TURNED * cores / beside.max(cores),
             streams_from: host::last_caches() / STREAMED / here,
             hosts,
+            has_long_frames: env.n == 2 && others.iter().all(|link| link.max_frame_len > SLOT),
             tuned,
             env,
             members,
@@ -266,22 +270,21 @@ impl World {
         Ok(endpoint)
     }
 
-    /// What the choice of an algorithm depends on in a group, and what the tuner's table says of it. `here`: how many of its members
-    /// are on this host.
-    fn choice(&self, members: &[Rank], (rank, here): (Rank, usize), hosts: &[u32]) -> (Env, GroupChoices) {
+    /// What the choice of an algorithm depends on in a group, and what the tuner's table says of it. `others`: the links to its other
+    /// members; `here`: how many members are on this host.
+    fn choice(
+        &self,
+        others: &[&LinkKind],
+        (rank, here): (Rank, usize),
+        hosts: &[u32],
+    ) -> (Env, GroupChoices) {
         let env = Env {
-            n: members.len(),
-            one_host: here == members.len(),
+            n: others.len() + 1,
+            one_host: here == others.len() + 1,
             hosts: hosts.iter().max().map_or(0, |last| *last as usize + 1),
             ..Env::default()
         };
-        let together = |m: &Rank| *m == self.rank || self.around.localities[*m] == Locality::SameProcess;
-        let class = match env.one_host {
-            true if members.iter().all(together) => LinkClass::InProc,
-            true => LinkClass::Shm,
-            false => LinkClass::Tcp,
-        };
-        let place = Place { link: class, hosts: env.hosts, ranks: env.n };
+        let place = Place { link: farthest(others), hosts: env.hosts, ranks: env.n };
         let shape = Shape { n: env.n, rank, hosts, ..Shape::default() };
         let tuned = self.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
         (env, tuned)

@@ -98,6 +98,11 @@ impl Active {
         self.current.as_ref()?.op.device.as_ref()
     }
 
+    /// Key and number of the operation.
+    pub(crate) fn id(&self) -> Option<(Key, u64)> {
+        self.current.as_ref().map(|current| (current.key, current.op.number))
+    }
+
     /// Number, signature, deadline and start of the operation.
     pub(crate) fn current(&self) -> Option<(u64, Signature, Duration, Instant)> {
         let c = self.current.as_ref()?;

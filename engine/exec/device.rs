@@ -11,9 +11,9 @@ use parking_lot::Mutex;
 use super::port::Opener;
 use crate::error::Error;
 use crate::link::ipc::{Far, FarRx, FarTx};
-use crate::link::peer::{PeerDevice, PeerRx, PeerTx, Place};
+use crate::link::peer::{PeerDevice, PeerRx, PeerTx};
 use crate::link::waits::{Wait, kept};
-use crate::link::{LinkRx, LinkTx};
+use crate::link::{LinkRx, LinkTx, Place};
 use crate::mem::device::{DeviceEvent, DeviceStream, Fate, Verdict, Witness};
 use crate::types::Rank;
 

@@ -97,6 +97,9 @@ pub(crate) struct EndpointConfig {
     pub(crate) hosts: Vec<u32>,
     /// What the choice of an algorithm depends on, of this group.
     pub(crate) env: Env,
+    /// There is one peer, and frames to it may be longer than a slot: there calls of the system are what costs, and a message may
+    /// go as one. Of more than two ranks the rounds would be too long ([`Slicing`](super::slicing::Slicing)).
+    pub(crate) has_long_frames: bool,
     /// What the tuner's table says of it.
     pub(crate) tuned: GroupChoices,
     pub(crate) region: Arc<Region>,
@@ -133,7 +136,7 @@ pub(crate) struct Endpoint {
     deterministic: AtomicBool,
     binding: OnceLock<Arc<Binding>>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
-    token: Box<AtomicU8>,
+    token: Arc<AtomicU8>,
 }
 
 /// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's progress
@@ -170,7 +173,7 @@ impl Endpoint {
             programs: Programs::default(),
             deterministic: AtomicBool::new(config.deterministic),
             binding: OnceLock::new(),
-            token: Box::default(),
+            token: Arc::default(),
             config,
         })
     }

@@ -1,11 +1,12 @@
 //! The process's lane: one thread that drives every operation that nobody else drives.
 //!
 //! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's bell (a flag in
-//! the region, a unix socket), a socket, a submission, or a deadline. Without work of its own it waits for its eventfd alone.
+//! the region, a unix socket), a descriptor that a link has named, a submission, or a deadline. Where a link has something that no
+//! descriptor tells of, it asks after that in each pass and sleeps for microseconds only. Without work of its own it waits for
+//! its eventfd alone.
 
 use std::cell::OnceCell;
-use std::net::TcpStream;
-use std::os::fd::OwnedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::{Wake, Waker};
@@ -18,9 +19,9 @@ use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socke
 use super::{Progress, quarantine};
 use crate::error::Error;
 use crate::forked;
-use crate::link::Reactor;
 use crate::link::exit::Lease;
 use crate::link::region::Region;
+use crate::link::{Interest, Poller, Reactor};
 use crate::trace::log::LOG;
 
 /// The lane spins this long without progress before it sleeps, where there are cores to spare.
@@ -31,6 +32,8 @@ const NAP: Duration = Duration::from_millis(1);
 const LINGER: Duration = Duration::from_millis(20);
 /// Deadlines are looked at this often while operations wait.
 const WATCH: Duration = Duration::from_millis(20);
+/// Pollers are asked this often while operations wait.
+const ASK: Duration = Duration::from_micros(50);
 
 /// Rings taken off the bell after a sleep.
 const RINGS: usize = 16;
@@ -71,6 +74,9 @@ pub(crate) struct Lane {
     /// for itself that it must not block.
     bell: Arc<OwnedFd>,
     epoll: OwnedFd,
+    /// What is asked in each pass over work that nobody else drives, and whether there is any.
+    pollers: Mutex<Vec<Weak<dyn Poller>>>,
+    asks: AtomicBool,
     waker: OnceLock<Waker>,
 }
 
@@ -101,6 +107,8 @@ pub(crate) fn lane() -> Result<Arc<Lane>, Error> {
         rung,
         bell: Arc::new(bell),
         epoll: poll,
+        pollers: Mutex::default(),
+        asks: AtomicBool::new(false),
         waker: OnceLock::new(),
     });
     let _ = lane.waker.set(Waker::from(Arc::new(Kick(lane.clone()))));
@@ -133,10 +141,19 @@ impl Wake for Kick {
 }
 
 impl Reactor for Lane {
-    fn watch(&self, socket: &TcpStream) -> Result<(), Error> {
-        let flags = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::ET;
-        epoll::add(&self.epoll, socket, epoll::EventData::new_u64(1), flags)
-            .map_err(|e| Error::system("watch a data connection", e))
+    fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error> {
+        let flags = match interest {
+            Interest::Readable => epoll::EventFlags::IN,
+            Interest::Writable => epoll::EventFlags::OUT,
+        };
+        epoll::add(&self.epoll, fd, epoll::EventData::new_u64(1), flags | epoll::EventFlags::ET)
+            .map_err(|e| Error::system("watch a link's descriptor", e))
+    }
+
+    fn ask(&self, poller: Weak<dyn Poller>) {
+        self.pollers.lock().push(poller);
+        self.asks.store(true, Ordering::Release);
+        self.kick();
     }
 
     fn kick(&self) {
@@ -206,7 +223,7 @@ impl Lane {
                 continue;
             }
             let (state, sleep) = match () {
-                () if seen.undriven => (ASLEEP, Some(WATCH)),
+                () if seen.undriven => (ASLEEP, Some(if seen.asked { ASK } else { WATCH })),
                 () if last_busy.elapsed() < LINGER => (NAPPING, Some(NAP)),
                 () => (ASLEEP, None),
             };
@@ -230,7 +247,25 @@ impl Lane {
                 Progress::Idle => self.delist(endpoint),
             }
         }
+        if seen.undriven && self.asks.load(Ordering::Relaxed) {
+            seen.asked = true;
+            seen.moved |= self.ask_pollers();
+        }
         seen
+    }
+
+    /// Whether any has news, for the next pass to take.
+    fn ask_pollers(&self) -> bool {
+        let mut news = false;
+        let mut pollers = self.pollers.lock();
+        pollers.retain(|poller| {
+            poller.upgrade().is_some_and(|poller| {
+                news |= poller.poll();
+                true
+            })
+        });
+        self.asks.store(!pollers.is_empty(), Ordering::Relaxed);
+        news
     }
 
     fn delist(&self, endpoint: &Arc<dyn Driven>) {
@@ -300,6 +335,13 @@ impl Lane {
                 // meanwhile is still pending in the epoll when we wait for it next.
                 let _ = rustix::event::poll(&mut [PollFd::new(&self.wake, PollFlags::IN)], spec.as_ref());
             } else {
+                // `epoll::wait` counts milliseconds.
+                let is_short = timeout.is_some_and(|timeout| timeout < NAP);
+                if is_short {
+                    let _ =
+                        rustix::event::poll(&mut [PollFd::new(&self.epoll, PollFlags::IN)], spec.as_ref());
+                }
+                let spec = if is_short { Some(Timespec { tv_sec: 0, tv_nsec: 0 }) } else { spec };
                 events.clear();
                 let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(events), spec.as_ref());
             }
@@ -325,6 +367,8 @@ struct Seen {
     undriven: bool,
     /// Work that a waiting thread drives itself.
     driven: bool,
+    /// Pollers were asked.
+    asked: bool,
 }
 
 struct Unpark(std::thread::Thread);
@@ -345,6 +389,8 @@ pub(crate) fn parker() -> Waker {
 
 #[cfg(test)]
 pub(crate) mod tests {
+    use std::os::fd::AsFd;
+
     use super::*;
     use crate::link::local::Bell;
 
@@ -368,6 +414,117 @@ pub(crate) mod tests {
         rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::NONBLOCK).unwrap();
         let _ = rustix::io::write(fd, &(u64::MAX - 1).to_ne_bytes());
         rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::empty()).unwrap();
+    }
+
+    /// Work that only the lane looks after. It takes a signal in each pass that finds one, and is over when it is told so.
+    struct Work {
+        signals: Box<dyn Fn() -> bool + Send + Sync>,
+        taken: std::sync::mpsc::Sender<()>,
+        over: AtomicBool,
+        enlisted: AtomicBool,
+        region: Arc<Region>,
+    }
+
+    impl Driven for Work {
+        fn drive_once(self: Arc<Self>) -> Progress {
+            if self.over.load(Ordering::SeqCst) {
+                return Progress::Idle;
+            }
+            if !(self.signals)() {
+                return Progress::Blocked;
+            }
+            let _ = self.taken.send(());
+            Progress::Advanced
+        }
+        fn drive_and_check(self: Arc<Self>) -> Progress {
+            self.drive_once()
+        }
+        fn is_driven(&self) -> bool {
+            false
+        }
+        fn rest(&self) -> bool {
+            false
+        }
+        fn enlisted(&self) -> &AtomicBool {
+            &self.enlisted
+        }
+        fn region(&self) -> &Arc<Region> {
+            &self.region
+        }
+        fn is_oversubscribed(&self) -> bool {
+            true
+        }
+    }
+
+    /// How long the lane usually takes to notice a signal: without being told, it looks after [`WATCH`] again.
+    fn notices(signal: impl Fn(), signals: impl Fn() -> bool + Send + Sync + 'static) -> Duration {
+        let (taken, told) = std::sync::mpsc::channel();
+        let work = Arc::new(Work {
+            signals: Box::new(signals),
+            taken,
+            over: AtomicBool::new(false),
+            enlisted: AtomicBool::new(true),
+            region: Arc::new(Region::private().unwrap()),
+        });
+        let lane = lane().unwrap();
+        lane.enlist(work.clone());
+        lane.kick();
+        let once = |_| {
+            // After a pass in vain the lane spins for a while before it sleeps.
+            let slept = Instant::now() + 10 * SPIN;
+            while Instant::now() < slept {
+                std::thread::yield_now();
+            }
+            let since = Instant::now();
+            signal();
+            told.recv_timeout(Duration::from_secs(10)).unwrap();
+            since.elapsed()
+        };
+        let mut times: Vec<Duration> = (0..25).map(once).collect();
+        work.over.store(true, Ordering::SeqCst);
+        lane.kick();
+        times.sort();
+        times[times.len() / 2]
+    }
+
+    #[test]
+    fn any_descriptor_wakes_the_lane_and_what_has_none_is_asked() {
+        let lane = lane().unwrap();
+        let (reader, writer) = std::io::pipe().unwrap();
+        rustix::io::ioctl_fionbio(&reader, true).unwrap();
+        lane.watch(reader.as_fd(), Interest::Readable).unwrap();
+        let has_come = move || rustix::io::read(&reader, &mut [0; 1]) == Ok(1);
+        let watched = notices(|| assert_eq!(rustix::io::write(&writer, &[1]), Ok(1)), has_come);
+
+        /// Completions of a device that tells nobody.
+        #[derive(Default)]
+        struct Device {
+            completed: AtomicU32,
+            seen: Arc<AtomicU32>,
+        }
+        impl Poller for Device {
+            fn poll(&self) -> bool {
+                let completed = self.completed.swap(0, Ordering::SeqCst);
+                self.seen.fetch_add(completed, Ordering::SeqCst);
+                completed > 0
+            }
+        }
+        let device = Arc::new(Device::default());
+        lane.ask(Arc::<Device>::downgrade(&device));
+        let seen = device.seen.clone();
+        let complete = || assert_eq!(device.completed.fetch_add(1, Ordering::SeqCst), 0);
+        let asked = notices(complete, move || seen.swap(0, Ordering::SeqCst) > 0);
+        assert!(watched < WATCH / 4 * 3 && asked < WATCH / 4 * 3, "{watched:?}, {asked:?}");
+
+        // One that has gone is asked no more, and nothing is left of it.
+        let (gone, end) = (Arc::downgrade(&device), Instant::now() + Duration::from_secs(10));
+        drop(device);
+        while gone.strong_count() > 0 {
+            assert!(Instant::now() < end, "the lane keeps it");
+            std::thread::yield_now();
+        }
+        lane.ask_pollers();
+        assert!(!lane.asks.load(Ordering::SeqCst));
     }
 
     #[test]

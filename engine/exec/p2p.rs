@@ -323,7 +323,7 @@ impl Messages {
         }
         let at = m.message.memory.wrapping_add(m.done);
         let rx = self.port.rx(rank)?;
-        let taken = if rx.streams() {
+        let taken = if rx.is_byte_stream() {
             // SAFETY: `left` bytes from `done` lie in the receive's buffer (checked above), which the table owns.
             unsafe { rx.receive_into(at, left, 1)? }
         } else {
@@ -487,7 +487,7 @@ impl Messages {
             }
             return Ok(true);
         }
-        let most = self.port.tx(rank)?.most();
+        let most = self.port.tx(rank)?.max_frame_len();
         let mut len = (end - done).min(most - most % t.unit);
         let at = t.memory.wrapping_add(done);
         let payload = match self.payload(rank, at, len)? {

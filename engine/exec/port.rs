@@ -1,6 +1,7 @@
 //! A rank's links to all peers of one communicator, opened when first used, and the memory lent over them.
 
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::filling::Filling;
@@ -11,7 +12,7 @@ use crate::forked;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, Slot, TURNED};
 use crate::link::ring::CELLS;
-use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Posted, peer};
+use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::Rank;
 
 /// The channel of operations that the ranks' devices run.
@@ -24,7 +25,7 @@ pub(crate) trait Opener: Send + Sync {
     /// The receiving end from a peer on a channel.
     fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
     /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not on one host.
-    fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<peer::Place>, Error> {
+    fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<Place>, Error> {
         Ok(None)
     }
 }
@@ -155,7 +156,8 @@ impl Port {
         owner: (u64, u32, u32, usize),
     ) -> Result<bool, Error> {
         debug_assert!(
-            self.channel == DEVICES || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.most())
+            self.channel == DEVICES
+                || self.tx(peer).is_ok_and(|tx| header.len as usize <= tx.max_frame_len())
         );
         let (at, slot) = match payload {
             Payload::Memory(at) => (*at, None),
@@ -270,10 +272,21 @@ impl Port {
         self.peers.iter().all(|p| p.lent.iter().all(|lent| lent.slot.is_none()))
     }
 
-    /// Of a dead communicator: whether peers in other processes may still touch users' memory.
+    /// Of a dead communicator: whether peers in other processes, or links by themselves, may still touch users' memory.
     pub(crate) fn is_touched_elsewhere(&mut self) -> bool {
         self.reclaim();
-        self.peers.iter().any(|p| p.lent.iter().any(|lent| lent.elsewhere))
+        // Each link is told to stop writing.
+        let writes = |p: &mut Peer| p.rx.as_mut().is_some_and(|rx| !rx.revoke());
+        let is_written = self.peers.iter_mut().fold(false, |any, p| writes(p) | any);
+        is_written || self.peers.iter().any(|p| p.lent.iter().any(|lent| lent.elsewhere))
+    }
+
+    /// Until when links from these peers may write to what is received from them. None: that cannot be known.
+    pub(crate) fn written_until(&mut self, from: Range<Rank>) -> Option<Vec<Arc<Lease>>> {
+        let region = &self.region;
+        let links = self.peers.iter_mut().enumerate().filter(|(peer, _)| from.contains(peer));
+        let writing = links.filter_map(|(_, p)| p.rx.as_mut()).filter_map(|rx| (!rx.revoke()).then_some(rx));
+        writing.map(|rx| rx.writes_until().map(|until| Arc::new(Lease::written(region, until)))).collect()
     }
 
     /// Until when they may touch an operation's. None: that cannot be known.

@@ -3,6 +3,7 @@
 //! A communicator that dies takes back what it has lent. A peer in another process cannot be made to stop reading or
 //! writing: it says so when it hangs up, which one that is stopped does not. What it was lent is then given back to nobody, and
 //! used for nothing else, until the peer has hung up after all, or its process has exited: one that is dead writes nothing.
+//! The same holds for what a link may still write to by itself, until it says that it does not.
 //! The process's lane looks now and then, for as long as anything is kept.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,14 +16,17 @@ use parking_lot::Mutex;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, WeakSlot};
 use crate::mem::ErasedBufs;
+use crate::mem::device::Staged;
 
 /// How often the lane looks.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
 /// What is kept.
 pub(crate) enum What {
-    /// The buffers of an operation.
-    Buffers(#[allow(dead_code)] ErasedBufs),
+    /// The buffers of an operation, and what was to copy them to or from a device.
+    Buffers(#[allow(dead_code)] ErasedBufs, #[allow(dead_code)] Option<Arc<Staged>>),
+    /// What ran it, with memory of its own.
+    Run(#[allow(dead_code)] Box<dyn Send>),
     /// Staging slots.
     Slots(#[allow(dead_code)] Vec<WeakSlot>),
 }
@@ -54,7 +58,7 @@ pub(crate) fn buffers(region: &Arc<Region>) -> usize {
         return 0;
     }
     let is_ours =
-        |kept: &&Kept| matches!(kept.what, What::Buffers(_)) && kept.leases.iter().any(|l| l.is_of(region));
+        |kept: &&Kept| matches!(kept.what, What::Buffers(..)) && kept.leases.iter().any(|l| l.is_of(region));
     KEPT.lock().iter().filter(is_ours).count()
 }
 

@@ -16,9 +16,10 @@ use tokio::time::{Instant, timeout_at};
 use super::env::{Address, LinkChoice};
 use super::fds::Handed;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
-use super::host::Locality;
 use super::rendezvous::{Registration, Table};
 use super::wire::{self, Frames};
+use crate::link::kinds::{between, of};
+use crate::link::{Lends, LinkKind, Locality};
 use crate::types::Rank;
 
 /// The most that one address may cost while others are left to try.
@@ -130,28 +131,15 @@ pub(super) async fn dial(
     }
 }
 
-/// How near two ranks count, under the link that was chosen.
-pub(super) fn effective(link: LinkChoice, a: &Registration, b: &Registration) -> Locality {
-    match (link, a.process.locality(&b.process)) {
-        (LinkChoice::Tcp, _) => Locality::Remote,
-        (LinkChoice::Shm, Locality::SameProcess) => Locality::SameHost,
-        (_, locality) => locality,
-    }
-}
-
 /// Whether the chosen link can connect all ranks. Every rank comes to the same answer from the same table.
 pub(super) fn check_link(link: LinkChoice, members: &[Registration]) -> Result<(), String> {
     let Some((first, rest)) = members.split_first() else { return Ok(()) };
+    let Some(kind) = link.class().and_then(of) else { return Ok(()) };
     for other in rest {
-        let locality = first.process.locality(&other.process);
-        let (ok, wanted) = match link {
-            LinkChoice::Auto | LinkChoice::Tcp => (true, ""),
-            LinkChoice::Shm => (locality != Locality::Remote, "one host"),
-            LinkChoice::InProc => (locality == Locality::SameProcess, "one process"),
-        };
-        if !ok {
+        if first.process.locality(&other.process) > kind.joins {
+            let wanted = if kind.joins == Locality::SameProcess { "one process" } else { "one host" };
             return Err(format!(
-                "the link {link:?} needs all ranks in {wanted}, but rank {} (host {}, process {}) and rank {} (host {}, \
+                "the link {link} needs all ranks in {wanted}, but rank {} (host {}, process {}) and rank {} (host {}, \
                  process {}) are not; set ALLSTREAM_LINK=auto, or start them there",
                 first.rank,
                 first.process.host,
@@ -177,7 +165,7 @@ pub(super) struct Pair {
     pub(super) rank: Rank,
     pub(super) stream: TcpStream,
     pub(super) frames: Frames,
-    pub(super) locality: Locality,
+    pub(super) link: &'static LinkKind,
     pub(super) handed: Handed,
 }
 
@@ -206,7 +194,8 @@ impl Pairing {
     async fn settle(&self, peer: Rank, side: Side) -> Result<Pair, String> {
         let world = self.table.world;
         let (ours, theirs) = (&self.table.members[self.rank], &self.table.members[peer]);
-        let locality = effective(self.link, ours, theirs);
+        let link = between(self.link.class(), ours.process.locality(&theirs.process));
+        let shares = link.lends == Lends::Regions;
         let (mut frames, gone) =
             (Frames::default(), || "its connection ended before the world was connected".to_string());
         let (stream, mut theirs_is, mine) = match side {
@@ -214,11 +203,7 @@ impl Pairing {
                 let purpose = Purpose::Control { world, from: self.rank };
                 let dialled = dial(&theirs.addresses, &self.token, &purpose, self.deadline).await;
                 let mut stream = dialled.map_err(|(at, why)| format!("connecting to it at {at}: {why}"))?;
-                let mine = if locality == Locality::SameHost {
-                    self.fetch(theirs).await
-                } else {
-                    Ok(Handed::default())
-                };
+                let mine = if shares { self.fetch(theirs).await } else { Ok(Handed::default()) };
                 send_ready(&mut stream, &mine).await?;
                 let ready = frames.next::<Ready, _>(&mut stream).await?.ok_or_else(gone)?;
                 (stream, ready, mine)
@@ -226,32 +211,33 @@ impl Pairing {
             Side::Await { control, fds } => {
                 let mut stream = control.await.map_err(|_| "this rank's listener ended".to_string())?;
                 let ready = frames.next::<Ready, _>(&mut stream).await?.ok_or_else(gone)?;
-                let mine = match (&ready.problem, locality) {
-                    (None, Locality::SameHost) => {
-                        timeout_at(self.deadline.min(Instant::now() + DEADLINE), fds)
-                            .await
-                            .ok()
-                            .and_then(Result::ok)
-                            .ok_or_else(|| "its descriptors did not arrive".to_string())
-                    }
+                let mine = match (&ready.problem, shares) {
+                    (None, true) => timeout_at(self.deadline.min(Instant::now() + DEADLINE), fds)
+                        .await
+                        .ok()
+                        .and_then(Result::ok)
+                        .ok_or_else(|| "its descriptors did not arrive".to_string()),
                     (Some(why), _) => Err(why.clone()),
-                    (None, _) => Ok(Handed::default()),
+                    (None, false) => Ok(Handed::default()),
                 };
                 send_ready(&mut stream, &mine).await?;
                 (stream, ready, mine)
             }
         };
         let handed = match (mine, theirs_is.problem.take()) {
-            (Ok(handed), None) => return Ok(Pair { rank: peer, stream, frames, locality, handed }),
+            (Ok(handed), None) => return Ok(Pair { rank: peer, stream, frames, link, handed }),
             (Err(why), _) | (Ok(_), Some(why)) => self.without_memory(peer, &why)?,
         };
-        Ok(Pair { rank: peer, stream, frames, locality: Locality::Remote, handed })
+        Ok(Pair { rank: peer, stream, frames, link: between(None, Locality::Remote), handed })
     }
 
-    /// Both ranks know that they cannot share memory: they use TCP, unless that was ruled out.
+    /// Both ranks know that they cannot share memory: they use what joins any two, unless that was ruled out.
     fn without_memory(&self, peer: Rank, why: &str) -> Result<Handed, String> {
-        if self.link == LinkChoice::Shm {
-            return Err(format!("the link Shm was asked for, but no memory can be shared with it: {why}"));
+        if self.link != LinkChoice::AUTO {
+            return Err(format!(
+                "the link {} was asked for, but no memory can be shared with it: {why}",
+                self.link
+            ));
         }
         tracing::warn!(rank = self.rank, peer, "rank {peer} is on this host, but data goes over TCP: {why}");
         Ok(Handed::default())

@@ -4,6 +4,7 @@ use std::fmt;
 use std::net::{Ipv6Addr, TcpListener};
 use std::os::fd::RawFd;
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,9 +13,10 @@ use serde::{Deserialize, Serialize};
 use super::handshake::Token;
 use super::launchers::{self, Meeting};
 use crate::error::Error;
+use crate::link::kinds;
 use crate::plan::choices::Choices;
 use crate::tuning::Table;
-use crate::types::{MOST_RANKS, Rank};
+use crate::types::{LinkClass, MOST_RANKS, Rank};
 
 const FROM_ENV: &str = "Rendezvous::from_env";
 
@@ -42,18 +44,55 @@ pub struct Rendezvous {
     pub(crate) chosen: bool,
 }
 
-/// Which links the ranks of a world may use. All ranks must choose alike.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub enum LinkChoice {
+/// Which links the ranks of a world may use. All ranks must choose alike. Written as `auto` or as the name of a class.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct LinkChoice(Option<LinkClass>);
+
+impl LinkChoice {
     /// The nearest that connects two ranks: the process's own memory, shared memory, TCP.
-    #[default]
-    Auto,
-    /// Shared memory between all ranks, also those of one process. An error where hosts differ.
-    Shm,
-    /// TCP between all ranks.
-    Tcp,
+    pub const AUTO: LinkChoice = LinkChoice(None);
     /// The process's own memory. An error where processes differ.
-    InProc,
+    pub const INPROC: LinkChoice = LinkChoice(Some(LinkClass::INPROC));
+    /// Shared memory between all ranks, also those of one process. An error where hosts differ.
+    pub const SHM: LinkChoice = LinkChoice(Some(LinkClass::SHM));
+    /// TCP between all ranks.
+    pub const TCP: LinkChoice = LinkChoice(Some(LinkClass::TCP));
+
+    /// The class that all ranks use; `None`: each two the nearest.
+    pub fn class(self) -> Option<LinkClass> {
+        self.0
+    }
+}
+
+impl From<LinkClass> for LinkChoice {
+    fn from(class: LinkClass) -> LinkChoice {
+        LinkChoice(Some(class))
+    }
+}
+
+impl fmt::Display for LinkChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.0.as_ref().map_or("auto", LinkClass::name))
+    }
+}
+
+impl fmt::Debug for LinkChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for LinkChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<LinkChoice, String> {
+        let name = text.trim().to_ascii_lowercase();
+        if name == "auto" {
+            return Ok(LinkChoice::AUTO);
+        }
+        let known = name.parse().ok().filter(|class| kinds::of(*class).is_some());
+        known.map(|class| LinkChoice(Some(class))).ok_or_else(|| format!("expected auto, {}", kinds::names()))
+    }
 }
 
 /// How ranks watch over each other. Rank 0's is everyone's.
@@ -222,13 +261,7 @@ impl Rendezvous {
             found = found.heartbeat(seconds("ALLSTREAM_HEARTBEAT_TIMEOUT", &text)?);
         }
         if let Some(text) = get("ALLSTREAM_LINK") {
-            found.link = match text.trim().to_ascii_lowercase().as_str() {
-                "auto" => LinkChoice::Auto,
-                "shm" => LinkChoice::Shm,
-                "tcp" => LinkChoice::Tcp,
-                "inproc" => LinkChoice::InProc,
-                _ => return Err(format!("ALLSTREAM_LINK is `{text}`; expected auto, shm, tcp or inproc")),
-            };
+            found.link = text.parse().map_err(|wanted| format!("ALLSTREAM_LINK is `{text}`; {wanted}"))?;
         }
         found.host_id = get("ALLSTREAM_HOST_ID");
         if let Some(text) = get("ALLSTREAM_RENDEZVOUS_FD").filter(|_| rank == 0 && size > 1) {
@@ -249,7 +282,7 @@ impl Rendezvous {
             token: None,
             timeout: Duration::from_secs(60),
             heartbeat: Heartbeat::default(),
-            link: LinkChoice::Auto,
+            link: LinkChoice::AUTO,
             host_id: None,
             listener: None,
             choices: Choices::default(),

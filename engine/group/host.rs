@@ -7,17 +7,7 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-
-/// How near another rank is, for the choice of a link.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Locality {
-    /// In this very process.
-    SameProcess,
-    /// On this host, where memory can be shared.
-    SameHost,
-    /// Reached over the network only.
-    Remote,
-}
+use crate::link::Locality;
 
 /// Names a process among all of all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -17,13 +17,14 @@ use super::control::{FLUSH, Outbox, Reader, goodbye, write};
 use super::env::{Heartbeat, Rendezvous};
 use super::fds::Handed;
 use super::handshake::{Purpose, Token};
-use super::host::{self, Locality, Process};
+use super::host::{self, Process};
 use super::lobby::absent;
 use super::message::{DataHello, Message};
 use super::rendezvous::{Me, Table};
 use super::{note, runtime, wire};
 use crate::error::Error;
 use crate::forked;
+use crate::link::LinkKind;
 use crate::link::exit::Exit;
 use crate::plan::choices::Choices;
 use crate::types::Rank;
@@ -42,8 +43,8 @@ pub(crate) struct PeerInfo {
     pub(crate) rank: Rank,
     /// Its process, on its host.
     pub(crate) pid: u32,
-    /// How near it counts, under the link that was chosen. Both sides hold the same.
-    pub(crate) locality: Locality,
+    /// What joins the two. Both sides hold the same.
+    pub(crate) link: &'static LinkKind,
     /// Where its listener is.
     pub(crate) address: Vec<SocketAddr>,
     /// The descriptors it offered. Empty unless it is on this host in another process (or the link is Shm).
@@ -512,7 +513,7 @@ where
     let mut peers: Vec<Option<PeerInfo>> = (0..size).map(|_| None).collect();
     let mut outboxes: Vec<Option<Arc<Outbox>>> = vec![None; size];
     let mut connections = Vec::with_capacity(pairs.len());
-    for Pair { rank: peer, stream, frames, locality, handed } in pairs {
+    for Pair { rank: peer, stream, frames, link, handed } in pairs {
         let (outbox, letters) = Outbox::new();
         let member = &table.members[peer];
         let address = member.addresses.clone();
@@ -520,7 +521,7 @@ where
             #[cfg(test)]
             rank: peer,
             pid: member.process.pid,
-            locality,
+            link,
             address,
             fds: handed.fds,
             exit: handed.process.map(Exit::of),

@@ -26,5 +26,5 @@ pub(crate) mod wire;
 mod tests;
 
 pub use env::{LinkChoice, Rendezvous};
-pub(crate) use host::{Locality, nonce};
-pub(crate) use mesh::{Events, Mesh, PeerInfo};
+pub(crate) use host::nonce;
+pub(crate) use mesh::{Events, Mesh};

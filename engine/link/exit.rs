@@ -28,30 +28,50 @@ impl Exit {
     }
 }
 
-/// The time for which a peer that has not given back what it was lent may touch it, where it is not in this process.
+/// Says whether something is over.
+pub(crate) type IsOver = Box<dyn Fn() -> bool + Send + Sync>;
+
+/// The time for which memory may be touched that this rank has given away for a while.
 pub(crate) struct Lease {
-    /// The ring lies in this region: nobody has what was lent once that is gone.
+    /// The rank's.
     region: Weak<Region>,
-    ring: u64,
-    /// Frames that were posted in it.
-    posted: u64,
-    exit: Option<Exit>,
+    until: Until,
     over: AtomicBool,
 }
 
+enum Until {
+    /// A peer in another process has released so many frames of this ring in the region: then all. Nobody has what was lent once the
+    /// process has exited, or the region is gone.
+    Released { ring: u64, posted: u64, exit: Option<Exit> },
+    /// A link, which writes by itself, says so.
+    Written(IsOver),
+}
+
 impl Lease {
-    pub(super) fn new(region: &Arc<Region>, ring: u64, posted: u64, exit: Option<Exit>) -> Lease {
-        Lease { region: Arc::downgrade(region), ring, posted, exit, over: AtomicBool::new(false) }
+    fn new(region: &Arc<Region>, until: Until) -> Lease {
+        Lease { region: Arc::downgrade(region), until, over: AtomicBool::new(false) }
     }
 
-    /// Whether it is over: the peer has released all frames, or has said that it uses nothing of ours any more; or its
-    /// process has exited.
+    /// Of what a peer was lent.
+    pub(super) fn lent(region: &Arc<Region>, ring: u64, posted: u64, exit: Option<Exit>) -> Lease {
+        Lease::new(region, Until::Released { ring, posted, exit })
+    }
+
+    /// Of what a link may write to.
+    pub(crate) fn written(region: &Arc<Region>, until: IsOver) -> Lease {
+        Lease::new(region, Until::Written(until))
+    }
+
+    /// Whether it is over: nobody touches the memory any more.
     pub(crate) fn is_over(&self) -> bool {
-        if self.over.load(Ordering::Acquire) || self.exit.as_ref().is_some_and(Exit::has_come) {
-            return true;
-        }
-        let Some(region) = self.region.upgrade() else { return true };
-        RawRing::new(region, self.ring).is_ok_and(|ring| ring.has_released(self.posted))
+        self.over.load(Ordering::Acquire)
+            || match &self.until {
+                Until::Written(is_over) => is_over(),
+                Until::Released { exit: Some(exit), .. } if exit.has_come() => true,
+                Until::Released { ring, posted, .. } => self.region.upgrade().is_none_or(|region| {
+                    RawRing::new(region, *ring).is_ok_and(|ring| ring.has_released(*posted))
+                }),
+            }
     }
 
     /// The peer has said so in another way. From here on the ring is not looked at: its memory may serve another one.
@@ -59,7 +79,7 @@ impl Lease {
         self.over.store(true, Ordering::Release);
     }
 
-    /// Whether what was lent is in this region, or was lent through a ring that is.
+    /// Whether it is of a rank with this region.
     pub(crate) fn is_of(&self, region: &Arc<Region>) -> bool {
         std::ptr::eq(self.region.as_ptr(), Arc::as_ptr(region))
     }

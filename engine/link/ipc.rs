@@ -15,11 +15,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::cells::{Descriptor, RawRing, RingFlag};
 use super::local::Bell;
-use super::peer::{PeerDevice, Place};
+use super::peer::PeerDevice;
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
 use super::words::{DONE, END, Inbox, Outbox, READY, mark};
-use super::{Frame, Header, LinkRx, LinkTx, Posted};
+use super::{Frame, Header, LinkRx, LinkTx, Place, Posted};
 use crate::error::Error;
 use crate::mem::device::{DeviceStream, Exported, Import, retire};
 use crate::types::{DType, Rank};

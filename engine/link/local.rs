@@ -16,9 +16,11 @@ use super::layout::LINE;
 use super::region::Region;
 use super::ring::{Consumer, Producer};
 use super::waits::{Wait, kept};
-use super::{Frame, Header, INLINE, LinkRx, LinkTx, Loan, Posted, SLOT};
+use super::{
+    Frame, Header, INLINE, Lends, LinkKind, LinkRx, LinkTx, Loan, Locality, Place, Posted, SLOT, Site,
+};
 use crate::error::Error;
-use crate::types::Rank;
+use crate::types::{LinkClass, Rank};
 
 const NOWHERE: u64 = u64::MAX;
 /// Payloads that need no line beside the descriptor's.
@@ -49,6 +51,40 @@ impl Bell {
 
 /// What a receiver in the same process holds while it reads lent memory, so that a sender can be sure it is not.
 pub(crate) type Gate = Arc<Mutex<()>>;
+
+/// Ranks of one process.
+pub(crate) static INPROC: LinkKind = LinkKind {
+    class: LinkClass::INPROC,
+    joins: Locality::SameProcess,
+    lends: Lends::Anything,
+    max_frame_len: SLOT,
+    probe: || Region::private().map(drop),
+    open_tx: |site| {
+        let Place { region, ring, bell, gate } = site.place()?;
+        Ok(Box::new(LocalTx::new(region, ring as usize, bell, gate)?))
+    },
+    open_rx: |site| open_rx(site, true),
+};
+
+/// Processes of one host; or ranks of one process that are treated as if each had its own.
+pub(crate) static SHM: LinkKind = LinkKind {
+    class: LinkClass::SHM,
+    joins: Locality::SameHost,
+    lends: Lends::Regions,
+    max_frame_len: SLOT,
+    probe: || Region::shared().map(drop),
+    open_tx: |site| {
+        let Place { region, ring, bell, .. } = site.place()?;
+        let tx = LocalTx::new(region, ring as usize, bell, None)?;
+        Ok(Box::new(tx.between_processes(site.exit())))
+    },
+    open_rx: |site| open_rx(site, false),
+};
+
+fn open_rx(site: &dyn Site, same_process: bool) -> Result<Box<dyn LinkRx>, Error> {
+    let Place { region, ring, bell, .. } = site.place()?;
+    Ok(Box::new(LocalRx::new(region, ring, bell, site.peer(), same_process)?))
+}
 
 /// The sending end on one host.
 pub(crate) struct LocalTx {
@@ -98,7 +134,7 @@ impl LinkTx for LocalTx {
     fn lease(&self) -> Option<Lease> {
         let ring = self.ring.memory();
         let at = ring.offset()?;
-        Some(Lease::new(&ring.region, at, self.ring.posted(), self.exit.clone()))
+        Some(Lease::lent(&ring.region, at, self.ring.posted(), self.exit.clone()))
     }
 
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {

@@ -6,6 +6,9 @@
 //! where it lies, and *releases* it, in parts if it likes. On one host a frame may also *lend* the receiver memory to read
 //! and to write, until it is released ([`LinkTx::lend`]). Nothing here blocks.
 //!
+//! [`kinds`] lists the kinds of links that ranks' memory on the host goes over; a new one is a file of this folder, and a
+//! line there.
+//!
 //! | link | payload lies in | credit |
 //! |---|---|---|
 //! | same process | the sender's own buffer, or a staging slot | ring cells, per communicator and peer |
@@ -17,9 +20,14 @@ pub(crate) mod arena;
 mod cells;
 pub(crate) mod exit;
 pub(crate) mod ipc;
+pub(crate) mod kinds;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod late;
 pub(crate) mod layout;
 pub(crate) mod local;
 pub(crate) mod peer;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod pipe;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;
@@ -29,10 +37,17 @@ pub(crate) mod waits;
 mod wire;
 mod words;
 
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Weak};
+
 use serde::{Deserialize, Serialize};
 
+use self::exit::Exit;
+use self::local::{Bell, Gate};
+use self::region::Region;
+use self::tcp::{Accept, Dial};
 use crate::error::Error;
-use crate::types::Signature;
+use crate::types::{LinkClass, Rank, Signature};
 pub(crate) use wire::{HEADER_BYTES, Header};
 
 /// Payloads up to this travel inside the ring cell, beside the header.
@@ -40,6 +55,85 @@ pub(crate) const INLINE: usize = 192;
 /// Size of a shared staging slot, and the largest frame in shared memory. 128 KB: two fit the L2 of current cores with room
 /// for the operands (peers.md's arena prototype used the same).
 pub(crate) const SLOT: usize = 128 << 10;
+
+/// How near two ranks are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Locality {
+    /// In one process.
+    SameProcess,
+    /// On one host, where memory can be shared.
+    SameHost,
+    /// Reached over the network only.
+    Remote,
+}
+
+/// Which memory the two ends of a link can lend each other where it lies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lends {
+    /// All that the process has.
+    Anything,
+    /// What is in their regions.
+    Regions,
+    /// None: payloads are moved.
+    Nothing,
+}
+
+/// Opens one end of a link.
+pub(crate) type Open<L> = fn(&dyn Site) -> Result<Box<L>, Error>;
+
+/// A kind of links: what holds for all of them, and how one is opened.
+#[derive(Debug)]
+pub(crate) struct LinkKind {
+    /// By what name they are chosen, measured and reported.
+    pub(crate) class: LinkClass,
+    /// The farthest ranks that they join.
+    pub(crate) joins: Locality,
+    pub(crate) lends: Lends,
+    /// Bytes of the largest frame: [`SLOT`] at least.
+    pub(crate) max_frame_len: usize,
+    /// Whether this machine has what they need. Tried, without a peer.
+    pub(crate) probe: fn() -> Result<(), Error>,
+    /// The sending end to the peer of a site...
+    pub(crate) open_tx: Open<dyn LinkTx>,
+    /// ...and the receiving end from it.
+    pub(crate) open_rx: Open<dyn LinkRx>,
+}
+
+/// Names one link of a process's worlds: both its ends know it, and no other link has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct LinkName {
+    pub(crate) world: [u8; 16],
+    pub(crate) comm: u64,
+    /// Ranks in the world, the sender's first.
+    pub(crate) ends: (Rank, Rank),
+    pub(crate) channel: u8,
+}
+
+/// Where a link is opened: who is at its other end, and by what the two can meet. A kind takes what it needs.
+pub(crate) trait Site {
+    /// The rank at the other end, in the communicator.
+    fn peer(&self) -> Rank;
+    /// The link's name.
+    fn name(&self) -> LinkName;
+    /// Its ring in the sender's region, where the two share memory.
+    fn place(&self) -> Result<Place, Error>;
+    /// Whether the peer's process has exited, where it is another one of this host.
+    fn exit(&self) -> Option<Exit>;
+    /// Dials the peer for this link: the sender does.
+    fn dial(&self) -> Dial;
+    /// Asks whether the peer has: the receiver does.
+    fn accept(&self) -> Accept;
+    /// What watches descriptors, and is told that something may go on.
+    fn reactor(&self) -> Arc<dyn Reactor>;
+}
+
+/// Where a link through memory is: its ring, who is to be woken, and the peer's gate if it is in this process.
+pub(crate) struct Place {
+    pub(crate) region: Arc<Region>,
+    pub(crate) ring: u64,
+    pub(crate) bell: Bell,
+    pub(crate) gate: Option<Gate>,
+}
 
 /// What became of a posted frame's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,7 +180,7 @@ pub(crate) trait LinkTx: Send {
     fn room(&mut self) -> Result<bool, Error>;
 
     /// Bytes of the largest frame.
-    fn most(&self) -> usize {
+    fn max_frame_len(&self) -> usize {
         SLOT
     }
 
@@ -197,18 +291,34 @@ pub(crate) trait LinkRx: Send {
     /// Nothing of this link is read any more, now or ever: the sender has all its memory back.
     fn hang_up(&mut self) {}
 
+    /// Stops what the link writes by itself, for good; the link is dead afterwards. `true` once nothing is written any more
+    /// to what [`LinkRx::receive_into`] was given; `false`: ask again. As [`LinkTx::revoke`] of what is read.
+    fn revoke(&mut self) -> bool {
+        true
+    }
+
+    /// Of a link that was revoked and may still write: what tells when it does not any more, also when this end is gone. `None`:
+    /// nothing can tell.
+    fn writes_until(&self) -> Option<exit::IsOver> {
+        None
+    }
+
     /// Whether the payload is better received with [`LinkRx::receive_into`] than read where it lies: it is not in
     /// memory yet.
-    fn streams(&self) -> bool {
+    fn is_byte_stream(&self) -> bool {
         false
     }
 
     /// Receives up to `max` bytes of the oldest frame's rest straight into `dst`, and releases them. Returns how
-    /// many, a multiple of `unit`; a part of a unit that has come already lies behind them in `dst`, and is
-    /// expected there by the next call. Only where [`LinkRx::streams`].
+    /// many, a multiple of `unit`. Only where [`LinkRx::is_byte_stream`].
+    ///
+    /// Until all `max` bytes were returned, what is behind those that were is the link's: a part of a unit may lie there
+    /// already, and a device may go on writing there when this has returned. The next use of the frame is a call that goes on
+    /// where this one has ended, with as much room at least; or the link is [revoked](LinkRx::revoke).
     ///
     /// # Safety
-    /// `dst` is valid for writes of `max` bytes, a multiple of `unit`.
+    /// `dst` is valid for writes of `max` bytes, a multiple of `unit`. It stays so, and nobody else touches it, until so many
+    /// bytes were returned, or `revoke` has returned `true`, or what [`LinkRx::writes_until`] gave says that it is over.
     unsafe fn receive_into(&mut self, _dst: *mut u8, _max: usize, _unit: usize) -> Result<usize, Error> {
         Ok(0)
     }
@@ -236,11 +346,29 @@ impl Frame {
     }
 }
 
-/// Where links announce sockets to be watched, and that something may go on.
+/// What of a descriptor wakes the lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Interest {
+    Readable,
+    Writable,
+}
+
+/// What has news that no descriptor tells of: a device whose completions must be looked at.
+pub(crate) trait Poller: Send + Sync {
+    /// Looks for news; whether there is any. Neither blocks nor registers another one.
+    fn poll(&self) -> bool;
+}
+
+/// Where links say what the lane, while it sleeps, is to be woken by.
 pub(crate) trait Reactor: Send + Sync {
-    /// Wake the lane when this socket becomes readable or writable.
-    fn watch(&self, socket: &std::net::TcpStream) -> Result<(), Error>;
-    /// Wake the lane now.
+    /// Wakes the lane whenever this descriptor becomes readable or writable: each time that it changes, not for as long as it
+    /// is. It is watched until all descriptors of what it stands for are closed, also those of other processes.
+    fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error>;
+    /// From now on this is asked in each pass of the lane over work that only the lane looks after, and then the lane sleeps for
+    /// microseconds only. It ends when nobody else has the poller any more.
+    #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far by a link for tests alone: `late.rs`.
+    fn ask(&self, poller: Weak<dyn Poller>);
+    /// Wakes the lane now.
     fn kick(&self);
 }
 

@@ -16,10 +16,9 @@ use parking_lot::Mutex;
 
 use super::cells::{Descriptor, RawRing};
 use super::local::{Bell, Gate};
-use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
 use super::waits::{Point, Wait, dawdle, kept, stop};
-use super::{Frame, Header, LinkRx, LinkTx, Loan, Posted};
+use super::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::error::Error;
 use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream, Probe};
 use crate::types::Rank;
@@ -143,14 +142,6 @@ impl PeerDevice {
 /// What the word shows from this operation on; compared as numbers on a circle.
 fn value(number: u64) -> u32 {
     (number as u32).wrapping_add(1)
-}
-
-/// Where a link between two ranks is: its ring, who is to be woken, and (of the sending end) the receiver's gate.
-pub(crate) struct Place {
-    pub(crate) region: Arc<Region>,
-    pub(crate) ring: u64,
-    pub(crate) bell: Bell,
-    pub(crate) gate: Option<Gate>,
 }
 
 /// The sending end.

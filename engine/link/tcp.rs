@@ -7,15 +7,19 @@
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::{Break, Frame, HEADER_BYTES, Header, INLINE, LinkRx, LinkTx, Posted, Reactor, SLOT};
+use super::{
+    Break, Frame, HEADER_BYTES, Header, INLINE, Interest, Lends, LinkKind, LinkRx, LinkTx, Locality, Posted,
+    Reactor, SLOT,
+};
 use crate::error::Error;
-use crate::types::Rank;
+use crate::types::{LinkClass, Rank};
 
 /// Frames that may wait for the socket, unless they have as many bytes as the largest ([`FRAME`]): enough that a reduction is ready
 /// when the socket is.
@@ -33,6 +37,20 @@ const GRACE: Duration = Duration::from_secs(1);
 pub(crate) type Connected = Box<dyn FnOnce(Result<TcpStream, Error>) + Send>;
 /// Dials the peer.
 pub(crate) type Dial = Box<dyn FnOnce(Connected) + Send>;
+
+/// Between any ranks.
+pub(crate) static TCP: LinkKind = LinkKind {
+    class: LinkClass::TCP,
+    joins: Locality::Remote,
+    lends: Lends::Nothing,
+    max_frame_len: FRAME,
+    probe: || {
+        let listening = TcpListener::bind("127.0.0.1:0");
+        listening.map(drop).map_err(|e| Error::system("listen on 127.0.0.1", e))
+    },
+    open_tx: |site| Ok(Box::new(TcpTx::new(site.dial(), site.reactor()))),
+    open_rx: |site| Ok(Box::new(TcpRx::new(site.peer(), site.accept(), site.reactor()))),
+};
 
 enum State {
     Closed(Option<Dial>),
@@ -119,7 +137,7 @@ impl TcpTx {
                 let answered = answer.lock().take();
                 match answered {
                     Some(Ok(socket)) => {
-                        self.reactor.watch(&socket)?;
+                        self.reactor.watch(socket.as_fd(), Interest::Writable)?;
                         self.ends = Ends::of(&socket);
                         self.state = State::Open(socket);
                     }
@@ -189,7 +207,7 @@ impl LinkTx for TcpTx {
         Ok(self.queue.len() < QUEUE && self.queued < FRAME)
     }
 
-    fn most(&self) -> usize {
+    fn max_frame_len(&self) -> usize {
         FRAME
     }
 
@@ -296,7 +314,7 @@ impl TcpRx {
     /// Takes the connection that the peer opened, if it has come.
     fn attach(&mut self) -> Result<(), Error> {
         if let Some(socket) = self.accept.as_mut().and_then(|accept| accept()) {
-            self.reactor.watch(&socket)?;
+            self.reactor.watch(socket.as_fd(), Interest::Readable)?;
             self.window = vec![0; WINDOW];
             self.ends = Ends::of(&socket);
             self.socket = Some(socket);
@@ -401,7 +419,7 @@ impl LinkRx for TcpRx {
         self.broke.take()
     }
 
-    fn streams(&self) -> bool {
+    fn is_byte_stream(&self) -> bool {
         true
     }
 
@@ -435,13 +453,17 @@ impl LinkRx for TcpRx {
 mod tests {
     use super::*;
     use crate::types::Signature;
-    use std::net::TcpListener;
+
+    use crate::link::Poller;
+    use std::os::fd::BorrowedFd;
+    use std::sync::Weak;
 
     struct NoReactor;
     impl Reactor for NoReactor {
-        fn watch(&self, _: &TcpStream) -> Result<(), Error> {
+        fn watch(&self, _: BorrowedFd<'_>, _: Interest) -> Result<(), Error> {
             Ok(())
         }
+        fn ask(&self, _: Weak<dyn Poller>) {}
         fn kick(&self) {}
     }
 

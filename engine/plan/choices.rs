@@ -3,29 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{Algo, Kind};
-
-/// How ranks of a group reach each other: what tables are made for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum LinkClass {
-    /// All are in one process.
-    InProc,
-    /// All are on one host, and share memory.
-    Shm,
-    /// Anything else: TCP between some of them.
-    Tcp,
-}
-
-impl LinkClass {
-    /// As on the command line.
-    pub const fn name(self) -> &'static str {
-        match self {
-            LinkClass::InProc => "inproc",
-            LinkClass::Shm => "shm",
-            LinkClass::Tcp => "tcp",
-        }
-    }
-}
+pub use crate::types::LinkClass;
 
 /// What a choice is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

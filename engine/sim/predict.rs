@@ -3,9 +3,10 @@
 use std::time::Duration;
 
 use super::{Loans, MOST_RANKS, Network, simulate};
+use crate::link::{Lends, kinds};
 use crate::plan::choices::block;
 use crate::plan::{Shape, algorithms, suitable};
-use crate::tuning::{Figures, LinkClass};
+use crate::tuning::Figures;
 use crate::types::{Algo, Kind};
 
 /// Faster than any: where no port is between ranks, their own work limits them.
@@ -27,7 +28,8 @@ pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figur
         return None;
     }
     let bytes = usize::try_from(block(kind, ranks, bytes)).ok()?;
-    let simulated = simulate(kind, algo, ranks, bytes, &network(figures, per_host)).ok()?;
+    let lends = kinds::of(figures.place.link)?.lends;
+    let simulated = simulate(kind, algo, ranks, bytes, &network(figures, lends, per_host)).ok()?;
     Some(simulated.time.as_secs_f64() * 1e6)
 }
 
@@ -36,7 +38,7 @@ fn micros(us: f64) -> Duration {
 }
 
 /// Between hosts a port is the limit, and what a rank does is put and take frames. On one host all is work of the cores.
-fn network(figures: &Figures, per_host: usize) -> Network {
+fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
     let one_host = figures.place.hosts <= 1;
     let bandwidth = if one_host { NO_PORT } else { figures.bandwidth };
     let mut network = Network::new(micros(figures.latency_us), bandwidth);
@@ -46,12 +48,12 @@ fn network(figures: &Figures, per_host: usize) -> Network {
     network.per_host = (!one_host).then_some(per_host);
     if one_host {
         // What another rank lends comes from another core, and costs what it costs on its way in a ring, once instead of twice.
-        let (in_slots, fetch) = (figures.place.link == LinkClass::Shm, Some(figures.bandwidth));
-        network.loans = (figures.place.link != LinkClass::Tcp).then_some(Loans { in_slots, fetch });
+        let (in_slots, fetch) = (lends == Lends::Regions, Some(figures.bandwidth));
+        network.loans = (lends != Lends::Nothing).then_some(Loans { in_slots, fetch });
         // In a stream from one rank to another the slower end is what is measured; the receiver's copy is counted as work
         // on memory already. In one process nothing is copied on its way.
         let each = 1.0 / figures.bandwidth;
-        network.send = (figures.place.link != LinkClass::InProc).then_some(figures.bandwidth);
+        network.send = (lends != Lends::Anything).then_some(figures.bandwidth);
         network.receive = Some(each - 2.0 / figures.memory).filter(|left| *left > 0.0).map(|left| 1.0 / left);
     }
     network
@@ -60,7 +62,7 @@ fn network(figures: &Figures, per_host: usize) -> Network {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tuning::Place;
+    use crate::tuning::{LinkClass, Place};
 
     fn figures(link: LinkClass) -> Figures {
         Figures {
@@ -78,7 +80,7 @@ mod tests {
     fn predictions_follow_the_figures() {
         let at =
             |kind, algo, ranks, bytes, figures: &Figures| predict(kind, algo, ranks, bytes, figures).unwrap();
-        let tcp = Figures { latency_us: 10.0, frame_us: 3.0, bandwidth: 2e9, ..figures(LinkClass::Tcp) };
+        let tcp = Figures { latency_us: 10.0, frame_us: 3.0, bandwidth: 2e9, ..figures(LinkClass::TCP) };
         // One hop each way at the same time: the frame out, the way, the frame in.
         let small = at(Kind::AllReduce, Algo::OneShot, 2, 4, &tcp);
         assert!((small - 16.0).abs() < 1.0, "{small}");
@@ -89,7 +91,7 @@ mod tests {
         let four = |cores| at(Kind::AllGather, Algo::Direct, 4, 16 << 20, &Figures { cores, ..tcp });
         assert!((four(2) / four(4) - 2.0).abs() < 0.3, "{} {}", four(2), four(4));
         // In shared memory an all_reduce is folded at once: less than its steps would take.
-        let shm = figures(LinkClass::Shm);
+        let shm = figures(LinkClass::SHM);
         assert!(
             at(Kind::AllReduce, Algo::Direct, 2, 4 << 20, &shm)
                 < at(Kind::AllReduce, Algo::Ring, 2, 4 << 20, &shm)

@@ -15,6 +15,7 @@ use parking_lot::Mutex;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
+use crate::link::{Lends, kinds};
 use crate::plan::choices::block;
 use crate::plan::{self, Env};
 use crate::types::{Algo, Kind};
@@ -85,7 +86,8 @@ impl Row {
     /// What the rules choose, that is without a table.
     pub fn rule(&self) -> Algo {
         let Place { link, hosts, ranks } = self.place;
-        let env = Env { n: ranks, one_host: link != LinkClass::Tcp, hosts, ..Env::default() };
+        let one_host = kinds::of(link).is_some_and(|kind| kind.lends != Lends::Nothing);
+        let env = Env { n: ranks, one_host, hosts, ..Env::default() };
         plan::choose(self.collective, block(self.collective, ranks, self.bytes) as usize, &env)
     }
 }
@@ -197,6 +199,12 @@ impl Table {
         if table.format != FORMAT {
             let problem =
                 format!("its format is {}, this version reads {FORMAT}: make it anew", table.format);
+            return Err(NoTable::Bad(problem));
+        }
+        let mut classes =
+            table.figures.iter().map(|f| f.place.link).chain(table.rows.iter().map(|r| r.place.link));
+        if let Some(other) = classes.find(|class| kinds::of(*class).is_none()) {
+            let problem = format!("it is of links `{other}`, this version has {}", kinds::names());
             return Err(NoTable::Bad(problem));
         }
         Ok(table)

@@ -16,7 +16,7 @@ fn of(table: &Table, link: LinkClass, ranks: usize) -> GroupChoices {
 
 fn row(ranks: usize, bytes: u64, predicted: &[TimeBy], measured: &[TimeBy]) -> Row {
     Row {
-        place: place(LinkClass::Shm, ranks),
+        place: place(LinkClass::SHM, ranks),
         collective: Kind::AllReduce,
         bytes,
         predicted: predicted.to_vec(),
@@ -25,7 +25,7 @@ fn row(ranks: usize, bytes: u64, predicted: &[TimeBy], measured: &[TimeBy]) -> R
 }
 
 fn table(rows: Vec<Row>) -> Table {
-    Table { format: FORMAT, made: "by a test".into(), figures: vec![figures(LinkClass::Shm)], rows }
+    Table { format: FORMAT, made: "by a test".into(), figures: vec![figures(LinkClass::SHM)], rows }
 }
 
 fn figures(link: LinkClass) -> Figures {
@@ -36,7 +36,7 @@ fn figures(link: LinkClass) -> Figures {
 fn sizes_between_two_rows_are_the_nearer_ones_and_far_ones_nobodys() {
     let (ring, direct) = ([time(Algo::Ring, 1.0)], [time(Algo::Direct, 1.0)]);
     let table = table(vec![row(2, 1024, &[], &ring), row(2, 1 << 20, &[], &direct)]);
-    let group = of(&table, LinkClass::Shm, 2);
+    let group = of(&table, LinkClass::SHM, 2);
     let at = |bytes| group.choose(Kind::AllReduce, bytes);
     // The middle of 1 KB and 1 MB, by ratio, is 32 KB.
     assert_eq!([256, 1024, 32 << 10].map(at), [Some(Algo::Ring); 3]);
@@ -49,7 +49,7 @@ fn sizes_between_two_rows_are_the_nearer_ones_and_far_ones_nobodys() {
 fn blocks_are_counted_as_the_rules_count_them() {
     let gather = |bytes, algo| Row { collective: Kind::AllGather, ..row(4, bytes, &[], &[time(algo, 1.0)]) };
     let table = table(vec![gather(4096, Algo::Ring), gather(4 << 20, Algo::RecursiveDoubling)]);
-    let group = of(&table, LinkClass::Shm, 4);
+    let group = of(&table, LinkClass::SHM, 4);
     // The middle is 128 KB of all four blocks.
     assert_eq!(group.choose(Kind::AllGather, 32 << 10), Some(Algo::Ring));
     assert_eq!(group.choose(Kind::AllGather, 33 << 10), Some(Algo::RecursiveDoubling));
@@ -60,26 +60,26 @@ fn a_group_is_chosen_for_by_one_of_nearly_its_size_on_its_links_and_hosts() {
     let rows = [2, 4, 5].map(|ranks| row(ranks, 64, &[], &[time(Algo::ALL[ranks], 1.0)]));
     let mut table = table(rows.to_vec());
     table.rows.push(Row {
-        place: Place { hosts: 2, ..place(LinkClass::Tcp, 4) },
+        place: Place { hosts: 2, ..place(LinkClass::TCP, 4) },
         ..row(4, 64, &[], &[time(Algo::Ring, 1.0)])
     });
     let at = |link, ranks| of(&table, link, ranks).choose(Kind::AllReduce, 64);
     assert_eq!(
-        [3, 4, 9].map(|ranks| at(LinkClass::Shm, ranks)),
+        [3, 4, 9].map(|ranks| at(LinkClass::SHM, ranks)),
         [2, 4, 5].map(|ranks| Some(Algo::ALL[ranks]))
     );
-    assert_eq!(at(LinkClass::Shm, 10), None, "5 ranks say nothing of 10");
-    assert_eq!((at(LinkClass::Tcp, 4), at(LinkClass::InProc, 4)), (None, None), "of one host");
+    assert_eq!(at(LinkClass::SHM, 10), None, "5 ranks say nothing of 10");
+    assert_eq!((at(LinkClass::TCP, 4), at(LinkClass::INPROC, 4)), (None, None), "of one host");
     let choices = table.choices();
     let hosts = |hosts| {
-        let place = Place { hosts, ..place(LinkClass::Tcp, 4) };
+        let place = Place { hosts, ..place(LinkClass::TCP, 4) };
         choices.of_group(place, |_, _| true).choose(Kind::AllReduce, 64)
     };
     assert_eq!([1, 2, 3].map(hosts), [None, Some(Algo::Ring), None]);
     // What does not suit the group is not taken.
-    assert_eq!(choices.of_group(place(LinkClass::Shm, 4), |_, _| false).choose(Kind::AllReduce, 64), None);
+    assert_eq!(choices.of_group(place(LinkClass::SHM, 4), |_, _| false).choose(Kind::AllReduce, 64), None);
     let small = choices.clone().up_to(3);
-    let at = |ranks| small.of_group(place(LinkClass::Shm, ranks), |_, _| true).choose(Kind::AllReduce, 64);
+    let at = |ranks| small.of_group(place(LinkClass::SHM, ranks), |_, _| true).choose(Kind::AllReduce, 64);
     assert_eq!((at(3), at(5)), (Some(Algo::ALL[2]), None));
     assert!(choices.up_to(1).is_empty());
 }
@@ -106,7 +106,7 @@ fn a_little_faster_is_no_reason_to_leave_the_rules() {
                 .collect(),
             ..table.clone()
         };
-        [table, predicted].map(|table| of(&table, LinkClass::Shm, 2).choose(Kind::AllReduce, 64).unwrap())
+        [table, predicted].map(|table| of(&table, LinkClass::SHM, 2).choose(Kind::AllReduce, 64).unwrap())
     };
     assert_eq!(chosen(1.1, 1.0), [Algo::OneShot; 2]);
     assert_eq!(chosen(1.2, 1.0), [Algo::Ring, Algo::OneShot]);
@@ -177,6 +177,6 @@ fn unknown_numbers_choose_nothing() {
     let hostile = r#"[{"link":"shm","hosts":1,"ranks":2,"kind":200,"steps":[]},
         {"link":"shm","hosts":1,"ranks":2,"kind":1,"steps":[{"upto":10,"algo":255},{"upto":3,"algo":3},{"upto":20,"algo":0}]}]"#;
     let choices: Choices = serde_json::from_str(hostile).unwrap();
-    let group = choices.of_group(place(LinkClass::Shm, 2), |_, _| true);
+    let group = choices.of_group(place(LinkClass::SHM, 2), |_, _| true);
     assert_eq!([4, 11, 21].map(|bytes| group.choose(Kind::AllReduce, bytes)), [None; 3]);
 }

@@ -9,8 +9,10 @@ use serde::{Deserialize, Serialize};
 pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
 mod kind;
+mod link;
 
 pub use kind::{Algo, Kind};
+pub use link::LinkClass;
 
 /// A map that is iterated in the same order by every process that did the same with it: a story that is told again from its seed
 /// goes the same way.

@@ -76,12 +76,8 @@ pub(crate) fn launch(options: &Options, rank: impl Fn(Comm) -> Result<bool>) -> 
     if std::env::var_os("RANK").is_some() {
         return rank(block_on(Comm::connect(Rendezvous::from_env()?.timeout(PATIENCE)))?);
     }
-    let link = match options.link.as_str() {
-        "auto" => LinkChoice::Auto,
-        "shm" => LinkChoice::Shm,
-        "tcp" => LinkChoice::Tcp,
-        other => return Err(format!("--link is `{other}`; expected auto, shm or tcp").into()),
-    };
+    let link: LinkChoice =
+        options.link.parse().map_err(|wanted| format!("--link is `{}`; {wanted}", options.link))?;
     // The socket is ours before anyone is told of its port.
     let listener = TcpListener::bind("127.0.0.1:0")?;
     let at = listener.local_addr()?;

@@ -204,7 +204,7 @@ fn no_operation_allocates_in_steady_state() {
     let start = Instant::now();
     let test = thread::spawn(|| {
         let mut guilty = Vec::new();
-        for link in [None, Some(LinkChoice::Shm), Some(LinkChoice::Tcp)] {
+        for link in [None, Some(LinkChoice::SHM), Some(LinkChoice::TCP)] {
             for (name, how, count, bytes) in steady_state(link, 100, 1000) {
                 eprintln!("{link:?}: {name} by {how:?}: {count} allocations, {bytes} bytes in 1000 rounds");
                 if count > 0 {

@@ -407,5 +407,5 @@ fn trace_and_info_print_something() {
     assert!(String::from_utf8_lossy(&output.stderr).contains("bad.json: not a flight recorder's file"));
     let mut info = Command::new(env!("CARGO_BIN_EXE_allstream"));
     let output = finish(info.arg("info").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap());
-    assert!(String::from_utf8_lossy(&output.stdout).contains("in process     yes"), "{output:?}");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("inproc         yes"), "{output:?}");
 }

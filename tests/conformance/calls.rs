@@ -51,6 +51,10 @@ fn world_list() -> Vec<World> {
         if [2, 3, 5].contains(&n) {
             all.push(World { link: "tcp6", n, processes: false });
         }
+        // Examples of links, which only builds for tests have.
+        if cfg!(feature = "testing") && (2..=5).contains(&n) {
+            all.extend(["pipe", "late"].map(|link| World { link, n, processes: false }));
+        }
     }
     for n in [2, 3, 4, 5, 7, 8] {
         all.extend(["shm", "tcp", "mixed"].map(|link| World { link, n, processes: true }));
@@ -425,6 +429,12 @@ fn conformance() {
             say(&format!("{world}: {} cases, {:.1?}", cases.len(), start.elapsed()));
         }
         cases.iter().for_each(|case| tally.add(world, case));
+    }
+    #[cfg(feature = "testing")]
+    {
+        let is_piped = |world: &World| world.link == "pipe" && world.to_string().contains(&only);
+        let all_came = allstream::testing::piped() > 1 << 20 || !worlds.iter().any(is_piped);
+        assert!(all_came, "{} bytes came through pipes", allstream::testing::piped());
     }
     assert!(failed.is_empty(), "{} worlds failed:\n{}", failed.len(), failed.join("\n"));
     tally.say();

@@ -141,7 +141,7 @@ fn processes_that_differ_in_their_devices_are_told_so() {
 
 #[test]
 fn one_process_needs_no_address_and_no_secret_whatever_the_link() {
-    for link in [LinkChoice::Auto, LinkChoice::Shm, LinkChoice::Tcp, LinkChoice::InProc] {
+    for link in [LinkChoice::AUTO, LinkChoice::SHM, LinkChoice::TCP, LinkChoice::INPROC] {
         let mut node = block_on(Node::connect(Rendezvous::alone().link(link), 3)).unwrap();
         let sums = node.timeout(CALL).all_reduce(vec![vec![1_i32; 1000], vec![2; 1000], vec![4; 1000]]);
         assert_eq!(sums.wait().unwrap(), vec![vec![7; 1000]; 3], "{link:?}");

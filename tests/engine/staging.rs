@@ -17,7 +17,7 @@ fn two(rank: fn(Comm) -> Result<(), Error>) {
     let mut listener = Some(listener);
     let (done, finished) = channel();
     for r in 0..2 {
-        let mut rendezvous = Rendezvous::tcp(&at, r, 2).expect("an address").token("t").link(LinkChoice::Shm);
+        let mut rendezvous = Rendezvous::tcp(&at, r, 2).expect("an address").token("t").link(LinkChoice::SHM);
         if r == 0 {
             rendezvous = rendezvous.listener(listener.take().expect("one listener"));
         }

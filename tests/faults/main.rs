@@ -8,6 +8,8 @@ mod aborts;
 mod forks;
 mod guests;
 mod kills;
+#[cfg(feature = "testing")]
+mod late;
 mod links;
 mod losses;
 mod mismatches;

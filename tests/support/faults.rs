@@ -430,9 +430,9 @@ pub fn is_gone(pid: i32) -> bool {
 pub fn world(link: Link, size: usize) -> Vec<Comm> {
     let choice = match link {
         Link::Local => return Comm::local(size).unwrap(),
-        Link::Shm => LinkChoice::Shm,
-        Link::Tcp => LinkChoice::Tcp,
-        Link::Mixed => LinkChoice::Auto,
+        Link::Shm => LinkChoice::SHM,
+        Link::Tcp => LinkChoice::TCP,
+        Link::Mixed => LinkChoice::AUTO,
     };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("tcp://{}", listener.local_addr().unwrap());

@@ -78,11 +78,9 @@ pub fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     let listener = TcpListener::bind(&ip).map_err(|e| format!("{ip}: {e}"))?;
     let at = listener.local_addr().map_err(|e| e.to_string())?;
     let choice = match link {
-        "inproc" => LinkChoice::InProc,
-        "shm" => LinkChoice::Shm,
-        "tcp" | "tcp6" => LinkChoice::Tcp,
-        "mixed" => LinkChoice::Auto,
-        other => return Err(format!("no such link: {other}")),
+        "tcp6" => LinkChoice::TCP,
+        "mixed" => LinkChoice::AUTO,
+        class => class.parse()?,
     };
     let place = |rank| {
         let place = Rendezvous::tcp(&format!("tcp://{at}"), rank, n).map_err(|e| e.to_string())?;

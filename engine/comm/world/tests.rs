@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::comm::runtime::process_runtime;
 use crate::exec::lane;
+use crate::link::local::INPROC;
 
 /// Ranks of the world; rank 0 is the one that hears.
 const SIZE: usize = 5;
@@ -42,7 +43,7 @@ fn world() -> Arc<World> {
     mates.enter(0, region.clone(), gate.clone());
     let transport = Transport::Hub(Arc::default());
     let settings = (Defaults::from_env().unwrap(), Arc::default());
-    let near = vec![Locality::SameProcess; SIZE];
+    let near = vec![&INPROC; SIZE];
     World::new((0, SIZE, id), transport, (mates, gate), region, process_runtime().unwrap(), near, settings)
 }
 

@@ -105,6 +105,11 @@ impl<S: Clone> CopyBacks<S> {
         self.change(|state| state.running.push((now, operation)));
     }
 
+    /// What copies the results of an operation back whose data still moves.
+    pub(super) fn staged_of(&self, key: Key) -> Option<S> {
+        self.state.lock().moving.get(&key.number()).map(|operation| operation.staged.clone())
+    }
+
     pub(super) fn is_running(&self, key: Key) -> bool {
         self.state.lock().running.iter().any(|(_, operation)| operation.key == key)
     }

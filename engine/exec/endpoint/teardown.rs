@@ -7,9 +7,11 @@ use super::progress::Run;
 use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
+use crate::exec::active::Active;
 use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::exec::lane::keep_and_look;
+use crate::exec::p2p::Direction;
 use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
 use crate::trace::State;
@@ -36,16 +38,16 @@ pub(super) enum Teardown {
 enum Fate {
     /// They come back: nobody else touches them.
     Back,
-    /// Peers in other processes may touch them until then.
+    /// Peers in other processes, or links, may touch them until then.
     Until(Vec<Arc<Lease>>),
     /// Nobody can say for how long they may be touched.
     Never,
 }
 
 impl Fate {
-    /// By the leases of those that were lent some of it.
-    fn of(leases: Option<Vec<Arc<Lease>>>) -> Fate {
-        match leases {
+    /// By the leases of those that were lent some of it, and of links that write to it.
+    fn of(lent: Option<Vec<Arc<Lease>>>, written: Option<Vec<Arc<Lease>>>) -> Fate {
+        match lent.zip(written).map(|(lent, written)| [lent, written].concat()) {
             Some(leases) if leases.is_empty() => Fate::Back,
             Some(leases) => Fate::Until(leases),
             None => Fate::Never,
@@ -165,20 +167,38 @@ impl Endpoint {
         let device = run.active.device().cloned();
         let never = run.active.is_settling()
             | device.is_some_and(|device| Self::cannot_give_up(&device, cause) || on_devices);
-        if let Some((key, number)) = run.active.take() {
+        let written = run.port.written_until(0..self.size());
+        if let Some((key, number)) = run.active.id() {
             self.recorder.finished(number, State::Failed);
-            failed.push((key, Fate::of(run.port.leases(number)).or_never(never)));
+            failed.push((key, Fate::of(run.port.leases(number), written.clone()).or_never(never)));
         }
+        self.clear(run, written);
         let mut messages = Vec::new();
         run.messages.take_all(|key, message| {
             let settling = message.staged.as_ref().is_some_and(|staged| staged.is_settling());
-            messages.push((key, settling));
+            let end = message.peer + usize::from(message.direction == Direction::Recv);
+            messages.push((key, settling, message.peer..end));
         });
-        for (key, settling) in messages {
-            let leases = run.messages.port().leases(key.number());
-            failed.push((key, Fate::of(leases).or_never(settling)));
+        for (key, settling, received) in messages {
+            let port = run.messages.port();
+            let fate = Fate::of(port.leases(key.number()), port.written_until(received));
+            failed.push((key, fate.or_never(settling)));
         }
         failed
+    }
+
+    /// Ends what ran the collective. Links that still write may do so to memory of the run's own.
+    fn clear(&self, run: &mut Run, written: Option<Vec<Arc<Lease>>>) {
+        if written.as_ref().is_some_and(Vec::is_empty) {
+            run.active.take();
+            return;
+        }
+        let new = Active::new(self.config.comm, self.config.streams_from);
+        let memory = (std::mem::replace(&mut run.active, new), self.token.clone());
+        match written {
+            Some(leases) => keep_and_look(What::Run(Box::new(memory)), leases),
+            None => std::mem::forget(memory),
+        }
     }
 
     /// The same of those that have not: nothing of theirs was lent.
@@ -203,11 +223,11 @@ impl Endpoint {
         if let Some(device) = table.devices.get(&key.number()) {
             device.lose();
         }
-        let held = table.inflight.borrow(key);
+        let (held, staged) = (table.inflight.borrow(key), self.copy_backs.staged_of(key));
         drop(table);
         match (held, fate) {
-            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held), leases),
-            (held, _) => std::mem::forget(held),
+            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held, staged), leases),
+            kept => std::mem::forget((kept, staged)),
         }
     }
 }

@@ -74,7 +74,8 @@ impl<B: Backend> PlanRun<B> {
         if m == 0 {
             return Ok(false);
         }
-        if m <= writable && self.receives_itself(t, i, port)? {
+        // As long as there is room: it may be the link's, which writes to it (`LinkRx::receive_into`).
+        if writable > 0 && self.receives_itself(t, i, port)? {
             return self.receive(t, i, writable, port);
         }
         operands!(ins, step.operands.len());
@@ -159,7 +160,7 @@ impl<B: Backend> PlanRun<B> {
     fn receives_itself(&self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
         let step = &t.c.program().plan.steps[i];
         let ([Operand::Recv(from)], Some(_)) = (&step.operands[..], step.dst) else { return Ok(false) };
-        Ok(!t.c.divides(step) && port.rx(*from)?.streams() && self.steps[i].unit > 0)
+        Ok(!t.c.divides(step) && port.rx(*from)?.is_byte_stream() && self.steps[i].unit > 0)
     }
 
     /// Receives what has come of such a payload. Returns whether anything moved.
@@ -244,7 +245,7 @@ impl<B: Backend> PlanRun<B> {
             if !tx.room()? {
                 continue;
             }
-            let end = self.frame_end(&state, sent, if program.whole { tx.most() } else { 0 });
+            let end = self.frame_end(&state, sent, if program.whole { tx.max_frame_len() } else { 0 });
             let m = limit.min(end) - sent;
             if sent + m < end && m * state.unit < USEFUL.max(self.slicing.least) {
                 continue; // more of this message is about to be there

@@ -45,7 +45,7 @@ fn torchrun_with_defaults() {
         r.heartbeat,
         Heartbeat { interval: Duration::from_millis(500), silent: Duration::from_secs(10) }
     );
-    assert_eq!((r.link, r.host_id, r.listener.is_none()), (LinkChoice::Auto, None, true));
+    assert_eq!((r.link, r.host_id, r.listener.is_none()), (LinkChoice::AUTO, None, true));
     assert_eq!(r.token, Some(Token::new(b"s3cret")));
 }
 
@@ -131,7 +131,7 @@ fn options_are_taken() {
         ("ALLSTREAM_RENDEZVOUS_FD", "7"),
     ])
     .unwrap();
-    assert_eq!((r.link, r.host_id.as_deref()), (LinkChoice::Shm, Some("a")));
+    assert_eq!((r.link, r.host_id.as_deref()), (LinkChoice::SHM, Some("a")));
     assert_eq!(r.timeout, Duration::from_millis(2500));
     assert_eq!(
         r.heartbeat,

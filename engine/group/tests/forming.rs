@@ -7,6 +7,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::*;
 use crate::group::handshake::{self, Purpose, Token};
+use crate::types::LinkClass;
 
 fn says(error: &Error, words: &[&str]) {
     let text = error.to_string();
@@ -41,7 +42,7 @@ async fn worlds_of_all_sizes_form_over_both_families() {
                 assert_eq!(peer.is_none(), other == rank);
                 if let Some(peer) = peer {
                     assert_eq!((peer.rank, peer.pid), (other, std::process::id()));
-                    assert_eq!((peer.locality, peer.fds.len()), (Locality::SameProcess, 0));
+                    assert_eq!((peer.link.class, peer.fds.len()), (LinkClass::INPROC, 0));
                     assert!(peer.address.iter().all(|a| !a.ip().is_unspecified()), "{:?}", peer.address);
                 }
             }
@@ -224,9 +225,9 @@ async fn sizes_and_links_that_disagree_are_both_named() {
         says(&failure(end), &["rank 1 (process", "says 4", "rank 0 says 3", "WORLD_SIZE"]);
     }
     let (mut links, _) = places("127.0.0.1", 2);
-    links[1] = links[1].clone().link(LinkChoice::Tcp);
+    links[1] = links[1].clone().link(LinkChoice::TCP);
     for end in join_all(links).await {
-        says(&failure(end), &["rank 1 (process", "says Tcp", "rank 0 says Auto", "ALLSTREAM_LINK"]);
+        says(&failure(end), &["rank 1 (process", "says tcp", "rank 0 says auto", "ALLSTREAM_LINK"]);
     }
 }
 
@@ -249,15 +250,15 @@ async fn a_rank_that_went_away_while_waiting_may_come_again() {
 
 #[tokio::test]
 async fn links_decide_locality_or_are_refused() {
-    for (link, wanted) in [(LinkChoice::InProc, Locality::SameProcess), (LinkChoice::Tcp, Locality::Remote)] {
+    for link in [LinkClass::INPROC, LinkClass::TCP] {
         let (places, _) = places("127.0.0.1", 2);
-        let members = world(places.into_iter().map(|p| p.link(link)).collect()).await;
+        let members = world(places.into_iter().map(|p| p.link(link.into())).collect()).await;
         for peer in members.iter().flat_map(|m| m.mesh.peers()).flatten() {
-            assert_eq!(peer.locality, wanted);
+            assert_eq!(peer.link.class, link);
         }
         close_all(members).await;
     }
-    for link in [LinkChoice::InProc, LinkChoice::Shm] {
+    for link in [LinkChoice::INPROC, LinkChoice::SHM] {
         let (places, _) = places("127.0.0.1", 2);
         let apart = places.into_iter().enumerate().map(|(i, p)| p.link(link).host_id(format!("host{i}")));
         for end in join_all(apart.collect()).await {
@@ -267,7 +268,7 @@ async fn links_decide_locality_or_are_refused() {
     let (places, _) = places("127.0.0.1", 2);
     let members =
         world(places.into_iter().enumerate().map(|(i, p)| p.host_id(format!("host{i}"))).collect()).await;
-    assert_eq!(members[0].mesh.peers()[1].as_ref().unwrap().locality, Locality::Remote);
+    assert_eq!(members[0].mesh.peers()[1].as_ref().unwrap().link.class, LinkClass::TCP);
     close_all(members).await;
 }
 
@@ -281,11 +282,11 @@ async fn descriptors_reach_every_other_rank_and_work() {
         let mut file = std::fs::File::from(memory);
         file.write_all(text.as_bytes()).unwrap();
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        join_with(p.link(LinkChoice::Shm), vec![file.into(), event])
+        join_with(p.link(LinkChoice::SHM), vec![file.into(), event])
     });
     let members: Vec<_> = futures::future::join_all(joining).await.into_iter().map(Result::unwrap).collect();
     for peer in members.iter().flat_map(|m| m.mesh.peers()).flatten() {
-        assert_eq!((peer.locality, peer.fds.len()), (Locality::SameHost, 2));
+        assert_eq!((peer.link.class, peer.fds.len()), (LinkClass::SHM, 2));
         let mut file = std::fs::File::from(peer.fds[0].try_clone().unwrap());
         let mut text = String::new();
         file.seek(SeekFrom::Start(0)).unwrap();

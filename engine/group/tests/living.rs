@@ -193,7 +193,7 @@ fn count_descriptors() {
         let before = open();
         for round in 0..6 {
             let (places, at) = places("127.0.0.1", 4);
-            let link = if round % 2 == 0 { LinkChoice::Shm } else { LinkChoice::Auto };
+            let link = if round % 2 == 0 { LinkChoice::SHM } else { LinkChoice::AUTO };
             let fds = || vec![OwnedFd::from(std::fs::File::open("/dev/null").unwrap())];
             let joining = places.iter().map(|p| join_with(p.clone().link(link), fds()));
             let members: Vec<_> =

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::message::{CommId, DataHello, Message};
-use super::{Events, LinkChoice, Locality, Mesh, Rendezvous};
+use super::{Events, LinkChoice, Mesh, Rendezvous};
 use crate::error::{Error, Lost};
 use crate::types::Rank;
 

@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::process::{Signal, getpid, kill_process};
 
 use super::*;
+use crate::types::LinkClass;
 
 const MODE: &str = "ALLSTREAM_TEST_MODE";
 
@@ -21,7 +22,7 @@ fn child() {
         rustix::io::write(&memory, &[place.rank() as u8]).unwrap();
         let me = join_with(place, vec![memory]).await.unwrap();
         for peer in me.mesh.peers().iter().flatten() {
-            assert_eq!((peer.locality, peer.fds.len()), (Locality::SameHost, 1));
+            assert_eq!((peer.link.class, peer.fds.len()), (LinkClass::SHM, 1));
             let mut byte = [0];
             assert_eq!(rustix::io::pread(&peer.fds[0], &mut byte, 0), Ok(1));
             assert_eq!(usize::from(byte[0]), peer.rank);

@@ -47,8 +47,8 @@ pub(crate) const LINKS: [Link; 3] = [Link::Local, Link::Shm, Link::Tcp];
 pub(crate) fn world(n: usize, link: Link) -> Vec<Comm> {
     let choice = match link {
         Link::Local => return Comm::local(n).unwrap(),
-        Link::Shm => LinkChoice::Shm,
-        Link::Tcp => LinkChoice::Tcp,
+        Link::Shm => LinkChoice::SHM,
+        Link::Tcp => LinkChoice::TCP,
     };
     let listener = TcpListener::bind(format!("127.{}.7.1:0", std::process::id() % 200 + 1)).unwrap();
     let at = listener.local_addr().unwrap().to_string();

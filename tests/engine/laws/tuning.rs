@@ -13,7 +13,7 @@ use super::house::{SOON, threads};
 fn table() -> Table {
     let time = |algo, us| TimeBy { algo, us };
     let row = Row {
-        place: Place { link: LinkClass::Shm, hosts: 1, ranks: 2 },
+        place: Place { link: LinkClass::SHM, hosts: 1, ranks: 2 },
         collective: Kind::AllReduce,
         bytes: 64,
         predicted: Vec::new(),
@@ -52,25 +52,25 @@ fn is_taken(choice: LinkChoice, algo: Algo, deterministic: bool) -> Result<(), E
 #[test]
 fn rank_0s_table_is_what_all_ranks_choose_by() {
     // Rank 1 has none, and does as rank 0 says.
-    let sums = threads(world(LinkChoice::Shm), |mut comm| comm.all_reduce(vec![1.0f32; 16]).wait().unwrap());
+    let sums = threads(world(LinkChoice::SHM), |mut comm| comm.all_reduce(vec![1.0f32; 16]).wait().unwrap());
     assert_eq!(sums, [[2.0; 16], [2.0; 16]]);
-    is_taken(LinkChoice::Shm, Algo::Ring, false).unwrap();
+    is_taken(LinkChoice::SHM, Algo::Ring, false).unwrap();
     // The rules would take one shot.
-    let other = is_taken(LinkChoice::Shm, Algo::OneShot, false).unwrap_err();
+    let other = is_taken(LinkChoice::SHM, Algo::OneShot, false).unwrap_err();
     assert!(matches!(other, Error::Mismatch { .. }), "{other}");
 }
 
 #[test]
 fn a_table_says_nothing_of_other_links_and_not_what_a_call_rules_out() {
     // Over TCP nothing was measured: the rules take one shot.
-    is_taken(LinkChoice::Tcp, Algo::OneShot, false).unwrap();
+    is_taken(LinkChoice::TCP, Algo::OneShot, false).unwrap();
     // The ring does not fold in rank order: the rules choose.
-    is_taken(LinkChoice::Shm, Algo::OneShot, true).unwrap();
+    is_taken(LinkChoice::SHM, Algo::OneShot, true).unwrap();
 }
 
 #[test]
 fn groups_of_the_world_choose_by_it_too_and_far_sizes_do_not() {
-    let sums = threads(world(LinkChoice::Shm), |mut comm| {
+    let sums = threads(world(LinkChoice::SHM), |mut comm| {
         let mut part = block_on(comm.split(0, 0)).unwrap();
         let named = comm.rank() == 1;
         let mut sum = |elements: usize, algo| {
