@@ -21,6 +21,7 @@ mod restore;
 mod split;
 mod staged;
 mod varied;
+mod whole;
 mod work;
 mod world;
 

@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 
 use super::{Comm, SharedComm};
 use crate::error::Error;
+use crate::exec::nccl::NcclLibrary;
 use crate::link::region::Region;
 use crate::types::Rank;
 
@@ -104,7 +105,7 @@ pub enum Backend {
     Tcp,
     /// Memory on GPUs: staged through the host's, so far.
     Cuda,
-    /// GPUs, with NVIDIA's library.
+    /// GPUs, with NVIDIA's library: [`Comm::bind_nccl`](super::Comm::bind_nccl).
     Nccl,
     /// Hosts, through RDMA.
     Rdma,
@@ -150,7 +151,7 @@ pub fn backends() -> Vec<BackendStatus> {
         (Backend::Shm, Region::shared().map(drop)),
         (Backend::Tcp, tcp()),
         (Backend::Cuda, crate::mem::device::driver().map(drop)),
-        (Backend::Nccl, missing("the NCCL backend")),
+        (Backend::Nccl, NcclLibrary::find().map(drop)),
         (Backend::Rdma, missing("the RDMA backend")),
     ]
     .map(status)

@@ -20,6 +20,7 @@ mod reuse;
 mod submit;
 pub(super) mod together;
 mod watch;
+mod whole;
 
 pub(crate) use reuse::Machines;
 pub(crate) use submit::Submission;
@@ -36,6 +37,7 @@ use super::lane::Lane;
 use super::operation::Operation;
 use super::p2p::{Direction, Message, Messages};
 use super::port::{Opener, Port};
+use super::whole::BoundWhole;
 use crate::error::Error;
 use crate::forked;
 use crate::link::Break;
@@ -197,6 +199,8 @@ pub(crate) struct Endpoint {
     pub(crate) recorder: Arc<Recorder>,
     programs: Mutex<Programs>,
     binding: OnceLock<Arc<Binding>>,
+    /// What takes its operations whole, if anything does.
+    whole: OnceLock<BoundWhole>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Box<AtomicU8>,
 }
@@ -276,6 +280,7 @@ impl Endpoint {
             recorder: Arc::new(Recorder::new()),
             programs: Mutex::default(),
             binding: OnceLock::new(),
+            whole: OnceLock::new(),
             token: Box::default(),
             config,
         })
@@ -527,7 +532,7 @@ impl Endpoint {
         any |= port.reap(|lent| active.freed(&lent))?;
         if !active.is_empty() {
             let port = match devices {
-                Some(devices) if active.device().is_some() => {
+                Some(devices) if active.runs_on_devices() => {
                     any |= devices.reap(|lent| active.freed(&lent))?;
                     devices
                 }

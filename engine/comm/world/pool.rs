@@ -131,6 +131,11 @@ impl Pool {
         }))
     }
 
+    /// How many idle communicators to keep.
+    pub(super) fn capacity(&self) -> usize {
+        self.0.lock().capacity
+    }
+
     /// Whether a communicator was held here, and is not any more.
     pub(crate) fn has_ended(&self, comm: CommId) -> bool {
         self.0.lock().ended.contains(&comm)
@@ -185,6 +190,7 @@ impl World {
             state.trim(capacity)
         };
         self.retire_idle(out);
+        self.trim_wholes(capacity);
     }
 
     /// All handles of a communicator are gone. With machines, it is done; without, that is waited for.
@@ -196,6 +202,7 @@ impl World {
     ) {
         self.pool.0.lock().ended.put(CommId(endpoint.config.comm), ());
         if let Some(machines) = machines {
+            self.keep_whole(endpoint);
             return self.shelve(rings, machines);
         }
         // Operations end by their deadlines.
@@ -204,6 +211,7 @@ impl World {
             let mut pause = Duration::from_millis(1);
             loop {
                 if let Some(machines) = endpoint.hollow() {
+                    world.keep_whole(&endpoint);
                     return world.shelve(rings, machines);
                 }
                 tokio::time::sleep(pause).await;
@@ -301,6 +309,7 @@ impl World {
             state.evictions += idle.len() as u64;
             (idle, others)
         };
+        self.forget_wholes_with(rank);
         self.retire_idle(idle);
         retired.into_iter().for_each(|id| self.settle(id));
     }

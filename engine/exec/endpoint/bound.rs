@@ -29,7 +29,7 @@ impl Run {
     /// The ranks that the collective waits for.
     pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
         let port = match &mut self.devices {
-            Some(devices) if self.active.device().is_some() => devices,
+            Some(devices) if self.active.runs_on_devices() => devices,
             _ => &mut self.port,
         };
         self.active.waiting_for(port)

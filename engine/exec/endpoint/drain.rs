@@ -16,6 +16,8 @@ use crate::trace::log::LOG;
 
 /// How long a dead communicator waits for peers in other processes that touch its users' memory.
 const READ_ON: Duration = Duration::from_millis(500);
+/// And for a library that takes operations whole to end what it does.
+const ABORT: Duration = Duration::from_secs(2);
 
 /// What becomes of the buffers of an operation that has failed.
 enum Fate {
@@ -61,6 +63,7 @@ impl Endpoint {
 
     /// Fails everything once no peer can touch our buffers any more.
     pub(super) fn drain(self: &Arc<Self>, run: &mut Run) -> Progress {
+        self.abort_whole();
         if let Some(at) = run.drained.filter(|_| self.table.lock().inflight.running() == 0) {
             // Slots that peers may still touch come back when they have hung up, or when their process has exited.
             if run.reclaim() {
@@ -92,7 +95,12 @@ impl Endpoint {
                 *run.revoked.insert(Instant::now())
             }
         };
-        let on_devices = self.is_on_devices(run, revoked.elapsed());
+        let on_streams = run.active.device().is_some() | !run.endings.is_empty();
+        let whole = (on_streams | run.active.is_whole()) && self.is_whole_at_work();
+        if whole && revoked.elapsed() < ABORT {
+            return Progress::Blocked;
+        }
+        let on_devices = whole | self.is_on_devices(run, revoked.elapsed());
         let settling = run.active.is_settling() | run.messages.is_settling();
         let elsewhere = run.port.is_touched_elsewhere() | run.messages.port().is_touched_elsewhere();
         if (elsewhere | on_devices | settling) && revoked.elapsed() < READ_ON {
@@ -139,6 +147,7 @@ impl Endpoint {
         }
         let device = run.active.device().cloned();
         let never = run.active.is_settling()
+            | (run.active.is_whole() && on_devices)
             | device.is_some_and(|device| Self::cannot_give_up(&device, cause) || on_devices);
         if let Some((key, number)) = run.active.take() {
             self.recorder.finished(number, State::Failed);
@@ -160,7 +169,7 @@ impl Endpoint {
     fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
         let mut table = self.table.lock();
         while let Some((key, operation, _)) = table.collectives.pop_front() {
-            let never = operation.device.as_ref().is_some_and(|device| Self::cannot_give_up(device, cause));
+            let never = operation.device().is_some_and(|device| Self::cannot_give_up(device, cause));
             self.recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }

@@ -8,7 +8,7 @@ use super::{Endpoint, HISTORY, Run, Table};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::inflight::Key;
-use crate::exec::operation::Operation;
+use crate::exec::operation::{Executor, Operation};
 use crate::exec::p2p::Message;
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
@@ -51,9 +51,8 @@ impl Endpoint {
                 let (number, signature) = (table.next, operation.signature);
                 operation.number = number;
                 table.next += 1;
-                if let Some(device) = &operation.device {
-                    device.submitted(number);
-                    table.devices.insert(key.number(), device.clone());
+                if !matches!(operation.executor, Executor::Host) {
+                    self.submit_elsewhere(&mut table, key, &mut operation);
                 }
                 operation.staged =
                     table.keep(key, (number, signature, operation.timeout), operation.staged.take());

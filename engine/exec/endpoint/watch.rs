@@ -145,11 +145,13 @@ impl Endpoint {
             let elapsed = now - started;
             let stalled = run.active.stalled_at;
             let due = stalled.is_none_or(|at| now - at > STALL_AGAIN);
-            if elapsed > timeout && now - run.awake > grace(timeout) {
+            // What a library takes whole meets behind what it has not ended on another rank: then that is the oldest.
+            let is_oldest = !run.active.is_whole() || run.endings.is_empty();
+            if elapsed > timeout && now - run.awake > grace(timeout) && is_oldest {
                 error = Some(if run.active.lacks_memory() {
                     self.not_come(number, signature, timeout)
                 } else {
-                    self.timed_out(number, signature, timeout, &run.waiting_for())
+                    self.timed_out(number, signature, timeout, &run.waiting_for(), run.active.held_up())
                 });
             } else if elapsed > STALL.min(timeout / 4) && due {
                 run.active.stalled_at = Some(now);
@@ -206,7 +208,15 @@ impl Endpoint {
         self.end_overdue_backing((now, run.awake));
     }
 
-    fn timed_out(&self, number: u64, signature: Signature, after: Duration, waiting: &[Rank]) -> Error {
+    /// `held_up`: what keeps the operation from its end if all have called it.
+    fn timed_out(
+        &self,
+        number: u64,
+        signature: Signature,
+        after: Duration,
+        waiting: &[Rank],
+        held_up: Option<MissingState>,
+    ) -> Error {
         let heard = self.heard.lock();
         let state = |rank: Rank| match heard[rank] {
             Some((about, last, at)) if about == number && at.elapsed() < ANSWER => {
@@ -224,6 +234,7 @@ impl Endpoint {
             missing.retain(|m| m.state != MissingState::Waiting);
         } else {
             missing.retain(|m| waiting.contains(&m.rank));
+            missing.extend(held_up.map(|state| Missing { rank: self.config.rank, state }));
         }
         let operation = Operation { comm: self.config.name.clone(), number, signature };
         Error::Timeout { operation, rank: self.config.rank, after, missing }
