@@ -114,7 +114,7 @@ impl Call<'_> {
             let library = whole.as_ref().map(|bound| bound.whole.clone());
             let device = Arc::new(DeviceOp::new(binding, streams, outputs, library)?);
             if let Some(bound) = whole {
-                return self.into_whole(operation, &bound, Some(device));
+                return self.made_whole(operation, &bound, Some(device));
             }
             operation.executor = Executor::Device(device);
             Ok(operation)

@@ -132,7 +132,7 @@ impl Call<'_> {
 
     /// Makes of an operation that goes whole one that meets with the other ranks over the host's links first. `device`: of one on a
     /// device's memory.
-    pub(super) fn into_whole(
+    pub(super) fn made_whole(
         &self,
         mut operation: Operation,
         bound: &BoundWhole,
@@ -160,7 +160,7 @@ impl Call<'_> {
         let mut operation = prepared?;
         let is_on_host = matches!(operation.executor, Executor::Host) && operation.staged.is_none();
         match self.side.0.whole().filter(|bound| is_on_host && bound.device.is_none()) {
-            Some(bound) if self.goes_whole(&mut operation, bound) => self.into_whole(operation, bound, None),
+            Some(bound) if self.goes_whole(&mut operation, bound) => self.made_whole(operation, bound, None),
             _ => Ok(operation),
         }
     }

@@ -48,11 +48,6 @@ impl Piece {
     pub(crate) fn own_input(&self, rank: Rank) -> *const u8 {
         if self.is_in_place() { self.block(self.output, rank) } else { self.input }
     }
-
-    /// Where this rank's own block goes, if the output is one block.
-    pub(crate) fn own_output(&self, rank: Rank) -> *mut u8 {
-        if self.is_in_place() { self.block(self.output, rank) } else { self.output }
-    }
 }
 
 /// What was called.
@@ -76,6 +71,10 @@ pub(crate) enum Standing {
     /// Of a call on a device: all of it is on the stream, which comes to its end when the call does.
     OnStream,
     /// It is done. Of a call on the host's memory, the results are there.
+    #[cfg_attr(
+        not(any(test, feature = "testing")),
+        expect(dead_code, reason = "the only library that takes the host's memory is one for tests")
+    )]
     Over,
 }
 

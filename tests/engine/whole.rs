@@ -61,7 +61,7 @@ fn case_list(n: usize, seed: u64) -> Vec<(Case, bool)> {
                 dtype,
                 op,
                 root: turn % n,
-                special: turn % 3 == 0,
+                special: turn.is_multiple_of(3),
                 end: [Await::Wait, Await::Poll, Await::Later][turn % 3],
                 seed: turn as u64,
                 timeout: Duration::from_secs(30),

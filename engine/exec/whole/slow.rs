@@ -264,7 +264,10 @@ fn compute_entry(all: &[WholeCall], pieces: &[Piece]) {
             Kind::Broadcast => (piece.output, inputs[root].clone()),
             Kind::AllGather => (piece.output, inputs.concat()),
             Kind::Gather if rank == root => (piece.output, inputs.concat()),
-            Kind::ReduceScatter => (piece.own_output(rank), fold(0..n, rank * block)),
+            Kind::ReduceScatter if piece.is_in_place() => {
+                (piece.block(piece.output, rank), fold(0..n, rank * block))
+            }
+            Kind::ReduceScatter => (piece.output, fold(0..n, rank * block)),
             // In place the root's own block is where it belongs.
             Kind::Scatter if rank == root && piece.is_in_place() => continue,
             Kind::Scatter => (piece.output, part(root, rank).to_vec()),

@@ -13,9 +13,12 @@ pub(crate) struct Place {
 
 pub(crate) type Work = unsafe extern "C" fn(*mut c_void, *const *mut u8) -> u32;
 
+type GetDevice = unsafe extern "C" fn(*mut c_int) -> u32;
+type Put = unsafe extern "C" fn(u64, *const Place, usize, Option<Work>, *mut c_void) -> u32;
+
 struct Driver {
-    ctx_get_device: unsafe extern "C" fn(*mut c_int) -> u32,
-    work: unsafe extern "C" fn(u64, *const Place, usize, Option<Work>, *mut c_void) -> u32,
+    ctx_get_device: GetDevice,
+    work: Put,
 }
 
 fn driver() -> Option<&'static Driver> {
@@ -35,7 +38,10 @@ fn driver() -> Option<&'static Driver> {
         let (device, work) = (symbol(c"cuCtxGetDevice")?, symbol(c"allstream_test_cuda_work")?);
         // SAFETY: the functions' types, in cuda.h and in the driver's `door.rs`.
         Some(unsafe {
-            Driver { ctx_get_device: std::mem::transmute(device), work: std::mem::transmute(work) }
+            Driver {
+                ctx_get_device: std::mem::transmute::<*mut c_void, GetDevice>(device),
+                work: std::mem::transmute::<*mut c_void, Put>(work),
+            }
         })
     };
     DRIVER.get_or_init(open).as_ref()
