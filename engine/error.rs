@@ -183,6 +183,16 @@ pub enum Error {
         /// What that means, and what to do.
         problem: String,
     },
+    /// A library that takes collectives whole has failed, or does not work here.
+    #[error("{library} on rank {rank}: {problem}")]
+    Library {
+        /// The library and its version.
+        library: String,
+        /// The rank that noticed.
+        rank: Rank,
+        /// What was called, what it answered, and what to do.
+        problem: String,
+    },
     /// Bytes from a peer that no correct peer sends.
     #[error("rank {peer} sent what no correct peer sends: {problem}")]
     Protocol {
@@ -240,6 +250,19 @@ pub enum MissingState {
     Waiting,
     /// It has called this operation, and what its device is to do before is not done: its input is not there.
     NotReady,
+    /// All ranks have called, and the library that takes the operation whole has not ended it there.
+    NotEnded {
+        /// The library.
+        by: String,
+    },
+    /// All ranks have called, and its device launches what libraries take whole in the order in which it was submitted there:
+    /// on another rank that may have been another order.
+    LaunchOrder {
+        /// The operation that was submitted before or after this one.
+        other: String,
+        /// Before.
+        is_before: bool,
+    },
     /// It does not answer on its control connection.
     NoAnswer,
     /// It has not made the matching call (`send` or `recv`), or its data has not come.
@@ -275,6 +298,17 @@ impl fmt::Display for Missing {
             MissingState::Waiting => write!(f, "rank {} has called it and waits too", self.rank),
             MissingState::NotReady => {
                 write!(f, "rank {} has called it, and its device has not come to it", self.rank)
+            }
+            MissingState::NotEnded { by } => {
+                write!(f, "rank {} has given it to {by}, which has not ended it", self.rank)
+            }
+            MissingState::LaunchOrder { other, is_before } => {
+                let order = if *is_before { "before" } else { "after" };
+                write!(
+                    f,
+                    "rank {} has called {other} {order} it, for the same device; all ranks must call both in one order",
+                    self.rank
+                )
             }
             MissingState::NoAnswer => write!(f, "rank {} does not answer", self.rank),
         }

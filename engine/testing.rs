@@ -1,6 +1,7 @@
 //! Faults planted on purpose, for this repository's own tests.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
 
@@ -116,4 +117,35 @@ pub fn stream_small(on: bool) {
 
 pub(crate) fn streams(number: u64) -> Option<bool> {
     STREAMED.load(Ordering::Relaxed).then_some(number / 2 % 2 == 1)
+}
+
+static ANY_ORDER: AtomicBool = AtomicBool::new(false);
+
+/// From now on, what libraries take whole is launched as soon as all ranks have called it, in whatever order.
+pub fn launch_in_any_order(on: bool) {
+    ANY_ORDER.store(on, Ordering::Relaxed);
+}
+
+pub(crate) fn launches_are_in_any_order() -> bool {
+    ANY_ORDER.load(Ordering::Relaxed)
+}
+
+/// A library that takes collectives of host memory whole, among ranks of one process: what it takes, and what it does wrong on this
+/// rank. Its calls are numbered from 0.
+#[derive(Clone, Debug, Default)]
+pub struct Slow {
+    /// The collectives that it takes. The same on all ranks.
+    pub kinds: Vec<Kind>,
+    /// How often a call that it was given is in progress, when it is asked, before the library looks at it at all.
+    pub in_progress: u32,
+    /// The call that it never looks at.
+    pub hang_at: Option<u64>,
+    /// The call after which it says that it has failed, when the results are there.
+    pub fail_at: Option<u64>,
+    /// Aborted, it does not say that it touches no memory any more.
+    pub is_deaf: bool,
+    /// How often it was made for a communicator.
+    pub opened: Arc<AtomicU32>,
+    /// How many calls it was given.
+    pub submitted: Arc<AtomicU32>,
 }

@@ -3,10 +3,13 @@
 use std::sync::Arc;
 
 use super::Comm;
-use super::reach::{Group, ROW, Reached, heard};
+use super::reach::{Group, Heard, ROW, Reached, heard};
 use crate::error::Error;
 use crate::exec::device::Binding;
+use crate::exec::nccl::NcclLibrary;
+use crate::exec::whole::Library;
 use crate::group::nonce;
+use crate::link::ipc::Far;
 use crate::link::peer::PeerDevice;
 use crate::mem::device::{Device, DeviceStream};
 use crate::types::Rank;
@@ -25,7 +28,17 @@ pub enum DevicePath {
         /// What is in the way of the other.
         why: String,
     },
+    /// By NVIDIA's library, what that takes; else as the other two.
+    Nccl {
+        /// The library and its version.
+        library: String,
+        /// Where what NCCL does not take is staged: why.
+        staged: Option<String>,
+    },
 }
+
+/// What the ranks of a communicator have found out of each other's devices: how they reach them, or why they do not.
+type Reaching = Result<(Vec<Option<Arc<PeerDevice>>>, Option<Arc<Far>>), String>;
 
 impl Comm {
     /// Binds this rank to a device, with a stream of the highest priority of its own: collectives on device buffers then run
@@ -50,7 +63,7 @@ impl Comm {
     /// [`Error::Cuda`] where the driver refuses. Else as a collective.
     pub async fn bind_device(&mut self, device: &Device) -> Result<DevicePath, Error> {
         let stream = DeviceStream::of_a_rank(device);
-        self.bind(stream).await
+        self.bind(stream, None).await
     }
 
     /// [`bind_device`](Self::bind_device) with a stream of the caller's for this rank's part.
@@ -62,10 +75,66 @@ impl Comm {
     /// # Errors
     /// As there.
     pub async fn bind_stream(&mut self, stream: &DeviceStream) -> Result<DevicePath, Error> {
-        self.bind(Ok(stream.clone())).await
+        self.bind(Ok(stream.clone()), None).await
     }
 
-    async fn bind(&mut self, stream: Result<DeviceStream, Error>) -> Result<DevicePath, Error> {
+    /// [`bind_device`](Self::bind_device), and NVIDIA's library (NCCL, 2.14 or newer) takes of the collectives on device buffers those
+    /// that it can: sums, products, minima and maxima of integers, averages of floats, broadcasts, gathers, scatters and exchanges,
+    /// as long as a call names no algorithm and need not be deterministic. Which do is decided by the call alone. All others go as
+    /// they would without it; where the devices cannot reach each other, also on several hosts, through the host's memory.
+    ///
+    /// Each rank has a device of its own. The ranks compare their calls over the host's links before NCCL is given one: what
+    /// they disagree on is an error, and a rank that does not call is named when the deadline has passed, as ever. Rounding is NCCL's.
+    ///
+    /// All ranks of a process must make their calls on communicators of one device in one order, also on different
+    /// communicators: what NCCL takes is launched in that order.
+    ///
+    /// The library is found as `ALLSTREAM_NCCL_LIBRARY`, or `libnccl.so.2`, when this is first called. What it needs to find
+    /// the other ranks (`NCCL_SOCKET_IFNAME` and others) is said in its own documentation; its connections are not protected by
+    /// our token.
+    ///
+    /// # Errors
+    /// As there; [`Error::Unavailable`] where there is no such library; [`Error::Library`] where it does not work.
+    pub async fn bind_nccl(&mut self, device: &Device) -> Result<DevicePath, Error> {
+        let library = NcclLibrary::find();
+        // NCCL is to find its stream where it was, so this is none that goes on as another.
+        let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::high_priority(device));
+        self.bind(stream, library.as_ref().ok().map(|library| library as &dyn Library)).await
+    }
+
+    async fn bind(
+        &mut self,
+        stream: Result<DeviceStream, Error>,
+        library: Option<&dyn Library>,
+    ) -> Result<DevicePath, Error> {
+        let (device, reaching) = self.reach_devices(stream, library.is_some()).await?;
+        let Some(library) = library else {
+            let reached = match reaching {
+                Ok(reached) => reached,
+                Err(why) => return Ok(DevicePath::Staged { why }),
+            };
+            self.0.endpoint.bind(Arc::new(Binding::new(device, reached, true, None)));
+            return Ok(DevicePath::Peer);
+        };
+        let whole = self.open_whole(CALL, library, Some(&device.stream)).await?;
+        let staged = reaching.as_ref().err().cloned();
+        let alone = || {
+            let ours = |rank| (rank == self.rank()).then(|| device.clone());
+            ((0..self.size()).map(ours).collect(), None)
+        };
+        let reached = reaching.unwrap_or_else(|_| alone());
+        let binding = Binding::new(device.clone(), reached, staged.is_none(), Some(whole.clone()));
+        self.0.endpoint.bind_whole(whole);
+        self.0.endpoint.bind(Arc::new(binding));
+        Ok(DevicePath::Nccl { library: library.name(), staged })
+    }
+
+    /// Finds out how the devices of all ranks reach each other. `is_nccl`: a library is to have each to itself.
+    async fn reach_devices(
+        &mut self,
+        stream: Result<DeviceStream, Error>,
+        is_nccl: bool,
+    ) -> Result<(Arc<PeerDevice>, Reaching), Error> {
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let (config, n) = (&endpoint.config, self.size());
         let stream = match endpoint.binding() {
@@ -79,18 +148,18 @@ impl Comm {
         let ours =
             stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n, config.comm)), nonce()?)));
         let group = Group { config, around: &world.around };
-        let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process));
+        let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, is_nccl));
         let rows = self.all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
         let (device, _) = ours?;
-        let rows = match heard(&rows) {
-            Ok(Ok(rows)) => rows,
-            Ok(Err(why)) => return Ok(DevicePath::Staged { why }),
-            Err(rank) => return Err(failed_elsewhere(rank)),
+        let rows = match heard(&rows).map_err(|rank| failed_elsewhere(CALL, rank))? {
+            Heard::Rows(rows) => rows,
+            Heard::Staged(why) => return Ok((device, Err(why))),
+            Heard::Refused(problem) => return Err(Error::invalid(CALL, problem)),
         };
         let keep = Arc::new(());
-        let reached = match self.all_of(group.reach(&device, &keep, &rows)).await? {
+        let reached = match self.all_of(CALL, group.reach(&device, &keep, &rows)).await? {
             Ok(reached) => reached,
-            Err(why) => return Ok(DevicePath::Staged { why }),
+            Err(why) => return Ok((device, Err(why))),
         };
         let Reached { all, offers, cards } = reached;
         let mut far = None;
@@ -98,20 +167,20 @@ impl Comm {
             let cards = self.all_to_all(cards).await?;
             // What the driver refuses here cannot be: the processes are in two containers, say.
             let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));
-            match self.all_of(Ok(opened)).await? {
+            match self.all_of(CALL, Ok(opened)).await? {
                 Ok(opened) => far = Some(Arc::new(opened)),
-                Err(why) => return Ok(DevicePath::Staged { why }),
+                Err(why) => return Ok((device, Err(why))),
             }
             // Until here others may have been opening what was offered.
             drop((offers, keep));
         }
-        endpoint.bind(Arc::new(Binding::new(device, all, far)));
-        Ok(DevicePath::Peer)
+        Ok((device, Ok((all, far))))
     }
 
     /// Whether all ranks have come so far: an error, or why not, is one for all.
-    async fn all_of<T>(
+    pub(super) async fn all_of<T>(
         &mut self,
+        call: &str,
         outcome: Result<Result<T, String>, Error>,
     ) -> Result<Result<T, String>, Error> {
         let told = match &outcome {
@@ -122,7 +191,7 @@ impl Comm {
         let told = self.all_gather(vec![told]).await?;
         let outcome = outcome?;
         if let Some(rank) = told.iter().position(|told| *told == 0) {
-            return Err(failed_elsewhere(rank));
+            return Err(failed_elsewhere(call, rank));
         }
         let refused = told.iter().position(|told| *told != 1);
         let why = |rank| format!("the device of rank {rank} cannot reach that of another rank (it says why)");
@@ -130,6 +199,6 @@ impl Comm {
     }
 }
 
-fn failed_elsewhere(rank: Rank) -> Error {
-    Error::invalid(CALL, format!("rank {rank} could not be bound to its device; its own error says why"))
+fn failed_elsewhere(call: &str, rank: Rank) -> Error {
+    Error::invalid(call, format!("rank {rank} could not do its part of it; its own error says why"))
 }

@@ -184,6 +184,15 @@ impl<'a> Call<'a> {
         self.side.0.size()
     }
 
+    /// Whether no algorithm was named, by the call or by the environment.
+    pub(super) fn is_free(&self) -> bool {
+        self.algo == Algo::Auto && self.default_algo == Algo::Auto
+    }
+
+    pub(super) fn is_deterministic(&self) -> bool {
+        self.deterministic
+    }
+
     pub(super) fn rank(&self) -> Rank {
         self.side.0.config.rank
     }
@@ -408,6 +417,8 @@ impl<'a> Call<'a> {
         after: Option<Event>,
         held: ErasedBufs,
     ) -> Submitted {
+        #[cfg(any(test, feature = "testing"))]
+        let prepared = self.taken_whole_on_host(prepared);
         match (prepared, self.desk) {
             (Ok(operation), Some(desk)) => {
                 *desk.0.lock() = Some(Prepared { operation, after, held });

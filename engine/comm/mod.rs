@@ -24,6 +24,7 @@ mod staged;
 #[cfg(test)]
 mod story;
 mod varied;
+mod whole;
 mod work;
 mod world;
 

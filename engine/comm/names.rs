@@ -7,6 +7,7 @@ use parking_lot::Mutex;
 
 use super::{Comm, SharedComm};
 use crate::error::Error;
+use crate::exec::nccl::NcclLibrary;
 use crate::link::kinds;
 use crate::types::{LinkClass, Rank};
 
@@ -100,7 +101,7 @@ pub enum Backend {
     Link(LinkClass),
     /// Memory on GPUs.
     Cuda,
-    /// GPUs, with NVIDIA's library.
+    /// GPUs, with NVIDIA's library: [`Comm::bind_nccl`](super::Comm::bind_nccl).
     Nccl,
     /// Hosts, through RDMA.
     Rdma,
@@ -135,7 +136,7 @@ pub fn backends() -> Vec<BackendStatus> {
     };
     let others = [
         (Backend::Cuda, crate::mem::device::driver().map(drop)),
-        (Backend::Nccl, missing("the NCCL backend")),
+        (Backend::Nccl, NcclLibrary::find().map(drop)),
         (Backend::Rdma, missing("the RDMA backend")),
     ];
     let links = kinds::KINDS.iter().map(|kind| (Backend::Link(kind.class), (kind.probe)()));

@@ -14,10 +14,11 @@ use crate::types::Rank;
 pub(super) const ROW: usize = 2 + 16 + 16;
 /// Can be bound: the first byte.
 const OK: u8 = 1;
-/// The second: there are members in other processes; on other hosts; the driver cannot share with processes.
+/// The second: there are members in other processes; on other hosts; the driver cannot share with processes; NCCL is asked for.
 const FAR: u8 = 1;
 const REMOTE: u8 = 2;
 const LACKS: u8 = 4;
+const NCCL: u8 = 8;
 
 /// A row that was read.
 #[derive(Clone, Copy)]
@@ -27,8 +28,17 @@ pub(super) struct Row {
     uuid: [u8; 16],
 }
 
-/// What all ranks have said: `Err(rank)`, this one cannot be bound; `Ok(Err(why))`, all are staged. The same on all.
-pub(super) fn heard(rows: &[u8]) -> Result<Result<Vec<Row>, String>, Rank> {
+/// What all ranks have said together.
+pub(super) enum Heard {
+    Rows(Vec<Row>),
+    /// Devices do not reach each other: why.
+    Staged(String),
+    /// They ask for what cannot be.
+    Refused(String),
+}
+
+/// What all ranks have said; `Err(rank)`: this one cannot be bound. The same on all.
+pub(super) fn heard(rows: &[u8]) -> Result<Heard, Rank> {
     let (rows, _) = rows.as_chunks::<ROW>();
     if let Some(rank) = rows.iter().position(|row| row[0] != OK) {
         return Err(rank);
@@ -41,15 +51,30 @@ pub(super) fn heard(rows: &[u8]) -> Result<Result<Vec<Row>, String>, Rank> {
     };
     let rows: Vec<_> = rows.iter().map(read).collect();
     let noted = |what: u8| rows.iter().position(|row| row.notes & what != 0);
+    if let Some(rank) = noted(NCCL) {
+        if let Some(other) = rows.iter().position(|row| row.notes & NCCL == 0) {
+            let problem = format!(
+                "rank {rank} asks for NCCL, and rank {other} does not; all ranks must ask for the same"
+            );
+            return Ok(Heard::Refused(problem));
+        }
+        let before = |at: usize| rows[..at].iter().position(|row| row.uuid == rows[at].uuid);
+        if let Some((rank, other)) = (0..rows.len()).find_map(|at| Some((before(at)?, at))) {
+            let problem =
+                format!("ranks {rank} and {other} have one device, and NCCL wants one for each rank");
+            return Ok(Heard::Refused(problem));
+        }
+    }
     if let Some(rank) = noted(REMOTE) {
         let why =
             format!("rank {rank} is not on one host with all others, or does not share memory with them");
-        return Ok(Err(why));
+        return Ok(Heard::Staged(why));
     }
     if let Some(rank) = noted(LACKS).filter(|_| noted(FAR).is_some()) {
-        return Ok(Err(format!("the CUDA driver of rank {rank} cannot share memory with other processes")));
+        let why = format!("the CUDA driver of rank {rank} cannot share memory with other processes");
+        return Ok(Heard::Staged(why));
     }
-    Ok(Ok(rows))
+    Ok(Heard::Rows(rows))
 }
 
 /// A communicator's members, and where they are.
@@ -73,7 +98,7 @@ impl Group<'_> {
     }
 
     /// What this rank says of itself. From here on its device can be found by the others in the process.
-    pub(super) fn row(&self, device: &Arc<PeerDevice>, process: u128) -> [u8; ROW] {
+    pub(super) fn row(&self, device: &Arc<PeerDevice>, process: u128, is_nccl: bool) -> [u8; ROW] {
         let (members, ours) = (&self.config.members, self.config.rank);
         self.around.mates.enter_device(self.config.comm, members[ours], device);
         let mut row = [0; ROW];
@@ -81,7 +106,7 @@ impl Group<'_> {
         let far = (0..members.len()).any(|rank| !self.housemate(rank));
         let remote = members.iter().any(|member| *member != members[ours] && !self.around.is_near(*member));
         let lacks = device.stream.missing_for_sharing().is_some();
-        let notes = [(far, FAR), (remote, REMOTE), (lacks, LACKS)];
+        let notes = [(far, FAR), (remote, REMOTE), (lacks, LACKS), (is_nccl, NCCL)];
         row[1] = notes.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).sum();
         row[2..18].copy_from_slice(&process.to_le_bytes());
         row[18..].copy_from_slice(&device.stream.device().uuid());

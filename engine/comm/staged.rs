@@ -10,7 +10,8 @@ use super::ordered::Start;
 use super::work::Submitted;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
-use crate::exec::{Direction, Operation, Reduction, STRIPE, cut};
+use crate::exec::whole::BoundWhole;
+use crate::exec::{Direction, Executor, Operation, Reduction, STRIPE, cut};
 use crate::mem::device::{ALL, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
 use crate::mem::{ErasedBufs, RawBuf, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
@@ -52,8 +53,9 @@ impl Call<'_> {
         memory: Vec<Memory>,
         held: ErasedBufs,
     ) -> Submitted {
-        if let Some(binding) = self.binding(&prepared) {
-            return self.hand_in_on_device(binding, prepared, memory, held);
+        let mut prepared = prepared;
+        if let Some((binding, whole)) = self.binding(&mut prepared) {
+            return self.hand_in_on_device(binding, whole, prepared, memory, held);
         }
         let staged = prepared.and_then(|mut operation| {
             self.start_on_devices(operation.call, places(&memory))?;
@@ -69,24 +71,29 @@ impl Call<'_> {
         }
     }
 
-    /// The device that is to run a operation. The same answer on all ranks.
-    fn binding(&self, prepared: &Result<Operation, Error>) -> Option<Arc<Binding>> {
+    /// The device that is to run an operation, and the library that is to take it whole, if one is. The same answer on all ranks.
+    fn binding(&self, prepared: &mut Result<Operation, Error>) -> Option<(Arc<Binding>, Option<BoundWhole>)> {
         let binding = self.side.0.binding()?;
-        let ours = |operation: &Operation| matches!(operation.reduction, Reduction::Op(_));
-        (prepared.as_ref().is_ok_and(ours) && self.size() <= MAX_INS).then(|| binding.clone())
+        let operation = prepared.as_mut().ok()?;
+        if let Some(whole) = binding.whole.as_ref().filter(|whole| self.goes_whole(operation, whole)) {
+            return Some((binding.clone(), Some(whole.clone())));
+        }
+        let runs = matches!(operation.reduction, Reduction::Op(_)) && self.size() <= MAX_INS;
+        (runs && binding.reaches).then(|| (binding.clone(), None))
     }
 
-    /// Hands in a collective that this rank's device is to run.
+    /// Hands in a collective on the memory of this rank's device, which that is to run, or a library is to take whole.
     fn hand_in_on_device(
         &self,
         binding: Arc<Binding>,
+        whole: Option<BoundWhole>,
         prepared: Result<Operation, Error>,
         memory: Vec<Memory>,
         held: ErasedBufs,
     ) -> Submitted {
         let prepared = prepared.and_then(|mut operation| {
             self.start_on_devices(operation.call, places(&memory))?;
-            let streams = place(&mut operation, &binding, &memory)?;
+            let streams = place(&mut operation, &binding, whole.is_none(), &memory)?;
             let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
             for memory in &memory {
                 if let (Some(input), Some(output)) =
@@ -95,12 +102,21 @@ impl Call<'_> {
                     output.depend_like(input);
                 }
             }
-            if let Err(error) = binding.get_ready(&mut operation) {
+            let is_ready = match &whole {
+                None => binding.get_ready(&mut operation),
+                Some(bound) => self.get_ready_whole(&mut operation, bound),
+            };
+            if let Err(error) = is_ready {
                 // What is missing is asked for again when it is needed, and then all ranks hear of it.
                 tracing::debug!("an operation was not made ready at its call: {error}");
             }
             operation.signature.kind |= ON_DEVICES;
-            operation.device = Some(Arc::new(DeviceOp::new(binding, streams, outputs)?));
+            let library = whole.as_ref().map(|bound| bound.whole.clone());
+            let device = Arc::new(DeviceOp::new(binding, streams, outputs, library)?);
+            if let Some(bound) = whole {
+                return self.made_whole(operation, &bound, Some(device));
+            }
+            operation.executor = Executor::Device(device);
             Ok(operation)
         });
         self.hand_in(prepared, None, held)
@@ -130,10 +146,11 @@ fn places(memory: &[Memory]) -> impl Iterator<Item = &DevicePlace> + Clone {
     memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).filter_map(RawBuf::on_device)
 }
 
-/// Makes the parts work on the device's memory. The streams of the buffers, each once.
+/// Makes the parts work on the device's memory. The streams of the buffers, each once. `is_lent`: the devices of other ranks touch it.
 fn place(
     operation: &mut Operation,
     binding: &Binding,
+    is_lent: bool,
     memory: &[Memory],
 ) -> Result<Vec<DeviceStream>, Error> {
     let (call, device) = (operation.call, binding.ours.stream.device());
@@ -155,6 +172,7 @@ fn place(
             return Err(Error::invalid(call, problem));
         }
         if let Some(far) = &binding.far
+            && is_lent
             && end.bytes() > 0
             && far.export(&place.stream, place.address, end.bytes())?.is_none()
         {
@@ -163,7 +181,7 @@ fn place(
                            that is not bound";
             return Err(Error::invalid(call, problem));
         }
-        if place.foreign && end.bytes() > 0 {
+        if place.foreign && is_lent && end.bytes() > 0 {
             place.lend_to(&binding.others).map_err(|error| match error {
                 Error::Invalid { problem, .. } => Error::invalid(call, problem),
                 error => error,

@@ -13,6 +13,7 @@ mod pool;
 mod records;
 #[cfg(test)]
 mod tests;
+mod wholes;
 
 pub use self::agreements::Verdict;
 pub(super) use self::agreements::{Agreements, Answer};
@@ -21,6 +22,7 @@ use self::pool::Pool;
 pub use self::pool::PoolStats;
 pub(super) use self::pool::ROW;
 use self::records::Dead;
+use self::wholes::Wholes;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use crate::error::{Error, Lost};
 use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Lane, Opener, Runtime};
@@ -142,6 +144,7 @@ pub(crate) struct World {
     /// last [`EARLY`].
     early: Mutex<VecDeque<(Rank, Message, usize)>>,
     pub(super) pool: Pool,
+    wholes: Wholes,
     pub(super) agreements: Mutex<Agreements>,
 }
 
@@ -201,6 +204,7 @@ impl World {
             dead: Mutex::default(),
             early: Mutex::default(),
             pool: Pool::new(defaults.pool),
+            wholes: Wholes::default(),
             agreements: Mutex::default(),
         })
     }

@@ -8,10 +8,11 @@ use super::cuda::Cuda;
 use super::device::DeviceOp;
 use super::host::Host;
 use super::inflight::Key;
-use super::operation::{Operation, Part, PartList, Then};
+use super::operation::{Executor, Operation, Part, PartList, Then};
 use super::parts::{NextPart, Parts};
 use super::port::{Lent, Port};
-use crate::error::{self, Error};
+use super::whole::Standing;
+use crate::error::{self, Error, MissingState};
 use crate::link::region::Region;
 use crate::mem::device::{ALL, Reach};
 use crate::types::{Rank, Signature};
@@ -93,9 +94,27 @@ impl Active {
         self.current.is_none()
     }
 
-    /// The device that runs the operation, if one does.
+    /// The device that the operation is on, if it is on one.
     pub(crate) fn device(&self) -> Option<&Arc<DeviceOp>> {
-        self.current.as_ref()?.op.device.as_ref()
+        self.current.as_ref()?.op.device()
+    }
+
+    /// Whether its parts are in devices' memory, and use the links between devices.
+    pub(crate) fn runs_on_devices(&self) -> bool {
+        self.current.as_ref().is_some_and(|current| matches!(current.op.executor, Executor::Device(_)))
+    }
+
+    /// Whether a library takes the operation whole.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.current.as_ref().is_some_and(|current| matches!(current.op.executor, Executor::Whole(_)))
+    }
+
+    /// What keeps an operation that a library takes whole from its end, where no peer's call is missing.
+    pub(crate) fn held_up(&self) -> Option<MissingState> {
+        match &self.current.as_ref()?.op.executor {
+            Executor::Whole(whole) => whole.held_up(),
+            _ => None,
+        }
     }
 
     /// Key and number of the operation.
@@ -191,16 +210,18 @@ impl Active {
 
     /// Whether the last pass ended because it had taken long, and not because nothing was left to do.
     pub(crate) fn was_long(&self) -> bool {
-        self.host.was_long() && self.device().is_none()
+        self.host.was_long() && !self.runs_on_devices()
     }
 
     /// One pass over all parts in flight.
     pub(crate) fn pass(&mut self, port: &mut Port) -> Result<Pass, Error> {
         let Some(current) = &mut self.current else { return Ok(Pass::Going(false)) };
         let work = (&current.op, &mut current.next, current.reach);
-        let (any, complete) = match current.op.device {
-            None => self.host.pass(work, None, port)?,
-            Some(_) => self.cuda.pass(work, None, port)?,
+        let (any, complete) = match &current.op.executor {
+            Executor::Host => self.host.pass(work, None, port)?,
+            Executor::Device(_) => self.cuda.pass(work, None, port)?,
+            Executor::Whole(whole) if !whole.is_first() => return Ok(Pass::Going(false)),
+            Executor::Whole(_) => self.host.pass(work, None, port)?,
         };
         if let Some(staged) = current.op.staged.as_ref().filter(|_| any) {
             staged.done(self.host.stored(current.next).min(current.reach));
@@ -208,8 +229,13 @@ impl Active {
         if !complete || current.reach != ALL {
             return Ok(Pass::Going(any));
         }
-        if let Some(device) = &current.op.device {
-            device.enqueued()?;
+        match &mut current.op.executor {
+            Executor::Host => {}
+            Executor::Device(device) => drop(device.enqueued()?),
+            Executor::Whole(whole) => match whole.go_on()? {
+                (moved, Standing::InProgress) => return Ok(Pass::Going(any | moved)),
+                (_, Standing::OnStream | Standing::Over) => {}
+            },
         }
         Ok(match current.op.then.take() {
             Some(then) => Pass::Then(current.key, then),

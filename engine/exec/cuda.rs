@@ -38,7 +38,7 @@ fn unsupported(what: &str) -> Error {
 
 /// The device that runs the operation.
 fn device(c: Context<'_>) -> Result<&DeviceOp, Error> {
-    c.op.device.as_deref().ok_or_else(|| unsupported("an operation of the host's"))
+    c.op.device().map(|device| &**device).ok_or_else(|| unsupported("an operation of the host's"))
 }
 
 /// Puts a kernel on the rank's stream.
@@ -199,7 +199,7 @@ impl Backend for Cuda {
     /// that are longer than [`limits`] allow one call take the steps, in slices. All ranks see the same lengths, and know where all
     /// devices are.
     fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement {
-        let near = c.op.device.as_ref().is_some_and(|device| device.binding.far.is_none());
+        let near = c.op.device().is_some_and(|device| device.binding.far.is_none());
         let size = lending.plan.size;
         let longest = c.part.count.div_ceil(size).saturating_mul(c.part.dtype.size());
         match near && size <= MAX_OUTS && longest <= limits().1 {

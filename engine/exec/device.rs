@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::Mutex;
 
 use super::port::Opener;
+use super::whole::{BoundWhole, Whole};
 use crate::error::Error;
 use crate::link::ipc::{Far, FarRx, FarTx};
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx};
@@ -35,12 +36,16 @@ pub(super) fn limits() -> (usize, usize) {
 /// A rank's device in a communicator, and those of all its peers.
 pub(crate) struct Binding {
     pub(crate) ours: Arc<PeerDevice>,
-    /// By rank, ours too; none where a rank is in another process.
+    /// By rank, ours too; none where a rank is in another process, or out of reach.
     pub(crate) all: Vec<Option<Arc<PeerDevice>>>,
+    /// All devices touch each other's memory. Else what no library takes whole is staged.
+    pub(crate) reaches: bool,
     /// Those in other processes, if there are any.
     pub(crate) far: Option<Arc<Far>>,
     /// Streams of the other devices in this process: one of each.
     pub(crate) others: Vec<DeviceStream>,
+    /// What takes operations whole, if anything does.
+    pub(crate) whole: Option<BoundWhole>,
     /// Where the streams of this process were filled to when all was over.
     last: Mutex<Option<Vec<DeviceEvent>>>,
 }
@@ -48,8 +53,9 @@ pub(crate) struct Binding {
 impl Binding {
     pub(crate) fn new(
         ours: Arc<PeerDevice>,
-        all: Vec<Option<Arc<PeerDevice>>>,
-        far: Option<Arc<Far>>,
+        (all, far): (Vec<Option<Arc<PeerDevice>>>, Option<Arc<Far>>),
+        reaches: bool,
+        whole: Option<BoundWhole>,
     ) -> Binding {
         let mut others: Vec<DeviceStream> = Vec::new();
         for device in all.iter().flatten() {
@@ -58,7 +64,7 @@ impl Binding {
                 others.push(device.stream.clone());
             }
         }
-        Binding { ours, all, far, others, last: Mutex::default() }
+        Binding { ours, all, reaches, far, others, whole, last: Mutex::default() }
     }
 
     /// Whether the streams of this process have come to where they were filled when this was first asked: no rank puts
@@ -89,6 +95,8 @@ pub(crate) struct DeviceOp {
     outputs: Vec<Arc<Fate>>,
     /// The rank's stream is to wait for one that waits for another collective, and way was made for it.
     is_in_a_chain: bool,
+    /// The library that takes it whole, if one does.
+    taken_by: Option<Arc<dyn Whole>>,
     state: Mutex<State>,
 }
 
@@ -120,6 +128,7 @@ impl DeviceOp {
         binding: Arc<Binding>,
         streams: Vec<DeviceStream>,
         outputs: Vec<Arc<Fate>>,
+        taken_by: Option<Arc<dyn Whole>>,
     ) -> Result<DeviceOp, Error> {
         let after = streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?;
         // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
@@ -127,7 +136,7 @@ impl DeviceOp {
         let is_in_a_chain =
             streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter());
         let (number, state) = (OnceLock::new(), Mutex::default());
-        Ok(DeviceOp { binding, number, after, streams, outputs, is_in_a_chain, state })
+        Ok(DeviceOp { binding, number, after, streams, outputs, is_in_a_chain, taken_by, state })
     }
 
     /// It is submitted, as this operation of the communicator.
@@ -137,6 +146,11 @@ impl DeviceOp {
 
     fn number(&self) -> u64 {
         self.number.get().copied().unwrap_or_default()
+    }
+
+    /// The library that takes it whole, if one does.
+    pub(super) fn taken_by(&self) -> Option<&Arc<dyn Whole>> {
+        self.taken_by.as_ref()
     }
 
     /// Where its work goes.
@@ -159,13 +173,16 @@ impl DeviceOp {
         ordered
     }
 
-    /// All of it is on the stream.
-    pub(super) fn enqueued(&self) -> Result<(), Error> {
+    /// All of it is on the stream. Returns the end there.
+    pub(super) fn enqueued(&self) -> Result<DeviceEvent, Error> {
         self.binding.ours.take_failure()?;
         let end = self.stream().point()?;
         let mut state = self.state.lock();
-        state.end = Some(end);
-        if state.is_awaited { self.binding.ours.signal(self.number()) } else { Ok(()) }
+        state.end = Some(end.clone());
+        if state.is_awaited {
+            self.binding.ours.signal(self.number())?;
+        }
+        Ok(end)
     }
 
     /// Whether all of it is on the stream.
@@ -177,6 +194,10 @@ impl DeviceOp {
     pub(super) fn is_over(&self) -> Result<bool, Error> {
         let state = self.state.lock();
         let over = !kept(Wait::End) || state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
+        if let Some(library) = &self.taken_by {
+            // What has failed there may never come to its end.
+            library.check()?;
+        }
         if over {
             self.binding.ours.ended(self.number());
             if state.is_awaited {
@@ -241,7 +262,9 @@ impl DeviceOp {
             return Ok(false);
         }
         let witness = |far: &Arc<Far>| Arc::downgrade(far) as Weak<dyn Witness>;
-        let verdict = || Arc::new(Verdict::new(self.binding.far.as_ref().map(witness)));
+        let library = |whole: &Arc<dyn Whole>| Arc::downgrade(whole) as Weak<dyn Witness>;
+        let far = || self.binding.far.as_ref().map(witness);
+        let verdict = || Arc::new(Verdict::new(self.taken_by.as_ref().map(library).or_else(far)));
         state.verdict.get_or_insert_with(verdict);
         let mut all = self.streams.iter().chain([stream]);
         if let Some(end) = &state.end {
@@ -263,9 +286,11 @@ impl DeviceOp {
     }
 
     /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
-    /// puts more there. With ranks in other processes all of that is over, or the buffers are kept ([`Binding::is_quiet`]).
+    /// puts more there. With ranks in other processes, and where a library takes operations whole, all of that is over, or the
+    /// buffers are kept ([`Binding::is_quiet`]): what is on those streams may not come to its end.
     pub(super) fn give_up(&self, cause: &Error) -> Result<(), Error> {
-        let ordered = if self.binding.far.is_some() { Ok(()) } else { self.order_after_all() };
+        let is_over = self.binding.far.is_some() || self.binding.whole.is_some();
+        let ordered = if is_over { Ok(()) } else { self.order_after_all() };
         // All at once: a thread may be about to make streams wait, or to hand the buffers on. And before any stream goes on.
         let mut state = self.state.lock();
         state.failed = true;

@@ -40,6 +40,7 @@ mod submit;
 mod table;
 mod teardown;
 pub(super) mod together;
+mod whole;
 
 pub(crate) use reuse::IdleRuns;
 pub(crate) use submit::Submission;
@@ -57,6 +58,7 @@ use super::inflight::{self, Key};
 use super::p2p::Messages;
 use super::port::{Opener, Port};
 use super::runtime::Runtime;
+use super::whole::BoundWhole;
 use crate::error::Error;
 use crate::forked;
 use crate::link::Break;
@@ -135,6 +137,8 @@ pub(crate) struct Endpoint {
     programs: Programs,
     deterministic: AtomicBool,
     binding: OnceLock<Arc<Binding>>,
+    /// What takes its operations whole, if anything does.
+    whole: OnceLock<BoundWhole>,
     /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Arc<AtomicU8>,
 }
@@ -173,6 +177,7 @@ impl Endpoint {
             programs: Programs::default(),
             deterministic: AtomicBool::new(config.deterministic),
             binding: OnceLock::new(),
+            whole: OnceLock::new(),
             token: Arc::default(),
             config,
         })

@@ -13,6 +13,7 @@ mod filling;
 mod host;
 mod inflight;
 mod lane;
+pub(crate) mod nccl;
 mod operation;
 mod p2p;
 mod parts;
@@ -22,6 +23,7 @@ mod run;
 mod runtime;
 mod slicing;
 mod timed;
+pub(crate) mod whole;
 
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
@@ -33,7 +35,7 @@ pub(crate) use inflight::Key;
 #[cfg(test)]
 pub(crate) use lane::tests::spoil;
 pub(crate) use lane::{Driven, Lane, lane};
-pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
+pub(crate) use operation::{Executor, Operation, Part, PartList, Reduction, Tables, Then, WholeOp};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, Message};

@@ -7,7 +7,8 @@ use std::time::Duration;
 use allstream_kernels::Combine;
 
 use super::device::DeviceOp;
-use crate::error::Error;
+use super::whole::{Standing, Ticket, Whole, WholeCall};
+use crate::error::{Error, MissingState};
 use crate::mem::device::Staged;
 use crate::mem::{ErasedBufs, check_bools};
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
@@ -156,6 +157,79 @@ impl PartList {
 /// first half tells how long the second is.
 pub(crate) type Then = Box<dyn FnOnce(&mut ErasedBufs) -> Result<Vec<Part>, Error> + Send>;
 
+/// What carries an operation out.
+pub(crate) enum Executor {
+    /// The host, in its memory.
+    Host,
+    /// The rank's device, by the plan. The parts' memory is then the device's.
+    Device(Arc<DeviceOp>),
+    /// A library takes it whole, once all ranks have called the same: the parts are then those of a barrier.
+    Whole(Box<WholeOp>),
+}
+
+/// An operation that a library takes whole.
+pub(crate) struct WholeOp {
+    /// Until it is submitted to the library.
+    call: Option<WholeCall>,
+    by: Arc<dyn Whole>,
+    /// If it is on a device's memory.
+    pub(super) device: Option<Arc<DeviceOp>>,
+    /// Its place in the order of launches on the device, until it is launched.
+    pub(super) ticket: Option<Ticket>,
+}
+
+impl WholeOp {
+    pub(crate) fn new(call: WholeCall, by: Arc<dyn Whole>, device: Option<Arc<DeviceOp>>) -> WholeOp {
+        WholeOp { call: Some(call), by, device, ticket: None }
+    }
+
+    /// Whether it may be told to the peers: all that was submitted before it for the same device has been launched.
+    pub(super) fn is_first(&self) -> bool {
+        self.ticket.as_ref().is_none_or(Ticket::is_first)
+    }
+
+    /// All ranks have called the same: gives the call to the library, or asks how far that is with it. Returns also whether
+    /// anything was done. What is on the device's stream is marked there.
+    pub(super) fn go_on(&mut self) -> Result<(bool, Standing), Error> {
+        let call = self.call.take();
+        let moved = call.is_some();
+        if let Some(call) = call {
+            let stream = match &self.device {
+                Some(device) => {
+                    device.begin()?;
+                    self.ticket.as_ref().map_or(Ok(()), |ticket| ticket.launches(device.stream()))?;
+                    Some(device.stream())
+                }
+                None => None,
+            };
+            // SAFETY: the buffers are as long as the call was checked to say, and the in-flight table owns them until the
+            // operation has ended. If the communicator dies first, `Endpoint::drain` aborts the library, and gives the
+            // buffers back when that is quiet, or never. Streams that used the buffers before are waited for (`begin`), and
+            // so is this rank's host (`Operation::after`).
+            unsafe { self.by.submit(call, stream) }?;
+        }
+        let standing = self.by.poll()?;
+        if standing != Standing::InProgress
+            && let Some(device) = &self.device
+        {
+            let end = device.enqueued()?;
+            if let Some(ticket) = self.ticket.take() {
+                ticket.launched(device.stream(), end);
+            }
+        }
+        Ok((moved || standing != Standing::InProgress, standing))
+    }
+
+    /// What keeps it from its end, though nobody's call is missing: a launch that must come first, or the library.
+    pub(super) fn held_up(&self) -> Option<MissingState> {
+        if self.call.is_none() {
+            return Some(MissingState::NotEnded { by: self.by.name().to_owned() });
+        }
+        let (other, is_before) = self.ticket.as_ref()?.other()?;
+        Some(MissingState::LaunchOrder { other: other.to_string(), is_before })
+    }
+}
+
 /// A collective. The call builds it; it is moved into the endpoint's queue and from there into the executor, and nothing on
 /// the way is made anew.
 pub(crate) struct Operation {
@@ -172,8 +246,7 @@ pub(crate) struct Operation {
     pub(crate) scale: Option<f64>,
     pub(crate) parts: PartList,
     pub(crate) then: Option<Then>,
-    /// The device that runs it. The parts' memory is then the device's.
-    pub(crate) device: Option<Arc<DeviceOp>>,
+    pub(crate) executor: Executor,
     /// What brings the parts' memory from devices, and takes it back when all has moved.
     pub(crate) staged: Option<Arc<Staged>>,
 }
@@ -187,7 +260,16 @@ impl Operation {
         reduction: Reduction,
         parts: PartList,
     ) -> Operation {
-        let (number, scale, then, device, staged) = (0, None, None, None, None);
-        Operation { call, number, signature, timeout, reduction, scale, parts, then, device, staged }
+        let (number, scale, then, executor, staged) = (0, None, None, Executor::Host, None);
+        Operation { call, number, signature, timeout, reduction, scale, parts, then, executor, staged }
+    }
+
+    /// The device that it is on, whoever puts it there.
+    pub(crate) fn device(&self) -> Option<&Arc<DeviceOp>> {
+        match &self.executor {
+            Executor::Host => None,
+            Executor::Device(device) => Some(device),
+            Executor::Whole(whole) => whole.device.as_ref(),
+        }
     }
 }

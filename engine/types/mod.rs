@@ -29,7 +29,7 @@ pub const MOST_RANKS: usize = 1 << 16;
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct Signature {
     /// Collective ([`Kind`]), with bit 7 set for its form with a count for each rank, and bit 6 where all ranks' devices run
-    /// it; or 100 for send/recv.
+    /// it, bit 4 where a library takes it whole; or 100 for send/recv.
     pub kind: u8,
     /// [`DType`]; 255 for a list of several.
     pub dtype: u8,
@@ -61,6 +61,8 @@ pub(crate) const LIST: u8 = 255;
 pub(crate) const VARIED: u8 = 0x80;
 /// Set in [`Signature::kind`] where the ranks' devices run it.
 pub(crate) const ON_DEVICES: u8 = 0x40;
+/// Set in [`Signature::kind`] where a library takes it whole. (With bit 5 a kind could be taken for a message.)
+pub(crate) const WHOLE: u8 = 0x10;
 
 /// One more number into a name that is as good as random: SplitMix64's finalizer.
 pub(crate) fn mix(x: u64, part: u64) -> u64 {
@@ -79,7 +81,7 @@ pub(crate) fn digest(seed: u32, bytes: impl IntoIterator<Item = u8>) -> u32 {
 impl Signature {
     /// The collective; none of a message.
     pub(crate) fn collective(&self) -> Option<Kind> {
-        Kind::from_u8(self.kind & !(VARIED | ON_DEVICES)).filter(|_| self.kind != KIND_P2P)
+        Kind::from_u8(self.kind & !(VARIED | ON_DEVICES | WHOLE)).filter(|_| self.kind != KIND_P2P)
     }
 }
 
@@ -111,6 +113,9 @@ impl fmt::Display for Signature {
         }
         if self.kind & ON_DEVICES != 0 && self.kind != KIND_P2P {
             f.write_str(", on devices")?;
+        }
+        if self.kind & WHOLE != 0 && self.kind != KIND_P2P {
+            f.write_str(", whole")?;
         }
         if self.detail != 0 {
             write!(f, ", details {:08x}", self.detail)?;

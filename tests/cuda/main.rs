@@ -27,6 +27,7 @@ mod laws;
 #[cfg(feature = "testing")]
 mod long;
 mod missing;
+mod nccl;
 mod order;
 mod ourselves;
 mod perf;

@@ -11,5 +11,7 @@ mod laws;
 mod node;
 mod readme;
 mod staging;
+#[cfg(feature = "testing")]
+mod whole;
 
 use test_support as support;

@@ -16,23 +16,31 @@ pub const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
 /// The test driver, built if it is not there or is old.
 pub fn library() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        // This program lies in TARGET/PROFILE/deps.
-        let exe = std::env::current_exe().unwrap();
-        let folder = exe.ancestors().nth(2).unwrap();
-        let profile = match folder.file_name().and_then(|name| name.to_str()) {
-            Some("debug") | None => "dev",
-            Some(profile) => profile,
-        };
-        let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
-        let mut cargo = Command::new(env!("CARGO"));
-        // With it, packages that look at it would be built anew.
-        cargo.env_remove("RUSTC_BOOTSTRAP");
-        cargo.args(["build", "--quiet", "--package", "cuda-driver-for-tests", "--profile", profile]);
-        cargo.arg("--manifest-path").arg(manifest).arg("--target-dir").arg(folder.parent().unwrap());
-        assert!(cargo.status().unwrap().success(), "the CUDA driver for tests does not build");
-        folder.join("libcuda.so")
-    })
+    BUILT.get_or_init(|| built("cuda-driver-for-tests", "libcuda.so"))
+}
+
+/// The NCCL for tests, likewise.
+pub fn nccl_library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| built("nccl-for-tests", "libnccl.so"))
+}
+
+fn built(package: &str, file: &str) -> PathBuf {
+    // This program lies in TARGET/PROFILE/deps.
+    let exe = std::env::current_exe().unwrap();
+    let folder = exe.ancestors().nth(2).unwrap();
+    let profile = match folder.file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev",
+        Some(profile) => profile,
+    };
+    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
+    let mut cargo = Command::new(env!("CARGO"));
+    // With it, packages that look at it would be built anew.
+    cargo.env_remove("RUSTC_BOOTSTRAP");
+    cargo.args(["build", "--quiet", "--package", package, "--profile", profile]);
+    cargo.arg("--manifest-path").arg(manifest).arg("--target-dir").arg(folder.parent().unwrap());
+    assert!(cargo.status().unwrap().success(), "{package} does not build");
+    folder.join(file)
 }
 
 /// Whether this is one of those processes.

@@ -28,7 +28,7 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 38] = [
+const UNSAFE: [(&str, &str); 41] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -57,6 +57,9 @@ const UNSAFE: [(&str, &str); 38] = [
     ("engine/exec/run/lending.rs", "names slots that are lent"),
     ("engine/exec/timed.rs", "takes the place of copies, and makes none"),
     ("engine/exec/operation.rs", "names memory in flight"),
+    ("engine/exec/whole.rs", "says what libraries that take collectives whole rely on"),
+    ("engine/exec/whole/slow.rs", "computes in memory in flight, for tests"),
+    ("engine/exec/nccl.rs", "calls NCCL on memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),
     ("engine/exec/p2p/moving.rs", "names the memory of messages"),
     ("engine/exec/p2p/tests.rs", "posts frames as a peer would"),

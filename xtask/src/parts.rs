@@ -25,7 +25,7 @@ pub(crate) struct Part {
 
 /// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
-     --exclude test-support --exclude test-oracle";
+     --exclude nccl-for-tests --exclude test-support --exclude test-oracle";
 
 /// What a part does.
 pub(crate) enum Work {
@@ -106,7 +106,7 @@ pub(crate) fn cuda_kernels() -> Part {
 pub(crate) fn tests() -> Vec<Part> {
     // Together, so that what they have in common is compiled once, with the features that all of them ask for.
     let packages = "--package allstream --package allstream-kernels --package allstream-sys --all-features";
-    let product = format!("{packages} --package cuda-driver-for-tests");
+    let product = format!("{packages} --package cuda-driver-for-tests --package nccl-for-tests");
     let built = format!("{product} --package loom-tests");
     let tested = format!("{built} --no-fail-fast");
     let released = format!("{product} --no-fail-fast --release");
@@ -135,7 +135,6 @@ pub(crate) fn tests() -> Vec<Part> {
             .minutes(90)
             .full(),
         Part::not_yet("python", "not built yet: step 7"),
-        Part::not_yet("NCCL", "not built yet: step 5"),
         Part::not_yet("RDMA", "not built yet: step 6"),
     ]
 }

@@ -130,6 +130,11 @@ impl Pool {
         }))
     }
 
+    /// How many idle communicators to keep.
+    pub(super) fn capacity(&self) -> usize {
+        self.0.lock().capacity
+    }
+
     /// Whether a communicator was held here, and is not any more.
     pub(crate) fn has_ended(&self, comm: CommId) -> bool {
         self.0.lock().ended.contains(&comm)
@@ -184,12 +189,14 @@ impl World {
             state.trim(capacity)
         };
         self.retire_idle(out);
+        self.trim_wholes(capacity);
     }
 
     /// All handles of a communicator are gone. With runs, it is done; without, that is waited for.
     pub(crate) fn release(self: &Arc<Self>, rings: CommId, endpoint: &Arc<Endpoint>, runs: Option<IdleRuns>) {
         self.pool.0.lock().ended.put(CommId(endpoint.config.comm), ());
         if let Some(runs) = runs {
+            self.keep_whole(endpoint);
             return self.shelve(rings, runs);
         }
         // Operations end by their deadlines.
@@ -198,6 +205,7 @@ impl World {
             let mut pause = Duration::from_millis(1);
             loop {
                 if let Some(runs) = endpoint.take_runs() {
+                    world.keep_whole(&endpoint);
                     return world.shelve(rings, runs);
                 }
                 world.runtime.sleep(pause).await;
@@ -295,6 +303,7 @@ impl World {
             state.evictions += idle.len() as u64;
             (idle, others)
         };
+        self.forget_wholes_with(rank);
         self.retire_idle(idle);
         retired.into_iter().for_each(|id| self.settle(id));
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Endpoint;
 use super::progress::Run;
 use crate::error::{Error, Lost, Missing, MissingState, Operation};
-use crate::types::Signature;
+use crate::types::{Rank, Signature};
 
 /// An operation that has not moved for this long asks its peers whether they called the same.
 const STALL: Duration = Duration::from_millis(100);
@@ -41,11 +41,13 @@ impl Endpoint {
     /// what they have called.
     fn overdue_collective(&self, run: &mut Run, now: Instant) -> Option<Error> {
         let (number, signature, timeout, started) = run.active.current()?;
-        if run.clock.is_overdue(now, started, timeout) {
+        // What a library takes whole meets behind what it has not ended on another rank: then that is the oldest.
+        let is_oldest = !run.active.is_whole() || run.endings.is_empty();
+        if run.clock.is_overdue(now, started, timeout) && is_oldest {
             return Some(if run.active.lacks_memory() {
                 self.not_come(number, signature, timeout)
             } else {
-                self.timed_out(number, signature, timeout, (&run.waiting_for(), now))
+                self.timed_out((number, signature, timeout), &run.waiting_for(), run.active.held_up(), now)
             });
         }
         let is_due = run.active.stalled_at.is_none_or(|at| now - at > STALL_AGAIN);
@@ -90,14 +92,19 @@ impl Endpoint {
         })
     }
 
+    /// `held_up`: what keeps the operation from its end if all have called it.
     fn timed_out(
         &self,
-        number: u64,
-        signature: Signature,
-        after: Duration,
-        (waiting, now): (&[usize], Instant),
+        (number, signature, after): (u64, Signature, Duration),
+        waiting: &[Rank],
+        held_up: Option<MissingState>,
+        now: Instant,
     ) -> Error {
-        let missing = self.peers.missing(number, self.config.rank, waiting, now);
+        let us = self.config.rank;
+        let mut missing = self.peers.missing(number, us, waiting, now);
+        if missing.iter().all(|m| m.state == MissingState::Waiting) {
+            missing.extend(held_up.map(|state| Missing { rank: us, state }));
+        }
         let operation = Operation { comm: self.config.name.clone(), number, signature };
         Error::Timeout { operation, rank: self.config.rank, after, missing }
     }

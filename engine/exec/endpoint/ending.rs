@@ -99,7 +99,11 @@ impl Endpoint {
             return None;
         }
         let late = first.device.late().into_iter();
-        let missing = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
+        let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
+        if let Some(by) = first.device.taken_by().filter(|_| missing.is_empty()) {
+            let state = MissingState::NotEnded { by: by.name().to_owned() };
+            missing.push(Missing { rank: self.config.rank, state });
+        }
         let operation =
             Operation { comm: self.config.name.clone(), number: first.number, signature: first.signature };
         Some(Error::Timeout { operation, rank: self.config.rank, after: first.timeout, missing })

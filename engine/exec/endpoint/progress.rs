@@ -77,7 +77,7 @@ impl Run {
     /// The ranks that the collective waits for.
     pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
         let port = match &mut self.devices {
-            Some(devices) if self.active.device().is_some() => devices,
+            Some(devices) if self.active.runs_on_devices() => devices,
             _ => &mut self.port,
         };
         self.active.waiting_for(port)
@@ -277,7 +277,7 @@ impl Endpoint {
         any |= port.reap(|lent| active.freed(&lent))?;
         if !active.is_empty() {
             let port = match devices {
-                Some(devices) if active.device().is_some() => {
+                Some(devices) if active.runs_on_devices() => {
                     any |= devices.reap(|lent| active.freed(&lent))?;
                     devices
                 }

@@ -10,7 +10,7 @@ use super::table::Table;
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::inflight::Key;
-use crate::exec::operation::Operation;
+use crate::exec::operation::{Executor, Operation};
 use crate::exec::p2p::Message;
 use crate::forked;
 use crate::mem::device::Staged;
@@ -56,9 +56,8 @@ impl Endpoint {
                 let (number, other) = table.number_collective(signature);
                 operation.number = number;
                 disagreement = other.map(|(peer, theirs)| self.mismatch(number, signature, peer, theirs));
-                if let Some(device) = &operation.device {
-                    device.submitted(number);
-                    table.devices.insert(key.number(), device.clone());
+                if !matches!(operation.executor, Executor::Host) {
+                    self.submit_elsewhere(&mut table, key, &mut operation);
                 }
                 operation.staged =
                     self.copies_back(key, (number, signature, operation.timeout), operation.staged.take());

@@ -22,6 +22,8 @@ pub(super) const HANG_UP: Duration = Duration::from_secs(1);
 
 /// How long a dead communicator waits for peers in other processes that touch its users' memory.
 const READ_ON: Duration = Duration::from_millis(500);
+/// And for a library that takes operations whole to end what it does.
+const ABORT: Duration = Duration::from_secs(2);
 
 /// How far the end of a dead communicator has come, and since when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,6 +76,7 @@ impl Endpoint {
 
     /// Fails everything once no peer can touch our buffers any more.
     pub(super) fn tear_down(self: &Arc<Self>, run: &mut Run) -> Progress {
+        self.abort_whole();
         if let Teardown::Failed(at) = run.teardown {
             if self.submitted.lock().inflight.running() == 0 {
                 return Self::end_slots(run, self.now() - at);
@@ -98,9 +101,14 @@ impl Endpoint {
         let since = match run.teardown {
             Teardown::Revoked(at) => self.now() - at,
             // What is failed now was submitted in the meantime: nothing of it was lent.
-            Teardown::NotBegun | Teardown::Failed(_) => READ_ON,
+            Teardown::NotBegun | Teardown::Failed(_) => ABORT,
         };
-        let on_devices = self.is_on_devices(run, since);
+        let on_streams = run.active.device().is_some() | !run.endings.is_empty();
+        let whole = (on_streams | run.active.is_whole()) && self.is_whole_at_work();
+        if whole && since < ABORT {
+            return Progress::Blocked;
+        }
+        let on_devices = whole | self.is_on_devices(run, since);
         let settling = run.active.is_settling() | run.messages.is_settling();
         let elsewhere = run.port.is_touched_elsewhere() | run.messages.port().is_touched_elsewhere();
         if (elsewhere | on_devices | settling) && since < READ_ON {
@@ -166,6 +174,7 @@ impl Endpoint {
         }
         let device = run.active.device().cloned();
         let never = run.active.is_settling()
+            | (run.active.is_whole() && on_devices)
             | device.is_some_and(|device| Self::cannot_give_up(&device, cause) || on_devices);
         let written = run.port.written_until(0..self.size());
         if let Some((key, number)) = run.active.id() {
@@ -205,7 +214,7 @@ impl Endpoint {
     fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
         let mut table = self.submitted.lock();
         while let Some((key, operation, _)) = table.collectives.pop_front() {
-            let never = operation.device.as_ref().is_some_and(|device| Self::cannot_give_up(device, cause));
+            let never = operation.device().is_some_and(|device| Self::cannot_give_up(device, cause));
             self.recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }

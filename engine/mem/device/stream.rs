@@ -237,6 +237,14 @@ impl DeviceStream {
         self.0.raw().0
     }
 
+    /// Calls another library in the device's context, with the driver's stream. As long as that runs no other takes its place.
+    pub(crate) fn with_raw<T>(&self, doing: &str, call: impl FnOnce(CuStream) -> T) -> Result<T, Error> {
+        let context = &self.0.context;
+        let raw = self.0.raw();
+        let called = context.enter().map(|_entered| call(*raw));
+        called.map_err(|error| context.tell(doing, error))
+    }
+
     /// The point that the stream has now been filled to.
     ///
     /// # Errors

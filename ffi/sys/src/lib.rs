@@ -13,5 +13,6 @@
 
 pub mod cuda;
 mod library;
+pub mod nccl;
 
 pub use library::{Attempt, Unavailable};

@@ -31,6 +31,15 @@ pub enum Unavailable {
         /// The function.
         symbol: &'static str,
     },
+    /// The library is there, and too old.
+    Version {
+        /// The file.
+        file: String,
+        /// Its version.
+        found: String,
+        /// The oldest that will do.
+        needed: &'static str,
+    },
     /// The library is there, and says that it does not work.
     Init {
         /// The file.
@@ -53,6 +62,9 @@ impl fmt::Display for Unavailable {
             }
             Unavailable::Symbol { file, symbol } => {
                 write!(f, "{file} has no function {symbol}: it is too old, or another library")
+            }
+            Unavailable::Version { file, found, needed } => {
+                write!(f, "{file} is version {found}, and {needed} or newer is needed")
             }
             Unavailable::Init { file, error } => write!(f, "{file} is there, but {error}"),
         }

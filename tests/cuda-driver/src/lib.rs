@@ -11,6 +11,7 @@ mod codes;
 mod context;
 mod copy;
 mod device;
+mod door;
 mod entry;
 mod event;
 mod host_memory;

@@ -1,0 +1,181 @@
+//! Libraries that take a communicator's operations whole: how its ranks come by one, and which calls go there.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Comm;
+use super::call::{Call, Spec, program};
+use crate::error::Error;
+use crate::exec::device::DeviceOp;
+use crate::exec::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
+use crate::exec::{Executor, Operation, Part, PartList, Reduction, WholeOp};
+use crate::group::runtime;
+use crate::mem::device::DeviceStream;
+use crate::types::{Algo, DType, Kind, ReduceOp, WHOLE, mix};
+
+/// How often a library is asked whether it is ready.
+const LOOK: Duration = Duration::from_micros(200);
+
+impl Comm {
+    /// What the library has of this communicator, on this rank: made together with all other ranks. `call`: what the user called.
+    ///
+    /// # Errors
+    /// On all ranks, where it cannot be made on one of them.
+    pub(super) async fn open_whole(
+        &mut self,
+        call: &str,
+        library: &dyn Library,
+        stream: Option<&DeviceStream>,
+    ) -> Result<BoundWhole, Error> {
+        let (rank, size, timeout) = (self.rank(), self.size(), self.0.endpoint.config.timeout);
+        let name = library.name();
+        self.same(call, name.bytes().map(u64::from), &name, None).await?;
+        let device = stream.map(|stream| stream.device().uuid());
+        let members = self.0.endpoint.config.members.clone();
+        let idle = self.0.membership.world.take_whole(&members, &name, device);
+        let idle = idle.filter(|idle| idle.whole.check().is_ok());
+        let number = idle.as_ref().map_or(0, |idle| idle.number);
+        let numbers = self.all_gather(vec![number]).await?;
+        if let Some(idle) = idle.filter(|_| numbers.iter().all(|other| *other == number)) {
+            return Ok(idle);
+        }
+        // Of rank 0; all others have room for it. The last byte: whether it is there.
+        let mut told = vec![0; ID + 1];
+        let mut failed = None;
+        if rank == 0 {
+            match library.id() {
+                Ok(id) => {
+                    told[..ID].copy_from_slice(&id);
+                    told[ID] = 1;
+                }
+                Err(error) => failed = Some(error),
+            }
+        }
+        let told = self.broadcast(told, 0).await?;
+        if let Some(error) = failed {
+            return Err(error);
+        }
+        let id = told.first_chunk::<ID>().filter(|_| told.get(ID) == Some(&1));
+        let id = *id.ok_or_else(|| {
+            Error::invalid(call, format!("rank 0 could not begin to make {name}; its own error says why"))
+        })?;
+        // A rank that has failed waits for the others in the next call, for as long as that may take.
+        let opened = match library.open(&id, (rank, size), stream) {
+            Ok(whole) => ready(whole.clone(), timeout / 2, self).await.map(|()| whole),
+            Err(error) => Err(error),
+        };
+        let whole = self.all_of(call, opened.map(Ok)).await?.map_err(|why| Error::invalid(call, why))?;
+        // 0: there is none.
+        let number = id.chunks_exact(8).fold(0, |number, word| {
+            mix(number, u64::from_le_bytes(word.try_into().unwrap_or_default())).max(1)
+        });
+        Ok(BoundWhole { whole, order: device.map(LaunchOrder::of), device, number })
+    }
+
+    /// Binds this rank to a library for tests, which takes collectives of host memory whole. Collective: all ranks call it.
+    ///
+    /// # Errors
+    /// As a collective.
+    #[cfg(any(test, feature = "testing"))]
+    #[doc(hidden)]
+    pub async fn bind_slow(&mut self, slow: &crate::testing::Slow) -> Result<(), Error> {
+        use crate::exec::whole::slow::SlowLibrary;
+        let bound = self.open_whole("bind_slow", &SlowLibrary(slow.clone()), None).await?;
+        self.0.endpoint.bind_whole(bound);
+        Ok(())
+    }
+}
+
+/// Waits until a library is made, or the communicator dies meanwhile.
+async fn ready(whole: Arc<dyn Whole>, timeout: Duration, comm: &Comm) -> Result<(), Error> {
+    let endpoint = comm.0.endpoint.clone();
+    let end = Instant::now() + timeout;
+    runtime::run(async move {
+        loop {
+            let problem = match whole.poll() {
+                Ok(Standing::InProgress) if endpoint.cause().is_some() => endpoint.cause(),
+                Ok(Standing::InProgress) if Instant::now() < end => {
+                    tokio::time::sleep(LOOK).await;
+                    continue;
+                }
+                Ok(Standing::InProgress) => Some(Error::Library {
+                    library: whole.name().to_owned(),
+                    rank: endpoint.config.rank,
+                    problem: format!(
+                        "it was not ready after {timeout:?}; another rank may have failed at it"
+                    ),
+                }),
+                Ok(_) => None,
+                Err(error) => Some(error),
+            };
+            let Some(problem) = problem else { return Ok(()) };
+            whole.abort();
+            return Err(problem);
+        }
+    })
+    .await
+}
+
+impl Call<'_> {
+    /// Whether a library takes this operation whole: it names no algorithm, need not be deterministic, and is of a kind that the library
+    /// takes. This follows from what all ranks of a call have in common, so they decide alike.
+    pub(super) fn goes_whole(&self, operation: &mut Operation, bound: &BoundWhole) -> bool {
+        let Some(call) = whole_call(operation) else { return false };
+        let is_free = self.is_free() && !(self.is_deterministic() && call.kind.reduces());
+        is_free && operation.then.is_none() && call.kind != Kind::Barrier && bound.whole.takes(&call)
+    }
+
+    /// Gets what that will need of a device's driver.
+    pub(super) fn get_ready_whole(&self, operation: &mut Operation, bound: &BoundWhole) -> Result<(), Error> {
+        whole_call(operation).map_or(Ok(()), |call| bound.whole.get_ready(&call))
+    }
+
+    /// Makes of an operation that goes whole one that meets with the other ranks over the host's links first. `device`: of one on a
+    /// device's memory.
+    pub(super) fn made_whole(
+        &self,
+        mut operation: Operation,
+        bound: &BoundWhole,
+        device: Option<Arc<DeviceOp>>,
+    ) -> Result<Operation, Error> {
+        let Some(call) = whole_call(&mut operation) else { return Ok(operation) };
+        let mut signature = operation.signature;
+        signature.kind |= WHOLE;
+        // What would have been chosen is not what happens.
+        signature.algo = Algo::Auto as u8;
+        let program = program(self.side.0, Algo::Dissemination, &Spec::of(Kind::Barrier, 0, 1, true))?;
+        let at = self.side.0.token();
+        let (input, output) = (at.cast_const(), at);
+        let part = Part { program, input, output, count: 1, dtype: DType::U8, tables: None, pairwise: false };
+        let Operation { call: name, timeout, .. } = operation;
+        let reduction = Reduction::Op(ReduceOp::BitOr);
+        let meeting = Operation::new(name, signature, timeout, reduction, PartList::One(part));
+        let executor = Executor::Whole(Box::new(WholeOp::new(call, bound.whole.clone(), device)));
+        Ok(Operation { executor, ..meeting })
+    }
+
+    /// The same for an operation on the host's memory. Only a library for tests takes those.
+    #[cfg(any(test, feature = "testing"))]
+    pub(super) fn taken_whole_on_host(&self, prepared: Result<Operation, Error>) -> Result<Operation, Error> {
+        let mut operation = prepared?;
+        let is_on_host = matches!(operation.executor, Executor::Host) && operation.staged.is_none();
+        match self.side.0.whole().filter(|bound| is_on_host && bound.device.is_none()) {
+            Some(bound) if self.goes_whole(&mut operation, bound) => self.made_whole(operation, bound, None),
+            _ => Ok(operation),
+        }
+    }
+}
+
+/// What was called, for a library. `None`: it is not of a form that any takes, with a function of the user's, or a count for each rank.
+fn whole_call(operation: &mut Operation) -> Option<WholeCall> {
+    let Reduction::Op(op) = operation.reduction else { return None };
+    let (kind, root) = (operation.signature.collective()?, operation.signature.root as usize);
+    let parts = operation.parts.all();
+    if parts.iter().any(|part| part.tables.is_some()) {
+        return None;
+    }
+    let piece =
+        |part: &Part| Piece { input: part.input, output: part.output, count: part.count, dtype: part.dtype };
+    let pieces = parts.iter().map(piece).collect();
+    Some(WholeCall { kind, root, op, scale: operation.scale, pieces })
+}

@@ -1,0 +1,81 @@
+//! What libraries have of communicators that nobody holds, kept to be taken up again: making it takes a library long.
+//!
+//! A communicator that ended in peace leaves its rank's end here ([`World::keep_whole`]). When the same members bind a communicator to the
+//! same library again, in the same order and each to the device that it had, all say which they have kept; if that is the same one
+//! for all, they go on with it ([`Comm::open_whole`](super::super::Comm)). Else each lets go of its own.
+
+use std::sync::Arc;
+
+use lru::LruCache;
+use parking_lot::Mutex;
+
+use super::World;
+use crate::exec::Endpoint;
+use crate::exec::whole::BoundWhole;
+use crate::types::Rank;
+
+struct Idle {
+    /// In order.
+    members: Vec<Rank>,
+    bound: BoundWhole,
+}
+
+/// Those of a rank's world, by their numbers; the least recently used goes first.
+pub(crate) struct Wholes(Mutex<LruCache<u64, Idle>>);
+
+impl Default for Wholes {
+    fn default() -> Wholes {
+        Wholes(Mutex::new(LruCache::unbounded()))
+    }
+}
+
+impl World {
+    /// An endpoint has ended, and nobody holds it. What it has of a library serves again if it ended in peace.
+    pub(super) fn keep_whole(&self, endpoint: &Arc<Endpoint>) {
+        let bound = endpoint.whole().filter(|_| endpoint.dying_of().is_none());
+        let Some(bound) = bound.filter(|bound| bound.whole.check().is_ok()) else { return };
+        let idle = Idle { members: endpoint.config.members.clone(), bound: bound.clone() };
+        let replaced = self.wholes.0.lock().put(bound.number, idle);
+        drop(replaced);
+        self.trim_wholes(self.pool.capacity());
+    }
+
+    /// Keeps so many at most.
+    pub(super) fn trim_wholes(&self, capacity: usize) {
+        loop {
+            let least = {
+                let mut idle = self.wholes.0.lock();
+                if idle.len() > capacity { idle.pop_lru() } else { None }
+            };
+            if least.is_none() {
+                return;
+            }
+        }
+    }
+
+    /// Takes out what the members could go on with. Of several, all members take the same one, in whatever order they dropped them.
+    pub(crate) fn take_whole(
+        &self,
+        members: &[Rank],
+        library: &str,
+        device: Option<[u8; 16]>,
+    ) -> Option<BoundWhole> {
+        let mut idle = self.wholes.0.lock();
+        let is_alike = |idle: &Idle| {
+            idle.members == members && idle.bound.device == device && idle.bound.whole.name() == library
+        };
+        let least = idle.iter().filter(|(_, idle)| is_alike(idle)).map(|(number, _)| *number).min()?;
+        idle.pop(&least).map(|idle| idle.bound)
+    }
+
+    /// A rank takes up nothing again.
+    pub(super) fn forget_wholes_with(&self, rank: Rank) {
+        let gone: Vec<Idle> = {
+            let mut idle = self.wholes.0.lock();
+            let with = idle.iter().filter(|(_, idle)| idle.members.contains(&rank));
+            let with: Vec<u64> = with.map(|(number, _)| *number).collect();
+            with.iter().filter_map(|number| idle.pop(number)).collect()
+        };
+        drop(gone);
+    }
+}

@@ -1,0 +1,382 @@
+//! NCCL, as what takes collectives on a device's memory whole.
+//!
+//! Its calls answer before what they do is on the stream ([`Standing::InProgress`]): until it is, nothing else is put there, and the
+//! stream stays the same one of the driver's (`Comm::bind_nccl` gives it one that never moves).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use allstream_kernels::cuda::{self, Launch};
+use allstream_sys::cuda::CuStream;
+use allstream_sys::nccl::{
+    LIBRARY_VARIABLE, Nccl, NcclComm, NcclDataType, NcclError, NcclRedOp, NcclResult, NcclUniqueId,
+};
+use parking_lot::Mutex;
+
+use super::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
+use crate::error::Error;
+use crate::forked;
+use crate::mem::device::{DeviceBuf, DeviceStream, Witness};
+use crate::types::{DType, Kind, Rank, ReduceOp};
+
+/// How long a communicator that nobody needs any more may take to end in peace.
+const FINALIZE: Duration = Duration::from_secs(2);
+
+/// The library of this process.
+#[derive(Clone, Copy)]
+pub(crate) struct NcclLibrary(&'static Nccl);
+
+impl NcclLibrary {
+    /// Finds it.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`], which says what was looked for, and what to do.
+    pub(crate) fn find() -> Result<NcclLibrary, Error> {
+        Nccl::get().map(NcclLibrary).map_err(|missing| {
+            let advice =
+                format!("install NCCL 2.14 or newer (libnccl.so.2), or set {LIBRARY_VARIABLE} to its path");
+            Error::Unavailable { what: "NCCL".into(), problem: format!("{missing}; {advice}") }
+        })
+    }
+
+    fn told(self, rank: Rank, error: &NcclError) -> Error {
+        Error::Library { library: self.name(), rank, problem: error.to_string() }
+    }
+}
+
+impl Library for NcclLibrary {
+    fn name(&self) -> String {
+        format!("NCCL {}", self.0.version())
+    }
+
+    fn id(&self) -> Result<[u8; ID], Error> {
+        self.0.unique_id().map(|id| id.0).map_err(|error| self.told(0, &error))
+    }
+
+    fn open(
+        &self,
+        id: &[u8; ID],
+        (rank, size): (Rank, usize),
+        stream: Option<&DeviceStream>,
+    ) -> Result<Arc<dyn Whole>, Error> {
+        let stream = stream.ok_or_else(|| Error::invalid("bind_nccl", "there is no stream (a bug)"))?.clone();
+        // No world has so many ranks (`MOST_RANKS`).
+        let (size, place) = (size as i32, (rank, size));
+        let made = stream.with_raw("make a communicator of NCCL", |_| {
+            self.0.init(size, &NcclUniqueId(*id), rank as i32)
+        })?;
+        let comm = made.map_err(|error| self.told(rank, &error))?;
+        let (comm, kept) = (Mutex::new(Some(comm)), Mutex::default());
+        let quiet = Arc::new(AtomicBool::new(false));
+        Ok(Arc::new(NcclEnd { library: *self, name: self.name(), place, stream, comm, kept, quiet }))
+    }
+}
+
+/// One rank's end of a communicator of NCCL's.
+struct NcclEnd {
+    library: NcclLibrary,
+    name: String,
+    place: (Rank, usize),
+    /// Of the rank. Kept, as NCCL knows it.
+    stream: DeviceStream,
+    /// Until it is aborted, or dropped. Locked for every call of NCCL with it.
+    comm: Mutex<Option<NcclComm>>,
+    /// Memory that a call needs beside the user's, until all of that is on the stream.
+    kept: Mutex<Vec<DeviceBuf<u8>>>,
+    /// The abort has ended.
+    quiet: Arc<AtomicBool>,
+}
+
+impl NcclEnd {
+    /// Calls NCCL with the communicator.
+    fn with<T>(&self, call: impl FnOnce(NcclComm) -> Result<T, NcclError>) -> Result<T, Error> {
+        let comm = self.comm.lock();
+        let aborted = || Error::Library {
+            library: self.name.clone(),
+            rank: self.place.0,
+            problem: "its communicator was aborted".into(),
+        };
+        call((*comm).ok_or_else(aborted)?).map_err(|error| self.library.told(self.place.0, &error))
+    }
+
+    fn state(&self) -> Result<NcclResult, Error> {
+        // SAFETY: the communicator is there (`with`), and nobody else uses it meanwhile.
+        self.with(|comm| unsafe { self.library.0.async_error(comm) })
+    }
+
+    /// Does to the input of a piece what NCCL does not: scales it, and brings it where the results do not overwrite it.
+    ///
+    /// # Safety
+    /// As of [`Whole::submit`].
+    unsafe fn prepare(
+        &self,
+        call: &WholeCall,
+        piece: &mut Piece,
+        stream: &DeviceStream,
+    ) -> Result<(), Error> {
+        let (dtype, from, ctas) = (piece.dtype, piece.input.addr() as u64, stream.ctas());
+        let launch = |launch: Option<Launch>| {
+            let missing =
+                || Error::system("prepare a call of NCCL", format!("there is no kernel for {dtype} (a bug)"));
+            // SAFETY: the caller's promise: the operation's memory, on this device, in the order of this stream; and memory of ours
+            // that goes back in the same order.
+            unsafe { stream.launch("prepare a call of NCCL", &launch.ok_or_else(missing)?) }
+        };
+        if let Some(factor) = call.scale {
+            let to = [piece.output.addr() as u64];
+            launch(cuda::scale(dtype, from, &to, piece.count as u64, factor, ctas))?;
+            piece.input = piece.output;
+        } else if call.kind == Kind::AllToAll && piece.is_in_place() {
+            let (_, size) = self.place;
+            let copy = DeviceBuf::raw(stream, size * piece.bytes())?;
+            launch(cuda::copy(dtype, from, &[copy.as_ptr()], (size * piece.count) as u64, ctas))?;
+            piece.input = std::ptr::without_provenance(copy.as_ptr() as usize);
+            self.kept.lock().push(copy);
+        }
+        Ok(())
+    }
+
+    /// Makes the calls of one piece, in a group.
+    ///
+    /// # Safety
+    /// As of [`Whole::submit`].
+    unsafe fn enqueue(
+        &self,
+        (call, piece): (&WholeCall, &Piece),
+        at: (NcclComm, CuStream),
+    ) -> Result<(), NcclError> {
+        let (nccl, (rank, size), bytes, root) = (self.library.0, self.place, piece.bytes(), call.root);
+        let to = |peer: Rank, from: *const u8| {
+            // SAFETY: the caller's promise: a block of the operation's memory, or of a copy of it.
+            unsafe { nccl.send((from.cast(), bytes), NcclDataType::UINT8, peer as i32, at) }
+        };
+        let from = |peer: Rank, to: *mut u8| {
+            // SAFETY: as above.
+            unsafe { nccl.recv((to.cast(), bytes), NcclDataType::UINT8, peer as i32, at) }
+        };
+        let block = |of: Rank| piece.block(piece.output, of);
+        let input_block = |of: Rank| piece.block(piece.input.cast_mut(), of).cast_const();
+        match call.kind {
+            Kind::AllReduce => {
+                let (dtype, op) = (data_type(piece.dtype), red_op(call.op, piece.dtype));
+                // `takes` has seen to that.
+                let (Some(dtype), Some(op)) = (dtype, op) else { return Ok(()) };
+                // SAFETY: as above.
+                unsafe {
+                    nccl.all_reduce((piece.input.cast(), piece.output.cast(), piece.count), dtype, op, at)
+                }
+            }
+            Kind::Broadcast => {
+                let ends = (piece.input.cast(), piece.output.cast(), bytes);
+                // SAFETY: as above.
+                unsafe { nccl.broadcast(ends, NcclDataType::UINT8, root as i32, at) }
+            }
+            Kind::AllGather => {
+                let own = piece.own_input(rank);
+                (0..size).filter(|peer| *peer != rank || own != block(rank).cast_const()).try_for_each(
+                    |peer| {
+                        to(peer, own)?;
+                        from(peer, block(peer))
+                    },
+                )
+            }
+            Kind::Gather if rank == root => {
+                let own = piece.own_input(rank);
+                if own != block(rank).cast_const() {
+                    to(rank, own)?;
+                    from(rank, block(rank))?;
+                }
+                (0..size).filter(|peer| *peer != rank).try_for_each(|peer| from(peer, block(peer)))
+            }
+            Kind::Gather => to(root, piece.input),
+            Kind::Scatter if rank == root => {
+                if !piece.is_in_place() {
+                    to(rank, input_block(rank))?;
+                    from(rank, piece.output)?;
+                }
+                (0..size).filter(|peer| *peer != rank).try_for_each(|peer| to(peer, input_block(peer)))
+            }
+            Kind::Scatter => from(root, piece.output),
+            Kind::AllToAll => (0..size).try_for_each(|peer| {
+                to(peer, input_block(peer))?;
+                from(peer, block(peer))
+            }),
+            // `takes` has seen to that.
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Witness for NcclEnd {
+    fn check(&self) -> Result<(), Error> {
+        self.state().map(|_| ())
+    }
+}
+
+impl Whole for NcclEnd {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn takes(&self, call: &WholeCall) -> bool {
+        match call.kind {
+            Kind::AllReduce => call
+                .pieces
+                .iter()
+                .all(|piece| data_type(piece.dtype).is_some() && red_op(call.op, piece.dtype).is_some()),
+            kind => matches!(
+                kind,
+                Kind::Broadcast | Kind::AllGather | Kind::Gather | Kind::Scatter | Kind::AllToAll
+            ),
+        }
+    }
+
+    fn get_ready(&self, call: &WholeCall) -> Result<(), Error> {
+        let is_copied = call.kind == Kind::AllToAll;
+        let kind = if is_copied { cuda::Kind::Copy } else { cuda::Kind::Scale };
+        if is_copied || call.scale.is_some() {
+            self.stream.load(call.pieces.iter().filter_map(|piece| cuda::kernel(piece.dtype, kind)))?;
+        }
+        let copied = call.pieces.iter().filter(|piece| is_copied && piece.is_in_place());
+        let bytes: usize = copied.map(|piece| self.place.1 * piece.bytes()).sum();
+        if bytes > 0 { self.stream.reserve(bytes) } else { Ok(()) }
+    }
+
+    unsafe fn submit(&self, mut call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error> {
+        let stream = stream.unwrap_or(&self.stream);
+        let mut pieces = std::mem::take(&mut call.pieces);
+        pieces.retain(|piece| piece.count > 0);
+        for piece in &mut pieces {
+            // SAFETY: the caller's promise.
+            unsafe { self.prepare(&call, piece, stream) }?;
+        }
+        if pieces.is_empty() {
+            return Ok(());
+        }
+        stream.with_raw("give a collective to NCCL", |raw| {
+            self.with(|comm| {
+                self.library.0.group(|| {
+                    // SAFETY: the caller's promise, and the communicator is there (`with`).
+                    pieces.iter().try_for_each(|piece| unsafe { self.enqueue((&call, piece), (comm, raw)) })
+                })
+            })
+        })?
+    }
+
+    fn poll(&self) -> Result<Standing, Error> {
+        if self.state()? == NcclResult::IN_PROGRESS {
+            return Ok(Standing::InProgress);
+        }
+        // All that reads it is on the stream, so it goes back behind that.
+        self.kept.lock().clear();
+        Ok(Standing::OnStream)
+    }
+
+    fn abort(&self) {
+        let Some(comm) = self.comm.lock().take() else { return };
+        let (library, quiet) = (self.library, self.quiet.clone());
+        // It waits for what is on the device, so a thread of its own does it.
+        let abort = move || {
+            // SAFETY: taken out above: nobody has it any more.
+            if let Err(error) = unsafe { library.0.abort(comm) } {
+                tracing::warn!("a communicator of NCCL is not aborted: {error}");
+                return;
+            }
+            quiet.store(true, Ordering::Release);
+        };
+        if let Err(error) = std::thread::Builder::new().name("allstream-abort".into()).spawn(abort) {
+            tracing::warn!("a communicator of NCCL is not aborted, for want of a thread: {error}");
+        }
+    }
+
+    fn is_quiet(&self) -> bool {
+        self.quiet.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for NcclEnd {
+    fn drop(&mut self) {
+        let kept = std::mem::take(&mut *self.kept.lock());
+        if forked::is_forked() {
+            // The library is the parent's.
+            return std::mem::forget(kept);
+        }
+        let Some(comm) = self.comm.get_mut().take() else {
+            if !self.is_quiet() {
+                // NCCL may touch it yet.
+                std::mem::forget(kept);
+            }
+            return;
+        };
+        let (library, stream) = (self.library, self.stream.clone());
+        let end = move || {
+            // SAFETY: taken out above: nobody else has it.
+            let ended = unsafe { end_in_peace(library.0, comm) };
+            if let Err(error) = ended {
+                tracing::debug!("a communicator of NCCL did not end in peace: {error}");
+                // SAFETY: as above, and it was not destroyed.
+                if let Err(error) = unsafe { library.0.abort(comm) } {
+                    tracing::warn!("a communicator of NCCL is not aborted: {error}");
+                }
+            }
+            drop((kept, stream));
+        };
+        if let Err(error) = std::thread::Builder::new().name("allstream-finalize".into()).spawn(end) {
+            tracing::warn!("a communicator of NCCL does not end, for want of a thread: {error}");
+        }
+    }
+}
+
+/// Finalizes and destroys a communicator.
+///
+/// # Safety
+/// It exists, and nobody else uses it. On an error it still exists.
+unsafe fn end_in_peace(nccl: &Nccl, comm: NcclComm) -> Result<(), NcclError> {
+    // SAFETY: the caller's promise.
+    unsafe { nccl.finalize(comm) }?;
+    let end = Instant::now() + FINALIZE;
+    // SAFETY: as above.
+    while unsafe { nccl.async_error(comm) }? == NcclResult::IN_PROGRESS {
+        if Instant::now() > end {
+            let text = format!("it was not quiet after {FINALIZE:?}");
+            return Err(NcclError { call: "ncclCommFinalize", code: NcclResult::IN_PROGRESS, text });
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // SAFETY: as above.
+    if let Err(error) = unsafe { nccl.destroy(comm) } {
+        tracing::warn!("a communicator of NCCL is not destroyed: {error}");
+    }
+    Ok(())
+}
+
+/// The type as NCCL numbers it. Types that it lacks, or not every version has, are none.
+fn data_type(dtype: DType) -> Option<NcclDataType> {
+    Some(match dtype {
+        DType::I8 => NcclDataType::INT8,
+        DType::U8 => NcclDataType::UINT8,
+        DType::I32 => NcclDataType::INT32,
+        DType::U32 => NcclDataType::UINT32,
+        DType::I64 => NcclDataType::INT64,
+        DType::U64 => NcclDataType::UINT64,
+        DType::F16 => NcclDataType::FLOAT16,
+        DType::BF16 => NcclDataType::BFLOAT16,
+        DType::F32 => NcclDataType::FLOAT32,
+        DType::F64 => NcclDataType::FLOAT64,
+        DType::Bool | DType::I16 | DType::U16 | DType::F8E4M3 | DType::F8E5M2 => return None,
+    })
+}
+
+/// The reduction as NCCL numbers it. Of what its documentation does not promise to give what ours does (a minimum that is not a
+/// number, the average of integers) there is none.
+fn red_op(op: ReduceOp, dtype: DType) -> Option<NcclRedOp> {
+    match op {
+        ReduceOp::Sum => Some(NcclRedOp::SUM),
+        ReduceOp::Prod => Some(NcclRedOp::PROD),
+        ReduceOp::Max if !dtype.is_float() => Some(NcclRedOp::MAX),
+        ReduceOp::Min if !dtype.is_float() => Some(NcclRedOp::MIN),
+        ReduceOp::Avg if dtype.is_float() => Some(NcclRedOp::AVG),
+        _ => None,
+    }
+}

@@ -1,0 +1,145 @@
+//! [`Whole`]: a library that takes a collective whole, and moves and combines everything by itself.
+//!
+//! The engine calls it when all ranks have called the same, which the host's links have found out by then
+//! ([`Executor::Whole`](super::operation::Executor)). So a library never sees ranks that disagree, nor waits for one that does not call.
+//! `docs/adr/0026-whole-collectives.md` has the walk, and the locks.
+
+mod order;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod slow;
+
+use std::sync::Arc;
+
+pub(crate) use self::order::{LaunchOrder, Ticket};
+use crate::error::Error;
+use crate::mem::device::{DeviceStream, Witness};
+use crate::types::{DType, Kind, Rank, ReduceOp};
+
+/// The memory of a call, or of one entry of a list.
+#[derive(Clone, Copy)]
+pub(crate) struct Piece {
+    /// Equal to `output` in a call in place.
+    pub(crate) input: *const u8,
+    pub(crate) output: *mut u8,
+    /// Elements, as the collective counts them.
+    pub(crate) count: usize,
+    pub(crate) dtype: DType,
+}
+
+// SAFETY: the pointers are into buffers that the in-flight table owns (all `Buf: Send`) until the operation has ended.
+unsafe impl Send for Piece {}
+
+impl Piece {
+    pub(crate) fn is_in_place(&self) -> bool {
+        self.input == self.output.cast_const()
+    }
+
+    /// Bytes of `count` elements.
+    pub(crate) fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    /// Block `block` of `memory`, which has one of `count` elements for each rank.
+    pub(crate) fn block(&self, memory: *mut u8, block: Rank) -> *mut u8 {
+        memory.wrapping_add(block * self.bytes())
+    }
+
+    /// Where this rank's own block is, if the input is one block.
+    pub(crate) fn own_input(&self, rank: Rank) -> *const u8 {
+        if self.is_in_place() { self.block(self.output, rank) } else { self.input }
+    }
+}
+
+/// What was called.
+pub(crate) struct WholeCall {
+    pub(crate) kind: Kind,
+    /// 0 where there is none.
+    pub(crate) root: Rank,
+    /// Without a meaning where nothing is reduced.
+    pub(crate) op: ReduceOp,
+    /// What this rank's input is multiplied by first.
+    pub(crate) scale: Option<f64>,
+    /// One, or the entries of a list.
+    pub(crate) pieces: Vec<Piece>,
+}
+
+/// How far a library has got with what it was given last: its own making, or a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Standing {
+    /// It works at it on the host. Of a call on a device, not all is on the stream yet.
+    InProgress,
+    /// Of a call on a device: all of it is on the stream, which comes to its end when the call does.
+    OnStream,
+    /// It is done. Of a call on the host's memory, the results are there.
+    #[cfg_attr(
+        not(any(test, feature = "testing")),
+        expect(dead_code, reason = "the only library that takes the host's memory is one for tests")
+    )]
+    Over,
+}
+
+/// One rank's end of what a library has of a communicator: of NCCL, an `ncclComm_t`.
+///
+/// One thread at a time calls `submit` and `poll`: the one that drives the communicator. None of these functions blocks.
+/// [`check`](Witness::check) tells from any thread whether it has failed, at anything, by now; after an abort it has.
+pub(crate) trait Whole: Witness {
+    /// The library and its version, for people.
+    fn name(&self) -> &str;
+
+    /// Whether it takes such a call. What it answers depends on what all ranks of a call have in common, and on what all of them
+    /// compared when the communicator was bound.
+    fn takes(&self, call: &WholeCall) -> bool;
+
+    /// Gets what such a call will need of a device's driver, when it is made: at its turn nothing may wait for the device.
+    fn get_ready(&self, _: &WholeCall) -> Result<(), Error> {
+        Ok(())
+    }
+
+    /// Begins a call, on the stream if the memory is a device's. Nothing else is in progress ([`Standing`]).
+    ///
+    /// # Safety
+    /// The memory is as long as the call says, the inputs are valid for reads and the outputs for writes, and nobody else touches
+    /// them out of the stream's order, until the call has ended, or [`is_quiet`](Self::is_quiet) says that the abort has.
+    unsafe fn submit(&self, call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error>;
+
+    /// How far it is with that.
+    fn poll(&self) -> Result<Standing, Error>;
+
+    /// Ends whatever it does: the communicator is dead. Called again it does nothing.
+    fn abort(&self);
+
+    /// Whether, after an abort, this rank's end touches no memory any more but by what is on the stream.
+    fn is_quiet(&self) -> bool;
+}
+
+/// A library that was found, from which ranks make a [`Whole`] for a communicator.
+pub(crate) trait Library: Send + Sync {
+    /// Name and version. Ranks must have the same.
+    fn name(&self) -> String;
+
+    /// Bytes by which the ranks of a communicator find each other. One rank asks for them, all get them.
+    fn id(&self) -> Result<[u8; ID], Error>;
+
+    /// Begins to make this rank's end. It is made when [`poll`](Whole::poll) says that nothing is in progress.
+    fn open(
+        &self,
+        id: &[u8; ID],
+        place: (Rank, usize),
+        stream: Option<&DeviceStream>,
+    ) -> Result<Arc<dyn Whole>, Error>;
+}
+
+/// Bytes of an id: as many as NCCL's has.
+pub(crate) const ID: usize = 128;
+
+/// What a communicator is bound to that takes its operations whole.
+#[derive(Clone)]
+pub(crate) struct BoundWhole {
+    pub(crate) whole: Arc<dyn Whole>,
+    /// The order of launches on the rank's device; none where the host's memory is meant.
+    pub(crate) order: Option<Arc<LaunchOrder>>,
+    /// The device, by its identity.
+    pub(crate) device: Option<[u8; 16]>,
+    /// A number made of its id, the same on all ranks.
+    pub(crate) number: u64,
+}

@@ -1,0 +1,120 @@
+//! Handles and numbers of the library. Numbers are no enums: a newer library may know more of them than this crate.
+
+use std::ffi::{c_int, c_void};
+use std::fmt;
+
+macro_rules! numbers {
+    ($($(#[$doc:meta])* $type:ident { $($value:literal $name:ident $symbol:ident;)* })*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+        #[repr(transparent)]
+        pub struct $type(pub c_int);
+
+        impl $type {
+            $(#[doc = concat!("`", stringify!($symbol), "`")] pub const $name: $type = $type($value);)*
+
+            /// The name in `nccl.h`, if this crate knows the number.
+            pub fn name(self) -> Option<&'static str> {
+                match self.0 {
+                    $($value => Some(stringify!($symbol)),)*
+                    _ => None,
+                }
+            }
+        }
+
+        impl fmt::Debug for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self.name() {
+                    Some(name) => write!(f, "{name} ({})", self.0),
+                    None => write!(f, "{} {}", stringify!($type), self.0),
+                }
+            }
+        }
+    )*};
+}
+
+numbers! {
+    /// What a function of the library answers.
+    NcclResult {
+        0 SUCCESS ncclSuccess;
+        1 UNHANDLED_CUDA_ERROR ncclUnhandledCudaError;
+        2 SYSTEM_ERROR ncclSystemError;
+        3 INTERNAL_ERROR ncclInternalError;
+        4 INVALID_ARGUMENT ncclInvalidArgument;
+        5 INVALID_USAGE ncclInvalidUsage;
+        6 REMOTE_ERROR ncclRemoteError;
+        7 IN_PROGRESS ncclInProgress;
+        8 TIMEOUT ncclTimeout;
+    }
+    /// An element type.
+    NcclDataType {
+        0 INT8 ncclInt8;
+        1 UINT8 ncclUint8;
+        2 INT32 ncclInt32;
+        3 UINT32 ncclUint32;
+        4 INT64 ncclInt64;
+        5 UINT64 ncclUint64;
+        6 FLOAT16 ncclFloat16;
+        7 FLOAT32 ncclFloat32;
+        8 FLOAT64 ncclFloat64;
+        9 BFLOAT16 ncclBfloat16;
+    }
+    /// A reduction.
+    NcclRedOp {
+        0 SUM ncclSum;
+        1 PROD ncclProd;
+        2 MAX ncclMax;
+        3 MIN ncclMin;
+        4 AVG ncclAvg;
+    }
+}
+
+/// A communicator's end on one rank. A handle: copying it copies no resource.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(transparent)]
+pub struct NcclComm(pub *mut c_void);
+
+impl NcclComm {
+    /// None.
+    pub const NULL: NcclComm = NcclComm(std::ptr::null_mut());
+}
+
+// SAFETY: an opaque name for something of the library's; the handle itself is never followed. That one thread at a time uses it
+// is what the `unsafe` of the functions is about.
+unsafe impl Send for NcclComm {}
+
+/// What the ranks of a communicator find each other by.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct NcclUniqueId(pub [u8; 128]);
+
+/// A call of the library that failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NcclError {
+    /// The function.
+    pub call: &'static str,
+    /// What it answered.
+    pub code: NcclResult,
+    /// What that means, in the library's words.
+    pub text: String,
+}
+
+impl fmt::Display for NcclError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} answered {:?}: {}", self.call, self.code, self.text)
+    }
+}
+
+impl std::error::Error for NcclError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_have_names_and_unknown_ones_are_values() {
+        assert_eq!(format!("{:?}", NcclResult::IN_PROGRESS), "ncclInProgress (7)");
+        assert_eq!(format!("{:?}", NcclResult(77)), "NcclResult 77");
+        assert_eq!(NcclDataType::BFLOAT16.name(), Some("ncclBfloat16"));
+    }
+}

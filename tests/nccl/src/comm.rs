@@ -1,0 +1,204 @@
+//! Communicators: their ends, what is in progress, and how they go.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::kernel::{self, Call, Round, Verb};
+use crate::knobs::{self, COUNTS, What, trouble};
+use crate::{Code, IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, driver, misuse};
+
+/// An end of a communicator, by a number that is never given twice.
+pub(crate) type Handle = u64;
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What all ends have in common.
+pub(crate) struct Clique {
+    pub(crate) size: usize,
+    /// The devices of the ranks that have come in.
+    members: Mutex<BTreeMap<c_int, c_int>>,
+    /// What the kernels of a call have found of each other.
+    pub(crate) rounds: Mutex<HashMap<u64, Round>>,
+    pub(crate) changed: Condvar,
+}
+
+/// One rank's end.
+pub(crate) struct Comm {
+    handle: Handle,
+    pub(crate) clique: Arc<Clique>,
+    pub(crate) rank: c_int,
+    pub(crate) device: c_int,
+    /// Calls, or an init, that are in progress.
+    busy: AtomicU64,
+    /// What has failed.
+    failed: AtomicI32,
+    calls: AtomicU64,
+    finalized: AtomicBool,
+    pub(crate) aborted: AtomicBool,
+    /// Kernels on its stream that have not ended.
+    pub(crate) running: AtomicU64,
+}
+
+static COMMS: Mutex<BTreeMap<Handle, Arc<Comm>>> = Mutex::new(BTreeMap::new());
+
+/// The cliques that are coming together, by id.
+static CLIQUES: LazyLock<Mutex<HashMap<[u8; 128], Arc<Clique>>>> = LazyLock::new(Mutex::default);
+
+pub(crate) fn init(size: usize, id: [u8; 128], rank: c_int) -> Result<Handle, Code> {
+    static NEXT: AtomicU64 = AtomicU64::new(0x7000);
+    COUNTS.inits.fetch_add(1, Ordering::Relaxed);
+    if let Some(code) = trouble(What::RefusesInit, rank, 0) {
+        return Err(code);
+    }
+    let device = driver::current_device().ok_or_else(|| misuse("init without a context", INVALID_USAGE))?;
+    let clique = {
+        let mut cliques = lock(&CLIQUES);
+        let make =
+            || Clique { size, members: Mutex::default(), rounds: Mutex::default(), changed: Condvar::new() };
+        let clique = cliques.entry(id).or_insert_with(|| Arc::new(make())).clone();
+        let mut members = lock(&clique.members);
+        if clique.size != size || members.contains_key(&rank) {
+            return Err(misuse("ranks differ on their world", INVALID_ARGUMENT));
+        }
+        if members.values().any(|other| *other == device) {
+            return Err(misuse("two ranks are on one device", INVALID_USAGE));
+        }
+        members.insert(rank, device);
+        if members.len() == size {
+            cliques.remove(&id);
+        }
+        drop(members);
+        clique
+    };
+    let handle = NEXT.fetch_add(16, Ordering::Relaxed);
+    let comm = Arc::new(Comm {
+        handle,
+        clique,
+        rank,
+        device,
+        busy: AtomicU64::new(1),
+        failed: AtomicI32::new(SUCCESS),
+        calls: AtomicU64::new(0),
+        finalized: AtomicBool::new(false),
+        aborted: AtomicBool::new(false),
+        running: AtomicU64::new(0),
+    });
+    lock(&COMMS).insert(handle, comm.clone());
+    COUNTS.comms.fetch_add(1, Ordering::Relaxed);
+    std::thread::spawn(move || {
+        std::thread::sleep(knobs::delay());
+        while !comm.aborted.load(Ordering::Acquire) {
+            if lock(&comm.clique.members).len() == comm.clique.size {
+                comm.busy.fetch_sub(1, Ordering::AcqRel);
+                return;
+            }
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    });
+    Ok(handle)
+}
+
+impl Comm {
+    pub(crate) fn get(handle: Handle) -> Option<Arc<Comm>> {
+        lock(&COMMS).get(&handle).cloned()
+    }
+
+    /// It is not used again.
+    pub(crate) fn take(handle: Handle) -> Option<Arc<Comm>> {
+        let comm = lock(&COMMS).remove(&handle)?;
+        COUNTS.comms.fetch_sub(1, Ordering::Relaxed);
+        Some(comm)
+    }
+
+    /// What `ncclCommGetAsyncError` gives.
+    pub(crate) fn state(&self) -> Code {
+        match self.failed.load(Ordering::Acquire) {
+            SUCCESS if self.busy.load(Ordering::Acquire) > 0 => IN_PROGRESS,
+            SUCCESS if self.is_finalized() && self.running.load(Ordering::Acquire) > 0 => IN_PROGRESS,
+            state => state,
+        }
+    }
+
+    pub(crate) fn fails(&self, code: Code) {
+        let _ = self.failed.compare_exchange(SUCCESS, code, Ordering::AcqRel, Ordering::Acquire);
+    }
+
+    /// Whether a call may be made.
+    pub(crate) fn check(&self, call: &Call) -> Code {
+        if self.is_finalized() {
+            return misuse("a call on a communicator that is finalized", INVALID_USAGE);
+        }
+        match self.state() {
+            SUCCESS => {}
+            IN_PROGRESS => return misuse("a call while something is in progress", INVALID_USAGE),
+            code => return code,
+        }
+        let size = self.clique.size as c_int;
+        let peer = match call.verb {
+            Verb::AllReduce { .. } => 0,
+            Verb::Broadcast { root } => root,
+            Verb::Send { peer } | Verb::Recv { peer } => peer,
+        };
+        if !call.is_sound(self.rank) || peer < 0 || peer >= size {
+            return misuse("a call with arguments that are none", INVALID_ARGUMENT);
+        }
+        SUCCESS
+    }
+
+    /// The calls of a group become one kernel, some time later.
+    pub(crate) fn submit(self: &Arc<Self>, calls: Vec<Call>, stream: u64) -> Code {
+        let number = self.calls.fetch_add(1, Ordering::AcqRel);
+        if let Some(code) = trouble(What::Refuses, self.rank, number) {
+            return code;
+        }
+        self.busy.fetch_add(1, Ordering::AcqRel);
+        let comm = self.clone();
+        std::thread::spawn(move || {
+            std::thread::sleep(knobs::delay());
+            if trouble(What::StaysInProgress, comm.rank, number).is_some() {
+                return;
+            }
+            // Under this an abort either is seen here, or sees the kernel.
+            comm.running.fetch_add(1, Ordering::SeqCst);
+            if comm.aborted.load(Ordering::SeqCst) || !kernel::launch(&comm, number, calls, stream) {
+                comm.fails(crate::UNHANDLED_CUDA_ERROR);
+                comm.running.fetch_sub(1, Ordering::SeqCst);
+            }
+            comm.busy.fetch_sub(1, Ordering::AcqRel);
+        });
+        IN_PROGRESS
+    }
+
+    pub(crate) fn finalize(&self) -> Code {
+        if self.state() != SUCCESS || self.finalized.swap(true, Ordering::AcqRel) {
+            return misuse("a communicator is finalized while it is at work, or twice", INVALID_USAGE);
+        }
+        if self.running.load(Ordering::Acquire) > 0 { IN_PROGRESS } else { SUCCESS }
+    }
+
+    pub(crate) fn is_finalized(&self) -> bool {
+        self.finalized.load(Ordering::Acquire)
+    }
+
+    /// Ends its kernels, and waits for that.
+    pub(crate) fn abort(&self) -> Code {
+        let is_deaf = trouble(What::IsDeaf, self.rank, 0).is_some();
+        if !is_deaf {
+            self.aborted.store(true, Ordering::SeqCst);
+            // Under the lock: a kernel either sees it, or waits already.
+            let _rounds = lock(&self.clique.rounds);
+            self.clique.changed.notify_all();
+        }
+        kernel::wake_devices();
+        while is_deaf || self.running.load(Ordering::SeqCst) > 0 {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        let _ = self.handle;
+        SUCCESS
+    }
+}
