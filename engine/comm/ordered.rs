@@ -34,21 +34,38 @@ pub enum Start {
     Failed(Error),
 }
 
+/// Which stream it is.
+pub enum Either<'a> {
+    /// One of the host's.
+    Host(&'a HostStream),
+    /// One of a device's.
+    Device(&'a DeviceStream),
+}
+
 /// What ordering asks of a stream.
 pub trait Sealed {
+    /// Which it is.
+    fn either(&self) -> Either<'_>;
+
     /// The point that it has been filled to.
-    fn start(&self) -> Start;
-    /// Makes it wait.
-    fn join<O: Send + 'static, F: Send + 'static>(
-        &self,
-        work: Work<O, F>,
-    ) -> Result<Ordered<O, F>, Failed<F>>;
-    /// Runs a job behind it.
-    fn launch<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
-        &self,
-        value: Ordered<O, F>,
-        job: impl FnOnce(O) -> R + Send + 'static,
-    ) -> Ordered<R, F>;
+    fn start(&self) -> Start {
+        match self.either() {
+            Either::Host(stream) => Start::Host(stream.record()),
+            Either::Device(stream) => stream.point().map_or_else(Start::Failed, Start::Device),
+        }
+    }
+}
+
+impl Sealed for HostStream {
+    fn either(&self) -> Either<'_> {
+        Either::Host(self)
+    }
+}
+
+impl Sealed for DeviceStream {
+    fn either(&self) -> Either<'_> {
+        Either::Device(self)
+    }
 }
 
 impl<O, F> Work<O, F> {
@@ -64,9 +81,10 @@ impl<O, F> Work<O, F> {
         O: Send + 'static,
         F: Send + 'static,
     {
-        match self.refusal() {
-            Some(refused) => refused.map(|value| ready(Ok(value))),
-            None => stream.join(self),
+        match (self.refusal(), stream.either()) {
+            (Some(refused), _) => refused.map(|value| ready(Ok(value))),
+            (None, Either::Host(stream)) => Ok(push(stream, move || self.wait())),
+            (None, Either::Device(stream)) => join_on_device(self, stream),
         }
     }
 }
@@ -230,30 +248,6 @@ fn ready<O, F>(result: Result<O, Failed<F>>) -> Ordered<O, F> {
     Ordered(State::Host(Promise::kept(result)))
 }
 
-impl Sealed for HostStream {
-    fn start(&self) -> Start {
-        Start::Host(self.record())
-    }
-
-    fn join<O: Send + 'static, F: Send + 'static>(
-        &self,
-        work: Work<O, F>,
-    ) -> Result<Ordered<O, F>, Failed<F>> {
-        Ok(push(self, move || work.wait()))
-    }
-
-    fn launch<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
-        &self,
-        value: Ordered<O, F>,
-        job: impl FnOnce(O) -> R + Send + 'static,
-    ) -> Ordered<R, F> {
-        if let State::Host(promise) = &value.0 {
-            self.wait_event(promise.event());
-        }
-        push(self, move || run(value.wait(), job))
-    }
-}
-
 fn run<O, F, R>(value: Result<O, Failed<F>>, job: impl FnOnce(O) -> R) -> Result<R, Failed<F>> {
     let panicked = |_| Failed { buf: None, error: Error::invalid("launch", "the job panicked") };
     value.and_then(|value| catch_unwind(AssertUnwindSafe(|| job(value))).map_err(panicked))
@@ -276,51 +270,47 @@ fn push<O: Send + 'static, F: Send + 'static>(
     Ordered(State::Host(promise))
 }
 
-impl Sealed for DeviceStream {
-    fn start(&self) -> Start {
-        self.point().map_or_else(Start::Failed, Start::Device)
+/// Makes a device's stream wait for an operation.
+fn join_on_device<O: Send + 'static, F: Send + 'static>(
+    work: Work<O, F>,
+    stream: &DeviceStream,
+) -> Result<Ordered<O, F>, Failed<F>> {
+    let (mut submitted, restore) = work.into_parts();
+    match OnDevice::join(&mut submitted, stream) {
+        Ok(Some((on, held))) => {
+            return Ok(Ordered(State::Device(on, Some(Content::Held(held, restore)))));
+        }
+        Ok(None) => {}
+        Err(error) => {
+            tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
+        }
     }
+    // The host runs it, or it is over, or the driver does not let the stream wait: so the caller does.
+    Work::new(submitted, restore).wait().map(|value| ready(Ok(value)))
+}
 
-    fn join<O: Send + 'static, F: Send + 'static>(
-        &self,
-        work: Work<O, F>,
-    ) -> Result<Ordered<O, F>, Failed<F>> {
-        let (mut submitted, restore) = work.into_parts();
-        match OnDevice::join(&mut submitted, self) {
-            Ok(Some((on, held))) => {
-                return Ok(Ordered(State::Device(on, Some(Content::Held(held, restore)))));
-            }
-            Ok(None) => {}
+/// Runs a job here and now, which puts its work on a device's stream.
+fn launch_on_device<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
+    mut value: Ordered<O, F>,
+    stream: &DeviceStream,
+    job: impl FnOnce(O) -> R,
+) -> Ordered<R, F> {
+    let State::Device(on, content) = &mut value.0 else { return ready(run(value.wait(), job)) };
+    if !on.is_awaited_by(stream) {
+        let before = on.stream.clone();
+        let value = value.wait().and_then(|value| match before.synchronize() {
+            Ok(()) => Ok(value),
+            // What is on the stream may touch it yet.
             Err(error) => {
-                tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");
+                std::mem::forget(value);
+                Err(Failed { buf: None, error })
             }
-        }
-        // The host runs it, or it is over, or the driver does not let the stream wait: so the caller does.
-        Work::new(submitted, restore).wait().map(|value| ready(Ok(value)))
+        });
+        return ready(run(value, job));
     }
-
-    fn launch<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
-        &self,
-        mut value: Ordered<O, F>,
-        job: impl FnOnce(O) -> R + Send + 'static,
-    ) -> Ordered<R, F> {
-        let State::Device(on, content) = &mut value.0 else { return ready(run(value.wait(), job)) };
-        if !on.is_awaited_by(self) {
-            let before = on.stream.clone();
-            let value = value.wait().and_then(|value| match before.synchronize() {
-                Ok(()) => Ok(value),
-                // What is on the stream may touch it yet.
-                Err(error) => {
-                    std::mem::forget(value);
-                    Err(Failed { buf: None, error })
-                }
-            });
-            return ready(run(value, job));
-        }
-        match run(Content::hand_on(content.take(), &on.device), job) {
-            Err(failed) => ready(Err(failed)),
-            Ok(value) => Ordered(State::Device(on.moved_to(self), Some(Content::Value(value)))),
-        }
+    match run(Content::hand_on(content.take(), &on.device), job) {
+        Err(failed) => ready(Err(failed)),
+        Ok(value) => Ordered(State::Device(on.moved_to(stream), Some(Content::Value(value)))),
     }
 }
 
@@ -336,7 +326,15 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
         stream: &impl Stream,
         job: impl FnOnce(O) -> R + Send + 'static,
     ) -> Ordered<R, F> {
-        stream.launch(self, job)
+        match stream.either() {
+            Either::Device(stream) => launch_on_device(self, stream, job),
+            Either::Host(stream) => {
+                if let State::Host(promise) = &self.0 {
+                    stream.wait_event(promise.event());
+                }
+                push(stream, move || run(self.wait(), job))
+            }
+        }
     }
 
     /// The value at once, in the order of the device stream that waits for it (and, of a buffer, of its own stream): for what

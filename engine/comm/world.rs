@@ -21,7 +21,7 @@ use self::departed::Departed;
 use self::pool::Pool;
 pub use self::pool::PoolStats;
 pub(super) use self::pool::ROW;
-use self::records::Dead;
+use self::records::Entry;
 use self::wholes::Wholes;
 use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
 use crate::error::{Error, Lost};
@@ -139,7 +139,7 @@ pub(crate) struct World {
     comms: Mutex<Map<CommId, Weak<Endpoint>>>,
     departed: Mutex<Departed>,
     /// Communicators that have died, for the flight recorder; the last ones.
-    dead: Mutex<VecDeque<Dead>>,
+    dead: Mutex<VecDeque<Entry>>,
     /// What was said of communicators that are not made here yet (or no more), and how many losses were known then; the
     /// last [`EARLY`].
     early: Mutex<VecDeque<(Rank, Message, usize)>>,

@@ -12,35 +12,40 @@ use crate::trace::{CommRecord, Recorder, Recording};
 /// Dead communicators that are written of, also when nobody holds them any more: the last ones.
 const DEAD: usize = 256;
 
-/// A communicator that has died. Whoever hears of it may drop it at once, and it is still written of.
+/// What is written of a communicator. Whoever hears that it has died may drop it at once, and it is still written of.
 #[derive(Clone)]
-pub(super) struct Dead {
+pub(super) struct Entry {
     id: u64,
     name: String,
     rank: usize,
     members: Vec<usize>,
-    cause: Error,
+    cause: Option<Error>,
     recorder: Arc<Recorder>,
+}
+
+impl Entry {
+    fn of(endpoint: &Endpoint, cause: Option<&Error>) -> Entry {
+        let (config, recorder) = (&endpoint.config, endpoint.recorder.clone());
+        let (name, members) = (config.name.clone(), config.members.clone());
+        Entry { id: config.comm, name, rank: config.rank, members, cause: cause.cloned(), recorder }
+    }
+
+    fn record(self) -> CommRecord {
+        let (poisoned, operations) = (self.cause.map(|cause| cause.to_string()), self.recorder.snapshot());
+        let Entry { id, name, rank, members, .. } = self;
+        CommRecord { id, name, rank, members, poisoned, operations }
+    }
 }
 
 impl World {
     /// A communicator dies: has the recorders of all written, by somebody else.
     pub(super) fn record(self: &Arc<Self>, endpoint: &Endpoint, cause: &Error) {
-        let config = &endpoint.config;
-        let dead = Dead {
-            id: config.comm,
-            name: config.name.clone(),
-            rank: config.rank,
-            members: config.members.clone(),
-            cause: cause.clone(),
-            recorder: endpoint.recorder.clone(),
-        };
         {
             let mut all = self.dead.lock();
             if all.len() == DEAD {
                 all.pop_front();
             }
-            all.push_back(dead);
+            all.push_back(Entry::of(endpoint, Some(cause)));
         }
         WRITER.request(self.recorded(), cause);
     }
@@ -64,26 +69,11 @@ impl World {
 impl Recorded for World {
     fn recording(&self, cause: &Error) -> Recording {
         let living = self.endpoints();
-        let each = |e: &Arc<Endpoint>| CommRecord {
-            id: e.config.comm,
-            name: e.config.name.clone(),
-            rank: e.config.rank,
-            members: e.config.members.clone(),
-            poisoned: e.dying_of().map(Error::to_string),
-            operations: e.recorder.snapshot(),
-        };
-        let mut comms: Vec<CommRecord> = living.iter().map(each).collect();
         // Whoever tells of a death meanwhile does not wait for this.
-        let dead: Vec<Dead> = self.dead.lock().iter().cloned().collect();
-        let dropped = dead.iter().filter(|dead| !living.iter().any(|e| e.config.comm == dead.id));
-        comms.extend(dropped.map(|dead| CommRecord {
-            id: dead.id,
-            name: dead.name.clone(),
-            rank: dead.rank,
-            members: dead.members.clone(),
-            poisoned: Some(dead.cause.to_string()),
-            operations: dead.recorder.snapshot(),
-        }));
+        let mut dead: Vec<Entry> = self.dead.lock().iter().cloned().collect();
+        dead.retain(|dead| !living.iter().any(|e| e.config.comm == dead.id));
+        let alive = living.iter().map(|e| Entry::of(e, e.dying_of()));
+        let comms = alive.chain(dead).map(Entry::record).collect();
         Recording::new(self.name(), (self.rank, self.size), cause, comms)
     }
 }
