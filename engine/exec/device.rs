@@ -5,6 +5,7 @@
 //! operation is over on the host when all is on the stream, and over for good when the stream has come there.
 
 use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
 
 use parking_lot::Mutex;
 
@@ -330,6 +331,8 @@ pub(super) struct DeviceLinks {
     pub(super) rings: Arc<dyn Opener>,
     pub(super) binding: Arc<Binding>,
     pub(super) rank: Rank,
+    /// Of who drives.
+    pub(super) waker: Waker,
 }
 
 impl DeviceLinks {
@@ -358,7 +361,8 @@ impl Opener for DeviceLinks {
         if let Some(theirs) = &binding.all[peer] {
             return Ok(Box::new(PeerRx::new(place, binding.ours.clone(), theirs.clone(), self.rank)?));
         }
+        let waker = self.waker.clone();
         let theirs = binding.far.as_ref().and_then(|far| far.peers[peer].clone());
-        Ok(Box::new(FarRx::new(place, binding.ours.clone(), theirs.ok_or_else(|| nowhere(peer))?)?))
+        Ok(Box::new(FarRx::new(place, binding.ours.clone(), theirs.ok_or_else(|| nowhere(peer))?, waker)?))
     }
 }

@@ -12,6 +12,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Waker;
 
 use super::cells::{Descriptor, RawRing, RingFlag};
 use super::local::Bell;
@@ -21,7 +22,7 @@ use super::ring::{CELLS, Consumer, Producer};
 use super::words::{DONE, END, Inbox, Outbox, READY, mark};
 use super::{Frame, Header, LinkRx, LinkTx, Place, Posted};
 use crate::error::Error;
-use crate::mem::device::{DeviceStream, Exported, Import, retire};
+use crate::mem::device::{DeviceStream, Exported, Import, Opening, retire};
 use crate::types::{DType, Rank};
 
 /// Bytes of a driver's handle.
@@ -286,7 +287,9 @@ pub(crate) struct FarRx {
     ours: Arc<PeerDevice>,
     peer: Arc<FarPeer>,
     /// The peer's blocks, by number.
-    imports: HashMap<u64, Arc<Import>>,
+    imports: HashMap<u64, Opening>,
+    /// Woken when one of them is open.
+    waker: Waker,
     frames: u64,
     head: Option<Frame>,
     hung_up: bool,
@@ -296,24 +299,27 @@ pub(crate) struct FarRx {
 unsafe impl Send for FarRx {}
 
 impl FarRx {
-    pub(crate) fn new(place: Place, ours: Arc<PeerDevice>, peer: Arc<FarPeer>) -> Result<FarRx, Error> {
+    /// `waker`: of who drives, for when it may go on.
+    pub(crate) fn new(
+        place: Place,
+        ours: Arc<PeerDevice>,
+        peer: Arc<FarPeer>,
+        waker: Waker,
+    ) -> Result<FarRx, Error> {
         let Place { region, ring, bell, .. } = place;
         let ring = Consumer::new(RawRing::new(region, ring)?);
-        Ok(FarRx { ring, bell, ours, peer, imports: HashMap::new(), frames: 0, head: None, hung_up: false })
+        let (imports, frames, head) = (HashMap::new(), 0, None);
+        Ok(FarRx { ring, bell, ours, peer, imports, waker, frames, head, hung_up: false })
     }
 
-    /// Where a frame of so many bytes is, here.
-    fn locate(&mut self, location: u64, bytes: usize) -> Result<u64, Error> {
+    /// Where a frame of so many bytes is, here, once the block that it is in is open.
+    fn locate(&mut self, location: u64, bytes: usize) -> Result<Option<u64>, Error> {
         let name = read(&self.ring.memory().read_beside(self.frames));
-        let import = match self.imports.get(&name.number) {
-            Some(import) => import.clone(),
-            None => {
-                let import = Import::open(&self.ours.stream, self.peer.process, &name)?;
-                self.imports.insert(name.number, import.clone());
-                import
-            }
-        };
-        import.at(location, bytes).ok_or_else(|| {
+        let (stream, process, waker) = (&self.ours.stream, self.peer.process, &self.waker);
+        let begin = || Opening::begin(stream, process, &name, waker.clone());
+        let opening = self.imports.entry(name.number).or_insert_with(begin);
+        let Some(import) = opening.opened()? else { return Ok(None) };
+        import.at(location, bytes).map(Some).ok_or_else(|| {
             let whole = import.bytes();
             let problem =
                 format!("{bytes} bytes at offset {location} are not in its device memory of {whole} bytes");
@@ -339,7 +345,8 @@ impl LinkRx for FarRx {
                 let problem = format!("no element begins at offset {}", descriptor.location);
                 return Err(Error::Protocol { peer: self.peer.rank, problem });
             }
-            at = self.locate(descriptor.location, header.len as usize)?;
+            let Some(here) = self.locate(descriptor.location, header.len as usize)? else { return Ok(None) };
+            at = here;
             self.peer.wait(READY, mark(self.frames))?;
         }
         let data = std::ptr::without_provenance(at as usize);

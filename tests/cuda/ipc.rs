@@ -7,13 +7,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, ForeignMemory};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, ForeignMemory, PinnedBuf};
 use allstream::{Comm, DType, Error, Failed, ReduceOp, Rendezvous};
 
 use crate::collectives::everything;
 use crate::support::{
-    DEADLINE, LIBRARY, calls, down, function, library, nothing_goes_through_the_host, nothing_left, report,
-    soon, up, values,
+    DEADLINE, LIBRARY, calls, down, function, library, nothing_goes_through_the_host, nothing_left, pass,
+    report, soon, until, up, values,
 };
 
 const TEST: &str = "ALLSTREAM_TEST_CUDA_CHILD";
@@ -314,6 +314,40 @@ fn a_process_that_is_stopped_is_an_error_and_nothing_hangs() {
         return assert_eq!(report().freed_in_use, 0);
     };
     processes.survive(test);
+}
+
+/// The driver may wait for all that is on the device before it opens memory of another process. Meanwhile the rank's other
+/// communicators go on.
+#[test]
+fn a_driver_that_takes_long_to_open_memory_holds_up_no_other_communicator() {
+    let test = "ipc::a_driver_that_takes_long_to_open_memory_holds_up_no_other_communicator";
+    let body = |mut comm: Comm| {
+        let mut other = soon(comm.dup()).unwrap();
+        let (device, stream) = bound(&mut comm);
+        let late = DeviceStream::new(&device).unwrap();
+        let rank = comm.rank();
+        let grads = up(&stream, values(rank, 3000));
+        // Both have all that they need before a copy stays where it is.
+        soon(other.barrier()).unwrap();
+        pass(true, 0);
+        let held = DeviceBuf::from_host(&late, PinnedBuf::from_slice(&device, &values(rank, 64)).unwrap());
+        let work = comm.timeout(DEADLINE).all_reduce(grads);
+        until("a block of the other process is being opened", || calls("cuIpcOpenMemHandle") > 0);
+        for _ in 0..10 {
+            assert_eq!(soon(other.all_reduce(vec![rank as u64])).unwrap(), [1], "while the driver waits");
+        }
+        pass(true, u64::MAX);
+        let sums: Vec<f32> = values(0, 3000).iter().zip(values(1, 3000)).map(|(a, b)| a + b).collect();
+        assert_eq!(down(soon(work).unwrap()), sums);
+        soon(held).unwrap();
+        soon(comm.close()).unwrap();
+        soon(other.close()).unwrap();
+    };
+    let waits = [("ALLSTREAM_TEST_CUDA_WAITS", "1"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
+    match processes(test, &[&[0], &[1]], &waits, body) {
+        Some(processes) => processes.end_well(test),
+        None => nothing_left("all ranks of the process have ended"),
+    }
 }
 
 #[test]

@@ -32,7 +32,8 @@ impl Endpoint {
     /// From here on devices run operations on their buffers. All ranks do this between the same two operations.
     pub(crate) fn bind(&self, binding: Arc<Binding>) {
         let (rank, size) = (self.config.rank, self.size());
-        let links = DeviceLinks { rings: self.config.opener.clone(), binding: binding.clone(), rank };
+        let (rings, waker) = (self.config.opener.clone(), self.config.runtime.waker().clone());
+        let links = DeviceLinks { rings, binding: binding.clone(), rank, waker };
         let mut run = self.run.lock();
         if self.binding.set(binding).is_ok() {
             let region = self.config.region.clone();

@@ -4,7 +4,8 @@
 //! wants each block opened once: ranks of one process share what they have open.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
 
 use allstream_sys::cuda::{CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CuIpcMemHandle};
 use parking_lot::Mutex;
@@ -39,6 +40,34 @@ impl Drop for Import {
             // used it (`retire`).
             unsafe { cuda.ipc_close_mem_handle(self.base) }
         });
+    }
+}
+
+/// A block of another process that is being opened. The driver may first wait for all that is on the device, so a thread of its
+/// own asks it, which holds nothing that others need.
+pub(crate) struct Opening(Arc<OnceLock<Result<Arc<Import>, Error>>>);
+
+impl Opening {
+    /// Begins to open a block as [`Import::open`] does; `waker` is woken when it is open, or cannot be opened.
+    pub(crate) fn begin(stream: &DeviceStream, process: u128, name: &Exported, waker: Waker) -> Opening {
+        let opened = Arc::new(OnceLock::new());
+        let (stream, name, tell) = (stream.clone(), *name, opened.clone());
+        let open = move || {
+            let _ = tell.set(Import::open(&stream, process, &name));
+            waker.wake();
+        };
+        if let Err(error) = std::thread::Builder::new().name("allstream-open".into()).spawn(open) {
+            let _ = opened.set(Err(Error::system("open memory of another process (a thread)", error)));
+        }
+        Opening(opened)
+    }
+
+    /// The block, once it is open.
+    ///
+    /// # Errors
+    /// It cannot be opened.
+    pub(crate) fn opened(&self) -> Result<Option<&Arc<Import>>, Error> {
+        self.0.get().map(|opened| opened.as_ref().map_err(Error::clone)).transpose()
     }
 }
 

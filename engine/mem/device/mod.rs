@@ -35,7 +35,7 @@ pub use cudarc::CudarcBuf;
 pub(crate) use fate::{Fate, Verdict, Witness};
 pub use foreign::ForeignMemory;
 pub use handle::{Device, Driver, PoolMemory, device_count, driver};
-pub(crate) use ipc::{Import, retire};
+pub(crate) use ipc::{Import, Opening, retire};
 pub use pinned::PinnedBuf;
 pub(crate) use pool::Exported;
 pub(crate) use queues::Probe;

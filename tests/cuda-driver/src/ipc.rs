@@ -16,6 +16,7 @@ use crate::entry::call;
 use crate::event::{EVENTS, Event, Shared};
 use crate::knobs;
 use crate::space::{self, Kind, Memory, find};
+use crate::stream::settle;
 
 const MEMORY: u64 = u64::from_le_bytes(*b"test-mem");
 /// The number of a device that this process does not see.
@@ -117,6 +118,7 @@ fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
         return Err(Code::PEER_ACCESS_UNSUPPORTED);
     }
     let key = (words.process, words.id, context.handle);
+    settle();
     let mut imports = lock(&IMPORTS);
     imports.retain(|_, (memory, _)| !memory.is_freed());
     if let Some((memory, opened)) = imports.get_mut(&key) {
