@@ -1,5 +1,6 @@
 //! Faults planted on purpose, for this repository's own tests.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
@@ -36,6 +37,26 @@ pub struct Planted {
 
 static PLANTED: Mutex<Option<Planted>> = Mutex::new(None);
 
+thread_local! {
+    /// What is planted in the story that this thread tells.
+    static IN_STORY: Cell<Option<Planted>> = const { Cell::new(None) };
+}
+
+/// Breaks such plans in whatever `tell` makes on this thread, and nowhere else: what is planted in a story belongs to it, and not to
+/// the process.
+#[cfg(test)]
+pub(crate) fn planted_in_story<R>(planted: Planted, tell: impl FnOnce() -> R) -> R {
+    struct Ends;
+    impl Drop for Ends {
+        fn drop(&mut self) {
+            IN_STORY.set(None);
+        }
+    }
+    IN_STORY.set(Some(planted));
+    let _ends = Ends;
+    tell()
+}
+
 /// From now on, such plans are broken (`None`: no plan is).
 pub fn plant(planted: Option<Planted>) {
     *PLANTED.lock() = planted;
@@ -47,7 +68,7 @@ pub(crate) fn mutated(
     rank: Rank,
     (mut steps, mut loans): (Plan, Option<Plan>),
 ) -> (Plan, Option<Plan>) {
-    if let Some(planted) = &*PLANTED.lock()
+    if let Some(planted) = IN_STORY.get().or_else(|| *PLANTED.lock())
         && (planted.kind, planted.rank) == (kind, rank)
     {
         match planted.plan {

@@ -1,5 +1,6 @@
 //! Stories that are told.
 
+use std::panic::catch_unwind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -18,7 +19,10 @@ use crate::link::local::{Gate, INPROC};
 use crate::link::region::Region;
 use crate::link::virtual_link::{Network, Timeline};
 use crate::link::{LinkRx, LinkTx};
-use crate::types::Rank;
+use crate::plan::mutate::mutations;
+use crate::plan::{Shape, plan};
+use crate::testing::{Broken, Planted, planted_in_story};
+use crate::types::{Algo, Kind, Rank, ReduceOp};
 
 /// The links of a rank's communicator.
 struct Lines {
@@ -87,22 +91,46 @@ impl Ranks {
 
 /// Elements of each buffer: some kilobytes, so that frames lend memory.
 const COUNT: usize = 3000;
-/// All-reduces that a rank tries.
-const ROUNDS: usize = 200;
 
-fn input(rank: Rank, round: usize) -> Vec<f32> {
-    (0..COUNT).map(|i| (rank * 1000 + round * 10 + i % 7) as f32).collect()
+/// What is told: so many ranks take means so often, by this algorithm.
+#[derive(Clone, Copy)]
+struct Plot {
+    n: usize,
+    rounds: usize,
+    algo: Algo,
+    /// A rank dies at some moment.
+    dies: bool,
 }
 
-/// Rank `rank` sums with the others until all is done or somebody is lost. It gives its buffer back either way.
-async fn sums(stage: Arc<Stage>, n: usize, mut comm: Comm, rank: Rank, ended: Arc<AtomicUsize>) {
-    for round in 0..ROUNDS {
-        let inputs: Vec<_> = (0..n).map(|rank| input(rank, round)).collect();
-        let expected: Vec<f32> = (0..COUNT).map(|i| inputs.iter().map(|input| input[i]).sum()).collect();
-        match comm.timeout(Duration::from_secs(5)).all_reduce(input(rank, round)).await {
-            Ok(sum) => {
-                assert_eq!(sum, expected, "rank {rank}, round {round}");
-                stage.log(format!("rank {rank} has the sum of round {round}"));
+/// As it was told.
+struct Told {
+    log: Vec<String>,
+    /// All ranks that live have come to an end.
+    is_over: bool,
+}
+
+impl Told {
+    fn lines(&self, words: &str) -> usize {
+        self.log.iter().filter(|line| line.contains(words)).count()
+    }
+}
+
+fn input(rank: Rank, round: usize) -> Vec<f32> {
+    (0..COUNT).map(|i| (rank * rank * 1000 + round * 10 + i % 7) as f32).collect()
+}
+
+/// A rank takes means with the others until all is done, one is wrong or somebody is lost. It has its buffer back in any case.
+async fn means(stage: Arc<Stage>, plot: Plot, mut comm: Comm, rank: Rank, ended: Arc<AtomicUsize>) {
+    for round in 0..plot.rounds {
+        let inputs: Vec<_> = (0..plot.n).map(|rank| input(rank, round)).collect();
+        let mean = |i: usize| inputs.iter().map(|input| input[i]).sum::<f32>() / plot.n as f32;
+        let is_right = |means: &Vec<f32>| means.iter().enumerate().all(|(i, x)| (x - mean(i)).abs() < 0.01);
+        let call = comm.timeout(Duration::from_secs(5)).algo(plot.algo).op(ReduceOp::Avg);
+        match call.all_reduce(input(rank, round)).await {
+            Ok(means) if is_right(&means) => stage.log(format!("rank {rank} has the means of round {round}")),
+            Ok(_) => {
+                stage.log(format!("rank {rank} has wrong means of round {round}"));
+                break;
             }
             Err(failed) => {
                 assert_eq!(failed.buf.map(|buf| buf.len()), Some(COUNT), "the buffer comes back");
@@ -114,36 +142,38 @@ async fn sums(stage: Arc<Stage>, n: usize, mut comm: Comm, rank: Rank, ended: Ar
     ended.fetch_add(1, Ordering::Relaxed);
 }
 
-/// `n` ranks sum, and one of them dies at some moment, if `dies`. What was told, and how many ranks came to an end.
-fn story(n: usize, seed: u64, dies: bool) -> (Vec<String>, usize) {
-    let (ranks, comms) = Ranks::new(n, seed);
+/// Tells a story from a seed.
+fn tell(plot: Plot, seed: u64) -> Told {
+    let (ranks, comms) = Ranks::new(plot.n, seed);
     let (stage, ended) = (&ranks.stage, Arc::new(AtomicUsize::new(0)));
     for (rank, comm) in comms.into_iter().enumerate() {
-        stage.spawn(rank, Box::pin(sums(stage.clone(), n, comm, rank, ended.clone())));
+        stage.spawn(rank, Box::pin(means(stage.clone(), plot, comm, rank, ended.clone())));
     }
-    if dies {
+    if plot.dies {
         stage.run(Duration::from_micros(200 + stage.draw(4000)), || false);
-        ranks.kill(stage.draw(n as u64) as Rank);
+        ranks.kill(stage.draw(plot.n as u64) as Rank);
     }
-    let last = n - usize::from(dies);
+    let last = plot.n - usize::from(plot.dies);
     let is_over = stage.run(Duration::from_secs(60), || ended.load(Ordering::Relaxed) == last);
-    let told = stage.told();
-    assert!(is_over, "seed {seed}: not over after a minute of virtual time:\n{}", told.join("\n"));
-    (told, ended.load(Ordering::Relaxed))
+    Told { log: stage.told(), is_over }
+}
+
+/// Many means, of which a death interrupts one.
+fn plot(n: usize, dies: bool) -> Plot {
+    Plot { n, rounds: 200, algo: Algo::Auto, dies }
 }
 
 #[test]
-fn a_story_without_a_death_ends_with_the_right_sums_on_all_ranks() {
-    let (told, ended) = story(2, 1, false);
-    assert_eq!(ended, 2);
-    let sums = told.iter().filter(|line| line.contains("has the sum")).count();
-    assert_eq!(sums, 2 * ROUNDS);
-    assert!(told.iter().any(|line| line.contains("sends")), "over the virtual links: {told:?}");
+fn a_story_without_a_death_ends_with_the_right_means_on_all_ranks() {
+    let told = tell(plot(2, false), 1);
+    assert!(told.is_over);
+    assert_eq!(told.lines("has the means"), 2 * 200);
+    assert!(told.lines("sends") > 0, "over the virtual links: {:?}", told.log);
 }
 
 #[test]
 fn a_seed_tells_the_same_story_twice_and_another_seed_another() {
-    let (first, again, other) = (story(2, 7, true).0, story(2, 7, true).0, story(2, 8, true).0);
+    let [first, again, other] = [7, 7, 8].map(|seed| tell(plot(2, true), seed).log);
     let differs = first.iter().zip(&again).position(|(a, b)| a != b);
     assert_eq!(differs, None, "\n{:?}\n{:?}", differs.map(|i| &first[i]), differs.map(|i| &again[i]));
     assert_eq!(first.len(), again.len());
@@ -154,13 +184,37 @@ fn a_seed_tells_the_same_story_twice_and_another_seed_another() {
 fn whenever_a_rank_dies_the_others_name_it_and_have_their_buffers_back() {
     for seed in 0..40 {
         let n = 2 + seed as usize % 3;
-        let (told, _) = story(n, seed, true);
-        let died = told.iter().find_map(|line| line.split("us  rank ").nth(1)?.strip_suffix(" dies"));
-        let died = died.expect("one dies");
-        let gave_up: Vec<&String> = told.iter().filter(|line| line.contains("gives up")).collect();
-        assert_eq!(gave_up.len(), n - 1, "seed {seed}:\n{}", told.join("\n"));
+        let told = tell(plot(n, true), seed);
+        assert!(told.is_over, "seed {seed}:\n{}", told.log.join("\n"));
+        let died = |line: &String| Some(line.split_once("us  rank ")?.1.strip_suffix(" dies")?.to_owned());
+        let died = told.log.iter().find_map(died).expect("one dies");
+        let gave_up: Vec<&String> = told.log.iter().filter(|line| line.contains("gives up")).collect();
+        assert_eq!(gave_up.len(), n - 1, "seed {seed}:\n{}", told.log.join("\n"));
         for line in gave_up {
             assert!(line.contains(&format!("rank {died} ")), "seed {seed}: {line}");
         }
     }
+}
+
+/// What is planted in a story belongs to it: each broken plan of a rank is noticed, by wrong means, the deadline or a panic, and the story
+/// beside it, on another thread, ends well each time.
+#[test]
+fn every_broken_plan_is_noticed_in_its_story_and_in_no_other() {
+    let plot = Plot { n: 3, rounds: 1, algo: Algo::Ring, dies: false };
+    let shape = Shape { n: 3, rank: 1, in_place: true, ..Shape::default() };
+    let all = mutations(Kind::AllReduce, &plan(Kind::AllReduce, Algo::Ring, &shape).unwrap());
+    assert!(all.len() > 20, "{}", all.len());
+    let ends_well = |told: &Told| told.is_over && told.lines("has the means") == 3;
+    std::thread::scope(|scope| {
+        let beside = scope.spawn(|| (0..all.len() as u64).all(|seed| ends_well(&tell(plot, seed))));
+        for (seed, (step, mutation)) in all.iter().enumerate() {
+            let (plan, step, mutation) = (Broken::Steps, *step, *mutation);
+            let planted = Planted { kind: Kind::AllReduce, rank: 1, plan, step, mutation };
+            let told = planted_in_story(planted, || catch_unwind(|| tell(plot, seed as u64)));
+            // A plan that makes no sense at all may be more than the kernels take.
+            let Ok(told) = told else { continue };
+            assert!(!ends_well(&told), "{planted:?} was not noticed:\n{}", told.log.join("\n"));
+        }
+        assert!(beside.join().unwrap(), "nothing was planted in the other story");
+    });
 }
