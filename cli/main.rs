@@ -98,7 +98,8 @@ fn info() -> io::Result<ExitCode> {
             (_, Ok(())) => "yes".into(),
             (_, Err(error)) => format!("no: {error}"),
         };
-        lines.push((backend.to_string(), there));
+        let name = backend.to_string();
+        lines.push((if matches!(backend, Backend::Link(_)) { name } else { name.to_uppercase() }, there));
     }
     let text: String = lines.iter().map(|(name, value)| format!("{name:<15}{value}\n")).collect();
     match io::stdout().lock().write_all(text.as_bytes()) {

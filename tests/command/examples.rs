@@ -143,7 +143,7 @@ fn by_hand_says_what_is_wrong_with_its_options() {
     for (args, told) in [
         (["--ranks", "0"], "--ranks is `0`; expected a number from 1 up"),
         (["--algo", "star"], "no algorithm `star`"),
-        (["--link", "post"], "--link is `post`; expected auto, shm or tcp"),
+        (["--link", "post"], "--link is `post`; expected auto, inproc, shm, tcp"),
     ] {
         let (code, _, stderr) = by_hand(&args);
         assert_eq!(code, Some(2), "{args:?}: {stderr}");
