@@ -83,14 +83,14 @@ fn median_of_slowest(times: &[Vec<f64>]) -> f64 {
 }
 
 /// A barrier that spins: threads that are woken one after another would not overlap.
-struct Gate {
+struct MemoryLock {
     threads: usize,
     arrived: AtomicUsize,
 }
 
-impl Gate {
-    fn new(threads: usize) -> Gate {
-        Gate { threads, arrived: AtomicUsize::new(0) }
+impl MemoryLock {
+    fn new(threads: usize) -> MemoryLock {
+        MemoryLock { threads, arrived: AtomicUsize::new(0) }
     }
 
     fn pass(&self) {
@@ -114,12 +114,12 @@ trait Worker {
 /// All workers at once, and the seconds of an operation in each one's rounds.
 fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
     let (group, rounds) = rounds(bytes);
-    let gate = Gate::new(workers.len());
+    let memory_lock = MemoryLock::new(workers.len());
     let run = |mut worker: W| -> Res<Vec<f64>> {
         let mut times = Vec::with_capacity(rounds);
         for round in 0..WARMUP + rounds {
             worker.fill();
-            gate.pass();
+            memory_lock.pass();
             let start = Instant::now();
             for _ in 0..group {
                 worker.once()?;
@@ -127,7 +127,7 @@ fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
             if round >= WARMUP {
                 times.push(start.elapsed().as_secs_f64() / group as f64);
             }
-            gate.pass();
+            memory_lock.pass();
             if round + 1 == WARMUP + rounds && !worker.is_right(group as i32) {
                 return Err(format!("wrong result at {bytes} bytes").into());
             }
@@ -141,7 +141,7 @@ fn time<W: Worker + Send>(workers: Vec<W>, bytes: usize) -> Res<Vec<Vec<f64>>> {
     })
 }
 
-/// A rank's buffer, cut into a part for each thread. Nobody waits for a lock: the gate keeps the phases apart.
+/// A rank's buffer, cut into a part for each thread. Nobody waits for a lock: the memory lock keeps the phases apart.
 type Parts<'a> = Vec<Mutex<&'a mut [f32]>>;
 
 fn lock<T>(part: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -153,7 +153,7 @@ struct Folder<'a, 'b> {
     ranks: &'a [Parts<'b>],
     index: usize,
     threads: usize,
-    gate: &'a Gate,
+    memory_lock: &'a MemoryLock,
 }
 
 /// Elements that fit the nearest cache, for every rank.
@@ -165,7 +165,7 @@ impl Worker for Folder<'_, '_> {
         for parts in self.ranks.iter().skip(self.index).step_by(self.threads) {
             parts.iter().for_each(|part| lock(part).fill(1.0));
         }
-        self.gate.pass();
+        self.memory_lock.pass();
     }
 
     fn is_right(&self, times: i32) -> bool {
@@ -209,8 +209,8 @@ fn memory(ranks: usize, bytes: usize) -> Res<Vec<Vec<f64>>> {
     let threads = count.div_ceil(part);
     let parts: Vec<Parts<'_>> =
         buffers.iter_mut().map(|buffer| buffer.chunks_mut(part).map(Mutex::new).collect()).collect();
-    let gate = Gate::new(threads);
-    let folder = |index| Folder { ranks: &parts, index, threads, gate: &gate };
+    let memory_lock = MemoryLock::new(threads);
+    let folder = |index| Folder { ranks: &parts, index, threads, memory_lock: &memory_lock };
     time((0..threads).map(folder).collect(), bytes)
 }
 

@@ -25,7 +25,7 @@ fn submit(c: &mut Criterion) {
     assert_eq!(buf, Some(vec![1.0]), "all operations were good");
 }
 
-/// How long a message takes to a thread that sleeps in `.await`, since the call of its sender: the lane wakes, and wakes it.
+/// How long a message takes to a thread that sleeps in `.await`, since the call of its sender: the progress thread wakes, and wakes it.
 fn wakeup(c: &mut Criterion) {
     let Ok(comms) = Comm::local(2) else { return };
     let Ok([mut receiver, mut sender]) = <[Comm; 2]>::try_from(comms) else { return };

@@ -28,7 +28,7 @@ use crate::group::message::Message;
 use crate::group::rendezvous::{News, check_table};
 use crate::group::wire::{self, Frames};
 use crate::link::layout::RING_BYTES;
-use crate::link::local::{Bell, LocalRx, LocalTx};
+use crate::link::local::{Doorbell, LocalRx, LocalTx};
 use crate::link::region::{REGION_BYTES, Region};
 use crate::link::tcp::{FRAME, TcpRx};
 use crate::link::{
@@ -172,33 +172,33 @@ pub fn tcp_stream(data: &[u8]) {
     }
 }
 
-/// A region, its bell and a ring, made once: pages cost nothing, but mapping 64 MB does.
-fn region() -> Option<&'static (Arc<Region>, Bell)> {
-    static ONE: OnceLock<Option<(Arc<Region>, Bell)>> = OnceLock::new();
+/// A region, its doorbell and a ring, made once: pages cost nothing, but mapping 64 MB does.
+fn region() -> Option<&'static (Arc<Region>, Doorbell)> {
+    static ONE: OnceLock<Option<(Arc<Region>, Doorbell)>> = OnceLock::new();
     let make = || {
         let region = Arc::new(Region::private().ok()?);
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-        let bell = Bell::new(region.clone(), Arc::new(rustix::event::eventfd(0, flags).ok()?));
-        Some((region, bell))
+        let doorbell = Doorbell::new(region.clone(), Arc::new(rustix::event::eventfd(0, flags).ok()?));
+        Some((region, doorbell))
     };
     ONE.get_or_init(make).as_ref()
 }
 
 /// A ring in a peer's region, where the peer writes what it likes whenever it likes.
 pub fn hostile_ring(data: &[u8]) {
-    let Some((region, bell)) = region() else { return };
+    let Some((region, doorbell)) = region() else { return };
     let mut input = Bytes(data);
     // Any offset is refused or a whole ring.
     let anywhere = input.u64();
-    if LocalRx::new(region.clone(), anywhere, bell.clone(), 1, false).is_ok() {
+    if LocalRx::new(region.clone(), anywhere, doorbell.clone(), 1, false).is_ok() {
         assert!(anywhere <= (REGION_BYTES - RING_BYTES) as u64);
     }
     const AT: usize = 1 << 20;
     let at = region.at(AT);
     // SAFETY: inside the region, which only this thread uses.
     unsafe { std::ptr::write_bytes(at, 0, RING_BYTES) };
-    let Ok(mut rx) = LocalRx::new(region.clone(), AT as u64, bell.clone(), 1, false) else { return };
-    let Ok(mut tx) = LocalTx::new(region.clone(), AT, bell.clone(), None) else { return };
+    let Ok(mut rx) = LocalRx::new(region.clone(), AT as u64, doorbell.clone(), 1, false) else { return };
+    let Ok(mut tx) = LocalTx::new(region.clone(), AT, doorbell.clone(), None) else { return };
     let (mut posted, mut known, mut sum) = (0u64, 0u64, 0u64);
     while !input.is_empty() {
         match input.u8() % 4 {

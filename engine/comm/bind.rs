@@ -147,7 +147,7 @@ impl Comm {
         };
         let ours =
             stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n, config.comm)), nonce()?)));
-        let group = Group { config, around: &world.around };
+        let group = Group { config, topology: &world.topology };
         let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, is_nccl));
         let rows = self.all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
         let (device, _) = ours?;

@@ -190,7 +190,7 @@ on_both! {
 
     /// What this rank holds for communication right now.
     pub fn stats(&self) -> Stats {
-        let region = &self.handle().membership.world.around.region;
+        let region = &self.handle().membership.world.topology.region;
         let (slots, limit) = region.slots();
         Stats {
             in_flight: self.handle().endpoint.in_flight(),
@@ -231,6 +231,6 @@ on_both! {
     /// [`Error::System`] when this rank has no room left: it is for 4 GB of such buffers at a time.
     /// [`Error::Invalid`] for `bool`: memory that other ranks write may hold any bits, and a `bool` may not. Use `u8`.
     pub fn alloc<T: Element>(&self, len: usize) -> Result<ArenaBuf<T>, Error> {
-        ArenaBuf::zeroed(&self.handle().membership.world.around.region, len)
+        ArenaBuf::zeroed(&self.handle().membership.world.topology.region, len)
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::links::Housemates;
+use super::links::ProcessRanks;
 use super::runtime::{Ticks, process_runtime};
 use super::world::{Defaults, Hub, PoolStats, Transport, World};
 use crate::error::Error;
@@ -14,7 +14,7 @@ use crate::exec::Endpoint;
 use crate::forked;
 use crate::group::message::CommId;
 use crate::group::{Mesh, Rendezvous, host, runtime};
-use crate::link::local::{Gate, INPROC};
+use crate::link::local::{INPROC, MemoryLock};
 use crate::link::region::Region;
 use crate::plan::choices::Choices;
 use crate::trace::log::LOG;
@@ -176,17 +176,17 @@ impl Comm {
         let turns = process_runtime()?;
         let region = Arc::new(Region::shared()?);
         let mut offers = Vec::new();
-        for fd in region.fd().into_iter().chain([&**turns.0.bell()]) {
+        for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {
             offers
                 .push(fd.try_clone().map_err(|e| Error::system("offer this rank's region to its peers", e))?);
         }
         let made: Made = Arc::default();
         let place = made.clone();
         // A rank of this process may open its link to this one as soon as it is connected, so it finds the region then.
-        let (gate, house) = (Gate::default(), Arc::new(OnceLock::new()));
-        let (rank, ours, entered) = (rendezvous.rank, (region.clone(), gate.clone()), house.clone());
+        let (memory_lock, house) = (MemoryLock::default(), Arc::new(OnceLock::new()));
+        let (rank, ours, entered) = (rendezvous.rank, (region.clone(), memory_lock.clone()), house.clone());
         let named = move |id| {
-            let mates: &Arc<Housemates> = entered.get_or_init(|| Housemates::of(id));
+            let mates: &Arc<ProcessRanks> = entered.get_or_init(|| ProcessRanks::of(id));
             mates.enter(rank, ours.0, ours.1);
         };
         let mesh = Mesh::join(rendezvous, offers, named, move |mesh| {
@@ -194,9 +194,9 @@ impl Comm {
             let links = mesh.peers().iter().map(|peer| peer.as_ref().map_or(&INPROC, |p| p.link)).collect();
             let transport = Transport::Mesh(Arc::downgrade(mesh));
             let who = (mesh.rank(), mesh.size(), mesh.world());
-            let mates = house.get_or_init(|| Housemates::of(mesh.world())).clone();
+            let mates = house.get_or_init(|| ProcessRanks::of(mesh.world())).clone();
             let settings = (defaults, mesh.choices().clone());
-            let world = World::new(who, transport, (mates, gate), region, turns, links, settings);
+            let world = World::new(who, transport, (mates, memory_lock), region, turns, links, settings);
             *place.lock() = Some(world.world_endpoint().map(|endpoint| (world.clone(), endpoint)));
             world
         })
@@ -232,9 +232,9 @@ impl Comm {
             let region = Arc::new(Region::private()?);
             let links = vec![&INPROC; n];
             let transport = Transport::Hub(hub.clone());
-            let (mates, gate) = (Housemates::of(id), Gate::default());
-            mates.enter(rank, region.clone(), gate.clone());
-            let (who, house) = ((rank, n, id), (mates, gate));
+            let (mates, memory_lock) = (ProcessRanks::of(id), MemoryLock::default());
+            mates.enter(rank, region.clone(), memory_lock.clone());
+            let (who, house) = ((rank, n, id), (mates, memory_lock));
             let settings = (defaults, choices.clone());
             let world = World::new(who, transport, house, region, turns.clone(), links, settings);
             hub.enter(&world);

@@ -7,12 +7,12 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::Mutex;
 
 use crate::error::Error;
-use crate::exec::{DEVICES, Lane, Opener};
+use crate::exec::{DEVICES, Opener, ProgressThread};
 use crate::group::Mesh;
 use crate::group::message::{CommId, DataHello};
 use crate::link::exit::Exit;
 use crate::link::layout::RING_BYTES;
-use crate::link::local::{Bell, Gate};
+use crate::link::local::{Doorbell, MemoryLock};
 use crate::link::peer::PeerDevice;
 use crate::link::region::Region;
 use crate::link::tcp::{Accept, Dial};
@@ -25,32 +25,32 @@ pub(crate) const CHANNELS: usize = 3;
 
 /// What ranks of one process know of each other directly.
 #[derive(Default)]
-pub(crate) struct Housemates {
-    regions: Mutex<HashMap<Rank, (Arc<Region>, Gate)>>,
+pub(crate) struct ProcessRanks {
+    regions: Mutex<HashMap<Rank, (Arc<Region>, MemoryLock)>>,
     /// By communicator and rank of the world.
     devices: Mutex<HashMap<(u64, Rank), Weak<PeerDevice>>>,
 }
 
-impl Housemates {
+impl ProcessRanks {
     /// Those of a world: the same for all its ranks in this process, for as long as one of them lives. A region stays
     /// until then, so that what a rank sent before it left can still be read.
-    pub(crate) fn of(world: [u8; 16]) -> Arc<Housemates> {
-        static ALL: Mutex<Vec<([u8; 16], Weak<Housemates>)>> = Mutex::new(Vec::new());
+    pub(crate) fn of(world: [u8; 16]) -> Arc<ProcessRanks> {
+        static ALL: Mutex<Vec<([u8; 16], Weak<ProcessRanks>)>> = Mutex::new(Vec::new());
         let mut all = ALL.lock();
         all.retain(|(_, mates)| mates.strong_count() > 0);
         if let Some(mates) = all.iter().find(|(w, _)| *w == world).and_then(|(_, m)| m.upgrade()) {
             return mates;
         }
-        let mates = Arc::new(Housemates::default());
+        let mates = Arc::new(ProcessRanks::default());
         all.push((world, Arc::downgrade(&mates)));
         mates
     }
 
-    pub(crate) fn enter(&self, rank: Rank, region: Arc<Region>, gate: Gate) {
-        self.regions.lock().insert(rank, (region, gate));
+    pub(crate) fn enter(&self, rank: Rank, region: Arc<Region>, memory_lock: MemoryLock) {
+        self.regions.lock().insert(rank, (region, memory_lock));
     }
 
-    fn find(&self, rank: Rank) -> Option<(Arc<Region>, Gate)> {
+    fn find(&self, rank: Rank) -> Option<(Arc<Region>, MemoryLock)> {
         self.regions.lock().get(&rank).cloned()
     }
 
@@ -91,33 +91,33 @@ impl Sockets {
 }
 
 /// A rank's surroundings in a world: how each other rank is reached.
-pub(crate) struct Neighbourhood {
+pub(crate) struct Topology {
     /// The world's name, and our rank in it.
     pub(crate) world: [u8; 16],
     pub(crate) rank: Rank,
     pub(crate) region: Arc<Region>,
-    pub(crate) lane: Arc<Lane>,
-    pub(crate) mates: Arc<Housemates>,
+    pub(crate) progress_thread: Arc<ProgressThread>,
+    pub(crate) mates: Arc<ProcessRanks>,
     /// What joins this rank to each other one. Our own entry is not looked at.
     pub(crate) links: Vec<&'static LinkKind>,
     pub(crate) mesh: Weak<Mesh>,
     pub(crate) sockets: Arc<Sockets>,
     /// Peers' regions, mapped when first needed.
-    mapped: Vec<OnceLock<(Arc<Region>, Bell)>>,
+    mapped: Vec<OnceLock<(Arc<Region>, Doorbell)>>,
 }
 
-impl Neighbourhood {
+impl Topology {
     pub(crate) fn new(
         (world, rank): ([u8; 16], Rank),
         region: Arc<Region>,
-        lane: Arc<Lane>,
-        mates: Arc<Housemates>,
+        progress_thread: Arc<ProgressThread>,
+        mates: Arc<ProcessRanks>,
         links: Vec<&'static LinkKind>,
         mesh: Weak<Mesh>,
-    ) -> Neighbourhood {
+    ) -> Topology {
         let mapped = links.iter().map(|_| OnceLock::new()).collect();
         let sockets = Arc::default();
-        Neighbourhood { world, rank, region, lane, mates, links, mesh, sockets, mapped }
+        Topology { world, rank, region, progress_thread, mates, links, mesh, sockets, mapped }
     }
 
     /// Whether a rank, not this one, writes to the rings of this rank's that it reads from.
@@ -130,20 +130,20 @@ impl Neighbourhood {
         peer == self.rank || self.links[peer].lends == Lends::Anything
     }
 
-    /// A peer's region, and the bell that wakes its lane.
-    fn reach(&self, peer: Rank) -> Result<(Arc<Region>, Bell), Error> {
+    /// A peer's region, and the doorbell that wakes its progress thread.
+    fn reach(&self, peer: Rank) -> Result<(Arc<Region>, Doorbell), Error> {
         if let Some(reached) = self.mapped[peer].get() {
             return Ok(reached.clone());
         }
         let open = || Error::system(format!("open the link to rank {peer}"), "this rank has left the world");
         let reached = if self.links[peer].lends == Lends::Anything {
             let (region, _) = self.mates.find(peer).ok_or_else(open)?;
-            let bell = Bell::new(region.clone(), self.lane.bell().clone());
-            (region, bell)
+            let doorbell = Doorbell::new(region.clone(), self.progress_thread.doorbell().clone());
+            (region, doorbell)
         } else {
             let mesh = self.mesh.upgrade().ok_or_else(open)?;
             let fds = mesh.peers().get(peer).and_then(Option::as_ref).map(|p| &p.fds[..]);
-            let Some([region, bell]) = fds else {
+            let Some([region, doorbell]) = fds else {
                 return Err(Error::system(
                     format!("open the link to rank {peer} through shared memory"),
                     "it offered no region; set ALLSTREAM_LINK=tcp on all ranks",
@@ -153,8 +153,8 @@ impl Neighbourhood {
                 fd.try_clone().map_err(|e| Error::system(format!("open the link to rank {peer}"), e))
             };
             let region = Arc::new(Region::of_peer(copy(region)?)?);
-            let bell = Bell::new(region.clone(), Arc::new(copy(bell)?));
-            (region, bell)
+            let doorbell = Doorbell::new(region.clone(), Arc::new(copy(doorbell)?));
+            (region, doorbell)
         };
         Ok(self.mapped[peer].get_or_init(|| reached).clone())
     }
@@ -170,7 +170,7 @@ pub(crate) struct CommLinks {
     pub(crate) members: Vec<Rank>,
     /// Where each member's rings begin in its own region.
     pub(crate) blocks: Vec<u64>,
-    pub(crate) around: Arc<Neighbourhood>,
+    pub(crate) topology: Arc<Topology>,
 }
 
 /// Bytes of a member's rings: one per channel and peer.
@@ -180,7 +180,7 @@ pub(crate) fn block_bytes(size: usize) -> usize {
 
 impl CommLinks {
     fn kind(&self, peer: Rank) -> &'static LinkKind {
-        self.around.links[self.members[peer]]
+        self.topology.links[self.members[peer]]
     }
 
     fn site(&self, peer: Rank, channel: u8, receiving: bool) -> CommSite<'_> {
@@ -233,31 +233,32 @@ impl Site for CommSite<'_> {
     }
 
     fn name(&self) -> LinkName {
-        let (ours, theirs) = (self.links.around.rank, self.world_rank());
+        let (ours, theirs) = (self.links.topology.rank, self.world_rank());
         let ends = if self.receiving { (theirs, ours) } else { (ours, theirs) };
-        LinkName { world: self.links.around.world, comm: self.links.comm.0, ends, channel: self.channel }
+        LinkName { world: self.links.topology.world, comm: self.links.comm.0, ends, channel: self.channel }
     }
 
     fn place(&self) -> Result<Place, Error> {
-        let CommLinks { around, members, blocks, rank, .. } = self.links;
-        let (theirs, bell) = around.reach(self.world_rank())?;
-        let gate = around.mates.find(self.world_rank()).map(|(_, gate)| gate);
+        let CommLinks { topology, members, blocks, rank, .. } = self.links;
+        let (theirs, doorbell) = topology.reach(self.world_rank())?;
+        let memory_lock = topology.mates.find(self.world_rank()).map(|(_, memory_lock)| memory_lock);
         let (region, from, to) = match self.receiving {
             true => (theirs, self.peer, *rank),
-            false => (around.region.clone(), *rank, self.peer),
+            false => (topology.region.clone(), *rank, self.peer),
         };
         let ring = blocks[from] + ((usize::from(self.channel) * members.len() + to) * RING_BYTES) as u64;
-        Ok(Place { region, ring, bell, gate })
+        Ok(Place { region, ring, doorbell, memory_lock })
     }
 
     fn exit(&self) -> Option<Exit> {
-        let mesh = self.links.around.mesh.upgrade()?;
+        let mesh = self.links.topology.mesh.upgrade()?;
         mesh.peers().get(self.world_rank())?.as_ref()?.exit.clone()
     }
 
     fn dial(&self) -> Dial {
-        let (mesh, to) = (self.links.around.mesh.clone(), self.world_rank());
-        let hello = DataHello { comm: self.links.comm, from: self.links.around.rank, channel: self.channel };
+        let (mesh, to) = (self.links.topology.mesh.clone(), self.world_rank());
+        let hello =
+            DataHello { comm: self.links.comm, from: self.links.topology.rank, channel: self.channel };
         Box::new(move |done| match mesh.upgrade() {
             Some(mesh) => mesh.connect_data(to, hello, done),
             None => done(Err(Error::Closed { call: "open a data connection".into() })),
@@ -265,12 +266,12 @@ impl Site for CommSite<'_> {
     }
 
     fn accept(&self) -> Accept {
-        let (sockets, comm) = (self.links.around.sockets.clone(), self.links.comm);
+        let (sockets, comm) = (self.links.topology.sockets.clone(), self.links.comm);
         let (from, channel) = (self.world_rank(), self.channel);
         Box::new(move || sockets.take(comm, from, channel))
     }
 
     fn reactor(&self) -> Arc<dyn Reactor> {
-        self.links.around.lane.clone()
+        self.links.topology.progress_thread.clone()
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::links::Neighbourhood;
+use super::links::Topology;
 use crate::error::Error;
 use crate::exec::EndpointConfig;
 use crate::link::ipc::{CARD, Far, FarPeer, Offer};
@@ -80,7 +80,7 @@ pub(super) fn heard(rows: &[u8]) -> Result<Heard, Rank> {
 /// A communicator's members, and where they are.
 pub(super) struct Group<'a> {
     pub(super) config: &'a EndpointConfig,
-    pub(super) around: &'a Neighbourhood,
+    pub(super) topology: &'a Topology,
 }
 
 /// What came of reaching for all devices.
@@ -94,17 +94,17 @@ pub(super) struct Reached {
 
 impl Group<'_> {
     fn housemate(&self, rank: Rank) -> bool {
-        self.around.is_housemate(self.config.members[rank])
+        self.topology.is_housemate(self.config.members[rank])
     }
 
     /// What this rank says of itself. From here on its device can be found by the others in the process.
     pub(super) fn row(&self, device: &Arc<PeerDevice>, process: u128, is_nccl: bool) -> [u8; ROW] {
         let (members, ours) = (&self.config.members, self.config.rank);
-        self.around.mates.enter_device(self.config.comm, members[ours], device);
+        self.topology.mates.enter_device(self.config.comm, members[ours], device);
         let mut row = [0; ROW];
         row[0] = OK;
         let far = (0..members.len()).any(|rank| !self.housemate(rank));
-        let remote = members.iter().any(|member| *member != members[ours] && !self.around.is_near(*member));
+        let remote = members.iter().any(|member| *member != members[ours] && !self.topology.is_near(*member));
         let lacks = device.stream.missing_for_sharing().is_some();
         let notes = [(far, FAR), (remote, REMOTE), (lacks, LACKS), (is_nccl, NCCL)];
         row[1] = notes.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).sum();
@@ -126,7 +126,7 @@ impl Group<'_> {
         let probe = DeviceBuf::<u8>::raw(&ours.stream, usize::from(far))?;
         for (rank, row) in rows.iter().enumerate() {
             if self.housemate(rank) {
-                let theirs = self.around.mates.device(self.config.comm, self.config.members[rank]);
+                let theirs = self.topology.mates.device(self.config.comm, self.config.members[rank]);
                 let gone = || Error::system("bind devices", "a rank has taken its device back (a bug)");
                 let theirs = theirs.ok_or_else(gone)?;
                 if !ours.stream.reach(&theirs.stream)? {

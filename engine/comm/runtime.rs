@@ -7,20 +7,20 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc;
 
 use crate::error::Error;
-use crate::exec::{Driven, Lane, Runtime, Task, lane};
+use crate::exec::{Driven, ProgressThread, Runtime, Task, progress_thread};
 use crate::group::runtime;
 
 /// The threads are started if they were not.
 ///
 /// # Errors
 /// They cannot be.
-pub(crate) fn process_runtime() -> Result<(Arc<Lane>, Arc<dyn Runtime>), Error> {
-    let lane = lane()?;
+pub(crate) fn process_runtime() -> Result<(Arc<ProgressThread>, Arc<dyn Runtime>), Error> {
+    let progress_thread = progress_thread()?;
     runtime::handle()?;
-    Ok((lane.clone(), Arc::new(ProcessRuntime(lane))))
+    Ok((progress_thread.clone(), Arc::new(ProcessRuntime(progress_thread))))
 }
 
-struct ProcessRuntime(Arc<Lane>);
+struct ProcessRuntime(Arc<ProgressThread>);
 
 impl Runtime for ProcessRuntime {
     fn now(&self) -> Instant {

@@ -13,7 +13,7 @@ use crate::mem::ErasedBufs;
 
 /// A poll drives the operation for at most this long.
 pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
-/// So many polls ask to be polled again at once, letting other tasks run in between; then the lane takes over. Small
+/// So many polls ask to be polled again at once, letting other tasks run in between; then the progress thread takes over. Small
 /// operations so complete on the awaiting thread, without a switch.
 pub(super) const EAGER_POLLS: u32 = 10;
 

@@ -23,14 +23,14 @@ pub use self::pool::PoolStats;
 pub(super) use self::pool::ROW;
 use self::records::Entry;
 use self::wholes::Wholes;
-use super::links::{CommLinks, Housemates, Neighbourhood, block_bytes};
+use super::links::{CommLinks, ProcessRanks, Topology, block_bytes};
 use crate::error::{Error, Lost};
-use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Lane, Opener, Runtime};
+use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, Runtime};
 use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Mesh, host};
 use crate::link::kinds::farthest;
-use crate::link::local::Gate;
+use crate::link::local::MemoryLock;
 use crate::link::region::{Region, TURNED};
 use crate::link::{Break, Lends, LinkKind, SLOT};
 use crate::plan::choices::{Choices, GroupChoices, Place};
@@ -132,8 +132,8 @@ pub(crate) struct World {
     transport: Transport,
     /// Which ranks of this host may run on cores that this one may run on: all, if they are not bound.
     beside: Vec<bool>,
-    pub(crate) around: Arc<Neighbourhood>,
-    gate: Gate,
+    pub(crate) topology: Arc<Topology>,
+    memory_lock: MemoryLock,
     pub(crate) runtime: Arc<dyn Runtime>,
     pub(crate) defaults: Defaults,
     comms: Mutex<Map<CommId, Weak<Endpoint>>>,
@@ -165,9 +165,9 @@ impl World {
     pub(crate) fn new(
         (rank, size, id): (Rank, usize, [u8; 16]),
         transport: Transport,
-        (mates, gate): (Arc<Housemates>, Gate),
+        (mates, memory_lock): (Arc<ProcessRanks>, MemoryLock),
         region: Arc<Region>,
-        (lane, runtime): (Arc<Lane>, Arc<dyn Runtime>),
+        (progress_thread, runtime): (Arc<ProgressThread>, Arc<dyn Runtime>),
         links: Vec<&'static LinkKind>,
         (defaults, choices): (Defaults, Arc<Choices>),
     ) -> Arc<World> {
@@ -186,7 +186,7 @@ impl World {
             _ => true,
         };
         let beside = (0..size).map(beside).collect();
-        let around = Arc::new(Neighbourhood::new((id, rank), region, lane, mates, links, mesh));
+        let topology = Arc::new(Topology::new((id, rank), region, progress_thread, mates, links, mesh));
         Arc::new(World {
             rank,
             size,
@@ -195,8 +195,8 @@ impl World {
             choices,
             id,
             transport,
-            around,
-            gate,
+            topology,
+            memory_lock,
             runtime,
             defaults,
             comms: Mutex::default(),
@@ -227,13 +227,13 @@ impl World {
                 format!("rank {} is not among its members {members:?}", self.rank),
             )
         })?;
-        let near = |m: &&Rank| **m == self.rank || self.around.is_near(**m);
+        let near = |m: &&Rank| **m == self.rank || self.topology.is_near(**m);
         let here = members.iter().filter(near).count();
         let beside = members.iter().filter(near).filter(|m| self.beside[**m]).count();
         let (opener, generation, runs): (Arc<dyn Opener>, u32, _) = match lines {
             LinksFrom::NewRings(blocks) => {
-                let (members, around) = (members.clone(), self.around.clone());
-                (Arc::new(CommLinks { comm, rank, members, blocks, around }), 0, None)
+                let (members, topology) = (members.clone(), self.topology.clone());
+                (Arc::new(CommLinks { comm, rank, members, blocks, topology }), 0, None)
             }
             #[cfg(test)]
             LinksFrom::Opener(opener) => (opener, 0, None),
@@ -242,7 +242,7 @@ impl World {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let hosts = host::numbered(members.iter().map(|m| self.hosts[*m]), members.len());
         let others: Vec<_> =
-            members.iter().filter(|m| **m != self.rank).map(|m| self.around.links[*m]).collect();
+            members.iter().filter(|m| **m != self.rank).map(|m| self.topology.links[*m]).collect();
         let (env, tuned) = self.choice(&others, (rank, here), &hosts);
         let config = EndpointConfig {
             comm: comm.0,
@@ -257,8 +257,8 @@ impl World {
             tuned,
             env,
             members,
-            region: self.around.region.clone(),
-            gate: self.gate.clone(),
+            region: self.topology.region.clone(),
+            memory_lock: self.memory_lock.clone(),
             opener,
             control: self.clone(),
             runtime: self.runtime.clone(),
@@ -314,7 +314,7 @@ impl World {
 
     /// The rings of the world's own communicator lie at the same place in every region: allocated first.
     pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
-        let block = self.around.region.alloc(block_bytes(self.size))? as u64;
+        let block = self.topology.region.alloc(block_bytes(self.size))? as u64;
         self.endpoint(
             CommId(0),
             "world".into(),
@@ -492,7 +492,7 @@ impl Events for World {
         if self.pool.has_retired(hello.comm) {
             return;
         }
-        self.around.sockets.put(hello, socket);
-        self.around.lane.kick();
+        self.topology.sockets.put(hello, socket);
+        self.topology.progress_thread.kick();
     }
 }

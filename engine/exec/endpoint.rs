@@ -11,7 +11,7 @@
 //! | teardown ([`health`], [`teardown`]) | what ended the communicator; how far its end has come | none; in `run` |
 //! | the other ranks ([`peers`], [`breaks`]) | what they have told of themselves | `peers` |
 //!
-//! Locks are taken in this order: `run`, the memory lock of the rank (`config.gate`), `submitted`, then any one of the others.
+//! Locks are taken in this order: `run`, the memory lock of the rank (`config.memory_lock`), `submitted`, then any one of the others.
 //! `run` is only tried by those who drive; waited for when devices are bound and when a communicator closes. A user's code
 //! (wakers, drops of buffers, functions that follow) runs while this thread holds none of them but `run`: never the table's.
 
@@ -62,7 +62,7 @@ use super::whole::BoundWhole;
 use crate::error::Error;
 use crate::forked;
 use crate::link::Break;
-use crate::link::local::Gate;
+use crate::link::local::MemoryLock;
 use crate::link::region::Region;
 use crate::mem::ErasedBufs;
 use crate::plan::Env;
@@ -105,7 +105,7 @@ pub(crate) struct EndpointConfig {
     /// What the tuner's table says of it.
     pub(crate) tuned: GroupChoices,
     pub(crate) region: Arc<Region>,
-    pub(crate) gate: Gate,
+    pub(crate) memory_lock: MemoryLock,
     pub(crate) opener: Arc<dyn Opener>,
     pub(crate) control: Arc<dyn Control>,
     pub(crate) runtime: Arc<dyn Runtime>,

@@ -1,7 +1,7 @@
 //! The executor: it alone runs plans, on links it does not look into.
 //!
 //! One [`Endpoint`] per communicator and rank holds the table of operations in flight and what runs them: a
-//! [`PlanRun`](run::PlanRun) for each part, in one kind of memory ([`Backend`](backend::Backend)). Whoever has time drives it: the process's lane, or the thread that polls or waits. Nothing blocks inside.
+//! [`PlanRun`](run::PlanRun) for each part, in one kind of memory ([`Backend`](backend::Backend)). Whoever has time drives it: the process's progress thread, or the thread that polls or waits. Nothing blocks inside.
 
 mod active;
 mod backend;
@@ -12,12 +12,12 @@ mod endpoint;
 mod filling;
 mod host;
 mod inflight;
-mod lane;
 pub(crate) mod nccl;
 mod operation;
 mod p2p;
 mod parts;
 mod port;
+mod progress_thread;
 pub(crate) mod quarantine;
 mod run;
 mod runtime;
@@ -32,15 +32,15 @@ pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns,
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use inflight::Inflight;
 pub(crate) use inflight::Key;
-#[cfg(test)]
-pub(crate) use lane::tests::spoil;
-pub(crate) use lane::{Driven, Lane, lane};
 pub(crate) use operation::{Executor, Operation, Part, PartList, Reduction, Tables, Then, WholeOp};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, Message};
 pub(crate) use parts::{NextPart, Parts};
 pub(crate) use port::{DEVICES, Opener, Port};
+#[cfg(test)]
+pub(crate) use progress_thread::tests::spoil;
+pub(crate) use progress_thread::{Driven, ProgressThread, progress_thread};
 pub(crate) use run::{STRIPE, cut};
 pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};

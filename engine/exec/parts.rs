@@ -176,7 +176,7 @@ mod tests {
     use crate::exec::operation::{PartList, Reduction};
     use crate::exec::port::Opener;
     use crate::link::layout::RING_BYTES;
-    use crate::link::local::{Bell, Gate, LocalRx, LocalTx};
+    use crate::link::local::{Doorbell, LocalRx, LocalTx, MemoryLock};
     use crate::link::region::Region;
     use crate::link::{LinkRx, LinkTx, SLOT};
     use crate::mem::device::ALL;
@@ -188,18 +188,23 @@ mod tests {
         rank: usize,
         regions: [Arc<Region>; 2],
         at: [usize; 2],
-        bell: Bell,
-        gates: [Gate; 2],
+        doorbell: Doorbell,
+        memory_locks: [MemoryLock; 2],
     }
 
     impl Opener for Rings {
         fn open_tx(&self, peer: Rank, _: u8) -> Result<Box<dyn LinkTx>, Error> {
             let (region, at) = (self.regions[self.rank].clone(), self.at[self.rank]);
-            Ok(Box::new(LocalTx::new(region, at, self.bell.clone(), Some(self.gates[peer].clone()))?))
+            Ok(Box::new(LocalTx::new(
+                region,
+                at,
+                self.doorbell.clone(),
+                Some(self.memory_locks[peer].clone()),
+            )?))
         }
         fn open_rx(&self, peer: Rank, _: u8) -> Result<Box<dyn LinkRx>, Error> {
             let (region, at) = (self.regions[peer].clone(), self.at[peer] as u64);
-            Ok(Box::new(LocalRx::new(region, at, self.bell.clone(), peer, true)?))
+            Ok(Box::new(LocalRx::new(region, at, self.doorbell.clone(), peer, true)?))
         }
     }
 
@@ -242,11 +247,11 @@ mod tests {
         let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
         let at = [0, 1].map(|rank: usize| regions[rank].alloc(RING_BYTES).unwrap());
         let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        let bell = Bell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
-        let gates = [(); 2].map(|()| Gate::default());
+        let doorbell = Doorbell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
+        let memory_locks = [(); 2].map(|()| MemoryLock::default());
         let ranks = [0, 1].map(|rank| {
-            let (regions, bell, gates) = (regions.clone(), bell.clone(), gates.clone());
-            let rings = Rings { rank, regions, at, bell, gates };
+            let (regions, doorbell, memory_locks) = (regions.clone(), doorbell.clone(), memory_locks.clone());
+            let rings = Rings { rank, regions, at, doorbell, memory_locks };
             std::thread::spawn(move || broadcast(rings, 256 << 20))
         });
         for rank in ranks {

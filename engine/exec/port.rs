@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::filling::Filling;
-use super::lane::keep_and_look;
+use super::progress_thread::keep_and_look;
 use super::quarantine::What;
 use crate::error::Error;
 use crate::forked;

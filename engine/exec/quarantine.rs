@@ -4,7 +4,7 @@
 //! writing: it says so when it hangs up, which one that is stopped does not. What it was lent is then given back to nobody, and
 //! used for nothing else, until the peer has hung up after all, or its process has exited: one that is dead writes nothing.
 //! The same holds for what a link may still write to by itself, until it says that it does not.
-//! The process's lane looks now and then, for as long as anything is kept.
+//! The process's progress thread looks now and then, for as long as anything is kept.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::link::region::{Region, WeakSlot};
 use crate::mem::ErasedBufs;
 use crate::mem::device::Staged;
 
-/// How often the lane looks.
+/// How often the progress thread looks.
 pub(super) const LOOK: Duration = Duration::from_millis(50);
 
 /// What is kept.
@@ -41,7 +41,7 @@ static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 /// How many there are.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Keeps it until all leases are over. The lane is to be woken then ([`keep_and_look`](super::lane::keep_and_look)).
+/// Keeps it until all leases are over. The progress thread is to be woken then ([`keep_and_look`](super::progress thread::keep_and_look)).
 pub(super) fn keep(what: What, leases: Vec<Arc<Lease>>) {
     let mut kept = KEPT.lock();
     kept.push(Kept { what, leases });

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::lane::Driven;
+use super::progress_thread::Driven;
 use crate::error::Error;
 
 /// Something that runs beside everybody.

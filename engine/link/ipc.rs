@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
 use super::cells::{Descriptor, RawRing, RingFlag};
-use super::local::Bell;
+use super::local::Doorbell;
 use super::peer::PeerDevice;
 use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
@@ -191,7 +191,7 @@ impl Far {
 /// The sending end.
 pub(crate) struct FarTx {
     ring: Producer<RawRing>,
-    bell: Bell,
+    doorbell: Doorbell,
     ours: Arc<PeerDevice>,
     far: Arc<Far>,
     peer: Arc<FarPeer>,
@@ -208,9 +208,9 @@ impl FarTx {
         far: Arc<Far>,
         peer: Arc<FarPeer>,
     ) -> Result<FarTx, Error> {
-        let Place { region, ring, bell, .. } = place;
+        let Place { region, ring, doorbell, .. } = place;
         let (ring, full) = (Producer::new(RawRing::new(region, ring)?), [false; CELLS as usize]);
-        Ok(FarTx { ring, bell, ours, far, peer, seen: 0, full })
+        Ok(FarTx { ring, doorbell, ours, far, peer, seen: 0, full })
     }
 
     /// What the peer's word shows once it has read all frames from `seen` up to this one. `None`: there is nothing in them.
@@ -242,7 +242,7 @@ impl LinkTx for FarTx {
         }
         self.full[(frame % CELLS) as usize] = header.len > 0;
         self.ring.post((Descriptor::new(&header, offset), std::ptr::null()));
-        self.bell.ring();
+        self.doorbell.ring();
         Ok(Posted::Held)
     }
 
@@ -283,7 +283,7 @@ impl LinkTx for FarTx {
 /// The receiving end.
 pub(crate) struct FarRx {
     ring: Consumer<RawRing>,
-    bell: Bell,
+    doorbell: Doorbell,
     ours: Arc<PeerDevice>,
     peer: Arc<FarPeer>,
     /// The peer's blocks, by number.
@@ -306,10 +306,10 @@ impl FarRx {
         peer: Arc<FarPeer>,
         waker: Waker,
     ) -> Result<FarRx, Error> {
-        let Place { region, ring, bell, .. } = place;
+        let Place { region, ring, doorbell, .. } = place;
         let ring = Consumer::new(RawRing::new(region, ring)?);
         let (imports, frames, head) = (HashMap::new(), 0, None);
-        Ok(FarRx { ring, bell, ours, peer, imports, waker, frames, head, hung_up: false })
+        Ok(FarRx { ring, doorbell, ours, peer, imports, waker, frames, head, hung_up: false })
     }
 
     /// Where a frame of so many bytes is, here, once the block that it is in is open.
@@ -369,7 +369,7 @@ impl LinkRx for FarRx {
         self.head = None;
         self.frames += 1;
         self.ring.release();
-        self.bell.ring();
+        self.doorbell.ring();
     }
 
     /// Says that nothing more will be read; by the last word the sender sees when all has been.
@@ -377,7 +377,7 @@ impl LinkRx for FarRx {
         (self.head, self.hung_up) = (None, true);
         if self.peer.put(END, 1).is_ok() {
             self.ring.close();
-            self.bell.ring();
+            self.doorbell.ring();
         }
     }
 }

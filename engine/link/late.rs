@@ -30,7 +30,7 @@ pub(crate) static LATE: LinkKind = LinkKind {
     },
 };
 
-/// What the lane asks for news, as no descriptor tells of any.
+/// What the progress thread asks for news, as no descriptor tells of any.
 struct Card {
     pipe: OwnedFd,
     /// Bytes that were there when it was last asked.

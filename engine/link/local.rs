@@ -26,22 +26,22 @@ const NOWHERE: u64 = u64::MAX;
 /// Payloads that need no line beside the descriptor's.
 const TINY: usize = size_of::<u64>();
 
-/// Wakes a rank's lane when it sleeps.
+/// Wakes a rank's progress thread when it sleeps.
 #[derive(Clone)]
-pub(crate) struct Bell {
+pub(crate) struct Doorbell {
     region: Arc<Region>,
     fd: Arc<OwnedFd>,
 }
 
-impl Bell {
-    pub(crate) fn new(region: Arc<Region>, fd: Arc<OwnedFd>) -> Bell {
-        Bell { region, fd }
+impl Doorbell {
+    pub(crate) fn new(region: Arc<Region>, fd: Arc<OwnedFd>) -> Doorbell {
+        Doorbell { region, fd }
     }
 
     /// Called after publishing. Pairs with the sleeper's "set the flag, fence, look again".
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
-        let flag = self.region.bell_flag();
+        let flag = self.region.doorbell_flag();
         if flag.load(Ordering::Relaxed) != 0 && flag.swap(0, Ordering::AcqRel) != 0 {
             // Never waits, whatever the descriptor is: a peer's may be anything. If it is full, its owner wakes anyway.
             let _ = rustix::net::send(&*self.fd, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
@@ -50,7 +50,7 @@ impl Bell {
 }
 
 /// What a receiver in the same process holds while it reads lent memory, so that a sender can be sure it is not.
-pub(crate) type Gate = Arc<Mutex<()>>;
+pub(crate) type MemoryLock = Arc<Mutex<()>>;
 
 /// Ranks of one process.
 pub(crate) static INPROC: LinkKind = LinkKind {
@@ -60,8 +60,8 @@ pub(crate) static INPROC: LinkKind = LinkKind {
     max_frame_len: SLOT,
     probe: || Region::private().map(drop),
     open_tx: |site| {
-        let Place { region, ring, bell, gate } = site.place()?;
-        Ok(Box::new(LocalTx::new(region, ring as usize, bell, gate)?))
+        let Place { region, ring, doorbell, memory_lock } = site.place()?;
+        Ok(Box::new(LocalTx::new(region, ring as usize, doorbell, memory_lock)?))
     },
     open_rx: |site| open_rx(site, true),
 };
@@ -74,24 +74,24 @@ pub(crate) static SHM: LinkKind = LinkKind {
     max_frame_len: SLOT,
     probe: || Region::shared().map(drop),
     open_tx: |site| {
-        let Place { region, ring, bell, .. } = site.place()?;
-        let tx = LocalTx::new(region, ring as usize, bell, None)?;
+        let Place { region, ring, doorbell, .. } = site.place()?;
+        let tx = LocalTx::new(region, ring as usize, doorbell, None)?;
         Ok(Box::new(tx.between_processes(site.exit())))
     },
     open_rx: |site| open_rx(site, false),
 };
 
 fn open_rx(site: &dyn Site, same_process: bool) -> Result<Box<dyn LinkRx>, Error> {
-    let Place { region, ring, bell, .. } = site.place()?;
-    Ok(Box::new(LocalRx::new(region, ring, bell, site.peer(), same_process)?))
+    let Place { region, ring, doorbell, .. } = site.place()?;
+    Ok(Box::new(LocalRx::new(region, ring, doorbell, site.peer(), same_process)?))
 }
 
 /// The sending end on one host.
 pub(crate) struct LocalTx {
     ring: Producer<RawRing>,
-    bell: Bell,
-    /// The receiver's gate if it is in this process: then any memory can be lent.
-    gate: Option<Gate>,
+    doorbell: Doorbell,
+    /// The receiver's memory lock if it is in this process: then any memory can be lent.
+    memory_lock: Option<MemoryLock>,
     /// The receiver's process, if it is another one.
     exit: Option<Exit>,
 }
@@ -101,11 +101,11 @@ impl LocalTx {
     pub(crate) fn new(
         region: Arc<Region>,
         offset: usize,
-        bell: Bell,
-        gate: Option<Gate>,
+        doorbell: Doorbell,
+        memory_lock: Option<MemoryLock>,
     ) -> Result<Self, Error> {
         let ring = Producer::new(RawRing::new(region, offset as u64)?);
-        Ok(LocalTx { ring, bell, gate, exit: None })
+        Ok(LocalTx { ring, doorbell, memory_lock, exit: None })
     }
 
     /// The same, to a process whose exit is known of.
@@ -120,11 +120,11 @@ impl LinkTx for LocalTx {
     }
 
     fn needs_slot(&self, payload: *const u8, len: usize) -> bool {
-        self.gate.is_none() && !self.ring.memory().region.is_page(payload, len)
+        self.memory_lock.is_none() && !self.ring.memory().region.is_page(payload, len)
     }
 
     fn touches(&self, at: *const u8, len: usize) -> bool {
-        self.gate.is_none() && self.ring.memory().region.is_page(at, len)
+        self.memory_lock.is_none() && self.ring.memory().region.is_page(at, len)
     }
 
     fn has_exited(&self) -> bool {
@@ -149,7 +149,7 @@ impl LinkTx for LocalTx {
             u64::from_ne_bytes(bytes)
         } else if inline {
             NOWHERE
-        } else if self.gate.is_some() {
+        } else if self.memory_lock.is_some() {
             payload as u64
         } else {
             match self.ring.memory().region.offset_of(payload) {
@@ -164,12 +164,12 @@ impl LinkTx for LocalTx {
         };
         let descriptor = Descriptor::new(&header, location);
         self.ring.post((descriptor, if inline && !tiny { payload } else { std::ptr::null() }));
-        self.bell.ring();
+        self.doorbell.ring();
         Ok(if inline { Posted::Copied } else { Posted::Held })
     }
 
     fn can_lend(&self, at: *const u8, len: usize) -> bool {
-        self.gate.is_some() || self.ring.memory().region.is_page(at, len)
+        self.memory_lock.is_some() || self.ring.memory().region.is_page(at, len)
     }
 
     fn can_lend_slots(&self) -> bool {
@@ -177,7 +177,7 @@ impl LinkTx for LocalTx {
     }
 
     unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
-        let (ends, elsewhere) = ([loan.input, loan.output.cast_const()], self.gate.is_none());
+        let (ends, elsewhere) = ([loan.input, loan.output.cast_const()], self.memory_lock.is_none());
         let region = &self.ring.memory().region;
         let place = |at: *const u8| if elsewhere { region.offset_of(at) } else { Some(at as u64) };
         let (Some(input), Some(output)) = (place(ends[0]), place(ends[1])) else {
@@ -186,7 +186,7 @@ impl LinkTx for LocalTx {
         let places = [input, output, loan.bytes as u64];
         let header = Header { len: size_of_val(&places) as u32, ..header };
         self.ring.post((Descriptor::new(&header, NOWHERE), places.as_ptr().cast()));
-        self.bell.ring();
+        self.doorbell.ring();
         Ok(())
     }
 
@@ -201,15 +201,16 @@ impl LinkTx for LocalTx {
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().store(1, Ordering::SeqCst);
         // Another process reads only our region, which it keeps mapped itself. One of ours may be reading our
-        // caller's buffer right now: it does so only under its gate, and looks at the flag after taking it.
-        !kept(Wait::Gate) || self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
+        // caller's buffer right now: it does so only under its memory lock, and looks at the flag after taking it.
+        !kept(Wait::MemoryLock)
+            || self.memory_lock.as_ref().is_none_or(|memory_lock| memory_lock.try_lock().is_some())
     }
 }
 
 /// The receiving end on one host.
 pub(crate) struct LocalRx {
     ring: Consumer<RawRing>,
-    bell: Bell,
+    doorbell: Doorbell,
     peer: Rank,
     same_process: bool,
     head: Option<Frame>,
@@ -217,16 +218,16 @@ pub(crate) struct LocalRx {
 }
 
 impl LocalRx {
-    /// The ring at `offset` of the sender's `region`; `bell` wakes the sender, which may wait for room.
+    /// The ring at `offset` of the sender's `region`; `doorbell` wakes the sender, which may wait for room.
     pub(crate) fn new(
         region: Arc<Region>,
         offset: u64,
-        bell: Bell,
+        doorbell: Doorbell,
         peer: Rank,
         same_process: bool,
     ) -> Result<Self, Error> {
         let ring = Consumer::new(RawRing::new(region, offset)?);
-        Ok(LocalRx { ring, bell, peer, same_process, head: None, hung_up: false })
+        Ok(LocalRx { ring, doorbell, peer, same_process, head: None, hung_up: false })
     }
 }
 
@@ -287,7 +288,7 @@ impl LinkRx for LocalRx {
         self.head = None;
         self.hung_up = true;
         self.ring.close();
-        self.bell.ring();
+        self.doorbell.ring();
     }
 
     fn release(&mut self, bytes: usize) {
@@ -295,7 +296,7 @@ impl LinkRx for LocalRx {
         if frame.advance(bytes) {
             self.head = None;
             self.ring.release();
-            self.bell.ring();
+            self.doorbell.ring();
         }
     }
 }
@@ -315,11 +316,11 @@ mod tests {
     fn pair(same_process: bool) -> (LocalTx, LocalRx, Arc<Region>) {
         let region = Arc::new(Region::shared().unwrap());
         let fd = Arc::new(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap());
-        let bell = Bell::new(region.clone(), fd);
+        let doorbell = Doorbell::new(region.clone(), fd);
         let at = region.alloc(RING_BYTES).unwrap();
-        let gate = same_process.then(Gate::default);
-        let tx = LocalTx::new(region.clone(), at, bell.clone(), gate).unwrap();
-        let rx = LocalRx::new(region.clone(), at as u64, bell, 0, same_process).unwrap();
+        let memory_lock = same_process.then(MemoryLock::default);
+        let tx = LocalTx::new(region.clone(), at, doorbell.clone(), memory_lock).unwrap();
+        let rx = LocalRx::new(region.clone(), at as u64, doorbell, 0, same_process).unwrap();
         (tx, rx, region)
     }
 
@@ -372,8 +373,8 @@ mod tests {
         // SAFETY: as above.
         unsafe { tx.post(header(2, 100_000), payload.as_ptr()).unwrap() };
         assert!(rx.peek(0).unwrap().is_some(), "seen, and not released when it is taken back");
-        let gate = tx.gate.clone().unwrap();
-        let reading = gate.lock();
+        let memory_lock = tx.memory_lock.clone().unwrap();
+        let reading = memory_lock.lock();
         assert!(!tx.revoke(), "the receiver may be reading");
         drop(reading);
         assert!(tx.revoke());
@@ -424,7 +425,7 @@ mod tests {
         let frame = rx.peek(0).unwrap().unwrap();
         assert_eq!(rx.borrow().unwrap().output, slot);
         rx.release(frame.ready);
-        // What a peer that lies may name: the bell, a ring, what begins in the last slot, the end, what goes beyond it, what
+        // What a peer that lies may name: the doorbell, a ring, what begins in the last slot, the end, what goes beyond it, what
         // wraps round.
         let end = crate::link::region::REGION_BYTES as u64;
         let last = Region::slot_offset(SLOTS as u16) as u64;

@@ -43,7 +43,7 @@ use std::sync::{Arc, Weak};
 use serde::{Deserialize, Serialize};
 
 use self::exit::Exit;
-use self::local::{Bell, Gate};
+use self::local::{Doorbell, MemoryLock};
 use self::region::Region;
 use self::tcp::{Accept, Dial};
 use crate::error::Error;
@@ -127,12 +127,12 @@ pub(crate) trait Site {
     fn reactor(&self) -> Arc<dyn Reactor>;
 }
 
-/// Where a link through memory is: its ring, who is to be woken, and the peer's gate if it is in this process.
+/// Where a link through memory is: its ring, who is to be woken, and the peer's memory lock if it is in this process.
 pub(crate) struct Place {
     pub(crate) region: Arc<Region>,
     pub(crate) ring: u64,
-    pub(crate) bell: Bell,
-    pub(crate) gate: Option<Gate>,
+    pub(crate) doorbell: Doorbell,
+    pub(crate) memory_lock: Option<MemoryLock>,
 }
 
 /// What became of a posted frame's payload.
@@ -277,7 +277,7 @@ pub(crate) trait LinkRx: Send {
     fn release(&mut self, bytes: usize);
 
     /// What the frame that `peek` has just shown lends. It may be used until it is released,
-    /// as long as `peek` goes on to show it: in one process under this rank's gate, which the sender tries before it has
+    /// as long as `peek` goes on to show it: in one process under this rank's memory lock, which the sender tries before it has
     /// its memory back.
     fn borrow(&self) -> Result<Loan, Error> {
         Err(Error::system("use memory that a peer lends", "this link cannot (a bug)"))
@@ -346,7 +346,7 @@ impl Frame {
     }
 }
 
-/// What of a descriptor wakes the lane.
+/// What of a descriptor wakes the progress thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Interest {
     Readable,
@@ -359,16 +359,16 @@ pub(crate) trait Poller: Send + Sync {
     fn poll(&self) -> bool;
 }
 
-/// Where links say what the lane, while it sleeps, is to be woken by.
+/// Where links say what the progress thread, while it sleeps, is to be woken by.
 pub(crate) trait Reactor: Send + Sync {
-    /// Wakes the lane whenever this descriptor becomes readable or writable: each time that it changes, not for as long as it
+    /// Wakes the progress thread whenever this descriptor becomes readable or writable: each time that it changes, not for as long as it
     /// is. It is watched until all descriptors of what it stands for are closed, also those of other processes.
     fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error>;
-    /// From now on this is asked in each pass of the lane over work that only the lane looks after, and then the lane sleeps for
+    /// From now on this is asked in each pass of the progress thread over work that only the progress thread looks after, and then the progress thread sleeps for
     /// microseconds only. It ends when nobody else has the poller any more.
     #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far by a link for tests alone: `late.rs`.
     fn ask(&self, poller: Weak<dyn Poller>);
-    /// Wakes the lane now.
+    /// Wakes the progress thread now.
     fn kick(&self);
 }
 

@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 use parking_lot::Mutex;
 
 use super::cells::{Descriptor, RawRing};
-use super::local::{Bell, Gate};
+use super::local::{Doorbell, MemoryLock};
 use super::ring::{CELLS, Consumer, Producer};
 use super::waits::{Point, Wait, dawdle, kept, stop};
 use super::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
@@ -147,8 +147,8 @@ fn value(number: u64) -> u32 {
 /// The sending end.
 pub(crate) struct PeerTx {
     ring: Producer<RawRing>,
-    bell: Bell,
-    gate: Option<Gate>,
+    doorbell: Doorbell,
+    memory_lock: Option<MemoryLock>,
     ours: Arc<PeerDevice>,
     to: Rank,
     /// Frames whose release our stream has been told of.
@@ -158,8 +158,15 @@ pub(crate) struct PeerTx {
 impl PeerTx {
     /// From our device to rank `to`.
     pub(crate) fn new(place: Place, ours: Arc<PeerDevice>, to: Rank) -> Result<PeerTx, Error> {
-        let Place { region, ring, bell, gate } = place;
-        Ok(PeerTx { ring: Producer::new(RawRing::new(region, ring)?), bell, gate, ours, to, seen: 0 })
+        let Place { region, ring, doorbell, memory_lock } = place;
+        Ok(PeerTx {
+            ring: Producer::new(RawRing::new(region, ring)?),
+            doorbell,
+            memory_lock,
+            ours,
+            to,
+            seen: 0,
+        })
     }
 
     fn mark(&self, frame: u64, of: fn(&Marks) -> &[Mark; CELLS as usize]) -> &Mark {
@@ -183,7 +190,7 @@ impl LinkTx for PeerTx {
             self.ours.stream.record_in(&mut ready)?;
         }
         self.ring.post((Descriptor::new(&header, payload.addr() as u64), std::ptr::null()));
-        self.bell.ring();
+        self.doorbell.ring();
         Ok(Posted::Held)
     }
 
@@ -199,7 +206,7 @@ impl LinkTx for PeerTx {
         let places = [loan.input.addr() as u64, loan.output.addr() as u64, loan.bytes as u64];
         let header = Header { len: Loan::FRAME as u32, ..header };
         self.ring.post((Descriptor::new(&header, BESIDE), places.as_ptr().cast()));
-        self.bell.ring();
+        self.doorbell.ring();
         Ok(())
     }
 
@@ -220,14 +227,15 @@ impl LinkTx for PeerTx {
     /// Nothing more is put on the reader's stream; what is there already, its end tells.
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().fetch_max(1, Ordering::SeqCst);
-        !kept(Wait::Gate) || self.gate.as_ref().is_none_or(|gate| gate.try_lock().is_some())
+        !kept(Wait::MemoryLock)
+            || self.memory_lock.as_ref().is_none_or(|memory_lock| memory_lock.try_lock().is_some())
     }
 }
 
 /// The receiving end.
 pub(crate) struct PeerRx {
     ring: Consumer<RawRing>,
-    bell: Bell,
+    doorbell: Doorbell,
     ours: Arc<PeerDevice>,
     theirs: Arc<PeerDevice>,
     rank: Rank,
@@ -247,9 +255,9 @@ impl PeerRx {
         theirs: Arc<PeerDevice>,
         rank: Rank,
     ) -> Result<PeerRx, Error> {
-        let Place { region, ring, bell, .. } = place;
+        let Place { region, ring, doorbell, .. } = place;
         let ring = Consumer::new(RawRing::new(region, ring)?);
-        Ok(PeerRx { ring, bell, ours, theirs, rank, frames: 0, head: None, hung_up: false })
+        Ok(PeerRx { ring, doorbell, ours, theirs, rank, frames: 0, head: None, hung_up: false })
     }
 
     fn marks(&self) -> (&Mark, &Mark) {
@@ -307,13 +315,13 @@ impl LinkRx for PeerRx {
         self.head = None;
         self.frames += 1;
         self.ring.release();
-        self.bell.ring();
+        self.doorbell.ring();
     }
 
     fn hang_up(&mut self) {
         self.head = None;
         self.hung_up = true;
         self.ring.close();
-        self.bell.ring();
+        self.doorbell.ring();
     }
 }

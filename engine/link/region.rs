@@ -1,6 +1,6 @@
 //! A rank's region: the memory that its peers on this host see.
 //!
-//! Layout: a page with the bell's flag, the shared staging slots, a heap for rings and own slots, and the arena, for users'
+//! Layout: a page with the doorbell's flag, the shared staging slots, a heap for rings and own slots, and the arena, for users'
 //! buffers. For peers in other processes the region is a sealed memfd, handed over a unix socket: it has no name, vanishes with
 //! the last process, and cannot be truncated under a reader. Pages cost nothing until they are touched; and the arena takes no
 //! address space in a process, this one or a peer's, before the first buffer in it is asked for, or named by its owner.
@@ -55,8 +55,8 @@ pub(crate) struct Region {
     slots: Mutex<VecDeque<u16>>,
     /// Owners of each slot that is taken.
     owners: [AtomicU32; SLOTS],
-    /// A thread found the rank's gate held by another communicator's pass.
-    gate_wanted: AtomicBool,
+    /// A thread found the rank's memory lock held by another communicator's pass.
+    memory_lock_wanted: AtomicBool,
     /// Bytes that the machines of the rank's communicators keep for themselves. They are not in the region; they are counted
     /// with it, as the rank has one.
     scratch: AtomicUsize,
@@ -232,7 +232,7 @@ impl Region {
             arena: Mutex::new(Heap::new(ARENA_START, ARENA)),
             slots: Mutex::new((0..SLOTS as u16).collect()),
             owners: [const { AtomicU32::new(0) }; SLOTS],
-            gate_wanted: AtomicBool::new(false),
+            memory_lock_wanted: AtomicBool::new(false),
             scratch: AtomicUsize::new(0),
         })
     }
@@ -287,8 +287,8 @@ impl Region {
         within(self.base, ARENA_START).or_else(in_pages).map(|offset| offset as u64)
     }
 
-    /// Set while this rank's lane sleeps and wants to be woken by its bell.
-    pub(crate) fn bell_flag(&self) -> &AtomicU32 {
+    /// Set while this rank's progress thread sleeps and wants to be woken by its doorbell.
+    pub(crate) fn doorbell_flag(&self) -> &AtomicU32 {
         // SAFETY: the first page of the mapping, aligned, zeroed at creation; accessed only as an atomic; lives
         // as long as `self`.
         unsafe { self.base.cast::<AtomicU32>().as_ref() }
@@ -329,16 +329,17 @@ impl Region {
         (SLOTS - self.slots.lock().len(), SLOTS)
     }
 
-    /// Notes that a thread found the rank's gate held.
-    pub(crate) fn want_gate(&self) {
-        if !self.gate_wanted.load(Ordering::Relaxed) {
-            self.gate_wanted.store(true, Ordering::Relaxed);
+    /// Notes that a thread found the rank's memory lock held.
+    pub(crate) fn want_memory_lock(&self) {
+        if !self.memory_lock_wanted.load(Ordering::Relaxed) {
+            self.memory_lock_wanted.store(true, Ordering::Relaxed);
         }
     }
 
     /// Whether any has since this was last asked.
-    pub(crate) fn was_gate_wanted(&self) -> bool {
-        self.gate_wanted.load(Ordering::Relaxed) && self.gate_wanted.swap(false, Ordering::Relaxed)
+    pub(crate) fn was_memory_lock_wanted(&self) -> bool {
+        self.memory_lock_wanted.load(Ordering::Relaxed)
+            && self.memory_lock_wanted.swap(false, Ordering::Relaxed)
     }
 
     /// A communicator's machines kept so many bytes for themselves, and keep so many now.

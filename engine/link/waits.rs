@@ -26,7 +26,7 @@ pub enum Wait {
     /// An operation's end, for peers to give back what it lent them.
     Freed,
     /// After a failure: for a peer that is putting something on its stream right now.
-    Gate,
+    MemoryLock,
     /// A reader, for a mark that the sender has taken its memory back: it reads no more.
     Revoked,
 }
@@ -45,7 +45,7 @@ impl Wait {
         Wait::Written,
         Wait::Read,
         Wait::Freed,
-        Wait::Gate,
+        Wait::MemoryLock,
         Wait::Revoked,
     ];
 }
@@ -57,8 +57,8 @@ impl Wait {
 pub enum Point {
     /// Before it looks whether the communicator lives.
     Drive = 1,
-    /// After that, before it takes its gate.
-    Gate,
+    /// After that, before it takes its memory lock.
+    MemoryLock,
     /// Between a look at a frame and the use of it.
     Read,
 }

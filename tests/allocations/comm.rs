@@ -145,9 +145,9 @@ fn steady_state(
     warm: usize,
     rounds: usize,
 ) -> Vec<(&'static str, How, usize, usize)> {
-    let gate = Arc::new(Barrier::new(RANKS));
+    let memory_lock = Arc::new(Barrier::new(RANKS));
     let rank = |mut comm: Comm| {
-        let gate = gate.clone();
+        let memory_lock = memory_lock.clone();
         thread::spawn(move || {
             let mut buffers = Buffers::new();
             let mut found = Vec::with_capacity(16);
@@ -164,21 +164,21 @@ fn steady_state(
                     // one window without any allocation is the steady state. All ranks make the same windows.
                     let mut least = (usize::MAX, 0);
                     for _ in 0..WINDOWS {
-                        gate.wait();
+                        memory_lock.wait();
                         if comm.rank() == 0 {
                             COUNT.store(0, Ordering::SeqCst);
                             BYTES.store(0, Ordering::SeqCst);
                             ON.store(true, Ordering::SeqCst);
                         }
-                        gate.wait();
+                        memory_lock.wait();
                         (0..rounds).for_each(|round| part(&mut comm, &mut buffers, round, how));
-                        gate.wait();
+                        memory_lock.wait();
                         if comm.rank() == 0 {
                             ON.store(false, Ordering::SeqCst);
                             SEEN.0.store(COUNT.load(Ordering::SeqCst), Ordering::SeqCst);
                             SEEN.1.store(BYTES.load(Ordering::SeqCst), Ordering::SeqCst);
                         }
-                        gate.wait();
+                        memory_lock.wait();
                         least = least.min((SEEN.0.load(Ordering::SeqCst), SEEN.1.load(Ordering::SeqCst)));
                         if least.0 == 0 {
                             break;

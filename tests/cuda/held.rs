@@ -102,7 +102,7 @@ fn nobody_reads_what_was_taken_back() {
             return;
         }
         let work = comm.all_reduce(buf);
-        stop_at(Some((Point::Gate, 1)));
+        stop_at(Some((Point::MemoryLock, 1)));
         called.wait();
         until("the other rank is about to look", is_stopped);
         comm.abort("a test");

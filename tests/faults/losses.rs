@@ -238,7 +238,7 @@ fn nobody_is_kept_from_knowing(args: serde_json::Value) {
     }
 }
 
-/// Who closes waits: the functions of its operations, and their wakers, run on its thread or on the lane, and never where the
+/// Who closes waits: the functions of its operations, and their wakers, run on its thread or on the progress thread, and never where the
 /// heartbeats are.
 #[test]
 fn closing_runs_nothing_of_the_users_where_heartbeats_are() {

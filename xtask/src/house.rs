@@ -343,17 +343,17 @@ mod tests {
     #[test]
     fn an_import_from_above_is_found_however_it_is_written() {
         let ways = [
-            "use crate::exec::Lane;",
-            "use crate::{error::Error, exec::{Lane, Table}};",
+            "use crate::exec::Progress thread;",
+            "use crate::{error::Error, exec::{Progress thread, Table}};",
             "use crate::{\n    exec,\n};",
             "fn f() { crate::exec::go() }",
-            "use super::super::exec::Lane;",
-            "use crate::Lane;",
+            "use super::super::exec::Progress thread;",
+            "use crate::Progress thread;",
             "pub(crate) use crate::exec as e;",
         ];
         for way in ways {
             let files = [
-                file("engine/lib.rs", "mod exec; pub use exec::{Lane, Table};"),
+                file("engine/lib.rs", "mod exec; pub use exec::{Progress thread, Table};"),
                 file("engine/link/a.rs", way),
             ];
             let complaints = floors(&files);
@@ -375,7 +375,7 @@ mod tests {
             pub(in crate::exec) struct X;
         ";
         assert_eq!(floors(&[file("engine/exec/mod.rs", text)]), [""; 0]);
-        assert_eq!(floors(&[file("engine/group/mod.rs", "use crate::exec::Lane;")]), [""; 0]);
+        assert_eq!(floors(&[file("engine/group/mod.rs", "use crate::exec::Progress thread;")]), [""; 0]);
         assert_eq!(floors(&[file("cli/demo/mod.rs", "use crate::launch;")]), [""; 0]);
     }
 

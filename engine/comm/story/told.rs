@@ -8,14 +8,14 @@ use std::time::Duration;
 use super::stage::Stage;
 use crate::Comm;
 use crate::comm::handle::Membership;
-use crate::comm::links::Housemates;
+use crate::comm::links::ProcessRanks;
 use crate::comm::runtime::process_runtime;
 use crate::comm::world::{Defaults, Hub, LinksFrom, Transport, World};
 use crate::error::{Error, Lost};
 use crate::exec::Opener;
 use crate::group::Events;
 use crate::group::message::CommId;
-use crate::link::local::{Gate, INPROC};
+use crate::link::local::{INPROC, MemoryLock};
 use crate::link::region::Region;
 use crate::link::virtual_link::{Network, Timeline};
 use crate::link::{LinkRx, LinkTx};
@@ -51,17 +51,17 @@ impl Ranks {
     fn new(n: usize, seed: u64) -> (Ranks, Vec<Comm>) {
         let stage = Stage::new(seed);
         let (hub, network) = (Arc::new(Hub::default()), Network::new(stage.clone()));
-        let (lane, _) = process_runtime().unwrap();
+        let (progress_thread, _) = process_runtime().unwrap();
         let (mut worlds, mut comms) = (Vec::new(), Vec::new());
         for rank in 0..n {
             let transport = Transport::Hub(hub.clone());
-            let (mates, gate) = (Arc::new(Housemates::default()), Gate::default());
-            let turns = (lane.clone(), stage.runtime(rank));
+            let (mates, memory_lock) = (Arc::new(ProcessRanks::default()), MemoryLock::default());
+            let turns = (progress_thread.clone(), stage.runtime(rank));
             let region = Arc::new(Region::private().unwrap());
             let settings = (Defaults::from_env().unwrap(), Arc::default());
             let near = vec![&INPROC; n];
             let who = (rank, n, *b"a story of ranks");
-            let world = World::new(who, transport, (mates, gate), region, turns, near, settings);
+            let world = World::new(who, transport, (mates, memory_lock), region, turns, near, settings);
             hub.enter(&world);
             let lines = Arc::new(Lines { network: network.clone(), comm: CommId(0), rank });
             let endpoint =

@@ -163,7 +163,7 @@ impl State {
 
 impl World {
     pub(crate) fn pool_stats(&self) -> PoolStats {
-        let (ring_bytes, ring_peak, ring_limit) = self.around.region.heap();
+        let (ring_bytes, ring_peak, ring_limit) = self.topology.region.heap();
         let state = self.pool.0.lock();
         let idle = state.idle.len();
         PoolStats {
@@ -257,7 +257,7 @@ impl World {
             state.ended.put(id, ());
             members
         };
-        self.around.sockets.forget(id);
+        self.topology.sockets.forget(id);
         for to in members.into_iter().filter(|m| *m != self.rank) {
             self.send(to, Message::Retired { comm: id });
         }
@@ -321,7 +321,7 @@ impl World {
         if let Some(runs) = &mut ended.runs {
             runs.reap();
         }
-        let writers = ended.members.iter().filter(|m| self.around.is_near(**m));
+        let writers = ended.members.iter().filter(|m| self.topology.is_near(**m));
         let open: Vec<Rank> = writers.filter(|m| !ended.confirmed.contains(m)).copied().collect();
         if open.iter().any(|m| !gone.contains(m)) {
             return;
@@ -339,14 +339,14 @@ impl World {
         if let Some(mut runs) = runs {
             runs.take_all_back();
         }
-        self.around.region.free(block, block_bytes(members.len()), true);
+        self.topology.region.free(block, block_bytes(members.len()), true);
     }
 
     /// Gives rings back that no other rank has used.
     fn discard(&self, id: CommId) {
         let rings = self.pool.0.lock().rings.remove(&id);
         if let Some(rings) = rings {
-            self.around.region.free(rings.block, block_bytes(rings.members.len()), false);
+            self.topology.region.free(rings.block, block_bytes(rings.members.len()), false);
         }
     }
 
@@ -378,7 +378,7 @@ impl World {
 
     /// Room for rings. Where there is none, idle communicators end, and their members' confirmations are waited for.
     async fn block(self: &Arc<Self>, bytes: usize) -> Result<usize, Error> {
-        let full = match self.around.region.alloc(bytes) {
+        let full = match self.topology.region.alloc(bytes) {
             Ok(block) => return Ok(block),
             Err(error) => error,
         };
@@ -387,7 +387,7 @@ impl World {
         let end = self.runtime.now() + MEMORY;
         let mut ticks = Ticks::new(&self.runtime, Duration::from_millis(1))?;
         while self.runtime.now() < end {
-            if let Ok(block) = self.around.region.alloc(bytes) {
+            if let Ok(block) = self.topology.region.alloc(bytes) {
                 return Ok(block);
             }
             ticks.next().await?;

@@ -4,7 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::comm::runtime::process_runtime;
-use crate::exec::lane;
+use crate::exec::progress_thread;
 use crate::link::local::INPROC;
 
 /// Ranks of the world; rank 0 is the one that hears.
@@ -39,12 +39,21 @@ fn step() -> impl Strategy<Value = Step> {
 /// A world whose other ranks hear nothing.
 fn world() -> Arc<World> {
     let id = *b"losses and leave";
-    let (mates, gate, region) = (Housemates::of(id), Gate::default(), Arc::new(Region::private().unwrap()));
-    mates.enter(0, region.clone(), gate.clone());
+    let (mates, memory_lock, region) =
+        (ProcessRanks::of(id), MemoryLock::default(), Arc::new(Region::private().unwrap()));
+    mates.enter(0, region.clone(), memory_lock.clone());
     let transport = Transport::Hub(Arc::default());
     let settings = (Defaults::from_env().unwrap(), Arc::default());
     let near = vec![&INPROC; SIZE];
-    World::new((0, SIZE, id), transport, (mates, gate), region, process_runtime().unwrap(), near, settings)
+    World::new(
+        (0, SIZE, id),
+        transport,
+        (mates, memory_lock),
+        region,
+        process_runtime().unwrap(),
+        near,
+        settings,
+    )
 }
 
 fn id(group: usize) -> CommId {
@@ -121,7 +130,7 @@ proptest! {
 
 #[test]
 fn a_peer_that_makes_our_bell_block_does_not_stop_our_lane() {
-    crate::exec::spoil(lane().unwrap().bell());
+    crate::exec::spoil(progress_thread().unwrap().doorbell());
     let mut comms = crate::Comm::local(2).unwrap();
     let (one, other) = comms.split_at_mut(1);
     for _ in 0..20 {
@@ -129,6 +138,6 @@ fn a_peer_that_makes_our_bell_block_does_not_stop_our_lane() {
         let (tell, told) = std::sync::mpsc::channel();
         std::thread::spawn(move || works.map(|work| tell.send(work.wait().is_ok())));
         assert_eq!(told.recv_timeout(Duration::from_secs(10)), Ok(true));
-        std::thread::sleep(Duration::from_millis(2)); // so that the lane naps in between
+        std::thread::sleep(Duration::from_millis(2)); // so that the progress thread naps in between
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::AtomicBool;
 use super::Endpoint;
 use crate::exec::Progress;
 use crate::exec::active::KEPT;
-use crate::exec::lane::Driven;
+use crate::exec::progress_thread::Driven;
 use crate::link::region::Region;
 
 impl Driven for Endpoint {

@@ -191,7 +191,7 @@ impl Endpoint {
         if let Some(finished) = found {
             return finished;
         }
-        let waker = crate::exec::lane::parker();
+        let waker = crate::exec::progress_thread::parker();
         loop {
             match self.poll(key, &waker, Duration::ZERO, false) {
                 Poll::Ready(finished) => return finished,
@@ -228,16 +228,16 @@ impl Endpoint {
         if run.failed {
             return Progress::Blocked;
         }
-        stop(Point::Gate, self.config.rank);
+        stop(Point::MemoryLock, self.config.rank);
         // Not waited for: a waker or a buffer's drop may run under it, on this very thread.
-        let Some(gate) = self.config.gate.try_lock() else {
-            self.config.region.want_gate();
+        let Some(memory_lock) = self.config.memory_lock.try_lock() else {
+            self.config.region.want_memory_lock();
             return Progress::Blocked;
         };
         let moved = self.pass(&mut run);
-        drop(gate);
-        // Whoever wants the gate tries it now and then: between two long passes there must be time for that.
-        if run.active.was_long() && !run.active.is_empty() && self.config.region.was_gate_wanted() {
+        drop(memory_lock);
+        // Whoever wants the memory lock tries it now and then: between two long passes there must be time for that.
+        if run.active.was_long() && !run.active.is_empty() && self.config.region.was_memory_lock_wanted() {
             std::thread::yield_now();
         }
         match moved {

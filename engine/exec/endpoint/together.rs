@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::super::Progress;
 use super::super::inflight::Key;
-use super::super::lane::parker;
+use super::super::progress_thread::parker;
 use super::progress::{LOOK, SPIN};
 use super::{Endpoint, Finished, orphaned};
 

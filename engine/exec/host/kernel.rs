@@ -141,7 +141,7 @@ pub(super) fn fold(fold: &Fold<'_>) -> Result<(), Error> {
     let (streamed, outs) = all.split_at(bypassing);
     let divisor = c.divisor(step);
     // SAFETY: `m` elements are inside our chunk of every rank's buffers: of ours, which the table owns, and of what peers lend,
-    // which they have just been seen not to take back, under the gate where they are in this process (`LinkRx::borrow` has
+    // which they have just been seen not to take back, under the memory lock where they are in this process (`LinkRx::borrow` has
     // checked the rest). Each rank's input and output are equal or disjoint, those of two ranks are disjoint, and by the protocol
     // this rank alone touches this chunk of them now.
     unsafe {

@@ -7,7 +7,7 @@ use super::*;
 use crate::exec::Inflight;
 use crate::exec::port::Opener;
 use crate::link::layout::RING_BYTES;
-use crate::link::local::{Bell, LocalRx, LocalTx};
+use crate::link::local::{Doorbell, LocalRx, LocalTx};
 use crate::link::region::Region;
 use crate::link::{LinkRx, LinkTx};
 use crate::types::{DType, KIND_P2P, NO_OP};
@@ -16,15 +16,21 @@ use crate::types::{DType, KIND_P2P, NO_OP};
 struct Rings {
     regions: [Arc<Region>; 2],
     at: [usize; 2],
-    bell: Bell,
+    doorbell: Doorbell,
 }
 
 impl Opener for Rings {
     fn open_tx(&self, _: Rank, _: u8) -> Result<Box<dyn LinkTx>, Error> {
-        Ok(Box::new(LocalTx::new(self.regions[0].clone(), self.at[0], self.bell.clone(), None)?))
+        Ok(Box::new(LocalTx::new(self.regions[0].clone(), self.at[0], self.doorbell.clone(), None)?))
     }
     fn open_rx(&self, _: Rank, _: u8) -> Result<Box<dyn LinkRx>, Error> {
-        Ok(Box::new(LocalRx::new(self.regions[1].clone(), self.at[1] as u64, self.bell.clone(), 1, false)?))
+        Ok(Box::new(LocalRx::new(
+            self.regions[1].clone(),
+            self.at[1] as u64,
+            self.doorbell.clone(),
+            1,
+            false,
+        )?))
     }
 }
 
@@ -33,10 +39,10 @@ fn pair() -> (Messages, LocalTx, LocalRx) {
     let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
     let at = [0, 1].map(|i| regions[i].alloc(RING_BYTES).unwrap());
     let (fd, _) = rustix::pipe::pipe().unwrap();
-    let bell = Bell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
-    let tx = LocalTx::new(regions[1].clone(), at[1], bell.clone(), None).unwrap();
-    let rx = LocalRx::new(regions[0].clone(), at[0] as u64, bell.clone(), 0, false).unwrap();
-    let port = Port::new((0, 2), 1, regions[0].clone(), Arc::new(Rings { regions, at, bell }));
+    let doorbell = Doorbell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
+    let tx = LocalTx::new(regions[1].clone(), at[1], doorbell.clone(), None).unwrap();
+    let rx = LocalRx::new(regions[0].clone(), at[0] as u64, doorbell.clone(), 0, false).unwrap();
+    let port = Port::new((0, 2), 1, regions[0].clone(), Arc::new(Rings { regions, at, doorbell }));
     let mut messages = Messages::new(5, 0, 0, 2, port);
     messages.peers[1].touched = true;
     (messages, tx, rx)

@@ -38,7 +38,7 @@ use super::slicing::Slicing;
 use crate::error::Error;
 use crate::types::Rank;
 
-/// Bytes that a pass gathers and posts, about. A pass holds its rank's gate: while a peer keeps up, the other communicators of the
+/// Bytes that a pass gathers and posts, about. A pass holds its rank's memory lock: while a peer keeps up, the other communicators of the
 /// rank would wait for a whole chunk.
 pub(super) const BUDGET: usize = 4 << 20;
 

@@ -19,7 +19,7 @@ fn law_1_a_work_that_is_never_polled_completes() {
         let mut zero = comms.pop().unwrap();
         within(LIMIT, move || {
             for (round, len) in [1usize, 40, 5_000, 300_000, 3].into_iter().enumerate() {
-                // Let the lane fall asleep: the submission alone must wake it.
+                // Let the progress thread fall asleep: the submission alone must wake it.
                 thread::sleep(Duration::from_millis(if round % 2 == 0 { 40 } else { 0 }));
                 let unpolled = zero.all_reduce(vec![1f32; len]);
                 drop(one.all_reduce(vec![2f32; len]));
@@ -114,8 +114,8 @@ fn law_1_a_gated_operation_blocks_no_other_communicator() {
         threads(comms, move |mut comm| {
             let mut other = block_on(comm.dup()).unwrap();
             let stream = HostStream::new("slow").unwrap();
-            let (open, gate) = channel::<()>();
-            stream.launch(move || gate.recv_timeout(LIMIT).unwrap());
+            let (open, memory_lock) = channel::<()>();
+            stream.launch(move || memory_lock.recv_timeout(LIMIT).unwrap());
             let mut gated = comm.on(&stream).all_reduce(vec![1f32; 50_000]);
             let behind = comm.all_reduce(vec![2f32; 10]);
             for len in [1usize, 1000, 200_000] {
@@ -146,9 +146,9 @@ fn law_1_join_makes_the_stream_wait_and_not_the_host() {
         threads(comms, move |mut comm| {
             let stream = HostStream::new("update").unwrap();
             let rank = comm.rank();
-            let (go, gate) = channel::<()>();
+            let (go, memory_lock) = channel::<()>();
             let hold = HostStream::new("hold").unwrap();
-            hold.launch(move || gate.recv_timeout(LIMIT).unwrap());
+            hold.launch(move || memory_lock.recv_timeout(LIMIT).unwrap());
             let work = comm.on(&hold).all_reduce(vec![1f64; 30_000]);
             let start = Instant::now();
             let order = Arc::new(AtomicUsize::new(0));

@@ -1,5 +1,5 @@
-//! Models of how the lane goes to sleep: `Bell::ring` (engine/link/local.rs), `Lane::{nudge, kick, sleep, delist}`
-//! (engine/exec/lane.rs), `Endpoint::arm` (engine/exec/endpoint.rs). The eventfd is a flag that is looked at once all is over: a lane that went to sleep then,
+//! Models of how the progress thread goes to sleep: `Doorbell::ring` (engine/link/local.rs), `ProgressThread::{nudge, kick, sleep, delist}`
+//! (engine/exec/progress thread.rs), `Endpoint::arm` (engine/exec/endpoint.rs). The eventfd is a flag that is looked at once all is over: a progress thread that went to sleep then,
 //! with work there and nobody having written to its eventfd, would sleep on. (The real one has deadlines as well.)
 #![allow(missing_docs)]
 
@@ -9,15 +9,15 @@ use loom::thread;
 const AWAKE: u32 = 0;
 const ASLEEP: u32 = 2;
 
-/// What the lane and those who wake it share. Leaked: a failing model unwinds, and loom's `Arc` cannot be dropped then.
+/// What the progress thread and those who wake it share. Leaked: a failing model unwinds, and loom's `Arc` cannot be dropped then.
 struct World {
     /// A frame in a ring.
     published: AtomicBool,
-    /// An endpoint on the lane's list.
+    /// An endpoint on the progress thread's list.
     listed: AtomicBool,
-    /// `Region::bell_flag`.
+    /// `Region::doorbell_flag`.
     flag: AtomicU32,
-    /// `Lane::state`.
+    /// `ProgressThread::state`.
     state: AtomicU32,
     /// The eventfd has been written to.
     written: AtomicBool,
@@ -34,7 +34,7 @@ fn world() -> &'static World {
 }
 
 impl World {
-    /// `Bell::ring`, after publishing.
+    /// `Doorbell::ring`, after publishing.
     fn ring(&self, fenced: bool) {
         self.published.store(true, Ordering::Release);
         if fenced {
@@ -45,7 +45,7 @@ impl World {
         }
     }
 
-    /// `Lane::enlist`, `Lane::nudge`.
+    /// `ProgressThread::enlist`, `ProgressThread::nudge`.
     fn enlist(&self) {
         self.listed.store(true, Ordering::Release);
         fence(Ordering::SeqCst);
@@ -69,8 +69,8 @@ enum Fault {
     Look,
 }
 
-/// A peer publishes a frame and rings while the lane sets its region's flag and looks again.
-fn bell(fault: Fault) {
+/// A peer publishes a frame and rings while the progress thread sets its region's flag and looks again.
+fn doorbell(fault: Fault) {
     loom::model(move || {
         let w = world();
         let ringer = thread::spawn(move || w.ring(fault != Fault::Ringer));
@@ -81,31 +81,31 @@ fn bell(fault: Fault) {
         let asleep = fault == Fault::Look || !w.published.load(Ordering::Acquire);
         ringer.join().unwrap();
         let woken = w.written.load(Ordering::Acquire);
-        assert!(!asleep || woken, "the bell was lost");
+        assert!(!asleep || woken, "the doorbell was lost");
     });
 }
 
 #[test]
 fn a_bell_is_never_lost() {
-    bell(Fault::None);
+    doorbell(Fault::None);
 }
 
 #[test]
-#[should_panic(expected = "the bell was lost")]
+#[should_panic(expected = "the doorbell was lost")]
 fn control_ringing_without_a_fence_is_caught() {
-    bell(Fault::Ringer);
+    doorbell(Fault::Ringer);
 }
 
 #[test]
-#[should_panic(expected = "the bell was lost")]
+#[should_panic(expected = "the doorbell was lost")]
 fn control_sleeping_without_a_fence_is_caught() {
-    bell(Fault::Fence);
+    doorbell(Fault::Fence);
 }
 
 #[test]
-#[should_panic(expected = "the bell was lost")]
+#[should_panic(expected = "the doorbell was lost")]
 fn control_sleeping_without_a_second_look_is_caught() {
-    bell(Fault::Look);
+    doorbell(Fault::Look);
 }
 
 /// Two go to sleep one after the other and one rings: the flag that the first left behind does not matter.
@@ -125,26 +125,26 @@ fn a_flag_taken_down_and_put_up_again_still_wakes() {
         found |= w.published.load(Ordering::Acquire);
         ringer.join().unwrap();
         let woken = w.written.load(Ordering::Acquire);
-        assert!(found || woken, "the bell was lost");
+        assert!(found || woken, "the doorbell was lost");
     });
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fresh {
-    /// An endpoint that the second look finds new keeps the lane awake: its region's flag is not up.
+    /// An endpoint that the second look finds new keeps the progress thread awake: its region's flag is not up.
     KeepsAwake,
-    /// The lane sleeps all the same.
+    /// The progress thread sleeps all the same.
     IsSleptOver,
 }
 
-/// A submission enlists an endpoint, and its peer rings, while the lane falls asleep without end.
+/// A submission enlists an endpoint, and its peer rings, while the progress thread falls asleep without end.
 fn enlisting(fresh: Fresh) {
     loom::model(move || {
         let w = world();
         let submitter = thread::spawn(move || w.enlist());
         let peer = thread::spawn(move || w.ring(true));
         let seen = w.listed.load(Ordering::Acquire);
-        // `Lane::sleep`
+        // `ProgressThread::sleep`
         w.state.store(ASLEEP, Ordering::Release);
         if seen {
             w.flag.store(1, Ordering::Release);
@@ -157,7 +157,7 @@ fn enlisting(fresh: Fresh) {
         submitter.join().unwrap();
         peer.join().unwrap();
         let woken = w.written.load(Ordering::Acquire);
-        assert!(!asleep || woken, "the lane slept over an endpoint");
+        assert!(!asleep || woken, "the progress thread slept over an endpoint");
     });
 }
 
@@ -167,7 +167,7 @@ fn an_endpoint_enlisted_while_the_lane_falls_asleep_is_not_slept_over() {
 }
 
 #[test]
-#[should_panic(expected = "the lane slept over an endpoint")]
+#[should_panic(expected = "the progress thread slept over an endpoint")]
 fn control_sleeping_over_a_fresh_endpoint_is_caught() {
     enlisting(Fresh::IsSleptOver);
 }
@@ -176,10 +176,10 @@ fn control_sleeping_over_a_fresh_endpoint_is_caught() {
 enum Unfenced {
     Nobody,
     Submitter,
-    Lane,
+    ProgressThread,
 }
 
-/// An operation is submitted to an endpoint that the lane, which found nothing to do there, takes off its list. One of the
+/// An operation is submitted to an endpoint that the progress thread, which found nothing to do there, takes off its list. One of the
 /// two puts it back.
 fn taking_off(unfenced: Unfenced) {
     loom::model(move || {
@@ -196,10 +196,10 @@ fn taking_off(unfenced: Unfenced) {
                 w.listed.store(true, Ordering::Release);
             }
         });
-        // `Lane::delist`
+        // `ProgressThread::delist`
         w.listed.store(false, Ordering::Relaxed);
         enlisted.store(false, Ordering::Release);
-        if unfenced != Unfenced::Lane {
+        if unfenced != Unfenced::ProgressThread {
             fence(Ordering::SeqCst);
         }
         if w.published.load(Ordering::Relaxed) && !enlisted.swap(true, Ordering::AcqRel) {
@@ -224,5 +224,5 @@ fn control_submitting_without_a_fence_is_caught() {
 #[test]
 #[should_panic(expected = "an operation is left to nobody")]
 fn control_taking_off_without_a_fence_is_caught() {
-    taking_off(Unfenced::Lane);
+    taking_off(Unfenced::ProgressThread);
 }

@@ -1,6 +1,6 @@
-//! The process's lane: one thread that drives every operation that nobody else drives.
+//! The process's progress thread: one thread that drives every operation that nobody else drives.
 //!
-//! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's bell (a flag in
+//! It passes over the endpoints with work, and sleeps in `epoll` when none can move: woken by a peer's doorbell (a flag in
 //! the region, a unix socket), a descriptor that a link has named, a submission, or a deadline. Where a link has something that no
 //! descriptor tells of, it asks after that in each pass and sleeps for microseconds only. Without work of its own it waits for
 //! its eventfd alone.
@@ -24,7 +24,7 @@ use crate::link::region::Region;
 use crate::link::{Interest, Poller, Reactor};
 use crate::trace::log::LOG;
 
-/// The lane spins this long without progress before it sleeps, where there are cores to spare.
+/// The progress thread spins this long without progress before it sleeps, where there are cores to spare.
 const SPIN: Duration = Duration::from_micros(30);
 /// Naps between activity, during which a submission need not wake it: sleeps of this length.
 const NAP: Duration = Duration::from_millis(1);
@@ -35,14 +35,14 @@ const WATCH: Duration = Duration::from_millis(20);
 /// Pollers are asked this often while operations wait.
 const ASK: Duration = Duration::from_micros(50);
 
-/// Rings taken off the bell after a sleep.
+/// Rings taken off the doorbell after a sleep.
 const RINGS: usize = 16;
 
 const AWAKE: u32 = 0;
 const NAPPING: u32 = 1;
 const ASLEEP: u32 = 2;
 
-/// What the lane drives: one rank's part in a communicator. Nothing of it blocks.
+/// What the progress thread drives: one rank's part in a communicator. Nothing of it blocks.
 pub(crate) trait Driven: Send + Sync {
     /// Makes progress if nobody else is about to.
     fn drive_once(self: Arc<Self>) -> Progress;
@@ -52,17 +52,17 @@ pub(crate) trait Driven: Send + Sync {
     fn is_driven(&self) -> bool;
     /// With nothing to do: gives memory back that it keeps. Whether that is still to be done, later.
     fn rest(&self) -> bool;
-    /// Whether it is on the lane's list. Who sets it puts it there.
+    /// Whether it is on the progress thread's list. Who sets it puts it there.
     fn enlisted(&self) -> &AtomicBool;
-    /// The rank's region, where peers see whether the lane sleeps.
+    /// The rank's region, where peers see whether the progress thread sleeps.
     fn region(&self) -> &Arc<Region>;
     /// Whether there are more ranks than cores on this host.
     fn is_oversubscribed(&self) -> bool;
 }
 
-pub(crate) struct Lane {
+pub(crate) struct ProgressThread {
     endpoints: Mutex<Vec<Arc<dyn Driven>>>,
-    /// Endpoints with nothing to do that keep much memory. Only the lane touches them.
+    /// Endpoints with nothing to do that keep much memory. Only the progress thread touches them.
     resting: Mutex<Vec<Weak<dyn Driven>>>,
     state: AtomicU32,
     /// Wakes it from inside the process. No peer has this descriptor.
@@ -70,9 +70,9 @@ pub(crate) struct Lane {
     /// What peers have rung comes here...
     rung: OwnedFd,
     /// ...from there: what they are given. Whether a write to an eventfd, or a read of it, may block is said by a flag that all
-    /// who have the descriptor share, so that any of them could stop the others, and this lane. For a socket each call says
+    /// who have the descriptor share, so that any of them could stop the others, and this progress thread. For a socket each call says
     /// for itself that it must not block.
-    bell: Arc<OwnedFd>,
+    doorbell: Arc<OwnedFd>,
     epoll: OwnedFd,
     /// What is asked in each pass over work that nobody else drives, and whether there is any.
     pollers: Mutex<Vec<Weak<dyn Poller>>>,
@@ -80,59 +80,59 @@ pub(crate) struct Lane {
     waker: OnceLock<Waker>,
 }
 
-/// The process's lane, started at the first call.
-pub(crate) fn lane() -> Result<Arc<Lane>, Error> {
-    // In a child of a fork the parent's lane would be found, and its thread would not be there.
+/// The process's progress thread, started at the first call.
+pub(crate) fn progress_thread() -> Result<Arc<ProgressThread>, Error> {
+    // In a child of a fork the parent's progress thread would be found, and its thread would not be there.
     forked::begin()?;
-    static LANE: Mutex<Option<Arc<Lane>>> = Mutex::new(None);
-    let mut slot = LANE.lock();
-    if let Some(lane) = &*slot {
-        return Ok(lane.clone());
+    static PROGRESS_THREAD: Mutex<Option<Arc<ProgressThread>>> = Mutex::new(None);
+    let mut slot = PROGRESS_THREAD.lock();
+    if let Some(progress_thread) = &*slot {
+        return Ok(progress_thread.clone());
     }
     let doing = |e: rustix::io::Errno| {
-        Error::system("start the engine's lane (epoll, eventfd, a pair of unix sockets)", e)
+        Error::system("start the engine's progress thread (epoll, eventfd, a pair of unix sockets)", e)
     };
     let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(doing)?;
-    let (rung, bell) =
+    let (rung, doorbell) =
         socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).map_err(doing)?;
     let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(doing)?;
     for fd in [&wake, &rung] {
         epoll::add(&poll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN).map_err(doing)?;
     }
-    let lane = Arc::new(Lane {
+    let progress_thread = Arc::new(ProgressThread {
         endpoints: Mutex::new(Vec::new()),
         resting: Mutex::new(Vec::new()),
         state: AtomicU32::new(AWAKE),
         wake,
         rung,
-        bell: Arc::new(bell),
+        doorbell: Arc::new(doorbell),
         epoll: poll,
         pollers: Mutex::default(),
         asks: AtomicBool::new(false),
         waker: OnceLock::new(),
     });
-    let _ = lane.waker.set(Waker::from(Arc::new(Kick(lane.clone()))));
-    let run = lane.clone();
+    let _ = progress_thread.waker.set(Waker::from(Arc::new(Kick(progress_thread.clone()))));
+    let run = progress_thread.clone();
     std::thread::Builder::new()
-        .name("allstream-lane".into())
+        .name("allstream-progress".into())
         .spawn(move || run.run())
-        .map_err(|e| Error::system("start the engine's lane (a thread)", e))?;
-    *slot = Some(lane.clone());
-    Ok(lane)
+        .map_err(|e| Error::system("start the engine's progress thread (a thread)", e))?;
+    *slot = Some(progress_thread.clone());
+    Ok(progress_thread)
 }
 
-/// Keeps what peers may still touch until all leases are over, and sees to it that the lane looks.
+/// Keeps what peers may still touch until all leases are over, and sees to it that the progress thread looks.
 pub(super) fn keep_and_look(what: quarantine::What, leases: Vec<Arc<Lease>>) {
     quarantine::keep(what, leases);
-    match lane() {
-        Ok(lane) => lane.kick(),
+    match progress_thread() {
+        Ok(progress_thread) => progress_thread.kick(),
         Err(error) => LOG.line(move || {
             tracing::warn!("memory that a lost rank was lent is not used again: {error}");
         }),
     }
 }
 
-struct Kick(Arc<Lane>);
+struct Kick(Arc<ProgressThread>);
 
 impl Wake for Kick {
     fn wake(self: Arc<Self>) {
@@ -140,7 +140,7 @@ impl Wake for Kick {
     }
 }
 
-impl Reactor for Lane {
+impl Reactor for ProgressThread {
     fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error> {
         let flags = match interest {
             Interest::Readable => epoll::EventFlags::IN,
@@ -157,17 +157,17 @@ impl Reactor for Lane {
     }
 
     fn kick(&self) {
-        Lane::kick(self);
+        ProgressThread::kick(self);
     }
 }
 
-impl Lane {
+impl ProgressThread {
     /// The descriptor by which peers wake this process.
-    pub(crate) fn bell(&self) -> &Arc<OwnedFd> {
-        &self.bell
+    pub(crate) fn doorbell(&self) -> &Arc<OwnedFd> {
+        &self.doorbell
     }
 
-    /// Wakes the lane.
+    /// Wakes the progress thread.
     pub(crate) fn waker(&self) -> &Waker {
         self.waker.get().unwrap_or(Waker::noop())
     }
@@ -176,7 +176,7 @@ impl Lane {
         self.endpoints.lock().push(endpoint);
     }
 
-    /// Makes sure that the lane looks at its list soon: a nap ends by itself.
+    /// Makes sure that the progress thread looks at its list soon: a nap ends by itself.
     pub(crate) fn nudge(&self) {
         fence(Ordering::SeqCst);
         if self.state.load(Ordering::Relaxed) == ASLEEP {
@@ -184,7 +184,7 @@ impl Lane {
         }
     }
 
-    /// Makes the lane look at its list now.
+    /// Makes the progress thread look at its list now.
     pub(crate) fn kick(&self) {
         fence(Ordering::SeqCst);
         if self.state.swap(AWAKE, Ordering::AcqRel) != AWAKE {
@@ -313,8 +313,8 @@ impl Lane {
         if state == ASLEEP && timeout.is_some() {
             flags.extend(list.iter().map(|e| e.region().clone()));
         }
-        flags.iter().for_each(|r| r.bell_flag().store(1, Ordering::Release));
-        // Pairs with the fences in `Bell::ring`, `nudge` and `kick`: either they see the flag, or this pass sees
+        flags.iter().for_each(|r| r.doorbell_flag().store(1, Ordering::Release));
+        // Pairs with the fences in `Doorbell::ring`, `nudge` and `kick`: either they see the flag, or this pass sees
         // what they published.
         fence(Ordering::SeqCst);
         let mut woken = self.state.load(Ordering::Relaxed) == AWAKE;
@@ -322,7 +322,7 @@ impl Lane {
         let timeout = if looks { Some(quarantine::LOOK) } else { timeout };
         if !woken {
             let seen = self.pass(list);
-            // An endpoint enlisted since the last pass has no flag up: nobody would wake us for it (tests/loom: bell).
+            // An endpoint enlisted since the last pass has no flag up: nobody would wake us for it (tests/loom: doorbell).
             let unflagged = |e: &Arc<dyn Driven>| !flags.iter().any(|r| Arc::ptr_eq(r, e.region()));
             let waiting = seen.undriven || (seen.driven && state == ASLEEP);
             woken = seen.moved || (waiting && list.iter().any(unflagged));
@@ -347,7 +347,7 @@ impl Lane {
             }
         }
         self.state.store(AWAKE, Ordering::Release);
-        flags.iter().for_each(|r| r.bell_flag().store(0, Ordering::Relaxed));
+        flags.iter().for_each(|r| r.doorbell_flag().store(0, Ordering::Relaxed));
         let mut count = [0; 8];
         let _ = rustix::io::read(&self.wake, &mut count);
         // Only then may peers have rung. A few at a time: one that never stops is no reason not to look after the others.
@@ -363,7 +363,7 @@ impl Lane {
 #[derive(Default)]
 struct Seen {
     moved: bool,
-    /// Work that only the lane looks after.
+    /// Work that only the progress thread looks after.
     undriven: bool,
     /// Work that a waiting thread drives itself.
     driven: bool,
@@ -392,17 +392,17 @@ pub(crate) mod tests {
     use std::os::fd::AsFd;
 
     use super::*;
-    use crate::link::local::Bell;
+    use crate::link::local::Doorbell;
 
-    /// Rings a bell often, on a thread of its own; whether that came to an end.
+    /// Rings a doorbell often, on a thread of its own; whether that came to an end.
     fn rings(fd: Arc<OwnedFd>) -> bool {
         let region = Arc::new(Region::private().unwrap());
-        let bell = Bell::new(region.clone(), fd);
+        let doorbell = Doorbell::new(region.clone(), fd);
         let (tell, told) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             for _ in 0..1000 {
-                region.bell_flag().store(1, Ordering::Relaxed);
-                bell.ring();
+                region.doorbell_flag().store(1, Ordering::Relaxed);
+                doorbell.ring();
             }
             let _ = tell.send(());
         });
@@ -416,7 +416,7 @@ pub(crate) mod tests {
         rustix::fs::fcntl_setfl(fd, rustix::fs::OFlags::empty()).unwrap();
     }
 
-    /// Work that only the lane looks after. It takes a signal in each pass that finds one, and is over when it is told so.
+    /// Work that only the progress thread looks after. It takes a signal in each pass that finds one, and is over when it is told so.
     struct Work {
         signals: Box<dyn Fn() -> bool + Send + Sync>,
         taken: std::sync::mpsc::Sender<()>,
@@ -456,7 +456,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// How long the lane usually takes to notice a signal: without being told, it looks after [`WATCH`] again.
+    /// How long the progress thread usually takes to notice a signal: without being told, it looks after [`WATCH`] again.
     fn notices(signal: impl Fn(), signals: impl Fn() -> bool + Send + Sync + 'static) -> Duration {
         let (taken, told) = std::sync::mpsc::channel();
         let work = Arc::new(Work {
@@ -466,11 +466,11 @@ pub(crate) mod tests {
             enlisted: AtomicBool::new(true),
             region: Arc::new(Region::private().unwrap()),
         });
-        let lane = lane().unwrap();
-        lane.enlist(work.clone());
-        lane.kick();
+        let progress_thread = progress_thread().unwrap();
+        progress_thread.enlist(work.clone());
+        progress_thread.kick();
         let once = |_| {
-            // After a pass in vain the lane spins for a while before it sleeps.
+            // After a pass in vain the progress thread spins for a while before it sleeps.
             let slept = Instant::now() + 10 * SPIN;
             while Instant::now() < slept {
                 std::thread::yield_now();
@@ -482,17 +482,17 @@ pub(crate) mod tests {
         };
         let mut times: Vec<Duration> = (0..25).map(once).collect();
         work.over.store(true, Ordering::SeqCst);
-        lane.kick();
+        progress_thread.kick();
         times.sort();
         times[times.len() / 2]
     }
 
     #[test]
     fn any_descriptor_wakes_the_lane_and_what_has_none_is_asked() {
-        let lane = lane().unwrap();
+        let progress_thread = progress_thread().unwrap();
         let (reader, writer) = std::io::pipe().unwrap();
         rustix::io::ioctl_fionbio(&reader, true).unwrap();
-        lane.watch(reader.as_fd(), Interest::Readable).unwrap();
+        progress_thread.watch(reader.as_fd(), Interest::Readable).unwrap();
         let has_come = move || rustix::io::read(&reader, &mut [0; 1]) == Ok(1);
         let watched = notices(|| assert_eq!(rustix::io::write(&writer, &[1]), Ok(1)), has_come);
 
@@ -510,7 +510,7 @@ pub(crate) mod tests {
             }
         }
         let device = Arc::new(Device::default());
-        lane.ask(Arc::<Device>::downgrade(&device));
+        progress_thread.ask(Arc::<Device>::downgrade(&device));
         let seen = device.seen.clone();
         let complete = || assert_eq!(device.completed.fetch_add(1, Ordering::SeqCst), 0);
         let asked = notices(complete, move || seen.swap(0, Ordering::SeqCst) > 0);
@@ -520,21 +520,21 @@ pub(crate) mod tests {
         let (gone, end) = (Arc::downgrade(&device), Instant::now() + Duration::from_secs(10));
         drop(device);
         while gone.strong_count() > 0 {
-            assert!(Instant::now() < end, "the lane keeps it");
+            assert!(Instant::now() < end, "the progress thread keeps it");
             std::thread::yield_now();
         }
-        lane.ask_pollers();
-        assert!(!lane.asks.load(Ordering::SeqCst));
+        progress_thread.ask_pollers();
+        assert!(!progress_thread.asks.load(Ordering::SeqCst));
     }
 
     #[test]
     fn a_bell_that_its_owner_made_to_block_blocks_nobody() {
-        let theirs = lane().unwrap().bell().clone();
+        let theirs = progress_thread().unwrap().doorbell().clone();
         spoil(&theirs);
-        assert!(rings(theirs), "ringing a peer's lane");
-        // Whatever a peer has handed over as its bell.
+        assert!(rings(theirs), "ringing a peer's progress thread");
+        // Whatever a peer has handed over as its doorbell.
         let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         spoil(&full);
-        assert!(rings(Arc::new(full)), "ringing what is no bell");
+        assert!(rings(Arc::new(full)), "ringing what is no doorbell");
     }
 }
