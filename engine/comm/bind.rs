@@ -200,5 +200,5 @@ impl Comm {
 }
 
 fn failed_elsewhere(call: &str, rank: Rank) -> Error {
-    Error::invalid(call, format!("rank {rank} could not do its part of it; its own error says why"))
+    Error::invalid(call, format!("rank {rank} could not be bound; its own error says why"))
 }

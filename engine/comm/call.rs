@@ -413,12 +413,18 @@ impl<'a> Call<'a> {
 
     pub(super) fn hand_in(
         &self,
-        prepared: Result<Operation, Error>,
+        #[cfg_attr(
+            not(any(test, feature = "testing")),
+            expect(unused_mut, reason = "tests alone change it")
+        )]
+        mut prepared: Result<Operation, Error>,
         after: Option<Event>,
         held: ErasedBufs,
     ) -> Submitted {
         #[cfg(any(test, feature = "testing"))]
-        let prepared = self.taken_whole_on_host(prepared);
+        if let Some(bound) = self.side.0.whole() {
+            prepared = self.taken_whole_on_host(prepared, bound);
+        }
         match (prepared, self.desk) {
             (Ok(operation), Some(desk)) => {
                 *desk.0.lock() = Some(Prepared { operation, after, held });

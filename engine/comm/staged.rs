@@ -104,7 +104,7 @@ impl Call<'_> {
             }
             let is_ready = match &whole {
                 None => binding.get_ready(&mut operation),
-                Some(bound) => self.get_ready_whole(&mut operation, bound),
+                Some(bound) => self.get_ready_whole(&mut operation, bound, &binding.ours.stream),
             };
             if let Err(error) = is_ready {
                 // What is missing is asked for again when it is needed, and then all ranks hear of it.

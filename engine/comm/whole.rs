@@ -126,8 +126,13 @@ impl Call<'_> {
     }
 
     /// Gets what that will need of a device's driver.
-    pub(super) fn get_ready_whole(&self, operation: &mut Operation, bound: &BoundWhole) -> Result<(), Error> {
-        whole_call(operation).map_or(Ok(()), |call| bound.whole.get_ready(&call))
+    pub(super) fn get_ready_whole(
+        &self,
+        operation: &mut Operation,
+        bound: &BoundWhole,
+        stream: &DeviceStream,
+    ) -> Result<(), Error> {
+        whole_call(operation).map_or(Ok(()), |call| bound.whole.get_ready(&call, stream))
     }
 
     /// Makes of an operation that goes whole one that meets with the other ranks over the host's links first. `device`: of one on a
@@ -156,12 +161,17 @@ impl Call<'_> {
 
     /// The same for an operation on the host's memory. Only a library for tests takes those.
     #[cfg(any(test, feature = "testing"))]
-    pub(super) fn taken_whole_on_host(&self, prepared: Result<Operation, Error>) -> Result<Operation, Error> {
+    #[cold]
+    pub(super) fn taken_whole_on_host(
+        &self,
+        prepared: Result<Operation, Error>,
+        bound: &BoundWhole,
+    ) -> Result<Operation, Error> {
         let mut operation = prepared?;
         let is_on_host = matches!(operation.executor, Executor::Host) && operation.staged.is_none();
-        match self.side.0.whole().filter(|bound| is_on_host && bound.device.is_none()) {
-            Some(bound) if self.goes_whole(&mut operation, bound) => self.made_whole(operation, bound, None),
-            _ => Ok(operation),
+        match is_on_host && bound.device.is_none() && self.goes_whole(&mut operation, bound) {
+            true => self.made_whole(operation, bound, None),
+            false => Ok(operation),
         }
     }
 }

@@ -232,15 +232,15 @@ impl Whole for NcclEnd {
         }
     }
 
-    fn get_ready(&self, call: &WholeCall) -> Result<(), Error> {
+    fn get_ready(&self, call: &WholeCall, stream: &DeviceStream) -> Result<(), Error> {
         let is_copied = call.kind == Kind::AllToAll;
         let kind = if is_copied { cuda::Kind::Copy } else { cuda::Kind::Scale };
         if is_copied || call.scale.is_some() {
-            self.stream.load(call.pieces.iter().filter_map(|piece| cuda::kernel(piece.dtype, kind)))?;
+            stream.load(call.pieces.iter().filter_map(|piece| cuda::kernel(piece.dtype, kind)))?;
         }
         let copied = call.pieces.iter().filter(|piece| is_copied && piece.is_in_place());
         let bytes: usize = copied.map(|piece| self.place.1 * piece.bytes()).sum();
-        if bytes > 0 { self.stream.reserve(bytes) } else { Ok(()) }
+        if bytes > 0 { stream.reserve(bytes) } else { Ok(()) }
     }
 
     unsafe fn submit(&self, mut call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error> {

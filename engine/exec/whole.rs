@@ -90,8 +90,8 @@ pub(crate) trait Whole: Witness {
     /// compared when the communicator was bound.
     fn takes(&self, call: &WholeCall) -> bool;
 
-    /// Gets what such a call will need of a device's driver, when it is made: at its turn nothing may wait for the device.
-    fn get_ready(&self, _: &WholeCall) -> Result<(), Error> {
+    /// Gets what such a call on this stream will need of the device's driver, when it is made: at its turn nothing may wait for the device.
+    fn get_ready(&self, _: &WholeCall, _stream: &DeviceStream) -> Result<(), Error> {
         Ok(())
     }
 

@@ -292,7 +292,8 @@ fn law_3_a_library_that_fails_late_gives_the_buffer_back() {
 #[test]
 fn law_2_what_nobody_waits_for_runs_on_and_an_abort_ends_it() {
     let hangs = |_| Slow { hang_at: Some(2), in_progress: 2, ..slow() };
-    ranks(2, hangs, |slow, mut comm| {
+    let both_have_looked = std::sync::Barrier::new(2);
+    ranks(2, hangs, move |slow, mut comm| {
         let drops = Arc::new(AtomicUsize::new(0));
         drop(comm.all_reduce(Counted(vec![1.0; LEN], drops.clone())));
         drop(comm.broadcast(Counted(vec![1.0; LEN], drops.clone()), 1));
@@ -303,6 +304,7 @@ fn law_2_what_nobody_waits_for_runs_on_and_an_abort_ends_it() {
             thread::yield_now();
         }
         assert_eq!(drops.load(Ordering::Relaxed), 2, "the third hangs");
+        both_have_looked.wait();
         if comm.rank() == 0 {
             comm.abort("a test");
         }

@@ -5,11 +5,13 @@ mod board;
 mod tests;
 
 use std::collections::VecDeque;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
 use std::sync::{Arc, Weak};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use futures::FutureExt;
-use futures::future::{AbortHandle, abortable};
+use tokio::sync::oneshot;
 
 use self::board::{Board, Out, Refusal, WINDOW};
 use super::World;
@@ -53,7 +55,8 @@ pub(in crate::comm) type Answer = Result<Verdict, Error>;
 /// A caller that has no answer yet.
 struct Waiter {
     answer: Promise<Answer>,
-    timer: AbortHandle,
+    /// Ends the timer when it is dropped.
+    _timer: oneshot::Sender<()>,
 }
 
 /// A communicator's agreements.
@@ -156,14 +159,12 @@ impl Table {
                 }
                 Out::Decided { number, outcome } => {
                     if let Some(waiter) = self.waiters.remove(&number) {
-                        waiter.timer.abort();
                         answers.push((waiter.answer, Ok(Verdict::new(self.members.len(), &outcome))));
                     }
                 }
                 Out::Expelled(how) => {
                     let me = self.members.iter().position(|m| *m == world.rank).unwrap_or_default();
                     for (_, waiter) in self.waiters.drain() {
-                        waiter.timer.abort();
                         answers.push((waiter.answer, Err(expelled(me, how))));
                     }
                 }
@@ -204,15 +205,20 @@ impl World {
         if let Ok(number) = called {
             let (world, name) = (Arc::downgrade(self), endpoint.config.name.clone());
             let runtime = self.runtime.clone();
-            let (expires, timer) = abortable(async move {
+            let mut expires = Box::pin(async move {
                 runtime.sleep(timeout).await;
                 runtime.sleep(LISTEN).await;
                 if let Some(world) = world.upgrade() {
                     world.agree_expired(comm, name, number, timeout);
                 }
             });
-            self.runtime.spawn(Box::pin(expires.map(drop)))?;
-            table.waiters.insert(number, Waiter { answer: promise.clone(), timer });
+            let (_timer, mut answered) = oneshot::channel();
+            let either = move |cx: &mut Context<'_>| match Pin::new(&mut answered).poll(cx) {
+                Poll::Ready(_) => Poll::Ready(()),
+                Poll::Pending => expires.as_mut().poll(cx),
+            };
+            self.runtime.spawn(Box::pin(poll_fn(either)))?;
+            table.waiters.insert(number, Waiter { answer: promise.clone(), _timer });
         }
         let answers = table.carry_out(self, comm, out);
         match called {

@@ -227,7 +227,7 @@ impl Nccl {
         self.begun("ncclCommDestroy", unsafe { (self.table.comm_destroy)(comm) })
     }
 
-    /// `ncclCommAbort`. May block until what it has on the device has ended.
+    /// `ncclCommAbort`. Blocks until what it has on the device has ended.
     ///
     /// # Safety
     /// The communicator exists, and nobody uses it at the same time or again.
@@ -236,7 +236,7 @@ impl Nccl {
     /// The library's.
     pub unsafe fn abort(&self, comm: NcclComm) -> Result {
         // SAFETY: the caller's promise.
-        self.begun("ncclCommAbort", unsafe { (self.table.comm_abort)(comm) })
+        self.check("ncclCommAbort", unsafe { (self.table.comm_abort)(comm) })
     }
 
     /// Calls what `calls` does between `ncclGroupStart` and `ncclGroupEnd`: nothing of it begins before the end. Of the errors of all
