@@ -9,7 +9,7 @@ use super::memory::{Memory, RawBuffers, UNSTAGED};
 use super::ordered::{Start, Stream};
 use super::work::Submitted;
 use crate::error::Error;
-use crate::exec::{Endpoint, Operation, Part, PartList, Reduction, Submission, Tables, Then};
+use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Tables, Then};
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
 use crate::plan::{self, Algo, Env, Kind, Lending, Program, Shape};
@@ -73,7 +73,7 @@ impl Desk {
 impl Prepared {
     /// Submits it where it was prepared for.
     pub(super) fn submit(self, endpoint: &Arc<Endpoint>) -> Submitted {
-        hand_over(endpoint, Submission::Collective(self.operation), self.after, self.held)
+        submitted(endpoint, endpoint.submit_collective(self.operation, self.after, self.held))
     }
 
     /// The buffers: nothing is submitted.
@@ -430,20 +430,17 @@ impl<'a> Call<'a> {
                 *desk.0.lock() = Some(Prepared { operation, after, held });
                 Submitted::elsewhere()
             }
-            (Ok(operation), None) => hand_over(self.side.0, Submission::Collective(operation), after, held),
+            (Ok(operation), None) => {
+                submitted(self.side.0, self.side.0.submit_collective(operation, after, held))
+            }
             (Err(error), _) => Submitted::refused(error, held),
         }
     }
 }
 
-/// Submits; a refusal gives the buffers back.
-pub(super) fn hand_over(
-    endpoint: &Arc<Endpoint>,
-    submission: Submission,
-    after: Option<Event>,
-    held: ErasedBufs,
-) -> Submitted {
-    match endpoint.submit(submission, after, held) {
+/// What a call returns of what became of its submission: a refusal gives the buffers back.
+pub(super) fn submitted(endpoint: &Arc<Endpoint>, outcome: Result<Key, (Error, ErasedBufs)>) -> Submitted {
+    match outcome {
         Ok(key) => Submitted::running(endpoint.clone(), key),
         Err((error, held)) => Submitted::refused(error, held),
     }

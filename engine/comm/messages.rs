@@ -9,12 +9,12 @@ use std::task::{Context, Poll};
 
 use super::Work;
 use super::batch::{Batch, Message};
-use super::call::{Call, hand_over};
+use super::call::{Call, submitted};
 use super::calls::calls;
 use super::restore::one;
 use super::work::{Part, Submitted, taken};
 use crate::error::{Error, Failed};
-use crate::exec::{self, Direction, Submission};
+use crate::exec::{self, Direction};
 use crate::mem::{Buf, ErasedBufs, Event, Parts, RawBuf, Where};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
 
@@ -128,7 +128,7 @@ impl Call<'_> {
     fn post(&self, letter: Prepared) -> Submitted {
         match letter {
             Ok(Letter { message, after, held }) => {
-                hand_over(self.side.0, Submission::Message(message), after, held)
+                submitted(self.side.0, self.side.0.submit_message(message, after, held))
             }
             Err((error, held)) => Submitted::refused(error, held),
         }

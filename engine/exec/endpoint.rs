@@ -43,7 +43,6 @@ pub(super) mod together;
 mod whole;
 
 pub(crate) use reuse::IdleRuns;
-pub(crate) use submit::Submission;
 
 use self::callers::Callers;
 use self::completions::Completions;

@@ -28,7 +28,7 @@ pub(crate) mod whole;
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
-pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns, Submission};
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns};
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use inflight::Inflight;
 pub(crate) use inflight::Key;

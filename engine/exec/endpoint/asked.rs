@@ -22,6 +22,9 @@ impl Asked {
 
     /// The operation is called here: takes out all questions about it, and gives one that disagrees.
     pub(super) fn answer(&mut self, number: u64, ours: Signature) -> Option<(Rank, Signature)> {
+        if self.0.is_empty() {
+            return None;
+        }
         let of_number = |(_, n, _): &(Rank, u64, Signature)| *n == number;
         let other = self.0.iter().filter(|q| of_number(q)).find(|(_, _, theirs)| *theirs != ours);
         let other = other.map(|(peer, _, theirs)| (*peer, *theirs));

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::MutexGuard;
+
 use super::Endpoint;
 use super::copy_backs::CopyBack;
 use super::progress::Run;
@@ -17,79 +19,94 @@ use crate::mem::device::Staged;
 use crate::mem::{ErasedBufs, Event};
 use crate::types::Signature;
 
-/// What to do.
-pub(crate) enum Submission {
-    Collective(Operation),
-    Message(Message),
-}
-
-impl Submission {
-    fn call(&self) -> &'static str {
-        match self {
-            Submission::Collective(operation) => operation.call,
-            Submission::Message(message) => message.direction.name(),
-        }
-    }
-}
-
 impl Endpoint {
     /// Takes ownership of the buffers and starts the operation, or queues it; on a refusal the buffers come back.
-    pub(crate) fn submit(
+    pub(crate) fn submit_collective(
         self: &Arc<Self>,
-        submission: Submission,
+        mut operation: Operation,
         after: Option<Event>,
         held: ErasedBufs,
     ) -> Result<Key, (Error, ErasedBufs)> {
-        // Before any lock: another thread, which is not there, may have held it at the fork.
-        if forked::is_forked() {
-            return Err((forked::refusal(), held));
-        }
-        let mut table = self.submitted.lock();
-        if let Some(error) = self.refusal(&table, submission.call()) {
-            return Err((error, held));
-        }
+        let mut table = match self.admit(operation.call) {
+            Ok(table) => table,
+            Err(error) => return Err((error, held)),
+        };
         let key = table.inflight.submit(held);
-        let (mut disagreement, mut started) = (None, None);
-        match submission {
-            Submission::Collective(mut operation) => {
-                let signature = operation.signature;
-                let (number, other) = table.number_collective(signature);
-                operation.number = number;
-                disagreement = other.map(|(peer, theirs)| self.mismatch(number, signature, peer, theirs));
-                if !matches!(operation.executor, Executor::Host) {
-                    self.submit_elsewhere(&mut table, key, &mut operation);
-                }
-                operation.staged =
-                    self.copies_back(key, (number, signature, operation.timeout), operation.staged.take());
-                let now = self.now();
-                // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
-                let first = after.is_none() && table.collectives.is_empty();
-                if first {
-                    started = self.run.try_lock().filter(|run| run.active.is_empty());
-                }
-                self.recorder.submitted(number, signature, (now, started.is_some()));
-                match &mut started {
-                    Some(run) => run.active.start(key, operation, now),
-                    None => table.collectives.push_back((key, operation, after)),
-                }
-            }
-            Submission::Message(mut message) => {
-                let Message { direction, peer, tag, signature, timeout, .. } = message;
-                let number = message.half.unwrap_or_else(|| table.number_message(peer, direction, tag));
-                message.number = number;
-                message.staged = self.copies_back(key, (number, signature, timeout), message.staged.take());
-                table.messages.push_back((key, message, after));
-            }
+        let signature = operation.signature;
+        let (number, other) = table.number_collective(signature);
+        operation.number = number;
+        if !matches!(operation.executor, Executor::Host) {
+            self.submit_elsewhere(&mut table, key, &mut operation);
         }
-        if started.is_none() {
-            self.submitted.note_queued(&table);
+        if let Some(staged) = operation.staged.take() {
+            operation.staged = self.copies_back(key, (number, signature, operation.timeout), staged);
+        }
+        let now = self.now();
+        // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
+        let mut started = None;
+        if after.is_none() && table.collectives.is_empty() {
+            started = self.run.try_lock().filter(|run| run.active.is_empty());
+        }
+        self.recorder.submitted(number, signature, (now, started.is_some()));
+        match &mut started {
+            Some(run) => run.active.start(key, operation, now),
+            None => {
+                table.collectives.push_back((key, operation, after));
+                self.submitted.note_queued(&table);
+            }
         }
         drop(table);
-        if let Some(error) = disagreement {
+        if let Some((peer, theirs)) = other {
             started = None;
-            self.fail(error);
+            self.fail(self.mismatch(number, signature, peer, theirs));
         }
-        // On this thread first: what can complete without a switch does.
+        self.drive_first(started);
+        Ok(key)
+    }
+
+    /// The same for a message.
+    pub(crate) fn submit_message(
+        self: &Arc<Self>,
+        mut message: Message,
+        after: Option<Event>,
+        held: ErasedBufs,
+    ) -> Result<Key, (Error, ErasedBufs)> {
+        let mut table = match self.admit(message.direction.name()) {
+            Ok(table) => table,
+            Err(error) => return Err((error, held)),
+        };
+        let key = table.inflight.submit(held);
+        let Message { direction, peer, tag, signature, timeout, .. } = message;
+        let number = message.half.unwrap_or_else(|| table.number_message(peer, direction, tag));
+        message.number = number;
+        if let Some(staged) = message.staged.take() {
+            message.staged = self.copies_back(key, (number, signature, timeout), staged);
+        }
+        table.messages.push_back((key, message, after));
+        self.submitted.note_queued(&table);
+        drop(table);
+        self.drive_first(None);
+        Ok(key)
+    }
+
+    /// The table, for a call to be put in.
+    ///
+    /// # Errors
+    /// The communicator is dead or closed, or has as much to do as it may.
+    fn admit(&self, call: &str) -> Result<MutexGuard<'_, Table>, Error> {
+        // Before any lock: another thread, which is not there, may have held it at the fork.
+        if forked::is_forked() {
+            return Err(forked::refusal());
+        }
+        let table = self.submitted.lock();
+        match self.refusal(&table, call) {
+            None => Ok(table),
+            Some(error) => Err(error),
+        }
+    }
+
+    /// On this thread first: what can complete without a switch does.
+    fn drive_first(self: &Arc<Self>, started: Option<MutexGuard<'_, Run>>) {
         let progress = match started {
             Some(run) => self.drive_with(run, true),
             None => self.drive_once(),
@@ -97,7 +114,6 @@ impl Endpoint {
         if progress != Progress::Idle {
             self.arm();
         }
-        Ok(key)
     }
 
     /// Notes an operation on device memory, whose results are to be copied back when all has moved. Gives what brings its
@@ -106,9 +122,8 @@ impl Endpoint {
         &self,
         key: Key,
         (number, signature, timeout): (u64, Signature, Duration),
-        staged: Option<Arc<Staged>>,
+        staged: Arc<Staged>,
     ) -> Option<Arc<Staged>> {
-        let staged = staged?;
         self.copy_backs.submitted(CopyBack { key, number, signature, timeout, staged: staged.clone() });
         staged.is_striped().then_some(staged)
     }
