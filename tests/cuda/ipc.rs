@@ -320,26 +320,33 @@ fn a_process_that_is_stopped_is_an_error_and_nothing_hangs() {
 /// communicators go on.
 #[test]
 fn a_driver_that_takes_long_to_open_memory_holds_up_no_other_communicator() {
+    /// More than the first block has room for beside the filler.
+    const MANY: usize = 1_200_000;
     let test = "ipc::a_driver_that_takes_long_to_open_memory_holds_up_no_other_communicator";
     let body = |mut comm: Comm| {
         let mut other = soon(comm.dup()).unwrap();
         let (device, stream) = bound(&mut comm);
         let late = DeviceStream::new(&device).unwrap();
         let rank = comm.rank();
-        let grads = up(&stream, values(rank, 3000));
-        // Both have all that they need before a copy stays where it is.
+        // Both have all that they need before a copy stays where it is: kernels, and buffers, of which the second is in a block of
+        // its own, which the other process has not seen.
+        let first = soon(comm.all_reduce(up(&stream, values(rank, 100)))).unwrap();
+        let filler = DeviceBuf::<u8>::zeroed(&stream, 60 << 20).unwrap();
+        let grads = up(&stream, values(rank, MANY));
         soon(other.barrier()).unwrap();
+        let before = calls("cuIpcOpenMemHandle");
         pass(true, 0);
         let held = DeviceBuf::from_host(&late, PinnedBuf::from_slice(&device, &values(rank, 64)).unwrap());
         let work = comm.timeout(DEADLINE).all_reduce(grads);
-        until("a block of the other process is being opened", || calls("cuIpcOpenMemHandle") > 0);
+        until("a block of the other process is being opened", || calls("cuIpcOpenMemHandle") > before);
         for _ in 0..10 {
             assert_eq!(soon(other.all_reduce(vec![rank as u64])).unwrap(), [1], "while the driver waits");
         }
         pass(true, u64::MAX);
-        let sums: Vec<f32> = values(0, 3000).iter().zip(values(1, 3000)).map(|(a, b)| a + b).collect();
-        assert_eq!(down(soon(work).unwrap()), sums);
+        let sums: Vec<f32> = values(0, MANY).iter().zip(values(1, MANY)).map(|(a, b)| a + b).collect();
+        assert!(down(soon(work).unwrap()) == sums);
         soon(held).unwrap();
+        drop((first, filler));
         soon(comm.close()).unwrap();
         soon(other.close()).unwrap();
     };
