@@ -42,12 +42,6 @@ const ARENA: usize = 4 << 30;
 pub(super) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
-/// Address space for an arena. The system puts mappings side by side, and ranks use the same places in their arenas. Were two arenas
-/// a power of two of bytes apart, the caches of some processors (AMD EPYC, which guess a line's place by a hash of its address) would take
-/// the two ranks' elements for each other all the time: all_reduces in place of 64 KB, 1 MB and 4 MB took 8.4, 110 and 422 us then, 5.6, 67
-/// and 277 us with 1 page more, and 2.7, 28 and 97 us with 101, where the distance has several bits (2 ranks).
-const ARENA_MAPPED: usize = ARENA + 101 * PAGE;
-
 /// A mapping of a region, ours or a peer's.
 pub(crate) struct Region {
     /// All but the arena.
@@ -251,7 +245,7 @@ impl Region {
         // One at a time.
         let _mapping = self.arena.lock();
         if self.pages.get().is_none() {
-            match map(self.fd.as_ref(), ARENA_START as u64, ARENA_MAPPED) {
+            match map(self.fd.as_ref(), ARENA_START as u64, ARENA) {
                 Ok(at) => drop(self.pages.set(at)),
                 Err(error) => LOG.line(move || {
                     tracing::warn!(%error, "buffers that ranks of this host lend each other cannot be mapped");
@@ -458,8 +452,7 @@ impl Region {
     }
 }
 
-/// Maps a part of a region's file, or, where there is none, memory of this process alone. What lies behind the file's end is never
-/// touched.
+/// Maps a part of a region's file, or, where there is none, memory of this process alone.
 fn map(fd: Option<&OwnedFd>, offset: u64, bytes: usize) -> rustix::io::Result<NonNull<u8>> {
     let (nowhere, both) = (std::ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
     // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory of ours. The file is a memfd that has
@@ -475,7 +468,7 @@ fn map(fd: Option<&OwnedFd>, offset: u64, bytes: usize) -> rustix::io::Result<No
 
 impl Drop for Region {
     fn drop(&mut self) {
-        let arena = self.pages.get().map(|pages| (*pages, ARENA_MAPPED));
+        let arena = self.pages.get().map(|pages| (*pages, ARENA));
         for (at, bytes) in [(self.base, ARENA_START)].into_iter().chain(arena) {
             // SAFETY: mapped by `map` with this length; users hold an `Arc<Region>` for as long as they access it, so nobody does now.
             let _ = unsafe { munmap(at.as_ptr().cast(), bytes) };
