@@ -200,6 +200,7 @@ pub fn hostile_ring(data: &[u8]) {
     let Ok(mut rx) = LocalRx::new(region.clone(), AT as u64, doorbell.clone(), 1, false) else { return };
     let Ok(mut tx) = LocalTx::new(region.clone(), AT, doorbell.clone(), None) else { return };
     let (mut posted, mut known, mut sum) = (0u64, 0u64, 0u64);
+    let base = region.at(0) as usize;
     while !input.is_empty() {
         match input.u8() % 4 {
             0 => {
@@ -210,8 +211,9 @@ pub fn hostile_ring(data: &[u8]) {
             }
             1 => {
                 if let Ok(Some(frame)) = rx.peek(0) {
-                    let (at, ready) = (region.offset_of(frame.data), frame.ready);
-                    assert!(ready == 0 || at.is_some_and(|at| region.contains(at, ready)), "outside");
+                    let (start, ready) = (frame.data as usize, frame.ready);
+                    let end = start.checked_add(ready);
+                    assert!(start >= base && end.is_some_and(|end| end <= base + REGION_BYTES), "outside");
                     assert!(frame.done + ready == frame.header.len as usize);
                     for i in [0, ready / 2, ready.saturating_sub(1)] {
                         if i < ready {

@@ -1,15 +1,18 @@
 //! A rank's region: the memory that its peers on this host see.
 //!
-//! Layout: a page with the doorbell's flag, the shared staging slots, a heap for rings and own slots, and the arena, for users'
-//! buffers. For peers in other processes the region is a sealed memfd, handed over a unix socket: it has no name, vanishes with
-//! the last process, and cannot be truncated under a reader. Pages cost nothing until they are touched; and the arena takes no
-//! address space in a process, this one or a peer's, before the first buffer in it is asked for, or named by its owner.
+//! Layout: a page with the doorbell's flag, the shared staging slots, and a heap for rings and own slots. For peers
+//! in other processes the region is a sealed memfd, handed over a unix socket: it has no name, vanishes with
+//! the last process, and cannot be truncated under a reader. Pages cost nothing until they are touched.
+//!
+//! It is mapped in one piece. An arena in a mapping of its own, made when it is first used, took less address space, but then two
+//! ranks' arenas lay at other distances, and all_reduces of 64 KB to 4 MB in place took four to eight times as long (2 ranks, AMD
+//! EPYC, whose caches guess where a line is by a hash of its address: that is likely why).
 
 use std::collections::{BTreeMap, VecDeque};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
@@ -20,7 +23,6 @@ use super::layout::RING_BYTES;
 use crate::error::Error;
 use crate::forked;
 use crate::mem::device::{DeviceStream, SharedWords};
-use crate::trace::log::LOG;
 
 const HEADER: usize = 4096;
 /// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.
@@ -44,10 +46,7 @@ pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
 /// A mapping of a region, ours or a peer's.
 pub(crate) struct Region {
-    /// All but the arena.
     base: NonNull<u8>,
-    /// The arena, once it is mapped.
-    pages: OnceLock<NonNull<u8>>,
     fd: Option<OwnedFd>,
     heap: Mutex<Heap>,
     arena: Mutex<Heap>,
@@ -194,18 +193,32 @@ fn whole(bytes: usize) -> usize {
 impl Region {
     /// A region that other processes can map.
     pub(crate) fn shared() -> Result<Region, Error> {
-        let doing =
-            |e: rustix::io::Errno| Error::system("create this rank's shared-memory region (memfd)", e);
+        let doing = |e: rustix::io::Errno| {
+            Error::system("create this rank's shared-memory region (memfd, 4 GB of address space)", e)
+        };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = memfd_create("allstream", flags).map_err(doing)?;
         ftruncate(&fd, REGION_BYTES as u64).map_err(doing)?;
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(doing)?;
-        Region::new(Some(fd)).map_err(doing)
+        let base = map_shared(&fd).map_err(doing)?;
+        Ok(Region::new(base, Some(fd)))
     }
 
     /// A region for peers of this process alone.
     pub(crate) fn private() -> Result<Region, Error> {
-        Region::new(None).map_err(|e| Error::system("map a rank's staging region", e))
+        // SAFETY: a fresh anonymous mapping at an address the kernel chooses touches no existing memory.
+        let base = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                REGION_BYTES,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(|e| Error::system("map a rank's staging region (4 GB of address space)", e))?;
+        NonNull::new(base.cast())
+            .map(|base| Region::new(base, None))
+            .ok_or_else(|| Error::system("map a rank's staging region", "the system returned address 0"))
     }
 
     /// Maps the region that a peer handed over, after checking that it cannot shrink under us.
@@ -219,14 +232,13 @@ impl Region {
         if !seals.contains(SealFlags::SHRINK) {
             return Err(Error::system(doing, "it is not sealed against shrinking"));
         }
-        Region::new(Some(fd)).map_err(|e| Error::system(doing, e))
+        let base = map_shared(&fd).map_err(|e| Error::system(doing, e))?;
+        Ok(Region::new(base, Some(fd)))
     }
 
-    /// The file, if there is one, has [`REGION_BYTES`], and cannot shrink or is about to be sealed against it.
-    fn new(fd: Option<OwnedFd>) -> rustix::io::Result<Region> {
-        Ok(Region {
-            base: map(fd.as_ref(), 0, ARENA_START)?,
-            pages: OnceLock::new(),
+    fn new(base: NonNull<u8>, fd: Option<OwnedFd>) -> Region {
+        Region {
+            base,
             fd,
             heap: Mutex::new(Heap::new(HEAP_START, HEAP)),
             arena: Mutex::new(Heap::new(ARENA_START, ARENA)),
@@ -234,25 +246,7 @@ impl Region {
             owners: [const { AtomicU32::new(0) }; SLOTS],
             memory_lock_wanted: AtomicBool::new(false),
             scratch: AtomicUsize::new(0),
-        })
-    }
-
-    /// Where the arena is mapped: from now on, if it was not. `None`: the system has no room for it.
-    fn pages(&self) -> Option<NonNull<u8>> {
-        if let Some(at) = self.pages.get() {
-            return Some(*at);
         }
-        // One at a time.
-        let _mapping = self.arena.lock();
-        if self.pages.get().is_none() {
-            match map(self.fd.as_ref(), ARENA_START as u64, ARENA) {
-                Ok(at) => drop(self.pages.set(at)),
-                Err(error) => LOG.line(move || {
-                    tracing::warn!(%error, "buffers that ranks of this host lend each other cannot be mapped");
-                }),
-            }
-        }
-        self.pages.get().copied()
     }
 
     /// The descriptor to hand to peers.
@@ -260,31 +254,21 @@ impl Region {
         self.fd.as_ref()
     }
 
-    /// Address of an offset. The caller has asked whether what it accesses there is inside ([`Region::contains`]), or was given
-    /// it by this region; the end of a part is the address of nothing, which a frame of no bytes may have.
+    /// Address of an offset. The caller keeps the offset (and what it accesses there) inside the region; its end is
+    /// the address of nothing, which a frame of no bytes may have.
     pub(crate) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset <= REGION_BYTES);
-        if offset >= ARENA_START
-            && let Some(pages) = self.pages.get()
-        {
-            return pages.as_ptr().wrapping_add(offset - ARENA_START);
-        }
         self.base.as_ptr().wrapping_add(offset)
     }
 
-    /// Whether `len` bytes at `offset` lie in the region, in one of its parts, and are mapped now.
+    /// Whether `len` bytes at `offset` lie in the region.
     pub(crate) fn contains(&self, offset: u64, len: usize) -> bool {
-        let Some(end) = offset.checked_add(len as u64) else { return false };
-        end <= ARENA_START as u64
-            || offset >= ARENA_START as u64 && end <= REGION_BYTES as u64 && self.pages().is_some()
+        offset.checked_add(len as u64).is_some_and(|end| end <= REGION_BYTES as u64)
     }
 
     /// Offset of an address inside this mapping.
     pub(crate) fn offset_of(&self, at: *const u8) -> Option<u64> {
-        let within =
-            |start: NonNull<u8>, len: usize| at.addr().checked_sub(start.addr().get()).filter(|o| *o < len);
-        let in_pages = || Some(ARENA_START + within(*self.pages.get()?, ARENA)?);
-        within(self.base, ARENA_START).or_else(in_pages).map(|offset| offset as u64)
+        (at as usize).checked_sub(self.base.as_ptr() as usize).filter(|o| *o < REGION_BYTES).map(|o| o as u64)
     }
 
     /// Set while this rank's progress thread sleeps and wants to be woken by its doorbell.
@@ -387,7 +371,6 @@ impl Region {
 
     /// Zeroed pages for a user's buffer.
     pub(super) fn take_pages(&self, bytes: usize) -> Option<usize> {
-        self.pages()?;
         self.arena.lock().take(bytes.checked_next_multiple_of(PAGE)?)
     }
 
@@ -426,16 +409,15 @@ impl Region {
 
     /// An atomic word of such a page.
     pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
-        let offset = offset.clamp(ARENA_START, REGION_BYTES - 4) & !3;
-        // SAFETY: in the arena, which is mapped (whoever has a page took it, or asked whether it is contained) for as long as `self`
-        // is there, and aligned; by the protocol of `link/words.rs` everybody uses the page as atomic words only.
+        let offset = offset.min(REGION_BYTES - 4) & !3;
+        // SAFETY: in the mapping, which `self` keeps, and aligned; by the protocol of `link/words.rs` everybody uses the
+        // page as atomic words only.
         unsafe { &*self.at(offset).cast::<AtomicU32>() }
     }
 
     /// Whether these bytes are in the part for users' buffers.
     pub(super) fn is_page(&self, at: *const u8, len: usize) -> bool {
-        let offset = self.pages.get().and_then(|pages| at.addr().checked_sub(pages.addr().get()));
-        offset.and_then(|offset| offset.checked_add(len)).is_some_and(|end| end <= ARENA)
+        self.offset_of(at).is_some_and(|o| o >= ARENA_START as u64 && o + len as u64 <= REGION_BYTES as u64)
     }
 
     /// The address of these bytes, if they are among the slots, or in the part for users' buffers.
@@ -452,27 +434,27 @@ impl Region {
     }
 }
 
-/// Maps a part of a region's file, or, where there is none, memory of this process alone.
-fn map(fd: Option<&OwnedFd>, offset: u64, bytes: usize) -> rustix::io::Result<NonNull<u8>> {
-    let (nowhere, both) = (std::ptr::null_mut(), ProtFlags::READ | ProtFlags::WRITE);
-    // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory of ours. The file is a memfd that has
-    // these bytes, sealed (or about to be) against shrinking, so no access can fault.
+fn map_shared(fd: impl AsFd) -> rustix::io::Result<NonNull<u8>> {
+    // SAFETY: a fresh mapping at an address the kernel chooses touches no existing memory of ours. The file is a
+    // memfd of REGION_BYTES, sealed (or about to be) against shrinking, so no access can fault.
     let base = unsafe {
-        match fd {
-            Some(fd) => mmap(nowhere, bytes, both, MapFlags::SHARED | MapFlags::NORESERVE, fd, offset),
-            None => mmap_anonymous(nowhere, bytes, both, MapFlags::PRIVATE | MapFlags::NORESERVE),
-        }
+        mmap(
+            std::ptr::null_mut(),
+            REGION_BYTES,
+            ProtFlags::READ | ProtFlags::WRITE,
+            MapFlags::SHARED | MapFlags::NORESERVE,
+            fd,
+            0,
+        )
     }?;
     NonNull::new(base.cast()).ok_or(rustix::io::Errno::FAULT)
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        let arena = self.pages.get().map(|pages| (*pages, ARENA));
-        for (at, bytes) in [(self.base, ARENA_START)].into_iter().chain(arena) {
-            // SAFETY: mapped by `map` with this length; users hold an `Arc<Region>` for as long as they access it, so nobody does now.
-            let _ = unsafe { munmap(at.as_ptr().cast(), bytes) };
-        }
+        // SAFETY: mapped in a constructor with this length; users hold an `Arc<Region>` for as long as they
+        // access it, so nobody does now.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), REGION_BYTES) };
     }
 }
 
@@ -502,32 +484,6 @@ mod tests {
         ftruncate(&fd, REGION_BYTES as u64).unwrap();
         let error = Region::of_peer(fd).err().unwrap().to_string();
         assert!(error.contains("not sealed"), "{error}");
-    }
-
-    #[test]
-    fn an_arena_takes_address_space_where_it_is_used_and_there_only() {
-        let ours = Region::shared().unwrap();
-        let theirs = Region::of_peer(ours.fd().unwrap().try_clone().unwrap()).unwrap();
-        let mapped = || [&ours, &theirs].map(|region| region.pages.get().is_some());
-        assert_eq!(mapped(), [false, false]);
-        let page = ours.take_pages(PAGE).unwrap();
-        assert_eq!(mapped(), [true, false]);
-        // SAFETY: our own page.
-        unsafe { ours.at(page).write(42) };
-        assert_eq!(ours.offset_of(ours.at(page)), Some(page as u64));
-        let lent = theirs.lendable(page as u64, PAGE).unwrap();
-        // SAFETY: inside the mapping, one thread.
-        let seen = unsafe { lent.read() };
-        assert_eq!((mapped(), seen), ([true, true], 42));
-        assert!(theirs.is_page(lent, PAGE) && !theirs.is_page(theirs.at(0), 8));
-        // What lies in two parts lies nowhere in one piece, and what lies outside is never mapped.
-        let end = REGION_BYTES as u64;
-        for (offset, len) in [(ARENA_START as u64 - 8, 16), (end, 1), (end - 8, 9), (u64::MAX - 7, 8)] {
-            assert!(
-                !theirs.contains(offset, len) && theirs.lendable(offset, len).is_none(),
-                "{offset}, {len}"
-            );
-        }
     }
 
     #[test]
