@@ -1,15 +1,15 @@
 //! Libraries that take a communicator's operations whole: how its ranks come by one, and which calls go there.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Comm;
 use super::call::{Call, Spec, program};
+use super::runtime::Ticks;
 use crate::error::Error;
 use crate::exec::device::DeviceOp;
 use crate::exec::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::exec::{Executor, Operation, Part, PartList, Reduction, WholeOp};
-use crate::group::runtime;
 use crate::mem::device::DeviceStream;
 use crate::types::{Algo, DType, Kind, ReduceOp, WHOLE, mix};
 
@@ -61,7 +61,7 @@ impl Comm {
         })?;
         // A rank that has failed waits for the others in the next call, for as long as that may take.
         let opened = match library.open(&id, (rank, size), stream) {
-            Ok(whole) => ready(whole.clone(), timeout / 2, self).await.map(|()| whole),
+            Ok(whole) => ready(&*whole, timeout / 2, self).await.map(|()| whole),
             Err(error) => Err(error),
         };
         let whole = self.all_of(call, opened.map(Ok)).await?.map_err(|why| Error::invalid(call, why))?;
@@ -87,33 +87,31 @@ impl Comm {
 }
 
 /// Waits until a library is made, or the communicator dies meanwhile.
-async fn ready(whole: Arc<dyn Whole>, timeout: Duration, comm: &Comm) -> Result<(), Error> {
-    let endpoint = comm.0.endpoint.clone();
-    let end = Instant::now() + timeout;
-    runtime::run(async move {
-        loop {
-            let problem = match whole.poll() {
-                Ok(Standing::InProgress) if endpoint.cause().is_some() => endpoint.cause(),
-                Ok(Standing::InProgress) if Instant::now() < end => {
-                    tokio::time::sleep(LOOK).await;
-                    continue;
-                }
-                Ok(Standing::InProgress) => Some(Error::Library {
-                    library: whole.name().to_owned(),
-                    rank: endpoint.config.rank,
-                    problem: format!(
-                        "it was not ready after {timeout:?}; another rank may have failed at it"
-                    ),
-                }),
-                Ok(_) => None,
-                Err(error) => Some(error),
-            };
-            let Some(problem) = problem else { return Ok(()) };
-            whole.abort();
-            return Err(problem);
+async fn ready(whole: &dyn Whole, timeout: Duration, comm: &Comm) -> Result<(), Error> {
+    let (endpoint, runtime) = (&comm.0.endpoint, &comm.0.membership.world.runtime);
+    let (end, mut ticks) = (runtime.now() + timeout, Ticks::new(runtime, LOOK)?);
+    let problem = loop {
+        match whole.poll() {
+            Ok(Standing::InProgress) => {}
+            Ok(_) => return Ok(()),
+            Err(error) => break error,
         }
-    })
-    .await
+        if let Some(cause) = endpoint.cause() {
+            break cause;
+        }
+        if runtime.now() >= end {
+            break Error::Library {
+                library: whole.name().to_owned(),
+                rank: endpoint.config.rank,
+                problem: format!("it was not ready after {timeout:?}; another rank may have failed at it"),
+            };
+        }
+        if let Err(error) = ticks.next().await {
+            break error;
+        }
+    };
+    whole.abort();
+    Err(problem)
 }
 
 impl Call<'_> {

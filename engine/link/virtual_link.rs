@@ -19,8 +19,6 @@ pub(crate) trait Timeline: Send + Sync {
     fn latency(&self) -> Duration;
     /// Something arrives then: ranks are to look.
     fn look_at(&self, at: Instant);
-    /// Whether a rank of the world has died: what it sent after that never arrives, and it reads nothing.
-    fn is_dead(&self, rank: Rank) -> bool;
     fn log(&self, event: String);
 }
 

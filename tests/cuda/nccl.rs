@@ -1,6 +1,6 @@
 //! Collectives that NCCL takes whole, on an NCCL for tests (`tests/nccl`): what comes out, the laws, and what goes wrong there.
 
-use std::ffi::{CString, c_int, c_void};
+use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,8 @@ use test_support::cases::{self, Await, Case, Combine, Form, OnDevice, Oracle, Wh
 
 use crate::collectives::everything;
 use crate::support::{
-    child, down, is_ours, nccl_library, nothing_left, ranks, report, set_delays, soon, up, values,
+    child, down, function_of, is_ours, nccl_library, nothing_left, ranks, report, set_delays, soon, up,
+    values,
 };
 
 const LIBRARY: &str = "ALLSTREAM_NCCL_LIBRARY";
@@ -42,16 +43,7 @@ struct Told {
 
 fn function(name: &str) -> *mut c_void {
     static HANDLE: OnceLock<usize> = OnceLock::new();
-    let handle = *HANDLE.get_or_init(|| {
-        let path = CString::new(std::env::var(LIBRARY).unwrap()).unwrap();
-        // SAFETY: opens the NCCL for tests, whose path ends in a null byte; it has no initialisers.
-        unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) as usize }
-    });
-    let name = CString::new(name).unwrap();
-    // SAFETY: the handle is of a library that is never closed.
-    let address = unsafe { libc::dlsym(handle as *mut c_void, name.as_ptr()) };
-    assert!(!address.is_null(), "{name:?}");
-    address
+    function_of(LIBRARY, &HANDLE, name)
 }
 
 fn told() -> Told {

@@ -1,13 +1,14 @@
 //! Parts of one buffer in operations at the same time, and what becomes of the buffer. Every wait has a deadline.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::support::{on_threads, worlds};
-use allstream::{Buf, Comm, Error, Failed, HostBuf, HostMemory, Message, ReduceOp, View, split, split_at};
+use allstream::{Buf, Comm, Error, Failed, HostBuf, Message, ReduceOp, View, split, split_at};
 use futures::executor::block_on;
 use proptest::prelude::*;
+
+use crate::counted::Counted;
+use crate::support::{on_threads, worlds};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const LINKS: [&str; 3] = ["local", "shm", "tcp"];
@@ -28,37 +29,6 @@ fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     while !condition() {
         assert!(Instant::now() < end, "not within {LIMIT:?}: {what}");
         std::thread::yield_now();
-    }
-}
-
-/// A buffer that counts how often it was dropped.
-#[derive(Debug)]
-struct Counted(Vec<f32>, Arc<AtomicUsize>);
-
-impl Counted {
-    fn new(values: Vec<f32>) -> (Counted, Arc<AtomicUsize>) {
-        let drops = Arc::new(AtomicUsize::new(0));
-        (Counted(values, drops.clone()), drops)
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-// SAFETY: as for the Vec inside, which nothing else reaches.
-unsafe impl HostMemory for Counted {
-    type Elem = f32;
-    fn ptr(&self) -> *const f32 {
-        self.0.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut f32 {
-        self.0.as_mut_ptr()
-    }
-    fn count(&self) -> usize {
-        self.0.len()
     }
 }
 

@@ -12,28 +12,7 @@ use allstream::dlpack::{
 use allstream::{Comm, DType, Element, Failed, HostBuf, HostMemory, bf16, f8e4m3, f8e5m2, f16};
 use proptest::prelude::*;
 
-/// A buffer that counts its drops.
-struct Counted(Vec<f32>, Arc<AtomicUsize>);
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::SeqCst);
-    }
-}
-
-// SAFETY: as the vector in it.
-unsafe impl HostMemory for Counted {
-    type Elem = f32;
-    fn ptr(&self) -> *const f32 {
-        self.0.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut f32 {
-        self.0.as_mut_ptr()
-    }
-    fn count(&self) -> usize {
-        self.0.len()
-    }
-}
+use crate::counted::Counted;
 
 fn goes_round<T: Element>(values: Vec<T>) {
     let (shape, at) = ([2, values.len() / 2], values.as_ptr());

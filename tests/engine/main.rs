@@ -5,6 +5,7 @@
 
 mod agree;
 mod buffers;
+mod counted;
 mod dlpack;
 mod groups;
 mod laws;

@@ -6,11 +6,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use allstream::testing::Slow;
-use allstream::{Algo, Comm, DType, Error, Failed, HostMemory, Kind, MissingState, Work};
+use allstream::{Algo, Comm, DType, Error, Failed, Kind, MissingState, Work};
 use futures::executor::block_on;
 
 use super::support::cases::{self, Await, Case, Combine, Form, Oracle, What};
 use super::support::{on_threads, worlds};
+
+use crate::counted::Counted;
 
 const LIMIT: Duration = Duration::from_secs(120);
 const SHORT: Duration = Duration::from_millis(300);
@@ -222,30 +224,6 @@ fn law_4_a_library_that_hangs_is_a_timeout_and_buffers_come_back() {
             assert_eq!(buf.unwrap(), [1.0; LEN]);
             assert_eq!(failure(queued).1.unwrap(), [2.0; LEN], "what had not begun is as it was");
         });
-    }
-}
-
-/// A buffer that counts how often it was dropped.
-#[derive(Debug)]
-struct Counted(Vec<f32>, Arc<AtomicUsize>);
-
-// SAFETY: a vector's memory stays where it is when the vector is moved, and is nobody else's.
-unsafe impl HostMemory for Counted {
-    type Elem = f32;
-    fn ptr(&self) -> *const f32 {
-        self.0.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut f32 {
-        self.0.as_mut_ptr()
-    }
-    fn count(&self) -> usize {
-        self.0.len()
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.1.fetch_add(1, Ordering::Relaxed);
     }
 }
 

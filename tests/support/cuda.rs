@@ -119,9 +119,14 @@ pub struct Report {
 /// A function of the driver by its name. The driver is the one that is loaded already, or will be.
 pub fn function(name: &str) -> *mut c_void {
     static HANDLE: OnceLock<usize> = OnceLock::new();
-    let handle = *HANDLE.get_or_init(|| {
-        let path = CString::new(std::env::var(LIBRARY).unwrap()).unwrap();
-        // SAFETY: opens the driver for tests, whose path ends in a null byte; it has no initialisers.
+    function_of(LIBRARY, &HANDLE, name)
+}
+
+/// The same of the library for tests that a variable names. `handle`: its own, set by the first call.
+pub fn function_of(library: &str, handle: &OnceLock<usize>, name: &str) -> *mut c_void {
+    let handle = *handle.get_or_init(|| {
+        let path = CString::new(std::env::var(library).unwrap()).unwrap();
+        // SAFETY: opens a library for tests, whose path ends in a null byte; it has no initialisers.
         unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW) as usize }
     });
     let name = CString::new(name).unwrap();

@@ -13,11 +13,13 @@ const FOR_TESTS: [(&str, &str); 2] = [("sshd", "openssh-server"), ("mpirun", "op
 /// Installs packages with apt-get, as root. `run` runs one command, and says what was wrong with it.
 pub(crate) fn install(
     packages: &[&str],
-    mut run: impl FnMut(&mut Command) -> Result<(), String>,
+    mut run: impl FnMut(Command) -> Result<(), String>,
 ) -> Result<(), String> {
     let what = packages.join(" and ");
     let mut apt = |arguments: &[&str]| {
-        run(Command::new("apt-get").env("DEBIAN_FRONTEND", "noninteractive").args(arguments))
+        let mut apt = Command::new("apt-get");
+        apt.env("DEBIAN_FRONTEND", "noninteractive").args(arguments);
+        run(apt)
     };
     if apt(&["--version"]).is_err() {
         return Err(format!("there is no apt-get to install {what} with"));
@@ -47,9 +49,7 @@ pub(crate) fn for_tests(root: &Path, limit: Duration) -> Ran {
     let mut words = Vec::new();
     for package in missing {
         let installed = install(&[package], |command| {
-            let mut again = Command::new(command.get_program());
-            again.args(command.get_args()).env("DEBIAN_FRONTEND", "noninteractive");
-            let end = execute(again, root, limit, false);
+            let end = execute(command, root, limit, false);
             if end.code() == Some(0) { Ok(()) } else { Err("apt-get failed".into()) }
         });
         match installed {

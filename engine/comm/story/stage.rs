@@ -132,7 +132,7 @@ impl Stage {
         let mut moved = false;
         while !list.is_empty() {
             let (rank, endpoint) = list.swap_remove(self.draw(list.len() as u64) as usize);
-            if self.is_dead(rank) {
+            if self.state.lock().dead.contains(&rank) {
                 continue;
             }
             match endpoint.clone().drive_and_check() {
@@ -162,10 +162,6 @@ impl Timeline for Stage {
         state.timers_set += 1;
         let key = (at - self.begin, state.timers_set);
         state.timers.insert(key, None);
-    }
-
-    fn is_dead(&self, rank: Rank) -> bool {
-        self.state.lock().dead.contains(&rank)
     }
 
     fn log(&self, event: String) {

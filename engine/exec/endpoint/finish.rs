@@ -65,14 +65,14 @@ impl Endpoint {
 
     /// Ends an operation. Its user hears of it in [`run_completions`](Self::run_completions).
     pub(super) fn finish(&self, key: Key, result: Result<(), Error>) {
+        // Forgotten before it is finished, so that nobody finds it overdue afterwards; dropped when no lock is held.
+        let _copy_back = self.copy_backs.finished(key);
         let mut table = self.submitted.lock();
         if !table.devices.is_empty() {
             table.devices.remove(&key.number());
         }
         let (waker, held) = table.inflight.finish(key, result.map_err(Box::new));
         drop(table);
-        // Of an operation that failed, or was copied back: dropped with no lock held.
-        drop(self.copy_backs.finished(key));
         self.completions.put(waker, held);
     }
 

@@ -165,7 +165,8 @@ impl Endpoint {
         };
         let (calls, rank) = (self.submitted.lock().calls, self.config.rank);
         if let Some((peer, header)) = found {
-            return match self.submitted.lock().called(header.op) {
+            let ours = self.submitted.lock().called(header.op);
+            return match ours {
                 Some(ours) if ours != header.signature => {
                     Some(self.mismatch(header.op, ours, peer, header.signature))
                 }

@@ -113,7 +113,7 @@ fn install_mpi(args: &PeersArgs, scratch: &Path) -> Result<(), String> {
         return Err(format!("{what} (--no-install)"));
     }
     eprintln!("installing {}", MPI_PACKAGES.join(" and "));
-    let run = |command: &mut Command| said(command, 20 * MINUTE, scratch).map(drop);
+    let run = |mut command: Command| said(&mut command, 20 * MINUTE, scratch).map(drop);
     packages::install(&MPI_PACKAGES, run).map_err(|why| format!("{what}; {why}"))
 }
 
