@@ -34,16 +34,16 @@ pub enum Error {
         /// The ranks it waited for, and what is known of them.
         missing: Vec<Missing>,
     },
-    /// An `agree` came to no verdict in time. The agreement stays open: ranks that wait longer may still end it.
+    /// An `agree` or `shrink` came to no verdict in time. The agreement stays open: ranks that wait longer may still end it.
     #[error(
-        "agree #{number} of communicator {comm} has no verdict on rank {rank} after {after:?}: {}; every rank must call agree equally often",
+        "{call} of communicator {comm} has no verdict on rank {rank} after {after:?}: {}; every rank that lives must call it equally often",
         Missing::list(.missing)
     )]
     NoVerdict {
+        /// The call: `agree` with its number in the communicator, or `shrink`.
+        call: String,
         /// The communicator.
         comm: String,
-        /// Number of the agreement in its communicator.
-        number: u64,
         /// The rank that gave up.
         rank: Rank,
         /// The deadline.

@@ -111,7 +111,7 @@ on_both! {
     /// [`agree`](Self::agree) with a deadline of its own.
     pub fn agree_within(&self, flag: bool, timeout: Duration) -> Agree {
         let (endpoint, world) = self.place();
-        Agree { verdict: world.agree(endpoint, flag, timeout), _comm: self.held() }
+        Agree { verdict: world.agree(endpoint, None, flag, timeout), _comm: self.held() }
     }
 }
 

@@ -19,6 +19,7 @@ mod ordered;
 mod reach;
 mod restore;
 mod runtime;
+mod shrink;
 mod split;
 mod staged;
 #[cfg(test)]

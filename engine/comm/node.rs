@@ -11,6 +11,7 @@ use std::task::Poll;
 #[cfg(doc)]
 use super::Call;
 use super::Comm;
+use super::Verdict;
 use super::handle::{MOST_LOCAL, Stats};
 use crate::error::Error;
 use crate::exec::Endpoint;
@@ -327,6 +328,23 @@ impl Node {
         });
         // To the end of each: peers depend on all of them.
         together(each).await.into_iter().collect()
+    }
+
+    /// Goes on without the ranks that are lost; see [`Comm::shrink`]. Processes keep their order, and this one its devices and
+    /// streams. A process is lost with all of its devices.
+    ///
+    /// # Errors
+    /// As [`Comm::shrink`]; [`Error::Invalid`] where the survivors are not whole processes.
+    pub async fn shrink(mut self) -> Result<(Node, Verdict), Error> {
+        let (comms, streams) = (std::mem::take(&mut self.comms), self.streams.clone());
+        let shrunk = together(comms.into_iter().map(Comm::shrink)).await;
+        let shrunk = shrunk.into_iter().collect::<Result<Vec<_>, Error>>()?;
+        // All devices have the same verdict: they are ranks of one group.
+        let Some(verdict) = shrunk.first().map(|(_, verdict)| verdict.clone()) else {
+            return Err(Error::invalid("Node::shrink", "this node has no devices (a bug)"));
+        };
+        let node = Node::with_streams(shrunk.into_iter().map(|(comm, _)| comm).collect(), streams)?;
+        Ok((node, verdict))
     }
 
     /// The first cause for which one of the devices' communicators is dead, if one is. They die together.

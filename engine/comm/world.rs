@@ -9,6 +9,7 @@ use parking_lot::Mutex;
 
 mod agreements;
 mod departed;
+mod meetings;
 mod pool;
 mod records;
 #[cfg(test)]
@@ -18,6 +19,8 @@ mod wholes;
 pub use self::agreements::Verdict;
 pub(super) use self::agreements::{Agreements, Answer};
 use self::departed::Departed;
+pub(super) use self::meetings::Meeting;
+use self::meetings::Meetings;
 use self::pool::Pool;
 pub use self::pool::PoolStats;
 pub(super) use self::pool::ROW;
@@ -58,20 +61,29 @@ pub(crate) enum Transport {
 
 /// The ranks of a world made in one process.
 #[derive(Default)]
-pub(crate) struct Hub(Mutex<Vec<Weak<World>>>);
+pub(crate) struct Hub {
+    worlds: Mutex<Vec<Weak<World>>>,
+    /// Messages on their way, by sender and receiver.
+    sent: Mutex<Map<(Rank, Rank), VecDeque<Message>>>,
+}
 
 impl Hub {
     pub(crate) fn enter(&self, world: &Arc<World>) {
-        self.0.lock().push(Arc::downgrade(world));
+        self.worlds.lock().push(Arc::downgrade(world));
     }
 
-    /// Delivers in a task, as a mesh does: never in the sender's locks.
-    fn deliver(&self, runtime: &dyn Runtime, to: Rank, from: Rank, message: Message) {
-        let Some(world) = self.0.lock().get(to).and_then(Weak::upgrade) else { return };
+    /// Delivers in a task, as a mesh does: never in the sender's locks. Whatever the order in which tasks run, messages of one sender
+    /// come in the order in which they were sent.
+    fn deliver(self: &Arc<Self>, runtime: &dyn Runtime, to: Rank, from: Rank, message: Message) {
+        let Some(world) = self.worlds.lock().get(to).and_then(Weak::upgrade) else { return };
+        self.sent.lock().entry((from, to)).or_default().push_back(message);
+        let hub = self.clone();
         let deliver = async move {
-            match message {
-                Message::Goodbye { cause } => world.goodbye(from, cause),
-                message => world.message(from, message),
+            let next = hub.sent.lock().get_mut(&(from, to)).and_then(VecDeque::pop_front);
+            match next {
+                Some(Message::Goodbye { cause }) => world.goodbye(from, cause),
+                Some(message) => world.message(from, message),
+                None => {}
             }
         };
         if let Err(error) = runtime.spawn(Box::pin(deliver)) {
@@ -146,6 +158,10 @@ pub(crate) struct World {
     pub(super) pool: Pool,
     wholes: Wholes,
     pub(super) agreements: Mutex<Agreements>,
+    meetings: Meetings,
+    /// What opens links in place of the rings: of a communicator, and this rank in it.
+    #[cfg(test)]
+    pub(super) opener: std::sync::OnceLock<MakeOpener>,
 }
 
 /// What a communicator's links are made of.
@@ -154,10 +170,11 @@ pub(crate) enum LinksFrom {
     NewRings(Vec<u64>),
     /// Those of an idle communicator of the same members, which this one is the next generation of.
     IdleRuns(IdleRuns),
-    /// None that there are: a test opens its own.
-    #[cfg(test)]
-    Opener(Arc<dyn Opener>),
 }
+
+/// What makes the links of a communicator for a test.
+#[cfg(test)]
+pub(super) type MakeOpener = Box<dyn Fn(CommId, Rank) -> Arc<dyn Opener> + Send + Sync>;
 
 impl World {
     /// This rank has entered its process's part of the world before.
@@ -206,6 +223,9 @@ impl World {
             pool: Pool::new(defaults.pool),
             wholes: Wholes::default(),
             agreements: Mutex::default(),
+            meetings: Meetings::default(),
+            #[cfg(test)]
+            opener: std::sync::OnceLock::new(),
         })
     }
 
@@ -231,12 +251,15 @@ impl World {
         let here = members.iter().filter(near).count();
         let beside = members.iter().filter(near).filter(|m| self.beside[**m]).count();
         let (opener, generation, runs): (Arc<dyn Opener>, u32, _) = match lines {
+            #[cfg(test)]
+            LinksFrom::NewRings(_) if self.opener.get().is_some() => {
+                let make = self.opener.get().expect("it was just there");
+                (make(comm, rank), 0, None)
+            }
             LinksFrom::NewRings(blocks) => {
                 let (members, topology) = (members.clone(), self.topology.clone());
                 (Arc::new(CommLinks { comm, rank, members, blocks, topology }), 0, None)
             }
-            #[cfg(test)]
-            LinksFrom::Opener(opener) => (opener, 0, None),
             LinksFrom::IdleRuns(runs) => (runs.opener(), runs.generation.wrapping_add(1), Some(runs)),
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -423,8 +446,10 @@ impl Events for World {
             other => other,
         };
         let Some(comm) = message.comm() else { return };
-        if let Message::Retired { comm } = message {
-            return self.peer_retired(from, comm);
+        match message {
+            Message::Retired { .. } => return self.peer_retired(from, comm),
+            Message::Meet { row, .. } => return self.meetings.hear(from, comm, row),
+            _ => {}
         }
         if self.pool.has_ended(comm) && self.find(comm).is_none() {
             return;
@@ -458,6 +483,7 @@ impl Events for World {
             Message::Heartbeat
             | Message::Goodbye { .. }
             | Message::Retired { .. }
+            | Message::Meet { .. }
             | Message::Agree { .. } => {}
         }
     }

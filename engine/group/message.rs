@@ -75,6 +75,13 @@ pub(crate) enum Message {
         /// The communicator for which the rings were made.
         comm: CommId,
     },
+    /// The sender takes part in making a communicator of another one's survivors, or does not. Sent once, by each of them.
+    Meet {
+        /// The communicator to be made.
+        comm: CommId,
+        /// What the sender brings, as to a split. `None`: it does not come.
+        row: Option<[u64; 5]>,
+    },
 }
 
 /// What members of a communicator say to agree: docs/adr/0010-agree.md. Ranks are the communicator's.
@@ -133,6 +140,7 @@ impl Message {
             | Message::Broke { comm, .. }
             | Message::Closing { comm, .. }
             | Message::Retired { comm }
+            | Message::Meet { comm, .. }
             | Message::Agree { comm, .. } => Some(*comm),
             Message::Heartbeat | Message::Goodbye { .. } => None,
         }

@@ -2,4 +2,5 @@
 //! story, with real memory and the engine as it is: only the links, the clock and the threads are others.
 
 mod stage;
+mod survive;
 mod told;

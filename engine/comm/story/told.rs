@@ -10,7 +10,7 @@ use crate::Comm;
 use crate::comm::handle::Membership;
 use crate::comm::links::ProcessRanks;
 use crate::comm::runtime::process_runtime;
-use crate::comm::world::{Defaults, Hub, LinksFrom, Transport, World};
+use crate::comm::world::{Defaults, Hub, Transport, World};
 use crate::error::{Error, Lost};
 use crate::exec::Opener;
 use crate::group::Events;
@@ -42,13 +42,13 @@ impl Opener for Lines {
 }
 
 /// The ranks of a story.
-struct Ranks {
-    stage: Arc<Stage>,
+pub(super) struct Ranks {
+    pub(super) stage: Arc<Stage>,
     worlds: Vec<Arc<World>>,
 }
 
 impl Ranks {
-    fn new(n: usize, seed: u64) -> (Ranks, Vec<Comm>) {
+    pub(super) fn new(n: usize, seed: u64) -> (Ranks, Vec<Comm>) {
         let stage = Stage::new(seed);
         let (hub, network) = (Arc::new(Hub::default()), Network::new(stage.clone()));
         let (progress_thread, _) = process_runtime().unwrap();
@@ -63,9 +63,12 @@ impl Ranks {
             let who = (rank, n, *b"a story of ranks");
             let world = World::new(who, transport, (mates, memory_lock), region, turns, near, settings);
             hub.enter(&world);
-            let lines = Arc::new(Lines { network: network.clone(), comm: CommId(0), rank });
-            let endpoint =
-                world.endpoint(CommId(0), "world".into(), (0..n).collect(), LinksFrom::Opener(lines));
+            let network = network.clone();
+            let links = move |comm, rank| {
+                Arc::new(Lines { network: network.clone(), comm, rank }) as Arc<dyn Opener>
+            };
+            assert!(world.opener.set(Box::new(links)).is_ok(), "a new world");
+            let endpoint = world.world_endpoint();
             let membership = Arc::new(Membership { world: world.clone(), mesh: None });
             comms.push(Comm::of(endpoint.unwrap(), membership, None));
             worlds.push(world);
@@ -74,7 +77,7 @@ impl Ranks {
     }
 
     /// The process of a rank ends; the others hear of it a little later.
-    fn kill(&self, dead: Rank) {
+    pub(super) fn kill(&self, dead: Rank) {
         self.stage.kill(dead);
         for (rank, world) in self.worlds.iter().enumerate().filter(|(rank, _)| *rank != dead) {
             let (world, stage) = (world.clone(), self.stage.clone());

@@ -100,9 +100,8 @@ fn expelled(rank: Rank, how: Lost) -> Error {
 
 impl Agreements {
     /// The table of a communicator, with all that was heard before its first call.
-    fn table(&mut self, endpoint: &Arc<Endpoint>, out: &mut Vec<Out>) -> &mut Table {
+    fn table(&mut self, endpoint: &Arc<Endpoint>, comm: CommId, out: &mut Vec<Out>) -> &mut Table {
         let config = &endpoint.config;
-        let comm = CommId(config.comm);
         if !self.tables.contains_key(&comm) {
             self.forget();
         }
@@ -175,15 +174,16 @@ impl Table {
 }
 
 impl World {
-    /// Votes; the answer comes as promised.
+    /// Votes in the next agreement of a communicator, or in the one to make `shrunk` of its survivors; the answer comes as promised.
     pub(in crate::comm) fn agree(
         self: &Arc<World>,
         endpoint: &Arc<Endpoint>,
+        shrunk: Option<CommId>,
         flag: bool,
         timeout: Duration,
     ) -> Promise<Answer> {
         let promise = Promise::pending();
-        let answers = match self.try_agree(endpoint, flag, timeout, &promise) {
+        let answers = match self.try_agree(endpoint, shrunk, flag, timeout, &promise) {
             Ok(answers) => answers,
             Err(error) => vec![(promise.clone(), Err(error))],
         };
@@ -194,22 +194,24 @@ impl World {
     fn try_agree(
         self: &Arc<World>,
         endpoint: &Arc<Endpoint>,
+        shrunk: Option<CommId>,
         flag: bool,
         timeout: Duration,
         promise: &Promise<Answer>,
     ) -> Result<Answers, Error> {
-        let (comm, mut out) = (CommId(endpoint.config.comm), Vec::new());
+        let (comm, mut out) = (shrunk.unwrap_or(CommId(endpoint.config.comm)), Vec::new());
         let mut all = self.agreements.lock();
-        let table = all.table(endpoint, &mut out);
+        let table = all.table(endpoint, comm, &mut out);
         let called = table.board.call(flag, &mut out);
         if let Ok(number) = called {
             let (world, name) = (Arc::downgrade(self), endpoint.config.name.clone());
+            let call = shrunk.map_or_else(|| format!("agree #{number}"), |_| "shrink".to_owned());
             let runtime = self.runtime.clone();
             let mut expires = Box::pin(async move {
                 runtime.sleep(timeout).await;
                 runtime.sleep(LISTEN).await;
                 if let Some(world) = world.upgrade() {
-                    world.agree_expired(comm, name, number, timeout);
+                    world.agree_expired(comm, (call, name), number, timeout);
                 }
             });
             let (_timer, mut answered) = oneshot::channel();
@@ -228,14 +230,14 @@ impl World {
         }
     }
 
-    fn agree_expired(&self, comm: CommId, name: String, number: u64, after: Duration) {
+    fn agree_expired(&self, id: CommId, (call, comm): (String, String), number: u64, after: Duration) {
         let given_up = {
             let mut all = self.agreements.lock();
-            let Some(table) = all.tables.get_mut(&comm) else { return };
+            let Some(table) = all.tables.get_mut(&id) else { return };
             let Some(waiter) = table.waiters.remove(&number) else { return };
             let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
             let missing = table.board.missing(number);
-            (waiter.answer, Err(Error::NoVerdict { comm: name, number, rank, after, missing }))
+            (waiter.answer, Err(Error::NoVerdict { call, comm, rank, after, missing }))
         };
         fill(vec![given_up]);
     }

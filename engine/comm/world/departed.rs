@@ -44,6 +44,12 @@ impl Departed {
         self.lost.iter().take(known).find_map(place)
     }
 
+    /// Those of these ranks of the world that were lost or have left.
+    pub(super) fn any_of(&self, ranks: &[Rank]) -> Vec<Rank> {
+        let is_gone = |rank: &Rank| self.left.contains(rank) || self.lost.iter().any(|(r, _)| r == rank);
+        ranks.iter().copied().filter(is_gone).collect()
+    }
+
     /// The places of those among these members who have left.
     pub(super) fn left_among(&self, members: &[Rank]) -> Vec<Rank> {
         self.left.iter().filter_map(|rank| members.iter().position(|m| m == rank)).collect()

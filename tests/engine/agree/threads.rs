@@ -176,7 +176,7 @@ fn a_rank_that_does_not_call_is_named_at_the_deadline_and_may_still_call() {
             (first, comm.agree(rank != 2).wait().unwrap())
         });
         let error = all[1].0.as_ref().unwrap_err();
-        let Error::NoVerdict { missing, number: 0, rank: 1, .. } = error else { panic!("{error}") };
+        let Error::NoVerdict { missing, rank: 1, .. } = error else { panic!("{error}") };
         let [one] = &missing[..] else { panic!("{error}") };
         assert_eq!((one.rank, &one.state), (0, &MissingState::NotCalled(None)), "{link}: {error}");
         for first in [&all[0].0, &all[2].0] {
