@@ -2,7 +2,8 @@
 //!
 //! What it promises:
 //! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port in between.
-//! - The first rank that fails decides the exit code, and stops the others.
+//! - When a rank fails, the others are stopped after a time of grace, or work on, as `--on-failure` says; and the job may be started
+//!   anew. The exit code is a program's own where one has ended by itself.
 //! - No rank outlives the launcher, however the launcher ends. A process that a rank itself started stays in the
 //!   rank's process group and is stopped with it; only if the launcher is killed by SIGKILL can such a one stay.
 //! - On other hosts an agent keeps the same promises, and takes the end of its connection for the launcher's.
@@ -13,33 +14,28 @@ pub(crate) mod hosts;
 mod relay;
 pub(crate) mod remote;
 mod signals;
+mod supervise;
 
 use std::ffi::OsString;
-use std::io::{self, PipeWriter};
+use std::io;
 use std::net::{Ipv4Addr, TcpListener};
-use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd};
-use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
-use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::mpsc::{self, Sender};
+use std::time::Duration;
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use rustix::process::Signal;
 use rustix::thread::CpuSet;
-use signal_hook::consts::SIGHUP;
+use serde::{Deserialize, Serialize};
 
 use bind::Bind;
-use relay::{Source, Stream, relay, write_all};
-use signals::SignalThread;
+use relay::{Source, Stream, write_all};
+use supervise::{Ended, Event, Kind, Member, Started, supervise, watch};
 
-/// From SIGTERM to SIGKILL.
-const TERM_TO_KILL: Duration = Duration::from_secs(2);
-/// How long a killed process may take to end (it may sit in the kernel) until it is given up.
-const KILL_TO_GIVE_UP: Duration = Duration::from_secs(5);
-/// How long processes that ranks left behind may still write after the last rank has ended.
-const LEFTOVERS: Duration = Duration::from_secs(1);
+/// From one variable to the ranks: how often the job was started anew before.
+pub(crate) const RESTART: &str = "ALLSTREAM_RESTART";
 /// What other launchers set. We may run below one of them, and its idea of a rank is not ours.
 const FOREIGN: [&str; 17] = [
     "ALLSTREAM_RENDEZVOUS_FD",
@@ -62,7 +58,7 @@ const FOREIGN: [&str; 17] = [
 ];
 
 /// A job: the same program once for each rank.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Job {
     /// Number of ranks on this host; at least 1.
     pub(crate) ranks: usize,
@@ -74,12 +70,37 @@ pub(crate) struct Job {
     pub(crate) prefix: bool,
     /// Variables to set besides those of the launcher, which win.
     pub(crate) env: Vec<(OsString, OsString)>,
-    /// How long the other ranks may go on after one has failed, to report by themselves what they saw.
-    pub(crate) grace: Duration,
+    /// What is done when a rank has failed.
+    pub(crate) policy: Policy,
+    /// How often the job is started anew after it has failed.
+    pub(crate) restarts: u32,
     /// Which cores they may run on.
     pub(crate) bind: Bind,
-    /// The world that the ranks here are a part of; `None`: they are all of it.
-    pub(crate) part: Option<Part>,
+}
+
+/// What is done with the other ranks when one has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
+pub(crate) enum OnFailure {
+    /// They are stopped after a time of grace
+    Stop,
+    /// They work on
+    Keep,
+}
+
+/// What is done when a rank has failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Policy {
+    pub(crate) on_failure: OnFailure,
+    /// How long the other ranks may go on before they are stopped, to report by themselves what they saw.
+    pub(crate) grace: Duration,
+    /// Ranks kept working are stopped, too, when fewer than these have not failed.
+    pub(crate) min_ranks: usize,
+}
+
+impl Default for Policy {
+    fn default() -> Policy {
+        Policy { on_failure: OnFailure::Stop, grace: Duration::from_secs(3), min_ranks: 1 }
+    }
 }
 
 /// What one host's ranks are in a world.
@@ -107,387 +128,69 @@ impl Default for Job {
             args: Vec::new(),
             prefix: true,
             env: Vec::new(),
-            grace: Duration::from_secs(3),
+            policy: Policy::default(),
+            restarts: 0,
             bind: Bind::None,
-            part: None,
         }
     }
 }
 
-/// Runs a job to its end. The exit code is that of the first rank that failed (128 + signal if a signal killed it),
-/// or 128 + signal if SIGINT, SIGTERM or SIGHUP came to this process; it then waits for no rank for longer than a
-/// few seconds.
+/// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code: of ranks that ended by
+/// themselves the first that is not 0 (the worst, if they were kept working); if there is none, 128 + the signal that killed the
+/// first rank; 128 + signal if SIGINT, SIGTERM or SIGHUP came to this process, which then waits for no rank for longer than a few
+/// seconds.
 ///
 /// # Errors
 /// The ranks could not be started; those that were are stopped.
 pub(crate) fn run(job: Job) -> io::Result<ExitCode> {
-    run_watched(job, |_| Ok(()))
+    with_restarts(job, |job| run_watched(job, None, |_| Ok(())))
 }
 
-/// Likewise; `also` gets what tells the launcher of events from elsewhere.
-fn run_watched(job: Job, also: impl FnOnce(Sender<Event>) -> io::Result<()>) -> io::Result<ExitCode> {
+/// Runs a job once, and as often again as it may be; each time the ranks are told how often that was.
+fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) -> io::Result<ExitCode> {
+    for restart in 0.. {
+        job.env.retain(|(key, _)| key != RESTART);
+        job.env.push((RESTART.into(), restart.to_string().into()));
+        let ended = once(&job)?;
+        if ended.code == 0 || ended.signalled || restart == job.restarts {
+            return Ok(ExitCode::from(ended.code));
+        }
+        let (next, most) = (restart + 1, job.restarts);
+        complain(&format!(
+            "the job failed with code {}; it starts anew (restart {next} of {most})",
+            ended.code
+        ));
+    }
+    Ok(ExitCode::FAILURE)
+}
+
+/// Runs a job once. `part`: what its ranks are in a world of several hosts; `also` gets what tells the launcher of events from
+/// elsewhere.
+fn run_watched(
+    job: &Job,
+    part: Option<Part>,
+    also: impl FnOnce(Sender<Event>) -> io::Result<()>,
+) -> io::Result<Ended> {
     if job.ranks == 0 {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a job needs at least one rank"));
     }
     let (events, inbox) = mpsc::channel();
-    supervise(job.grace, &events, inbox, |members| {
+    supervise(job.policy, &events, inbox, |members| {
         also(events.clone())?;
-        Ok(Started { streams: start_all(job, members, &events)?, port_known: None })
+        Ok(Started { streams: start_all(job, part, members, &events)?, port_known: None })
     })
 }
 
-/// What has been started, beside the processes.
-struct Started<'a> {
-    streams: Vec<Stream>,
-    port_known: Option<PortKnown<'a>>,
-}
-
-/// What is to be done once rank 0's agent has told its port.
-type PortKnown<'a> = Box<dyn FnOnce(&[Member], u16) -> io::Result<()> + 'a>;
-
-/// Starts processes and watches over them until all have ended. What was started is in the vector also if a later one
-/// failed: it is stopped.
-fn supervise<'a>(
-    grace: Duration,
-    events: &Sender<Event>,
-    inbox: Receiver<Event>,
-    start: impl FnOnce(&mut Vec<Member>) -> io::Result<Started<'a>>,
-) -> io::Result<ExitCode> {
-    let _signals = SignalThread::start(events.clone())?;
-    // The end of this pipe tells the relay that nothing more is to be waited for.
-    let (stop_reader, stop) = io::pipe()?;
-    let mut members = Vec::new();
-    let started = start(&mut members);
-    let mut launcher = Launcher {
-        members,
-        inbox,
-        phase: Phase::Running,
-        first: None,
-        relayed: false,
-        grace,
-        port_known: None,
-    };
-    let relayed = started.and_then(|started| {
-        launcher.port_known = started.port_known;
-        let (streams, events) = (started.streams, events.clone());
-        thread::Builder::new().name("relay".into()).spawn(move || {
-            relay(streams, &stop_reader);
-            let _ = events.send(Event::Relayed);
-        })
-    });
-    if let Err(error) = relayed {
-        launcher.signal_all(Signal::KILL);
-        launcher.reap();
-        return Err(error);
-    }
-    launcher.wait_for_members();
-    launcher.wait_for_output(stop);
-    launcher.reap();
-    Ok(launcher.exit_code())
-}
-
-enum Event {
-    /// A member has ended, or it can no longer be waited for. It is a zombie until `reap`.
-    Ended(usize),
-    /// An agent has started its ranks. From rank 0's, the port where the world meets.
-    Greeted { member: usize, port: u16 },
-    /// A signal to this process, or the launcher's to this agent.
-    Signal(i32),
-    /// The launcher of this agent is gone.
-    Cut,
-    /// All output has been relayed.
-    Relayed,
-}
-
-/// What the launcher does, and until when.
-#[derive(Clone, Copy)]
-enum Phase {
-    Running,
-    /// A rank failed; the others may end by themselves.
-    Grace(Instant),
-    /// They have been told to end.
-    Terminating(Instant),
-    Killed(Instant),
-}
-
-/// What decided the exit code.
-enum First {
-    Member(ExitStatus),
-    Signal(i32),
-}
-
-/// A process that the launcher started.
-struct Member {
-    child: Child,
-    /// Also its process group, as long as the child has not been reaped.
-    pid: Pid,
-    ended: bool,
-    kind: Kind,
-}
-
-enum Kind {
-    Rank {
-        rank: usize,
-        host: Option<String>,
-    },
-    /// Of a host, with the ranks there.
-    Agent(Agent),
-}
-
-struct Agent {
-    host: String,
-    ranks: Range<usize>,
-    /// What is written to its stdin, until it is dropped.
-    orders: Option<Sender<Vec<u8>>>,
-    greeted: bool,
-}
-
-impl Member {
-    /// Writes to an agent. One that has ended does not read it.
-    fn say(&self, line: Vec<u8>) {
-        if let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind {
-            let _ = orders.send(line);
-        }
-    }
-
-    /// Signals its process group. One that has ended is included, for what it left behind: it is not reaped yet, so the
-    /// group's number cannot belong to anybody else.
-    fn signal(&self, signal: Signal) {
-        // Fails only if there is nobody left to signal.
-        let _ = rustix::process::kill_process_group(self.pid, signal);
-    }
-
-    /// For messages.
-    fn name(&self) -> String {
-        let pid = self.pid;
-        match &self.kind {
-            Kind::Rank { rank, host: None } => format!("rank {rank} (pid {pid})"),
-            Kind::Rank { rank, host: Some(host) } => format!("rank {rank} on {host} (pid {pid})"),
-            Kind::Agent(Agent { host, ranks, .. }) if ranks.len() == 1 => {
-                format!("host {host} (rank {})", ranks.start)
-            }
-            Kind::Agent(Agent { host, ranks, .. }) => {
-                format!("host {host} (ranks {} to {})", ranks.start, ranks.end.saturating_sub(1))
-            }
-        }
-    }
-}
-
-struct Launcher<'a> {
-    members: Vec<Member>,
-    inbox: Receiver<Event>,
-    phase: Phase,
-    first: Option<First>,
-    relayed: bool,
-    grace: Duration,
-    port_known: Option<PortKnown<'a>>,
-}
-
-impl Launcher<'_> {
-    fn wait_for_members(&mut self) {
-        while self.members.iter().any(|member| !member.ended) {
-            let event = match self.phase {
-                Phase::Running => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
-                Phase::Grace(until) | Phase::Terminating(until) | Phase::Killed(until) => {
-                    self.inbox.recv_timeout(until.saturating_duration_since(Instant::now()))
-                }
-            };
-            match event {
-                Ok(Event::Ended(member)) => self.ended(member),
-                Ok(Event::Greeted { member, port }) => self.greeted(member, port),
-                Ok(Event::Signal(signal)) => self.signalled(signal),
-                Ok(Event::Cut) => {
-                    self.first.get_or_insert(First::Signal(SIGHUP));
-                    self.kill();
-                }
-                Ok(Event::Relayed) => self.relayed = true,
-                Err(_) => match self.phase {
-                    Phase::Running | Phase::Grace(_) => self.terminate(),
-                    Phase::Terminating(_) => self.kill(),
-                    Phase::Killed(_) => {
-                        for member in self.members.iter().filter(|member| !member.ended) {
-                            complain(&format!("{} did not end when killed", member.name()));
-                        }
-                        // Connections that no word passes any more.
-                        self.signal_all(Signal::KILL);
-                        return;
-                    }
-                },
-            }
-        }
-    }
-
-    /// The ranks have ended; what they started may hold their pipes open for ever.
-    fn wait_for_output(&mut self, stop: PipeWriter) {
-        let mut stop = Some(stop);
-        let mut until = Instant::now() + LEFTOVERS;
-        while !self.relayed {
-            let event = if stop.is_some() {
-                self.inbox.recv_timeout(until.saturating_duration_since(Instant::now()))
-            } else {
-                // The relay has only what is in the pipes now, but whoever reads our output may be slow.
-                self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected)
-            };
-            match event {
-                Ok(Event::Relayed) => self.relayed = true,
-                Ok(Event::Ended(_) | Event::Greeted { .. }) => {}
-                Ok(event @ (Event::Signal(_) | Event::Cut)) => {
-                    let signal = if let Event::Signal(signal) = event { signal } else { SIGHUP };
-                    if self.first.is_some() && stop.is_none() {
-                        break;
-                    }
-                    self.first.get_or_insert(First::Signal(signal));
-                    until = Instant::now();
-                }
-                Err(_) => {
-                    self.signal_all(Signal::KILL);
-                    stop = None;
-                }
-            }
-        }
-        // Ranks whose output is not relayed can leave processes too.
-        self.signal_all(Signal::KILL);
-    }
-
-    fn ended(&mut self, member: usize) {
-        let Some(state) = self.members.get_mut(member) else { return };
-        state.ended = true;
-        // Unknown only if somebody else reaped it, or this process was started with SIGCHLD ignored.
-        let mut status = peek_status(state.pid).unwrap_or(ExitStatus::from_raw(1 << 8));
-        let unheard = matches!(&state.kind, Kind::Agent(agent) if !agent.greeted);
-        if status.success() && unheard {
-            status = ExitStatus::from_raw(1 << 8);
-        } else if status.success() {
-            return;
-        }
-        if self.first.is_some() {
-            return;
-        }
-        let how = match (status.code(), status.signal()) {
-            (Some(code), _) => format!("exited with code {code}"),
-            (None, Some(signal)) => format!("was killed by signal {signal}"),
-            (None, None) => format!("ended: {status}"),
-        };
-        let (why, others) = match &state.kind {
-            Kind::Rank { .. } => ("", "ranks"),
-            Kind::Agent(_) if !unheard => ("", "hosts"),
-            Kind::Agent(_) => (
-                " before a rank had started there (can it be reached without a password, and is this version of \
-                 allstream where --remote-bin says?)",
-                "hosts",
-            ),
-        };
-        let name = state.name();
-        let left = self.members.iter().any(|member| !member.ended);
-        let rest = if left { format!("; stopping the other {others}") } else { String::new() };
-        complain(&format!("{name} {how}{why}{rest}"));
-        self.first = Some(First::Member(status));
-        // Where no rank has started, none has anything to report.
-        let started = |member: &Member| !matches!(&member.kind, Kind::Agent(agent) if !agent.greeted);
-        if self.members.iter().any(started) {
-            self.phase = Phase::Grace(Instant::now() + self.grace);
-        } else {
-            self.terminate();
-        }
-    }
-
-    fn greeted(&mut self, member: usize, port: u16) {
-        if let Some(Member { kind: Kind::Agent(agent), .. }) = self.members.get_mut(member) {
-            agent.greeted = true;
-        }
-        if member != 0 || !matches!(self.phase, Phase::Running) {
-            return;
-        }
-        if let Some(Err(error)) = self.port_known.take().map(|tell| tell(&self.members, port)) {
-            complain(&format!("cannot tell the other hosts what to start: {error}"));
-            self.first.get_or_insert(First::Member(ExitStatus::from_raw(1 << 8)));
-            self.terminate();
-        }
-    }
-
-    fn signalled(&mut self, signal: i32) {
-        match self.phase {
-            Phase::Running | Phase::Grace(_) => {
-                self.first.get_or_insert(First::Signal(signal));
-                self.terminate();
-            }
-            Phase::Terminating(_) => self.kill(),
-            Phase::Killed(_) => {}
-        }
-    }
-
-    fn terminate(&mut self) {
-        for member in &self.members {
-            match &member.kind {
-                Kind::Agent(agent) if agent.greeted => member.say(agent::TERM.into()),
-                // Also a connection that is only being made.
-                _ => member.signal(Signal::TERM),
-            }
-        }
-        self.phase = Phase::Terminating(Instant::now() + TERM_TO_KILL);
-    }
-
-    fn kill(&mut self) {
-        for member in &mut self.members {
-            match &mut member.kind {
-                // Its stdin ends, wherever it is. Without the agent's greeting there may be nobody who reads it.
-                Kind::Agent(agent) if agent.greeted => drop(agent.orders.take()),
-                _ => member.signal(Signal::KILL),
-            }
-        }
-        self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
-    }
-
-    fn signal_all(&self, signal: Signal) {
-        self.members.iter().for_each(|member| member.signal(signal));
-    }
-
-    fn reap(&mut self) {
-        for member in &mut self.members {
-            // Without waiting: one that could not be killed is left to init.
-            let until = Instant::now() + Duration::from_millis(if member.ended { 0 } else { 500 });
-            while matches!(member.child.try_wait(), Ok(None)) && Instant::now() < until {
-                thread::sleep(Duration::from_millis(1));
-            }
-        }
-    }
-
-    fn exit_code(&self) -> ExitCode {
-        let code = match &self.first {
-            None => 0,
-            Some(First::Signal(signal)) => 128 + signal,
-            Some(First::Member(status)) => {
-                status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1)
-            }
-        };
-        ExitCode::from(u8::try_from(code).unwrap_or(1))
-    }
-}
-
-/// How a process ended, without reaping it.
-fn peek_status(pid: Pid) -> io::Result<ExitStatus> {
-    loop {
-        match rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
-            Ok(Some(status)) => {
-                // As wait(2) packs it: the exit code in the second byte, or the signal in the first.
-                let packed = match (status.exit_status(), status.terminating_signal()) {
-                    (Some(code), _) => (code & 0xff) << 8,
-                    (None, Some(signal)) => signal,
-                    (None, None) => 1 << 8,
-                };
-                return Ok(ExitStatus::from_raw(packed));
-            }
-            Ok(None) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
 /// Starts all ranks of this host. What was started is in `members`, also if a later one failed.
-fn start_all(mut job: Job, members: &mut Vec<Member>, events: &Sender<Event>) -> io::Result<Vec<Stream>> {
-    let mut part = match job.part.take() {
+fn start_all(
+    job: &Job,
+    part: Option<Part>,
+    members: &mut Vec<Member>,
+    events: &Sender<Event>,
+) -> io::Result<Vec<Stream>> {
+    let mut part = match part {
         Some(part) => part,
-        None => whole(&job)?,
+        None => whole(job)?,
     };
     let places = job.bind.places(job.ranks)?;
     let mut streams = Vec::new();
@@ -495,7 +198,7 @@ fn start_all(mut job: Job, members: &mut Vec<Member>, events: &Sender<Event>) ->
     let mut listener = part.listener.take();
     for local in 0..job.ranks {
         let rank = part.first + local;
-        let mut command = command(&job, &part, local);
+        let mut command = command(job, &part, local);
         survive_nobody(&mut command, listener.as_ref(), places.get(local).copied());
         if job.prefix {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -514,19 +217,6 @@ fn start_all(mut job: Job, members: &mut Vec<Member>, events: &Sender<Event>) ->
         watch(members, child, Kind::Rank { rank, host: part.host.clone() }, events)?;
     }
     Ok(streams)
-}
-
-/// Takes a child in, with a thread that tells when it has ended.
-fn watch(members: &mut Vec<Member>, child: Child, kind: Kind, events: &Sender<Event>) -> io::Result<()> {
-    let pid = Pid::from_child(&child);
-    let member = members.len();
-    members.push(Member { child, pid, ended: false, kind });
-    let events = events.clone();
-    thread::Builder::new().name(format!("waits for {member}")).stack_size(64 << 10).spawn(move || {
-        let _ = peek_status(pid);
-        let _ = events.send(Event::Ended(member));
-    })?;
-    Ok(())
 }
 
 /// The world of a job that is on this host alone.

@@ -5,15 +5,20 @@ use std::io;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use crate::launch::bind::Bind;
 use crate::launch::hosts::{self, Host};
 use crate::launch::remote::{self, Hosts};
-use crate::launch::{self, Job, agent};
+use crate::launch::{self, Job, OnFailure, Policy, agent};
 
 const SSH_VARIABLE: &str = "ALLSTREAM_SSH";
 
-const SEVERAL: &str = "\
+const AFTER: &str = "\
+Exit code: of ranks that ended by themselves, the first that is not 0 (the worst, with --on-failure keep); if there is none, 128 + the \
+signal that killed the first rank.
+
+
 Several hosts: ssh must reach them without a password, and they need the program and this very version of allstream, at \
 the same path as here or where --remote-bin says. Variables whose names begin with ALLSTREAM_ are passed on; others \
 with --env. The job's secret goes through ssh's stdin, so that no list of processes shows it. This host (`localhost`, \
@@ -21,7 +26,7 @@ with --env. The job's secret goes through ssh's stdin, so that no list of proces
 
 /// Options of `allstream run`.
 #[derive(Debug, clap::Args)]
-#[command(after_help = SEVERAL)]
+#[command(after_help = AFTER)]
 pub(crate) struct RunArgs {
     /// Number of ranks: processes on this host, or on all hosts (default there: every slot)
     #[arg(short = 'n', long, value_name = "N", required_unless_present_any = ["hosts", "host_file", "agent"])]
@@ -60,6 +65,20 @@ pub(crate) struct RunArgs {
     /// outnumber the cores; without it, threads of a rank's own may run on any core
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     bind_to: Bind,
+    /// What is done with the other ranks when one has failed. `stop`: after the grace they get SIGTERM, and 2 s later SIGKILL.
+    /// `keep`: they work on, for programs that shrink
+    #[arg(long, value_enum, default_value = "stop", value_name = "WHAT")]
+    on_failure: OnFailure,
+    /// How long ranks may go on, before they are stopped, to report what they saw
+    #[arg(long, default_value = "3s", value_name = "TIME", value_parser = humantime::parse_duration)]
+    grace: Duration,
+    /// With `--on-failure keep`, stop the ranks when fewer than these have not failed. Of several hosts, one counts with all of its
+    /// ranks, once its last has ended
+    #[arg(long, default_value = "1", value_name = "M")]
+    min_ranks: NonZeroUsize,
+    /// Start the job anew when it has failed, up to so many times: the same ranks; ALLSTREAM_RESTART tells them how often that was
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    restarts: u32,
     /// Set a variable for every rank; may be given several times
     #[arg(long, value_name = "KEY=VALUE", value_parser = variable)]
     env: Vec<(OsString, OsString)>,
@@ -88,10 +107,16 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
         args: command.collect(),
         prefix: !args.no_prefix,
         env: args.env,
+        policy: Policy { on_failure: args.on_failure, grace: args.grace, min_ranks: args.min_ranks.get() },
+        restarts: args.restarts,
         bind: args.bind_to,
-        ..Default::default()
     };
     let invalid = |problem: String| io::Error::new(io::ErrorKind::InvalidInput, problem);
+    if job.policy.min_ranks > 1 && job.policy.on_failure == OnFailure::Stop {
+        return Err(invalid(
+            "--min-ranks is for --on-failure keep: otherwise all ranks stop when one has failed".into(),
+        ));
+    }
     let Some(hosts) = hosts else {
         let only =
             args.dir.is_some() || args.master_addr.is_some() || args.remote_bin.is_some() || args.port != 0;
@@ -140,7 +165,8 @@ fn hosts(args: &RunArgs) -> io::Result<Option<Vec<Host>>> {
 }
 
 /// Names that the launcher sets for each rank.
-const OURS: [&str; 8] = [
+const OURS: [&str; 9] = [
+    launch::RESTART,
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",

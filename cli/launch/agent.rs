@@ -13,14 +13,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc::Sender;
 use std::thread;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
 use super::bind::Bind;
 use super::relay::write_all;
-use super::{Event, Job, Part};
+use super::supervise::Event;
+use super::{Job, Part, Policy};
 
 /// Asks an agent to end its ranks.
 pub(super) const TERM: &[u8] = b"term\n";
@@ -45,7 +45,7 @@ pub(super) struct Order {
     pub(super) args: Vec<OsString>,
     pub(super) env: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
-    pub(super) grace: Duration,
+    pub(super) policy: Policy,
     pub(super) bind: Bind,
     /// Where the world meets. Rank 0's agent opens the port, any if it is 0, and tells which.
     pub(super) address: String,
@@ -94,15 +94,15 @@ pub(crate) fn run() -> io::Result<ExitCode> {
     })?;
     let host = order.host.clone();
     let named = |error: io::Error| io::Error::new(error.kind(), format!("on {host}: {error}"));
-    let job = prepare(order).map_err(named)?;
-    let port = job.part.as_ref().map_or(0, |part| part.port);
+    let (job, part) = prepare(order).map_err(named)?;
+    let port = part.port;
     // Whatever a login shell has written before ends here.
     let greeting = format!("\n{GREETING} {VERSION} {port}\n");
     write_all(&mut io::stdout().lock(), greeting.as_bytes())?;
-    super::run_watched(job, |events| {
+    let ended = super::run_watched(&job, Some(part), |events| {
         thread::Builder::new().name("launcher".into()).spawn(move || obey(stdin, &events)).map(drop)
-    })
-    .map_err(named)
+    });
+    ended.map(|ended| ExitCode::from(ended.code)).map_err(named)
 }
 
 /// Does what the launcher says, until it says nothing more.
@@ -115,7 +115,7 @@ fn obey(from: impl BufRead, events: &Sender<Event>) {
     let _ = events.send(Event::Cut);
 }
 
-fn prepare(order: Order) -> io::Result<Job> {
+fn prepare(order: Order) -> io::Result<(Job, Part)> {
     if order.version != VERSION {
         let problem = format!(
             "this is allstream {VERSION}, but the launcher is {}; install the same on all hosts",
@@ -133,24 +133,20 @@ fn prepare(order: Order) -> io::Result<Job> {
         Some(listener) => listener.local_addr()?.port(),
         None => order.port,
     };
-    Ok(Job {
+    let job = Job {
         ranks: order.count,
         program: PathBuf::from(order.program),
         args: order.args,
         prefix: order.prefix,
         env: order.env,
-        grace: order.grace,
+        policy: order.policy,
+        restarts: 0,
         bind: order.bind,
-        part: Some(Part {
-            host: Some(order.host),
-            first: order.first,
-            size: order.size,
-            address: order.address,
-            port,
-            token: order.token,
-            listener,
-        }),
-    })
+    };
+    let (host, address) = (Some(order.host), order.address);
+    let part =
+        Part { host, first: order.first, size: order.size, address, port, token: order.token, listener };
+    Ok((job, part))
 }
 
 /// Opens rank 0's port at the address where the others will come, or on all addresses if that one is not of this host
@@ -199,7 +195,7 @@ mod tests {
             args: vec![odd.clone()],
             env: vec![("A".into(), odd)],
             prefix: true,
-            grace: Duration::from_millis(10),
+            policy: Policy { min_ranks: 3, ..Policy::default() },
             bind: Bind::Numa,
             address: "h0".into(),
             port: 1,

@@ -11,7 +11,8 @@ use std::thread;
 use super::agent::{self, Order};
 use super::hosts::{Host, quoted};
 use super::relay::{Source, Stream};
-use super::{Agent, Event, Job, Kind, Member, Started, supervise, survive_nobody, token, watch};
+use super::supervise::{Agent, Ended, Event, Kind, Member, Started, supervise, watch};
+use super::{Job, Policy, RESTART, survive_nobody, token, with_restarts};
 
 /// Where the ranks of a job go, and how they are reached.
 #[derive(Debug)]
@@ -31,7 +32,8 @@ pub(crate) struct Hosts {
 }
 
 /// Variables of ours that are each host's own business, or handed over otherwise.
-const NOT_PASSED: [&str; 6] = [
+const NOT_PASSED: [&str; 7] = [
+    RESTART,
     "ALLSTREAM_TOKEN",
     "ALLSTREAM_TOKEN_FILE",
     "ALLSTREAM_RENDEZVOUS_FD",
@@ -46,7 +48,11 @@ const NOT_PASSED: [&str; 6] = [
 /// # Errors
 /// The agents could not be started; those that were are stopped.
 pub(crate) fn run(job: Job, hosts: Hosts) -> io::Result<ExitCode> {
-    let token = token(&job)?;
+    with_restarts(job, |job| once(job, &hosts))
+}
+
+fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
+    let token = token(job)?;
     let own = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let here = |host: &Host| host.is_here(&own);
     let address = match (&hosts.address, hosts.placed.first()) {
@@ -75,17 +81,18 @@ pub(crate) fn run(job: Job, hosts: Hosts) -> io::Result<ExitCode> {
         args: job.args.clone(),
         env: env.clone(),
         prefix: job.prefix,
-        grace: job.grace,
+        // Which ranks are left on all hosts only the launcher knows.
+        policy: Policy { min_ranks: 0, ..job.policy },
         bind: job.bind,
         address: address.clone(),
         port,
         token: token.clone(),
     };
     let (events, inbox) = mpsc::channel();
-    supervise(job.grace, &events, inbox, |members| {
+    supervise(job.policy, &events, inbox, |members| {
         let mut streams = Vec::new();
         for (host, ranks) in &hosts.placed {
-            let command = if here(host) { local()? } else { over_ssh(&hosts, host)? };
+            let command = if here(host) { local()? } else { over_ssh(hosts, host)? };
             let agent = (host, ranks, command);
             streams.extend(start(agent, job.prefix, members, &events)?);
         }

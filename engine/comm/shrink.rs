@@ -57,13 +57,23 @@ impl Comm {
     /// they may. [`Error::PeerLost`] with this rank's own number where the others have declared it lost. [`Error::System`] when this
     /// rank has no memory for another communicator: the others hear of it.
     pub async fn shrink(self) -> Result<(Comm, Verdict), Error> {
+        let timeout = self.0.endpoint.config.timeout;
+        self.shrink_within(timeout).await
+    }
+
+    /// [`shrink`](Self::shrink) with a deadline of its own.
+    ///
+    /// # Errors
+    /// As of `shrink`.
+    pub async fn shrink_within(self, timeout: Duration) -> Result<(Comm, Verdict), Error> {
         forked::check()?;
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let by = self.rank();
-        endpoint.fail(Error::Aborted { by, reason: "it goes on without those that are lost (shrink)".into() });
+        endpoint
+            .fail(Error::Aborted { by, reason: "it goes on without those that are lost (shrink)".into() });
         // Dropped on any way out before the end, it tells the others not to wait.
         let meeting = Meeting::new(&world, &endpoint);
-        let (id, timeout) = (meeting.id, endpoint.config.timeout);
+        let id = meeting.id;
         let end = world.runtime.now() + timeout;
         let verdict = world.agree(&endpoint, Some(id), true, timeout);
         let verdict = std::future::poll_fn(|cx| verdict.poll(cx)).await;

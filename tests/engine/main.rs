@@ -11,6 +11,7 @@ mod groups;
 mod laws;
 mod node;
 mod readme;
+mod shrink;
 mod staging;
 #[cfg(feature = "testing")]
 mod whole;

@@ -18,6 +18,7 @@ mod programs;
 mod quarantine;
 mod recorder;
 mod silence;
+mod survive;
 mod values;
 
 use test_support::faults as harness;
@@ -46,6 +47,7 @@ fn rank() {
             "breaks" => links::breaks(me).await,
             "leaves_one" => links::leaves_one(me).await,
             "child_timeout" => aborts::child_timeout(me).await,
+            "survives" => survive::rank(me).await,
             "leaves" => losses::leaves(me).await,
             "two_hundred" => losses::two_hundred(me).await,
             "hanging_files" => losses::hanging_files(me).await,

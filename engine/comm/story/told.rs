@@ -64,9 +64,8 @@ impl Ranks {
             let world = World::new(who, transport, (mates, memory_lock), region, turns, near, settings);
             hub.enter(&world);
             let network = network.clone();
-            let links = move |comm, rank| {
-                Arc::new(Lines { network: network.clone(), comm, rank }) as Arc<dyn Opener>
-            };
+            let links =
+                move |comm, rank| Arc::new(Lines { network: network.clone(), comm, rank }) as Arc<dyn Opener>;
             assert!(world.opener.set(Box::new(links)).is_ok(), "a new world");
             let endpoint = world.world_endpoint();
             let membership = Arc::new(Membership { world: world.clone(), mesh: None });

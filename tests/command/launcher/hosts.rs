@@ -197,3 +197,28 @@ fn hosts_that_cannot_be_used_are_named() {
     says(&["--hosts", "h1", "--ssh", "true"], 1, "--remote-bin");
     says(&["--hosts", "localhost", "--dir", "/nowhere"], 1, "on localhost: cannot enter /nowhere");
 }
+
+#[test]
+fn hosts_work_on_when_a_rank_or_a_whole_host_is_lost() {
+    let scratch = Scratch::new();
+    let wait = format!("until [ -e {}/go ]; do sleep 0.05; done", scratch.0.display());
+    let script =
+        format!("case $RANK in 1) kill -9 $$;; 3) exec sleep 1000;; *) {wait}; echo done $RANK;; esac");
+    let options = ["--on-failure", "keep", "--grace", "0s"];
+    let child = remote(&scratch, "h1:2,h2:1,h3:1", &options, &script).spawn().unwrap();
+    let connection = scratch.0.join("connection.h3");
+    wait_until("the third host is there", || {
+        fs::read_to_string(&connection).is_ok_and(|pid| pid.ends_with('\n'))
+    });
+    kill_process(pid_of(text(&scratch, "connection.h3").trim().parse().unwrap()), Signal::KILL).unwrap();
+    fs::write(scratch.0.join("go"), "").unwrap();
+    let output = finish(child);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let lines = sorted_lines(&output.stdout);
+    assert_eq!(lines[..2], ["[0] done 0", "[2] done 2"]);
+    let stderr = super::text(&output.stderr);
+    assert!(
+        stderr.contains("host h3 (rank 3) exited with code 129; the others work on (3 ranks"),
+        "{stderr}"
+    );
+}

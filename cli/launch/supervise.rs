@@ -1,0 +1,483 @@
+//! Watches over the processes of a job until all have ended: what is done when one fails, and what the exit code is.
+
+use std::io::{self, PipeWriter};
+use std::ops::Range;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Child, ExitStatus};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
+use signal_hook::consts::SIGHUP;
+
+use super::relay::{Stream, relay};
+use super::signals::SignalThread;
+use super::{OnFailure, Policy, agent, complain};
+
+/// From SIGTERM to SIGKILL.
+const TERM_TO_KILL: Duration = Duration::from_secs(2);
+/// How long a killed process may take to end (it may sit in the kernel) until it is given up.
+const KILL_TO_GIVE_UP: Duration = Duration::from_secs(5);
+/// How long processes that ranks left behind may still write after the last rank has ended.
+const LEFTOVERS: Duration = Duration::from_secs(1);
+/// What ssh exits with when its connection has ended, and not the command.
+const SSH_ENDED: i32 = 255;
+
+/// What has been started, beside the processes.
+pub(super) struct Started<'a> {
+    pub(super) streams: Vec<Stream>,
+    pub(super) port_known: Option<PortKnown<'a>>,
+}
+
+/// What is to be done once rank 0's agent has told its port.
+pub(super) type PortKnown<'a> = Box<dyn FnOnce(&[Member], u16) -> io::Result<()> + 'a>;
+
+/// Starts processes and watches over them until all have ended. What was started is in the vector also if a later one
+/// failed: it is stopped.
+pub(super) fn supervise<'a>(
+    policy: Policy,
+    events: &Sender<Event>,
+    inbox: Receiver<Event>,
+    start: impl FnOnce(&mut Vec<Member>) -> io::Result<Started<'a>>,
+) -> io::Result<Ended> {
+    let _signals = SignalThread::start(events.clone())?;
+    // The end of this pipe tells the relay that nothing more is to be waited for.
+    let (stop_reader, stop) = io::pipe()?;
+    let mut members = Vec::new();
+    let started = start(&mut members);
+    let mut launcher = Launcher {
+        members,
+        inbox,
+        phase: Phase::Running,
+        codes: Codes::default(),
+        relayed: false,
+        policy,
+        port_known: None,
+    };
+    let relayed = started.and_then(|started| {
+        launcher.port_known = started.port_known;
+        let (streams, events) = (started.streams, events.clone());
+        thread::Builder::new().name("relay".into()).spawn(move || {
+            relay(streams, &stop_reader);
+            let _ = events.send(Event::Relayed);
+        })
+    });
+    if let Err(error) = relayed {
+        launcher.signal_all(Signal::KILL);
+        launcher.reap();
+        return Err(error);
+    }
+    launcher.wait_for_members();
+    launcher.wait_for_output(stop);
+    launcher.reap();
+    Ok(launcher.codes.ended(policy.on_failure))
+}
+
+pub(super) enum Event {
+    /// A member has ended, or it can no longer be waited for. It is a zombie until `reap`.
+    Ended(usize),
+    /// An agent has started its ranks. From rank 0's, the port where the world meets.
+    Greeted { member: usize, port: u16 },
+    /// A signal to this process, or the launcher's to this agent.
+    Signal(i32),
+    /// The launcher of this agent is gone.
+    Cut,
+    /// All output has been relayed.
+    Relayed,
+}
+
+/// What the launcher does, and until when.
+#[derive(Clone, Copy)]
+enum Phase {
+    Running,
+    /// A rank failed; the others may end by themselves.
+    Grace(Instant),
+    /// They have been told to end.
+    Terminating(Instant),
+    Killed(Instant),
+}
+
+/// What a job ended with.
+pub(super) struct Ended {
+    /// The exit code.
+    pub(super) code: u8,
+    /// Somebody ended it by a signal to the launcher.
+    pub(super) signalled: bool,
+}
+
+/// What the exit code is made of.
+#[derive(Default)]
+struct Codes {
+    /// A signal to this process that ended the job.
+    signal: Option<i32>,
+    /// Of processes that ended by themselves before anybody stopped them: the first that is not 0, and the worst.
+    first: Option<i32>,
+    worst: Option<i32>,
+    /// Of the first process that was killed by a signal, or could not be reached any more.
+    lost: Option<i32>,
+}
+
+impl Codes {
+    fn ended(&self, on_failure: OnFailure) -> Ended {
+        let own = match on_failure {
+            OnFailure::Stop => self.first,
+            OnFailure::Keep => self.worst,
+        };
+        let code = self.signal.map(|signal| 128 + signal).or(own).or(self.lost).unwrap_or(0);
+        Ended { code: u8::try_from(code).unwrap_or(1), signalled: self.signal.is_some() }
+    }
+
+    /// Whether a process has failed.
+    fn any_failed(&self) -> bool {
+        self.first.is_some() || self.lost.is_some()
+    }
+
+    fn own(&mut self, code: i32) {
+        self.worst = self.worst.max(Some(code));
+        if code != 0 {
+            self.first.get_or_insert(code);
+        }
+    }
+}
+
+/// How a process ended.
+enum End {
+    /// By itself, with this code.
+    Own(i32),
+    /// By a signal, or the connection to it did; with the code that stands for it.
+    Lost(i32),
+}
+
+/// A process that the launcher started.
+pub(super) struct Member {
+    child: Child,
+    /// Also its process group, as long as the child has not been reaped.
+    pid: Pid,
+    ended: bool,
+    /// It has not ended well.
+    failed: bool,
+    kind: Kind,
+}
+
+pub(super) enum Kind {
+    Rank {
+        rank: usize,
+        host: Option<String>,
+    },
+    /// Of a host, with the ranks there.
+    Agent(Agent),
+}
+
+pub(super) struct Agent {
+    pub(super) host: String,
+    pub(super) ranks: Range<usize>,
+    /// What is written to its stdin, until it is dropped.
+    pub(super) orders: Option<Sender<Vec<u8>>>,
+    pub(super) greeted: bool,
+}
+
+impl Member {
+    /// Writes to an agent. One that has ended does not read it.
+    pub(super) fn say(&self, line: Vec<u8>) {
+        if let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind {
+            let _ = orders.send(line);
+        }
+    }
+
+    /// Signals its process group. One that has ended is included, for what it left behind: it is not reaped yet, so the
+    /// group's number cannot belong to anybody else.
+    fn signal(&self, signal: Signal) {
+        // Fails only if there is nobody left to signal.
+        let _ = rustix::process::kill_process_group(self.pid, signal);
+    }
+
+    /// Ranks that end with it.
+    fn ranks(&self) -> usize {
+        match &self.kind {
+            Kind::Rank { .. } => 1,
+            Kind::Agent(agent) => agent.ranks.len(),
+        }
+    }
+
+    /// Whether it is an agent that has not started its ranks.
+    fn is_unheard(&self) -> bool {
+        matches!(&self.kind, Kind::Agent(agent) if !agent.greeted)
+    }
+
+    /// An agent says by its own code how its ranks have ended, and its connection may end before.
+    fn end(&self, status: ExitStatus) -> End {
+        match (status.code(), &self.kind) {
+            (Some(code), Kind::Agent(_)) if code == SSH_ENDED || code > 128 => End::Lost(code),
+            (Some(code), _) => End::Own(code),
+            (None, _) => End::Lost(status.signal().map_or(1, |signal| 128 + signal)),
+        }
+    }
+
+    /// That it has failed, and how.
+    fn tell(&self, status: ExitStatus) -> String {
+        let how = match (status.code(), status.signal()) {
+            (Some(code), _) => format!("exited with code {code}"),
+            (None, Some(signal)) => format!("was killed by signal {signal}"),
+            (None, None) => format!("ended: {status}"),
+        };
+        let why = match &self.kind {
+            Kind::Agent(agent) if !agent.greeted => {
+                " before a rank had started there (can it be reached without a password, and is this version of \
+                 allstream where --remote-bin says?)"
+            }
+            _ => "",
+        };
+        format!("{} {how}{why}", self.name())
+    }
+
+    /// For messages.
+    fn name(&self) -> String {
+        let pid = self.pid;
+        match &self.kind {
+            Kind::Rank { rank, host: None } => format!("rank {rank} (pid {pid})"),
+            Kind::Rank { rank, host: Some(host) } => format!("rank {rank} on {host} (pid {pid})"),
+            Kind::Agent(Agent { host, ranks, .. }) if ranks.len() == 1 => {
+                format!("host {host} (rank {})", ranks.start)
+            }
+            Kind::Agent(Agent { host, ranks, .. }) => {
+                format!("host {host} (ranks {} to {})", ranks.start, ranks.end.saturating_sub(1))
+            }
+        }
+    }
+}
+
+struct Launcher<'a> {
+    members: Vec<Member>,
+    inbox: Receiver<Event>,
+    phase: Phase,
+    codes: Codes,
+    relayed: bool,
+    policy: Policy,
+    port_known: Option<PortKnown<'a>>,
+}
+
+impl Launcher<'_> {
+    fn wait_for_members(&mut self) {
+        while self.members.iter().any(|member| !member.ended) {
+            let event = match self.phase {
+                Phase::Running => self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+                Phase::Grace(until) | Phase::Terminating(until) | Phase::Killed(until) => {
+                    self.inbox.recv_timeout(until.saturating_duration_since(Instant::now()))
+                }
+            };
+            match event {
+                Ok(Event::Ended(member)) => self.ended(member),
+                Ok(Event::Greeted { member, port }) => self.greeted(member, port),
+                Ok(Event::Signal(signal)) => self.signalled(signal),
+                Ok(Event::Cut) => {
+                    self.stopped_by(SIGHUP);
+                    self.kill();
+                }
+                Ok(Event::Relayed) => self.relayed = true,
+                Err(_) => match self.phase {
+                    Phase::Running | Phase::Grace(_) => self.terminate(),
+                    Phase::Terminating(_) => self.kill(),
+                    Phase::Killed(_) => {
+                        for member in self.members.iter().filter(|member| !member.ended) {
+                            complain(&format!("{} did not end when killed", member.name()));
+                        }
+                        // Connections that no word passes any more.
+                        self.signal_all(Signal::KILL);
+                        return;
+                    }
+                },
+            }
+        }
+    }
+
+    /// The ranks have ended; what they started may hold their pipes open for ever.
+    fn wait_for_output(&mut self, stop: PipeWriter) {
+        let mut stop = Some(stop);
+        let mut until = Instant::now() + LEFTOVERS;
+        while !self.relayed {
+            let event = if stop.is_some() {
+                self.inbox.recv_timeout(until.saturating_duration_since(Instant::now()))
+            } else {
+                // The relay has only what is in the pipes now, but whoever reads our output may be slow.
+                self.inbox.recv().map_err(|_| RecvTimeoutError::Disconnected)
+            };
+            match event {
+                Ok(Event::Relayed) => self.relayed = true,
+                Ok(Event::Ended(_) | Event::Greeted { .. }) => {}
+                Ok(event @ (Event::Signal(_) | Event::Cut)) => {
+                    let signal = if let Event::Signal(signal) = event { signal } else { SIGHUP };
+                    if (self.codes.any_failed() || self.codes.signal.is_some()) && stop.is_none() {
+                        break;
+                    }
+                    self.stopped_by(signal);
+                    until = Instant::now();
+                }
+                Err(_) => {
+                    self.signal_all(Signal::KILL);
+                    stop = None;
+                }
+            }
+        }
+        // Ranks whose output is not relayed can leave processes too.
+        self.signal_all(Signal::KILL);
+    }
+
+    fn ended(&mut self, member: usize) {
+        let Some(state) = self.members.get_mut(member) else { return };
+        state.ended = true;
+        // One that we have stopped did not end by itself.
+        if matches!(self.phase, Phase::Terminating(_) | Phase::Killed(_)) {
+            return;
+        }
+        // Unknown only if somebody else reaped it, or this process was started with SIGCHLD ignored.
+        let mut status = peek_status(state.pid).unwrap_or(ExitStatus::from_raw(1 << 8));
+        if status.success() && state.is_unheard() {
+            status = ExitStatus::from_raw(1 << 8);
+        }
+        let end = state.end(status);
+        match end {
+            End::Own(code) => self.codes.own(code),
+            End::Lost(code) => _ = self.codes.lost.get_or_insert(code),
+        }
+        if matches!(end, End::Own(0)) {
+            return;
+        }
+        state.failed = true;
+        match (self.phase, self.policy.on_failure) {
+            (Phase::Running, OnFailure::Stop) => self.stop_others(member, status, ""),
+            (Phase::Running, OnFailure::Keep) => {
+                let left: usize = self.members.iter().filter(|m| !m.failed).map(Member::ranks).sum();
+                let running = self.members.iter().any(|member| !member.ended);
+                if running && left >= self.policy.min_ranks {
+                    let said = self.members[member].tell(status);
+                    complain(&format!("{said}; the others work on ({left} ranks have not failed)"));
+                } else {
+                    let fewer = format!("{left} ranks are left, fewer than --min-ranks; ");
+                    self.stop_others(member, status, if running { &fewer } else { "" });
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// A process has failed, and the others are to end: they have some time to report what they saw.
+    fn stop_others(&mut self, member: usize, status: ExitStatus, why: &str) {
+        let others = if matches!(self.members[member].kind, Kind::Rank { .. }) { "ranks" } else { "hosts" };
+        let left = self.members.iter().any(|member| !member.ended);
+        let rest = if left { format!("; {why}stopping the other {others}") } else { String::new() };
+        complain(&format!("{}{rest}", self.members[member].tell(status)));
+        // Where no rank has started, none has anything to report.
+        let started = |member: &Member| !member.is_unheard();
+        if self.members.iter().any(started) {
+            self.phase = Phase::Grace(Instant::now() + self.policy.grace);
+        } else {
+            self.terminate();
+        }
+    }
+
+    /// A signal to this process ends the job. Where ranks are being stopped already, their failure stays the reason.
+    fn stopped_by(&mut self, signal: i32) {
+        if matches!(self.phase, Phase::Running) {
+            self.codes.signal.get_or_insert(signal);
+        }
+    }
+
+    fn greeted(&mut self, member: usize, port: u16) {
+        if let Some(Member { kind: Kind::Agent(agent), .. }) = self.members.get_mut(member) {
+            agent.greeted = true;
+        }
+        if member != 0 || !matches!(self.phase, Phase::Running) {
+            return;
+        }
+        if let Some(Err(error)) = self.port_known.take().map(|tell| tell(&self.members, port)) {
+            complain(&format!("cannot tell the other hosts what to start: {error}"));
+            self.codes.own(1);
+            self.terminate();
+        }
+    }
+
+    fn signalled(&mut self, signal: i32) {
+        match self.phase {
+            Phase::Running | Phase::Grace(_) => {
+                self.stopped_by(signal);
+                self.terminate();
+            }
+            Phase::Terminating(_) => self.kill(),
+            Phase::Killed(_) => {}
+        }
+    }
+
+    fn terminate(&mut self) {
+        for member in &self.members {
+            match &member.kind {
+                Kind::Agent(agent) if agent.greeted => member.say(agent::TERM.into()),
+                // Also a connection that is only being made.
+                _ => member.signal(Signal::TERM),
+            }
+        }
+        self.phase = Phase::Terminating(Instant::now() + TERM_TO_KILL);
+    }
+
+    fn kill(&mut self) {
+        for member in &mut self.members {
+            match &mut member.kind {
+                // Its stdin ends, wherever it is. Without the agent's greeting there may be nobody who reads it.
+                Kind::Agent(agent) if agent.greeted => drop(agent.orders.take()),
+                _ => member.signal(Signal::KILL),
+            }
+        }
+        self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
+    }
+
+    fn signal_all(&self, signal: Signal) {
+        self.members.iter().for_each(|member| member.signal(signal));
+    }
+
+    fn reap(&mut self) {
+        for member in &mut self.members {
+            // Without waiting: one that could not be killed is left to init.
+            let until = Instant::now() + Duration::from_millis(if member.ended { 0 } else { 500 });
+            while matches!(member.child.try_wait(), Ok(None)) && Instant::now() < until {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}
+
+/// How a process ended, without reaping it.
+fn peek_status(pid: Pid) -> io::Result<ExitStatus> {
+    loop {
+        match rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
+            Ok(Some(status)) => {
+                // As wait(2) packs it: the exit code in the second byte, or the signal in the first.
+                let packed = match (status.exit_status(), status.terminating_signal()) {
+                    (Some(code), _) => (code & 0xff) << 8,
+                    (None, Some(signal)) => signal,
+                    (None, None) => 1 << 8,
+                };
+                return Ok(ExitStatus::from_raw(packed));
+            }
+            Ok(None) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Takes a child in, with a thread that tells when it has ended.
+pub(super) fn watch(
+    members: &mut Vec<Member>,
+    child: Child,
+    kind: Kind,
+    events: &Sender<Event>,
+) -> io::Result<()> {
+    let pid = Pid::from_child(&child);
+    let member = members.len();
+    members.push(Member { child, pid, ended: false, failed: false, kind });
+    let events = events.clone();
+    thread::Builder::new().name(format!("waits for {member}")).stack_size(64 << 10).spawn(move || {
+        let _ = peek_status(pid);
+        let _ = events.send(Event::Ended(member));
+    })?;
+    Ok(())
+}

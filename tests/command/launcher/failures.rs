@@ -1,0 +1,77 @@
+//! What is done when ranks fail: the others are stopped or work on, the job is started anew, and what the exit code is.
+
+use super::*;
+
+/// What the launcher itself said.
+fn complaints(output: &Output) -> Vec<String> {
+    let lines = text(&output.stderr);
+    lines.lines().filter_map(|line| line.strip_prefix("allstream run: ")).map(String::from).collect()
+}
+
+#[test]
+fn ranks_that_are_kept_work_on_and_the_worst_own_code_is_the_jobs() {
+    let keep = ["-n", "3", "--on-failure", "keep", "--grace", "0s"];
+    // Rank 0 ends last: long after it would have been stopped.
+    for (code_of_0, code_of_2, expected) in [(0, 0, 0), (4, 2, 4)] {
+        let script = format!(
+            "case $RANK in 1) kill -9 $$;; 2) echo done; exit {code_of_2};; 0) sleep 1; echo done; exit {code_of_0};; esac"
+        );
+        let output = run(&keep, &script);
+        assert_eq!(output.status.code(), Some(expected), "{output:?}");
+        assert_eq!(sorted_lines(&output.stdout), ["[0] done", "[2] done"]);
+        let said = complaints(&output);
+        assert!(
+            said[0].ends_with("was killed by signal 9; the others work on (2 ranks have not failed)"),
+            "{said:?}"
+        );
+    }
+    let killed = run(&keep, "kill -9 $$");
+    assert_eq!(killed.status.code(), Some(128 + 9), "no rank has a code of its own: {killed:?}");
+}
+
+#[test]
+fn kept_ranks_are_stopped_when_fewer_are_left_than_are_of_use() {
+    let scratch = Scratch::new();
+    let options = ["-n", "3", "--on-failure", "keep", "--min-ranks", "2", "--grace", "0s"];
+    let rest = "if [ $RANK != 0 ]; then sleep 0.$RANK; exit $((7 + $RANK)); fi; exec sleep 1000";
+    let (child, pids) = start_sleepers(&options, 3, &scratch, rest);
+    let output = finish(child);
+    assert_eq!(output.status.code(), Some(9), "the worst of the ranks that ended by themselves");
+    let said = complaints(&output);
+    assert!(
+        said[0].ends_with("exited with code 8; the others work on (2 ranks have not failed)"),
+        "{said:?}"
+    );
+    let stopped = "exited with code 9; 1 ranks are left, fewer than --min-ranks; stopping the other ranks";
+    assert!(said[1].ends_with(stopped), "{said:?}");
+    assert!(pids.into_iter().all(|pid| !alive(pid)));
+    let refused = run(&["-n", "3", "--min-ranks", "2"], "true");
+    assert!(text(&refused.stderr).contains("--min-ranks is for --on-failure keep"), "{refused:?}");
+}
+
+#[test]
+fn a_job_that_failed_starts_anew_as_often_as_it_may() {
+    // Every rank of an attempt fails: all know how often the job was started anew, and the first attempts are the same.
+    let script = "echo attempt $ALLSTREAM_RESTART $MASTER_PORT; exit $((2 - $ALLSTREAM_RESTART))";
+    let output = run(&["-n", "2", "--restarts", "5"], script);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let lines = sorted_lines(&output.stdout);
+    let attempts: Vec<&str> = lines.iter().map(|line| &line[..13]).collect();
+    let expected = [0, 1].map(|rank| [0, 1, 2].map(|attempt| format!("[{rank}] attempt {attempt}")));
+    assert_eq!(attempts, expected.concat());
+    let said = complaints(&output);
+    let anew: Vec<&String> = said.iter().filter(|line| line.contains("anew")).collect();
+    assert_eq!(anew[1], "the job failed with code 1; it starts anew (restart 2 of 5)", "{said:?}");
+    assert_eq!(anew.len(), 2);
+    let given_up = run(&["-n", "1", "--restarts", "1"], "exit 3");
+    assert_eq!(given_up.status.code(), Some(3), "{given_up:?}");
+}
+
+#[test]
+fn a_job_that_was_stopped_by_a_signal_does_not_start_anew() {
+    let scratch = Scratch::new();
+    let (child, _) = start_sleepers(&["-n", "2", "--restarts", "3"], 2, &scratch, "exec sleep 1000");
+    kill_process(pid_of(child.id()), Signal::INT).unwrap();
+    let output = finish(child);
+    assert_eq!((output.status.code(), complaints(&output).len()), (Some(130), 0), "{output:?}");
+}
