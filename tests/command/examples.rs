@@ -37,7 +37,7 @@ fn read(pipe: Option<impl Read + Send + 'static>) -> JoinHandle<String> {
 }
 
 /// An example, built as this test is: cargo builds none for a test, and tells of none that it built.
-fn example(name: &str) -> PathBuf {
+pub(crate) fn example(name: &str) -> PathBuf {
     let mut command = Command::new(env!("CARGO"));
     // With it, packages that look at it would be built anew.
     command.env_remove("RUSTC_BOOTSTRAP");

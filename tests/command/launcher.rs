@@ -4,7 +4,9 @@ mod failures;
 mod hosts;
 mod others;
 mod perf;
+mod slurm;
 mod ssh;
+mod survive;
 mod tune;
 
 use std::fs;

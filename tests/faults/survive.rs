@@ -49,8 +49,8 @@ fn kill_until(left: usize, n: usize, link: Link, random: &mut Random) {
     ranks.iter().for_each(|rank| drop(rank.hear("at_work")));
     let mut dead = Vec::new();
     while ranks.len() > left {
-        // The survivors of the last death need some milliseconds to go on.
-        std::thread::sleep(Duration::from_secs_f64(random.fraction() * 0.02));
+        // Often before the survivors of the last death have gone on, which takes them some milliseconds.
+        std::thread::sleep(Duration::from_secs_f64(random.fraction().powi(3) * 0.02));
         let victim = ranks.swap_remove((random.fraction() * ranks.len() as f64) as usize);
         victim.signal(Signal::KILL);
         dead.push(victim);

@@ -7,8 +7,13 @@ use std::time::Duration;
 use crate::journal::{Counts, Report};
 use crate::runner::{Ran, execute, say};
 
-/// What tests use where it is there: a server of ssh between network namespaces, and OpenMPI's launcher.
-const FOR_TESTS: [(&str, &str); 2] = [("sshd", "openssh-server"), ("mpirun", "openmpi-bin")];
+/// What tests use where it is there: a server of ssh between network namespaces, and other launchers.
+const FOR_TESTS: [(&str, &str); 4] = [
+    ("sshd", "openssh-server"),
+    ("mpirun.openmpi", "openmpi-bin"),
+    ("mpiexec.hydra", "mpich"),
+    ("slurmctld", "slurm-wlm"),
+];
 
 /// Installs packages with apt-get, as root. `run` runs one command, and says what was wrong with it.
 pub(crate) fn install(

@@ -3,10 +3,11 @@
 use std::io::Write;
 use std::path::Path;
 
+use super::slurm::Slurm;
 use super::*;
 
 /// A program in `PATH`, or where this variable says.
-fn installed(program: &str, variable: &str) -> Option<PathBuf> {
+pub(super) fn installed(program: &str, variable: &str) -> Option<PathBuf> {
     if let Some(path) = std::env::var_os(variable).filter(|path| !path.is_empty()) {
         return Some(path.into());
     }
@@ -25,7 +26,19 @@ pub(super) fn left_out(why: &str) {
 
 /// Runs a launcher whose ranks are this program, without a word of ours in the environment but the secret.
 fn sums(launcher: &Path, options: &[&str], env: &[(&str, &str)]) -> Output {
-    let mut command = Command::new(launcher);
+    let mut command = without_ranks(launcher);
+    command
+        .args(options)
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "--ignored", "--nocapture", "launcher::sums_ranks"])
+        .env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "20")
+        .envs(env.iter().copied());
+    finish(command.spawn().unwrap())
+}
+
+/// A command that knows nothing of ranks that this test may be one of; its output is taken.
+pub(super) fn without_ranks(program: &Path) -> Command {
+    let mut command = Command::new(program);
     for (key, _) in std::env::vars_os() {
         let text = key.to_string_lossy();
         let names =
@@ -34,16 +47,8 @@ fn sums(launcher: &Path, options: &[&str], env: &[(&str, &str)]) -> Output {
             command.env_remove(&key);
         }
     }
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
-        .args(options)
-        .arg(std::env::current_exe().unwrap())
-        .args(["--exact", "--ignored", "--nocapture", "launcher::sums_ranks"])
-        .env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "20")
-        .envs(env.iter().copied())
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped());
-    finish(command.spawn().unwrap())
 }
 
 fn assert_sums(output: &Output, ranks: usize) {
@@ -52,14 +57,45 @@ fn assert_sums(output: &Output, ranks: usize) {
     assert!(output.status.success() && text.matches(&expected).count() == ranks, "{output:?}");
 }
 
+/// Open MPI's `mpirun`, if it is here.
+pub(super) fn open_mpi() -> Option<PathBuf> {
+    let mpirun = installed("mpirun.openmpi", "ALLSTREAM_TEST_MPIRUN")?;
+    let version = Command::new(&mpirun).arg("--version").output().unwrap();
+    // It calls itself by the second name where Debian has renamed it.
+    let said = text(&version.stdout);
+    if !["Open MPI", "OpenRTE"].iter().any(|name| said.contains(name)) {
+        left_out(&format!("{} is not Open MPI's", mpirun.display()));
+        return None;
+    }
+    Some(mpirun)
+}
+
+/// A port that was free a moment ago.
+pub(super) fn free_port() -> String {
+    std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string()
+}
+
+#[test]
+fn mpich_needs_an_address_and_a_secret() {
+    let Some(mpiexec) = installed("mpiexec.hydra", "ALLSTREAM_TEST_MPIEXEC") else { return };
+    let options = ["-n", "3", "-genv", "MASTER_ADDR", "127.0.0.1", "-genv", "MASTER_PORT", &free_port()];
+    assert_sums(&sums(&mpiexec, &options, &[("ALLSTREAM_TOKEN", "of this test")]), 3);
+    let output = sums(&mpiexec, &["-n", "2"], &[]);
+    let said = [&output.stdout[..], &output.stderr].map(text).concat();
+    assert!(!output.status.success() && said.contains("add -genv MASTER_ADDR HOST"), "{output:?}");
+}
+
+#[test]
+fn srun_says_where_ranks_meet() {
+    let Some(slurm) = Slurm::start() else { return };
+    let conf = slurm.conf();
+    let env = [("SLURM_CONF", &*conf), ("ALLSTREAM_TOKEN", "of this test")];
+    assert_sums(&sums(Path::new("srun"), &["--overcommit", "-n", "3"], &env), 3);
+}
+
 #[test]
 fn mpirun_on_one_host_needs_nothing_set() {
-    let Some(mpirun) = installed("mpirun", "ALLSTREAM_TEST_MPIRUN") else { return };
-    let version = Command::new(&mpirun).arg("--version").output().unwrap();
-    if !String::from_utf8_lossy(&version.stdout).contains("Open MPI") {
-        left_out(&format!("{} is not Open MPI's", mpirun.display()));
-        return;
-    }
+    let Some(mpirun) = open_mpi() else { return };
     // Open MPI refuses to run as root without that.
     let options = ["-n", "4", "--oversubscribe", "--allow-run-as-root"];
     assert_sums(&sums(&mpirun, &options, &[]), 4);
@@ -77,7 +113,7 @@ fn mpirun_on_one_host_needs_nothing_set() {
 #[test]
 fn torchrun_whose_agent_holds_the_port_is_no_obstacle() {
     let Some(torchrun) = installed("torchrun", "ALLSTREAM_TEST_TORCHRUN") else { return };
-    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port().to_string();
+    let port = free_port();
     let address = ["--master-addr", "127.0.0.1", "--master-port", &port];
     let options = [&["--nproc-per-node", "2", "--no-python"], &address[..]].concat();
     assert_sums(&sums(&torchrun, &options, &[("ALLSTREAM_TOKEN", "of this test")]), 2);

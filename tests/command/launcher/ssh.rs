@@ -18,7 +18,7 @@ struct TwoHosts {
 }
 
 /// Runs a command to its end; what it said where it failed.
-fn done(command: &mut Command) -> Result<(), String> {
+pub(super) fn done(command: &mut Command) -> Result<(), String> {
     let shown = format!("{command:?}");
     let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     let output = finish(child.map_err(|e| format!("{shown}: {e}"))?);
@@ -27,7 +27,7 @@ fn done(command: &mut Command) -> Result<(), String> {
 }
 
 /// A program of the system's, which may be where only root looks.
-fn program(name: &str) -> Result<PathBuf, String> {
+pub(super) fn program(name: &str) -> Result<PathBuf, String> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let dirs = std::env::split_paths(&path).chain(["/usr/sbin", "/sbin"].map(PathBuf::from));
     dirs.map(|dir| dir.join(name)).find(|at| at.is_file()).ok_or_else(|| format!("{name} is not installed"))
