@@ -13,6 +13,8 @@ use crate::launch::remote::{self, Hosts};
 use crate::launch::{self, Job, OnFailure, Policy, agent};
 
 const SSH_VARIABLE: &str = "ALLSTREAM_SSH";
+/// A host that does not answer for 15 seconds (three times ssh's interval) is lost: without that, nobody would hear of it.
+const SSH: &str = "ssh -o BatchMode=yes -o ServerAliveInterval=5";
 
 const AFTER: &str = "\
 Exit code: of ranks that ended by themselves, the first that is not 0 (the worst, with --on-failure keep); if there is none, 128 + the \
@@ -38,7 +40,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE")]
     host_file: Option<PathBuf>,
     /// What runs a command on another host; words, without quotes (default: what ALLSTREAM_SSH says, or else
-    /// `ssh -o BatchMode=yes`)
+    /// `ssh -o BatchMode=yes -o ServerAliveInterval=5`)
     // The variable is read where it is needed: clap takes one for an option that was given, and agents, which take no
     // options, inherit it.
     #[arg(long, value_name = "COMMAND")]
@@ -143,7 +145,7 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
 /// What runs a command on another host where no option says it. An empty variable counts as not set.
 fn ssh_by_default(variable: Option<OsString>) -> Result<String, String> {
     match variable.filter(|text| !text.is_empty()) {
-        None => Ok("ssh -o BatchMode=yes".into()),
+        None => Ok(SSH.into()),
         Some(text) => {
             text.into_string().map_err(|text| format!("{SSH_VARIABLE} is {text:?}, which is not UTF-8"))
         }
@@ -192,7 +194,7 @@ mod tests {
     #[test]
     fn the_command_for_other_hosts_is_the_variables_or_ssh() {
         for unset in [None, Some(OsString::new())] {
-            assert_eq!(ssh_by_default(unset).unwrap(), "ssh -o BatchMode=yes");
+            assert_eq!(ssh_by_default(unset).unwrap(), SSH);
         }
         assert_eq!(ssh_by_default(Some("other -p 1".into())).unwrap(), "other -p 1");
     }

@@ -118,19 +118,24 @@ impl TwoHosts {
         let key = self.at("user").display().to_string();
         format!(
             "ssh -F none -p {PORT} -i {key} -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null \
-             -o LogLevel=ERROR"
+             -o LogLevel=ERROR -o ServerAliveInterval=1"
         )
     }
 
     /// Rank 0 on the first host and rank 1 on the other, which run `script`; how to get there says the variable.
     fn launch(&self, script: &str) -> Child {
+        self.job(&["--hosts", &format!("localhost,{FAR}"), "--", "/bin/sh", "-c", script])
+    }
+
+    /// A launcher on the first host with these arguments.
+    fn job(&self, arguments: &[&str]) -> Child {
         let mut command = self.inside(0);
         command.arg(env!("CARGO_BIN_EXE_allstream"));
-        command.args(["run", "--hosts", &format!("localhost,{FAR}"), "--master-addr", NEAR]);
-        command.args(["--", "/bin/sh", "-c", script]).env("ALLSTREAM_SSH", self.ssh());
+        command.args(["run", "--master-addr", NEAR]).args(arguments).env("ALLSTREAM_SSH", self.ssh());
         command
             .env_remove("ALLSTREAM_TOKEN")
             .env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "20")
+            .env("ALLSTREAM_HEARTBEAT_TIMEOUT", "2")
             .env(PLACE, &self.scratch.0);
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
     }
@@ -239,4 +244,27 @@ fn whatever_is_killed_over_real_ssh_the_job_ends_and_no_process_is_left() {
     child.wait().unwrap();
     wait_until("no rank is left", || pids.iter().all(|pid| !alive(*pid)));
     wait_until("no process is left on the first host", || hosts.processes(0).is_empty());
+}
+
+#[test]
+fn a_host_whose_cable_is_cut_is_lost_and_the_other_host_goes_on() {
+    let Some(hosts) = TwoHosts::new() else { return };
+    let program = crate::examples::example("16_survive").display().to_string();
+    let slots = format!("localhost:2,{FAR}:2");
+    let child = hosts.job(&["--hosts", &slots, "--on-failure", "keep", "--", &program]);
+    let mut is_cut = false;
+    let (lines, output) = survive::follow(child, || {
+        if !std::mem::replace(&mut is_cut, true) {
+            let [near, _] = &hosts.names;
+            done(Command::new("ip").args(["-n", near, "link", "set", near, "down"])).unwrap();
+        }
+    });
+    // Nobody has said goodbye, no connection was closed: the heartbeat tells, of ranks and of the launcher's ssh.
+    assert!(lines.iter().any(|line| line.ends_with("2 ranks go on without [2, 3]")), "{lines:#?} {output:?}");
+    survive::assert_survived(&lines, 2);
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    assert!(
+        text(&output.stderr).contains(&format!("host {FAR} (ranks 2 to 3) exited with code 255")),
+        "{output:?}"
+    );
 }

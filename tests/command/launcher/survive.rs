@@ -20,6 +20,23 @@ fn ranks_of(program: &Path, token: &str) -> Vec<u32> {
     pids.filter(is_ours).collect()
 }
 
+/// Reads what a job of the example writes to stdout, and does something after each line that says how far it is; all lines, and how
+/// the launcher ended.
+pub(super) fn follow(mut child: Child, mut after_some_epochs: impl FnMut()) -> (Vec<String>, Output) {
+    let (tell, told) = mpsc::channel();
+    let stdout = BufReader::new(child.stdout.take().unwrap());
+    thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| tell.send(line)));
+    let end = Instant::now() + DEADLINE;
+    let mut lines = Vec::new();
+    while let Ok(line) = told.recv_timeout(end.saturating_duration_since(Instant::now())) {
+        if line.contains("epoch ") {
+            after_some_epochs();
+        }
+        lines.push(line);
+    }
+    (lines, finish(child))
+}
+
 /// Starts the example under a launcher, with so many ranks, and kills one that is drawn at random whenever ten more epochs are
 /// trained, until `left` are left. All that is written to stdout, and how the launcher ended.
 fn lose_ranks(mut launcher: Command, ranks: usize, left: usize) -> (Vec<String>, Option<i32>) {
@@ -27,33 +44,23 @@ fn lose_ranks(mut launcher: Command, ranks: usize, left: usize) -> (Vec<String>,
     let token = format!("survive {} {}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
     let program = fs::canonicalize(example("16_survive")).unwrap();
     launcher.arg(&program).env("ALLSTREAM_TOKEN", &token);
-    let mut child =
-        launcher.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    let (tell, told) = mpsc::channel();
-    let stdout = child.stdout.take().unwrap();
-    thread::spawn(move || {
-        BufReader::new(stdout).lines().map_while(Result::ok).try_for_each(|line| tell.send(line))
-    });
-    let end = Instant::now() + DEADLINE;
-    let (mut lines, mut killed) = (Vec::new(), 0);
-    let draw = std::hash::RandomState::new();
-    while let Ok(line) = told.recv_timeout(end.saturating_duration_since(Instant::now())) {
-        if line.contains("epoch ") && killed < ranks - left {
+    let child = launcher.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (mut killed, draw) = (0, std::hash::RandomState::new());
+    let (lines, output) = follow(child, || {
+        if killed < ranks - left {
             let alive = ranks_of(&program, &token);
             let place = std::hash::BuildHasher::hash_one(&draw, killed) as usize % alive.len();
             kill_process(pid_of(alive[place]), Signal::KILL).unwrap();
             killed += 1;
         }
-        lines.push(line);
-    }
-    let output = finish(child);
+    });
     assert_eq!(killed, ranks - left, "{lines:#?} {output:?}");
     wait_until("no rank is left behind", || ranks_of(&program, &token).is_empty());
     (lines, output.status.code())
 }
 
 /// The survivors have learnt to read, and know how many they are.
-fn assert_survived(lines: &[String], left: usize) {
+pub(super) fn assert_survived(lines: &[String], left: usize) {
     let of = format!(" of {left}: ");
     let ends: Vec<f32> = lines
         .iter()
