@@ -6,7 +6,13 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use allstream::tuning::{self, Table};
 use serde::{Deserialize, Serialize};
+
+use times::Times;
+
+mod running;
+mod times;
 
 /// A larger file is refused: the recorder keeps a bounded number of operations, so it is not one of ours.
 const LARGEST_FILE: u64 = 64 << 20;
@@ -17,8 +23,15 @@ const VERSION: u32 = 1;
 #[derive(Debug, clap::Args)]
 pub(crate) struct TraceArgs {
     /// Files that the ranks' flight recorders wrote, or directories of them (every *.json there)
-    #[arg(required = true, value_name = "PATH")]
+    #[arg(required_unless_present = "pid", value_name = "PATH")]
     paths: Vec<PathBuf>,
+    /// Ask a running process, and all that it started (a launcher's ranks), for what their recorders hold. They are not stopped
+    #[arg(long, value_name = "PID", conflicts_with = "paths")]
+    pid: Option<u32>,
+    /// Say of each operation who called it last and by how much, how long it took from then on, and what the tuner's table
+    /// would expect
+    #[arg(long)]
+    times: bool,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -34,9 +47,26 @@ struct Recording {
     pid: u32,
     #[serde(default)]
     host: String,
+    /// The host of each rank, numbered.
+    #[serde(default)]
+    hosts: Vec<u32>,
+    /// Cores that the process may run on; 0 where that is not known.
+    #[serde(default)]
+    cores: usize,
+    /// Where its host's clock is beside rank 0's, if that is another host.
+    #[serde(default)]
+    clock: Option<Clock>,
     written_at_unix_ms: f64,
     cause: Option<String>,
     comms: Vec<CommRecord>,
+}
+
+/// What is to be added to times of a host to have rank 0's, how wrong that may be, and when it was found.
+#[derive(Clone, Debug, Deserialize)]
+struct Clock {
+    offset_us: f64,
+    error_us: f64,
+    found_us: f64,
 }
 
 /// One communicator, as one of its members saw it.
@@ -48,6 +78,9 @@ struct CommRecord {
     rank: usize,
     /// The world's rank of each member.
     members: Vec<usize>,
+    /// The class of its farthest link.
+    #[serde(default)]
+    link: String,
     poisoned: Option<String>,
     operations: Vec<Operation>,
 }
@@ -56,6 +89,13 @@ struct CommRecord {
 struct Operation {
     number: u64,
     call: String,
+    #[serde(default)]
+    collective: Option<String>,
+    #[serde(default)]
+    algo: Option<String>,
+    /// Of a rank's largest buffer.
+    #[serde(default)]
+    bytes: u64,
     state: State,
     submitted_us: f64,
     started_us: Option<f64>,
@@ -113,6 +153,8 @@ struct CommReport {
     members: Vec<usize>,
     ranks: Vec<RankReport>,
     verdict: Vec<Finding>,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    times: Vec<Times>,
 }
 
 #[derive(Debug, Serialize)]
@@ -160,11 +202,15 @@ struct Finding {
 
 /// Reads the files and prints what they say together.
 pub(crate) fn run(args: &TraceArgs) -> Result<ExitCode, Box<dyn std::error::Error + Send + Sync>> {
-    let mut recordings = Vec::new();
-    for path in files(&args.paths)? {
-        recordings.push(load(&path).map_err(|error| format!("{}: {error}", path.display()))?);
-    }
-    let report = merge(recordings);
+    let recordings = match args.pid {
+        Some(pid) => running::ask(pid)?,
+        None => {
+            let load = |path: PathBuf| load(&path).map_err(|error| format!("{}: {error}", path.display()));
+            files(&args.paths)?.into_iter().map(load).collect::<Result<_, _>>()?
+        }
+    };
+    let table = if args.times { tuning::from_env()?.map(|(_, table)| table) } else { None };
+    let report = merge(recordings, args.times.then_some(table.as_ref()));
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { render(&report) };
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
@@ -234,8 +280,9 @@ fn parse(text: &[u8]) -> Result<Recording, String> {
     Ok(recording)
 }
 
-/// Puts the files of each world together. Of two files of the same rank, the later one counts.
-fn merge(recordings: Vec<Recording>) -> Report {
+/// Puts the files of each world together, in order of time. Of two files of the same rank, the later one counts. `timed`: with times,
+/// beside those of the tuner's table if there is one.
+fn merge(recordings: Vec<Recording>, timed: Option<Option<&Table>>) -> Report {
     debug_assert!(recordings.iter().all(|recording| recording.version == VERSION));
     let mut worlds: BTreeMap<(String, usize), BTreeMap<usize, Recording>> = BTreeMap::new();
     for recording in recordings {
@@ -247,6 +294,10 @@ fn merge(recordings: Vec<Recording>) -> Report {
             ranks.insert(recording.rank, recording);
         }
     }
+    let mut worlds: Vec<_> = worlds.into_iter().collect();
+    let written =
+        |files: &BTreeMap<usize, Recording>| files.values().map(|f| f.written_at_unix_ms).fold(0.0, f64::max);
+    worlds.sort_by(|(_, a), (_, b)| written(a).total_cmp(&written(b)));
     let worlds = worlds.into_iter().map(|((world, size), files)| {
         // Two communicators may have the same number if no rank is in both.
         let keys: BTreeSet<(u64, Vec<usize>)> = (files.values())
@@ -258,13 +309,21 @@ fn merge(recordings: Vec<Recording>) -> Report {
             ranks: files.keys().copied().collect(),
             missing: (0..size).filter(|rank| !files.contains_key(rank)).collect(),
             causes: files.iter().filter_map(|(rank, file)| Some((*rank, file.cause.clone()?))).collect(),
-            communicators: keys.into_iter().map(|(id, members)| comm_report(id, members, &files)).collect(),
+            communicators: keys
+                .into_iter()
+                .map(|(id, members)| comm_report(id, members, &files, timed))
+                .collect(),
         }
     });
     Report { worlds: worlds.collect() }
 }
 
-fn comm_report(id: u64, members: Vec<usize>, files: &BTreeMap<usize, Recording>) -> CommReport {
+fn comm_report(
+    id: u64,
+    members: Vec<usize>,
+    files: &BTreeMap<usize, Recording>,
+    timed: Option<Option<&Table>>,
+) -> CommReport {
     let mut views = BTreeMap::new();
     let mut ranks = Vec::new();
     for file in files.values() {
@@ -291,7 +350,8 @@ fn comm_report(id: u64, members: Vec<usize>, files: &BTreeMap<usize, Recording>)
     }
     ranks.sort_by_key(|rank| rank.rank);
     let name = views.values().next().map(|comm| comm.name.clone()).unwrap_or_default();
-    CommReport { id, name, verdict: verdict(&members, files, &views), members, ranks }
+    let times = timed.map_or(Vec::new(), |table| times::times(files, &views, table));
+    CommReport { id, name, verdict: verdict(&members, files, &views), members, ranks, times }
 }
 
 fn seconds(operation: &Operation, written_at_ms: f64) -> f64 {
@@ -464,6 +524,7 @@ fn render(report: &Report) -> String {
             for finding in &comm.verdict {
                 out += &format!("  => {}\n", finding.text);
             }
+            times::render(&mut out, &comm.times);
         }
         out += "\n";
     }

@@ -4,13 +4,15 @@
 //! by a thread of their own ([`writer`]).
 //!
 //! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream`
-//! in the system's directory for temporary files; `ALLSTREAM_TRACE_DIR=off` turns them off.
+//! in the system's directory for temporary files, where the files of old worlds are removed; `ALLSTREAM_TRACE_DIR=off` turns
+//! them off.
 
 pub(crate) mod log;
+mod prune;
 pub(crate) mod writer;
 
 use std::collections::VecDeque;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -18,7 +20,7 @@ use parking_lot::Mutex;
 use serde::Serialize;
 
 use crate::error::Error;
-use crate::types::{Rank, Signature};
+use crate::types::{Algo, DType, Kind, Rank, Signature};
 
 /// Operations kept per communicator.
 const KEEP: usize = 256;
@@ -96,13 +98,17 @@ impl Recorder {
         });
     }
 
-    pub(crate) fn snapshot(&self) -> Vec<OperationRecord> {
+    /// What is written of the operations, in a communicator of `ranks` ranks.
+    pub(crate) fn snapshot(&self, ranks: usize) -> Vec<OperationRecord> {
         let (now, unix) = (Instant::now(), unix_us());
         let at = |t: Instant| unix - (now - t).as_secs_f64() * 1e6;
         let records = self.0.lock();
         let each = |r: &Record| OperationRecord {
             number: r.number,
             call: r.signature.to_string(),
+            collective: r.signature.collective().map(Kind::name),
+            algo: Algo::from_u8(r.signature.algo).map(Algo::name),
+            bytes: largest(&r.signature, ranks),
             state: r.state,
             submitted_us: at(r.submitted),
             started_us: r.started.map(at),
@@ -113,7 +119,15 @@ impl Recorder {
     }
 }
 
-fn unix_us() -> f64 {
+/// Bytes of a rank's largest buffer, by which `allstream perf` and the tuner's table name sizes. 0 where only a list's types tell.
+fn largest(signature: &Signature, ranks: usize) -> u64 {
+    let element = DType::from_u8(signature.dtype).map_or(0, |dtype| dtype.size() as u64);
+    let blocks = signature.collective().filter(|kind| kind.varies()).map_or(1, |_| ranks as u64);
+    signature.count.saturating_mul(element).saturating_mul(blocks)
+}
+
+/// Microseconds since 1970 by this host's clock.
+pub(crate) fn unix_us() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64() * 1e6)
 }
 
@@ -122,6 +136,9 @@ fn unix_us() -> f64 {
 pub(crate) struct OperationRecord {
     number: u64,
     call: String,
+    collective: Option<&'static str>,
+    algo: Option<&'static str>,
+    bytes: u64,
     state: State,
     submitted_us: f64,
     started_us: Option<f64>,
@@ -136,6 +153,8 @@ pub(crate) struct CommRecord {
     pub(crate) name: String,
     pub(crate) rank: Rank,
     pub(crate) members: Vec<Rank>,
+    /// The class of the farthest link between members.
+    pub(crate) link: String,
     pub(crate) poisoned: Option<String>,
     pub(crate) operations: Vec<OperationRecord>,
 }
@@ -155,61 +174,94 @@ impl FirstProcess {
     }
 }
 
+/// Where files go unless the environment says.
+fn default_directory() -> PathBuf {
+    std::env::temp_dir().join("allstream")
+}
+
 /// Where files go; none: nowhere.
-fn directory() -> Option<PathBuf> {
+pub(crate) fn directory() -> Option<PathBuf> {
     match std::env::var_os("ALLSTREAM_TRACE_DIR") {
         Some(off) if off == "off" => None,
         Some(dir) => Some(PathBuf::from(dir)),
-        None => Some(std::env::temp_dir().join("allstream")),
+        None => Some(default_directory()),
     }
+}
+
+/// How this host's clock differs from rank 0's: what is to be added to a time here, and by how much that may be wrong.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub(crate) struct ClockDifference {
+    pub(crate) offset_us: f64,
+    pub(crate) error_us: f64,
+    /// When it was found, by this host's clock.
+    pub(crate) found_us: f64,
+}
+
+/// A rank's place in its world.
+#[derive(Debug, Serialize)]
+pub(crate) struct RankPlace {
+    /// The world's name.
+    pub(crate) world: String,
+    pub(crate) rank: Rank,
+    pub(crate) size: usize,
+    /// The host of each rank, numbered.
+    pub(crate) hosts: Vec<u32>,
+    /// Of a host that is not rank 0's.
+    pub(crate) clock: Option<ClockDifference>,
 }
 
 /// All that a rank writes about its world.
 #[derive(Debug, Serialize)]
 pub(crate) struct Recording {
     version: u32,
-    world: String,
-    rank: Rank,
-    size: usize,
+    #[serde(flatten)]
+    place: RankPlace,
     pid: u32,
+    host: String,
+    /// Cores that this process may run on.
+    cores: usize,
     written_at_unix_ms: f64,
     cause: Option<String>,
     comms: Vec<CommRecord>,
 }
 
 impl Recording {
-    pub(crate) fn new(
-        world: String,
-        (rank, size): (Rank, usize),
-        cause: &Error,
-        comms: Vec<CommRecord>,
-    ) -> Recording {
+    pub(crate) fn new(place: RankPlace, cause: Option<&Error>, comms: Vec<CommRecord>) -> Recording {
         Recording {
             version: 1,
-            world,
-            rank,
-            size,
+            place,
             pid: std::process::id(),
+            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
             written_at_unix_ms: unix_us() / 1e3,
-            cause: Some(cause.to_string()),
+            cause: cause.map(Error::to_string),
             comms,
         }
     }
 
-    /// Writes the file. A failure to write is logged, not an error: something else is wrong already.
-    fn write(&self) {
-        let Some(dir) = directory() else { return };
-        let path = dir.join(format!("{}-rank{}.json", self.world, self.rank));
+    /// Writes the file; where, if it is to go anywhere.
+    ///
+    /// # Errors
+    /// The system's, with the path.
+    pub(crate) fn write(&self) -> Result<Option<PathBuf>, Error> {
+        let Some(dir) = directory() else { return Ok(None) };
+        let path = file_of(&dir, &self.place.world, self.place.rank);
         // Whole or not at all: a reader may look meanwhile.
         let part = path.with_extension("part");
-        let written = std::fs::create_dir_all(&dir)
+        std::fs::create_dir_all(&dir)
             .and_then(|()| std::fs::write(&part, serde_json::to_vec(self).unwrap_or_default()))
-            .and_then(|()| std::fs::rename(&part, &path));
-        match written {
-            Ok(()) => tracing::info!(path = %path.display(), "flight recorder written"),
-            Err(e) => {
-                tracing::warn!(path = %path.display(), error = %e, "the flight recorder could not be written");
-            }
-        }
+            .and_then(|()| std::fs::rename(&part, &path))
+            .map_err(|e| Error::system(format!("write the flight recorder {}", path.display()), e))?;
+        prune::once();
+        Ok(Some(path))
     }
+}
+
+/// The name of the socket at which a process is asked for its flight recorders.
+pub(crate) fn socket_of(pid: u32) -> String {
+    format!("allstream-record-{pid}")
+}
+
+fn file_of(dir: &Path, world: &str, rank: Rank) -> PathBuf {
+    dir.join(format!("{world}-rank{rank}.json"))
 }

@@ -30,7 +30,7 @@ fn the_rank_that_has_not_called_is_named() {
         2 => recording(2, 4, std::slice::from_ref(&done)),
         _ => recording(rank, 4, &[open.clone(), done.clone()]),
     });
-    let report = merge(files.collect());
+    let report = merge(files.collect(), None);
     let expected = "rank 2 has not called #6 all_reduce(f32 x 100, sum, direct); ranks 0,1,3 wait for it";
     assert_eq!(findings(&report), [expected]);
     let text = render(&report);
@@ -46,7 +46,7 @@ fn a_disagreement_is_named_with_both_calls() {
         let call = if rank == 1 { "all_reduce(f32 x 8)" } else { "all_reduce(f32 x 9)" };
         recording(rank, 3, &[operation(1, call, "failed", &[])])
     });
-    let report = merge(files.collect());
+    let report = merge(files.collect(), None);
     let expected = "the ranks disagree about #1: rank 1 called all_reduce(f32 x 8); ranks 0,2 called all_reduce(f32 x 9)";
     assert_eq!(findings(&report), [expected]);
 }
@@ -54,7 +54,7 @@ fn a_disagreement_is_named_with_both_calls() {
 #[test]
 fn a_rank_without_a_file_may_have_died() {
     let open = operation(1, "barrier", "running", &[2]);
-    let report = merge(vec![recording(0, 3, std::slice::from_ref(&open)), recording(1, 3, &[open])]);
+    let report = merge(vec![recording(0, 3, std::slice::from_ref(&open)), recording(1, 3, &[open])], None);
     assert_eq!(report.worlds[0].missing, [2]);
     assert_eq!(
         findings(&report),
@@ -71,7 +71,7 @@ fn point_to_point_numbers_are_not_compared() {
         recording(0, 2, &[operation(1, "message(f32 x 8)", "done", &[])]),
         recording(1, 2, &[operation(1, "message(f32 x 9)", "done", &[])]),
     ];
-    assert_eq!(findings(&merge(files)), ["nothing is under way, and the ranks agree"]);
+    assert_eq!(findings(&merge(files, None)), ["nothing is under way, and the ranks agree"]);
 }
 
 #[test]
@@ -79,12 +79,12 @@ fn the_later_of_two_files_of_a_rank_counts() {
     let mut old = recording(0, 1, &[operation(1, "barrier", "running", &[])]);
     old.written_at_unix_ms = 1.0;
     let new = recording(0, 1, &[operation(1, "barrier", "done", &[])]);
-    assert_eq!(findings(&merge(vec![new, old])), ["nothing is under way, and the ranks agree"]);
+    assert_eq!(findings(&merge(vec![new, old], None)), ["nothing is under way, and the ranks agree"]);
 }
 
 #[test]
 fn control_characters_do_not_reach_the_terminal() {
-    let text = render(&merge(vec![recording(0, 1, &[operation(1, "x\u{1b}[2J\ty", "done", &[])])]));
+    let text = render(&merge(vec![recording(0, 1, &[operation(1, "x\u{1b}[2J\ty", "done", &[])])], None));
     assert!(!text.contains('\u{1b}'));
 }
 

@@ -2,6 +2,7 @@
 //! `&self`. The calls themselves stand in tables, beside what they do: `collectives.rs`, `varied.rs`, `lists.rs`, `bytes.rs`,
 //! `messages.rs`.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -207,6 +208,17 @@ on_both! {
     /// says. Those beyond end now, the least recently used first. Ranks need not agree on it.
     pub fn set_pool_capacity(&self, idle: usize) {
         self.handle().membership.world.set_pool_capacity(idle);
+    }
+
+    /// Writes what this rank's world has done last (the flight recorder: 256 collectives and 256 messages of each communicator) to a
+    /// file, and says where it is. Nothing is stopped or waited for. `allstream trace` reads the files of all ranks; with `--times` it
+    /// says who is waited for, and how long what takes. When something fails, each rank writes its file by itself.
+    ///
+    /// # Errors
+    /// [`Error::System`] where it cannot be written; [`Error::Invalid`] where `ALLSTREAM_TRACE_DIR` is `off`.
+    pub fn record(&self) -> Result<PathBuf, Error> {
+        forked::check()?;
+        self.handle().membership.world.record_now()
     }
 
     /// The cause for which this communicator is dead, if it is.

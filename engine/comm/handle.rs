@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::links::ProcessRanks;
 use super::runtime::{Ticks, process_runtime};
-use super::world::{Defaults, Hub, PoolStats, Transport, World};
+use super::world::{Defaults, Hub, PoolStats, Transport, World, requests};
 use crate::error::Error;
 use crate::exec::Endpoint;
 use crate::forked;
@@ -204,6 +204,8 @@ impl Comm {
         let missing = || Err(Error::system("join the world", "no communicator was made (a bug)"));
         let made = made.lock().take().unwrap_or_else(missing);
         let (world, endpoint) = made?;
+        world.compare_clocks();
+        requests::listen(Arc::downgrade(&world))?;
         Ok(Comm::of(endpoint, Arc::new(Membership { world, mesh: Some(mesh) }), None))
     }
 
@@ -242,6 +244,7 @@ impl Comm {
         }
         let each = |world: Arc<World>| {
             let endpoint = world.world_endpoint()?;
+            requests::listen(Arc::downgrade(&world))?;
             Ok(Comm::of(endpoint, Arc::new(Membership { world, mesh: None }), None))
         };
         worlds.into_iter().map(each).collect()

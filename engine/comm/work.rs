@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Finished, Key};
+use crate::forked;
 use crate::mem::ErasedBufs;
 
 /// A poll drives the operation for at most this long.
@@ -172,6 +173,11 @@ impl<O, F> Work<O, F> {
     pub fn wait(mut self) -> Result<O, Failed<F>> {
         let (result, held) = self.submitted.wait();
         (self.restore)(result, held)
+    }
+
+    /// Whether the operation is over: waiting for it, or awaiting it, would end at once. Works on it for a moment, and never waits.
+    pub fn is_finished(&self) -> bool {
+        self.submitted.at().is_none_or(|(endpoint, key)| forked::is_forked() || endpoint.is_finished(key))
     }
 
     /// Why it was refused, if it was. There is nothing more to wait for then.

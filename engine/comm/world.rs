@@ -8,10 +8,12 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 mod agreements;
+mod clocks;
 mod departed;
 mod meetings;
 mod pool;
 mod records;
+pub(super) mod requests;
 #[cfg(test)]
 mod tests;
 mod wholes;
@@ -38,6 +40,7 @@ use crate::link::region::{Region, TURNED};
 use crate::link::{Break, Lends, LinkKind, SLOT};
 use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
+use crate::trace::ClockDifference;
 use crate::trace::log::LOG;
 use crate::types::{Algo, Map, Rank, Signature};
 
@@ -150,6 +153,8 @@ pub(crate) struct World {
     pub(crate) defaults: Defaults,
     comms: Mutex<Map<CommId, Weak<Endpoint>>>,
     departed: Mutex<Departed>,
+    /// How this host's clock differs from rank 0's, where that is another host.
+    clock: Mutex<Option<ClockDifference>>,
     /// Communicators that have died, for the flight recorder; the last ones.
     dead: Mutex<VecDeque<Entry>>,
     /// What was said of communicators that are not made here yet (or no more), and how many losses were known then; the
@@ -218,6 +223,7 @@ impl World {
             defaults,
             comms: Mutex::default(),
             departed: Mutex::default(),
+            clock: Mutex::default(),
             dead: Mutex::default(),
             early: Mutex::default(),
             pool: Pool::new(defaults.pool),
@@ -264,8 +270,7 @@ impl World {
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let hosts = host::numbered(members.iter().map(|m| self.hosts[*m]), members.len());
-        let others: Vec<_> =
-            members.iter().filter(|m| **m != self.rank).map(|m| self.topology.links[*m]).collect();
+        let others = self.links_to(&members);
         let (env, tuned) = self.choice(&others, (rank, here), &hosts);
         let config = EndpointConfig {
             comm: comm.0,
@@ -295,6 +300,11 @@ impl World {
         };
         self.take_up(comm, &endpoint);
         Ok(endpoint)
+    }
+
+    /// What joins this rank to the others of these members.
+    fn links_to(&self, members: &[Rank]) -> Vec<&'static LinkKind> {
+        members.iter().filter(|m| **m != self.rank).map(|m| self.topology.links[*m]).collect()
     }
 
     /// What the choice of an algorithm depends on in a group, and what the tuner's table says of it. `others`: the links to its other
@@ -400,6 +410,7 @@ impl World {
 
     /// This rank leaves: says so to ranks of the same process (a mesh says its own goodbye).
     pub(crate) fn leave(&self) {
+        requests::leave(self);
         self.empty_pool();
         if let Transport::Hub(_) = &self.transport {
             for to in (0..self.size).filter(|r| *r != self.rank) {
@@ -445,6 +456,9 @@ impl Events for World {
             Message::Agree { comm, lost, step } => return self.agree_heard(from, comm, &lost, step),
             other => other,
         };
+        if let Message::Clock { asked_us, at_us } = message {
+            return self.clock_told(from, asked_us, at_us);
+        }
         let Some(comm) = message.comm() else { return };
         match message {
             Message::Retired { .. } => return self.peer_retired(from, comm),
@@ -481,6 +495,7 @@ impl Events for World {
             }
             Message::Closing { calls, .. } => endpoint.peer_closing(peer, calls),
             Message::Heartbeat
+            | Message::Clock { .. }
             | Message::Goodbye { .. }
             | Message::Retired { .. }
             | Message::Meet { .. }

@@ -102,6 +102,11 @@ impl<H, E> Inflight<H, E> {
         }
     }
 
+    /// Whether an operation is over, and its outcome has not been taken.
+    pub(crate) fn is_finished(&mut self, key: Key) -> bool {
+        self.entry(key).is_some_and(|entry| matches!(entry.state, State::Finished(_)))
+    }
+
     fn recycle(&mut self, index: u32) {
         let entry = &mut self.entries[index as usize];
         debug_assert!(entry.waker.is_none(), "it went out before");

@@ -75,6 +75,13 @@ pub(crate) enum Message {
         /// The communicator for which the rings were made.
         comm: CommId,
     },
+    /// "What time is it there?", and the answer. Times are microseconds since 1970.
+    Clock {
+        /// The time where it was asked.
+        asked_us: f64,
+        /// The time at which it was heard there; `None` in the question.
+        at_us: Option<f64>,
+    },
     /// The sender takes part in making a communicator of another one's survivors, or does not. Sent once, by each of them.
     Meet {
         /// The communicator to be made.
@@ -142,7 +149,7 @@ impl Message {
             | Message::Retired { comm }
             | Message::Meet { comm, .. }
             | Message::Agree { comm, .. } => Some(*comm),
-            Message::Heartbeat | Message::Goodbye { .. } => None,
+            Message::Heartbeat | Message::Clock { .. } | Message::Goodbye { .. } => None,
         }
     }
 }

@@ -10,7 +10,7 @@ mod accept;
 mod connect;
 mod control;
 mod env;
-mod fds;
+pub(crate) mod fds;
 pub(crate) mod handshake;
 pub(crate) mod host;
 mod launchers;

@@ -21,8 +21,8 @@ const SETTLE: Duration = Duration::from_millis(10);
 
 /// A rank with something to write.
 pub(crate) trait Recorded: Send + Sync {
-    /// What is to be written, for this cause. Called on the writing thread.
-    fn recording(&self, cause: &Error) -> Recording;
+    /// What is to be written, for this cause if something has failed. Called on the writing thread.
+    fn recording(&self, cause: Option<&Error>) -> Recording;
 }
 
 struct Request {
@@ -124,10 +124,15 @@ impl Writer {
                 drop(state);
                 // Whoever drops the last handle of a communicator meanwhile drops what it held here: somebody else's code.
                 let _ = catch_unwind(AssertUnwindSafe(|| {
-                    let recording = from.upgrade().map(|from| from.recording(&cause));
-                    // Nothing of the world is held while a file system may hang.
-                    if let Some(recording) = recording {
-                        recording.write();
+                    let recording = from.upgrade().map(|from| from.recording(Some(&cause)));
+                    // Nothing of the world is held while a file system may hang. Where it cannot be written, something else is
+                    // wrong already.
+                    match recording.map(|recording| recording.write()) {
+                        Some(Ok(Some(path))) => {
+                            tracing::info!(path = %path.display(), "flight recorder written")
+                        }
+                        Some(Err(error)) => tracing::warn!("{error}"),
+                        _ => {}
                     }
                 }));
                 state = self.state.lock();
@@ -146,6 +151,7 @@ mod tests {
     use std::sync::{Arc, mpsc};
 
     use super::*;
+    use crate::trace::RankPlace;
 
     /// A rank whose recording takes until it is told to go on.
     struct Slow {
@@ -155,11 +161,13 @@ mod tests {
     }
 
     impl Recorded for Slow {
-        fn recording(&self, cause: &Error) -> Recording {
+        fn recording(&self, cause: Option<&Error>) -> Recording {
             self.count.fetch_add(1, Ordering::Relaxed);
             self.begun.send(()).unwrap();
             self.go_on.lock().recv_timeout(Duration::from_secs(10)).unwrap();
-            Recording::new("test of the writer".into(), (0, 1), cause, Vec::new())
+            let world = "test of the writer".into();
+            let place = RankPlace { world, rank: 0, size: 1, hosts: vec![0], clock: None };
+            Recording::new(place, cause, Vec::new())
         }
     }
 

@@ -1,13 +1,15 @@
 //! What a world's flight recorders say, and when.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use super::World;
 use crate::error::Error;
 use crate::exec::Endpoint;
+use crate::link::kinds::farthest;
 use crate::trace::writer::{Recorded, WRITER};
-use crate::trace::{CommRecord, Recorder, Recording};
+use crate::trace::{CommRecord, RankPlace, Recorder, Recording};
 
 /// Dead communicators that are written of, also when nobody holds them any more: the last ones.
 const DEAD: usize = 256;
@@ -19,21 +21,23 @@ pub(super) struct Entry {
     name: String,
     rank: usize,
     members: Vec<usize>,
+    link: String,
     cause: Option<Error>,
     recorder: Arc<Recorder>,
 }
 
 impl Entry {
-    fn of(endpoint: &Endpoint, cause: Option<&Error>) -> Entry {
+    fn of(world: &World, endpoint: &Endpoint, cause: Option<&Error>) -> Entry {
         let (config, recorder) = (&endpoint.config, endpoint.recorder.clone());
         let (name, members) = (config.name.clone(), config.members.clone());
-        Entry { id: config.comm, name, rank: config.rank, members, cause: cause.cloned(), recorder }
+        let link = farthest(&world.links_to(&members)).name().to_owned();
+        Entry { id: config.comm, name, rank: config.rank, members, link, cause: cause.cloned(), recorder }
     }
 
     fn record(self) -> CommRecord {
-        let (poisoned, operations) = (self.cause.map(|cause| cause.to_string()), self.recorder.snapshot());
-        let Entry { id, name, rank, members, .. } = self;
-        CommRecord { id, name, rank, members, poisoned, operations }
+        let Entry { id, name, rank, members, link, cause, recorder } = self;
+        let (poisoned, operations) = (cause.map(|cause| cause.to_string()), recorder.snapshot(members.len()));
+        CommRecord { id, name, rank, members, link, poisoned, operations }
     }
 }
 
@@ -45,9 +49,15 @@ impl World {
             if all.len() == DEAD {
                 all.pop_front();
             }
-            all.push_back(Entry::of(endpoint, Some(cause)));
+            all.push_back(Entry::of(self, endpoint, Some(cause)));
         }
         WRITER.request(self.recorded(), cause);
+    }
+
+    /// Writes the recorders now, on this thread.
+    pub(in crate::comm) fn record_now(&self) -> Result<PathBuf, Error> {
+        let off = || Error::invalid("record", "ALLSTREAM_TRACE_DIR is `off`: flight recorders go nowhere");
+        self.recording(None).write()?.ok_or_else(off)
     }
 
     fn recorded(self: &Arc<Self>) -> Weak<dyn Recorded> {
@@ -67,13 +77,15 @@ impl World {
 }
 
 impl Recorded for World {
-    fn recording(&self, cause: &Error) -> Recording {
+    fn recording(&self, cause: Option<&Error>) -> Recording {
         let living = self.endpoints();
         // Whoever tells of a death meanwhile does not wait for this.
         let mut dead: Vec<Entry> = self.dead.lock().iter().cloned().collect();
         dead.retain(|dead| !living.iter().any(|e| e.config.comm == dead.id));
-        let alive = living.iter().map(|e| Entry::of(e, e.dying_of()));
+        let alive = living.iter().map(|e| Entry::of(self, e, e.dying_of()));
         let comms = alive.chain(dead).map(Entry::record).collect();
-        Recording::new(self.name(), (self.rank, self.size), cause, comms)
+        let (hosts, clock) = (self.hosts.clone(), *self.clock.lock());
+        let place = RankPlace { world: self.name(), rank: self.rank, size: self.size, hosts, clock };
+        Recording::new(place, cause, comms)
     }
 }

@@ -84,6 +84,12 @@ impl Endpoint {
         }
     }
 
+    /// Whether an operation is over. What can be done at once is done first, as by whoever waits.
+    pub(crate) fn is_finished(self: &Arc<Self>, key: Key) -> bool {
+        self.drive_once();
+        self.submitted.lock().inflight.is_finished(key)
+    }
+
     /// Takes the outcome of an operation if there is one; otherwise `waker` is woken when there is.
     pub(super) fn look(&self, key: Key, waker: Option<&Waker>) -> Option<Finished> {
         let Some(waker) = waker else { return self.submitted.lock().inflight.take(key) };
