@@ -132,6 +132,9 @@ options! {
 
     /// The tag of the next message (default: 0).
     fn tag [] (tag: u32);
+
+    /// The key of the next call, which all ranks must give alike. See [`Call::key`].
+    fn key [] (key: u64);
 }
 
 methods! {
@@ -221,7 +224,7 @@ on_both! {
     /// Ends this communicator on all ranks: operations in flight and later calls fail with
     /// [`Error::Aborted`]. Its siblings stay.
     pub fn abort(&self, reason: impl Into<String>) {
-        self.handle().endpoint.fail(Error::Aborted { by: self.rank(), reason: reason.into() });
+        self.handle().endpoint.fail(Error::aborted(self.rank(), reason));
     }
 
     /// A zeroed buffer of `len` elements in memory that the other ranks of this host read where it lies: a

@@ -97,7 +97,8 @@ impl Call<'_> {
             count: raw.len as u64,
             generation: self.side.0.config.generation,
             detail: 0,
-        };
+        }
+        .with_key(self.key);
         let (memory, after, staged) = match raw.place.0 {
             Where::Host(at) => (at, self.after_on_host(), None),
             Where::Device(place) => match self.stage_message(direction, place, bytes) {

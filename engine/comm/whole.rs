@@ -11,7 +11,7 @@ use crate::exec::device::DeviceOp;
 use crate::exec::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::exec::{Executor, Operation, Part, PartList, Reduction, WholeOp};
 use crate::mem::device::DeviceStream;
-use crate::types::{Algo, DType, Kind, ReduceOp, WHOLE, mix};
+use crate::types::{Algo, DType, KEY_BITS, Kind, ReduceOp, WHOLE, mix};
 
 /// How often a library is asked whether it is ready.
 const LOOK: Duration = Duration::from_micros(200);
@@ -100,11 +100,8 @@ async fn ready(whole: &dyn Whole, timeout: Duration, comm: &Comm) -> Result<(), 
             break cause;
         }
         if runtime.now() >= end {
-            break Error::Library {
-                library: whole.name().to_owned(),
-                rank: endpoint.config.rank,
-                problem: format!("it was not ready after {timeout:?}; another rank may have failed at it"),
-            };
+            let problem = format!("it was not ready after {timeout:?}; another rank may have failed at it");
+            break Error::library(whole.name(), endpoint.config.rank, problem);
         }
         if let Err(error) = ticks.next().await {
             break error;
@@ -145,7 +142,7 @@ impl Call<'_> {
         let mut signature = operation.signature;
         signature.kind |= WHOLE;
         // What would have been chosen is not what happens.
-        signature.algo = Algo::Auto as u8;
+        signature.algo = Algo::Auto as u8 | signature.algo & KEY_BITS;
         let program = program(self.side.0, Algo::Dissemination, &Spec::of(Kind::Barrier, 0, 1, true))?;
         let at = self.side.0.token();
         let (input, output) = (at.cast_const(), at);

@@ -366,7 +366,7 @@ impl World {
     fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
         let first = self.departed.lock().first_among(&endpoint.config.members, known);
         let Some((rank, how)) = first.filter(|_| endpoint.dying_of().is_none()) else { return };
-        let cause = Error::PeerLost { rank, how, operation: None };
+        let cause = Error::lost(rank, how);
         // Told before anyone here wakes: should this process end because of it, the others know the root cause first.
         self.tell_members(
             endpoint,
@@ -387,7 +387,7 @@ impl World {
 
     /// The first loss this rank knows of, to be passed on with its goodbye.
     pub(crate) fn loss(&self) -> Option<Error> {
-        self.departed.lock().first().map(|(rank, how)| Error::PeerLost { rank, how, operation: None })
+        self.departed.lock().first().map(|(rank, how)| Error::lost(rank, how))
     }
 }
 

@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 
 use self::board::{Board, Out, Refusal, WINDOW};
 use super::World;
-use crate::error::{Error, Lost};
+use crate::error::{Error, Lost, Members};
 use crate::exec::Endpoint;
 use crate::group::message::{CommId, Message, Outcome, Step};
 use crate::mem::Promise;
@@ -95,7 +95,7 @@ fn fill(answers: Answers) {
 }
 
 fn expelled(rank: Rank, how: Lost) -> Error {
-    Error::PeerLost { rank, how, operation: None }
+    Error::lost(rank, how)
 }
 
 impl Agreements {
@@ -235,7 +235,8 @@ impl World {
             let Some(waiter) = table.waiters.remove(&number) else { return };
             let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
             let missing = table.board.missing(number);
-            (waiter.answer, Err(Error::NoVerdict { comm: name, number, rank, after, missing }))
+            let members = if comm.0 == 0 { Members::WORLD } else { Members::of_group(&table.members) };
+            (waiter.answer, Err(Error::NoVerdict { comm: name, number, rank, after, missing, members }))
         };
         fill(vec![given_up]);
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use super::Endpoint;
-use crate::error::{Error, Missing, MissingState};
+use crate::error::{Error, Missing, MissingState, unreceived};
 use crate::types::{Rank, Signature};
 
 /// An answer older than this does not count as a sign of life.
@@ -157,13 +157,16 @@ impl Endpoint {
         self.submitted.lock().last_calls()
     }
 
-    /// What no rank noticed while it ran: a frame that nobody here asked for, or a rank that called more or less.
+    /// What no rank noticed while it ran: a frame that nobody here asked for, a rank that called more or less, or messages that
+    /// nobody received.
     pub(crate) fn leftover(&self) -> Option<Error> {
-        let found = {
+        let (found, left) = {
             let mut run = self.run.lock();
-            run.port.leftover().or_else(|| run.devices.as_mut()?.leftover())
+            let found = run.port.leftover().or_else(|| run.devices.as_mut()?.leftover());
+            (found, run.messages.leftover())
         };
-        let (calls, rank) = (self.submitted.lock().calls, self.config.rank);
+        let (calls, members) = (self.submitted.lock().calls, self.config.named());
+        let us = members.rank(self.config.rank);
         if let Some((peer, header)) = found {
             let ours = self.submitted.lock().called(header.op);
             return match ours {
@@ -174,23 +177,30 @@ impl Endpoint {
                 None => Some(Error::invalid(
                     "close",
                     format!(
-                        "rank {peer} called {} as operation #{}, which rank {rank} never called (it made {calls} \
-                         collective calls); every rank must make the same calls",
-                        header.signature, header.op
+                        "{} called {} as operation #{}, which {us} never called (it made {calls} collective calls); every \
+                         rank must make the same calls",
+                        members.rank(peer),
+                        header.signature,
+                        header.op
                     ),
                 )),
             };
         }
-        let other = self.peers.closes_after_other(calls);
-        other.map(|(peer, theirs)| {
-            Error::invalid(
-                "close",
-                format!(
-                    "rank {peer} made {theirs} collective calls on this communicator, rank {rank} made {calls}; every \
-                     rank must make the same calls"
-                ),
-            )
-        })
+        if let Some((peer, theirs)) = self.peers.closes_after_other(calls) {
+            let problem = format!(
+                "{} made {theirs} collective calls on this communicator, {us} made {calls}; every rank must make the same \
+                 calls",
+                members.rank(peer)
+            );
+            return Some(Error::invalid("close", problem));
+        }
+        let (peer, messages) = left?;
+        let peer = members.rank(peer);
+        let problem = format!(
+            "messages from {peer} were not received by {us}; {}; each send needs a recv",
+            unreceived("it", &messages)
+        );
+        Some(Error::invalid("close", problem))
     }
 }
 
