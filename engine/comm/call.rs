@@ -378,7 +378,10 @@ impl<'a> Call<'a> {
     ) -> Submitted {
         let (spec, dtype) = match spec.and_then(|spec| Ok((spec, memory.dtype()?))) {
             Ok(known) => known,
-            Err(problem) => return Submitted::refused(Error::invalid(kind.name(), problem), held),
+            Err(problem) => {
+                let problem = memory.unfit().map_or(problem, str::to_owned);
+                return Submitted::refused(Error::invalid(kind.name(), problem), held);
+            }
         };
         let Some(ends) = memory.on_host() else {
             let varied = spec.tables.is_some();

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::calls::on_both;
 use super::links::ProcessRanks;
 use super::runtime::{Ticks, process_runtime};
 use super::world::{Defaults, Hub, PoolStats, Transport, World};
@@ -68,6 +69,8 @@ pub(super) struct Handle {
     pub(super) membership: Arc<Membership>,
     /// Groups made from this one so far: all members count alike, so names agree.
     pub(super) children: Mutex<u64>,
+    /// Held while something is made together with the other ranks, which takes several collectives.
+    pub(super) making: tokio::sync::Mutex<()>,
     /// The name of its rings; none for the world's own, which last as long as it.
     rings: Option<CommId>,
 }
@@ -248,49 +251,62 @@ impl Comm {
     }
 
     pub(super) fn of(endpoint: Arc<Endpoint>, membership: Arc<Membership>, rings: Option<CommId>) -> Comm {
-        Comm(Arc::new(Handle { endpoint, membership, children: Mutex::new(0), rings }))
+        Comm(Arc::new(Handle {
+            endpoint,
+            membership,
+            children: Mutex::new(0),
+            making: tokio::sync::Mutex::default(),
+            rings,
+        }))
     }
 
     /// A handle to hold in several places. It and this one may be used side by side.
     pub fn share(&self) -> SharedComm {
         SharedComm(self.0.clone())
     }
+}
 
+on_both! {
     /// Waits until everything submitted is finished and has left, and a bounded time (2 s) for the other ranks to close
-    /// or leave too; checks that all made the same calls, also where none waited for another; says goodbye.
+    /// or leave too; checks that all made the same calls, also where none waited for another, and that every message that came here
+    /// was received; says goodbye. What else holds the communicator, on this rank ([`Comm::share`]), is closed with it.
     ///
     /// # Errors
     /// The cause for which the communicator is dead; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
-    /// ranks do not agree on.
+    /// ranks do not agree on; [`Error::Invalid`] that names messages which were sent to this rank and which it did not receive.
     pub async fn close(self) -> Result<(), Error> {
-        forked::check()?;
-        let endpoint = self.0.endpoint.clone();
-        let calls = endpoint.close();
-        let world = self.0.membership.world.clone();
-        // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
-        let mut ticks = Ticks::new(&world.runtime, LOOK)?;
-        while endpoint.cause().is_none() && !endpoint.is_quiet() {
-            ticks.next().await?;
-        }
-        world.closing(&endpoint, calls);
-        let end = world.runtime.now() + CLOSING;
-        while endpoint.cause().is_none() && !endpoint.all_closing() && world.runtime.now() < end {
-            ticks.next().await?;
-        }
-        if let Some(error) = endpoint.leftover() {
-            endpoint.fail(error);
-        }
-        let result = self.check();
-        let membership = self.0.membership.clone();
-        drop(self);
-        if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
-            membership.world.empty_pool();
-            mesh.close(membership.world.loss()).await;
-        }
-        let end = world.runtime.now() + RECORDERS;
-        while Arc::strong_count(&membership) == 1 && world.is_recording() && world.runtime.now() < end {
-            ticks.next().await?;
-        }
-        result
+        close(self.0).await
     }
+}
+
+async fn close(handle: Arc<Handle>) -> Result<(), Error> {
+    forked::check()?;
+    let endpoint = handle.endpoint.clone();
+    let calls = endpoint.close();
+    let world = handle.membership.world.clone();
+    // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
+    let mut ticks = Ticks::new(&world.runtime, LOOK)?;
+    while endpoint.cause().is_none() && !endpoint.is_quiet() {
+        ticks.next().await?;
+    }
+    world.closing(&endpoint, calls);
+    let end = world.runtime.now() + CLOSING;
+    while endpoint.cause().is_none() && !endpoint.all_closing() && world.runtime.now() < end {
+        ticks.next().await?;
+    }
+    if let Some(error) = endpoint.leftover() {
+        endpoint.fail(error);
+    }
+    let result = endpoint.died_of().map_or(Ok(()), Err);
+    let membership = handle.membership.clone();
+    drop(handle);
+    if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
+        membership.world.empty_pool();
+        mesh.close(membership.world.loss()).await;
+    }
+    let end = world.runtime.now() + RECORDERS;
+    while Arc::strong_count(&membership) == 1 && world.is_recording() && world.runtime.now() < end {
+        ticks.next().await?;
+    }
+    result
 }

@@ -101,6 +101,7 @@ impl Call<'_> {
         .with_key(self.key);
         let (memory, after, staged) = match raw.place.0 {
             Where::Host(at) => (at, self.after_on_host(), None),
+            Where::Unfit(why) => return Err((Error::invalid(direction.name(), why), held)),
             Where::Device(place) => match self.stage_message(direction, place, bytes) {
                 Ok(staged) => {
                     held = held.with(staged.memory());

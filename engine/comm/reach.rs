@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::links::Topology;
-use crate::error::Error;
+use crate::error::{Error, Members};
 use crate::exec::EndpointConfig;
 use crate::link::ipc::{CARD, Far, FarPeer, Offer};
 use crate::link::peer::PeerDevice;
@@ -38,7 +38,7 @@ pub(super) enum Heard {
 }
 
 /// What all ranks have said; `Err(rank)`: this one cannot be bound. The same on all.
-pub(super) fn heard(rows: &[u8]) -> Result<Heard, Rank> {
+pub(super) fn heard(rows: &[u8], members: &Members) -> Result<Heard, Rank> {
     let (rows, _) = rows.as_chunks::<ROW>();
     if let Some(rank) = rows.iter().position(|row| row[0] != OK) {
         return Err(rank);
@@ -54,24 +54,32 @@ pub(super) fn heard(rows: &[u8]) -> Result<Heard, Rank> {
     if let Some(rank) = noted(NCCL) {
         if let Some(other) = rows.iter().position(|row| row.notes & NCCL == 0) {
             let problem = format!(
-                "rank {rank} asks for NCCL, and rank {other} does not; all ranks must ask for the same"
+                "{} asks for NCCL, and {} does not; all ranks must ask for the same",
+                members.rank(rank),
+                members.rank(other)
             );
             return Ok(Heard::Refused(problem));
         }
         let before = |at: usize| rows[..at].iter().position(|row| row.uuid == rows[at].uuid);
         if let Some((rank, other)) = (0..rows.len()).find_map(|at| Some((before(at)?, at))) {
-            let problem =
-                format!("ranks {rank} and {other} have one device, and NCCL wants one for each rank");
+            let problem = format!(
+                "{} and {} have one device, and NCCL wants one for each rank",
+                members.rank(rank),
+                members.rank(other)
+            );
             return Ok(Heard::Refused(problem));
         }
     }
     if let Some(rank) = noted(REMOTE) {
-        let why =
-            format!("rank {rank} is not on one host with all others, or does not share memory with them");
+        let why = format!(
+            "{} is not on one host with all others, or does not share memory with them",
+            members.rank(rank)
+        );
         return Ok(Heard::Staged(why));
     }
     if let Some(rank) = noted(LACKS).filter(|_| noted(FAR).is_some()) {
-        let why = format!("the CUDA driver of rank {rank} cannot share memory with other processes");
+        let why =
+            format!("the CUDA driver of {} cannot share memory with other processes", members.rank(rank));
         return Ok(Heard::Staged(why));
     }
     Ok(Heard::Rows(rows))
