@@ -67,7 +67,6 @@ const UNSAFE: [(&str, &str); 41] = [
     ("engine/group/fds.rs", "the descriptor inherited from the launcher"),
     ("engine/fuzzing.rs", "hostile memory, for the fuzz targets"),
     ("cli/launch.rs", "between fork and exec"),
-    ("examples/09_ndarray.rs", "shows how a foreign owner keeps the contract of a buffer"),
     ("examples/13_gpu_overlap.rs", "launches a kernel of its own"),
     ("tests/", "buffers of their own; models of the queues; signals"),
 ];
