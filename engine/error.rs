@@ -12,7 +12,7 @@ mod texts;
 
 pub use self::members::Members;
 pub(crate) use self::texts::unreceived;
-use self::texts::{Disagreement, timed_out};
+use self::texts::{Disagreement, not_sent, timed_out};
 
 /// Why an operation, a connection or a call failed.
 ///
@@ -316,6 +316,8 @@ pub enum MissingState {
         /// What has come from that rank instead and was not received, oldest first, eight at most. [`Signature::root`] is the
         /// tag.
         pending: Vec<Signature>,
+        /// What that rank has waited for meanwhile, to receive it from this one, which has not sent it: eight at most.
+        awaited: Vec<Signature>,
     },
 }
 
@@ -329,9 +331,10 @@ impl Missing {
 
     fn text(&self, members: &Members) -> String {
         let what = match &self.state {
-            MissingState::NotMatched { direction, tag, pending } => format!(
-                "has not made the matching {direction} of tag {tag}, or waits in another call; {}",
-                unreceived("it", pending)
+            MissingState::NotMatched { direction, tag, pending, awaited } => format!(
+                "has not made the matching {direction} of tag {tag}, or waits in another call; {}{}",
+                unreceived("it", pending),
+                not_sent(awaited)
             ),
             MissingState::NotCalled(Some(last)) => {
                 format!("has not called it (its last operation was #{last})")

@@ -139,7 +139,10 @@ pub struct Stats {
 /// A [`Comm`] to be held in several places: `Clone + Send + Sync`, calls through `&self`.
 ///
 /// Calls from several threads are ordered by a lock that is held to submit only; all ranks must still make the same
-/// calls in the same order.
+/// calls in the same order. Where tasks call as it happens, equal calls of two tasks cannot be told apart, and meet each other's data: a
+/// [key](super::Call::key) for each makes that an error, and a communicator for each ([`dup`](SharedComm::dup)) makes the order free.
+///
+/// A library takes `&mut Comm`, [`dup`](Comm::dup)s it and [shares](Comm::share) the `dup`.
 #[derive(Clone)]
 pub struct SharedComm(Arc<Handle>);
 

@@ -36,7 +36,7 @@ use crate::link::{Break, Lends, LinkKind, SLOT};
 use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::log::LOG;
-use crate::types::{Algo, Map, Rank, Signature};
+use crate::types::{Algo, KIND_P2P, Map, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
 const QUEUE_LIMIT: usize = 1024;
@@ -414,6 +414,11 @@ impl Control for World {
         let comm = CommId(endpoint.config.comm);
         self.tell_members(endpoint, &Message::Stalled { comm, number, signature });
     }
+
+    fn awaits(&self, endpoint: &Endpoint, from: Rank, number: u64, signature: Signature) {
+        let comm = CommId(endpoint.config.comm);
+        self.send(endpoint.config.members[from], Message::Stalled { comm, number, signature });
+    }
 }
 
 impl Events for World {
@@ -444,6 +449,9 @@ impl Events for World {
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {
             Message::Abort { cause, .. } => endpoint.poison(cause),
+            Message::Stalled { number, signature, .. } if signature.kind == KIND_P2P => {
+                endpoint.peer_awaits(peer, number, signature);
+            }
             Message::Stalled { number, signature, .. } => {
                 let last = endpoint.asked(peer, number, signature);
                 self.send(from, Message::Called { comm, number, last });

@@ -10,8 +10,20 @@ pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> Stri
     if pending.is_empty() {
         return format!("nothing else is pending from {from}");
     }
+    format!("pending from {from}: {}", by_tag(pending))
+}
+
+/// What a rank waits to receive.
+pub(super) fn not_sent(awaited: &[Signature]) -> String {
+    if awaited.is_empty() {
+        return String::new();
+    }
+    format!("; it waits to receive from this rank: {}", by_tag(awaited))
+}
+
+fn by_tag(messages: &[Signature]) -> String {
     let one = |message: &Signature| format!("tag {}, {}", message.root, message.elements());
-    format!("pending from {from}: {}", pending.iter().map(one).collect::<Vec<_>>().join("; "))
+    messages.iter().map(one).collect::<Vec<_>>().join("; ")
 }
 
 /// The operation that timed out: of a message what was called, which follows from the call that it waits for.

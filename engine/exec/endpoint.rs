@@ -85,6 +85,8 @@ pub(crate) trait Control: Send + Sync {
     fn dies(self: Arc<Self>, endpoint: &Endpoint, cause: &Error);
     /// An operation waits: ask the others what they called.
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
+    /// A message is waited for: tell the rank that is to send it, which may wait for something else.
+    fn awaits(&self, endpoint: &Endpoint, from: Rank, number: u64, signature: Signature);
 }
 
 pub(crate) struct EndpointConfig {

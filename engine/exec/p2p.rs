@@ -147,6 +147,26 @@ impl Messages {
         None
     }
 
+    /// Gives each message once that has been waited for longer than `stall`, or a quarter of its time, and has not come.
+    pub(crate) fn long_awaited(
+        &mut self,
+        now: Instant,
+        stall: Duration,
+        mut each: impl FnMut(Rank, u64, Signature),
+    ) {
+        let ours = self.rank;
+        for (rank, peer) in
+            self.peers.iter_mut().enumerate().filter(|(rank, peer)| *rank != ours && peer.touched)
+        {
+            for m in peer.recvs.iter_mut().filter(|m| m.stage == Stage::Waiting && !m.told) {
+                if now - m.since > stall.min(m.message.timeout / 4) {
+                    m.told = true;
+                    each(rank, m.message.number, m.message.signature);
+                }
+            }
+        }
+    }
+
     /// What has come from a rank and was not received, by tag, and of each tag in order: [`TOLD`] at most.
     pub(crate) fn pending(&self, rank: Rank) -> Vec<Signature> {
         let mut unclaimed: Vec<_> = self.peers[rank].unclaimed.iter().collect();

@@ -31,7 +31,7 @@ fn ranks<R: Send + 'static>(
     each: impl Fn(&Slow, Comm) -> R + Send + Sync + 'static,
 ) -> Vec<R> {
     let told: Vec<Slow> = (0..n).map(slow).collect();
-    let all = on_threads(worlds(n, "local"), LIMIT, move |rank, mut comm| {
+    let all = on_threads(worlds(n, "local"), LIMIT, move |rank, comm| {
         block_on(comm.share().bind_slow(&told[rank])).unwrap();
         each(&told[rank], comm)
     });

@@ -23,7 +23,7 @@ async fn send_three_ways(world: &mut Comm) {
     let [one] = &missing[..] else { panic!("{}", failed.error) };
     // The cause is the first rank's, and everyone's: it names the other one of the two.
     assert_eq!(one.rank, 1 - rank, "{}", failed.error);
-    let MissingState::NotMatched { direction, tag: 0, pending } = &one.state else {
+    let MissingState::NotMatched { direction, tag: 0, pending, .. } = &one.state else {
         panic!("{}", failed.error)
     };
     assert_eq!(direction, "recv");

@@ -34,6 +34,9 @@ impl Endpoint {
         if let Some(error) = overdue.or_else(|| self.overdue_message(run, now)) {
             self.fail(error);
         }
+        run.messages.long_awaited(now, STALL, |from, number, signature| {
+            self.config.control.awaits(self, from, number, signature);
+        });
         self.end_overdue_copy_backs(run, now);
     }
 
@@ -87,7 +90,8 @@ impl Endpoint {
         }
         let direction = message.direction.other().name().to_owned();
         let pending = run.messages.pending(message.peer);
-        let state = MissingState::NotMatched { direction, tag: message.tag, pending };
+        let awaited = self.not_sent(message.peer);
+        let state = MissingState::NotMatched { direction, tag: message.tag, pending, awaited };
         let missing = vec![Missing { rank: message.peer, state }];
         Some(Error::timeout(operation, self.config.rank, message.timeout, missing))
     }

@@ -1,5 +1,6 @@
 //! What the other ranks have told of themselves beside the data: what they called last, that they close, that they left.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -7,10 +8,14 @@ use parking_lot::Mutex;
 
 use super::Endpoint;
 use crate::error::{Error, Missing, MissingState, unreceived};
+use crate::exec::p2p::Direction;
 use crate::types::{Rank, Signature};
 
 /// An answer older than this does not count as a sign of life.
 const ANSWER: Duration = Duration::from_millis(1200);
+
+/// How many messages that a rank waits for are remembered.
+const TOLD: usize = 8;
 
 /// What one rank has told.
 #[derive(Clone, Default)]
@@ -21,6 +26,8 @@ struct Peer {
     has_left: bool,
     /// It closes the communicator, after so many collectives.
     closes_after: Option<u64>,
+    /// The last messages that it said to wait for, from this rank: their numbers, and what they are to be.
+    awaits: VecDeque<(u64, Signature)>,
 }
 
 #[derive(Clone)]
@@ -56,6 +63,20 @@ impl Peers {
 
     pub(super) fn closes(&self, peer: Rank, calls: u64) {
         self.change(peer, |peer| peer.closes_after = Some(calls));
+    }
+
+    pub(super) fn awaits(&self, peer: Rank, number: u64, signature: Signature) {
+        self.change(peer, |peer| {
+            if peer.awaits.len() == TOLD {
+                peer.awaits.pop_front();
+            }
+            peer.awaits.push_back((number, signature));
+        });
+    }
+
+    /// The messages that a rank has said to wait for.
+    pub(super) fn awaited_by(&self, peer: Rank) -> Vec<(u64, Signature)> {
+        self.0.lock().get(peer).map(|peer| peer.awaits.iter().copied().collect()).unwrap_or_default()
     }
 
     /// The first of these ranks that has left.
@@ -116,6 +137,19 @@ impl Endpoint {
     /// A peer closes this communicator.
     pub(crate) fn peer_closing(&self, peer: Rank, calls: u64) {
         self.peers.closes(peer, calls);
+    }
+
+    /// A peer waits to receive a message from this rank.
+    pub(crate) fn peer_awaits(&self, peer: Rank, number: u64, signature: Signature) {
+        self.peers.awaits(peer, number, signature);
+    }
+
+    /// What a peer waits to receive from this rank, and this rank has not called a send of.
+    pub(super) fn not_sent(&self, peer: Rank) -> Vec<Signature> {
+        let awaited = self.peers.awaited_by(peer);
+        let table = self.submitted.lock();
+        let is_sent = |number: u64, tag| number < table.messages_called(peer, Direction::Send, tag);
+        awaited.into_iter().filter(|(n, s)| !is_sent(*n, s.root)).map(|(_, signature)| signature).collect()
     }
 
     /// Whether every peer has closed or left.

@@ -207,6 +207,25 @@ fn a_message_that_does_not_come_is_named_with_what_is_there_instead() {
 }
 
 #[test]
+fn a_message_that_is_not_received_is_named_with_what_is_awaited_instead() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(2, link));
+        threads(comms, move |mut comm| {
+            let failed = match comm.rank() {
+                0 => comm.timeout(std::time::Duration::from_secs(1)).tag(9).send(vec![1f32; 8064], 1).wait(),
+                _ => comm.recv(vec![0f32; 8], 0).wait(),
+            };
+            let text = failed.unwrap_err().to_string();
+            let begin = "send(f32 x 8064, to rank 1, tag 9) (#0 of communicator world) on rank 0 timed out after 1s: ";
+            assert!(text.starts_with(begin), "{link:?}: {text}");
+            let instead = "rank 1 has not made the matching recv of tag 9, or waits in another call; nothing else is pending \
+                           from it; it waits to receive from this rank: tag 0, f32 x 8";
+            assert!(text.ends_with(instead), "{link:?}: {text}");
+        });
+    }
+}
+
+#[test]
 fn close_reports_messages_that_nobody_received() {
     for link in LINKS {
         // Eager ones, and one that waits to be asked for; where this rank calls no message itself, and where it does.
