@@ -142,9 +142,10 @@ impl Call<'_> {
 
     /// Why half of a message of this rank to itself is refused, whose other half is not in the same call.
     fn alone(&self, direction: Direction) -> Error {
-        let (rank, other) = (self.rank(), direction.other().name());
+        let (members, other) = (self.side.0.config.named(), direction.other().name());
+        let rank = members.rank(self.rank());
         let problem = format!(
-            "rank {rank} is this rank, and a {} alone would wait for ever: call send_recv, or a batch that has the \
+            "{rank} is this rank, and a {} alone would wait for ever: call send_recv, or a batch that has the \
              {other} of the same tag, too",
             direction.name()
         );

@@ -128,6 +128,7 @@ impl Group<'_> {
         keep: &Arc<()>,
         rows: &[Row],
     ) -> Result<Result<Reached, String>, Error> {
+        let named = self.config.named();
         let mut reached = Reached { all: Vec::new(), offers: Vec::new(), cards: Vec::new() };
         // Of the pool, as everything is that will be lent.
         let far = (0..rows.len()).any(|rank| !self.housemate(rank));
@@ -139,8 +140,10 @@ impl Group<'_> {
                 let theirs = theirs.ok_or_else(gone)?;
                 if !ours.stream.reach(&theirs.stream)? {
                     let (a, b) = (ours.stream.device().ordinal(), theirs.stream.device().ordinal());
-                    let why =
-                        format!("device {a} cannot reach the memory of device {b}, which is rank {rank}'s");
+                    let why = format!(
+                        "device {a} cannot reach the memory of device {b}, which is that of {}",
+                        named.rank(rank)
+                    );
                     return Ok(Err(why));
                 }
                 reached.all.push(Some(theirs));
@@ -149,7 +152,7 @@ impl Group<'_> {
                 continue;
             }
             if let Err(why) = ours.stream.reaches(row.uuid)? {
-                return Ok(Err(format!("rank {rank}: {why}")));
+                return Ok(Err(format!("{}: {why}", named.rank(rank))));
             }
             // What the driver will not share (memory of another kind, in a virtual machine) is no error.
             let offer = || {
@@ -162,7 +165,7 @@ impl Group<'_> {
                     reached.cards.extend_from_slice(&offer.card);
                     reached.offers.push(Some(offer));
                 }
-                Err(error) => return Ok(Err(format!("for rank {rank}: {error}"))),
+                Err(error) => return Ok(Err(format!("for {}: {error}", named.rank(rank)))),
             }
             reached.all.push(None);
         }
@@ -178,14 +181,15 @@ impl Group<'_> {
         (offers, cards): (&[Option<Offer>], &[u8]),
     ) -> Result<Far, String> {
         let (links, mut peers, mut places) = (&self.config.opener, Vec::new(), Vec::new());
+        let named = self.config.named();
         for (rank, (offer, row)) in offers.iter().zip(rows).enumerate() {
-            let why = |error: Error| format!("rank {rank}: {error}");
+            let why = |error: Error| format!("{}: {error}", named.rank(rank));
             let mut region = None;
             if rank != self.config.rank {
                 let to = links.device_place(rank, false).map_err(why)?;
                 let from = links.device_place(rank, true).map_err(why)?;
                 let (Some(to), Some(from)) = (to, from) else {
-                    return Err(format!("rank {rank} has no rings here (a bug)"));
+                    return Err(format!("{} has no rings here (a bug)", named.rank(rank)));
                 };
                 region = Some(from.region.clone());
                 places.push((rank, to, from));

@@ -64,6 +64,7 @@ impl SharedComm {
             Ok(whole) => ready(&*whole, timeout / 2, self).await.map(|()| whole),
             Err(error) => Err(error),
         };
+        let opened = opened.map_err(|error| error.among(&self.handle().endpoint.config.named()));
         let whole = self.all_of(call, opened.map(Ok)).await?.map_err(|why| Error::invalid(call, why))?;
         // 0: there is none.
         let number = id.chunks_exact(8).fold(0, |number, word| {

@@ -85,3 +85,34 @@ impl fmt::Debug for Members {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, Failed, Lost};
+
+    #[test]
+    fn the_first_communicator_that_takes_an_error_names_its_ranks() {
+        let group = Members::of_group(&[3, 2, 7]);
+        let error = Error::lost(2, Lost::Died);
+        let plain = "rank 2 was lost (its connection ended without a goodbye)";
+        assert_eq!((error.to_string(), error.world_rank(2)), (plain.to_owned(), 2));
+        let of_group = error.clone().among(&group).among(&Members::WORLD);
+        assert!(of_group.to_string().starts_with("rank 2 (world rank 7) was lost"), "{of_group}");
+        assert_eq!(of_group.world_rank(0), 3);
+        let of_world = error.clone().among(&Members::WORLD).among(&group);
+        assert_eq!((of_world.to_string(), of_world.world_rank(2)), (plain.to_owned(), 2));
+        assert_eq!(of_world, of_group, "errors are compared by what they say");
+        // What no member is has no other name.
+        assert_eq!(group.rank(9).to_string(), "rank 9");
+    }
+
+    #[test]
+    fn a_failure_shows_itself_as_its_error_does() {
+        let failed = Failed { buf: Some(()), error: Error::invalid("send", "no") };
+        assert_eq!(
+            (format!("{failed:?}"), failed.to_string()),
+            ("send: no".to_owned(), "send: no".to_owned())
+        );
+    }
+}

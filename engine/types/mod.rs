@@ -174,3 +174,26 @@ impl fmt::Debug for Signature {
         fmt::Display::fmt(self, f)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_of_32_bits_are_never_taken_for_each_other_and_are_shown() {
+        let plain = Signature { kind: Kind::AllReduce as u8, count: 4, ..Signature::default() };
+        let list = Signature { dtype: LIST, detail: digest(0, *b"lengths"), ..plain };
+        let keys = [0, 1, 2, 255, 256, 65_536, 1 << 31, u64::from(u32::MAX), 1 << 32, u64::MAX];
+        for call in [plain, list] {
+            let keyed = keys.map(|key| call.with_key(key));
+            assert_eq!(keyed[0], call, "no key");
+            let twice = |i: usize| keyed[..i].contains(&keyed[i]);
+            assert!(!(0..keys.len()).any(twice), "{keyed:?}");
+        }
+        let shown = |call: Signature| call.to_string();
+        assert!(shown(plain.with_key(256)).ends_with(", auto, key 256)"), "{}", shown(plain.with_key(256)));
+        assert!(shown(plain.with_key(1 << 32)).contains(", with a key, details "));
+        assert!(shown(list.with_key(7)).contains(", with a key, details "));
+        assert_eq!(plain.with_key(7).collective(), Some(Kind::AllReduce));
+    }
+}

@@ -94,8 +94,13 @@ fn fill(answers: Answers) {
     }
 }
 
-fn expelled(rank: Rank, how: Lost) -> Error {
-    Error::lost(rank, how)
+fn expelled((comm, members): (CommId, &[Rank]), rank: Rank, how: Lost) -> Error {
+    Error::lost(rank, how).among(&named(comm, members))
+}
+
+/// The members of a communicator, for errors to name.
+fn named(comm: CommId, members: &[Rank]) -> Members {
+    if comm.0 == 0 { Members::WORLD } else { Members::of_group(members) }
 }
 
 impl Agreements {
@@ -165,7 +170,7 @@ impl Table {
                 Out::Expelled(how) => {
                     let me = self.members.iter().position(|m| *m == world.rank).unwrap_or_default();
                     for (_, waiter) in self.waiters.drain() {
-                        answers.push((waiter.answer, Err(expelled(me, how))));
+                        answers.push((waiter.answer, Err(expelled((comm, &self.members), me, how))));
                     }
                 }
             }
@@ -223,7 +228,9 @@ impl World {
         let answers = table.carry_out(self, comm, out);
         match called {
             Ok(_) => Ok(answers),
-            Err(Refusal::Expelled(how)) => Err(expelled(endpoint.config.rank, how)),
+            Err(Refusal::Expelled(how)) => {
+                Err(expelled((comm, &endpoint.config.members), endpoint.config.rank, how))
+            }
             Err(Refusal::Full) => Err(Error::QueueFull { call: "agree".into(), limit: WINDOW as usize }),
         }
     }
@@ -235,7 +242,7 @@ impl World {
             let Some(waiter) = table.waiters.remove(&number) else { return };
             let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
             let missing = table.board.missing(number);
-            let members = if comm.0 == 0 { Members::WORLD } else { Members::of_group(&table.members) };
+            let members = named(comm, &table.members);
             (waiter.answer, Err(Error::NoVerdict { comm: name, number, rank, after, missing, members }))
         };
         fill(vec![given_up]);
