@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::calls::on_both;
 use super::links::ProcessRanks;
-use super::runtime::{Ticks, process_runtime};
+use super::runtime::process_runtime;
 use super::world::{Defaults, Hub, PoolStats, Transport, World};
 use crate::error::Error;
 use crate::exec::Endpoint;
@@ -27,13 +26,7 @@ const FLUSH: Duration = Duration::from_secs(1);
 /// The most ranks of [`Comm::local`]: what they hold for each other grows with the square of their number.
 pub(super) const MOST_LOCAL: usize = 4096;
 /// How long the last handle of a world waits for its flight recorders, if they are still to be written.
-const RECORDERS: Duration = Duration::from_millis(500);
-
-/// How often `close` looks again.
-const LOOK: Duration = Duration::from_micros(200);
-
-/// How long `close` waits for the other ranks to close too.
-const CLOSING: Duration = Duration::from_secs(2);
+pub(super) const RECORDERS: Duration = Duration::from_millis(500);
 
 /// This rank's membership in its world: the last handle that goes says goodbye.
 pub(super) struct Membership {
@@ -144,7 +137,7 @@ pub struct Stats {
 ///
 /// A library takes `&mut Comm`, [`dup`](Comm::dup)s it and [shares](Comm::share) the `dup`.
 #[derive(Clone)]
-pub struct SharedComm(Arc<Handle>);
+pub struct SharedComm(pub(super) Arc<Handle>);
 
 impl fmt::Debug for Comm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -267,49 +260,4 @@ impl Comm {
     pub fn share(&self) -> SharedComm {
         SharedComm(self.0.clone())
     }
-}
-
-on_both! {
-    /// Waits until everything submitted is finished and has left, and a bounded time (2 s) for the other ranks to close
-    /// or leave too; checks that all made the same calls, also where none waited for another, and that every message that came here
-    /// was received; says goodbye. What else holds the communicator, on this rank ([`Comm::share`]), is closed with it.
-    ///
-    /// # Errors
-    /// The cause for which the communicator is dead; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
-    /// ranks do not agree on; [`Error::Invalid`] that names messages which were sent to this rank and which it did not receive.
-    pub async fn close(self) -> Result<(), Error> {
-        close(self.0).await
-    }
-}
-
-async fn close(handle: Arc<Handle>) -> Result<(), Error> {
-    forked::check()?;
-    let endpoint = handle.endpoint.clone();
-    let calls = endpoint.close();
-    let world = handle.membership.world.clone();
-    // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
-    let mut ticks = Ticks::new(&world.runtime, LOOK)?;
-    while endpoint.cause().is_none() && !endpoint.is_quiet() {
-        ticks.next().await?;
-    }
-    world.closing(&endpoint, calls);
-    let end = world.runtime.now() + CLOSING;
-    while endpoint.cause().is_none() && !endpoint.all_closing() && world.runtime.now() < end {
-        ticks.next().await?;
-    }
-    if let Some(error) = endpoint.leftover() {
-        endpoint.fail(error);
-    }
-    let result = endpoint.died_of().map_or(Ok(()), Err);
-    let membership = handle.membership.clone();
-    drop(handle);
-    if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
-        membership.world.empty_pool();
-        mesh.close(membership.world.loss()).await;
-    }
-    let end = world.runtime.now() + RECORDERS;
-    while Arc::strong_count(&membership) == 1 && world.is_recording() && world.runtime.now() < end {
-        ticks.next().await?;
-    }
-    result
 }

@@ -159,6 +159,13 @@ unsafe impl<M: HostMemory> Buf for M {
 /// - nothing else reads or writes it while the value is owned by the operation, cut, or in an `AnyBuf`: the owner is
 ///   unique;
 /// - dropping the value on any thread is sound (`Send`).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a buffer that an operation can own",
+    label = "no buffer, or none in a list",
+    note = "where several buffers go into one call, each stands in a list: ([a], [b]) for buffers of different types, not (a, b)",
+    note = "a buffer is owned memory: Vec<T>, Box<[T]>, HostBuf<T>, DeviceBuf<T>, .. of an `Element` type",
+    note = "one number goes without a buffer: all_reduce_value(x), broadcast_value(x, root), all_gather_value(x)"
+)]
 pub unsafe trait HostMemory: Send + 'static {
     /// The element type.
     type Elem: Element;
