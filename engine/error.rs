@@ -120,7 +120,7 @@ pub enum Error {
         /// What that rank had called.
         theirs: Signature,
         /// Of messages, where `rank` is the receiver and `peer` the sender: what else has come from there and was not received,
-        /// oldest first, eight at most. [`Signature::root`] is the tag.
+        /// by tag, eight at most. [`Signature::root`] is the tag.
         pending: Vec<Signature>,
         /// The communicator's members.
         #[serde(skip)]
@@ -313,7 +313,7 @@ pub enum MissingState {
         direction: String,
         /// The tag of the message.
         tag: u32,
-        /// What has come from that rank instead and was not received, oldest first, eight at most. [`Signature::root`] is the
+        /// What has come from that rank instead and was not received, by tag, eight at most. [`Signature::root`] is the
         /// tag.
         pending: Vec<Signature>,
         /// What that rank has waited for meanwhile, to receive it from this one, which has not sent it: eight at most.

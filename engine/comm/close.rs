@@ -18,7 +18,7 @@ const CLOSING: Duration = Duration::from_secs(2);
 on_both! {
     /// Waits until everything submitted is finished and has left, and a bounded time (2 s) for the other ranks to close
     /// or leave too; checks that all made the same calls, also where none waited for another, and that every message that came here
-    /// was received; says goodbye. What else holds the communicator, on this rank ([`Comm::share`]), is closed with it.
+    /// was received; says goodbye. What else holds the communicator, on this rank ([`Comm::share`](super::Comm::share)), is closed with it.
     ///
     /// # Errors
     /// The cause for which the communicator is dead; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that

@@ -14,6 +14,9 @@ use crate::types::{Rank, Signature};
 /// An answer older than this does not count as a sign of life.
 const ANSWER: Duration = Duration::from_millis(1200);
 
+/// A pass of another communicator of the rank is over sooner.
+const LOCK: Duration = Duration::from_millis(100);
+
 /// How many messages that a rank waits for are remembered.
 const TOLD: usize = 8;
 
@@ -196,8 +199,14 @@ impl Endpoint {
     pub(crate) fn leftover(&self) -> Option<Error> {
         let (found, left) = {
             let mut run = self.run.lock();
+            if self.health.first_cause().is_some() {
+                // It dies of something else, and nothing of the others' may be read any more.
+                return None;
+            }
             let found = run.port.leftover().or_else(|| run.devices.as_mut()?.leftover());
-            (found, run.messages.leftover())
+            // Peers of this process take back what they lent under this lock only. Whoever closes may hold it already, in a waker.
+            let memory_lock = self.config.memory_lock.try_lock_for(LOCK);
+            (found, memory_lock.and_then(|_lock| run.messages.leftover()))
         };
         let (calls, members) = (self.submitted.lock().calls, self.config.named());
         let us = members.rank(self.config.rank);
