@@ -7,10 +7,20 @@ use serde::{Deserialize, Serialize};
 
 use crate::types::{Rank, Signature};
 
+mod members;
+mod texts;
+
+pub use self::members::Members;
+pub(crate) use self::texts::unreceived;
+use self::texts::{Disagreement, not_sent, timed_out};
+
 /// Why an operation, a connection or a call failed.
 ///
 /// The first cause that a group learns of is everyone's: a survivor of a crash names the rank that died,
 /// not the neighbour that went away because of it.
+///
+/// A rank in an error is a rank of the communicator that the error is about. In a group the text has its rank in the world
+/// beside it, `rank 0 (world rank 3)`, and [`world_rank`](Error::world_rank) gives that as a number.
 #[derive(Clone, PartialEq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,7 +33,7 @@ pub enum Error {
         problem: String,
     },
     /// An operation was the oldest of its communicator for longer than its deadline. The group is aborted.
-    #[error("{operation} on rank {rank} timed out after {after:?}: {}", Missing::list(.missing))]
+    #[error("{} on {} timed out after {after:?}: {}", timed_out(.operation, .missing, .members), .members.rank(*.rank), Missing::list(.missing, .members))]
     Timeout {
         /// The operation.
         operation: Operation,
@@ -33,11 +43,15 @@ pub enum Error {
         after: Duration,
         /// The ranks it waited for, and what is known of them.
         missing: Vec<Missing>,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// An `agree` or `shrink` came to no verdict in time. The agreement stays open: ranks that wait longer may still end it.
     #[error(
-        "{call} of communicator {comm} has no verdict on rank {rank} after {after:?}: {}; every rank that lives must call it equally often",
-        Missing::list(.missing)
+        "{call} of communicator {comm} has no verdict on {} after {after:?}: {}; every rank that lives must call it equally often",
+        .members.rank(*.rank),
+        Missing::list(.missing, .members)
     )]
     NoVerdict {
         /// The call: `agree` with its number in the communicator, or `shrink`.
@@ -50,9 +64,12 @@ pub enum Error {
         after: Duration,
         /// The ranks that have not voted, or, where all have, those that do not answer.
         missing: Vec<Missing>,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// A process of the group died or fell silent.
-    #[error("rank {rank} was lost ({how}){}", at(.operation))]
+    #[error("{} was lost ({how}){}", .members.rank(*.rank), at(.operation))]
     PeerLost {
         /// The rank that was lost: the root cause, not an echo.
         rank: Rank,
@@ -60,10 +77,15 @@ pub enum Error {
         how: Lost,
         /// The operation in flight here.
         operation: Option<Operation>,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// A connection that carries data broke, and both of its ranks live. The group is aborted.
     #[error(
-        "the {kind} connection that carries data between rank {rank} (at {at}) and rank {peer} (at {peer_at}) broke, and both ranks live: on rank {rank}, {problem}; look at what lies between the two hosts (a firewall, a NAT, a cable), then make the communicator again"
+        "the {kind} connection that carries data between {} (at {at}) and {} (at {peer_at}) broke, and both ranks live: on rank {rank}, {problem}; look at what lies between the two hosts (a firewall, a NAT, a cable), then make the communicator again",
+        .members.rank(*.rank),
+        .members.rank(*.peer)
     )]
     Link {
         /// What kind of link it was, for instance `TCP`.
@@ -78,11 +100,12 @@ pub enum Error {
         peer_at: String,
         /// What the system said.
         problem: String,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
-    /// Two ranks called different operations.
-    #[error(
-        "ranks disagree on operation #{number} of communicator {comm}: rank {rank} called {ours}, rank {peer} called {theirs}; every rank must make the same calls in the same order"
-    )]
+    /// Two ranks called different operations, or a message is not what its receiver has room for.
+    #[error("{}", Disagreement { comm, number: *number, rank: *rank, ours, peer: *peer, theirs, pending, members })]
     Mismatch {
         /// The communicator.
         comm: String,
@@ -96,14 +119,23 @@ pub enum Error {
         peer: Rank,
         /// What that rank had called.
         theirs: Signature,
+        /// Of messages, where `rank` is the receiver and `peer` the sender: what else has come from there and was not received,
+        /// by tag, eight at most. [`Signature::root`] is the tag.
+        pending: Vec<Signature>,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// A rank called `abort()`.
-    #[error("the communicator was aborted by rank {by}: {reason}")]
+    #[error("the communicator was aborted by {}: {reason}", .members.rank(*.by))]
     Aborted {
         /// The rank that aborted.
         by: Rank,
         /// The reason it gave.
         reason: String,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// More operations wait to be started than the communicator's limit.
     #[error(
@@ -149,7 +181,8 @@ pub enum Error {
     },
     /// A user's reduction function panicked. The group is aborted.
     #[error(
-        "{call}: the reduction function {name:?} panicked on rank {rank}; its message is on that rank's stderr"
+        "{call}: the reduction function {name:?} panicked on {}; its message is on that rank's stderr",
+        .members.rank(*.rank)
     )]
     Function {
         /// The call.
@@ -158,6 +191,9 @@ pub enum Error {
         name: String,
         /// The rank where it happened.
         rank: Rank,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// The system refused a call.
     #[error("{doing}: {problem}")]
@@ -184,7 +220,7 @@ pub enum Error {
         problem: String,
     },
     /// A library that takes collectives whole has failed, or does not work here.
-    #[error("{library} on rank {rank}: {problem}")]
+    #[error("{library} on {}: {problem}", .members.rank(*.rank))]
     Library {
         /// The library and its version.
         library: String,
@@ -192,14 +228,20 @@ pub enum Error {
         rank: Rank,
         /// What was called, what it answered, and what to do.
         problem: String,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// Bytes from a peer that no correct peer sends.
-    #[error("rank {peer} sent what no correct peer sends: {problem}")]
+    #[error("{} sent what no correct peer sends: {problem}", .members.rank(*.peer))]
     Protocol {
         /// The peer.
         peer: Rank,
         /// What was wrong.
         problem: String,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
 }
 
@@ -265,53 +307,57 @@ pub enum MissingState {
     },
     /// It does not answer on its control connection.
     NoAnswer,
-    /// It has not made the matching call (`send` or `recv`), or its data has not come.
+    /// It has not made the call that matches a message (`send` or `recv`), or its data has not come.
     NotMatched {
         /// The call that would match.
         direction: String,
+        /// The tag of the message.
+        tag: u32,
+        /// What has come from that rank instead and was not received, by tag, eight at most. [`Signature::root`] is the
+        /// tag.
+        pending: Vec<Signature>,
+        /// What that rank has waited for meanwhile, to receive it from this one, which has not sent it: eight at most.
+        awaited: Vec<Signature>,
     },
 }
 
 impl Missing {
-    fn list(missing: &[Missing]) -> String {
+    fn list(missing: &[Missing], members: &Members) -> String {
         if missing.is_empty() {
             return "waiting for its own input (a stream that `on` named has not reached this point)".into();
         }
-        missing.iter().map(Missing::to_string).collect::<Vec<_>>().join("; ")
+        missing.iter().map(|one| one.text(members)).collect::<Vec<_>>().join("; ")
+    }
+
+    fn text(&self, members: &Members) -> String {
+        let what = match &self.state {
+            MissingState::NotMatched { direction, tag, pending, awaited } => format!(
+                "has not made the matching {direction} of tag {tag}, or waits in another call; {}{}",
+                unreceived("it", pending),
+                not_sent(awaited)
+            ),
+            MissingState::NotCalled(Some(last)) => {
+                format!("has not called it (its last operation was #{last})")
+            }
+            MissingState::NotCalled(None) => "has not called it".into(),
+            MissingState::Waiting => "has called it and waits too".into(),
+            MissingState::NotReady => "has called it, and its device has not come to it".into(),
+            MissingState::NotEnded { by } => format!("has given it to {by}, which has not ended it"),
+            MissingState::LaunchOrder { other, is_before } => {
+                let order = if *is_before { "before" } else { "after" };
+                format!(
+                    "has called {other} {order} it, for the same device; all ranks must call both in one order"
+                )
+            }
+            MissingState::NoAnswer => "does not answer".into(),
+        };
+        format!("{} {what}", members.rank(self.rank))
     }
 }
 
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.state {
-            MissingState::NotMatched { direction } => {
-                write!(
-                    f,
-                    "rank {} has not made the matching {direction}, or waits in another call",
-                    self.rank
-                )
-            }
-            MissingState::NotCalled(Some(last)) => {
-                write!(f, "rank {} has not called it (its last operation was #{last})", self.rank)
-            }
-            MissingState::NotCalled(None) => write!(f, "rank {} has not called it", self.rank),
-            MissingState::Waiting => write!(f, "rank {} has called it and waits too", self.rank),
-            MissingState::NotReady => {
-                write!(f, "rank {} has called it, and its device has not come to it", self.rank)
-            }
-            MissingState::NotEnded { by } => {
-                write!(f, "rank {} has given it to {by}, which has not ended it", self.rank)
-            }
-            MissingState::LaunchOrder { other, is_before } => {
-                let order = if *is_before { "before" } else { "after" };
-                write!(
-                    f,
-                    "rank {} has called {other} {order} it, for the same device; all ranks must call both in one order",
-                    self.rank
-                )
-            }
-            MissingState::NoAnswer => write!(f, "rank {} does not answer", self.rank),
-        }
+        f.write_str(&self.text(&Members::WORLD))
     }
 }
 
@@ -335,6 +381,24 @@ fn at(operation: &Option<Operation>) -> String {
     operation.as_ref().map(|o| format!(" during {o}")).unwrap_or_default()
 }
 
+/// The members of the communicator that an error is about, where it names ranks.
+macro_rules! members_of {
+    ($error:expr) => {
+        match $error {
+            Error::Timeout { members, .. }
+            | Error::NoVerdict { members, .. }
+            | Error::PeerLost { members, .. }
+            | Error::Link { members, .. }
+            | Error::Mismatch { members, .. }
+            | Error::Aborted { members, .. }
+            | Error::Function { members, .. }
+            | Error::Library { members, .. }
+            | Error::Protocol { members, .. } => Some(members),
+            _ => None,
+        }
+    };
+}
+
 impl Error {
     pub(crate) fn invalid(call: impl Into<String>, problem: impl Into<String>) -> Error {
         Error::Invalid { call: call.into(), problem: problem.into() }
@@ -342,6 +406,57 @@ impl Error {
 
     pub(crate) fn system(doing: impl Into<String>, problem: impl fmt::Display) -> Error {
         Error::System { doing: doing.into(), problem: problem.to_string() }
+    }
+
+    /// A rank is gone.
+    pub(crate) fn lost(rank: Rank, how: Lost) -> Error {
+        Error::PeerLost { rank, how, operation: None, members: Members::default() }
+    }
+
+    /// A rank called `abort()`.
+    pub(crate) fn aborted(by: Rank, reason: impl Into<String>) -> Error {
+        Error::Aborted { by, reason: reason.into(), members: Members::default() }
+    }
+
+    /// A rank has sent bytes that no correct peer sends.
+    pub(crate) fn protocol(peer: Rank, problem: impl Into<String>) -> Error {
+        Error::Protocol { peer, problem: problem.into(), members: Members::default() }
+    }
+
+    /// A rank disagrees with a peer. `pending`: of messages, what else has come from that.
+    pub(crate) fn mismatch(
+        comm: String,
+        number: u64,
+        (rank, ours): (Rank, Signature),
+        (peer, theirs): (Rank, Signature),
+        pending: Vec<Signature>,
+    ) -> Error {
+        let members = Members::default();
+        Error::Mismatch { comm, number, rank, ours, peer, theirs, pending, members }
+    }
+
+    /// An operation has taken a rank longer than it may.
+    pub(crate) fn timeout(operation: Operation, rank: Rank, after: Duration, missing: Vec<Missing>) -> Error {
+        Error::Timeout { operation, rank, after, missing, members: Members::default() }
+    }
+
+    /// A library that takes collectives whole has failed on a rank.
+    pub(crate) fn library(library: impl Into<String>, rank: Rank, problem: impl Into<String>) -> Error {
+        Error::Library { library: library.into(), rank, problem: problem.into(), members: Members::default() }
+    }
+
+    /// Makes it an error of the communicator of these members, unless it is another's already.
+    pub(crate) fn among(mut self, of: &Members) -> Error {
+        if let Some(members) = members_of!(&mut self) {
+            members.become_known(of);
+        }
+        self
+    }
+
+    /// The rank in the world of a rank that this error names: in a group another number than the rank itself, which counts
+    /// the group's members. The same number where the error is about the world's own communicator, or about none.
+    pub fn world_rank(&self, rank: Rank) -> Rank {
+        members_of!(self).map_or(rank, |members| members.world_rank(rank))
     }
 
     /// Says what was being done in the caller's words, where a device failed at it.
@@ -375,9 +490,10 @@ pub struct Failed<B> {
     pub error: Error,
 }
 
+/// The text of `Display`, as of [`Error`].
 impl<B> fmt::Debug for Failed<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Failed").field("error", &self.error).field("buf", &self.buf.is_some()).finish()
+        fmt::Display::fmt(self, f)
     }
 }
 

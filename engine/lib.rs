@@ -12,9 +12,10 @@
 //! - [`Comm`]: a rank's handle on a group, and the collectives; [`Comm::local`] makes a group in this process,
 //!   [`Comm::connect`] joins one that a launcher (`allstream run`, torchrun, mpirun, srun) has started. [`SharedComm`] is
 //!   the same through `&self`.
-//! - [`Call`]: a call with options: reduction, [`Function`], scale, algorithm, deadline, deterministic mode.
+//! - [`Call`]: a call with options: reduction, [`Function`], scale, algorithm, deadline, deterministic mode, a key by which equal calls are
+//!   told apart.
 //! - [`Work`]: a submitted operation: a future, on any runtime; `.wait()` blocks; dropping it lets it run on.
-//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], any owner of [`HostMemory`], [`cuda::DeviceBuf`]. [`split`] cuts one into [`View`]s;
+//! - [`Buf`]: what can be sent: `Vec<T>`, `Box<[T]>`, [`HostBuf<T>`], any owner of [`HostMemory`], [`cuda::DeviceBuf`], and with the feature `ndarray` that crate's owned arrays. [`split`] cuts one into [`View`]s;
 //!   a [`BufList`] is several in one operation.
 //! - [`Comm::split`], [`Comm::subset`], [`Comm::mesh`]: groups from groups; [`Groups`] keeps them by name.
 //! - [`Node`]: several ranks of one process, one for each of its devices, called together.
@@ -27,11 +28,12 @@
 //!
 //! # What holds
 //! A call submits, polled or not. Every rank of a communicator makes the same calls in the same order; where they do not,
-//! all of them get an error that names both calls. No wait is without a deadline, and a timeout ends the communicator.
+//! all of them get an error that names both calls: what each called is compared (collective, counts, types, reduction, root,
+//! algorithm, [key](Call::key)), before any data is used. No wait is without a deadline, and a timeout ends the communicator.
 //!
 //! # Numbers
 //! Element types and reductions are [`DType`] and [`ReduceOp`]; the rules for NaN, signed zero, overflow and rounding,
-//! the same on every path, are those of [`mod@allstream_kernels`]. All ranks get the same bits; in deterministic mode
+//! the same on every path, are those of the crate `allstream-kernels`. All ranks get the same bits; in deterministic mode
 //! ([`Call::deterministic`]) they depend on the inputs and the number of ranks alone.
 
 pub use crate::comm::{
@@ -39,7 +41,7 @@ pub use crate::comm::{
     SharedComm, Stats, Stream, Verdict, Work, backends,
 };
 pub use crate::comm::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
-pub use crate::error::{Error, Failed, Lost, Missing, MissingState, Operation};
+pub use crate::error::{Error, Failed, Lost, Members, Missing, MissingState, Operation};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::link::arena::ArenaBuf;
 pub use crate::mem::{

@@ -113,7 +113,7 @@ async fn work(plan: Plan) -> Result<(), BoxError> {
     console.line("")?;
 
     let hashes = comm.all_gather(vec![hash(&weights)]).await?;
-    let times = bench::all_reduce_times(&mut comm).await?;
+    let times = bench::all_reduce_times(&mut comm)?;
     comm.close().await?;
     if share.rank != 0 {
         return Ok(());
@@ -146,8 +146,11 @@ async fn work(plan: Plan) -> Result<(), BoxError> {
         console.line(&line)?;
     }
     console.line("")?;
-    console.line(&format!("all-reduce, f32 sum, {} ranks:", share.size))?;
-    for line in bench::table(&times, share.size) {
+    console.line(&format!(
+        "all-reduce, f32 sum, in place, {} ranks, as `allstream perf all_reduce -N {0}` measures:",
+        share.size
+    ))?;
+    for line in bench::table(&times) {
         console.line(&line)?;
     }
     results.check()

@@ -40,6 +40,21 @@ const JOINED: usize = 1000;
 const BUDGET: usize = 200_000_000;
 
 impl Effort {
+    /// As without any options.
+    pub(crate) fn usual(memory: Memory) -> Effort {
+        Effort {
+            algo: Algo::Auto,
+            iters: None,
+            warmup: None,
+            check: true,
+            runtime: None,
+            by_await: Cell::new(true),
+            in_turns: false,
+            memory,
+            joins: false,
+        }
+    }
+
     /// Timed operations of a size.
     pub(crate) fn iterations(bytes: usize) -> usize {
         (BUDGET / (bytes + 20_000)).clamp(5, 2000)

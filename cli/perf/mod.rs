@@ -8,14 +8,13 @@ mod plot;
 mod report;
 mod tuning;
 
-use std::cell::Cell;
 use std::ffi::OsString;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-use allstream::{Algo, Comm, DType, LinkChoice, ReduceOp, Rendezvous};
+use allstream::{Algo, Comm, DType, Error, Kind, LinkChoice, ReduceOp, Rendezvous};
 use clap::{Args, ValueEnum};
 
 use crate::console::Console;
@@ -23,9 +22,9 @@ use crate::demo::BoxError;
 use crate::launch::{self, bind::Bind};
 use crate::units::size;
 use case::{Case, What};
-use measure::{Effort, measure};
+use measure::{Effort, measure, measure_in_place};
 use memory::{Memory, Place};
-pub(crate) use report::Report;
+pub(crate) use report::{Report, Time};
 use report::{Row, Series};
 
 /// Options of `allstream perf`.
@@ -426,16 +425,24 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Rep
             warmup: args.warmup_iters,
             check: args.check == 1,
             runtime: args.awaits.map(|_| runtime()).transpose()?,
-            by_await: Cell::new(true),
             in_turns: args.awaits == Some(Awaits::Turns),
-            memory: memory.clone(),
             joins: args.join,
+            ..Effort::usual(memory.clone())
         };
         let mut series = Series { link: link.to_string(), algo: algo.name().into(), ..Series::default() };
         self::series(comm, args, &mut effort, &console, &mut series)?;
         report.series.push(series);
     }
     Ok(report)
+}
+
+/// An all_reduce of so many bytes of `f32`, summed in place, timed as without any options. All ranks call it together and get the same.
+pub(crate) fn all_reduce_time(comm: &mut Comm, bytes: usize) -> Result<Time, Error> {
+    let effort = Effort::usual(Memory::new(DType::F32, Place::User));
+    let place = (comm.rank(), comm.size());
+    let what = What::Collective(Kind::AllReduce);
+    let case = Case::new(what, ReduceOp::Sum, 0, place, bytes / DType::F32.size());
+    measure_in_place(comm, &case, &effort)
 }
 
 /// One link and algorithm.

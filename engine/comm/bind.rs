@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::Comm;
+use super::SharedComm;
+use super::calls::made_together;
 use super::reach::{Group, Heard, ROW, Reached, heard};
-use crate::error::Error;
+use crate::error::{Error, Members};
 use crate::exec::device::Binding;
 use crate::exec::nccl::NcclLibrary;
 use crate::exec::whole::Library;
@@ -40,7 +41,7 @@ pub enum DevicePath {
 /// What the ranks of a communicator have found out of each other's devices: how they reach them, or why they do not.
 type Reaching = Result<(Vec<Option<Arc<PeerDevice>>>, Option<Arc<Far>>), String>;
 
-impl Comm {
+made_together! {
     /// Binds this rank to a device, with a stream of the highest priority of its own: collectives on device buffers then run
     /// on the devices, by kernels that read the memory of the other ranks' devices (or the same one: several ranks may
     /// have one device). Collective: all ranks call it, each with its device.
@@ -61,10 +62,8 @@ impl Comm {
     /// # Errors
     /// On all ranks, and the communicator stays as it was: [`Error::Invalid`] where a rank is bound already;
     /// [`Error::Cuda`] where the driver refuses. Else as a collective.
-    pub async fn bind_device(&mut self, device: &Device) -> Result<DevicePath, Error> {
-        let stream = DeviceStream::of_a_rank(device);
-        self.bind(stream, None).await
-    }
+    async fn bind_device [] (device: &Device) -> Result<DevicePath, Error>
+        = |comm| comm.bind(DeviceStream::of_a_rank(device), None);
 
     /// [`bind_device`](Self::bind_device) with a stream of the caller's for this rank's part.
     ///
@@ -74,9 +73,8 @@ impl Comm {
     ///
     /// # Errors
     /// As there.
-    pub async fn bind_stream(&mut self, stream: &DeviceStream) -> Result<DevicePath, Error> {
-        self.bind(Ok(stream.clone()), None).await
-    }
+    async fn bind_stream [] (stream: &DeviceStream) -> Result<DevicePath, Error>
+        = |comm| comm.bind(Ok(stream.clone()), None);
 
     /// [`bind_device`](Self::bind_device), and NVIDIA's library (NCCL, 2.14 or newer) takes of the collectives on device buffers those
     /// that it can: sums, products, minima and maxima of integers, averages of floats, broadcasts, gathers, scatters and exchanges,
@@ -95,7 +93,11 @@ impl Comm {
     ///
     /// # Errors
     /// As there; [`Error::Unavailable`] where there is no such library; [`Error::Library`] where it does not work.
-    pub async fn bind_nccl(&mut self, device: &Device) -> Result<DevicePath, Error> {
+    async fn bind_nccl [] (device: &Device) -> Result<DevicePath, Error> = |comm| comm.bind_library(device);
+}
+
+impl SharedComm {
+    async fn bind_library(&self, device: &Device) -> Result<DevicePath, Error> {
         let library = NcclLibrary::find();
         // NCCL is to find its stream where it was, so this is none that goes on as another.
         let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::high_priority(device));
@@ -103,7 +105,7 @@ impl Comm {
     }
 
     async fn bind(
-        &mut self,
+        &self,
         stream: Result<DeviceStream, Error>,
         library: Option<&dyn Library>,
     ) -> Result<DevicePath, Error> {
@@ -113,7 +115,7 @@ impl Comm {
                 Ok(reached) => reached,
                 Err(why) => return Ok(DevicePath::Staged { why }),
             };
-            self.0.endpoint.bind(Arc::new(Binding::new(device, reached, true, None)));
+            self.handle().endpoint.bind(Arc::new(Binding::new(device, reached, true, None)));
             return Ok(DevicePath::Peer);
         };
         let whole = self.open_whole(CALL, library, Some(&device.stream)).await?;
@@ -124,19 +126,19 @@ impl Comm {
         };
         let reached = reaching.unwrap_or_else(|_| alone());
         let binding = Binding::new(device.clone(), reached, staged.is_none(), Some(whole.clone()));
-        self.0.endpoint.bind_whole(whole);
-        self.0.endpoint.bind(Arc::new(binding));
+        self.handle().endpoint.bind_whole(whole);
+        self.handle().endpoint.bind(Arc::new(binding));
         Ok(DevicePath::Nccl { library: library.name(), staged })
     }
 
     /// Finds out how the devices of all ranks reach each other. `is_nccl`: a library is to have each to itself.
     async fn reach_devices(
-        &mut self,
+        &self,
         stream: Result<DeviceStream, Error>,
         is_nccl: bool,
     ) -> Result<(Arc<PeerDevice>, Reaching), Error> {
-        let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
-        let (config, n) = (&endpoint.config, self.size());
+        let (endpoint, world) = (self.handle().endpoint.clone(), self.handle().membership.world.clone());
+        let (config, n, members) = (&endpoint.config, self.size(), endpoint.config.named());
         let stream = match endpoint.binding() {
             Some(bound) => {
                 let problem =
@@ -149,9 +151,9 @@ impl Comm {
             stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n, config.comm)), nonce()?)));
         let group = Group { config, topology: &world.topology };
         let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, is_nccl));
-        let rows = self.all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
+        let rows = self.step().all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
         let (device, _) = ours?;
-        let rows = match heard(&rows).map_err(|rank| failed_elsewhere(CALL, rank))? {
+        let rows = match heard(&rows, &members).map_err(|rank| failed_elsewhere(CALL, &members, rank))? {
             Heard::Rows(rows) => rows,
             Heard::Staged(why) => return Ok((device, Err(why))),
             Heard::Refused(problem) => return Err(Error::invalid(CALL, problem)),
@@ -164,7 +166,7 @@ impl Comm {
         let Reached { all, offers, cards } = reached;
         let mut far = None;
         if all.iter().any(Option::is_none) {
-            let cards = self.all_to_all(cards).await?;
+            let cards = self.step().all_to_all(cards).await?;
             // What the driver refuses here cannot be: the processes are in two containers, say.
             let opened = group.open(&device, keep.clone(), &rows, (&offers, &cards));
             match self.all_of(CALL, Ok(opened)).await? {
@@ -179,7 +181,7 @@ impl Comm {
 
     /// Whether all ranks have come so far: an error, or why not, is one for all.
     pub(super) async fn all_of<T>(
-        &mut self,
+        &self,
         call: &str,
         outcome: Result<Result<T, String>, Error>,
     ) -> Result<Result<T, String>, Error> {
@@ -188,17 +190,20 @@ impl Comm {
             Ok(Err(_)) => 2,
             Err(_) => 0,
         };
-        let told = self.all_gather(vec![told]).await?;
+        let told = self.step().all_gather(vec![told]).await?;
         let outcome = outcome?;
+        let members = self.handle().endpoint.config.named();
         if let Some(rank) = told.iter().position(|told| *told == 0) {
-            return Err(failed_elsewhere(call, rank));
+            return Err(failed_elsewhere(call, &members, rank));
         }
         let refused = told.iter().position(|told| *told != 1);
-        let why = |rank| format!("the device of rank {rank} cannot reach that of another rank (it says why)");
+        let why = |rank| {
+            format!("the device of {} cannot reach that of another rank (it says why)", members.rank(rank))
+        };
         Ok(outcome.and_then(|value| refused.map_or(Ok(value), |rank| Err(why(rank)))))
     }
 }
 
-fn failed_elsewhere(call: &str, rank: Rank) -> Error {
-    Error::invalid(call, format!("rank {rank} could not be bound; its own error says why"))
+fn failed_elsewhere(call: &str, members: &Members, rank: Rank) -> Error {
+    Error::invalid(call, format!("{} could not be bound; its own error says why", members.rank(rank)))
 }

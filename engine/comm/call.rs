@@ -33,6 +33,7 @@ pub struct Call<'a> {
     pub(super) after: Option<Start>,
     pub(super) timeout: Option<Duration>,
     pub(super) tag: u32,
+    pub(super) key: u64,
     /// Where to leave what would be submitted, instead.
     pub(super) desk: Option<&'a Desk>,
 }
@@ -114,6 +115,7 @@ impl<'a> Call<'a> {
             timeout: None,
             after: None,
             tag: 0,
+            key: 0,
             desk: None,
         }
     }
@@ -177,6 +179,28 @@ impl<'a> Call<'a> {
     /// The tag of a message (default: 0).
     pub fn tag(mut self, tag: u32) -> Self {
         self.tag = tag;
+        self
+    }
+
+    /// A number that all ranks of the call must give alike (default: 0, as none), compared as its type, length and reduction
+    /// are, before any data is used: ranks whose keys differ get [`Error::Mismatch`] in place of each other's data. It tells
+    /// calls apart that are equal otherwise, where several tasks share one communicator: a layer's number, a step's, a hash
+    /// of a name.
+    ///
+    /// Keys below 2^32 are compared as they are; of longer ones 32 bits, so that two may be taken for the same once in four
+    /// billion. Of a list, of bytes and of a function it is combined with what else is compared of them, with the same chance.
+    /// It travels in the 24 bytes that every frame has anyway.
+    ///
+    /// ```
+    /// # use allstream::Comm;
+    /// # fn main() -> Result<(), allstream::Error> {
+    /// # let mut comm = Comm::local(1)?.remove(0);
+    /// let (layer, grads) = (7, vec![0.5f32; 16]);
+    /// let grads = comm.key(layer).all_reduce(grads).wait()?;
+    /// # assert_eq!(grads[0], 0.5); Ok(()) }
+    /// ```
+    pub fn key(mut self, key: u64) -> Self {
+        self.key = key;
         self
     }
 
@@ -310,7 +334,7 @@ impl<'a> Call<'a> {
                 FUNCTION
             }
         };
-        Signature {
+        let signature = Signature {
             kind: kind as u8 | if spec.tables.is_some() { VARIED } else { 0 },
             dtype,
             op,
@@ -319,7 +343,8 @@ impl<'a> Call<'a> {
             count: spec.count as u64,
             generation: self.side.0.config.generation,
             detail,
-        }
+        };
+        signature.with_key(self.key)
     }
 
     /// The operation, when its parts are known.
@@ -353,7 +378,10 @@ impl<'a> Call<'a> {
     ) -> Submitted {
         let (spec, dtype) = match spec.and_then(|spec| Ok((spec, memory.dtype()?))) {
             Ok(known) => known,
-            Err(problem) => return Submitted::refused(Error::invalid(kind.name(), problem), held),
+            Err(problem) => {
+                let problem = memory.unfit().map_or(problem, str::to_owned);
+                return Submitted::refused(Error::invalid(kind.name(), problem), held);
+            }
         };
         let Some(ends) = memory.on_host() else {
             let varied = spec.tables.is_some();

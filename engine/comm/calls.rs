@@ -45,6 +45,35 @@ macro_rules! methods {
     };
 }
 
+/// Methods of both handles that take several collectives: on `Comm` through `&mut self`, on `SharedComm` through `&self`, on which
+/// they are written. On one rank they run one after another, whichever tasks call them.
+macro_rules! made_together {
+    ($(
+        $(#[$doc:meta])*
+        async fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*) -> $out:ty = |$comm:ident| $body:expr;
+    )*) => {
+        impl $crate::comm::Comm {
+            $(
+                $(#[$doc])*
+                pub async fn $name<$($generics)*>(&mut self, $($arg: $ty),*) -> $out {
+                    self.share().$name($($arg),*).await
+                }
+            )*
+        }
+
+        impl $crate::comm::SharedComm {
+            $(
+                $(#[$doc])*
+                pub async fn $name<$($generics)*>(&self, $($arg: $ty),*) -> $out {
+                    let $comm = self;
+                    let _turn = $comm.handle().making.lock().await;
+                    $body.await
+                }
+            )*
+        }
+    };
+}
+
 /// A table of calls: documentation, name, type parameters, arguments, result, and what a [`Call`] does. Each becomes a method of
 /// `Call`, and of both handles, with the default options.
 macro_rules! calls {
@@ -67,7 +96,7 @@ macro_rules! calls {
         }
     };
 }
-pub(super) use {calls, methods};
+pub(super) use {calls, made_together, methods};
 
 /// The options of [`Call`], as what both handles and `Node` make a call of, and on `NodeCall` by value.
 macro_rules! options {
@@ -133,6 +162,9 @@ options! {
 
     /// The tag of the next message (default: 0).
     fn tag [] (tag: u32);
+
+    /// The key of the next call, which all ranks must give alike. See [`Call::key`].
+    fn key [] (key: u64);
 }
 
 methods! {
@@ -233,7 +265,7 @@ on_both! {
     /// Ends this communicator on all ranks: operations in flight and later calls fail with
     /// [`Error::Aborted`]. Its siblings stay.
     pub fn abort(&self, reason: impl Into<String>) {
-        self.handle().endpoint.fail(Error::Aborted { by: self.rank(), reason: reason.into() });
+        self.handle().endpoint.fail(Error::aborted(self.rank(), reason));
     }
 
     /// A zeroed buffer of `len` elements in memory that the other ranks of this host read where it lies: a

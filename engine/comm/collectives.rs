@@ -4,7 +4,7 @@ use super::Work;
 use super::call::{Call, Spec};
 use super::calls::calls;
 use super::memory::Memory;
-use super::restore::{both, made, nothing, one};
+use super::restore::{both, made, made_of_value, nothing, one, one_value};
 use crate::error::Error;
 #[cfg(doc)]
 use crate::error::Failed;
@@ -144,6 +144,14 @@ impl Call<'_> {
         Work::new(self.submit(kind, spec, memory, held), made::<I>)
     }
 
+    /// A collective in a buffer of one element.
+    fn of_value<T: Element>(&self, kind: Kind, root: Rank, value: T) -> Work<T> {
+        let mut buf = vec![value];
+        let memory = Memory::one(&mut buf);
+        let held = ErasedBufs::new(Parts { input: (), output: buf });
+        Work::new(self.submit(kind, self.spec_in_place(kind, root, 1), memory, held), one_value::<T>)
+    }
+
     fn in_place<B: Buf>(&self, kind: Kind, root: Rank, buf: B) -> Work<B> {
         self.submit_in_place(kind, self.spec_in_place(kind, root, buf.len()), buf)
     }
@@ -206,6 +214,19 @@ calls! {
     fn all_reduce_new [I: Buf<Elem: Element>] (input: I) -> Work<Vec<I::Elem>, I>
         = |call| call.new_output(Kind::AllReduce, 0, input);
 
+    /// [`all_reduce`](Self::all_reduce) of one number. Each call has a buffer of one element made for it: where that counts, keep
+    /// one, and call `all_reduce`.
+    ///
+    /// ```
+    /// # use allstream::{Comm, ReduceOp};
+    /// # fn main() -> Result<(), allstream::Error> {
+    /// # let mut comm = Comm::local(1)?.remove(0); let my_loss = 0.25f32;
+    /// let loss = comm.op(ReduceOp::Avg).all_reduce_value(my_loss).wait()?;
+    /// # assert_eq!(loss, 0.25); Ok(()) }
+    /// ```
+    fn all_reduce_value [T: Element] (value: T) -> Work<T>
+        = |call| call.of_value(Kind::AllReduce, 0, value);
+
     /// Every rank ends with the root's buffer. Lengths and types are the same on all ranks.
     fn broadcast [B: Buf] (buf: B, root: Rank) -> Work<B>
         = |call| call.in_place(Kind::Broadcast, root, buf);
@@ -214,6 +235,10 @@ calls! {
     /// not looked at.
     fn broadcast_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, root: Rank) -> Work<(I, O)>
         = |call| call.into(Kind::Broadcast, root, input, output);
+
+    /// [`broadcast`](Self::broadcast) of one number; what the others give is not looked at.
+    fn broadcast_value [T: Element] (value: T, root: Rank) -> Work<T>
+        = |call| call.of_value(Kind::Broadcast, root, value);
 
     /// The root ends with the reduction of all ranks' buffers; the others' are unchanged.
     fn reduce [B: Buf] (buf: B, root: Rank) -> Work<B>
@@ -227,6 +252,15 @@ calls! {
     /// All ranks' buffers, `size() * input.len()` elements in rank order, in a new vector on every rank.
     fn all_gather [I: Buf<Elem: Element>] (input: I) -> Work<Vec<I::Elem>, I>
         = |call| call.new_output(Kind::AllGather, 0, input);
+
+    /// One number of each rank, by rank.
+    fn all_gather_value [T: Element] (value: T) -> Work<Vec<T>, T> = |call| {
+        let (mut input, spec) = (vec![value], call.spec_of_input(Kind::AllGather, 0, 1));
+        let mut output = vec![value; call.size()];
+        let memory = Memory::two(&mut input, &mut output);
+        let held = ErasedBufs::new(Parts { input, output });
+        Work::new(call.submit(Kind::AllGather, spec.map(|(spec, _)| spec), memory, held), made_of_value::<T>)
+    };
 
     /// [`all_gather`](Self::all_gather) into `output`, of `size() * input.len()` elements.
     fn all_gather_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) -> Work<(I, O)>

@@ -7,7 +7,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::links::ProcessRanks;
-use super::runtime::{Ticks, process_runtime};
+use super::runtime::process_runtime;
 use super::world::{Defaults, Hub, PoolStats, Transport, World, requests};
 use crate::error::Error;
 use crate::exec::Endpoint;
@@ -26,13 +26,7 @@ const FLUSH: Duration = Duration::from_secs(1);
 /// The most ranks of [`Comm::local`]: what they hold for each other grows with the square of their number.
 pub(super) const MOST_LOCAL: usize = 4096;
 /// How long the last handle of a world waits for its flight recorders, if they are still to be written.
-const RECORDERS: Duration = Duration::from_millis(500);
-
-/// How often `close` looks again.
-const LOOK: Duration = Duration::from_micros(200);
-
-/// How long `close` waits for the other ranks to close too.
-const CLOSING: Duration = Duration::from_secs(2);
+pub(super) const RECORDERS: Duration = Duration::from_millis(500);
 
 /// This rank's membership in its world: the last handle that goes says goodbye.
 pub(super) struct Membership {
@@ -68,6 +62,8 @@ pub(super) struct Handle {
     pub(super) membership: Arc<Membership>,
     /// Groups made from this one so far: all members count alike, so names agree.
     pub(super) children: Mutex<u64>,
+    /// Held while something is made together with the other ranks, which takes several collectives.
+    pub(super) making: tokio::sync::Mutex<()>,
     /// The name of its rings; none for the world's own, which last as long as it.
     rings: Option<CommId>,
 }
@@ -136,9 +132,12 @@ pub struct Stats {
 /// A [`Comm`] to be held in several places: `Clone + Send + Sync`, calls through `&self`.
 ///
 /// Calls from several threads are ordered by a lock that is held to submit only; all ranks must still make the same
-/// calls in the same order.
+/// calls in the same order. Where tasks call as it happens, equal calls of two tasks cannot be told apart, and meet each other's data: a
+/// [key](super::Call::key) for each makes that an error, and a communicator for each ([`dup`](SharedComm::dup)) makes the order free.
+///
+/// A library takes `&mut Comm`, [`dup`](Comm::dup)s it and [shares](Comm::share) the `dup`.
 #[derive(Clone)]
-pub struct SharedComm(Arc<Handle>);
+pub struct SharedComm(pub(super) Arc<Handle>);
 
 impl fmt::Debug for Comm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -251,49 +250,17 @@ impl Comm {
     }
 
     pub(super) fn of(endpoint: Arc<Endpoint>, membership: Arc<Membership>, rings: Option<CommId>) -> Comm {
-        Comm(Arc::new(Handle { endpoint, membership, children: Mutex::new(0), rings }))
+        Comm(Arc::new(Handle {
+            endpoint,
+            membership,
+            children: Mutex::new(0),
+            making: tokio::sync::Mutex::default(),
+            rings,
+        }))
     }
 
     /// A handle to hold in several places. It and this one may be used side by side.
     pub fn share(&self) -> SharedComm {
         SharedComm(self.0.clone())
-    }
-
-    /// Waits until everything submitted is finished and has left, and a bounded time (2 s) for the other ranks to close
-    /// or leave too; checks that all made the same calls, also where none waited for another; says goodbye.
-    ///
-    /// # Errors
-    /// The cause for which the communicator is dead; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
-    /// ranks do not agree on.
-    pub async fn close(self) -> Result<(), Error> {
-        forked::check()?;
-        let endpoint = self.0.endpoint.clone();
-        let calls = endpoint.close();
-        let world = self.0.membership.world.clone();
-        // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
-        let mut ticks = Ticks::new(&world.runtime, LOOK)?;
-        while endpoint.cause().is_none() && !endpoint.is_quiet() {
-            ticks.next().await?;
-        }
-        world.closing(&endpoint, calls);
-        let end = world.runtime.now() + CLOSING;
-        while endpoint.cause().is_none() && !endpoint.all_closing() && world.runtime.now() < end {
-            ticks.next().await?;
-        }
-        if let Some(error) = endpoint.leftover() {
-            endpoint.fail(error);
-        }
-        let result = self.check();
-        let membership = self.0.membership.clone();
-        drop(self);
-        if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
-            membership.world.empty_pool();
-            mesh.close(membership.world.loss()).await;
-        }
-        let end = world.runtime.now() + RECORDERS;
-        while Arc::strong_count(&membership) == 1 && world.is_recording() && world.runtime.now() < end {
-            ticks.next().await?;
-        }
-        result
     }
 }

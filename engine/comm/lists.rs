@@ -18,6 +18,9 @@ fn pairs(
         return Err(format!("{} inputs and {} outputs: each input needs one", inputs.len(), outputs.len()));
     }
     let pair = |(i, (input, output)): (usize, (RawBuf, RawBuf))| {
+        if let Some(why) = input.unfit().or_else(|| output.unfit()) {
+            return Err(format!("pair {i}: {why}"));
+        }
         let count = input.len / times.0;
         if input.dtype != output.dtype
             || input.len != count * times.0

@@ -41,7 +41,12 @@ impl Memory {
         }
     }
 
-    /// `None`: a part of it is on a device.
+    /// Why it cannot be used as it is, if it cannot.
+    pub(super) fn unfit(&self) -> Option<&'static str> {
+        self.input.as_ref().and_then(RawBuf::unfit).or_else(|| self.output.unfit())
+    }
+
+    /// `None`: a part of it is on a device, or cannot be used.
     pub(super) fn on_host(&self) -> Option<RawBuffers> {
         let Where::Host(output) = self.output.place.0 else { return None };
         match &self.input {

@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use super::Comm;
+use super::calls::made_together;
+use super::{Comm, SharedComm};
 use crate::error::Error;
 use crate::types::Rank;
 
@@ -25,18 +26,19 @@ impl fmt::Debug for Mesh {
     }
 }
 
-impl Comm {
+made_together! {
     /// Lays the ranks of this group out along named axes, `[("dp", 2), ("tp", 2)]`, and makes a communicator along each.
     /// Collective: all ranks of this group call it, with the same axes.
     ///
     /// # Errors
     /// [`Error::Invalid`] on all ranks where the sizes do not multiply to the group's, an axis is named twice, or ranks
     /// do not pass the same; this communicator stays as it is. Else as of [`split`](Comm::split).
-    pub async fn mesh<N: Into<String>>(
-        &mut self,
-        axes: impl IntoIterator<Item = (N, usize)>,
-    ) -> Result<Mesh, Error> {
-        let axes: Vec<(String, usize)> = axes.into_iter().map(|(name, size)| (name.into(), size)).collect();
+    async fn mesh [N: Into<String>] (axes: impl IntoIterator<Item = (N, usize)>) -> Result<Mesh, Error>
+        = |comm| comm.made_along(axes.into_iter().map(|(name, size)| (name.into(), size)).collect());
+}
+
+impl SharedComm {
+    async fn made_along(&self, axes: Vec<(String, usize)>) -> Result<Mesh, Error> {
         let text = axes.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(", ");
         let bytes = |name: &str| name.bytes().map(u64::from).chain([u64::MAX]).collect::<Vec<_>>();
         let words = axes.iter().flat_map(|(name, size)| bytes(name).into_iter().chain([*size as u64]));
@@ -48,7 +50,7 @@ impl Comm {
             let at = rank / below % size;
             // The others of this axis are those that this coordinate alone tells apart.
             let color = rank - at * below;
-            let comm = self.split(color as u64, at as i64).await?;
+            let comm = self.made_by_color(color as u64, at as i64).await?;
             made.push((name, at, comm));
             stride = below;
         }

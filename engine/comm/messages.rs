@@ -97,9 +97,11 @@ impl Call<'_> {
             count: raw.len as u64,
             generation: self.side.0.config.generation,
             detail: 0,
-        };
+        }
+        .with_key(self.key);
         let (memory, after, staged) = match raw.place.0 {
             Where::Host(at) => (at, self.after_on_host(), None),
+            Where::Unfit(why) => return Err((Error::invalid(direction.name(), why), held)),
             Where::Device(place) => match self.stage_message(direction, place, bytes) {
                 Ok(staged) => {
                     held = held.with(staged.memory());
@@ -140,9 +142,10 @@ impl Call<'_> {
 
     /// Why half of a message of this rank to itself is refused, whose other half is not in the same call.
     fn alone(&self, direction: Direction) -> Error {
-        let (rank, other) = (self.rank(), direction.other().name());
+        let (members, other) = (self.side.0.config.named(), direction.other().name());
+        let rank = members.rank(self.rank());
         let problem = format!(
-            "rank {rank} is this rank, and a {} alone would wait for ever: call send_recv, or a batch that has the \
+            "{rank} is this rank, and a {} alone would wait for ever: call send_recv, or a batch that has the \
              {other} of the same tag, too",
             direction.name()
         );

@@ -6,6 +6,7 @@ mod bind;
 mod bytes;
 mod call;
 mod calls;
+mod close;
 mod collectives;
 mod handle;
 mod links;

@@ -359,7 +359,7 @@ impl Node {
     /// node's first rank.
     pub fn abort(&self, reason: impl Into<String>) {
         let by = self.endpoint(0).map_or(0, |endpoint| endpoint.config.rank);
-        self.fail(&Error::Aborted { by, reason: reason.into() });
+        self.fail(&Error::aborted(by, reason));
     }
 
     fn fail(&self, error: &Error) {

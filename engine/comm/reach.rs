@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::links::Topology;
-use crate::error::Error;
+use crate::error::{Error, Members};
 use crate::exec::EndpointConfig;
 use crate::link::ipc::{CARD, Far, FarPeer, Offer};
 use crate::link::peer::PeerDevice;
@@ -38,7 +38,7 @@ pub(super) enum Heard {
 }
 
 /// What all ranks have said; `Err(rank)`: this one cannot be bound. The same on all.
-pub(super) fn heard(rows: &[u8]) -> Result<Heard, Rank> {
+pub(super) fn heard(rows: &[u8], members: &Members) -> Result<Heard, Rank> {
     let (rows, _) = rows.as_chunks::<ROW>();
     if let Some(rank) = rows.iter().position(|row| row[0] != OK) {
         return Err(rank);
@@ -54,24 +54,32 @@ pub(super) fn heard(rows: &[u8]) -> Result<Heard, Rank> {
     if let Some(rank) = noted(NCCL) {
         if let Some(other) = rows.iter().position(|row| row.notes & NCCL == 0) {
             let problem = format!(
-                "rank {rank} asks for NCCL, and rank {other} does not; all ranks must ask for the same"
+                "{} asks for NCCL, and {} does not; all ranks must ask for the same",
+                members.rank(rank),
+                members.rank(other)
             );
             return Ok(Heard::Refused(problem));
         }
         let before = |at: usize| rows[..at].iter().position(|row| row.uuid == rows[at].uuid);
         if let Some((rank, other)) = (0..rows.len()).find_map(|at| Some((before(at)?, at))) {
-            let problem =
-                format!("ranks {rank} and {other} have one device, and NCCL wants one for each rank");
+            let problem = format!(
+                "{} and {} have one device, and NCCL wants one for each rank",
+                members.rank(rank),
+                members.rank(other)
+            );
             return Ok(Heard::Refused(problem));
         }
     }
     if let Some(rank) = noted(REMOTE) {
-        let why =
-            format!("rank {rank} is not on one host with all others, or does not share memory with them");
+        let why = format!(
+            "{} is not on one host with all others, or does not share memory with them",
+            members.rank(rank)
+        );
         return Ok(Heard::Staged(why));
     }
     if let Some(rank) = noted(LACKS).filter(|_| noted(FAR).is_some()) {
-        let why = format!("the CUDA driver of rank {rank} cannot share memory with other processes");
+        let why =
+            format!("the CUDA driver of {} cannot share memory with other processes", members.rank(rank));
         return Ok(Heard::Staged(why));
     }
     Ok(Heard::Rows(rows))
@@ -120,6 +128,7 @@ impl Group<'_> {
         keep: &Arc<()>,
         rows: &[Row],
     ) -> Result<Result<Reached, String>, Error> {
+        let named = self.config.named();
         let mut reached = Reached { all: Vec::new(), offers: Vec::new(), cards: Vec::new() };
         // Of the pool, as everything is that will be lent.
         let far = (0..rows.len()).any(|rank| !self.housemate(rank));
@@ -131,8 +140,10 @@ impl Group<'_> {
                 let theirs = theirs.ok_or_else(gone)?;
                 if !ours.stream.reach(&theirs.stream)? {
                     let (a, b) = (ours.stream.device().ordinal(), theirs.stream.device().ordinal());
-                    let why =
-                        format!("device {a} cannot reach the memory of device {b}, which is rank {rank}'s");
+                    let why = format!(
+                        "device {a} cannot reach the memory of device {b}, which is that of {}",
+                        named.rank(rank)
+                    );
                     return Ok(Err(why));
                 }
                 reached.all.push(Some(theirs));
@@ -141,7 +152,7 @@ impl Group<'_> {
                 continue;
             }
             if let Err(why) = ours.stream.reaches(row.uuid)? {
-                return Ok(Err(format!("rank {rank}: {why}")));
+                return Ok(Err(format!("{}: {why}", named.rank(rank))));
             }
             // What the driver will not share (memory of another kind, in a virtual machine) is no error.
             let offer = || {
@@ -154,7 +165,7 @@ impl Group<'_> {
                     reached.cards.extend_from_slice(&offer.card);
                     reached.offers.push(Some(offer));
                 }
-                Err(error) => return Ok(Err(format!("for rank {rank}: {error}"))),
+                Err(error) => return Ok(Err(format!("for {}: {error}", named.rank(rank)))),
             }
             reached.all.push(None);
         }
@@ -170,14 +181,15 @@ impl Group<'_> {
         (offers, cards): (&[Option<Offer>], &[u8]),
     ) -> Result<Far, String> {
         let (links, mut peers, mut places) = (&self.config.opener, Vec::new(), Vec::new());
+        let named = self.config.named();
         for (rank, (offer, row)) in offers.iter().zip(rows).enumerate() {
-            let why = |error: Error| format!("rank {rank}: {error}");
+            let why = |error: Error| format!("{}: {error}", named.rank(rank));
             let mut region = None;
             if rank != self.config.rank {
                 let to = links.device_place(rank, false).map_err(why)?;
                 let from = links.device_place(rank, true).map_err(why)?;
                 let (Some(to), Some(from)) = (to, from) else {
-                    return Err(format!("rank {rank} has no rings here (a bug)"));
+                    return Err(format!("{} has no rings here (a bug)", named.rank(rank)));
                 };
                 region = Some(from.region.clone());
                 places.push((rank, to, from));

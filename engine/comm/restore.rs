@@ -28,6 +28,24 @@ pub(super) fn made<I: Buf<Elem: Element>>(
     }
 }
 
+/// The element of a buffer that has one.
+pub(super) fn one_value<T: Element>(result: Outcome, held: Option<ErasedBufs>) -> Result<T, Failed<T>> {
+    let value = |buf: Vec<T>| buf.first().copied();
+    match one::<Vec<T>>(result, held) {
+        Ok(buf) => settle(Ok(()), value(buf)),
+        Err(Failed { buf, error }) => Err(Failed { buf: buf.and_then(value), error }),
+    }
+}
+
+/// The same as an input, of which a vector was made.
+pub(super) fn made_of_value<T: Element>(
+    result: Outcome,
+    held: Option<ErasedBufs>,
+) -> Result<Vec<T>, Failed<T>> {
+    let value = |buf: Vec<T>| buf.first().copied();
+    made::<Vec<T>>(result, held).map_err(|Failed { buf, error }| Failed { buf: buf.and_then(value), error })
+}
+
 pub(super) fn nothing(result: Outcome, _: Option<ErasedBufs>) -> Result<(), Failed<()>> {
     result.map_err(|error| Failed { buf: Some(()), error: *error })
 }

@@ -69,8 +69,7 @@ impl Comm {
         forked::check()?;
         let (endpoint, world) = (self.0.endpoint.clone(), self.0.membership.world.clone());
         let by = self.rank();
-        endpoint
-            .fail(Error::Aborted { by, reason: "it goes on without those that are lost (shrink)".into() });
+        endpoint.fail(Error::aborted(by, "it goes on without those that are lost (shrink)"));
         // Dropped on any way out before the end, it tells the others not to wait.
         let meeting = Meeting::new(&world, &endpoint);
         let id = meeting.id;
@@ -81,12 +80,12 @@ impl Comm {
 
         let members: Vec<Rank> = verdict.survivors.iter().map(|r| endpoint.config.members[*r]).collect();
         let mut proposal = world.propose(id, members.clone()).await?;
-        let said = meeting.come(proposal.row(), &members, &endpoint.config.name, (end, timeout)).await?;
+        let said = meeting.come(proposal.row(), &verdict.survivors, &endpoint, (end, timeout)).await?;
         let rows: Vec<_> = said.iter().map(|row| row.unwrap_or_default()).collect();
         let (made, rings) = proposal.accept(next_name(&endpoint.config.name), &rows)?;
         made.set_deterministic(endpoint.is_deterministic());
         if let Some(rank) = said.iter().position(Option::is_none) {
-            made.fail(Error::PeerLost { rank, how: Lost::Left, operation: None });
+            made.fail(Error::lost(rank, Lost::Left));
         }
         let comm = Comm::of(made, self.0.membership.clone(), Some(rings));
         if endpoint.in_flight() > 0 {

@@ -1,20 +1,24 @@
 //! Communicators made from a communicator: `split`, `dup`, `subset`.
 
-use super::Comm;
+use super::calls::made_together;
 use super::world::ROW;
+use super::{Call, Comm, SharedComm};
 use crate::error::Error;
 use crate::group::message::CommId;
 use crate::types::{Rank, mix};
 
-impl Comm {
+/// The key of the collectives by which ranks make something together, so that no call of a user's on the same handle is taken for one.
+const MAKING: u64 = 0x6d61_6b69_6e67_0001;
+
+made_together! {
     /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it.
+    ///
+    /// A library whose tasks make calls of their own takes `&mut Comm`, `dup`s it and [shares](Comm::share) the `dup`: then no call of
+    /// its caller's comes between its own.
     ///
     /// # Errors
     /// As a collective.
-    pub async fn dup(&mut self) -> Result<Comm, Error> {
-        let rank = self.rank();
-        self.split(0, rank as i64).await
-    }
+    async fn dup [] () -> Result<Comm, Error> = |comm| comm.made_by_color(0, comm.rank() as i64);
 
     /// Communicators of the ranks that give the same `color`, ordered by `key`, then by rank. Collective: all ranks of
     /// this group call it.
@@ -22,21 +26,39 @@ impl Comm {
     /// An idle communicator of the same members, in the same order, is taken up again where all of them have one: one
     /// that was closed or dropped on all of them when all its work was done.
     ///
+    /// It takes several collectives. Where several tasks share the handle, no rank may make another call on it until this is
+    /// done: ranks on which the two come in different orders get an error.
+    ///
     /// # Errors
     /// As a collective. [`Error::System`] when this rank has no memory for the rings of another group, which is then
     /// the end of this communicator on all ranks.
-    pub async fn split(&mut self, color: u64, key: i64) -> Result<Comm, Error> {
-        let made = self.split_some(Some(color), key).await?;
-        made.ok_or_else(|| Error::system("split", "no communicator was made for a color (a bug)"))
-    }
+    async fn split [] (color: u64, key: i64) -> Result<Comm, Error> = |comm| comm.made_by_color(color, key);
 
     /// [`split`](Self::split), where a rank without a color takes part in the call and gets no communicator.
     ///
     /// # Errors
     /// As of `split`.
-    pub async fn split_some(&mut self, color: Option<u64>, key: i64) -> Result<Option<Comm>, Error> {
+    async fn split_some [] (color: Option<u64>, key: i64) -> Result<Option<Comm>, Error>
+        = |comm| comm.made_by_some_color(color, key);
+
+    /// A communicator of these ranks of this group, in the order given; `None` on the ranks that are not among them.
+    /// Collective: all ranks of this group call it, with the same ranks.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] on all ranks, where ranks are named twice or are not in this group, and where ranks do not
+    /// name the same; this communicator stays as it is. Else as of [`split`](Self::split).
+    async fn subset [] (ranks: &[Rank]) -> Result<Option<Comm>, Error> = |comm| comm.made_of(ranks);
+}
+
+impl SharedComm {
+    pub(super) async fn made_by_color(&self, color: u64, key: i64) -> Result<Comm, Error> {
+        let made = self.made_by_some_color(Some(color), key).await?;
+        made.ok_or_else(|| Error::system("split", "no communicator was made for a color (a bug)"))
+    }
+
+    async fn made_by_some_color(&self, color: Option<u64>, key: i64) -> Result<Option<Comm>, Error> {
         let row = [u64::from(color.is_some()), color.unwrap_or(0), key as u64];
-        let answers = self.all_gather(row.to_vec()).await?;
+        let answers = self.step().all_gather(row.to_vec()).await?;
         let mut mates: Vec<(i64, Rank)> = (0..self.size())
             .filter(|r| color.is_some() && answers[3 * r..3 * r + 2] == row[..2])
             .map(|r| (answers[3 * r + 2] as i64, r))
@@ -46,13 +68,7 @@ impl Comm {
         self.child(&mates, color.unwrap_or(0)).await
     }
 
-    /// A communicator of these ranks of this group, in the order given; `None` on the ranks that are not among them.
-    /// Collective: all ranks of this group call it, with the same ranks.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] on all ranks, where ranks are named twice or are not in this group, and where ranks do not
-    /// name the same; this communicator stays as it is. Else as of [`split`](Self::split).
-    pub async fn subset(&mut self, ranks: &[Rank]) -> Result<Option<Comm>, Error> {
+    async fn made_of(&self, ranks: &[Rank]) -> Result<Option<Comm>, Error> {
         let n = self.size();
         let twice = ranks.iter().enumerate().find(|(i, r)| ranks[..*i].contains(r));
         let problem = match (ranks.iter().find(|r| **r >= n), twice) {
@@ -66,10 +82,15 @@ impl Comm {
         self.child(mates, 0).await
     }
 
+    /// A call by which ranks make something together.
+    pub(super) fn step(&self) -> Call<'_> {
+        self.key(MAKING)
+    }
+
     /// Compares between all ranks what a call was given. All end with an error if one of them has a problem with it, or
     /// something else.
     pub(super) async fn same(
-        &mut self,
+        &self,
         call: &str,
         words: impl Iterator<Item = u64>,
         text: &str,
@@ -78,25 +99,25 @@ impl Comm {
         let words: Vec<u64> = words.collect();
         let digest = words.iter().fold(words.len() as u64, |x, word| mix(x, *word));
         let row = vec![u64::from(problem.is_some()), digest];
-        let rows = self.all_gather(row.clone()).await?;
-        let rank = self.rank();
+        let rows = self.step().all_gather(row.clone()).await?;
         let odd = (0..self.size()).find(|r| rows[2 * r..2 * r + 2] != row[..]);
         match (problem, odd) {
             (Some(problem), _) => Err(Error::invalid(call, problem)),
             (None, None) => Ok(()),
-            (None, Some(peer)) => Err(Error::invalid(
-                call,
-                format!(
-                    "rank {peer} did not pass what rank {rank} passed, {text}; every rank must pass the same"
-                ),
-            )),
+            (None, Some(peer)) => {
+                let members = self.handle().endpoint.config.named();
+                let (peer, us) = (members.rank(peer), members.rank(self.rank()));
+                let problem =
+                    format!("{peer} did not pass what {us} passed, {text}; every rank must pass the same");
+                Err(Error::invalid(call, problem))
+            }
         }
     }
 
     /// Makes a communicator of `mates`, ranks of this group in the new one's order. All ranks of this group come here
     /// together, those without a communicator with no mates.
-    async fn child(&mut self, mates: &[Rank], color: u64) -> Result<Option<Comm>, Error> {
-        let (handle, n) = (self.0.clone(), self.size());
+    async fn child(&self, mates: &[Rank], color: u64) -> Result<Option<Comm>, Error> {
+        let (handle, n) = (self.handle(), self.size());
         let (parent, world) = (&handle.endpoint, &handle.membership.world);
         let child = {
             let mut children = handle.children.lock();
@@ -119,7 +140,7 @@ impl Comm {
         // Dead already: nobody hears of what was proposed.
         self.check()?;
         let row = proposal.as_mut().map_or([0; ROW], |p| p.row());
-        let rows = self.all_gather(row.to_vec()).await?;
+        let rows = self.step().all_gather(row.to_vec()).await?;
         let Some(proposal) = proposal else { return Ok(None) };
         let rows: Vec<[u64; ROW]> = rows.chunks_exact(ROW).filter_map(|row| row.try_into().ok()).collect();
         if rows.len() != n {

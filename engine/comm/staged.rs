@@ -53,7 +53,11 @@ impl Call<'_> {
         memory: Vec<Memory>,
         held: ErasedBufs,
     ) -> Submitted {
-        let mut prepared = prepared;
+        let unfit = memory.iter().find_map(Memory::unfit);
+        let mut prepared = prepared.and_then(|operation| match unfit {
+            None => Ok(operation),
+            Some(why) => Err(Error::invalid(operation.call, why)),
+        });
         if let Some((binding, whole)) = self.binding(&mut prepared) {
             return self.hand_in_on_device(binding, whole, prepared, memory, held);
         }
@@ -165,6 +169,7 @@ fn place(
                 return Err(Error::invalid(call, problem));
             }
             Where::Device(place) => place,
+            Where::Unfit(why) => return Err(Error::invalid(call, *why)),
         };
         if place.stream.device() != device {
             let problem =
@@ -208,6 +213,8 @@ fn stage(operation: &mut Operation, varied: bool, memory: &[Memory]) -> Result<A
     let (mut items, mut slots) = (Vec::new(), Vec::new());
     let mut add = |slot: (usize, Slot), end: &RawBuf, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
+        // Refused before.
+        Where::Unfit(_) => Err(std::ptr::null_mut()),
         Where::Device(place) => {
             items.push(Item { place: place.clone(), bytes: end.bytes(), fill, back });
             slots.push((slot.0, slot.1, end.bytes()));

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::Comm;
+use super::SharedComm;
 use super::call::{Call, Spec, program};
 use super::runtime::Ticks;
 use crate::error::Error;
@@ -11,31 +11,31 @@ use crate::exec::device::DeviceOp;
 use crate::exec::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::exec::{Executor, Operation, Part, PartList, Reduction, WholeOp};
 use crate::mem::device::DeviceStream;
-use crate::types::{Algo, DType, Kind, ReduceOp, WHOLE, mix};
+use crate::types::{Algo, DType, KEY_BITS, Kind, ReduceOp, WHOLE, mix};
 
 /// How often a library is asked whether it is ready.
 const LOOK: Duration = Duration::from_micros(200);
 
-impl Comm {
+impl SharedComm {
     /// What the library has of this communicator, on this rank: made together with all other ranks. `call`: what the user called.
     ///
     /// # Errors
     /// On all ranks, where it cannot be made on one of them.
     pub(super) async fn open_whole(
-        &mut self,
+        &self,
         call: &str,
         library: &dyn Library,
         stream: Option<&DeviceStream>,
     ) -> Result<BoundWhole, Error> {
-        let (rank, size, timeout) = (self.rank(), self.size(), self.0.endpoint.config.timeout);
+        let (rank, size, timeout) = (self.rank(), self.size(), self.handle().endpoint.config.timeout);
         let name = library.name();
         self.same(call, name.bytes().map(u64::from), &name, None).await?;
         let device = stream.map(|stream| stream.device().uuid());
-        let members = self.0.endpoint.config.members.clone();
-        let idle = self.0.membership.world.take_whole(&members, &name, device);
+        let members = self.handle().endpoint.config.members.clone();
+        let idle = self.handle().membership.world.take_whole(&members, &name, device);
         let idle = idle.filter(|idle| idle.whole.check().is_ok());
         let number = idle.as_ref().map_or(0, |idle| idle.number);
-        let numbers = self.all_gather(vec![number]).await?;
+        let numbers = self.step().all_gather(vec![number]).await?;
         if let Some(idle) = idle.filter(|_| numbers.iter().all(|other| *other == number)) {
             return Ok(idle);
         }
@@ -51,7 +51,7 @@ impl Comm {
                 Err(error) => failed = Some(error),
             }
         }
-        let told = self.broadcast(told, 0).await?;
+        let told = self.step().broadcast(told, 0).await?;
         if let Some(error) = failed {
             return Err(error);
         }
@@ -64,6 +64,7 @@ impl Comm {
             Ok(whole) => ready(&*whole, timeout / 2, self).await.map(|()| whole),
             Err(error) => Err(error),
         };
+        let opened = opened.map_err(|error| error.among(&self.handle().endpoint.config.named()));
         let whole = self.all_of(call, opened.map(Ok)).await?.map_err(|why| Error::invalid(call, why))?;
         // 0: there is none.
         let number = id.chunks_exact(8).fold(0, |number, word| {
@@ -78,17 +79,17 @@ impl Comm {
     /// As a collective.
     #[cfg(any(test, feature = "testing"))]
     #[doc(hidden)]
-    pub async fn bind_slow(&mut self, slow: &crate::testing::Slow) -> Result<(), Error> {
+    pub async fn bind_slow(&self, slow: &crate::testing::Slow) -> Result<(), Error> {
         use crate::exec::whole::slow::SlowLibrary;
         let bound = self.open_whole("bind_slow", &SlowLibrary(slow.clone()), None).await?;
-        self.0.endpoint.bind_whole(bound);
+        self.handle().endpoint.bind_whole(bound);
         Ok(())
     }
 }
 
 /// Waits until a library is made, or the communicator dies meanwhile.
-async fn ready(whole: &dyn Whole, timeout: Duration, comm: &Comm) -> Result<(), Error> {
-    let (endpoint, runtime) = (&comm.0.endpoint, &comm.0.membership.world.runtime);
+async fn ready(whole: &dyn Whole, timeout: Duration, comm: &SharedComm) -> Result<(), Error> {
+    let (endpoint, runtime) = (&comm.handle().endpoint, &comm.handle().membership.world.runtime);
     let (end, mut ticks) = (runtime.now() + timeout, Ticks::new(runtime, LOOK)?);
     let problem = loop {
         match whole.poll() {
@@ -100,11 +101,8 @@ async fn ready(whole: &dyn Whole, timeout: Duration, comm: &Comm) -> Result<(), 
             break cause;
         }
         if runtime.now() >= end {
-            break Error::Library {
-                library: whole.name().to_owned(),
-                rank: endpoint.config.rank,
-                problem: format!("it was not ready after {timeout:?}; another rank may have failed at it"),
-            };
+            let problem = format!("it was not ready after {timeout:?}; another rank may have failed at it");
+            break Error::library(whole.name(), endpoint.config.rank, problem);
         }
         if let Err(error) = ticks.next().await {
             break error;
@@ -145,7 +143,7 @@ impl Call<'_> {
         let mut signature = operation.signature;
         signature.kind |= WHOLE;
         // What would have been chosen is not what happens.
-        signature.algo = Algo::Auto as u8;
+        signature.algo = Algo::Auto as u8 | signature.algo & KEY_BITS;
         let program = program(self.side.0, Algo::Dissemination, &Spec::of(Kind::Barrier, 0, 1, true))?;
         let at = self.side.0.token();
         let (input, output) = (at.cast_const(), at);

@@ -42,7 +42,7 @@ use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::ClockDifference;
 use crate::trace::log::LOG;
-use crate::types::{Algo, Map, Rank, Signature};
+use crate::types::{Algo, KIND_P2P, Map, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
 const QUEUE_LIMIT: usize = 1024;
@@ -399,7 +399,7 @@ impl World {
     fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
         let first = self.departed.lock().first_among(&endpoint.config.members, known);
         let Some((rank, how)) = first.filter(|_| endpoint.dying_of().is_none()) else { return };
-        let cause = Error::PeerLost { rank, how, operation: None };
+        let cause = Error::lost(rank, how);
         // Told before anyone here wakes: should this process end because of it, the others know the root cause first.
         self.tell_members(
             endpoint,
@@ -421,7 +421,7 @@ impl World {
 
     /// The first loss this rank knows of, to be passed on with its goodbye.
     pub(crate) fn loss(&self) -> Option<Error> {
-        self.departed.lock().first().map(|(rank, how)| Error::PeerLost { rank, how, operation: None })
+        self.departed.lock().first().map(|(rank, how)| Error::lost(rank, how))
     }
 }
 
@@ -447,6 +447,11 @@ impl Control for World {
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature) {
         let comm = CommId(endpoint.config.comm);
         self.tell_members(endpoint, &Message::Stalled { comm, number, signature });
+    }
+
+    fn awaits(&self, endpoint: &Endpoint, from: Rank, number: u64, signature: Signature) {
+        let comm = CommId(endpoint.config.comm);
+        self.send(endpoint.config.members[from], Message::Stalled { comm, number, signature });
     }
 }
 
@@ -483,6 +488,9 @@ impl Events for World {
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {
             Message::Abort { cause, .. } => endpoint.poison(cause),
+            Message::Stalled { number, signature, .. } if signature.kind == KIND_P2P => {
+                endpoint.peer_awaits(peer, number, signature);
+            }
             Message::Stalled { number, signature, .. } => {
                 let last = endpoint.asked(peer, number, signature);
                 self.send(from, Message::Called { comm, number, last });

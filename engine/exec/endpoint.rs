@@ -58,7 +58,7 @@ use super::p2p::Messages;
 use super::port::{Opener, Port};
 use super::runtime::Runtime;
 use super::whole::BoundWhole;
-use crate::error::Error;
+use crate::error::{Error, Members};
 use crate::forked;
 use crate::link::Break;
 use crate::link::local::MemoryLock;
@@ -85,6 +85,8 @@ pub(crate) trait Control: Send + Sync {
     fn dies(self: Arc<Self>, endpoint: &Endpoint, cause: &Error);
     /// An operation waits: ask the others what they called.
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
+    /// A message is waited for: tell the rank that is to send it, which may wait for something else.
+    fn awaits(&self, endpoint: &Endpoint, from: Rank, number: u64, signature: Signature);
 }
 
 pub(crate) struct EndpointConfig {
@@ -118,6 +120,14 @@ pub(crate) struct EndpointConfig {
     pub(crate) turned: usize,
     /// Results of so many bytes and more are written past the caches.
     pub(crate) streams_from: usize,
+}
+
+impl EndpointConfig {
+    /// The members, for errors and texts to name.
+    pub(crate) fn named(&self) -> Members {
+        // The world's own communicator alone has the number 0.
+        if self.comm == 0 { Members::WORLD } else { Members::of_group(&self.members) }
+    }
 }
 
 /// One rank's side of one communicator.
@@ -225,7 +235,8 @@ impl Endpoint {
     }
 
     fn mismatch(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
-        Error::Mismatch { comm: self.config.name.clone(), number, rank: self.config.rank, ours, peer, theirs }
+        let (comm, rank) = (self.config.name.clone(), self.config.rank);
+        Error::mismatch(comm, number, (rank, ours), (peer, theirs), Vec::new())
     }
 
     /// The user let go of the operation.

@@ -41,7 +41,7 @@ impl NcclLibrary {
     }
 
     fn told(self, rank: Rank, error: &NcclError) -> Error {
-        Error::Library { library: self.name(), rank, problem: error.to_string() }
+        Error::library(self.name(), rank, error.to_string())
     }
 }
 
@@ -92,11 +92,7 @@ impl NcclEnd {
     /// Calls NCCL with the communicator.
     fn with<T>(&self, call: impl FnOnce(NcclComm) -> Result<T, NcclError>) -> Result<T, Error> {
         let comm = self.comm.lock();
-        let aborted = || Error::Library {
-            library: self.name.clone(),
-            rank: self.place.0,
-            problem: "its communicator was aborted".into(),
-        };
+        let aborted = || Error::library(&*self.name, self.place.0, "its communicator was aborted");
         call((*comm).ok_or_else(aborted)?).map_err(|error| self.library.told(self.place.0, &error))
     }
 

@@ -109,7 +109,7 @@ impl Part {
             0 | 1 => String::new(),
             _ => format!(" (it, or another of ranks {senders:?}, which send to this one here)"),
         };
-        Err(Error::Protocol { peer, problem: problem + &one_of })
+        Err(Error::protocol(peer, problem + &one_of))
     }
 
     /// Whether the plan leaves anything in the output.

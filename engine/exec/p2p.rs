@@ -29,6 +29,9 @@ const BURST: usize = 8;
 /// Announcements and unclaimed messages that a peer may have: far above any queue limit.
 const UNCLAIMED: usize = 1 << 16;
 
+/// How many messages that nobody received an error names.
+const TOLD: usize = 8;
+
 /// How much of a message of a rank to itself is copied in one pass.
 const PIECE: usize = 1 << 20;
 
@@ -144,6 +147,50 @@ impl Messages {
         None
     }
 
+    /// Gives each message once that has been waited for longer than `stall`, or a quarter of its time, and has not come.
+    pub(crate) fn long_awaited(
+        &mut self,
+        now: Instant,
+        stall: Duration,
+        mut each: impl FnMut(Rank, u64, Signature),
+    ) {
+        let ours = self.rank;
+        for (rank, peer) in
+            self.peers.iter_mut().enumerate().filter(|(rank, peer)| *rank != ours && peer.touched)
+        {
+            for m in peer.recvs.iter_mut().filter(|m| m.stage == Stage::Waiting && !m.told) {
+                if now - m.since > stall.min(m.message.timeout / 4) {
+                    m.told = true;
+                    each(rank, m.message.number, m.message.signature);
+                }
+            }
+        }
+    }
+
+    /// What has come from a rank and was not received, by tag, and of each tag in order: [`TOLD`] at most.
+    pub(crate) fn pending(&self, rank: Rank) -> Vec<Signature> {
+        let mut unclaimed: Vec<_> = self.peers[rank].unclaimed.iter().collect();
+        unclaimed.sort_unstable_by_key(|message| (message.tag, message.number));
+        unclaimed.into_iter().take(TOLD).map(|message| message.signature).collect()
+    }
+
+    /// A rank that has sent what was not received here, also what is still on its link, and what that is. Nothing is in
+    /// progress any more.
+    pub(crate) fn leftover(&mut self) -> Option<(Rank, Vec<Signature>)> {
+        let (ours, size) = (self.rank, self.peers.len());
+        (0..size).filter(|rank| *rank != ours).find_map(|rank| {
+            // What is wrong with a link, or with what is on it, is no message.
+            while let Ok(true) = self.take_frame(rank) {}
+            let pending = self.pending(rank);
+            if pending.is_empty() { None } else { Some((rank, pending)) }
+        })
+    }
+
+    fn disagree(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
+        let comm = self.comm.to_string();
+        Error::mismatch(comm, number, (self.rank, ours), (peer, theirs), self.pending(peer))
+    }
+
     /// One pass over all peers with messages. Calls `finished` for each that completes.
     pub(crate) fn pass(&mut self, mut finished: impl FnMut(Key)) -> Result<bool, Error> {
         let peers = &mut self.peers;
@@ -190,7 +237,7 @@ impl Messages {
                 });
             }
             if let Some(problem) = wrong {
-                return Err(Error::Protocol { peer: rank, problem });
+                return Err(Error::protocol(rank, problem));
             }
         }
         Ok(any)
@@ -241,7 +288,7 @@ impl Messages {
     fn take_frame(&mut self, rank: Rank) -> Result<bool, Error> {
         let Some(frame) = self.port.rx(rank)?.peek(0)? else { return Ok(false) };
         let header = frame.header;
-        let wrong = |problem: &str| Error::Protocol { peer: rank, problem: problem.to_owned() };
+        let wrong = |problem: &str| Error::protocol(rank, problem);
         // A credit may still be on its way when all members take the communicator up again: it counts on.
         let late = header.message == Type::Credit as u32 && header.signature.generation < self.generation;
         if !late && (header.comm != self.comm as u32 || header.signature.generation != self.generation) {
@@ -310,16 +357,15 @@ impl Messages {
         let (tag, number) = (frame.header.signature.root, frame.header.op);
         let recvs = &mut self.peers[rank].recvs;
         let m = recvs.iter_mut().find(|m| m.message.tag == tag && m.message.number == number);
-        let m = m.filter(|m| m.stage == Stage::Moving).ok_or_else(|| Error::Protocol {
-            peer: rank,
-            problem: "data of a message that was not asked for".into(),
-        })?;
+        let m = m
+            .filter(|m| m.stage == Stage::Moving)
+            .ok_or_else(|| Error::protocol(rank, "data of a message that was not asked for"))?;
         let left = frame.header.len as usize - frame.done;
         if (frame.header.offset as usize).wrapping_add(frame.done) != m.done
             || left > m.message.bytes - m.done
         {
             let problem = "data of a message out of its place".to_owned();
-            return Err(Error::Protocol { peer: rank, problem });
+            return Err(Error::protocol(rank, problem));
         }
         let at = m.message.memory.wrapping_add(m.done);
         let rx = self.port.rx(rank)?;
@@ -347,18 +393,14 @@ impl Messages {
         number: u64,
         theirs: Signature,
     ) -> Result<Option<&mut Moving>, Error> {
-        let ours_rank = self.rank;
-        let comm = self.comm;
-        let recvs = &mut self.peers[rank].recvs;
-        let found = recvs
-            .iter_mut()
-            .find(|m| m.stage != Stage::Moving && m.message.tag == tag && m.message.number == number);
-        match found {
-            Some(m) if m.message.signature != theirs => {
-                Err(disagree(comm, ours_rank, number, m.message.signature, rank, theirs))
-            }
-            found => Ok(found),
+        let of_it =
+            |m: &Moving| m.stage != Stage::Moving && m.message.tag == tag && m.message.number == number;
+        let Some(at) = self.peers[rank].recvs.iter().position(of_it) else { return Ok(None) };
+        let ours = self.peers[rank].recvs[at].message.signature;
+        if ours != theirs {
+            return Err(self.disagree(number, ours, rank, theirs));
         }
+        Ok(Some(&mut self.peers[rank].recvs[at]))
     }
 
     fn keep(
@@ -372,7 +414,7 @@ impl Messages {
         let kept = &mut self.peers[rank].unclaimed;
         if kept.len() >= UNCLAIMED {
             let problem = format!("more than {UNCLAIMED} messages that nobody asked for");
-            return Err(Error::Protocol { peer: rank, problem });
+            return Err(Error::protocol(rank, problem));
         }
         kept.push(Unclaimed { tag, number, signature, data });
         Ok(())
@@ -422,7 +464,6 @@ impl Messages {
 
     /// Matches new receives with what has already come.
     fn claim(&mut self, rank: Rank) -> Result<bool, Error> {
-        let (comm, ours_rank) = (self.comm, self.rank);
         let peer = &mut self.peers[rank];
         let mut any = false;
         for m in peer.recvs.iter_mut().filter(|m| m.stage == Stage::New) {
@@ -432,7 +473,8 @@ impl Messages {
             let Some(found) = found else { continue };
             let unclaimed = peer.unclaimed.swap_remove(found);
             if unclaimed.signature != t.signature {
-                return Err(disagree(comm, ours_rank, t.number, t.signature, rank, unclaimed.signature));
+                let (number, ours) = (t.number, t.signature);
+                return Err(self.disagree(number, ours, rank, unclaimed.signature));
             }
             any = true;
             m.stage = Stage::Moving;
@@ -440,7 +482,7 @@ impl Messages {
                 Some((place, len)) => {
                     if len != t.bytes {
                         let problem = "an eager message whose length differs from its signature".to_owned();
-                        return Err(Error::Protocol { peer: rank, problem });
+                        return Err(Error::protocol(rank, problem));
                     }
                     // SAFETY: `len` bytes are the receive's buffer, which the table owns.
                     unsafe { std::ptr::copy_nonoverlapping(place.as_ptr(), t.memory, len) };
@@ -518,10 +560,6 @@ impl Messages {
             Payload::Slot(slot, place)
         }))
     }
-}
-
-fn disagree(comm: u64, rank: Rank, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
-    Error::Mismatch { comm: comm.to_string(), number, rank, ours, peer, theirs }
 }
 
 #[cfg(test)]

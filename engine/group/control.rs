@@ -188,7 +188,7 @@ impl Reader {
                 LOG.line(move || tracing::warn!(rank, from, "rank {from} was lost: {how}"));
                 self.events.lost(from, how);
                 // It may wake up again: what it reads then is why it is out.
-                self.outbox.finish(goodbye(Some(Error::PeerLost { rank: from, how, operation: None })));
+                self.outbox.finish(goodbye(Some(Error::lost(from, how))));
                 tokio::time::sleep(FLUSH).await;
                 self.writer.abort();
             }

@@ -237,6 +237,21 @@ impl Rendezvous {
         Self::from_lookup(&|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
     }
 
+    /// [`from_env`](Self::from_env), and a world of one rank where no launcher has started this process: the program then runs
+    /// by itself, too.
+    ///
+    /// # Errors
+    /// As of `from_env`, where one of its variables for a rank is set, or one for a size (but Slurm's, which are also set where nothing
+    /// was launched): half of what a launcher says is no reason to run alone.
+    pub fn from_env_or_alone() -> Result<Rendezvous, Error> {
+        Self::from_lookup_or_alone(&|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
+    }
+
+    pub(crate) fn from_lookup_or_alone(raw: Lookup<'_>) -> Result<Rendezvous, Error> {
+        let is_set = |name: &str| raw(name).is_some_and(|value| !value.trim().is_empty());
+        if launchers::marks().any(is_set) { Self::from_lookup(raw) } else { Ok(Self::alone()) }
+    }
+
     pub(crate) fn from_lookup(raw: Lookup<'_>) -> Result<Rendezvous, Error> {
         let get = |name: &str| raw(name).filter(|v| !v.trim().is_empty());
         Self::look_up(&get).map_err(|problem| Error::invalid(FROM_ENV, problem))

@@ -31,6 +31,13 @@ pub(super) enum Meeting {
     Note(PathBuf),
 }
 
+/// The variables by which a process knows that a launcher has started it. Slurm's sizes are none of them: they are also set in the
+/// shell of an allocation.
+pub(super) fn marks() -> impl Iterator<Item = &'static str> {
+    let of = |(launcher, rank, size)| [Some(rank), (launcher != "Slurm").then_some(size)];
+    LAUNCHERS.into_iter().flat_map(of).flatten().chain(["PMIX_RANK"])
+}
+
 /// Rank and size, from the first launcher that says both.
 pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
     let mut half = Vec::new();
@@ -64,7 +71,8 @@ pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
     let found = if half.is_empty() { "none of them is set".into() } else { half.join("; ") };
     Err(format!(
         "no rank: looked for {wanted}; {found}. Start the ranks with `allstream run -n 4 PROGRAM`, or with torchrun, \
-         mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ALLSTREAM_TOKEN yourself"
+         mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ALLSTREAM_TOKEN yourself; a program that \
+         should also run without a launcher, as a world of one rank, calls Rendezvous::from_env_or_alone"
     ))
 }
 

@@ -27,7 +27,8 @@ pub(crate) enum Message {
         /// The first cause the sender knows of.
         cause: Error,
     },
-    /// "I have waited for a while in this operation: have you called the same?"
+    /// "I have waited for a while in this operation: have you called the same?" Of a message: "I have waited for a while to
+    /// receive it from you", which is not answered.
     Stalled {
         /// Which communicator.
         comm: CommId,

@@ -113,11 +113,9 @@ mod tests {
     }
 
     fn message() -> impl Strategy<Value = Message> {
-        let cause = (any::<usize>(), ".*").prop_map(|(by, reason)| Error::Aborted { by, reason });
-        let lost = (any::<usize>(), any::<u32>()).prop_map(|(rank, ms)| Error::PeerLost {
-            rank,
-            how: Lost::Silent(std::time::Duration::from_millis(ms.into())),
-            operation: None,
+        let cause = (any::<usize>(), ".*").prop_map(|(by, reason)| Error::aborted(by, reason));
+        let lost = (any::<usize>(), any::<u32>()).prop_map(|(rank, ms)| {
+            Error::lost(rank, Lost::Silent(std::time::Duration::from_millis(ms.into())))
         });
         let cause = prop_oneof![cause, lost];
         let signature = (any::<[u8; 4]>(), any::<u32>(), any::<u64>(), any::<[u32; 2]>()).prop_map(

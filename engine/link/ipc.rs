@@ -90,7 +90,7 @@ impl FarPeer {
         offer: &Offer,
         card: &[u8],
     ) -> Result<FarPeer, Error> {
-        let short = || Error::Protocol { peer: rank, problem: format!("{} bytes for a card", card.len()) };
+        let short = || Error::protocol(rank, format!("{} bytes for a card", card.len()));
         let (at, name) = card.split_first_chunk::<8>().ok_or_else(short)?;
         let name = read(name.try_into().map_err(|_| short())?);
         let probe = Import::open(stream, process, &name)?;
@@ -323,7 +323,7 @@ impl FarRx {
             let whole = import.bytes();
             let problem =
                 format!("{bytes} bytes at offset {location} are not in its device memory of {whole} bytes");
-            Error::Protocol { peer: self.peer.rank, problem }
+            Error::protocol(self.peer.rank, problem)
         })
     }
 }
@@ -343,7 +343,7 @@ impl LinkRx for FarRx {
             let unit = DType::from_u8(header.signature.dtype).map_or(1, |dtype| dtype.size() as u64);
             if !descriptor.location.is_multiple_of(unit) {
                 let problem = format!("no element begins at offset {}", descriptor.location);
-                return Err(Error::Protocol { peer: self.peer.rank, problem });
+                return Err(Error::protocol(self.peer.rank, problem));
             }
             let Some(here) = self.locate(descriptor.location, header.len as usize)? else { return Ok(None) };
             at = here;

@@ -254,7 +254,7 @@ impl LinkRx for LocalRx {
             at if len <= SLOT && ring.region.contains(at, len) => ring.region.at(at as usize),
             at => {
                 let problem = format!("{len} bytes at offset {at} are not in its region");
-                return Err(Error::Protocol { peer: self.peer, problem });
+                return Err(Error::protocol(self.peer, problem));
             }
         };
         let header = d.header();
@@ -263,7 +263,7 @@ impl LinkRx for LocalRx {
     }
 
     fn borrow(&self) -> Result<Loan, Error> {
-        let wrong = |problem: String| Error::Protocol { peer: self.peer, problem };
+        let wrong = |problem: String| Error::protocol(self.peer, problem);
         let Some(frame) = self.head.filter(|frame| frame.ready == Loan::FRAME) else {
             return Err(wrong("a loan that names no memory".into()));
         };

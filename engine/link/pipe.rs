@@ -174,7 +174,7 @@ impl LinkRx for PipeRx {
         if self.head.is_none() {
             self.fill(HEADER_BYTES);
             let Some(bytes) = self.window.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
-            let wrong = |problem| Error::Protocol { peer: self.peer, problem };
+            let wrong = |problem| Error::protocol(self.peer, problem);
             self.head = Some(Header::decode(bytes, SLOT).map_err(wrong)?);
             self.window.drain(..HEADER_BYTES);
         }

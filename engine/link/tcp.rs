@@ -391,8 +391,8 @@ impl LinkRx for TcpRx {
             let Some(bytes) = self.window[self.start..self.end].first_chunk::<HEADER_BYTES>() else {
                 return Ok(None);
             };
-            let header = Header::decode(bytes, FRAME)
-                .map_err(|problem| Error::Protocol { peer: self.peer, problem })?;
+            let header =
+                Header::decode(bytes, FRAME).map_err(|problem| Error::protocol(self.peer, problem))?;
             self.start += HEADER_BYTES;
             self.head = Some(header);
             self.done = 0;

@@ -135,7 +135,7 @@ impl Outbox {
         let offset = offset as usize;
         if !(fits && region.is_page(region.at(offset), PAGE)) {
             let problem = format!("no page for words begins at offset {offset} of its region");
-            return Err(Error::Protocol { peer, problem });
+            return Err(Error::protocol(peer, problem));
         }
         let words = Some(region.register(stream, offset)?);
         Ok(Outbox { words, region, offset })

@@ -15,6 +15,18 @@ use crate::types::{DType, Element};
 /// All [`HostMemory`] is one: implement that for an owner of host memory. [`DeviceBuf`](crate::cuda::DeviceBuf) is one,
 /// too.
 ///
+/// An operation owns its buffer, so none is given by reference. Gradients that are held in a struct are taken out and put
+/// back:
+///
+/// ```
+/// # struct Model { grads: Vec<f32> }
+/// # fn main() -> Result<(), allstream::Error> {
+/// # let mut comm = allstream::Comm::local(1)?.remove(0);
+/// # let mut model = Model { grads: vec![0.5; 8] };
+/// model.grads = comm.all_reduce(std::mem::take(&mut model.grads)).wait()?; // an empty Vec meanwhile, and after a failure
+/// # assert_eq!(model.grads.len(), 8); Ok(()) }
+/// ```
+///
 /// # Safety
 ///
 /// What [`location`](Self::location) says holds, however often the value is moved, until it is dropped or changed through
@@ -23,6 +35,14 @@ use crate::types::{DType, Element};
 /// `len()` elements are there as [`HostMemory`] says; on a device, they are valid for reads and writes by work that is
 /// put on the stream of the location, after what is on it; and when the value comes back or is dropped after a failure,
 /// copies of the engine's may still be on that stream: the memory is used again, or freed, in its order only.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a buffer that an operation can own",
+    label = "not a buffer",
+    note = "a buffer is owned memory: Vec<T>, Box<[T]>, HostBuf<T>, DeviceBuf<T>, .. of an `Element` type, not a reference: hand it over \
+            with std::mem::take(&mut self.grads), and take it back from the result",
+    note = "where several buffers go into one call, each stands in a list: ([a], [b]) for buffers of different types, not (a, b)",
+    note = "one number goes without a buffer: all_reduce_value(x), broadcast_value(x, root), all_gather_value(x)"
+)]
 pub unsafe trait Buf: Send + 'static {
     /// The element type; [`Untyped`](super::Untyped) where only the value knows.
     type Elem: 'static;
@@ -46,6 +66,8 @@ pub struct Location(pub(crate) Where);
 pub(crate) enum Where {
     Host(*mut u8),
     Device(DevicePlace),
+    /// Nowhere that an operation could use: why.
+    Unfit(&'static str),
 }
 
 impl Location {
@@ -81,8 +103,16 @@ impl RawBuf {
     /// Where it is on a device; `None` where it is on the host.
     pub(crate) fn on_device(&self) -> Option<&DevicePlace> {
         match &self.place.0 {
-            Where::Host(_) => None,
+            Where::Host(_) | Where::Unfit(_) => None,
             Where::Device(place) => Some(place),
+        }
+    }
+
+    /// Why it cannot be used as it is.
+    pub(crate) fn unfit(&self) -> Option<&'static str> {
+        match self.place.0 {
+            Where::Unfit(why) => Some(why),
+            _ => None,
         }
     }
 
@@ -102,14 +132,18 @@ unsafe impl<M: HostMemory> Buf for M {
         M::Elem::DTYPE
     }
     fn location(&mut self) -> Location {
-        Location::host(self.ptr_mut())
+        match self.unfit() {
+            None => Location::host(self.ptr_mut()),
+            Some(why) => Location(Where::Unfit(why)),
+        }
     }
 }
 
 /// Memory of the host's that an operation can own: every one is a [`Buf`].
 ///
 /// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`], and for [`View`](super::View)s of any of them; foreign owners
-/// (an array library's storage, a mapped file) can implement it: `examples/09_ndarray.rs` does, and says why it may.
+/// (an array library's storage, a mapped file) can implement it, in a few lines and with a reason for each point below. With the
+/// feature `ndarray` the arrays of that crate are.
 ///
 /// # Safety
 ///
@@ -125,6 +159,13 @@ unsafe impl<M: HostMemory> Buf for M {
 /// - nothing else reads or writes it while the value is owned by the operation, cut, or in an `AnyBuf`: the owner is
 ///   unique;
 /// - dropping the value on any thread is sound (`Send`).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a buffer that an operation can own",
+    label = "no buffer, or none in a list",
+    note = "where several buffers go into one call, each stands in a list: ([a], [b]) for buffers of different types, not (a, b)",
+    note = "a buffer is owned memory: Vec<T>, Box<[T]>, HostBuf<T>, DeviceBuf<T>, .. of an `Element` type",
+    note = "one number goes without a buffer: all_reduce_value(x), broadcast_value(x, root), all_gather_value(x)"
+)]
 pub unsafe trait HostMemory: Send + 'static {
     /// The element type.
     type Elem: Element;
@@ -139,6 +180,11 @@ pub unsafe trait HostMemory: Send + 'static {
     /// memory makes them block their caller.
     fn is_pinned(&self) -> bool {
         false
+    }
+    /// Why this memory cannot be used as it is, where it cannot (an array whose elements are not one after another, say): calls are
+    /// refused in these words and give it back. [`count`](Self::count) is 0 then.
+    fn unfit(&self) -> Option<&'static str> {
+        None
     }
 }
 

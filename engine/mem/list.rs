@@ -10,6 +10,23 @@ mod sealed {
 /// (of up to six), each of a type of its own: `(weights, biases)` with `Vec<Vec<bf16>>` and `[Vec<f32>; 2]`.
 ///
 /// Lengths may differ, and be 0; all ranks give the same lengths and types in the same order.
+///
+/// Single buffers of different types are lists of one, `([a], [b])`. Tuples nest, so that what belongs together comes back
+/// together, and more than six fit:
+///
+/// ```
+/// # fn main() -> Result<(), allstream::Error> {
+/// # let mut comm = allstream::Comm::local(1)?.remove(0);
+/// let (weights, biases, steps) = (vec![vec![1.0f32; 9]; 3], vec![vec![0.0f32; 3]; 3], vec![7u64]);
+/// let ((weights, biases), [steps]) = comm.broadcast_list(((weights, biases), [steps]), 0).wait()?;
+/// # assert_eq!((weights.len(), biases.len(), steps[0]), (3, 3, 7)); Ok(()) }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a list of buffers",
+    label = "not a list of buffers",
+    note = "lists are Vecs or arrays of buffers of one type, [a, b], or tuples of lists: ([a], [b]) for buffers of different types, and \
+            tuples of tuples of those"
+)]
 pub trait BufList: sealed::Sealed + Send + 'static {
     /// Visits each buffer, in order. The same ones, in the same place, whenever it is asked.
     #[doc(hidden)]

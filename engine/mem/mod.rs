@@ -6,6 +6,8 @@ pub(crate) mod device;
 pub(crate) mod dlpack;
 mod erased;
 mod list;
+#[cfg(feature = "ndarray")]
+mod ndarray;
 mod promise;
 mod slice;
 mod split;

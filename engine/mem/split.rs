@@ -57,7 +57,7 @@ struct Whole<B> {
 /// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: there are no lengths, or they do not add up to
 /// the buffer's.
 pub fn split<B: HostMemory>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Failed<B>> {
-    match misfit(lens, buf.count()) {
+    match buf.unfit().map(str::to_owned).or_else(|| misfit(lens, buf.count())) {
         None => Ok(View::whole(buf).cut(lens)),
         Some(problem) => Err(failed("split", problem, buf)),
     }
@@ -77,7 +77,7 @@ pub fn split<B: HostMemory>(buf: B, lens: &[usize]) -> Result<Vec<View<B>>, Fail
 /// # Errors
 /// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: `mid` lies beyond the end.
 pub fn split_at<B: HostMemory>(buf: B, mid: usize) -> Result<[View<B>; 2], Failed<B>> {
-    match beyond(mid, buf.count()) {
+    match buf.unfit().map(str::to_owned).or_else(|| beyond(mid, buf.count())) {
         None => Ok(View::whole(buf).halve(mid)),
         Some(problem) => Err(failed("split_at", problem, buf)),
     }

@@ -51,6 +51,7 @@ pub(crate) fn example(name: &str) -> PathBuf {
         (cfg!(feature = "testing"), "testing"),
         (cfg!(feature = "fuzzing"), "fuzzing"),
         (cfg!(feature = "cudarc"), "cudarc"),
+        (cfg!(feature = "ndarray"), "ndarray"),
     ];
     for (_, feature) in features.into_iter().filter(|(on, _)| *on) {
         command.args(["--features", feature]);

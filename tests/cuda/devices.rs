@@ -19,7 +19,12 @@ fn devices_get_what_hosts_get() {
         ranks(3, |mut comm| {
             // Two devices: one has two ranks.
             let device = Device::new(comm.rank() % 2).unwrap();
-            assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+            // Through either handle.
+            let path = match comm.rank() {
+                0 => soon(comm.share().bind_device(&device)),
+                _ => soon(comm.bind_device(&device)),
+            };
+            assert_eq!(path.unwrap(), DevicePath::Peer);
             let stream = &DeviceStream::new(&device).unwrap();
             everything(&mut comm, stream, &[0, 1, 1000, 5000]);
             nothing_goes_through_the_host(&mut comm, stream);

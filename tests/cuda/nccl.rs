@@ -496,7 +496,7 @@ fn what_cannot_be_bound_is_said_to_all_and_the_communicator_goes_on() {
                 let rank = comm.rank();
                 let (first, own) = (Device::new(0).unwrap(), Device::new(rank).unwrap());
                 let error = soon(comm.bind_nccl(&first)).unwrap_err().to_string();
-                assert!(error.contains("ranks 0 and 1 have one device"), "{error}");
+                assert!(error.contains("rank 0 and rank 1 have one device"), "{error}");
                 let error = match rank {
                     0 => soon(comm.bind_nccl(&own)),
                     _ => soon(comm.bind_device(&own)),
@@ -578,6 +578,8 @@ fn the_pool_keeps_what_nccl_has_made() {
             // One that is aborted is not kept.
             let mut child = soon(comm.dup()).unwrap();
             bound(&mut child);
+            // The other rank is bound, too.
+            soon(comm.barrier()).unwrap();
             if rank == 0 {
                 child.abort("a test");
             }

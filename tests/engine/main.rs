@@ -9,6 +9,8 @@ mod counted;
 mod dlpack;
 mod groups;
 mod laws;
+#[cfg(feature = "ndarray")]
+mod ndarray;
 mod node;
 mod readme;
 mod shrink;

@@ -354,7 +354,7 @@ fn nodes_are_split_doubled_and_aborted_together() {
         }
         let failed = twin.timeout(CALL).all_reduce(mine).wait().unwrap_err();
         match failed.error {
-            Error::Aborted { by: 6, reason } => assert_eq!(reason, "enough"),
+            Error::Aborted { by: 6, reason, .. } => assert_eq!(reason, "enough"),
             other => panic!("{other}"),
         }
         drop(twin);

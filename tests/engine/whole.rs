@@ -31,8 +31,8 @@ fn ranks<R: Send + 'static>(
     each: impl Fn(&Slow, Comm) -> R + Send + Sync + 'static,
 ) -> Vec<R> {
     let told: Vec<Slow> = (0..n).map(slow).collect();
-    let all = on_threads(worlds(n, "local"), LIMIT, move |rank, mut comm| {
-        block_on(comm.bind_slow(&told[rank])).unwrap();
+    let all = on_threads(worlds(n, "local"), LIMIT, move |rank, comm| {
+        block_on(comm.share().bind_slow(&told[rank])).unwrap();
         each(&told[rank], comm)
     });
     all.into_iter().map(Result::unwrap).collect()
@@ -87,7 +87,7 @@ fn what_goes_whole_gives_what_the_oracle_says() {
         let given: Vec<_> = told.iter().map(|slow| slow.submitted.clone()).collect();
         let wanted = list.iter().filter(|(_, is_whole)| *is_whole).count();
         let all = on_threads(worlds(n, link), LIMIT, move |rank, mut comm| -> Result<(), String> {
-            block_on(comm.bind_slow(&told[rank])).map_err(|error| error.to_string())?;
+            block_on(comm.share().bind_slow(&told[rank])).map_err(|error| error.to_string())?;
             for (i, (case, _)) in list.iter().enumerate() {
                 cases::run(&mut comm, case, &oracle, i)
                     .map_err(|error| format!("{link}, rank {rank} of {n}, case {i}, {case:?}: {error}"))?;

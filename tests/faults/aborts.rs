@@ -44,7 +44,7 @@ async fn abort_one(world: &mut Comm) {
 }
 
 fn is_abort(error: &Error) -> bool {
-    matches!(error, Error::Aborted { by: 2, reason } if reason == "a test says so")
+    matches!(error, Error::Aborted { by: 2, reason, .. } if reason == "a test says so")
 }
 
 pub(crate) async fn aborts(me: Me) {

@@ -186,7 +186,7 @@ fn kill(k: &Kill) -> Outcome {
         });
         let in_flight = called < killed;
         let error = harness::error_of(&said);
-        let named = matches!(&error, Error::PeerLost { rank, how: Lost::Died, operation }
+        let named = matches!(&error, Error::PeerLost { rank, how: Lost::Died, operation, .. }
             if *rank == k.victim && (operation.is_some() || !in_flight));
         assert!(
             named,

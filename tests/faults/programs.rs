@@ -23,9 +23,19 @@ async fn send_three_ways(world: &mut Comm) {
     let [one] = &missing[..] else { panic!("{}", failed.error) };
     // The cause is the first rank's, and everyone's: it names the other one of the two.
     assert_eq!(one.rank, 1 - rank, "{}", failed.error);
-    assert_eq!(one.state, MissingState::NotMatched { direction: "recv".into() });
+    let MissingState::NotMatched { direction, tag: 0, pending, .. } = &one.state else {
+        panic!("{}", failed.error)
+    };
+    assert_eq!(direction, "recv");
     let text = failed.error.to_string();
-    assert!(text.contains("has not made the matching recv"), "{text}");
+    let begin = format!("send(f32 x {SIXTY_FOUR_MB}, to rank {} (world rank {0}), tag 0)", one.rank);
+    assert!(text.starts_with(&begin) && text.contains("has not made the matching recv"), "{text}");
+    // Both have sent: the error says that there is something to receive.
+    assert_eq!(
+        pending.iter().map(|m| (m.root, m.count)).collect::<Vec<_>>(),
+        [(0, SIXTY_FOUR_MB as u64)],
+        "{text}"
+    );
     println!("rank {me} after {took:?}: {text}");
     drop(comm);
 

@@ -67,7 +67,7 @@ fn a_bool_that_is_neither_true_nor_false_never_reaches_the_user() {
         for (what, count, end) in &ends[1] {
             let told = end.as_ref().map(Error::to_string).unwrap_or_else(|| "nothing".into());
             assert!(told.contains("neither 0 nor 1"), "{link:?}, {what} of {count}: {told}");
-            assert!(told.contains("rank 0 sent"), "{link:?}, {what} of {count}: {told}");
+            assert!(told.contains("rank 0 (world rank 0) sent"), "{link:?}, {what} of {count}: {told}");
         }
     }
 }

@@ -28,7 +28,7 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 41] = [
+const UNSAFE: [(&str, &str); 40] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -67,7 +67,6 @@ const UNSAFE: [(&str, &str); 41] = [
     ("engine/group/fds.rs", "the descriptor inherited from the launcher"),
     ("engine/fuzzing.rs", "hostile memory, for the fuzz targets"),
     ("cli/launch.rs", "between fork and exec"),
-    ("examples/09_ndarray.rs", "shows how a foreign owner keeps the contract of a buffer"),
     ("examples/13_gpu_overlap.rs", "launches a kernel of its own"),
     ("tests/", "buffers of their own; models of the queues; signals"),
 ];

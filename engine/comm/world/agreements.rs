@@ -15,7 +15,7 @@ use tokio::sync::oneshot;
 
 use self::board::{Board, Out, Refusal, WINDOW};
 use super::World;
-use crate::error::{Error, Lost};
+use crate::error::{Error, Lost, Members};
 use crate::exec::Endpoint;
 use crate::group::message::{CommId, Message, Outcome, Step};
 use crate::mem::Promise;
@@ -64,6 +64,8 @@ struct Table {
     board: Board,
     /// World rank of each member.
     members: Vec<Rank>,
+    /// The same, for errors to name.
+    named: Members,
     waiters: Map<u64, Waiter>,
     endpoint: Weak<Endpoint>,
     /// When it was made, in tables.
@@ -94,8 +96,8 @@ fn fill(answers: Answers) {
     }
 }
 
-fn expelled(rank: Rank, how: Lost) -> Error {
-    Error::PeerLost { rank, how, operation: None }
+fn expelled(members: &Members, rank: Rank, how: Lost) -> Error {
+    Error::lost(rank, how).among(members)
 }
 
 impl Agreements {
@@ -124,6 +126,7 @@ impl Agreements {
             Table {
                 board,
                 members: config.members.clone(),
+                named: config.named(),
                 waiters: Map::default(),
                 endpoint: Arc::downgrade(endpoint),
                 made: *made,
@@ -164,7 +167,7 @@ impl Table {
                 Out::Expelled(how) => {
                     let me = self.members.iter().position(|m| *m == world.rank).unwrap_or_default();
                     for (_, waiter) in self.waiters.drain() {
-                        answers.push((waiter.answer, Err(expelled(me, how))));
+                        answers.push((waiter.answer, Err(expelled(&self.named, me, how))));
                     }
                 }
             }
@@ -225,7 +228,7 @@ impl World {
         let answers = table.carry_out(self, comm, out);
         match called {
             Ok(_) => Ok(answers),
-            Err(Refusal::Expelled(how)) => Err(expelled(endpoint.config.rank, how)),
+            Err(Refusal::Expelled(how)) => Err(expelled(&endpoint.config.named(), endpoint.config.rank, how)),
             Err(Refusal::Full) => Err(Error::QueueFull { call: "agree".into(), limit: WINDOW as usize }),
         }
     }
@@ -237,7 +240,8 @@ impl World {
             let Some(waiter) = table.waiters.remove(&number) else { return };
             let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
             let missing = table.board.missing(number);
-            (waiter.answer, Err(Error::NoVerdict { call, comm, rank, after, missing }))
+            let members = table.named.clone();
+            (waiter.answer, Err(Error::NoVerdict { call, comm, rank, after, missing, members }))
         };
         fill(vec![given_up]);
     }

@@ -79,8 +79,8 @@ impl Meeting {
         }
     }
 
-    /// Says what this rank brings, and waits until every survivor has said the same or is known not to come. What each brings, in the
-    /// survivors' order; `None` for those that do not come, or have died meanwhile.
+    /// Says what this rank brings, and waits until every survivor has said the same or is known not to come. What each brings, in
+    /// the order of `survivors`, ranks of the old communicator `of`; `None` for those that do not come, or have died meanwhile.
     ///
     /// # Errors
     /// [`Error::NoVerdict`] at `end`, naming the survivors that have said nothing.
@@ -88,37 +88,31 @@ impl Meeting {
         mut self,
         row: [u64; ROW],
         survivors: &[Rank],
-        name: &str,
-        (end, timeout): (Instant, Duration),
+        of: &Endpoint,
+        (end, after): (Instant, Duration),
     ) -> Result<Vec<Said>, Error> {
         self.tell(Some(row));
         self.has_come = true;
         let mut ticks = Ticks::new(&self.world.runtime, LOOK)?;
         loop {
             // Who has gone is looked up first: what a member said before it went has been heard by then.
-            let gone = self.world.departed.lock().any_of(survivors);
-            let said: Vec<Option<Said>> = survivors
+            let gone = self.world.departed.lock().any_of(&self.members);
+            let said = |rank: &Rank| match self.members[*rank] {
+                member if member == self.world.rank => Some(Some(row)),
+                member => self.world.meetings.said(self.id, member),
+            };
+            let waits_for = |rank: &&Rank| said(rank).is_none() && !gone.contains(&self.members[**rank]);
+            let missing: Vec<Missing> = survivors
                 .iter()
-                .map(|rank| match *rank == self.world.rank {
-                    true => Some(Some(row)),
-                    false => self.world.meetings.said(self.id, *rank),
-                })
+                .filter(waits_for)
+                .map(|rank| Missing { rank: *rank, state: MissingState::NoAnswer })
                 .collect();
-            let waits_for = |place: &usize| said[*place].is_none() && !gone.contains(&survivors[*place]);
-            let waited: Vec<Rank> = (0..said.len()).filter(waits_for).collect();
-            if waited.is_empty() {
-                return Ok(said.into_iter().map(Option::flatten).collect());
+            if missing.is_empty() {
+                return Ok(survivors.iter().map(|rank| said(rank).flatten()).collect());
             }
             if self.world.runtime.now() >= end {
-                let state = |place: Rank| Missing { rank: place, state: MissingState::NoAnswer };
-                let rank = survivors.iter().position(|m| *m == self.world.rank).unwrap_or_default();
-                return Err(Error::NoVerdict {
-                    call: "shrink".into(),
-                    comm: name.into(),
-                    rank,
-                    after: timeout,
-                    missing: waited.into_iter().map(state).collect(),
-                });
+                let (rank, comm, members) = (of.config.rank, of.config.name.clone(), of.config.named());
+                return Err(Error::NoVerdict { call: "shrink".into(), comm, rank, after, missing, members });
             }
             ticks.next().await?;
         }

@@ -61,7 +61,7 @@ fn id(group: usize) -> CommId {
 }
 
 fn abort(group: usize, from: Rank) -> Error {
-    Error::Aborted { by: from, reason: format!("group {group}, says rank {from}") }
+    Error::aborted(from, format!("group {group}, says rank {from}"))
 }
 
 /// What a group is to know, from all that was heard so far: its cause, and who has left.
@@ -74,11 +74,7 @@ fn expected(group: usize, heard: &[Step]) -> (Option<Error>, Vec<bool>) {
             Step::Make(_) | Step::Goodbye(_, None) => None,
             Step::Lost(rank, how) | Step::Goodbye(_, Some((rank, how))) => {
                 let again = std::mem::replace(&mut known[*rank], true);
-                place(*rank).filter(|_| !again).map(|rank| Error::PeerLost {
-                    rank,
-                    how: *how,
-                    operation: None,
-                })
+                place(*rank).filter(|_| !again).map(|rank| Error::lost(rank, *how))
             }
             Step::Abort(of, from) => place(*from).filter(|_| *of == group).map(|_| abort(group, *from)),
         };
@@ -111,7 +107,7 @@ proptest! {
                 Step::Make(_) => {}
                 Step::Lost(rank, how) => world.lost(rank, how),
                 Step::Goodbye(rank, cause) => {
-                    let cause = cause.map(|(rank, how)| Error::PeerLost { rank, how, operation: None });
+                    let cause = cause.map(|(rank, how)| Error::lost(rank, how));
                     world.goodbye(rank, cause);
                 }
                 Step::Abort(group, from) => {

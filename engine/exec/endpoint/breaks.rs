@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use super::Endpoint;
 use super::progress::Run;
-use crate::error::Error;
+use crate::error::{Error, Members};
 use crate::link::Break;
 use crate::types::Rank;
 
@@ -29,7 +29,16 @@ impl Endpoint {
     pub(crate) fn peer_broke(self: &Arc<Self>, peer: Rank, what: Break) -> Option<Error> {
         if !self.health.has_ended() {
             let Break { kind, at, peer_at, problem } = what;
-            self.fail(Error::Link { kind, rank: peer, at, peer: self.config.rank, peer_at, problem });
+            let members = Members::default();
+            self.fail(Error::Link {
+                kind,
+                rank: peer,
+                at,
+                peer: self.config.rank,
+                peer_at,
+                problem,
+                members,
+            });
         }
         self.health.first_cause().cloned()
     }

@@ -34,6 +34,9 @@ impl Endpoint {
         if let Some(error) = overdue.or_else(|| self.overdue_message(run, now)) {
             self.fail(error);
         }
+        run.messages.long_awaited(now, STALL, |from, number, signature| {
+            self.config.control.awaits(self, from, number, signature);
+        });
         self.end_overdue_copy_backs(run, now);
     }
 
@@ -63,8 +66,11 @@ impl Endpoint {
         }
         self.recorder.waiting(number, &waiting);
         if let Some(rank) = self.peers.first_left(&waiting) {
-            let operation = run.active.operation(&self.config.name);
-            return Some(Error::PeerLost { rank, how: Lost::Left, operation });
+            let lost = Error::lost(rank, Lost::Left);
+            return Some(match run.active.operation(&self.config.name) {
+                Some(operation) => lost.during(operation),
+                None => lost,
+            });
         }
         self.config.control.stalled(self, number, signature);
         None
@@ -77,19 +83,17 @@ impl Endpoint {
         let (number, signature) = (message.number, message.signature);
         let operation = Operation { comm: self.config.name.clone(), number, signature };
         if gone {
-            let operation = Some(operation);
-            return Some(Error::PeerLost { rank: message.peer, how: Lost::Left, operation });
+            return Some(Error::lost(message.peer, Lost::Left).during(operation));
         }
         if lacks {
             return Some(self.not_come(number, signature, message.timeout));
         }
-        let state = MissingState::NotMatched { direction: message.direction.other().name().to_owned() };
-        Some(Error::Timeout {
-            operation,
-            rank: self.config.rank,
-            after: message.timeout,
-            missing: vec![Missing { rank: message.peer, state }],
-        })
+        let direction = message.direction.other().name().to_owned();
+        let pending = run.messages.pending(message.peer);
+        let awaited = self.not_sent(message.peer);
+        let state = MissingState::NotMatched { direction, tag: message.tag, pending, awaited };
+        let missing = vec![Missing { rank: message.peer, state }];
+        Some(Error::timeout(operation, self.config.rank, message.timeout, missing))
     }
 
     /// `held_up`: what keeps the operation from its end if all have called it.
@@ -106,6 +110,6 @@ impl Endpoint {
             missing.extend(held_up.map(|state| Missing { rank: us, state }));
         }
         let operation = Operation { comm: self.config.name.clone(), number, signature };
-        Error::Timeout { operation, rank: self.config.rank, after, missing }
+        Error::timeout(operation, us, after, missing)
     }
 }

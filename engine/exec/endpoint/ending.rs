@@ -106,6 +106,6 @@ impl Endpoint {
         }
         let operation =
             Operation { comm: self.config.name.clone(), number: first.number, signature: first.signature };
-        Some(Error::Timeout { operation, rank: self.config.rank, after: first.timeout, missing })
+        Some(Error::timeout(operation, self.config.rank, first.timeout, missing))
     }
 }

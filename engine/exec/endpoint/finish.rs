@@ -55,12 +55,7 @@ impl Endpoint {
     pub(super) fn not_come(&self, number: u64, signature: Signature, after: Duration) -> Error {
         let rank = self.config.rank;
         let operation = Operation { comm: self.config.name.clone(), number, signature };
-        Error::Timeout {
-            operation,
-            rank,
-            after,
-            missing: vec![Missing { rank, state: MissingState::NotReady }],
-        }
+        Error::timeout(operation, rank, after, vec![Missing { rank, state: MissingState::NotReady }])
     }
 
     /// Ends an operation. Its user hears of it in [`run_completions`](Self::run_completions).
@@ -71,7 +66,8 @@ impl Endpoint {
         if !table.devices.is_empty() {
             table.devices.remove(&key.number());
         }
-        let (waker, held) = table.inflight.finish(key, result.map_err(Box::new));
+        let result = result.map_err(|error| Box::new(error.among(&self.config.named())));
+        let (waker, held) = table.inflight.finish(key, result);
         drop(table);
         self.completions.put(waker, held);
     }
@@ -117,7 +113,7 @@ impl Endpoint {
         if let Error::Mismatch { comm, .. } = &mut error {
             comm.clone_from(&self.config.name);
         }
-        if let Some(cause) = self.health.begin_to_die(error) {
+        if let Some(cause) = self.health.begin_to_die(error.among(&self.config.named())) {
             // Told before anyone here wakes: should this process end because of it, the others know the cause.
             self.config.control.abort(self, cause);
             self.wake_dead(cause);
@@ -128,7 +124,7 @@ impl Endpoint {
 
     /// Kills the communicator for a cause heard of.
     pub(crate) fn poison(self: &Arc<Self>, error: Error) {
-        if let Some(cause) = self.health.begin_to_die(error) {
+        if let Some(cause) = self.health.begin_to_die(error.among(&self.config.named())) {
             self.wake_dead(cause);
         }
     }

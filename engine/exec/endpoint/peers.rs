@@ -1,16 +1,24 @@
 //! What the other ranks have told of themselves beside the data: what they called last, that they close, that they left.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use super::Endpoint;
-use crate::error::{Error, Missing, MissingState};
+use crate::error::{Error, Missing, MissingState, unreceived};
+use crate::exec::p2p::Direction;
 use crate::types::{Rank, Signature};
 
 /// An answer older than this does not count as a sign of life.
 const ANSWER: Duration = Duration::from_millis(1200);
+
+/// A pass of another communicator of the rank is over sooner.
+const LOCK: Duration = Duration::from_millis(100);
+
+/// How many messages that a rank waits for are remembered.
+const TOLD: usize = 8;
 
 /// What one rank has told.
 #[derive(Clone, Default)]
@@ -21,6 +29,8 @@ struct Peer {
     has_left: bool,
     /// It closes the communicator, after so many collectives.
     closes_after: Option<u64>,
+    /// The last messages that it said to wait for, from this rank: their numbers, and what they are to be.
+    awaits: VecDeque<(u64, Signature)>,
 }
 
 #[derive(Clone)]
@@ -56,6 +66,20 @@ impl Peers {
 
     pub(super) fn closes(&self, peer: Rank, calls: u64) {
         self.change(peer, |peer| peer.closes_after = Some(calls));
+    }
+
+    pub(super) fn awaits(&self, peer: Rank, number: u64, signature: Signature) {
+        self.change(peer, |peer| {
+            if peer.awaits.len() == TOLD {
+                peer.awaits.pop_front();
+            }
+            peer.awaits.push_back((number, signature));
+        });
+    }
+
+    /// The messages that a rank has said to wait for.
+    pub(super) fn awaited_by(&self, peer: Rank) -> Vec<(u64, Signature)> {
+        self.0.lock().get(peer).map(|peer| peer.awaits.iter().copied().collect()).unwrap_or_default()
     }
 
     /// The first of these ranks that has left.
@@ -118,6 +142,19 @@ impl Endpoint {
         self.peers.closes(peer, calls);
     }
 
+    /// A peer waits to receive a message from this rank.
+    pub(crate) fn peer_awaits(&self, peer: Rank, number: u64, signature: Signature) {
+        self.peers.awaits(peer, number, signature);
+    }
+
+    /// What a peer waits to receive from this rank, and this rank has not called a send of.
+    pub(super) fn not_sent(&self, peer: Rank) -> Vec<Signature> {
+        let awaited = self.peers.awaited_by(peer);
+        let table = self.submitted.lock();
+        let is_sent = |number: u64, tag| number < table.messages_called(peer, Direction::Send, tag);
+        awaited.into_iter().filter(|(n, s)| !is_sent(*n, s.root)).map(|(_, signature)| signature).collect()
+    }
+
     /// Whether every peer has closed or left.
     pub(crate) fn all_closing(&self) -> bool {
         self.peers.all_close(self.config.rank)
@@ -157,13 +194,22 @@ impl Endpoint {
         self.submitted.lock().last_calls()
     }
 
-    /// What no rank noticed while it ran: a frame that nobody here asked for, or a rank that called more or less.
+    /// What no rank noticed while it ran: a frame that nobody here asked for, a rank that called more or less, or messages that
+    /// nobody received.
     pub(crate) fn leftover(&self) -> Option<Error> {
-        let found = {
+        let (found, left) = {
             let mut run = self.run.lock();
-            run.port.leftover().or_else(|| run.devices.as_mut()?.leftover())
+            if self.health.first_cause().is_some() {
+                // It dies of something else, and nothing of the others' may be read any more.
+                return None;
+            }
+            let found = run.port.leftover().or_else(|| run.devices.as_mut()?.leftover());
+            // Peers of this process take back what they lent under this lock only. Whoever closes may hold it already, in a waker.
+            let memory_lock = self.config.memory_lock.try_lock_for(LOCK);
+            (found, memory_lock.and_then(|_lock| run.messages.leftover()))
         };
-        let (calls, rank) = (self.submitted.lock().calls, self.config.rank);
+        let (calls, members) = (self.submitted.lock().calls, self.config.named());
+        let us = members.rank(self.config.rank);
         if let Some((peer, header)) = found {
             let ours = self.submitted.lock().called(header.op);
             return match ours {
@@ -174,23 +220,30 @@ impl Endpoint {
                 None => Some(Error::invalid(
                     "close",
                     format!(
-                        "rank {peer} called {} as operation #{}, which rank {rank} never called (it made {calls} \
-                         collective calls); every rank must make the same calls",
-                        header.signature, header.op
+                        "{} called {} as operation #{}, which {us} never called (it made {calls} collective calls); every \
+                         rank must make the same calls",
+                        members.rank(peer),
+                        header.signature,
+                        header.op
                     ),
                 )),
             };
         }
-        let other = self.peers.closes_after_other(calls);
-        other.map(|(peer, theirs)| {
-            Error::invalid(
-                "close",
-                format!(
-                    "rank {peer} made {theirs} collective calls on this communicator, rank {rank} made {calls}; every \
-                     rank must make the same calls"
-                ),
-            )
-        })
+        if let Some((peer, theirs)) = self.peers.closes_after_other(calls) {
+            let problem = format!(
+                "{} made {theirs} collective calls on this communicator, {us} made {calls}; every rank must make the same \
+                 calls",
+                members.rank(peer)
+            );
+            return Some(Error::invalid("close", problem));
+        }
+        let (peer, messages) = left?;
+        let peer = members.rank(peer);
+        let problem = format!(
+            "messages from {peer} were not received by {us}; {}; each send needs a recv",
+            unreceived("it", &messages)
+        );
+        Some(Error::invalid("close", problem))
     }
 }
 

@@ -103,6 +103,11 @@ impl Table {
         std::mem::replace(next, *next + 1)
     }
 
+    /// How many messages of this kind were called.
+    pub(super) fn messages_called(&self, peer: Rank, direction: Direction, tag: u32) -> u64 {
+        self.numbers.get(&(peer, direction, tag)).copied().unwrap_or(0)
+    }
+
     /// What was called as this operation, if that is remembered.
     pub(super) fn called(&self, number: u64) -> Option<Signature> {
         let first = self.calls - self.history.len() as u64;

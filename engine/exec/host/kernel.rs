@@ -3,7 +3,7 @@
 use allstream_kernels as kernels;
 
 use super::Host;
-use crate::error::Error;
+use crate::error::{Error, Members};
 use crate::exec::backend::{Combined, Context, Fold, Slice};
 use crate::exec::operation::Reduction;
 use crate::exec::port::{Payload, Port};
@@ -169,5 +169,6 @@ fn failed(c: Context<'_>, name: &str) -> Error {
         call: kind.map_or("a reduction", Kind::name).into(),
         name: name.into(),
         rank: c.program().plan.rank,
+        members: Members::default(),
     }
 }

@@ -100,13 +100,15 @@ pub(super) struct Moving {
     pub(super) arrived: usize,
     pub(super) filled: usize,
     pub(super) since: Instant,
+    /// The rank that is to send it was told that it is waited for.
+    pub(super) told: bool,
 }
 
 impl Moving {
     pub(super) fn new(key: Key, message: Message, since: Instant) -> Moving {
         let filled = if message.staged.is_some() { 0 } else { usize::MAX };
         let stage = Stage::New;
-        Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since }
+        Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since, told: false }
     }
 }
 

@@ -91,7 +91,10 @@ fn a_peer_that_sends_more_eager_messages_than_it_has_credit_for_is_an_error_that
     assert_eq!(messages.peers[1].unclaimed.len(), CREDITS as usize);
     send_eagerly(&mut tx, CREDITS.into(), DType::U8, &[1; 100]);
     let error = messages.pass(|_| ()).unwrap_err();
-    assert!(matches!(&error, Error::Protocol { peer: 1, problem } if problem.contains("credit")), "{error}");
+    assert!(
+        matches!(&error, Error::Protocol { peer: 1, problem, .. } if problem.contains("credit")),
+        "{error}"
+    );
     assert_eq!(messages.peers[1].unclaimed.len(), CREDITS as usize, "and no more is kept");
 }
 
@@ -139,7 +142,7 @@ fn a_received_bool_of_two_is_an_error_that_names_the_sender() {
         }
         let error = ended.unwrap_err();
         assert!(
-            matches!(&error, Error::Protocol { peer: 1, problem } if problem.contains("element 3")),
+            matches!(&error, Error::Protocol { peer: 1, problem, .. } if problem.contains("element 3")),
             "{error}"
         );
     }

@@ -52,12 +52,12 @@ impl<B: Backend> PlanRun<B> {
                 state.got,
                 c.op.number
             );
-            return Err(Error::Protocol { peer: from, problem });
+            return Err(Error::protocol(from, problem));
         }
         // A kernel that reads where no element begins would be the end of the device's context.
         if B::IS_ALIGNED && left > 0 && !frame.data.addr().is_multiple_of(state.unit) {
             let problem = format!("{} values begin at {:#x}", c.part.dtype, frame.data.addr());
-            return Err(Error::Protocol { peer: from, problem });
+            return Err(Error::protocol(from, problem));
         }
         if useful <= frame.ready {
             return Ok(Some(frame));
@@ -106,14 +106,8 @@ pub(super) fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: 
             "a frame of communicator {:#x}, on a link of communicator {:#x}",
             header.comm, comm as u32
         );
-        return Err(Error::Protocol { peer: from, problem });
+        return Err(Error::protocol(from, problem));
     }
-    Err(Error::Mismatch {
-        comm: comm.to_string(),
-        number: header.op.min(number),
-        rank: c.part.program.plan.rank,
-        ours,
-        peer: from,
-        theirs: header.signature,
-    })
+    let us = (c.part.program.plan.rank, ours);
+    Err(Error::mismatch(comm.to_string(), header.op.min(number), us, (from, header.signature), Vec::new()))
 }

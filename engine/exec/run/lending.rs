@@ -180,8 +180,8 @@ impl<B: Backend> PlanRun<B> {
                     Next::NotYet => {}
                     Next::Loan => moved = true,
                     Next::Data if self.lending.is_known => {
-                        let problem = "data where it was to lend memory".into();
-                        return Err(Error::Protocol { peer, problem });
+                        let problem = "data where it was to lend memory";
+                        return Err(Error::protocol(peer, problem));
                     }
                     Next::Data => {
                         self.give_back(usize::MAX, port)?;
@@ -343,7 +343,7 @@ impl<B: Backend> PlanRun<B> {
                 loan.bytes,
                 ours - start
             );
-            return Err(Error::Protocol { peer, problem });
+            return Err(Error::protocol(peer, problem));
         }
         state.end += loan.bytes / unit;
         state.loan = Some(loan);
@@ -377,8 +377,8 @@ impl<B: Backend> PlanRun<B> {
                 Next::NotYet => return Ok(false),
                 Next::Loan => {}
                 Next::Data => {
-                    let problem = "data after it had lent memory to be folded in".into();
-                    return Err(Error::Protocol { peer, problem });
+                    let problem = "data after it had lent memory to be folded in";
+                    return Err(Error::protocol(peer, problem));
                 }
             }
         }

@@ -120,7 +120,7 @@ struct Last {
 
 impl SlowEnd {
     fn error(&self, problem: &str) -> Error {
-        Error::Library { library: NAME.into(), rank: self.place.0, problem: problem.into() }
+        Error::library(NAME, self.place.0, problem)
     }
 }
 

@@ -83,6 +83,28 @@ fn nothing_set_says_what_to_do() {
 }
 
 #[test]
+fn a_program_that_nobody_launched_is_alone_where_it_says_so() {
+    let look = |vars: &[(&str, &str)]| {
+        let vars: HashMap<String, String> =
+            vars.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+        Rendezvous::from_lookup_or_alone(&|name| vars.get(name).cloned()).map_err(|e| e.to_string())
+    };
+    // In the shell of an allocation of Slurm's, too, and where variables are empty.
+    for vars in
+        [&[][..], &[("SLURM_NTASKS", "8"), ("MASTER_ADDR", "node0")], &[("RANK", ""), ("WORLD_SIZE", " ")]]
+    {
+        let alone = look(vars).unwrap();
+        assert_eq!((alone.rank(), alone.size()), (0, 1), "{vars:?}");
+    }
+    let launched = look(&TORCH).unwrap();
+    assert_eq!((launched.rank(), launched.size()), (3, 8));
+    says(&look(&[("WORLD_SIZE", "8")]).unwrap_err(), &["WORLD_SIZE=8 is set, but RANK is not"]);
+    says(&look(&[("SLURM_PROCID", "1")]).unwrap_err(), &["SLURM_PROCID=1 is set"]);
+    says(&look(&[("PMIX_RANK", "1")]).unwrap_err(), &["PMIX_RANK=1 is set"]);
+    says(&read(&[]).unwrap_err(), &["Rendezvous::from_env_or_alone"]);
+}
+
+#[test]
 fn what_is_missing_is_named() {
     says(&torch_without("RANK"), &["WORLD_SIZE=8 is set, but RANK is not"]);
     says(&torch_without("WORLD_SIZE"), &["RANK=3 is set, but WORLD_SIZE is not"]);

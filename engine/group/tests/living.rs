@@ -78,7 +78,7 @@ async fn a_death_is_known_to_all_at_once_and_told_once() {
 #[tokio::test]
 async fn a_goodbye_is_no_loss_and_brings_its_cause() {
     let members = world_of(3).await;
-    let cause = Error::PeerLost { rank: 7, how: Lost::Died, operation: None };
+    let cause = Error::lost(7, Lost::Died);
     members[1].mesh.send(0, Message::Closing { comm: CommId(0), calls: 1 });
     members[1].mesh.close(Some(cause.clone())).await;
     members[2].mesh.leave(None);
@@ -126,7 +126,7 @@ async fn a_silent_rank_is_found_and_learns_of_it() {
     for survivor in [0, 1] {
         let when = members[survivor].ears.hear(|h| *h == Heard::Lost(2, Lost::Silent(silent))).await;
         assert!(when - frozen > silent / 2 && when - frozen < silent * 5, "{:?}", when - frozen);
-        let cause = Error::PeerLost { rank: 2, how: Lost::Silent(silent), operation: None };
+        let cause = Error::lost(2, Lost::Silent(silent));
         members[2].ears.hear(|h| *h == Heard::Goodbye(survivor, Some(cause.clone()))).await;
     }
     assert_eq!(members[0].ears.all().len(), 1);

@@ -122,5 +122,5 @@ async fn close_all(members: Vec<Member>) {
 }
 
 fn aborted(reason: &str) -> Error {
-    Error::Aborted { by: 0, reason: reason.into() }
+    Error::aborted(0, reason)
 }

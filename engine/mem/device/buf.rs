@@ -212,7 +212,8 @@ impl<T: Element> DeviceBuf<T> {
         stream: &DeviceStream,
         host: H,
     ) -> Transfer<(H, DeviceBuf<T>), H> {
-        let buf = match DeviceBuf::raw(stream, host.len()) {
+        let unfit = host.unfit().map_or(Ok(()), |why| Err(Error::invalid("from_host", why)));
+        let buf = match unfit.and_then(|()| DeviceBuf::raw(stream, host.len())) {
             Ok(buf) => buf,
             Err(error) => return Transfer::ended(Err(Failed { buf: Some(host), error })),
         };
@@ -227,7 +228,7 @@ impl<T: Element> DeviceBuf<T> {
     /// # Errors
     /// [`Failed`] with both: [`Error::Invalid`], the lengths differ; [`Error::Cuda`].
     pub fn copy_from_host<H: HostMemory<Elem = T>>(self, host: H) -> Transfer<(H, DeviceBuf<T>)> {
-        if let Some(error) = self.differs("copy_from_host", host.len()) {
+        if let Some(error) = self.differs("copy_from_host", &host) {
             return Transfer::ended(Err(Failed { buf: Some((host, self)), error }));
         }
         upload((host, self), |result, held| {
@@ -245,7 +246,7 @@ impl<T: Element> DeviceBuf<T> {
     /// the host it is `false` then); [`Error::Cuda`]; the cause for which a collective failed that this buffer's contents come
     /// from.
     pub fn to_host<H: HostMemory<Elem = T>>(self, mut host: H) -> Transfer<(DeviceBuf<T>, H)> {
-        if let Some(error) = self.differs("to_host", host.len()) {
+        if let Some(error) = self.differs("to_host", &host) {
             return Transfer::ended(Err(Failed { buf: Some((self, host)), error }));
         }
         if let Err(error) = self.check() {
@@ -255,7 +256,12 @@ impl<T: Element> DeviceBuf<T> {
         route.start(&stream, (self, host), settle_on_host)
     }
 
-    fn differs(&self, call: &str, len: usize) -> Option<Error> {
+    /// Why nothing can be copied between this buffer and that.
+    fn differs<H: HostMemory<Elem = T>>(&self, call: &str, host: &H) -> Option<Error> {
+        if let Some(why) = host.unfit() {
+            return Some(Error::invalid(call, why));
+        }
+        let len = host.len();
         (len != self.len()).then(|| {
             let problem = format!("the host buffer has {len} elements, the device's {}", self.len());
             Error::invalid(call, problem)

@@ -53,10 +53,14 @@ unsafe impl<B: Buf> Send for Export<B> {}
 /// [`Failed`] with the buffer (always `Some`) and [`Error::Invalid`]: the shape is not of as many elements, or has more than
 /// 64 dimensions. Of a device buffer whose collective has failed, the cause of that.
 pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B>> {
-    if let Some(problem) = misshapen(shape, buf.len()) {
+    let place = buf.location().0;
+    let problem = match place {
+        Where::Unfit(why) => Some(why.to_owned()),
+        _ => misshapen(shape, buf.len()),
+    };
+    if let Some(problem) = problem {
         return Err(Failed { buf: Some(buf), error: Error::invalid("dlpack::export", problem) });
     }
-    let place = buf.location().0;
     if let Where::Device(place) = &place
         && let Err(error) = place.check()
     {
@@ -64,6 +68,8 @@ pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B
     }
     let (data, device) = match place {
         Where::Host(start) => (start.cast::<c_void>(), DLDevice { device_type: DL_CPU, device_id: 0 }),
+        // Refused above.
+        Where::Unfit(_) => (null_mut(), DLDevice { device_type: DL_CPU, device_id: 0 }),
         Where::Device(place) => {
             let device_id = i32::try_from(place.stream.device().ordinal()).unwrap_or(i32::MAX);
             let data = std::ptr::without_provenance_mut(place.address as usize);

@@ -48,7 +48,7 @@ fn law_8_a_function_that_panics_is_an_error_on_every_rank() {
                 error
             });
             for error in errors {
-                let Error::Function { call, name, rank: 2 } = &error else {
+                let Error::Function { call, name, rank: 2, .. } = &error else {
                     panic!("{link:?}, {kind}: {error}");
                 };
                 assert_eq!((call.as_str(), name.as_str()), (kind.name(), "fragile"), "{error}");

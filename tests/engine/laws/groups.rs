@@ -1,5 +1,6 @@
 //! Groups.
 
+use allstream::Error;
 use futures::executor::block_on;
 
 use super::house::*;
@@ -64,4 +65,61 @@ fn groups_outlive_the_handle_they_were_made_from() {
             block_on(child.close()).unwrap();
         });
     }
+}
+
+#[test]
+fn in_a_group_an_error_names_each_rank_twice() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(4, link));
+        threads(comms, move |mut comm| {
+            // World ranks 3, 2, 1 in this order: ranks 0, 1, 2 of the group.
+            let group = block_on(comm.subset(&[3, 2, 1])).unwrap();
+            let Some(mut group) = group else { return block_on(comm.close()).unwrap() };
+            if group.rank() == 1 {
+                // The error may be there before this has ended here.
+                drop(group.barrier().wait());
+                return wait_until("the error to be heard", || group.check().is_err());
+            }
+            group.barrier().wait().unwrap();
+            let failed = group.all_reduce(vec![0u8; 1 + group.rank()]).wait().unwrap_err();
+            let Error::Mismatch { rank, peer, .. } = failed.error else { panic!("{failed}") };
+            assert_eq!([rank, peer].iter().sum::<usize>(), 2, "ranks in the group: {failed}");
+            let in_world = [rank, peer].map(|rank| failed.error.world_rank(rank));
+            assert_eq!(in_world, [rank, peer].map(|rank| 3 - rank));
+            let text = failed.to_string();
+            for named in ["rank 0 (world rank 3) called", "rank 2 (world rank 1) called"] {
+                assert!(text.contains(named), "{link:?}: {text}");
+            }
+            assert_eq!(group.check().unwrap_err().to_string(), text, "also by those who ask later");
+        });
+    }
+}
+
+#[test]
+fn on_the_world_s_own_communicator_a_rank_has_one_number() {
+    threads(within(LIMIT, || world(2, Link::Local)), |mut comm| {
+        if comm.rank() == 0 {
+            comm.abort("planted");
+        }
+        wait_until("the abort to be heard", || comm.check().is_err());
+        let error = comm.barrier().wait().unwrap_err().error;
+        assert_eq!(error.to_string(), "the communicator was aborted by rank 0: planted");
+        assert_eq!(error.world_rank(1), 1);
+    });
+}
+
+#[test]
+fn a_rank_that_dies_is_named_by_a_group_with_its_rank_in_the_world() {
+    threads(within(LIMIT, || world(3, Link::Local)), |mut comm| {
+        let group = block_on(comm.subset(&[2, 0])).unwrap();
+        let Some(mut group) = group else { return };
+        if group.rank() == 0 {
+            // It leaves while the other needs it.
+            drop(comm);
+            return drop(group);
+        }
+        let failed = group.all_reduce(vec![1u8]).wait().unwrap_err();
+        let text = failed.to_string();
+        assert!(text.starts_with("rank 0 (world rank 2) was lost"), "{text}");
+    });
 }

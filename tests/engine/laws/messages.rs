@@ -145,11 +145,116 @@ fn messages_that_disagree_are_an_error_on_both_sides() {
                 let failed = result.unwrap_err();
                 let text = failed.error.to_string();
                 assert!(matches!(failed.error, Error::Mismatch { .. }), "{link:?}: {text}");
-                assert!(
-                    text.contains(&format!("u8 x {len}")) && text.contains(&format!("u8 x {}", len + 1)),
-                    "{text}"
+                let called = format!(
+                    "rank 1 called recv(u8 x {}, from rank 0, tag 0), rank 0 sent u8 x {len};",
+                    len + 1
                 );
+                assert!(text.contains(&called), "{text}");
                 assert!(failed.buf.is_some());
+            });
+        }
+    }
+}
+
+#[test]
+fn a_message_that_disagrees_is_named_with_what_else_is_pending() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(2, link));
+        threads(comms, move |mut comm| {
+            if comm.rank() == 1 {
+                // What is sent first is there first.
+                comm.send(vec![2u64; 3], 0).wait().unwrap();
+                comm.tag(7).send(vec![1f32; 5], 0).wait().unwrap();
+                comm.tag(9).send(vec![1f32; 8], 0).wait().unwrap();
+                // The error may be there before this has ended here.
+                drop(comm.barrier().wait());
+                return wait_until("the error to be heard", || comm.check().is_err());
+            }
+            comm.barrier().wait().unwrap();
+            let failed = comm.tag(9).recv(vec![0f32; 9], 1).wait().unwrap_err();
+            assert_eq!(failed.buf, Some(vec![0f32; 9]), "nothing was written to it");
+            let Error::Mismatch { rank: 0, peer: 1, pending, .. } = &failed.error else { panic!("{failed}") };
+            let pending: Vec<_> = pending.iter().map(|m| (m.root, m.count)).collect();
+            assert_eq!(pending, [(0, 3), (7, 5)], "{link:?}: {failed}");
+            let text = failed.to_string();
+            let called = "rank 0 called recv(f32 x 9, from rank 1, tag 9), rank 1 sent f32 x 8; pending from rank 1: \
+                          tag 0, u64 x 3; tag 7, f32 x 5;";
+            assert!(text.contains(called), "{text}");
+        });
+    }
+}
+
+#[test]
+fn a_message_that_does_not_come_is_named_with_what_is_there_instead() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(2, link));
+        threads(comms, move |mut comm| {
+            let soon = std::time::Duration::from_millis(300);
+            if comm.rank() == 1 {
+                comm.send(vec![1f32; 8], 0).wait().unwrap();
+                return wait_until("the deadline of the other", || comm.check().is_err());
+            }
+            let failed = comm.timeout(soon).tag(9).recv(vec![0f32; 8], 1).wait().unwrap_err();
+            assert!(failed.buf.is_some());
+            let text = failed.to_string();
+            let begin = "recv(f32 x 8, from rank 1, tag 9) (#0 of communicator world) on rank 0 timed out after 300ms: ";
+            assert!(text.starts_with(begin), "{link:?}: {text}");
+            let instead = "rank 1 has not made the matching send of tag 9, or waits in another call; pending from it: \
+                           tag 0, f32 x 8";
+            assert!(text.ends_with(instead), "{link:?}: {text}");
+        });
+    }
+}
+
+#[test]
+fn a_message_that_is_not_received_is_named_with_what_is_awaited_instead() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(2, link));
+        threads(comms, move |mut comm| {
+            let failed = match comm.rank() {
+                0 => comm.timeout(std::time::Duration::from_secs(1)).tag(9).send(vec![1f32; 8064], 1).wait(),
+                _ => comm.recv(vec![0f32; 8], 0).wait(),
+            };
+            let text = failed.unwrap_err().to_string();
+            let begin = "send(f32 x 8064, to rank 1, tag 9) (#0 of communicator world) on rank 0 timed out after 1s: ";
+            assert!(text.starts_with(begin), "{link:?}: {text}");
+            let instead = "rank 1 has not made the matching recv of tag 9, or waits in another call; nothing else is pending \
+                           from it; it waits to receive from this rank: tag 0, f32 x 8";
+            assert!(text.ends_with(instead), "{link:?}: {text}");
+        });
+    }
+}
+
+#[test]
+fn close_reports_messages_that_nobody_received() {
+    for link in LINKS {
+        // Eager ones, and one that waits to be asked for; where this rank calls no message itself, and where it does.
+        for (len, talks) in [(8usize, false), (8, true), (100_000, false)] {
+            let comms = within(LIMIT, move || world(2, link));
+            threads(comms, move |mut comm| {
+                if comm.rank() == 1 {
+                    let sent = comm.tag(3).send(vec![1u8; len], 0);
+                    if talks {
+                        comm.send(vec![1u8; 2], 0).wait().unwrap();
+                    }
+                    comm.barrier().wait().unwrap();
+                    // Whether it hears of it before it has closed is not said; if it does, it hears the same.
+                    let closed = block_on(comm.close());
+                    drop(sent);
+                    return if let Err(error) = closed {
+                        assert!(error.to_string().contains("tag 3"), "{error}");
+                    };
+                }
+                if talks {
+                    comm.recv(vec![0u8; 2], 1).wait().unwrap();
+                }
+                comm.barrier().wait().unwrap();
+                let text = block_on(comm.close()).unwrap_err().to_string();
+                let told = format!(
+                    "close: messages from rank 1 were not received by rank 0; pending from it: tag 3, u8 x {len}; each send \
+                     needs a recv"
+                );
+                assert_eq!(text, told, "{link:?}");
             });
         }
     }

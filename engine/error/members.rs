@@ -1,0 +1,118 @@
+//! Whom an error is about: the members of a communicator, as ranks of the world.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::types::Rank;
+
+/// The members of the communicator that an error is about. In a group a rank is named twice, `rank 0 (world rank 3)`, so that
+/// nobody takes it for another: the first number is its place in the group, the second its place in the world.
+///
+/// It is set where an error becomes that of a communicator, so all members are equal: errors are compared by what they say.
+#[derive(Clone, Default)]
+pub struct Members(Known);
+
+#[derive(Clone, Default)]
+enum Known {
+    /// No communicator has taken the error yet.
+    #[default]
+    Nothing,
+    /// It is the world's own: ranks have one number.
+    World,
+    /// The world rank of each member.
+    Group(Arc<[Rank]>),
+}
+
+impl Members {
+    /// The members of the world's own communicator.
+    pub(crate) const WORLD: Members = Members(Known::World);
+
+    /// The members of a group that was made from another communicator.
+    pub(crate) fn of_group(world_ranks: &[Rank]) -> Members {
+        Members(Known::Group(world_ranks.into()))
+    }
+
+    /// Takes these where no communicator has been named yet.
+    pub(super) fn become_known(&mut self, members: &Members) {
+        if let Known::Nothing = self.0 {
+            *self = members.clone();
+        }
+    }
+
+    /// The world rank of a member: another number than its rank in a group only.
+    pub(super) fn world_rank(&self, rank: Rank) -> Rank {
+        self.in_world(rank).unwrap_or(rank)
+    }
+
+    /// The same, where there are two numbers.
+    fn in_world(&self, rank: Rank) -> Option<Rank> {
+        match &self.0 {
+            Known::Nothing | Known::World => None,
+            Known::Group(world_ranks) => world_ranks.get(rank).copied(),
+        }
+    }
+
+    /// A member as a text names it: `rank 0`, in a group `rank 0 (world rank 3)`.
+    pub(crate) fn rank(&self, rank: Rank) -> NamedRank<'_> {
+        NamedRank(self, rank)
+    }
+}
+
+/// See [`Members::rank`].
+pub(crate) struct NamedRank<'a>(&'a Members, Rank);
+
+impl fmt::Display for NamedRank<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "rank {}", self.1)?;
+        self.0.in_world(self.1).map_or(Ok(()), |world| write!(f, " (world rank {world})"))
+    }
+}
+
+impl PartialEq for Members {
+    fn eq(&self, _: &Members) -> bool {
+        true
+    }
+}
+
+impl Eq for Members {}
+
+impl fmt::Debug for Members {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Known::Nothing => f.write_str("members that are not known"),
+            Known::World => f.write_str("all ranks of the world"),
+            Known::Group(ranks) => write!(f, "world ranks {ranks:?}"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::{Error, Failed, Lost};
+
+    #[test]
+    fn the_first_communicator_that_takes_an_error_names_its_ranks() {
+        let group = Members::of_group(&[3, 2, 7]);
+        let error = Error::lost(2, Lost::Died);
+        let plain = "rank 2 was lost (its connection ended without a goodbye)";
+        assert_eq!((error.to_string(), error.world_rank(2)), (plain.to_owned(), 2));
+        let of_group = error.clone().among(&group).among(&Members::WORLD);
+        assert!(of_group.to_string().starts_with("rank 2 (world rank 7) was lost"), "{of_group}");
+        assert_eq!(of_group.world_rank(0), 3);
+        let of_world = error.clone().among(&Members::WORLD).among(&group);
+        assert_eq!((of_world.to_string(), of_world.world_rank(2)), (plain.to_owned(), 2));
+        assert_eq!(of_world, of_group, "errors are compared by what they say");
+        // What no member is has no other name.
+        assert_eq!(group.rank(9).to_string(), "rank 9");
+    }
+
+    #[test]
+    fn a_failure_shows_itself_as_its_error_does() {
+        let failed = Failed { buf: Some(()), error: Error::invalid("send", "no") };
+        assert_eq!(
+            (format!("{failed:?}"), failed.to_string()),
+            ("send: no".to_owned(), "send: no".to_owned())
+        );
+    }
+}

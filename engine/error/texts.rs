@@ -1,0 +1,76 @@
+//! The longer texts of errors: of messages that do not come, and of calls that disagree.
+
+use std::fmt;
+
+use super::{Members, Missing, MissingState, Operation};
+use crate::types::{KIND_P2P, Rank, Signature};
+
+/// What has come from a rank, and was not received.
+pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> String {
+    if pending.is_empty() {
+        return format!("nothing else is pending from {from}");
+    }
+    format!("pending from {from}: {}", by_tag(pending))
+}
+
+/// What a rank waits to receive.
+pub(super) fn not_sent(awaited: &[Signature]) -> String {
+    if awaited.is_empty() {
+        return String::new();
+    }
+    format!("; it waits to receive from this rank: {}", by_tag(awaited))
+}
+
+fn by_tag(messages: &[Signature]) -> String {
+    let one = |message: &Signature| format!("tag {}, {}", message.root, message.elements());
+    messages.iter().map(one).collect::<Vec<_>>().join("; ")
+}
+
+/// The operation that timed out: of a message what was called, which follows from the call that it waits for.
+pub(super) fn timed_out(operation: &Operation, missing: &[Missing], members: &Members) -> String {
+    match missing {
+        [Missing { rank, state: MissingState::NotMatched { direction, .. } }] => {
+            let (call, way) = if direction == "send" { ("recv", "from") } else { ("send", "to") };
+            let Operation { comm, number, signature } = operation;
+            let (what, peer) = (signature.elements(), members.rank(*rank));
+            format!("{call}({what}, {way} {peer}, tag {}) (#{number} of communicator {comm})", signature.root)
+        }
+        _ => operation.to_string(),
+    }
+}
+
+/// The text of a [`Mismatch`](Error::Mismatch).
+pub(super) struct Disagreement<'a> {
+    pub(super) comm: &'a str,
+    pub(super) number: u64,
+    pub(super) rank: Rank,
+    pub(super) ours: &'a Signature,
+    pub(super) peer: Rank,
+    pub(super) theirs: &'a Signature,
+    pub(super) pending: &'a [Signature],
+    pub(super) members: &'a Members,
+}
+
+impl fmt::Display for Disagreement<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Disagreement { comm, number, ours, theirs, .. } = self;
+        let (rank, peer) = (self.members.rank(self.rank), self.members.rank(self.peer));
+        if ours.kind != KIND_P2P {
+            return write!(
+                f,
+                "ranks disagree on operation #{number} of communicator {comm}: {rank} called {ours}, {peer} called {theirs}; \
+                 every rank must make the same calls in the same order"
+            );
+        }
+        let tag = ours.root;
+        write!(
+            f,
+            "ranks disagree on message #{number} of tag {tag} from {peer} to {rank}, on communicator {comm}: {rank} called \
+             recv({}, from {peer}, tag {tag}), {peer} sent {}; {}; the messages of one tag are received in the order in which \
+             they were sent, each with its length, type and key",
+            ours.content(),
+            theirs.content(),
+            unreceived(&peer, self.pending),
+        )
+    }
+}
