@@ -11,6 +11,7 @@
 pub(crate) mod agent;
 pub(crate) mod bind;
 pub(crate) mod hosts;
+mod records;
 mod relay;
 pub(crate) mod remote;
 mod signals;
@@ -148,10 +149,17 @@ pub(crate) fn run(job: Job) -> io::Result<ExitCode> {
 
 /// Runs a job once, and as often again as it may be; each time the ranks are told how often that was.
 fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) -> io::Result<ExitCode> {
+    let records = records::Records::of(&mut job);
     for restart in 0.. {
         job.env.retain(|(key, _)| key != RESTART);
         job.env.push((RESTART.into(), restart.to_string().into()));
         let ended = once(&job)?;
+        if let Some(dir) = records.found() {
+            let dir = dir.display();
+            complain(&format!(
+                "what the ranks did last is in {dir}: `allstream trace --times {dir}` lays it side by side"
+            ));
+        }
         if ended.code == 0 || ended.signalled || restart == job.restarts {
             return Ok(ExitCode::from(ended.code));
         }

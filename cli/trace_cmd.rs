@@ -9,8 +9,10 @@ use std::process::ExitCode;
 use allstream::tuning::{self, Table};
 use serde::{Deserialize, Serialize};
 
+use render::{it, name_ranks, render};
 use times::Times;
 
+mod render;
 mod running;
 mod times;
 
@@ -83,6 +85,20 @@ struct CommRecord {
     link: String,
     poisoned: Option<String>,
     operations: Vec<Operation>,
+    #[serde(default)]
+    messages: Vec<Message>,
+}
+
+/// A message, as its sender or its receiver saw it.
+#[derive(Clone, Debug, Deserialize)]
+struct Message {
+    direction: String,
+    /// Ranks of the communicator.
+    peer: usize,
+    tag: u32,
+    call: String,
+    submitted_us: f64,
+    finished_us: Option<f64>,
 }
 
 #[derive(Clone, Debug, Deserialize)]
@@ -186,6 +202,7 @@ enum Kind {
     Disagreement,
     Behind,
     Unfinished,
+    Message,
     Poisoned,
     Idle,
 }
@@ -408,6 +425,7 @@ fn verdict(
         }
     }
     found.extend(progress(views, &calls));
+    found.extend(messages(views, files, members));
     for (rank, comm) in views {
         if let Some(why) = &comm.poisoned {
             let text = format!("rank {rank} can no longer use this communicator: {why}");
@@ -419,6 +437,30 @@ fn verdict(
         found.push(Finding { kind: Kind::Idle, number: None, ranks: Vec::new(), text });
     }
     found
+}
+
+/// Messages that wait: of each rank the oldest.
+fn messages(
+    views: &BTreeMap<usize, &CommRecord>,
+    files: &BTreeMap<usize, Recording>,
+    members: &[usize],
+) -> Vec<Finding> {
+    let oldest = |(rank, comm): (&usize, &&CommRecord)| {
+        let mut waiting = comm.messages.iter().filter(|message| message.finished_us.is_none());
+        let (first, more) = (waiting.next()?, waiting.count());
+        let Message { direction, peer, tag, call, .. } = first;
+        let written = files.get(members.get(*rank)?)?.written_at_unix_ms;
+        let (seconds, toward) = (
+            (written / 1e3 - first.submitted_us / 1e6).max(0.0),
+            if direction == "send" { "to" } else { "from" },
+        );
+        let more = if more == 0 { String::new() } else { format!("; {more} more messages wait after it") };
+        let text = format!(
+            "rank {rank} waits in {direction} {toward} rank {peer}, tag {tag}: {call}, for {seconds:.3} s{more}"
+        );
+        Some(Finding { kind: Kind::Message, number: None, ranks: vec![*rank], text })
+    };
+    views.iter().filter_map(oldest).collect()
 }
 
 /// Who has not called what others have, or else who is inside the oldest operation that has not ended.
@@ -478,92 +520,6 @@ fn progress(
         found.push(Finding { kind: Kind::Unfinished, number: Some(*number), ranks, text });
     }
     found
-}
-
-fn it(ranks: &[usize]) -> &'static str {
-    if ranks.len() == 1 { "it" } else { "them" }
-}
-
-fn name_ranks(ranks: &[usize]) -> String {
-    let list = list(ranks);
-    if ranks.len() == 1 { format!("rank {list}") } else { format!("ranks {list}") }
-}
-
-/// `0-3,7`: runs of three and more are shortened.
-fn list(ranks: &[usize]) -> String {
-    let mut parts: Vec<String> = Vec::new();
-    for run in ranks.chunk_by(|a, b| *b == *a + 1) {
-        match run {
-            [first, .., last] if run.len() > 2 => parts.push(format!("{first}-{last}")),
-            _ => parts.extend(run.iter().map(usize::to_string)),
-        }
-    }
-    parts.join(",")
-}
-
-fn render(report: &Report) -> String {
-    let mut out = String::new();
-    for world in &report.worlds {
-        out += &format!("world {}, {} ranks, {} files\n", world.world, world.size, world.ranks.len());
-        if !world.missing.is_empty() {
-            out += &format!("  no file from {}\n", name_ranks(&world.missing));
-        }
-        for (rank, cause) in &world.causes {
-            out += &format!("  rank {rank} wrote its file because: {cause}\n");
-        }
-        for comm in &world.communicators {
-            out += &format!("\ncommunicator {} `{}`, {} ranks", comm.id, comm.name, comm.members.len());
-            if comm.members.iter().enumerate().any(|(rank, member)| rank != *member) {
-                let members: Vec<_> = comm.members.iter().map(usize::to_string).collect();
-                out += &format!(" (in the world: {})", members.join(","));
-            }
-            out += "\n";
-            let mut rows = vec![["rank", "last finished", "is in", "waiting for"].map(String::from)];
-            rows.extend(comm.ranks.iter().map(row));
-            out += &table(&rows);
-            for finding in &comm.verdict {
-                out += &format!("  => {}\n", finding.text);
-            }
-            times::render(&mut out, &comm.times);
-        }
-        out += "\n";
-    }
-    // Names and causes come from files: nothing of them may steer the terminal.
-    out.chars().map(|char| if char.is_control() && char != '\n' { '\u{fffd}' } else { char }).collect()
-}
-
-fn row(rank: &RankReport) -> [String; 4] {
-    let none = || "-".to_string();
-    let failed = |operation: &OperationReport| if operation.state == State::Failed { ", failed" } else { "" };
-    let last = rank.last_finished.as_ref();
-    let current = rank.current.as_ref();
-    let state = |operation: &OperationReport| match operation.state {
-        State::Queued => "queued",
-        _ => "running",
-    };
-    [
-        rank.rank.to_string(),
-        last.map_or_else(none, |last| format!("#{} {}{}", last.number, last.call, failed(last))),
-        current.map_or_else(none, |now| {
-            format!("#{} {}, {} for {:.3} s", now.number, now.call, state(now), now.seconds)
-        }),
-        current.filter(|now| !now.waiting_for.is_empty()).map_or_else(none, |now| list(&now.waiting_for)),
-    ]
-}
-
-fn table(rows: &[[String; 4]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..4).map(width).collect();
-    let mut out = String::new();
-    for row in rows {
-        let mut line = String::from(" ");
-        for (cell, width) in row.iter().zip(&widths) {
-            line += &format!(" {cell:width$} ");
-        }
-        out += line.trim_end();
-        out += "\n";
-    }
-    out
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! What went wrong, on which rank, in which operation, expected and found, and what to do.
 
 use std::fmt;
+use std::path::Path;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -33,7 +34,7 @@ pub enum Error {
         problem: String,
     },
     /// An operation was the oldest of its communicator for longer than its deadline. The group is aborted.
-    #[error("{} on {} timed out after {after:?}: {}", timed_out(.operation, .missing, .members), .members.rank(*.rank), Missing::list(.missing, .members))]
+    #[error("{} on {} timed out after {after:?}: {}{}", timed_out(.operation, .missing, .members), .members.rank(*.rank), Missing::list(.missing, .members), .members.see_record())]
     Timeout {
         /// The operation.
         operation: Operation,
@@ -69,7 +70,7 @@ pub enum Error {
         members: Members,
     },
     /// A process of the group died or fell silent.
-    #[error("{} was lost ({how}){}", .members.rank(*.rank), at(.operation))]
+    #[error("{} was lost ({how}){}{}", .members.rank(*.rank), at(.operation), .members.see_record())]
     PeerLost {
         /// The rank that was lost: the root cause, not an echo.
         rank: Rank,
@@ -83,10 +84,9 @@ pub enum Error {
     },
     /// A connection that carries data broke, and both of its ranks live. The group is aborted.
     #[error(
-        "the {kind} connection that carries data between {} (at {at}) and {} (at {peer_at}) broke, and both ranks live: on rank {rank}, {problem}; look at what lies between the two hosts (a firewall, a NAT, a cable), then make the communicator again",
+        "the {kind} connection that carries data between {} (at {at}) and {} (at {peer_at}) broke, and both ranks live: on rank {rank}, {problem}; look at what lies between the two hosts (a firewall, a NAT, a cable), then make the communicator again{}",
         .members.rank(*.rank),
-        .members.rank(*.peer)
-    )]
+        .members.rank(*.peer), .members.see_record())]
     Link {
         /// What kind of link it was, for instance `TCP`.
         kind: String,
@@ -105,7 +105,7 @@ pub enum Error {
         members: Members,
     },
     /// Two ranks called different operations, or a message is not what its receiver has room for.
-    #[error("{}", Disagreement { comm, number: *number, rank: *rank, ours, peer: *peer, theirs, pending, members })]
+    #[error("{}{}", Disagreement { comm, number: *number, rank: *rank, ours, peer: *peer, theirs, pending, members }, .members.see_record())]
     Mismatch {
         /// The communicator.
         comm: String,
@@ -127,7 +127,7 @@ pub enum Error {
         members: Members,
     },
     /// A rank called `abort()`.
-    #[error("the communicator was aborted by {}: {reason}", .members.rank(*.by))]
+    #[error("the communicator was aborted by {}: {reason}{}", .members.rank(*.by), .members.see_record())]
     Aborted {
         /// The rank that aborted.
         by: Rank,
@@ -181,9 +181,8 @@ pub enum Error {
     },
     /// A user's reduction function panicked. The group is aborted.
     #[error(
-        "{call}: the reduction function {name:?} panicked on {}; its message is on that rank's stderr",
-        .members.rank(*.rank)
-    )]
+        "{call}: the reduction function {name:?} panicked on {}; its message is on that rank's stderr{}",
+        .members.rank(*.rank), .members.see_record())]
     Function {
         /// The call.
         call: String,
@@ -220,7 +219,7 @@ pub enum Error {
         problem: String,
     },
     /// A library that takes collectives whole has failed, or does not work here.
-    #[error("{library} on {}: {problem}", .members.rank(*.rank))]
+    #[error("{library} on {}: {problem}{}", .members.rank(*.rank), .members.see_record())]
     Library {
         /// The library and its version.
         library: String,
@@ -233,7 +232,7 @@ pub enum Error {
         members: Members,
     },
     /// Bytes from a peer that no correct peer sends.
-    #[error("{} sent what no correct peer sends: {problem}", .members.rank(*.peer))]
+    #[error("{} sent what no correct peer sends: {problem}{}", .members.rank(*.peer), .members.see_record())]
     Protocol {
         /// The peer.
         peer: Rank,
@@ -451,6 +450,12 @@ impl Error {
             members.become_known(of);
         }
         self
+    }
+
+    /// The file to which this rank's flight recorder goes, of an error that has ended a communicator: what was under way on this rank.
+    /// It is written in the background, soon. `allstream trace` reads the files of all ranks.
+    pub fn record(&self) -> Option<&Path> {
+        members_of!(self).and_then(Members::record)
     }
 
     /// The rank in the world of a rank that this error names: in a group another number than the rank itself, which counts

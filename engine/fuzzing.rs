@@ -419,6 +419,7 @@ pub fn hostile_messages(data: &[u8]) {
                 tag: tag.into(),
                 number: *number,
                 half: None,
+                record: 0,
                 memory: at,
                 bytes: count * 4,
                 unit: 4,
@@ -435,12 +436,12 @@ pub fn hostile_messages(data: &[u8]) {
     let mut done: Vec<Key> = Vec::new();
     for (i, transfer) in transfers.into_iter().enumerate() {
         messages.add(transfer.0, transfer.1, std::time::Instant::now());
-        if i < late && messages.pass(|key| done.push(key)).is_err() {
+        if i < late && messages.pass(|key, _| done.push(key)).is_err() {
             return;
         }
     }
     for _ in 0..200 {
-        match messages.pass(|key| done.push(key)) {
+        match messages.pass(|key, _| done.push(key)) {
             Ok(true) => {}
             Ok(false) | Err(_) => break,
         }

@@ -22,7 +22,7 @@ use serde::Serialize;
 use crate::error::Error;
 use crate::types::{Algo, DType, Kind, Rank, Signature};
 
-/// Operations kept per communicator.
+/// Collectives, and messages, kept of each communicator.
 const KEEP: usize = 256;
 
 /// Where an operation is.
@@ -45,17 +45,72 @@ struct Record {
     waiting: Vec<Rank>,
 }
 
+/// A message, as its sender or its receiver has called it.
+struct MessageRecord {
+    /// `send` or `recv`.
+    direction: &'static str,
+    peer: Rank,
+    tag: u32,
+    signature: Signature,
+    submitted: Instant,
+    finished: Option<Instant>,
+}
+
+/// The last messages of one communicator.
+#[derive(Default)]
+struct Messages {
+    records: VecDeque<MessageRecord>,
+    /// How many came before those.
+    gone: u64,
+}
+
 /// The last operations of one communicator.
-pub(crate) struct Recorder(Mutex<VecDeque<Record>>);
+pub(crate) struct Recorder {
+    collectives: Mutex<VecDeque<Record>>,
+    messages: Mutex<Messages>,
+}
 
 impl Recorder {
     pub(crate) fn new() -> Recorder {
-        Recorder(Mutex::new(VecDeque::with_capacity(KEEP)))
+        Recorder { collectives: Mutex::new(VecDeque::with_capacity(KEEP)), messages: Mutex::default() }
+    }
+
+    /// Notes a message that is called now. The number by which [`message_finished`](Self::message_finished) finds it.
+    pub(crate) fn message(
+        &self,
+        direction: &'static str,
+        (peer, tag): (Rank, u32),
+        signature: Signature,
+        submitted: Instant,
+    ) -> u64 {
+        let mut messages = self.messages.lock();
+        if messages.records.len() == KEEP {
+            messages.records.pop_front();
+            messages.gone += 1;
+        }
+        messages.records.push_back(MessageRecord {
+            direction,
+            peer,
+            tag,
+            signature,
+            submitted,
+            finished: None,
+        });
+        messages.gone + messages.records.len() as u64 - 1
+    }
+
+    /// A message has been sent, or received.
+    pub(crate) fn message_finished(&self, number: u64) {
+        let mut messages = self.messages.lock();
+        let place = number.checked_sub(messages.gone);
+        if let Some(record) = place.and_then(|place| messages.records.get_mut(place as usize)) {
+            record.finished = Some(Instant::now());
+        }
     }
 
     /// Notes an operation, submitted `now`; `has_begun`: and begun.
     pub(crate) fn submitted(&self, number: u64, signature: Signature, (now, has_begun): (Instant, bool)) {
-        let mut records = self.0.lock();
+        let mut records = self.collectives.lock();
         // The oldest record's list is used again: nothing is allocated once the recorder is full.
         let mut waiting = if records.len() == KEEP { records.pop_front().map(|r| r.waiting) } else { None }
             .unwrap_or_default();
@@ -66,7 +121,7 @@ impl Recorder {
     }
 
     fn with(&self, number: u64, change: impl FnOnce(&mut Record)) {
-        let mut records = self.0.lock();
+        let mut records = self.collectives.lock();
         let first = records.front().map_or(0, |r| r.number);
         if let Some(record) = number.checked_sub(first).and_then(|at| records.get_mut(at as usize)) {
             change(record);
@@ -100,9 +155,8 @@ impl Recorder {
 
     /// What is written of the operations, in a communicator of `ranks` ranks.
     pub(crate) fn snapshot(&self, ranks: usize) -> Vec<OperationRecord> {
-        let (now, unix) = (Instant::now(), unix_us());
-        let at = |t: Instant| unix - (now - t).as_secs_f64() * 1e6;
-        let records = self.0.lock();
+        let at = unix_times();
+        let records = self.collectives.lock();
         let each = |r: &Record| OperationRecord {
             number: r.number,
             call: r.signature.to_string(),
@@ -111,12 +165,33 @@ impl Recorder {
             bytes: largest(&r.signature, ranks),
             state: r.state,
             submitted_us: at(r.submitted),
-            started_us: r.started.map(at),
-            finished_us: r.finished.map(at),
+            started_us: r.started.map(&at),
+            finished_us: r.finished.map(&at),
             waiting_for: if r.state == State::Done { Vec::new() } else { r.waiting.clone() },
         };
         records.iter().map(each).collect()
     }
+
+    /// What is written of the messages.
+    pub(crate) fn messages(&self) -> Vec<MessageOnRecord> {
+        let at = unix_times();
+        let messages = self.messages.lock();
+        let each = |m: &MessageRecord| MessageOnRecord {
+            direction: m.direction,
+            peer: m.peer,
+            tag: m.tag,
+            call: m.signature.to_string(),
+            submitted_us: at(m.submitted),
+            finished_us: m.finished.map(&at),
+        };
+        messages.records.iter().map(each).collect()
+    }
+}
+
+/// By this host's clock, microseconds since 1970.
+fn unix_times() -> impl Fn(Instant) -> f64 {
+    let (now, unix) = (Instant::now(), unix_us());
+    move |at| unix - (now - at).as_secs_f64() * 1e6
 }
 
 /// Bytes of a rank's largest buffer, by which `allstream perf` and the tuner's table name sizes. 0 where only a list's types tell.
@@ -146,6 +221,17 @@ pub(crate) struct OperationRecord {
     waiting_for: Vec<Rank>,
 }
 
+/// One message, as written.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct MessageOnRecord {
+    direction: &'static str,
+    peer: Rank,
+    tag: u32,
+    call: String,
+    submitted_us: f64,
+    finished_us: Option<f64>,
+}
+
 /// One communicator, as written.
 #[derive(Debug, Serialize)]
 pub(crate) struct CommRecord {
@@ -157,6 +243,7 @@ pub(crate) struct CommRecord {
     pub(crate) link: String,
     pub(crate) poisoned: Option<String>,
     pub(crate) operations: Vec<OperationRecord>,
+    pub(crate) messages: Vec<MessageOnRecord>,
 }
 
 /// The first process that used something: threads do not survive a fork, and locks may be held for ever in the child.
@@ -244,11 +331,10 @@ impl Recording {
     /// # Errors
     /// The system's, with the path.
     pub(crate) fn write(&self) -> Result<Option<PathBuf>, Error> {
-        let Some(dir) = directory() else { return Ok(None) };
-        let path = file_of(&dir, &self.place.world, self.place.rank);
+        let Some(path) = file_of(&self.place.world, self.place.rank) else { return Ok(None) };
         // Whole or not at all: a reader may look meanwhile.
         let part = path.with_extension("part");
-        std::fs::create_dir_all(&dir)
+        std::fs::create_dir_all(path.parent().unwrap_or(Path::new("")))
             .and_then(|()| std::fs::write(&part, serde_json::to_vec(self).unwrap_or_default()))
             .and_then(|()| std::fs::rename(&part, &path))
             .map_err(|e| Error::system(format!("write the flight recorder {}", path.display()), e))?;
@@ -262,6 +348,7 @@ pub(crate) fn socket_of(pid: u32) -> String {
     format!("allstream-record-{pid}")
 }
 
-fn file_of(dir: &Path, world: &str, rank: Rank) -> PathBuf {
-    dir.join(format!("{world}-rank{rank}.json"))
+/// Where a rank's recorder is written; none: nowhere.
+pub(crate) fn file_of(world: &str, rank: Rank) -> Option<PathBuf> {
+    directory().map(|dir| dir.join(format!("{world}-rank{rank}.json")))
 }

@@ -1,3 +1,4 @@
+use super::render::list;
 use super::*;
 
 fn operation(number: u64, call: &str, state: &str, waiting_for: &[usize]) -> serde_json::Value {
@@ -100,4 +101,99 @@ fn bad_files_are_refused_with_a_reason() {
 #[test]
 fn runs_of_ranks_are_short() {
     assert_eq!(list(&[0, 1, 2, 3, 7, 9, 10]), "0-3,7,9,10");
+}
+
+#[test]
+fn messages_that_wait_are_named_with_their_peer_and_tag() {
+    let mut file = recording(1, 2, &[]);
+    let message = |tag: u32, finished: Option<f64>| Message {
+        direction: "recv".into(),
+        peer: 0,
+        tag,
+        call: "message(f32 x 8)".into(),
+        submitted_us: 1e6,
+        finished_us: finished,
+    };
+    file.comms[0].messages = vec![message(1, Some(1.5e6)), message(9, None), message(7, None)];
+    let report = merge(vec![recording(0, 2, &[]), file], None);
+    let expected = "rank 1 waits in recv from rank 0, tag 9: message(f32 x 8), for 2.000 s; 1 more messages wait after it";
+    assert_eq!(findings(&report), [expected]);
+}
+
+/// Two ranks of which the second calls `late` ms after the first each time, and which take `takes` ms from there.
+fn timed(late: f64, takes: f64) -> Report {
+    let files = (0..2).map(|rank| {
+        let calls = (0..10).map(|number| {
+            let called = 1e6 + number as f64 * 1e4 + rank as f64 * late * 1e3;
+            let ended = 1e6 + number as f64 * 1e4 + (late + takes) * 1e3;
+            serde_json::json!({ "number": number, "call": "all_reduce(f32 x 8, sum, direct)", "collective": "all_reduce",
+                "algo": "direct", "bytes": 32, "state": "done", "submitted_us": called, "started_us": called,
+                "finished_us": ended })
+        });
+        recording(rank, 2, &calls.collect::<Vec<_>>())
+    });
+    merge(files.collect(), Some(None))
+}
+
+#[test]
+fn times_tell_a_slow_rank_from_a_slow_operation() {
+    let late = timed(4.0, 0.5);
+    let [times] = &late.worlds[0].communicators[0].times[..] else { panic!("{late:?}") };
+    assert_eq!((times.calls, times.last.get(&1), times.last.get(&0)), (10, Some(&10), None));
+    let near = |found: f64, expected: f64| (found - expected).abs() < 1e-3;
+    assert!(near(times.late_ms.median, 4.0) && near(times.after_ms.median, 0.5), "{times:?}");
+    assert!(near(times.between_ms.unwrap(), 10.0), "{times:?}");
+    assert!(
+        times.verdict.starts_with("It is the code of rank 1: it came last in 10 of 10 calls, 4.00 ms"),
+        "{times:?}"
+    );
+    assert!(render(&late).contains("last to call:           rank 1 10 times"));
+    let slow = timed(0.1, 6.0);
+    let [times] = &slow.worlds[0].communicators[0].times[..] else { panic!("{slow:?}") };
+    assert!(times.verdict.starts_with("Ranks come together, and the operation takes 6.00 ms"), "{times:?}");
+    assert!(times.verdict.contains("that is 60 %"), "{times:?}");
+}
+
+#[test]
+fn clocks_of_hosts_are_put_right() {
+    let mut files: Vec<Recording> = (0..2)
+        .map(|rank| {
+            let at = 1e6 + rank as f64 * 5e6;
+            let call = serde_json::json!({ "number": 0, "call": "barrier()", "state": "done", "submitted_us": at,
+                "started_us": at, "finished_us": at + 100.0 });
+            recording(rank, 2, &[call])
+        })
+        .collect();
+    // Rank 1's host is five seconds ahead.
+    files[1].clock = Some(Clock { offset_us: -5e6, error_us: 40.0, found_us: 3e6 });
+    let report = merge(files, Some(None));
+    let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
+    assert!(times.late_ms.median < 1e-3 && times.clocks_ms >= 0.04, "{times:?}");
+    assert!(
+        times.verdict.starts_with("Nobody is waited for: ranks come together, as far as clocks tell"),
+        "{times:?}"
+    );
+}
+
+#[test]
+fn the_table_says_what_is_expected() {
+    let row = |bytes: u64, us: f64| {
+        serde_json::json!({ "link": "shm", "hosts": 1, "ranks": 2, "collective": "all_reduce", "bytes": bytes,
+            "measured": [{ "algo": "direct", "us": us }] })
+    };
+    let table: Table = serde_json::from_value(
+        serde_json::json!({ "format": 1, "figures": [], "rows": [row(16, 10.0), row(64, 40.0)] }),
+    )
+    .unwrap();
+    let call = serde_json::json!({ "number": 0, "call": "all_reduce(f32 x 8, sum, direct)", "collective": "all_reduce",
+        "algo": "direct", "bytes": 32, "state": "done", "submitted_us": 1e6, "started_us": 1e6, "finished_us": 1.0005e6 });
+    let mut files: Vec<Recording> =
+        (0..2).map(|rank| recording(rank, 2, std::slice::from_ref(&call))).collect();
+    files.iter_mut().for_each(|file| file.comms[0].link = "shm".into());
+    let report = merge(files, Some(Some(&table)));
+    let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
+    // Half way between 10 and 40 us, by their ratio.
+    assert!((times.expected_ms.unwrap() - 0.02).abs() < 1e-6, "{times:?}");
+    assert!(times.verdict.contains("500.0 us where 20.0 us are expected"), "{times:?}");
+    assert!(times.verdict.starts_with("It is the network, or the machine"), "{times:?}");
 }

@@ -117,6 +117,7 @@ impl Call<'_> {
             tag,
             number,
             half,
+            record: 0,
             memory,
             bytes,
             unit,

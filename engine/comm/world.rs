@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::net::TcpStream;
+use std::path::Path;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -40,8 +41,8 @@ use crate::link::region::{Region, TURNED};
 use crate::link::{Break, Lends, LinkKind, SLOT};
 use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
-use crate::trace::ClockDifference;
 use crate::trace::log::LOG;
+use crate::trace::{ClockDifference, file_of};
 use crate::types::{Algo, KIND_P2P, Map, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
@@ -153,6 +154,8 @@ pub(crate) struct World {
     pub(crate) defaults: Defaults,
     comms: Mutex<Map<CommId, Weak<Endpoint>>>,
     departed: Mutex<Departed>,
+    /// Where the flight recorder is written.
+    record: Option<Arc<Path>>,
     /// How this host's clock differs from rank 0's, where that is another host.
     clock: Mutex<Option<ClockDifference>>,
     /// Communicators that have died, for the flight recorder; the last ones.
@@ -180,6 +183,10 @@ pub(crate) enum LinksFrom {
 /// What makes the links of a communicator for a test.
 #[cfg(test)]
 pub(super) type MakeOpener = Box<dyn Fn(CommId, Rank) -> Arc<dyn Opener> + Send + Sync>;
+
+fn world_name(id: &[u8; 16]) -> String {
+    id.iter().map(|b| format!("{b:02x}")).collect()
+}
 
 impl World {
     /// This rank has entered its process's part of the world before.
@@ -223,6 +230,7 @@ impl World {
             defaults,
             comms: Mutex::default(),
             departed: Mutex::default(),
+            record: file_of(&world_name(&id), rank).map(Arc::from),
             clock: Mutex::default(),
             dead: Mutex::default(),
             early: Mutex::default(),
@@ -236,7 +244,7 @@ impl World {
     }
 
     pub(crate) fn name(&self) -> String {
-        self.id.iter().map(|b| format!("{b:02x}")).collect()
+        world_name(&self.id)
     }
 
     /// Makes this rank's side of a communicator.
@@ -277,6 +285,7 @@ impl World {
             generation,
             name,
             rank,
+            record: self.record.clone(),
             crowded: beside > cores,
             turned: TURNED * cores / beside.max(cores),
             streams_from: host::last_caches() / STREAMED / here,

@@ -1,16 +1,21 @@
-//! Whom an error is about: the members of a communicator, as ranks of the world.
+//! Whom an error is about: the members of a communicator, as ranks of the world; and where this rank's flight recorder is.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::Arc;
 
 use crate::types::Rank;
 
 /// The members of the communicator that an error is about. In a group a rank is named twice, `rank 0 (world rank 3)`, so that
-/// nobody takes it for another: the first number is its place in the group, the second its place in the world.
+/// nobody takes it for another: the first number is its place in the group, the second its place in the world. And the file that
+/// this rank writes about what was under way ([`Error::record`](super::Error::record)).
 ///
 /// It is set where an error becomes that of a communicator, so all members are equal: errors are compared by what they say.
 #[derive(Clone, Default)]
-pub struct Members(Known);
+pub struct Members {
+    known: Known,
+    record: Option<Arc<Path>>,
+}
 
 #[derive(Clone, Default)]
 enum Known {
@@ -25,16 +30,31 @@ enum Known {
 
 impl Members {
     /// The members of the world's own communicator.
-    pub(crate) const WORLD: Members = Members(Known::World);
+    pub(crate) const WORLD: Members = Members { known: Known::World, record: None };
 
     /// The members of a group that was made from another communicator.
     pub(crate) fn of_group(world_ranks: &[Rank]) -> Members {
-        Members(Known::Group(world_ranks.into()))
+        Members { known: Known::Group(world_ranks.into()), record: None }
+    }
+
+    /// The same, with the file of this rank's flight recorder.
+    pub(crate) fn recorded_in(self, record: Option<Arc<Path>>) -> Members {
+        Members { record, ..self }
+    }
+
+    /// The file of this rank's flight recorder, if there is to be one.
+    pub(super) fn record(&self) -> Option<&Path> {
+        self.record.as_deref()
+    }
+
+    /// The end of a text that says where the flight recorder is.
+    pub(super) fn see_record(&self) -> String {
+        self.record().map_or(String::new(), |path| format!(" (flight recorder: {})", path.display()))
     }
 
     /// Takes these where no communicator has been named yet.
     pub(super) fn become_known(&mut self, members: &Members) {
-        if let Known::Nothing = self.0 {
+        if let Known::Nothing = self.known {
             *self = members.clone();
         }
     }
@@ -46,7 +66,7 @@ impl Members {
 
     /// The same, where there are two numbers.
     fn in_world(&self, rank: Rank) -> Option<Rank> {
-        match &self.0 {
+        match &self.known {
             Known::Nothing | Known::World => None,
             Known::Group(world_ranks) => world_ranks.get(rank).copied(),
         }
@@ -78,7 +98,7 @@ impl Eq for Members {}
 
 impl fmt::Debug for Members {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
+        match &self.known {
             Known::Nothing => f.write_str("members that are not known"),
             Known::World => f.write_str("all ranks of the world"),
             Known::Group(ranks) => write!(f, "world ranks {ranks:?}"),

@@ -15,6 +15,7 @@
 //! `run` is only tried by those who drive; waited for when devices are bound and when a communicator closes. A user's code
 //! (wakers, drops of buffers, functions that follow) runs while this thread holds none of them but `run`: never the table's.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -96,6 +97,8 @@ pub(crate) struct EndpointConfig {
     pub(crate) rank: Rank,
     /// World rank of each member.
     pub(crate) members: Vec<Rank>,
+    /// Where this rank's flight recorder is written when the communicator dies.
+    pub(crate) record: Option<Arc<Path>>,
     /// The host of each member, numbered from 0 in the order of their first ranks.
     pub(crate) hosts: Vec<u32>,
     /// What the choice of an algorithm depends on, of this group.
@@ -126,7 +129,8 @@ impl EndpointConfig {
     /// The members, for errors and texts to name.
     pub(crate) fn named(&self) -> Members {
         // The world's own communicator alone has the number 0.
-        if self.comm == 0 { Members::WORLD } else { Members::of_group(&self.members) }
+        let members = if self.comm == 0 { Members::WORLD } else { Members::of_group(&self.members) };
+        members.recorded_in(self.record.clone())
     }
 }
 

@@ -192,7 +192,7 @@ impl Messages {
     }
 
     /// One pass over all peers with messages. Calls `finished` for each that completes.
-    pub(crate) fn pass(&mut self, mut finished: impl FnMut(Key)) -> Result<bool, Error> {
+    pub(crate) fn pass(&mut self, mut finished: impl FnMut(Key, &Message)) -> Result<bool, Error> {
         let peers = &mut self.peers;
         let mut any = self.port.reap(|lent| {
             for peer in peers.iter_mut() {
@@ -231,7 +231,7 @@ impl Messages {
                             return true;
                         }
                         any = true;
-                        finished(m.key);
+                        finished(m.key, &m.message);
                     }
                     !done
                 });

@@ -4,6 +4,7 @@ mod failures;
 mod hosts;
 mod others;
 mod perf;
+mod running;
 mod slurm;
 mod ssh;
 mod survive;

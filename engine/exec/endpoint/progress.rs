@@ -308,7 +308,10 @@ impl Endpoint {
             }
         }
         messages.arrived(self.config.runtime.waker())?;
-        any |= messages.pass(|key| self.data_done(key))?;
+        any |= messages.pass(|key, message| {
+            self.recorder.message_finished(message.record);
+            self.data_done(key);
+        })?;
         if any {
             return Ok(Progress::Advanced);
         }

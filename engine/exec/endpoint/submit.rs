@@ -82,6 +82,7 @@ impl Endpoint {
         if let Some(staged) = message.staged.take() {
             message.staged = self.copies_back(key, (number, signature, timeout), staged);
         }
+        message.record = self.recorder.message(direction.name(), (peer, tag), signature, self.now());
         table.messages.push_back((key, message, after));
         self.submitted.note_queued(&table);
         drop(table);

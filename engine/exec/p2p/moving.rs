@@ -62,6 +62,8 @@ pub(crate) struct Message {
     pub(crate) unit: usize,
     pub(crate) signature: Signature,
     pub(crate) timeout: Duration,
+    /// Its number in the flight recorder.
+    pub(crate) record: u64,
     /// What brings the memory from a device, or takes it back.
     pub(crate) staged: Option<Arc<Staged>>,
 }

@@ -72,6 +72,7 @@ fn receive(number: u64, dtype: DType, into: &mut [u8]) -> Message {
         tag: 0,
         number,
         half: None,
+        record: 0,
         memory: into.as_mut_ptr(),
         bytes: into.len(),
         unit: 1,
@@ -86,11 +87,11 @@ fn a_peer_that_sends_more_eager_messages_than_it_has_credit_for_is_an_error_that
     let (mut messages, mut tx, _rx) = pair();
     for number in 0..u64::from(CREDITS) {
         send_eagerly(&mut tx, number, DType::U8, &[1; 100]);
-        messages.pass(|_| ()).unwrap();
+        messages.pass(|_, _| ()).unwrap();
     }
     assert_eq!(messages.peers[1].unclaimed.len(), CREDITS as usize);
     send_eagerly(&mut tx, CREDITS.into(), DType::U8, &[1; 100]);
-    let error = messages.pass(|_| ()).unwrap_err();
+    let error = messages.pass(|_, _| ()).unwrap_err();
     assert!(
         matches!(&error, Error::Protocol { peer: 1, problem, .. } if problem.contains("credit")),
         "{error}"
@@ -110,10 +111,10 @@ fn a_peer_that_keeps_to_its_credit_may_send_for_ever() {
         }
         send_eagerly(&mut tx, number, DType::U8, &[number as u8; 10]);
         credits -= 1;
-        messages.pass(|_| finished += 1).unwrap();
+        messages.pass(|_, _| finished += 1).unwrap();
         if number % 3 != 0 {
             messages.add(key(), receive(number, DType::U8, &mut out), Instant::now());
-            messages.pass(|_| finished += 1).unwrap();
+            messages.pass(|_, _| finished += 1).unwrap();
         }
         assert_eq!(out, [number as u8; 10]);
         while let Some(frame) = rx.peek(0).unwrap() {
@@ -134,11 +135,11 @@ fn a_received_bool_of_two_is_an_error_that_names_the_sender() {
             messages.add(key(), receive(0, DType::Bool, &mut out), Instant::now());
         }
         send_eagerly(&mut tx, 0, DType::Bool, &[1, 0, 1, 2, 0]);
-        let mut ended = messages.pass(|_| panic!("finished"));
+        let mut ended = messages.pass(|_, _| panic!("finished"));
         if early {
             ended.unwrap();
             messages.add(key(), receive(0, DType::Bool, &mut out), Instant::now());
-            ended = messages.pass(|_| panic!("finished"));
+            ended = messages.pass(|_, _| panic!("finished"));
         }
         let error = ended.unwrap_err();
         assert!(

@@ -75,3 +75,46 @@ fn a_job_that_was_stopped_by_a_signal_does_not_start_anew() {
     let output = finish(child);
     assert_eq!((output.status.code(), complaints(&output).len()), (Some(130), 0), "{output:?}");
 }
+
+/// A rank of which the other one is lost.
+#[test]
+#[ignore = "a rank; started by other tests"]
+fn loses_a_rank() {
+    let mut comm = futures::executor::block_on(Comm::connect(Rendezvous::from_env().unwrap())).unwrap();
+    if comm.rank() == 1 {
+        std::process::exit(3);
+    }
+    let error = comm.all_reduce(vec![1u8]).wait().unwrap_err().error;
+    println!("{error}");
+    println!("record: {}", error.record().unwrap().display());
+}
+
+#[test]
+fn the_last_line_and_the_error_say_where_flight_recorders_are() {
+    let scratch = Scratch::new();
+    let script =
+        format!("exec {} --exact --ignored --nocapture launcher::failures::loses_a_rank", this_program());
+    let mut command = launcher(&["-n", "2"], &script);
+    let output = finish(command.env_remove("ALLSTREAM_TRACE_DIR").env("TMPDIR", &scratch.0).spawn().unwrap());
+    assert_eq!(output.status.code(), Some(3), "{output:?}");
+    let stdout = text(&output.stdout);
+    let record =
+        stdout.lines().find_map(|line| line.split_once("record: ")?.1.trim().to_owned().into()).unwrap();
+    assert!(
+        stdout.contains(&format!("rank 1 was lost (its connection ended without a goodbye)")),
+        "{stdout}"
+    );
+    assert!(stdout.contains(&format!("(flight recorder: {record})")), "{stdout}");
+    let dir = Path::new(&record).parent().unwrap();
+    assert!(dir.starts_with(scratch.0.join("allstream")), "{record}");
+    let last = complaints(&output).pop().unwrap();
+    assert_eq!(
+        last,
+        format!(
+            "what the ranks did last is in {0}: `allstream trace --times {0}` lays it side by side",
+            dir.display()
+        )
+    );
+    let told = allstream(&["trace", &dir.display().to_string()], &[]);
+    assert!(text(&told.stdout).contains("no file from rank 1: it may have died"), "{told:?}");
+}
