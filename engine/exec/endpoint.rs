@@ -126,7 +126,7 @@ impl EndpointConfig {
     /// The members, for errors and texts to name.
     pub(crate) fn named(&self) -> Members {
         // The world's own communicator alone has the number 0.
-        if self.comm == 0 { Members::WORLD } else { Members::of_group(&self.members) }
+        if self.comm == 0 { Members::world() } else { Members::of_group(&self.members) }
     }
 }
 

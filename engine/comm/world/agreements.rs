@@ -100,7 +100,7 @@ fn expelled((comm, members): (CommId, &[Rank]), rank: Rank, how: Lost) -> Error 
 
 /// The members of a communicator, for errors to name.
 fn named(comm: CommId, members: &[Rank]) -> Members {
-    if comm.0 == 0 { Members::WORLD } else { Members::of_group(members) }
+    if comm.0 == 0 { Members::world() } else { Members::of_group(members) }
 }
 
 impl Agreements {
