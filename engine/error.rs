@@ -121,7 +121,7 @@ pub enum Error {
         theirs: Signature,
         /// Of messages, where `rank` is the receiver and `peer` the sender: what else has come from there and was not received,
         /// by tag, eight at most. [`Signature::root`] is the tag.
-        pending: Vec<Signature>,
+        pending: Box<[Signature]>,
         /// The communicator's members.
         #[serde(skip)]
         members: Members,
@@ -356,7 +356,7 @@ impl Missing {
 
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text(&Members::WORLD))
+        f.write_str(&self.text(&Members::default()))
     }
 }
 
@@ -430,7 +430,7 @@ impl Error {
         (peer, theirs): (Rank, Signature),
         pending: Vec<Signature>,
     ) -> Error {
-        let members = Members::default();
+        let (pending, members) = (pending.into_boxed_slice(), Members::default());
         Error::Mismatch { comm, number, rank, ours, peer, theirs, pending, members }
     }
 

@@ -22,12 +22,12 @@ async fn main() -> Result<()> {
     };
     let mut comm = Comm::connect(rendezvous).await?;
 
-    let pids = comm.all_gather(vec![std::process::id()]).await?;
+    let pids = comm.all_gather_value(std::process::id()).await?;
     println!("process {} is rank {} of {}", pids[comm.rank()], comm.rank(), comm.size());
 
-    let largest = comm.op(ReduceOp::Max).all_reduce(vec![std::process::id()]).await?;
+    let largest = comm.op(ReduceOp::Max).all_reduce_value(std::process::id()).await?;
     if comm.rank() == 0 {
-        println!("the maximum over ranks is the gathered ids' own: {}", pids.iter().max() == largest.first());
+        println!("the maximum over ranks is the gathered ids' own: {}", pids.iter().max() == Some(&largest));
     }
     comm.close().await?;
     Ok(())

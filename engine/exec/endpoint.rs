@@ -129,7 +129,7 @@ impl EndpointConfig {
     /// The members, for errors and texts to name.
     pub(crate) fn named(&self) -> Members {
         // The world's own communicator alone has the number 0.
-        let members = if self.comm == 0 { Members::WORLD } else { Members::of_group(&self.members) };
+        let members = if self.comm == 0 { Members::world() } else { Members::of_group(&self.members) };
         members.recorded_in(self.record.clone())
     }
 }
