@@ -96,18 +96,8 @@ fn fill(answers: Answers) {
     }
 }
 
-<<<<<<< HEAD
 fn expelled(members: &Members, rank: Rank, how: Lost) -> Error {
     Error::lost(rank, how).among(members)
-=======
-fn expelled((comm, members): (CommId, &[Rank]), rank: Rank, how: Lost) -> Error {
-    Error::lost(rank, how).among(&named(comm, members))
-}
-
-/// The members of a communicator, for errors to name.
-fn named(comm: CommId, members: &[Rank]) -> Members {
-    if comm.0 == 0 { Members::world() } else { Members::of_group(members) }
->>>>>>> words
 }
 
 impl Agreements {
