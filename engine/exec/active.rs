@@ -232,10 +232,16 @@ impl Active {
         match &mut current.op.executor {
             Executor::Host => {}
             Executor::Device(device) => drop(device.enqueued()?),
-            Executor::Whole(whole) => match whole.go_on()? {
-                (moved, Standing::InProgress) => return Ok(Pass::Going(any | moved)),
-                (_, Standing::OnStream | Standing::Over) => {}
-            },
+            Executor::Whole(whole) => {
+                if whole.begins_to_agree() {
+                    current.next = current.next.of_second_half();
+                    return Ok(Pass::Going(true));
+                }
+                match whole.go_on()? {
+                    (moved, Standing::InProgress) => return Ok(Pass::Going(any | moved)),
+                    (_, Standing::OnStream | Standing::Over) => {}
+                }
+            }
         }
         Ok(match current.op.then.take() {
             Some(then) => Pass::Then(current.key, then),

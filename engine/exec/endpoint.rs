@@ -15,7 +15,7 @@
 //! `run` is only tried by those who drive; waited for when devices are bound and when a communicator closes. A user's code
 //! (wakers, drops of buffers, functions that follow) runs while this thread holds none of them but `run`: never the table's.
 
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -138,8 +138,8 @@ pub(crate) struct Endpoint {
     binding: OnceLock<Arc<Binding>>,
     /// What takes its operations whole, if anything does.
     whole: OnceLock<BoundWhole>,
-    /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
-    token: Arc<AtomicU8>,
+    /// What barriers pass round. One serves all: collectives of a communicator run one after another.
+    token: Arc<AtomicU64>,
 }
 
 /// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's progress
@@ -199,9 +199,9 @@ impl Endpoint {
         self.deterministic.store(on, Ordering::Relaxed);
     }
 
-    /// Memory for barriers; lives as long as the endpoint.
-    pub(crate) fn token(&self) -> *mut u8 {
-        self.token.as_ptr()
+    /// Memory for barriers.
+    pub(crate) fn token(&self) -> &Arc<AtomicU64> {
+        &self.token
     }
 
     /// Operations queued or running.

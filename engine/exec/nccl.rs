@@ -14,7 +14,7 @@ use allstream_sys::nccl::{
 };
 use parking_lot::Mutex;
 
-use super::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
+use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::forked;
 use crate::mem::device::{DeviceBuf, DeviceStream, Witness};
@@ -98,6 +98,17 @@ impl NcclEnd {
             problem: "its communicator was aborted".into(),
         };
         call((*comm).ok_or_else(aborted)?).map_err(|error| self.library.told(self.place.0, &error))
+    }
+
+    /// Makes calls on a stream, in one group.
+    fn in_group(
+        &self,
+        stream: &DeviceStream,
+        calls: impl FnOnce((NcclComm, CuStream)) -> Result<(), NcclError>,
+    ) -> Result<(), Error> {
+        stream.with_raw("give an operation to NCCL", |raw| {
+            self.with(|comm| self.library.0.group(|| calls((comm, raw))))
+        })?
     }
 
     fn state(&self) -> Result<NcclResult, Error> {
@@ -254,14 +265,31 @@ impl Whole for NcclEnd {
         if pieces.is_empty() {
             return Ok(());
         }
-        stream.with_raw("give a collective to NCCL", |raw| {
-            self.with(|comm| {
-                self.library.0.group(|| {
-                    // SAFETY: the caller's promise, and the communicator is there (`with`).
-                    pieces.iter().try_for_each(|piece| unsafe { self.enqueue((&call, piece), (comm, raw)) })
-                })
+        self.in_group(stream, |at| {
+            // SAFETY: the caller's promise, and the communicator is there.
+            pieces.iter().try_for_each(|piece| unsafe { self.enqueue((&call, piece), at) })
+        })
+    }
+
+    fn moves_messages(&self) -> bool {
+        true
+    }
+
+    unsafe fn exchange(&self, messages: &[Moved], stream: &DeviceStream) -> Result<(), Error> {
+        let nccl = self.library.0;
+        self.in_group(stream, |at| {
+            messages.iter().try_for_each(|message| {
+                let &Moved { peer, is_sent, memory, bytes } = message;
+                match is_sent {
+                    // SAFETY: the caller's promise, and the communicator is there.
+                    true => unsafe {
+                        nccl.send((memory.cast_const().cast(), bytes), NcclDataType::UINT8, peer as i32, at)
+                    },
+                    // SAFETY: as above.
+                    false => unsafe { nccl.recv((memory.cast(), bytes), NcclDataType::UINT8, peer as i32, at) },
+                }
             })
-        })?
+        })
     }
 
     fn poll(&self) -> Result<Standing, Error> {
