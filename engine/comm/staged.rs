@@ -11,7 +11,7 @@ use super::work::Submitted;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
 use crate::exec::whole::{BoundWhole, MessagePath};
-use crate::exec::{Direction, Executor, Operation, Reduction, STRIPE, cut};
+use crate::exec::{Direction, EAGER, Executor, Operation, Reduction, STRIPE, cut};
 use crate::mem::device::{ALL, Device, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
 use crate::mem::{ErasedBufs, Event, RawBuf, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
@@ -125,7 +125,8 @@ impl Call<'_> {
     /// What moves a message of a device's memory to another rank, or from there, if a library does.
     pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
         let (endpoint, bound) = (self.side.0, self.side.0.binding()?.whole.as_ref()?);
-        let is_one = buf.on_device().is_some() && buf.bytes() > 0 && peer != self.rank();
+        // Shorter ones go without waiting for their receive, which a library's do not.
+        let is_one = buf.on_device().is_some() && buf.bytes() > EAGER && peer != self.rank();
         (is_one && bound.whole.moves_messages()).then(|| endpoint.message_path(bound))
     }
 

@@ -1,11 +1,14 @@
 //! Collectives that NCCL takes whole, on an NCCL for tests (`tests/nccl`): what comes out, the laws, and what goes wrong there.
 
+mod messages;
+mod node;
+
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
-use allstream::{Algo, Comm, DType, Error, Failed, Kind, MissingState, Work};
+use allstream::{Algo, Comm, DType, Error, Failed, Kind, MissingState, ReduceOp, Work};
 use test_support::cases::{self, Await, Case, Combine, Form, OnDevice, Oracle, What};
 
 use crate::collectives::everything;
@@ -164,11 +167,13 @@ fn case_list(n: usize) -> Vec<(Case, bool)> {
                 let end = [Await::Wait, Await::Poll, Await::Later][turn % 3];
                 let case =
                     Case { what, len, dtype, op, root, special: false, end, seed, timeout, refused: false };
-                let moves = matches!(
-                    kind,
-                    Kind::Broadcast | Kind::AllGather | Kind::Gather | Kind::Scatter | Kind::AllToAll
-                );
-                all.push((case, moves && !form.varies() && len > 0));
+                let is_whole = match kind {
+                    Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter => {
+                        op == Combine::Op(ReduceOp::Sum) && dtype == DType::F32
+                    }
+                    kind => !matches!(kind, Kind::Scan | Kind::ExScan),
+                };
+                all.push((case, is_whole && !form.varies() && len > 0));
             }
         }
     }
@@ -371,7 +376,7 @@ fn streams_wait_for_nccl_and_an_abort_releases_them() {
                 let mut buf = up(&stream, vec![1.0_f32; LEN]);
                 for _ in 0..4 {
                     drop(comm.all_reduce(up(&stream, values(rank, LEN))));
-                    let joined = comm.op(allstream::ReduceOp::Sum).all_reduce(buf).join(&compute).unwrap();
+                    let joined = comm.op(ReduceOp::Sum).all_reduce(buf).join(&compute).unwrap();
                     buf = joined.in_order().unwrap();
                     if hangs {
                         break;
