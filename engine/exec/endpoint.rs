@@ -138,6 +138,8 @@ pub(crate) struct Endpoint {
     binding: OnceLock<Arc<Binding>>,
     /// What takes its operations whole, if anything does.
     whole: OnceLock<BoundWhole>,
+    /// At the last pass, that was at an operation on the host, of which it does not tell when it is done.
+    is_library_at_work: AtomicBool,
     /// What barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Arc<AtomicU64>,
 }
@@ -177,6 +179,7 @@ impl Endpoint {
             deterministic: AtomicBool::new(config.deterministic),
             binding: OnceLock::new(),
             whole: OnceLock::new(),
+            is_library_at_work: AtomicBool::new(false),
             token: Arc::default(),
             config,
         })

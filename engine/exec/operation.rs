@@ -198,6 +198,10 @@ impl WholeOp {
         self.ticket.as_ref().is_none_or(Ticket::is_first)
     }
 
+    pub(super) fn is_submitted(&self) -> bool {
+        self.call.is_none()
+    }
+
     /// All ranks have called the same. On a device they pass the barrier a second time, with a time for the launch: whether that is
     /// to begin now.
     pub(super) fn begins_to_agree(&mut self) -> bool {

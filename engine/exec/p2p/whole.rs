@@ -94,6 +94,11 @@ impl Messages {
         !self.launches.is_empty()
     }
 
+    /// Whether the library is at some of them on the host.
+    pub(crate) fn is_in_progress(&self) -> bool {
+        self.launches.batches.back().is_some_and(|batch| batch.end.is_none())
+    }
+
     /// Goes on with what the library has, and gives it what is due. Whether anything moved.
     pub(super) fn launch(&mut self) -> Result<bool, Error> {
         let mut any = false;
