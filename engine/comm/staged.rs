@@ -131,7 +131,12 @@ impl Call<'_> {
     }
 
     /// What such a message starts after: the host waits until its buffer's stream has come to the call, as for the copies of others.
-    pub(super) fn launched_message(&self, direction: Direction, place: &DevicePlace, path: &MessagePath) -> Result<Event, Error> {
+    pub(super) fn launched_message(
+        &self,
+        direction: Direction,
+        place: &DevicePlace,
+        path: &MessagePath,
+    ) -> Result<Event, Error> {
         let call = direction.name();
         self.start_on_devices(call, [place].into_iter())?;
         check_device(call, place, &path.stream.device())?;

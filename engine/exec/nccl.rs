@@ -302,7 +302,9 @@ impl Whole for NcclEnd {
                         nccl.send((memory.cast_const().cast(), bytes), NcclDataType::UINT8, peer as i32, at)
                     },
                     // SAFETY: as above.
-                    false => unsafe { nccl.recv((memory.cast(), bytes), NcclDataType::UINT8, peer as i32, at) },
+                    false => unsafe {
+                        nccl.recv((memory.cast(), bytes), NcclDataType::UINT8, peer as i32, at)
+                    },
                 }
             })
         })

@@ -121,7 +121,10 @@ impl Messages {
     pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key, &Message, bool)) {
         self.launches = Launches::default();
         for peer in &mut self.peers {
-            peer.sends.drain(..).chain(peer.recvs.drain(..)).for_each(|m| each(m.key, &m.message, m.is_launched()));
+            peer.sends
+                .drain(..)
+                .chain(peer.recvs.drain(..))
+                .for_each(|m| each(m.key, &m.message, m.is_launched()));
             peer.answers.clear();
         }
     }
@@ -425,14 +428,7 @@ impl Messages {
         Signature { kind: crate::types::KIND_P2P, generation, ..Signature::default() }
     }
 
-    fn short(
-        &mut self,
-        rank: Rank,
-        kind: Type,
-        s: Signature,
-        number: u64,
-        offset: u64,
-    ) -> Result<(), Error> {
+    fn short(&mut self, rank: Rank, kind: Type, s: Signature, number: u64, offset: u64) -> Result<(), Error> {
         let header = Header { offset, ..self.header(kind, s, number, 0, 0) };
         self.port.post(rank, header, &Payload::Memory(std::ptr::null()), (u64::MAX, 0, 0, 0))?;
         Ok(())

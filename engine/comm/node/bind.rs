@@ -31,7 +31,11 @@ impl Node {
         devices: &'a [Device],
     ) -> Result<impl Iterator<Item = (&'a mut Comm, &'a Device)>, Error> {
         if devices.len() != self.devices() {
-            let problem = format!("{} devices for a node of {} ranks: one for each is needed", devices.len(), self.devices());
+            let problem = format!(
+                "{} devices for a node of {} ranks: one for each is needed",
+                devices.len(),
+                self.devices()
+            );
             return Err(Error::invalid(call, problem));
         }
         Ok(self.comms.iter_mut().zip(devices))

@@ -33,7 +33,8 @@ impl Endpoint {
         if let (Executor::Whole(whole), Some(order)) = (&mut operation.executor, order) {
             let what = error::Operation { comm: self.config.name.clone(), number, signature };
             let name = [self.config.generation.into(), number].into_iter().fold(self.config.comm, mix);
-            whole.ticket = Some(order.queue(Called { what, name, waker: self.config.runtime.waker().clone() }));
+            whole.ticket =
+                Some(order.queue(Called { what, name, waker: self.config.runtime.waker().clone() }));
         }
     }
 

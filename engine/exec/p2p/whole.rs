@@ -148,7 +148,9 @@ impl Messages {
 
     /// Notes that the messages of the oldest batch were moved, if they were.
     fn end_batch(&mut self) -> Result<bool, Error> {
-        let Some(Batch { path, end: Some(end), .. }) = self.launches.batches.front() else { return Ok(false) };
+        let Some(Batch { path, end: Some(end), .. }) = self.launches.batches.front() else {
+            return Ok(false);
+        };
         let is_over = end.is_complete()?;
         // What has failed there may never come to its end, and what has come to it may have failed.
         path.whole.check()?;

@@ -303,7 +303,8 @@ mod tests {
             }
             for _ in 0..3 {
                 let is_due = |operation| ends.iter().all(|end| end.0 != operation || end.2.is_due());
-                let next = (0..3).find(|operation| ends.iter().any(|end| end.0 == *operation) && is_due(*operation));
+                let next =
+                    (0..3).find(|operation| ends.iter().any(|end| end.0 == *operation) && is_due(*operation));
                 let next = next.expect("one is due on both of its devices");
                 ends.retain(|end| end.0 != next);
             }

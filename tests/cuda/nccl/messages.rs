@@ -19,20 +19,34 @@ fn messages_give_what_was_sent() {
             let mut list = Vec::new();
             for talk in [Talk::Shift, Talk::Batch, Talk::Both, Talk::Queue] {
                 for (i, (len, dtype)) in
-                    [(0, DType::F32), (9, DType::U8), (5000, DType::Bool), (2000, DType::F64)].into_iter().enumerate()
+                    [(0, DType::F32), (9, DType::U8), (5000, DType::Bool), (2000, DType::F64)]
+                        .into_iter()
+                        .enumerate()
                 {
                     let (op, end) = (Combine::Op(ReduceOp::Sum), [Await::Wait, Await::Poll][i % 2]);
                     let (seed, timeout) = (list.len() as u64, Duration::from_secs(30));
                     let what = What::Messages(talk);
-                    list.push(Case { what, len, dtype, op, root: 0, special: false, end, seed, timeout, refused: false });
+                    list.push(Case {
+                        what,
+                        len,
+                        dtype,
+                        op,
+                        root: 0,
+                        special: false,
+                        end,
+                        seed,
+                        timeout,
+                        refused: false,
+                    });
                 }
             }
             let (oracle, before) = (Oracle::new(list.len(), n), told().kernels);
             let results = ranks(n, |mut comm| -> Result<(), String> {
                 let place = OnDevice(bound(&mut comm));
                 for (i, case) in list.iter().enumerate() {
-                    cases::run_on_device(&mut comm, case, &oracle, i, &place)
-                        .map_err(|error| format!("rank {} of {n}, case {i}, {case:?}: {error}", comm.rank()))?;
+                    cases::run_on_device(&mut comm, case, &oracle, i, &place).map_err(|error| {
+                        format!("rank {} of {n}, case {i}, {case:?}: {error}", comm.rank())
+                    })?;
                 }
                 soon(comm.close()).map_err(|error| error.to_string())
             });
@@ -107,7 +121,10 @@ fn crowd(comm: Comm, rounds: u64) -> Result<(), Error> {
                 for step in 1..n {
                     let peer = (rank + if round % 2 == 0 { step } else { n - step }) % n;
                     let blank = up(&stream, vec![0.0_f32; LEN]);
-                    moved.push((None, comm.timeout(SHORT * 10).send(up(&stream, values(rank + c, LEN)), peer)));
+                    moved.push((
+                        None,
+                        comm.timeout(SHORT * 10).send(up(&stream, values(rank + c, LEN)), peer),
+                    ));
                     moved.push((Some(peer + c), comm.timeout(SHORT * 10).recv(blank, peer)));
                 }
             };
@@ -232,7 +249,10 @@ fn laws_3_and_4_what_goes_wrong_in_nccl_ends_and_gives_buffers_back() {
                     let text = error.to_string();
                     match what {
                         REFUSES => assert!(matches!(error, Error::Library { rank: 1, .. }), "{text}"),
-                        _ => assert!(matches!(error, Error::Timeout { .. }) && text.contains("NCCL 2.27.3"), "{text}"),
+                        _ => assert!(
+                            matches!(error, Error::Timeout { .. }) && text.contains("NCCL 2.27.3"),
+                            "{text}"
+                        ),
                     }
                     is_ours(buf.unwrap());
                 }
@@ -304,7 +324,10 @@ fn a_buffer_elsewhere_is_refused_and_comes_back() {
             let buf: DeviceBuf<f32> = up(&elsewhere, values(0, LEN));
             let (error, buf) = failure(comm.send(buf, 1 - comm.rank()));
             let text = error.to_string();
-            assert!(matches!(error, Error::Invalid { .. }) && text.contains("this rank is bound to"), "{text}");
+            assert!(
+                matches!(error, Error::Invalid { .. }) && text.contains("this rank is bound to"),
+                "{text}"
+            );
             assert!(down(buf.unwrap()) == values(0, LEN));
             soon(comm.close()).unwrap();
         });

@@ -150,6 +150,7 @@ impl Comm {
     /// The calls of a group become one kernel, some time later.
     pub(crate) fn submit(self: &Arc<Self>, calls: Vec<Call>, stream: u64) -> Code {
         let number = self.calls.fetch_add(1, Ordering::AcqRel);
+        knobs::notes_call(self.rank);
         let mut counts = lock(&self.counts);
         let counted = |call: Call| {
             let place = call.place(self.rank);

@@ -220,7 +220,9 @@ fn meet(comm: &Comm, number: u64, here: Vec<(Meeting, Here)>) {
     }
     loop {
         left.retain(|meeting| {
-            let Some(round) = rounds.get_mut(meeting).filter(|round| round.done && !hangs) else { return true };
+            let Some(round) = rounds.get_mut(meeting).filter(|round| round.done && !hangs) else {
+                return true;
+            };
             round.left += 1;
             if round.left == wanted(*meeting, clique.size) {
                 rounds.remove(meeting);

@@ -87,7 +87,8 @@ pub(super) fn messages<T: Value, P: Place>(
             for shift in shifts {
                 let (to, from) = ((rank + shift) % n, (rank + n - shift) % n);
                 let (sent, buf) = (say(rank, to, tags[0], 0), place.put_out(&vec![T::default(); len])?);
-                let both = comm.tag(tags[0]).timeout(case.timeout).send_recv(place.put(&sent)?, to, buf, from);
+                let both =
+                    comm.tag(tags[0]).timeout(case.timeout).send_recv(place.put(&sent)?, to, buf, from);
                 let done = match case.end {
                     Await::Wait => both.wait(),
                     _ => ended(both),
