@@ -154,7 +154,10 @@ impl Messages {
         let is_over = end.is_complete()?;
         // What has failed there may never come to its end, and what has come to it may have failed.
         path.whole.check()?;
-        let Some(batch) = self.launches.batches.pop_front_if(|_| is_over) else { return Ok(false) };
+        if !is_over {
+            return Ok(false);
+        }
+        let Some(batch) = self.launches.batches.pop_front() else { return Ok(false) };
         for (peer, key) in batch.keys {
             if let Some(m) = self.peers[peer].of(key) {
                 (m.done, m.freed) = (m.message.bytes, m.message.bytes);

@@ -119,7 +119,7 @@ fn crowd(comm: Comm, rounds: u64) -> Result<(), Error> {
             let mut messages = |comm: &mut Comm| {
                 // Each rank names its peers in another order.
                 for step in 1..n {
-                    let peer = (rank + if round % 2 == 0 { step } else { n - step }) % n;
+                    let peer = (rank + if round.is_multiple_of(2) { step } else { n - step }) % n;
                     let blank = up(&stream, vec![0.0_f32; LEN]);
                     moved.push((
                         None,
@@ -129,7 +129,7 @@ fn crowd(comm: Comm, rounds: u64) -> Result<(), Error> {
                 }
             };
             // Some ranks call their messages first, and some the collective.
-            let is_before = (rank + c + round as usize) % 2 == 0;
+            let is_before = (rank + c + round as usize).is_multiple_of(2);
             if is_before {
                 messages(comm);
             }
