@@ -5,9 +5,8 @@
 
 #![allow(missing_docs)]
 
-use std::ffi::{c_int, c_void};
 use std::process::Command;
-use std::sync::{Barrier, OnceLock};
+use std::sync::Barrier;
 use std::time::Instant;
 
 use allstream::cuda::{Device, DeviceBuf, DeviceStream};
@@ -15,7 +14,6 @@ use allstream::{Comm, Error};
 use futures::executor::block_on;
 use test_support::cuda;
 
-const NCCL: &str = "ALLSTREAM_NCCL_LIBRARY";
 const ROUNDS: usize = 1000;
 /// Communicators that are made.
 const MADE: usize = 100;
@@ -26,15 +24,6 @@ const LEN: usize = 2048;
 fn now() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
-}
-
-/// When a rank has last called NCCL.
-fn called(rank: usize) -> u64 {
-    static HANDLE: OnceLock<usize> = OnceLock::new();
-    let function: *mut c_void = cuda::function_of(NCCL, &HANDLE, "allstream_test_nccl_called");
-    // SAFETY: the function's type, in the library's `knobs.rs`.
-    let called: extern "C" fn(c_int) -> u64 = unsafe { std::mem::transmute(function) };
-    called(rank as c_int)
 }
 
 /// Microseconds: the median, and the tenth and the ninetieth part.
@@ -65,11 +54,11 @@ fn calls(comm: &mut Comm, start: &Barrier, stream: &DeviceStream) -> Result<Rows
         start.wait();
         let begun = now();
         all = comm.all_reduce(all).wait().map_err(|failed| failed.error)?;
-        rows[1].1.push(called(rank) - begun);
+        rows[1].1.push(cuda::nccl_called(rank) - begun);
         start.wait();
         let begun = now();
         (sent, got) = comm.send_recv(sent, to, got, from).wait().map_err(|failed| failed.error)?;
-        rows[2].1.push(called(rank) - begun);
+        rows[2].1.push(cuda::nccl_called(rank) - begun);
     }
     Ok(rows.into())
 }
@@ -138,7 +127,7 @@ fn measure(n: usize) {
 
 fn main() {
     let arguments = std::env::args().skip(1).filter(|argument| !argument.starts_with('-'));
-    if std::env::var_os(NCCL).is_some() {
+    if std::env::var_os(cuda::NCCL).is_some() {
         let ranks: Vec<usize> = arguments.map(|n| n.parse().expect("a number of ranks")).collect();
         let ranks = if ranks.is_empty() { vec![2, 4] } else { ranks };
         println!("| ranks | what | median, us | 10 % to 90 % |\n|---|---|---|---|");
@@ -148,7 +137,7 @@ fn main() {
     let program = std::env::current_exe().expect("this program has a name");
     let variables = [
         (cuda::LIBRARY, cuda::library().as_os_str()),
-        (NCCL, cuda::nccl_library().as_os_str()),
+        (cuda::NCCL, cuda::nccl_library().as_os_str()),
         ("ALLSTREAM_TEST_CUDA_DEVICES", "8".as_ref()),
         ("ALLSTREAM_TEST_CUDA_DELAY_US", "0".as_ref()),
         ("ALLSTREAM_TEST_NCCL_DELAY_US", "0".as_ref()),

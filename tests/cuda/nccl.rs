@@ -13,11 +13,10 @@ use test_support::cases::{self, Await, Case, Combine, Form, OnDevice, Oracle, Wh
 
 use crate::collectives::everything;
 use crate::support::{
-    child, down, function_of, is_ours, nccl_library, nothing_left, ranks, report, set_delays, soon, up,
-    values,
+    NCCL as LIBRARY, child, down, function_of, is_ours, nccl_library, nothing_left, ranks, report,
+    set_delays, soon, up, values,
 };
 
-const LIBRARY: &str = "ALLSTREAM_NCCL_LIBRARY";
 const LEN: usize = 3000;
 const SHORT: Duration = Duration::from_millis(400);
 

@@ -62,6 +62,7 @@ const UNSAFE: [(&str, &str); 41] = [
     ("engine/exec/nccl.rs", "calls NCCL on memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),
     ("engine/exec/p2p/moving.rs", "names the memory of messages"),
+    ("engine/exec/p2p/whole.rs", "gives messages in flight to a library"),
     ("engine/exec/p2p/tests.rs", "posts frames as a peer would"),
     ("engine/sim/net.rs", "implements the contract of a link"),
     ("engine/group/fds.rs", "the descriptor inherited from the launcher"),
