@@ -52,6 +52,8 @@ impl Comm {
     /// Ranks in other processes can have what allstream has allocated, and not what [`DeviceBuf::from_foreign`] took from
     /// another library: where there are such ranks, a call with that is refused.
     ///
+    /// With `ALLSTREAM_NCCL=require` this is [`bind_nccl`](Self::bind_nccl).
+    ///
     /// From then on every device buffer of a collective is on this rank's device, all ranks of one call have either
     /// device buffers or host buffers (else it is an [`Error::Mismatch`]), and the call waits for nothing: its kernels
     /// are put on the stream when all ranks have called. A communicator stays bound to the end, and those made from it
