@@ -532,34 +532,6 @@ fn what_cannot_be_bound_is_said_to_all_and_the_communicator_goes_on() {
     );
 }
 
-#[test]
-fn no_library_or_an_old_one_is_an_error_that_says_what_to_do() {
-    let test = "nccl::no_library_or_an_old_one_is_an_error_that_says_what_to_do";
-    let cases = [
-        ([(LIBRARY, "/no/such/libnccl.so"), ("", "")], "/no/such/libnccl.so"),
-        (
-            [("ALLSTREAM_TEST_NCCL_VERSION", "21300"), ("", "")],
-            "is version 2.13.0, and 2.14 or newer is needed",
-        ),
-    ];
-    for (i, (variables, wanted)) in cases.into_iter().enumerate() {
-        let which = i.to_string();
-        let mut more: Vec<_> = variables.into_iter().filter(|(name, _)| !name.is_empty()).collect();
-        if std::env::var("WHICH_CASE").is_ok_and(|case| case != which) {
-            continue;
-        }
-        more.push(("WHICH_CASE", &which));
-        with_nccl(test, 1, &more, || {
-            ranks(1, |mut comm| {
-                let error = soon(comm.bind_nccl(&Device::new(0).unwrap())).unwrap_err();
-                assert!(matches!(error, Error::Unavailable { .. }), "{error}");
-                assert!(error.to_string().contains(wanted), "{error}");
-                assert!(error.to_string().contains("ALLSTREAM_NCCL_LIBRARY"), "{error}");
-            });
-        });
-    }
-}
-
 /// A communicator of the same members and devices goes on with what NCCL has made for one that ended in peace.
 #[test]
 fn the_pool_keeps_what_nccl_has_made() {

@@ -1,4 +1,4 @@
-//! A node's ranks, and communicators that the environment says to bind otherwise, by NCCL.
+//! A node's ranks by NCCL; and what the environment says of NCCL: whether to take it, and which.
 
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Comm, Error, Failed, Node};
@@ -123,4 +123,32 @@ fn a_node_s_call_is_made_on_all_devices_or_none() {
         drop((stream, devices));
         all_is_gone();
     });
+}
+
+#[test]
+fn no_library_or_an_old_one_is_an_error_that_says_what_to_do() {
+    let test = "nccl::node::no_library_or_an_old_one_is_an_error_that_says_what_to_do";
+    let cases = [
+        ([(super::LIBRARY, "/no/such/libnccl.so"), ("", "")], "/no/such/libnccl.so"),
+        (
+            [("ALLSTREAM_TEST_NCCL_VERSION", "21300"), ("", "")],
+            "is version 2.13.0, and 2.14 or newer is needed",
+        ),
+    ];
+    for (i, (variables, wanted)) in cases.into_iter().enumerate() {
+        let which = i.to_string();
+        let mut more: Vec<_> = variables.into_iter().filter(|(name, _)| !name.is_empty()).collect();
+        if std::env::var("WHICH_CASE").is_ok_and(|case| case != which) {
+            continue;
+        }
+        more.push(("WHICH_CASE", &which));
+        with_nccl(test, 1, &more, || {
+            ranks(1, |mut comm| {
+                let error = soon(comm.bind_nccl(&Device::new(0).unwrap())).unwrap_err();
+                assert!(matches!(error, Error::Unavailable { .. }), "{error}");
+                assert!(error.to_string().contains(wanted), "{error}");
+                assert!(error.to_string().contains("ALLSTREAM_NCCL_LIBRARY"), "{error}");
+            });
+        });
+    }
 }
