@@ -243,7 +243,7 @@ fn laws_3_and_4_what_goes_wrong_in_nccl_ends_and_gives_buffers_back() {
                     if rank == 0 { call.send(buf, 1) } else { call.recv(buf, 0) }
                 };
                 let all = [message(0), message(1)];
-                let behind = comm.timeout(SHORT).all_reduce(up(&stream, values(rank, LEN)));
+                let behind = comm.timeout(SHORT * 10).all_reduce(up(&stream, values(rank, LEN)));
                 for work in all.into_iter().chain([behind]) {
                     let (error, buf) = failure(work);
                     let text = error.to_string();
