@@ -426,6 +426,7 @@ pub fn hostile_messages(data: &[u8]) {
                 signature,
                 timeout: FOREVER,
                 staged: None,
+                whole: None,
             },
         ));
         *number += 1;

@@ -3,8 +3,9 @@
 use std::sync::Arc;
 
 use super::SharedComm;
-use super::calls::made_together;
+use super::made_together::made_together;
 use super::reach::{Group, Heard, ROW, Reached, heard};
+use super::world::NcclUse;
 use crate::error::{Error, Members};
 use crate::exec::device::Binding;
 use crate::exec::nccl::NcclLibrary;
@@ -52,6 +53,8 @@ made_together! {
     /// Ranks in other processes can have what allstream has allocated, and not what [`DeviceBuf::from_foreign`] took from
     /// another library: where there are such ranks, a call with that is refused.
     ///
+    /// With `ALLSTREAM_NCCL=require` this is [`bind_nccl`](Self::bind_nccl).
+    ///
     /// From then on every device buffer of a collective is on this rank's device, all ranks of one call have either
     /// device buffers or host buffers (else it is an [`Error::Mismatch`]), and the call waits for nothing: its kernels
     /// are put on the stream when all ranks have called. A communicator stays bound to the end, and those made from it
@@ -62,8 +65,12 @@ made_together! {
     /// # Errors
     /// On all ranks, and the communicator stays as it was: [`Error::Invalid`] where a rank is bound already;
     /// [`Error::Cuda`] where the driver refuses. Else as a collective.
-    async fn bind_device [] (device: &Device) -> Result<DevicePath, Error>
-        = |comm| comm.bind(DeviceStream::of_a_rank(device), None);
+    async fn bind_device [] (device: &Device) -> Result<DevicePath, Error> = |comm| async {
+        match comm.handle().membership.world.defaults.nccl {
+            NcclUse::Require => comm.bind_by_nccl(device).await,
+            NcclUse::Auto | NcclUse::Off => comm.bind(DeviceStream::of_a_rank(device), None).await,
+        }
+    };
 
     /// [`bind_device`](Self::bind_device) with a stream of the caller's for this rank's part.
     ///
@@ -78,26 +85,35 @@ made_together! {
 
     /// [`bind_device`](Self::bind_device), and NVIDIA's library (NCCL, 2.14 or newer) takes of the collectives on device buffers those
     /// that it can: sums, products, minima and maxima of integers, averages of floats, broadcasts, gathers, scatters and exchanges,
-    /// as long as a call names no algorithm and need not be deterministic. Which do is decided by the call alone. All others go as
-    /// they would without it; where the devices cannot reach each other, also on several hosts, through the host's memory.
+    /// as long as a call names no algorithm and need not be deterministic. Which do is decided by the call alone. All others (scans,
+    /// say) go as they would without it; where the devices cannot reach each other, also on several hosts, through the host's memory.
+    ///
+    /// Messages of more than 4 KB go by NCCL, too, with their tags, in whatever order they are called. Of such a message both ends are
+    /// on a device, or neither is: else it is an [`Error::Mismatch`].
     ///
     /// Each rank has a device of its own. The ranks compare their calls over the host's links before NCCL is given one: what
     /// they disagree on is an error, and a rank that does not call is named when the deadline has passed, as ever. Rounding is NCCL's.
     ///
-    /// All ranks of a process must make their calls on communicators of one device in one order, also on different
-    /// communicators: what NCCL takes is launched in that order.
+    /// All ranks must call collectives on communicators of one device in one order, also on different communicators: what NCCL takes
+    /// is launched in that order. Messages may be called at any time.
     ///
     /// The library is found as `ALLSTREAM_NCCL_LIBRARY`, or `libnccl.so.2`, when this is first called. What it needs to find
     /// the other ranks (`NCCL_SOCKET_IFNAME` and others) is said in its own documentation; its connections are not protected by
-    /// our token.
+    /// our token. With `ALLSTREAM_NCCL=off` this is [`bind_device`](Self::bind_device), and with `ALLSTREAM_NCCL=require` that is this;
+    /// all ranks say the same.
     ///
     /// # Errors
     /// As there; [`Error::Unavailable`] where there is no such library; [`Error::Library`] where it does not work.
-    async fn bind_nccl [] (device: &Device) -> Result<DevicePath, Error> = |comm| comm.bind_library(device);
+    async fn bind_nccl [] (device: &Device) -> Result<DevicePath, Error> = |comm| async {
+        match comm.handle().membership.world.defaults.nccl {
+            NcclUse::Off => comm.bind(DeviceStream::of_a_rank(device), None).await,
+            NcclUse::Auto | NcclUse::Require => comm.bind_by_nccl(device).await,
+        }
+    };
 }
 
 impl SharedComm {
-    async fn bind_library(&self, device: &Device) -> Result<DevicePath, Error> {
+    async fn bind_by_nccl(&self, device: &Device) -> Result<DevicePath, Error> {
         let library = NcclLibrary::find();
         // NCCL is to find its stream where it was, so this is none that goes on as another.
         let stream = library.as_ref().map_err(Clone::clone).and_then(|_| DeviceStream::high_priority(device));

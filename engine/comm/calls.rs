@@ -45,35 +45,6 @@ macro_rules! methods {
     };
 }
 
-/// Methods of both handles that take several collectives: on `Comm` through `&mut self`, on `SharedComm` through `&self`, on which
-/// they are written. On one rank they run one after another, whichever tasks call them.
-macro_rules! made_together {
-    ($(
-        $(#[$doc:meta])*
-        async fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*) -> $out:ty = |$comm:ident| $body:expr;
-    )*) => {
-        impl $crate::comm::Comm {
-            $(
-                $(#[$doc])*
-                pub async fn $name<$($generics)*>(&mut self, $($arg: $ty),*) -> $out {
-                    self.share().$name($($arg),*).await
-                }
-            )*
-        }
-
-        impl $crate::comm::SharedComm {
-            $(
-                $(#[$doc])*
-                pub async fn $name<$($generics)*>(&self, $($arg: $ty),*) -> $out {
-                    let $comm = self;
-                    let _turn = $comm.handle().making.lock().await;
-                    $body.await
-                }
-            )*
-        }
-    };
-}
-
 /// A table of calls: documentation, name, type parameters, arguments, result, and what a [`Call`] does. Each becomes a method of
 /// `Call`, and of both handles, with the default options.
 macro_rules! calls {
@@ -96,7 +67,7 @@ macro_rules! calls {
         }
     };
 }
-pub(super) use {calls, made_together, methods};
+pub(super) use {calls, methods};
 
 /// The options of [`Call`], as what both handles and `Node` make a call of, and on `NodeCall` by value.
 macro_rules! options {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::calls::made_together;
+use super::made_together::made_together;
 use super::{Comm, SharedComm};
 use crate::error::Error;
 use crate::types::Rank;

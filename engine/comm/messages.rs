@@ -16,7 +16,7 @@ use super::work::{Part, Submitted, taken};
 use crate::error::{Error, Failed};
 use crate::exec::{self, Direction};
 use crate::mem::{Buf, ErasedBufs, Event, Parts, RawBuf, Where};
-use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature};
+use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature, WHOLE};
 
 /// A message that was looked at and found good, and is not submitted yet.
 struct Letter {
@@ -88,8 +88,12 @@ impl Call<'_> {
             return Err((Error::invalid(direction.name(), problem), held));
         }
         let (bytes, unit) = (raw.bytes(), raw.dtype.size());
+        let whole = match self.message_path(peer, &raw).transpose() {
+            Ok(whole) => whole,
+            Err(error) => return Err((error, held)),
+        };
         let signature = Signature {
-            kind: KIND_P2P,
+            kind: if whole.is_some() { KIND_P2P | WHOLE } else { KIND_P2P },
             dtype: raw.dtype as u8,
             op: NO_OP,
             algo: 0,
@@ -99,10 +103,14 @@ impl Call<'_> {
             detail: 0,
         }
         .with_key(self.key);
-        let (memory, after, staged) = match raw.place.0 {
-            Where::Host(at) => (at, self.after_on_host(), None),
-            Where::Unfit(why) => return Err((Error::invalid(direction.name(), why), held)),
-            Where::Device(place) => match self.stage_message(direction, place, bytes) {
+        let (memory, after, staged) = match (raw.place.0, &whole) {
+            (Where::Host(at), _) => (at, self.after_on_host(), None),
+            (Where::Unfit(why), _) => return Err((Error::invalid(direction.name(), why), held)),
+            (Where::Device(place), Some(path)) => match self.launched_message(direction, &place, path) {
+                Ok(ready) => (std::ptr::without_provenance_mut(place.address as usize), Some(ready), None),
+                Err(error) => return Err((error, held)),
+            },
+            (Where::Device(place), None) => match self.stage_message(direction, place, bytes) {
                 Ok(staged) => {
                     held = held.with(staged.memory());
                     (staged.at(0), staged.ready(), Some(staged))
@@ -124,6 +132,7 @@ impl Call<'_> {
             signature,
             timeout,
             staged,
+            whole,
         };
         Ok(Letter { message, after, held })
     }

@@ -11,6 +11,7 @@ mod collectives;
 mod handle;
 mod links;
 mod lists;
+mod made_together;
 mod memory;
 mod mesh;
 mod messages;

@@ -20,6 +20,7 @@ use crate::group::{LinkChoice, Rendezvous, host};
 use crate::mem::HostStream;
 use crate::types::{MOST_RANKS, Rank};
 
+mod bind;
 mod call;
 mod calls;
 mod several;

@@ -1,6 +1,6 @@
 //! Communicators made from a communicator: `split`, `dup`, `subset`.
 
-use super::calls::made_together;
+use super::made_together::made_together;
 use super::world::ROW;
 use super::{Call, Comm, SharedComm};
 use crate::error::Error;

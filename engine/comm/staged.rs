@@ -10,12 +10,12 @@ use super::ordered::Start;
 use super::work::Submitted;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
-use crate::exec::whole::BoundWhole;
-use crate::exec::{Direction, Executor, Operation, Reduction, STRIPE, cut};
-use crate::mem::device::{ALL, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
-use crate::mem::{ErasedBufs, RawBuf, Where};
+use crate::exec::whole::{BoundWhole, MessagePath};
+use crate::exec::{Direction, EAGER, Executor, Operation, Reduction, STRIPE, cut};
+use crate::mem::device::{ALL, Device, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
+use crate::mem::{ErasedBufs, Event, RawBuf, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
-use crate::types::ON_DEVICES;
+use crate::types::{ON_DEVICES, Rank};
 
 impl Call<'_> {
     /// Makes an operation on device memory start after what it is to start after: the buffers' streams are made to wait for
@@ -126,6 +126,28 @@ impl Call<'_> {
         self.hand_in(prepared, None, held)
     }
 
+    /// What moves a message of a device's memory to another rank, or from there, if a library does.
+    pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
+        let (endpoint, bound) = (self.side.0, self.side.0.binding()?.whole.as_ref()?);
+        // Shorter ones go without waiting for their receive, which a library's do not.
+        let is_one = buf.on_device().is_some() && buf.bytes() > EAGER && peer != self.rank();
+        (is_one && bound.whole.moves_messages()).then(|| endpoint.message_path(bound))
+    }
+
+    /// What such a message starts after: the host waits until its buffer's stream has come to the call, as for the copies of others.
+    pub(super) fn launched_message(
+        &self,
+        direction: Direction,
+        place: &DevicePlace,
+        path: &MessagePath,
+    ) -> Result<Event, Error> {
+        let call = direction.name();
+        self.start_on_devices(call, [place].into_iter())?;
+        check_device(call, place, &path.stream.device())?;
+        refused_in_capture(&place.stream, call)?;
+        Ok(place.stream.point()?.on_host())
+    }
+
     /// The copies of a message's memory to or from the host, and the memory there.
     #[cold]
     pub(super) fn stage_message(
@@ -143,6 +165,15 @@ impl Call<'_> {
         let stripes = (0..bytes.max(1)).step_by(STRIPE).map(stripe).collect();
         Staged::begin(vec![Item { place, bytes, fill, back }], stripes)
     }
+}
+
+/// Whether a buffer is on the device that this rank is bound to.
+fn check_device(call: &str, place: &DevicePlace, ours: &Device) -> Result<(), Error> {
+    let device = place.stream.device();
+    if device == *ours {
+        return Ok(());
+    }
+    Err(Error::invalid(call, format!("a buffer is on {device:?}, and this rank is bound to {ours:?}")))
 }
 
 /// Where the buffers on devices are.
@@ -171,11 +202,7 @@ fn place(
             Where::Device(place) => place,
             Where::Unfit(why) => return Err(Error::invalid(call, *why)),
         };
-        if place.stream.device() != device {
-            let problem =
-                format!("a buffer is on {:?}, and this rank is bound to {device:?}", place.stream.device());
-            return Err(Error::invalid(call, problem));
-        }
+        check_device(call, place, &device)?;
         if let Some(far) = &binding.far
             && is_lent
             && end.bytes() > 0

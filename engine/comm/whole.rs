@@ -145,13 +145,15 @@ impl Call<'_> {
         // What would have been chosen is not what happens.
         signature.algo = Algo::Auto as u8 | signature.algo & KEY_BITS;
         let program = program(self.side.0, Algo::Dissemination, &Spec::of(Kind::Barrier, 0, 1, true))?;
-        let at = self.side.0.token();
-        let (input, output) = (at.cast_const(), at);
-        let part = Part { program, input, output, count: 1, dtype: DType::U8, tables: None, pairwise: false };
+        let token = self.side.0.token();
+        let output = token.as_ptr().cast::<u8>();
+        let (input, dtype) = (output.cast_const(), DType::U64);
+        let part = Part { program, input, output, count: 1, dtype, tables: None, pairwise: false };
         let Operation { call: name, timeout, .. } = operation;
-        let reduction = Reduction::Op(ReduceOp::BitOr);
+        let reduction = Reduction::Op(ReduceOp::Max);
         let meeting = Operation::new(name, signature, timeout, reduction, PartList::One(part));
-        let executor = Executor::Whole(Box::new(WholeOp::new(call, bound.whole.clone(), device)));
+        let whole = WholeOp::new(call, bound.whole.clone(), device, token.clone());
+        let executor = Executor::Whole(Box::new(whole));
         Ok(Operation { executor, ..meeting })
     }
 

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::net::TcpStream;
 use std::path::Path;
+use std::str::FromStr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -104,6 +105,34 @@ pub(crate) struct Defaults {
     pub(crate) deterministic: bool,
     /// Idle communicators that a world keeps.
     pub(crate) pool: usize,
+    pub(crate) nccl: NcclUse,
+}
+
+/// `ALLSTREAM_NCCL`: whether communicators that are bound to devices go by NCCL.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum NcclUse {
+    /// As the program says.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
+    /// Also where it is not asked for.
+    Require,
+}
+
+impl FromStr for NcclUse {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<NcclUse, String> {
+        match text {
+            "auto" => Ok(NcclUse::Auto),
+            "off" => Ok(NcclUse::Off),
+            "require" => Ok(NcclUse::Require),
+            other => Err(format!(
+                "{other:?}: expected auto (bind_nccl takes NCCL, bind_device does not), off (neither does) or require (both do)"
+            )),
+        }
+    }
 }
 
 /// What a variable says, if it is set and not empty. An error names it.
@@ -133,6 +162,7 @@ impl Defaults {
             algo: variable("ALLSTREAM_ALGO", str::parse)?.unwrap_or(Algo::Auto),
             deterministic: variable("ALLSTREAM_DETERMINISTIC", switch)?.unwrap_or(false),
             pool: variable("ALLSTREAM_POOL", number)?.unwrap_or(pool::CAPACITY),
+            nccl: variable("ALLSTREAM_NCCL", str::parse)?.unwrap_or_default(),
         })
     }
 }

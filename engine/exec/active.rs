@@ -109,6 +109,12 @@ impl Active {
         self.current.as_ref().is_some_and(|current| matches!(current.op.executor, Executor::Whole(_)))
     }
 
+    /// Whether a library was given the operation.
+    pub(crate) fn is_in_progress(&self) -> bool {
+        let executor = self.current.as_ref().map(|current| &current.op.executor);
+        matches!(executor, Some(Executor::Whole(whole)) if whole.is_submitted())
+    }
+
     /// What keeps an operation that a library takes whole from its end, where no peer's call is missing.
     pub(crate) fn held_up(&self) -> Option<MissingState> {
         match &self.current.as_ref()?.op.executor {
@@ -232,10 +238,16 @@ impl Active {
         match &mut current.op.executor {
             Executor::Host => {}
             Executor::Device(device) => drop(device.enqueued()?),
-            Executor::Whole(whole) => match whole.go_on()? {
-                (moved, Standing::InProgress) => return Ok(Pass::Going(any | moved)),
-                (_, Standing::OnStream | Standing::Over) => {}
-            },
+            Executor::Whole(whole) => {
+                if whole.begins_to_agree() {
+                    current.next = current.next.of_second_half();
+                    return Ok(Pass::Going(true));
+                }
+                match whole.go_on()? {
+                    (moved, Standing::InProgress) => return Ok(Pass::Going(any | moved)),
+                    (_, Standing::OnStream | Standing::Over) => {}
+                }
+            }
         }
         Ok(match current.op.then.take() {
             Some(then) => Pass::Then(current.key, then),

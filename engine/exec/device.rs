@@ -10,7 +10,7 @@ use std::task::Waker;
 use parking_lot::Mutex;
 
 use super::port::Opener;
-use super::whole::{BoundWhole, Whole};
+use super::whole::{BoundWhole, MessagePath, Whole};
 use crate::error::Error;
 use crate::link::ipc::{Far, FarRx, FarTx};
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx};
@@ -49,6 +49,8 @@ pub(crate) struct Binding {
     pub(crate) whole: Option<BoundWhole>,
     /// Where the streams of this process were filled to when all was over.
     last: Mutex<Option<Vec<DeviceEvent>>>,
+    /// What messages go by that a library moves: made with the first.
+    pub(super) message_path: Mutex<Option<Arc<MessagePath>>>,
 }
 
 impl Binding {
@@ -65,7 +67,8 @@ impl Binding {
                 others.push(device.stream.clone());
             }
         }
-        Binding { ours, all, reaches, far, others, whole, last: Mutex::default() }
+        let (last, message_path) = (Mutex::default(), Mutex::default());
+        Binding { ours, all, reaches, far, others, whole, last, message_path }
     }
 
     /// Whether the streams of this process have come to where they were filled when this was first asked: no rank puts
@@ -76,7 +79,8 @@ impl Binding {
             Some(last) => last,
             none => {
                 let devices = self.all.iter().flatten();
-                none.insert(devices.map(|device| device.stream.point()).collect::<Result<_, _>>()?)
+                let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?;
+                none.insert(points.concat())
             }
         };
         last.iter().try_fold(true, |quiet, event| Ok(event.is_complete()? && quiet))

@@ -16,7 +16,7 @@
 //! (wakers, drops of buffers, functions that follow) runs while this thread holds none of them but `run`: never the table's.
 
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -152,8 +152,10 @@ pub(crate) struct Endpoint {
     binding: OnceLock<Arc<Binding>>,
     /// What takes its operations whole, if anything does.
     whole: OnceLock<BoundWhole>,
-    /// The byte that barriers pass round. One serves all: collectives of a communicator run one after another.
-    token: Arc<AtomicU8>,
+    /// At the last pass, that was at an operation on the host, of which it does not tell when it is done.
+    is_library_at_work: AtomicBool,
+    /// What barriers pass round. One serves all: collectives of a communicator run one after another.
+    token: Arc<AtomicU64>,
 }
 
 /// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's progress
@@ -191,6 +193,7 @@ impl Endpoint {
             deterministic: AtomicBool::new(config.deterministic),
             binding: OnceLock::new(),
             whole: OnceLock::new(),
+            is_library_at_work: AtomicBool::new(false),
             token: Arc::default(),
             config,
         })
@@ -213,9 +216,9 @@ impl Endpoint {
         self.deterministic.store(on, Ordering::Relaxed);
     }
 
-    /// Memory for barriers; lives as long as the endpoint.
-    pub(crate) fn token(&self) -> *mut u8 {
-        self.token.as_ptr()
+    /// Memory for barriers.
+    pub(crate) fn token(&self) -> &Arc<AtomicU64> {
+        &self.token
     }
 
     /// Operations queued or running.

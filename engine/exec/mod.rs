@@ -35,7 +35,7 @@ pub(crate) use inflight::Key;
 pub(crate) use operation::{Executor, Operation, Part, PartList, Reduction, Tables, Then, WholeOp};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
-pub(crate) use p2p::{Direction, Message};
+pub(crate) use p2p::{Direction, EAGER, Message};
 pub(crate) use parts::{NextPart, Parts};
 pub(crate) use port::{DEVICES, Opener, Port};
 #[cfg(test)]

@@ -7,14 +7,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use allstream_kernels::cuda::{self, Launch};
+use allstream_kernels::cuda;
 use allstream_sys::cuda::CuStream;
 use allstream_sys::nccl::{
     LIBRARY_VARIABLE, Nccl, NcclComm, NcclDataType, NcclError, NcclRedOp, NcclResult, NcclUniqueId,
 };
 use parking_lot::Mutex;
 
-use super::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
+use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::forked;
 use crate::mem::device::{DeviceBuf, DeviceStream, Witness};
@@ -96,9 +96,33 @@ impl NcclEnd {
         call((*comm).ok_or_else(aborted)?).map_err(|error| self.library.told(self.place.0, &error))
     }
 
+    /// Makes calls on a stream, in one group.
+    fn in_group(
+        &self,
+        stream: &DeviceStream,
+        calls: impl FnOnce((NcclComm, CuStream)) -> Result<(), NcclError>,
+    ) -> Result<(), Error> {
+        stream.with_raw("give an operation to NCCL", |raw| {
+            self.with(|comm| self.library.0.group(|| calls((comm, raw))))
+        })?
+    }
+
     fn state(&self) -> Result<NcclResult, Error> {
         // SAFETY: the communicator is there (`with`), and nobody else uses it meanwhile.
         self.with(|comm| unsafe { self.library.0.async_error(comm) })
+    }
+
+    /// Elements of a copy of the input of a piece: where that is to be scaled, or the results would overwrite it before it was read, and
+    /// the output has no room for it.
+    fn copied(&self, call: &WholeCall, piece: &Piece) -> usize {
+        let (rank, size) = self.place;
+        match call.kind {
+            Kind::AllToAll if piece.is_in_place() => size * piece.count,
+            Kind::ReduceScatter if call.scale.is_some() => size * piece.count,
+            // (A rank that only gives keeps its buffer as it was.)
+            Kind::Reduce if call.scale.is_some() && rank != call.root => piece.count,
+            _ => 0,
+        }
     }
 
     /// Does to the input of a piece what NCCL does not: scales it, and brings it where the results do not overwrite it.
@@ -112,24 +136,27 @@ impl NcclEnd {
         stream: &DeviceStream,
     ) -> Result<(), Error> {
         let (dtype, from, ctas) = (piece.dtype, piece.input.addr() as u64, stream.ctas());
-        let launch = |launch: Option<Launch>| {
-            let missing =
-                || Error::system("prepare a call of NCCL", format!("there is no kernel for {dtype} (a bug)"));
-            // SAFETY: the caller's promise: the operation's memory, on this device, in the order of this stream; and memory of ours
-            // that goes back in the same order.
-            unsafe { stream.launch("prepare a call of NCCL", &launch.ok_or_else(missing)?) }
-        };
-        if let Some(factor) = call.scale {
-            let to = [piece.output.addr() as u64];
-            launch(cuda::scale(dtype, from, &to, piece.count as u64, factor, ctas))?;
-            piece.input = piece.output;
-        } else if call.kind == Kind::AllToAll && piece.is_in_place() {
-            let (_, size) = self.place;
-            let copy = DeviceBuf::raw(stream, size * piece.bytes())?;
-            launch(cuda::copy(dtype, from, &[copy.as_ptr()], (size * piece.count) as u64, ctas))?;
-            piece.input = std::ptr::without_provenance(copy.as_ptr() as usize);
-            self.kept.lock().push(copy);
+        let copied = self.copied(call, piece);
+        if call.kind == Kind::ReduceScatter && piece.is_in_place() {
+            piece.output = piece.block(piece.output, self.place.0);
         }
+        if call.scale.is_none() && copied == 0 {
+            return Ok(());
+        }
+        let copy = if copied > 0 { Some(DeviceBuf::raw(stream, copied * dtype.size())?) } else { None };
+        let to = copy.as_ref().map_or(piece.output.addr() as u64, DeviceBuf::as_ptr);
+        let count = copied.max(piece.count) as u64;
+        let launch = match call.scale {
+            Some(factor) => cuda::scale(dtype, from, &[to], count, factor, ctas),
+            None => cuda::copy(dtype, from, &[to], count, ctas),
+        };
+        let missing =
+            || Error::system("prepare a call of NCCL", format!("there is no kernel for {dtype} (a bug)"));
+        // SAFETY: the caller's promise: the operation's memory, on this device, in the order of this stream; and memory of ours that
+        // goes back in the same order.
+        unsafe { stream.launch("prepare a call of NCCL", &launch.ok_or_else(missing)?) }?;
+        piece.input = std::ptr::without_provenance(to as usize);
+        self.kept.lock().extend(copy);
         Ok(())
     }
 
@@ -154,13 +181,18 @@ impl NcclEnd {
         let block = |of: Rank| piece.block(piece.output, of);
         let input_block = |of: Rank| piece.block(piece.input.cast_mut(), of).cast_const();
         match call.kind {
-            Kind::AllReduce => {
+            Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter => {
                 let (dtype, op) = (data_type(piece.dtype), red_op(call.op, piece.dtype));
                 // `takes` has seen to that.
                 let (Some(dtype), Some(op)) = (dtype, op) else { return Ok(()) };
-                // SAFETY: as above.
-                unsafe {
-                    nccl.all_reduce((piece.input.cast(), piece.output.cast(), piece.count), dtype, op, at)
+                let ends = (piece.input.cast(), piece.output.cast(), piece.count);
+                match call.kind {
+                    // SAFETY: as above.
+                    Kind::AllReduce => unsafe { nccl.all_reduce(ends, dtype, op, at) },
+                    // SAFETY: as above.
+                    Kind::Reduce => unsafe { nccl.reduce(ends, dtype, (op, root as i32), at) },
+                    // SAFETY: as above.
+                    _ => unsafe { nccl.reduce_scatter(ends, dtype, op, at) },
                 }
             }
             Kind::Broadcast => {
@@ -169,13 +201,9 @@ impl NcclEnd {
                 unsafe { nccl.broadcast(ends, NcclDataType::UINT8, root as i32, at) }
             }
             Kind::AllGather => {
-                let own = piece.own_input(rank);
-                (0..size).filter(|peer| *peer != rank || own != block(rank).cast_const()).try_for_each(
-                    |peer| {
-                        to(peer, own)?;
-                        from(peer, block(peer))
-                    },
-                )
+                let ends = (piece.own_input(rank).cast(), piece.output.cast(), bytes);
+                // SAFETY: as above.
+                unsafe { nccl.all_gather(ends, NcclDataType::UINT8, at) }
             }
             Kind::Gather if rank == root => {
                 let own = piece.own_input(rank);
@@ -217,7 +245,7 @@ impl Whole for NcclEnd {
 
     fn takes(&self, call: &WholeCall) -> bool {
         match call.kind {
-            Kind::AllReduce => call
+            Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter => call
                 .pieces
                 .iter()
                 .all(|piece| data_type(piece.dtype).is_some() && red_op(call.op, piece.dtype).is_some()),
@@ -229,13 +257,12 @@ impl Whole for NcclEnd {
     }
 
     fn get_ready(&self, call: &WholeCall, stream: &DeviceStream) -> Result<(), Error> {
-        let is_copied = call.kind == Kind::AllToAll;
-        let kind = if is_copied { cuda::Kind::Copy } else { cuda::Kind::Scale };
-        if is_copied || call.scale.is_some() {
+        let bytes: usize =
+            call.pieces.iter().map(|piece| self.copied(call, piece) * piece.dtype.size()).sum();
+        let kind = if call.scale.is_some() { cuda::Kind::Scale } else { cuda::Kind::Copy };
+        if bytes > 0 || call.scale.is_some() {
             stream.load(call.pieces.iter().filter_map(|piece| cuda::kernel(piece.dtype, kind)))?;
         }
-        let copied = call.pieces.iter().filter(|piece| is_copied && piece.is_in_place());
-        let bytes: usize = copied.map(|piece| self.place.1 * piece.bytes()).sum();
         if bytes > 0 { stream.reserve(bytes) } else { Ok(()) }
     }
 
@@ -250,14 +277,33 @@ impl Whole for NcclEnd {
         if pieces.is_empty() {
             return Ok(());
         }
-        stream.with_raw("give a collective to NCCL", |raw| {
-            self.with(|comm| {
-                self.library.0.group(|| {
-                    // SAFETY: the caller's promise, and the communicator is there (`with`).
-                    pieces.iter().try_for_each(|piece| unsafe { self.enqueue((&call, piece), (comm, raw)) })
-                })
+        self.in_group(stream, |at| {
+            // SAFETY: the caller's promise, and the communicator is there.
+            pieces.iter().try_for_each(|piece| unsafe { self.enqueue((&call, piece), at) })
+        })
+    }
+
+    fn moves_messages(&self) -> bool {
+        true
+    }
+
+    unsafe fn exchange(&self, messages: &[Moved], stream: &DeviceStream) -> Result<(), Error> {
+        let nccl = self.library.0;
+        self.in_group(stream, |at| {
+            messages.iter().try_for_each(|message| {
+                let &Moved { peer, is_sent, memory, bytes } = message;
+                match is_sent {
+                    // SAFETY: the caller's promise, and the communicator is there.
+                    true => unsafe {
+                        nccl.send((memory.cast_const().cast(), bytes), NcclDataType::UINT8, peer as i32, at)
+                    },
+                    // SAFETY: as above.
+                    false => unsafe {
+                        nccl.recv((memory.cast(), bytes), NcclDataType::UINT8, peer as i32, at)
+                    },
+                }
             })
-        })?
+        })
     }
 
     fn poll(&self) -> Result<Standing, Error> {

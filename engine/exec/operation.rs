@@ -2,12 +2,13 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use allstream_kernels::Combine;
 
 use super::device::DeviceOp;
-use super::whole::{Standing, Ticket, Whole, WholeCall};
+use super::whole::{Standing, Ticket, Turn, Whole, WholeCall};
 use crate::error::{Error, MissingState};
 use crate::mem::device::Staged;
 use crate::mem::{ErasedBufs, check_bools};
@@ -174,13 +175,22 @@ pub(crate) struct WholeOp {
     by: Arc<dyn Whole>,
     /// If it is on a device's memory.
     pub(super) device: Option<Arc<DeviceOp>>,
-    /// Its place in the order of launches on the device, until it is launched.
+    /// Its place in the queue for the device, until it is launched.
     pub(super) ticket: Option<Ticket>,
+    /// When it is launched there: from when all ranks have called until it is.
+    turn: Option<Turn>,
+    /// What the barriers pass round: in the end the largest number that any rank has put there.
+    token: Arc<AtomicU64>,
 }
 
 impl WholeOp {
-    pub(crate) fn new(call: WholeCall, by: Arc<dyn Whole>, device: Option<Arc<DeviceOp>>) -> WholeOp {
-        WholeOp { call: Some(call), by, device, ticket: None }
+    pub(crate) fn new(
+        call: WholeCall,
+        by: Arc<dyn Whole>,
+        device: Option<Arc<DeviceOp>>,
+        token: Arc<AtomicU64>,
+    ) -> WholeOp {
+        WholeOp { call: Some(call), by, device, ticket: None, turn: None, token }
     }
 
     /// Whether it may be told to the peers: all that was submitted before it for the same device has been launched.
@@ -188,16 +198,37 @@ impl WholeOp {
         self.ticket.as_ref().is_none_or(Ticket::is_first)
     }
 
-    /// All ranks have called the same: gives the call to the library, or asks how far that is with it. Returns also whether
-    /// anything was done. What is on the device's stream is marked there.
+    pub(super) fn is_submitted(&self) -> bool {
+        self.call.is_none()
+    }
+
+    /// All ranks have called the same. On a device they pass the barrier a second time, with a time for the launch: whether that is
+    /// to begin now.
+    pub(super) fn begins_to_agree(&mut self) -> bool {
+        let Some(ticket) = self.ticket.as_ref().filter(|_| self.turn.is_none()) else { return false };
+        self.turn = ticket.turn();
+        if let Some(turn) = &self.turn {
+            self.token.store(turn.time(), Ordering::Relaxed);
+        }
+        self.turn.is_some()
+    }
+
+    /// Ranks have passed the barriers: gives the call to the library when it is due, or asks how far that is with it. Returns also
+    /// whether anything was done. What is on the device's stream is marked there.
     pub(super) fn go_on(&mut self) -> Result<(bool, Standing), Error> {
+        if let Some(turn) = self.turn.as_mut().filter(|_| self.call.is_some()) {
+            turn.agree(self.token.load(Ordering::Relaxed));
+            if !turn.is_due() {
+                return Ok((false, Standing::InProgress));
+            }
+        }
         let call = self.call.take();
         let moved = call.is_some();
         if let Some(call) = call {
             let stream = match &self.device {
                 Some(device) => {
                     device.begin()?;
-                    self.ticket.as_ref().map_or(Ok(()), |ticket| ticket.launches(device.stream()))?;
+                    self.turn.as_ref().map_or(Ok(()), |turn| turn.launches(device.stream()))?;
                     Some(device.stream())
                 }
                 None => None,
@@ -213,17 +244,18 @@ impl WholeOp {
             && let Some(device) = &self.device
         {
             let end = device.enqueued()?;
-            if let Some(ticket) = self.ticket.take() {
-                ticket.launched(device.stream(), end);
+            if let Some(turn) = self.turn.take() {
+                turn.launched(device.stream(), end);
             }
+            self.ticket = None;
         }
         Ok((moved || standing != Standing::InProgress, standing))
     }
 
     /// What keeps it from its end, though nobody's call is missing: a launch that must come first, or the library.
     pub(super) fn held_up(&self) -> Option<MissingState> {
-        if self.call.is_none() {
-            return Some(MissingState::NotEnded { by: self.by.name().to_owned() });
+        if self.call.is_none() || self.turn.is_some() {
+            return Some(self.by.not_ended(self.turn.as_ref()));
         }
         let (other, is_before) = self.ticket.as_ref()?.other()?;
         Some(MissingState::LaunchOrder { other: other.to_string(), is_before })

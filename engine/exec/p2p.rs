@@ -5,20 +5,22 @@
 //! message ever waits behind another.
 
 mod moving;
+mod whole;
 
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use allstream_kernels as kernels;
 
-pub(crate) use self::moving::{Direction, Message};
+pub(crate) use self::moving::{Direction, Message, Overdue};
 use self::moving::{Moving, Peer, Stage, Type, Unclaimed};
+use self::whole::Launches;
 use super::deadlines::DeadlineClock;
 use super::inflight::Key;
 use super::port::{Payload, Port};
 use crate::error::Error;
 use crate::link::{Frame, Header};
-use crate::types::{Rank, Signature};
+use crate::types::{Rank, Signature, WHOLE};
 
 /// Messages up to this go without waiting for their receive.
 pub(crate) const EAGER: usize = 4096;
@@ -44,12 +46,14 @@ pub(crate) struct Messages {
     peers: Vec<Peer>,
     /// Room for early messages that is not in use: at most [`CREDITS`].
     spare: Vec<Box<[u8]>>,
+    launches: Launches,
 }
 
 impl Messages {
     pub(crate) fn new(comm: u64, rank: Rank, generation: u32, size: usize, port: Port) -> Messages {
         let peers = (0..size).map(|_| Peer { credits: CREDITS, ..Peer::default() }).collect();
-        Messages { comm, rank, generation, port, peers, spare: Vec::with_capacity(CREDITS as usize) }
+        let (spare, launches) = (Vec::with_capacity(CREDITS as usize), Launches::default());
+        Messages { comm, rank, generation, port, peers, spare, launches }
     }
 
     /// Goes on as the communicator's next generation: credits, and what is owed of them, count on.
@@ -116,31 +120,39 @@ impl Messages {
         self.port.revoke()
     }
 
-    /// Takes out all messages in progress.
-    pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key, &Message)) {
+    /// Takes out all messages in progress, with whether a library was given them.
+    pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key, &Message, bool)) {
+        self.launches = Launches::default();
         for peer in &mut self.peers {
-            peer.sends.drain(..).chain(peer.recvs.drain(..)).for_each(|m| each(m.key, &m.message));
+            peer.sends
+                .drain(..)
+                .chain(peer.recvs.drain(..))
+                .for_each(|m| each(m.key, &m.message, m.is_launched()));
             peer.answers.clear();
         }
     }
 
-    /// A message past its deadline (where this process has been awake for a while), or whose peer has left (the first
-    /// `true`), and whether it waits for memory of its own (the second).
+    /// A message past its deadline (where this process has been awake for a while), or whose peer has left, and which of these.
     pub(crate) fn overdue(
         &self,
         now: Instant,
         clock: &DeadlineClock,
         has_left: &dyn Fn(Rank) -> bool,
-    ) -> Option<(Message, bool, bool)> {
+    ) -> Option<(Message, Overdue)> {
         for (rank, peer) in self.peers.iter().enumerate() {
             for m in peer.sends.iter().chain(&peer.recvs) {
                 let (waited, lacks) = (now - m.since, m.done == m.filled.min(m.message.bytes));
                 let timeout = m.message.timeout;
                 if clock.is_overdue(now, m.since, timeout) {
-                    return Some((m.message.clone(), false, lacks && m.filled < m.message.bytes));
+                    let why = match m.held_up() {
+                        Some(state) => Overdue::HeldUp(state),
+                        None if lacks && m.filled < m.message.bytes => Overdue::LacksMemory,
+                        None => Overdue::Unmatched,
+                    };
+                    return Some((m.message.clone(), why));
                 }
                 if has_left(rank) && waited > Duration::from_millis(200) {
-                    return Some((m.message.clone(), true, false));
+                    return Some((m.message.clone(), Overdue::Left));
                 }
             }
         }
@@ -193,8 +205,9 @@ impl Messages {
 
     /// One pass over all peers with messages. Calls `finished` for each that completes.
     pub(crate) fn pass(&mut self, mut finished: impl FnMut(Key, &Message)) -> Result<bool, Error> {
+        let mut any = self.launch()?;
         let peers = &mut self.peers;
-        let mut any = self.port.reap(|lent| {
+        any |= self.port.reap(|lent| {
             for peer in peers.iter_mut() {
                 let found = peer.sends.iter_mut().find(|m| m.key.number() == lent.owner);
                 if let Some(m) = found {
@@ -298,8 +311,8 @@ impl Messages {
         match Type::of(header.message).ok_or_else(|| wrong("a message frame of unknown type"))? {
             Type::Eager => {
                 let len = header.len as usize;
-                if len > EAGER {
-                    return Err(wrong("an eager message beyond the limit"));
+                if len > EAGER || header.signature.kind & WHOLE != 0 {
+                    return Err(wrong("an eager message beyond the limit, or of a device's memory"));
                 }
                 if self.peers[rank].taken >= CREDITS {
                     return Err(wrong("more eager messages than it had credit for"));
@@ -309,12 +322,14 @@ impl Messages {
                 // not write it until then; a hostile one can only change the bytes we copy.
                 let data = |to: *mut u8| unsafe { std::ptr::copy_nonoverlapping(frame.data, to, len) };
                 match self.matching(rank, tag, number, header.signature)? {
-                    Some(m) if m.message.bytes == len => {
+                    Some(i) if self.peers[rank].recvs[i].message.bytes == len => {
+                        let peer = &mut self.peers[rank];
+                        let m = &mut peer.recvs[i];
                         if len > 0 {
                             data(m.message.memory);
                         }
                         (m.stage, m.done) = (Stage::Moving, len);
-                        self.peers[rank].owed += 1;
+                        peer.owed += 1;
                     }
                     Some(_) => return Err(wrong("an eager message whose length differs from its signature")),
                     None => {
@@ -330,9 +345,9 @@ impl Messages {
             Type::Announce => {
                 self.port.rx(rank)?.release(0);
                 match self.matching(rank, tag, number, header.signature)? {
-                    Some(m) => {
-                        m.stage = Stage::Moving;
-                        self.peers[rank].answers.push_back((tag, number));
+                    Some(i) => {
+                        self.peers[rank].recvs[i].stage = Stage::Moving;
+                        self.clears(rank, i);
                     }
                     None => self.keep(rank, tag, number, header.signature, None)?,
                 }
@@ -340,8 +355,17 @@ impl Messages {
             Type::Clear => {
                 self.port.rx(rank)?.release(0);
                 let sends = &mut self.peers[rank].sends;
-                let m = sends.iter_mut().find(|m| m.message.tag == tag && m.message.number == number);
-                m.ok_or_else(|| wrong("it cleared a message that was not announced"))?.stage = Stage::Moving;
+                let is_it = |m: &Moving| {
+                    (m.message.tag, m.message.number) == (tag, number) && m.stage == Stage::Waiting
+                };
+                let i = sends.iter().position(is_it);
+                let i = i.ok_or_else(|| wrong("it cleared a message that was not announced"))?;
+                sends[i].stage = Stage::Moving;
+                self.cleared(rank, i, header.offset);
+            }
+            Type::Agree => {
+                self.port.rx(rank)?.release(0);
+                self.agreed(rank, (tag, number), header.offset)?;
             }
             Type::Credit => {
                 self.port.rx(rank)?.release(0);
@@ -357,8 +381,9 @@ impl Messages {
         let (tag, number) = (frame.header.signature.root, frame.header.op);
         let recvs = &mut self.peers[rank].recvs;
         let m = recvs.iter_mut().find(|m| m.message.tag == tag && m.message.number == number);
+        let may_come = |m: &&mut Moving| m.stage == Stage::Moving && m.message.whole.is_none();
         let m = m
-            .filter(|m| m.stage == Stage::Moving)
+            .filter(may_come)
             .ok_or_else(|| Error::protocol(rank, "data of a message that was not asked for"))?;
         let left = frame.header.len as usize - frame.done;
         if (frame.header.offset as usize).wrapping_add(frame.done) != m.done
@@ -392,15 +417,15 @@ impl Messages {
         tag: u32,
         number: u64,
         theirs: Signature,
-    ) -> Result<Option<&mut Moving>, Error> {
-        let of_it =
+    ) -> Result<Option<usize>, Error> {
+        let recvs = &self.peers[rank].recvs;
+        let is_it =
             |m: &Moving| m.stage != Stage::Moving && m.message.tag == tag && m.message.number == number;
-        let Some(at) = self.peers[rank].recvs.iter().position(of_it) else { return Ok(None) };
-        let ours = self.peers[rank].recvs[at].message.signature;
-        if ours != theirs {
-            return Err(self.disagree(number, ours, rank, theirs));
+        let found = recvs.iter().position(is_it);
+        match found.map(|i| recvs[i].message.signature) {
+            Some(ours) if ours != theirs => Err(self.disagree(number, ours, rank, theirs)),
+            _ => Ok(found),
         }
-        Ok(Some(&mut self.peers[rank].recvs[at]))
     }
 
     fn keep(
@@ -424,19 +449,19 @@ impl Messages {
     fn post(&mut self, rank: Rank) -> Result<bool, Error> {
         let mut any = self.claim(rank)?;
         // Answers first: somebody waits for them.
-        while let Some(&(tag, number)) = self.peers[rank].answers.front() {
+        while !self.peers[rank].answers.is_empty() {
             if !self.port.tx(rank)?.room()? {
                 return Ok(any);
             }
-            let signature = Signature { root: tag, ..self.blank() };
-            self.short(rank, Type::Clear, signature, number, 0)?;
-            self.peers[rank].answers.pop_front();
+            let Some(answer) = self.peers[rank].answers.pop_front() else { break };
+            let signature = Signature { root: answer.tag, ..self.blank() };
+            self.short(rank, answer.kind, signature, answer.number, answer.time)?;
             any = true;
         }
         if self.peers[rank].owed >= CREDITS / 2 && self.port.tx(rank)?.room()? {
             let owed = std::mem::take(&mut self.peers[rank].owed);
             self.peers[rank].taken -= owed;
-            self.short(rank, Type::Credit, self.blank(), 0, owed as usize)?;
+            self.short(rank, Type::Credit, self.blank(), 0, owed.into())?;
         }
         for i in 0..self.peers[rank].sends.len() {
             any |= self.send(rank, i)?;
@@ -449,50 +474,46 @@ impl Messages {
         Signature { kind: crate::types::KIND_P2P, generation, ..Signature::default() }
     }
 
-    fn short(
-        &mut self,
-        rank: Rank,
-        kind: Type,
-        s: Signature,
-        number: u64,
-        offset: usize,
-    ) -> Result<(), Error> {
-        let header = self.header(kind, s, number, offset, 0);
+    fn short(&mut self, rank: Rank, kind: Type, s: Signature, number: u64, offset: u64) -> Result<(), Error> {
+        let header = Header { offset, ..self.header(kind, s, number, 0, 0) };
         self.port.post(rank, header, &Payload::Memory(std::ptr::null()), (u64::MAX, 0, 0, 0))?;
         Ok(())
     }
 
     /// Matches new receives with what has already come.
     fn claim(&mut self, rank: Rank) -> Result<bool, Error> {
-        let peer = &mut self.peers[rank];
         let mut any = false;
-        for m in peer.recvs.iter_mut().filter(|m| m.stage == Stage::New) {
+        for i in 0..self.peers[rank].recvs.len() {
+            let peer = &mut self.peers[rank];
+            let m = &mut peer.recvs[i];
+            if m.stage != Stage::New {
+                continue;
+            }
             m.stage = Stage::Waiting;
             let t = &m.message;
             let found = peer.unclaimed.iter().position(|u| u.tag == t.tag && u.number == t.number);
             let Some(found) = found else { continue };
-            let unclaimed = peer.unclaimed.swap_remove(found);
-            if unclaimed.signature != t.signature {
-                let (number, ours) = (t.number, t.signature);
-                return Err(self.disagree(number, ours, rank, unclaimed.signature));
+            let (number, ours) = (t.number, t.signature);
+            let Unclaimed { signature, data, .. } = peer.unclaimed.swap_remove(found);
+            if signature != ours {
+                return Err(self.disagree(number, ours, rank, signature));
             }
             any = true;
             m.stage = Stage::Moving;
-            match unclaimed.data {
-                Some((place, len)) => {
-                    if len != t.bytes {
-                        let problem = "an eager message whose length differs from its signature".to_owned();
-                        return Err(Error::protocol(rank, problem));
-                    }
-                    // SAFETY: `len` bytes are the receive's buffer, which the table owns.
-                    unsafe { std::ptr::copy_nonoverlapping(place.as_ptr(), t.memory, len) };
-                    m.done = len;
-                    peer.owed += 1;
-                    if self.spare.len() < CREDITS as usize {
-                        self.spare.push(place);
-                    }
-                }
-                None => peer.answers.push_back((t.tag, t.number)),
+            let Some((place, len)) = data else {
+                self.clears(rank, i);
+                continue;
+            };
+            if len != t.bytes {
+                let problem = "an eager message whose length differs from its signature".to_owned();
+                return Err(Error::protocol(rank, problem));
+            }
+            // SAFETY: `len` bytes are the receive's buffer, which the table owns.
+            unsafe { std::ptr::copy_nonoverlapping(place.as_ptr(), t.memory, len) };
+            m.done = len;
+            peer.owed += 1;
+            if self.spare.len() < CREDITS as usize {
+                self.spare.push(place);
             }
         }
         Ok(any)
@@ -503,14 +524,14 @@ impl Messages {
         let (stage, done, key, t) = (m.stage, m.done, m.key, m.message.clone());
         let end = t.bytes.min(m.filled);
         if stage == Stage::Waiting
-            || (stage == Stage::Moving && (done == t.bytes || done == end))
+            || (stage == Stage::Moving && (done == t.bytes || done == end || t.whole.is_some()))
             || !self.port.tx(rank)?.room()?
         {
             return Ok(false);
         }
         let owner = |end| (key.number(), 0, 0, end);
         if stage == Stage::New {
-            let eager = t.bytes <= EAGER && self.peers[rank].credits > 0;
+            let eager = t.bytes <= EAGER && self.peers[rank].credits > 0 && t.whole.is_none();
             // Without a free slot it is announced: its data then goes by cells, past whoever holds the slots.
             let payload = if eager { self.payload(rank, t.memory, t.bytes)? } else { None };
             if let Some(payload) = payload {
@@ -560,6 +581,10 @@ impl Messages {
             Payload::Slot(slot, place)
         }))
     }
+}
+
+fn disagree_on_time(peer: Rank) -> Error {
+    Error::protocol(peer, "a time for a message that was not to be agreed on")
 }
 
 #[cfg(test)]

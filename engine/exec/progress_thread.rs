@@ -58,6 +58,10 @@ pub(crate) trait Driven: Send + Sync {
     fn region(&self) -> &Arc<Region>;
     /// Whether there are more ranks than cores on this host.
     fn is_oversubscribed(&self) -> bool;
+    /// Whether it waits for what tells nobody when it is done.
+    fn is_asked(&self) -> bool {
+        false
+    }
 }
 
 pub(crate) struct ProgressThread {
@@ -243,7 +247,10 @@ impl ProgressThread {
             }
             match endpoint.clone().drive_and_check() {
                 Progress::Advanced => seen.moved = true,
-                Progress::Blocked => seen.undriven = true,
+                Progress::Blocked => {
+                    seen.undriven = true;
+                    seen.asked |= endpoint.is_asked();
+                }
                 Progress::Idle => self.delist(endpoint),
             }
         }

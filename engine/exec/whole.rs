@@ -9,9 +9,10 @@ mod order;
 pub(crate) mod slow;
 
 use std::sync::Arc;
+use std::task::Waker;
 
-pub(crate) use self::order::{LaunchOrder, Ticket};
-use crate::error::Error;
+pub(crate) use self::order::{Called, LaunchOrder, Ticket, Turn};
+use crate::error::{Error, MissingState};
 use crate::mem::device::{DeviceStream, Witness};
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
@@ -63,6 +64,29 @@ pub(crate) struct WholeCall {
     pub(crate) pieces: Vec<Piece>,
 }
 
+/// This rank's end of a message.
+#[derive(Clone, Copy)]
+pub(crate) struct Moved {
+    pub(crate) peer: Rank,
+    /// Else it is received.
+    pub(crate) is_sent: bool,
+    /// On the device.
+    pub(crate) memory: *mut u8,
+    pub(crate) bytes: usize,
+}
+
+/// What messages on a device's memory go by, on a communicator that a library has taken over.
+pub(crate) struct MessagePath {
+    pub(crate) whole: Arc<dyn Whole>,
+    pub(crate) order: Arc<LaunchOrder>,
+    /// For messages alone: while one waits there for its other end, what devices run by plans goes on beside it.
+    pub(crate) stream: DeviceStream,
+    /// The communicator, for errors.
+    pub(crate) comm: String,
+    /// Of who drives it.
+    pub(crate) waker: Waker,
+}
+
 /// How far a library has got with what it was given last: its own making, or a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Standing {
@@ -101,6 +125,26 @@ pub(crate) trait Whole: Witness {
     /// The memory is as long as the call says, the inputs are valid for reads and the outputs for writes, and nobody else touches
     /// them out of the stream's order, until the call has ended, or [`is_quiet`](Self::is_quiet) says that the abort has.
     unsafe fn submit(&self, call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error>;
+
+    /// Whether it moves messages of a device's memory, too. The same on all ranks.
+    fn moves_messages(&self) -> bool {
+        false
+    }
+
+    /// Begins to move messages, all at once, on the stream. Their other ends do so, too, if not all at once. Nothing else is in
+    /// progress.
+    ///
+    /// # Safety
+    /// As of [`submit`](Self::submit).
+    unsafe fn exchange(&self, _: &[Moved], _stream: &DeviceStream) -> Result<(), Error> {
+        Err(Error::system("give messages to a library", "it moves none (a bug)"))
+    }
+
+    /// What keeps an operation from its end that was called on all ranks concerned: the library, or what is due before it.
+    fn not_ended(&self, turn: Option<&Turn>) -> MissingState {
+        let behind = turn.and_then(Turn::before).map(|before| format!(" (behind {before})"));
+        MissingState::NotEnded { by: self.name().to_owned() + &behind.unwrap_or_default() }
+    }
 
     /// How far it is with that.
     fn poll(&self) -> Result<Standing, Error>;

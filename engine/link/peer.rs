@@ -39,6 +39,8 @@ struct Marks {
 pub(crate) struct PeerDevice {
     /// Where all of this rank's work on the communicator goes.
     pub(crate) stream: DeviceStream,
+    /// Where messages go that a library moves: made with the first.
+    messages: Mutex<Option<DeviceStream>>,
     /// Of the links from this rank, by receiver.
     to: Vec<Marks>,
     /// Of a call that nobody could be told of at once.
@@ -64,10 +66,26 @@ impl PeerDevice {
             signal: Mutex::new(DeviceSignal::new(&stream)),
             probe: Mutex::new(probe),
             stream,
+            messages: Mutex::default(),
             to: (0..size).map(|_| Marks::default()).collect(),
             failed: Mutex::default(),
             inputs: Mutex::default(),
         }
+    }
+
+    /// The stream for messages that a library moves. NCCL is to find it where it was, so it is none that goes on as another.
+    pub(crate) fn stream_for_messages(&self) -> Result<DeviceStream, Error> {
+        let mut messages = self.messages.lock();
+        if let Some(stream) = &*messages {
+            return Ok(stream.clone());
+        }
+        Ok(messages.insert(DeviceStream::high_priority(&self.stream.device())?).clone())
+    }
+
+    /// Where its streams are filled to.
+    pub(crate) fn points(&self) -> Result<Vec<DeviceEvent>, Error> {
+        let messages = self.messages.lock().clone();
+        [Some(self.stream.clone()), messages].iter().flatten().map(DeviceStream::point).collect()
     }
 
     /// An operation is put on the stream, behind these.

@@ -101,7 +101,11 @@ impl Signature {
 
     /// The collective; none of a message.
     pub(crate) fn collective(&self) -> Option<Kind> {
-        Kind::from_u8(self.kind & !(VARIED | ON_DEVICES | WHOLE)).filter(|_| self.kind != KIND_P2P)
+        Kind::from_u8(self.kind & !(VARIED | ON_DEVICES | WHOLE)).filter(|_| !self.is_message())
+    }
+
+    fn is_message(&self) -> bool {
+        self.kind & !WHOLE == KIND_P2P
     }
 }
 
@@ -156,13 +160,13 @@ impl fmt::Display for Signature {
                     write!(f, ", {algo}")?;
                 }
             }
-            None if self.kind == KIND_P2P => write!(f, "message({elements}, tag {}", self.root)?,
+            None if self.is_message() => write!(f, "message({elements}, tag {}", self.root)?,
             None => write!(f, "unknown kind {}({elements}", self.kind)?,
         }
-        if self.kind & ON_DEVICES != 0 && self.kind != KIND_P2P {
+        if self.kind & ON_DEVICES != 0 && !self.is_message() {
             f.write_str(", on devices")?;
         }
-        if self.kind & WHOLE != 0 && self.kind != KIND_P2P {
+        if self.kind & WHOLE != 0 {
             f.write_str(", whole")?;
         }
         write!(f, "{})", self.details())

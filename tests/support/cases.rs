@@ -311,7 +311,7 @@ pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Se
                 Form::Bytes => run.bytes(),
             }
         }
-        What::Messages(talk) => talk::messages::<T>(comm, case, talk),
+        What::Messages(talk) => talk::messages::<T, Host>(comm, case, talk, &Host),
     });
     match (case.refused, case.what, result) {
         (true, What::Collective(kind, algo, _), Err(e))
@@ -324,7 +324,7 @@ pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Se
     }
 }
 
-/// The same, with the buffers on a device. Lists, bytes and messages are none of its cases.
+/// The same, with the buffers on a device. Lists and bytes are none of its cases.
 ///
 /// # Errors
 /// What was wrong: the result, or that there was none.
@@ -340,6 +340,7 @@ pub fn run_on_device(
             let mut run = Run::<T, OnDevice> { kind, algo, form, case, oracle, i, comm, place, of: PhantomData };
             if form.varies() { run.varied() } else { run.fixed() }
         }
+        What::Messages(talk) => talk::messages::<T, OnDevice>(comm, case, talk, place),
         what => Err(format!("{what:?} is no case for device buffers")),
     })
 }

@@ -1,6 +1,6 @@
 //! The child, the driver's knobs, deadlines, and what tests with ranks share.
 
-use std::ffi::{CString, c_char, c_void};
+use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
@@ -12,6 +12,7 @@ use allstream::{Buf, Comm, Element};
 pub const DEADLINE: Duration = Duration::from_secs(20);
 const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
 pub const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
+pub const NCCL: &str = "ALLSTREAM_NCCL_LIBRARY";
 
 /// The test driver, built if it is not there or is old.
 pub fn library() -> &'static Path {
@@ -120,6 +121,15 @@ pub struct Report {
 pub fn function(name: &str) -> *mut c_void {
     static HANDLE: OnceLock<usize> = OnceLock::new();
     function_of(LIBRARY, &HANDLE, name)
+}
+
+/// When a rank has made its last call of the NCCL for tests: nanoseconds of the monotonic clock.
+pub fn nccl_called(rank: usize) -> u64 {
+    static HANDLE: OnceLock<usize> = OnceLock::new();
+    let function = function_of(NCCL, &HANDLE, "allstream_test_nccl_called");
+    // SAFETY: the function's type, in the library's `knobs.rs`.
+    let called: extern "C" fn(c_int) -> u64 = unsafe { std::mem::transmute(function) };
+    called(rank as c_int)
 }
 
 /// The same of the library for tests that a variable names. `handle`: its own, set by the first call.

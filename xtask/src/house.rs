@@ -28,7 +28,7 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 40] = [
+const UNSAFE: [(&str, &str); 41] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -62,6 +62,7 @@ const UNSAFE: [(&str, &str); 40] = [
     ("engine/exec/nccl.rs", "calls NCCL on memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),
     ("engine/exec/p2p/moving.rs", "names the memory of messages"),
+    ("engine/exec/p2p/whole.rs", "gives messages in flight to a library"),
     ("engine/exec/p2p/tests.rs", "posts frames as a peer would"),
     ("engine/sim/net.rs", "implements the contract of a link"),
     ("engine/group/fds.rs", "the descriptor inherited from the launcher"),

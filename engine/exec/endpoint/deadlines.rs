@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::Endpoint;
 use super::progress::Run;
 use crate::error::{Error, Lost, Missing, MissingState, Operation};
+use crate::exec::p2p::Overdue;
 use crate::types::{Rank, Signature};
 
 /// An operation that has not moved for this long asks its peers whether they called the same.
@@ -79,21 +80,22 @@ impl Endpoint {
     /// A message that is overdue, or whose peer has left.
     fn overdue_message(&self, run: &Run, now: Instant) -> Option<Error> {
         let overdue = self.peers.with_left(|has_left| run.messages.overdue(now, &run.clock, has_left));
-        let (message, gone, lacks) = overdue?;
+        let (message, why) = overdue?;
         let (number, signature) = (message.number, message.signature);
         let operation = Operation { comm: self.config.name.clone(), number, signature };
-        if gone {
-            return Some(Error::lost(message.peer, Lost::Left).during(operation));
-        }
-        if lacks {
-            return Some(self.not_come(number, signature, message.timeout));
-        }
-        let direction = message.direction.other().name().to_owned();
-        let pending = run.messages.pending(message.peer);
-        let awaited = self.not_sent(message.peer);
-        let state = MissingState::NotMatched { direction, tag: message.tag, pending, awaited };
-        let missing = vec![Missing { rank: message.peer, state }];
-        Some(Error::timeout(operation, self.config.rank, message.timeout, missing))
+        let us = self.config.rank;
+        let (rank, state) = match why {
+            Overdue::Left => return Some(Error::lost(message.peer, Lost::Left).during(operation)),
+            Overdue::LacksMemory => return Some(self.not_come(number, signature, message.timeout)),
+            Overdue::HeldUp(state) => (us, state),
+            Overdue::Unmatched => {
+                let direction = message.direction.other().name().to_owned();
+                let (pending, awaited) = (run.messages.pending(message.peer), self.not_sent(message.peer));
+                (message.peer, MissingState::NotMatched { direction, tag: message.tag, pending, awaited })
+            }
+        };
+        let missing = vec![Missing { rank, state }];
+        Some(Error::timeout(operation, us, message.timeout, missing))
     }
 
     /// `held_up`: what keeps the operation from its end if all have called it.

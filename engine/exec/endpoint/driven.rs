@@ -1,7 +1,7 @@
 //! What the process's progress thread does with an endpoint.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use super::Endpoint;
 use crate::exec::Progress;
@@ -42,6 +42,10 @@ impl Driven for Endpoint {
 
     fn region(&self) -> &Arc<Region> {
         &self.config.region
+    }
+
+    fn is_asked(&self) -> bool {
+        self.is_library_at_work.load(Ordering::Relaxed)
     }
 
     fn is_oversubscribed(&self) -> bool {

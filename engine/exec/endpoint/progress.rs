@@ -312,6 +312,10 @@ impl Endpoint {
             self.recorder.message_finished(message.record);
             self.data_done(key);
         })?;
+        if self.whole().is_some() {
+            let is_at_work = active.is_in_progress() || messages.is_in_progress();
+            self.is_library_at_work.store(is_at_work, Ordering::Relaxed);
+        }
         if any {
             return Ok(Progress::Advanced);
         }

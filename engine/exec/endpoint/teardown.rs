@@ -103,7 +103,7 @@ impl Endpoint {
             // What is failed now was submitted in the meantime: nothing of it was lent.
             Teardown::NotBegun | Teardown::Failed(_) => ABORT,
         };
-        let on_streams = run.active.device().is_some() | !run.endings.is_empty();
+        let on_streams = run.active.device().is_some() | !run.endings.is_empty() | run.messages.is_launched();
         let whole = (on_streams | run.active.is_whole()) && self.is_whole_at_work();
         if whole && since < ABORT {
             return Progress::Blocked;
@@ -183,8 +183,9 @@ impl Endpoint {
         }
         self.clear(run, written);
         let mut messages = Vec::new();
-        run.messages.take_all(|key, message| {
+        run.messages.take_all(|key, message, is_launched| {
             let settling = message.staged.as_ref().is_some_and(|staged| staged.is_settling());
+            let settling = settling | (is_launched && on_devices);
             let end = message.peer + usize::from(message.direction == Direction::Recv);
             messages.push((key, settling, message.peer..end));
         });

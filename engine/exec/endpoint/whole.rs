@@ -1,11 +1,14 @@
 //! What takes the operations of an endpoint whole.
 
+use std::sync::Arc;
+
 use super::Endpoint;
 use super::table::Table;
-use crate::error;
+use crate::error::{self, Error};
 use crate::exec::inflight::Key;
 use crate::exec::operation::{Executor, Operation};
-use crate::exec::whole::BoundWhole;
+use crate::exec::whole::{BoundWhole, Called, MessagePath};
+use crate::types::mix;
 
 impl Endpoint {
     /// From here on a library takes operations whole, of those kinds that it takes. All ranks do this between the same two
@@ -29,8 +32,25 @@ impl Endpoint {
         let order = self.whole().and_then(|bound| bound.order.as_ref());
         if let (Executor::Whole(whole), Some(order)) = (&mut operation.executor, order) {
             let what = error::Operation { comm: self.config.name.clone(), number, signature };
-            whole.ticket = Some(order.queue(what, self.config.runtime.waker().clone()));
+            let name = [self.config.generation.into(), number].into_iter().fold(self.config.comm, mix);
+            whole.ticket =
+                Some(order.queue(Called { what, name, waker: self.config.runtime.waker().clone() }));
         }
+    }
+
+    /// What messages on this rank's device go by.
+    pub(crate) fn message_path(&self, bound: &BoundWhole) -> Result<Arc<MessagePath>, Error> {
+        let lacks = || Error::system("move a message on a device", "there is no device (a bug)");
+        let (binding, order) = self.binding().zip(bound.order.as_ref()).ok_or_else(lacks)?;
+        let mut path = binding.message_path.lock();
+        if let Some(path) = &*path {
+            return Ok(path.clone());
+        }
+        let stream = binding.ours.stream_for_messages()?;
+        let (comm, waker) = (self.config.name.clone(), self.config.runtime.waker().clone());
+        let (whole, order) = (bound.whole.clone(), order.clone());
+        let path = path.insert(Arc::new(MessagePath { whole, order, stream, comm, waker }));
+        Ok(path.clone())
     }
 
     /// The communicator is dead: the library ends what it does.

@@ -4,7 +4,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::error::MissingState;
 use crate::exec::inflight::Key;
+use crate::exec::whole::{MessagePath, Turn};
 use crate::mem::check_bools;
 use crate::mem::device::Staged;
 use crate::types::{DType, Rank, Signature};
@@ -38,11 +40,13 @@ pub(super) enum Type {
     Clear,
     Data,
     Credit,
+    Agree,
 }
 
 impl Type {
     pub(super) fn of(message: u32) -> Option<Type> {
-        [Type::Eager, Type::Announce, Type::Clear, Type::Data, Type::Credit].get(message as usize).copied()
+        let all = [Type::Eager, Type::Announce, Type::Clear, Type::Data, Type::Credit, Type::Agree];
+        all.get(message as usize).copied()
     }
 }
 
@@ -66,6 +70,8 @@ pub(crate) struct Message {
     pub(crate) record: u64,
     /// What brings the memory from a device, or takes it back.
     pub(crate) staged: Option<Arc<Staged>>,
+    /// What moves it from device to device: then `memory` is the device's.
+    pub(crate) whole: Option<Arc<MessagePath>>,
 }
 
 // SAFETY: `memory` is in a buffer that the in-flight table owns (`Buf: Send`) until the message is through.
@@ -74,7 +80,8 @@ unsafe impl Send for Message {}
 impl Message {
     /// What is wrong with the values that were received.
     pub(super) fn wrong_value(&self) -> Option<String> {
-        if self.direction == Direction::Send || self.signature.dtype != DType::Bool as u8 {
+        let is_elsewhere = self.direction == Direction::Send || self.whole.is_some();
+        if is_elsewhere || self.signature.dtype != DType::Bool as u8 {
             return None;
         }
         // SAFETY: the receive's buffer, `bytes` long, which the table owns, and in which nothing moves any more.
@@ -104,13 +111,26 @@ pub(super) struct Moving {
     pub(super) since: Instant,
     /// The rank that is to send it was told that it is waited for.
     pub(super) told: bool,
+    /// When it is launched on the device: from when both ends were called until it is.
+    pub(super) turn: Option<Turn>,
 }
 
 impl Moving {
     pub(super) fn new(key: Key, message: Message, since: Instant) -> Moving {
         let filled = if message.staged.is_some() { 0 } else { usize::MAX };
         let stage = Stage::New;
-        Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since, told: false }
+        Moving { key, message, stage, done: 0, freed: 0, arrived: 0, filled, since, told: false, turn: None }
+    }
+
+    /// Whether the library has it that moves it.
+    pub(super) fn is_launched(&self) -> bool {
+        self.message.whole.is_some() && self.stage == Stage::Moving && self.turn.is_none()
+    }
+
+    /// What keeps it from its end, though its other end was called: the library that moves it, or what goes before it there.
+    pub(super) fn held_up(&self) -> Option<MissingState> {
+        let path = self.message.whole.as_ref().filter(|_| self.stage == Stage::Moving)?;
+        Some(path.whole.not_ended(self.turn.as_ref()))
     }
 }
 
@@ -123,16 +143,44 @@ pub(super) struct Unclaimed {
     pub(super) data: Option<(Box<[u8]>, usize)>,
 }
 
+/// What is told to the other end of a message.
+pub(super) struct Answer {
+    pub(super) kind: Type,
+    pub(super) tag: u32,
+    pub(super) number: u64,
+    /// Of one that a library moves.
+    pub(super) time: u64,
+}
+
+/// Why a message is given up.
+pub(crate) enum Overdue {
+    /// Its peer has left.
+    Left,
+    /// Its own memory has not come from the device.
+    LacksMemory,
+    /// Its time is over, and its peer has this to do.
+    Unmatched,
+    /// Its time is over, and this keeps it here.
+    HeldUp(MissingState),
+}
+
 #[derive(Default)]
 pub(super) struct Peer {
     pub(super) sends: Vec<Moving>,
     pub(super) recvs: Vec<Moving>,
     pub(super) unclaimed: Vec<Unclaimed>,
-    /// Short answers that wait for room: clear-to-send.
-    pub(super) answers: VecDeque<(u32, u64)>,
+    /// Short answers that wait for room.
+    pub(super) answers: VecDeque<Answer>,
     pub(super) credits: u32,
     pub(super) owed: u32,
     /// Eager messages of its that it has had no credit back for. More than [`CREDITS`](super::CREDITS) no correct peer sends.
     pub(super) taken: u32,
     pub(super) touched: bool,
+}
+
+impl Peer {
+    /// A message in progress.
+    pub(super) fn of(&mut self, key: Key) -> Option<&mut Moving> {
+        self.sends.iter_mut().chain(&mut self.recvs).find(|m| m.key == key)
+    }
 }

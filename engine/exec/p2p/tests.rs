@@ -79,6 +79,7 @@ fn receive(number: u64, dtype: DType, into: &mut [u8]) -> Message {
         signature: signature(dtype, into.len()),
         timeout: Duration::from_secs(10),
         staged: None,
+        whole: None,
     }
 }
 
@@ -146,5 +147,31 @@ fn a_received_bool_of_two_is_an_error_that_names_the_sender() {
             matches!(&error, Error::Protocol { peer: 1, problem, .. } if problem.contains("element 3")),
             "{error}"
         );
+    }
+}
+
+/// What is said of a message on a device must fit what was called: else a hostile peer's bytes would be written where no memory of the host's is.
+#[test]
+fn a_peer_that_speaks_of_a_launch_that_there_is_not_is_an_error_that_names_it() {
+    let whole = |dtype, count| Signature { kind: KIND_P2P | WHOLE, ..signature(dtype, count) };
+    for (kind, len, said) in [
+        (Type::Agree, 0, "a time for a message"),
+        (Type::Clear, 0, "was not announced"),
+        (Type::Eager, 5, "of a device's memory"),
+    ] {
+        let (mut messages, mut tx, _rx) = pair();
+        let mut out = vec![0u8; 5];
+        messages.add(key(), receive(0, DType::U8, &mut out), Instant::now());
+        let header =
+            Header { comm: 5, op: 0, offset: 9, len, message: kind as u32, signature: whole(DType::U8, 5) };
+        assert!(tx.room().unwrap());
+        // SAFETY: so few bytes are copied at once.
+        unsafe { tx.post(header, [7_u8; 5].as_ptr()).unwrap() };
+        let error = messages.pass(|_, _| panic!("finished")).unwrap_err();
+        assert!(
+            matches!(&error, Error::Protocol { peer: 1, problem, .. } if problem.contains(said)),
+            "{error}"
+        );
+        assert_eq!(out, [0; 5]);
     }
 }

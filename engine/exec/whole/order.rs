@@ -1,15 +1,21 @@
 //! The order of launches on a device.
 //!
-//! Kernels of a library wait on the device for those of their peers. Two of them of different communicators, launched in one order on
-//! one device and in the other order on another, may each hold what the other needs, for ever. So what a library is to take whole is
-//! launched in the order in which it was submitted, over all communicators of a device in this process; and before it is first in
-//! that order this rank does not even tell its peers that it has called. Ranks that submit in different orders so wait for each
-//! other on the host, where the deadline ends it.
+//! Kernels of a library wait on the device for those of their peers. Two of them, launched in one order on one device and in the other
+//! order on another, may each hold what the other needs, for ever. So all that libraries take is launched in one order on all devices,
+//! over all communicators:
+//!
+//! - Collectives queue for their rank's device as they are submitted ([`Ticket`]). Before one is first there its rank does not even tell
+//!   its peers that it has called. Ranks that submit in different orders so wait for each other on the host, where the deadline ends
+//!   it. Messages do not queue: who sends and who receives what is found out on the host, in any order.
+//! - When all ranks concerned have called, they agree on a time ([`Turn`]): each names one that is later than all that its device knows of,
+//!   and the latest counts. A device launches what is due earliest, once nothing can become due before that. As all ranks are there by
+//!   then, a time that was named is soon agreed on. This is Skeen's total order (Birman and Joseph, "Reliable communication in the
+//!   presence of failures", ACM TOCS 5(1), 1987).
 //!
 //! Streams of one device may start what is on them in any order. So what is launched also waits, on the device, for the end of what was
 //! launched there before on another stream.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::Waker;
@@ -19,19 +25,58 @@ use parking_lot::Mutex;
 use crate::error::{Error, Operation};
 use crate::mem::device::{DeviceEvent, DeviceStream};
 
-struct Waiting {
-    ticket: u64,
-    what: Operation,
-    /// Of whoever drives its communicator.
-    waker: Waker,
+/// An operation, and the waker of whoever drives its communicator.
+pub(crate) struct Called {
+    pub(crate) what: Operation,
+    /// As all ranks call it: no other operation has this name.
+    pub(crate) name: u64,
+    pub(crate) waker: Waker,
+}
+
+/// When an operation is launched: a time; its name; and a number that no other operation of this process has.
+type When = (u64, u64, u64);
+
+struct Due {
+    called: Called,
+    is_agreed: bool,
+}
+
+/// The operations whose ranks agree, or have agreed, on a time.
+#[derive(Default)]
+struct Dues {
+    /// The latest time that was named or agreed on.
+    clock: u64,
+    all: BTreeMap<When, Due>,
+}
+
+impl Dues {
+    /// Of who drives the next one, where that may be launched.
+    fn next(&self) -> Option<Waker> {
+        self.all.values().next().filter(|next| next.is_agreed).map(|next| next.called.waker.clone())
+    }
 }
 
 /// The operations that are to be launched on a device, and the last one that was.
 #[derive(Default)]
 pub(crate) struct LaunchOrder {
-    waiting: Mutex<VecDeque<Waiting>>,
+    /// Those that queue, with their numbers.
+    waiting: Mutex<VecDeque<(u64, Called)>>,
+    dues: Mutex<Dues>,
     /// Its stream, and its end there.
     last: Mutex<Option<(DeviceStream, DeviceEvent)>>,
+}
+
+/// Whether a test has taken the order away.
+fn is_any_order() -> bool {
+    #[cfg(any(test, feature = "testing"))]
+    return crate::testing::launches_are_in_any_order();
+    #[cfg(not(any(test, feature = "testing")))]
+    false
+}
+
+fn number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
 impl LaunchOrder {
@@ -48,39 +93,128 @@ impl LaunchOrder {
         })
     }
 
-    /// The next place in the order.
-    pub(crate) fn queue(self: &Arc<Self>, what: Operation, waker: Waker) -> Ticket {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
+    /// The next place in the queue.
+    pub(crate) fn queue(self: &Arc<Self>, called: Called) -> Ticket {
         let mut waiting = self.waiting.lock();
-        let ticket = NEXT.fetch_add(1, Ordering::Relaxed);
-        waiting.push_back(Waiting { ticket, what, waker });
-        Ticket { order: self.clone(), ticket }
+        let number = number();
+        waiting.push_back((number, called));
+        Ticket { order: self.clone(), number }
+    }
+
+    /// Names a time for an operation that all ranks concerned have called.
+    pub(crate) fn turn(self: &Arc<Self>, called: Called) -> Turn {
+        let mut dues = self.dues.lock();
+        dues.clock = dues.clock.saturating_add(1);
+        let when = (dues.clock, called.name, number());
+        dues.all.insert(when, Due { called, is_agreed: false });
+        Turn { order: self.clone(), when }
+    }
+
+    /// The operations that may be launched now, one behind the other, up to the first that does not `belong` with the others: their
+    /// [numbers](Turn::number).
+    pub(crate) fn due(&self, belong: impl Fn(u64) -> bool) -> Vec<u64> {
+        let dues = self.dues.lock();
+        let all = dues.all.iter().map(|(when, due)| (when.2, due.is_agreed && belong(when.2)));
+        let all = all.filter(|(_, may)| *may || !is_any_order());
+        all.take_while(|(_, may)| *may).map(|(number, _)| number).collect()
     }
 }
 
-/// An operation's place in the order. It is given up with this: when the operation has been launched, or never will be.
+/// An operation's place in the queue. It is given up with this: when the operation has been launched, or never will be.
 pub(crate) struct Ticket {
     order: Arc<LaunchOrder>,
-    ticket: u64,
+    number: u64,
 }
 
 impl Ticket {
     pub(crate) fn is_first(&self) -> bool {
-        #[cfg(any(test, feature = "testing"))]
-        if crate::testing::launches_are_in_any_order() {
-            return true;
+        is_any_order() || self.order.waiting.lock().front().is_some_and(|(first, _)| *first == self.number)
+    }
+
+    /// Names a time for the operation, which all ranks have called.
+    pub(crate) fn turn(&self) -> Option<Turn> {
+        let called = {
+            let waiting = self.order.waiting.lock();
+            let (_, called) = waiting.iter().find(|(number, _)| *number == self.number)?;
+            Called { what: called.what.clone(), name: called.name, waker: called.waker.clone() }
+        };
+        Some(self.order.turn(called))
+    }
+
+    /// Another operation that is in the way of this one, or that this one is in the way of; and whether it is the first of the two.
+    pub(crate) fn other(&self) -> Option<(Operation, bool)> {
+        let waiting = self.order.waiting.lock();
+        let (number, first) = waiting.front()?;
+        if *number != self.number {
+            return Some((first.what.clone(), true));
         }
-        self.order.waiting.lock().front().is_some_and(|first| first.ticket == self.ticket)
+        waiting.get(1).map(|(_, next)| (next.what.clone(), false))
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let (gone, next) = {
+            let mut waiting = self.order.waiting.lock();
+            let at = waiting.iter().position(|(number, _)| *number == self.number);
+            let gone = at.and_then(|at| waiting.remove(at));
+            let is_next = at == Some(0);
+            (gone, waiting.front().filter(|_| is_next).map(|(_, next)| next.waker.clone()))
+        };
+        drop(gone);
+        if let Some(next) = next {
+            next.wake();
+        }
+    }
+}
+
+/// An operation's time. It is given up with this: when the operation has been launched, or never will be.
+pub(crate) struct Turn {
+    order: Arc<LaunchOrder>,
+    when: When,
+}
+
+impl Turn {
+    /// What this rank has named, or all have agreed on.
+    pub(crate) fn time(&self) -> u64 {
+        self.when.0
+    }
+
+    pub(crate) fn number(&self) -> u64 {
+        self.when.2
+    }
+
+    /// All ranks concerned have named a time, of which this is the latest. Said again it changes nothing.
+    pub(crate) fn agree(&mut self, time: u64) {
+        let mut dues = self.order.dues.lock();
+        let Some(due) = dues.all.remove(&self.when) else { return };
+        if !due.is_agreed {
+            self.when.0 = time;
+        }
+        dues.clock = dues.clock.max(time);
+        dues.all.insert(self.when, Due { is_agreed: true, ..due });
+        let next = dues.next();
+        drop(dues);
+        if let Some(next) = next {
+            next.wake();
+        }
+    }
+
+    pub(crate) fn is_due(&self) -> bool {
+        !self.order.due(|number| number == self.number()).is_empty()
+    }
+
+    /// What is to be launched before it.
+    pub(crate) fn before(&self) -> Option<Operation> {
+        let dues = self.order.dues.lock();
+        let (first, due) = dues.all.first_key_value()?;
+        (*first != self.when).then(|| due.called.what.clone())
     }
 
     /// The operation is about to be launched: its stream waits for what was launched before on another.
     pub(crate) fn launches(&self, stream: &DeviceStream) -> Result<(), Error> {
-        #[cfg(any(test, feature = "testing"))]
-        if crate::testing::launches_are_in_any_order() {
-            return Ok(());
-        }
         match &*self.order.last.lock() {
-            Some((last, end)) if last != stream => stream.wait_event(end),
+            Some((last, end)) if last != stream && !is_any_order() => stream.wait_event(end),
             _ => Ok(()),
         }
     }
@@ -90,26 +224,13 @@ impl Ticket {
         let before = self.order.last.lock().replace((stream.clone(), end));
         drop(before);
     }
-
-    /// Another operation that is in the way of this one, or that this one is in the way of; and whether it is the first of the two.
-    pub(crate) fn other(&self) -> Option<(Operation, bool)> {
-        let waiting = self.order.waiting.lock();
-        let first = waiting.front()?;
-        if first.ticket != self.ticket {
-            return Some((first.what.clone(), true));
-        }
-        waiting.get(1).map(|next| (next.what.clone(), false))
-    }
 }
 
-impl Drop for Ticket {
+impl Drop for Turn {
     fn drop(&mut self) {
         let (gone, next) = {
-            let mut waiting = self.order.waiting.lock();
-            let at = waiting.iter().position(|waiting| waiting.ticket == self.ticket);
-            let gone = at.and_then(|at| waiting.remove(at));
-            let is_next = at == Some(0);
-            (gone, waiting.front().filter(|_| is_next).map(|next| next.waker.clone()))
+            let mut dues = self.order.dues.lock();
+            (dues.all.remove(&self.when), dues.next())
         };
         drop(gone);
         if let Some(next) = next {
@@ -127,13 +248,16 @@ mod tests {
         Operation { comm: "test".into(), number, signature: Signature::default() }
     }
 
+    fn called(name: u64) -> Called {
+        Called { what: what(name), name, waker: Waker::noop().clone() }
+    }
+
     #[test]
     fn launches_keep_the_order_of_submission_and_name_each_other() {
         let order = LaunchOrder::of([7; 16]);
         assert!(Arc::ptr_eq(&order, &LaunchOrder::of([7; 16])), "one for each device");
         assert!(!Arc::ptr_eq(&order, &LaunchOrder::of([8; 16])));
-        let ticket = |number| order.queue(what(number), Waker::noop().clone());
-        let [first, second, third] = [1, 2, 3].map(ticket);
+        let [first, second, third] = [1, 2, 3].map(|name| order.queue(called(name)));
         assert!(first.is_first() && !second.is_first());
         assert_eq!(second.other(), Some((what(1), true)));
         assert_eq!(first.other(), Some((what(2), false)));
@@ -141,5 +265,49 @@ mod tests {
         assert_eq!(first.other(), Some((what(3), false)), "one that fails gives its place up");
         drop(first);
         assert!(third.is_first() && third.other().is_none());
+    }
+
+    #[test]
+    fn what_is_due_earliest_is_launched_when_nothing_can_come_before_it() {
+        let order = LaunchOrder::of([9; 16]);
+        let [mut first, mut second] = [1, 2].map(|name| order.turn(called(name)));
+        second.agree(second.time());
+        assert!(!second.is_due(), "the first may become due before it");
+        assert_eq!(second.before(), Some(what(1)));
+        first.agree(5);
+        assert!(second.is_due() && !first.is_due());
+        let third = order.turn(called(3));
+        assert_eq!(third.time(), 6, "later than all that is known");
+        drop(second);
+        assert!(first.is_due());
+        drop(first);
+        assert!(!third.is_due(), "it is not agreed on");
+    }
+
+    /// Each of three devices has two operations, each with another device: whatever time each names, there is no circle.
+    #[test]
+    fn devices_that_agree_in_pairs_launch_in_one_order() {
+        for round in 0..6_usize {
+            let orders = [20, 21, 22].map(|id| LaunchOrder::of([id + 10 * round as u8; 16]));
+            // Each operation names its times on its two devices, in different orders.
+            let mut ends: Vec<(usize, usize, Turn)> = Vec::new();
+            for step in 0..6 {
+                let step = (step * [1, 5][round % 2] + round) % 6;
+                let (operation, device) = (step % 3, (step % 3 + step / 3) % 3);
+                ends.push((operation, device, orders[device].turn(called(operation as u64))));
+            }
+            for operation in 0..3 {
+                let times = ends.iter().filter(|end| end.0 == operation).map(|end| end.2.time());
+                let latest = times.max().unwrap();
+                ends.iter_mut().filter(|end| end.0 == operation).for_each(|end| end.2.agree(latest));
+            }
+            for _ in 0..3 {
+                let is_due = |operation| ends.iter().all(|end| end.0 != operation || end.2.is_due());
+                let next =
+                    (0..3).find(|operation| ends.iter().any(|end| end.0 == *operation) && is_due(*operation));
+                let next = next.expect("one is due on both of its devices");
+                ends.retain(|end| end.0 != next);
+            }
+        }
     }
 }

@@ -100,10 +100,7 @@ fn the_last_line_and_the_error_say_where_flight_recorders_are() {
     let stdout = text(&output.stdout);
     let record =
         stdout.lines().find_map(|line| line.split_once("record: ")?.1.trim().to_owned().into()).unwrap();
-    assert!(
-        stdout.contains(&format!("rank 1 was lost (its connection ended without a goodbye)")),
-        "{stdout}"
-    );
+    assert!(stdout.contains("rank 1 was lost (its connection ended without a goodbye)"), "{stdout}");
     assert!(stdout.contains(&format!("(flight recorder: {record})")), "{stdout}");
     let dir = Path::new(&record).parent().unwrap();
     assert!(dir.starts_with(scratch.0.join("allstream")), "{record}");

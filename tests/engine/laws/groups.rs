@@ -103,7 +103,8 @@ fn on_the_world_s_own_communicator_a_rank_has_one_number() {
         }
         wait_until("the abort to be heard", || comm.check().is_err());
         let error = comm.barrier().wait().unwrap_err().error;
-        assert_eq!(error.to_string(), "the communicator was aborted by rank 0: planted");
+        let text = error.to_string();
+        assert!(text.starts_with("the communicator was aborted by rank 0: planted"), "{text}");
         assert_eq!(error.world_rank(1), 1);
     });
 }

@@ -201,7 +201,7 @@ fn a_message_that_does_not_come_is_named_with_what_is_there_instead() {
             assert!(text.starts_with(begin), "{link:?}: {text}");
             let instead = "rank 1 has not made the matching send of tag 9, or waits in another call; pending from it: \
                            tag 0, f32 x 8";
-            assert!(text.ends_with(instead), "{link:?}: {text}");
+            assert!(text.contains(instead), "{link:?}: {text}");
         });
     }
 }
@@ -220,7 +220,7 @@ fn a_message_that_is_not_received_is_named_with_what_is_awaited_instead() {
             assert!(text.starts_with(begin), "{link:?}: {text}");
             let instead = "rank 1 has not made the matching recv of tag 9, or waits in another call; nothing else is pending \
                            from it; it waits to receive from this rank: tag 0, f32 x 8";
-            assert!(text.ends_with(instead), "{link:?}: {text}");
+            assert!(text.contains(instead), "{link:?}: {text}");
         });
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::kernel::{self, Call, Round, Verb};
+use crate::kernel::{self, Call, Meeting, Round};
 use crate::knobs::{self, COUNTS, What, trouble};
 use crate::{Code, IN_PROGRESS, INVALID_ARGUMENT, INVALID_USAGE, SUCCESS, driver, misuse};
 
@@ -23,7 +23,7 @@ pub(crate) struct Clique {
     /// The devices of the ranks that have come in.
     members: Mutex<BTreeMap<c_int, c_int>>,
     /// What the kernels of a call have found of each other.
-    pub(crate) rounds: Mutex<HashMap<u64, Round>>,
+    pub(crate) rounds: Mutex<HashMap<Meeting, Round>>,
     pub(crate) changed: Condvar,
 }
 
@@ -38,6 +38,8 @@ pub(crate) struct Comm {
     /// What has failed.
     failed: AtomicI32,
     calls: AtomicU64,
+    /// How many collectives were called, and messages from one rank to another.
+    counts: Mutex<HashMap<Option<(c_int, c_int)>, u64>>,
     finalized: AtomicBool,
     pub(crate) aborted: AtomicBool,
     /// Kernels on its stream that have not ended.
@@ -84,6 +86,7 @@ pub(crate) fn init(size: usize, id: [u8; 128], rank: c_int) -> Result<Handle, Co
         busy: AtomicU64::new(1),
         failed: AtomicI32::new(SUCCESS),
         calls: AtomicU64::new(0),
+        counts: Mutex::default(),
         finalized: AtomicBool::new(false),
         aborted: AtomicBool::new(false),
         running: AtomicU64::new(0),
@@ -138,13 +141,7 @@ impl Comm {
             IN_PROGRESS => return misuse("a call while something is in progress", INVALID_USAGE),
             code => return code,
         }
-        let size = self.clique.size as c_int;
-        let peer = match call.verb {
-            Verb::AllReduce { .. } => 0,
-            Verb::Broadcast { root } => root,
-            Verb::Send { peer } | Verb::Recv { peer } => peer,
-        };
-        if !call.is_sound(self.rank) || peer < 0 || peer >= size {
+        if !call.is_sound(self.rank, self.clique.size) {
             return misuse("a call with arguments that are none", INVALID_ARGUMENT);
         }
         SUCCESS
@@ -153,6 +150,18 @@ impl Comm {
     /// The calls of a group become one kernel, some time later.
     pub(crate) fn submit(self: &Arc<Self>, calls: Vec<Call>, stream: u64) -> Code {
         let number = self.calls.fetch_add(1, Ordering::AcqRel);
+        knobs::notes_call(self.rank);
+        let mut counts = lock(&self.counts);
+        let counted = |call: Call| {
+            let place = call.place(self.rank);
+            // Of a message to itself a rank calls both ends.
+            let sent_first = matches!(place, Some((from, to)) if from == to);
+            let count = counts.entry(place).or_default();
+            *count += 1;
+            (call, (place, if sent_first { (*count - 1) / 2 } else { *count - 1 }))
+        };
+        let calls: Vec<(Call, Meeting)> = calls.into_iter().map(counted).collect();
+        drop(counts);
         if let Some(code) = trouble(What::Refuses, self.rank, number) {
             return code;
         }

@@ -20,11 +20,14 @@ const LOOK: Duration = Duration::from_millis(20);
 pub(crate) enum Verb {
     AllReduce { op: c_int },
     Broadcast { root: c_int },
+    Reduce { op: c_int, root: c_int },
+    AllGather,
+    ReduceScatter { op: c_int },
     Send { peer: c_int },
     Recv { peer: c_int },
 }
 
-/// A call, as it was made: addresses are the device's.
+/// A call, as it was made: addresses are the device's. `count` is as the real library counts for this verb.
 #[derive(Clone, Copy)]
 pub(crate) struct Call {
     pub(crate) verb: Verb,
@@ -47,43 +50,59 @@ fn op(number: c_int) -> Option<ReduceOp> {
 }
 
 impl Call {
-    /// Whether this rank reads, and whether it writes.
-    fn touches(&self, rank: c_int) -> (bool, bool) {
+    /// Blocks of `count` that a rank reads, and that it writes.
+    fn blocks(&self, rank: c_int, size: usize) -> (usize, usize) {
+        let is_root = |root: c_int| usize::from(root == rank);
         match self.verb {
-            Verb::AllReduce { .. } => (true, true),
-            Verb::Broadcast { root } => (root == rank, true),
-            Verb::Send { .. } => (true, false),
-            Verb::Recv { .. } => (false, true),
+            Verb::AllReduce { .. } => (1, 1),
+            Verb::Broadcast { root } => (is_root(root), 1),
+            Verb::Reduce { root, .. } => (1, is_root(root)),
+            Verb::AllGather => (1, size),
+            Verb::ReduceScatter { .. } => (size, 1),
+            Verb::Send { .. } => (1, 0),
+            Verb::Recv { .. } => (0, 1),
         }
     }
 
+    /// Bytes of a block.
     fn bytes(&self) -> usize {
         self.count * dtype(self.dtype).map_or(0, DType::size)
     }
 
     /// Whether its numbers mean something, on a rank.
-    pub(crate) fn is_sound(&self, rank: c_int) -> bool {
+    pub(crate) fn is_sound(&self, rank: c_int, size: usize) -> bool {
         let Some(dtype) = dtype(self.dtype) else { return false };
+        let is_rank = |rank: c_int| usize::try_from(rank).is_ok_and(|rank| rank < size);
+        let is_op = |number: c_int| op(number).is_some_and(|op| op.supports(dtype));
         let fits = match self.verb {
-            Verb::AllReduce { op: number } => op(number).is_some_and(|op| op.supports(dtype)),
-            _ => true,
+            Verb::AllReduce { op } | Verb::ReduceScatter { op } => is_op(op),
+            Verb::Reduce { op, root } => is_op(op) && is_rank(root),
+            Verb::Broadcast { root: other } | Verb::Send { peer: other } | Verb::Recv { peer: other } => {
+                is_rank(other)
+            }
+            Verb::AllGather => true,
         };
-        let (reads, writes) = self.touches(rank);
-        let there = |at: u64, wanted: bool| !wanted || self.count == 0 || at != 0;
-        fits && self.count.checked_mul(dtype.size()).is_some()
+        let (reads, writes) = self.blocks(rank, size);
+        let there = |at: u64, blocks: usize| blocks == 0 || self.count == 0 || at != 0;
+        fits && self.count.checked_mul(dtype.size() * size).is_some()
             && there(self.input, reads)
             && there(self.output, writes)
     }
 
-    /// What all ranks must have alike.
-    fn alike(&self) -> (Verb, usize, c_int) {
-        (self.verb, self.count, self.dtype)
+    /// Where its rank meets the others: their calls of the same number, counted by what this is the name of.
+    pub(crate) fn place(&self, rank: c_int) -> Option<(c_int, c_int)> {
+        match self.verb {
+            Verb::Send { peer } => Some((rank, peer)),
+            Verb::Recv { peer } => Some((peer, rank)),
+            _ => None,
+        }
     }
 }
 
 /// A call that a kernel has come to, and where the process keeps its memory.
 #[derive(Clone, Copy)]
 struct Here {
+    rank: c_int,
     call: Call,
     input: *const u8,
     output: *mut u8,
@@ -92,14 +111,15 @@ struct Here {
 // SAFETY: the memory is kept by the driver as long as the kernel runs that this is of, which waits for the others.
 unsafe impl Send for Here {}
 
+/// Of which calls: collectives, or the messages from one rank to another; and which of them.
+pub(crate) type Meeting = (Option<(c_int, c_int)>, u64);
+
 /// What the kernels of a call have found of each other.
 #[derive(Default)]
 pub(crate) struct Round {
-    here: HashMap<c_int, Vec<Here>>,
+    here: Vec<Here>,
     /// All have come, and the results are there.
     done: bool,
-    /// They differ: nobody gets anything.
-    mismatched: bool,
     left: usize,
 }
 
@@ -107,16 +127,15 @@ pub(crate) struct Round {
 struct Kernel {
     comm: Arc<Comm>,
     number: u64,
-    calls: Vec<Call>,
+    calls: Vec<(Call, Meeting)>,
 }
 
 /// Puts a kernel on a stream. Whether it is there.
-pub(crate) fn launch(comm: &Arc<Comm>, number: u64, calls: Vec<Call>, stream: u64) -> bool {
-    let place =
-        |at: u64, call: &Call, wanted: bool| Place { at, bytes: if wanted { call.bytes() } else { 0 } };
-    let of_call = |call: &Call| {
-        let (reads, writes) = call.touches(comm.rank);
-        [place(call.input, call, reads), place(call.output, call, writes)]
+pub(crate) fn launch(comm: &Arc<Comm>, number: u64, calls: Vec<(Call, Meeting)>, stream: u64) -> bool {
+    let of_call = |(call, _): &(Call, Meeting)| {
+        let (reads, writes) = call.blocks(comm.rank, comm.clique.size);
+        let place = |at: u64, blocks: usize| Place { at, bytes: blocks * call.bytes() };
+        [place(call.input, reads), place(call.output, writes)]
     };
     let places: Vec<Place> = calls.iter().flat_map(of_call).collect();
     let kernel = Box::into_raw(Box::new(Kernel { comm: comm.clone(), number, calls }));
@@ -137,12 +156,10 @@ unsafe extern "C" fn run(kernel: *mut c_void, places: *const *mut u8) -> u32 {
         // SAFETY: as many places as `launch` named: two for each call.
         unsafe { *places.add(index) }
     };
-    let here = calls.iter().enumerate().map(|(i, call)| Here {
-        call: *call,
-        input: at(2 * i),
-        output: at(2 * i + 1),
+    let here = calls.iter().enumerate().map(|(i, (call, meeting))| {
+        (*meeting, Here { rank: comm.rank, call: *call, input: at(2 * i), output: at(2 * i + 1) })
     });
-    let here: Vec<Here> = here.collect();
+    let here: Vec<(Meeting, Here)> = here.collect();
     if enter(&comm) {
         meet(&comm, number, here);
         leave(comm.device);
@@ -182,38 +199,45 @@ fn leave(device: c_int) {
     wake_devices();
 }
 
-/// Waits for the kernels of the other ranks; the last one to come computes for all.
-fn meet(comm: &Comm, number: u64, here: Vec<Here>) {
+/// Waits for the kernels of the other ranks; of each call, the last one to come computes for all.
+fn meet(comm: &Comm, number: u64, here: Vec<(Meeting, Here)>) {
     let (clique, hangs) = (&comm.clique, trouble(What::Hangs, comm.rank, number).is_some());
     let mut rounds = lock(&clique.rounds);
+    let mut left: Vec<Meeting> = here.iter().map(|(meeting, _)| *meeting).collect();
     if !hangs {
-        let round = rounds.entry(number).or_default();
-        round.here.insert(comm.rank, here);
-        if round.here.len() == clique.size {
-            let all: Vec<Vec<Here>> =
-                (0..clique.size as c_int).filter_map(|rank| round.here.remove(&rank)).collect();
-            match compute(&all) {
-                Some(()) => round.done = true,
-                None => {
+        for (meeting, here) in here {
+            let round = rounds.entry(meeting).or_default();
+            round.here.push(here);
+            if round.here.len() == wanted(meeting, clique.size) {
+                round.here.sort_by_key(|here| here.rank);
+                round.done = compute(&round.here).is_some();
+                if !round.done {
                     COUNTS.mismatches.fetch_add(1, Ordering::Relaxed);
-                    round.mismatched = true;
                 }
+                clique.changed.notify_all();
             }
-            clique.changed.notify_all();
         }
     }
     loop {
-        if let Some(round) = rounds.get_mut(&number).filter(|round| round.done && !hangs) {
+        left.retain(|meeting| {
+            let Some(round) = rounds.get_mut(meeting).filter(|round| round.done && !hangs) else {
+                return true;
+            };
             round.left += 1;
-            if round.left == clique.size {
-                rounds.remove(&number);
+            if round.left == wanted(*meeting, clique.size) {
+                rounds.remove(meeting);
             }
+            false
+        });
+        if left.is_empty() {
             return;
         }
         if comm.aborted.load(Ordering::SeqCst) {
             // Whoever comes later finds it missing.
-            if let Some(round) = rounds.get_mut(&number) {
-                round.here.remove(&comm.rank);
+            for meeting in &left {
+                if let Some(round) = rounds.get_mut(meeting) {
+                    round.here.retain(|here| here.rank != comm.rank);
+                }
             }
             return;
         }
@@ -221,74 +245,66 @@ fn meet(comm: &Comm, number: u64, here: Vec<Here>) {
     }
 }
 
+/// How many calls meet: a message has two ends.
+fn wanted((message, _): Meeting, size: usize) -> usize {
+    if message.is_some() { 2 } else { size }
+}
+
 /// `None`: they differ.
-fn compute(all: &[Vec<Here>]) -> Option<()> {
-    let collective = |here: &&Here| matches!(here.call.verb, Verb::AllReduce { .. } | Verb::Broadcast { .. });
-    let collectives: Vec<Vec<&Here>> = all.iter().map(|of| of.iter().filter(collective).collect()).collect();
-    let first = collectives.first()?;
-    for of in &collectives {
-        let alike = |(a, b): (&&Here, &&Here)| a.call.alike() == b.call.alike();
-        if of.len() != first.len() || !of.iter().zip(first).all(alike) {
-            return None;
-        }
+fn compute(all: &[Here]) -> Option<()> {
+    let first = all.first()?;
+    if first.call.place(first.rank).is_none() {
+        return collective(all);
     }
-    let messages = messages(all)?;
-    for i in 0..first.len() {
-        one(&collectives.iter().map(|of| of[i]).collect::<Vec<_>>())?;
+    let sends = |here: &&Here| matches!(here.call.verb, Verb::Send { .. });
+    let from = all.iter().find(sends)?;
+    let to = all.iter().find(|here| matches!(here.call.verb, Verb::Recv { .. }))?;
+    if from.call.bytes() != to.call.bytes() {
+        return None;
     }
-    for (from, to) in messages {
-        // SAFETY: both are as long as their calls say, which say the same; kept as long as their kernels run, which wait.
-        unsafe { to.output.copy_from(from.input, from.call.bytes()) };
-    }
+    // SAFETY: both are as long as their calls say, which say the same; kept as long as their kernels run, which wait.
+    unsafe { to.output.copy_from(from.input, from.call.bytes()) };
     Some(())
 }
 
-/// Each send with its receive: those between two ranks follow each other.
-fn messages(all: &[Vec<Here>]) -> Option<Vec<(Here, Here)>> {
-    let mut pairs = Vec::new();
-    for (from, sender) in all.iter().enumerate() {
-        for (to, receiver) in all.iter().enumerate() {
-            let sends = sender.iter().filter(|here| here.call.verb == Verb::Send { peer: to as c_int });
-            let receives =
-                receiver.iter().filter(|here| here.call.verb == Verb::Recv { peer: from as c_int });
-            let (sends, receives): (Vec<_>, Vec<_>) = (sends.collect(), receives.collect());
-            if sends.len() != receives.len() {
-                return None;
-            }
-            for (send, receive) in sends.into_iter().zip(receives) {
-                if send.call.bytes() != receive.call.bytes() {
-                    return None;
-                }
-                pairs.push((*send, *receive));
-            }
-        }
-    }
-    Some(pairs)
-}
-
-/// A collective, by what all ranks have of it.
-fn one(all: &[&Here]) -> Option<()> {
+/// A collective, by what all ranks have of it, in their order.
+fn collective(all: &[Here]) -> Option<()> {
     let Call { verb, count, dtype: number, .. } = all.first()?.call;
-    let (dtype, bytes) = (dtype(number)?, all[0].call.bytes());
-    let mut result = vec![0_u8; bytes];
-    match verb {
-        Verb::AllReduce { op: number } => {
-            let ins: Vec<*const u8> = all.iter().map(|here| here.input).collect();
-            // SAFETY: each is as long as the call says, and nobody writes there: all kernels are here. `result` is our own.
-            unsafe {
-                reduce(dtype, op(number)?, &ins, &[result.as_mut_ptr()], count, Some(all.len() as u32))
-            };
-        }
-        Verb::Broadcast { root } => {
-            let from = all.get(root as usize)?.input;
-            // SAFETY: as above.
-            unsafe { result.as_mut_ptr().copy_from(from, bytes) };
-        }
-        _ => return None,
+    let is_alike = |here: &Here| (here.call.verb, here.call.count, here.call.dtype) == (verb, count, number);
+    if !all.iter().all(is_alike) {
+        return None;
     }
-    for here in all {
-        // SAFETY: as above; an output is this rank's alone.
-        unsafe { here.output.copy_from(result.as_ptr(), bytes) };
+    let (dtype, bytes, size) = (dtype(number)?, all[0].call.bytes(), all.len());
+    let fold = |number: c_int, block: usize| {
+        let ins: Vec<*const u8> = all.iter().map(|here| here.input.wrapping_add(block * bytes)).collect();
+        let mut result = vec![0_u8; bytes];
+        // SAFETY: each is as long as the call says, and nobody writes there: all kernels are here. `result` is our own.
+        unsafe { reduce(dtype, op(number)?, &ins, &[result.as_mut_ptr()], count, Some(size as u32)) };
+        Some(result)
+    };
+    let input = |here: &Here| {
+        let mut block = vec![0_u8; bytes];
+        // SAFETY: as above.
+        unsafe { block.as_mut_ptr().copy_from(here.input, bytes) };
+        block
+    };
+    // All are made before the first is written: outputs may be inputs.
+    let results: Vec<Option<Vec<u8>>> = match verb {
+        Verb::AllReduce { op } => vec![Some(fold(op, 0)?); size],
+        Verb::Reduce { op, root } => {
+            let result = fold(op, 0)?;
+            all.iter().map(|here| (here.rank == root).then(|| result.clone())).collect()
+        }
+        Verb::Broadcast { root } => vec![Some(input(all.get(root as usize)?)); size],
+        Verb::AllGather => vec![Some(all.iter().flat_map(input).collect()); size],
+        Verb::ReduceScatter { op } => (0..size).map(|block| fold(op, block)).collect(),
+        Verb::Send { .. } | Verb::Recv { .. } => return None,
+    };
+    for (here, result) in all.iter().zip(results) {
+        if let Some(result) = result {
+            // SAFETY: as above; an output is this rank's alone.
+            unsafe { here.output.copy_from(result.as_ptr(), result.len()) };
+        }
     }
     Some(())
 }

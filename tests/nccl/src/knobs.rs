@@ -77,6 +77,24 @@ pub(crate) extern "C" fn allstream_test_nccl_trouble(
     0
 }
 
+/// When each rank of the last communicators has made its last call, in nanoseconds of the monotonic clock.
+pub(crate) static CALLED: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
+
+pub(crate) fn notes_call(rank: c_int) {
+    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: room for a time.
+    unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &raw mut now) };
+    if let Some(called) = CALLED.get(rank as usize) {
+        called.store(now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64, Ordering::Relaxed);
+    }
+}
+
+/// Tells when this rank has made its last call.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_nccl_called(rank: c_int) -> u64 {
+    CALLED.get(rank as usize).map_or(0, |called| called.load(Ordering::Relaxed))
+}
+
 /// What was done, and what lives.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]

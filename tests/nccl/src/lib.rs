@@ -248,6 +248,48 @@ extern "C" fn ncclBroadcast(
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn ncclReduce(
+    input: *const c_void,
+    output: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    op: c_int,
+    root: c_int,
+    comm: Handle,
+    stream: u64,
+) -> Code {
+    let verb = Verb::Reduce { op, root };
+    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ncclAllGather(
+    input: *const c_void,
+    output: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    comm: Handle,
+    stream: u64,
+) -> Code {
+    let verb = Verb::AllGather;
+    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn ncclReduceScatter(
+    input: *const c_void,
+    output: *mut c_void,
+    count: usize,
+    dtype: c_int,
+    op: c_int,
+    comm: Handle,
+    stream: u64,
+) -> Code {
+    let verb = Verb::ReduceScatter { op };
+    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn ncclSend(
     from: *const c_void,
     count: usize,

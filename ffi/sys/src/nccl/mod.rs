@@ -56,6 +56,9 @@ functions! {
     comm_abort(NcclComm) = c"ncclCommAbort";
     all_reduce(*const c_void, *mut c_void, usize, NcclDataType, NcclRedOp, NcclComm, CuStream) = c"ncclAllReduce";
     broadcast(*const c_void, *mut c_void, usize, NcclDataType, c_int, NcclComm, CuStream) = c"ncclBroadcast";
+    reduce(*const c_void, *mut c_void, usize, NcclDataType, NcclRedOp, c_int, NcclComm, CuStream) = c"ncclReduce";
+    all_gather(*const c_void, *mut c_void, usize, NcclDataType, NcclComm, CuStream) = c"ncclAllGather";
+    reduce_scatter(*const c_void, *mut c_void, usize, NcclDataType, NcclRedOp, NcclComm, CuStream) = c"ncclReduceScatter";
     send(*const c_void, usize, NcclDataType, c_int, NcclComm, CuStream) = c"ncclSend";
     recv(*mut c_void, usize, NcclDataType, c_int, NcclComm, CuStream) = c"ncclRecv";
     group_start() = c"ncclGroupStart";
@@ -290,6 +293,62 @@ impl Nccl {
         // SAFETY: the caller's promise.
         let answer = unsafe { (self.table.broadcast)(input, output, count, dtype, root, comm, stream) };
         self.begun("ncclBroadcast", answer)
+    }
+
+    /// `ncclReduce`. The output is written on the root alone.
+    ///
+    /// # Safety
+    /// As of [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Errors
+    /// The library's.
+    pub unsafe fn reduce(
+        &self,
+        (input, output, count): (*const c_void, *mut c_void, usize),
+        dtype: NcclDataType,
+        (op, root): (NcclRedOp, c_int),
+        (comm, stream): (NcclComm, CuStream),
+    ) -> Result {
+        // SAFETY: the caller's promise.
+        let answer = unsafe { (self.table.reduce)(input, output, count, dtype, op, root, comm, stream) };
+        self.begun("ncclReduce", answer)
+    }
+
+    /// `ncclAllGather`: `count` elements of each rank.
+    ///
+    /// # Safety
+    /// As of [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Errors
+    /// The library's.
+    pub unsafe fn all_gather(
+        &self,
+        (input, output, count): (*const c_void, *mut c_void, usize),
+        dtype: NcclDataType,
+        (comm, stream): (NcclComm, CuStream),
+    ) -> Result {
+        // SAFETY: the caller's promise.
+        let answer = unsafe { (self.table.all_gather)(input, output, count, dtype, comm, stream) };
+        self.begun("ncclAllGather", answer)
+    }
+
+    /// `ncclReduceScatter`: `count` elements for each rank.
+    ///
+    /// # Safety
+    /// As of [`all_reduce`](Self::all_reduce).
+    ///
+    /// # Errors
+    /// The library's.
+    pub unsafe fn reduce_scatter(
+        &self,
+        (input, output, count): (*const c_void, *mut c_void, usize),
+        dtype: NcclDataType,
+        op: NcclRedOp,
+        (comm, stream): (NcclComm, CuStream),
+    ) -> Result {
+        // SAFETY: the caller's promise.
+        let answer = unsafe { (self.table.reduce_scatter)(input, output, count, dtype, op, comm, stream) };
+        self.begun("ncclReduceScatter", answer)
     }
 
     /// `ncclSend`.
