@@ -50,7 +50,7 @@ async fn close(handle: Arc<Handle>) -> Result<(), Error> {
     let membership = handle.membership.clone();
     drop(handle);
     if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {
-        membership.world.empty_pool();
+        membership.world.leave();
         mesh.close(membership.world.loss()).await;
     }
     let end = world.runtime.now() + RECORDERS;

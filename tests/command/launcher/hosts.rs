@@ -202,15 +202,14 @@ fn hosts_that_cannot_be_used_are_named() {
 fn hosts_work_on_when_a_rank_or_a_whole_host_is_lost() {
     let scratch = Scratch::new();
     let wait = format!("until [ -e {}/go ]; do sleep 0.05; done", scratch.0.display());
+    let there = scratch.0.join("there");
     let script = format!(
-        "case $RANK in 1) kill -9 $$;; 3) touch {0}/there; exec sleep 1000;; *) {wait}; echo done $RANK;; esac"
+        "case $RANK in 1) kill -9 $$;; 3) touch {}; exec sleep 1000;; *) {wait}; echo done $RANK;; esac",
+        there.display()
     );
     let options = ["--on-failure", "keep", "--grace", "0s"];
     let child = remote(&scratch, "h1:2,h2:1,h3:1", &options, &script).spawn().unwrap();
-    let connection = scratch.0.join("connection.h3");
-    wait_until("the third host is there", || {
-        fs::read_to_string(&connection).is_ok_and(|pid| pid.ends_with('\n'))
-    });
+    wait_until("the third host has its rank", || there.exists());
     kill_process(pid_of(text(&scratch, "connection.h3").trim().parse().unwrap()), Signal::KILL).unwrap();
     fs::write(scratch.0.join("go"), "").unwrap();
     let output = finish(child);
