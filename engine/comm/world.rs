@@ -44,7 +44,7 @@ use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::log::LOG;
 use crate::trace::{ClockDifference, file_of};
-use crate::types::{Algo, KIND_P2P, Map, Rank, Signature};
+use crate::types::{Algo, Map, Rank, Signature};
 
 /// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
 const QUEUE_LIMIT: usize = 1024;
@@ -527,7 +527,7 @@ impl Events for World {
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {
             Message::Abort { cause, .. } => endpoint.poison(cause),
-            Message::Stalled { number, signature, .. } if signature.kind == KIND_P2P => {
+            Message::Stalled { number, signature, .. } if signature.is_message() => {
                 endpoint.peer_awaits(peer, number, signature);
             }
             Message::Stalled { number, signature, .. } => {

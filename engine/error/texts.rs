@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::{Members, Missing, MissingState, Operation};
-use crate::types::{KIND_P2P, Rank, Signature};
+use crate::types::{Rank, Signature};
 
 /// What has come from a rank, and was not received.
 pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> String {
@@ -55,7 +55,7 @@ impl fmt::Display for Disagreement<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Disagreement { comm, number, ours, theirs, .. } = self;
         let (rank, peer) = (self.members.rank(self.rank), self.members.rank(self.peer));
-        if ours.kind != KIND_P2P {
+        if !ours.is_message() {
             return write!(
                 f,
                 "ranks disagree on operation #{number} of communicator {comm}: {rank} called {ours}, {peer} called {theirs}; \

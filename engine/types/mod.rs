@@ -104,7 +104,8 @@ impl Signature {
         Kind::from_u8(self.kind & !(VARIED | ON_DEVICES | WHOLE)).filter(|_| !self.is_message())
     }
 
-    fn is_message(&self) -> bool {
+    /// Whether it is of a send or a receive.
+    pub(crate) fn is_message(&self) -> bool {
         self.kind & !WHOLE == KIND_P2P
     }
 }

@@ -13,6 +13,7 @@ mod laws;
 mod ndarray;
 mod node;
 mod readme;
+mod record;
 mod shrink;
 mod staging;
 #[cfg(feature = "testing")]

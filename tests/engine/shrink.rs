@@ -198,3 +198,24 @@ fn a_node_shrinks_by_whole_processes() {
     });
     threads.collect::<Vec<_>>().into_iter().for_each(|thread| thread.join().unwrap());
 }
+
+#[test]
+fn idle_groups_of_survivors_are_taken_up_again() {
+    for link in LINKS {
+        each(4, link, move |rank, mut world| {
+            let mut pair = block_on(world.split(u64::from(rank < 2), 0)).unwrap();
+            assert_eq!(members(&mut pair, rank), if rank < 2 { 0b11 } else { 0b1100 });
+            drop(pair);
+            if rank == 3 {
+                return;
+            }
+            world.all_reduce(vec![1u8]).wait().unwrap_err();
+            let (mut smaller, _) = block_on(world.shrink()).unwrap();
+            let before = smaller.stats().pool.hits;
+            let mut again = block_on(smaller.split(u64::from(rank < 2), 0)).unwrap();
+            assert_eq!(members(&mut again, rank), if rank < 2 { 0b11 } else { 0b100 });
+            // Rank 2's old one had the lost rank among its members.
+            assert_eq!(smaller.stats().pool.hits - before, u64::from(rank < 2), "{link}");
+        });
+    }
+}

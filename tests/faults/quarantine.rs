@@ -16,7 +16,7 @@ pub(crate) async fn rank(me: Me) {
     let mut comm = me.connect().await;
     // Another communicator, whose operation has lent staging slots.
     let mut other = comm.dup().await.unwrap();
-    comm.barrier().await.unwrap();
+    let pids = comm.all_gather(vec![std::process::id()]).await.unwrap();
     if me.rank == 1 {
         // Its peer has submitted everything: the words below come before this byte.
         comm.recv(vec![0u8], 0).await.unwrap();
@@ -27,16 +27,22 @@ pub(crate) async fn rank(me: Me) {
         kill_process(getpid(), Signal::STOP).unwrap();
         std::thread::sleep(PATIENCE);
     }
-    let timeout = Duration::from_millis(300);
     let lent = comm.alloc::<f32>(LEN).unwrap();
     // It lends nothing: the queue holds it back.
     let kept_back = comm.alloc::<f32>(LEN).unwrap();
-    let slots = other.timeout(timeout).all_reduce(vec![1f32; LEN]);
-    let first = comm.timeout(timeout).all_reduce(lent);
+    let slots = other.all_reduce(vec![1f32; LEN]);
+    let first = comm.all_reduce(lent);
     let queued: Vec<_> = (0..QUEUED).map(|_| comm.all_reduce(vec![1f32; LEN])).collect();
     let last = comm.all_reduce(kept_back);
     let word = comm.send(vec![1u8], 1);
     let start = Instant::now();
+    // A process that still runs would let go of everything at once.
+    while runs(pids[1]) {
+        assert!(start.elapsed() < PATIENCE, "the other rank neither stops nor dies");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    other.abort("the other rank stands still");
+    comm.abort("the other rank stands still");
     let first = first.await.unwrap_err();
     let mut back = 0;
     for work in queued {
@@ -60,6 +66,13 @@ pub(crate) async fn rank(me: Me) {
     }
     say("free", json!({ "buffers": held(&comm).0, "staging": held(&comm).1 }));
     drop((comm, other));
+}
+
+/// Whether a process is neither stopped nor dead.
+fn runs(pid: u32) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next());
+    !matches!(state, None | Some('T' | 'Z' | 'X'))
 }
 
 fn plan(dies: bool) -> Plan {
