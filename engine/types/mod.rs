@@ -122,7 +122,8 @@ impl Signature {
 
     /// Of a message: what its two halves must have in common beside the tag.
     pub(crate) fn content(&self) -> String {
-        let whole = if self.kind & WHOLE == 0 { "" } else { ", whole (a library moves it from device to device)" };
+        let whole =
+            if self.kind & WHOLE == 0 { "" } else { ", whole (a library moves it from device to device)" };
         format!("{}{whole}{}", self.elements(), self.details())
     }
 
