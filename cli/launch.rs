@@ -154,7 +154,9 @@ fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) 
         job.env.retain(|(key, _)| key != RESTART);
         job.env.push((RESTART.into(), restart.to_string().into()));
         let ended = once(&job)?;
-        if let Some(dir) = records.found() {
+        if ended.code != 0
+            && let Some(dir) = records.found()
+        {
             let dir = dir.display();
             complain(&format!(
                 "what the ranks did last is in {dir}: `allstream trace --times {dir}` lays it side by side"
@@ -214,6 +216,9 @@ fn start_all(
         let mut child = command.spawn().map_err(|error| {
             let program = job.program.display();
             let what = match error.kind() {
+                io::ErrorKind::NotFound if job.program.to_string_lossy().starts_with('-') => format!(
+                    "`{program}` is no option of `allstream run` (its --help has them all), and no program of that name was found"
+                ),
                 io::ErrorKind::NotFound => format!("program `{program}` not found"),
                 _ => format!("cannot start `{program}`: {error}"),
             };

@@ -424,7 +424,7 @@ fn verdict(
             break; // all that follows is a consequence
         }
     }
-    found.extend(progress(views, &calls));
+    found.extend(progress(members.len(), views, &calls));
     found.extend(messages(views, files, members));
     for (rank, comm) in views {
         if let Some(why) = &comm.poisoned {
@@ -465,6 +465,7 @@ fn messages(
 
 /// Who has not called what others have, or else who is inside the oldest operation that has not ended.
 fn progress(
+    members: usize,
     views: &BTreeMap<usize, &CommRecord>,
     calls: &BTreeMap<u64, BTreeMap<usize, &Operation>>,
 ) -> Vec<Finding> {
@@ -515,8 +516,10 @@ fn progress(
             format!(", waiting for {}", name_ranks(&awaited))
         };
         let have = if ranks.len() == 1 { "has" } else { "have" };
+        // Of a rank without a file nobody knows whether it has.
+        let who = if views.len() == members { "all" } else { "all that left a file have" };
         let text =
-            format!("all called #{number} {call}; {} {have} not finished it{whom}", name_ranks(&ranks));
+            format!("{who} called #{number} {call}; {} {have} not finished it{whom}", name_ranks(&ranks));
         found.push(Finding { kind: Kind::Unfinished, number: Some(*number), ranks, text });
     }
     found

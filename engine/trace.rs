@@ -64,15 +64,38 @@ struct Messages {
     gone: u64,
 }
 
+/// The last collectives of one communicator: a ring, in which each takes the place of one that is [`KEEP`] older.
+#[derive(Default)]
+struct Collectives {
+    records: Vec<Record>,
+    /// The number of the first one of all. From there on numbers have no gaps.
+    first: u64,
+}
+
+impl Collectives {
+    fn place(&self, number: u64) -> usize {
+        (number.wrapping_sub(self.first) % KEEP as u64) as usize
+    }
+
+    /// In the order of their numbers.
+    fn in_order(&self) -> impl Iterator<Item = &Record> {
+        let oldest =
+            self.records.iter().enumerate().min_by_key(|(_, r)| r.number).map_or(0, |(place, _)| place);
+        let (newer, older) = self.records.split_at(oldest);
+        older.iter().chain(newer)
+    }
+}
+
 /// The last operations of one communicator.
 pub(crate) struct Recorder {
-    collectives: Mutex<VecDeque<Record>>,
+    collectives: Mutex<Collectives>,
     messages: Mutex<Messages>,
 }
 
 impl Recorder {
     pub(crate) fn new() -> Recorder {
-        Recorder { collectives: Mutex::new(VecDeque::with_capacity(KEEP)), messages: Mutex::default() }
+        let collectives = Collectives { records: Vec::with_capacity(KEEP), first: 0 };
+        Recorder { collectives: Mutex::new(collectives), messages: Mutex::default() }
     }
 
     /// Notes a message that is called now. The number by which [`message_finished`](Self::message_finished) finds it.
@@ -110,20 +133,42 @@ impl Recorder {
 
     /// Notes an operation, submitted `now`; `has_begun`: and begun.
     pub(crate) fn submitted(&self, number: u64, signature: Signature, (now, has_begun): (Instant, bool)) {
-        let mut records = self.collectives.lock();
-        // The oldest record's list is used again: nothing is allocated once the recorder is full.
-        let mut waiting = if records.len() == KEEP { records.pop_front().map(|r| r.waiting) } else { None }
-            .unwrap_or_default();
-        waiting.clear();
-        let (submitted, started, finished) = (now, has_begun.then_some(now), None);
-        let state = if has_begun { State::Running } else { State::Queued };
-        records.push_back(Record { number, signature, state, submitted, started, finished, waiting });
+        let (started, state) = if has_begun { (Some(now), State::Running) } else { (None, State::Queued) };
+        let mut collectives = self.collectives.lock();
+        if collectives.records.is_empty() {
+            collectives.first = number;
+        }
+        let place = collectives.place(number);
+        match collectives.records.get_mut(place) {
+            // In its place, as every operation pays for this; nothing is allocated either.
+            Some(record) => {
+                record.number = number;
+                record.signature = signature;
+                record.state = state;
+                record.submitted = now;
+                record.started = started;
+                record.finished = None;
+                record.waiting.clear();
+            }
+            None => {
+                let (submitted, finished, waiting) = (now, None, Vec::new());
+                collectives.records.push(Record {
+                    number,
+                    signature,
+                    state,
+                    submitted,
+                    started,
+                    finished,
+                    waiting,
+                });
+            }
+        }
     }
 
     fn with(&self, number: u64, change: impl FnOnce(&mut Record)) {
-        let mut records = self.collectives.lock();
-        let first = records.front().map_or(0, |r| r.number);
-        if let Some(record) = number.checked_sub(first).and_then(|at| records.get_mut(at as usize)) {
+        let mut collectives = self.collectives.lock();
+        let place = collectives.place(number);
+        if let Some(record) = collectives.records.get_mut(place).filter(|record| record.number == number) {
             change(record);
         }
     }
@@ -156,7 +201,7 @@ impl Recorder {
     /// What is written of the operations, in a communicator of `ranks` ranks.
     pub(crate) fn snapshot(&self, ranks: usize) -> Vec<OperationRecord> {
         let at = unix_times();
-        let records = self.collectives.lock();
+        let collectives = self.collectives.lock();
         let each = |r: &Record| OperationRecord {
             number: r.number,
             call: r.signature.to_string(),
@@ -169,7 +214,7 @@ impl Recorder {
             finished_us: r.finished.map(&at),
             waiting_for: if r.state == State::Done { Vec::new() } else { r.waiting.clone() },
         };
-        records.iter().map(each).collect()
+        collectives.in_order().map(each).collect()
     }
 
     /// What is written of the messages.
@@ -351,4 +396,33 @@ pub(crate) fn socket_of(pid: u32) -> String {
 /// Where a rank's recorder is written; none: nowhere.
 pub(crate) fn file_of(world: &str, rank: Rank) -> Option<PathBuf> {
     directory().map(|dir| dir.join(format!("{world}-rank{rank}.json")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_collectives_are_told_in_order_and_older_ones_are_forgotten() {
+        let recorder = Recorder::new();
+        let now = Instant::now();
+        // A communicator's next generation goes on with the numbers of the last one.
+        for number in 1000..1600 {
+            recorder.submitted(number, Signature::default(), (now, number % 2 == 0));
+            recorder.waiting(number, &[1]);
+        }
+        recorder.finished(1599, State::Done);
+        recorder.finished(1000, State::Done);
+        let told = recorder.snapshot(2);
+        let numbers: Vec<u64> = told.iter().map(|operation| operation.number).collect();
+        assert_eq!(numbers, (1600 - KEEP as u64..1600).collect::<Vec<_>>());
+        let last = told.last().unwrap();
+        assert_eq!((last.state, last.finished_us.is_some(), last.waiting_for.len()), (State::Done, true, 0));
+        let queued = told.iter().filter(|operation| operation.state == State::Queued).count();
+        assert_eq!(
+            (queued, told[0].finished_us),
+            (KEEP / 2 - 1, None),
+            "what has the place of an older one is a new one"
+        );
+    }
 }

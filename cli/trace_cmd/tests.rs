@@ -61,7 +61,7 @@ fn a_rank_without_a_file_may_have_died() {
         findings(&report),
         [
             "no file from rank 2: it may have died",
-            "all called #1 barrier; ranks 0,1 have not finished it, waiting for rank 2"
+            "all that left a file have called #1 barrier; ranks 0,1 have not finished it, waiting for rank 2"
         ]
     );
 }
@@ -152,6 +152,18 @@ fn times_tell_a_slow_rank_from_a_slow_operation() {
     let [times] = &slow.worlds[0].communicators[0].times[..] else { panic!("{slow:?}") };
     assert!(times.verdict.starts_with("Ranks come together, and the operation takes 6.00 ms"), "{times:?}");
     assert!(times.verdict.contains("that is 60 %"), "{times:?}");
+}
+
+#[test]
+fn times_are_told_of_survivors_alone() {
+    let call = |late: f64| {
+        serde_json::json!({ "number": 0, "call": "barrier()", "state": "done", "submitted_us": 1e6 + late,
+            "started_us": 1e6 + late, "finished_us": 1.01e6 })
+    };
+    let report = merge(vec![recording(0, 3, &[call(0.0)]), recording(2, 3, &[call(8e3)])], Some(None));
+    let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
+    assert_eq!((times.calls, &times.unknown[..], times.last.get(&2)), (1, &[1][..], Some(&1)));
+    assert!(render(&report).contains("not counted:            rank 1, of which there is no file"));
 }
 
 #[test]

@@ -22,8 +22,10 @@ const DRIFT: f64 = 20.0;
 pub(super) struct Times {
     /// The call, as the ranks made it.
     pub(super) call: String,
-    /// How often: those that all ranks have finished and still know of.
+    /// How often: those that all ranks with a file have finished and still know of.
     pub(super) calls: usize,
+    /// Ranks that have no file: whether they came last is not known.
+    pub(super) unknown: Vec<usize>,
     /// How often each rank was the last to call.
     pub(super) last: BTreeMap<usize, usize>,
     /// Milliseconds from when half of the others had called until the last one did.
@@ -77,8 +79,9 @@ pub(super) fn times(
     table: Option<&Table>,
 ) -> Vec<Times> {
     let Some(first) = views.values().next() else { return Vec::new() };
-    let ranks = first.members.len();
-    if ranks < 2 || views.len() < ranks {
+    // Of ranks that have left no file nothing is known: those that died, say.
+    let ranks = views.len();
+    if ranks < 2 {
         return Vec::new();
     }
     let file = |rank: usize| files.get(&first.members[rank]);
@@ -98,7 +101,7 @@ pub(super) fn times(
         let clock = file.clock.as_ref()?;
         Some(clock.error_us + (file.written_at_unix_ms * 1e3 - clock.found_us).max(0.0) / 1e6 * DRIFT)
     };
-    let clocks_ms = (0..ranks).filter_map(error).fold(0.0, f64::max) / 1e3;
+    let clocks_ms = views.keys().copied().filter_map(error).fold(0.0, f64::max) / 1e3;
     let mut all = Vec::new();
     for (call, by_number) in calls {
         let complete: Vec<_> = by_number.values().filter(|by_rank| by_rank.len() == ranks).collect();
@@ -120,6 +123,7 @@ pub(super) fn times(
         let mut times = Times {
             call: call.to_owned(),
             calls: calls.len(),
+            unknown: (0..first.members.len()).filter(|rank| !views.contains_key(rank)).collect(),
             last,
             late_ms: Spread::of(lasts.iter().map(|(.., late)| *late).collect()),
             after_ms: Spread::of(after.collect()),
@@ -268,6 +272,13 @@ pub(super) fn render(out: &mut String, all: &[Times]) {
         }
         if let Some(between) = times.between_ms {
             let _ = writeln!(out, "    from call to call:      {}", millis(between));
+        }
+        if !times.unknown.is_empty() {
+            let _ = writeln!(
+                out,
+                "    not counted:            {}, of which there is no file",
+                name_ranks(&times.unknown)
+            );
         }
         if times.clocks_ms > 0.0 {
             let _ = writeln!(

@@ -74,7 +74,7 @@ on_both! {
     /// [`agree_within`](Self::agree_within).
     ///
     /// ```no_run
-    /// # use allstream::{Comm, Error, Rendezvous};
+    /// # use allstream::{Comm, Error};
     /// # async fn save(_: &[f32]) -> bool { true }
     /// # async fn step(mut comm: Comm, grads: Vec<f32>) -> Result<(), Error> {
     /// let rank = comm.rank();
@@ -84,19 +84,13 @@ on_both! {
     /// if verdict.flag && verdict.lost.is_empty() {
     ///     return Ok(()); // everybody has the sum
     /// }
-    /// // The communicator is dead. The survivors meet again, at an address kept for this, renumbered alike.
-    /// let n = verdict.survivors.len();
-    /// let Some(place) = verdict.survivors.iter().position(|r| *r == rank) else { return Ok(()) };
-    /// drop(comm);
-    /// let again = Rendezvous::tcp("tcp://10.0.0.1:29501", place, n)?.token("the job's secret");
-    /// let smaller = Comm::connect(again).await?;
-    /// # drop(smaller); Ok(()) }
+    /// // The communicator is dead. The survivors go on together.
+    /// let (smaller, _) = comm.shrink().await?;
+    /// # drop((smaller, rank)); Ok(()) }
     /// ```
     ///
-    /// What it does not do is make the group of survivors: `split` runs on the data path, which is dead with
-    /// the communicator. Two ways lead on. A group that was split off *before* the failure, and has no lost
-    /// rank among its members, is untouched. And the survivors can join a new world, as above: the first of
-    /// them listens, so the address must be one that every rank knows to be the first survivor's.
+    /// What it does not do is make the group of survivors: `shrink` does. A group that was split off *before* the failure, and has no
+    /// lost rank among its members, is untouched.
     ///
     /// # Errors
     /// [`Error::NoVerdict`] at the deadline, naming the ranks that live and have not called; the agreement

@@ -26,17 +26,23 @@ impl Comm {
     /// # use allstream::{Comm, Error};
     /// # async fn train(mut comm: Comm, mut weights: Vec<f32>) -> Result<(), Error> {
     /// # fn gradients(_: &[f32], _: usize, _: usize) -> Vec<f32> { vec![] }
-    /// for step in 0..1000 {
+    /// let mut step = 0;
+    /// while step < 1000 {
     ///     let grads = gradients(&weights, comm.rank(), comm.size());
     ///     match comm.all_reduce(grads).await {
-    ///         Ok(sum) => weights.iter_mut().zip(sum).for_each(|(w, g)| *w -= 0.1 * g),
+    ///         Ok(sum) => {
+    ///             weights.iter_mut().zip(sum).for_each(|(w, g)| *w -= 0.1 * g);
+    ///             step += 1;
+    ///         }
     ///         Err(failed) => {
     ///             eprintln!("step {step}: {failed}");
     ///             let (smaller, verdict) = comm.shrink().await?;
     ///             eprintln!("{} ranks go on without {:?}", smaller.size(), verdict.lost);
     ///             comm = smaller;
-    ///             // Some may have taken this step and others not: all go on from the weights of the first.
-    ///             weights = comm.broadcast(weights, 0).await?;
+    ///             // Some may have taken this step and others not: all go on from the state of the first, its step included.
+    ///             let state = ([weights.clone()], [vec![step]]);
+    ///             let ([new], [at]) = comm.broadcast_list(state, 0).await?;
+    ///             (weights, step) = (new, at[0]);
     ///         }
     ///     }
     /// }
@@ -47,7 +53,7 @@ impl Comm {
     /// little, is lost in the new communicator, whose next call fails and names it, and which may be shrunk in its turn. All survivors
     /// return the same [`Verdict`], whose ranks are those of this communicator. Its setting of
     /// [`set_deterministic`](Self::set_deterministic) goes on; devices are bound anew. Other handles of this communicator
-    /// ([`share`](Self::share)) stay dead.
+    /// ([`share`](Self::share)) stay dead. A struct that holds its communicator holds an `Option<Comm>`, from which it takes it.
     ///
     /// Under a launcher that ends all processes when one has failed, nobody is left to shrink: start them with
     /// `allstream run --on-failure keep`.
