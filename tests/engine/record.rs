@@ -1,6 +1,6 @@
 //! What can be seen of a rank from outside while it works: whether an operation is over, and what it has done last.
 
-use std::sync::Barrier;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use allstream::Comm;
@@ -10,68 +10,58 @@ const LIMIT: Duration = Duration::from_secs(30);
 
 #[test]
 fn whether_an_operation_is_over_is_known_without_waiting_for_it() {
-    let called = Barrier::new(2);
-    std::thread::scope(|scope| {
-        for (rank, mut comm) in Comm::local(2).unwrap().into_iter().enumerate() {
-            let called = &called;
-            scope.spawn(move || {
-                if rank == 1 {
-                    called.wait();
-                }
-                let work = comm.all_reduce(vec![1u32; 1000]);
-                if rank == 0 {
-                    assert!(!work.is_finished(), "the other rank has not called");
-                    called.wait();
-                }
-                let end = Instant::now() + LIMIT;
-                while !work.is_finished() {
-                    assert!(Instant::now() < end, "both have called");
-                }
-                assert_eq!(work.wait().unwrap(), vec![2; 1000]);
-                let refused = comm.broadcast(vec![1u8], 9);
-                assert!(refused.is_finished() && refused.wait().is_err());
-            });
-        }
+    let mut comms = Comm::local(2).unwrap();
+    let (mut second, mut first) = (comms.pop().unwrap(), comms.pop().unwrap());
+    let (tell, told) = channel::<()>();
+    let other = std::thread::spawn(move || {
+        told.recv_timeout(LIMIT).unwrap();
+        second.all_reduce(vec![1u32; 1000]).wait().unwrap()
     });
+    let work = first.all_reduce(vec![1u32; 1000]);
+    assert!(!work.is_finished(), "the other rank has not called");
+    tell.send(()).unwrap();
+    let end = Instant::now() + LIMIT;
+    while !work.is_finished() {
+        assert!(Instant::now() < end, "both have called");
+    }
+    assert_eq!((work.wait().unwrap(), other.join().unwrap()), (vec![2; 1000], vec![2; 1000]));
+    let refused = first.broadcast(vec![1u8], 9);
+    assert!(refused.is_finished() && refused.wait().is_err());
 }
 
 #[test]
 fn a_record_tells_of_collectives_and_messages_and_stops_nothing() {
-    let read = Barrier::new(2);
-    std::thread::scope(|scope| {
-        for (rank, mut comm) in Comm::local(2).unwrap().into_iter().enumerate() {
-            let read = &read;
-            scope.spawn(move || {
-                comm.all_reduce(vec![1f32; 250]).wait().unwrap();
-                if rank == 1 {
-                    read.wait();
-                    comm.tag(7).send(vec![1u16; 3000], 0).wait().unwrap();
-                    return;
-                }
-                comm.tag(5).send(vec![1u8], 0).wait().unwrap();
-                comm.tag(5).recv(vec![0u8], 0).wait().unwrap();
-                let waits = comm.tag(7).recv(vec![0u16; 3000], 1);
-                let path = comm.record().unwrap();
-                let file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-                std::fs::remove_file(path).unwrap();
-                let world = &file["comms"][0];
-                let call = &world["operations"][0];
-                assert_eq!(
-                    (&call["collective"], &call["bytes"], &call["state"]),
-                    (&"all_reduce".into(), &1000.into(), &"done".into())
-                );
-                assert!(call["finished_us"].as_f64() >= call["submitted_us"].as_f64(), "{call}");
-                let messages: Vec<_> = world["messages"].as_array().unwrap().iter().collect();
-                let said = |m: &Value| {
-                    (m["direction"].clone(), m["peer"].clone(), m["tag"].clone(), m["finished_us"].is_null())
-                };
-                let expected = [("send", 0, 5, false), ("recv", 0, 5, false), ("recv", 1, 7, true)];
-                let expected = expected
-                    .map(|(direction, peer, tag, waits)| (direction.into(), peer.into(), tag.into(), waits));
-                assert_eq!(messages.into_iter().map(said).collect::<Vec<_>>(), expected);
-                read.wait();
-                assert_eq!(waits.wait().unwrap(), vec![1; 3000]);
-            });
-        }
+    let mut comms = Comm::local(2).unwrap();
+    let (mut second, mut comm) = (comms.pop().unwrap(), comms.pop().unwrap());
+    let (tell, told) = channel::<()>();
+    let other = std::thread::spawn(move || {
+        second.all_reduce(vec![1f32; 250]).wait().unwrap();
+        told.recv_timeout(LIMIT).unwrap();
+        second.tag(7).send(vec![1u16; 3000], 0).wait().unwrap();
     });
+    comm.all_reduce(vec![1f32; 250]).wait().unwrap();
+    let sent = comm.tag(5).send(vec![1u8], 0);
+    comm.tag(5).recv(vec![0u8], 0).wait().unwrap();
+    sent.wait().unwrap();
+    let waits = comm.tag(7).recv(vec![0u16; 3000], 1);
+    let path = comm.record().unwrap();
+    let file: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    std::fs::remove_file(path).unwrap();
+    let world = &file["comms"][0];
+    let call = &world["operations"][0];
+    let said = (call["collective"].as_str(), call["bytes"].as_u64(), call["state"].as_str());
+    assert_eq!(said, (Some("all_reduce"), Some(1000), Some("done")), "{call}");
+    assert!(call["finished_us"].as_f64() >= call["submitted_us"].as_f64(), "{call}");
+    let message = |m: &Value| {
+        let direction = m["direction"].as_str().unwrap().to_owned();
+        (direction, m["peer"].as_u64(), m["tag"].as_u64(), m["finished_us"].is_null())
+    };
+    let messages: Vec<_> = world["messages"].as_array().unwrap().iter().map(message).collect();
+    let expected = [("send", 0, 5, false), ("recv", 0, 5, false), ("recv", 1, 7, true)];
+    let expected =
+        expected.map(|(direction, peer, tag, waits)| (direction.to_owned(), Some(peer), Some(tag), waits));
+    assert_eq!(messages, expected);
+    tell.send(()).unwrap();
+    assert_eq!(waits.wait().unwrap(), vec![1; 3000]);
+    other.join().unwrap();
 }
