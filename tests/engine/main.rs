@@ -15,6 +15,7 @@ mod node;
 mod readme;
 mod shrink;
 mod staging;
+mod train;
 #[cfg(feature = "testing")]
 mod whole;
 
