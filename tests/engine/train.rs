@@ -33,7 +33,11 @@ fn small_buckets() -> Options {
 
 /// The gradient of parameter `i` on a rank, in a step: numbers whose sums and means are exact.
 fn grad(rank: usize, i: usize, step: usize) -> Vec<f32> {
-    (0..LENS[i]).map(|k| ((rank + 1) * (k % 50 + 1) + 100 * i + 1000 * step) as f32).collect()
+    (0..LENS[i]).map(|k| value(rank, i, step, k)).collect()
+}
+
+fn value(rank: usize, i: usize, step: usize, k: usize) -> f32 {
+    ((rank + 1) * (k % 50 + 1) + 100 * i + 1000 * step) as f32
 }
 
 fn layout() -> Vec<Param> {
@@ -109,7 +113,7 @@ fn the_buffer_that_comes_back_is_the_one_that_was_pushed_and_holds_the_mean() {
 #[test]
 fn parameters_of_several_types_share_buckets() {
     for link in LINKS {
-        each(3, link, |rank, comm| {
+        each(3, link, move |rank, comm| {
             let layout = [
                 Param::of::<f32>(100),
                 Param::of::<bf16>(7),
@@ -138,25 +142,33 @@ fn parameters_of_several_types_share_buckets() {
 }
 
 #[test]
-fn full_buckets_are_reduced_before_the_step_is_finished() {
+fn a_full_bucket_is_on_its_way_at_once_and_nothing_waits_for_the_others() {
     for link in LINKS {
-        each(2, link, |rank, mut comm| {
+        let finished = Arc::new(Barrier::new(2));
+        each(2, link, move |rank, mut comm| {
             let layout = [Param::of::<f32>(50_000), Param::of::<f32>(10)];
             let options = Options::default().first_bucket_bytes(1);
             let mut buckets = block_on(Buckets::with(&comm.share(), &layout, options)).unwrap();
-            buckets.push(1, vec![rank as f32; 10]).unwrap();
-            // The loop's own collectives do not wait for the bucket that only this rank has filled.
-            let shared = comm.share();
-            if rank == 0 {
-                buckets.push(0, vec![1.0; 50_000]).unwrap();
+            for number in 0..2 {
+                buckets.push(1, vec![rank as f32; 10]).unwrap();
+                if rank == 0 {
+                    buckets.push(0, vec![1.0; 50_000]).unwrap();
+                }
+                // The loop's own collectives do not wait for the bucket that only rank 0 has filled.
+                assert_eq!(comm.all_reduce(vec![1_u8]).wait().unwrap(), [2], "{link}");
+                if rank == 1 {
+                    buckets.push(0, vec![3.0; 50_000]).unwrap();
+                }
+                // When the order is learnt, a rank ends its step although the other has only pushed.
+                if number == 1 && rank == 0 {
+                    finished.wait();
+                }
+                let all: Vec<_> = block_on(buckets.finish()).unwrap().collect();
+                assert_eq!(all, [vec![2.0; 50_000], vec![0.5; 10]], "{link}");
             }
-            assert_eq!(comm.all_reduce(vec![1_u8]).wait().unwrap(), [2], "{link}");
             if rank == 1 {
-                buckets.push(0, vec![3.0; 50_000]).unwrap();
+                finished.wait();
             }
-            assert_eq!(block_on(shared.all_reduce(vec![1_u8])).unwrap(), [2], "{link}");
-            let all: Vec<_> = block_on(buckets.finish()).unwrap().collect();
-            assert_eq!(all, [vec![2.0; 50_000], vec![0.5; 10]], "{link}");
         });
     }
 }
@@ -164,7 +176,7 @@ fn full_buckets_are_reduced_before_the_step_is_finished() {
 #[test]
 fn micro_batches_add_up_and_their_buffers_come_back() {
     for link in LINKS {
-        each(2, link, |rank, comm| {
+        each(2, link, move |rank, comm| {
             let mut buckets =
                 block_on(Buckets::with(&comm.share(), &layout(), small_buckets().sum())).unwrap();
             for number in 0..3 {
@@ -182,8 +194,8 @@ fn micro_batches_add_up_and_their_buffers_come_back() {
                 }
                 for (i, found) in block_on(buckets.finish()).unwrap().enumerate() {
                     let sum = |k: usize| -> f32 {
-                        let of = |rank| grad(rank, i, 0)[k] + grad(rank, i, 1)[k];
-                        let last = |rank| if i < 5 { grad(rank, i, number)[k] } else { 0.0 };
+                        let of = |rank| value(rank, i, 0, k) + value(rank, i, 1, k);
+                        let last = |rank| if i < 5 { value(rank, i, number, k) } else { 0.0 };
                         (0..2).map(|rank| of(rank) + last(rank)).sum()
                     };
                     assert!(found.iter().enumerate().all(|(k, x)| *x == sum(k)), "{link}: parameter {i}");
@@ -196,7 +208,7 @@ fn micro_batches_add_up_and_their_buffers_come_back() {
 #[test]
 fn what_some_ranks_lack_is_reduced_as_zeros_and_what_all_lack_is_none() {
     for link in LINKS {
-        each(3, link, |rank, comm| {
+        each(3, link, move |rank, comm| {
             let mut buckets =
                 block_on(Buckets::with(&comm.share(), &layout(), small_buckets().sum())).unwrap();
             for number in 0..4 {
@@ -214,7 +226,7 @@ fn what_some_ranks_lack_is_reduced_as_zeros_and_what_all_lack_is_none() {
                 let all: Vec<_> = block_on(buckets.finish_some(memory)).unwrap().collect();
                 for (i, found) in all.into_iter().enumerate() {
                     let ranks: Vec<usize> = (0..3).filter(|rank| has(*rank, i)).collect();
-                    let sum = |k: usize| -> f32 { ranks.iter().map(|rank| grad(*rank, i, number)[k]).sum() };
+                    let sum = |k: usize| -> f32 { ranks.iter().map(|rank| value(*rank, i, number, k)).sum() };
                     let expected = (!ranks.is_empty()).then(|| (0..LENS[i]).map(sum).collect());
                     assert!(found == expected, "{link}: parameter {i}");
                 }
@@ -226,7 +238,7 @@ fn what_some_ranks_lack_is_reduced_as_zeros_and_what_all_lack_is_none() {
 #[test]
 fn a_mean_by_samples_weighs_ranks_by_their_share() {
     for link in LINKS {
-        each(2, link, |rank, comm| {
+        each(2, link, move |rank, comm| {
             let mut buckets = block_on(Buckets::with(&comm.share(), &layout(), small_buckets())).unwrap();
             block_on(buckets.weigh([1.0, 3.0][rank])).unwrap();
             let all = step(&mut buckets, &[0, 1, 2, 3, 4, 5, 6], |i| vec![[8.0, 4.0][rank]; LENS[i]]);
@@ -279,7 +291,7 @@ fn what_does_not_fit_comes_back_and_the_step_goes_on() {
 #[test]
 fn layouts_that_differ_are_an_error_on_all_ranks_that_names_one() {
     for link in LINKS {
-        each(3, link, |rank, mut comm| {
+        each(3, link, move |rank, mut comm| {
             let layout =
                 |odd: usize| [Param::of::<f32>(4), Param::of::<f32>(if rank == odd { 9 } else { 8 })];
             let made =
@@ -355,7 +367,7 @@ fn a_rank_that_leaves_in_the_middle_is_named_and_all_gradients_come_back() {
 #[test]
 fn who_gives_up_gets_all_gradients_and_the_others_hear_why() {
     for link in LINKS {
-        each(2, link, |rank, mut comm| {
+        each(2, link, move |rank, mut comm| {
             let mut buckets = block_on(Buckets::with(&comm.share(), &layout(), small_buckets())).unwrap();
             for i in [6, 5, 4] {
                 buckets.push(i, grad(rank, i, 0)).unwrap();
