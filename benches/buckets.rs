@@ -144,15 +144,17 @@ fn measure(mut comm: Comm, link: &str, rounds: usize) -> Res<()> {
     }
     let (a, b) = (median(times.0), median(times.1));
     show("100 x 4 KB / one all_reduce of 400 KB", a, b, a / b);
-    exposed(&mut comm, rounds, &show)?;
+    for mb in [4, 25] {
+        exposed(&mut comm, rounds, mb, &show)?;
+    }
     block_on(comm.close())?;
     Ok(())
 }
 
 /// Communication that is left over beside computing that takes as long, in eight buckets; of communicating alone.
-fn exposed(comm: &mut Comm, rounds: usize, show: &dyn Fn(&str, f64, f64, f64)) -> Res<()> {
+fn exposed(comm: &mut Comm, rounds: usize, mb: usize, show: &dyn Fn(&str, f64, f64, f64)) -> Res<()> {
     let each = Options::default().first_bucket_bytes(1).bucket_bytes(1).sum();
-    let (mut buckets, mut grads) = model(comm, (8, 1 << 20), each)?;
+    let (mut buckets, mut grads) = model(comm, (8, mb << 18), each)?;
     let mut alone = Vec::new();
     for _ in 0..rounds {
         let time;

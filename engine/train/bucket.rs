@@ -4,7 +4,7 @@ use super::layout::{Options, Param};
 use crate::comm::{Comm, Work};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, elements};
-use crate::types::{DType, ReduceOp};
+use crate::types::{DType, ReduceOp, bf16, f16};
 
 /// Gradients of fewer bytes are packed: to copy them twice takes less time than a part of an operation does.
 const PACKED_BELOW: usize = 64 << 10;
@@ -156,6 +156,7 @@ pub(super) fn form<B: Buf>(
     layout: &[Param],
     order: impl Iterator<Item = usize>,
     options: &Options,
+    memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>,
 ) -> Result<Vec<Bucket<B>>, Error> {
     let mut buckets: Vec<Bucket<B>> = Vec::new();
     let (mut bytes, mut limit) = (0usize, 0);
@@ -171,12 +172,25 @@ pub(super) fn form<B: Buf>(
         }
     }
     for bucket in &mut buckets {
-        let memory = bucket.packs.iter().map(|pack| AnyBuf::zeroed(pack.dtype, pack.len));
-        bucket.packed = memory.collect::<Result<_, _>>()?;
+        let packed = bucket.packs.iter().map(|pack| memory(pack.dtype, pack.len));
+        bucket.packed = packed.collect::<Result<_, _>>()?;
         bucket.list.reserve_exact(bucket.singles.len());
         bucket.empty();
     }
     Ok(buckets)
+}
+
+/// Memory for packed gradients: such as the other ranks of this host read where it lies, if there is room and for the types that most
+/// gradients have.
+pub(super) fn packed(comm: &Comm, dtype: DType, len: usize) -> Result<AnyBuf, Error> {
+    let shared = match dtype {
+        DType::F32 => comm.alloc::<f32>(len).map(AnyBuf::new),
+        DType::F64 => comm.alloc::<f64>(len).map(AnyBuf::new),
+        DType::F16 => comm.alloc::<f16>(len).map(AnyBuf::new),
+        DType::BF16 => comm.alloc::<bf16>(len).map(AnyBuf::new),
+        _ => return AnyBuf::zeroed(dtype, len),
+    };
+    shared.or_else(|_| AnyBuf::zeroed(dtype, len))
 }
 
 fn parts<T>(result: Result<T, Failed<T>>) -> (Option<T>, Result<(), Error>) {
@@ -199,7 +213,7 @@ mod tests {
         let small = Param::of::<f32>(1000);
         let layout = [small, Param::of::<f64>(10), small, Param::of::<f32>(20_000), small, small];
         let options = Options::default().first_bucket_bytes(4001).bucket_bytes(80_000);
-        let buckets = form::<Vec<f32>>(&layout, (0..6).rev(), &options).unwrap();
+        let buckets = form::<Vec<f32>>(&layout, (0..6).rev(), &options, AnyBuf::zeroed).unwrap();
         let members: Vec<Vec<usize>> = buckets.iter().map(|bucket| bucket.members().collect()).collect();
         assert_eq!(members, [vec![5, 4], vec![3], vec![2, 0, 1]]);
         let packs = |k: usize| -> Vec<_> {

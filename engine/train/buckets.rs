@@ -3,7 +3,7 @@
 use std::fmt;
 use std::vec::Drain;
 
-use super::bucket::{Bucket, form};
+use super::bucket::{Bucket, form, packed};
 use super::layout::{Options, Param, agree};
 use crate::comm::{Comm, SharedComm, Work};
 use crate::error::{Error, Failed};
@@ -113,7 +113,8 @@ impl<B: Buf> Buckets<B> {
     }
 
     fn form(&mut self, order: impl Iterator<Item = usize>) -> Result<(), Error> {
-        self.buckets = form(&self.layout, order, &self.options)?;
+        let memory = |dtype, len| packed(&self.comm, dtype, len);
+        self.buckets = form(&self.layout, order, &self.options, memory)?;
         for (k, bucket) in self.buckets.iter().enumerate() {
             bucket.members().for_each(|i| self.places[i] = k);
         }

@@ -4,11 +4,11 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use allstream::train::{Buckets, Options, Param};
-use allstream::{AnyBuf, Comm, DType, Error, Failed, bf16};
+use allstream::{AnyBuf, Comm, DType, Error, Failed, Lost, bf16};
 use futures::FutureExt;
 use futures::executor::block_on;
 
-use crate::support::{on_threads, worlds};
+use crate::support::{Ended, join, link_env, on_threads, role, spawn_ranks, worlds};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const LINKS: [&str; 3] = ["local", "shm", "tcp"];
@@ -329,6 +329,25 @@ fn all_back(buf: Option<Vec<Option<Vec<f32>>>>, pushed: &[usize]) {
     assert_eq!(lens, expected);
 }
 
+/// Rank 2 is gone, after all have pushed two parameters: what the others hear when they push the rest and finish.
+fn hears_of_a_loss(buckets: &mut Buckets<Vec<f32>>, rank: usize) -> Error {
+    // Those that hear of it before they have pushed all get their own gradient back, and are not stopped by that.
+    let mut pushed = vec![6, 5];
+    for i in [4, 3, 2, 1, 0] {
+        match buckets.push(i, grad(rank, i, 1)) {
+            Ok(_) => pushed.push(i),
+            Err(failed) => {
+                assert_eq!(failed.buf.map(|buf| buf.len()), Some(LENS[i]));
+                assert!(matches!(failed.error, Error::PeerLost { .. }), "{}", failed.error);
+            }
+        }
+    }
+    let failed = block_on(buckets.finish()).map(|_| ()).unwrap_err();
+    assert!(failed.error.to_string().contains("rank 2 (world rank 2)"), "{}", failed.error);
+    all_back(failed.buf, &pushed);
+    failed.error
+}
+
 #[test]
 fn a_rank_that_leaves_in_the_middle_is_named_and_all_gradients_come_back() {
     for link in LINKS {
@@ -343,23 +362,10 @@ fn a_rank_that_leaves_in_the_middle_is_named_and_all_gradients_come_back() {
                 drop(buckets);
                 return drop(comm);
             }
-            // Those that hear of it before they have pushed all get their own gradient back, and are not stopped by that.
-            let mut pushed = vec![6, 5];
-            for i in [4, 3, 2, 1, 0] {
-                match buckets.push(i, grad(rank, i, 1)) {
-                    Ok(_) => pushed.push(i),
-                    Err(failed) => {
-                        assert_eq!(failed.buf.map(|buf| buf.len()), Some(LENS[i]));
-                        assert!(matches!(failed.error, Error::PeerLost { .. }), "{link}: {}", failed.error);
-                    }
-                }
-            }
-            let failed = block_on(buckets.finish()).map(|_| ()).unwrap_err();
-            assert!(failed.error.to_string().contains("rank 2 (world rank 2)"), "{link}: {}", failed.error);
-            assert!(matches!(failed.error, Error::PeerLost { rank: 2, .. }), "{link}: {}", failed.error);
-            all_back(failed.buf, &pushed);
+            let error = hears_of_a_loss(&mut buckets, rank);
+            assert!(matches!(error, Error::PeerLost { rank: 2, how: Lost::Left, .. }), "{link}: {error}");
             let again = buckets.push(0, grad(rank, 0, 1)).unwrap_err();
-            assert_eq!((again.buf.map(|buf| buf.len()), again.error), (Some(LENS[0]), failed.error));
+            assert_eq!((again.buf.map(|buf| buf.len()), again.error), (Some(LENS[0]), error));
         });
     }
 }
@@ -367,12 +373,14 @@ fn a_rank_that_leaves_in_the_middle_is_named_and_all_gradients_come_back() {
 #[test]
 fn who_gives_up_gets_all_gradients_and_the_others_hear_why() {
     for link in LINKS {
+        let pushed = Arc::new(Barrier::new(2));
         each(2, link, move |rank, mut comm| {
             let mut buckets = block_on(Buckets::with(&comm.share(), &layout(), small_buckets())).unwrap();
             for i in [6, 5, 4] {
                 buckets.push(i, grad(rank, i, 0)).unwrap();
             }
             buckets.accumulate(1, grad(rank, 1, 0)).unwrap();
+            pushed.wait();
             if rank == 0 {
                 all_back(Some(block_on(buckets.abandon("the loss is NaN"))), &[6, 5, 4, 1]);
             } else {
@@ -419,4 +427,27 @@ fn a_finish_that_is_dropped_is_called_again() {
             }
         }
     });
+}
+
+#[test]
+fn a_process_that_dies_in_the_middle_of_backward_is_named_and_all_gradients_come_back() {
+    if role() {
+        let comm = join();
+        let rank = comm.rank();
+        let mut buckets = block_on(Buckets::with(&comm.share(), &layout(), small_buckets())).unwrap();
+        step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| grad(rank, i, 0));
+        buckets.push(6, grad(rank, 6, 1)).unwrap();
+        buckets.push(5, grad(rank, 5, 1)).unwrap();
+        if rank == 2 {
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+        }
+        let error = hears_of_a_loss(&mut buckets, rank);
+        assert!(matches!(error, Error::PeerLost { rank: 2, how: Lost::Died, .. }), "{error}");
+        return;
+    }
+    let name = "train::a_process_that_dies_in_the_middle_of_backward_is_named_and_all_gradients_come_back";
+    for link in ["shm", "tcp"] {
+        let ended = spawn_ranks(name, 3, LIMIT, |rank| link_env(link, rank, 3)).wait(LIMIT);
+        assert!(ended[..2].iter().all(Ended::success), "{link}: {ended:?}");
+    }
 }
