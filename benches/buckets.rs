@@ -166,7 +166,11 @@ fn exposed(comm: &mut Comm, rounds: usize, mb: usize, show: &dyn Fn(&str, f64, f
     let piece = Duration::from_secs_f64(total / 8.0);
     let (mut computing, mut both, mut alone) = (Vec::new(), Vec::new(), Vec::new());
     for _ in 0..rounds {
-        computing.push(timed(comm, || Ok((0..8).for_each(|_| compute(piece))))?.1);
+        let eight = || {
+            (0..8).for_each(|_| compute(piece));
+            Ok(())
+        };
+        computing.push(timed(comm, eight)?.1);
         let time;
         (grads, time) = timed(comm, || step(&mut buckets, grads, piece))?;
         both.push(time);
@@ -176,11 +180,7 @@ fn exposed(comm: &mut Comm, rounds: usize, mb: usize, show: &dyn Fn(&str, f64, f
     }
     let (computing, both, alone) = (median(computing), median(both), median(alone));
     let exposed = both - computing;
-    show(
-        "8 buckets of 4 MB beside computing: exposed / communicating alone",
-        exposed,
-        alone,
-        exposed / alone,
-    );
+    let what = format!("8 buckets of {mb} MB beside computing: exposed / communicating alone");
+    show(&what, exposed, alone, exposed / alone);
     Ok(())
 }

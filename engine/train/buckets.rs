@@ -205,6 +205,15 @@ impl<B: Buf> Buckets<B> {
 
     /// Launches what can be. What is refused lands with the error.
     fn launch(&mut self) {
+        let before = self.launched;
+        self.launch_full();
+        // The last one is followed by the end of the step, which works on it by itself: to wake another thread would cost more.
+        if self.launched > before && self.launched < self.buckets.len() {
+            self.buckets[before].leave_to_progress_thread();
+        }
+    }
+
+    fn launch_full(&mut self) {
         while let Some(bucket) = self.buckets.get_mut(self.launched) {
             if !bucket.is_full() || self.launched - self.landed >= MOST_IN_FLIGHT {
                 return;
@@ -373,7 +382,7 @@ impl<B: Buf> Buckets<B> {
 
     async fn try_land(&mut self, unites: bool) -> Result<(), Error> {
         while self.landed < self.buckets.len() {
-            self.launch();
+            self.launch_full();
             self.buckets[self.landed].land(&mut self.grads).await?;
             self.landed += 1;
         }

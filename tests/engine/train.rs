@@ -180,7 +180,7 @@ fn micro_batches_add_up_and_their_buffers_come_back() {
             let mut buckets =
                 block_on(Buckets::with(&comm.share(), &layout(), small_buckets().sum())).unwrap();
             for number in 0..3 {
-                for i in 0..LENS.len() {
+                for (i, len) in LENS.into_iter().enumerate() {
                     assert!(buckets.accumulate(i, grad(rank, i, 0)).unwrap().is_none(), "the first is kept");
                     let spare = buckets.accumulate(i, grad(rank, i, 1)).unwrap();
                     assert_eq!(spare, Some(grad(rank, i, 1)), "the second comes back as it was");
@@ -188,7 +188,7 @@ fn micro_batches_add_up_and_their_buffers_come_back() {
                     if i < 5 {
                         assert_eq!(
                             buckets.push(i, grad(rank, i, number)).unwrap().map(|b| b.len()),
-                            Some(LENS[i])
+                            Some(len)
                         );
                     }
                 }
