@@ -4,7 +4,7 @@
 use allstream_kernels as kernels;
 
 use super::{Buf, Where};
-use crate::types::ReduceOp;
+use crate::types::{DType, Element, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
 /// Where the first element of a buffer is; `None` where it is on a device, or cannot be used.
 fn start<B: Buf>(buf: &mut B) -> Option<*mut u8> {
@@ -75,11 +75,50 @@ pub(crate) fn add<F: Buf, T: Buf>(from: &mut F, to: &mut T) -> Option<()> {
     Some(())
 }
 
+/// Multiplies all elements by a factor. `None`, and nothing is written, where they are no floats, or not on the host.
+pub(crate) fn scale<B: Buf>(buf: &mut B, factor: f64) -> Option<()> {
+    let (dtype, len) = (buf.dtype(), buf.len());
+    let start = start(buf).filter(|_| dtype.scales())?;
+    if len > 0 {
+        // SAFETY: the buffer's own elements, valid as `Buf` promises and borrowed mutably here.
+        unsafe { kernels::scale(dtype, start, len, factor) };
+    }
+    Some(())
+}
+
+/// The sum of the squares of all elements, in `f64`: the same number wherever the memory lies. `None` where they are no floats, or not on
+/// the host.
+pub(crate) fn squares<B: Buf>(buf: &mut B) -> Option<f64> {
+    fn of<T: Element>(start: *mut u8, len: usize, value: impl Fn(T) -> f64) -> f64 {
+        if len == 0 {
+            return 0.0;
+        }
+        // SAFETY: the caller below gives elements of this type, as the buffer's own type says, which is borrowed meanwhile.
+        let values = unsafe { std::slice::from_raw_parts(start.cast::<T>().cast_const(), len) };
+        // Several sums, so that one addition need not wait for the one before.
+        let (pieces, rest) = values.as_chunks::<8>();
+        let mut sums = [0.0; 8];
+        for piece in pieces {
+            sums.iter_mut().zip(piece).for_each(|(sum, x)| *sum += value(*x) * value(*x));
+        }
+        sums.iter().sum::<f64>() + rest.iter().map(|x| value(*x) * value(*x)).sum::<f64>()
+    }
+    let (at, len) = (start(buf)?, buf.len());
+    Some(match buf.dtype() {
+        DType::F64 => of::<f64>(at, len, |x| x),
+        DType::F32 => of::<f32>(at, len, f64::from),
+        DType::F16 => of::<f16>(at, len, f64::from),
+        DType::BF16 => of::<bf16>(at, len, f64::from),
+        DType::F8E4M3 => of::<f8e4m3>(at, len, |x| f64::from(x.to_f32())),
+        DType::F8E5M2 => of::<f8e5m2>(at, len, |x| f64::from(x.to_f32())),
+        _ => return None,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::mem::AnyBuf;
-    use crate::types::{DType, bf16};
 
     #[test]
     fn elements_of_one_type_are_copied_added_and_zeroed_and_nothing_beyond_them() {

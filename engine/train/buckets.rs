@@ -51,6 +51,8 @@ pub struct Buckets<B: Buf = AnyBuf> {
     /// For each parameter whether any rank has a gradient.
     used: Vec<u8>,
     uniting: Option<Work<Vec<u8>>>,
+    /// Whether `used` is of this step: a finish that is called again does not ask again.
+    is_united: bool,
     /// Why a bucket could not be launched.
     broken: Option<Error>,
     /// What the last step gave back is handed out from here.
@@ -104,6 +106,7 @@ impl<B: Buf> Buckets<B> {
             learning: None,
             used: Vec::new(),
             uniting: None,
+            is_united: false,
             broken: None,
             done: Vec::with_capacity(n),
             some: Vec::new(),
@@ -387,7 +390,7 @@ impl<B: Buf> Buckets<B> {
             self.landed += 1;
         }
         self.broken.take().map_or(Ok(()), Err)?;
-        if unites {
+        if unites && !self.is_united {
             self.unite().await?;
         }
         if !self.is_learnt {
@@ -406,6 +409,7 @@ impl<B: Buf> Buckets<B> {
         let used = work.await;
         self.uniting = None;
         self.used = used?;
+        self.is_united = true;
         Ok(())
     }
 
@@ -440,6 +444,7 @@ impl<B: Buf> Buckets<B> {
         (self.learning, self.uniting, self.broken) = (None, None, None);
         self.is_pushed.fill(false);
         self.is_lent.fill(false);
+        self.is_united = false;
         self.order.clear();
         self.buckets.iter_mut().for_each(Bucket::empty);
     }

@@ -43,7 +43,9 @@
 
 mod bucket;
 mod buckets;
+mod clip;
 mod layout;
 
 pub use buckets::Buckets;
+pub use clip::clip_norm;
 pub use layout::{Options, Param};

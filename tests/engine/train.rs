@@ -3,7 +3,7 @@
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use allstream::train::{Buckets, Options, Param};
+use allstream::train::{Buckets, Options, Param, clip_norm};
 use allstream::{AnyBuf, Comm, DType, Error, Failed, Lost, bf16};
 use futures::FutureExt;
 use futures::executor::block_on;
@@ -432,12 +432,14 @@ fn a_finish_that_is_dropped_is_called_again() {
 #[test]
 fn a_process_that_dies_in_the_middle_of_backward_is_named_and_all_gradients_come_back() {
     if role() {
-        let comm = join();
+        let mut comm = join();
         let rank = comm.rank();
         let mut buckets = block_on(Buckets::with(&comm.share(), &layout(), small_buckets())).unwrap();
         step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| grad(rank, i, 0));
         buckets.push(6, grad(rank, 6, 1)).unwrap();
         buckets.push(5, grad(rank, 5, 1)).unwrap();
+        // When any rank is through, all have pushed; the others may hear of the death before they are.
+        let _ = comm.barrier().wait();
         if rank == 2 {
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
         }
@@ -450,4 +452,31 @@ fn a_process_that_dies_in_the_middle_of_backward_is_named_and_all_gradients_come
         let ended = spawn_ranks(name, 3, LIMIT, |rank| link_env(link, rank, 3)).wait(LIMIT);
         assert!(ended[..2].iter().all(Ended::success), "{link}: {ended:?}");
     }
+}
+
+#[test]
+fn clipping_gives_all_ranks_the_same_bits_and_refuses_what_is_no_number() {
+    let clipped = each(3, "local", |rank, comm| {
+        let mut buckets = block_on(Buckets::new(&comm.share(), &layout())).unwrap();
+        let all = step(&mut buckets, &[0, 1, 2, 3, 4, 5, 6], |i| grad(rank, i, 0));
+        let mut clipped = all.clone();
+        let norm = clip_norm(&mut clipped, 2.5).unwrap();
+        let length =
+            |grads: &[Vec<f32>]| grads.iter().flatten().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+        assert!((norm / length(&all) - 1.0).abs() < 1e-9 && (length(&clipped) / 2.5 - 1.0).abs() < 1e-5);
+        let mut same = all.clone();
+        clip_norm(&mut same, norm * 1.001).unwrap();
+        assert!(same == all, "what is short enough stays as it is");
+        let mut bad = all.clone();
+        bad[4][1234] = f32::NAN;
+        invalid(clip_norm(&mut bad, 2.5), &["gradient 4", "NaN"]);
+        assert!(bad[..4] == all[..4] && bad[5..] == all[5..], "nothing is changed");
+        invalid(clip_norm(&mut bad, 0.0), &["is 0, expected a number above 0"]);
+        invalid(clip_norm(&mut [vec![1_i32]], 1.0), &["gradient 0 is 1 x i32"]);
+        let mut types = [AnyBuf::new(vec![3.0_f64]), AnyBuf::new(vec![bf16::from_f32(4.0)])];
+        assert_eq!(clip_norm(&mut types, 2.5).unwrap(), 5.0);
+        assert_eq!(types[1].as_slice::<bf16>(), Some(&[bf16::from_f32(2.0)][..]));
+        clipped
+    });
+    assert!(clipped.windows(2).all(|pair| pair[0] == pair[1]));
 }
