@@ -1,7 +1,9 @@
 //! What gradient buckets cost: against the same memory by one call, and how much of the communication is left exposed beside computing.
 //!
-//! `cargo bench --bench buckets -- [ROUNDS]`. Ranks are threads of this process (`local`), or processes of this host (`shm`), which it starts
-//! itself. Both sides of a ratio take turns, round by round; a time is that of the slowest rank, and what is printed the median over rounds.
+//! `cargo bench --bench buckets -- [ROUNDS]`. Ranks are threads of this process (`local`), or processes of this host (`shm`), which it
+//! starts
+//! itself. Both sides of a ratio take turns, round by round; a time is that of the slowest rank, and what is printed the median over
+//! rounds.
 
 #![allow(missing_docs)]
 

@@ -6,7 +6,8 @@ use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, elements};
 use crate::types::{DType, ReduceOp, bf16, f16};
 
-/// Gradients of fewer bytes are packed: to copy them twice takes less time than a part of an operation does. Of 4 KB it took less than half of
+/// Gradients of fewer bytes are packed: to copy them twice takes less time than a part of an operation does. Of 4 KB it took less than
+/// half of
 /// that time, of 128 KB up to 2.5 times as long (docs/bench/buckets.md).
 const PACKED_BELOW: usize = 64 << 10;
 

@@ -71,11 +71,13 @@ impl<B: Buf> fmt::Debug for Buckets<B> {
 type Back<B> = Vec<Option<B>>;
 
 impl<B: Buf> Buckets<B> {
-    /// Buckets for the gradients of these parameters, with the default [`Options`]: a mean over all ranks. Collective: all ranks of `comm` call it, with
+    /// Buckets for the gradients of these parameters, with the default [`Options`]: a mean over all ranks. Collective: all ranks of
+    /// `comm` call it, with
     /// the same layout.
     ///
     /// # Errors
-    /// [`Error::Invalid`], on all ranks alike, where layouts differ (it names a rank, and what that rank and rank 0 have), and for a layout that cannot be used. Else as
+    /// [`Error::Invalid`], on all ranks alike, where layouts differ (it names a rank, and what that rank and rank 0 have), and for a
+    /// layout that cannot be used. Else as
     /// [`dup`](SharedComm::dup), which makes a communicator for the buckets alone.
     pub async fn new(comm: &SharedComm, layout: &[Param]) -> Result<Buckets<B>, Error> {
         Buckets::with(comm, layout, Options::default()).await
@@ -124,15 +126,18 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
-    /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is full now, and those before it are
+    /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is full now, and those
+    /// before it are
     /// launched, it is on its way when this returns; nothing is waited for.
     ///
     /// Where gradients of the same parameter were [accumulated](Self::accumulate), their sum is added to this one first, and the buffer
     /// that held it comes back.
     ///
     /// # Errors
-    /// The gradient comes back, and nothing has happened: [`Error::Invalid`] where there is no such parameter, its gradient has another length or type or is
-    /// not on the host, or it was pushed before in this step; the cause, where the communicator is dead: [`finish`](Self::finish) then gives
+    /// The gradient comes back, and nothing has happened: [`Error::Invalid`] where there is no such parameter, its gradient has another
+    /// length or type or is
+    /// not on the host, or it was pushed before in this step; the cause, where the communicator is dead: [`finish`](Self::finish) then
+    /// gives
     /// back what was pushed before.
     pub fn push(&mut self, i: usize, mut grad: B) -> Result<Option<B>, Failed<B>> {
         if let Err(error) = self.check("push", i, &mut grad).and_then(|()| self.add("push", i, &mut grad)) {
@@ -144,7 +149,8 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// Adds a gradient of parameter `i` to those of earlier micro-batches of this step. Nothing is sent before the last one is
-    /// [pushed](Self::push), or the step is finished. The first is kept; of all others the buffer comes back at once, its contents unchanged.
+    /// [pushed](Self::push), or the step is finished. The first is kept; of all others the buffer comes back at once, its contents
+    /// unchanged.
     ///
     /// # Errors
     /// As [`push`](Self::push).
@@ -229,11 +235,13 @@ impl<B: Buf> Buckets<B> {
         }
     }
 
-    /// The mean of this step is over samples, of which this rank's gradients are the mean over `samples`: each rank's are weighed by its share. Collective, before the
+    /// The mean of this step is over samples, of which this rank's gradients are the mean over `samples`: each rank's are weighed by its
+    /// share. Collective, before the
     /// first push of a step; one number of each rank is gathered, so call it when the batch is known, and await it to its end.
     ///
     /// # Errors
-    /// [`Error::Invalid`] where gradients were pushed in this step already, and for a layout with integers, of which there is no weighed mean; on all
+    /// [`Error::Invalid`] where gradients were pushed in this step already, and for a layout with integers, of which there is no weighed
+    /// mean; on all
     /// ranks alike where a rank gives a negative number or none, and where the sum is 0. Else as a collective.
     pub async fn weigh(&mut self, samples: f64) -> Result<(), Error> {
         let invalid = |problem: String| Err(Error::invalid("weigh", problem));
@@ -258,7 +266,8 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
-    /// Waits until all buckets are reduced, and gives every gradient back: the mean over all ranks (or their sum), in the order of the layout. The buckets are
+    /// Waits until all buckets are reduced, and gives every gradient back: the mean over all ranks (or their sum), in the order of the
+    /// layout. The buckets are
     /// then ready for the next step, also where what is returned is dropped.
     ///
     /// What was accumulated, and not pushed, is pushed now.
@@ -267,7 +276,8 @@ impl<B: Buf> Buckets<B> {
     ///
     /// # Errors
     /// [`Error::Invalid`] that names the parameters without a gradient; the step goes on then: push them and finish, or
-    /// [`abandon`](Self::abandon) it. Else the cause for which the communicator of these buckets is dead, and all gradients that can be had, reduced or not.
+    /// [`abandon`](Self::abandon) it. Else the cause for which the communicator of these buckets is dead, and all gradients that can be
+    /// had, reduced or not.
     pub async fn finish(&mut self) -> Result<Drain<'_, B>, Failed<Vec<Option<B>>>> {
         self.push_accumulated();
         if let Some(error) = self.missing() {
@@ -279,8 +289,10 @@ impl<B: Buf> Buckets<B> {
         Ok(self.done.drain(..))
     }
 
-    /// [`finish`](Self::finish), where ranks may have no gradient for some parameters. Where any rank has one, the others reduce zeros, which count in the mean, and
-    /// get the result in memory that `memory(i, param)` gives; where no rank has any, the result is `None`. All ranks call it, also those that have all.
+    /// [`finish`](Self::finish), where ranks may have no gradient for some parameters. Where any rank has one, the others reduce zeros,
+    /// which count in the mean, and
+    /// get the result in memory that `memory(i, param)` gives; where no rank has any, the result is `None`. All ranks call it, also those
+    /// that have all.
     ///
     /// # Errors
     /// As `finish`; [`Error::Invalid`] where `memory` gives what does not fit, and then the step goes on.
@@ -311,13 +323,15 @@ impl<B: Buf> Buckets<B> {
         Ok(self.some.drain(..))
     }
 
-    /// Forgets the order that was learnt: the end of this step, or of the next if none has begun, learns it anew. All ranks call it in the same
+    /// Forgets the order that was learnt: the end of this step, or of the next if none has begun, learns it anew. All ranks call it in
+    /// the same
     /// step.
     pub fn relearn(&mut self) {
         self.is_learnt = false;
     }
 
-    /// Gives up: ends the communicator of these buckets on all ranks, for this reason, and gives back all gradients of the step that can be had.
+    /// Gives up: ends the communicator of these buckets on all ranks, for this reason, and gives back all gradients of the step that can
+    /// be had.
     pub async fn abandon(mut self, reason: impl Into<String>) -> Vec<Option<B>> {
         self.comm.abort(reason);
         self.take_back().await

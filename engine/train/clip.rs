@@ -3,7 +3,8 @@
 use crate::error::Error;
 use crate::mem::{Buf, elements};
 
-/// Scales all gradients by one factor where their norm (the root of the sum of the squares of all their elements) is more than `most`, so that
+/// Scales all gradients by one factor where their norm (the root of the sum of the squares of all their elements) is more than `most`, so
+/// that
 /// it is `most` then. Gives the norm that they had.
 ///
 /// Nothing is sent: gradients that were reduced have the same bits on all ranks, and so has what comes of them. Computed in `f64`.
@@ -16,7 +17,8 @@ use crate::mem::{Buf, elements};
 /// ```
 ///
 /// # Errors
-/// [`Error::Invalid`], and nothing is changed, on all ranks alike: a gradient with a NaN or an infinity, which is named by its number in `grads`; one of integers, or on
+/// [`Error::Invalid`], and nothing is changed, on all ranks alike: a gradient with a NaN or an infinity, which is named by its number in
+/// `grads`; one of integers, or on
 /// a device; a limit that is not positive and finite.
 pub fn clip_norm<B: Buf>(grads: &mut [B], most: f64) -> Result<f64, Error> {
     let invalid = |problem: String| Err(Error::invalid("clip_norm", problem));
