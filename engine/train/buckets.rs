@@ -72,13 +72,11 @@ type Back<B> = Vec<Option<B>>;
 
 impl<B: Buf> Buckets<B> {
     /// Buckets for the gradients of these parameters, with the default [`Options`]: a mean over all ranks. Collective: all ranks of
-    /// `comm` call it, with
-    /// the same layout.
+    /// `comm` call it, with the same layout.
     ///
     /// # Errors
     /// [`Error::Invalid`], on all ranks alike, where layouts differ (it names a rank, and what that rank and rank 0 have), and for a
-    /// layout that cannot be used. Else as
-    /// [`dup`](SharedComm::dup), which makes a communicator for the buckets alone.
+    /// layout that cannot be used. Else as [`dup`](SharedComm::dup), which makes a communicator for the buckets alone.
     pub async fn new(comm: &SharedComm, layout: &[Param]) -> Result<Buckets<B>, Error> {
         Buckets::with(comm, layout, Options::default()).await
     }
@@ -127,16 +125,15 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is full now, and those
-    /// before it are
-    /// launched, it is on its way when this returns; nothing is waited for.
+    /// before it are launched, it is on its way when this returns; nothing is waited for.
     ///
     /// Where gradients of the same parameter were [accumulated](Self::accumulate), their sum is added to this one first, and the buffer
     /// that held it comes back.
     ///
     /// # Errors
     /// The gradient comes back, and nothing has happened: [`Error::Invalid`] where there is no such parameter, its gradient has another
-    /// length or type or is
-    /// not on the host, or it was pushed before in this step; the cause, where the communicator is dead: [`finish`](Self::finish) then
+    /// length or type or is not on the host, or it was pushed before in this step; the cause, where the communicator is dead:
+    /// [`finish`](Self::finish) then
     /// gives
     /// back what was pushed before.
     pub fn push(&mut self, i: usize, mut grad: B) -> Result<Option<B>, Failed<B>> {
@@ -236,13 +233,12 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// The mean of this step is over samples, of which this rank's gradients are the mean over `samples`: each rank's are weighed by its
-    /// share. Collective, before the
-    /// first push of a step; one number of each rank is gathered, so call it when the batch is known, and await it to its end.
+    /// share. Collective, before the first push of a step; one number of each rank is gathered, so call it when the batch is known, and
+    /// await it to its end.
     ///
     /// # Errors
     /// [`Error::Invalid`] where gradients were pushed in this step already, and for a layout with integers, of which there is no weighed
-    /// mean; on all
-    /// ranks alike where a rank gives a negative number or none, and where the sum is 0. Else as a collective.
+    /// mean; on all ranks alike where a rank gives a negative number or none, and where the sum is 0. Else as a collective.
     pub async fn weigh(&mut self, samples: f64) -> Result<(), Error> {
         let invalid = |problem: String| Err(Error::invalid("weigh", problem));
         if let Some(i) = self.layout.iter().position(|param| !param.dtype().scales()) {
@@ -267,8 +263,7 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// Waits until all buckets are reduced, and gives every gradient back: the mean over all ranks (or their sum), in the order of the
-    /// layout. The buckets are
-    /// then ready for the next step, also where what is returned is dropped.
+    /// layout. The buckets are then ready for the next step, also where what is returned is dropped.
     ///
     /// What was accumulated, and not pushed, is pushed now.
     ///
@@ -290,8 +285,8 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// [`finish`](Self::finish), where ranks may have no gradient for some parameters. Where any rank has one, the others reduce zeros,
-    /// which count in the mean, and
-    /// get the result in memory that `memory(i, param)` gives; where no rank has any, the result is `None`. All ranks call it, also those
+    /// which count in the mean, and get the result in memory that `memory(i, param)` gives; where no rank has any, the result is `None`.
+    /// All ranks call it, also those
     /// that have all.
     ///
     /// # Errors
@@ -324,8 +319,7 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// Forgets the order that was learnt: the end of this step, or of the next if none has begun, learns it anew. All ranks call it in
-    /// the same
-    /// step.
+    /// the same step.
     pub fn relearn(&mut self) {
         self.is_learnt = false;
     }

@@ -26,19 +26,16 @@
 //! 2. **Launch.** Buckets are submitted in one order on all ranks, each as soon as all its gradients are there and all buckets before it
 //!    have been submitted. Gradients of less than 64 KB are copied into a contiguous buffer for each element type, which the bucket
 //!    keeps from step to step; the others are reduced where they lie. A bucket that is one buffer then is an `all_reduce`, any other
-//!    an `all_reduce_list`: one operation either way. `Buckets` has a communicator of its own (a [`dup`](crate::SharedComm::dup)),
-//! because the
-//!    collectives of one communicator run one after another: so nothing that the loop calls waits for buckets, nor they for it.
+//!    an `all_reduce_list`: one operation either way. `Buckets` has a communicator of its own (a [`dup`](crate::SharedComm::dup)), because
+//!    the collectives of one communicator run one after another: so nothing that the loop calls waits for buckets, nor they for it.
 //! 3. **Finish.** Buckets are awaited in their order, packed gradients are copied back to where they came from, and all buffers are
 //!    given back in the order of the layout. On failure all that can be had come back with the error.
 //!
 //! # Which gradients share a bucket
 //! The first step takes the parameters in the layout's order from its end, which is roughly how backward passes go. At its end all ranks
-//! take
-//! the order in which rank 0 has pushed, and buckets are formed anew by that. A step whose order is another is as right as any; its
+//! take the order in which rank 0 has pushed, and buckets are formed anew by that. A step whose order is another is as right as any; its
 //! buckets may be launched later. A bucket is full when it has 25 MB ([`Options::bucket_bytes`]); the first is smaller, so that
-//! communication
-//! begins early.
+//! communication begins early.
 //!
 //! # What allocates
 //! Where all gradients of a bucket are packed into one buffer, or it has one gradient only, nothing once the order is learnt. A bucket of
