@@ -24,6 +24,7 @@
 //! - [`dlpack`]: tensors exchanged with other libraries.
 //! - [`Error`], [`Failed`]: which rank, which operation, expected and found; and the buffer, unless something may still
 //!   touch it. [`Comm::agree`]: one [`Verdict`] for all survivors.
+//! - [`train`]: gradients reduced in buckets while the backward pass still computes.
 //! - [`plan`]: the algorithms as data, and their checker; [`sim`]: how long they would take elsewhere.
 //!
 //! # What holds
@@ -112,6 +113,7 @@ mod mem;
 pub mod plan;
 pub mod sim;
 mod trace;
+pub mod train;
 pub mod tuning;
 mod types;
 

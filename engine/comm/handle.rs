@@ -162,6 +162,11 @@ impl Comm {
         &self.0
     }
 
+    /// A rank of the group as a text names it: `rank 0`, in a group with its number in the world beside it.
+    pub(crate) fn named_rank(&self, rank: usize) -> String {
+        self.0.endpoint.config.named().rank(rank).to_string()
+    }
+
     /// Joins the world that `rendezvous` names; returns when all ranks are there.
     ///
     /// # Errors

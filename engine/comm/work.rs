@@ -180,6 +180,15 @@ impl<O, F> Work<O, F> {
         self.submitted.at().is_none_or(|(endpoint, key)| forked::is_forked() || endpoint.is_finished(key))
     }
 
+    /// The caller computes now, and will not poll it for long: the progress thread goes on with it at once, and not when its nap ends.
+    pub(crate) fn leave_to_progress_thread(&self) {
+        if let Some((endpoint, _)) = self.submitted.at()
+            && endpoint.in_flight() > 0
+        {
+            endpoint.leave_to_progress_thread();
+        }
+    }
+
     /// Why it was refused, if it was. There is nothing more to wait for then.
     pub(super) fn refusal(&mut self) -> Option<Result<O, Failed<F>>> {
         self.submitted.refusal().map(|(result, held)| (self.restore)(result, held))

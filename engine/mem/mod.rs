@@ -4,6 +4,7 @@ mod any;
 mod buf;
 pub(crate) mod device;
 pub(crate) mod dlpack;
+pub(crate) mod elements;
 mod erased;
 mod list;
 #[cfg(feature = "ndarray")]

@@ -17,10 +17,10 @@ use crate::counting::{BYTES, COUNT, ON, TRACE, alone};
 /// What rank 0 read at the end of a window: all ranks go by it.
 static SEEN: (AtomicUsize, AtomicUsize) = (AtomicUsize::new(0), AtomicUsize::new(0));
 
-const RANKS: usize = 3;
+pub(crate) const RANKS: usize = 3;
 /// Windows of 1000 rounds at most.
 const WINDOWS: usize = 5;
-const LIMIT: Duration = Duration::from_secs(300);
+pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 
 /// How a work is brought to its end.
 #[derive(Clone, Copy, Debug)]
@@ -125,7 +125,37 @@ const PARTS: [Part; 6] = [
     }),
 ];
 
-fn world(link: Option<LinkChoice>) -> Vec<Comm> {
+/// What was allocated in the quietest of some windows, of which each is `window` on all ranks: calls and bytes.
+///
+/// What has yet to grow (a message that overtakes another, a rank that runs ahead) is grown once: one window without any
+/// allocation is the steady state. All ranks make the same windows.
+pub(crate) fn quietest(rank: usize, start: &Barrier, window: &mut dyn FnMut()) -> (usize, usize) {
+    let mut least = (usize::MAX, 0);
+    for _ in 0..WINDOWS {
+        start.wait();
+        if rank == 0 {
+            COUNT.store(0, Ordering::SeqCst);
+            BYTES.store(0, Ordering::SeqCst);
+            ON.store(true, Ordering::SeqCst);
+        }
+        start.wait();
+        window();
+        start.wait();
+        if rank == 0 {
+            ON.store(false, Ordering::SeqCst);
+            SEEN.0.store(COUNT.load(Ordering::SeqCst), Ordering::SeqCst);
+            SEEN.1.store(BYTES.load(Ordering::SeqCst), Ordering::SeqCst);
+        }
+        start.wait();
+        least = least.min((SEEN.0.load(Ordering::SeqCst), SEEN.1.load(Ordering::SeqCst)));
+        if least.0 == 0 {
+            break;
+        }
+    }
+    least
+}
+
+pub(crate) fn world(link: Option<LinkChoice>) -> Vec<Comm> {
     let Some(choice) = link else { return Comm::local(RANKS).unwrap() };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap().to_string();
@@ -147,7 +177,7 @@ fn steady_state(
 ) -> Vec<(&'static str, How, usize, usize)> {
     let memory_lock = Arc::new(Barrier::new(RANKS));
     let rank = |mut comm: Comm| {
-        let memory_lock = memory_lock.clone();
+        let (rank, memory_lock) = (comm.rank(), memory_lock.clone());
         thread::spawn(move || {
             let mut buffers = Buffers::new();
             let mut found = Vec::with_capacity(16);
@@ -160,30 +190,9 @@ fn steady_state(
             for (name, part) in PARTS {
                 for how in [How::Wait, How::Poll] {
                     (0..warm).for_each(|round| part(&mut comm, &mut buffers, round, how));
-                    // What has yet to grow (a message that overtakes another, a rank that runs ahead) is grown once:
-                    // one window without any allocation is the steady state. All ranks make the same windows.
-                    let mut least = (usize::MAX, 0);
-                    for _ in 0..WINDOWS {
-                        memory_lock.wait();
-                        if comm.rank() == 0 {
-                            COUNT.store(0, Ordering::SeqCst);
-                            BYTES.store(0, Ordering::SeqCst);
-                            ON.store(true, Ordering::SeqCst);
-                        }
-                        memory_lock.wait();
-                        (0..rounds).for_each(|round| part(&mut comm, &mut buffers, round, how));
-                        memory_lock.wait();
-                        if comm.rank() == 0 {
-                            ON.store(false, Ordering::SeqCst);
-                            SEEN.0.store(COUNT.load(Ordering::SeqCst), Ordering::SeqCst);
-                            SEEN.1.store(BYTES.load(Ordering::SeqCst), Ordering::SeqCst);
-                        }
-                        memory_lock.wait();
-                        least = least.min((SEEN.0.load(Ordering::SeqCst), SEEN.1.load(Ordering::SeqCst)));
-                        if least.0 == 0 {
-                            break;
-                        }
-                    }
+                    let mut window =
+                        || (0..rounds).for_each(|round| part(&mut comm, &mut buffers, round, how));
+                    let least = quietest(rank, &memory_lock, &mut window);
                     found.push((name, how, least.0, least.1));
                 }
             }
@@ -200,8 +209,6 @@ fn steady_state(
 fn no_operation_allocates_in_steady_state() {
     let _alone = alone();
     TRACE.store(std::env::var_os("ALLOCATIONS_TRACE").is_some(), Ordering::SeqCst);
-    // Ends by itself should something hang: every test has a deadline.
-    let start = Instant::now();
     let test = thread::spawn(|| {
         let mut guilty = Vec::new();
         for link in [None, Some(LinkChoice::SHM), Some(LinkChoice::TCP)] {
@@ -214,6 +221,12 @@ fn no_operation_allocates_in_steady_state() {
         }
         assert!(guilty.is_empty(), "these allocate in steady state: {guilty:#?}");
     });
+    in_time(test);
+}
+
+/// Ends by itself should something hang: every test has a deadline.
+pub(crate) fn in_time(test: thread::JoinHandle<()>) {
+    let start = Instant::now();
     while !test.is_finished() {
         assert!(start.elapsed() < LIMIT, "not finished within {LIMIT:?}: something hangs");
         thread::sleep(Duration::from_millis(20));

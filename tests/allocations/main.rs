@@ -6,3 +6,4 @@
 mod comm;
 mod counting;
 mod node;
+mod train;

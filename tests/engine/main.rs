@@ -16,6 +16,7 @@ mod readme;
 mod record;
 mod shrink;
 mod staging;
+mod train;
 #[cfg(feature = "testing")]
 mod whole;
 

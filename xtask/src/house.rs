@@ -24,7 +24,7 @@ const FLOORS: [(&str, u32); 14] = [
     ("sim", 5),
     ("fuzzing", 6),
 ];
-/// The floor above all others, once it is there.
+/// The floor above all others.
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.

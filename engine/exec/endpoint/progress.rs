@@ -96,7 +96,7 @@ impl Endpoint {
     }
 
     /// Leaves the endpoint to the progress thread, which looks at it now.
-    pub(super) fn leave_to_progress_thread(self: &Arc<Self>) {
+    pub(crate) fn leave_to_progress_thread(self: &Arc<Self>) {
         self.arm();
         self.config.runtime.kick();
     }

@@ -1,0 +1,479 @@
+//! [`Buckets`]: the step of a training loop, from the first gradient that is pushed to the last that comes back.
+
+use std::fmt;
+use std::vec::Drain;
+
+use super::bucket::{Bucket, form, packed};
+use super::layout::{Options, Param, agree};
+use crate::comm::{Comm, SharedComm, Work};
+use crate::error::{Error, Failed};
+use crate::mem::{AnyBuf, Buf, RawBuf, elements};
+use crate::types::ReduceOp;
+
+/// Buckets in flight at a time, of the 1024 operations that a communicator takes.
+const MOST_IN_FLIGHT: usize = 512;
+/// Parameters that an error names.
+const MOST_NAMED: usize = 8;
+
+/// Gradients of one model, reduced over all ranks in buckets while the backward pass still computes: see the
+/// [module](super) for a loop, and for what happens in a step.
+///
+/// `B` is the buffer of a gradient: a `Vec<f32>`, any other [`Buf`] on the host, or [`AnyBuf`] where parameters have several types. Each is
+/// owned from [`push`](Self::push) to [`finish`](Self::finish), which gives the same one back.
+///
+/// All ranks push a gradient of each parameter in every step, in any order, and finish. Ranks that have none for some parameter
+/// all finish by [`finish_some`](Self::finish_some).
+///
+/// An error of the communication ends the communicator of these buckets on all ranks, and no other. An error that says what is wrong with
+/// a call ([`Error::Invalid`]) changes nothing.
+pub struct Buckets<B: Buf = AnyBuf> {
+    comm: Comm,
+    layout: Vec<Param>,
+    options: Options,
+    buckets: Vec<Bucket<B>>,
+    /// The bucket of each parameter.
+    places: Vec<usize>,
+    /// The gradients that are here: pushed and not launched, accumulated, or come back.
+    grads: Vec<Option<B>>,
+    is_pushed: Vec<bool>,
+    /// Parameters of which this rank has no gradient in this step, and reduces zeros.
+    is_lent: Vec<bool>,
+    /// The first bucket that is not launched yet, and the first that has not come back.
+    launched: usize,
+    landed: usize,
+    /// The factor of this rank's gradients in this step, where [`Buckets::weigh`] was called.
+    scale: Option<f64>,
+    /// Whether the buckets are of the order in which rank 0 pushes.
+    is_learnt: bool,
+    /// In which order this rank has pushed in this step.
+    order: Vec<u64>,
+    learning: Option<Work<Vec<u64>>>,
+    /// For each parameter whether any rank has a gradient.
+    used: Vec<u8>,
+    uniting: Option<Work<Vec<u8>>>,
+    /// Whether `used` is of this step: a finish that is called again does not ask again.
+    is_united: bool,
+    /// Why a bucket could not be launched.
+    broken: Option<Error>,
+    /// What the last step gave back is handed out from here.
+    done: Vec<B>,
+    some: Vec<Option<B>>,
+}
+
+impl<B: Buf> fmt::Debug for Buckets<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (params, buckets) = (self.layout.len(), self.buckets.len());
+        write!(f, "Buckets({params} parameters in {buckets} buckets, {:?})", self.comm)
+    }
+}
+
+/// All gradients of a step that failed, in the order of the layout; `None` where there was none, or where something may still access it.
+type Back<B> = Vec<Option<B>>;
+
+impl<B: Buf> Buckets<B> {
+    /// Buckets for the gradients of these parameters, with the default [`Options`]: a mean over all ranks. Collective: all ranks of
+    /// `comm` call it, with the same layout.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], on all ranks alike, where layouts differ (it names a rank, and what that rank and rank 0 have), and for a
+    /// layout that cannot be used. Else as [`dup`](SharedComm::dup), which makes a communicator for the buckets alone.
+    pub async fn new(comm: &SharedComm, layout: &[Param]) -> Result<Buckets<B>, Error> {
+        Buckets::with(comm, layout, Options::default()).await
+    }
+
+    /// The same with options.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new); options are compared, too.
+    pub async fn with(comm: &SharedComm, layout: &[Param], options: Options) -> Result<Buckets<B>, Error> {
+        let mut comm = comm.dup().await?;
+        agree(&mut comm, layout, &options).await?;
+        let n = layout.len();
+        let mut buckets = Buckets {
+            comm,
+            layout: layout.to_vec(),
+            options,
+            buckets: Vec::new(),
+            places: vec![0; n],
+            grads: (0..n).map(|_| None).collect(),
+            is_pushed: vec![false; n],
+            is_lent: vec![false; n],
+            launched: 0,
+            landed: 0,
+            scale: None,
+            is_learnt: false,
+            order: Vec::with_capacity(n),
+            learning: None,
+            used: Vec::new(),
+            uniting: None,
+            is_united: false,
+            broken: None,
+            done: Vec::with_capacity(n),
+            some: Vec::new(),
+        };
+        buckets.form((0..n).rev())?;
+        Ok(buckets)
+    }
+
+    fn form(&mut self, order: impl Iterator<Item = usize>) -> Result<(), Error> {
+        let memory = |dtype, len| packed(&self.comm, dtype, len);
+        self.buckets = form(&self.layout, order, &self.options, memory)?;
+        for (k, bucket) in self.buckets.iter().enumerate() {
+            bucket.members().for_each(|i| self.places[i] = k);
+        }
+        Ok(())
+    }
+
+    /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is full now, and those
+    /// before it are launched, it is on its way when this returns; nothing is waited for.
+    ///
+    /// Where gradients of the same parameter were [accumulated](Self::accumulate), their sum is added to this one first, and the buffer
+    /// that held it comes back.
+    ///
+    /// # Errors
+    /// The gradient comes back, and nothing has happened: [`Error::Invalid`] where there is no such parameter, its gradient has another
+    /// length or type or is not on the host, or it was pushed before in this step; the cause, where the communicator is dead:
+    /// [`finish`](Self::finish) then
+    /// gives
+    /// back what was pushed before.
+    pub fn push(&mut self, i: usize, mut grad: B) -> Result<Option<B>, Failed<B>> {
+        if let Err(error) = self.check("push", i, &mut grad).and_then(|()| self.add("push", i, &mut grad)) {
+            return Err(Failed { buf: Some(grad), error });
+        }
+        let spare = self.grads[i].replace(grad);
+        self.enter(i);
+        Ok(spare)
+    }
+
+    /// Adds a gradient of parameter `i` to those of earlier micro-batches of this step. Nothing is sent before the last one is
+    /// [pushed](Self::push), or the step is finished. The first is kept; of all others the buffer comes back at once, its contents
+    /// unchanged.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
+    pub fn accumulate(&mut self, i: usize, mut grad: B) -> Result<Option<B>, Failed<B>> {
+        if let Err(error) = self.check("accumulate", i, &mut grad) {
+            return Err(Failed { buf: Some(grad), error });
+        }
+        match &mut self.grads[i] {
+            None => self.grads[i] = Some(grad),
+            Some(sum) => match elements::add(&mut grad, sum) {
+                Some(()) => return Ok(Some(grad)),
+                None => return Err(Failed { buf: Some(grad), error: not_added("accumulate", i) }),
+            },
+        }
+        Ok(None)
+    }
+
+    /// Adds what was accumulated to a gradient.
+    fn add(&mut self, call: &str, i: usize, grad: &mut B) -> Result<(), Error> {
+        match &mut self.grads[i] {
+            None => Ok(()),
+            Some(sum) => elements::add(sum, grad).ok_or_else(|| not_added(call, i)),
+        }
+    }
+
+    fn check(&self, call: &str, i: usize, grad: &mut B) -> Result<(), Error> {
+        let invalid = |problem: String| Err(Error::invalid(call, problem));
+        let Some(param) = self.layout.get(i) else {
+            let n = self.layout.len();
+            return invalid(format!("there is no parameter {i}: the layout has {n}, 0..={}", n - 1));
+        };
+        let found = RawBuf::of(grad);
+        if let Some(why) = found.unfit() {
+            return invalid(format!("the gradient of parameter {i} cannot be used: {why}"));
+        }
+        if found.on_device().is_some() {
+            return invalid(format!(
+                "the gradient of parameter {i} is on a device, and buckets are of memory of the host: copy it there first"
+            ));
+        }
+        let here = Param::new(found.dtype, found.len);
+        if here != *param {
+            return invalid(format!("the gradient of parameter {i} is {here}, and in the layout {param}"));
+        }
+        if self.is_pushed[i] {
+            return invalid(format!(
+                "parameter {i} was pushed before in this step: finish the step first; of several micro-batches push the last, and \
+                 accumulate the others"
+            ));
+        }
+        self.comm.check()
+    }
+
+    /// The gradient of a parameter is complete.
+    fn enter(&mut self, i: usize) {
+        self.is_pushed[i] = true;
+        self.buckets[self.places[i]].fill();
+        self.order.push(i as u64);
+        self.launch();
+    }
+
+    /// Launches what can be. What is refused lands with the error.
+    fn launch(&mut self) {
+        let before = self.launched;
+        self.launch_full();
+        // The last one is followed by the end of the step, which works on it by itself: to wake another thread would cost more.
+        if self.launched > before && self.launched < self.buckets.len() {
+            self.buckets[before].leave_to_progress_thread();
+        }
+    }
+
+    fn launch_full(&mut self) {
+        while let Some(bucket) = self.buckets.get_mut(self.launched) {
+            if !bucket.is_full() || self.launched - self.landed >= MOST_IN_FLIGHT {
+                return;
+            }
+            let how = (self.options.op, self.scale);
+            if let Err(error) = bucket.launch(&mut self.comm, how, &mut self.grads) {
+                self.broken.get_or_insert(error);
+            }
+            self.launched += 1;
+        }
+    }
+
+    /// The mean of this step is over samples, of which this rank's gradients are the mean over `samples`: each rank's are weighed by its
+    /// share. Collective, before the first push of a step; one number of each rank is gathered, so call it when the batch is known, and
+    /// await it to its end.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where gradients were pushed in this step already, and for a layout with integers, of which there is no weighed
+    /// mean; on all ranks alike where a rank gives a negative number or none, and where the sum is 0. Else as a collective.
+    pub async fn weigh(&mut self, samples: f64) -> Result<(), Error> {
+        let invalid = |problem: String| Err(Error::invalid("weigh", problem));
+        if let Some(i) = self.layout.iter().position(|param| !param.dtype().scales()) {
+            return invalid(format!("parameter {i} is {}: only floats can be weighed", self.layout[i]));
+        }
+        if let Some(i) = self.is_pushed.iter().position(|is_pushed| *is_pushed) {
+            return invalid(format!(
+                "parameter {i} was pushed before in this step: weigh a step before its first push"
+            ));
+        }
+        let all = self.comm.all_gather(vec![samples]).await?;
+        if let Some(rank) = all.iter().position(|samples| !(samples.is_finite() && *samples >= 0.0)) {
+            let (rank, found) = (self.comm.named_rank(rank), all[rank]);
+            return invalid(format!("{rank} has {found} samples, expected a number that is not negative"));
+        }
+        let sum: f64 = all.iter().sum();
+        if sum <= 0.0 {
+            return invalid("no rank has any samples in this step, expected at least one".into());
+        }
+        self.scale = Some(samples / sum);
+        Ok(())
+    }
+
+    /// Waits until all buckets are reduced, and gives every gradient back: the mean over all ranks (or their sum), in the order of the
+    /// layout. The buckets are then ready for the next step, also where what is returned is dropped.
+    ///
+    /// What was accumulated, and not pushed, is pushed now.
+    ///
+    /// Cancel safe: where the future is dropped, call it again to end the step.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that names the parameters without a gradient; the step goes on then: push them and finish, or
+    /// [`abandon`](Self::abandon) it. Else the cause for which the communicator of these buckets is dead, and all gradients that can be
+    /// had, reduced or not.
+    pub async fn finish(&mut self) -> Result<Drain<'_, B>, Failed<Vec<Option<B>>>> {
+        self.push_accumulated();
+        if let Some(error) = self.missing() {
+            return Err(self.refused(error).await);
+        }
+        self.land(false).await?;
+        self.done.clear();
+        self.done.extend(self.grads.iter_mut().filter_map(Option::take));
+        Ok(self.done.drain(..))
+    }
+
+    /// [`finish`](Self::finish), where ranks may have no gradient for some parameters. Where any rank has one, the others reduce zeros,
+    /// which count in the mean, and get the result in memory that `memory(i, param)` gives; where no rank has any, the result is `None`.
+    /// All ranks call it, also those
+    /// that have all.
+    ///
+    /// # Errors
+    /// As `finish`; [`Error::Invalid`] where `memory` gives what does not fit, and then the step goes on.
+    pub async fn finish_some(
+        &mut self,
+        mut memory: impl FnMut(usize, &Param) -> B,
+    ) -> Result<Drain<'_, Option<B>>, Failed<Vec<Option<B>>>> {
+        self.push_accumulated();
+        for i in 0..self.layout.len() {
+            if self.is_pushed[i] {
+                continue;
+            }
+            let mut zeros = memory(i, &self.layout[i]);
+            if let Err(error) = self.check("finish_some", i, &mut zeros) {
+                return Err(self.refused(error).await);
+            }
+            let _ = elements::zero(&mut zeros); // it is on the host, as was checked
+            self.grads[i] = Some(zeros);
+            self.is_lent[i] = true;
+            self.enter(i);
+        }
+        self.land(true).await?;
+        self.some.clear();
+        let is_used = self.used.iter().map(|used| *used != 0);
+        self.some.extend(
+            self.grads.iter_mut().zip(is_used).map(|(grad, is_used)| grad.take().filter(|_| is_used)),
+        );
+        Ok(self.some.drain(..))
+    }
+
+    /// Forgets the order that was learnt: the end of this step, or of the next if none has begun, learns it anew. All ranks call it in
+    /// the same step.
+    pub fn relearn(&mut self) {
+        self.is_learnt = false;
+    }
+
+    /// Gives up: ends the communicator of these buckets on all ranks, for this reason, and gives back all gradients of the step that can
+    /// be had.
+    pub async fn abandon(mut self, reason: impl Into<String>) -> Vec<Option<B>> {
+        self.comm.abort(reason);
+        self.take_back().await
+    }
+
+    /// Closes the communicator of these buckets, between two steps. See [`Comm::close`].
+    ///
+    /// # Errors
+    /// As of `Comm::close`.
+    pub async fn close(self) -> Result<(), Error> {
+        self.comm.close().await
+    }
+
+    /// What is returned of a step that cannot be finished as it is: if the communicator is dead, why, and all gradients.
+    async fn refused(&mut self, error: Error) -> Failed<Back<B>> {
+        match self.comm.check() {
+            Ok(()) => Failed { buf: None, error },
+            Err(error) => Failed { buf: Some(self.take_back().await), error },
+        }
+    }
+
+    fn push_accumulated(&mut self) {
+        for i in 0..self.layout.len() {
+            if !self.is_pushed[i] && self.grads[i].is_some() {
+                self.enter(i);
+            }
+        }
+    }
+
+    /// What is wrong with a step that is to be finished.
+    fn missing(&self) -> Option<Error> {
+        let missing = || (0..self.layout.len()).filter(|i| !self.is_pushed[*i]);
+        let (found, all) = (missing().count(), self.layout.len());
+        if found == 0 {
+            return None;
+        }
+        let mut names: Vec<String> = missing().take(MOST_NAMED).map(|i| i.to_string()).collect();
+        if found > MOST_NAMED {
+            names.push(format!("and {} more", found - MOST_NAMED));
+        }
+        let problem = format!(
+            "{found} of {all} parameters have no gradient in this step: {}; push one for each, or finish by finish_some on all ranks \
+             where some may have none",
+            names.join(", ")
+        );
+        Some(Error::invalid("finish", problem))
+    }
+
+    /// Waits for all buckets, then for what ranks tell each other at the end of a step.
+    async fn land(&mut self, unites: bool) -> Result<(), Failed<Back<B>>> {
+        match self.try_land(unites).await {
+            Ok(()) => {
+                self.begin();
+                Ok(())
+            }
+            Err(error) => {
+                // Where the communicator is not dead, the others would wait for what this rank does not call any more.
+                if self.comm.check().is_ok() {
+                    self.comm.abort(error.to_string());
+                }
+                Err(Failed { buf: Some(self.take_back().await), error })
+            }
+        }
+    }
+
+    async fn try_land(&mut self, unites: bool) -> Result<(), Error> {
+        while self.landed < self.buckets.len() {
+            self.launch_full();
+            self.buckets[self.landed].land(&mut self.grads).await?;
+            self.landed += 1;
+        }
+        self.broken.take().map_or(Ok(()), Err)?;
+        if unites && !self.is_united {
+            self.unite().await?;
+        }
+        if !self.is_learnt {
+            self.learn().await?;
+        }
+        Ok(())
+    }
+
+    /// Finds out of which parameters any rank has a gradient.
+    async fn unite(&mut self) -> Result<(), Error> {
+        let work = self.uniting.get_or_insert_with(|| {
+            self.used.clear();
+            self.used.extend(self.is_lent.iter().map(|is_lent| u8::from(!is_lent)));
+            self.comm.op(ReduceOp::Max).all_reduce(std::mem::take(&mut self.used))
+        });
+        let used = work.await;
+        self.uniting = None;
+        self.used = used?;
+        self.is_united = true;
+        Ok(())
+    }
+
+    /// Forms buckets by the order in which rank 0 has pushed.
+    async fn learn(&mut self) -> Result<(), Error> {
+        let work =
+            self.learning.get_or_insert_with(|| self.comm.broadcast(std::mem::take(&mut self.order), 0));
+        let order = work.await;
+        self.learning = None;
+        let order = order?;
+        let mut is_there = vec![false; self.layout.len()];
+        for i in &order {
+            match is_there.get_mut(*i as usize) {
+                Some(there) if !*there => *there = true,
+                _ => {
+                    return Err(Error::protocol(
+                        0,
+                        format!("its order of parameters has {i}, or has it twice"),
+                    ));
+                }
+            }
+        }
+        self.form(order.iter().map(|i| *i as usize))?;
+        self.order = order;
+        self.is_learnt = true;
+        Ok(())
+    }
+
+    /// The next step.
+    fn begin(&mut self) {
+        (self.launched, self.landed, self.scale) = (0, 0, None);
+        (self.learning, self.uniting, self.broken) = (None, None, None);
+        self.is_pushed.fill(false);
+        self.is_lent.fill(false);
+        self.is_united = false;
+        self.order.clear();
+        self.buckets.iter_mut().for_each(Bucket::empty);
+    }
+
+    /// Waits for what is on its way on a communicator that is dead, and gives all back.
+    async fn take_back(&mut self) -> Back<B> {
+        for bucket in &mut self.buckets {
+            // Why is known already.
+            let _ = bucket.land(&mut self.grads).await;
+        }
+        let lent = self.is_lent.iter();
+        let back =
+            self.grads.iter_mut().zip(lent).map(|(grad, is_lent)| grad.take().filter(|_| !is_lent)).collect();
+        self.begin();
+        back
+    }
+}
+
+fn not_added(call: &str, i: usize) -> Error {
+    Error::system(
+        call,
+        format!("the gradient of parameter {i} cannot be added to what was accumulated (a bug)"),
+    )
+}

@@ -1,0 +1,185 @@
+//! What is reduced: parameters and options, the same on all ranks.
+
+use crate::comm::Comm;
+use crate::error::Error;
+use crate::types::{DType, Element, Rank, ReduceOp};
+
+/// Bytes of a bucket, as in PyTorch's DistributedDataParallel.
+const BUCKET: usize = 25 << 20;
+/// Bytes of the first bucket.
+const FIRST_BUCKET: usize = 1 << 20;
+
+/// A parameter, as the layout of a model has it: the type and the number of the elements of its gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Param {
+    dtype: DType,
+    len: usize,
+}
+
+impl Param {
+    /// A parameter whose gradient has `len` elements of this type.
+    pub fn new(dtype: DType, len: usize) -> Param {
+        Param { dtype, len }
+    }
+
+    /// The same, of a type that the program knows.
+    pub fn of<T: Element>(len: usize) -> Param {
+        Param::new(T::DTYPE, len)
+    }
+
+    /// The element type of its gradient.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements of its gradient.
+    #[expect(clippy::len_without_is_empty, reason = "a parameter is no collection")]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.len.saturating_mul(self.dtype.size())
+    }
+}
+
+impl std::fmt::Display for Param {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} x {}", self.len, self.dtype)
+    }
+}
+
+/// How [`Buckets`](super::Buckets) reduce. The same on all ranks, which is compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use = "options do nothing before they are given to Buckets::with"]
+pub struct Options {
+    pub(super) bucket_bytes: usize,
+    pub(super) first_bucket_bytes: usize,
+    pub(super) op: ReduceOp,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options { bucket_bytes: BUCKET, first_bucket_bytes: FIRST_BUCKET, op: ReduceOp::Avg }
+    }
+}
+
+impl Options {
+    /// A bucket is full when it has so many bytes (default: 25 MB). Larger ones cost less in all, smaller ones begin earlier.
+    pub fn bucket_bytes(mut self, bytes: usize) -> Options {
+        self.bucket_bytes = bytes;
+        self
+    }
+
+    /// The same for the first bucket (default: 1 MB): communication begins when it is full.
+    pub fn first_bucket_bytes(mut self, bytes: usize) -> Options {
+        self.first_bucket_bytes = bytes;
+        self
+    }
+
+    /// The sum over ranks in place of their mean.
+    pub fn sum(mut self) -> Options {
+        self.op = ReduceOp::Sum;
+        self
+    }
+}
+
+/// What ranks compare: numbers, the first few of which have names.
+const NAMES: [&str; 4] =
+    ["number of parameters", "bucket_bytes", "first_bucket_bytes", "reduction (its number as a ReduceOp)"];
+
+fn words(layout: &[Param], options: &Options) -> Vec<u64> {
+    let head = [layout.len(), options.bucket_bytes, options.first_bucket_bytes, options.op as usize];
+    let params = layout.iter().flat_map(|param| [param.dtype as u64, param.len as u64]);
+    head.into_iter().map(|word| word as u64).chain(params).collect()
+}
+
+/// A rank that has no such number.
+const NONE: u64 = u64::MAX;
+
+/// The first number that is not rank 0's, and what this rank has there: one number, or the two of a parameter.
+fn difference(ours: &[u64], theirs: &[u64]) -> [u64; 3] {
+    let Some(at) = (0..ours.len().max(theirs.len())).find(|i| ours.get(*i) != theirs.get(*i)) else {
+        return [NONE; 3];
+    };
+    let at = if at < NAMES.len() { at } else { at - (at - NAMES.len()) % 2 };
+    let word = |i: usize| ours.get(i).copied().unwrap_or(NONE);
+    [at as u64, word(at), word(at + 1)]
+}
+
+/// In words for a person: rank `peer` has something else than rank 0.
+fn disagreement(peer: &str, rank_0: &str, [at, one, two]: [u64; 3], theirs: &[u64]) -> String {
+    let at = at as usize;
+    let (what, ours, theirs) = match NAMES.get(at) {
+        Some(name) => {
+            (format!("the {name}"), one.to_string(), theirs.get(at).copied().unwrap_or(NONE).to_string())
+        }
+        None => {
+            let param = |words: &[u64]| match words {
+                [dtype, len, ..] if *dtype != NONE => {
+                    let dtype = u8::try_from(*dtype).ok().and_then(DType::from_u8);
+                    dtype.map_or("?".to_owned(), |dtype| Param::new(dtype, *len as usize).to_string())
+                }
+                _ => "nothing".to_owned(),
+            };
+            let number = (at - NAMES.len()) / 2;
+            (format!("parameter {number}"), param(&[one, two]), param(theirs.get(at..).unwrap_or_default()))
+        }
+    };
+    format!(
+        "{what} is {ours} on {peer} and {theirs} on {rank_0}; every rank must give the same layout and options"
+    )
+}
+
+/// Compares layout and options between all ranks, and looks whether they can be used. All ranks get the same verdict.
+pub(super) async fn agree(comm: &mut Comm, layout: &[Param], options: &Options) -> Result<(), Error> {
+    let ours = words(layout, options);
+    let bytes = ours.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let bytes: Vec<u8> = comm.broadcast_bytes(bytes, 0).await?;
+    let (words_of_0, _) = bytes.as_chunks::<8>();
+    let theirs: Vec<u64> = words_of_0.iter().map(|word| u64::from_le_bytes(*word)).collect();
+    let rows = comm.all_gather(difference(&ours, &theirs).to_vec()).await?;
+    let (rows, _) = rows.as_chunks::<3>();
+    if let Some(peer) = rows.iter().position(|row| row[0] != NONE) {
+        let name = |rank: Rank| comm.named_rank(rank);
+        return Err(Error::invalid("Buckets", disagreement(&name(peer), &name(0), rows[peer], &theirs)));
+    }
+    let problem = |problem: String| Err(Error::invalid("Buckets", problem));
+    if layout.is_empty() {
+        return problem("the layout has no parameters, expected at least one".into());
+    }
+    if options.bucket_bytes == 0 || options.first_bucket_bytes == 0 {
+        return problem("buckets of 0 bytes were asked for, expected at least 1".into());
+    }
+    match layout.iter().position(|param| !options.op.supports(param.dtype)) {
+        Some(i) => {
+            problem(format!("parameter {i} is {}, of which there is no mean: use Options::sum", layout[i]))
+        }
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_difference_is_told_by_what_it_is() {
+        let options = Options::default();
+        let text = |ours: &[Param], theirs: &[Param], options: &Options| {
+            let (ours, theirs) = (words(ours, options), words(theirs, &Options::default()));
+            let difference = difference(&ours, &theirs);
+            (difference[0] != NONE).then(|| disagreement("rank 3", "rank 0", difference, &theirs))
+        };
+        let (a, b, c) = (Param::of::<f32>(8), Param::of::<f32>(9), Param::of::<f64>(8));
+        assert_eq!(text(&[a, b], &[a, b], &options), None);
+        let told = text(&[a, b], &[a, c], &options).unwrap();
+        assert!(told.starts_with("parameter 1 is 9 x f32 on rank 3 and 8 x f64 on rank 0;"), "{told}");
+        let told = text(&[a, a], &[a, b], &options).unwrap();
+        assert!(told.starts_with("parameter 1 is 8 x f32 on rank 3 and 9 x f32 on rank 0;"), "{told}");
+        let told = text(&[a], &[a, b], &options).unwrap();
+        assert!(told.starts_with("the number of parameters is 1 on rank 3 and 2 on rank 0;"), "{told}");
+        let told = text(&[a], &[a], &options.bucket_bytes(7)).unwrap();
+        assert!(told.starts_with("the bucket_bytes is 7 on rank 3 and 26214400 on rank 0;"), "{told}");
+    }
+}

@@ -1,0 +1,51 @@
+//! Training with many ranks: [`Buckets`] reduce gradients while the rest of the backward pass still computes.
+//!
+//! ```
+//! use allstream::train::{Buckets, Param};
+//!
+//! # fn backward() -> Vec<(usize, Vec<f32>)> { vec![(1, vec![1.0; 3]), (0, vec![0.5; 8])] }
+//! # async fn training(comm: allstream::Comm) -> Result<(), allstream::Error> {
+//! let layout = [Param::of::<f32>(8), Param::of::<f32>(3)];
+//! let mut buckets = Buckets::new(&comm.share(), &layout).await?; // the layout is compared between ranks
+//! for _step in 0..10 {
+//!     for (i, grad) in backward() {
+//!         buckets.push(i, grad)?; // a full bucket is on its way at once
+//!     }
+//!     for (i, grad) in buckets.finish().await?.enumerate() {
+//!         assert_eq!(grad.len(), layout[i].len()); // the mean over all ranks, in the order of the layout
+//!     }
+//! }
+//! buckets.close().await?;
+//! # Ok(()) }
+//! # futures::executor::block_on(training(allstream::Comm::local(1).unwrap().remove(0))).unwrap();
+//! ```
+//!
+//! # The walk of a step
+//! 1. **Push.** The gradient is compared with the layout (index, type, length, place); what does not fit comes back with the error, and
+//!    nothing has happened. Else `Buckets` owns it, and its bucket waits for one gradient less.
+//! 2. **Launch.** Buckets are submitted in one order on all ranks, each as soon as all its gradients are there and all buckets before it
+//!    have been submitted. Gradients of less than 64 KB are copied into a contiguous buffer for each element type, which the bucket
+//!    keeps from step to step; the others are reduced where they lie. A bucket that is one buffer then is an `all_reduce`, any other
+//!    an `all_reduce_list`: one operation either way. `Buckets` has a communicator of its own (a [`dup`](crate::SharedComm::dup)), because
+//!    the collectives of one communicator run one after another: so nothing that the loop calls waits for buckets, nor they for it.
+//! 3. **Finish.** Buckets are awaited in their order, packed gradients are copied back to where they came from, and all buffers are
+//!    given back in the order of the layout. On failure all that can be had come back with the error.
+//!
+//! # Which gradients share a bucket
+//! The first step takes the parameters in the layout's order from its end, which is roughly how backward passes go. At its end all ranks
+//! take the order in which rank 0 has pushed, and buckets are formed anew by that. A step whose order is another is as right as any; its
+//! buckets may be launched later. A bucket is full when it has 25 MB ([`Options::bucket_bytes`]); the first is smaller, so that
+//! communication begins early.
+//!
+//! # What allocates
+//! Where all gradients of a bucket are packed into one buffer, or it has one gradient only, nothing once the order is learnt. A bucket of
+//! several buffers costs what an `all_reduce_list` costs: a few small vectors.
+
+mod bucket;
+mod buckets;
+mod clip;
+mod layout;
+
+pub use buckets::Buckets;
+pub use clip::clip_norm;
+pub use layout::{Options, Param};
