@@ -61,9 +61,7 @@ fn pid_of(pid: u32) -> Pid {
 
 /// A zombie does not count: whoever became its parent may not reap.
 fn alive(pid: u32) -> bool {
-    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    let state = stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next());
-    !matches!(state, Some('Z' | 'X') | None)
+    !matches!(test_support::process_state(pid), Some('Z' | 'X') | None)
 }
 
 fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {

@@ -7,20 +7,9 @@ use std::time::Duration;
 use allstream::{Comm, Error, Lost, MissingState, Node, Verdict};
 use futures::executor::block_on;
 
-use crate::support::{on_threads, worlds};
+use crate::support::{each, worlds};
 
-const LIMIT: Duration = Duration::from_secs(60);
 const LINKS: [&str; 4] = ["local", "shm", "tcp", "mixed"];
-
-/// What `f` gives on each rank of a world of `n`.
-fn each<R: Send + 'static>(
-    n: usize,
-    link: &str,
-    f: impl Fn(usize, Comm) -> R + Send + Sync + 'static,
-) -> Vec<R> {
-    let all = on_threads(worlds(n, link), LIMIT, f).into_iter();
-    all.map(|r| r.unwrap_or_else(|e| panic!("{link}: {e}"))).collect()
-}
 
 fn parts(verdict: &Verdict) -> (&[usize], &[usize]) {
     (&verdict.survivors, &verdict.lost)

@@ -4,24 +4,14 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use allstream::train::{Buckets, Options, Param, clip_norm};
-use allstream::{AnyBuf, Comm, DType, Error, Failed, Lost, bf16};
+use allstream::{AnyBuf, DType, Error, Failed, Lost, bf16};
 use futures::FutureExt;
 use futures::executor::block_on;
 
-use crate::support::{Ended, join, link_env, on_threads, role, spawn_ranks, worlds};
+use crate::support::{Ended, each, join, link_env, role, spawn_ranks};
 
 const LIMIT: Duration = Duration::from_secs(60);
 const LINKS: [&str; 3] = ["local", "shm", "tcp"];
-
-/// What `f` gives on each rank of a world of `n`.
-fn each<R: Send + 'static>(
-    n: usize,
-    link: &str,
-    f: impl Fn(usize, Comm) -> R + Send + Sync + 'static,
-) -> Vec<R> {
-    let all = on_threads(worlds(n, link), LIMIT, f).into_iter();
-    all.map(|r| r.unwrap_or_else(|e| panic!("{link}: {e}"))).collect()
-}
 
 /// Small ones, which are packed, and large ones, which are not; one of no elements.
 const LENS: [usize; 7] = [3, 20_000, 500, 0, 40_000, 16_384, 1_000];

@@ -70,9 +70,7 @@ pub(crate) async fn rank(me: Me) {
 
 /// Whether a process is neither stopped nor dead.
 fn runs(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    let state = stat.rsplit(')').next().and_then(|rest| rest.trim_start().chars().next());
-    !matches!(state, None | Some('T' | 'Z' | 'X'))
+    !matches!(test_support::process_state(pid), None | Some('T' | 'Z' | 'X'))
 }
 
 fn plan(dies: bool) -> Plan {

@@ -266,6 +266,23 @@ pub fn join() -> Comm {
     block_on(Comm::connect(place)).expect("a world")
 }
 
+/// What `f(rank, comm)` gives on each rank of a world of `n` over `link`, which has a minute.
+pub fn each<R: Send + 'static>(
+    n: usize,
+    link: &str,
+    f: impl Fn(usize, Comm) -> R + Send + Sync + 'static,
+) -> Vec<R> {
+    let all = on_threads(worlds(n, link), Duration::from_secs(60), f).into_iter();
+    all.map(|r| r.unwrap_or_else(|e| panic!("{link}: {e}"))).collect()
+}
+
+/// The letter by which the system says how a process is: `T` stopped, `Z` a zombie. `None`: it is not there.
+pub fn process_state(pid: u32) -> Option<char> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // After the name, which may hold anything.
+    stat.rsplit(')').next()?.trim_start().chars().next()
+}
+
 /// Runs `f(rank, comm)` on a thread each; the results by rank, `Err` where a thread panicked or was not done by
 /// `limit` (it is then left behind).
 pub fn on_threads<R: Send + 'static>(

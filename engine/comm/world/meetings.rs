@@ -49,11 +49,6 @@ impl Meetings {
     }
 }
 
-/// The name of the communicator that a communicator's survivors make: the same on all of them.
-pub(in crate::comm) fn shrunk_id(of: &Endpoint) -> CommId {
-    CommId(mix(of.config.comm, SHRUNK).max(1))
-}
-
 /// This rank's part in making a communicator of another one's survivors. Dropped before it came, it tells the others that it does not.
 pub(in crate::comm) struct Meeting {
     world: Arc<World>,
@@ -67,7 +62,8 @@ impl Meeting {
     pub(in crate::comm) fn new(world: &Arc<World>, of: &Endpoint) -> Meeting {
         Meeting {
             world: world.clone(),
-            id: shrunk_id(of),
+            // All of them come to the same name without asking.
+            id: CommId(mix(of.config.comm, SHRUNK).max(1)),
             members: of.config.members.clone(),
             has_come: false,
         }

@@ -5,22 +5,9 @@ use std::time::{Duration, Instant};
 use allstream::{Comm, Error, MissingState, Verdict};
 use futures::executor::block_on;
 
-use crate::support::{on_threads, worlds};
+use crate::support::each;
 
-const LIMIT: Duration = Duration::from_secs(60);
 const LINKS: [&str; 3] = ["local", "shm", "tcp"];
-
-/// What `f` gives on each rank of a world of `n`.
-fn each<R: Send + 'static>(
-    n: usize,
-    link: &str,
-    f: impl Fn(usize, Comm) -> R + Send + Sync + 'static,
-) -> Vec<R> {
-    on_threads(worlds(n, link), LIMIT, f)
-        .into_iter()
-        .map(|r| r.unwrap_or_else(|e| panic!("{link}: {e}")))
-        .collect()
-}
 
 fn parts(verdict: &Verdict) -> (bool, &[usize], &[usize]) {
     (verdict.flag, &verdict.survivors, &verdict.lost)
