@@ -34,8 +34,13 @@ fn ranks_that_are_kept_work_on_and_the_worst_own_code_is_the_jobs() {
 fn kept_ranks_are_stopped_when_fewer_are_left_than_are_of_use() {
     let scratch = Scratch::new();
     let options = ["-n", "3", "--on-failure", "keep", "--min-ranks", "2", "--grace", "0s"];
-    let rest = "if [ $RANK != 0 ]; then sleep 0.$RANK; exit $((7 + $RANK)); fi; exec sleep 1000";
-    let (child, pids) = start_sleepers(&options, 3, &scratch, rest);
+    // Rank 2 fails after rank 1 has ended, which is a zombie until the launcher ends.
+    let rest = format!(
+        "case $RANK in 1) exit 8;; 2) until grep -q ') Z ' /proc/$(cat {}/1)/stat; do sleep 0.05; done; sleep 0.1; \
+         exit 9;; esac; exec sleep 1000",
+        scratch.0.display()
+    );
+    let (child, pids) = start_sleepers(&options, 3, &scratch, &rest);
     let output = finish(child);
     assert_eq!(output.status.code(), Some(9), "the worst of the ranks that ended by themselves");
     let said = complaints(&output);
