@@ -130,8 +130,8 @@ impl Call<'_> {
     pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
         let (endpoint, bound) = (self.side.0, self.side.0.binding()?.whole.as_ref()?);
         // Shorter ones go without waiting for their receive, which a library's do not.
-        let is_one = buf.on_device().is_some() && buf.bytes() > EAGER && peer != self.rank();
-        (is_one && bound.whole.moves_messages()).then(|| endpoint.message_path(bound))
+        let place = buf.on_device().filter(|_| buf.bytes() > EAGER && peer != self.rank())?;
+        bound.whole.moves_messages().then(|| endpoint.message_path(bound, &place.stream))
     }
 
     /// What such a message starts after: the host waits until its buffer's stream has come to the call, as for the copies of others.

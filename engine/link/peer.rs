@@ -73,13 +73,19 @@ impl PeerDevice {
         }
     }
 
-    /// The stream for messages that a library moves. NCCL is to find it where it was, so it is none that goes on as another.
-    pub(crate) fn stream_for_messages(&self) -> Result<DeviceStream, Error> {
+    /// The stream for messages that a library moves, the first of them to or from a buffer on `user`. NCCL is to find it where it was,
+    /// so it is none that goes on as another.
+    pub(crate) fn stream_for_messages(&self, user: &DeviceStream) -> Result<DeviceStream, Error> {
         let mut messages = self.messages.lock();
         if let Some(stream) = &*messages {
             return Ok(stream.clone());
         }
-        Ok(messages.insert(DeviceStream::high_priority(&self.stream.device())?).clone())
+        let stream = match &mut *self.probe.lock() {
+            Ok(probe) => probe.stream_apart(&self.stream, user),
+            // Without words no stream can be asked.
+            Err(_) => DeviceStream::high_priority(&self.stream.device()),
+        };
+        Ok(messages.insert(stream?).clone())
     }
 
     /// Where its streams are filled to.

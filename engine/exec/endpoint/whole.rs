@@ -8,6 +8,7 @@ use crate::error::{self, Error};
 use crate::exec::inflight::Key;
 use crate::exec::operation::{Executor, Operation};
 use crate::exec::whole::{BoundWhole, Called, MessagePath};
+use crate::mem::device::DeviceStream;
 use crate::types::mix;
 
 impl Endpoint {
@@ -38,15 +39,19 @@ impl Endpoint {
         }
     }
 
-    /// What messages on this rank's device go by.
-    pub(crate) fn message_path(&self, bound: &BoundWhole) -> Result<Arc<MessagePath>, Error> {
+    /// What messages on this rank's device go by, from or to a buffer on this stream.
+    pub(crate) fn message_path(
+        &self,
+        bound: &BoundWhole,
+        user: &DeviceStream,
+    ) -> Result<Arc<MessagePath>, Error> {
         let lacks = || Error::system("move a message on a device", "there is no device (a bug)");
         let (binding, order) = self.binding().zip(bound.order.as_ref()).ok_or_else(lacks)?;
         let mut path = binding.message_path.lock();
         if let Some(path) = &*path {
             return Ok(path.clone());
         }
-        let stream = binding.ours.stream_for_messages()?;
+        let stream = binding.ours.stream_for_messages(user)?;
         let (comm, waker) = (self.config.name.clone(), self.config.runtime.waker().clone());
         let (whole, order) = (bound.whole.clone(), order.clone());
         let path = path.insert(Arc::new(MessagePath { whole, order, stream, comm, waker }));

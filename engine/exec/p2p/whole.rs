@@ -110,6 +110,7 @@ impl Messages {
                 return Ok(any);
             }
             let (stream, end) = (&batch.path.stream, batch.path.stream.point()?);
+            stream.waits_now();
             batch.turns.drain(..).for_each(|turn| turn.launched(stream, end.clone()));
             let waker = batch.path.waker.clone();
             end.clone().then("move messages", Box::new(move |_| waker.wake()));
@@ -135,6 +136,7 @@ impl Messages {
             Moved { peer, is_sent: direction == Direction::Send, memory, bytes }
         };
         let moved: Vec<Moved> = due.iter().map(moved).collect();
+        path.stream.will_wait();
         // SAFETY: the buffers are as long as is said, of this rank's device, and the in-flight table owns them until the messages
         // have finished. Their streams have come to the calls (`Call::launched`). If the communicator dies first,
         // `Endpoint::tear_down` aborts the library, and gives the buffers back when that is quiet, or never.

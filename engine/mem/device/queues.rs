@@ -35,6 +35,8 @@ const PATIENCE: Duration = Duration::from_micros(200);
 const SPIN: Duration = Duration::from_micros(50);
 /// Streams of a device that collectives may go on with. They are made one after another, and so likely in as many queues.
 const SPARE: usize = 4;
+/// So many streams are made, one after another, until one is found that shares no queue with those that it must not hold up.
+const TRIES: usize = 12;
 /// So many answers of a stream are kept before those of streams that are gone are looked for.
 const ANSWERS: usize = 64;
 
@@ -202,6 +204,51 @@ impl Probe {
         if !self.clear(&mut ways, context, &Course::New(line.clone()), &[]) {
             tracing::debug!("a rank is bound while streams wait that may hold up its collectives");
         }
+    }
+
+    /// Makes a stream for kernels that wait on the device for those of other ranks: messages that a library moves.
+    ///
+    /// What such a kernel waits for may be behind anything that the other rank's device does, and that may wait for this device in turn.
+    /// So the stream shares no queue with what collectives run on, with copies, nor with `user`, on which the messages' buffers are filled:
+    /// streams are made until one is found. A stream that is too busy to say counts as one that shares none. From here on streams that
+    /// are to wait for a collective are asked whether they hold up this one, too.
+    pub(crate) fn stream_apart(
+        &mut self,
+        line: &DeviceStream,
+        user: &DeviceStream,
+    ) -> Result<DeviceStream, Error> {
+        let context = &line.0.context;
+        let mut ways = context.ways.lock();
+        let mut others: Vec<Way> = alive(&ways.lines).iter().map(|line| line.0.way()).collect();
+        others.extend(context.copies_way());
+        others.push(user.0.way());
+        // Streams that are found wanting are kept until then, as the driver might give the next one the same queue.
+        let mut made = Vec::new();
+        loop {
+            let stream = DeviceStream::high_priority(&line.device())?;
+            made.push(stream.clone());
+            let is_apart = is_one() || others.iter().all(|other| !self.holds_up(context, &stream, *other));
+            if is_apart || made.len() == TRIES {
+                if !is_apart {
+                    tracing::debug!("messages have no hardware queue for themselves on this device");
+                }
+                enter(&mut ways.lines, &stream);
+                return Ok(stream);
+            }
+        }
+    }
+
+    /// Whether a stream that waits is seen to hold up this one, which goes on as soon as the other does.
+    fn holds_up(&mut self, context: &Arc<Context>, waiting: &DeviceStream, other: Way) -> bool {
+        let waits = std::slice::from_ref(waiting);
+        if matches!(self.find(context, other, &[], waits), Answer::Stays) {
+            return false;
+        }
+        let (bell, turn, start) = (&self.bells[0], self.turn, Instant::now());
+        while !bell.shows(turn) && start.elapsed() < LOOK {
+            std::thread::sleep(SPIN);
+        }
+        bell.shows(turn)
     }
 
     /// Sees to it that these streams may wait for what nobody has put on a stream yet and hold up no stream of their device
@@ -380,6 +427,14 @@ impl DeviceStream {
         let spare = if is_one() { 0 } else { SPARE };
         let make = |_| Way::make(context, &entered, |_least, greatest| greatest).ok();
         ways.spare.extend((0..spare).map_while(make));
+    }
+
+    /// It is about to wait for what may not be on a stream yet, and counts as one that does until
+    /// [`waits_now`](Self::waits_now) says behind what.
+    pub(crate) fn will_wait(&self) {
+        let mut ways = self.0.context.ways.lock();
+        enter(&mut ways.waiting, self);
+        self.0.standing.lock().soon += 1;
     }
 
     /// Of a stream that was made way for: it has been made to wait, or it will not be.
