@@ -70,7 +70,7 @@ pub enum Error {
         members: Members,
     },
     /// A process of the group died or fell silent.
-    #[error("{} was lost ({how}){}{}", .members.rank(*.rank), at(.operation), .members.see_record())]
+    #[error("{} was lost ({how}){}{}{}", .members.rank(*.rank), at(.operation), texts::pending(.pending), .members.see_record())]
     PeerLost {
         /// The rank that was lost: the root cause, not an echo.
         rank: Rank,
@@ -78,6 +78,9 @@ pub enum Error {
         how: Lost,
         /// The operation in flight here.
         operation: Option<Operation>,
+        /// Where that was a message to be received from that rank, which has left: what has come from there instead and was not received,
+        /// by tag, eight at most. [`Signature::root`] is the tag.
+        pending: Vec<Signature>,
         /// The communicator's members.
         #[serde(skip)]
         members: Members,
@@ -296,6 +299,15 @@ pub enum MissingState {
         /// The library.
         by: String,
     },
+    /// It has not called the operation: it waits to receive a message on this communicator.
+    Receives {
+        /// Its last operation (`None`: it has called none).
+        last: Option<u64>,
+        /// From whom it waits to receive.
+        from: Rank,
+        /// The message. [`Signature::root`] is the tag.
+        message: Signature,
+    },
     /// All ranks have called, and its device launches what libraries take whole in the order in which it was submitted there:
     /// on another rank that may have been another order.
     LaunchOrder {
@@ -339,6 +351,11 @@ impl Missing {
                 format!("has not called it (its last operation was #{last})")
             }
             MissingState::NotCalled(None) => "has not called it".into(),
+            MissingState::Receives { last, from, message } => {
+                let last = last.map(|last| format!(" (its last operation was #{last})")).unwrap_or_default();
+                let (what, from, tag) = (message.elements(), members.rank(*from), message.root);
+                format!("has not called it{last}: it waits in recv({what}, from {from}, tag {tag})")
+            }
             MissingState::Waiting => "has called it and waits too".into(),
             MissingState::NotReady => "has called it, and its device has not come to it".into(),
             MissingState::NotEnded { by } => format!("has given it to {by}, which has not ended it"),
@@ -409,7 +426,7 @@ impl Error {
 
     /// A rank is gone.
     pub(crate) fn lost(rank: Rank, how: Lost) -> Error {
-        Error::PeerLost { rank, how, operation: None, members: Members::default() }
+        Error::PeerLost { rank, how, operation: None, pending: Vec::new(), members: Members::default() }
     }
 
     /// A rank called `abort()`.
@@ -473,6 +490,14 @@ impl Error {
     }
 
     /// Names the operation in flight here where the cause itself does not.
+    /// It was not received, of a rank that has left, where something else was to be.
+    pub(crate) fn beside(mut self, unreceived: Vec<Signature>) -> Error {
+        if let Error::PeerLost { pending, .. } = &mut self {
+            *pending = unreceived;
+        }
+        self
+    }
+
     pub(crate) fn during(mut self, here: Operation) -> Error {
         if let Error::PeerLost { operation: operation @ None, .. } = &mut self {
             *operation = Some(here);

@@ -9,6 +9,7 @@
 
 pub(crate) mod log;
 mod prune;
+mod ticks;
 pub(crate) mod writer;
 
 use std::collections::VecDeque;
@@ -19,6 +20,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use serde::Serialize;
 
+use self::ticks::{Both, Tick};
 use crate::error::Error;
 use crate::types::{Algo, DType, Kind, Rank, Signature};
 
@@ -41,7 +43,7 @@ struct Record {
     state: State,
     submitted: Instant,
     started: Option<Instant>,
-    finished: Option<Instant>,
+    finished: Option<Tick>,
     waiting: Vec<Rank>,
 }
 
@@ -53,7 +55,7 @@ struct MessageRecord {
     tag: u32,
     signature: Signature,
     submitted: Instant,
-    finished: Option<Instant>,
+    finished: Option<Tick>,
 }
 
 /// The last messages of one communicator.
@@ -90,12 +92,14 @@ impl Collectives {
 pub(crate) struct Recorder {
     collectives: Mutex<Collectives>,
     messages: Mutex<Messages>,
+    /// When it was made.
+    start: Both,
 }
 
 impl Recorder {
     pub(crate) fn new() -> Recorder {
         let collectives = Collectives { records: Vec::with_capacity(KEEP), first: 0 };
-        Recorder { collectives: Mutex::new(collectives), messages: Mutex::default() }
+        Recorder { collectives: Mutex::new(collectives), messages: Mutex::default(), start: Both::now() }
     }
 
     /// Notes a message that is called now. The number by which [`message_finished`](Self::message_finished) finds it.
@@ -122,12 +126,19 @@ impl Recorder {
         messages.gone + messages.records.len() as u64 - 1
     }
 
+    /// A message that this rank waits to receive, and from whom: the oldest of those that are kept.
+    pub(crate) fn awaited(&self) -> Option<(Rank, Signature)> {
+        let messages = self.messages.lock();
+        let mut waiting = messages.records.iter().filter(|m| m.direction == "recv" && m.finished.is_none());
+        waiting.next().map(|m| (m.peer, m.signature))
+    }
+
     /// A message has been sent, or received.
     pub(crate) fn message_finished(&self, number: u64) {
         let mut messages = self.messages.lock();
         let place = number.checked_sub(messages.gone);
         if let Some(record) = place.and_then(|place| messages.records.get_mut(place as usize)) {
-            record.finished = Some(Instant::now());
+            record.finished = Some(Tick::now());
         }
     }
 
@@ -194,13 +205,13 @@ impl Recorder {
             if state == State::Done {
                 r.state = state;
             }
-            r.finished = Some(Instant::now());
+            r.finished = Some(Tick::now());
         });
     }
 
     /// What is written of the operations, in a communicator of `ranks` ranks.
     pub(crate) fn snapshot(&self, ranks: usize) -> Vec<OperationRecord> {
-        let at = unix_times();
+        let (at, time) = (unix_times(), self.start.times());
         let collectives = self.collectives.lock();
         let each = |r: &Record| OperationRecord {
             number: r.number,
@@ -211,7 +222,7 @@ impl Recorder {
             state: r.state,
             submitted_us: at(r.submitted),
             started_us: r.started.map(&at),
-            finished_us: r.finished.map(&at),
+            finished_us: r.finished.map(|tick| at(time(tick, r.submitted))),
             waiting_for: if r.state == State::Done { Vec::new() } else { r.waiting.clone() },
         };
         collectives.in_order().map(each).collect()
@@ -219,7 +230,7 @@ impl Recorder {
 
     /// What is written of the messages.
     pub(crate) fn messages(&self) -> Vec<MessageOnRecord> {
-        let at = unix_times();
+        let (at, time) = (unix_times(), self.start.times());
         let messages = self.messages.lock();
         let each = |m: &MessageRecord| MessageOnRecord {
             direction: m.direction,
@@ -227,7 +238,7 @@ impl Recorder {
             tag: m.tag,
             call: m.signature.to_string(),
             submitted_us: at(m.submitted),
-            finished_us: m.finished.map(&at),
+            finished_us: m.finished.map(|tick| at(time(tick, m.submitted))),
         };
         messages.records.iter().map(each).collect()
     }

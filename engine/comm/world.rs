@@ -532,9 +532,10 @@ impl Events for World {
             }
             Message::Stalled { number, signature, .. } => {
                 let last = endpoint.asked(peer, number, signature);
-                self.send(from, Message::Called { comm, number, last });
+                let receives = endpoint.recorder.awaited();
+                self.send(from, Message::Called { comm, number, last, receives });
             }
-            Message::Called { number, last, .. } => endpoint.heard(peer, number, last),
+            Message::Called { number, last, receives, .. } => endpoint.heard(peer, number, last, receives),
             Message::Broke { what, .. } => {
                 if let Some(cause) = endpoint.peer_broke(peer, what) {
                     self.send(from, Message::Abort { comm, cause });

@@ -13,6 +13,14 @@ pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> Stri
     format!("pending from {from}: {}", by_tag(pending))
 }
 
+/// What has come from a rank that has left, and was not received.
+pub(super) fn pending(pending: &[Signature]) -> String {
+    if pending.is_empty() {
+        return String::new();
+    }
+    format!("; {}", unreceived("it", pending))
+}
+
 /// What a rank waits to receive.
 pub(super) fn not_sent(awaited: &[Signature]) -> String {
     if awaited.is_empty() {

@@ -45,6 +45,8 @@ pub(crate) enum Message {
         number: u64,
         /// The last operation called there (`None`: none yet).
         last: Option<u64>,
+        /// A message that the sender waits to receive, and from whom: the oldest such.
+        receives: Option<(Rank, Signature)>,
     },
     /// "A data connection between us broke: is there a cause that I have not heard of?" A member that knows of none aborts
     /// the communicator.

@@ -134,13 +134,20 @@ mod tests {
             Just(Message::Heartbeat),
             proptest::option::of(cause.clone()).prop_map(|cause| Message::Goodbye { cause }),
             (any::<u64>(), cause).prop_map(|(c, cause)| Message::Abort { comm: CommId(c), cause }),
-            (any::<u64>(), any::<u64>(), signature).prop_map(|(c, number, signature)| Message::Stalled {
-                comm: CommId(c),
-                number,
-                signature
-            }),
-            (any::<u64>(), any::<u64>(), any::<Option<u64>>())
-                .prop_map(|(c, number, last)| Message::Called { comm: CommId(c), number, last }),
+            (any::<u64>(), any::<u64>(), signature.clone())
+                .prop_map(|(c, number, signature)| Message::Stalled { comm: CommId(c), number, signature }),
+            (
+                any::<u64>(),
+                any::<u64>(),
+                any::<Option<u64>>(),
+                proptest::option::of((any::<Rank>(), signature))
+            )
+                .prop_map(|(c, number, last, receives)| Message::Called {
+                    comm: CommId(c),
+                    number,
+                    last,
+                    receives
+                }),
             (any::<u64>(), ".*").prop_map(|(c, problem)| Message::Broke {
                 comm: CommId(c),
                 what: Break { kind: "TCP".into(), at: problem.clone(), peer_at: String::new(), problem }

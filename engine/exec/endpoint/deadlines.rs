@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::Endpoint;
 use super::progress::Run;
 use crate::error::{Error, Lost, Missing, MissingState, Operation};
-use crate::exec::p2p::Overdue;
+use crate::exec::p2p::{Direction, Overdue};
 use crate::types::{Rank, Signature};
 
 /// An operation that has not moved for this long asks its peers whether they called the same.
@@ -85,7 +85,13 @@ impl Endpoint {
         let operation = Operation { comm: self.config.name.clone(), number, signature };
         let us = self.config.rank;
         let (rank, state) = match why {
-            Overdue::Left => return Some(Error::lost(message.peer, Lost::Left).during(operation)),
+            Overdue::Left => {
+                let lost = Error::lost(message.peer, Lost::Left).during(operation);
+                return Some(match message.direction {
+                    Direction::Recv => lost.beside(run.messages.pending(message.peer)),
+                    Direction::Send => lost,
+                });
+            }
             Overdue::LacksMemory => return Some(self.not_come(number, signature, message.timeout)),
             Overdue::HeldUp(state) => (us, state),
             Overdue::Unmatched => {

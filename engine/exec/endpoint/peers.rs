@@ -34,11 +34,13 @@ struct Peer {
 }
 
 #[derive(Clone)]
-struct Answer {
+pub(super) struct Answer {
     /// The operation that it was asked about.
     about: u64,
     /// The last collective that it has called.
     last: Option<u64>,
+    /// A message that it waits to receive, and from whom.
+    receives: Option<(Rank, Signature)>,
     at: Instant,
 }
 
@@ -56,8 +58,8 @@ impl Peers {
         }
     }
 
-    pub(super) fn answered(&self, peer: Rank, about: u64, last: Option<u64>, at: Instant) {
-        self.change(peer, |peer| peer.answer = Some(Answer { about, last, at }));
+    pub(super) fn answered(&self, peer: Rank, answer: Answer) {
+        self.change(peer, |peer| peer.answer = Some(answer));
     }
 
     pub(super) fn left(&self, peer: Rank) {
@@ -121,7 +123,10 @@ impl Peers {
         let state = |peer: &Peer| match &peer.answer {
             Some(answer) if answer.about == number && now - answer.at < ANSWER => match answer.last {
                 Some(last) if last >= number => MissingState::Waiting,
-                last => MissingState::NotCalled(last),
+                last => match answer.receives {
+                    Some((from, message)) => MissingState::Receives { last, from, message },
+                    None => MissingState::NotCalled(last),
+                },
             },
             _ => MissingState::NoAnswer,
         };
@@ -172,8 +177,14 @@ impl Endpoint {
     }
 
     /// A peer's answer to the question what it called last.
-    pub(crate) fn heard(&self, peer: Rank, number: u64, last: Option<u64>) {
-        self.peers.answered(peer, number, last, self.now());
+    pub(crate) fn heard(
+        &self,
+        peer: Rank,
+        about: u64,
+        last: Option<u64>,
+        receives: Option<(Rank, Signature)>,
+    ) {
+        self.peers.answered(peer, Answer { about, last, receives, at: self.now() });
     }
 
     /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.
@@ -251,6 +262,10 @@ impl Endpoint {
 mod tests {
     use super::*;
 
+    fn answer(about: u64, last: Option<u64>, at: Instant) -> Answer {
+        Answer { about, last, receives: None, at }
+    }
+
     fn missing(peers: &Peers, waiting: &[Rank], now: Instant) -> Vec<(Rank, MissingState)> {
         peers.missing(7, 0, waiting, now).into_iter().map(|m| (m.rank, m.state)).collect()
     }
@@ -258,8 +273,8 @@ mod tests {
     #[test]
     fn a_timeout_names_the_ranks_that_have_not_called_and_those_that_do_not_answer() {
         let (peers, now) = (Peers::new(4), Instant::now());
-        peers.answered(1, 7, Some(7), now);
-        peers.answered(2, 7, Some(3), now);
+        peers.answered(1, answer(7, Some(7), now));
+        peers.answered(2, answer(7, Some(3), now));
         let expected = vec![(2, MissingState::NotCalled(Some(3))), (3, MissingState::NoAnswer)];
         assert_eq!(missing(&peers, &[1], now), expected);
         let later = now + 2 * ANSWER;
@@ -270,10 +285,10 @@ mod tests {
     #[test]
     fn where_all_have_called_a_timeout_names_those_that_are_waited_for() {
         let (peers, now) = (Peers::new(3), Instant::now());
-        peers.answered(1, 7, Some(7), now);
-        peers.answered(2, 7, Some(9), now);
+        peers.answered(1, answer(7, Some(7), now));
+        peers.answered(2, answer(7, Some(9), now));
         assert_eq!(missing(&peers, &[2], now), [(2, MissingState::Waiting)]);
-        peers.answered(2, 6, Some(9), now);
+        peers.answered(2, answer(6, Some(9), now));
         assert_eq!(missing(&peers, &[2], now), [(2, MissingState::NoAnswer)], "about another operation");
     }
 

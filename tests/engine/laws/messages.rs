@@ -207,6 +207,48 @@ fn a_message_that_does_not_come_is_named_with_what_is_there_instead() {
 }
 
 #[test]
+fn a_sender_that_has_left_is_named_with_what_it_has_sent_instead() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(2, link));
+        threads(comms, move |mut comm| {
+            if comm.rank() == 1 {
+                return drop(comm.send(vec![1f32; 8], 0).wait().unwrap());
+            }
+            let failed = comm.timeout(LIMIT).tag(9).recv(vec![0f32; 8], 1).wait().unwrap_err();
+            assert!(failed.buf.is_some());
+            let text = failed.to_string();
+            let left = "rank 1 was lost (it left the group while it was needed)";
+            assert!(text.starts_with(left), "{link:?}: {text}");
+            assert!(text.contains("; pending from it: tag 0, f32 x 8"), "{link:?}: {text}");
+        });
+    }
+}
+
+/// The rank that waits for a message of the wrong tag is not the first whose time is over: the error says all the same why it has not
+/// come.
+#[test]
+fn a_rank_that_waits_for_a_message_is_named_so_where_another_waits_for_that_rank() {
+    for link in LINKS {
+        let comms = within(LIMIT, move || world(3, link));
+        threads(comms, move |mut comm| {
+            let failed = match comm.rank() {
+                0 => {
+                    comm.timeout(LIMIT).tag(9).recv(vec![0f32; 8064], 1).wait().map(drop).map_err(Error::from)
+                }
+                1 => {
+                    let _sent = comm.timeout(LIMIT).send(vec![1f32; 8064], 0);
+                    comm.timeout(std::time::Duration::from_secs(1)).barrier().wait().map_err(Error::from)
+                }
+                _ => comm.timeout(LIMIT).barrier().wait().map_err(Error::from),
+            };
+            let text = failed.unwrap_err().to_string();
+            let told = "rank 0 has not called it: it waits in recv(f32 x 8064, from rank 1, tag 9)";
+            assert!(text.contains(told), "{link:?}: {text}");
+        });
+    }
+}
+
+#[test]
 fn a_message_that_is_not_received_is_named_with_what_is_awaited_instead() {
     for link in LINKS {
         let comms = within(LIMIT, move || world(2, link));
