@@ -9,9 +9,12 @@ use std::process::ExitCode;
 use allstream::tuning::{self, Table};
 use serde::{Deserialize, Serialize};
 
+use overlap::StepReport;
 use render::{it, name_ranks, render};
 use times::Times;
 
+mod overlap;
+mod perfetto;
 mod render;
 mod running;
 mod times;
@@ -34,6 +37,13 @@ pub(crate) struct TraceArgs {
     /// would expect
     #[arg(long)]
     times: bool,
+    /// Say of each step of a training loop with gradient buckets how long it computed, and how much of what the buckets took was exposed
+    #[arg(long)]
+    overlap: bool,
+    /// Print a trace for <https://ui.perfetto.dev> in place of all else: a row for the operations, the messages and the steps of each
+    /// communicator on each rank
+    #[arg(long, conflicts_with_all = ["times", "overlap", "json"])]
+    perfetto: bool,
     /// Print the result as JSON
     #[arg(long)]
     json: bool,
@@ -87,6 +97,19 @@ struct CommRecord {
     operations: Vec<Operation>,
     #[serde(default)]
     messages: Vec<Message>,
+    #[serde(default)]
+    steps: Vec<Step>,
+}
+
+/// A step of a training loop, whose gradients these operations reduced. Microseconds since 1970.
+#[derive(Clone, Debug, Deserialize)]
+struct Step {
+    number: u64,
+    first_operation: u64,
+    operations: u64,
+    began_us: f64,
+    called_us: f64,
+    ended_us: f64,
 }
 
 /// A message, as its sender or its receiver saw it.
@@ -171,6 +194,9 @@ struct CommReport {
     verdict: Vec<Finding>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     times: Vec<Times>,
+    /// By rank.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    steps: BTreeMap<usize, Vec<StepReport>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -226,9 +252,17 @@ pub(crate) fn run(args: &TraceArgs) -> Result<ExitCode, Box<dyn std::error::Erro
             files(&args.paths)?.into_iter().map(load).collect::<Result<_, _>>()?
         }
     };
+    if args.perfetto {
+        return print(&(serde_json::to_string(&perfetto::trace(&newest(recordings)))? + "\n"));
+    }
     let table = if args.times { tuning::from_env()?.map(|(_, table)| table) } else { None };
-    let report = merge(recordings, args.times.then_some(table.as_ref()));
+    let report =
+        merge(recordings, &Wanted { times: args.times.then_some(table.as_ref()), overlap: args.overlap });
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { render(&report) };
+    print(&text)
+}
+
+fn print(text: &str) -> Result<ExitCode, Box<dyn std::error::Error + Send + Sync>> {
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(ExitCode::SUCCESS),
@@ -297,11 +331,26 @@ fn parse(text: &[u8]) -> Result<Recording, String> {
     Ok(recording)
 }
 
-/// Puts the files of each world together, in order of time. Of two files of the same rank, the later one counts. `timed`: with times,
-/// beside those of the tuner's table if there is one.
-fn merge(recordings: Vec<Recording>, timed: Option<Option<&Table>>) -> Report {
+/// What a report has beside who is behind.
+#[derive(Default)]
+struct Wanted<'a> {
+    /// Times, beside those of the tuner's table if there is one.
+    times: Option<Option<&'a Table>>,
+    /// Steps.
+    overlap: bool,
+}
+
+type Worlds = BTreeMap<(String, usize), BTreeMap<usize, Recording>>;
+
+/// Of two files of the same rank, the later one.
+fn newest(recordings: Vec<Recording>) -> Vec<Recording> {
+    by_world(recordings).into_values().flat_map(BTreeMap::into_values).collect()
+}
+
+/// By world and rank. Of two files of the same rank, the later one counts.
+fn by_world(recordings: Vec<Recording>) -> Worlds {
     debug_assert!(recordings.iter().all(|recording| recording.version == VERSION));
-    let mut worlds: BTreeMap<(String, usize), BTreeMap<usize, Recording>> = BTreeMap::new();
+    let mut worlds = Worlds::new();
     for recording in recordings {
         let ranks = worlds.entry((recording.world.clone(), recording.size)).or_default();
         let newer = ranks
@@ -311,7 +360,12 @@ fn merge(recordings: Vec<Recording>, timed: Option<Option<&Table>>) -> Report {
             ranks.insert(recording.rank, recording);
         }
     }
-    let mut worlds: Vec<_> = worlds.into_iter().collect();
+    worlds
+}
+
+/// Puts the files of each world together, in order of time.
+fn merge(recordings: Vec<Recording>, wanted: &Wanted<'_>) -> Report {
+    let mut worlds: Vec<_> = by_world(recordings).into_iter().collect();
     let written =
         |files: &BTreeMap<usize, Recording>| files.values().map(|f| f.written_at_unix_ms).fold(0.0, f64::max);
     worlds.sort_by(|(_, a), (_, b)| written(a).total_cmp(&written(b)));
@@ -328,7 +382,7 @@ fn merge(recordings: Vec<Recording>, timed: Option<Option<&Table>>) -> Report {
             causes: files.iter().filter_map(|(rank, file)| Some((*rank, file.cause.clone()?))).collect(),
             communicators: keys
                 .into_iter()
-                .map(|(id, members)| comm_report(id, members, &files, timed))
+                .map(|(id, members)| comm_report(id, members, &files, wanted))
                 .collect(),
         }
     });
@@ -339,7 +393,7 @@ fn comm_report(
     id: u64,
     members: Vec<usize>,
     files: &BTreeMap<usize, Recording>,
-    timed: Option<Option<&Table>>,
+    wanted: &Wanted<'_>,
 ) -> CommReport {
     let mut views = BTreeMap::new();
     let mut ranks = Vec::new();
@@ -367,8 +421,10 @@ fn comm_report(
     }
     ranks.sort_by_key(|rank| rank.rank);
     let name = views.values().next().map(|comm| comm.name.clone()).unwrap_or_default();
-    let times = timed.map_or(Vec::new(), |table| times::times(files, &views, table));
-    CommReport { id, name, verdict: verdict(&members, files, &views), members, ranks, times }
+    let times = wanted.times.map_or(Vec::new(), |table| times::times(files, &views, table));
+    let with_steps = views.iter().filter(|(_, comm)| wanted.overlap && !comm.steps.is_empty());
+    let steps = with_steps.map(|(rank, comm)| (*rank, overlap::steps(comm))).collect();
+    CommReport { id, name, verdict: verdict(&members, files, &views), members, ranks, times, steps }
 }
 
 fn seconds(operation: &Operation, written_at_ms: f64) -> f64 {

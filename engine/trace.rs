@@ -9,6 +9,7 @@
 
 pub(crate) mod log;
 mod prune;
+mod steps;
 mod ticks;
 pub(crate) mod writer;
 
@@ -20,6 +21,8 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use parking_lot::Mutex;
 use serde::Serialize;
 
+use self::steps::Steps;
+pub(crate) use self::steps::{Step, StepOnRecord};
 use self::ticks::{Both, Tick};
 use crate::error::Error;
 use crate::types::{Algo, DType, Kind, Rank, Signature};
@@ -92,6 +95,7 @@ impl Collectives {
 pub(crate) struct Recorder {
     collectives: Mutex<Collectives>,
     messages: Mutex<Messages>,
+    steps: Mutex<Steps>,
     /// When it was made.
     start: Both,
 }
@@ -99,7 +103,12 @@ pub(crate) struct Recorder {
 impl Recorder {
     pub(crate) fn new() -> Recorder {
         let collectives = Collectives { records: Vec::with_capacity(KEEP), first: 0 };
-        Recorder { collectives: Mutex::new(collectives), messages: Mutex::default(), start: Both::now() }
+        Recorder {
+            collectives: Mutex::new(collectives),
+            messages: Mutex::default(),
+            steps: Mutex::default(),
+            start: Both::now(),
+        }
     }
 
     /// Notes a message that is called now. The number by which [`message_finished`](Self::message_finished) finds it.
@@ -174,6 +183,34 @@ impl Recorder {
                 });
             }
         }
+    }
+
+    /// The number of the last operation that was submitted.
+    pub(crate) fn last(&self) -> Option<u64> {
+        self.collectives.lock().records.iter().map(|record| record.number).max()
+    }
+
+    /// When an operation was submitted, began and had ended, if it has and is still known.
+    pub(crate) fn times(&self, number: u64) -> Option<(Instant, Instant, Instant)> {
+        let time = self.start.times();
+        let mut found = None;
+        self.with(number, |record| {
+            found = record.finished.map(|tick| {
+                let started = record.started.unwrap_or(record.submitted).max(record.submitted);
+                (record.submitted, started, time(tick, started))
+            });
+        });
+        found
+    }
+
+    /// Notes a step of a training loop whose gradients were reduced here.
+    pub(crate) fn step(&self, step: Step) {
+        self.steps.lock().keep(step);
+    }
+
+    /// What is written of the steps.
+    pub(crate) fn steps(&self) -> Vec<StepOnRecord> {
+        self.steps.lock().on_record(unix_times())
     }
 
     fn with(&self, number: u64, change: impl FnOnce(&mut Record)) {
@@ -300,6 +337,8 @@ pub(crate) struct CommRecord {
     pub(crate) poisoned: Option<String>,
     pub(crate) operations: Vec<OperationRecord>,
     pub(crate) messages: Vec<MessageOnRecord>,
+    /// Steps of a training loop whose gradients were reduced here.
+    pub(crate) steps: Vec<StepOnRecord>,
 }
 
 /// The first process that used something: threads do not survive a fork, and locks may be held for ever in the child.

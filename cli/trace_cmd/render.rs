@@ -1,6 +1,6 @@
 //! What `allstream trace` prints.
 
-use super::{OperationReport, RankReport, Report, State, times};
+use super::{OperationReport, RankReport, Report, State, overlap, times};
 
 pub(super) fn it(ranks: &[usize]) -> &'static str {
     if ranks.len() == 1 { "it" } else { "them" }
@@ -47,6 +47,7 @@ pub(super) fn render(report: &Report) -> String {
                 out += &format!("  => {}\n", finding.text);
             }
             times::render(&mut out, &comm.times);
+            overlap::render(&mut out, &comm.steps);
         }
         out += "\n";
     }

@@ -1,6 +1,8 @@
 use super::render::list;
 use super::*;
 
+const TIMES: Wanted<'_> = Wanted { times: Some(None), overlap: false };
+
 fn operation(number: u64, call: &str, state: &str, waiting_for: &[usize]) -> serde_json::Value {
     serde_json::json!({
         "number": number, "call": call, "state": state, "submitted_us": 1e6, "started_us": 1.5e6,
@@ -31,7 +33,7 @@ fn the_rank_that_has_not_called_is_named() {
         2 => recording(2, 4, std::slice::from_ref(&done)),
         _ => recording(rank, 4, &[open.clone(), done.clone()]),
     });
-    let report = merge(files.collect(), None);
+    let report = merge(files.collect(), &Wanted::default());
     let expected = "rank 2 has not called #6 all_reduce(f32 x 100, sum, direct); ranks 0,1,3 wait for it";
     assert_eq!(findings(&report), [expected]);
     let text = render(&report);
@@ -47,7 +49,7 @@ fn a_disagreement_is_named_with_both_calls() {
         let call = if rank == 1 { "all_reduce(f32 x 8)" } else { "all_reduce(f32 x 9)" };
         recording(rank, 3, &[operation(1, call, "failed", &[])])
     });
-    let report = merge(files.collect(), None);
+    let report = merge(files.collect(), &Wanted::default());
     let expected = "the ranks disagree about #1: rank 1 called all_reduce(f32 x 8); ranks 0,2 called all_reduce(f32 x 9)";
     assert_eq!(findings(&report), [expected]);
 }
@@ -55,7 +57,10 @@ fn a_disagreement_is_named_with_both_calls() {
 #[test]
 fn a_rank_without_a_file_may_have_died() {
     let open = operation(1, "barrier", "running", &[2]);
-    let report = merge(vec![recording(0, 3, std::slice::from_ref(&open)), recording(1, 3, &[open])], None);
+    let report = merge(
+        vec![recording(0, 3, std::slice::from_ref(&open)), recording(1, 3, &[open])],
+        &Wanted::default(),
+    );
     assert_eq!(report.worlds[0].missing, [2]);
     assert_eq!(
         findings(&report),
@@ -72,7 +77,7 @@ fn point_to_point_numbers_are_not_compared() {
         recording(0, 2, &[operation(1, "message(f32 x 8)", "done", &[])]),
         recording(1, 2, &[operation(1, "message(f32 x 9)", "done", &[])]),
     ];
-    assert_eq!(findings(&merge(files, None)), ["nothing is under way, and the ranks agree"]);
+    assert_eq!(findings(&merge(files, &Wanted::default())), ["nothing is under way, and the ranks agree"]);
 }
 
 #[test]
@@ -80,12 +85,18 @@ fn the_later_of_two_files_of_a_rank_counts() {
     let mut old = recording(0, 1, &[operation(1, "barrier", "running", &[])]);
     old.written_at_unix_ms = 1.0;
     let new = recording(0, 1, &[operation(1, "barrier", "done", &[])]);
-    assert_eq!(findings(&merge(vec![new, old], None)), ["nothing is under way, and the ranks agree"]);
+    assert_eq!(
+        findings(&merge(vec![new, old], &Wanted::default())),
+        ["nothing is under way, and the ranks agree"]
+    );
 }
 
 #[test]
 fn control_characters_do_not_reach_the_terminal() {
-    let text = render(&merge(vec![recording(0, 1, &[operation(1, "x\u{1b}[2J\ty", "done", &[])])], None));
+    let text = render(&merge(
+        vec![recording(0, 1, &[operation(1, "x\u{1b}[2J\ty", "done", &[])])],
+        &Wanted::default(),
+    ));
     assert!(!text.contains('\u{1b}'));
 }
 
@@ -115,7 +126,7 @@ fn messages_that_wait_are_named_with_their_peer_and_tag() {
         finished_us: finished,
     };
     file.comms[0].messages = vec![message(1, Some(1.5e6)), message(9, None), message(7, None)];
-    let report = merge(vec![recording(0, 2, &[]), file], None);
+    let report = merge(vec![recording(0, 2, &[]), file], &Wanted::default());
     let expected = "rank 1 waits in recv from rank 0, tag 9: message(f32 x 8), for 2.000 s; 1 more messages wait after it";
     assert_eq!(findings(&report), [expected]);
 }
@@ -132,7 +143,7 @@ fn timed(late: f64, takes: f64) -> Report {
         });
         recording(rank, 2, &calls.collect::<Vec<_>>())
     });
-    merge(files.collect(), Some(None))
+    merge(files.collect(), &TIMES)
 }
 
 #[test]
@@ -160,7 +171,7 @@ fn times_are_told_of_survivors_alone() {
         serde_json::json!({ "number": 0, "call": "barrier()", "state": "done", "submitted_us": 1e6 + late,
             "started_us": 1e6 + late, "finished_us": 1.01e6 })
     };
-    let report = merge(vec![recording(0, 3, &[call(0.0)]), recording(2, 3, &[call(8e3)])], Some(None));
+    let report = merge(vec![recording(0, 3, &[call(0.0)]), recording(2, 3, &[call(8e3)])], &TIMES);
     let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
     assert_eq!((times.calls, &times.unknown[..], times.last.get(&2)), (1, &[1][..], Some(&1)));
     assert!(render(&report).contains("not counted:            rank 1, of which there is no file"));
@@ -178,7 +189,7 @@ fn clocks_of_hosts_are_put_right() {
         .collect();
     // Rank 1's host is five seconds ahead.
     files[1].clock = Some(Clock { offset_us: -5e6, error_us: 40.0, found_us: 3e6 });
-    let report = merge(files, Some(None));
+    let report = merge(files, &TIMES);
     let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
     assert!(times.late_ms.median < 1e-3 && times.clocks_ms >= 0.04, "{times:?}");
     assert!(
@@ -202,10 +213,84 @@ fn the_table_says_what_is_expected() {
     let mut files: Vec<Recording> =
         (0..2).map(|rank| recording(rank, 2, std::slice::from_ref(&call))).collect();
     files.iter_mut().for_each(|file| file.comms[0].link = "shm".into());
-    let report = merge(files, Some(Some(&table)));
+    let report = merge(files, &Wanted { times: Some(Some(&table)), overlap: false });
     let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
     // Half way between 10 and 40 us, by their ratio.
     assert!((times.expected_ms.unwrap() - 0.02).abs() < 1e-6, "{times:?}");
     assert!(times.verdict.contains("500.0 us where 20.0 us are expected"), "{times:?}");
     assert!(times.verdict.starts_with("It is the network, or the machine"), "{times:?}");
+}
+
+/// A rank with two buckets: one is over before the step is to be finished, the other half a millisecond after.
+fn with_a_step() -> Recording {
+    let bucket = |number: u64, [submitted, started, finished]: [f64; 3]| {
+        serde_json::json!({
+            "number": number, "call": "all_reduce(f32 x 8, avg)", "state": "done", "submitted_us": submitted,
+            "started_us": started, "finished_us": finished, "bytes": 32,
+        })
+    };
+    let mut file = recording(0, 1, &[]);
+    let operations = [bucket(7, [2e3, 2e3, 3e3]), bucket(8, [2.5e3, 3e3, 5.5e3])];
+    let step = serde_json::json!({
+        "number": 4, "first_operation": 7, "operations": 2, "began_us": 1e3, "called_us": 5e3, "ended_us": 5.6e3,
+    });
+    let message = serde_json::json!({
+        "direction": "recv", "peer": 0, "tag": 3, "call": "message(f32 x 1)", "submitted_us": 4e3, "finished_us": null,
+    });
+    let comm = &mut file.comms[0];
+    comm.operations = operations.into_iter().map(|o| serde_json::from_value(o).unwrap()).collect();
+    comm.steps = vec![serde_json::from_value(step).unwrap()];
+    comm.messages = vec![serde_json::from_value(message).unwrap()];
+    file
+}
+
+#[test]
+fn a_step_is_computing_and_what_is_exposed() {
+    let report = merge(vec![with_a_step()], &Wanted { times: None, overlap: true });
+    let step = &report.worlds[0].communicators[0].steps[&0][0];
+    let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-9, "{found} {expected}");
+    near(step.compute_ms, 4.0);
+    near(step.communication_ms, 1.0 + 2.5);
+    near(step.hidden_ms, 1.0 + 2.0);
+    near(step.exposed_ms, 0.6);
+    near(step.buckets[1].submitted_ms, 1.5);
+    near(step.buckets[1].finished_ms, 4.5);
+    let text = render(&report);
+    assert!(text.contains("       0       4       4.000          3.500       3.000       0.600"), "{text}");
+    assert!(!render(&merge(vec![with_a_step()], &Wanted::default())).contains("steps"));
+}
+
+#[test]
+fn a_trace_has_a_row_for_operations_messages_and_steps() {
+    let trace = perfetto::trace(&[with_a_step()]);
+    let trace: serde_json::Value = serde_json::from_str(&trace.to_string()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let rows: Vec<_> = events
+        .iter()
+        .filter(|event| event["name"] == "thread_name")
+        .map(|event| (event["tid"].as_u64().unwrap(), event["args"]["name"].as_str().unwrap()))
+        .collect();
+    assert_eq!(
+        rows,
+        [(0, "world operations"), (1, "world queued operations"), (2, "world messages"), (3, "world steps")]
+    );
+    let whole = |event: &&serde_json::Value| event["ph"] == "X";
+    let spans: Vec<_> = events
+        .iter()
+        .filter(whole)
+        .map(|event| {
+            (event["name"].as_str().unwrap(), event["ts"].as_f64().unwrap(), event["dur"].as_f64().unwrap())
+        })
+        .collect();
+    // Microseconds from the beginning of the step, which is the first event.
+    let call = "all_reduce(f32 x 8, avg)";
+    let expected = [(call, 1e3, 1e3), (call, 2e3, 2.5e3), ("compute", 0.0, 4e3), ("exposed", 4e3, 600.0)];
+    assert_eq!(spans, expected);
+    let beside: Vec<_> = events.iter().filter(|event| event["ph"] == "b").collect();
+    assert_eq!(beside.len(), 2, "the second bucket queued, and a message came to no end");
+    assert_eq!(beside[1]["name"], "recv from rank 0 tag 3");
+    for begun in beside {
+        let ends = |event: &&serde_json::Value| event["ph"] == "e" && event["id"] == begun["id"];
+        assert_eq!(events.iter().filter(ends).count(), 1);
+    }
 }

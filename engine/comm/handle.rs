@@ -17,6 +17,7 @@ use crate::group::{Mesh, Rendezvous, host, runtime};
 use crate::link::local::{INPROC, MemoryLock};
 use crate::link::region::Region;
 use crate::plan::choices::Choices;
+use crate::trace::Recorder;
 use crate::trace::log::LOG;
 use crate::tuning;
 
@@ -165,6 +166,11 @@ impl Comm {
     /// A rank of the group as a text names it: `rank 0`, in a group with its number in the world beside it.
     pub(crate) fn named_rank(&self, rank: usize) -> String {
         self.0.endpoint.config.named().rank(rank).to_string()
+    }
+
+    /// What has been called here, and when.
+    pub(crate) fn recorder(&self) -> &Recorder {
+        &self.0.endpoint.recorder
     }
 
     /// Joins the world that `rendezvous` names; returns when all ranks are there.

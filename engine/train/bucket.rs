@@ -69,6 +69,11 @@ impl<B: Buf> Bucket<B> {
         self.singles.iter().copied().chain(packed)
     }
 
+    /// How many parameters are in it, and bytes of their gradients.
+    pub(super) fn shape(&self, layout: &[Param]) -> (usize, usize) {
+        (self.members().count(), self.members().map(|i| layout[i].bytes()).sum())
+    }
+
     /// Before a step: nothing is there.
     pub(super) fn empty(&mut self) {
         self.missing = self.members().count();

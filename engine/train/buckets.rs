@@ -1,13 +1,16 @@
 //! [`Buckets`]: the step of a training loop, from the first gradient that is pushed to the last that comes back.
 
 use std::fmt;
+use std::time::Instant;
 use std::vec::Drain;
 
 use super::bucket::{Bucket, form, packed};
 use super::layout::{Options, Param, agree};
+use super::report::Report;
 use crate::comm::{Comm, SharedComm, Work};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, RawBuf, elements};
+use crate::trace::Step;
 use crate::types::ReduceOp;
 
 /// Buckets in flight at a time, of the 1024 operations that a communicator takes.
@@ -53,6 +56,15 @@ pub struct Buckets<B: Buf = AnyBuf> {
     uniting: Option<Work<Vec<u8>>>,
     /// Whether `used` is of this step: a finish that is called again does not ask again.
     is_united: bool,
+    /// The operation of the first bucket of this step.
+    first: u64,
+    /// How many steps have ended, when the last one did, and when this one was to be finished.
+    steps: u64,
+    began: Instant,
+    called: Option<Instant>,
+    /// The last step that has ended, and parameters and bytes of each of its buckets.
+    last: Option<Step>,
+    shapes: Vec<(usize, usize)>,
     /// Why a bucket could not be launched.
     broken: Option<Error>,
     /// What the last step gave back is handed out from here.
@@ -107,6 +119,12 @@ impl<B: Buf> Buckets<B> {
             used: Vec::new(),
             uniting: None,
             is_united: false,
+            first: 0,
+            steps: 0,
+            began: Instant::now(),
+            called: None,
+            last: None,
+            shapes: Vec::new(),
             broken: None,
             done: Vec::with_capacity(n),
             some: Vec::new(),
@@ -227,6 +245,9 @@ impl<B: Buf> Buckets<B> {
             let how = (self.options.op, self.scale);
             if let Err(error) = bucket.launch(&mut self.comm, how, &mut self.grads) {
                 self.broken.get_or_insert(error);
+            }
+            if self.launched == 0 {
+                self.first = self.comm.recorder().last().unwrap_or_default();
             }
             self.launched += 1;
         }
@@ -376,6 +397,7 @@ impl<B: Buf> Buckets<B> {
 
     /// Waits for all buckets, then for what ranks tell each other at the end of a step.
     async fn land(&mut self, unites: bool) -> Result<(), Failed<Back<B>>> {
+        self.called.get_or_insert_with(Instant::now);
         match self.try_land(unites).await {
             Ok(()) => {
                 self.begin();
@@ -398,6 +420,7 @@ impl<B: Buf> Buckets<B> {
             self.landed += 1;
         }
         self.broken.take().map_or(Ok(()), Err)?;
+        self.note_step();
         if unites && !self.is_united {
             self.unite().await?;
         }
@@ -446,8 +469,26 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
+    /// Where the time of the last step went that was finished; `None` before the first.
+    pub fn report(&self) -> Option<Report> {
+        Some(Report::new(self.last.as_ref()?, &self.shapes, self.comm.recorder()))
+    }
+
+    /// All gradients of this step are back.
+    fn note_step(&mut self) {
+        let Some(called) = self.called.take() else { return };
+        let (buckets, ended) = (self.buckets.len() as u64, Instant::now());
+        let step = Step { number: self.steps, first: self.first, buckets, began: self.began, called, ended };
+        self.comm.recorder().step(step);
+        self.last = Some(step);
+        self.shapes.clear();
+        self.shapes.extend(self.buckets.iter().map(|bucket| bucket.shape(&self.layout)));
+        self.steps += 1;
+    }
+
     /// The next step.
     fn begin(&mut self) {
+        (self.began, self.called) = (Instant::now(), None);
         (self.launched, self.landed, self.scale) = (0, 0, None);
         (self.learning, self.uniting, self.broken) = (None, None, None);
         self.is_pushed.fill(false);

@@ -31,6 +31,10 @@
 //! 3. **Finish.** Buckets are awaited in their order, packed gradients are copied back to where they came from, and all buffers are
 //!    given back in the order of the layout. On failure all that can be had come back with the error.
 //!
+//! # Where the time goes
+//! [`Buckets::report`] says of the last step how long it computed, how long its buckets took, and how much of that was exposed: the loop waited
+//! for it. `allstream trace --overlap` says so of the last steps of all ranks, and `allstream trace --perfetto` draws them.
+//!
 //! # Which gradients share a bucket
 //! The first step takes the parameters in the layout's order from its end, which is roughly how backward passes go. At its end all ranks
 //! take the order in which rank 0 has pushed, and buckets are formed anew by that. A step whose order is another is as right as any; its
@@ -45,7 +49,9 @@ mod bucket;
 mod buckets;
 mod clip;
 mod layout;
+mod report;
 
 pub use buckets::Buckets;
 pub use clip::clip_norm;
 pub use layout::{Options, Param};
+pub use report::{BucketReport, Report};

@@ -445,6 +445,49 @@ fn a_process_that_dies_in_the_middle_of_backward_is_named_and_all_gradients_come
 }
 
 #[test]
+fn a_report_says_where_the_time_of_a_step_went_and_so_does_the_record() {
+    for link in LINKS {
+        each(2, link, move |rank, comm| {
+            let shared = comm.share();
+            let mut buckets = block_on(Buckets::with(&shared, &layout(), small_buckets())).unwrap();
+            assert!(buckets.report().is_none(), "no step has ended");
+            for number in 0..3 {
+                step(&mut buckets, &[0, 1, 2, 3, 4, 5, 6], |i| grad(rank, i, 0));
+                let report = buckets.report().unwrap();
+                assert_eq!(report.step, number);
+                assert_eq!(report.buckets.iter().map(|bucket| bucket.params).sum::<usize>(), LENS.len());
+                let bytes: usize = report.buckets.iter().map(|bucket| bucket.bytes).sum();
+                assert_eq!(bytes, 4 * LENS.iter().sum::<usize>());
+                let (mut took, mut hidden) = (Duration::ZERO, Duration::ZERO);
+                for bucket in &report.buckets {
+                    assert!(bucket.submitted <= bucket.started && bucket.started <= bucket.finished, "{report}");
+                    assert!(bucket.finished <= report.compute + report.exposed, "{report}");
+                    assert!(bucket.hidden <= bucket.finished - bucket.started, "{report}");
+                    (took, hidden) = (took + bucket.finished - bucket.started, hidden + bucket.hidden);
+                }
+                assert_eq!((report.communication, report.hidden), (took, hidden));
+                let json = serde_json::to_value(&report).unwrap();
+                let exposed = json["exposed_us"].as_f64().unwrap();
+                assert!((exposed - report.exposed.as_secs_f64() * 1e6).abs() < 1e-6);
+            }
+            let record = std::fs::read(shared.record().unwrap()).unwrap();
+            let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+            let has_steps = |comm: &&serde_json::Value| !comm["steps"].as_array().unwrap().is_empty();
+            let comm = record["comms"].as_array().unwrap().iter().find(has_steps).unwrap();
+            let steps = comm["steps"].as_array().unwrap();
+            assert_eq!(steps.len(), 3);
+            let (first, count) = (&steps[2]["first_operation"], steps[2]["operations"].as_u64().unwrap());
+            assert_eq!(count as usize, buckets.report().unwrap().buckets.len());
+            let operations = comm["operations"].as_array().unwrap();
+            let at = operations.iter().position(|operation| operation["number"] == *first).unwrap();
+            let last = &operations[at + count as usize - 1];
+            assert_eq!(last["state"], "done", "the last bucket had ended when the step had");
+            block_on(buckets.close()).unwrap();
+        });
+    }
+}
+
+#[test]
 fn clipping_gives_all_ranks_the_same_bits_and_refuses_what_is_no_number() {
     let clipped = each(3, "local", |rank, comm| {
         let mut buckets = block_on(Buckets::new(&comm.share(), &layout())).unwrap();

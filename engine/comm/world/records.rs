@@ -37,8 +37,8 @@ impl Entry {
     fn record(self) -> CommRecord {
         let Entry { id, name, rank, members, link, cause, recorder } = self;
         let (poisoned, operations) = (cause.map(|cause| cause.to_string()), recorder.snapshot(members.len()));
-        let messages = recorder.messages();
-        CommRecord { id, name, rank, members, link, poisoned, operations, messages }
+        let (messages, steps) = (recorder.messages(), recorder.steps());
+        CommRecord { id, name, rank, members, link, poisoned, operations, messages, steps }
     }
 }
 

@@ -1,0 +1,125 @@
+//! `allstream trace --perfetto`: the records of all ranks as a trace that <https://ui.perfetto.dev> and `chrome://tracing` draw: a process
+//! for each rank, and in it a row for each communicator's operations, one for its messages, and one for the steps of a training loop.
+//!
+//! The format is the Trace Event Format of Chrome: microseconds, here by rank 0's clock from the first event of all.
+
+use serde_json::{Value, json};
+
+use super::{Recording, State};
+
+/// Rows of one communicator: operations that run, those that are queued, messages, steps.
+const ROWS: usize = 4;
+
+/// The trace of these records. Those of several worlds stand side by side.
+pub(super) fn trace(recordings: &[Recording]) -> Value {
+    let mut events = Vec::new();
+    for (process, recording) in recordings.iter().enumerate() {
+        rank(&mut events, process, recording);
+    }
+    let starts = events.iter().filter_map(|event| event["ts"].as_f64());
+    let zero = starts.fold(f64::INFINITY, f64::min);
+    for event in &mut events {
+        if let Some(at) = event["ts"].as_f64() {
+            event["ts"] = json!(at - zero);
+        }
+    }
+    json!({ "traceEvents": events, "displayTimeUnit": "ms" })
+}
+
+fn rank(events: &mut Vec<Value>, process: usize, recording: &Recording) {
+    let Recording { rank, size, world, host, pid, .. } = recording;
+    let name = format!("rank {rank} of {size} ({host}, process {pid}, world {world})");
+    events.push(json!({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}));
+    events.push(
+        json!({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}),
+    );
+    let clock = recording.clock.as_ref().map_or(0.0, |clock| clock.offset_us);
+    let written = recording.written_at_unix_ms * 1e3;
+    for (i, comm) in recording.comms.iter().enumerate() {
+        let mut rows =
+            Rows { events, process, first: ROWS * i, comm: &comm.name, named: [false; ROWS], ids: 0 };
+        for o in &comm.operations {
+            let started = o.started_us.unwrap_or(o.submitted_us).max(o.submitted_us);
+            let end = o.finished_us.unwrap_or(written).max(started);
+            let args = json!({
+                "number": o.number, "algorithm": o.algo, "bytes": o.bytes, "failed": o.state == State::Failed,
+                "ended": o.finished_us.is_some(),
+            });
+            if o.started_us.is_none() && o.open() {
+                rows.beside(1, &o.call, (o.submitted_us + clock, end + clock), args);
+                continue;
+            }
+            if started > o.submitted_us {
+                rows.beside(
+                    1,
+                    &o.call,
+                    (o.submitted_us + clock, started + clock),
+                    json!({"number": o.number}),
+                );
+            }
+            rows.row(0, &o.call, (started + clock, end + clock), args);
+        }
+        for m in &comm.messages {
+            let name = format!("{} {} {} tag {}", m.direction, way(&m.direction), m.peer, m.tag);
+            let args = json!({ "call": m.call, "ended": m.finished_us.is_some() });
+            let end = m.finished_us.unwrap_or(written);
+            rows.beside(2, &name, (m.submitted_us + clock, end + clock), args);
+        }
+        for step in &comm.steps {
+            let args = json!({ "step": step.number, "buckets": step.operations });
+            rows.row(3, "compute", (step.began_us + clock, step.called_us + clock), args.clone());
+            rows.row(3, "exposed", (step.called_us + clock, step.ended_us + clock), args);
+        }
+    }
+}
+
+fn way(direction: &str) -> &'static str {
+    if direction == "send" { "to rank" } else { "from rank" }
+}
+
+/// The rows of one communicator on one rank.
+struct Rows<'a> {
+    events: &'a mut Vec<Value>,
+    process: usize,
+    first: usize,
+    comm: &'a str,
+    named: [bool; ROWS],
+    ids: usize,
+}
+
+impl Rows<'_> {
+    /// Names a row when the first event comes.
+    fn name(&mut self, row: usize) -> usize {
+        let thread = self.first + row;
+        if !std::mem::replace(&mut self.named[row], true) {
+            let what = ["operations", "queued operations", "messages", "steps"][row];
+            let name = format!("{} {what}", self.comm);
+            let (process, event) = (self.process, "thread_name");
+            self.events.push(
+                json!({"ph": "M", "pid": process, "tid": thread, "name": event, "args": {"name": name}}),
+            );
+        }
+        thread
+    }
+
+    /// What has a row to itself: no two of these overlap.
+    fn row(&mut self, row: usize, name: &str, (from, to): (f64, f64), args: Value) {
+        let (thread, dur) = (self.name(row), (to - from).max(0.0));
+        self.events.push(json!({
+            "ph": "X", "pid": self.process, "tid": thread, "name": name, "ts": from, "dur": dur, "args": args,
+        }));
+    }
+
+    /// What may overlap: a beginning and an end, which the viewer puts below each other.
+    fn beside(&mut self, row: usize, name: &str, (from, to): (f64, f64), args: Value) {
+        let thread = self.name(row);
+        self.ids += 1;
+        let id = format!("{}.{}.{}", self.process, thread, self.ids);
+        for (ph, at) in [("b", from), ("e", to.max(from))] {
+            self.events.push(json!({
+                "ph": ph, "cat": self.comm, "id": id, "pid": self.process, "tid": thread, "name": name, "ts": at,
+                "args": if ph == "b" { args.clone() } else { json!({}) },
+            }));
+        }
+    }
+}

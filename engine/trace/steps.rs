@@ -1,0 +1,63 @@
+//! Steps of a training loop in the flight recorder: which operations reduced their gradients, and when the loop computed and waited.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use serde::Serialize;
+
+/// Steps kept of each communicator.
+const KEEP: usize = 64;
+
+/// A step, as the gradient buckets of one rank saw it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Step {
+    /// How many came before it.
+    pub(crate) number: u64,
+    /// The operation of its first bucket. Those of the other buckets follow.
+    pub(crate) first: u64,
+    pub(crate) buckets: u64,
+    /// When the step before it had ended: from then on the loop computed.
+    pub(crate) began: Instant,
+    /// When the loop began to wait for all gradients, and when it had them.
+    pub(crate) called: Instant,
+    pub(crate) ended: Instant,
+}
+
+/// The last steps, oldest first.
+#[derive(Default)]
+pub(super) struct Steps(VecDeque<Step>);
+
+impl Steps {
+    pub(super) fn keep(&mut self, step: Step) {
+        if self.0.is_empty() {
+            self.0.reserve_exact(KEEP);
+        }
+        if self.0.len() == KEEP {
+            self.0.pop_front();
+        }
+        self.0.push_back(step);
+    }
+
+    pub(super) fn on_record(&self, at: impl Fn(Instant) -> f64) -> Vec<StepOnRecord> {
+        let each = |step: &Step| StepOnRecord {
+            number: step.number,
+            first_operation: step.first,
+            operations: step.buckets,
+            began_us: at(step.began),
+            called_us: at(step.called),
+            ended_us: at(step.ended),
+        };
+        self.0.iter().map(each).collect()
+    }
+}
+
+/// A step, as written.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct StepOnRecord {
+    number: u64,
+    first_operation: u64,
+    operations: u64,
+    began_us: f64,
+    called_us: f64,
+    ended_us: f64,
+}
