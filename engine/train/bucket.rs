@@ -1,10 +1,12 @@
 //! A bucket: gradients that are reduced by one operation, and the memory in which small ones are packed.
 
+use std::ops::Range;
+
 use super::layout::{Options, Param};
 use crate::comm::{Comm, Work};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, elements};
-use crate::types::{DType, ReduceOp, bf16, f16};
+use crate::types::{DType, Rank, ReduceOp, bf16, f16};
 
 /// Gradients of fewer bytes are packed: to copy them twice takes less time than a part of an operation does. Of 4 KB it took less than
 /// half of
@@ -42,12 +44,22 @@ pub(super) struct Bucket<B: Buf> {
     flight: Flight<B>,
     /// Parameters of it that have no gradient yet in this step.
     missing: usize,
+    /// Of one that is sharded: how many elements of its one buffer each rank owns, one rank's behind the other's.
+    counts: Vec<usize>,
 }
 
 impl<B: Buf> Bucket<B> {
     fn new() -> Bucket<B> {
         let (singles, packs, packed) = (Vec::new(), Vec::new(), Vec::new());
-        Bucket { singles, packs, packed, list: Vec::new(), flight: Flight::Nothing, missing: 0 }
+        Bucket {
+            singles,
+            packs,
+            packed,
+            list: Vec::new(),
+            flight: Flight::Nothing,
+            missing: 0,
+            counts: Vec::new(),
+        }
     }
 
     fn add(&mut self, i: usize, param: &Param) {
@@ -88,6 +100,42 @@ impl<B: Buf> Bucket<B> {
         self.missing == 0
     }
 
+    /// Whether a bucket that is sharded, so of one buffer, takes this parameter, too.
+    fn takes(&self, param: &Param) -> bool {
+        let is_small = param.bytes() < PACKED_BELOW;
+        self.singles.is_empty() && is_small && self.packs.iter().all(|pack| pack.dtype == param.dtype())
+    }
+
+    /// Divides its one buffer among so many ranks, as evenly as can be.
+    fn divide(&mut self, ranks: usize, layout: &[Param]) {
+        let packed = self.packs.iter().map(|pack| pack.len);
+        let len: usize = packed.chain(self.singles.iter().map(|i| layout[*i].len())).sum();
+        self.counts.extend((0..ranks).map(|rank| len / ranks + usize::from(rank < len % ranks)));
+    }
+
+    /// Which elements of a parameter this rank owns, in a bucket that is sharded.
+    pub(super) fn owned(&self, i: usize, param: &Param, rank: Rank) -> Range<usize> {
+        let begin: usize = self.counts[..rank].iter().sum();
+        let end = begin + self.counts[rank];
+        let packed = self.packs.iter().flat_map(|pack| &pack.members).find(|(member, _)| *member == i);
+        let at = packed.map_or(0, |(_, at)| *at);
+        let within = |element: usize| element.clamp(at, at + param.len()) - at;
+        within(begin)..within(end)
+    }
+
+    /// Copies what is packed of these buffers into the packed ones.
+    fn pack(&mut self, bufs: &mut [Option<B>]) -> Result<(), Error> {
+        for (pack, packed) in self.packs.iter().zip(&mut self.packed) {
+            for &(i, at) in &pack.members {
+                let buf = bufs[i].as_mut();
+                let len = buf.as_ref().map_or(0, |buf| buf.len());
+                buf.and_then(|buf| elements::copy((buf, 0), (packed, at), len))
+                    .ok_or_else(|| not_there(i))?;
+            }
+        }
+        Ok(())
+    }
+
     /// Packs what is to be packed, and submits all.
     pub(super) fn launch(
         &mut self,
@@ -95,25 +143,46 @@ impl<B: Buf> Bucket<B> {
         (op, scale): (ReduceOp, Option<f64>),
         grads: &mut [Option<B>],
     ) -> Result<(), Error> {
-        for (pack, packed) in self.packs.iter().zip(&mut self.packed) {
-            for &(i, at) in &pack.members {
-                let grad = grads[i].as_mut();
-                let len = grad.as_ref().map_or(0, |grad| grad.len());
-                grad.and_then(|grad| elements::copy((grad, 0), (packed, at), len))
-                    .ok_or_else(|| not_there(i))?;
-            }
-        }
+        self.pack(grads)?;
         let call = match scale {
             Some(factor) => comm.scale(factor),
             None => comm.op(op),
         };
         self.flight = match (&self.singles[..], &self.packs[..]) {
-            ([], [_]) => Flight::Packed(call.all_reduce(self.packed.pop().ok_or_else(|| not_there(0))?)),
-            ([i], []) => Flight::Single(call.all_reduce(grads[*i].take().ok_or_else(|| not_there(*i))?)),
+            ([], [_]) => {
+                let buf = self.packed.pop().ok_or_else(|| not_there(0))?;
+                Flight::Packed(match &self.counts[..] {
+                    [] => call.all_reduce(buf),
+                    counts => call.reduce_scatter_v_in_place(buf, counts),
+                })
+            }
+            ([i], []) => {
+                let buf = grads[*i].take().ok_or_else(|| not_there(*i))?;
+                Flight::Single(match &self.counts[..] {
+                    [] => call.all_reduce(buf),
+                    counts => call.reduce_scatter_v_in_place(buf, counts),
+                })
+            }
             _ => {
                 self.list.extend(self.singles.iter().filter_map(|i| grads[*i].take()));
                 let bufs = (std::mem::take(&mut self.list), std::mem::take(&mut self.packed));
                 Flight::Several(call.all_reduce_list(bufs))
+            }
+        };
+        Ok(())
+    }
+
+    /// Of a bucket that is sharded: submits the gathering of what each rank owns of these weights.
+    pub(super) fn gather(&mut self, comm: &mut Comm, weights: &mut [Option<B>]) -> Result<(), Error> {
+        self.pack(weights)?;
+        self.flight = match self.singles[..] {
+            [i] => {
+                let buf = weights[i].take().ok_or_else(|| not_there(i))?;
+                Flight::Single(comm.all_gather_v_in_place(buf, &self.counts))
+            }
+            _ => {
+                let buf = self.packed.pop().ok_or_else(|| not_there(0))?;
+                Flight::Packed(comm.all_gather_v_in_place(buf, &self.counts))
             }
         };
         Ok(())
@@ -172,13 +241,14 @@ impl<B: Buf> Bucket<B> {
 pub(super) fn form<B: Buf>(
     layout: &[Param],
     order: impl Iterator<Item = usize>,
-    options: &Options,
+    (options, ranks): (&Options, usize),
     memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>,
 ) -> Result<Vec<Bucket<B>>, Error> {
     let mut buckets: Vec<Bucket<B>> = Vec::new();
     let (mut bytes, mut limit) = (0usize, 0);
     for i in order {
-        if buckets.is_empty() || bytes >= limit {
+        let last_takes = |last: &Bucket<B>| bytes < limit && (!options.sharded || last.takes(&layout[i]));
+        if !buckets.last().is_some_and(last_takes) {
             limit = if buckets.is_empty() { options.first_bucket_bytes } else { options.bucket_bytes };
             buckets.push(Bucket::new());
             bytes = 0;
@@ -191,6 +261,9 @@ pub(super) fn form<B: Buf>(
     for bucket in &mut buckets {
         let packed = bucket.packs.iter().map(|pack| memory(pack.dtype, pack.len));
         bucket.packed = packed.collect::<Result<_, _>>()?;
+        if options.sharded {
+            bucket.divide(ranks, layout);
+        }
         bucket.list.reserve_exact(bucket.singles.len());
         bucket.empty();
     }
@@ -230,7 +303,7 @@ mod tests {
         let small = Param::of::<f32>(1000);
         let layout = [small, Param::of::<f64>(10), small, Param::of::<f32>(20_000), small, small];
         let options = Options::default().first_bucket_bytes(4001).bucket_bytes(80_000);
-        let buckets = form::<Vec<f32>>(&layout, (0..6).rev(), &options, AnyBuf::zeroed).unwrap();
+        let buckets = form::<Vec<f32>>(&layout, (0..6).rev(), (&options, 2), AnyBuf::zeroed).unwrap();
         let members: Vec<Vec<usize>> = buckets.iter().map(|bucket| bucket.members().collect()).collect();
         assert_eq!(members, [vec![5, 4], vec![3], vec![2, 0, 1]]);
         let packs = |k: usize| -> Vec<_> {
@@ -241,5 +314,30 @@ mod tests {
         assert_eq!((packs(1).len(), &buckets[1].singles[..]), (0, &[3][..]));
         let expected = [(vec![(2, 0), (0, 1000)], DType::F32, 2000), (vec![(1, 0)], DType::F64, 10)];
         assert_eq!(packs(2), expected);
+    }
+
+    #[test]
+    fn of_a_sharded_layout_ranks_own_all_elements_once_and_as_many() {
+        let layout = [
+            Param::of::<f32>(1000),
+            Param::of::<f32>(7),
+            Param::of::<f32>(20_001),
+            Param::of::<f64>(10),
+            Param::of::<f32>(0),
+        ];
+        let options = Options::default().sharded();
+        let buckets = form::<AnyBuf>(&layout, 0..5, (&options, 3), AnyBuf::zeroed).unwrap();
+        let members: Vec<Vec<usize>> = buckets.iter().map(|bucket| bucket.members().collect()).collect();
+        assert_eq!(members, [vec![0, 1], vec![2], vec![3], vec![4]], "one buffer each");
+        for (bucket, members) in buckets.iter().zip(&members) {
+            let mut sizes = vec![0; 3];
+            for &i in members {
+                let ranges: Vec<_> = (0..3).map(|rank| bucket.owned(i, &layout[i], rank)).collect();
+                assert_eq!((ranges[0].start, ranges[2].end), (0, layout[i].len()));
+                assert!(ranges.windows(2).all(|two| two[0].end == two[1].start), "{ranges:?}");
+                ranges.iter().zip(&mut sizes).for_each(|(range, size)| *size += range.len());
+            }
+            assert!(sizes.iter().max().unwrap() - sizes.iter().min().unwrap() <= 1, "{sizes:?}");
+        }
     }
 }

@@ -1,5 +1,7 @@
 //! [`Buckets`]: the step of a training loop, from the first gradient that is pushed to the last that comes back.
 
+mod sharded;
+
 use std::fmt;
 use std::time::Instant;
 use std::vec::Drain;
@@ -56,6 +58,8 @@ pub struct Buckets<B: Buf = AnyBuf> {
     uniting: Option<Work<Vec<u8>>>,
     /// Whether `used` is of this step: a finish that is called again does not ask again.
     is_united: bool,
+    /// While weights are gathered: the first bucket whose weights have not come back.
+    gathered: Option<usize>,
     /// The operation of the first bucket of this step.
     first: u64,
     /// How many steps have ended, when the last one did, and when this one was to be finished.
@@ -113,12 +117,14 @@ impl<B: Buf> Buckets<B> {
             launched: 0,
             landed: 0,
             scale: None,
-            is_learnt: false,
+            // What a rank owns stays what it is.
+            is_learnt: options.sharded,
             order: Vec::with_capacity(n),
             learning: None,
             used: Vec::new(),
             uniting: None,
             is_united: false,
+            gathered: None,
             first: 0,
             steps: 0,
             began: Instant::now(),
@@ -135,7 +141,8 @@ impl<B: Buf> Buckets<B> {
 
     fn form(&mut self, order: impl Iterator<Item = usize>) -> Result<(), Error> {
         let memory = |dtype, len| packed(&self.comm, dtype, len);
-        self.buckets = form(&self.layout, order, &self.options, memory)?;
+        let how = (&self.options, self.comm.size());
+        self.buckets = form(&self.layout, order, how, memory)?;
         for (k, bucket) in self.buckets.iter().enumerate() {
             bucket.members().for_each(|i| self.places[i] = k);
         }
@@ -193,22 +200,15 @@ impl<B: Buf> Buckets<B> {
 
     fn check(&self, call: &str, i: usize, grad: &mut B) -> Result<(), Error> {
         let invalid = |problem: String| Err(Error::invalid(call, problem));
-        let Some(param) = self.layout.get(i) else {
+        if i >= self.layout.len() {
             let n = self.layout.len();
             return invalid(format!("there is no parameter {i}: the layout has {n}, 0..={}", n - 1));
-        };
-        let found = RawBuf::of(grad);
-        if let Some(why) = found.unfit() {
-            return invalid(format!("the gradient of parameter {i} cannot be used: {why}"));
         }
-        if found.on_device().is_some() {
-            return invalid(format!(
-                "the gradient of parameter {i} is on a device, and buckets are of memory of the host: copy it there first"
-            ));
-        }
-        let here = Param::new(found.dtype, found.len);
-        if here != *param {
-            return invalid(format!("the gradient of parameter {i} is {here}, and in the layout {param}"));
+        self.check_fits(call, ("gradient", i), grad)?;
+        if self.gathered.is_some() {
+            return invalid(
+                "a gather of weights has not ended: call it again with an empty vector first".into(),
+            );
         }
         if self.is_pushed[i] {
             return invalid(format!(
@@ -217,6 +217,25 @@ impl<B: Buf> Buckets<B> {
             ));
         }
         self.comm.check()
+    }
+
+    /// Whether a buffer is what the layout says of parameter `i`; `what` it is to be, for the error.
+    fn check_fits(&self, call: &str, (what, i): (&str, usize), buf: &mut B) -> Result<(), Error> {
+        let (found, param) = (RawBuf::of(buf), &self.layout[i]);
+        let invalid = |problem: String| Err(Error::invalid(call, problem));
+        if let Some(why) = found.unfit() {
+            return invalid(format!("the {what} of parameter {i} cannot be used: {why}"));
+        }
+        if found.on_device().is_some() {
+            return invalid(format!(
+                "the {what} of parameter {i} is on a device, and buckets are of memory of the host: copy it there first"
+            ));
+        }
+        let here = Param::new(found.dtype, found.len);
+        if here != *param {
+            return invalid(format!("the {what} of parameter {i} is {here}, and in the layout {param}"));
+        }
+        Ok(())
     }
 
     /// The gradient of a parameter is complete.
@@ -340,9 +359,9 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// Forgets the order that was learnt: the end of this step, or of the next if none has begun, learns it anew. All ranks call it in
-    /// the same step.
+    /// the same step. Nothing is learnt where buckets are sharded.
     pub fn relearn(&mut self) {
-        self.is_learnt = false;
+        self.is_learnt = self.options.sharded;
     }
 
     /// Gives up: ends the communicator of these buckets on all ranks, for this reason, and gives back all gradients of the step that can
@@ -489,6 +508,7 @@ impl<B: Buf> Buckets<B> {
     /// The next step.
     fn begin(&mut self) {
         (self.began, self.called) = (Instant::now(), None);
+        self.gathered = None;
         (self.launched, self.landed, self.scale) = (0, 0, None);
         (self.learning, self.uniting, self.broken) = (None, None, None);
         self.is_pushed.fill(false);

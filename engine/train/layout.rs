@@ -56,11 +56,12 @@ pub struct Options {
     pub(super) bucket_bytes: usize,
     pub(super) first_bucket_bytes: usize,
     pub(super) op: ReduceOp,
+    pub(super) sharded: bool,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { bucket_bytes: BUCKET, first_bucket_bytes: FIRST_BUCKET, op: ReduceOp::Avg }
+        Options { bucket_bytes: BUCKET, first_bucket_bytes: FIRST_BUCKET, op: ReduceOp::Avg, sharded: false }
     }
 }
 
@@ -77,6 +78,14 @@ impl Options {
         self
     }
 
+    /// Each rank gets the mean of its own part of the gradients only, by `reduce_scatter` in place of `all_reduce`: for an optimizer whose state
+    /// is divided among the ranks (ZeRO stage 1). [`Buckets::owned`](super::Buckets::owned) says which part that is, and
+    /// [`Buckets::gather`](super::Buckets::gather) brings the updated weights together.
+    pub fn sharded(mut self) -> Options {
+        self.sharded = true;
+        self
+    }
+
     /// The sum over ranks in place of their mean.
     pub fn sum(mut self) -> Options {
         self.op = ReduceOp::Sum;
@@ -85,11 +94,17 @@ impl Options {
 }
 
 /// What ranks compare: numbers, the first few of which have names.
-const NAMES: [&str; 4] =
-    ["number of parameters", "bucket_bytes", "first_bucket_bytes", "reduction (its number as a ReduceOp)"];
+const NAMES: [&str; 5] = [
+    "number of parameters",
+    "bucket_bytes",
+    "first_bucket_bytes",
+    "reduction (its number as a ReduceOp)",
+    "sharded (1: yes)",
+];
 
 fn words(layout: &[Param], options: &Options) -> Vec<u64> {
-    let head = [layout.len(), options.bucket_bytes, options.first_bucket_bytes, options.op as usize];
+    let Options { bucket_bytes, first_bucket_bytes, op, sharded } = *options;
+    let head = [layout.len(), bucket_bytes, first_bucket_bytes, op as usize, usize::from(sharded)];
     let params = layout.iter().flat_map(|param| [param.dtype as u64, param.len as u64]);
     head.into_iter().map(|word| word as u64).chain(params).collect()
 }

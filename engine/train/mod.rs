@@ -31,6 +31,40 @@
 //! 3. **Finish.** Buckets are awaited in their order, packed gradients are copied back to where they came from, and all buffers are
 //!    given back in the order of the layout. On failure all that can be had come back with the error.
 //!
+//! # An optimizer whose state is divided among the ranks
+//! With [`Options::sharded`] (ZeRO stage 1) each rank gets the mean of its own part of the gradients only, updates that part of the weights with
+//! the optimizer's state of that part, and [`Buckets::gather`] gives all weights to all ranks. As much is sent as by `all_reduce`, and each
+//! rank keeps and computes one part in as many as there are ranks.
+//!
+//! ```
+//! use allstream::train::{Buckets, Options, Param};
+//!
+//! # fn backward(weights: &[Vec<f32>]) -> Vec<Vec<f32>> { weights.to_vec() }
+//! # async fn training(comm: allstream::Comm) -> Result<(), allstream::Error> {
+//! let mut weights = vec![vec![1.0f32; 8], vec![2.0; 3]];
+//! let layout = [Param::of::<f32>(8), Param::of::<f32>(3)];
+//! let mut buckets = Buckets::with(&comm.share(), &layout, Options::default().sharded()).await?;
+//! let mut momentum: Vec<Vec<f32>> = (0..layout.len()).map(|i| vec![0.0; buckets.owned(i).len()]).collect();
+//! for _step in 0..10 {
+//!     for (i, grad) in backward(&weights).into_iter().enumerate().rev() {
+//!         buckets.push(i, grad)?;
+//!     }
+//!     let grads: Vec<Vec<f32>> = buckets.finish().await?.collect();
+//!     for (i, grad) in grads.iter().enumerate() {
+//!         let owned = buckets.owned(i);
+//!         let state = momentum[i].iter_mut().zip(&grad[owned.clone()]);
+//!         for (weight, (momentum, grad)) in weights[i][owned].iter_mut().zip(state) {
+//!             *momentum = 0.9 * *momentum + grad;
+//!             *weight -= 0.1 * *momentum;
+//!         }
+//!     }
+//!     weights = buckets.gather(weights).await?;
+//! }
+//! buckets.close().await?;
+//! # Ok(()) }
+//! # futures::executor::block_on(training(allstream::Comm::local(1).unwrap().remove(0))).unwrap();
+//! ```
+//!
 //! # Where the time goes
 //! [`Buckets::report`] says of the last step how long it computed, how long its buckets took, and how much of that was exposed: the loop waited
 //! for it. `allstream trace --overlap` says so of the last steps of all ranks, and `allstream trace --perfetto` draws them.

@@ -10,6 +10,8 @@ use futures::executor::block_on;
 
 use crate::support::{Ended, each, join, link_env, role, spawn_ranks};
 
+mod sharded;
+
 const LIMIT: Duration = Duration::from_secs(60);
 const LINKS: [&str; 3] = ["local", "shm", "tcp"];
 
@@ -460,7 +462,10 @@ fn a_report_says_where_the_time_of_a_step_went_and_so_does_the_record() {
                 assert_eq!(bytes, 4 * LENS.iter().sum::<usize>());
                 let (mut took, mut hidden) = (Duration::ZERO, Duration::ZERO);
                 for bucket in &report.buckets {
-                    assert!(bucket.submitted <= bucket.started && bucket.started <= bucket.finished, "{report}");
+                    assert!(
+                        bucket.submitted <= bucket.started && bucket.started <= bucket.finished,
+                        "{report}"
+                    );
                     assert!(bucket.finished <= report.compute + report.exposed, "{report}");
                     assert!(bucket.hidden <= bucket.finished - bucket.started, "{report}");
                     (took, hidden) = (took + bucket.finished - bucket.started, hidden + bucket.hidden);

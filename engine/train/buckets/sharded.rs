@@ -1,0 +1,100 @@
+//! Sharded buckets: what each rank owns of the parameters, and how their weights come together after the optimizer's step.
+
+use std::ops::Range;
+
+use super::{Back, Buckets, MOST_IN_FLIGHT};
+use crate::error::{Error, Failed};
+use crate::mem::Buf;
+
+const CALL: &str = "gather";
+
+impl<B: Buf> Buckets<B> {
+    /// Which elements of parameter `i` this rank owns, where buckets are [sharded](super::super::Options::sharded): `finish` gives the mean of
+    /// those, and unspecified contents beside them. Every element has one owner, and all ranks own as many, up to one element in each bucket.
+    /// It is the same in every step. All elements, where buckets are not sharded.
+    ///
+    /// # Panics
+    /// Where the layout has no such parameter.
+    pub fn owned(&self, i: usize) -> Range<usize> {
+        let param = &self.layout[i];
+        if self.options.sharded {
+            self.buckets[self.places[i]].owned(i, param, self.comm.rank())
+        } else {
+            0..param.len()
+        }
+    }
+
+    /// Brings weights together of which each rank has updated the elements that it [owns](Self::owned): all get all of them. In place, in the
+    /// order of the layout, and of the layout's types and lengths. Collective, between two steps.
+    ///
+    /// Cancel safe: where the future is dropped, call it again with an empty vector to get the weights.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where buckets are not sharded, a step has begun, or weights are not what the layout says: they come back, and nothing
+    /// has happened. Else the cause for which the communicator of these buckets is dead, and all weights that can be had.
+    pub async fn gather(&mut self, weights: Vec<B>) -> Result<Vec<B>, Failed<Back<B>>> {
+        let back =
+            |weights: Vec<B>, error| Failed { buf: Some(weights.into_iter().map(Some).collect()), error };
+        if self.gathered.is_none() {
+            let mut weights = weights;
+            if let Err(error) = self.check_weights(&mut weights) {
+                return Err(back(weights, error));
+            }
+            self.grads.iter_mut().zip(weights).for_each(|(place, weight)| *place = Some(weight));
+            (self.gathered, self.launched) = (Some(0), 0);
+        } else if !weights.is_empty() {
+            let problem =
+                "the last gather has not ended: call it again with an empty vector, to get its weights";
+            return Err(back(weights, Error::invalid(CALL, problem)));
+        }
+        match self.gather_all().await {
+            Ok(()) => {
+                self.begin();
+                Ok(self.grads.iter_mut().filter_map(Option::take).collect())
+            }
+            Err(error) => {
+                // Where the communicator is not dead, the others would wait for what this rank does not call any more.
+                if self.comm.check().is_ok() {
+                    self.comm.abort(error.to_string());
+                }
+                Err(Failed { buf: Some(self.take_back().await), error })
+            }
+        }
+    }
+
+    async fn gather_all(&mut self) -> Result<(), Error> {
+        let all = self.buckets.len();
+        while let Some(next) = self.gathered.filter(|next| *next < all) {
+            while self.launched < all && self.launched - next < MOST_IN_FLIGHT {
+                self.launched += 1;
+                self.buckets[self.launched - 1].gather(&mut self.comm, &mut self.grads)?;
+            }
+            self.buckets[next].land(&mut self.grads).await?;
+            self.gathered = Some(next + 1);
+        }
+        Ok(())
+    }
+
+    fn check_weights(&self, weights: &mut [B]) -> Result<(), Error> {
+        let invalid = |problem: String| Err(Error::invalid(CALL, problem));
+        if !self.options.sharded {
+            return invalid("these buckets are not sharded, so that every rank has all gradients: ask for Options::sharded".into());
+        }
+        if let Some(i) = self.grads.iter().position(Option::is_some) {
+            return invalid(format!(
+                "parameter {i} has a gradient in this step already: finish the step first"
+            ));
+        }
+        if weights.len() != self.layout.len() {
+            return invalid(format!(
+                "{} weights were given, and the layout has {} parameters",
+                weights.len(),
+                self.layout.len()
+            ));
+        }
+        weights
+            .iter_mut()
+            .enumerate()
+            .try_for_each(|(i, weight)| self.check_fits(CALL, ("weight", i), weight))
+    }
+}
