@@ -15,7 +15,10 @@ const PACKED_BELOW: usize = 64 << 10;
 
 /// Parameters of one element type whose gradients are copied into one buffer.
 struct Pack {
+    /// Of the gradients.
     dtype: DType,
+    /// Of the buffer into which they are packed: another one where they are compressed.
+    wire: DType,
     /// The parameters, and the element at which each begins.
     members: Vec<(usize, usize)>,
     /// Elements of all of them.
@@ -62,12 +65,18 @@ impl<B: Buf> Bucket<B> {
         }
     }
 
-    fn add(&mut self, i: usize, param: &Param) {
-        if param.bytes() >= PACKED_BELOW {
+    fn add(&mut self, i: usize, param: &Param, wire: Option<DType>) {
+        let wire = wire.filter(|_| param.dtype() == DType::F32);
+        if param.bytes() >= PACKED_BELOW && wire.is_none() {
             return self.singles.push(i);
         }
         let at = self.packs.iter().position(|pack| pack.dtype == param.dtype()).unwrap_or_else(|| {
-            self.packs.push(Pack { dtype: param.dtype(), members: Vec::new(), len: 0 });
+            self.packs.push(Pack {
+                dtype: param.dtype(),
+                wire: wire.unwrap_or(param.dtype()),
+                members: Vec::new(),
+                len: 0,
+            });
             self.packs.len() - 1
         });
         let pack = &mut self.packs[at];
@@ -123,14 +132,35 @@ impl<B: Buf> Bucket<B> {
         within(begin)..within(end)
     }
 
-    /// Copies what is packed of these buffers into the packed ones.
-    fn pack(&mut self, bufs: &mut [Option<B>]) -> Result<(), Error> {
+    /// Copies what is packed of these buffers into the packed ones. `residuals`: what rounding has taken from each parameter.
+    fn pack(&mut self, bufs: &mut [Option<B>], residuals: &mut [Vec<f32>]) -> Result<(), Error> {
         for (pack, packed) in self.packs.iter().zip(&mut self.packed) {
             for &(i, at) in &pack.members {
-                let buf = bufs[i].as_mut();
-                let len = buf.as_ref().map_or(0, |buf| buf.len());
-                buf.and_then(|buf| elements::copy((buf, 0), (packed, at), len))
-                    .ok_or_else(|| not_there(i))?;
+                let buf = bufs[i].as_mut().ok_or_else(|| not_there(i))?;
+                let len = buf.len();
+                let done = if pack.wire == pack.dtype {
+                    elements::copy((buf, 0), (packed, at), len)
+                } else {
+                    residuals.get_mut(i).and_then(|residual| elements::compress(buf, residual, (packed, at)))
+                };
+                done.ok_or_else(|| not_there(i))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The same back.
+    fn unpack(&mut self, bufs: &mut [Option<B>]) -> Result<(), Error> {
+        for (pack, packed) in self.packs.iter().zip(&mut self.packed) {
+            for &(i, at) in &pack.members {
+                let buf = bufs[i].as_mut().ok_or_else(|| not_there(i))?;
+                let len = buf.len();
+                let done = if pack.wire == pack.dtype {
+                    elements::copy((packed, at), (buf, 0), len)
+                } else {
+                    elements::expand((packed, at), buf)
+                };
+                done.ok_or_else(|| not_there(i))?;
             }
         }
         Ok(())
@@ -141,9 +171,9 @@ impl<B: Buf> Bucket<B> {
         &mut self,
         comm: &mut Comm,
         (op, scale): (ReduceOp, Option<f64>),
-        grads: &mut [Option<B>],
+        (grads, residuals): (&mut [Option<B>], &mut [Vec<f32>]),
     ) -> Result<(), Error> {
-        self.pack(grads)?;
+        self.pack(grads, residuals)?;
         let call = match scale {
             Some(factor) => comm.scale(factor),
             None => comm.op(op),
@@ -174,7 +204,7 @@ impl<B: Buf> Bucket<B> {
 
     /// Of a bucket that is sharded: submits the gathering of what each rank owns of these weights.
     pub(super) fn gather(&mut self, comm: &mut Comm, weights: &mut [Option<B>]) -> Result<(), Error> {
-        self.pack(weights)?;
+        self.pack(weights, &mut [])?;
         self.flight = match self.singles[..] {
             [i] => {
                 let buf = weights[i].take().ok_or_else(|| not_there(i))?;
@@ -225,15 +255,7 @@ impl<B: Buf> Bucket<B> {
         };
         self.flight = Flight::Nothing;
         result?;
-        for (pack, packed) in self.packs.iter().zip(&mut self.packed) {
-            for &(i, at) in &pack.members {
-                let grad = grads[i].as_mut();
-                let len = grad.as_ref().map_or(0, |grad| grad.len());
-                grad.and_then(|grad| elements::copy((packed, at), (grad, 0), len))
-                    .ok_or_else(|| not_there(i))?;
-            }
-        }
-        Ok(())
+        self.unpack(grads)
     }
 }
 
@@ -255,11 +277,11 @@ pub(super) fn form<B: Buf>(
         }
         bytes = bytes.saturating_add(layout[i].bytes());
         if let Some(bucket) = buckets.last_mut() {
-            bucket.add(i, &layout[i]);
+            bucket.add(i, &layout[i], options.wire);
         }
     }
     for bucket in &mut buckets {
-        let packed = bucket.packs.iter().map(|pack| memory(pack.dtype, pack.len));
+        let packed = bucket.packs.iter().map(|pack| memory(pack.wire, pack.len));
         bucket.packed = packed.collect::<Result<_, _>>()?;
         if options.sharded {
             bucket.divide(ranks, layout);

@@ -13,7 +13,7 @@ use crate::comm::{Comm, SharedComm, Work};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, RawBuf, elements};
 use crate::trace::Step;
-use crate::types::ReduceOp;
+use crate::types::{DType, ReduceOp};
 
 /// Buckets in flight at a time, of the 1024 operations that a communicator takes.
 const MOST_IN_FLIGHT: usize = 512;
@@ -41,6 +41,8 @@ pub struct Buckets<B: Buf = AnyBuf> {
     /// The gradients that are here: pushed and not launched, accumulated, or come back.
     grads: Vec<Option<B>>,
     is_pushed: Vec<bool>,
+    /// Of parameters whose gradients are compressed: what rounding has taken from them. Else empty.
+    residuals: Vec<Vec<f32>>,
     /// Parameters of which this rank has no gradient in this step, and reduces zeros.
     is_lent: Vec<bool>,
     /// The first bucket that is not launched yet, and the first that has not come back.
@@ -113,6 +115,7 @@ impl<B: Buf> Buckets<B> {
             places: vec![0; n],
             grads: (0..n).map(|_| None).collect(),
             is_pushed: vec![false; n],
+            residuals: residuals(layout, &options),
             is_lent: vec![false; n],
             launched: 0,
             landed: 0,
@@ -262,7 +265,7 @@ impl<B: Buf> Buckets<B> {
                 return;
             }
             let how = (self.options.op, self.scale);
-            if let Err(error) = bucket.launch(&mut self.comm, how, &mut self.grads) {
+            if let Err(error) = bucket.launch(&mut self.comm, how, (&mut self.grads, &mut self.residuals)) {
                 self.broken.get_or_insert(error);
             }
             if self.launched == 0 {
@@ -530,6 +533,12 @@ impl<B: Buf> Buckets<B> {
         self.begin();
         back
     }
+}
+
+/// For each parameter whose gradient is compressed as many zeros as it has elements.
+fn residuals(layout: &[Param], options: &Options) -> Vec<Vec<f32>> {
+    let compressed = |param: &Param| options.wire.is_some() && param.dtype() == DType::F32;
+    layout.iter().map(|param| vec![0.0; if compressed(param) { param.len() } else { 0 }]).collect()
 }
 
 fn not_added(call: &str, i: usize) -> Error {

@@ -57,11 +57,18 @@ pub struct Options {
     pub(super) first_bucket_bytes: usize,
     pub(super) op: ReduceOp,
     pub(super) sharded: bool,
+    pub(super) wire: Option<DType>,
 }
 
 impl Default for Options {
     fn default() -> Options {
-        Options { bucket_bytes: BUCKET, first_bucket_bytes: FIRST_BUCKET, op: ReduceOp::Avg, sharded: false }
+        Options {
+            bucket_bytes: BUCKET,
+            first_bucket_bytes: FIRST_BUCKET,
+            op: ReduceOp::Avg,
+            sharded: false,
+            wire: None,
+        }
     }
 }
 
@@ -86,6 +93,17 @@ impl Options {
         self
     }
 
+    /// Gradients of `f32` are rounded to this type of 16 bits, [`DType::BF16`] or [`DType::F16`], before they are sent and reduced: half as many
+    /// bytes. What rounding takes from a gradient is added to that of the next step (error feedback), for which each rank keeps as much memory as
+    /// the gradients have. The sums of the ranks are rounded, too, and of those nothing is kept. Numbers too large for the type become infinite:
+    /// `BF16` has the range of `f32`.
+    ///
+    /// Other types are sent as they are. Not for [sharded](Self::sharded) buckets.
+    pub fn compress(mut self, wire: DType) -> Options {
+        self.wire = Some(wire);
+        self
+    }
+
     /// The sum over ranks in place of their mean.
     pub fn sum(mut self) -> Options {
         self.op = ReduceOp::Sum;
@@ -94,17 +112,19 @@ impl Options {
 }
 
 /// What ranks compare: numbers, the first few of which have names.
-const NAMES: [&str; 5] = [
+const NAMES: [&str; 6] = [
     "number of parameters",
     "bucket_bytes",
     "first_bucket_bytes",
     "reduction (its number as a ReduceOp)",
     "sharded (1: yes)",
+    "type to compress to (its number as a DType; none: 255)",
 ];
 
 fn words(layout: &[Param], options: &Options) -> Vec<u64> {
-    let Options { bucket_bytes, first_bucket_bytes, op, sharded } = *options;
-    let head = [layout.len(), bucket_bytes, first_bucket_bytes, op as usize, usize::from(sharded)];
+    let Options { bucket_bytes, first_bucket_bytes, op, sharded, wire } = *options;
+    let wire = wire.map_or(255, |wire| wire as usize);
+    let head = [layout.len(), bucket_bytes, first_bucket_bytes, op as usize, usize::from(sharded), wire];
     let params = layout.iter().flat_map(|param| [param.dtype as u64, param.len as u64]);
     head.into_iter().map(|word| word as u64).chain(params).collect()
 }
@@ -165,6 +185,12 @@ pub(super) async fn agree(comm: &mut Comm, layout: &[Param], options: &Options) 
     }
     if options.bucket_bytes == 0 || options.first_bucket_bytes == 0 {
         return problem("buckets of 0 bytes were asked for, expected at least 1".into());
+    }
+    if let Some(wire) = options.wire.filter(|wire| !matches!(wire, DType::BF16 | DType::F16)) {
+        return problem(format!("gradients cannot be compressed to {wire}, expected bf16 or f16"));
+    }
+    if options.wire.is_some() && options.sharded {
+        return problem("buckets cannot be both sharded and compressed: ask for one of the two".into());
     }
     match layout.iter().position(|param| !options.op.supports(param.dtype)) {
         Some(i) => {
