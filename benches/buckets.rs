@@ -12,7 +12,7 @@ use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use allstream::train::{Buckets, Options, Param};
-use allstream::{Comm, LinkChoice, ReduceOp, Rendezvous};
+use allstream::{Comm, DType, LinkChoice, ReduceOp, Rendezvous};
 use futures::executor::block_on;
 
 type Res<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -146,10 +146,30 @@ fn measure(mut comm: Comm, link: &str, rounds: usize) -> Res<()> {
     }
     let (a, b) = (median(times.0), median(times.1));
     show("100 x 4 KB / one all_reduce of 400 KB", a, b, a / b);
+    compressed(&mut comm, rounds, &show)?;
     for mb in [4, 25] {
         exposed(&mut comm, rounds, mb, &show)?;
     }
     block_on(comm.close())?;
+    Ok(())
+}
+
+/// The same gradients rounded to 16 bits, against as they are.
+fn compressed(comm: &mut Comm, rounds: usize, show: &dyn Fn(&str, f64, f64, f64)) -> Res<()> {
+    let one = Options::default().first_bucket_bytes(usize::MAX).sum();
+    let (mut halves, mut grads) = model(comm, (8, 1 << 19), one.compress(DType::BF16))?;
+    let (mut whole, mut others) = model(comm, (8, 1 << 19), one)?;
+    let mut times = (Vec::new(), Vec::new());
+    for _ in 0..rounds {
+        let time;
+        (grads, time) = timed(comm, || step(&mut halves, grads, Duration::ZERO))?;
+        times.0.push(time);
+        let time;
+        (others, time) = timed(comm, || step(&mut whole, others, Duration::ZERO))?;
+        times.1.push(time);
+    }
+    let (a, b) = (median(times.0), median(times.1));
+    show("one bucket of 8 x 2048 KB as bf16 / as f32", a, b, a / b);
     Ok(())
 }
 

@@ -493,6 +493,41 @@ fn a_report_says_where_the_time_of_a_step_went_and_so_does_the_record() {
     }
 }
 
+/// Kilobytes of memory that this process has.
+fn memory() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+#[test]
+fn ten_thousand_steps_take_no_more_memory_than_a_thousand() {
+    if role() {
+        let comm = join();
+        let rank = comm.rank();
+        let mut buckets = block_on(Buckets::with(&comm.share(), &layout(), small_buckets())).unwrap();
+        let mut grads: Vec<Vec<f32>> = (0..LENS.len()).map(|i| grad(rank, i, 0)).collect();
+        let mut after_1000 = 0;
+        for number in 0..10_000 {
+            for (i, grad) in grads.into_iter().enumerate() {
+                assert!(buckets.push(i, grad).unwrap().is_none());
+            }
+            grads = block_on(buckets.finish()).unwrap().collect();
+            if number == 1000 {
+                after_1000 = memory();
+            }
+        }
+        let grown = memory().saturating_sub(after_1000);
+        assert!(grown < 1024, "rank {rank} has {grown} kB more after 10,000 steps than after 1,000");
+        return block_on(buckets.close()).unwrap();
+    }
+    let name = "train::ten_thousand_steps_take_no_more_memory_than_a_thousand";
+    for link in ["shm", "tcp"] {
+        let ended = spawn_ranks(name, 2, 2 * LIMIT, |rank| link_env(link, rank, 2)).wait(2 * LIMIT);
+        assert!(ended.iter().all(Ended::success), "{link}: {ended:?}");
+    }
+}
+
 #[test]
 fn clipping_gives_all_ranks_the_same_bits_and_refuses_what_is_no_number() {
     let clipped = each(3, "local", |rank, comm| {
