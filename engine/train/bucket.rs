@@ -66,8 +66,8 @@ impl<B: Buf> Bucket<B> {
     }
 
     fn add(&mut self, i: usize, param: &Param, wire: Option<DType>) {
-        let wire = wire.filter(|_| param.dtype() == DType::F32);
-        if param.bytes() >= PACKED_BELOW && wire.is_none() {
+        let wire = wire.filter(|_| param.is_compressed());
+        if param.is_on_device() || param.bytes() >= PACKED_BELOW && wire.is_none() {
             return self.singles.push(i);
         }
         let at = self.packs.iter().position(|pack| pack.dtype == param.dtype()).unwrap_or_else(|| {
@@ -111,7 +111,7 @@ impl<B: Buf> Bucket<B> {
 
     /// Whether a bucket that is sharded, so of one buffer, takes this parameter, too.
     fn takes(&self, param: &Param) -> bool {
-        let is_small = param.bytes() < PACKED_BELOW;
+        let is_small = param.bytes() < PACKED_BELOW && !param.is_on_device();
         self.singles.is_empty() && is_small && self.packs.iter().all(|pack| pack.dtype == param.dtype())
     }
 
@@ -269,7 +269,12 @@ pub(super) fn form<B: Buf>(
     let mut buckets: Vec<Bucket<B>> = Vec::new();
     let (mut bytes, mut limit) = (0usize, 0);
     for i in order {
-        let last_takes = |last: &Bucket<B>| bytes < limit && (!options.sharded || last.takes(&layout[i]));
+        let is_alike = |last: &Bucket<B>| {
+            last.members().next().is_none_or(|first| layout[first].is_on_device() == layout[i].is_on_device())
+        };
+        let last_takes = |last: &Bucket<B>| {
+            bytes < limit && is_alike(last) && (!options.sharded || last.takes(&layout[i]))
+        };
         if !buckets.last().is_some_and(last_takes) {
             limit = if buckets.is_empty() { options.first_bucket_bytes } else { options.bucket_bytes };
             buckets.push(Bucket::new());

@@ -13,7 +13,7 @@ use crate::comm::{Comm, SharedComm, Work};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf, RawBuf, elements};
 use crate::trace::Step;
-use crate::types::{DType, ReduceOp};
+use crate::types::ReduceOp;
 
 /// Buckets in flight at a time, of the 1024 operations that a communicator takes.
 const MOST_IN_FLIGHT: usize = 512;
@@ -23,7 +23,7 @@ const MOST_NAMED: usize = 8;
 /// Gradients of one model, reduced over all ranks in buckets while the backward pass still computes: see the
 /// [module](super) for a loop, and for what happens in a step.
 ///
-/// `B` is the buffer of a gradient: a `Vec<f32>`, any other [`Buf`] on the host, or [`AnyBuf`] where parameters have several types. Each is
+/// `B` is the buffer of a gradient: a `Vec<f32>`, any other [`Buf`], or [`AnyBuf`] where parameters have several types or places. Each is
 /// owned from [`push`](Self::push) to [`finish`](Self::finish), which gives the same one back.
 ///
 /// All ranks push a gradient of each parameter in every step, in any order, and finish. Ranks that have none for some parameter
@@ -160,7 +160,7 @@ impl<B: Buf> Buckets<B> {
     ///
     /// # Errors
     /// The gradient comes back, and nothing has happened: [`Error::Invalid`] where there is no such parameter, its gradient has another
-    /// length or type or is not on the host, or it was pushed before in this step; the cause, where the communicator is dead:
+    /// length, type or place, or it was pushed before in this step; the cause, where the communicator is dead:
     /// [`finish`](Self::finish) then
     /// gives
     /// back what was pushed before.
@@ -182,6 +182,12 @@ impl<B: Buf> Buckets<B> {
     pub fn accumulate(&mut self, i: usize, mut grad: B) -> Result<Option<B>, Failed<B>> {
         if let Err(error) = self.check("accumulate", i, &mut grad) {
             return Err(Failed { buf: Some(grad), error });
+        }
+        if self.layout[i].is_on_device() {
+            let problem = format!(
+                "the gradient of parameter {i} is on a device: add it to the others there, and push the sum"
+            );
+            return Err(Failed { buf: Some(grad), error: Error::invalid("accumulate", problem) });
         }
         match &mut self.grads[i] {
             None => self.grads[i] = Some(grad),
@@ -229,12 +235,8 @@ impl<B: Buf> Buckets<B> {
         if let Some(why) = found.unfit() {
             return invalid(format!("the {what} of parameter {i} cannot be used: {why}"));
         }
-        if found.on_device().is_some() {
-            return invalid(format!(
-                "the {what} of parameter {i} is on a device, and buckets are of memory of the host: copy it there first"
-            ));
-        }
         let here = Param::new(found.dtype, found.len);
+        let here = if found.on_device().is_some() { here.on_device() } else { here };
         if here != *param {
             return invalid(format!("the {what} of parameter {i} is {here}, and in the layout {param}"));
         }
@@ -347,7 +349,11 @@ impl<B: Buf> Buckets<B> {
             if let Err(error) = self.check("finish_some", i, &mut zeros) {
                 return Err(self.refused(error).await);
             }
-            let _ = elements::zero(&mut zeros); // it is on the host, as was checked
+            // What is on a device cannot be written from here.
+            if elements::zero(&mut zeros).is_none() {
+                let problem = format!("parameter {i} has no gradient, and would be on a device: push zeros");
+                return Err(self.refused(Error::invalid("finish_some", problem)).await);
+            }
             self.grads[i] = Some(zeros);
             self.is_lent[i] = true;
             self.enter(i);
@@ -537,7 +543,7 @@ impl<B: Buf> Buckets<B> {
 
 /// For each parameter whose gradient is compressed as many zeros as it has elements.
 fn residuals(layout: &[Param], options: &Options) -> Vec<Vec<f32>> {
-    let compressed = |param: &Param| options.wire.is_some() && param.dtype() == DType::F32;
+    let compressed = |param: &Param| options.wire.is_some() && param.is_compressed();
     layout.iter().map(|param| vec![0.0; if compressed(param) { param.len() } else { 0 }]).collect()
 }
 

@@ -9,22 +9,35 @@ const BUCKET: usize = 25 << 20;
 /// Bytes of the first bucket.
 const FIRST_BUCKET: usize = 1 << 20;
 
-/// A parameter, as the layout of a model has it: the type and the number of the elements of its gradient.
+/// A parameter, as the layout of a model has it: the type and the number of the elements of its gradient, and whether that is on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Param {
     dtype: DType,
     len: usize,
+    on_device: bool,
 }
 
 impl Param {
-    /// A parameter whose gradient has `len` elements of this type.
+    /// A parameter whose gradient has `len` elements of this type, in memory of the host.
     pub fn new(dtype: DType, len: usize) -> Param {
-        Param { dtype, len }
+        Param { dtype, len, on_device: false }
     }
 
     /// The same, of a type that the program knows.
     pub fn of<T: Element>(len: usize) -> Param {
         Param::new(T::DTYPE, len)
+    }
+
+    /// The same in memory of a device, a [`DeviceBuf`](crate::cuda::DeviceBuf), whose stream the reduction starts after. Such gradients are
+    /// not packed, compressed nor accumulated here.
+    pub fn on_device(mut self) -> Param {
+        self.on_device = true;
+        self
+    }
+
+    /// Whether its gradient is in memory of a device.
+    pub fn is_on_device(&self) -> bool {
+        self.on_device
     }
 
     /// The element type of its gradient.
@@ -38,6 +51,11 @@ impl Param {
         self.len
     }
 
+    /// Whether options that compress concern it.
+    pub(super) fn is_compressed(&self) -> bool {
+        self.dtype == DType::F32 && !self.on_device
+    }
+
     pub(super) fn bytes(&self) -> usize {
         self.len.saturating_mul(self.dtype.size())
     }
@@ -45,7 +63,7 @@ impl Param {
 
 impl std::fmt::Display for Param {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} x {}", self.len, self.dtype)
+        write!(f, "{} x {}{}", self.len, self.dtype, if self.on_device { " on a device" } else { "" })
     }
 }
 
@@ -125,9 +143,13 @@ fn words(layout: &[Param], options: &Options) -> Vec<u64> {
     let Options { bucket_bytes, first_bucket_bytes, op, sharded, wire } = *options;
     let wire = wire.map_or(255, |wire| wire as usize);
     let head = [layout.len(), bucket_bytes, first_bucket_bytes, op as usize, usize::from(sharded), wire];
-    let params = layout.iter().flat_map(|param| [param.dtype as u64, param.len as u64]);
+    let place = |param: &Param| if param.on_device { ON_DEVICE } else { 0 };
+    let params = layout.iter().flat_map(|param| [param.dtype as u64 | place(param), param.len as u64]);
     head.into_iter().map(|word| word as u64).chain(params).collect()
 }
+
+/// Added to the number of a parameter's type.
+const ON_DEVICE: u64 = 1 << 8;
 
 /// A rank that has no such number.
 const NONE: u64 = u64::MAX;
@@ -152,8 +174,10 @@ fn disagreement(peer: &str, rank_0: &str, [at, one, two]: [u64; 3], theirs: &[u6
         None => {
             let param = |words: &[u64]| match words {
                 [dtype, len, ..] if *dtype != NONE => {
-                    let dtype = u8::try_from(*dtype).ok().and_then(DType::from_u8);
-                    dtype.map_or("?".to_owned(), |dtype| Param::new(dtype, *len as usize).to_string())
+                    let on_device = dtype & ON_DEVICE != 0;
+                    let dtype = u8::try_from(dtype & !ON_DEVICE).ok().and_then(DType::from_u8);
+                    let param = |dtype| Param { dtype, len: *len as usize, on_device };
+                    dtype.map_or("?".to_owned(), |dtype| param(dtype).to_string())
                 }
                 _ => "nothing".to_owned(),
             };

@@ -75,6 +75,10 @@
 //! buckets may be launched later. A bucket is full when it has 25 MB ([`Options::bucket_bytes`]); the first is smaller, so that
 //! communication begins early.
 //!
+//! # Gradients on devices
+//! [`Param::on_device`] says so of a parameter. Such gradients are reduced where they lie, whatever their size, as the collectives of
+//! device buffers are: each bucket starts after what is on their streams when it is launched, and `finish` gives them back with their means.
+//!
 //! # What allocates
 //! Where all gradients of a bucket are packed into one buffer, or it has one gradient only, nothing once the order is learnt. A bucket of
 //! several buffers costs what an `all_reduce_list` costs: a few small vectors.

@@ -34,6 +34,7 @@ mod perf;
 mod queues;
 mod rules;
 mod stripes;
+mod train;
 
 use test_support::cases::combine;
 use test_support::{cuda as support, pairwise, values};
