@@ -116,47 +116,27 @@ pub(crate) fn squares<B: Buf>(buf: &mut B) -> Option<f64> {
 }
 
 /// Rounds elements of `from`, with what rounding took from them before, to those of `to` from element `to.1` on, of 16 bits each, and keeps in
-/// `residual` what rounding takes now. Of what is no finite number nothing is kept. `None`, and nothing is written, where `from` is no `f32` or
-/// of another length than `residual`, where `to` is neither `f16` nor `bf16` or has not so many elements, or one is not on the host.
+/// `residual` what rounding takes now ([`kernels::compress`]). `None`, and nothing is written, where `from` is no `f32` or of another length
+/// than `residual`, where `to` is neither `f16` nor `bf16` or has not so many elements, or one is not on the host.
 pub(crate) fn compress<F: Buf, T: Buf>(
     from: &mut F,
     residual: &mut [f32],
     to: (&mut T, usize),
 ) -> Option<()> {
-    fn of<H: Element>(
-        (from, residual, to): (&[f32], &mut [f32], &mut [H]),
-        (round, value): (impl Fn(f32) -> H, impl Fn(H) -> f32),
-    ) {
-        for ((from, residual), to) in from.iter().zip(residual).zip(to) {
-            let exact = *from + *residual;
-            *to = round(exact);
-            let lost = exact - value(*to);
-            *residual = if lost.is_finite() { lost } else { 0.0 };
-        }
-    }
     let (to, at) = to;
-    let len = residual.len();
-    if from.dtype() != DType::F32 || from.len() != len || !fits(at, len, to.len()) {
+    let (len, wire) = (residual.len(), to.dtype());
+    let is_half = matches!(wire, DType::F16 | DType::BF16);
+    if from.dtype() != DType::F32 || from.len() != len || !is_half || !fits(at, len, to.len()) {
         return None;
     }
-    let (source, target, dtype) = (start(from)?, start(to)?, to.dtype());
-    if len == 0 {
-        return Some(());
-    }
-    // SAFETY: `from` has `len` elements of `f32`, as was compared above, valid as `Buf` promises, and is borrowed mutably meanwhile.
-    let from = unsafe { std::slice::from_raw_parts(source.cast::<f32>().cast_const(), len) };
-    match dtype {
-        DType::BF16 => {
-            // SAFETY: `to` has `len` elements of this type from `at` on, as was compared; it is borrowed mutably and another buffer.
-            let to = unsafe { std::slice::from_raw_parts_mut(target.cast::<bf16>().add(at), len) };
-            of((from, residual, to), (bf16::from_f32, bf16::to_f32));
-        }
-        DType::F16 => {
-            // SAFETY: as above.
-            let to = unsafe { std::slice::from_raw_parts_mut(target.cast::<f16>().add(at), len) };
-            of((from, residual, to), (f16::from_f32, f16::to_f32));
-        }
-        _ => return None,
+    let (source, target) = (start(from)?, start(to)?);
+    if len > 0 {
+        // SAFETY: `from` has `len` elements of `f32`, as was compared above, valid as `Buf` promises, and is borrowed mutably meanwhile.
+        let from = unsafe { std::slice::from_raw_parts(source.cast::<f32>().cast_const(), len) };
+        // SAFETY: `to` has `len` elements of 16 bits from `at` on, as was compared; it is borrowed mutably, and another buffer. Whatever bits
+        // are written, they are a float.
+        let to = unsafe { std::slice::from_raw_parts_mut(target.cast::<u16>().add(at), len) };
+        kernels::compress(wire, from, residual, to);
     }
     Some(())
 }
@@ -164,38 +144,19 @@ pub(crate) fn compress<F: Buf, T: Buf>(
 /// Elements of `from`, of 16 bits each, from element `from.1` on, as those of `to`. `None`, and nothing is written, where types or lengths are
 /// none that [`compress`] makes, or one is not on the host.
 pub(crate) fn expand<F: Buf, T: Buf>(from: (&mut F, usize), to: &mut T) -> Option<()> {
-    fn of<H: Element>(from: &[H], to: &mut [f32], value: impl Fn(H) -> f32) {
-        to.iter_mut().zip(from).for_each(|(to, from)| *to = value(*from));
-    }
     let (from, at) = from;
-    let len = to.len();
-    if to.dtype() != DType::F32 || !fits(at, len, from.len()) {
+    let (len, wire) = (to.len(), from.dtype());
+    let is_half = matches!(wire, DType::F16 | DType::BF16);
+    if to.dtype() != DType::F32 || !is_half || !fits(at, len, from.len()) {
         return None;
     }
-    let (source, target, dtype) = (start(from)?, start(to)?, from.dtype());
-    if len == 0 {
-        return Some(());
-    }
-    // SAFETY: `to` has `len` elements of `f32`, as was compared above, and is borrowed mutably meanwhile.
-    let to = unsafe { std::slice::from_raw_parts_mut(target.cast::<f32>(), len) };
-    match dtype {
-        DType::BF16 => {
-            // SAFETY: `from` has `len` elements of this type from `at` on, as was compared, and is another buffer.
-            of(
-                unsafe { std::slice::from_raw_parts(source.cast::<bf16>().add(at).cast_const(), len) },
-                to,
-                bf16::to_f32,
-            );
-        }
-        DType::F16 => {
-            // SAFETY: as above.
-            of(
-                unsafe { std::slice::from_raw_parts(source.cast::<f16>().add(at).cast_const(), len) },
-                to,
-                f16::to_f32,
-            );
-        }
-        _ => return None,
+    let (source, target) = (start(from)?, start(to)?);
+    if len > 0 {
+        // SAFETY: `to` has `len` elements of `f32`, as was compared above, valid as `Buf` promises, and is borrowed mutably meanwhile.
+        let to = unsafe { std::slice::from_raw_parts_mut(target.cast::<f32>(), len) };
+        // SAFETY: `from` has `len` elements of 16 bits from `at` on, as was compared; it is borrowed mutably, and another buffer.
+        let from = unsafe { std::slice::from_raw_parts(source.cast::<u16>().add(at).cast_const(), len) };
+        kernels::expand(wire, from, to);
     }
     Some(())
 }

@@ -79,7 +79,7 @@ mod f8;
 mod function;
 mod op;
 
-pub use cpu::{copy, copy_streaming, reduce, reduce_streaming, scalar, scale};
+pub use cpu::{compress, copy, copy_streaming, expand, reduce, reduce_streaming, scalar, scale};
 pub use dtype::{DType, Element};
 pub use f8::{f8e4m3, f8e5m2};
 pub use function::{Combine, Function};

@@ -4,6 +4,7 @@ pub mod scalar;
 
 pub(crate) mod convert;
 mod lane;
+mod narrow;
 mod simd;
 #[cfg(target_arch = "x86_64")]
 mod small;
@@ -15,6 +16,7 @@ use std::ptr;
 
 use crate::{DType, ReduceOp};
 
+pub use narrow::{compress, expand};
 pub use stream::{copy_streaming, reduce_streaming};
 
 /// Folds `ins` in the order given and writes the result to every one of `outs`.
