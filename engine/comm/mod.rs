@@ -39,6 +39,7 @@ pub use handle::{Comm, SharedComm, Stats};
 pub use mesh::Mesh;
 pub use messages::SendRecv;
 pub use names::{Backend, BackendStatus, Groups, backends};
+pub(crate) use node::together;
 pub use node::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
 pub use ordered::{Ordered, Stream};
 pub use work::Work;

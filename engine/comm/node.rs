@@ -65,7 +65,7 @@ impl fmt::Debug for Node {
 }
 
 /// Runs futures side by side; their results, in order.
-async fn together<T>(futures: impl IntoIterator<Item = impl Future<Output = T>>) -> Vec<T> {
+pub(crate) async fn together<T>(futures: impl IntoIterator<Item = impl Future<Output = T>>) -> Vec<T> {
     let unfailing = futures.into_iter().map(|f| async { Ok::<T, Infallible>(f.await) });
     match all_or_first_error(unfailing).await {
         Ok(results) => results,

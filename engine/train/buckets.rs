@@ -1,6 +1,9 @@
 //! [`Buckets`]: the step of a training loop, from the first gradient that is pushed to the last that comes back.
 
+mod node;
 mod sharded;
+
+pub use node::NodeBuckets;
 
 use std::fmt;
 use std::time::Instant;

@@ -89,7 +89,7 @@ mod clip;
 mod layout;
 mod report;
 
-pub use buckets::Buckets;
+pub use buckets::{Buckets, NodeBuckets};
 pub use clip::clip_norm;
 pub use layout::{Options, Param};
 pub use report::{BucketReport, Report};

@@ -11,6 +11,7 @@ use futures::executor::block_on;
 use crate::support::{Ended, each, join, link_env, role, spawn_ranks};
 
 mod compressed;
+mod node;
 mod sharded;
 
 const LIMIT: Duration = Duration::from_secs(60);

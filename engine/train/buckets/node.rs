@@ -1,0 +1,120 @@
+//! [`NodeBuckets`]: the gradients of several devices of one process.
+
+use std::fmt;
+
+use super::{Back, Buckets};
+use crate::comm::{Node, together};
+use crate::error::{Error, Failed};
+use crate::mem::{AnyBuf, Buf};
+use crate::train::{Options, Param};
+
+/// [`Buckets`] for each device of a [`Node`]: each device pushes its own gradients, and one call finishes the step of all.
+///
+/// ```
+/// use allstream::Node;
+/// use allstream::train::{NodeBuckets, Options, Param};
+///
+/// # async fn training(mut node: Node) -> Result<(), allstream::Error> {
+/// let layout = [Param::of::<f32>(8), Param::of::<f32>(3)];
+/// let mut buckets = NodeBuckets::with(&mut node, &layout, Options::default()).await?;
+/// for device in 0..node.devices() {
+///     for i in (0..layout.len()).rev() {
+///         buckets.device(device)?.push(i, vec![device as f32; layout[i].len()])?;
+///     }
+/// }
+/// let grads: Vec<Vec<Vec<f32>>> = buckets.finish().await?; // by device, then by parameter
+/// assert_eq!(grads[0], grads[1]);
+/// buckets.close().await?;
+/// # Ok(()) }
+/// # futures::executor::block_on(training(allstream::Node::local(2).unwrap())).unwrap();
+/// ```
+pub struct NodeBuckets<B: Buf = AnyBuf>(Vec<Buckets<B>>);
+
+impl<B: Buf> fmt::Debug for NodeBuckets<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("NodeBuckets").field(&self.0).finish()
+    }
+}
+
+impl<B: Buf> NodeBuckets<B> {
+    /// As [`Buckets::with`], for each device. Collective: all processes of the node's group call it.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn with(node: &mut Node, layout: &[Param], options: Options) -> Result<NodeBuckets<B>, Error> {
+        let each = node.comms().iter().map(|comm| {
+            let shared = comm.share();
+            async move { Buckets::with(&shared, layout, options).await }
+        });
+        // To the end of each: peers depend on all of them.
+        Ok(NodeBuckets(together(each).await.into_iter().collect::<Result<_, _>>()?))
+    }
+
+    /// A device's own buckets, to push to, and for its report. Only all together are [finished](Self::finish).
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a device that the node has not.
+    pub fn device(&mut self, device: usize) -> Result<&mut Buckets<B>, Error> {
+        let devices = self.0.len();
+        self.0.get_mut(device).ok_or_else(|| {
+            Error::invalid(
+                "NodeBuckets::device",
+                format!("there is no device {device}: the node has {devices}"),
+            )
+        })
+    }
+
+    /// All devices' buckets, for instance to give each to a thread that pushes.
+    pub fn devices(&mut self) -> &mut [Buckets<B>] {
+        &mut self.0
+    }
+
+    /// Waits until all buckets of all devices are reduced, and gives every gradient back: by device, then in the order of the layout. As
+    /// [`Buckets::finish`].
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] that names a device and its parameters without a gradient; the step goes on then. Else the cause for which the
+    /// communicator of these buckets is dead, and all gradients that can be had.
+    pub async fn finish(&mut self) -> Result<Vec<Vec<B>>, Failed<Vec<Back<B>>>> {
+        // Before anything is awaited: the other devices would wait for what this one does not call.
+        self.0.iter_mut().for_each(Buckets::push_accumulated);
+        let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.missing()?));
+        if let Some((device, error)) = self.0.iter().enumerate().find_map(missing) {
+            let problem = match error {
+                Error::Invalid { problem, .. } => problem,
+                other => other.to_string(),
+            };
+            let error = Error::invalid("finish", format!("on device {device} of the node, {problem}"));
+            return Err(self.refused(error).await);
+        }
+        let each = self.0.iter_mut().map(|buckets| async { buckets.finish().await.map(Iterator::collect) });
+        let results: Vec<Result<Vec<B>, Failed<Back<B>>>> = together(each).await;
+        let Some(first) =
+            results.iter().find_map(|result| result.as_ref().err().map(|failed| failed.error.clone()))
+        else {
+            return Ok(results.into_iter().filter_map(Result::ok).collect());
+        };
+        let back = |result: Result<Vec<B>, Failed<Back<B>>>| match result {
+            Ok(grads) => grads.into_iter().map(Some).collect(),
+            Err(failed) => failed.buf.unwrap_or_default(),
+        };
+        Err(Failed { buf: Some(results.into_iter().map(back).collect()), error: first })
+    }
+
+    /// What is returned of a step that cannot be finished as it is: if the communicator is dead, why, and all gradients.
+    async fn refused(&mut self, error: Error) -> Failed<Vec<Back<B>>> {
+        let Some(dead) = self.0.iter().find_map(|buckets| buckets.comm.check().err()) else {
+            return Failed { buf: None, error };
+        };
+        let all = together(self.0.iter_mut().map(Buckets::take_back)).await;
+        Failed { buf: Some(all), error: dead }
+    }
+
+    /// Closes the communicators of these buckets, between two steps. See [`Comm::close`](crate::Comm::close).
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn close(self) -> Result<(), Error> {
+        together(self.0.into_iter().map(Buckets::close)).await.into_iter().collect()
+    }
+}
