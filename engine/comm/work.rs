@@ -5,10 +5,10 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, Failed, Outcome};
-use crate::exec::{Endpoint, Finished, Key};
+use crate::exec::{Endpoint, Finished, Key, parker};
 use crate::forked;
 use crate::mem::ErasedBufs;
 
@@ -173,6 +173,25 @@ impl<O, F> Work<O, F> {
     pub fn wait(mut self) -> Result<O, Failed<F>> {
         let (result, held) = self.submitted.wait();
         (self.restore)(result, held)
+    }
+
+    /// [`wait`](Self::wait) for so long at most: then the operation goes on, and this `Work` comes back, to be waited for again, awaited or
+    /// dropped. For loops that look at something else now and then, as whether the user has interrupted them.
+    ///
+    /// # Errors
+    /// This `Work`, where the operation is not over by then; what the operation itself came to is inside the `Ok`.
+    pub fn wait_for(mut self, most: Duration) -> Result<Result<O, Failed<F>>, Work<O, F>> {
+        let start = Instant::now();
+        let waker = parker();
+        loop {
+            if let Poll::Ready(result) = Pin::new(&mut self).poll(&mut Context::from_waker(&waker)) {
+                return Ok(result);
+            }
+            match most.checked_sub(start.elapsed()).filter(|rest| !rest.is_zero()) {
+                Some(rest) => std::thread::park_timeout(rest),
+                None => return Err(self),
+            }
+        }
     }
 
     /// Whether the operation is over: waiting for it, or awaiting it, would end at once. Works on it for a moment, and never waits.

@@ -3,7 +3,7 @@
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use allstream::Comm;
+use allstream::{Comm, Error};
 use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(30);
@@ -27,6 +27,29 @@ fn whether_an_operation_is_over_is_known_without_waiting_for_it() {
     assert_eq!((work.wait().unwrap(), other.join().unwrap()), (vec![2; 1000], vec![2; 1000]));
     let refused = first.broadcast(vec![1u8], 9);
     assert!(refused.is_finished() && refused.wait().is_err());
+}
+
+#[test]
+fn who_waits_for_a_while_gets_the_work_back_and_can_wait_again() {
+    let mut comms = Comm::local(2).unwrap();
+    let (mut second, mut first) = (comms.pop().unwrap(), comms.pop().unwrap());
+    let (tell, told) = channel::<()>();
+    let other = std::thread::spawn(move || {
+        told.recv_timeout(LIMIT).unwrap();
+        second.all_reduce(vec![1u32; 1000]).wait().unwrap()
+    });
+    let mut work = first.all_reduce(vec![1u32; 1000]);
+    for most in [Duration::ZERO, Duration::from_millis(5)] {
+        work = work.wait_for(most).expect_err("the other rank has not called");
+    }
+    tell.send(()).unwrap();
+    let sum = work.wait_for(LIMIT).expect("both have called").unwrap();
+    assert_eq!((sum, other.join().unwrap()), (vec![2; 1000], vec![2; 1000]));
+    let refused = first.broadcast(vec![1u8], 9).wait_for(Duration::ZERO).expect("it was refused at once");
+    assert!(refused.is_err());
+    let failed =
+        first.timeout(Duration::from_millis(50)).barrier().wait_for(LIMIT).expect("its deadline has passed");
+    assert!(matches!(failed.unwrap_err().error, Error::Timeout { .. } | Error::PeerLost { .. }));
 }
 
 #[test]
