@@ -1,6 +1,7 @@
 //! What can be seen of a rank from outside while it works: whether an operation is over, and what it has done last.
 
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Sender, channel};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use allstream::{Comm, Error};
@@ -8,15 +9,21 @@ use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-#[test]
-fn whether_an_operation_is_over_is_known_without_waiting_for_it() {
+/// A rank, and another one that calls an all_reduce when it is told to.
+fn with_a_late_rank() -> (Comm, Sender<()>, JoinHandle<Vec<u32>>) {
     let mut comms = Comm::local(2).unwrap();
-    let (mut second, mut first) = (comms.pop().unwrap(), comms.pop().unwrap());
+    let (mut second, first) = (comms.pop().unwrap(), comms.pop().unwrap());
     let (tell, told) = channel::<()>();
     let other = std::thread::spawn(move || {
         told.recv_timeout(LIMIT).unwrap();
         second.all_reduce(vec![1u32; 1000]).wait().unwrap()
     });
+    (first, tell, other)
+}
+
+#[test]
+fn whether_an_operation_is_over_is_known_without_waiting_for_it() {
+    let (mut first, tell, other) = with_a_late_rank();
     let work = first.all_reduce(vec![1u32; 1000]);
     assert!(!work.is_finished(), "the other rank has not called");
     tell.send(()).unwrap();
@@ -31,13 +38,7 @@ fn whether_an_operation_is_over_is_known_without_waiting_for_it() {
 
 #[test]
 fn who_waits_for_a_while_gets_the_work_back_and_can_wait_again() {
-    let mut comms = Comm::local(2).unwrap();
-    let (mut second, mut first) = (comms.pop().unwrap(), comms.pop().unwrap());
-    let (tell, told) = channel::<()>();
-    let other = std::thread::spawn(move || {
-        told.recv_timeout(LIMIT).unwrap();
-        second.all_reduce(vec![1u32; 1000]).wait().unwrap()
-    });
+    let (mut first, tell, other) = with_a_late_rank();
     let mut work = first.all_reduce(vec![1u32; 1000]);
     for most in [Duration::ZERO, Duration::from_millis(5)] {
         work = work.wait_for(most).expect_err("the other rank has not called");
