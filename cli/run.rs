@@ -31,7 +31,7 @@ with --env. The job's secret goes through ssh's stdin, so that no list of proces
 #[command(after_help = AFTER)]
 pub(crate) struct RunArgs {
     /// Number of ranks: processes on this host, or on all hosts (default there: every slot)
-    #[arg(short = 'n', long, value_name = "N", required_unless_present_any = ["hosts", "host_file", "agent"])]
+    #[arg(short = 'n', long, aliases = ["np", "nproc-per-node", "nproc_per_node"], value_name = "N", required_unless_present_any = ["hosts", "host_file", "agent"])]
     ranks: Option<NonZeroUsize>,
     /// Hosts, and how many ranks each takes: node1:4,node2:4,user@node3
     #[arg(long, value_name = "HOST:SLOTS,...", conflicts_with = "host_file")]

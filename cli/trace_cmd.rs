@@ -30,11 +30,12 @@ pub(crate) struct TraceArgs {
     /// Files that the ranks' flight recorders wrote, or directories of them (every *.json there)
     #[arg(required_unless_present = "pid", value_name = "PATH")]
     paths: Vec<PathBuf>,
-    /// Ask a running process, and all that it started (a launcher's ranks), for what their recorders hold. They are not stopped
+    /// Ask a running process, and all that it started, for what their recorders hold: the launcher's process for all ranks, as one rank's
+    /// tells of itself alone. They are not stopped
     #[arg(long, value_name = "PID", conflicts_with = "paths")]
     pid: Option<u32>,
     /// Say of each operation who called it last and by how much, how long it took from then on, and what the tuner's table
-    /// would expect
+    /// (that of `allstream tune`, or the file that ALLSTREAM_TUNING names) would expect
     #[arg(long)]
     times: bool,
     /// Say of each step of a training loop with gradient buckets how long it computed, and how much of what the buckets took was exposed
@@ -256,8 +257,14 @@ pub(crate) fn run(args: &TraceArgs) -> Result<ExitCode, Box<dyn std::error::Erro
         return print(&(serde_json::to_string(&perfetto::trace(&newest(recordings)))? + "\n"));
     }
     let table = if args.times { tuning::from_env()?.map(|(_, table)| table) } else { None };
-    let report =
-        merge(recordings, &Wanted { times: args.times.then_some(table.as_ref()), overlap: args.overlap });
+    let report = merge(
+        recordings,
+        &Wanted {
+            times: args.times.then_some(table.as_ref()),
+            overlap: args.overlap,
+            asked: args.pid.is_some(),
+        },
+    );
     let text = if args.json { serde_json::to_string_pretty(&report)? + "\n" } else { render(&report) };
     print(&text)
 }
@@ -285,7 +292,10 @@ fn files(paths: &[PathBuf]) -> Result<Vec<PathBuf>, String> {
             }
         }
         if files.len() == before {
-            return Err(format!("{}: no *.json file in this directory", path.display()));
+            return Err(format!(
+                "{}: no *.json file in this directory: a job that ended well leaves records where it called Comm::record",
+                path.display()
+            ));
         }
     }
     files.sort();
@@ -338,6 +348,8 @@ struct Wanted<'a> {
     times: Option<Option<&'a Table>>,
     /// Steps.
     overlap: bool,
+    /// Processes were asked, so who is not there was not.
+    asked: bool,
 }
 
 type Worlds = BTreeMap<(String, usize), BTreeMap<usize, Recording>>;
@@ -424,7 +436,15 @@ fn comm_report(
     let times = wanted.times.map_or(Vec::new(), |table| times::times(files, &views, table));
     let with_steps = views.iter().filter(|(_, comm)| wanted.overlap && !comm.steps.is_empty());
     let steps = with_steps.map(|(rank, comm)| (*rank, overlap::steps(comm))).collect();
-    CommReport { id, name, verdict: verdict(&members, files, &views), members, ranks, times, steps }
+    CommReport {
+        id,
+        name,
+        verdict: verdict(&members, files, &views, wanted.asked),
+        members,
+        ranks,
+        times,
+        steps,
+    }
 }
 
 fn seconds(operation: &Operation, written_at_ms: f64) -> f64 {
@@ -443,6 +463,7 @@ fn verdict(
     members: &[usize],
     files: &BTreeMap<usize, Recording>,
     views: &BTreeMap<usize, &CommRecord>,
+    asked: bool,
 ) -> Vec<Finding> {
     let mut found = Vec::new();
     let (absent, silent): (Vec<usize>, Vec<usize>) = (0..members.len())
@@ -450,7 +471,12 @@ fn verdict(
         .partition(|rank| !files.contains_key(&members[*rank]));
     if !absent.is_empty() {
         let it = if absent.len() == 1 { "it" } else { "they" };
-        let text = format!("no file from {}: {it} may have died", name_ranks(&absent));
+        let why = if asked {
+            "not asked: give the launcher's process to hear of all".to_owned()
+        } else {
+            format!("{it} may have died")
+        };
+        let text = format!("no file from {}: {why}", name_ranks(&absent));
         found.push(Finding { kind: Kind::NoFile, number: None, ranks: absent, text });
     }
     if !silent.is_empty() {

@@ -34,7 +34,7 @@ pub enum Error {
         problem: String,
     },
     /// An operation was the oldest of its communicator for longer than its deadline. The group is aborted.
-    #[error("{} on {} timed out after {after:?}: {}{}", timed_out(.operation, .missing, .members), .members.rank(*.rank), Missing::list(.missing, .members), .members.see_record())]
+    #[error("{} on {} timed out after {after:?}: {}{}", timed_out(.operation, .missing, .members), .members.rank(*.rank), Missing::list(.missing, .members, *.rank), .members.see_record())]
     Timeout {
         /// The operation.
         operation: Operation,
@@ -52,7 +52,7 @@ pub enum Error {
     #[error(
         "{call} of communicator {comm} has no verdict on {} after {after:?}: {}; every rank that lives must call it equally often",
         .members.rank(*.rank),
-        Missing::list(.missing, .members)
+        Missing::list(.missing, .members, *.rank)
     )]
     NoVerdict {
         /// The call: `agree` with its number in the communicator, or `shrink`.
@@ -70,7 +70,7 @@ pub enum Error {
         members: Members,
     },
     /// A process of the group died or fell silent.
-    #[error("{} was lost ({how}){}{}{}", .members.rank(*.rank), at(.operation), texts::pending(.pending), .members.see_record())]
+    #[error("{} was lost ({how}){}{}{}", .members.rank(*.rank), texts::needed(.operation, .waiting, *.rank, .members), texts::pending(.waiting, *.rank, .members), .members.see_record())]
     PeerLost {
         /// The rank that was lost: the root cause, not an echo.
         rank: Rank,
@@ -78,9 +78,8 @@ pub enum Error {
         how: Lost,
         /// The operation in flight here.
         operation: Option<Operation>,
-        /// Where that was a message to be received from that rank, which has left: what has come from there instead and was not received,
-        /// by tag, eight at most. [`Signature::root`] is the tag.
-        pending: Vec<Signature>,
+        /// Where that was a message with that rank, which has left: who waited for it.
+        waiting: Option<Box<Waiting>>,
         /// The communicator's members.
         #[serde(skip)]
         members: Members,
@@ -276,6 +275,17 @@ pub struct Operation {
     pub signature: Signature,
 }
 
+/// A rank that waited for a message.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Waiting {
+    /// The rank.
+    pub rank: Rank,
+    /// Its call: `send` or `recv`.
+    pub call: String,
+    /// Of `recv`: what had come from the other rank instead and was not received, eight at most. [`Signature::root`] is the tag.
+    pub pending: Vec<Signature>,
+}
+
 /// A rank that an operation waited for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Missing {
@@ -333,19 +343,21 @@ pub enum MissingState {
 }
 
 impl Missing {
-    fn list(missing: &[Missing], members: &Members) -> String {
+    /// `us`: the rank that waited.
+    fn list(missing: &[Missing], members: &Members, us: Rank) -> String {
         if missing.is_empty() {
             return "waiting for its own input (a stream that `on` named has not reached this point)".into();
         }
-        missing.iter().map(|one| one.text(members)).collect::<Vec<_>>().join("; ")
+        missing.iter().map(|one| one.text(members, Some(us))).collect::<Vec<_>>().join("; ")
     }
 
-    fn text(&self, members: &Members) -> String {
+    fn text(&self, members: &Members, us: Option<Rank>) -> String {
         let what = match &self.state {
             MissingState::NotMatched { direction, tag, pending, awaited } => format!(
-                "has not made the matching {direction} of tag {tag}, or waits in another call; {}{}",
+                "has not made the matching {direction} of tag {tag}, or waits in another call; {}{}{}",
                 unreceived("it", pending),
-                not_sent(awaited)
+                not_sent(awaited, us.map_or("this rank".to_owned(), |us| members.rank(us).to_string())),
+                texts::both_send(direction, pending)
             ),
             MissingState::NotCalled(Some(last)) => {
                 format!("has not called it (its last operation was #{last})")
@@ -373,7 +385,7 @@ impl Missing {
 
 impl fmt::Display for Missing {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.text(&Members::default()))
+        f.write_str(&self.text(&Members::default(), None))
     }
 }
 
@@ -391,10 +403,6 @@ impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} (#{} of communicator {})", self.signature, self.number, self.comm)
     }
-}
-
-fn at(operation: &Option<Operation>) -> String {
-    operation.as_ref().map(|o| format!(" during {o}")).unwrap_or_default()
 }
 
 /// The members of the communicator that an error is about, where it names ranks.
@@ -426,7 +434,7 @@ impl Error {
 
     /// A rank is gone.
     pub(crate) fn lost(rank: Rank, how: Lost) -> Error {
-        Error::PeerLost { rank, how, operation: None, pending: Vec::new(), members: Members::default() }
+        Error::PeerLost { rank, how, operation: None, waiting: None, members: Members::default() }
     }
 
     /// A rank called `abort()`.
@@ -490,10 +498,10 @@ impl Error {
     }
 
     /// Names the operation in flight here where the cause itself does not.
-    /// It was not received, of a rank that has left, where something else was to be.
-    pub(crate) fn beside(mut self, unreceived: Vec<Signature>) -> Error {
-        if let Error::PeerLost { pending, .. } = &mut self {
-            *pending = unreceived;
+    /// Of a rank that has left: who waited for a message with it, in which call, and what has come from there instead.
+    pub(crate) fn for_message(mut self, (rank, call): (Rank, &str), pending: Vec<Signature>) -> Error {
+        if let Error::PeerLost { waiting, .. } = &mut self {
+            *waiting = Some(Box::new(Waiting { rank, call: call.to_owned(), pending }));
         }
         self
     }

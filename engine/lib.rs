@@ -42,7 +42,7 @@ pub use crate::comm::{
     SharedComm, Stats, Stream, Verdict, Work, backends,
 };
 pub use crate::comm::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
-pub use crate::error::{Error, Failed, Lost, Members, Missing, MissingState, Operation};
+pub use crate::error::{Error, Failed, Lost, Members, Missing, MissingState, Operation, Waiting};
 pub use crate::group::{LinkChoice, Rendezvous};
 pub use crate::link::arena::ArenaBuf;
 pub use crate::mem::{

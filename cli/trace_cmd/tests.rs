@@ -1,7 +1,7 @@
 use super::render::list;
 use super::*;
 
-const TIMES: Wanted<'_> = Wanted { times: Some(None), overlap: false };
+const TIMES: Wanted<'_> = Wanted { times: Some(None), overlap: false, asked: false };
 
 fn operation(number: u64, call: &str, state: &str, waiting_for: &[usize]) -> serde_json::Value {
     serde_json::json!({
@@ -69,6 +69,14 @@ fn a_rank_without_a_file_may_have_died() {
             "all that left a file have called #1 barrier; ranks 0,1 have not finished it, waiting for rank 2"
         ]
     );
+}
+
+#[test]
+fn a_rank_whose_process_was_not_asked_is_not_called_dead() {
+    let files = vec![recording(0, 2, &[operation(1, "barrier", "running", &[1])])];
+    let report = merge(files, &Wanted { asked: true, ..Wanted::default() });
+    let expected = "no file from rank 1: not asked: give the launcher's process to hear of all";
+    assert_eq!(findings(&report)[0], expected);
 }
 
 #[test]
@@ -213,7 +221,7 @@ fn the_table_says_what_is_expected() {
     let mut files: Vec<Recording> =
         (0..2).map(|rank| recording(rank, 2, std::slice::from_ref(&call))).collect();
     files.iter_mut().for_each(|file| file.comms[0].link = "shm".into());
-    let report = merge(files, &Wanted { times: Some(Some(&table)), overlap: false });
+    let report = merge(files, &Wanted { times: Some(Some(&table)), overlap: false, asked: false });
     let [times] = &report.worlds[0].communicators[0].times[..] else { panic!("{report:?}") };
     // Half way between 10 and 40 us, by their ratio.
     assert!((times.expected_ms.unwrap() - 0.02).abs() < 1e-6, "{times:?}");
@@ -246,7 +254,7 @@ fn with_a_step() -> Recording {
 
 #[test]
 fn a_step_is_computing_and_what_is_exposed() {
-    let report = merge(vec![with_a_step()], &Wanted { times: None, overlap: true });
+    let report = merge(vec![with_a_step()], &Wanted { times: None, overlap: true, asked: false });
     let step = &report.worlds[0].communicators[0].steps[&0][0];
     let near = |found: f64, expected: f64| assert!((found - expected).abs() < 1e-9, "{found} {expected}");
     near(step.compute_ms, 4.0);

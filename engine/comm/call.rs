@@ -182,7 +182,7 @@ impl<'a> Call<'a> {
         self
     }
 
-    /// A number that all ranks of the call must give alike (default: 0, as none), compared as its type, length and reduction
+    /// A number that all ranks of the call must give alike (default: 0, which is no key, so count from 1), compared as its type, length and reduction
     /// are, before any data is used: ranks whose keys differ get [`Error::Mismatch`] in place of each other's data. It tells
     /// calls apart that are equal otherwise, where several tasks share one communicator: a layer's number, a step's, a hash
     /// of a name.

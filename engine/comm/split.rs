@@ -11,7 +11,9 @@ use crate::types::{Rank, mix};
 const MAKING: u64 = 0x6d61_6b69_6e67_0001;
 
 made_together! {
-    /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it.
+    /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it, and where they make several, all in
+    /// one order. So make those of several tasks before the tasks start, one after another; tasks that each `dup` for themselves may get each
+    /// other's.
     ///
     /// A library whose tasks make calls of their own takes `&mut Comm`, `dup`s it and [shares](Comm::share) the `dup`: then no call of
     /// its caller's comes between its own.

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Members, Missing, MissingState, Operation};
+use super::{Members, Missing, MissingState, Operation, Waiting};
 use crate::types::{Rank, Signature};
 
 /// What has come from a rank, and was not received.
@@ -14,19 +14,48 @@ pub(crate) fn unreceived(from: impl fmt::Display, pending: &[Signature]) -> Stri
 }
 
 /// What has come from a rank that has left, and was not received.
-pub(super) fn pending(pending: &[Signature]) -> String {
-    if pending.is_empty() {
-        return String::new();
-    }
-    format!("; {}", unreceived("it", pending))
+pub(super) fn pending(waiting: &Option<Box<Waiting>>, rank: Rank, members: &Members) -> String {
+    let pending = waiting.as_ref().map(|waiting| &waiting.pending).filter(|pending| !pending.is_empty());
+    pending.map(|pending| format!("; {}", unreceived(members.rank(rank), pending))).unwrap_or_default()
 }
 
-/// What a rank waits to receive.
-pub(super) fn not_sent(awaited: &[Signature]) -> String {
+/// What a lost rank was needed for.
+pub(super) fn needed(
+    operation: &Option<Operation>,
+    waiting: &Option<Box<Waiting>>,
+    rank: Rank,
+    members: &Members,
+) -> String {
+    match (operation, waiting) {
+        (None, _) => String::new(),
+        (Some(operation), None) => format!(" during {operation}"),
+        (Some(Operation { comm, number, signature }), Some(waiting)) => {
+            let Waiting { rank: us, call, .. } = &**waiting;
+            let (us, peer, way) =
+                (members.rank(*us), members.rank(rank), if call == "send" { "to" } else { "from" });
+            let (what, tag) = (signature.elements(), signature.root);
+            format!(
+                ": {us} waited in {call}({what}, {way} {peer}, tag {tag}) (#{number} of communicator {comm})"
+            )
+        }
+    }
+}
+
+/// What a rank waits to receive from `us`.
+pub(super) fn not_sent(awaited: &[Signature], us: String) -> String {
     if awaited.is_empty() {
         return String::new();
     }
-    format!("; it waits to receive from this rank: {}", by_tag(awaited))
+    format!("; it waits to receive from {us}: {}", by_tag(awaited))
+}
+
+/// What to do where two ranks send to each other, and neither comes to its receive.
+pub(super) fn both_send(missing: &str, pending: &[Signature]) -> &'static str {
+    if missing == "recv" && !pending.is_empty() {
+        "; where each of two ranks sends to the other first, send_recv does both at once"
+    } else {
+        ""
+    }
 }
 
 fn by_tag(messages: &[Signature]) -> String {

@@ -141,6 +141,13 @@ impl FromStr for DType {
 /// An implementor is plain old data: exactly `DTYPE.size()` bytes, no padding, no
 /// pointers, and every bit pattern is a valid value. `bool` alone is exempt from the last:
 /// whoever fills a buffer of `bool` from outside must see to it that only 0 and 1 arrive.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no element type",
+    label = "not bool, i8 to i64, u8 to u64, f16, bf16, an 8-bit float, f32 or f64",
+    note = "several vectors go into one call as a list: all_reduce_list(vec![a, b])",
+    note = "usize and isize differ between machines: use u64 or i64",
+    note = "text and structures go as bytes: broadcast_bytes(bytes, root), all_gather_bytes(bytes)"
+)]
 pub unsafe trait Element: Copy + Send + Sync + 'static + Default + PartialEq + Debug {
     /// The type that this is the form of.
     const DTYPE: DType;

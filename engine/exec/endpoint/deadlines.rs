@@ -87,10 +87,11 @@ impl Endpoint {
         let (rank, state) = match why {
             Overdue::Left => {
                 let lost = Error::lost(message.peer, Lost::Left).during(operation);
-                return Some(match message.direction {
-                    Direction::Recv => lost.beside(run.messages.pending(message.peer)),
-                    Direction::Send => lost,
-                });
+                let unreceived = match message.direction {
+                    Direction::Recv => run.messages.pending(message.peer),
+                    Direction::Send => Vec::new(),
+                };
+                return Some(lost.for_message((us, message.direction.name()), unreceived));
             }
             Overdue::LacksMemory => return Some(self.not_come(number, signature, message.timeout)),
             Overdue::HeldUp(state) => (us, state),

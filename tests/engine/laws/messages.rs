@@ -219,7 +219,9 @@ fn a_sender_that_has_left_is_named_with_what_it_has_sent_instead() {
             let text = failed.to_string();
             let left = "rank 1 was lost (it left the group while it was needed)";
             assert!(text.starts_with(left), "{link:?}: {text}");
-            assert!(text.contains("; pending from it: tag 0, f32 x 8"), "{link:?}: {text}");
+            let waited = ": rank 0 waited in recv(f32 x 8, from rank 1, tag 9) (#0 of communicator world); pending from rank 1: tag 0, \
+                          f32 x 8";
+            assert!(text.contains(waited), "{link:?}: {text}");
         });
     }
 }
@@ -261,7 +263,7 @@ fn a_message_that_is_not_received_is_named_with_what_is_awaited_instead() {
             let begin = "send(f32 x 8064, to rank 1, tag 9) (#0 of communicator world) on rank 0 timed out after 1s: ";
             assert!(text.starts_with(begin), "{link:?}: {text}");
             let instead = "rank 1 has not made the matching recv of tag 9, or waits in another call; nothing else is pending \
-                           from it; it waits to receive from this rank: tag 0, f32 x 8";
+                           from it; it waits to receive from rank 0: tag 0, f32 x 8";
             assert!(text.contains(instead), "{link:?}: {text}");
         });
     }
