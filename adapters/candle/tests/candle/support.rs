@@ -11,7 +11,7 @@ use candle_core::{Device, Result, Tensor};
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Runs `rank` on as many threads, each a rank of one world, and gives what each came to. Panics if a rank does, or is not there in time.
-pub fn on_ranks<R: Send + 'static>(n: usize, rank: fn(SharedComm) -> R) -> Vec<R> {
+pub(crate) fn on_ranks<R: Send + 'static>(n: usize, rank: fn(SharedComm) -> R) -> Vec<R> {
     let (done, results) = mpsc::channel();
     for (r, comm) in Comm::local(n).unwrap().into_iter().enumerate() {
         let done = done.clone();
@@ -29,14 +29,14 @@ pub fn on_ranks<R: Send + 'static>(n: usize, rank: fn(SharedComm) -> R) -> Vec<R
 }
 
 /// Small numbers that differ from element to element and from seed to seed.
-pub fn numbers(seed: usize, shape: &[usize]) -> Tensor {
+pub(crate) fn numbers(seed: usize, shape: &[usize]) -> Tensor {
     let n = shape.iter().product();
     let values: Vec<f32> = (0..n).map(|i: usize| ((i * 37 + seed * 101) % 41) as f32 / 20.0 - 1.0).collect();
     Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
 }
 
 /// The largest difference of two tensors of one shape.
-pub fn distance(a: &Tensor, b: &Tensor) -> f32 {
+pub(crate) fn distance(a: &Tensor, b: &Tensor) -> f32 {
     let difference = || -> Result<f32> {
         a.sub(b)?.abs()?.flatten_all()?.to_dtype(candle_core::DType::F32)?.max(0)?.to_scalar()
     };
@@ -46,7 +46,7 @@ pub fn distance(a: &Tensor, b: &Tensor) -> f32 {
 
 /// Asserts that two tensors are the same, but for rounding.
 #[track_caller]
-pub fn close(a: &Tensor, b: &Tensor) {
+pub(crate) fn close(a: &Tensor, b: &Tensor) {
     let distance = distance(a, b);
     assert!(distance <= 1e-5, "they differ by {distance}:\n{a}\n{b}");
 }

@@ -1,13 +1,11 @@
 //! The collectives as operations of candle: results, gradients, types, and what they refuse.
 
-mod support;
-
+use crate::support::{close, numbers, on_ranks};
 use allstream::{ReduceOp, SharedComm};
 use allstream_candle::{
     AllGather, AllReduce, AllReduceBackward, Broadcast, ReduceScatter, all_gather, cause, reduce_scatter,
 };
 use candle_core::{DType, Device, Tensor, Var};
-use support::{close, numbers, on_ranks};
 
 const RANKS: usize = 3;
 
