@@ -21,7 +21,7 @@ const WIDTH: usize = 32;
 const HEADS: usize = 2;
 const BLOCKS: usize = 2;
 const BATCH: usize = 8;
-const STEPS: usize = 80;
+const STEPS: usize = 100;
 
 /// What a rank has at its end.
 pub struct Trained {
@@ -139,7 +139,7 @@ pub fn train(comm: &SharedComm) -> Result<Trained> {
         start(&vars)?;
     }
     let mut parallel = DataParallel::new(comm, &vars)?;
-    let mut optimizer = SGD::new(vars.all_vars(), 0.3)?;
+    let mut optimizer = SGD::new(vars.all_vars(), 0.15)?;
     let part = BATCH / comm.size();
     let mut losses = Vec::new();
     for step in 0..STEPS {
