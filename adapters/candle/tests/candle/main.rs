@@ -3,6 +3,7 @@
 mod data_parallel;
 mod digits;
 mod gpt;
+mod llama;
 mod ops;
 mod support;
 mod tensor_parallel;

@@ -5,7 +5,7 @@ use allstream::{ReduceOp, SharedComm};
 use allstream_candle::{
     AllGather, AllReduce, AllReduceBackward, Broadcast, ReduceScatter, all_gather, cause, reduce_scatter,
 };
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{CpuStorage, DType, Device, Storage, Tensor, Var};
 
 const RANKS: usize = 3;
 
@@ -132,6 +132,27 @@ fn in_place_a_whole_tensor_and_a_part_of_one() {
         let (own, of_2) = (&inputs(&[4, 2])[comm.rank()], &inputs(&[4, 2])[2]);
         let row = |t: &Tensor, at| t.narrow(0, at, 1).unwrap();
         close(&x, &Tensor::cat(&[row(own, 0), row(of_2, 1), row(of_2, 2), row(own, 3)], 0).unwrap());
+    });
+}
+
+/// Where the elements of a tensor are.
+fn place(x: &Tensor) -> *const f32 {
+    match &*x.storage_and_layout().0 {
+        Storage::Cpu(CpuStorage::F32(values)) => values.as_ptr(),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn in_place_nothing_is_copied_and_else_the_input_stays_as_it_is() {
+    on_ranks(RANKS, |comm| {
+        let x = inputs(&[40, 50])[comm.rank()].copy().unwrap();
+        let before = place(&x);
+        let y = x.apply_op1(AllReduce::new(&comm)).unwrap();
+        close(&x, &inputs(&[40, 50])[comm.rank()]);
+        x.inplace_op1(&AllReduce::new(&comm)).unwrap();
+        assert_eq!(place(&x), before);
+        close(&x, &y);
     });
 }
 
