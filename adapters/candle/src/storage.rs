@@ -55,13 +55,16 @@ fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<usize>> {
     Ok(start..end)
 }
 
-/// What a failed collective was doing, for its error.
-fn doing(name: &str, layout: &Layout, dtype: DType) -> String {
-    format!(
-        "{name} of a {} tensor of shape {:?}, which must be the same on all ranks",
-        dtype.as_str(),
-        layout.dims()
-    )
+/// The error of a collective that failed, with what was being done. Ranks that differ see each other's keys alone, so what a key is made of
+/// is said, too.
+fn of_tensor(name: &str, layout: &Layout, dtype: DType, error: allstream::Error) -> candle_core::Error {
+    let why = match error {
+        allstream::Error::Mismatch { .. } => {
+            ": the shape must be the same on all ranks (the key of a call is a hash of it)"
+        }
+        _ => "",
+    };
+    failed(format!("{name} of a tensor of {} and shape {:?}{why}", dtype.as_str(), layout.dims()), error)
 }
 
 /// A collective into a new storage: one copy of the input.
@@ -72,7 +75,7 @@ pub(crate) fn apply(op: &impl Collective, storage: &CpuStorage, layout: &Layout)
         let range = range(op.name(), layout, values.len())?;
         op.run(values[range].to_vec()).map(wrap).map_err(|failed| failed.error)
     });
-    out.map_err(|error| failed(doing(op.name(), layout, dtype), error))
+    out.map_err(|error| of_tensor(op.name(), layout, dtype, error))
 }
 
 /// A collective in the storage of a tensor. Where the tensor has all of its storage nothing is copied; of a part of it there are two
@@ -84,7 +87,7 @@ pub(crate) fn apply_in_place(op: &impl Collective, storage: &mut CpuStorage, lay
         let range = range(op.name(), layout, values.len())?;
         in_place(op, values, range)
     });
-    error.map_or(Ok(()), |error| Err(failed(doing(op.name(), layout, dtype), error)))
+    error.map_or(Ok(()), |error| Err(of_tensor(op.name(), layout, dtype, error)))
 }
 
 fn in_place<T: Element>(

@@ -149,6 +149,21 @@ fn a_missing_gradient_is_named_and_nobody_waits_for_it() {
     assert!(texts[1].contains("no gradient in this step for unused"), "{texts:?}");
 }
 
+#[test]
+fn a_gradient_that_is_missing_in_segments_is_named_on_all_ranks() {
+    let texts = on_ranks(2, |comm| {
+        let vars = vars(0, &[("a", &[4, 6]), ("b", &[4, 6])]);
+        let mut parallel = DataParallel::new(&comm, &vars).unwrap();
+        let mut segments = parallel.segments();
+        let first = segments.cut(&rows(0).matmul(&var(&vars, "a")).unwrap()).unwrap();
+        let second = segments.cut(&rows(1).matmul(&var(&vars, "b")).unwrap()).unwrap();
+        // Rank 1's loss depends on both.
+        let y = if comm.rank() == 0 { first } else { (first + second).unwrap() };
+        segments.backward(&y.sqr().unwrap().sum_all().unwrap()).unwrap_err().to_string()
+    });
+    assert!(texts.iter().all(|text| text.contains("no gradient in this step for b")), "{texts:?}");
+}
+
 /// What every rank is told when `DataParallel` is made from these variables.
 fn refusal(comm: &SharedComm, vars: &VarMap) -> String {
     DataParallel::new(comm, vars).unwrap_err().to_string()

@@ -212,7 +212,10 @@ fn a_tensor_that_does_not_fit_is_refused_with_what_to_do() {
         },
         &["element type that allstream does not have", ".to_dtype("],
     );
-    refuse(|comm| numbers(0, &[4]).apply_op1(Broadcast::new(&comm, 3)), &["broadcast of a f32 tensor", "3"]);
+    refuse(
+        |comm| numbers(0, &[4]).apply_op1(Broadcast::new(&comm, 3)),
+        &["broadcast of a tensor of f32 and shape [4]", "3"],
+    );
     refuse(
         |comm| {
             let x = Var::from_tensor(&numbers(0, &[4]))?;
