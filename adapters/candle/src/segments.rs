@@ -98,8 +98,8 @@ impl<'a> Segments<'a> {
                     let mut part = (&cut.before * grad)?.sum_all()?.backward()?;
                     self.take(&mut part, &cut.before, &mut left, &mut has)?;
                 }
-                // Nothing later depends on it.
-                None => self.pass(&cut.before, &mut left)?,
+                // Nothing later depends on it: it gives no gradients.
+                None => self.variables_of(&cut.before).into_iter().for_each(|i| left[i] -= 1),
             }
         }
         self.parallel.check_all_have(|i| has[i])?;
@@ -146,12 +146,6 @@ impl<'a> Segments<'a> {
                 });
             }
         }
-        Ok(())
-    }
-
-    /// A segment that nothing later depends on gives no gradients.
-    fn pass(&self, root: &Tensor, left: &mut [usize]) -> Result<()> {
-        self.variables_of(root).into_iter().for_each(|i| left[i] -= 1);
         Ok(())
     }
 }
