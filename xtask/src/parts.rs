@@ -129,6 +129,8 @@ pub(crate) fn tests() -> Vec<Part> {
             .full(),
         cuda_kernels().needs(kernels::needs).full(),
         Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
+        // A workspace of its own, so that candle stays out of the engine's lock file.
+        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release").full(),
         Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),
         Part { work: Work::Steps(pack::run), ..cargo("GPU", "") }
             .needs(pack::needs_device)
@@ -144,6 +146,11 @@ pub(crate) fn lints(root: &Path) -> Vec<Part> {
     vec![
         cargo("format", "fmt --all --check"),
         cargo("clippy", "clippy --workspace --all-targets --all-features -- -D warnings"),
+        cargo("format, candle", "fmt --manifest-path adapters/candle/Cargo.toml --check"),
+        cargo(
+            "clippy, candle",
+            "clippy --manifest-path adapters/candle/Cargo.toml --all-targets -- -D warnings",
+        ),
         cargo("docs", &format!("doc --workspace {OURS_ALONE} --no-deps --all-features"))
             .env("RUSTDOCFLAGS", "-D warnings"),
         package(root),

@@ -1,0 +1,19 @@
+#![doc = include_str!("../README.md")]
+#![deny(unsafe_code)]
+#![warn(missing_docs, unreachable_pub)]
+
+mod data_parallel;
+mod error;
+mod ops;
+mod params;
+mod segments;
+mod storage;
+mod tensor_parallel;
+
+pub use data_parallel::{DataParallel, Options};
+pub use error::cause;
+pub use ops::{
+    AllGather, AllReduce, AllReduceBackward, Broadcast, ReduceScatter, all_gather, reduce_scatter,
+};
+pub use segments::Segments;
+pub use tensor_parallel::{ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, shard};

@@ -1,0 +1,117 @@
+//! The variables of a model, in an order that all ranks have: compared, broadcast, and fingerprinted.
+
+use allstream::SharedComm;
+use candle_core::{Result, Var, bail};
+use candle_nn::VarMap;
+
+use crate::Broadcast;
+use crate::error::failed;
+use crate::storage::{fingerprint, on_device};
+
+/// Names that an error lists.
+const MOST_NAMED: usize = 8;
+
+/// A variable and its name.
+pub(crate) struct Param {
+    pub(crate) name: String,
+    pub(crate) var: Var,
+}
+
+impl Param {
+    /// As ranks compare it and errors show it.
+    fn describe(&self) -> String {
+        format!("{} ({} {:?})", self.name, self.var.dtype().as_str(), self.var.dims())
+    }
+}
+
+/// The variables of a map by name: a map has no order of its own.
+pub(crate) fn sorted(vars: &VarMap) -> Result<Vec<Param>> {
+    let Ok(data) = vars.data().lock() else {
+        bail!(
+            "DataParallel: a thread panicked while it changed the VarMap, expected one that is whole: make it anew"
+        );
+    };
+    let mut params: Vec<Param> =
+        data.iter().map(|(name, var)| Param { name: name.clone(), var: var.clone() }).collect();
+    params.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(params)
+}
+
+/// Compares names, types and shapes between all ranks: all get the same verdict. A rank that has something against its own part says so
+/// here, so that the others hear of it.
+pub(crate) fn agree(comm: &SharedComm, params: &[Param]) -> Result<()> {
+    const DOING: &str = "compare the variables of all ranks";
+    let refusal = params
+        .iter()
+        .find(|param| !param.var.device().is_cpu())
+        .map(|param| on_device(&format!("DataParallel: variable {}", param.name)).to_string());
+    let ours: Vec<String> = params.iter().map(Param::describe).collect();
+    let text = ours.join("\n").into_bytes();
+    let theirs = comm.broadcast_bytes(text, 0).wait().map_err(|e| failed(DOING, e.error))?;
+    let theirs = String::from_utf8_lossy(&theirs).into_owned();
+    let theirs: Vec<&str> = theirs.lines().collect();
+    let at = (0..ours.len().max(theirs.len()))
+        .find(|i| ours.get(*i).map(String::as_str) != theirs.get(*i).copied());
+    let complaint = refusal.or_else(|| {
+        at.map(|i| {
+            let none = "nothing";
+            let (ours, theirs) = (ours.get(i).map_or(none, |s| s), theirs.get(i).map_or(none, |s| s));
+            format!(
+                "variable {i} by name is {ours}, and {theirs} on rank 0: build the same model on every rank before DataParallel::new"
+            )
+        })
+    });
+    let all = comm.all_gather_bytes(complaint.unwrap_or_default().into_bytes()).wait();
+    let all = all.map_err(|e| failed(DOING, e.error))?;
+    match all.iter().position(|complaint| !complaint.is_empty()) {
+        Some(rank) => {
+            bail!("DataParallel: on rank {rank}, {}", String::from_utf8_lossy(&all[rank]))
+        }
+        None if params.is_empty() => bail!(
+            "DataParallel: the VarMap has no variables, expected those of a model: build the model from it before DataParallel::new"
+        ),
+        None => Ok(()),
+    }
+}
+
+/// Every rank gets rank 0's values. Nothing is copied on the CPU: they are written where the variables have theirs.
+pub(crate) fn broadcast(comm: &SharedComm, params: &[Param]) -> Result<()> {
+    let op = Broadcast::new(comm, 0);
+    params.iter().try_for_each(|param| {
+        param.var.inplace_op1(&op).map_err(|e| e.context(format!("broadcast {}", param.name)))
+    })
+}
+
+/// Compares the bits of all variables between all ranks, by a fingerprint of each.
+pub(crate) fn compare(comm: &SharedComm, params: &[Param], at: &str) -> Result<()> {
+    let ours = params.iter().map(|param| fingerprint(&param.name, &param.var)).collect::<Result<Vec<_>>>()?;
+    let all = comm.all_gather(ours).wait();
+    let all = all.map_err(|e| failed("compare the weights of all ranks", e.error))?;
+    let of_0 = &all[..params.len()];
+    let differs = |rank: usize| {
+        let theirs = &all[rank * params.len()..(rank + 1) * params.len()];
+        of_0.iter().zip(theirs).position(|(a, b)| a != b)
+    };
+    let found: Vec<String> = (1..comm.size())
+        .filter_map(|rank| differs(rank).map(|i| format!("{} on rank {rank}", params[i].name)))
+        .take(MOST_NAMED)
+        .collect();
+    if found.is_empty() {
+        return Ok(());
+    }
+    bail!(
+        "DataParallel: the weights are not the same on all ranks {at}: {} differs from rank 0's, expected the same bits: change weights \
+         by what all ranks have alike, the reduced gradients, only",
+        found.join(", ")
+    )
+}
+
+/// Some names, for an error.
+pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
+    let names: Vec<&str> = names.collect();
+    let shown = names[..names.len().min(MOST_NAMED)].join(", ");
+    match names.len().checked_sub(MOST_NAMED) {
+        None | Some(0) => shown,
+        Some(more) => format!("{shown} and {more} more"),
+    }
+}

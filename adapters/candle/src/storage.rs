@@ -1,0 +1,220 @@
+//! From the memory of a candle tensor to the buffers of the engine, and back: for every element type that both have.
+
+use std::ops::Range;
+
+use allstream::{AnyBuf, Element, Failed};
+use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
+
+use crate::error::failed;
+
+/// A collective on the elements of one tensor, whatever their type.
+pub(crate) trait Collective {
+    /// What it is called in errors.
+    fn name(&self) -> &'static str;
+    /// Runs it, and waits for its end.
+    fn run<T: Element>(&self, values: Vec<T>) -> std::result::Result<Vec<T>, Failed<Vec<T>>>;
+}
+
+/// Runs `$body` with the vector inside a storage and what puts such a vector into a storage, for the types that candle and the engine share.
+macro_rules! with_values {
+    ($storage:expr, $name:expr, ($values:ident, $wrap:ident) => $body:expr) => {
+        with_values!(@arms $storage, $name, ($values, $wrap) => $body,
+            U8 U32 I16 I32 I64 BF16 F16 F32 F64)
+    };
+    (@arms $storage:expr, $name:expr, ($values:ident, $wrap:ident) => $body:expr, $($of:ident)*) => {
+        match $storage {
+            $(CpuStorage::$of($values) => {
+                let $wrap = CpuStorage::$of;
+                $body
+            })*
+            _ => return Err(unknown_type($name)),
+        }
+    };
+}
+
+fn unknown_type(name: &str) -> candle_core::Error {
+    candle_core::Error::Msg(format!(
+        "{name}: the tensor has an element type that allstream does not have, expected u8, u32, i16, i32, i64, bf16, f16, f32 or \
+         f64: convert it with .to_dtype(..) first"
+    ))
+}
+
+/// The elements of a tensor in its storage.
+fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<usize>> {
+    let (shape, strides) = (layout.shape(), layout.stride());
+    let Some((start, end)) = layout.contiguous_offsets() else {
+        bail!(
+            "{name}: the tensor of shape {:?} has strides {strides:?}, expected elements that lie one after another: call \
+             .contiguous() on it first",
+            shape.dims()
+        );
+    };
+    if end > stored {
+        bail!("{name}: the tensor ends at element {end} of a storage of {stored}");
+    }
+    Ok(start..end)
+}
+
+/// The error of a collective that failed, with what was being done. Ranks that differ see each other's keys alone, so what a key is made of
+/// is said, too.
+fn of_tensor(name: &str, layout: &Layout, dtype: DType, error: allstream::Error) -> candle_core::Error {
+    let why = match error {
+        allstream::Error::Mismatch { .. } => {
+            ": the shape must be the same on all ranks (the key of a call is a hash of it)"
+        }
+        _ => "",
+    };
+    failed(format!("{name} of a tensor of {} and shape {:?}{why}", dtype.as_str(), layout.dims()), error)
+}
+
+/// A collective into a new storage: one copy of the input.
+pub(crate) fn apply(op: &impl Collective, storage: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
+    use candle_core::backend::BackendStorage;
+    let dtype = storage.dtype();
+    let out = with_values!(storage, op.name(), (values, wrap) => {
+        let range = range(op.name(), layout, values.len())?;
+        op.run(values[range].to_vec()).map(wrap).map_err(|failed| failed.error)
+    });
+    out.map_err(|error| of_tensor(op.name(), layout, dtype, error))
+}
+
+/// A collective in the storage of a tensor. Where the tensor has all of its storage nothing is copied; of a part of it there are two
+/// copies, out and in. After a failure the elements are unspecified, but as many as before.
+pub(crate) fn apply_in_place(op: &impl Collective, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+    use candle_core::backend::BackendStorage;
+    let dtype = storage.dtype();
+    let error = with_values!(storage, op.name(), (values, _wrap) => {
+        let range = range(op.name(), layout, values.len())?;
+        in_place(op, values, range)
+    });
+    error.map_or(Ok(()), |error| Err(of_tensor(op.name(), layout, dtype, error)))
+}
+
+fn in_place<T: Element>(
+    op: &impl Collective,
+    values: &mut Vec<T>,
+    range: Range<usize>,
+) -> Option<allstream::Error> {
+    let len = values.len();
+    let is_all = range == (0..len);
+    let part = if is_all { std::mem::take(values) } else { values[range.clone()].to_vec() };
+    let (back, error) = match op.run(part) {
+        Ok(part) => (Some(part), None),
+        Err(Failed { buf, error }) => (buf, Some(error)),
+    };
+    match back {
+        Some(part) if is_all => *values = part,
+        Some(part) if part.len() == range.len() => values[range].copy_from_slice(&part),
+        Some(_) => {}
+        // A peer may still touch the buffer, so that the engine keeps it. The tensor must have its elements all the same.
+        None if is_all => *values = zeros(len),
+        None => {}
+    }
+    error
+}
+
+/// Zeros of any type.
+pub(crate) fn zeros<T: Element>(len: usize) -> Vec<T> {
+    allstream::HostBuf::<T>::zeroed(len).to_vec()
+}
+
+/// The engine's name of an element type.
+pub(crate) fn dtype(name: &str, dtype: DType) -> Result<allstream::DType> {
+    Ok(match dtype {
+        DType::U8 => allstream::DType::U8,
+        DType::U32 => allstream::DType::U32,
+        DType::I16 => allstream::DType::I16,
+        DType::I32 => allstream::DType::I32,
+        DType::I64 => allstream::DType::I64,
+        DType::BF16 => allstream::DType::BF16,
+        DType::F16 => allstream::DType::F16,
+        DType::F32 => allstream::DType::F32,
+        DType::F64 => allstream::DType::F64,
+        _ => return Err(unknown_type(name)),
+    })
+}
+
+/// Runs a function on the storage of a tensor of the CPU.
+fn on_cpu<R>(name: &str, tensor: &Tensor, read: impl FnOnce(&CpuStorage, &Layout) -> Result<R>) -> Result<R> {
+    let (storage, layout) = tensor.storage_and_layout();
+    match &*storage {
+        Storage::Cpu(storage) => read(storage, layout),
+        _ => Err(on_device(name)),
+    }
+}
+
+/// The error for a tensor that is not on the CPU.
+pub(crate) fn on_device(name: &str) -> candle_core::Error {
+    candle_core::Error::Msg(format!(
+        "{name}: the tensor is on a GPU, expected one on the CPU: bring it there with .to_device(&Device::Cpu) first"
+    ))
+}
+
+/// A copy of the elements of a contiguous tensor, in a `Vec` of their type.
+pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
+    on_cpu(name, tensor, |storage, layout| {
+        Ok(with_values!(storage, name, (values, _wrap) => {
+            AnyBuf::new(values[range(name, layout, values.len())?].to_vec())
+        }))
+    })
+}
+
+/// A `Vec` of zeros of this type.
+pub(crate) fn zero_buf(dtype: allstream::DType, len: usize) -> AnyBuf {
+    match dtype {
+        allstream::DType::BF16 => AnyBuf::new(zeros::<allstream::bf16>(len)),
+        allstream::DType::F16 => AnyBuf::new(zeros::<allstream::f16>(len)),
+        allstream::DType::F64 => AnyBuf::new(zeros::<f64>(len)),
+        _ => AnyBuf::new(zeros::<f32>(len)),
+    }
+}
+
+/// A tensor that takes over the `Vec` in a buffer of floats. Nothing is copied.
+pub(crate) fn from_buf(name: &str, buf: AnyBuf, shape: &Shape) -> Result<Tensor> {
+    fn take<T: candle_core::WithDType + Element>(
+        buf: AnyBuf,
+        shape: &Shape,
+    ) -> std::result::Result<Result<Tensor>, AnyBuf> {
+        buf.into_inner::<Vec<T>>().map(|values| Tensor::from_vec(values, shape, &Device::Cpu))
+    }
+    let tensor = take::<f32>(buf, shape)
+        .or_else(|buf| take::<f64>(buf, shape))
+        .or_else(|buf| take::<allstream::bf16>(buf, shape))
+        .or_else(|buf| take::<allstream::f16>(buf, shape));
+    match tensor {
+        Ok(tensor) => tensor,
+        Err(buf) => bail!("{name}: {buf:?} came back, expected the vector that was given (a bug)"),
+    }
+}
+
+/// A number that tensors of the same bits have in common, and others hardly ever.
+pub(crate) fn fingerprint(name: &str, tensor: &Tensor) -> Result<u64> {
+    fn of(words: impl Iterator<Item = u64>) -> u64 {
+        words.fold(0xcbf2_9ce4_8422_2325, |hash, word| {
+            (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
+        })
+    }
+    on_cpu(name, tensor, |storage, layout| {
+        let part = |len: usize| range(name, layout, len);
+        Ok(match storage {
+            CpuStorage::U8(v) => of(v[part(v.len())?].iter().map(|x| u64::from(*x))),
+            CpuStorage::U32(v) => of(v[part(v.len())?].iter().map(|x| u64::from(*x))),
+            CpuStorage::I16(v) => of(v[part(v.len())?].iter().map(|x| *x as u64)),
+            CpuStorage::I32(v) => of(v[part(v.len())?].iter().map(|x| *x as u64)),
+            CpuStorage::I64(v) => of(v[part(v.len())?].iter().map(|x| *x as u64)),
+            CpuStorage::BF16(v) => of(v[part(v.len())?].iter().map(|x| u64::from(x.to_bits()))),
+            CpuStorage::F16(v) => of(v[part(v.len())?].iter().map(|x| u64::from(x.to_bits()))),
+            CpuStorage::F32(v) => of(v[part(v.len())?].iter().map(|x| u64::from(x.to_bits()))),
+            CpuStorage::F64(v) => of(v[part(v.len())?].iter().map(|x| x.to_bits())),
+            _ => return Err(unknown_type(name)),
+        })
+    })
+}
+
+/// A number for a shape, never 0: given as the key of a call, it tells ranks with other shapes of as many elements from each other.
+pub(crate) fn key(dims: &[usize]) -> u64 {
+    let hash = dims.iter().fold(0x811c_9dc5_u32, |hash, dim| {
+        (hash ^ *dim as u32 ^ (*dim as u64 >> 32) as u32).wrapping_mul(0x0100_0193)
+    });
+    u64::from((hash ^ dims.len() as u32).max(1))
+}
