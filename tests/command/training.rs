@@ -26,3 +26,55 @@ fn a_mesh_trains_as_one_process_does_in_any_order_of_its_axes_and_a_circle_is_na
         assert!(line.contains("has not called it"), "rank {rank}: {what}");
     }
 }
+
+/// A table's rows, cut into cells.
+fn rows(text: &str) -> Vec<Vec<&str>> {
+    let lines = text.lines().filter(|line| line.starts_with("| "));
+    lines.map(|line| line.trim_matches('|').split('|').map(str::trim).collect()).collect()
+}
+
+#[test]
+fn a_parameter_server_an_all_reduce_and_buckets_give_the_same_weights() {
+    let program = example("14_study");
+    let small = ["--workers", "1,2,3", "--trials", "2", "--steps", "2", "--layers", "3", "--width", "24"];
+    for more in [&["--computing", "real"][..], &["--computing", "sleep"], &["--computing", "communicating"]] {
+        let (code, stdout, stderr) = run(&program, &[&small[..], more].concat());
+        // It ends with an error where weights differ by more than this, on any rank, in any trial.
+        assert_eq!(code, Some(0), "{more:?}: {stdout}\n{stderr}");
+        let told = "the weights of all systems are within 1e-5 of each other, in every trial";
+        assert!(stdout.contains(told), "{more:?}: {stdout}");
+        let rows = rows(&stdout);
+        assert_eq!(rows.iter().map(|row| row[0]).collect::<Vec<_>>(), ["workers", "1", "2", "3"], "{stdout}");
+        assert!(rows.iter().all(|row| row.len() == rows[0].len()), "{stdout}");
+    }
+}
+
+#[test]
+fn the_study_marks_what_is_simulated_and_draws_what_it_prints() {
+    let folder = tempfile::tempdir().unwrap();
+    let chart = folder.path().join("study.svg");
+    let mut args = vec!["--workers", "1,2", "--trials", "1", "--steps", "1", "--width", "16"];
+    args.extend(["--simulate", "16", "--latency-us", "40", "--bandwidth", "25e6"]);
+    args.extend(["--chart", chart.to_str().unwrap()]);
+    let (code, stdout, stderr) = run(&example("14_study"), &args);
+    assert_eq!(code, Some(0), "{stdout}\n{stderr}");
+    assert_eq!(rows(&stdout)[3][0], "16 (simulated)", "{stdout}");
+    let drawn = std::fs::read_to_string(chart).unwrap();
+    for name in ["runtime", "speed-up", "scalability", "parameter server", "all-reduce", "buckets"] {
+        assert!(drawn.contains(name), "{name} is not in the chart");
+    }
+}
+
+#[test]
+fn the_study_says_what_is_wrong_with_its_options() {
+    let program = example("14_study");
+    for (args, told) in [
+        (&["--workers", "0"][..], "0 is not in 1.."),
+        (&["--simulate", "16"], "--latency-us"),
+        (&["--listen", "192.0.2.1", "--workers", "2"], "listen at 192.0.2.1"),
+    ] {
+        let (code, _, stderr) = run(&program, args);
+        assert!(code.is_some_and(|code| code != 0), "{args:?}: {stderr}");
+        assert!(stderr.contains(told), "{args:?}: {stderr}");
+    }
+}
