@@ -1,7 +1,7 @@
 //! Examples from outside, where what they print or how they end is promised. Every wait has a deadline.
 
 use std::io::{BufRead, BufReader, Read};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::thread::{self, JoinHandle};
@@ -74,7 +74,12 @@ pub(crate) fn example(name: &str) -> PathBuf {
 /// Runs `by_hand`; its exit code, what it printed, and what it complained of.
 fn by_hand(args: &[&str]) -> (Option<i32>, String, String) {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    let mut command = Command::new(BUILT.get_or_init(|| example("by_hand")));
+    run(BUILT.get_or_init(|| example("by_hand")), args)
+}
+
+/// Runs an example that was built; its exit code, what it printed, and what it complained of.
+pub(crate) fn run(program: &Path, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     for variable in ["RANK", "WORLD_SIZE", "ALLSTREAM_LINK", "ALLSTREAM_ALGO", "ALLSTREAM_TIMEOUT"] {
         command.env_remove(variable);
