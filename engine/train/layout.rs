@@ -111,6 +111,11 @@ impl Options {
         self
     }
 
+    /// Whether [`sharded`](Self::sharded) was asked for.
+    pub fn is_sharded(&self) -> bool {
+        self.sharded
+    }
+
     /// Gradients of `f32` are rounded to this type of 16 bits, [`DType::BF16`] or [`DType::F16`], before they are sent and reduced: half as many
     /// bytes. What rounding takes from a gradient is added to that of the next step (error feedback), for which each rank keeps as much memory as
     /// the gradients have. The sums of the ranks are rounded, too, and of those nothing is kept. Numbers too large for the type become infinite:

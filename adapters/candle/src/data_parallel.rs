@@ -24,7 +24,7 @@ pub struct Options {
 }
 
 impl Options {
-    /// The sizes of buckets, and a sum in place of the mean.
+    /// The sizes of buckets, a sum in place of the mean, and compression to 16 bits. Not sharded: candle's optimizers take whole gradients.
     pub fn buckets(mut self, options: train::Options) -> Options {
         self.buckets = options;
         self
@@ -89,6 +89,11 @@ impl DataParallel {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn with(comm: &SharedComm, vars: &VarMap, options: Options) -> Result<DataParallel> {
+        if options.buckets.is_sharded() {
+            let problem = "its buckets are sharded, and candle's optimizers take whole gradients: use allstream::train::Buckets themselves";
+            let error = allstream::Error::Invalid { call: "DataParallel".into(), problem: problem.into() };
+            return Err(failed("make DataParallel", error));
+        }
         let own = block_on(comm.dup()).map_err(|e| failed("make a communicator for DataParallel", e))?;
         let comm = own.share();
         let params = params::sorted(vars)?;
@@ -126,6 +131,11 @@ impl DataParallel {
     /// A forward pass in segments, whose backward pass reduces the gradients of one segment while the next one computes.
     pub fn segments(&mut self) -> Segments<'_> {
         Segments::new(self)
+    }
+
+    /// Where the time of the last step went: how long this rank computed, and how much of the communication it waited for.
+    pub fn report(&self) -> Option<train::Report> {
+        self.buckets.as_ref()?.report()
     }
 
     /// Compares the weights between all ranks, by a hash of each variable. Collective.

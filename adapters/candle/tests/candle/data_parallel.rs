@@ -223,3 +223,20 @@ fn what_does_not_fit_a_variable_or_a_cut_is_refused() {
         assert!(error.contains("gradient of a is f32 [3], expected") && error.contains("f32 [2]"), "{error}");
     });
 }
+
+#[test]
+fn sharded_buckets_are_refused_and_a_report_has_all_variables() {
+    on_ranks(2, |comm| {
+        let vars = vars(0, &MODEL);
+        let options = Options::default().buckets(allstream::train::Options::default().sharded());
+        let error = DataParallel::with(&comm, &vars, options).err().unwrap().to_string();
+        assert!(error.contains("sharded") && error.contains("whole gradients"), "{error}");
+        let mut parallel = DataParallel::new(&comm, &vars).unwrap();
+        assert!(parallel.report().is_none(), "no step has ended");
+        let mut grads = loss(&vars, &rows(comm.rank()), |y| Ok(y.clone())).unwrap().backward().unwrap();
+        parallel.reduce(&mut grads).unwrap();
+        let report = parallel.report().unwrap();
+        assert_eq!(report.buckets.iter().map(|bucket| bucket.params).sum::<usize>(), MODEL.len());
+        parallel.close().unwrap();
+    });
+}
