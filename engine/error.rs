@@ -13,7 +13,7 @@ mod texts;
 
 pub use self::members::Members;
 pub(crate) use self::texts::unreceived;
-use self::texts::{Disagreement, not_sent, timed_out};
+use self::texts::{Disagreement, message_call, not_sent, timed_out};
 
 /// Why an operation, a connection or a call failed.
 ///
@@ -365,8 +365,10 @@ impl Missing {
             MissingState::NotCalled(None) => "has not called it".into(),
             MissingState::Receives { last, from, message } => {
                 let last = last.map(|last| format!(" (its last operation was #{last})")).unwrap_or_default();
-                let (what, from, tag) = (message.elements(), members.rank(*from), message.root);
-                format!("has not called it{last}: it waits in recv({what}, from {from}, tag {tag})")
+                format!(
+                    "has not called it{last}: it waits in {}",
+                    message_call("recv", message, members.rank(*from))
+                )
             }
             MissingState::Waiting => "has called it and waits too".into(),
             MissingState::NotReady => "has called it, and its device has not come to it".into(),

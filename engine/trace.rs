@@ -138,8 +138,8 @@ impl Recorder {
     /// A message that this rank waits to receive, and from whom: the oldest of those that are kept.
     pub(crate) fn awaited(&self) -> Option<(Rank, Signature)> {
         let messages = self.messages.lock();
-        let mut waiting = messages.records.iter().filter(|m| m.direction == "recv" && m.finished.is_none());
-        waiting.next().map(|m| (m.peer, m.signature))
+        let waiting = messages.records.iter().find(|m| m.direction == "recv" && m.finished.is_none());
+        waiting.map(|m| (m.peer, m.signature))
     }
 
     /// A message has been sent, or received.

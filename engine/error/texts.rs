@@ -31,12 +31,8 @@ pub(super) fn needed(
         (Some(operation), None) => format!(" during {operation}"),
         (Some(Operation { comm, number, signature }), Some(waiting)) => {
             let Waiting { rank: us, call, .. } = &**waiting;
-            let (us, peer, way) =
-                (members.rank(*us), members.rank(rank), if call == "send" { "to" } else { "from" });
-            let (what, tag) = (signature.elements(), signature.root);
-            format!(
-                ": {us} waited in {call}({what}, {way} {peer}, tag {tag}) (#{number} of communicator {comm})"
-            )
+            let (us, called) = (members.rank(*us), message_call(call, signature, members.rank(rank)));
+            format!(": {us} waited in {called} (#{number} of communicator {comm})")
         }
     }
 }
@@ -58,6 +54,12 @@ pub(super) fn both_send(missing: &str, pending: &[Signature]) -> &'static str {
     }
 }
 
+/// A message as it was called: `recv(f32 x 8, from rank 1, tag 9)`.
+pub(super) fn message_call(call: &str, signature: &Signature, peer: impl fmt::Display) -> String {
+    let way = if call == "send" { "to" } else { "from" };
+    format!("{call}({}, {way} {peer}, tag {})", signature.elements(), signature.root)
+}
+
 fn by_tag(messages: &[Signature]) -> String {
     let one = |message: &Signature| format!("tag {}, {}", message.root, message.elements());
     messages.iter().map(one).collect::<Vec<_>>().join("; ")
@@ -67,10 +69,10 @@ fn by_tag(messages: &[Signature]) -> String {
 pub(super) fn timed_out(operation: &Operation, missing: &[Missing], members: &Members) -> String {
     match missing {
         [Missing { rank, state: MissingState::NotMatched { direction, .. } }] => {
-            let (call, way) = if direction == "send" { ("recv", "from") } else { ("send", "to") };
+            let call = if direction == "send" { "recv" } else { "send" };
             let Operation { comm, number, signature } = operation;
-            let (what, peer) = (signature.elements(), members.rank(*rank));
-            format!("{call}({what}, {way} {peer}, tag {}) (#{number} of communicator {comm})", signature.root)
+            let called = message_call(call, signature, members.rank(*rank));
+            format!("{called} (#{number} of communicator {comm})")
         }
         _ => operation.to_string(),
     }

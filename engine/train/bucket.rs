@@ -45,6 +45,8 @@ pub(super) struct Bucket<B: Buf> {
     /// Kept between steps, so that a list of gradients needs no new vector.
     list: Vec<B>,
     flight: Flight<B>,
+    /// How many parameters are in it, and bytes of their gradients.
+    shape: (usize, usize),
     /// Parameters of it that have no gradient yet in this step.
     missing: usize,
     /// Of one that is sharded: how many elements of its one buffer each rank owns, one rank's behind the other's.
@@ -60,12 +62,14 @@ impl<B: Buf> Bucket<B> {
             packed,
             list: Vec::new(),
             flight: Flight::Nothing,
+            shape: (0, 0),
             missing: 0,
             counts: Vec::new(),
         }
     }
 
     fn add(&mut self, i: usize, param: &Param, wire: Option<DType>) {
+        self.shape = (self.shape.0 + 1, self.shape.1.saturating_add(param.bytes()));
         let wire = wire.filter(|_| param.is_compressed());
         if param.is_on_device() || param.bytes() >= PACKED_BELOW && wire.is_none() {
             return self.singles.push(i);
@@ -91,13 +95,13 @@ impl<B: Buf> Bucket<B> {
     }
 
     /// How many parameters are in it, and bytes of their gradients.
-    pub(super) fn shape(&self, layout: &[Param]) -> (usize, usize) {
-        (self.members().count(), self.members().map(|i| layout[i].bytes()).sum())
+    pub(super) fn shape(&self) -> (usize, usize) {
+        self.shape
     }
 
     /// Before a step: nothing is there.
     pub(super) fn empty(&mut self) {
-        self.missing = self.members().count();
+        self.missing = self.shape.0;
     }
 
     /// One more gradient is there.
@@ -267,20 +271,18 @@ pub(super) fn form<B: Buf>(
     memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>,
 ) -> Result<Vec<Bucket<B>>, Error> {
     let mut buckets: Vec<Bucket<B>> = Vec::new();
-    let (mut bytes, mut limit) = (0usize, 0);
+    let mut limit = 0;
     for i in order {
         let is_alike = |last: &Bucket<B>| {
             last.members().next().is_none_or(|first| layout[first].is_on_device() == layout[i].is_on_device())
         };
         let last_takes = |last: &Bucket<B>| {
-            bytes < limit && is_alike(last) && (!options.sharded || last.takes(&layout[i]))
+            last.shape.1 < limit && is_alike(last) && (!options.sharded || last.takes(&layout[i]))
         };
         if !buckets.last().is_some_and(last_takes) {
             limit = if buckets.is_empty() { options.first_bucket_bytes } else { options.bucket_bytes };
             buckets.push(Bucket::new());
-            bytes = 0;
         }
-        bytes = bytes.saturating_add(layout[i].bytes());
         if let Some(bucket) = buckets.last_mut() {
             bucket.add(i, &layout[i], options.wire);
         }

@@ -323,8 +323,8 @@ impl<B: Buf> Buckets<B> {
     /// had, reduced or not.
     pub async fn finish(&mut self) -> Result<Drain<'_, B>, Failed<Vec<Option<B>>>> {
         self.push_accumulated();
-        if let Some(error) = self.missing() {
-            return Err(self.refused(error).await);
+        if let Some(problem) = self.missing() {
+            return Err(self.refused(Error::invalid("finish", problem)).await);
         }
         self.land(false).await?;
         self.done.clear();
@@ -408,7 +408,7 @@ impl<B: Buf> Buckets<B> {
     }
 
     /// What is wrong with a step that is to be finished.
-    fn missing(&self) -> Option<Error> {
+    fn missing(&self) -> Option<String> {
         let missing = || (0..self.layout.len()).filter(|i| !self.is_pushed[*i]);
         let (found, all) = (missing().count(), self.layout.len());
         if found == 0 {
@@ -418,12 +418,11 @@ impl<B: Buf> Buckets<B> {
         if found > MOST_NAMED {
             names.push(format!("and {} more", found - MOST_NAMED));
         }
-        let problem = format!(
+        Some(format!(
             "{found} of {all} parameters have no gradient in this step: {}; push one for each, or finish by finish_some on all ranks \
              where some may have none",
             names.join(", ")
-        );
-        Some(Error::invalid("finish", problem))
+        ))
     }
 
     /// Waits for all buckets, then for what ranks tell each other at the end of a step.
@@ -513,7 +512,7 @@ impl<B: Buf> Buckets<B> {
         self.comm.recorder().step(step);
         self.last = Some(step);
         self.shapes.clear();
-        self.shapes.extend(self.buckets.iter().map(|bucket| bucket.shape(&self.layout)));
+        self.shapes.extend(self.buckets.iter().map(Bucket::shape));
         self.steps += 1;
     }
 

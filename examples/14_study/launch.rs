@@ -1,15 +1,16 @@
 //! The processes: this one is rank 0 and starts the others, each in a network namespace of its own if there are any.
 
-use std::fs::File;
-use std::io::Read;
+#[path = "../shared/others.rs"]
+mod others;
+
 use std::net::{IpAddr, TcpListener};
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use allstream::{Comm, LinkChoice, Rendezvous};
 use futures::executor::block_on;
 
+use self::others::{Others, secret};
 use super::Result;
 
 /// How long ranks wait for each other to come, and rank 0 for the others to end.
@@ -77,50 +78,6 @@ pub(crate) fn start<T>(
         comm.close().await?;
         Ok::<_, Box<dyn std::error::Error + Send + Sync>>(result)
     })?;
-    others.wait()?;
+    others.wait(PATIENCE, |code| code == 0)?;
     Ok(result)
-}
-
-/// What only our own processes know.
-fn secret() -> Result<String> {
-    let mut bytes = [0_u8; 32];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-/// The processes of the other ranks. Those that have not ended when this goes are killed.
-struct Others(Vec<(usize, Child)>);
-
-impl Others {
-    fn wait(mut self) -> Result<()> {
-        let end = Instant::now() + PATIENCE;
-        for (rank, child) in &mut self.0 {
-            let status = loop {
-                match child.try_wait()? {
-                    Some(status) => break status,
-                    None if Instant::now() > end => return Err(format!("rank {rank} does not end").into()),
-                    None => thread::sleep(Duration::from_millis(1)),
-                }
-            };
-            if !status.success() {
-                return Err(format!("rank {rank} failed: {status}").into());
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Others {
-    fn drop(&mut self) {
-        // A rank that has failed too may still be about to say why.
-        let end = Instant::now() + Duration::from_secs(2);
-        for (_, child) in &mut self.0 {
-            while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
-                thread::sleep(Duration::from_millis(1));
-            }
-            // Fails only for those that have ended.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
 }

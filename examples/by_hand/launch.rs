@@ -1,15 +1,16 @@
 //! Options, and the processes: this one is rank 0 and starts the others.
 
-use std::fs::File;
-use std::io::Read;
+#[path = "../shared/others.rs"]
+mod others;
+
 use std::net::TcpListener;
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use allstream::{Comm, LinkChoice, Rendezvous};
 use futures::executor::block_on;
 
+use self::others::{Others, secret};
 use super::{ALGORITHMS, Result};
 
 pub(crate) const USAGE: &str = "\
@@ -100,51 +101,7 @@ pub(crate) fn launch(options: &Options, rank: impl Fn(Comm) -> Result<bool>) -> 
     let meeting = Rendezvous::tcp(&format!("tcp://{at}"), 0, options.ranks)?;
     let meeting = meeting.token(token).link(link).timeout(PATIENCE).listener(listener);
     let right = rank(block_on(Comm::connect(meeting))?)?;
-    others.wait()?;
+    // A wrong sum (exit code 1) is not told again: rank 0 knows.
+    others.wait(PATIENCE, |code| matches!(code, 0 | 1))?;
     Ok(right)
-}
-
-/// What only our own processes know.
-fn secret() -> Result<String> {
-    let mut bytes = [0_u8; 32];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
-}
-
-/// The processes of the other ranks. Those that have not ended when this goes are killed.
-struct Others(Vec<(usize, Child)>);
-
-impl Others {
-    /// Waits for all. A wrong sum (exit code 1) is not told again: rank 0 knows.
-    fn wait(mut self) -> Result<()> {
-        let end = Instant::now() + PATIENCE;
-        for (rank, child) in &mut self.0 {
-            let status = loop {
-                match child.try_wait()? {
-                    Some(status) => break status,
-                    None if Instant::now() > end => return Err(format!("rank {rank} does not end").into()),
-                    None => thread::sleep(Duration::from_millis(1)),
-                }
-            };
-            if !matches!(status.code(), Some(0 | 1)) {
-                return Err(format!("rank {rank} failed: {status}").into());
-            }
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Others {
-    fn drop(&mut self) {
-        // A rank that has failed too may still be about to say why.
-        let end = Instant::now() + Duration::from_secs(2);
-        for (_, child) in &mut self.0 {
-            while matches!(child.try_wait(), Ok(None)) && Instant::now() < end {
-                thread::sleep(Duration::from_millis(1));
-            }
-            // Fails only for those that have ended.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
-    }
 }

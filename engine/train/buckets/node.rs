@@ -79,11 +79,7 @@ impl<B: Buf> NodeBuckets<B> {
         // Before anything is awaited: the other devices would wait for what this one does not call.
         self.0.iter_mut().for_each(Buckets::push_accumulated);
         let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.missing()?));
-        if let Some((device, error)) = self.0.iter().enumerate().find_map(missing) {
-            let problem = match error {
-                Error::Invalid { problem, .. } => problem,
-                other => other.to_string(),
-            };
+        if let Some((device, problem)) = self.0.iter().enumerate().find_map(missing) {
             let error = Error::invalid("finish", format!("on device {device} of the node, {problem}"));
             return Err(self.refused(error).await);
         }
