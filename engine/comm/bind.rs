@@ -120,6 +120,17 @@ impl SharedComm {
         self.bind(stream, library.as_ref().ok().map(|library| library as &dyn Library)).await
     }
 
+    /// Binds it as another communicator of the same ranks is bound, if that is: to the same device. Collective.
+    pub(crate) async fn bind_like(&self, other: &SharedComm) -> Result<(), Error> {
+        let Some(binding) = other.handle().endpoint.binding() else { return Ok(()) };
+        let device = binding.ours.stream.device();
+        match binding.whole {
+            Some(_) => self.bind_by_nccl(&device).await,
+            None => self.bind(DeviceStream::of_a_rank(&device), None).await,
+        }
+        .map(drop)
+    }
+
     async fn bind(
         &self,
         stream: Result<DeviceStream, Error>,

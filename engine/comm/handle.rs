@@ -169,7 +169,7 @@ impl Comm {
     }
 
     /// What has been called here, and when.
-    pub(crate) fn recorder(&self) -> &Recorder {
+    pub(crate) fn recorder(&self) -> &Arc<Recorder> {
         &self.0.endpoint.recorder
     }
 

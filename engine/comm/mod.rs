@@ -41,6 +41,7 @@ pub use messages::SendRecv;
 pub use names::{Backend, BackendStatus, Groups, backends};
 pub(crate) use node::together;
 pub use node::{Node, NodeCall, NodeWork, Outcomes, Place, Several};
+pub(crate) use ordered::{Either, push, ready};
 pub use ordered::{Ordered, Stream};
 pub use work::Work;
 pub use world::{PoolStats, Verdict};

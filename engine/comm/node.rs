@@ -284,6 +284,11 @@ impl Node {
         &mut self.comms
     }
 
+    /// The devices' communicators, by device, each to be used alone.
+    pub fn into_comms(mut self) -> Vec<Comm> {
+        std::mem::take(&mut self.comms)
+    }
+
     /// A device's stream.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::Work;
 use super::work::{Ended, Restore, Submitted};
-use crate::error::{Error, Failed};
+use crate::error::{Error, Failed, Outcome};
 use crate::exec::device::DeviceOp;
 use crate::exec::{Endpoint, Key};
 use crate::mem::device::{DeviceEvent, DeviceStream};
@@ -116,9 +116,14 @@ struct OnDevice {
 enum Content<O, F> {
     /// What the operation holds, in the order of streams that wait for it.
     Held(ErasedBufs, Restore<O, F>),
+    /// The same of an operation among several, with what is made of its result and theirs.
+    Joined(ErasedBufs, Make<O, F>),
     /// What a job has made of it.
     Value(O),
 }
+
+/// Makes a result of how an operation ended and what it held.
+type Make<O, F> = Box<dyn FnOnce(Outcome, Option<ErasedBufs>) -> Result<O, Failed<F>> + Send>;
 
 impl Drop for OnDevice {
     fn drop(&mut self) {
@@ -203,6 +208,7 @@ impl<O, F> Content<O, F> {
     fn hand_on(content: Option<Self>, device: &DeviceOp) -> Result<O, Failed<F>> {
         match content {
             Some(Content::Held(held, restore)) => restore(device.hand_on().map_err(Box::new), Some(held)),
+            Some(Content::Joined(held, make)) => make(device.hand_on().map_err(Box::new), Some(held)),
             Some(Content::Value(value)) => Ok(value),
             None => Err(taken()),
         }
@@ -217,7 +223,12 @@ impl<O, F> Content<O, F> {
                 std::mem::forget(held);
                 Err(Failed { buf: None, error: *error })
             }
+            (Some(Content::Joined(held, make)), Err(error)) if device.is_lost() => {
+                std::mem::forget(held);
+                make(Err(error), None)
+            }
             (Some(Content::Held(held, restore)), result) => restore(result, Some(held)),
+            (Some(Content::Joined(held, make)), result) => make(result, Some(held)),
             (Some(Content::Value(value)), Ok(())) => {
                 drop(held);
                 Ok(value)
@@ -244,7 +255,7 @@ fn taken<F>() -> Failed<F> {
 }
 
 /// A value that is there.
-fn ready<O, F>(result: Result<O, Failed<F>>) -> Ordered<O, F> {
+pub(crate) fn ready<O, F>(result: Result<O, Failed<F>>) -> Ordered<O, F> {
     Ordered(State::Host(Promise::kept(result)))
 }
 
@@ -254,7 +265,7 @@ fn run<O, F, R>(value: Result<O, Failed<F>>, job: impl FnOnce(O) -> R) -> Result
 }
 
 /// Puts a job on the stream whose result comes back; what follows one that failed must not use data that never came.
-fn push<O: Send + 'static, F: Send + 'static>(
+pub(crate) fn push<O: Send + 'static, F: Send + 'static>(
     stream: &HostStream,
     job: impl FnOnce() -> Result<O, Failed<F>> + Send + 'static,
 ) -> Ordered<O, F> {
@@ -315,6 +326,26 @@ fn launch_on_device<O: Send + 'static, F: Send + 'static, R: Send + 'static>(
 }
 
 impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
+    /// What `make` makes of the result, also of a failure, when somebody takes it: in the order of the device's stream, or on the host. Of
+    /// an operation that no device runs, here and now.
+    pub(crate) fn then<P, G>(
+        mut self,
+        make: impl FnOnce(Result<O, Failed<F>>) -> Result<P, Failed<G>> + Send + 'static,
+    ) -> Ordered<P, G> {
+        let State::Device(on, content) = &mut self.0 else { return ready(make(self.wait())) };
+        let (held, before): (ErasedBufs, Make<O, F>) = match content.take() {
+            Some(Content::Held(held, restore)) => (held, Box::new(restore)),
+            Some(Content::Joined(held, before)) => (held, before),
+            other => {
+                *content = other;
+                return ready(make(self.wait()));
+            }
+        };
+        let content = Content::Joined(held, Box::new(move |outcome, held| make(before(outcome, held))));
+        let stream = on.stream.clone();
+        Ordered(State::Device(on.moved_to(&stream), Some(content)))
+    }
+
     /// Runs `job` on the value, on the stream, after what the stream holds; an operation that failed is passed on.
     ///
     /// On a [`DeviceStream`] the job is run here and now, and puts its work on the stream: the value's memory is in the
@@ -348,6 +379,15 @@ impl<O: Send + 'static, F: Send + 'static> Ordered<O, F> {
     pub fn in_order(mut self) -> Result<O, Failed<F>> {
         let State::Device(on, content) = &mut self.0 else { return self.wait() };
         Content::hand_on(content.take(), &on.device)
+    }
+
+    /// Makes other streams wait for what the stream that it was joined with holds now. `false`: no device runs the
+    /// operation, or at least one of them does not wait, and the caller is to wait for the operation on the host.
+    pub(crate) fn is_awaited_by_all<'a>(&self, mut others: impl Iterator<Item = &'a DeviceStream>) -> bool {
+        match &self.0 {
+            State::Host(_) => false,
+            State::Device(on, _) => others.all(|other| on.is_awaited_by(other)),
+        }
     }
 
     /// The operation has references to the caller's buffers: those are as if handed on.

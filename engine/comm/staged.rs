@@ -192,6 +192,8 @@ fn place(
     let mut streams = Vec::new();
     let mut at = |end: &RawBuf| {
         let place = match &end.place.0 {
+            // No elements, of a rank whose input or output is not looked at, are nowhere.
+            Where::Host(start) if end.bytes() == 0 => return Ok(*start),
             Where::Host(_) => {
                 let problem = format!(
                     "one buffer is on a device and another on the host; this communicator is bound to {device:?}, and a \

@@ -8,7 +8,7 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Failed, Outcome};
-use crate::exec::{Endpoint, Finished, Key, parker};
+use crate::exec::{Endpoint, Finished, Key};
 use crate::forked;
 use crate::mem::ErasedBufs;
 
@@ -97,6 +97,15 @@ impl Submitted {
         }
     }
 
+    /// [`wait`](Self::wait) for so long at most; `None`: it is not over.
+    fn wait_for(&mut self, most: Duration) -> Option<Ended> {
+        let State::Running { endpoint, key, .. } = &self.0 else { return Some(self.wait()) };
+        // An end that no clock reaches is none.
+        let ended = endpoint.wait_until(*key, Instant::now().checked_add(most))?;
+        self.let_go();
+        Some(ended)
+    }
+
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
         let State::Running { endpoint, key, polls } = &mut self.0 else { return Poll::Ready(self.wait()) };
         let budget = if *polls <= EAGER_POLLS { POLL_BUDGET } else { Duration::ZERO };
@@ -181,22 +190,33 @@ impl<O, F> Work<O, F> {
     /// # Errors
     /// This `Work`, where the operation is not over by then; what the operation itself came to is inside the `Ok`.
     pub fn wait_for(mut self, most: Duration) -> Result<Result<O, Failed<F>>, Work<O, F>> {
-        let start = Instant::now();
-        let waker = parker();
-        loop {
-            if let Poll::Ready(result) = Pin::new(&mut self).poll(&mut Context::from_waker(&waker)) {
-                return Ok(result);
-            }
-            match most.checked_sub(start.elapsed()).filter(|rest| !rest.is_zero()) {
-                Some(rest) => std::thread::park_timeout(rest),
-                None => return Err(self),
-            }
+        match self.submitted.wait_for(most) {
+            Some((result, held)) => Ok((self.restore)(result, held)),
+            None => Err(self),
+        }
+    }
+
+    /// Why nothing was submitted, where the call was refused: waiting for it, or awaiting it, gives this error and the buffers.
+    pub fn refused(&self) -> Option<&Error> {
+        match &self.submitted.0 {
+            State::Refused(refusal) => Some(&refusal.0),
+            _ => None,
         }
     }
 
     /// Whether the operation is over: waiting for it, or awaiting it, would end at once. Works on it for a moment, and never waits.
     pub fn is_finished(&self) -> bool {
         self.submitted.at().is_none_or(|(endpoint, key)| forked::is_forked() || endpoint.is_finished(key))
+    }
+
+    /// Whether a device runs it, so that a device's stream can wait for it, and the caller need not: see [`join`](Self::join). Not, where it is over.
+    pub fn runs_on_device(&self) -> bool {
+        self.submitted.at().is_some_and(|(endpoint, key)| endpoint.runs_on_device(key))
+    }
+
+    /// Whether all of an operation that a device runs is on the device's stream, as it is soon after all ranks have called it. Also, where it is over.
+    pub fn is_enqueued(&self) -> bool {
+        self.submitted.at().is_none_or(|(endpoint, key)| endpoint.is_enqueued(key))
     }
 
     /// The caller computes now, and will not poll it for long: the progress thread goes on with it at once, and not when its nap ends.

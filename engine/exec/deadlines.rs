@@ -9,7 +9,7 @@ const LOOK: Duration = Duration::from_millis(10);
 
 /// How long a rank that stood still itself goes on after a deadline: first it hears what it missed, and asks its peers, before
 /// it blames them.
-fn grace(timeout: Duration) -> Duration {
+pub(super) fn grace(timeout: Duration) -> Duration {
     Duration::from_millis(200).min(timeout / 4)
 }
 

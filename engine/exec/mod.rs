@@ -40,7 +40,7 @@ pub(crate) use parts::{NextPart, Parts};
 pub(crate) use port::{DEVICES, Opener, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;
-pub(crate) use progress_thread::{Driven, ProgressThread, parker, progress_thread};
+pub(crate) use progress_thread::{Driven, ProgressThread, progress_thread};
 pub(crate) use run::{STRIPE, cut};
 pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};

@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::fmt;
 
+use super::device::{DeviceBuf, DeviceStream};
 use super::{Buf, HostBuf, Location, RawBuf, Where};
 use crate::error::Error;
 use crate::types::{DType, Element, bf16, f8e4m3, f8e5m2, f16};
@@ -44,6 +45,32 @@ struct Owned {
 // SAFETY: the buffer is Send, and the pointer in `raw` is to memory that belongs to it.
 unsafe impl Send for Owned {}
 
+/// Makes a buffer of whichever element type.
+trait Make {
+    fn make<T: Element>(self) -> Result<AnyBuf, Error>;
+}
+
+/// The buffer of this element type.
+fn make<M: Make>(dtype: DType, how: M) -> Result<AnyBuf, Error> {
+    match dtype {
+        DType::Bool => how.make::<bool>(),
+        DType::I8 => how.make::<i8>(),
+        DType::I16 => how.make::<i16>(),
+        DType::I32 => how.make::<i32>(),
+        DType::I64 => how.make::<i64>(),
+        DType::U8 => how.make::<u8>(),
+        DType::U16 => how.make::<u16>(),
+        DType::U32 => how.make::<u32>(),
+        DType::U64 => how.make::<u64>(),
+        DType::F16 => how.make::<f16>(),
+        DType::BF16 => how.make::<bf16>(),
+        DType::F32 => how.make::<f32>(),
+        DType::F64 => how.make::<f64>(),
+        DType::F8E4M3 => how.make::<f8e4m3>(),
+        DType::F8E5M2 => how.make::<f8e5m2>(),
+    }
+}
+
 impl AnyBuf {
     /// Takes a buffer, which [`into_inner`](Self::into_inner) gives back.
     pub fn new<B: Buf>(buf: B) -> AnyBuf {
@@ -56,27 +83,24 @@ impl AnyBuf {
     /// # Errors
     /// [`Error::Invalid`]: there is no memory for so many elements.
     pub fn zeroed(dtype: DType, len: usize) -> Result<AnyBuf, Error> {
-        fn of<T: Element>(len: usize) -> Result<AnyBuf, Error> {
-            HostBuf::<T>::try_zeroed(len).map(AnyBuf::new)
+        struct OnHost(usize);
+        impl Make for OnHost {
+            fn make<T: Element>(self) -> Result<AnyBuf, Error> {
+                HostBuf::<T>::try_zeroed(self.0).map(AnyBuf::new)
+            }
         }
-        let make = match dtype {
-            DType::Bool => of::<bool>,
-            DType::I8 => of::<i8>,
-            DType::I16 => of::<i16>,
-            DType::I32 => of::<i32>,
-            DType::I64 => of::<i64>,
-            DType::U8 => of::<u8>,
-            DType::U16 => of::<u16>,
-            DType::U32 => of::<u32>,
-            DType::U64 => of::<u64>,
-            DType::F16 => of::<f16>,
-            DType::BF16 => of::<bf16>,
-            DType::F32 => of::<f32>,
-            DType::F64 => of::<f64>,
-            DType::F8E4M3 => of::<f8e4m3>,
-            DType::F8E5M2 => of::<f8e5m2>,
-        };
-        make(len)
+        make(dtype, OnHost(len))
+    }
+
+    /// The same on a device, in a [`DeviceBuf`] on this stream.
+    pub(crate) fn zeroed_on(stream: &DeviceStream, dtype: DType, len: usize) -> Result<AnyBuf, Error> {
+        struct OnDevice<'a>(&'a DeviceStream, usize);
+        impl Make for OnDevice<'_> {
+            fn make<T: Element>(self) -> Result<AnyBuf, Error> {
+                DeviceBuf::<T>::zeroed(self.0, self.1).map(AnyBuf::new)
+            }
+        }
+        make(dtype, OnDevice(stream, len))
     }
 
     /// The buffer that [`new`](Self::new) was given.

@@ -3,27 +3,16 @@
 use std::ops::Range;
 
 use super::layout::{Options, Param};
-use crate::comm::{Comm, Work};
+use super::pack::{Emptied, OnDevice, Pack, PackedAt, not_there};
+use crate::comm::{Comm, Ordered, Work, ready};
 use crate::error::{Error, Failed};
-use crate::mem::{AnyBuf, Buf, elements};
+use crate::mem::device::{DeviceStream, is_same};
+use crate::mem::{AnyBuf, Buf};
 use crate::types::{DType, Rank, ReduceOp, bf16, f16};
 
-/// Gradients of fewer bytes are packed: to copy them twice takes less time than a part of an operation does. Of 4 KB it took less than
-/// half of
-/// that time, of 128 KB up to 2.5 times as long (docs/bench/buckets.md).
+/// Gradients of fewer bytes are packed: to copy them twice takes less time than a part of an operation does. On a CPU 4 KB took less than
+/// half of that time, 128 KB up to 2.5 times as long (docs/bench/buckets.md). On a device this has not been measured.
 const PACKED_BELOW: usize = 64 << 10;
-
-/// Parameters of one element type whose gradients are copied into one buffer.
-struct Pack {
-    /// Of the gradients.
-    dtype: DType,
-    /// Of the buffer into which they are packed: another one where they are compressed.
-    wire: DType,
-    /// The parameters, and the element at which each begins.
-    members: Vec<(usize, usize)>,
-    /// Elements of all of them.
-    len: usize,
-}
 
 /// What is on its way.
 enum Flight<B: Buf> {
@@ -36,12 +25,32 @@ enum Flight<B: Buf> {
     Several(Work<(Vec<B>, Vec<AnyBuf>)>),
 }
 
+/// Gradients that were reduced where they lie, and packed ones.
+type Lists<B> = (Vec<B>, Vec<AnyBuf>);
+
+/// What has come back.
+enum Landed<B: Buf> {
+    Packed(Result<AnyBuf, Failed<AnyBuf>>),
+    Single(Result<B, Failed<B>>),
+    Several(Result<Lists<B>, Failed<Lists<B>>>),
+}
+
+/// Gradients, and of which parameter each is.
+pub(super) type Placed<B> = Vec<(usize, B)>;
+
+/// A bucket that a stream waits for.
+pub(super) type JoinedBucket<B> = Result<Ordered<Placed<B>, Placed<B>>, Failed<Placed<B>>>;
+
 pub(super) struct Bucket<B: Buf> {
     /// Parameters whose gradients are reduced where they lie.
     singles: Vec<usize>,
     packs: Vec<Pack>,
-    /// Memory of the packs, in their order, while none of it is on its way.
+    /// Memory of the packs, in their order, while none of it is on its way. On a device it is allocated at a launch, and dropped when the bucket has landed.
     packed: Vec<AnyBuf>,
+    /// On a device: where it is, also while it is on its way.
+    places: Vec<PackedAt>,
+    /// Whether its gradients are on a device.
+    on_device: bool,
     /// Kept between steps, so that a list of gradients needs no new vector.
     list: Vec<B>,
     flight: Flight<B>,
@@ -60,6 +69,8 @@ impl<B: Buf> Bucket<B> {
             singles,
             packs,
             packed,
+            places: Vec::new(),
+            on_device: false,
             list: Vec::new(),
             flight: Flight::Nothing,
             shape: (0, 0),
@@ -70,22 +81,16 @@ impl<B: Buf> Bucket<B> {
 
     fn add(&mut self, i: usize, param: &Param, wire: Option<DType>) {
         self.shape = (self.shape.0 + 1, self.shape.1.saturating_add(param.bytes()));
+        self.on_device = param.is_on_device();
         let wire = wire.filter(|_| param.is_compressed());
-        if param.is_on_device() || param.bytes() >= PACKED_BELOW && wire.is_none() {
+        if param.bytes() >= PACKED_BELOW && wire.is_none() {
             return self.singles.push(i);
         }
         let at = self.packs.iter().position(|pack| pack.dtype == param.dtype()).unwrap_or_else(|| {
-            self.packs.push(Pack {
-                dtype: param.dtype(),
-                wire: wire.unwrap_or(param.dtype()),
-                members: Vec::new(),
-                len: 0,
-            });
+            self.packs.push(Pack::new(param, wire));
             self.packs.len() - 1
         });
-        let pack = &mut self.packs[at];
-        pack.members.push((i, pack.len));
-        pack.len += param.len();
+        self.packs[at].add(i, param);
     }
 
     /// The parameters in it.
@@ -115,7 +120,7 @@ impl<B: Buf> Bucket<B> {
 
     /// Whether a bucket that is sharded, so of one buffer, takes this parameter, too.
     fn takes(&self, param: &Param) -> bool {
-        let is_small = param.bytes() < PACKED_BELOW && !param.is_on_device();
+        let is_small = param.bytes() < PACKED_BELOW;
         self.singles.is_empty() && is_small && self.packs.iter().all(|pack| pack.dtype == param.dtype())
     }
 
@@ -138,36 +143,41 @@ impl<B: Buf> Bucket<B> {
 
     /// Copies what is packed of these buffers into the packed ones. `residuals`: what rounding has taken from each parameter.
     fn pack(&mut self, bufs: &mut [Option<B>], residuals: &mut [Vec<f32>]) -> Result<(), Error> {
-        for (pack, packed) in self.packs.iter().zip(&mut self.packed) {
-            for &(i, at) in &pack.members {
-                let buf = bufs[i].as_mut().ok_or_else(|| not_there(i))?;
-                let len = buf.len();
-                let done = if pack.wire == pack.dtype {
-                    elements::copy((buf, 0), (packed, at), len)
-                } else {
-                    residuals.get_mut(i).and_then(|residual| elements::compress(buf, residual, (packed, at)))
-                };
-                done.ok_or_else(|| not_there(i))?;
-            }
+        if !self.on_device {
+            let mut packs = self.packs.iter().zip(&mut self.packed);
+            return packs.try_for_each(|(pack, packed)| pack.fill(packed, bufs, residuals));
+        }
+        for pack in &self.packs {
+            let OnDevice { buf, packed } = pack.filled_on_device(bufs)?;
+            self.packed.push(buf);
+            self.places.push(packed);
         }
         Ok(())
     }
 
-    /// The same back.
+    /// The same back. What is packed on a device goes, in the order of the stream that it was on.
     fn unpack(&mut self, bufs: &mut [Option<B>]) -> Result<(), Error> {
-        for (pack, packed) in self.packs.iter().zip(&mut self.packed) {
-            for &(i, at) in &pack.members {
-                let buf = bufs[i].as_mut().ok_or_else(|| not_there(i))?;
-                let len = buf.len();
-                let done = if pack.wire == pack.dtype {
-                    elements::copy((packed, at), (buf, 0), len)
-                } else {
-                    elements::expand((packed, at), buf)
-                };
-                done.ok_or_else(|| not_there(i))?;
-            }
+        if !self.on_device {
+            let mut packs = self.packs.iter().zip(&mut self.packed);
+            return packs.try_for_each(|(pack, packed)| pack.empty(packed, bufs));
         }
+        let places = std::mem::take(&mut self.places);
+        for (pack, packed) in self.packs.iter().zip(places) {
+            let stream = packed.stream().clone();
+            let emptied = pack.emptied_on_device(&stream, packed, bufs)?;
+            emptied.ordered_after(&stream)?;
+            emptied.share_fate();
+        }
+        self.packed.clear();
         Ok(())
+    }
+
+    /// Memory of a device is kept for as long as an operation has it, and no longer.
+    fn clear(&mut self) {
+        if self.on_device {
+            self.packed.clear();
+            self.places.clear();
+        }
     }
 
     /// Packs what is to be packed, and submits all.
@@ -177,7 +187,7 @@ impl<B: Buf> Bucket<B> {
         (op, scale): (ReduceOp, Option<f64>),
         (grads, residuals): (&mut [Option<B>], &mut [Vec<f32>]),
     ) -> Result<(), Error> {
-        self.pack(grads, residuals)?;
+        self.pack(grads, residuals).inspect_err(|_| self.clear())?;
         let call = match scale {
             Some(factor) => comm.scale(factor),
             None => comm.op(op),
@@ -208,7 +218,7 @@ impl<B: Buf> Bucket<B> {
 
     /// Of a bucket that is sharded: submits the gathering of what each rank owns of these weights.
     pub(super) fn gather(&mut self, comm: &mut Comm, weights: &mut [Option<B>]) -> Result<(), Error> {
-        self.pack(weights, &mut [])?;
+        self.pack(weights, &mut []).inspect_err(|_| self.clear())?;
         self.flight = match self.singles[..] {
             [i] => {
                 let buf = weights[i].take().ok_or_else(|| not_there(i))?;
@@ -236,30 +246,150 @@ impl<B: Buf> Bucket<B> {
     ///
     /// Cancel safe: what is on its way is awaited again by the next call.
     pub(super) async fn land(&mut self, grads: &mut [Option<B>]) -> Result<(), Error> {
-        let result = match &mut self.flight {
+        let landed = match &mut self.flight {
             Flight::Nothing => return Ok(()),
-            Flight::Packed(work) => {
-                let (buf, result) = parts(work.await);
+            Flight::Packed(work) => Landed::Packed(work.await),
+            Flight::Single(work) => Landed::Single(work.await),
+            Flight::Several(work) => Landed::Several(work.await),
+        };
+        self.flight = Flight::Nothing;
+        self.settle(landed, grads)
+    }
+
+    /// The same for a thread that blocks.
+    pub(super) fn land_here(&mut self, grads: &mut [Option<B>]) -> Result<(), Error> {
+        let landed = match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Nothing => return Ok(()),
+            Flight::Packed(work) => Landed::Packed(work.wait()),
+            Flight::Single(work) => Landed::Single(work.wait()),
+            Flight::Several(work) => Landed::Several(work.wait()),
+        };
+        self.settle(landed, grads)
+    }
+
+    fn settle(&mut self, landed: Landed<B>, grads: &mut [Option<B>]) -> Result<(), Error> {
+        let result = self.place(landed, grads).and_then(|()| self.unpack(grads));
+        result.inspect_err(|_| self.clear())
+    }
+
+    /// Puts what has come back in its place.
+    fn place(&mut self, landed: Landed<B>, grads: &mut [Option<B>]) -> Result<(), Error> {
+        match landed {
+            Landed::Packed(result) => {
+                let (buf, result) = parts(result);
                 self.packed.extend(buf);
                 result
             }
-            Flight::Single(work) => {
-                let (buf, result) = parts(work.await);
+            Landed::Single(result) => {
+                let (buf, result) = parts(result);
                 grads[self.singles[0]] = buf;
                 result
             }
-            Flight::Several(work) => {
-                let (bufs, result) = parts(work.await);
+            Landed::Several(result) => {
+                let (bufs, result) = parts(result);
                 if let Some((mut list, packed)) = bufs {
                     self.singles.iter().zip(list.drain(..)).for_each(|(i, grad)| grads[*i] = Some(grad));
                     (self.list, self.packed) = (list, packed);
                 }
                 result
             }
+        }
+    }
+
+    /// Makes a device's stream wait for it, not the caller; `None` where it is over, or has gradients on the host that are packed, which
+    /// the host copies back. Gradients on the device that are packed are copied back by the stream, and stay in `grads`.
+    pub(super) fn join(&mut self, stream: &DeviceStream, grads: &mut [Option<B>]) -> Option<JoinedBucket<B>> {
+        if !self.packs.is_empty() && !self.on_device {
+            return None;
+        }
+        match std::mem::replace(&mut self.flight, Flight::Nothing) {
+            Flight::Nothing => None,
+            Flight::Packed(work) => Some(self.joined(work, (stream, grads), |buf| (Vec::new(), vec![buf]))),
+            Flight::Single(work) => Some(self.joined(work, (stream, grads), |buf| (vec![buf], Vec::new()))),
+            Flight::Several(work) => Some(self.joined(work, (stream, grads), |lists| lists)),
+        }
+    }
+
+    /// Makes a stream wait for a work that has these gradients and packed buffers.
+    fn joined<T: Send + 'static>(
+        &mut self,
+        work: Work<T>,
+        (stream, grads): (&DeviceStream, &mut [Option<B>]),
+        lists: fn(T) -> Lists<B>,
+    ) -> JoinedBucket<B> {
+        let singles = self.singles.clone();
+        let place = move |bufs: T| -> Placed<B> { singles.into_iter().zip(lists(bufs).0).collect() };
+        let places = std::mem::take(&mut self.places);
+        let mut ordered = match work.join(stream) {
+            Ok(ordered) => ordered,
+            Err(Failed { buf, error }) => return Err(Failed { buf: buf.map(place), error }),
         };
-        self.flight = Flight::Nothing;
-        result?;
-        self.unpack(grads)
+        let packs = self.packs.iter().zip(places);
+        let emptied: Result<Vec<Emptied>, Error> =
+            packs.map(|(pack, packed)| pack.emptied_on_device(stream, packed, grads)).collect();
+        let others =
+            || emptied.iter().flatten().flat_map(Emptied::streams).filter(|other| !is_same(other, stream));
+        // A stream that waited could keep another rank's part of this very operation from its device: then the host waits. So it does where no
+        // device runs the operation, as what comes back is the host's then.
+        let is_waited_for_here =
+            emptied.is_err() || !self.packs.is_empty() && !ordered.is_awaited_by_all(others());
+        if is_waited_for_here {
+            ordered = ready(ordered.wait());
+        }
+        let ordered_after = |all: Vec<Emptied>| match is_waited_for_here {
+            true => {
+                all.iter().try_for_each(|emptied| emptied.ordered_after(stream))?;
+                stream.synchronize().map(|()| all)
+            }
+            false => Ok(all),
+        };
+        let emptied = match emptied.and_then(ordered_after) {
+            Ok(emptied) => emptied,
+            Err(error) => {
+                let (buf, _) = parts(ordered.wait());
+                // Some may be being copied back. Where nobody can tell when that is over, the packed memory is never used again.
+                let buf = match stream.synchronize() {
+                    Ok(()) => buf,
+                    Err(_) => {
+                        std::mem::forget(buf);
+                        None
+                    }
+                };
+                return Err(Failed { buf: buf.map(place), error });
+            }
+        };
+        Ok(ordered.then(move |result| match result {
+            Ok(bufs) => {
+                emptied.iter().for_each(Emptied::share_fate);
+                Ok(place(bufs))
+            }
+            Err(Failed { buf, error }) => Err(Failed { buf: buf.map(place), error }),
+        }))
+    }
+
+    /// What it packs in, which on a device is made when it is launched.
+    fn memory(&self, memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>) -> Result<Vec<AnyBuf>, Error> {
+        let packs = self.packs.iter().filter(|_| !self.on_device);
+        packs.map(|pack| memory(pack.wire, pack.len)).collect()
+    }
+
+    /// Another one of the same parameters, of which nothing is there, with memory of its own.
+    pub(super) fn twin(
+        &self,
+        memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>,
+    ) -> Result<Bucket<B>, Error> {
+        Ok(Bucket {
+            singles: self.singles.clone(),
+            packs: self.packs.clone(),
+            packed: self.memory(memory)?,
+            places: Vec::new(),
+            on_device: self.on_device,
+            list: Vec::with_capacity(self.singles.len()),
+            flight: Flight::Nothing,
+            shape: self.shape,
+            missing: self.shape.0,
+            counts: self.counts.clone(),
+        })
     }
 }
 
@@ -271,7 +401,7 @@ pub(super) fn form<B: Buf>(
     memory: impl Fn(DType, usize) -> Result<AnyBuf, Error>,
 ) -> Result<Vec<Bucket<B>>, Error> {
     let mut buckets: Vec<Bucket<B>> = Vec::new();
-    let mut limit = 0;
+    let (mut limit, later) = (0, options.bytes_of_buckets(layout));
     for i in order {
         let is_alike = |last: &Bucket<B>| {
             last.members().next().is_none_or(|first| layout[first].is_on_device() == layout[i].is_on_device())
@@ -280,7 +410,7 @@ pub(super) fn form<B: Buf>(
             last.shape.1 < limit && is_alike(last) && (!options.sharded || last.takes(&layout[i]))
         };
         if !buckets.last().is_some_and(last_takes) {
-            limit = if buckets.is_empty() { options.first_bucket_bytes } else { options.bucket_bytes };
+            limit = if buckets.is_empty() { options.first_bucket_bytes } else { later };
             buckets.push(Bucket::new());
         }
         if let Some(bucket) = buckets.last_mut() {
@@ -288,8 +418,7 @@ pub(super) fn form<B: Buf>(
         }
     }
     for bucket in &mut buckets {
-        let packed = bucket.packs.iter().map(|pack| memory(pack.wire, pack.len));
-        bucket.packed = packed.collect::<Result<_, _>>()?;
+        bucket.packed = bucket.memory(&memory)?;
         if options.sharded {
             bucket.divide(ranks, layout);
         }
@@ -317,10 +446,6 @@ fn parts<T>(result: Result<T, Failed<T>>) -> (Option<T>, Result<(), Error>) {
         Ok(buf) => (Some(buf), Ok(())),
         Err(Failed { buf, error }) => (buf, Err(error)),
     }
-}
-
-fn not_there(i: usize) -> Error {
-    Error::system("reduce a bucket", format!("the gradient of parameter {i} is not there (a bug)"))
 }
 
 #[cfg(test)]

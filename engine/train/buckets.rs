@@ -1,24 +1,30 @@
 //! [`Buckets`]: the step of a training loop, from the first gradient that is pushed to the last that comes back.
 
+mod join;
 mod node;
 mod sharded;
 
 pub use node::NodeBuckets;
 
+use std::collections::VecDeque;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Instant;
 use std::vec::Drain;
+
+use parking_lot::Mutex;
 
 use super::bucket::{Bucket, form, packed};
 use super::layout::{Options, Param, agree};
 use super::report::Report;
 use crate::comm::{Comm, SharedComm, Work};
 use crate::error::{Error, Failed};
-use crate::mem::{AnyBuf, Buf, RawBuf, elements};
+use crate::mem::device::{Device, zero_on_device};
+use crate::mem::{AnyBuf, Buf, Event, RawBuf, elements};
 use crate::trace::Step;
 use crate::types::ReduceOp;
 
-/// Buckets in flight at a time, of the 1024 operations that a communicator takes.
+/// Buckets of a step in flight at a time, of the 1024 operations that a communicator takes.
 const MOST_IN_FLIGHT: usize = 512;
 /// Parameters that an error names.
 const MOST_NAMED: usize = 8;
@@ -58,6 +64,8 @@ pub struct Buckets<B: Buf = AnyBuf> {
     /// In which order this rank has pushed in this step.
     order: Vec<u64>,
     learning: Option<Work<Vec<u64>>>,
+    /// The same of a step that was joined: the order comes while the next one goes on.
+    ordering: Option<Work<Vec<u64>>>,
     /// For each parameter whether any rank has a gradient.
     used: Vec<u8>,
     uniting: Option<Work<Vec<u8>>>,
@@ -71,14 +79,33 @@ pub struct Buckets<B: Buf = AnyBuf> {
     steps: u64,
     began: Instant,
     called: Option<Instant>,
-    /// The last step that has ended, and parameters and bytes of each of its buckets.
-    last: Option<Step>,
-    shapes: Vec<(usize, usize)>,
+    last: Arc<Mutex<Last>>,
+    /// Buckets of steps that were joined, and are over.
+    spare: join::Spare<B>,
+    /// Steps that were joined, and may not be over: how many buckets, and when the last one is.
+    ahead: VecDeque<(usize, Event)>,
     /// Why a bucket could not be launched.
     broken: Option<Error>,
+    /// Where gradients on devices are, once that is known.
+    device: Option<Device>,
     /// What the last step gave back is handed out from here.
     done: Vec<B>,
     some: Vec<Option<B>>,
+}
+
+/// The last step that has ended, and parameters and bytes of each of its buckets.
+#[derive(Default)]
+struct Last {
+    step: Option<Step>,
+    shapes: Vec<(usize, usize)>,
+}
+
+impl Last {
+    fn note<B: Buf>(&mut self, step: Step, buckets: &[Bucket<B>]) {
+        self.step = Some(step);
+        self.shapes.clear();
+        self.shapes.extend(buckets.iter().map(Bucket::shape));
+    }
 }
 
 impl<B: Buf> fmt::Debug for Buckets<B> {
@@ -97,7 +124,8 @@ impl<B: Buf> Buckets<B> {
     ///
     /// # Errors
     /// [`Error::Invalid`], on all ranks alike, where layouts differ (it names a rank, and what that rank and rank 0 have), and for a
-    /// layout that cannot be used. Else as [`dup`](SharedComm::dup), which makes a communicator for the buckets alone.
+    /// layout that cannot be used. Else as [`dup`](SharedComm::dup), which makes a communicator for the buckets alone, and, where gradients are
+    /// on devices to which `comm` is bound, as the binding of that one.
     pub async fn new(comm: &SharedComm, layout: &[Param]) -> Result<Buckets<B>, Error> {
         Buckets::with(comm, layout, Options::default()).await
     }
@@ -107,8 +135,11 @@ impl<B: Buf> Buckets<B> {
     /// # Errors
     /// As [`new`](Self::new); options are compared, too.
     pub async fn with(comm: &SharedComm, layout: &[Param], options: Options) -> Result<Buckets<B>, Error> {
-        let mut comm = comm.dup().await?;
+        let (comm_of_loop, mut comm) = (comm, comm.dup().await?);
         agree(&mut comm, layout, &options).await?;
+        if layout.iter().any(Param::is_on_device) {
+            comm.share().bind_like(comm_of_loop).await?;
+        }
         let n = layout.len();
         let mut buckets = Buckets {
             comm,
@@ -127,6 +158,7 @@ impl<B: Buf> Buckets<B> {
             is_learnt: options.sharded,
             order: Vec::with_capacity(n),
             learning: None,
+            ordering: None,
             used: Vec::new(),
             uniting: None,
             is_united: false,
@@ -135,9 +167,11 @@ impl<B: Buf> Buckets<B> {
             steps: 0,
             began: Instant::now(),
             called: None,
-            last: None,
-            shapes: Vec::new(),
+            last: Arc::default(),
+            spare: Arc::default(),
+            ahead: VecDeque::new(),
             broken: None,
+            device: None,
             done: Vec::with_capacity(n),
             some: Vec::new(),
         };
@@ -216,7 +250,7 @@ impl<B: Buf> Buckets<B> {
             let n = self.layout.len();
             return invalid(format!("there is no parameter {i}: the layout has {n}, 0..={}", n - 1));
         }
-        self.check_fits(call, ("gradient", i), grad)?;
+        self.check_fits(call, ("gradient", i), grad, &mut self.device.clone())?;
         if self.gathered.is_some() {
             return invalid(
                 "a gather of weights has not ended: call it again with an empty vector first".into(),
@@ -231,8 +265,15 @@ impl<B: Buf> Buckets<B> {
         self.comm.check()
     }
 
-    /// Whether a buffer is what the layout says of parameter `i`; `what` it is to be, for the error.
-    fn check_fits(&self, call: &str, (what, i): (&str, usize), buf: &mut B) -> Result<(), Error> {
+    /// Whether a buffer is what the layout says of parameter `i`, and on the device `ours`, which is the first one's; `what` it is to be, for the
+    /// error.
+    fn check_fits(
+        &self,
+        call: &str,
+        (what, i): (&str, usize),
+        buf: &mut B,
+        ours: &mut Option<Device>,
+    ) -> Result<(), Error> {
         let (found, param) = (RawBuf::of(buf), &self.layout[i]);
         let invalid = |problem: String| Err(Error::invalid(call, problem));
         if let Some(why) = found.unfit() {
@@ -243,12 +284,25 @@ impl<B: Buf> Buckets<B> {
         if here != *param {
             return invalid(format!("the {what} of parameter {i} is {here}, and in the layout {param}"));
         }
+        let Some(place) = found.on_device() else { return Ok(()) };
+        let found = place.stream.device();
+        let ours = ours.get_or_insert_with(|| found.clone());
+        if found != *ours {
+            return invalid(format!(
+                "the {what} of parameter {i} is on {found:?}, and this rank's first was on {ours:?}: all of a rank are on one device; for \
+                 several devices of a process take NodeBuckets"
+            ));
+        }
         Ok(())
     }
 
     /// The gradient of a parameter is complete.
     fn enter(&mut self, i: usize) {
         self.is_pushed[i] = true;
+        if self.device.is_none() && self.layout[i].is_on_device() {
+            let place = self.grads[i].as_mut().and_then(|grad| RawBuf::of(grad).on_device().cloned());
+            self.device = place.map(|place| place.stream.device());
+        }
         self.buckets[self.places[i]].fill();
         self.order.push(i as u64);
         self.launch();
@@ -265,13 +319,20 @@ impl<B: Buf> Buckets<B> {
     }
 
     fn launch_full(&mut self) {
-        while let Some(bucket) = self.buckets.get_mut(self.launched) {
+        self.take_order();
+        while self.ordering.is_none()
+            && let Some(bucket) = self.buckets.get_mut(self.launched)
+        {
             if !bucket.is_full() || self.launched - self.landed >= MOST_IN_FLIGHT {
                 return;
             }
             let how = (self.options.op, self.scale);
-            if let Err(error) = bucket.launch(&mut self.comm, how, (&mut self.grads, &mut self.residuals)) {
-                self.broken.get_or_insert(error);
+            // Behind one that could not be launched none is: it would be taken for that one by the other ranks.
+            if self.broken.is_none()
+                && let Err(error) = bucket.launch(&mut self.comm, how, (&mut self.grads, &mut self.residuals))
+            {
+                self.comm.abort(error.to_string());
+                self.broken = Some(error);
             }
             if self.launched == 0 {
                 self.first = self.comm.recorder().last().unwrap_or_default();
@@ -352,10 +413,8 @@ impl<B: Buf> Buckets<B> {
             if let Err(error) = self.check("finish_some", i, &mut zeros) {
                 return Err(self.refused(error).await);
             }
-            // What is on a device cannot be written from here.
-            if elements::zero(&mut zeros).is_none() {
-                let problem = format!("parameter {i} has no gradient, and would be on a device: push zeros");
-                return Err(self.refused(Error::invalid("finish_some", problem)).await);
+            if let Err(error) = zero(&mut zeros) {
+                return Err(self.refused(error).await);
             }
             self.grads[i] = Some(zeros);
             self.is_lent[i] = true;
@@ -434,6 +493,7 @@ impl<B: Buf> Buckets<B> {
                 Ok(())
             }
             Err(error) => {
+                let error = self.broken.take().unwrap_or(error);
                 // Where the communicator is not dead, the others would wait for what this rank does not call any more.
                 if self.comm.check().is_ok() {
                     self.comm.abort(error.to_string());
@@ -444,6 +504,11 @@ impl<B: Buf> Buckets<B> {
     }
 
     async fn try_land(&mut self, unites: bool) -> Result<(), Error> {
+        if let Some(work) = &mut self.ordering {
+            let order = work.await;
+            self.ordering = None;
+            self.reorder(order?)?;
+        }
         while self.landed < self.buckets.len() {
             self.launch_full();
             self.buckets[self.landed].land(&mut self.grads).await?;
@@ -480,28 +545,13 @@ impl<B: Buf> Buckets<B> {
             self.learning.get_or_insert_with(|| self.comm.broadcast(std::mem::take(&mut self.order), 0));
         let order = work.await;
         self.learning = None;
-        let order = order?;
-        let mut is_there = vec![false; self.layout.len()];
-        for i in &order {
-            match is_there.get_mut(*i as usize) {
-                Some(there) if !*there => *there = true,
-                _ => {
-                    return Err(Error::protocol(
-                        0,
-                        format!("its order of parameters has {i}, or has it twice"),
-                    ));
-                }
-            }
-        }
-        self.form(order.iter().map(|i| *i as usize))?;
-        self.order = order;
-        self.is_learnt = true;
-        Ok(())
+        self.reorder(order?)
     }
 
     /// Where the time of the last step went that was finished; `None` before the first.
     pub fn report(&self) -> Option<Report> {
-        Some(Report::new(self.last.as_ref()?, &self.shapes, self.comm.recorder()))
+        let last = self.last.lock();
+        Some(Report::new(last.step.as_ref()?, &last.shapes, self.comm.recorder()))
     }
 
     /// All gradients of this step are back.
@@ -510,9 +560,7 @@ impl<B: Buf> Buckets<B> {
         let (buckets, ended) = (self.buckets.len() as u64, Instant::now());
         let step = Step { number: self.steps, first: self.first, buckets, began: self.began, called, ended };
         self.comm.recorder().step(step);
-        self.last = Some(step);
-        self.shapes.clear();
-        self.shapes.extend(self.buckets.iter().map(Bucket::shape));
+        self.last.lock().note(step, &self.buckets);
         self.steps += 1;
     }
 
@@ -535,6 +583,11 @@ impl<B: Buf> Buckets<B> {
             // Why is known already.
             let _ = bucket.land(&mut self.grads).await;
         }
+        self.back()
+    }
+
+    /// All that is here, of a step that has failed.
+    fn back(&mut self) -> Back<B> {
         let lent = self.is_lent.iter();
         let back =
             self.grads.iter_mut().zip(lent).map(|(grad, is_lent)| grad.take().filter(|_| !is_lent)).collect();
@@ -547,6 +600,16 @@ impl<B: Buf> Buckets<B> {
 fn residuals(layout: &[Param], options: &Options) -> Vec<Vec<f32>> {
     let compressed = |param: &Param| options.wire.is_some() && param.is_compressed();
     layout.iter().map(|param| vec![0.0; if compressed(param) { param.len() } else { 0 }]).collect()
+}
+
+/// Makes all elements zero, on a device in the order of the buffer's stream.
+fn zero(buf: &mut impl Buf) -> Result<(), Error> {
+    let raw = RawBuf::of(buf);
+    match raw.on_device() {
+        Some(place) => zero_on_device(place, raw.bytes()),
+        None => elements::zero(buf)
+            .ok_or_else(|| Error::system("finish_some", "memory for a gradient cannot be written (a bug)")),
+    }
 }
 
 fn not_added(call: &str, i: usize) -> Error {

@@ -4,10 +4,12 @@ use crate::comm::Comm;
 use crate::error::Error;
 use crate::types::{DType, Element, Rank, ReduceOp};
 
-/// Bytes of a bucket, as in PyTorch's DistributedDataParallel.
-const BUCKET: usize = 25 << 20;
-/// Bytes of the first bucket.
-const FIRST_BUCKET: usize = 1 << 20;
+/// The most bytes of a bucket whose size was not given, as in PyTorch's DistributedDataParallel.
+const MOST: usize = 25 << 20;
+/// The fewest, and the bytes of the first bucket.
+const FEWEST: usize = 1 << 20;
+/// How many buckets the gradients of a model fill whose buckets are between these two. What no overlap can hide is the last of them.
+const PARTS: usize = 8;
 
 /// A parameter, as the layout of a model has it: the type and the number of the elements of its gradient, and whether that is on a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +31,7 @@ impl Param {
     }
 
     /// The same in memory of a device, a [`DeviceBuf`](crate::cuda::DeviceBuf), whose stream the reduction starts after. Such gradients are
-    /// not packed, compressed nor accumulated here.
+    /// neither compressed nor accumulated here.
     pub fn on_device(mut self) -> Param {
         self.on_device = true;
         self
@@ -71,7 +73,8 @@ impl std::fmt::Display for Param {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use = "options do nothing before they are given to Buckets::with"]
 pub struct Options {
-    pub(super) bucket_bytes: usize,
+    /// `None`: it depends on the layout.
+    pub(super) bucket_bytes: Option<usize>,
     pub(super) first_bucket_bytes: usize,
     pub(super) op: ReduceOp,
     pub(super) sharded: bool,
@@ -81,8 +84,8 @@ pub struct Options {
 impl Default for Options {
     fn default() -> Options {
         Options {
-            bucket_bytes: BUCKET,
-            first_bucket_bytes: FIRST_BUCKET,
+            bucket_bytes: None,
+            first_bucket_bytes: FEWEST,
             op: ReduceOp::Avg,
             sharded: false,
             wire: None,
@@ -91,10 +94,19 @@ impl Default for Options {
 }
 
 impl Options {
-    /// A bucket is full when it has so many bytes (default: 25 MB). Larger ones cost less in all, smaller ones begin earlier.
+    /// A bucket is full when it has so many bytes. By default it is an eighth of all gradients, at least 1 MB and at most 25 MB. Larger ones cost
+    /// less in all, smaller ones begin earlier, and the last one begins when computing ends.
     pub fn bucket_bytes(mut self, bytes: usize) -> Options {
-        self.bucket_bytes = bytes;
+        self.bucket_bytes = Some(bytes);
         self
+    }
+
+    /// How many bytes fill a bucket of this layout.
+    pub(super) fn bytes_of_buckets(&self, layout: &[Param]) -> usize {
+        self.bucket_bytes.unwrap_or_else(|| {
+            let all = layout.iter().fold(0, |all: usize, param| all.saturating_add(param.bytes()));
+            (all / PARTS).clamp(FEWEST, MOST)
+        })
     }
 
     /// The same for the first bucket (default: 1 MB): communication begins when it is full.
@@ -147,6 +159,7 @@ const NAMES: [&str; 6] = [
 fn words(layout: &[Param], options: &Options) -> Vec<u64> {
     let Options { bucket_bytes, first_bucket_bytes, op, sharded, wire } = *options;
     let wire = wire.map_or(255, |wire| wire as usize);
+    let bucket_bytes = bucket_bytes.unwrap_or(DEFAULT as usize);
     let head = [layout.len(), bucket_bytes, first_bucket_bytes, op as usize, usize::from(sharded), wire];
     let place = |param: &Param| if param.on_device { ON_DEVICE } else { 0 };
     let params = layout.iter().flat_map(|param| [param.dtype as u64 | place(param), param.len as u64]);
@@ -158,6 +171,9 @@ const ON_DEVICE: u64 = 1 << 8;
 
 /// A rank that has no such number.
 const NONE: u64 = u64::MAX;
+
+/// A number that was not given.
+const DEFAULT: u64 = u64::MAX - 1;
 
 /// The first number that is not rank 0's, and what this rank has there: one number, or the two of a parameter.
 fn difference(ours: &[u64], theirs: &[u64]) -> [u64; 3] {
@@ -174,7 +190,9 @@ fn disagreement(peer: &str, rank_0: &str, [at, one, two]: [u64; 3], theirs: &[u6
     let at = at as usize;
     let (what, ours, theirs) = match NAMES.get(at) {
         Some(name) => {
-            (format!("the {name}"), one.to_string(), theirs.get(at).copied().unwrap_or(NONE).to_string())
+            let number =
+                |word| if word == DEFAULT { "the default".to_owned() } else { u64::to_string(&word) };
+            (format!("the {name}"), number(one), number(theirs.get(at).copied().unwrap_or(NONE)))
         }
         None => {
             let param = |words: &[u64]| match words {
@@ -212,7 +230,7 @@ pub(super) async fn agree(comm: &mut Comm, layout: &[Param], options: &Options) 
     if layout.is_empty() {
         return problem("the layout has no parameters, expected at least one".into());
     }
-    if options.bucket_bytes == 0 || options.first_bucket_bytes == 0 {
+    if options.bucket_bytes == Some(0) || options.first_bucket_bytes == 0 {
         return problem("buckets of 0 bytes were asked for, expected at least 1".into());
     }
     if let Some(wire) = options.wire.filter(|wire| !matches!(wire, DType::BF16 | DType::F16)) {
@@ -250,6 +268,16 @@ mod tests {
         let told = text(&[a], &[a, b], &options).unwrap();
         assert!(told.starts_with("the number of parameters is 1 on rank 3 and 2 on rank 0;"), "{told}");
         let told = text(&[a], &[a], &options.bucket_bytes(7)).unwrap();
-        assert!(told.starts_with("the bucket_bytes is 7 on rank 3 and 26214400 on rank 0;"), "{told}");
+        assert!(told.starts_with("the bucket_bytes is 7 on rank 3 and the default on rank 0;"), "{told}");
+    }
+
+    #[test]
+    fn buckets_are_an_eighth_of_all_gradients_within_bounds() {
+        let of = |options: Options, megabytes: usize| {
+            options.bytes_of_buckets(&[Param::of::<u8>((megabytes - 1) << 20), Param::of::<u8>(1 << 20)])
+        };
+        let sizes = [1, 8, 24, 200, 10_000].map(|megabytes| of(Options::default(), megabytes) >> 20);
+        assert_eq!(sizes, [1, 1, 3, 25, 25]);
+        assert_eq!(of(Options::default().bucket_bytes(7), 200), 7);
     }
 }

@@ -72,21 +72,29 @@
 //! # Which gradients share a bucket
 //! The first step takes the parameters in the layout's order from its end, which is roughly how backward passes go. At its end all ranks
 //! take the order in which rank 0 has pushed, and buckets are formed anew by that. A step whose order is another is as right as any; its
-//! buckets may be launched later. A bucket is full when it has 25 MB ([`Options::bucket_bytes`]); the first is smaller, so that
-//! communication begins early.
+//! buckets may be launched later. A bucket is full when it has an eighth of all gradients, or 25 MB ([`Options::bucket_bytes`]); the first is
+//! smaller, so that communication begins early.
 //!
 //! # Gradients on devices
-//! [`Param::on_device`] says so of a parameter. Such gradients are reduced where they lie, whatever their size, as the collectives of
-//! device buffers are: each bucket starts after what is on their streams when it is launched, and `finish` gives them back with their means.
+//! [`Param::on_device`] says so of a parameter. Such gradients share no bucket with those of the host; all of a rank are on one device. A kernel
+//! packs the small ones when their bucket is launched, behind what their streams hold, and another one copies them back: `finish` returns when
+//! all buckets are reduced, and gives gradients back in the order of their streams, where that copy may still be under way.
+//!
+//! Where the communicator that [`Buckets::new`] was given is bound to devices ([`Comm::bind_device`](crate::Comm::bind_device), or
+//! [`bind_nccl`](crate::Comm::bind_nccl)), the buckets' own is bound in the same way, and the devices reduce the buckets; else they are staged
+//! through the host's memory. NCCL wants one order of all collectives on a device: there all ranks make the loop's own collectives on device
+//! buffers at the same place among their pushes, best between two steps.
 //!
 //! # What allocates
 //! Where all gradients of a bucket are packed into one buffer, or it has one gradient only, nothing once the order is learnt. A bucket of
-//! several buffers costs what an `all_reduce_list` costs: a few small vectors.
+//! several buffers costs what an `all_reduce_list` costs: a few small vectors. On a device a bucket that packs takes memory of the pool and a few
+//! small vectors in each step.
 
 mod bucket;
 mod buckets;
 mod clip;
 mod layout;
+mod pack;
 mod report;
 
 pub use buckets::{Buckets, NodeBuckets};

@@ -25,7 +25,7 @@ use crate::values::mix;
 /// `mixed`: two hosts, for what is about hosts.
 const LINKS: [&str; 4] = ["local", "shm", "tcp", "mixed"];
 /// Of each way to break a step of an algorithm, by default, on each link.
-const SAMPLE: usize = 5;
+const SAMPLE: usize = 2;
 /// The same with `ALLSTREAM_TEST_FULL=1`. All there are: `ALLSTREAM_TEST_FULL=all`.
 const LARGE_SAMPLE: usize = 25;
 /// A mutant that hangs is caught after this long.

@@ -30,6 +30,7 @@ mod missing;
 mod nccl;
 mod order;
 mod ourselves;
+mod packed;
 mod perf;
 mod queues;
 mod rules;

@@ -2,6 +2,7 @@
 
 mod messages;
 mod node;
+mod train;
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;

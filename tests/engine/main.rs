@@ -1,4 +1,4 @@
-//! The engine through its public interface: its laws, groups, nodes, buffers, agreement, staging, and what README shows.
+//! The engine through its public interface: its laws, groups, nodes, buffers, agreement, staging, and what docs/rust.md shows.
 //!
 //! Ranks are threads, or processes where that matters: this program starts itself again, once per rank.
 #![cfg(target_os = "linux")]

@@ -1,4 +1,4 @@
-//! What README.md says "in short": the very lines, compiled and run by four ranks, and nothing else there.
+//! What docs/rust.md says "in short": the very lines, compiled and run by four ranks, and nothing else there.
 
 use std::time::Duration;
 
@@ -155,7 +155,7 @@ fn what_the_readme_says_in_short_runs() {
 
 #[test]
 fn and_it_says_nothing_else() {
-    let readme = include_str!("../../README.md");
+    let readme = include_str!("../../docs/rust.md");
     let (_, short) = readme.split_once("\n## In short\n").expect("that chapter");
     let (_, block) = short.split_once("```rust,ignore\n").expect("its block");
     let (block, _) = block.split_once("\n```").expect("the end of its block");
@@ -167,6 +167,6 @@ fn and_it_says_nothing_else() {
         // In that order; the last `match` is bound to a name here, and then has a semicolon behind it.
         let bound = [line.clone(), format!("let then = {line}"), format!("{line};")];
         let is_there = here.any(|code| bound.contains(&code));
-        assert!(is_there, "README.md, In short: `{line}` is not run by this test, or not at its place");
+        assert!(is_there, "docs/rust.md, In short: `{line}` is not run by this test, or not at its place");
     }
 }

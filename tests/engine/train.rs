@@ -11,6 +11,7 @@ use futures::executor::block_on;
 use crate::support::{Ended, each, join, link_env, role, spawn_ranks};
 
 mod compressed;
+mod joined;
 mod node;
 mod sharded;
 

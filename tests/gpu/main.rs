@@ -15,6 +15,7 @@ use std::time::Duration;
 
 use allstream::Comm;
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, Transfer};
+use allstream::train::{Buckets, Param};
 use futures::executor::block_on;
 
 use cases::{Case, OnDevice, Oracle, Seen, agree};
@@ -60,6 +61,7 @@ fn run_all(
         seen.push(result.map_err(|error| format!("rank {rank}: case {i}, {case:?}: {error}"))?);
     }
     messages(comm, place).map_err(|error| format!("rank {rank}: messages: {error}"))?;
+    buckets(comm, place).map_err(|error| format!("rank {rank}: gradient buckets: {error}"))?;
     Ok(seen)
 }
 
@@ -90,6 +92,37 @@ fn messages(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), String> 
         }
     }
     Ok(())
+}
+
+/// Steps of gradients, of which small ones are packed by a kernel: waited for by the host, then by the stream.
+fn buckets(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), String> {
+    const LENS: [usize; 7] = [3, 1001, 0, 500, 20_000, 1, 4096];
+    let layout = LENS.map(|len| Param::of::<f32>(len).on_device());
+    let (n, rank) = (comm.size(), comm.rank());
+    let said = |error: &dyn std::fmt::Display| error.to_string();
+    // Whole numbers, whose mean is one, too.
+    let value = |rank: usize, k: usize| (k % 100 + rank * 2) as f32 - (n - 1) as f32;
+    let mut buckets = block_on(Buckets::new(&comm.share(), &layout)).map_err(|error| said(&error))?;
+    for step in 0..4 {
+        for (i, len) in LENS.into_iter().enumerate().rev() {
+            let grad = (0..len).map(|k| value(rank, k)).collect::<Vec<f32>>();
+            let grad = DeviceBuf::from_host(stream, grad).wait().map_err(|failed| said(&failed.error))?.1;
+            buckets.push(i, grad).map_err(|failed| said(&failed.error))?;
+        }
+        let back: Vec<DeviceBuf<f32>> = if step % 2 == 0 {
+            block_on(buckets.finish()).map_err(|failed| said(&failed.error))?.collect()
+        } else {
+            let joined = buckets.join(stream).map_err(|failed| said(&failed.error))?;
+            joined.in_order().map_err(|failed| said(&failed.error))?
+        };
+        for (i, grad) in back.into_iter().enumerate() {
+            let found = grad.to_host(vec![0.0; LENS[i]]).wait().map_err(|failed| said(&failed.error))?.1;
+            if let Some(k) = (0..LENS[i]).find(|k| found[*k] != (k % 100) as f32) {
+                return Err(format!("step {step}, gradient {i}[{k}] is {}, expected {}", found[k], k % 100));
+            }
+        }
+    }
+    block_on(buckets.close()).map_err(|error| said(&error))
 }
 
 /// What the ranks saw must agree, case by case.

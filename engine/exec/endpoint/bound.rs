@@ -41,6 +41,16 @@ impl Endpoint {
         }
     }
 
+    /// Whether a device runs an operation that has not ended.
+    pub(crate) fn runs_on_device(&self, key: Key) -> bool {
+        self.submitted.lock().devices.contains_key(&key.number())
+    }
+
+    /// Whether all of such an operation is on the device's stream, or it has ended.
+    pub(crate) fn is_enqueued(&self, key: Key) -> bool {
+        self.submitted.lock().devices.get(&key.number()).is_none_or(|device| device.is_enqueued())
+    }
+
     /// Makes a stream, and those of the buffers, wait for an operation; its buffers may then be used in their order.
     /// `None`: no device runs it, or it has ended.
     pub(crate) fn join(

@@ -30,8 +30,8 @@ impl Endpoint {
     /// Ends the communicator if anything is overdue.
     pub(super) fn check_deadlines(self: &Arc<Self>, run: &mut Run, now: Instant) {
         self.ask_about_breaks(run);
-        let overdue = self.overdue_collective(run, now);
-        let overdue = overdue.or_else(|| self.overdue_ending(run, now));
+        let overdue = self.overdue_ending(run, now);
+        let overdue = overdue.or_else(|| self.overdue_collective(run, now));
         if let Some(error) = overdue.or_else(|| self.overdue_message(run, now)) {
             self.fail(error);
         }
@@ -45,8 +45,12 @@ impl Endpoint {
     /// what they have called.
     fn overdue_collective(&self, run: &mut Run, now: Instant) -> Option<Error> {
         let (number, signature, timeout, started) = run.active.current()?;
-        // What a library takes whole meets behind what it has not ended on another rank: then that is the oldest.
-        let is_oldest = !run.active.is_whole() || run.endings.is_empty();
+        // What a library takes whole meets behind what it has not ended on another rank: then that is the oldest. Any other
+        // collective that waits behind one that hangs on the device began later than that one, which is to be named.
+        let is_oldest = match run.active.is_whole() {
+            true => run.endings.is_empty(),
+            false => !run.endings.is_soon_overdue(&run.clock, now),
+        };
         if run.clock.is_overdue(now, started, timeout) && is_oldest {
             return Some(if run.active.lacks_memory() {
                 self.not_come(number, signature, timeout)

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use super::Endpoint;
 use super::progress::Run;
 use crate::error::{Error, Missing, MissingState, Operation};
+use crate::exec::deadlines::{DeadlineClock, grace};
 use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::trace::State;
@@ -36,6 +37,13 @@ pub(super) struct Endings(VecDeque<Ending>);
 impl Endings {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Whether the oldest is overdue within the time by which two deadlines may be noticed in the other order than they passed: a
+    /// collective on its stream is only found to be ready when somebody looks.
+    pub(super) fn is_soon_overdue(&self, clock: &DeadlineClock, now: Instant) -> bool {
+        let first = self.0.front().and_then(|first| Some((first.ready?, first.timeout)));
+        first.is_some_and(|(ready, timeout)| clock.is_overdue(now + grace(timeout), ready, timeout))
     }
 
     /// The next that is over.

@@ -156,14 +156,24 @@ impl Endpoint {
         yields
     }
 
-    /// Blocks until the operation is finished: drives it from this thread for a while, then leaves it to the progress thread.
+    /// Blocks until the operation is finished.
     pub(crate) fn wait(self: &Arc<Self>, key: Key) -> Finished {
+        loop {
+            if let Some(finished) = self.wait_until(key, None) {
+                return finished;
+            }
+        }
+    }
+
+    /// Blocks until the operation is finished, or `end` has come (`None`): drives it from this thread for a while, then leaves it to the
+    /// progress thread.
+    pub(crate) fn wait_until(self: &Arc<Self>, key: Key, end: Option<Instant>) -> Option<Finished> {
         if let Some(refused) = orphaned() {
-            return refused;
+            return Some(refused);
         }
         self.callers.count_wait();
         if let Some(finished) = self.look(key, None) {
-            return finished;
+            return Some(finished);
         }
         self.callers.enter();
         let mut idle_since = None;
@@ -173,11 +183,18 @@ impl Endpoint {
             let progress = self.drive_once();
             if progress == Progress::Advanced {
                 idle_since = None;
+                if end.is_some_and(|end| Instant::now() >= end) {
+                    break None;
+                }
             } else {
                 let yielded = self.relax(&mut passes);
                 let looks = passes.is_multiple_of(LOOK);
-                if looks && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
-                    break None;
+                if looks {
+                    let now = Instant::now();
+                    let idle = now.saturating_duration_since(*idle_since.get_or_insert(now));
+                    if idle > SPIN || end.is_some_and(|end| now >= end) {
+                        break None;
+                    }
                 }
                 if progress == Progress::Blocked && !yielded && !looks {
                     continue;
@@ -188,14 +205,18 @@ impl Endpoint {
             }
         };
         self.callers.leave();
-        if let Some(finished) = found {
-            return finished;
+        if found.is_some() {
+            return found;
         }
         let waker = crate::exec::progress_thread::parker();
         loop {
-            match self.poll(key, &waker, Duration::ZERO, false) {
-                Poll::Ready(finished) => return finished,
-                Poll::Pending => std::thread::park(),
+            if let Poll::Ready(finished) = self.poll(key, &waker, Duration::ZERO, false) {
+                return Some(finished);
+            }
+            match end.map(|end| end.saturating_duration_since(Instant::now())) {
+                None => std::thread::park(),
+                Some(Duration::ZERO) => return None,
+                Some(rest) => std::thread::park_timeout(rest),
             }
         }
     }

@@ -191,13 +191,8 @@ impl<T: Element> DeviceBuf<T> {
     /// [`Error::Cuda`]: there is no such memory, or the driver refuses to fill it.
     pub fn zeroed(stream: &DeviceStream, len: usize) -> Result<DeviceBuf<T>, Error> {
         let buf = DeviceBuf::raw(stream, len)?;
-        let (at, bytes, raw) = (buf.address(), buf.bytes(), stream.0.raw());
-        if bytes > 0 {
-            stream.0.context.call("fill memory with zeros", |cuda| {
-                // SAFETY: `bytes` bytes of the pool's at `at`, which `buf` has alone and keeps in this stream's order.
-                unsafe { cuda.memset_d8_async(at, 0, bytes, *raw) }
-            })?;
-        }
+        // SAFETY: so many bytes of the pool's, which `buf` has alone and keeps in this stream's order.
+        unsafe { stream.zero(buf.address(), buf.bytes()) }?;
         Ok(buf)
     }
 

@@ -61,6 +61,11 @@ impl<T: Element> CudarcBuf<T> {
         }
     }
 
+    /// The slice's stream, in whose order the buffer is.
+    pub fn stream(&self) -> &DeviceStream {
+        &self.stream
+    }
+
     /// The slice. Work that cudarc puts on any of its streams comes after ours.
     pub fn into_inner(mut self) -> CudaSlice<T> {
         let stream = self.slice.stream().clone();
@@ -118,8 +123,8 @@ fn enter<T: Element>(slice: &mut CudaSlice<T>) -> Result<(DeviceStream, u64), Er
                 .into(),
         });
     }
-    // SAFETY: a stream of the primary context (above), and not the per-thread one; it exists as long as cudarc's handle.
-    let ours = unsafe { DeviceStream::kept(&device, raw, Arc::clone(&stream)) };
+    // SAFETY: a stream of the primary context (above); it exists as long as cudarc's handle.
+    let ours = unsafe { DeviceStream::from_raw_of(&device, raw, Arc::clone(&stream)) }?;
     check::<T>(CALL, ForeignMemory { pointer: address, len, dtype: T::DTYPE }, &ours)?;
     Ok((ours, address))
 }

@@ -16,6 +16,7 @@ mod handle;
 mod ipc;
 mod launch;
 mod lend;
+mod packing;
 mod pieces;
 mod pinned;
 mod pool;
@@ -36,6 +37,9 @@ pub(crate) use fate::{Fate, Verdict, Witness};
 pub use foreign::ForeignMemory;
 pub use handle::{Device, Driver, PoolMemory, device_count, driver};
 pub(crate) use ipc::{Import, Opening, retire};
+pub(crate) use packing::{
+    ALIGNED, Part, Table, all_wait_for, is_same, pack_on_device, streams, unpack_on_device, zero_on_device,
+};
 pub use pinned::PinnedBuf;
 pub(crate) use pool::Exported;
 pub(crate) use queues::Probe;

@@ -117,7 +117,6 @@ enum Owner {
     /// Someone else, for as long as was promised (`from_raw`).
     Promised,
     /// What is here, as long as it is here.
-    #[cfg(feature = "cudarc")]
     Kept { _owner: Box<dyn Send + Sync> },
 }
 
@@ -198,28 +197,34 @@ impl DeviceStream {
     /// [`Error::Invalid`]: the per-thread default stream, which is another one on each thread, while buffers move
     /// between threads. Give the library a stream of its own.
     pub unsafe fn from_raw(device: &Device, raw: *mut c_void) -> Result<DeviceStream, Error> {
+        DeviceStream::of_others(device, raw, Owner::Promised)
+    }
+
+    /// A stream of someone else's that exists as long as `owner` does: that is dropped with the last handle of the stream, on whatever
+    /// thread this happens.
+    ///
+    /// # Safety
+    /// - `raw` is a `CUstream` of the primary context of `device`;
+    /// - it exists until `owner` is dropped.
+    ///
+    /// # Errors
+    /// As [`from_raw`](Self::from_raw).
+    pub unsafe fn from_raw_of(
+        device: &Device,
+        raw: *mut c_void,
+        owner: impl Send + Sync + 'static,
+    ) -> Result<DeviceStream, Error> {
+        DeviceStream::of_others(device, raw, Owner::Kept { _owner: Box::new(owner) })
+    }
+
+    fn of_others(device: &Device, raw: *mut c_void, owner: Owner) -> Result<DeviceStream, Error> {
         let raw = CuStream(raw);
         if raw == CU_STREAM_PER_THREAD {
             let problem = "the per-thread default stream is another stream on every thread; use a stream of its own \
                            (in candle: Device::new_cuda_with_stream)";
             return Err(Error::invalid("DeviceStream::from_raw", problem));
         }
-        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, Owner::Promised))))
-    }
-
-    /// A stream of someone else's that exists as long as `owner` does.
-    ///
-    /// # Safety
-    /// - `raw` is a `CUstream` of the primary context of `device`, and not the per-thread default stream;
-    /// - it exists until `owner` is dropped.
-    #[cfg(feature = "cudarc")]
-    pub(super) unsafe fn kept(
-        device: &Device,
-        raw: *mut c_void,
-        owner: impl Send + Sync + 'static,
-    ) -> DeviceStream {
-        let owner = Owner::Kept { _owner: Box::new(owner) };
-        DeviceStream(Arc::new(Line::new(device.0.clone(), CuStream(raw), owner)))
+        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, owner))))
     }
 
     /// A stream of the context's own, which is there as long as that.
@@ -301,6 +306,22 @@ impl DeviceStream {
         self.0.context.call("make a stream wait", |cuda| {
             // SAFETY: both exist: `self` and `event` keep them. The event was recorded when it was made.
             unsafe { cuda.stream_wait_event(*self.0.raw(), event.0.raw, 0) }
+        })
+    }
+
+    /// Puts zeros here, into so many bytes from an address on.
+    ///
+    /// # Safety
+    /// They are memory of this stream's device and in its order: nobody else touches them out of it, and they stay until the stream has come past
+    /// this.
+    pub(super) unsafe fn zero(&self, at: u64, bytes: usize) -> Result<(), Error> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let raw = self.0.raw();
+        self.0.context.call("fill memory with zeros", |cuda| {
+            // SAFETY: the caller's promise; `self` keeps the stream.
+            unsafe { cuda.memset_d8_async(at, 0, bytes, *raw) }
         })
     }
 

@@ -2,8 +2,9 @@
 
 use std::fmt;
 
+use super::join::Joined;
 use super::{Back, Buckets};
-use crate::comm::{Node, together};
+use crate::comm::{Node, Ordered, Stream, together};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf};
 use crate::train::{Options, Param};
@@ -29,6 +30,9 @@ use crate::train::{Options, Param};
 /// # futures::executor::block_on(training(allstream::Node::local(2).unwrap())).unwrap();
 /// ```
 pub struct NodeBuckets<B: Buf = AnyBuf>(Vec<Buckets<B>>);
+
+/// A step that a stream of each device waits for.
+type JoinedNode<B> = Result<Vec<Ordered<Vec<B>, Back<B>>>, Failed<Vec<Back<B>>>>;
 
 impl<B: Buf> fmt::Debug for NodeBuckets<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -69,6 +73,58 @@ impl<B: Buf> NodeBuckets<B> {
         &mut self.0
     }
 
+    /// Ends the step by making a stream of each device wait for its buckets, and not the caller: [`Buckets::join`] of all devices. What comes
+    /// back is by device.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] where there is not one stream for each device, and where a device has no gradient of some parameters (it names both);
+    /// the step goes on then. Else as of `Buckets::join`, what is known already of any device, with all gradients that can be had.
+    pub fn join(&mut self, streams: &[impl Stream]) -> JoinedNode<B> {
+        let (found, devices) = (streams.len(), self.0.len());
+        if found != devices {
+            let problem =
+                format!("{found} streams for the {devices} devices of a node: one for each is needed");
+            return Err(Failed { buf: None, error: Error::invalid("NodeBuckets::join", problem) });
+        }
+        if let Err(error) = self.check_whole("join") {
+            return Err(match self.dead() {
+                Some(dead) => self.failed_here(&dead),
+                None => Failed { buf: None, error },
+            });
+        }
+        // All of them before any is joined, which may be to wait for it: the other devices' part is this thread's, too.
+        if let Err(error) = self.0.iter_mut().try_for_each(Buckets::launch_rest) {
+            return Err(self.failed_here(&error));
+        }
+        let joined: Vec<Joined<B>> =
+            self.0.iter_mut().zip(streams).map(|(buckets, stream)| buckets.join_launched(stream)).collect();
+        all_or_back(joined, Ordered::wait)
+    }
+
+    /// Pushes what was accumulated; an error that names the first device that has no gradient of some parameters.
+    fn check_whole(&mut self, call: &str) -> Result<(), Error> {
+        self.0.iter_mut().for_each(Buckets::push_accumulated);
+        let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.missing()?));
+        match self.0.iter().enumerate().find_map(missing) {
+            Some((device, problem)) => {
+                Err(Error::invalid(call, format!("on device {device} of the node, {problem}")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Why the communicator of any device is dead.
+    fn dead(&self) -> Option<Error> {
+        self.0.iter().find_map(|buckets| buckets.comm.check().err())
+    }
+
+    /// Ends the communicators of all devices, and gives all back.
+    fn failed_here(&mut self, error: &Error) -> Failed<Vec<Back<B>>> {
+        let back =
+            self.0.iter_mut().map(|buckets| buckets.failed_here(error.clone()).buf.unwrap_or_default());
+        Failed { buf: Some(back.collect()), error: error.clone() }
+    }
+
     /// Waits until all buckets of all devices are reduced, and gives every gradient back: by device, then in the order of the layout. As
     /// [`Buckets::finish`].
     ///
@@ -77,29 +133,17 @@ impl<B: Buf> NodeBuckets<B> {
     /// communicator of these buckets is dead, and all gradients that can be had.
     pub async fn finish(&mut self) -> Result<Vec<Vec<B>>, Failed<Vec<Back<B>>>> {
         // Before anything is awaited: the other devices would wait for what this one does not call.
-        self.0.iter_mut().for_each(Buckets::push_accumulated);
-        let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.missing()?));
-        if let Some((device, problem)) = self.0.iter().enumerate().find_map(missing) {
-            let error = Error::invalid("finish", format!("on device {device} of the node, {problem}"));
+        if let Err(error) = self.check_whole("finish") {
             return Err(self.refused(error).await);
         }
         let each = self.0.iter_mut().map(|buckets| async { buckets.finish().await.map(Iterator::collect) });
         let results: Vec<Result<Vec<B>, Failed<Back<B>>>> = together(each).await;
-        let Some(first) =
-            results.iter().find_map(|result| result.as_ref().err().map(|failed| failed.error.clone()))
-        else {
-            return Ok(results.into_iter().filter_map(Result::ok).collect());
-        };
-        let back = |result: Result<Vec<B>, Failed<Back<B>>>| match result {
-            Ok(grads) => grads.into_iter().map(Some).collect(),
-            Err(failed) => failed.buf.unwrap_or_default(),
-        };
-        Err(Failed { buf: Some(results.into_iter().map(back).collect()), error: first })
+        all_or_back(results, Ok)
     }
 
     /// What is returned of a step that cannot be finished as it is: if the communicator is dead, why, and all gradients.
     async fn refused(&mut self, error: Error) -> Failed<Vec<Back<B>>> {
-        let Some(dead) = self.0.iter().find_map(|buckets| buckets.comm.check().err()) else {
+        let Some(dead) = self.dead() else {
             return Failed { buf: None, error };
         };
         let all = together(self.0.iter_mut().map(Buckets::take_back)).await;
@@ -113,4 +157,21 @@ impl<B: Buf> NodeBuckets<B> {
     pub async fn close(self) -> Result<(), Error> {
         together(self.0.into_iter().map(Buckets::close)).await.into_iter().collect()
     }
+}
+
+/// What all devices have; or the first error, and all gradients that can be had. `wait` gets those of a device that did not fail.
+fn all_or_back<T, B>(
+    results: Vec<Result<T, Failed<Back<B>>>>,
+    wait: impl Fn(T) -> Result<Vec<B>, Failed<Back<B>>>,
+) -> Result<Vec<T>, Failed<Vec<Back<B>>>> {
+    let Some(first) =
+        results.iter().find_map(|result| result.as_ref().err().map(|failed| failed.error.clone()))
+    else {
+        return Ok(results.into_iter().filter_map(Result::ok).collect());
+    };
+    let back = |result: Result<T, Failed<Back<B>>>| match result.and_then(&wait) {
+        Ok(grads) => grads.into_iter().map(Some).collect(),
+        Err(failed) => failed.buf.unwrap_or_default(),
+    };
+    Err(Failed { buf: Some(results.into_iter().map(back).collect()), error: first })
 }

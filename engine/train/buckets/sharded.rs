@@ -10,7 +10,7 @@ const CALL: &str = "gather";
 
 impl<B: Buf> Buckets<B> {
     /// Which elements of parameter `i` this rank owns, where buckets are [sharded](super::super::Options::sharded): `finish` gives the mean of
-    /// those, and unspecified contents beside them. Every element has one owner, and all ranks own as many, up to one element in each bucket.
+    /// those, and unspecified contents beside them. Every element has one owner, and all ranks own as many, up to a few in each bucket.
     /// It is the same in every step. All elements, where buckets are not sharded.
     ///
     /// # Panics
@@ -92,9 +92,10 @@ impl<B: Buf> Buckets<B> {
                 self.layout.len()
             ));
         }
+        let mut ours = self.device.clone();
         weights
             .iter_mut()
             .enumerate()
-            .try_for_each(|(i, weight)| self.check_fits(CALL, ("weight", i), weight))
+            .try_for_each(|(i, weight)| self.check_fits(CALL, ("weight", i), weight, &mut ours))
     }
 }

@@ -22,8 +22,8 @@ use oracle::Oracle;
 
 const OPERATIONS: usize = 200;
 /// Seeds of programs between threads, and between processes: by default, and at most.
-const SEEDS: [u64; 2] = [200, 880];
-const PROCESSES: [u64; 2] = [24, 120];
+const SEEDS: [u64; 2] = [80, 920];
+const PROCESSES: [u64; 2] = [15, 120];
 /// Programs that one world of processes runs, one after another.
 const TOGETHER: u64 = 3;
 /// For one program.

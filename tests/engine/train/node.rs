@@ -1,7 +1,9 @@
 //! Buckets of several devices of one process.
 
-use allstream::Node;
+use std::sync::mpsc::channel;
+
 use allstream::train::NodeBuckets;
+use allstream::{HostStream, Node};
 
 use super::*;
 
@@ -32,6 +34,44 @@ fn every_device_of_a_node_gets_the_mean_of_all() {
                     );
                 }
                 assert_eq!(buckets.device(device).unwrap().report().unwrap().step, number as u64);
+            }
+        }
+        block_on(buckets.close()).unwrap();
+        block_on(node.close()).unwrap();
+    });
+}
+
+#[test]
+fn streams_of_the_devices_wait_for_a_step_and_the_thread_of_all_runs_ahead() {
+    on_one_thread(|| {
+        let (node, mut buckets) = node(3);
+        let streams = [0, 1, 2].map(|_| HostStream::new("compute").unwrap());
+        let (open, gate) = channel::<()>();
+        streams[1].launch(move || gate.recv_timeout(LIMIT).unwrap());
+        let mut steps = Vec::new();
+        for number in 0..3 {
+            for device in [2, 0, 1] {
+                for i in [6, 4, 5, 3, 0, 2, 1] {
+                    buckets.device(device).unwrap().push(i, grad(device, i, number)).unwrap();
+                }
+                if device == 0 && number == 0 {
+                    invalid(buckets.join(&streams), &["on device 1 of the node, 7 of 7 parameters"]);
+                    invalid(buckets.join(&streams[..2]), &["2 streams for the 3 devices of a node"]);
+                }
+            }
+            steps.push(buckets.join(&streams).unwrap());
+        }
+        open.send(()).unwrap();
+        for (number, all) in steps.into_iter().enumerate() {
+            assert_eq!(all.len(), 3);
+            for grads in all {
+                for (i, found) in block_on(grads).unwrap().into_iter().enumerate() {
+                    let mean = |k| (0..3).map(|rank| value(rank, i, number, k)).sum::<f32>() / 3.0;
+                    assert!(
+                        found == (0..LENS[i]).map(mean).collect::<Vec<_>>(),
+                        "step {number}, parameter {i}"
+                    );
+                }
             }
         }
         block_on(buckets.close()).unwrap();

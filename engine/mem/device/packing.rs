@@ -1,0 +1,188 @@
+//! Small buffers of a device in one contiguous buffer, and back: by one kernel, however many they are.
+
+use std::sync::Arc;
+
+use allstream_kernels::cuda::{Direction, Packed, Segment, pack};
+
+use super::buf::DeviceBuf;
+use super::staging::{Block, DevicePlace};
+use super::stream::DeviceStream;
+use super::transfer::refused_in_capture;
+use super::waiter::{self, Outcome};
+use crate::error::Error;
+use crate::types::DType;
+
+const DOING: &str = "pack gradients on a device";
+/// Parts begin at multiples of so many bytes: the kernel copies whole vectors of this size where both sides lie alike.
+pub(crate) const ALIGNED: usize = 16;
+/// Words of a row of the table that the kernel reads.
+const ROW: usize = size_of::<Segment>() / size_of::<u64>();
+
+/// A buffer that is packed.
+pub(crate) struct Part {
+    pub(crate) place: DevicePlace,
+    /// The byte of the contiguous buffer at which its own begin.
+    pub(crate) at: usize,
+    pub(crate) bytes: usize,
+}
+
+/// What the kernel reads: which bytes of the contiguous buffer belong to which part. In the order of the contiguous buffer's stream, in which
+/// its memory goes back to the pool.
+pub(crate) struct Table {
+    /// `None`: no part has any bytes.
+    rows: Option<DeviceBuf<u64>>,
+    count: u32,
+}
+
+/// Copies all parts into the contiguous buffer, in the order of its stream, behind what the streams of the parts hold. Those wait for it.
+///
+/// # Safety
+/// The contiguous buffer and the parts are memory of the caller's, as long as they say, in the order of their streams; none overlap.
+pub(crate) unsafe fn pack_on_device(
+    contiguous: (&DevicePlace, usize),
+    parts: &[Part],
+) -> Result<Table, Error> {
+    let stream = &contiguous.0.stream;
+    let others = || streams(parts).filter(|other| !is_same(other, stream));
+    // Before any stream waits for another one, which would take it into that one's capture.
+    streams(parts).chain([stream]).try_for_each(|stream| refused_in_capture(stream, DOING))?;
+    let table = Table::new(stream, parts)?;
+    for other in others() {
+        stream.wait_event(&other.point()?)?;
+    }
+    // SAFETY: the caller's promise; the stream is the contiguous buffer's, and has just been made to wait for the others.
+    unsafe { put(stream, contiguous, &table, Direction::Pack) }?;
+    all_wait_for(stream, others())?;
+    Ok(table)
+}
+
+/// Copies all parts back out of the contiguous buffer, in the order of `stream`, by the table with which they were packed. This stream waits for
+/// no other one, and no other one waits for it: that is the caller's to see to ([`all_wait_for`]). The driver is asked for no memory: it may
+/// wait for all of the device before it gives any, and `stream` may wait for what other ranks have not called yet.
+///
+/// # Safety
+/// As of [`pack_on_device`], but all of the memory is in the order of `stream`.
+pub(crate) unsafe fn unpack_on_device(
+    stream: &DeviceStream,
+    contiguous: (&DevicePlace, usize),
+    table: &Table,
+) -> Result<(), Error> {
+    // SAFETY: the caller's promise.
+    unsafe { put(stream, contiguous, table, Direction::Unpack) }
+}
+
+/// Whether both are one stream of the driver's.
+pub(crate) fn is_same(a: &DeviceStream, b: &DeviceStream) -> bool {
+    a == b || a.as_raw() == b.as_raw()
+}
+
+/// The streams of the parts. Of parts that follow each other and have the same one it is named once.
+pub(crate) fn streams(parts: &[Part]) -> impl Iterator<Item = &DeviceStream> {
+    parts.chunk_by(|a, b| is_same(&a.place.stream, &b.place.stream)).map(|alike| &alike[0].place.stream)
+}
+
+/// Makes other streams wait for what `stream` holds now. Where one cannot be told to, the caller waits, so that nothing is out of order.
+///
+/// # Errors
+/// Where that fails, too.
+pub(crate) fn all_wait_for<'a>(
+    stream: &DeviceStream,
+    others: impl Iterator<Item = &'a DeviceStream>,
+) -> Result<(), Error> {
+    let mut others = others.peekable();
+    if others.peek().is_none() {
+        return Ok(());
+    }
+    let ordered = stream.point().and_then(|event| others.try_for_each(|other| other.wait_event(&event)));
+    ordered.or_else(|_| stream.synchronize())
+}
+
+/// Makes all bytes of a buffer zero, in the order of its stream. For who has the buffer alone, as `&mut` of it says.
+pub(crate) fn zero_on_device(place: &DevicePlace, bytes: usize) -> Result<(), Error> {
+    // SAFETY: a buffer of so many bytes, which stays until its stream has come past this, as `Buf` promises; the stream is the one in whose order
+    // it is.
+    unsafe { place.stream.zero(place.address, bytes) }
+}
+
+impl Table {
+    /// A table of these parts, in the order of a stream of their device.
+    fn new(stream: &DeviceStream, parts: &[Part]) -> Result<Table, Error> {
+        let elsewhere = |part: &&Part| !Arc::ptr_eq(&part.place.stream.0.context, &stream.0.context);
+        if let Some(part) = parts.iter().find(elsewhere) {
+            let (here, there) = (stream.device(), part.place.stream.device());
+            return Err(Error::invalid(DOING, format!("a buffer is on {there:?}, and another on {here:?}")));
+        }
+        let rows: Vec<Segment> = parts
+            .iter()
+            .filter(|part| part.bytes > 0)
+            .map(|part| Segment { tensor: part.place.address, first: part.at as u64, len: part.bytes as u64 })
+            .collect();
+        let count =
+            u32::try_from(rows.len()).map_err(|_| Error::invalid(DOING, "there are too many buffers"))?;
+        if rows.is_empty() {
+            return Ok(Table { rows: None, count });
+        }
+        let table = DeviceBuf::raw(stream, ROW * rows.len())?;
+        fill(stream, &table, &rows)?;
+        Ok(Table { rows: Some(table), count })
+    }
+}
+
+/// Puts the kernel on a stream.
+///
+/// # Safety
+/// As of [`unpack_on_device`].
+unsafe fn put(
+    stream: &DeviceStream,
+    (contiguous, bytes): (&DevicePlace, usize),
+    table: &Table,
+    direction: Direction,
+) -> Result<(), Error> {
+    let Some(rows) = &table.rows else { return Ok(()) };
+    let job = Packed {
+        tensors: DType::U8,
+        buffer: DType::U8,
+        segments: rows.as_ptr(),
+        count: table.count,
+        contiguous: contiguous.address,
+        len: bytes as u64,
+        factor: 1.0,
+    };
+    let launch = pack(&job, direction, stream.ctas())
+        .ok_or_else(|| Error::system(DOING, "there is no kernel that copies bytes (a bug)"))?;
+    stream.load([launch.kernel].into_iter())?;
+    // SAFETY: the segments are the caller's, who promises their order and that none overlap; none reaches beyond the contiguous buffer (`at` and
+    // `bytes` are of its layout). The table has been filled in the order of the contiguous buffer's stream, in whose order both are here, and
+    // goes back to the pool in that stream's order.
+    unsafe { stream.launch(DOING, &launch) }
+}
+
+/// Copies the rows to the table, in the order of its stream, through pinned memory: a copy from other memory may block its caller.
+fn fill(stream: &DeviceStream, table: &DeviceBuf<u64>, rows: &[Segment]) -> Result<(), Error> {
+    let context = &stream.0.context;
+    let bytes = size_of_val(rows);
+    let block = Block::new(context, bytes)?;
+    // SAFETY: the block has so many bytes, which nobody else has; rows are three words each, without gaps.
+    unsafe { block.at(0).copy_from_nonoverlapping(rows.as_ptr().cast(), bytes) };
+    let copied = context.call(DOING, |cuda| {
+        // SAFETY: both sides have so many bytes (the table has a row for each). The block is kept until the copy is over, and the table
+        // is in this stream's order.
+        unsafe { cuda.memcpy_htod_async(table.as_ptr(), block.at(0).cast(), bytes, *stream.0.raw()) }
+    });
+    match copied.and_then(|()| stream.point()) {
+        Ok(copied) => waiter::watch(copied, Box::new(move |outcome| let_go(block, &outcome))),
+        Err(error) => {
+            let over = stream.synchronize();
+            let_go(block, &over.map_or_else(Outcome::Unknown, |()| Outcome::Reached));
+            return Err(error);
+        }
+    }
+    Ok(())
+}
+
+/// Gives pinned memory back, if the device is done with it.
+fn let_go(block: Block, outcome: &Outcome) {
+    if matches!(outcome, Outcome::Unknown(_)) {
+        std::mem::forget(block);
+    }
+}

@@ -1,0 +1,258 @@
+//! A step that a stream waits for, in place of the caller.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+
+use super::{Back, Buckets};
+use crate::comm::{Either, Ordered, Stream, push, ready};
+use crate::error::{Error, Failed};
+use crate::mem::device::DeviceStream;
+use crate::mem::{Buf, HostStream};
+use crate::trace::Step;
+use crate::train::bucket::{Bucket, Placed, packed};
+
+const CALL: &str = "join";
+/// Buckets of joined steps that may be in flight beside those of the step that goes on.
+const MOST_AHEAD: usize = 256;
+
+/// A step that a stream waits for.
+pub(super) type Joined<B> = Result<Ordered<Vec<B>, Back<B>>, Failed<Back<B>>>;
+
+/// Buckets of steps that are over.
+pub(super) type Spare<B> = Arc<Mutex<Vec<Vec<Bucket<B>>>>>;
+
+impl<B: Buf> Buckets<B> {
+    /// Ends the step as [`finish`](Self::finish) does, but makes `stream` wait for the buckets, and not the caller: what comes back is for
+    /// jobs on that stream, or to be awaited. The next step may begin at once.
+    ///
+    /// ```
+    /// use allstream::HostStream;
+    /// use allstream::train::{Buckets, Param};
+    ///
+    /// # fn backward(_: &[f32]) -> Vec<f32> { vec![1.0; 8] }
+    /// # async fn training(comm: allstream::Comm) -> Result<(), allstream::Error> {
+    /// let compute = HostStream::new("compute")?;
+    /// let mut buckets = Buckets::new(&comm.share(), &[Param::of::<f32>(8)]).await?;
+    /// let weights = vec![1.0f32; 8];
+    /// buckets.push(0, backward(&weights))?;
+    /// let grads = buckets.join(&compute)?; // returns at once
+    /// let weights = grads.launch(&compute, move |grads: Vec<Vec<f32>>| {
+    ///     weights.iter().zip(&grads[0]).map(|(w, g)| w - 0.1 * g).collect::<Vec<f32>>()
+    /// });
+    /// assert_eq!(weights.await?, [0.9; 8]);
+    /// buckets.close().await?;
+    /// # Ok(()) }
+    /// # futures::executor::block_on(training(allstream::Comm::local(1).unwrap().remove(0))).unwrap();
+    /// ```
+    ///
+    /// Ranks may end one step by `join` and others by `finish`, and some ranks the same step so and others so.
+    ///
+    /// - On a [`HostStream`] packed gradients are copied back by a job on it. Steps that are not over have packed buffers of their own.
+    /// - On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for gradients on devices whose collectives a device runs
+    ///   ([`Comm::bind_device`](crate::Comm::bind_device)). Others, and all in memory of the host, are waited for here. Such a step has no
+    ///   [`report`](Self::report).
+    ///
+    /// The caller waits where more than 256 buckets of earlier steps are in flight, and in the second step for the order of the first.
+    ///
+    /// # Errors
+    /// As of `finish`, what is known already. What becomes known later is the error of what is returned, with all gradients that can be had;
+    /// jobs on it do not run then, and the contents of gradients on devices are unspecified.
+    pub fn join(&mut self, stream: &impl Stream) -> Joined<B> {
+        self.push_accumulated();
+        if let Some(problem) = self.missing() {
+            return Err(match self.comm.check() {
+                Ok(()) => Failed { buf: None, error: Error::invalid(CALL, problem) },
+                Err(error) => self.failed_here(error),
+            });
+        }
+        if let Err(error) = self.launch_rest() {
+            return Err(self.failed_here(error));
+        }
+        self.join_launched(stream)
+    }
+
+    /// Makes a stream wait for a step whose buckets are all launched.
+    pub(super) fn join_launched(&mut self, stream: &impl Stream) -> Joined<B> {
+        if let Err(error) = self.make_spare(stream) {
+            return Err(Failed { buf: None, error });
+        }
+        if !self.is_learnt {
+            let order = std::mem::take(&mut self.order);
+            self.ordering = self.learning.take().or_else(|| Some(self.comm.broadcast(order, 0)));
+            self.is_learnt = true;
+        }
+        let buckets = self.buckets.len();
+        let joined = match stream.either() {
+            Either::Host(stream) => self.join_on_host(stream),
+            Either::Device(stream) => self.join_on_device(stream)?,
+        };
+        self.ahead.push_back((buckets, joined.event().clone()));
+        self.steps += 1;
+        self.begin();
+        Ok(joined)
+    }
+
+    /// Sees to it that there are buckets for the next step, while a stream has those of this one.
+    fn make_spare(&mut self, stream: &impl Stream) -> Result<(), Error> {
+        if matches!(stream.either(), Either::Host(_)) && self.spare.lock().is_empty() {
+            let memory = |dtype, len| packed(&self.comm, dtype, len);
+            let twins = self.buckets.iter().map(|bucket| bucket.twin(memory)).collect::<Result<_, _>>()?;
+            self.spare.lock().push(twins);
+        }
+        Ok(())
+    }
+
+    /// Forms buckets by this order, which rank 0 has told: of a step that has ended, or none of whose buckets is launched.
+    pub(super) fn reorder(&mut self, order: Vec<u64>) -> Result<(), Error> {
+        let mut is_there = vec![false; self.layout.len()];
+        for i in &order {
+            match is_there.get_mut(*i as usize) {
+                Some(there) if !*there => *there = true,
+                _ => {
+                    return Err(Error::protocol(
+                        0,
+                        format!("its order of parameters has {i}, or has it twice"),
+                    ));
+                }
+            }
+        }
+        self.form(order.iter().map(|i| *i as usize))?;
+        for i in (0..self.layout.len()).filter(|i| self.is_pushed[*i]) {
+            self.buckets[self.places[i]].fill();
+        }
+        self.spare = Arc::default();
+        self.is_learnt = true;
+        Ok(())
+    }
+
+    /// Takes the order that the step before has learnt, if it has come.
+    pub(super) fn take_order(&mut self) {
+        if let Some(work) = self.ordering.take_if(|work| work.is_finished())
+            && let Err(error) = work.wait().map_err(Error::from).and_then(|order| self.reorder(order))
+        {
+            self.broken.get_or_insert(error);
+        }
+    }
+
+    /// Launches what is left of the step, which the loop wants to end now.
+    pub(super) fn launch_rest(&mut self) -> Result<(), Error> {
+        self.called.get_or_insert_with(Instant::now);
+        if let Some(work) = self.ordering.take() {
+            let order = work.wait()?;
+            self.reorder(order)?;
+        }
+        self.ahead.retain(|(_, over)| !over.is_complete());
+        while self.ahead.iter().map(|(buckets, _)| buckets).sum::<usize>() + self.buckets.len() > MOST_AHEAD
+            && let Some((_, over)) = self.ahead.pop_front()
+        {
+            // How it ended is for who awaits it.
+            let _ = over.wait();
+        }
+        self.launch_full();
+        while self.launched < self.buckets.len() {
+            self.buckets[self.landed].land_here(&mut self.grads)?;
+            self.landed += 1;
+            self.launch_full();
+        }
+        self.broken.take().map_or(Ok(()), Err)
+    }
+
+    fn join_on_host(&mut self, stream: &HostStream) -> Ordered<Vec<B>, Back<B>> {
+        if let Some(last) = self.buckets.last() {
+            last.leave_to_progress_thread();
+        }
+        let next = self.spare.lock().pop().unwrap_or_default();
+        let mut buckets = std::mem::replace(&mut self.buckets, next);
+        let mut grads = self.take_grads();
+        let called = self.called.unwrap_or_else(Instant::now);
+        let (number, first, began) = (self.steps, self.first, self.began);
+        let (recorder, last, spare) = (self.comm.recorder().clone(), self.last.clone(), self.spare.clone());
+        push(stream, move || {
+            let mut result = Ok(());
+            for bucket in &mut buckets {
+                let landed = bucket.land_here(&mut grads);
+                result = result.and(landed);
+            }
+            if let Err(error) = result {
+                return Err(Failed { buf: Some(grads), error });
+            }
+            let ended = Instant::now();
+            let step = Step { number, first, buckets: buckets.len() as u64, began, called, ended };
+            recorder.step(step);
+            last.lock().note(step, &buckets);
+            spare.lock().push(buckets);
+            Ok(grads.into_iter().flatten().collect())
+        })
+    }
+
+    fn join_on_device(&mut self, stream: &DeviceStream) -> Joined<B> {
+        let mut last: Option<Ordered<Placed<B>, Placed<B>>> = None;
+        for k in 0..self.buckets.len() {
+            let error = match self.buckets[k].join(stream, &mut self.grads) {
+                None => self.buckets[k].land_here(&mut self.grads).err(),
+                Some(Err(failed)) => Some(place_failed(&mut self.grads, failed)),
+                // The operations of a communicator end in their order: the last one says of all whether they have.
+                Some(Ok(joined)) => match last.replace(joined).map(Ordered::in_order) {
+                    None => None,
+                    Some(Ok(placed)) => {
+                        place(&mut self.grads, placed);
+                        None
+                    }
+                    Some(Err(failed)) => Some(place_failed(&mut self.grads, failed)),
+                },
+            };
+            if let Some(error) = error {
+                match last.map(Ordered::wait) {
+                    Some(Ok(placed)) => place(&mut self.grads, placed),
+                    Some(Err(failed)) => drop(place_failed(&mut self.grads, failed)),
+                    None => {}
+                }
+                return Err(self.failed_here(error));
+            }
+        }
+        let mut grads = self.take_grads();
+        Ok(match last {
+            None => ready(Ok(grads.into_iter().flatten().collect())),
+            Some(last) => last.then(move |result| match result {
+                Ok(placed) => {
+                    place(&mut grads, placed);
+                    Ok(grads.into_iter().flatten().collect())
+                }
+                Err(failed) => {
+                    let error = place_failed(&mut grads, failed);
+                    Err(Failed { buf: Some(grads), error })
+                }
+            }),
+        })
+    }
+
+    fn take_grads(&mut self) -> Back<B> {
+        std::mem::replace(&mut self.grads, self.layout.iter().map(|_| None).collect())
+    }
+
+    /// Ends the communicator, so that the others do not wait for what this rank does not call any more, and gives all back.
+    pub(super) fn failed_here(&mut self, error: Error) -> Failed<Back<B>> {
+        let error = self.broken.take().unwrap_or(error);
+        if self.comm.check().is_ok() {
+            self.comm.abort(error.to_string());
+        }
+        for bucket in &mut self.buckets {
+            // Why is known already.
+            let _ = bucket.land_here(&mut self.grads);
+        }
+        Failed { buf: Some(self.back()), error }
+    }
+}
+
+/// Gradients get their places.
+fn place<B>(grads: &mut Back<B>, placed: Placed<B>) {
+    placed.into_iter().for_each(|(i, grad)| grads[i] = Some(grad));
+}
+
+/// The same with those that came back with an error.
+fn place_failed<B>(grads: &mut Back<B>, failed: Failed<Placed<B>>) -> Error {
+    place(grads, failed.buf.unwrap_or_default());
+    failed.error
+}
