@@ -1,0 +1,86 @@
+"""New arrays of the kind of others. The libraries are imported when an array of theirs is asked for."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+from .errors import Invalid
+
+
+def kind(array):
+    """Whose array it is: "numpy", "torch" or "cupy"; None for whatever else."""
+    for name, type_name in (("numpy", "ndarray"), ("torch", "Tensor"), ("cupy", "ndarray")):
+        library = sys.modules.get(name)
+        if library is not None and isinstance(array, getattr(library, type_name)):
+            return name
+    return None
+
+
+def _new(like, shape, call):
+    whose = kind(like)
+    if whose == "numpy":
+        return sys.modules["numpy"].empty(shape, dtype=like.dtype)
+    if whose == "torch":
+        return like.new_empty(shape, requires_grad=False)
+    if whose == "cupy":
+        with like.device:
+            return sys.modules["cupy"].empty(shape, dtype=like.dtype)
+    raise Invalid(f"{call}: a result is made for arrays of numpy, torch and cupy, found {type(like).__name__}; give one as out=")
+
+
+def capsule(array, options):
+    """`array.__dlpack__(**options)` of an array on a CUDA device. torch gives a tensor only while its device is the current one."""
+    if kind(array) != "torch":
+        return array.__dlpack__(**options)
+    with sys.modules["torch"].cuda.device(array.device):
+        return array.__dlpack__(**options)
+
+
+def gathered(like, ranks, call):
+    """Room for `ranks` of `like`, along its first dimension."""
+    shape = tuple(getattr(like, "shape", ()))
+    return _new(like, (ranks * shape[0], *shape[1:]) if shape else (ranks,), call)
+
+
+def scattered(like, ranks, call):
+    """Room for one of `ranks` parts of `like`: of its rows where they can be divided so, else of its elements."""
+    shape = tuple(getattr(like, "shape", ()))
+    if shape and shape[0] % ranks == 0:
+        return _new(like, (shape[0] // ranks, *shape[1:]), call)
+    return _new(like, (math.prod(shape) // ranks,), call)
+
+
+def flat(like, count, call):
+    """Room for `count` elements."""
+    return _new(like, (count,), call)
+
+
+def alike(like, _, call):
+    """Room for as much as `like` is."""
+    return _new(like, tuple(getattr(like, "shape", ())), call)
+
+
+def empty(comm, shape, dtype):
+    """See `allstream.empty`."""
+    try:
+        shape = tuple(int(n) for n in shape)
+    except TypeError:
+        shape = (int(shape),)
+    if any(n < 0 for n in shape):
+        raise Invalid(f"empty: the shape is {shape}, expected lengths that are not negative")
+    try:
+        import numpy
+    except ImportError:
+        raise Invalid("empty: numpy is needed to make an array, and is not installed: pip install numpy") from None
+    dtype = "float32" if dtype is None else dtype
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(dtype, torch.dtype):
+        size = dtype.itemsize
+        block = comm._block(math.prod(shape) * size)
+        return torch.from_numpy(numpy.asarray(block)).view(dtype).view(shape)
+    kind = numpy.dtype(dtype)
+    if kind == numpy.bool_:
+        raise Invalid("empty: memory that other ranks can write holds no bools; use uint8")
+    block = comm._block(math.prod(shape) * kind.itemsize)
+    return numpy.asarray(block).view(kind).reshape(shape)

@@ -1,0 +1,143 @@
+"""How every process of a job comes to know the backend "allstream".
+
+Ray asks for a backend to be registered in the driver and in each worker. `register()` does the first at once; for the second it names
+`setup` below as the job's `worker_process_setup_hook`, which Ray runs in every worker process as it starts:
+
+* Before `ray.init`, the hook travels by the environment variable from which `ray.init` takes a job's configuration. Ray merges it
+  with the `runtime_env` that the program gives, so both hold; `ray.shutdown()` and another `ray.init()` find it again.
+* After `ray.init`, a job's configuration cannot be changed. `allstream.ray.create_collective_group` then registers on its actors
+  by itself, and an actor that imports `allstream.ray` is registered by that.
+
+In a worker, registering waits until the program imports `ray.util.collective`, which takes seconds since it imports torch: a worker
+that never communicates is as fast to start as before.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import logging
+import os
+import sys
+from typing import Any, Callable, Dict
+
+import ray
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "ALLSTREAM"
+HOOK = "allstream.ray.hook.setup"
+# Ray's name of the variable by which a job's configuration reaches `ray.init`.
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+_HOOK_FIELD = "worker_process_setup_hook"
+
+
+def register() -> None:
+    """Makes "allstream" a backend of `ray.util.collective`, and a tensor transport, in this process and in all workers of its job.
+
+    Call it before `ray.init()`; calling it again changes nothing. A program that has a `worker_process_setup_hook` of its own
+    calls `allstream.ray.register()` in that hook.
+
+    Raises:
+        RuntimeError: the job already has another `worker_process_setup_hook`.
+    """
+    if not _is_worker():
+        _name_hook()
+        if ray.is_initialized() and not _job_has_hook():
+            logger.warning(
+                "allstream.ray.register() was called after ray.init(): the workers of this job do not know the backend. "
+                "Call it before ray.init(), or make groups by allstream.ray.create_collective_group."
+            )
+    register_here()
+
+
+def setup() -> None:
+    """What Ray runs in each worker process: registers as soon as the program imports what there is to register with."""
+    _after_import("ray.util.collective.collective", _register_all)
+
+
+def register_here() -> None:
+    """Registers in this process, now."""
+    importlib.import_module("ray.util.collective.collective")
+    _register_all()
+
+
+def _register_all() -> None:
+    from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+
+    if _global_registry.is_registered(BACKEND):
+        return
+    from allstream.ray.group import AllstreamGroup
+
+    register_collective_backend(BACKEND, AllstreamGroup)
+    try:
+        from allstream.ray.refs import register_transport
+    except ImportError as missing:
+        # Ray Direct Transport is alpha: a Ray whose parts have other names has groups, and no ObjectRefs of allstream's.
+        logger.debug("allstream.ray: no tensor transport, as this Ray has none that is known here: %s", missing)
+        return
+    register_transport()
+
+
+def _is_worker() -> bool:
+    return ray._private.worker.global_worker.mode == ray.WORKER_MODE
+
+
+def _job_has_hook() -> bool:
+    runtime_env = ray.get_runtime_context().runtime_env
+    return runtime_env.get(_HOOK_FIELD) == HOOK
+
+
+def _name_hook() -> None:
+    config = json.loads(os.environ.get(JOB_CONFIG) or "{}")
+    runtime_env: Dict[str, Any] = config.setdefault("runtime_env", None) or {}
+    there = runtime_env.setdefault(_HOOK_FIELD, HOOK)
+    if there != HOOK:
+        raise RuntimeError(
+            f"allstream.ray.register(): this job already has the worker_process_setup_hook {there!r}; "
+            "call allstream.ray.register() in that function instead"
+        )
+    config["runtime_env"] = runtime_env
+    os.environ[JOB_CONFIG] = json.dumps(config)
+
+
+def _after_import(module: str, action: Callable[[], None]) -> None:
+    """Calls `action` when `module` has been imported; now, if it has been."""
+    if module in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Watch(module, action))
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Waits for one module to be imported, and leaves the finding and loading of it to those who do that."""
+
+    def __init__(self, module: str, action: Callable[[], None]) -> None:
+        self.module, self.action = module, action
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader, self.action)
+        return spec
+
+
+class _Then(importlib.abc.Loader):
+    """Loads a module as its own loader does, and then calls the action."""
+
+    def __init__(self, loader: Any, action: Callable[[], None]) -> None:
+        self.loader, self.action = loader, action
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        self.action()
+
+
+if _is_worker():
+    setup()

@@ -1,0 +1,260 @@
+"""How the ranks of a group find each other through Ray's key-value store.
+
+The ranks of a group have in common its job, its name and its size, and nothing else. Each may have tried before and failed, or may be
+a new process in a dead one's place, and they cannot agree on how often: the number of a rank's own tries says nothing of the
+others'. So rank 0 makes a fresh random name for each attempt, and the others answer to that name:
+
+    <job>/<group>/call               rank 0: the attempt's name and the size. The latest attempt replaces an older one.
+    <job>/<group>/<attempt>/here/<r> rank r: a nonce, fresh for each try of rank r, and the size it was told.
+    <job>/<group>/<attempt>/go       rank 0, when all are here: address, secret, and the nonces that it counted; or why it gave up.
+
+1. Rank 0 deletes what is left under the group's name, opens a socket that listens, and puts `call`.
+2. Rank r reads `call`. If that attempt has a `go` already, it is an old one, which went ahead without rank r or is over: rank r
+   waits for `call` to change. Else it puts `here/<r>`.
+3. Rank 0, when all ranks are here, puts `go`, and all connect. The secret is as fresh as the attempt, so that a process which has
+   the address of another attempt is turned away by the engine, too.
+4. Rank r connects only if `go` has the nonce of its own try. So what a rank left that has failed or died leads nobody anywhere: its
+   `here` stands under another attempt's name, or its nonce is nobody's.
+5. When rank 0 has connected, all have, and it deletes every key of the group. If it gives up (its deadline has passed, a rank
+   disagrees on the size) it says so in `go`, so that all others fail at once with the same reason, and deletes the keys when they
+   have gone. If rank 0 has died, each other rank takes back its `here` at its own deadline, and the last one deletes `call`.
+
+If `call` changes while rank r waits for `go`, rank 0 has started anew, and rank r answers anew. If rank 0 finds another attempt in
+`call`, or rank r another nonce in its own `here`, then two processes have joined as the same rank, and this is an error at once.
+
+Every wait ends at the deadline, which is the group's timeout from the start of the rank's own try.
+"""
+
+import os
+import secrets
+import socket
+import threading
+import time
+from typing import Any, Dict, List, Optional, Set
+
+import ray
+
+import allstream
+from allstream import errors
+from allstream.ray.store import Store
+
+# How long rank 0, having given up, waits for the others to read why.
+_FAREWELL = 2.0
+
+
+class Try:
+    """One try of one rank to meet the others."""
+
+    def __init__(self, group: str, world: int, rank: int, timeout: float, cancel: threading.Event) -> None:
+        self.group, self.world, self.rank, self.timeout, self.cancel = group, world, rank, timeout, cancel
+        self.deadline = time.monotonic() + timeout
+        self.store = Store(group)
+        self.pause = 0.002
+
+    def left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def wait(self) -> bool:
+        """Waits a little, longer each time; False when the time is over. A cancelled try raises."""
+        self.pause = min(self.pause * 1.5, max(0.05, self.world / 1000))
+        if self.cancel.wait(min(self.pause, self.left())):
+            raise errors.Aborted(self.told("the group was destroyed while its ranks were meeting"))
+        return self.left() > 0
+
+    def told(self, what: str) -> str:
+        return f"group '{self.group}', rank {self.rank} of {self.world}: {what}"
+
+
+def meet(group: str, world: int, rank: int, timeout: float, cancel: threading.Event) -> Any:
+    """Waits for all ranks of the group, connects, and returns the communicator.
+
+    Raises:
+        Rendezvous: not all ranks came within `timeout` seconds; it says which ones are missing.
+        Invalid: the ranks do not agree on the group's size, or two processes joined as one rank.
+        Aborted: `cancel` was set.
+    """
+    if world == 1:
+        return allstream.local(1)[0]
+    attempt = Try(group, world, rank, timeout, cancel)
+    return _call(attempt) if rank == 0 else _answer(attempt)
+
+
+def listen() -> "tuple[socket.socket, str]":
+    """A socket that listens on this node's address, at a free port, and that address as `connect` takes it."""
+    ip = ray.util.get_node_ip_address()
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.bind((ip, 0))
+        listener.listen(1024)
+    except OSError:
+        listener.close()
+        raise
+    port = listener.getsockname()[1]
+    return listener, f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
+def _connect(attempt: Try, address: str, token: str, timeout: float, listener: Optional[int] = None) -> Any:
+    return allstream.connect(
+        address=address, rank=attempt.rank, size=attempt.world, token=token, timeout=max(timeout, 0.001), listener=listener
+    )
+
+
+def _call(attempt: Try) -> Any:
+    """Rank 0's part."""
+    name, store = secrets.token_hex(8), attempt.store
+    store.delete_all()
+    listener, address = listen()
+    try:
+        store.put("call", {"attempt": name, "world": attempt.world, "pid": os.getpid()})
+        nonces = _gather_nonces(attempt, name)
+        token = secrets.token_hex(16)
+        left = attempt.left()
+        store.put(f"{name}/go", {"address": address, "token": token, "nonces": nonces, "left": left})
+        return _connect(attempt, address, token, left, listener.fileno())
+    except BaseException as error:
+        _say_why(attempt, name, str(error))
+        raise
+    finally:
+        listener.close()
+        # Where no newer attempt has begun, also what processes that were killed have left of older ones.
+        store.delete_all("" if _is_latest(store, name) else f"{name}/")
+
+
+def _is_latest(store: Store, name: str) -> bool:
+    return (store.get("call") or {}).get("attempt") == name
+
+
+def _gather_nonces(attempt: Try, name: str) -> List[str]:
+    """Waits until all are here; the nonces by rank."""
+    store, here = attempt.store, f"{name}/here/"
+    nonces: Dict[int, str] = {}
+    while True:
+        call = store.get("call")
+        if call is None:
+            store.put("call", {"attempt": name, "world": attempt.world, "pid": os.getpid()})
+        elif call["attempt"] != name:
+            raise errors.Invalid(attempt.told(f"another process (pid {call['pid']}) has joined as rank 0, too"))
+        nonces = {}
+        for key in store.keys(here):
+            answer, rank = store.get(key), int(key[len(here):])
+            if answer is None:
+                continue
+            if answer["world"] != attempt.world:
+                raise errors.Invalid(
+                    attempt.told(f"rank {rank} says that the group has {answer['world']} ranks, and rank 0 that it has {attempt.world}")
+                )
+            nonces[rank] = answer["nonce"]
+        if len(nonces) == attempt.world - 1:
+            return [nonces.get(rank, "") for rank in range(attempt.world)]
+        if not attempt.wait():
+            missing = [rank for rank in range(1, attempt.world) if rank not in nonces]
+            raise _missing(attempt, missing)
+
+
+def _missing(attempt: Try, ranks: List[int]) -> BaseException:
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+    return errors.Rendezvous(
+        attempt.told(
+            f"{who} did not come within {attempt.timeout:g} s. Does each of its {attempt.world} actors or tasks run, "
+            "and join the group under the same name? (gloo_timeout is how long they wait for each other, in ms)"
+        )
+    )
+
+
+def _say_why(attempt: Try, name: str, why: str) -> None:
+    """Tells those who are here why nothing comes of it, and waits a little until they have read it."""
+    store = attempt.store
+    # A process that is being killed may come here when another one has taken its place, and its keys are gone.
+    if not _is_latest(store, name):
+        return
+    store.put(f"{name}/go", {"error": why})
+    until = time.monotonic() + _FAREWELL
+    while store.keys(f"{name}/here/") and time.monotonic() < until:
+        time.sleep(0.02)
+
+
+def _answer(attempt: Try) -> Any:
+    """The part of the other ranks."""
+    store, nonce = attempt.store, secrets.token_hex(8)
+    name: Optional[str] = None
+    rounds, seen = 0, set()
+    try:
+        while True:
+            if rounds % 4 == 0 or name is None:
+                name = _answer_call(attempt, nonce, name)
+            if name and rounds % 8 == 0:
+                seen |= _here(attempt, name)
+            go = store.get(f"{name}/go") if name else None
+            if go is not None:
+                return _go(attempt, nonce, go)
+            if not attempt.wait():
+                raise _too_late(attempt, name, seen)
+            rounds += 1
+    except BaseException:
+        if name is not None:
+            _take_back(attempt, name, nonce)
+        raise
+
+
+def _here(attempt: Try, name: str) -> Set[int]:
+    """The ranks that have answered to an attempt."""
+    return {int(key.rsplit("/", 1)[1]) for key in attempt.store.keys(f"{name}/here/")}
+
+
+def _too_late(attempt: Try, name: Optional[str], seen: Set[int]) -> BaseException:
+    """Why this rank gives up at its deadline; `seen` are the ranks that were here meanwhile."""
+    if name is None:
+        return _missing(attempt, [0])
+    missing = sorted(set(range(1, attempt.world)) - seen - _here(attempt, name))
+    if missing:
+        return _missing(attempt, missing)
+    return errors.Rendezvous(
+        attempt.told(f"all ranks came, but rank 0 did not let them in within {attempt.timeout:g} s: it has died, or its node is very slow")
+    )
+
+
+def _answer_call(attempt: Try, nonce: str, name: Optional[str]) -> Optional[str]:
+    """Looks at `call`, and answers if it is a new one: the name of the attempt in which this rank is here."""
+    store, mine = attempt.store, f"here/{attempt.rank}"
+    call = store.get("call")
+    if call is not None and call["attempt"] != name:
+        new = call["attempt"]
+        if store.get(f"{new}/go") is not None:
+            return name
+        store.put(f"{new}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
+        if call["world"] != attempt.world:
+            raise errors.Invalid(
+                attempt.told(f"rank 0 says that the group has {call['world']} ranks, and this rank that it has {attempt.world}")
+            )
+        return new
+    if name is not None:
+        there = store.get(f"{name}/{mine}")
+        if there is None and call is not None and store.get(f"{name}/go") is None:
+            # A rank that gave up as the last one took this rank's answer along.
+            store.put(f"{name}/{mine}", {"nonce": nonce, "world": attempt.world, "pid": os.getpid()})
+        elif there is not None and there["nonce"] != nonce:
+            raise errors.Invalid(attempt.told(f"another process (pid {there['pid']}) has joined as rank {attempt.rank}, too"))
+    return name
+
+
+def _go(attempt: Try, nonce: str, go: Dict[str, Any]) -> Any:
+    if "error" in go:
+        raise errors.Rendezvous(attempt.told(f"rank 0 has given up: {go['error']}"))
+    if go["nonces"][attempt.rank] != nonce:
+        raise errors.Invalid(attempt.told(f"another process has joined as rank {attempt.rank}, too, and the group went on with that one"))
+    return _connect(attempt, go["address"], go["token"], min(attempt.left(), go["left"] + 1.0))
+
+
+def _take_back(attempt: Try, name: str, nonce: str) -> None:
+    """Deletes what this rank has left in an attempt; the last one also deletes what a dead rank 0 has left.
+
+    A rank 0 that lives puts its `call` again.
+    """
+    store, mine = attempt.store, f"{name}/here/{attempt.rank}"
+    if (store.get(mine) or {}).get("nonce") == nonce:
+        store.delete(mine)
+    if not store.keys(f"{name}/here/"):
+        if _is_latest(store, name):
+            store.delete("call")
+        store.delete_all(f"{name}/")

@@ -1,0 +1,382 @@
+"""ObjectRefs: tensors that stay in the actor that made them, moved and reduced by allstream.
+
+All that touches Ray Direct Transport, which is alpha in Ray, is in this file. A method with `@ray.method(tensor_transport="ALLSTREAM")`
+leaves its tensors in its actor, and its ObjectRef carries only what they look like. Passed to another actor of the same group, they
+go there as messages of that group (`AllstreamTransport`); passed to the functions below, they are reduced, copied or collected by one
+call of the driver, which names all:
+
+    a, b = Worker.remote(), Worker.remote()
+    allstream.ray.create_collective_group([a, b], 2, [0, 1], group_name="g")
+    sums = allstream.ray.allreduce_refs([a.get_buffer.remote(), b.get_buffer.remote()], "g")
+    b.use.remote(sums[1])
+
+They work in place, as the functions that an actor calls do: `allreduce_refs` changes the tensors that the refs stand for. What they
+return are refs of the results, at once; a call that fails is an error of those refs. Each actor takes part when it has done what was
+called on it before.
+"""
+
+import secrets
+import threading
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Sequence
+
+import ray
+from ray.experimental.rdt.tensor_transport_manager import (
+    CommunicatorMetadata,
+    TensorTransportManager,
+    TensorTransportMetadata,
+)
+from ray.util.collective.types import ReduceOp
+
+from allstream import errors
+from allstream.ray.hook import BACKEND
+
+# Transfers have tags of their own, of which no program's `send` takes any: those have tag 0.
+_TAGS = 1 << 31
+# The deadline of a message of a transfer in the engine. `AllstreamTransport` has a shorter one, which ends the transfer, not the group.
+_NEVER = 1e6
+
+
+@dataclass
+class AllstreamMetadata(TensorTransportMetadata):
+    """What the tensors of a ref look like."""
+
+
+@dataclass
+class AllstreamRoute(CommunicatorMetadata):
+    """One transfer: the group that both actors are in, their ranks, and the tag of its messages; or why there can be none."""
+
+    problem: str = ""
+    group: str = ""
+    source: int = 0
+    target: int = 0
+    tag: int = 0
+
+
+class _Transfer:
+    """A transfer in flight in this actor, which can be given up."""
+
+    def __init__(self) -> None:
+        self.changed, self.aborted = threading.Event(), False
+
+    def abort(self) -> None:
+        self.aborted = True
+        self.changed.set()
+
+
+class AllstreamTransport(TensorTransportManager):
+    """Moves the tensors of a ref from actor to actor, as messages of a group that both are in."""
+
+    def tensor_transport_backend(self) -> str:
+        return BACKEND
+
+    @staticmethod
+    def is_one_sided() -> bool:
+        return False
+
+    @staticmethod
+    def can_abort_transport() -> bool:
+        return True
+
+    def actor_has_tensor_transport(self, actor: Any) -> bool:
+        return bool(_groups_of([actor]))
+
+    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: List[Any]) -> AllstreamMetadata:
+        kinds = {tensor.device.type for tensor in rdt_object}
+        if len(kinds) > 1:
+            raise ValueError(f"All tensors of an object must be on the same kind of device; got {sorted(kinds)}.")
+        return AllstreamMetadata(
+            tensor_meta=[(tensor.shape, tensor.dtype) for tensor in rdt_object],
+            tensor_device=next(iter(kinds), None),
+        )
+
+    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: Optional[str] = None) -> AllstreamRoute:
+        groups = _groups_of([src_actor, dst_actor])
+        if not groups:
+            # Ray may ask on a thread of its own, where an exception would be nobody's. The receiver raises it.
+            return AllstreamRoute(
+                problem=f"No group of the backend {BACKEND} has both {src_actor} and {dst_actor}, so tensors cannot go from one to the "
+                "other. Make one with allstream.ray.create_collective_group([...]) that has all actors which the ref is passed to."
+            )
+        group = groups[-1]
+        return AllstreamRoute(
+            group=group.name,
+            source=group.get_rank(src_actor),
+            target=group.get_rank(dst_actor),
+            tag=_TAGS | secrets.randbits(31),
+        )
+
+    def recv_multiple_tensors(
+        self,
+        obj_id: str,
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+        target_buffers: Optional[List[Any]] = None,
+    ) -> List[Any]:
+        from ray.experimental.rdt.util import create_empty_tensors_from_metadata
+
+        if communicator_metadata.problem:
+            raise ValueError(communicator_metadata.problem)
+        tensors = target_buffers or create_empty_tensors_from_metadata(tensor_transport_metadata)
+        _exchange(obj_id, "recv", tensors, communicator_metadata, communicator_metadata.source)
+        return tensors
+
+    def send_multiple_tensors(
+        self,
+        tensors: List[Any],
+        tensor_transport_metadata: TensorTransportMetadata,
+        communicator_metadata: CommunicatorMetadata,
+    ) -> None:
+        # The receiver says what is wrong.
+        if communicator_metadata.problem:
+            return
+        _exchange(str(communicator_metadata.tag), "send", tensors, communicator_metadata, communicator_metadata.target)
+
+    def garbage_collect(self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: List[Any]) -> None:
+        """The tensors are the actor's own memory: there is nothing to give back."""
+
+    def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
+        """Ends this transfer in this actor: what waits for it raises. The group and all other transfers go on."""
+        from ray.util.collective.collective import is_group_initialized
+
+        from allstream.ray.group import get_group
+
+        if communicator_metadata.problem or not is_group_initialized(communicator_metadata.group):
+            return
+        transfers = get_group(communicator_metadata.group).transfers
+        for key in (obj_id, str(communicator_metadata.tag)):
+            transfer = transfers.get(key)
+            if transfer is not None:
+                transfer.abort()
+
+
+def _exchange(key: str, direction: str, tensors: List[Any], route: Any, peer: int) -> None:
+    """Sends or receives all tensors of a transfer, and waits for them: until the group's timeout, or an abort."""
+    from allstream.ray.group import get_group
+
+    group = get_group(route.group)
+    comm, transfer = group.comm(), _Transfer()
+    what = f"{direction} of an ObjectRef's tensors, with rank {peer}"
+    group.transfers[key] = transfer
+    try:
+        messages = [(direction, tensor.detach(), peer, route.tag) for tensor in tensors]
+        if not messages:
+            return
+        work = comm.batch(messages, timeout=_NEVER)
+        work.add_done_callback(lambda _: transfer.changed.set())
+        if not transfer.changed.wait(group.timeout) or (transfer.aborted and not work.done()):
+            # The engine keeps the messages, and their memory, until the group ends. Nobody else uses their tag.
+            group.given_up = True
+            why = "Ray aborted it" if transfer.aborted else f"it did not end within {group.timeout:g} s"
+            raise (errors.Aborted if transfer.aborted else errors.Timeout)(group.says(f"{what}: {why}"))
+        work.wait()
+    except errors.Error as error:
+        raise group.told(error, what)
+    finally:
+        group.transfers.pop(key, None)
+
+
+def register_transport() -> None:
+    """Makes "ALLSTREAM" a tensor transport in this process; Ray does so in the actors that it makes from here."""
+    from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
+
+    try:
+        import torch
+    except ImportError:
+        return
+    if BACKEND in transport_manager_info:
+        return
+    register_tensor_transport(BACKEND, ["cpu", "cuda"], AllstreamTransport, torch.Tensor)
+
+
+def _groups_of(actors: Sequence[Any]) -> List[Any]:
+    """The groups of this backend, made by this process, that have all these actors; the latest comes last."""
+    from ray.experimental.collective import get_collective_groups
+
+    return get_collective_groups(list(actors), backend=BACKEND)
+
+
+# What the driver calls.
+
+
+def allreduce_refs(tensor_refs: Sequence[Any], group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> List[Any]:
+    """Each ref's tensor becomes the reduction of all. One ref of each actor of the group, in any order; refs of the results in the same."""
+    call = _Call("allreduce_refs", group_name)
+    return call.everywhere(tensor_refs, lambda ref: (_allreduce, (op, ref)))
+
+
+def reduce_refs(tensor_refs: Sequence[Any], dst_rank: int = 0, group_name: str = "default", op: ReduceOp = ReduceOp.SUM) -> Any:
+    """The tensor of rank `dst_rank` becomes the reduction of all, and is what the returned ref stands for."""
+    call = _Call("reduce_refs", group_name)
+    call.check_rank(dst_rank)
+    results = call.everywhere(tensor_refs, lambda ref: (_reduce, (dst_rank, op, ref)))
+    return results[call.ranks(tensor_refs).index(dst_rank)]
+
+
+def broadcast_refs(tensor_refs: Sequence[Any], src_rank: int = 0, group_name: str = "default") -> List[Any]:
+    """Each ref's tensor becomes that of rank `src_rank`."""
+    call = _Call("broadcast_refs", group_name)
+    call.check_rank(src_rank)
+    return call.everywhere(tensor_refs, lambda ref: (_broadcast, (src_rank, ref)))
+
+
+def allgather_refs(tensor_list_refs: Optional[Sequence[Any]], tensor_refs: Sequence[Any], group_name: str = "default") -> List[Any]:
+    """Each actor's list becomes the tensors of all ranks.
+
+    Args:
+        tensor_list_refs: for each of `tensor_refs`, in the same order, a ref of a list of tensors in the same actor; None for new ones.
+    """
+    call = _Call("allgather_refs", group_name)
+    lists = call.paired(tensor_refs, tensor_list_refs)
+    return call.everywhere(tensor_refs, lambda ref: (_allgather, (lists[ref.hex()], ref)))
+
+
+def reducescatter_refs(
+    tensor_refs: Sequence[Any], tensor_list_refs: Sequence[Any], group_name: str = "default", op: ReduceOp = ReduceOp.SUM
+) -> List[Any]:
+    """The tensor of rank r becomes the reduction of what all ranks' lists have at r."""
+    call = _Call("reducescatter_refs", group_name)
+    lists = call.paired(tensor_refs, tensor_list_refs)
+    return call.everywhere(tensor_refs, lambda ref: (_reducescatter, (op, lists[ref.hex()], ref)))
+
+
+def send_ref(src_tensor_ref: Any, dst_tensor_ref: Any, group_name: str = "default") -> Any:
+    """The tensor of `dst_tensor_ref` becomes that of `src_tensor_ref`; the ref of the result."""
+    call = _Call("send_ref", group_name)
+    source, target = call.ranks([src_tensor_ref, dst_tensor_ref])
+    if source == target:
+        raise RuntimeError(call.says(f"both refs are of the actor with rank {source}: the destination is self."))
+    call.run(source, _send, (target, src_tensor_ref))
+    return call.run(target, _recv, (source, dst_tensor_ref))
+
+
+def recv_ref(dst_tensor_ref: Any, src_tensor_ref: Any, group_name: str = "default") -> Any:
+    """As `send_ref`, with the destination first."""
+    return send_ref(src_tensor_ref, dst_tensor_ref, group_name)
+
+
+class _Call:
+    """A call that the driver makes on the actors of a group."""
+
+    def __init__(self, function: str, group_name: str) -> None:
+        self.function, self.name = function, group_name
+        known = [group for group in _groups_of([]) if group.name == group_name]
+        if not known:
+            raise RuntimeError(
+                self.says(
+                    "this driver has made no such group. Declare it first: "
+                    f"allstream.ray.create_collective_group(actors, world_size, ranks, group_name={group_name!r})"
+                )
+            )
+        self.group = known[0]
+
+    def says(self, what: str) -> str:
+        return f"{self.function}, group '{self.name}': {what}"
+
+    def check_rank(self, rank: int) -> None:
+        size = len(self.group.actors)
+        if not 0 <= rank < size:
+            raise ValueError(self.says(f"rank '{rank}' must be from 0 to {size - 1}, as the group has {size} actors"))
+
+    def rank(self, ref: Any) -> int:
+        """The rank of the actor that has the ref's tensor."""
+        if not isinstance(ref, ray.ObjectRef):
+            raise TypeError(self.says(f"expected an ObjectRef, got {type(ref)}. Pass what a method's .remote() returns, without ray.get."))
+        meta = ray._private.worker.global_worker.rdt_manager.get_rdt_metadata(ref.hex())
+        if meta is None or meta.tensor_transport_backend != BACKEND:
+            how = "in Ray's object store" if meta is None else f"of the tensor transport {meta.tensor_transport_backend}"
+            raise ValueError(
+                self.says(
+                    f"{ref} is {how}, and its tensor does not stay in its actor. Write @ray.method(tensor_transport=\"ALLSTREAM\") "
+                    "above the method that returns the tensor, and call that method from this driver."
+                )
+            )
+        rank = self.group.get_rank(meta.src_actor)
+        if rank < 0:
+            raise ValueError(self.says(f"{ref} is of {meta.src_actor}, which is not in the group"))
+        return rank
+
+    def ranks(self, refs: Sequence[Any]) -> List[int]:
+        return [self.rank(ref) for ref in refs]
+
+    def everywhere(self, refs: Sequence[Any], call: Any) -> List[Any]:
+        """Runs `call(ref)`, a function and its arguments, on the actor of each ref; all actors must have one."""
+        ranks, size = self.ranks(refs), len(self.group.actors)
+        missing = sorted(set(range(size)) - set(ranks))
+        if missing:
+            raise RuntimeError(self.says(f"no tensor of rank {', '.join(map(str, missing))}: each of the {size} actors must take part"))
+        if len(refs) != size:
+            twice = next(rank for rank in ranks if ranks.count(rank) > 1)
+            raise RuntimeError(self.says(f"{ranks.count(twice)} tensors of rank {twice}: each of the {size} actors takes part once"))
+        return [self.run(rank, *call(ref)) for rank, ref in zip(ranks, refs)]
+
+    def paired(self, refs: Sequence[Any], lists: Optional[Sequence[Any]]) -> Dict[str, Any]:
+        """The list that goes with each ref, by the ref's name; both must be of the same actor."""
+        if lists is None:
+            return {ref.hex(): None for ref in refs}
+        if len(lists) != len(refs):
+            raise RuntimeError(self.says(f"{len(refs)} tensors and {len(lists)} lists: there must be one list for each"))
+        for ref, of_list in zip(refs, lists):
+            if self.rank(ref) != self.rank(of_list):
+                raise ValueError(self.says(f"the list of {ref} is of rank {self.rank(of_list)}, and the tensor of rank {self.rank(ref)}"))
+        return {ref.hex(): of_list for ref, of_list in zip(refs, lists)}
+
+    def run(self, rank: int, function: Any, args: Sequence[Any]) -> Any:
+        actor = self.group.actors[rank]
+        return actor.__ray_call__.options(tensor_transport=BACKEND).remote(function, self.name, *args)
+
+
+# What runs in the actors.
+
+
+def _allreduce(actor: Any, group: str, op: ReduceOp, tensor: Any) -> Any:
+    from allstream.ray import calls
+
+    calls.allreduce(tensor, group, op)
+    return tensor
+
+
+def _reduce(actor: Any, group: str, root: int, op: ReduceOp, tensor: Any) -> Any:
+    from allstream.ray import calls
+
+    calls.reduce(tensor, root, group, op)
+    return tensor
+
+
+def _broadcast(actor: Any, group: str, root: int, tensor: Any) -> Any:
+    from allstream.ray import calls
+
+    calls.broadcast(tensor, root, group)
+    return tensor
+
+
+def _allgather(actor: Any, group: str, tensors: Optional[List[Any]], tensor: Any) -> Any:
+    from allstream.ray import calls
+    from allstream.ray.group import get_group
+
+    if tensors is None:
+        whole = tensor.new_empty((get_group(group).world_size, *tensor.shape))
+        tensors = list(whole.unbind(0))
+    calls.allgather(tensors, tensor, group)
+    return tensors
+
+
+def _reducescatter(actor: Any, group: str, op: ReduceOp, tensors: List[Any], tensor: Any) -> Any:
+    from allstream.ray import calls
+
+    calls.reducescatter(tensor, tensors, group, op)
+    return tensor
+
+
+def _send(actor: Any, group: str, target: int, tensor: Any) -> Any:
+    from allstream.ray import calls
+
+    calls.send(tensor, target, group)
+    return tensor
+
+
+def _recv(actor: Any, group: str, source: int, tensor: Any) -> Any:
+    from allstream.ray import calls
+
+    calls.recv(tensor, source, group)
+    return tensor

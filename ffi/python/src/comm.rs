@@ -1,0 +1,293 @@
+//! [`Comm`]: a rank's handle on a group. Its collectives are in [`crate::calls`].
+
+use std::time::Duration;
+
+use allstream::SharedComm;
+use allstream::cuda::{Device, DevicePath};
+use parking_lot::RwLock;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::block::Block;
+use crate::errors;
+use crate::keeper;
+use crate::options::seconds;
+use crate::wait::block_on;
+
+/// What `agree` and `shrink` came to, the same on all survivors.
+#[pyclass(frozen, get_all, module = "allstream")]
+pub(crate) struct Verdict {
+    /// Whether every survivor's flag was true.
+    flag: bool,
+    /// The ranks that live, ascending.
+    survivors: Vec<usize>,
+    /// The ranks that do not, ascending.
+    lost: Vec<usize>,
+}
+
+#[pymethods]
+impl Verdict {
+    fn __repr__(&self) -> String {
+        format!(
+            "Verdict(flag={}, survivors={:?}, lost={:?})",
+            if self.flag { "True" } else { "False" },
+            self.survivors,
+            self.lost
+        )
+    }
+}
+
+impl From<allstream::Verdict> for Verdict {
+    fn from(verdict: allstream::Verdict) -> Verdict {
+        Verdict { flag: verdict.flag, survivors: verdict.survivors, lost: verdict.lost }
+    }
+}
+
+/// A rank's handle on a group. Every rank makes the same calls in the same order; a call submits at once and returns a `Work`.
+#[pyclass(frozen, weakref, module = "allstream")]
+pub(crate) struct Comm {
+    rank: usize,
+    size: usize,
+    name: String,
+    /// None once it was closed or left.
+    handles: RwLock<Option<Handles>>,
+}
+
+struct Handles {
+    shared: SharedComm,
+    /// The one that is closed or shrunk.
+    own: allstream::Comm,
+}
+
+impl Comm {
+    pub(crate) fn new(comm: allstream::Comm) -> Comm {
+        Comm {
+            rank: comm.rank(),
+            size: comm.size(),
+            name: comm.name().to_owned(),
+            handles: RwLock::new(Some(Handles { shared: comm.share(), own: comm })),
+        }
+    }
+
+    /// The communicator, if this rank has not left it.
+    ///
+    /// # Errors
+    /// It has.
+    pub(crate) fn shared(&self, py: Python<'_>, call: &str) -> PyResult<SharedComm> {
+        match &*self.handles.read() {
+            // Refused before any lock is taken that a thread of the parent may have held.
+            Some(handles) if keeper::is_forked() => {
+                let refused = handles.shared.check().err();
+                let error = refused.unwrap_or_else(|| allstream::Error::Unavailable {
+                    what: "allstream in this process".into(),
+                    problem:
+                        "it was forked from one that used allstream; start processes with spawn, not fork"
+                            .into(),
+                });
+                Err(errors::of(py, &error))
+            }
+            Some(handles) => Ok(handles.shared.clone()),
+            None => Err(errors::invalid(py, call, "this communicator was closed on this rank")),
+        }
+    }
+
+    /// What this rank held, which from here on has left.
+    fn take(&self, py: Python<'_>, call: &str) -> PyResult<allstream::Comm> {
+        match self.handles.write().take() {
+            Some(Handles { shared, own }) => {
+                drop(shared);
+                Ok(own)
+            }
+            None => Err(errors::invalid(py, call, "this communicator was closed on this rank")),
+        }
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        // Saying goodbye may take a second, in which other Python threads run.
+        if let Some(handles) = self.handles.get_mut().take() {
+            Python::try_attach(|py| py.detach(|| drop(handles)));
+        }
+    }
+}
+
+/// An optional deadline.
+fn deadline(py: Python<'_>, call: &str, timeout: Option<f64>) -> PyResult<Option<Duration>> {
+    timeout.map(|timeout| seconds(py, call, "timeout", timeout)).transpose()
+}
+
+fn cuda_device(py: Python<'_>, ordinal: usize) -> PyResult<Device> {
+    Device::new(ordinal).map_err(|error| errors::of(py, &error))
+}
+
+/// How collectives on device memory run, in words.
+fn described(path: &DevicePath) -> String {
+    match path {
+        DevicePath::Peer => "peer".into(),
+        DevicePath::Staged { why } => format!("staged: {why}"),
+        DevicePath::Nccl { library, staged: None } => library.clone(),
+        DevicePath::Nccl { library, staged: Some(why) } => {
+            format!("{library}; what it does not take is staged: {why}")
+        }
+        other => format!("{other:?}"),
+    }
+}
+
+#[pymethods]
+impl Comm {
+    /// This rank in the group.
+    #[getter]
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Ranks in the group.
+    #[getter]
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    /// The group's name.
+    #[getter]
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Hosts that the group's ranks are on.
+    #[getter]
+    fn hosts(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.shared(py, "hosts")?.hosts())
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<allstream.Comm {}, rank {} of {}>", self.name, self.rank, self.size)
+    }
+
+    /// Collectives on arrays of CUDA devices run on the devices from here on; how they do: "peer" where the ranks' devices reach each other's
+    /// memory, else "staged", with the reason. All ranks call it, each with its device.
+    fn bind_device(&self, py: Python<'_>, device: usize) -> PyResult<String> {
+        let (shared, device) = (self.shared(py, "bind_device")?, cuda_device(py, device)?);
+        let path = block_on(py, shared.bind_device(&device))?;
+        path.map(|path| described(&path)).map_err(|error| errors::of(py, &error))
+    }
+
+    /// The same, and NCCL takes of the collectives on arrays of CUDA devices those that it can. Each rank has a device of its own.
+    fn bind_nccl(&self, py: Python<'_>, device: usize) -> PyResult<String> {
+        let (shared, device) = (self.shared(py, "bind_nccl")?, cuda_device(py, device)?);
+        let path = block_on(py, shared.bind_nccl(&device))?;
+        path.map(|path| described(&path)).map_err(|error| errors::of(py, &error))
+    }
+
+    /// Communicators of the ranks that give the same `color`, ordered by `key`, then by rank; None where `color` is. All ranks call it.
+    #[pyo3(signature = (color, key=0))]
+    fn split(&self, py: Python<'_>, color: Option<u64>, key: i64) -> PyResult<Option<Comm>> {
+        let shared = self.shared(py, "split")?;
+        let made = block_on(py, shared.split_some(color, key))?;
+        Ok(made.map_err(|error| errors::of(py, &error))?.map(Comm::new))
+    }
+
+    /// A communicator of these ranks, in the order given; None on the others. All ranks call it, with the same ranks.
+    fn subset(&self, py: Python<'_>, ranks: Vec<usize>) -> PyResult<Option<Comm>> {
+        let shared = self.shared(py, "subset")?;
+        let made = block_on(py, shared.subset(&ranks))?.map_err(|error| errors::of(py, &error))?;
+        Ok(made.map(Comm::new))
+    }
+
+    /// A second communicator of the same ranks, independent of this one. All ranks call it.
+    fn dup(&self, py: Python<'_>) -> PyResult<Comm> {
+        let shared = self.shared(py, "dup")?;
+        Ok(Comm::new(block_on(py, shared.dup())?.map_err(|error| errors::of(py, &error))?))
+    }
+
+    /// One verdict for all survivors: whether the flags of all of them are true, and who they are.
+    #[pyo3(signature = (flag, timeout=None))]
+    fn agree(&self, py: Python<'_>, flag: bool, timeout: Option<f64>) -> PyResult<Verdict> {
+        let shared = self.shared(py, "agree")?;
+        let agree = match deadline(py, "agree", timeout)? {
+            Some(timeout) => shared.agree_within(flag, timeout),
+            None => shared.agree(flag),
+        };
+        let verdict = block_on(py, agree)?.map_err(|error| errors::of(py, &error))?;
+        Ok(verdict.into())
+    }
+
+    /// A communicator of the survivors, and who they are. This one is closed by it. All survivors call it.
+    #[pyo3(signature = (timeout=None))]
+    fn shrink(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<(Comm, Verdict)> {
+        let timeout = deadline(py, "shrink", timeout)?;
+        let own = self.take(py, "shrink")?;
+        let shrunk = match timeout {
+            Some(timeout) => block_on(py, own.shrink_within(timeout))?,
+            None => block_on(py, own.shrink())?,
+        };
+        let (comm, verdict) = shrunk.map_err(|error| errors::of(py, &error))?;
+        Ok((Comm::new(comm), verdict.into()))
+    }
+
+    /// Ends this communicator on all ranks: operations in flight and later calls fail with `Aborted`.
+    fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        self.shared(py, "abort")?.abort(reason);
+        Ok(())
+    }
+
+    /// Raises the cause for which this communicator is dead, if it is.
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        self.shared(py, "check")?.check().map_err(|error| errors::of(py, &error))
+    }
+
+    /// Waits until all that was submitted is done and has left, and says goodbye; nothing where that was done before.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let Ok(own) = self.take(py, "close") else { return Ok(()) };
+        block_on(py, own.close())?.map_err(|error| errors::of(py, &error))
+    }
+
+    /// Leaves without waiting for the other ranks, as dropping it does: for the end of the interpreter.
+    fn _leave(&self, py: Python<'_>) {
+        let handles = self.handles.write().take();
+        py.detach(|| drop(handles));
+    }
+
+    /// What this rank holds for communication right now.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = self.shared(py, "stats")?.stats();
+        let all = PyDict::new(py);
+        all.set_item("in_flight", stats.in_flight)?;
+        all.set_item("staging_bytes", stats.staging_bytes)?;
+        all.set_item("staging_limit", stats.staging_limit)?;
+        all.set_item("scratch_bytes", stats.scratch_bytes)?;
+        all.set_item("pinned_bytes", stats.pinned_bytes)?;
+        all.set_item("quarantined", stats.quarantined)?;
+        Ok(all)
+    }
+
+    /// Writes what this rank has done last (the flight recorder) to a file, and returns its name: for `allstream trace`.
+    fn record(&self, py: Python<'_>) -> PyResult<String> {
+        let path = self.shared(py, "record")?.record().map_err(|error| errors::of(py, &error))?;
+        Ok(path.display().to_string())
+    }
+
+    /// Whether calls are deterministic from here on; the same on all ranks.
+    fn set_deterministic(&self, py: Python<'_>, on: bool) -> PyResult<()> {
+        self.shared(py, "set_deterministic")?.set_deterministic(on);
+        Ok(())
+    }
+
+    /// An array of zeros in memory that the other ranks of this host read in place: a collective on it copies nothing.
+    #[pyo3(signature = (shape, dtype=None))]
+    fn empty<'py>(
+        slf: &Bound<'py, Self>,
+        shape: &Bound<'py, PyAny>,
+        dtype: Option<&Bound<'py, PyAny>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let arrays = slf.py().import("allstream._arrays")?;
+        arrays.call_method1(intern!(slf.py(), "empty"), (slf, shape, dtype))
+    }
+
+    /// So many bytes of such memory.
+    fn _block(&self, py: Python<'_>, bytes: usize) -> PyResult<Block> {
+        let memory = self.shared(py, "empty")?.alloc::<u8>(bytes).map_err(|error| errors::of(py, &error))?;
+        Ok(Block::new(memory))
+    }
+}

@@ -1,0 +1,171 @@
+//! The engine's errors as exceptions of Python's, whose classes are in `allstream/errors.py`: each has the fields of the error.
+
+use allstream::{Error, Missing};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::PyDict;
+
+static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+
+fn module(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
+    let import = || Ok::<_, PyErr>(py.import("allstream.errors")?.unbind());
+    Ok(MODULE.get_or_try_init(py, import)?.bind(py))
+}
+
+/// An exception of the class of this name, with its text and fields.
+fn made(py: Python<'_>, class: &str, text: &str, fields: &Bound<'_, PyDict>) -> PyErr {
+    let make = || module(py)?.getattr(intern!(py, "made"))?.call1((class, text, fields));
+    match make() {
+        Ok(exception) => PyErr::from_value(exception),
+        Err(error) => error,
+    }
+}
+
+/// A call that cannot be carried out as it is; nothing was submitted.
+pub(crate) fn invalid(py: Python<'_>, call: &str, problem: &str) -> PyErr {
+    of(py, &Error::Invalid { call: call.into(), problem: problem.into() })
+}
+
+/// An object is no array.
+pub(crate) fn not_an_array(object: &Bound<'_, PyAny>, call: &str) -> PyErr {
+    let py = object.py();
+    let class = object.get_type();
+    let name = class.name().map_or_else(|_| "object".to_owned(), |name| name.to_string());
+    let problem = format!(
+        "expected a numpy array, a torch tensor, or another array that speaks DLPack, found {}; numpy.array(..) makes an array of numbers",
+        match name.as_str() {
+            "NoneType" => "None".to_owned(),
+            name => format!("an object of type {name}"),
+        }
+    );
+    let fields = PyDict::new(py);
+    let set = || {
+        fields.set_item("call", call)?;
+        fields.set_item("problem", &problem)
+    };
+    match set() {
+        Ok(()) => made(py, "NotAnArray", &format!("{call}: {problem}"), &fields),
+        Err(error) => error,
+    }
+}
+
+/// The system refused something that the module itself has asked for.
+pub(crate) fn system(doing: &str, error: &std::io::Error) -> PyErr {
+    let error = Error::System { doing: doing.into(), problem: error.to_string() };
+    Python::attach(|py| of(py, &error))
+}
+
+/// An error of the engine's as an exception.
+pub(crate) fn of(py: Python<'_>, error: &Error) -> PyErr {
+    match fields(py, error) {
+        Ok((class, fields)) => made(py, class, &error.to_string(), &fields),
+        Err(error) => error,
+    }
+}
+
+fn missing<'py>(py: Python<'py>, missing: &[Missing]) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    for one in missing {
+        all.set_item(one.rank, one.to_string())?;
+    }
+    Ok(all)
+}
+
+/// The class of an error, and its fields.
+fn fields<'py>(py: Python<'py>, error: &Error) -> PyResult<(&'static str, Bound<'py, PyDict>)> {
+    let fields = PyDict::new(py);
+    if let Some(record) = error.record() {
+        fields.set_item("record", record.display().to_string())?;
+    }
+    let class = match error {
+        Error::Invalid { call, problem } => {
+            fields.set_item("call", call)?;
+            fields.set_item("problem", problem)?;
+            "Invalid"
+        }
+        Error::Timeout { operation, rank, after, missing: late, .. } => {
+            fields.set_item("operation", operation.to_string())?;
+            fields.set_item("rank", rank)?;
+            fields.set_item("after", after.as_secs_f64())?;
+            fields.set_item("missing", missing(py, late)?)?;
+            "Timeout"
+        }
+        Error::NoVerdict { call, rank, missing: late, .. } => {
+            fields.set_item("call", call)?;
+            fields.set_item("rank", rank)?;
+            fields.set_item("missing", missing(py, late)?)?;
+            "NoVerdict"
+        }
+        Error::PeerLost { rank, how, operation, .. } => {
+            fields.set_item("rank", rank)?;
+            fields.set_item("world_rank", error.world_rank(*rank))?;
+            fields.set_item("how", how.to_string())?;
+            fields.set_item("operation", operation.as_ref().map(ToString::to_string))?;
+            "PeerLost"
+        }
+        Error::Link { kind, rank, peer, problem, .. } => {
+            fields.set_item("kind", kind)?;
+            fields.set_item("rank", rank)?;
+            fields.set_item("peer", peer)?;
+            fields.set_item("problem", problem)?;
+            "Link"
+        }
+        Error::Mismatch { number, rank, ours, peer, theirs, .. } => {
+            fields.set_item("number", number)?;
+            fields.set_item("rank", rank)?;
+            fields.set_item("ours", ours.to_string())?;
+            fields.set_item("peer", peer)?;
+            fields.set_item("theirs", theirs.to_string())?;
+            "Mismatch"
+        }
+        Error::Aborted { by, reason, .. } => {
+            fields.set_item("by", by)?;
+            fields.set_item("reason", reason)?;
+            "Aborted"
+        }
+        Error::Rendezvous { address, rank, problem } => {
+            fields.set_item("address", address)?;
+            fields.set_item("rank", rank)?;
+            fields.set_item("problem", problem)?;
+            "Rendezvous"
+        }
+        Error::Refused { peer, problem } => {
+            fields.set_item("peer", peer)?;
+            fields.set_item("problem", problem)?;
+            "Refused"
+        }
+        Error::Unavailable { what, problem } => {
+            fields.set_item("what", what)?;
+            fields.set_item("problem", problem)?;
+            "Unavailable"
+        }
+        Error::System { doing, problem } => {
+            fields.set_item("doing", doing)?;
+            fields.set_item("problem", problem)?;
+            "System"
+        }
+        Error::Library { library, rank, problem, .. } => {
+            fields.set_item("library", library)?;
+            fields.set_item("rank", rank)?;
+            fields.set_item("problem", problem)?;
+            "Library"
+        }
+        Error::Protocol { peer, problem, .. } => {
+            fields.set_item("peer", peer)?;
+            fields.set_item("problem", problem)?;
+            "Protocol"
+        }
+        Error::Cuda { doing, device, call, code, name, .. } => {
+            fields.set_item("doing", doing)?;
+            fields.set_item("device", device)?;
+            fields.set_item("call", call)?;
+            fields.set_item("code", code)?;
+            fields.set_item("name", name)?;
+            "Cuda"
+        }
+        Error::QueueFull { .. } => "QueueFull",
+        _ => "Error",
+    };
+    Ok((class, fields))
+}

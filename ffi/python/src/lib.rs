@@ -1,0 +1,37 @@
+//! The compiled module of the Python package `allstream`.
+//!
+//! Nothing here waits for the interpreter's lock (the GIL) on a thread of the engine's: what Python objects must be told or given back when
+//! an operation ends goes to one thread of this module's ([`keeper`]), which may wait.
+
+use pyo3::prelude::*;
+
+mod block;
+mod buckets;
+mod calls;
+mod comm;
+mod errors;
+mod in_flight;
+mod join;
+mod keeper;
+mod memory;
+mod options;
+mod stream;
+mod wait;
+mod work;
+
+#[pymodule(gil_used = true)]
+fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<comm::Comm>()?;
+    module.add_class::<comm::Verdict>()?;
+    module.add_class::<work::Work>()?;
+    module.add_class::<stream::HostStream>()?;
+    module.add_class::<block::Block>()?;
+    module.add_class::<buckets::Buckets>()?;
+    module.add_function(wrap_pyfunction!(join::connect, module)?)?;
+    module.add_function(wrap_pyfunction!(join::connect_node, module)?)?;
+    module.add_function(wrap_pyfunction!(join::local, module)?)?;
+    module.add_function(wrap_pyfunction!(keeper::forked, module)?)?;
+    module.add_function(wrap_pyfunction!(keeper::interpreter_ends, module)?)?;
+    module.add_function(wrap_pyfunction!(in_flight::in_flight, module)?)?;
+    Ok(())
+}

@@ -1,0 +1,602 @@
+//! [`Work`]: an operation in flight, as Python sees it.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use allstream::cuda::DeviceStream;
+use allstream::{Batch, Error, Event, Failed, Ordered, SendRecv, SharedComm};
+use parking_lot::{Condvar, Mutex};
+use pyo3::exceptions::PyTimeoutError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyList};
+
+use crate::errors;
+use crate::keeper;
+use crate::memory::{Memory, stream_of_others};
+use crate::options::seconds;
+use crate::stream::HostStream;
+use crate::wait::{SLICE, poll_until};
+
+/// What an operation came to.
+pub(crate) struct Landed {
+    outcome: Result<Value, Error>,
+    /// The buffers that it gave back.
+    memory: Vec<Memory>,
+}
+
+/// What is known when it is over, and not when it is called.
+pub(crate) enum Value {
+    /// Nothing: its result is the array that it was given.
+    Given,
+    /// One rank's bytes.
+    Bytes(Vec<u8>),
+    /// All ranks' bytes.
+    AllBytes(Vec<Vec<u8>>),
+}
+
+/// An operation of the engine's, whatever its type.
+pub(crate) trait Flight: Send {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Landed>;
+    /// Waits for so long at most, working on it; the flight comes back where it is not over.
+    fn wait_for(self: Box<Self>, most: Duration) -> Result<Landed, Box<dyn Flight>>;
+    /// Whether all of it is on its device's stream, as it is when all ranks have called it; also, where no device runs it.
+    fn is_enqueued(&self) -> bool;
+    /// Makes a device's stream wait for it, and gives the arrays back in the order of that stream; the flight comes back where no device runs it.
+    fn join(self: Box<Self>, stream: &DeviceStream) -> Result<Landed, Box<dyn Flight>>;
+    /// Why nothing was submitted.
+    fn refused(&self) -> Option<Error>;
+}
+
+/// What a finished operation gives: buffers to be given back, and what they mean.
+pub(crate) trait Outcome: Send + 'static {
+    fn landed(self, memory: &mut Vec<Memory>) -> Value;
+}
+
+impl Outcome for () {
+    fn landed(self, _: &mut Vec<Memory>) -> Value {
+        Value::Given
+    }
+}
+
+impl Outcome for Memory {
+    fn landed(self, memory: &mut Vec<Memory>) -> Value {
+        memory.push(self);
+        Value::Given
+    }
+}
+
+impl Outcome for (Memory, Memory) {
+    fn landed(self, memory: &mut Vec<Memory>) -> Value {
+        memory.extend([self.0, self.1]);
+        Value::Given
+    }
+}
+
+impl Outcome for Vec<Memory> {
+    fn landed(self, memory: &mut Vec<Memory>) -> Value {
+        memory.extend(self);
+        Value::Given
+    }
+}
+
+impl Outcome for (Vec<Memory>, Vec<Memory>) {
+    fn landed(self, memory: &mut Vec<Memory>) -> Value {
+        memory.extend(self.0);
+        memory.extend(self.1);
+        Value::Given
+    }
+}
+
+impl Outcome for Vec<Option<Memory>> {
+    fn landed(self, memory: &mut Vec<Memory>) -> Value {
+        memory.extend(self.into_iter().flatten());
+        Value::Given
+    }
+}
+
+impl Outcome for (Option<Memory>, Option<Memory>) {
+    fn landed(self, memory: &mut Vec<Memory>) -> Value {
+        memory.extend(self.0.into_iter().chain(self.1));
+        Value::Given
+    }
+}
+
+impl Outcome for Vec<u8> {
+    fn landed(self, _: &mut Vec<Memory>) -> Value {
+        Value::Bytes(self)
+    }
+}
+
+impl Outcome for Vec<Vec<u8>> {
+    fn landed(self, _: &mut Vec<Memory>) -> Value {
+        Value::AllBytes(self)
+    }
+}
+
+fn landed<O: Outcome, F: Outcome>(result: Result<O, Failed<F>>) -> Landed {
+    let mut memory = Vec::new();
+    let outcome = match result {
+        Ok(ended) => Ok(ended.landed(&mut memory)),
+        Err(failed) => {
+            failed.buf.into_iter().for_each(|buf| drop(buf.landed(&mut memory)));
+            Err(failed.error)
+        }
+    };
+    Landed { outcome, memory }
+}
+
+impl<O: Outcome, F: Outcome> Flight for allstream::Work<O, F> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Landed> {
+        Pin::new(self).poll(cx).map(landed)
+    }
+
+    fn wait_for(self: Box<Self>, most: Duration) -> Result<Landed, Box<dyn Flight>> {
+        match allstream::Work::wait_for(*self, most) {
+            Ok(result) => Ok(landed(result)),
+            Err(work) => Err(Box::new(work)),
+        }
+    }
+
+    fn is_enqueued(&self) -> bool {
+        allstream::Work::is_enqueued(self)
+    }
+
+    fn join(self: Box<Self>, stream: &DeviceStream) -> Result<Landed, Box<dyn Flight>> {
+        if !self.runs_on_device() {
+            return Err(self);
+        }
+        Ok(landed(allstream::Work::join(*self, stream).and_then(Ordered::in_order)))
+    }
+
+    fn refused(&self) -> Option<Error> {
+        allstream::Work::refused(self).cloned()
+    }
+}
+
+/// Several operations of the engine's that are one here.
+macro_rules! several {
+    ($($type:ty),*) => {$(
+        impl Flight for $type {
+            fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Landed> {
+                Pin::new(self).poll(cx).map(landed)
+            }
+
+            fn wait_for(mut self: Box<Self>, most: Duration) -> Result<Landed, Box<dyn Flight>> {
+                match poll_until(Instant::now() + most, |cx| Flight::poll(&mut *self, cx)) {
+                    Some(landed) => Ok(landed),
+                    None => Err(self),
+                }
+            }
+
+            fn is_enqueued(&self) -> bool {
+                true
+            }
+
+            fn join(self: Box<Self>, _: &DeviceStream) -> Result<Landed, Box<dyn Flight>> {
+                Err(self)
+            }
+
+            fn refused(&self) -> Option<Error> {
+                None
+            }
+        }
+    )*};
+}
+
+several!(SendRecv<Memory, Memory>, Batch<Memory>);
+
+/// How long a thread works on an operation at first before it asks whether that is enqueued, and at most.
+const ASK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(1));
+
+enum State {
+    Flying(Box<dyn Flight>),
+    /// A thread waits for it, and has it meanwhile.
+    Away,
+    /// A device's stream waits for it, in whose order the arrays are free: its result, and the point at which the stream has come to its end.
+    Joined(Py<PyAny>, Event),
+    Succeeded(Py<PyAny>),
+    Failed(Error),
+}
+
+/// An operation in flight, shared by its [`Work`] and by whoever is to be told of its end.
+pub(crate) struct Flying {
+    state: Mutex<State>,
+    landed: Condvar,
+    /// Whether somebody is to be told of its end: then it must wake the keeper.
+    watched: AtomicBool,
+    /// What is called with the work when it has ended, and the work.
+    callbacks: Mutex<Vec<(Py<PyAny>, Py<Work>)>>,
+    /// What `wait` returns.
+    result: Mutex<Option<Py<PyAny>>>,
+    /// Of one on devices: the communicator, which knows how it ended after a stream was made to wait for it.
+    comm: Option<SharedComm>,
+}
+
+impl Wake for Flying {
+    fn wake(self: Arc<Self>) {
+        keeper::look_at(self);
+    }
+}
+
+impl Flying {
+    /// Writes down how it ended, and tells those who asked.
+    fn land(&self, py: Python<'_>, Landed { outcome, memory }: Landed) {
+        for memory in memory {
+            if outcome.is_ok() {
+                memory.is_done_with();
+            }
+            memory.release(py);
+        }
+        let given = self.result.lock().take();
+        let state = match outcome {
+            Err(error) => State::Failed(error),
+            Ok(Value::Given) => State::Succeeded(given.unwrap_or_else(|| py.None())),
+            Ok(Value::Bytes(bytes)) => State::Succeeded(PyBytes::new(py, &bytes).into_any().unbind()),
+            Ok(Value::AllBytes(all)) => {
+                let all = PyList::new(py, all.iter().map(|bytes| PyBytes::new(py, bytes)));
+                all.map_or_else(
+                    |_| State::Succeeded(py.None()),
+                    |list| State::Succeeded(list.into_any().unbind()),
+                )
+            }
+        };
+        *self.state.lock() = state;
+        self.tell(py);
+    }
+
+    /// Wakes and calls those who asked to be told of its end.
+    fn tell(&self, py: Python<'_>) {
+        self.landed.notify_all();
+        let callbacks = std::mem::take(&mut *self.callbacks.lock());
+        for (callback, work) in callbacks {
+            if let Err(error) = callback.call1(py, (&work,)) {
+                error.write_unraisable(py, Some(callback.bind(py)));
+            }
+        }
+    }
+
+    /// Gives its arrays back in the order of a stream that waits for it, and has come to its end at this point.
+    fn land_in_order(&self, py: Python<'_>, landed: Landed, end: Event) {
+        if landed.outcome.is_err() {
+            return self.land(py, landed);
+        }
+        landed.memory.into_iter().for_each(|memory| memory.release(py));
+        let result = self.result.lock().take().unwrap_or_else(|| py.None());
+        *self.state.lock() = State::Joined(result, end);
+        self.landed.notify_all();
+    }
+
+    /// Of one that a stream waits for: if the stream has come to its end, writes down how it ended, and tells those who asked.
+    fn settle(&self, py: Python<'_>) {
+        let mut state = self.state.lock();
+        let end = match &*state {
+            State::Joined(_, end) if end.is_complete() => end.clone(),
+            _ => return,
+        };
+        // Streams go on where an operation has failed, too.
+        let failure = self.comm.as_ref().and_then(|comm| comm.check().err()).or_else(|| end.wait().err());
+        let joined = std::mem::replace(&mut *state, State::Away);
+        let unused = match (joined, failure) {
+            (State::Joined(result, _), None) => {
+                *state = State::Succeeded(result);
+                None
+            }
+            (joined, failure) => {
+                *state = failure.map_or(State::Away, State::Failed);
+                Some(joined)
+            }
+        };
+        drop(state);
+        // Not under the lock: its end may run Python.
+        drop(unused);
+        self.tell(py);
+    }
+
+    /// On the keeper's thread: whether it has ended.
+    pub(crate) fn look(self: Arc<Self>) {
+        let waker = Waker::from(self.clone());
+        let mut cx = Context::from_waker(&waker);
+        let mut state = self.state.lock();
+        // Nobody waits for the lock, perhaps with the GIL, while the engine works.
+        let flight = match std::mem::replace(&mut *state, State::Away) {
+            State::Flying(flight) => Ok(flight),
+            other => {
+                let end = if let State::Joined(_, end) = &other { Some(end.clone()) } else { None };
+                *state = other;
+                Err(end)
+            }
+        };
+        drop(state);
+        let mut landed = match flight {
+            Ok(mut flight) => match flight.poll(&mut cx) {
+                Poll::Ready(landed) => Some(landed),
+                Poll::Pending => return self.put_back(flight),
+            },
+            Err(Some(mut end)) => match Pin::new(&mut end).poll(&mut cx) {
+                Poll::Ready(_) => None,
+                Poll::Pending => return,
+            },
+            Err(None) => return,
+        };
+        Python::try_attach(|py| match landed.take() {
+            Some(landed) => self.land(py, landed),
+            None => self.settle(py),
+        });
+        // There is no interpreter any more.
+        std::mem::forget(landed);
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(&*self.state.lock(), State::Succeeded(_) | State::Failed(_))
+    }
+
+    /// Waits until it has ended, on a thread of a stream's, without the GIL.
+    pub(crate) fn wait_without_gil(&self) {
+        let mut state = self.state.lock();
+        while !matches!(&*state, State::Succeeded(_) | State::Failed(_)) {
+            self.landed.wait(&mut state);
+        }
+    }
+
+    /// Whether a device runs it, and it is not yet on the device's stream.
+    fn is_to_be_enqueued(&self) -> bool {
+        matches!(&*self.state.lock(), State::Flying(flight) if !flight.is_enqueued())
+    }
+
+    /// Makes a device's stream wait for it, without the GIL; what it came to in the order of that stream, and the point at which the stream has come
+    /// to its end. `None`: no device runs it, it is over, or another thread waits for it.
+    fn join_on_device(&self, stream: &DeviceStream) -> Option<(Landed, Result<Event, Error>)> {
+        let mut state = self.state.lock();
+        let flight = match std::mem::replace(&mut *state, State::Away) {
+            State::Flying(flight) => flight,
+            other => {
+                *state = other;
+                return None;
+            }
+        };
+        drop(state);
+        match flight.join(stream) {
+            Ok(landed) => Some((landed, stream.record().map(|end| end.on_host()))),
+            Err(flight) => {
+                self.put_back(flight);
+                None
+            }
+        }
+    }
+
+    /// A thread that had it has left it, not over.
+    fn put_back(&self, flight: Box<dyn Flight>) {
+        *self.state.lock() = State::Flying(flight);
+        self.landed.notify_all();
+    }
+
+    /// Works on it for so long at most; what it came to, if it has ended now.
+    fn wait_slice(&self, most: Duration) -> Option<Landed> {
+        let mut state = self.state.lock();
+        match std::mem::replace(&mut *state, State::Away) {
+            State::Flying(flight) => {
+                drop(state);
+                match flight.wait_for(most) {
+                    Ok(landed) => Some(landed),
+                    Err(flight) => {
+                        self.put_back(flight);
+                        None
+                    }
+                }
+            }
+            State::Joined(result, end) => {
+                let mut seen = end.clone();
+                *state = State::Joined(result, end);
+                drop(state);
+                let _ = poll_until(Instant::now() + most, |cx| Pin::new(&mut seen).poll(cx));
+                None
+            }
+            other => {
+                let is_away = matches!(other, State::Away);
+                *state = other;
+                if is_away {
+                    self.landed.wait_for(&mut state, most);
+                }
+                None
+            }
+        }
+    }
+}
+
+/// An operation in flight. It runs whether or not anybody waits for it.
+///
+/// `wait()`, or `await`, gives its result and raises its error. Its arrays must be neither read nor written before it is done.
+#[pyclass(frozen, weakref, module = "allstream")]
+pub(crate) struct Work(Arc<Flying>);
+
+impl Work {
+    /// An operation that was submitted, and what `wait` is to return. `comm`: of one on devices.
+    ///
+    /// # Errors
+    /// It was refused.
+    pub(crate) fn new(
+        py: Python<'_>,
+        flight: impl Flight + 'static,
+        result: Py<PyAny>,
+        comm: Option<SharedComm>,
+    ) -> PyResult<Work> {
+        if let Some(error) = flight.refused() {
+            let mut flight = flight;
+            if let Poll::Ready(landed) = flight.poll(&mut Context::from_waker(Waker::noop())) {
+                landed.memory.into_iter().for_each(|memory| memory.release(py));
+            }
+            return Err(errors::of(py, &error));
+        }
+        Ok(Work(Arc::new(Flying {
+            state: Mutex::new(State::Flying(Box::new(flight))),
+            landed: Condvar::new(),
+            watched: AtomicBool::new(false),
+            callbacks: Mutex::default(),
+            result: Mutex::new(Some(result)),
+            comm,
+        })))
+    }
+
+    /// What it came to, if it is over.
+    fn outcome(&self, py: Python<'_>) -> Option<PyResult<Py<PyAny>>> {
+        let error = match &*self.0.state.lock() {
+            State::Succeeded(result) => return Some(Ok(result.clone_ref(py))),
+            State::Failed(error) => error.clone(),
+            State::Flying(_) | State::Away | State::Joined(..) => return None,
+        };
+        Some(Err(errors::of(py, &error)))
+    }
+
+    /// Whether it is over, after a look.
+    fn look(&self, py: Python<'_>) -> bool {
+        match py.detach(|| self.0.wait_slice(Duration::ZERO)) {
+            Some(landed) => self.0.land(py, landed),
+            None => self.0.settle(py),
+        }
+        self.look_again_if_watched();
+        self.0.is_over()
+    }
+
+    /// Somebody is to be told of its end.
+    fn watch(&self) {
+        self.0.watched.store(true, Ordering::Release);
+        self.look_again_if_watched();
+    }
+
+    /// Waiting has replaced the keeper's waker by this thread's, so the keeper is asked to poll again, if somebody is to be told of the end.
+    fn look_again_if_watched(&self) {
+        if self.0.watched.load(Ordering::Acquire) && !self.0.is_over() {
+            keeper::look_at(self.0.clone());
+        }
+    }
+}
+
+#[pymethods]
+impl Work {
+    /// Blocks until the operation is done, and returns its result.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<PyAny>> {
+        let end = match timeout {
+            None => None,
+            Some(timeout) => Instant::now().checked_add(seconds(py, "wait", "timeout", timeout)?),
+        };
+        loop {
+            if let Some(outcome) = self.outcome(py) {
+                return outcome;
+            }
+            let rest = end.map_or(SLICE, |end| end.saturating_duration_since(Instant::now()).min(SLICE));
+            if let Some(landed) = py.detach(|| self.0.wait_slice(rest)) {
+                self.0.land(py, landed);
+                continue;
+            }
+            self.0.settle(py);
+            if let Err(interrupted) = py.check_signals() {
+                self.look_again_if_watched();
+                return Err(interrupted);
+            }
+            if end.is_some_and(|end| Instant::now() >= end) && !self.0.is_over() {
+                self.look_again_if_watched();
+                let text =
+                    format!("the operation is not done after {} s; it goes on", timeout.unwrap_or_default());
+                return Err(PyTimeoutError::new_err(text));
+            }
+        }
+    }
+
+    /// As `wait()`.
+    fn result(&self, py: Python<'_>) -> PyResult<Py<PyAny>> {
+        self.wait(py, None)
+    }
+
+    /// Whether it is over: `wait` would return, or raise, at once.
+    fn done(&self, py: Python<'_>) -> bool {
+        self.0.is_over() || self.look(py)
+    }
+
+    /// Why it failed; None where it has succeeded, or is not over.
+    fn exception(&self, py: Python<'_>) -> Option<Py<PyAny>> {
+        if !self.done(py) {
+            return None;
+        }
+        match self.outcome(py) {
+            Some(Err(error)) => Some(error.into_value(py).into_any()),
+            _ => None,
+        }
+    }
+
+    /// Calls `callback` with this work when it is over; at once, if it is. Else a thread of allstream's calls it.
+    fn add_done_callback(slf: &Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
+        let (py, flying) = (slf.py(), &slf.get().0);
+        flying.callbacks.lock().push((callback, slf.clone().unbind()));
+        if flying.is_over() {
+            let callbacks = std::mem::take(&mut *flying.callbacks.lock());
+            for (callback, work) in callbacks {
+                if let Err(error) = callback.call1(py, (work,)) {
+                    error.write_unraisable(py, Some(callback.bind(py)));
+                }
+            }
+            return Ok(());
+        }
+        slf.get().watch();
+        Ok(())
+    }
+
+    /// What is put on `stream` from here on starts after this operation; the caller does not wait.
+    fn join(&self, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        let py = stream.py();
+        if let Ok(stream) = stream.cast::<HostStream>() {
+            let flying = self.0.clone();
+            self.watch();
+            stream.get().after(move || flying.wait_without_gil());
+            return Ok(());
+        }
+        let stream = stream_of_others(stream, "join")?;
+        // Other libraries make more streams wait for this one, of which the engine does not know. They must not wait for what is not on the device
+        // yet: one of them may share a queue of the device with the stream that it is to be put on.
+        let (mut slice, mut looked) = (ASK.0, Instant::now());
+        while self.0.is_to_be_enqueued() {
+            match py.detach(|| self.0.wait_slice(slice)) {
+                Some(landed) => self.0.land(py, landed),
+                None => slice = ASK.1.min(2 * slice),
+            }
+            if looked.elapsed() > SLICE {
+                if let Err(interrupted) = py.check_signals() {
+                    self.look_again_if_watched();
+                    return Err(interrupted);
+                }
+                looked = Instant::now();
+            }
+        }
+        let Some((landed, end)) = py.detach(|| self.0.join_on_device(&stream)) else {
+            // No device runs it, or another stream waits for it already: a second one could hold that up where both share a queue of the device.
+            return self.wait(py, None).map(drop);
+        };
+        match end {
+            Ok(end) => self.0.land_in_order(py, landed, end),
+            Err(error) => self.0.land(py, Landed { outcome: landed.outcome.and(Err(error)), ..landed }),
+        }
+        self.look_again_if_watched();
+        // Why it was refused, if it was.
+        self.outcome(py).map_or(Ok(()), |outcome| outcome.map(drop))
+    }
+
+    fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
+        slf.py().import("allstream._asyncio")?.call_method1(intern!(slf.py(), "awaited"), (slf,))
+    }
+
+    fn __repr__(&self, py: Python<'_>) -> String {
+        match &*self.0.state.lock() {
+            State::Flying(_) | State::Away | State::Joined(..) => "<allstream.Work in flight>".into(),
+            State::Succeeded(_) => "<allstream.Work done>".into(),
+            State::Failed(error) => {
+                let _ = py;
+                format!("<allstream.Work failed: {error}>")
+            }
+        }
+    }
+}

@@ -1,0 +1,48 @@
+"""The examples with Ray, with small numbers, and the program of docs/python.md."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from programs import REPOSITORY, program
+
+EXAMPLES = REPOSITORY / "ffi/python/examples"
+
+
+def run(path, *arguments):
+    # A cluster of its own, not the one of these tests.
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    ended = subprocess.run([sys.executable, path, *arguments], capture_output=True, text=True, timeout=140, env=env)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return [line for line in ended.stdout.splitlines() if "(raylet)" not in line]
+
+
+def test_the_program_with_ray(tmp_path):
+    lines = run(program("ray_program.py", tmp_path))
+    assert lines[-1].replace("np.float64(3.0)", "3.0") == "[3.0, 3.0]"
+
+
+def test_the_notebook():
+    lines = run(EXAMPLES / "ray_notebook.py", "--actors", "4", "--megabytes", "0.25", "--trials", "2")
+    rows = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith("| ")]
+    assert rows == ["all-reduce", "p2p", "builtin", "builtin, allstream.ray.empty", "bde", "mst", "builtin"]
+
+
+def test_the_design_document():
+    assert run(EXAMPLES / "ray_design.py") == [
+        "imperative: [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]]",
+        "declared: [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]]",
+        "by refs: [3.0, 3.0]",
+        "messages: [0.0, 1.0, 2.0, 3.0]",
+        "two tensors for each process: [[[6.0, 6.0], [6.0, 6.0]], [[6.0, 6.0], [6.0, 6.0]]]",
+    ]
+
+
+def test_the_spacy_study(tmp_path):
+    pytest.importorskip("spacy", reason="spaCy is not installed")
+    config = tmp_path / "config.cfg"
+    run(EXAMPLES / "ray_spacy.py", "config", config)
+    lines = run(EXAMPLES / "ray_spacy.py", "study", config, "--workers", "2", "--ways", "allstream", "buckets", "--updates", "50", "--trials", "1")
+    assert [line[:3] for line in lines if line.startswith("| 2")] == ["| 2"] * 2

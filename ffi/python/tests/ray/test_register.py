@@ -1,0 +1,114 @@
+"""How workers come to know the backend: each way in a job of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAD = """
+    import numpy, ray, allstream.ray
+
+    def use(group):
+        import ray.util.collective as col
+        x = numpy.ones(1)
+        col.allreduce(x, group)
+        return float(x[0])
+
+    def init(rank, group):
+        import ray.util.collective as col
+        col.init_collective_group(2, rank, "allstream", group)
+
+    class Actor:
+        def do(self, function, *args):
+            return function(*args)
+
+    def start():
+        return [ray.remote(num_cpus=0)(Actor).remote() for _ in range(2)]
+
+    def both(actors, function, *args):
+        return ray.get([actor.do.remote(function, *args) for actor in actors], timeout=60)
+
+    OPTIONS = dict(num_cpus=2, include_dashboard=False, logging_level="error", log_to_driver=False)
+"""
+
+
+def script(body, **environment):
+    # A job of its own: it does not join the one of the other tests.
+    kept = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR")}
+    text = textwrap.dedent(HEAD) + textwrap.dedent(body)
+    done = subprocess.run(
+        [sys.executable, "-c", text], env={**kept, **environment, "RAY_ADDRESS": "local"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+def test_before_init_and_again_after_shutdown():
+    done = script("""
+        allstream.ray.register()
+        allstream.ray.register()
+        for _ in range(2):
+            ray.init(runtime_env={"env_vars": {"OF_THE_PROGRAM": "1"}}, **OPTIONS)
+            actors = start()
+            ray.get([actor.do.remote(init, rank, "g") for rank, actor in enumerate(actors)], timeout=60)
+            print(both(actors, use, "g"), both(actors, lambda: __import__("os").environ["OF_THE_PROGRAM"]))
+            ray.shutdown()
+    """)
+    assert done.stdout.splitlines() == ["[2.0, 2.0] ['1', '1']"] * 2
+
+
+def test_workers_that_do_not_communicate_import_nothing():
+    done = script("""
+        allstream.ray.register()
+        ray.init(**OPTIONS)
+        names = ["torch", "ray.util.collective", "allstream.ray.group"]
+        print(both(start(), lambda: [name in __import__("sys").modules for name in names + ["allstream.ray"]])[0])
+    """)
+    assert done.stdout.splitlines() == ["[False, False, False, True]"]
+
+
+def test_after_init():
+    done = script("""
+        ray.init(**OPTIONS)
+        actors = start()
+        allstream.ray.create_collective_group(actors, 2, [0, 1], group_name="g")
+        print(both(actors, use, "g"))
+        allstream.ray.register()
+        import ray.util.collective as col
+        try:
+            ray.get(start()[0].do.remote(init, 0, "h"), timeout=60)
+        except ValueError as error:
+            print("not registered" in str(error))
+        def in_actor(rank):
+            import allstream.ray
+            init(rank, "h")
+            return use("h")
+        actors = start()
+        print(ray.get([actor.do.remote(in_actor, rank) for rank, actor in enumerate(actors)], timeout=60))
+    """)
+    assert done.stdout.splitlines() == ["[2.0, 2.0]", "True", "[2.0, 2.0]"]
+    assert "was called after ray.init()" in done.stderr
+
+
+def test_beside_a_hook_of_the_program():
+    done = script(
+        """
+        try:
+            allstream.ray.register()
+        except RuntimeError as error:
+            print(error)
+        """,
+        RAY_JOB_CONFIG_JSON_ENV_VAR=json.dumps({"runtime_env": {"worker_process_setup_hook": "mine.hook"}}),
+    )
+    assert "'mine.hook'" in done.stdout and "in that function" in done.stdout
+
+
+@pytest.mark.parametrize("module", ["torch", "numpy", "ray.util.collective"])
+def test_importing_is_cheap(module):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys, allstream.ray; print({module!r} in sys.modules)"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "False", done.stderr

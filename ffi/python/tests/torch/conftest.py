@@ -1,0 +1,65 @@
+"""Ranks of torch.distributed as processes. torch's store is in the test's own process, so that its port is known and taken."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from helpers import Processes
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+dist = torch.distributed
+
+DEADLINE = 100
+PRELUDE = """
+import datetime, os, signal, sys, time
+import torch
+import torch.distributed as dist
+torch.set_num_threads(1)
+import allstream
+import allstream.torch
+allstream.torch.register()
+rank, size = int(os.environ["TEST_RANK"]), int(os.environ["TEST_SIZE"])
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+def start(backend="allstream", seconds=60):
+    store = dist.TCPStore("127.0.0.1", int(os.environ["TEST_PORT"]), is_master=False)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds))
+"""
+
+
+class TorchJob(Processes):
+    def __init__(self, size, program):
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        about = {"TEST_SIZE": str(size), "TEST_PORT": str(self.store.port)}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", PRELUDE + textwrap.dedent(program)],
+                env={**os.environ, **about, "TEST_RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+
+    def ends(self, timeout=DEADLINE):
+        return super().ends(timeout)
+
+    def outputs(self, timeout=DEADLINE):
+        """The lines that each rank has printed."""
+        return [text.splitlines() for text in super().outputs(timeout)]
+
+
+@pytest.fixture
+def torch_job():
+    jobs = []
+
+    def make(size, program):
+        jobs.append(TorchJob(size, program))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.kill()
