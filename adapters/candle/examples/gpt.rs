@@ -8,7 +8,7 @@
 use std::thread;
 
 use allstream::{Comm, SharedComm};
-use allstream_candle::{DataParallel, Segments};
+use allstream_candle::{DataParallel, Options, Segments};
 use candle_core::{D, DType, Device, Error, Module, Result, Tensor};
 use candle_nn::{
     Embedding, LayerNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, embedding, layer_norm_no_bias, linear,
@@ -16,12 +16,21 @@ use candle_nn::{
 };
 
 const TEXT: &str = include_str!("../../../LICENSE-APACHE");
-const CONTEXT: usize = 32;
-const WIDTH: usize = 32;
-const HEADS: usize = 2;
-const BLOCKS: usize = 2;
 const BATCH: usize = 8;
 const STEPS: usize = 100;
+
+/// How large a model is.
+#[derive(Clone, Copy)]
+pub struct Size {
+    /// Characters that it sees.
+    pub context: usize,
+    pub width: usize,
+    pub heads: usize,
+    pub blocks: usize,
+}
+
+/// The one that this example trains.
+pub const SMALL: Size = Size { context: 32, width: 32, heads: 2, blocks: 2 };
 
 /// What a rank has at its end.
 pub struct Trained {
@@ -33,6 +42,7 @@ pub struct Trained {
 
 struct Block {
     norms: [LayerNorm; 2],
+    heads: usize,
     queries_keys_values: Linear,
     output: Linear,
     wide: Linear,
@@ -40,15 +50,16 @@ struct Block {
 }
 
 impl Block {
-    fn new(vb: VarBuilder) -> Result<Block> {
+    fn new(Size { width, heads, .. }: Size, vb: VarBuilder) -> Result<Block> {
         // With a bias candle takes a kernel that has no gradient.
-        let norm = |name| layer_norm_no_bias(WIDTH, 1e-5, vb.pp(name));
+        let norm = |name| layer_norm_no_bias(width, 1e-5, vb.pp(name));
         Ok(Block {
             norms: [norm("norm_1")?, norm("norm_2")?],
-            queries_keys_values: linear_no_bias(WIDTH, 3 * WIDTH, vb.pp("queries_keys_values"))?,
-            output: linear_no_bias(WIDTH, WIDTH, vb.pp("output"))?,
-            wide: linear(WIDTH, 4 * WIDTH, vb.pp("wide"))?,
-            narrow: linear(4 * WIDTH, WIDTH, vb.pp("narrow"))?,
+            heads,
+            queries_keys_values: linear_no_bias(width, 3 * width, vb.pp("queries_keys_values"))?,
+            output: linear_no_bias(width, width, vb.pp("output"))?,
+            wide: linear(width, 4 * width, vb.pp("wide"))?,
+            narrow: linear(4 * width, width, vb.pp("narrow"))?,
         })
     }
 
@@ -60,53 +71,78 @@ impl Block {
 
     fn attention(&self, x: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let (batch, length, width) = x.dims3()?;
-        let all = self.queries_keys_values.forward(x)?.reshape((batch, length, 3, HEADS, width / HEADS))?;
+        let each = width / self.heads;
+        let all = self.queries_keys_values.forward(x)?.reshape((batch, length, 3, self.heads, each))?;
         let part = |i: usize| all.narrow(2, i, 1)?.squeeze(2)?.transpose(1, 2)?.contiguous();
         let (queries, keys, values) = (part(0)?, part(1)?, part(2)?);
-        let scores = (queries.matmul(&keys.t()?.contiguous()?)? / ((width / HEADS) as f64).sqrt())?;
+        let scores = (queries.matmul(&keys.t()?.contiguous()?)? / (each as f64).sqrt())?;
         let weights = ops::softmax(&scores.broadcast_add(mask)?, D::Minus1)?;
         let y = weights.matmul(&values)?.transpose(1, 2)?.reshape((batch, length, width))?;
         self.output.forward(&y)
     }
 }
 
-struct Gpt {
+/// The model: an embedding, [`blocks`](Self::blocks), and an end that gives the loss.
+pub struct Gpt {
     tokens: Embedding,
     positions: Embedding,
     blocks: Vec<Block>,
     norm: LayerNorm,
+    width: usize,
     /// 0 where a character may look at another one, and far below it where that one comes later.
     mask: Tensor,
 }
 
 impl Gpt {
-    fn new(characters: usize, vars: &VarMap) -> Result<Gpt> {
+    pub fn new(size: Size, characters: usize, vars: &VarMap) -> Result<Gpt> {
         let vb = VarBuilder::from_varmap(vars, DType::F32, &Device::Cpu);
-        let mask = (0..CONTEXT * CONTEXT).map(|i| if i % CONTEXT > i / CONTEXT { -1e9f32 } else { 0.0 });
+        let Size { context, width, blocks, .. } = size;
+        let mask = (0..context * context).map(|i| if i % context > i / context { -1e9f32 } else { 0.0 });
         Ok(Gpt {
-            tokens: embedding(characters, WIDTH, vb.pp("tokens"))?,
-            positions: embedding(CONTEXT, WIDTH, vb.pp("positions"))?,
-            blocks: (0..BLOCKS).map(|i| Block::new(vb.pp(format!("block_{i}")))).collect::<Result<_>>()?,
-            norm: layer_norm_no_bias(WIDTH, 1e-5, vb.pp("norm"))?,
-            mask: Tensor::from_iter(mask, &Device::Cpu)?.reshape((CONTEXT, CONTEXT))?,
+            tokens: embedding(characters, width, vb.pp("tokens"))?,
+            positions: embedding(context, width, vb.pp("positions"))?,
+            blocks: (0..blocks)
+                .map(|i| Block::new(size, vb.pp(format!("block_{i}"))))
+                .collect::<Result<_>>()?,
+            norm: layer_norm_no_bias(width, 1e-5, vb.pp("norm"))?,
+            width,
+            mask: Tensor::from_iter(mask, &Device::Cpu)?.reshape((context, context))?,
         })
+    }
+
+    pub fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// The first segment.
+    pub fn embed(&self, inputs: &Tensor) -> Result<Tensor> {
+        self.tokens.forward(inputs)?.broadcast_add(self.positions.embeddings())
+    }
+
+    /// A segment in the middle.
+    pub fn block(&self, i: usize, x: &Tensor) -> Result<Tensor> {
+        self.blocks[i].forward(x, &self.mask)
+    }
+
+    /// The last segment.
+    pub fn end(&self, x: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let x = self.norm.forward(x)?.reshape(((), self.width))?;
+        let logits = x.matmul(&self.tokens.embeddings().t()?)?;
+        loss::cross_entropy(&logits, &targets.flatten_all()?)
     }
 
     /// The loss of a batch, computed in one segment for the embedding, one for each block, and one for the rest.
     fn loss(&self, inputs: &Tensor, targets: &Tensor, segments: &mut Segments<'_>) -> Result<Tensor> {
-        let x = self.tokens.forward(inputs)?.broadcast_add(self.positions.embeddings())?;
-        let mut x = segments.cut(&x)?;
-        for block in &self.blocks {
-            x = segments.cut(&block.forward(&x, &self.mask)?)?;
+        let mut x = segments.cut(&self.embed(inputs)?)?;
+        for i in 0..self.blocks() {
+            x = segments.cut(&self.block(i, &x)?)?;
         }
-        let x = self.norm.forward(&x)?.reshape(((), WIDTH))?;
-        let logits = x.matmul(&self.tokens.embeddings().t()?)?;
-        loss::cross_entropy(&logits, &targets.flatten_all()?)
+        self.end(&x, targets)
     }
 }
 
 /// The text as numbers of its characters, and how many different ones it has.
-fn characters() -> Result<(Vec<u32>, usize)> {
+pub fn characters() -> Result<(Vec<u32>, usize)> {
     let mut all: Vec<u8> = TEXT.bytes().collect();
     all.sort_unstable();
     all.dedup();
@@ -130,28 +166,37 @@ fn start(vars: &VarMap) -> Result<()> {
     Ok(())
 }
 
-/// Trains as one rank of `comm`, on its part of every batch.
-pub fn train(comm: &SharedComm) -> Result<Trained> {
+/// Sequences of the text, `shift` characters behind where they begin, a row for each.
+pub fn rows(
+    text: &[u32],
+    starts: impl ExactSizeIterator<Item = usize>,
+    length: usize,
+    shift: usize,
+) -> Result<Tensor> {
+    let n = starts.len();
+    let rows = starts.flat_map(|at| text[at + shift..at + shift + length].iter().copied());
+    Tensor::from_iter(rows, &Device::Cpu)?.reshape((n, length))
+}
+
+/// Trains as one rank of `comm`, on its part of every batch, for so many steps; `options` as [`DataParallel::with`] takes them.
+pub fn train(comm: &SharedComm, steps: usize, options: Options) -> Result<Trained> {
     let (text, different) = characters()?;
     let vars = VarMap::new();
-    let model = Gpt::new(different, &vars)?;
+    let model = Gpt::new(SMALL, different, &vars)?;
     if comm.rank() == 0 {
         start(&vars)?;
     }
-    let mut parallel = DataParallel::new(comm, &vars)?;
+    let mut parallel = DataParallel::with(comm, &vars, options)?;
     let mut optimizer = SGD::new(vars.all_vars(), 0.15)?;
     let part = BATCH / comm.size();
     let mut losses = Vec::new();
-    for step in 0..STEPS {
+    for step in 0..steps {
         // Sequence i of a step begins at the same character, whatever the number of ranks.
         let starts = (0..part).map(|i| {
             let i = step * BATCH + comm.rank() * part + i;
-            i * 97 % (text.len() - CONTEXT - 1)
+            i * 97 % (text.len() - SMALL.context - 1)
         });
-        let from = |shift: usize| -> Result<Tensor> {
-            let rows = starts.clone().flat_map(|at| text[at + shift..at + shift + CONTEXT].iter().copied());
-            Tensor::from_iter(rows, &Device::Cpu)?.reshape((part, CONTEXT))
-        };
+        let from = |shift| rows(&text, starts.clone(), SMALL.context, shift);
         let mut segments = parallel.segments();
         let loss = model.loss(&from(0)?, &from(1)?, &mut segments)?;
         let grads = segments.backward(&loss)?;
@@ -171,9 +216,9 @@ pub fn train(comm: &SharedComm) -> Result<Trained> {
 }
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let alone = train(&Comm::local(1)?.remove(0).share())?;
+    let alone = train(&Comm::local(1)?.remove(0).share(), STEPS, Options::default())?;
     for n in [2, 4] {
-        let spawn = |comm: Comm| thread::spawn(move || train(&comm.share()));
+        let spawn = |comm: Comm| thread::spawn(move || train(&comm.share(), STEPS, Options::default()));
         let ranks: Vec<_> = Comm::local(n)?.into_iter().map(spawn).collect();
         for (rank, thread) in ranks.into_iter().enumerate() {
             let trained = thread.join().map_err(|_| "a rank panicked")??;

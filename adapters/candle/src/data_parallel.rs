@@ -66,6 +66,8 @@ pub struct DataParallel {
     buckets: Option<Buckets<AnyBuf>>,
     options: Options,
     steps: u64,
+    /// On a device: what the segments of this step have given of a variable's gradient, where more is to come.
+    sums: Vec<Option<Tensor>>,
 }
 
 impl fmt::Debug for DataParallel {
@@ -95,30 +97,47 @@ impl DataParallel {
             return Err(failed("make DataParallel", error));
         }
         let own = block_on(comm.dup()).map_err(|e| failed("make a communicator for DataParallel", e))?;
-        let comm = own.share();
+        let own = own.share();
         let params = params::sorted(vars)?;
-        params::agree(&comm, &params)?;
-        params::broadcast(&comm, &params)?;
+        params::agree(&own, &params)?;
+        params::broadcast(&own, &params)?;
         let trained: Vec<usize> = (0..params.len()).filter(|i| params[*i].var.dtype().is_float()).collect();
         let mut layout = Vec::new();
         for param in trained.iter().map(|i| &params[*i]) {
             let dtype = storage::dtype(&param.name, param.var.dtype())?;
-            layout.push(train::Param::new(dtype, param.var.elem_count()));
+            let shape = train::Param::new(dtype, param.var.elem_count());
+            layout.push(if param.var.device().is_cuda() { shape.on_device() } else { shape });
         }
-        let buckets = block_on(Buckets::with(&comm, &layout, options.buckets))
+        // On a device of the caller's communicator, so that the buckets are bound to the device that it is bound to.
+        let of = if layout.iter().any(train::Param::is_on_device) { comm } else { &own };
+        let buckets = block_on(Buckets::with(of, &layout, options.buckets))
             .map_err(|e| failed("make buckets for the gradients", e))?;
-        Ok(DataParallel { comm, params, trained, buckets: Some(buckets), options, steps: 0 })
+        let sums = vec![None; trained.len()];
+        Ok(DataParallel { comm: own, params, trained, buckets: Some(buckets), options, steps: 0, sums })
     }
 
     /// Replaces the gradient of every variable by its mean over all ranks. Between `loss.backward()?` and the optimizer's step.
     ///
     /// # Errors
     /// Where a variable has no gradient (it names them), a gradient does not fit its variable, weights differ between ranks
-    /// ([`Options::compare_every`]), or the communication fails. No further step is possible then.
+    /// ([`Options::compare_every`]), or the communication fails. No further step is possible then. The gradients in the store are this
+    /// rank's own, as they were.
     pub fn reduce(&mut self, grads: &mut GradStore) -> Result<()> {
         self.begin()?;
         let own: Vec<Option<Tensor>> =
             (0..self.trained()).map(|i| grads.remove(self.param(i).var.as_tensor())).collect();
+        let reduced = self.reduce_all(&own, grads);
+        if reduced.is_err() {
+            for (i, grad) in own.into_iter().enumerate() {
+                if let Some(grad) = grad {
+                    grads.insert(self.param(i).var.as_tensor(), grad);
+                }
+            }
+        }
+        reduced
+    }
+
+    fn reduce_all(&mut self, own: &[Option<Tensor>], grads: &mut GradStore) -> Result<()> {
         self.check_all_have(|i| own[i].is_some())?;
         for (i, grad) in own.iter().enumerate() {
             if let Some(grad) = grad {
@@ -191,7 +210,7 @@ impl DataParallel {
     }
 
     fn try_push(&mut self, i: usize, grad: &Tensor, more: bool) -> Result<()> {
-        let Param { name, var } = self.param(i);
+        let Param { name, var } = &self.params[self.trained[i]];
         if grad.shape() != var.shape() || grad.dtype() != var.dtype() {
             bail!(
                 "the gradient of {name} is {} {:?}, expected the type and the shape of the variable, {} {:?}",
@@ -200,6 +219,17 @@ impl DataParallel {
                 var.dtype().as_str(),
                 var.dims()
             );
+        }
+        let mut grad = grad.clone();
+        if var.device().is_cuda() {
+            // Buckets add up what is on the host alone.
+            if let Some(sum) = self.sums[i].take() {
+                grad = (sum + grad)?;
+            }
+            if more {
+                self.sums[i] = Some(grad);
+                return Ok(());
+            }
         }
         let buf = storage::to_buf(name, &grad.contiguous()?)?;
         let doing = format!("reduce the gradient of {name}");
@@ -220,12 +250,25 @@ impl DataParallel {
     }
 
     fn try_finish(&mut self, grads: &mut GradStore) -> Result<()> {
+        for i in 0..self.sums.len() {
+            // Of a variable of which a later segment had no gradient after all.
+            if let Some(sum) = self.sums[i].take() {
+                self.try_push(i, &sum, false)?;
+            }
+        }
         let Some(buckets) = &mut self.buckets else { return Err(ended()) };
         let done: Vec<Option<AnyBuf>> = if self.options.is_partial {
-            let zeros = |_: usize, param: &train::Param| storage::zero_buf(param.dtype(), param.len());
-            let done =
-                block_on(buckets.finish_some(zeros)).map_err(|e| failed("reduce gradients", e.error))?;
-            done.collect()
+            let mut problem = Ok(());
+            let zeros = |i: usize, _: &train::Param| {
+                let Param { name, var } = &self.params[self.trained[i]];
+                storage::zero_buf(name, var.as_tensor()).unwrap_or_else(|error| {
+                    problem = Err(error);
+                    AnyBuf::new(Vec::<f32>::new())
+                })
+            };
+            let done = block_on(buckets.finish_some(zeros)).map(Iterator::collect);
+            problem?;
+            done.map_err(|e| failed("reduce gradients", e.error))?
         } else {
             let done = block_on(buckets.finish()).map_err(|e| failed("reduce gradients", e.error))?;
             done.map(Some).collect()
@@ -233,7 +276,7 @@ impl DataParallel {
         for (i, buf) in done.into_iter().enumerate() {
             let Param { name, var } = self.param(i);
             if let Some(buf) = buf {
-                grads.insert(var.as_tensor(), storage::from_buf(name, buf, var.shape())?);
+                grads.insert(var.as_tensor(), storage::from_buf(name, buf, var.as_tensor())?);
             }
         }
         Ok(())

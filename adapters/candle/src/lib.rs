@@ -4,6 +4,8 @@
 
 mod data_parallel;
 mod error;
+#[cfg_attr(not(feature = "cuda"), path = "no_gpu.rs")]
+mod gpu;
 mod ops;
 mod params;
 mod segments;

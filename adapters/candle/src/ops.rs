@@ -1,17 +1,29 @@
 //! The collectives as operations of candle: `x.apply_op1(..)` with a gradient, `x.inplace_op1(..)` in place and without one.
 
+#[cfg(feature = "cuda")]
+use allstream::Buf;
+#[cfg(feature = "cuda")]
+use allstream::cuda::CudarcBuf;
 use allstream::{Element, Failed, Rank, ReduceOp, SharedComm};
 use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, InplaceOp1, Layout, MetalStorage, Result, Shape, Tensor, bail,
 };
 
+use crate::gpu;
+#[cfg(feature = "cuda")]
+use crate::gpu::{Room, in_order};
 use crate::storage::{self, Collective, apply, apply_in_place, on_device};
 
-/// What tensors on a GPU get.
-macro_rules! not_on_gpus {
+/// The forward passes of an operation, by what `prepared` makes of it for a layout: the collective, and the shape of its result.
+macro_rules! forward {
     () => {
-        fn cuda_fwd(&self, _: &CudaStorage, _: &Layout) -> Result<(CudaStorage, Shape)> {
-            Err(on_device(CustomOp1::name(self)))
+        fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+            let (op, shape) = self.prepared(layout)?;
+            Ok((apply(&op, storage, layout)?, shape))
+        }
+        fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+            let (op, shape) = self.prepared(layout)?;
+            Ok((gpu::apply(&op, storage, layout)?, shape))
         }
         fn metal_fwd(&self, _: &MetalStorage, _: &Layout) -> Result<(MetalStorage, Shape)> {
             Err(on_device(CustomOp1::name(self)))
@@ -19,10 +31,14 @@ macro_rules! not_on_gpus {
     };
 }
 
-macro_rules! not_on_gpus_in_place {
+/// The same in place, of an operation whose result has the shape of its input.
+macro_rules! forward_in_place {
     () => {
-        fn cuda_fwd(&self, _: &mut CudaStorage, _: &Layout) -> Result<()> {
-            Err(on_device(InplaceOp1::name(self)))
+        fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
+            apply_in_place(&self.prepared(layout)?.0, storage, layout)
+        }
+        fn cuda_fwd(&self, storage: &mut CudaStorage, layout: &Layout) -> Result<()> {
+            gpu::apply_in_place(&self.prepared(layout)?.0, storage, layout)
         }
         fn metal_fwd(&self, _: &mut MetalStorage, _: &Layout) -> Result<()> {
             Err(on_device(InplaceOp1::name(self)))
@@ -72,8 +88,8 @@ impl AllReduce {
         self
     }
 
-    fn of(&self, layout: &Layout) -> AllReduce {
-        AllReduce { key: storage::key(layout.dims()), ..self.clone() }
+    fn prepared(&self, layout: &Layout) -> Result<(AllReduce, Shape)> {
+        Ok((AllReduce { key: storage::key(layout.dims()), ..self.clone() }, layout.shape().clone()))
     }
 }
 
@@ -84,16 +100,17 @@ impl Collective for AllReduce {
     fn run<T: Element>(&self, values: Vec<T>) -> Ran<T> {
         self.comm.key(self.key).op(self.op).all_reduce(values).wait()
     }
+    #[cfg(feature = "cuda")]
+    fn run_on_device<T: Element>(&self, values: CudarcBuf<T>, _: Room<'_, T>) -> Result<CudarcBuf<T>> {
+        in_order(&values.stream().clone(), self.comm.key(self.key).op(self.op).all_reduce(values))
+    }
 }
 
 impl CustomOp1 for AllReduce {
     fn name(&self) -> &'static str {
         "all_reduce"
     }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((apply(&self.of(layout), storage, layout)?, layout.shape().clone()))
-    }
-    not_on_gpus!();
+    forward!();
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         match self.op {
             ReduceOp::Sum => Ok(Some(grad.clone())),
@@ -109,10 +126,7 @@ impl InplaceOp1 for AllReduce {
     fn name(&self) -> &'static str {
         "all_reduce in place"
     }
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        apply_in_place(&self.of(layout), storage, layout)
-    }
-    not_on_gpus_in_place!();
+    forward_in_place!();
 }
 
 /// The input as it is. Backward: the sum of the gradients of all ranks (Megatron's *f*).
@@ -141,16 +155,23 @@ impl Collective for Identity {
     fn run<T: Element>(&self, values: Vec<T>) -> Ran<T> {
         Ok(values)
     }
+    #[cfg(feature = "cuda")]
+    fn run_on_device<T: Element>(&self, values: CudarcBuf<T>, _: Room<'_, T>) -> Result<CudarcBuf<T>> {
+        Ok(values)
+    }
+}
+
+impl AllReduceBackward {
+    fn prepared(&self, layout: &Layout) -> Result<(Identity, Shape)> {
+        Ok((Identity, layout.shape().clone()))
+    }
 }
 
 impl CustomOp1 for AllReduceBackward {
     fn name(&self) -> &'static str {
         "all_reduce_backward"
     }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((apply(&Identity, storage, layout)?, layout.shape().clone()))
-    }
-    not_on_gpus!();
+    forward!();
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         grad.contiguous()?.apply_op1_no_bwd(&AllReduce::new(&self.0)).map(Some)
     }
@@ -190,6 +211,12 @@ impl Collective for AllGather {
     fn run<T: Element>(&self, values: Vec<T>) -> Ran<T> {
         self.comm.key(self.key).all_gather(values).wait()
     }
+    #[cfg(feature = "cuda")]
+    fn run_on_device<T: Element>(&self, values: CudarcBuf<T>, room: Room<'_, T>) -> Result<CudarcBuf<T>> {
+        let (stream, all) = (values.stream().clone(), room(values.len() * self.comm.size())?);
+        let (_, all) = in_order(&stream, self.comm.key(self.key).all_gather_into(values, all))?;
+        Ok(all)
+    }
 }
 
 /// The first dimension and the others.
@@ -206,16 +233,19 @@ fn with_first(first: usize, rest: Vec<usize>) -> Shape {
     Shape::from([vec![first], rest].concat())
 }
 
+impl AllGather {
+    fn prepared(&self, layout: &Layout) -> Result<(AllGather, Shape)> {
+        let (first, rest) = blocks("all_gather", layout)?;
+        let op = AllGather { key: storage::key(layout.dims()), ..self.clone() };
+        Ok((op, with_first(first * self.comm.size(), rest)))
+    }
+}
+
 impl CustomOp1 for AllGather {
     fn name(&self) -> &'static str {
         "all_gather"
     }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let (first, rest) = blocks("all_gather", layout)?;
-        let op = AllGather { key: storage::key(layout.dims()), ..self.clone() };
-        Ok((apply(&op, storage, layout)?, with_first(first * self.comm.size(), rest)))
-    }
-    not_on_gpus!();
+    forward!();
     fn bwd(&self, arg: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         if self.is_replicated {
             let len = arg.dim(0)?;
@@ -249,13 +279,16 @@ impl Collective for ReduceScatter {
     fn run<T: Element>(&self, values: Vec<T>) -> Ran<T> {
         self.comm.key(self.key).reduce_scatter(values).wait()
     }
+    #[cfg(feature = "cuda")]
+    fn run_on_device<T: Element>(&self, values: CudarcBuf<T>, room: Room<'_, T>) -> Result<CudarcBuf<T>> {
+        let (stream, part) = (values.stream().clone(), room(values.len() / self.comm.size())?);
+        let (_, part) = in_order(&stream, self.comm.key(self.key).reduce_scatter_into(values, part))?;
+        Ok(part)
+    }
 }
 
-impl CustomOp1 for ReduceScatter {
-    fn name(&self) -> &'static str {
-        "reduce_scatter"
-    }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+impl ReduceScatter {
+    fn prepared(&self, layout: &Layout) -> Result<(ReduceScatter, Shape)> {
         let (first, rest) = blocks("reduce_scatter", layout)?;
         let n = self.comm.size();
         if !first.is_multiple_of(n) {
@@ -267,9 +300,15 @@ impl CustomOp1 for ReduceScatter {
             );
         }
         let op = ReduceScatter { key: storage::key(layout.dims()), ..self.clone() };
-        Ok((apply(&op, storage, layout)?, with_first(first / n, rest)))
+        Ok((op, with_first(first / n, rest)))
     }
-    not_on_gpus!();
+}
+
+impl CustomOp1 for ReduceScatter {
+    fn name(&self) -> &'static str {
+        "reduce_scatter"
+    }
+    forward!();
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         grad.contiguous()?.apply_op1_no_bwd(&AllGather::new(&self.comm)).map(Some)
     }
@@ -291,8 +330,8 @@ impl Broadcast {
         Broadcast { comm: comm.clone(), root, key: 0 }
     }
 
-    fn of(&self, layout: &Layout) -> Broadcast {
-        Broadcast { key: storage::key(layout.dims()), ..self.clone() }
+    fn prepared(&self, layout: &Layout) -> Result<(Broadcast, Shape)> {
+        Ok((Broadcast { key: storage::key(layout.dims()), ..self.clone() }, layout.shape().clone()))
     }
 }
 
@@ -303,16 +342,17 @@ impl Collective for Broadcast {
     fn run<T: Element>(&self, values: Vec<T>) -> Ran<T> {
         self.comm.key(self.key).broadcast(values, self.root).wait()
     }
+    #[cfg(feature = "cuda")]
+    fn run_on_device<T: Element>(&self, values: CudarcBuf<T>, _: Room<'_, T>) -> Result<CudarcBuf<T>> {
+        in_order(&values.stream().clone(), self.comm.key(self.key).broadcast(values, self.root))
+    }
 }
 
 impl CustomOp1 for Broadcast {
     fn name(&self) -> &'static str {
         "broadcast"
     }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((apply(&self.of(layout), storage, layout)?, layout.shape().clone()))
-    }
-    not_on_gpus!();
+    forward!();
     fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
         grad.contiguous()?.apply_op1_no_bwd(&Reduce(self.clone())).map(Some)
     }
@@ -322,10 +362,7 @@ impl InplaceOp1 for Broadcast {
     fn name(&self) -> &'static str {
         "broadcast in place"
     }
-    fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
-        apply_in_place(&self.of(layout), storage, layout)
-    }
-    not_on_gpus_in_place!();
+    forward_in_place!();
 }
 
 /// The sum of all ranks' tensors on the root, zeros on the others: a [`Broadcast`] backwards.
@@ -340,16 +377,26 @@ impl Collective for Reduce {
         let sum = comm.key(*key).reduce(values, *root).wait()?;
         Ok(if comm.rank() == *root { sum } else { storage::zeros(sum.len()) })
     }
+    #[cfg(feature = "cuda")]
+    fn run_on_device<T: Element>(&self, values: CudarcBuf<T>, room: Room<'_, T>) -> Result<CudarcBuf<T>> {
+        let Broadcast { comm, root, key } = &self.0;
+        let sum = in_order(&values.stream().clone(), comm.key(*key).reduce(values, *root))?;
+        if comm.rank() == *root { Ok(sum) } else { room(sum.len()) }
+    }
+}
+
+impl Reduce {
+    fn prepared(&self, layout: &Layout) -> Result<(Reduce, Shape)> {
+        let (broadcast, shape) = self.0.prepared(layout)?;
+        Ok((Reduce(broadcast), shape))
+    }
 }
 
 impl CustomOp1 for Reduce {
     fn name(&self) -> &'static str {
         "backward of broadcast"
     }
-    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        Ok((apply(&Reduce(self.0.of(layout)), storage, layout)?, layout.shape().clone()))
-    }
-    not_on_gpus!();
+    forward!();
 }
 
 /// An [`AllGather`] along any dimension. Where that is not the first one, candle copies the input and its result once more, to turn them.

@@ -6,7 +6,8 @@ use candle_nn::VarMap;
 
 use crate::Broadcast;
 use crate::error::failed;
-use crate::storage::{fingerprint, on_device};
+use crate::gpu;
+use crate::storage::fingerprint;
 
 /// Names that an error lists.
 const MOST_NAMED: usize = 8;
@@ -20,7 +21,8 @@ pub(crate) struct Param {
 impl Param {
     /// As ranks compare it and errors show it.
     fn describe(&self) -> String {
-        format!("{} ({} {:?})", self.name, self.var.dtype().as_str(), self.var.dims())
+        let place = if self.var.device().is_cpu() { "" } else { " on a device" };
+        format!("{} ({} {:?}{place})", self.name, self.var.dtype().as_str(), self.var.dims())
     }
 }
 
@@ -41,10 +43,10 @@ pub(crate) fn sorted(vars: &VarMap) -> Result<Vec<Param>> {
 /// here, so that the others hear of it.
 pub(crate) fn agree(comm: &SharedComm, params: &[Param]) -> Result<()> {
     const DOING: &str = "compare the variables of all ranks";
-    let refusal = params
-        .iter()
-        .find(|param| !param.var.device().is_cpu())
-        .map(|param| on_device(&format!("DataParallel: variable {}", param.name)).to_string());
+    let refused =
+        |param: &Param| gpu::check(&format!("DataParallel: variable {}", param.name), &param.var).err();
+    let not_on_cpu = params.iter().filter(|param| !param.var.device().is_cpu());
+    let refusal = not_on_cpu.filter_map(refused).map(|error| error.to_string()).next();
     let ours: Vec<String> = params.iter().map(Param::describe).collect();
     let text = ours.join("\n").into_bytes();
     let theirs = comm.broadcast_bytes(text, 0).wait().map_err(|e| failed(DOING, e.error))?;

@@ -35,7 +35,7 @@ struct Cut {
 ///
 /// Segments need not form a chain: a cut tensor may be used in several later segments, and a variable in several segments (tied
 /// weights); its gradients are added, and sent when the last one is there. What is on its way early are full buckets: of 1 MB the first, of
-/// 25 MB the others, or as [`Options::buckets`](crate::Options::buckets) says. A cut costs a copy of the tensor, and in the backward pass a
+/// an eighth of all gradients the others (at most 25 MB), or as [`Options::buckets`](crate::Options::buckets) says. A cut costs a copy of the tensor, and in the backward pass a
 /// product of it with its gradient.
 #[derive(Debug)]
 pub struct Segments<'a> {

@@ -6,6 +6,7 @@ use allstream::{AnyBuf, Element, Failed};
 use candle_core::{CpuStorage, DType, Device, Layout, Result, Shape, Storage, Tensor, bail};
 
 use crate::error::failed;
+use crate::gpu;
 
 /// A collective on the elements of one tensor, whatever their type.
 pub(crate) trait Collective {
@@ -13,26 +14,35 @@ pub(crate) trait Collective {
     fn name(&self) -> &'static str;
     /// Runs it, and waits for its end.
     fn run<T: Element>(&self, values: Vec<T>) -> std::result::Result<Vec<T>, Failed<Vec<T>>>;
+    /// Runs it in the order of the stream that the elements are on, for which the host does not wait. `room` gives memory for its result.
+    #[cfg(feature = "cuda")]
+    fn run_on_device<T: Element>(
+        &self,
+        values: allstream::cuda::CudarcBuf<T>,
+        room: crate::gpu::Room<'_, T>,
+    ) -> Result<allstream::cuda::CudarcBuf<T>>;
 }
 
-/// Runs `$body` with the vector inside a storage and what puts such a vector into a storage, for the types that candle and the engine share.
+/// Runs `$body` with what is inside a storage of the kind `$kind`, a vector or a slice of a device, and what puts such a thing into a storage, for
+/// the types that candle and the engine share.
 macro_rules! with_values {
-    ($storage:expr, $name:expr, ($values:ident, $wrap:ident) => $body:expr) => {
-        with_values!(@arms $storage, $name, ($values, $wrap) => $body,
+    ($kind:ident: $storage:expr, $name:expr, ($values:ident, $wrap:ident) => $body:expr) => {
+        $crate::storage::with_values!(@arms $kind: $storage, $name, ($values, $wrap) => $body,
             U8 U32 I16 I32 I64 BF16 F16 F32 F64)
     };
-    (@arms $storage:expr, $name:expr, ($values:ident, $wrap:ident) => $body:expr, $($of:ident)*) => {
+    (@arms $kind:ident: $storage:expr, $name:expr, ($values:ident, $wrap:ident) => $body:expr, $($of:ident)*) => {
         match $storage {
-            $(CpuStorage::$of($values) => {
-                let $wrap = CpuStorage::$of;
+            $($kind::$of($values) => {
+                let $wrap = $kind::$of;
                 $body
             })*
-            _ => return Err(unknown_type($name)),
+            _ => return Err($crate::storage::unknown_type($name)),
         }
     };
 }
+pub(crate) use with_values;
 
-fn unknown_type(name: &str) -> candle_core::Error {
+pub(crate) fn unknown_type(name: &str) -> candle_core::Error {
     candle_core::Error::Msg(format!(
         "{name}: the tensor has an element type that allstream does not have, expected u8, u32, i16, i32, i64, bf16, f16, f32 or \
          f64: convert it with .to_dtype(..) first"
@@ -40,7 +50,7 @@ fn unknown_type(name: &str) -> candle_core::Error {
 }
 
 /// The elements of a tensor in its storage.
-fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<usize>> {
+pub(crate) fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<usize>> {
     let (shape, strides) = (layout.shape(), layout.stride());
     let Some((start, end)) = layout.contiguous_offsets() else {
         bail!(
@@ -57,7 +67,12 @@ fn range(name: &str, layout: &Layout, stored: usize) -> Result<Range<usize>> {
 
 /// The error of a collective that failed, with what was being done. Ranks that differ see each other's keys alone, so what a key is made of
 /// is said, too.
-fn of_tensor(name: &str, layout: &Layout, dtype: DType, error: allstream::Error) -> candle_core::Error {
+pub(crate) fn of_tensor(
+    name: &str,
+    layout: &Layout,
+    dtype: DType,
+    error: allstream::Error,
+) -> candle_core::Error {
     let why = match error {
         allstream::Error::Mismatch { .. } => {
             ": the shape must be the same on all ranks (the key of a call is a hash of it)"
@@ -71,7 +86,7 @@ fn of_tensor(name: &str, layout: &Layout, dtype: DType, error: allstream::Error)
 pub(crate) fn apply(op: &impl Collective, storage: &CpuStorage, layout: &Layout) -> Result<CpuStorage> {
     use candle_core::backend::BackendStorage;
     let dtype = storage.dtype();
-    let out = with_values!(storage, op.name(), (values, wrap) => {
+    let out = with_values!(CpuStorage: storage, op.name(), (values, wrap) => {
         let range = range(op.name(), layout, values.len())?;
         op.run(values[range].to_vec()).map(wrap).map_err(|failed| failed.error)
     });
@@ -83,7 +98,7 @@ pub(crate) fn apply(op: &impl Collective, storage: &CpuStorage, layout: &Layout)
 pub(crate) fn apply_in_place(op: &impl Collective, storage: &mut CpuStorage, layout: &Layout) -> Result<()> {
     use candle_core::backend::BackendStorage;
     let dtype = storage.dtype();
-    let error = with_values!(storage, op.name(), (values, _wrap) => {
+    let error = with_values!(CpuStorage: storage, op.name(), (values, _wrap) => {
         let range = range(op.name(), layout, values.len())?;
         in_place(op, values, range)
     });
@@ -143,34 +158,49 @@ fn on_cpu<R>(name: &str, tensor: &Tensor, read: impl FnOnce(&CpuStorage, &Layout
     }
 }
 
-/// The error for a tensor that is not on the CPU.
+/// The error for a tensor that is on a device on which nothing runs here.
 pub(crate) fn on_device(name: &str) -> candle_core::Error {
+    let gpus = match cfg!(feature = "cuda") {
+        true => "only CUDA devices are known",
+        false => "tensors on CUDA devices need allstream-candle's feature cuda",
+    };
     candle_core::Error::Msg(format!(
-        "{name}: the tensor is on a GPU, expected one on the CPU: bring it there with .to_device(&Device::Cpu) first"
+        "{name}: the tensor is on a GPU, expected one on the CPU: bring it there with .to_device(&Device::Cpu) first ({gpus})"
     ))
 }
 
-/// A copy of the elements of a contiguous tensor, in a `Vec` of their type.
+/// A copy of the elements of a contiguous tensor, in a `Vec` of their type, or on the tensor's own device.
 pub(crate) fn to_buf(name: &str, tensor: &Tensor) -> Result<AnyBuf> {
+    if tensor.device().is_cuda() {
+        return gpu::to_buf(name, tensor);
+    }
     on_cpu(name, tensor, |storage, layout| {
-        Ok(with_values!(storage, name, (values, _wrap) => {
+        Ok(with_values!(CpuStorage: storage, name, (values, _wrap) => {
             AnyBuf::new(values[range(name, layout, values.len())?].to_vec())
         }))
     })
 }
 
-/// A `Vec` of zeros of this type.
-pub(crate) fn zero_buf(dtype: allstream::DType, len: usize) -> AnyBuf {
-    match dtype {
+/// As many elements as a tensor of floats has, in a `Vec` of zeros, or in memory of the tensor's own device, whose contents buckets replace by zeros.
+pub(crate) fn zero_buf(name: &str, like: &Tensor) -> Result<AnyBuf> {
+    if like.device().is_cuda() {
+        return gpu::to_buf(name, &like.contiguous()?);
+    }
+    let (dtype, len) = (dtype(name, like.dtype())?, like.elem_count());
+    Ok(match dtype {
         allstream::DType::BF16 => AnyBuf::new(zeros::<allstream::bf16>(len)),
         allstream::DType::F16 => AnyBuf::new(zeros::<allstream::f16>(len)),
         allstream::DType::F64 => AnyBuf::new(zeros::<f64>(len)),
         _ => AnyBuf::new(zeros::<f32>(len)),
-    }
+    })
 }
 
-/// A tensor that takes over the `Vec` in a buffer of floats. Nothing is copied.
-pub(crate) fn from_buf(name: &str, buf: AnyBuf, shape: &Shape) -> Result<Tensor> {
+/// A tensor of the shape and on the device of another one that takes over a buffer of floats. Nothing is copied.
+pub(crate) fn from_buf(name: &str, buf: AnyBuf, like: &Tensor) -> Result<Tensor> {
+    let shape = like.shape();
+    if like.device().is_cuda() {
+        return gpu::from_buf(name, buf, like);
+    }
     fn take<T: candle_core::WithDType + Element>(
         buf: AnyBuf,
         shape: &Shape,
@@ -188,7 +218,12 @@ pub(crate) fn from_buf(name: &str, buf: AnyBuf, shape: &Shape) -> Result<Tensor>
 }
 
 /// A number that tensors of the same bits have in common, and others hardly ever.
+///
+/// Of a tensor on a device a copy comes to the host.
 pub(crate) fn fingerprint(name: &str, tensor: &Tensor) -> Result<u64> {
+    if tensor.device().is_cuda() {
+        return fingerprint(name, &tensor.to_device(&Device::Cpu)?);
+    }
     fn of(words: impl Iterator<Item = u64>) -> u64 {
         words.fold(0xcbf2_9ce4_8422_2325, |hash, word| {
             (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)

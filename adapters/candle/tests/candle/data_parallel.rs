@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Result, Tensor, Var};
 use candle_nn::VarMap;
 
 /// A map with these variables.
-fn vars(seed: usize, named: &[(&str, &[usize])]) -> VarMap {
+pub(crate) fn vars(seed: usize, named: &[(&str, &[usize])]) -> VarMap {
     let vars = VarMap::new();
     for (i, (name, shape)) in named.iter().enumerate() {
         let var = Var::from_tensor(&numbers(seed + i, shape)).unwrap();
@@ -21,16 +21,20 @@ fn var(vars: &VarMap, name: &str) -> Var {
     vars.data().lock().unwrap()[name].clone()
 }
 
-const MODEL: [(&str, &[usize]); 3] = [("a", &[4, 6]), ("b", &[6, 4]), ("c", &[1, 6])];
+pub(crate) const MODEL: [(&str, &[usize]); 3] = [("a", &[4, 6]), ("b", &[6, 4]), ("c", &[1, 6])];
 const ROWS: usize = 4;
 
 /// What each rank computes with: other rows on each.
-fn rows(rank: usize) -> Tensor {
+pub(crate) fn rows(rank: usize) -> Tensor {
     numbers(70 + rank, &[ROWS, 4])
 }
 
 /// The model with `a` used twice (tied), a tensor of the first segment used in the third, and `cut` between segments.
-fn loss(vars: &VarMap, x: &Tensor, mut cut: impl FnMut(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+pub(crate) fn loss(
+    vars: &VarMap,
+    x: &Tensor,
+    mut cut: impl FnMut(&Tensor) -> Result<Tensor>,
+) -> Result<Tensor> {
     let (a, b, c) = (var(vars, "a"), var(vars, "b"), var(vars, "c"));
     let first = cut(&x.matmul(&a)?.tanh()?)?;
     let second = cut(&first.matmul(&b)?.tanh()?)?;
@@ -38,16 +42,21 @@ fn loss(vars: &VarMap, x: &Tensor, mut cut: impl FnMut(&Tensor) -> Result<Tensor
     third.broadcast_mul(&c)?.sqr()?.sum_all()
 }
 
-fn gradients(vars: &VarMap, grads: &GradStore) -> Vec<Tensor> {
+pub(crate) fn gradients(vars: &VarMap, grads: &GradStore) -> Vec<Tensor> {
     MODEL.iter().map(|(name, _)| grads.get(var(vars, name).as_tensor()).unwrap().clone()).collect()
 }
 
 /// The mean of the gradients of all ranks, in one process.
 fn expected(ranks: usize) -> Vec<Tensor> {
+    expected_of(&(0..ranks).collect::<Vec<_>>())
+}
+
+/// The same of these ranks.
+pub(crate) fn expected_of(ranks: &[usize]) -> Vec<Tensor> {
     let vars = vars(0, &MODEL);
-    let losses = (0..ranks).map(|r| loss(&vars, &rows(r), |y| Ok(y.clone())).unwrap());
+    let losses = ranks.iter().map(|r| loss(&vars, &rows(*r), |y| Ok(y.clone())).unwrap());
     let sum = losses.reduce(|a, b| (a + b).unwrap()).unwrap();
-    gradients(&vars, &(sum / ranks as f64).unwrap().backward().unwrap())
+    gradients(&vars, &(sum / ranks.len() as f64).unwrap().backward().unwrap())
 }
 
 #[test]

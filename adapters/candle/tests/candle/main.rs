@@ -1,8 +1,9 @@
-//! The adapter on several ranks, which are threads, beside the same computation in one process.
+//! The adapter on several ranks, which are threads where nothing else is said, beside the same computation in one process.
 
 mod data_parallel;
 mod digits;
 mod gpt;
+mod killed;
 mod llama;
 mod ops;
 mod support;

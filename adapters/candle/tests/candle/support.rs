@@ -11,10 +11,13 @@ use candle_core::{Device, Result, Tensor};
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// Runs `rank` on as many threads, each a rank of one world, and gives what each came to. Panics if a rank does, or is not there in time.
-pub(crate) fn on_ranks<R: Send + 'static>(n: usize, rank: fn(SharedComm) -> R) -> Vec<R> {
+pub(crate) fn on_ranks<R: Send + 'static>(
+    n: usize,
+    rank: impl Fn(SharedComm) -> R + Clone + Send + 'static,
+) -> Vec<R> {
     let (done, results) = mpsc::channel();
     for (r, comm) in Comm::local(n).unwrap().into_iter().enumerate() {
-        let done = done.clone();
+        let (done, rank) = (done.clone(), rank.clone());
         thread::spawn(move || {
             let result = rank(comm.share());
             let _ = done.send((r, result));

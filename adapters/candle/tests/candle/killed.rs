@@ -1,0 +1,172 @@
+//! A process that is killed in the middle of a step: the others are told which rank, keep what they have, and go on without it.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use allstream::{Comm, Rendezvous, train};
+use allstream_candle::{DataParallel, Options, cause};
+use candle_core::backprop::GradStore;
+use candle_core::{CpuStorage, CustomOp1, Layout, Result, Shape, Tensor};
+use candle_nn::VarMap;
+use pollster::block_on;
+
+use crate::data_parallel::{MODEL, expected_of, gradients, loss, rows, vars};
+use crate::support::close;
+
+const RANKS: usize = 3;
+const VICTIM: usize = 1;
+/// For all that is waited for here.
+const LIMIT: Duration = Duration::from_secs(60);
+/// A death is heard of at once; a silence would take 10 s.
+const SOON: Duration = Duration::from_secs(8);
+/// What the victim prints when it is where it shall die.
+const THERE: &str = "in the middle of a step";
+/// How the ranks reduce: `reduce` or `segments`.
+const WAY: &str = "ALLSTREAM_CANDLE_TEST_WAY";
+
+/// The input as it is. Its backward never ends by itself.
+struct Stops;
+
+impl CustomOp1 for Stops {
+    fn name(&self) -> &'static str {
+        "stops"
+    }
+    fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
+        Ok((storage.clone(), layout.shape().clone()))
+    }
+    fn bwd(&self, _: &Tensor, _: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
+        wait_for_death();
+        Ok(Some(grad.clone()))
+    }
+}
+
+fn wait_for_death() {
+    println!("{THERE}");
+    thread::sleep(LIMIT);
+}
+
+/// One step; `stops`: in it this rank is killed, after others' and its own first gradients are on their way.
+fn step(parallel: &mut DataParallel, vars: &VarMap, x: &Tensor, way: &str, stops: bool) -> Result<GradStore> {
+    if way == "reduce" {
+        let mut grads = loss(vars, x, |y| Ok(y.clone()))?.backward()?;
+        if stops {
+            wait_for_death();
+        }
+        let own = gradients(vars, &grads);
+        let reduced = parallel.reduce(&mut grads);
+        if reduced.is_err() {
+            // Everything that was handed in is back.
+            gradients(vars, &grads).iter().zip(&own).for_each(|(found, own)| close(found, own));
+        }
+        return reduced.map(|()| grads);
+    }
+    let mut segments = parallel.segments();
+    let mut cuts = 0;
+    let loss = loss(vars, x, |y| {
+        cuts += 1;
+        // Of the first segment: the last one to go backwards.
+        let y = if stops && cuts == 1 { y.apply_op1(Stops)? } else { y.clone() };
+        segments.cut(&y)
+    })?;
+    segments.backward(&loss)
+}
+
+/// A rank, in a process of its own.
+fn rank(way: &str) {
+    let comm = block_on(Comm::connect(Rendezvous::from_env().unwrap().timeout(LIMIT))).unwrap();
+    let (me, x) = (comm.rank(), rows(comm.rank()));
+    let vars = vars(0, &MODEL);
+    // A bucket for each variable, so that some are on their way when the victim dies.
+    let buckets = train::Options::default().bucket_bytes(1).first_bucket_bytes(1);
+    let options = Options::default().buckets(buckets);
+    let mut parallel = DataParallel::with(&comm.share(), &vars, options).unwrap();
+    let grads = step(&mut parallel, &vars, &x, way, false).unwrap();
+    gradients(&vars, &grads).iter().zip(&expected_of(&[0, 1, 2])).for_each(|(a, b)| close(a, b));
+
+    let Err(error) = step(&mut parallel, &vars, &x, way, me == VICTIM) else { panic!("a rank is dead") };
+    let lost = cause(&error);
+    assert!(matches!(lost, Some(allstream::Error::PeerLost { rank: VICTIM, .. })), "{error}");
+    assert!(error.to_string().contains("rank 1"), "{error}");
+    let untouched = crate::data_parallel::vars(0, &MODEL);
+    for (name, _) in MODEL {
+        let bits = |vars: &VarMap| {
+            let values = vars.data().lock().unwrap()[name].flatten_all().unwrap().to_vec1::<f32>().unwrap();
+            values.into_iter().map(f32::to_bits).collect::<Vec<_>>()
+        };
+        assert_eq!(bits(&vars), bits(&untouched), "the weights of {name}");
+    }
+    let again = step(&mut parallel, &vars, &x, way, false).err().unwrap().to_string();
+    assert!(again.contains("a step has failed before"), "{again}");
+
+    let (comm, verdict) = block_on(comm.shrink()).unwrap();
+    assert_eq!((comm.size(), &verdict.lost[..]), (RANKS - 1, &[VICTIM][..]));
+    let mut parallel = DataParallel::new(&comm.share(), &vars).unwrap();
+    let grads = step(&mut parallel, &vars, &x, way, false).unwrap();
+    gradients(&vars, &grads).iter().zip(&expected_of(&[0, 2])).for_each(|(a, b)| close(a, b));
+    parallel.close().unwrap();
+}
+
+/// Processes that end with the test.
+struct Ranks(Vec<Child>);
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+fn start(way: &str, name: &str) -> Ranks {
+    // Nobody else is likely to take the port between here and rank 0.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture", "--test-threads", "1"])
+            .envs([("RANK", rank.to_string()), ("WORLD_SIZE", RANKS.to_string())])
+            .envs([("MASTER_ADDR", "127.0.0.1".into()), ("MASTER_PORT", port.to_string())])
+            .envs([("ALLSTREAM_TOKEN", format!("{port}-of-a-test")), (WAY, way.into())])
+            .stdout(if rank == VICTIM { Stdio::piped() } else { Stdio::inherit() })
+            .spawn()
+            .unwrap()
+    };
+    Ranks((0..RANKS).map(start).collect())
+}
+
+#[test]
+fn a_killed_rank_is_named_and_the_others_keep_their_weights_and_go_on() {
+    if let Ok(way) = std::env::var(WAY) {
+        return rank(&way);
+    }
+    for way in ["reduce", "segments"] {
+        let mut ranks =
+            start(way, "killed::a_killed_rank_is_named_and_the_others_keep_their_weights_and_go_on");
+        let (tell, there) = mpsc::channel();
+        let output = BufReader::new(ranks.0[VICTIM].stdout.take().unwrap());
+        thread::spawn(move || {
+            for line in output.lines().map_while(std::result::Result::ok) {
+                if line.contains(THERE) {
+                    let _ = tell.send(());
+                }
+            }
+        });
+        there.recv_timeout(LIMIT).expect("the victim comes to the middle of a step");
+        let killed = Instant::now();
+        ranks.0[VICTIM].kill().unwrap();
+        for survivor in [0, 2] {
+            let status = loop {
+                match ranks.0[survivor].try_wait().unwrap() {
+                    Some(status) => break status,
+                    None if killed.elapsed() > SOON => panic!("{way}: rank {survivor} still waits"),
+                    None => thread::sleep(Duration::from_millis(10)),
+                }
+            };
+            assert!(status.success(), "{way}: rank {survivor}: {status}");
+        }
+    }
+}
