@@ -28,13 +28,14 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 42] = [
+const UNSAFE: [(&str, &str); 43] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/forked.rs", "a page that a fork clears"),
     ("engine/trace/ticks.rs", "reads the processor's counter"),
     ("engine/mem/", "memory that operations own while it is in flight"),
+    ("engine/train/pack.rs", "gradients that a device copies while buckets own them"),
     ("engine/link/mod.rs", "the contract of a link: it borrows memory by pointer"),
     ("engine/link/region.rs", "a mapping shared by processes"),
     ("engine/link/arena.rs", "buffers in that mapping"),

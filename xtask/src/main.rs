@@ -8,6 +8,7 @@ mod pack;
 mod packages;
 mod parts;
 mod peers;
+mod python;
 mod runner;
 mod source;
 

@@ -9,6 +9,7 @@ use crate::house::{self, Check};
 use crate::kernels;
 use crate::pack;
 use crate::packages;
+use crate::python;
 use crate::runner::Ran;
 
 /// Something to run, and what it needs.
@@ -110,15 +111,20 @@ pub(crate) fn tests() -> Vec<Part> {
     let built = format!("{product} --package loom-tests");
     let tested = format!("{built} --no-fail-fast");
     let released = format!("{product} --no-fail-fast --release");
+    let examples = ["by_hand", "14_study", "15_mesh_train", "16_survive"]
+        .map(|name| format!("--example {name}"))
+        .join(" ");
     vec![
         house(),
         tests_of("xtask", "--package xtask --no-fail-fast --tests"),
-        // All in one, as most of the crates keep one core busy: so another is compiled beside each.
-        cargo("build", &format!("build {built} --lib --bins --tests --examples --benches")),
+        // All in one, as most of the crates keep one core busy: so another is compiled beside each. Of the examples those that tests run.
+        cargo("build", &format!("build {built} --lib --bins --tests {examples}")),
+        cargo("build, examples and benches", &format!("build {product} --examples --benches")).full(),
         Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
         tests_of("unit", &format!("{tested} --lib --bins")),
         tests_of("integration and loom", &format!("{tested} --test *")).needs(integration_tests),
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
+        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs),
         cargo("build, release", &format!("test {released} --no-run --lib --bins --test *")).full(),
         tests_of("unit, release", &format!("{released} --lib --bins")).full(),
         // Everything that knows of it tries every combination: conformance, faults, plans.
@@ -136,7 +142,10 @@ pub(crate) fn tests() -> Vec<Part> {
             .needs(pack::needs_device)
             .minutes(90)
             .full(),
-        Part::not_yet("python", "not built yet: step 7"),
+        Part { work: Work::Steps(python::all), ..cargo("python, with torch and Ray", "") }
+            .needs(python::needs)
+            .minutes(40)
+            .full(),
         Part::not_yet("RDMA", "not built yet: step 6"),
     ]
 }
@@ -150,6 +159,19 @@ pub(crate) fn lints(root: &Path) -> Vec<Part> {
         cargo(
             "clippy, candle",
             "clippy --manifest-path adapters/candle/Cargo.toml --all-targets -- -D warnings",
+        ),
+        // Its types alone: with a stand-in for nvcc, which no machine of ours has.
+        cargo(
+            "clippy, candle on CUDA devices",
+            "clippy --manifest-path adapters/candle/Cargo.toml --features cuda -- -D warnings",
+        )
+        .env("NVCC", &root.join("adapters/candle/nvcc-for-checks").display().to_string())
+        .env("CUDARC_CUDA_VERSION", "13000")
+        .env("CUDA_COMPUTE_CAP", "80"),
+        cargo("format, python", "fmt --manifest-path ffi/python/Cargo.toml --check"),
+        cargo(
+            "clippy, python",
+            "clippy --manifest-path ffi/python/Cargo.toml --all-targets --locked -- -D warnings",
         ),
         cargo("docs", &format!("doc --workspace {OURS_ALONE} --no-deps --all-features"))
             .env("RUSTDOCFLAGS", "-D warnings"),

@@ -1,0 +1,248 @@
+//! The Python package: built, and its tests run, in a virtual environment of its own below `target/`.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use crate::journal::{Counts, Report};
+use crate::runner::{self, Ran};
+
+/// What the tests need that are part of every run.
+const BASE: [&str; 4] = ["numpy", "ml_dtypes", "pytest>=8", "pytest-timeout>=2"];
+/// What the others need. A torch for CUDA is what PyPI has; it runs without a GPU.
+const LIBRARIES: [(&str, &str); 3] =
+    [("torch", "torch==2.15.*"), ("ray", "ray==2.60.*"), ("spacy", "spacy==3.8.*")];
+/// How long pip may take for all of one library.
+const DOWNLOAD: Duration = Duration::from_secs(12 * 60);
+
+/// Versions of Python, the first that is there and can make environments is taken.
+const PYTHONS: [&str; 6] = ["python3", "python3.14", "python3.13", "python3.12", "python3.11", "python3.10"];
+/// Whether it is new enough and has what makes environments.
+const CHECK: &str = "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))";
+
+fn python() -> Option<&'static str> {
+    PYTHONS.into_iter().find(|python| {
+        let ended =
+            Command::new(python).args(["-c", CHECK]).stdout(Stdio::null()).stderr(Stdio::null()).status();
+        ended.is_ok_and(|status| status.success())
+    })
+}
+
+/// Why the package cannot be tested here.
+pub(crate) fn needs(_: &Path) -> Result<(), String> {
+    python().map(|_| ()).ok_or_else(|| "there is no Python 3.10 or newer with the module venv".into())
+}
+
+struct Work<'a> {
+    root: &'a Path,
+    end: Instant,
+    /// The environment.
+    home: PathBuf,
+}
+
+/// Why a step did not succeed: in words, and what it has printed.
+struct Stopped(String, Vec<String>);
+
+impl Work<'_> {
+    fn new<'a>(root: &'a Path, limit: Duration, name: &str) -> Work<'a> {
+        Work { root, end: Instant::now() + limit, home: root.join("target/python").join(name) }
+    }
+
+    fn left(&self) -> Duration {
+        self.end.saturating_duration_since(Instant::now())
+    }
+
+    fn program(&self, name: &str) -> PathBuf {
+        self.home.join("bin").join(name)
+    }
+
+    fn run(&self, what: &str, command: Command, limit: Duration, echo: bool) -> Result<(), Stopped> {
+        let end = runner::execute(command, self.root, limit.min(self.left()), echo);
+        match end.code() {
+            Some(0) => Ok(()),
+            Some(code) => Err(Stopped(format!("{what}: exit code {code}"), end.journal.report().lines)),
+            None => Err(Stopped(format!("{what}: did not end in time"), end.journal.report().lines)),
+        }
+    }
+
+    /// Makes the environment, if it is not there.
+    fn make(&self) -> Result<(), Stopped> {
+        if self.program("python").exists() {
+            return Ok(());
+        }
+        let mut make = Command::new(python().unwrap_or("python3"));
+        make.args(["-m", "venv"]).arg(&self.home);
+        self.run("making a virtual environment", make, self.left(), false)
+    }
+
+    fn install(&self, packages: &[&str], limit: Duration) -> Result<(), Stopped> {
+        let mut pip = Command::new(self.program("python"));
+        pip.args(["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]).args(packages);
+        self.run(&format!("pip install {}", packages.join(" ")), pip, limit, false)
+    }
+
+    /// Runs tests, and counts them by the file that they leave.
+    fn tests(&self, arguments: &[&str], package: Option<&Path>) -> Ran {
+        let devices = match devices(self) {
+            Ok(devices) => devices,
+            Err(stopped) => return failed(stopped),
+        };
+        let results = self.home.join("results.json");
+        let _ = fs::remove_file(&results);
+        let mut pytest = Command::new(self.program("python"));
+        pytest
+            .args(["-m", "pytest", "-q", "--durations=5", "--color=no", "-p", "no:cacheprovider"])
+            .args(arguments);
+        pytest.current_dir(self.root).env("ALLSTREAM_TEST_RESULTS", &results).env("ALLSTREAM_TUNING", "off");
+        pytest.env("PYTHONDONTWRITEBYTECODE", "1").envs(devices);
+        match package {
+            Some(package) => pytest.env("PYTHONPATH", package),
+            None => pytest.env_remove("PYTHONPATH"),
+        };
+        let stopped = self.run("pytest", pytest, self.left(), true).err();
+        let read =
+            fs::read_to_string(&results).ok().and_then(|text| serde_json::from_str::<Value>(&text).ok());
+        counted(read.as_ref(), stopped)
+    }
+}
+
+/// What tests told, and what their command came to.
+fn counted(results: Option<&Value>, stopped: Option<Stopped>) -> Ran {
+    let texts = |name: &str| -> Vec<String> {
+        let all = results.and_then(|results| results[name].as_array()).into_iter().flatten();
+        all.filter_map(Value::as_str).map(String::from).collect()
+    };
+    let (failed, skipped) = (texts("failed"), texts("skipped"));
+    let passed = results.and_then(|results| results["passed"].as_u64()).unwrap_or(0);
+    let mut counts = Counts { passed, failed: failed.len() as u64, skipped: skipped.len() as u64 };
+    let mut report = Report::default();
+    skipped.iter().for_each(|why| runner::say(&format!("skipped, python: {why}")));
+    if let Some(Stopped(why, lines)) = stopped {
+        counts.failed = counts.failed.max(1);
+        report.names = if failed.is_empty() { vec![why] } else { failed };
+        report.lines = lines;
+    } else if passed == 0 {
+        counts.failed = 1;
+        report.names.push("pytest ran no test".into());
+    }
+    Ran(runner::describe(counts), counts, report)
+}
+
+fn failed(Stopped(why, lines): Stopped) -> Ran {
+    let report = Report { names: vec![why.clone()], lines };
+    Ran(format!("FAILED: {why}"), Counts { failed: 1, ..Counts::default() }, report)
+}
+
+/// The part of every run: the module as cargo builds it for development, and the tests that need numpy alone.
+pub(crate) fn numpy(root: &Path, limit: Duration) -> Ran {
+    let work = Work::new(root, limit, "numpy");
+    if let Err(Stopped(why, _)) = work.make().and_then(|()| work.install(&BASE, DOWNLOAD)) {
+        return runner::skipped(&why);
+    }
+    let package = match developed(&work) {
+        Ok(package) => package,
+        Err(stopped) => return failed(stopped),
+    };
+    work.tests(
+        &["ffi/python/tests", "--ignore=ffi/python/tests/torch", "--ignore=ffi/python/tests/ray"],
+        Some(&package),
+    )
+}
+
+/// Builds the module and puts it beside the package's files; the folder that holds the package.
+fn developed(work: &Work<'_>) -> Result<PathBuf, Stopped> {
+    let mut build = Command::new(runner::cargo());
+    build.args(["build", "--locked", "--manifest-path", "ffi/python/Cargo.toml"]);
+    // Nobody debugs it, and to write what a debugger needs takes a third of the time.
+    build.env("CARGO_INCREMENTAL", "0").env("CARGO_PROFILE_DEV_DEBUG", "0");
+    build.env("PYO3_PYTHON", work.program("python"));
+    work.run("cargo build of ffi/python", build, work.left(), true)?;
+    let put = || {
+        let package = work.home.join("package/allstream");
+        let _ = fs::remove_dir_all(&package);
+        copy(&work.root.join("ffi/python/python/allstream"), &package)?;
+        let module = work.root.join("ffi/python/target/debug/lib_native.so");
+        fs::copy(module, package.join("_native.abi3.so"))
+    };
+    let put: std::io::Result<u64> = put();
+    put.map(|_| work.home.join("package"))
+        .map_err(|error| Stopped(format!("copying the package: {error}"), Vec::new()))
+}
+
+/// Builds the CUDA driver and the NCCL for tests; what the tests are told of where they are.
+fn devices(work: &Work<'_>) -> Result<[(&'static str, PathBuf); 2], Stopped> {
+    // One by one, as the tests of Rust build them (`tests/support/cuda.rs`): together they would be built anew, with each other's features.
+    for package in ["cuda-driver-for-tests", "nccl-for-tests"] {
+        let mut build = Command::new(runner::cargo());
+        build.args(["build", "--locked", "--package", package]);
+        work.run(&format!("cargo build of {package}"), build, work.left(), true)?;
+    }
+    let built = |file| work.root.join("target/debug").join(file);
+    Ok([("ALLSTREAM_TEST_CUDA", built("libcuda.so")), ("ALLSTREAM_TEST_NCCL", built("libnccl.so"))])
+}
+
+/// Copies the Python files of a folder, and of those in it.
+fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
+    fs::create_dir_all(to)?;
+    for entry in from.read_dir()? {
+        let entry = entry?;
+        let (path, target) = (entry.path(), to.join(entry.file_name()));
+        if path.is_dir() {
+            copy(&path, &target)?;
+        } else if path.extension().is_some_and(|end| end == "py" || end == "pyi") {
+            fs::copy(&path, &target)?;
+        }
+    }
+    Ok(())
+}
+
+/// All of it: the wheel as users build it, with torch and Ray as pip has them.
+pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
+    let work = Work::new(root, limit, "all");
+    if let Err(Stopped(why, _)) = work.make().and_then(|()| work.install(&BASE, DOWNLOAD)) {
+        return runner::skipped(&why);
+    }
+    let mut arguments = vec!["ffi/python/tests".to_owned()];
+    let mut missing = Vec::new();
+    for (name, package) in LIBRARIES {
+        if let Err(Stopped(why, _)) = work.install(&[package], DOWNLOAD) {
+            arguments.push(format!("--ignore=ffi/python/tests/{name}"));
+            missing.push(why);
+        }
+    }
+    // As a user installs it: pip fetches maturin, which builds the wheel.
+    if let Err(stopped) = work.install(&["--force-reinstall", "--no-deps", "./ffi/python"], work.left()) {
+        return failed(stopped);
+    }
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let Ran(_, mut counts, report) = work.tests(&arguments, None);
+    for why in &missing {
+        runner::say(&format!("skipped, python: {why}"));
+        counts.skipped += 1;
+    }
+    Ran(runner::describe(counts), counts, report)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tests_that_fail_and_none_at_all_are_failures() {
+        let results = serde_json::json!({"passed": 3, "failed": ["tests/a.py::b"], "skipped": ["no torch"]});
+        let stopped = || Stopped("pytest: exit code 1".into(), vec!["line".into()]);
+        let Ran(text, counts, report) = counted(Some(&results), Some(stopped()));
+        assert_eq!((counts.passed, counts.failed, counts.skipped), (3, 1, 1));
+        assert_eq!(
+            (text.as_str(), report.names[0].as_str()),
+            ("FAILED (3 passed, 1 failed, 1 skipped)", "tests/a.py::b")
+        );
+        let Ran(_, counts, report) = counted(None, Some(stopped()));
+        assert_eq!((counts.failed, report.names[0].as_str()), (1, "pytest: exit code 1"));
+        assert_eq!(counted(Some(&serde_json::json!({"passed": 0})), None).1.failed, 1);
+        assert_eq!(counted(Some(&serde_json::json!({"passed": 2})), None).1.failed, 0);
+    }
+}
