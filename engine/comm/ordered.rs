@@ -74,6 +74,11 @@ impl<O, F> Work<O, F> {
     /// On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for collectives that a device runs
     /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
     ///
+    /// Several ranks of one process that share a device share its hardware queues, and a stream that waits holds up all streams in its
+    /// queue. If another rank has yet to wait for its own stream before it calls the same operation, that stream may be one of them, and then
+    /// nothing goes on before the operation's deadline. So let all of these ranks call the operation before any of them joins. Ranks that
+    /// have a device, or a process, of their own need not.
+    ///
     /// # Errors
     /// Those that are known already: an operation that was refused, or waited for here.
     pub fn join(mut self, stream: &impl Stream) -> Result<Ordered<O, F>, Failed<F>>

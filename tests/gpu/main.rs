@@ -112,6 +112,9 @@ fn buckets(comm: &mut Comm, OnDevice(stream): &OnDevice) -> Result<(), String> {
         let back: Vec<DeviceBuf<f32>> = if step % 2 == 0 {
             block_on(buckets.finish()).map_err(|failed| said(&failed.error))?.collect()
         } else {
+            // All ranks have pushed before any of their streams waits: they share the device's hardware queues, so that a stream which
+            // waits may hold up another rank's, on which that one's gradients come.
+            block_on(comm.barrier()).map_err(|error| said(&error))?;
             let joined = buckets.join(stream).map_err(|failed| said(&failed.error))?;
             joined.in_order().map_err(|failed| said(&failed.error))?
         };

@@ -52,7 +52,8 @@ impl<B: Buf> Buckets<B> {
     /// - On a [`HostStream`] packed gradients are copied back by a job on it. Steps that are not over have packed buffers of their own.
     /// - On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for gradients on devices whose collectives a device runs
     ///   ([`Comm::bind_device`](crate::Comm::bind_device)). Others, and all in memory of the host, are waited for here. Such a step has no
-    ///   [`report`](Self::report).
+    ///   [`report`](Self::report). Where several ranks of one process share a device, let all of them push their gradients before any joins
+    ///   (a [`barrier`](crate::SharedComm::barrier) in between does that), for the reason that [`Work::join`](crate::Work::join) gives.
     ///
     /// The caller waits where more than 256 buckets of earlier steps are in flight, and in the second step for the order of the first.
     ///
