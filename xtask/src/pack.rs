@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use crate::journal::{Counts, Report};
+use crate::parts::CHECKED;
 use crate::runner::{self, Ran};
 
 /// Bytes of all files together.
@@ -20,7 +21,7 @@ pub(crate) const FOLDER: &str = ".gpu-pack";
 const CONTENTS: &str = "CONTENTS";
 const RUN: &str = include_str!("pack/run.sh");
 const README: &str = include_str!("../../docs/gpu-pack.md");
-/// As the release's integration tests are built, so that nothing is built twice.
+/// As the release's integration tests are built, so that (with [`CHECKED`]) nothing is built twice.
 const BUILD: [&str; 15] = [
     "build",
     "--release",
@@ -171,7 +172,7 @@ pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
     let mut steps = Steps::new(root, limit);
     let (pack, out) = (root.join("target/gpu-pack"), root.join("target/gpu-pack-rehearsal"));
     let mut make = ours();
-    make.arg("gpu-pack").arg("--out").arg(&pack);
+    make.arg("gpu-pack").arg("--out").arg(&pack).envs(CHECKED);
     if !steps.step("the pack is made", make, 0, "") {
         return steps.ran();
     }
@@ -189,7 +190,7 @@ pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
         steps.step("without a GPU its `run` says so", bare, 3, "gpu-pack: there is no GPU here");
     }
     let mut driver = Command::new(runner::cargo());
-    driver.args(["build", "--release", "--package", "cuda-driver-for-tests"]);
+    driver.args(["build", "--release", "--package", "cuda-driver-for-tests"]).envs(CHECKED);
     if steps.step("the driver for tests is built", driver, 0, "") {
         let library = root.join("target/release/libcuda.so");
         steps.step("its `run` passes by the driver for tests", run(&library), 0, "NOT MEASURED ON A DEVICE");

@@ -16,13 +16,30 @@ use crate::runner::Ran;
 pub(crate) struct Part {
     pub(crate) name: String,
     pub(crate) work: Work,
-    /// Not part of `test`, only of `test --full` and `ci`.
-    pub(crate) full_only: bool,
+    pub(crate) when: When,
     /// Why it cannot run here, if it cannot.
     pub(crate) needs: fn(&Path) -> Result<(), String>,
     /// Past this it is killed, and has failed.
     pub(crate) limit: Duration,
 }
+
+/// Of which runs a part is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum When {
+    Always,
+    /// Of `test`. `test --full` and `ci` have a part that does the same and more.
+    Core,
+    /// Of `test --full` and `ci`.
+    Full,
+}
+
+/// How the release is built for tests: as it is, and it panics where an integer overflows or what the code asserts does not hold. Without the
+/// optimization of a whole crate once more, which takes a fifth of the time to build.
+pub(crate) const CHECKED: [(&str, &str); 3] = [
+    ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
+    ("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true"),
+    ("CARGO_PROFILE_RELEASE_LTO", "off"),
+];
 
 /// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
@@ -62,15 +79,29 @@ fn cargo(name: &str, arguments: &str) -> Part {
     Part {
         name: name.into(),
         work: Work::Cargo(arguments.split_whitespace().map(String::from).collect(), Vec::new()),
-        full_only: false,
+        when: When::Always,
         needs: nothing,
         limit: Duration::from_secs(20 * 60),
     }
 }
 
 impl Part {
+    fn core(self) -> Self {
+        Self { when: When::Core, ..self }
+    }
+
     fn full(self) -> Self {
-        Self { full_only: true, ..self }
+        Self { when: When::Full, ..self }
+    }
+
+    /// Four tests at a time: half of their time most of them wait for a deadline or for a process, and two cores have nothing to do.
+    fn many(self) -> Self {
+        self.env("RUST_TEST_THREADS", "4")
+    }
+
+    /// Of the full run, with the release as [`CHECKED`] has it.
+    fn checked(self) -> Self {
+        CHECKED.iter().fold(self.full(), |part, (name, value)| part.env(name, value))
     }
 
     fn needs(self, needs: fn(&Path) -> Result<(), String>) -> Self {
@@ -103,38 +134,50 @@ pub(crate) fn cuda_kernels() -> Part {
     Part { work: Work::Checks(kernels::check), ..cargo("CUDA kernels", "") }
 }
 
-/// `cargo xtask test`, in order: what fails fast comes first.
-pub(crate) fn tests() -> Vec<Part> {
+/// The parts of `cargo xtask test`, or of its full run.
+pub(crate) fn tests(is_full: bool) -> Vec<Part> {
+    let left_out = if is_full { When::Core } else { When::Full };
+    all().into_iter().filter(|part| part.when != left_out).collect()
+}
+
+/// All parts, in order: what fails fast comes first. The full run has the tests of the core once, in the release and with every
+/// combination, and not a second time as they are built for development, which would take a quarter of an hour more.
+fn all() -> Vec<Part> {
     // Together, so that what they have in common is compiled once, with the features that all of them ask for.
     let packages = "--package allstream --package allstream-kernels --package allstream-sys --all-features";
     let product = format!("{packages} --package cuda-driver-for-tests --package nccl-for-tests");
     let built = format!("{product} --package loom-tests");
     let tested = format!("{built} --no-fail-fast");
-    let released = format!("{product} --no-fail-fast --release");
+    // Of the examples those that tests run; clippy compiles the others.
     let examples = ["by_hand", "14_study", "15_mesh_train", "16_survive"]
         .map(|name| format!("--example {name}"))
         .join(" ");
+    // All in one, as most of the crates keep one core busy: so another is compiled beside each.
+    let targets = format!("{built} --lib --bins --tests {examples}");
     vec![
         house(),
         tests_of("xtask", "--package xtask --no-fail-fast --tests"),
-        // All in one, as most of the crates keep one core busy: so another is compiled beside each. Of the examples those that tests run.
-        cargo("build", &format!("build {built} --lib --bins --tests {examples}")),
-        cargo("build, examples and benches", &format!("build {product} --examples --benches")).full(),
+        cargo("build", &format!("build {targets}")).core(),
+        tests_of("unit", &format!("{tested} --lib --bins")).core(),
+        tests_of("integration and loom", &format!("{tested} --test *"))
+            .many()
+            .needs(integration_tests)
+            .core(),
+        cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")).core(),
+        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).core(),
         Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
-        tests_of("unit", &format!("{tested} --lib --bins")),
-        tests_of("integration and loom", &format!("{tested} --test *")).needs(integration_tests),
-        cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
-        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs),
-        cargo("build, release", &format!("test {released} --no-run --lib --bins --test *")).full(),
-        tests_of("unit, release", &format!("{released} --lib --bins")).full(),
+        cargo("build, release", &format!("build --release {targets}")).checked(),
+        tests_of("unit, release", &format!("{tested} --release --lib --bins")).checked(),
         // Everything that knows of it tries every combination: conformance, faults, plans.
-        tests_of("integration, release, every combination", &format!("{released} --test *"))
+        tests_of("integration and loom, release, every combination", &format!("{tested} --release --test *"))
             .env("ALLSTREAM_TEST_FULL", "1")
+            .many()
             .needs(integration_tests)
             .minutes(60)
-            .full(),
+            .checked(),
+        cargo("doc tests, release", &format!("test {packages} --no-fail-fast --release --doc")).checked(),
         cuda_kernels().needs(kernels::needs).full(),
-        Part { work: Work::Fuzz(20), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
+        Part { work: Work::Fuzz(10), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
         // A workspace of its own, so that candle stays out of the engine's lock file.
         cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release").full(),
         Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),

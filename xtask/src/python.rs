@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::journal::{Counts, Report};
+use crate::parts::CHECKED;
 use crate::runner::{self, Ran};
 
 /// What the tests need that are part of every run.
@@ -86,7 +87,8 @@ impl Work<'_> {
 
     /// Runs tests, and counts them by the file that they leave.
     fn tests(&self, arguments: &[&str], package: Option<&Path>) -> Ran {
-        let devices = match devices(self) {
+        // What the full run has built of Rust is the release.
+        let devices = match devices(self, package.is_none()) {
             Ok(devices) => devices,
             Err(stopped) => return failed(stopped),
         };
@@ -173,14 +175,18 @@ fn developed(work: &Work<'_>) -> Result<PathBuf, Stopped> {
 }
 
 /// Builds the CUDA driver and the NCCL for tests; what the tests are told of where they are.
-fn devices(work: &Work<'_>) -> Result<[(&'static str, PathBuf); 2], Stopped> {
+fn devices(work: &Work<'_>, is_release: bool) -> Result<[(&'static str, PathBuf); 2], Stopped> {
     // One by one, as the tests of Rust build them (`tests/support/cuda.rs`): together they would be built anew, with each other's features.
     for package in ["cuda-driver-for-tests", "nccl-for-tests"] {
         let mut build = Command::new(runner::cargo());
         build.args(["build", "--locked", "--package", package]);
+        if is_release {
+            build.arg("--release").envs(CHECKED);
+        }
         work.run(&format!("cargo build of {package}"), build, work.left(), true)?;
     }
-    let built = |file| work.root.join("target/debug").join(file);
+    let profile = if is_release { "release" } else { "debug" };
+    let built = |file| work.root.join("target").join(profile).join(file);
     Ok([("ALLSTREAM_TEST_CUDA", built("libcuda.so")), ("ALLSTREAM_TEST_NCCL", built("libnccl.so"))])
 }
 
