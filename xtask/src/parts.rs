@@ -167,8 +167,10 @@ fn all() -> Vec<Part> {
         Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).core(),
         Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
         cargo("build, release", &format!("build --release {targets}")).checked(),
-        tests_of("unit, release", &format!("{tested} --release --lib --bins")).checked(),
-        // Everything that knows of it tries every combination: conformance, faults, plans.
+        // Everything that knows of it tries every combination: plans, agreements, conformance, faults.
+        tests_of("unit, release, every combination", &format!("{tested} --release --lib --bins"))
+            .env("ALLSTREAM_TEST_FULL", "1")
+            .checked(),
         tests_of("integration and loom, release, every combination", &format!("{tested} --release --test *"))
             .env("ALLSTREAM_TEST_FULL", "1")
             .many()
