@@ -75,8 +75,8 @@ impl<O, F> Work<O, F> {
     /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
     ///
     /// Several ranks of one process that share a device share its hardware queues, and a stream that waits holds up all streams in its
-    /// queue. If another rank has yet to wait for its own stream before it calls the same operation, that stream may be one of them, and then
-    /// nothing goes on before the operation's deadline. So let all of these ranks call the operation before any of them joins. Ranks that
+    /// queue. If another rank waits for its own stream before it calls the same operation, and that stream shares the queue, nothing goes on
+    /// before the operation's deadline. So let all of these ranks call the operation before any of them joins. Ranks that
     /// have a device, or a process, of their own need not.
     ///
     /// # Errors

@@ -10,8 +10,9 @@ use crate::mem::device::{DeviceStream, is_same};
 use crate::mem::{AnyBuf, Buf};
 use crate::types::{DType, Rank, ReduceOp, bf16, f16};
 
-/// Gradients of fewer bytes are packed: to copy them twice takes less time than a part of an operation does. On a CPU 4 KB took less than
-/// half of that time, 128 KB up to 2.5 times as long (docs/bench/buckets.md). On a device this has not been measured.
+/// Gradients of fewer bytes are packed, as to copy them in and out takes less time than one more buffer in an `all_reduce_list`; compressed
+/// ones always are. On a CPU packing took less than half of the list's time at 4 KB, and up to 2.5 times as long at 128 KB
+/// (docs/bench/buckets.md). On a device this has not been measured.
 const PACKED_BELOW: usize = 64 << 10;
 
 /// What is on its way.
@@ -45,7 +46,8 @@ pub(super) struct Bucket<B: Buf> {
     /// Parameters whose gradients are reduced where they lie.
     singles: Vec<usize>,
     packs: Vec<Pack>,
-    /// Memory of the packs, in their order, while none of it is on its way. On a device it is allocated at a launch, and dropped when the bucket has landed.
+    /// Memory of the packs, in their order, while none of it is on its way. On a device it is allocated at a launch, and dropped when the
+    /// bucket has landed.
     packed: Vec<AnyBuf>,
     /// On a device: where it is, also while it is on its way.
     places: Vec<PackedAt>,
@@ -141,7 +143,7 @@ impl<B: Buf> Bucket<B> {
         within(begin)..within(end)
     }
 
-    /// Copies what is packed of these buffers into the packed ones. `residuals`: what rounding has taken from each parameter.
+    /// Copies those of these buffers that are packed into the packed buffers. `residuals`: what rounding has taken from each parameter.
     fn pack(&mut self, bufs: &mut [Option<B>], residuals: &mut [Vec<f32>]) -> Result<(), Error> {
         if !self.on_device {
             let mut packs = self.packs.iter().zip(&mut self.packed);
@@ -155,7 +157,7 @@ impl<B: Buf> Bucket<B> {
         Ok(())
     }
 
-    /// The same back. What is packed on a device goes, in the order of the stream that it was on.
+    /// Copies them back. A packed buffer on a device is then freed, in the order of its stream.
     fn unpack(&mut self, bufs: &mut [Option<B>]) -> Result<(), Error> {
         if !self.on_device {
             let mut packs = self.packs.iter().zip(&mut self.packed);
@@ -296,8 +298,8 @@ impl<B: Buf> Bucket<B> {
         }
     }
 
-    /// Makes a device's stream wait for it, not the caller; `None` where it is over, or has gradients on the host that are packed, which
-    /// the host copies back. Gradients on the device that are packed are copied back by the stream, and stay in `grads`.
+    /// Makes `stream` wait for the bucket in place of the caller. `None`: nothing is on its way, or the host has to copy packed gradients
+    /// back. On a device `stream` copies them back, and they stay in `grads`.
     pub(super) fn join(&mut self, stream: &DeviceStream, grads: &mut [Option<B>]) -> Option<JoinedBucket<B>> {
         if !self.packs.is_empty() && !self.on_device {
             return None;
@@ -329,8 +331,8 @@ impl<B: Buf> Bucket<B> {
             packs.map(|(pack, packed)| pack.emptied_on_device(stream, packed, grads)).collect();
         let others =
             || emptied.iter().flatten().flat_map(Emptied::streams).filter(|other| !is_same(other, stream));
-        // A stream that waited could keep another rank's part of this very operation from its device: then the host waits. So it does where no
-        // device runs the operation, as what comes back is the host's then.
+        // Where a waiting stream could keep another rank's part of this operation from its device, the host waits instead. It also waits where
+        // no device runs the operation, as the host may use the result at once then.
         let is_waited_for_here =
             emptied.is_err() || !self.packs.is_empty() && !ordered.is_awaited_by_all(others());
         if is_waited_for_here {
@@ -347,7 +349,7 @@ impl<B: Buf> Bucket<B> {
             Ok(emptied) => emptied,
             Err(error) => {
                 let (buf, _) = parts(ordered.wait());
-                // Some may be being copied back. Where nobody can tell when that is over, the packed memory is never used again.
+                // Some gradients may be being copied back. Where nobody can tell when that is over, all buffers of the operation are leaked.
                 let buf = match stream.synchronize() {
                     Ok(()) => buf,
                     Err(_) => {

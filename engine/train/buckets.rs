@@ -35,8 +35,8 @@ const MOST_NAMED: usize = 8;
 /// `B` is the buffer of a gradient: a `Vec<f32>`, any other [`Buf`], or [`AnyBuf`] where parameters have several types or places. Each is
 /// owned from [`push`](Self::push) to [`finish`](Self::finish), which gives the same one back.
 ///
-/// All ranks push a gradient of each parameter in every step, in any order, and finish. Ranks that have none for some parameter
-/// all finish by [`finish_some`](Self::finish_some).
+/// All ranks push a gradient of each parameter in every step, in any order, and finish. Where any rank may have none for some
+/// parameter, all ranks finish by [`finish_some`](Self::finish_some).
 ///
 /// An error of the communication ends the communicator of these buckets on all ranks, and no other. An error that says what is wrong with
 /// a call ([`Error::Invalid`]) changes nothing.
@@ -47,7 +47,8 @@ pub struct Buckets<B: Buf = AnyBuf> {
     buckets: Vec<Bucket<B>>,
     /// The bucket of each parameter.
     places: Vec<usize>,
-    /// The gradients that are here: pushed and not launched, accumulated, or come back.
+    /// By parameter: its gradient, unless an operation has it. One that is packed stays here while its copy is reduced. While weights are
+    /// gathered: those.
     grads: Vec<Option<B>>,
     is_pushed: Vec<bool>,
     /// Of parameters whose gradients are compressed: what rounding has taken from them. Else empty.
@@ -59,12 +60,13 @@ pub struct Buckets<B: Buf = AnyBuf> {
     landed: usize,
     /// The factor of this rank's gradients in this step, where [`Buckets::weigh`] was called.
     scale: Option<f64>,
-    /// Whether the buckets are of the order in which rank 0 pushes.
+    /// Whether there is nothing to learn: rank 0's order is known or on its way, or buckets are sharded.
     is_learnt: bool,
     /// In which order this rank has pushed in this step.
     order: Vec<u64>,
+    /// The broadcast of rank 0's order.
     learning: Option<Work<Vec<u64>>>,
-    /// The same of a step that was joined: the order comes while the next one goes on.
+    /// That of a step that was joined, which comes while the next one goes on.
     ordering: Option<Work<Vec<u64>>>,
     /// For each parameter whether any rank has a gradient.
     used: Vec<u8>,
@@ -75,14 +77,14 @@ pub struct Buckets<B: Buf = AnyBuf> {
     gathered: Option<usize>,
     /// The operation of the first bucket of this step.
     first: u64,
-    /// How many steps have ended, when the last one did, and when this one was to be finished.
+    /// How many steps have ended, when this one began, and when the loop asked to end it.
     steps: u64,
     began: Instant,
     called: Option<Instant>,
     last: Arc<Mutex<Last>>,
-    /// Buckets of steps that were joined, and are over.
+    /// Buckets that are free for a next step, while a host's stream still has those of joined steps.
     spare: join::Spare<B>,
-    /// Steps that were joined, and may not be over: how many buckets, and when the last one is.
+    /// For each joined step that may not be over: how many buckets it has, and the event of its end.
     ahead: VecDeque<(usize, Event)>,
     /// Why a bucket could not be launched.
     broken: Option<Error>,
@@ -154,7 +156,7 @@ impl<B: Buf> Buckets<B> {
             launched: 0,
             landed: 0,
             scale: None,
-            // What a rank owns stays what it is.
+            // Sharded buckets are never formed anew: what a rank owns must not change.
             is_learnt: options.sharded,
             order: Vec::with_capacity(n),
             learning: None,
@@ -189,8 +191,9 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
-    /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is full now, and those
-    /// before it are launched, it is on its way when this returns; nothing is waited for.
+    /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is complete now, and those
+    /// before it are launched, it is launched before this returns, unless 512 are in flight or the order of a joined step is still to come;
+    /// nothing is waited for.
     ///
     /// Where gradients of the same parameter were [accumulated](Self::accumulate), their sum is added to this one first, and the buffer
     /// that held it comes back.
@@ -265,8 +268,8 @@ impl<B: Buf> Buckets<B> {
         self.comm.check()
     }
 
-    /// Whether a buffer is what the layout says of parameter `i`, and on the device `ours`, which is the first one's; `what` it is to be, for the
-    /// error.
+    /// Checks that a buffer has the type, length and place of parameter `i`, and is on the device `ours`, which it sets if there is none yet.
+    /// `what` names the buffer in errors.
     fn check_fits(
         &self,
         call: &str,
@@ -308,11 +311,11 @@ impl<B: Buf> Buckets<B> {
         self.launch();
     }
 
-    /// Launches what can be. What is refused lands with the error.
+    /// Launches all buckets that may be launched now. If one is refused, the end of the step gives the error.
     fn launch(&mut self) {
         let before = self.launched;
         self.launch_full();
-        // The last one is followed by the end of the step, which works on it by itself: to wake another thread would cost more.
+        // After the last bucket the loop ends the step, and drives the operations itself: to wake the progress thread would cost more.
         if self.launched > before && self.launched < self.buckets.len() {
             self.buckets[before].leave_to_progress_thread();
         }
@@ -327,7 +330,7 @@ impl<B: Buf> Buckets<B> {
                 return;
             }
             let how = (self.options.op, self.scale);
-            // Behind one that could not be launched none is: it would be taken for that one by the other ranks.
+            // Once a bucket could not be launched, no later one is: the other ranks would take that for the missing one.
             if self.broken.is_none()
                 && let Err(error) = bucket.launch(&mut self.comm, how, (&mut self.grads, &mut self.residuals))
             {
@@ -341,13 +344,13 @@ impl<B: Buf> Buckets<B> {
         }
     }
 
-    /// The mean of this step is over samples, of which this rank's gradients are the mean over `samples`: each rank's are weighed by its
-    /// share. Collective, before the first push of a step; one number of each rank is gathered, so call it when the batch is known, and
-    /// await it to its end.
+    /// Makes this step's result the mean over the samples of all ranks. This rank's gradients are means over `samples` of them, and are
+    /// multiplied by its share of all samples. Collective, before the first push of a step; one number of each rank is gathered, so call it
+    /// when the batch is known, and await it to its end.
     ///
     /// # Errors
     /// [`Error::Invalid`] where gradients were pushed in this step already, and for a layout with integers, of which there is no weighed
-    /// mean; on all ranks alike where a rank gives a negative number or none, and where the sum is 0. Else as a collective.
+    /// mean; on all ranks alike where a rank gives a number that is negative, infinite or a NaN, and where the sum is 0. Else as a collective.
     pub async fn weigh(&mut self, samples: f64) -> Result<(), Error> {
         let invalid = |problem: String| Err(Error::invalid("weigh", problem));
         if let Some(i) = self.layout.iter().position(|param| !param.dtype().scales()) {

@@ -9,7 +9,7 @@
 //! let mut buckets = Buckets::new(&comm.share(), &layout).await?; // the layout is compared between ranks
 //! for _step in 0..10 {
 //!     for (i, grad) in backward() {
-//!         buckets.push(i, grad)?; // a full bucket is on its way at once
+//!         buckets.push(i, grad)?; // a bucket is reduced as soon as its last gradient is here
 //!     }
 //!     for (i, grad) in buckets.finish().await?.enumerate() {
 //!         assert_eq!(grad.len(), layout[i].len()); // the mean over all ranks, in the order of the layout
@@ -24,17 +24,18 @@
 //! 1. **Push.** The gradient is compared with the layout (index, type, length, place); what does not fit comes back with the error, and
 //!    nothing has happened. Else `Buckets` owns it, and its bucket waits for one gradient less.
 //! 2. **Launch.** Buckets are submitted in one order on all ranks, each as soon as all its gradients are there and all buckets before it
-//!    have been submitted. Gradients of less than 64 KB are copied into a contiguous buffer for each element type, which the bucket
-//!    keeps from step to step; the others are reduced where they lie. A bucket that is one buffer then is an `all_reduce`, any other
-//!    an `all_reduce_list`: one operation either way. `Buckets` has a communicator of its own (a [`dup`](crate::SharedComm::dup)), because
-//!    the collectives of one communicator run one after another: so nothing that the loop calls waits for buckets, nor they for it.
+//!    have been submitted. Gradients of less than 64 KB, and all that are compressed, are copied into a contiguous buffer for each element
+//!    type, which a bucket on the host keeps from step to step; the others are reduced where they lie. A bucket that is one buffer then is
+//!    an `all_reduce` (sharded: a `reduce_scatter`), any other an `all_reduce_list`: one operation either way. `Buckets` has a communicator
+//!    of its own (a [`dup`](crate::SharedComm::dup)), because the collectives of one communicator run one after another: so nothing that
+//!    the loop calls waits for buckets, nor they for it.
 //! 3. **Finish.** Buckets are awaited in their order, packed gradients are copied back to where they came from, and all buffers are
 //!    given back in the order of the layout. On failure all that can be had come back with the error.
 //!
 //! # An optimizer whose state is divided among the ranks
 //! With [`Options::sharded`] (ZeRO stage 1) each rank gets the mean of its own part of the gradients only, updates that part of the weights with
-//! the optimizer's state of that part, and [`Buckets::gather`] gives all weights to all ranks. As much is sent as by `all_reduce`, and each
-//! rank keeps and computes one part in as many as there are ranks.
+//! the optimizer's state of that part, and [`Buckets::gather`] gives all weights to all ranks. As much is sent as by `all_reduce`, and of
+//! n ranks each keeps the state of one n-th of the weights, and updates that.
 //!
 //! ```
 //! use allstream::train::{Buckets, Options, Param};
@@ -71,14 +72,15 @@
 //!
 //! # Which gradients share a bucket
 //! The first step takes the parameters in the layout's order from its end, which is roughly how backward passes go. At its end all ranks
-//! take the order in which rank 0 has pushed, and buckets are formed anew by that. A step whose order is another is as right as any; its
-//! buckets may be launched later. A bucket is full when it has an eighth of all gradients, or 25 MB ([`Options::bucket_bytes`]); the first is
-//! smaller, so that communication begins early.
+//! take the order in which rank 0 has pushed, and buckets are formed anew by that (not where they are sharded). A step whose order is another
+//! is as right as any; its buckets may be launched later. A bucket takes parameters until it has an eighth of all gradients, at least 1 MB and
+//! at most 25 MB ([`Options::bucket_bytes`]); the first has 1 MB, so that communication begins early.
 //!
 //! # Gradients on devices
-//! [`Param::on_device`] says so of a parameter. Such gradients share no bucket with those of the host; all of a rank are on one device. A kernel
-//! packs the small ones when their bucket is launched, behind what their streams hold, and another one copies them back: `finish` returns when
-//! all buckets are reduced, and gives gradients back in the order of their streams, where that copy may still be under way.
+//! [`Param::on_device`] declares that a parameter's gradient is on a device. Such gradients share no bucket with those of the host; all of
+//! a rank are on one device. A kernel packs the small ones when their bucket is launched, behind what their streams hold, and another one
+//! copies them back: `finish` returns when all buckets are reduced, and gives gradients back in the order of their streams, where that copy
+//! may still be under way.
 //!
 //! Where the communicator that [`Buckets::new`] was given is bound to devices ([`Comm::bind_device`](crate::Comm::bind_device), or
 //! [`bind_nccl`](crate::Comm::bind_nccl)), the buckets' own is bound in the same way, and the devices reduce the buckets; else they are staged
@@ -86,9 +88,9 @@
 //! buffers at the same place among their pushes, best between two steps.
 //!
 //! # What allocates
-//! Where all gradients of a bucket are packed into one buffer, or it has one gradient only, nothing once the order is learnt. A bucket of
-//! several buffers costs what an `all_reduce_list` costs: a few small vectors. On a device a bucket that packs takes memory of the pool and a few
-//! small vectors in each step.
+//! On the host a step that `finish` ends allocates nothing once the order is learnt, if each bucket is one buffer: all of its gradients are
+//! packed into that, or it has a single gradient. A bucket of several buffers costs what an `all_reduce_list` costs: a few small vectors.
+//! On a device a bucket that packs takes memory of the pool and a few small vectors in each step.
 
 mod bucket;
 mod buckets;

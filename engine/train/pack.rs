@@ -77,7 +77,7 @@ impl Pack {
     /// On a device: a buffer with all gradients, in the order of the first one's stream.
     ///
     /// # Errors
-    /// Also the cause for which a gradient's contents mean nothing.
+    /// Also the failure of an operation that a gradient's contents depend on.
     pub(super) fn filled_on_device<B: Buf>(&self, bufs: &mut [Option<B>]) -> Result<OnDevice, Error> {
         let parts = self.parts(bufs)?;
         parts.iter().try_for_each(|part| part.place.check())?;
@@ -150,7 +150,7 @@ pub(super) struct Emptied {
     /// What the contents of the packed buffer depend on.
     whole: Option<Arc<Fate>>,
     packed_on: DeviceStream,
-    /// Until the stream of the packed buffer waits for the kernel that reads it.
+    /// Kept until the packed buffer's stream waits for the kernel that reads this table, as its memory goes back in that stream's order.
     _table: Table,
 }
 
@@ -165,7 +165,7 @@ impl Emptied {
         all_wait_for(stream, self.streams().filter(|other| !is_same(other, stream)))
     }
 
-    /// The gradients mean what the packed buffer means.
+    /// The gradients' contents now depend on the same operations as the packed buffer's.
     pub(super) fn share_fate(&self) {
         if let Some(whole) = &self.whole {
             fates(&self.parts).for_each(|part| part.depend_like(whole));

@@ -18,7 +18,7 @@ pub(crate) const ALIGNED: usize = 16;
 /// Words of a row of the table that the kernel reads.
 const ROW: usize = size_of::<Segment>() / size_of::<u64>();
 
-/// A buffer that is packed.
+/// One of the small buffers that are packed.
 pub(crate) struct Part {
     pub(crate) place: DevicePlace,
     /// The byte of the contiguous buffer at which its own begin.
@@ -44,7 +44,7 @@ pub(crate) unsafe fn pack_on_device(
 ) -> Result<Table, Error> {
     let stream = &contiguous.0.stream;
     let others = || streams(parts).filter(|other| !is_same(other, stream));
-    // Before any stream waits for another one, which would take it into that one's capture.
+    // Checked before any stream waits for another: to wait for one that is being captured would take the waiting one into the capture.
     streams(parts).chain([stream]).try_for_each(|stream| refused_in_capture(stream, DOING))?;
     let table = Table::new(stream, parts)?;
     for other in others() {
@@ -57,11 +57,12 @@ pub(crate) unsafe fn pack_on_device(
 }
 
 /// Copies all parts back out of the contiguous buffer, in the order of `stream`, by the table with which they were packed. This stream waits for
-/// no other one, and no other one waits for it: that is the caller's to see to ([`all_wait_for`]). The driver is asked for no memory: it may
-/// wait for all of the device before it gives any, and `stream` may wait for what other ranks have not called yet.
+/// no other one, and no other one waits for it: that is the caller's to see to ([`all_wait_for`]). No memory is allocated here: for that
+/// the driver may wait for the whole device, and `stream` may wait for what other ranks have not called yet.
 ///
 /// # Safety
-/// As of [`pack_on_device`], but all of the memory is in the order of `stream`.
+/// As of [`pack_on_device`], but all of the memory is in the order of `stream`, which waits for the contiguous buffer's stream if that is
+/// another one. The caller makes that stream wait for this kernel before the contiguous buffer or the table goes.
 pub(crate) unsafe fn unpack_on_device(
     stream: &DeviceStream,
     contiguous: (&DevicePlace, usize),
@@ -99,8 +100,8 @@ pub(crate) fn all_wait_for<'a>(
 
 /// Makes all bytes of a buffer zero, in the order of its stream. For who has the buffer alone, as `&mut` of it says.
 pub(crate) fn zero_on_device(place: &DevicePlace, bytes: usize) -> Result<(), Error> {
-    // SAFETY: a buffer of so many bytes, which stays until its stream has come past this, as `Buf` promises; the stream is the one in whose order
-    // it is.
+    // SAFETY: a buffer of so many bytes, which stays until its stream has come past this, as `Buf` promises; the stream is the one in whose
+    // order it is.
     unsafe { place.stream.zero(place.address, bytes) }
 }
 
@@ -151,9 +152,9 @@ unsafe fn put(
     let launch = pack(&job, direction, stream.ctas())
         .ok_or_else(|| Error::system(DOING, "there is no kernel that copies bytes (a bug)"))?;
     stream.load([launch.kernel].into_iter())?;
-    // SAFETY: the segments are the caller's, who promises their order and that none overlap; none reaches beyond the contiguous buffer (`at` and
-    // `bytes` are of its layout). The table has been filled in the order of the contiguous buffer's stream, in whose order both are here, and
-    // goes back to the pool in that stream's order.
+    // SAFETY: the segments are the caller's, who promises their order and that none overlap; none reaches beyond the contiguous buffer
+    // (`at` and `bytes` are of its layout). The table has been filled in the order of the contiguous buffer's stream. This stream is that
+    // one, or waits for it; and the caller makes that one wait for this kernel before the table goes back to the pool in its order.
     unsafe { stream.launch(DOING, &launch) }
 }
 

@@ -6,16 +6,15 @@
 //! But a stream that waits for a word which is only to be written behind a collective ([`DeviceSignal`]) may hold up the
 //! very collective.
 //!
-//! So the device is asked first: the streams that are to wait are made to wait for a word of the host's, and then that which
-//! collectives run on, and a few spare streams of the driver's, are each to write a word of their own. Whose word comes while
-//! the others still wait is not held up by them. If the first one's does not come though that of a spare stream does, because it
-//! shares a queue or because it has other work to do, the collectives go on with the spare one
-//! ([`Line::go_on_with`](super::stream::Line::go_on_with)). So the answer is found by comparison, and a host or a device that is
-//! slow, because it has much to do, only takes longer to give it. The spare streams are made when the first rank is bound.
+//! So the device is asked first. The streams that are to wait are made to wait for a word that the host writes later. Then the stream that
+//! collectives run on, and a few spare streams of the driver's, are each told to write a word of their own. A stream whose word comes
+//! meanwhile is not held up. If a spare stream's word comes and the collectives' does not, because that one shares a queue or has other
+//! work to do, the collectives go on with the spare one ([`Line::go_on_with`](super::stream::Line::go_on_with)). So the answer is found by
+//! comparison, and a host or a device that is slow, because it has much to do, only takes longer to give it. The spare streams are made
+//! when the first rank is bound.
 //!
-//! What is behind a stream that waits so waits as well. None of our own streams is made to wait for such a thing on the host's
-//! behalf (`waiter.rs`), as it would hold up those of the user's that share its queue, and another rank's call may be behind
-//! those.
+//! Work behind such a waiting stream waits, too. So while one waits, no stream of ours is made to wait for such work on the host's behalf
+//! (`waiter.rs`): it could hold up a stream of the user's in its queue, behind which another rank's call may be.
 
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -27,15 +26,15 @@ use super::signal::DeviceSignal;
 use super::stream::{DeviceEvent, DeviceStream, Line, Way};
 use crate::error::Error;
 
-/// How long the device may take to give any answer: then none of the streams that were asked goes on.
+/// How long a first answer is waited for. After that no stream that was asked is known to go on.
 const LOOK: Duration = Duration::from_millis(20);
-/// How much longer than a spare stream that which collectives run on may take, at least; else as long again as that took.
+/// After another stream's answer the collectives' stream has as long again as that took to answer, and at least this long.
 const PATIENCE: Duration = Duration::from_micros(200);
 /// So long without giving the processor away. A device that has nothing to do needs about as long.
 const SPIN: Duration = Duration::from_micros(50);
 /// Streams of a device that collectives may go on with. They are made one after another, and so likely in as many queues.
 const SPARE: usize = 4;
-/// So many streams are made, one after another, until one is found that shares no queue with those that it must not hold up.
+/// At most so many streams are made, one after another, to find one that shares no queue with those that it must not hold up.
 const TRIES: usize = 12;
 /// So many answers of a stream are kept before those of streams that are gone are looked for.
 const ANSWERS: usize = 64;
@@ -51,7 +50,7 @@ fn is_one() -> bool {
 pub(super) struct Standing {
     /// Streams of the driver's, by their numbers, which go on while this one waits.
     apart: Vec<u64>,
-    /// The stream of copies, by its number, where no other was to be had for them.
+    /// The number of the copies' stream, where this one may hold that up and no spare one was found for copies.
     beside: Option<u64>,
     /// So many times it is about to be made to wait for what is not on a stream yet.
     soon: usize,
@@ -100,8 +99,8 @@ fn alive(list: &[Weak<Line>]) -> Vec<DeviceStream> {
     list.iter().filter_map(Weak::upgrade).map(DeviceStream).collect()
 }
 
-/// Whether a stream that waits must not hold up this one. What runs a collective waits only where one before it is on the
-/// streams of all ranks that it needs, so those of one communicator do not hold each other up for good.
+/// Whether `waiting` must not hold up `line`. Two streams that run collectives of one communicator are left out: each waits only where a
+/// collective before its own is on the streams of all ranks that it needs, so they do not hold each other up for good.
 fn concerns(waiting: &DeviceStream, line: &DeviceStream) -> bool {
     let of = |stream: &DeviceStream| stream.0.standing.lock().comm.filter(|_| stream.0.may_move());
     waiting != line && (of(line).is_none() || of(line) != of(waiting))
@@ -160,11 +159,11 @@ impl Course {
     }
 }
 
-/// Words to ask a device with.
+/// Words in the host's memory by which a device is asked which streams hold up which.
 pub(crate) struct Probe {
-    /// What those that are to wait do wait for, as long as the device is asked.
+    /// For this word the streams that are to wait do so during a question; the host writes it at the end.
     gate: DeviceSignal,
-    /// Written by whoever goes on: one for each stream that is asked at a time.
+    /// One for each stream that is asked, which writes it when it gets to it.
     bells: Vec<DeviceSignal>,
     /// Of the last question.
     turn: u32,
@@ -180,7 +179,7 @@ enum Answer {
     Unknown,
 }
 
-/// Whether `way` is known to come to new work while any of these waits.
+/// Whether `way` is known to come to new work while each of these waits.
 fn is_apart(way: Way, waits: &[DeviceStream]) -> bool {
     waits.iter().all(|waiting| waiting.0.standing.lock().apart.contains(&way.id))
 }
@@ -208,10 +207,10 @@ impl Probe {
 
     /// Makes a stream for kernels that wait on the device for those of other ranks: messages that a library moves.
     ///
-    /// What such a kernel waits for may be behind anything that the other rank's device does, and that may wait for this device in turn.
-    /// So the stream shares no queue with what collectives run on, with copies, nor with `user`, on which the messages' buffers are filled:
-    /// streams are made until one is found. A stream that is too busy to say counts as one that shares none. From here on streams that
-    /// are to wait for a collective are asked whether they hold up this one, too.
+    /// What such a kernel waits for may be behind anything that the other rank's device does, and that may wait for this device in turn. So
+    /// the stream shares no queue with what collectives run on, with copies, nor with `user`, on which the messages' buffers are filled.
+    /// Streams are made until one is found, at most [`TRIES`]; then the last one is taken. A stream that is too busy to say counts as one
+    /// that shares none. From here on streams that are to wait for a collective are asked whether they hold up this one, too.
     pub(crate) fn stream_apart(
         &mut self,
         line: &DeviceStream,
@@ -251,9 +250,9 @@ impl Probe {
         bell.shows(turn)
     }
 
-    /// Sees to it that these streams may wait for what nobody has put on a stream yet and hold up no stream of their device
-    /// that collectives run on. `false`: they may not. Until they do wait, they count as if they did; then the caller says so
-    /// ([`DeviceStream::waits_now`]). Nothing may be on its way to them that is captured into a graph.
+    /// Finds out whether these streams may wait for what nobody has put on a stream yet without holding up their device's collectives,
+    /// which are moved to a spare stream where that helps. `false`: they may not. After `true` they count as waiting, and the caller calls
+    /// [`DeviceStream::waits_now`] once they do, or will not. None of them may have work coming that is captured into a graph.
     pub(crate) fn make_way<'a>(&mut self, streams: impl Iterator<Item = &'a DeviceStream>) -> bool {
         if is_one() {
             return false;
@@ -282,7 +281,8 @@ impl Probe {
                 return false;
             }
         }
-        // Nothing of this rank's waits for copies: where there is no way for them, they wait.
+        // This rank's collectives need no copies. So where no stream is free for copies, these streams may wait all the same, and hold
+        // copies up.
         if !self.clear(&mut ways, context, &Course::Copies, all)
             && let Some(way) = context.copies_way()
         {
@@ -320,8 +320,8 @@ impl Probe {
                 (way, true)
             }
         };
-        // What a stream that waits holds up already stays where it is: the spare stream would have to wait for it, and hold up
-        // what shares its own queue.
+        // A stream that is held up already is not moved, and the answer is no: the spare stream would first have to wait for it, and would
+        // hold up what shares the spare one's queue.
         let is_free = matches!(self.find(context, way, &[], &waits), Answer::Stays);
         if !is_free && !matches!(course, Course::New(_)) {
             return false;
@@ -375,8 +375,8 @@ impl Probe {
         }
     }
 
-    /// Which of these come to new work while all of `waits` wait. Ends when the first does, or a while after another did.
-    /// `known`: those of whom that is known already.
+    /// Which of these come to new work while all of `waits` wait. Ends when the first of `ways` has answered, [`PATIENCE`] or longer after
+    /// another did, or after [`LOOK`] without any answer. `known`: which of them are known to do so already.
     fn ask(
         &mut self,
         context: &Arc<Context>,
@@ -429,8 +429,8 @@ impl DeviceStream {
         ways.spare.extend((0..spare).map_while(make));
     }
 
-    /// It is about to wait for what may not be on a stream yet, and counts as one that does until
-    /// [`waits_now`](Self::waits_now) says behind what.
+    /// This stream is about to wait for what may not be on a stream yet, and counts as waiting from now on;
+    /// [`waits_now`](Self::waits_now) says up to which point.
     pub(crate) fn will_wait(&self) {
         let mut ways = self.0.context.ways.lock();
         enter(&mut ways.waiting, self);

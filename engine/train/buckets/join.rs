@@ -14,13 +14,13 @@ use crate::trace::Step;
 use crate::train::bucket::{Bucket, Placed, packed};
 
 const CALL: &str = "join";
-/// Buckets of joined steps that may be in flight beside those of the step that goes on.
+/// Buckets of joined steps, the one that is being joined included, that may be in flight beside those of the next step.
 const MOST_AHEAD: usize = 256;
 
 /// A step that a stream waits for.
 pub(super) type Joined<B> = Result<Ordered<Vec<B>, Back<B>>, Failed<Back<B>>>;
 
-/// Buckets of steps that are over.
+/// Buckets that are free for a next step.
 pub(super) type Spare<B> = Arc<Mutex<Vec<Vec<Bucket<B>>>>>;
 
 impl<B: Buf> Buckets<B> {
@@ -47,19 +47,21 @@ impl<B: Buf> Buckets<B> {
     /// # futures::executor::block_on(training(allstream::Comm::local(1).unwrap().remove(0))).unwrap();
     /// ```
     ///
-    /// Ranks may end one step by `join` and others by `finish`, and some ranks the same step so and others so.
+    /// A rank may end one step by `join` and another by `finish`, and of one step some ranks may `join` while others `finish`.
     ///
     /// - On a [`HostStream`] packed gradients are copied back by a job on it. Steps that are not over have packed buffers of their own.
-    /// - On a [`DeviceStream`](crate::cuda::DeviceStream) that is so for gradients on devices whose collectives a device runs
-    ///   ([`Comm::bind_device`](crate::Comm::bind_device)). Others, and all in memory of the host, are waited for here. Such a step has no
-    ///   [`report`](Self::report). Where several ranks of one process share a device, let all of them push their gradients before any joins
-    ///   (a [`barrier`](crate::SharedComm::barrier) in between does that), for the reason that [`Work::join`](crate::Work::join) gives.
+    /// - On a [`DeviceStream`](crate::cuda::DeviceStream) the stream waits for the gradients on devices that a device reduces
+    ///   ([`Comm::bind_device`](crate::Comm::bind_device)); for all others, those on the host included, this call waits. A step that is
+    ///   joined by a device's stream has no [`report`](Self::report). Where several ranks of one process share a device, let all of them
+    ///   push their gradients before any joins (a [`barrier`](crate::SharedComm::barrier) in between does that), for the reason that
+    ///   [`Work::join`](crate::Work::join) gives.
     ///
-    /// The caller waits where more than 256 buckets of earlier steps are in flight, and in the second step for the order of the first.
+    /// The caller waits while this step's buckets and those of earlier joined steps are more than 256, as long as an earlier one is not over;
+    /// and in the second step for the order of the first.
     ///
     /// # Errors
-    /// As of `finish`, what is known already. What becomes known later is the error of what is returned, with all gradients that can be had;
-    /// jobs on it do not run then, and the contents of gradients on devices are unspecified.
+    /// As of `finish`, what is known already. What becomes known later is the error of what is returned, with all gradients that can be had.
+    /// Jobs on a host's stream do not run then; on a device's stream they have run already, and the contents of the gradients are unspecified.
     pub fn join(&mut self, stream: &impl Stream) -> Joined<B> {
         self.push_accumulated();
         if let Some(problem) = self.missing() {
@@ -105,7 +107,8 @@ impl<B: Buf> Buckets<B> {
         Ok(())
     }
 
-    /// Forms buckets by this order, which rank 0 has told: of a step that has ended, or none of whose buckets is launched.
+    /// Forms the buckets anew by this order, which rank 0 has broadcast. Called while none of this step's buckets is launched, or after all
+    /// have come back.
     pub(super) fn reorder(&mut self, order: Vec<u64>) -> Result<(), Error> {
         let mut is_there = vec![false; self.layout.len()];
         for i in &order {

@@ -1,4 +1,5 @@
-//! The one thread that may wait for the GIL: it gives Python objects back, and looks at operations whose end Python waits for.
+//! A thread that waits for the GIL in place of the engine's threads: it gives Python objects back, and looks at operations whose end Python
+//! waits for.
 //!
 //! Threads of the engine's serve all groups, so none of them may wait for the GIL, which a computing thread can hold for long. They leave
 //! a message here, which never waits.
@@ -30,20 +31,21 @@ static TASKS: OnceLock<Sender<Task>> = OnceLock::new();
 static FORKED: AtomicBool = AtomicBool::new(false);
 /// Set when the interpreter ends: no thread of ours may enter it from then on.
 static ENDED: AtomicBool = AtomicBool::new(false);
-/// Shared by threads of ours that run Python, while they do; the thread that ends the interpreter waits for it alone.
+/// Threads of ours hold it shared while they run Python. The thread that ends the interpreter takes it exclusively, and so waits for them.
 static INSIDE: RwLock<()> = RwLock::new(());
 /// How often the end of the interpreter asks for signals while it waits for Python that such threads run.
 const ASK: Duration = Duration::from_millis(100);
 
-/// Says that a thread of ours is about to run Python, as long as this is held: the interpreter does not end meanwhile. Python ends a
-/// thread that wants the GIL after the interpreter's end. A thread that has frames of Rust or C++ takes the process with it. `None`: it has ended, or is about to.
+/// Says that a thread of ours is about to run Python, as long as this is held: the interpreter does not end meanwhile. (After its end
+/// Python ends any thread that asks for the GIL, and one with frames of Rust or C++ takes the process with it.) `None`: the interpreter has
+/// ended, or is about to.
 pub(crate) fn inside() -> Option<RwLockReadGuard<'static, ()>> {
     let inside = INSIDE.try_read();
-    // Asked behind the lock: who ends the interpreter says so before waiting for those that are inside.
+    // Read with the lock held: the thread that ends the interpreter sets it before it waits for the lock.
     inside.filter(|_| !ENDED.load(Ordering::Acquire))
 }
 
-/// Starts the thread, if it does not run. Importing the module does not: seeds fork after that.
+/// Starts the thread, if it does not run. Importing the module does not start it: programs import the module and then fork their ranks.
 ///
 /// # Errors
 /// The system has no thread to give.
@@ -95,7 +97,7 @@ fn leave(task: Task) {
         return;
     }
     match TASKS.get() {
-        // The thread ends with the process alone.
+        // Sending cannot fail: the thread that receives ends only with the process.
         Some(tasks) => drop(tasks.send(task)),
         None => std::mem::forget(task),
     }
@@ -142,11 +144,11 @@ pub(crate) fn interpreter_ends(py: Python<'_>) -> PyResult<()> {
         // The threads are the parent's.
         return Ok(());
     }
-    // Operations that have ended are written down first: a thread of ours may wait for that.
+    // First the keeper does all that was left for it: it records how operations ended, which a stream's thread may wait for.
     let (done, told) = channel();
     let told = Mutex::new(told);
     match TASKS.get() {
-        // The thread ends with the process alone.
+        // Sending cannot fail: the thread that receives ends only with the process.
         Some(tasks) => drop(tasks.send(Task::Tell(done))),
         None => drop(done),
     }
