@@ -2,8 +2,8 @@
 //!
 //! By default pairwise: every two of (collective and algorithm, form, world, length, element type, reduction, root,
 //! data, how it is awaited) that can go together do so in a case. `ALLSTREAM_TEST_FULL=1`: every form of every call in
-//! every world with every length; up to three ranks also with every element type, and between three threads with every
-//! type, reduction and root. What a world cannot do is asked for there, too: it must be refused.
+//! every world with every length; up to three ranks also with every element type, and between three threads that share a
+//! staging region with every type, reduction and root (`ALLSTREAM_TEST_FULL=all`: on other links, too). What a world cannot do is asked for there, too: it must be refused.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -259,7 +259,8 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
     let mut turn = 0;
     for (w, world) in factors.worlds.iter().enumerate() {
         // Every element type with every reduction; and every root.
-        let thorough = world.n == 3 && !world.processes && matches!(world.link, "local" | "shm" | "mixed");
+        let links: &[&str] = if support::everything() { &["local", "shm", "mixed"] } else { &["shm"] };
+        let thorough = world.n == 3 && !world.processes && links.contains(&world.link);
         for (c, (kind, algo)) in factors.calls.iter().enumerate() {
             for (f, len) in (0..Form::ALL.len()).flat_map(|f| (0..LENGTHS).map(move |l| (f, l))) {
                 if !Form::ALL[f].is_of(*kind) || !factors.suits[c][f][w] {

@@ -113,11 +113,6 @@ impl Site {
     }
 }
 
-/// Whether every mutant is to be tried: for many minutes.
-fn everything() -> bool {
-    std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| v == "all")
-}
-
 /// All mutants for a link; by default a sample.
 fn mutants(link: &str) -> Vec<Mutant> {
     let of_site = |site: Site| {
@@ -138,7 +133,7 @@ fn mutants(link: &str) -> Vec<Mutant> {
         all.into_iter().map(move |(step, mutation)| Mutant { site, step, mutation })
     };
     let all: Vec<Mutant> = sites().into_iter().filter(|site| site.is_for(link)).flat_map(of_site).collect();
-    if everything() {
+    if support::everything() {
         return all;
     }
     let sample = if support::full() { LARGE_SAMPLE } else { SAMPLE };
@@ -305,7 +300,8 @@ fn every_mutant_is_noticed() {
         }
     }
     let all: usize = table.values().flat_map(|row| row.values()).sum();
-    let which = if everything() { "all there are" } else { "a sample; ALLSTREAM_TEST_FULL=all runs all" };
+    let which =
+        if support::everything() { "all there are" } else { "a sample; ALLSTREAM_TEST_FULL=all runs all" };
     support::tell_cases("mutants of plans", all);
     say(&format!("mutations: {all} mutants ({which}), {:.0?}", begun.elapsed()));
     say("link    run  caught  wrong result  error  timeout  panic");

@@ -121,7 +121,7 @@ fn a_rank_that_dies_before_the_first_operation_is_named() {
     let _alone = alone();
     let all =
         [(Link::Tcp, 2, 0), (Link::Shm, 0, 0), (Link::Tcp, 1, 100), (Link::Mixed, 3, 0), (Link::Tcp, 0, 1)];
-    for (link, victim, wait) in all.into_iter().take(if harness::full() { 5 } else { 3 }) {
+    for (link, victim, wait) in all.into_iter().take(if test_support::full() { 5 } else { 3 }) {
         let job = Plan::new("early", SIZE, link).args(json!({ "victim": victim, "wait_ms": wait })).start();
         for rank in job.ranks.iter().filter(|r| r.rank != victim) {
             let from = rank.hear("start")["t"].as_f64().unwrap();
@@ -265,7 +265,7 @@ fn kill_all(all: impl IntoIterator<Item = Kill>) {
 fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
     let _alone = alone();
     let mut random = Random::seeded();
-    let count = if harness::full() { 50 } else { 8 };
+    let count = if test_support::full() { 50 } else { 8 };
     // 48 different ones: each victim with each algorithm on each link.
     kill_all((0..count).map(|i| Kill {
         link: LINKS[i % 3],
@@ -291,7 +291,7 @@ fn survivors_of_any_collective_name_the_killed_rank() {
         ("all_to_all", Algo::Direct),
         ("exscan", Algo::RecursiveDoubling),
     ];
-    let count = if harness::full() { 24 } else { 4 };
+    let count = if test_support::full() { 24 } else { 4 };
     kill_all((0..count).map(|i| Kill {
         link: LINKS[(i + i / 8) % 3],
         call: calls[i % 8].0,

@@ -58,10 +58,6 @@ pub fn among_others() -> RwLockReadGuard<'static, ()> {
     TURNS.read().unwrap_or_else(PoisonError::into_inner)
 }
 
-pub fn full() -> bool {
-    std::env::var_os("ALLSTREAM_TEST_FULL").is_some_and(|v| v == "1")
-}
-
 pub fn block_on<T>(work: impl Future<Output = T>) -> T {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
 }

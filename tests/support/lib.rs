@@ -38,6 +38,11 @@ pub fn full() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
 }
 
+/// Whether that is all that can be told apart, too, for many minutes more: every mutant, every type with every reduction on several links.
+pub fn everything() -> bool {
+    std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| v == "all")
+}
+
 /// Says how many cases a test went through, in the words that `cargo xtask test` repeats at its end. On stderr, also where the
 /// harness keeps what tests print.
 pub fn tell_cases(test: &str, count: usize) {
