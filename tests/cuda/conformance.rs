@@ -188,7 +188,7 @@ fn plan_cases() -> Vec<Vec<Case>> {
         if w == THOROUGH {
             for t in 0..types {
                 let of_type = if kind.reduces() { ops(t) } else { vec![ops(t)[0]] };
-                let is_taken = |op: &usize| everything() || (c + f + t + op) % 3 == 0;
+                let is_taken = |op: &usize| everything() || (c + f + t + op).is_multiple_of(3);
                 of_type
                     .into_iter()
                     .filter(is_taken)
