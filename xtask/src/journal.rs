@@ -125,13 +125,16 @@ impl Journal {
                 }
             }
         }
-        if let Some(found) = result(line) {
+        if let Some((found, left_out)) = result(line) {
             self.tested = true;
-            self.running = false;
-            let skips = std::mem::take(&mut self.skips_of_program).min(found.passed);
-            self.counts.passed += found.passed - skips;
-            self.counts.failed += found.failed;
-            self.counts.skipped += found.skipped + skips;
+            // Some tests start their own program anew for themselves alone. What that one says is a part of the test, and no test more.
+            self.running = left_out > 0;
+            if left_out == 0 {
+                let skips = std::mem::take(&mut self.skips_of_program).min(found.passed);
+                self.counts.passed += found.passed - skips;
+                self.counts.failed += found.failed;
+                self.counts.skipped += found.skipped + skips;
+            }
             self.blocks.extend(self.account.take());
             self.naming = false;
         }
@@ -233,11 +236,11 @@ fn timed(line: &str) -> Option<(&str, f64)> {
 }
 
 /// Reads `test result: ok. 3 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.00s`. A process
-/// that shares the pipe may have left an unfinished line before it.
-fn result(line: &str) -> Option<Counts> {
+/// that shares the pipe may have left an unfinished line before it. Also how many tests were filtered out: none where we ran the program.
+fn result(line: &str) -> Option<(Counts, u64)> {
     let (_, rest) = line.split_once("test result: ")?;
     let numbers = rest.strip_prefix("ok. ").or_else(|| rest.strip_prefix("FAILED. "))?;
-    let mut counts = Counts::default();
+    let (mut counts, mut left_out) = (Counts::default(), 0);
     for field in numbers.split(';') {
         let mut words = field.split_whitespace();
         let (Some(number), Some(what)) = (words.next(), words.next()) else { continue };
@@ -245,10 +248,11 @@ fn result(line: &str) -> Option<Counts> {
             (Ok(number), "passed") => counts.passed = number,
             (Ok(number), "failed") => counts.failed = number,
             (Ok(number), "ignored") => counts.skipped = number,
+            (Ok(number), "filtered") => left_out = number,
             _ => {}
         }
     }
-    Some(counts)
+    Some((counts, left_out))
 }
 
 #[cfg(test)]
@@ -259,10 +263,22 @@ mod tests {
     fn results_of_tests_are_read() {
         let line =
             "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s";
-        assert_eq!(result(line), Some(Counts { passed: 12, failed: 0, skipped: 1 }));
+        assert_eq!(result(line), Some((Counts { passed: 12, failed: 0, skipped: 1 }, 0)));
         let line = "no end of linetest result: FAILED. 1 passed; 2 failed; 0 ignored; 0 measured";
-        assert_eq!(result(line), Some(Counts { passed: 1, failed: 2, skipped: 0 }));
+        assert_eq!(result(line), Some((Counts { passed: 1, failed: 2, skipped: 0 }, 0)));
         assert_eq!(result("test a::b ... ok"), None);
+    }
+
+    #[test]
+    fn a_program_that_a_test_starts_for_itself_is_no_test_more() {
+        let child = "running 1 test\ntest a ... ok\ntest result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 1 filtered out";
+        let lines = format!(
+            "     Running tests/cuda.rs (x)\nrunning 2 tests\n{child}\ntest a ... ok\ntest b ... FAILED\n\
+            failures:\n\nb: because\n\nfailures:\n    b\n\ntest result: FAILED. 1 passed; 1 failed; 0 ignored; 0 measured; 0 filtered out"
+        );
+        let journal = journal(lines.lines());
+        assert_eq!(journal.counts, Counts { passed: 1, failed: 1, skipped: 0 });
+        assert_eq!(journal.report().names, ["tests/cuda.rs: b"]);
     }
 
     #[test]
