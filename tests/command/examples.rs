@@ -43,11 +43,7 @@ pub(crate) fn example(name: &str) -> PathBuf {
     command.env_remove("RUSTC_BOOTSTRAP");
     command.args(["build", "--message-format=json", "--example", name]);
     command.current_dir(env!("CARGO_MANIFEST_DIR"));
-    // As this program was built, which lies in TARGET/PROFILE/deps.
-    let exe = std::env::current_exe().expect("this program");
-    if exe.ancestors().nth(2).is_some_and(|folder| folder.ends_with("release")) {
-        command.arg("--release");
-    }
+    command.args(["--profile", &test_support::built_in().1]);
     // The same features, so that nothing is built twice.
     let features = [
         (cfg!(feature = "testing"), "testing"),

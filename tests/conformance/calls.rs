@@ -3,7 +3,8 @@
 //! By default pairwise: every two of (collective and algorithm, form, world, length, element type, reduction, root,
 //! data, how it is awaited) that can go together do so in a case. `ALLSTREAM_TEST_FULL=1`: every form of every call in
 //! every world with every length; up to three ranks also with every element type, and between three threads that share a
-//! staging region with every type, reduction and root (`ALLSTREAM_TEST_FULL=all`: on other links, too). What a world cannot do is asked for there, too: it must be refused.
+//! staging region with every type, reduction and root (`ALLSTREAM_TEST_FULL=all`: on other links, too). What a world cannot do
+//! is asked for there, too: it must be refused.
 
 use std::collections::BTreeMap;
 use std::io::Write;

@@ -21,11 +21,8 @@ fn gradients_on_devices_come_back_there_with_their_means() {
         // Bound to devices, which reduce them, and not, where they are staged.
         for is_bound in [true, false] {
             ranks(2, |mut comm| {
-                let stream = bound_or_not(&mut comm, is_bound);
-                let (rank, shared) = (comm.rank(), comm.share());
-                let layout = LENS.map(|len| Param::of::<f32>(len).on_device());
-                let options = Options::default().first_bucket_bytes(1_000).bucket_bytes(100_000);
-                let mut buckets = soon(Buckets::with(&shared, &layout, options)).unwrap();
+                let (stream, rank) = (bound_or_not(&mut comm, is_bound), comm.rank());
+                let mut buckets = small_buckets(&comm);
                 for order in [[3, 2, 1, 0], [0, 3, 1, 2], [1, 0, 2, 3]] {
                     for i in order {
                         let grad = up(&stream, values(rank + i, LENS[i]));
@@ -46,6 +43,13 @@ fn gradients_on_devices_come_back_there_with_their_means() {
 /// A stream of this rank's device, to which `comm` is bound, or not.
 fn bound_or_not(comm: &mut Comm, is_bound: bool) -> DeviceStream {
     if is_bound { bound(comm, 2) } else { DeviceStream::new(&Device::new(comm.rank()).unwrap()).unwrap() }
+}
+
+/// Several buckets, of gradients of [`LENS`] on devices.
+fn small_buckets(comm: &Comm) -> Buckets<DeviceBuf<f32>> {
+    let layout = LENS.map(|len| Param::of::<f32>(len).on_device());
+    let options = Options::default().first_bucket_bytes(1_000).bucket_bytes(100_000);
+    soon(Buckets::with(&comm.share(), &layout, options)).unwrap()
 }
 
 #[test]
@@ -111,11 +115,8 @@ fn joined_steps_follow_each_other_in_the_order_of_the_device() {
     child("train::joined_steps_follow_each_other_in_the_order_of_the_device", &variables, || {
         for is_bound in [true, false] {
             ranks(2, |mut comm| {
-                let stream = bound_or_not(&mut comm, is_bound);
-                let (rank, shared) = (comm.rank(), comm.share());
-                let layout = LENS.map(|len| Param::of::<f32>(len).on_device());
-                let options = Options::default().first_bucket_bytes(1_000).bucket_bytes(100_000);
-                let mut buckets = soon(Buckets::with(&shared, &layout, options)).unwrap();
+                let (stream, rank) = (bound_or_not(&mut comm, is_bound), comm.rank());
+                let mut buckets = small_buckets(&comm);
                 let mut grads: Vec<DeviceBuf<f32>> =
                     (0..LENS.len()).map(|i| up(&stream, values(rank + i, LENS[i]))).collect();
                 // A mean of means is the same mean.

@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Buf, Comm, Element};
 
+pub use crate::full;
+
 pub const DEADLINE: Duration = Duration::from_secs(20);
 const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
 pub const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
@@ -27,18 +29,12 @@ pub fn nccl_library() -> &'static Path {
 }
 
 fn built(package: &str, file: &str) -> PathBuf {
-    // This program lies in TARGET/PROFILE/deps.
-    let exe = std::env::current_exe().unwrap();
-    let folder = exe.ancestors().nth(2).unwrap();
-    let profile = match folder.file_name().and_then(|name| name.to_str()) {
-        Some("debug") | None => "dev",
-        Some(profile) => profile,
-    };
+    let (folder, profile) = crate::built_in();
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
     let mut cargo = Command::new(env!("CARGO"));
     // With it, packages that look at it would be built anew.
     cargo.env_remove("RUSTC_BOOTSTRAP");
-    cargo.args(["build", "--quiet", "--package", package, "--profile", profile]);
+    cargo.args(["build", "--quiet", "--package", package, "--profile", &profile]);
     cargo.arg("--manifest-path").arg(manifest).arg("--target-dir").arg(folder.parent().unwrap());
     assert!(cargo.status().unwrap().success(), "{package} does not build");
     folder.join(file)
@@ -47,11 +43,6 @@ fn built(package: &str, file: &str) -> PathBuf {
 /// Whether this is one of those processes.
 pub fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
-}
-
-/// Whether everything is to be tried.
-pub fn full() -> bool {
-    std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
 }
 
 /// Runs the test of this name in a process with these variables; in that process, runs `body`.

@@ -16,6 +16,7 @@ pub use test_oracle::values;
 use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::AsRawFd;
+use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc;
@@ -41,6 +42,18 @@ pub fn full() -> bool {
 /// Whether that is all that can be told apart, too, for many minutes more: every mutant, every type with every reduction on several links.
 pub fn everything() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| v == "all")
+}
+
+/// Where this program was built, TARGET/PROFILE, and the profile's name for cargo: what a test builds besides is built alike.
+pub fn built_in() -> (PathBuf, String) {
+    // This program lies in TARGET/PROFILE/deps.
+    let exe = std::env::current_exe().expect("this program");
+    let folder = exe.ancestors().nth(2).expect("a folder of cargo's").to_path_buf();
+    let profile = match folder.file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev".to_owned(),
+        Some(profile) => profile.to_owned(),
+    };
+    (folder, profile)
 }
 
 /// Says how many cases a test went through, in the words that `cargo xtask test` repeats at its end. On stderr, also where the
