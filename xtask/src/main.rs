@@ -46,11 +46,17 @@ enum Command {
     },
     /// Measure beside OpenMPI, Gloo and what the machine can do; print the table of ratios and bars
     Peers(Box<peers::PeersArgs>),
-    /// Make a folder with all that runs on a machine with a GPU, and nothing else: see docs/gpu-pack.md
+    /// Make an archive with all that runs on a machine with a GPU, and print the command that runs it there: see docs/gpu-pack.md
     GpuPack {
-        /// Where it goes; an earlier pack there is replaced
+        /// The folder for the archive; an earlier one there is replaced
         #[arg(long, value_name = "DIR", default_value = pack::FOLDER)]
         out: PathBuf,
+        /// Instead: the pack that runs several ranks of NCCL on one GPU, with this libnccl.so.2 (2.30 or newer)
+        #[arg(long, value_name = "FILE")]
+        nccl: Option<PathBuf>,
+        /// Leave the Python package out
+        #[arg(long)]
+        without_python: bool,
     },
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
@@ -81,11 +87,11 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             });
         }
-        Command::GpuPack { out } => {
-            return match pack::make(&root, &root.join(&out)) {
-                Ok(contents) => {
-                    print!("{contents}");
-                    println!("in {}", out.display());
+        Command::GpuPack { out, nccl, without_python } => {
+            let wanted = pack::Wanted { out: root.join(out), nccl, without_python };
+            return match pack::make(&root, &wanted) {
+                Ok(told) => {
+                    print!("{told}");
                     ExitCode::SUCCESS
                 }
                 Err(error) => {

@@ -43,7 +43,7 @@ pub(crate) const CHECKED: [(&str, &str); 3] = [
 
 /// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
-     --exclude nccl-for-tests --exclude test-support --exclude test-oracle";
+     --exclude nccl-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
 
 /// What a part does.
 pub(crate) enum Work {
@@ -182,14 +182,16 @@ fn all() -> Vec<Part> {
         Part { work: Work::Fuzz(10), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
         // A workspace of its own, so that candle stays out of the engine's lock file.
         cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release").full(),
+        Part { work: Work::Steps(python::all), ..cargo("python, with torch and Ray", "") }
+            .needs(python::needs)
+            .minutes(40)
+            .full(),
+        // After Python, whose environment the pack's rehearsal has arrays of numpy and torch from.
+        tests_of("GPU pack's runner", "--package gpu-pack --release").full(),
         Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),
         Part { work: Work::Steps(pack::run), ..cargo("GPU", "") }
             .needs(pack::needs_device)
             .minutes(90)
-            .full(),
-        Part { work: Work::Steps(python::all), ..cargo("python, with torch and Ray", "") }
-            .needs(python::needs)
-            .minutes(40)
             .full(),
         Part::not_yet("RDMA", "not built yet: step 6"),
     ]

@@ -191,7 +191,7 @@ fn devices(work: &Work<'_>, is_release: bool) -> Result<[(&'static str, PathBuf)
 }
 
 /// Copies the Python files of a folder, and of those in it.
-fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
+pub(crate) fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
     fs::create_dir_all(to)?;
     for entry in from.read_dir()? {
         let entry = entry?;
