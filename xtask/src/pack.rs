@@ -29,6 +29,8 @@ const BUILD: &str = "build --release --package allstream --all-features --bin al
                      --example 13_gpu_overlap";
 const BUILD_RUNNER: &str = "build --release --package gpu-pack";
 const BUILD_PYTHON: &str = "build --release --locked --manifest-path ffi/python/Cargo.toml";
+/// So that PyO3 leaves the interpreter's functions to the interpreter that loads the module, and asks for no libpython; maturin sets it, too.
+const FOR_ANY_PYTHON: (&str, &str) = ("PYO3_BUILD_EXTENSION_MODULE", "1");
 /// What of it goes where. With NCCL, of which there is a pack of its own, only what has no folder but `bin` and the root.
 const PROGRAMS: [(&str, &str); 5] = [
     ("gpu-pack", "run"),
@@ -192,7 +194,7 @@ fn executable<'a>(built: &'a [(String, PathBuf)], name: &str) -> Result<&'a Path
 fn build(root: &Path, arguments: &str) -> Result<Vec<(String, PathBuf)>, String> {
     let mut cargo = Command::new(runner::cargo());
     cargo.args(arguments.split_whitespace()).args(["--message-format", "json-render-diagnostics"]);
-    cargo.current_dir(root).stdin(Stdio::null()).stdout(Stdio::piped());
+    cargo.current_dir(root).envs([FOR_ANY_PYTHON]).stdin(Stdio::null()).stdout(Stdio::piped());
     let mut child = cargo.spawn().map_err(|error| format!("cargo: {error}"))?;
     let lines = child.stdout.take().map(|stdout| BufReader::new(stdout).lines().map_while(Result::ok));
     let built = lines.into_iter().flatten().filter_map(|line| {
