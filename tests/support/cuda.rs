@@ -11,8 +11,14 @@ use allstream::{Buf, Comm, Element};
 
 pub use crate::full;
 
+/// The knobs of the driver for tests begin so, and are passed on to the processes that tests start.
+pub(crate) const KNOBS: &str = "ALLSTREAM_TEST_CUDA_";
+/// What the driver for tests is strict about in all of our own tests, unless it is told otherwise by these variables: stricter drivers
+/// refuse so much.
+pub(crate) const STRICT: [&str; 2] = ["ALLSTREAM_TEST_CUDA_DEVICEMAP", "ALLSTREAM_TEST_CUDA_CONTEXT"];
+
 pub const DEADLINE: Duration = Duration::from_secs(20);
-const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
+pub(crate) const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
 pub const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
 pub const NCCL: &str = "ALLSTREAM_NCCL_LIBRARY";
 
@@ -60,6 +66,7 @@ pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, bod
     if !variables.iter().any(|(name, _)| *name == LIBRARY) {
         command.env(LIBRARY, library());
     }
+    be_strict(&mut command);
     let mut child = command.envs(variables.iter().copied()).stdin(Stdio::null()).spawn().unwrap();
     let end = Instant::now() + limit;
     let status = loop {
@@ -74,6 +81,13 @@ pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, bod
         std::thread::sleep(Duration::from_millis(5));
     };
     assert!(status.success(), "{test} in its own process: {status}");
+}
+
+/// For a process that may load the driver for tests.
+pub(crate) fn be_strict(command: &mut Command) {
+    for name in STRICT {
+        command.env(name, std::env::var(name).unwrap_or_else(|_| "1".into()));
+    }
 }
 
 /// Awaits with a deadline.
@@ -135,6 +149,28 @@ pub fn function_of(library: &str, handle: &OnceLock<usize>, name: &str) -> *mut 
     let address = unsafe { libc::dlsym(handle as *mut c_void, name.as_ptr()) };
     assert!(!address.is_null(), "{name:?}");
     address
+}
+
+/// Runs this with a device's primary context current: who calls the driver without us needs one.
+pub fn in_context<T>(device: usize, run: impl FnOnce() -> T) -> T {
+    let mut context: *mut c_void = std::ptr::null_mut();
+    // SAFETY: functions of these types in cuda.h. The context is popped on the thread that pushed it, before it is released.
+    unsafe {
+        let retain: unsafe extern "C" fn(*mut *mut c_void, c_int) -> u32 =
+            std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
+        let push: unsafe extern "C" fn(*mut c_void) -> u32 =
+            std::mem::transmute(function("cuCtxPushCurrent_v2"));
+        let pop: unsafe extern "C" fn(*mut *mut c_void) -> u32 =
+            std::mem::transmute(function("cuCtxPopCurrent_v2"));
+        let release: unsafe extern "C" fn(c_int) -> u32 =
+            std::mem::transmute(function("cuDevicePrimaryCtxRelease_v2"));
+        assert_eq!(retain(&raw mut context, device as c_int), 0);
+        assert_eq!(push(context), 0);
+        let result = run();
+        assert_eq!(pop(&raw mut context), 0);
+        assert_eq!(release(device as c_int), 0);
+        result
+    }
 }
 
 pub fn report() -> Report {

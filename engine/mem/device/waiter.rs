@@ -13,10 +13,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::CuStream;
+use allstream_sys::cuda::{CuResult, CuStream};
 use parking_lot::{Condvar, Mutex};
 
 use super::capture::relaxed;
+use super::chores::Busy;
 use super::context::{cuda, is_not_yet};
 use super::stream::DeviceEvent;
 use crate::error::Error;
@@ -41,6 +42,8 @@ struct Entry {
     /// Not to be waited for any longer.
     until: Option<Instant>,
     then: Then,
+    /// Dropped last.
+    _busy: Busy,
 }
 
 #[derive(Default)]
@@ -96,9 +99,9 @@ pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then
         let mut state = WAITER.state.lock();
         let token = state.next;
         state.next += 1;
-        state
-            .entries
-            .insert(token, Entry { event: event.clone(), notifier, asked: notifier.is_none(), until, then });
+        let asked = notifier.is_none();
+        let entry = Entry { event: event.clone(), notifier, asked, until, then, _busy: Busy::new() };
+        state.entries.insert(token, entry);
         token
     };
     let launched = notifier.is_some_and(|notifier| {
@@ -134,9 +137,14 @@ impl Entry {
     /// How the event ended, if it has.
     fn ask(&self) -> Option<Outcome> {
         let context = &self.event.0.context;
-        // SAFETY: `event` keeps it.
-        match unsafe { context.cuda.event_query(self.event.0.raw) } {
+        // SAFETY: `event` keeps it, and its context is current.
+        let query = |_entered| unsafe { context.cuda.event_query(self.event.0.raw) };
+        match context.enter().and_then(query) {
             Ok(()) => Some(Outcome::Reached),
+            // The process ends, and the driver is gone: there is nobody to ask again.
+            Err(error) if error.code == CuResult::DEINITIALIZED => {
+                Some(Outcome::Unknown(context.tell("wait for an event", error)))
+            }
             Err(error) if is_not_yet(error.code) && self.is_late() => {
                 Some(Outcome::Unknown(context.tell("wait for an event for so long", error)))
             }
