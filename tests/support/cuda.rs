@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -61,17 +61,40 @@ pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, bod
     if std::env::var(CHILD).as_deref() == Ok(test) {
         return body();
     }
+    let mut child = again(test, variables).spawn().unwrap();
+    let status = ended(test, &mut child, limit);
+    assert!(status.success(), "{test} in its own process: {status}");
+}
+
+/// The same, of a process that may end in any way: how it did, and what it said, which is little. `None` in that process, when `body` is done.
+pub fn child_says(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
+    if std::env::var(CHILD).as_deref() == Ok(test) {
+        body();
+        return None;
+    }
+    let mut command = again(test, variables);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    ended(test, &mut child, 15 * DEADLINE);
+    Some(child.wait_with_output().unwrap())
+}
+
+/// This program, to run the test of this name.
+fn again(test: &str, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, test);
     if !variables.iter().any(|(name, _)| *name == LIBRARY) {
         command.env(LIBRARY, library());
     }
     be_strict(&mut command);
-    let mut child = command.envs(variables.iter().copied()).stdin(Stdio::null()).spawn().unwrap();
+    command.envs(variables.iter().copied()).stdin(Stdio::null());
+    command
+}
+
+fn ended(test: &str, child: &mut Child, limit: Duration) -> ExitStatus {
     let end = Instant::now() + limit;
-    let status = loop {
+    loop {
         if let Some(status) = child.try_wait().unwrap() {
-            break status;
+            return status;
         }
         if Instant::now() > end {
             let _ = child.kill();
@@ -79,8 +102,7 @@ pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, bod
             panic!("{test} did not end in time");
         }
         std::thread::sleep(Duration::from_millis(5));
-    };
-    assert!(status.success(), "{test} in its own process: {status}");
+    }
 }
 
 /// For a process that may load the driver for tests.

@@ -75,6 +75,7 @@ const MAY_WAIT: [&str; 11] = [
 /// As [`call`], for the functions that work before `cuInit`.
 pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {
     if EXITED.load(Ordering::Acquire) {
+        knobs::note("after exit");
         if knobs::strict().abort_after_exit {
             eprintln!("cuda driver for tests: {name} is called after the process has begun to end");
             std::process::abort();
