@@ -80,8 +80,8 @@ fn work(mut comm: Comm) {
 #[test]
 fn a_capture_elsewhere_in_the_process_is_not_broken() {
     child("capture::a_capture_elsewhere_in_the_process_is_not_broken", TWO, || {
+        let (device, stream) = device();
         in_context(0, || {
-            let (device, stream) = device();
             let capture = Capture::begin(stream);
             ranks(2, work);
             // The very thread that captures may ask and copy, too.
@@ -92,6 +92,7 @@ fn a_capture_elsewhere_in_the_process_is_not_broken() {
             assert!(down(buf) == numbers(LEN));
             assert_eq!(capture.end(), 0, "the capture is whole");
         });
+        drop(device);
         nothing_left("all was dropped");
     });
 }
