@@ -70,8 +70,8 @@ pub(super) fn heard(rows: &[u8], members: &Members) -> Result<Heard, Rank> {
         let strict = rows.iter().any(|row| row.notes & SHARES == 0);
         if let Some((rank, other)) = shared.filter(|_| strict) {
             let problem = format!(
-                "{} and {} have one device, and NCCL wants one for each rank; set {LEAVE_TO_SHARE}=1 for all ranks, which \
-                 NCCL 2.30 and newer take as leave to share one, or bind_device instead",
+                "{} and {} have one device, and NCCL wants one for each rank; set {LEAVE_TO_SHARE}=1 for all \
+                 ranks and use NCCL 2.30 or newer, which then shares it, or call bind_device instead",
                 members.rank(rank),
                 members.rank(other)
             );

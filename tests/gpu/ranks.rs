@@ -38,7 +38,7 @@ fn place(comm: &mut Comm, bound: Bound) -> Result<OnDevice, String> {
 pub(crate) fn run(mut comm: Comm, bound: Bound, cases: &[Case], oracle: &Oracle, tell: &dyn Fn(Note)) {
     let place = match place(&mut comm, bound) {
         Ok(place) => place,
-        Err(error) => return tell(Note::Ended(error)),
+        Err(error) => return tell(Note::Ended(format!("before the first case: {error}"))),
     };
     // Whether to go on.
     let goes_on = |note: Note| {

@@ -228,7 +228,8 @@ pub fn spawn_ranks(
         }
         cuda::be_strict(&mut command);
         command
-            .args([name, "--exact", "--nocapture", "--test-threads=1"])
+            // Whoever has asked for a test that must be asked for has asked for its ranks.
+            .args([name, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"])
             .env(ROLE, "rank")
             .env(PARENT, getpid().as_raw_nonzero().to_string())
             .env(LIMIT, limit.as_millis().to_string())
