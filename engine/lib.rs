@@ -85,7 +85,7 @@ pub mod cuda {
     pub use crate::mem::device::CudarcBuf;
     pub use crate::mem::device::{
         Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
-        Transfer, device_count, driver,
+        Transfer, device_count, driver, settle,
     };
 }
 

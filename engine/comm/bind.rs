@@ -91,7 +91,8 @@ made_together! {
     /// Messages of more than 4 KB go by NCCL, too, with their tags, in whatever order they are called. Of such a message both ends are
     /// on a device, or neither is: else it is an [`Error::Mismatch`].
     ///
-    /// Each rank has a device of its own. The ranks compare their calls over the host's links before NCCL is given one: what
+    /// Each rank has a device of its own; or, where `NCCL_MULTI_RANK_GPU_ENABLE=1` is set for all ranks and NCCL is 2.30 or newer,
+    /// which takes it, some share one. The ranks compare their calls over the host's links before NCCL is given one: what
     /// they disagree on is an error, and a rank that does not call is named when the deadline has passed, as ever. Rounding is NCCL's.
     ///
     /// All ranks must call collectives on communicators of one device in one order, also on different communicators: what NCCL takes
@@ -136,7 +137,7 @@ impl SharedComm {
         stream: Result<DeviceStream, Error>,
         library: Option<&dyn Library>,
     ) -> Result<DevicePath, Error> {
-        let (device, reaching) = self.reach_devices(stream, library.is_some()).await?;
+        let (device, reaching) = self.reach_devices(stream, library).await?;
         let Some(library) = library else {
             let reached = match reaching {
                 Ok(reached) => reached,
@@ -158,11 +159,12 @@ impl SharedComm {
         Ok(DevicePath::Nccl { library: library.name(), staged })
     }
 
-    /// Finds out how the devices of all ranks reach each other. `is_nccl`: a library is to have each to itself.
+    /// Finds out how the devices of all ranks reach each other. `library`: what is to have each to itself, unless it
+    /// shares them.
     async fn reach_devices(
         &self,
         stream: Result<DeviceStream, Error>,
-        is_nccl: bool,
+        library: Option<&dyn Library>,
     ) -> Result<(Arc<PeerDevice>, Reaching), Error> {
         let (endpoint, world) = (self.handle().endpoint.clone(), self.handle().membership.world.clone());
         let (config, n, members) = (&endpoint.config, self.size(), endpoint.config.named());
@@ -177,7 +179,7 @@ impl SharedComm {
         let ours =
             stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n, config.comm)), nonce()?)));
         let group = Group { config, topology: &world.topology };
-        let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, is_nccl));
+        let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, library));
         let rows = self.step().all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
         let (device, _) = ours?;
         let rows = match heard(&rows, &members).map_err(|rank| failed_elsewhere(CALL, &members, rank))? {

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use super::links::Topology;
 use crate::error::{Error, Members};
 use crate::exec::EndpointConfig;
+use crate::exec::nccl::LEAVE_TO_SHARE;
+use crate::exec::whole::Library;
 use crate::link::ipc::{CARD, Far, FarPeer, Offer};
 use crate::link::peer::PeerDevice;
 use crate::mem::device::DeviceBuf;
@@ -14,11 +16,13 @@ use crate::types::Rank;
 pub(super) const ROW: usize = 2 + 16 + 16;
 /// Can be bound: the first byte.
 const OK: u8 = 1;
-/// The second: there are members in other processes; on other hosts; the driver cannot share with processes; NCCL is asked for.
+/// The second: there are members in other processes; on other hosts; the driver cannot share with processes; NCCL is asked for;
+/// that takes several ranks on one device.
 const FAR: u8 = 1;
 const REMOTE: u8 = 2;
 const LACKS: u8 = 4;
 const NCCL: u8 = 8;
+const SHARES: u8 = 16;
 
 /// A row that was read.
 #[derive(Clone, Copy)]
@@ -61,9 +65,13 @@ pub(super) fn heard(rows: &[u8], members: &Members) -> Result<Heard, Rank> {
             return Ok(Heard::Refused(problem));
         }
         let before = |at: usize| rows[..at].iter().position(|row| row.uuid == rows[at].uuid);
-        if let Some((rank, other)) = (0..rows.len()).find_map(|at| Some((before(at)?, at))) {
+        let shared = (0..rows.len()).find_map(|at| Some((before(at)?, at)));
+        // A rank without leave would make NCCL fail on all.
+        let strict = rows.iter().any(|row| row.notes & SHARES == 0);
+        if let Some((rank, other)) = shared.filter(|_| strict) {
             let problem = format!(
-                "{} and {} have one device, and NCCL wants one for each rank",
+                "{} and {} have one device, and NCCL wants one for each rank; set {LEAVE_TO_SHARE}=1 for all \
+                 ranks and use NCCL 2.30 or newer, which then shares it, or call bind_device instead",
                 members.rank(rank),
                 members.rank(other)
             );
@@ -106,7 +114,12 @@ impl Group<'_> {
     }
 
     /// What this rank says of itself. From here on its device can be found by the others in the process.
-    pub(super) fn row(&self, device: &Arc<PeerDevice>, process: u128, is_nccl: bool) -> [u8; ROW] {
+    pub(super) fn row(
+        &self,
+        device: &Arc<PeerDevice>,
+        process: u128,
+        library: Option<&dyn Library>,
+    ) -> [u8; ROW] {
         let (members, ours) = (&self.config.members, self.config.rank);
         self.topology.mates.enter_device(self.config.comm, members[ours], device);
         let mut row = [0; ROW];
@@ -114,7 +127,9 @@ impl Group<'_> {
         let far = (0..members.len()).any(|rank| !self.housemate(rank));
         let remote = members.iter().any(|member| *member != members[ours] && !self.topology.is_near(*member));
         let lacks = device.stream.missing_for_sharing().is_some();
-        let notes = [(far, FAR), (remote, REMOTE), (lacks, LACKS), (is_nccl, NCCL)];
+        let shares = library.is_some_and(|library| library.shares_devices());
+        let notes =
+            [(far, FAR), (remote, REMOTE), (lacks, LACKS), (library.is_some(), NCCL), (shares, SHARES)];
         row[1] = notes.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).sum();
         row[2..18].copy_from_slice(&process.to_le_bytes());
         row[18..].copy_from_slice(&device.stream.device().uuid());

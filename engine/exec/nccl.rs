@@ -17,11 +17,15 @@ use parking_lot::Mutex;
 use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::forked;
-use crate::mem::device::{DeviceBuf, DeviceStream, Witness};
+use crate::mem::device::{Busy, DeviceBuf, DeviceStream, Witness};
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
 /// How long a communicator that nobody needs any more may take to end in peace.
 const FINALIZE: Duration = Duration::from_secs(2);
+
+/// NCCL's own variable, by which it takes several ranks on one device, and the first version that looks at it (2.30).
+pub(crate) const LEAVE_TO_SHARE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+const SHARING: i32 = 23000;
 
 /// The library of this process.
 #[derive(Clone, Copy)]
@@ -48,6 +52,10 @@ impl NcclLibrary {
 impl Library for NcclLibrary {
     fn name(&self) -> String {
         format!("NCCL {}", self.0.version())
+    }
+
+    fn shares_devices(&self) -> bool {
+        self.0.version_code() >= SHARING && std::env::var(LEAVE_TO_SHARE).is_ok_and(|text| text.trim() == "1")
     }
 
     fn id(&self) -> Result<[u8; ID], Error> {
@@ -317,9 +325,10 @@ impl Whole for NcclEnd {
 
     fn abort(&self) {
         let Some(comm) = self.comm.lock().take() else { return };
-        let (library, quiet) = (self.library, self.quiet.clone());
+        let (library, quiet, busy) = (self.library, self.quiet.clone(), Busy::new());
         // It waits for what is on the device, so a thread of its own does it.
         let abort = move || {
+            let _busy = busy;
             // SAFETY: taken out above: nobody has it any more.
             if let Err(error) = unsafe { library.0.abort(comm) } {
                 tracing::warn!("a communicator of NCCL is not aborted: {error}");
@@ -351,7 +360,7 @@ impl Drop for NcclEnd {
             }
             return;
         };
-        let (library, stream) = (self.library, self.stream.clone());
+        let (library, stream, busy) = (self.library, self.stream.clone(), Busy::new());
         let end = move || {
             // SAFETY: taken out above: nobody else has it.
             let ended = unsafe { end_in_peace(library.0, comm) };
@@ -363,6 +372,7 @@ impl Drop for NcclEnd {
                 }
             }
             drop((kept, stream));
+            drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-finalize".into()).spawn(end) {
             tracing::warn!("a communicator of NCCL does not end, for want of a thread: {error}");

@@ -161,6 +161,11 @@ pub(crate) trait Library: Send + Sync {
     /// Name and version. Ranks must have the same.
     fn name(&self) -> String;
 
+    /// Whether several ranks may have one device.
+    fn shares_devices(&self) -> bool {
+        false
+    }
+
     /// Bytes by which the ranks of a communicator find each other. One rank asks for them, all get them.
     fn id(&self) -> Result<[u8; ID], Error>;
 

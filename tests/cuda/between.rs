@@ -3,7 +3,9 @@
 use allstream::cuda::{Device, DeviceBuf, DeviceStream};
 use allstream::{Error, Failed};
 
-use crate::support::{calls, child, device, fail, function, nothing_left, numbers, report, set_delays, soon};
+use crate::support::{
+    calls, child, device, fail, function, in_context, nothing_left, numbers, report, set_delays, soon,
+};
 
 const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "3000"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -100,7 +102,7 @@ fn what_cannot_be_copied_comes_back() {
             unsafe {
                 let begin: unsafe extern "C" fn(*mut std::ffi::c_void, u32) -> u32 =
                     std::mem::transmute(function("cuStreamBeginCapture_v2"));
-                assert_eq!(begin(captured.as_raw(), 2), 0);
+                assert_eq!(in_context(0, || begin(captured.as_raw(), 2)), 0);
             }
             let Failed { buf, error } = soon(to.copy_from(from)).unwrap_err();
             assert!(error.to_string().contains("captured into a graph"), "{error}");
@@ -109,10 +111,10 @@ fn what_cannot_be_copied_comes_back() {
                 let end: unsafe extern "C" fn(*mut std::ffi::c_void, *mut u64) -> u32 =
                     std::mem::transmute(function("cuStreamEndCapture"));
                 let mut graph = 0;
-                assert_eq!(end(captured.as_raw(), &raw mut graph), 0);
+                assert_eq!(in_context(0, || end(captured.as_raw(), &raw mut graph)), 0);
                 let destroy: unsafe extern "C" fn(u64) -> u32 =
                     std::mem::transmute(function("cuGraphDestroy"));
-                assert_eq!(destroy(graph), 0);
+                assert_eq!(in_context(0, || destroy(graph)), 0);
             }
             let (from, to) = buf.unwrap();
             assert!(soon(to.copy_from(from)).is_ok());

@@ -7,7 +7,7 @@ use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
 use allstream::{Algo, Comm};
 
 use crate::support::{
-    bound, child, device, down, fail, function, nothing_left, numbers, ranks, soon, up, values,
+    bound, child, device, down, fail, function, in_context, nothing_left, numbers, ranks, soon, up, values,
 };
 
 const LEN: usize = 3000;
@@ -81,16 +81,18 @@ fn work(mut comm: Comm) {
 fn a_capture_elsewhere_in_the_process_is_not_broken() {
     child("capture::a_capture_elsewhere_in_the_process_is_not_broken", TWO, || {
         let (device, stream) = device();
-        let capture = Capture::begin(stream);
-        ranks(2, work);
-        // The very thread that captures may ask and copy, too.
-        let other = DeviceStream::new(&device).unwrap();
-        let buf = up(&other, numbers(LEN));
-        other.record().unwrap().wait().unwrap();
-        assert!(other.record().unwrap().is_complete().is_ok());
-        assert!(down(buf) == numbers(LEN));
-        assert_eq!(capture.end(), 0, "the capture is whole");
-        drop((device, other));
+        in_context(0, || {
+            let capture = Capture::begin(stream);
+            ranks(2, work);
+            // The very thread that captures may ask and copy, too.
+            let other = DeviceStream::new(&device).unwrap();
+            let buf = up(&other, numbers(LEN));
+            other.record().unwrap().wait().unwrap();
+            assert!(other.record().unwrap().is_complete().is_ok());
+            assert!(down(buf) == numbers(LEN));
+            assert_eq!(capture.end(), 0, "the capture is whole");
+        });
+        drop(device);
         nothing_left("all was dropped");
     });
 }

@@ -1,12 +1,14 @@
 //! Every call of the driver fails once: an error, never a panic, a hang or a leak. And a context that breaks.
 
 use std::future::IntoFuture;
+use std::time::Duration;
 
 use allstream::cuda::{Device, DeviceBuf, DeviceStream, ForeignMemory, PinnedBuf};
 use allstream::{DType, Error, Failed};
 
 use crate::support::{
-    Report, calls, child, device, fail, function, is_child, nothing_left, numbers, report, soon, until,
+    Report, calls, child, device, fail, function, is_child, nothing_left, numbers, pass, report, soon, until,
+    up,
 };
 
 /// What a program does.
@@ -170,5 +172,27 @@ fn a_context_that_breaks_ends_every_wait_and_keeps_what_the_device_may_touch() {
         // Whether it was touched nobody knows; it is not an answer to wait for.
         drop(buf);
         drop((stream, device));
+    });
+}
+
+/// The driver calls nobody of what is waited for once the context has failed. It is found out by asking, also where nothing had been waited
+/// for long enough that nobody was asking.
+#[test]
+fn a_context_that_breaks_ends_a_wait_that_began_in_silence() {
+    child("faults::a_context_that_breaks_ends_a_wait_that_began_in_silence", &[], || {
+        let (device, stream) = device();
+        drop(up(&stream, numbers(10)));
+        // Longer than who sees work end goes on looking when there is none.
+        std::thread::sleep(Duration::from_millis(500));
+        pass(true, 0);
+        let pinned = PinnedBuf::from_slice(&device, &numbers(1000)).unwrap();
+        let copy = DeviceBuf::from_host(&stream, pinned);
+        // SAFETY: the function's type, in the driver's `device.rs`.
+        let fail: extern "C" fn(i32, u32) -> u32 =
+            unsafe { std::mem::transmute(function("allstream_test_cuda_break")) };
+        assert_eq!(fail(0, 719), 0);
+        let Failed { error, .. } = soon(copy).unwrap_err();
+        assert!(error.to_string().contains("CUDA_ERROR_LAUNCH_FAILED"), "{error}");
+        pass(true, u64::MAX);
     });
 }

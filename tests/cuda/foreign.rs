@@ -6,7 +6,7 @@ use allstream::Error;
 use allstream::cuda::{Device, DeviceBuf, DeviceStream, ForeignMemory};
 use allstream::{Comm, DType};
 
-use crate::support::{bound, calls, child, down, fail, function, ranks, report, soon, values};
+use crate::support::{bound, calls, child, down, fail, function, in_context, ranks, report, soon, values};
 
 const LEN: usize = 3000;
 const TWO: &[(&str, &str)] = &[("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
@@ -50,7 +50,10 @@ impl Theirs {
                 By::Pool => {
                     let allocate: unsafe extern "C" fn(*mut u64, usize, *mut c_void) -> u32 =
                         std::mem::transmute(function("cuMemAllocAsync"));
-                    assert_eq!(allocate(&raw mut at, bytes, stream.as_raw()), 0);
+                    let code = in_context(stream.device().ordinal(), || {
+                        allocate(&raw mut at, bytes, stream.as_raw())
+                    });
+                    assert_eq!(code, 0);
                 }
                 By::OtherContext => {
                     let before = current(0);
@@ -76,7 +79,8 @@ impl Drop for Theirs {
                 By::Pool => {
                     let free: unsafe extern "C" fn(u64, *mut c_void) -> u32 =
                         std::mem::transmute(function("cuMemFreeAsync"));
-                    assert_eq!(free(self.at, self.stream.as_raw()), 0);
+                    let device = self.stream.device().ordinal();
+                    assert_eq!(in_context(device, || free(self.at, self.stream.as_raw())), 0);
                 }
                 By::OtherContext => {
                     let destroy: unsafe extern "C" fn(*mut c_void) -> u32 =

@@ -6,6 +6,7 @@
 
 mod between;
 mod capture;
+mod code;
 mod collectives;
 mod conformance;
 mod copies;
@@ -13,6 +14,7 @@ mod copies;
 mod cudarc;
 mod devices;
 mod dlpack;
+mod ends;
 mod extremes;
 mod faults;
 mod foreign;

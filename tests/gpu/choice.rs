@@ -9,11 +9,13 @@ use crate::cases::{Await, Case, Combine, Form, What};
 use crate::driver::Driver;
 use crate::values::mix;
 
-/// Whether the ranks of a world are bound to the device.
-#[derive(Clone, Copy, PartialEq, Eq)]
+/// Whether the ranks of a world are bound to the device, and how they must then reach each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Bound {
-    Yes,
+    /// Not at all: the host stages everything.
     No,
+    Peer,
+    Nccl,
 }
 
 /// For one call.

@@ -1,5 +1,11 @@
 //! Which CUDA driver the ranks get.
 
+use std::path::Path;
+
+use test_support::cuda;
+
+use crate::choice::Bound;
+
 const CHOICE: &str = "ALLSTREAM_TEST_DRIVER";
 const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
 
@@ -28,18 +34,21 @@ impl Driver {
         self == Driver::Real
     }
 
-    /// The environment by which a process has it.
-    pub(crate) fn variables(self) -> Vec<(String, String)> {
+    /// The environment by which a process has it, and an NCCL, if it needs one.
+    pub(crate) fn variables(self, bound: Bound) -> Vec<(String, String)> {
         let set = |name: &str, value: String| (name.to_owned(), value);
-        let choice = match self {
-            Driver::ForTests => {
-                let library = test_support::cuda::library().display().to_string();
-                return vec![set(LIBRARY, library), set(CHOICE, "rehearsal".into())];
-            }
-            Driver::Real => "real",
-            Driver::Rehearsal => "rehearsal",
+        let file = |name: &str, for_tests: fn() -> &'static Path| match self {
+            Driver::ForTests => Some(set(name, for_tests().display().to_string())),
+            Driver::Real | Driver::Rehearsal => std::env::var(name).ok().map(|file| set(name, file)),
         };
-        let library = std::env::var(LIBRARY).ok().map(|file| set(LIBRARY, file));
-        library.into_iter().chain([set(CHOICE, choice.into())]).collect()
+        let choice = if self == Driver::Real { "real" } else { "rehearsal" };
+        let mut all = vec![set(CHOICE, choice.into())];
+        all.extend(file(LIBRARY, cuda::library));
+        if bound == Bound::Nccl {
+            all.extend(file(cuda::NCCL, cuda::nccl_library));
+            // Leave to have several ranks on the one device.
+            all.push(set("NCCL_MULTI_RANK_GPU_ENABLE", "1".into()));
+        }
+        all
     }
 }

@@ -1,6 +1,7 @@
 //! One case of conformance: a call on every rank, and what every rank must then have.
 
 use std::any::Any;
+use std::fmt;
 use std::marker::PhantomData;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -160,6 +161,36 @@ pub enum Seen {
     Nothing,
 }
 
+/// Why a case did not come out as it must.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Wrong {
+    /// Everything ended as it should, and left other values than it must. The next case can be tried.
+    Values(String),
+    /// An operation failed, or a copy, or there was no memory. What comes after it means nothing.
+    Failed(String),
+}
+
+impl From<String> for Wrong {
+    fn from(why: String) -> Self {
+        Wrong::Failed(why)
+    }
+}
+
+impl From<Wrong> for String {
+    fn from(wrong: Wrong) -> Self {
+        match wrong {
+            Wrong::Values(why) | Wrong::Failed(why) => why,
+        }
+    }
+}
+
+impl fmt::Display for Wrong {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Wrong::Values(why) | Wrong::Failed(why)) = self;
+        f.write_str(why)
+    }
+}
+
 /// What ranks have seen of one case must go together.
 pub fn agree(all: &[Seen]) -> Result<(), String> {
     let mut stays = Vec::new();
@@ -279,8 +310,8 @@ impl Case {
 }
 
 /// Compares what there is with what there must be: see `test_oracle::inputs::compare`.
-fn compare<T: Value>(name: &str, got: &[T], expected: &[T], near: &[(f64, f64)]) -> Result<(), String> {
-    T::compare(name, got, expected, near)
+fn compare<T: Value>(name: &str, got: &[T], expected: &[T], near: &[(f64, f64)]) -> Result<(), Wrong> {
+    T::compare(name, got, expected, near).map_err(Wrong::Values)
 }
 
 fn hash<T: Value>(values: &[T]) -> Seen {
@@ -301,7 +332,7 @@ fn now() -> u64 {
 /// # Errors
 /// What was wrong: the result, or that there was none.
 pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Seen, String> {
-    let result = typed!(case.dtype, T => match case.what {
+    let result: Result<Seen, Wrong> = typed!(case.dtype, T => match case.what {
         What::Collective(kind, algo, form) => {
             let mut run = Run::<T> { kind, algo, form, case, oracle, i, comm, place: &Host, of: PhantomData };
             match form {
@@ -313,7 +344,7 @@ pub fn run(comm: &mut Comm, case: &Case, oracle: &Oracle, i: usize) -> Result<Se
         }
         What::Messages(talk) => talk::messages::<T, Host>(comm, case, talk, &Host),
     });
-    match (case.refused, case.what, result) {
+    match (case.refused, case.what, result.map_err(String::from)) {
         (true, What::Collective(kind, algo, _), Err(e))
             if e.starts_with(&format!("{kind}: ")) && e.contains(algo.name()) =>
         {
@@ -334,14 +365,14 @@ pub fn run_on_device(
     oracle: &Oracle,
     i: usize,
     place: &OnDevice,
-) -> Result<Seen, String> {
+) -> Result<Seen, Wrong> {
     typed!(case.dtype, T => match case.what {
         What::Collective(kind, algo, form) if !matches!(form, Form::List | Form::Bytes) => {
             let mut run = Run::<T, OnDevice> { kind, algo, form, case, oracle, i, comm, place, of: PhantomData };
             if form.varies() { run.varied() } else { run.fixed() }
         }
         What::Messages(talk) => talk::messages::<T, OnDevice>(comm, case, talk, place),
-        what => Err(format!("{what:?} is no case for device buffers")),
+        what => Err(Wrong::Failed(format!("{what:?} is no case for device buffers"))),
     })
 }
 

@@ -2,7 +2,7 @@
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
@@ -11,8 +11,14 @@ use allstream::{Buf, Comm, Element};
 
 pub use crate::full;
 
+/// The knobs of the driver for tests begin so, and are passed on to the processes that tests start.
+pub(crate) const KNOBS: &str = "ALLSTREAM_TEST_CUDA_";
+/// What the driver for tests is strict about in all of our own tests, unless it is told otherwise by these variables: stricter drivers
+/// refuse so much.
+pub(crate) const STRICT: [&str; 2] = ["ALLSTREAM_TEST_CUDA_DEVICEMAP", "ALLSTREAM_TEST_CUDA_CONTEXT"];
+
 pub const DEADLINE: Duration = Duration::from_secs(20);
-const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
+pub(crate) const CHILD: &str = "ALLSTREAM_TEST_CUDA_CHILD";
 pub const LIBRARY: &str = "ALLSTREAM_CUDA_LIBRARY";
 pub const NCCL: &str = "ALLSTREAM_NCCL_LIBRARY";
 
@@ -55,16 +61,40 @@ pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, bod
     if std::env::var(CHILD).as_deref() == Ok(test) {
         return body();
     }
+    let mut child = again(test, variables).spawn().unwrap();
+    let status = ended(test, &mut child, limit);
+    assert!(status.success(), "{test} in its own process: {status}");
+}
+
+/// The same, of a process that may end in any way: how it did, and what it said, which is little. `None` in that process, when `body` is done.
+pub fn child_says(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
+    if std::env::var(CHILD).as_deref() == Ok(test) {
+        body();
+        return None;
+    }
+    let mut command = again(test, variables);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    ended(test, &mut child, 15 * DEADLINE);
+    Some(child.wait_with_output().unwrap())
+}
+
+/// This program, to run the test of this name.
+fn again(test: &str, variables: &[(&str, &str)]) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(CHILD, test);
     if !variables.iter().any(|(name, _)| *name == LIBRARY) {
         command.env(LIBRARY, library());
     }
-    let mut child = command.envs(variables.iter().copied()).stdin(Stdio::null()).spawn().unwrap();
+    be_strict(&mut command);
+    command.envs(variables.iter().copied()).stdin(Stdio::null());
+    command
+}
+
+fn ended(test: &str, child: &mut Child, limit: Duration) -> ExitStatus {
     let end = Instant::now() + limit;
-    let status = loop {
+    loop {
         if let Some(status) = child.try_wait().unwrap() {
-            break status;
+            return status;
         }
         if Instant::now() > end {
             let _ = child.kill();
@@ -72,8 +102,14 @@ pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, bod
             panic!("{test} did not end in time");
         }
         std::thread::sleep(Duration::from_millis(5));
-    };
-    assert!(status.success(), "{test} in its own process: {status}");
+    }
+}
+
+/// For a process that may load the driver for tests.
+pub(crate) fn be_strict(command: &mut Command) {
+    for name in STRICT {
+        command.env(name, std::env::var(name).unwrap_or_else(|_| "1".into()));
+    }
 }
 
 /// Awaits with a deadline.
@@ -135,6 +171,28 @@ pub fn function_of(library: &str, handle: &OnceLock<usize>, name: &str) -> *mut 
     let address = unsafe { libc::dlsym(handle as *mut c_void, name.as_ptr()) };
     assert!(!address.is_null(), "{name:?}");
     address
+}
+
+/// Runs this with a device's primary context current: who calls the driver without us needs one.
+pub fn in_context<T>(device: usize, run: impl FnOnce() -> T) -> T {
+    let mut context: *mut c_void = std::ptr::null_mut();
+    // SAFETY: functions of these types in cuda.h. The context is popped on the thread that pushed it, before it is released.
+    unsafe {
+        let retain: unsafe extern "C" fn(*mut *mut c_void, c_int) -> u32 =
+            std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
+        let push: unsafe extern "C" fn(*mut c_void) -> u32 =
+            std::mem::transmute(function("cuCtxPushCurrent_v2"));
+        let pop: unsafe extern "C" fn(*mut *mut c_void) -> u32 =
+            std::mem::transmute(function("cuCtxPopCurrent_v2"));
+        let release: unsafe extern "C" fn(c_int) -> u32 =
+            std::mem::transmute(function("cuDevicePrimaryCtxRelease_v2"));
+        assert_eq!(retain(&raw mut context, device as c_int), 0);
+        assert_eq!(push(context), 0);
+        let result = run();
+        assert_eq!(pop(&raw mut context), 0);
+        assert_eq!(release(device as c_int), 0);
+        result
+    }
 }
 
 pub fn report() -> Report {

@@ -221,12 +221,15 @@ pub fn spawn_ranks(
         let mut command = Command::new(std::env::current_exe().expect("this program"));
         for (key, _) in std::env::vars_os() {
             let text = key.to_string_lossy();
-            if ["ALLSTREAM_", "OMPI_", "SLURM_", "MASTER_"].iter().any(|p| text.starts_with(p)) {
+            let is_knob = text.starts_with(cuda::KNOBS) && text != cuda::CHILD;
+            if ["ALLSTREAM_", "OMPI_", "SLURM_", "MASTER_"].iter().any(|p| text.starts_with(p)) && !is_knob {
                 command.env_remove(&key);
             }
         }
+        cuda::be_strict(&mut command);
         command
-            .args([name, "--exact", "--nocapture", "--test-threads=1"])
+            // Whoever has asked for a test that must be asked for has asked for its ranks.
+            .args([name, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"])
             .env(ROLE, "rank")
             .env(PARENT, getpid().as_raw_nonzero().to_string())
             .env(LIMIT, limit.as_millis().to_string())
@@ -256,10 +259,15 @@ pub fn spawn_ranks(
     ranks
 }
 
+/// Whether this process is a rank that [`spawn_ranks`] started.
+pub fn is_rank() -> bool {
+    std::env::var(ROLE).as_deref() == Ok("rank")
+}
+
 /// Whether this process is a rank that [`spawn_ranks`] started. Called first in such a test; from then on this process
 /// ends with the one that started it, and at its deadline.
 pub fn role() -> bool {
-    if std::env::var(ROLE).as_deref() != Ok("rank") {
+    if !is_rank() {
         return false;
     }
     let number = |name| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());

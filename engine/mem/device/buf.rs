@@ -8,7 +8,7 @@ use std::sync::Arc;
 use allstream_sys::cuda::CuEvent;
 use parking_lot::Mutex;
 
-use super::context::Context;
+use super::context::{Context, warn};
 use super::fate::Fate;
 use super::handle::Device;
 use super::pool::{Mark, Piece};
@@ -145,7 +145,7 @@ impl<T: Element> Drop for DeviceBuf<T> {
             // No mark can be put there, so wait; and where that fails too, never use the memory again.
             Err(_) if self.stream.synchronize().is_ok() => {}
             Err(error) => {
-                tracing::warn!(device = context.ordinal, "device memory is lost: {error}");
+                warn(context.ordinal, "device memory is lost", &error);
                 self.memory.last.lock().lost = true;
             }
         }

@@ -7,7 +7,7 @@
 
 use std::marker::PhantomData;
 
-use allstream_sys::cuda::{CU_STREAM_CAPTURE_MODE_RELAXED, Cuda};
+use allstream_sys::cuda::{CU_STREAM_CAPTURE_MODE_RELAXED, CuResult, Cuda};
 
 /// As long as this is there, this thread's calls break no capture. Then the thread is as it was.
 pub(super) struct Relaxed {
@@ -31,7 +31,10 @@ impl Drop for Relaxed {
     fn drop(&mut self) {
         let Some((cuda, mut mode)) = self.before else { return };
         // SAFETY: as in `relaxed`, on the same thread.
-        if let Err(error) = unsafe { cuda.thread_exchange_stream_capture_mode(&raw mut mode) } {
+        if let Err(error) = unsafe { cuda.thread_exchange_stream_capture_mode(&raw mut mode) }
+            // (Where the process ends there is nothing to say.)
+            && error.code != CuResult::DEINITIALIZED
+        {
             tracing::warn!("{error}; this thread stays relaxed about captures");
         }
     }

@@ -7,13 +7,14 @@ use std::time::Duration;
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_MEMHOSTALLOC_PORTABLE, CU_STREAM_NON_BLOCKING,
-    CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda, CudaError, LIBRARY_VARIABLE,
+    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CU_MEMHOSTALLOC_DEVICEMAP, CU_MEMHOSTALLOC_PORTABLE,
+    CU_STREAM_NON_BLOCKING, CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda, CudaError,
+    LIBRARY_VARIABLE,
 };
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 use super::capture::{Relaxed, relaxed};
-use super::chores::settle;
+use super::chores::give_back;
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::queues::Ways;
@@ -68,6 +69,19 @@ pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
     }
 }
 
+/// Says what the driver has refused where there is no caller to be told. Nothing, where the driver is gone because the process
+/// ends: what was to be given back goes with the process.
+pub(super) fn warn(device: usize, doing: &str, error: &CudaError) {
+    if error.code != CuResult::DEINITIALIZED {
+        tracing::warn!(device, "{doing}: {error}");
+    }
+}
+
+/// Whether something failed because the process ends, and the driver is gone.
+pub(super) fn is_of_the_end(error: &Error) -> bool {
+    matches!(error, Error::Cuda { code, .. } if *code == CuResult::DEINITIALIZED.0)
+}
+
 /// The identity of a device that the driver gave.
 pub(super) fn uuid(cuda: &Cuda, device: CuDevice) -> Result<[u8; 16], CudaError> {
     // A part of a divided device (MIG) has an identity of its own, which only the newer function gives.
@@ -84,8 +98,8 @@ pub(super) fn uuid(cuda: &Cuda, device: CuDevice) -> Result<[u8; 16], CudaError>
 /// Blocks until an event is reached that does not wake the host: asks now and then, asleep in between.
 ///
 /// # Safety
-/// The event exists.
-pub(super) unsafe fn sleep_until(cuda: &Cuda, event: CuEvent) -> Result<(), CudaError> {
+/// The event exists, and is of the context that was entered.
+pub(super) unsafe fn sleep_until(cuda: &Cuda, _: &Entered<'_>, event: CuEvent) -> Result<(), CudaError> {
     const PAUSE: Duration = Duration::from_micros(50);
     loop {
         // SAFETY: the caller's promise.
@@ -155,7 +169,7 @@ impl Drop for Entered<'_> {
     fn drop(&mut self) {
         // SAFETY: pops what `enter` pushed on this thread (`Entered` cannot leave it, and nobody else pops ours).
         if let Err(error) = unsafe { self.context.cuda.ctx_pop_current() } {
-            tracing::warn!(device = self.context.ordinal, "{error}; the device stays current on this thread");
+            warn(self.context.ordinal, "leave a device, which stays current on this thread", &error);
         }
     }
 }
@@ -271,7 +285,7 @@ impl Context {
     pub(super) fn close(&self, doing: &str, close: impl FnOnce(&Cuda) -> Result<(), CudaError>) {
         let _entered = self.enter();
         if let Err(error) = close(self.cuda) {
-            tracing::warn!(device = self.ordinal, "{doing}: {error}");
+            warn(self.ordinal, doing, &error);
         }
     }
 
@@ -407,8 +421,10 @@ impl Context {
     pub(super) fn pin(&self, bytes: usize, what: &str) -> Result<*mut c_void, Error> {
         let pin = || {
             self.call(&format!("pin {bytes} bytes of host memory{what}"), |cuda| {
+                // For all devices, and with an address for them: streams write words there (`signal.rs`).
+                let flags = CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP;
                 // SAFETY: in a context; whoever gets it frees it.
-                unsafe { cuda.mem_host_alloc(bytes, CU_MEMHOSTALLOC_PORTABLE) }
+                unsafe { cuda.mem_host_alloc(bytes, flags) }
             })
         };
         // What is kept for others, or on its way back, may be what is missing.
@@ -421,13 +437,13 @@ impl Context {
         let idle = self.pinned.lock().take_all();
         let any = !idle.is_empty();
         self.unpin(idle);
-        settle(SETTLE) || any
+        give_back(SETTLE) || any
     }
 
     /// Gives blocks of pinned memory back to the driver.
     pub(super) fn unpin(&self, blocks: impl IntoIterator<Item = (usize, usize)>) {
         let _entered = self.enter();
-        let report = |error: CudaError| tracing::warn!(device = self.ordinal, "unpin host memory: {error}");
+        let report = |error: CudaError| warn(self.ordinal, "unpin host memory", &error);
         blocks.into_iter().for_each(|block| unpin(self.cuda, block, &report));
     }
 
@@ -438,10 +454,10 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        let report = |error: CudaError| tracing::warn!(device = self.ordinal, "closing the device: {error}");
+        let report = |error: CudaError| warn(self.ordinal, "close the device", &error);
         match self.enter() {
-            Ok(_entered) => {
-                self.pool.lock().close(self.cuda, &report);
+            Ok(entered) => {
+                self.pool.lock().close(self.cuda, &entered, &report);
                 let pinned = self.pinned.lock().take_all();
                 pinned.into_iter().for_each(|block| unpin(self.cuda, block, &report));
                 self.modules.lock().close(self.cuda, &report);

@@ -10,7 +10,7 @@ use std::task::Waker;
 use allstream_sys::cuda::{CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CuIpcMemHandle};
 use parking_lot::Mutex;
 
-use super::chores::drop_later;
+use super::chores::{Busy, drop_later};
 use super::context::{Context, uuid};
 use super::pool::Exported;
 use super::stream::DeviceStream;
@@ -52,9 +52,12 @@ impl Opening {
     pub(crate) fn begin(stream: &DeviceStream, process: u128, name: &Exported, waker: Waker) -> Opening {
         let opened = Arc::new(OnceLock::new());
         let (stream, name, tell) = (stream.clone(), *name, opened.clone());
+        let busy = Busy::new();
         let open = move || {
             let _ = tell.set(Import::open(&stream, process, &name));
             waker.wake();
+            drop((tell, stream));
+            drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-open".into()).spawn(open) {
             let _ = opened.set(Err(Error::system("open memory of another process (a thread)", error)));

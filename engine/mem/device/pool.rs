@@ -275,10 +275,10 @@ impl Pool {
     }
 
     /// Gives everything back. Nobody has a piece any more.
-    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
+    pub(super) fn close(&mut self, cuda: &Cuda, entered: &Entered<'_>, report: &dyn Fn(CudaError)) {
         for (_, event) in self.pending.drain(..).flat_map(|pending| pending.after) {
             // SAFETY: an event that `pending` alone had.
-            unsafe { sleep_until(cuda, event).and_then(|()| cuda.event_destroy(event)) }
+            unsafe { sleep_until(cuda, entered, event).and_then(|()| cuda.event_destroy(event)) }
                 .unwrap_or_else(report);
         }
         for at in std::mem::take(&mut self.blocks).into_keys() {

@@ -16,7 +16,6 @@ use allstream_sys::cuda::{
 
 use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
 
-use super::capture::relaxed;
 use super::context::{Context, Entered, is_not_yet, sleep_until};
 use super::handle::Device;
 use super::queues::Standing;
@@ -398,9 +397,9 @@ impl DeviceEvent {
     /// [`Error::Cuda`]: work on the device has failed.
     pub fn is_complete(&self) -> Result<bool, Error> {
         let context = &self.0.context;
-        let _relaxed = relaxed(context.cuda);
-        // SAFETY: `self` keeps the event.
-        match unsafe { context.cuda.event_query(self.0.raw) } {
+        // SAFETY: `self` keeps the event, and its context is current.
+        let answer = context.enter().and_then(|_entered| unsafe { context.cuda.event_query(self.0.raw) });
+        match answer {
             Ok(()) => Ok(true),
             Err(error) if is_not_yet(error.code) => Ok(false),
             Err(error) => Err(context.tell("ask for an event", error)),
@@ -414,13 +413,13 @@ impl DeviceEvent {
     pub fn wait(&self) -> Result<(), Error> {
         let context = &self.0.context;
         let wait = || {
-            let _entered = context.enter()?;
+            let entered = context.enter()?;
             if self.0.wakes {
                 // SAFETY: `self` keeps the event, and its context is current.
                 unsafe { context.cuda.event_synchronize(self.0.raw) }
             } else {
                 // SAFETY: as above.
-                unsafe { sleep_until(context.cuda, self.0.raw) }
+                unsafe { sleep_until(context.cuda, &entered, self.0.raw) }
             }
         };
         loop {

@@ -13,6 +13,8 @@ use std::task::Waker;
 
 use parking_lot::Mutex;
 
+use super::chores::Busy;
+use super::context::is_of_the_end;
 use super::staging::{Block, Finish, Item};
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
@@ -322,7 +324,9 @@ impl Staged {
     pub(crate) fn back(self: &Arc<Self>, begun: Begun, finish: Finish) {
         // Nobody may be waiting any more.
         let finish: Finish = Box::new(|result| {
-            if let Err(error) = &result {
+            if let Err(error) = &result
+                && !is_of_the_end(error)
+            {
                 tracing::warn!("an operation on device memory: {error}");
             }
             finish(result);
@@ -399,6 +403,7 @@ impl Staged {
     /// hold nothing that waits, so they are over shortly; that is waited for elsewhere, and no buffer is given back before.
     fn settle_back(self: Arc<Self>, streams: Vec<DeviceStream>, error: Error, ended: Finish) {
         self.back.lock().settling += 1;
+        let busy = Busy::new();
         let wait = move || {
             // All of them, whatever becomes of one.
             let over = |stream: &&DeviceStream| stream.0.context.synchronize_copies().is_ok();
@@ -409,6 +414,8 @@ impl Staged {
             }
             self.back.lock().settling -= 1;
             ended(Err(error));
+            drop((self, streams));
+            drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-settle".into()).spawn(wait) {
             tracing::warn!("an operation on device memory does not end: {error}");
@@ -420,11 +427,13 @@ impl Staged {
     fn settle(&self) {
         let block = self.block.clone();
         let streams: Vec<DeviceStream> = self.items.iter().map(|item| item.place.stream.clone()).collect();
-        let held = ManuallyDrop::new(block);
+        let (held, busy) = (ManuallyDrop::new(block), Busy::new());
         let wait = move || {
             if streams.iter().all(|stream| stream.synchronize().is_ok()) {
                 drop(ManuallyDrop::into_inner(held));
             }
+            drop(streams);
+            drop(busy);
         };
         if let Err(error) = std::thread::Builder::new().name("allstream-settle".into()).spawn(wait) {
             tracing::warn!("pinned memory is lost: {error}");

@@ -13,10 +13,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::CuStream;
+use allstream_sys::cuda::{CuResult, CuStream};
 use parking_lot::{Condvar, Mutex};
 
 use super::capture::relaxed;
+use super::chores::Busy;
 use super::context::{cuda, is_not_yet};
 use super::stream::DeviceEvent;
 use crate::error::Error;
@@ -41,6 +42,8 @@ struct Entry {
     /// Not to be waited for any longer.
     until: Option<Instant>,
     then: Then,
+    /// Dropped last.
+    _busy: Busy,
 }
 
 #[derive(Default)]
@@ -48,6 +51,8 @@ struct State {
     entries: BTreeMap<u64, Entry>,
     rung: Vec<u64>,
     next: u64,
+    /// The thread sleeps until it is woken: it does not look by itself.
+    asleep: bool,
 }
 
 struct Waiter {
@@ -56,7 +61,7 @@ struct Waiter {
 }
 
 static WAITER: Waiter = Waiter {
-    state: Mutex::new(State { entries: BTreeMap::new(), rung: Vec::new(), next: 0 }),
+    state: Mutex::new(State { entries: BTreeMap::new(), rung: Vec::new(), next: 0, asleep: false }),
     bell: Condvar::new(),
 };
 
@@ -64,6 +69,10 @@ static WAITER: Waiter = Waiter {
 const SWEEP: Duration = Duration::from_millis(20);
 /// Where an event has no stream that waits for it.
 const ASK: Duration = Duration::from_millis(1);
+
+/// With no event to ask for, the thread looks as often for so long, so that who watches one event after another need not wake it each
+/// time.
+const LINGER: Duration = Duration::from_millis(200);
 
 /// What the driver calls on its own thread: `token` is a number, not an address.
 unsafe extern "C" fn ring(token: *mut c_void) {
@@ -96,9 +105,13 @@ pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then
         let mut state = WAITER.state.lock();
         let token = state.next;
         state.next += 1;
-        state
-            .entries
-            .insert(token, Entry { event: event.clone(), notifier, asked: notifier.is_none(), until, then });
+        let asked = notifier.is_none();
+        let entry = Entry { event: event.clone(), notifier, asked, until, then, _busy: Busy::new() };
+        state.entries.insert(token, entry);
+        // The driver may never call: the thread is to look by itself.
+        if state.asleep {
+            WAITER.bell.notify_one();
+        }
         token
     };
     let launched = notifier.is_some_and(|notifier| {
@@ -134,9 +147,14 @@ impl Entry {
     /// How the event ended, if it has.
     fn ask(&self) -> Option<Outcome> {
         let context = &self.event.0.context;
-        // SAFETY: `event` keeps it.
-        match unsafe { context.cuda.event_query(self.event.0.raw) } {
+        // SAFETY: `event` keeps it, and its context is current.
+        let query = |_entered| unsafe { context.cuda.event_query(self.event.0.raw) };
+        match context.enter().and_then(query) {
             Ok(()) => Some(Outcome::Reached),
+            // The process ends, and the driver is gone: there is nobody to ask again.
+            Err(error) if error.code == CuResult::DEINITIALIZED => {
+                Some(Outcome::Unknown(context.tell("wait for an event", error)))
+            }
             Err(error) if is_not_yet(error.code) && self.is_late() => {
                 Some(Outcome::Unknown(context.tell("wait for an event for so long", error)))
             }
@@ -156,13 +174,19 @@ impl Entry {
     }
 }
 
+/// When the thread last asked every event, and when there last was one.
+struct Clock {
+    swept: Instant,
+    busy: Instant,
+}
+
 impl Waiter {
     fn run(&self) {
         // Events are asked for all the time, whoever captures what.
         let _relaxed = cuda().map(relaxed);
-        let mut swept = Instant::now();
+        let mut clock = Clock { swept: Instant::now(), busy: Instant::now() };
         loop {
-            for (token, entry) in self.due(&mut swept) {
+            for (token, entry) in self.due(&mut clock) {
                 match entry.ask() {
                     Some(outcome) => entry.end(outcome),
                     None => {
@@ -174,16 +198,26 @@ impl Waiter {
     }
 
     /// Waits until there is something to ask, and takes it out.
-    fn due(&self, swept: &mut Instant) -> Vec<(u64, Entry)> {
+    fn due(&self, Clock { swept, busy }: &mut Clock) -> Vec<(u64, Entry)> {
         let mut state = self.state.lock();
         loop {
             let pause = if state.entries.values().any(|entry| entry.asked) { ASK } else { SWEEP };
             let since = swept.elapsed();
             if state.entries.is_empty() {
                 state.rung.clear();
-                self.bell.wait(&mut state);
+                if busy.elapsed() < LINGER {
+                    self.bell.wait_for(&mut state, SWEEP);
+                } else {
+                    state.asleep = true;
+                    self.bell.wait(&mut state);
+                    state.asleep = false;
+                    *busy = Instant::now();
+                }
                 *swept = Instant::now();
-            } else if since >= pause {
+                continue;
+            }
+            *busy = Instant::now();
+            if since >= pause {
                 *swept = Instant::now();
                 state.rung.clear();
                 return std::mem::take(&mut state.entries).into_iter().collect();

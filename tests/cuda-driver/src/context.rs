@@ -90,7 +90,10 @@ impl Context {
 
     /// Whether this context's work may use that memory.
     pub(crate) fn reaches(&self, memory: &Memory) -> bool {
-        if memory.on_the_host() || memory.context == self.handle {
+        if memory.on_the_host() {
+            return memory.is_mapped();
+        }
+        if memory.context == self.handle {
             return true;
         }
         if memory.device == self.device.ordinal && memory.kind != Kind::Imported {
@@ -101,6 +104,11 @@ impl Context {
             _ => lock(&self.peers).contains(&memory.context),
         }
     }
+}
+
+/// Whether this thread has a current context.
+pub(crate) fn has_current() -> bool {
+    CURRENT.with_borrow(|stack| stack.last().is_some_and(|handle| *handle != 0))
 }
 
 /// The context this thread works in.

@@ -39,6 +39,10 @@ impl Side {
 
     fn any(context: &Context, at: Address, length: usize) -> Done<Self> {
         match find(at, 1) {
+            // Copies reach page-locked memory whether or not devices have an address for it.
+            Some(memory) if memory.on_the_host() && memory.holds(at, length) => {
+                Ok(Side::Known(Span::of(memory, at)))
+            }
             Some(_) => Self::device(context, at, length),
             None => Self::host(at as usize, length),
         }

@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use crate::capture;
 use crate::codes::{Code, Done};
@@ -10,6 +10,14 @@ use crate::knobs;
 
 /// The process that called `cuInit`, or 0: a child of a fork has no driver.
 static INITIALIZED_BY: AtomicU32 = AtomicU32::new(0);
+
+/// The process has begun to end: the driver is no longer there for anybody.
+static EXITED: AtomicBool = AtomicBool::new(false);
+
+/// Called by the C library when the process ends by `exit`, or by returning from `main`.
+extern "C" fn exited() {
+    EXITED.store(true, Ordering::Release);
+}
 
 thread_local! {
     static IN_HOST_FUNCTION: Cell<bool> = const { Cell::new(false) };
@@ -21,12 +29,32 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
         if INITIALIZED_BY.load(Ordering::Acquire) != std::process::id() {
             return Err(Code::NOT_INITIALIZED);
         }
+        if knobs::strict().context && needs_context(name) && !crate::context::has_current() {
+            return Err(Code::INVALID_CONTEXT);
+        }
         capture::allowed(name)?;
         if MAY_WAIT.contains(&name) {
             crate::stream::settle();
         }
         body()
     })
+}
+
+/// Calls that find devices and contexts, or are about the thread or a context that is named: these need no current one,
+/// however strict we are. So do all whose names begin with `cuDevice`, and those of tests.
+const WITHOUT_CONTEXT: [&str; 8] = [
+    "cuCtxCreate_v2",
+    "cuCtxDestroy_v2",
+    "cuCtxGetApiVersion",
+    "cuCtxGetCurrent",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuCtxSetCurrent",
+    "cuThreadExchangeStreamCaptureMode",
+];
+
+fn needs_context(name: &str) -> bool {
+    !name.starts_with("cuDevice") && !name.starts_with("allstream_test_") && !WITHOUT_CONTEXT.contains(&name)
 }
 
 /// Calls that may wait for all that is on the device, beside those that make streams.
@@ -46,6 +74,14 @@ const MAY_WAIT: [&str; 11] = [
 
 /// As [`call`], for the functions that work before `cuInit`.
 pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {
+    if EXITED.load(Ordering::Acquire) {
+        knobs::note("after exit");
+        if knobs::strict().abort_after_exit {
+            eprintln!("cuda driver for tests: {name} is called after the process has begun to end");
+            std::process::abort();
+        }
+        return Code::DEINITIALIZED;
+    }
     if IN_HOST_FUNCTION.get() {
         return Code::NOT_PERMITTED;
     }
@@ -77,6 +113,10 @@ pub(crate) unsafe extern "C" fn cuInit(flags: u32) -> Code {
         if by != 0 && by != std::process::id() {
             return Err(Code::NOT_INITIALIZED);
         }
+        static AT_EXIT: std::sync::Once = std::sync::Once::new();
+        // SAFETY: a function without arguments that does not unwind; this library is never closed.
+        AT_EXIT
+            .call_once(|| assert_eq!(unsafe { libc::atexit(exited) }, 0, "no room for a function at exit"));
         crate::device::make_all()?;
         INITIALIZED_BY.store(std::process::id(), Ordering::Release);
         Ok(())

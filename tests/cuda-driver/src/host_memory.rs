@@ -70,7 +70,7 @@ pub(crate) unsafe extern "C" fn cuMemHostGetDevicePointer_v2(
     flags: u32,
 ) -> Code {
     call("cuMemHostGetDevicePointer_v2", || {
-        let memory = find(at as Address, 1).filter(|memory| memory.on_the_host());
+        let memory = find(at as Address, 1).filter(|memory| memory.on_the_host() && memory.is_mapped());
         if flags != 0 || memory.is_none() {
             return Err(Code::INVALID_VALUE);
         }

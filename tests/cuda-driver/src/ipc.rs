@@ -88,6 +88,7 @@ static IMPORTS: Mutex<Imports> = Mutex::new(BTreeMap::new());
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(out: Out<Token>, at: Address) -> Code {
     call("cuIpcGetMemHandle", || {
+        supported()?;
         let memory = find(at, 1).filter(|memory| memory.kind == Kind::Device).ok_or(Code::INVALID_VALUE)?;
         let (Some(file), Some(offset)) = (memory.file(), memory.offset()) else {
             return Err(Code::INVALID_VALUE);
@@ -106,7 +107,13 @@ pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(out: Out<Token>, at: Address) 
     })
 }
 
+/// A container or a part of a divided device may have no memory that processes share.
+fn supported() -> Done {
+    if knobs::strict().no_ipc { Err(Code::NOT_SUPPORTED) } else { Ok(()) }
+}
+
 fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
+    supported()?;
     let context = working()?;
     if flags != LAZY_PEER_ACCESS {
         return Err(Code::INVALID_VALUE);

@@ -21,6 +21,37 @@ struct Fault {
     code: Code,
 }
 
+/// What is refused, or done, only where a test asks for it. Read once.
+#[derive(Clone, Copy)]
+pub(crate) struct Strictness {
+    /// Host memory that was not asked for with `DEVICEMAP` has no device address.
+    pub(crate) device_map: bool,
+    /// Every call that is not about finding devices or contexts needs a current context.
+    pub(crate) context: bool,
+    /// A call after the process has begun to end aborts it, instead of answering `DEINITIALIZED`.
+    pub(crate) abort_after_exit: bool,
+    /// Memory has no handles for other processes.
+    pub(crate) no_ipc: bool,
+    /// Machine code is taken where it is of our devices.
+    pub(crate) machine_code: bool,
+}
+
+impl Strictness {
+    fn asked() -> Self {
+        Strictness {
+            device_map: flag("DEVICEMAP", false),
+            context: flag("CONTEXT", false),
+            abort_after_exit: match variable("EXIT").trim() {
+                "" => false,
+                "abort" => true,
+                other => wrong("EXIT", other),
+            },
+            no_ipc: flag("NO_IPC", false),
+            machine_code: flag("MACHINE_CODE", true),
+        }
+    }
+}
+
 struct Knobs {
     devices: AtomicU64,
     memory: AtomicU64,
@@ -33,6 +64,9 @@ struct Knobs {
     budget: AtomicU64,
     /// Hardware queues of a context that is made from now on.
     queues: AtomicU64,
+    strict: Strictness,
+    /// Launches of kernels whose name contains this store wrong values; none do, if it is empty.
+    spoil: String,
     /// The devices that this process sees, in its order; all, if there are none.
     visible: Vec<i32>,
     /// By direction, to the host and to a device: so many copies pass, and the others wait.
@@ -53,6 +87,8 @@ fn knobs() -> &'static Knobs {
             no_peer: AtomicU64::new(0),
             budget: AtomicU64::new(number("BUDGET", 1 << 32)),
             queues: AtomicU64::new(asked_queues()),
+            strict: Strictness::asked(),
+            spoil: variable("SPOIL"),
             visible: visible(),
             pass: [AtomicU64::new(u64::MAX), AtomicU64::new(u64::MAX)],
             calls: Mutex::default(),
@@ -117,6 +153,15 @@ fn number(name: &str, default: u64) -> u64 {
     number.and_then(|number| number.checked_mul(1 << shift)).unwrap_or_else(|| wrong(name, text))
 }
 
+fn flag(name: &str, default: bool) -> bool {
+    match variable(name).trim() {
+        "" => default,
+        "0" => false,
+        "1" => true,
+        other => wrong(name, other),
+    }
+}
+
 /// A test that turns a knob wrongly must not pass for the wrong reason.
 fn wrong(name: &str, text: &str) -> ! {
     eprintln!("ALLSTREAM_TEST_CUDA_{name}: cannot read {text:?}");
@@ -131,6 +176,17 @@ fn pair_bits(a: u64, b: u64) -> Option<u64> {
 /// Whether calls that may wait for the device do.
 pub(crate) fn waits() -> bool {
     number("WAITS", 0) != 0
+}
+
+/// What is refused, or done, only where a test asks for it.
+pub(crate) fn strict() -> Strictness {
+    knobs().strict
+}
+
+/// Whether a kernel of this name is to store wrong values.
+pub(crate) fn spoils(kernel: &str) -> bool {
+    let text = &knobs().spoil;
+    !text.is_empty() && kernel.contains(text.as_str())
 }
 
 /// The most hardware queues that a context can have.

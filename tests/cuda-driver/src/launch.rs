@@ -97,6 +97,7 @@ fn execute(function: &Arc<Function>, shape: &Shape, params: &[u8], worker: &Work
         grid: shape.grid,
         block: shape.block,
         budget: knobs::budget(),
+        spoiled: knobs::spoils(&function.entry().name),
         find: &find,
         // What it may be waiting for runs on another thread, perhaps without a core of its own.
         wanted: &|| {

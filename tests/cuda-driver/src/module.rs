@@ -3,10 +3,13 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::Arc;
 
+use allstream_kernels::cuda::Module as Shipped;
+
 use crate::abi::{Address, Handle, In, Out, Table, fresh};
 use crate::codes::{Code, Done};
 use crate::context::{Context, working};
 use crate::entry::call;
+use crate::knobs;
 use crate::ptx;
 use crate::space::{Kind, Memory, Span};
 
@@ -79,7 +82,38 @@ pub(crate) fn end_all_of(context: Handle) {
         .for_each(|module| module.end());
 }
 
-/// Only texts: a binary for a device means nothing here.
+/// What every ELF file of 64 bits begins with.
+const ELF_HEADER: usize = 64;
+
+/// How long an ELF file of 64 bits says that it is: both of its tables are in it, and in those that ptxas makes one of them is the last
+/// thing that there is.
+fn elf_length(header: [u8; ELF_HEADER]) -> Option<usize> {
+    const LITTLE_64: [u8; 2] = [2, 1];
+    if header[4..6] != LITTLE_64 {
+        return None;
+    }
+    let long = |at: usize| header[at..].first_chunk().map(|bytes| u64::from_le_bytes(*bytes));
+    let short = |at: usize| header[at..].first_chunk().map(|bytes| u64::from(u16::from_le_bytes(*bytes)));
+    let end = |start: Option<u64>, size: Option<u64>, count: Option<u64>| start?.checked_add(size? * count?);
+    let programs = end(long(0x20), short(0x36), short(0x38))?;
+    let sections = end(long(0x28), short(0x3a), short(0x3c))?;
+    usize::try_from(programs.max(sections)).ok()
+}
+
+/// The PTX from which this machine code was made, if it is that of one of the modules that ship, for our devices. We cannot run machine
+/// code.
+fn made_from(image: *const c_void) -> Option<&'static str> {
+    // SAFETY: the caller of the exported function gives a whole ELF file, which begins with so many bytes.
+    let length = elf_length(unsafe { image.cast::<[u8; ELF_HEADER]>().read_unaligned() })?;
+    let code = |module: &&Shipped| module.machine_code(CAPABILITY / 10).filter(|code| code.len() == length);
+    let mut known = Shipped::ALL.iter().filter(|module| code(module).is_some()).peekable();
+    known.peek()?;
+    // SAFETY: as above, and the file itself says that it is this long.
+    let image = unsafe { std::slice::from_raw_parts(image.cast::<u8>(), length) };
+    known.find(|module| code(module) == Some(image)).map(|module| module.ptx())
+}
+
+/// Texts, and machine code whose text we know.
 fn read(image: *const c_void) -> Done<ptx::Module> {
     if image.is_null() {
         return Err(Code::INVALID_VALUE);
@@ -87,12 +121,23 @@ fn read(image: *const c_void) -> Done<ptx::Module> {
     // SAFETY: not null, and the caller gives an image, which is one of these binaries, or ends with a zero; at least four
     // bytes are there, as the first that differs ends the comparison.
     let is_binary = |magic: &[u8]| (0..4).all(|at| unsafe { image.cast::<u8>().add(at).read() } == magic[at]);
-    if is_binary(b"\x7fELF") || is_binary(&[0x50, 0xed, 0x55, 0xba]) {
+    if is_binary(&[0x50, 0xed, 0x55, 0xba]) {
         return Err(Code::NO_BINARY_FOR_GPU);
+    }
+    if is_binary(b"\x7fELF") {
+        let text = Some(image).filter(|_| knobs::strict().machine_code).and_then(made_from);
+        let module = parsed(text.ok_or(Code::NO_BINARY_FOR_GPU)?)?;
+        knobs::note("cuModuleLoadData, machine code");
+        return Ok(module);
     }
     // SAFETY: the caller's word: a text that ends with a zero.
     let text = unsafe { CStr::from_ptr(image.cast()) };
-    let text = text.to_str().map_err(|_| Code::INVALID_PTX)?;
+    let module = parsed(text.to_str().map_err(|_| Code::INVALID_PTX)?)?;
+    knobs::note("cuModuleLoadData, PTX");
+    Ok(module)
+}
+
+fn parsed(text: &str) -> Done<ptx::Module> {
     let module = ptx::parse(text).map_err(|refused| {
         // Where someone looks who wonders about a bare number.
         eprintln!("cuda driver for tests: PTX line {}: {}", refused.line, refused.why);
@@ -194,13 +239,13 @@ pub(crate) unsafe extern "C" fn cuFuncGetModule(out: Out<Handle>, function: Hand
 pub(crate) unsafe extern "C" fn cuFuncGetAttribute(out: Out<i32>, attribute: i32, function: Handle) -> Code {
     call("cuFuncGetAttribute", || {
         let function = FUNCTIONS.get(function)?;
-        let (major, minor) = function.module.code.version;
         out.set(match attribute {
             0 => MOST_THREADS as i32,
             1 | 2 | 7 => 0,
             3 => function.entry().local as i32,
             4 => 32,
-            5 => (major * 10 + minor) as i32,
+            // The virtual architecture that the PTX was made for, and the real one that the code is for.
+            5 => function.module.code.target as i32,
             6 => CAPABILITY as i32,
             8 => 49152,
             9..=15 => 0,

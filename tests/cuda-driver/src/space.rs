@@ -301,6 +301,13 @@ impl Memory {
         matches!(self.kind, Kind::Host | Kind::Registered)
     }
 
+    /// Of the host's: whether devices have an address for it.
+    pub(crate) fn is_mapped(&self) -> bool {
+        /// `CU_MEMHOSTALLOC_DEVICEMAP`, and `CU_MEMHOSTREGISTER_DEVICEMAP`.
+        const DEVICEMAP: u32 = 2;
+        self.flags & DEVICEMAP != 0 || !crate::knobs::strict().device_map
+    }
+
     pub(crate) fn holds(&self, at: Address, length: usize) -> bool {
         at >= self.base
             && at - self.base <= self.size as u64

@@ -6,11 +6,11 @@ use std::time::Duration;
 use allstream::{Algo, Kind};
 
 use super::place::Place;
-use super::{Combine, Expected, Form, Run, Seen, compare, hash, now};
+use super::{Combine, Expected, Form, Run, Seen, Wrong, compare, hash, now};
 use crate::values::Value;
 
 impl<T: Value, P: Place> Run<'_, T, P> {
-    pub(super) fn fixed(&mut self) -> Result<Seen, String> {
+    pub(super) fn fixed(&mut self) -> Result<Seen, Wrong> {
         match self.kind {
             Kind::AllReduce | Kind::Reduce => self.reduce(),
             Kind::Broadcast => self.broadcast(),
@@ -28,7 +28,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         self.rank() * count..(self.rank() + 1) * count
     }
 
-    fn reduce(&mut self) -> Result<Seen, String> {
+    fn reduce(&mut self) -> Result<Seen, Wrong> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let input = self.case.input::<T>(self.rank(), len);
         let (kept, output) = match (self.kind, self.form) {
@@ -73,7 +73,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(if self.kind == Kind::AllReduce { hash(&output) } else { Seen::Nothing })
     }
 
-    fn broadcast(&mut self) -> Result<Seen, String> {
+    fn broadcast(&mut self) -> Result<Seen, Wrong> {
         let (len, root, is_root) = (self.case.len, self.case.root, self.is_root());
         let right = self.case.input::<T>(root, len);
         let output = if self.form == Form::InPlace {
@@ -98,7 +98,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Expected { values, near: Vec::new() }
     }
 
-    fn all_gather(&mut self) -> Result<Seen, String> {
+    fn all_gather(&mut self) -> Result<Seen, Wrong> {
         let (n, len) = (self.n(), self.case.len);
         let input = self.case.input::<T>(self.rank(), len);
         let output = match self.form {
@@ -126,7 +126,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(hash(&output))
     }
 
-    fn reduce_scatter(&mut self) -> Result<Seen, String> {
+    fn reduce_scatter(&mut self) -> Result<Seen, Wrong> {
         let (n, len) = (self.n(), self.case.len);
         let (mine, input) = (self.block(len), self.case.input::<T>(self.rank(), n * len));
         let output = match self.form {
@@ -159,7 +159,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(Seen::Nothing)
     }
 
-    fn gather(&mut self) -> Result<Seen, String> {
+    fn gather(&mut self) -> Result<Seen, Wrong> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let input = self.case.input::<T>(self.rank(), len);
         let (output, before) = match self.form {
@@ -195,7 +195,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(Seen::Nothing)
     }
 
-    fn scatter(&mut self) -> Result<Seen, String> {
+    fn scatter(&mut self) -> Result<Seen, Wrong> {
         let (n, len, root, is_root) = (self.n(), self.case.len, self.case.root, self.is_root());
         let right = self.case.input::<T>(root, n * len);
         // Only the root's input is looked at.
@@ -228,7 +228,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(Seen::Nothing)
     }
 
-    fn all_to_all(&mut self) -> Result<Seen, String> {
+    fn all_to_all(&mut self) -> Result<Seen, Wrong> {
         let (n, len) = (self.n(), self.case.len);
         let input = self.case.input::<T>(self.rank(), n * len);
         let output = match self.form {
@@ -256,7 +256,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(Seen::Nothing)
     }
 
-    fn scan(&mut self) -> Result<Seen, String> {
+    fn scan(&mut self) -> Result<Seen, Wrong> {
         let (n, rank, len) = (self.n(), self.rank(), self.case.len);
         let inclusive = self.kind == Kind::Scan;
         let input = self.case.input::<T>(rank, len);
@@ -291,7 +291,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         self.case.folded(n, len, &(0..n).map(of).collect::<Vec<_>>())
     }
 
-    fn barrier(&mut self) -> Result<Seen, String> {
+    fn barrier(&mut self) -> Result<Seen, Wrong> {
         let (n, case) = (self.n(), self.case);
         let stay = &self.oracle.stays[self.i];
         if n > 1 && case.seed as usize % n == self.rank() {

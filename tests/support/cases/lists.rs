@@ -3,7 +3,7 @@
 use allstream::{HostBuf, Kind};
 
 use super::counts;
-use super::{Case, Combine, Run, Seen, boxed, compare, hash};
+use super::{Case, Combine, Run, Seen, Wrong, boxed, compare, hash};
 use crate::values::{Value, mix};
 
 /// No list has a longer buffer: what is expected is computed by each rank.
@@ -28,7 +28,7 @@ impl Lengths {
 }
 
 impl<T: Value> Run<'_, T> {
-    pub(super) fn list(&mut self) -> Result<Seen, String> {
+    pub(super) fn list(&mut self) -> Result<Seen, Wrong> {
         // The other type is one on which the reduction is defined, too.
         match self.case.op {
             Combine::Op(_) => self.of_types::<i32>(),
@@ -36,7 +36,7 @@ impl<T: Value> Run<'_, T> {
         }
     }
 
-    fn of_types<U: Value>(&mut self) -> Result<Seen, String> {
+    fn of_types<U: Value>(&mut self) -> Result<Seen, Wrong> {
         match self.kind {
             Kind::AllGather => self.gathered_list::<U>(),
             Kind::ReduceScatter => self.scattered_list::<U>(),
@@ -49,7 +49,7 @@ impl<T: Value> Run<'_, T> {
         self.case.nth(j).input(rank, len)
     }
 
-    fn list_in_place<U: Value>(&mut self) -> Result<Seen, String> {
+    fn list_in_place<U: Value>(&mut self) -> Result<Seen, Wrong> {
         let (rank, root, lengths) = (self.rank(), self.case.root, Lengths::of(self.case));
         let many = lengths.first.len();
         let second: [Box<[U]>; 3] =
@@ -80,7 +80,7 @@ impl<T: Value> Run<'_, T> {
     }
 
     /// Whether buffer `j` of a list in place is what it must be.
-    fn judge<U: Value>(&self, j: usize, buf: &[U]) -> Result<Seen, String> {
+    fn judge<U: Value>(&self, j: usize, buf: &[U]) -> Result<Seen, Wrong> {
         let (n, len, case, root) = (self.n(), buf.len(), self.case.nth(j), self.case.root);
         let name = format!("buffer {j}");
         match self.kind {
@@ -97,7 +97,7 @@ impl<T: Value> Run<'_, T> {
         Ok(if self.kind == Kind::Reduce { Seen::Nothing } else { hash(buf) })
     }
 
-    fn gathered_list<U: Value>(&mut self) -> Result<Seen, String> {
+    fn gathered_list<U: Value>(&mut self) -> Result<Seen, Wrong> {
         let (n, rank, lengths) = (self.n(), self.rank(), Lengths::of(self.case));
         let many = lengths.first.len();
         let first: Vec<Vec<T>> =
@@ -122,14 +122,14 @@ impl<T: Value> Run<'_, T> {
         Ok(together(&seen))
     }
 
-    fn judge_gathered<U: Value>(&self, j: usize, out: &[U]) -> Result<Seen, String> {
+    fn judge_gathered<U: Value>(&self, j: usize, out: &[U]) -> Result<Seen, Wrong> {
         let n = self.n();
         let right: Vec<U> = (0..n).flat_map(|r| self.nth::<U>(j, r, out.len() / n)).collect();
         compare(&format!("output {j}"), out, &right, &[])?;
         Ok(hash(out))
     }
 
-    fn scattered_list<U: Value>(&mut self) -> Result<Seen, String> {
+    fn scattered_list<U: Value>(&mut self) -> Result<Seen, Wrong> {
         let (n, rank, lengths) = (self.n(), self.rank(), Lengths::of(self.case));
         let many = lengths.first.len();
         let first: Vec<Vec<T>> =
@@ -153,7 +153,7 @@ impl<T: Value> Run<'_, T> {
         Ok(Seen::Nothing)
     }
 
-    fn judge_scattered<U: Value>(&self, j: usize, out: &[U]) -> Result<(), String> {
+    fn judge_scattered<U: Value>(&self, j: usize, out: &[U]) -> Result<(), Wrong> {
         let (n, len) = (self.n(), out.len());
         let expected = self.case.nth(j).reduced::<U>(n, n * len);
         let mine = self.rank() * len..(self.rank() + 1) * len;
@@ -161,7 +161,7 @@ impl<T: Value> Run<'_, T> {
         compare(&format!("output {j}"), out, &expected.values[mine], near)
     }
 
-    pub(super) fn bytes(&mut self) -> Result<Seen, String> {
+    pub(super) fn bytes(&mut self) -> Result<Seen, Wrong> {
         let (n, rank, root, case) = (self.n(), self.rank(), self.case.root, self.case);
         let lengths = counts(case.seed, n, case.len);
         if self.kind == Kind::Broadcast {
@@ -173,7 +173,7 @@ impl<T: Value> Run<'_, T> {
         }
         let all = call!(self, c, c.all_gather_bytes(case.input::<u8>(rank, lengths[rank])))?;
         if all.len() != n {
-            return Err(format!("bytes of {} ranks, expected {n}", all.len()));
+            return Err(Wrong::Values(format!("bytes of {} ranks, expected {n}", all.len())));
         }
         for (r, got) in all.iter().enumerate() {
             compare(&format!("the bytes of rank {r}"), got, &case.input::<u8>(r, lengths[r]), &[])?;

@@ -2,7 +2,7 @@
 
 use allstream::{Comm, Message, Work};
 
-use super::{Await, Case, Place, Seen, Talk, compare, ended};
+use super::{Await, Case, Place, Seen, Talk, Wrong, compare, ended};
 use crate::values::{Value, mix};
 
 /// Longer messages go to fewer.
@@ -13,7 +13,7 @@ pub(super) fn messages<T: Value, P: Place>(
     case: &Case,
     talk: Talk,
     place: &P,
-) -> Result<Seen, String> {
+) -> Result<Seen, Wrong> {
     let (n, rank, len) = (comm.size(), comm.rank(), case.len);
     let say = |from: usize, to: usize, tag: u32, nth: usize| {
         let seed = mix(&[case.seed, to as u64, u64::from(tag), nth as u64]);

@@ -4,14 +4,14 @@ use allstream::{Algo, Kind};
 
 use super::counts;
 use super::place::Place;
-use super::{Combine, Expected, Form, Run, Seen, compare, hash};
+use super::{Combine, Expected, Form, Run, Seen, Wrong, compare, hash};
 use crate::values::{Value, mix};
 
 /// What is given where nobody looks.
 const NOBODYS: [usize; 1] = [usize::MAX];
 
 impl<T: Value, P: Place> Run<'_, T, P> {
-    pub(super) fn varied(&mut self) -> Result<Seen, String> {
+    pub(super) fn varied(&mut self) -> Result<Seen, Wrong> {
         match self.kind {
             Kind::AllGather => self.all_gather_v(),
             Kind::ReduceScatter => self.reduce_scatter_v(),
@@ -35,7 +35,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         counts.iter().enumerate().flat_map(|(r, count)| self.case.input::<T>(r, *count)).collect()
     }
 
-    fn all_gather_v(&mut self) -> Result<Seen, String> {
+    fn all_gather_v(&mut self) -> Result<Seen, Wrong> {
         let counts = self.counts();
         let total = counts.iter().sum();
         let input = self.case.input::<T>(self.rank(), counts[self.rank()]);
@@ -64,7 +64,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(hash(&output))
     }
 
-    fn reduce_scatter_v(&mut self) -> Result<Seen, String> {
+    fn reduce_scatter_v(&mut self) -> Result<Seen, Wrong> {
         let counts = self.counts();
         let (n, mine, total) = (self.n(), self.own(&counts), counts.iter().sum());
         let input = self.case.input::<T>(self.rank(), total);
@@ -99,7 +99,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(Seen::Nothing)
     }
 
-    fn gather_v(&mut self) -> Result<Seen, String> {
+    fn gather_v(&mut self) -> Result<Seen, Wrong> {
         let (counts, root, is_root) = (self.counts(), self.case.root, self.is_root());
         let input = self.case.input::<T>(self.rank(), counts[self.rank()]);
         let total = counts.iter().sum();
@@ -123,7 +123,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(Seen::Nothing)
     }
 
-    fn scatter_v(&mut self) -> Result<Seen, String> {
+    fn scatter_v(&mut self) -> Result<Seen, Wrong> {
         let (counts, root, is_root) = (self.counts(), self.case.root, self.is_root());
         let (own, total) = (self.own(&counts), counts.iter().sum());
         let right = self.case.input::<T>(root, total);
@@ -143,7 +143,7 @@ impl<T: Value, P: Place> Run<'_, T, P> {
         Ok(Seen::Nothing)
     }
 
-    fn all_to_all_v(&mut self) -> Result<Seen, String> {
+    fn all_to_all_v(&mut self) -> Result<Seen, Wrong> {
         let (n, rank, case) = (self.n(), self.rank(), self.case);
         // What each rank sends to each.
         let table: Vec<Vec<usize>> =

@@ -144,6 +144,11 @@ impl Nccl {
         format!("{major}.{}.{}", rest / 100, rest % 100)
     }
 
+    /// Its version as the library numbers it: 22703 is 2.27.3.
+    pub fn version_code(&self) -> c_int {
+        self.version
+    }
+
     fn check(&self, call: &'static str, code: NcclResult) -> Result {
         if code == NcclResult::SUCCESS { Ok(()) } else { Err(self.error(call, code)) }
     }

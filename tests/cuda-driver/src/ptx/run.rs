@@ -26,6 +26,8 @@ pub(crate) struct Launch<'a> {
     pub(crate) block: [u32; 3],
     /// Instructions it may take.
     pub(crate) budget: u64,
+    /// Whether the lowest bit of everything that it stores is wrong.
+    pub(crate) spoiled: bool,
     /// The memory at an address, if the context reaches it.
     pub(crate) find: &'a dyn Fn(u64) -> Option<View>,
     /// Whether somebody still wants the result.
@@ -151,7 +153,8 @@ impl Machine<'_> {
                 Step::Store { size, count, from, base, offset } => {
                     let address = self.get(*base).wrapping_add_signed(*offset);
                     let place = self.place(here, address, size * count)?;
-                    write(place, *size, *count, from.map(|slot| self.get(slot)));
+                    let spoil = u64::from(self.launch.spoiled);
+                    write(place, *size, *count, from.map(|slot| self.get(slot) ^ spoil));
                 }
                 Step::Pack { bits, count, to, from } => {
                     let mask = u64::MAX >> (64 - bits);

@@ -276,6 +276,7 @@ fn run_on(body: &str, words: &mut [u32]) -> Result<u64, Code> {
         grid: [1, 1, 1],
         block: [1, 1, 1],
         budget: 1 << 26,
+        spoiled: false,
         find: &|_| Some(View { base, size, real, memory: None }),
         wanted: &|| true,
     })
@@ -381,6 +382,7 @@ fn garbage_is_an_error_and_never_a_panic() {
                 grid: [1, 1, 1],
                 block: [2, 1, 1],
                 budget: 500,
+                spoiled: false,
                 find: &|_| None,
                 wanted: &|| true,
             });

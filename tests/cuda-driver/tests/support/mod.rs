@@ -108,9 +108,11 @@ unsafe extern "C" {
     pub(crate) fn cuStreamWaitValue64_v2(stream: u64, at: u64, value: u64, flags: u32) -> u32;
     pub(crate) fn cuLaunchHostFunc(stream: u64, function: Function, argument: *mut c_void) -> u32;
     pub(crate) fn cuModuleLoadData(module: *mut u64, image: *const c_void) -> u32;
+    pub(crate) fn cuDriverGetVersion(version: *mut i32) -> u32;
     pub(crate) fn cuModuleLoadDataEx(m: *mut u64, image: *const c_void, n: u32, o: *const i32, v: *const *mut c_void) -> u32;
     pub(crate) fn cuModuleGetFunction(function: *mut u64, module: u64, name: *const c_char) -> u32;
     pub(crate) fn cuModuleGetGlobal_v2(at: *mut u64, size: *mut usize, module: u64, name: *const c_char) -> u32;
+    pub(crate) fn cuFuncGetAttribute(value: *mut i32, attribute: i32, function: u64) -> u32;
     pub(crate) fn cuModuleUnload(module: u64) -> u32;
     pub(crate) fn cuLaunchKernel(
         function: u64, gx: u32, gy: u32, gz: u32, bx: u32, by: u32, bz: u32, shared: u32, stream: u64,
