@@ -44,17 +44,21 @@ const GROUPED: usize = 64 << 10;
 const JOINED: usize = 1000;
 /// Bytes moved for a size, about: small sizes are cheap to repeat, large ones are not.
 const BUDGET: usize = 200_000_000;
-/// On a device, seconds of timed operations for a size and form, by what one took in a round before; at least so many rounds,
-/// and at most so many operations.
+/// On a device, seconds of timed operations for a size and form, by what one took in a round before; and how many rounds and
+/// operations there are at least and at most.
 ///
-/// A table of 4 KB, 64 KB, 16 MB and 256 MB by 8 threads on an H100 then takes about 3 s, of which half is for the context, the
-/// kernels and the copies above the table. Estimates (no H100 has run it): small operations take 0.1 to 0.2 ms each, so 500 of them,
-/// 0.1 s for each of 4 sizes and forms: 0.4 s. One of 16 MB takes 0.3 ms and one of 256 MB 2 ms: 0.1 s for each of 4, or less: 0.3 s.
-/// Refreshing 256 MB on 8 ranks copies 2 GB within the device, 2 ms in each of 12 rounds; with a wait of 1 ms for each round of all
-/// sizes and forms that is 0.2 s. Results of 256 MB are 2 GB over the bus, 0.1 s, and as much to compare them, for each of 2
-/// forms: 0.4 s.
+/// A table of 4 KB, 64 KB, 16 MB and 256 MB by 8 threads on an H100 then takes about 3 s. Estimates, as no H100 has run it; a wait for
+/// the device costs 1 ms, and it copies 1.3 TB/s.
+/// - Small operations take 0.1 to 0.2 ms, so 500 of them 0.1 s, and 25 refreshes 25 ms: for 2 sizes of 2 forms, 0.5 s.
+/// - 16 MB: 0.3 ms and 1 ms for a refresh, 25 rounds of both: for 2 forms, 0.1 s.
+/// - 256 MB: 2 ms, and 3 ms to refresh 2 GB for all ranks, 25 rounds of both: for 2 forms, 0.3 s.
+/// - Its inputs: 9 doublings, and 24 pieces of memory that the driver is asked for: 0.1 s.
+/// - Its results: 2 GB over the bus at 20 GB/s, and as long again to compare them, for 2 forms: 0.4 s.
+/// - Rounds before, and those by events, 7 for each of 8: 0.1 s.
+///
+/// That is 1.5 s, and as much is left for the context, the kernels and the copies above the table.
 const DEVICE_SECONDS: f64 = 0.1;
-const DEVICE_ROUNDS: usize = 5;
+const DEVICE_ROUNDS: (usize, usize) = (5, 25);
 const DEVICE_OPERATIONS: usize = 500;
 /// Rounds that are timed by the device's clock.
 const BY_EVENTS: usize = 5;
@@ -129,9 +133,10 @@ impl Effort {
 
     /// Operations a round, and rounds, where one operation of the round before took so many seconds, with so many in a round.
     fn rounds_by(seconds: f64, group: usize) -> (usize, usize) {
-        let operations = ((DEVICE_SECONDS / seconds) as usize).clamp(DEVICE_ROUNDS, DEVICE_OPERATIONS);
-        let group = group.min(operations / DEVICE_ROUNDS);
-        (group, operations / group)
+        let (least, most) = DEVICE_ROUNDS;
+        let operations = ((DEVICE_SECONDS / seconds) as usize).clamp(least, DEVICE_OPERATIONS);
+        let group = group.min(operations / least);
+        (group, (operations / group).min(most))
     }
 }
 
@@ -541,5 +546,46 @@ fn in_place(comm: &mut Comm, case: &Case, effort: &Effort, kind: Kind, buf: AnyB
         Kind::Scan => call.scan(buf),
         Kind::ExScan => call.exscan(buf),
         _ => call.all_reduce(buf),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::on_threads;
+    use super::*;
+
+    #[test]
+    fn a_rank_that_fails_by_itself_is_told_to_all() {
+        let told = on_threads(Comm::local(3).unwrap(), |comm| {
+            let came = together(comm, Ok(comm.rank()))?;
+            let mine = if comm.rank() == 1 { Err(invalid("no memory")) } else { Ok(()) };
+            let error = together(comm, mine).unwrap_err();
+            Ok((came, error.to_string()))
+        });
+        let told: Vec<(usize, String)> = told.unwrap();
+        let others = "perf: rank 1 has failed: perf: no memory".to_owned();
+        assert_eq!(told, [(0, others.clone()), (1, "perf: no memory".into()), (2, others)]);
+    }
+
+    #[test]
+    fn a_rank_that_failed_is_named_before_those_that_lost_it() {
+        let failed = on_threads(Comm::local(2).unwrap(), |comm| {
+            if comm.rank() == 1 {
+                return Err("the cause".into());
+            }
+            Ok(comm.barrier().wait().map_err(Error::from)?)
+        });
+        assert_eq!(failed.unwrap_err().to_string(), "the cause");
+    }
+
+    #[test]
+    fn on_a_device_rounds_follow_the_time_of_an_operation() {
+        // 150 us: as many as are allowed. 10 ms: as many as there is time for. 100 ms, alone and 20 a round: no fewer than 5.
+        assert_eq!(Effort::rounds_by(150e-6, 20), (20, 25));
+        assert_eq!(Effort::rounds_by(150e-6, 1), (1, 25));
+        assert_eq!(Effort::rounds_by(0.01, 1), (1, 10));
+        assert_eq!(Effort::rounds_by(0.1, 1), (1, 5));
+        assert_eq!(Effort::rounds_by(0.1, 20), (1, 5));
+        assert_eq!(Effort::rounds_by(0.0, 20), (20, 25), "a clock that has not moved");
     }
 }

@@ -268,7 +268,18 @@ pub(crate) fn on_threads<T: Send>(
         let each = &each;
         let start = |mut comm: Comm| scope.spawn(move || each(&mut comm));
         let threads: Vec<_> = comms.into_iter().map(start).collect();
-        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
+        let ended = threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?);
+        let (ended, mut failed): (Vec<_>, Vec<BoxError>) = ended.fold(Default::default(), |mut all, one| {
+            match one {
+                Ok(one) => all.0.push(one),
+                Err(error) => all.1.push(error),
+            }
+            all
+        });
+        // The rank that has failed by itself knows why; the others know that it has left.
+        let is_echo = |error: &BoxError| matches!(error.downcast_ref(), Some(Error::PeerLost { .. }));
+        failed.sort_by_key(is_echo);
+        failed.into_iter().next().map_or(Ok(ended), Err)
     })
 }
 
