@@ -1,10 +1,12 @@
 //! What is timed: the collective, the layout of its buffers, and what must come out.
 
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 use allstream::{DType, Element, Kind, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
+use super::check::Check;
 use crate::units::bus_factor;
 
 /// A collective, or messages.
@@ -88,7 +90,7 @@ impl fmt::Display for What {
 }
 
 /// Inputs repeat themselves after so many elements.
-const PERIOD: usize = 97;
+pub(crate) const PERIOD: usize = 97;
 
 /// One line of the table: what every rank knows of it.
 #[derive(Clone, Copy, Debug)]
@@ -146,34 +148,44 @@ impl Case {
         if self.op == ReduceOp::Prod { 1 + x % 2 } else { x % 4 }
     }
 
+    /// Which elements of a buffer of this length hold the input of this rank. In place, others may lie around its own block:
+    /// they are zero at first.
+    pub(crate) fn own(&self, len: usize, in_place: bool) -> Range<usize> {
+        let gathers = matches!(self.what, What::Collective(Kind::AllGather | Kind::Gather));
+        let start = if in_place && gathers && len > self.count { self.own_block() } else { 0 };
+        start..if start == 0 { len } else { len.min(start + self.count) }
+    }
+
+    /// The input of this rank, from its first element on.
+    pub(crate) fn begin<T: Value>(&self, input: &mut [T]) {
+        input.iter_mut().enumerate().for_each(|(i, x)| *x = T::of(self.value(self.rank, i)));
+    }
+
     /// Fills a buffer as the input of this rank; in place, with what lies around its own block.
     ///
     /// As fast as the peers' programs fill theirs: the longer ago a buffer was written, the less of it others who use the
     /// last cache have left there.
     pub(crate) fn fill<T: Value>(&self, buf: &mut [T], in_place: bool) {
-        let gathers = matches!(self.what, What::Collective(Kind::AllGather | Kind::Gather));
-        let shift = if in_place && gathers && buf.len() > self.count { self.own_block() } else { 0 };
-        let end = if shift == 0 { buf.len() } else { buf.len().min(shift + self.count) };
-        let (before, own) = buf.split_at_mut(shift);
-        let (own, after) = own.split_at_mut(end - shift);
+        let Range { start, end } = self.own(buf.len(), in_place);
+        let (before, own) = buf.split_at_mut(start);
+        let (own, after) = own.split_at_mut(end - start);
         before.fill(T::of(0));
         after.fill(T::of(0));
         let (first, rest) = own.split_at_mut(own.len().min(64 * PERIOD));
-        first.iter_mut().enumerate().for_each(|(i, x)| *x = T::of(self.value(self.rank, i)));
+        self.begin(first);
         rest.chunks_mut(64 * PERIOD).for_each(|piece| piece.copy_from_slice(&first[..piece.len()]));
     }
 
     /// How many elements of this rank's result are wrong.
     pub(crate) fn wrong<T: Value>(&self, buf: &[T], in_place: bool) -> u64 {
-        let Some(start) = self.result_start(in_place) else { return 0 };
-        let len = match (self.lengths().1, in_place) {
-            (0, _) => return 0,
-            (len, _) => len,
-        };
-        let result = buf.get(start..start + len);
-        let Some(result) = result else { return len as u64 };
-        let wrong = |(i, x): (usize, &T)| !x.is(self.expected(i, T::DTYPE == DType::Bool), self.n);
-        result.iter().enumerate().filter(|found| wrong(*found)).count() as u64
+        let range = self.result(in_place);
+        let len = range.len() as u64;
+        buf.get(range).map_or(len, |result| Check::new(self).wrong(0, result))
+    }
+
+    /// Which elements of its buffer are this rank's result; none, where it has none to look at.
+    pub(crate) fn result(&self, in_place: bool) -> Range<usize> {
+        self.result_start(in_place).map_or(0..0, |start| start..start + self.lengths().1)
     }
 
     /// Where the result begins; `None`: this rank has none to look at.
@@ -189,10 +201,11 @@ impl Case {
         }
     }
 
-    /// Element `i` of this rank's result.
-    fn expected(&self, i: usize, is_bool: bool) -> f64 {
+    /// Element `i` of this rank's result. Within a block it is that of `PERIOD` elements before.
+    pub(crate) fn expected<T: Value>(&self, i: usize) -> f64 {
+        let is_bool = T::DTYPE == DType::Bool;
         let (block, k) = (i / self.count, i % self.count);
-        let reduce = |ranks: std::ops::Range<usize>, i: usize| {
+        let reduce = |ranks: Range<usize>, i: usize| {
             let values = ranks.map(|rank| self.value(rank, i));
             if is_bool { reduce_bools(self.op, values) } else { reduce(self.op, values) }
         };
@@ -244,6 +257,8 @@ fn reduce_bools(op: ReduceOp, values: impl Iterator<Item = u64>) -> f64 {
 /// An element type that is filled and compared.
 pub(crate) trait Value: Element {
     fn of(value: u64) -> Self;
+    /// What comes nearest to this.
+    fn nearest(expected: f64) -> Self;
     /// Whether it is this, as far as the type can say it after `n` roundings.
     fn is(self, expected: f64, n: usize) -> bool;
 }
@@ -254,9 +269,12 @@ macro_rules! integers {
             fn of(value: u64) -> $t {
                 value as $t
             }
-            fn is(self, expected: f64, _: usize) -> bool {
+            fn nearest(expected: f64) -> $t {
                 // Averages are cut; what does not fit wraps.
-                self == expected.trunc() as i128 as $t
+                expected.trunc() as i128 as $t
+            }
+            fn is(self, expected: f64, _: usize) -> bool {
+                self == <$t>::nearest(expected)
             }
         }
     )*};
@@ -266,7 +284,10 @@ macro_rules! floats {
     ($($t:ty, $digits:expr, $of:expr, $to:expr;)*) => {$(
         impl Value for $t {
             fn of(value: u64) -> $t {
-                $of(value as f32)
+                $of(value as f64)
+            }
+            fn nearest(expected: f64) -> $t {
+                $of(expected)
             }
             fn is(self, expected: f64, n: usize) -> bool {
                 let found: f64 = $to(self);
@@ -280,20 +301,23 @@ macro_rules! floats {
 integers!(i8 i16 i32 i64 u8 u16 u32 u64);
 // Beside each: the digits of its significand.
 floats! {
-    f16, 11, f16::from_f32, |x: f16| x.to_f64();
-    bf16, 8, bf16::from_f32, |x: bf16| x.to_f64();
-    f32, 24, |x| x, f64::from;
-    f64, 53, f64::from, |x| x;
-    f8e4m3, 4, f8e4m3::from_f32, |x: f8e4m3| f64::from(x.to_f32());
-    f8e5m2, 3, f8e5m2::from_f32, |x: f8e5m2| f64::from(x.to_f32());
+    f16, 11, f16::from_f64, |x: f16| x.to_f64();
+    bf16, 8, bf16::from_f64, |x: bf16| x.to_f64();
+    f32, 24, |x| x as f32, f64::from;
+    f64, 53, |x| x, |x| x;
+    f8e4m3, 4, |x| f8e4m3::from_f32(x as f32), |x: f8e4m3| f64::from(x.to_f32());
+    f8e5m2, 3, |x| f8e5m2::from_f32(x as f32), |x: f8e5m2| f64::from(x.to_f32());
 }
 
 impl Value for bool {
     fn of(value: u64) -> bool {
         value != 0
     }
+    fn nearest(expected: f64) -> bool {
+        expected != 0.0
+    }
     fn is(self, expected: f64, _: usize) -> bool {
-        self == (expected != 0.0)
+        self == bool::nearest(expected)
     }
 }
 

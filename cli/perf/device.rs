@@ -1,12 +1,16 @@
 //! Ranks on a CUDA device, and what the device does by itself.
 
-use std::time::Instant;
+use std::ffi::c_int;
+use std::rc::Rc;
 
 use allstream::cuda::{self, Device, DeviceBuf, DevicePath, DeviceStream};
 use allstream::{Comm, Error};
+use allstream_sys::cuda::{CuContext, CuDevice, CuEvent, CuStream, Cuda, CudaError};
 use serde::{Deserialize, Serialize};
 
-/// Copies that are in flight together, so that what it takes to wait for the last one hardly counts.
+use super::measure::together;
+
+/// Copies that are timed together, behind one that is not: while the device is busy with that, the host puts the others there.
 const COPIES: usize = 4;
 const ROUNDS: usize = 10;
 const WARMUP: usize = 2;
@@ -21,9 +25,9 @@ pub(crate) struct Facts {
     pub(crate) cuda: String,
     /// How operations run: `peer`, by kernels there, or `staged`, through the host, and why.
     pub(crate) path: String,
-    /// Copies within the device's memory: GB/s (powers of 1000) of bytes copied, the median over rounds, and the bytes
-    /// of one copy.
-    pub(crate) copy_gbs: f64,
+    /// Copies within the device's memory, by its own clock: GB/s (powers of 1000) of bytes copied, the median over rounds, and
+    /// the bytes of one copy. `None`: the driver has no such clock.
+    pub(crate) copy_gbs: Option<f64>,
     pub(crate) copy_bytes: usize,
 }
 
@@ -32,26 +36,36 @@ pub(crate) struct Facts {
 pub(crate) struct Place {
     pub(crate) stream: DeviceStream,
     path: DevicePath,
+    /// Of that stream.
+    clock: Rc<Clock>,
 }
 
 /// Where ranks are bound to their device, or only have buffers there (`staged`). `joins`: a stream of the buffers' waits for
 /// operations, so those have another.
 pub(crate) fn bind(comm: &mut Comm, ordinal: usize, staged: bool, joins: bool) -> Result<Place, Error> {
-    let device = Device::new(ordinal)?;
-    let stream = DeviceStream::new(&device)?;
+    let stream = Device::new(ordinal).and_then(|device| DeviceStream::new(&device));
+    let stream = together(comm, stream)?;
     let path = match (staged, joins) {
         (true, _) => DevicePath::Staged { why: "asked for (--staged)".into() },
-        (_, true) => futures::executor::block_on(comm.bind_device(&device))?,
+        (_, true) => futures::executor::block_on(comm.bind_device(&stream.device()))?,
         _ => futures::executor::block_on(comm.bind_stream(&stream))?,
     };
-    Ok(Place { stream, path })
+    let clock = together(comm, Clock::new(&stream))?;
+    Ok(Place { stream, path, clock: Rc::new(clock) })
+}
+
+impl Place {
+    /// The clock of operations that the device runs; `None`: the host runs them, and takes them through its own memory.
+    pub(crate) fn clock(&self) -> Option<Rc<Clock>> {
+        (!matches!(self.path, DevicePath::Staged { .. })).then(|| self.clock.clone())
+    }
 }
 
 impl Facts {
     /// Measures: the device should have nothing else to do.
-    pub(crate) fn of(Place { stream, path }: &Place) -> Result<Facts, Error> {
+    pub(crate) fn of(Place { stream, path, clock }: &Place) -> Result<Facts, Error> {
         let (device, driver) = (stream.device(), cuda::driver()?);
-        let (copy_bytes, copy_gbs) = copies(stream)?;
+        let (copy_bytes, copy_gbs) = copies(stream, clock)?;
         Ok(Facts {
             ordinal: device.ordinal(),
             name: device.name().into(),
@@ -72,33 +86,147 @@ impl Facts {
         [
             format!("# device {}: {}, CUDA {} by {}", self.ordinal, self.name, self.cuda, self.driver),
             format!("# path: {}", self.path),
-            format!(
-                "# copies on the device: {:.1} GB/s of bytes copied, {} MiB each",
-                self.copy_gbs,
-                self.copy_bytes >> 20
-            ),
+            match self.copy_gbs {
+                Some(gbs) => format!(
+                    "# copies on the device: {gbs:.1} GB/s of bytes copied, {} MiB each, by events",
+                    self.copy_bytes >> 20
+                ),
+                None => "# copies on the device: N/A, the driver has no cuEventElapsedTime".into(),
+            },
         ]
     }
 }
 
 /// Bytes of a copy, and GB/s.
-fn copies(stream: &DeviceStream) -> Result<(usize, f64), Error> {
+fn copies(stream: &DeviceStream, clock: &Clock) -> Result<(usize, Option<f64>), Error> {
     let (free, _) = stream.device().memory()?;
     let bytes = (free / 64).clamp(1 << 20, 256 << 20) >> 20 << 20;
     let buf = || DeviceBuf::<u8>::zeroed(stream, bytes);
-    let mut pairs = (0..COPIES).map(|_| Ok((buf()?, buf()?))).collect::<Result<Vec<_>, Error>>()?;
+    let mut pairs = (0..=COPIES).map(|_| Ok((buf()?, buf()?))).collect::<Result<Vec<_>, Error>>()?;
     let mut times = Vec::with_capacity(ROUNDS);
     for round in 0..WARMUP + ROUNDS {
-        stream.synchronize()?;
-        let start = Instant::now();
-        let copies: Vec<_> = pairs.into_iter().map(|(from, to)| to.copy_from(from)).collect();
+        let mut copies = Vec::with_capacity(pairs.len());
+        for (which, (from, to)) in pairs.into_iter().enumerate() {
+            if which == 1 {
+                clock.start()?;
+            }
+            copies.push(to.copy_from(from));
+        }
+        clock.stop()?;
         pairs = copies.into_iter().map(|copy| copy.wait().map_err(Error::from)).collect::<Result<_, _>>()?;
         if round >= WARMUP {
-            times.push(start.elapsed().as_secs_f64());
+            times.extend(clock.seconds()?);
         }
     }
     drop(pairs);
     stream.device().trim()?;
     times.sort_by(f64::total_cmp);
-    Ok((bytes, (COPIES * bytes) as f64 / times[times.len() / 2] / 1e9))
+    let median = times.get(times.len() / 2);
+    Ok((bytes, median.map(|median| (COPIES * bytes) as f64 / median / 1e9)))
+}
+
+/// Two points in a stream, each with the time at which the device came to it: what lies between took so long there. The engine's
+/// own events have no times, which costs the device less.
+#[derive(Debug)]
+pub(crate) struct Clock {
+    stream: DeviceStream,
+    cuda: &'static Cuda,
+    device: CuDevice,
+    /// The device's primary context, which is retained as long as this lives.
+    context: CuContext,
+    /// Where it starts and where it stops.
+    events: [CuEvent; 2],
+}
+
+impl Clock {
+    /// `CU_EVENT_DEFAULT`: events that take the time.
+    const TIMING: u32 = 0;
+
+    fn new(stream: &DeviceStream) -> Result<Clock, Error> {
+        let doing = "make events that take the time";
+        let ordinal = stream.device().ordinal();
+        let cuda = Cuda::get().map_err(|missing| Error::Unavailable {
+            what: "the CUDA driver".into(),
+            problem: missing.to_string(),
+        })?;
+        // SAFETY: the driver checks the number.
+        let device = unsafe { cuda.device_get(c_int::try_from(ordinal).unwrap_or(c_int::MAX)) };
+        let device = device.map_err(|error| told(ordinal, doing, error))?;
+        // SAFETY: a device that the driver has just named; released in `drop`, or below.
+        let context = unsafe { cuda.device_primary_ctx_retain(device) };
+        let context = context.map_err(|error| told(ordinal, doing, error))?;
+        let mut clock = Clock { stream: stream.clone(), cuda, device, context, events: [CuEvent::NULL; 2] };
+        for which in 0..2 {
+            // SAFETY: `within` makes the context current; `drop` destroys the event.
+            let event = clock.within(doing, || unsafe { cuda.event_create(Clock::TIMING) })?;
+            clock.events[which] = event;
+        }
+        Ok(clock)
+    }
+
+    /// Starts when the stream has come to all that is there now.
+    pub(crate) fn start(&self) -> Result<(), Error> {
+        self.record(self.events[0])
+    }
+
+    /// Stops when the stream has come to all that is there now.
+    pub(crate) fn stop(&self) -> Result<(), Error> {
+        self.record(self.events[1])
+    }
+
+    fn record(&self, event: CuEvent) -> Result<(), Error> {
+        self.within("mark a point in time", || {
+            let stream = CuStream(self.stream.as_raw());
+            // SAFETY: the event was made in `new`, and `self.stream` keeps the stream, which is of the same context.
+            unsafe { self.cuda.event_record(event, stream) }
+        })
+    }
+
+    /// Waits until it has stopped; how long it ran. `None`: this driver does not say it.
+    pub(crate) fn seconds(&self) -> Result<Option<f64>, Error> {
+        self.stream.synchronize()?;
+        if !self.cuda.has_event_elapsed_time() {
+            return Ok(None);
+        }
+        let [start, stop] = self.events;
+        // SAFETY: both were made in `new`, to take the time.
+        let ms = self.within("ask for the time between events", || unsafe {
+            self.cuda.event_elapsed_time(start, stop)
+        })?;
+        Ok(Some(f64::from(ms) / 1e3))
+    }
+
+    /// Calls the driver with the context current in this thread.
+    fn within<T>(&self, doing: &str, call: impl FnOnce() -> Result<T, CudaError>) -> Result<T, Error> {
+        let entered = || {
+            // SAFETY: the context is retained until `self` is dropped.
+            unsafe { self.cuda.ctx_push_current(self.context) }?;
+            let result = call();
+            // SAFETY: takes away what was pushed above.
+            unsafe { self.cuda.ctx_pop_current() }?;
+            result
+        };
+        entered().map_err(|error| told(self.stream.device().ordinal(), doing, error))
+    }
+}
+
+impl Drop for Clock {
+    fn drop(&mut self) {
+        for event in self.events.into_iter().filter(|event| *event != CuEvent::NULL) {
+            // SAFETY: made in `new`, and destroyed once; the driver keeps it until the stream has come past it.
+            let destroyed = self.within("destroy an event", || unsafe { self.cuda.event_destroy(event) });
+            if let Err(error) = destroyed {
+                tracing::warn!("{error}");
+            }
+        }
+        // SAFETY: retained in `new`, and released once.
+        if let Err(error) = unsafe { self.cuda.device_primary_ctx_release(self.device) } {
+            tracing::warn!("release a context: {error}");
+        }
+    }
+}
+
+fn told(device: usize, doing: &str, error: CudaError) -> Error {
+    let CudaError { call, code, name, text } = error;
+    Error::Cuda { doing: doing.into(), device, call: call.into(), code: code.0, name, problem: text }
 }

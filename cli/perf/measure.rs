@@ -2,14 +2,17 @@
 
 use std::cell::Cell;
 use std::pin::{Pin, pin};
+use std::rc::Rc;
 use std::time::Instant;
 
 use allstream::cuda::DeviceStream;
 use allstream::{Algo, AnyBuf, Call, Comm, Error, Kind, ReduceOp, Work};
+use allstream_sys::cuda::CuResult;
 use tokio::runtime::Runtime;
 
 use super::case::{Case, What};
-use super::memory::{Memory, Place};
+use super::device::Clock;
+use super::memory::Memory;
 use super::report::Time;
 
 /// How often, and how.
@@ -29,6 +32,9 @@ pub(crate) struct Effort {
     pub(crate) memory: Memory,
     /// The stream of buffers on a device waits for each operation, and the host for the last of a group.
     pub(crate) joins: bool,
+    /// The device's clock, where that runs the operations; and whether they are timed by it now, for which its stream waits for them.
+    pub(crate) clock: Option<Rc<Clock>>,
+    pub(crate) by_events: Cell<bool>,
 }
 
 /// Back to back between two looks at the clock, up to 64 KB: a look costs as much as the smallest operation.
@@ -38,6 +44,24 @@ const GROUPED: usize = 64 << 10;
 const JOINED: usize = 1000;
 /// Bytes moved for a size, about: small sizes are cheap to repeat, large ones are not.
 const BUDGET: usize = 200_000_000;
+/// On a device, seconds of timed operations for a size and form, by what one took in a round before; and how many rounds and
+/// operations there are at least and at most.
+///
+/// A table of 4 KB, 64 KB, 16 MB and 256 MB by 8 threads on an H100 then takes about 3 s. Estimates, as no H100 has run it; a wait for
+/// the device costs 1 ms, and it copies 1.3 TB/s.
+/// - Small operations take 0.1 to 0.2 ms, so 500 of them 0.1 s, and 25 refreshes 25 ms: for 2 sizes of 2 forms, 0.5 s.
+/// - 16 MB: 0.3 ms and 1 ms for a refresh, 25 rounds of both: for 2 forms, 0.1 s.
+/// - 256 MB: 2 ms, and 3 ms to refresh 2 GB for all ranks, 25 rounds of both: for 2 forms, 0.3 s.
+/// - Its inputs: 9 doublings, and 24 pieces of memory that the driver is asked for: 0.1 s.
+/// - Its results: 2 GB over the bus at 20 GB/s, and as long again to compare them, for 2 forms: 0.4 s.
+/// - Rounds before, and those by events, 7 for each of 8: 0.1 s.
+///
+/// That is 1.5 s, and as much is left for the context, the kernels and the copies above the table.
+const DEVICE_SECONDS: f64 = 0.1;
+const DEVICE_ROUNDS: (usize, usize) = (5, 25);
+const DEVICE_OPERATIONS: usize = 500;
+/// Rounds that are timed by the device's clock.
+const BY_EVENTS: usize = 5;
 
 impl Effort {
     /// As without any options.
@@ -52,6 +76,8 @@ impl Effort {
             in_turns: false,
             memory,
             joins: false,
+            clock: None,
+            by_events: Cell::new(false),
         }
     }
 
@@ -67,10 +93,7 @@ impl Effort {
 
     /// The stream that waits for operations, if one does.
     fn joining(&self) -> Option<&DeviceStream> {
-        match &self.memory.place {
-            Place::Device(stream) if self.joins => Some(stream),
-            _ => None,
-        }
+        self.memory.stream().filter(|_| self.joins || self.by_events.get())
     }
 
     /// Runs operations to their end. Where they are waited for, there is nothing to await.
@@ -101,6 +124,19 @@ impl Effort {
             return (group, 5, self.warmup.map_or(1, |warmup| warmup.div_ceil(group)));
         }
         (group, iters.div_ceil(group), self.warmup.map_or(2, |warmup| warmup.div_ceil(group)))
+    }
+
+    /// Whether operations take as long on a device as nobody can tell by their size, so that a round before says how many to time.
+    fn tries_first(&self) -> bool {
+        self.memory.stream().is_some() && self.iters.is_none() && !self.joins
+    }
+
+    /// Operations a round, and rounds, where one operation of the round before took so many seconds, with so many in a round.
+    fn rounds_by(seconds: f64, group: usize) -> (usize, usize) {
+        let (least, most) = DEVICE_ROUNDS;
+        let operations = ((DEVICE_SECONDS / seconds) as usize).clamp(least, DEVICE_OPERATIONS);
+        let group = group.min(operations / least);
+        (group, (operations / group).min(most))
     }
 }
 
@@ -142,9 +178,12 @@ fn collectives<S: Send + 'static>(
 
 /// One size, out of place and in place (`None` where there is no such form).
 pub(crate) fn measure(comm: &mut Comm, case: &Case, effort: &Effort) -> Result<(Time, Option<Time>), Error> {
-    let (input, output) = case.lengths();
-    let bufs = Some((effort.memory.make(comm, input)?, effort.memory.make(comm, output)?));
-    let out = time(comm, case, effort, &mut OutOfPlace { case, effort, bufs })?;
+    let out = {
+        let made = OutOfPlace::new(comm, case, effort);
+        let mut timed = together(comm, made)?;
+        time(comm, case, effort, &mut timed)?
+    };
+    // The buffers are gone: there may be no room for those of both forms.
     if !case.what.in_place() {
         return Ok((out, None));
     }
@@ -153,14 +192,62 @@ pub(crate) fn measure(comm: &mut Comm, case: &Case, effort: &Effort) -> Result<(
 
 /// One size in place.
 pub(crate) fn measure_in_place(comm: &mut Comm, case: &Case, effort: &Effort) -> Result<Time, Error> {
-    let buf = Some(effort.memory.make(comm, in_place_length(case))?);
-    time(comm, case, effort, &mut InPlace { case, effort, buf })
+    let made = InPlace::new(comm, case, effort);
+    let mut timed = together(comm, made)?;
+    time(comm, case, effort, &mut timed)
+}
+
+/// What each rank has come to by itself, if all have. Where one has failed, all ranks fail, and say why: so none waits for one
+/// that has gone.
+pub(crate) fn together<T>(comm: &mut Comm, mine: Result<T, Error>) -> Result<T, Error> {
+    /// Bytes of what an error says, for ranks that have none; the rest is cut off.
+    const TEXT: usize = 2000;
+    let (rank, size) = (comm.rank(), comm.size());
+    let failed = if mine.is_err() { rank } else { size };
+    let first = comm.op(ReduceOp::Min).all_reduce(vec![failed as u64]).wait()?[0] as usize;
+    if first == size {
+        return mine;
+    }
+    let mut text = mine.as_ref().err().map(Error::to_string).unwrap_or_default().into_bytes();
+    text.resize(TEXT, 0);
+    let text = comm.broadcast(text, first).wait()?;
+    let text = String::from_utf8_lossy(&text);
+    mine.and_then(|_| Err(invalid(&format!("rank {first} has failed: {}", text.trim_end_matches('\0')))))
+}
+
+/// A buffer on a device that there was no memory for: of what, and what to do.
+fn room<T>(
+    comm: &Comm,
+    case: &Case,
+    effort: &Effort,
+    elements: usize,
+    made: Result<T, Error>,
+) -> Result<T, Error> {
+    let out_of_memory = CuResult::OUT_OF_MEMORY.0;
+    made.map_err(|error| match (&error, effort.memory.stream()) {
+        (Error::Cuda { code, .. }, Some(stream)) if *code == out_of_memory => {
+            let device = stream.device();
+            let unit = effort.memory.dtype.size();
+            let free = device.memory().map_or("an unknown number of".into(), |(free, _)| free.to_string());
+            invalid(&format!(
+                "device {} has no memory for {} of {} bytes: this rank's buffers take {} bytes there, those of the {} ranks that \
+                 have this device as much each, and {free} bytes are free besides what this process has; take fewer ranks (-N) \
+                 or smaller sizes (-e, --sizes), or end what else is on the device ({error})",
+                device.ordinal(),
+                case.what,
+                case.elements() * unit,
+                elements * unit,
+                comm.size(),
+            ))
+        }
+        _ => error,
+    })
 }
 
 /// What is timed, with the buffers that it needs.
 trait Timed {
-    /// Puts the inputs in, and takes results of earlier operations out.
-    fn fill(&mut self) -> Result<(), Error>;
+    /// Puts the inputs in, and for a check takes results of earlier operations out.
+    fn fill(&mut self, comm: &Comm, check: bool) -> Result<(), Error>;
     /// Runs so many operations back to back.
     fn run(&mut self, comm: &mut Comm, count: usize) -> Result<(), Error>;
     /// How many elements of this rank's result are wrong.
@@ -183,11 +270,31 @@ struct OutOfPlace<'a> {
     bufs: Option<(AnyBuf, AnyBuf)>,
 }
 
+impl<'a> OutOfPlace<'a> {
+    fn new(comm: &Comm, case: &'a Case, effort: &'a Effort) -> Result<OutOfPlace<'a>, Error> {
+        let (memory, (input, output)) = (&effort.memory, case.lengths());
+        let make = || {
+            let (from, to) = (memory.make(comm, input)?, memory.make(comm, output)?);
+            Ok((if memory.stream().is_some() { memory.fill(from, case, false)? } else { from }, to))
+        };
+        let bufs = Some(room(comm, case, effort, input + output, make())?);
+        Ok(OutOfPlace { case, effort, bufs })
+    }
+}
+
 impl Timed for OutOfPlace<'_> {
-    fn fill(&mut self) -> Result<(), Error> {
-        let (from, to) = held(&mut self.bufs)?;
+    fn fill(&mut self, comm: &Comm, check: bool) -> Result<(), Error> {
+        let (mut from, mut to) = held(&mut self.bufs)?;
         let memory = &self.effort.memory;
-        self.bufs = Some((memory.fill(from, self.case, false)?, memory.clear(to)?));
+        // On a device the input is there since the buffer was made, and no operation writes it.
+        let is_there = memory.stream().is_some();
+        if !is_there {
+            from = memory.fill(from, self.case, false)?;
+        }
+        if check || !is_there {
+            to = memory.clear(comm, to)?;
+        }
+        self.bufs = Some((from, to));
         Ok(())
     }
 
@@ -232,11 +339,33 @@ struct InPlace<'a> {
     case: &'a Case,
     effort: &'a Effort,
     buf: Option<AnyBuf>,
+    /// On a device: what the buffer is refreshed from.
+    input: Option<AnyBuf>,
+}
+
+impl<'a> InPlace<'a> {
+    fn new(comm: &Comm, case: &'a Case, effort: &'a Effort) -> Result<InPlace<'a>, Error> {
+        let (memory, len) = (&effort.memory, in_place_length(case));
+        let make = || match (memory.make(comm, len)?, memory.stream()) {
+            (buf, None) => Ok((buf, None)),
+            (buf, Some(_)) => memory.copy(memory.fill(buf, case, true)?).map(|(buf, copy)| (buf, Some(copy))),
+        };
+        let (buf, input) = room(comm, case, effort, 2 * len, make())?;
+        Ok(InPlace { case, effort, buf: Some(buf), input })
+    }
 }
 
 impl Timed for InPlace<'_> {
-    fn fill(&mut self) -> Result<(), Error> {
-        self.buf = Some(self.effort.memory.fill(held(&mut self.buf)?, self.case, true)?);
+    fn fill(&mut self, _: &Comm, _: bool) -> Result<(), Error> {
+        let (memory, buf) = (&self.effort.memory, held(&mut self.buf)?);
+        self.buf = Some(match self.input.take() {
+            None => memory.fill(buf, self.case, true)?,
+            Some(input) => {
+                let (buf, input) = memory.refresh(buf, input)?;
+                self.input = Some(input);
+                buf
+            }
+        });
         Ok(())
     }
 
@@ -258,16 +387,20 @@ impl Timed for InPlace<'_> {
 
 fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) -> Result<Time, Error> {
     let bytes = case.elements() * effort.memory.dtype.size();
-    let (group, rounds, warmup) = effort.rounds(bytes);
+    let (mut group, mut rounds, mut warmup) = effort.rounds(bytes);
+    if effort.tries_first() {
+        warmup = warmup.max(1);
+    }
     // By await (or in the only way), and by wait where that takes its turn.
     let mut mine = [Vec::with_capacity(rounds), Vec::new()];
     let ways = if effort.in_turns { 2 } else { 1 };
-    for turn in 0..ways * (warmup + rounds) {
+    let mut turn = 0;
+    while turn < ways * (warmup + rounds) {
         // Each is the first in its turn.
         let (round, way) = (turn / ways, (turn + turn / ways) % ways);
         effort.by_await.set(way == 0);
         // Sums of sums would leave the range of ordinary numbers.
-        timed.fill()?;
+        timed.fill(comm, false)?;
         comm.barrier().wait()?;
         let start = Instant::now();
         timed.run(comm, group)?;
@@ -280,13 +413,19 @@ fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) ->
         if round >= warmup {
             mine[way].push(seconds);
         }
+        turn += 1;
+        if effort.tries_first() && turn == ways * warmup {
+            let slowest = comm.op(ReduceOp::Max).all_reduce(vec![seconds]).wait()?[0];
+            (group, rounds) = Effort::rounds_by(slowest, group);
+        }
     }
     effort.by_await.set(true);
     let [mine, waited] = mine;
     let mut slowest = comm.op(ReduceOp::Max).all_reduce(mine).wait()?;
     let mut waited = comm.op(ReduceOp::Max).all_reduce(waited).wait()?;
+    let device_us = by_events(comm, case, effort, timed, if effort.joins { group } else { 1 }, rounds)?;
     let wrong = if effort.check {
-        timed.fill()?;
+        timed.fill(comm, true)?;
         timed.run(comm, 1)?;
         Some(comm.all_reduce(vec![timed.wrong()?]).wait()?[0])
     } else {
@@ -299,7 +438,42 @@ fn time(comm: &mut Comm, case: &Case, effort: &Effort, timed: &mut dyn Timed) ->
     slowest.sort_by(f64::total_cmp);
     waited.sort_by(f64::total_cmp);
     let wait_us = waited.get(waited.len() / 2).map(|seconds| seconds * 1e6);
-    Ok(Time { wait_us, ..Time::new(&slowest, bytes, case, wrong) })
+    Ok(Time { wait_us, device_us, ..Time::new(&slowest, bytes, case, wrong) })
+}
+
+/// Microseconds that an operation takes on the device, of the slowest rank, the median over rounds: from the point where the
+/// rank's stream has come to its call until the operation has ended there. `None`: no device runs it, or its driver does not tell.
+///
+/// In rounds of their own, so that the others are those of a program that records no events.
+fn by_events(
+    comm: &mut Comm,
+    case: &Case,
+    effort: &Effort,
+    timed: &mut dyn Timed,
+    count: usize,
+    rounds: usize,
+) -> Result<Option<f64>, Error> {
+    let What::Collective(_) = case.what else { return Ok(None) };
+    let Some(clock) = &effort.clock else { return Ok(None) };
+    let mut mine = Vec::with_capacity(BY_EVENTS);
+    for _ in 0..rounds.min(BY_EVENTS) {
+        timed.fill(comm, false)?;
+        comm.barrier().wait()?;
+        // Without --join the rank is bound to this stream. So nothing waits on the device for what is not there yet, which could
+        // hold up other ranks' streams: the call returns when all ranks have called, and the operation is on the stream.
+        effort.by_events.set(true);
+        clock.start()?;
+        let run = timed.run(comm, count);
+        effort.by_events.set(false);
+        run?;
+        clock.stop()?;
+        // A driver that does not tell is so for all ranks of this machine, or for one: infinity is the slowest.
+        mine.push(clock.seconds()?.map_or(f64::INFINITY, |seconds| seconds / count as f64));
+        comm.barrier().wait()?;
+    }
+    let mut slowest = comm.op(ReduceOp::Max).all_reduce(mine).wait()?;
+    slowest.sort_by(f64::total_cmp);
+    Ok(slowest.get(slowest.len() / 2).filter(|seconds| seconds.is_finite()).map(|seconds| seconds * 1e6))
 }
 
 fn in_place_length(case: &Case) -> usize {
@@ -372,5 +546,46 @@ fn in_place(comm: &mut Comm, case: &Case, effort: &Effort, kind: Kind, buf: AnyB
         Kind::Scan => call.scan(buf),
         Kind::ExScan => call.exscan(buf),
         _ => call.all_reduce(buf),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::on_threads;
+    use super::*;
+
+    #[test]
+    fn a_rank_that_fails_by_itself_is_told_to_all() {
+        let told = on_threads(Comm::local(3).unwrap(), |comm| {
+            let came = together(comm, Ok(comm.rank()))?;
+            let mine = if comm.rank() == 1 { Err(invalid("no memory")) } else { Ok(()) };
+            let error = together(comm, mine).unwrap_err();
+            Ok((came, error.to_string()))
+        });
+        let told: Vec<(usize, String)> = told.unwrap();
+        let others = "perf: rank 1 has failed: perf: no memory".to_owned();
+        assert_eq!(told, [(0, others.clone()), (1, "perf: no memory".into()), (2, others)]);
+    }
+
+    #[test]
+    fn a_rank_that_failed_is_named_before_those_that_lost_it() {
+        let failed = on_threads(Comm::local(2).unwrap(), |comm| {
+            if comm.rank() == 1 {
+                return Err("the cause".into());
+            }
+            Ok(comm.barrier().wait().map_err(Error::from)?)
+        });
+        assert_eq!(failed.unwrap_err().to_string(), "the cause");
+    }
+
+    #[test]
+    fn on_a_device_rounds_follow_the_time_of_an_operation() {
+        // 150 us: as many as are allowed. 10 ms: as many as there is time for. 100 ms, alone and 20 a round: no fewer than 5.
+        assert_eq!(Effort::rounds_by(150e-6, 20), (20, 25));
+        assert_eq!(Effort::rounds_by(150e-6, 1), (1, 25));
+        assert_eq!(Effort::rounds_by(0.01, 1), (1, 10));
+        assert_eq!(Effort::rounds_by(0.1, 1), (1, 5));
+        assert_eq!(Effort::rounds_by(0.1, 20), (1, 5));
+        assert_eq!(Effort::rounds_by(0.0, 20), (20, 25), "a clock that has not moved");
     }
 }

@@ -1,6 +1,7 @@
 //! `allstream perf`: how long a collective takes, by size, in the form of nccl-tests.
 
 mod case;
+mod check;
 mod device;
 mod measure;
 mod memory;
@@ -22,7 +23,7 @@ use crate::demo::BoxError;
 use crate::launch::{self, bind::Bind};
 use crate::units::size;
 use case::{Case, What};
-use measure::{Effort, measure, measure_in_place};
+use measure::{Effort, measure, measure_in_place, together};
 use memory::{Memory, Place};
 pub(crate) use report::{Report, Time};
 use report::{Row, Series};
@@ -49,7 +50,7 @@ pub(crate) struct PerfArgs {
     #[arg(long, value_name = "SIZES", value_delimiter = ',', value_parser = size,
           conflicts_with_all = ["minbytes", "maxbytes", "stepfactor", "stepbytes"])]
     sizes: Vec<u64>,
-    /// Timed operations of each size and form (default: by size, 5 to 2000)
+    /// Timed operations of each size and form (default: by size, 5 to 2000; with --device by their time, 5 to 500)
     #[arg(short = 'n', long, value_name = "N")]
     iters: Option<NonZeroUsize>,
     /// Untimed operations before (default: two rounds)
@@ -92,8 +93,8 @@ pub(crate) struct PerfArgs {
     /// Whose memory: the user's own, or the arena's, which peers read in place (`comm.alloc()`)
     #[arg(long, value_enum, default_value_t = Alloc::User)]
     alloc: Alloc,
-    /// Buffers in the memory of a CUDA device, the one with this number, for all ranks (default 0); beside the table, how
-    /// fast the device copies
+    /// Buffers in the memory of a CUDA device, the one with this number, for all ranks (default 0); above the table, how
+    /// fast the device copies, and in it the time on the device, by events (dev)
     #[arg(long, value_name = "ORDINAL", num_args = 0..=1, require_equals = true, default_missing_value = "0")]
     device: Option<usize>,
     /// With --device: operations through the host's memory, also where the ranks' devices reach each other
@@ -267,7 +268,18 @@ pub(crate) fn on_threads<T: Send>(
         let each = &each;
         let start = |mut comm: Comm| scope.spawn(move || each(&mut comm));
         let threads: Vec<_> = comms.into_iter().map(start).collect();
-        threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?).collect()
+        let ended = threads.into_iter().map(|thread| thread.join().map_err(|_| "a rank panicked")?);
+        let (ended, mut failed): (Vec<_>, Vec<BoxError>) = ended.fold(Default::default(), |mut all, one| {
+            match one {
+                Ok(one) => all.0.push(one),
+                Err(error) => all.1.push(error),
+            }
+            all
+        });
+        // The rank that has failed by itself knows why; the others know that it has left.
+        let is_echo = |error: &BoxError| matches!(error.downcast_ref(), Some(Error::PeerLost { .. }));
+        failed.sort_by_key(is_echo);
+        failed.into_iter().next().map_or(Ok(ended), Err)
     })
 }
 
@@ -360,11 +372,11 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Rep
     let console = Console::new(comm.rank() == 0);
     let place = args.device.map(|ordinal| device::bind(comm, ordinal, args.staged, args.join)).transpose()?;
     // One rank, while the others have nothing to do.
-    let device = match &place {
-        Some(place) if comm.rank() == 0 => Some(device::Facts::of(place)?),
-        _ => None,
+    let facts = match &place {
+        Some(place) if comm.rank() == 0 => device::Facts::of(place).map(Some),
+        _ => Ok(None),
     };
-    comm.barrier().wait()?;
+    let device = together(comm, facts)?;
     let cores = args.worker_cores.unwrap_or_else(cores);
     let mut report = Report {
         version: env!("CARGO_PKG_VERSION").into(),
@@ -427,6 +439,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Rep
             runtime: args.awaits.map(|_| runtime()).transpose()?,
             in_turns: args.awaits == Some(Awaits::Turns),
             joins: args.join,
+            clock: place.as_ref().and_then(device::Place::clock),
             ..Effort::usual(memory.clone())
         };
         let mut series = Series { link: link.to_string(), algo: algo.name().into(), ..Series::default() };
@@ -456,7 +469,7 @@ fn series(
     if args.check_tuning {
         series.choices = tuning::check(comm, args, effort, console)?;
     } else {
-        report::head().iter().try_for_each(|line| console.line(line))?;
+        report::head(args.device.is_some()).iter().try_for_each(|line| console.line(line))?;
         series.rows = rows(comm, args, effort, console)?;
     }
     Ok(())
@@ -472,7 +485,7 @@ fn rows(comm: &mut Comm, args: &PerfArgs, effort: &Effort, console: &Console) ->
         let size = case.elements() * dtype.size();
         let (out_of_place, in_place) = measure(comm, &case, effort)?;
         let row = Row { size, count: case.count, out_of_place, in_place };
-        console.line(&report::line(&row, &case, dtype.name()))?;
+        console.line(&report::line(&row, &case, dtype.name(), args.device.is_some()))?;
         rows.push(row);
     }
     bar.finish_and_clear();

@@ -23,6 +23,9 @@ pub(crate) struct Time {
     /// The median of the same by `.wait()`, in turns with these.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) wait_us: Option<f64>,
+    /// Microseconds an operation on the device, by events there, of the slowest rank: the median over rounds of their own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) device_us: Option<f64>,
 }
 
 impl Time {
@@ -39,6 +42,7 @@ impl Time {
             busbw: algbw * case.what.bus_factor(case.n),
             wrong,
             wait_us: None,
+            device_us: None,
         }
     }
 }
@@ -134,30 +138,40 @@ impl Report {
     }
 }
 
-/// What stands above the columns.
-pub(crate) fn head() -> [String; 3] {
-    let four = |names: [&str; 4]| format!("{:>10}{:>9}{:>9}{:>8}", names[0], names[1], names[2], names[3]);
-    let [time, units] = [["time", "algbw", "busbw", "#wrong"], ["(us)", "(GB/s)", "(GB/s)", ""]].map(four);
+/// What stands above the columns. `on_device`: with one for the time on the device.
+pub(crate) fn head(on_device: bool) -> [String; 3] {
+    let dev = |text: &str| if on_device { format!("{text:>10}") } else { String::new() };
+    let half = |names: [&str; 5]| {
+        format!("{:>10}{}{:>9}{:>9}{:>8}", names[0], dev(names[1]), names[2], names[3], names[4])
+    };
+    let [time, units] =
+        [["time", "dev", "algbw", "busbw", "#wrong"], ["(us)", "(us)", "(GB/s)", "(GB/s)", ""]].map(half);
     let left = |names: [&str; 5]| {
         format!("#{:>12}{:>13}{:>8}{:>8}{:>6}", names[0], names[1], names[2], names[3], names[4])
     };
+    let room = dev("");
     [
-        format!("#{:47}{:>24}{:>36}", "", "out-of-place", "in-place"),
+        format!("#{:47}{:>24}{room}{room}{:>36}", "", "out-of-place", "in-place"),
         format!("{}{time}{time}", left(["size", "count", "type", "redop", "root"])),
         format!("{}{units}{units}", left(["(B)", "(elements)", "", "", ""])),
     ]
 }
 
 /// One line of the table.
-pub(crate) fn line(row: &Row, case: &Case, dtype: &str) -> String {
+pub(crate) fn line(row: &Row, case: &Case, dtype: &str, on_device: bool) -> String {
     let op = if case.what.reduces() { case.op.name() } else { "none" };
     let root = if case.what.rooted() { case.root.to_string() } else { "-1".into() };
+    let dev = |time: Option<&Time>| match time.and_then(|time| time.device_us) {
+        _ if !on_device => String::new(),
+        Some(us) => format!("{us:>10.2}"),
+        None => format!("{:>10}", "N/A"),
+    };
     let time = |time: Option<&Time>| match time {
         Some(t) => {
             let wrong = t.wrong.map_or("N/A".into(), |wrong| wrong.to_string());
-            format!("{:>10.2}{:>9.3}{:>9.3}{wrong:>8}", t.median_us, t.algbw, t.busbw)
+            format!("{:>10.2}{}{:>9.3}{:>9.3}{wrong:>8}", t.median_us, dev(time), t.algbw, t.busbw)
         }
-        None => format!("{:>10}{:>9}{:>9}{:>8}", "N/A", "N/A", "N/A", "N/A"),
+        None => format!("{:>10}{}{:>9}{:>9}{:>8}", "N/A", dev(None), "N/A", "N/A", "N/A"),
     };
     let (out, within) = (time(Some(&row.out_of_place)), time(row.in_place.as_ref()));
     format!(" {:>12}{:>13}{dtype:>8}{op:>8}{root:>6}{out}{within}", row.size, row.count)
@@ -185,10 +199,14 @@ mod tests {
     #[test]
     fn columns_stand_under_their_names() {
         let case = Case::new(What::Collective(Kind::Broadcast), ReduceOp::Sum, 1, (0, 2), 256);
-        let time = Time::new(&[1e-6], 1024, &case, Some(3));
+        let time = Time { device_us: Some(0.25), ..Time::new(&[1e-6], 1024, &case, Some(3)) };
         let row = Row { size: 1024, count: 256, out_of_place: time, in_place: None };
-        let line = line(&row, &case, "f32");
-        assert!(head().iter().skip(1).all(|head| head.len() == line.len()), "{:?}\n{line}", head());
-        assert!(line.contains(" none     1") && line.ends_with("N/A") && line.contains(" 3 "), "{line}");
+        for on_device in [false, true] {
+            let (head, line) = (head(on_device), line(&row, &case, "f32", on_device));
+            assert!(head.iter().skip(1).all(|head| head.len() == line.len()), "{head:?}\n{line}");
+            assert!(line.contains(" none     1") && line.ends_with("N/A") && line.contains(" 3 "), "{line}");
+            assert_eq!(head[1].matches(" dev ").count(), if on_device { 2 } else { 0 }, "{head:?}");
+            assert_eq!(line.contains("1.00      0.25 "), on_device, "{line}");
+        }
     }
 }

@@ -1,0 +1,172 @@
+//! The check: a rank's result beside the oracle's, piece by piece.
+//!
+//! Inputs repeat after `PERIOD` elements, and so does what a collective makes of each block. So the oracle is asked once for a
+//! block's first elements, and the rest of the block is compared with these, a slice at a time.
+
+use super::case::{Case, PERIOD, Value};
+
+/// Elements that are compared at a time: a whole number of periods, so that the next ones begin as these do.
+const PATTERN: usize = 64 * PERIOD;
+
+/// Counts the wrong elements of one rank's result.
+#[derive(Debug)]
+pub(crate) struct Check<'a, T> {
+    case: &'a Case,
+    /// The block that the pattern is of.
+    block: Option<usize>,
+    /// What the elements of the block must be, from its first one on.
+    expected: Vec<f64>,
+    /// The same in the element type, and whether each of these passes the check: a number that the type cannot hold does not.
+    nearest: Vec<T>,
+    all_pass: bool,
+}
+
+impl<'a, T: Value> Check<'a, T> {
+    pub(crate) fn new(case: &'a Case) -> Check<'a, T> {
+        Check { case, block: None, expected: Vec::new(), nearest: Vec::new(), all_pass: false }
+    }
+
+    /// How many elements are wrong in a piece of the result, whose first one is the result's element `at`.
+    pub(crate) fn wrong(&mut self, mut at: usize, mut piece: &[T]) -> u64 {
+        let mut wrong = 0;
+        while !piece.is_empty() {
+            let (block, within) = (at / self.case.count, at % self.case.count);
+            if self.block != Some(block) {
+                self.ask(block);
+            }
+            // Up to the end of the pattern, which is the end of the block at the latest.
+            let start = within % PERIOD;
+            let len = piece.len().min(self.expected.len() - start).min(self.case.count - within);
+            let (here, rest) = piece.split_at(len);
+            wrong += self.wrong_here(start, here);
+            (at, piece) = (at + len, rest);
+        }
+        wrong
+    }
+
+    /// Elements that the pattern has from `start` on.
+    fn wrong_here(&self, start: usize, here: &[T]) -> u64 {
+        let range = start..start + here.len();
+        // Without a way out at the first difference, the compiler compares many elements at a time.
+        let same = here.iter().zip(&self.nearest[range.clone()]).fold(true, |same, (x, y)| same & (x == y));
+        if same && self.all_pass {
+            return 0;
+        }
+        let differs = |(x, expected): &(&T, &f64)| !x.is(**expected, self.case.n);
+        here.iter().zip(&self.expected[range]).filter(differs).count() as u64
+    }
+
+    /// Asks the oracle for one period of a block, and repeats its answer.
+    fn ask(&mut self, block: usize) {
+        let (first, len) = (block * self.case.count, self.case.count.min(PATTERN));
+        self.expected.clear();
+        self.expected.extend((0..len.min(PERIOD)).map(|i| self.case.expected::<T>(first + i)));
+        while self.expected.len() < len {
+            let more = (len - self.expected.len()).min(self.expected.len());
+            self.expected.extend_from_within(..more);
+        }
+        self.nearest = self.expected.iter().map(|expected| T::nearest(*expected)).collect();
+        let mut both = self.nearest.iter().zip(&self.expected);
+        self.all_pass = both.all(|(nearest, expected)| nearest.is(*expected, self.case.n));
+        self.block = Some(block);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use allstream::{Kind, ReduceOp, bf16, f8e4m3};
+
+    use super::super::case::What;
+    use super::*;
+
+    const KINDS: [Kind; 9] = [
+        Kind::AllReduce,
+        Kind::Broadcast,
+        Kind::AllGather,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Gather,
+        Kind::Scatter,
+        Kind::Scan,
+        Kind::ExScan,
+    ];
+
+    fn case(kind: Kind, op: ReduceOp, rank: usize, elements: usize) -> Case {
+        Case::new(What::Collective(kind), op, 1, (rank, 3), elements)
+    }
+
+    /// What the rank is to have.
+    fn result<T: Value>(case: &Case) -> Vec<T> {
+        (0..case.lengths().1).map(|i| T::nearest(case.expected::<T>(i))).collect()
+    }
+
+    /// Element by element, with no pattern.
+    fn by_the_oracle<T: Value>(case: &Case, result: &[T]) -> u64 {
+        let differs = |(i, x): &(usize, &T)| !x.is(case.expected::<T>(*i), case.n);
+        result.iter().enumerate().filter(differs).count() as u64
+    }
+
+    #[test]
+    fn patterns_are_what_the_oracle_says_of_each_element() {
+        // Smaller than a period, not a multiple of it, and several patterns.
+        for elements in [1, 3 * 50, 3 * 97 + 1, 3 * (PATTERN + 5), 7 * PATTERN + 30] {
+            for (kind, rank) in KINDS.into_iter().flat_map(|kind| [(kind, 1), (kind, 2)]) {
+                let case = case(kind, ReduceOp::Sum, rank, elements);
+                let result = result::<f32>(&case);
+                assert_eq!(Check::new(&case).wrong(0, &result), 0, "{kind:?} of {elements} on rank {rank}");
+                // The elements of others: mostly wrong, and as many as the oracle says.
+                let shifted: Vec<f32> = result.iter().skip(1).chain(result.first()).copied().collect();
+                let expected = by_the_oracle(&case, &shifted);
+                assert_eq!(
+                    Check::new(&case).wrong(0, &shifted),
+                    expected,
+                    "{kind:?} of {elements} on rank {rank}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_elements_are_counted_at_the_ends_of_what_is_compared_at_a_time() {
+        let len = 3 * PATTERN + 40;
+        let case = case(Kind::AllReduce, ReduceOp::Sum, 0, len);
+        let right = result::<f32>(&case);
+        let places = [0, 1, PERIOD, PATTERN - 1, PATTERN, 2 * PATTERN - 1, 2 * PATTERN, len - 1];
+        // In one piece, and in pieces that end within a period.
+        for piece in [len, PATTERN, 1000] {
+            let wrong = |result: &[f32]| {
+                let mut check = Check::new(&case);
+                result.chunks(piece).enumerate().map(|(i, part)| check.wrong(i * piece, part)).sum::<u64>()
+            };
+            assert_eq!(wrong(&right), 0);
+            let mut all = right.clone();
+            for place in places {
+                let mut one = right.clone();
+                one[place] = f32::NAN;
+                assert_eq!(wrong(&one), 1, "NaN at {place} in pieces of {piece}");
+                all[place] += 1.0;
+            }
+            assert_eq!(wrong(&all), places.len() as u64, "in pieces of {piece}");
+        }
+    }
+
+    #[test]
+    fn what_differs_by_rounding_is_right() {
+        let case = case(Kind::AllReduce, ReduceOp::Avg, 0, 2 * PATTERN);
+        let mut result = result::<bf16>(&case);
+        let place = (0..result.len()).rev().find(|i| result[*i].to_f32() > 1.0).unwrap();
+        result[place] = bf16::from_bits(result[place].to_bits() + 1);
+        assert_eq!(Check::new(&case).wrong(0, &result), 0, "three roundings are within the tolerance");
+        result[place] = bf16::from_bits(result[place].to_bits() + 8);
+        assert_eq!(Check::new(&case).wrong(0, &result), 1);
+    }
+
+    /// That the element is as near as the type comes does not make it right.
+    #[test]
+    fn a_number_that_the_type_does_not_hold_is_wrong() {
+        let case = Case::new(What::Collective(Kind::AllReduce), ReduceOp::Prod, 0, (0, 20), 300);
+        let beyond = (0..300).filter(|i| case.expected::<f8e4m3>(*i) > 1000.0).count() as u64;
+        assert!(beyond > 0);
+        assert_eq!(Check::new(&case).wrong(0, &result::<f8e4m3>(&case)), beyond);
+    }
+}
