@@ -172,7 +172,7 @@ pub(crate) fn us(time: Duration) -> f64 {
 /// Microseconds in three digits or so.
 pub(crate) fn show_us(us: f64) -> String {
     match us {
-        us if us >= 10_000.0 => format!("{:.1} ms", us / 1e3),
+        us if us >= 1000.0 => format!("{:.1} ms", us / 1e3),
         us if us >= 100.0 => format!("{us:.0} us"),
         us if us >= 1.0 => format!("{us:.1} us"),
         us => format!("{:.0} ns", us * 1e3),

@@ -103,7 +103,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
         connections.unwrap_or_else(|_| "not set".into()),
         rows.len()
     );
-    Ok(Answer::new(of_usual.to_string(), remark)
+    Ok(Answer::new(format!("{of_usual} queues"), remark)
         .with("queues", of_usual as f64)
         .with("queues_of_highest_priority", of_urgent as f64)
         .with("held_up", mean)
@@ -131,7 +131,7 @@ pub(crate) fn stream_beside(waiting: &Stream, gate: &Gate, round: u32) -> Result
 
 /// At most so many launches, and so long.
 const MOST: u32 = 20_000;
-const FILLING: Duration = Duration::from_millis(1300);
+const FILLING: Duration = Duration::from_millis(1000);
 /// An enqueueing call that does not return for so long is blocked.
 const BLOCKED: Duration = Duration::from_millis(250);
 
@@ -181,6 +181,8 @@ fn fill(
             break filling.within(BLOCKED).is_none();
         }
     };
+    // The call that is under way is the last one, also where it returns later.
+    stop.store(true, Ordering::Relaxed);
     Ok(Filled { count: count.load(Ordering::Acquire), is_full, done })
 }
 
@@ -263,7 +265,7 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
         figures.push(("fills".to_owned(), f64::from(fills.count)));
         soon(Duration::from_millis(500), || fills.done.load(Ordering::Acquire));
     }
-    Ok(Answer::new(launches.told(), remark).with_all(figures))
+    Ok(Answer::new(format!("{} launches", launches.told()), remark).with_all(figures))
 }
 
 /// What the engine does around each call.
