@@ -60,7 +60,8 @@ impl Host {
     }
 }
 
-/// Modules that nothing else here uses; loading one does the first part of what a call that is asked for first does.
+/// A module and a kernel in it for the call that is made freely, and others for the one beside a waiting stream: what is loaded for the
+/// first time takes more than what was loaded before.
 const MODULES: [(Module, &str); 2] = [(Module::I8, "combinen_i8_max"), (Module::I16, "combinen_i16_max")];
 
 /// The calls that allstream makes beside what it puts on streams.

@@ -85,9 +85,9 @@ pub(crate) fn costs(gpu: &'static Gpu) -> Result<Answer, Problem> {
         ("cuStreamWaitEvent", Box::new(|| s.wait_event(&done))),
         ("cuStreamWaitValue32 that is met", Box::new(|| s.wait(met, 1))),
         ("cuStreamWriteValue32", Box::new(|| s.write(written, 1))),
-        // SAFETY: the stream exists; the function does nothing.
         (
             "cuLaunchHostFunc",
+            // SAFETY: the stream exists; the function does nothing.
             Box::new(|| unsafe { cuda.launch_host_func(s.raw(), nothing, std::ptr::null_mut()) }),
         ),
         ("cuEventElapsedTime", Box::new(|| later.since(&done).map(drop))),

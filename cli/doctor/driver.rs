@@ -251,15 +251,10 @@ impl Word {
         self.host.store(value, Ordering::Release);
     }
 
-    /// Whether it shows as much within this time.
-    pub(crate) fn comes_to(self, value: u32, limit: Duration) -> bool {
-        soon(limit, || self.get() >= value)
-    }
-
-    /// As above, and an error if it does not.
+    /// Waits until it shows as much; an error if it soon does not.
     pub(crate) fn reach(self, value: u32, what: &str) -> Result<(), Problem> {
-        const LIMIT: Duration = Duration::from_secs(2);
-        if self.comes_to(value, LIMIT) {
+        const LIMIT: Duration = Duration::from_secs(1);
+        if soon(LIMIT, || self.get() >= value) {
             return Ok(());
         }
         Err(problem(format!("{what}: the host has not seen it within {LIMIT:?}")))

@@ -93,8 +93,8 @@ fn find(ordinal: usize) -> Result<Facts, Found> {
         // A driver may not know an attribute that is newer than it.
         let may = |which| is_set(which).unwrap_or(false);
         let name = cuda.device_name(device)?;
-        // SAFETY: as above.
         let uuid = match cuda.has_device_get_uuid_v2() {
+            // SAFETY: as above.
             true => unsafe { cuda.device_get_uuid_v2(device) },
             // SAFETY: as above.
             false => unsafe { cuda.device_get_uuid(device) },

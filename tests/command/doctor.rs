@@ -200,7 +200,7 @@ fn mps_is_started_for_one_probe_and_ended_also_where_that_fails() {
         assert_eq!(ended, Some(code), "{said}");
         let hop = probe(&probes, "hop-mps");
         assert_eq!(hop["state"], state, "{said}");
-        assert!(fail != "" || figure(hop, "hop_us") > 0.0, "{said}");
+        assert!(!fail.is_empty() || figure(hop, "hop_us") > 0.0, "{said}");
         let log = log();
         let lines: Vec<&str> = log.lines().collect();
         assert_eq!((lines.len(), lines[1]), (2, "ended"), "{log}");
