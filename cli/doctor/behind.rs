@@ -15,6 +15,8 @@ const STREAMS: usize = 40;
 const URGENT: usize = 12;
 /// No other stream has come to its work for so long: those that are missing are held up.
 const QUIET: Duration = Duration::from_millis(8);
+/// The same where queues are counted, which is looked at twice: a host that is busy makes streams late, too.
+const SURE: Duration = Duration::from_millis(20);
 /// For looking at all.
 const LOOK: Duration = Duration::from_millis(1300);
 /// At least so many streams are blocked in turn, however long that takes.
@@ -29,8 +31,14 @@ struct Many {
 }
 
 impl Many {
+    /// Which streams are held up while this one waits, both times.
+    fn surely_held_up_by(&mut self, blocked: usize) -> Result<Vec<bool>, Problem> {
+        let (first, second) = (self.held_up_by(blocked, SURE)?, self.held_up_by(blocked, SURE)?);
+        Ok(first.into_iter().zip(second).map(|(first, second)| first && second).collect())
+    }
+
     /// Which streams are held up while this one waits.
-    fn held_up_by(&mut self, blocked: usize) -> Result<Vec<bool>, Problem> {
+    fn held_up_by(&mut self, blocked: usize, quiet: Duration) -> Result<Vec<bool>, Problem> {
         self.round += 1;
         let round = self.round;
         step(&format!("blocking stream {blocked}"));
@@ -41,7 +49,7 @@ impl Many {
         }
         let has_come = |i: usize| self.bells[i].get() >= round;
         let (mut come, mut last) = (0, Instant::now());
-        while come < self.streams.len() - 1 && last.elapsed() < QUIET {
+        while come < self.streams.len() - 1 && last.elapsed() < quiet {
             let now = (0..self.streams.len()).filter(others).filter(|i| has_come(*i)).count();
             if now > come {
                 (come, last) = (now, Instant::now());
@@ -77,7 +85,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
         for i in (0..all).filter(|i| is_urgent(*i) == urgent) {
             let known = rows.iter().any(|(by, held)| is_urgent(*by) == urgent && held[i]);
             if !known && (rows.len() < LEAST || start.elapsed() < LOOK) {
-                rows.push((i, many.held_up_by(i)?));
+                rows.push((i, many.surely_held_up_by(i)?));
             }
         }
     }
@@ -86,7 +94,7 @@ pub(crate) fn queues(gpu: &'static Gpu) -> Result<Answer, Problem> {
     for i in 0..all {
         let enough = rows.len() >= LEAST && start.elapsed() > LOOK;
         if !enough && !rows.iter().any(|(by, _)| *by == i) {
-            rows.push((i, many.held_up_by(i)?));
+            rows.push((i, many.held_up_by(i, QUIET)?));
         }
     }
     let crosses = rows.iter().any(|(by, held)| (0..all).any(|i| held[i] && is_urgent(i) != is_urgent(*by)));
@@ -237,9 +245,6 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
     let over = soon(Duration::from_millis(1500), || launches.done.load(Ordering::Acquire))
         && soon(Duration::from_millis(1500), || stream.is_done().unwrap_or(false));
     let released = start.elapsed();
-    if !over {
-        return Err(problem("the stream was not done within 1.5 s after the host's release"));
-    }
     let mut remark = String::new();
     if launches.is_full {
         remark = format!("then these calls return: {}; these wait: {}; ", listed(&returned), listed(&waited));
@@ -247,7 +252,10 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
             remark += "no other stream was found that goes on while one waits; ";
         }
     }
-    remark += &format!("all was over {} after the host's release", show_us(us(released)));
+    remark += &match over {
+        true => format!("all was over {} after the host's release", show_us(us(released))),
+        false => format!("NOT all was over {} after the host's release", show_us(us(released))),
+    };
     let mut figures = vec![
         ("launches".to_owned(), f64::from(launches.count)),
         ("is_full".to_owned(), f64::from(launches.is_full)),
@@ -255,7 +263,7 @@ pub(crate) fn depth(gpu: &'static Gpu) -> Result<Answer, Problem> {
         ("release_us".to_owned(), us(released)),
     ];
     // The same with another kind of work, where there is time for it: it was not full, or so quickly that there is.
-    if launches.is_full {
+    if launches.is_full && over {
         step("filling memory on a stream that waits");
         let memory = gpu.memory(256)?;
         stream.wait(gate.0, 3)?;

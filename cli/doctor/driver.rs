@@ -270,9 +270,10 @@ impl Drop for Gate {
     }
 }
 
-/// Asks until it is so, at first without giving the processor away.
+/// Asks until it is so: at first without giving the processor away, later asleep in between.
 pub(crate) fn soon(limit: Duration, mut is_so: impl FnMut() -> bool) -> bool {
     const SPIN: Duration = Duration::from_micros(200);
+    const YIELD: Duration = Duration::from_millis(5);
     let start = Instant::now();
     loop {
         if is_so() {
@@ -280,6 +281,7 @@ pub(crate) fn soon(limit: Duration, mut is_so: impl FnMut() -> bool) -> bool {
         }
         match start.elapsed() {
             passed if passed > limit => return false,
+            passed if passed > YIELD => thread::sleep(Duration::from_micros(50)),
             passed if passed > SPIN => thread::yield_now(),
             _ => std::hint::spin_loop(),
         }

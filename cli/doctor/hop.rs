@@ -8,13 +8,13 @@ use super::driver::{Gate, Gpu, Problem, Word, problem, soon};
 use super::process::Second;
 use super::shared::Shared;
 
-/// There and back, so often in a row without the host. What they put on a stream fits a queue of some hundred.
-const TRIPS: u32 = 50;
+/// There and back, so often in a row without the host. What they put on a stream, which waits meanwhile, fits a queue of a hundred.
+const TRIPS: u32 = 25;
 /// The second process is so many trips ahead at most.
 const AHEAD: u32 = 2 * TRIPS;
 /// A word for each direction, one that says that it is over.
 const WORDS: usize = 3;
-const MOST_ROUNDS: u32 = 20;
+const MOST_ROUNDS: u32 = 40;
 /// For all rounds.
 const LIMIT: Duration = Duration::from_millis(1500);
 
