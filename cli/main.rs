@@ -2,6 +2,7 @@
 
 mod console;
 mod demo;
+mod doctor;
 mod launch;
 mod perf;
 mod run;
@@ -39,6 +40,8 @@ enum Command {
     Sim(sim::SimArgs),
     /// Measure each class of links, and write the table by which algorithms are chosen
     Tune(tune::TuneArgs),
+    /// Ask a CUDA device how it does what allstream relies on: a probe for each question
+    Doctor(doctor::DoctorArgs),
     /// What this build can use on this host
     Info {
         /// Instead: the table by which algorithms are chosen, with predicted and measured times
@@ -58,6 +61,7 @@ fn main() -> ExitCode {
         Command::Perf(args) => perf::run(&args),
         Command::Sim(args) => sim::run(&args),
         Command::Tune(args) => tune::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Info { tuning: true } => tune::info(),
         Command::Info { tuning: false } => info().map_err(Into::into),
     };

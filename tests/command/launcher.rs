@@ -80,7 +80,7 @@ fn launcher(options: &[&str], script: &str) -> Command {
 }
 
 /// The command with these arguments and variables (an empty one is taken away), and no job's token.
-fn allstream(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
+pub(crate) fn allstream(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
     command.args(arguments).env_remove("ALLSTREAM_TOKEN");
     for (name, value) in variables {
@@ -92,11 +92,11 @@ fn allstream(arguments: &[&str], variables: &[(&str, &str)]) -> Output {
     finish(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap())
 }
 
-fn text(bytes: &[u8]) -> String {
+pub(crate) fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-fn json(path: &Path) -> serde_json::Value {
+pub(crate) fn json(path: &Path) -> serde_json::Value {
     serde_json::from_slice(&fs::read(path).unwrap()).unwrap()
 }
 

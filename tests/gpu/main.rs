@@ -14,6 +14,8 @@
 
 mod account;
 mod choice;
+#[cfg(feature = "cudarc")]
+mod cudarc;
 mod driver;
 mod proof;
 mod ranks;

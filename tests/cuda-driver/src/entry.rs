@@ -85,6 +85,7 @@ pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {
     if IN_HOST_FUNCTION.get() {
         return Code::NOT_PERMITTED;
     }
+    crate::hang::perhaps(name);
     if let Some(code) = knobs::counted(name) {
         return code;
     }

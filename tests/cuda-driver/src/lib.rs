@@ -14,6 +14,7 @@ mod device;
 mod door;
 mod entry;
 mod event;
+mod hang;
 mod host_memory;
 mod ipc;
 mod knobs;

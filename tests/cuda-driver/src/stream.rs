@@ -199,6 +199,11 @@ impl Stream {
             Capture::Active => return Ok(None),
             Capture::Invalid => return Err(Code::STREAM_CAPTURE_INVALIDATED),
         }
+        // Whoever puts more there waits, and so do all who put anything on a stream of this context meanwhile.
+        while queue.submitted - queue.completed >= depth() && self.context.is_alive() {
+            let woken = self.changed.wait_timeout(queue, LOOK);
+            queue = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
         let before = &mut queues.last[self.lane];
         // A stream is in order with itself.
         after.extend(before.take().filter(|ticket| !Arc::ptr_eq(&ticket.stream, self)));
@@ -306,6 +311,23 @@ impl Stream {
         all.extend(lock(&context.legacy).clone());
         all
     }
+}
+
+/// How many pieces of work a stream takes that has not done them: a real one some thousand.
+fn depth() -> u64 {
+    static DEPTH: std::sync::LazyLock<u64> = std::sync::LazyLock::new(|| {
+        let text = std::env::var("ALLSTREAM_TEST_CUDA_DEPTH").unwrap_or_default();
+        let number = |text: &str| text.parse().ok().filter(|depth| *depth > 0);
+        match text.trim() {
+            "" => u64::MAX,
+            text => number(text).unwrap_or_else(|| {
+                // A test that turns a knob wrongly must not pass for the wrong reason.
+                eprintln!("ALLSTREAM_TEST_CUDA_DEPTH: cannot read {text:?}");
+                std::process::abort()
+            }),
+        }
+    });
+    *DEPTH
 }
 
 /// What a real driver may do in calls that give memory, take it back, load code or make streams, and this one does if the

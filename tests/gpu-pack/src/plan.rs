@@ -205,7 +205,7 @@ impl Plan<'_> {
                 .then(|| format!("{package} has memory on a device only, and there is none"));
             self.steps.push(step.lacks(missing).lacks(bare));
         }
-        let cudarc = self.conformance("cudarc", "cudarc_memory", OTHERS, 40);
+        let cudarc = self.conformance("cudarc", "cudarc::memory", OTHERS, 40);
         self.steps.push(cudarc.with("LD_LIBRARY_PATH", self.driver_path()));
         let example = machine.program("examples/12_gpu");
         self.steps.push(Step::new("example-12_gpu", OTHERS, 30, example, &[]).says("the mean is 1.5"));

@@ -184,6 +184,9 @@ functions! {
         ipc_get_event_handle / has_ipc_get_event_handle(event: CuEvent) -> CuIpcEventHandle = "cuIpcGetEventHandle";
         ipc_open_event_handle / has_ipc_open_event_handle(handle: CuIpcEventHandle) -> CuEvent = "cuIpcOpenEventHandle";
         thread_exchange_stream_capture_mode / has_thread_exchange_stream_capture_mode(mode: *mut c_uint) = "cuThreadExchangeStreamCaptureMode";
+        stream_begin_capture / has_stream_begin_capture(stream: CuStream, mode: c_uint) = "cuStreamBeginCapture_v2";
+        stream_end_capture / has_stream_end_capture(stream: CuStream, graph: *mut CuGraph) = "cuStreamEndCapture";
+        graph_destroy / has_graph_destroy(graph: CuGraph) = "cuGraphDestroy";
         stream_get_ctx / has_stream_get_ctx(stream: CuStream, context: *mut CuContext) = "cuStreamGetCtx";
         stream_get_priority / has_stream_get_priority(stream: CuStream, priority: *mut c_int) = "cuStreamGetPriority";
         stream_write_value32 / has_stream_write_value32(stream: CuStream, at: CuDevicePtr, value: u32, flags: c_uint) = "cuStreamWriteValue32_v2";

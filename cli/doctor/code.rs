@@ -1,0 +1,193 @@
+//! Machine code and PTX, and calls beside a capture.
+
+use std::sync::mpsc::channel;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use allstream_kernels::cuda::{self as kernels, Module};
+use allstream_kernels::{DType, ReduceOp};
+use allstream_sys::cuda::{
+    CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_RELAXED, CuGraph, CuModule, CuResult, CudaError,
+};
+
+use super::answer::{Answer, listed, show_us, step, us};
+use super::driver::{Gpu, Problem, code, launch, problem};
+
+/// For compiling PTX, which takes a driver tenths of a second for each module that it has not compiled before.
+const COMPILING: Duration = Duration::from_millis(1500);
+const LEN: usize = 1000;
+
+/// Loads every module, as machine code and as PTX.
+pub(crate) fn modules(gpu: &'static Gpu) -> Result<Answer, Problem> {
+    let start = Instant::now();
+    let (mut refused, mut loaded) = (Vec::new(), 0);
+    for module in Module::ALL {
+        step(&format!("machine code of {}", module.name()));
+        match gpu.load_machine_code(*module) {
+            Ok(_) => loaded += 1,
+            Err(error) => refused.push(format!("{}: {}", module.name(), code(&error))),
+        }
+    }
+    let machine = us(start.elapsed());
+    let (start, mut not_compiled, mut compiled) = (Instant::now(), Vec::new(), 0);
+    for module in Module::ALL {
+        if start.elapsed() > COMPILING {
+            break;
+        }
+        step(&format!("PTX of {}", module.name()));
+        match gpu.load_ptx(*module) {
+            Ok(_) => compiled += 1,
+            Err(Problem(text)) => not_compiled.push(format!("{}: {text}", module.name())),
+        }
+    }
+    let ptx = us(start.elapsed());
+    let all = Module::ALL.len();
+    // All are refused for one reason.
+    let why = match refused.first() {
+        Some(first) if refused.len() == all => format!(", as {first}"),
+        _ if refused.is_empty() => String::new(),
+        _ => format!("; not {}", listed(&refused)),
+    };
+    let mut remark = format!(
+        "{loaded} of {all} modules as machine code in {}{why}; {compiled} as PTX in {}",
+        show_us(machine),
+        show_us(ptx)
+    );
+    if compiled + not_compiled.len() < all {
+        remark += ", for more there was no time";
+    }
+    if !not_compiled.is_empty() {
+        remark += &format!("; PTX that is refused: {}", listed(&not_compiled));
+    }
+    Ok(Answer::yes_or_no(loaded == all, remark)
+        .with("machine_code_modules", loaded as f64)
+        .with("machine_code_us", machine)
+        .with("ptx_modules", compiled as f64)
+        .with("ptx_us", ptx))
+}
+
+/// A sum of two, by a module that was loaded.
+fn sum(gpu: &'static Gpu, module: CuModule, a: &[f32], b: &[f32]) -> Result<Vec<u32>, Problem> {
+    let bytes = LEN * size_of::<f32>();
+    let (stream, host) = (gpu.stream()?, gpu.pinned(bytes)?);
+    let [first, second, out] = [gpu.memory(bytes)?, gpu.memory(bytes)?, gpu.memory(bytes)?];
+    for (values, to) in [(a, &first), (b, &second)] {
+        // SAFETY: so much room was given; nothing is under way that uses it.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), host.0.cast(), LEN) };
+        // SAFETY: both are so long, and stay until the process ends.
+        unsafe { gpu.cuda.memcpy_htod_async(to.at, host.0, bytes, stream.raw()) }?;
+        stream.synchronize()?;
+    }
+    let job =
+        kernels::reduce(DType::F32, ReduceOp::Sum, &[first.at, second.at], &[out.at], LEN as u64, None, 4);
+    let job = job.ok_or_else(|| problem("there is no kernel that sums f32 (a bug)"))?;
+    let function = gpu.function(module, &job.kernel.name())?;
+    // SAFETY: the kernel's function, on memory of the device that is so long and stays.
+    unsafe { launch(&stream, function, &job) }?;
+    // SAFETY: as for the copies above.
+    unsafe { gpu.cuda.memcpy_dtoh_async(host.0, out.at, bytes, stream.raw()) }?;
+    stream.synchronize()?;
+    // SAFETY: so many values, which the copy has written, and which nobody writes any more.
+    Ok(unsafe { std::slice::from_raw_parts(host.0.cast::<u32>(), LEN) }.to_vec())
+}
+
+/// One kernel by machine code, by PTX, and by the host.
+pub(crate) fn one_kernel(gpu: &'static Gpu) -> Result<Answer, Problem> {
+    let a: Vec<f32> = (0..LEN).map(|i| (i as f32).sin() * 1e3).collect();
+    let b: Vec<f32> = (0..LEN).map(|i| (i as f32).cos() / 3.0).collect();
+    let wanted: Vec<u32> = a.iter().zip(&b).map(|(a, b)| (a + b).to_bits()).collect();
+    step("a sum by PTX");
+    let ptx = gpu.load_ptx(Module::F32).and_then(|module| sum(gpu, module, &a, &b));
+    step("a sum by machine code");
+    let machine = gpu.load_machine_code(Module::F32).map_err(Problem::from);
+    let machine = machine.and_then(|module| sum(gpu, module, &a, &b));
+    let said = |found: &Result<Vec<u32>, Problem>| match found {
+        Ok(found) => match found.iter().zip(&wanted).filter(|(found, wanted)| found != wanted).count() {
+            0 => "the host's bits".to_owned(),
+            wrong => format!("{wrong} of {LEN} values differ from the host's"),
+        },
+        Err(Problem(text)) => text.clone(),
+    };
+    let is_right = |found: &Result<Vec<u32>, Problem>| found.as_ref().is_ok_and(|found| *found == wanted);
+    let remark = format!("a sum of f32, by machine code: {}; by PTX: {}", said(&machine), said(&ptx));
+    Ok(Answer::yes_or_no(is_right(&machine) && is_right(&ptx), remark))
+}
+
+/// What is called beside a capture.
+type Call<'a> = (&'static str, Box<dyn Fn() -> Result<(), CudaError> + 'a>);
+
+/// Calls something while another thread captures a stream. What it answered, and whether the capture was valid in the end.
+fn beside_a_capture(
+    gpu: &'static Gpu,
+    call: &dyn Fn() -> Result<(), CudaError>,
+) -> Result<(Result<(), CudaError>, bool), Problem> {
+    let stream = gpu.stream()?;
+    let (begin, has_begun) = channel();
+    let (end, may_end) = channel::<()>();
+    let capturing = thread::Builder::new().spawn(move || -> Result<bool, CudaError> {
+        gpu.enter()?;
+        // SAFETY: the stream exists, and its capture is ended here, too.
+        unsafe { gpu.cuda.stream_begin_capture(stream.raw(), CU_STREAM_CAPTURE_MODE_GLOBAL) }?;
+        let _ = begin.send(());
+        let _ = may_end.recv();
+        let mut graph = CuGraph::NULL;
+        // SAFETY: begun on this thread; the graph is written within the call.
+        match unsafe { gpu.cuda.stream_end_capture(stream.raw(), &raw mut graph) } {
+            // SAFETY: just given, and nobody uses it.
+            Ok(()) => unsafe { gpu.cuda.graph_destroy(graph) }.map(|()| true),
+            Err(error) if error.code == CuResult::STREAM_CAPTURE_INVALIDATED => Ok(false),
+            Err(error) => Err(error),
+        }
+    })?;
+    // Where the capture fails, nobody says that it has begun.
+    let answer = has_begun.recv().map(|()| call());
+    let _ = end.send(());
+    let valid = capturing.join().map_err(|_| problem("the thread that captures panicked"))??;
+    Ok((answer?, valid))
+}
+
+pub(crate) fn capture(gpu: &'static Gpu) -> Result<Answer, Problem> {
+    let (stream, event, kernel) = (gpu.stream()?, gpu.event()?, gpu.small_kernel()?);
+    let word = *gpu.words(1)?.first().ok_or_else(|| problem("a word was asked for"))?;
+    stream.launch(&kernel)?;
+    stream.record(&event)?;
+    stream.synchronize()?;
+    let calls: [Call<'_>; 4] = [
+        ("cuEventQuery", Box::new(|| event.is_done().map(drop))),
+        ("cuStreamWriteValue32", Box::new(|| stream.write(word, 1))),
+        ("cuMemAlloc", Box::new(|| gpu.memory(1 << 20).map(drop))),
+        ("cuLaunchKernel", Box::new(|| stream.launch(&kernel))),
+    ];
+    let mut told = Vec::new();
+    let mut works = true;
+    for relaxed in [false, true] {
+        if relaxed {
+            let mut mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+            // SAFETY: the driver reads and writes the mode within the call.
+            unsafe { gpu.cuda.thread_exchange_stream_capture_mode(&raw mut mode) }?;
+        }
+        let kind = if relaxed { "relaxed" } else { "plainly" };
+        let mut refused = Vec::new();
+        for (name, call) in &calls {
+            step(&format!("{name}, {kind}, beside a capture"));
+            let (answer, valid) = beside_a_capture(gpu, call)?;
+            if relaxed {
+                works &= answer.is_ok() && valid;
+            }
+            match (answer, valid) {
+                (Ok(()), true) => {}
+                (Ok(()), false) => refused.push(format!("{name} breaks the capture")),
+                (Err(error), true) => refused.push(format!("{name} is refused ({})", error.code.0)),
+                (Err(error), false) => {
+                    refused.push(format!("{name} is refused ({}) and breaks the capture", error.code.0));
+                }
+            }
+        }
+        told.push(match refused.is_empty() {
+            true => format!("{kind}: all works"),
+            false => format!("{kind}: {}", listed(&refused)),
+        });
+    }
+    told.reverse();
+    Ok(Answer::yes_or_no(works, told.join("; ")))
+}

@@ -1,0 +1,85 @@
+//! A hop: a stream of one process writes a word that a stream of another waits for.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::answer::{Answer, median, show_us, step, us};
+use super::driver::{Gate, Gpu, Problem, Word, problem, soon};
+use super::process::Second;
+use super::shared::Shared;
+
+/// There and back, so often in a row without the host. What they put on a stream, which waits meanwhile, fits a queue of a hundred.
+const TRIPS: u32 = 25;
+/// The second process is so many trips ahead at most.
+const AHEAD: u32 = 2 * TRIPS;
+/// A word for each direction, one that says that it is over.
+const WORDS: usize = 3;
+const MOST_ROUNDS: u32 = 40;
+/// For all rounds.
+const LIMIT: Duration = Duration::from_millis(1500);
+
+pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Problem> {
+    let shared = match Shared::new(gpu, &mut second, WORDS)? {
+        Ok(shared) => shared,
+        Err(text) => return Ok(Answer::no(text)),
+    };
+    let [here, there, over] = shared.words[..] else { return Err(problem("three words were asked for")) };
+    // However it ends, no stream of either process is left waiting.
+    let _open = [Gate(here), Gate(there), Gate(over)];
+    let gate = Gate(*gpu.words(1)?.first().ok_or_else(|| problem("a word was asked for"))?);
+    let stream = gpu.stream()?;
+    here.set(1);
+    let (start, mut times, mut hops) = (Instant::now(), Vec::new(), 0);
+    for round in 1..=MOST_ROUNDS {
+        let first = (round - 1) * TRIPS;
+        step(&format!("round {round}"));
+        stream.wait(gate.0, round)?;
+        for trip in first + 1..=first + TRIPS {
+            stream.wait(here, trip)?;
+            stream.write(there, trip)?;
+        }
+        // Both have all that they need, so that hosts have no part in what is timed.
+        thread::sleep(Duration::from_millis(2));
+        let begin = Instant::now();
+        gate.0.set(round);
+        let all = soon(LIMIT.saturating_sub(start.elapsed()), || there.get() >= first + TRIPS);
+        let passed = us(begin.elapsed());
+        // The first of a round is written at once.
+        let made = 2 * there.get().saturating_sub(first + 1).min(TRIPS - 1);
+        hops += made;
+        if made > 0 {
+            times.push(passed / f64::from(made));
+        }
+        if !all || start.elapsed() > LIMIT {
+            break;
+        }
+    }
+    if times.is_empty() {
+        return Err(problem(format!("no stream of the other process has answered within {LIMIT:?}")));
+    }
+    let rounds = times.len();
+    let each = median(&mut times);
+    over.set(1);
+    // The other process is some trips ahead: they are made, too, and then it ends.
+    there.set(Word::OPEN);
+    second.end();
+    Ok(Answer::new(show_us(each), format!("median of {rounds} rounds, {hops} hops")).with("hop_us", each))
+}
+
+pub(crate) fn second(gpu: &'static Gpu) -> Result<(), Problem> {
+    let words = Shared::given(gpu, WORDS)?;
+    let [here, there, over] = words[..] else { return Err(problem("three words were asked for")) };
+    let stream = gpu.stream()?;
+    let mut trip = 0;
+    while over.get() == 0 && trip < MOST_ROUNDS * TRIPS {
+        if trip >= there.get() + AHEAD {
+            thread::sleep(Duration::from_micros(50));
+            continue;
+        }
+        trip += 1;
+        stream.wait(there, trip)?;
+        stream.write(here, trip + 1)?;
+    }
+    stream.synchronize()?;
+    Ok(())
+}
