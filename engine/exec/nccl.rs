@@ -3,8 +3,8 @@
 //! Its calls answer before what they do is on the stream ([`Standing::InProgress`]): until it is, nothing else is put there, and the
 //! stream stays the same one of the driver's (`Comm::bind_nccl` gives it one that never moves).
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
 use allstream_kernels::cuda;
@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::forked;
-use crate::mem::device::{Busy, DeviceBuf, DeviceStream, Witness};
+use crate::mem::device::{Busy, DeviceBuf, DeviceStream, Open, Witness, end_before_libraries};
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
 /// How long a communicator that nobody needs any more may take to end in peace.
@@ -75,9 +75,13 @@ impl Library for NcclLibrary {
             self.0.init(size, &NcclUniqueId(*id), rank as i32)
         })?;
         let comm = made.map_err(|error| self.told(rank, &error))?;
+        // NCCL has used its own copy of CUDA's runtime by now, which tears itself down when the process ends.
+        static ONCE: Once = Once::new();
+        ONCE.call_once(end_before_libraries);
         let (comm, kept) = (Mutex::new(Some(comm)), Mutex::default());
         let quiet = Arc::new(AtomicBool::new(false));
-        Ok(Arc::new(NcclEnd { library: *self, name: self.name(), place, stream, comm, kept, quiet }))
+        let (library, name, _open) = (*self, self.name(), Open::new());
+        Ok(Arc::new(NcclEnd { library, name, place, stream, comm, kept, quiet, _open }))
     }
 }
 
@@ -94,6 +98,7 @@ struct NcclEnd {
     kept: Mutex<Vec<DeviceBuf<u8>>>,
     /// The abort has ended.
     quiet: Arc<AtomicBool>,
+    _open: Open,
 }
 
 impl NcclEnd {

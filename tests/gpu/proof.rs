@@ -88,6 +88,24 @@ fn nobody_calls_the_driver_when_a_process_of_threads_ends() {
     }
 }
 
+/// A program that closes its communicator and returns from `main` knows of no `settle`.
+#[test]
+fn a_process_that_has_closed_all_ends_without_more() {
+    let knobs = [("ALLSTREAM_TEST_CUDA_EXIT", "abort"), (crate::ranks::UNSETTLED, "1")];
+    if let Some(result) = played("a_process_that_has_closed_all_ends_without_more", THREADS, &knobs) {
+        result.unwrap();
+    }
+}
+
+#[test]
+fn a_process_that_has_closed_all_ends_without_more_by_nccl() {
+    let knobs = [("ALLSTREAM_TEST_CUDA_EXIT", "abort"), (crate::ranks::UNSETTLED, "1")];
+    let world = World { bound: Bound::Nccl, short: true, ..World::of(Live::Processes, 1) };
+    if let Some(result) = played("a_process_that_has_closed_all_ends_without_more_by_nccl", world, &knobs) {
+        result.unwrap();
+    }
+}
+
 /// The NCCL for tests has its ranks in one process.
 #[test]
 fn one_rank_goes_by_the_nccl_for_tests() {

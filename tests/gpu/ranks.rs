@@ -65,8 +65,14 @@ pub(crate) fn run(mut comm: Comm, bound: Bound, cases: &[Case], oracle: &Oracle,
     });
 }
 
+/// Set, processes end without that: what the library itself does then is tried.
+pub(crate) const UNSETTLED: &str = "ALLSTREAM_TEST_UNSETTLED";
+
 /// To be called before the process ends, by who has dropped everything.
 pub(crate) fn settle() {
+    if std::env::var_os(UNSETTLED).is_some() {
+        return;
+    }
     assert!(allstream::cuda::settle(SETTLE), "threads of allstream's still ask the driver after {SETTLE:?}");
 }
 

@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
+use crate::forked;
+
 type Job = Box<dyn FnOnce() + Send>;
 
 /// Things that are on their way back.
@@ -32,6 +34,26 @@ impl Busy {
 impl Drop for Busy {
     fn drop(&mut self) {
         BUSY.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Communicators that are bound to a device, or have a communicator of a library's, and are not gone yet: a thread of ours drops them some
+/// time after they were closed, and asks the driver for much by that.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
+
+/// One of them.
+pub(crate) struct Open(());
+
+impl Open {
+    pub(crate) fn new() -> Open {
+        OPEN.fetch_add(1, Ordering::AcqRel);
+        Open(())
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        OPEN.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -75,27 +97,53 @@ pub(super) fn later(after: Duration, job: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Waits until no thread of allstream's has anything left to ask of the CUDA driver: what was dropped is given back, and what
-/// is watched is over. `false`: it was not so after this time.
+/// Waits until no thread of allstream's has anything left to ask of the CUDA driver: communicators that were bound to devices are gone, what
+/// was dropped is given back, and what is watched is over. `false`: it was not so after this time.
 ///
-/// To be called before a process ends, when its communicators are closed and its operations awaited. A driver may be gone as soon as the
-/// process has begun to end (`exit`, or the end of `main`), while other threads still run. What they then ask for comes to nothing, which
-/// does no harm here. But not every library that is in the process, nor every driver, is as patient.
+/// To be called when all communicators are closed and all operations awaited, by who wants to be sure before the process ends: a driver is gone as soon as
+/// the process has begun to end (`exit`, or the end of `main`), while other threads still run, and a library that then asks it may crash, as NCCL does. The
+/// process itself waits in the same way when it ends: a fifth of a second where communicators are open, two seconds where they are about to end.
 ///
 /// Memory that is kept for the next operations stays with its device, and is no reason to wait.
 pub fn settle(patience: Duration) -> bool {
+    wait(patience, || BUSY.load(Ordering::Acquire) + OPEN.load(Ordering::Acquire) == 0)
+}
+
+fn wait(patience: Duration, is_over: impl Fn() -> bool) -> bool {
     const LOOK: Duration = Duration::from_millis(1);
     let start = Instant::now();
     if let Some(Some(thread)) = THREAD.get() {
         let _ = thread.send(Order::Hurry);
     }
-    while BUSY.load(Ordering::Acquire) > 0 {
+    while !is_over() {
         if start.elapsed() >= patience {
             return false;
         }
         std::thread::sleep(LOOK);
     }
     true
+}
+
+/// From now on the process, when it ends, first lets threads of ours end what they ask of the driver. What the system calls at the end it calls
+/// in the reverse order: to be called when a library that tears something down at the end, as the driver and NCCL do, has been used.
+pub(crate) fn end_before_libraries() {
+    unsafe extern "C" {
+        safe fn atexit(function: extern "C" fn()) -> std::ffi::c_int;
+    }
+    if atexit(at_exit) != 0 {
+        tracing::warn!(
+            "the system takes no more functions to be called when the process ends: call cuda::settle before that"
+        );
+    }
+}
+
+extern "C" fn at_exit() {
+    /// Who has left communicators open does not mean to wait for them.
+    const OF_OPEN: Duration = Duration::from_millis(200);
+    const OF_ENDING: Duration = Duration::from_secs(2);
+    if !forked::is_forked() && !settle(OF_OPEN) {
+        wait(OF_ENDING, || BUSY.load(Ordering::Acquire) == 0);
+    }
 }
 
 /// Waits until all is given back that was to be given back before, but not for longer than this. Whether there was anything, and it

@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::marker::PhantomData;
+use std::sync::Once;
 use std::time::Duration;
 
 use allstream_sys::Unavailable;
@@ -14,7 +15,7 @@ use allstream_sys::cuda::{
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 use super::capture::{Relaxed, relaxed};
-use super::chores::give_back;
+use super::chores::{end_before_libraries, give_back};
 use super::launch::{Modules, max_ctas};
 use super::pool::Pool;
 use super::queues::Ways;
@@ -201,6 +202,8 @@ impl Context {
         let _relaxed = relaxed(cuda);
         // SAFETY: as above; released in `drop`.
         let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
+        static ONCE: Once = Once::new();
+        ONCE.call_once(end_before_libraries);
         Ok(Context {
             cuda,
             ordinal,

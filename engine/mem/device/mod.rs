@@ -31,8 +31,8 @@ mod waiter;
 mod words;
 
 pub use buf::DeviceBuf;
-pub(crate) use chores::Busy;
 pub use chores::settle;
+pub(crate) use chores::{Busy, Open, end_before_libraries};
 #[cfg(feature = "cudarc")]
 pub use cudarc::CudarcBuf;
 pub(crate) use fate::{Fate, Verdict, Witness};

@@ -4,10 +4,14 @@ Part of the GPU pack, under `allstream run -n 2`. It says "all is as expected" o
 version of torch is needed for, or what is known to be refused, is printed as it was found and is no failure.
 """
 
+import datetime
+import os
 import sys
 
 import allstream
 
+# A file in which torch's ranks meet, of this job alone.
+MEETING = f"/tmp/gpu-pack-arrays-{os.getppid()}"
 LIBRARY, DEVICE = sys.argv[1:3]
 LENGTHS = (1, 1001, 1_000_003)
 
@@ -45,7 +49,10 @@ class Cupy(Numpy):
     def stream(self):
         import cupy
 
-        return cupy.cuda.get_current_stream()
+        # Not the default one, which is another on every device.
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.use()
+        return stream
 
 
 class Torch(Numpy):
@@ -62,7 +69,10 @@ class Torch(Numpy):
     def stream(self):
         import torch
 
-        return torch.cuda.current_stream() if DEVICE != "cpu" else None
+        if DEVICE == "cpu":
+            return None
+        torch.cuda.set_stream(torch.cuda.Stream())
+        return torch.cuda.current_stream()
 
     def busy(self):
         import torch
@@ -114,6 +124,7 @@ def calls(library, comm):
 
 
 comm = allstream.connect()
+rank, size = comm.rank, comm.size
 library = {"numpy": Numpy, "cupy": Cupy, "torch": Torch}[LIBRARY]()
 if LIBRARY == "torch":
     import torch
@@ -132,8 +143,9 @@ if LIBRARY == "torch":
     def by_torch():
         import torch.distributed as dist
 
-        dist.init_process_group("allstream")
-        x = torch.full((1001,), dist.get_rank() + 1.0, device=DEVICE)
+        # Not by the launcher's address, at which the ranks of this world have met.
+        dist.init_process_group("allstream", init_method=f"file://{MEETING}", rank=rank, world_size=size, timeout=datetime.timedelta(seconds=20))
+        x = torch.full((1001,), rank + 1.0, device=DEVICE)
         dist.all_reduce(x)
         expect("torch.distributed", library.all_are(x, 3))
         dist.destroy_process_group()
