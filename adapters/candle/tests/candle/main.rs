@@ -6,5 +6,6 @@ mod gpt;
 mod killed;
 mod llama;
 mod ops;
+mod segments;
 mod support;
 mod tensor_parallel;
