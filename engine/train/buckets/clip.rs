@@ -44,7 +44,9 @@ impl<B: Buf> Buckets<B> {
             )));
         }
         if self.gathered.is_some() {
-            return Err(invalid("a gather of weights has not ended: call it again with an empty vector first".into()));
+            return Err(invalid(
+                "a gather of weights has not ended: call it again with an empty vector first".into(),
+            ));
         }
         if let Some(i) = (0..grads.len()).find(|i| self.is_pushed[*i] || self.grads[*i].is_some()) {
             return Err(invalid(format!(

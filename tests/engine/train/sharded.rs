@@ -73,8 +73,7 @@ fn a_norm_is_that_of_the_whole_model_where_gradients_are_divided() {
         let norms = each(n, "local", |rank, mut comm| {
             comm.set_deterministic(true);
             let shared = comm.share();
-            let mut buckets =
-                block_on(Buckets::with(&shared, &layout(), small_buckets().sharded())).unwrap();
+            let mut buckets = block_on(Buckets::with(&shared, &layout(), small_buckets().sharded())).unwrap();
             let (whole, norm_of_whole) = clipped_whole(&shared, rank, 5);
             let given = step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| noise(rank, i, 5));
             let mut clipped = given.clone();
@@ -93,7 +92,10 @@ fn a_norm_is_that_of_the_whole_model_where_gradients_are_divided() {
             }
             let mut same = given.clone();
             block_on(buckets.clip_norm(&mut same, norm * 1.001)).unwrap();
-            assert!(buckets.owned(1).all(|k| same[1][k] == given[1][k]), "what is short enough stays as it is");
+            assert!(
+                buckets.owned(1).all(|k| same[1][k] == given[1][k]),
+                "what is short enough stays as it is"
+            );
             norm.to_bits()
         });
         assert!(norms.windows(2).all(|two| two[0] == two[1]), "all ranks have the same bits: {norms:?}");
@@ -113,7 +115,10 @@ fn a_nan_that_one_rank_has_is_named_on_all_and_a_begun_step_is_not_clipped() {
             grad
         });
         let before = grads.clone();
-        invalid(block_on(buckets.clip_norm(&mut grads, 0.5)), &["gradient 4 add up to NaN", "skip this step"]);
+        invalid(
+            block_on(buckets.clip_norm(&mut grads, 0.5)),
+            &["gradient 4 add up to NaN", "skip this step"],
+        );
         let bits = |grads: &[Vec<f32>]| grads.concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         assert!(bits(&grads) == bits(&before), "nothing is changed");
         invalid(block_on(buckets.clip_norm(&mut grads, f64::NAN)), &["is NaN, expected a number above 0"]);
