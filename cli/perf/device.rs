@@ -40,24 +40,38 @@ pub(crate) struct Place {
     clock: Rc<Clock>,
 }
 
-/// Where ranks are bound to their device, or only have buffers there (`staged`). `joins`: a stream of the buffers' waits for
-/// operations, so those have another.
-pub(crate) fn bind(comm: &mut Comm, ordinal: usize, staged: bool, joins: bool) -> Result<Place, Error> {
+/// How operations are to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// By kernels on the device.
+    Kernels,
+    /// The same, and a stream of the buffers' waits for operations, so those have another.
+    KernelsJoined,
+    /// By NCCL, as far as it can.
+    Nccl,
+    /// By the host: ranks only have buffers on the device.
+    Host,
+}
+
+/// Opens the device on all ranks, and binds them to it.
+pub(crate) fn bind(comm: &mut Comm, ordinal: usize, by: By) -> Result<Place, Error> {
     let stream = Device::new(ordinal).and_then(|device| DeviceStream::new(&device));
     let stream = together(comm, stream)?;
-    let path = match (staged, joins) {
-        (true, _) => DevicePath::Staged { why: "asked for (--staged)".into() },
-        (_, true) => futures::executor::block_on(comm.bind_device(&stream.device()))?,
-        _ => futures::executor::block_on(comm.bind_stream(&stream))?,
+    let path = match by {
+        By::Host => DevicePath::Staged { why: "asked for (--staged)".into() },
+        By::KernelsJoined => futures::executor::block_on(comm.bind_device(&stream.device()))?,
+        By::Kernels => futures::executor::block_on(comm.bind_stream(&stream))?,
+        By::Nccl => futures::executor::block_on(comm.bind_nccl(&stream.device()))?,
     };
     let clock = together(comm, Clock::new(&stream))?;
     Ok(Place { stream, path, clock: Rc::new(clock) })
 }
 
 impl Place {
-    /// The clock of operations that the device runs; `None`: the host runs them, and takes them through its own memory.
+    /// The clock of operations that kernels of ours run. `None`: the host runs them, and takes them through its own memory; or NCCL does,
+    /// for which streams may not wait before all ranks have called.
     pub(crate) fn clock(&self) -> Option<Rc<Clock>> {
-        (!matches!(self.path, DevicePath::Staged { .. })).then(|| self.clock.clone())
+        (self.path == DevicePath::Peer).then(|| self.clock.clone())
     }
 }
 
@@ -73,6 +87,7 @@ impl Facts {
             cuda: format!("{}.{}", driver.version.0, driver.version.1),
             path: match path {
                 DevicePath::Peer => "peer".into(),
+                DevicePath::Nccl { library, staged: None } => format!("NCCL: {library}"),
                 DevicePath::Staged { why } => format!("staged: {why}"),
                 other => format!("{other:?}"),
             },

@@ -100,6 +100,9 @@ pub(crate) struct PerfArgs {
     /// With --device: operations through the host's memory, also where the ranks' devices reach each other
     #[arg(long, requires = "device")]
     staged: bool,
+    /// With --device: by NCCL, for what it can do
+    #[arg(long, requires = "device", conflicts_with_all = ["staged", "join"])]
+    nccl: bool,
     /// With --device: operations are joined with a stream, one behind the other, and nobody waits before the last
     #[arg(long, requires = "device", conflicts_with = "awaits")]
     join: bool,
@@ -202,6 +205,16 @@ fn check(args: &PerfArgs) -> Result<(), BoxError> {
 }
 
 impl PerfArgs {
+    /// How operations on a device are to run.
+    fn by(&self) -> device::By {
+        match (self.staged, self.nccl, self.join) {
+            (true, ..) => device::By::Host,
+            (_, true, _) => device::By::Nccl,
+            (.., true) => device::By::KernelsJoined,
+            _ => device::By::Kernels,
+        }
+    }
+
     fn what_reduces(&self) -> bool {
         self.collective.reduces()
     }
@@ -370,7 +383,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Rep
         return Err("pingpong needs two ranks".into());
     }
     let console = Console::new(comm.rank() == 0);
-    let place = args.device.map(|ordinal| device::bind(comm, ordinal, args.staged, args.join)).transpose()?;
+    let place = args.device.map(|ordinal| device::bind(comm, ordinal, args.by())).transpose()?;
     // One rank, while the others have nothing to do.
     let facts = match &place {
         Some(place) if comm.rank() == 0 => device::Facts::of(place).map(Some),

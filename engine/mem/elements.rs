@@ -1,6 +1,8 @@
 //! Copying, zeroing and adding elements of buffers on the host whose types are known at run time: what gradient buckets do with the
 //! buffers that they hold. Everything is compared first, so that the functions are safe.
 
+use std::ops::Range;
+
 use allstream_kernels as kernels;
 
 use super::{Buf, Where};
@@ -75,26 +77,30 @@ pub(crate) fn add<F: Buf, T: Buf>(from: &mut F, to: &mut T) -> Option<()> {
     Some(())
 }
 
-/// Multiplies all elements by a factor. `None`, and nothing is written, where they are no floats, or not on the host.
-pub(crate) fn scale<B: Buf>(buf: &mut B, factor: f64) -> Option<()> {
-    let (dtype, len) = (buf.dtype(), buf.len());
-    let start = start(buf).filter(|_| dtype.scales())?;
+/// Multiplies the elements of a range by a factor. `None`, and nothing is written, where they are no floats, are not all in the buffer, or
+/// not on the host.
+pub(crate) fn scale<B: Buf>(buf: &mut B, range: Range<usize>, factor: f64) -> Option<()> {
+    let (dtype, len) = (buf.dtype(), range.len());
+    let inside = fits(range.start, len, buf.len());
+    let start = start(buf).filter(|_| inside && dtype.scales())?;
     if len > 0 {
-        // SAFETY: the buffer's own elements, valid as `Buf` promises and borrowed mutably here.
-        unsafe { kernels::scale(dtype, start, len, factor) };
+        // SAFETY: the buffer's own elements, of which the range is a part (`inside`), valid as `Buf` promises and borrowed mutably here.
+        unsafe { kernels::scale(dtype, start.add(range.start * dtype.size()), len, factor) };
     }
     Some(())
 }
 
-/// The sum of the squares of all elements, in `f64`: the same number wherever the memory lies. `None` where they are no floats, or not on
-/// the host.
-pub(crate) fn squares<B: Buf>(buf: &mut B) -> Option<f64> {
-    fn of<T: Element>(start: *mut u8, len: usize, value: impl Fn(T) -> f64) -> f64 {
-        if len == 0 {
+/// The sum of the squares of the elements of a range, in `f64`: the same number wherever the memory lies. `None` where they are no floats,
+/// are not all in the buffer, or not on the host.
+pub(crate) fn squares<B: Buf>(buf: &mut B, range: Range<usize>) -> Option<f64> {
+    fn of<T: Element>(start: *mut u8, range: Range<usize>, value: impl Fn(T) -> f64) -> f64 {
+        if range.is_empty() {
             return 0.0;
         }
-        // SAFETY: the caller below gives elements of this type, as the buffer's own type says, which is borrowed meanwhile.
-        let values = unsafe { std::slice::from_raw_parts(start.cast::<T>().cast_const(), len) };
+        let (at, len) = (range.start, range.len());
+        // SAFETY: the caller below gives elements of this type, as the buffer's own type says, which is borrowed meanwhile, and a range of
+        // them.
+        let values = unsafe { std::slice::from_raw_parts(start.cast::<T>().cast_const().add(at), len) };
         // Several sums, so that one addition need not wait for the one before.
         let (pieces, rest) = values.as_chunks::<8>();
         let mut sums = [0.0; 8];
@@ -103,14 +109,15 @@ pub(crate) fn squares<B: Buf>(buf: &mut B) -> Option<f64> {
         }
         sums.iter().sum::<f64>() + rest.iter().map(|x| value(*x) * value(*x)).sum::<f64>()
     }
-    let (at, len) = (start(buf)?, buf.len());
+    let inside = fits(range.start, range.len(), buf.len());
+    let at = start(buf).filter(|_| inside)?;
     Some(match buf.dtype() {
-        DType::F64 => of::<f64>(at, len, |x| x),
-        DType::F32 => of::<f32>(at, len, f64::from),
-        DType::F16 => of::<f16>(at, len, f64::from),
-        DType::BF16 => of::<bf16>(at, len, f64::from),
-        DType::F8E4M3 => of::<f8e4m3>(at, len, |x| f64::from(x.to_f32())),
-        DType::F8E5M2 => of::<f8e5m2>(at, len, |x| f64::from(x.to_f32())),
+        DType::F64 => of::<f64>(at, range, |x| x),
+        DType::F32 => of::<f32>(at, range, f64::from),
+        DType::F16 => of::<f16>(at, range, f64::from),
+        DType::BF16 => of::<bf16>(at, range, f64::from),
+        DType::F8E4M3 => of::<f8e4m3>(at, range, |x| f64::from(x.to_f32())),
+        DType::F8E5M2 => of::<f8e5m2>(at, range, |x| f64::from(x.to_f32())),
         _ => return None,
     })
 }

@@ -1,5 +1,6 @@
 //! [`Buckets`]: the step of a training loop, from the first gradient that is pushed to the last that comes back.
 
+mod clip;
 mod join;
 mod node;
 mod sharded;

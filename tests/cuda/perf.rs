@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use crate::support::{LIBRARY, library};
+use crate::support::{LIBRARY, library, nccl_library};
 
 /// A library that is found, so that no other one is looked for, and is no driver.
 const NO_DRIVER: &str = "libc.so.6";
@@ -55,6 +55,33 @@ fn perf_times_buffers_on_a_device_and_says_how_fast_it_copies() {
             assert!(row["in_place"]["device_us"].as_f64() > Some(0.0), "{row}");
         }
     }
+}
+
+#[test]
+fn perf_by_nccl_says_so_and_without_nccl_what_is_missing() {
+    let table = [
+        "perf",
+        "all_reduce",
+        "--device",
+        "--nccl",
+        "-N",
+        "1",
+        "--threads",
+        "--sizes",
+        "1K",
+        "-n",
+        "2",
+        "-w",
+        "0",
+    ];
+    let by = |file: &str| allstream_with(library(), &[("ALLSTREAM_NCCL_LIBRARY", file)], &table);
+    let output = by(nccl_library().to_str().unwrap());
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert!(said.contains("# path: NCCL") && said.contains("# Out of bounds values : 0 OK"), "{said}");
+    let output = by("/nowhere/libnccl.so.2");
+    let error = text(&output.stderr);
+    assert!(!output.status.success() && error.contains("/nowhere/libnccl.so.2"), "{error}");
 }
 
 /// What no device runs has no time there, and without a device there is no such column.

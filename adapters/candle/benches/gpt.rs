@@ -81,7 +81,7 @@ fn timed_step(model: &Gpt, optimizer: &mut SGD, inputs: &Tensor, targets: &Tenso
             None => end.backward()?,
         };
         backward[i] = start.elapsed().as_secs_f64();
-        grad = i.checked_sub(1).and_then(|before| grads.remove(cuts[before].as_tensor()));
+        grad = i.checked_sub(1).and_then(|before| Some(grads.remove(cuts[before].as_tensor())?.detach()));
         all.push(grads);
     }
     let start = Instant::now();

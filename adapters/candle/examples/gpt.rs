@@ -8,7 +8,7 @@
 use std::thread;
 
 use allstream::{Comm, SharedComm};
-use allstream_candle::{DataParallel, Options, Segments};
+use allstream_candle::{DataParallel, Options};
 use candle_core::{D, DType, Device, Error, Module, Result, Tensor};
 use candle_nn::{
     Embedding, LayerNorm, Linear, Optimizer, SGD, VarBuilder, VarMap, embedding, layer_norm_no_bias, linear,
@@ -18,6 +18,8 @@ use candle_nn::{
 const TEXT: &str = include_str!("../../../LICENSE-APACHE");
 const BATCH: usize = 8;
 const STEPS: usize = 100;
+/// The learning rate.
+const RATE: f64 = 0.15;
 
 /// How large a model is.
 #[derive(Clone, Copy)]
@@ -131,11 +133,18 @@ impl Gpt {
         loss::cross_entropy(&logits, &targets.flatten_all()?)
     }
 
-    /// The loss of a batch, computed in one segment for the embedding, one for each block, and one for the rest.
-    fn loss(&self, inputs: &Tensor, targets: &Tensor, segments: &mut Segments<'_>) -> Result<Tensor> {
-        let mut x = segments.cut(&self.embed(inputs)?)?;
+    /// The loss of a batch. `cut` is called behind the embedding and behind each block, where [`Segments`] end one segment.
+    ///
+    /// [`Segments`]: allstream_candle::Segments
+    fn loss(
+        &self,
+        inputs: &Tensor,
+        targets: &Tensor,
+        mut cut: impl FnMut(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let mut x = cut(&self.embed(inputs)?)?;
         for i in 0..self.blocks() {
-            x = segments.cut(&self.block(i, &x)?)?;
+            x = cut(&self.block(i, &x)?)?;
         }
         self.end(&x, targets)
     }
@@ -178,6 +187,21 @@ pub fn rows(
     Tensor::from_iter(rows, &Device::Cpu)?.reshape((n, length))
 }
 
+/// Sequences that rank `rank` of `ranks` trains with in a step, and the same one character on. Sequence i of a step begins at the same
+/// character, whatever the number of ranks.
+fn batch(text: &[u32], step: usize, rank: usize, ranks: usize) -> Result<[Tensor; 2]> {
+    let part = BATCH / ranks;
+    let starts = (0..part).map(|i| (step * BATCH + rank * part + i) * 97 % (text.len() - SMALL.context - 1));
+    let from = |shift| rows(text, starts.clone(), SMALL.context, shift);
+    Ok([from(0)?, from(1)?])
+}
+
+fn trained(vars: &VarMap, losses: Vec<f32>) -> Trained {
+    let vars = vars.data().lock().unwrap();
+    let weights = vars.iter().map(|(name, var)| (name.clone(), var.as_detached_tensor())).collect();
+    Trained { weights, losses }
+}
+
 /// Trains as one rank of `comm`, on its part of every batch, for so many steps; `options` as [`DataParallel::with`] takes them.
 pub fn train(comm: &SharedComm, steps: usize, options: Options) -> Result<Trained> {
     let (text, different) = characters()?;
@@ -187,36 +211,40 @@ pub fn train(comm: &SharedComm, steps: usize, options: Options) -> Result<Traine
         start(&vars)?;
     }
     let mut parallel = DataParallel::with(comm, &vars, options)?;
-    let mut optimizer = SGD::new(vars.all_vars(), 0.15)?;
-    let part = BATCH / comm.size();
+    let mut optimizer = SGD::new(vars.all_vars(), RATE)?;
     let mut losses = Vec::new();
     for step in 0..steps {
-        // Sequence i of a step begins at the same character, whatever the number of ranks.
-        let starts = (0..part).map(|i| {
-            let i = step * BATCH + comm.rank() * part + i;
-            i * 97 % (text.len() - SMALL.context - 1)
-        });
-        let from = |shift| rows(&text, starts.clone(), SMALL.context, shift);
+        let [inputs, targets] = batch(&text, step, comm.rank(), comm.size())?;
         let mut segments = parallel.segments();
-        let loss = model.loss(&from(0)?, &from(1)?, &mut segments)?;
+        let loss = model.loss(&inputs, &targets, |x| segments.cut(x))?;
         let grads = segments.backward(&loss)?;
         optimizer.step(&grads)?;
         losses.push(loss.to_scalar()?);
     }
     parallel.compare()?;
     parallel.close()?;
-    let weights = vars
-        .data()
-        .lock()
-        .unwrap()
-        .iter()
-        .map(|(name, var)| (name.clone(), var.as_detached_tensor()))
-        .collect();
-    Ok(Trained { weights, losses })
+    Ok(trained(&vars, losses))
+}
+
+/// The same training on whole batches as candle has it, without ranks and without cuts.
+pub fn train_alone(steps: usize) -> Result<Trained> {
+    let (text, different) = characters()?;
+    let vars = VarMap::new();
+    let model = Gpt::new(SMALL, different, &vars)?;
+    start(&vars)?;
+    let mut optimizer = SGD::new(vars.all_vars(), RATE)?;
+    let mut losses = Vec::new();
+    for step in 0..steps {
+        let [inputs, targets] = batch(&text, step, 0, 1)?;
+        let loss = model.loss(&inputs, &targets, |x| Ok(x.clone()))?;
+        optimizer.step(&loss.backward()?)?;
+        losses.push(loss.to_scalar()?);
+    }
+    Ok(trained(&vars, losses))
 }
 
 fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
-    let alone = train(&Comm::local(1)?.remove(0).share(), STEPS, Options::default())?;
+    let alone = train_alone(STEPS)?;
     for n in [2, 4] {
         let spawn = |comm: Comm| thread::spawn(move || train(&comm.share(), STEPS, Options::default()));
         let ranks: Vec<_> = Comm::local(n)?.into_iter().map(spawn).collect();

@@ -2,6 +2,7 @@
 #![deny(unsafe_code)]
 #![warn(missing_docs, unreachable_pub)]
 
+mod buffers;
 mod data_parallel;
 mod error;
 #[cfg_attr(not(feature = "cuda"), path = "no_gpu.rs")]
@@ -9,6 +10,7 @@ mod gpu;
 mod ops;
 mod params;
 mod segments;
+mod shards;
 mod storage;
 mod tensor_parallel;
 

@@ -5,6 +5,7 @@ use candle_core::{Result, Var, bail};
 use candle_nn::VarMap;
 
 use crate::Broadcast;
+use crate::buffers::is_buffer;
 use crate::error::failed;
 use crate::gpu;
 use crate::storage::fingerprint;
@@ -16,25 +17,31 @@ const MOST_NAMED: usize = 8;
 pub(crate) struct Param {
     pub(crate) name: String,
     pub(crate) var: Var,
+    /// Whether it is a buffer: it has no gradient, and forward passes may change it.
+    pub(crate) is_buffer: bool,
 }
 
 impl Param {
     /// As ranks compare it and errors show it.
     fn describe(&self) -> String {
         let place = if self.var.device().is_cpu() { "" } else { " on a device" };
-        format!("{} ({} {:?}{place})", self.name, self.var.dtype().as_str(), self.var.dims())
+        let kind = if self.is_buffer { ", a buffer" } else { "" };
+        format!("{} ({} {:?}{place}{kind})", self.name, self.var.dtype().as_str(), self.var.dims())
     }
 }
 
-/// The variables of a map by name: a map has no order of its own.
-pub(crate) fn sorted(vars: &VarMap) -> Result<Vec<Param>> {
+/// The variables of a map by name: a map has no order of its own. `buffers`: names of those that are buffers, beside the usual ones.
+pub(crate) fn sorted(vars: &VarMap, buffers: &[&str]) -> Result<Vec<Param>> {
     let Ok(data) = vars.data().lock() else {
         bail!(
             "DataParallel: a thread panicked while it changed the VarMap, expected one that is whole: make it anew"
         );
     };
-    let mut params: Vec<Param> =
-        data.iter().map(|(name, var)| Param { name: name.clone(), var: var.clone() }).collect();
+    let param = |(name, var): (&String, &Var)| {
+        let is_buffer = is_buffer(name, var.dtype(), buffers);
+        Param { name: name.clone(), var: var.clone(), is_buffer }
+    };
+    let mut params: Vec<Param> = data.iter().map(param).collect();
     params.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(params)
 }
@@ -59,7 +66,7 @@ pub(crate) fn agree(comm: &SharedComm, params: &[Param]) -> Result<()> {
             let none = "nothing";
             let (ours, theirs) = (ours.get(i).map_or(none, |s| s), theirs.get(i).map_or(none, |s| s));
             format!(
-                "variable {i} by name is {ours}, and {theirs} on rank 0: build the same model on every rank before DataParallel::new"
+                "variable {i} by name is {ours}, and {theirs} on rank 0: build the same model on every rank before DataParallel::new, and give the same Options"
             )
         })
     });
@@ -84,34 +91,49 @@ pub(crate) fn broadcast(comm: &SharedComm, params: &[Param]) -> Result<()> {
     })
 }
 
-/// Compares the bits of all variables between all ranks, by a fingerprint of each.
-pub(crate) fn compare(comm: &SharedComm, params: &[Param], at: &str) -> Result<()> {
+/// Compares the bits of variables between all ranks, by a fingerprint of each.
+pub(crate) fn compare(comm: &SharedComm, params: &[&Param], at: &str) -> Result<()> {
     let ours = params.iter().map(|param| fingerprint(&param.name, &param.var)).collect::<Result<Vec<_>>>()?;
     let all = comm.all_gather(ours).wait();
-    let all = all.map_err(|e| failed("compare the weights of all ranks", e.error))?;
-    let of_0 = &all[..params.len()];
-    let differs = |rank: usize| {
-        let theirs = &all[rank * params.len()..(rank + 1) * params.len()];
-        of_0.iter().zip(theirs).position(|(a, b)| a != b)
+    let all = all.map_err(|e| failed("compare the variables of all ranks", e.error))?;
+    let differs = |i: usize, rank: usize| all[rank * params.len() + i] != all[i];
+    // Each variable once, with the ranks where it is another one.
+    let found = |are_buffers: bool| {
+        let these = (0..params.len()).filter(|i| params[*i].is_buffer == are_buffers);
+        let named = these.filter_map(|i| {
+            let ranks: Vec<usize> = (1..comm.size()).filter(|rank| differs(i, *rank)).collect();
+            (!ranks.is_empty()).then(|| format!("{} on {}", params[i].name, ranks_as_text(&ranks)))
+        });
+        list(named.collect::<Vec<_>>().iter().map(String::as_str), "; ")
     };
-    let found: Vec<String> = (1..comm.size())
-        .filter_map(|rank| differs(rank).map(|i| format!("{} on rank {rank}", params[i].name)))
-        .take(MOST_NAMED)
-        .collect();
-    if found.is_empty() {
-        return Ok(());
+    let (weights, buffers) = (found(false), found(true));
+    if !weights.is_empty() {
+        bail!(
+            "DataParallel: the weights are not the same on all ranks {at}: {weights} differs from rank 0's, expected the same bits: \
+             change weights by what all ranks have alike, the reduced gradients, only"
+        )
     }
-    bail!(
-        "DataParallel: the weights are not the same on all ranks {at}: {} differs from rank 0's, expected the same bits: change weights \
-         by what all ranks have alike, the reduced gradients, only",
-        found.join(", ")
-    )
+    if !buffers.is_empty() {
+        bail!(
+            "DataParallel: the weights are the same on all ranks {at}, and the buffers are not: {buffers} differs from rank 0's, expected \
+             the same bits: a forward pass in training changes buffers, and the end of a step makes them alike again; compare between \
+             that and the next forward pass"
+        )
+    }
+    Ok(())
+}
+
+/// Some ranks, for an error.
+fn ranks_as_text(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    let plural = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{plural} {}", list(names.iter().map(String::as_str), ", "))
 }
 
 /// Some names, for an error.
-pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>) -> String {
+pub(crate) fn list<'a>(names: impl Iterator<Item = &'a str>, between: &str) -> String {
     let names: Vec<&str> = names.collect();
-    let shown = names[..names.len().min(MOST_NAMED)].join(", ");
+    let shown = names[..names.len().min(MOST_NAMED)].join(between);
     match names.len().checked_sub(MOST_NAMED) {
         None | Some(0) => shown,
         Some(more) => format!("{shown} and {more} more"),

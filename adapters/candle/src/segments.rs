@@ -11,7 +11,8 @@ use crate::DataParallel;
 struct Cut {
     before: Tensor,
     after: Var,
-    /// The sum of the gradients that have come back to `after`.
+    /// The sum of the gradients that have come back to `after`. Detached: candle's gradient of a variable keeps the graph of the products it
+    /// was made of, with the variables of the segment that it came from, and a backward pass through that would add to their gradients.
     grad: Option<Tensor>,
 }
 
@@ -34,7 +35,7 @@ struct Cut {
 /// ```
 ///
 /// Segments need not form a chain: a cut tensor may be used in several later segments, and a variable in several segments (tied
-/// weights); its gradients are added, and sent when the last one is there. What is on its way early are full buckets: of 1 MB the first, of
+/// weights), on both sides of a cut or far from each other; its gradients are added, and sent when the last one is there. What is on its way early are full buckets: of 1 MB the first, of
 /// an eighth of all gradients the others (at most 25 MB), or as [`Options::buckets`](crate::Options::buckets) says. A cut costs a copy of the tensor, and in the backward pass a
 /// product of it with its gradient.
 #[derive(Debug)]
@@ -140,6 +141,7 @@ impl<'a> Segments<'a> {
         }
         for cut in &mut self.cuts {
             if let Some(grad) = grads.remove(cut.after.as_tensor()) {
+                let grad = grad.detach();
                 cut.grad = Some(match cut.grad.take() {
                     Some(sum) => (sum + grad)?,
                     None => grad,

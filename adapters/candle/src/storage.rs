@@ -246,6 +246,33 @@ pub(crate) fn fingerprint(name: &str, tensor: &Tensor) -> Result<u64> {
     })
 }
 
+/// The sum of the squares of all elements, in `f64`: on the CPU the same bits wherever the same elements are. On a device, the device adds
+/// them up in an order of its own.
+pub(crate) fn squares(name: &str, tensor: &Tensor) -> Result<f64> {
+    if !tensor.device().is_cpu() {
+        return tensor.detach().to_dtype(DType::F64)?.sqr()?.sum_all()?.to_scalar();
+    }
+    fn of<T: Copy>(values: &[T], value: impl Fn(T) -> f64) -> f64 {
+        // Several sums, so that one addition need not wait for the one before.
+        let (pieces, rest) = values.as_chunks::<8>();
+        let mut sums = [0.0; 8];
+        for piece in pieces {
+            sums.iter_mut().zip(piece).for_each(|(sum, x)| *sum += value(*x) * value(*x));
+        }
+        sums.iter().sum::<f64>() + rest.iter().map(|x| value(*x) * value(*x)).sum::<f64>()
+    }
+    on_cpu(name, &tensor.contiguous()?, |storage, layout| {
+        let part = |len: usize| range(name, layout, len);
+        Ok(match storage {
+            CpuStorage::BF16(v) => of(&v[part(v.len())?], f64::from),
+            CpuStorage::F16(v) => of(&v[part(v.len())?], f64::from),
+            CpuStorage::F32(v) => of(&v[part(v.len())?], f64::from),
+            CpuStorage::F64(v) => of(&v[part(v.len())?], |x| x),
+            _ => return Err(unknown_type(name)),
+        })
+    })
+}
+
 /// A number for a shape, never 0: given as the key of a call, it tells ranks with other shapes of as many elements from each other.
 pub(crate) fn key(dims: &[usize]) -> u64 {
     let hash = dims.iter().fold(0x811c_9dc5_u32, |hash, dim| {

@@ -56,6 +56,78 @@ fn a_divided_optimizer_gives_the_bits_of_a_whole_one() {
     }
 }
 
+/// The gradients of a step, whole, and clipped to norm 2; and their norm.
+fn clipped_whole(shared: &SharedComm, rank: usize, number: usize) -> (Vec<Vec<f32>>, f64) {
+    let mut buckets = block_on(Buckets::with(shared, &layout(), small_buckets())).unwrap();
+    let mut grads = step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| noise(rank, i, number));
+    let mut same = grads.clone();
+    let norm = clip_norm(&mut grads, 2.0).unwrap();
+    assert_eq!(block_on(buckets.clip_norm(&mut same, 2.0)).unwrap(), norm);
+    assert!(same == grads, "of buckets that are not sharded both are one");
+    (grads, norm)
+}
+
+#[test]
+fn a_norm_is_that_of_the_whole_model_where_gradients_are_divided() {
+    for n in [1, 2, 3] {
+        let norms = each(n, "local", |rank, mut comm| {
+            comm.set_deterministic(true);
+            let shared = comm.share();
+            let mut buckets = block_on(Buckets::with(&shared, &layout(), small_buckets().sharded())).unwrap();
+            let (whole, norm_of_whole) = clipped_whole(&shared, rank, 5);
+            let given = step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| noise(rank, i, 5));
+            let mut clipped = given.clone();
+            let norm = block_on(buckets.clip_norm(&mut clipped, 2.0)).unwrap();
+            assert!((norm / norm_of_whole - 1.0).abs() < 1e-12, "{norm}, and {norm_of_whole} of the whole");
+            for i in 0..LENS.len() {
+                let owned = buckets.owned(i);
+                for k in 0..LENS[i] {
+                    let found = clipped[i][k];
+                    if owned.contains(&k) {
+                        assert!((found - whole[i][k]).abs() <= 1e-6 * whole[i][k].abs());
+                    } else {
+                        assert_eq!(found.to_bits(), given[i][k].to_bits(), "this rank does not own it");
+                    }
+                }
+            }
+            let mut same = given.clone();
+            block_on(buckets.clip_norm(&mut same, norm * 1.001)).unwrap();
+            assert!(
+                buckets.owned(1).all(|k| same[1][k] == given[1][k]),
+                "what is short enough stays as it is"
+            );
+            norm.to_bits()
+        });
+        assert!(norms.windows(2).all(|two| two[0] == two[1]), "all ranks have the same bits: {norms:?}");
+    }
+}
+
+#[test]
+fn a_nan_that_one_rank_has_is_named_on_all_and_a_begun_step_is_not_clipped() {
+    each(3, "local", |rank, comm| {
+        let shared = comm.share();
+        let mut buckets = block_on(Buckets::with(&shared, &layout(), small_buckets().sharded())).unwrap();
+        let mut grads = step(&mut buckets, &[6, 5, 4, 3, 2, 1, 0], |i| {
+            let mut grad = noise(rank, i, 0);
+            if i == 4 && rank == 1 {
+                grad[39_999] = f32::NAN;
+            }
+            grad
+        });
+        let before = grads.clone();
+        invalid(
+            block_on(buckets.clip_norm(&mut grads, 0.5)),
+            &["gradient 4 add up to NaN", "skip this step"],
+        );
+        let bits = |grads: &[Vec<f32>]| grads.concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        assert!(bits(&grads) == bits(&before), "nothing is changed");
+        invalid(block_on(buckets.clip_norm(&mut grads, f64::NAN)), &["is NaN, expected a number above 0"]);
+        invalid(block_on(buckets.clip_norm(&mut grads[1..], 1.0)), &["6 gradients", "layout has 7"]);
+        buckets.push(2, noise(rank, 2, 1)).unwrap();
+        invalid(block_on(buckets.clip_norm(&mut grads, 1.0)), &["parameter 2", "before the first push"]);
+    });
+}
+
 #[test]
 fn ranks_own_every_element_once() {
     each(3, "local", |rank, comm| {

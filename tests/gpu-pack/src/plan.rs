@@ -51,8 +51,8 @@ pub const STAGES_NCCL: [Stage; 2] = [DOCTOR, NCCL];
 /// When a step counts as passed, beside an exit code of 0.
 #[derive(Clone, Debug)]
 pub enum Proof {
-    /// Its log has this text.
-    Says(&'static str),
+    /// Its log has these texts.
+    Says(Vec<&'static str>),
     /// A tool of NVIDIA's that does not work on every machine: it is skipped where it ends otherwise, but with this exit
     /// code, by which it says that it has found something.
     Tool { finds: Option<i32> },
@@ -85,7 +85,7 @@ impl Step {
             program,
             arguments: arguments.iter().map(|text| (*text).to_owned()).collect(),
             variables: Vec::new(),
-            proof: Proof::Says(""),
+            proof: Proof::Says(Vec::new()),
             is_table: false,
             by_mps: false,
             lacks: None,
@@ -98,7 +98,10 @@ impl Step {
     }
 
     fn says(mut self, text: &'static str) -> Step {
-        self.proof = Proof::Says(text);
+        match &mut self.proof {
+            Proof::Says(texts) => texts.push(text),
+            proof => *proof = Proof::Says(vec![text]),
+        }
         self
     }
 
@@ -110,6 +113,9 @@ impl Step {
 
 /// What every table ends with, if no element of a result was wrong.
 const RIGHT: &str = "# Out of bounds values : 0 OK";
+/// How operations ran, which stands above a table.
+const BY_PEERS: &str = "# path: peer";
+const BY_NCCL: &str = "# path: NCCL";
 
 struct Plan<'a> {
     machine: &'a Machine,
@@ -163,7 +169,7 @@ impl Plan<'_> {
 
     /// Likewise, of buffers on the device, each operation awaited.
     fn awaited(&self, name: &str, what: &str, ranks: Ranks, stage: Stage) -> Step {
-        self.table(name, what, ranks, stage, &["--device", "--await"])
+        self.table(name, what, ranks, stage, &["--device", "--await"]).says(BY_PEERS)
     }
 
     fn doctor(&mut self) {
@@ -350,10 +356,10 @@ impl Plan<'_> {
             self.conformance("nccl-one-rank", "nccl_one", NCCL, 60),
             self.conformance("nccl-two-ranks", "nccl_two", NCCL, 90),
         ];
-        for (name, what) in
-            [("nccl-all_reduce-2-processes", "all_reduce"), ("nccl-all_gather-2-processes", "all_gather")]
-        {
-            steps.push(self.awaited(name, what, Ranks::Processes(2), NCCL).with("ALLSTREAM_NCCL", "require"));
+        for what in ["all_reduce", "all_gather", "reduce_scatter", "broadcast"] {
+            let name = format!("nccl-{what}-2-processes");
+            let options = ["--device", "--await", "--nccl"];
+            steps.push(self.table(&name, what, Ranks::Processes(2), NCCL, &options).says(BY_NCCL));
         }
         steps.push(self.awaited("all_reduce-2-processes", "all_reduce", Ranks::Processes(2), NCCL));
         let several = [("NCCL_MULTI_RANK_GPU_ENABLE", "1"), ("NCCL_MAX_CTAS", "8")];

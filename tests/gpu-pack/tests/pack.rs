@@ -18,7 +18,7 @@ const DEADLINE: Duration = Duration::from_secs(60);
 
 const INFO: &str = r#"if [ "$1" = info ]; then echo "CUDA      yes: CUDA 13.0 by libcuda.so.1; device 0: a stand-in"; exit 0; fi"#;
 /// A table as `allstream perf` ends one, and its figures.
-const TABLE: &str = r#"while [ $# -gt 0 ]; do [ "$1" = -J ] && echo '{"size": 4}' >"$2"; shift; done; echo '# Out of bounds values : 0 OK'"#;
+const TABLE: &str = r#"while [ $# -gt 0 ]; do [ "$1" = -J ] && echo '{"size": 4}' >"$2"; shift; done; echo '# path: peer'; echo '# Out of bounds values : 0 OK'"#;
 
 /// A pack whose `allstream` and `gpu` are these shell scripts; examples say what is expected of them.
 fn stand_in(allstream: &str, gpu: &str) -> TempDir {

@@ -15,8 +15,25 @@ pub(crate) fn on_ranks<R: Send + 'static>(
     n: usize,
     rank: impl Fn(SharedComm) -> R + Clone + Send + 'static,
 ) -> Vec<R> {
-    let (done, results) = mpsc::channel();
-    for (r, comm) in Comm::local(n).unwrap().into_iter().enumerate() {
+    run(Comm::local(n).unwrap(), rank)
+}
+
+/// The same where sums have the same bits whatever the collective.
+pub(crate) fn on_deterministic_ranks<R: Send + 'static>(
+    n: usize,
+    rank: impl Fn(SharedComm) -> R + Clone + Send + 'static,
+) -> Vec<R> {
+    let mut comms = Comm::local(n).unwrap();
+    comms.iter_mut().for_each(|comm| comm.set_deterministic(true));
+    run(comms, rank)
+}
+
+fn run<R: Send + 'static>(
+    comms: Vec<Comm>,
+    rank: impl Fn(SharedComm) -> R + Clone + Send + 'static,
+) -> Vec<R> {
+    let (n, (done, results)) = (comms.len(), mpsc::channel());
+    for (r, comm) in comms.into_iter().enumerate() {
         let (done, rank) = (done.clone(), rank.clone());
         thread::spawn(move || {
             let result = rank(comm.share());

@@ -1,0 +1,69 @@
+//! Buffers: variables of a model that its forward passes change and no optimizer does, as the running statistics of a batch normalization.
+
+use allstream::{ReduceOp, SharedComm};
+use candle_core::{DType, InplaceOp1, Result, Tensor};
+
+use crate::params::{self, Param};
+use crate::{AllReduce, Broadcast};
+
+/// How the buffers of all ranks become alike at the end of a step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum BufferSync {
+    /// All get rank 0's.
+    #[default]
+    Broadcast,
+    /// All get the mean over all ranks; of integers, which have none, rank 0's.
+    Average,
+    /// Each rank keeps its own.
+    Off,
+}
+
+/// The last parts of the names that candle_nn's `BatchNorm` gives its running statistics.
+const BATCH_NORM: [&str; 2] = ["running_mean", "running_var"];
+
+/// Whether a variable of this name and type is a buffer: one of integers is.
+pub(crate) fn is_buffer(name: &str, dtype: DType, more: &[&str]) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    !dtype.is_float()
+        || BATCH_NORM.contains(&last)
+        || more.iter().any(|other| *other == last || *other == name)
+}
+
+/// Makes the buffers of all ranks alike, by one collective for each element type.
+pub(crate) fn synchronise(comm: &SharedComm, buffers: &[&Param], how: BufferSync) -> Result<()> {
+    if how == BufferSync::Off {
+        return Ok(());
+    }
+    let mut left = buffers.to_vec();
+    while let Some(first) = left.first() {
+        let dtype = first.var.dtype();
+        let (these, others) =
+            left.into_iter().partition::<Vec<&Param>, _>(|param| param.var.dtype() == dtype);
+        left = others;
+        let done = if how == BufferSync::Average && dtype.is_float() {
+            together(&these, &AllReduce::new(comm).op(ReduceOp::Avg))
+        } else {
+            together(&these, &Broadcast::new(comm, 0))
+        };
+        let names = || params::list(these.iter().map(|param| param.name.as_str()), ", ");
+        done.map_err(|e| e.context(format!("make the buffers of all ranks alike: {}", names())))?;
+    }
+    Ok(())
+}
+
+/// Runs an operation once for all these buffers, which have one element type and are on one device.
+fn together(buffers: &[&Param], op: &impl InplaceOp1) -> Result<()> {
+    if let [alone] = buffers {
+        return alone.var.inplace_op1(op);
+    }
+    let flat = buffers.iter().map(|param| param.var.as_detached_tensor().flatten_all());
+    let all = Tensor::cat(&flat.collect::<Result<Vec<_>>>()?, 0)?;
+    all.inplace_op1(op)?;
+    let mut at = 0;
+    for param in buffers {
+        let len = param.var.elem_count();
+        param.var.set(&all.narrow(0, at, len)?.reshape(param.var.shape())?)?;
+        at += len;
+    }
+    Ok(())
+}

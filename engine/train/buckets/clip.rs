@@ -1,0 +1,62 @@
+//! Clipping the gradients of a step, whose elements may be divided among the ranks.
+
+use super::super::clip::{check_limit, invalid, norm, scale, squares};
+use super::Buckets;
+use crate::error::Error;
+use crate::mem::Buf;
+
+impl<B: Buf> Buckets<B> {
+    /// Scales the gradients that [`finish`](Self::finish) has given back, all by one factor, where the norm of the whole model's gradients is
+    /// more than `most`, so that it is `most` then. Gives the norm that they had: the same bits on all ranks. Computed in `f64`.
+    ///
+    /// Where buckets are [sharded](super::super::Options::sharded), the squares of what each rank [owns](Self::owned) are added up over all
+    /// ranks by one `all_reduce` of a number for each parameter, and each rank scales what it owns. Else nothing is sent, as by the function
+    /// [`clip_norm`](super::super::clip_norm). So it is collective: all ranks call it, between `finish` and the optimizer's step, and await
+    /// it to its end.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`], and nothing is changed, on all ranks alike: a gradient with a NaN or an infinity, on whichever rank, which is named
+    /// by its number in the layout; one of integers, or on a device; a limit that is not positive and finite; gradients that are not those
+    /// of the layout, or a step that has begun. Else as a collective.
+    pub async fn clip_norm(&mut self, grads: &mut [B], most: f64) -> Result<f64, Error> {
+        check_limit(most)?;
+        self.check_clipped(grads)?;
+        let mut sums = Vec::with_capacity(grads.len());
+        for (i, grad) in grads.iter_mut().enumerate() {
+            sums.push(squares(i, grad, self.owned(i))?);
+        }
+        if self.options.sharded {
+            sums = self.comm.all_reduce(sums).await?;
+        }
+        let norm = norm(&sums)?;
+        if norm > most {
+            let owned: Vec<_> = (0..grads.len()).map(|i| self.owned(i)).collect();
+            grads.iter_mut().zip(owned).for_each(|(grad, owned)| scale(grad, owned, most / norm));
+        }
+        Ok(norm)
+    }
+
+    fn check_clipped(&self, grads: &mut [B]) -> Result<(), Error> {
+        if grads.len() != self.layout.len() {
+            let (found, all) = (grads.len(), self.layout.len());
+            return Err(invalid(format!(
+                "{found} gradients were given, and the layout has {all} parameters"
+            )));
+        }
+        if self.gathered.is_some() {
+            return Err(invalid(
+                "a gather of weights has not ended: call it again with an empty vector first".into(),
+            ));
+        }
+        if let Some(i) = (0..grads.len()).find(|i| self.is_pushed[*i] || self.grads[*i].is_some()) {
+            return Err(invalid(format!(
+                "parameter {i} has a gradient in the next step already: clip what finish gives back, before the first push"
+            )));
+        }
+        let mut ours = self.device.clone();
+        grads
+            .iter_mut()
+            .enumerate()
+            .try_for_each(|(i, grad)| self.check_fits("clip_norm", ("gradient", i), grad, &mut ours))
+    }
+}
