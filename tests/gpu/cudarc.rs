@@ -15,7 +15,7 @@ const LIMIT: Duration = Duration::from_secs(40);
 #[test]
 #[ignore = "cudarc takes the driver from the loader's path: for a machine with a GPU"]
 fn memory() {
-    let ended = support::on_threads(Comm::local(2).unwrap(), LIMIT, |rank, comm| rank_of_two(rank, comm));
+    let ended = support::on_threads(Comm::local(2).unwrap(), LIMIT, rank_of_two);
     ranks::settle();
     for ended in ended {
         ended.unwrap().unwrap();
