@@ -16,7 +16,7 @@ use crate::link::ipc::{Far, FarRx, FarTx};
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx};
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx, Place};
-use crate::mem::device::{DeviceEvent, DeviceStream, Fate, Open, Verdict, Witness};
+use crate::mem::device::{Busy, DeviceEvent, DeviceStream, Fate, Verdict, Witness};
 use crate::types::Rank;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
@@ -51,7 +51,7 @@ pub(crate) struct Binding {
     last: Mutex<Option<Vec<DeviceEvent>>>,
     /// What messages go by that a library moves: made with the first.
     pub(super) message_path: Mutex<Option<Arc<MessagePath>>>,
-    _open: Open,
+    _open: Busy,
 }
 
 impl Binding {
@@ -69,7 +69,7 @@ impl Binding {
             }
         }
         let (last, message_path) = (Mutex::default(), Mutex::default());
-        Binding { ours, all, reaches, far, others, whole, last, message_path, _open: Open::new() }
+        Binding { ours, all, reaches, far, others, whole, last, message_path, _open: Busy::while_open() }
     }
 
     /// Whether the streams of this process have come to where they were filled when this was first asked: no rank puts

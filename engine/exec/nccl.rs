@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::forked;
-use crate::mem::device::{Busy, DeviceBuf, DeviceStream, Open, Witness, end_before_libraries};
+use crate::mem::device::{Busy, DeviceBuf, DeviceStream, Witness, end_before_libraries};
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
 /// How long a communicator that nobody needs any more may take to end in peace.
@@ -80,7 +80,7 @@ impl Library for NcclLibrary {
         ONCE.call_once(end_before_libraries);
         let (comm, kept) = (Mutex::new(Some(comm)), Mutex::default());
         let quiet = Arc::new(AtomicBool::new(false));
-        let (library, name, _open) = (*self, self.name(), Open::new());
+        let (library, name, _open) = (*self, self.name(), Busy::while_open());
         Ok(Arc::new(NcclEnd { library, name, place, stream, comm, kept, quiet, _open }))
     }
 }
@@ -98,7 +98,7 @@ struct NcclEnd {
     kept: Mutex<Vec<DeviceBuf<u8>>>,
     /// The abort has ended.
     quiet: Arc<AtomicBool>,
-    _open: Open,
+    _open: Busy,
 }
 
 impl NcclEnd {

@@ -21,39 +21,33 @@ static PENDING: AtomicUsize = AtomicUsize::new(0);
 /// Threads of ours, jobs of theirs, and events that are watched, that have still to ask something of the driver.
 static BUSY: AtomicUsize = AtomicUsize::new(0);
 
+/// Communicators that are bound to a device, or have a communicator of a library's, and are not gone yet: a thread of ours drops them some
+/// time after they were closed, and asks the driver for much by that.
+static OPEN: AtomicUsize = AtomicUsize::new(0);
+
 /// As long as this is there, [`settle`] waits. What causes something else to be done has one until that has its own.
-pub(crate) struct Busy(());
+pub(crate) struct Busy(&'static AtomicUsize);
 
 impl Busy {
+    /// Of something that is about to end.
     pub(crate) fn new() -> Busy {
-        BUSY.fetch_add(1, Ordering::AcqRel);
-        Busy(())
+        Busy::counted(&BUSY)
+    }
+
+    /// Of a communicator, as long as it is there.
+    pub(crate) fn while_open() -> Busy {
+        Busy::counted(&OPEN)
+    }
+
+    fn counted(count: &'static AtomicUsize) -> Busy {
+        count.fetch_add(1, Ordering::AcqRel);
+        Busy(count)
     }
 }
 
 impl Drop for Busy {
     fn drop(&mut self) {
-        BUSY.fetch_sub(1, Ordering::AcqRel);
-    }
-}
-
-/// Communicators that are bound to a device, or have a communicator of a library's, and are not gone yet: a thread of ours drops them some
-/// time after they were closed, and asks the driver for much by that.
-static OPEN: AtomicUsize = AtomicUsize::new(0);
-
-/// One of them.
-pub(crate) struct Open(());
-
-impl Open {
-    pub(crate) fn new() -> Open {
-        OPEN.fetch_add(1, Ordering::AcqRel);
-        Open(())
-    }
-}
-
-impl Drop for Open {
-    fn drop(&mut self) {
-        OPEN.fetch_sub(1, Ordering::AcqRel);
+        self.0.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

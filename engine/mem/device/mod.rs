@@ -32,7 +32,7 @@ mod words;
 
 pub use buf::DeviceBuf;
 pub use chores::settle;
-pub(crate) use chores::{Busy, Open, end_before_libraries};
+pub(crate) use chores::{Busy, end_before_libraries};
 #[cfg(feature = "cudarc")]
 pub use cudarc::CudarcBuf;
 pub(crate) use fate::{Fate, Verdict, Witness};
