@@ -367,7 +367,9 @@ fn ranks_meet_whatever_time_they_are_given_or_say_that_it_was_too_short() {
                 matches!(error, Error::Rendezvous { .. } | Error::PeerLost { .. } | Error::Refused { .. });
             assert!(fair, "{short:?}: {error}");
         }
-        assert!(begun.elapsed() < SOON, "{short:?}");
+        // Where one rank has given up when both knew of each other, the other one may take the 10 seconds that connecting has then
+        // (`CONNECTING` in engine/group/mesh.rs), whatever its own time is.
+        assert!(begun.elapsed() < 2 * SOON, "{short:?}");
     }
 }
 
