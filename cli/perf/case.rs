@@ -20,7 +20,7 @@ pub(crate) enum What {
 }
 
 impl What {
-    const COLLECTIVES: [Kind; 10] = [
+    pub(crate) const COLLECTIVES: [Kind; 10] = [
         Kind::AllReduce,
         Kind::Reduce,
         Kind::Broadcast,

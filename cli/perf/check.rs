@@ -79,18 +79,6 @@ mod tests {
     use super::super::case::What;
     use super::*;
 
-    const KINDS: [Kind; 9] = [
-        Kind::AllReduce,
-        Kind::Broadcast,
-        Kind::AllGather,
-        Kind::ReduceScatter,
-        Kind::AllToAll,
-        Kind::Gather,
-        Kind::Scatter,
-        Kind::Scan,
-        Kind::ExScan,
-    ];
-
     fn case(kind: Kind, op: ReduceOp, rank: usize, elements: usize) -> Case {
         Case::new(What::Collective(kind), op, 1, (rank, 3), elements)
     }
@@ -110,7 +98,7 @@ mod tests {
     fn patterns_are_what_the_oracle_says_of_each_element() {
         // Smaller than a period, not a multiple of it, and several patterns.
         for elements in [1, 3 * 50, 3 * 97 + 1, 3 * (PATTERN + 5), 7 * PATTERN + 30] {
-            for (kind, rank) in KINDS.into_iter().flat_map(|kind| [(kind, 1), (kind, 2)]) {
+            for (kind, rank) in What::COLLECTIVES.into_iter().flat_map(|kind| [(kind, 1), (kind, 2)]) {
                 let case = case(kind, ReduceOp::Sum, rank, elements);
                 let result = result::<f32>(&case);
                 assert_eq!(Check::new(&case).wrong(0, &result), 0, "{kind:?} of {elements} on rank {rank}");

@@ -90,7 +90,7 @@ pub(crate) fn prove(root: &Path, limit: Duration) -> Ran {
         }
     }
     let built = root.join("target/release");
-    let ([hangs, hang], [dies, death]) = ([HANGS.0, HANGS.1], [DIES.0, DIES.1]);
+    let ((hangs, hang), (dies, death)) = (HANGS, DIES);
     let script = format!("{script} --limit 1000 --with {hangs}:{hang} --with {dies}:{death}");
     let mut rehearsal = outside(&script, root, &out);
     rehearsal.env("ALLSTREAM_CUDA_LIBRARY", built.join("libcuda.so"));
