@@ -25,6 +25,10 @@ static BUSY: AtomicUsize = AtomicUsize::new(0);
 /// time after they were closed, and asks the driver for much by that.
 static OPEN: AtomicUsize = AtomicUsize::new(0);
 
+/// Threads that wait in [`settle`]. As long as there is one, nothing is put off: a communicator that was closed a moment before gives its
+/// memory back only now, and the wait would go on until that memory has been kept for its time.
+static SETTLING: AtomicUsize = AtomicUsize::new(0);
+
 /// As long as this is there, [`settle`] waits. What causes something else to be done has one until that has its own.
 pub(crate) struct Busy(&'static AtomicUsize);
 
@@ -106,6 +110,7 @@ pub fn settle(patience: Duration) -> bool {
 fn wait(patience: Duration, is_over: impl Fn() -> bool) -> bool {
     const LOOK: Duration = Duration::from_millis(1);
     let start = Instant::now();
+    let _settling = Busy::counted(&SETTLING);
     if let Some(Some(thread)) = THREAD.get() {
         let _ = thread.send(Order::Hurry);
     }
@@ -166,7 +171,10 @@ fn work(orders: &Receiver<Order>) {
             None => orders.recv().map_err(RecvTimeoutError::from),
         };
         match order {
-            Ok(Order::Do(at, job)) => waiting.push((at, job)),
+            // Who settles counts itself before it sends `Hurry`: what comes behind that order finds the count.
+            Ok(Order::Do(at, job)) => {
+                waiting.push((if SETTLING.load(Ordering::Acquire) > 0 { Instant::now() } else { at }, job))
+            }
             Ok(Order::Hurry) => waiting.iter_mut().for_each(|(at, _)| *at = now),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
