@@ -268,10 +268,15 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The algorithm for a collective over `bytes`.
-    fn pick(&self, spec: &Spec, bytes: usize) -> Result<Algo, String> {
+    /// The algorithm for a collective over `bytes` of such elements.
+    fn pick(&self, spec: &Spec, dtype: DType, bytes: usize) -> Result<Algo, String> {
         let (kind, endpoint) = (spec.kind, self.side.0);
-        let deterministic = self.deterministic && kind.reduces();
+        // The sum of a few of the larger numbers of an 8-bit float is out of its range, and halving them first would lose too much of the
+        // smaller ones.
+        let eights = kind.reduces()
+            && matches!(self.reduction, Reduction::Op(ReduceOp::Avg))
+            && matches!(dtype, DType::F8E4M3 | DType::F8E5M2);
+        let deterministic = (self.deterministic && kind.reduces()) || eights;
         let in_order = kind.reduces() && matches!(&self.reduction, Reduction::Function(f) if !f.commutes());
         let fits = |algo| {
             (!deterministic || plan::deterministic(kind, algo))
@@ -279,12 +284,21 @@ impl<'a> Call<'a> {
         };
         if self.algo != Algo::Auto {
             if plan::algorithms(kind).contains(&self.algo) && !fits(self.algo) {
-                let why = if deterministic && !plan::deterministic(kind, self.algo) {
-                    "does not fold in rank order in one step, which deterministic mode asks for"
+                let algo = self.algo;
+                return Err(if !deterministic || plan::deterministic(kind, algo) {
+                    format!(
+                        "{algo} does not keep the order of ranks, which a function that does not commute asks for"
+                    )
+                } else if eights {
+                    format!(
+                        "{algo} rounds sums on the way to {dtype}, whose range they may leave: an average of {dtype} is by an algorithm that adds all \
+                         ranks' elements in one step; leave the algorithm to allstream, or name direct"
+                    )
                 } else {
-                    "does not keep the order of ranks, which a function that does not commute asks for"
-                };
-                return Err(format!("{} {why}", self.algo));
+                    format!(
+                        "{algo} does not fold in rank order in one step, which deterministic mode asks for"
+                    )
+                });
             }
             return Ok(self.algo);
         }
@@ -305,10 +319,15 @@ impl<'a> Call<'a> {
     }
 
     /// The algorithm of one part, and the program for it.
-    pub(super) fn program(&self, spec: &Spec, bytes: usize) -> Result<(Algo, Arc<Program>), Error> {
-        let kind = spec.kind;
+    pub(super) fn program(
+        &self,
+        spec: &Spec,
+        dtype: DType,
+        count: usize,
+    ) -> Result<(Algo, Arc<Program>), Error> {
+        let (kind, bytes) = (spec.kind, count.saturating_mul(dtype.size()));
         let bytes = if spec.tables.is_some() { bytes / self.size() } else { bytes };
-        let algo = self.pick(spec, bytes).map_err(|problem| Error::invalid(kind.name(), problem))?;
+        let algo = self.pick(spec, dtype, bytes).map_err(|problem| Error::invalid(kind.name(), problem))?;
         Ok((algo, program(self.side.0, algo, spec)?))
     }
 
@@ -360,7 +379,7 @@ impl<'a> Call<'a> {
     /// One part: the usual case.
     fn prepare(&self, spec: Spec, dtype: DType, (input, output): RawBuffers) -> Result<Operation, Error> {
         self.check(&spec, dtype)?;
-        let (algo, program) = self.program(&spec, spec.count.saturating_mul(dtype.size()))?;
+        let (algo, program) = self.program(&spec, dtype, spec.count)?;
         let signature = self.signature(&spec, dtype as u8, algo);
         let Spec { kind, count, tables, pairwise, .. } = spec;
         let tables = tables.map(Arc::new);
@@ -408,7 +427,7 @@ impl<'a> Call<'a> {
                 let ((input, output), count) = (memory.on_host().unwrap_or(UNSTAGED), *count);
                 let dtype = memory.output.dtype;
                 self.check(&spec, dtype)?;
-                let (algo, program) = self.program(&spec, count.saturating_mul(dtype.size()))?;
+                let (algo, program) = self.program(&spec, dtype, count)?;
                 let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
                 detail = digest(detail, what);
                 all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
@@ -496,6 +515,6 @@ pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Resu
         let (plan, loans) = crate::testing::mutated(kind, shape.rank, (plan, loans));
         let (program, lending) = (Program::compile(&plan), loans.map(Lending::compile));
         let whole = endpoint.config.has_long_frames && plan::goes_whole(kind, algo, &shape);
-        Ok(Program { lending, whole, ..program })
+        Ok(Program { lending, whole, one_fold: plan::deterministic(kind, algo), ..program })
     })
 }

@@ -251,9 +251,10 @@ fn stage(operation: &mut Operation, varied: bool, memory: &[Memory]) -> Result<A
         }
     };
     let mut ends = Vec::with_capacity(memory.len());
-    let (signature, scaled) = (operation.signature, operation.scale.is_some());
+    let signature = operation.signature;
     for (p, (part, memory)) in operation.parts.all().iter().zip(memory).enumerate() {
-        let writes = part.leaves_result(&signature, scaled);
+        let writes =
+            part.leaves_result(&signature, part.factor(operation.scale, &operation.reduction).is_some());
         ends.push(match &memory.input {
             None => (None, add((p, OUTPUT), &memory.output, true, writes)),
             // Between the blocks of a varied one may be elements that stay as they are.

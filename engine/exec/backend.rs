@@ -17,7 +17,7 @@ use crate::link::region::Slot as StagingSlot;
 use crate::link::waits::Wait;
 use crate::link::{self, SLOT};
 use crate::plan::{INPUT, Lending, OUTPUT, Program, Slot, Step};
-use crate::types::{ReduceOp, Signature};
+use crate::types::{Finish, ReduceOp, Signature};
 
 /// What a pass works on.
 #[derive(Clone, Copy)]
@@ -38,9 +38,15 @@ impl<'a> Context<'a> {
         step.finish && matches!(self.op.reduction, Reduction::Op(ReduceOp::Avg))
     }
 
-    /// By what a step divides its result, if it does.
-    pub(super) fn divisor(&self, step: &Step) -> Option<u32> {
-        self.divides(step).then_some(self.program().plan.size as u32)
+    /// What the elements of the part are multiplied by before they are combined.
+    pub(super) fn factor(&self) -> Option<f64> {
+        self.part.factor(self.op.scale, &self.op.reduction)
+    }
+
+    /// What a step completes an average by, if it does.
+    pub(super) fn divisor(&self, step: &Step) -> Option<Finish> {
+        let ranks = self.program().plan.size as u32;
+        self.divides(step).then(|| Finish { ranks, halved: self.part.halved(&self.op.reduction) })
     }
 
     /// The signature in the frames of a step.

@@ -147,7 +147,7 @@ impl Backend for Cuda {
         if plan.slots.len() > usize::from(SCRATCH) {
             self.scratch = Some(DeviceBuf::raw(stream, c.part.total(SCRATCH) * c.part.dtype.size())?);
         }
-        c.op.scale.map_or(Ok(()), |factor| self.scale(c, factor))?;
+        c.factor().map_or(Ok(()), |factor| self.scale(c, factor))?;
         Ok(Prepared::Ready)
     }
 

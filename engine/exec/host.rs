@@ -68,7 +68,7 @@ impl Host {
 
     /// Multiplies the next elements of the input: in place where the operation is, else in a copy.
     fn scale(&mut self, c: Context<'_>) {
-        let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.op.scale) else { return };
+        let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.factor()) else { return };
         let unit = part.dtype.size();
         let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
         // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
@@ -120,7 +120,7 @@ impl Backend for Host {
         let has_scratch = plan.slots.len() > usize::from(SCRATCH);
         let scratch = if has_scratch { c.part.total(SCRATCH) * c.part.dtype.size() } else { 0 };
         self.memory.begin(plan.steps.len(), scratch);
-        self.scaled = c.op.scale.map(|_| 0);
+        self.scaled = c.factor().map(|_| 0);
         self.is_bypassing = self.is_large(c);
     }
 

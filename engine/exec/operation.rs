@@ -59,6 +59,20 @@ pub(crate) struct Part {
 unsafe impl Send for Part {}
 
 impl Part {
+    /// How many times the elements are halved before they are combined by this: an average of `f16` whose sums on the way are stored as `f16`
+    /// must not leave its range, and does not, where 2^this is at least the number of ranks.
+    pub(super) fn halved(&self, reduction: &Reduction) -> u8 {
+        let averages = matches!(reduction, Reduction::Op(ReduceOp::Avg)) && self.dtype == DType::F16;
+        let ranks = self.program.plan.size;
+        if averages && !self.program.one_fold { ranks.next_power_of_two().ilog2() as u8 } else { 0 }
+    }
+
+    /// What the elements are multiplied by before they are combined: the user's factor `scale`, or what keeps an average in range.
+    pub(crate) fn factor(&self, scale: Option<f64>, reduction: &Reduction) -> Option<f64> {
+        let halved = self.halved(reduction);
+        scale.or_else(|| (halved > 0).then(|| 0.5_f64.powi(halved.into())))
+    }
+
     /// The elements of a chunk.
     pub(super) fn range(&self, slot: Slot, chunk: u32) -> Range<usize> {
         match (self.program.plan.slots[usize::from(slot)], &self.tables) {

@@ -39,6 +39,9 @@ pub struct Program {
     pub lending: Option<Lending>,
     /// A message may wait until all its slices are there, and go as one: allowed by [`goes_whole`], and wanted.
     pub whole: bool,
+    /// Each result is combined by one step from what the ranks gave ([`deterministic`](super::deterministic)): no sum on the way is
+    /// rounded to the type of the elements.
+    pub one_fold: bool,
 }
 
 /// A plan of loans, as an executor runs it: this rank lends each peer what it is to be lent, borrows what its peers lend, folds
@@ -225,7 +228,7 @@ impl Program {
             let once = |at: At| at.slot == OUTPUT && of(&mut touched, at).named == 1;
             node.is_final = step.dst.is_some_and(once);
         }
-        Program { plan: plan.clone(), nodes, sends, recvs, lending: None, whole: false }
+        Program { plan: plan.clone(), nodes, sends, recvs, lending: None, whole: false, one_fold: false }
     }
 }
 

@@ -6,6 +6,7 @@ use std::hash::{BuildHasherDefault, DefaultHasher};
 
 use serde::{Deserialize, Serialize};
 
+pub(crate) use allstream_kernels::Finish;
 pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
 mod kind;

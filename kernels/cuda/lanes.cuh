@@ -52,6 +52,10 @@ struct LaneF16 : LaneF32 {
         asm("cvt.rn.f16.f32 %0, %1;" : "=h"(small) : "f"(x));
         return x != x ? (u16)0x7E00 : small;
     }
+    DEVICE float divide(float x, u32 n) {
+        float power = from_bits(n >> 1 & 0x7F800000);
+        return __fdiv_rn(x, __fmul_rn(__uint2float_rn(n & 0xFFFFFF), power));
+    }
 };
 
 struct LaneBF16 : LaneF32 {

@@ -31,7 +31,8 @@ struct Combine {
     Span span;
     // 2 to `INS`. Two for `INS` 2.
     u32 n_ins;
-    // What a sum is divided by at the end, if above 1. Other operators ignore it.
+    // What a sum is divided by at the end, if above 1. Other operators ignore it. Of f16 the lower 24 bits are the number of ranks, and the
+    // upper 8 the exponent, as in an f32, of the power of two that operands were multiplied by: the sum is divided by the product of both.
     u32 divisor;
     u8* outs[MAX_OUTS];
     const u8* ins[INS];

@@ -51,8 +51,10 @@
 //! **Minimum and maximum of floats.** As IEEE 754-2019 `minimum` and `maximum`: a NaN
 //! operand makes the result NaN, and -0 is less than +0.
 //!
-//! **Finishing.** `finish` is `Some(n)` on the step that completes a reduction over `n`
-//! ranks. Only an average looks at it: it divides by `n`. Without it, an average is a sum.
+//! **Finishing.** `finish` is a [`Finish`] on the step that completes a reduction over its
+//! ranks. Only an average looks at it: it divides by their number `n`, and of floats whose
+//! operands were halved `h` times before by `n / 2^h`, in the type computed in. Without it,
+//! an average is a sum.
 //!
 //! **Scale.** Every element is multiplied once, `f64` by the factor and all else, in `f32`,
 //! by the factor rounded to `f32`; small floats are rounded once, to nearest even. A factor
@@ -84,7 +86,7 @@ pub use dtype::{DType, Element};
 pub use f8::{f8e4m3, f8e5m2};
 pub use function::{Combine, Function};
 pub use half::{bf16, f16};
-pub use op::ReduceOp;
+pub use op::{Finish, ReduceOp};
 
 /// The error of parsing a [`DType`] or a [`ReduceOp`]: no such name.
 #[derive(Clone, Debug, PartialEq, Eq)]

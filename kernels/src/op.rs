@@ -27,6 +27,30 @@ pub enum ReduceOp {
     BitXor = 7,
 }
 
+/// What completes an average over `ranks` ranks: its sum is divided by their number. Where each operand was halved `halved` times before, so
+/// that no sum on the way left the range of its type, the division makes up for that.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Finish {
+    /// How many ranks have given an operand.
+    pub ranks: u32,
+    /// How many times each operand was halved, 126 at most. Of integers, which are not, 0.
+    pub halved: u8,
+}
+
+impl From<u32> for Finish {
+    /// Of operands as they are.
+    fn from(ranks: u32) -> Finish {
+        Finish { ranks, halved: 0 }
+    }
+}
+
+impl Finish {
+    /// The power of two that operands were multiplied by.
+    pub(crate) fn power(self) -> f32 {
+        f32::from_bits((127 - u32::from(self.halved.min(126))) << 23)
+    }
+}
+
 impl ReduceOp {
     /// Every operator, at the index of its discriminant.
     pub const ALL: [ReduceOp; 8] = [

@@ -2,13 +2,13 @@
 //! the fast kernels and for the oracle.
 
 use ReduceOp::{Avg, BitAnd, BitOr, BitXor, Max, Min, Prod, Sum};
-use allstream_kernels::{DType, Element, ReduceOp, bf16, f8e4m3, f8e5m2, f16, reduce, scalar, scale};
+use allstream_kernels::{DType, Element, Finish, ReduceOp, bf16, f8e4m3, f8e5m2, f16, reduce, scalar, scale};
 
 /// Long enough for vectors and for a remainder.
 const LEN: usize = 67;
 
 /// Folds operands given as the bytes of one element each, by both ways and in every lane.
-fn fold_bytes(dtype: DType, op: ReduceOp, operands: &[&[u8]], finish: Option<u32>) -> Vec<u8> {
+fn fold_bytes(dtype: DType, op: ReduceOp, operands: &[&[u8]], finish: Option<Finish>) -> Vec<u8> {
     let size = dtype.size();
     let buffers: Vec<Vec<u8>> = operands.iter().map(|x| x.repeat(LEN)).collect();
     let ins: Vec<*const u8> = buffers.iter().map(|b| b.as_ptr()).collect();
@@ -63,7 +63,7 @@ byte!(f8e4m3 f8e5m2);
 fn finish<T: Bytes>(op: ReduceOp, operands: &[T], ranks: Option<u32>) -> T {
     let operands: Vec<Vec<u8>> = operands.iter().map(|x| x.bytes()).collect();
     let operands: Vec<&[u8]> = operands.iter().map(Vec::as_slice).collect();
-    T::back(&fold_bytes(T::DTYPE, op, &operands, ranks))
+    T::back(&fold_bytes(T::DTYPE, op, &operands, ranks.map(Finish::from)))
 }
 
 fn fold<T: Bytes>(op: ReduceOp, operands: &[T]) -> T {
@@ -190,6 +190,15 @@ fn halves_round_once() {
     let big = f16::from_f32(60_000.0);
     assert_eq!(finish(Avg, &[big, big], Some(2)), big);
     assert_eq!(fold(Sum, &[big, big]), f16::INFINITY);
+    // Halved before, as often as makes room for the sum of five, and divided by what is left of five.
+    let eighths = [big, big, big, big, big].map(|x| f16::from_f32(x.to_f32() / 8.0).to_ne_bytes());
+    let of_five = Finish { ranks: 5, halved: 3 };
+    let partly = fold_bytes(DType::F16, Avg, &[&eighths[0], &eighths[1], &eighths[2], &eighths[3]], None);
+    assert_eq!(
+        fold_bytes(DType::F16, Avg, &[&partly, &eighths[4]], Some(of_five)),
+        big.to_ne_bytes(),
+        "no sum on the way is out of range"
+    );
     // Subnormals survive.
     assert_eq!(fold_f16(Sum, &[0x0001, 0x0001]), 0x0002);
     assert_eq!(fold_bf16(Sum, &[0x0001, 0x0001]), 0x0002);
@@ -361,7 +370,7 @@ fn misuse_is_defined() {
         (DType::F32, BitXor, &ins, 1, None),
         (DType::U8, Sum, &[], 1, None),
         (DType::U8, Sum, &ins, 0, None),
-        (DType::U8, Avg, &ins, 1, Some(0)),
+        (DType::U8, Avg, &ins, 1, Some(0.into())),
     ];
     for (dtype, op, ins, outs, finish) in calls {
         for reduce in [reduce, scalar::reduce] {

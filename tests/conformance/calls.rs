@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use allstream::plan::{self, Shape, algorithms, keeps_rank_order};
+use allstream::plan::{self, Shape, algorithms};
 use allstream::{Algo, Comm, DType, Kind, ReduceOp};
 
 use test_support::pairwise;
@@ -125,14 +125,6 @@ impl Factors {
         [calls, Form::ALL.len(), worlds, LENGTHS, DType::ALL.len(), self.ops.len(), 3, 2, ENDS.len()]
     }
 
-    fn in_order(&self, op: Combine, (kind, algo): (Kind, Algo)) -> bool {
-        op != Combine::Maps
-            || algo == Algo::Auto
-            || !kind.reduces()
-            || kind == Kind::Barrier
-            || keeps_rank_order(kind, algo)
-    }
-
     /// Whether values go together, where not all are chosen yet.
     fn allowed(&self, row: &[Option<usize>]) -> bool {
         let op = row[5].map(|op| self.ops[op]);
@@ -144,11 +136,12 @@ impl Factors {
         let any = |at: Option<usize>, of: usize| at.map_or(0..of, |at| at..at + 1);
         let there = |call: usize| {
             let (kind, algo) = self.calls[call];
-            op.is_none_or(|op| op.fits(kind) && self.in_order(op, (kind, algo)))
-                && any(row[1], Form::ALL.len()).any(|form| {
-                    Form::ALL[form].is_of(kind)
-                        && any(row[2], self.worlds.len()).any(|world| self.suits[call][form][world])
-                })
+            op.is_none_or(|op| {
+                op.fits(kind) && op.goes_by(row[4].map(|dtype| DType::ALL[dtype]), (kind, algo))
+            }) && any(row[1], Form::ALL.len()).any(|form| {
+                Form::ALL[form].is_of(kind)
+                    && any(row[2], self.worlds.len()).any(|world| self.suits[call][form][world])
+            })
         };
         any(row[0], self.calls.len()).any(there)
     }
@@ -202,7 +195,7 @@ fn refusals(factors: &Factors, w: usize, cases: &mut Vec<Case>) {
         for (f, form) in Form::ALL.iter().enumerate().filter(|(_, form)| form.is_of(call.0)) {
             let suits = factors.suits[c][f][w];
             let op = factors.ops.iter().position(|op| *op == Combine::Maps && suits).unwrap_or(0);
-            if !suits || (!factors.in_order(factors.ops[op], *call) && *form == Form::InPlace) {
+            if !suits || (!factors.ops[op].goes_by(None, *call) && *form == Form::InPlace) {
                 // (The bytes' second half chooses for itself; their first goes as the call says.)
                 let row = [c, f, w, 5, DType::I32 as usize, op, w % 3, 0, (c + w) % 3];
                 cases.push(Case { refused: true, ..factors.case(row, 1) });
@@ -242,7 +235,7 @@ fn rounds(factors: &Factors, add: &mut impl FnMut(Row)) {
         factors.worlds.iter().enumerate().filter(|(_, w)| w.n == 2 && w.link == "tcp" && !w.processes);
     for ((w, _), (c, call)) in pairs.flat_map(|pair| factors.calls.iter().enumerate().map(move |c| (pair, c)))
     {
-        let fits = |op: &Combine| op.supports(dtype) && op.fits(call.0) && factors.in_order(*op, *call);
+        let fits = |op: &Combine| op.supports(dtype) && op.fits(call.0) && op.goes_by(Some(dtype), *call);
         let Some(op) = factors.ops.iter().position(fits).filter(|_| call.0 != Kind::Barrier) else {
             continue;
         };
@@ -268,8 +261,8 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
                     continue;
                 }
                 let fits = |dtype: usize, op: usize| {
-                    let op = factors.ops[op];
-                    op.supports(DType::ALL[dtype]) && op.fits(*kind) && factors.in_order(op, (*kind, *algo))
+                    let (op, dtype) = (factors.ops[op], DType::ALL[dtype]);
+                    op.supports(dtype) && op.fits(*kind) && op.goes_by(Some(dtype), (*kind, *algo))
                 };
                 let ops = |dtype: usize| (0..factors.ops.len()).filter(move |op| fits(dtype, *op));
                 let mut rest = |dtype: usize, op: usize, at: usize| {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 #[cfg(feature = "testing")]
 use allstream::ReduceOp;
 use allstream::cuda::{Device, DevicePath, DeviceStream};
-use allstream::plan::{self, Shape, algorithms, keeps_rank_order};
+use allstream::plan::{self, Shape, algorithms};
 use allstream::{Algo, Call, Comm, DType, Kind};
 use futures::executor::block_on;
 use test_support::{everything, tell_cases};
@@ -117,10 +117,8 @@ impl Factors {
     }
 
     fn fits(&self, call: usize, dtype: usize, op: usize) -> bool {
-        let ((kind, algo), op) = (self.calls[call], self.ops[op]);
-        let in_order =
-            op != Combine::Maps || algo == Algo::Auto || !kind.reduces() || keeps_rank_order(kind, algo);
-        op.supports(DType::ALL[dtype]) && op.fits(kind) && in_order
+        let (call, op, dtype) = (self.calls[call], self.ops[op], DType::ALL[dtype]);
+        op.supports(dtype) && op.fits(call.0) && op.goes_by(Some(dtype), call)
     }
 
     /// Whether values go together, where not all are chosen yet.

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use allstream::cuda::{DeviceBuf, DeviceStream};
+use allstream::{Algo, ReduceOp, f16};
 
 use crate::support::{bound, calls, child, device, down, nothing_left, ranks, soon, up, values};
 
@@ -94,5 +95,30 @@ fn a_join_asks_for_nothing_that_earlier_ones_wait_for() {
             soon(comm.close()).unwrap();
         });
         nothing_left("all was dropped");
+    });
+}
+
+/// The sum of three of the largest numbers is none of `f16`, but their mean is, whatever is stored on the way.
+#[test]
+fn averages_of_f16_do_not_overflow_on_devices() {
+    child("rules::averages_of_f16_do_not_overflow_on_devices", TWO, || {
+        const LEN: usize = 3001;
+        ranks(3, |mut comm| {
+            let stream = bound(&mut comm, 2);
+            for algo in [Algo::Ring, Algo::RecursiveDoubling, Algo::HalvingDoubling, Algo::Direct] {
+                let of = |values: [f32; 3]| vec![f16::from_f32(values[comm.rank()]); LEN];
+                let (large, small) = (up(&stream, of([65504.0; 3])), up(&stream, of([3.0, 6.0, 12.0])));
+                let (input, output) = (up(&stream, of([65504.0; 3])), up(&stream, vec![f16::ONE; LEN]));
+                let large = down(soon(comm.algo(algo).op(ReduceOp::Avg).all_reduce(large)).unwrap());
+                assert!(large.iter().all(|x| x.to_f32() > 65000.0 && x.is_finite()), "{algo}: {}", large[0]);
+                let small = down(soon(comm.algo(algo).op(ReduceOp::Avg).all_reduce(small)).unwrap());
+                assert!(small == vec![f16::from_f32(7.0); LEN], "{algo}: {}", small[0]);
+                let call = comm.algo(algo).op(ReduceOp::Avg).all_reduce_into(input, output);
+                let (input, output) = soon(call).unwrap();
+                assert!(down(output) == large && down(input) == vec![f16::MAX; LEN], "{algo}");
+            }
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all ranks have ended");
     });
 }

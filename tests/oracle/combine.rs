@@ -1,6 +1,7 @@
 //! How values are combined, and what must come of it.
 
-use allstream::{Call, DType, Function, Kind, ReduceOp};
+use allstream::plan::{deterministic, keeps_rank_order};
+use allstream::{Algo, Call, DType, Function, Kind, ReduceOp};
 
 use crate::values::{Value, mix};
 
@@ -41,6 +42,18 @@ impl Combine {
     /// Whether it is defined in a collective.
     pub fn fits(self, kind: Kind) -> bool {
         !matches!((self, kind), (Combine::Op(ReduceOp::Avg), Kind::Scan | Kind::ExScan))
+    }
+
+    /// Whether it goes by an algorithm that is named, on a type if that is known: functions that do not commute want the order of ranks, and
+    /// averages of 8-bit floats are added in one step.
+    pub fn goes_by(self, dtype: Option<DType>, (kind, algo): (Kind, Algo)) -> bool {
+        let eights = matches!(dtype, Some(DType::F8E4M3 | DType::F8E5M2));
+        match self {
+            _ if algo == Algo::Auto || !kind.reduces() || kind == Kind::Barrier => true,
+            Combine::Maps => keeps_rank_order(kind, algo),
+            Combine::Op(ReduceOp::Avg) if eights => deterministic(kind, algo),
+            _ => true,
+        }
     }
 
     pub fn name(self) -> &'static str {

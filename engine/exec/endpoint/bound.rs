@@ -121,9 +121,10 @@ impl Binding {
     /// the operation ([`DeviceOp::join`]). So it is had before anything waits for this operation, by a thread that holds nothing.
     pub(crate) fn get_ready(&self, operation: &mut Operation) -> Result<(), Error> {
         let &Reduction::Op(op) = &operation.reduction else { return Ok(()) };
-        let (stream, scaled) = (&self.ours.stream, operation.scale.is_some());
+        let stream = &self.ours.stream;
         let mut most = 0;
         for part in operation.parts.all() {
+            let scaled = part.factor(operation.scale, &operation.reduction).is_some();
             let combines = part.program.plan.steps.iter().any(Step::combines);
             let kinds = [
                 Some(Kind::Copy),

@@ -252,7 +252,7 @@ fn compute_entry(all: &[WholeCall], pieces: &[Piece]) {
         let ins: Vec<*const u8> = inputs[ranks].iter().map(|input| input[from..].as_ptr()).collect();
         // SAFETY: each has a block from there on, and `out` is one.
         unsafe {
-            kernels::reduce(dtype, op, &ins, &[out.as_mut_ptr()], pieces[0].count, Some(n as u32));
+            kernels::reduce(dtype, op, &ins, &[out.as_mut_ptr()], pieces[0].count, Some((n as u32).into()));
         }
         out
     };

@@ -7,7 +7,7 @@ use super::convert::{
     E4M3_LAST, bf16_to_f32, e4m3_to_f32, e5m2_to_f32, f16_to_f32, f32_to_bf16, f32_to_e4m3, f32_to_e5m2,
     f32_to_f16,
 };
-use crate::{f8e4m3, f8e5m2};
+use crate::{Finish, f8e4m3, f8e5m2};
 
 /// A stored type and the type it is computed in.
 ///
@@ -17,8 +17,8 @@ pub(super) trait Lane: Copy {
     fn widen(self) -> Self::Acc;
     /// To the stored form of a result, with NaN made canonical.
     fn narrow(acc: Self::Acc) -> Self;
-    /// What finishing an average over `n > 1` ranks does.
-    fn divide(acc: Self::Acc, n: u32) -> Self::Acc;
+    /// What finishing an average over more than one rank does.
+    fn divide(acc: Self::Acc, by: Finish) -> Self::Acc;
 }
 
 /// A float, which [`scale`](crate::scale) multiplies.
@@ -40,8 +40,8 @@ macro_rules! integer_lanes {
                 acc
             }
             #[inline(always)]
-            fn divide(acc: $t, n: u32) -> $t {
-                (acc as $wide / n as $wide) as $t
+            fn divide(acc: $t, by: Finish) -> $t {
+                (acc as $wide / by.ranks as $wide) as $t
             }
         }
     )*};
@@ -68,8 +68,8 @@ macro_rules! float_lanes {
                 $narrow(if acc.is_nan() { $acc::CANONICAL } else { acc })
             }
             #[inline(always)]
-            fn divide(acc: $acc, n: u32) -> $acc {
-                acc / n as $acc
+            fn divide(acc: $acc, by: Finish) -> $acc {
+                acc / (by.ranks as $acc * $acc::from(by.power()))
             }
         }
 
@@ -126,7 +126,7 @@ impl Lane for Truth {
         Truth(acc)
     }
     #[inline(always)]
-    fn divide(acc: u8, _: u32) -> u8 {
+    fn divide(acc: u8, _: Finish) -> u8 {
         acc
     }
 }

@@ -14,7 +14,7 @@ mod tests;
 
 use std::ptr;
 
-use crate::{DType, ReduceOp};
+use crate::{DType, Finish, ReduceOp};
 
 pub use narrow::{compress, expand};
 pub use stream::{copy_streaming, reduce_streaming};
@@ -37,7 +37,7 @@ pub unsafe fn reduce(
     ins: &[*const u8],
     outs: &[*mut u8],
     len: usize,
-    finish: Option<u32>,
+    finish: Option<Finish>,
 ) {
     // SAFETY: `level` names what this CPU has; the rest is as the caller vouches.
     unsafe { reduce_at(simd::level(), dtype, op, ins, outs, len, finish) }
@@ -55,7 +55,7 @@ unsafe fn reduce_at(
     ins: &[*const u8],
     outs: &[*mut u8],
     len: usize,
-    finish: Option<u32>,
+    finish: Option<Finish>,
 ) {
     if !valid(dtype, op, ins, outs, finish) || len == 0 {
         return;
@@ -131,9 +131,9 @@ fn scalable(dtype: DType) -> bool {
 }
 
 /// Whether the call means anything; the caller's mistake if not.
-fn valid(dtype: DType, op: ReduceOp, ins: &[*const u8], outs: &[*mut u8], finish: Option<u32>) -> bool {
+fn valid(dtype: DType, op: ReduceOp, ins: &[*const u8], outs: &[*mut u8], finish: Option<Finish>) -> bool {
     let supported = op.supports(dtype);
-    let divides = op != ReduceOp::Avg || finish != Some(0);
+    let divides = op != ReduceOp::Avg || finish.is_none_or(|finish| finish.ranks > 0);
     debug_assert!(supported, "{op} is not defined on {dtype}");
     debug_assert!(!ins.is_empty(), "nothing to reduce");
     debug_assert!(!outs.is_empty(), "nowhere to put the result");
@@ -142,6 +142,6 @@ fn valid(dtype: DType, op: ReduceOp, ins: &[*const u8], outs: &[*mut u8], finish
 }
 
 /// What to divide by, if that changes anything.
-fn divisor(op: ReduceOp, finish: Option<u32>) -> Option<u32> {
-    finish.filter(|&n| op == ReduceOp::Avg && n > 1)
+fn divisor(op: ReduceOp, finish: Option<Finish>) -> Option<Finish> {
+    finish.filter(|finish| op == ReduceOp::Avg && finish.ranks > 1)
 }

@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 
 use super::{divisor, scalable, valid};
-use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
+use crate::{DType, Finish, ReduceOp, f8e4m3, f8e5m2};
 
 /// What [`crate::reduce`] does, slowly.
 ///
@@ -17,7 +17,7 @@ pub unsafe fn reduce(
     ins: &[*const u8],
     outs: &[*mut u8],
     len: usize,
-    finish: Option<u32>,
+    finish: Option<Finish>,
 ) {
     if !valid(dtype, op, ins, outs, finish) {
         return;
@@ -44,7 +44,7 @@ pub unsafe fn reduce(
                         ReduceOp::BitXor => x.reduce(|a, b| a ^ b),
                     }
                     .unwrap_or_default();
-                    n.map_or(folded, |n| (<$wide>::from(folded) / <$wide>::from(n)) as $t)
+                    n.map_or(folded, |n| (<$wide>::from(folded) / <$wide>::from(n.ranks)) as $t)
                 })
             }
         };
@@ -63,7 +63,10 @@ pub unsafe fn reduce(
                         _ => x.reduce(|a, b| a + b),
                     }
                     .unwrap_or_default();
-                    let result: $t = $narrow(n.map_or(folded, |n| folded / n as $acc));
+                    let result: $t =
+                        $narrow(n.map_or(folded, |n| {
+                            folded / (n.ranks as $acc * $acc::powi(0.5, n.halved.into()))
+                        }));
                     // After narrowing: out of the range of E4M3 is NaN too.
                     if result.is_nan() { <$t>::from_bits($nan) } else { result }
                 })

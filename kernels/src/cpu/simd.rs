@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use half::{bf16, f16};
 
 use super::lane::{And, Fold, Lane, Max, Min, Or, Prod, Scaled, Sum, Truth, Xor};
-use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
+use crate::{DType, Finish, ReduceOp, f8e4m3, f8e5m2};
 
 /// One checked call: at least one input and one output.
 pub(super) struct Job<'a> {
@@ -19,8 +19,8 @@ pub(super) struct Job<'a> {
     pub start: usize,
     /// Elements in each buffer, with those before `start`.
     pub len: usize,
-    /// What to divide the folded value by; above 1.
-    pub divisor: Option<u32>,
+    /// What to divide the folded value by, of more than one rank.
+    pub divisor: Option<Finish>,
 }
 
 /// The instruction sets that kernels are compiled for.

@@ -68,7 +68,7 @@ unsafe fn run_of<const TYPE: u8>(op: ReduceOp, job: &Job<'_>) -> usize {
 /// As [`run`].
 #[target_feature(enable = "avx2,f16c")]
 unsafe fn chunks<const TYPE: u8, const OP: u8>(job: &Job<'_>) -> usize {
-    let divisor = job.divisor.map(|n| _mm256_set1_ps(n as f32));
+    let divisor = job.divisor.map(|by| _mm256_set1_ps(by.ranks as f32 * by.power()));
     let (first, rest) = (job.ins[0], &job.ins[1..]);
     let mut at = job.start;
     while at + CHUNK <= job.len {

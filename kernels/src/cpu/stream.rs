@@ -5,7 +5,7 @@
 //! 6.7 with these stores; copying 2 MB so: 18.7, and 10.2.
 
 use super::{copy, reduce, valid};
-use crate::{DType, ReduceOp};
+use crate::{DType, Finish, ReduceOp};
 
 /// Bytes that are folded in L1 before they are stored.
 const BLOCK: usize = 4 << 10;
@@ -38,7 +38,7 @@ pub unsafe fn reduce_streaming(
     outs: &[*mut u8],
     streamed: &[*mut u8],
     len: usize,
-    finish: Option<u32>,
+    finish: Option<Finish>,
 ) {
     if !valid(dtype, op, ins, if outs.is_empty() { streamed } else { outs }, finish) {
         return;

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 
 use super::simd::Level;
 use super::{copy, copy_streaming, reduce_at, reduce_streaming, scalar, scale_at};
-use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
+use crate::{DType, Finish, ReduceOp, f8e4m3, f8e5m2};
 
 const COUNTS: [usize; 5] = [1, 2, 3, 4, 8];
 const LENGTHS: [usize; 17] = [0, 1, 3, 7, 8, 15, 16, 17, 31, 63, 64, 65, 511, 512, 513, 1025, 4099];
@@ -49,7 +49,7 @@ impl Buffer {
 struct Case {
     dtype: DType,
     op: ReduceOp,
-    finish: Option<u32>,
+    finish: Option<Finish>,
     len: usize,
     ins: Vec<Vec<u8>>,
 }
@@ -67,7 +67,9 @@ impl Case {
     fn new(rng: &mut Rng, dtype: DType, op: ReduceOp, count: usize, len: usize) -> Case {
         let ins = (0..count).map(|_| (0..len).flat_map(|_| rng.element(dtype)).collect());
         let ins = ins.collect();
+        let halved = if dtype.is_float() { rng.below(10) as u8 } else { 0 };
         let finish = [None, Some(count as u32), Some(7), Some(300)][rng.below(4)];
+        let finish = finish.map(|ranks| Finish { ranks, halved });
         Case { dtype, op, finish, len, ins }
     }
 
@@ -321,7 +323,7 @@ fn every_half_agrees() {
             let other = other.to_le_bytes().repeat(1 << 16);
             for op in [ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max, ReduceOp::Avg] {
                 let ins = vec![all.clone(), other.clone()];
-                let case = Case { dtype, op, finish: Some(3), len: 1 << 16, ins };
+                let case = Case { dtype, op, finish: Some(3.into()), len: 1 << 16, ins };
                 let expected = case.expected();
                 for level in Level::available() {
                     case.check(level, place, &expected);
@@ -338,7 +340,7 @@ fn every_pair_of_eights_agrees() {
     let b: Vec<u8> = (0..256).flat_map(|_| 0..=u8::MAX).collect();
     let place = Place { shift: (0, 0), outs: 1, in_place: None };
     for dtype in [DType::F8E4M3, DType::F8E5M2] {
-        let sum = [(ReduceOp::Sum, None), (ReduceOp::Avg, Some(2)), (ReduceOp::Avg, Some(3))];
+        let sum = [(ReduceOp::Sum, None), (ReduceOp::Avg, Some(2.into())), (ReduceOp::Avg, Some(3.into()))];
         let rest = [ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max].map(|op| (op, None));
         for (op, finish) in sum.into_iter().chain(rest) {
             let case = Case { dtype, op, finish, len: 1 << 16, ins: vec![a.clone(), b.clone()] };
@@ -434,7 +436,13 @@ fn any_case() -> impl Strategy<Value = Case> {
         let ins = prop::collection::vec(input, count);
         (Just((dtype, op, len)), ins, prop::option::of(1u32..))
     });
-    shape.prop_map(|((dtype, op, len), ins, finish)| Case { dtype, op, finish, len, ins })
+    shape.prop_map(|((dtype, op, len), ins, finish)| Case {
+        dtype,
+        op,
+        finish: finish.map(Finish::from),
+        len,
+        ins,
+    })
 }
 
 proptest! {

@@ -13,7 +13,7 @@ mod tests;
 
 pub use params::{Combine, Copy, MAX_INS, MAX_OUTS, Pack, Params, Scale, Segment, Span};
 
-use crate::{DType, ReduceOp};
+use crate::{DType, Finish, ReduceOp};
 
 /// Bytes at an address at which a driver may read words.
 #[repr(C, align(64))]
@@ -274,7 +274,7 @@ fn outputs(outs: &[u64]) -> Option<[u64; MAX_OUTS]> {
 /// one of `outs`, with at most `ctas` blocks.
 ///
 /// `None` for what no launch can do: an operator that does not [support](ReduceOp::supports) the type, an average over
-/// no ranks, no inputs or more than [`MAX_INS`], no outputs or more than [`MAX_OUTS`].
+/// no ranks, of `f16` over 2^24 or more, of halved operands of another type, no inputs or more than [`MAX_INS`], no outputs or more than [`MAX_OUTS`].
 ///
 /// One input is copied, but for an average that is divided. The copy leaves out an output that is the input; if that is
 /// the only one, there is nothing to launch.
@@ -284,13 +284,16 @@ pub fn reduce(
     ins: &[u64],
     outs: &[u64],
     len: u64,
-    finish: Option<u32>,
+    finish: Option<Finish>,
     ctas: u32,
 ) -> Option<Launch> {
-    if !op.supports(dtype) || op == ReduceOp::Avg && finish == Some(0) {
+    if !op.supports(dtype) || op == ReduceOp::Avg && finish.is_some_and(|finish| finish.ranks == 0) {
         return None;
     }
-    let divisor = finish.filter(|&n| op == ReduceOp::Avg && n > 1).unwrap_or(1);
+    let divisor = match finish.filter(|finish| op == ReduceOp::Avg && finish.ranks > 1) {
+        Some(finish) => divisor(dtype, finish)?,
+        None => 1,
+    };
     if let ([input], 1) = (ins, divisor) {
         return copy(dtype, *input, outs, len, ctas);
     }
@@ -309,6 +312,15 @@ pub fn reduce(
     let span = span(&kernel, dtype, len, ins, outs);
     let arguments = Arguments::Many(Combine { span, n_ins, divisor, outs: all, ins: many });
     Some(elementwise(kernel, arguments, span, ctas))
+}
+
+/// The field [`Combine::divisor`] of an average over more than one rank.
+fn divisor(dtype: DType, Finish { ranks, halved }: Finish) -> Option<u32> {
+    match dtype {
+        DType::F16 if ranks < 1 << 24 && halved <= 126 => Some((127 - u32::from(halved)) << 24 | ranks),
+        _ if halved == 0 && dtype != DType::F16 => Some(ranks),
+        _ => None,
+    }
 }
 
 /// What [`crate::scale`] does, on device addresses: multiplies every element, and writes the product to every one of

@@ -57,7 +57,9 @@ pub struct Combine<const INS: usize> {
     /// Offset 32. How many inputs there are, from 2 (or 1, for an average that is divided) to `INS`. `combine2_*` take
     /// 2.
     pub n_ins: u32,
-    /// Offset 36. What a sum is divided by when it is complete, if above 1. Other operators ignore it.
+    /// Offset 36. What a sum is divided by when it is complete, if above 1. Other operators ignore it. Of `f16` the lower 24 bits are the number
+    /// of ranks, and the upper 8 the exponent, as in an `f32`, of the power of two that operands were multiplied by: the sum is divided by
+    /// the product of both.
     pub divisor: u32,
     /// Offset 40. Device addresses; those from `n_outs` on are not looked at.
     pub outs: [u64; MAX_OUTS],

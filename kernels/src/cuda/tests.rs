@@ -110,8 +110,8 @@ fn spans_see_how_addresses_lie() {
 #[test]
 fn reductions_become_launches() {
     let name = |launch: Option<Launch>| launch.map(|l| (l.kernel.name(), l.blocks));
-    let reduce = |dtype, op, ins: &[u64], outs: &[u64], len, finish| {
-        name(reduce(dtype, op, ins, outs, len, finish, 8))
+    let reduce = |dtype, op, ins: &[u64], outs: &[u64], len, finish: Option<u32>| {
+        name(reduce(dtype, op, ins, outs, len, finish.map(Finish::from), 8))
     };
     let named = |text: &str, blocks| Some((text.to_string(), blocks));
     let (a, b, c) = (4096, 8192, 12288);

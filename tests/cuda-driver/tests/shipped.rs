@@ -14,7 +14,7 @@ mod values;
 use std::time::Instant;
 
 use allstream_kernels::cuda::{self, Direction, MAX_INS, MAX_OUTS, Module, Packed, Segment};
-use allstream_kernels::{DType, ReduceOp, scalar};
+use allstream_kernels::{DType, Finish, ReduceOp, scalar};
 use device::{Buffer, Device, Lie, Mistake, copies};
 use support::*;
 use values::Random;
@@ -104,7 +104,10 @@ fn reduce(
     let (ins, outs, count) = shape.places(random);
     let len = length(random, count);
     let any = random.bits() as u32 | 1;
-    let finish = random.pick(&[None, Some(1 + any % 9), Some(any)]);
+    let ranks = if dtype == DType::F16 { any >> 8 } else { any };
+    let halved = if dtype == DType::F16 { (random.below(20)) as u8 } else { 0 };
+    let finish =
+        random.pick(&[None, Some(1 + any % 9), Some(ranks.max(1))]).map(|ranks| Finish { ranks, halved });
     let buffers: Vec<Buffer> = (0..count).map(|_| Buffer::new(random, dtype, len, lie)).collect();
     let (expected, at) = copies(&buffers);
     let sources: Vec<*const u8> = ins.iter().map(|&index| at[index].cast_const()).collect();

@@ -3,6 +3,7 @@
 //! Every test runs under a watchdog: one that hangs fails by name. Random tests print their seeds.
 
 mod arena;
+mod averages;
 mod bits;
 mod bounded;
 mod detached;

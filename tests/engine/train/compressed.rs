@@ -40,6 +40,25 @@ fn gradients_are_rounded_and_what_rounding_takes_comes_in_the_next_step() {
     }
 }
 
+/// Five ranks over TCP add small buckets two by two: sums on the way are stored in the type that is sent.
+#[test]
+fn averages_do_not_overflow_in_what_is_sent() {
+    each(5, "tcp", |_, comm| {
+        let shared = comm.share();
+        let layout = [Param::of::<f32>(300), Param::of::<f16>(300)];
+        let options = Options::default().compress(DType::F16);
+        let mut buckets = block_on(Buckets::<AnyBuf>::with(&shared, &layout, options)).unwrap();
+        assert!(buckets.push(0, AnyBuf::new(vec![60_000f32; 300])).unwrap().is_none());
+        assert!(buckets.push(1, AnyBuf::new(vec![f16::MAX; 300])).unwrap().is_none());
+        let back: Vec<AnyBuf> = block_on(buckets.finish()).unwrap().collect();
+        let compressed = back[0].as_slice::<f32>().unwrap();
+        assert!(compressed.iter().all(|x| (x - 60_000.0).abs() < 100.0), "{}", compressed[0]);
+        let own = back[1].as_slice::<f16>().unwrap();
+        assert!(own.iter().all(|x| x.is_finite() && x.to_f32() > 65_000.0), "{}", own[0]);
+        block_on(buckets.close()).unwrap();
+    });
+}
+
 /// Bytes of the operations that reduced gradients, as the flight recorder has them.
 fn bytes(shared: &SharedComm, options: Options, rank: usize) -> u64 {
     let mut buckets = block_on(Buckets::with(shared, &layout(), options)).unwrap();
