@@ -32,7 +32,9 @@ use self::records::Entry;
 use self::wholes::Wholes;
 use super::links::{CommLinks, ProcessRanks, Topology, block_bytes};
 use crate::error::{Error, Lost};
-use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, Runtime};
+use crate::exec::{
+    Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, QUEUE_LIMIT, Runtime,
+};
 use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Mesh, host};
@@ -46,8 +48,6 @@ use crate::trace::log::LOG;
 use crate::trace::{ClockDifference, file_of};
 use crate::types::{Algo, Map, Rank, Signature};
 
-/// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
-const QUEUE_LIMIT: usize = 1024;
 /// From this part of the last caches on, what the ranks of a host write in a copy out of place goes past them: then it is not there
 /// when it is read again anyway. In place, where no input is in them too, from twice as much on. On 2 cores with 32 MB
 /// (`allstream perf -N 2`, ordinary stores are 1), out of place: 4 MB all_gather 0.72, broadcast 0.64, all_to_all 0.62, all_reduce
@@ -330,7 +330,10 @@ impl World {
             control: self.clone(),
             runtime: self.runtime.clone(),
             timeout: self.defaults.timeout,
+            #[cfg(not(any(test, feature = "testing")))]
             queue_limit: QUEUE_LIMIT,
+            #[cfg(any(test, feature = "testing"))]
+            queue_limit: crate::testing::queue_limit().unwrap_or(QUEUE_LIMIT),
             deterministic: self.defaults.deterministic,
         };
         let endpoint = match runs {
