@@ -32,7 +32,7 @@ async fn abort_one(world: &mut Comm) {
     let later = doomed.all_reduce(vec![1u8]).await.unwrap_err();
     assert!(is_abort(&later.error) && later.buf.is_some(), "{}", later.error);
     assert!(is_abort(&doomed.check().unwrap_err()));
-    assert!(is_abort(&doomed.close().await.unwrap_err()));
+    doomed.close().await.expect("calls have returned the failure: to close is none");
     for comm in [&mut sibling, &mut nephew, world] {
         assert_eq!(comm.all_reduce(vec![1i32; 1000]).await.unwrap(), vec![SIZE as i32; 1000]);
     }
