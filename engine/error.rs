@@ -139,9 +139,10 @@ pub enum Error {
         #[serde(skip)]
         members: Members,
     },
-    /// More operations wait to be started than the communicator's limit.
+    /// As many calls of this rank's are unfinished as it keeps account of: 1,048,576 operations of a communicator, 64 agreements. The call
+    /// took no number: made again when some have finished, it takes the place in the order of calls that it would have had.
     #[error(
-        "{call}: {limit} operations of this communicator are queued or running already; await some of them first"
+        "{call}: {limit} calls of this rank's on this communicator are unfinished, as many as are kept; await some of them, then make this one again"
     )]
     QueueFull {
         /// The call.

@@ -84,6 +84,22 @@ pub(crate) fn mutated(
     (steps, loans)
 }
 
+thread_local! {
+    static QUEUE_LIMIT: Cell<Option<usize>> = const { Cell::new(None) };
+}
+
+/// What this thread makes with `make` takes so many operations at a time, and no more.
+pub fn with_queue_limit<R>(limit: usize, make: impl FnOnce() -> R) -> R {
+    QUEUE_LIMIT.set(Some(limit));
+    let made = make();
+    QUEUE_LIMIT.set(None);
+    made
+}
+
+pub(crate) fn queue_limit() -> Option<usize> {
+    QUEUE_LIMIT.get()
+}
+
 static FOLDED_SMALL: AtomicBool = AtomicBool::new(false);
 
 /// From now on, of all_reduces in memory that all ranks touch, every other one is folded at once, however small, and the

@@ -489,7 +489,7 @@ impl<'a> Call<'a> {
 pub(super) fn submitted(endpoint: &Arc<Endpoint>, outcome: Result<Key, (Error, ErasedBufs)>) -> Submitted {
     match outcome {
         Ok(key) => Submitted::running(endpoint.clone(), key),
-        Err((error, held)) => Submitted::refused(error, held),
+        Err((error, held)) => Submitted::refused_by(endpoint, error, held),
     }
 }
 

@@ -236,7 +236,9 @@ on_both! {
     /// Ends this communicator on all ranks: operations in flight and later calls fail with
     /// [`Error::Aborted`]. Its siblings stay.
     pub fn abort(&self, reason: impl Into<String>) {
-        self.handle().endpoint.fail(Error::aborted(self.rank(), reason));
+        let endpoint = &self.handle().endpoint;
+        endpoint.fail(Error::aborted(self.rank(), reason));
+        endpoint.tell();
     }
 
     /// A zeroed buffer of `len` elements in memory that the other ranks of this host read where it lies: a

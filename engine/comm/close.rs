@@ -20,8 +20,11 @@ on_both! {
     /// or leave too; checks that all made the same calls, also where none waited for another, and that every message that came here
     /// was received; says goodbye. What else holds the communicator, on this rank ([`Comm::share`](super::Comm::share)), is closed with it.
     ///
+    /// A communicator that has died is closed as any other: what a call has returned already, here or of a lost rank on another communicator, is no
+    /// error again. The other ranks are told of a loss whether it is one or not.
+    ///
     /// # Errors
-    /// The cause for which the communicator is dead; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
+    /// The cause for which the communicator is dead, if no call has returned it; [`Error::Mismatch`] or [`Error::Invalid`] for an operation that
     /// ranks do not agree on; [`Error::Invalid`] that names messages which were sent to this rank and which it did not receive.
     pub async fn close(self) -> Result<(), Error> {
         close(self.0).await
@@ -46,7 +49,7 @@ async fn close(handle: Arc<Handle>) -> Result<(), Error> {
     if let Some(error) = endpoint.leftover() {
         endpoint.fail(error);
     }
-    let result = endpoint.died_of().map_or(Ok(()), Err);
+    let result = endpoint.died_untold().map_or(Ok(()), Err);
     let membership = handle.membership.clone();
     drop(handle);
     if let (Some(mesh), 1) = (&membership.mesh, Arc::strong_count(&membership)) {

@@ -369,7 +369,12 @@ impl Node {
     }
 
     fn fail(&self, error: &Error) {
-        self.comms.iter().for_each(|comm| comm.handle().endpoint.fail(error.clone()));
+        for comm in &self.comms {
+            let endpoint = &comm.handle().endpoint;
+            endpoint.fail(error.clone());
+            // The caller knows.
+            endpoint.tell();
+        }
     }
 
     /// What each device holds for communication right now.

@@ -1,7 +1,7 @@
 //! Communicators made from a communicator: `split`, `dup`, `subset`.
 
 use super::made_together::made_together;
-use super::world::ROW;
+use super::world::{Proposal, ROW};
 use super::{Call, Comm, SharedComm};
 use crate::error::Error;
 use crate::group::message::CommId;
@@ -9,6 +9,9 @@ use crate::types::{Rank, mix};
 
 /// The key of the collectives by which ranks make something together, so that no call of a user's on the same handle is taken for one.
 const MAKING: u64 = 0x6d61_6b69_6e67_0001;
+
+/// The row of a rank that has no room for the rings of its new group.
+const NO_ROOM: [u64; ROW] = [u64::MAX; ROW];
 
 made_together! {
     /// A second communicator of the same ranks, independent of this one. Collective: all ranks call it, and where they make several, all in
@@ -19,7 +22,7 @@ made_together! {
     /// its caller's comes between its own.
     ///
     /// # Errors
-    /// As a collective.
+    /// As of [`split`](Self::split).
     async fn dup [] () -> Result<Comm, Error> = |comm| comm.made_by_color(0, comm.rank() as i64);
 
     /// Communicators of the ranks that give the same `color`, ordered by `key`, then by rank. Collective: all ranks of
@@ -32,8 +35,8 @@ made_together! {
     /// done: ranks on which the two come in different orders get an error.
     ///
     /// # Errors
-    /// As a collective. [`Error::System`] when this rank has no memory for the rings of another group, which is then
-    /// the end of this communicator on all ranks.
+    /// As a collective. [`Error::System`] on all ranks when one of them has no memory for the rings of another group: none is made, this
+    /// communicator stays as it is, and there is room again when others were dropped or closed.
     async fn split [] (color: u64, key: i64) -> Result<Comm, Error> = |comm| comm.made_by_color(color, key);
 
     /// [`split`](Self::split), where a rank without a color takes part in the call and gets no communicator.
@@ -127,27 +130,35 @@ impl SharedComm {
             *children
         };
         let id = CommId(child_id(parent.config.comm, child, color));
-        let mut proposal = None;
-        if !mates.is_empty() {
+        let mut proposal = if mates.is_empty() {
+            Ok(None)
+        } else {
             let members = mates.iter().map(|r| parent.config.members[*r]).collect();
-            proposal = match world.propose(id, members).await {
-                Ok(proposal) => Some(proposal),
-                Err(error) => {
-                    // The others would wait for this rank's answer.
-                    parent.fail(error.clone());
-                    return Err(error);
-                }
-            };
-        }
+            world.propose(id, members).await.map(Some)
+        };
         // Dead already: nobody hears of what was proposed.
         self.check()?;
-        let row = proposal.as_mut().map_or([0; ROW], |p| p.row());
+        let row = match &mut proposal {
+            Ok(Some(proposal)) => proposal.row(),
+            Ok(None) => [0; ROW],
+            Err(_) => NO_ROOM,
+        };
         let rows = self.step().all_gather(row.to_vec()).await?;
-        let Some(proposal) = proposal else { return Ok(None) };
         let rows: Vec<[u64; ROW]> = rows.chunks_exact(ROW).filter_map(|row| row.try_into().ok()).collect();
         if rows.len() != n {
             return Err(Error::system("split", "not every rank has answered (a bug)"));
         }
+        let proposal = proposal?;
+        if let Some(without) = rows.iter().position(|row| *row == NO_ROOM) {
+            // All ranks know it now, those of other colors, too: none has made anything, and nobody has used what was proposed.
+            proposal.into_iter().for_each(Proposal::withdraw);
+            let problem = format!(
+                "{} has no room for the rings of another group; drop those that are not needed, on all their members",
+                parent.config.named().rank(without)
+            );
+            return Err(Error::system("make a communicator", problem));
+        }
+        let Some(proposal) = proposal else { return Ok(None) };
         let rows: Vec<_> = mates.iter().map(|r| rows[*r]).collect();
         let name = format!("{}/{child}.{color}", parent.config.name);
         let (endpoint, rings) = proposal.accept(name, &rows)?;

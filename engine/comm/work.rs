@@ -35,8 +35,8 @@ enum State {
         /// How often the caller has polled it.
         polls: u32,
     },
-    /// Nothing was submitted: why, and the buffers.
-    Refused(Box<(Error, ErasedBufs)>),
+    /// Nothing was submitted: why, and the buffers; and by whom, where that is a communicator which has died.
+    Refused(Box<(Error, ErasedBufs, Option<Arc<Endpoint>>)>),
     /// Its result was taken, or somebody else has it.
     Taken,
 }
@@ -48,7 +48,14 @@ impl Submitted {
 
     #[cold]
     pub(super) fn refused(error: Error, held: ErasedBufs) -> Submitted {
-        Submitted(State::Refused(Box::new((error, held))))
+        Submitted(State::Refused(Box::new((error, held, None))))
+    }
+
+    /// The same, by the communicator, which may have died.
+    #[cold]
+    pub(super) fn refused_by(endpoint: &Arc<Endpoint>, error: Error, held: ErasedBufs) -> Submitted {
+        let dead = endpoint.cause().map(|_| endpoint.clone());
+        Submitted(State::Refused(Box::new((error, held, dead))))
     }
 
     /// Of what somebody else has, or is not submitted yet.
@@ -72,7 +79,11 @@ impl Submitted {
     /// What it came to, if there is nothing to wait for: it was refused, or taken before.
     fn ended(&mut self) -> Option<Ended> {
         match std::mem::replace(&mut self.0, State::Taken) {
-            State::Refused(refusal) => Some((Err(Box::new(refusal.0)), Some(refusal.1))),
+            State::Refused(refusal) => {
+                let (error, held, dead) = *refusal;
+                dead.inspect(|endpoint| _ = endpoint.tell());
+                Some((Err(Box::new(error)), Some(held)))
+            }
             State::Taken => Some((Err(Box::new(taken())), None)),
             running => {
                 self.0 = running;
@@ -199,7 +210,10 @@ impl<O, F> Work<O, F> {
     /// Why nothing was submitted, where the call was refused: waiting for it, or awaiting it, gives this error and the buffers.
     pub fn refused(&self) -> Option<&Error> {
         match &self.submitted.0 {
-            State::Refused(refusal) => Some(&refusal.0),
+            State::Refused(refusal) => {
+                refusal.2.as_ref().inspect(|endpoint| _ = endpoint.tell());
+                Some(&refusal.0)
+            }
             _ => None,
         }
     }

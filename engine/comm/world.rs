@@ -27,12 +27,14 @@ pub(super) use self::meetings::Meeting;
 use self::meetings::Meetings;
 use self::pool::Pool;
 pub use self::pool::PoolStats;
-pub(super) use self::pool::ROW;
+pub(super) use self::pool::{Proposal, ROW};
 use self::records::Entry;
 use self::wholes::Wholes;
 use super::links::{CommLinks, ProcessRanks, Topology, block_bytes};
 use crate::error::{Error, Lost};
-use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, Runtime};
+use crate::exec::{
+    Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, QUEUE_LIMIT, Runtime,
+};
 use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
 use crate::group::{Events, Mesh, host};
@@ -46,8 +48,6 @@ use crate::trace::log::LOG;
 use crate::trace::{ClockDifference, file_of};
 use crate::types::{Algo, Map, Rank, Signature};
 
-/// Operations that may be queued or in flight on a communicator, unless it is told otherwise.
-const QUEUE_LIMIT: usize = 1024;
 /// From this part of the last caches on, what the ranks of a host write in a copy out of place goes past them: then it is not there
 /// when it is read again anyway. In place, where no input is in them too, from twice as much on. On 2 cores with 32 MB
 /// (`allstream perf -N 2`, ordinary stores are 1), out of place: 4 MB all_gather 0.72, broadcast 0.64, all_to_all 0.62, all_reduce
@@ -184,6 +184,8 @@ pub(crate) struct World {
     pub(crate) defaults: Defaults,
     comms: Mutex<Map<CommId, Weak<Endpoint>>>,
     departed: Mutex<Departed>,
+    /// Lost ranks that a call of the user's has named, on any communicator.
+    told: Mutex<Vec<Rank>>,
     /// Where the flight recorder is written.
     record: Option<Arc<Path>>,
     /// How this host's clock differs from rank 0's, where that is another host.
@@ -260,6 +262,7 @@ impl World {
             defaults,
             comms: Mutex::default(),
             departed: Mutex::default(),
+            told: Mutex::default(),
             record: file_of(&world_name(&id), rank).map(Arc::from),
             clock: Mutex::default(),
             dead: Mutex::default(),
@@ -330,7 +333,10 @@ impl World {
             control: self.clone(),
             runtime: self.runtime.clone(),
             timeout: self.defaults.timeout,
+            #[cfg(not(any(test, feature = "testing")))]
             queue_limit: QUEUE_LIMIT,
+            #[cfg(any(test, feature = "testing"))]
+            queue_limit: crate::testing::queue_limit().unwrap_or(QUEUE_LIMIT),
             deterministic: self.defaults.deterministic,
         };
         let endpoint = match runs {
@@ -438,13 +444,7 @@ impl World {
     fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
         let first = self.departed.lock().first_among(&endpoint.config.members, known);
         let Some((rank, how)) = first.filter(|_| endpoint.dying_of().is_none()) else { return };
-        let cause = Error::lost(rank, how);
-        // Told before anyone here wakes: should this process end because of it, the others know the root cause first.
-        self.tell_members(
-            endpoint,
-            &Message::Abort { comm: CommId(endpoint.config.comm), cause: cause.clone() },
-        );
-        endpoint.poison(cause);
+        endpoint.poison(Error::lost(rank, how));
     }
 
     /// This rank leaves: says so to ranks of the same process (a mesh says its own goodbye).
@@ -474,6 +474,17 @@ impl Control for World {
 
     fn dies(self: Arc<Self>, endpoint: &Endpoint, cause: &Error) {
         self.record(endpoint, cause);
+    }
+
+    fn told(&self, endpoint: &Endpoint, cause: &Error) -> bool {
+        let Error::PeerLost { rank, .. } = cause else { return false };
+        let Some(&lost) = endpoint.config.members.get(*rank) else { return false };
+        let mut told = self.told.lock();
+        let known = told.contains(&lost);
+        if !known {
+            told.push(lost);
+        }
+        known
     }
 
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break) {
@@ -526,7 +537,16 @@ impl Events for World {
         let Some(endpoint) = self.find(comm) else { return };
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {
-            Message::Abort { cause, .. } => endpoint.poison(cause),
+            Message::Abort { cause, .. } => {
+                // A member says that this rank itself is lost: it agrees to nothing any more, with nobody. What a lost rank says does not count.
+                if let Error::PeerLost { rank, how, .. } = cause
+                    && endpoint.config.members.get(rank) == Some(&self.rank)
+                    && !self.departed.lock().is_lost(from)
+                {
+                    self.agree_lost(self.rank, how);
+                }
+                endpoint.poison(cause);
+            }
             Message::Stalled { number, signature, .. } if signature.is_message() => {
                 endpoint.peer_awaits(peer, number, signature);
             }

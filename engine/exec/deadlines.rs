@@ -1,11 +1,15 @@
 //! When an operation is overdue.
 
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 /// Looked at no more often than this, a process may have been stopped, or its machine suspended.
 const STILL: Duration = Duration::from_millis(500);
 /// How often the clock is looked at, at most.
 const LOOK: Duration = Duration::from_millis(10);
+
+/// How many of the last times that it stood still a process remembers.
+const REMEMBERED: usize = 8;
 
 /// How long a rank that stood still itself goes on after a deadline: first it hears what it missed, and asks its peers, before
 /// it blames them.
@@ -18,11 +22,13 @@ pub(crate) struct DeadlineClock {
     looked: Instant,
     /// Since when this process has not stood still, as far as the clock was looked at.
     awake: Instant,
+    /// When it last stood still: from, to.
+    still: VecDeque<(Instant, Instant)>,
 }
 
 impl DeadlineClock {
     pub(super) fn new(now: Instant) -> DeadlineClock {
-        DeadlineClock { looked: now, awake: now }
+        DeadlineClock { looked: now, awake: now, still: VecDeque::with_capacity(REMEMBERED) }
     }
 
     /// Whether it is time to look at deadlines again; if so, notes that the process is running.
@@ -38,13 +44,22 @@ impl DeadlineClock {
     pub(super) fn look(&mut self, now: Instant) {
         if now - self.looked > STILL {
             self.awake = now;
+            if self.still.len() == REMEMBERED {
+                self.still.pop_front();
+            }
+            self.still.push_back((self.looked, now));
         }
         self.looked = now;
     }
 
-    /// Whether something that has gone on since then has taken longer than it may.
+    /// Whether something that has gone on since then has taken longer than it may, without the time in which this process stood still: a job that was
+    /// stopped as a whole goes on where it was.
     pub(super) fn is_overdue(&self, now: Instant, since: Instant, timeout: Duration) -> bool {
-        now - since > timeout && now - self.awake > grace(timeout)
+        if now - since <= timeout || now - self.awake <= grace(timeout) {
+            return false;
+        }
+        let within = |(from, to): &(Instant, Instant)| to.saturating_duration_since(since.max(*from));
+        now - since > timeout + self.still.iter().map(within).sum::<Duration>()
     }
 }
 
@@ -72,7 +87,7 @@ mod tests {
     #[test]
     fn a_process_that_stood_still_listens_first_and_then_blames() {
         let start = Instant::now();
-        let mut clock = looked_at(start, 400);
+        let mut clock = looked_at(start, 1200);
         let back = start + 5000 * MS;
         assert!(clock.is_time_to_look(back));
         assert!(!clock.is_overdue(back + 200 * MS, start, 1000 * MS), "a fifth of a second is for its peers");
@@ -81,6 +96,20 @@ mod tests {
             clock.is_overdue(back + 26 * MS, start, 100 * MS),
             "but a quarter of what it may take, at most"
         );
+    }
+
+    #[test]
+    fn the_time_in_which_a_process_stood_still_counts_for_no_operation() {
+        let start = Instant::now();
+        let mut clock = looked_at(start, 400);
+        let back = start + 5000 * MS;
+        assert!(clock.is_time_to_look(back));
+        (1..=50).for_each(|i| assert!(clock.is_time_to_look(back + 20 * i * MS)));
+        let later = back + 1000 * MS;
+        assert!(!clock.is_overdue(later, start, 1400 * MS), "it ran for 400 ms before, and 1000 since");
+        assert!(clock.is_overdue(later + MS, start, 1400 * MS));
+        assert!(!clock.is_overdue(later, start + 1000 * MS, 1000 * MS), "called while it stood still");
+        assert!(clock.is_overdue(later + MS, start + 1000 * MS, 1000 * MS));
     }
 
     #[test]

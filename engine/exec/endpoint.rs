@@ -84,6 +84,8 @@ pub(crate) trait Control: Send + Sync {
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break);
     /// The communicator dies, for this cause, wherever it was found. Neither blocks nor does I/O: nobody here knows yet.
     fn dies(self: Arc<Self>, endpoint: &Endpoint, cause: &Error);
+    /// The user is told this cause. Whether the same failure was told before, by another communicator.
+    fn told(&self, endpoint: &Endpoint, cause: &Error) -> bool;
     /// An operation waits: ask the others what they called.
     fn stalled(&self, endpoint: &Endpoint, number: u64, signature: Signature);
     /// A message is waited for: tell the rank that is to send it, which may wait for something else.
@@ -231,9 +233,23 @@ impl Endpoint {
         self.health.cause().cloned()
     }
 
-    /// The same for a user, who may know the cause already from an error that another thread returned.
+    /// The same for a user, who may know the cause already from an error that another thread returned, and knows it now.
     pub(crate) fn died_of(&self) -> Option<Error> {
-        self.health.cause_when_dead().cloned()
+        let cause = self.health.cause_when_dead()?;
+        self.tell();
+        Some(cause.clone())
+    }
+
+    /// The same, if no call of the user's has returned it: the first time only.
+    pub(crate) fn died_untold(&self) -> Option<Error> {
+        let cause = self.health.cause_when_dead()?;
+        (!self.tell()).then(|| cause.clone())
+    }
+
+    /// A call of the user's returns the cause by which this communicator died, or the user is that cause. Whether one has before.
+    pub(crate) fn tell(&self) -> bool {
+        let Some(cause) = self.health.first_cause() else { return false };
+        self.health.tell() || self.config.control.told(self, cause)
     }
 
     /// The same, also while those who wait are still to be woken.

@@ -45,6 +45,10 @@ pub(crate) use run::{STRIPE, cut};
 pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};
 
+/// Operations of a communicator that may be queued or in flight on a rank. Nobody should meet this bound: it is there for the memory by which
+/// operations are kept, about half a kilobyte each.
+pub(crate) const QUEUE_LIMIT: usize = 1 << 20;
+
 /// What an attempt to make progress came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Progress {

@@ -6,6 +6,7 @@
 
 mod moving;
 mod whole;
+mod window;
 
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -15,6 +16,7 @@ use allstream_kernels as kernels;
 pub(crate) use self::moving::{Direction, Message, Overdue};
 use self::moving::{Moving, Peer, Stage, Type, Unclaimed};
 use self::whole::Launches;
+use super::QUEUE_LIMIT;
 use super::deadlines::DeadlineClock;
 use super::inflight::Key;
 use super::port::{Payload, Port};
@@ -28,8 +30,8 @@ pub(crate) const EAGER: usize = 4096;
 const CREDITS: u32 = 32;
 /// Frames taken from one peer per pass, so that no peer starves another.
 const BURST: usize = 8;
-/// Announcements and unclaimed messages that a peer may have: far above any queue limit.
-const UNCLAIMED: usize = 1 << 16;
+/// Announcements and unclaimed messages that a peer may have: as many as operations in flight, and early ones.
+const UNCLAIMED: usize = QUEUE_LIMIT + CREDITS as usize;
 
 /// How many messages that nobody received an error names.
 const TOLD: usize = 8;
@@ -47,13 +49,15 @@ pub(crate) struct Messages {
     /// Room for early messages that is not in use: at most [`CREDITS`].
     spare: Vec<Box<[u8]>>,
     launches: Launches,
+    /// Messages that have ended while others like them wait.
+    ended: Vec<(Rank, Direction, u32)>,
 }
 
 impl Messages {
     pub(crate) fn new(comm: u64, rank: Rank, generation: u32, size: usize, port: Port) -> Messages {
         let peers = (0..size).map(|_| Peer { credits: CREDITS, ..Peer::default() }).collect();
         let (spare, launches) = (Vec::with_capacity(CREDITS as usize), Launches::default());
-        Messages { comm, rank, generation, port, peers, spare, launches }
+        Messages { comm, rank, generation, port, peers, spare, launches, ended: Vec::new() }
     }
 
     /// Goes on as the communicator's next generation: credits, and what is owed of them, count on.
@@ -64,17 +68,6 @@ impl Messages {
 
     pub(crate) fn port(&mut self) -> &mut Port {
         &mut self.port
-    }
-
-    pub(crate) fn add(&mut self, key: Key, message: Message, now: Instant) {
-        let peer = &mut self.peers[message.peer];
-        peer.touched = true;
-        let direction = message.direction;
-        let moving = Moving::new(key, message, now);
-        match direction {
-            Direction::Send => peer.sends.push(moving),
-            Direction::Recv => peer.recvs.push(moving),
-        }
     }
 
     /// Looks at what has come of the messages' memory; `waker` is woken when more has.
@@ -96,12 +89,15 @@ impl Messages {
 
     /// Whether copies of a message's memory may be on their way that nobody waits for.
     pub(crate) fn is_settling(&self) -> bool {
-        let all = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
-        all.filter_map(|m| m.message.staged.as_ref()).any(|staged| staged.is_settling())
+        let begun = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
+        let waiting = self.peers.iter().flat_map(|peer| peer.waiting.values().flatten());
+        let mut all = begun.map(|m| &m.message).chain(waiting.map(|(_, message)| message));
+        all.any(|message| message.staged.as_ref().is_some_and(|staged| staged.is_settling()))
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.peers.iter().all(|p| p.sends.is_empty() && p.recvs.is_empty() && p.answers.is_empty())
+        let is_idle = |p: &Peer| p.sends.is_empty() && p.recvs.is_empty() && p.waiting.is_empty();
+        self.peers.iter().all(|p| is_idle(p) && p.answers.is_empty())
     }
 
     pub(crate) fn is_flushed(&mut self) -> bool {
@@ -120,14 +116,19 @@ impl Messages {
         self.port.revoke()
     }
 
-    /// Takes out all messages in progress, with whether a library was given them.
+    /// Takes out all messages, with whether a library was given them.
     pub(crate) fn take_all(&mut self, mut each: impl FnMut(Key, &Message, bool)) {
         self.launches = Launches::default();
+        self.ended.clear();
         for peer in &mut self.peers {
             peer.sends
                 .drain(..)
                 .chain(peer.recvs.drain(..))
                 .for_each(|m| each(m.key, &m.message, m.is_launched()));
+            peer.waiting
+                .drain()
+                .flat_map(|(_, list)| list)
+                .for_each(|(key, message)| each(key, &message, false));
             peer.answers.clear();
         }
     }
@@ -231,7 +232,7 @@ impl Messages {
                 any |= self.post(rank)?;
             }
             let peer = &mut self.peers[rank];
-            let mut wrong = None;
+            let (mut wrong, any_wait, ended) = (None, !peer.waiting.is_empty(), &mut self.ended);
             for list in [&mut peer.sends, &mut peer.recvs] {
                 list.retain(|m| {
                     let done = m.stage == Stage::Moving
@@ -245,6 +246,9 @@ impl Messages {
                         }
                         any = true;
                         finished(m.key, &m.message);
+                        if any_wait {
+                            ended.push((rank, m.message.direction, m.message.tag));
+                        }
                     }
                     !done
                 });

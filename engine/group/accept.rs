@@ -243,7 +243,7 @@ pub(super) mod local {
                 .await
                 .map_err(|_| Refusal::Broken("it did not exchange descriptors in time".into()))?
                 .map_err(Refusal::Broken)?;
-            let _ = slot.send(fds);
+            let _ = slot.send(fds.over(stream));
             Ok(())
         }
     }

@@ -256,7 +256,7 @@ impl Pairing {
             loop {
                 let mut stream = fds::connect(name, deadline).await.map_err(|e| failed(e.to_string()))?;
                 match handshake::dial(&mut stream, &self.token, &purpose, deadline).await {
-                    Ok(()) => return fds::exchange(&stream, &self.fds).await,
+                    Ok(()) => return Ok(fds::exchange(&stream, &self.fds).await?.over(stream)),
                     Err(end) => {
                         pause(&mut attempt, &end, deadline).await.map_err(|()| failed(end.to_string()))?;
                     }

@@ -1,16 +1,18 @@
 //! A control connection between two ranks that are a pair: one task reads, one writes.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::collections::VecDeque;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
-use tokio::io::AsyncWriteExt;
-use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::sync::mpsc;
+use parking_lot::Mutex;
+use tokio::sync::Notify;
 use tokio::task::AbortHandle;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::env::Heartbeat;
+use super::line::{LineIn, LineOut};
 use super::mesh::Events;
 use super::message::Message;
 use super::wire::{self, Frames};
@@ -24,23 +26,68 @@ pub(super) const FLUSH: Duration = Duration::from_secs(1);
 const SOFT_LIMIT: usize = 1 << 10;
 /// Nothing is queued beyond this: the rank takes nothing, and will be found silent.
 const HARD_LIMIT: usize = 1 << 16;
+/// A rank looks at its own clock so often within the time that another may be silent. Where it comes to that so late that it could have looked
+/// once more, this process stood still.
+const LOOKS: u32 = 4;
 
-enum Outgoing {
-    Frame(Arc<Vec<u8>>),
-    /// The last frame: the connection's own half is shut down behind it.
-    Last(Arc<Vec<u8>>),
+/// How a message is queued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Urgency {
+    /// It is asked or said again, and may be dropped where the other rank takes little.
+    Repeated,
+    Once,
+    /// What ends a communicator. The thread that says so writes it, as far as the connection takes it: when it goes on, and tells a user, this process
+    /// may be ended by that, and what has been written reaches the other rank before the end of the connection does.
+    AtOnce,
 }
 
 /// What waits to be sent to one rank.
 pub(super) struct Outbox {
-    queue: mpsc::UnboundedSender<Outgoing>,
-    waiting: AtomicUsize,
+    queue: Mutex<Queue>,
+    more: Notify,
+    /// While it is open.
+    half: OnceLock<Weak<LineOut>>,
     gone: AtomicBool,
     #[cfg(test)]
     pub(super) frozen: AtomicBool,
 }
 
-pub(super) struct Letters(mpsc::UnboundedReceiver<Outgoing>);
+#[derive(Default)]
+struct Queue {
+    frames: VecDeque<Arc<Vec<u8>>>,
+    /// Bytes of the first that are written.
+    written: usize,
+    /// Nothing follows, and the connection's own half is shut down behind it.
+    is_last: bool,
+}
+
+/// What came of writing.
+enum Wrote {
+    All,
+    /// The last frame, too.
+    Last,
+    /// The connection takes no more now.
+    Some,
+}
+
+impl Queue {
+    fn write(&mut self, half: &LineOut) -> io::Result<Wrote> {
+        while let Some(frame) = self.frames.front() {
+            let left = &frame[self.written..];
+            match half.try_write(left) {
+                Ok(0) if !left.is_empty() => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(n) => self.written += n,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Wrote::Some),
+                Err(e) => return Err(e),
+            }
+            if self.written == frame.len() {
+                self.frames.pop_front();
+                self.written = 0;
+            }
+        }
+        Ok(if self.is_last { Wrote::Last } else { Wrote::All })
+    }
+}
 
 /// A goodbye as it travels. A cause too long for a frame is left out rather than the goodbye.
 pub(super) fn goodbye(cause: Option<Error>) -> Arc<Vec<u8>> {
@@ -52,37 +99,55 @@ pub(super) fn goodbye(cause: Option<Error>) -> Arc<Vec<u8>> {
 }
 
 impl Outbox {
-    pub(super) fn new() -> (Arc<Outbox>, Letters) {
-        let (queue, letters) = mpsc::unbounded_channel();
-        let outbox = Outbox {
-            queue,
-            waiting: AtomicUsize::new(0),
+    pub(super) fn new() -> Arc<Outbox> {
+        Arc::new(Outbox {
+            queue: Mutex::default(),
+            more: Notify::new(),
+            half: OnceLock::new(),
             gone: AtomicBool::new(false),
             #[cfg(test)]
             frozen: AtomicBool::new(false),
-        };
-        (Arc::new(outbox), Letters(letters))
+        })
     }
 
     /// Queues a frame; drops it if the rank is gone, or takes nothing.
-    pub(super) fn push(&self, to: Rank, frame: Arc<Vec<u8>>, repeated: bool) {
+    pub(super) fn push(&self, to: Rank, frame: Arc<Vec<u8>>, urgency: Urgency) {
         if self.gone.load(Ordering::Acquire) {
             return;
         }
-        let limit = if repeated { SOFT_LIMIT } else { HARD_LIMIT };
-        if self.waiting.fetch_add(1, Ordering::Relaxed) >= limit {
-            self.waiting.fetch_sub(1, Ordering::Relaxed);
+        let limit = if urgency == Urgency::Repeated { SOFT_LIMIT } else { HARD_LIMIT };
+        let mut queue = self.queue.lock();
+        if queue.is_last {
+            return;
+        }
+        if queue.frames.len() >= limit {
             LOG.line(move || {
                 tracing::warn!(to, "dropped a control message: {limit} wait for rank {to}, which takes none");
             });
             return;
         }
-        let _ = self.queue.send(Outgoing::Frame(frame));
+        queue.frames.push_back(frame);
+        let half = self.half.get().filter(|_| urgency == Urgency::AtOnce && !self.is_frozen());
+        if let Some(half) = half.and_then(Weak::upgrade) {
+            // What is wrong with the connection, its reader finds.
+            let _ = queue.write(&half);
+        }
+        let is_left = !queue.frames.is_empty();
+        drop(queue);
+        if is_left {
+            self.more.notify_one();
+        }
     }
 
     /// Queues the last frame.
     pub(super) fn finish(&self, frame: Arc<Vec<u8>>) {
-        let _ = self.queue.send(Outgoing::Last(frame));
+        let mut queue = self.queue.lock();
+        if !queue.is_last {
+            queue.frames.push_back(frame);
+            queue.is_last = true;
+        }
+        drop(queue);
+        self.more.notify_one();
     }
 
     fn set_gone(&self) {
@@ -101,37 +166,38 @@ impl Outbox {
 }
 
 /// Writes what is queued, and heartbeats when nothing is.
-pub(super) async fn write(
-    mut half: OwnedWriteHalf,
-    mut letters: Letters,
-    outbox: Arc<Outbox>,
-    every: Duration,
-) {
-    let heartbeat = wire::encode(&Message::Heartbeat).unwrap_or_default();
+pub(super) async fn write(half: LineOut, outbox: Arc<Outbox>, every: Duration) {
+    let heartbeat = Arc::new(wire::encode(&Message::Heartbeat).unwrap_or_default());
+    // Dropped at the end, it shuts the connection's own half down.
+    let half = Arc::new(half);
+    let _ = outbox.half.set(Arc::downgrade(&half));
     // The first one at once: the other side's patience ends with it.
     let mut wait = Duration::ZERO;
     loop {
-        let next = timeout(wait, letters.0.recv()).await;
+        let is_idle = timeout(wait, outbox.more.notified()).await.is_err();
         wait = every;
-        let (frame, last) = match next {
-            Ok(Some(Outgoing::Frame(frame))) => {
-                outbox.waiting.fetch_sub(1, Ordering::Relaxed);
-                (Some(frame), false)
+        loop {
+            let wrote = {
+                let mut queue = outbox.queue.lock();
+                if outbox.is_frozen() {
+                    queue.frames.clear();
+                    break;
+                }
+                if is_idle && queue.frames.is_empty() && !queue.is_last {
+                    queue.frames.push_back(heartbeat.clone());
+                }
+                queue.write(&half)
+            };
+            match wrote {
+                Ok(Wrote::All) => break,
+                Ok(Wrote::Some) => {
+                    if half.writable().await.is_err() {
+                        return;
+                    }
+                }
+                // An error here is the reader's to judge: what has come before it must still be read.
+                Ok(Wrote::Last) | Err(_) => return,
             }
-            Ok(Some(Outgoing::Last(frame))) => (Some(frame), true),
-            Ok(None) => return,
-            Err(_) => (None, false),
-        };
-        if outbox.is_frozen() {
-            continue;
-        }
-        // An error here is the reader's to judge: what has come before it must still be read.
-        if half.write_all(frame.as_ref().map_or(&heartbeat, |f| f)).await.is_err() {
-            return;
-        }
-        if last {
-            let _ = half.shutdown().await;
-            return;
         }
     }
 }
@@ -140,7 +206,7 @@ pub(super) async fn write(
 pub(super) struct Reader {
     pub(super) rank: Rank,
     pub(super) from: Rank,
-    pub(super) half: OwnedReadHalf,
+    pub(super) half: LineIn,
     pub(super) frames: Frames,
     pub(super) events: Arc<dyn Events>,
     /// Set once this rank leaves: nothing is reported from then on.
@@ -214,17 +280,32 @@ impl Reader {
                     Err(why) => return End::Died(format!("it sent what no correct rank sends: {why}")),
                 }
             }
-            let silent = self.heartbeat.silent.saturating_add(self.patience);
-            let mut read = timeout(silent, self.frames.fill(&mut self.half)).await;
-            if read.is_err() {
-                // If it was this process that stood still, bytes are waiting.
-                read = timeout(Duration::from_millis(20), self.frames.fill(&mut self.half)).await;
+            match self.fill().await {
+                Some(Ok(0)) => return End::Died("its connection ended without a goodbye".into()),
+                Some(Ok(_)) => self.patience = Duration::ZERO,
+                Some(Err(e)) => return End::Died(format!("its connection broke: {e}")),
+                None => return End::Silent,
             }
-            match read {
-                Ok(Ok(0)) => return End::Died("its connection ended without a goodbye".into()),
-                Ok(Ok(_)) => self.patience = Duration::ZERO,
-                Ok(Err(e)) => return End::Died(format!("its connection broke: {e}")),
-                Err(_) => return End::Silent,
+        }
+    }
+
+    /// Reads until something has come. `None`: nothing has for as long as a rank may be silent. Time in which this process stood still does not count,
+    /// nor does what came before it: where a whole job is stopped, its ranks are woken one after another.
+    async fn fill(&mut self) -> Option<io::Result<usize>> {
+        let silent = self.heartbeat.silent.saturating_add(self.patience);
+        let look = self.heartbeat.silent / LOOKS;
+        let mut since = Instant::now();
+        loop {
+            let looked = Instant::now();
+            let wait = look.min(silent.saturating_sub(looked - since));
+            if let Ok(read) = timeout(wait, self.frames.fill(&mut self.half)).await {
+                return Some(read);
+            }
+            let now = Instant::now();
+            if now - looked > wait + look {
+                since = now;
+            } else if now - since >= silent {
+                return None;
             }
         }
     }

@@ -4,6 +4,7 @@ use std::net::TcpListener;
 use std::os::fd::{BorrowedFd, OwnedFd, RawFd};
 
 use rustix::io::{FdFlags, fcntl_dupfd_cloexec, fcntl_setfd};
+use tokio::net::UnixStream;
 
 /// The most descriptors that are sent or taken at once.
 pub(crate) const MAX_FDS: usize = 4;
@@ -15,6 +16,14 @@ pub(crate) struct Handed {
     pub(crate) fds: Vec<OwnedFd>,
     /// The process itself, where it is another one and the system gives a descriptor for it.
     pub(crate) process: Option<OwnedFd>,
+    /// The connection over which that went.
+    pub(crate) line: Option<UnixStream>,
+}
+
+impl Handed {
+    pub(crate) fn over(self, line: UnixStream) -> Handed {
+        Handed { line: Some(line), ..self }
+    }
 }
 
 /// A listening TCP socket at an inherited descriptor. The descriptor stays open (a later world may meet
@@ -91,7 +100,7 @@ mod unix {
         // exits later: the process is never thought to have exited while it has not.
         let process = process_of(stream);
         let fds = receive(stream).await.map_err(|e| format!("receiving descriptors: {e}"))?;
-        Ok(Handed { fds, process })
+        Ok(Handed { fds, process, line: None })
     }
 
     /// The process at the other end, as the system knows it.
@@ -191,7 +200,7 @@ mod tests {
         let both = async { tokio::join!(exchange(&a, &ours), exchange(&b, &[])) };
         let (none, got) = tokio::time::timeout(Duration::from_secs(10), both).await.unwrap();
         assert_eq!(none.unwrap().fds.len(), 0);
-        let Handed { fds: mut got, process } = got.unwrap();
+        let Handed { fds: mut got, process, .. } = got.unwrap();
         assert!(process.is_none(), "it is this process");
         let fd = got.pop().unwrap();
         assert!(got.is_empty() && fd.as_raw_fd() != ours[0].as_raw_fd());

@@ -13,11 +13,12 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::accept::{self, Door};
 use super::connect::{self, Pair, Pairing, Side};
-use super::control::{FLUSH, Outbox, Reader, goodbye, write};
+use super::control::{FLUSH, Outbox, Reader, Urgency, goodbye, write};
 use super::env::{Heartbeat, Rendezvous};
 use super::fds::Handed;
 use super::handshake::{Purpose, Token};
 use super::host::{self, Process};
+use super::line::Line;
 use super::lobby::absent;
 use super::message::{DataHello, Message};
 use super::rendezvous::{Me, Table};
@@ -204,11 +205,14 @@ impl Mesh {
                 return;
             }
         };
-        let repeated =
-            matches!(message, Message::Heartbeat | Message::Stalled { .. } | Message::Called { .. });
+        let urgency = match message {
+            Message::Heartbeat | Message::Stalled { .. } | Message::Called { .. } => Urgency::Repeated,
+            Message::Abort { .. } => Urgency::AtOnce,
+            _ => Urgency::Once,
+        };
         for to in to {
             if let Some(Some(outbox)) = self.outboxes.get(to) {
-                outbox.push(to, frame.clone(), repeated);
+                outbox.push(to, frame.clone(), urgency);
             }
         }
     }
@@ -514,7 +518,7 @@ where
     let mut outboxes: Vec<Option<Arc<Outbox>>> = vec![None; size];
     let mut connections = Vec::with_capacity(pairs.len());
     for Pair { rank: peer, stream, frames, link, handed } in pairs {
-        let (outbox, letters) = Outbox::new();
+        let outbox = Outbox::new();
         let member = &table.members[peer];
         let address = member.addresses.clone();
         peers[peer] = Some(PeerInfo {
@@ -527,7 +531,8 @@ where
             exit: handed.process.map(Exit::of),
         });
         outboxes[peer] = Some(outbox.clone());
-        connections.push((peer, stream, frames, outbox, letters));
+        let line = handed.line.map_or(Line::Tcp(stream), Line::Unix);
+        connections.push((peer, line, frames, outbox));
     }
     let hosts = host::numbered(table.members.iter().map(|m| m.process.host.as_str()), size);
     let leaving = Arc::new(AtomicBool::new(false));
@@ -547,10 +552,14 @@ where
     let events = make_events(&mesh);
     if let Some(tasks) = &mut *mesh.tasks.lock() {
         let patience = deadline.saturating_duration_since(Instant::now());
-        for (from, stream, frames, outbox, letters) in connections {
-            let (half, write_half) = stream.into_split();
+        let heartbeat = wire::encode(&Message::Heartbeat).unwrap_or_default();
+        for (from, line, frames, outbox) in connections {
+            let (half, write_half) = line.into_split();
+            // Before anybody here learns that the world has formed, and may be stopped at once: until this sign of life has come, the other
+            // rank takes this one to be still connecting, and waits for longer.
+            let _ = write_half.try_write(&heartbeat);
             let heartbeat = table.heartbeat;
-            let writer = tasks.writers.spawn(write(write_half, letters, outbox.clone(), heartbeat.interval));
+            let writer = tasks.writers.spawn(write(write_half, outbox.clone(), heartbeat.interval));
             let (events, leaving) = (events.clone(), leaving.clone());
             let reader =
                 Reader { rank, from, half, frames, events, leaving, outbox, writer, heartbeat, patience };

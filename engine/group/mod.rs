@@ -14,6 +14,7 @@ pub(crate) mod fds;
 pub(crate) mod handshake;
 pub(crate) mod host;
 mod launchers;
+mod line;
 mod lobby;
 mod mesh;
 pub(crate) mod message;

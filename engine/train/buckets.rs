@@ -25,7 +25,7 @@ use crate::mem::{AnyBuf, Buf, Event, RawBuf, elements};
 use crate::trace::Step;
 use crate::types::ReduceOp;
 
-/// Buckets of a step in flight at a time, of the 1024 operations that a communicator takes.
+/// Buckets of a step in flight at a time.
 const MOST_IN_FLIGHT: usize = 512;
 /// Parameters that an error names.
 const MOST_NAMED: usize = 8;

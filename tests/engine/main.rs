@@ -5,6 +5,7 @@
 
 mod agree;
 mod buffers;
+mod closed;
 mod counted;
 mod dlpack;
 mod groups;

@@ -34,6 +34,8 @@ fn rank() {
             "early" => kills::early(me).await,
             "stopped" => silence::stopped(me).await,
             "stopped_with_loans" => silence::stopped_with_loans(me).await,
+            "reduces" => silence::reduces(me).await,
+            "dies_of_it" => mismatches::dies_of_it(me).await,
             "wakes" => silence::wakes(me).await,
             "never_calls" => silence::never_calls(me).await,
             "mismatches" => mismatches::rank(me).await,

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use allstream::{Algo, Comm, DType, Error, Kind, ReduceOp, Signature};
+use rustix::process::{Signal, getpid, kill_process};
 use serde_json::{Value, json};
 
 use crate::harness::{self, Link, Me, Plan, SOON, among_others, say};
@@ -299,4 +300,29 @@ fn every_rank_hears_of_a_mismatch_over_shared_memory() {
 #[test]
 fn every_rank_hears_of_a_mismatch_over_tcp() {
     on_link(Link::Tcp);
+}
+
+/// Rank 1 calls another type, and each rank ends as by a crash as soon as it is told.
+pub(crate) async fn dies_of_it(me: Me) {
+    let mut comm = me.connect().await;
+    comm.barrier().await.unwrap();
+    let failed = match me.rank {
+        1 => comm.all_reduce(vec![1f32; 1000]).await.unwrap_err().error,
+        _ => comm.all_reduce(vec![1f64; 1000]).await.unwrap_err().error,
+    };
+    harness::say_error("failed", &failed, true);
+    let _ = kill_process(getpid(), Signal::KILL);
+}
+
+#[test]
+fn a_rank_that_dies_of_a_disagreement_hides_it_from_nobody() {
+    let _turn = among_others();
+    for round in 0..6 {
+        let link = [Link::Shm, Link::Tcp][round % 2];
+        let job = Plan::new("dies_of_it", 4, link).start();
+        for rank in &job.ranks {
+            let error = harness::error_of(&rank.hear("failed"));
+            assert!(matches!(error, Error::Mismatch { .. }), "rank {}, {link:?}: {error}", rank.rank);
+        }
+    }
 }

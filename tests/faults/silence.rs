@@ -11,14 +11,15 @@ use crate::harness::{self, Link, Me, Plan, SOON, among_others, say, say_error};
 const SIZE: usize = 3;
 const LEN: usize = 256 << 10;
 
-/// All ranks reduce in a loop; the victim stops itself before the third call, or the test stops it whenever it likes.
+/// All ranks reduce in a loop; the victim stops itself before the third call (or an earlier one), or the test stops it whenever it likes.
 pub(crate) async fn stopped(me: Me) {
     let mut comm = me.connect().await;
     let (victim, itself) = (me.number("victim"), me.args["itself"] == true);
+    let at = me.args["at"].as_u64().unwrap_or(2);
     let timeout = me.args["timeout"].as_f64().map(Duration::from_secs_f64);
     let mut buf = vec![1f32; LEN];
     for i in 0.. {
-        if i == 2 && itself && me.rank == victim {
+        if i == at && itself && me.rank == victim {
             say("stopping", json!({}));
             kill_process(getpid(), Signal::STOP).unwrap();
             // The call may return before the whole process stands still.
@@ -115,6 +116,62 @@ fn a_stopped_rank_is_found_by_heartbeat() {
             assert!(named, "{error}");
             assert!(took < 1.0 + SOON.as_secs_f64(), "after {took} s");
         }
+    }
+}
+
+/// As soon as it has connected: the others have heard that it has, and wait no longer than for any other.
+#[test]
+fn a_rank_that_stops_as_soon_as_it_has_connected_is_found_by_heartbeat() {
+    let _turn = among_others();
+    for (link, victim) in [(Link::Shm, 1), (Link::Tcp, 0)] {
+        let args = json!({ "victim": victim, "itself": true, "at": 0 });
+        for (error, took) in stop(link, victim, args, "1") {
+            let named = matches!(error, Error::PeerLost { rank, how: Lost::Silent(_), .. } if rank == victim);
+            assert!(named && took < 1.0 + SOON.as_secs_f64(), "after {took} s: {error}");
+        }
+    }
+}
+
+/// All ranks reduce, for as long as the test says.
+pub(crate) async fn reduces(me: Me) {
+    let mut comm = me.connect().await;
+    let timeout = Duration::from_secs_f64(me.args["timeout"].as_f64().unwrap());
+    for i in 0.. {
+        say("start", json!({ "i": i }));
+        // All end together: rank 0 says when.
+        let goes_on = u8::from(harness::now() < me.args["until"].as_f64().unwrap());
+        match comm.timeout(timeout).broadcast(vec![goes_on], 0).await {
+            Ok(said) if said == [1] => {}
+            Ok(_) => break,
+            Err(failed) => {
+                say_error("failed", &failed.error, true);
+                return;
+            }
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    comm.close().await.unwrap();
+    say("well", json!({}));
+}
+
+/// A job that is stopped as a whole for longer than its heartbeat, and than its operations may take, goes on, however its ranks are
+/// woken: all stood still, none was silent.
+#[test]
+fn a_job_that_is_stopped_as_a_whole_goes_on() {
+    let _turn = among_others();
+    for link in [Link::Shm, Link::Tcp] {
+        let until = harness::now() + 4.0;
+        let plan = Plan::new("reduces", SIZE, link).args(json!({ "until": until, "timeout": 1.0 }));
+        let job = plan.env("ALLSTREAM_HEARTBEAT_TIMEOUT", "1").start();
+        job.ranks.iter().for_each(|rank| while rank.hear("start")["i"] != 20 {});
+        job.ranks.iter().for_each(|rank| rank.signal(Signal::STOP));
+        std::thread::sleep(Duration::from_millis(2200));
+        for rank in job.ranks.iter().rev() {
+            rank.signal(Signal::CONT);
+            std::thread::sleep(Duration::from_millis(150));
+        }
+        job.ranks.iter().for_each(|rank| drop(rank.hear("well")));
+        job.finish();
     }
 }
 

@@ -116,7 +116,10 @@ impl<'a> NodeCall<'a> {
             let full = || Error::QueueFull { call: name.to_owned(), limit };
             endpoint.cause().or_else(|| (endpoint.in_flight() >= limit).then(full))
         };
-        (0..k).find_map(each)
+        let obstacle = (0..k).find_map(each)?;
+        // All devices are refused for the one.
+        (0..k).filter_map(|device| self.node.endpoint(device)).for_each(|endpoint| _ = endpoint.tell());
+        Some(obstacle)
     }
 
     /// Makes `part` of each device's buffer, and submits all parts if none is refused.

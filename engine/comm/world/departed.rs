@@ -13,7 +13,7 @@ pub(super) struct Departed {
 impl Departed {
     /// A rank is lost. `false`: that was known, and what was heard first stays.
     pub(super) fn lose(&mut self, rank: Rank, how: Lost) -> bool {
-        let new = !self.lost.iter().any(|(r, _)| *r == rank);
+        let new = !self.is_lost(rank);
         if new {
             self.lost.push((rank, how));
         }
@@ -32,6 +32,10 @@ impl Departed {
         self.lost.first().copied()
     }
 
+    pub(super) fn is_lost(&self, rank: Rank) -> bool {
+        self.lost.iter().any(|(r, _)| *r == rank)
+    }
+
     /// How many ranks are known to be lost.
     pub(super) fn count(&self) -> usize {
         self.lost.len()
@@ -46,7 +50,7 @@ impl Departed {
 
     /// Those of these ranks of the world that were lost or have left.
     pub(super) fn any_of(&self, ranks: &[Rank]) -> Vec<Rank> {
-        let is_gone = |rank: &Rank| self.left.contains(rank) || self.lost.iter().any(|(r, _)| r == rank);
+        let is_gone = |rank: &Rank| self.left.contains(rank) || self.is_lost(*rank);
         ranks.iter().copied().filter(is_gone).collect()
     }
 

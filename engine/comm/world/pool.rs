@@ -34,7 +34,7 @@ use crate::types::{Map, Rank};
 pub(crate) const CAPACITY: usize = 64;
 /// Names of ended communicators kept, so that what is still said of them is known to be late.
 const ENDED: NonZeroUsize = NonZeroUsize::MIN.saturating_add(1023);
-/// How long a full region waits for members to confirm that they have left idle communicators.
+/// How long a full region waits for members to confirm that they have left communicators that have ended here.
 const MEMORY: Duration = Duration::from_secs(2);
 
 /// The communicators of a rank's world that come and go, and their rings.
@@ -390,6 +390,9 @@ impl World {
             if let Ok(block) = self.topology.region.alloc(bytes) {
                 return Ok(block);
             }
+            if !self.pool.0.lock().rings.values().any(|rings| rings.retired) {
+                break;
+            }
             ticks.next().await?;
         }
         Err(full)
@@ -424,6 +427,11 @@ impl Proposal {
                 [self.block, id.0, u64::from(m.generation), m.calls, m.balance]
             }
         }
+    }
+
+    /// None of the members makes the communicator, and all know it.
+    pub(crate) fn withdraw(mut self) {
+        self.published = false;
     }
 
     /// Makes the communicator, from the rows of all members in order: the next generation of the idle one, if all offer

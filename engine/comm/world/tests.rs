@@ -124,6 +124,59 @@ proptest! {
     }
 }
 
+/// Rank 0 tells rank 1, and nobody else: "I have not heard from rank 2".
+#[test]
+fn what_a_rank_hears_it_passes_on_and_who_hears_that_it_is_lost_goes_no_further() {
+    let silent = Lost::Silent(Duration::from_secs(3));
+    let mut comms = crate::Comm::local(3).unwrap();
+    let worlds: Vec<_> = comms.iter().map(|comm| comm.0.membership.world.clone()).collect();
+    worlds[1].message(0, Message::Abort { comm: CommId(0), cause: Error::lost(2, silent) });
+    let end = std::time::Instant::now() + Duration::from_secs(20);
+    for comm in &comms {
+        while comm.check().is_ok() {
+            assert!(std::time::Instant::now() < end, "rank {} does not hear of it", comm.rank());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let cause = comm.check().unwrap_err();
+        assert!(matches!(cause, Error::PeerLost { rank: 2, how, .. } if how == silent), "{cause}");
+    }
+    let lost = comms.pop().unwrap();
+    // It may wait for the others no longer than to be told no.
+    let error = futures::executor::block_on(lost.shrink_within(Duration::from_secs(20))).unwrap_err();
+    assert!(matches!(error, Error::PeerLost { rank: 2, how, .. } if how == silent), "{error}");
+    let others = comms.into_iter().map(|comm| comm.shrink_within(Duration::from_secs(20)));
+    for made in futures::executor::block_on(futures::future::join_all(others)) {
+        let (comm, verdict) = made.unwrap();
+        assert_eq!((comm.size(), verdict.survivors, verdict.lost), (2, vec![0, 1], vec![2]));
+    }
+}
+
+/// A rank dies that was in two communicators: what a call on one has said of it is no error again where the other is closed, and where no call
+/// has, it is said once.
+#[test]
+fn to_close_tells_a_loss_that_no_call_has_told() {
+    use futures::executor::block_on;
+    let mut comms = crate::Comm::local(3).unwrap();
+    let dups = block_on(futures::future::join_all(comms.iter_mut().map(crate::Comm::dup)));
+    let mut all: Vec<_> = comms.into_iter().zip(dups.into_iter().map(Result::unwrap)).collect();
+    all.truncate(2);
+    for (comm, _) in &all {
+        comm.0.membership.world.lost(2, Lost::Died);
+    }
+    let is_loss = |error: &Error| matches!(error, Error::PeerLost { rank: 2, how: Lost::Died, .. });
+    for (rank, (comm, mut dup)) in all.into_iter().enumerate() {
+        if rank == 0 {
+            assert!(is_loss(&dup.all_reduce(vec![1u8]).wait().unwrap_err().error));
+        } else {
+            // Nobody looks at what became of it.
+            drop(dup.all_reduce(vec![1u8]));
+            assert!(is_loss(&block_on(comm.share().close()).unwrap_err()));
+        }
+        block_on(comm.close()).unwrap();
+        block_on(dup.close()).unwrap();
+    }
+}
+
 #[test]
 fn a_peer_that_makes_our_bell_block_does_not_stop_our_lane() {
     crate::exec::spoil(progress_thread().unwrap().doorbell());

@@ -17,6 +17,9 @@ use crate::types::Signature;
 /// collective takes a device about as long. To be measured.
 const LOOK: Duration = Duration::from_micros(20);
 
+/// Collectives that may be on the stream at a time.
+const MOST: usize = 1024;
+
 /// Such a collective.
 pub(super) struct Ending {
     pub(super) key: Key,
@@ -37,6 +40,11 @@ pub(super) struct Endings(VecDeque<Ending>);
 impl Endings {
     pub(super) fn is_empty(&self) -> bool {
         self.0.is_empty()
+    }
+
+    /// Whether so many are on the stream that the next is to wait: a device's queue has an end, at which a launch blocks.
+    pub(super) fn is_full(&self) -> bool {
+        self.0.len() >= MOST
     }
 
     /// Whether the oldest is overdue within the time by which two deadlines may be noticed in the other order than they passed: a

@@ -88,6 +88,14 @@ impl Endpoint {
 
     /// Takes the outcome of an operation if there is one; otherwise `waker` is woken when there is.
     pub(super) fn look(&self, key: Key, waker: Option<&Waker>) -> Option<Finished> {
+        let finished = self.look_in_table(key, waker);
+        if let Some((Err(_), _)) = &finished {
+            self.tell();
+        }
+        finished
+    }
+
+    fn look_in_table(&self, key: Key, waker: Option<&Waker>) -> Option<Finished> {
         let Some(waker) = waker else { return self.submitted.lock().inflight.take(key) };
         let look = self.submitted.lock().inflight.poll(key, waker);
         match look {
@@ -122,9 +130,11 @@ impl Endpoint {
         }
     }
 
-    /// Kills the communicator for a cause heard of.
+    /// Kills the communicator for a cause heard of, and passes that on. This process may end because of it: each of the others then hears the cause from
+    /// here before it hears of that end, whoever told it to this rank.
     pub(crate) fn poison(self: &Arc<Self>, error: Error) {
         if let Some(cause) = self.health.begin_to_die(error.among(&self.config.named())) {
+            self.config.control.abort(self, cause);
             self.wake_dead(cause);
         }
     }

@@ -14,6 +14,8 @@ pub(super) struct Health {
     is_dead: AtomicBool,
     /// Its runs and links were taken out ([`super::reuse`]): it has ended, in peace or not.
     has_ended: AtomicBool,
+    /// The user knows the cause.
+    is_told: AtomicBool,
 }
 
 impl Health {
@@ -50,6 +52,11 @@ impl Health {
             std::thread::yield_now();
         }
         Some(cause)
+    }
+
+    /// The user is told the cause. Whether that was so before.
+    pub(super) fn tell(&self) -> bool {
+        self.is_told.swap(true, Ordering::AcqRel)
     }
 
     pub(super) fn end(&self) {

@@ -69,6 +69,11 @@ impl Run {
         }
     }
 
+    /// Whether the next collective may begin.
+    pub(super) fn may_begin(&self) -> bool {
+        self.active.is_empty() && !self.endings.is_full()
+    }
+
     /// The links of collectives.
     pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
         std::iter::once(&mut self.port).chain(&mut self.devices)
@@ -333,6 +338,7 @@ impl Endpoint {
             self.recorder.message_finished(message.record);
             self.data_done(key);
         })?;
+        messages.go_on(|| self.now());
         if self.whole().is_some() {
             let is_at_work = active.is_in_progress() || messages.is_in_progress();
             self.is_library_at_work.store(is_at_work, Ordering::Relaxed);

@@ -45,7 +45,7 @@ impl Endpoint {
         // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
         let mut started = None;
         if after.is_none() && table.collectives.is_empty() {
-            started = self.run.try_lock().filter(|run| run.active.is_empty());
+            started = self.run.try_lock().filter(|run| run.may_begin());
         }
         self.recorder.submitted(number, signature, (now, started.is_some()));
         match &mut started {
@@ -160,7 +160,7 @@ impl Endpoint {
                 i += 1;
             }
         }
-        if run.active.is_empty()
+        if run.may_begin()
             && let Some((_, operation, after)) = table.collectives.front()
             && !after.as_ref().is_some_and(|event| event.subscribe(waker))
         {

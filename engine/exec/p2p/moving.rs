@@ -9,7 +9,7 @@ use crate::exec::inflight::Key;
 use crate::exec::whole::{MessagePath, Turn};
 use crate::mem::check_bools;
 use crate::mem::device::Staged;
-use crate::types::{DType, Rank, Signature};
+use crate::types::{DType, Map, Rank, Signature};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Direction {
@@ -168,6 +168,8 @@ pub(crate) enum Overdue {
 pub(super) struct Peer {
     pub(super) sends: Vec<Moving>,
     pub(super) recvs: Vec<Moving>,
+    /// Those that have not begun, by direction and tag: none of these lists is empty.
+    pub(super) waiting: Map<(Direction, u32), VecDeque<(Key, Message)>>,
     pub(super) unclaimed: Vec<Unclaimed>,
     /// Short answers that wait for room.
     pub(super) answers: VecDeque<Answer>,

@@ -251,7 +251,7 @@ fn nothing_is_left_behind() {
 /// that still connects to others must not apply.
 #[tokio::test]
 async fn a_message_read_early_is_a_sign_of_life() {
-    use crate::group::{control, env::Heartbeat, wire};
+    use crate::group::{control, env::Heartbeat, line::LineIn, wire};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let _theirs = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (half, _write) = listener.accept().await.unwrap().0.into_split();
@@ -262,15 +262,96 @@ async fn a_message_read_early_is_a_sign_of_life() {
     let reader = control::Reader {
         rank: 0,
         from: 1,
-        half,
+        half: LineIn::Tcp(half),
         frames,
         events: ears.clone(),
         leaving: Arc::default(),
-        outbox: control::Outbox::new().0,
+        outbox: control::Outbox::new(),
         writer: tokio::spawn(async {}).abort_handle(),
         heartbeat: Heartbeat { interval: silent / 4, silent },
         patience: LIMIT * 2,
     };
     tokio::spawn(reader.run());
     ears.hear(|h| *h == Heard::Lost(1, Lost::Silent(silent))).await;
+}
+
+/// The reading side of a connection whose other end the test has, and what it hears.
+async fn reader(silent: Duration) -> (crate::group::control::Reader, tokio::net::TcpStream, Arc<Ears>) {
+    use crate::group::{control, env::Heartbeat, line::Line, wire};
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let theirs = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let (half, _) = Line::Tcp(listener.accept().await.unwrap().0).into_split();
+    let ears = Arc::new(Ears::default());
+    let reader = control::Reader {
+        rank: 0,
+        from: 1,
+        half,
+        frames: wire::Frames::default(),
+        events: ears.clone(),
+        leaving: Arc::default(),
+        outbox: control::Outbox::new(),
+        writer: tokio::spawn(async {}).abort_handle(),
+        heartbeat: Heartbeat { interval: silent / 4, silent },
+        patience: Duration::ZERO,
+    };
+    (reader, theirs, ears)
+}
+
+/// A job that is stopped as a whole is woken rank by rank: who wakes first gives the others as long as ever.
+#[tokio::test]
+async fn a_process_that_stood_still_starts_the_time_of_every_rank_anew() {
+    use tokio::io::AsyncWriteExt;
+    let silent = Duration::from_millis(400);
+    let (reader, mut theirs, ears) = reader(silent).await;
+    let reads = tokio::spawn(reader.run());
+    tokio::task::yield_now().await;
+    // This thread is all that there is here of a process.
+    std::thread::sleep(2 * silent);
+    tokio::time::sleep(silent / 4).await;
+    assert_eq!(ears.all(), [], "the other rank wakes a little later");
+    theirs.write_all(&crate::group::wire::encode(&Message::Heartbeat).unwrap()).await.unwrap();
+    let heard = Instant::now();
+    let lost = ears.hear(|h| *h == Heard::Lost(1, Lost::Silent(silent))).await;
+    assert!(lost - heard >= silent, "after {:?}: its time starts with its last sign of life", lost - heard);
+    reads.abort();
+}
+
+/// A process may end because of what it tells a user, before its control thread has had a turn.
+#[tokio::test]
+async fn what_ends_a_communicator_is_written_by_the_thread_that_says_so() {
+    use crate::group::control::{self, Urgency};
+    use crate::group::line::Line;
+    use crate::group::wire;
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let ours = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+    let (mut theirs, _) = listener.accept().unwrap();
+    let (_half, write_half) = Line::Tcp(ours).into_split();
+    let outbox = control::Outbox::new();
+    let writer = tokio::spawn(control::write(write_half, outbox.clone(), LIMIT * 2));
+    // It begins with a heartbeat.
+    let (heartbeat, begun) = (wire::encode(&Message::Heartbeat).unwrap(), Instant::now());
+    theirs.set_nonblocking(true).unwrap();
+    while theirs.peek(&mut [0]).is_err() {
+        assert!(begun.elapsed() < LIMIT, "no heartbeat comes");
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    theirs.set_nonblocking(false).unwrap();
+    theirs.set_read_timeout(Some(LIMIT)).unwrap();
+    let mut read = |len: usize| {
+        let mut bytes = vec![0; len];
+        theirs.read_exact(&mut bytes).unwrap();
+        bytes
+    };
+    assert_eq!(read(heartbeat.len()), heartbeat);
+    // From here on the writer gets no turn: this thread waits for nothing asynchronous.
+    let [asked, abort] = [
+        Message::Closing { comm: CommId(3), calls: 7 },
+        Message::Abort { comm: CommId(3), cause: Error::aborted(0, "a test") },
+    ]
+    .map(|message| wire::encode(&message).unwrap());
+    outbox.push(1, Arc::new(asked.clone()), Urgency::Once);
+    outbox.push(1, Arc::new(abort.clone()), Urgency::AtOnce);
+    assert_eq!(read(asked.len()), asked, "in the order in which they were said");
+    assert_eq!(read(abort.len()), abort);
+    writer.abort();
 }

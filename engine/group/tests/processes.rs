@@ -10,6 +10,19 @@ use crate::types::LinkClass;
 
 const MODE: &str = "ALLSTREAM_TEST_MODE";
 
+/// How many TCP connections of this process are established.
+fn connected_over_tcp() -> usize {
+    let fds = std::fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let ours: Vec<_> = fds.filter_map(|fd| std::fs::read_link(fd.path()).ok()).collect();
+    let tables = ["/proc/self/net/tcp", "/proc/self/net/tcp6"].map(std::fs::read_to_string);
+    let lines = tables.iter().flatten().flat_map(|table| table.lines().skip(1));
+    let established = lines.filter_map(|line| {
+        let mut words = line.split_whitespace().skip(3);
+        (words.next()? == "01").then(|| words.nth(5))?
+    });
+    established.filter(|inode| ours.contains(&format!("socket:[{inode}]").into())).count()
+}
+
 /// One rank in a process of its own; what it does at the end is in the environment.
 #[test]
 #[ignore = "run by the tests below"]
@@ -27,6 +40,12 @@ fn child() {
             assert_eq!(rustix::io::pread(&peer.fds[0], &mut byte, 0), Ok(1));
             assert_eq!(usize::from(byte[0]), peer.rank);
             assert_ne!(peer.pid, std::process::id());
+        }
+        // Nothing between them is a packet, which a rule or an interface could lose: those by which they met are closed soon.
+        let begun = Instant::now();
+        while connected_over_tcp() > 0 {
+            assert!(begun.elapsed() < LIMIT, "{} connections over TCP", connected_over_tcp());
+            tokio::time::sleep(Duration::from_millis(2)).await;
         }
         // Nobody ends before all have looked.
         me.mesh.broadcast(Message::Closing { comm: CommId(0), calls: 0 });

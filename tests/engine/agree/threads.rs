@@ -47,7 +47,7 @@ fn an_aborted_communicator_agrees_again_and_again() {
                 comm.all_reduce(vec![1f32; 1000]).wait().unwrap_err();
             }
             let verdicts: Vec<_> = (0..20).map(|i| comm.agree(rank != i % 5).wait().unwrap()).collect();
-            assert!(matches!(block_on(comm.close()), Err(Error::Aborted { by: 2, .. })));
+            block_on(comm.close()).expect("who aborted it knows, and the others were told by their calls");
             verdicts
         });
         for verdicts in &all {

@@ -2,6 +2,7 @@
 
 mod again;
 mod ends;
+mod full;
 mod many;
 mod shapes;
 

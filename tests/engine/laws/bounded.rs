@@ -7,46 +7,96 @@ use futures::executor::block_on;
 
 use super::house::*;
 
+/// A rank that is far ahead of the others: what it calls waits for them, and its calls return at once.
 #[test]
-fn law_10_submissions_beyond_the_limit_are_refused_and_none_blocks() {
-    const LIMIT_OF_QUEUE: usize = 1024;
+fn law_10_thousands_of_calls_are_queued_and_none_blocks() {
+    const CALLS: usize = 3000;
     let mut comms = Comm::local(2).unwrap();
     within(LIMIT, move || {
         let mut one = comms.pop().unwrap();
         let mut zero = comms.pop().unwrap();
-        for round in 0..2 {
-            let start = Instant::now();
-            let mut works: Vec<_> =
-                (0..LIMIT_OF_QUEUE - 1).map(|i| zero.all_reduce(vec![i as u32])).collect();
-            // Messages count with collectives.
-            let message = zero.recv(vec![0u32], 1);
-            assert!(start.elapsed() < SOON, "submissions do not block");
-            for _ in 0..2 {
-                let failed = zero.all_reduce(vec![7u32]).wait().unwrap_err();
-                assert_eq!(failed.buf, Some(vec![7u32]));
-                let text = failed.error.to_string();
-                assert!(matches!(failed.error, Error::QueueFull { limit: LIMIT_OF_QUEUE, .. }), "{text}");
-                assert!(text.contains("all_reduce") && text.contains("1024"), "{text}");
+        let start = Instant::now();
+        // Its deadline runs from when all before it have ended: that all take longer than that together is no failure.
+        let works: Vec<_> =
+            (0..CALLS).map(|i| zero.timeout(LIMIT / 2).all_reduce(vec![i as u32; 16])).collect();
+        assert!(start.elapsed() < SOON, "submissions do not block");
+        assert!(works.iter().all(|work| work.refused().is_none()) && zero.check().is_ok());
+        assert_eq!(zero.stats().in_flight, CALLS);
+        let other = std::thread::spawn(move || {
+            for i in 0..CALLS as u32 {
+                assert_eq!(one.all_reduce(vec![i; 16]).wait().unwrap(), [2 * i; 16]);
             }
-            assert!(matches!(zero.send(vec![0u8], 1).wait().unwrap_err().error, Error::QueueFull { .. }));
-            assert!(zero.check().is_ok(), "a full queue is no failure of the group");
-            // One finishes: exactly one more finds room.
-            assert_eq!(one.all_reduce(vec![0u32]).wait().unwrap(), [0]);
-            assert_eq!(works.remove(0).wait().unwrap(), [0]);
-            works.push(zero.all_reduce(vec![LIMIT_OF_QUEUE as u32 - 1]));
-            assert!(matches!(zero.all_reduce(vec![7u32]).wait().unwrap_err().error, Error::QueueFull { .. }));
-            // Dropped works keep their place until they are done.
-            let last = works.pop().unwrap();
-            drop(last);
-            assert!(matches!(zero.all_reduce(vec![7u32]).wait().unwrap_err().error, Error::QueueFull { .. }));
-            for i in 1..LIMIT_OF_QUEUE as u32 {
-                assert_eq!(one.all_reduce(vec![i]).wait().unwrap(), [2 * i], "round {round}");
-            }
-            one.send(vec![5u32], 0).wait().unwrap();
-            assert_eq!(message.wait().unwrap(), [5]);
-            for (i, work) in works.into_iter().enumerate() {
-                assert_eq!(work.wait().unwrap(), [2 * (i as u32 + 1)]);
-            }
+            one
+        });
+        for (i, work) in works.into_iter().enumerate() {
+            assert_eq!(work.wait().unwrap(), [2 * i as u32; 16]);
+        }
+        close(vec![zero, other.join().unwrap()]);
+    });
+}
+
+/// More messages than are in progress at a time, and each rank calls them in an order that the other does not: whatever waits
+/// behind others of its tag, nothing waits for what its peer cannot begin.
+#[test]
+fn law_10_thousands_of_messages_are_queued_whatever_the_order_of_their_tags() {
+    const EACH: u32 = 1300;
+    // Eager ones, and longer ones that move after their receive is posted.
+    let len = |i: u32| if i.is_multiple_of(100) { 2000 } else { 2 };
+    threads(Comm::local(2).unwrap(), move |mut comm| {
+        let (rank, peer) = (comm.rank() as u32, 1 - comm.rank());
+        let tags: [u32; 3] = if rank == 0 { [0, 1, 2] } else { [2, 0, 1] };
+        let all = |tags: [u32; 3]| tags.into_iter().flat_map(|tag| (0..EACH).map(move |i| (tag, i)));
+        let mut recvs = Vec::new();
+        if rank == 0 {
+            recvs.extend(all(tags).map(|(tag, i)| (tag, i, comm.tag(tag).recv(vec![0u32; len(i)], peer))));
+        }
+        let sends: Vec<_> =
+            all(tags).map(|(tag, i)| comm.tag(tag).send(vec![tag * EACH + i; len(i)], peer)).collect();
+        if rank == 1 {
+            recvs.extend(all(tags).map(|(tag, i)| (tag, i, comm.tag(tag).recv(vec![0u32; len(i)], peer))));
+        }
+        for (tag, i, recv) in recvs.into_iter().rev() {
+            assert_eq!(recv.wait().unwrap(), vec![tag * EACH + i; len(i)]);
+        }
+        sends.into_iter().for_each(|send| drop(send.wait().unwrap()));
+        block_on(comm.close()).unwrap();
+    });
+}
+
+/// What is kept has an end, far away (here a near one): a call is refused there, with its buffer, and takes no place in the order of calls.
+#[test]
+fn law_10_a_call_beyond_what_is_kept_is_refused_and_may_be_made_again() {
+    const LIMIT_OF_QUEUE: usize = 1500;
+    let mut comms = allstream::testing::with_queue_limit(LIMIT_OF_QUEUE, || Comm::local(2).unwrap());
+    within(LIMIT, move || {
+        let mut one = comms.pop().unwrap();
+        let mut zero = comms.pop().unwrap();
+        let mut works: Vec<_> = (0..LIMIT_OF_QUEUE - 1).map(|i| zero.all_reduce(vec![i as u32])).collect();
+        // Messages count with collectives.
+        let message = zero.recv(vec![0u32], 1);
+        for _ in 0..2 {
+            let failed = zero.all_reduce(vec![7u32]).wait().unwrap_err();
+            assert_eq!(failed.buf, Some(vec![7u32]));
+            let text = failed.error.to_string();
+            assert!(matches!(failed.error, Error::QueueFull { limit: LIMIT_OF_QUEUE, .. }), "{text}");
+            assert!(text.contains("all_reduce") && text.contains("1500"), "{text}");
+        }
+        assert!(matches!(zero.send(vec![0u8], 1).wait().unwrap_err().error, Error::QueueFull { .. }));
+        assert!(zero.check().is_ok(), "a full queue is no failure of the group");
+        // One finishes: exactly one more finds room.
+        assert_eq!(one.all_reduce(vec![0u32]).wait().unwrap(), [0]);
+        assert_eq!(works.remove(0).wait().unwrap(), [0]);
+        works.push(zero.all_reduce(vec![LIMIT_OF_QUEUE as u32 - 1]));
+        // Dropped works keep their place until they are done.
+        drop(works.pop());
+        assert!(matches!(zero.all_reduce(vec![7u32]).wait().unwrap_err().error, Error::QueueFull { .. }));
+        for i in 1..LIMIT_OF_QUEUE as u32 {
+            assert_eq!(one.all_reduce(vec![i]).wait().unwrap(), [2 * i]);
+        }
+        one.send(vec![5u32], 0).wait().unwrap();
+        assert_eq!(message.wait().unwrap(), [5]);
+        for (i, work) in works.into_iter().enumerate() {
+            assert_eq!(work.wait().unwrap(), [2 * (i as u32 + 1)]);
         }
         close(vec![zero, one]);
     });

@@ -45,10 +45,9 @@ fn groups_split_by_color_and_order_by_key() {
             wait_until("the abort to be heard", || half.check().is_err() || rank % 2 == 0);
             again.barrier().wait().unwrap();
             works(&mut comm);
-            for c in [alone, again] {
+            for c in [alone, again, half] {
                 block_on(c.close()).unwrap();
             }
-            assert_eq!(block_on(half.close()).is_err(), rank % 2 == 1);
             block_on(comm.close()).unwrap();
         });
     }

@@ -24,7 +24,7 @@ class NotAnArray(Invalid, TypeError):
 
 
 class QueueFull(Error):
-    """Too many operations of this communicator wait already; wait for some first."""
+    """As many calls of this communicator are unfinished as are kept (1,048,576 operations); wait for some, then call again."""
 
 
 class Timeout(Error, _builtins.TimeoutError):
