@@ -63,6 +63,7 @@ fn law_10_thousands_of_messages_are_queued_whatever_the_order_of_their_tags() {
     });
 }
 
+#[cfg(feature = "testing")]
 /// What is kept has an end, far away (here a near one): a call is refused there, with its buffer, and takes no place in the order of calls.
 #[test]
 fn law_10_a_call_beyond_what_is_kept_is_refused_and_may_be_made_again() {
