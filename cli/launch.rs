@@ -4,13 +4,16 @@
 //! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port in between.
 //! - When a rank fails, the others are stopped after a time of grace, or work on, as `--on-failure` says; and the job may be started
 //!   anew. The exit code is a program's own where one has ended by itself.
-//! - No rank outlives the launcher, however the launcher ends. A process that a rank itself started stays in the
-//!   rank's process group and is stopped with it; only if the launcher is killed by SIGKILL can such a one stay.
+//! - No rank outlives the launcher, however the launcher ends, nor does what a rank has started: it is in the rank's session, and
+//!   carries the job's mark. If the launcher is killed, its guard sees to that. Of a job that has ended well, what has made a session for
+//!   itself may stay.
 //! - On other hosts an agent keeps the same promises, and takes the end of its connection for the launcher's.
 
 pub(crate) mod agent;
 pub(crate) mod bind;
+pub(crate) mod guard;
 pub(crate) mod hosts;
+mod processes;
 mod records;
 mod relay;
 pub(crate) mod remote;
@@ -94,13 +97,20 @@ pub(crate) struct Policy {
     pub(crate) on_failure: OnFailure,
     /// How long the other ranks may go on before they are stopped, to report by themselves what they saw.
     pub(crate) grace: Duration,
+    /// From the signal that tells them to end to SIGKILL.
+    pub(crate) kill_after: Duration,
     /// Ranks kept working are stopped, too, when fewer than these have not failed.
     pub(crate) min_ranks: usize,
 }
 
 impl Default for Policy {
     fn default() -> Policy {
-        Policy { on_failure: OnFailure::Stop, grace: Duration::from_secs(3), min_ranks: 1 }
+        Policy {
+            on_failure: OnFailure::Stop,
+            grace: Duration::from_secs(3),
+            kill_after: Duration::from_secs(30),
+            min_ranks: 1,
+        }
     }
 }
 
@@ -138,8 +148,8 @@ impl Default for Job {
 
 /// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code: of ranks that ended by
 /// themselves the first that is not 0 (the worst, if they were kept working); if there is none, 128 + the signal that killed the
-/// first rank; 128 + signal if SIGINT, SIGTERM or SIGHUP came to this process, which then waits for no rank for longer than a few
-/// seconds.
+/// first rank; 128 + signal if SIGINT, SIGTERM or SIGHUP came to this process, which then waits for no rank for longer than
+/// [`Policy::kill_after`].
 ///
 /// # Errors
 /// The ranks could not be started; those that were are stopped.
@@ -185,9 +195,9 @@ fn run_watched(
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a job needs at least one rank"));
     }
     let (events, inbox) = mpsc::channel();
-    supervise(job.policy, &events, inbox, |members| {
+    supervise(job.policy, &events, inbox, |members, guard| {
         also(events.clone())?;
-        Ok(Started { streams: start_all(job, part, members, &events)?, port_known: None })
+        Ok(Started { streams: start_all(job, part, members, &events, &guard.mark)?, port_known: None })
     })
 }
 
@@ -197,6 +207,7 @@ fn start_all(
     part: Option<Part>,
     members: &mut Vec<Member>,
     events: &Sender<Event>,
+    mark: &str,
 ) -> io::Result<Vec<Stream>> {
     let mut part = match part {
         Some(part) => part,
@@ -209,6 +220,7 @@ fn start_all(
     for local in 0..job.ranks {
         let rank = part.first + local;
         let mut command = command(job, &part, local);
+        command.env(processes::MARK, mark);
         survive_nobody(&mut command, listener.as_ref(), places.get(local).copied());
         if job.prefix {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
@@ -261,12 +273,12 @@ fn command(job: &Job, part: &Part, local: usize) -> Command {
         .env("MASTER_ADDR", &part.address)
         .env("MASTER_PORT", part.port.to_string())
         .env("ALLSTREAM_TOKEN", &part.token)
-        .stdin(Stdio::null())
-        .process_group(0);
+        .stdin(Stdio::null());
     command
 }
 
-/// Lets the child die with this thread, which waits for all of them, inherit the socket if there is one, and run where it is to.
+/// Lets the child die with this thread, which waits for all of them; gives it a session of its own, the descriptors that it may have,
+/// the socket if there is one, and a place to run.
 fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: Option<CpuSet>) {
     let launcher = rustix::process::getpid();
     let fd = inherit.map(AsRawFd::as_raw_fd);
@@ -274,12 +286,15 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: O
         // The child has it under the same number.
         command.env("ALLSTREAM_RENDEZVOUS_FD", fd.to_string());
     }
+    let descriptors = signals::take_descriptors();
+    in_own_session(command);
     let in_child = move || {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         // A launcher that died before that call sends nothing: then we have another parent already.
         if rustix::process::getppid() != Some(launcher) {
             return Err(rustix::io::Errno::SRCH.into());
         }
+        rustix::process::setrlimit(rustix::process::Resource::Nofile, descriptors)?;
         if let Some(place) = &place {
             rustix::thread::sched_setaffinity(None, place)?;
         }
@@ -292,10 +307,22 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: O
         Ok(())
     };
     // SAFETY: between fork and exec only async-signal-safe work is allowed, because another thread may have held a lock
-    // (of the allocator, say) at the fork. The closure makes at most four system calls (prctl, getppid,
+    // (of the allocator, say) at the fork. The closure makes at most five system calls (prctl, getppid, prlimit64,
     // sched_setaffinity, fcntl), takes no lock, allocates nothing (its errors are plain errno numbers) and owns only copies of
     // integers and a set of bits.
     unsafe { command.pre_exec(in_child) };
+}
+
+/// Gives the child a session of its own, and so no terminal: nothing that is typed there, nor the terminal's end, signals it beside the
+/// launcher, and reading the terminal does not stop it as a process of the background.
+fn in_own_session(command: &mut Command) {
+    // SAFETY: as of every function between fork and exec: this one makes one system call (setsid), takes no lock and allocates nothing.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid()?;
+            Ok(())
+        })
+    };
 }
 
 /// The secret by which ranks of one job know each other: the user's, or 32 random bytes in hex.

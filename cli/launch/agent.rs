@@ -3,8 +3,8 @@
 //!
 //! It is this command again (`allstream run --agent`), started through ssh, or directly on the launcher's own host.
 //! What it is to do comes as one line on stdin, so that neither the secret nor anything of the user's stands in a
-//! command line. Then the line `term` asks for an end, and the end of stdin kills: that is what a launcher leaves
-//! behind, however it ends. On stdout there is one line as a greeting, and then the ranks' output.
+//! command line. Then a line `signal TERM` hands that signal to the ranks, and the end of stdin kills them: that is what a launcher
+//! leaves behind, however it ends. On stdout there is one line as a greeting, and then the ranks' output.
 
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Read};
@@ -20,10 +20,10 @@ use signal_hook::consts::SIGTERM;
 use super::bind::Bind;
 use super::relay::write_all;
 use super::supervise::Event;
-use super::{Job, Part, Policy};
+use super::{Job, Part, Policy, signals};
 
-/// Asks an agent to end its ranks.
-pub(super) const TERM: &[u8] = b"term\n";
+/// Before the name of a signal that the agent's ranks are to get.
+const SIGNAL: &str = "signal ";
 /// Before the version and the port in the greeting.
 const GREETING: &str = "allstream-agent";
 /// The longest order: arguments and variables of one command fit the system's own limit, which is less.
@@ -62,6 +62,11 @@ impl Order {
     }
 }
 
+/// Hands a signal to an agent's ranks.
+pub(super) fn signal(signal: i32) -> Vec<u8> {
+    format!("{SIGNAL}{}\n", signals::name(signal)).into_bytes()
+}
+
 pub(super) fn version() -> String {
     VERSION.into()
 }
@@ -78,13 +83,14 @@ pub(super) fn greeting(line: &[u8]) -> Option<u16> {
 /// # Errors
 /// There was no order, it is another version's, or the ranks could not be started.
 pub(crate) fn run() -> io::Result<ExitCode> {
+    signals::forget_ignored()?;
     let mut stdin = BufReader::new(io::stdin());
     let mut line = Vec::new();
     (&mut stdin).take(MAX_ORDER).read_until(b'\n', &mut line)?;
     if !line.ends_with(b"\n") {
         return Err(io::Error::other("the launcher went away before it said what to start"));
     }
-    if line == TERM {
+    if line.starts_with(SIGNAL.as_bytes()) {
         return Ok(ExitCode::from(128 + SIGTERM as u8));
     }
     let order: Order = serde_json::from_slice(&line).map_err(|error| {
@@ -108,8 +114,9 @@ pub(crate) fn run() -> io::Result<ExitCode> {
 /// Does what the launcher says, until it says nothing more.
 fn obey(from: impl BufRead, events: &Sender<Event>) {
     for line in from.split(b'\n').map_while(Result::ok) {
-        if line == TERM.trim_ascii_end() {
-            let _ = events.send(Event::Signal(SIGTERM));
+        let name = str::from_utf8(&line).ok().and_then(|line| line.strip_prefix(SIGNAL));
+        if let Some(signal) = name.and_then(signals::by_name) {
+            let _ = events.send(Event::Signal(signal));
         }
     }
     let _ = events.send(Event::Cut);

@@ -2,7 +2,6 @@
 
 use std::io::{self, Write};
 use std::ops::Range;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::mpsc::{self, Sender};
@@ -10,6 +9,7 @@ use std::thread;
 
 use super::agent::{self, Order};
 use super::hosts::{Host, quoted};
+use super::processes::MARK;
 use super::relay::{Source, Stream};
 use super::supervise::{Agent, Ended, Event, Kind, Member, Started, supervise, watch};
 use super::{Job, Policy, RESTART, survive_nobody, token, with_restarts};
@@ -32,8 +32,9 @@ pub(crate) struct Hosts {
 }
 
 /// Variables of ours that are each host's own business, or handed over otherwise.
-const NOT_PASSED: [&str; 7] = [
+const NOT_PASSED: [&str; 8] = [
     RESTART,
+    MARK,
     "ALLSTREAM_TOKEN",
     "ALLSTREAM_TOKEN_FILE",
     "ALLSTREAM_RENDEZVOUS_FD",
@@ -89,7 +90,7 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
         token: token.clone(),
     };
     let (events, inbox) = mpsc::channel();
-    supervise(job.policy, &events, inbox, |members| {
+    supervise(job.policy, &events, inbox, |members, _| {
         let mut streams = Vec::new();
         for (host, ranks) in &hosts.placed {
             let command = if here(host) { local()? } else { over_ssh(hosts, host)? };
@@ -139,7 +140,7 @@ fn start(
 ) -> io::Result<Vec<Stream>> {
     let name = &host.name;
     let shown = command.get_program().to_string_lossy().into_owned();
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     survive_nobody(&mut command, None, None);
     let mut child = command.spawn().map_err(|error| {
         io::Error::new(error.kind(), format!("host {name}: cannot start `{shown}`: {error}"))

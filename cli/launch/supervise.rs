@@ -9,18 +9,21 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
-use signal_hook::consts::SIGHUP;
+use signal_hook::consts::{
+    SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH,
+};
 
+use super::guard::Guard;
 use super::relay::{Stream, relay};
-use super::signals::SignalThread;
-use super::{OnFailure, Policy, agent, complain};
+use super::signals::{self, SignalThread};
+use super::{OnFailure, Policy, agent, complain, processes};
 
-/// From SIGTERM to SIGKILL.
-const TERM_TO_KILL: Duration = Duration::from_secs(2);
 /// How long a killed process may take to end (it may sit in the kernel) until it is given up.
 const KILL_TO_GIVE_UP: Duration = Duration::from_secs(5);
 /// How long processes that ranks left behind may still write after the last rank has ended.
 const LEFTOVERS: Duration = Duration::from_secs(1);
+/// How often it is seen whether processes that ranks left behind have ended.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// What ssh exits with when its connection has ended, and not the command.
 const SSH_ENDED: i32 = 255;
 
@@ -39,13 +42,15 @@ pub(super) fn supervise<'a>(
     policy: Policy,
     events: &Sender<Event>,
     inbox: Receiver<Event>,
-    start: impl FnOnce(&mut Vec<Member>) -> io::Result<Started<'a>>,
+    start: impl FnOnce(&mut Vec<Member>, &Guard) -> io::Result<Started<'a>>,
 ) -> io::Result<Ended> {
     let _signals = SignalThread::start(events.clone())?;
+    let mut guard = Guard::start()?;
     // The end of this pipe tells the relay that nothing more is to be waited for.
     let (stop_reader, stop) = io::pipe()?;
     let mut members = Vec::new();
-    let started = start(&mut members);
+    let started = start(&mut members, &guard);
+    members.iter().for_each(|member| guard.watch(member.pid));
     let mut launcher = Launcher {
         members,
         inbox,
@@ -54,6 +59,7 @@ pub(super) fn supervise<'a>(
         relayed: false,
         policy,
         port_known: None,
+        guard,
     };
     let relayed = started.and_then(|started| {
         launcher.port_known = started.port_known;
@@ -64,11 +70,12 @@ pub(super) fn supervise<'a>(
         })
     });
     if let Err(error) = relayed {
-        launcher.signal_all(Signal::KILL);
+        launcher.kill_leftovers(true);
         launcher.reap();
         return Err(error);
     }
     launcher.wait_for_members();
+    launcher.wait_for_what_they_started();
     launcher.wait_for_output(stop);
     launcher.reap();
     Ok(launcher.codes.ended(policy.on_failure))
@@ -255,6 +262,7 @@ struct Launcher<'a> {
     relayed: bool,
     policy: Policy,
     port_known: Option<PortKnown<'a>>,
+    guard: Guard,
 }
 
 impl Launcher<'_> {
@@ -276,7 +284,7 @@ impl Launcher<'_> {
                 }
                 Ok(Event::Relayed) => self.relayed = true,
                 Err(_) => match self.phase {
-                    Phase::Running | Phase::Grace(_) => self.terminate(),
+                    Phase::Running | Phase::Grace(_) => self.terminate(SIGTERM),
                     Phase::Terminating(_) => self.kill(),
                     Phase::Killed(_) => {
                         for member in self.members.iter().filter(|member| !member.ended) {
@@ -289,6 +297,31 @@ impl Launcher<'_> {
                 },
             }
         }
+    }
+
+    /// Ranks that were told to end have ended; but a rank may stand behind a shell, which ends at once, and still write its checkpoint.
+    fn wait_for_what_they_started(&mut self) {
+        while let Phase::Terminating(until) = self.phase {
+            let now = Instant::now();
+            if processes::living(&self.rank_sessions(), None).is_empty() {
+                return;
+            }
+            if now >= until {
+                return self.kill();
+            }
+            match self.inbox.recv_timeout(LOOK_EVERY.min(until - now)) {
+                Ok(Event::Signal(signal)) => self.signalled(signal),
+                Ok(Event::Cut) => self.kill(),
+                Ok(Event::Relayed) => self.relayed = true,
+                Ok(Event::Ended(_) | Event::Greeted { .. }) | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn rank_sessions(&self) -> Vec<Pid> {
+        let ranks = self.members.iter().filter(|member| matches!(member.kind, Kind::Rank { .. }));
+        ranks.map(|member| member.pid).collect()
     }
 
     /// The ranks have ended; what they started may hold their pipes open for ever.
@@ -305,6 +338,9 @@ impl Launcher<'_> {
             match event {
                 Ok(Event::Relayed) => self.relayed = true,
                 Ok(Event::Ended(_) | Event::Greeted { .. }) => {}
+                Ok(Event::Signal(SIGCHLD)) => self.reap_orphans(),
+                // There is no rank any more that could be told.
+                Ok(Event::Signal(signal)) if !signals::ends(signal) => {}
                 Ok(event @ (Event::Signal(_) | Event::Cut)) => {
                     let signal = if let Event::Signal(signal) = event { signal } else { SIGHUP };
                     if (self.codes.any_failed() || self.codes.signal.is_some()) && stop.is_none() {
@@ -314,13 +350,15 @@ impl Launcher<'_> {
                     until = Instant::now();
                 }
                 Err(_) => {
-                    self.signal_all(Signal::KILL);
+                    self.kill_leftovers(false);
                     stop = None;
                 }
             }
         }
-        // Ranks whose output is not relayed can leave processes too.
-        self.signal_all(Signal::KILL);
+        // Ranks whose output is not relayed can leave processes too. What has made a session for itself to outlive the job may do so
+        // where the job has ended well.
+        let ended_well = matches!(self.phase, Phase::Running) && !self.codes.any_failed();
+        self.kill_leftovers(!ended_well);
     }
 
     fn ended(&mut self, member: usize) {
@@ -330,7 +368,7 @@ impl Launcher<'_> {
         if matches!(self.phase, Phase::Terminating(_) | Phase::Killed(_)) {
             return;
         }
-        // Unknown only if somebody else reaped it, or this process was started with SIGCHLD ignored.
+        // Unknown only if somebody else reaped it.
         let mut status = peek_status(state.pid).unwrap_or(ExitStatus::from_raw(1 << 8));
         if status.success() && state.is_unheard() {
             status = ExitStatus::from_raw(1 << 8);
@@ -372,7 +410,7 @@ impl Launcher<'_> {
         if self.members.iter().any(started) {
             self.phase = Phase::Grace(Instant::now() + self.policy.grace);
         } else {
-            self.terminate();
+            self.terminate(SIGTERM);
         }
     }
 
@@ -393,30 +431,79 @@ impl Launcher<'_> {
         if let Some(Err(error)) = self.port_known.take().map(|tell| tell(&self.members, port)) {
             complain(&format!("cannot tell the other hosts what to start: {error}"));
             self.codes.own(1);
-            self.terminate();
+            self.terminate(SIGTERM);
         }
     }
 
     fn signalled(&mut self, signal: i32) {
-        match self.phase {
-            Phase::Running | Phase::Grace(_) => {
-                self.stopped_by(signal);
-                self.terminate();
+        match (signal, self.phase) {
+            (SIGCHLD, _) => self.reap_orphans(),
+            (SIGTSTP, _) => {
+                self.hand_on(SIGSTOP);
+                // As the terminal has asked for. SIGCONT wakes this process, and the ranks are told then.
+                let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
             }
-            Phase::Terminating(_) => self.kill(),
-            Phase::Killed(_) => {}
+            (SIGUSR1 | SIGUSR2 | SIGCONT | SIGWINCH | SIGSTOP, _) => self.hand_on(signal),
+            (SIGINT | SIGTERM | SIGHUP, Phase::Running | Phase::Grace(_)) => {
+                self.stopped_by(signal);
+                // The end of a terminal's line asks for the same as SIGTERM, which programs know how to take.
+                self.terminate(if signal == SIGHUP { SIGTERM } else { signal });
+            }
+            // A terminal that goes away tells it twice, and means it once.
+            (SIGINT | SIGTERM, Phase::Terminating(_)) => self.kill(),
+            _ => {}
         }
     }
 
-    fn terminate(&mut self) {
-        for member in &self.members {
+    /// Hands a signal to all ranks that ends nothing, on all hosts.
+    fn hand_on(&self, signal: i32) {
+        let Some(to_ranks) = Signal::from_named_raw(signal) else { return };
+        let mut without_handler = Vec::new();
+        for member in self.members.iter().filter(|member| !member.ended) {
             match &member.kind {
-                Kind::Agent(agent) if agent.greeted => member.say(agent::TERM.into()),
-                // Also a connection that is only being made.
-                _ => member.signal(Signal::TERM),
+                Kind::Agent(agent) if agent.greeted => member.say(agent::signal(signal)),
+                Kind::Agent(_) => {}
+                Kind::Rank { rank, .. } if matches!(signal, SIGUSR1 | SIGUSR2) => {
+                    let takers = processes::that_take(to_ranks, member.pid);
+                    if takers.is_empty() {
+                        without_handler.push(rank.to_string());
+                    }
+                    for pid in takers {
+                        // Fails where it has just ended.
+                        let _ = rustix::process::kill_process(pid, to_ranks);
+                    }
+                }
+                Kind::Rank { .. } => {
+                    for pid in processes::living(&[member.pid], None) {
+                        let _ = rustix::process::kill_process(pid, to_ranks);
+                    }
+                }
             }
         }
-        self.phase = Phase::Terminating(Instant::now() + TERM_TO_KILL);
+        if !without_handler.is_empty() {
+            let (name, ranks) = (signals::name(signal), without_handler.join(", "));
+            complain(&format!(
+                "SIG{name} was not handed to rank {ranks}: without a handler for it a rank would end"
+            ));
+        }
+    }
+
+    /// Tells the ranks to end, by this signal.
+    fn terminate(&mut self, signal: i32) {
+        let to_ranks = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
+        for member in &self.members {
+            match &member.kind {
+                Kind::Agent(agent) if agent.greeted => member.say(agent::signal(signal)),
+                // A connection that is only being made.
+                Kind::Agent(_) => member.signal(Signal::TERM),
+                Kind::Rank { .. } => {
+                    member.signal(to_ranks);
+                    // One that stands still would not hear of it.
+                    member.signal(Signal::CONT);
+                }
+            }
+        }
+        self.phase = Phase::Terminating(Instant::now() + self.policy.kill_after);
     }
 
     fn kill(&mut self) {
@@ -427,7 +514,32 @@ impl Launcher<'_> {
                 _ => member.signal(Signal::KILL),
             }
         }
+        // Agents do the same on their hosts.
+        processes::kill(&self.rank_sessions(), Some(&self.guard.mark));
         self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
+    }
+
+    /// Kills what ranks have left behind in their sessions; and, of everything, what has left them.
+    fn kill_leftovers(&self, everything: bool) {
+        self.signal_all(Signal::KILL);
+        let sessions: Vec<Pid> = self.members.iter().map(|member| member.pid).collect();
+        processes::kill(&sessions, everything.then_some(&*self.guard.mark));
+    }
+
+    /// As process 1 of a container the launcher becomes the parent of all processes whose own parent has ended.
+    fn reap_orphans(&self) {
+        let own = rustix::process::getpid();
+        if !own.is_init() {
+            return;
+        }
+        let is_ours = |pid| self.guard.is(pid) || self.members.iter().any(|member| member.pid == pid);
+        let dead = processes::all().into_iter().filter(|process| process.is_zombie && process.parent == 1);
+        for process in dead.filter(|process| !is_ours(process.pid)) {
+            let _ = rustix::process::waitid(
+                WaitId::Pid(process.pid),
+                WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
+            );
+        }
     }
 
     fn signal_all(&self, signal: Signal) {

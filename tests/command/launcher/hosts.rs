@@ -126,16 +126,6 @@ fn signals_to_the_launcher_reach_all_hosts_and_the_secret_is_in_no_list_of_proce
 }
 
 #[test]
-fn ranks_on_other_hosts_that_ignore_sigterm_are_killed() {
-    let scratch = Scratch::new();
-    let (child, pids) = start(&scratch, "h1:1,h2:1", 2, "trap '' TERM; while :; do sleep 0.1; done");
-    kill_process(pid_of(child.id()), Signal::INT).unwrap();
-    let output = finish(child);
-    assert_eq!(output.status.code(), Some(130), "{output:?}");
-    assert!(pids.into_iter().all(|pid| !alive(pid)));
-}
-
-#[test]
 fn a_killed_launcher_leaves_no_process_on_any_host() {
     let scratch = Scratch::new();
     let (mut child, pids) = start(&scratch, "h1:2,localhost:1,h2:1", 4, "exec sleep 1000");
