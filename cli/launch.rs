@@ -13,11 +13,13 @@ pub(crate) mod agent;
 pub(crate) mod bind;
 pub(crate) mod guard;
 pub(crate) mod hosts;
+mod logs;
 mod processes;
 mod records;
 mod relay;
 pub(crate) mod remote;
 mod signals;
+pub(crate) mod stdin;
 mod supervise;
 
 use std::ffi::OsString;
@@ -35,7 +37,9 @@ use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 
 use bind::Bind;
-use relay::{Source, Stream, write_all};
+use logs::Log;
+use relay::{Source, Stream};
+use stdin::{Input, Stdin};
 use supervise::{Ended, Event, Kind, Member, Started, supervise, watch};
 
 /// From one variable to the ranks: how often the job was started anew before.
@@ -72,6 +76,10 @@ pub(crate) struct Job {
     pub(crate) args: Vec<OsString>,
     /// Relay the output line by line as `[rank] line`; otherwise ranks write to our stdout and stderr themselves.
     pub(crate) prefix: bool,
+    /// Which ranks have what comes to our stdin.
+    pub(crate) stdin: Stdin,
+    /// Where a file for each rank with its output goes; needs `prefix`.
+    pub(crate) logs: Option<PathBuf>,
     /// Variables to set besides those of the launcher, which win.
     pub(crate) env: Vec<(OsString, OsString)>,
     /// What is done when a rank has failed.
@@ -129,6 +137,8 @@ pub(crate) struct Part {
     pub(crate) token: OsString,
     /// Rank 0's, on its host.
     pub(crate) listener: Option<TcpListener>,
+    /// The stdin of each rank here.
+    inputs: Vec<Input>,
 }
 
 impl Default for Job {
@@ -138,6 +148,8 @@ impl Default for Job {
             program: PathBuf::new(),
             args: Vec::new(),
             prefix: true,
+            stdin: Stdin::None,
+            logs: None,
             env: Vec::new(),
             policy: Policy::default(),
             restarts: 0,
@@ -217,11 +229,20 @@ fn start_all(
     let mut streams = Vec::new();
     // Dropped when rank 0 has it: the port is to close when rank 0 ends.
     let mut listener = part.listener.take();
+    let mut inputs = std::mem::take(&mut part.inputs).into_iter();
     for local in 0..job.ranks {
         let rank = part.first + local;
         let mut command = command(job, &part, local);
         command.env(processes::MARK, mark);
         survive_nobody(&mut command, listener.as_ref(), places.get(local).copied());
+        let input = inputs.next().unwrap_or(Input::None);
+        let has_stdin = !matches!(input, Input::None);
+        command.stdin(match input {
+            Input::None => Stdio::null(),
+            Input::Inherited => Stdio::inherit(),
+            Input::Pipe(_) => Stdio::piped(),
+        });
+        let log = job.logs.as_ref().map(|dir| Log::open(dir, rank, restart(job))).transpose()?;
         if job.prefix {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
         }
@@ -237,9 +258,14 @@ fn start_all(
             io::Error::new(error.kind(), format!("rank {rank}: {what}"))
         })?;
         listener = None;
-        streams.extend(child.stdout.take().map(|pipe| Stream::new(rank, Source::Stdout(pipe))));
-        streams.extend(child.stderr.take().map(|pipe| Stream::new(rank, Source::Stderr(pipe))));
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let sources = out.map(Source::Stdout).into_iter().chain(err.map(Source::Stderr));
+        streams.extend(sources.map(|source| Stream::new(rank, source, log.clone(), has_stdin)));
+        let pipe = child.stdin.take();
         watch(members, child, Kind::Rank { rank, host: part.host.clone() }, events)?;
+        if let (Input::Pipe(queue), Some(pipe)) = (input, pipe) {
+            queue.write_to(pipe)?;
+        }
     }
     Ok(streams)
 }
@@ -255,6 +281,7 @@ fn whole(job: &Job) -> io::Result<Part> {
         port: listener.local_addr()?.port(),
         token: token(job)?,
         listener: Some(listener),
+        inputs: Input::of_all(job.stdin, job.ranks)?,
     })
 }
 
@@ -272,8 +299,7 @@ fn command(job: &Job, part: &Part, local: usize) -> Command {
         .env("LOCAL_WORLD_SIZE", job.ranks.to_string())
         .env("MASTER_ADDR", &part.address)
         .env("MASTER_PORT", part.port.to_string())
-        .env("ALLSTREAM_TOKEN", &part.token)
-        .stdin(Stdio::null());
+        .env("ALLSTREAM_TOKEN", &part.token);
     command
 }
 
@@ -337,7 +363,13 @@ fn token(job: &Job) -> io::Result<OsString> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into())
 }
 
+/// How often a job was started anew before, as its ranks are told.
+fn restart(job: &Job) -> u32 {
+    let said = job.env.iter().rev().find(|(key, _)| key == RESTART);
+    said.and_then(|(_, value)| value.to_str()?.parse().ok()).unwrap_or(0)
+}
+
 /// One line on stderr, for the user.
 fn complain(text: &str) {
-    let _ = write_all(&mut io::stderr().lock(), format!("allstream run: {text}\n").as_bytes());
+    let _ = relay::write_complaint(text);
 }

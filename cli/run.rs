@@ -10,6 +10,7 @@ use std::time::Duration;
 use crate::launch::bind::Bind;
 use crate::launch::hosts::{self, Host};
 use crate::launch::remote::{self, Hosts};
+use crate::launch::stdin::Stdin;
 use crate::launch::{self, Job, OnFailure, Policy, agent, guard};
 
 const SSH_VARIABLE: &str = "ALLSTREAM_SSH";
@@ -66,6 +67,13 @@ pub(crate) struct RunArgs {
     /// Let the ranks write to the terminal themselves, instead of relaying their lines as `[rank] line`
     #[arg(long)]
     no_prefix: bool,
+    /// Which ranks have what comes to stdin here: `0` (so that `breakpoint()` and `input()` work there), `all` (each has a copy), or
+    /// `none`. The others find its end at once
+    #[arg(long, value_enum, default_value = "0", value_name = "RANKS")]
+    stdin: Stdin,
+    /// Also write what each rank writes to a file of its own, DIR/rank-N.log, on the rank's host
+    #[arg(long, value_name = "DIR", conflicts_with = "no_prefix")]
+    log_dir: Option<PathBuf>,
     /// What each rank is bound to, of its host's cores. `core` suits programs whose ranks compute on one thread and do not
     /// outnumber the cores; without it, threads of a rank's own may run on any core
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
@@ -118,6 +126,8 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
         program: command.next().map(PathBuf::from).unwrap_or_default(),
         args: command.collect(),
         prefix: !args.no_prefix,
+        stdin: args.stdin,
+        logs: args.log_dir,
         env: args.env,
         policy: Policy {
             on_failure: args.on_failure,

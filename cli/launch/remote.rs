@@ -4,6 +4,7 @@ use std::io::{self, Write};
 use std::ops::Range;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 
@@ -11,8 +12,8 @@ use super::agent::{self, Order};
 use super::hosts::{Host, quoted};
 use super::processes::MARK;
 use super::relay::{Source, Stream};
-use super::supervise::{Agent, Ended, Event, Kind, Member, Started, supervise, watch};
-use super::{Job, Policy, RESTART, survive_nobody, token, with_restarts};
+use super::supervise::{Agent, Ended, Event, Kind, Member, Said, Started, supervise, watch};
+use super::{Job, Policy, RESTART, stdin, survive_nobody, token, with_restarts};
 
 /// Where the ranks of a job go, and how they are reached.
 #[derive(Debug)]
@@ -82,6 +83,8 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
         args: job.args.clone(),
         env: env.clone(),
         prefix: job.prefix,
+        stdin: job.stdin,
+        logs: job.logs.clone().map(Into::into),
         // Which ranks are left on all hosts only the launcher knows.
         policy: Policy { min_ranks: 0, ..job.policy },
         bind: job.bind,
@@ -106,7 +109,10 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
             for ((host, ranks), member) in placed.zip(members.iter().skip(1)) {
                 member.say(order(host, ranks, port).line()?);
             }
-            Ok(())
+            // Only now does each agent expect something else than its order.
+            let have_one = members.iter().filter(|member| member.ranks().any(|rank| job.stdin.reaches(rank)));
+            let sinks: Vec<_> = have_one.filter_map(Member::stdin_sink).collect();
+            if sinks.is_empty() { Ok(()) } else { stdin::read_for(sinks) }
         };
         Ok(Started { streams, port_known: Some(Box::new(port_known)) })
     })
@@ -145,7 +151,8 @@ fn start(
     let mut child = command.spawn().map_err(|error| {
         io::Error::new(error.kind(), format!("host {name}: cannot start `{shown}`: {error}"))
     })?;
-    let (orders, lines) = mpsc::channel::<Vec<u8>>();
+    let (orders, lines) = mpsc::channel::<Said>();
+    let orders = Arc::new(orders);
     let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let member = members.len();
     let agent = Agent { host: name.clone(), ranks: ranks.clone(), orders: Some(orders), greeted: false };
@@ -154,10 +161,11 @@ fn start(
         // A thread, because a connection that is stuck takes no more than a pipe holds. Once nobody can say anything
         // more, the pipe is closed.
         thread::Builder::new().name(format!("to {name}")).stack_size(64 << 10).spawn(move || {
-            for line in lines {
-                if stdin.write_all(&line).and_then(|()| stdin.flush()).is_err() {
+            for Said { bytes, written } in lines {
+                if stdin.write_all(&bytes).and_then(|()| stdin.flush()).is_err() {
                     break;
                 }
+                written.map(|written| written.send(()));
             }
         })?;
     }

@@ -118,6 +118,25 @@ fn let_signals_through() {
     }
 }
 
+/// Keeps SIGTTIN from this thread: where the launcher is in the background of its terminal, a read fails, and does not stop the launcher.
+pub(super) fn read_without_being_stopped() {
+    // SAFETY: as above; the set is initialised before it is used, and only this thread's mask changes.
+    unsafe {
+        let mut set = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGTTIN);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+    }
+}
+
+/// Whether stdin is a terminal in whose background this process is: what is typed there is meant for somebody else.
+pub(super) fn is_in_background() -> bool {
+    // SAFETY: both functions only ask the system, about a descriptor that is open (the standard library sees to that) and this process.
+    let (foreground, own) = unsafe { (libc::tcgetpgrp(0), libc::getpgrp()) };
+    // -1: no terminal, or one that is not this session's.
+    foreground != -1 && foreground != own
+}
+
 /// Takes for this process as many descriptors as it may have: it needs several for each rank. What there was before is for the ranks.
 pub(super) fn take_descriptors() -> Rlimit {
     static INHERITED: OnceLock<Rlimit> = OnceLock::new();

@@ -4,7 +4,8 @@ use std::io::{self, PipeWriter};
 use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, ExitStatus};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -16,6 +17,7 @@ use signal_hook::consts::{
 use super::guard::Guard;
 use super::relay::{Stream, relay};
 use super::signals::{self, SignalThread};
+use super::stdin::Sink;
 use super::{OnFailure, Policy, agent, complain, processes};
 
 /// How long a killed process may take to end (it may sit in the kernel) until it is given up.
@@ -179,17 +181,36 @@ pub(super) enum Kind {
 pub(super) struct Agent {
     pub(super) host: String,
     pub(super) ranks: Range<usize>,
-    /// What is written to its stdin, until it is dropped.
-    pub(super) orders: Option<Sender<Vec<u8>>>,
+    /// What is written to its stdin, which ends when this is dropped: nobody else holds it for longer than it takes to send.
+    pub(super) orders: Option<Arc<Sender<Said>>>,
     pub(super) greeted: bool,
+}
+
+/// What an agent is told.
+pub(super) struct Said {
+    pub(super) bytes: Vec<u8>,
+    /// Hears when they have been written.
+    pub(super) written: Option<Sender<()>>,
 }
 
 impl Member {
     /// Writes to an agent. One that has ended does not read it.
     pub(super) fn say(&self, line: Vec<u8>) {
         if let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind {
-            let _ = orders.send(line);
+            let _ = orders.send(Said { bytes: line, written: None });
         }
+    }
+
+    /// Hands what comes to the launcher's stdin to an agent, no more of it than the connection takes.
+    pub(super) fn stdin_sink(&self) -> Option<Sink> {
+        let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind else { return None };
+        let orders = Arc::downgrade(orders);
+        Some(Box::new(move |piece| {
+            let (written, is_written) = mpsc::channel();
+            let said = Said { bytes: agent::stdin(piece), written: Some(written) };
+            let sent = orders.upgrade().is_some_and(|orders| orders.send(said).is_ok());
+            sent && is_written.recv().is_ok()
+        }))
     }
 
     /// Signals its process group. One that has ended is included, for what it left behind: it is not reaped yet, so the
@@ -200,10 +221,10 @@ impl Member {
     }
 
     /// Ranks that end with it.
-    fn ranks(&self) -> usize {
+    pub(super) fn ranks(&self) -> Range<usize> {
         match &self.kind {
-            Kind::Rank { .. } => 1,
-            Kind::Agent(agent) => agent.ranks.len(),
+            Kind::Rank { rank, .. } => *rank..rank + 1,
+            Kind::Agent(agent) => agent.ranks.clone(),
         }
     }
 
@@ -385,7 +406,7 @@ impl Launcher<'_> {
         match (self.phase, self.policy.on_failure) {
             (Phase::Running, OnFailure::Stop) => self.stop_others(member, status, ""),
             (Phase::Running, OnFailure::Keep) => {
-                let left: usize = self.members.iter().filter(|m| !m.failed).map(Member::ranks).sum();
+                let left: usize = self.members.iter().filter(|m| !m.failed).map(|m| m.ranks().len()).sum();
                 let running = self.members.iter().any(|member| !member.ended);
                 if running && left >= self.policy.min_ranks {
                     let said = self.members[member].tell(status);

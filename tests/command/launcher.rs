@@ -3,11 +3,13 @@
 mod failures;
 mod hosts;
 mod others;
+mod output;
 mod perf;
 mod running;
 mod signals;
 mod slurm;
 mod ssh;
+mod stdin;
 mod survive;
 mod tune;
 
