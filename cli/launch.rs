@@ -14,6 +14,7 @@ pub(crate) mod bind;
 pub(crate) mod guard;
 pub(crate) mod hosts;
 mod logs;
+mod member;
 mod processes;
 mod records;
 mod relay;
@@ -38,9 +39,10 @@ use serde::{Deserialize, Serialize};
 
 use bind::Bind;
 use logs::Log;
+use member::{Kind, Member, watch};
 use relay::{Source, Stream};
 use stdin::{Input, Stdin};
-use supervise::{Ended, Event, Kind, Member, Started, supervise, watch};
+use supervise::{Ended, Event, Started, supervise};
 
 /// From one variable to the ranks: how often the job was started anew before.
 pub(crate) const RESTART: &str = "ALLSTREAM_RESTART";

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::net::TcpStream;
-use std::path::Path;
 use std::str::FromStr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -31,7 +30,7 @@ pub(super) use self::pool::ROW;
 use self::records::Entry;
 use self::wholes::Wholes;
 use super::links::{CommLinks, ProcessRanks, Topology, block_bytes};
-use crate::error::{Error, Lost};
+use crate::error::{Error, Lost, RecordFile};
 use crate::exec::{Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, Runtime};
 use crate::forked;
 use crate::group::message::{CommId, DataHello, Message};
@@ -185,7 +184,7 @@ pub(crate) struct World {
     comms: Mutex<Map<CommId, Weak<Endpoint>>>,
     departed: Mutex<Departed>,
     /// Where the flight recorder is written.
-    record: Option<Arc<Path>>,
+    record: Option<Arc<RecordFile>>,
     /// How this host's clock differs from rank 0's, where that is another host.
     clock: Mutex<Option<ClockDifference>>,
     /// Communicators that have died, for the flight recorder; the last ones.
@@ -260,7 +259,7 @@ impl World {
             defaults,
             comms: Mutex::default(),
             departed: Mutex::default(),
-            record: file_of(&world_name(&id), rank).map(Arc::from),
+            record: file_of(&world_name(&id), rank).map(Arc::new),
             clock: Mutex::default(),
             dead: Mutex::default(),
             early: Mutex::default(),
