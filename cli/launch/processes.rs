@@ -38,9 +38,12 @@ fn parse(stat: &[u8]) -> Option<Process> {
     let pid = text.split_whitespace().next()?.parse().ok().and_then(Pid::from_raw)?;
     let rest = std::str::from_utf8(&stat[end + 1..]).ok()?;
     let mut words = rest.split_whitespace();
-    let is_zombie = matches!(words.next()?, "Z" | "X");
+    let state = words.next()?;
     let parent = words.next()?.parse().ok()?;
     let session = words.nth(1)?.parse().ok()?;
+    let threads = words.nth(13).and_then(|threads| threads.parse().ok()).unwrap_or(0);
+    // The first thread of a process may end before the others, and the process lives on.
+    let is_zombie = matches!(state, "Z" | "X") && threads < 2;
     Some(Process { pid, parent, session, is_zombie })
 }
 
@@ -133,6 +136,8 @@ mod tests {
         assert_eq!(process.pid, Pid::from_raw(42).unwrap());
         assert_eq!((process.parent, process.session, process.is_zombie), (7, 9, false));
         assert!(parse(b"42 (x) Z 1 1 1 0").unwrap().is_zombie);
+        let with_threads = |threads| format!("42 (x) Z 1 1 1 0 -1 4 5 6 7 8 9 10 11 12 20 0 {threads} 0 99");
+        assert_eq!([1, 2].map(|n| parse(with_threads(n).as_bytes()).unwrap().is_zombie), [true, false]);
         for bad in [&b""[..], b"x (y) S 1 1 1", b"42 (x", b"42 (x) S 1"] {
             assert_eq!(parse(bad), None);
         }

@@ -182,6 +182,21 @@ fn what_a_parent_ignores_or_blocks_does_no_harm() {
     wait_for_files(&scratch, "TERM", 2);
 }
 
+/// As few descriptors as a shell may allow are too few for the pipes of many ranks; each rank has what was allowed.
+#[test]
+fn a_small_limit_of_descriptors_is_for_the_ranks_and_not_for_the_launcher() {
+    let shell = "ulimit -Sn 24; exec \"$0\" run -n 16 -- /bin/sh -c 'ulimit -n'";
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", shell, env!("CARGO_BIN_EXE_allstream")]).env_remove("ALLSTREAM_TOKEN");
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let output = finish(command.spawn().unwrap());
+    assert!(output.status.success(), "{output:?}");
+    assert!(
+        sorted_lines(&output.stdout).iter().filter(|line| line.ends_with("] 24")).count() == 16,
+        "{output:?}"
+    );
+}
+
 /// A launcher that is process 1, of a namespace of its own.
 #[test]
 fn as_process_1_the_launcher_reaps_what_has_lost_its_parent() {
