@@ -19,8 +19,10 @@ const SSH: &str = "ssh -o BatchMode=yes -o ServerAliveInterval=5";
 
 const AFTER: &str = "\
 Exit code: of ranks that ended by themselves, the first that is not 0 (the worst, with --on-failure keep); if there is none, 128 + the \
-signal that killed the first rank.
+signal that killed the first rank; 128 + the signal, if one ended the job.
 
+Signals: SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT and SIGWINCH are handed to all ranks on all hosts; Ctrl-Z stops them with the launcher. \
+After SIGINT or SIGTERM ranks have the time of --kill-after; a second one kills at once.
 
 Several hosts: ssh must reach them without a password, and they need the program and this very version of allstream, at \
 the same path as here or where --remote-bin says. Variables whose names begin with ALLSTREAM_ are passed on; others \

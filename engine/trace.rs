@@ -3,9 +3,9 @@
 //! Failures come first: nobody waits for a file before all who are concerned know what has failed. The files are written
 //! by a thread of their own ([`writer`]).
 //!
-//! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream`
-//! in the system's directory for temporary files, where the files of old worlds are removed; `ALLSTREAM_TRACE_DIR=off` turns
-//! them off.
+//! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream-UID`
+//! (the user's number) in the system's directory for temporary files, where the files of old worlds are removed;
+//! `ALLSTREAM_TRACE_DIR=off` turns them off.
 
 pub(crate) mod log;
 mod prune;
