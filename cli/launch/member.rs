@@ -51,6 +51,8 @@ pub(super) struct Agent {
     /// What is written to its stdin, which ends when this is dropped: nobody else holds it for longer than it takes to send.
     pub(super) orders: Option<Arc<Sender<Said>>>,
     pub(super) greeted: bool,
+    /// It has ended, and its greeting may still be on its way.
+    pub(super) may_have_greeted: bool,
 }
 
 /// What an agent is told.
@@ -98,6 +100,14 @@ impl Member {
     /// Whether it is an agent that has not started its ranks.
     pub(super) fn is_unheard(&self) -> bool {
         matches!(&self.kind, Kind::Agent(agent) if !agent.greeted)
+    }
+
+    /// The first time that an agent is known to have ended from which no greeting has come.
+    pub(super) fn has_ended_unheard(&mut self) -> bool {
+        match &mut self.kind {
+            Kind::Agent(agent) if !agent.greeted => !std::mem::replace(&mut agent.may_have_greeted, true),
+            _ => false,
+        }
     }
 
     /// An agent says by its own code how its ranks have ended, and its connection may end before.

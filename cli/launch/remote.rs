@@ -156,7 +156,13 @@ fn start(
     let orders = Arc::new(orders);
     let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let member = members.len();
-    let agent = Agent { host: name.clone(), ranks: ranks.clone(), orders: Some(orders), greeted: false };
+    let agent = Agent {
+        host: name.clone(),
+        ranks: ranks.clone(),
+        orders: Some(orders),
+        greeted: false,
+        may_have_greeted: false,
+    };
     watch(members, child, Kind::Agent(agent), events)?;
     if let Some(mut stdin) = stdin {
         // A thread, because a connection that is stuck takes no more than a pipe holds. Once nobody can say anything

@@ -57,19 +57,11 @@ pub(super) struct SignalThread {
 
 impl SignalThread {
     pub(super) fn start(events: Sender<Event>) -> io::Result<Self> {
-        // A handler stays installed for ever, so "as by default" is a flag that it looks at.
-        static BY_DEFAULT: OnceLock<Arc<AtomicBool>> = OnceLock::new();
         let ignored = ignored_signals();
         // One that is ignored stays so: this is how nohup and shells' background jobs ask for it.
         let heeded = |signal: &i32| ignored & (1 << (signal - 1)) == 0;
         let ending = ENDING.into_iter().filter(heeded);
-        if BY_DEFAULT.get().is_none() {
-            let flag = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(false)));
-            for signal in ending.clone() {
-                signal_hook::flag::register_conditional_default(signal, Arc::clone(flag))?;
-            }
-        }
-        let by_default = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(false)));
+        let by_default = end_by_default(ending.clone())?;
         by_default.store(false, Ordering::SeqCst);
         let mut signals = Signals::new(ending.chain(OTHERS).chain([SIGTSTP].into_iter().filter(heeded)))?;
         let handle = signals.handle();
@@ -90,14 +82,25 @@ impl Drop for SignalThread {
     }
 }
 
-/// Ignores nothing that a parent made this process ignore. For an agent, whose parent is not a user's shell but what has made the
-/// connection: ranks would inherit it, and not hear of the signals that they are handed.
-pub(super) fn forget_ignored() -> io::Result<()> {
-    for signal in ENDING.into_iter().chain([SIGQUIT, SIGTSTP]) {
-        // What is handled is not ignored, and a rank, which has no handler from here, begins with the default.
-        signal_hook::flag::register(signal, Arc::default())?;
+/// Lets these signals end this process as by default, as long as the flag that comes back says so: a handler stays installed for ever.
+fn end_by_default(signals: impl Iterator<Item = i32>) -> io::Result<&'static AtomicBool> {
+    static BY_DEFAULT: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+    if BY_DEFAULT.get().is_none() {
+        let flag = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(true)));
+        for signal in signals {
+            signal_hook::flag::register_conditional_default(signal, Arc::clone(flag))?;
+        }
     }
-    Ok(())
+    Ok(BY_DEFAULT.get_or_init(Arc::default))
+}
+
+/// Ignores nothing that a parent made this process ignore. For an agent, whose parent is not a user's shell but what has made the
+/// connection: ranks would inherit it, and not hear of the signals that they are handed. What is handled here is not ignored, and a rank,
+/// which has no handler from here, begins with the default.
+pub(super) fn forget_ignored() -> io::Result<()> {
+    end_by_default(ENDING.into_iter())?;
+    signal_hook::flag::register_conditional_default(SIGQUIT, Arc::new(AtomicBool::new(true)))?;
+    signal_hook::flag::register(SIGTSTP, Arc::default()).map(drop)
 }
 
 /// The signals that this process ignores, as a mask with signal 1 at bit 0.

@@ -22,6 +22,8 @@ use super::{OnFailure, Policy, agent, complain, processes};
 const KILL_TO_GIVE_UP: Duration = Duration::from_secs(5);
 /// How long processes that ranks left behind may still write after the last rank has ended.
 const LEFTOVERS: Duration = Duration::from_secs(1);
+/// How long an agent's greeting may be on its way when the agent has ended.
+const GREETING_IS_READ: Duration = Duration::from_millis(300);
 /// How often it is seen whether processes that ranks left behind have ended.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
@@ -58,6 +60,7 @@ pub(super) fn supervise<'a>(
         policy,
         port_known: None,
         guard,
+        events: events.clone(),
     };
     let relayed = started.and_then(|started| {
         launcher.port_known = started.port_known;
@@ -155,6 +158,8 @@ struct Launcher<'a> {
     policy: Policy,
     port_known: Option<PortKnown<'a>>,
     guard: Guard,
+    /// To tell itself something later.
+    events: Sender<Event>,
 }
 
 impl Launcher<'_> {
@@ -255,6 +260,17 @@ impl Launcher<'_> {
 
     fn ended(&mut self, member: usize) {
         let Some(state) = self.members.get_mut(member) else { return };
+        // An agent whose ranks have ended at once may have ended before its greeting is read.
+        if state.has_ended_unheard() {
+            let events = self.events.clone();
+            let again = move || {
+                thread::sleep(GREETING_IS_READ);
+                let _ = events.send(Event::Ended(member));
+            };
+            if thread::Builder::new().stack_size(64 << 10).spawn(again).is_ok() {
+                return;
+            }
+        }
         state.ended = true;
         // One that we have stopped did not end by itself.
         if matches!(self.phase, Phase::Terminating(_) | Phase::Killed(_)) {

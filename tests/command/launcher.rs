@@ -300,7 +300,9 @@ fn a_signal_is_named_and_survivors_may_report() {
 fn signals_to_the_launcher_leave_no_process() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::HUP, 129)] {
         let scratch = Scratch::new();
-        let (child, pids) = start_sleepers(&["-n", "4"], 4, &scratch, "sleep 1000; true");
+        // A shell may lose SIGINT in the moment in which it starts something.
+        let options = ["-n", "4", "--kill-after", "4s"];
+        let (child, pids) = start_sleepers(&options, 4, &scratch, "sleep 1000; true");
         kill_process(pid_of(child.id()), signal).unwrap();
         let output = finish(child);
         assert_eq!(output.status.code(), Some(code), "{output:?}");

@@ -56,7 +56,8 @@ fn shown_in_process_lists(text: &str) -> Vec<String> {
 fn start(scratch: &Scratch, hosts: &str, ranks: usize, rest: &str) -> (Child, Vec<u32>) {
     let script =
         format!("echo $$ > {0}/$RANK.new && mv {0}/$RANK.new {0}/$RANK; {rest}", scratch.0.display());
-    let child = remote(scratch, hosts, &[], &script).spawn().unwrap();
+    // A shell may lose SIGINT in the moment in which it starts something.
+    let child = remote(scratch, hosts, &["--kill-after", "4s"], &script).spawn().unwrap();
     let file = |rank: usize| scratch.0.join(rank.to_string());
     wait_until("all ranks have started", || (0..ranks).all(|rank| file(rank).exists()));
     (child, (0..ranks).map(|rank| fs::read_to_string(file(rank)).unwrap().trim().parse().unwrap()).collect())

@@ -5,14 +5,15 @@ use std::os::unix::process::CommandExt;
 use super::*;
 
 /// A rank that tells which signals it gets, in files of its own, until there is a file `stop`; it says `ready` when it has its handlers.
-/// `shell` is put before the words of a command: what stands between the launcher and the rank.
+/// `shell` is put before the words of a command: what stands between the launcher and the rank. Here and below a shell starts what it waits
+/// for in the background: dash loses a signal that comes while it starts something in the foreground.
 fn listener(scratch: &Scratch, shell: &str) -> String {
     let place = scratch.0.display();
     let handlers: String = (["USR1", "USR2", "CONT", "WINCH"].iter())
-        .map(|name| format!("trap 'touch {place}/{name}.'$RANK {name}; "))
+        .map(|name| format!("trap ': > {place}/{name}.'$RANK {name}; "))
         .collect();
     let rank = format!(
-        "{handlers}touch {place}/ready.$RANK; until [ -e {place}/stop ]; do sleep 0.02; done; echo end"
+        "{handlers}: > {place}/ready.$RANK; until [ -e {place}/stop ]; do sleep 0.02 & wait $!; done; echo end"
     );
     fs::write(scratch.0.join("rank.sh"), rank).unwrap();
     format!("{shell} /bin/sh {place}/rank.sh; exit $?")
@@ -72,9 +73,9 @@ fn a_rank_without_a_handler_is_not_ended_by_sigusr1_and_that_is_said() {
 /// A rank that takes a while to write a checkpoint when a signal asks for its end.
 fn checkpoints(scratch: &Scratch, seconds: &str) -> String {
     let place = scratch.0.display();
-    let save = |name: &str| format!("trap 'sleep {seconds}; touch {place}/{name}.$RANK; exit 0' {name}; ");
+    let save = |name: &str| format!("trap 'sleep {seconds}; : > {place}/{name}.$RANK; exit 0' {name}; ");
     let (int, term) = (save("INT"), save("TERM"));
-    let rank = format!("{int}{term}touch {place}/ready.$RANK; while :; do sleep 0.02; done");
+    let rank = format!("{int}{term}: > {place}/ready.$RANK; while :; do sleep 0.02 & wait $!; done");
     fs::write(scratch.0.join("rank.sh"), rank).unwrap();
     format!("/bin/sh {place}/rank.sh; true")
 }
@@ -105,10 +106,10 @@ fn ranks_that_do_not_end_are_killed_after_the_time_given_and_at_once_the_second_
         for hosts in [&["-n", "2"][..], &["--hosts", "localhost:1,127.0.0.1:1"]] {
             let scratch = Scratch::new();
             let ready = format!(
-                "trap '' INT; trap 'touch {0}/told.'$RANK TERM; touch {0}/ready.$RANK",
+                "trap '' INT; trap ': > {0}/told.'$RANK TERM; : > {0}/ready.$RANK",
                 scratch.0.display()
             );
-            let rest = format!("{ready}; while :; do sleep 0.05; done");
+            let rest = format!("{ready}; while :; do sleep 0.05 & wait $!; done");
             let options = [hosts, &["--kill-after", kill_after]].concat();
             let (child, pids) = start_sleepers(&options, 2, &scratch, &rest);
             wait_for_files(&scratch, "ready", 2);
@@ -138,8 +139,9 @@ fn a_job_is_suspended_as_a_whole_and_goes_on() {
     let rest = format!("until [ -e {}/stop ]; do sleep 0.02; done", scratch.0.display());
     let (child, pids) = start_sleepers(&["-n", "2"], 2, &scratch, &rest);
     let all: Vec<u32> = pids.into_iter().chain([child.id()]).collect();
-    let are =
-        |stopped: bool| all.iter().all(|pid| (test_support::process_state(*pid) == Some('T')) == stopped);
+    // `D`: a shell that waits for its child to become another program, which stands still.
+    let is_still = |pid: &u32| matches!(test_support::process_state(*pid), Some('T' | 'D'));
+    let are = |stopped: bool| all.iter().all(|pid| is_still(pid) == stopped);
     kill_process(pid_of(child.id()), Signal::TSTP).unwrap();
     wait_until("all stand still", || are(true));
     kill_process(pid_of(child.id()), Signal::CONT).unwrap();
