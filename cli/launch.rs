@@ -4,17 +4,23 @@
 //! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port in between.
 //! - When a rank fails, the others are stopped after a time of grace, or work on, as `--on-failure` says; and the job may be started
 //!   anew. The exit code is a program's own where one has ended by itself.
-//! - No rank outlives the launcher, however the launcher ends. A process that a rank itself started stays in the
-//!   rank's process group and is stopped with it; only if the launcher is killed by SIGKILL can such a one stay.
+//! - No rank outlives the launcher, however the launcher ends, nor does what a rank has started: it is in the rank's session, and
+//!   carries the job's mark. If the launcher is killed, its guard sees to that. Of a job that has ended well, what has made a session for
+//!   itself may stay.
 //! - On other hosts an agent keeps the same promises, and takes the end of its connection for the launcher's.
 
 pub(crate) mod agent;
 pub(crate) mod bind;
+pub(crate) mod guard;
 pub(crate) mod hosts;
+mod logs;
+mod member;
+mod processes;
 mod records;
 mod relay;
 pub(crate) mod remote;
 mod signals;
+pub(crate) mod stdin;
 mod supervise;
 
 use std::ffi::OsString;
@@ -32,8 +38,11 @@ use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 
 use bind::Bind;
-use relay::{Source, Stream, write_all};
-use supervise::{Ended, Event, Kind, Member, Started, supervise, watch};
+use logs::Log;
+use member::{Kind, Member, watch};
+use relay::{Source, Stream};
+use stdin::{Input, Stdin};
+use supervise::{Ended, Event, Started, supervise};
 
 /// From one variable to the ranks: how often the job was started anew before.
 pub(crate) const RESTART: &str = "ALLSTREAM_RESTART";
@@ -69,6 +78,10 @@ pub(crate) struct Job {
     pub(crate) args: Vec<OsString>,
     /// Relay the output line by line as `[rank] line`; otherwise ranks write to our stdout and stderr themselves.
     pub(crate) prefix: bool,
+    /// Which ranks have what comes to our stdin.
+    pub(crate) stdin: Stdin,
+    /// Where a file for each rank with its output goes; needs `prefix`.
+    pub(crate) logs: Option<PathBuf>,
     /// Variables to set besides those of the launcher, which win.
     pub(crate) env: Vec<(OsString, OsString)>,
     /// What is done when a rank has failed.
@@ -94,13 +107,20 @@ pub(crate) struct Policy {
     pub(crate) on_failure: OnFailure,
     /// How long the other ranks may go on before they are stopped, to report by themselves what they saw.
     pub(crate) grace: Duration,
+    /// From the signal that tells them to end to SIGKILL.
+    pub(crate) kill_after: Duration,
     /// Ranks kept working are stopped, too, when fewer than these have not failed.
     pub(crate) min_ranks: usize,
 }
 
 impl Default for Policy {
     fn default() -> Policy {
-        Policy { on_failure: OnFailure::Stop, grace: Duration::from_secs(3), min_ranks: 1 }
+        Policy {
+            on_failure: OnFailure::Stop,
+            grace: Duration::from_secs(3),
+            kill_after: Duration::from_secs(30),
+            min_ranks: 1,
+        }
     }
 }
 
@@ -119,6 +139,8 @@ pub(crate) struct Part {
     pub(crate) token: OsString,
     /// Rank 0's, on its host.
     pub(crate) listener: Option<TcpListener>,
+    /// The stdin of each rank here.
+    inputs: Vec<Input>,
 }
 
 impl Default for Job {
@@ -128,6 +150,8 @@ impl Default for Job {
             program: PathBuf::new(),
             args: Vec::new(),
             prefix: true,
+            stdin: Stdin::None,
+            logs: None,
             env: Vec::new(),
             policy: Policy::default(),
             restarts: 0,
@@ -138,8 +162,8 @@ impl Default for Job {
 
 /// Runs a job of this host to its end, and again if it has failed and may be started anew. The exit code: of ranks that ended by
 /// themselves the first that is not 0 (the worst, if they were kept working); if there is none, 128 + the signal that killed the
-/// first rank; 128 + signal if SIGINT, SIGTERM or SIGHUP came to this process, which then waits for no rank for longer than a few
-/// seconds.
+/// first rank; 128 + signal if SIGINT, SIGTERM or SIGHUP came to this process, which then waits for no rank for longer than
+/// [`Policy::kill_after`].
 ///
 /// # Errors
 /// The ranks could not be started; those that were are stopped.
@@ -185,9 +209,9 @@ fn run_watched(
         return Err(io::Error::new(io::ErrorKind::InvalidInput, "a job needs at least one rank"));
     }
     let (events, inbox) = mpsc::channel();
-    supervise(job.policy, &events, inbox, |members| {
+    supervise(job.policy, &events, inbox, |members, guard| {
         also(events.clone())?;
-        Ok(Started { streams: start_all(job, part, members, &events)?, port_known: None })
+        Ok(Started { streams: start_all(job, part, members, &events, &guard.mark)?, port_known: None })
     })
 }
 
@@ -197,6 +221,7 @@ fn start_all(
     part: Option<Part>,
     members: &mut Vec<Member>,
     events: &Sender<Event>,
+    mark: &str,
 ) -> io::Result<Vec<Stream>> {
     let mut part = match part {
         Some(part) => part,
@@ -206,10 +231,20 @@ fn start_all(
     let mut streams = Vec::new();
     // Dropped when rank 0 has it: the port is to close when rank 0 ends.
     let mut listener = part.listener.take();
+    let mut inputs = std::mem::take(&mut part.inputs).into_iter();
     for local in 0..job.ranks {
         let rank = part.first + local;
         let mut command = command(job, &part, local);
+        command.env(processes::MARK, mark);
         survive_nobody(&mut command, listener.as_ref(), places.get(local).copied());
+        let input = inputs.next().unwrap_or(Input::None);
+        let has_stdin = !matches!(input, Input::None);
+        command.stdin(match input {
+            Input::None => Stdio::null(),
+            Input::Inherited => Stdio::inherit(),
+            Input::Pipe(_) => Stdio::piped(),
+        });
+        let log = job.logs.as_ref().map(|dir| Log::open(dir, rank, restart(job))).transpose()?;
         if job.prefix {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
         }
@@ -225,9 +260,14 @@ fn start_all(
             io::Error::new(error.kind(), format!("rank {rank}: {what}"))
         })?;
         listener = None;
-        streams.extend(child.stdout.take().map(|pipe| Stream::new(rank, Source::Stdout(pipe))));
-        streams.extend(child.stderr.take().map(|pipe| Stream::new(rank, Source::Stderr(pipe))));
+        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let sources = out.map(Source::Stdout).into_iter().chain(err.map(Source::Stderr));
+        streams.extend(sources.map(|source| Stream::new(rank, source, log.clone(), has_stdin)));
+        let pipe = child.stdin.take();
         watch(members, child, Kind::Rank { rank, host: part.host.clone() }, events)?;
+        if let (Input::Pipe(queue), Some(pipe)) = (input, pipe) {
+            queue.write_to(pipe)?;
+        }
     }
     Ok(streams)
 }
@@ -243,6 +283,7 @@ fn whole(job: &Job) -> io::Result<Part> {
         port: listener.local_addr()?.port(),
         token: token(job)?,
         listener: Some(listener),
+        inputs: Input::of_all(job.stdin, job.ranks)?,
     })
 }
 
@@ -260,13 +301,12 @@ fn command(job: &Job, part: &Part, local: usize) -> Command {
         .env("LOCAL_WORLD_SIZE", job.ranks.to_string())
         .env("MASTER_ADDR", &part.address)
         .env("MASTER_PORT", part.port.to_string())
-        .env("ALLSTREAM_TOKEN", &part.token)
-        .stdin(Stdio::null())
-        .process_group(0);
+        .env("ALLSTREAM_TOKEN", &part.token);
     command
 }
 
-/// Lets the child die with this thread, which waits for all of them, inherit the socket if there is one, and run where it is to.
+/// Lets the child die with this thread, which waits for all of them; gives it a session of its own, the descriptors that it may have,
+/// the socket if there is one, and a place to run.
 fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: Option<CpuSet>) {
     let launcher = rustix::process::getpid();
     let fd = inherit.map(AsRawFd::as_raw_fd);
@@ -274,12 +314,15 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: O
         // The child has it under the same number.
         command.env("ALLSTREAM_RENDEZVOUS_FD", fd.to_string());
     }
+    let descriptors = signals::take_descriptors();
+    in_own_session(command);
     let in_child = move || {
         rustix::process::set_parent_process_death_signal(Some(Signal::KILL))?;
         // A launcher that died before that call sends nothing: then we have another parent already.
         if rustix::process::getppid() != Some(launcher) {
             return Err(rustix::io::Errno::SRCH.into());
         }
+        rustix::process::setrlimit(rustix::process::Resource::Nofile, descriptors)?;
         if let Some(place) = &place {
             rustix::thread::sched_setaffinity(None, place)?;
         }
@@ -292,10 +335,22 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: O
         Ok(())
     };
     // SAFETY: between fork and exec only async-signal-safe work is allowed, because another thread may have held a lock
-    // (of the allocator, say) at the fork. The closure makes at most four system calls (prctl, getppid,
+    // (of the allocator, say) at the fork. The closure makes at most five system calls (prctl, getppid, prlimit64,
     // sched_setaffinity, fcntl), takes no lock, allocates nothing (its errors are plain errno numbers) and owns only copies of
     // integers and a set of bits.
     unsafe { command.pre_exec(in_child) };
+}
+
+/// Gives the child a session of its own, and so no terminal: nothing that is typed there, nor the terminal's end, signals it beside the
+/// launcher, and reading the terminal does not stop it as a process of the background.
+fn in_own_session(command: &mut Command) {
+    // SAFETY: as of every function between fork and exec: this one makes one system call (setsid), takes no lock and allocates nothing.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid()?;
+            Ok(())
+        })
+    };
 }
 
 /// The secret by which ranks of one job know each other: the user's, or 32 random bytes in hex.
@@ -310,7 +365,13 @@ fn token(job: &Job) -> io::Result<OsString> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into())
 }
 
+/// How often a job was started anew before, as its ranks are told.
+fn restart(job: &Job) -> u32 {
+    let said = job.env.iter().rev().find(|(key, _)| key == RESTART);
+    said.and_then(|(_, value)| value.to_str()?.parse().ok()).unwrap_or(0)
+}
+
 /// One line on stderr, for the user.
 fn complain(text: &str) {
-    let _ = write_all(&mut io::stderr().lock(), format!("allstream run: {text}\n").as_bytes());
+    let _ = relay::write_complaint(text);
 }

@@ -10,7 +10,8 @@ use std::time::Duration;
 use crate::launch::bind::Bind;
 use crate::launch::hosts::{self, Host};
 use crate::launch::remote::{self, Hosts};
-use crate::launch::{self, Job, OnFailure, Policy, agent};
+use crate::launch::stdin::Stdin;
+use crate::launch::{self, Job, OnFailure, Policy, agent, guard};
 
 const SSH_VARIABLE: &str = "ALLSTREAM_SSH";
 /// A host that does not answer for 15 seconds (three times ssh's interval) is lost: without that, nobody would hear of it.
@@ -18,8 +19,10 @@ const SSH: &str = "ssh -o BatchMode=yes -o ServerAliveInterval=5";
 
 const AFTER: &str = "\
 Exit code: of ranks that ended by themselves, the first that is not 0 (the worst, with --on-failure keep); if there is none, 128 + the \
-signal that killed the first rank.
+signal that killed the first rank; 128 + the signal, if one ended the job.
 
+Signals: SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGCONT and SIGWINCH are handed to all ranks on all hosts; Ctrl-Z stops them with the launcher. \
+After SIGINT or SIGTERM ranks have the time of --kill-after; a second one kills at once.
 
 Several hosts: ssh must reach them without a password, and they need the program and this very version of allstream, at \
 the same path as here or where --remote-bin says. Variables whose names begin with ALLSTREAM_ are passed on; others \
@@ -31,7 +34,7 @@ with --env. The job's secret goes through ssh's stdin, so that no list of proces
 #[command(after_help = AFTER)]
 pub(crate) struct RunArgs {
     /// Number of ranks: processes on this host, or on all hosts (default there: every slot)
-    #[arg(short = 'n', long, aliases = ["np", "nproc-per-node", "nproc_per_node"], value_name = "N", required_unless_present_any = ["hosts", "host_file", "agent"])]
+    #[arg(short = 'n', long, aliases = ["np", "nproc-per-node", "nproc_per_node"], value_name = "N", required_unless_present_any = ["hosts", "host_file", "agent", "guard"])]
     ranks: Option<NonZeroUsize>,
     /// Hosts, and how many ranks each takes: node1:4,node2:4,user@node3
     #[arg(long, value_name = "HOST:SLOTS,...", conflicts_with = "host_file")]
@@ -60,20 +63,34 @@ pub(crate) struct RunArgs {
     /// Be the launcher's agent on one of the hosts, as it says on stdin
     #[arg(long, hide = true, exclusive = true)]
     agent: bool,
+    /// Be the launcher's guard, which kills what is left of the job if the launcher is killed
+    #[arg(long, hide = true, exclusive = true)]
+    guard: bool,
     /// Let the ranks write to the terminal themselves, instead of relaying their lines as `[rank] line`
     #[arg(long)]
     no_prefix: bool,
+    /// Which ranks have what comes to stdin here: `0` (so that `breakpoint()` and `input()` work there), `all` (each has a copy), or
+    /// `none`. The others find its end at once
+    #[arg(long, value_enum, default_value = "0", value_name = "RANKS")]
+    stdin: Stdin,
+    /// Also write what each rank writes to a file of its own, DIR/rank-N.log, on the rank's host
+    #[arg(long, value_name = "DIR", conflicts_with = "no_prefix")]
+    log_dir: Option<PathBuf>,
     /// What each rank is bound to, of its host's cores. `core` suits programs whose ranks compute on one thread and do not
     /// outnumber the cores; without it, threads of a rank's own may run on any core
     #[arg(long, value_enum, default_value_t, value_name = "WHAT")]
     bind_to: Bind,
-    /// What is done with the other ranks when one has failed. `stop`: after the grace they get SIGTERM, and 2 s later SIGKILL.
+    /// What is done with the other ranks when one has failed. `stop`: after the grace they get SIGTERM, and after --kill-after SIGKILL.
     /// `keep`: they work on, for programs that shrink
     #[arg(long, value_enum, default_value = "stop", value_name = "WHAT")]
     on_failure: OnFailure,
     /// How long ranks may go on, before they are stopped, to report what they saw
     #[arg(long, default_value = "3s", value_name = "TIME", value_parser = humantime::parse_duration)]
     grace: Duration,
+    /// How long ranks may take to end once they were told to, before SIGKILL: to write a checkpoint, say. A second Ctrl-C or SIGTERM
+    /// kills at once
+    #[arg(long, default_value = "30s", value_name = "TIME", value_parser = humantime::parse_duration)]
+    kill_after: Duration,
     /// With `--on-failure keep`, stop the ranks when fewer than these have not failed. Of several hosts, one counts with all of its
     /// ranks, once its last has ended
     #[arg(long, default_value = "1", value_name = "M")]
@@ -86,7 +103,7 @@ pub(crate) struct RunArgs {
     env: Vec<(OsString, OsString)>,
     /// The program and its arguments
     #[arg(
-        required_unless_present = "agent",
+        required_unless_present_any = ["agent", "guard"],
         trailing_var_arg = true,
         allow_hyphen_values = true,
         value_name = "PROGRAM"
@@ -99,6 +116,9 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
     if args.agent {
         return agent::run();
     }
+    if args.guard {
+        return guard::run();
+    }
     let ranks = args.ranks.map(NonZeroUsize::get);
     let hosts = hosts(&args)?;
     let mut command = args.command.into_iter();
@@ -108,8 +128,15 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
         program: command.next().map(PathBuf::from).unwrap_or_default(),
         args: command.collect(),
         prefix: !args.no_prefix,
+        stdin: args.stdin,
+        logs: args.log_dir,
         env: args.env,
-        policy: Policy { on_failure: args.on_failure, grace: args.grace, min_ranks: args.min_ranks.get() },
+        policy: Policy {
+            on_failure: args.on_failure,
+            grace: args.grace,
+            kill_after: args.kill_after,
+            min_ranks: args.min_ranks.get(),
+        },
         restarts: args.restarts,
         bind: args.bind_to,
     };

@@ -12,6 +12,7 @@ mod members;
 mod texts;
 
 pub use self::members::Members;
+pub(crate) use self::members::RecordFile;
 pub(crate) use self::texts::unreceived;
 use self::texts::{Disagreement, message_call, not_sent, timed_out};
 
@@ -481,7 +482,7 @@ impl Error {
     }
 
     /// The file to which this rank's flight recorder goes, of an error that has ended a communicator: what was under way on this rank.
-    /// It is written in the background, soon. `allstream trace` reads the files of all ranks.
+    /// It is written in the background, soon; none where it cannot be written. `allstream trace` reads the files of all ranks.
     pub fn record(&self) -> Option<&Path> {
         members_of!(self).and_then(Members::record)
     }

@@ -3,9 +3,9 @@
 //! Failures come first: nobody waits for a file before all who are concerned know what has failed. The files are written
 //! by a thread of their own ([`writer`]).
 //!
-//! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream`
-//! in the system's directory for temporary files, where the files of old worlds are removed; `ALLSTREAM_TRACE_DIR=off` turns
-//! them off.
+//! `allstream trace` lays the files of all ranks side by side. Files go to `ALLSTREAM_TRACE_DIR`, or to `allstream-UID`
+//! (the user's number) in the system's directory for temporary files, where the files of old worlds are removed;
+//! `ALLSTREAM_TRACE_DIR=off` turns them off.
 
 pub(crate) mod log;
 mod prune;
@@ -15,6 +15,7 @@ pub(crate) mod writer;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -24,7 +25,7 @@ use serde::Serialize;
 use self::steps::Steps;
 pub(crate) use self::steps::{Step, StepOnRecord};
 use self::ticks::{Both, Tick};
-use crate::error::Error;
+use crate::error::{Error, RecordFile};
 use crate::types::{Algo, DType, Kind, Rank, Signature};
 
 /// Collectives, and messages, kept of each communicator.
@@ -356,9 +357,9 @@ impl FirstProcess {
     }
 }
 
-/// Where files go unless the environment says.
+/// Where files go unless the environment says: a place of each user's own, as the directory for temporary files is everyone's.
 fn default_directory() -> PathBuf {
-    std::env::temp_dir().join("allstream")
+    std::env::temp_dir().join(format!("allstream-{}", rustix::process::geteuid().as_raw()))
 }
 
 /// Where files go; none: nowhere.
@@ -405,12 +406,21 @@ pub(crate) struct Recording {
     written_at_unix_ms: f64,
     cause: Option<String>,
     comms: Vec<CommRecord>,
+    /// Where this goes; none: nowhere.
+    #[serde(skip)]
+    file: Option<Arc<RecordFile>>,
 }
 
 impl Recording {
-    pub(crate) fn new(place: RankPlace, cause: Option<&Error>, comms: Vec<CommRecord>) -> Recording {
+    pub(crate) fn new(
+        place: RankPlace,
+        cause: Option<&Error>,
+        comms: Vec<CommRecord>,
+        file: Option<Arc<RecordFile>>,
+    ) -> Recording {
         Recording {
             version: 1,
+            file,
             place,
             pid: std::process::id(),
             host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
@@ -421,20 +431,25 @@ impl Recording {
         }
     }
 
-    /// Writes the file; where, if it is to go anywhere.
+    /// Writes the file; where, if it is to go anywhere. No error names it where that fails.
     ///
     /// # Errors
     /// The system's, with the path.
     pub(crate) fn write(&self) -> Result<Option<PathBuf>, Error> {
-        let Some(path) = file_of(&self.place.world, self.place.rank) else { return Ok(None) };
+        let Some(file) = &self.file else { return Ok(None) };
+        let path = file.path();
         // Whole or not at all: a reader may look meanwhile.
         let part = path.with_extension("part");
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new("")))
             .and_then(|()| std::fs::write(&part, serde_json::to_vec(self).unwrap_or_default()))
-            .and_then(|()| std::fs::rename(&part, &path))
-            .map_err(|e| Error::system(format!("write the flight recorder {}", path.display()), e))?;
+            .and_then(|()| std::fs::rename(&part, path))
+            .map_err(|e| {
+                file.lose();
+                let _ = std::fs::remove_file(&part);
+                Error::system(format!("write the flight recorder {}", path.display()), e)
+            })?;
         prune::once();
-        Ok(Some(path))
+        Ok(Some(path.to_owned()))
     }
 }
 
@@ -443,14 +458,39 @@ pub(crate) fn socket_of(pid: u32) -> String {
     format!("allstream-record-{pid}")
 }
 
-/// Where a rank's recorder is written; none: nowhere.
-pub(crate) fn file_of(world: &str, rank: Rank) -> Option<PathBuf> {
-    directory().map(|dir| dir.join(format!("{world}-rank{rank}.json")))
+/// Where a rank's recorder is written; none: nowhere. Where this user cannot write, no error names the file.
+pub(crate) fn file_of(world: &str, rank: Rank) -> Option<RecordFile> {
+    let dir = directory()?;
+    let file = RecordFile::new(dir.join(format!("{world}-rank{rank}.json")));
+    // Nothing is made before there is something to write.
+    let there = dir.ancestors().find(|dir| dir.exists()).unwrap_or(Path::new("."));
+    let wanted = rustix::fs::Access::WRITE_OK | rustix::fs::Access::EXEC_OK;
+    if rustix::fs::access(there, wanted).is_err() {
+        file.lose();
+    }
+    Some(file)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::Members;
+
+    #[test]
+    fn a_file_that_could_not_be_written_is_not_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let (good, below) = (dir.path().join("a.json"), dir.path().join("a.json/b.json"));
+        for (path, is_written) in [(good, true), (below, false)] {
+            let file = Arc::new(RecordFile::new(path.clone()));
+            let error = Error::library("a library", 0, "broke")
+                .among(&Members::world().recorded_in(Some(file.clone())));
+            assert_eq!(error.record(), Some(&*path), "it is to be written");
+            let place = RankPlace { world: "a".into(), rank: 0, size: 1, hosts: vec![0], clock: None };
+            let written = Recording::new(place, None, Vec::new(), Some(file)).write();
+            assert_eq!((written.is_ok(), error.record().is_some()), (is_written, is_written));
+            assert_eq!(error.to_string().contains("flight recorder"), is_written, "{error}");
+        }
+    }
 
     #[test]
     fn the_last_collectives_are_told_in_order_and_older_ones_are_forgotten() {

@@ -3,14 +3,16 @@
 //!
 //! It is this command again (`allstream run --agent`), started through ssh, or directly on the launcher's own host.
 //! What it is to do comes as one line on stdin, so that neither the secret nor anything of the user's stands in a
-//! command line. Then the line `term` asks for an end, and the end of stdin kills: that is what a launcher leaves
-//! behind, however it ends. On stdout there is one line as a greeting, and then the ranks' output.
+//! command line. Then a line `signal TERM` hands that signal to the ranks, a line `stdin 5` says that the next five bytes are for the
+//! stdin of the ranks that have one (none: its end), and the end of stdin kills the ranks: that is what a launcher
+//! leaves behind, however it ends. On stdout there is one line as a greeting, and then the ranks' output.
 
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Read};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread;
 
@@ -19,11 +21,16 @@ use signal_hook::consts::SIGTERM;
 
 use super::bind::Bind;
 use super::relay::write_all;
+use super::stdin::{Input, KEPT_BY_AGENT, Queue, Stdin};
 use super::supervise::Event;
-use super::{Job, Part, Policy};
+use super::{Job, Part, Policy, complain, signals};
 
-/// Asks an agent to end its ranks.
-pub(super) const TERM: &[u8] = b"term\n";
+/// Before the name of a signal that the agent's ranks are to get.
+const SIGNAL: &str = "signal ";
+/// Before the number of bytes that follow for their stdin.
+const STDIN: &str = "stdin ";
+/// More is never said at once.
+const MOST_AT_ONCE: usize = 1 << 20;
 /// Before the version and the port in the greeting.
 const GREETING: &str = "allstream-agent";
 /// The longest order: arguments and variables of one command fit the system's own limit, which is less.
@@ -45,6 +52,8 @@ pub(super) struct Order {
     pub(super) args: Vec<OsString>,
     pub(super) env: Vec<(OsString, OsString)>,
     pub(super) prefix: bool,
+    pub(super) stdin: Stdin,
+    pub(super) logs: Option<OsString>,
     pub(super) policy: Policy,
     pub(super) bind: Bind,
     /// Where the world meets. Rank 0's agent opens the port, any if it is 0, and tells which.
@@ -60,6 +69,16 @@ impl Order {
         line.push(b'\n');
         Ok(line)
     }
+}
+
+/// Hands a signal to an agent's ranks.
+pub(super) fn signal(signal: i32) -> Vec<u8> {
+    format!("{SIGNAL}{}\n", signals::name(signal)).into_bytes()
+}
+
+/// Hands a piece of stdin to an agent's ranks; the empty one is the end.
+pub(super) fn stdin(piece: &[u8]) -> Vec<u8> {
+    [format!("{STDIN}{}\n", piece.len()).as_bytes(), piece].concat()
 }
 
 pub(super) fn version() -> String {
@@ -78,13 +97,14 @@ pub(super) fn greeting(line: &[u8]) -> Option<u16> {
 /// # Errors
 /// There was no order, it is another version's, or the ranks could not be started.
 pub(crate) fn run() -> io::Result<ExitCode> {
+    signals::forget_ignored()?;
     let mut stdin = BufReader::new(io::stdin());
     let mut line = Vec::new();
     (&mut stdin).take(MAX_ORDER).read_until(b'\n', &mut line)?;
     if !line.ends_with(b"\n") {
         return Err(io::Error::other("the launcher went away before it said what to start"));
     }
-    if line == TERM {
+    if line.starts_with(SIGNAL.as_bytes()) {
         return Ok(ExitCode::from(128 + SIGTERM as u8));
     }
     let order: Order = serde_json::from_slice(&line).map_err(|error| {
@@ -96,20 +116,42 @@ pub(crate) fn run() -> io::Result<ExitCode> {
     let named = |error: io::Error| io::Error::new(error.kind(), format!("on {host}: {error}"));
     let (job, part) = prepare(order).map_err(named)?;
     let port = part.port;
+    let queues: Vec<_> = part.inputs.iter().filter_map(Input::queue).collect();
     // Whatever a login shell has written before ends here.
     let greeting = format!("\n{GREETING} {VERSION} {port}\n");
     write_all(&mut io::stdout().lock(), greeting.as_bytes())?;
     let ended = super::run_watched(&job, Some(part), |events| {
-        thread::Builder::new().name("launcher".into()).spawn(move || obey(stdin, &events)).map(drop)
+        thread::Builder::new().name("launcher".into()).spawn(move || obey(stdin, &queues, &events)).map(drop)
     });
     ended.map(|ended| ExitCode::from(ended.code)).map_err(named)
 }
 
-/// Does what the launcher says, until it says nothing more.
-fn obey(from: impl BufRead, events: &Sender<Event>) {
-    for line in from.split(b'\n').map_while(Result::ok) {
-        if line == TERM.trim_ascii_end() {
-            let _ = events.send(Event::Signal(SIGTERM));
+/// Does what the launcher says, until it says nothing more. Nothing here waits for a rank.
+fn obey(mut from: impl BufRead, queues: &[Arc<Queue>], events: &Sender<Event>) {
+    let mut line = Vec::new();
+    let mut has_room = true;
+    loop {
+        line.clear();
+        if !matches!(from.read_until(b'\n', &mut line), Ok(length) if length > 0) {
+            break;
+        }
+        let text = str::from_utf8(&line).unwrap_or_default().trim_end();
+        if let Some(signal) = text.strip_prefix(SIGNAL).and_then(signals::by_name) {
+            let _ = events.send(Event::Signal(signal));
+        }
+        let length = text.strip_prefix(STDIN).and_then(|length| length.parse().ok());
+        if let Some(length) = length.filter(|length| *length <= MOST_AT_ONCE) {
+            let mut piece = vec![0; length];
+            if from.read_exact(&mut piece).is_err() {
+                break;
+            }
+            let refused = queues.iter().filter(|queue| !queue.push_now(&piece)).count();
+            if refused > 0 && std::mem::replace(&mut has_room, false) {
+                let kept = KEPT_BY_AGENT >> 20;
+                complain(&format!(
+                    "a rank leaves more than {kept} MiB of its stdin unread; it finds the end there. Give it a file instead"
+                ));
+            }
         }
     }
     let _ = events.send(Event::Cut);
@@ -138,15 +180,17 @@ fn prepare(order: Order) -> io::Result<(Job, Part)> {
         program: PathBuf::from(order.program),
         args: order.args,
         prefix: order.prefix,
+        stdin: order.stdin,
+        logs: order.logs.map(PathBuf::from),
         env: order.env,
         policy: order.policy,
         restarts: 0,
         bind: order.bind,
     };
     let (host, address) = (Some(order.host), order.address);
-    let part =
-        Part { host, first: order.first, size: order.size, address, port, token: order.token, listener };
-    Ok((job, part))
+    let (first, size, token) = (order.first, order.size, order.token);
+    let inputs = Input::by_agent(job.stdin, first..first.saturating_add(job.ranks));
+    Ok((job, Part { host, first, size, address, port, token, listener, inputs }))
 }
 
 /// Opens rank 0's port at the address where the others will come, or on all addresses if that one is not of this host
@@ -195,6 +239,8 @@ mod tests {
             args: vec![odd.clone()],
             env: vec![("A".into(), odd)],
             prefix: true,
+            stdin: Stdin::All,
+            logs: Some("logs".into()),
             policy: Policy { min_ranks: 3, ..Policy::default() },
             bind: Bind::Numa,
             address: "h0".into(),

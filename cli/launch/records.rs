@@ -26,7 +26,9 @@ impl Records {
             Some(off) if off == "off" => None,
             Some(dir) => Some(dir.into()),
             None => {
-                let all = std::env::temp_dir().join("allstream");
+                // As the engine's own choice: each user has one that others cannot write to, nor keep from writing to.
+                let user = rustix::process::geteuid().as_raw();
+                let all = std::env::temp_dir().join(format!("allstream-{user}"));
                 prune(&all);
                 let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
                 let seconds = since.map_or(0, |since| since.as_secs());

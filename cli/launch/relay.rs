@@ -1,15 +1,31 @@
-//! Relays what ranks write, in whole lines that name the rank.
+//! Relays what ranks write, in lines that name the rank. A line whose end does not come (a prompt, a progress bar that goes back to the
+//! beginning of its line) is shown as far as it has come.
 
+use std::fs::File;
 use std::io::{self, PipeReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::process::{ChildStderr, ChildStdout};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
+
+use super::complain;
+use super::logs::Log;
 
 /// A line longer than this is relayed in pieces, each a line of its own: what is held back is bounded.
 const LONGEST_LINE: usize = 4 << 20;
 /// Most that is read from one pipe before the others have their turn.
 const READ_AT_ONCE: usize = 64 << 10;
+/// A line without an end is shown when nothing has been added to it for so long. What an agent holds back the launcher holds back once
+/// more: together this is less than a second.
+const QUIET: Duration = Duration::from_millis(400);
+/// And when it is this old, although something is added all the time.
+const OLD: Duration = Duration::from_millis(800);
+/// Longer ones are no prompts: their end is waited for.
+const LONGEST_PROMPT: usize = 16 << 10;
+/// What Python says where a program has asked for input and found the end.
+const NO_INPUT: [&[u8]; 2] = [b"EOFError: EOF when reading a line", b"bdb.BdbQuit"];
 
 /// The end of a rank's pipe that we read.
 pub(super) enum Source {
@@ -20,29 +36,63 @@ pub(super) enum Source {
 /// Whether a line is an agent's greeting.
 pub(super) type Greeting = Box<dyn FnMut(&[u8]) -> bool + Send>;
 
-/// One pipe of a rank or of an agent, and the line that is not complete yet.
+/// Where the last byte that was shown of a stream has left its line.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum At {
+    Start,
+    Within,
+    /// Behind a carriage return: at the start of a line that is there already.
+    Return,
+}
+
+/// One pipe of a rank or of an agent, and what has not been shown yet.
 pub(super) struct Stream {
     source: Source,
     prefix: Vec<u8>,
+    /// The prefix that an agent has put before the line that it is in.
+    agents_prefix: Vec<u8>,
     line: Vec<u8>,
+    /// When its first byte that is not shown yet came, and its last one.
+    came: Option<(Instant, Instant)>,
+    at: At,
     /// Otherwise what comes is passed on at once.
     whole_lines: bool,
     /// An agent's that has not come yet.
     greeting: Option<Greeting>,
+    log: Option<Log>,
+    /// Of a rank that has no stdin, until that was said.
+    without_stdin: Option<usize>,
     open: bool,
 }
 
 impl Stream {
-    pub(super) fn new(rank: usize, source: Source) -> Self {
+    pub(super) fn new(rank: usize, source: Source, log: Option<Log>, has_stdin: bool) -> Self {
+        let without_stdin = (!has_stdin && matches!(source, Source::Stderr(_))).then_some(rank);
         let prefix = format!("[{rank}] ").into_bytes();
-        Self { source, prefix, line: Vec::new(), whole_lines: true, greeting: None, open: true }
+        Self { prefix, log, without_stdin, ..Self::bare(source) }
     }
 
     /// What the agent on `host` relays already names the rank, if anything is to. What comes before the greeting (if
     /// there is one to come) is not of a rank, but of a login shell: it names the host.
     pub(super) fn agent(host: &str, source: Source, whole_lines: bool, greeting: Option<Greeting>) -> Self {
         let prefix = greeting.as_ref().map(|_| format!("[{host}] ").into_bytes()).unwrap_or_default();
-        Self { source, prefix, line: Vec::new(), whole_lines, greeting, open: true }
+        Self { prefix, whole_lines, greeting, ..Self::bare(source) }
+    }
+
+    fn bare(source: Source) -> Self {
+        Self {
+            source,
+            prefix: Vec::new(),
+            agents_prefix: Vec::new(),
+            line: Vec::new(),
+            came: None,
+            at: At::Start,
+            whole_lines: true,
+            greeting: None,
+            log: None,
+            without_stdin: None,
+            open: true,
+        }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
@@ -52,8 +102,15 @@ impl Stream {
         }
     }
 
-    /// Reads once and writes the lines that are complete. `false`: there was nothing to read.
-    fn pump(&mut self, buffer: &mut [u8]) -> bool {
+    fn output(&self) -> Output {
+        match self.source {
+            Source::Stdout(_) => Output::Stdout,
+            Source::Stderr(_) => Output::Stderr,
+        }
+    }
+
+    /// Reads once and shows the lines that are complete. `false`: there was nothing to read.
+    fn pump(&mut self, own: usize, buffer: &mut [u8]) -> bool {
         let read = match &mut self.source {
             Source::Stdout(pipe) => pipe.read(buffer),
             Source::Stderr(pipe) => pipe.read(buffer),
@@ -61,31 +118,38 @@ impl Stream {
         match read {
             Ok(0) => {
                 self.open = false;
-                self.flush();
+                self.end_line(own);
             }
             Ok(length) => {
-                let mut out = Vec::new();
-                for piece in buffer[..length].split_inclusive(|byte| *byte == b'\n') {
+                let bytes = &buffer[..length];
+                if let Some(log) = &self.log {
+                    log.write(bytes);
+                }
+                let mut whole = Vec::new();
+                for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
                     self.line.extend_from_slice(piece);
                     if piece.ends_with(b"\n") || self.line.len() >= LONGEST_LINE {
-                        self.take_line(&mut out);
+                        self.take_line(&mut whole);
                     } else if !self.whole_lines && self.greeting.is_none() {
-                        out.append(&mut self.line);
+                        whole.append(&mut self.line);
                     }
                 }
-                self.write(&out);
+                let now = Instant::now();
+                let first = self.came.filter(|_| whole.is_empty()).map_or(now, |(first, _)| first);
+                self.came = (!self.line.is_empty()).then_some((first, now));
+                self.show(own, &whole);
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return false,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(_) => {
                 self.open = false;
-                self.flush();
+                self.end_line(own);
             }
         }
         true
     }
 
-    fn take_line(&mut self, out: &mut Vec<u8>) {
+    fn take_line(&mut self, whole: &mut Vec<u8>) {
         if let Some(greeting) = &mut self.greeting {
             let greeted = greeting(&self.line);
             if greeted {
@@ -96,30 +160,172 @@ impl Stream {
                 self.line.clear();
                 return;
             }
+            // Its prefix goes with the greeting, which may come in the same piece.
+            whole.extend_from_slice(&self.prefix);
         }
-        out.extend_from_slice(&self.prefix);
-        out.append(&mut self.line);
-        if !out.ends_with(b"\n") {
-            out.push(b'\n');
+        let starved = |line: &[u8]| NO_INPUT.iter().any(|text| line.starts_with(text));
+        if let Some(rank) = self.without_stdin.filter(|_| starved(&self.line)) {
+            self.without_stdin = None;
+            complain(&format!(
+                "rank {rank} has no stdin; --stdin says which ranks have the launcher's (0, all, none)"
+            ));
+        }
+        whole.append(&mut self.line);
+        if !whole.ends_with(b"\n") {
+            whole.push(b'\n');
         }
     }
 
-    /// Writes the last line, which has no end.
-    fn flush(&mut self) {
-        if !self.line.is_empty() {
-            let mut out = Vec::new();
-            self.take_line(&mut out);
-            self.write(&out);
-        }
+    /// When the line that is not complete is to be shown.
+    fn due(&self) -> Option<Instant> {
+        let (first, last) = self.came.filter(|_| self.open && self.greeting.is_none() && self.whole_lines)?;
+        (self.line.len() < LONGEST_PROMPT).then(|| (last + QUIET).min(first + OLD))
     }
 
-    /// Whole lines, in one go. If nobody reads our output any more, the ranks go on: it is thrown away.
-    fn write(&self, lines: &[u8]) {
-        let _ = match self.source {
-            Source::Stdout(_) => write_all(&mut io::stdout().lock(), lines),
-            Source::Stderr(_) => write_all(&mut io::stderr().lock(), lines),
-        };
+    /// Shows what has come of the line.
+    fn show_part(&mut self, own: usize) {
+        let line = std::mem::take(&mut self.line);
+        self.came = None;
+        self.show(own, &line);
     }
+
+    /// Shows the last line, and ends it.
+    fn end_line(&mut self, own: usize) {
+        if self.greeting.is_some() && !self.line.is_empty() {
+            let mut whole = Vec::new();
+            self.take_line(&mut whole);
+            return self.show(own, &whole);
+        }
+        let mut rest = std::mem::take(&mut self.line);
+        self.came = None;
+        let is_open = self.at != At::Start && Screen::lock().open_line(self.output()) == Some(own);
+        if self.whole_lines && (!rest.is_empty() || is_open) && !rest.ends_with(b"\n") {
+            rest.push(b'\n');
+        }
+        self.show(own, &rest);
+    }
+
+    /// Writes this to where the rank's output goes, with the prefix at the beginning of each line, in one go.
+    fn show(&mut self, own: usize, text: &[u8]) {
+        if text.is_empty() {
+            return;
+        }
+        let output = self.output();
+        if !self.whole_lines {
+            return write(output, text);
+        }
+        let mut out = Vec::new();
+        {
+            let mut screen = Screen::lock();
+            match screen.open_line(output) {
+                Some(stream) if stream == own => {}
+                other => {
+                    if other.is_some() {
+                        out.push(b'\n');
+                    }
+                    if self.at == At::Within {
+                        out.extend_from_slice(&self.agents_prefix);
+                    }
+                    self.at = At::Start;
+                }
+            }
+            let prefix: &[u8] = if self.greeting.is_some() { b"" } else { &self.prefix };
+            for piece in text.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
+                // A progress bar begins with a carriage return, or ends with one.
+                let is_bare = piece == b"\r" && self.at != At::Within;
+                if !is_bare && (self.at == At::Start || (self.at == At::Return && piece != b"\n")) {
+                    out.extend_from_slice(prefix);
+                }
+                if self.at != At::Within && self.prefix.is_empty() && piece.starts_with(b"[") {
+                    self.agents_prefix =
+                        piece.iter().copied().take_while(|byte| *byte != b' ').chain([b' ']).collect();
+                }
+                out.extend_from_slice(piece);
+                self.at = match piece.last() {
+                    Some(b'\n') => At::Start,
+                    Some(b'\r') => At::Return,
+                    _ => At::Within,
+                };
+            }
+            let place = screen.place(output);
+            screen.open_lines[place] = (self.at != At::Start).then_some(own);
+        }
+        write(output, &out);
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Output {
+    Stdout,
+    Stderr,
+}
+
+/// Which lines on our stdout and stderr have no end yet, so that nothing else is written behind them.
+struct Screen {
+    open_lines: [Option<usize>; 2],
+    /// Whether both are one terminal or one file; known once something is written.
+    is_one: Option<bool>,
+    /// Whether it was said that something was lost.
+    told: [bool; 2],
+}
+
+static SCREEN: Mutex<Screen> = Mutex::new(Screen { open_lines: [None; 2], is_one: None, told: [false; 2] });
+
+impl Screen {
+    /// Never held while something is written, which may block.
+    fn lock() -> MutexGuard<'static, Screen> {
+        SCREEN.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn place(&mut self, output: Output) -> usize {
+        let is_one = *self.is_one.get_or_insert_with(|| {
+            let of =
+                |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).ok().map(|about| (about.st_dev, about.st_ino));
+            let found = of(io::stdout().as_fd());
+            found.is_some() && found == of(io::stderr().as_fd())
+        });
+        usize::from(output == Output::Stderr && !is_one)
+    }
+
+    fn open_line(&mut self, output: Output) -> Option<usize> {
+        self.open_lines[self.place(output)]
+    }
+}
+
+/// Ends a line on stderr that has no end yet, so that the launcher can write one of its own.
+pub(super) fn end_open_line() -> &'static [u8] {
+    let mut screen = Screen::lock();
+    let place = screen.place(Output::Stderr);
+    if screen.open_lines[place].take().is_some() { b"\n" } else { b"" }
+}
+
+/// If nobody reads our output any more, the ranks go on: it is thrown away. So they do where it cannot be written, and that is said.
+fn write(output: Output, bytes: &[u8]) {
+    let (written, name) = match output {
+        Output::Stdout => (write_all(&mut io::stdout().lock(), bytes), "stdout"),
+        Output::Stderr => (write_all(&mut io::stderr().lock(), bytes), "stderr"),
+    };
+    let Err(error) = written else { return };
+    if error.kind() == io::ErrorKind::BrokenPipe {
+        return;
+    }
+    let was_told = std::mem::replace(&mut Screen::lock().told[usize::from(output == Output::Stderr)], true);
+    if !was_told {
+        let text = format!("what ranks write to {name} is lost from here on: {error}");
+        // In the usual case both are one full disk, and a terminal may be there to say so.
+        if output == Output::Stderr || write_complaint(&text).is_err() {
+            let _ = File::options()
+                .write(true)
+                .open("/dev/tty")
+                .and_then(|mut terminal| writeln!(terminal, "allstream run: {text}"));
+        }
+    }
+}
+
+/// One line on stderr, of the launcher's own.
+pub(super) fn write_complaint(text: &str) -> io::Result<()> {
+    let line = [end_open_line(), format!("allstream run: {text}\n").as_bytes()].concat();
+    write_all(&mut io::stderr().lock(), &line)
 }
 
 /// Writes all of it now.
@@ -136,30 +342,36 @@ pub(super) fn relay(mut streams: Vec<Stream>, stop: &PipeReader) {
         let _ = rustix::io::ioctl_fionbio(stream.fd(), true);
     }
     while streams.iter().any(|stream| stream.open) {
+        let due = streams.iter().filter_map(Stream::due).min();
+        let left = due.map(|due| due.saturating_duration_since(Instant::now()));
+        let left = left.and_then(|left| Timespec::try_from(left).ok());
         let mut polled: Vec<_> = (streams.iter().filter(|stream| stream.open))
             .map(|stream| PollFd::from_borrowed_fd(stream.fd(), PollFlags::IN))
             .collect();
         polled.push(PollFd::new(stop, PollFlags::IN));
-        if rustix::event::poll(&mut polled, None).is_err() {
+        if rustix::event::poll(&mut polled, left.as_ref()).is_err() {
             continue; // interrupted
         }
         let ready: Vec<bool> = polled.iter().map(|fd| !fd.revents().is_empty()).collect();
-        for (stream, _) in
-            streams.iter_mut().filter(|stream| stream.open).zip(&ready).filter(|(_, ready)| **ready)
-        {
-            stream.pump(&mut buffer);
+        let open = streams.iter_mut().enumerate().filter(|(_, stream)| stream.open);
+        for ((own, stream), _) in open.zip(&ready).filter(|(_, ready)| **ready) {
+            stream.pump(own, &mut buffer);
         }
+        let now = Instant::now();
+        let due =
+            streams.iter_mut().enumerate().filter(|(_, stream)| stream.due().is_some_and(|due| due <= now));
+        due.for_each(|(own, stream)| stream.show_part(own));
         if ready.last() == Some(&true) {
             break;
         }
     }
-    for stream in streams.iter_mut().filter(|stream| stream.open) {
+    for (own, stream) in streams.iter_mut().enumerate().filter(|(_, stream)| stream.open) {
         // No more than a pipe holds, should somebody go on writing.
         for _ in 0..(1 << 20) / READ_AT_ONCE {
-            if !(stream.open && stream.pump(&mut buffer)) {
+            if !(stream.open && stream.pump(own, &mut buffer)) {
                 break;
             }
         }
-        stream.flush();
+        stream.end_line(own);
     }
 }

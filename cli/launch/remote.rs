@@ -2,17 +2,19 @@
 
 use std::io::{self, Write};
 use std::ops::Range;
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
 
 use super::agent::{self, Order};
 use super::hosts::{Host, quoted};
+use super::member::{Agent, Kind, Member, Said, watch};
+use super::processes::MARK;
 use super::relay::{Source, Stream};
-use super::supervise::{Agent, Ended, Event, Kind, Member, Started, supervise, watch};
-use super::{Job, Policy, RESTART, survive_nobody, token, with_restarts};
+use super::supervise::{Ended, Event, Started, supervise};
+use super::{Job, Policy, RESTART, stdin, survive_nobody, token, with_restarts};
 
 /// Where the ranks of a job go, and how they are reached.
 #[derive(Debug)]
@@ -32,8 +34,9 @@ pub(crate) struct Hosts {
 }
 
 /// Variables of ours that are each host's own business, or handed over otherwise.
-const NOT_PASSED: [&str; 7] = [
+const NOT_PASSED: [&str; 8] = [
     RESTART,
+    MARK,
     "ALLSTREAM_TOKEN",
     "ALLSTREAM_TOKEN_FILE",
     "ALLSTREAM_RENDEZVOUS_FD",
@@ -81,6 +84,8 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
         args: job.args.clone(),
         env: env.clone(),
         prefix: job.prefix,
+        stdin: job.stdin,
+        logs: job.logs.clone().map(Into::into),
         // Which ranks are left on all hosts only the launcher knows.
         policy: Policy { min_ranks: 0, ..job.policy },
         bind: job.bind,
@@ -89,7 +94,7 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
         token: token.clone(),
     };
     let (events, inbox) = mpsc::channel();
-    supervise(job.policy, &events, inbox, |members| {
+    supervise(job.policy, &events, inbox, |members, _| {
         let mut streams = Vec::new();
         for (host, ranks) in &hosts.placed {
             let command = if here(host) { local()? } else { over_ssh(hosts, host)? };
@@ -105,7 +110,10 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
             for ((host, ranks), member) in placed.zip(members.iter().skip(1)) {
                 member.say(order(host, ranks, port).line()?);
             }
-            Ok(())
+            // Only now does each agent expect something else than its order.
+            let have_one = members.iter().filter(|member| member.ranks().any(|rank| job.stdin.reaches(rank)));
+            let sinks: Vec<_> = have_one.filter_map(Member::stdin_sink).collect();
+            if sinks.is_empty() { Ok(()) } else { stdin::read_for(sinks) }
         };
         Ok(Started { streams, port_known: Some(Box::new(port_known)) })
     })
@@ -139,24 +147,32 @@ fn start(
 ) -> io::Result<Vec<Stream>> {
     let name = &host.name;
     let shown = command.get_program().to_string_lossy().into_owned();
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
     survive_nobody(&mut command, None, None);
     let mut child = command.spawn().map_err(|error| {
         io::Error::new(error.kind(), format!("host {name}: cannot start `{shown}`: {error}"))
     })?;
-    let (orders, lines) = mpsc::channel::<Vec<u8>>();
+    let (orders, lines) = mpsc::channel::<Said>();
+    let orders = Arc::new(orders);
     let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
     let member = members.len();
-    let agent = Agent { host: name.clone(), ranks: ranks.clone(), orders: Some(orders), greeted: false };
+    let agent = Agent {
+        host: name.clone(),
+        ranks: ranks.clone(),
+        orders: Some(orders),
+        greeted: false,
+        may_have_greeted: false,
+    };
     watch(members, child, Kind::Agent(agent), events)?;
     if let Some(mut stdin) = stdin {
         // A thread, because a connection that is stuck takes no more than a pipe holds. Once nobody can say anything
         // more, the pipe is closed.
         thread::Builder::new().name(format!("to {name}")).stack_size(64 << 10).spawn(move || {
-            for line in lines {
-                if stdin.write_all(&line).and_then(|()| stdin.flush()).is_err() {
+            for Said { bytes, written } in lines {
+                if stdin.write_all(&bytes).and_then(|()| stdin.flush()).is_err() {
                     break;
                 }
+                written.map(|written| written.send(()));
             }
         })?;
     }

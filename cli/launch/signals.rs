@@ -1,4 +1,4 @@
-//! Signals to the launcher, as events.
+//! Signals to the launcher, as events; and what it does about what it inherited of signals and limits.
 
 use std::fs;
 use std::io;
@@ -7,12 +7,49 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::thread;
 
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use signal_hook::consts::{
+    SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGQUIT, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH, SIGXFSZ,
+};
 use signal_hook::iterator::Signals;
 
 use super::Event;
 
-/// Takes SIGINT, SIGTERM and SIGHUP while it lives; before and after they do what they do by default.
+/// Those that end a job.
+const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
+/// Those that end nothing. The launcher takes SIGCHLD also where it was started with SIGCHLD ignored: the system would keep nothing of
+/// how a rank has ended. SIGXFSZ would end the launcher where a file that it writes to is as large as `ulimit -f` allows; as it is, the write
+/// fails.
+const OTHERS: [i32; 6] = [SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGCHLD, SIGXFSZ];
+/// What agents are told by name: numbers differ between machines.
+const TOLD: [(&str, i32); 8] = [
+    ("INT", SIGINT),
+    ("TERM", SIGTERM),
+    ("HUP", SIGHUP),
+    ("USR1", SIGUSR1),
+    ("USR2", SIGUSR2),
+    ("CONT", SIGCONT),
+    ("WINCH", SIGWINCH),
+    ("STOP", SIGSTOP),
+];
+
+/// Without the `SIG` before it; of a signal that is never told, its number.
+pub(super) fn name(signal: i32) -> String {
+    TOLD.iter()
+        .find(|(_, number)| *number == signal)
+        .map_or_else(|| signal.to_string(), |(name, _)| (*name).into())
+}
+
+pub(super) fn by_name(name: &str) -> Option<i32> {
+    TOLD.iter().find(|(known, _)| *known == name).map(|(_, number)| *number)
+}
+
+/// Whether a signal ends a job.
+pub(super) fn ends(signal: i32) -> bool {
+    ENDING.contains(&signal)
+}
+
+/// Takes signals while it lives. Before and after, those that end a job end this process, as by default; the others do nothing after.
 pub(super) struct SignalThread {
     handle: signal_hook::iterator::Handle,
     by_default: &'static AtomicBool,
@@ -20,21 +57,15 @@ pub(super) struct SignalThread {
 
 impl SignalThread {
     pub(super) fn start(events: Sender<Event>) -> io::Result<Self> {
-        // A handler stays installed for ever, so "as by default" is a flag that it looks at.
-        static BY_DEFAULT: OnceLock<Arc<AtomicBool>> = OnceLock::new();
         let ignored = ignored_signals();
         // One that is ignored stays so: this is how nohup and shells' background jobs ask for it.
-        let taken = [SIGINT, SIGTERM, SIGHUP].into_iter().filter(|signal| ignored & (1 << (signal - 1)) == 0);
-        if BY_DEFAULT.get().is_none() {
-            let flag = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(false)));
-            for signal in taken.clone() {
-                signal_hook::flag::register_conditional_default(signal, Arc::clone(flag))?;
-            }
-        }
-        let by_default = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(false)));
+        let heeded = |signal: &i32| ignored & (1 << (signal - 1)) == 0;
+        let ending = ENDING.into_iter().filter(heeded);
+        let by_default = end_by_default(ending.clone())?;
         by_default.store(false, Ordering::SeqCst);
-        let mut signals = Signals::new(taken)?;
+        let mut signals = Signals::new(ending.chain(OTHERS).chain([SIGTSTP].into_iter().filter(heeded)))?;
         let handle = signals.handle();
+        let_signals_through();
         thread::Builder::new().name("signals".into()).spawn(move || {
             for signal in signals.forever() {
                 let _ = events.send(Event::Signal(signal));
@@ -51,9 +82,72 @@ impl Drop for SignalThread {
     }
 }
 
+/// Lets these signals end this process as by default, as long as the flag that comes back says so: a handler stays installed for ever.
+fn end_by_default(signals: impl Iterator<Item = i32>) -> io::Result<&'static AtomicBool> {
+    static BY_DEFAULT: OnceLock<Arc<AtomicBool>> = OnceLock::new();
+    if BY_DEFAULT.get().is_none() {
+        let flag = BY_DEFAULT.get_or_init(|| Arc::new(AtomicBool::new(true)));
+        for signal in signals {
+            signal_hook::flag::register_conditional_default(signal, Arc::clone(flag))?;
+        }
+    }
+    Ok(BY_DEFAULT.get_or_init(Arc::default))
+}
+
+/// Ignores nothing that a parent made this process ignore. For an agent, whose parent is not a user's shell but what has made the
+/// connection: ranks would inherit it, and not hear of the signals that they are handed. What is handled here is not ignored, and a rank,
+/// which has no handler from here, begins with the default.
+pub(super) fn forget_ignored() -> io::Result<()> {
+    end_by_default(ENDING.into_iter())?;
+    signal_hook::flag::register_conditional_default(SIGQUIT, Arc::new(AtomicBool::new(true)))?;
+    signal_hook::flag::register(SIGTSTP, Arc::default()).map(drop)
+}
+
 /// The signals that this process ignores, as a mask with signal 1 at bit 0.
 fn ignored_signals() -> u64 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
+    super::processes::mask(&status, "SigIgn:")
+}
+
+/// Lets all signals through to this thread, and so to the threads and ranks that it starts: a parent that blocked some has had reasons of
+/// its own, and neither a job that nobody can stop nor ranks that hear of no signal are meant by them.
+fn let_signals_through() {
+    // SAFETY: `sigemptyset` initialises the set that `pthread_sigmask` reads. Both are given valid pointers to this function's own
+    // variable, or null where nothing is asked for, and change nothing but this thread's mask.
+    unsafe {
+        let mut none = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&mut none);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &none, std::ptr::null_mut());
+    }
+}
+
+/// Keeps SIGTTIN from this thread: where the launcher is in the background of its terminal, a read fails, and does not stop the launcher.
+pub(super) fn read_without_being_stopped() {
+    // SAFETY: as above; the set is initialised before it is used, and only this thread's mask changes.
+    unsafe {
+        let mut set = std::mem::zeroed::<libc::sigset_t>();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, libc::SIGTTIN);
+        libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut());
+    }
+}
+
+/// Whether stdin is a terminal in whose background this process is: what is typed there is meant for somebody else.
+pub(super) fn is_in_background() -> bool {
+    // SAFETY: both functions only ask the system, about a descriptor that is open (the standard library sees to that) and this process.
+    let (foreground, own) = unsafe { (libc::tcgetpgrp(0), libc::getpgrp()) };
+    // -1: no terminal, or one that is not this session's.
+    foreground != -1 && foreground != own
+}
+
+/// Takes for this process as many descriptors as it may have: it needs several for each rank. What there was before is for the ranks.
+pub(super) fn take_descriptors() -> Rlimit {
+    static INHERITED: OnceLock<Rlimit> = OnceLock::new();
+    let inherited = INHERITED.get_or_init(|| {
+        let found = getrlimit(Resource::Nofile);
+        // Where that is refused, there are as many as there were.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: found.maximum, ..found });
+        found
+    });
+    *inherited
 }

@@ -1,28 +1,31 @@
 //! Watches over the processes of a job until all have ended: what is done when one fails, and what the exit code is.
 
 use std::io::{self, PipeWriter};
-use std::ops::Range;
 use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, ExitStatus};
+use std::process::ExitStatus;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
-use signal_hook::consts::SIGHUP;
+use signal_hook::consts::{
+    SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH,
+};
 
+use super::guard::Guard;
+use super::member::{End, Kind, Member, peek_status};
 use super::relay::{Stream, relay};
-use super::signals::SignalThread;
-use super::{OnFailure, Policy, agent, complain};
+use super::signals::{self, SignalThread};
+use super::{OnFailure, Policy, agent, complain, processes};
 
-/// From SIGTERM to SIGKILL.
-const TERM_TO_KILL: Duration = Duration::from_secs(2);
 /// How long a killed process may take to end (it may sit in the kernel) until it is given up.
 const KILL_TO_GIVE_UP: Duration = Duration::from_secs(5);
 /// How long processes that ranks left behind may still write after the last rank has ended.
 const LEFTOVERS: Duration = Duration::from_secs(1);
-/// What ssh exits with when its connection has ended, and not the command.
-const SSH_ENDED: i32 = 255;
+/// How long an agent's greeting may be on its way when the agent has ended.
+const GREETING_IS_READ: Duration = Duration::from_millis(300);
+/// How often it is seen whether processes that ranks left behind have ended.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// What has been started, beside the processes.
 pub(super) struct Started<'a> {
@@ -39,13 +42,15 @@ pub(super) fn supervise<'a>(
     policy: Policy,
     events: &Sender<Event>,
     inbox: Receiver<Event>,
-    start: impl FnOnce(&mut Vec<Member>) -> io::Result<Started<'a>>,
+    start: impl FnOnce(&mut Vec<Member>, &Guard) -> io::Result<Started<'a>>,
 ) -> io::Result<Ended> {
     let _signals = SignalThread::start(events.clone())?;
+    let mut guard = Guard::start()?;
     // The end of this pipe tells the relay that nothing more is to be waited for.
     let (stop_reader, stop) = io::pipe()?;
     let mut members = Vec::new();
-    let started = start(&mut members);
+    let started = start(&mut members, &guard);
+    members.iter().for_each(|member| guard.watch(member.pid));
     let mut launcher = Launcher {
         members,
         inbox,
@@ -54,6 +59,8 @@ pub(super) fn supervise<'a>(
         relayed: false,
         policy,
         port_known: None,
+        guard,
+        events: events.clone(),
     };
     let relayed = started.and_then(|started| {
         launcher.port_known = started.port_known;
@@ -64,11 +71,12 @@ pub(super) fn supervise<'a>(
         })
     });
     if let Err(error) = relayed {
-        launcher.signal_all(Signal::KILL);
+        launcher.kill_leftovers(true);
         launcher.reap();
         return Err(error);
     }
     launcher.wait_for_members();
+    launcher.wait_for_what_they_started();
     launcher.wait_for_output(stop);
     launcher.reap();
     Ok(launcher.codes.ended(policy.on_failure))
@@ -141,112 +149,6 @@ impl Codes {
     }
 }
 
-/// How a process ended.
-enum End {
-    /// By itself, with this code.
-    Own(i32),
-    /// By a signal, or the connection to it did; with the code that stands for it.
-    Lost(i32),
-}
-
-/// A process that the launcher started.
-pub(super) struct Member {
-    child: Child,
-    /// Also its process group, as long as the child has not been reaped.
-    pid: Pid,
-    ended: bool,
-    /// It has not ended well.
-    failed: bool,
-    kind: Kind,
-}
-
-pub(super) enum Kind {
-    Rank {
-        rank: usize,
-        host: Option<String>,
-    },
-    /// Of a host, with the ranks there.
-    Agent(Agent),
-}
-
-pub(super) struct Agent {
-    pub(super) host: String,
-    pub(super) ranks: Range<usize>,
-    /// What is written to its stdin, until it is dropped.
-    pub(super) orders: Option<Sender<Vec<u8>>>,
-    pub(super) greeted: bool,
-}
-
-impl Member {
-    /// Writes to an agent. One that has ended does not read it.
-    pub(super) fn say(&self, line: Vec<u8>) {
-        if let Kind::Agent(Agent { orders: Some(orders), .. }) = &self.kind {
-            let _ = orders.send(line);
-        }
-    }
-
-    /// Signals its process group. One that has ended is included, for what it left behind: it is not reaped yet, so the
-    /// group's number cannot belong to anybody else.
-    fn signal(&self, signal: Signal) {
-        // Fails only if there is nobody left to signal.
-        let _ = rustix::process::kill_process_group(self.pid, signal);
-    }
-
-    /// Ranks that end with it.
-    fn ranks(&self) -> usize {
-        match &self.kind {
-            Kind::Rank { .. } => 1,
-            Kind::Agent(agent) => agent.ranks.len(),
-        }
-    }
-
-    /// Whether it is an agent that has not started its ranks.
-    fn is_unheard(&self) -> bool {
-        matches!(&self.kind, Kind::Agent(agent) if !agent.greeted)
-    }
-
-    /// An agent says by its own code how its ranks have ended, and its connection may end before.
-    fn end(&self, status: ExitStatus) -> End {
-        match (status.code(), &self.kind) {
-            (Some(code), Kind::Agent(_)) if code == SSH_ENDED || code > 128 => End::Lost(code),
-            (Some(code), _) => End::Own(code),
-            (None, _) => End::Lost(status.signal().map_or(1, |signal| 128 + signal)),
-        }
-    }
-
-    /// That it has failed, and how.
-    fn tell(&self, status: ExitStatus) -> String {
-        let how = match (status.code(), status.signal()) {
-            (Some(code), _) => format!("exited with code {code}"),
-            (None, Some(signal)) => format!("was killed by signal {signal}"),
-            (None, None) => format!("ended: {status}"),
-        };
-        let why = match &self.kind {
-            Kind::Agent(agent) if !agent.greeted => {
-                " before a rank had started there (can it be reached without a password, and is this version of \
-                 allstream where --remote-bin says?)"
-            }
-            _ => "",
-        };
-        format!("{} {how}{why}", self.name())
-    }
-
-    /// For messages.
-    fn name(&self) -> String {
-        let pid = self.pid;
-        match &self.kind {
-            Kind::Rank { rank, host: None } => format!("rank {rank} (pid {pid})"),
-            Kind::Rank { rank, host: Some(host) } => format!("rank {rank} on {host} (pid {pid})"),
-            Kind::Agent(Agent { host, ranks, .. }) if ranks.len() == 1 => {
-                format!("host {host} (rank {})", ranks.start)
-            }
-            Kind::Agent(Agent { host, ranks, .. }) => {
-                format!("host {host} (ranks {} to {})", ranks.start, ranks.end.saturating_sub(1))
-            }
-        }
-    }
-}
-
 struct Launcher<'a> {
     members: Vec<Member>,
     inbox: Receiver<Event>,
@@ -255,6 +157,9 @@ struct Launcher<'a> {
     relayed: bool,
     policy: Policy,
     port_known: Option<PortKnown<'a>>,
+    guard: Guard,
+    /// To tell itself something later.
+    events: Sender<Event>,
 }
 
 impl Launcher<'_> {
@@ -276,7 +181,7 @@ impl Launcher<'_> {
                 }
                 Ok(Event::Relayed) => self.relayed = true,
                 Err(_) => match self.phase {
-                    Phase::Running | Phase::Grace(_) => self.terminate(),
+                    Phase::Running | Phase::Grace(_) => self.terminate(SIGTERM),
                     Phase::Terminating(_) => self.kill(),
                     Phase::Killed(_) => {
                         for member in self.members.iter().filter(|member| !member.ended) {
@@ -289,6 +194,31 @@ impl Launcher<'_> {
                 },
             }
         }
+    }
+
+    /// Ranks that were told to end have ended; but a rank may stand behind a shell, which ends at once, and still write its checkpoint.
+    fn wait_for_what_they_started(&mut self) {
+        while let Phase::Terminating(until) = self.phase {
+            let now = Instant::now();
+            if processes::living(&self.rank_sessions(), None).is_empty() {
+                return;
+            }
+            if now >= until {
+                return self.kill();
+            }
+            match self.inbox.recv_timeout(LOOK_EVERY.min(until - now)) {
+                Ok(Event::Signal(signal)) => self.signalled(signal),
+                Ok(Event::Cut) => self.kill(),
+                Ok(Event::Relayed) => self.relayed = true,
+                Ok(Event::Ended(_) | Event::Greeted { .. }) | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn rank_sessions(&self) -> Vec<Pid> {
+        let ranks = self.members.iter().filter(|member| matches!(member.kind, Kind::Rank { .. }));
+        ranks.map(|member| member.pid).collect()
     }
 
     /// The ranks have ended; what they started may hold their pipes open for ever.
@@ -305,6 +235,9 @@ impl Launcher<'_> {
             match event {
                 Ok(Event::Relayed) => self.relayed = true,
                 Ok(Event::Ended(_) | Event::Greeted { .. }) => {}
+                Ok(Event::Signal(SIGCHLD)) => self.reap_orphans(),
+                // There is no rank any more that could be told.
+                Ok(Event::Signal(signal)) if !signals::ends(signal) => {}
                 Ok(event @ (Event::Signal(_) | Event::Cut)) => {
                     let signal = if let Event::Signal(signal) = event { signal } else { SIGHUP };
                     if (self.codes.any_failed() || self.codes.signal.is_some()) && stop.is_none() {
@@ -314,23 +247,36 @@ impl Launcher<'_> {
                     until = Instant::now();
                 }
                 Err(_) => {
-                    self.signal_all(Signal::KILL);
+                    self.kill_leftovers(false);
                     stop = None;
                 }
             }
         }
-        // Ranks whose output is not relayed can leave processes too.
-        self.signal_all(Signal::KILL);
+        // Ranks whose output is not relayed can leave processes too. What has made a session for itself to outlive the job may do so
+        // where the job has ended well.
+        let ended_well = matches!(self.phase, Phase::Running) && !self.codes.any_failed();
+        self.kill_leftovers(!ended_well);
     }
 
     fn ended(&mut self, member: usize) {
         let Some(state) = self.members.get_mut(member) else { return };
+        // An agent whose ranks have ended at once may have ended before its greeting is read.
+        if state.has_ended_unheard() {
+            let events = self.events.clone();
+            let again = move || {
+                thread::sleep(GREETING_IS_READ);
+                let _ = events.send(Event::Ended(member));
+            };
+            if thread::Builder::new().stack_size(64 << 10).spawn(again).is_ok() {
+                return;
+            }
+        }
         state.ended = true;
         // One that we have stopped did not end by itself.
         if matches!(self.phase, Phase::Terminating(_) | Phase::Killed(_)) {
             return;
         }
-        // Unknown only if somebody else reaped it, or this process was started with SIGCHLD ignored.
+        // Unknown only if somebody else reaped it.
         let mut status = peek_status(state.pid).unwrap_or(ExitStatus::from_raw(1 << 8));
         if status.success() && state.is_unheard() {
             status = ExitStatus::from_raw(1 << 8);
@@ -347,7 +293,7 @@ impl Launcher<'_> {
         match (self.phase, self.policy.on_failure) {
             (Phase::Running, OnFailure::Stop) => self.stop_others(member, status, ""),
             (Phase::Running, OnFailure::Keep) => {
-                let left: usize = self.members.iter().filter(|m| !m.failed).map(Member::ranks).sum();
+                let left: usize = self.members.iter().filter(|m| !m.failed).map(|m| m.ranks().len()).sum();
                 let running = self.members.iter().any(|member| !member.ended);
                 if running && left >= self.policy.min_ranks {
                     let said = self.members[member].tell(status);
@@ -372,7 +318,7 @@ impl Launcher<'_> {
         if self.members.iter().any(started) {
             self.phase = Phase::Grace(Instant::now() + self.policy.grace);
         } else {
-            self.terminate();
+            self.terminate(SIGTERM);
         }
     }
 
@@ -393,30 +339,79 @@ impl Launcher<'_> {
         if let Some(Err(error)) = self.port_known.take().map(|tell| tell(&self.members, port)) {
             complain(&format!("cannot tell the other hosts what to start: {error}"));
             self.codes.own(1);
-            self.terminate();
+            self.terminate(SIGTERM);
         }
     }
 
     fn signalled(&mut self, signal: i32) {
-        match self.phase {
-            Phase::Running | Phase::Grace(_) => {
-                self.stopped_by(signal);
-                self.terminate();
+        match (signal, self.phase) {
+            (SIGCHLD, _) => self.reap_orphans(),
+            (SIGTSTP, _) => {
+                self.hand_on(SIGSTOP);
+                // As the terminal has asked for. SIGCONT wakes this process, and the ranks are told then.
+                let _ = rustix::process::kill_process(rustix::process::getpid(), Signal::STOP);
             }
-            Phase::Terminating(_) => self.kill(),
-            Phase::Killed(_) => {}
+            (SIGUSR1 | SIGUSR2 | SIGCONT | SIGWINCH | SIGSTOP, _) => self.hand_on(signal),
+            (SIGINT | SIGTERM | SIGHUP, Phase::Running | Phase::Grace(_)) => {
+                self.stopped_by(signal);
+                // The end of a terminal's line asks for the same as SIGTERM, which programs know how to take.
+                self.terminate(if signal == SIGHUP { SIGTERM } else { signal });
+            }
+            // A terminal that goes away tells it twice, and means it once.
+            (SIGINT | SIGTERM, Phase::Terminating(_)) => self.kill(),
+            _ => {}
         }
     }
 
-    fn terminate(&mut self) {
-        for member in &self.members {
+    /// Hands a signal to all ranks that ends nothing, on all hosts.
+    fn hand_on(&self, signal: i32) {
+        let Some(to_ranks) = Signal::from_named_raw(signal) else { return };
+        let mut without_handler = Vec::new();
+        for member in self.members.iter().filter(|member| !member.ended) {
             match &member.kind {
-                Kind::Agent(agent) if agent.greeted => member.say(agent::TERM.into()),
-                // Also a connection that is only being made.
-                _ => member.signal(Signal::TERM),
+                Kind::Agent(agent) if agent.greeted => member.say(agent::signal(signal)),
+                Kind::Agent(_) => {}
+                Kind::Rank { rank, .. } if matches!(signal, SIGUSR1 | SIGUSR2) => {
+                    let takers = processes::that_take(to_ranks, member.pid);
+                    if takers.is_empty() {
+                        without_handler.push(rank.to_string());
+                    }
+                    for pid in takers {
+                        // Fails where it has just ended.
+                        let _ = rustix::process::kill_process(pid, to_ranks);
+                    }
+                }
+                Kind::Rank { .. } => {
+                    for pid in processes::living(&[member.pid], None) {
+                        let _ = rustix::process::kill_process(pid, to_ranks);
+                    }
+                }
             }
         }
-        self.phase = Phase::Terminating(Instant::now() + TERM_TO_KILL);
+        if !without_handler.is_empty() {
+            let (name, ranks) = (signals::name(signal), without_handler.join(", "));
+            complain(&format!(
+                "SIG{name} was not handed to rank {ranks}: without a handler for it a rank would end"
+            ));
+        }
+    }
+
+    /// Tells the ranks to end, by this signal.
+    fn terminate(&mut self, signal: i32) {
+        let to_ranks = Signal::from_named_raw(signal).unwrap_or(Signal::TERM);
+        for member in &self.members {
+            match &member.kind {
+                Kind::Agent(agent) if agent.greeted => member.say(agent::signal(signal)),
+                // A connection that is only being made.
+                Kind::Agent(_) => member.signal(Signal::TERM),
+                Kind::Rank { .. } => {
+                    member.signal(to_ranks);
+                    // One that stands still would not hear of it.
+                    member.signal(Signal::CONT);
+                }
+            }
+        }
+        self.phase = Phase::Terminating(Instant::now() + self.policy.kill_after);
     }
 
     fn kill(&mut self) {
@@ -427,7 +422,32 @@ impl Launcher<'_> {
                 _ => member.signal(Signal::KILL),
             }
         }
+        // Agents do the same on their hosts.
+        processes::kill(&self.rank_sessions(), Some(&self.guard.mark));
         self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
+    }
+
+    /// Kills what ranks have left behind in their sessions; and, of everything, what has left them.
+    fn kill_leftovers(&self, everything: bool) {
+        self.signal_all(Signal::KILL);
+        let sessions: Vec<Pid> = self.members.iter().map(|member| member.pid).collect();
+        processes::kill(&sessions, everything.then_some(&*self.guard.mark));
+    }
+
+    /// As process 1 of a container the launcher becomes the parent of all processes whose own parent has ended.
+    fn reap_orphans(&self) {
+        let own = rustix::process::getpid();
+        if !own.is_init() {
+            return;
+        }
+        let is_ours = |pid| self.guard.is(pid) || self.members.iter().any(|member| member.pid == pid);
+        let dead = processes::all().into_iter().filter(|process| process.is_zombie && process.parent == 1);
+        for process in dead.filter(|process| !is_ours(process.pid)) {
+            let _ = rustix::process::waitid(
+                WaitId::Pid(process.pid),
+                WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
+            );
+        }
     }
 
     fn signal_all(&self, signal: Signal) {
@@ -443,41 +463,4 @@ impl Launcher<'_> {
             }
         }
     }
-}
-
-/// How a process ended, without reaping it.
-fn peek_status(pid: Pid) -> io::Result<ExitStatus> {
-    loop {
-        match rustix::process::waitid(WaitId::Pid(pid), WaitIdOptions::EXITED | WaitIdOptions::NOWAIT) {
-            Ok(Some(status)) => {
-                // As wait(2) packs it: the exit code in the second byte, or the signal in the first.
-                let packed = match (status.exit_status(), status.terminating_signal()) {
-                    (Some(code), _) => (code & 0xff) << 8,
-                    (None, Some(signal)) => signal,
-                    (None, None) => 1 << 8,
-                };
-                return Ok(ExitStatus::from_raw(packed));
-            }
-            Ok(None) | Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-}
-
-/// Takes a child in, with a thread that tells when it has ended.
-pub(super) fn watch(
-    members: &mut Vec<Member>,
-    child: Child,
-    kind: Kind,
-    events: &Sender<Event>,
-) -> io::Result<()> {
-    let pid = Pid::from_child(&child);
-    let member = members.len();
-    members.push(Member { child, pid, ended: false, failed: false, kind });
-    let events = events.clone();
-    thread::Builder::new().name(format!("waits for {member}")).stack_size(64 << 10).spawn(move || {
-        let _ = peek_status(pid);
-        let _ = events.send(Event::Ended(member));
-    })?;
-    Ok(())
 }

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::net::TcpStream;
-use std::path::Path;
 use std::str::FromStr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -31,7 +30,7 @@ pub(super) use self::pool::{Proposal, ROW};
 use self::records::Entry;
 use self::wholes::Wholes;
 use super::links::{CommLinks, ProcessRanks, Topology, block_bytes};
-use crate::error::{Error, Lost};
+use crate::error::{Error, Lost, RecordFile};
 use crate::exec::{
     Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, QUEUE_LIMIT, Runtime,
 };
@@ -187,7 +186,7 @@ pub(crate) struct World {
     /// Lost ranks that a call of the user's has named, on any communicator.
     told: Mutex<Vec<Rank>>,
     /// Where the flight recorder is written.
-    record: Option<Arc<Path>>,
+    record: Option<Arc<RecordFile>>,
     /// How this host's clock differs from rank 0's, where that is another host.
     clock: Mutex<Option<ClockDifference>>,
     /// Communicators that have died, for the flight recorder; the last ones.
@@ -263,7 +262,7 @@ impl World {
             comms: Mutex::default(),
             departed: Mutex::default(),
             told: Mutex::default(),
-            record: file_of(&world_name(&id), rank).map(Arc::from),
+            record: file_of(&world_name(&id), rank).map(Arc::new),
             clock: Mutex::default(),
             dead: Mutex::default(),
             early: Mutex::default(),

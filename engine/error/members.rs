@@ -1,8 +1,9 @@
 //! Whom an error is about: the members of a communicator, as ranks of the world; and where this rank's flight recorder is.
 
 use std::fmt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::types::Rank;
 
@@ -20,7 +21,29 @@ pub struct Members(Option<Arc<Known>>);
 struct Known {
     /// Empty where it is the world's own communicator.
     world_ranks: Vec<Rank>,
-    record: Option<Arc<Path>>,
+    record: Option<Arc<RecordFile>>,
+}
+
+/// Where a rank's flight recorder goes. Errors name the file, as long as it is, or is to be, there.
+#[derive(Debug)]
+pub(crate) struct RecordFile {
+    path: PathBuf,
+    is_lost: AtomicBool,
+}
+
+impl RecordFile {
+    pub(crate) fn new(path: PathBuf) -> RecordFile {
+        RecordFile { path, is_lost: AtomicBool::new(false) }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// It could not be written: it is named no more.
+    pub(crate) fn lose(&self) {
+        self.is_lost.store(true, Ordering::Relaxed);
+    }
 }
 
 impl Members {
@@ -35,14 +58,15 @@ impl Members {
     }
 
     /// The same, with the file of this rank's flight recorder.
-    pub(crate) fn recorded_in(self, record: Option<Arc<Path>>) -> Members {
+    pub(crate) fn recorded_in(self, record: Option<Arc<RecordFile>>) -> Members {
         let world_ranks = self.0.map_or(Vec::new(), |known| known.world_ranks.clone());
         Members(Some(Arc::new(Known { world_ranks, record })))
     }
 
-    /// The file of this rank's flight recorder, if there is to be one.
+    /// The file of this rank's flight recorder, if there is one or is to be one.
     pub(super) fn record(&self) -> Option<&Path> {
-        self.0.as_ref()?.record.as_deref()
+        let file = self.0.as_ref()?.record.as_deref()?;
+        (!file.is_lost.load(Ordering::Relaxed)).then_some(file.path())
     }
 
     /// The end of a text that says where the flight recorder is.

@@ -15,7 +15,6 @@
 //! `run` is only tried by those who drive; waited for when devices are bound and when a communicator closes. A user's code
 //! (wakers, drops of buffers, functions that follow) runs while this thread holds none of them but `run`: never the table's.
 
-use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -59,7 +58,7 @@ use super::p2p::Messages;
 use super::port::{Opener, Port};
 use super::runtime::Runtime;
 use super::whole::BoundWhole;
-use crate::error::{Error, Members};
+use crate::error::{Error, Members, RecordFile};
 use crate::forked;
 use crate::link::Break;
 use crate::link::local::MemoryLock;
@@ -100,7 +99,7 @@ pub(crate) struct EndpointConfig {
     /// World rank of each member.
     pub(crate) members: Vec<Rank>,
     /// Where this rank's flight recorder is written when the communicator dies.
-    pub(crate) record: Option<Arc<Path>>,
+    pub(crate) record: Option<Arc<RecordFile>>,
     /// The host of each member, numbered from 0 in the order of their first ranks.
     pub(crate) hosts: Vec<u32>,
     /// What the choice of an algorithm depends on, of this group.

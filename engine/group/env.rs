@@ -218,7 +218,8 @@ impl Rendezvous {
     ///
     /// - Rank and size: `RANK` and `WORLD_SIZE` (torchrun, `allstream run`), `OMPI_COMM_WORLD_RANK` and
     ///   `OMPI_COMM_WORLD_SIZE` (Open MPI), `PMI_RANK` and `PMI_SIZE` (MPICH), or `SLURM_PROCID` and
-    ///   `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` (Slurm).
+    ///   `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` (Slurm). Two launchers that contradict each other are an error, unless one is known to
+    ///   run inside of the other; so is a Slurm batch script, which is no rank of a step.
     /// - Address: `MASTER_ADDR`. Unset under Slurm: the first node of `SLURM_STEP_NODELIST` (or
     ///   `SLURM_JOB_NODELIST`), or else `SLURM_LAUNCH_NODE_IPADDR`.
     /// - Port: `ALLSTREAM_PORT`, or `MASTER_PORT`. Where torchrun's own store listens at the latter

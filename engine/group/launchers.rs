@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use super::env::{Address, Lookup, check_place, host_name, port_number};
 use crate::types::Rank;
 
-/// Launchers, and the variables in which they say rank and size. The first whose both are set is believed. Slurm comes
+/// Launchers, and the variables in which they say rank and size. The first whose both are set is believed, unless another contradicts. Slurm comes
 /// last: its variables are also there where another launcher runs in an allocation of it, and then speak of that one.
 const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("torchrun, allstream run", "RANK", "WORLD_SIZE"),
@@ -15,6 +15,9 @@ const LAUNCHERS: [(&str, &str, &str); 5] = [
     ("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS"),
 ];
+
+/// Slurm's numbers of a job's processes outside of steps (a batch script's, say) are from here on.
+const FIRST_SLURM_STEP_THAT_IS_NONE: u32 = 0xffff_fff0;
 
 /// Where ports that are derived from something lie: `FIRST_PORT..FIRST_PORT + PORTS`, below those that the system gives
 /// out by itself.
@@ -41,7 +44,7 @@ pub(super) fn marks() -> impl Iterator<Item = &'static str> {
 /// Rank and size, from the first launcher that says both.
 pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
     let mut half = Vec::new();
-    for (launcher, rank_name, size_name) in LAUNCHERS {
+    for (which, (launcher, rank_name, size_name)) in LAUNCHERS.into_iter().enumerate() {
         let (rank, size) = match (get(rank_name), get(size_name)) {
             (Some(rank), Some(size)) => (rank, size),
             (None, None) => continue,
@@ -60,6 +63,14 @@ pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
         let (rank, size) = (number(rank_name, &rank)?, number(size_name, &size)?);
         check_place(rank, size)
             .map_err(|e| format!("{rank_name}={rank}, {size_name}={size} ({launcher}): {e}"))?;
+        if launcher == "Slurm" && size > 1 && !is_slurm_step(get) {
+            return Err(format!(
+                "{rank_name}={rank} and {size_name}={size} are those of a batch script, and not of a step: nothing has started the \
+                 other ranks. Start them all by srun in the script (`srun python train.py`, or `srun PROGRAM`); to run alone, \
+                 say so by RANK=0 WORLD_SIZE=1"
+            ));
+        }
+        contradicted(get, which, (rank, size))?;
         return Ok((rank, size));
     }
     if let Some(rank) = get("PMIX_RANK") {
@@ -74,6 +85,49 @@ pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
          mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and ALLSTREAM_TOKEN yourself; a program that \
          should also run without a launcher, as a world of one rank, calls Rendezvous::from_env_or_alone"
     ))
+}
+
+/// Whether srun has started this process: it sets these, and a batch script's own process has none of them, or the number of a step
+/// that is none.
+fn is_slurm_step(get: Lookup<'_>) -> bool {
+    let number =
+        get("SLURM_STEP_ID").or_else(|| get("SLURM_STEPID")).and_then(|text| text.trim().parse().ok());
+    let is_one = number.is_some_and(|step: u32| step < FIRST_SLURM_STEP_THAT_IS_NONE);
+    is_one || ["SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR"].into_iter().any(|name| get(name).is_some())
+}
+
+/// Two launchers may have started this process, one inside the other, and the first one's variables are still there. An error where
+/// they say other things, and it is not known that those that are believed are the inner one's.
+fn contradicted(get: Lookup<'_>, which: usize, believed: (Rank, usize)) -> Result<(), String> {
+    let (launcher, rank_name, size_name) = LAUNCHERS[which];
+    let (rank, size) = believed;
+    // torchrun makes its own ranks, be it started by mpirun or by srun.
+    if launcher == "Slurm" || (which == 0 && get("TORCHELASTIC_RUN_ID").is_some()) {
+        return Ok(());
+    }
+    for (other, other_rank_name, other_size_name) in LAUNCHERS.into_iter().skip(which + 1) {
+        let number = |name: &str| get(name).and_then(|text| text.trim().parse::<usize>().ok());
+        let (Some(other_rank), Some(other_size)) = (number(other_rank_name), number(other_size_name)) else {
+            continue;
+        };
+        let is_inner = match other {
+            // Slurm's are also there where another launcher runs in its allocation, and PMI's are Slurm's where srun has set them. Only
+            // a step with the very size is another place in the same world.
+            "Slurm" => which > 0 || size != other_size || !is_slurm_step(get),
+            "MPICH" if get("SLURM_PROCID").is_some() => true,
+            // Somebody who starts several ranks in each of another launcher's, and numbers them on each host.
+            _ => which == 0 && size > other_size && get("LOCAL_RANK").is_some(),
+        };
+        if (other_rank, other_size) != believed && !is_inner {
+            return Err(format!(
+                "two launchers say who this is: by {rank_name}={rank} and {size_name}={size} ({launcher}) rank {rank} of {size}, by \
+                 {other_rank_name}={other_rank} and {other_size_name}={other_size} ({other}) rank {other_rank} of {other_size}. \
+                 Take those away that are not of the launcher that starts the ranks: `env -u {rank_name} -u {size_name} PROGRAM` \
+                 leaves those of {other}"
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Where the ranks meet: as the user says, or as the launcher lets one know.

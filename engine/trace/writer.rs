@@ -167,7 +167,7 @@ mod tests {
             self.go_on.lock().recv_timeout(Duration::from_secs(10)).unwrap();
             let world = "test of the writer".into();
             let place = RankPlace { world, rank: 0, size: 1, hosts: vec![0], clock: None };
-            Recording::new(place, cause, Vec::new())
+            Recording::new(place, cause, Vec::new(), None)
         }
     }
 

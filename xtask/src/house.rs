@@ -28,7 +28,7 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 45] = [
+const UNSAFE: [(&str, &str); 46] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -70,6 +70,7 @@ const UNSAFE: [(&str, &str); 45] = [
     ("engine/group/fds.rs", "the descriptor inherited from the launcher"),
     ("engine/fuzzing.rs", "hostile memory, for the fuzz targets"),
     ("cli/launch.rs", "between fork and exec"),
+    ("cli/launch/signals.rs", "the mask of signals of a thread, and who has the terminal"),
     ("cli/perf/device.rs", "records events with the device's time, which the engine's have not"),
     ("cli/doctor/", "asks the CUDA driver directly"),
     ("examples/13_gpu_overlap.rs", "launches a kernel of its own"),

@@ -87,6 +87,6 @@ impl Recorded for World {
         let comms = alive.chain(dead).map(Entry::record).collect();
         let (hosts, clock) = (self.hosts.clone(), *self.clock.lock());
         let place = RankPlace { world: self.name(), rank: self.rank, size: self.size, hosts, clock };
-        Recording::new(place, cause, comms)
+        Recording::new(place, cause, comms, self.record.clone())
     }
 }

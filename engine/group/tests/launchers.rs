@@ -151,8 +151,8 @@ fn under_srun_ports_are_reserved_ones_or_of_the_job_and_step() {
     assert_eq!(with_port(&[("SLURM_STEP_RESV_PORTS", "12000-12003,12009")], &[]), "node01:12000");
     assert_eq!(with_port(&[("SLURM_STEP_ID", "1")], &["SLURM_STEP_ID"]), "node01:14069");
     assert_eq!(with_port(&[("SLURM_JOB_ID", "123457")], &["SLURM_JOB_ID"]), "node01:13457");
-    // Huge numbers, such as those of a batch script's own step.
-    with_port(&[("SLURM_STEP_ID", "4294967291")], &["SLURM_STEP_ID"]);
+    // Huge numbers.
+    with_port(&[("SLURM_STEP_ID", "4294967279")], &["SLURM_STEP_ID"]);
     assert!(error_of(&without(&SRUN, &["SLURM_JOB_ID"])).contains("MASTER_PORT"));
 }
 
@@ -173,4 +173,70 @@ fn lists_of_nodes() {
     for bad in ["", ",a", "node[1", "node]1", "[,"] {
         assert_eq!(first_node(bad), None, "{bad}");
     }
+}
+
+fn place_error(vars: &[&[(&str, &str)]]) -> String {
+    with(&vars.concat(), place).unwrap_err()
+}
+
+/// As sbatch sets them for the script itself; which of the two numbers of a step there is depends on the version.
+const SBATCH: [(&str, &str); 5] = [
+    ("SLURM_PROCID", "0"),
+    ("SLURM_NTASKS", "4"),
+    ("SLURM_JOB_ID", "77"),
+    ("SLURM_JOB_NODELIST", "node[1-2]"),
+    ("SLURM_TASK_PID", "1234"),
+];
+
+#[test]
+fn a_batch_script_that_started_no_step_is_told_to_use_srun() {
+    for step in [&[][..], &[("SLURM_STEP_ID", "4294967291")], &[("SLURM_STEPID", "4294967291")]] {
+        let error = place_error(&[&SBATCH, step]);
+        assert!(error.contains("SLURM_PROCID=0 and SLURM_NTASKS=4"), "{error}");
+        assert!(error.contains("`srun python train.py`") && error.contains("RANK=0 WORLD_SIZE=1"), "{error}");
+    }
+    // Where one task was asked for, that is all; and what is said counts.
+    let one = [&without(&SBATCH, &["SLURM_NTASKS"])[..], &[("SLURM_NTASKS", "1")]].concat();
+    assert_eq!(place_of(&one), (0, 1));
+    assert_eq!(place_of(&[&SBATCH[..], &[("RANK", "0"), ("WORLD_SIZE", "1")]].concat()), (0, 1));
+    // A step started in the script, and mpirun there.
+    assert_eq!(place_of(&[&SBATCH[..], &[("SLURM_STEP_ID", "0")]].concat()), (0, 4));
+    assert_eq!(place_of(&[&SBATCH[..], &OPEN_MPI].concat()), (1, 2));
+}
+
+#[test]
+fn two_launchers_that_disagree_are_both_named() {
+    let pod = [("RANK", "0"), ("WORLD_SIZE", "2")];
+    let mpich = [("PMI_RANK", "3"), ("PMI_SIZE", "8")];
+    for (inner, its) in [
+        (&OPEN_MPI[..], "OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2"),
+        (&mpich, "PMI_RANK=3 and PMI_SIZE=8"),
+        (
+            &[("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2"), ("SLURM_STEP_ID", "0")],
+            "SLURM_PROCID=1 and SLURM_NTASKS=2",
+        ),
+    ] {
+        let error = place_error(&[&pod, inner]);
+        assert!(error.contains("RANK=0 and WORLD_SIZE=2") && error.contains(its), "{error}");
+        assert!(error.contains("env -u RANK -u WORLD_SIZE"), "{error}");
+    }
+    let error = place_error(&[&OPEN_MPI, &mpich]);
+    assert!(error.contains("OMPI_COMM_WORLD_SIZE=2") && error.contains("PMI_SIZE=8"), "{error}");
+    // Those that say the same agree.
+    assert_eq!(place_of(&[&[("RANK", "1"), ("WORLD_SIZE", "2")], &OPEN_MPI[..]].concat()), (1, 2));
+}
+
+#[test]
+fn a_launcher_inside_another_one_is_believed() {
+    // One torchrun for each host, started by mpirun or srun.
+    let torchrun = [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("TORCHELASTIC_RUN_ID", "none")];
+    let srun = [("SLURM_PROCID", "1"), ("SLURM_NTASKS", "2"), ("SLURM_STEP_ID", "0")];
+    for outer in [&OPEN_MPI[..], &srun] {
+        assert_eq!(place_of(&[&torchrun, outer].concat()), (5, 8));
+        // Or by a script of the user's own.
+        assert_eq!(place_of(&[&torchrun[..3], outer].concat()), (5, 8));
+    }
+    // mpirun started by srun, whose PMI variables are of the step.
+    let step = [("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")];
+    assert_eq!(place_of(&[&OPEN_MPI[..], &step].concat()), (1, 2));
 }

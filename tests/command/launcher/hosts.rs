@@ -56,7 +56,8 @@ fn shown_in_process_lists(text: &str) -> Vec<String> {
 fn start(scratch: &Scratch, hosts: &str, ranks: usize, rest: &str) -> (Child, Vec<u32>) {
     let script =
         format!("echo $$ > {0}/$RANK.new && mv {0}/$RANK.new {0}/$RANK; {rest}", scratch.0.display());
-    let child = remote(scratch, hosts, &[], &script).spawn().unwrap();
+    // A shell may lose SIGINT in the moment in which it starts something.
+    let child = remote(scratch, hosts, &["--kill-after", "4s"], &script).spawn().unwrap();
     let file = |rank: usize| scratch.0.join(rank.to_string());
     wait_until("all ranks have started", || (0..ranks).all(|rank| file(rank).exists()));
     (child, (0..ranks).map(|rank| fs::read_to_string(file(rank)).unwrap().trim().parse().unwrap()).collect())
@@ -123,16 +124,6 @@ fn signals_to_the_launcher_reach_all_hosts_and_the_secret_is_in_no_list_of_proce
         assert_eq!(output.status.code(), Some(code), "{output:?}");
         assert!(pids.into_iter().all(|pid| !alive(pid)));
     }
-}
-
-#[test]
-fn ranks_on_other_hosts_that_ignore_sigterm_are_killed() {
-    let scratch = Scratch::new();
-    let (child, pids) = start(&scratch, "h1:1,h2:1", 2, "trap '' TERM; while :; do sleep 0.1; done");
-    kill_process(pid_of(child.id()), Signal::INT).unwrap();
-    let output = finish(child);
-    assert_eq!(output.status.code(), Some(130), "{output:?}");
-    assert!(pids.into_iter().all(|pid| !alive(pid)));
 }
 
 #[test]
@@ -208,17 +199,15 @@ fn hosts_work_on_when_a_rank_or_a_whole_host_is_lost() {
         there.display()
     );
     let options = ["--on-failure", "keep", "--grace", "0s"];
-    let child = remote(&scratch, "h1:2,h2:1,h3:1", &options, &script).spawn().unwrap();
+    let mut child = remote(&scratch, "h1:2,h2:1,h3:1", &options, &script).spawn().unwrap();
     wait_until("the third host has its rank", || there.exists());
     kill_process(pid_of(text(&scratch, "connection.h3").trim().parse().unwrap()), Signal::KILL).unwrap();
+    let lines = std::io::BufRead::lines(std::io::BufReader::new(child.stderr.take().unwrap()));
+    let lost = lines.map(Result::unwrap).find(|line| line.contains("host h3")).unwrap();
     fs::write(scratch.0.join("go"), "").unwrap();
     let output = finish(child);
     assert_eq!(output.status.code(), Some(0), "{output:?}");
     let lines = sorted_lines(&output.stdout);
     assert_eq!(lines[..2], ["[0] done 0", "[2] done 2"]);
-    let stderr = super::text(&output.stderr);
-    assert!(
-        stderr.contains("host h3 (rank 3) exited with code 129; the others work on (3 ranks"),
-        "{stderr}"
-    );
+    assert!(lost.contains("host h3 (rank 3) exited with code 129; the others work on (3 ranks"), "{lost}");
 }

@@ -93,6 +93,23 @@ fn srun_says_where_ranks_meet() {
     assert_sums(&sums(Path::new("srun"), &["--overcommit", "-n", "3"], &env), 3);
 }
 
+/// The script itself is no rank, whatever Slurm's variables say there.
+#[test]
+fn a_batch_script_without_srun_is_told_so_at_once() {
+    let Some(slurm) = Slurm::start() else { return };
+    let (scratch, conf) = (Scratch::new(), slurm.conf());
+    let (script, log) = (scratch.0.join("script"), scratch.0.join("log").display().to_string());
+    let rank = format!("{} --exact --ignored --nocapture launcher::sums_ranks", this_program());
+    fs::write(&script, format!("#!/bin/sh\n{rank}\nsrun --overcommit -n 2 {rank}\n")).unwrap();
+    let mut command = without_ranks(Path::new("sbatch"));
+    command.args(["--wait", "--overcommit", "-n", "2", "--export=ALL", "-o", &log]).arg(script);
+    command.env("SLURM_CONF", conf).env("ALLSTREAM_TOKEN", "of this test");
+    let output = finish(command.spawn().unwrap());
+    let said = fs::read_to_string(&log).unwrap_or_else(|error| panic!("{error}: {output:?}"));
+    assert!(said.contains("Start them all by srun in the script"), "{said}");
+    assert_eq!(said.matches("sum of 2 ranks: 3").count(), 2, "{said}");
+}
+
 #[test]
 fn mpirun_on_one_host_needs_nothing_set() {
     let Some(mpirun) = open_mpi() else { return };

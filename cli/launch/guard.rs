@@ -1,0 +1,106 @@
+//! A process beside the launcher that outlives it, and does one thing then: it kills what the launcher leaves behind.
+//!
+//! The system kills each rank when the launcher dies; but not what a rank has started, and a rank may stand behind a shell. The guard is this
+//! command again (`allstream run --guard`), in a session of its own and with no variable of the job's. The launcher tells the guard on
+//! stdin what belongs to the job; the end of stdin, without a `done` before, means that the launcher has died.
+
+use std::io::{self, BufRead, PipeWriter, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::Pid;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
+
+use super::processes;
+
+const DONE: &str = "done";
+/// What is being started when the launcher dies may come a moment later.
+const SETTLE: Duration = Duration::from_millis(100);
+/// A process that sits in the kernel is not waited for longer.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The launcher's end.
+pub(super) struct Guard {
+    /// What the processes of the job carry in the variable [`processes::MARK`].
+    pub(super) mark: String,
+    /// None where there is no guard: then the system alone kills the ranks.
+    process: Option<(Child, PipeWriter)>,
+}
+
+impl Guard {
+    /// Starts the guard of a job. A job also runs where that fails.
+    pub(super) fn start() -> io::Result<Guard> {
+        let mut bytes = [0_u8; 16];
+        getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bytes: {error}")))?;
+        let mark: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+        let process = spawn().map_err(|error| tracing::warn!(%error, "the launcher has no guard")).ok();
+        let mut guard = Guard { mark, process };
+        guard.tell(&format!("mark {}", guard.mark));
+        Ok(guard)
+    }
+
+    /// Takes the session of this process in.
+    pub(super) fn watch(&mut self, leader: Pid) {
+        self.tell(&format!("session {}", leader.as_raw_nonzero()));
+    }
+
+    fn tell(&mut self, line: &str) {
+        if let Some((_, pipe)) = &mut self.process {
+            let _ = pipe.write_all(format!("{line}\n").as_bytes());
+        }
+    }
+
+    /// Whether this process is the guard.
+    pub(super) fn is(&self, pid: Pid) -> bool {
+        self.process.as_ref().is_some_and(|(child, _)| Pid::from_child(child) == pid)
+    }
+}
+
+impl Drop for Guard {
+    /// Nothing of the job is left, or the launcher has seen to it: numbers of processes may soon be others'.
+    fn drop(&mut self) {
+        self.tell(DONE);
+        if let Some((mut child, pipe)) = self.process.take() {
+            drop(pipe);
+            let _ = child.wait();
+        }
+    }
+}
+
+fn spawn() -> io::Result<(Child, PipeWriter)> {
+    let (theirs, ours) = io::pipe()?;
+    // The program that runs, also where another one has been installed at its path meanwhile.
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("allstream").args(["run", "--guard"]).env_clear().current_dir("/");
+    command.stdin(theirs).stdout(Stdio::null()).stderr(Stdio::null());
+    super::in_own_session(&mut command);
+    Ok((command.spawn()?, ours))
+}
+
+/// Is the guard of the launcher that writes to stdin.
+pub(crate) fn run() -> io::Result<ExitCode> {
+    // Whoever ends a job may send the same signals to all processes of a user.
+    for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
+        signal_hook::flag::register(signal, Arc::default())?;
+    }
+    let (mut mark, mut sessions) = (None, Vec::new());
+    for line in io::stdin().lock().lines().map_while(Result::ok) {
+        match line.split_once(' ') {
+            Some(("mark", text)) => mark = Some(text.to_owned()),
+            Some(("session", pid)) => sessions.extend(pid.parse().ok().and_then(Pid::from_raw)),
+            _ if line == DONE => return Ok(ExitCode::SUCCESS),
+            _ => {}
+        }
+    }
+    let end = Instant::now() + PATIENCE;
+    let mut is_over = false;
+    while !is_over && Instant::now() < end {
+        let found = processes::kill(&sessions, mark.as_deref());
+        thread::sleep(SETTLE);
+        is_over = !found && processes::living(&sessions, mark.as_deref()).is_empty();
+    }
+    Ok(ExitCode::SUCCESS)
+}
