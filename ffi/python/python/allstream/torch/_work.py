@@ -14,6 +14,8 @@ class Work(dist._Work):
 
     def __init__(self, works, result, after=None, device=None):
         super().__init__()
+        # Of a call that the profiler shows, its name there.
+        self.name = None
         self._device = device
         # The point behind the copies of `after`, on the stream that they were put on.
         self._copied = None
@@ -44,6 +46,12 @@ class Work(dist._Work):
 
     def wait(self, timeout=None):
         """Blocks until all are over, or the current stream of their CUDA device waits for them. Raises the first failure."""
+        if self.name is not None and torch.autograd._profiler_enabled():
+            with torch._C._profiler._RecordFunctionFast(f"allstream:{self.name}.wait"):
+                return self._wait(timeout)
+        return self._wait(timeout)
+
+    def _wait(self, timeout):
         seconds = timeout.total_seconds() if timeout is not None else 0
         if self._device is None or seconds > 0:
             for work in self._works:
@@ -67,7 +75,7 @@ class Work(dist._Work):
         self.wait()
 
     def get_future(self):
-        """A future of the tensors, which a thread of allstream's completes."""
+        """A future of the tensors, which a thread of the group's completes: what is called then may wait."""
         with self._lock:
             if self._future is not None:
                 return self._future
