@@ -75,11 +75,16 @@ class Work(dist._Work):
         self.wait()
 
     def get_future(self):
-        """A future of the tensors, which a thread of the group's completes: what is called then may wait."""
+        """A future of the tensors, which a thread of the group's completes: what is called then may wait. Its error is a RuntimeError, with the text of
+        allstream's."""
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future(devices=None if self._device is None else [self._device])
+            ended = torch.futures.Future(devices=None if self._device is None else [self._device])
+            # `set_exception` of torch's would only hand the exception to who asks from Python: C++, as DistributedDataParallel is, takes it for
+            # the tensors, and the process dies. What a callback raises is an error to all.
+            failure = []
+            future = self._future = ended.then(lambda ended: _raised(failure) or ended.value())
         left = [len(self._works)]
 
         def over(_):
@@ -93,13 +98,17 @@ class Work(dist._Work):
                     self._order()
                 except Exception as raised:  # noqa: BLE001: whatever it is, the future's owner is told.
                     error = raised
-            if error is None:
-                future.set_result(self._result)
-            else:
-                future.set_exception(error)
+            if error is not None:
+                failure.append(error)
+            ended.set_result(self._result if error is None else [])
 
         if not self._works:
-            future.set_result(self._result)
+            ended.set_result(self._result)
         for work in self._works:
             work.add_done_callback(over)
         return future
+
+
+def _raised(failure):
+    for error in failure:
+        raise error
