@@ -28,6 +28,11 @@ _HELD = {
 }
 
 
+def _is_as_it_is(tensor):
+    """Whether nothing is to be done with a tensor, as for most: it lies row by row, and its type is one of ours."""
+    return tensor.layout is torch.strided and tensor.dtype in _HELD and tensor.is_contiguous() and not tensor.is_neg()
+
+
 def plain(tensor):
     """A tensor without its gradient, with its elements in memory as they are."""
     if tensor.layout is not torch.strided:
@@ -58,6 +63,8 @@ def _in_elements(tensor, moved):
 def as_it_lies(tensor):
     """A dense tensor with its dimensions in the order in which they lie in memory, and the key of that order: 0 row by row, else the dimensions' numbers,
     counted from 1, outermost first (1342: channels_last). None where there are holes."""
+    if tensor.is_contiguous():
+        return tensor, 0
     order = sorted(range(tensor.dim()), key=lambda i: (tensor.size(i) == 1, -tensor.stride(i)))
     lying = tensor.permute(order)
     if not lying.is_contiguous():
@@ -68,6 +75,8 @@ def as_it_lies(tensor):
 
 def read(tensor, moved=True):
     """An input, row by row: its memory, and its key."""
+    if _is_as_it_is(tensor):
+        return tensor.detach(), 0
     tensor = plain(tensor)
     if _is_lazy(tensor):
         tensor = tensor.resolve_conj().resolve_neg()
@@ -76,6 +85,8 @@ def read(tensor, moved=True):
 
 def written(tensor, moved=True):
     """An output, row by row: its memory, its key, and what copies the result into the tensor (None: it is there)."""
+    if _is_as_it_is(tensor):
+        return tensor.detach(), 0, None
     tensor = plain(tensor)
     if tensor.is_contiguous() and not _is_lazy(tensor):
         return *_in_elements(tensor, moved), None
@@ -87,14 +98,13 @@ def written(tensor, moved=True):
 
 def in_place(tensor, moved=False, writes=True):
     """A tensor that is read and, if this rank `writes`, written: its memory, its key, and what copies the result into the tensor (None: it is there)."""
+    if _is_as_it_is(tensor):
+        return tensor.detach(), 0, None
     tensor = plain(tensor)
-    if not _is_lazy(tensor):
-        if tensor.is_contiguous():
-            return *_in_elements(tensor, moved), None
-        lies = as_it_lies(tensor)
-        if lies is not None:
-            memory, key = _in_elements(lies[0], moved)
-            return memory, key ^ lies[1], None
+    lies = None if _is_lazy(tensor) else as_it_lies(tensor)
+    if lies is not None:
+        memory, key = _in_elements(lies[0], moved)
+        return memory, key ^ lies[1], None
     if not writes:
         return *read(tensor, moved), None
     memory, key, back = written(tensor, moved)
@@ -128,9 +138,6 @@ def unpack(flat, held):
             back()
 
 
-def keyed(*keys):
+def keyed(key):
     """The option `key` of a call, if it has one."""
-    key = 0
-    for one in keys:
-        key ^= one
     return {"key": key} if key else {}
