@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::comm::Comm;
 use crate::errors;
-use crate::in_flight::Use;
+use crate::in_flight::{Claim, Use};
 use crate::memory::{CallStreams, Memory};
 use crate::wait::block_on;
 
@@ -129,7 +129,7 @@ impl Buckets {
     fn memory(&self, array: &Bound<'_, PyAny>, call: &str) -> PyResult<Memory> {
         let py = array.py();
         let mut streams = std::mem::take(&mut self.held(py).streams);
-        let memory = Memory::of(array, Use::Write, call, &mut streams);
+        let memory = Memory::of(array, Use::Write, call, &mut streams, &mut Claim::default());
         self.held(py).streams = streams;
         memory
     }
@@ -188,7 +188,7 @@ impl Buckets {
                 Some(detach) => detach.call0()?,
                 None => parameter.clone(),
             };
-            let memory = Memory::of(&plain, Use::Read, "Buckets", &mut streams)?;
+            let memory = Memory::of(&plain, Use::Read, "Buckets", &mut streams, &mut Claim::default())?;
             let param = Param::new(memory.dtype(), memory.len());
             layout.push(if memory.is_on_device() { param.on_device() } else { param });
             memory.release(py);

@@ -8,10 +8,11 @@ use pyo3::types::PyDict;
 
 use crate::comm::Comm;
 use crate::errors;
-use crate::in_flight::Use;
+use crate::flight::Flight;
+use crate::in_flight::{Claim, Use};
 use crate::memory::{CallStreams, Memory};
 use crate::options::{Takes, with_options};
-use crate::work::{Flight, Work};
+use crate::work::Work;
 
 type Options<'a, 'py> = &'a Bound<'py, PyDict>;
 type Array<'py> = Bound<'py, PyAny>;
@@ -25,26 +26,40 @@ struct Calling<'a, 'py> {
     options: Option<Options<'a, 'py>>,
     /// In whose order its arrays on devices are.
     streams: RefCell<CallStreams>,
+    /// What it takes of memory.
+    claim: RefCell<Claim>,
+    group: &'a Comm,
 }
 
 impl<'a, 'py> Calling<'a, 'py> {
     fn new(
-        comm: &Comm,
+        group: &'a Comm,
         py: Python<'py>,
         name: &'static str,
         takes: Takes,
         options: Option<Options<'a, 'py>>,
     ) -> PyResult<Self> {
-        let comm = comm.shared(py, name)?;
-        Ok(Calling { py, name, comm, takes, options, streams: RefCell::default() })
+        let (comm, claim) = (group.shared(py, name)?, RefCell::new(group.claim()));
+        Ok(Calling { py, name, comm, takes, options, streams: RefCell::default(), claim, group })
     }
 
+    /// The engine's call, when all its memory has been taken: it starts after earlier operations on some of that.
     fn call(&self) -> PyResult<allstream::Call<'_>> {
-        with_options(&self.comm, self.name, self.takes, self.options)
+        let call = with_options(&self.comm, self.name, self.takes, self.options)?;
+        let Some(wait) = self.claim.borrow_mut().waits(&self.comm) else { return Ok(call) };
+        if let Some(options) = self.options
+            && options.get_item("after")?.is_some_and(|after| !after.is_none())
+        {
+            return Err(self.refuse(
+                "an earlier operation has this memory, or a part of it, and this call is to start after a stream, too: wait() for that                  operation first",
+            ));
+        }
+        self.group.after(call, wait).map_err(|error| errors::of(self.py, &error))
     }
 
     fn memory(&self, array: &Array<'py>, how: Use) -> PyResult<Memory> {
-        Memory::of(array, how, self.name, &mut self.streams.borrow_mut())
+        // Asking another library for its array may run Python, and so another call, but none that borrows these.
+        Memory::of(array, how, self.name, &mut self.streams.borrow_mut(), &mut self.claim.borrow_mut())
     }
 
     fn all_memory(&self, arrays: &[Array<'py>], how: Use) -> PyResult<Vec<Memory>> {
@@ -59,16 +74,22 @@ impl<'a, 'py> Calling<'a, 'py> {
     /// What was submitted, as Python gets it.
     fn work(&self, flight: impl Flight + 'static, result: Py<PyAny>) -> PyResult<Work> {
         let on_devices = !self.streams.borrow().is_empty();
-        Work::new(self.py, flight, result, on_devices.then(|| self.comm.clone()))
+        let is_message = self.takes == Takes::Tag || self.name == "batch";
+        let place = self.group.place(is_message);
+        let work = Work::new(self.py, flight, result, place, on_devices.then(|| self.comm.clone()))?;
+        self.claim.borrow().submitted(&work.0);
+        Ok(work)
     }
 
-    /// A call in one array, which is its result.
+    /// A call in one array, which is its result. `how`: what this rank's part of it does there.
     fn in_place(
         &self,
         buf: Array<'py>,
+        how: Use,
         submit: impl FnOnce(&allstream::Call<'_>, Memory) -> allstream::Work<Memory> + Send,
     ) -> PyResult<Work> {
-        let (call, memory) = (self.call()?, self.memory(&buf, Use::Write)?);
+        let memory = self.memory(&buf, how)?;
+        let call = self.call()?;
         self.work(self.submit(|| submit(&call, memory)), buf.unbind())
     }
 
@@ -79,9 +100,9 @@ impl<'a, 'py> Calling<'a, 'py> {
         out: Array<'py>,
         submit: impl FnOnce(&allstream::Call<'_>, Memory, Memory) -> allstream::Work<(Memory, Memory)> + Send,
     ) -> PyResult<Work> {
-        let call = self.call()?;
         let input = self.memory(buf, Use::Read)?;
         let output = self.memory(&out, Use::Write)?;
+        let call = self.call()?;
         self.work(self.submit(|| submit(&call, input, output)), out.unbind())
     }
 
@@ -89,9 +110,11 @@ impl<'a, 'py> Calling<'a, 'py> {
     fn list(
         &self,
         bufs: Vec<Array<'py>>,
+        how: Use,
         submit: impl FnOnce(&allstream::Call<'_>, Vec<Memory>) -> allstream::Work<Vec<Memory>> + Send,
     ) -> PyResult<Work> {
-        let (call, memory) = (self.call()?, self.all_memory(&bufs, Use::Write)?);
+        let memory = self.all_memory(&bufs, how)?;
+        let call = self.call()?;
         let result = bufs.into_pyobject(self.py)?.into_any().unbind();
         self.work(self.submit(|| submit(&call, memory)), result)
     }
@@ -112,6 +135,11 @@ impl<'a, 'py> Calling<'a, 'py> {
     }
 }
 
+/// What a rank does with an array that some ranks only read.
+fn reads(only: bool) -> Use {
+    if only { Use::Read } else { Use::Write }
+}
+
 #[pymethods]
 impl Comm {
     /// Every rank ends with the reduction of all ranks' arrays: in `buf`, or in `out`, of the same length.
@@ -125,7 +153,7 @@ impl Comm {
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "all_reduce", Takes::Reduction, options)?;
         match out {
-            None => calling.in_place(buf, |call, buf| call.all_reduce(buf)),
+            None => calling.in_place(buf, Use::Write, |call, buf| call.all_reduce(buf)),
             Some(out) => calling.out_of_place(&buf, out, |call, buf, out| call.all_reduce_into(buf, out)),
         }
     }
@@ -142,7 +170,9 @@ impl Comm {
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "broadcast", Takes::Plain, options)?;
         match out {
-            None => calling.in_place(buf, |call, buf| call.broadcast(buf, root)),
+            // The root's is only read.
+            None => calling
+                .in_place(buf, reads(calling.comm.rank() == root), |call, buf| call.broadcast(buf, root)),
             Some(out) => {
                 calling.out_of_place(&buf, out, |call, buf, out| call.broadcast_into(buf, out, root))
             }
@@ -161,7 +191,10 @@ impl Comm {
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "reduce", Takes::Reduction, options)?;
         match out {
-            None => calling.in_place(buf, |call, buf| call.reduce(buf, root)),
+            // Only the root's is written.
+            None => {
+                calling.in_place(buf, reads(calling.comm.rank() != root), |call, buf| call.reduce(buf, root))
+            }
             Some(out) => calling.out_of_place(&buf, out, |call, buf, out| call.reduce_into(buf, out, root)),
         }
     }
@@ -199,7 +232,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "all_gather_in_place", Takes::Plain, options)?;
-        calling.in_place(buf, |call, buf| match &counts {
+        calling.in_place(buf, Use::Write, |call, buf| match &counts {
             None => call.all_gather_in_place(buf),
             Some(counts) => call.all_gather_v_in_place(buf, counts),
         })
@@ -245,7 +278,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "reduce_scatter_in_place", Takes::Reduction, options)?;
-        calling.in_place(buf, |call, buf| match &counts {
+        calling.in_place(buf, Use::Write, |call, buf| match &counts {
             None => call.reduce_scatter_in_place(buf),
             Some(counts) => call.reduce_scatter_v_in_place(buf, counts),
         })
@@ -271,11 +304,12 @@ impl Comm {
             (None, None) => Some(calling.new_array(&buf, "gathered", calling.comm.size())?),
             (None, Some(counts)) => Some(calling.new_array(&buf, "flat", counts.iter().sum())?),
         };
-        let (call, input) = (calling.call()?, calling.memory(&buf, Use::Read)?);
+        let input = calling.memory(&buf, Use::Read)?;
         let output = match &into {
             Some(into) => calling.memory(into, Use::Write)?,
             None => input.nothing_like(),
         };
+        let call = calling.call()?;
         let work = calling.submit(|| match &counts {
             None => call.gather_into(input, output, root),
             Some(counts) => call.gather_v_into(input, output, counts, root),
@@ -293,7 +327,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "gather_in_place", Takes::Plain, options)?;
-        calling.in_place(buf, |call, buf| call.gather_in_place(buf, root))
+        calling.in_place(buf, reads(calling.comm.rank() != root), |call, buf| call.gather_in_place(buf, root))
     }
 
     /// Rank r ends with part r of the root's `buf`, in its `out`. The others' `buf` is not looked at: None will do.
@@ -309,13 +343,13 @@ impl Comm {
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "scatter", Takes::Plain, options)?;
         let is_root = calling.comm.rank() == root;
-        let call = calling.call()?;
         let output = calling.memory(&out, Use::Write)?;
         let input = match buf {
             Some(buf) if is_root => calling.memory(&buf, Use::Read)?,
             None if is_root => return Err(calling.refuse("this rank is the root, and its buf is None")),
             _ => output.nothing_like(),
         };
+        let call = calling.call()?;
         let work = calling.submit(|| match &counts {
             None => call.scatter_into(input, output, root),
             Some(counts) => call.scatter_v_into(input, output, counts, root),
@@ -333,7 +367,8 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "scatter_in_place", Takes::Plain, options)?;
-        calling.in_place(buf, |call, buf| call.scatter_in_place(buf, root))
+        calling
+            .in_place(buf, reads(calling.comm.rank() == root), |call, buf| call.scatter_in_place(buf, root))
     }
 
     /// Part r of this rank's array goes to rank r, and what comes from rank r is part r of the result: `out`, or a new array.
@@ -374,7 +409,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "all_to_all_in_place", Takes::Plain, options)?;
-        calling.in_place(buf, |call, buf| call.all_to_all_in_place(buf))
+        calling.in_place(buf, Use::Write, |call, buf| call.all_to_all_in_place(buf))
     }
 
     /// Rank r ends with the reduction of the arrays of ranks 0 to r.
@@ -388,7 +423,7 @@ impl Comm {
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "scan", Takes::Reduction, options)?;
         match out {
-            None => calling.in_place(buf, |call, buf| call.scan(buf)),
+            None => calling.in_place(buf, Use::Write, |call, buf| call.scan(buf)),
             Some(out) => calling.out_of_place(&buf, out, |call, buf, out| call.scan_into(buf, out)),
         }
     }
@@ -404,7 +439,7 @@ impl Comm {
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "exscan", Takes::Reduction, options)?;
         match out {
-            None => calling.in_place(buf, |call, buf| call.exscan(buf)),
+            None => calling.in_place(buf, Use::Write, |call, buf| call.exscan(buf)),
             Some(out) => calling.out_of_place(&buf, out, |call, buf, out| call.exscan_into(buf, out)),
         }
     }
@@ -414,7 +449,7 @@ impl Comm {
     fn barrier(&self, py: Python<'_>, options: Option<Options<'_, '_>>) -> PyResult<Work> {
         let comm = self.shared(py, "barrier")?;
         let work = with_options(&comm, "barrier", Takes::Plain, options)?.barrier();
-        Work::new(py, work, py.None(), None)
+        Work::new(py, work, py.None(), self.place(false), None)
     }
 
     /// Sends an array to a rank, which receives with the same length, type and tag.
@@ -427,7 +462,8 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "send", Takes::Tag, options)?;
-        let (call, memory) = (calling.call()?, calling.memory(&buf, Use::Read)?);
+        let memory = calling.memory(&buf, Use::Read)?;
+        let call = calling.call()?;
         calling.work(calling.submit(|| call.send(memory, dst)), buf.unbind())
     }
 
@@ -441,7 +477,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "recv", Takes::Tag, options)?;
-        calling.in_place(buf, |call, buf| call.recv(buf, src))
+        calling.in_place(buf, Use::Write, |call, buf| call.recv(buf, src))
     }
 
     /// Sends one array to a rank and receives another from a rank at once; the result is the one received.
@@ -456,8 +492,8 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "send_recv", Takes::Tag, options)?;
-        let call = calling.call()?;
         let (sent, received) = (calling.memory(&send, Use::Read)?, calling.memory(&recv, Use::Write)?);
+        let call = calling.call()?;
         calling.work(calling.submit(|| call.send_recv(sent, dst, received, src)), recv.unbind())
     }
 
@@ -470,7 +506,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "batch", Takes::Plain, options)?;
-        let (call, mut all, mut arrays) = (calling.call()?, Vec::new(), Vec::new());
+        let (mut all, mut arrays) = (Vec::new(), Vec::new());
         for (direction, array, peer, tag) in messages {
             all.push(match direction.as_str() {
                 "send" => Message::Send { buf: calling.memory(&array, Use::Read)?, to: peer, tag },
@@ -484,6 +520,7 @@ impl Comm {
             arrays.push(array);
         }
         let result = arrays.into_pyobject(py)?.into_any().unbind();
+        let call = calling.call()?;
         calling.work(calling.submit(|| call.batch(all)), result)
     }
 
@@ -496,7 +533,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "all_reduce_list", Takes::Reduction, options)?;
-        calling.list(bufs, |call, bufs| call.all_reduce_list(bufs))
+        calling.list(bufs, Use::Write, |call, bufs| call.all_reduce_list(bufs))
     }
 
     /// `broadcast` of many arrays in one operation.
@@ -509,7 +546,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "broadcast_list", Takes::Plain, options)?;
-        calling.list(bufs, |call, bufs| call.broadcast_list(bufs, root))
+        calling.list(bufs, reads(calling.comm.rank() == root), |call, bufs| call.broadcast_list(bufs, root))
     }
 
     /// `reduce` of many arrays in one operation.
@@ -522,7 +559,7 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "reduce_list", Takes::Reduction, options)?;
-        calling.list(bufs, |call, bufs| call.reduce_list(bufs, root))
+        calling.list(bufs, reads(calling.comm.rank() != root), |call, bufs| call.reduce_list(bufs, root))
     }
 
     /// `all_gather` of many pairs of arrays in one operation; the result is the list of the outputs.
@@ -535,9 +572,9 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "all_gather_list", Takes::Plain, options)?;
-        let call = calling.call()?;
         let (inputs, outputs) =
             (calling.all_memory(&bufs, Use::Read)?, calling.all_memory(&outs, Use::Write)?);
+        let call = calling.call()?;
         let result = outs.into_pyobject(py)?.into_any().unbind();
         calling.work(calling.submit(|| call.all_gather_list(inputs, outputs)), result)
     }
@@ -552,9 +589,9 @@ impl Comm {
         options: Option<Options<'_, 'py>>,
     ) -> PyResult<Work> {
         let calling = Calling::new(self, py, "reduce_scatter_list", Takes::Reduction, options)?;
-        let call = calling.call()?;
         let (inputs, outputs) =
             (calling.all_memory(&bufs, Use::Read)?, calling.all_memory(&outs, Use::Write)?);
+        let call = calling.call()?;
         let result = outs.into_pyobject(py)?.into_any().unbind();
         calling.work(calling.submit(|| call.reduce_scatter_list(inputs, outputs)), result)
     }
@@ -570,7 +607,8 @@ impl Comm {
     ) -> PyResult<Work> {
         let comm = self.shared(py, "broadcast_bytes")?;
         let call = with_options(&comm, "broadcast_bytes", Takes::Plain, options)?;
-        Work::new(py, call.broadcast_bytes(data.unwrap_or_default(), root), py.None(), None)
+        let work = call.broadcast_bytes(data.unwrap_or_default(), root);
+        Work::new(py, work, py.None(), self.place(false), None)
     }
 
     /// Every rank's bytes, of whatever lengths, in a list by rank.
@@ -583,6 +621,6 @@ impl Comm {
     ) -> PyResult<Work> {
         let comm = self.shared(py, "all_gather_bytes")?;
         let call = with_options(&comm, "all_gather_bytes", Takes::Plain, options)?;
-        Work::new(py, call.all_gather_bytes(data), py.None(), None)
+        Work::new(py, call.all_gather_bytes(data), py.None(), self.place(false), None)
     }
 }

@@ -1,16 +1,20 @@
 //! [`Comm`]: a rank's handle on a group. Its collectives are in [`crate::calls`].
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use allstream::SharedComm;
 use allstream::cuda::{Device, DevicePath};
-use parking_lot::RwLock;
+use allstream::{Call, HostStream, SharedComm};
+use parking_lot::{Mutex, RwLock};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::block::Block;
+use crate::callbacks::{Callbacks, Place};
 use crate::errors;
+use crate::in_flight::Claim;
 use crate::keeper;
 use crate::options::seconds;
 use crate::wait::block_on;
@@ -52,7 +56,15 @@ pub(crate) struct Comm {
     name: String,
     /// None once it was closed or left.
     handles: RwLock<Option<Handles>>,
+    /// Which communicator of this process it is, counted from 1.
+    number: u64,
+    /// What is called when its operations are over.
+    callbacks: Arc<Callbacks>,
+    /// Waits for earlier operations on memory that later ones want. Made when it is first needed.
+    behind: Mutex<Option<HostStream>>,
 }
+
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 struct Handles {
     shared: SharedComm,
@@ -67,7 +79,44 @@ impl Comm {
             size: comm.size(),
             name: comm.name().to_owned(),
             handles: RwLock::new(Some(Handles { shared: comm.share(), own: comm })),
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            callbacks: Arc::default(),
+            behind: Mutex::new(None),
         }
+    }
+
+    /// A claim of one of its calls on memory.
+    pub(crate) fn claim(&self) -> Claim {
+        Claim::of(self.number)
+    }
+
+    /// Where the callbacks of an operation belong that is being called on this thread.
+    pub(crate) fn place(&self, is_message: bool) -> Place {
+        self.callbacks.place(is_message)
+    }
+
+    /// The call starts when `wait` has returned.
+    ///
+    /// # Errors
+    /// The system has no thread to give.
+    pub(crate) fn after<'a>(
+        &self,
+        call: Call<'a>,
+        wait: impl FnOnce() + Send + 'static,
+    ) -> Result<Call<'a>, allstream::Error> {
+        let mut behind = self.behind.lock();
+        let stream = match &mut *behind {
+            Some(stream) => stream,
+            none => none.insert(HostStream::new("behind")?),
+        };
+        stream.launch(wait);
+        Ok(call.on(stream))
+    }
+
+    /// Leaves, without the GIL: what waited for operations in flight ends with them.
+    fn leave(handles: Option<Handles>, behind: Option<HostStream>) {
+        drop(handles);
+        drop(behind);
     }
 
     /// The communicator, if this rank has not left it.
@@ -107,9 +156,15 @@ impl Comm {
 impl Drop for Comm {
     fn drop(&mut self) {
         // Saying goodbye may take a second, in which other Python threads run.
-        if let Some(handles) = self.handles.get_mut().take() {
-            Python::try_attach(|py| py.detach(|| drop(handles)));
-        }
+        let mut left = Some((self.handles.get_mut().take(), self.behind.get_mut().take()));
+        Python::try_attach(|py| {
+            let Some((handles, behind)) = left.take() else { return };
+            if handles.is_some() || behind.is_some() {
+                py.detach(|| Comm::leave(handles, behind));
+            }
+        });
+        // There is no interpreter any more, for which its thread may wait for ever: the process ends.
+        std::mem::forget(left);
     }
 }
 
@@ -245,8 +300,8 @@ impl Comm {
 
     /// Leaves without waiting for the other ranks, as dropping it does: for the end of the interpreter.
     fn _leave(&self, py: Python<'_>) {
-        let handles = self.handles.write().take();
-        py.detach(|| drop(handles));
+        let (handles, behind) = (self.handles.write().take(), self.behind.lock().take());
+        py.detach(|| Comm::leave(handles, behind));
     }
 
     /// What this rank holds for communication right now.

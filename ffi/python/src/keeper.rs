@@ -12,6 +12,7 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use pyo3::prelude::*;
 
+use crate::callbacks;
 use crate::errors;
 use crate::work::Flying;
 
@@ -35,6 +36,8 @@ static ENDED: AtomicBool = AtomicBool::new(false);
 static INSIDE: RwLock<()> = RwLock::new(());
 /// How often the end of the interpreter asks for signals while it waits for Python that such threads run.
 const ASK: Duration = Duration::from_millis(100);
+/// How often it asks whether callbacks still run.
+const CALLED: Duration = Duration::from_millis(2);
 
 /// Says that a thread of ours is about to run Python, as long as this is held: the interpreter does not end meanwhile. (After its end
 /// Python ends any thread that asks for the GIL, and one with frames of Rust or C++ takes the process with it.) `None`: the interpreter has
@@ -153,6 +156,11 @@ pub(crate) fn interpreter_ends(py: Python<'_>) -> PyResult<()> {
         None => drop(done),
     }
     while py.detach(|| told.lock().recv_timeout(ASK)) == Err(RecvTimeoutError::Timeout) {
+        py.check_signals()?;
+    }
+    // Then callbacks, which may wait for what the keeper records meanwhile.
+    while callbacks::are_running() {
+        py.detach(|| std::thread::sleep(CALLED));
         py.check_signals()?;
     }
     ENDED.store(true, Ordering::Release);

@@ -1,15 +1,18 @@
 //! The compiled module of the Python package `allstream`.
 //!
 //! Nothing here waits for the interpreter's lock (the GIL) on a thread of the engine's: what Python objects must be told or given back when
-//! an operation ends goes to one thread of this module's ([`keeper`]), which may wait.
+//! an operation ends goes to one thread of this module's ([`keeper`]), which may wait for the lock. What users have asked to be called then
+//! may wait for anything, and runs on threads of its own ([`callbacks`]).
 
 use pyo3::prelude::*;
 
 mod block;
 mod buckets;
+mod callbacks;
 mod calls;
 mod comm;
 mod errors;
+mod flight;
 mod in_flight;
 mod join;
 mod keeper;

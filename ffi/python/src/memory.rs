@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyType;
 
 use crate::errors;
-use crate::in_flight::{self, Taken, Use};
+use crate::in_flight::{self, Claim, Refused, Taken, Use};
 use crate::keeper;
 
 pub(crate) use cuda::{CallStreams, stream_of_others};
@@ -49,9 +49,9 @@ struct Tensor {
 // `Memory` never drops one itself (`Drop` leaves it to the keeper).
 unsafe impl Send for Memory {}
 
-// SAFETY: for an object, whoever made this (`numpy::look`, `dlpack::look`) has found `len` aligned elements of this type at `start`, writable
-// and one after another, in memory that the array owns or keeps; the array is kept until this is dropped, and a move of this does not move
-// it. That nobody else reads or writes them meanwhile is what the package asks of its users, as every library for Python that works without
+// SAFETY: for an object, whoever made this (`numpy::look`, `dlpack::look`) has found `len` aligned elements of this type at `start`, one after
+// another, in memory that the array owns or keeps; the array is kept until this is dropped, and a move of this does not move
+// it. They are writable, or the operation that this is given to only reads them (`Use::Read`). That nobody else reads or writes them meanwhile is what the package asks of its users, as every library for Python that works without
 // the GIL does; a second operation of ours on the same memory is refused (`in_flight`). For a tensor the promises are `AnyBuf`'s.
 unsafe impl Buf for Memory {
     type Elem = Untyped;
@@ -150,18 +150,19 @@ impl Memory {
     /// The memory of an array, for an operation of a call of this name.
     ///
     /// # Errors
-    /// It is no array; its elements are of no type of ours, do not lie one after another, are read-only or on a device other than CUDA's; it is
-    /// a tensor that needs a gradient; or another operation has some of the memory.
+    /// It is no array; its elements are of no type of ours, do not lie one after another, are read-only where the operation writes, or on a
+    /// device other than CUDA's; it is a tensor that needs a gradient; or another operation has some of the memory, and cannot be waited for.
     pub(crate) fn of(
         object: &Bound<'_, PyAny>,
         how: Use,
         call: &str,
         streams: &mut CallStreams,
+        claim: &mut Claim,
     ) -> PyResult<Memory> {
         let refuse = |problem: String| errors::invalid(object.py(), call, &problem);
         let looked = match Protocol::of(object)? {
             Some(Protocol::Table(table)) => Some(dlpack::look(object, table).map_err(|no| no.told(refuse))?),
-            Some(Protocol::ArrayStruct) => Some(numpy::look(object).map_err(|no| no.told(refuse))?),
+            Some(Protocol::ArrayStruct) => Some(numpy::look(object, how).map_err(|no| no.told(refuse))?),
             Some(Protocol::Capsule) => None,
             None => return Err(errors::not_an_array(object, call)),
         };
@@ -169,16 +170,22 @@ impl Memory {
             Some(found) if found.device.is_none() => (found, Owner::Object(None)),
             // What is on a device is taken in the order of a stream, which its library is told with the capsule.
             _ => {
-                let (found, tensor) = dlpack::take(object, streams).map_err(|no| no.told(refuse))?;
+                let (found, tensor) = dlpack::take(object, how, streams).map_err(|no| no.told(refuse))?;
                 (found, Owner::Tensor(Some(Box::new(tensor))))
             }
         };
         let Found { start, len, dtype, .. } = found;
-        let taken = in_flight::take(start as usize, len * dtype.size(), how).map_err(|()| {
-            refuse(
-                "another operation has this memory, or a part of it: wait for that one first, or give each operation an array of its own"
-                    .into(),
-            )
+        let (bytes, on_host) = (len * dtype.size(), found.device.is_none());
+        let taken = in_flight::take(start as usize, bytes, how, on_host, claim).map_err(|refused| {
+            refuse(match refused {
+                Refused::Elsewhere => {
+                    "another operation has this memory, or a part of it: wait() for that one first, or give each operation an array of its own"
+                        .into()
+                }
+                Refused::Twice => {
+                    "two arrays of this call have the same memory, or a part of it: give each memory of its own".into()
+                }
+            })
         })?;
         let owner = match owner {
             Owner::Object(_) => Owner::Object(Some(object.clone().unbind())),

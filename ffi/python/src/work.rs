@@ -8,187 +8,21 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use allstream::cuda::DeviceStream;
-use allstream::{Batch, Error, Event, Failed, Ordered, SendRecv, SharedComm};
+use allstream::{Error, Event, SharedComm};
 use parking_lot::{Condvar, Mutex};
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyList};
 
+use crate::callbacks::Place;
 use crate::errors;
+use crate::flight::{Flight, Landed, Value};
 use crate::keeper;
-use crate::memory::{Memory, stream_of_others};
+use crate::memory::stream_of_others;
 use crate::options::seconds;
 use crate::stream::HostStream;
 use crate::wait::{SLICE, poll_until};
-
-/// What an operation came to.
-pub(crate) struct Landed {
-    outcome: Result<Value, Error>,
-    /// The buffers that it gave back.
-    memory: Vec<Memory>,
-}
-
-/// What is known when it is over, and not when it is called.
-pub(crate) enum Value {
-    /// Nothing: its result is the array that it was given.
-    Given,
-    /// One rank's bytes.
-    Bytes(Vec<u8>),
-    /// All ranks' bytes.
-    AllBytes(Vec<Vec<u8>>),
-}
-
-/// An operation of the engine's, whatever its type.
-pub(crate) trait Flight: Send {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Landed>;
-    /// Waits for so long at most, working on it; the flight comes back where it is not over.
-    fn wait_for(self: Box<Self>, most: Duration) -> Result<Landed, Box<dyn Flight>>;
-    /// Whether all of it is on its device's stream, as it is when all ranks have called it; also, where no device runs it.
-    fn is_enqueued(&self) -> bool;
-    /// Makes a device's stream wait for it, and gives the arrays back in the order of that stream; the flight comes back where no device runs it.
-    fn join(self: Box<Self>, stream: &DeviceStream) -> Result<Landed, Box<dyn Flight>>;
-    /// Why nothing was submitted.
-    fn refused(&self) -> Option<Error>;
-}
-
-/// What a finished operation gives: buffers to be given back, and what they mean.
-pub(crate) trait Outcome: Send + 'static {
-    fn landed(self, memory: &mut Vec<Memory>) -> Value;
-}
-
-impl Outcome for () {
-    fn landed(self, _: &mut Vec<Memory>) -> Value {
-        Value::Given
-    }
-}
-
-impl Outcome for Memory {
-    fn landed(self, memory: &mut Vec<Memory>) -> Value {
-        memory.push(self);
-        Value::Given
-    }
-}
-
-impl Outcome for (Memory, Memory) {
-    fn landed(self, memory: &mut Vec<Memory>) -> Value {
-        memory.extend([self.0, self.1]);
-        Value::Given
-    }
-}
-
-impl Outcome for Vec<Memory> {
-    fn landed(self, memory: &mut Vec<Memory>) -> Value {
-        memory.extend(self);
-        Value::Given
-    }
-}
-
-impl Outcome for (Vec<Memory>, Vec<Memory>) {
-    fn landed(self, memory: &mut Vec<Memory>) -> Value {
-        memory.extend(self.0);
-        memory.extend(self.1);
-        Value::Given
-    }
-}
-
-impl Outcome for Vec<Option<Memory>> {
-    fn landed(self, memory: &mut Vec<Memory>) -> Value {
-        memory.extend(self.into_iter().flatten());
-        Value::Given
-    }
-}
-
-impl Outcome for (Option<Memory>, Option<Memory>) {
-    fn landed(self, memory: &mut Vec<Memory>) -> Value {
-        memory.extend(self.0.into_iter().chain(self.1));
-        Value::Given
-    }
-}
-
-impl Outcome for Vec<u8> {
-    fn landed(self, _: &mut Vec<Memory>) -> Value {
-        Value::Bytes(self)
-    }
-}
-
-impl Outcome for Vec<Vec<u8>> {
-    fn landed(self, _: &mut Vec<Memory>) -> Value {
-        Value::AllBytes(self)
-    }
-}
-
-fn landed<O: Outcome, F: Outcome>(result: Result<O, Failed<F>>) -> Landed {
-    let mut memory = Vec::new();
-    let outcome = match result {
-        Ok(ended) => Ok(ended.landed(&mut memory)),
-        Err(failed) => {
-            failed.buf.into_iter().for_each(|buf| drop(buf.landed(&mut memory)));
-            Err(failed.error)
-        }
-    };
-    Landed { outcome, memory }
-}
-
-impl<O: Outcome, F: Outcome> Flight for allstream::Work<O, F> {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Landed> {
-        Pin::new(self).poll(cx).map(landed)
-    }
-
-    fn wait_for(self: Box<Self>, most: Duration) -> Result<Landed, Box<dyn Flight>> {
-        match allstream::Work::wait_for(*self, most) {
-            Ok(result) => Ok(landed(result)),
-            Err(work) => Err(Box::new(work)),
-        }
-    }
-
-    fn is_enqueued(&self) -> bool {
-        allstream::Work::is_enqueued(self)
-    }
-
-    fn join(self: Box<Self>, stream: &DeviceStream) -> Result<Landed, Box<dyn Flight>> {
-        if !self.runs_on_device() {
-            return Err(self);
-        }
-        Ok(landed(allstream::Work::join(*self, stream).and_then(Ordered::in_order)))
-    }
-
-    fn refused(&self) -> Option<Error> {
-        allstream::Work::refused(self).cloned()
-    }
-}
-
-/// Several operations of the engine's that are one here.
-macro_rules! several {
-    ($($type:ty),*) => {$(
-        impl Flight for $type {
-            fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Landed> {
-                Pin::new(self).poll(cx).map(landed)
-            }
-
-            fn wait_for(mut self: Box<Self>, most: Duration) -> Result<Landed, Box<dyn Flight>> {
-                match poll_until(Instant::now() + most, |cx| Flight::poll(&mut *self, cx)) {
-                    Some(landed) => Ok(landed),
-                    None => Err(self),
-                }
-            }
-
-            fn is_enqueued(&self) -> bool {
-                true
-            }
-
-            fn join(self: Box<Self>, _: &DeviceStream) -> Result<Landed, Box<dyn Flight>> {
-                Err(self)
-            }
-
-            fn refused(&self) -> Option<Error> {
-                None
-            }
-        }
-    )*};
-}
-
-several!(SendRecv<Memory, Memory>, Batch<Memory>);
 
 /// How long a thread works on an operation at first before it asks whether that is enqueued, and at most.
 const ASK: (Duration, Duration) = (Duration::from_micros(200), Duration::from_millis(1));
@@ -203,6 +37,26 @@ enum State {
     Failed(Error),
 }
 
+/// Who has asked to be told of an operation's end.
+#[derive(Default)]
+struct Asked {
+    /// Functions of users', which may wait: the group's own thread calls them.
+    callbacks: Vec<(Py<PyAny>, Py<Work>)>,
+    /// Functions of this package's, which never wait: whoever finds that it is over calls them.
+    wakers: Vec<(Py<PyAny>, Py<Work>)>,
+    /// It is over, and no callback is left for the group's thread.
+    told: bool,
+}
+
+/// Calls each function with its work.
+fn call_all(py: Python<'_>, callbacks: Vec<(Py<PyAny>, Py<Work>)>) {
+    for (callback, work) in callbacks {
+        if let Err(error) = callback.call1(py, (work,)) {
+            error.write_unraisable(py, Some(callback.bind(py)));
+        }
+    }
+}
+
 /// An operation in flight, shared by its [`Work`] and by whoever is to be told of its end.
 pub(crate) struct Flying {
     state: Mutex<State>,
@@ -210,7 +64,9 @@ pub(crate) struct Flying {
     /// Whether somebody is to be told of its end: then it must wake the keeper.
     watched: AtomicBool,
     /// What is called with the work when it has ended, and the work.
-    callbacks: Mutex<Vec<(Py<PyAny>, Py<Work>)>>,
+    callbacks: Mutex<Asked>,
+    /// Where its callbacks belong.
+    place: Place,
     /// What `wait` returns.
     result: Mutex<Option<Py<PyAny>>>,
     /// Of one on devices: the communicator, which knows how it ended after a stream was made to wait for it.
@@ -225,7 +81,7 @@ impl Wake for Flying {
 
 impl Flying {
     /// Writes down how it ended, and tells those who asked.
-    fn land(&self, py: Python<'_>, Landed { outcome, memory }: Landed) {
+    fn land(self: &Arc<Self>, py: Python<'_>, Landed { outcome, memory }: Landed) {
         for memory in memory {
             if outcome.is_ok() {
                 memory.is_done_with();
@@ -249,19 +105,36 @@ impl Flying {
         self.tell(py);
     }
 
-    /// Wakes and calls those who asked to be told of its end.
-    fn tell(&self, py: Python<'_>) {
+    /// Wakes those who asked to be told of its end, and has the group's thread call the callbacks.
+    fn tell(self: &Arc<Self>, py: Python<'_>) {
         self.landed.notify_all();
-        let callbacks = std::mem::take(&mut *self.callbacks.lock());
-        for (callback, work) in callbacks {
-            if let Err(error) = callback.call1(py, (&work,)) {
-                error.write_unraisable(py, Some(callback.bind(py)));
+        let mut asked = self.callbacks.lock();
+        let wakers = std::mem::take(&mut asked.wakers);
+        asked.told = asked.callbacks.is_empty();
+        let is_told = asked.told;
+        drop(asked);
+        call_all(py, wakers);
+        if !is_told {
+            self.place.over(self);
+        }
+    }
+
+    /// On the group's thread, when it is over: calls the callbacks, also those that come meanwhile.
+    pub(crate) fn call_back(&self, py: Python<'_>) {
+        loop {
+            let mut asked = self.callbacks.lock();
+            let callbacks = std::mem::take(&mut asked.callbacks);
+            asked.told = callbacks.is_empty();
+            drop(asked);
+            if callbacks.is_empty() {
+                return;
             }
+            call_all(py, callbacks);
         }
     }
 
     /// Gives its arrays back in the order of a stream that waits for it, and has come to its end at this point.
-    fn land_in_order(&self, py: Python<'_>, landed: Landed, end: Event) {
+    fn land_in_order(self: &Arc<Self>, py: Python<'_>, landed: Landed, end: Event) {
         if landed.outcome.is_err() {
             return self.land(py, landed);
         }
@@ -272,7 +145,7 @@ impl Flying {
     }
 
     /// Of one that a stream waits for: if the stream has come to its end, writes down how it ended, and tells those who asked.
-    fn settle(&self, py: Python<'_>) {
+    fn settle(self: &Arc<Self>, py: Python<'_>) {
         let mut state = self.state.lock();
         let end = match &*state {
             State::Joined(_, end) if end.is_complete() => end.clone(),
@@ -331,7 +204,7 @@ impl Flying {
         std::mem::forget(landed);
     }
 
-    fn is_over(&self) -> bool {
+    pub(crate) fn is_over(&self) -> bool {
         matches!(&*self.state.lock(), State::Succeeded(_) | State::Failed(_))
     }
 
@@ -340,6 +213,19 @@ impl Flying {
         let mut state = self.state.lock();
         while !matches!(&*state, State::Succeeded(_) | State::Failed(_)) {
             self.landed.wait(&mut state);
+        }
+    }
+
+    /// Somebody is to be told of its end.
+    pub(crate) fn watch(self: &Arc<Self>) {
+        self.watched.store(true, Ordering::Release);
+        self.look_again_if_watched();
+    }
+
+    /// Waiting has replaced the keeper's waker by this thread's, so the keeper is asked to poll again, if somebody is to be told of the end.
+    fn look_again_if_watched(self: &Arc<Self>) {
+        if self.watched.load(Ordering::Acquire) && !self.is_over() {
+            keeper::look_at(self.clone());
         }
     }
 
@@ -412,10 +298,10 @@ impl Flying {
 ///
 /// `wait()`, or `await`, gives its result and raises its error. Its arrays must be neither read nor written before it is done.
 #[pyclass(frozen, weakref, module = "allstream")]
-pub(crate) struct Work(Arc<Flying>);
+pub(crate) struct Work(pub(crate) Arc<Flying>);
 
 impl Work {
-    /// An operation that was submitted, and what `wait` is to return. `comm`: of one on devices.
+    /// An operation that was submitted, what `wait` is to return, and where its callbacks belong. `comm`: of one on devices.
     ///
     /// # Errors
     /// It was refused.
@@ -423,6 +309,7 @@ impl Work {
         py: Python<'_>,
         flight: impl Flight + 'static,
         result: Py<PyAny>,
+        place: Place,
         comm: Option<SharedComm>,
     ) -> PyResult<Work> {
         if let Some(error) = flight.refused() {
@@ -437,6 +324,7 @@ impl Work {
             landed: Condvar::new(),
             watched: AtomicBool::new(false),
             callbacks: Mutex::default(),
+            place,
             result: Mutex::new(Some(result)),
             comm,
         })))
@@ -458,21 +346,8 @@ impl Work {
             Some(landed) => self.0.land(py, landed),
             None => self.0.settle(py),
         }
-        self.look_again_if_watched();
+        self.0.look_again_if_watched();
         self.0.is_over()
-    }
-
-    /// Somebody is to be told of its end.
-    fn watch(&self) {
-        self.0.watched.store(true, Ordering::Release);
-        self.look_again_if_watched();
-    }
-
-    /// Waiting has replaced the keeper's waker by this thread's, so the keeper is asked to poll again, if somebody is to be told of the end.
-    fn look_again_if_watched(&self) {
-        if self.0.watched.load(Ordering::Acquire) && !self.0.is_over() {
-            keeper::look_at(self.0.clone());
-        }
     }
 }
 
@@ -496,11 +371,11 @@ impl Work {
             }
             self.0.settle(py);
             if let Err(interrupted) = py.check_signals() {
-                self.look_again_if_watched();
+                self.0.look_again_if_watched();
                 return Err(interrupted);
             }
             if end.is_some_and(|end| Instant::now() >= end) && !self.0.is_over() {
-                self.look_again_if_watched();
+                self.0.look_again_if_watched();
                 let text =
                     format!("the operation is not done after {} s; it goes on", timeout.unwrap_or_default());
                 return Err(PyTimeoutError::new_err(text));
@@ -529,21 +404,37 @@ impl Work {
         }
     }
 
-    /// Calls `callback` with this work when it is over; at once, if it is. Else a thread of allstream's calls it.
+    /// Calls `callback` with this work when it is over; at once, if it is. Else a thread of the group's calls it, which may wait, after the
+    /// callbacks of the group's earlier collectives.
     fn add_done_callback(slf: &Bound<'_, Self>, callback: Py<PyAny>) -> PyResult<()> {
         let (py, flying) = (slf.py(), &slf.get().0);
-        flying.callbacks.lock().push((callback, slf.clone().unbind()));
-        if flying.is_over() {
-            let callbacks = std::mem::take(&mut *flying.callbacks.lock());
-            for (callback, work) in callbacks {
-                if let Err(error) = callback.call1(py, (work,)) {
-                    error.write_unraisable(py, Some(callback.bind(py)));
-                }
-            }
+        let mut asked = flying.callbacks.lock();
+        // Of one that is over, and whose callbacks wait for their turn, this one waits, too.
+        if asked.told || asked.callbacks.is_empty() && flying.is_over() {
+            drop(asked);
+            call_all(py, vec![(callback, slf.clone().unbind())]);
             return Ok(());
         }
-        slf.get().watch();
+        if asked.callbacks.is_empty() {
+            flying.place.expect(flying);
+        }
+        asked.callbacks.push((callback, slf.clone().unbind()));
+        drop(asked);
+        flying.watch();
         Ok(())
+    }
+
+    /// As `add_done_callback`, of a function of this package's that never waits.
+    fn _tell(slf: &Bound<'_, Self>, waker: Py<PyAny>) {
+        let flying = &slf.get().0;
+        let mut asked = flying.callbacks.lock();
+        if flying.is_over() {
+            drop(asked);
+            return call_all(slf.py(), vec![(waker, slf.clone().unbind())]);
+        }
+        asked.wakers.push((waker, slf.clone().unbind()));
+        drop(asked);
+        flying.watch();
     }
 
     /// What is put on `stream` from here on starts after this operation; the caller does not wait.
@@ -551,7 +442,7 @@ impl Work {
         let py = stream.py();
         if let Ok(stream) = stream.cast::<HostStream>() {
             let flying = self.0.clone();
-            self.watch();
+            self.0.watch();
             stream.get().after(move || flying.wait_without_gil());
             return Ok(());
         }
@@ -566,7 +457,7 @@ impl Work {
             }
             if looked.elapsed() > SLICE {
                 if let Err(interrupted) = py.check_signals() {
-                    self.look_again_if_watched();
+                    self.0.look_again_if_watched();
                     return Err(interrupted);
                 }
                 looked = Instant::now();
@@ -580,7 +471,7 @@ impl Work {
             Ok(end) => self.0.land_in_order(py, landed, end),
             Err(error) => self.0.land(py, Landed { outcome: landed.outcome.and(Err(error)), ..landed }),
         }
-        self.look_again_if_watched();
+        self.0.look_again_if_watched();
         // Why it was refused, if it was.
         self.outcome(py).map_or(Ok(()), |outcome| outcome.map(drop))
     }

@@ -191,7 +191,7 @@ def test_what_cannot_be_is_refused_at_once_and_nothing_is_lost(devices):
         x = Array(values(0))
         twice = Array(values(0))
         twice.at = x.at
-        refused(lambda: comm.all_reduce(x, out=twice), "another operation has this memory")
+        refused(lambda: comm.all_reduce(x, out=twice), "two arrays of this call have the same memory")
         far = Array(values(0))
         far.device = 5
         refused(lambda: comm.all_reduce(far), "device 5")

@@ -20,6 +20,6 @@ def awaited(work):
             except RuntimeError:
                 pass
 
-        work.add_done_callback(over)
+        work._tell(over)
         yield from future
     return work.result()

@@ -3,8 +3,8 @@
 from os import PathLike
 from typing import Any, Callable, Generator, Generic, Literal, Optional, Sequence, TypeVar, Union
 
-# A numpy array, a torch tensor, or whatever else speaks DLPack, in the host's memory or on a CUDA device: contiguous, writable, of a type that
-# allstream has.
+# A numpy array, a torch tensor, or whatever else speaks DLPack, in the host's memory or on a CUDA device: contiguous, of a type that allstream
+# has, and writable where the result is written there.
 Array = Any
 # A CUDA stream of torch's (`torch.cuda.Stream`), of cupy's, or of another library whose streams have `__cuda_stream__` and `device_id`.
 CudaStream = Any
@@ -27,7 +27,11 @@ class Work(Generic[R]):
     def result(self) -> R:
         """As `wait()`."""
     def add_done_callback(self, callback: Callable[["Work[R]"], None]) -> None:
-        """Calls `callback` with this work when it is over, on a thread of allstream's; at once, if it is."""
+        """Calls `callback` with this work when it is over; at once, if it is.
+
+        Else a thread of the communicator's calls it, after the callbacks of its earlier collectives. It may wait, also for operations that it
+        submits, whose own callbacks come beside it.
+        """
     def join(self, stream: Union["HostStream", CudaStream]) -> None:
         """What is put on `stream` from here on starts after this operation, and the caller does not wait. On a `HostStream` a failure is
         raised by `wait`.

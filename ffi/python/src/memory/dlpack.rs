@@ -16,6 +16,7 @@ use pyo3::types::PyDict;
 
 use super::cuda::OwnerOfMemory;
 use super::{CallStreams, Found, No, Tensor, aligned, pointer};
+use crate::in_flight::Use;
 
 /// What elements may be, for messages.
 pub(super) const TYPES: &str = "allstream has bool, int8 to int64, uint8 to uint64, float16, bfloat16, float32, float64, float8_e4m3fn and float8_e5m2";
@@ -181,7 +182,11 @@ fn capsule<'py>(object: &Bound<'py, PyAny>, stream: Option<&DeviceStream>) -> Py
 ///
 /// # Errors
 /// It cannot be used; the producer has it back then.
-pub(super) fn take(object: &Bound<'_, PyAny>, streams: &mut CallStreams) -> Result<(Found, Tensor), No> {
+pub(super) fn take(
+    object: &Bound<'_, PyAny>,
+    how: Use,
+    streams: &mut CallStreams,
+) -> Result<(Found, Tensor), No> {
     let not_taken = |error: allstream::Error| No::Problem(error.to_string());
     let device = cuda_device(object)?;
     let stream = device.map(|ordinal| streams.of(ordinal)).transpose().map_err(|error| {
@@ -199,12 +204,15 @@ pub(super) fn take(object: &Bound<'_, PyAny>, streams: &mut CallStreams) -> Resu
         }
         // SAFETY: of this major version, whose layout is ours.
         let (about, flags) = unsafe { (managed.as_ref().dl_tensor, managed.as_ref().flags) };
-        if flags & FLAG_READ_ONLY != 0 {
-            return Err("it is read-only: give a copy".to_owned().into());
+        if how == Use::Write && flags & FLAG_READ_ONLY != 0 {
+            return Err("it is read-only, and the result is written there: give a copy".to_owned().into());
         }
         // SAFETY: its numbers, which the capsule keeps.
         let found = unsafe { found(&about) }?;
         used(&capsule, c"used_dltensor_versioned")?;
+        // SAFETY: the structure is ours alone from the renaming on. The engine takes no tensor that says it is read-only, as it does not know which
+        // operations only read; this one does (`Use::Read`).
+        unsafe { (*managed.as_ptr()).flags &= !FLAG_READ_ONLY };
         // SAFETY: the capsule's tensor, which is ours from the renaming on, as DLPack says.
         (found, unsafe { DlTensor::from_versioned(managed.as_ptr()) }.map_err(not_taken)?)
     } else if let Some(at) = pointer(&capsule, c"dltensor") {

@@ -7,6 +7,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use super::{Found, No, aligned, pointer};
+use crate::in_flight::Use;
 
 /// `PyArrayInterface` of numpy's C interface.
 #[repr(C)]
@@ -31,7 +32,7 @@ const WRITEABLE: c_int = 0x400;
 ///
 /// # Errors
 /// It cannot be used.
-pub(super) fn look(array: &Bound<'_, PyAny>) -> Result<Found, No> {
+pub(super) fn look(array: &Bound<'_, PyAny>, how: Use) -> Result<Found, No> {
     let py = array.py();
     let capsule = array.getattr(intern!(py, "__array_struct__"))?;
     // The capsule has no name. It keeps the array, and its structure is gone with it.
@@ -58,8 +59,8 @@ pub(super) fn look(array: &Bound<'_, PyAny>) -> Result<Found, No> {
         );
         return Err(problem.into());
     }
-    if about.flags & WRITEABLE == 0 {
-        return Err("it is read-only, as what ray.get gives is: array.copy() makes one that is not"
+    if how == Use::Write && about.flags & WRITEABLE == 0 {
+        return Err("it is read-only, as what ray.get gives is, and the result is written there: array.copy() makes one that is not"
             .to_owned()
             .into());
     }

@@ -26,17 +26,26 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 def start(backend="allstream", seconds=60):
     store = dist.TCPStore("127.0.0.1", int(os.environ["TEST_PORT"]), is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=seconds))
+
+def end():
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    if backend == "gloo":
+        # A thread of Gloo's may only then drop its last operation, and with it Python objects. Where the interpreter ends meanwhile, Python ends that
+        # thread within a destructor of C++, and the process dies: "terminate called without an active exception".
+        sys.stdout.flush()
+        os._exit(0)
 """
 
 
 class TorchJob(Processes):
-    def __init__(self, size, program):
+    def __init__(self, size, program, env=None):
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         about = {"TEST_SIZE": str(size), "TEST_PORT": str(self.store.port)}
         self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", PRELUDE + textwrap.dedent(program)],
-                env={**os.environ, **about, "TEST_RANK": str(rank)},
+                env={**os.environ, **(env or {}), **about, "TEST_RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -56,8 +65,8 @@ class TorchJob(Processes):
 def torch_job():
     jobs = []
 
-    def make(size, program):
-        jobs.append(TorchJob(size, program))
+    def make(size, program, env=None):
+        jobs.append(TorchJob(size, program, env))
         return jobs[-1]
 
     yield make

@@ -100,7 +100,7 @@ def run():
 def test_calls_give_what_gloo_gives(torch_job):
     results = {}
     for backend in ("gloo", "allstream"):
-        results[backend] = torch_job(3, CALLS + f"\nstart({backend!r})\nrun()\ndist.destroy_process_group()\n").outputs()
+        results[backend] = torch_job(3, CALLS + f"\nstart({backend!r})\nrun()\nend()\n").outputs()
     for rank in range(3):
         assert results["allstream"][rank] == results["gloo"][rank]
         assert len(results["gloo"][rank]) > 50
@@ -179,24 +179,23 @@ def test_bad_input_is_refused_by_name_and_nothing_is_submitted(torch_job):
             else:
                 raise AssertionError(f"not refused: {words}")
         ones = torch.ones(4)
-        refused(lambda: dist.all_reduce(torch.ones(4, 4).t()[1:]), ValueError, "tensor.contiguous()")
+        refused(lambda: dist.all_reduce(torch.ones(1).expand(4)), ValueError, "tensor.contiguous()")
+        refused(lambda: dist.all_reduce(torch.zeros(4, dtype=torch.float8_e8m0fnu)), ValueError, "float8_e8m0fnu is moved")
         refused(lambda: dist.all_reduce(torch.ones(3).to_sparse()), (ValueError, NotImplementedError, RuntimeError), "parse")
         refused(lambda: dist.recv(ones), NotImplementedError, "from any rank")
         refused(lambda: dist.all_reduce(torch.zeros(2, dtype=torch.complex64), op=dist.ReduceOp.MAX), Exception, "complex")
         refused(lambda: dist.reduce_scatter_tensor(torch.zeros(3), ones), ValueError, "expected")
         refused(lambda: dist.send(ones, rank), ValueError, "")
-        work = dist.all_reduce(ones, async_op=True)
-        other = torch.ones(4)
+        elsewhere = dist.new_group()
         if rank == 0:
-            # Whether the first one is over by now is not known; a third on the same memory at once is refused or runs.
-            try:
-                dist.all_reduce(ones, async_op=True)
-            except ValueError as error:
-                assert "another operation has this memory" in str(error)
-                dist.all_reduce(other, async_op=True).wait()
+            work = dist.all_reduce(ones, async_op=True)
+            # The other rank has not called it yet.
+            refused(lambda: dist.all_reduce(ones, group=elsewhere), ValueError, "wait() for that one first")
+            dist.barrier(group=elsewhere)
+            work.wait()
         else:
-            dist.all_reduce(other, async_op=True).wait()
-        work.wait()
+            dist.barrier(group=elsewhere)
+            dist.all_reduce(ones)
         dist.barrier()
         dist.destroy_process_group()
         print("done")

@@ -37,7 +37,7 @@ def weights(net):
 def both(torch_job, size, program):
     """What each rank prints, by Gloo and by allstream."""
     return {
-        backend: torch_job(size, TRAINING + f"\nstart({backend!r})\n" + program + "\ndist.destroy_process_group()\n").outputs()
+        backend: torch_job(size, TRAINING + f"\nstart({backend!r})\n" + program + "\nend()\n").outputs()
         for backend in ("gloo", "allstream")
     }
 

@@ -1,5 +1,6 @@
 """`ProcessGroup`s of allstream's: torch dispatches its collectives to the methods here, whose names and arguments are torch's."""
 
+import functools
 import os
 import warnings
 
@@ -9,6 +10,7 @@ from torch._C._distributed_c10d import Backend, ReduceOp
 
 from ..errors import Error
 from ._meeting import meet
+from ._tensors import in_place, keyed, lists, pack, read, unpack, written
 from ._work import Work
 
 _OPS = {
@@ -21,18 +23,6 @@ _OPS = {
     ReduceOp.BOR: "bor",
     ReduceOp.BXOR: "bxor",
 }
-
-
-def _plain(tensor):
-    """The memory of a tensor, as elements that allstream has: without its gradient, complex numbers as pairs."""
-    if tensor.is_sparse:
-        raise ValueError("allstream: sparse tensors are not reduced; give tensor.to_dense()")
-    tensor = tensor.detach()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _all_plain(tensors):
-    return [_plain(tensor) for tensor in tensors]
 
 
 def _one(call, tensors):
@@ -51,8 +41,38 @@ def _cuda_device(result):
     return result.device if result.is_cuda else None
 
 
-def _flat_like(tensor, count):
-    return tensor.new_empty((count,))
+def _flat(memory, count):
+    """Room for so many elements."""
+    return memory.new_empty((count,))
+
+
+def _all(tensors):
+    """The tensors in a list, or in lists in a list."""
+    return [inner for tensor in tensors for inner in _all(tensor)] if isinstance(tensors, (list, tuple)) else [tensors]
+
+
+def _shown(name):
+    """Shows a call to torch's profiler, with the sizes of its tensors, as `allstream:` and its name."""
+
+    def around(method):
+        @functools.wraps(method)
+        def call(self, *args):
+            if not torch.autograd._profiler_enabled():
+                return method(self, *args)
+            tensors = [tensor for arg in args for tensor in _all(arg) if isinstance(tensor, torch.Tensor)]
+            with torch._C._profiler._RecordFunctionFast(f"allstream:{name}", tensors):
+                work = method(self, *args)
+            if work is not None:
+                work.name = name
+            return work
+
+        return call
+
+    return around
+
+
+# Backends whose C++ half is kept by what does not keep this half: the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL.
+_kept = set()
 
 
 class AllstreamBackend(Backend):
@@ -64,10 +84,14 @@ class AllstreamBackend(Backend):
         self._timeout = timeout.total_seconds()
         self._options = options
         self._coalesced = None
+        # How many collectives it has called.
+        self._calls = 0
         # The CUDA device whose tensors the first collective on one had.
         self._device = None
         # Messages have a communicator of their own that is bound to no device: binding is a call of all ranks, and messages are not.
         self._messages = comm.dup() if torch.cuda.is_available() else comm
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+            _kept.add(self)
 
     # What torch asks of a backend.
 
@@ -85,6 +109,9 @@ class AllstreamBackend(Backend):
     @property
     def supports_coalescing(self):
         return True
+
+    def _get_sequence_number_for_group(self):
+        return self._calls
 
     def set_timeout(self, timeout):
         self._timeout = timeout.total_seconds()
@@ -141,51 +168,76 @@ class AllstreamBackend(Backend):
             self._coalesced.append(work)
         return work
 
+    def _collective(self, works, result, after=None):
+        self._calls += 1
+        return self._work(works, result, after)
+
     # Collectives on one tensor.
 
+    @_shown("all_reduce")
     def allreduce(self, tensors, opts):
         tensor = _one("all_reduce", tensors)
-        return self._work(self._on(tensor).all_reduce(_plain(tensor), **self._reduction(opts, tensor)), tensors)
+        memory, key, back = in_place(tensor)
+        return self._collective(self._on(tensor).all_reduce(memory, **keyed(key), **self._reduction(opts, tensor)), tensors, back)
 
+    @_shown("all_reduce")
     def allreduce_coalesced(self, tensors, opts):
         options = self._reduction(opts, tensors[0])
-        return self._work(self._on(tensors[0]).all_reduce_list(_all_plain(tensors), **options), tensors)
+        memory, key, back = lists([in_place(tensor) for tensor in tensors])
+        return self._collective(self._on(tensors[0]).all_reduce_list(memory, **keyed(key), **options), tensors, back)
 
+    @_shown("broadcast")
     def broadcast(self, tensors, opts):
         tensor = _one("broadcast", tensors)
-        return self._work(self._on(tensor).broadcast(_plain(tensor), opts.rootRank, timeout=self._seconds(opts)), tensors)
+        memory, key, back = in_place(tensor, moved=True, writes=self.rank() != opts.rootRank)
+        return self._collective(self._on(tensor).broadcast(memory, opts.rootRank, **keyed(key), timeout=self._seconds(opts)), tensors, back)
 
+    @_shown("reduce")
     def reduce(self, tensors, opts):
         tensor = _one("reduce", tensors)
-        return self._work(self._on(tensor).reduce(_plain(tensor), opts.rootRank, **self._reduction(opts, tensor)), tensors)
+        memory, key, back = in_place(tensor, writes=self.rank() == opts.rootRank)
+        work = self._on(tensor).reduce(memory, opts.rootRank, **keyed(key), **self._reduction(opts, tensor))
+        return self._collective(work, tensors, back)
 
+    @_shown("barrier")
     def barrier(self, opts):
-        return self._work(self._comm.barrier(timeout=self._seconds(opts)), [])
+        return self._collective(self._comm.barrier(timeout=self._seconds(opts)), [])
+
+    @_shown("monitored_barrier")
+    def monitored_barrier(self, opts, wait_all_ranks=False):
+        """A barrier whose error names all ranks that have not come, whatever `wait_all_ranks` says."""
+        self._collective(self._comm.barrier(timeout=self._seconds(opts)), []).wait()
 
     # All ranks' tensors.
 
+    @_shown("all_gather")
     def all_gather_single(self, output, input, opts):
-        own, to = _plain(input), _plain(output)
-        if self._is_own_part(own, to):
-            work = self._on(own).all_gather_in_place(to, timeout=self._seconds(opts))
+        (own, key), (to, _, back) = read(input), written(output)
+        if back is None and self._is_own_part(own, to):
+            work = self._on(own).all_gather_in_place(to, **keyed(key), timeout=self._seconds(opts))
         else:
-            work = self._on(own).all_gather(own, out=to, timeout=self._seconds(opts))
-        return self._work(work, [output])
+            work = self._on(own).all_gather(own, out=to, **keyed(key), timeout=self._seconds(opts))
+        return self._collective(work, [output], back)
 
     def _is_own_part(self, part, whole):
         """Whether a tensor is this rank's part of the other one, as FSDP gathers: the call is in place then."""
         at = whole.data_ptr() + self.rank() * part.numel() * part.element_size()
         return part.numel() > 0 and part.data_ptr() == at and whole.numel() == self.size() * part.numel()
 
+    @_shown("all_gather")
     def all_gather_single_coalesced(self, outputs, inputs, opts):
-        work = self._on(inputs[0]).all_gather_list(_all_plain(inputs), _all_plain(outputs), timeout=self._seconds(opts))
-        return self._work(work, outputs)
+        own, key, _ = lists([read(input) for input in inputs])
+        to, _, back = lists([written(output) for output in outputs])
+        work = self._on(inputs[0]).all_gather_list(own, to, **keyed(key), timeout=self._seconds(opts))
+        return self._collective(work, outputs, back)
 
+    @_shown("all_gather")
     def allgather(self, output_tensors, input_tensors, opts):
         outputs, own = _one("all_gather", output_tensors), _one("all_gather", input_tensors)
         work, after = self._gathered(outputs, own, opts)
-        return self._work(work, [outputs], after)
+        return self._collective(work, [outputs], after)
 
+    @_shown("all_gather")
     def allgather_coalesced(self, output_lists, input_list, opts):
         works, copies = [], []
         # `output_lists[r][i]` is tensor `i` of rank `r`.
@@ -193,78 +245,94 @@ class AllstreamBackend(Backend):
             work, after = self._gathered([outputs[i] for outputs in output_lists], own, opts)
             works.append(work)
             copies.append(after)
-        return self._work(works, output_lists, lambda: [copy() for copy in copies])
+        return self._collective(works, output_lists, lambda: [copy() for copy in copies])
 
     def _gathered(self, outputs, own, opts):
         """Gathers into a list of tensors, whose sizes may differ, by way of one."""
-        own, outputs = _plain(own), _all_plain(outputs)
-        counts = [output.numel() for output in outputs]
-        flat = _flat_like(own, sum(counts))
-        work = self._on(own).all_gather(own, out=flat, counts=self._uneven(counts), timeout=self._seconds(opts))
-        return work, lambda: _unpack(flat, outputs)
+        (own, key), held = read(own), [written(output) for output in outputs]
+        counts = [memory.numel() for memory, _, _ in held]
+        flat = _flat(own, sum(counts))
+        work = self._on(own).all_gather(own, out=flat, counts=self._uneven(counts), **keyed(key), timeout=self._seconds(opts))
+        return work, lambda: unpack(flat, held)
 
     def _uneven(self, counts):
         return counts if any(count != counts[0] for count in counts) else None
 
+    @_shown("reduce_scatter")
     def reduce_scatter_single(self, output, input, opts):
-        own, to, options = _plain(input), _plain(output), self._reduction(opts, output)
-        if self._is_own_part(to, own):
+        (own, _), (to, _, back), options = read(input, moved=False), written(output, moved=False), self._reduction(opts, output)
+        if back is None and self._is_own_part(to, own):
             work = self._on(own).reduce_scatter_in_place(own, **options)
         else:
             work = self._on(own).reduce_scatter(own, out=to, **options)
-        return self._work(work, [output])
+        return self._collective(work, [output], back)
 
+    @_shown("reduce_scatter")
     def reduce_scatter_single_coalesced(self, outputs, inputs, opts):
         options = self._reduction(opts, outputs[0])
-        return self._work(self._on(inputs[0]).reduce_scatter_list(_all_plain(inputs), _all_plain(outputs), **options), outputs)
+        own, _, _ = lists([read(input, moved=False) for input in inputs])
+        to, _, back = lists([written(output, moved=False) for output in outputs])
+        return self._collective(self._on(inputs[0]).reduce_scatter_list(own, to, **options), outputs, back)
 
+    @_shown("reduce_scatter")
     def reduce_scatter(self, output_tensors, input_tensors, opts):
         output, inputs = _one("reduce_scatter", output_tensors), _one("reduce_scatter", input_tensors)
-        plain = _all_plain(inputs)
-        counts = self._uneven([tensor.numel() for tensor in plain])
-        work = self._on(output).reduce_scatter(_pack(plain), out=_plain(output), counts=counts, **self._reduction(opts, output))
-        return self._work(work, output_tensors)
+        own, (to, _, back) = [read(input, moved=False) for input in inputs], written(output, moved=False)
+        counts = self._uneven([memory.numel() for memory, _ in own])
+        work = self._on(output).reduce_scatter(pack(own), out=to, counts=counts, **self._reduction(opts, output))
+        return self._collective(work, output_tensors, back)
 
     # One root.
 
+    @_shown("gather")
     def gather(self, output_tensors, input_tensors, opts):
-        own, root = _plain(_one("gather", input_tensors)), opts.rootRank
+        (own, key), root = read(_one("gather", input_tensors)), opts.rootRank
         if self.rank() != root:
-            return self._work(self._on(own).gather(own, root, timeout=self._seconds(opts)), [])
-        outputs = _all_plain(_one("gather", output_tensors))
-        flat = _flat_like(own, own.numel() * self.size())
-        work = self._on(own).gather(own, root, out=flat, timeout=self._seconds(opts))
-        return self._work(work, output_tensors, lambda: _unpack(flat, outputs))
+            return self._collective(self._on(own).gather(own, root, **keyed(key), timeout=self._seconds(opts)), [])
+        held = [written(output) for output in _one("gather", output_tensors)]
+        flat = _flat(own, own.numel() * self.size())
+        work = self._on(own).gather(own, root, out=flat, **keyed(key), timeout=self._seconds(opts))
+        return self._collective(work, output_tensors, lambda: unpack(flat, held))
 
+    @_shown("scatter")
     def scatter(self, output_tensors, input_tensors, opts):
         output, root = _one("scatter", output_tensors), opts.rootRank
-        flat = _pack(_all_plain(_one("scatter", input_tensors))) if self.rank() == root else None
-        return self._work(self._on(output).scatter(flat, root, out=_plain(output), timeout=self._seconds(opts)), output_tensors)
+        to, key, back = written(output)
+        flat = pack([read(input) for input in _one("scatter", input_tensors)]) if self.rank() == root else None
+        work = self._on(output).scatter(flat, root, out=to, **keyed(key), timeout=self._seconds(opts))
+        return self._collective(work, output_tensors, back)
 
     # Everyone to everyone.
 
+    @_shown("all_to_all")
     def all_to_all_single(self, output, input, output_split_sizes, input_split_sizes, opts):
-        to, own = _plain(output), _plain(input)
+        (own, key), (to, _, back) = read(input), written(output)
         counts = {}
         if output_split_sizes or input_split_sizes:
-            counts["send_counts"] = _in_elements(own, input_split_sizes, self.size())
-            counts["recv_counts"] = _in_elements(to, output_split_sizes, self.size())
-        return self._work(self._on(own).all_to_all(own, out=to, **counts, timeout=self._seconds(opts)), [output])
+            counts["send_counts"] = _in_elements(input, own, input_split_sizes, self.size())
+            counts["recv_counts"] = _in_elements(output, to, output_split_sizes, self.size())
+        return self._collective(self._on(own).all_to_all(own, out=to, **counts, **keyed(key), timeout=self._seconds(opts)), [output], back)
 
+    @_shown("all_to_all")
     def alltoall(self, output_tensors, input_tensors, opts):
-        outputs, inputs = _all_plain(output_tensors), _all_plain(input_tensors)
-        sends, recvs = [tensor.numel() for tensor in inputs], [tensor.numel() for tensor in outputs]
-        flat = _flat_like(outputs[0], sum(recvs))
-        work = self._on(outputs[0]).all_to_all(_pack(inputs), out=flat, send_counts=sends, recv_counts=recvs, timeout=self._seconds(opts))
-        return self._work(work, output_tensors, lambda: _unpack(flat, outputs))
+        held, own = [written(output) for output in output_tensors], [read(input) for input in input_tensors]
+        sends, recvs = [memory.numel() for memory, _ in own], [memory.numel() for memory, _, _ in held]
+        flat = _flat(held[0][0], sum(recvs))
+        options = {"send_counts": sends, "recv_counts": recvs, **keyed(own[0][1]), "timeout": self._seconds(opts)}
+        work = self._on(output_tensors[0]).all_to_all(pack(own), out=flat, **options)
+        return self._collective(work, output_tensors, lambda: unpack(flat, held))
 
     # Messages.
 
+    @_shown("send")
     def send(self, tensors, dst, tag=0):
-        return self._work(self._messages.send(_plain(_one("send", tensors)), dst, tag=tag, timeout=self._timeout), tensors)
+        memory, key, _ = in_place(_one("send", tensors), moved=True, writes=False)
+        return self._work(self._messages.send(memory, dst, tag=tag, **keyed(key), timeout=self._timeout), tensors)
 
+    @_shown("recv")
     def recv(self, tensors, src, tag=0):
-        return self._work(self._messages.recv(_plain(_one("recv", tensors)), src, tag=tag, timeout=self._timeout), tensors)
+        memory, key, back = in_place(_one("recv", tensors), moved=True)
+        return self._work(self._messages.recv(memory, src, tag=tag, **keyed(key), timeout=self._timeout), tensors, back)
 
     def recv_anysource(self, tensors, tag=0):
         raise NotImplementedError("allstream: receiving from any rank is not supported; name the rank with src=")
@@ -304,33 +372,23 @@ class AllstreamBackend(Backend):
         self._comm.split(None)
 
     def abort(self):
+        _kept.discard(self)
         for comm in {self._comm, self._messages}:
             comm.abort("torch.distributed was told to abort this group")
 
     def shutdown(self):
-        comms, self._comm, self._messages = (self._messages, self._comm), None, None
-        for comm in dict.fromkeys(comms):
-            if comm is not None:
+        """Says goodbye. torch destroys its groups after this alone, so a failure that nobody has heard of is a warning."""
+        _kept.discard(self)
+        for comm in dict.fromkeys((self._messages, self._comm)):
+            try:
                 comm.close()
+            except Error as why:
+                warnings.warn(f"allstream: a group is destroyed that has failed: {why}", stacklevel=3)
 
 
-def _pack(tensors):
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def _unpack(flat, tensors):
-    at = 0
-    if flat.is_cuda:
-        # Copies may run on another stream than that in whose order its memory was allocated.
-        flat.record_stream(torch.cuda.current_stream(flat.device))
-    for tensor in tensors:
-        tensor.copy_(flat[at : at + tensor.numel()].view_as(tensor))
-        at += tensor.numel()
-
-
-def _in_elements(tensor, rows, size):
-    """How many elements each rank's part has, where torch counts rows."""
-    row = tensor.numel() // tensor.size(0) if tensor.dim() and tensor.size(0) else 1
+def _in_elements(tensor, memory, rows, size):
+    """How many elements of a tensor's memory each rank's part has, where torch counts rows."""
+    row = memory.numel() // tensor.size(0) if tensor.dim() and tensor.size(0) else 1
     if not rows:
         if tensor.size(0) % size:
             raise ValueError(f"allstream: {tensor.size(0)} rows cannot be divided among {size} ranks; give split sizes")

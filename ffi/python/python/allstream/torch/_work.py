@@ -14,6 +14,8 @@ class Work(dist._Work):
 
     def __init__(self, works, result, after=None, device=None):
         super().__init__()
+        # Of a call that the profiler shows, its name there.
+        self.name = None
         self._device = device
         # The point behind the copies of `after`, on the stream that they were put on.
         self._copied = None
@@ -44,6 +46,12 @@ class Work(dist._Work):
 
     def wait(self, timeout=None):
         """Blocks until all are over, or the current stream of their CUDA device waits for them. Raises the first failure."""
+        if self.name is not None and torch.autograd._profiler_enabled():
+            with torch._C._profiler._RecordFunctionFast(f"allstream:{self.name}.wait"):
+                return self._wait(timeout)
+        return self._wait(timeout)
+
+    def _wait(self, timeout):
         seconds = timeout.total_seconds() if timeout is not None else 0
         if self._device is None or seconds > 0:
             for work in self._works:
@@ -67,11 +75,16 @@ class Work(dist._Work):
         self.wait()
 
     def get_future(self):
-        """A future of the tensors, which a thread of allstream's completes."""
+        """A future of the tensors, which a thread of the group's completes: what is called then may wait. Its error is a RuntimeError, with the text of
+        allstream's."""
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future(devices=None if self._device is None else [self._device])
+            ended = torch.futures.Future(devices=None if self._device is None else [self._device])
+            # `set_exception` of torch's would only hand the exception to who asks from Python: C++, as DistributedDataParallel is, takes it for
+            # the tensors, and the process dies. What a callback raises is an error to all.
+            failure = []
+            future = self._future = ended.then(lambda ended: _raised(failure) or ended.value())
         left = [len(self._works)]
 
         def over(_):
@@ -85,13 +98,17 @@ class Work(dist._Work):
                     self._order()
                 except Exception as raised:  # noqa: BLE001: whatever it is, the future's owner is told.
                     error = raised
-            if error is None:
-                future.set_result(self._result)
-            else:
-                future.set_exception(error)
+            if error is not None:
+                failure.append(error)
+            ended.set_result(self._result if error is None else [])
 
         if not self._works:
-            future.set_result(self._result)
+            ended.set_result(self._result)
         for work in self._works:
             work.add_done_callback(over)
         return future
+
+
+def _raised(failure):
+    for error in failure:
+        raise error
