@@ -109,13 +109,14 @@ pub(crate) fn compare(comm: &SharedComm, params: &[&Param], at: &str) -> Result<
     let (weights, buffers) = (found(false), found(true));
     if !weights.is_empty() {
         bail!(
-            "DataParallel: the weights are not the same on all ranks {at}: {weights} differs from rank 0's, expected the same bits: \
-             change weights by what all ranks have alike, the reduced gradients, only"
+            "DataParallel: the weights are not the same on all ranks {at}: {weights}: not as on rank 0, expected the same bits. \
+             Change weights by what all ranks have alike, the reduced gradients, only; clip these by DataParallel::clip_norm, as a norm summed by \
+             hand over VarMap::all_vars has another order, and so other bits, on each rank"
         )
     }
     if !buffers.is_empty() {
         bail!(
-            "DataParallel: the weights are the same on all ranks {at}, and the buffers are not: {buffers} differs from rank 0's, expected \
+            "DataParallel: the weights are the same on all ranks {at}, and the buffers are not: {buffers}: not as on rank 0, expected \
              the same bits: a forward pass in training changes buffers, and the end of a step makes them alike again; compare between \
              that and the next forward pass"
         )
