@@ -388,7 +388,7 @@ impl World {
     pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
         let block = self.topology.region.alloc(block_bytes(self.size))? as u64;
         self.endpoint(
-            CommId(0),
+            CommId::WORLD,
             "world".into(),
             (0..self.size).collect(),
             LinksFrom::NewRings(vec![block; self.size]),
