@@ -40,10 +40,9 @@ impl Failed {
     }
 }
 
-/// Tells every other rank. Those that are a pair with this one may have joined already, and hear of it as of the end of the world's
-/// communicator; the others hear it at their listeners.
+/// Tells every other rank at its listener. Those that are a pair with this one may have joined already, and do not listen to that any
+/// more: they hear of it as of the end of the world's communicator.
 pub(super) async fn tell(pairing: &Arc<Pairing>, pairs: Vec<Pair>, failed: &Failed, cause: Error) {
-    let paired: Vec<Rank> = pairs.iter().map(|pair| pair.rank).collect();
     let mut telling = JoinSet::new();
     let mut last = wire::encode(&Message::Abort { comm: CommId::WORLD, cause }).unwrap_or_default();
     // It leaves; it does not die.
@@ -57,8 +56,7 @@ pub(super) async fn tell(pairing: &Arc<Pairing>, pairs: Vec<Pair>, failed: &Fail
         });
     }
     let own = pairing.rank;
-    let others = (0..pairing.table.members.len()).filter(|rank| *rank != own && !paired.contains(rank));
-    for to in others {
+    for to in (0..pairing.table.members.len()).filter(|rank| *rank != own) {
         let (world, first, why) = (pairing.table.world, failed.first, failed.why.clone());
         let purpose = Purpose::GaveUp { world, from: own, to, first, why };
         let pairing = pairing.clone();
