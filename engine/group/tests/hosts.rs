@@ -70,7 +70,7 @@ impl Hosts {
             run(&format!("ip -n {host} link set lo up && ip -n {host} link set {host} up"))?;
             // As Docker's bridge has it, on every host the same.
             run(&format!(
-                "ip -n {host} link add docker0 type dummy && ip -n {host} addr add 10.213.8.1/24 dev docker0"
+                "ip -n {host} link add docker0 type bridge && ip -n {host} addr add 10.213.8.1/24 dev docker0"
             ))?;
             run(&format!("ip -n {host} link set docker0 up"))?;
         }
