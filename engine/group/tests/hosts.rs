@@ -16,11 +16,15 @@ fn rank_on_a_host() {
     runtime.block_on(async {
         let mut place = Rendezvous::from_env().unwrap();
         place.reach = Some(crate::group::Reach::from_env().unwrap());
+        // As a program does that tells ranks by itself where to meet, by something that is where these ranks meet.
+        let near = std::env::var("MASTER_ADDR").unwrap();
+        let ours = Rendezvous::listen_for_ranks(Some((&near, 1)))
+            .map_or_else(|e| e.to_string(), |at| at.1.ip().to_string());
         match join(place).await {
             Ok(me) => {
                 let peers = me.mesh.peers().iter().flatten();
                 let told: Vec<_> = peers.map(|peer| format!("{}={:?}", peer.rank, peer.address)).collect();
-                println!("joined: {}", told.join(" "));
+                println!("joined: {} listens at {ours}", told.join(" "));
                 me.mesh.close(None).await;
             }
             Err(error) => println!("failed: {error}"),
@@ -151,6 +155,9 @@ fn a_host_whose_own_name_is_a_loopback_address_is_reached_from_another() {
     assert!(told.iter().all(|told| told.contains("joined: ")), "{told:?}");
     // What answered as that rank stands first; 10.213.8.1 is an address of both hosts.
     assert!(told[2].contains("0=[10.213.9.1:") && told[2].contains("1=[10.213.9.1:"), "{told:?}");
+    for (told, own) in told.iter().zip(["10.213.9.1", "10.213.9.1", "10.213.9.2"]) {
+        assert!(told.ends_with(&format!("listens at {own}")), "{told}");
+    }
 }
 
 #[test]
