@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::types::{Rank, Signature};
 
+pub(crate) mod limits;
 mod members;
 mod texts;
 
@@ -434,6 +435,11 @@ impl Error {
 
     pub(crate) fn system(doing: impl Into<String>, problem: impl fmt::Display) -> Error {
         Error::System { doing: doing.into(), problem: problem.to_string() }
+    }
+
+    /// The system refused a call: with the limit that was met, where it is one.
+    pub(crate) fn os(doing: impl Into<String>, error: impl Into<std::io::Error>) -> Error {
+        Error::system(doing, limits::explained(&error.into()))
     }
 
     /// A rank is gone.

@@ -612,7 +612,7 @@ pub fn handshakes(data: &[u8]) {
     let mut peer = peer(&mut input);
     run(async {
         if dials {
-            let purpose = Purpose::Control { world: [7; 16], from: 1 };
+            let purpose = Purpose::Control { world: [7; 16], from: 1, to: 0 };
             let welcome = handshake::dial(&mut peer, &token, &purpose, soon()).await;
             assert!(welcome.is_err(), "nobody can have proved the secret");
         } else {

@@ -25,7 +25,7 @@ use serde::Serialize;
 use self::steps::Steps;
 pub(crate) use self::steps::{Step, StepOnRecord};
 use self::ticks::{Both, Tick};
-use crate::error::{Error, RecordFile};
+use crate::error::{Error, RecordFile, limits};
 use crate::types::{Algo, DType, Kind, Rank, Signature};
 
 /// Collectives, and messages, kept of each communicator.
@@ -440,13 +440,19 @@ impl Recording {
         let path = file.path();
         // Whole or not at all: a reader may look meanwhile.
         let part = path.with_extension("part");
+        let doing = || format!("write the flight recorder {}", path.display());
+        let text = serde_json::to_vec(self).unwrap_or_default();
+        limits::check_file_size(text.len() as u64).map_err(|problem| {
+            file.lose();
+            Error::system(doing(), problem)
+        })?;
         std::fs::create_dir_all(path.parent().unwrap_or(Path::new("")))
-            .and_then(|()| std::fs::write(&part, serde_json::to_vec(self).unwrap_or_default()))
+            .and_then(|()| std::fs::write(&part, text))
             .and_then(|()| std::fs::rename(&part, path))
             .map_err(|e| {
                 file.lose();
                 let _ = std::fs::remove_file(&part);
-                Error::system(format!("write the flight recorder {}", path.display()), e)
+                Error::os(doing(), e)
             })?;
         prune::once();
         Ok(Some(path.to_owned()))

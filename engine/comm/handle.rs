@@ -1,6 +1,8 @@
 //! [`Comm`]: a rank's handle on a group.
 
 use std::fmt;
+use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -10,10 +12,10 @@ use super::links::ProcessRanks;
 use super::runtime::process_runtime;
 use super::world::{Defaults, Hub, PoolStats, Transport, World, requests};
 use crate::error::Error;
-use crate::exec::Endpoint;
+use crate::exec::{Endpoint, ProgressThread, Runtime};
 use crate::forked;
-use crate::group::message::CommId;
-use crate::group::{Mesh, Rendezvous, host, runtime};
+use crate::group::message::{CommId, Message};
+use crate::group::{Mesh, Reach, Rendezvous, host, runtime};
 use crate::link::local::{INPROC, MemoryLock};
 use crate::link::region::Region;
 use crate::plan::choices::Choices;
@@ -57,6 +59,38 @@ impl Drop for Membership {
 
 /// What joining makes, on the control thread.
 type Made = Arc<Mutex<Option<Result<(Arc<World>, Arc<Endpoint>), Error>>>>;
+
+/// Descriptors that it takes to tell the other ranks that this one cannot take part: those of the control thread, a listener, a
+/// connection.
+const SPARE: usize = 12;
+
+/// What a rank has before it meets the others.
+struct Prepared {
+    defaults: Defaults,
+    turns: (Arc<ProgressThread>, Arc<dyn Runtime>),
+    region: Arc<Region>,
+    /// The descriptors that the other ranks of this host get.
+    offers: Vec<OwnedFd>,
+}
+
+impl Prepared {
+    fn new(rendezvous: &mut Rendezvous) -> Result<Prepared, Error> {
+        let defaults = Defaults::from_env()?;
+        if rendezvous.reach.is_none() {
+            rendezvous.reach = Some(Reach::from_env()?);
+        }
+        if rendezvous.rank == 0 && !rendezvous.chosen {
+            rendezvous.choices = tuning::choices_from_env()?.up_to(rendezvous.size);
+        }
+        let turns = process_runtime()?;
+        let region = Arc::new(Region::shared()?);
+        let mut offers = Vec::new();
+        for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {
+            offers.push(fd.try_clone().map_err(|e| Error::os("offer this rank's region to its peers", e))?);
+        }
+        Ok(Prepared { defaults, turns, region, offers })
+    }
+}
 
 pub(super) struct Handle {
     pub(super) endpoint: Arc<Endpoint>,
@@ -179,21 +213,22 @@ impl Comm {
     /// [`Error::Rendezvous`] naming the ranks that did not come by the deadline; [`Error::Refused`] when tokens or
     /// versions differ.
     pub async fn connect(mut rendezvous: Rendezvous) -> Result<Comm, Error> {
-        let defaults = Defaults::from_env()?;
-        if rendezvous.rank == 0 && !rendezvous.chosen {
-            rendezvous.choices = tuning::choices_from_env()?.up_to(rendezvous.size);
-        }
-        let turns = process_runtime()?;
-        let region = Arc::new(Region::shared()?);
-        let mut offers = Vec::new();
-        for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {
-            offers
-                .push(fd.try_clone().map_err(|e| Error::system("offer this rank's region to its peers", e))?);
-        }
+        // Held for when no descriptor is left for the rest: to tell the others takes some.
+        let spare: Vec<File> = (0..SPARE).map_while(|_| File::open("/dev/null").ok()).collect();
+        let prepared = Prepared::new(&mut rendezvous);
+        drop(spare);
+        let Prepared { defaults, turns, region, offers } = match prepared {
+            Ok(prepared) => prepared,
+            Err(error) => {
+                Mesh::decline(rendezvous, &error).await;
+                return Err(error);
+            }
+        };
         let made: Made = Arc::default();
         let place = made.clone();
         // A rank of this process may open its link to this one as soon as it is connected, so it finds the region then.
         let (memory_lock, house) = (MemoryLock::default(), Arc::new(OnceLock::new()));
+        let at = rendezvous.place();
         let (rank, ours, entered) = (rendezvous.rank, (region.clone(), memory_lock.clone()), house.clone());
         let named = move |id| {
             let mates: &Arc<ProcessRanks> = entered.get_or_init(|| ProcessRanks::of(id));
@@ -213,9 +248,17 @@ impl Comm {
         .await?;
         let missing = || Err(Error::system("join the world", "no communicator was made (a bug)"));
         let made = made.lock().take().unwrap_or_else(missing);
-        let (world, endpoint) = made?;
+        let listens = made.and_then(|(world, endpoint)| {
+            requests::listen(Arc::downgrade(&world))?;
+            Ok((world, endpoint))
+        });
+        let (world, endpoint) = listens.inspect_err(|error| {
+            // The others have met this rank, and would wait for it.
+            let problem = format!("rank {rank} cannot take part: {error}");
+            let cause = Error::Rendezvous { address: at, rank, problem };
+            mesh.broadcast(Message::Abort { comm: CommId::WORLD, cause });
+        })?;
         world.compare_clocks();
-        requests::listen(Arc::downgrade(&world))?;
         Ok(Comm::of(endpoint, Arc::new(Membership { world, mesh: Some(mesh) }), None))
     }
 

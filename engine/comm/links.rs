@@ -135,7 +135,9 @@ impl Topology {
         if let Some(reached) = self.mapped[peer].get() {
             return Ok(reached.clone());
         }
-        let open = || Error::system(format!("open the link to rank {peer}"), "this rank has left the world");
+        // All ranks are told of it, so it says which one had the trouble.
+        let opening = || format!("on rank {} of the world, open the link to rank {peer}", self.rank);
+        let open = || Error::system(opening(), "this rank has left the world");
         let reached = if self.links[peer].lends == Lends::Anything {
             let (region, _) = self.mates.find(peer).ok_or_else(open)?;
             let doorbell = Doorbell::new(region.clone(), self.progress_thread.doorbell().clone());
@@ -145,14 +147,16 @@ impl Topology {
             let fds = mesh.peers().get(peer).and_then(Option::as_ref).map(|p| &p.fds[..]);
             let Some([region, doorbell]) = fds else {
                 return Err(Error::system(
-                    format!("open the link to rank {peer} through shared memory"),
+                    format!("{} through shared memory", opening()),
                     "it offered no region; set ALLSTREAM_LINK=tcp on all ranks",
                 ));
             };
-            let copy = |fd: &std::os::fd::OwnedFd| {
-                fd.try_clone().map_err(|e| Error::system(format!("open the link to rank {peer}"), e))
-            };
-            let region = Arc::new(Region::of_peer(copy(region)?)?);
+            let copy = |fd: &std::os::fd::OwnedFd| fd.try_clone().map_err(|e| Error::os(opening(), e));
+            let mapped = Region::of_peer(copy(region)?).map_err(|error| match error {
+                Error::System { doing, problem } => Error::system(format!("{}, {doing}", opening()), problem),
+                error => error,
+            });
+            let region = Arc::new(mapped?);
             let doorbell = Doorbell::new(region.clone(), Arc::new(copy(doorbell)?));
             (region, doorbell)
         };

@@ -2,14 +2,13 @@
 
 use std::collections::VecDeque;
 use std::net::TcpStream;
-use std::str::FromStr;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
 
 use parking_lot::Mutex;
 
 mod agreements;
 mod clocks;
+mod defaults;
 mod departed;
 mod meetings;
 mod pool;
@@ -21,6 +20,7 @@ mod wholes;
 
 pub use self::agreements::Verdict;
 pub(super) use self::agreements::{Agreements, Answer};
+pub(crate) use self::defaults::{Defaults, NcclUse};
 use self::departed::Departed;
 pub(super) use self::meetings::Meeting;
 use self::meetings::Meetings;
@@ -45,7 +45,7 @@ use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::log::LOG;
 use crate::trace::{ClockDifference, file_of};
-use crate::types::{Algo, Map, Rank, Signature};
+use crate::types::{Map, Rank, Signature};
 
 /// From this part of the last caches on, what the ranks of a host write in a copy out of place goes past them: then it is not there
 /// when it is read again anyway. In place, where no input is in them too, from twice as much on. On 2 cores with 32 MB
@@ -93,76 +93,6 @@ impl Hub {
         if let Err(error) = runtime.spawn(Box::pin(deliver)) {
             tracing::error!(%error, "a control message was lost");
         }
-    }
-}
-
-/// Settings that the environment gives every communicator.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Defaults {
-    pub(crate) timeout: Duration,
-    pub(crate) algo: Algo,
-    pub(crate) deterministic: bool,
-    /// Idle communicators that a world keeps.
-    pub(crate) pool: usize,
-    pub(crate) nccl: NcclUse,
-}
-
-/// `ALLSTREAM_NCCL`: whether communicators that are bound to devices go by NCCL.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum NcclUse {
-    /// As the program says.
-    #[default]
-    Auto,
-    /// Never.
-    Off,
-    /// Also where it is not asked for.
-    Require,
-}
-
-impl FromStr for NcclUse {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<NcclUse, String> {
-        match text {
-            "auto" => Ok(NcclUse::Auto),
-            "off" => Ok(NcclUse::Off),
-            "require" => Ok(NcclUse::Require),
-            other => Err(format!(
-                "{other:?}: expected auto (bind_nccl takes NCCL, bind_device does not), off (neither does) or require (both do)"
-            )),
-        }
-    }
-}
-
-/// What a variable says, if it is set and not empty. An error names it.
-fn variable<T>(name: &str, parse: impl FnOnce(&str) -> Result<T, String>) -> Result<Option<T>, Error> {
-    let said = std::env::var(name).ok().filter(|text| !text.is_empty());
-    said.map(|text| parse(text.trim()).map_err(|problem| Error::invalid(name, problem))).transpose()
-}
-
-impl Defaults {
-    pub(crate) fn from_env() -> Result<Defaults, Error> {
-        let seconds = |text: &str| {
-            let time = text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-            time.filter(|d| !d.is_zero())
-                .ok_or_else(|| format!("{text:?} is not a number of seconds above 0"))
-        };
-        let switch = |text: &str| match text {
-            "" | "0" => Ok(false),
-            "1" => Ok(true),
-            other => Err(format!("{other:?}: expected 1 (on) or 0 (off)")),
-        };
-        let number = |text: &str| {
-            let problem = |_| format!("{text:?} is not a number of idle communicators to keep (0: none)");
-            text.parse().map_err(problem)
-        };
-        Ok(Defaults {
-            timeout: variable("ALLSTREAM_TIMEOUT", seconds)?.unwrap_or(Duration::from_secs(300)),
-            algo: variable("ALLSTREAM_ALGO", str::parse)?.unwrap_or(Algo::Auto),
-            deterministic: variable("ALLSTREAM_DETERMINISTIC", switch)?.unwrap_or(false),
-            pool: variable("ALLSTREAM_POOL", number)?.unwrap_or(pool::CAPACITY),
-            nccl: variable("ALLSTREAM_NCCL", str::parse)?.unwrap_or_default(),
-        })
     }
 }
 
@@ -393,7 +323,7 @@ impl World {
     pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
         let block = self.topology.region.alloc(block_bytes(self.size))? as u64;
         self.endpoint(
-            CommId(0),
+            CommId::WORLD,
             "world".into(),
             (0..self.size).collect(),
             LinksFrom::NewRings(vec![block; self.size]),

@@ -94,7 +94,7 @@ pub(crate) fn progress_thread() -> Result<Arc<ProgressThread>, Error> {
         return Ok(progress_thread.clone());
     }
     let doing = |e: rustix::io::Errno| {
-        Error::system("start the engine's progress thread (epoll, eventfd, a pair of unix sockets)", e)
+        Error::os("start the engine's progress thread (epoll, eventfd, a pair of unix sockets)", e)
     };
     let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(doing)?;
     let (rung, doorbell) =

@@ -1,21 +1,24 @@
 //! Accepting connections: a bounded number at a time proves itself, the oldest goes for the newest, and strangers disturb
 //! nobody.
 
+use std::fs::File;
 use std::future::Future;
 use std::io;
 use std::net::TcpStream as StdStream;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::connect;
 use super::handshake::{self, DEADLINE, Progress, Purpose, Refusal, Stage, Token};
 use super::message::DataHello;
+use crate::error::limits;
 use crate::types::Rank;
 
 /// Connections that may be proving themselves at once. Beyond, the oldest of them goes.
@@ -61,7 +64,7 @@ impl Hall {
 
 /// Something that connections come to.
 pub(super) trait Listen: Send + Sync + 'static {
-    type Stream: Send + 'static;
+    type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
     /// The next connection, and who made it, for messages to people.
     fn next(&self) -> impl Future<Output = io::Result<(Self::Stream, String)>> + Send;
 }
@@ -83,14 +86,60 @@ pub(super) struct Visit {
     pub(super) progress: Arc<Progress>,
 }
 
+/// How long a member that cannot be let in, as no descriptor is left, may take to hear so.
+const APOLOGY: Duration = Duration::from_secs(1);
+
+/// Who listens, for those that cannot be let in because no descriptor is left in this process: each of them is told so. A connection
+/// that nobody accepts would wait for its deadline, and nobody would know why.
+pub(super) struct Porter<F> {
+    pub(super) rank: Rank,
+    pub(super) token: Token,
+    /// Called when a member was turned away so: with why, and what it had come for.
+    pub(super) turned_away: F,
+}
+
+impl<F: Fn(&str, &Purpose) + Send> Porter<F> {
+    /// Gives up the descriptor that was kept for this, tells whoever comes next, and takes it again.
+    async fn turn_away<L: Listen>(&self, listener: &L, spare: &mut Option<File>, error: &io::Error) {
+        drop(spare.take());
+        let why = format!("rank {} cannot take one more connection: {}", self.rank, limits::explained(error));
+        let told = async {
+            let (mut stream, peer) = listener.next().await?;
+            let until = Instant::now() + APOLOGY;
+            let no = |purpose: Purpose| {
+                (self.turned_away)(&why, &purpose);
+                Err::<(), _>(format!("{why} (it was wanted {})", purpose.shown()))
+            };
+            let end = handshake::accept(&mut stream, &self.token, until, &Progress::default(), no).await;
+            tracing::warn!(
+                peer,
+                "turned a connection away: {}",
+                end.err().map_or(why.clone(), |e| e.to_string())
+            );
+            io::Result::Ok(())
+        };
+        if timeout(APOLOGY, told).await.is_err() {
+            tracing::debug!("nobody else came while no descriptor was left");
+        }
+        *spare = reserve();
+    }
+}
+
+/// A descriptor that is held for when none is left.
+fn reserve() -> Option<File> {
+    File::open("/dev/null").ok()
+}
+
 /// Accepts until aborted, and handles each connection in a task that ends with this future.
-pub(super) async fn serve<L, F, Fut>(listener: L, handle: F)
+pub(super) async fn serve<L, F, Fut, T>(listener: L, porter: Porter<T>, handle: F)
 where
     L: Listen,
+    T: Fn(&str, &Purpose) + Send + Sync,
     F: Fn(L::Stream, Visit) -> Fut + Send,
     Fut: Future<Output = Result<(), Refusal>> + Send + 'static,
 {
     let (mut hall, mut tasks) = (Hall::default(), JoinSet::new());
+    let mut spare = reserve();
     loop {
         while tasks.try_join_next().is_some() {}
         match listener.next().await {
@@ -108,8 +157,14 @@ where
                     let _ = timeout_at(until, tasks.join_next()).await;
                 }
             }
+            Err(e) if limits::is_limit(&e) => {
+                tracing::warn!("accepting a connection: {e}");
+                porter.turn_away(&listener, &mut spare, &e).await;
+                // Not at once again, where even that was in vain.
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
             Err(e) => {
-                // A connection that was reset while it waited, or no descriptor left for it.
+                // A connection that was reset while it waited.
                 tracing::warn!("accepting a connection: {e}");
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
@@ -128,19 +183,28 @@ pub(super) struct Door {
     pub(super) token: Token,
     pub(super) control: Awaited<TcpStream>,
     pub(super) data: mpsc::UnboundedSender<(DataHello, StdStream)>,
+    /// Where it is said that a rank has given up connecting: which one began with it, and why.
+    pub(super) gave_up: mpsc::UnboundedSender<(Rank, String)>,
+    /// Why this rank has given up itself: whoever comes is told.
+    pub(super) closed: OnceLock<String>,
 }
 
 enum Admitted {
     Control(Rank),
     Data(DataHello),
+    GaveUp(Rank, String),
 }
 
 impl Door {
     /// Whether this purpose has a place here.
     fn admit(&self, purpose: Purpose) -> Result<Admitted, String> {
         match purpose {
-            Purpose::Control { world, from } => {
+            Purpose::Control { world, from, to } => {
                 self.check(world, from)?;
+                self.is_meant(to)?;
+                if let Some(why) = self.closed.get() {
+                    return Err(why.clone());
+                }
                 let awaited = self.control.get(from).is_some_and(|c| c.lock().is_some());
                 if awaited {
                     Ok(Admitted::Control(from))
@@ -148,9 +212,15 @@ impl Door {
                     Err(format!("rank {} has, or awaits no, control connection from rank {from}", self.rank))
                 }
             }
-            Purpose::Data { world, hello } => {
+            Purpose::Data { world, to, hello } => {
                 self.check(world, hello.from)?;
+                self.is_meant(to)?;
                 Ok(Admitted::Data(hello))
+            }
+            Purpose::GaveUp { world, from, to, first, why } => {
+                self.check(world, from)?;
+                self.is_meant(to)?;
+                Ok(Admitted::GaveUp(first, why))
             }
             Purpose::Register(other) => Err(format!(
                 "rank {} of {} came to register, but this is a listener of a world that has formed; register with rank 0",
@@ -158,6 +228,21 @@ impl Door {
             )),
             Purpose::Local { .. } => Err("descriptors are exchanged over a unix socket only".into()),
         }
+    }
+
+    /// For its listeners.
+    pub(super) fn porter(&self) -> Porter<impl Fn(&str, &Purpose) + Send + Sync + use<>> {
+        let (rank, gave_up) = (self.rank, self.gave_up.clone());
+        // While this rank connects to the others, it cannot go on either. Later nobody listens to this.
+        let turned_away = move |why: &str, _: &Purpose| _ = gave_up.send((rank, why.into()));
+        Porter { rank, token: self.token.clone(), turned_away }
+    }
+
+    fn is_meant(&self, to: Rank) -> Result<(), String> {
+        if to == self.rank {
+            return Ok(());
+        }
+        Err(format!("rank {to} was meant, and this address leads to rank {}", self.rank))
     }
 
     fn check(&self, world: [u8; 16], from: Rank) -> Result<(), String> {
@@ -189,6 +274,7 @@ impl Door {
                 let stream = connect::for_data(stream).map_err(|e| Refusal::Broken(e.to_string()))?;
                 let _ = self.data.send((hello, stream));
             }
+            Admitted::GaveUp(first, why) => _ = self.gave_up.send((first, why)),
         }
         Ok(())
     }

@@ -14,10 +14,12 @@ use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
 use super::env::{Address, LinkChoice};
+use super::farewell::Failed;
 use super::fds::Handed;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::rendezvous::{Registration, Table};
 use super::wire::{self, Frames};
+use crate::error::limits;
 use crate::link::kinds::{between, of};
 use crate::link::{Lends, LinkKind, Locality};
 use crate::types::Rank;
@@ -58,76 +60,138 @@ pub(super) async fn resolve(address: &Address) -> Result<Vec<SocketAddr>, String
     Ok(found)
 }
 
-/// Tries each address once.
-pub(super) async fn connect_once(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
-    let mut last = io::Error::other("there is no address to connect to");
-    for (i, address) in addresses.iter().enumerate() {
-        let until =
-            if i + 1 == addresses.len() { deadline } else { deadline.min(Instant::now() + PER_ADDRESS) };
-        let error = match timeout_at(until, TcpStream::connect(address)).await {
-            Ok(Ok(stream)) => {
-                // A port of the ephemeral range where nobody listens may connect to itself.
-                if stream.local_addr()? != stream.peer_addr()? {
-                    stream.set_nodelay(true)?;
-                    return Ok(stream);
-                }
-                io::ErrorKind::ConnectionRefused.into()
-            }
-            Ok(Err(e)) => e,
-            Err(_) => io::Error::from(io::ErrorKind::TimedOut),
-        };
-        last = io::Error::new(error.kind(), format!("{address}: {error}"));
-    }
-    Err(last)
+/// How long one of so many addresses that are left may take.
+fn share(deadline: Instant, left: usize) -> Instant {
+    let now = Instant::now();
+    let part = deadline.saturating_duration_since(now) / u32::try_from(left).unwrap_or(u32::MAX).max(1);
+    if left == 1 { deadline } else { now + part.min(PER_ADDRESS) }
 }
 
-/// Connects to a rank's listener, which is known to have been there: a second refusal means it is gone.
-pub(super) async fn connect(addresses: &[SocketAddr], deadline: Instant) -> io::Result<TcpStream> {
-    let mut refused = 0;
-    loop {
-        let error = match connect_once(addresses, deadline).await {
-            Ok(stream) => return Ok(stream),
-            Err(e) => e,
-        };
-        refused += usize::from(error.kind() == io::ErrorKind::ConnectionRefused);
-        if refused == 2 || Instant::now() >= deadline {
-            return Err(error);
-        }
-        tokio::time::sleep_until(deadline.min(Instant::now() + Duration::from_millis(100))).await;
+async fn connect_to(address: &SocketAddr, until: Instant) -> io::Result<TcpStream> {
+    let stream = timeout_at(until, TcpStream::connect(address))
+        .await
+        .unwrap_or(Err(io::ErrorKind::TimedOut.into()))?;
+    // A port of the ephemeral range where nobody listens may connect to itself.
+    if stream.local_addr()? == stream.peer_addr()? {
+        return Err(io::ErrorKind::ConnectionRefused.into());
     }
+    stream.set_nodelay(true)?;
+    Ok(stream)
+}
+
+/// Tries each address once. The error is of the last one.
+pub(super) async fn connect_once(
+    addresses: &[SocketAddr],
+    deadline: Instant,
+) -> Result<TcpStream, (Failure, String)> {
+    let mut last = (Failure::Unreached, "there is no address to connect to".into());
+    for (i, address) in addresses.iter().enumerate() {
+        match connect_to(address, share(deadline, addresses.len() - i)).await {
+            Ok(stream) => return Ok(stream),
+            Err(e) => last = (Failure::of(&e), format!("{address}: {}", limits::explained(&e))),
+        }
+    }
+    Err(last)
 }
 
 /// A handshake that broke off is tried again so often: the other side may have dropped it, unproven as it was, for newer
 /// ones, where strangers crowd its door or this process was slow to speak.
 const ATTEMPTS: u32 = 6;
 
-/// Waits before the next attempt at a handshake, if there is to be one.
-async fn pause(attempt: &mut u32, end: &Refusal, deadline: Instant) -> Result<(), ()> {
-    let next = Instant::now() + *attempt * Duration::from_millis(30);
-    if !matches!(end, Refusal::Broken(_)) || *attempt == ATTEMPTS || next >= deadline {
-        return Err(());
-    }
-    *attempt += 1;
-    tokio::time::sleep_until(next).await;
-    Ok(())
+/// What became of an address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Failure {
+    /// This process, or its machine, has run out of something.
+    Limit,
+    /// Nobody listens there.
+    Refused,
+    /// Nothing answered.
+    Unreached,
+    /// The handshake broke off.
+    Broken,
+    /// Whoever is there said no, or is another rank, or none.
+    Denied,
 }
 
-/// Connects to a rank and proves that this one belongs to the world.
+impl Failure {
+    fn of(error: &io::Error) -> Failure {
+        match error.kind() {
+            _ if limits::is_limit(error) => Failure::Limit,
+            io::ErrorKind::ConnectionRefused => Failure::Refused,
+            _ => Failure::Unreached,
+        }
+    }
+}
+
+/// Why a rank was not reached, and at which addresses that was tried.
+#[derive(Debug)]
+pub(super) struct Unreached {
+    pub(super) at: String,
+    pub(super) why: String,
+    /// This process has run out of something: the other rank is not at fault.
+    pub(super) is_limit: bool,
+}
+
+/// Connects to a rank's listener, which is known to have been there, and proves that this one belongs to the world. An address counts
+/// only if the handshake answers there as the rank that is meant; else the next one is tried. A second refusal everywhere means that
+/// the rank is gone.
 pub(super) async fn dial(
     addresses: &[SocketAddr],
     token: &Token,
     purpose: &Purpose,
     deadline: Instant,
-) -> Result<TcpStream, (String, String)> {
-    let shown = || addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(", ");
-    let mut attempt = 1;
+) -> Result<TcpStream, Unreached> {
+    let (mut attempt, mut settled) = (1, 0);
     loop {
-        let mut stream = connect(addresses, deadline).await.map_err(|e| (shown(), e.to_string()))?;
-        let peer = stream.peer_addr().map_or_else(|_| shown(), |a| a.to_string());
-        match handshake::dial(&mut stream, token, purpose, deadline).await {
-            Ok(()) => return Ok(stream),
-            Err(end) => pause(&mut attempt, &end, deadline).await.map_err(|()| (peer, end.to_string()))?,
+        let mut failures = Vec::with_capacity(addresses.len());
+        for (i, address) in addresses.iter().enumerate() {
+            let until = share(deadline, addresses.len() - i);
+            match dial_at(address, token, purpose, until).await {
+                Ok(stream) => return Ok(stream),
+                Err((failure, why)) => failures.push((failure, address, why)),
+            }
         }
+        let any = |wanted| failures.iter().any(|(failure, ..)| *failure == wanted);
+        let pause = if any(Failure::Broken) {
+            attempt += 1;
+            (attempt <= ATTEMPTS).then(|| (attempt - 1) * Duration::from_millis(30))
+        } else {
+            let is_settled = !any(Failure::Unreached);
+            settled += u32::from(is_settled);
+            let is_over = settled == 2 || is_settled && !any(Failure::Refused);
+            (!is_over).then_some(Duration::from_millis(100))
+        };
+        match pause.map(|pause| Instant::now() + pause) {
+            Some(next) if next < deadline && !any(Failure::Limit) => tokio::time::sleep_until(next).await,
+            _ => {
+                let why = match &failures[..] {
+                    [(_, _, why)] => why.clone(),
+                    [] => "it gave no address".into(),
+                    _ => failures
+                        .iter()
+                        .map(|(_, at, why)| format!("{at}: {why}"))
+                        .collect::<Vec<_>>()
+                        .join("; "),
+                };
+                let at = addresses.iter().map(SocketAddr::to_string).collect::<Vec<_>>().join(", ");
+                return Err(Unreached { at, why, is_limit: any(Failure::Limit) });
+            }
+        }
+    }
+}
+
+async fn dial_at(
+    address: &SocketAddr,
+    token: &Token,
+    purpose: &Purpose,
+    until: Instant,
+) -> Result<TcpStream, (Failure, String)> {
+    let mut stream =
+        connect_to(address, until).await.map_err(|e| (Failure::of(&e), limits::explained(&e)))?;
+    match handshake::dial(&mut stream, token, purpose, until).await {
+        Ok(()) => Ok(stream),
+        Err(end @ Refusal::Broken(_)) => Err((Failure::Broken, end.to_string())),
+        Err(end) => Err((Failure::Denied, end.to_string())),
     }
 }
 
@@ -187,8 +251,9 @@ pub(super) enum Side {
 
 impl Pairing {
     /// Makes this rank and `peer` a pair, or says why that failed.
-    pub(super) async fn pair(self: Arc<Self>, peer: Rank, side: Side) -> Result<Pair, (Rank, String)> {
-        self.settle(peer, side).await.map_err(|why| (peer, why))
+    pub(super) async fn pair(self: Arc<Self>, peer: Rank, side: Side) -> Result<Pair, Failed> {
+        let failed = |why| Failed { first: self.rank, why: format!("rank {peer}: {why}") };
+        self.settle(peer, side).await.map_err(failed)
     }
 
     async fn settle(&self, peer: Rank, side: Side) -> Result<Pair, String> {
@@ -200,9 +265,14 @@ impl Pairing {
             (Frames::default(), || "its connection ended before the world was connected".to_string());
         let (stream, mut theirs_is, mine) = match side {
             Side::Dial => {
-                let purpose = Purpose::Control { world, from: self.rank };
-                let dialled = dial(&theirs.addresses, &self.token, &purpose, self.deadline).await;
-                let mut stream = dialled.map_err(|(at, why)| format!("connecting to it at {at}: {why}"))?;
+                let purpose = Purpose::Control { world, from: self.rank, to: peer };
+                let mut addresses = theirs.addresses.clone();
+                // The last resort: on another host they lead to that host itself, but containers may share a loopback.
+                let abroad = ours.process.host != theirs.process.host;
+                addresses.sort_by_key(|address| abroad && address.ip().is_loopback());
+                let dialled = dial(&addresses, &self.token, &purpose, self.deadline).await;
+                let mut stream = dialled
+                    .map_err(|Unreached { at, why, .. }| format!("connecting to it at {at}: {why}"))?;
                 let mine = if shares { self.fetch(theirs).await } else { Ok(Handed::default()) };
                 send_ready(&mut stream, &mine).await?;
                 let ready = frames.next::<Ready, _>(&mut stream).await?.ok_or_else(gone)?;
@@ -254,12 +324,15 @@ impl Pairing {
             let failed = |e: String| format!("the unix socket `@{name}`: {e}");
             let mut attempt = 1;
             loop {
-                let mut stream = fds::connect(name, deadline).await.map_err(|e| failed(e.to_string()))?;
+                let connected = fds::connect(name, deadline).await;
+                let mut stream = connected.map_err(|e| failed(limits::explained(&e)))?;
                 match handshake::dial(&mut stream, &self.token, &purpose, deadline).await {
                     Ok(()) => return Ok(fds::exchange(&stream, &self.fds).await?.over(stream)),
-                    Err(end) => {
-                        pause(&mut attempt, &end, deadline).await.map_err(|()| failed(end.to_string()))?;
+                    Err(Refusal::Broken(_)) if attempt < ATTEMPTS => {
+                        tokio::time::sleep(attempt * Duration::from_millis(30)).await;
+                        attempt += 1;
                     }
+                    Err(end) => return Err(failed(end.to_string())),
                 }
             }
         };

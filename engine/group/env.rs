@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use super::addresses::Reach;
 use super::handshake::Token;
 use super::launchers::{self, Meeting};
 use crate::error::Error;
@@ -42,6 +43,8 @@ pub struct Rendezvous {
     pub(crate) choices: Choices,
     /// Whether that was set in code, whatever the environment says.
     pub(crate) chosen: bool,
+    /// Where this rank's own listener may be. None: as the environment says.
+    pub(crate) reach: Option<Reach>,
 }
 
 /// Which links the ranks of a world may use. All ranks must choose alike. Written as `auto` or as the name of a class.
@@ -231,6 +234,8 @@ impl Rendezvous {
     /// - Options: `ALLSTREAM_RENDEZVOUS_TIMEOUT` and `ALLSTREAM_HEARTBEAT_TIMEOUT` (seconds),
     ///   `ALLSTREAM_LINK` (`auto`, `shm`, `tcp`, `inproc`), `ALLSTREAM_HOST_ID` (ranks that say the same
     ///   count as on one host), `ALLSTREAM_RENDEZVOUS_FD` (rank 0's listening socket, inherited).
+    /// - `ALLSTREAM_INTERFACE` (by which of this host's addresses the others reach this rank) and `ALLSTREAM_PORTS` (at which of its
+    ///   ports) are read when the rank connects, also where the rest is said in code.
     ///
     /// # Errors
     /// [`Error::Invalid`] names the variables that were looked for and what was found.
@@ -303,6 +308,7 @@ impl Rendezvous {
             listener: None,
             choices: Choices::default(),
             chosen: false,
+            reach: None,
         }
     }
 

@@ -26,7 +26,7 @@ use super::rendezvous::Registration;
 use crate::types::Rank;
 
 /// Counts changes of anything that travels between ranks.
-pub(crate) const VERSION: u16 = 5;
+pub(crate) const VERSION: u16 = 6;
 /// How long an accepted connection may take to prove itself.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(5);
 /// The longest purpose, or reason for a refusal.
@@ -58,12 +58,28 @@ impl fmt::Debug for Token {
 pub(crate) enum Purpose {
     /// To enter a world that forms.
     Register(Box<Registration>),
-    /// To be the control connection between two ranks.
-    Control { world: [u8; 16], from: Rank },
+    /// To be the control connection between two ranks. Addresses may lead elsewhere than to the rank that gave them (two hosts
+    /// may have the same private address), so whoever answers must be `to`.
+    Control { world: [u8; 16], from: Rank, to: Rank },
     /// To exchange descriptors on one host.
     Local { world: [u8; 16], from: Rank },
-    /// To carry the data of a communicator.
-    Data { world: [u8; 16], hello: DataHello },
+    /// To carry the data of a communicator to rank `to`.
+    Data { world: [u8; 16], to: Rank, hello: DataHello },
+    /// To say that a rank has given up connecting to the others, and why: `first` is the one that began.
+    GaveUp { world: [u8; 16], from: Rank, to: Rank, first: Rank, why: String },
+}
+
+impl Purpose {
+    /// Who wanted what, for messages to people.
+    pub(super) fn shown(&self) -> String {
+        match self {
+            Purpose::Register(registration) => format!("by rank {} to register", registration.rank),
+            Purpose::Control { from, .. } => format!("by rank {from} to connect the world"),
+            Purpose::Local { from, .. } => format!("by rank {from} to exchange descriptors"),
+            Purpose::Data { hello, .. } => format!("by rank {} for data", hello.from),
+            Purpose::GaveUp { from, .. } => format!("by rank {from}, which has given up connecting"),
+        }
+    }
 }
 
 /// Why a handshake failed.

@@ -3,6 +3,7 @@
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
 
+use super::addresses;
 use super::env::{Address, Lookup, check_place, host_name, port_number};
 use crate::types::Rank;
 
@@ -180,7 +181,7 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
         // torchrun's own store listens there. All ranks derive the same other one.
         let taken =
             get("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|v| v.trim().eq_ignore_ascii_case("true"));
-        return Ok(if taken { derived(port.into()) } else { port });
+        return Ok(if taken { derived(get, port.into())? } else { port });
     }
     slurm_port(get)?.ok_or_else(|| {
         String::from(
@@ -190,9 +191,16 @@ fn port(get: Lookup<'_>) -> Result<u16, String> {
     })
 }
 
-/// The same for the same number, different for numbers near each other, and never the number itself.
-fn derived(from: u64) -> u16 {
-    FIRST_PORT + u16::try_from(from % PORTS).unwrap_or_default()
+/// The same for the same number, different for numbers near each other, and never the number itself; among the ports that ranks may
+/// take, where the user says which.
+fn derived(get: Lookup<'_>, from: u64) -> Result<u16, String> {
+    let Some(text) = get(addresses::PORTS) else {
+        return Ok(FIRST_PORT + u16::try_from(from % PORTS).unwrap_or_default());
+    };
+    let ports = addresses::ports(&text)?;
+    let (first, count) = (u64::from(*ports.start()), u64::from(ports.end() - ports.start()) + 1);
+    let of = |from: u64| u16::try_from(first + from % count).unwrap_or(*ports.start());
+    Ok(if u64::from(of(from)) == from { of(from + 1) } else { of(from) })
 }
 
 /// Under Open MPI on one host: its server's directory is the job's own, nobody else may enter it, and it goes with the
@@ -255,7 +263,7 @@ fn slurm_port(get: Lookup<'_>) -> Result<Option<u16>, String> {
     let Some(job) = number("SLURM_JOB_ID").or_else(|| number("SLURM_JOBID")) else { return Ok(None) };
     // Jobs that run beside each other have numbers near each other; so have steps of one. A prime keeps them apart.
     let step = number("SLURM_STEP_ID").unwrap_or(0) % PORTS;
-    Ok(Some(derived(job % PORTS + 613 * step)))
+    derived(get, job % PORTS + 613 * step).map(Some)
 }
 
 #[cfg(test)]

@@ -30,6 +30,8 @@ struct Visitor {
     reached: Option<IpAddr>,
     visit: u64,
     outbox: Outbox,
+    /// It was told that there will be no world.
+    told: bool,
 }
 
 /// Rank 0's view while the world forms.
@@ -42,6 +44,10 @@ pub(super) struct Lobby<'a> {
     /// Those who cannot have a place, and must hear why.
     turned_away: Vec<Outbox>,
     visits: u64,
+    /// Why there will be no world, as a rank cannot take part in it.
+    unfit: Option<String>,
+    /// Ranks that came, and could not be let in: they know why.
+    turned_back: BTreeSet<Rank>,
     /// Who was missing when that was last told, and to whom.
     told: (Vec<Rank>, u64),
     watchers: JoinSet<()>,
@@ -55,12 +61,18 @@ impl<'a> Lobby<'a> {
         rendezvous: &'a Rendezvous,
         events: mpsc::UnboundedSender<Event>,
     ) -> Lobby<'a> {
+        let unfit = own
+            .unfit
+            .as_ref()
+            .map(|why| format!("rank 0 (process {}) cannot take part: {why}", own.process.pid));
         Lobby {
+            unfit,
             own,
             rendezvous,
             visitors: BTreeMap::new(),
             left: BTreeMap::new(),
             turned_away: Vec::new(),
+            turned_back: BTreeSet::new(),
             visits: 0,
             told: (Vec::new(), 0),
             watchers: JoinSet::new(),
@@ -70,13 +82,22 @@ impl<'a> Lobby<'a> {
     }
 
     pub(super) fn missing(&self) -> Vec<Rank> {
-        (1..self.own.size).filter(|rank| !self.visitors.contains_key(rank)).collect()
+        let is_missing = |rank: &Rank| !self.visitors.contains_key(rank) && !self.turned_back.contains(rank);
+        (1..self.own.size).filter(is_missing).collect()
     }
 
     /// Notes who came or left; an error if there can be no world.
     pub(super) fn take(&mut self, event: Event) -> Result<(), String> {
         match event {
             Event::Came { registration, stream, peer } => self.came(*registration, stream, &peer),
+            Event::Hopeless(problem) => Err(problem),
+            Event::TurnedAway { rank, why } => {
+                self.unfit.get_or_insert(why);
+                self.turned_back.insert(rank);
+                Ok(())
+            }
+            // Who was told that there will be no world goes.
+            Event::Left { .. } if self.unfit.is_some() => Ok(()),
             Event::Left { rank, visit } => {
                 if self.visitors.get(&rank).is_some_and(|v| v.visit == visit)
                     && let Some(visitor) = self.visitors.remove(&rank)
@@ -92,6 +113,10 @@ impl<'a> Lobby<'a> {
     fn came(&mut self, registration: Registration, stream: TcpStream, peer: &str) -> Result<(), String> {
         let rank = registration.rank;
         let who = format!("process {} at {peer}", registration.process.pid);
+        if rank == 0 && registration.process == self.own.process {
+            // It looked for a signpost, and its own address led back to it.
+            return Ok(());
+        }
         let reached = stream.local_addr().ok().map(|a| a.ip().to_canonical());
         self.visits += 1;
         let visit = self.visits;
@@ -102,7 +127,10 @@ impl<'a> Lobby<'a> {
         }
         tracing::debug!(rank, "rank {rank} ({who}) has registered");
         self.left.remove(&rank);
-        self.visitors.insert(rank, Visitor { registration, who, reached, visit, outbox });
+        if let Some(why) = &registration.unfit {
+            self.unfit.get_or_insert_with(|| format!("rank {rank} ({who}) cannot take part: {why}"));
+        }
+        self.visitors.insert(rank, Visitor { registration, who, reached, visit, outbox, told: false });
         Ok(())
     }
 
@@ -174,8 +202,24 @@ impl<'a> Lobby<'a> {
         self.told = now;
     }
 
+    /// Tells those who are here why there will be no world, if a rank cannot take part in it; whether that is so.
+    pub(super) fn tell_unfit(&mut self) -> bool {
+        let Some(problem) = &self.unfit else { return false };
+        if let Ok(frame) = wire::encode(&News::Failed { problem: problem.clone() }) {
+            let frame = Arc::new(frame);
+            for visitor in self.visitors.values_mut().filter(|visitor| !visitor.told) {
+                visitor.told = true;
+                let _ = visitor.outbox.send(frame.clone());
+            }
+        }
+        true
+    }
+
     /// What to say when the time is over.
     pub(super) fn too_late(&self) -> String {
+        if let Some(problem) = &self.unfit {
+            return problem.clone();
+        }
         let missing = self.missing();
         let after = self.rendezvous.timeout;
         let never: Vec<Rank> = missing.iter().copied().filter(|r| !self.left.contains_key(r)).collect();
@@ -193,6 +237,9 @@ impl<'a> Lobby<'a> {
 
     /// Whether ranks gave addresses at which the other hosts' ranks can reach them.
     pub(super) fn reachable(&self) -> Result<(), String> {
+        if let Some(problem) = &self.unfit {
+            return Err(problem.clone());
+        }
         let local = |v: &Visitor| v.registration.addresses.iter().all(|a| a.ip().is_loopback());
         let abroad = self.visitors.values().find(|v| !local(v));
         let Some(abroad) = abroad else { return Ok(()) };

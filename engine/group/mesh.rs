@@ -7,22 +7,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, timeout};
 
-use super::accept::{self, Door};
-use super::connect::{self, Pair, Pairing, Side};
+use super::connect::{self, Pair, Unreached};
 use super::control::{FLUSH, Outbox, Reader, Urgency, goodbye, write};
 use super::env::{Heartbeat, Rendezvous};
-use super::fds::Handed;
+use super::gather::{Joined, decline, gather, settled};
 use super::handshake::{Purpose, Token};
-use super::host::{self, Process};
+use super::host;
 use super::line::Line;
-use super::lobby::absent;
 use super::message::{DataHello, Message};
-use super::rendezvous::{Me, Table};
-use super::{note, runtime, wire};
+use super::rendezvous::Table;
+use super::{runtime, wire};
 use crate::error::Error;
 use crate::forked;
 use crate::link::LinkKind;
@@ -30,9 +28,6 @@ use crate::link::exit::Exit;
 use crate::plan::choices::Choices;
 use crate::types::Rank;
 
-/// Once the table is known, everyone is there: connecting takes at most this, or what is left of the
-/// rendezvous timeout if that is more.
-const CONNECTING: Duration = Duration::from_secs(10);
 /// How long a data connection may take to come about.
 const DATA_DEADLINE: Duration = Duration::from_secs(10);
 
@@ -191,8 +186,17 @@ impl Mesh {
         self.send_all([to], &message);
     }
 
+    /// Tells the other ranks that this one, which could not be the member of a world, does not come, and why: for at most some seconds.
+    pub(crate) async fn decline(rendezvous: Rendezvous, why: &Error) {
+        let (rank, unfit) = (rendezvous.rank, why.to_string());
+        if rendezvous.size > 1
+            && let Err(end) = runtime::run(decline(rendezvous, unfit)).await
+        {
+            tracing::debug!(rank, "the others were told that this rank cannot take part: {end}");
+        }
+    }
+
     /// Queues a message to every other rank.
-    #[cfg(test)]
     pub(crate) fn broadcast(&self, message: Message) {
         self.send_all(0..self.size, &message);
     }
@@ -225,16 +229,21 @@ impl Mesh {
             let problem = format!("rank {to} is no peer of rank {} in a world of {}", self.rank, self.size);
             return done.call(Err(Error::invalid("connecting to a rank", problem)));
         };
-        let (addresses, token) = (peer.address.clone(), self.token.clone());
-        let purpose = Purpose::Data { world: self.world, hello };
+        let (addresses, token, own) = (peer.address.clone(), self.token.clone(), self.rank);
+        let purpose = Purpose::Data { world: self.world, to, hello };
         let work = async move {
             let dialled = connect::dial(&addresses, &token, &purpose, Instant::now() + DATA_DEADLINE).await;
             let result = match dialled {
                 Ok(stream) => connect::for_data(stream)
-                    .map_err(|e| Error::system(format!("taking over a data connection to rank {to}"), e)),
-                Err((at, problem)) => Err(Error::Refused {
+                    .map_err(|e| Error::os(format!("taking over a data connection to rank {to}"), e)),
+                // All ranks are told of it, so it says which one had the trouble.
+                Err(Unreached { why, is_limit: true, .. }) => {
+                    let doing = format!("open a data connection from rank {own} to rank {to} of the world");
+                    Err(Error::system(doing, why))
+                }
+                Err(Unreached { at, why, .. }) => Err(Error::Refused {
                     peer: format!("rank {to} at {at}"),
-                    problem: format!("opening a data connection: {problem}"),
+                    problem: format!("opening a data connection from rank {own}: {why}"),
                 }),
             };
             done.call(result);
@@ -326,17 +335,6 @@ impl Drop for Mesh {
     }
 }
 
-/// What is settled before anything is delivered.
-struct Joined {
-    table: Table,
-    token: Token,
-    pairs: Vec<Pair>,
-    service: JoinSet<()>,
-    data: mpsc::UnboundedReceiver<(DataHello, StdStream)>,
-    /// Until when other ranks may still be connecting.
-    deadline: Instant,
-}
-
 async fn join<F>(
     rendezvous: Rendezvous,
     local_fds: Vec<OwnedFd>,
@@ -359,153 +357,15 @@ where
         let (_, data) = mpsc::unbounded_channel();
         let token = Token::new(b"");
         Joined { table, token, pairs: Vec::new(), service: JoinSet::new(), data, deadline: Instant::now() }
-    } else if let Some(path) = rendezvous.note.clone() {
-        let (rendezvous, note) = note::settle(rendezvous, &path).await?;
+    } else {
+        let (rendezvous, note) = settled(rendezvous).await?;
         let joined = gather(&rendezvous, local_fds, named).await;
         drop(note);
         joined?
-    } else {
-        gather(&rendezvous, local_fds, named).await?
     };
     let mesh = start(rank, size, joined, make_events);
     tracing::info!(rank, size, world = %format!("{:032x}", u128::from_be_bytes(mesh.world)), "the world has formed");
     Ok(mesh)
-}
-
-/// Meets the others and connects to all.
-async fn gather(
-    rendezvous: &Rendezvous,
-    local_fds: Vec<OwnedFd>,
-    named: impl FnOnce([u8; 16]) + Send,
-) -> Result<Joined, Error> {
-    let Rendezvous { rank, size, link, timeout, .. } = *rendezvous;
-    let address = rendezvous.address.as_ref().ok_or_else(|| rendezvous.error("no address was given"))?;
-    let token = rendezvous.token.clone().ok_or_else(|| {
-        rendezvous.error("no secret was given: call `token(...)` with the same on all ranks, or `insecure()` on a trusted machine")
-    })?;
-    let begun = Instant::now();
-    let deadline = begun + timeout;
-    let mut service = JoinSet::new();
-    // Lives until all are connected; its tasks hold the unix socket.
-    let mut joining = JoinSet::new();
-    let local = LocalSocket::open();
-    let me = Me {
-        rendezvous,
-        address,
-        token: &token,
-        process: Process::this(rendezvous.host_id.as_deref())?,
-        socket: local.name(),
-        deadline,
-    };
-    let formed = me.meet().await?;
-    connect::check_link(link, &formed.table.members).map_err(|e| rendezvous.error(e))?;
-    // Before there is a door: whoever is connected to this rank comes after.
-    named(formed.table.world);
-
-    let deadline = deadline.max(Instant::now() + CONNECTING);
-    let (data_in, data) = mpsc::unbounded_channel();
-    let (control, controls) = awaited(rank, size);
-    let (slots, mut fds) = awaited(rank, size);
-    let world = formed.table.world;
-    let door = Arc::new(Door { world, rank, size, token: token.clone(), control, data: data_in });
-    let fds_offered = Arc::new(local_fds);
-    local.serve(&mut joining, door.clone(), fds_offered.clone(), slots);
-    service.spawn(accept::serve(formed.listener, move |stream, visit| door.clone().enter(stream, visit)));
-
-    let pairing =
-        Pairing { rank, table: formed.table, token: token.clone(), link, fds: fds_offered, deadline };
-    let pairing = Arc::new(pairing);
-    let mut pending = JoinSet::new();
-    for (peer, control) in controls.into_iter().enumerate() {
-        let side = match (control, fds[peer].take()) {
-            (Some(control), Some(fds)) => Side::Await { control, fds },
-            _ if peer < rank => Side::Dial,
-            _ => continue,
-        };
-        pending.spawn(pairing.clone().pair(peer, side));
-    }
-    let mut pairs: Vec<Pair> = Vec::with_capacity(size);
-    loop {
-        match timeout_at(deadline, pending.join_next()).await {
-            Ok(None) => break,
-            Ok(Some(Ok(Ok(pair)))) => pairs.push(pair),
-            Ok(Some(Ok(Err((peer, why))))) => return Err(rendezvous.error(format!("rank {peer}: {why}"))),
-            Ok(Some(Err(e))) => return Err(rendezvous.error(format!("connecting: {e}"))),
-            Err(_) => {
-                let without: Vec<Rank> =
-                    (0..size).filter(|r| *r != rank && !pairs.iter().any(|p| p.rank == *r)).collect();
-                let after = begun.elapsed();
-                return Err(rendezvous.error(format!(
-                    "all ranks came, but {} did not connect to this one within {after:.1?}; does a firewall stand between the hosts?",
-                    absent(&without, size)
-                )));
-            }
-        }
-    }
-    let table = pairing.table.clone();
-    Ok(Joined { table, token, pairs, service, data, deadline })
-}
-
-type Sender<T> = Mutex<Option<oneshot::Sender<T>>>;
-
-/// A place for something from each higher rank, which dials this one.
-fn awaited<T>(rank: Rank, size: usize) -> (Vec<Sender<T>>, Vec<Option<oneshot::Receiver<T>>>) {
-    let one = |peer| {
-        let (tell, told) = oneshot::channel();
-        if peer > rank { (Mutex::new(Some(tell)), Some(told)) } else { (Mutex::new(None), None) }
-    };
-    (0..size).map(one).unzip()
-}
-
-/// This rank's unix socket, if it could have one.
-#[cfg(target_os = "linux")]
-struct LocalSocket(Option<(String, tokio::net::UnixListener)>);
-
-#[cfg(target_os = "linux")]
-impl LocalSocket {
-    fn open() -> LocalSocket {
-        let open = || -> Result<_, String> {
-            let name =
-                format!("allstream-{:032x}", u128::from_le_bytes(host::random().map_err(|e| e.to_string())?));
-            let listener = super::fds::listen(&name).map_err(|e| e.to_string())?;
-            Ok((name, listener))
-        };
-        LocalSocket(open().inspect_err(|e| tracing::warn!("no unix socket, so no shared memory: {e}")).ok())
-    }
-
-    fn name(&self) -> Option<String> {
-        self.0.as_ref().map(|(name, _)| name.clone())
-    }
-
-    fn serve(
-        self,
-        into: &mut JoinSet<()>,
-        door: Arc<Door>,
-        fds: Arc<Vec<OwnedFd>>,
-        slots: Vec<Sender<Handed>>,
-    ) {
-        if let Some((_, listener)) = self.0 {
-            let hatch = Arc::new(accept::local::Hatch { door, fds, slots });
-            into.spawn(accept::serve(listener, move |stream, visit| hatch.clone().enter(stream, visit)));
-        }
-    }
-}
-
-/// There are no abstract unix sockets here.
-#[cfg(not(target_os = "linux"))]
-struct LocalSocket;
-
-#[cfg(not(target_os = "linux"))]
-impl LocalSocket {
-    fn open() -> LocalSocket {
-        LocalSocket
-    }
-
-    fn name(&self) -> Option<String> {
-        None
-    }
-
-    fn serve(self, _: &mut JoinSet<()>, _: Arc<Door>, _: Arc<Vec<OwnedFd>>, _: Vec<Sender<Handed>>) {}
 }
 
 /// Makes the mesh, lets its events be made, and only then delivers.
@@ -520,7 +380,10 @@ where
     for Pair { rank: peer, stream, frames, link, handed } in pairs {
         let outbox = Outbox::new();
         let member = &table.members[peer];
-        let address = member.addresses.clone();
+        let mut address = member.addresses.clone();
+        // The one that is known to lead there first.
+        let reached = stream.peer_addr().ok().map(|at| at.ip().to_canonical());
+        address.sort_by_key(|at| reached != Some(at.ip().to_canonical()));
         peers[peer] = Some(PeerInfo {
             #[cfg(test)]
             rank: peer,

@@ -10,6 +10,11 @@ use crate::types::{Rank, Signature};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct CommId(pub(crate) u64);
 
+impl CommId {
+    /// The world's own.
+    pub(crate) const WORLD: CommId = CommId(0);
+}
+
 /// A control message. One travels as a 4-byte little-endian length and JSON.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) enum Message {

@@ -7,10 +7,13 @@
 #![deny(unsafe_code)]
 
 mod accept;
+mod addresses;
 mod connect;
 mod control;
 mod env;
+mod farewell;
 pub(crate) mod fds;
+mod gather;
 pub(crate) mod handshake;
 pub(crate) mod host;
 mod launchers;
@@ -21,11 +24,14 @@ pub(crate) mod message;
 mod note;
 pub(crate) mod rendezvous;
 pub(crate) mod runtime;
+mod signpost;
+mod visit;
 pub(crate) mod wire;
 
 #[cfg(test)]
 mod tests;
 
+pub(crate) use addresses::Reach;
 pub use env::{LinkChoice, Rendezvous};
 pub(crate) use host::nonce;
 pub(crate) use mesh::{Events, Mesh};

@@ -1,29 +1,30 @@
 //! How the ranks of a world find each other: everyone registers with rank 0, and gets the table of all.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::net::{TcpListener, TcpSocket, TcpStream};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
-use super::accept::{self, Visit};
-use super::connect::{connect_once, resolve};
+use super::accept::{self, Porter, Visit};
+use super::addresses::{self, Reach, is_literal, listen_at};
+use super::connect::resolve;
 use super::env::{Address, Heartbeat, LinkChoice, Listener, Rendezvous};
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::host::{self, Process};
-use super::lobby::{Lobby, absent};
-use super::wire::Frames;
-use crate::error::Error;
+use super::lobby::Lobby;
+use super::signpost::{self, Look};
+use crate::error::{Error, limits};
 use crate::plan::choices::Choices;
 use crate::types::Rank;
 
 /// How often rank 0 tells those who wait for whom they wait, if that changed.
 const NEWS: Duration = Duration::from_millis(250);
-/// How much longer than its own deadline a registered rank waits for rank 0 to say who is missing.
-const GRACE: Duration = Duration::from_secs(2);
+/// How long rank 0 stays when there can be no world as some rank cannot take part, so that those who come meanwhile hear why.
+pub(super) const LINGER: Duration = Duration::from_secs(5);
 
 /// What a rank says of itself.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -36,6 +37,8 @@ pub(crate) struct Registration {
     /// The name of its unix socket in the abstract namespace.
     pub(crate) socket: Option<String>,
     pub(crate) link: LinkChoice,
+    /// Why it cannot take part: it came to say so.
+    pub(crate) unfit: Option<String>,
 }
 
 /// What every rank knows of the world once all have come.
@@ -55,6 +58,8 @@ pub(crate) enum News {
     Waiting { missing: Vec<Rank> },
     /// All have come.
     Formed(Box<Table>),
+    /// Rank 0 is not here: it listens at one of these addresses.
+    Elsewhere { addresses: Vec<SocketAddr> },
     /// There will be no world.
     Failed { problem: String },
 }
@@ -73,16 +78,20 @@ pub(crate) struct Me<'a> {
     pub(crate) process: Process,
     pub(crate) socket: Option<String>,
     pub(crate) deadline: Instant,
+    /// Where its own listener may be.
+    pub(crate) reach: &'a Reach,
+    /// Why it cannot take part: it comes to say so.
+    pub(crate) unfit: Option<String>,
 }
 
 impl Me<'_> {
-    fn registration(&self, addresses: Vec<SocketAddr>) -> Registration {
+    pub(super) fn registration(&self, addresses: Vec<SocketAddr>) -> Registration {
         let Rendezvous { rank, size, link, .. } = *self.rendezvous;
         let (process, socket) = (self.process.clone(), self.socket.clone());
-        Registration { rank, size, addresses, process, socket, link }
+        Registration { rank, size, addresses, process, socket, link, unfit: self.unfit.clone() }
     }
 
-    fn error(&self, problem: impl Into<String>) -> Error {
+    pub(super) fn error(&self, problem: impl Into<String>) -> Error {
         self.rendezvous.error(problem)
     }
 
@@ -91,105 +100,48 @@ impl Me<'_> {
         if self.rendezvous.rank == 0 { self.host().await } else { self.visit().await }
     }
 
-    // ---- every rank but 0 ----
-
-    async fn visit(&self) -> Result<Formed, Error> {
-        let (mut stream, listener) = self.register().await?;
-        let mut frames = Frames::default();
-        let mut missing: Option<Vec<Rank>> = None;
-        let size = self.rendezvous.size;
-        loop {
-            let news = timeout_at(self.deadline + GRACE, frames.next::<News, _>(&mut stream)).await;
-            match news {
-                Err(_) => {
-                    let who = match &missing {
-                        Some(missing) => absent(missing, size),
-                        None => "the others".into(),
-                    };
-                    let after = self.rendezvous.timeout;
-                    return Err(self
-                        .error(format!("registered with rank 0, but {who} did not come within {after:?}")));
-                }
-                Ok(Ok(Some(News::Waiting { missing: now }))) => missing = Some(now),
-                Ok(Ok(Some(News::Failed { problem }))) => return Err(self.error(problem)),
-                Ok(Ok(Some(News::Formed(table)))) => {
-                    check_table(&table, self.rendezvous)
-                        .map_err(|e| self.error(format!("rank 0 sent {e}")))?;
-                    return Ok(Formed { table: *table, listener });
-                }
-                Ok(Ok(None)) => {
-                    let problem = "rank 0 went away before the world had formed; its own output says why";
-                    return Err(self.error(problem));
-                }
-                Ok(Err(why)) => return Err(self.error(format!("reading from rank 0: {why}"))),
-            }
-        }
-    }
-
-    /// Connects to rank 0 until that works, and says who this is.
-    async fn register(&self) -> Result<(TcpStream, TcpListener), Error> {
-        let mut pause = Duration::from_millis(10);
-        loop {
-            let last = match timeout_at(self.deadline, self.try_register()).await {
-                Ok(Ok(registered)) => return Ok(registered),
-                Ok(Err(Attempt::Final(why))) => return Err(self.error(why)),
-                Ok(Err(Attempt::Again(why))) => why,
-                Err(_) => "it accepted no connection, or did not answer on it".into(),
-            };
-            if Instant::now() + pause >= self.deadline {
-                let after = self.rendezvous.timeout;
-                return Err(self.error(format!(
-                    "rank 0 could not be reached within {after:?}: {last}. Is rank 0 running, and are MASTER_ADDR and \
-                     MASTER_PORT its address?"
-                )));
-            }
-            tracing::debug!(rank = self.rendezvous.rank, address = %self.address, "rank 0 is not there yet: {last}");
-            tokio::time::sleep(pause).await;
-            pause = (pause * 3 / 2).min(Duration::from_millis(500));
-        }
-    }
-
-    async fn try_register(&self) -> Result<(TcpStream, TcpListener), Attempt> {
-        let addresses = resolve(self.address).await.map_err(Attempt::Again)?;
-        let mut stream =
-            connect_once(&addresses, self.deadline).await.map_err(|e| Attempt::Again(e.to_string()))?;
-        // Whoever comes from where rank 0 is comes over this interface.
-        let local = stream.local_addr().map_err(|e| Attempt::Again(e.to_string()))?;
-        let listener = listen_at(with_port(local, 0)).map_err(|e| {
-            Attempt::Final(format!("opening this rank's own listener at {}: {e}", local.ip()))
-        })?;
-        let at = listener.local_addr().map_err(|e| Attempt::Again(e.to_string()))?;
-        let purpose = Purpose::Register(Box::new(self.registration(vec![at])));
-        match handshake::dial(&mut stream, self.token, &purpose, self.deadline).await {
-            Ok(()) => Ok((stream, listener)),
-            Err(Refusal::Broken(why)) => Err(Attempt::Again(why)),
-            Err(Refusal::Stranger(why)) => {
-                Err(Attempt::Final(format!("what answers there is not rank 0: {why}")))
-            }
-            Err(Refusal::Denied(why)) => Err(Attempt::Final(format!("rank 0 refused this process: {why}"))),
-        }
-    }
-
     // ---- rank 0 ----
 
     async fn host(&self) -> Result<Formed, Error> {
-        let door = self.listen().await?;
+        let Gate { door, strays } = self.open_gate().await?;
         let bound = door.local_addr().map_err(|e| self.error(format!("listening: {e}")))?;
-        let listener = listen_at(with_port(bound, 0))
-            .map_err(|e| self.error(format!("opening this rank's own listener at {}: {e}", bound.ip())))?;
-        let port = listener.local_addr().map_err(|e| self.error(format!("listening: {e}")))?.port();
-
+        let (mut listener, mut told, mut unfit) = (None, Vec::new(), self.unfit.clone());
+        if unfit.is_none() {
+            match self.reach.listen(bound.ip(), false) {
+                Ok((opened, at)) => (listener, told) = (Some(opened), at),
+                Err(why) => unfit = Some(why),
+            }
+        }
         let (tell, mut events) = mpsc::unbounded_channel();
-        let own = self.registration(vec![with_port(bound, port)]);
-        let mut lobby = Lobby::new(own, self.rendezvous, tell.clone());
+        let mut own = self.registration(told);
+        own.unfit = unfit;
         let mut background = JoinSet::new();
-        let token = self.token.clone();
-        background.spawn(accept::serve(door, move |stream, visit| {
+        if let Some(told) = strays {
+            let (me, tell) = (self.at_signposts(&own), tell.clone());
+            background.spawn(async move {
+                let problem = signpost::keep_telling(me, bound, told).await;
+                let _ = tell.send(Event::Hopeless(problem));
+            });
+        }
+        let mut lobby = Lobby::new(own, self.rendezvous, tell.clone());
+        let (token, full) = (self.token.clone(), tell.clone());
+        let turned_away = move |why: &str, purpose: &Purpose| {
+            if let Purpose::Register(visitor) = purpose {
+                let _ = full.send(Event::TurnedAway { rank: visitor.rank, why: why.into() });
+            }
+        };
+        let porter = Porter { rank: 0, token: token.clone(), turned_away };
+        background.spawn(accept::serve(door, porter, move |stream, visit| {
             welcome(stream, visit, token.clone(), tell.clone())
         }));
         let mut next_news = Instant::now() + NEWS;
+        let mut end = self.deadline;
         let ended = loop {
-            let next = next_news.min(self.deadline);
+            if lobby.tell_unfit() {
+                // There will be no world. Those who are still to come hear why, if that is soon.
+                end = end.min(Instant::now() + LINGER);
+            }
+            let next = next_news.min(end);
             match timeout_at(next, events.recv()).await {
                 Ok(Some(event)) => {
                     if let Err(problem) = lobby.take(event) {
@@ -200,7 +152,7 @@ impl Me<'_> {
                     }
                 }
                 Ok(None) => break Err("the listener ended".into()),
-                Err(_) if Instant::now() >= self.deadline => break Err(lobby.too_late()),
+                Err(_) if Instant::now() >= end => break Err(lobby.too_late()),
                 Err(_) => {
                     lobby.spread_news();
                     next_news = Instant::now() + NEWS;
@@ -209,20 +161,44 @@ impl Me<'_> {
         };
         // From here on nobody can register.
         drop(background);
-        match ended {
-            Ok(()) => {
+        match (ended, listener) {
+            (Ok(()), Some(listener)) => {
                 let table = lobby.close_with_table(host::random()?).await.map_err(|e| self.error(e))?;
                 Ok(Formed { table, listener })
             }
-            Err(problem) => {
+            (Ok(()), None) => Err(self.error("rank 0 cannot take part")),
+            (Err(problem), _) => {
                 lobby.close_with_problem(&problem).await;
                 Err(self.error(problem))
             }
         }
     }
 
+    fn at_signposts(&self, own: &Registration) -> signpost::Visitor {
+        signpost::Visitor { address: self.address.clone(), token: self.token.clone(), own: own.clone() }
+    }
+
+    /// The addresses where ranks meet: asked for until there are some, for a name may be known some seconds later than the host
+    /// that has it (a pod's, in Kubernetes).
+    async fn resolve_patiently(&self) -> Result<Vec<SocketAddr>, Error> {
+        let mut pause = Duration::from_millis(50);
+        loop {
+            let why = match timeout_at(self.deadline, resolve(self.address)).await {
+                Ok(Ok(addresses)) => return Ok(addresses),
+                Ok(Err(why)) => why,
+                Err(_) => format!("the host name `{}` was not resolved in time", self.address.host),
+            };
+            if Instant::now() + pause >= self.deadline {
+                return Err(self.error(format!("{why}; tried for {:?}", self.rendezvous.timeout)));
+            }
+            tracing::info!("{why}; rank 0 tries again");
+            tokio::time::sleep(pause).await;
+            pause = (pause * 3 / 2).min(Duration::from_millis(500));
+        }
+    }
+
     /// Rank 0's rendezvous listener: the one given, or one at the address.
-    async fn listen(&self) -> Result<TcpListener, Error> {
+    async fn open_gate(&self) -> Result<Gate, Error> {
         let given = match &self.rendezvous.listener {
             Some(Listener::Inherited(fd)) => super::fds::inherited_listener(*fd)
                 .map_err(|e| self.error(format!("ALLSTREAM_RENDEZVOUS_FD: {e}")))
@@ -234,42 +210,66 @@ impl Me<'_> {
         };
         if let Some(listener) = given {
             let ready = listener.set_nonblocking(true).and_then(|()| TcpListener::from_std(listener));
-            return ready.map_err(|e| self.error(format!("using the listener given: {e}")));
+            let door = ready.map_err(|e| self.error(format!("using the listener given: {e}")))?;
+            return Ok(Gate { door, strays: None });
         }
-        let addresses = resolve(self.address).await.map_err(|e| self.error(e))?;
-        let literal = self.address.host == "localhost" || self.address.host.parse::<IpAddr>().is_ok();
+        let addresses = self.resolve_patiently().await?;
+        let literal = is_literal(&self.address.host);
         let mut last = None;
         // The name of this host may be in /etc/hosts as a loopback address, where no other host would come.
         for address in addresses.iter().filter(|a| literal || !a.ip().is_loopback()) {
             match listen_at(*address) {
-                Ok(listener) => return Ok(listener),
+                Ok(door) => return Ok(Gate { door, strays: None }),
                 Err(e) if e.kind() == std::io::ErrorKind::AddrInUse => {
-                    return Err(self.error(format!(
-                        "something else listens at {address} already (another job, or one that has not ended); choose another port (ALLSTREAM_PORT, or MASTER_PORT)"
-                    )));
+                    return self.beside(address.ip()).await;
                 }
-                Err(e) => last = Some(format!("{address}: {e}")),
+                Err(e) => last = Some(format!("{address}: {}", limits::explained(&e))),
             }
         }
         if literal && addresses.iter().all(|a| a.ip().is_loopback()) {
             return Err(self.error(format!("listening failed at {}", last.unwrap_or_default())));
         }
-        // The address is none of this host's (translated, or a service's): listen on all. Only the token admits.
+        // The address is none of this host's: translated, or a service's, or another host's where a rank may put up a signpost.
+        // Listen on all. Only the token admits.
         let port = self.address.port;
-        tracing::warn!(address = %self.address, ?last, "rank 0 listens on all addresses of its host");
+        if last.is_some() {
+            tracing::warn!(address = %self.address, ?last, "rank 0 listens on all addresses of its host ({}): where ranks meet is none of \
+                 them", addresses::shown());
+        }
         let any = [SocketAddr::from(([0u16; 8], port)), SocketAddr::from(([0u8; 4], port))];
-        let listener = any.into_iter().map(listen_at).reduce(Result::or);
-        match listener {
-            Some(Ok(listener)) => Ok(listener),
-            Some(Err(e)) => Err(self.error(format!("listening on port {port}: {e}"))),
+        let door = any.into_iter().map(listen_at).reduce(Result::or);
+        match door {
+            Some(Ok(door)) => Ok(Gate { door, strays: last.is_some().then_some(None) }),
+            Some(Err(e)) if e.kind() == std::io::ErrorKind::AddrInUse => {
+                self.beside(Ipv4Addr::UNSPECIFIED.into()).await
+            }
+            Some(Err(e)) => Err(self.error(format!("listening on port {port}: {}", limits::explained(&e)))),
             None => Err(self.error("no address to listen at")),
+        }
+    }
+
+    /// Somebody listens already at this port of this host. If that is a rank's signpost, which came first, rank 0 listens beside it.
+    async fn beside(&self, at: IpAddr) -> Result<Gate, Error> {
+        let failed = |e: String| self.error(format!("listening beside a signpost: {e}"));
+        let (door, _) = self.reach.listen(at, false).map_err(failed)?;
+        let bound = door.local_addr().map_err(|e| failed(e.to_string()))?;
+        match signpost::look(&self.at_signposts(&self.registration(Vec::new())), bound).await {
+            Look::Told(stream) => Ok(Gate { door, strays: Some(Some(stream)) }),
+            Look::Problem(problem) => Err(self.error(problem)),
+            Look::None(why) => Err(self.error(format!(
+                "something else listens at port {} of {at} already (another job, or one that has not ended): {why}; choose another port \
+                 (ALLSTREAM_PORT, or MASTER_PORT)",
+                self.address.port
+            ))),
         }
     }
 }
 
-enum Attempt {
-    Again(String),
-    Final(String),
+/// Where ranks come to register.
+struct Gate {
+    door: TcpListener,
+    /// Ranks may come to where they meet, and this listener is not there. Inside: the signpost that knows of it.
+    strays: Option<Option<TcpStream>>,
 }
 
 pub(super) fn with_port(mut address: SocketAddr, port: u16) -> SocketAddr {
@@ -277,19 +277,24 @@ pub(super) fn with_port(mut address: SocketAddr, port: u16) -> SocketAddr {
     address
 }
 
-/// A listener with a queue long enough for a world that comes at once.
-fn listen_at(address: SocketAddr) -> std::io::Result<TcpListener> {
-    let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    // A fixed port may still have connections of an earlier job that are fading out.
-    socket.set_reuseaddr(address.port() != 0)?;
-    socket.bind(address)?;
-    socket.listen(4096)
-}
-
 /// What happens at rank 0's door.
 pub(super) enum Event {
-    Came { registration: Box<Registration>, stream: TcpStream, peer: String },
-    Left { rank: Rank, visit: u64 },
+    Came {
+        registration: Box<Registration>,
+        stream: TcpStream,
+        peer: String,
+    },
+    Left {
+        rank: Rank,
+        visit: u64,
+    },
+    /// A member could not be let in, for rank 0 has run out of something. The member knows why.
+    TurnedAway {
+        rank: Rank,
+        why: String,
+    },
+    /// There can be no world: why.
+    Hopeless(String),
 }
 
 /// Lets a connection prove itself and hands the registration on.

@@ -48,7 +48,7 @@ fn start() -> Result<Control, Error> {
         .max_blocking_threads(4)
         .thread_keep_alive(Duration::from_secs(1))
         .build()
-        .map_err(|e| Error::system(doing(), e))?;
+        .map_err(|e| Error::os(doing(), e))?;
     let handle = runtime.handle().clone();
     let thread = std::thread::Builder::new()
         .name(THREAD.into())

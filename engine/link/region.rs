@@ -20,7 +20,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 
 use super::SLOT;
 use super::layout::RING_BYTES;
-use crate::error::Error;
+use crate::error::{Error, limits};
 use crate::forked;
 use crate::mem::device::{DeviceStream, SharedWords};
 
@@ -193,9 +193,9 @@ fn whole(bytes: usize) -> usize {
 impl Region {
     /// A region that other processes can map.
     pub(crate) fn shared() -> Result<Region, Error> {
-        let doing = |e: rustix::io::Errno| {
-            Error::system("create this rank's shared-memory region (memfd, 4 GB of address space)", e)
-        };
+        let what = "create this rank's shared-memory region (memfd, 4 GB of address space)";
+        let doing = |e: rustix::io::Errno| Error::os(what, e);
+        limits::check_file_size(REGION_BYTES as u64).map_err(|problem| Error::system(what, problem))?;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = memfd_create("allstream", flags).map_err(doing)?;
         ftruncate(&fd, REGION_BYTES as u64).map_err(doing)?;
@@ -215,7 +215,7 @@ impl Region {
                 MapFlags::PRIVATE | MapFlags::NORESERVE,
             )
         }
-        .map_err(|e| Error::system("map a rank's staging region (4 GB of address space)", e))?;
+        .map_err(|e| Error::os("map a rank's staging region (4 GB of address space)", e))?;
         NonNull::new(base.cast())
             .map(|base| Region::new(base, None))
             .ok_or_else(|| Error::system("map a rank's staging region", "the system returned address 0"))
@@ -232,7 +232,7 @@ impl Region {
         if !seals.contains(SealFlags::SHRINK) {
             return Err(Error::system(doing, "it is not sealed against shrinking"));
         }
-        let base = map_shared(&fd).map_err(|e| Error::system(doing, e))?;
+        let base = map_shared(&fd).map_err(|e| Error::os(doing, e))?;
         Ok(Region::new(base, Some(fd)))
     }
 

@@ -10,6 +10,7 @@ mod guests;
 mod kills;
 #[cfg(feature = "testing")]
 mod late;
+mod limits;
 mod links;
 mod losses;
 mod mismatches;
@@ -48,6 +49,9 @@ fn rank() {
             "forks" => forks::rank(me).await,
             "breaks" => links::breaks(me).await,
             "leaves_one" => links::leaves_one(me).await,
+            "cannot_enter" => limits::cannot_enter(me).await,
+            "runs_out" => limits::runs_out(me).await,
+            "no_room_for_peers" => limits::no_room_for_peers(me).await,
             "child_timeout" => aborts::child_timeout(me).await,
             "survives" => survive::rank(me).await,
             "leaves" => losses::leaves(me).await,

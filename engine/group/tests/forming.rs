@@ -188,11 +188,11 @@ async fn another_job_or_a_false_rank_is_refused_by_a_mesh_listener() {
     let world = members[0].mesh.world();
     let data = |from| DataHello { comm: CommId(0), from, channel: 0 };
     for (purpose, word) in [
-        (Purpose::Control { world: [0; 16], from: 0 }, "another world"),
-        (Purpose::Data { world: [0; 16], hello: data(0) }, "another world"),
-        (Purpose::Data { world, hello: data(1) }, "no peer"),
-        (Purpose::Data { world, hello: data(usize::MAX) }, "no peer"),
-        (Purpose::Control { world, from: 0 }, "awaits no"),
+        (Purpose::Control { world: [0; 16], from: 0, to: 1 }, "another world"),
+        (Purpose::Data { world: [0; 16], to: 1, hello: data(0) }, "another world"),
+        (Purpose::Data { world, to: 1, hello: data(1) }, "no peer"),
+        (Purpose::Data { world, to: 1, hello: data(usize::MAX) }, "no peer"),
+        (Purpose::Control { world, from: 0, to: 1 }, "awaits no"),
         (Purpose::Local { world, from: 0 }, "unix socket"),
     ] {
         let mut socket = tokio::net::TcpStream::connect(at).await.unwrap();

@@ -11,7 +11,7 @@ fn soon() -> Instant {
 }
 
 fn purpose() -> Purpose {
-    Purpose::Data { world: [7; 16], hello: DataHello { comm: CommId(3), from: 1, channel: 0 } }
+    Purpose::Data { world: [7; 16], to: 0, hello: DataHello { comm: CommId(3), from: 1, channel: 0 } }
 }
 
 async fn meet(

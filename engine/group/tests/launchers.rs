@@ -56,10 +56,17 @@ fn under_torchrun_ranks_meet_beside_the_agents_store() {
 #[test]
 fn a_derived_port_is_another_and_not_one_that_the_system_gives_out() {
     for port in 1..=u16::MAX {
-        let other = derived(port.into());
+        let other = derived(&|_| None, port.into()).unwrap();
         assert!((10_000..30_000).contains(&other) && other != port, "{port}: {other}");
     }
-    assert_ne!(derived(29_500), derived(29_501));
+    assert_ne!(derived(&|_| None, 29_500), derived(&|_| None, 29_501));
+    // Where a firewall lets some ports through, it is one of those.
+    let open = |name: &str| (name == "ALLSTREAM_PORTS").then(|| "29400-29599".to_string());
+    for port in 29_300..29_700 {
+        let other = derived(&open, port.into()).unwrap();
+        assert!((29_400..=29_599).contains(&other) && other != port, "{port}: {other}");
+    }
+    assert!(derived(&|_| Some("9-8".into()), 1).unwrap_err().contains("ALLSTREAM_PORTS"));
 }
 
 /// As Open MPI 4.1 sets them.

@@ -2,6 +2,9 @@
 
 mod crowd;
 mod forming;
+mod giving_up;
+#[cfg(target_os = "linux")]
+mod hosts;
 mod living;
 #[cfg(target_os = "linux")]
 mod processes;

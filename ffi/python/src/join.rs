@@ -1,7 +1,7 @@
 //! Joining a world.
 
 use std::net::TcpListener;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::{BorrowedFd, IntoRawFd, RawFd};
 
 use allstream::{Error, Node, Rendezvous};
 use pyo3::prelude::*;
@@ -126,4 +126,16 @@ pub(crate) fn local(py: Python<'_>, size: usize) -> PyResult<Vec<Comm>> {
     keeper::start()?;
     let comms = allstream::Comm::local(size).map_err(|error| errors::of(py, &error))?;
     Ok(comms.into_iter().map(Comm::new).collect())
+}
+
+/// Opens a socket where rank 0 may listen: its descriptor, which is the caller's, and its address as `connect` takes it. See the stub
+/// file.
+#[pyfunction]
+#[pyo3(signature = (near=None))]
+pub(crate) fn listen_for_ranks(py: Python<'_>, near: Option<(String, u16)>) -> PyResult<(RawFd, String)> {
+    // A name may take a while to be resolved.
+    let opened =
+        py.detach(|| Rendezvous::listen_for_ranks(near.as_ref().map(|(host, port)| (host.as_str(), *port))));
+    let (listener, at) = opened.map_err(|error| errors::of(py, &error))?;
+    Ok((listener.into_raw_fd(), at.to_string()))
 }

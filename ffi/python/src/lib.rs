@@ -32,6 +32,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<buckets::Buckets>()?;
     module.add_function(wrap_pyfunction!(join::connect, module)?)?;
     module.add_function(wrap_pyfunction!(join::connect_node, module)?)?;
+    module.add_function(wrap_pyfunction!(join::listen_for_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(join::local, module)?)?;
     module.add_function(wrap_pyfunction!(keeper::forked, module)?)?;
     module.add_function(wrap_pyfunction!(keeper::interpreter_ends, module)?)?;

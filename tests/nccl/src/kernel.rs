@@ -279,7 +279,9 @@ fn collective(all: &[Here]) -> Option<()> {
         let ins: Vec<*const u8> = all.iter().map(|here| here.input.wrapping_add(block * bytes)).collect();
         let mut result = vec![0_u8; bytes];
         // SAFETY: each is as long as the call says, and nobody writes there: all kernels are here. `result` is our own.
-        unsafe { reduce(dtype, op(number)?, &ins, &[result.as_mut_ptr()], count, Some((size as u32).into())) };
+        unsafe {
+            reduce(dtype, op(number)?, &ins, &[result.as_mut_ptr()], count, Some((size as u32).into()))
+        };
         Some(result)
     };
     let input = |here: &Here| {

@@ -145,6 +145,12 @@ def connect(*, address: Optional[str] = None, rank: Optional[int] = None, size: 
 def connect_node(devices: int, **options: Any) -> list[Comm]:
     """As `connect`, with `devices` ranks in this process: `rank` and `size` count processes."""
 
+def listen_for_ranks(near: Optional[tuple[str, int]] = None) -> tuple[int, str]:
+    """Opens a socket where rank 0 may listen, at an address of this host by which other hosts reach it: for a program that tells the other
+    ranks by itself where to meet. The descriptor, which the caller closes, and the address are for `connect`. `near` is the host and the
+    port of something that all ranks reach. `ALLSTREAM_INTERFACE` and `ALLSTREAM_PORTS` hold.
+    """
+
 def local(size: int) -> list[Comm]:
     """A group of `size` ranks in this process, one for each thread."""
 

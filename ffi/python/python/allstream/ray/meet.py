@@ -35,7 +35,7 @@ from typing import Any, Dict, List, Optional, Set
 import ray
 
 import allstream
-from allstream import errors
+from allstream import _native, errors
 from allstream.ray.store import Store
 
 # How long rank 0, having given up, waits for the others to read why.
@@ -81,17 +81,8 @@ def meet(group: str, world: int, rank: int, timeout: float, cancel: threading.Ev
 
 def listen() -> "tuple[socket.socket, str]":
     """A socket that listens on this node's address, at a free port, and that address as `connect` takes it."""
-    ip = ray.util.get_node_ip_address()
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((ip, 0))
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    port = listener.getsockname()[1]
-    return listener, f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+    descriptor, address = _native.listen_for_ranks((ray.util.get_node_ip_address(), 1))
+    return socket.socket(fileno=descriptor), address
 
 
 def _connect(attempt: Try, address: str, token: str, timeout: float, listener: Optional[int] = None) -> Any:

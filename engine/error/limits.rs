@@ -1,0 +1,56 @@
+//! Limits of a process: the system names them by a number, a person needs their names, what they are set to, and what raises them.
+
+use std::io;
+
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+fn errno(error: &io::Error) -> Option<Errno> {
+    error.raw_os_error().map(Errno::from_raw_os_error)
+}
+
+/// Whether this process, or its machine, has run out of something: a try at another address would end alike.
+pub(crate) fn is_limit(error: &io::Error) -> bool {
+    matches!(errno(error), Some(Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS))
+}
+
+/// The system's words, and the limit that was met, where it is one.
+pub(crate) fn explained(error: &io::Error) -> String {
+    let set = |resource| getrlimit(resource).current;
+    match errno(error) {
+        Some(Errno::MFILE) => {
+            let most = set(Resource::Nofile).map_or_else(|| "no more".into(), |most| most.to_string());
+            format!(
+                "{error}: process {} may have {most} descriptors open (RLIMIT_NOFILE); raise it with `ulimit -n` before the \
+                 program starts",
+                std::process::id()
+            )
+        }
+        Some(Errno::NFILE) => {
+            format!("{error}: the whole machine may open no more (/proc/sys/fs/file-max)")
+        }
+        Some(Errno::NOMEM) if let Some(most) = set(Resource::As) => format!(
+            "{error}: process {} may have {most} bytes of address space (RLIMIT_AS); a rank maps 4 GB for itself and for each \
+             other rank of its host, which is no memory: take the limit away with `ulimit -v unlimited` before the program \
+             starts",
+            std::process::id()
+        ),
+        _ => error.to_string(),
+    }
+}
+
+/// Whether this process may make a file so long. Asked before, for the system answers one that is too long by a signal that ends
+/// the process (SIGXFSZ).
+///
+/// # Errors
+/// The limit by its name, and what raises it.
+pub(crate) fn check_file_size(bytes: u64) -> Result<(), String> {
+    match getrlimit(Resource::Fsize).current {
+        Some(most) if most < bytes => Err(format!(
+            "it takes a file of {bytes} bytes, and process {} may make files of {most} bytes (RLIMIT_FSIZE, which counts memory \
+             that processes share as a file); take the limit away with `ulimit -f unlimited` before the program starts",
+            std::process::id()
+        )),
+        _ => Ok(()),
+    }
+}

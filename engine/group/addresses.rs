@@ -1,0 +1,350 @@
+//! The addresses of this host at which other hosts reach it, and the listeners of a rank there.
+
+use std::fmt;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::ops::RangeInclusive;
+use std::str::FromStr;
+
+use if_addrs::{IfAddr, Interface};
+
+use super::env::Rendezvous;
+use super::host;
+use crate::error::{Error, limits};
+
+/// Which interfaces ranks are reached at.
+pub(crate) const INTERFACE: &str = "ALLSTREAM_INTERFACE";
+/// Among which ports a rank's own listener is.
+pub(crate) const PORTS: &str = "ALLSTREAM_PORTS";
+
+/// No rank says more addresses of itself: each may take its part of the time for connecting.
+const MOST: usize = 8;
+
+/// Which interfaces count, as in `NCCL_SOCKET_IFNAME`: those whose names begin so (`eth`), that are called so (`=eth0`), or whose
+/// address is in a subnet (`10.1.0.0/16`), the first named before the others; with `^` before them, all but those.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Interfaces {
+    text: String,
+    but: bool,
+    names: Vec<Named>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Named {
+    Prefix(String),
+    Exact(String),
+    Subnet(IpAddr, u8),
+}
+
+impl FromStr for Interfaces {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Interfaces, String> {
+        let trimmed = text.trim();
+        let but = trimmed.starts_with('^');
+        let mut names = Vec::new();
+        for name in trimmed.strip_prefix('^').unwrap_or(trimmed).split(',').map(str::trim) {
+            // `^a,^b` is meant as `^a,b`.
+            let name = name.strip_prefix('^').map_or(Ok(name), |name| {
+                if but {
+                    Ok(name)
+                } else {
+                    Err("either all of them are left out, or none: `^` stands before the first".to_string())
+                }
+            })?;
+            if name.is_empty() {
+                return Err("a name is empty".into());
+            }
+            names.push(match (name.strip_prefix('='), name.parse::<IpAddr>(), name.split_once('/')) {
+                (Some(""), ..) => return Err("a name is empty".into()),
+                (Some(exact), ..) => Named::Exact(exact.into()),
+                (None, Ok(ip), _) => Named::Subnet(ip, if ip.is_ipv4() { 32 } else { 128 }),
+                (None, _, Some((ip, bits))) => {
+                    subnet(ip, bits).ok_or_else(|| format!("`{name}` is no subnet"))?
+                }
+                (None, _, None) => Named::Prefix(name.into()),
+            });
+        }
+        Ok(Interfaces { text: trimmed.into(), but, names })
+    }
+}
+
+fn subnet(ip: &str, bits: &str) -> Option<Named> {
+    let (ip, bits) = (ip.parse::<IpAddr>().ok()?, bits.parse::<u8>().ok()?);
+    (bits <= if ip.is_ipv4() { 32 } else { 128 }).then_some(Named::Subnet(ip, bits))
+}
+
+/// Whether the first bits of two addresses are the same.
+fn is_within(ip: IpAddr, net: IpAddr, bits: u8) -> bool {
+    let same = |a: u128, b: u128, width: u8| {
+        let rest = u32::from(width - bits);
+        a.checked_shr(rest).unwrap_or(0) == b.checked_shr(rest).unwrap_or(0)
+    };
+    match (ip, net) {
+        (IpAddr::V4(a), IpAddr::V4(b)) => same(a.to_bits().into(), b.to_bits().into(), 32),
+        (IpAddr::V6(a), IpAddr::V6(b)) => same(a.to_bits(), b.to_bits(), 128),
+        _ => false,
+    }
+}
+
+impl Named {
+    fn fits(&self, name: &str, ip: IpAddr) -> bool {
+        match self {
+            Named::Prefix(prefix) => name.starts_with(prefix.as_str()),
+            Named::Exact(exact) => name == exact,
+            Named::Subnet(net, bits) => is_within(ip, *net, *bits),
+        }
+    }
+}
+
+impl Interfaces {
+    /// The addresses that count, the best first: of one interface those of the family by which the ranks meet.
+    fn choose(&self, mut all: Vec<Own>, family: IpAddr) -> Vec<IpAddr> {
+        all.sort_by_key(|own| own.ip.is_ipv4() != family.is_ipv4());
+        let fits = |named: &Named, own: &Own| named.fits(&own.name, own.ip);
+        let mut chosen: Vec<IpAddr> = Vec::new();
+        if self.but {
+            let rest =
+                all.iter().filter(|own| !own.ip.is_loopback() && !self.names.iter().any(|n| fits(n, own)));
+            chosen.extend(rest.map(|own| own.ip));
+        } else {
+            for named in &self.names {
+                chosen.extend(all.iter().filter(|own| fits(named, own)).map(|own| own.ip));
+            }
+        }
+        let mut once = Vec::new();
+        chosen.retain(|ip| {
+            !once.contains(ip) && once.len() < MOST && {
+                once.push(*ip);
+                true
+            }
+        });
+        chosen
+    }
+
+    /// Those of this host.
+    fn chosen(&self, family: IpAddr) -> Result<Vec<IpAddr>, String> {
+        let all =
+            own().map_err(|e| format!("asking for this host's interfaces: {}", limits::explained(&e)))?;
+        let chosen = self.choose(all, family);
+        if chosen.is_empty() {
+            return Err(format!(
+                "{INTERFACE} is `{}`, and no address of this host fits; it has {}",
+                self.text,
+                shown()
+            ));
+        }
+        Ok(chosen)
+    }
+}
+
+/// An address of this host, and its interface.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Own {
+    name: String,
+    ip: IpAddr,
+}
+
+impl fmt::Display for Own {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.name, self.ip)
+    }
+}
+
+/// The addresses of this host's interfaces that are up.
+fn own() -> io::Result<Vec<Own>> {
+    let own = |interface: Interface| {
+        let ip = match &interface.addr {
+            IfAddr::V4(v4) => IpAddr::V4(v4.ip),
+            IfAddr::V6(v6) => IpAddr::V6(v6.ip),
+        };
+        Own { name: interface.name, ip }
+    };
+    Ok(if_addrs::get_if_addrs()?.into_iter().map(own).collect())
+}
+
+/// All of them, for messages to people.
+pub(super) fn shown() -> String {
+    match own() {
+        Ok(all) if all.is_empty() => "none".into(),
+        Ok(all) => all.iter().map(Own::to_string).collect::<Vec<_>>().join(", "),
+        Err(e) => format!("unknown ({e})"),
+    }
+}
+
+/// Interfaces that lead to containers and virtual machines of this host, and to nowhere else.
+const WITHIN: [&str; 6] = ["docker", "virbr", "veth", "br-", "cni", "podman"];
+
+/// The address from which this host reaches another one. Nothing is sent: the system only chooses the way.
+fn toward(there: SocketAddr) -> io::Result<IpAddr> {
+    let any: IpAddr =
+        if there.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let probe = UdpSocket::bind((any, 0))?;
+    probe.connect(there)?;
+    Ok(probe.local_addr()?.ip())
+}
+
+/// An address of this host that other hosts reach, as far as this host can know: by the way to the world, else of an interface that
+/// leads out of this host.
+fn outward() -> Vec<IpAddr> {
+    // Of the addresses that stand for the world in documents: nobody is there.
+    let worlds =
+        [SocketAddr::from(([192, 0, 2, 1], 9)), SocketAddr::from(([0x2001, 0xdb8, 0, 0, 0, 0, 0, 1], 9))];
+    let ways = worlds.into_iter().filter_map(|there| toward(there).ok());
+    let mut all = own().unwrap_or_default();
+    all.sort_by_key(|own| (WITHIN.iter().any(|within| own.name.starts_with(within)), own.ip.is_ipv6()));
+    let mut found: Vec<IpAddr> = Vec::new();
+    for ip in ways.chain(all.into_iter().map(|own| own.ip)) {
+        if !ip.is_loopback() && !ip.is_unspecified() && !found.contains(&ip) && found.len() < MOST {
+            found.push(ip);
+        }
+    }
+    found
+}
+
+/// Where a rank's own listener may be.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Reach {
+    pub(crate) interfaces: Option<Interfaces>,
+    pub(crate) ports: Option<RangeInclusive<u16>>,
+}
+
+/// `20000-20999`, or one port.
+pub(crate) fn ports(text: &str) -> Result<RangeInclusive<u16>, String> {
+    let (first, last) = text.trim().split_once('-').unwrap_or((text.trim(), text.trim()));
+    let port = |text: &str| text.trim().parse::<u16>().ok().filter(|port| *port > 0);
+    match (port(first), port(last)) {
+        (Some(first), Some(last)) if first <= last => Ok(first..=last),
+        _ => Err(format!("{PORTS} is `{text}`; expected the first port and the last, such as 20000-20999")),
+    }
+}
+
+impl Reach {
+    /// What the environment says, where it has not been said in code.
+    pub(crate) fn from_env() -> Result<Reach, Error> {
+        let get = |name| std::env::var(name).ok().filter(|value: &String| !value.trim().is_empty());
+        let invalid = |problem| Error::invalid("read the environment", problem);
+        let interfaces = get(INTERFACE).map(|text| {
+            text.parse().map_err(|e| {
+                invalid(format!(
+                    "{INTERFACE} is `{text}`; expected names of interfaces as NCCL_SOCKET_IFNAME has them, or subnets (`eth`, \
+                     `=eth0,ib`, `10.1.0.0/16`, `^docker,lo`): {e}"
+                ))
+            })
+        });
+        let ports = get(PORTS).map(|text| ports(&text).map_err(invalid));
+        Ok(Reach { interfaces: interfaces.transpose()?, ports: ports.transpose()? })
+    }
+
+    /// Opens a rank's own listener: at the address that is known to be the right one, or where the user says. Returns it with the
+    /// addresses to be told to the other ranks, the best first; `known` stands for itself where it is unspecified.
+    ///
+    /// `at_all`: `known` is a loopback address that a name led to, which other hosts do not reach: the host's others are told, too.
+    pub(super) fn listen(
+        &self,
+        known: IpAddr,
+        at_all: bool,
+    ) -> Result<(tokio::net::TcpListener, Vec<SocketAddr>), String> {
+        let told = match &self.interfaces {
+            Some(interfaces) => interfaces.chosen(known)?,
+            None if at_all => [known].into_iter().chain(outward()).take(MOST).collect(),
+            None => vec![known],
+        };
+        let at = match &told[..] {
+            [one] => *one,
+            many if many.iter().all(IpAddr::is_ipv4) => Ipv4Addr::UNSPECIFIED.into(),
+            _ => Ipv6Addr::UNSPECIFIED.into(),
+        };
+        let failed = |e: String| format!("opening this rank's own listener at {at}: {e}");
+        let listener = self.open(at).map_err(failed)?;
+        let system = |e: io::Error| failed(limits::explained(&e));
+        let port = listener.local_addr().map_err(system)?.port();
+        listener.set_nonblocking(true).map_err(system)?;
+        let listener = tokio::net::TcpListener::from_std(listener).map_err(system)?;
+        Ok((listener, told.into_iter().map(|ip| SocketAddr::new(ip, port)).collect()))
+    }
+
+    /// A listener at a free port of those that may be taken.
+    fn open(&self, at: IpAddr) -> Result<TcpListener, String> {
+        let Some(ports) = &self.ports else {
+            return bind(SocketAddr::new(at, 0)).map_err(|e| limits::explained(&e));
+        };
+        let count = u32::from(ports.end() - ports.start()) + 1;
+        // Ranks of one host, which start at once, begin at different ones.
+        let first = u32::from_le_bytes(host::random().map_err(|e| e.to_string())?) % count;
+        for i in 0..count {
+            let port = ports.start() + ((u64::from(first) + u64::from(i)) % u64::from(count)) as u16;
+            match bind(SocketAddr::new(at, port)) {
+                Ok(listener) => return Ok(listener),
+                Err(e) if e.kind() == io::ErrorKind::AddrInUse => {}
+                Err(e) => return Err(format!("port {port}: {}", limits::explained(&e))),
+            }
+        }
+        Err(format!(
+            "all ports of {PORTS}={}-{} are taken; each rank needs one of its host's, and rank 0 the one where ranks meet as well",
+            ports.start(),
+            ports.end()
+        ))
+    }
+}
+
+/// A listener with a queue long enough for a world that comes at once.
+fn bind(address: SocketAddr) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(address)?;
+    rustix::net::listen(&listener, 4096)?;
+    Ok(listener)
+}
+
+/// The same at a fixed address, for this process's control thread.
+pub(super) fn listen_at(address: SocketAddr) -> io::Result<tokio::net::TcpListener> {
+    let listener = bind(address)?;
+    listener.set_nonblocking(true)?;
+    tokio::net::TcpListener::from_std(listener)
+}
+
+/// The address of this host that whatever is there sees; none where that is this host, and was named by a name: the name of a host is
+/// often a loopback address on the host itself, and another one elsewhere.
+fn seen_from(there: &str, port: u16) -> Option<IpAddr> {
+    let is_literal = is_literal(there);
+    let found = (there, port.max(1)).to_socket_addrs().ok()?;
+    found.filter_map(|there| toward(there).ok()).find(|ip| is_literal || !ip.is_loopback())
+}
+
+/// Whether these are the words for an address, which mean the same on every host.
+pub(super) fn is_literal(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok()
+}
+
+impl Rendezvous {
+    /// Opens a socket where rank 0 may listen, at an address of this host by which other hosts reach it: for a program that has a way
+    /// of its own to tell the other ranks where to meet (a store, a database, a scheduler). The socket and its address are for
+    /// [`listener`](Rendezvous::listener) and [`tcp`](Rendezvous::tcp).
+    ///
+    /// `near` is the host and the port of something that all ranks reach, such as the store: the address is the one from which this
+    /// host reaches that. If that is this host itself, and was named by a name, or nothing is given, it is the address from which this
+    /// host reaches the world. `ALLSTREAM_INTERFACE` says which address is meant, and `ALLSTREAM_PORTS` among which ports.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a variable that does not parse, or to which no address fits; [`Error::System`] where no socket can be
+    /// opened.
+    pub fn listen_for_ranks(near: Option<(&str, u16)>) -> Result<(TcpListener, SocketAddr), Error> {
+        let reach = Reach::from_env()?;
+        let known = near.and_then(|(host, port)| seen_from(host, port));
+        let known = known.or_else(|| outward().first().copied()).unwrap_or(Ipv4Addr::LOCALHOST.into());
+        let known = match &reach.interfaces {
+            None => known,
+            Some(interfaces) => {
+                let chosen = interfaces.chosen(known).map_err(|e| Error::invalid("listen_for_ranks", e))?;
+                chosen.first().copied().unwrap_or(known)
+            }
+        };
+        let doing = || format!("listen at {known} for the other ranks");
+        let listener = reach.open(known).map_err(|e| Error::system(doing(), e))?;
+        let at = listener.local_addr().map_err(|e| Error::os(doing(), e))?;
+        Ok((listener, at))
+    }
+}
+
+#[cfg(test)]
+#[path = "tests/addresses.rs"]
+mod tests;

@@ -1,0 +1,240 @@
+//! From a rendezvous to a world whose ranks are all connected to each other.
+
+use std::net::TcpStream as StdStream;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+use super::accept::{self, Door};
+use super::addresses::Reach;
+use super::connect::{self, Pair, Pairing, Side};
+use super::env::{Address, Rendezvous};
+use super::farewell::{self, Failed};
+use super::fds::Handed;
+use super::handshake::Token;
+use super::host::{self, Process};
+use super::lobby::absent;
+use super::message::DataHello;
+use super::note;
+use super::rendezvous::{LINGER, Me, Table};
+use crate::error::Error;
+use crate::types::Rank;
+
+/// Once the table is known, everyone is there: connecting takes at most this, or what is left of the
+/// rendezvous timeout if that is more.
+const CONNECTING: Duration = Duration::from_secs(10);
+/// When a rank gives up, pairs that are nearly settled may still become such.
+const SETTLING: Duration = Duration::from_millis(100);
+
+/// What is settled before anything is delivered.
+pub(super) struct Joined {
+    pub(super) table: Table,
+    pub(super) token: Token,
+    pub(super) pairs: Vec<Pair>,
+    pub(super) service: JoinSet<()>,
+    pub(super) data: mpsc::UnboundedReceiver<(DataHello, StdStream)>,
+    /// Until when other ranks may still be connecting.
+    pub(super) deadline: Instant,
+}
+
+/// Where the ranks meet, and the secret: what is not said in the rendezvous itself is found in rank 0's note, which is to be kept until
+/// all have met.
+pub(super) async fn settled(rendezvous: Rendezvous) -> Result<(Rendezvous, Option<note::Left>), Error> {
+    match rendezvous.note.clone() {
+        Some(path) => note::settle(rendezvous, &path).await,
+        None => Ok((rendezvous, None)),
+    }
+}
+
+/// What a rank meets the others with, and the secret.
+fn parts(rendezvous: &Rendezvous) -> Result<(&Address, Token), Error> {
+    let address = rendezvous.address.as_ref().ok_or_else(|| rendezvous.error("no address was given"))?;
+    let token = rendezvous.token.clone().ok_or_else(|| {
+        rendezvous.error("no secret was given: call `token(...)` with the same on all ranks, or `insecure()` on a trusted machine")
+    })?;
+    Ok((address, token))
+}
+
+/// Tells the others that this rank cannot take part, so that they do not wait for it. Where they cannot be told soon, they are not.
+pub(super) async fn decline(rendezvous: Rendezvous, unfit: String) -> Result<(), Error> {
+    let (rendezvous, _note) = settled(rendezvous).await?;
+    let (address, token) = parts(&rendezvous)?;
+    let process = Process::this(rendezvous.host_id.as_deref())?;
+    let deadline = Instant::now() + rendezvous.timeout.min(LINGER);
+    let reach = Reach::default();
+    let (rendezvous, token, unfit) = (&rendezvous, &token, Some(unfit));
+    let me = Me { rendezvous, address, token, process, socket: None, deadline, reach: &reach, unfit };
+    me.meet().await.map(drop)
+}
+
+/// Meets the others and connects to all.
+pub(super) async fn gather(
+    rendezvous: &Rendezvous,
+    local_fds: Vec<OwnedFd>,
+    named: impl FnOnce([u8; 16]) + Send,
+) -> Result<Joined, Error> {
+    let Rendezvous { rank, size, link, timeout, .. } = *rendezvous;
+    let (address, token) = parts(rendezvous)?;
+    let reach = rendezvous.reach.clone().unwrap_or_default();
+    let begun = Instant::now();
+    let deadline = begun + timeout;
+    let mut service = JoinSet::new();
+    // Lives until all are connected; its tasks hold the unix socket.
+    let mut joining = JoinSet::new();
+    let local = LocalSocket::open();
+    let me = Me {
+        rendezvous,
+        address,
+        token: &token,
+        process: Process::this(rendezvous.host_id.as_deref())?,
+        socket: local.name(),
+        deadline,
+        reach: &reach,
+        unfit: None,
+    };
+    let formed = me.meet().await?;
+    connect::check_link(link, &formed.table.members).map_err(|e| rendezvous.error(e))?;
+    // Before there is a door: whoever is connected to this rank comes after.
+    named(formed.table.world);
+
+    let deadline = deadline.max(Instant::now() + CONNECTING);
+    let (data_in, data) = mpsc::unbounded_channel();
+    let (control, controls) = awaited(rank, size);
+    let (slots, mut fds) = awaited(rank, size);
+    let world = formed.table.world;
+    let (gave_up, mut giving_up) = mpsc::unbounded_channel();
+    let closed = OnceLock::new();
+    let door =
+        Arc::new(Door { world, rank, size, token: token.clone(), control, data: data_in, gave_up, closed });
+    let fds_offered = Arc::new(local_fds);
+    local.serve(&mut joining, door.clone(), fds_offered.clone(), slots);
+    let (porter, entered) = (door.porter(), door.clone());
+    service.spawn(accept::serve(formed.listener, porter, move |stream, visit| {
+        entered.clone().enter(stream, visit)
+    }));
+
+    let pairing =
+        Pairing { rank, table: formed.table, token: token.clone(), link, fds: fds_offered, deadline };
+    let pairing = Arc::new(pairing);
+    let mut pending = JoinSet::new();
+    // Held for when no descriptor is left: to say so takes one.
+    let spare = std::fs::File::open("/dev/null");
+    for (peer, control) in controls.into_iter().enumerate() {
+        let side = match (control, fds[peer].take()) {
+            (Some(control), Some(fds)) => Side::Await { control, fds },
+            _ if peer < rank => Side::Dial,
+            _ => continue,
+        };
+        pending.spawn(pairing.clone().pair(peer, side));
+    }
+    pending.spawn(async move {
+        match giving_up.recv().await {
+            Some((first, why)) => Err(Failed { first, why }),
+            None => std::future::pending().await,
+        }
+    });
+    let mut pairs: Vec<Pair> = Vec::with_capacity(size);
+    while pairs.len() + 1 < size {
+        let failed = match timeout_at(deadline, pending.join_next()).await {
+            Ok(Some(Ok(Ok(pair)))) => {
+                pairs.push(pair);
+                continue;
+            }
+            Ok(Some(Ok(Err(failed)))) => failed,
+            Ok(Some(Err(e))) => Failed { first: rank, why: format!("connecting: {e}") },
+            Ok(None) | Err(_) => {
+                let without: Vec<Rank> =
+                    (0..size).filter(|r| *r != rank && !pairs.iter().any(|p| p.rank == *r)).collect();
+                let (after, absent) = (begun.elapsed(), absent(&without, size));
+                let why = format!(
+                    "all ranks came, but {absent} did not connect to rank {rank} within {after:.1?}; does a firewall stand between \
+                     the hosts?"
+                );
+                Failed { first: rank, why }
+            }
+        };
+        let error = rendezvous.error(failed.shown(rank));
+        let _ = door.closed.set(failed.shown(Rank::MAX));
+        drop(spare);
+        // A pair that the other side takes for one, which may have joined, is told as one.
+        let soon = Instant::now() + SETTLING;
+        while let Ok(Some(end)) = timeout_at(soon, pending.join_next()).await {
+            pairs.extend(end.ok().and_then(Result::ok));
+        }
+        farewell::tell(&pairing, pairs, &failed, error.clone()).await;
+        return Err(error);
+    }
+    drop(pending);
+    let table = pairing.table.clone();
+    Ok(Joined { table, token, pairs, service, data, deadline })
+}
+
+type Sender<T> = Mutex<Option<oneshot::Sender<T>>>;
+
+/// A place for something from each higher rank, which dials this one.
+fn awaited<T>(rank: Rank, size: usize) -> (Vec<Sender<T>>, Vec<Option<oneshot::Receiver<T>>>) {
+    let one = |peer| {
+        let (tell, told) = oneshot::channel();
+        if peer > rank { (Mutex::new(Some(tell)), Some(told)) } else { (Mutex::new(None), None) }
+    };
+    (0..size).map(one).unzip()
+}
+
+/// This rank's unix socket, if it could have one.
+#[cfg(target_os = "linux")]
+struct LocalSocket(Option<(String, tokio::net::UnixListener)>);
+
+#[cfg(target_os = "linux")]
+impl LocalSocket {
+    fn open() -> LocalSocket {
+        let open = || -> Result<_, String> {
+            let name =
+                format!("allstream-{:032x}", u128::from_le_bytes(host::random().map_err(|e| e.to_string())?));
+            let listener = super::fds::listen(&name).map_err(|e| e.to_string())?;
+            Ok((name, listener))
+        };
+        LocalSocket(open().inspect_err(|e| tracing::warn!("no unix socket, so no shared memory: {e}")).ok())
+    }
+
+    fn name(&self) -> Option<String> {
+        self.0.as_ref().map(|(name, _)| name.clone())
+    }
+
+    fn serve(
+        self,
+        into: &mut JoinSet<()>,
+        door: Arc<Door>,
+        fds: Arc<Vec<OwnedFd>>,
+        slots: Vec<Sender<Handed>>,
+    ) {
+        if let Some((_, listener)) = self.0 {
+            let porter = door.porter();
+            let hatch = Arc::new(accept::local::Hatch { door, fds, slots });
+            into.spawn(accept::serve(listener, porter, move |stream, visit| {
+                hatch.clone().enter(stream, visit)
+            }));
+        }
+    }
+}
+
+/// There are no abstract unix sockets here.
+#[cfg(not(target_os = "linux"))]
+struct LocalSocket;
+
+#[cfg(not(target_os = "linux"))]
+impl LocalSocket {
+    fn open() -> LocalSocket {
+        LocalSocket
+    }
+
+    fn name(&self) -> Option<String> {
+        None
+    }
+
+    fn serve(self, _: &mut JoinSet<()>, _: Arc<Door>, _: Arc<Vec<OwnedFd>>, _: Vec<Sender<Handed>>) {}
+}

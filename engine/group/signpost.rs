@@ -1,0 +1,185 @@
+//! Where rank 0 is, if it is not where the ranks meet.
+//!
+//! A launcher may name a host for the ranks to meet at before it knows on which host rank 0 will be: torchrun deals ranks out in the
+//! order in which hosts come, and names the host of its own store. Then nobody listens at that address. So after a while a rank of
+//! that host puts up a signpost there: a listener that asks for the job's secret, as rank 0 does. Rank 0, which finds that the address
+//! is none of its host's or that somebody listens there already, comes to it, too, says where it listens, and stays for as long as it
+//! lives; the others are sent on.
+
+use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout_at};
+
+use super::accept::{self, Porter, Visit};
+use super::addresses::{is_literal, listen_at};
+use super::connect::{connect_once, resolve};
+use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
+use super::rendezvous::{Me, News, Registration, with_port};
+use super::wire::{self, Frames};
+
+/// How often rank 0 looks for a signpost.
+const LOOK: Duration = Duration::from_millis(500);
+/// How long one look takes at most.
+const LOOKING: Duration = Duration::from_secs(2);
+
+/// Where rank 0 listens, as far as it has said so; and its process, for messages to people.
+type Known = Option<(Vec<SocketAddr>, u32)>;
+
+/// A rank's signpost. It comes down with this.
+pub(super) struct Signpost {
+    known: watch::Receiver<Known>,
+    _task: JoinSet<()>,
+}
+
+impl Signpost {
+    /// Puts one up where ranks meet, if that is an address of this host and nobody listens there.
+    pub(super) fn raise(me: &Me<'_>, addresses: &[SocketAddr]) -> Option<Signpost> {
+        let (token, rank) = (me.token.clone(), me.rendezvous.rank);
+        let listener = listen_here(&me.address.host, addresses)?;
+        tracing::info!(rank, address = %me.address, "nobody listens where ranks meet: rank {rank} waits there for rank 0");
+        let (tell, known) = watch::channel(None);
+        let tell = Arc::new(tell);
+        let porter = Porter { rank, token: token.clone(), turned_away: |_: &str, _: &Purpose| () };
+        let mut task = JoinSet::new();
+        task.spawn(accept::serve(listener, porter, move |stream, visit| {
+            send_on(stream, visit, token.clone(), tell.clone())
+        }));
+        Some(Signpost { known, _task: task })
+    }
+
+    /// Where rank 0 listens, once it has said so.
+    pub(super) async fn told(&self) -> Vec<SocketAddr> {
+        match announced(&mut self.known.clone()).await {
+            Some(addresses) => addresses,
+            // Whoever tells lives as long as this.
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Waits until rank 0 has said where it is.
+async fn announced(known: &mut watch::Receiver<Known>) -> Option<Vec<SocketAddr>> {
+    let known = known.wait_for(Option::is_some).await.ok()?;
+    known.as_ref().map(|(addresses, _)| addresses.clone())
+}
+
+/// A listener at one of these addresses that is this host's and that other hosts may mean, too.
+fn listen_here(host: &str, addresses: &[SocketAddr]) -> Option<TcpListener> {
+    let abroad = |address: &&SocketAddr| !address.ip().is_loopback();
+    if let Some(listener) = addresses.iter().filter(abroad).find_map(|address| listen_at(*address).ok()) {
+        return Some(listener);
+    }
+    // The name of this host, which leads to another of its addresses elsewhere.
+    let own_name = !is_literal(host) && addresses.iter().all(|address| address.ip().is_loopback());
+    let port = addresses.first().filter(|_| own_name)?.port();
+    let all =
+        [SocketAddr::from((Ipv6Addr::UNSPECIFIED, port)), SocketAddr::from((Ipv4Addr::UNSPECIFIED, port))];
+    all.into_iter().find_map(|at| listen_at(at).ok())
+}
+
+/// What happens at a signpost.
+async fn send_on(
+    mut stream: TcpStream,
+    visit: Visit,
+    token: Token,
+    known: Arc<watch::Sender<Known>>,
+) -> Result<(), Refusal> {
+    let admit = |purpose| match purpose {
+        Purpose::Register(visitor) => Ok(visitor),
+        _ => Err("this is where ranks register, and nothing else".into()),
+    };
+    let (deadline, Visit { progress, .. }) = (Instant::now() + DEADLINE, visit);
+    let visitor = handshake::accept(&mut stream, &token, deadline, &progress, admit).await?;
+    let broken = |e: io::Error| Refusal::Broken(e.to_string());
+    let other = known.borrow().clone().filter(|_| visitor.rank == 0);
+    if let Some((at, pid)) = other {
+        let problem = format!(
+            "two processes say that they are rank 0: process {pid} at {at:?}, and process {} at {:?}; every RANK must be given once",
+            visitor.process.pid, visitor.addresses
+        );
+        return tell(&mut stream, &News::Failed { problem }).await.map_err(broken);
+    }
+    if visitor.rank == 0 {
+        tell(&mut stream, &News::Elsewhere { addresses: Vec::new() }).await.map_err(broken)?;
+        known.send_replace(Some((visitor.addresses, visitor.process.pid)));
+        // It stays for as long as it lives, and says nothing.
+        let _ = stream.read(&mut [0]).await;
+        known.send_replace(None);
+        return Ok(());
+    }
+    tell(&mut stream, &News::Waiting { missing: vec![0] }).await.map_err(broken)?;
+    let Some(addresses) = announced(&mut known.subscribe()).await else { return Ok(()) };
+    tell(&mut stream, &News::Elsewhere { addresses }).await.map_err(broken)
+}
+
+async fn tell(stream: &mut TcpStream, news: &News) -> io::Result<()> {
+    stream.write_all(&wire::encode(news).map_err(io::Error::other)?).await
+}
+
+/// What came of rank 0's look for a signpost.
+pub(super) enum Look {
+    /// It has said there where it is: so for as long as this connection lasts.
+    Told(TcpStream),
+    /// There is none (yet).
+    None(String),
+    /// There can be no world.
+    Problem(String),
+}
+
+/// Rank 0 looks for a signpost where ranks meet, and says there that it listens at `bound`.
+pub(super) async fn look(me: &Visitor, bound: SocketAddr) -> Look {
+    let until = Instant::now() + LOOKING;
+    let looking = async {
+        let addresses = resolve(&me.address).await.map_err(Look::None)?;
+        let mut stream = connect_once(&addresses, until).await.map_err(|(_, why)| Look::None(why))?;
+        let local = stream.local_addr().map_err(|e| Look::None(e.to_string()))?;
+        let at = if bound.ip().is_unspecified() { with_port(local, bound.port()) } else { bound };
+        let mut own = me.own.clone();
+        own.addresses = vec![at];
+        let purpose = Purpose::Register(Box::new(own));
+        match handshake::dial(&mut stream, &me.token, &purpose, until).await {
+            Ok(()) => {}
+            Err(end) => return Err(Look::None(end.to_string())),
+        }
+        match Frames::default().next::<News, _>(&mut stream).await {
+            // Another rank 0 was there, or one that was told of two.
+            Ok(Some(News::Failed { problem })) => Err(Look::Problem(problem)),
+            // (An address that leads here by way of another, as that of a service does, led to this rank: that is good, too.)
+            _ => Ok(stream),
+        }
+    };
+    match timeout_at(until, looking).await {
+        Ok(Ok(stream)) => Look::Told(stream),
+        Ok(Err(look)) => look,
+        Err(_) => Look::None(format!("no answer within {LOOKING:?}")),
+    }
+}
+
+/// Rank 0, as it comes to a signpost.
+pub(super) struct Visitor {
+    pub(super) address: super::env::Address,
+    pub(super) token: Token,
+    pub(super) own: Registration,
+}
+
+/// Looks for a signpost again and again, as long as this is awaited; ends with why there can be no world.
+pub(super) async fn keep_telling(me: Visitor, bound: SocketAddr, mut told: Option<TcpStream>) -> String {
+    loop {
+        if let Some(mut stream) = told.take() {
+            let _ = stream.read(&mut [0]).await;
+        }
+        match look(&me, bound).await {
+            Look::Told(stream) => told = Some(stream),
+            Look::None(_) => {}
+            Look::Problem(problem) => return problem,
+        }
+        tokio::time::sleep(LOOK).await;
+    }
+}
