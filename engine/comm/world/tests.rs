@@ -1,5 +1,7 @@
 //! What a world's communicators hear of losses, in whatever order things happen.
 
+use std::time::Duration;
+
 use proptest::prelude::*;
 
 use super::*;
