@@ -5,7 +5,8 @@
 //! and the line that calls it.
 //!
 //! `cargo run --release --example 16_survive` runs eight ranks as threads, five of which leave in the middle.
-//! `allstream run -n 8 --on-failure keep -- target/release/examples/16_survive` runs them as processes: `kill -9` any of them.
+//! `allstream run -n 8 --on-failure keep -- target/release/examples/16_survive` runs them as processes: `kill -9` any of them. (A
+//! number behind that is how many epochs are trained.)
 
 use std::thread;
 
@@ -16,7 +17,6 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 
 const PIXELS: usize = 64;
 const CLASSES: usize = 10;
-const EPOCHS: usize = 150;
 const BATCH: usize = 128;
 
 /// An 8x8 picture, and the digit that it shows.
@@ -87,11 +87,11 @@ async fn survive(mut comm: Comm, weights: &mut Vec<f32>, step: &mut usize) -> Re
     }
 }
 
-async fn train(mut comm: Comm, leaves_at: Option<usize>) -> Result<()> {
+async fn train(mut comm: Comm, epochs: usize, leaves_at: Option<usize>) -> Result<()> {
     let (digits, test) = digits();
     let (mut weights, mut step) = (vec![0.0; CLASSES * (PIXELS + 1)], 0);
     let batches = digits.len() / BATCH;
-    while step < EPOCHS * batches {
+    while step < epochs * batches {
         if leaves_at == Some(step) {
             return Ok(());
         }
@@ -116,13 +116,14 @@ async fn train(mut comm: Comm, leaves_at: Option<usize>) -> Result<()> {
 }
 
 fn main() -> Result<()> {
+    let epochs = std::env::args().nth(1).map_or(Ok(150), |epochs| epochs.parse())?;
     // Under a launcher this is one of its ranks; by hand, all eight are here.
     let comm = block_on(Comm::connect(Rendezvous::from_env_or_alone()?))?;
     if comm.size() > 1 {
-        return block_on(train(comm, None));
+        return block_on(train(comm, epochs, None));
     }
     let leaves = [Some(900), None, Some(400), None, Some(401), Some(700), None, Some(1300)];
-    let spawn = |(comm, leaves_at)| thread::spawn(move || block_on(train(comm, leaves_at)));
+    let spawn = |(comm, leaves_at)| thread::spawn(move || block_on(train(comm, epochs, leaves_at)));
     let threads: Vec<_> = Comm::local(8)?.into_iter().zip(leaves).map(spawn).collect();
     for thread in threads {
         thread.join().map_err(|_| "a rank panicked")??;

@@ -112,7 +112,7 @@ impl Queue {
     /// The same without waiting: where there is too much already, this is the end, and `false`.
     pub(super) fn push_now(&self, piece: &[u8]) -> bool {
         let state = lock(&self.state);
-        let fits = state.bytes <= self.most;
+        let fits = state.bytes <= self.most || state.has_ended || state.is_closed;
         self.take(state, if fits { piece } else { &[] }) && fits
     }
 

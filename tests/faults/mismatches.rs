@@ -305,10 +305,11 @@ fn every_rank_hears_of_a_mismatch_over_tcp() {
 /// Rank 1 calls another type, and each rank ends as by a crash as soon as it is told.
 pub(crate) async fn dies_of_it(me: Me) {
     let mut comm = me.connect().await;
-    comm.barrier().await.unwrap();
-    let failed = match me.rank {
-        1 => comm.all_reduce(vec![1f32; 1000]).await.unwrap_err().error,
-        _ => comm.all_reduce(vec![1f64; 1000]).await.unwrap_err().error,
+    // A rank that still waits here is told of it here, where the others have gone on.
+    let failed = match (comm.barrier().await, me.rank) {
+        (Err(failed), _) => failed.error,
+        (Ok(()), 1) => comm.all_reduce(vec![1f32; 1000]).await.unwrap_err().error,
+        (Ok(()), _) => comm.all_reduce(vec![1f64; 1000]).await.unwrap_err().error,
     };
     harness::say_error("failed", &failed, true);
     let _ = kill_process(getpid(), Signal::KILL);

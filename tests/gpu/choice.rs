@@ -105,7 +105,9 @@ pub(crate) fn cases(n: usize, driver: &Driver, bound: Bound) -> Vec<Case> {
         for algo in algorithms(kind).iter().copied() {
             for form in [Form::InPlace, Form::Into].into_iter().filter(|form| suits(n, kind, algo, *form)) {
                 turns.add((kind, algo, form), 1001, (DType::F32, Combine::Op(ReduceOp::Sum)));
-                turns.add((kind, algo, form), 257, next());
+                let goes = |(dtype, op): &(DType, Combine)| op.goes_by(Some(*dtype), (kind, algo));
+                let pair = std::iter::repeat_with(&mut next).find(goes).expect("it has no end");
+                turns.add((kind, algo, form), 257, pair);
             }
         }
     }
