@@ -112,8 +112,8 @@ class AllstreamGroup(BaseGroup):
         self.given_up = False
         # The driver's call that made this group, if it was one; see driver.py.
         self.made_by: Optional[str] = None
-        # What ends a transfer, by the object that it is of; see refs.py.
-        self.transfers: Dict[str, Any] = {}
+        # The transfers of ObjectRefs in flight, by tag; see refs.py.
+        self.transfers: Dict[int, Any] = {}
         self._comm: Any = None
         self._failure: Optional[BaseException] = None
         self._met, self._cancel, self._lock = threading.Event(), threading.Event(), threading.Lock()
