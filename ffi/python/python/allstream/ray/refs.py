@@ -216,19 +216,6 @@ def _move(group: Any, what: str, transfer: _Transfer, messages: List[Any]) -> No
     work.wait()
 
 
-def register_transport() -> None:
-    """Makes "ALLSTREAM" a tensor transport in this process; Ray does so in the actors that it makes from here."""
-    from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
-
-    try:
-        import torch
-    except ImportError:
-        return
-    if BACKEND in transport_manager_info:
-        return
-    register_tensor_transport(BACKEND, ["cpu", "cuda"], AllstreamTransport, torch.Tensor)
-
-
 def _groups_of(actors: Sequence[Any]) -> List[Any]:
     """The groups of this backend, made by this process, that have all these actors; the latest comes last."""
     from ray.experimental.collective import get_collective_groups
@@ -420,3 +407,18 @@ def _recv(actor: Any, group: str, source: int, tensor: Any) -> Any:
 
     calls.recv(tensor, source, group)
     return tensor
+
+
+def _register() -> None:
+    """Makes "ALLSTREAM" a tensor transport in this process; Ray does so in the actors that it makes from here."""
+    from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
+
+    try:
+        import torch
+    except ImportError:
+        return
+    if BACKEND not in transport_manager_info:
+        register_tensor_transport(BACKEND, ["cpu", "cuda"], AllstreamTransport, torch.Tensor)
+
+
+_register()
