@@ -126,6 +126,21 @@ impl Port {
         }
     }
 
+    /// From here on a peer that sleeps is not woken for each frame that is posted to it or released, but once, by
+    /// [`ring_bells`](Self::ring_bells). Also where what comes in between fails: then the links are hung up, which wakes it.
+    pub(crate) fn hold_bells(&mut self, peer: Rank) {
+        let p = &mut self.peers[peer];
+        p.tx.iter_mut().for_each(|tx| tx.hold_bell());
+        p.rx.iter_mut().for_each(|rx| rx.hold_bell());
+    }
+
+    /// Wakes a peer for what was posted or released since [`hold_bells`](Self::hold_bells).
+    pub(crate) fn ring_bells(&mut self, peer: Rank) {
+        let p = &mut self.peers[peer];
+        p.tx.iter_mut().for_each(|tx| tx.ring_bell());
+        p.rx.iter_mut().for_each(|rx| rx.ring_bell());
+    }
+
     /// A staging slot for up to [`SLOT`](crate::link::SLOT) bytes, and where it is, if one is free. It goes back when whoever
     /// took it has dropped it, and all that is posted in it has been released.
     pub(crate) fn take_slot(&mut self, bytes: usize) -> Option<(Slot, *mut u8)> {

@@ -56,7 +56,7 @@ pub(crate) trait Driven: Send + Sync {
     fn enlisted(&self) -> &AtomicBool;
     /// The rank's region, where peers see whether the progress thread sleeps.
     fn region(&self) -> &Arc<Region>;
-    /// Whether there are more ranks than cores on this host.
+    /// Whether there are more ranks than cores on this host: then nobody spins.
     fn is_oversubscribed(&self) -> bool;
     /// Whether it waits for what tells nobody when it is done.
     fn is_asked(&self) -> bool {
@@ -218,12 +218,10 @@ impl ProgressThread {
                 last_busy = Instant::now();
             }
             let idle = last_moved.elapsed();
-            if seen.undriven && idle < SPIN {
-                if list.iter().any(|e| e.is_oversubscribed()) {
-                    std::thread::yield_now();
-                } else {
-                    std::hint::spin_loop();
-                }
+            // Where ranks outnumber cores it sleeps at once: a peer's bell brings it back sooner than a core that was given away,
+            // which whoever else computes keeps for the rest of its time slice.
+            if seen.undriven && idle < SPIN && !list.iter().any(|e| e.is_oversubscribed()) {
+                std::hint::spin_loop();
                 continue;
             }
             let (state, sleep) = match () {

@@ -49,6 +49,36 @@ impl Doorbell {
     }
 }
 
+/// The doorbell of the rank at the other end of a link, which can be held for a while.
+struct Bell {
+    doorbell: Doorbell,
+    /// Held, and whether it is to be rung when it is let go.
+    held: Option<bool>,
+}
+
+impl Bell {
+    fn new(doorbell: Doorbell) -> Bell {
+        Bell { doorbell, held: None }
+    }
+
+    fn ring(&mut self) {
+        match &mut self.held {
+            Some(due) => *due = true,
+            None => self.doorbell.ring(),
+        }
+    }
+
+    fn hold(&mut self) {
+        self.held.get_or_insert(false);
+    }
+
+    fn let_go(&mut self) {
+        if self.held.take() == Some(true) {
+            self.doorbell.ring();
+        }
+    }
+}
+
 /// What a receiver in the same process holds while it reads lent memory, so that a sender can be sure it is not.
 pub(crate) type MemoryLock = Arc<Mutex<()>>;
 
@@ -89,7 +119,7 @@ fn open_rx(site: &dyn Site, same_process: bool) -> Result<Box<dyn LinkRx>, Error
 /// The sending end on one host.
 pub(crate) struct LocalTx {
     ring: Producer<RawRing>,
-    doorbell: Doorbell,
+    bell: Bell,
     /// The receiver's memory lock if it is in this process: then any memory can be lent.
     memory_lock: Option<MemoryLock>,
     /// The receiver's process, if it is another one.
@@ -105,7 +135,7 @@ impl LocalTx {
         memory_lock: Option<MemoryLock>,
     ) -> Result<Self, Error> {
         let ring = Producer::new(RawRing::new(region, offset as u64)?);
-        Ok(LocalTx { ring, doorbell, memory_lock, exit: None })
+        Ok(LocalTx { ring, bell: Bell::new(doorbell), memory_lock, exit: None })
     }
 
     /// The same, to a process whose exit is known of.
@@ -164,8 +194,16 @@ impl LinkTx for LocalTx {
         };
         let descriptor = Descriptor::new(&header, location);
         self.ring.post((descriptor, if inline && !tiny { payload } else { std::ptr::null() }));
-        self.doorbell.ring();
+        self.bell.ring();
         Ok(if inline { Posted::Copied } else { Posted::Held })
+    }
+
+    fn hold_bell(&mut self) {
+        self.bell.hold();
+    }
+
+    fn ring_bell(&mut self) {
+        self.bell.let_go();
     }
 
     fn can_lend(&self, at: *const u8, len: usize) -> bool {
@@ -186,7 +224,7 @@ impl LinkTx for LocalTx {
         let places = [input, output, loan.bytes as u64];
         let header = Header { len: size_of_val(&places) as u32, ..header };
         self.ring.post((Descriptor::new(&header, NOWHERE), places.as_ptr().cast()));
-        self.doorbell.ring();
+        self.bell.ring();
         Ok(())
     }
 
@@ -210,7 +248,7 @@ impl LinkTx for LocalTx {
 /// The receiving end on one host.
 pub(crate) struct LocalRx {
     ring: Consumer<RawRing>,
-    doorbell: Doorbell,
+    bell: Bell,
     peer: Rank,
     same_process: bool,
     head: Option<Frame>,
@@ -227,7 +265,7 @@ impl LocalRx {
         same_process: bool,
     ) -> Result<Self, Error> {
         let ring = Consumer::new(RawRing::new(region, offset)?);
-        Ok(LocalRx { ring, doorbell, peer, same_process, head: None, hung_up: false })
+        Ok(LocalRx { ring, bell: Bell::new(doorbell), peer, same_process, head: None, hung_up: false })
     }
 }
 
@@ -262,6 +300,14 @@ impl LinkRx for LocalRx {
         Ok(self.head)
     }
 
+    fn hold_bell(&mut self) {
+        self.bell.hold();
+    }
+
+    fn ring_bell(&mut self) {
+        self.bell.let_go();
+    }
+
     fn borrow(&self) -> Result<Loan, Error> {
         let wrong = |problem: String| Error::protocol(self.peer, problem);
         let Some(frame) = self.head.filter(|frame| frame.ready == Loan::FRAME) else {
@@ -288,7 +334,8 @@ impl LinkRx for LocalRx {
         self.head = None;
         self.hung_up = true;
         self.ring.close();
-        self.doorbell.ring();
+        self.bell.let_go();
+        self.bell.ring();
     }
 
     fn release(&mut self, bytes: usize) {
@@ -296,7 +343,7 @@ impl LinkRx for LocalRx {
         if frame.advance(bytes) {
             self.head = None;
             self.ring.release();
-            self.doorbell.ring();
+            self.bell.ring();
         }
     }
 }
@@ -359,6 +406,38 @@ mod tests {
             assert!(rx.peek(0).unwrap().is_none());
             assert_eq!(tx.released().unwrap(), (round + 1) * CELLS);
         }
+    }
+
+    #[test]
+    fn a_held_bell_rings_once_when_it_is_let_go_and_at_once_where_a_link_is_hung_up() {
+        let (mut tx, mut rx, region) = pair(false);
+        let sleeps = || region.doorbell_flag().store(1, Ordering::SeqCst);
+        let is_woken = || region.doorbell_flag().load(Ordering::SeqCst) == 0;
+        // SAFETY: no bytes.
+        let mut post = |tx: &mut LocalTx| unsafe { tx.post(header(0, 0), std::ptr::null()).unwrap() };
+        sleeps();
+        tx.hold_bell();
+        tx.ring_bell();
+        assert!(!is_woken(), "nothing was posted");
+        tx.hold_bell();
+        post(&mut tx);
+        post(&mut tx);
+        assert!(!is_woken() && rx.peek(0).unwrap().is_some(), "who looks sees it");
+        tx.ring_bell();
+        assert!(is_woken());
+        sleeps();
+        post(&mut tx);
+        assert!(is_woken(), "not held any more");
+        sleeps();
+        rx.hold_bell();
+        rx.release(0);
+        assert!(!is_woken());
+        rx.ring_bell();
+        assert!(is_woken());
+        sleeps();
+        rx.hold_bell();
+        rx.hang_up();
+        assert!(is_woken());
     }
 
     #[test]

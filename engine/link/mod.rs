@@ -194,6 +194,12 @@ pub(crate) trait LinkTx: Send {
     /// released or [`LinkTx::revoke`] has returned `true`, unless this returns [`Posted::Copied`].
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error>;
 
+    /// From here on a peer that sleeps is not woken for each frame that is posted, but by [`LinkTx::ring_bell`].
+    fn hold_bell(&mut self) {}
+
+    /// Wakes the peer for what was posted since [`LinkTx::hold_bell`], if it sleeps.
+    fn ring_bell(&mut self) {}
+
     /// Whether what was posted and copied reaches the peer without [`LinkTx::released`] being asked. A link that queues
     /// such frames must say no while it has any: nothing else may be outstanding, and then nobody asks.
     fn leaves(&self) -> bool {
@@ -275,6 +281,12 @@ pub(crate) trait LinkRx: Send {
     /// Releases `bytes` more of the oldest frame; the frame itself once all of it is released (at once, for an
     /// empty one).
     fn release(&mut self, bytes: usize);
+
+    /// As [`LinkTx::hold_bell`], of frames that are released.
+    fn hold_bell(&mut self) {}
+
+    /// As [`LinkTx::ring_bell`].
+    fn ring_bell(&mut self) {}
 
     /// What the frame that `peek` has just shown lends. It may be used until it is released,
     /// as long as `peek` goes on to show it: in one process under this rank's memory lock, which the sender tries before it has

@@ -193,7 +193,8 @@ impl Endpoint {
                 }
             } else {
                 let yielded = self.relax(&mut passes);
-                let looks = passes.is_multiple_of(LOOK);
+                // A core that was given away may come back milliseconds later, where others compute on it.
+                let looks = yielded || passes.is_multiple_of(LOOK);
                 if looks {
                     let now = Instant::now();
                     let idle = now.saturating_duration_since(*idle_since.get_or_insert(now));
@@ -201,7 +202,7 @@ impl Endpoint {
                         break None;
                     }
                 }
-                if progress == Progress::Blocked && !yielded && !looks {
+                if progress == Progress::Blocked && !looks {
                     continue;
                 }
             }

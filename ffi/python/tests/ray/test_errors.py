@@ -67,7 +67,7 @@ OURS = {
     "a short scatter": (lambda m, g, rank: m.scatter(zeros(1), [zeros(1)], rank, g), "RuntimeError", "world_size"),
     "no operation": (lambda m, g, rank: m.allreduce(zeros(1), g, "sum"), "RuntimeError", "Unknown reduce operation"),
     "short exchange": (lambda m, g, rank: m.all_to_all([zeros(1)], [zeros(1)], g), "RuntimeError", "world_size"),
-    "devices unknown": (lambda m, g, rank: m.send_multigpu(zeros(1), (rank + 1) % SIZE, 0, g), "RuntimeError", "init_multigpu"),
+    "a device below 0": (lambda m, g, rank: m.send_multigpu(zeros(1), (rank + 1) % SIZE, -1, g), "ValueError", "device '-1'"),
     "root tensor": (lambda m, g, rank: m.reduce_multigpu([zeros(1)], 0, 1, g), "ValueError", "root_tensor"),
     "root below 0": (lambda m, g, rank: m.broadcast_multigpu([zeros(1)], 0, -1, g), "ValueError", "root_tensor"),
     "no lists": (lambda m, g, rank: m.allgather_multigpu(zeros(1), [zeros(1)], g), "RuntimeError", "list of lists"),

@@ -37,6 +37,7 @@ def test_the_design_document():
         "by refs: [3.0, 3.0]",
         "messages: [0.0, 1.0, 2.0, 3.0]",
         "two tensors for each process: [[[6.0, 6.0], [6.0, 6.0]], [[6.0, 6.0], [6.0, 6.0]]]",
+        "from device to device: [2.0, 2.0, 2.0, 2.0]",
     ]
 
 

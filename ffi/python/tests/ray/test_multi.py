@@ -55,6 +55,79 @@ def test_everything(two, name):
         assert message == ([0.0] * 4 if rank == 0 else [7.0, 7.0, 7.0, 1.0])
 
 
+def messages(rank, name):
+    """Rank 0 sends, in this order: from a device that it does not name to 2, to 1, and from device 1 to 0; rank 1 receives."""
+    import threading
+
+    import allstream.ray as ar
+
+    if rank == 0:
+        # Each is sent by a thread, as rank 1 takes them in another order.
+        sends = [
+            threading.Thread(target=ar.send_multigpu, args=(torch.full((4,), 1.0), 1, 2, name)),
+            threading.Thread(target=ar.send_multigpu, args=(torch.full((4,), 2.0), 1, 1, name)),
+            threading.Thread(target=ar.send_multigpu, args=(torch.full((4,), 3.0), 1, 0, name), kwargs={"gpu_index": 1}),
+        ]
+        for send in sends:
+            send.start()
+        for send in sends:
+            send.join()
+        ar.send_multigpu(torch.full((4,), 4.0), 1, 1, name)
+        return []
+    got = []
+    for source, more in [(1, {"gpu_index": 0}), (0, {"gpu_index": 1}), (0, {"gpu_index": 2}), (0, {})]:
+        x = torch.zeros(4)
+        ar.recv_multigpu(x, 0, source, name, **more)
+        got.append(x[0].item())
+    return got
+
+
+def test_messages_find_their_devices_without_a_set_of_ranks(two, name):
+    """As the design document calls them, on tensors of the CPU: neither side knows its own device, or both do."""
+    assert two.all(messages, name)[1] == [3.0, 2.0, 1.0, 4.0]
+
+
+def two_receivers(rank, name):
+    import threading
+
+    import allstream.ray as ar
+
+    if rank == 0:
+        for device in (1, 0):
+            ar.send_multigpu(torch.full((1,), float(device)), 1, device, name)
+        return []
+    outs = [torch.zeros(1) - 1 for _ in range(2)]
+    threads = [
+        threading.Thread(target=ar.recv_multigpu, args=(out, 0, 0, name), kwargs={"gpu_index": device}) for device, out in enumerate(outs)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [out.item() for out in outs]
+
+
+def test_two_threads_that_receive_for_two_devices(two, name):
+    assert two.all(two_receivers, name)[1] == [0.0, 1.0]
+
+
+def refused_then_received(rank, name):
+    import allstream.ray as ar
+
+    if rank == 0:
+        ar.send_multigpu(torch.ones(3), 1, 0, name)
+        return None
+    with pytest.raises(errors.Invalid, match="contiguous"):
+        ar.recv_multigpu(torch.zeros(3, 2)[:, 0], 0, 0, name)
+    x = torch.zeros(3)
+    ar.recv_multigpu(x, 0, 0, name)
+    return x.tolist()
+
+
+def test_a_message_whose_tensor_is_refused_is_there_for_the_next_call(two, name):
+    assert two.all(refused_then_received, name)[1] == [1.0] * 3
+
+
 def test_numbers_that_differ(two, name):
     def differ(rank, name):
         import allstream.ray as ar

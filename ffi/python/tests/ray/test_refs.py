@@ -216,6 +216,58 @@ def test_a_sender_that_is_killed(three, name, helpers):
     assert get([actor.sum.remote(name) for actor in three]) == [3.0] * 3
 
 
+def on_system_thread(actor, function, group="_ray_system"):
+    """Runs `function(actor)` where Ray receives and sends the tensors of refs ("_ray_system"), or where it aborts that."""
+    return actor.__ray_call__.options(concurrency_group=group).remote(function)
+
+
+def test_a_sender_that_fails_while_the_receiver_is_busy(three, name):
+    """Ray then aborts a transfer that has not begun at the receiver, which hears of it as soon as it begins."""
+
+    def lose(actor):
+        ray._private.worker.global_worker.rdt_manager.rdt_store._rdt_store.clear()
+
+    def busy_until_aborted(actor):
+        from allstream.ray import refs
+
+        until = time.monotonic() + 30
+        while not refs._transfers._aborted and time.monotonic() < until:
+            time.sleep(0.01)
+        return time.monotonic()
+
+    sender, receiver, _ = three
+    ref = sender.make.remote(1)
+    get(sender.__ray_call__.remote(lose))
+    busy = on_system_thread(receiver, busy_until_aborted)
+    taken = receiver.values.remote(ref)
+    free = get(busy)
+    with pytest.raises(Exception, match="Ray aborted it before it began here"):
+        get(taken)
+    assert time.monotonic() - free < 10
+    assert get([actor.sum.remote(name) for actor in three]) == [3.0] * 3
+    assert get(receiver.values.remote(sender.make.remote(8))) == [8.0]
+
+
+def test_a_receiver_that_fails_while_the_sender_is_busy(three, name):
+    from allstream.ray.refs import AllstreamMetadata, AllstreamRoute, AllstreamTransport
+
+    route = AllstreamRoute(group=name, source=1, target=0, tag=(1 << 31) | 6)
+
+    def abort(actor):
+        AllstreamTransport().abort_transport("object", route)
+
+    def send(actor):
+        began = time.monotonic()
+        try:
+            AllstreamTransport().send_multiple_tensors([torch.ones(3)], AllstreamMetadata([((3,), torch.float32)], "cpu"), route)
+        except errors.Aborted as error:
+            return time.monotonic() - began, str(error)
+
+    get(on_system_thread(three[1], abort, "_ray_system_error"))
+    took, said = get(on_system_thread(three[1], send))
+    assert took < 5 and f"group '{name}', rank 1 of 3: send of" in said and "Ray aborted it before" in said
+
+
 def test_a_transfer_that_is_aborted(three, name):
     """What Ray does at its own deadline: the one who waits is free at once, and the group goes on."""
     from allstream.ray.refs import AllstreamMetadata, AllstreamRoute, AllstreamTransport
@@ -236,9 +288,8 @@ def test_a_transfer_that_is_aborted(three, name):
             time.sleep(0.01)
         AllstreamTransport().abort_transport("object", route)
 
-    system = three[0].__ray_call__.options(concurrency_group="_ray_system")
-    waits = system.remote(wait)
-    get(three[0].__ray_call__.options(concurrency_group="_ray_system_error").remote(abort))
+    waits = on_system_thread(three[0], wait)
+    get(on_system_thread(three[0], abort, "_ray_system_error"))
     took, said = get(waits)
     assert took < 5 and f"group '{name}', rank 0 of 3" in said and "Ray aborted it" in said
     assert get([actor.sum.remote(name) for actor in three]) == [3.0] * 3

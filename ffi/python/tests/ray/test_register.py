@@ -93,6 +93,22 @@ def test_after_init():
     assert "was called after ray.init()" in done.stderr
 
 
+@pytest.mark.parametrize("first", ["allstream.ray.group", "allstream.ray.refs", "allstream.ray.calls", "ray.util.collective", "torch"])
+def test_whatever_is_imported_first(first):
+    """The parts import each other, and what they watch for."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"""
+import importlib, allstream.ray
+importlib.import_module({first!r})
+import torch, ray.util.collective as col
+from ray.experimental.rdt.util import transport_manager_info
+print(col.is_backend_available("ALLSTREAM"), "ALLSTREAM" in transport_manager_info)
+"""],
+        capture_output=True, text=True, timeout=60,
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
 def test_beside_a_hook_of_the_program():
     done = script(
         """

@@ -1,39 +1,41 @@
 """Ray's collectives on allstream.
 
-Call `register()` on the driver before `ray.init()`; then `ray.util.collective` takes the backend "allstream" in every actor and task
-of the job, with all its functions as they are:
+`import allstream.ray as col` in place of `import ray.util.collective as col` is all that a program changes: every name of Ray's module
+is here, and those of the document that it was designed by. "nccl" and "gloo" as the name of a backend make a group of allstream's, too.
 
-    import ray, allstream.ray
-    import ray.util.collective as col
+    import ray, allstream.ray as col
 
-    allstream.ray.register()
     ray.init()
 
     @ray.remote
     class Worker:
         def __init__(self, rank):
-            col.init_collective_group(2, rank, "allstream", "g")
+            col.init_collective_group(2, rank, group_name="g")
         def sum(self):
             x = numpy.ones(4, dtype="float32")
             col.allreduce(x, "g")
             return x
 
-What Ray's module lacks is here, with the same names and the same errors: `gather`, `scatter`, `all_to_all`, every function with
-`_async` behind its name (it returns a work with `wait`), `empty`, the `*_multigpu` forms for tensors of any kind, `gang`, and
-the `*_refs` functions that a driver calls on ObjectRefs.
+A program that keeps `ray.util.collective`, or that uses a library which does, calls `register()` on the driver before `ray.init()`: then
+Ray's module takes the backend "allstream" in every actor and task of the job.
+
+Here, and not in Ray's module, are `gather`, `scatter`, `all_to_all`, every function with `_async` behind its name (it returns a work
+with `wait`), `empty`, the `*_multigpu` forms for tensors of any kind, `gang`, and the `*_refs` functions that a driver calls on
+ObjectRefs.
 
 Importing this module starts nothing and imports neither torch nor `ray.util.collective`, so that workers which never communicate
 do not pay for them: names are loaded when they are first used.
 """
 
 import importlib
+import sys
 from typing import Any
 
-from allstream.ray.hook import register
+from allstream.ray.hook import register, register_here
 
 # Where each name is.
 _PLACES = {
-    "group": ["AllstreamGroup", "get_group", "destroy"],
+    "group": ["AllstreamGroup", "get_group", "init_collective_group", "destroy"],
     "calls": [
         "allreduce", "allreduce_async", "reduce", "reduce_async", "broadcast", "broadcast_async", "allgather", "allgather_async",
         "reducescatter", "reducescatter_async", "send", "send_async", "recv", "recv_async", "barrier", "barrier_async",
@@ -43,22 +45,39 @@ _PLACES = {
         "init_multigpu", "allreduce_multigpu", "reduce_multigpu", "broadcast_multigpu", "allgather_multigpu",
         "reducescatter_multigpu", "send_multigpu", "recv_multigpu",
     ],
-    "driver": ["create_collective_group", "declare_collective_group", "destroy_collective_group", "gang", "Gang"],
+    "driver": [
+        "create_collective_group", "declare_collective_group", "destroy_collective_group", "destroy_group", "gang", "Gang",
+    ],
     "refs": [
         "AllstreamTransport", "allreduce_refs", "reduce_refs", "broadcast_refs", "allgather_refs", "reducescatter_refs", "send_ref",
         "recv_ref",
     ],
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+# What is Ray's own.
+_OF_RAY = [
+    "get_rank", "get_collective_group_size", "is_group_initialized", "get_group_handle", "nccl_available", "gloo_available",
+    "is_backend_available", "register_collective_backend", "types", "backend_registry", "collective_group", "synchronize",
+    "get_address_and_port",
+]
 
-__all__ = ["register", *_MODULE_OF]
+__all__ = ["register", "collective", *_MODULE_OF, *_OF_RAY]
 
 
 def __getattr__(name: str) -> Any:
-    module = _MODULE_OF.get(name)
-    if module is None:
+    if name == "collective":
+        # Ray has all its functions a second time in `ray.util.collective.collective`.
+        return sys.modules[__name__]
+    if name in _OF_RAY:
+        register_here()
+        of_ray = importlib.import_module("ray.util.collective")
+        value = getattr(of_ray if hasattr(of_ray, name) else of_ray.collective, name)
+    elif name in _MODULE_OF:
+        value = getattr(importlib.import_module(f"allstream.ray.{_MODULE_OF[name]}"), name)
+    else:
         raise AttributeError(f"module 'allstream.ray' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"allstream.ray.{module}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list:

@@ -96,8 +96,11 @@ def check_outputs(arrays: Sequence[Any], what: str) -> None:
         raise errors.Invalid(f"{what} has tensors that share memory: each rank's part needs memory of its own")
 
 
-def joined(arrays: Sequence[Any]) -> Optional[Any]:
-    """One flat array over the memory of all, if they lie one behind the other, in order; else None."""
+def joined(arrays: Sequence[Any], written: bool) -> Optional[Any]:
+    """One flat array over the memory of all, if they lie one behind the other, in order; else None.
+
+    What an operation only reads may be read-only, and is then joined to an array that is so, too. What is `written` may not.
+    """
     first = arrays[0]
     at = address(first)
     for array in arrays:
@@ -107,9 +110,12 @@ def joined(arrays: Sequence[Any]) -> Optional[Any]:
     total = sum(count(array) for array in arrays)
     if kind(first) == TORCH:
         return _joined_torch(first, total, at - address(first))
-    if kind(first) == NUMPY and all(_root(array) is _root(first) for array in arrays) and all(a.flags.writeable for a in arrays):
-        return np.lib.stride_tricks.as_strided(first, (total,), (first.itemsize,))
-    return None
+    if kind(first) != NUMPY or any(_root(array) is not _root(first) for array in arrays):
+        return None
+    writeable = all(array.flags.writeable for array in arrays)
+    if written and not writeable:
+        return None
+    return np.lib.stride_tricks.as_strided(first, (total,), (first.itemsize,), writeable=writeable)
 
 
 def _joined_torch(first: Any, total: int, size: int) -> Optional[Any]:

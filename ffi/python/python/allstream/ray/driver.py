@@ -9,7 +9,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from allstream import errors
-from allstream.ray.hook import BACKEND, register_here
+from allstream.ray.hook import BACKEND, backend_here, register_here
 
 # Beyond the time that ranks wait for each other: for an actor that is still starting.
 _GRACE = 5.0
@@ -32,6 +32,7 @@ def create_collective_group(
         actors: their handles; every one runs its methods in order, so the group is made when what was called before is done.
         world_size: how many they are.
         ranks: the rank of each, a permutation of 0 to `world_size - 1`.
+        backend: "allstream"; "nccl" and "gloo" mean the same here. Any other is Ray's function's.
         gloo_timeout: how long they wait for each other, and how long an operation may take, in milliseconds.
 
     Raises:
@@ -41,6 +42,7 @@ def create_collective_group(
         TimeoutError: actors that did not come in time, by rank.
     """
     register_here()
+    backend = backend_here(backend)
     if backend.upper() != BACKEND:
         from ray.util.collective.collective import create_collective_group as of_ray
 
@@ -84,6 +86,9 @@ def destroy_collective_group(group_name: str = "default") -> None:
     if handle is None:
         raise ValueError(f"No group with name {group_name} found.")
     _leave_all(handle.actors, group_name)
+
+
+destroy_group = destroy_collective_group
 
 
 def _join(actor: Any, world_size: int, rank: int, group_name: str, gloo_timeout: int, call: str) -> None:

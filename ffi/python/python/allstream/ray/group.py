@@ -6,13 +6,14 @@ import threading
 import time
 from typing import Any, Callable, Dict, Generator, List, Optional
 
+from ray.util.collective.backend_registry import _global_registry, register_collective_backend
 from ray.util.collective.collective import get_group_handle
 from ray.util.collective.collective_group.base_collective_group import BaseGroup
 from ray.util.collective.types import ReduceOp
 
 from allstream import HostStream, errors
 from allstream.ray import arrays
-from allstream.ray.hook import BACKEND
+from allstream.ray.hook import BACKEND, backend_here, register_here
 from allstream.ray.meet import meet
 
 logger = logging.getLogger(__name__)
@@ -110,10 +111,12 @@ class AllstreamGroup(BaseGroup):
         self.node: Any = None
         # Transfers of ObjectRefs that were given up are still in flight: then a goodbye would wait for them.
         self.given_up = False
+        # What announces messages between devices, by the process at the other end; see multi.py.
+        self._letters: Dict[int, Any] = {}
         # The driver's call that made this group, if it was one; see driver.py.
         self.made_by: Optional[str] = None
-        # What ends a transfer, by the object that it is of; see refs.py.
-        self.transfers: Dict[str, Any] = {}
+        # The transfers of ObjectRefs in flight, by tag; see refs.py.
+        self.transfers: Dict[int, Any] = {}
         self._comm: Any = None
         self._failure: Optional[BaseException] = None
         self._met, self._cancel, self._lock = threading.Event(), threading.Event(), threading.Lock()
@@ -329,7 +332,7 @@ class AllstreamGroup(BaseGroup):
             arrays.check_outputs(outs, "the list of outputs")
 
         self._checked(what, check)
-        flat = arrays.joined(outs)
+        flat = arrays.joined(outs, written=True)
         if flat is not None and not arrays.overlap([flat, *inputs]):
             return flat, None
         temporary = arrays.flat_like(like, sum(map(arrays.count, outs)))
@@ -337,7 +340,7 @@ class AllstreamGroup(BaseGroup):
 
     def _from(self, parts: List[Any], outs: List[Any]) -> Any:
         """One array with all parts: where they are, or a copy."""
-        flat = arrays.joined(parts)
+        flat = arrays.joined(parts, written=False)
         if flat is not None and not arrays.overlap([flat, *outs]):
             return flat
         return arrays.together(parts)
@@ -353,6 +356,12 @@ class AllstreamGroup(BaseGroup):
             check()
         except errors.Error as error:
             raise self.told(error, what)
+
+    def letters_with(self, peer: int) -> Any:
+        with self._lock:
+            if peer not in self._letters:
+                self._letters[peer] = self._multi().Letters()
+            return self._letters[peer]
 
     def _multi(self) -> Any:
         from allstream.ray import multi
@@ -380,6 +389,22 @@ def get_group(group_name: str = "default") -> AllstreamGroup:
     return group
 
 
+def init_collective_group(
+    world_size: int, rank: int, backend: str = BACKEND, group_name: str = "default", gloo_timeout: int = _DEFAULT_TIMEOUT_MS
+) -> None:
+    """Ray's function of this name; "nccl" and "gloo", which programs for Ray's own backends give, make a group of allstream's, too.
+
+    Raises:
+        RuntimeError: outside an actor or task; this process has a group of that name.
+        ValueError: a name that is empty; a backend that nobody has registered.
+        AssertionError: a world size or a rank that cannot be.
+    """
+    from ray.util.collective.collective import init_collective_group as of_ray
+
+    register_here()
+    of_ray(world_size, rank, backend_here(backend), group_name, gloo_timeout)
+
+
 def destroy(group_name: str = "default") -> None:
     """As `ray.util.collective.destroy_collective_group`."""
     from ray.util.collective.collective import destroy_collective_group
@@ -403,3 +428,7 @@ def _timeout_of_caller() -> int:
     frame = sys._getframe(2)
     value = frame.f_locals.get("gloo_timeout") if frame.f_code.co_name == "create_collective_group" else None
     return _DEFAULT_TIMEOUT_MS if value is None else value
+
+
+if not _global_registry.is_registered(BACKEND):
+    register_collective_backend(BACKEND, AllstreamGroup)

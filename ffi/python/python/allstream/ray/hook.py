@@ -6,7 +6,8 @@ Ray asks for a backend to be registered in the driver and in each worker. `regis
 * Before `ray.init`, the hook travels by the environment variable from which `ray.init` takes a job's configuration. Ray merges it
   with the `runtime_env` that the program gives, so both hold; `ray.shutdown()` and another `ray.init()` find it again.
 * After `ray.init`, a job's configuration cannot be changed. `allstream.ray.create_collective_group` then registers on its actors
-  by itself, and an actor that imports `allstream.ray` is registered by that.
+  by itself, and a process that imports `allstream.ray` is registered by that: so a program which calls the functions of this
+  package, and not those of `ray.util.collective`, need not call `register()`.
 
 In a worker, registering waits until the program imports `ray.util.collective`, which takes seconds since it imports torch: a worker
 that never communicates is as fast to start as before.
@@ -28,6 +29,8 @@ BACKEND = "ALLSTREAM"
 HOOK = "allstream.ray.hook.setup"
 # Ray's name of the variable by which a job's configuration reaches `ray.init`.
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+# Ray's own backends. What `allstream.ray` makes where a program names one of them is a group of allstream's, which does what both do.
+_OF_RAY = ("NCCL", "GLOO")
 _HOOK_FIELD = "worker_process_setup_hook"
 
 
@@ -50,6 +53,11 @@ def register() -> None:
     register_here()
 
 
+def backend_here(name: str) -> str:
+    """The backend that a function of `allstream.ray` uses where a program asks for `name`."""
+    return BACKEND if name.upper() in _OF_RAY else name
+
+
 def setup() -> None:
     """What Ray runs in each worker process: registers as soon as the program imports what there is to register with."""
     _after_import("ray.util.collective.collective", _register_all)
@@ -61,21 +69,30 @@ def register_here() -> None:
     _register_all()
 
 
+def _watch() -> None:
+    """What importing `allstream.ray` does in a driver: groups and transport are known as soon as the program imports what they are for."""
+    _after_import("ray.util.collective.collective", _register_all)
+    # A class may name the transport before anything else of Ray's collectives is imported.
+    _after_import("torch", _register_transport)
+
+
 def _register_all() -> None:
-    from ray.util.collective.backend_registry import _global_registry, register_collective_backend
+    _register_group()
+    _register_transport()
 
-    if _global_registry.is_registered(BACKEND):
-        return
-    from allstream.ray.group import AllstreamGroup
 
-    register_collective_backend(BACKEND, AllstreamGroup)
+def _register_group() -> None:
+    # It registers as it is imported, which may have begun already: its own first import may be what has called this.
+    importlib.import_module("allstream.ray.group")
+
+
+def _register_transport() -> None:
     try:
-        from allstream.ray.refs import register_transport
+        importlib.import_module("allstream.ray.refs")
     except ImportError as missing:
-        # Ray Direct Transport is alpha: a Ray whose parts have other names has groups, and no ObjectRefs of allstream's.
+        # Ray Direct Transport is alpha: a Ray whose parts have other names has groups, and no ObjectRefs of allstream's. Or this is
+        # called while Ray's module imports torch, and is called again when that module is there.
         logger.debug("allstream.ray: no tensor transport, as this Ray has none that is known here: %s", missing)
-        return
-    register_transport()
 
 
 def _is_worker() -> bool:
@@ -141,3 +158,5 @@ class _Then(importlib.abc.Loader):
 
 if _is_worker():
     setup()
+else:
+    _watch()

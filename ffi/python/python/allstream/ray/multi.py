@@ -5,10 +5,14 @@ global rank `r * n + i`. On a CPU a tensor is what a device would be, so program
 
 The first call with a list makes a second set of communicators, one for each tensor (the engine's node), which all processes of the
 group do together: rank 0 sends address and secret over the group that they have. `init_multigpu` does it without a call.
+
+Messages between devices need no such set: they go from process to process over the group, and `Letters` brings each to its device.
 """
 
+import itertools
 import json
 import secrets
+import threading
 from typing import Any, Callable, List, Optional, Sequence
 
 import numpy as np
@@ -22,7 +26,10 @@ from allstream.ray.group import AllstreamGroup, get_group, op_name
 from allstream.ray.meet import listen
 
 # Room for the address and the secret of a node, as they are sent to all.
-_LETTER = 512
+_ROOM = 512
+# The tags of what announces messages between devices, and of the messages, which are numbered. Those of programs have 0.
+_LETTER = 1
+_MESSAGE = 1 << 30
 
 
 class Node:
@@ -58,7 +65,7 @@ def node_of(group: AllstreamGroup, devices: int) -> Node:
 
 
 def _connect(group: AllstreamGroup, comm: Any, devices: int) -> List[Any]:
-    letter, listener = np.zeros(_LETTER, dtype=np.uint8), None
+    letter, listener = np.zeros(_ROOM, dtype=np.uint8), None
     try:
         if group.rank == 0:
             listener, address = listen()
@@ -161,28 +168,106 @@ def _check_lists(group: AllstreamGroup, lists: List[List[Any]], devices: int) ->
 
 
 def send(group: AllstreamGroup, x: Any, to: int, to_device: int, elements: int = 0, device: Optional[int] = None) -> None:
-    comm, peer = _ends(group, x, to, to_device, device)
-    _run(group, f"send to rank {to}", lambda c: c.send(_part(x, elements), peer, timeout=group.timeout), [comm])
+    what = f"send to rank {to}"
+    own = _own_device(group, x, device, to_device)
+    letters, comm = group.letters_with(to), group.comm()
+    try:
+        number = letters.number()
+        # Where the tensor cannot be sent nothing has been announced.
+        message = comm.send(_part(x, elements), to, tag=_MESSAGE | number, timeout=group.timeout)
+        letter = np.array([number, own, to_device], dtype=np.int64)
+        announced = comm.send(letter, to, tag=_LETTER, timeout=group.timeout)
+        message.wait()
+        announced.wait()
+    except errors.Error as error:
+        raise group.told(error, what)
 
 
 def recv(group: AllstreamGroup, x: Any, source: int, source_device: int, elements: int = 0, device: Optional[int] = None) -> None:
-    comm, peer = _ends(group, x, source, source_device, device)
-    _run(group, f"recv from rank {source}", lambda c: c.recv(_part(x, elements), peer, timeout=group.timeout), [comm])
+    what = f"recv from rank {source}"
+    own = _own_device(group, x, device, source_device)
+    letters, comm = group.letters_with(source), group.comm()
+
+    def read() -> "tuple[int, int, int]":
+        letter = np.zeros(3, dtype=np.int64)
+        comm.recv(letter, source, tag=_LETTER, timeout=group.timeout).wait()
+        number, sender, target = letter.tolist()
+        return number, sender, target
+
+    try:
+        letter = letters.take(source_device, own, read)
+        try:
+            message = comm.recv(_part(x, elements), source, tag=_MESSAGE | letter[0], timeout=group.timeout)
+        except BaseException:
+            # The tensor was refused: the message is there for the next call.
+            letters.put_back(letter)
+            raise
+        message.wait()
+    except errors.Error as error:
+        raise group.told(error, what)
 
 
-def _ends(group: AllstreamGroup, x: Any, peer: int, peer_device: int, device: Optional[int]) -> "tuple[Any, int]":
-    node = group.node
-    if node is None:
-        raise RuntimeError(
-            group.says("a message between devices needs to know how many each process has: all ranks call init_multigpu(n) first")
-        )
+class Letters:
+    """What announces messages between devices of this process and one other, and brings each to the call that it is for.
+
+    A tensor in the host's memory does not tell which of the process's devices it belongs to. The sender's call names the device that
+    receives, and the receiver's call the one that sends: so each message is announced by a letter with its number and both devices as
+    the sender knows them, and a receiver takes the first one that fits what it knows. -1 is a device that is not known.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._waiting: List[Any] = []
+        self._is_read = False
+
+    def number(self) -> int:
+        return next(self._numbers) % _MESSAGE
+
+    def take(self, sender: int, target: int, read: Callable[[], Any]) -> Any:
+        """The first letter that fits. One caller at a time reads, by `read`, which has a deadline; the others get what it read."""
+        with self._changed:
+            while True:
+                for letter in self._waiting:
+                    if letter[1] in (-1, sender) and target in (-1, letter[2]):
+                        self._waiting.remove(letter)
+                        return letter
+                if self._is_read:
+                    self._changed.wait()
+                else:
+                    self._read(read)
+
+    def _read(self, read: Callable[[], Any]) -> None:
+        self._is_read = True
+        self._changed.release()
+        letter = None
+        try:
+            letter = read()
+        finally:
+            self._changed.acquire()
+            self._is_read = False
+            if letter is not None:
+                self._waiting.append(letter)
+            # Whoever waits reads next, and fails as this one has where the group is over.
+            self._changed.notify_all()
+
+    def put_back(self, letter: Any) -> None:
+        with self._changed:
+            self._waiting.insert(0, letter)
+            self._changed.notify_all()
+
+
+def _own_device(group: AllstreamGroup, x: Any, device: Optional[int], peer_device: int) -> int:
+    """Which of this process's devices a tensor belongs to; -1 where nothing says so."""
     if device is None:
         name = arrays.device(x)
-        device = int(name.rsplit(":", 1)[1]) if ":" in name else 0
+        device = int(name.rsplit(":", 1)[1]) if ":" in name else None
+    devices = group.node.devices if group.node is not None else None
     for index in (device, peer_device):
-        if not 0 <= index < node.devices:
-            raise ValueError(group.says(f"device '{index}': each process has {node.devices}, from 0"))
-    return node.comms[device], peer * node.devices + peer_device
+        if index is not None and (index < 0 or (devices is not None and index >= devices)):
+            has = "counted from 0" if devices is None else f"each process has {devices}, from 0"
+            raise ValueError(group.says(f"device '{index}': {has}"))
+    return -1 if device is None else device
 
 
 def _part(x: Any, elements: int) -> Any:
@@ -236,7 +321,8 @@ def send_multigpu(
 ) -> None:
     """Sends a tensor, or its first `n_elements`, to a device of another process.
 
-    `gpu_index` says which of this process's devices sends: that of the tensor where it is left out, and 0 for a CPU tensor.
+    `gpu_index` says which of this process's devices sends. Where it is left out that is the tensor's device; a tensor in the host's
+    memory has none, and is received by whoever waits for a message from this process to that device.
     """
     arrays.check_one(tensor)
     group = get_group(group_name)
@@ -249,7 +335,11 @@ def send_multigpu(
 def recv_multigpu(
     tensor: Any, src_rank: int, src_gpu_index: int, group_name: str = "default", n_elements: int = 0, gpu_index: Optional[int] = None
 ) -> None:
-    """Receives a tensor, or its first `n_elements`, from a device of another process; `gpu_index` is as for `send_multigpu`."""
+    """Receives a tensor, or its first `n_elements`, from a device of another process.
+
+    `gpu_index` says which of this process's devices receives. Where it is left out that is the tensor's device; for a tensor in the
+    host's memory it is whichever device the sender has named in its next message.
+    """
     arrays.check_one(tensor)
     group = get_group(group_name)
     check_peer(group, src_rank, "source")

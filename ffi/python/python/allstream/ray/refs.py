@@ -17,8 +17,10 @@ called on it before.
 
 import secrets
 import threading
+from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Any, Deque, Dict, Iterator, List, Optional, Sequence
 
 import ray
 from ray.experimental.rdt.tensor_transport_manager import (
@@ -33,6 +35,8 @@ from allstream.ray.hook import BACKEND
 
 # Transfers have tags of their own, of which no program's `send` takes any: those have tag 0.
 _TAGS = 1 << 31
+# How many aborts are kept for transfers that have not begun in this actor. Ray gives up on one within a minute or so.
+_KEPT = 4096
 # The deadline of a message of a transfer in the engine. `AllstreamTransport` has a shorter one, which ends the transfer, not the group.
 _NEVER = 1e6
 
@@ -62,6 +66,44 @@ class _Transfer:
     def abort(self) -> None:
         self.aborted = True
         self.changed.set()
+
+
+class _Transfers:
+    """The transfers of this actor, by tag, which no two have in common: those in flight, and those that Ray has aborted already.
+
+    An abort may come before its transfer has begun here, where this actor is busy while the other one fails: it is kept, and the
+    transfer ends as it begins.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: Dict[int, _Transfer] = {}
+        self._aborted: Deque[int] = deque(maxlen=_KEPT)
+
+    @contextmanager
+    def running(self, tag: int) -> Iterator[_Transfer]:
+        transfer = _Transfer()
+        with self._lock:
+            self._running[tag] = transfer
+            if tag in self._aborted:
+                self._aborted.remove(tag)
+                transfer.abort()
+        try:
+            yield transfer
+        finally:
+            with self._lock:
+                del self._running[tag]
+
+    def abort(self, tag: int) -> None:
+        with self._lock:
+            transfer = self._running.get(tag)
+            if transfer is None:
+                self._aborted.append(tag)
+            else:
+                transfer.abort()
+
+
+_transfers = _Transfers()
 
 
 class AllstreamTransport(TensorTransportManager):
@@ -118,7 +160,7 @@ class AllstreamTransport(TensorTransportManager):
         if communicator_metadata.problem:
             raise ValueError(communicator_metadata.problem)
         tensors = target_buffers or create_empty_tensors_from_metadata(tensor_transport_metadata)
-        _exchange(obj_id, "recv", tensors, communicator_metadata, communicator_metadata.source)
+        _exchange("recv", tensors, communicator_metadata, communicator_metadata.source)
         return tensors
 
     def send_multiple_tensors(
@@ -130,63 +172,48 @@ class AllstreamTransport(TensorTransportManager):
         # The receiver says what is wrong.
         if communicator_metadata.problem:
             return
-        _exchange(str(communicator_metadata.tag), "send", tensors, communicator_metadata, communicator_metadata.target)
+        _exchange("send", tensors, communicator_metadata, communicator_metadata.target)
 
     def garbage_collect(self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: List[Any]) -> None:
         """The tensors are the actor's own memory: there is nothing to give back."""
 
     def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
-        """Ends this transfer in this actor: what waits for it raises. The group and all other transfers go on."""
-        from ray.util.collective.collective import is_group_initialized
-
-        from allstream.ray.group import get_group
-
-        if communicator_metadata.problem or not is_group_initialized(communicator_metadata.group):
-            return
-        transfers = get_group(communicator_metadata.group).transfers
-        for key in (obj_id, str(communicator_metadata.tag)):
-            transfer = transfers.get(key)
-            if transfer is not None:
-                transfer.abort()
+        """Ends this transfer in this actor, also one that has not begun here. The group and all other transfers go on."""
+        if not communicator_metadata.problem:
+            _transfers.abort(communicator_metadata.tag)
 
 
-def _exchange(key: str, direction: str, tensors: List[Any], route: Any, peer: int) -> None:
+def _exchange(direction: str, tensors: List[Any], route: Any, peer: int) -> None:
     """Sends or receives all tensors of a transfer, and waits for them: until the group's timeout, or an abort."""
     from allstream.ray.group import get_group
 
-    group = get_group(route.group)
-    comm, transfer = group.comm(), _Transfer()
     what = f"{direction} of an ObjectRef's tensors, with rank {peer}"
-    group.transfers[key] = transfer
-    try:
-        messages = [(direction, tensor.detach(), peer, route.tag) for tensor in tensors]
-        if not messages:
-            return
-        work = comm.batch(messages, timeout=_NEVER)
-        work.add_done_callback(lambda _: transfer.changed.set())
-        if not transfer.changed.wait(group.timeout) or (transfer.aborted and not work.done()):
-            # The engine keeps the messages, and their memory, until the group ends. Nobody else uses their tag.
-            group.given_up = True
-            why = "Ray aborted it" if transfer.aborted else f"it did not end within {group.timeout:g} s"
-            raise (errors.Aborted if transfer.aborted else errors.Timeout)(group.says(f"{what}: {why}"))
-        work.wait()
-    except errors.Error as error:
-        raise group.told(error, what)
-    finally:
-        group.transfers.pop(key, None)
+    # Before the group, whose ranks may still have to meet: an abort may come meanwhile.
+    with _transfers.running(route.tag) as transfer:
+        group = get_group(route.group)
+        group.transfers[route.tag] = transfer
+        try:
+            _move(group, what, transfer, [(direction, tensor.detach(), peer, route.tag) for tensor in tensors])
+        except errors.Error as error:
+            raise group.told(error, what)
+        finally:
+            group.transfers.pop(route.tag, None)
 
 
-def register_transport() -> None:
-    """Makes "ALLSTREAM" a tensor transport in this process; Ray does so in the actors that it makes from here."""
-    from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
-
-    try:
-        import torch
-    except ImportError:
+def _move(group: Any, what: str, transfer: _Transfer, messages: List[Any]) -> None:
+    comm = None if transfer.aborted else group.comm()
+    if transfer.aborted:
+        raise errors.Aborted(group.says(f"{what}: Ray aborted it before it began here, as the other actor has failed"))
+    if not messages:
         return
-    if BACKEND in transport_manager_info:
-        return
-    register_tensor_transport(BACKEND, ["cpu", "cuda"], AllstreamTransport, torch.Tensor)
+    work = comm.batch(messages, timeout=_NEVER)
+    work.add_done_callback(lambda _: transfer.changed.set())
+    if not transfer.changed.wait(group.timeout) or (transfer.aborted and not work.done()):
+        # The engine keeps the messages, and their memory, until the group ends. Nobody else uses their tag.
+        group.given_up = True
+        why = "Ray aborted it" if transfer.aborted else f"it did not end within {group.timeout:g} s"
+        raise (errors.Aborted if transfer.aborted else errors.Timeout)(group.says(f"{what}: {why}"))
+    work.wait()
 
 
 def _groups_of(actors: Sequence[Any]) -> List[Any]:
@@ -380,3 +407,18 @@ def _recv(actor: Any, group: str, source: int, tensor: Any) -> Any:
 
     calls.recv(tensor, source, group)
     return tensor
+
+
+def _register() -> None:
+    """Makes "ALLSTREAM" a tensor transport in this process; Ray does so in the actors that it makes from here."""
+    from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
+
+    try:
+        import torch
+    except ImportError:
+        return
+    if BACKEND not in transport_manager_info:
+        register_tensor_transport(BACKEND, ["cpu", "cuda"], AllstreamTransport, torch.Tensor)
+
+
+_register()
