@@ -125,6 +125,19 @@ impl Buckets {
         drop(before);
     }
 
+    /// Waits until devices have written what a call has given back, where that call has ended: the engine gives it back in the order of streams of
+    /// ours, and an array of Python's is used in the order of any.
+    fn synchronize(&self, py: Python<'_>, has_ended: bool) -> PyResult<()> {
+        if !has_ended {
+            return Ok(());
+        }
+        // Not under the lock: it waits.
+        let streams = std::mem::take(&mut self.held(py).streams);
+        let over = streams.synchronize(py);
+        self.held(py).streams = streams;
+        over
+    }
+
     /// The memory of an array. Not under the lock: the array's library may run Python.
     fn memory(&self, array: &Bound<'_, PyAny>, call: &str) -> PyResult<Memory> {
         let py = array.py();
@@ -240,10 +253,11 @@ impl Buckets {
         let mut buckets = self.take(py)?;
         let ended = block_on(py, async { buckets.finish().await.map(Iterator::collect::<Vec<Memory>>) });
         self.put_back(py, buckets);
+        let on_devices = self.synchronize(py, ended.is_ok());
         let result = match ended? {
             Ok(memory) => {
                 memory.into_iter().for_each(|memory| memory.release(py));
-                Ok(())
+                on_devices
             }
             Err(failed) => {
                 self.give_back(py, failed.buf);
@@ -292,6 +306,7 @@ impl Buckets {
             buckets.finish_some(lend).await.map(Iterator::collect::<Vec<Option<Memory>>>)
         });
         self.put_back(py, buckets);
+        let on_devices = self.synchronize(py, ended.is_ok());
         let used = match ended? {
             Ok(memory) => memory,
             Err(failed) => {
@@ -306,7 +321,8 @@ impl Buckets {
                 array
             })
         };
-        Ok(used.into_iter().zip(arrays).map(one).collect())
+        let used = used.into_iter().zip(arrays).map(one).collect();
+        on_devices.map(|()| used)
     }
 
     /// The range of the elements of parameter `i`, counted in row-major order, that this rank owns where buckets are sharded: `finish` gives the
@@ -339,10 +355,11 @@ impl Buckets {
         let ended = block_on(py, async { buckets.gather(memory).await });
         self.put_back(py, buckets);
         self.held(py).is_gathering = ended.is_err();
+        let on_devices = self.synchronize(py, ended.is_ok());
         match ended? {
             Ok(memory) => {
                 memory.into_iter().for_each(|memory| memory.release(py));
-                Ok(())
+                on_devices
             }
             Err(failed) => {
                 failed.buf.into_iter().flatten().flatten().for_each(|memory| memory.release(py));

@@ -73,6 +73,15 @@ impl CallStreams {
         self.0.is_empty()
     }
 
+    /// Waits, without the GIL, until all that was put on them is over: what is in their order is good for every stream from then on.
+    ///
+    /// # Errors
+    /// Work on a device has failed.
+    pub(crate) fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        let all = || self.0.iter().try_for_each(|stream| stream.stream().synchronize());
+        if self.is_empty() { Ok(()) } else { py.detach(all).map_err(|error| errors::of(py, &error)) }
+    }
+
     /// That of a device.
     ///
     /// # Errors

@@ -8,21 +8,6 @@ import allstream
 SIZE = 4
 
 
-def _core_takes_them():
-    """Whether the engine's own calls take a read-only array that is only read; without that Ray's cannot."""
-    x = np.zeros(1)
-    x.flags.writeable = False
-    (comm,) = allstream.local(1)
-    try:
-        comm.all_gather(x).wait()
-    except allstream.Invalid:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _core_takes_them(), reason="this build of the engine takes no read-only arrays")
-
-
 def read_only(values):
     x = np.array(values, dtype="float32")
     x.flags.writeable = False
