@@ -64,7 +64,12 @@ impl Part {
     pub(super) fn halved(&self, reduction: &Reduction) -> u8 {
         let averages = matches!(reduction, Reduction::Op(ReduceOp::Avg)) && self.dtype == DType::F16;
         let ranks = self.program.plan.size;
-        if averages && !self.program.one_fold { ranks.next_power_of_two().ilog2() as u8 } else { 0 }
+        // Two ranks' elements are combined once, by every algorithm.
+        if averages && !self.program.one_fold && ranks > 2 {
+            ranks.next_power_of_two().ilog2() as u8
+        } else {
+            0
+        }
     }
 
     /// What the elements are multiplied by before they are combined: the user's factor `scale`, or what keeps an average in range.

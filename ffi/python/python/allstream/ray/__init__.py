@@ -57,7 +57,7 @@ _MODULE_OF = {name: module for module, names in _PLACES.items() for name in name
 # What is Ray's own.
 _OF_RAY = [
     "get_rank", "get_collective_group_size", "is_group_initialized", "get_group_handle", "nccl_available", "gloo_available",
-    "is_backend_available", "register_collective_backend", "types", "backend_registry", "collective_group", "synchronize",
+    "is_backend_available", "register_collective_backend", "types", "util", "backend_registry", "collective_group", "synchronize",
     "get_address_and_port",
 ]
 
@@ -71,8 +71,13 @@ def __getattr__(name: str) -> Any:
     if name in _OF_RAY:
         register_here()
         of_ray = importlib.import_module("ray.util.collective")
+        if not hasattr(of_ray, name) and not hasattr(of_ray.collective, name):
+            # A module of Ray's that nobody has imported yet.
+            importlib.import_module(f"ray.util.collective.{name}")
         value = getattr(of_ray if hasattr(of_ray, name) else of_ray.collective, name)
     elif name in _MODULE_OF:
+        # Ray's module first, as where a program imports that: two threads that took the two in different orders would wait for each other.
+        register_here()
         value = getattr(importlib.import_module(f"allstream.ray.{_MODULE_OF[name]}"), name)
     else:
         raise AttributeError(f"module 'allstream.ray' has no attribute {name!r}")
