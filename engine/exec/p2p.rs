@@ -89,14 +89,6 @@ impl Messages {
         Ok(())
     }
 
-    /// Whether copies of a message's memory may be on their way that nobody waits for.
-    pub(crate) fn is_settling(&self) -> bool {
-        let begun = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
-        let waiting = self.peers.iter().flat_map(|peer| peer.waiting.values().flatten());
-        let mut all = begun.map(|m| &m.message).chain(waiting.map(|(_, message)| message));
-        all.any(|message| message.staged.as_ref().is_some_and(|staged| staged.is_settling()))
-    }
-
     pub(crate) fn is_idle(&self) -> bool {
         let is_idle = |p: &Peer| p.sends.is_empty() && p.recvs.is_empty() && p.waiting.is_empty();
         self.peers.iter().all(|p| is_idle(p) && p.answers.is_empty())

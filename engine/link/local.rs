@@ -414,7 +414,7 @@ mod tests {
         let sleeps = || region.doorbell_flag().store(1, Ordering::SeqCst);
         let is_woken = || region.doorbell_flag().load(Ordering::SeqCst) == 0;
         // SAFETY: no bytes.
-        let mut post = |tx: &mut LocalTx| unsafe { tx.post(header(0, 0), std::ptr::null()).unwrap() };
+        let post = |tx: &mut LocalTx| unsafe { tx.post(header(0, 0), std::ptr::null()).unwrap() };
         sleeps();
         tx.hold_bell();
         tx.ring_bell();

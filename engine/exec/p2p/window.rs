@@ -42,6 +42,14 @@ impl Messages {
         peer.list(message.direction).push(Moving::new(key, message, now));
     }
 
+    /// Whether copies of a message's memory may be on their way that nobody waits for.
+    pub(crate) fn is_settling(&self) -> bool {
+        let begun = self.peers.iter().flat_map(|peer| peer.sends.iter().chain(&peer.recvs));
+        let waiting = self.peers.iter().flat_map(|peer| peer.waiting.values().flatten());
+        let mut all = begun.map(|m| &m.message).chain(waiting.map(|(_, message)| message));
+        all.any(|message| message.staged.as_ref().is_some_and(|staged| staged.is_settling()))
+    }
+
     /// Begins messages in the place of those that have ended.
     pub(crate) fn go_on(&mut self, now: impl Fn() -> Instant) {
         for (rank, direction, tag) in self.ended.drain(..) {

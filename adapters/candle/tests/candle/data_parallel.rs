@@ -216,7 +216,8 @@ fn weights_that_drift_apart_are_named() {
         step(&mut parallel).unwrap_err().to_string()
     });
     for text in texts {
-        let named = "not the same on all ranks after 2 steps: a on rank 3; b on ranks 2, 3, 4: not as on rank 0";
+        let named =
+            "not the same on all ranks after 2 steps: a on rank 3; b on ranks 2, 3, 4: not as on rank 0";
         assert!(text.contains(named), "{text}");
     }
 }
