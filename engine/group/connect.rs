@@ -98,6 +98,13 @@ pub(super) async fn connect_once(
 /// ones, where strangers crowd its door or this process was slow to speak.
 const ATTEMPTS: u32 = 6;
 
+/// After which time a handshake that has broken off is tried again; `None`: it was tried often enough.
+fn again_after(attempt: &mut u32) -> Option<Duration> {
+    let pause = *attempt * Duration::from_millis(30);
+    *attempt += 1;
+    (*attempt <= ATTEMPTS).then_some(pause)
+}
+
 /// What became of an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Failure {
@@ -153,8 +160,7 @@ pub(super) async fn dial(
         }
         let any = |wanted| failures.iter().any(|(failure, ..)| *failure == wanted);
         let pause = if any(Failure::Broken) {
-            attempt += 1;
-            (attempt <= ATTEMPTS).then(|| (attempt - 1) * Duration::from_millis(30))
+            again_after(&mut attempt)
         } else {
             let is_settled = !any(Failure::Unreached);
             settled += u32::from(is_settled);
@@ -328,11 +334,11 @@ impl Pairing {
                 let mut stream = connected.map_err(|e| failed(limits::explained(&e)))?;
                 match handshake::dial(&mut stream, &self.token, &purpose, deadline).await {
                     Ok(()) => return Ok(fds::exchange(&stream, &self.fds).await?.over(stream)),
-                    Err(Refusal::Broken(_)) if attempt < ATTEMPTS => {
-                        tokio::time::sleep(attempt * Duration::from_millis(30)).await;
-                        attempt += 1;
-                    }
-                    Err(end) => return Err(failed(end.to_string())),
+                    Err(end) => match again_after(&mut attempt).filter(|_| matches!(end, Refusal::Broken(_)))
+                    {
+                        Some(pause) => tokio::time::sleep(pause).await,
+                        None => return Err(failed(end.to_string())),
+                    },
                 }
             }
         };

@@ -89,6 +89,11 @@ impl ReduceOp {
         ReduceOp::ALL.into_iter().find(|op| op.name() == name)
     }
 
+    /// What the operator divides by where that completes it, if that changes anything.
+    pub(crate) fn divides(self, finish: Option<Finish>) -> Option<Finish> {
+        finish.filter(|finish| self == ReduceOp::Avg && finish.ranks > 1)
+    }
+
     /// Whether the operator is defined on the type: bitwise operators on integers and
     /// `bool`, the average on all but `bool`, the rest on all.
     pub const fn supports(self, dtype: DType) -> bool {

@@ -128,20 +128,25 @@ pub(crate) async fn runs_out(me: Me) {
     world.close().await.unwrap();
 }
 
-#[test]
-fn descriptors_that_run_out_are_told_on_both_sides_of_a_connection() {
+/// Two ranks of this role are told soon that rank 1 has met a limit: its name, and what raises it.
+fn both_are_told(role: &'static str, link: Link, limit: [&str; 2]) {
     let _turn = among_others();
-    let job = Plan::new("runs_out", 2, Link::Tcp).start();
+    let job = Plan::new(role, 2, link).start();
     for rank in &job.ranks {
         let seconds = rank.hear("after")["seconds"].as_f64().unwrap();
         let text = rank.hear("told")["text"].as_str().unwrap().to_owned();
         println!("rank {} after {seconds:.2} s: {text}", rank.rank);
         assert!(seconds < KNOWN, "{seconds}");
-        for words in ["rank 1", "RLIMIT_NOFILE", "ulimit -n"] {
+        for words in ["rank 1"].into_iter().chain(limit) {
             assert!(text.contains(words), "{words}: {text}");
         }
     }
     job.finish();
+}
+
+#[test]
+fn descriptors_that_run_out_are_told_on_both_sides_of_a_connection() {
+    both_are_told("runs_out", Link::Tcp, ["RLIMIT_NOFILE", "ulimit -n"]);
 }
 
 /// Room for this rank's own memory, and for no other rank's.
@@ -160,16 +165,5 @@ pub(crate) async fn no_room_for_peers(me: Me) {
 
 #[test]
 fn address_space_that_has_no_room_for_a_peer_s_memory_is_told_to_all() {
-    let _turn = among_others();
-    let job = Plan::new("no_room_for_peers", 2, Link::Shm).start();
-    for rank in &job.ranks {
-        let seconds = rank.hear("after")["seconds"].as_f64().unwrap();
-        let text = rank.hear("told")["text"].as_str().unwrap().to_owned();
-        println!("rank {} after {seconds:.2} s: {text}", rank.rank);
-        assert!(seconds < KNOWN, "{seconds}");
-        for words in ["rank 1", "RLIMIT_AS", "ulimit -v"] {
-            assert!(text.contains(words), "{words}: {text}");
-        }
-    }
-    job.finish();
+    both_are_told("no_room_for_peers", Link::Shm, ["RLIMIT_AS", "ulimit -v"]);
 }

@@ -60,7 +60,7 @@ unsafe fn reduce_at(
     if !valid(dtype, op, ins, outs, finish) || len == 0 {
         return;
     }
-    let divisor = divisor(op, finish);
+    let divisor = op.divides(finish);
     if let ([src], None) = (ins, divisor) {
         // SAFETY: the caller vouches for these pointers over `len * size` bytes.
         return unsafe { copy(*src, outs, len * dtype.size()) };
@@ -139,9 +139,4 @@ fn valid(dtype: DType, op: ReduceOp, ins: &[*const u8], outs: &[*mut u8], finish
     debug_assert!(!outs.is_empty(), "nowhere to put the result");
     debug_assert!(divides, "an average over no ranks");
     supported && divides && !ins.is_empty() && !outs.is_empty()
-}
-
-/// What to divide by, if that changes anything.
-fn divisor(op: ReduceOp, finish: Option<Finish>) -> Option<Finish> {
-    finish.filter(|finish| op == ReduceOp::Avg && finish.ranks > 1)
 }

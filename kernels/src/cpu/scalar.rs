@@ -3,7 +3,7 @@
 
 use half::{bf16, f16};
 
-use super::{divisor, scalable, valid};
+use super::{scalable, valid};
 use crate::{DType, Finish, ReduceOp, f8e4m3, f8e5m2};
 
 /// What [`crate::reduce`] does, slowly.
@@ -22,7 +22,7 @@ pub unsafe fn reduce(
     if !valid(dtype, op, ins, outs, finish) {
         return;
     }
-    let n = divisor(op, finish);
+    let n = op.divides(finish);
     if ins.len() == 1 && n.is_none() {
         // SAFETY: bytes of the buffers that the caller vouches for.
         return unsafe { each::<u8>(ins, outs, len * dtype.size(), |x| x[0]) };

@@ -290,7 +290,7 @@ pub fn reduce(
     if !op.supports(dtype) || op == ReduceOp::Avg && finish.is_some_and(|finish| finish.ranks == 0) {
         return None;
     }
-    let divisor = match finish.filter(|finish| op == ReduceOp::Avg && finish.ranks > 1) {
+    let divisor = match op.divides(finish) {
         Some(finish) => divisor(dtype, finish)?,
         None => 1,
     };

@@ -82,15 +82,20 @@ fn a_job_that_was_stopped_by_a_signal_does_not_start_anew() {
     assert_eq!((output.status.code(), complaints(&output).len()), (Some(130), 0), "{output:?}");
 }
 
-/// A rank of which the other one is lost.
-#[test]
-#[ignore = "a rank; started by other tests"]
-fn loses_a_rank() {
+/// Of two ranks, rank 1 ends, and rank 0 has the error of that.
+fn loses_the_other() -> allstream::Error {
     let mut comm = futures::executor::block_on(Comm::connect(Rendezvous::from_env().unwrap())).unwrap();
     if comm.rank() == 1 {
         std::process::exit(3);
     }
-    let error = comm.all_reduce(vec![1u8]).wait().unwrap_err().error;
+    comm.all_reduce(vec![1u8]).wait().unwrap_err().error
+}
+
+/// A rank of which the other one is lost.
+#[test]
+#[ignore = "a rank; started by other tests"]
+fn loses_a_rank() {
+    let error = loses_the_other();
     println!("{error}");
     println!("record: {}", error.record().unwrap().display());
 }
@@ -146,10 +151,6 @@ fn a_record_that_cannot_be_written_is_not_named() {
 #[test]
 #[ignore = "a rank; started by other tests"]
 fn loses_a_rank_unrecorded() {
-    let mut comm = futures::executor::block_on(Comm::connect(Rendezvous::from_env().unwrap())).unwrap();
-    if comm.rank() == 1 {
-        std::process::exit(3);
-    }
-    let error = comm.all_reduce(vec![1u8]).wait().unwrap_err().error;
+    let error = loses_the_other();
     println!("{error}; {}", error.record().map_or("no record", |_| "a record"));
 }

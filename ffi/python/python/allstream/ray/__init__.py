@@ -68,19 +68,18 @@ def __getattr__(name: str) -> Any:
     if name == "collective":
         # Ray has all its functions a second time in `ray.util.collective.collective`.
         return sys.modules[__name__]
+    if name not in _OF_RAY and name not in _MODULE_OF:
+        raise AttributeError(f"module 'allstream.ray' has no attribute {name!r}")
+    # Ray's module first, as where a program imports that: two threads that took the two in different orders would wait for each other.
+    register_here()
     if name in _OF_RAY:
-        register_here()
         of_ray = importlib.import_module("ray.util.collective")
         if not hasattr(of_ray, name) and not hasattr(of_ray.collective, name):
             # A module of Ray's that nobody has imported yet.
             importlib.import_module(f"ray.util.collective.{name}")
         value = getattr(of_ray if hasattr(of_ray, name) else of_ray.collective, name)
-    elif name in _MODULE_OF:
-        # Ray's module first, as where a program imports that: two threads that took the two in different orders would wait for each other.
-        register_here()
-        value = getattr(importlib.import_module(f"allstream.ray.{_MODULE_OF[name]}"), name)
     else:
-        raise AttributeError(f"module 'allstream.ray' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"allstream.ray.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 
