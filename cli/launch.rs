@@ -29,7 +29,7 @@ use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::mpsc::{self, Sender};
 use std::time::Duration;
 
@@ -37,6 +37,7 @@ use rustix::process::Signal;
 use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 
+use crate::Exit;
 use bind::Bind;
 use logs::Log;
 use member::{Kind, Member, watch};
@@ -167,12 +168,12 @@ impl Default for Job {
 ///
 /// # Errors
 /// The ranks could not be started; those that were are stopped.
-pub(crate) fn run(job: Job) -> io::Result<ExitCode> {
+pub(crate) fn run(job: Job) -> io::Result<Exit> {
     with_restarts(job, |job| run_watched(job, None, |_| Ok(())))
 }
 
 /// Runs a job once, and as often again as it may be; each time the ranks are told how often that was.
-fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) -> io::Result<ExitCode> {
+fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) -> io::Result<Exit> {
     let records = records::Records::of(&mut job);
     for restart in 0.. {
         job.env.retain(|(key, _)| key != RESTART);
@@ -187,7 +188,7 @@ fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) 
             ));
         }
         if ended.code == 0 || ended.signalled || restart == job.restarts {
-            return Ok(ExitCode::from(ended.code));
+            return Ok(Exit::from(ended.code));
         }
         let (next, most) = (restart + 1, job.restarts);
         complain(&format!(
@@ -195,7 +196,7 @@ fn with_restarts(mut job: Job, mut once: impl FnMut(&Job) -> io::Result<Ended>) 
             ended.code
         ));
     }
-    Ok(ExitCode::FAILURE)
+    Ok(Exit::FAILURE)
 }
 
 /// Runs a job once. `part`: what its ranks are in a world of several hosts; `also` gets what tells the launcher of events from

@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::launch::bind::Bind;
@@ -12,6 +11,7 @@ use crate::launch::hosts::{self, Host};
 use crate::launch::remote::{self, Hosts};
 use crate::launch::stdin::Stdin;
 use crate::launch::{self, Job, OnFailure, Policy, agent, guard};
+use crate::{Exit, own};
 
 const SSH_VARIABLE: &str = "ALLSTREAM_SSH";
 /// A host that does not answer for 15 seconds (three times ssh's interval) is lost: without that, nobody would hear of it.
@@ -112,7 +112,7 @@ pub(crate) struct RunArgs {
 }
 
 /// Runs the program as the ranks of a job.
-pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
+pub(crate) fn run(args: RunArgs) -> io::Result<Exit> {
     if args.agent {
         return agent::run();
     }
@@ -159,7 +159,7 @@ pub(crate) fn run(args: RunArgs) -> io::Result<ExitCode> {
     };
     let placed = hosts::placed(&hosts, ranks).map_err(invalid)?;
     job.ranks = placed.iter().map(|(_, ranks)| ranks.len()).sum();
-    let remote = args.remote_bin.map_or_else(std::env::current_exe, Ok)?;
+    let remote = args.remote_bin.map_or_else(own::words, |path| Ok(vec![path.into()]))?;
     let dir = args.dir.map_or_else(std::env::current_dir, Ok)?;
     let ssh = match args.ssh {
         Some(ssh) => ssh,

@@ -1,7 +1,7 @@
 //! `allstream sim`: what each algorithm would take on a network that is not here.
 
+use crate::Exit;
 use std::io::{self, Write};
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use allstream::plan::{Shape, algorithms, suitable};
@@ -76,7 +76,7 @@ struct Row {
     slice: usize,
 }
 
-pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, Box<dyn std::error::Error + Send + Sync>> {
+pub(crate) fn run(args: &SimArgs) -> Result<Exit, Box<dyn std::error::Error + Send + Sync>> {
     let (kind, n) = (args.collective, args.ranks);
     let mut network = Network::new(args.alpha, args.beta);
     network.memory = args.memory;
@@ -150,7 +150,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, Box<dyn std::error::Error 
         }
         out.flush()?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::SUCCESS)
 }
 
 #[cfg(test)]

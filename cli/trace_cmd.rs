@@ -1,10 +1,10 @@
 //! `allstream trace`: lays the flight recorders of all ranks side by side, and says who is behind.
 
+use crate::Exit;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use allstream::tuning::{self, Table};
 use serde::{Deserialize, Serialize};
@@ -245,7 +245,7 @@ struct Finding {
 }
 
 /// Reads the files and prints what they say together.
-pub(crate) fn run(args: &TraceArgs) -> Result<ExitCode, Box<dyn std::error::Error + Send + Sync>> {
+pub(crate) fn run(args: &TraceArgs) -> Result<Exit, Box<dyn std::error::Error + Send + Sync>> {
     let recordings = match args.pid {
         Some(pid) => running::ask(pid)?,
         None => {
@@ -269,10 +269,10 @@ pub(crate) fn run(args: &TraceArgs) -> Result<ExitCode, Box<dyn std::error::Erro
     print(&text)
 }
 
-fn print(text: &str) -> Result<ExitCode, Box<dyn std::error::Error + Send + Sync>> {
+fn print(text: &str) -> Result<Exit, Box<dyn std::error::Error + Send + Sync>> {
     match io::stdout().lock().write_all(text.as_bytes()) {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
-        _ => Ok(ExitCode::SUCCESS),
+        _ => Ok(Exit::SUCCESS),
     }
 }
 

@@ -37,6 +37,9 @@
 //! the same on every path, are those of the crate `allstream-kernels`. All ranks get the same bits; in deterministic mode
 //! ([`Call::deterministic`]) they depend on the inputs and the number of ranks alone.
 
+/// Collectives as plans, the choice among them, and their checker: the crate `allstream-plan`.
+pub use allstream_plan as plan;
+
 pub use crate::comm::{
     Agree, Backend, BackendStatus, Batch, Call, Comm, Groups, Mesh, Message, Ordered, PoolStats, SendRecv,
     SharedComm, Stats, Stream, Verdict, Work, backends,
@@ -110,7 +113,6 @@ mod forked;
 mod group;
 mod link;
 mod mem;
-pub mod plan;
 pub mod sim;
 mod trace;
 pub mod train;

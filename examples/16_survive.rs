@@ -32,7 +32,7 @@ fn digits() -> (Vec<Digit>, Vec<Digit>) {
         }
         Some((pixels, label.parse().ok()?))
     };
-    let all: Vec<Digit> = include_str!("../data/digits.txt").lines().filter_map(line).collect();
+    let all: Vec<Digit> = include_str!("../cli/data/digits.txt").lines().filter_map(line).collect();
     let part =
         |test| all.iter().enumerate().filter(move |(i, _)| (i % 5 == 0) == test).map(|(_, digit)| *digit);
     (part(false).collect(), part(true).collect())

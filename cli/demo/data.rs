@@ -12,7 +12,7 @@ const HELD_OUT: usize = 5;
 /// The darkest pixel; pixels are scaled by it to 0..=1.
 const DARKEST: u8 = 16;
 
-const TEXT: &str = include_str!("../../data/digits.txt");
+const TEXT: &str = include_str!("../data/digits.txt");
 
 /// One image and what it shows.
 #[derive(Clone, Debug)]

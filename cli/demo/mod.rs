@@ -9,13 +9,12 @@ mod train;
 use std::ffi::OsString;
 use std::hash::{DefaultHasher, Hasher};
 use std::num::NonZeroUsize;
-use std::process::ExitCode;
 use std::time::Instant;
 
 use allstream::{Comm, Rendezvous};
 
 use crate::console::Console;
-use crate::launch;
+use crate::{Exit, launch, own};
 
 use data::{CLASSES, PIXELS, Split};
 use train::{Event, Plan, Share, train};
@@ -46,21 +45,17 @@ pub(crate) struct DemoArgs {
 }
 
 /// Runs the demo: starts the processes, or is one of them. Fails if a check does.
-pub(crate) fn run(args: DemoArgs) -> Result<ExitCode, BoxError> {
+pub(crate) fn run(args: DemoArgs) -> Result<Exit, BoxError> {
     if args.worker {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         runtime.block_on(work(plan(args.epochs)))?;
-        return Ok(ExitCode::SUCCESS);
+        return Ok(Exit::SUCCESS);
     }
     let mut worker: Vec<OsString> = ["demo", "--worker", "--epochs"].map(Into::into).into();
     worker.push(args.epochs.to_string().into());
-    Ok(launch::run(launch::Job {
-        ranks: args.ranks.get(),
-        program: std::env::current_exe()?,
-        args: worker,
-        prefix: false,
-        ..Default::default()
-    })?)
+    let ranks = args.ranks.get();
+    let (program, args) = own::program(worker)?;
+    Ok(launch::run(launch::Job { ranks, program, args, prefix: false, ..Default::default() })?)
 }
 
 /// The training that the demo does.

@@ -4,7 +4,7 @@ use std::ffi::c_void;
 use std::thread;
 use std::time::Duration;
 
-use allstream_kernels::cuda::Module;
+use allstream_cuda_kernels::Module;
 use allstream_sys::cuda::{
     CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CudaError,
 };

@@ -4,7 +4,7 @@ use std::sync::mpsc::channel;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use allstream_kernels::cuda::{self as kernels, Module};
+use allstream_cuda_kernels::{self as kernels, Module};
 use allstream_kernels::{DType, ReduceOp};
 use allstream_sys::cuda::{
     CU_STREAM_CAPTURE_MODE_GLOBAL, CU_STREAM_CAPTURE_MODE_RELAXED, CuGraph, CuModule, CuResult, CudaError,

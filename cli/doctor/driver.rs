@@ -10,8 +10,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use allstream_cuda_kernels::{self as kernels, Kind, Launch, Module};
 use allstream_kernels::DType;
-use allstream_kernels::cuda::{self as kernels, Kind, Launch, Module};
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_EVENT_DISABLE_TIMING, CU_MEMHOSTALLOC_DEVICEMAP,

@@ -16,10 +16,10 @@ mod process;
 mod shared;
 mod waiting;
 
+use crate::Exit;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
@@ -174,7 +174,7 @@ struct Report<'a> {
     probes: &'a [Row],
 }
 
-pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, BoxError> {
+pub(crate) fn run(args: &DoctorArgs) -> Result<Exit, BoxError> {
     if let Some(name) = &args.probe {
         return Ok(be_probe(name, args.device, args.second));
     }
@@ -185,7 +185,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, BoxError> {
         Said::Answer { text, .. } => serde_json::from_str::<Facts>(&text)?,
         Said::Nothing(reason) => {
             writeln!(io::stderr(), "allstream doctor: {reason}")?;
-            return Ok(ExitCode::from(NO_DEVICE));
+            return Ok(Exit::from(NO_DEVICE));
         }
         Said::NoAnswer(problem) => return Err(format!("the driver does not come up: {problem}").into()),
     };
@@ -221,7 +221,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<ExitCode, BoxError> {
         fs::write(path, serde_json::to_vec_pretty(&report)?)
             .map_err(|error| format!("cannot write {}: {error}", path.display()))?;
     }
-    Ok(if rows.iter().all(Row::is_answered) { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if rows.iter().all(Row::is_answered) { Exit::SUCCESS } else { Exit::FAILURE })
 }
 
 /// What came of a probe's process.
@@ -253,16 +253,16 @@ fn hold_open() -> Vec<File> {
 }
 
 /// This process is a probe's. All it says goes to the one that asks.
-fn be_probe(name: &str, ordinal: usize, second: bool) -> ExitCode {
+fn be_probe(name: &str, ordinal: usize, second: bool) -> Exit {
     // Nobody kills it once the one that asks is gone.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     if name == facts::NAME {
         facts::tell(ordinal);
-        return ExitCode::SUCCESS;
+        return Exit::SUCCESS;
     }
     let Some(probe) = PROBES.iter().find(|probe| probe.name == name) else {
         tell("failed", &format!("there is no probe {name}"));
-        return ExitCode::FAILURE;
+        return Exit::FAILURE;
     };
     let answer = match (&probe.asks, second) {
         (Alone(ask), false) => up(ordinal).and_then(ask),
@@ -277,7 +277,7 @@ fn be_probe(name: &str, ordinal: usize, second: bool) -> ExitCode {
         (Alone(_), true) => Err(problem("this probe is one process")),
     };
     tell_answer(&answer);
-    ExitCode::SUCCESS
+    Exit::SUCCESS
 }
 
 /// Brings the driver and a context up, and says so.

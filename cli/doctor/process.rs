@@ -45,7 +45,7 @@ pub(crate) enum Said {
 }
 
 fn command(name: &str, device: usize) -> Result<Command, Problem> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = crate::own::command()?;
     command.args(["doctor", &format!("--device={device}"), "--probe", name]);
     command.stdout(Stdio::piped());
     Ok(command)

@@ -7,11 +7,11 @@
 //! stdin of the ranks that have one (none: its end), and the end of stdin kills the ranks: that is what a launcher
 //! leaves behind, however it ends. On stdout there is one line as a greeting, and then the ranks' output.
 
+use crate::Exit;
 use std::ffi::OsString;
 use std::io::{self, BufRead, BufReader, Read};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
 use std::thread;
@@ -96,7 +96,7 @@ pub(super) fn greeting(line: &[u8]) -> Option<u16> {
 ///
 /// # Errors
 /// There was no order, it is another version's, or the ranks could not be started.
-pub(crate) fn run() -> io::Result<ExitCode> {
+pub(crate) fn run() -> io::Result<Exit> {
     signals::forget_ignored()?;
     let mut stdin = BufReader::new(io::stdin());
     let mut line = Vec::new();
@@ -105,7 +105,7 @@ pub(crate) fn run() -> io::Result<ExitCode> {
         return Err(io::Error::other("the launcher went away before it said what to start"));
     }
     if line.starts_with(SIGNAL.as_bytes()) {
-        return Ok(ExitCode::from(128 + SIGTERM as u8));
+        return Ok(Exit::from(128 + SIGTERM as u8));
     }
     let order: Order = serde_json::from_slice(&line).map_err(|error| {
         io::Error::other(format!(
@@ -123,7 +123,7 @@ pub(crate) fn run() -> io::Result<ExitCode> {
     let ended = super::run_watched(&job, Some(part), |events| {
         thread::Builder::new().name("launcher".into()).spawn(move || obey(stdin, &queues, &events)).map(drop)
     });
-    ended.map(|ended| ExitCode::from(ended.code)).map_err(named)
+    ended.map(|ended| Exit::from(ended.code)).map_err(named)
 }
 
 /// Does what the launcher says, until it says nothing more. Nothing here waits for a rank.

@@ -5,8 +5,7 @@
 //! stdin what belongs to the job; the end of stdin, without a `done` before, means that the launcher has died.
 
 use std::io::{self, BufRead, PipeWriter, Write};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Stdio};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -15,6 +14,7 @@ use rustix::process::Pid;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use super::processes;
+use crate::{Exit, own};
 
 const DONE: &str = "done";
 /// What is being started when the launcher dies may come a moment later.
@@ -72,16 +72,15 @@ impl Drop for Guard {
 
 fn spawn() -> io::Result<(Child, PipeWriter)> {
     let (theirs, ours) = io::pipe()?;
-    // The program that runs, also where another one has been installed at its path meanwhile.
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("allstream").args(["run", "--guard"]).env_clear().current_dir("/");
+    let mut command = own::command_that_runs()?;
+    command.args(["run", "--guard"]).env_clear().current_dir("/");
     command.stdin(theirs).stdout(Stdio::null()).stderr(Stdio::null());
     super::in_own_session(&mut command);
     Ok((command.spawn()?, ours))
 }
 
 /// Is the guard of the launcher that writes to stdin.
-pub(crate) fn run() -> io::Result<ExitCode> {
+pub(crate) fn run() -> io::Result<Exit> {
     // Whoever ends a job may send the same signals to all processes of a user.
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default())?;
@@ -91,7 +90,7 @@ pub(crate) fn run() -> io::Result<ExitCode> {
         match line.split_once(' ') {
             Some(("mark", text)) => mark = Some(text.to_owned()),
             Some(("session", pid)) => sessions.extend(pid.parse().ok().and_then(Pid::from_raw)),
-            _ if line == DONE => return Ok(ExitCode::SUCCESS),
+            _ if line == DONE => return Ok(Exit::SUCCESS),
             _ => {}
         }
     }
@@ -102,5 +101,5 @@ pub(crate) fn run() -> io::Result<ExitCode> {
         thread::sleep(SETTLE);
         is_over = !found && processes::living(&sessions, mark.as_deref()).is_empty();
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::SUCCESS)
 }

@@ -1,9 +1,10 @@
 //! One job on several hosts: an agent on each, through ssh or, on this host, without.
 
+use std::ffi::OsString;
 use std::io::{self, Write};
 use std::ops::Range;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::{self, Sender};
 use std::thread;
@@ -15,6 +16,7 @@ use super::processes::MARK;
 use super::relay::{Source, Stream};
 use super::supervise::{Ended, Event, Started, supervise};
 use super::{Job, Policy, RESTART, stdin, survive_nobody, token, with_restarts};
+use crate::{Exit, own};
 
 /// Where the ranks of a job go, and how they are reached.
 #[derive(Debug)]
@@ -23,8 +25,8 @@ pub(crate) struct Hosts {
     pub(crate) placed: Vec<(Host, Range<usize>)>,
     /// The command that runs another on a host: `ssh` and its options.
     pub(crate) ssh: Vec<String>,
-    /// This command on the other hosts.
-    pub(crate) remote: PathBuf,
+    /// The words that start this command on the other hosts.
+    pub(crate) remote: Vec<OsString>,
     /// The directory in which the ranks start.
     pub(crate) dir: PathBuf,
     /// Rank 0's address for all; without it the first host's name.
@@ -50,7 +52,7 @@ const NOT_PASSED: [&str; 8] = [
 ///
 /// # Errors
 /// The agents could not be started; those that were are stopped.
-pub(crate) fn run(job: Job, hosts: Hosts) -> io::Result<ExitCode> {
+pub(crate) fn run(job: Job, hosts: Hosts) -> io::Result<Exit> {
     with_restarts(job, |job| once(job, &hosts))
 }
 
@@ -121,7 +123,7 @@ fn once(job: &Job, hosts: &Hosts) -> io::Result<Ended> {
 
 /// The agent of this host.
 fn local() -> io::Result<Command> {
-    let mut command = Command::new(std::env::current_exe()?);
+    let mut command = own::command()?;
     command.args(["run", "--agent"]);
     Ok(command)
 }
@@ -130,11 +132,12 @@ fn local() -> io::Result<Command> {
 fn over_ssh(hosts: &Hosts, host: &Host) -> io::Result<Command> {
     let invalid = |problem: &str| io::Error::new(io::ErrorKind::InvalidInput, problem);
     let (ssh, options) = hosts.ssh.split_first().ok_or_else(|| invalid("--ssh names no command"))?;
-    let remote = hosts.remote.to_str().ok_or_else(|| {
+    let quoted = |word: &OsString| word.to_str().map(quoted);
+    let remote = hosts.remote.iter().map(quoted).collect::<Option<Vec<_>>>().ok_or_else(|| {
         invalid("the path of this command is not UTF-8; name it on the other hosts with --remote-bin")
     })?;
     let mut command = Command::new(ssh);
-    command.args(options).arg(&host.name).arg(format!("exec {} run --agent", quoted(remote)));
+    command.args(options).arg(&host.name).arg(format!("exec {} run --agent", remote.join(" ")));
     Ok(command)
 }
 

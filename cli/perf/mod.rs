@@ -9,18 +9,18 @@ mod plot;
 mod report;
 mod tuning;
 
-use std::ffi::OsString;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use allstream::{Algo, Comm, DType, Error, Kind, LinkChoice, ReduceOp, Rendezvous};
 use clap::{Args, ValueEnum};
 
+use crate::Exit;
 use crate::console::Console;
 use crate::demo::BoxError;
 use crate::launch::{self, bind::Bind};
+use crate::own;
 use crate::units::size;
 use case::{Case, What};
 use measure::{Effort, measure, measure_in_place, together};
@@ -145,7 +145,7 @@ enum Alloc {
     Arena,
 }
 
-pub(crate) fn run(args: &PerfArgs) -> Result<ExitCode, BoxError> {
+pub(crate) fn run(args: &PerfArgs) -> Result<Exit, BoxError> {
     check(args)?;
     if args.worker || (args.ranks.is_none() && !args.threads && Rendezvous::from_env().is_ok()) {
         if let (Some(_), false) = (args.bind_to, args.worker) {
@@ -164,7 +164,7 @@ pub(crate) fn run(args: &PerfArgs) -> Result<ExitCode, BoxError> {
         let report = measure_all(&mut comm, args, link)?;
         let is_first = comm.rank() == 0;
         runtime.block_on(comm.close())?;
-        return if is_first { conclude(args, &report) } else { Ok(ExitCode::SUCCESS) };
+        return if is_first { conclude(args, &report) } else { Ok(Exit::SUCCESS) };
     }
     if args.threads { in_threads(args) } else { in_processes(args) }
 }
@@ -262,13 +262,13 @@ pub(crate) fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread().enable_all().build()
 }
 
-fn in_threads(args: &PerfArgs) -> Result<ExitCode, BoxError> {
+fn in_threads(args: &PerfArgs) -> Result<Exit, BoxError> {
     let ranks = args.ranks.map_or(2, NonZeroUsize::get);
     let comms = Comm::local(ranks)?;
     let reports = on_threads(comms, |comm| measure_all(comm, args, LinkChoice::INPROC))?;
     match reports.first() {
         Some(report) => conclude(args, report),
-        None => Ok(ExitCode::SUCCESS),
+        None => Ok(Exit::SUCCESS),
     }
 }
 
@@ -302,14 +302,14 @@ fn cores() -> usize {
 }
 
 /// A job for each link; rank 0 of each leaves its figures in a file of ours.
-fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
+fn in_processes(args: &PerfArgs) -> Result<Exit, BoxError> {
     let folder = tempfile::Builder::new().prefix("allstream-perf-").tempdir()?;
     let ranks = args.ranks.map_or(2, NonZeroUsize::get);
     let bind = args.bind_to.unwrap_or_else(|| Bind::that_fits(ranks));
     let mut whole: Option<Report> = None;
     for &link in &args.link {
         let at = folder.path().join(format!("{link}.json"));
-        let mut own: Vec<OsString> = std::env::args_os().skip(1).collect();
+        let mut own = own::arguments();
         own.extend(["--worker", "--worker-link", &link.to_string(), "--worker-json"].map(Into::into));
         own.push(at.clone().into());
         own.push("--worker-cores".into());
@@ -318,16 +318,10 @@ fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
             // So that they can say it.
             own.extend(["--bind-to", bind.name()].map(Into::into));
         }
-        let job = launch::Job {
-            ranks,
-            program: std::env::current_exe()?,
-            args: own,
-            prefix: false,
-            bind,
-            ..Default::default()
-        };
+        let (program, args) = own::program(own)?;
+        let job = launch::Job { ranks, program, args, prefix: false, bind, ..Default::default() };
         let code = launch::run(job)?;
-        if code != ExitCode::SUCCESS {
+        if code != Exit::SUCCESS {
             return Ok(code);
         }
         let part = Report::read(&at)?;
@@ -338,15 +332,15 @@ fn in_processes(args: &PerfArgs) -> Result<ExitCode, BoxError> {
     }
     match whole {
         Some(report) => conclude(args, &report),
-        None => Ok(ExitCode::SUCCESS),
+        None => Ok(Exit::SUCCESS),
     }
 }
 
 /// What is left to do with the figures: by rank 0 of a job that we started, only to hand them over.
-fn conclude(args: &PerfArgs, report: &Report) -> Result<ExitCode, BoxError> {
+fn conclude(args: &PerfArgs, report: &Report) -> Result<Exit, BoxError> {
     if let Some(path) = &args.worker_json {
         report.write(path).map_err(|error| named("the figures", path, &error))?;
-        return Ok(ExitCode::SUCCESS);
+        return Ok(Exit::SUCCESS);
     }
     let console = Console::new(true);
     for line in report.footer() {
@@ -359,7 +353,7 @@ fn conclude(args: &PerfArgs, report: &Report) -> Result<ExitCode, BoxError> {
         plot::write(report, path).map_err(|error| named("--plot", path, &error))?;
     }
     match report.wrong() {
-        0 => Ok(ExitCode::SUCCESS),
+        0 => Ok(Exit::SUCCESS),
         wrong => Err(format!("{wrong} elements are wrong").into()),
     }
 }

@@ -6,7 +6,6 @@ use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::time::Instant;
 
 use allstream::plan::algorithms;
@@ -16,9 +15,11 @@ use allstream::{Algo, Comm, Kind, LinkChoice, Rendezvous};
 use clap::{Args, Parser};
 use serde::{Deserialize, Serialize};
 
+use crate::Exit;
 use crate::console::Console;
 use crate::demo::BoxError;
 use crate::launch;
+use crate::own;
 use crate::perf::{self, PerfArgs, Report};
 use crate::units::size;
 
@@ -78,7 +79,7 @@ struct Found {
     reports: Vec<Report>,
 }
 
-pub(crate) fn run(args: &TuneArgs) -> Result<ExitCode, BoxError> {
+pub(crate) fn run(args: &TuneArgs) -> Result<Exit, BoxError> {
     let output = match (&args.output, args.worker) {
         (_, true) => PathBuf::new(),
         (Some(path), _) => path.clone(),
@@ -103,11 +104,11 @@ pub(crate) fn run(args: &TuneArgs) -> Result<ExitCode, BoxError> {
     }
     conclude(&output, &found)?;
     Console::new(true).line(&format!("# measured in {:.0} s", begun.elapsed().as_secs_f64()))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::SUCCESS)
 }
 
 /// One rank of a launcher's, of our own or the user's; or all of them, as threads.
-fn be_one(args: &TuneArgs, output: &Path) -> Result<ExitCode, BoxError> {
+fn be_one(args: &TuneArgs, output: &Path) -> Result<Exit, BoxError> {
     let [class] = args.link[..] else {
         return Err(
             "under a launcher one class of links is measured at a time: --link tcp, or --link shm".into()
@@ -122,7 +123,7 @@ fn be_one(args: &TuneArgs, output: &Path) -> Result<ExitCode, BoxError> {
         (Some(found), Some(path)) => std::fs::write(path, serde_json::to_vec(&found)?)?,
         (Some(found), None) => conclude(output, &[found])?,
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::SUCCESS)
 }
 
 /// What rank 0 has found.
@@ -168,15 +169,10 @@ fn in_processes(args: &TuneArgs, class: LinkClass, ranks: usize) -> Result<Found
     // Every algorithm is to be there, and none chosen by the table that is being made.
     let env = [(tuning::VARIABLE, "off"), ("ALLSTREAM_DETERMINISTIC", "0")]
         .map(|(name, value)| (name.into(), value.into()));
-    let job = launch::Job {
-        ranks: processes,
-        program: std::env::current_exe()?,
-        args: own,
-        prefix: false,
-        env: env.into(),
-        ..Default::default()
-    };
-    if launch::run(job)? != ExitCode::SUCCESS {
+    let (program, args) = own::program(own)?;
+    let job =
+        launch::Job { ranks: processes, program, args, prefix: false, env: env.into(), ..Default::default() };
+    if launch::run(job)? != Exit::SUCCESS {
         return Err(format!("the job of {ranks} ranks over {} failed; see above", class.name()).into());
     }
     Ok(serde_json::from_slice(&std::fs::read(&at)?)?)

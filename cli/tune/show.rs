@@ -1,14 +1,14 @@
 //! `allstream info --tuning`: the table by which algorithms are chosen.
 
+use crate::Exit;
 use std::io::{self, Write};
-use std::process::ExitCode;
 
 use allstream::tuning::{self, Row, Table, TimeBy};
 
 use crate::demo::BoxError;
 
 /// Prints the table in use, or says that there is none.
-pub(crate) fn info() -> Result<ExitCode, BoxError> {
+pub(crate) fn info() -> Result<Exit, BoxError> {
     let mut out = io::stdout().lock();
     match tuning::from_env()? {
         Some((path, table)) => {
@@ -24,7 +24,7 @@ pub(crate) fn info() -> Result<ExitCode, BoxError> {
             )?;
         }
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(Exit::SUCCESS)
 }
 
 /// The table as it is printed: all of it, or only what was measured.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use allstream_kernels::cuda::MAX_INS;
+use allstream_cuda_kernels::MAX_INS;
 
 use super::call::Call;
 use super::memory::Memory;

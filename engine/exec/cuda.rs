@@ -2,7 +2,7 @@
 //!
 //! An accumulator is as long as its chunk: nothing of it is used twice, so a result can be lent to peers from there.
 
-use allstream_kernels::cuda::{self, Launch, MAX_OUTS};
+use allstream_cuda_kernels::{self as cuda, Launch, MAX_OUTS};
 
 use super::backend::{
     Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice, base_of,

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
 
-use allstream_kernels::cuda;
+use allstream_cuda_kernels as cuda;
 use allstream_sys::cuda::CuStream;
 use allstream_sys::nccl::{
     LIBRARY_VARIABLE, Nccl, NcclComm, NcclDataType, NcclError, NcclRedOp, NcclResult, NcclUniqueId,

@@ -61,7 +61,7 @@
 //! of 1 changes nothing but NaN, which becomes canonical. Integers and `bool` have no
 //! scale: [`DType::scales`].
 //!
-//! **Cast.** From one float to another, by [`cuda::pack`] and [`scalar::convert`]: widened to
+//! **Cast.** From one float to another, by `pack` of the crate `allstream-cuda-kernels` and [`scalar::convert`]: widened to
 //! `f64` if either type is `f64`, else to `f32`; multiplied there by a factor, which in `f32` is
 //! rounded to that first; rounded once, to nearest even, also from `f64` to a small float. NaN
 //! and what is out of range are as above.
@@ -75,7 +75,6 @@
 #![deny(clippy::undocumented_unsafe_blocks)]
 
 mod cpu;
-pub mod cuda;
 mod dtype;
 mod f8;
 mod function;

@@ -90,7 +90,7 @@ impl ReduceOp {
     }
 
     /// What the operator divides by where that completes it, if that changes anything.
-    pub(crate) fn divides(self, finish: Option<Finish>) -> Option<Finish> {
+    pub fn divides(self, finish: Option<Finish>) -> Option<Finish> {
         finish.filter(|finish| self == ReduceOp::Avg && finish.ranks > 1)
     }
 

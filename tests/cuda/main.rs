@@ -33,7 +33,6 @@ mod nccl;
 mod order;
 mod ourselves;
 mod packed;
-mod perf;
 mod queues;
 mod rules;
 mod stripes;

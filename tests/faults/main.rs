@@ -17,7 +17,6 @@ mod mismatches;
 mod others;
 mod programs;
 mod quarantine;
-mod recorder;
 mod silence;
 mod survive;
 mod values;

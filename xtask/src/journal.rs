@@ -343,7 +343,7 @@ error: test failed, to rerun pass `--test faults`";
     #[test]
     fn a_test_that_says_that_it_cannot_run_here_counts_as_skipped() {
         let journal = journal([
-            "     Running tests/command/main.rs (target/debug/deps/command-1)",
+            "     Running cli/tests/command/main.rs (target/debug/deps/command-1)",
             "running 3 tests",
             "test a ... ok",
             "",
@@ -353,7 +353,7 @@ error: test failed, to rerun pass `--test faults`";
             "test result: ok. 2 passed; 0 failed; 1 ignored; 0 measured",
         ]);
         assert_eq!(journal.counts, Counts { passed: 1, failed: 0, skipped: 2 });
-        assert_eq!(journal.skips, ["tests/command/main.rs: no mpirun here"]);
+        assert_eq!(journal.skips, ["cli/tests/command/main.rs: no mpirun here"]);
     }
 
     #[test]

@@ -144,7 +144,8 @@ pub(crate) fn tests(is_full: bool) -> Vec<Part> {
 /// combination, and not a second time as they are built for development, which would take a quarter of an hour more.
 fn all() -> Vec<Part> {
     // Together, so that what they have in common is compiled once, with the features that all of them ask for.
-    let packages = "--package allstream --package allstream-kernels --package allstream-sys --all-features";
+    let packages = "--package allstream --package allstream-plan --package allstream-kernels --package allstream-cuda-kernels \
+                    --package allstream-sys --package allstream-cli --all-features";
     let product = format!("{packages} --package cuda-driver-for-tests --package nccl-for-tests");
     let built = format!("{product} --package loom-tests");
     let tested = format!("{built} --no-fail-fast");
@@ -233,7 +234,7 @@ pub(crate) fn lints(root: &Path) -> Vec<Part> {
 /// keeps them: another run from the same path would build against those of then. So other ones get another path.
 fn package(root: &Path) -> Part {
     let mut content = DefaultHasher::new();
-    let mut folders = vec![root.join("kernels"), root.join("ffi/sys")];
+    let mut folders = ["plan", "kernels", "ffi/sys", "engine", "cli"].map(|name| root.join(name)).to_vec();
     let mut files = vec![root.join("Cargo.toml"), root.join("Cargo.lock")];
     while let Some(folder) = folders.pop() {
         for path in folder.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()) {

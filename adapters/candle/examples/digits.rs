@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Error, Module, Result, Tensor};
 use candle_nn::{Optimizer, SGD, Sequential, VarBuilder, VarMap, linear, loss, seq};
 
 /// One digit a line: a label, a space, and 64 pixels, each a digit to the base 17.
-const DIGITS: &str = include_str!("../../../data/digits.txt");
+const DIGITS: &str = include_str!("../../../cli/data/digits.txt");
 const PIXELS: usize = 64;
 /// Every fifth digit.
 const HELD_OUT: usize = 5;

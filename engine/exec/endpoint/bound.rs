@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use allstream_kernels::cuda::{Kind, kernel};
+use allstream_cuda_kernels::{Kind, kernel};
 
 use super::progress::Run;
 use super::{Endpoint, Port};

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::ffi::CString;
 
-use allstream_kernels::cuda::{Kernel, Launch, Module};
+use allstream_cuda_kernels::{Kernel, Launch, Module};
 use allstream_sys::cuda::{CuFunction, CuModule, CuResult, Cuda, CudaError};
 
 use super::context::{Context, Entered};

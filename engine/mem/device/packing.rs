@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use allstream_kernels::cuda::{Direction, Packed, Segment, pack};
+use allstream_cuda_kernels::{Direction, Packed, Segment, pack};
 
 use super::buf::DeviceBuf;
 use super::staging::{Block, DevicePlace};

@@ -10,6 +10,7 @@ mod block;
 mod buckets;
 mod callbacks;
 mod calls;
+mod command;
 mod comm;
 mod errors;
 mod flight;
@@ -37,5 +38,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(keeper::forked, module)?)?;
     module.add_function(wrap_pyfunction!(keeper::interpreter_ends, module)?)?;
     module.add_function(wrap_pyfunction!(in_flight::in_flight, module)?)?;
+    module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
     Ok(())
 }

@@ -134,7 +134,7 @@ pub unsafe fn scale(dtype: DType, memory: *mut u8, len: usize, factor: f64) {
     }
 }
 
-/// What [`crate::cuda::pack`] does with the elements of floats that are cast or multiplied; on the CPU nothing else does.
+/// What `pack` of the crate `allstream-cuda-kernels` does with the elements of floats that are cast or multiplied; on the CPU nothing else does.
 /// The [rules](crate#rules) say what exactly is computed.
 ///
 /// # Safety

@@ -3,7 +3,7 @@
 use std::ffi::{CStr, c_char, c_void};
 use std::sync::Arc;
 
-use allstream_kernels::cuda::Module as Shipped;
+use allstream_cuda_kernels::Module as Shipped;
 
 use crate::abi::{Address, Handle, In, Out, Table, fresh};
 use crate::codes::{Code, Done};

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::ffi::{CString, c_void};
 use std::path::Path;
 
-use allstream_kernels::cuda::Module;
+use allstream_cuda_kernels::Module;
 use support::*;
 
 /// `to[i] = a[i] * factor + to[i]` for `i < count`, and a variable that counts nothing.

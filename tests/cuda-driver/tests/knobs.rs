@@ -6,7 +6,7 @@ mod support;
 use std::ffi::{c_int, c_void};
 use std::process::{Command, Output, Stdio};
 
-use allstream_kernels::cuda::{self, Module};
+use allstream_cuda_kernels::{self as cuda, Module};
 use allstream_kernels::{DType, ReduceOp};
 use support::*;
 

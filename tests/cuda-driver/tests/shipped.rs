@@ -13,7 +13,7 @@ mod values;
 
 use std::time::Instant;
 
-use allstream_kernels::cuda::{self, Direction, MAX_INS, MAX_OUTS, Module, Packed, Segment};
+use allstream_cuda_kernels::{self as cuda, Direction, MAX_INS, MAX_OUTS, Module, Packed, Segment};
 use allstream_kernels::{DType, Finish, ReduceOp, scalar};
 use device::{Buffer, Device, Lie, Mistake, copies};
 use support::*;

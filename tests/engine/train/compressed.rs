@@ -123,7 +123,7 @@ const CLASSES: usize = 10;
 
 /// Images of digits, with what they show; every fifth is to test with.
 fn digits() -> Vec<([f32; PIXELS], usize)> {
-    let lines = include_str!("../../../data/digits.txt").lines();
+    let lines = include_str!("../../../cli/data/digits.txt").lines();
     let rows = lines.filter_map(|line| line.split_once(' ').filter(|(label, _)| *label != "#"));
     let brightness = |c: char| c.to_digit(17).unwrap() as f32 / 16.0;
     rows.map(|(label, image)| {

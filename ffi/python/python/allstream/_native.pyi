@@ -154,6 +154,9 @@ def listen_for_ranks(near: Optional[tuple[str, int]] = None) -> tuple[int, str]:
 def local(size: int) -> list[Comm]:
     """A group of `size` ranks in this process, one for each thread."""
 
+def run_command(words: Sequence[str], arguments: Sequence[str]) -> int:
+    """The command `allstream` with these arguments; its exit code. `words` start it again: an interpreter and a script, by absolute paths."""
+
 class Buckets:
     """Gradients of one model, reduced over all ranks in buckets while the backward pass still computes.
 

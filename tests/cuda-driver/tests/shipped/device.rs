@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 
+use allstream_cuda_kernels::{Kernel, Launch, Module};
 use allstream_kernels::DType;
-use allstream_kernels::cuda::{Kernel, Launch, Module};
 
 use crate::support::*;
 use crate::values::{Random, fill};

@@ -1,0 +1,153 @@
+//! The `allstream` command as a library: [`main`] is all of it. The program `allstream` calls it, and the Python package, which brings
+//! `python -m allstream` and a script of that name.
+
+mod console;
+mod demo;
+mod doctor;
+mod launch;
+mod own;
+mod perf;
+mod run;
+mod sim;
+mod trace_cmd;
+mod tune;
+mod units;
+
+use std::ffi::OsString;
+use std::io::{self, Write};
+use std::process::{ExitCode, Termination};
+
+use allstream::{Backend, BackendStatus};
+use clap::{Parser, Subcommand};
+use tracing_subscriber::EnvFilter;
+
+/// Collective communication for training loops: launcher and tools
+#[derive(Debug, Parser)]
+#[command(name = "allstream", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train a small network on several processes, and check the result
+    Demo(demo::DemoArgs),
+    /// Start a program as the ranks of a job, on this host or on several
+    Run(run::RunArgs),
+    /// Merge the ranks' flight recorders, and say who is behind
+    Trace(trace_cmd::TraceArgs),
+    /// Time a collective by size, check its results, and print nccl-tests' table
+    Perf(Box<perf::PerfArgs>),
+    /// Simulate a collective on a network that is not here, by each algorithm
+    Sim(sim::SimArgs),
+    /// Measure each class of links, and write the table by which algorithms are chosen
+    Tune(tune::TuneArgs),
+    /// Ask a CUDA device how it does what allstream relies on: a probe for each question
+    Doctor(doctor::DoctorArgs),
+    /// What this build can use on this host
+    Info {
+        /// Instead: the table by which algorithms are chosen, with predicted and measured times
+        #[arg(long)]
+        tuning: bool,
+    },
+}
+
+/// The code with which this command ends: 0 where all went well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exit(pub u8);
+
+impl Exit {
+    /// All went well.
+    pub const SUCCESS: Exit = Exit(0);
+    /// What was asked for could not be done; stderr says why.
+    pub const FAILURE: Exit = Exit(1);
+}
+
+impl From<u8> for Exit {
+    fn from(code: u8) -> Exit {
+        Exit(code)
+    }
+}
+
+impl Termination for Exit {
+    fn report(self) -> ExitCode {
+        self.0.into()
+    }
+}
+
+/// Runs the command with these arguments (without the program's name) in a program that is this command.
+///
+/// Arguments that cannot be understood, `--help` and `--version` end the process.
+pub fn main(arguments: impl IntoIterator<Item = OsString>) -> Exit {
+    main_as(Vec::new(), arguments)
+}
+
+/// As [`main`], in an interpreter: `words` (the interpreter and a script, by absolute paths) start this command again, with arguments of its own
+/// behind them, in any directory and with no variable of the environment.
+pub fn main_as(words: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> Exit {
+    own::was_started(words, arguments.into_iter().collect());
+    let cli = Cli::parse_from(["allstream".into()].into_iter().chain(own::arguments()));
+    let filter = EnvFilter::try_from_env("ALLSTREAM_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    // Somebody who calls this as a library may have said already where events go.
+    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr).try_init();
+    let result = match cli.command {
+        Command::Demo(args) => demo::run(args),
+        Command::Run(args) => run::run(args).map_err(Into::into),
+        Command::Trace(args) => trace_cmd::run(&args),
+        Command::Perf(args) => perf::run(&args),
+        Command::Sim(args) => sim::run(&args),
+        Command::Tune(args) => tune::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Info { tuning: true } => tune::info(),
+        Command::Info { tuning: false } => info().map_err(Into::into),
+    };
+    let exit = result.unwrap_or_else(|error| {
+        // Not `eprintln`, which panics if stderr is closed.
+        let _ = writeln!(io::stderr(), "allstream: {error}");
+        Exit::FAILURE
+    });
+    // In an interpreter nobody else does, at the end.
+    let _ = io::stdout().flush();
+    exit
+}
+
+/// The driver, and the devices that it has.
+fn cuda() -> String {
+    use allstream::cuda::{Device, device_count, driver};
+    let found = || {
+        let (driver, count) = (driver()?, device_count()?);
+        let (major, minor) = driver.version;
+        let devices =
+            (0..count).map(|ordinal| Ok(format!("device {ordinal}: {}", Device::new(ordinal)?.name())));
+        let devices = devices.collect::<Result<Vec<_>, allstream::Error>>()?;
+        let which = format!("CUDA {major}.{minor} by {}", driver.file);
+        Ok(if count == 0 {
+            format!("no: no device; {which}")
+        } else {
+            format!("yes: {which}; {}", devices.join("; "))
+        })
+    };
+    found().unwrap_or_else(|error: allstream::Error| format!("no: {error}"))
+}
+
+fn info() -> io::Result<Exit> {
+    let cores =
+        std::thread::available_parallelism().map_or_else(|error| error.to_string(), |n| n.to_string());
+    let mut lines =
+        vec![("allstream".to_string(), env!("CARGO_PKG_VERSION").to_string()), ("cores".into(), cores)];
+    for BackendStatus { backend, available, .. } in allstream::backends() {
+        let there = match (backend, available) {
+            (Backend::Cuda, _) => cuda(),
+            (_, Ok(())) => "yes".into(),
+            (_, Err(error)) => format!("no: {error}"),
+        };
+        let name = backend.to_string();
+        lines.push((if matches!(backend, Backend::Link(_)) { name } else { name.to_uppercase() }, there));
+    }
+    let text: String = lines.iter().map(|(name, value)| format!("{name:<15}{value}\n")).collect();
+    match io::stdout().lock().write_all(text.as_bytes()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error),
+        _ => Ok(Exit::SUCCESS),
+    }
+}

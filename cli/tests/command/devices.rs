@@ -1,0 +1,188 @@
+//! `allstream perf --device` and `allstream info`: what they say of a device, and where there is none.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use test_support::cuda::{LIBRARY, library, nccl_library};
+
+/// A library that is found, so that no other one is looked for, and is no driver.
+const NO_DRIVER: &str = "libc.so.6";
+
+/// It ends by itself: operations have deadlines.
+fn allstream(library: &Path, arguments: &[&str]) -> Output {
+    allstream_with(library, &[], arguments)
+}
+
+/// The same with knobs of the driver for tests.
+fn allstream_with(library: &Path, knobs: &[(&str, &str)], arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+    command.envs(knobs.iter().copied());
+    command.args(arguments).env(LIBRARY, library).env_remove("ALLSTREAM_TOKEN").stdin(Stdio::null());
+    command.output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn perf_times_buffers_on_a_device_and_says_how_fast_it_copies() {
+    let figures = std::env::temp_dir().join(format!("allstream-perf-device-{}.json", std::process::id()));
+    for (device, place) in [("--device", "--threads"), ("--device=1", "--await")] {
+        let sizes =
+            ["perf", "reduce_scatter", "-N", "2", "-b", "4", "-e", "1K", "-f", "16", "-n", "2", "-w", "0"];
+        let more = [device, place, "-J", figures.to_str().unwrap()];
+        let output = allstream(library(), &[&sizes[..], &more[..]].concat());
+        let said = text(&output.stdout);
+        assert!(output.status.success(), "{said}{}", text(&output.stderr));
+        assert!(said.contains("device memory") && said.contains("# copies on the device: "), "{said}");
+        assert!(said.contains(" MiB each, by events"), "{said}");
+        assert_eq!(said.matches("  dev  ").count(), 2, "a column in each half: {said}");
+        assert!(said.contains("# Out of bounds values : 0 OK"), "{said}");
+        let json: serde_json::Value = serde_json::from_slice(&std::fs::read(&figures).unwrap()).unwrap();
+        let _ = std::fs::remove_file(&figures);
+        assert_eq!(json["alloc"], "device");
+        assert_eq!(json["device"]["ordinal"], u64::from(device == "--device=1"));
+        // Threads read each other's memory on the device.
+        if place == "--threads" {
+            assert_eq!(json["device"]["path"], "peer");
+        }
+        assert!(json["device"]["copy_gbs"].as_f64() > Some(0.0), "{json}");
+        let rows = json["series"][0]["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 3);
+        for row in rows {
+            assert!(row["out_of_place"]["device_us"].as_f64() > Some(0.0), "{row}");
+            assert!(row["in_place"]["device_us"].as_f64() > Some(0.0), "{row}");
+        }
+    }
+}
+
+#[test]
+fn perf_by_nccl_says_so_and_without_nccl_what_is_missing() {
+    let table = [
+        "perf",
+        "all_reduce",
+        "--device",
+        "--nccl",
+        "-N",
+        "1",
+        "--threads",
+        "--sizes",
+        "1K",
+        "-n",
+        "2",
+        "-w",
+        "0",
+    ];
+    let by = |file: &str| allstream_with(library(), &[("ALLSTREAM_NCCL_LIBRARY", file)], &table);
+    let output = by(nccl_library().to_str().unwrap());
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert!(said.contains("# path: NCCL") && said.contains("# Out of bounds values : 0 OK"), "{said}");
+    let output = by("/nowhere/libnccl.so.2");
+    let error = text(&output.stderr);
+    assert!(!output.status.success() && error.contains("/nowhere/libnccl.so.2"), "{error}");
+}
+
+/// What no device runs has no time there, and without a device there is no such column.
+#[test]
+fn perf_has_the_device_s_time_only_where_a_device_runs_the_operation() {
+    let sizes = ["-N", "2", "--threads", "--sizes", "1K", "-n", "2", "-w", "0"];
+    let table = |arguments: &[&str]| {
+        let output = allstream(library(), &[&["perf"], arguments, &sizes[..]].concat());
+        let said = text(&output.stdout);
+        assert!(output.status.success(), "{said}{}", text(&output.stderr));
+        said
+    };
+    let times = |arguments: &[&str]| {
+        let said = table(arguments);
+        let row = said.lines().find(|line| !line.starts_with('#')).unwrap();
+        // Behind the size, the count, the type, the reduction, the root and the time.
+        row.split_whitespace().nth(6).unwrap().to_owned()
+    };
+    assert!(times(&["all_reduce", "--device", "--join"]).parse::<f64>().unwrap() > 0.0);
+    assert_eq!(times(&["all_reduce", "--device", "--staged"]), "N/A");
+    assert_eq!(times(&["send_recv", "--device"]), "N/A");
+    let said = table(&["all_reduce"]);
+    assert!(!said.contains("dev"), "{said}");
+}
+
+/// The host puts the input on the device once for a form, however many rounds there are.
+#[test]
+fn perf_uploads_its_inputs_once() {
+    // 2 ranks, out of place and in place, which is 4 copies to the device.
+    let fails_at = |nth: u32, iterations: &str| {
+        let fault = format!("cuMemcpyHtoDAsync_v2:{nth}:999");
+        let knobs = [("ALLSTREAM_TEST_CUDA_FAIL", fault.as_str())];
+        let arguments = ["perf", "all_gather", "--device", "--threads", "--sizes", "100K", "-n", iterations];
+        let output = allstream_with(library(), &knobs, &arguments);
+        (!output.status.success(), text(&output.stderr))
+    };
+    for iterations in ["2", "30"] {
+        let (failed, said) = fails_at(5, iterations);
+        assert!(!failed, "a fifth upload: {said}");
+    }
+    let (failed, said) = fails_at(4, "2");
+    assert!(
+        failed && said.contains("cuMemcpyHtoDAsync_v2"),
+        "the fourth upload fails, and that is said: {said}"
+    );
+}
+
+/// 20 MB of an input that the device has made are checked in more than one piece.
+#[test]
+fn perf_checks_results_that_are_longer_than_what_it_fetches_at_a_time() {
+    let arguments = ["perf", "scatter", "--device", "--threads", "--sizes", "40M", "-n", "1", "-w", "0"];
+    let output = allstream(library(), &arguments);
+    let said = text(&output.stdout);
+    assert!(output.status.success() && said.contains("# Out of bounds values : 0 OK"), "{said}");
+}
+
+#[test]
+fn perf_says_that_a_device_has_too_little_memory() {
+    let arguments = ["perf", "all_reduce", "--device", "--threads", "-N", "2", "--sizes", "32M", "-n", "1"];
+    let output = allstream_with(library(), &[("ALLSTREAM_TEST_CUDA_MEMORY", "64M")], &arguments);
+    let said = text(&output.stderr);
+    assert!(!output.status.success(), "{said}");
+    for part in
+        ["for all_reduce of 33554432 bytes", "take 67108864 bytes", "fewer ranks (-N) or smaller sizes"]
+    {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+}
+
+#[test]
+fn perf_says_which_device_is_missing() {
+    let sizes = ["perf", "all_reduce", "-e", "4"];
+    for (library, device, told) in [
+        (library(), "--device=9", "there is no device 9, this process sees 2"),
+        (Path::new(NO_DRIVER), "--device", "libc.so.6 has no function cuInit"),
+    ] {
+        for place in [&["--threads"][..], &["-N", "2"]] {
+            let output = allstream(library, &[&sizes[..], &[device], place].concat());
+            let said = text(&output.stderr);
+            assert!(!output.status.success() && said.contains(told), "{device}: {said}");
+        }
+    }
+    let output = allstream(library(), &[&sizes[..], &["--device", "--alloc", "arena"]].concat());
+    assert!(
+        text(&output.stderr).contains("--alloc arena is memory of the host's"),
+        "{}",
+        text(&output.stderr)
+    );
+}
+
+#[test]
+fn info_names_the_devices_or_what_is_missing() {
+    let line = |library: &Path| {
+        let said = text(&allstream(library, &["info"]).stdout);
+        said.lines().find(|line| line.starts_with("CUDA ")).unwrap_or_default().to_owned()
+    };
+    let found = line(library());
+    assert!(
+        found.contains(" yes: CUDA 12") && found.contains("device 1: CUDA device for tests 1"),
+        "{found}"
+    );
+    let missing = line(Path::new(NO_DRIVER));
+    assert!(missing.contains(" no: ") && missing.contains("libc.so.6 has no function cuInit"), "{missing}");
+}

@@ -1,0 +1,8 @@
+//! The `allstream` command and the examples, from outside: what they print, and that they leave nothing behind.
+
+mod devices;
+mod doctor;
+mod examples;
+mod launcher;
+mod recorder;
+mod training;

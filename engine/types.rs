@@ -1,0 +1,197 @@
+//! Ranks, element types, and the signature by which ranks agree on an operation.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{BuildHasherDefault, DefaultHasher};
+
+use serde::{Deserialize, Serialize};
+
+pub(crate) use allstream_kernels::Finish;
+pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
+
+pub use crate::plan::{Algo, Kind, LinkClass, MOST_RANKS, Rank};
+
+/// A map that is iterated in the same order by every process that did the same with it: a story that is told again from its seed
+/// goes the same way.
+pub(crate) type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
+
+/// What a rank called, in the 24 bytes that travel with every frame: two ranks whose signatures differ
+/// are told so before any data is used.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct Signature {
+    /// Collective ([`Kind`]), with bit 7 set for its form with a count for each rank, and bit 6 where all ranks' devices run
+    /// it, bit 4 where a library takes it whole; or 100 for send/recv.
+    pub kind: u8,
+    /// [`DType`]; 255 for a list of several.
+    pub dtype: u8,
+    /// [`ReduceOp`]; 254 for a user's function, 255 where nothing is reduced.
+    pub op: u8,
+    /// [`Algo`] that was asked for, after [`Algo::Auto`] was resolved; with bit 7 set where the call has a key, and bit 6 where
+    /// [`detail`](Self::detail) is that key.
+    pub algo: u8,
+    /// The root's rank (0 where there is none); the tag of a message.
+    pub root: u32,
+    /// Elements per rank, as the collective counts them; with a count for each rank, their sum, or (where a rank knows
+    /// its own alone) 0 in the call and the length of this very message in a frame.
+    pub count: u64,
+    /// How often the communicator was re-created.
+    pub generation: u32,
+    /// A digest of what the rest does not hold: the count of each rank, the lengths and types of a list, the name of a
+    /// user's function. 0 where there is nothing of the kind. With a key, its 32 low bits are combined with that by exclusive or, and
+    /// with them a digest of the others where one is set: keys below 2^32 are never taken for each other.
+    pub detail: u32,
+}
+
+/// [`Signature::kind`] of a point-to-point message.
+pub(crate) const KIND_P2P: u8 = 100;
+/// [`Signature::op`] where nothing is reduced.
+pub(crate) const NO_OP: u8 = 255;
+/// [`Signature::op`] of a user's function.
+pub(crate) const FUNCTION: u8 = 254;
+/// [`Signature::dtype`] of a list.
+pub(crate) const LIST: u8 = 255;
+/// Set in [`Signature::kind`] where each rank has a count of its own.
+pub(crate) const VARIED: u8 = 0x80;
+/// Set in [`Signature::kind`] where the ranks' devices run it.
+pub(crate) const ON_DEVICES: u8 = 0x40;
+/// Set in [`Signature::kind`] where a library takes it whole. (With bit 5 a kind could be taken for a message.)
+pub(crate) const WHOLE: u8 = 0x10;
+
+/// Set in [`Signature::algo`] where the call has a key.
+const KEYED: u8 = 0x80;
+/// Set in [`Signature::algo`] where [`Signature::detail`] is that key, and nothing else.
+const IS_KEY: u8 = 0x40;
+/// What of [`Signature::algo`] tells of a key.
+pub(crate) const KEY_BITS: u8 = KEYED | IS_KEY;
+
+/// One more number into a name that is as good as random: SplitMix64's finalizer.
+pub(crate) fn mix(x: u64, part: u64) -> u64 {
+    let mut x = x.wrapping_add(part).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Part of a digest: FNV-1a of 32 bits, never 0.
+pub(crate) fn digest(seed: u32, bytes: impl IntoIterator<Item = u8>) -> u32 {
+    let start = if seed == 0 { 0x811c_9dc5 } else { seed };
+    bytes.into_iter().fold(start, |h, b| (h ^ u32::from(b)).wrapping_mul(0x0100_0193)).max(1)
+}
+
+impl Signature {
+    /// The same call with this key; 0 is the key of a call that was given none.
+    pub(crate) fn with_key(mut self, key: u64) -> Signature {
+        if key != 0 {
+            let high = key >> 32;
+            let is_key = self.detail == 0 && high == 0;
+            self.algo |= if is_key { KEYED | IS_KEY } else { KEYED };
+            self.detail ^= key as u32 ^ if high == 0 { 0 } else { mix(0, high) as u32 };
+        }
+        self
+    }
+
+    /// The collective; none of a message.
+    pub(crate) fn collective(&self) -> Option<Kind> {
+        Kind::from_u8(self.kind & !(VARIED | ON_DEVICES | WHOLE)).filter(|_| !self.is_message())
+    }
+
+    /// Whether it is of a send or a receive.
+    pub(crate) fn is_message(&self) -> bool {
+        self.kind & !WHOLE == KIND_P2P
+    }
+}
+
+impl Signature {
+    /// The type and the number of elements.
+    pub(crate) fn elements(&self) -> String {
+        let dtype = match self.dtype {
+            LIST => "list",
+            dtype => DType::from_u8(dtype).map_or("?", DType::name),
+        };
+        format!("{dtype} x {}", self.count)
+    }
+
+    /// Of a message: what its two halves must have in common beside the tag.
+    pub(crate) fn content(&self) -> String {
+        let whole =
+            if self.kind & WHOLE == 0 { "" } else { ", whole (a library moves it from device to device)" };
+        format!("{}{whole}{}", self.elements(), self.details())
+    }
+
+    /// The key, and a digest of what else ranks must agree on.
+    fn details(&self) -> String {
+        let detail = self.detail;
+        let detail = match self.algo & KEY_BITS {
+            KEY_BITS => format!(", key {detail}"),
+            0 if detail == 0 => String::new(),
+            0 => format!(", details {detail:08x}"),
+            _ => format!(", with a key, details {detail:08x}"),
+        };
+        match self.generation {
+            0 => detail,
+            generation => format!("{detail}, generation {generation}"),
+        }
+    }
+}
+
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let elements = self.elements();
+        match self.collective() {
+            Some(kind) => {
+                let varied = if self.kind & VARIED == 0 { "" } else { "_v" };
+                write!(f, "{kind}{varied}({elements}")?;
+                if let Some(op) = ReduceOp::from_u8(self.op).filter(|_| kind != Kind::Barrier) {
+                    write!(f, ", {op}")?;
+                }
+                if self.op == FUNCTION {
+                    f.write_str(", a function")?;
+                }
+                if kind.rooted() {
+                    write!(f, ", root {}", self.root)?;
+                }
+                if let Some(algo) = Algo::from_u8(self.algo & !KEY_BITS) {
+                    write!(f, ", {algo}")?;
+                }
+            }
+            None if self.is_message() => write!(f, "message({elements}, tag {}", self.root)?,
+            None => write!(f, "unknown kind {}({elements}", self.kind)?,
+        }
+        if self.kind & ON_DEVICES != 0 && !self.is_message() {
+            f.write_str(", on devices")?;
+        }
+        if self.kind & WHOLE != 0 {
+            f.write_str(", whole")?;
+        }
+        write!(f, "{})", self.details())
+    }
+}
+
+impl fmt::Debug for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_of_32_bits_are_never_taken_for_each_other_and_are_shown() {
+        let plain = Signature { kind: Kind::AllReduce as u8, count: 4, ..Signature::default() };
+        let list = Signature { dtype: LIST, detail: digest(0, *b"lengths"), ..plain };
+        let keys = [0, 1, 2, 255, 256, 65_536, 1 << 31, u64::from(u32::MAX), 1 << 32, u64::MAX];
+        for call in [plain, list] {
+            let keyed = keys.map(|key| call.with_key(key));
+            assert_eq!(keyed[0], call, "no key");
+            let twice = |i: usize| keyed[..i].contains(&keyed[i]);
+            assert!(!(0..keys.len()).any(twice), "{keyed:?}");
+        }
+        let shown = |call: Signature| call.to_string();
+        assert!(shown(plain.with_key(256)).ends_with(", auto, key 256)"), "{}", shown(plain.with_key(256)));
+        assert!(shown(plain.with_key(1 << 32)).contains(", with a key, details "));
+        assert!(shown(list.with_key(7)).contains(", with a key, details "));
+        assert_eq!(plain.with_key(7).collective(), Some(Kind::AllReduce));
+    }
+}

@@ -1,0 +1,392 @@
+//! Do all ranks take their plans of loans, or all of them the step-by-step plans, although nobody has asked the others?
+//!
+//! Whether a rank can lend its memory to all its peers, it alone knows. Its *first frame* to each peer tells: a loan, or the
+//! first message of its step-by-step plan.
+//!
+//! * A rank that cannot lend takes its steps at once.
+//! * A rank that can lend lends to every peer that its plan of loans names, and looks at the first frame of every peer that it
+//!   borrows from. If one of them is a message, it gives back what it was lent and takes its steps. When it has made all its loans
+//!   and seen all that it borrows, it folds, and there is no way back.
+//!
+//! So two things have to be so. First, what the steps send to each peer first waits for no peer: otherwise ranks that cannot lend
+//! would wait for messages of ranks that in turn wait for their first frame. Second, no rank folds if any rank cannot lend, and
+//! all do if all can.
+//!
+//! The second is tried out: for all subsets of ranks that cannot lend in groups of up to [`ALL_SUBSETS`], and in larger groups
+//! for each rank alone, for each rank as the only one that can lend, for half of the ranks, and for none and all of them.
+//!
+//! What happens depends on when frames are sent and seen. In groups of up to [`ALL_SCHEDULES`] every order is tried, in larger
+//! groups two: all loans that can be made and seen before any message, and the opposite. The order with the loans first is the
+//! worst one. Every loan that is made in any order is made in it, so a rank that folds in any order folds in it too. And a rank
+//! that takes its steps in it has seen a message that no order could have made a loan, so it takes its steps in every order:
+//! nobody is left undecided in another order who is not in this one.
+
+use std::collections::HashSet;
+
+use crate::{Operand, Plan, Program, Rank};
+
+/// The largest group of which every subset is tried.
+pub const ALL_SUBSETS: usize = 8;
+/// The largest group of which every order of events is tried.
+pub const ALL_SCHEDULES: usize = 3;
+/// The largest group: sets of ranks are bits of a `u64`, with some to spare.
+const MAX_RANKS: usize = 32;
+
+/// Why ranks might not agree on whether to lend.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Disagreement {
+    /// There is not one plan of each sort for each rank, or there are too many ranks.
+    #[error("{lending} plans of loans and {steps} of steps: can compare up to {MAX_RANKS} of each")]
+    Shape {
+        /// Plans of loans.
+        lending: usize,
+        /// Step-by-step plans.
+        steps: usize,
+    },
+    /// The steps of a rank send nothing to this peer.
+    #[error("the steps of rank {rank} send nothing to rank {to}")]
+    Silent {
+        /// Whose steps.
+        rank: Rank,
+        /// The peer that never hears of it.
+        to: Rank,
+    },
+    /// The first message of a rank to this peer waits for a peer.
+    #[error("rank {rank}, step {step}: the first message to rank {to} waits for a peer")]
+    Late {
+        /// Whose steps.
+        rank: Rank,
+        /// The step that sends the message.
+        step: usize,
+        /// Who waits for it.
+        to: Rank,
+    },
+    /// A rank folds although others cannot lend.
+    #[error("rank {rank} folds, but {cannot:?} cannot lend")]
+    Folds {
+        /// Who cannot lend.
+        cannot: Vec<Rank>,
+        /// Who folds.
+        rank: Rank,
+    },
+    /// A rank takes its steps although all can lend.
+    #[error("rank {rank} takes its steps, but all can lend")]
+    Steps {
+        /// Who takes its steps.
+        rank: Rank,
+    },
+    /// A rank never knows whether to fold or to take its steps.
+    #[error("rank {rank} never decides if {cannot:?} cannot lend")]
+    Undecided {
+        /// Who cannot lend.
+        cannot: Vec<Rank>,
+        /// Who does not know.
+        rank: Rank,
+    },
+}
+
+/// Check that ranks which have these plans of loans and these step-by-step plans always agree on which of the two they take.
+/// Returns how many subsets of ranks that cannot lend were tried.
+///
+/// Both sorts of plans are taken to be right in themselves ([`super::check()`]).
+///
+/// # Errors
+/// The first [`Disagreement`] found.
+pub fn agree(lending: &[Plan], steps: &[Plan]) -> Result<usize, Disagreement> {
+    let n = lending.len();
+    let fits = |plans: &[Plan]| plans.iter().enumerate().all(|(rank, p)| (p.size, p.rank) == (n, rank));
+    if n > MAX_RANKS || steps.len() != n || !fits(lending) || !fits(steps) {
+        return Err(Disagreement::Shape { lending: n, steps: steps.len() });
+    }
+    steps.iter().try_for_each(sends_first)?;
+    let group = Group::new(lending);
+    let subsets = subsets(n);
+    for &cannot in &subsets {
+        let start = State::new(n, cannot);
+        if n <= ALL_SCHEDULES {
+            group.try_all(start, cannot)?;
+        } else {
+            for preferred in [Frame::Loan, Frame::Message] {
+                group.try_one(start.clone(), preferred, cannot)?;
+            }
+        }
+    }
+    Ok(subsets.len())
+}
+
+/// Whether a rank's steps send to every peer, and wait for no peer before they first do.
+fn sends_first(plan: &Plan) -> Result<(), Disagreement> {
+    let (program, rank) = (Program::compile(plan), plan.rank);
+    // By step: whether what it makes, and each earlier step that it waits for, comes without a peer.
+    let mut alone = Vec::with_capacity(plan.steps.len());
+    for (step, node) in plan.steps.iter().zip(&program.nodes) {
+        let own = step.loan.is_none() && step.operands.iter().all(|o| matches!(o, Operand::Own(_)));
+        let written = node.after_write.iter().all(|&earlier| alone[earlier as usize]);
+        // What overwrites what is sent waits for those who take it.
+        let unsent = |&earlier: &u32| alone[earlier as usize] && plan.steps[earlier as usize].send.is_empty();
+        alone.push(own && step.into.is_empty() && written && node.after_read.iter().all(unsent));
+    }
+    for to in (0..plan.size).filter(|&to| to != rank) {
+        match program.sends[to].first() {
+            None => return Err(Disagreement::Silent { rank, to }),
+            Some(&step) if !alone[step as usize] => {
+                return Err(Disagreement::Late { rank, step: step as usize, to });
+            }
+            Some(_) => {}
+        }
+    }
+    Ok(())
+}
+
+/// The sets of ranks that cannot lend, as bits: all of a small group, some of a larger one.
+fn subsets(n: usize) -> Vec<u64> {
+    let all = (1u64 << n) - 1;
+    if n <= ALL_SUBSETS {
+        return (0..=all).collect();
+    }
+    let one = |rank: Rank| 1u64 << rank;
+    let mut sets = vec![0, all, all >> (n - n / 2), all & 0x5555_5555_5555_5555];
+    sets.extend((0..n).flat_map(|rank| [one(rank), all ^ one(rank)]));
+    sets
+}
+
+/// What a rank sends to a peer first.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Frame {
+    Loan,
+    Message,
+}
+
+/// What a rank has decided.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Stage {
+    Undecided,
+    Folds,
+    Steps,
+}
+
+/// All ranks at one time. Of each link it is enough to know its first frame: nobody decides by what comes later.
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct State {
+    /// By rank.
+    stages: Vec<Stage>,
+    /// By link (`from * n + to`): the first frame, if it was sent, and whether the receiver has seen it.
+    links: Vec<(Option<Frame>, bool)>,
+}
+
+/// Something that may happen next.
+#[derive(Clone, Copy)]
+enum Event {
+    /// The first frame of this link is sent.
+    Send(usize, Frame),
+    /// The first frame of this link, which is this one, is seen by an undecided receiver.
+    See(usize, Frame),
+    /// This rank has seen all loans that it needs, and has made its own.
+    Fold(Rank),
+}
+
+impl State {
+    fn new(n: usize, cannot: u64) -> State {
+        let stage = |rank: Rank| if cannot >> rank & 1 == 1 { Stage::Steps } else { Stage::Undecided };
+        State { stages: (0..n).map(stage).collect(), links: vec![(None, false); n * n] }
+    }
+
+    fn after(&mut self, event: Event) {
+        let n = self.stages.len();
+        match event {
+            Event::Send(link, frame) => self.links[link].0 = Some(frame),
+            Event::See(link, frame) => {
+                self.links[link].1 = true;
+                if frame == Frame::Message {
+                    self.stages[link % n] = Stage::Steps;
+                }
+            }
+            Event::Fold(rank) => self.stages[rank] = Stage::Folds,
+        }
+    }
+}
+
+/// Who lends to whom.
+struct Group {
+    n: usize,
+    /// By link (`from * n + to`): whether it begins with a loan, if `from` can lend.
+    lends: Vec<bool>,
+    /// By link: whether `to` needs a loan of `from` before it folds.
+    borrows: Vec<bool>,
+}
+
+impl Group {
+    fn new(lending: &[Plan]) -> Group {
+        let n = lending.len();
+        let (mut lends, mut borrows) = (vec![false; n * n], vec![false; n * n]);
+        for plan in lending {
+            for step in &plan.steps {
+                step.loan.iter().for_each(|loan| lends[plan.rank * n + loan.to] = true);
+                step.lenders().for_each(|from| borrows[from * n + plan.rank] = true);
+            }
+        }
+        Group { n, lends, borrows }
+    }
+
+    /// All that may happen next.
+    fn events<'a>(&'a self, state: &'a State) -> impl Iterator<Item = Event> + 'a {
+        let n = self.n;
+        let of_links = (0..n * n).filter_map(move |link| {
+            let (from, to) = (link / n, link % n);
+            match (state.links[link], state.stages[from]) {
+                _ if from == to => None,
+                ((None, _), Stage::Steps) => Some(Event::Send(link, Frame::Message)),
+                ((None, _), Stage::Undecided) if self.lends[link] => Some(Event::Send(link, Frame::Loan)),
+                ((Some(frame), false), _) if self.borrows[link] && state.stages[to] == Stage::Undecided => {
+                    Some(Event::See(link, frame))
+                }
+                _ => None,
+            }
+        });
+        let folds = (0..n).filter(move |&rank| {
+            let ready = |peer: Rank| {
+                let (to, from) = (rank * n + peer, peer * n + rank);
+                (!self.lends[to] || state.links[to].0.is_some())
+                    && (!self.borrows[from] || state.links[from].1)
+            };
+            state.stages[rank] == Stage::Undecided && (0..n).all(ready)
+        });
+        of_links.chain(folds.map(Event::Fold))
+    }
+
+    /// Whether ranks have come, at the end or before it, to something that they must not come to.
+    fn judge(&self, state: &State, cannot: u64, is_end: bool) -> Result<(), Disagreement> {
+        let ranks = || (0..self.n).filter(|rank| cannot >> rank & 1 == 1).collect();
+        for (rank, stage) in state.stages.iter().enumerate() {
+            match stage {
+                Stage::Folds if cannot != 0 => return Err(Disagreement::Folds { cannot: ranks(), rank }),
+                Stage::Steps if cannot == 0 => return Err(Disagreement::Steps { rank }),
+                Stage::Undecided if is_end => return Err(Disagreement::Undecided { cannot: ranks(), rank }),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// All that can happen, in every order.
+    fn try_all(&self, start: State, cannot: u64) -> Result<(), Disagreement> {
+        let mut known = HashSet::from([start.clone()]);
+        let mut open = vec![start];
+        while let Some(state) = open.pop() {
+            let mut is_end = true;
+            for event in self.events(&state) {
+                is_end = false;
+                let mut next = state.clone();
+                next.after(event);
+                if known.insert(next.clone()) {
+                    open.push(next);
+                }
+            }
+            self.judge(&state, cannot, is_end)?;
+        }
+        Ok(())
+    }
+
+    /// One order of what can happen: what has to do with these frames is first.
+    ///
+    /// All that has to do with loans may happen at once, as none of it hinders the rest of it; so may all that has to do with
+    /// messages.
+    fn try_one(&self, mut state: State, preferred: Frame, cannot: u64) -> Result<(), Disagreement> {
+        let is_preferred = |event: &Event| match *event {
+            Event::Send(_, frame) | Event::See(_, frame) => frame == preferred,
+            Event::Fold(_) => preferred == Frame::Loan,
+        };
+        loop {
+            let (first, others): (Vec<_>, Vec<_>) = self.events(&state).partition(is_preferred);
+            let events = if first.is_empty() { others } else { first };
+            if events.is_empty() {
+                return self.judge(&state, cannot, true);
+            }
+            events.into_iter().for_each(|event| state.after(event));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Algo, Kind, Shape, lending, plan};
+
+    /// The plans of loans and of steps of an all_reduce.
+    fn both(algo: Algo, n: usize, in_place: bool) -> (Vec<Plan>, Vec<Plan>) {
+        let plans = (0..n).map(|rank| {
+            let shape = Shape { n, rank, in_place, ..Shape::default() };
+            let loans = lending(Kind::AllReduce, algo, &shape).expect("a plan of loans");
+            (loans, plan(Kind::AllReduce, algo, &shape).expect("a plan of steps"))
+        });
+        plans.unzip()
+    }
+
+    #[test]
+    fn ranks_agree_whoever_cannot_lend() {
+        for algo in [Algo::Direct, Algo::OneShot] {
+            for in_place in [false, true] {
+                for n in 2..=MAX_RANKS {
+                    let (loans, steps) = both(algo, n, in_place);
+                    let tried = agree(&loans, &steps);
+                    let due = if n <= ALL_SUBSETS { 1 << n } else { 2 * n + 4 };
+                    assert_eq!(tried, Ok(due), "{algo}, n {n}, in place {in_place}");
+                }
+            }
+        }
+    }
+
+    /// The steps of a ring send to one neighbour alone; those of recursive doubling send to some ranks only after a receive.
+    #[test]
+    fn steps_that_do_not_tell_all_peers_at_once() {
+        let (loans, _) = both(Algo::Direct, 4, true);
+        let steps = |algo| -> Vec<Plan> {
+            let shape = |rank| Shape { n: 4, rank, in_place: true, ..Shape::default() };
+            (0..4).map(|rank| plan(Kind::AllReduce, algo, &shape(rank)).expect("a plan")).collect()
+        };
+        assert_eq!(agree(&loans, &steps(Algo::Ring)), Err(Disagreement::Silent { rank: 0, to: 2 }));
+        let late = agree(&loans, &steps(Algo::RecursiveDoubling));
+        assert!(matches!(late, Err(Disagreement::Late { rank: 0, to: 2, .. })), "{late:?}");
+        // The same steps, with the first message to rank 1 last: it is now the result that goes there.
+        let mut steps = steps(Algo::Direct);
+        let first = steps[0].steps.remove(0);
+        steps[0].steps.push(first);
+        assert!(matches!(agree(&loans, &steps), Err(Disagreement::Late { rank: 0, to: 1, .. })));
+    }
+
+    /// A rank that does not borrow from all folds without those that it does not hear.
+    #[test]
+    fn a_rank_that_does_not_hear_all_folds_alone() {
+        for n in [3, 5] {
+            let (mut loans, steps) = both(Algo::Direct, n, true);
+            let is_loan_to_2 = |step: &crate::Step| step.loan.is_some_and(|loan| loan.to == 2);
+            loans[1].steps.retain(|step| !is_loan_to_2(step));
+            let fold = loans[2].steps.last_mut().expect("the step that folds");
+            fold.operands.retain(|operand| *operand != Operand::Lent(1));
+            fold.into.retain(|from| *from != 1);
+            assert_eq!(agree(&loans, &steps), Err(Disagreement::Folds { cannot: vec![1], rank: 2 }), "n {n}");
+        }
+    }
+
+    /// A rank that waits for a loan that nobody makes waits for ever.
+    #[test]
+    fn a_rank_that_is_lent_nothing_never_decides() {
+        for n in [3, 5] {
+            let (mut loans, steps) = both(Algo::OneShot, n, false);
+            loans[1].steps.retain(|step| step.loan.is_none_or(|loan| loan.to != 2));
+            assert_eq!(
+                agree(&loans, &steps),
+                Err(Disagreement::Undecided { cannot: vec![], rank: 2 }),
+                "n {n}"
+            );
+        }
+    }
+
+    #[test]
+    fn plans_that_do_not_belong_together() {
+        let (loans, steps) = both(Algo::Direct, 3, true);
+        let fault = agree(&loans, &steps[..2]);
+        assert_eq!(fault, Err(Disagreement::Shape { lending: 3, steps: 2 }));
+        assert!(agree(&steps, &loans).is_err());
+    }
+}

@@ -1,0 +1,145 @@
+//! A symbolic checker: do the plans of all ranks together do what the collective promises?
+//!
+//! Values are expressions: which contributions, combined in which order. The plans are run as
+//! [`crate::compile`] describes, with 1, 2 and 3 slices a chunk, over links that **store nothing**: a
+//! message is handed over when its receiver is at it and its sender has it ready, slice by slice, and where no rank has a hand
+//! once more all slices of a message as one ([`super::compile::goes_whole`]). What ends under these
+//! rules ends on every link, whatever it buffers, and with every timing: each link has one sender and one
+//! receiver that use it in orders fixed by their plans, so all schedules come to the same (Kahn, "The
+//! semantics of a simple language for parallel programming", 1974).
+//!
+//! Of plans of loans ([`super::lending()`]) it also sees that a lender leaves alone what is out on loan. What one rank lends is
+//! all that another can touch of its memory, so each piece of memory has one holder at a time. That all ranks take the plans of
+//! loans, or none does, is another question: see [`agree`].
+//!
+//! Then every piece of every rank's memory is looked at: each result has every contribution that it should exactly
+//! once and no other, all who hold a result hold the same expression (the same bits), it was finished exactly once
+//! (in a scan: never), and what must not be written was not.
+//!
+//! Lengths are compared for several counts; where each rank has a count of its own ([`super::Layout::Table`]), for
+//! counts that all differ and some of which are 0.
+
+mod agreement;
+mod expr;
+mod fault;
+mod goal;
+mod net;
+mod run;
+#[cfg(test)]
+mod tests;
+
+pub use agreement::{ALL_SCHEDULES, ALL_SUBSETS, Disagreement, agree};
+pub use fault::{Fault, On, Wait};
+
+use self::expr::Values;
+use self::goal::Goal;
+use self::net::Net;
+use self::run::{Mode, Run, Valued};
+use super::{At, Kind, Plan, Rank};
+
+/// What was found out about plans that are right.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Report {
+    /// Steps of all ranks.
+    pub steps: usize,
+    /// Messages between all ranks, loans among them.
+    pub messages: usize,
+    /// The longest chain of messages, each of which needs the one before. A loan is one, and what is written into it another, on
+    /// its way back.
+    pub hops: usize,
+    /// Elements sent (not lent) by the rank that sends most, for each element of the operation's count. (With a count for each
+    /// rank: the elements themselves, with the counts that the checker takes.)
+    pub sent: f64,
+    /// Whether steps must be gathered in a hand before their `dst` is free: an executor that starts each
+    /// step only when it may also store the result would deadlock.
+    pub needs_hand: bool,
+    /// Whether every result is combined in rank order, lower ranks first.
+    pub in_order: bool,
+    /// Whether every result is combined in rank order by one single step.
+    pub one_step: bool,
+}
+
+/// Check the plans of all ranks, `plans[rank]`, with 1, 2 and 3 slices a chunk.
+///
+/// The other ranks' blocks in a reduce_scatter in place are not looked at: an algorithm may use them.
+///
+/// # Errors
+/// The first [`Fault`] found.
+pub fn check(kind: Kind, root: Rank, in_place: bool, plans: &[Plan]) -> Result<Report, Fault> {
+    check_slices(kind, root, in_place, plans, 3)
+}
+
+/// [`check`], with up to `slices` slices a chunk.
+///
+/// # Errors
+/// The first [`Fault`] found.
+pub fn check_slices(
+    kind: Kind,
+    root: Rank,
+    in_place: bool,
+    plans: &[Plan],
+    slices: usize,
+) -> Result<Report, Fault> {
+    let goal = Goal::new(kind, root, in_place, plans)?;
+    let net = Net::new(plans, &goal)?;
+    let unit = if goal.varied { 1 } else { 720_720 * plans.len() };
+    let mut report = Report {
+        steps: net.steps(),
+        messages: net.sends.iter().map(Vec::len).sum(),
+        hops: 0,
+        sent: net.most_sent(unit) as f64 / unit as f64,
+        needs_hand: false,
+        in_order: true,
+        one_step: true,
+    };
+    let run = |mode: Mode| {
+        let values = Values::new(goal.n, goal.pieces(plans, mode.slices));
+        let memory = goal.before(plans, mode.slices, &values);
+        Run::new(&net, mode, memory, values)
+    };
+    let ends = |mode: Mode| {
+        let mut done = run(mode);
+        if let Some(held) = done.held.take() {
+            return Err(held);
+        }
+        let waits = done.waits();
+        if waits.is_empty() {
+            return Ok(done);
+        }
+        let hidden_by_buffering = run(Mode { eager: true, ..mode }).waits().is_empty();
+        Err(Fault::Deadlock { slices: mode.slices, waits, hidden_by_buffering })
+    };
+    let has_hand = net.programs.iter().flat_map(|p| &p.nodes).any(|node| node.hand);
+    for slices in 1..=slices {
+        let mode = Mode { slices, eager: false, strict: false, whole: false };
+        let done = ends(mode)?;
+        // What ends although messages wait as long as they can ends with parts of any length. (Of a step with several messages
+        // to receive this run takes each as it comes; the executor, all when they are there.)
+        if !has_hand {
+            ends(Mode { whole: true, ..mode })?;
+        }
+        let order = goal.reached(plans, slices, &done)?;
+        report.hops = done.hops as usize;
+        report.in_order &= order.in_order;
+        report.one_step &= order.one_step;
+    }
+    if has_hand {
+        report.needs_hand =
+            !run(Mode { slices: 1, eager: false, strict: true, whole: false }).waits().is_empty();
+    }
+    Ok(report)
+}
+
+/// The memory of all ranks.
+struct Memory {
+    cells: Vec<Valued>,
+    /// Per rank and slot, where its cells begin.
+    base: Vec<Vec<usize>>,
+    slices: usize,
+}
+
+impl Memory {
+    fn index(&self, rank: Rank, at: At, slice: usize) -> usize {
+        self.base[rank][at.slot as usize] + at.chunk as usize * self.slices + slice
+    }
+}

@@ -1,0 +1,502 @@
+//! Runs all plans at once, symbolically: what [`crate::compile`] says an executor does, over links
+//! that store nothing.
+//!
+//! It is a Kahn network (each link has one sender and one receiver, in orders fixed by the plans), so the
+//! outcome does not depend on the order in which steps are tried. A worklist holds the steps whose
+//! circumstances have changed.
+//!
+//! Loans store nothing either, in no mode: the borrower works in the lender's memory. The way of the loan to the borrower counts
+//! as a message, and the way back of what the borrower wrote as another.
+
+use std::collections::{HashMap, VecDeque};
+
+use super::expr::{Id, NOTHING, Values};
+use super::fault::{On, Wait};
+use super::net::Net;
+use super::{Fault, Memory};
+use crate::compile::Holds;
+use crate::{At, Loan, Operand, Rank};
+
+/// How to run.
+#[derive(Clone, Copy)]
+pub(super) struct Mode {
+    /// Slices in each chunk.
+    pub(super) slices: usize,
+    /// Links store whatever is sent, without limit. Loans are not stored.
+    pub(super) eager: bool,
+    /// A combining step or an early copy, too, starts only when its `dst` is free: no hand before that.
+    pub(super) strict: bool,
+    /// A message is sent only when all its slices are there, and released when all are taken. A chunk is lent only when all its
+    /// slices may be lent, and is back when all are given back.
+    pub(super) whole: bool,
+}
+
+/// A value, and how many messages it took to make it.
+pub(super) type Valued = (Id, u32);
+
+struct State {
+    holds: Holds,
+    /// Slices that are done (of a source: that may be read; of a loan: that were given back).
+    computed: usize,
+    /// Slices whose sends are all taken, and which are computed.
+    released: usize,
+    /// Of a loan: slices that the borrower may use, or has used.
+    offered: usize,
+    /// Operands of the slice in work.
+    gathered: Vec<Id>,
+    /// The longest chain of messages behind them.
+    hops: u32,
+    /// The result of the slice in work, when all is gathered.
+    hand: Option<Valued>,
+    /// Sends of each slice not yet taken.
+    untaken: Vec<usize>,
+}
+
+#[derive(Default)]
+struct Link {
+    /// Messages taken from the sender so far, and slices of the next one.
+    message: usize,
+    slice: usize,
+    /// With eager links: what is stored.
+    stored: VecDeque<Valued>,
+}
+
+/// A run in progress.
+pub(super) struct Run<'a> {
+    net: &'a Net<'a>,
+    mode: Mode,
+    /// What memory holds.
+    pub(super) memory: Memory,
+    /// All values.
+    pub(super) values: Values,
+    states: Vec<State>,
+    links: Vec<Link>,
+    work: Vec<u32>,
+    queued: Vec<bool>,
+    /// The cells of memory that are out on loan: to whom, and whether to be written.
+    lent: HashMap<usize, Vec<(Rank, bool)>>,
+    /// The first touch of a cell by its owner while it was out on loan.
+    pub(super) held: Option<Fault>,
+    /// The longest chain of messages so far.
+    pub(super) hops: u32,
+}
+
+impl<'a> Run<'a> {
+    /// Run to the end, or to where nothing moves.
+    pub(super) fn new(net: &'a Net<'a>, mode: Mode, memory: Memory, values: Values) -> Run<'a> {
+        let state = |g: u32| State {
+            holds: net.step(g).holds(),
+            computed: 0,
+            released: 0,
+            offered: 0,
+            gathered: Vec::with_capacity(net.step(g).operands.len()),
+            hops: 0,
+            hand: None,
+            untaken: vec![net.step(g).send.len(); mode.slices],
+        };
+        let all = 0..net.steps() as u32;
+        let mut run = Run {
+            net,
+            mode,
+            memory,
+            values,
+            states: all.clone().map(state).collect(),
+            links: (0..net.n * net.n).map(|_| Link::default()).collect(),
+            work: all.rev().collect(),
+            queued: vec![true; net.steps()],
+            lent: HashMap::new(),
+            held: None,
+            hops: 0,
+        };
+        while let Some(g) = run.work.pop() {
+            run.queued[g as usize] = false;
+            run.advance(g);
+        }
+        run
+    }
+
+    /// The first unfinished step of each rank that has one.
+    pub(super) fn waits(&self) -> Vec<Wait> {
+        let unfinished = |rank: Rank| {
+            let mut steps = self.net.base[rank]..self.net.base[rank + 1];
+            steps.find(|&g| self.states[g as usize].released < self.mode.slices)
+        };
+        (0..self.net.n).filter_map(unfinished).map(|g| self.wait(g)).collect()
+    }
+
+    /// Do all that a step can do now.
+    fn advance(&mut self, g: u32) {
+        let (rank, i) = self.net.place(g);
+        let step = &self.net.programs[rank].plan.steps[i];
+        if let Some(loan) = step.loan {
+            return self.lend(rank, g, loan);
+        }
+        loop {
+            let state = &self.states[g as usize];
+            let slice = state.computed;
+            if slice == self.mode.slices {
+                return;
+            }
+            if state.hand.is_none() {
+                if state.gathered.is_empty() && self.blocked_at_start(rank, i, slice).is_some() {
+                    return;
+                }
+                if state.holds == Holds::Source {
+                    self.states[g as usize].computed += 1;
+                    self.offer(rank, g);
+                    continue;
+                }
+                let Some(value) = self.combine(rank, g, slice) else { return };
+                let state = &mut self.states[g as usize];
+                state.hand = Some(value);
+                if state.holds == Holds::Hand {
+                    self.give_back(rank, g, slice, value);
+                    self.offer(rank, g);
+                }
+            }
+            match step.dst {
+                None => {
+                    if self.states[g as usize].untaken[slice] > 0 {
+                        return;
+                    }
+                    let state = &mut self.states[g as usize];
+                    state.hand = None;
+                    state.computed += 1;
+                    // What is sent was released by the last taker.
+                    if step.send.is_empty() {
+                        state.released += 1;
+                    }
+                    self.wake_dependents(g);
+                }
+                Some(at) => {
+                    if self.blocked_by_readers(rank, i, slice).is_some() {
+                        return;
+                    }
+                    let state = &mut self.states[g as usize];
+                    let value = state.hand.take().expect("gathered");
+                    state.computed += 1;
+                    self.touch(rank, at, slice, true);
+                    self.write(rank, at, slice, value);
+                    self.give_back(rank, g, slice, value);
+                    if step.send.is_empty() {
+                        self.states[g as usize].released += 1;
+                    }
+                    self.wake_dependents(g);
+                    self.offer(rank, g);
+                }
+            }
+        }
+    }
+
+    /// The result of a slice, if all its operands are to be had, and the loans that it is written into.
+    fn combine(&mut self, rank: Rank, g: u32, slice: usize) -> Option<Valued> {
+        let net = self.net;
+        let step = net.step(g);
+        for k in self.states[g as usize].gathered.len()..step.operands.len() {
+            let (id, hops) = self.operand(rank, g, k, slice)?;
+            let state = &mut self.states[g as usize];
+            state.gathered.push(id);
+            state.hops = state.hops.max(hops);
+        }
+        if self.missing_loan(rank, g, slice).is_some() {
+            return None;
+        }
+        let state = &mut self.states[g as usize];
+        let id = self.values.combine(&state.gathered, step.finish);
+        state.gathered.clear();
+        Some((id, std::mem::take(&mut state.hops)))
+    }
+
+    /// Offers every slice of a loan that earlier steps are done with.
+    fn lend(&mut self, rank: Rank, g: u32, loan: Loan) {
+        let (_, i) = self.net.place(g);
+        loop {
+            let slice = self.states[g as usize].offered;
+            if slice == self.mode.slices || self.blocked_at_start(rank, i, slice).is_some() {
+                return;
+            }
+            self.touch(rank, loan.read, slice, false);
+            self.touch(rank, loan.write, slice, true);
+            for (at, writes) in cells(loan) {
+                let cell = self.memory.index(rank, at, slice);
+                self.lent.entry(cell).or_default().push((loan.to, writes));
+            }
+            self.states[g as usize].offered += 1;
+            self.wake_receiver(rank * self.net.n + loan.to);
+        }
+    }
+
+    /// The first rank whose loan a step must still wait for.
+    fn missing_loan(&self, rank: Rank, g: u32, slice: usize) -> Option<Rank> {
+        let mut borrows = self.net.borrows[g as usize].iter();
+        borrows.find(|&&(from, message)| self.lender(from, rank, message, slice).is_none()).map(|b| b.0)
+    }
+
+    /// The step that lends this slice of a message of the link, if the slice is offered and next on the link.
+    fn lender(&self, from: Rank, to: Rank, message: u32, slice: usize) -> Option<u32> {
+        let head = &self.links[from * self.net.n + to];
+        if (head.message, head.slice) != (message as usize, slice) || !head.stored.is_empty() {
+            return None;
+        }
+        let lender = self.net.sender(from, to, message);
+        let offered = self.states[lender as usize].offered;
+        let is_offered = if self.mode.whole { offered == self.mode.slices } else { offered > slice };
+        is_offered.then_some(lender)
+    }
+
+    /// Writes a step's result where lenders want it, and gives this slice of all that the step borrows back.
+    fn give_back(&mut self, rank: Rank, g: u32, slice: usize, value: Valued) {
+        let net = self.net;
+        for &(from, message) in &net.borrows[g as usize] {
+            let link = from * net.n + rank;
+            let lender = net.sender(from, rank, message);
+            let Some(loan) = net.step(lender).loan else { continue };
+            if net.step(g).into.contains(&from) {
+                self.write(from, loan.write, slice, (value.0, value.1 + 1));
+            }
+            for (at, writes) in cells(loan) {
+                let cell = self.memory.index(from, at, slice);
+                let Some(holders) = self.lent.get_mut(&cell) else { continue };
+                if let Some(k) = holders.iter().position(|holder| *holder == (rank, writes)) {
+                    holders.swap_remove(k);
+                }
+                if holders.is_empty() {
+                    self.lent.remove(&cell);
+                }
+            }
+            self.next_slice(link);
+            let is_last = slice + 1 == self.mode.slices;
+            if !self.mode.whole || is_last {
+                let state = &mut self.states[lender as usize];
+                (state.computed, state.released) = (slice + 1, slice + 1);
+                self.wake_dependents(lender);
+            }
+            self.store(link);
+            self.wake_receiver(link);
+        }
+    }
+
+    /// Operand k, if it is to be had: our own memory, or the message or the loan at the head of its link.
+    fn operand(&mut self, rank: Rank, g: u32, k: usize, slice: usize) -> Option<Valued> {
+        let net = self.net;
+        let from = match net.step(g).operands[k] {
+            Operand::Own(at) => {
+                self.touch(rank, at, slice, false);
+                return Some(self.read(rank, at, slice));
+            }
+            Operand::Lent(from) => {
+                let lender = self.lender(from, rank, net.ordinal[g as usize][k], slice)?;
+                let (id, hops) = self.read(from, net.step(lender).loan?.read, slice);
+                return Some((id, hops + 1));
+            }
+            Operand::Recv(from) => from,
+        };
+        let link = from * net.n + rank;
+        if self.mode.eager {
+            // Stored in order, and popped in order: what is in front is ours if the count says so.
+            let l = &mut self.links[link];
+            let front = l.message * self.mode.slices + l.slice - l.stored.len();
+            let ours = net.ordinal[g as usize][k] as usize * self.mode.slices + slice;
+            let value = if front == ours { l.stored.pop_front()? } else { return None };
+            self.wake_receiver(link);
+            return Some(value);
+        }
+        let head = &self.links[link];
+        if (head.message, head.slice) != (net.ordinal[g as usize][k] as usize, slice) {
+            return None;
+        }
+        self.take(link)
+    }
+
+    /// Take the message at the head of a link from its sender, if it is ready.
+    fn take(&mut self, link: usize) -> Option<Valued> {
+        let whole = self.mode.whole;
+        let head = &self.links[link];
+        let &(sender, _) = self.net.sends[link].get(head.message)?;
+        let slice = head.slice;
+        let state = &self.states[sender as usize];
+        let ready = match state.holds {
+            Holds::Source | Holds::Dst if whole => state.computed == self.mode.slices,
+            Holds::Source | Holds::Dst => state.computed > slice,
+            Holds::Hand => state.computed == slice && state.hand.is_some(),
+            // A loan is borrowed, not taken.
+            Holds::Loan => false,
+        };
+        if !ready {
+            return None;
+        }
+        let hand = state.hand;
+        self.next_slice(link);
+        let (rank, _) = self.net.place(sender);
+        let step = self.net.step(sender);
+        let (id, hops) = match (step.holds(), &step.operands[0]) {
+            (Holds::Hand, _) => hand.expect("ready"),
+            (Holds::Source, &Operand::Own(at)) => {
+                self.touch(rank, at, slice, false);
+                self.read(rank, at, slice)
+            }
+            _ => {
+                let at = step.dst.expect("held there");
+                self.touch(rank, at, slice, false);
+                self.read(rank, at, slice)
+            }
+        };
+        let state = &mut self.states[sender as usize];
+        state.untaken[slice] -= 1;
+        let is_last = slice + 1 == self.mode.slices;
+        if state.untaken[slice] == 0 && (!whole || is_last) {
+            state.released = if whole { self.mode.slices } else { state.released + 1 };
+            let hand = state.holds == Holds::Hand;
+            self.wake_dependents(sender);
+            if hand {
+                self.wake(sender);
+            }
+        }
+        self.wake_receiver(link);
+        Some((id, hops + 1))
+    }
+
+    /// A step has something new to send.
+    fn offer(&mut self, rank: Rank, g: u32) {
+        let net = self.net;
+        for &to in &net.step(g).send {
+            let link = rank * net.n + to;
+            self.store(link);
+            self.wake_receiver(link);
+        }
+    }
+
+    /// The slice at the head of a link is taken, or given back.
+    fn next_slice(&mut self, link: usize) {
+        let head = &mut self.links[link];
+        head.slice += 1;
+        if head.slice == self.mode.slices {
+            (head.message, head.slice) = (head.message + 1, 0);
+        }
+    }
+
+    /// An eager link stores what its sender has ready, up to the next loan.
+    fn store(&mut self, link: usize) {
+        while self.mode.eager
+            && let Some(value) = self.take(link)
+        {
+            self.links[link].stored.push_back(value);
+        }
+    }
+
+    /// The step that receives what is at the head of a link, or in front of its store.
+    fn wake_receiver(&mut self, link: usize) {
+        let l = &self.links[link];
+        let message = (l.message * self.mode.slices + l.slice - l.stored.len()) / self.mode.slices;
+        if let Some(&g) = self.net.recvs[link].get(message) {
+            self.wake(g);
+        }
+    }
+
+    fn wake_dependents(&mut self, g: u32) {
+        let net = self.net;
+        net.dependents[g as usize].iter().for_each(|&d| self.wake(d));
+    }
+
+    fn wake(&mut self, g: u32) {
+        if !std::mem::replace(&mut self.queued[g as usize], true) {
+            self.work.push(g);
+        }
+    }
+
+    /// A rank is about to read or write a piece of its own memory. What a borrower may write is not to be touched, and what a
+    /// borrower may only read is not to be written.
+    fn touch(&mut self, rank: Rank, at: At, slice: usize, writes: bool) {
+        let holders = self.lent.get(&self.memory.index(rank, at, slice));
+        let holder = holders.and_then(|all| all.iter().find(|&&(_, written)| written || writes));
+        if let Some(&(by, _)) = holder {
+            self.held.get_or_insert(Fault::Held { rank, at, by });
+        }
+    }
+
+    fn write(&mut self, rank: Rank, at: At, slice: usize, value: Valued) {
+        self.hops = self.hops.max(value.1);
+        let cell = self.memory.index(rank, at, slice);
+        self.memory.cells[cell] = value;
+    }
+
+    fn read(&self, rank: Rank, at: At, slice: usize) -> Valued {
+        self.memory.cells[self.memory.index(rank, at, slice)]
+    }
+
+    /// The earlier step (of the rank) that keeps a slice from being gathered.
+    fn blocked_at_start(&self, rank: Rank, i: usize, slice: usize) -> Option<u32> {
+        let program = &self.net.programs[rank];
+        let base = self.net.base[rank];
+        let early = program.plan.steps[i].gathers_early() && !self.mode.strict;
+        let unwritten = |s: &&u32| self.states[(base + **s) as usize].computed <= slice;
+        program.nodes[i]
+            .after_write
+            .iter()
+            .find(unwritten)
+            .copied()
+            .or_else(|| if early { None } else { self.blocked_by_readers(rank, i, slice) })
+    }
+
+    /// The earlier step (of the rank) that keeps a slice from being stored.
+    fn blocked_by_readers(&self, rank: Rank, i: usize, slice: usize) -> Option<u32> {
+        let base = self.net.base[rank];
+        let unread = |s: &&u32| {
+            let state = &self.states[(base + **s) as usize];
+            state.computed <= slice || state.released <= slice
+        };
+        self.net.programs[rank].nodes[i].after_read.iter().find(unread).copied()
+    }
+
+    fn wait(&self, g: u32) -> Wait {
+        let (rank, i) = self.net.place(g);
+        let state = &self.states[g as usize];
+        let step = self.net.step(g);
+        let to = |slice: usize| {
+            let untaken = |&to: &Rank| {
+                let link = rank * self.net.n + to;
+                let mine = self.net.sends[link].iter().position(|s| s.0 == g).expect("sent there");
+                (self.links[link].message, self.links[link].slice) <= (mine, slice)
+            };
+            On::To(step.send.iter().copied().find(untaken).unwrap_or(rank))
+        };
+        let slice = state.computed;
+        let blocked = |slice: usize| self.blocked_at_start(rank, i, slice).map(|s| On::Step(s as usize));
+        let (slice, on) = if let Some(loan) = step.loan {
+            let next = state.offered;
+            let is_out = if self.mode.whole { next == self.mode.slices } else { next > slice };
+            (slice, if is_out { None } else { blocked(next) }.unwrap_or(On::Back(loan.to)))
+        } else if slice == self.mode.slices {
+            (state.released, to(state.released))
+        } else if state.hand.is_some() {
+            (
+                slice,
+                self.blocked_by_readers(rank, i, slice).map_or_else(|| to(slice), |s| On::Step(s as usize)),
+            )
+        } else if let Some(on) = blocked(slice).filter(|_| state.gathered.is_empty()) {
+            (slice, on)
+        } else {
+            match step.operands.get(state.gathered.len()) {
+                Some(&Operand::Recv(from)) => (slice, On::From(from)),
+                Some(&Operand::Lent(from)) => (slice, On::Loan(from)),
+                Some(Operand::Own(_)) => unreachable!("our own memory is there"),
+                None => (slice, On::Loan(self.missing_loan(rank, g, slice).unwrap_or(rank))),
+            }
+        };
+        Wait { rank, step: i, slice, on }
+    }
+
+    /// What a piece of memory holds at the end.
+    pub(super) fn holds(&self, rank: Rank, at: At, slice: usize) -> Id {
+        self.read(rank, at, slice).0
+    }
+}
+
+/// What a loan holds of its lender's memory, and whether to be written: each chunk once.
+fn cells(loan: Loan) -> impl Iterator<Item = (At, bool)> {
+    let only_read = (loan.read != loan.write).then_some((loan.read, false));
+    only_read.into_iter().chain([(loan.write, true)])
+}
+
+/// What memory holds before anything was written to it.
+pub(super) const EMPTY: Valued = (NOTHING, 0);

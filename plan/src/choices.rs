@@ -1,0 +1,124 @@
+//! What was measured or predicted of algorithms, as it is chosen by: one for each size.
+
+use serde::{Deserialize, Serialize};
+
+pub use crate::LinkClass;
+use crate::{Algo, Kind};
+
+/// What a choice is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Place {
+    /// The class of links.
+    pub link: LinkClass,
+    /// Hosts of the group: one network is another between other numbers of them.
+    pub hosts: usize,
+    /// Ranks of the group.
+    pub ranks: usize,
+}
+
+/// For every group that a table knows of. Travels from rank 0 to all when a world forms.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Choices(Vec<Rule>);
+
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Rule {
+    #[serde(flatten)]
+    place: Place,
+    /// The collective's wire number.
+    kind: u8,
+    steps: Vec<Step>,
+}
+
+/// Up to so many bytes, from where the one before ends.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct Step {
+    /// As [`choose`](super::choose()) counts them: of one block, where there are several.
+    upto: u64,
+    /// Its wire number; 0: nothing is known.
+    algo: u8,
+}
+
+/// For one group.
+#[derive(Clone, Debug, Default)]
+pub struct GroupChoices(Vec<(Kind, Vec<Upto>)>);
+
+/// Up to so many bytes, this one.
+type Upto = (u64, Option<Algo>);
+
+/// How far beyond the sizes that are known, by their ratio, something is said of others.
+const BEYOND: u64 = 4;
+
+/// The bytes that a choice goes by, of so many in a rank's largest buffer.
+pub fn block(kind: Kind, ranks: usize, bytes: u64) -> u64 {
+    if kind.varies() { bytes / ranks.max(1) as u64 } else { bytes }
+}
+
+impl Choices {
+    /// Of rows in any order: place, collective, bytes of the largest buffer, and the algorithm.
+    pub fn new(rows: impl IntoIterator<Item = (Place, Kind, u64, Algo)>) -> Choices {
+        let mut rows: Vec<_> = rows.into_iter().filter(|(place, ..)| place.ranks > 1).collect();
+        rows.sort_by_key(|(place, kind, bytes, _)| (*place, *kind as u8, *bytes));
+        let mut rules: Vec<Rule> = Vec::new();
+        let mut before = 0;
+        for (place, kind, bytes, algo) in rows {
+            let at = |bytes: u64| block(kind, place.ranks, bytes);
+            let step = Step { upto: at(bytes.saturating_mul(BEYOND)), algo: algo as u8 };
+            match rules.last_mut().filter(|rule| (rule.place, rule.kind) == (place, kind as u8)) {
+                Some(rule) => {
+                    // Between two sizes, the nearer one's, by their ratio.
+                    let middle = (before as f64 * bytes as f64).sqrt() as u64;
+                    match rule.steps.last_mut() {
+                        Some(last) if last.algo == step.algo => last.upto = step.upto,
+                        Some(last) => {
+                            last.upto = at(middle);
+                            rule.steps.push(step);
+                        }
+                        None => {}
+                    }
+                }
+                None => {
+                    let below = Step { upto: at(bytes / BEYOND).saturating_sub(1), algo: 0 };
+                    rules.push(Rule { place, kind: kind as u8, steps: vec![below, step] });
+                }
+            }
+            before = bytes;
+        }
+        Choices(rules)
+    }
+
+    /// Whether nothing is known.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Those for groups of at most so many ranks: others cannot be in a world of that size.
+    pub fn up_to(mut self, ranks: usize) -> Choices {
+        self.0.retain(|rule| rule.place.ranks <= ranks);
+        self
+    }
+
+    /// For a group, of what `suits` it: by the largest number of ranks that is not more than its own, and more than half of it.
+    pub fn of_group(&self, place: Place, suits: impl Fn(Kind, Algo) -> bool) -> GroupChoices {
+        let near = |rule: &&Rule| {
+            let Place { link, hosts, ranks } = rule.place;
+            (link, hosts) == (place.link, place.hosts) && ranks <= place.ranks && ranks > place.ranks / 2
+        };
+        let of_kind = |kind: Kind| {
+            let rules = self.0.iter().filter(near).filter(|rule| rule.kind == kind as u8);
+            let rule = rules.max_by_key(|rule| rule.place.ranks)?;
+            let algo = |step: &Step| {
+                Algo::from_u8(step.algo).filter(|algo| *algo != Algo::Auto && suits(kind, *algo))
+            };
+            Some((kind, rule.steps.iter().map(|step| (step.upto, algo(step))).collect()))
+        };
+        GroupChoices(Kind::ALL.into_iter().filter_map(of_kind).collect())
+    }
+}
+
+impl GroupChoices {
+    /// The algorithm for a collective of so many bytes, as [`choose`](super::choose()) counts them. `None`: nothing is known.
+    pub fn choose(&self, kind: Kind, bytes: usize) -> Option<Algo> {
+        let (_, steps) = self.0.iter().find(|(of, _)| *of == kind)?;
+        steps.iter().find(|(upto, _)| bytes as u64 <= *upto)?.1
+    }
+}

@@ -1,0 +1,56 @@
+//! Double binary tree: two trees, half of the data each, and no rank is an inner node of both.
+//!
+//! all_reduce: `2 ceil(log2 n)` hops; a rank sends at most `2 * count` (two inner links and two outer ones, half each),
+//! so that no rank is busier than in a ring, at the latency of a tree.
+//! Source: Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", Parallel
+//! Computing 35(12), 2009.
+//!
+//! The first tree is the binary tree in order: of ranks counted from 1, the odd ones are leaves. The second has rank 0
+//! (counted: 1) above the same tree of the others, which swaps the roles of odd and even. (The source mirrors the first
+//! tree or goes round its end; so both trees are in order: lower ranks are always on the left, and every sum is
+//! combined in rank order.)
+
+use crate::shape::send;
+use crate::tree::Tree;
+use crate::{Operand, Plan, Rank, Shape, Step};
+
+/// Chunk 0 up and down the first tree, chunk 1 the second. All that goes up comes before all that goes down: the trees
+/// share links.
+pub(super) fn all_reduce(s: &Shape) -> Plan {
+    let second = match s.rank {
+        0 => Tree { upper: vec![root(1, s.n - 1)], ..Tree::default() },
+        rank => {
+            let tree = in_order(1, s.n - 1, rank);
+            Tree { parent: tree.parent.or(Some(0)), ..tree }
+        }
+    };
+    let trees = [in_order(0, s.n, s.rank), second];
+    let up = |(chunk, tree): (usize, &Tree)| tree.up(s.own(chunk), Some(s.out(chunk)));
+    let down = |(chunk, tree): (usize, &Tree)| -> Step {
+        let top = || send(Operand::Own(s.out(chunk)), tree.children());
+        tree.down(s.out(chunk)).unwrap_or_else(top)
+    };
+    let both = || trees.iter().enumerate();
+    s.split(2, both().map(up).chain(both().map(down)).collect())
+}
+
+/// The root of the tree of `size` ranks from `first` on.
+fn root(first: Rank, size: usize) -> Rank {
+    first + (1 << size.ilog2()) - 1
+}
+
+/// A rank's place in that tree: what is before the root is a whole tree, what is after it is again such a tree.
+fn in_order(mut first: Rank, mut size: usize, rank: Rank) -> Tree {
+    let mut parent = None;
+    loop {
+        let top = root(first, size);
+        let (before, after) = (top - first, size - 1 - (top - first));
+        if rank == top {
+            let lower = (before > 0).then(|| root(first, before)).into_iter().collect();
+            let upper = (after > 0).then(|| root(top + 1, after)).into_iter().collect();
+            return Tree { parent, lower, upper };
+        }
+        parent = Some(top);
+        (first, size) = if rank < top { (first, before) } else { (top + 1, after) };
+    }
+}

@@ -1,0 +1,126 @@
+//! Plans broken on purpose, to see that what should notice does.
+//!
+//! [`mutations`] lists the single changes to one rank's plan that are certain to be wrong, whatever the
+//! timing. The checker must refuse every one; in a test build the engine runs them too, and conformance
+//! must fail (by a wrong answer, an error or a timeout) on every link.
+
+use crate::{At, Kind, Layout, OUTPUT, Operand, Plan, SCRATCH, Step};
+
+/// One change to one step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mutation {
+    /// The step is not there.
+    DropStep,
+    /// Operand k is not there.
+    DropOperand(usize),
+    /// The result is not kept.
+    DropDst,
+    /// The k-th rank of the set is not sent to.
+    DropSend(usize),
+    /// Operand k is the next chunk of its slot.
+    WrongOperand(usize),
+    /// The result goes to the next chunk of its slot.
+    WrongDst,
+    /// `finish` is turned over. At run time only an average shows it.
+    FlipFinish,
+    /// The result is not written into the k-th of the loans that it goes to.
+    DropInto(usize),
+    /// What is lent for reading is the next chunk of its slot.
+    WrongLoanRead,
+    /// What is lent for writing is the next chunk of its slot.
+    WrongLoanWrite,
+    /// This step and the next, which touch the same memory, change places.
+    SwapNext,
+}
+
+/// Every mutation of a plan for `kind` that is certain to be wrong, with the step it applies to.
+///
+/// Left out, being no change in what is computed: where a partial sum that is only sent on, or anything in lent memory
+/// that is, is kept (its `dst` may as well be another, or a hand), and the order of independent steps. In a barrier
+/// also the order of the rest, and the keeping of a token between rounds: a rank that tells more than it must, or
+/// hears again what it forgot, does no harm. In scans also `finish` (there is no average that would show it), and the
+/// order of two sums the first of which nobody else sees (what commutes does not show it). The checker refuses both.
+///
+/// Of a step that lends ([`Step::loan`]), what may be read or what may be written is another chunk, if its slot has another. Where
+/// both are the same chunk, as they are in place, one of the two is changed and the other stays.
+pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
+    let exact = kind != Kind::Barrier;
+    let scan = matches!(kind, Kind::Scan | Kind::ExScan);
+    let mut all = Vec::new();
+    let program = super::Program::compile(plan);
+    for (i, step) in plan.steps.iter().enumerate() {
+        all.push((i, Mutation::DropStep));
+        if let Some(loan) = step.loan {
+            all.extend((chunks(plan, loan.read) > 1).then_some((i, Mutation::WrongLoanRead)));
+            all.extend((chunks(plan, loan.write) > 1).then_some((i, Mutation::WrongLoanWrite)));
+            continue;
+        }
+        if !scan {
+            all.push((i, Mutation::FlipFinish));
+        }
+        for (k, operand) in step.operands.iter().enumerate() {
+            all.push((i, Mutation::DropOperand(k)));
+            if matches!(operand, Operand::Own(at) if chunks(plan, *at) > 1) {
+                all.push((i, Mutation::WrongOperand(k)));
+            }
+        }
+        all.extend((0..step.send.len()).map(|k| (i, Mutation::DropSend(k))));
+        all.extend((0..step.into.len()).map(|k| (i, Mutation::DropInto(k))));
+        if let Some(at) = step.dst {
+            // Kept for more than to be sent on: a result, a copy of one, or read again here.
+            let touches = |later: &&Step| later.dst == Some(at) || later.operands.contains(&Operand::Own(at));
+            let next = plan.steps[i + 1..].iter().find(touches);
+            let read = next.is_some_and(|later| later.operands.contains(&Operand::Own(at)));
+            let result = step.send.is_empty()
+                || step.finish
+                || !step.combines()
+                || (scan && at.slot == OUTPUT && next.is_none());
+            if (result && at.slot != SCRATCH) || (read && exact) {
+                all.push((i, Mutation::DropDst));
+                if chunks(plan, at) > 1 {
+                    all.push((i, Mutation::WrongDst));
+                }
+            }
+        }
+        let tied = program.nodes.get(i + 1).is_some_and(|next| {
+            next.after_read.contains(&(i as u32)) || next.after_write.contains(&(i as u32))
+        });
+        let harmless = |next: &Step| {
+            next.loan.is_some() || scan && step.combines() && next.combines() && step.send.is_empty()
+        };
+        if tied && exact && !plan.steps.get(i + 1).is_some_and(harmless) {
+            all.push((i, Mutation::SwapNext));
+        }
+    }
+    all
+}
+
+/// Break the plan.
+///
+/// # Panics
+/// If the mutation is not one that [`mutations`] lists for this plan and step.
+pub fn apply(plan: &mut Plan, step: usize, mutation: &Mutation) {
+    let slots = plan.slots.clone();
+    let next = |at: &mut At| at.chunk = (at.chunk + 1) % slots[at.slot as usize].chunks();
+    let s = &mut plan.steps[step];
+    match *mutation {
+        Mutation::DropStep => drop(plan.steps.remove(step)),
+        Mutation::DropOperand(k) => drop(s.operands.remove(k)),
+        Mutation::DropDst => s.dst = None,
+        Mutation::DropSend(k) => drop(s.send.remove(k)),
+        Mutation::WrongOperand(k) => match &mut s.operands[k] {
+            Operand::Own(at) => next(at),
+            Operand::Recv(_) | Operand::Lent(_) => panic!("operand {k} of step {step} is not our own"),
+        },
+        Mutation::DropInto(k) => drop(s.into.remove(k)),
+        Mutation::WrongLoanRead => next(&mut s.loan.as_mut().expect("a step that lends").read),
+        Mutation::WrongLoanWrite => next(&mut s.loan.as_mut().expect("a step that lends").write),
+        Mutation::WrongDst => next(s.dst.as_mut().expect("a step with a dst")),
+        Mutation::FlipFinish => s.finish = !s.finish,
+        Mutation::SwapNext => plan.steps.swap(step, step + 1),
+    }
+}
+
+fn chunks(plan: &Plan, at: At) -> u32 {
+    plan.slots.get(at.slot as usize).copied().map_or(0, Layout::chunks)
+}

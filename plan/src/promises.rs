@@ -1,0 +1,89 @@
+//! Which algorithms there are, when each can be used, and what it promises about the order of what it combines.
+
+use crate::two_level;
+use crate::{Algo, Kind, MOST_RANKS, Shape, Unsuitable};
+
+/// The algorithms that [`super::plan`] knows for a collective; the first is a safe choice at any size.
+pub const fn algorithms(kind: Kind) -> &'static [Algo] {
+    match kind {
+        Kind::AllReduce => &[
+            Algo::Direct,
+            Algo::OneShot,
+            Algo::Ring,
+            Algo::RecursiveDoubling,
+            Algo::HalvingDoubling,
+            Algo::DoubleBinaryTree,
+            Algo::Mst,
+            Algo::Naive,
+            Algo::TwoLevel,
+        ],
+        Kind::Broadcast | Kind::Reduce => {
+            &[Algo::Direct, Algo::OneShot, Algo::Binomial, Algo::Mst, Algo::Chain, Algo::ScatterAllGather]
+        }
+        Kind::AllGather => &[Algo::Direct, Algo::Ring, Algo::RecursiveDoubling],
+        Kind::ReduceScatter => &[Algo::Direct, Algo::Ring, Algo::RecursiveHalving],
+        Kind::Gather | Kind::Scatter => &[Algo::Direct, Algo::Binomial],
+        Kind::AllToAll => &[Algo::Pairwise, Algo::Direct],
+        Kind::Scan | Kind::ExScan => &[Algo::Chain, Algo::RecursiveDoubling, Algo::OneShot],
+        Kind::Barrier => &[Algo::Dissemination],
+    }
+}
+
+/// Whether there is such a plan. On all ranks of a group the answer is the same.
+///
+/// # Errors
+/// [`Unsuitable`], with the reason: the algorithm is not one of [`algorithms`] (so never [`Algo::Auto`]); the shape is
+/// not a group (no ranks, more than [`MOST_RANKS`](crate::MOST_RANKS), a rank or root outside it); a count for each rank was asked of a collective or an
+/// algorithm that has no such form; or the hosts of the ranks leave nothing to do for [`Algo::TwoLevel`].
+pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable> {
+    let no = |why: String| Err(Unsuitable { kind, algo, why });
+    if algo == Algo::Auto {
+        return no("choose an algorithm first".into());
+    }
+    if shape.n > MOST_RANKS {
+        return no(format!("a group of {}: at most {MOST_RANKS} ranks are possible", shape.n));
+    }
+    if shape.rank >= shape.n || (kind.rooted() && shape.root >= shape.n) {
+        return no(format!("rank {} or root {} outside a group of {}", shape.rank, shape.root, shape.n));
+    }
+    if !algorithms(kind).contains(&algo) {
+        let names: Vec<_> = algorithms(kind).iter().map(|a| a.name()).collect();
+        return no(format!("there is no such plan; there is {}", names.join(", ")));
+    }
+    if shape.varied && !kind.varies() {
+        return no("there is no form with a count for each rank".into());
+    }
+    if shape.varied && matches!(kind, Kind::Gather | Kind::Scatter) && algo != Algo::Direct {
+        let why = "with a count for each rank only the root and that rank know it, so no other can pass it on; \
+                   use direct";
+        return no(why.into());
+    }
+    match algo {
+        Algo::TwoLevel => two_level::unsuitable(shape).map_or(Ok(()), no),
+        _ => Ok(()),
+    }
+}
+
+/// Whether every result is combined in rank order, lower ranks first, so that the plan serves functions that are
+/// associative but not commutative. True where nothing is combined. The checker proves it.
+pub const fn keeps_rank_order(kind: Kind, algo: Algo) -> bool {
+    match kind {
+        Kind::AllReduce => !matches!(algo, Algo::Ring | Algo::HalvingDoubling | Algo::TwoLevel),
+        // These go round the end of the group where the root is not rank 0.
+        Kind::Reduce => !matches!(algo, Algo::Binomial | Algo::Chain | Algo::ScatterAllGather),
+        Kind::ReduceScatter => !matches!(algo, Algo::Ring | Algo::RecursiveHalving),
+        _ => true,
+    }
+}
+
+/// Whether every result is combined by one step from all contributions in rank order, so that its bits depend on
+/// neither the size, the number of chunks nor which of these algorithms it was. True where nothing is combined. The
+/// checker proves it.
+pub const fn deterministic(kind: Kind, algo: Algo) -> bool {
+    match kind {
+        Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Scan | Kind::ExScan => {
+            matches!(algo, Algo::Direct | Algo::OneShot | Algo::Naive)
+        }
+        _ => true,
+    }
+}

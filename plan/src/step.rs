@@ -1,0 +1,157 @@
+//! What one rank does in a collective, as plain data.
+//!
+//! A [`Plan`] is a list of [`Step`]s over named memory ([`Slot`]s). Steps are **dataflow**: only steps
+//! that touch the same `(slot, chunk)` are ordered by it (in list order), and messages between two ranks
+//! travel in list order. A plan knows nothing of bytes, slices, links or time: the executor cuts chunks
+//! into slices and pipelines them, the checker runs the same list symbolically, and so will the
+//! CUDA executor and the simulator.
+
+use std::fmt;
+use std::ops::Range;
+
+use crate::Rank;
+
+/// Index of a piece of memory that a plan names.
+pub type Slot = u8;
+
+/// The caller's input. An in-place plan does not use it: its input is what [`OUTPUT`] holds at the start.
+pub const INPUT: Slot = 0;
+/// The caller's output.
+pub const OUTPUT: Slot = 1;
+/// Memory of the executor's, for plans that list a third slot: it holds nothing at the start, and is nobody's at the end.
+pub const SCRATCH: Slot = 2;
+
+/// One chunk of one slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct At {
+    /// Which memory.
+    pub slot: Slot,
+    /// Which chunk of it, an index into the slot's [`Layout`].
+    pub chunk: u32,
+}
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "chunk {} of slot {}", self.chunk, self.slot)
+    }
+}
+
+/// Where an operand of a step comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Operand {
+    /// The next message from this rank.
+    Recv(Rank),
+    /// Our own memory.
+    Own(At),
+    /// What the next [`Loan`] of this rank lets us read.
+    Lent(Rank),
+}
+
+/// Memory of our own that a step lends to a peer, until the peer gives it back. Meanwhile the peer may read the one chunk and
+/// write the other, and nobody else touches what it writes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Loan {
+    /// Who borrows it.
+    pub to: Rank,
+    /// What the peer may read.
+    pub read: At,
+    /// What the peer may write: the same chunk, or another of the same length.
+    pub write: At,
+}
+
+/// `out = operands, combined in the order given;  dst? <- out;  send? <- out`.
+///
+/// All operands and `dst` have one length. A step with one operand is a copy. `send` is a set: the same
+/// value goes to each rank of it. A send holds its source until every receiver is done with it.
+///
+/// Instead, a step may only *lend* memory to a peer (`loan`; then there is nothing else in it). It stores nothing, takes its
+/// place among the messages to that peer, and is over when the peer gives the memory back. The peer has a step that reads what
+/// was lent ([`Operand::Lent`]), writes its result there (`into`) or both; that step gives the memory back when it is done.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Step {
+    /// What is combined, in this order (floating point is not associative: order is part of the plan).
+    pub operands: Vec<Operand>,
+    /// Where the result is kept, if it is.
+    pub dst: Option<At>,
+    /// Who receives the result: ascending, without duplicates, without ourselves.
+    pub send: Vec<Rank>,
+    /// The result holds every rank's contribution: an average divides here, once.
+    pub finish: bool,
+    /// A copy that is gathered before its `dst` is free, as a combining step always is: partners that swap what lies in
+    /// the same place would otherwise wait for each other for ever.
+    pub early: bool,
+    /// What the step lends, if that is what it does.
+    pub loan: Option<Loan>,
+    /// Whose loans the result is written into: ascending, without duplicates, without ourselves.
+    pub into: Vec<Rank>,
+}
+
+/// How a slot's elements are cut into chunks, given the operation's `count`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Layout {
+    /// `count` elements in `parts` nearly equal chunks: the first `count % parts` are one longer.
+    Split {
+        /// Number of chunks.
+        parts: u32,
+    },
+    /// `blocks` chunks of `count` elements each, one after another.
+    Blocks {
+        /// Number of chunks.
+        blocks: u32,
+    },
+    /// Chunks at ranges that come with the operation: a count for each rank, and places. See [`Shape::varied`].
+    ///
+    /// [`Shape::varied`]: super::Shape::varied
+    Table {
+        /// Number of chunks.
+        chunks: u32,
+    },
+}
+
+impl Layout {
+    /// Number of chunks.
+    pub fn chunks(self) -> u32 {
+        match self {
+            Layout::Split { parts } => parts,
+            Layout::Blocks { blocks } => blocks,
+            Layout::Table { chunks } => chunks,
+        }
+    }
+
+    /// Elements of the whole slot; 0 for a table, which knows it itself.
+    pub fn total(self, count: usize) -> usize {
+        match self {
+            Layout::Split { .. } => count,
+            Layout::Blocks { blocks } => count * blocks as usize,
+            Layout::Table { .. } => 0,
+        }
+    }
+
+    /// The elements of one chunk; none for a table, whose ranges come with the operation.
+    pub fn range(self, chunk: u32, count: usize) -> Range<usize> {
+        let chunk = chunk as usize;
+        match self {
+            Layout::Split { parts } => {
+                let parts = parts as usize;
+                let (base, longer) = (count / parts, count % parts);
+                let start = chunk * base + chunk.min(longer);
+                start..start + base + usize::from(chunk < longer)
+            }
+            Layout::Blocks { .. } => chunk * count..(chunk + 1) * count,
+            Layout::Table { .. } => 0..0,
+        }
+    }
+}
+
+/// One rank's part of a collective.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Plan {
+    /// Ranks in the group.
+    pub size: usize,
+    /// Whose part this is.
+    pub rank: Rank,
+    /// The layout of each slot, indexed by [`Slot`].
+    pub slots: Vec<Layout>,
+    /// What to do.
+    pub steps: Vec<Step>,
+}
