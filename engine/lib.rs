@@ -119,8 +119,8 @@ pub mod train;
 pub mod tuning;
 mod types;
 
+#[cfg(any(test, feature = "testing", feature = "fuzzing"))]
+pub mod testing;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
-pub mod fuzzing;
-#[cfg(any(test, feature = "testing"))]
-pub mod testing;
+pub use testing::fuzzing;

@@ -512,7 +512,7 @@ pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Resu
         let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;
         let loans = plan::lending(kind, algo, &shape);
         #[cfg(any(test, feature = "testing"))]
-        let (plan, loans) = crate::testing::mutated(kind, shape.rank, (plan, loans));
+        let (plan, loans) = crate::testing::faults::mutated(kind, shape.rank, (plan, loans));
         let (program, lending) = (Program::compile(&plan), loans.map(Lending::compile));
         let whole = endpoint.config.has_long_frames && plan::goes_whole(kind, algo, &shape);
         Ok(Program { lending, whole, one_fold: plan::deterministic(kind, algo), ..program })

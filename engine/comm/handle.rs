@@ -32,9 +32,9 @@ pub(super) const MOST_LOCAL: usize = 4096;
 pub(super) const RECORDERS: Duration = Duration::from_millis(500);
 
 /// This rank's membership in its world: the last handle that goes says goodbye.
-pub(super) struct Membership {
-    pub(super) world: Arc<World>,
-    pub(super) mesh: Option<Arc<Mesh>>,
+pub(crate) struct Membership {
+    pub(crate) world: Arc<World>,
+    pub(crate) mesh: Option<Arc<Mesh>>,
 }
 
 impl Drop for Membership {
@@ -92,8 +92,8 @@ impl Prepared {
     }
 }
 
-pub(super) struct Handle {
-    pub(super) endpoint: Arc<Endpoint>,
+pub(crate) struct Handle {
+    pub(crate) endpoint: Arc<Endpoint>,
     pub(super) membership: Arc<Membership>,
     /// Groups made from this one so far: all members count alike, so names agree.
     pub(super) children: Mutex<u64>,
@@ -187,7 +187,7 @@ impl fmt::Debug for SharedComm {
 }
 
 impl SharedComm {
-    pub(super) fn handle(&self) -> &Handle {
+    pub(crate) fn handle(&self) -> &Handle {
         &self.0
     }
 }
@@ -303,7 +303,7 @@ impl Comm {
         worlds.into_iter().map(each).collect()
     }
 
-    pub(super) fn of(endpoint: Arc<Endpoint>, membership: Arc<Membership>, rings: Option<CommId>) -> Comm {
+    pub(crate) fn of(endpoint: Arc<Endpoint>, membership: Arc<Membership>, rings: Option<CommId>) -> Comm {
         Comm(Arc::new(Handle {
             endpoint,
             membership,

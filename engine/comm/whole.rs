@@ -21,7 +21,7 @@ impl SharedComm {
     ///
     /// # Errors
     /// On all ranks, where it cannot be made on one of them.
-    pub(super) async fn open_whole(
+    pub(crate) async fn open_whole(
         &self,
         call: &str,
         library: &dyn Library,
@@ -71,19 +71,6 @@ impl SharedComm {
             mix(number, u64::from_le_bytes(word.try_into().unwrap_or_default())).max(1)
         });
         Ok(BoundWhole { whole, order: device.map(LaunchOrder::of), device, number })
-    }
-
-    /// Binds this rank to a library for tests, which takes collectives of host memory whole. Collective: all ranks call it.
-    ///
-    /// # Errors
-    /// As a collective.
-    #[cfg(any(test, feature = "testing"))]
-    #[doc(hidden)]
-    pub async fn bind_slow(&self, slow: &crate::testing::Slow) -> Result<(), Error> {
-        use crate::exec::whole::slow::SlowLibrary;
-        let bound = self.open_whole("bind_slow", &SlowLibrary(slow.clone()), None).await?;
-        self.handle().endpoint.bind_whole(bound);
-        Ok(())
     }
 }
 

@@ -130,7 +130,7 @@ pub(crate) struct World {
     meetings: Meetings,
     /// What opens links in place of the rings: of a communicator, and this rank in it.
     #[cfg(test)]
-    pub(super) opener: std::sync::OnceLock<MakeOpener>,
+    pub(crate) opener: std::sync::OnceLock<MakeOpener>,
 }
 
 /// What a communicator's links are made of.
@@ -143,7 +143,7 @@ pub(crate) enum LinksFrom {
 
 /// What makes the links of a communicator for a test.
 #[cfg(test)]
-pub(super) type MakeOpener = Box<dyn Fn(CommId, Rank) -> Arc<dyn Opener> + Send + Sync>;
+pub(crate) type MakeOpener = Box<dyn Fn(CommId, Rank) -> Arc<dyn Opener> + Send + Sync>;
 
 fn world_name(id: &[u8; 16]) -> String {
     id.iter().map(|b| format!("{b:02x}")).collect()
@@ -265,7 +265,7 @@ impl World {
             #[cfg(not(any(test, feature = "testing")))]
             queue_limit: QUEUE_LIMIT,
             #[cfg(any(test, feature = "testing"))]
-            queue_limit: crate::testing::queue_limit().unwrap_or(QUEUE_LIMIT),
+            queue_limit: crate::testing::faults::queue_limit().unwrap_or(QUEUE_LIMIT),
             deterministic: self.defaults.deterministic,
         };
         let endpoint = match runs {

@@ -28,7 +28,7 @@ const FRAME: usize = u32::MAX as usize;
 /// Bytes of a slice, and of the longest frame.
 pub(super) fn limits() -> (usize, usize) {
     #[cfg(any(test, feature = "testing"))]
-    if let Some(bytes) = crate::testing::longest_frame() {
+    if let Some(bytes) = crate::testing::faults::longest_frame() {
         return (bytes / 2, bytes);
     }
     (SLICE, FRAME)

@@ -5,7 +5,7 @@
 //! | part | owns | lock |
 //! |---|---|---|
 //! | submission ([`submit`], [`table`]) | buffers in flight, queues, the numbers of calls | `submitted` |
-//! | progress ([`progress`], [`callers`]) | what executes: the collective in work, messages, links | `run` |
+//! | progress ([`run`], [`progress`], [`callers`]) | what executes: the collective in work, messages, links | `run` |
 //! | deadlines ([`deadlines`], [`ending`]) | since when what waits | in `run` |
 //! | completion ([`completions`], [`copy_backs`]) | who is to be woken; results on their way to a device | one each |
 //! | teardown ([`health`], [`teardown`]) | what ended the communicator; how far its end has come | none; in `run` |
@@ -36,6 +36,7 @@ mod peers;
 mod programs;
 mod progress;
 mod reuse;
+mod run;
 mod submit;
 mod table;
 mod teardown;
@@ -50,7 +51,7 @@ use self::copy_backs::CopyBacks;
 use self::health::Health;
 use self::peers::Peers;
 use self::programs::Programs;
-use self::progress::Run;
+use self::run::Run;
 use self::table::Submitted;
 use super::device::Binding;
 use super::inflight::{self, Key};

@@ -59,7 +59,7 @@ impl Host {
     /// bytes on.
     fn is_large(&self, c: Context<'_>) -> bool {
         #[cfg(any(test, feature = "testing"))]
-        if let Some(streams) = crate::testing::streams(c.op.number) {
+        if let Some(streams) = crate::testing::faults::streams(c.op.number) {
             return streams;
         }
         let bytes = c.part.total(OUTPUT) * c.part.dtype.size();
@@ -91,7 +91,7 @@ impl Host {
 /// From which size on memory is lent, in this operation.
 fn lend_from(op: &Operation, size: usize) -> usize {
     #[cfg(any(test, feature = "testing"))]
-    if let Some(from) = crate::testing::folded_from(op.number) {
+    if let Some(from) = crate::testing::faults::folded_from(op.number) {
         return from;
     }
     // Small parts of a list share their round trips: each loan would have to wait for the answer to the one before.
@@ -193,7 +193,7 @@ impl Backend for Host {
     fn reach(&self, c: Context<'_>, peer: usize, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error> {
         let plan = &c.program().plan;
         #[cfg(any(test, feature = "testing"))]
-        if crate::testing::keeps_to_itself(plan.rank, c.op.number) {
+        if crate::testing::faults::keeps_to_itself(plan.rank, c.op.number) {
             return Ok(Reach::Nowhere);
         }
         let tx = port.tx(peer)?;

@@ -5,8 +5,6 @@
 //! `docs/adr/0026-whole-collectives.md` has the walk, and the locks.
 
 mod order;
-#[cfg(any(test, feature = "testing"))]
-pub(crate) mod slow;
 
 use std::sync::Arc;
 use std::task::Waker;

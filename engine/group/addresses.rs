@@ -8,7 +8,6 @@ use std::str::FromStr;
 
 use if_addrs::{IfAddr, Interface};
 
-use super::env::Rendezvous;
 use super::host;
 use crate::error::{Error, limits};
 
@@ -264,6 +263,27 @@ impl Reach {
         Ok((listener, told.into_iter().map(|ip| SocketAddr::new(ip, port)).collect()))
     }
 
+    /// A socket where rank 0 may listen, and its address, by which other hosts reach this one
+    /// ([`Rendezvous::listen_for_ranks`](crate::Rendezvous::listen_for_ranks)).
+    pub(super) fn listen_for_ranks(
+        &self,
+        near: Option<(&str, u16)>,
+    ) -> Result<(TcpListener, SocketAddr), Error> {
+        let known = near.and_then(|(host, port)| seen_from(host, port));
+        let known = known.or_else(|| outward().first().copied()).unwrap_or(Ipv4Addr::LOCALHOST.into());
+        let known = match &self.interfaces {
+            None => known,
+            Some(interfaces) => {
+                let chosen = interfaces.chosen(known).map_err(|e| Error::invalid("listen_for_ranks", e))?;
+                chosen.first().copied().unwrap_or(known)
+            }
+        };
+        let doing = || format!("listen at {known} for the other ranks");
+        let listener = self.open(known).map_err(|e| Error::system(doing(), e))?;
+        let at = listener.local_addr().map_err(|e| Error::os(doing(), e))?;
+        Ok((listener, at))
+    }
+
     /// A listener at a free port of those that may be taken.
     fn open(&self, at: IpAddr) -> Result<TcpListener, String> {
         let Some(ports) = &self.ports else {
@@ -313,36 +333,6 @@ fn seen_from(there: &str, port: u16) -> Option<IpAddr> {
 /// Whether these are the words for an address, which mean the same on every host.
 pub(super) fn is_literal(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok()
-}
-
-impl Rendezvous {
-    /// Opens a socket where rank 0 may listen, at an address of this host by which other hosts reach it: for a program that has a way
-    /// of its own to tell the other ranks where to meet (a store, a database, a scheduler). The socket and its address are for
-    /// [`listener`](Rendezvous::listener) and [`tcp`](Rendezvous::tcp).
-    ///
-    /// `near` is the host and the port of something that all ranks reach, such as the store: the address is the one from which this
-    /// host reaches that. If that is this host itself, and was named by a name, or nothing is given, it is the address from which this
-    /// host reaches the world. `ALLSTREAM_INTERFACE` says which address is meant, and `ALLSTREAM_PORTS` among which ports.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] for a variable that does not parse, or to which no address fits; [`Error::System`] where no socket can be
-    /// opened.
-    pub fn listen_for_ranks(near: Option<(&str, u16)>) -> Result<(TcpListener, SocketAddr), Error> {
-        let reach = Reach::from_env()?;
-        let known = near.and_then(|(host, port)| seen_from(host, port));
-        let known = known.or_else(|| outward().first().copied()).unwrap_or(Ipv4Addr::LOCALHOST.into());
-        let known = match &reach.interfaces {
-            None => known,
-            Some(interfaces) => {
-                let chosen = interfaces.chosen(known).map_err(|e| Error::invalid("listen_for_ranks", e))?;
-                chosen.first().copied().unwrap_or(known)
-            }
-        };
-        let doing = || format!("listen at {known} for the other ranks");
-        let listener = reach.open(known).map_err(|e| Error::system(doing(), e))?;
-        let at = listener.local_addr().map_err(|e| Error::os(doing(), e))?;
-        Ok((listener, at))
-    }
 }
 
 #[cfg(test)]

@@ -13,11 +13,11 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout_at};
 
-use super::env::{Address, LinkChoice};
-use super::farewell::Failed;
+use super::address::Address;
 use super::fds::Handed;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
-use super::rendezvous::{Registration, Table};
+use super::link_choice::LinkChoice;
+use super::registration::{Registration, Table};
 use super::wire::{self, Frames};
 use crate::error::limits;
 use crate::link::kinds::{between, of};
@@ -237,6 +237,26 @@ pub(super) struct Pair {
     pub(super) frames: Frames,
     pub(super) link: &'static LinkKind,
     pub(super) handed: Handed,
+}
+
+/// Why connecting has failed here.
+pub(super) struct Failed {
+    /// The rank that began with it.
+    pub(super) first: Rank,
+    /// Why it did.
+    pub(super) why: String,
+}
+
+impl Failed {
+    /// For messages to people.
+    pub(super) fn shown(&self, own: Rank) -> String {
+        let Failed { first, why } = self;
+        if *first == own {
+            why.clone()
+        } else {
+            format!("rank {first} gave up connecting to the others: {why}")
+        }
+    }
 }
 
 /// What all pairs of a rank are made from.

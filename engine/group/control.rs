@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::net::TcpStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
@@ -11,10 +12,9 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout};
 
-use super::env::Heartbeat;
 use super::line::{LineIn, LineOut};
-use super::mesh::Events;
-use super::message::Message;
+use super::message::{DataHello, Message};
+use super::registration::Heartbeat;
 use super::wire::{self, Frames};
 use crate::error::{Error, Lost};
 use crate::trace::log::LOG;
@@ -29,6 +29,18 @@ const HARD_LIMIT: usize = 1 << 16;
 /// A rank looks at its own clock so often within the time that another may be silent. Where it comes to that so late that it could have looked
 /// once more, this process stood still.
 const LOOKS: u32 = 4;
+
+/// Who hears what comes over the control connections. Called on the control thread: it must not block.
+pub(crate) trait Events: Send + Sync + 'static {
+    /// Anything but heartbeats and goodbyes; in the order it was sent.
+    fn message(&self, from: Rank, message: Message);
+    /// A rank died or fell silent. Once per rank, and never after its goodbye.
+    fn lost(&self, rank: Rank, how: Lost);
+    /// A rank left; with the first cause it knew of, if it did not leave in peace.
+    fn goodbye(&self, rank: Rank, cause: Option<Error>);
+    /// A data connection that has proved itself; not blocking, not delayed.
+    fn data(&self, hello: DataHello, socket: TcpStream);
+}
 
 /// How a message is queued.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,23 +1,21 @@
 //! Where ranks meet and as whom: given in code, or found in the environment that a launcher set.
 
-use std::fmt;
-use std::net::{Ipv6Addr, TcpListener};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::RawFd;
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
-
+use super::address::Address;
 use super::addresses::Reach;
 use super::handshake::Token;
-use super::launchers::{self, Meeting};
+use super::launchers::{self, Lookup, Meeting, check_place};
+use super::link_choice::LinkChoice;
+use super::registration::Heartbeat;
 use crate::error::Error;
-use crate::link::kinds;
 use crate::plan::choices::Choices;
 use crate::tuning::Table;
-use crate::types::{LinkClass, MOST_RANKS, Rank};
+use crate::types::Rank;
 
 const FROM_ENV: &str = "Rendezvous::from_env";
 
@@ -47,72 +45,6 @@ pub struct Rendezvous {
     pub(crate) reach: Option<Reach>,
 }
 
-/// Which links the ranks of a world may use. All ranks must choose alike. Written as `auto` or as the name of a class.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-pub struct LinkChoice(Option<LinkClass>);
-
-impl LinkChoice {
-    /// The nearest that connects two ranks: the process's own memory, shared memory, TCP.
-    pub const AUTO: LinkChoice = LinkChoice(None);
-    /// The process's own memory. An error where processes differ.
-    pub const INPROC: LinkChoice = LinkChoice(Some(LinkClass::INPROC));
-    /// Shared memory between all ranks, also those of one process. An error where hosts differ.
-    pub const SHM: LinkChoice = LinkChoice(Some(LinkClass::SHM));
-    /// TCP between all ranks.
-    pub const TCP: LinkChoice = LinkChoice(Some(LinkClass::TCP));
-
-    /// The class that all ranks use; `None`: each two the nearest.
-    pub fn class(self) -> Option<LinkClass> {
-        self.0
-    }
-}
-
-impl From<LinkClass> for LinkChoice {
-    fn from(class: LinkClass) -> LinkChoice {
-        LinkChoice(Some(class))
-    }
-}
-
-impl fmt::Display for LinkChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.0.as_ref().map_or("auto", LinkClass::name))
-    }
-}
-
-impl fmt::Debug for LinkChoice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
-
-impl FromStr for LinkChoice {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<LinkChoice, String> {
-        let name = text.trim().to_ascii_lowercase();
-        if name == "auto" {
-            return Ok(LinkChoice::AUTO);
-        }
-        let known = name.parse().ok().filter(|class| kinds::of(*class).is_some());
-        known.map(|class| LinkChoice(Some(class))).ok_or_else(|| format!("expected auto, {}", kinds::names()))
-    }
-}
-
-/// How ranks watch over each other. Rank 0's is everyone's.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Heartbeat {
-    /// A connection on which nothing was sent for this long carries a heartbeat.
-    pub(crate) interval: Duration,
-    /// A rank of which nothing was heard for this long is lost.
-    pub(crate) silent: Duration,
-}
-
-impl Default for Heartbeat {
-    fn default() -> Heartbeat {
-        Heartbeat { interval: Duration::from_millis(500), silent: Duration::from_secs(10) }
-    }
-}
-
 /// Rank 0's listening socket, if it was made before.
 #[derive(Clone, Debug)]
 pub(crate) enum Listener {
@@ -120,83 +52,6 @@ pub(crate) enum Listener {
     Inherited(RawFd),
     /// Given in code.
     Given(Arc<TcpListener>),
-}
-
-/// `host:port`; an IPv6 address stands in brackets.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Address {
-    pub(crate) host: String,
-    pub(crate) port: u16,
-}
-
-impl fmt::Display for Address {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.host.contains(':') {
-            write!(f, "[{}]:{}", self.host, self.port)
-        } else {
-            write!(f, "{}:{}", self.host, self.port)
-        }
-    }
-}
-
-impl Address {
-    /// Parses `host:port`, `[::1]:port`, with or without `tcp://` before it.
-    fn parse(text: &str) -> Result<Address, String> {
-        let wanted = || format!("expected tcp://HOST:PORT (an IPv6 address in brackets), found `{text}`");
-        let rest = match text.split_once("://") {
-            Some(("tcp", rest)) => rest,
-            Some((scheme, _)) => return Err(format!("{}: `{scheme}` is not supported, `tcp` is", wanted())),
-            None => text,
-        };
-        let (host, port) = rest.trim_end_matches('/').rsplit_once(':').ok_or_else(wanted)?;
-        Ok(Address {
-            host: host_name(host).map_err(|e| format!("{}: {e}", wanted()))?,
-            port: port_number(port).map_err(|e| format!("{}: {e}", wanted()))?,
-        })
-    }
-}
-
-/// A host name or an address; an IPv6 address must be in brackets where a port follows.
-pub(super) fn host_name(text: &str) -> Result<String, String> {
-    let (inner, bracketed) = match text.strip_prefix('[').and_then(|t| t.strip_suffix(']')) {
-        Some(inner) => (inner, true),
-        None => (text, false),
-    };
-    if inner.is_empty() {
-        return Err("the host is empty".into());
-    }
-    let bare = inner.split('%').next().unwrap_or(inner);
-    if bracketed && bare.parse::<Ipv6Addr>().is_err() {
-        return Err(format!("`{inner}` is not an IPv6 address"));
-    }
-    if !bracketed && inner.contains(':') {
-        return Err(format!("an IPv6 address is written in brackets: [{inner}]"));
-    }
-    if inner.chars().any(|c| c.is_whitespace() || c.is_control() || "/@[]".contains(c)) {
-        return Err(format!("`{inner}` is not a host name"));
-    }
-    Ok(inner.into())
-}
-
-pub(super) fn port_number(text: &str) -> Result<u16, String> {
-    match text.parse() {
-        Ok(0) => Err("port 0 cannot be known to the other ranks".into()),
-        Ok(port) => Ok(port),
-        Err(_) => Err(format!("`{text}` is not a port (1 to 65535)")),
-    }
-}
-
-pub(super) fn check_place(rank: Rank, size: usize) -> Result<(), String> {
-    if size == 0 {
-        return Err("a world has at least 1 rank; the size given is 0".into());
-    }
-    if size > MOST_RANKS {
-        return Err(format!("a world has at most {MOST_RANKS} ranks; the size given is {size}"));
-    }
-    if rank >= size {
-        return Err(format!("rank {rank} does not exist in a world of {size}: ranks are 0 to {}", size - 1));
-    }
-    Ok(())
 }
 
 /// No deadline is longer: 116 days. What was given beyond is taken as this, so that a point in time can be made of it.
@@ -212,9 +67,6 @@ fn seconds(name: &str, text: &str) -> Result<Duration, String> {
             format!("{name} is `{text}`; expected seconds from 0.001 to 10000000, such as 60 or 2.5")
         })
 }
-
-/// Reads one variable of the environment; an empty one counts as not set.
-pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 impl Rendezvous {
     /// Reads rank, size, address, secret and options from the environment.
@@ -389,6 +241,21 @@ impl Rendezvous {
         self.choices = table.map_or_else(Choices::default, |table| table.choices().up_to(self.size));
         self.chosen = true;
         self
+    }
+
+    /// Opens a socket where rank 0 may listen, at an address of this host by which other hosts reach it: for a program that has a way
+    /// of its own to tell the other ranks where to meet (a store, a database, a scheduler). The socket and its address are for
+    /// [`listener`](Rendezvous::listener) and [`tcp`](Rendezvous::tcp).
+    ///
+    /// `near` is the host and the port of something that all ranks reach, such as the store: the address is the one from which this
+    /// host reaches that. If that is this host itself, and was named by a name, or nothing is given, it is the address from which this
+    /// host reaches the world. `ALLSTREAM_INTERFACE` says which address is meant, and `ALLSTREAM_PORTS` among which ports.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a variable that does not parse, or to which no address fits; [`Error::System`] where no socket can be
+    /// opened.
+    pub fn listen_for_ranks(near: Option<(&str, u16)>) -> Result<(TcpListener, SocketAddr), Error> {
+        Reach::from_env()?.listen_for_ranks(near)
     }
 
     /// Which rank this is.

@@ -7,38 +7,17 @@ use tokio::io::AsyncWriteExt;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use super::connect::{self, Pair, Pairing};
+use super::connect::{self, Failed, Pair, Pairing};
 use super::control::goodbye;
 use super::handshake::Purpose;
 use super::message::{CommId, Message};
 use super::wire;
 use crate::error::Error;
-use crate::types::Rank;
 
 /// How long that may take.
 const FAREWELL: Duration = Duration::from_secs(2);
 /// Who has run out of descriptors tries again this soon.
 const AGAIN: Duration = Duration::from_millis(20);
-
-/// Why connecting has failed here.
-pub(super) struct Failed {
-    /// The rank that began with it.
-    pub(super) first: Rank,
-    /// Why it did.
-    pub(super) why: String,
-}
-
-impl Failed {
-    /// For messages to people.
-    pub(super) fn shown(&self, own: Rank) -> String {
-        let Failed { first, why } = self;
-        if *first == own {
-            why.clone()
-        } else {
-            format!("rank {first} gave up connecting to the others: {why}")
-        }
-    }
-}
 
 /// Tells every other rank at its listener. Those that are a pair with this one may have joined already, and do not listen to that any
 /// more: they hear of it as of the end of the world's communicator.

@@ -11,17 +11,20 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::accept::{self, Door};
+use super::address::Address;
 use super::addresses::Reach;
-use super::connect::{self, Pair, Pairing, Side};
-use super::env::{Address, Rendezvous};
-use super::farewell::{self, Failed};
+use super::connect::{self, Failed, Pair, Pairing, Side};
+use super::env::Rendezvous;
+use super::farewell;
 use super::fds::Handed;
 use super::handshake::Token;
 use super::host::{self, Process};
 use super::lobby::absent;
+use super::me::Me;
 use super::message::DataHello;
 use super::note;
-use super::rendezvous::{LINGER, Me, Table};
+use super::registration::Table;
+use super::rendezvous::LINGER;
 use crate::error::Error;
 use crate::types::Rank;
 

@@ -22,7 +22,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::{Instant, timeout_at};
 
 use super::message::DataHello;
-use super::rendezvous::Registration;
+use super::registration::Registration;
 use crate::types::Rank;
 
 /// Counts changes of anything that travels between ranks.

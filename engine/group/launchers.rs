@@ -3,9 +3,9 @@
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
 
+use super::address::{Address, host_name, port_number};
 use super::addresses;
-use super::env::{Address, Lookup, check_place, host_name, port_number};
-use crate::types::Rank;
+use crate::types::{MOST_RANKS, Rank};
 
 /// Launchers, and the variables in which they say rank and size. The first whose both are set is believed, unless another contradicts. Slurm comes
 /// last: its variables are also there where another launcher runs in an allocation of it, and then speak of that one.
@@ -25,6 +25,9 @@ const FIRST_SLURM_STEP_THAT_IS_NONE: u32 = 0xffff_fff0;
 const FIRST_PORT: u16 = 10_000;
 const PORTS: u64 = 20_000;
 
+/// Reads one variable of the environment; an empty one counts as not set.
+pub(super) type Lookup<'a> = &'a dyn Fn(&str) -> Option<String>;
+
 /// Where the ranks of a world meet.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Meeting {
@@ -40,6 +43,19 @@ pub(super) enum Meeting {
 pub(super) fn marks() -> impl Iterator<Item = &'static str> {
     let of = |(launcher, rank, size)| [Some(rank), (launcher != "Slurm").then_some(size)];
     LAUNCHERS.into_iter().flat_map(of).flatten().chain(["PMIX_RANK"])
+}
+
+pub(super) fn check_place(rank: Rank, size: usize) -> Result<(), String> {
+    if size == 0 {
+        return Err("a world has at least 1 rank; the size given is 0".into());
+    }
+    if size > MOST_RANKS {
+        return Err(format!("a world has at most {MOST_RANKS} ranks; the size given is {size}"));
+    }
+    if rank >= size {
+        return Err(format!("rank {rank} does not exist in a world of {size}: ranks are 0 to {}", size - 1));
+    }
+    Ok(())
 }
 
 /// Rank and size, from the first launcher that says both.

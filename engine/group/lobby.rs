@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::env::Rendezvous;
-use super::rendezvous::{Event, News, Registration, Table};
+use super::registration::{News, Registration, Table};
 use super::wire;
 use crate::types::Rank;
 
@@ -20,6 +20,26 @@ use crate::types::Rank;
 const TELLING: Duration = Duration::from_secs(5);
 
 type Outbox = mpsc::UnboundedSender<Arc<Vec<u8>>>;
+
+/// What happens at rank 0's door.
+pub(super) enum Event {
+    Came {
+        registration: Box<Registration>,
+        stream: TcpStream,
+        peer: String,
+    },
+    Left {
+        rank: Rank,
+        visit: u64,
+    },
+    /// A member could not be let in, for rank 0 has run out of something. The member knows why.
+    TurnedAway {
+        rank: Rank,
+        why: String,
+    },
+    /// There can be no world: why.
+    Hopeless(String),
+}
 
 /// A rank that has registered and waits.
 struct Visitor {

@@ -12,14 +12,14 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::connect::{self, Pair, Unreached};
-use super::control::{FLUSH, Outbox, Reader, Urgency, goodbye, write};
-use super::env::{Heartbeat, Rendezvous};
+use super::control::{Events, FLUSH, Outbox, Reader, Urgency, goodbye, write};
+use super::env::Rendezvous;
 use super::gather::{Joined, decline, gather, settled};
 use super::handshake::{Purpose, Token};
 use super::host;
 use super::line::Line;
 use super::message::{DataHello, Message};
-use super::rendezvous::Table;
+use super::registration::{Heartbeat, Table};
 use super::{runtime, wire};
 use crate::error::Error;
 use crate::forked;
@@ -47,18 +47,6 @@ pub(crate) struct PeerInfo {
     pub(crate) fds: Vec<OwnedFd>,
     /// Whether its process has exited. None where that is not known, or it is this one.
     pub(crate) exit: Option<Exit>,
-}
-
-/// Who hears what comes over the control connections. Called on the control thread: it must not block.
-pub(crate) trait Events: Send + Sync + 'static {
-    /// Anything but heartbeats and goodbyes; in the order it was sent.
-    fn message(&self, from: Rank, message: Message);
-    /// A rank died or fell silent. Once per rank, and never after its goodbye.
-    fn lost(&self, rank: Rank, how: crate::error::Lost);
-    /// A rank left; with the first cause it knew of, if it did not leave in peace.
-    fn goodbye(&self, rank: Rank, cause: Option<Error>);
-    /// A data connection that has proved itself; not blocking, not delayed.
-    fn data(&self, hello: DataHello, socket: StdStream);
 }
 
 /// A rank's membership in a world. Dropping it leaves.

@@ -7,6 +7,7 @@
 #![deny(unsafe_code)]
 
 mod accept;
+mod address;
 mod addresses;
 mod connect;
 mod control;
@@ -18,11 +19,14 @@ pub(crate) mod handshake;
 pub(crate) mod host;
 mod launchers;
 mod line;
+mod link_choice;
 mod lobby;
+mod me;
 mod mesh;
 pub(crate) mod message;
 mod note;
-pub(crate) mod rendezvous;
+pub(crate) mod registration;
+mod rendezvous;
 pub(crate) mod runtime;
 mod signpost;
 mod visit;
@@ -32,6 +36,8 @@ pub(crate) mod wire;
 mod tests;
 
 pub(crate) use addresses::Reach;
-pub use env::{LinkChoice, Rendezvous};
+pub(crate) use control::Events;
+pub use env::Rendezvous;
 pub(crate) use host::nonce;
-pub(crate) use mesh::{Events, Mesh};
+pub use link_choice::LinkChoice;
+pub(crate) use mesh::Mesh;

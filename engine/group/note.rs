@@ -11,7 +11,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
-use super::env::{Address, Listener, Rendezvous};
+use super::address::Address;
+use super::env::{Listener, Rendezvous};
 use super::handshake::Token;
 use super::host;
 use crate::error::Error;

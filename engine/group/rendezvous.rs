@@ -3,98 +3,29 @@
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::accept::{self, Porter, Visit};
-use super::addresses::{self, Reach, is_literal, listen_at};
+use super::addresses::{self, is_literal, listen_at};
 use super::connect::resolve;
-use super::env::{Address, Heartbeat, LinkChoice, Listener, Rendezvous};
+use super::env::Listener;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
-use super::host::{self, Process};
-use super::lobby::Lobby;
+use super::host;
+use super::lobby::{Event, Lobby};
+use super::me::{Formed, Me};
+use super::registration::Registration;
 use super::signpost::{self, Look};
 use crate::error::{Error, limits};
-use crate::plan::choices::Choices;
-use crate::types::Rank;
 
 /// How often rank 0 tells those who wait for whom they wait, if that changed.
 const NEWS: Duration = Duration::from_millis(250);
 /// How long rank 0 stays when there can be no world as some rank cannot take part, so that those who come meanwhile hear why.
 pub(super) const LINGER: Duration = Duration::from_secs(5);
 
-/// What a rank says of itself.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Registration {
-    pub(crate) rank: Rank,
-    pub(crate) size: usize,
-    /// Where its own listener can be reached; the best first.
-    pub(crate) addresses: Vec<SocketAddr>,
-    pub(crate) process: Process,
-    /// The name of its unix socket in the abstract namespace.
-    pub(crate) socket: Option<String>,
-    pub(crate) link: LinkChoice,
-    /// Why it cannot take part: it came to say so.
-    pub(crate) unfit: Option<String>,
-}
-
-/// What every rank knows of the world once all have come.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Table {
-    pub(crate) world: [u8; 16],
-    pub(crate) members: Vec<Registration>,
-    pub(crate) heartbeat: Heartbeat,
-    /// Rank 0's choice of algorithms is everyone's.
-    pub(crate) choices: Choices,
-}
-
-/// From rank 0 to a rank that has registered.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) enum News {
-    /// These have not come yet.
-    Waiting { missing: Vec<Rank> },
-    /// All have come.
-    Formed(Box<Table>),
-    /// Rank 0 is not here: it listens at one of these addresses.
-    Elsewhere { addresses: Vec<SocketAddr> },
-    /// There will be no world.
-    Failed { problem: String },
-}
-
-/// A rank's part of a world that has formed: the table, and its own listener.
-pub(crate) struct Formed {
-    pub(crate) table: Table,
-    pub(crate) listener: TcpListener,
-}
-
-/// This rank, before it knows its addresses.
-pub(crate) struct Me<'a> {
-    pub(crate) rendezvous: &'a Rendezvous,
-    pub(crate) address: &'a Address,
-    pub(crate) token: &'a Token,
-    pub(crate) process: Process,
-    pub(crate) socket: Option<String>,
-    pub(crate) deadline: Instant,
-    /// Where its own listener may be.
-    pub(crate) reach: &'a Reach,
-    /// Why it cannot take part: it comes to say so.
-    pub(crate) unfit: Option<String>,
-}
-
 impl Me<'_> {
-    pub(super) fn registration(&self, addresses: Vec<SocketAddr>) -> Registration {
-        let Rendezvous { rank, size, link, .. } = *self.rendezvous;
-        let (process, socket) = (self.process.clone(), self.socket.clone());
-        Registration { rank, size, addresses, process, socket, link, unfit: self.unfit.clone() }
-    }
-
-    pub(super) fn error(&self, problem: impl Into<String>) -> Error {
-        self.rendezvous.error(problem)
-    }
-
     /// Meets the others. Every rank ends within about the rendezvous timeout.
     pub(crate) async fn meet(&self) -> Result<Formed, Error> {
         if self.rendezvous.rank == 0 { self.host().await } else { self.visit().await }
@@ -272,31 +203,6 @@ struct Gate {
     strays: Option<Option<TcpStream>>,
 }
 
-pub(super) fn with_port(mut address: SocketAddr, port: u16) -> SocketAddr {
-    address.set_port(port);
-    address
-}
-
-/// What happens at rank 0's door.
-pub(super) enum Event {
-    Came {
-        registration: Box<Registration>,
-        stream: TcpStream,
-        peer: String,
-    },
-    Left {
-        rank: Rank,
-        visit: u64,
-    },
-    /// A member could not be let in, for rank 0 has run out of something. The member knows why.
-    TurnedAway {
-        rank: Rank,
-        why: String,
-    },
-    /// There can be no world: why.
-    Hopeless(String),
-}
-
 /// Lets a connection prove itself and hands the registration on.
 async fn welcome(
     mut stream: TcpStream,
@@ -311,24 +217,5 @@ async fn welcome(
     let (deadline, Visit { peer, progress }) = (Instant::now() + DEADLINE, visit);
     let registration = handshake::accept(&mut stream, &token, deadline, &progress, admit).await?;
     let _ = tell.send(Event::Came { registration, stream, peer });
-    Ok(())
-}
-
-/// Whether a table from rank 0 is one that this rank can stand in.
-pub(crate) fn check_table(table: &Table, own: &Rendezvous) -> Result<(), String> {
-    if table.members.len() != own.size {
-        return Err(format!("a table of {} ranks for a world of {}", table.members.len(), own.size));
-    }
-    for (rank, member) in table.members.iter().enumerate() {
-        if member.rank != rank || member.size != own.size {
-            return Err(format!("a table whose entry {rank} says rank {} of {}", member.rank, member.size));
-        }
-        if member.addresses.is_empty() {
-            return Err(format!("a table without an address for rank {rank}"));
-        }
-    }
-    if table.heartbeat.silent.is_zero() || table.heartbeat.interval.is_zero() {
-        return Err("a heartbeat of no time at all".into());
-    }
     Ok(())
 }

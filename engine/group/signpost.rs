@@ -18,10 +18,12 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use super::accept::{self, Porter, Visit};
+use super::address::Address;
 use super::addresses::{is_literal, listen_at};
 use super::connect::{connect_once, resolve};
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
-use super::rendezvous::{Me, News, Registration, with_port};
+use super::me::Me;
+use super::registration::{News, Registration};
 use super::wire::{self, Frames};
 
 /// How often rank 0 looks for a signpost.
@@ -133,6 +135,11 @@ pub(super) enum Look {
     Problem(String),
 }
 
+fn with_port(mut address: SocketAddr, port: u16) -> SocketAddr {
+    address.set_port(port);
+    address
+}
+
 /// Rank 0 looks for a signpost where ranks meet, and says there that it listens at `bound`.
 pub(super) async fn look(me: &Visitor, bound: SocketAddr) -> Look {
     let until = Instant::now() + LOOKING;
@@ -164,7 +171,7 @@ pub(super) async fn look(me: &Visitor, bound: SocketAddr) -> Look {
 
 /// Rank 0, as it comes to a signpost.
 pub(super) struct Visitor {
-    pub(super) address: super::env::Address,
+    pub(super) address: Address,
     pub(super) token: Token,
     pub(super) own: Registration,
 }

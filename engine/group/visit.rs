@@ -11,7 +11,8 @@ use super::addresses::is_literal;
 use super::connect::{Failure, connect_once, resolve};
 use super::handshake::{self, Purpose, Refusal};
 use super::lobby::absent;
-use super::rendezvous::{Formed, Me, News, Table, check_table};
+use super::me::{Formed, Me};
+use super::registration::{News, Table};
 use super::signpost::Signpost;
 use super::wire::Frames;
 use crate::error::Error;
@@ -100,8 +101,7 @@ impl Me<'_> {
                 Ok(Ok(Some(News::Failed { problem }))) => return Err(self.error(problem)),
                 Ok(Ok(Some(News::Elsewhere { addresses }))) => return Ok(Waited::Elsewhere(addresses)),
                 Ok(Ok(Some(News::Formed(table)))) => {
-                    check_table(&table, self.rendezvous)
-                        .map_err(|e| self.error(format!("rank 0 sent {e}")))?;
+                    table.check(self.rendezvous.size).map_err(|e| self.error(format!("rank 0 sent {e}")))?;
                     return Ok(Waited::Formed(table));
                 }
                 Ok(_) if at_signpost => return Ok(Waited::Again),

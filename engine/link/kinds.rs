@@ -3,7 +3,7 @@
 
 use super::{LinkKind, Locality, local, tcp};
 #[cfg(any(test, feature = "testing"))]
-use super::{late, pipe};
+use crate::testing::{late, pipe};
 use crate::types::LinkClass;
 
 /// All of them, the nearest first.

@@ -21,18 +21,12 @@ mod cells;
 pub(crate) mod exit;
 pub(crate) mod ipc;
 pub(crate) mod kinds;
-#[cfg(any(test, feature = "testing"))]
-pub(crate) mod late;
 pub(crate) mod layout;
 pub(crate) mod local;
 pub(crate) mod peer;
-#[cfg(any(test, feature = "testing"))]
-pub(crate) mod pipe;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;
-#[cfg(test)]
-pub(crate) mod virtual_link;
 pub(crate) mod waits;
 mod wire;
 mod words;
@@ -378,7 +372,7 @@ pub(crate) trait Reactor: Send + Sync {
     fn watch(&self, fd: BorrowedFd<'_>, interest: Interest) -> Result<(), Error>;
     /// From now on this is asked in each pass of the progress thread over work that only the progress thread looks after, and then the progress thread sleeps for
     /// microseconds only. It ends when nobody else has the poller any more.
-    #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far by a link for tests alone: `late.rs`.
+    #[cfg_attr(not(any(test, feature = "testing")), allow(dead_code))] // So far by a link for tests alone: `testing/late.rs`.
     fn ask(&self, poller: Weak<dyn Poller>);
     /// Wakes the progress thread now.
     fn kick(&self);

@@ -1,4 +1,4 @@
-//! [`Buf`]: memory that an operation owns while it is in flight; [`HostMemory`]: where that is the host's.
+//! [`Buf`]: memory that an operation owns while it is in flight; [`HostBuf`]: such memory of ours on the host.
 
 use std::alloc::{Layout, alloc_zeroed, handle_alloc_error};
 use std::fmt;
@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::device::{DevicePlace, DeviceStream, Fate};
-use super::{OwnedSlice, SliceOwner};
+use super::{HostMemory, OwnedSlice, SliceOwner};
 use crate::error::Error;
 use crate::types::{DType, Element};
 
@@ -136,83 +136,6 @@ unsafe impl<M: HostMemory> Buf for M {
             None => Location::host(self.ptr_mut()),
             Some(why) => Location(Where::Unfit(why)),
         }
-    }
-}
-
-/// Memory of the host's that an operation can own: every one is a [`Buf`].
-///
-/// Implemented for `Vec<T>`, `Box<[T]>` and [`HostBuf<T>`], and for [`View`](super::View)s of any of them; foreign owners
-/// (an array library's storage, a mapped file) can implement it, in a few lines and with a reason for each point below. With the
-/// feature `ndarray` the arrays of that crate are.
-///
-/// # Safety
-///
-/// From the moment a value is handed to an operation until it comes back, the engine and (for ranks of the
-/// same process) peers access `count()` elements at `ptr()` through raw pointers, from other threads; from
-/// [`split`](super::split) to [`join`](super::View::join), its views do, also as slices, and so does an
-/// [`AnyBuf`](super::AnyBuf) that it is in. So:
-///
-/// - `ptr()` and `count()` give the same answer however often the value is moved, until it is dropped or
-///   changed through `&mut self`;
-/// - the memory is valid for reads and writes of `count() * size_of::<Self::Elem>()` bytes, initialised, and
-///   aligned for the element type;
-/// - nothing else reads or writes it while the value is owned by the operation, cut, or in an `AnyBuf`: the owner is
-///   unique;
-/// - dropping the value on any thread is sound (`Send`).
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` is not a buffer that an operation can own",
-    label = "no buffer, or none in a list",
-    note = "where several buffers go into one call, each stands in a list: ([a], [b]) for buffers of different types, not (a, b)",
-    note = "a buffer is owned memory: Vec<T>, Box<[T]>, HostBuf<T>, DeviceBuf<T>, .. of an `Element` type",
-    note = "one number goes without a buffer: all_reduce_value(x), broadcast_value(x, root), all_gather_value(x)"
-)]
-pub unsafe trait HostMemory: Send + 'static {
-    /// The element type.
-    type Elem: Element;
-    /// Start of the memory.
-    fn ptr(&self) -> *const Self::Elem;
-    /// Start of the memory, for writing.
-    fn ptr_mut(&mut self) -> *mut Self::Elem;
-    /// Number of elements.
-    fn count(&self) -> usize;
-    /// Whether the driver has locked its pages, so that devices copy to and from it by themselves: a
-    /// [`PinnedBuf`](crate::cuda::PinnedBuf) says so. Answering no is never wrong, such copies are only slower; yes for other
-    /// memory makes them block their caller.
-    fn is_pinned(&self) -> bool {
-        false
-    }
-    /// Why this memory cannot be used as it is, where it cannot (an array whose elements are not one after another, say): calls are
-    /// refused in these words and give it back. [`count`](Self::count) is 0 then.
-    fn unfit(&self) -> Option<&'static str> {
-        None
-    }
-}
-
-// SAFETY: a Vec's elements are on the heap, do not move with it, and are owned by it alone.
-unsafe impl<T: Element> HostMemory for Vec<T> {
-    type Elem = T;
-    fn ptr(&self) -> *const T {
-        self.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut T {
-        self.as_mut_ptr()
-    }
-    fn count(&self) -> usize {
-        self.len()
-    }
-}
-
-// SAFETY: as for Vec; the length cannot change.
-unsafe impl<T: Element> HostMemory for Box<[T]> {
-    type Elem = T;
-    fn ptr(&self) -> *const T {
-        self.as_ptr()
-    }
-    fn ptr_mut(&mut self) -> *mut T {
-        self.as_mut_ptr()
-    }
-    fn count(&self) -> usize {
-        <[T]>::len(self)
     }
 }
 

@@ -6,6 +6,7 @@ pub(crate) mod device;
 pub(crate) mod dlpack;
 pub(crate) mod elements;
 mod erased;
+mod host_memory;
 mod list;
 #[cfg(feature = "ndarray")]
 mod ndarray;
@@ -16,9 +17,10 @@ mod stream;
 mod values;
 
 pub use any::{AnyBuf, Untyped};
-pub use buf::{Buf, HostBuf, HostMemory, Location};
+pub use buf::{Buf, HostBuf, Location};
 pub(crate) use buf::{RawBuf, Where, zeroes};
 pub(crate) use erased::{ErasedBufs, Parts};
+pub use host_memory::HostMemory;
 pub use list::BufList;
 pub(crate) use list::raw_bufs;
 pub(crate) use promise::Promise;

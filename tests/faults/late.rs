@@ -1,5 +1,5 @@
 //! A link may go on writing to what it receives into after the operation has failed: that memory comes back when the link says
-//! that it does not write any more. The links of these tests write when they are told to (`engine/link/late.rs`).
+//! that it does not write any more. The links of these tests write when they are told to (`engine/testing/late.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};

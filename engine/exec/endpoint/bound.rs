@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use allstream_cuda_kernels::{Kind, kernel};
 
-use super::progress::Run;
+use super::run::Run;
 use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceLinks, DeviceOp};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::Endpoint;
-use super::progress::Run;
+use super::run::Run;
 use crate::error::{Error, Lost, Missing, MissingState, Operation};
 use crate::exec::p2p::{Direction, Overdue};
 use crate::types::{Rank, Signature};
@@ -15,22 +15,11 @@ const STALL: Duration = Duration::from_millis(100);
 /// How often it asks again.
 const STALL_AGAIN: Duration = Duration::from_millis(400);
 
-impl Run {
-    /// Looks at what peers have given back.
-    fn reap(&mut self) {
-        let Run { active, port, devices, .. } = self;
-        for port in std::iter::once(port).chain(devices) {
-            // What is wrong with a link is told by the next pass.
-            let _ = port.reap(|lent| active.freed(&lent));
-        }
-    }
-}
-
 impl Endpoint {
     /// Ends the communicator if anything is overdue.
     pub(super) fn check_deadlines(self: &Arc<Self>, run: &mut Run, now: Instant) {
         self.ask_about_breaks(run);
-        let overdue = self.overdue_ending(run, now);
+        let overdue = run.endings.overdue(&run.clock, now, &self.config);
         let overdue = overdue.or_else(|| self.overdue_collective(run, now));
         if let Some(error) = overdue.or_else(|| self.overdue_message(run, now)) {
             self.fail(error);

@@ -4,13 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Endpoint;
-use super::progress::Run;
+use super::EndpointConfig;
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::deadlines::{DeadlineClock, grace};
 use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
-use crate::trace::State;
 use crate::types::Signature;
 
 /// Who drives looks himself for this long whether a device is done; then the device's driver is asked to tell. A small
@@ -31,6 +29,19 @@ pub(super) struct Ending {
     /// Since when it is the oldest with its inputs there.
     ready: Option<Instant>,
     is_watched: bool,
+}
+
+impl Ending {
+    /// One of which all is on its stream now, when nobody has looked yet whether its inputs are there.
+    pub(super) fn new(
+        key: Key,
+        (number, signature, timeout): (u64, Signature, Duration),
+        device: Arc<DeviceOp>,
+        begun: Instant,
+    ) -> Ending {
+        let (ready, is_watched) = (None, false);
+        Ending { key, number, device, signature, timeout, begun, ready, is_watched }
+    }
 }
 
 /// Those of a communicator, oldest first: they end in this order.
@@ -55,7 +66,7 @@ impl Endings {
     }
 
     /// The next that is over.
-    fn next(&mut self) -> Result<Option<Ending>, Error> {
+    pub(super) fn next(&mut self) -> Result<Option<Ending>, Error> {
         let over = self.0.front().map_or(Ok(false), |first| first.device.is_over())?;
         Ok(if over { self.0.pop_front() } else { None })
     }
@@ -63,51 +74,32 @@ impl Endings {
     pub(super) fn take(&mut self) -> impl Iterator<Item = Ending> {
         std::mem::take(&mut self.0).into_iter()
     }
-}
 
-impl Endpoint {
-    /// All of the active collective is on its stream.
-    pub(super) fn enqueued(run: &mut Run, key: Key, begun: Instant) {
-        let Some((number, signature, timeout, _)) = run.active.current() else { return };
-        let Some(device) = run.active.device().cloned() else { return };
-        run.active.take();
-        let (ready, is_watched) = (None, false);
-        let ending = Ending { key, number, device, signature, timeout, begun, ready, is_watched };
-        run.endings.0.push_back(ending);
+    /// From here on this collective, all of which is on its stream, is the last of them.
+    pub(super) fn push(&mut self, ending: Ending) {
+        self.0.push_back(ending);
     }
 
-    /// Finishes what is over. Whether anything was.
-    pub(super) fn end_some(&self, run: &mut Run) -> Result<bool, Error> {
-        let mut any = false;
-        while let Some(ending) = run.endings.next()? {
-            self.recorder.finished(ending.number, State::Done);
-            self.finish(ending.key, Ok(()));
-            any = true;
-        }
-        Ok(any)
-    }
-
-    /// The thread is about to leave: the driver is to tell when the device is done.
-    pub(super) fn watch_endings(self: &Arc<Self>, run: &mut Run) {
-        for ending in run.endings.0.iter_mut().filter(|ending| !ending.is_watched) {
-            if self.now() - ending.begun < LOOK {
+    /// Of those that nobody is told of yet, the driver is to tell when the device is done, by what `tell` makes: of each that was
+    /// looked at for long enough.
+    pub(super) fn watch<T: FnOnce() + Send + 'static>(&mut self, now: Instant, tell: impl Fn() -> T) {
+        for ending in self.0.iter_mut().filter(|ending| !ending.is_watched) {
+            if now - ending.begun < LOOK {
                 return;
             }
             ending.is_watched = true;
-            let endpoint = Arc::downgrade(self);
-            ending.device.watch(move || {
-                if let Some(endpoint) = endpoint.upgrade() {
-                    endpoint.drive_once();
-                    endpoint.leave_to_progress_thread();
-                }
-            });
+            ending.device.watch(tell());
         }
     }
 
     /// Whether the device takes longer than the oldest collective may.
-    pub(super) fn overdue_ending(&self, run: &mut Run, now: Instant) -> Option<Error> {
-        let Run { endings, clock, .. } = run;
-        let first = endings.0.front_mut()?;
+    pub(super) fn overdue(
+        &mut self,
+        clock: &DeadlineClock,
+        now: Instant,
+        config: &EndpointConfig,
+    ) -> Option<Error> {
+        let first = self.0.front_mut()?;
         if first.ready.is_none() && first.device.has_inputs() {
             first.ready = Some(now);
         }
@@ -118,10 +110,10 @@ impl Endpoint {
         let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
         if let Some(by) = first.device.taken_by().filter(|_| missing.is_empty()) {
             let state = MissingState::NotEnded { by: by.name().to_owned() };
-            missing.push(Missing { rank: self.config.rank, state });
+            missing.push(Missing { rank: config.rank, state });
         }
         let operation =
-            Operation { comm: self.config.name.clone(), number: first.number, signature: first.signature };
-        Some(Error::timeout(operation, self.config.rank, first.timeout, missing))
+            Operation { comm: config.name.clone(), number: first.number, signature: first.signature };
+        Some(Error::timeout(operation, config.rank, first.timeout, missing))
     }
 }

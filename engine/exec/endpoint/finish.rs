@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::completions::Ran;
 use super::copy_backs::CopyBack;
-use super::progress::Run;
+use super::run::Run;
 use super::{Endpoint, Finished};
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::inflight::{Key, Look};

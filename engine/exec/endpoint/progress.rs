@@ -11,19 +11,14 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use super::ending::Endings;
-use super::teardown::Teardown;
-use super::{Endpoint, EndpointConfig, Finished, orphaned};
+use super::run::Run;
+use super::{Endpoint, Finished, orphaned};
 use crate::error::Error;
 use crate::exec::Progress;
-use crate::exec::active::{Active, Pass};
-use crate::exec::deadlines::DeadlineClock;
+use crate::exec::active::Pass;
 use crate::exec::inflight::Key;
-use crate::exec::p2p::Messages;
-use crate::exec::port::Port;
 use crate::link::waits::{Point, stop};
 use crate::trace::State;
-use crate::types::Rank;
 
 /// A poll looks so often at least where ranks outnumber cores, for ten times its budget at most.
 const FEW_PASSES: u32 = 32;
@@ -36,58 +31,6 @@ pub(super) const LOOK: u32 = 16;
 /// with 16, 165 with 128; 2 ranks took as long with 4 as with 16.
 const YIELD_OVER_MEMORY: u32 = 128;
 const YIELD_OVER_TCP: u32 = 4;
-
-/// What executes: the collective in work, the messages, and the links under both.
-pub(super) struct Run {
-    pub(super) active: Active,
-    pub(super) port: Port,
-    /// The links between the ranks' devices, once those are bound.
-    pub(super) devices: Option<Port>,
-    /// Collectives that are on a stream, and not over.
-    pub(super) endings: Endings,
-    pub(super) messages: Messages,
-    pub(super) clock: DeadlineClock,
-    /// Passes in vain.
-    blocked: u32,
-    /// Something could not be done. What it was part of goes no further.
-    failed: bool,
-    pub(super) teardown: Teardown,
-}
-
-impl Run {
-    pub(super) fn new(config: &EndpointConfig, port: Port, messages: Messages) -> Run {
-        Run {
-            active: Active::new(config.comm, config.streams_from).of_rank(&config.region),
-            port,
-            devices: None,
-            endings: Endings::default(),
-            messages,
-            clock: DeadlineClock::new(config.runtime.now()),
-            blocked: 0,
-            failed: false,
-            teardown: Teardown::NotBegun,
-        }
-    }
-
-    /// Whether the next collective may begin.
-    pub(super) fn may_begin(&self) -> bool {
-        self.active.is_empty() && !self.endings.is_full()
-    }
-
-    /// The links of collectives.
-    pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
-        std::iter::once(&mut self.port).chain(&mut self.devices)
-    }
-
-    /// The ranks that the collective waits for.
-    pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
-        let port = match &mut self.devices {
-            Some(devices) if self.active.runs_on_devices() => devices,
-            _ => &mut self.port,
-        };
-        self.active.waiting_for(port)
-    }
-}
 
 impl Endpoint {
     /// Puts the endpoint on the progress thread's list and makes sure that it looks there.
@@ -322,7 +265,7 @@ impl Endpoint {
                     any = true;
                 }
                 Pass::Done(key) if active.device().is_some() => {
-                    Self::enqueued(run, key, self.now());
+                    run.enqueued(key, self.now());
                     return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
@@ -353,6 +296,30 @@ impl Endpoint {
             return Ok(Progress::Blocked);
         }
         Ok(Progress::Idle)
+    }
+
+    /// Finishes the collectives that are over on their streams. Whether any was.
+    fn end_some(&self, run: &mut Run) -> Result<bool, Error> {
+        let mut any = false;
+        while let Some(ending) = run.endings.next()? {
+            self.recorder.finished(ending.number, State::Done);
+            self.finish(ending.key, Ok(()));
+            any = true;
+        }
+        Ok(any)
+    }
+
+    /// The thread is about to leave: the driver is to tell when the device is done.
+    fn watch_endings(self: &Arc<Self>, run: &mut Run) {
+        run.endings.watch(self.now(), || {
+            let endpoint = Arc::downgrade(self);
+            move || {
+                if let Some(endpoint) = endpoint.upgrade() {
+                    endpoint.drive_once();
+                    endpoint.leave_to_progress_thread();
+                }
+            }
+        });
     }
 
     /// Whether nothing is left to do and everything sent has left.

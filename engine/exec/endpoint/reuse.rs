@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::progress::Run;
-use super::teardown::{HANG_UP, Teardown};
+use super::run::{Run, Teardown};
+use super::teardown::HANG_UP;
 use super::{Endpoint, EndpointConfig, Messages, Port};
 use crate::exec::active::Active;
 use crate::exec::port::Opener;

@@ -7,7 +7,7 @@ use parking_lot::MutexGuard;
 
 use super::Endpoint;
 use super::copy_backs::CopyBack;
-use super::progress::Run;
+use super::run::Run;
 use super::table::Table;
 use crate::error::Error;
 use crate::exec::Progress;

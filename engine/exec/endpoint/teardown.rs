@@ -1,9 +1,9 @@
 //! How a dead communicator ends: lent memory comes back, then everything fails.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::progress::Run;
+use super::run::{Run, Teardown};
 use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
@@ -24,17 +24,6 @@ pub(super) const HANG_UP: Duration = Duration::from_secs(1);
 const READ_ON: Duration = Duration::from_millis(500);
 /// And for a library that takes operations whole to end what it does.
 const ABORT: Duration = Duration::from_secs(2);
-
-/// How far the end of a dead communicator has come, and since when.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Teardown {
-    /// It lives, or peers in this process may still touch what they were lent.
-    NotBegun,
-    /// Peers were told that nothing of theirs is read any more, and lent memory was taken back from this process's ranks.
-    Revoked(Instant),
-    /// All operations that had begun, or were queued, were failed.
-    Failed(Instant),
-}
 
 /// What becomes of the buffers of an operation that has failed.
 enum Fate {
@@ -58,13 +47,6 @@ impl Fate {
 
     fn or_never(self, never: bool) -> Fate {
         if never { Fate::Never } else { self }
-    }
-}
-
-impl Run {
-    /// Takes slots back that were lent. Whether none is lent any more.
-    pub(super) fn reclaim(&mut self) -> bool {
-        self.ports().fold(true, |back, port| port.reclaim() & back) & self.messages.reclaim()
     }
 }
 

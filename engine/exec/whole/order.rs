@@ -69,7 +69,7 @@ pub(crate) struct LaunchOrder {
 /// Whether a test has taken the order away.
 fn is_any_order() -> bool {
     #[cfg(any(test, feature = "testing"))]
-    return crate::testing::launches_are_in_any_order();
+    return crate::testing::faults::launches_are_in_any_order();
     #[cfg(not(any(test, feature = "testing")))]
     false
 }

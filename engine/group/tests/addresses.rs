@@ -1,4 +1,5 @@
 use super::*;
+use crate::group::Rendezvous;
 
 fn own_of(names: &[(&str, &str)]) -> Vec<Own> {
     names.iter().map(|(name, ip)| Own { name: (*name).into(), ip: ip.parse().unwrap() }).collect()

@@ -3,7 +3,7 @@
 use super::*;
 use crate::group::handshake::{self, Purpose, Token};
 use crate::group::host::Process;
-use crate::group::rendezvous::{News, Registration};
+use crate::group::registration::{News, Registration};
 use crate::group::wire::Frames;
 use crate::group::{connect, host};
 

@@ -251,7 +251,7 @@ fn nothing_is_left_behind() {
 /// that still connects to others must not apply.
 #[tokio::test]
 async fn a_message_read_early_is_a_sign_of_life() {
-    use crate::group::{control, env::Heartbeat, line::LineIn, wire};
+    use crate::group::{control, line::LineIn, registration::Heartbeat, wire};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let _theirs = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (half, _write) = listener.accept().await.unwrap().0.into_split();
@@ -277,7 +277,7 @@ async fn a_message_read_early_is_a_sign_of_life() {
 
 /// The reading side of a connection whose other end the test has, and what it hears.
 async fn reader(silent: Duration) -> (crate::group::control::Reader, tokio::net::TcpStream, Arc<Ears>) {
-    use crate::group::{control, env::Heartbeat, line::Line, wire};
+    use crate::group::{control, line::Line, registration::Heartbeat, wire};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let theirs = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let (half, _) = Line::Tcp(listener.accept().await.unwrap().0).into_split();

@@ -1,8 +1,8 @@
 //! What each collective promises, and whether it is so.
 
+use super::Fault;
 use super::expr::{Id, MAX_RANKS, NOTHING, Value, Values};
-use super::run::{EMPTY, Run};
-use super::{Fault, Memory};
+use super::memory::{EMPTY, Memory};
 use crate::{At, INPUT, Kind, Layout, OUTPUT, Plan, Rank, Slot};
 
 /// What a collective promises.
@@ -135,8 +135,8 @@ impl Goal {
     }
 
     /// Memory at the start.
-    pub(super) fn before(&self, plans: &[Plan], slices: usize, values: &Values) -> Memory {
-        let mut memory = Memory { cells: Vec::new(), base: Vec::with_capacity(self.n), slices };
+    pub(super) fn before(&self, plans: &[Plan], slices: usize, values: Values) -> Memory {
+        let mut memory = Memory { cells: Vec::new(), base: Vec::with_capacity(self.n), slices, values };
         for (rank, plan) in plans.iter().enumerate() {
             let mut base = Vec::with_capacity(plan.slots.len());
             for (slot, layout) in plan.slots.iter().enumerate() {
@@ -144,7 +144,7 @@ impl Goal {
                 for chunk in 0..layout.chunks() {
                     let input = self.input_at(rank, At { slot: slot as Slot, chunk });
                     memory.cells.extend((0..slices as u32).map(|slice| match input {
-                        Some((of, c)) => (values.input(of, c * slices as u32 + slice), 0),
+                        Some((of, c)) => (memory.values.input(of, c * slices as u32 + slice), 0),
                         None => EMPTY,
                     }));
                 }
@@ -155,19 +155,19 @@ impl Goal {
     }
 
     /// Memory at the end, piece by piece.
-    pub(super) fn reached(&self, plans: &[Plan], slices: usize, run: &Run<'_>) -> Result<Order, Fault> {
+    pub(super) fn reached(&self, plans: &[Plan], slices: usize, end: &Memory) -> Result<Order, Fault> {
         let mut order = Order { in_order: true, one_step: true };
         for (rank, plan) in plans.iter().enumerate() {
             for slot in [INPUT, OUTPUT] {
                 for chunk in 0..plan.slots[slot as usize].chunks() {
                     for slice in 0..slices {
-                        self.piece_reached(rank, At { slot, chunk }, slice, run, &mut order)?;
+                        self.piece_reached(rank, At { slot, chunk }, slice, end, &mut order)?;
                     }
                 }
             }
         }
         if matches!(self.kind, Kind::AllReduce) {
-            self.same_bits(plans, slices, run)?;
+            self.same_bits(plans, slices, end)?;
         }
         Ok(order)
     }
@@ -177,21 +177,21 @@ impl Goal {
         rank: Rank,
         at: At,
         slice: usize,
-        run: &Run<'_>,
+        end: &Memory,
         order: &mut Order,
     ) -> Result<(), Fault> {
-        let id = run.holds(rank, at, slice);
-        let piece = |chunk: u32| chunk * run.memory.slices as u32 + slice as u32;
+        let id = end.holds(rank, at, slice);
+        let piece = |chunk: u32| chunk * end.slices as u32 + slice as u32;
         match self.due(rank, at) {
             Due::Free => Ok(()),
             Due::Unchanged => {
                 let before =
-                    self.input_at(rank, at).map_or(NOTHING, |(of, c)| run.values.input(of, piece(c)));
+                    self.input_at(rank, at).map_or(NOTHING, |(of, c)| end.values.input(of, piece(c)));
                 if id == before { Ok(()) } else { Err(Fault::Changed { rank, at }) }
             }
-            Due::Copy(of, chunk) => self.copied(rank, at, id, run.values.input(of, piece(chunk)), run),
+            Due::Copy(of, chunk) => self.copied(rank, at, id, end.values.input(of, piece(chunk)), end),
             Due::Reduced(chunk, below) => {
-                let value = run.values.get(id);
+                let value = end.values.get(id);
                 self.reduced(rank, at, value, piece(chunk), below)?;
                 // In which order a token heard of whom is nothing to anybody.
                 if self.kind != Kind::Barrier {
@@ -229,8 +229,8 @@ impl Goal {
         }
     }
 
-    fn copied(&self, rank: Rank, at: At, id: Id, due: Id, run: &Run<'_>) -> Result<(), Fault> {
-        let value = run.values.get(id);
+    fn copied(&self, rank: Rank, at: At, id: Id, due: Id, end: &Memory) -> Result<(), Fault> {
+        let value = end.values.get(id);
         if value.finished || value.spoiled {
             return Err(Fault::Finish { rank, at, too_much: true });
         }
@@ -259,12 +259,12 @@ impl Goal {
 
     /// Every rank holds the same expression. (A reduce and a reduce_scatter leave each result with one
     /// rank; in a barrier all orders of an "or" are the same.)
-    fn same_bits(&self, plans: &[Plan], slices: usize, run: &Run<'_>) -> Result<(), Fault> {
+    fn same_bits(&self, plans: &[Plan], slices: usize, end: &Memory) -> Result<(), Fault> {
         for chunk in 0..plans[0].slots[OUTPUT as usize].chunks() {
             let at = At { slot: OUTPUT as Slot, chunk };
             for slice in 0..slices {
-                let first = run.holds(0, at, slice);
-                if let Some(rank) = (1..self.n).find(|&r| run.holds(r, at, slice) != first) {
+                let first = end.holds(0, at, slice);
+                if let Some(rank) = (1..self.n).find(|&r| end.holds(r, at, slice) != first) {
                     return Err(Fault::Bits { rank: 0, other: rank, at });
                 }
             }

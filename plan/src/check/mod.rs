@@ -23,6 +23,7 @@ mod agreement;
 mod expr;
 mod fault;
 mod goal;
+mod memory;
 mod net;
 mod run;
 #[cfg(test)]
@@ -34,8 +35,8 @@ pub use fault::{Fault, On, Wait};
 use self::expr::Values;
 use self::goal::Goal;
 use self::net::Net;
-use self::run::{Mode, Run, Valued};
-use super::{At, Kind, Plan, Rank};
+use self::run::{Mode, Run};
+use super::{Kind, Plan, Rank};
 
 /// What was found out about plans that are right.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -94,8 +95,7 @@ pub fn check_slices(
     };
     let run = |mode: Mode| {
         let values = Values::new(goal.n, goal.pieces(plans, mode.slices));
-        let memory = goal.before(plans, mode.slices, &values);
-        Run::new(&net, mode, memory, values)
+        Run::new(&net, mode, goal.before(plans, mode.slices, values))
     };
     let ends = |mode: Mode| {
         let mut done = run(mode);
@@ -118,7 +118,7 @@ pub fn check_slices(
         if !has_hand {
             ends(Mode { whole: true, ..mode })?;
         }
-        let order = goal.reached(plans, slices, &done)?;
+        let order = goal.reached(plans, slices, &done.memory)?;
         report.hops = done.hops as usize;
         report.in_order &= order.in_order;
         report.one_step &= order.one_step;
@@ -128,18 +128,4 @@ pub fn check_slices(
             !run(Mode { slices: 1, eager: false, strict: true, whole: false }).waits().is_empty();
     }
     Ok(report)
-}
-
-/// The memory of all ranks.
-struct Memory {
-    cells: Vec<Valued>,
-    /// Per rank and slot, where its cells begin.
-    base: Vec<Vec<usize>>,
-    slices: usize,
-}
-
-impl Memory {
-    fn index(&self, rank: Rank, at: At, slice: usize) -> usize {
-        self.base[rank][at.slot as usize] + at.chunk as usize * self.slices + slice
-    }
 }

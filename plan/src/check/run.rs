@@ -10,10 +10,11 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use super::expr::{Id, NOTHING, Values};
+use super::Fault;
+use super::expr::Id;
 use super::fault::{On, Wait};
+use super::memory::{Memory, Valued};
 use super::net::Net;
-use super::{Fault, Memory};
 use crate::compile::Holds;
 use crate::{At, Loan, Operand, Rank};
 
@@ -30,9 +31,6 @@ pub(super) struct Mode {
     /// slices may be lent, and is back when all are given back.
     pub(super) whole: bool,
 }
-
-/// A value, and how many messages it took to make it.
-pub(super) type Valued = (Id, u32);
 
 struct State {
     holds: Holds,
@@ -67,8 +65,6 @@ pub(super) struct Run<'a> {
     mode: Mode,
     /// What memory holds.
     pub(super) memory: Memory,
-    /// All values.
-    pub(super) values: Values,
     states: Vec<State>,
     links: Vec<Link>,
     work: Vec<u32>,
@@ -83,7 +79,7 @@ pub(super) struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// Run to the end, or to where nothing moves.
-    pub(super) fn new(net: &'a Net<'a>, mode: Mode, memory: Memory, values: Values) -> Run<'a> {
+    pub(super) fn new(net: &'a Net<'a>, mode: Mode, memory: Memory) -> Run<'a> {
         let state = |g: u32| State {
             holds: net.step(g).holds(),
             computed: 0,
@@ -99,7 +95,6 @@ impl<'a> Run<'a> {
             net,
             mode,
             memory,
-            values,
             states: all.clone().map(state).collect(),
             links: (0..net.n * net.n).map(|_| Link::default()).collect(),
             work: all.rev().collect(),
@@ -202,7 +197,7 @@ impl<'a> Run<'a> {
             return None;
         }
         let state = &mut self.states[g as usize];
-        let id = self.values.combine(&state.gathered, step.finish);
+        let id = self.memory.values.combine(&state.gathered, step.finish);
         state.gathered.clear();
         Some((id, std::mem::take(&mut state.hops)))
     }
@@ -485,11 +480,6 @@ impl<'a> Run<'a> {
         };
         Wait { rank, step: i, slice, on }
     }
-
-    /// What a piece of memory holds at the end.
-    pub(super) fn holds(&self, rank: Rank, at: At, slice: usize) -> Id {
-        self.read(rank, at, slice).0
-    }
 }
 
 /// What a loan holds of its lender's memory, and whether to be written: each chunk once.
@@ -497,6 +487,3 @@ fn cells(loan: Loan) -> impl Iterator<Item = (At, bool)> {
     let only_read = (loan.read != loan.write).then_some((loan.read, false));
     only_read.into_iter().chain([(loan.write, true)])
 }
-
-/// What memory holds before anything was written to it.
-pub(super) const EMPTY: Valued = (NOTHING, 0);

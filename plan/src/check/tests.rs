@@ -1,7 +1,7 @@
 //! The checker sees for itself that lent memory is left alone: here rank 0 waits for nothing that its program says.
 
 use super::*;
-use crate::{Algo, INPUT, Layout, Loan, OUTPUT, Operand, SCRATCH, Shape, Slot, Step, lending};
+use crate::{Algo, At, INPUT, Layout, Loan, OUTPUT, Operand, SCRATCH, Shape, Slot, Step, lending};
 
 /// The first touch of lent memory, when rank 0's steps wait for none before them.
 fn held(plans: &[Plan], in_place: bool) -> Option<Fault> {
@@ -13,8 +13,7 @@ fn held(plans: &[Plan], in_place: bool) -> Option<Fault> {
     }
     let mode = Mode { slices: 2, eager: false, strict: false, whole: false };
     let values = Values::new(goal.n, goal.pieces(plans, mode.slices));
-    let memory = goal.before(plans, mode.slices, &values);
-    Run::new(&net, mode, memory, values).held
+    Run::new(&net, mode, goal.before(plans, mode.slices, values)).held
 }
 
 fn one_pass(n: usize, in_place: bool) -> Vec<Plan> {

@@ -25,7 +25,7 @@ use crate::exec::{
 use crate::group::Rendezvous;
 use crate::group::handshake::{self, Purpose, Token};
 use crate::group::message::Message;
-use crate::group::rendezvous::{News, check_table};
+use crate::group::registration::News;
 use crate::group::wire::{self, Frames};
 use crate::link::layout::RING_BYTES;
 use crate::link::local::{Doorbell, LocalRx, LocalTx};
@@ -632,7 +632,7 @@ pub fn rendezvous(data: &[u8]) {
     let look = |news: &News| {
         let _ = format!("{news:?}");
         if let News::Formed(table) = news
-            && check_table(table, &own).is_ok()
+            && table.check(own.size()).is_ok()
         {
             assert_eq!(table.members.len(), size);
             assert!(table.members.iter().enumerate().all(|(i, m)| m.rank == i && !m.addresses.is_empty()));

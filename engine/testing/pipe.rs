@@ -10,11 +10,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 use rustix::io::ioctl_fionbio;
 
-use super::{
+use crate::error::Error;
+use crate::link::{
     Frame, HEADER_BYTES, Header, Interest, Lends, LinkKind, LinkName, LinkRx, LinkTx, Locality, Posted, SLOT,
     Site,
 };
-use crate::error::Error;
 use crate::types::{LinkClass, Rank};
 
 /// Frames that may wait for the pipe.
@@ -37,8 +37,12 @@ pub(crate) static PIPE: LinkKind = LinkKind {
     },
 };
 
+static RECEIVED: AtomicU64 = AtomicU64::new(0);
+
 /// Bytes of payload that have come through pipes.
-pub(crate) static RECEIVED: AtomicU64 = AtomicU64::new(0);
+pub fn piped() -> u64 {
+    RECEIVED.load(Ordering::Relaxed)
+}
 
 type Ends = (Option<PipeReader>, Option<PipeWriter>);
 /// Pipes of which only one end has been opened.

@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::ring::CELLS;
-use super::{Frame, Header, INLINE, LinkRx, LinkTx, Posted};
 use crate::error::Error;
+use crate::link::ring::CELLS;
+use crate::link::{Frame, Header, INLINE, LinkRx, LinkTx, Posted};
 use crate::types::Rank;
 
 /// What a network in virtual time asks of whoever tells the story.

@@ -17,11 +17,11 @@ use crate::group::Events;
 use crate::group::message::CommId;
 use crate::link::local::{INPROC, MemoryLock};
 use crate::link::region::Region;
-use crate::link::virtual_link::{Network, Timeline};
 use crate::link::{LinkRx, LinkTx};
 use crate::plan::mutate::mutations;
 use crate::plan::{Shape, plan};
-use crate::testing::{Broken, Planted, planted_in_story};
+use crate::testing::faults::{Broken, Planted, planted_in_story};
+use crate::testing::virtual_link::{Network, Timeline};
 use crate::types::{Algo, Kind, Rank, ReduceOp};
 
 /// The links of a rank's communicator.

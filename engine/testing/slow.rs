@@ -9,16 +9,36 @@ use std::time::Duration;
 use allstream_kernels as kernels;
 use parking_lot::Mutex;
 
-use super::{ID, Library, Piece, Standing, Whole, WholeCall};
+use crate::comm::SharedComm;
 use crate::error::Error;
+use crate::exec::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
 use crate::mem::device::{DeviceStream, Witness};
-use crate::testing::Slow;
 use crate::types::{Kind, Rank};
 
 /// What is called, for people.
 const NAME: &str = "the slow library for tests";
 /// How long it thinks before it computes.
 const SLOWNESS: Duration = Duration::from_millis(1);
+
+/// A library that takes collectives of host memory whole, among ranks of one process: what it takes, and what it does wrong on this
+/// rank. Its calls are numbered from 0.
+#[derive(Clone, Debug, Default)]
+pub struct Slow {
+    /// The collectives that it takes. The same on all ranks.
+    pub kinds: Vec<Kind>,
+    /// How often a call that it was given is in progress, when it is asked, before the library looks at it at all.
+    pub in_progress: u32,
+    /// The call that it never looks at.
+    pub hang_at: Option<u64>,
+    /// The call after which it says that it has failed, when the results are there.
+    pub fail_at: Option<u64>,
+    /// Aborted, it does not say that it touches no memory any more.
+    pub is_deaf: bool,
+    /// How often it was made for a communicator.
+    pub opened: Arc<AtomicU32>,
+    /// How many calls it was given.
+    pub submitted: Arc<AtomicU32>,
+}
 
 /// Where the ranks of a communicator leave their calls.
 #[derive(Default)]
@@ -69,8 +89,21 @@ impl Room {
     }
 }
 
+impl SharedComm {
+    /// Binds this rank to a library for tests, which takes collectives of host memory whole. Collective: all ranks call it.
+    ///
+    /// # Errors
+    /// As a collective.
+    #[doc(hidden)]
+    pub async fn bind_slow(&self, slow: &Slow) -> Result<(), Error> {
+        let bound = self.open_whole("bind_slow", &SlowLibrary(slow.clone()), None).await?;
+        self.handle().endpoint.bind_whole(bound);
+        Ok(())
+    }
+}
+
 /// The library.
-pub(crate) struct SlowLibrary(pub(crate) Slow);
+struct SlowLibrary(Slow);
 
 impl Library for SlowLibrary {
     fn name(&self) -> String {

@@ -1,12 +1,9 @@
 //! Faults planted on purpose, for this repository's own tests.
 
 use std::cell::Cell;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use parking_lot::Mutex;
-
-pub use crate::link::waits::{Point, Wait, is_stopped, slow_readers, stop_at, take_away};
 
 use crate::plan::mutate::{self, Mutation};
 use crate::plan::{Kind, Plan, Rank};
@@ -134,17 +131,6 @@ pub(crate) fn longest_frame() -> Option<usize> {
     Some(FRAMES.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
 }
 
-/// Bytes of payload that have come through links of the class `pipe`, an example that only tests have.
-pub fn piped() -> u64 {
-    crate::link::pipe::RECEIVED.load(Ordering::Relaxed)
-}
-
-/// From now on (`true`) what is received over links of the class `late` does not come, and is written, as bytes of 0xee, later:
-/// when this is called with `false`.
-pub fn hold_late_writes(on: bool) {
-    crate::link::late::hold(on);
-}
-
 static STREAMED: AtomicBool = AtomicBool::new(false);
 
 /// From now on, the results of two in every four operations go past the caches, however small, and of the others none.
@@ -165,24 +151,4 @@ pub fn launch_in_any_order(on: bool) {
 
 pub(crate) fn launches_are_in_any_order() -> bool {
     ANY_ORDER.load(Ordering::Relaxed)
-}
-
-/// A library that takes collectives of host memory whole, among ranks of one process: what it takes, and what it does wrong on this
-/// rank. Its calls are numbered from 0.
-#[derive(Clone, Debug, Default)]
-pub struct Slow {
-    /// The collectives that it takes. The same on all ranks.
-    pub kinds: Vec<Kind>,
-    /// How often a call that it was given is in progress, when it is asked, before the library looks at it at all.
-    pub in_progress: u32,
-    /// The call that it never looks at.
-    pub hang_at: Option<u64>,
-    /// The call after which it says that it has failed, when the results are there.
-    pub fail_at: Option<u64>,
-    /// Aborted, it does not say that it touches no memory any more.
-    pub is_deaf: bool,
-    /// How often it was made for a communicator.
-    pub opened: Arc<AtomicU32>,
-    /// How many calls it was given.
-    pub submitted: Arc<AtomicU32>,
 }

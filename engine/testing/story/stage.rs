@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::error::Error;
 use crate::exec::{Driven, Progress, Runtime, Task};
-use crate::link::virtual_link::Timeline;
+use crate::testing::virtual_link::Timeline;
 use crate::types::{Rank, mix};
 
 /// While operations wait, deadlines are looked at this often.

@@ -10,7 +10,7 @@ use parking_lot::Mutex;
 use super::stage::Stage;
 use super::told::Ranks;
 use crate::Comm;
-use crate::link::virtual_link::Timeline;
+use crate::testing::virtual_link::Timeline;
 use crate::types::Rank;
 
 /// Elements of each buffer: more than one frame carries inline.

@@ -1,6 +1,6 @@
 //! A link for tests whose receiving end writes by itself, as a network card does that was told where to put what comes:
 //! what it was given to write to, it goes on writing to when [`LinkRx::receive_into`] has returned. The frames come through
-//! pipes. Held back ([`hold`]), it writes long after the operation has failed.
+//! pipes. Held back ([`hold_late_writes`]), it writes long after the operation has failed.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use rustix::io::ioctl_fionread;
 
-use super::exit::IsOver;
 use super::pipe::{PIPE, PipeRx};
-use super::{Frame, Header, Lends, LinkKind, LinkRx, Locality, Poller, SLOT};
 use crate::error::Error;
+use crate::link::exit::IsOver;
+use crate::link::{Frame, Header, Lends, LinkKind, LinkRx, Locality, Poller, SLOT};
 use crate::types::LinkClass;
 
 pub(crate) static LATE: LinkKind = LinkKind {
@@ -45,12 +45,13 @@ impl Poller for Card {
 }
 
 /// What is written by a card that was held back.
-pub(crate) const LATE_BYTE: u8 = 0xee;
+const LATE_BYTE: u8 = 0xee;
 
 static HOLD: AtomicBool = AtomicBool::new(false);
 
-/// From now on what is received from such links does not come, and is written, as [`LATE_BYTE`]s, when this is called again.
-pub(crate) fn hold(on: bool) {
+/// From now on (`true`) what is received over links of the class `late` does not come, and is written, as bytes of 0xee, later:
+/// when this is called with `false`.
+pub fn hold_late_writes(on: bool) {
     HOLD.store(on, Ordering::SeqCst);
 }
 

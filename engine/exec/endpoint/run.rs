@@ -1,0 +1,97 @@
+//! [`Run`]: what executes on one rank's side of a communicator. Whoever has its lock drives.
+
+use std::time::Instant;
+
+use super::EndpointConfig;
+use super::ending::{Ending, Endings};
+use crate::exec::active::Active;
+use crate::exec::deadlines::DeadlineClock;
+use crate::exec::inflight::Key;
+use crate::exec::p2p::Messages;
+use crate::exec::port::Port;
+use crate::types::Rank;
+
+/// How far the end of a dead communicator has come, and since when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Teardown {
+    /// It lives, or peers in this process may still touch what they were lent.
+    NotBegun,
+    /// Peers were told that nothing of theirs is read any more, and lent memory was taken back from this process's ranks.
+    Revoked(Instant),
+    /// All operations that had begun, or were queued, were failed.
+    Failed(Instant),
+}
+
+/// What executes: the collective in work, the messages, and the links under both.
+pub(super) struct Run {
+    pub(super) active: Active,
+    pub(super) port: Port,
+    /// The links between the ranks' devices, once those are bound.
+    pub(super) devices: Option<Port>,
+    /// Collectives that are on a stream, and not over.
+    pub(super) endings: Endings,
+    pub(super) messages: Messages,
+    pub(super) clock: DeadlineClock,
+    /// Passes in vain.
+    pub(super) blocked: u32,
+    /// Something could not be done. What it was part of goes no further.
+    pub(super) failed: bool,
+    pub(super) teardown: Teardown,
+}
+
+impl Run {
+    pub(super) fn new(config: &EndpointConfig, port: Port, messages: Messages) -> Run {
+        Run {
+            active: Active::new(config.comm, config.streams_from).of_rank(&config.region),
+            port,
+            devices: None,
+            endings: Endings::default(),
+            messages,
+            clock: DeadlineClock::new(config.runtime.now()),
+            blocked: 0,
+            failed: false,
+            teardown: Teardown::NotBegun,
+        }
+    }
+
+    /// Whether the next collective may begin.
+    pub(super) fn may_begin(&self) -> bool {
+        self.active.is_empty() && !self.endings.is_full()
+    }
+
+    /// The links of collectives.
+    pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
+        std::iter::once(&mut self.port).chain(&mut self.devices)
+    }
+
+    /// The ranks that the collective waits for.
+    pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
+        let port = match &mut self.devices {
+            Some(devices) if self.active.runs_on_devices() => devices,
+            _ => &mut self.port,
+        };
+        self.active.waiting_for(port)
+    }
+
+    /// All of the active collective is on its stream.
+    pub(super) fn enqueued(&mut self, key: Key, begun: Instant) {
+        let Some((number, signature, timeout, _)) = self.active.current() else { return };
+        let Some(device) = self.active.device().cloned() else { return };
+        self.active.take();
+        self.endings.push(Ending::new(key, (number, signature, timeout), device, begun));
+    }
+
+    /// Looks at what peers have given back.
+    pub(super) fn reap(&mut self) {
+        let Run { active, port, devices, .. } = self;
+        for port in std::iter::once(port).chain(devices) {
+            // What is wrong with a link is told by the next pass.
+            let _ = port.reap(|lent| active.freed(&lent));
+        }
+    }
+
+    /// Takes slots back that were lent. Whether none is lent any more.
+    pub(super) fn reclaim(&mut self) -> bool {
+        self.ports().fold(true, |back, port| port.reclaim() & back) & self.messages.reclaim()
+    }
+}
