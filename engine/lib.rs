@@ -82,8 +82,8 @@ struct Readme;
 pub mod cuda {
     pub use crate::comm::DevicePath;
     #[cfg(feature = "cudarc")]
-    pub use crate::mem::device::CudarcBuf;
-    pub use crate::mem::device::{
+    pub use crate::device::CudarcBuf;
+    pub use crate::device::{
         Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
         Transfer, device_count, driver, settle,
     };
@@ -104,6 +104,7 @@ pub mod dlpack {
 }
 
 mod comm;
+mod device;
 mod error;
 mod exec;
 mod forked;

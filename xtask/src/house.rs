@@ -8,12 +8,13 @@ use crate::circles::circles;
 use crate::source::{Token, import_tree, tokens};
 
 /// The floors of `engine/`: a module imports only from its own floor and from floors below it.
-const FLOORS: [(&str, u32); 14] = [
+const FLOORS: [(&str, u32); 15] = [
     ("error", 0),
     ("forked", 0),
     ("types", 0),
     ("trace", 0),
     ("mem", 1),
+    ("device", 2),
     ("plan", 2),
     ("testing", 3),
     ("link", 3),
@@ -28,13 +29,14 @@ const FLOORS: [(&str, u32); 14] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 46] = [
+const UNSAFE: [(&str, &str); 47] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
     ("engine/forked.rs", "a page that a fork clears"),
     ("engine/trace/ticks.rs", "reads the processor's counter"),
     ("engine/mem/", "memory that operations own while it is in flight"),
+    ("engine/device/", "calls the CUDA driver; memory that operations own while it is in flight"),
     ("engine/train/pack.rs", "gradients that a device copies while buckets own them"),
     ("engine/link/mod.rs", "the contract of a link: it borrows memory by pointer"),
     ("engine/link/region.rs", "a mapping shared by processes"),

@@ -10,8 +10,9 @@ use allstream_kernels as kernels;
 use parking_lot::Mutex;
 
 use super::{ID, Library, Piece, Standing, Whole, WholeCall};
+use crate::device::DeviceStream;
 use crate::error::Error;
-use crate::mem::device::{DeviceStream, Witness};
+use crate::mem::Witness;
 use crate::testing::Slow;
 use crate::types::{Kind, Rank};
 
