@@ -85,8 +85,8 @@ struct Readme;
 pub mod cuda {
     pub use crate::comm::DevicePath;
     #[cfg(feature = "cudarc")]
-    pub use crate::mem::device::CudarcBuf;
-    pub use crate::mem::device::{
+    pub use crate::device::CudarcBuf;
+    pub use crate::device::{
         Device, DeviceBuf, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf, PoolMemory, Reached,
         Transfer, device_count, driver, settle,
     };
@@ -107,6 +107,7 @@ pub mod dlpack {
 }
 
 mod comm;
+mod device;
 mod error;
 mod exec;
 mod forked;

@@ -6,6 +6,7 @@ use super::SharedComm;
 use super::made_together::made_together;
 use super::reach::{Group, Heard, ROW, Reached, heard};
 use super::world::NcclUse;
+use crate::device::{Device, DeviceStream};
 use crate::error::{Error, Members};
 use crate::exec::device::Binding;
 use crate::exec::nccl::NcclLibrary;
@@ -13,7 +14,6 @@ use crate::exec::whole::Library;
 use crate::group::nonce;
 use crate::link::ipc::Far;
 use crate::link::peer::PeerDevice;
-use crate::mem::device::{Device, DeviceStream};
 use crate::types::Rank;
 
 const CALL: &str = "bind_device";

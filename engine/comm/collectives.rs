@@ -5,10 +5,10 @@ use super::call::{Call, Spec};
 use super::calls::calls;
 use super::memory::Memory;
 use super::restore::{both, made, made_of_value, nothing, one, one_value};
+use crate::device::DeviceBuf;
 use crate::error::Error;
 #[cfg(doc)]
 use crate::error::Failed;
-use crate::mem::device::DeviceBuf;
 use crate::mem::{Buf, ErasedBufs, Parts, zeroes};
 use crate::types::{DType, Element, Kind, Rank};
 

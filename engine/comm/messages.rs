@@ -110,7 +110,7 @@ impl Call<'_> {
                 Ok(ready) => (std::ptr::without_provenance_mut(place.address as usize), Some(ready), None),
                 Err(error) => return Err((error, held)),
             },
-            (Where::Device(place), None) => match self.stage_message(direction, place, bytes) {
+            (Where::Device(place), None) => match self.stage_message(direction, &place, bytes) {
                 Ok(staged) => {
                     held = held.with(staged.memory());
                     (staged.at(0), staged.ready(), Some(staged))

@@ -135,7 +135,7 @@ pub fn backends() -> Vec<BackendStatus> {
         Err(Error::Unavailable { what: what.to_owned(), problem })
     };
     let others = [
-        (Backend::Cuda, crate::mem::device::driver().map(drop)),
+        (Backend::Cuda, crate::device::driver().map(drop)),
         (Backend::Nccl, NcclLibrary::find().map(drop)),
         (Backend::Rdma, missing("the RDMA backend")),
     ];

@@ -11,10 +11,10 @@ use std::time::Duration;
 
 use super::Work;
 use super::work::{Ended, Restore, Submitted};
+use crate::device::{DeviceEvent, DeviceStream};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::device::DeviceOp;
 use crate::exec::{Endpoint, Key};
-use crate::mem::device::{DeviceEvent, DeviceStream};
 use crate::mem::{ErasedBufs, Event, HostStream, Promise};
 
 /// A stream that calls can be ordered with: a [`HostStream`] or a [`DeviceStream`].

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 
 use super::links::Topology;
+use crate::device::DeviceBuf;
 use crate::error::{Error, Members};
 use crate::exec::EndpointConfig;
 use crate::exec::nccl::LEAVE_TO_SHARE;
 use crate::exec::whole::Library;
 use crate::link::ipc::{CARD, Far, FarPeer, Offer};
 use crate::link::peer::PeerDevice;
-use crate::mem::device::DeviceBuf;
 use crate::types::Rank;
 
 /// What a rank says of itself: whether it can be bound, what is in its way, its process, its device.

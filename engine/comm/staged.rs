@@ -8,12 +8,12 @@ use super::call::Call;
 use super::memory::Memory;
 use super::ordered::Start;
 use super::work::Submitted;
+use crate::device::{ALL, Device, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceOp};
 use crate::exec::whole::{BoundWhole, MessagePath};
 use crate::exec::{Direction, EAGER, Executor, Operation, Reduction, STRIPE, cut};
-use crate::mem::device::{ALL, Device, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
-use crate::mem::{ErasedBufs, Event, RawBuf, Where};
+use crate::mem::{DeviceMemory, ErasedBufs, Event, RawBuf, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{ON_DEVICES, Rank};
 
@@ -23,10 +23,10 @@ impl Call<'_> {
     fn start_on_devices<'m>(
         &self,
         call: &str,
-        places: impl Iterator<Item = &'m DevicePlace> + Clone,
+        places: impl Iterator<Item = &'m DeviceMemory> + Clone,
     ) -> Result<(), Error> {
         // Known already: what a buffer holds means nothing.
-        places.clone().try_for_each(DevicePlace::check)?;
+        places.clone().try_for_each(DeviceMemory::check)?;
         match &self.after {
             None => Ok(()),
             Some(Start::Host(_)) => {
@@ -37,7 +37,7 @@ impl Call<'_> {
             Some(Start::Failed(error)) => Err(error.clone()),
             Some(Start::Device(event)) => {
                 for place in places {
-                    place.stream.wait_event(event)?;
+                    place.stream().wait_event(event)?;
                 }
                 Ok(())
             }
@@ -130,22 +130,23 @@ impl Call<'_> {
     pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
         let (endpoint, bound) = (self.side.0, self.side.0.binding()?.whole.as_ref()?);
         // Shorter ones go without waiting for their receive, which a library's do not.
-        let place = buf.on_device().filter(|_| buf.bytes() > EAGER && peer != self.rank())?;
-        bound.whole.moves_messages().then(|| endpoint.message_path(bound, &place.stream))
+        let place = buf.device_memory().filter(|_| buf.bytes() > EAGER && peer != self.rank())?;
+        bound.whole.moves_messages().then(|| endpoint.message_path(bound, &place.stream()))
     }
 
     /// What such a message starts after: the host waits until its buffer's stream has come to the call, as for the copies of others.
     pub(super) fn launched_message(
         &self,
         direction: Direction,
-        place: &DevicePlace,
+        memory: &DeviceMemory,
         path: &MessagePath,
     ) -> Result<Event, Error> {
         let call = direction.name();
-        self.start_on_devices(call, [place].into_iter())?;
-        check_device(call, place, &path.stream.device())?;
-        refused_in_capture(&place.stream, call)?;
-        Ok(place.stream.point()?.on_host())
+        self.start_on_devices(call, [memory].into_iter())?;
+        let stream = memory.stream();
+        check_device(call, &stream, &path.stream.device())?;
+        refused_in_capture(&stream, call)?;
+        Ok(stream.point()?.on_host())
     }
 
     /// The copies of a message's memory to or from the host, and the memory there.
@@ -153,23 +154,23 @@ impl Call<'_> {
     pub(super) fn stage_message(
         &self,
         direction: Direction,
-        place: DevicePlace,
+        memory: &DeviceMemory,
         bytes: usize,
     ) -> Result<Arc<Staged>, Error> {
-        self.start_on_devices(direction.name(), [&place].into_iter())?;
+        self.start_on_devices(direction.name(), [memory].into_iter())?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
         let stripe = |from: usize| {
             let to = bytes.min(from + STRIPE);
             Stripe { pieces: vec![(0, from..to)], reach: if to == bytes { ALL } else { (0, to) } }
         };
         let stripes = (0..bytes.max(1)).step_by(STRIPE).map(stripe).collect();
-        Staged::begin(vec![Item { place, bytes, fill, back }], stripes)
+        Staged::begin(vec![Item { place: memory.into(), bytes, fill, back }], stripes)
     }
 }
 
 /// Whether a buffer is on the device that this rank is bound to.
-fn check_device(call: &str, place: &DevicePlace, ours: &Device) -> Result<(), Error> {
-    let device = place.stream.device();
+fn check_device(call: &str, stream: &DeviceStream, ours: &Device) -> Result<(), Error> {
+    let device = stream.device();
     if device == *ours {
         return Ok(());
     }
@@ -177,8 +178,11 @@ fn check_device(call: &str, place: &DevicePlace, ours: &Device) -> Result<(), Er
 }
 
 /// Where the buffers on devices are.
-fn places(memory: &[Memory]) -> impl Iterator<Item = &DevicePlace> + Clone {
-    memory.iter().flat_map(|memory| memory.input.iter().chain([&memory.output])).filter_map(RawBuf::on_device)
+fn places(memory: &[Memory]) -> impl Iterator<Item = &DeviceMemory> + Clone {
+    memory
+        .iter()
+        .flat_map(|memory| memory.input.iter().chain([&memory.output]))
+        .filter_map(RawBuf::device_memory)
 }
 
 /// Makes the parts work on the device's memory. The streams of the buffers, each once. `is_lent`: the devices of other ranks touch it.
@@ -201,10 +205,10 @@ fn place(
                 );
                 return Err(Error::invalid(call, problem));
             }
-            Where::Device(place) => place,
+            Where::Device(memory) => DevicePlace::from(memory),
             Where::Unfit(why) => return Err(Error::invalid(call, *why)),
         };
-        check_device(call, place, &device)?;
+        check_device(call, &place.stream, &device)?;
         if let Some(far) = &binding.far
             && is_lent
             && end.bytes() > 0
@@ -244,8 +248,8 @@ fn stage(operation: &mut Operation, varied: bool, memory: &[Memory]) -> Result<A
         Where::Host(at) => Err(*at),
         // Refused before.
         Where::Unfit(_) => Err(std::ptr::null_mut()),
-        Where::Device(place) => {
-            items.push(Item { place: place.clone(), bytes: end.bytes(), fill, back });
+        Where::Device(memory) => {
+            items.push(Item { place: memory.into(), bytes: end.bytes(), fill, back });
             slots.push((slot.0, slot.1, end.bytes()));
             Ok(items.len() - 1)
         }

@@ -6,11 +6,11 @@ use std::time::Duration;
 use super::SharedComm;
 use super::call::{Call, Spec, program};
 use super::runtime::Ticks;
+use crate::device::DeviceStream;
 use crate::error::Error;
 use crate::exec::device::DeviceOp;
 use crate::exec::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::exec::{Executor, Operation, Part, PartList, Reduction, WholeOp};
-use crate::mem::device::DeviceStream;
 use crate::types::{Algo, DType, KEY_BITS, Kind, ReduceOp, WHOLE, mix};
 
 /// How often a library is asked whether it is ready.

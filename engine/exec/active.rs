@@ -12,9 +12,9 @@ use super::operation::{Executor, Operation, Part, PartList, Then};
 use super::parts::{NextPart, Parts};
 use super::port::{Lent, Port};
 use super::whole::Standing;
+use crate::device::{ALL, Reach};
 use crate::error::{self, Error, MissingState};
 use crate::link::region::Region;
-use crate::mem::device::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
 /// The collective in work, and what runs it: one of two backends, by where its memory is.

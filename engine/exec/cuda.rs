@@ -11,10 +11,10 @@ use super::device::{DeviceOp, limits};
 use super::operation::{Part, Reduction};
 use super::port::{Payload, Port};
 use super::slicing::Slicing;
+use crate::device::DeviceBuf;
 use crate::error::Error;
 use crate::link;
 use crate::link::waits::{Wait, kept};
-use crate::mem::device::DeviceBuf;
 use crate::plan::{INPUT, Lending, OUTPUT, Program, SCRATCH, Slot};
 
 /// The memory of a device. What is here beside the user's is for one part, and goes back to the pool in the stream's order.

@@ -11,12 +11,13 @@ use parking_lot::Mutex;
 
 use super::port::Opener;
 use super::whole::{BoundWhole, MessagePath, Whole};
+use crate::device::{Busy, DeviceEvent, DeviceStream};
 use crate::error::Error;
 use crate::link::ipc::{Far, FarRx, FarTx};
 use crate::link::peer::{PeerDevice, PeerRx, PeerTx};
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx, Place};
-use crate::mem::device::{Busy, DeviceEvent, DeviceStream, Fate, Verdict, Witness};
+use crate::mem::{Fate, Verdict, Witness};
 use crate::types::Rank;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32

@@ -15,9 +15,10 @@ use allstream_sys::nccl::{
 use parking_lot::Mutex;
 
 use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
+use crate::device::{Busy, DeviceBuf, DeviceStream, end_before_libraries};
 use crate::error::Error;
 use crate::forked;
-use crate::mem::device::{Busy, DeviceBuf, DeviceStream, Witness, end_before_libraries};
+use crate::mem::Witness;
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
 /// How long a communicator that nobody needs any more may take to end in peace.

@@ -9,8 +9,8 @@ use allstream_kernels::Combine;
 
 use super::device::DeviceOp;
 use super::whole::{Standing, Ticket, Turn, Whole, WholeCall};
+use crate::device::Staged;
 use crate::error::{Error, MissingState};
-use crate::mem::device::Staged;
 use crate::mem::{ErasedBufs, check_bools};
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
 use crate::types::{DType, Kind, Rank, ReduceOp, Signature};

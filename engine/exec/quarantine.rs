@@ -13,10 +13,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use crate::device::Staged;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, WeakSlot};
 use crate::mem::ErasedBufs;
-use crate::mem::device::Staged;
 
 /// How often the progress thread looks.
 pub(super) const LOOK: Duration = Duration::from_millis(50);

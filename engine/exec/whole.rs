@@ -10,8 +10,9 @@ use std::sync::Arc;
 use std::task::Waker;
 
 pub(crate) use self::order::{Called, LaunchOrder, Ticket, Turn};
+use crate::device::DeviceStream;
 use crate::error::{Error, MissingState};
-use crate::mem::device::{DeviceStream, Witness};
+use crate::mem::Witness;
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
 /// The memory of a call, or of one entry of a list.

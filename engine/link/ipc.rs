@@ -21,8 +21,8 @@ use super::region::Region;
 use super::ring::{CELLS, Consumer, Producer};
 use super::words::{DONE, END, Inbox, Outbox, READY, mark};
 use super::{Frame, Header, LinkRx, LinkTx, Place, Posted};
+use crate::device::{DeviceStream, Exported, Import, Opening, retire};
 use crate::error::Error;
-use crate::mem::device::{DeviceStream, Exported, Import, Opening, retire};
 use crate::types::{DType, Rank};
 
 /// Bytes of a driver's handle.

@@ -19,8 +19,8 @@ use super::local::{Doorbell, MemoryLock};
 use super::ring::{CELLS, Consumer, Producer};
 use super::waits::{Point, Wait, dawdle, kept, stop};
 use super::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
+use crate::device::{DeviceEvent, DeviceSignal, DeviceStream, Probe};
 use crate::error::Error;
-use crate::mem::device::{DeviceEvent, DeviceSignal, DeviceStream, Probe};
 use crate::types::Rank;
 
 /// Where the payload of a loan's frame is: beside its descriptor.

@@ -20,9 +20,9 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 
 use super::SLOT;
 use super::layout::RING_BYTES;
+use crate::device::{DeviceStream, SharedWords};
 use crate::error::{Error, limits};
 use crate::forked;
-use crate::mem::device::{DeviceStream, SharedWords};
 
 const HEADER: usize = 4096;
 /// Shared staging slots: 32 x 128 KB = 4 MB per rank, whatever the number of communicators.

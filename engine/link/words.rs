@@ -12,8 +12,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use parking_lot::Mutex;
 
 use super::region::{PAGE, Region};
+use crate::device::{DeviceStream, SharedWords};
 use crate::error::Error;
-use crate::mem::device::{DeviceStream, SharedWords};
 use crate::types::Rank;
 
 /// Frames of the link from the peer that may be read.

@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::fmt;
 
-use super::device::{DeviceBuf, DeviceStream};
 use super::{Buf, HostBuf, Location, RawBuf, Where};
 use crate::error::Error;
 use crate::types::{DType, Element, bf16, f8e4m3, f8e5m2, f16};
@@ -46,12 +45,12 @@ struct Owned {
 unsafe impl Send for Owned {}
 
 /// Makes a buffer of whichever element type.
-trait Make {
+pub(crate) trait Make {
     fn make<T: Element>(self) -> Result<AnyBuf, Error>;
 }
 
 /// The buffer of this element type.
-fn make<M: Make>(dtype: DType, how: M) -> Result<AnyBuf, Error> {
+pub(crate) fn make<M: Make>(dtype: DType, how: M) -> Result<AnyBuf, Error> {
     match dtype {
         DType::Bool => how.make::<bool>(),
         DType::I8 => how.make::<i8>(),
@@ -90,17 +89,6 @@ impl AnyBuf {
             }
         }
         make(dtype, OnHost(len))
-    }
-
-    /// The same on a device, in a [`DeviceBuf`] on this stream.
-    pub(crate) fn zeroed_on(stream: &DeviceStream, dtype: DType, len: usize) -> Result<AnyBuf, Error> {
-        struct OnDevice<'a>(&'a DeviceStream, usize);
-        impl Make for OnDevice<'_> {
-            fn make<T: Element>(self) -> Result<AnyBuf, Error> {
-                DeviceBuf::<T>::zeroed(self.0, self.1).map(AnyBuf::new)
-            }
-        }
-        make(dtype, OnDevice(stream, len))
     }
 
     /// The buffer that [`new`](Self::new) was given.
@@ -153,8 +141,11 @@ unsafe impl Buf for AnyBuf {
 impl fmt::Debug for AnyBuf {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "AnyBuf({} x {}", self.0.raw.len, self.0.raw.dtype)?;
-        match self.0.raw.on_device() {
-            Some(place) => write!(f, " on {:?})", place.stream.device()),
+        match self.0.raw.device_memory() {
+            Some(memory) => {
+                let (ordinal, name) = memory.order.device();
+                write!(f, " on Device({ordinal}, {name}))")
+            }
             None => f.write_str(")"),
         }
     }

@@ -5,8 +5,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::device::{DevicePlace, DeviceStream, Fate};
-use super::{HostMemory, OwnedSlice, SliceOwner};
+use super::{DeviceMemory, Fate, HostMemory, OwnedSlice, SliceOwner};
 use crate::error::Error;
 use crate::types::{DType, Element};
 
@@ -65,7 +64,7 @@ pub struct Location(pub(crate) Where);
 #[derive(Clone, Debug)]
 pub(crate) enum Where {
     Host(*mut u8),
-    Device(DevicePlace),
+    Device(DeviceMemory),
     /// Nowhere that an operation could use: why.
     Unfit(&'static str),
 }
@@ -74,11 +73,6 @@ impl Location {
     /// On the host, from here on.
     pub fn host<T: Element>(start: *mut T) -> Location {
         Location(Where::Host(start.cast()))
-    }
-
-    /// On the device of `stream`, from this address (a `CUdeviceptr`) on, in the order of `stream`.
-    pub fn device(stream: &DeviceStream, address: u64) -> Location {
-        Location(Where::Device(DevicePlace { stream: stream.clone(), address, fate: None, foreign: true }))
     }
 }
 
@@ -101,10 +95,10 @@ impl RawBuf {
     }
 
     /// Where it is on a device; `None` where it is on the host.
-    pub(crate) fn on_device(&self) -> Option<&DevicePlace> {
+    pub(crate) fn device_memory(&self) -> Option<&DeviceMemory> {
         match &self.place.0 {
             Where::Host(_) | Where::Unfit(_) => None,
-            Where::Device(place) => Some(place),
+            Where::Device(memory) => Some(memory),
         }
     }
 
@@ -118,7 +112,7 @@ impl RawBuf {
 
     /// What has become of the collectives on it, where it is a device's.
     pub(crate) fn fate(&self) -> Option<&Arc<Fate>> {
-        self.on_device()?.fate.as_ref()
+        self.device_memory()?.fate.as_ref()
     }
 }
 

@@ -88,7 +88,7 @@ fn failed<T>(call: &str, problem: String, buf: T) -> Failed<T> {
 }
 
 /// Why these lengths do not cut `len` elements, if they do not.
-pub(super) fn misfit(lens: &[usize], len: usize) -> Option<String> {
+pub(crate) fn misfit(lens: &[usize], len: usize) -> Option<String> {
     if lens.is_empty() {
         return Some("no lengths were given, expected at least one".into());
     }
@@ -99,7 +99,7 @@ pub(super) fn misfit(lens: &[usize], len: usize) -> Option<String> {
     }
 }
 
-pub(super) fn beyond(mid: usize, len: usize) -> Option<String> {
+pub(crate) fn beyond(mid: usize, len: usize) -> Option<String> {
     (mid > len).then(|| format!("cannot cut at {mid}, the buffer has {len} elements"))
 }
 
@@ -224,7 +224,7 @@ impl<B: HostMemory> View<B> {
 }
 
 /// Which of so many elements these ranges, in order, leave out, if they leave out any.
-pub(super) fn gaps(ranges: impl IntoIterator<Item = Range<usize>>, len: usize) -> Option<String> {
+pub(crate) fn gaps(ranges: impl IntoIterator<Item = Range<usize>>, len: usize) -> Option<String> {
     let (mut at, mut gaps) = (0, Vec::new());
     for range in ranges.into_iter().chain(std::iter::once(len..len)) {
         if range.start > at {

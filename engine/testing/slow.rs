@@ -10,9 +10,10 @@ use allstream_kernels as kernels;
 use parking_lot::Mutex;
 
 use crate::comm::SharedComm;
+use crate::device::DeviceStream;
 use crate::error::Error;
 use crate::exec::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
-use crate::mem::device::{DeviceStream, Witness};
+use crate::mem::Witness;
 use crate::types::{Kind, Rank};
 
 /// What is called, for people.

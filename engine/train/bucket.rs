@@ -5,8 +5,8 @@ use std::ops::Range;
 use super::layout::{Options, Param};
 use super::pack::{Emptied, OnDevice, Pack, PackedAt, not_there};
 use crate::comm::{Comm, Ordered, Work, ready};
+use crate::device::{DeviceStream, is_same};
 use crate::error::{Error, Failed};
-use crate::mem::device::{DeviceStream, is_same};
 use crate::mem::{AnyBuf, Buf};
 use crate::types::{DType, Rank, ReduceOp, bf16, f16};
 

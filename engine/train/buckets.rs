@@ -19,8 +19,8 @@ use super::bucket::{Bucket, form, packed};
 use super::layout::{Options, Param, agree};
 use super::report::Report;
 use crate::comm::{Comm, SharedComm, Work};
+use crate::device::{Device, zero_on_device};
 use crate::error::{Error, Failed};
-use crate::mem::device::{Device, zero_on_device};
 use crate::mem::{AnyBuf, Buf, Event, RawBuf, elements};
 use crate::trace::Step;
 use crate::types::ReduceOp;
@@ -284,7 +284,7 @@ impl<B: Buf> Buckets<B> {
             return invalid(format!("the {what} of parameter {i} cannot be used: {why}"));
         }
         let here = Param::new(found.dtype, found.len);
-        let here = if found.on_device().is_some() { here.on_device() } else { here };
+        let here = if found.device_memory().is_some() { here.on_device() } else { here };
         if here != *param {
             return invalid(format!("the {what} of parameter {i} is {here}, and in the layout {param}"));
         }
@@ -304,7 +304,7 @@ impl<B: Buf> Buckets<B> {
     fn enter(&mut self, i: usize) {
         self.is_pushed[i] = true;
         if self.device.is_none() && self.layout[i].is_on_device() {
-            let place = self.grads[i].as_mut().and_then(|grad| RawBuf::of(grad).on_device().cloned());
+            let place = self.grads[i].as_mut().and_then(|grad| RawBuf::of(grad).on_device());
             self.device = place.map(|place| place.stream.device());
         }
         self.buckets[self.places[i]].fill();
@@ -610,7 +610,7 @@ fn residuals(layout: &[Param], options: &Options) -> Vec<Vec<f32>> {
 fn zero(buf: &mut impl Buf) -> Result<(), Error> {
     let raw = RawBuf::of(buf);
     match raw.on_device() {
-        Some(place) => zero_on_device(place, raw.bytes()),
+        Some(place) => zero_on_device(&place, raw.bytes()),
         None => elements::zero(buf)
             .ok_or_else(|| Error::system("finish_some", "memory for a gradient cannot be written (a bug)")),
     }

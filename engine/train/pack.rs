@@ -3,12 +3,12 @@
 use std::sync::Arc;
 
 use super::layout::Param;
-use crate::error::Error;
-use crate::mem::device::{
-    ALIGNED, DevicePlace, DeviceStream, Fate, Part, Table, all_wait_for, is_same, pack_on_device, streams,
+use crate::device::{
+    ALIGNED, DevicePlace, DeviceStream, Part, Table, all_wait_for, is_same, pack_on_device, streams,
     unpack_on_device,
 };
-use crate::mem::{AnyBuf, Buf, RawBuf, elements};
+use crate::error::Error;
+use crate::mem::{AnyBuf, Buf, Fate, RawBuf, elements};
 use crate::types::DType;
 
 /// Parameters of one element type whose gradients are copied into one buffer, all on the host or all on a device.
@@ -114,7 +114,7 @@ impl Pack {
     fn parts<B: Buf>(&self, bufs: &mut [Option<B>]) -> Result<Vec<Part>, Error> {
         let mut part = |&(i, at): &(usize, usize)| {
             let raw = RawBuf::of(bufs[i].as_mut()?);
-            let place = raw.on_device()?.clone();
+            let place = raw.on_device()?;
             Some(Part { place, at: at * self.dtype.size(), bytes: raw.bytes() })
         };
         self.members.iter().map(|member| part(member).ok_or_else(|| not_there(member.0))).collect()
@@ -178,7 +178,7 @@ fn fates(parts: &[Part]) -> impl Iterator<Item = &Arc<Fate>> {
 }
 
 fn place_of(buf: &mut AnyBuf) -> Option<DevicePlace> {
-    RawBuf::of(buf).on_device().cloned()
+    RawBuf::of(buf).on_device()
 }
 
 pub(super) fn not_there(i: usize) -> Error {

@@ -7,7 +7,7 @@ use crate::source::{Token, import_tree, tokens};
 
 /// The folders of the engine whose files may not import each other in a circle; the first is the engine itself. A module and
 /// its own children may know each other.
-const FOLDERS: [&[&str]; 4] = [&[], &["exec"], &["link"], &["comm"]];
+const FOLDERS: [&[&str]; 5] = [&[], &["device"], &["exec"], &["link"], &["comm"]];
 
 /// Modules that only tests and fuzz targets have.
 const FOR_TESTS: [&str; 3] = ["tests", "testing", "fuzzing"];

@@ -9,12 +9,13 @@ use crate::source::{Token, import_tree, tokens};
 
 /// The floors of `engine/`: a module imports only from its own floor and from floors below it. What only tests use
 /// (`testing/`) is on none: it may know everything, and no build of a user's has it.
-const FLOORS: [(&str, u32); 11] = [
+const FLOORS: [(&str, u32); 12] = [
     ("error", 0),
     ("forked", 0),
     ("types", 0),
     ("trace", 0),
     ("mem", 1),
+    ("device", 2),
     ("link", 3),
     ("exec", 4),
     ("group", 5),
@@ -33,6 +34,7 @@ const UNSAFE: [(&str, &str); 47] = [
     ("engine/forked.rs", "a page that a fork clears"),
     ("engine/trace/ticks.rs", "reads the processor's counter"),
     ("engine/mem/", "memory that operations own while it is in flight"),
+    ("engine/device/", "calls the CUDA driver; memory that operations own while it is in flight"),
     ("engine/train/pack.rs", "gradients that a device copies while buckets own them"),
     ("engine/link/mod.rs", "the contract of a link: it borrows memory by pointer"),
     ("engine/link/region.rs", "a mapping shared by processes"),

@@ -2,8 +2,8 @@
 
 use super::{Node, together};
 use crate::comm::{Comm, DevicePath};
+use crate::device::Device;
 use crate::error::Error;
-use crate::mem::device::Device;
 
 impl Node {
     /// Binds each rank of this node to a device, in order: [`Comm::bind_device`] of all of them. Collective: all processes call it.

@@ -7,13 +7,13 @@ use allstream_cuda_kernels::{Kind, kernel};
 
 use super::run::Run;
 use super::{Endpoint, Port};
+use crate::device::DeviceStream;
 use crate::error::Error;
 use crate::exec::device::{Binding, DeviceLinks, DeviceOp};
 use crate::exec::inflight::Key;
 use crate::exec::operation::{Operation, Reduction};
 use crate::exec::port::DEVICES;
 use crate::mem::ErasedBufs;
-use crate::mem::device::DeviceStream;
 use crate::plan::Step;
 
 /// A thread that makes a stream wait for a collective first helps to get it onto its own stream, for this long: waiting

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
+use crate::device::Staged;
 use crate::exec::deadlines::DeadlineClock;
 use crate::exec::inflight::Key;
-use crate::mem::device::Staged;
 use crate::types::{Map, Signature};
 
 /// Such an operation, and what copies its results back.

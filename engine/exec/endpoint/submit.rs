@@ -9,13 +9,13 @@ use super::Endpoint;
 use super::copy_backs::CopyBack;
 use super::run::Run;
 use super::table::Table;
+use crate::device::Staged;
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::inflight::Key;
 use crate::exec::operation::{Executor, Operation};
 use crate::exec::p2p::Message;
 use crate::forked;
-use crate::mem::device::Staged;
 use crate::mem::{ErasedBufs, Event};
 use crate::types::Signature;
 

@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use super::Endpoint;
 use super::table::Table;
+use crate::device::DeviceStream;
 use crate::error::{self, Error};
 use crate::exec::inflight::Key;
 use crate::exec::operation::{Executor, Operation};
 use crate::exec::whole::{BoundWhole, Called, MessagePath};
-use crate::mem::device::DeviceStream;
 use crate::types::mix;
 
 impl Endpoint {

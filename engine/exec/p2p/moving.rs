@@ -4,11 +4,11 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::device::Staged;
 use crate::error::MissingState;
 use crate::exec::inflight::Key;
 use crate::exec::whole::{MessagePath, Turn};
 use crate::mem::check_bools;
-use crate::mem::device::Staged;
 use crate::types::{DType, Map, Rank, Signature};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -9,10 +9,10 @@ use std::sync::Arc;
 
 use super::moving::{Answer, Direction, Message, Moving, Type};
 use super::{Messages, disagree_on_time};
+use crate::device::DeviceEvent;
 use crate::error::{Error, Operation};
 use crate::exec::inflight::Key;
 use crate::exec::whole::{Called, MessagePath, Moved, Standing, Turn};
-use crate::mem::device::DeviceEvent;
 use crate::types::{Rank, mix};
 
 /// Messages that the library was given at once.

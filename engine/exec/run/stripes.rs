@@ -1,4 +1,4 @@
-//! What an operation on staged memory may touch, as that comes and goes ([`crate::mem::device::Staged`]).
+//! What an operation on staged memory may touch, as that comes and goes ([`crate::device::Staged`]).
 //!
 //! A round is one run of the whole plan, so the rounds that have come can be worked on before the others have, and those that
 //! all steps have stored can leave before the others are.
@@ -6,9 +6,9 @@
 use std::ops::Range;
 
 use super::{Backend, PlanRun};
+use crate::device::{ALL, Stripe};
 use crate::exec::operation::Part;
 use crate::exec::slicing::Slicing;
-use crate::mem::device::{ALL, Stripe};
 use crate::plan::{Layout, OUTPUT, Slot, Step};
 
 /// Bytes of a stripe: long beside what its copies cost to start (tens of microseconds each way), short beside an operation

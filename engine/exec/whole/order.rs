@@ -22,8 +22,8 @@ use std::task::Waker;
 
 use parking_lot::Mutex;
 
+use crate::device::{DeviceEvent, DeviceStream};
 use crate::error::{Error, Operation};
-use crate::mem::device::{DeviceEvent, DeviceStream};
 
 /// An operation, and the waker of whoever drives its communicator.
 pub(crate) struct Called {

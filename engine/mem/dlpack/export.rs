@@ -71,7 +71,7 @@ pub fn export<B: Buf>(mut buf: B, shape: &[usize]) -> Result<Export<B>, Failed<B
         // Refused above.
         Where::Unfit(_) => (null_mut(), DLDevice { device_type: DL_CPU, device_id: 0 }),
         Where::Device(place) => {
-            let device_id = i32::try_from(place.stream.device().ordinal()).unwrap_or(i32::MAX);
+            let device_id = i32::try_from(place.order.device().0).unwrap_or(i32::MAX);
             let data = std::ptr::without_provenance_mut(place.address as usize);
             (data, DLDevice { device_type: DL_CUDA, device_id })
         }

@@ -9,4 +9,5 @@ pub use abi::{
     DLPackVersion, DLTensor, FLAG_READ_ONLY, VERSION,
 };
 pub use export::{Export, export};
+pub(crate) use tensor::{CALL, DeviceName};
 pub use tensor::{HostTensor, Tensor};

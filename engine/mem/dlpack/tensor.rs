@@ -8,14 +8,13 @@ use super::abi::{
     FLAG_READ_ONLY, VERSION,
 };
 use crate::error::{Error, Failed};
-use crate::mem::device::{DeviceBuf, DeviceStream, ForeignMemory};
 use crate::mem::{OwnedSlice, SliceOwner};
 use crate::types::{DType, Element};
 
 /// NumPy takes no more, and no library has that many.
 pub(super) const MAX_DIMENSIONS: usize = 64;
 
-const CALL: &str = "dlpack import";
+pub(crate) const CALL: &str = "dlpack import";
 
 /// A tensor of DLPack that is ours: its deleter is called once, when this and whatever it was made into is gone.
 ///
@@ -149,7 +148,7 @@ impl Tensor {
     }
 
     /// How many elements, and where the first is. No address is looked at.
-    fn elements<T: Element>(&self) -> Result<(usize, u64), String> {
+    pub(crate) fn elements<T: Element>(&self) -> Result<(usize, u64), String> {
         if self.dtype() != Some(T::DTYPE) {
             return Err(format!("the tensor holds {}, the buffer is to hold {}", TypeName(self), T::DTYPE));
         }
@@ -227,40 +226,6 @@ impl Tensor {
             Err(problem) => Err(Failed { buf: Some(self), error: Error::invalid(CALL, problem) }),
         }
     }
-
-    /// As a device buffer, in the order of `stream`: the one that the producer was told, or that it has put its work on.
-    ///
-    /// The deleter is called when the buffer is gone and the stream has come to that point, on another thread.
-    ///
-    /// # Errors
-    /// [`Failed`] with the tensor: [`Error::Invalid`], it is not on the device of the stream (`kDLCUDA`, and the device's
-    /// number), or the driver does not know its address as one of that device; otherwise as [`into_host`](Self::into_host);
-    /// [`Error::Cuda`].
-    pub fn into_device<T: Element>(self, stream: &DeviceStream) -> Result<DeviceBuf<T>, Failed<Tensor>> {
-        let ordinal = stream.device().ordinal();
-        let device = self.tensor.device;
-        let found = match device.device_type {
-            DL_CUDA if usize::try_from(device.device_id) != Ok(ordinal) => {
-                Err(format!("the tensor is on {}, the stream is of device {ordinal}", DeviceName(device)))
-            }
-            DL_CUDA => self.elements::<T>(),
-            _ => Err(format!("the tensor is on {}, not on a CUDA device", DeviceName(device))),
-        };
-        match found {
-            Ok((len, pointer)) => {
-                let memory = ForeignMemory { pointer, len, dtype: T::DTYPE };
-                // SAFETY: whoever made the tensor promised what is asked here, for this stream.
-                let made = unsafe { DeviceBuf::from_foreign(memory, stream, self) };
-                made.map_err(|failed| match failed.error {
-                    Error::Invalid { problem, .. } => {
-                        Failed { error: Error::invalid(CALL, problem), ..failed }
-                    }
-                    _ => failed,
-                })
-            }
-            Err(problem) => Err(Failed { buf: Some(self), error: Error::invalid(CALL, problem) }),
-        }
-    }
 }
 
 fn null() -> Error {
@@ -293,7 +258,7 @@ impl fmt::Display for TypeName<'_> {
     }
 }
 
-struct DeviceName(DLDevice);
+pub(crate) struct DeviceName(pub(crate) DLDevice);
 
 impl fmt::Display for DeviceName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -7,8 +7,8 @@ use parking_lot::Mutex;
 
 use super::{Back, Buckets};
 use crate::comm::{Either, Ordered, Stream, push, ready};
+use crate::device::DeviceStream;
 use crate::error::{Error, Failed};
-use crate::mem::device::DeviceStream;
 use crate::mem::{Buf, HostStream};
 use crate::trace::Step;
 use crate::train::bucket::{Bucket, Placed, packed};

@@ -1,62 +1,17 @@
-//! What operations on device memory are staged in: pinned memory of the host's ([`super::stripes`] has how).
+//! Pinned memory of the host's that is kept on a device for the next operation.
 
 use std::collections::BTreeMap;
-use std::ptr::NonNull;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{Cuda, CudaError};
 
-use super::chores::later;
-use super::context::Context;
-use super::fate::Fate;
-use super::stream::DeviceStream;
-use crate::error::Error;
-
-/// Where device memory is, and in whose order.
-#[derive(Clone)]
-pub(crate) struct DevicePlace {
-    pub(crate) stream: DeviceStream,
-    pub(crate) address: u64,
-    /// Of a buffer that keeps it.
-    pub(crate) fate: Option<Arc<Fate>>,
-    /// Whether another library allocated it.
-    pub(crate) foreign: bool,
-}
-
-impl std::fmt::Debug for DevicePlace {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:#x} of {:?}", self.address, self.stream)
-    }
-}
-
-impl DevicePlace {
-    /// Why what is there means nothing.
-    pub(crate) fn check(&self) -> Result<(), Error> {
-        self.fate.as_ref().map_or(Ok(()), |fate| fate.check())
-    }
-}
-
-/// A buffer that is staged.
-pub(crate) struct Item {
-    pub(crate) place: DevicePlace,
-    pub(crate) bytes: usize,
-    /// The operation reads it.
-    pub(crate) fill: bool,
-    /// The operation writes it.
-    pub(crate) back: bool,
-}
-
-/// What is called when a staged operation is over: once, on any thread.
-pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
-
 /// Pinned memory that is kept for the next operations: getting it takes the driver 0.1 ms and more. A block that is larger is kept
 /// where nothing else is, for [`REST`] after its last use: the next operation of a loop finds it.
 const KEPT: usize = 64 << 20;
-const REST: Duration = Duration::from_secs(1);
+pub(super) const REST: Duration = Duration::from_secs(1);
 /// Bytes of pinned memory that this process has for staging, in use or kept.
-static PINNED: AtomicUsize = AtomicUsize::new(0);
+pub(super) static PINNED: AtomicUsize = AtomicUsize::new(0);
 
 /// Bytes of pinned memory that this process has for staging, in use or kept for the next operations.
 pub(crate) fn pinned_bytes() -> usize {
@@ -67,7 +22,7 @@ const MIB: usize = 1 << 20;
 
 /// The length of a block for so many bytes. There are few, so that blocks are taken again: powers of two, and above 1 MiB
 /// three more between two of them, so that at most a quarter is more than was asked for.
-fn length(bytes: usize) -> usize {
+pub(super) fn length(bytes: usize) -> usize {
     match bytes {
         0..=MIB => bytes.max(LEAST).next_power_of_two(),
         _ => bytes.checked_next_multiple_of(1 << ((bytes - 1).ilog2() - 2)).unwrap_or(bytes),
@@ -76,7 +31,7 @@ fn length(bytes: usize) -> usize {
 
 /// Blocks that nobody uses.
 #[derive(Default)]
-pub(super) struct Pinned {
+pub(super) struct PinnedCache {
     /// Their addresses, by length. A length stays when its last block is taken: it will be back.
     blocks: BTreeMap<usize, Vec<usize>>,
     bytes: usize,
@@ -84,9 +39,9 @@ pub(super) struct Pinned {
     used: Option<Instant>,
 }
 
-impl Pinned {
+impl PinnedCache {
     /// One of at least so many bytes, and not of far more: its address and length.
-    fn take(&mut self, wanted: usize) -> Option<(usize, usize)> {
+    pub(super) fn take(&mut self, wanted: usize) -> Option<(usize, usize)> {
         let fitting = self.blocks.range_mut(wanted..=wanted.saturating_mul(4));
         let (at, len) = fitting.into_iter().find_map(|(len, blocks)| Some((blocks.pop()?, *len)))?;
         self.bytes -= len;
@@ -94,7 +49,7 @@ impl Pinned {
     }
 
     /// Keeps one, if that is not too much; whether it did.
-    fn put(&mut self, at: usize, len: usize) -> bool {
+    pub(super) fn put(&mut self, at: usize, len: usize) -> bool {
         let fits = self.bytes == 0 || self.bytes + len <= KEPT;
         if fits {
             self.blocks.entry(len).or_default().push(at);
@@ -105,7 +60,7 @@ impl Pinned {
     }
 
     /// Whether more is kept than for good.
-    fn is_much(&self) -> bool {
+    pub(super) fn is_much(&self) -> bool {
         self.bytes > KEPT
     }
 
@@ -117,7 +72,7 @@ impl Pinned {
     }
 
     /// The same, if they are more than is kept for good and nobody has used any for a while.
-    fn take_rested(&mut self) -> Vec<(usize, usize)> {
+    pub(super) fn take_rested(&mut self) -> Vec<(usize, usize)> {
         let rested = self.used.is_none_or(|at| at.elapsed() >= REST);
         if self.is_much() && rested { self.take_all() } else { Vec::new() }
     }
@@ -128,64 +83,6 @@ pub(super) fn unpin(cuda: &Cuda, (at, len): (usize, usize), report: &dyn Fn(Cuda
     PINNED.fetch_sub(len, Ordering::Relaxed);
     // SAFETY: allocated by `Block::new`, whose owner gave it back.
     unsafe { cuda.mem_free_host(std::ptr::with_exposed_provenance_mut(at)) }.unwrap_or_else(report);
-}
-
-/// Pinned memory of the host's, for one operation. It holds whatever was there: nobody reads of it what was not written.
-pub(super) struct Block {
-    start: NonNull<u8>,
-    len: usize,
-    context: Arc<Context>,
-}
-
-// SAFETY: it owns its memory, and gives no reference to it: whoever copies to or from it holds it, and the executor orders
-// them as it does with a user's buffer.
-unsafe impl Send for Block {}
-// SAFETY: as above.
-unsafe impl Sync for Block {}
-
-impl Block {
-    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Block, Error> {
-        let context = context.clone();
-        let len = length(bytes);
-        let kept = context.pinned.lock().take(len);
-        if let Some((at, len)) = kept
-            && let Some(start) = NonNull::new(std::ptr::with_exposed_provenance_mut(at))
-        {
-            return Ok(Block { start, len, context });
-        }
-        let at = context.pin(len, " to stage an operation")?;
-        let Some(start) = NonNull::new(at.cast::<u8>()) else {
-            return Err(Error::system("pin host memory", "the driver gave no address"));
-        };
-        PINNED.fetch_add(len, Ordering::Relaxed);
-        Ok(Block { start, len, context })
-    }
-
-    /// An address in it.
-    pub(super) fn at(&self, offset: usize) -> *mut u8 {
-        self.start.as_ptr().wrapping_add(offset)
-    }
-}
-
-impl Drop for Block {
-    /// Who drops the last handle may be the thread that everybody waits for: the driver is called by another.
-    fn drop(&mut self) {
-        let (block, context) = ((self.start.as_ptr().expose_provenance(), self.len), self.context.clone());
-        let mut pinned = context.pinned.lock();
-        let (kept, is_much) = (pinned.put(block.0, block.1), pinned.is_much());
-        drop(pinned);
-        if !kept {
-            later(Duration::ZERO, move || context.unpin([block]));
-        } else if is_much {
-            let context = Arc::downgrade(&context);
-            later(REST, move || {
-                if let Some(context) = context.upgrade() {
-                    let rested = context.pinned.lock().take_rested();
-                    context.unpin(rested);
-                }
-            });
-        }
-    }
 }
 
 #[cfg(test)]
@@ -208,7 +105,7 @@ mod tests {
 
     #[test]
     fn pinned_blocks_are_kept_by_their_lengths() {
-        let mut pinned = Pinned::default();
+        let mut pinned = PinnedCache::default();
         assert!(pinned.put(1, 2 * KEPT) && !pinned.put(2, LEAST));
         assert_eq!((pinned.take(LEAST), pinned.take(KEPT)), (None, Some((1, 2 * KEPT))));
         assert!(pinned.put(1, MIB) && pinned.put(2, LEAST) && pinned.put(3, MIB));
@@ -219,7 +116,7 @@ mod tests {
 
     #[test]
     fn one_large_block_is_kept_for_a_while_and_small_ones_for_good() {
-        let mut pinned = Pinned::default();
+        let mut pinned = PinnedCache::default();
         assert!(pinned.put(1, 2 * KEPT) && pinned.is_much());
         assert!(pinned.take_rested().is_empty(), "it has just been used");
         pinned.used = Instant::now().checked_sub(REST);

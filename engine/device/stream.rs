@@ -2,28 +2,17 @@
 
 use std::ffi::{c_int, c_void};
 use std::fmt;
-use std::future::{Future, IntoFuture};
-use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context as Task, Poll};
 use std::time::Duration;
 
 use allstream_sys::cuda::{
-    CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_NON_BLOCKING, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream,
-    CudaError,
+    CU_STREAM_CAPTURE_STATUS_NONE, CU_STREAM_PER_THREAD, CuEvent, CuResult, CuStream, CudaError,
 };
 
-use parking_lot::{MappedRwLockReadGuard, Mutex, RwLock, RwLockReadGuard};
-
-use super::context::{Context, Entered, is_not_yet, sleep_until};
-use super::handle::Device;
-use super::queues::Standing;
-use super::staging::Finish;
-use super::transfer::Transfer;
-use super::waiter::{self, Outcome};
-use crate::error::{Error, Failed};
-use crate::mem::Event;
+use super::context::{Context, Line, Owner, Point, Way};
+use super::devices::Device;
+use super::handle::{Entered, sleep_until};
+use crate::error::Error;
 
 const MARK: &str = "mark a point in a stream";
 
@@ -33,111 +22,9 @@ const MARK: &str = "mark a point in a stream";
 #[derive(Clone)]
 pub struct DeviceStream(pub(super) Arc<Line>);
 
-/// A stream, and what keeps it.
-pub(super) struct Line {
-    pub(super) context: Arc<Context>,
-    /// What the driver has for it.
-    way: RwLock<Way>,
-    /// A number that no other stream of this process ever has: handles of the driver come again.
-    pub(super) id: u64,
-    owner: Owner,
-    /// As one that waits (`queues.rs`).
-    pub(super) standing: Mutex<Standing>,
-}
-
-/// A stream of the driver's, and its number, as that of a [`Line`].
-#[derive(Clone, Copy)]
-pub(super) struct Way {
-    pub(super) raw: CuStream,
-    pub(super) id: u64,
-}
-
-impl Way {
-    /// Whoever has it destroys it. `priority`: of the least urgent one there is, and the most urgent one.
-    pub(super) fn make(
-        context: &Context,
-        _: &Entered<'_>,
-        priority: impl FnOnce(c_int, c_int) -> c_int,
-    ) -> Result<Way, CudaError> {
-        let (least, greatest) = context.cuda.stream_priorities()?;
-        let priority = priority(least, greatest);
-        // SAFETY: in the context (`Entered`).
-        let raw = unsafe { context.cuda.stream_create_with_priority(CU_STREAM_NON_BLOCKING, priority) }?;
-        Ok(Way { raw, id: number() })
-    }
-}
-
-impl Line {
-    fn new(context: Arc<Context>, raw: CuStream, owner: Owner) -> Line {
-        Line::of(context, Way { raw, id: number() }, owner)
-    }
-
-    fn of(context: Arc<Context>, way: Way, owner: Owner) -> Line {
-        Line { context, way: RwLock::new(way), id: number(), owner, standing: Mutex::default() }
-    }
-
-    /// The driver's stream, to put something there: as long as this is held no other takes its place.
-    pub(super) fn raw(&self) -> MappedRwLockReadGuard<'_, CuStream> {
-        RwLockReadGuard::map(self.way.read(), |way| &way.raw)
-    }
-
-    /// What the driver has for it now.
-    pub(super) fn way(&self) -> Way {
-        *self.way.read()
-    }
-
-    /// Whether another stream of the driver's may take its place: nobody else knows this one.
-    pub(super) fn may_move(&self) -> bool {
-        matches!(self.owner, Owner::Alone)
-    }
-
-    /// Goes on with another stream of the driver's, whatever is put here behind all that is here now. The one that was left,
-    /// which is the caller's, as this one was; work that is on it stays there.
-    pub(super) fn go_on_with(&self, entered: &Entered<'_>, next: Way) -> Result<Way, CudaError> {
-        let mut way = self.way.write();
-        self.context.follow(entered, way.raw, next.raw)?;
-        // What was learnt of it as one that waits was learnt of the stream that it leaves.
-        self.standing.lock().forget();
-        Ok(std::mem::replace(&mut *way, next))
-    }
-
-    /// The same where nothing has been put here yet, so that there is nothing to wait for.
-    pub(super) fn start_with(&self, next: Way) -> Way {
-        std::mem::replace(&mut *self.way.write(), next)
-    }
-}
-
-/// Who sees to it that a stream exists, and destroys it.
-enum Owner {
-    /// We do.
-    Ours,
-    /// We do, and nobody else puts anything there: another may take its place.
-    Alone,
-    /// Someone else, for as long as was promised (`from_raw`).
-    Promised,
-    /// What is here, as long as it is here.
-    Kept { _owner: Box<dyn Send + Sync> },
-}
-
-fn number() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
-impl Drop for Line {
-    fn drop(&mut self) {
-        if !matches!(self.owner, Owner::Ours | Owner::Alone) {
-            return;
-        }
-        let raw = self.way.get_mut().raw;
-        // SAFETY: made by `Way::make`, and this was its last handle. The driver lets what is on it finish.
-        self.context.close("destroy a stream", |cuda| unsafe { cuda.stream_destroy(raw) });
-    }
-}
-
 impl fmt::Debug for DeviceStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DeviceStream({} of device {})", self.0.id, self.0.context.ordinal)
+        self.0.fmt(f)
     }
 }
 
@@ -188,7 +75,7 @@ impl DeviceStream {
     /// # Safety
     /// - `raw` is a `CUstream` of the primary context of `device`;
     /// - it exists until every clone of the result, every buffer on it and every event recorded on it is gone, and every
-    ///   [`Transfer`] on it has ended.
+    ///   [`Transfer`](super::Transfer) on it has ended.
     ///
     /// The legacy default stream (null, or `CU_STREAM_LEGACY`) is one.
     ///
@@ -283,14 +170,6 @@ impl DeviceStream {
         })
     }
 
-    /// Sees to it that so many bytes of the pool can be had here without asking the driver, unless somebody else takes them
-    /// first. May wait for what is on the device: to be called by who holds nothing.
-    pub(crate) fn reserve(&self, bytes: usize) -> Result<(), Error> {
-        let context = &self.0.context;
-        context
-            .within("get memory for a collective", |entered| context.reserve(entered, &self.0, bytes as u64))
-    }
-
     /// Lets this stream's device touch the memory of another's. `false`: it cannot.
     pub(crate) fn reach(&self, other: &DeviceStream) -> Result<bool, Error> {
         self.0.context.reach(&other.0.context)
@@ -351,28 +230,10 @@ impl DeviceStream {
 /// A point in a stream of a device, reached once all that was on the stream before it is done.
 ///
 /// Cheap to clone. `.await` gives way to other tasks until it is reached; no thread spins meanwhile.
-/// [`on_host`](Self::on_host) makes an [`Event`] of it, which collectives can start after
+/// [`on_host`](Self::on_host) makes an [`Event`](crate::Event) of it, which collectives can start after
 /// ([`Call::after`](crate::Call::after)).
 #[derive(Clone)]
 pub struct DeviceEvent(pub(super) Arc<Point>);
-
-/// A recorded event.
-pub(super) struct Point {
-    pub(super) context: Arc<Context>,
-    pub(super) raw: CuEvent,
-    /// Whether a thread may sleep until the device wakes it (`mark_for_host`).
-    wakes: bool,
-}
-
-impl Drop for Point {
-    fn drop(&mut self) {
-        if self.wakes {
-            self.context.recycle_for_host(self.raw);
-        } else {
-            self.context.recycle(self.raw);
-        }
-    }
-}
 
 impl fmt::Debug for DeviceEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -396,14 +257,7 @@ impl DeviceEvent {
     /// # Errors
     /// [`Error::Cuda`]: work on the device has failed.
     pub fn is_complete(&self) -> Result<bool, Error> {
-        let context = &self.0.context;
-        // SAFETY: `self` keeps the event, and its context is current.
-        let answer = context.enter().and_then(|_entered| unsafe { context.cuda.event_query(self.0.raw) });
-        match answer {
-            Ok(()) => Ok(true),
-            Err(error) if is_not_yet(error.code) => Ok(false),
-            Err(error) => Err(context.tell("ask for an event", error)),
-        }
+        self.0.is_complete()
     }
 
     /// Blocks until the point is reached, asleep.
@@ -431,44 +285,5 @@ impl DeviceEvent {
                 reached => return reached.map_err(|error| context.tell("wait for an event", error)),
             }
         }
-    }
-
-    /// Calls `finish` when the point is reached, or will not be.
-    pub(crate) fn then(self, doing: &'static str, finish: Finish) {
-        let then = move |outcome: Outcome| match outcome {
-            Outcome::Reached => finish(Ok(())),
-            Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
-        };
-        waiter::watch(self, Box::new(then));
-    }
-
-    /// The same point as an event of the host's: complete when this is reached, failed where work before it has failed.
-    pub fn on_host(&self) -> Event {
-        let event = Event::pending();
-        let fire = event.clone();
-        let then = move |outcome: Outcome| fire.fire(matches!(outcome, Outcome::Reached));
-        waiter::watch(self.clone(), Box::new(then));
-        event
-    }
-}
-
-/// Waits for a [`DeviceEvent`]: what `.await` on one makes.
-#[derive(Debug)]
-pub struct Reached(Transfer<()>);
-
-impl IntoFuture for DeviceEvent {
-    type Output = Result<(), Error>;
-    type IntoFuture = Reached;
-    fn into_future(self) -> Reached {
-        Reached(Transfer::after(self, (), "wait for an event", |result, _: Option<()>| {
-            result.map_err(|error| Failed { buf: Some(()), error })
-        }))
-    }
-}
-
-impl Future for Reached {
-    type Output = Result<(), Error>;
-    fn poll(mut self: Pin<&mut Self>, task: &mut Task<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.0).poll(task).map_err(|failed| failed.error)
     }
 }

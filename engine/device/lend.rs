@@ -15,7 +15,7 @@ use allstream_sys::cuda::{
 };
 
 use super::context::Context;
-use super::staging::DevicePlace;
+use super::place::DevicePlace;
 use super::stream::DeviceStream;
 use crate::error::Error;
 

@@ -1,7 +1,7 @@
 //! [`Transfer`]: device work that holds buffers until it is done.
 
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, IntoFuture};
 use std::pin::Pin;
 use std::task::{Context as Task, Poll};
 
@@ -152,5 +152,26 @@ impl<O, F> Future for Transfer<O, F> {
             State::Running(promise) => promise.poll(task).map(|result| result.unwrap_or_else(taken)),
             State::Ended(result) => Poll::Ready(result.take().unwrap_or_else(taken)),
         }
+    }
+}
+
+/// Waits for a [`DeviceEvent`]: what `.await` on one makes.
+#[derive(Debug)]
+pub struct Reached(Transfer<()>);
+
+impl IntoFuture for DeviceEvent {
+    type Output = Result<(), Error>;
+    type IntoFuture = Reached;
+    fn into_future(self) -> Reached {
+        Reached(Transfer::after(self, (), "wait for an event", |result, _: Option<()>| {
+            result.map_err(|error| Failed { buf: Some(()), error })
+        }))
+    }
+}
+
+impl Future for Reached {
+    type Output = Result<(), Error>;
+    fn poll(mut self: Pin<&mut Self>, task: &mut Task<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(task).map_err(|failed| failed.error)
     }
 }

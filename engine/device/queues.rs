@@ -9,7 +9,7 @@
 //! So the device is asked first. The streams that are to wait are made to wait for a word that the host writes later. Then the stream that
 //! collectives run on, and a few spare streams of the driver's, are each told to write a word of their own. A stream whose word comes
 //! meanwhile is not held up. If a spare stream's word comes and the collectives' does not, because that one shares a queue or has other
-//! work to do, the collectives go on with the spare one ([`Line::go_on_with`](super::stream::Line::go_on_with)). So the answer is found by
+//! work to do, the collectives go on with the spare one ([`Line::go_on_with`](super::context::Line::go_on_with)). So the answer is found by
 //! comparison, and a host or a device that is slow, because it has much to do, only takes longer to give it. The spare streams are made
 //! when the first rank is bound.
 //!
@@ -19,11 +19,11 @@
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::{Cuda, CudaError};
+use allstream_sys::cuda::CudaError;
 
-use super::context::Context;
+use super::context::{Context, Line, Standing, Way, Ways};
 use super::signal::DeviceSignal;
-use super::stream::{DeviceEvent, DeviceStream, Line, Way};
+use super::stream::DeviceStream;
 use crate::error::Error;
 
 /// How long a first answer is waited for. After that no stream that was asked is known to go on.
@@ -45,49 +45,6 @@ fn is_one() -> bool {
     *ONE.get_or_init(|| std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").is_ok_and(|text| text.trim() == "1"))
 }
 
-/// What is known of a stream as one that waits.
-#[derive(Default)]
-pub(super) struct Standing {
-    /// Streams of the driver's, by their numbers, which go on while this one waits.
-    apart: Vec<u64>,
-    /// The number of the copies' stream, where this one may hold that up and no spare one was found for copies.
-    beside: Option<u64>,
-    /// So many times it is about to be made to wait for what is not on a stream yet.
-    soon: usize,
-    /// Behind the last such wait.
-    until: Option<DeviceEvent>,
-    /// The communicator whose collectives run here.
-    comm: Option<u64>,
-}
-
-impl Standing {
-    /// Another stream of the driver's has taken its place.
-    pub(super) fn forget(&mut self) {
-        self.apart.clear();
-        self.beside = None;
-    }
-
-    fn is_waiting(&mut self) -> bool {
-        if self.until.as_ref().is_some_and(|until| until.is_complete().unwrap_or(true)) {
-            self.until = None;
-        }
-        self.soon > 0 || self.until.is_some()
-    }
-}
-
-/// The streams of a device that must not be held up, and those that may hold them up.
-#[derive(Default)]
-pub(super) struct Ways {
-    /// Whether all that is made ahead has been made.
-    made: bool,
-    /// What collectives run on.
-    lines: Vec<Weak<Line>>,
-    /// What waits, or waited, for what was not on a stream then.
-    waiting: Vec<Weak<Line>>,
-    /// What collectives may go on with.
-    spare: Vec<Way>,
-}
-
 fn enter(list: &mut Vec<Weak<Line>>, stream: &DeviceStream) {
     list.retain(|other| other.strong_count() > 0);
     if !list.iter().any(|other| other.as_ptr() == Arc::as_ptr(&stream.0)) {
@@ -107,17 +64,6 @@ fn concerns(waiting: &DeviceStream, line: &DeviceStream) -> bool {
 }
 
 impl Ways {
-    /// What waits now.
-    fn waiting(&mut self) -> Vec<DeviceStream> {
-        self.waiting.retain(|line| line.upgrade().is_some_and(|line| line.standing.lock().is_waiting()));
-        alive(&self.waiting)
-    }
-
-    /// Whether nothing waits.
-    pub(super) fn is_quiet(&mut self) -> bool {
-        self.waiting().is_empty()
-    }
-
     /// Forgets answers of streams that are gone.
     fn forget(&self, context: &Context, standing: &mut Standing) {
         if standing.apart.len() < ANSWERS {
@@ -127,14 +73,6 @@ impl Ways {
         let all: Vec<u64> =
             lines.chain(self.spare.iter().copied()).chain(context.copies_way()).map(|way| way.id).collect();
         standing.apart.retain(|id| all.contains(id));
-    }
-
-    /// Destroys what nobody goes on with any more.
-    pub(super) fn close(&mut self, cuda: &Cuda, report: &dyn Fn(CudaError)) {
-        for way in self.spare.drain(..) {
-            // SAFETY: made by `make_ahead`, or left by a line that made it; the driver lets what is on it finish.
-            unsafe { cuda.stream_destroy(way.raw) }.unwrap_or_else(report);
-        }
     }
 }
 
@@ -306,7 +244,7 @@ impl Probe {
         course: &Course,
         more: &[DeviceStream],
     ) -> bool {
-        let mut waits = ways.waiting();
+        let mut waits: Vec<_> = ways.waiting().into_iter().map(DeviceStream).collect();
         let (way, may_move) = match course {
             Course::New(line) | Course::Line(line) => {
                 waits.retain(|waiting| concerns(waiting, line));
@@ -443,7 +381,7 @@ impl DeviceStream {
         let mut standing = self.0.standing.lock();
         if let Ok(until) = until {
             standing.soon = standing.soon.saturating_sub(1);
-            standing.until = Some(until);
+            standing.until = Some(until.0);
         }
     }
 

@@ -14,10 +14,11 @@ use std::task::Waker;
 use parking_lot::Mutex;
 
 use super::chores::Busy;
-use super::context::is_of_the_end;
-use super::staging::{Block, Finish, Item};
+use super::driver::is_of_the_end;
+use super::place::DevicePlace;
+use super::staging::Block;
 use super::stream::{DeviceEvent, DeviceStream};
-use super::waiter::{self, Outcome};
+use super::waiter::{self, Finish, Outcome};
 use crate::error::Error;
 use crate::mem::Event;
 
@@ -30,6 +31,16 @@ pub(crate) type Reach = (usize, usize);
 
 /// All of an operation.
 pub(crate) const ALL: Reach = (usize::MAX, 0);
+
+/// A buffer that is staged.
+pub(crate) struct Item {
+    pub(crate) place: DevicePlace,
+    pub(crate) bytes: usize,
+    /// The operation reads it.
+    pub(crate) fill: bool,
+    /// The operation writes it.
+    pub(crate) back: bool,
+}
 
 /// What is copied together, each way.
 pub(crate) struct Stripe {

@@ -10,9 +10,10 @@ use std::task::Waker;
 use allstream_sys::cuda::{CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, CuIpcMemHandle};
 use parking_lot::Mutex;
 
+use super::blocks::Exported;
 use super::chores::{Busy, drop_later};
-use super::context::{Context, uuid};
-use super::pool::Exported;
+use super::context::Context;
+use super::driver::uuid;
 use super::stream::DeviceStream;
 use super::waiter::{self, Outcome};
 use crate::error::Error;

@@ -8,17 +8,17 @@ use std::sync::Arc;
 use allstream_sys::cuda::CuEvent;
 use parking_lot::Mutex;
 
-use super::context::{Context, warn};
-use super::fate::Fate;
-use super::handle::Device;
-use super::pool::{Mark, Piece};
+use super::blocks::{Mark, Piece};
+use super::context::Context;
+use super::devices::Device;
+use super::driver::warn;
 use super::slices::{Direction, Route};
-use super::staging::DevicePlace;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::transfer::{Settle, Transfer};
 use super::waiter::{self, Outcome};
 use crate::error::{Error, Failed};
-use crate::mem::{Buf, HostMemory, Location, Where, check_bools};
+use crate::mem::any::{Make, make};
+use crate::mem::{AnyBuf, Buf, DeviceMemory, Fate, HostMemory, Location, Where, check_bools};
 use crate::types::{DType, Element};
 
 /// Memory on a CUDA device: `len` elements, initialised, owned alone, and in the order of one stream.
@@ -446,7 +446,20 @@ unsafe impl<T: Element> Buf for DeviceBuf<T> {
         T::DTYPE
     }
     fn location(&mut self) -> Location {
-        let (stream, address, fate) = (self.stream.clone(), self.address(), Some(self.fate.clone()));
-        Location(Where::Device(DevicePlace { stream, address, fate, foreign: self.memory.foreign }))
+        let (order, address, fate) = (self.stream.order(), self.address(), Some(self.fate.clone()));
+        Location(Where::Device(DeviceMemory { order, address, fate, foreign: self.memory.foreign }))
+    }
+}
+
+impl AnyBuf {
+    /// `len` elements of zero on a device, in a [`DeviceBuf`] on this stream.
+    pub(crate) fn zeroed_on(stream: &DeviceStream, dtype: DType, len: usize) -> Result<AnyBuf, Error> {
+        struct OnDevice<'a>(&'a DeviceStream, usize);
+        impl Make for OnDevice<'_> {
+            fn make<T: Element>(self) -> Result<AnyBuf, Error> {
+                DeviceBuf::<T>::zeroed(self.0, self.1).map(AnyBuf::new)
+            }
+        }
+        make(dtype, OnDevice(stream, len))
     }
 }

@@ -18,9 +18,11 @@ use parking_lot::{Condvar, Mutex};
 
 use super::capture::relaxed;
 use super::chores::Busy;
-use super::context::{cuda, is_not_yet};
+use super::driver::cuda;
+use super::handle::is_not_yet;
 use super::stream::DeviceEvent;
 use crate::error::Error;
+use crate::mem::Event;
 
 /// How an event ended.
 pub(super) enum Outcome {
@@ -33,6 +35,9 @@ pub(super) enum Outcome {
 }
 
 pub(super) type Then = Box<dyn FnOnce(Outcome) + Send>;
+
+/// What is called when an operation on a device is over: once, on any thread.
+pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
 struct Entry {
     event: DeviceEvent,
@@ -228,5 +233,25 @@ impl Waiter {
                 self.bell.wait_for(&mut state, pause - since);
             }
         }
+    }
+}
+
+impl DeviceEvent {
+    /// Calls `finish` when the point is reached, or will not be.
+    pub(crate) fn then(self, doing: &'static str, finish: Finish) {
+        let then = move |outcome: Outcome| match outcome {
+            Outcome::Reached => finish(Ok(())),
+            Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
+        };
+        watch(self, Box::new(then));
+    }
+
+    /// The same point as an event of the host's: complete when this is reached, failed where work before it has failed.
+    pub fn on_host(&self) -> Event {
+        let event = Event::pending();
+        let fire = event.clone();
+        let then = move |outcome: Outcome| fire.fire(matches!(outcome, Outcome::Reached));
+        watch(self.clone(), Box::new(then));
+        event
     }
 }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use allstream_cuda_kernels::{Direction, Packed, Segment, pack};
 
 use super::buf::DeviceBuf;
-use super::staging::{Block, DevicePlace};
+use super::place::DevicePlace;
+use super::staging::Block;
 use super::stream::DeviceStream;
 use super::transfer::refused_in_capture;
 use super::waiter::{self, Outcome};

@@ -8,7 +8,7 @@ use allstream_sys::cuda::Cuda;
 
 use super::chores::later;
 use super::context::Context;
-use super::handle::Device;
+use super::devices::Device;
 use crate::error::Error;
 use crate::mem::{OwnedSlice, SliceOwner};
 use crate::types::{DType, Element};

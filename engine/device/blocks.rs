@@ -1,4 +1,4 @@
-//! Device memory in blocks that other processes could open, handed out in pieces and taken back in the order of streams.
+//! The blocks of memory that the pool of a device has, and which parts of them are free. `pool.rs` has how pieces are got and given back.
 //!
 //! A block is one `cuMemAlloc`: memory of the driver's own pools has no legacy IPC handle, and ignores peer access
 //! (`cuCtxEnablePeerAccess`). A piece that is freed while its streams still work is *pending*: each stream's work is
@@ -7,27 +7,14 @@
 use std::collections::BTreeMap;
 use std::sync::Weak;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
-use allstream_sys::cuda::{CuEvent, CuIpcMemHandle, CuResult, Cuda, CudaError};
-use parking_lot::MutexGuard;
+use allstream_sys::cuda::{CuEvent, CuIpcMemHandle, CuStream, Cuda, CudaError};
 
-use super::context::{Context, Entered, is_not_yet, sleep_until};
-use super::stream::Line;
+use super::handle::{Entered, Handle, is_not_yet, sleep_until};
 
 /// Pieces start at multiples of this, as those of `cuMemAlloc` do (256 bytes at least): wide loads and rows of kernels
 /// are aligned.
-const ALIGN: u64 = 512;
-/// A block, unless what is asked for is larger. `cuMemAlloc` takes from 0.1 to 1 ms and stops the device's other work
-/// where it has to map memory, so it should be rare; more than this would be a burden to a process that needs little.
-const BLOCK: u64 = 64 << 20;
-/// Larger blocks are multiples of this, the size of the driver's pages.
-const PAGE: u64 = 2 << 20;
-/// Who waits for his turn with the driver, or for streams, looks this often whether others have left what he needs.
-const PAUSE: Duration = Duration::from_micros(50);
-/// So often the caller waits for what is pending where others may take it before him.
-const ROUNDS: usize = 16;
-
+pub(super) const ALIGN: u64 = 512;
 /// A piece of a block. Not `Clone`: whoever has it owns the memory.
 #[derive(Debug, PartialEq)]
 pub(super) struct Piece {
@@ -39,15 +26,15 @@ pub(super) struct Piece {
 /// A point that a stream (by its number) has still to reach.
 pub(super) type Mark = (u64, CuEvent);
 
-struct Pending {
+pub(super) struct Pending {
     piece: Piece,
     after: Vec<Mark>,
     /// Its place among all that were freed so.
     number: u64,
 }
 
-struct Block {
-    bytes: u64,
+pub(super) struct Block {
+    pub(super) bytes: u64,
     /// Address and length of what is free, never two neighbours.
     free: BTreeMap<u64, u64>,
     /// No other block of this process ever has it: addresses and handles of the driver come again.
@@ -59,7 +46,7 @@ struct Block {
 }
 
 impl Block {
-    fn new(at: u64, bytes: u64) -> Block {
+    pub(super) fn new(at: u64, bytes: u64) -> Block {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let (number, free) = (NEXT.fetch_add(1, Ordering::Relaxed), BTreeMap::from([(at, bytes)]));
         Block { bytes, free, number, handle: None, lent: Vec::new() }
@@ -85,17 +72,13 @@ pub(crate) struct Exported {
 #[derive(Default)]
 pub(super) struct Pool {
     /// By address.
-    blocks: BTreeMap<u64, Block>,
-    pending: Vec<Pending>,
+    pub(super) blocks: BTreeMap<u64, Block>,
+    pub(super) pending: Vec<Pending>,
     /// How many pieces were freed with marks; and how many pieces have become free.
-    freed: u64,
-    released: u64,
+    pub(super) freed: u64,
+    pub(super) released: u64,
     pub(super) used: u64,
     pub(super) lost: u64,
-}
-
-fn up(bytes: u64, to: u64) -> Option<u64> {
-    bytes.checked_next_multiple_of(to)
 }
 
 impl Pool {
@@ -152,11 +135,11 @@ impl Pool {
     }
 
     /// Whether streams have still to leave what had been freed when so many had been.
-    fn is_pending(&self, context: &Context, freed: u64) -> Result<bool, CudaError> {
+    pub(super) fn is_pending(&self, handle: &Handle, freed: u64) -> Result<bool, CudaError> {
         let old = self.pending.iter().filter(|pending| pending.number <= freed);
         for (_, event) in old.flat_map(|pending| &pending.after) {
             // SAFETY: an event of this context that `pending` alone has.
-            match unsafe { context.cuda.event_query(*event) } {
+            match unsafe { handle.cuda.event_query(*event) } {
                 Ok(()) => {}
                 Err(error) if is_not_yet(error.code) => return Ok(true),
                 Err(error) => return Err(error),
@@ -172,13 +155,13 @@ impl Pool {
     }
 
     /// Frees what streams are done with. An event that cannot be asked has not been reached.
-    fn reap(&mut self, context: &Context) {
+    fn reap(&mut self, handle: &Handle) {
         for mut pending in std::mem::take(&mut self.pending) {
             pending.after.retain(|(_, event)| {
                 // SAFETY: an event of this context that `pending` alone has.
-                let reached = unsafe { context.cuda.event_query(*event) }.is_ok();
+                let reached = unsafe { handle.cuda.event_query(*event) }.is_ok();
                 if reached {
-                    context.recycle(*event);
+                    handle.recycle(*event);
                 }
                 !reached
             });
@@ -197,46 +180,51 @@ impl Pool {
         Some((index, self.pending[index].after.clone()))
     }
 
-    fn cut(&mut self, context: &Context, index: usize, bytes: u64) -> Piece {
+    fn cut(&mut self, handle: &Handle, index: usize, bytes: u64) -> Piece {
         let pending = &mut self.pending[index];
         let piece = Piece { block: pending.piece.block, at: pending.piece.at, bytes };
         pending.piece.at += bytes;
         pending.piece.bytes -= bytes;
         if pending.piece.bytes == 0 {
             let spent = self.pending.swap_remove(index);
-            spent.after.into_iter().for_each(|(_, event)| context.recycle(event));
+            spent.after.into_iter().for_each(|(_, event)| handle.recycle(event));
         }
         piece
     }
 
     /// A piece that is free.
-    fn take(&mut self, bytes: u64) -> Option<Piece> {
+    pub(super) fn take(&mut self, bytes: u64) -> Option<Piece> {
         let piece = self.fit(bytes)?;
         self.used += piece.bytes;
         Some(piece)
     }
 
-    /// A piece for use on `line`, from its next work on, for which nothing is waited for.
-    fn ready(&mut self, context: &Context, line: &Line, bytes: u64) -> Option<Piece> {
-        self.reap(context);
+    /// A piece for use on the stream of this number, from its next work on, for which nothing is waited for.
+    pub(super) fn ready(&mut self, handle: &Handle, stream: u64, bytes: u64) -> Option<Piece> {
+        self.reap(handle);
         if let Some(piece) = self.take(bytes) {
             return Some(piece);
         }
         // What follows on the only stream that has used it comes after that use.
-        let (index, _) = self.early(bytes, |after| after.iter().all(|(id, _)| *id == line.id))?;
+        let (index, _) = self.early(bytes, |after| after.iter().all(|(id, _)| *id == stream))?;
         self.used += bytes;
-        Some(self.cut(context, index, bytes))
+        Some(self.cut(handle, index, bytes))
     }
 
     /// A piece that other streams will have left: this one waits for them, not the caller.
-    fn left(&mut self, context: &Context, line: &Line, bytes: u64) -> Result<Option<Piece>, CudaError> {
+    pub(super) fn left(
+        &mut self,
+        handle: &Handle,
+        stream: CuStream,
+        bytes: u64,
+    ) -> Result<Option<Piece>, CudaError> {
         let Some((index, after)) = self.early(bytes, |_| true) else { return Ok(None) };
         for (_, event) in after {
-            // SAFETY: a stream and a recorded event, both of this context and both held here.
-            unsafe { context.cuda.stream_wait_event(*line.raw(), event, 0) }?;
+            // SAFETY: a stream and a recorded event, both of this context; the caller holds the stream.
+            unsafe { handle.cuda.stream_wait_event(stream, event, 0) }?;
         }
         self.used += bytes;
-        Ok(Some(self.cut(context, index, bytes)))
+        Ok(Some(self.cut(handle, index, bytes)))
     }
 
     /// Names memory for other processes; its block stays as long as `keep` does. `None`: it is not of this pool.
@@ -265,8 +253,8 @@ impl Pool {
     }
 
     /// Takes out the blocks of which nothing is used, here or in other processes.
-    fn unused(&mut self, context: &Context) -> Vec<(u64, Block)> {
-        self.reap(context);
+    pub(super) fn unused(&mut self, handle: &Handle) -> Vec<(u64, Block)> {
+        self.reap(handle);
         let all = self.blocks.iter_mut();
         let is_unused =
             |at: &u64, block: &mut Block| block.free.get(at) == Some(&block.bytes) && !block.is_lent();
@@ -286,148 +274,6 @@ impl Pool {
             // `cuMemFree` itself waits for the device besides.
             unsafe { cuda.mem_free(at) }.unwrap_or_else(report);
         }
-    }
-}
-
-/// The right to ask the driver for memory of the pool, or to give it some back: whoever finds none left can then be sure that
-/// nobody is about to bring some.
-type Turn<'a> = MutexGuard<'a, ()>;
-
-/// The driver may wait for all that is on the device where it gives memory or takes some back, and what is on it may wait
-/// for an operation for which another thread needs a piece. So the pool's lock is not held meanwhile, and who waits for his
-/// turn takes what others leave.
-impl Context {
-    /// A piece of the pool for use on `line`, from its next work on.
-    pub(super) fn piece(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<Piece, CudaError> {
-        let (bytes, large) = match (up(bytes, ALIGN), up(bytes, PAGE)) {
-            (Some(bytes), Some(large)) => (bytes, large),
-            _ => (u64::MAX, u64::MAX),
-        };
-        let turn = match self.ready(line, bytes) {
-            Ok(piece) => return Ok(piece),
-            Err(turn) => turn,
-        };
-        let mut rounds = 0..ROUNDS;
-        loop {
-            let before = self.pool.lock().released;
-            let refused = match self.more(entered, &turn, bytes, large) {
-                Err(error) if error.code == CuResult::OUT_OF_MEMORY => error,
-                answer => return answer,
-            };
-            let freed = {
-                let mut pool = self.pool.lock();
-                // Of what has been freed since.
-                if let Some(piece) = pool.ready(self, line, bytes) {
-                    return Ok(piece);
-                }
-                if let Some(piece) = pool.left(self, line, bytes)? {
-                    return Ok(piece);
-                }
-                let may_change = !pool.pending.is_empty() || pool.released != before;
-                if !may_change || rounds.next().is_none() {
-                    return Err(refused);
-                }
-                pool.freed
-            };
-            // Together they may be enough. Here alone the caller waits, where it would be refused otherwise.
-            while self.pool.lock().is_pending(self, freed)? {
-                std::thread::sleep(PAUSE);
-                if let Some(piece) = self.pool.lock().ready(self, line, bytes) {
-                    return Ok(piece);
-                }
-            }
-        }
-    }
-
-    /// A piece that is there without the driver; where there is none, the right to ask it.
-    fn ready(&self, line: &Line, bytes: u64) -> Result<Piece, Turn<'_>> {
-        loop {
-            if let Some(piece) = self.pool.lock().ready(self, line, bytes) {
-                return Ok(piece);
-            }
-            if let Some(turn) = self.growing.try_lock_for(PAUSE) {
-                // Who had it before may have brought more than he needed.
-                return self.pool.lock().ready(self, line, bytes).ok_or(turn);
-            }
-        }
-    }
-
-    /// A piece of a new block, or of what can be freed to make room for one.
-    fn more(
-        &self,
-        entered: &Entered<'_>,
-        turn: &Turn<'_>,
-        bytes: u64,
-        large: u64,
-    ) -> Result<Piece, CudaError> {
-        loop {
-            let mut refused = None;
-            for size in [large.max(BLOCK), large, bytes] {
-                // SAFETY: in the context of this pool; freed in `trim` or `close`.
-                match unsafe { self.cuda.mem_alloc(usize::try_from(size).unwrap_or(usize::MAX)) } {
-                    Ok(at) => {
-                        let mut pool = self.pool.lock();
-                        pool.blocks.insert(at, Block::new(at, size));
-                        return pool.take(bytes).ok_or_else(|| unreachable_fit(self));
-                    }
-                    Err(error) if error.code == CuResult::OUT_OF_MEMORY => refused = Some(error),
-                    Err(error) => return Err(error),
-                }
-            }
-            let given_back = self.trim(entered, turn);
-            if let Some(piece) = self.pool.lock().take(bytes) {
-                return Ok(piece);
-            }
-            if given_back == 0 {
-                return Err(refused.unwrap_or_else(|| unreachable_fit(self)));
-            }
-        }
-    }
-
-    /// Gives blocks of the pool back of which nothing is used, here or in other processes. How many bytes.
-    pub(super) fn trim(&self, _: &Entered<'_>, _: &Turn<'_>) -> u64 {
-        let mut freed = 0;
-        let unused = self.pool.lock().unused(self);
-        for (at, block) in unused {
-            // SAFETY: an address that `more` got; all of the block is free, so nothing of the device's uses it, and nobody
-            // else knows it any more.
-            match unsafe { self.cuda.mem_free(at) } {
-                Ok(()) => freed += block.bytes,
-                Err(_) => {
-                    self.pool.lock().blocks.insert(at, block);
-                }
-            }
-        }
-        freed
-    }
-
-    /// Sees to it that so many bytes can be had on `line` without the driver. Where there is no such memory it is no error
-    /// yet: it may be there when it is needed.
-    pub(super) fn reserve(&self, entered: &Entered<'_>, line: &Line, bytes: u64) -> Result<(), CudaError> {
-        let (Some(bytes), Some(large)) = (up(bytes, ALIGN), up(bytes, PAGE)) else { return Ok(()) };
-        let piece = self.ready(line, bytes).or_else(|turn| self.more(entered, &turn, bytes, large));
-        match piece {
-            Ok(piece) => {
-                // In the order of this stream it can be taken again at once.
-                match self.mark(entered, *line.raw()) {
-                    Ok(event) => self.pool.lock().free(piece, vec![(line.id, event)]),
-                    Err(_) => self.pool.lock().lose(piece),
-                }
-                Ok(())
-            }
-            Err(error) if error.code == CuResult::OUT_OF_MEMORY => Ok(()),
-            Err(error) => Err(error),
-        }
-    }
-}
-
-/// A block was made and does not hold what it was made for, or nothing was tried: neither can be.
-fn unreachable_fit(context: &Context) -> CudaError {
-    CudaError {
-        call: "cuMemAlloc_v2",
-        code: CuResult::OUT_OF_MEMORY,
-        name: "CUDA_ERROR_OUT_OF_MEMORY".into(),
-        text: format!("the pool of device {} has no such piece (a bug)", context.ordinal),
     }
 }
 

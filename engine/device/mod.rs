@@ -4,21 +4,27 @@
 //! back to the pool in that order. `docs/adr/0013-device-memory.md` has the rules and their reasons.
 
 mod between;
+mod blocks;
 mod buf;
 mod capture;
 mod chores;
 mod context;
 #[cfg(feature = "cudarc")]
 mod cudarc;
-mod fate;
+mod devices;
+mod dlpack;
+mod driver;
 mod foreign;
 mod handle;
 mod ipc;
 mod launch;
 mod lend;
+mod modules;
 mod packing;
 mod pieces;
 mod pinned;
+mod pinned_cache;
+mod place;
 mod pool;
 mod queues;
 mod signal;
@@ -30,24 +36,26 @@ mod transfer;
 mod waiter;
 mod words;
 
+pub(crate) use blocks::Exported;
 pub use buf::DeviceBuf;
 pub use chores::settle;
 pub(crate) use chores::{Busy, end_before_libraries};
 #[cfg(feature = "cudarc")]
 pub use cudarc::CudarcBuf;
-pub(crate) use fate::{Fate, Verdict, Witness};
+pub use devices::Device;
+pub use driver::{Driver, device_count, driver};
 pub use foreign::ForeignMemory;
-pub use handle::{Device, Driver, PoolMemory, device_count, driver};
 pub(crate) use ipc::{Import, Opening, retire};
 pub(crate) use packing::{
     ALIGNED, Part, Table, all_wait_for, is_same, pack_on_device, streams, unpack_on_device, zero_on_device,
 };
 pub use pinned::PinnedBuf;
-pub(crate) use pool::Exported;
+pub(crate) use pinned_cache::pinned_bytes;
+pub(crate) use place::DevicePlace;
+pub use pool::PoolMemory;
 pub(crate) use queues::Probe;
 pub(crate) use signal::DeviceSignal;
-pub(crate) use staging::{DevicePlace, Item, pinned_bytes};
-pub use stream::{DeviceEvent, DeviceStream, Reached};
-pub(crate) use stripes::{ALL, Reach, Staged, Stripe, refused_in_capture};
-pub use transfer::Transfer;
+pub use stream::{DeviceEvent, DeviceStream};
+pub(crate) use stripes::{ALL, Item, Reach, Staged, Stripe, refused_in_capture};
+pub use transfer::{Reached, Transfer};
 pub(crate) use words::SharedWords;

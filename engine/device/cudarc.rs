@@ -8,8 +8,8 @@ use allstream_sys::cuda::CU_STREAM_PER_THREAD;
 use cudarc::driver::{CudaSlice, DevicePtrMut};
 
 use super::buf::DeviceBuf;
+use super::devices::Device;
 use super::foreign::{ForeignMemory, check};
-use super::handle::Device;
 use super::stream::DeviceStream;
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, Location};

@@ -1,0 +1,273 @@
+//! A device's primary context as the driver has it: held, made a thread's current one, and called in. It knows the driver's own handles alone.
+
+use std::marker::PhantomData;
+use std::sync::Once;
+use std::time::Duration;
+
+use allstream_sys::cuda::{
+    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
+    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda,
+    CudaError,
+};
+use parking_lot::Mutex;
+
+use super::capture::{Relaxed, relaxed};
+use super::chores::end_before_libraries;
+use super::driver::{cuda, told, uuid, warn};
+use crate::error::Error;
+
+/// Blocks until an event is reached that does not wake the host: asks now and then, asleep in between.
+///
+/// # Safety
+/// The event exists, and is of the context that was entered.
+pub(super) unsafe fn sleep_until(cuda: &Cuda, _: &Entered<'_>, event: CuEvent) -> Result<(), CudaError> {
+    const PAUSE: Duration = Duration::from_micros(50);
+    loop {
+        // SAFETY: the caller's promise.
+        match unsafe { cuda.event_query(event) } {
+            Err(error) if is_not_yet(error.code) => std::thread::sleep(PAUSE),
+            answer => return answer,
+        }
+    }
+}
+
+/// Of an event that was asked for: it is not reached, or cannot be asked while somebody captures a stream.
+pub(super) fn is_not_yet(code: CuResult) -> bool {
+    code == CuResult::NOT_READY || code.is_of_a_capture()
+}
+
+/// A device's primary context, retained, and what the driver says of the device.
+pub(super) struct Handle {
+    pub(super) cuda: &'static Cuda,
+    pub(super) ordinal: usize,
+    pub(super) device: CuDevice,
+    context: CuContext,
+    pub(super) name: String,
+    pub(super) uuid: [u8; 16],
+    /// Events that nobody waits for, to be recorded again.
+    events: Mutex<Vec<CuEvent>>,
+    /// The same, of those that wake the host.
+    bells: Mutex<Vec<CuEvent>>,
+    /// Blocks of a launch at most.
+    pub(super) max_ctas: u32,
+    /// The first number of the device's compute capability: which machine code it runs.
+    pub(super) major: u32,
+}
+
+/// Proof that a context is this thread's current one, and that what the thread calls breaks no capture. What was before it
+/// is again when this goes.
+pub(super) struct Entered<'a> {
+    handle: &'a Handle,
+    _relaxed: Relaxed,
+    /// The thread's.
+    _here: PhantomData<*const ()>,
+}
+
+impl Drop for Entered<'_> {
+    fn drop(&mut self) {
+        // SAFETY: pops what `enter` pushed on this thread (`Entered` cannot leave it, and nobody else pops ours).
+        if let Err(error) = unsafe { self.handle.cuda.ctx_pop_current() } {
+            warn(self.handle.ordinal, "leave a device, which stays current on this thread", &error);
+        }
+    }
+}
+
+impl Handle {
+    /// Retains the primary context of a device.
+    pub(super) fn new(ordinal: usize) -> Result<Handle, Error> {
+        let cuda = cuda()?;
+        let tell = |error| told(ordinal, "open it", error);
+        // SAFETY: asks for a number.
+        let count = unsafe { cuda.device_get_count() }.map_err(tell)?;
+        let index = i32::try_from(ordinal).ok().filter(|index| *index < count).ok_or_else(|| {
+            let problem =
+                format!("there is no device {ordinal}, this process sees {count} (CUDA_VISIBLE_DEVICES)");
+            Error::invalid("Device::new", problem)
+        })?;
+        // SAFETY: the index is of a device.
+        let device = unsafe { cuda.device_get(index) }.map_err(tell)?;
+        let name = cuda.device_name(device).map_err(tell)?;
+        let uuid = uuid(cuda, device).map_err(tell)?;
+        // SAFETY: as above.
+        let multiprocessors =
+            unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) };
+        let max_ctas = max_ctas(multiprocessors.map_err(tell)?.unsigned_abs())?;
+        // SAFETY: as above.
+        let major =
+            unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) };
+        let major = major.map_err(tell)?.unsigned_abs();
+        let _relaxed = relaxed(cuda);
+        // SAFETY: as above; released in `drop`.
+        let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
+        static ONCE: Once = Once::new();
+        ONCE.call_once(end_before_libraries);
+        Ok(Handle {
+            cuda,
+            ordinal,
+            device,
+            context,
+            name,
+            uuid,
+            events: Mutex::default(),
+            bells: Mutex::default(),
+            max_ctas,
+            major,
+        })
+    }
+
+    /// Lets this device touch another's memory. `false`: it cannot.
+    pub(super) fn reach(&self, other: &Handle) -> Result<bool, Error> {
+        if std::ptr::eq(self, other) {
+            return Ok(true);
+        }
+        let doing = format!("reach the memory of device {}", other.ordinal);
+        if !self.cuda.has_device_can_access_peer() || !self.cuda.has_ctx_enable_peer_access() {
+            return Ok(false);
+        }
+        // SAFETY: two devices that the driver gave.
+        let can = unsafe { self.cuda.device_can_access_peer(self.device, other.device) };
+        if can.map_err(|error| self.tell(&doing, error))? == 0 {
+            return Ok(false);
+        }
+        // SAFETY: both contexts are retained, as long as `self` and `other` are.
+        let enabled =
+            self.enter().and_then(|_entered| unsafe { self.cuda.ctx_enable_peer_access(other.context, 0) });
+        match enabled {
+            // Before, by us or somebody else in this process.
+            Err(error) if error.code == CuResult::PEER_ACCESS_ALREADY_ENABLED => Ok(true),
+            enabled => enabled.map(|()| true).map_err(|error| self.tell(&doing, error)),
+        }
+    }
+
+    /// Makes the context this thread's current one.
+    pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
+        // SAFETY: the context is retained until `self` is dropped.
+        unsafe { self.cuda.ctx_push_current(self.context) }?;
+        Ok(Entered { handle: self, _relaxed: relaxed(self.cuda), _here: PhantomData })
+    }
+
+    /// The driver's handle, which lives as long as this.
+    pub(super) fn raw(&self) -> CuContext {
+        self.context
+    }
+
+    pub(super) fn tell(&self, doing: &str, error: CudaError) -> Error {
+        told(self.ordinal, doing, error)
+    }
+
+    /// Calls the driver in this context.
+    pub(super) fn call<T>(
+        &self,
+        doing: &str,
+        call: impl FnOnce(&'static Cuda) -> Result<T, CudaError>,
+    ) -> Result<T, Error> {
+        self.within(doing, |_entered| call(self.cuda))
+    }
+
+    /// Does something in this context.
+    pub(super) fn within<T>(
+        &self,
+        doing: &str,
+        work: impl FnOnce(&Entered<'_>) -> Result<T, CudaError>,
+    ) -> Result<T, Error> {
+        self.enter().and_then(|entered| work(&entered)).map_err(|error| self.tell(doing, error))
+    }
+
+    /// Gives something back to the driver. Tried also where the context cannot be entered: the driver knows whose it is.
+    pub(super) fn close(&self, doing: &str, close: impl FnOnce(&Cuda) -> Result<(), CudaError>) {
+        let _entered = self.enter();
+        if let Err(error) = close(self.cuda) {
+            warn(self.ordinal, doing, &error);
+        }
+    }
+
+    /// An event recorded on a stream of this context: for streams to wait for, and to be asked.
+    pub(super) fn mark(&self, entered: &Entered<'_>, stream: CuStream) -> Result<CuEvent, CudaError> {
+        self.marked(entered, stream, &self.events, CU_EVENT_DISABLE_TIMING)
+    }
+
+    /// The same, for a thread of the host's that is to sleep until it is reached: the device wakes it, by an interrupt.
+    pub(super) fn mark_for_host(
+        &self,
+        entered: &Entered<'_>,
+        stream: CuStream,
+    ) -> Result<CuEvent, CudaError> {
+        self.marked(entered, stream, &self.bells, CU_EVENT_DISABLE_TIMING | CU_EVENT_BLOCKING_SYNC)
+    }
+
+    fn marked(
+        &self,
+        _: &Entered<'_>,
+        stream: CuStream,
+        kept: &Mutex<Vec<CuEvent>>,
+        flags: u32,
+    ) -> Result<CuEvent, CudaError> {
+        let known = kept.lock().pop();
+        let event = match known {
+            Some(event) => event,
+            // SAFETY: in this context (`Entered`); destroyed in `drop`.
+            None => unsafe { self.cuda.event_create(flags) }?,
+        };
+        // SAFETY: a stream and an event of this context; nobody else has the event.
+        match unsafe { self.cuda.event_record(event, stream) } {
+            Ok(()) => Ok(event),
+            Err(error) => {
+                kept.lock().push(event);
+                Err(error)
+            }
+        }
+    }
+
+    /// Takes an event of `mark` back. Streams that were told to wait for it wait for what it was recorded at then.
+    pub(super) fn recycle(&self, event: CuEvent) {
+        self.events.lock().push(event);
+    }
+
+    /// The same, of `mark_for_host`.
+    pub(super) fn recycle_for_host(&self, event: CuEvent) {
+        self.bells.lock().push(event);
+    }
+
+    /// Makes `next` wait for what is on `before`.
+    pub(super) fn follow(
+        &self,
+        entered: &Entered<'_>,
+        before: CuStream,
+        next: CuStream,
+    ) -> Result<(), CudaError> {
+        let event = self.mark(entered, before)?;
+        // SAFETY: two streams of this context, which the caller has, and an event that was just recorded.
+        let waits = unsafe { self.cuda.stream_wait_event(next, event, 0) };
+        self.recycle(event);
+        waits
+    }
+
+    /// Destroys the events that are kept to be recorded again.
+    pub(super) fn close_events(&self, report: &dyn Fn(CudaError)) {
+        for event in self.events.lock().drain(..).chain(self.bells.lock().drain(..)) {
+            // SAFETY: made by `marked`; an event may be destroyed before it is reached.
+            unsafe { self.cuda.event_destroy(event) }.unwrap_or_else(report);
+        }
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        let _relaxed = relaxed(self.cuda);
+        // SAFETY: retained in `new`; what was made in the context is gone, or is lost with it.
+        unsafe { self.cuda.device_primary_ctx_release(self.device) }
+            .unwrap_or_else(|error| warn(self.ordinal, "close the device", &error));
+    }
+}
+
+/// What `ALLSTREAM_MAX_CTAS` says, or two for each multiprocessor, of which a memory-bound kernel needs about that many to
+/// have all of the memory's bandwidth. To be measured.
+fn max_ctas(multiprocessors: u32) -> Result<u32, Error> {
+    match std::env::var("ALLSTREAM_MAX_CTAS").ok().filter(|text| !text.is_empty()) {
+        None => Ok(2 * multiprocessors.max(1)),
+        Some(text) => text.trim().parse().ok().filter(|ctas| *ctas > 0).ok_or_else(|| {
+            let problem = format!("{text:?} is not a number of blocks of a kernel (1 or more)");
+            Error::invalid("ALLSTREAM_MAX_CTAS", problem)
+        }),
+    }
+}

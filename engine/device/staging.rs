@@ -1,0 +1,69 @@
+//! What operations on device memory are staged in: pinned memory of the host's ([`super::stripes`] has how).
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::chores::later;
+use super::context::Context;
+use super::pinned_cache::{PINNED, REST, length};
+use crate::error::Error;
+
+/// Pinned memory of the host's, for one operation. It holds whatever was there: nobody reads of it what was not written.
+pub(super) struct Block {
+    start: NonNull<u8>,
+    len: usize,
+    context: Arc<Context>,
+}
+
+// SAFETY: it owns its memory, and gives no reference to it: whoever copies to or from it holds it, and the executor orders
+// them as it does with a user's buffer.
+unsafe impl Send for Block {}
+// SAFETY: as above.
+unsafe impl Sync for Block {}
+
+impl Block {
+    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Block, Error> {
+        let context = context.clone();
+        let len = length(bytes);
+        let kept = context.pinned.lock().take(len);
+        if let Some((at, len)) = kept
+            && let Some(start) = NonNull::new(std::ptr::with_exposed_provenance_mut(at))
+        {
+            return Ok(Block { start, len, context });
+        }
+        let at = context.pin(len, " to stage an operation")?;
+        let Some(start) = NonNull::new(at.cast::<u8>()) else {
+            return Err(Error::system("pin host memory", "the driver gave no address"));
+        };
+        PINNED.fetch_add(len, Ordering::Relaxed);
+        Ok(Block { start, len, context })
+    }
+
+    /// An address in it.
+    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+        self.start.as_ptr().wrapping_add(offset)
+    }
+}
+
+impl Drop for Block {
+    /// Who drops the last handle may be the thread that everybody waits for: the driver is called by another.
+    fn drop(&mut self) {
+        let (block, context) = ((self.start.as_ptr().expose_provenance(), self.len), self.context.clone());
+        let mut pinned = context.pinned.lock();
+        let (kept, is_much) = (pinned.put(block.0, block.1), pinned.is_much());
+        drop(pinned);
+        if !kept {
+            later(Duration::ZERO, move || context.unpin([block]));
+        } else if is_much {
+            let context = Arc::downgrade(&context);
+            later(REST, move || {
+                if let Some(context) = context.upgrade() {
+                    let rested = context.pinned.lock().take_rested();
+                    context.unpin(rested);
+                }
+            });
+        }
+    }
+}
