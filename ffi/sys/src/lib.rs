@@ -12,6 +12,7 @@
 #![deny(missing_docs)]
 
 pub mod cuda;
+mod functions;
 mod library;
 pub mod nccl;
 

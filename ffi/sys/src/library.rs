@@ -118,10 +118,26 @@ impl Library {
         Err(Unavailable::NotFound { tried })
     }
 
-    /// The address of a function. `symbol` ends in a null byte.
-    pub(crate) fn symbol(&self, symbol: &'static CStr) -> Option<NonNull<c_void>> {
-        // SAFETY: the handle is of a library that is never closed; `symbol` ends in a null byte.
-        NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), symbol.as_ptr()) })
+    fn symbol(&self, symbol: &str) -> Option<NonNull<c_void>> {
+        let name = CString::new(symbol).ok()?;
+        // SAFETY: the handle is of a library that is never closed; `name` ends in a null byte.
+        NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })
+    }
+
+    /// A function, as a function pointer of type `F`.
+    ///
+    /// # Safety
+    /// `F` is an `unsafe extern "C" fn` of the type that the library exports this name with.
+    ///
+    /// # Errors
+    /// The library has no such function.
+    pub(crate) unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, Unavailable> {
+        const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
+        match self.symbol(symbol) {
+            // SAFETY: the caller's promise; `F` is as large as the address, which is not null.
+            Some(address) => Ok(unsafe { std::mem::transmute_copy(&address) }),
+            None => Err(Unavailable::Symbol { file: self.file.clone(), symbol }),
+        }
     }
 }
 
@@ -142,7 +158,7 @@ mod tests {
     fn a_library_has_what_it_has() {
         let library = Library::open(&["libno-such-thing.so".into(), "libc.so.6".into()]).unwrap();
         assert_eq!(library.file, "libc.so.6");
-        assert!(library.symbol(c"getpid").is_some());
-        assert!(library.symbol(c"cuInit").is_none());
+        assert!(library.symbol("getpid").is_some());
+        assert!(library.symbol("cuInit").is_none());
     }
 }

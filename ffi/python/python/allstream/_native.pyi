@@ -104,10 +104,10 @@ class Comm:
         """Every rank ends with the root's bytes; the others need not know how many."""
     def all_gather_bytes(self, data: bytes, **options: Any) -> Work[list[bytes]]:
         """Every rank's bytes, of whatever lengths, by rank."""
-    def empty(self, shape: Union[int, Sequence[int]], dtype: Any = "float32") -> Array:
+    def empty(self, shape: Union[int, Sequence[int]], dtype: Any = None) -> Array:
         """An array of zeros in memory that the other ranks of this host read in place: a collective on it copies nothing.
 
-        `dtype` of torch gives a torch tensor; of numpy, or its name, a numpy array.
+        `dtype` of torch gives a torch tensor; of numpy, or its name, a numpy array. Without, it is `float32` of numpy.
         """
     def bind_device(self, device: int) -> str:
         """Collectives on arrays of CUDA devices run on the devices from here on: without, their numbers go through the host's memory.

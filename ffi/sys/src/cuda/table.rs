@@ -4,108 +4,13 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use super::types::*;
 use super::{CuResult, Cuda, CudaError};
-use crate::library::{Library, Unavailable};
-
-/// What a function gives: the type behind its first pointer, or nothing.
-macro_rules! given {
-    () => {
-        ()
-    };
-    ($out:ty) => {
-        $out
-    };
-}
-
-macro_rules! functions {
-    (
-        required { $($(#[$doc:meta])* $name:ident($($arg:ident: $type:ty),*) $(-> $out:ty)? = $symbol:literal;)* }
-        optional { $($(#[$odoc:meta])* $oname:ident / $has:ident ($($oarg:ident: $otype:ty),*) $(-> $oout:ty)? = $osymbol:literal;)* }
-    ) => {
-        /// Addresses, looked up once.
-        pub(super) struct Table {
-            $(pub(super) $name: unsafe extern "C" fn($(*mut $out,)? $($type),*) -> CuResult,)*
-            $($oname: Option<unsafe extern "C" fn($(*mut $oout,)? $($otype),*) -> CuResult>,)*
-        }
-
-        impl Table {
-            pub(super) fn load(library: &Library) -> Result<Table, Unavailable> {
-                /// A name with its null byte.
-                macro_rules! address {
-                    ($text:literal) => {{
-                        const NAME: &std::ffi::CStr =
-                            match std::ffi::CStr::from_bytes_with_nul(concat!($text, "\0").as_bytes()) {
-                                Ok(name) => name,
-                                Err(_) => c"",
-                            };
-                        library.symbol(NAME)
-                    }};
-                }
-                Ok(Table {
-                    $($name: match address!($symbol) {
-                        // SAFETY: the driver exports this name as a function of this type (cuda.h); function pointers
-                        // are as large as data pointers where there is a CUDA driver, and this one is not null.
-                        Some(address) => unsafe { std::mem::transmute_copy(&address) },
-                        None => return Err(Unavailable::Symbol { file: library.file.clone(), symbol: $symbol }),
-                    },)*
-                    // SAFETY: as above.
-                    $($oname: address!($osymbol).map(|address| unsafe { std::mem::transmute_copy(&address) }),)*
-                })
-            }
-        }
-
-        impl Cuda {
-            $(
-                #[doc = concat!("`", $symbol, "`")]
-                $(#[$doc])*
-                ///
-                /// # Safety
-                /// As the driver's documentation asks: handles are of things that still exist, pointers are valid for
-                /// what it reads and writes, until the work is done where that comes later than the call.
-                ///
-                /// # Errors
-                /// Every answer but success.
-                #[allow(unused_mut, clippy::too_many_arguments)]
-                pub unsafe fn $name(&self, $($arg: $type),*) -> Result<given!($($out)?), CudaError> {
-                    let mut out = std::mem::MaybeUninit::<given!($($out)?)>::zeroed();
-                    // SAFETY: the caller keeps the driver's contract for the arguments; `out` is room for the output.
-                    let code = unsafe { (self.table.$name)($(out.as_mut_ptr() as *mut $out,)? $($arg),*) };
-                    self.check($symbol, code)?;
-                    // SAFETY: numbers, addresses and arrays of bytes, for all of which zero is a value.
-                    Ok(unsafe { out.assume_init() })
-                }
-            )*
-            $(
-                #[doc = concat!("`", $osymbol, "`")]
-                $(#[$odoc])*
-                ///
-                /// # Safety
-                /// As the driver's documentation asks: handles are of things that still exist, pointers are valid for
-                /// what it reads and writes, until the work is done where that comes later than the call.
-                ///
-                /// # Errors
-                /// Every answer but success; that this driver lacks the function.
-                #[allow(unused_mut, clippy::too_many_arguments)]
-                pub unsafe fn $oname(&self, $($oarg: $otype),*) -> Result<given!($($oout)?), CudaError> {
-                    let Some(function) = self.table.$oname else { return Err(self.lacks($osymbol)) };
-                    let mut out = std::mem::MaybeUninit::<given!($($oout)?)>::zeroed();
-                    // SAFETY: the caller keeps the driver's contract for the arguments; `out` is room for the output.
-                    let code = unsafe { function($(out.as_mut_ptr() as *mut $oout,)? $($oarg),*) };
-                    self.check($osymbol, code)?;
-                    // SAFETY: numbers, addresses and arrays of bytes, for all of which zero is a value.
-                    Ok(unsafe { out.assume_init() })
-                }
-
-                #[doc = concat!("Whether this driver has `", $osymbol, "`.")]
-                pub fn $has(&self) -> bool {
-                    self.table.$oname.is_some()
-                }
-            )*
-        }
-    };
-}
+use crate::functions::functions;
 
 functions! {
-    required {
+    Cuda answers CuResult, fails with CudaError, is called:
+        "As the driver's documentation asks: handles are of things that still exist, pointers are valid for what it reads and writes, until the \
+         work is done where that comes later than the call.";
+    required, check {
         init(flags: c_uint) = "cuInit";
         driver_get_version() -> c_int = "cuDriverGetVersion";
         get_error_name(code: CuResult, text: *mut *const c_char) = "cuGetErrorName";
@@ -162,7 +67,7 @@ functions! {
             shared_bytes: c_uint, stream: CuStream, arguments: *mut *mut c_void, extra: *mut *mut c_void
         ) = "cuLaunchKernel";
     }
-    optional {
+    optional, check {
         /// Differs from `cuDeviceGetUuid` where a device is divided.
         device_get_uuid_v2 / has_device_get_uuid_v2(device: CuDevice) -> CuUuid = "cuDeviceGetUuid_v2";
         device_total_mem / has_device_total_mem(device: CuDevice) -> usize = "cuDeviceTotalMem_v2";

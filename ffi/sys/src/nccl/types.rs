@@ -88,6 +88,28 @@ unsafe impl Send for NcclComm {}
 #[repr(C)]
 pub struct NcclUniqueId(pub [u8; 128]);
 
+/// `ncclConfig_t` as version 2.14 had it. Newer versions take it, and use what they would without for all that it lacks.
+#[derive(Debug)]
+#[repr(C)]
+pub struct NcclConfig {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+}
+
+impl NcclConfig {
+    /// The version that has this, as the library numbers it.
+    pub const VERSION: c_int = 21400;
+    /// Of communicators that never block their caller.
+    pub const NON_BLOCKING: NcclConfig = NcclConfig {
+        size: size_of::<NcclConfig>(),
+        magic: 0xcafe_beef,
+        version: NcclConfig::VERSION.unsigned_abs(),
+        blocking: 0,
+    };
+}
+
 /// A call of the library that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NcclError {
@@ -116,5 +138,12 @@ mod tests {
         assert_eq!(format!("{:?}", NcclResult::IN_PROGRESS), "ncclInProgress (7)");
         assert_eq!(format!("{:?}", NcclResult(77)), "NcclResult 77");
         assert_eq!(NcclDataType::BFLOAT16.name(), Some("ncclBfloat16"));
+    }
+
+    #[test]
+    fn the_configuration_is_that_of_the_first_version_that_is_used() {
+        assert_eq!((size_of::<NcclConfig>(), std::mem::offset_of!(NcclConfig, blocking)), (24, 16));
+        let NcclConfig { size, version, blocking, .. } = NcclConfig::NON_BLOCKING;
+        assert_eq!((size, version, blocking), (24, 21400, 0));
     }
 }

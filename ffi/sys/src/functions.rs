@@ -1,0 +1,86 @@
+//! [`functions`]: the functions of a foreign library, each as a row of a table.
+
+/// Makes a `Table` of addresses, and a method of the library's type for each row `name(arguments) -> output = "symbol";`.
+///
+/// The library's function takes a pointer to room for the output first, where there is one, then the arguments. `(a: A, b: B)` among these are
+/// two arguments of the function that the method takes as one tuple. A block of rows names the method of the library's type that makes a
+/// `Result` of an answer. A library without a `required` function does not load. For an `optional` one, the name after the slash is of a method
+/// that says whether the library has it; where it has not, a call fails with the error that `lacks` makes.
+macro_rules! functions {
+    (
+        $library:ident answers $code:ident, fails with $error:ident, is called: $safety:literal;
+        $(required, $check:ident { $($(#[$doc:meta])* $name:ident $arguments:tt $(-> $out:ty)? = $symbol:literal;)* })*
+        $(optional, $ocheck:ident {
+            $($(#[$odoc:meta])* $oname:ident / $has:ident $oarguments:tt $(-> $oout:ty)? = $osymbol:literal;)*
+        })?
+    ) => {
+        /// Addresses, looked up once.
+        pub(super) struct Table {
+            $($(pub(super) $name: functions!(@pointer $code $arguments $(-> $out)?),)*)*
+            $($($oname: Option<functions!(@pointer $code $oarguments $(-> $oout)?)>,)*)?
+        }
+
+        impl Table {
+            pub(super) fn load(library: &$crate::library::Library) -> Result<Table, $crate::library::Unavailable> {
+                Ok(Table {
+                    // SAFETY: the library exports this name as a function of this type, as its header says.
+                    $($($name: unsafe { library.function($symbol) }?,)*)*
+                    // SAFETY: as above.
+                    $($($oname: unsafe { library.function($osymbol) }.ok(),)*)?
+                })
+            }
+        }
+
+        impl $library {
+            $($(functions! {
+                @method self $check(self.table.$name, $symbol, $error) $safety, "Every answer but success.";
+                $(#[$doc])* $name $arguments $(-> $out)?
+            })*)*
+            $($(
+                functions! {
+                    @method self $ocheck(self.table.$oname.ok_or_else(|| self.lacks($osymbol))?, $osymbol, $error)
+                    $safety, "Every answer but success; that this library lacks the function.";
+                    $(#[$odoc])* $oname $oarguments $(-> $oout)?
+                }
+
+                #[doc = concat!("Whether this library has `", $osymbol, "`.")]
+                pub fn $has(&self) -> bool {
+                    self.table.$oname.is_some()
+                }
+            )*)?
+        }
+    };
+    // `()` matches as one argument that is empty: arguments that may be empty and may be none would match it in two ways.
+    (@pointer $code:ident ($($(($($part:ident: $kind:ty),*))? $($argument:ident: $type:ty)?),+) $(-> $out:ty)?) => {
+        unsafe extern "C" fn($(*mut $out,)? $($($($kind,)*)? $($type,)?)+) -> $code
+    };
+    (
+        @method $self:ident $check:ident($function:expr, $symbol:literal, $error:ident) $safety:literal, $errors:literal;
+        $(#[$doc:meta])*
+        $name:ident ($($(($($part:ident: $kind:ty),*))? $($argument:ident: $type:ty)?),+) $(-> $out:ty)?
+    ) => {
+        #[doc = concat!("`", $symbol, "`.")]
+        $(#[$doc])*
+        ///
+        /// # Safety
+        #[doc = $safety]
+        ///
+        /// # Errors
+        #[doc = $errors]
+        #[allow(unused_mut, unused_parens, clippy::too_many_arguments)]
+        pub unsafe fn $name(
+            &$self,
+            $($(($($part),*): ($($kind),*))? $($argument: $type)?),+
+        ) -> Result<($($out)?), $error> {
+            let function = $function;
+            let mut out = std::mem::MaybeUninit::<($($out)?)>::zeroed();
+            // SAFETY: the caller keeps the library's contract for the arguments; `out` is room for the output.
+            let code = unsafe { function($(out.as_mut_ptr() as *mut $out,)? $($($($part,)*)? $($argument,)?)+) };
+            $self.$check($symbol, code)?;
+            // SAFETY: numbers, addresses and arrays of bytes, for all of which zero is a value.
+            Ok(unsafe { out.assume_init() })
+        }
+    };
+}
+
+pub(crate) use functions;
