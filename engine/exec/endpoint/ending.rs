@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use super::Endpoint;
 use super::progress::Run;
+use crate::device::operation::DeviceOp;
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::deadlines::{DeadlineClock, grace};
-use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::trace::State;
 use crate::types::Signature;

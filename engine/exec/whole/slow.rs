@@ -9,8 +9,8 @@ use std::time::Duration;
 use allstream_kernels as kernels;
 use parking_lot::Mutex;
 
-use super::{ID, Library, Piece, Standing, Whole, WholeCall};
 use crate::device::DeviceStream;
+use crate::device::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::mem::Witness;
 use crate::testing::Slow;
