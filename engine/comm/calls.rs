@@ -201,7 +201,7 @@ on_both! {
             staging_bytes: slots * SLOT,
             staging_limit: limit * SLOT,
             scratch_bytes: region.scratch(),
-            pinned_bytes: crate::device::pinned_bytes(),
+            pinned_bytes: crate::mem::pinned_bytes(),
             quarantined: crate::exec::quarantine::buffers(region),
             pool: self.handle().membership.world.pool_stats(),
         }

@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
+use crate::device::links::peer::PeerDevice;
 use crate::error::Error;
 use crate::exec::{DEVICES, Opener, ProgressThread};
 use crate::group::Mesh;
@@ -13,7 +14,6 @@ use crate::group::message::{CommId, DataHello};
 use crate::link::exit::Exit;
 use crate::link::layout::RING_BYTES;
 use crate::link::local::{Doorbell, MemoryLock};
-use crate::link::peer::PeerDevice;
 use crate::link::region::Region;
 use crate::link::tcp::{Accept, Dial};
 use crate::link::{Lends, LinkKind, LinkName, LinkRx, LinkTx, Open, Place, Reactor, Site};

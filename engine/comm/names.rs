@@ -6,8 +6,8 @@ use std::fmt;
 use parking_lot::Mutex;
 
 use super::{Comm, SharedComm};
+use crate::device::nccl::NcclLibrary;
 use crate::error::Error;
-use crate::exec::nccl::NcclLibrary;
 use crate::link::kinds;
 use crate::types::{LinkClass, Rank};
 

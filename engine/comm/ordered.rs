@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use super::Work;
 use super::work::{Ended, Restore, Submitted};
+use crate::device::operation::DeviceOp;
 use crate::device::{DeviceEvent, DeviceStream};
 use crate::error::{Error, Failed, Outcome};
-use crate::exec::device::DeviceOp;
 use crate::exec::{Endpoint, Key};
 use crate::mem::{ErasedBufs, Event, HostStream, Promise};
 

@@ -4,12 +4,12 @@ use std::sync::Arc;
 
 use super::links::Topology;
 use crate::device::DeviceBuf;
+use crate::device::links::ipc::{CARD, Far, FarPeer, Offer};
+use crate::device::links::peer::PeerDevice;
+use crate::device::nccl::LEAVE_TO_SHARE;
+use crate::device::whole::Library;
 use crate::error::{Error, Members};
 use crate::exec::EndpointConfig;
-use crate::exec::nccl::LEAVE_TO_SHARE;
-use crate::exec::whole::Library;
-use crate::link::ipc::{CARD, Far, FarPeer, Offer};
-use crate::link::peer::PeerDevice;
 use crate::types::Rank;
 
 /// What a rank says of itself: whether it can be bound, what is in its way, its process, its device.

@@ -8,12 +8,12 @@ use super::call::Call;
 use super::memory::Memory;
 use super::ordered::Start;
 use super::work::Submitted;
-use crate::device::{ALL, Device, DevicePlace, DeviceStream, Item, Staged, Stripe, refused_in_capture};
+use crate::device::operation::{Binding, DeviceOp};
+use crate::device::whole::{BoundWhole, MessagePath};
+use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
 use crate::error::Error;
-use crate::exec::device::{Binding, DeviceOp};
-use crate::exec::whole::{BoundWhole, MessagePath};
 use crate::exec::{Direction, EAGER, Executor, Operation, Reduction, STRIPE, cut};
-use crate::mem::{DeviceMemory, ErasedBufs, Event, RawBuf, Where};
+use crate::mem::{ALL, DeviceMemory, ErasedBufs, Event, RawBuf, Stripe, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{ON_DEVICES, Rank};
 

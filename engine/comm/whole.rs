@@ -7,9 +7,9 @@ use super::SharedComm;
 use super::call::{Call, Spec, program};
 use super::runtime::Ticks;
 use crate::device::DeviceStream;
+use crate::device::operation::DeviceOp;
+use crate::device::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
-use crate::exec::device::DeviceOp;
-use crate::exec::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::exec::{Executor, Operation, Part, PartList, Reduction, WholeOp};
 use crate::types::{Algo, DType, KEY_BITS, Kind, ReduceOp, WHOLE, mix};
 

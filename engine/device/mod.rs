@@ -19,7 +19,10 @@ mod handle;
 mod ipc;
 mod launch;
 mod lend;
+pub(crate) mod links;
 mod modules;
+pub(crate) mod nccl;
+pub(crate) mod operation;
 mod packing;
 mod pieces;
 mod pinned;
@@ -34,28 +37,22 @@ mod stream;
 mod stripes;
 mod transfer;
 mod waiter;
+pub(crate) mod whole;
 mod words;
 
-pub(crate) use blocks::Exported;
 pub use buf::DeviceBuf;
 pub use chores::settle;
-pub(crate) use chores::{Busy, end_before_libraries};
 #[cfg(feature = "cudarc")]
 pub use cudarc::CudarcBuf;
 pub use devices::Device;
 pub use driver::{Driver, device_count, driver};
 pub use foreign::ForeignMemory;
-pub(crate) use ipc::{Import, Opening, retire};
 pub(crate) use packing::{
     ALIGNED, Part, Table, all_wait_for, is_same, pack_on_device, streams, unpack_on_device, zero_on_device,
 };
 pub use pinned::PinnedBuf;
-pub(crate) use pinned_cache::pinned_bytes;
 pub(crate) use place::DevicePlace;
 pub use pool::PoolMemory;
-pub(crate) use queues::Probe;
-pub(crate) use signal::DeviceSignal;
 pub use stream::{DeviceEvent, DeviceStream};
-pub(crate) use stripes::{ALL, Item, Reach, Staged, Stripe, refused_in_capture};
+pub(crate) use stripes::{Item, Staged, refused_in_capture};
 pub use transfer::{Reached, Transfer};
-pub(crate) use words::SharedWords;

@@ -1,22 +1,17 @@
 //! Pinned memory of the host's that is kept on a device for the next operation.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{Cuda, CudaError};
+
+use crate::mem::PINNED;
 
 /// Pinned memory that is kept for the next operations: getting it takes the driver 0.1 ms and more. A block that is larger is kept
 /// where nothing else is, for [`REST`] after its last use: the next operation of a loop finds it.
 const KEPT: usize = 64 << 20;
 pub(super) const REST: Duration = Duration::from_secs(1);
-/// Bytes of pinned memory that this process has for staging, in use or kept.
-pub(super) static PINNED: AtomicUsize = AtomicUsize::new(0);
-
-/// Bytes of pinned memory that this process has for staging, in use or kept for the next operations.
-pub(crate) fn pinned_bytes() -> usize {
-    PINNED.load(Ordering::Relaxed)
-}
 const LEAST: usize = 64 << 10;
 const MIB: usize = 1 << 20;
 

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use super::chores::later;
 use super::context::Context;
-use super::pinned_cache::{PINNED, REST, length};
+use super::pinned_cache::{REST, length};
 use crate::error::Error;
+use crate::mem::PINNED;
 
 /// Pinned memory of the host's, for one operation. It holds whatever was there: nobody reads of it what was not written.
 pub(super) struct Block {

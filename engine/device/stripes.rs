@@ -20,17 +20,11 @@ use super::staging::Block;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Finish, Outcome};
 use crate::error::Error;
-use crate::mem::Event;
+use crate::mem::{ALL, Event, Reach, Stripe};
 
 const ALIGN: usize = 64;
 const IN: &str = "copy to the host";
 const BACK: &str = "copy to the device";
-
-/// A point in an operation: all parts before one, and so many rounds of that (of a message: bytes).
-pub(crate) type Reach = (usize, usize);
-
-/// All of an operation.
-pub(crate) const ALL: Reach = (usize::MAX, 0);
 
 /// A buffer that is staged.
 pub(crate) struct Item {
@@ -40,14 +34,6 @@ pub(crate) struct Item {
     pub(crate) fill: bool,
     /// The operation writes it.
     pub(crate) back: bool,
-}
-
-/// What is copied together, each way.
-pub(crate) struct Stripe {
-    /// Of each item by its number: bytes.
-    pub(crate) pieces: Vec<(usize, Range<usize>)>,
-    /// The operation can go as far as this once it is there, and is done with it from this on.
-    pub(crate) reach: Reach,
 }
 
 /// A graph would hold what ranks do together, and it would never be over.

@@ -5,16 +5,16 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use super::cuda::Cuda;
-use super::device::DeviceOp;
 use super::host::Host;
 use super::inflight::Key;
 use super::operation::{Executor, Operation, Part, PartList, Then};
 use super::parts::{NextPart, Parts};
 use super::port::{Lent, Port};
-use super::whole::Standing;
-use crate::device::{ALL, Reach};
+use crate::device::operation::DeviceOp;
+use crate::device::whole::Standing;
 use crate::error::{self, Error, MissingState};
 use crate::link::region::Region;
+use crate::mem::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
 /// The collective in work, and what runs it: one of two backends, by where its memory is.

@@ -7,11 +7,11 @@ use allstream_cuda_kernels::{self as cuda, Launch, MAX_OUTS};
 use super::backend::{
     Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice, base_of,
 };
-use super::device::{DeviceOp, limits};
 use super::operation::{Part, Reduction};
 use super::port::{Payload, Port};
 use super::slicing::Slicing;
 use crate::device::DeviceBuf;
+use crate::device::operation::{DeviceOp, limits};
 use crate::error::Error;
 use crate::link;
 use crate::link::waits::{Wait, kept};

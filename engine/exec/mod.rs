@@ -7,12 +7,10 @@ mod active;
 mod backend;
 mod cuda;
 mod deadlines;
-pub(crate) mod device;
 mod endpoint;
 mod filling;
 mod host;
 mod inflight;
-pub(crate) mod nccl;
 mod operation;
 mod p2p;
 mod parts;
@@ -23,8 +21,12 @@ mod run;
 mod runtime;
 mod slicing;
 mod timed;
-pub(crate) mod whole;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod whole {
+    pub(crate) mod slow;
+}
 
+pub(crate) use crate::link::Opener;
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
@@ -37,7 +39,7 @@ pub(crate) use operation::{Executor, Operation, Part, PartList, Reduction, Table
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, EAGER, Message};
 pub(crate) use parts::{NextPart, Parts};
-pub(crate) use port::{DEVICES, Opener, Port};
+pub(crate) use port::{DEVICES, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;
 pub(crate) use progress_thread::{Driven, ProgressThread, progress_thread};

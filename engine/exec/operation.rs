@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use allstream_kernels::Combine;
 
-use super::device::DeviceOp;
-use super::whole::{Standing, Ticket, Turn, Whole, WholeCall};
 use crate::device::Staged;
+use crate::device::operation::DeviceOp;
+use crate::device::whole::{Standing, Ticket, Turn, Whole, WholeCall};
 use crate::error::{Error, MissingState};
 use crate::mem::{ErasedBufs, check_bools};
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};

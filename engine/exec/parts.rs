@@ -6,8 +6,8 @@ use super::backend::Backend;
 use super::operation::{Operation, Part};
 use super::port::{Lent, Port};
 use super::run::{BUDGET, PlanRun};
-use crate::device::Reach;
 use crate::error::Error;
+use crate::mem::Reach;
 use crate::types::Rank;
 
 /// Parts of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
@@ -172,14 +172,14 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::device::ALL;
     use crate::exec::host::Host;
     use crate::exec::operation::{PartList, Reduction};
-    use crate::exec::port::Opener;
+    use crate::link::Opener;
     use crate::link::layout::RING_BYTES;
     use crate::link::local::{Doorbell, LocalRx, LocalTx, MemoryLock};
     use crate::link::region::Region;
     use crate::link::{LinkRx, LinkTx, SLOT};
+    use crate::mem::ALL;
     use crate::plan::{self, Program, Shape};
     use crate::types::{Algo, DType, Kind, ReduceOp, Signature};
 

@@ -12,23 +12,11 @@ use crate::forked;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, Slot, TURNED};
 use crate::link::ring::CELLS;
-use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Place, Posted};
+use crate::link::{Break, Header, INLINE, LinkRx, LinkTx, Loan, Opener, Posted};
 use crate::types::Rank;
 
 /// The channel of operations that the ranks' devices run.
 pub(crate) const DEVICES: u8 = 2;
-
-/// Opens links of one communicator.
-pub(crate) trait Opener: Send + Sync {
-    /// The sending end to a peer on a channel.
-    fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error>;
-    /// The receiving end from a peer on a channel.
-    fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
-    /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not on one host.
-    fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<Place>, Error> {
-        Ok(None)
-    }
-}
 
 /// A posted frame whose source, or slot, comes back when it is released.
 pub(crate) struct Lent {

@@ -16,14 +16,14 @@ use crate::types::Signature;
 /// compared at the handshake).
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct Descriptor {
+pub(crate) struct Descriptor {
     op: u64,
     offset: u64,
     /// Where the payload is: an address (same process), an offset in the sender's region, or `NOWHERE`: inline. A payload
     /// of at most [`TINY`] bytes is here itself: one line less that goes from core to core.
-    pub(super) location: u64,
+    pub(crate) location: u64,
     count: u64,
-    pub(super) len: u32,
+    pub(crate) len: u32,
     message: u32,
     root: u32,
     generation: u32,
@@ -36,7 +36,7 @@ pub(super) struct Descriptor {
 const _: () = assert!(size_of::<Descriptor>() == LINE && CELL == 256);
 
 impl Descriptor {
-    pub(super) fn new(header: &Header, location: u64) -> Descriptor {
+    pub(crate) fn new(header: &Header, location: u64) -> Descriptor {
         let s = &header.signature;
         Descriptor {
             comm: header.comm,
@@ -54,7 +54,7 @@ impl Descriptor {
         }
     }
 
-    pub(super) fn header(&self) -> Header {
+    pub(crate) fn header(&self) -> Header {
         let [kind, dtype, op, algo] = self.kinds;
         let (root, count, generation, detail) = (self.root, self.count, self.generation, self.detail);
         let signature = Signature { kind, dtype, op, algo, root, count, generation, detail };
@@ -65,8 +65,8 @@ impl Descriptor {
 
 /// A ring at an address in somebody's region.
 #[derive(Clone)]
-pub(super) struct RawRing {
-    pub(super) region: Arc<Region>,
+pub(crate) struct RawRing {
+    pub(crate) region: Arc<Region>,
     base: *mut u8,
 }
 
@@ -75,7 +75,7 @@ pub(super) struct RawRing {
 unsafe impl Send for RawRing {}
 
 impl RawRing {
-    pub(super) fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
+    pub(crate) fn new(region: Arc<Region>, offset: u64) -> Result<RawRing, Error> {
         if !region.contains(offset, RING_BYTES) || !offset.is_multiple_of(128) {
             return Err(Error::system(
                 "open a ring of a peer",
@@ -87,11 +87,11 @@ impl RawRing {
     }
 
     /// Where it begins in its region.
-    pub(super) fn offset(&self) -> Option<u64> {
+    pub(crate) fn offset(&self) -> Option<u64> {
         self.region.offset_of(self.base)
     }
 
-    pub(super) fn cell(&self, cell: usize) -> *mut Descriptor {
+    pub(crate) fn cell(&self, cell: usize) -> *mut Descriptor {
         self.base.wrapping_add(CELLS_AT + cell * CELL).cast()
     }
 
@@ -100,7 +100,7 @@ impl RawRing {
     }
 
     /// Writes beside the descriptor of frame `frame`, before that is posted: at most [`INLINE`] bytes.
-    pub(super) fn write_beside(&self, frame: u64, bytes: &[u8]) {
+    pub(crate) fn write_beside(&self, frame: u64, bytes: &[u8]) {
         debug_assert!(bytes.len() <= INLINE);
         let at = self.inline((frame % CELLS) as usize);
         // SAFETY: the cell is in the mapping, has that much room beside the descriptor, and is by the protocol the
@@ -109,7 +109,7 @@ impl RawRing {
     }
 
     /// What was written there, of a frame that was published.
-    pub(super) fn read_beside<const N: usize>(&self, frame: u64) -> [u8; N] {
+    pub(crate) fn read_beside<const N: usize>(&self, frame: u64) -> [u8; N] {
         const { assert!(N <= INLINE) };
         // SAFETY: as in `read`: in the mapping, and a copy of plain bytes, checked afterwards.
         unsafe { self.inline((frame % CELLS) as usize).cast::<[u8; N]>().read_volatile() }
@@ -126,32 +126,32 @@ impl RawRing {
     }
 
     /// Whether the consumer has released all of so many frames, or has said that it reads no more.
-    pub(super) fn has_released(&self, posted: u64) -> bool {
+    pub(crate) fn has_released(&self, posted: u64) -> bool {
         [posted, CLOSED].contains(&self.released_count().load(Ordering::Acquire))
     }
 
-    pub(super) fn revoked(&self) -> &AtomicU32 {
+    pub(crate) fn revoked(&self) -> &AtomicU32 {
         // SAFETY: as in `lap`.
         unsafe { &*self.base.add(LINE).cast::<AtomicU32>() }
     }
 }
 
 /// The word of a ring by which its sender takes back what it lent.
-pub(super) struct RingFlag(RawRing);
+pub(crate) struct RingFlag(RawRing);
 
 // SAFETY: all that is done with the ring is to its flag, an atomic word.
 unsafe impl Sync for RingFlag {}
 
 impl RingFlag {
-    pub(super) fn new(region: Arc<Region>, offset: u64) -> Result<RingFlag, Error> {
+    pub(crate) fn new(region: Arc<Region>, offset: u64) -> Result<RingFlag, Error> {
         RawRing::new(region, offset).map(RingFlag)
     }
 
-    pub(super) fn raise(&self, to: u32) {
+    pub(crate) fn raise(&self, to: u32) {
         self.0.revoked().fetch_max(to, Ordering::SeqCst);
     }
 
-    pub(super) fn is(&self) -> u32 {
+    pub(crate) fn is(&self) -> u32 {
         self.0.revoked().load(Ordering::SeqCst)
     }
 }

@@ -17,19 +17,16 @@
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
 
 pub(crate) mod arena;
-mod cells;
+pub(crate) mod cells;
 pub(crate) mod exit;
-pub(crate) mod ipc;
 pub(crate) mod kinds;
 pub(crate) mod layout;
 pub(crate) mod local;
-pub(crate) mod peer;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;
 pub(crate) mod waits;
 mod wire;
-mod words;
 
 use std::os::fd::BorrowedFd;
 use std::sync::{Arc, Weak};
@@ -119,6 +116,18 @@ pub(crate) trait Site {
     fn accept(&self) -> Accept;
     /// What watches descriptors, and is told that something may go on.
     fn reactor(&self) -> Arc<dyn Reactor>;
+}
+
+/// Opens links of one communicator.
+pub(crate) trait Opener: Send + Sync {
+    /// The sending end to a peer on a channel.
+    fn open_tx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkTx>, Error>;
+    /// The receiving end from a peer on a channel.
+    fn open_rx(&self, peer: Rank, channel: u8) -> Result<Box<dyn LinkRx>, Error>;
+    /// Where the link for devices is, to a peer or (`receiving`) from it; none where they are not on one host.
+    fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<Place>, Error> {
+        Ok(None)
+    }
 }
 
 /// Where a link through memory is: its ring, who is to be woken, and the peer's memory lock if it is in this process.

@@ -20,7 +20,6 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mun
 
 use super::SLOT;
 use super::layout::RING_BYTES;
-use crate::device::{DeviceStream, SharedWords};
 use crate::error::{Error, limits};
 use crate::forked;
 
@@ -41,7 +40,7 @@ const HEAP: usize = 60 << 20;
 const ARENA_START: usize = (HEAP_START + HEAP).next_multiple_of(PAGE);
 /// Room for buffers that users ask for: address space, of which memory is taken where it is touched.
 const ARENA: usize = 4 << 30;
-pub(super) const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 pub(crate) const REGION_BYTES: usize = ARENA_START + ARENA;
 
 /// A mapping of a region, ours or a peer's.
@@ -370,13 +369,13 @@ impl Region {
     }
 
     /// Zeroed pages for a user's buffer.
-    pub(super) fn take_pages(&self, bytes: usize) -> Option<usize> {
+    pub(crate) fn take_pages(&self, bytes: usize) -> Option<usize> {
         self.arena.lock().take(bytes.checked_next_multiple_of(PAGE)?)
     }
 
     /// Gives back what `take_pages(bytes)` gave: to the system, so that it reads as zero again. Only once nobody, in
     /// this process or another, reads it any more.
-    pub(super) fn give_pages(&self, offset: usize, bytes: usize) {
+    pub(crate) fn give_pages(&self, offset: usize, bytes: usize) {
         if forked::is_forked() {
             return; // it is in use in the parent
         }
@@ -392,31 +391,16 @@ impl Region {
         self.arena.lock().give(offset, bytes);
     }
 
-    /// Makes a page of the part for users' buffers known to a device, as words for its streams.
-    pub(super) fn register(
-        self: &Arc<Self>,
-        stream: &DeviceStream,
-        offset: usize,
-    ) -> Result<SharedWords, Error> {
-        let at = NonNull::new(self.at(offset));
-        let nowhere =
-            || Error::system("register words that processes share", "there is no such page (a bug)");
-        let at = at.filter(|at| self.is_page(at.as_ptr(), PAGE)).ok_or_else(nowhere)?;
-        // SAFETY: a whole page of the mapping, which `self` keeps. `link/words.rs`, the one caller, has taken it for words,
-        // or was told of it by a peer that has; each page is known to one rank in a process, and so is registered once.
-        unsafe { SharedWords::register(stream, (at, PAGE), self.clone()) }
-    }
-
-    /// An atomic word of such a page.
-    pub(super) fn word(&self, offset: usize) -> &AtomicU32 {
+    /// An atomic word of a page that ranks have taken for words.
+    pub(crate) fn word(&self, offset: usize) -> &AtomicU32 {
         let offset = offset.min(REGION_BYTES - 4) & !3;
-        // SAFETY: in the mapping, which `self` keeps, and aligned; by the protocol of `link/words.rs` everybody uses the
+        // SAFETY: in the mapping, which `self` keeps, and aligned; by the protocol of `device/links/words.rs` everybody uses the
         // page as atomic words only.
         unsafe { &*self.at(offset).cast::<AtomicU32>() }
     }
 
     /// Whether these bytes are in the part for users' buffers.
-    pub(super) fn is_page(&self, at: *const u8, len: usize) -> bool {
+    pub(crate) fn is_page(&self, at: *const u8, len: usize) -> bool {
         self.offset_of(at).is_some_and(|o| o >= ARENA_START as u64 && o + len as u64 <= REGION_BYTES as u64)
     }
 

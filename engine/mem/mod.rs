@@ -15,6 +15,7 @@ mod promise;
 mod slice;
 pub(crate) mod split;
 mod stream;
+mod stripe;
 mod values;
 
 pub use any::{AnyBuf, Untyped};
@@ -31,4 +32,5 @@ pub use slice::OwnedSlice;
 pub(crate) use slice::SliceOwner;
 pub use split::{View, split, split_at};
 pub use stream::{Event, HostStream};
+pub(crate) use stripe::{ALL, PINNED, Reach, Stripe, pinned_bytes};
 pub(crate) use values::check_bools;

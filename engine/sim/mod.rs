@@ -29,11 +29,11 @@ use std::time::Duration;
 pub use self::predict::predict;
 
 use self::net::{Clock, Net, SimOpener};
-use crate::device::ALL;
 use crate::error::Error;
 use crate::exec::{self, NextPart, Operation, Part, PartList, Parts, Port, Reduction, Timed};
 use crate::link::SLOT;
 use crate::link::region::Region;
+use crate::mem::ALL;
 use crate::plan::{self, Lending, Program, Shape};
 use crate::types::{Algo, DType, Kind, Rank, ReduceOp, Signature};
 

@@ -11,8 +11,8 @@ use parking_lot::Mutex;
 
 use crate::comm::SharedComm;
 use crate::device::DeviceStream;
+use crate::device::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
-use crate::exec::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
 use crate::mem::Witness;
 use crate::types::{Kind, Rank};
 

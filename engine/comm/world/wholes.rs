@@ -10,8 +10,8 @@ use lru::LruCache;
 use parking_lot::Mutex;
 
 use super::World;
+use crate::device::whole::BoundWhole;
 use crate::exec::Endpoint;
-use crate::exec::whole::BoundWhole;
 use crate::types::Rank;
 
 struct Idle {

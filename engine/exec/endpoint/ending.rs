@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::EndpointConfig;
+use crate::device::operation::DeviceOp;
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::deadlines::{DeadlineClock, grace};
-use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::types::Signature;
 

@@ -6,7 +6,7 @@ use super::run::{Run, Teardown};
 use super::teardown::HANG_UP;
 use super::{Endpoint, EndpointConfig, Messages, Port};
 use crate::exec::active::Active;
-use crate::exec::port::Opener;
+use crate::link::Opener;
 
 /// What an endpoint leaves behind when it has ended: its runs, and the links to its peers.
 pub(crate) struct IdleRuns {

@@ -8,8 +8,8 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::COMPARED;
 use super::asked::Asked;
+use crate::device::operation::DeviceOp;
 use crate::error::Error;
-use crate::exec::device::DeviceOp;
 use crate::exec::inflight::{Inflight, Key};
 use crate::exec::operation::Operation;
 use crate::exec::p2p::{Direction, Message};

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::run::{Run, Teardown};
 use super::{Endpoint, Port};
+use crate::device::operation::DeviceOp;
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Active;
-use crate::exec::device::DeviceOp;
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use super::Endpoint;
 use super::table::Table;
 use crate::device::DeviceStream;
+use crate::device::whole::{BoundWhole, Called, MessagePath};
 use crate::error::{self, Error};
 use crate::exec::inflight::Key;
 use crate::exec::operation::{Executor, Operation};
-use crate::exec::whole::{BoundWhole, Called, MessagePath};
 use crate::types::mix;
 
 impl Endpoint {

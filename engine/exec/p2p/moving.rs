@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::device::Staged;
+use crate::device::whole::{MessagePath, Turn};
 use crate::error::MissingState;
 use crate::exec::inflight::Key;
-use crate::exec::whole::{MessagePath, Turn};
 use crate::mem::check_bools;
 use crate::types::{DType, Map, Rank, Signature};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::*;
 use crate::exec::Inflight;
-use crate::exec::port::Opener;
+use crate::link::Opener;
 use crate::link::layout::RING_BYTES;
 use crate::link::local::{Doorbell, LocalRx, LocalTx};
 use crate::link::region::Region;

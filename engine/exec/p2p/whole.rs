@@ -10,9 +10,9 @@ use std::sync::Arc;
 use super::moving::{Answer, Direction, Message, Moving, Type};
 use super::{Messages, disagree_on_time};
 use crate::device::DeviceEvent;
+use crate::device::whole::{Called, MessagePath, Moved, Standing, Turn};
 use crate::error::{Error, Operation};
 use crate::exec::inflight::Key;
-use crate::exec::whole::{Called, MessagePath, Moved, Standing, Turn};
 use crate::types::{Rank, mix};
 
 /// Messages that the library was given at once.

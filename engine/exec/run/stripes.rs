@@ -6,9 +6,9 @@
 use std::ops::Range;
 
 use super::{Backend, PlanRun};
-use crate::device::{ALL, Stripe};
 use crate::exec::operation::Part;
 use crate::exec::slicing::Slicing;
+use crate::mem::{ALL, Stripe};
 use crate::plan::{Layout, OUTPUT, Slot, Step};
 
 /// Bytes of a stripe: long beside what its copies cost to start (tens of microseconds each way), short beside an operation

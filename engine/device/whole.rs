@@ -1,7 +1,7 @@
 //! [`Whole`]: a library that takes a collective whole, and moves and combines everything by itself.
 //!
 //! The engine calls it when all ranks have called the same, which the host's links have found out by then
-//! ([`Executor::Whole`](super::operation::Executor)). So a library never sees ranks that disagree, nor waits for one that does not call.
+//! (`Executor::Whole`, `exec/operation.rs`). So a library never sees ranks that disagree, nor waits for one that does not call.
 //! `docs/adr/0026-whole-collectives.md` has the walk, and the locks.
 
 mod order;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::task::Waker;
 
 pub(crate) use self::order::{Called, LaunchOrder, Ticket, Turn};
-use crate::device::DeviceStream;
+use crate::device::stream::DeviceStream;
 use crate::error::{Error, MissingState};
 use crate::mem::Witness;
 use crate::types::{DType, Kind, Rank, ReduceOp};

@@ -6,14 +6,16 @@
 //!
 //! Words count frames, on a circle: both streams come to frames in the order of their ring.
 
+use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
 
-use super::region::{PAGE, Region};
-use crate::device::{DeviceStream, SharedWords};
+use crate::device::stream::DeviceStream;
+use crate::device::words::SharedWords;
 use crate::error::Error;
+use crate::link::region::{PAGE, Region};
 use crate::types::Rank;
 
 /// Frames of the link from the peer that may be read.
@@ -46,6 +48,16 @@ fn given_back(region: &Weak<Region>, offset: usize) -> bool {
     left
 }
 
+/// Makes a page of the region's part for users' buffers known to a device, as words for its streams.
+fn register(region: &Arc<Region>, stream: &DeviceStream, offset: usize) -> Result<SharedWords, Error> {
+    let at = NonNull::new(region.at(offset));
+    let nowhere = || Error::system("register words that processes share", "there is no such page (a bug)");
+    let at = at.filter(|at| region.is_page(at.as_ptr(), PAGE)).ok_or_else(nowhere)?;
+    // SAFETY: a whole page of the mapping, which `region` keeps. The callers have taken it for words, or were told of it by a
+    // peer that has; each page is known to one rank in a process, and so is registered once.
+    unsafe { SharedWords::register(stream, (at, PAGE), region.clone()) }
+}
+
 /// What a peer tells this rank's stream.
 pub(super) struct Inbox {
     words: Option<SharedWords>,
@@ -61,7 +73,7 @@ impl Inbox {
         KEPT.lock().retain(|(region, offset)| !given_back(region, *offset));
         let full = || Error::system("make words for another process", "this rank's region is full");
         let offset = region.take_pages(PAGE).ok_or_else(full)?;
-        match region.register(stream, offset) {
+        match register(region, stream, offset) {
             Ok(words) => {
                 let (words, region) = (Some(words), region.clone());
                 Ok(Inbox { words, region, offset, released: OnceLock::new() })
@@ -137,7 +149,7 @@ impl Outbox {
             let problem = format!("no page for words begins at offset {offset} of its region");
             return Err(Error::protocol(peer, problem));
         }
-        let words = Some(region.register(stream, offset)?);
+        let words = Some(register(&region, stream, offset)?);
         Ok(Outbox { words, region, offset })
     }
 

@@ -14,15 +14,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
-use super::cells::{Descriptor, RawRing, RingFlag};
-use super::local::Doorbell;
 use super::peer::PeerDevice;
-use super::region::Region;
-use super::ring::{CELLS, Consumer, Producer};
 use super::words::{DONE, END, Inbox, Outbox, READY, mark};
-use super::{Frame, Header, LinkRx, LinkTx, Place, Posted};
-use crate::device::{DeviceStream, Exported, Import, Opening, retire};
+use crate::device::blocks::Exported;
+use crate::device::ipc::{Import, Opening, retire};
+use crate::device::stream::DeviceStream;
 use crate::error::Error;
+use crate::link::cells::{Descriptor, RawRing, RingFlag};
+use crate::link::local::Doorbell;
+use crate::link::region::Region;
+use crate::link::ring::{CELLS, Consumer, Producer};
+use crate::link::{Frame, Header, LinkRx, LinkTx, Place, Posted};
 use crate::types::{DType, Rank};
 
 /// Bytes of a driver's handle.

@@ -14,8 +14,10 @@ use allstream_sys::nccl::{
 };
 use parking_lot::Mutex;
 
+use super::buf::DeviceBuf;
+use super::chores::{Busy, end_before_libraries};
+use super::stream::DeviceStream;
 use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
-use crate::device::{Busy, DeviceBuf, DeviceStream, end_before_libraries};
 use crate::error::Error;
 use crate::forked;
 use crate::mem::Witness;

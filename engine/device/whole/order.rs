@@ -22,7 +22,7 @@ use std::task::Waker;
 
 use parking_lot::Mutex;
 
-use crate::device::{DeviceEvent, DeviceStream};
+use crate::device::stream::{DeviceEvent, DeviceStream};
 use crate::error::{Error, Operation};
 
 /// An operation, and the waker of whoever drives its communicator.

@@ -1,7 +1,7 @@
 //! Links between ranks whose devices touch each other's memory: the same device, or peers of one process. Those between
 //! processes ([`super::ipc`]) do the same with memory and events that processes share.
 //!
-//! What travels between hosts is a ring of descriptors, as [`super::local`]'s: each lends a piece of the sender's device
+//! What travels between hosts is a ring of descriptors, as [`crate::link::local`]'s: each lends a piece of the sender's device
 //! memory. What orders the devices are two events beside each cell. The sender records `ready` on its stream before it
 //! posts, and the receiver's stream waits for that before it reads; the receiver records `done` before it releases, and the
 //! sender's stream waits for that before it writes there again. So "posted" and "released" mean *put on a stream*, and
@@ -14,13 +14,15 @@ use std::sync::atomic::Ordering;
 
 use parking_lot::Mutex;
 
-use super::cells::{Descriptor, RawRing};
-use super::local::{Doorbell, MemoryLock};
-use super::ring::{CELLS, Consumer, Producer};
-use super::waits::{Point, Wait, dawdle, kept, stop};
-use super::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
-use crate::device::{DeviceEvent, DeviceSignal, DeviceStream, Probe};
+use crate::device::queues::Probe;
+use crate::device::signal::DeviceSignal;
+use crate::device::stream::{DeviceEvent, DeviceStream};
 use crate::error::Error;
+use crate::link::cells::{Descriptor, RawRing};
+use crate::link::local::{Doorbell, MemoryLock};
+use crate::link::ring::{CELLS, Consumer, Producer};
+use crate::link::waits::{Point, Wait, dawdle, kept, stop};
+use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::Rank;
 
 /// Where the payload of a loan's frame is: beside its descriptor.

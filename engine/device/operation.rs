@@ -1,7 +1,7 @@
 //! Operations that the ranks' devices run.
 //!
 //! The plans, the machines and the order of messages are those of the host; what differs is that a step's work is *put on
-//! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::link::peer`]). An
+//! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::device::links::peer`]). An
 //! operation is over on the host when all is on the stream, and over for good when the stream has come there.
 
 use std::sync::{Arc, OnceLock, Weak};
@@ -9,14 +9,14 @@ use std::task::Waker;
 
 use parking_lot::Mutex;
 
-use super::port::Opener;
+use super::chores::Busy;
+use super::links::ipc::{Far, FarRx, FarTx};
+use super::links::peer::{PeerDevice, PeerRx, PeerTx};
+use super::stream::{DeviceEvent, DeviceStream};
 use super::whole::{BoundWhole, MessagePath, Whole};
-use crate::device::{Busy, DeviceEvent, DeviceStream};
 use crate::error::Error;
-use crate::link::ipc::{Far, FarRx, FarTx};
-use crate::link::peer::{PeerDevice, PeerRx, PeerTx};
 use crate::link::waits::{Wait, kept};
-use crate::link::{LinkRx, LinkTx, Place};
+use crate::link::{LinkRx, LinkTx, Opener, Place};
 use crate::mem::{Fate, Verdict, Witness};
 use crate::types::Rank;
 
@@ -27,7 +27,7 @@ const SLICE: usize = 1 << 30;
 const FRAME: usize = u32::MAX as usize;
 
 /// Bytes of a slice, and of the longest frame.
-pub(super) fn limits() -> (usize, usize) {
+pub(crate) fn limits() -> (usize, usize) {
     #[cfg(any(test, feature = "testing"))]
     if let Some(bytes) = crate::testing::faults::longest_frame() {
         return (bytes / 2, bytes);
@@ -51,7 +51,7 @@ pub(crate) struct Binding {
     /// Where the streams of this process were filled to when all was over.
     last: Mutex<Option<Vec<DeviceEvent>>>,
     /// What messages go by that a library moves: made with the first.
-    pub(super) message_path: Mutex<Option<Arc<MessagePath>>>,
+    pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
     _open: Busy,
 }
 
@@ -75,7 +75,7 @@ impl Binding {
 
     /// Whether the streams of this process have come to where they were filled when this was first asked: no rank puts
     /// more of this communicator on them.
-    pub(super) fn is_quiet(&self) -> Result<bool, Error> {
+    pub(crate) fn is_quiet(&self) -> Result<bool, Error> {
         let mut last = self.last.lock();
         let last = match &mut *last {
             Some(last) => last,
@@ -147,7 +147,7 @@ impl DeviceOp {
     }
 
     /// It is submitted, as this operation of the communicator.
-    pub(super) fn submitted(&self, number: u64) {
+    pub(crate) fn submitted(&self, number: u64) {
         let _ = self.number.set(number);
     }
 
@@ -156,18 +156,18 @@ impl DeviceOp {
     }
 
     /// The library that takes it whole, if one does.
-    pub(super) fn taken_by(&self) -> Option<&Arc<dyn Whole>> {
+    pub(crate) fn taken_by(&self) -> Option<&Arc<dyn Whole>> {
         self.taken_by.as_ref()
     }
 
     /// Where its work goes.
-    pub(super) fn stream(&self) -> &DeviceStream {
+    pub(crate) fn stream(&self) -> &DeviceStream {
         &self.binding.ours.stream
     }
 
     /// It is this operation's turn: what is put on the stream from now on is its own. Each of its parts says so, and the first
     /// counts.
-    pub(super) fn begin(&self) -> Result<(), Error> {
+    pub(crate) fn begin(&self) -> Result<(), Error> {
         if std::mem::replace(&mut self.state.lock().has_begun, true) {
             return Ok(());
         }
@@ -181,7 +181,7 @@ impl DeviceOp {
     }
 
     /// All of it is on the stream. Returns the end there.
-    pub(super) fn enqueued(&self) -> Result<DeviceEvent, Error> {
+    pub(crate) fn enqueued(&self) -> Result<DeviceEvent, Error> {
         self.binding.ours.take_failure()?;
         let end = self.stream().point()?;
         let mut state = self.state.lock();
@@ -198,7 +198,7 @@ impl DeviceOp {
     }
 
     /// Whether the stream has come to its end.
-    pub(super) fn is_over(&self) -> Result<bool, Error> {
+    pub(crate) fn is_over(&self) -> Result<bool, Error> {
         let state = self.state.lock();
         let over = !kept(Wait::End) || state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
         if let Some(library) = &self.taken_by {
@@ -221,24 +221,24 @@ impl DeviceOp {
     }
 
     /// Whether what has come to its end did so in order.
-    pub(super) fn check(&self) -> Result<(), Error> {
+    pub(crate) fn check(&self) -> Result<(), Error> {
         self.binding.far.as_ref().map_or(Ok(()), |far| far.check())
     }
 
     /// Whether its own inputs are there.
-    pub(super) fn has_inputs(&self) -> bool {
+    pub(crate) fn has_inputs(&self) -> bool {
         self.after.iter().all(|event| event.is_complete().unwrap_or(true))
     }
 
     /// The ranks whose inputs are not there, though they have called.
-    pub(super) fn late(&self) -> Vec<Rank> {
+    pub(crate) fn late(&self) -> Vec<Rank> {
         let is_late = |device: &Arc<PeerDevice>| device.is_late(self.number());
         let all = self.binding.all.iter().enumerate();
         all.filter_map(|(rank, device)| device.as_ref().is_some_and(is_late).then_some(rank)).collect()
     }
 
     /// Calls `then` when the stream has come to its end, or will not.
-    pub(super) fn watch(&self, then: impl FnOnce() + Send + 'static) {
+    pub(crate) fn watch(&self, then: impl FnOnce() + Send + 'static) {
         let end = self.state.lock().end.clone();
         if let Some(end) = end {
             end.then("run a collective", Box::new(|_| then()));
@@ -246,7 +246,7 @@ impl DeviceOp {
     }
 
     /// Whether the rank's own stream is one of those that `join` makes wait.
-    pub(super) fn is_on(&self, stream: &DeviceStream) -> bool {
+    pub(crate) fn is_on(&self, stream: &DeviceStream) -> bool {
         self.streams.iter().chain([stream]).any(|stream| stream == self.stream())
     }
 
@@ -263,7 +263,7 @@ impl DeviceOp {
 
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
     /// nothing waits.
-    pub(super) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
+    pub(crate) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
         let mut state = self.state.lock();
         if state.failed {
             return Ok(false);
@@ -295,7 +295,7 @@ impl DeviceOp {
     /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
     /// puts more there. With ranks in other processes, and where a library takes operations whole, all of that is over, or the
     /// buffers are kept ([`Binding::is_quiet`]): what is on those streams may not come to its end.
-    pub(super) fn give_up(&self, cause: &Error) -> Result<(), Error> {
+    pub(crate) fn give_up(&self, cause: &Error) -> Result<(), Error> {
         let is_over = self.binding.far.is_some() || self.binding.whole.is_some();
         let ordered = if is_over { Ok(()) } else { self.order_after_all() };
         // All at once: a thread may be about to make streams wait, or to hand the buffers on. And before any stream goes on.
@@ -313,7 +313,7 @@ impl DeviceOp {
     }
 
     /// It has failed, and its buffers are not to be given back by whoever has them.
-    pub(super) fn lose(&self) {
+    pub(crate) fn lose(&self) {
         self.state.lock().lost = true;
     }
 
@@ -333,12 +333,12 @@ impl DeviceOp {
 }
 
 /// Opens links between devices.
-pub(super) struct DeviceLinks {
-    pub(super) rings: Arc<dyn Opener>,
-    pub(super) binding: Arc<Binding>,
-    pub(super) rank: Rank,
+pub(crate) struct DeviceLinks {
+    pub(crate) rings: Arc<dyn Opener>,
+    pub(crate) binding: Arc<Binding>,
+    pub(crate) rank: Rank,
     /// Of who drives.
-    pub(super) waker: Waker,
+    pub(crate) waker: Waker,
 }
 
 impl DeviceLinks {

@@ -1,0 +1,5 @@
+//! Links between ranks whose devices touch each other's memory: in one process ([`peer`]), and in two of one host ([`ipc`]).
+
+pub(crate) mod ipc;
+pub(crate) mod peer;
+mod words;
