@@ -1,7 +1,7 @@
 //! The executor: it alone runs plans, on links it does not look into.
 //!
 //! One [`Endpoint`] per communicator and rank holds the table of operations in flight and what runs them: a
-//! [`PlanRun`](run::PlanRun) for each part, in one kind of memory ([`Backend`](backend::Backend)). Whoever has time drives it: the process's progress thread, or the thread that polls or waits. Nothing blocks inside.
+//! [`PartRun`](run::PartRun) for each part, in one kind of memory ([`Backend`](backend::Backend), [`Lends`](lends::Lends)). Whoever has time drives it: the process's progress thread, or the thread that polls or waits. Nothing blocks inside.
 
 mod active;
 mod backend;
@@ -12,6 +12,7 @@ mod endpoint;
 mod filling;
 mod host;
 mod inflight;
+mod lends;
 pub(crate) mod nccl;
 mod operation;
 mod p2p;
