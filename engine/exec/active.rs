@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::cuda::Cuda;
-use super::host::Host;
+use super::cuda::{Cuda, CudaLoans};
+use super::host::{Host, HostLoans};
 use super::inflight::Key;
 use super::operation::{Executor, Operation, Part, PartList, Then};
 use super::parts::{NextPart, Parts};
@@ -20,8 +20,8 @@ use crate::types::{Rank, Signature};
 /// The collective in work, and what runs it: one of two backends, by where its memory is.
 pub(crate) struct Active {
     current: Option<Current>,
-    host: Parts<Host>,
-    cuda: Parts<Cuda>,
+    host: Parts<Host, HostLoans>,
+    cuda: Parts<Cuda, CudaLoans>,
     /// Memory of the runs' own.
     account: Account,
     pub(crate) stalled_at: Option<Instant>,
@@ -80,8 +80,8 @@ pub(crate) enum Pass {
 impl Active {
     /// `bypass_from`: bytes of results from which on they are written past the caches ([`Host`]).
     pub(crate) fn new(comm: u64, bypass_from: usize) -> Active {
-        let host = Parts::new(comm, Host::new(bypass_from));
-        let cuda = Parts::new(comm, Cuda::default());
+        let host = Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from));
+        let cuda = Parts::new(comm, Cuda::default(), CudaLoans);
         Active { current: None, host, cuda, account: Account::default(), stalled_at: None }
     }
 

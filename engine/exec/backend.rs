@@ -1,6 +1,6 @@
 //! [`Backend`]: one kind of memory that plans are run in.
 //!
-//! [`PlanRun`](super::run::PlanRun) decides which slice of which step goes on, and keeps the cursors. It knows no memory. A
+//! [`PlanRun`](super::run) decides which slice of which step goes on, and keeps the cursors. It knows no memory. A
 //! backend says where memory is, and combines, copies and scales what lies there:
 //!
 //! | backend | memory | what a call does |
@@ -13,10 +13,8 @@ use super::operation::{Operation, Part, Reduction};
 use super::port::{Payload, Port};
 use super::slicing::Slicing;
 use crate::error::Error;
-use crate::link::region::Slot as StagingSlot;
 use crate::link::waits::Wait;
-use crate::link::{self, SLOT};
-use crate::plan::{INPUT, Lending, OUTPUT, Program, Slot, Step};
+use crate::plan::{INPUT, OUTPUT, Program, Slot, Step};
 use crate::types::{Finish, ReduceOp, Signature};
 
 /// What a pass works on.
@@ -76,7 +74,7 @@ pub(crate) struct StepState {
     pub(super) first: usize,
 }
 
-/// One slice of a step, whose operands are there. [`PlanRun`](super::run::PlanRun) alone makes these, and vouches for all addresses in
+/// One slice of a step, whose operands are there. [`PlanRun`](super::run) alone makes these, and vouches for all addresses in
 /// them: operands may be read and `dst` may be written for as many elements as are named, now.
 pub(crate) struct Slice<'a> {
     pub(super) c: Context<'a>,
@@ -152,26 +150,6 @@ pub(crate) enum Prepared {
     NotYet(bool),
 }
 
-/// Whether the ranks of an operation lend each other their memory ([`Lending`]).
-pub(crate) enum Agreement {
-    /// They do not: all take the steps.
-    Steps,
-    /// Each finds out by itself whether it can, and its first frames say so.
-    ByFirstFrame,
-    /// All can, by what all of them know.
-    Known,
-}
-
-/// How a peer can be lent memory.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reach {
-    /// It touches our memory where that lies.
-    InPlace,
-    /// It touches staging slots of ours.
-    InSlots,
-    Nowhere,
-}
-
 /// Where a slot of a plan begins: in the user's memory, in the scaled copy of the input if there is one, or in scratch memory.
 pub(super) fn base_of(part: &Part, slot: Slot, scaled: Option<*mut u8>, scratch: *mut u8) -> *mut u8 {
     match (slot, scaled) {
@@ -183,28 +161,7 @@ pub(super) fn base_of(part: &Part, slot: Slot, scaled: Option<*mut u8>, scratch:
     }
 }
 
-/// Elements that are folded at once, of the operands and into the results of a plan of loans. [`PlanRun`](super::run::PlanRun) alone
-/// makes these, and vouches for all addresses in them.
-pub(crate) struct Fold<'a> {
-    pub(super) c: Context<'a>,
-    pub(super) step: &'a Step,
-    /// How many elements.
-    pub(super) m: usize,
-    pub(super) ins: &'a [*const u8],
-    /// Those that are written past the caches come first.
-    pub(super) outs: &'a [*mut u8],
-    /// How many of them.
-    pub(super) bypassing: usize,
-}
-
-/// A staging slot that is lent again and again, as the peer cannot reach the memory itself, and where it is. In a simulation there is
-/// no slot, and the address is null.
-pub(crate) type LentSlot = (Option<StagingSlot>, *mut u8);
-
-/// Bytes of a piece of a chunk that is lent in a slot.
-pub(super) const PIECE: usize = SLOT;
-
-/// One kind of memory. A value belongs to one [`PlanRun`](super::run::PlanRun); whether it keeps memory of its own from one part to
+/// One kind of memory. A value belongs to one [`PlanRun`](super::run); whether it keeps memory of its own from one part to
 /// the next is its own affair.
 pub(crate) trait Backend: Send + Sized {
     /// Whether calls do the work on the calling thread, and do not only put it on a stream. Then a pass ends after so many bytes
@@ -215,7 +172,7 @@ pub(crate) trait Backend: Send + Sized {
     /// Whether operands must begin where an element could.
     const IS_ALIGNED: bool;
 
-    /// Another one, of the same rank and communicator.
+    /// Another one, of the same rank and communicator, with no memory of its own yet.
     fn fresh(&self) -> Self;
 
     /// How messages of a part are cut.
@@ -230,11 +187,6 @@ pub(crate) trait Backend: Send + Sized {
     /// Makes ready what the steps need: asks for memory, scales the input (on the host a piece at a time). Called at the start of
     /// every pass. `has_arrived`: all of the input is there.
     fn prepare(&mut self, c: Context<'_>, has_arrived: bool) -> Result<Prepared, Error>;
-
-    /// Whether that is done.
-    fn is_prepared(&self) -> bool {
-        true
-    }
 
     /// Where a slot of a plan begins.
     fn base(&self, part: &Part, slot: Slot) -> *mut u8;
@@ -259,33 +211,6 @@ pub(crate) trait Backend: Send + Sized {
     /// `from` is valid for reads of so many bytes and `slot` for writes; they do not overlap.
     unsafe fn fill_slot(&mut self, from: *const u8, slot: *mut u8, bytes: usize, port: &mut Port);
 
-    /// Whether ranks are to lend each other memory for this part.
-    fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement;
-
-    /// How a peer can be lent this memory.
-    fn reach(&self, c: Context<'_>, peer: usize, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error>;
-
-    /// Slots that may be held for lending, in all.
-    fn free_slots(&self, port: &Port) -> usize;
-
-    /// Takes one.
-    fn hold_slot(&self, port: &mut Port) -> Option<LentSlot>;
-
-    /// Copies back what was folded in a slot.
-    ///
-    /// # Safety
-    /// `slot` is valid for reads of so many bytes and `to` for writes; they do not overlap.
-    unsafe fn empty_slot(&mut self, part: &Part, slot: *const u8, to: *mut u8, bytes: usize);
-
-    /// How many elements of this size are folded in one pass, among so many ranks.
-    fn fold_len(&self, ranks: usize, unit: usize) -> usize;
-
-    /// Whether results that go there are written past the caches. `in_slot`: through a slot; `in_place`: over the input.
-    fn bypasses(&self, in_slot: bool, in_place: bool, bytes: usize, port: &Port) -> bool;
-
-    /// Folds.
-    fn fold(&mut self, fold: &Fold<'_>) -> Result<(), Error>;
-
     /// Looks at what has come, once all has, before it becomes values of the user's.
     fn check_values(&self, _: &Part) -> Result<(), Error> {
         Ok(())
@@ -295,7 +220,4 @@ pub(crate) trait Backend: Send + Sized {
     fn memory(&self) -> (usize, usize) {
         (0, 0)
     }
-
-    /// Gives that back, between parts.
-    fn give_memory_back(&mut self) {}
 }

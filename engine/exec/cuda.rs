@@ -4,9 +4,8 @@
 
 use allstream_cuda_kernels::{self as cuda, Launch, MAX_OUTS};
 
-use super::backend::{
-    Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice, base_of,
-};
+use super::backend::{Backend, Combined, Context, Prepared, Slice, base_of};
+use super::lends::{Agreement, Fold, Lends, LentSlot, Reach};
 use super::operation::{Part, Reduction};
 use super::port::{Payload, Port};
 use super::slicing::Slicing;
@@ -151,10 +150,6 @@ impl Backend for Cuda {
         Ok(Prepared::Ready)
     }
 
-    fn is_prepared(&self) -> bool {
-        self.is_prepared
-    }
-
     fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
         let scratch = self.scratch.as_ref().map_or(std::ptr::null_mut(), address);
         base_of(part, slot, self.scaled.as_ref().map(address), scratch)
@@ -193,12 +188,18 @@ impl Backend for Cuda {
 
     /// Links between devices lend memory where it lies: they never ask for slots.
     unsafe fn fill_slot(&mut self, _: *const u8, _: *mut u8, _: usize, _: &mut Port) {}
+}
 
+/// The memory of devices of one process, lent where it lies.
+#[derive(Clone)]
+pub(crate) struct CudaLoans;
+
+impl Lends for CudaLoans {
     /// The kernel that folds writes into other ranks' memory, which is allowed within one process only: when a rank of another process
     /// dies, nobody can stop a kernel that is on a stream already from writing into memory that its owner has taken back. Chunks
     /// that are longer than [`limits`] allow one call take the steps, in slices. All ranks see the same lengths, and know where all
     /// devices are.
-    fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement {
+    fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
         let near = c.op.device().is_some_and(|device| device.binding.far.is_none());
         let size = lending.plan.size;
         let longest = c.part.count.div_ceil(size).saturating_mul(c.part.dtype.size());
@@ -220,28 +221,24 @@ impl Backend for Cuda {
         None
     }
 
-    /// As `fill_slot`.
-    unsafe fn empty_slot(&mut self, _: &Part, _: *const u8, _: *mut u8, _: usize) {}
+    /// As [`Cuda::fill_slot`].
+    unsafe fn fill(&mut self, _: *const u8, _: *mut u8, _: usize, _: &mut Port) {}
+
+    /// As [`Cuda::fill_slot`].
+    unsafe fn empty(&mut self, _: &Part, _: *const u8, _: *mut u8, _: usize) {}
 
     /// One kernel folds all.
-    fn fold_len(&self, _: usize, _: usize) -> usize {
-        usize::MAX
-    }
-
-    fn bypasses(&self, _: bool, _: bool, _: usize, _: &Port) -> bool {
-        false
-    }
-
-    fn fold(&mut self, fold: &Fold<'_>) -> Result<(), Error> {
+    fn fold(&mut self, fold: &Fold<'_>, _: &Port) -> Result<usize, Error> {
         let c = fold.c;
         let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
         let (mut all_ins, mut all_outs) = ([0; cuda::MAX_INS], [0; MAX_OUTS]);
         let ins = addresses(fold.ins, &mut all_ins)?;
         let outs = all_outs.get_mut(..fold.outs.len()).ok_or_else(|| unsupported("so many results"))?;
-        outs.iter_mut().zip(fold.outs).for_each(|(to, from)| *to = from.addr() as u64);
+        outs.iter_mut().zip(fold.outs).for_each(|(to, out)| *to = out.at.addr() as u64);
         let ctas = device(c)?.stream().ctas();
         let divisor = c.divisor(fold.step);
         let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
-        launch(c, "run an all_reduce", kernel)
+        launch(c, "run an all_reduce", kernel)?;
+        Ok(fold.m)
     }
 }

@@ -1,36 +1,23 @@
 //! Plans in the host's memory: everything is computed at once, on the thread that drives.
 
 mod kernel;
+mod loans;
 mod memory;
 
 use allstream_kernels as kernels;
 
+pub(crate) use self::loans::{HostLoans, LEND_FROM, LEND_SLOTS_FROM};
 use self::memory::Memory;
-use super::backend::{
-    Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice, base_of,
-};
-use super::operation::{Operation, Part};
+use super::backend::{Backend, Combined, Context, Prepared, Slice, base_of};
+use super::operation::Part;
 use super::port::{Payload, Port};
-use super::run::MAX_LENDERS;
 use super::slicing::Slicing;
 use crate::error::Error;
-use crate::link::{self, SLOT};
-use crate::plan::{INPUT, Lending, OUTPUT, Program, SCRATCH, SMALL, Slot};
-use crate::types::LIST;
+use crate::link::SLOT;
+use crate::plan::{INPUT, OUTPUT, Program, SCRATCH, Slot};
 
 /// Bytes that are scaled in one pass: the thread has other work too.
 const SCALED: usize = 256 << 10;
-/// Ranks lend each other their memory from this size of a buffer on. At 4 KB the steps of the plan took 1.0 to 1.9 times as
-/// long (2, 4 and 8 ranks on 2 cores, threads and arena buffers); below, with 4 threads, they were faster.
-pub(crate) const LEND_FROM: usize = 4 << 10;
-/// From this size on where slots are lent, with two ranks and with more. On 2 cores the steps took 1.2 times as long at 4 KB,
-/// 1.9 times at 16 KB and 3.3 times at 64 KB (2 ranks); 0.6, 1.0 and 1.3 times with 4; 1.0 to 1.3, 1.4 and 1.3 with 8.
-pub(crate) const LEND_SLOTS_FROM: [usize; 2] = [4 << 10, 16 << 10];
-/// Bytes of all ranks' memory that are touched in a pass that folds, as the thread has other work too. With a quarter of it
-/// 1 MB took up to 1.4 times as long, with four times as much nothing was faster.
-const FOLDED: usize = 1 << 20;
-/// So many slots are left to others when they are lent.
-const LEFT: usize = 8;
 
 /// Room for a payload that travels in a ring's cell, and that its step keeps nowhere.
 #[repr(align(64))]
@@ -55,17 +42,6 @@ impl Host {
         Host { bypass_from, is_bypassing: false, scaled: None, memory: Memory::default(), inline }
     }
 
-    /// Whether the result of a part is written past the caches. In place, where nothing else is in them, from twice as many
-    /// bytes on.
-    fn is_large(&self, c: Context<'_>) -> bool {
-        #[cfg(any(test, feature = "testing"))]
-        if let Some(streams) = crate::testing::faults::streams(c.op.number) {
-            return streams;
-        }
-        let bytes = c.part.total(OUTPUT) * c.part.dtype.size();
-        bytes >= self.bypass_from << u32::from(c.part.is_in_place())
-    }
-
     /// Multiplies the next elements of the input: in place where the operation is, else in a copy.
     fn scale(&mut self, c: Context<'_>) {
         let (part, Some(done), Some(factor)) = (c.part, self.scaled, c.factor()) else { return };
@@ -88,18 +64,15 @@ impl Host {
     }
 }
 
-/// From which size on memory is lent, in this operation.
-fn lend_from(op: &Operation, size: usize) -> usize {
+/// Whether the result of a part is written past the caches. In place, where nothing else is in them, from twice as many
+/// bytes on.
+fn is_large(bypass_from: usize, c: Context<'_>) -> bool {
     #[cfg(any(test, feature = "testing"))]
-    if let Some(from) = crate::testing::faults::folded_from(op.number) {
-        return from;
+    if let Some(streams) = crate::testing::faults::streams(c.op.number) {
+        return streams;
     }
-    // Small parts of a list share their round trips: each loan would have to wait for the answer to the one before.
-    if op.signature.dtype == LIST { SMALL + 1 } else { size }
-}
-
-fn bytes(part: &Part) -> usize {
-    part.count * part.dtype.size()
+    let bytes = c.part.total(OUTPUT) * c.part.dtype.size();
+    bytes >= bypass_from << u32::from(c.part.is_in_place())
 }
 
 impl Backend for Host {
@@ -121,7 +94,7 @@ impl Backend for Host {
         let scratch = if has_scratch { c.part.total(SCRATCH) * c.part.dtype.size() } else { 0 };
         self.memory.begin(plan.steps.len(), scratch);
         self.scaled = c.factor().map(|_| 0);
-        self.is_bypassing = self.is_large(c);
+        self.is_bypassing = is_large(self.bypass_from, c);
     }
 
     fn end(&mut self) {}
@@ -135,10 +108,6 @@ impl Backend for Host {
             self.scale(c);
         }
         Ok(Prepared::NotYet(has_arrived))
-    }
-
-    fn is_prepared(&self) -> bool {
-        self.scaled.is_none()
     }
 
     fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
@@ -183,72 +152,11 @@ impl Backend for Host {
         unsafe { port.filling.copy(from, slot, bytes) };
     }
 
-    fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement {
-        match lending.plan.size <= MAX_LENDERS && bytes(c.part) >= lend_from(c.op, LEND_FROM) {
-            true => Agreement::ByFirstFrame,
-            false => Agreement::Steps,
-        }
-    }
-
-    fn reach(&self, c: Context<'_>, peer: usize, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error> {
-        let plan = &c.program().plan;
-        #[cfg(any(test, feature = "testing"))]
-        if crate::testing::faults::keeps_to_itself(plan.rank, c.op.number) {
-            return Ok(Reach::Nowhere);
-        }
-        let tx = port.tx(peer)?;
-        if tx.can_lend(loan.input, loan.bytes) && tx.can_lend(loan.output, loan.bytes) {
-            return Ok(Reach::InPlace);
-        }
-        let from = lend_from(c.op, LEND_SLOTS_FROM[usize::from(plan.size > 2)]);
-        let in_slots = bytes(c.part) >= from && tx.can_lend_slots();
-        Ok(if in_slots { Reach::InSlots } else { Reach::Nowhere })
-    }
-
-    fn free_slots(&self, port: &Port) -> usize {
-        port.free_slots().saturating_sub(LEFT)
-    }
-
-    fn hold_slot(&self, port: &mut Port) -> Option<LentSlot> {
-        port.hold_slot().map(|(slot, at)| (Some(slot), at))
-    }
-
-    unsafe fn empty_slot(&mut self, part: &Part, slot: *const u8, to: *mut u8, bytes: usize) {
-        // SAFETY: as the caller vouches.
-        unsafe {
-            match self.is_bypassing && !part.is_in_place() {
-                true => kernels::copy_streaming(slot, to, bytes),
-                false => kernels::copy(slot, &[to], bytes),
-            }
-        }
-    }
-
-    fn fold_len(&self, ranks: usize, unit: usize) -> usize {
-        (FOLDED / (2 * ranks)).next_multiple_of(4096) / unit
-    }
-
-    /// A result over the input stays in the caches: it has just been read there. What goes back through a slot follows how slots
-    /// are filled.
-    fn bypasses(&self, in_slot: bool, in_place: bool, bytes: usize, port: &Port) -> bool {
-        match in_slot {
-            true => port.filling.is_past(bytes),
-            false => self.is_bypassing && !in_place,
-        }
-    }
-
-    fn fold(&mut self, fold: &Fold<'_>) -> Result<(), Error> {
-        kernel::fold(fold)
-    }
-
     fn check_values(&self, part: &Part) -> Result<(), Error> {
         part.check_values()
     }
 
     fn memory(&self) -> (usize, usize) {
         (self.memory.kept(), self.memory.needed())
-    }
-
-    fn give_memory_back(&mut self) {
-        self.memory = Memory::default();
     }
 }

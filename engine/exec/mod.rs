@@ -1,7 +1,7 @@
 //! The executor: it alone runs plans, on links it does not look into.
 //!
 //! One [`Endpoint`] per communicator and rank holds the table of operations in flight and what runs them: a
-//! [`PlanRun`](run::PlanRun) for each part, in one kind of memory ([`Backend`](backend::Backend)). Whoever has time drives it: the process's progress thread, or the thread that polls or waits. Nothing blocks inside.
+//! [`PartRun`](run::PartRun) for each part, in one kind of memory ([`Backend`](backend::Backend), [`Lends`](lends::Lends)). Whoever has time drives it: the process's progress thread, or the thread that polls or waits. Nothing blocks inside.
 
 mod active;
 mod backend;
@@ -11,6 +11,7 @@ mod endpoint;
 mod filling;
 mod host;
 mod inflight;
+mod lends;
 mod operation;
 mod p2p;
 mod parts;
@@ -21,10 +22,6 @@ mod run;
 mod runtime;
 mod slicing;
 mod timed;
-#[cfg(any(test, feature = "testing"))]
-pub(crate) mod whole {
-    pub(crate) mod slow;
-}
 
 pub(crate) use crate::link::Opener;
 #[cfg(feature = "fuzzing")]

@@ -3,9 +3,10 @@
 use std::cmp::Ordering;
 
 use super::backend::Backend;
+use super::lends::Lends;
 use super::operation::{Operation, Part};
 use super::port::{Lent, Port};
-use super::run::{BUDGET, PlanRun};
+use super::run::{BUDGET, PartRun};
 use crate::error::Error;
 use crate::mem::Reach;
 use crate::types::Rank;
@@ -39,24 +40,26 @@ fn rounds((part, rounds): Reach, order: usize) -> usize {
 
 /// The runs of a communicator in one kind of memory. All memory is kept from one operation to the next.
 #[allow(clippy::vec_box)] // they go from list to list, and are not small
-pub(crate) struct Parts<B> {
+pub(crate) struct Parts<B, L> {
     /// The communicator.
     comm: u64,
     /// What new runs get a fresh one of.
     backend: B,
+    /// What new runs get a clone of.
+    lends: L,
     /// In the order of their parts.
-    running: Vec<Box<PlanRun<B>>>,
-    idle: Vec<Box<PlanRun<B>>>,
+    running: Vec<Box<PartRun<B, L>>>,
+    idle: Vec<Box<PartRun<B, L>>>,
     /// The last pass took as much as a pass may.
     was_long: bool,
     /// Bytes of memory of their own that the parts of this operation have needed so far.
     needed: usize,
 }
 
-impl<B: Backend> Parts<B> {
-    pub(crate) fn new(comm: u64, backend: B) -> Parts<B> {
+impl<B: Backend, L: Lends> Parts<B, L> {
+    pub(crate) fn new(comm: u64, backend: B, lends: L) -> Parts<B, L> {
         let (running, idle) = (Vec::new(), Vec::new());
-        Parts { comm, backend, running, idle, was_long: false, needed: 0 }
+        Parts { comm, backend, lends, running, idle, was_long: false, needed: 0 }
     }
 
     /// Starts what may start, and makes one pass over all parts in flight. `reach`: how far the operation's memory has come.
@@ -95,13 +98,14 @@ impl<B: Backend> Parts<B> {
     }
 
     fn start(&mut self, op: &Operation, part: &Part, next: NextPart, reach: Reach) {
-        let mut run = self.idle.pop().unwrap_or_else(|| Box::new(PlanRun::new(self.backend.fresh())));
+        let new = || Box::new(PartRun::new(self.backend.fresh(), self.lends.clone()));
+        let mut run = self.idle.pop().unwrap_or_else(new);
         run.start((self.comm, op), part.clone(), next.number, next.index);
         run.arrived(rounds(reach, next.index));
         self.running.push(run);
     }
 
-    fn put_away(&mut self, mut run: Box<PlanRun<B>>) {
+    fn put_away(&mut self, mut run: Box<PartRun<B, L>>) {
         self.needed += run.memory().1;
         run.clear();
         self.idle.push(run);
@@ -172,7 +176,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     use super::*;
-    use crate::exec::host::Host;
+    use crate::exec::host::{Host, HostLoans};
     use crate::exec::operation::{PartList, Reduction};
     use crate::link::Opener;
     use crate::link::layout::RING_BYTES;
@@ -227,7 +231,8 @@ mod tests {
         let signature = Signature { kind: Kind::Broadcast as u8, ..Signature::default() };
         let op = Operation::new("test", signature, Duration::MAX, reduction, PartList::One(part));
         let mut port = Port::new((rank, 2), 0, region, Arc::new(rings));
-        let (mut parts, mut next) = (Parts::new(0, Host::new(usize::MAX)), NextPart::default());
+        let mut parts = Parts::new(0, Host::new(usize::MAX), HostLoans::new(usize::MAX));
+        let mut next = NextPart::default();
         let (mut most, end) = (0, Instant::now() + Duration::from_secs(60));
         while Instant::now() < end {
             port.reap(|lent| parts.freed(&lent)).unwrap();

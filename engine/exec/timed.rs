@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::backend::{Agreement, Backend, Combined, Context, Fold, LentSlot, Prepared, Reach, Slice};
+use super::backend::{Backend, Combined, Context, Prepared, Slice};
 use super::host::{LEND_FROM, LEND_SLOTS_FROM};
+use super::lends::{Agreement, Fold, Lends, LentSlot, Reach};
 use super::operation::Part;
 use super::port::{Payload, Port};
-use super::run::MAX_LENDERS;
 use super::slicing::Slicing;
 use crate::error::Error;
 use crate::link;
@@ -93,15 +93,17 @@ impl Backend for Timed {
     unsafe fn fill_slot(&mut self, _: *const u8, _: *mut u8, bytes: usize, _: &mut Port) {
         self.clock.touch(2 * bytes);
     }
+}
 
-    fn agreement(&self, c: Context<'_>, lending: &Lending) -> Agreement {
+impl Lends for Timed {
+    fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
         let from = match self.loans {
             None => return Agreement::Steps,
             Some(Loans::InPlace) => LEND_FROM,
             Some(Loans::InSlots) => LEND_SLOTS_FROM[usize::from(lending.plan.size > 2)],
         };
         let large = c.part.count * c.part.dtype.size() >= from;
-        if large && lending.plan.size <= MAX_LENDERS { Agreement::ByFirstFrame } else { Agreement::Steps }
+        if large { Agreement::ByFirstFrame } else { Agreement::Steps }
     }
 
     fn reach(&self, _: Context<'_>, _: usize, _: &link::Loan, _: &mut Port) -> Result<Reach, Error> {
@@ -116,22 +118,20 @@ impl Backend for Timed {
         Some((None, std::ptr::null_mut()))
     }
 
-    unsafe fn empty_slot(&mut self, _: &Part, _: *const u8, _: *mut u8, bytes: usize) {
+    unsafe fn fill(&mut self, _: *const u8, _: *mut u8, bytes: usize, _: &mut Port) {
         self.clock.touch(2 * bytes);
     }
 
-    fn fold_len(&self, _: usize, unit: usize) -> usize {
-        self.slice / unit
+    unsafe fn empty(&mut self, _: &Part, _: *const u8, _: *mut u8, bytes: usize) {
+        self.clock.touch(2 * bytes);
     }
 
-    fn bypasses(&self, _: bool, _: bool, _: usize, _: &Port) -> bool {
-        false
-    }
-
-    fn fold(&mut self, fold: &Fold<'_>) -> Result<(), Error> {
-        let bytes = fold.m * fold.c.part.dtype.size();
+    fn fold(&mut self, fold: &Fold<'_>, _: &Port) -> Result<usize, Error> {
+        let unit = fold.c.part.dtype.size();
+        let m = fold.m.min(self.slice / unit);
+        let bytes = m * unit;
         self.clock.touch((fold.ins.len() + fold.outs.len()) * bytes);
         self.clock.fetch(fold.ins.len().saturating_sub(1) * bytes);
-        Ok(())
+        Ok(m)
     }
 }

@@ -165,7 +165,7 @@ pub struct Simulated {
 struct SimRank {
     op: Operation,
     next: NextPart,
-    parts: Parts<Timed>,
+    parts: Parts<Timed, Timed>,
     port: Port,
     is_done: bool,
 }
@@ -243,10 +243,11 @@ pub fn simulate(
         let (input, output) = (std::ptr::null(), std::ptr::null_mut());
         let part = Part { program, input, output, count, dtype: DType::U8, tables: None, pairwise: false };
         let reduction = Reduction::Op(ReduceOp::Sum);
+        let timed = Timed::new(Arc::new(Clock(net.clone(), rank)), slice, loans);
         SimRank {
             op: Operation::new("sim", signature, Duration::MAX, reduction, PartList::One(part)),
             next: NextPart::default(),
-            parts: Parts::new(0, Timed::new(Arc::new(Clock(net.clone(), rank)), slice, loans)),
+            parts: Parts::new(0, timed.clone(), timed),
             port: Port::new((rank, n), 0, region.clone(), Arc::new(SimOpener(net.clone(), rank))),
             is_done: false,
         }

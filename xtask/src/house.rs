@@ -27,7 +27,7 @@ const FLOORS: [(&str, u32); 12] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 43] = [
+const UNSAFE: [(&str, &str); 45] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -49,12 +49,14 @@ const UNSAFE: [(&str, &str); 43] = [
     ("engine/exec/inflight.rs", "the table that owns buffers in flight"),
     ("engine/exec/filling.rs", "copies to staging slots"),
     ("engine/exec/port.rs", "calls links"),
-    ("engine/exec/backend.rs", "says what copies to and from staging slots rely on"),
+    ("engine/exec/backend.rs", "says what copies to staging slots rely on"),
+    ("engine/exec/lends.rs", "says what copies to and from slots that are lent rely on"),
     ("engine/exec/cuda.rs", "puts kernels on memory in flight"),
     ("engine/exec/host.rs", "scales and copies memory in flight"),
+    ("engine/exec/host/loans.rs", "copies to and from slots that are lent"),
     ("engine/exec/host/kernel.rs", "runs kernels on memory in flight, and on what peers lend"),
-    ("engine/exec/run/gather.rs", "receives into memory in flight"),
-    ("engine/exec/run/lending.rs", "names slots that are lent"),
+    ("engine/exec/run/plan_run/gather.rs", "receives into memory in flight"),
+    ("engine/exec/run/loan_run.rs", "names slots that are lent"),
     ("engine/exec/timed.rs", "takes the place of copies, and makes none"),
     ("engine/exec/operation.rs", "names memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),

@@ -4,7 +4,8 @@ use allstream_kernels as kernels;
 
 use super::Host;
 use crate::error::{Error, Members};
-use crate::exec::backend::{Combined, Context, Fold, Slice};
+use crate::exec::backend::{Combined, Context, Slice};
+use crate::exec::lends::Fold;
 use crate::exec::operation::Reduction;
 use crate::exec::port::{Payload, Port};
 use crate::types::Kind;
@@ -135,9 +136,9 @@ fn run(slice: &Slice<'_>, m: usize, outs: &[*mut u8], bypasses: bool) -> Result<
     Ok(())
 }
 
-/// Folds elements of all ranks' inputs into all ranks' outputs.
-pub(super) fn fold(fold: &Fold<'_>) -> Result<(), Error> {
-    let Fold { c, step, m, ins, outs: all, bypassing } = *fold;
+/// Folds `m` elements of all ranks' inputs into all ranks' outputs, of which the first so many are written past the caches.
+pub(super) fn fold(fold: &Fold<'_>, m: usize, all: &[*mut u8], bypassing: usize) -> Result<(), Error> {
+    let Fold { c, step, ins, .. } = *fold;
     let (streamed, outs) = all.split_at(bypassing);
     let divisor = c.divisor(step);
     // SAFETY: `m` elements are inside our chunk of every rank's buffers: of ours, which the table owns, and of what peers lend,

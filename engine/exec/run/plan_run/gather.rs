@@ -1,6 +1,6 @@
 //! How a step goes on: it gathers its operands, has them combined, and sends the result.
 
-use super::{Backend, PlanRun, RECEIVER_BITS, Turn};
+use super::{Backend, LinkUse, PlanRun, Turn};
 use crate::error::Error;
 use crate::exec::backend::Slice;
 use crate::exec::port::{Payload, Port};
@@ -36,14 +36,19 @@ macro_rules! operands {
 impl<B: Backend> PlanRun<B> {
     /// Whether a step that stores a copy of our own input sends it from the input, where it stays: what was stored may have
     /// left the caches.
-    fn sends_input(&self, t: Turn<'_, B>, i: usize) -> bool {
+    fn sends_input(&self, t: Turn<'_, impl LinkUse>, i: usize) -> bool {
         let step = &t.c.program().plan.steps[i];
         let is_input = matches!(&step.operands[..], [Operand::Own(at)] if at.slot == INPUT);
         B::SENDS_INPUT && is_input && !t.c.divides(step) && !t.c.part.is_in_place()
     }
 
     /// Gathers and combines one slice of step `i`. Returns whether anything moved.
-    pub(super) fn gather(&mut self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+    pub(super) fn gather(
+        &mut self,
+        t: Turn<'_, impl LinkUse>,
+        i: usize,
+        port: &mut Port,
+    ) -> Result<bool, Error> {
         let program = t.c.program();
         let step = &program.plan.steps[i];
         if step.holds() == Holds::Source {
@@ -110,7 +115,7 @@ impl<B: Backend> PlanRun<B> {
     /// Has a slice combined, gives its operands back and posts its result. Returns whether anything was done.
     fn combine(
         &mut self,
-        t: Turn<'_, B>,
+        t: Turn<'_, impl LinkUse>,
         i: usize,
         (m, is_writable, is_ready): (usize, bool, bool),
         ins: &[*const u8],
@@ -139,7 +144,7 @@ impl<B: Backend> PlanRun<B> {
 
     /// Step `i` at element `at` of its chunk, as a backend sees it, without operands.
     #[inline(always)] // most of it is known where it is called
-    fn slice<'a>(&self, t: Turn<'a, B>, i: usize, at: usize) -> Slice<'a> {
+    fn slice<'a>(&self, t: Turn<'a, impl LinkUse>, i: usize, at: usize) -> Slice<'a> {
         let (step, state) = (&t.c.program().plan.steps[i], self.steps[i]);
         Slice {
             c: t.c,
@@ -157,14 +162,20 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Whether step `i` is a copy whose payload is still in a socket: then it goes straight to where it belongs.
-    fn receives_itself(&self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+    fn receives_itself(&self, t: Turn<'_, impl LinkUse>, i: usize, port: &mut Port) -> Result<bool, Error> {
         let step = &t.c.program().plan.steps[i];
         let ([Operand::Recv(from)], Some(_)) = (&step.operands[..], step.dst) else { return Ok(false) };
         Ok(!t.c.divides(step) && port.rx(*from)?.is_byte_stream() && self.steps[i].unit > 0)
     }
 
     /// Receives what has come of such a payload. Returns whether anything moved.
-    fn receive(&mut self, t: Turn<'_, B>, i: usize, writable: usize, port: &mut Port) -> Result<bool, Error> {
+    fn receive(
+        &mut self,
+        t: Turn<'_, impl LinkUse>,
+        i: usize,
+        writable: usize,
+        port: &mut Port,
+    ) -> Result<bool, Error> {
         let (program, state) = (t.c.program(), self.steps[i]);
         let step = &program.plan.steps[i];
         let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst) else { return Ok(false) };
@@ -181,7 +192,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Moves what the accumulator holds to where it belongs, once that is free, or sends it. Returns whether anything moved.
-    fn flush(&mut self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+    fn flush(&mut self, t: Turn<'_, impl LinkUse>, i: usize, port: &mut Port) -> Result<bool, Error> {
         let state = self.steps[i];
         let slice = Slice { m: state.got - state.pos, ..self.slice(t, i, state.pos) };
         if slice.dst.is_some() {
@@ -204,7 +215,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Whether the next message to a peer is step `i`'s, at element `at`.
-    fn sending(&self, t: Turn<'_, B>, peer: Rank, i: usize, at: usize) -> bool {
+    fn sending(&self, t: Turn<'_, impl LinkUse>, peer: Rank, i: usize, at: usize) -> bool {
         let cursor = self.tx[peer];
         cursor.round as usize == at / self.round
             && t.c.program().sends[peer].get(cursor.message as usize) == Some(&(i as u32))
@@ -212,7 +223,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Whether a result can go to all receivers at once: each is at this message, and has room.
-    fn receivers_ready(&self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+    fn receivers_ready(&self, t: Turn<'_, impl LinkUse>, i: usize, port: &mut Port) -> Result<bool, Error> {
         let (state, step) = (&self.steps[i], &t.c.program().plan.steps[i]);
         for (k, &peer) in step.send.iter().enumerate() {
             if self.sent[state.first + k] != state.pos
@@ -226,7 +237,12 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Sends one slice that is stored (or our own input) and not sent yet. Returns whether anything moved.
-    pub(super) fn push(&mut self, t: Turn<'_, B>, i: usize, port: &mut Port) -> Result<bool, Error> {
+    pub(super) fn push(
+        &mut self,
+        t: Turn<'_, impl LinkUse>,
+        i: usize,
+        port: &mut Port,
+    ) -> Result<bool, Error> {
         let program = t.c.program();
         let (state, step) = (self.steps[i], &program.plan.steps[i]);
         let source = step.holds() == Holds::Source;
@@ -261,7 +277,7 @@ impl<B: Backend> PlanRun<B> {
     /// after that one that are at the same place, if they go in a slot.
     fn push_slice(
         &mut self,
-        t: Turn<'_, B>,
+        t: Turn<'_, impl LinkUse>,
         i: usize,
         (k, sent, mut m): (usize, usize, usize),
         at: *const u8,
@@ -296,7 +312,7 @@ impl<B: Backend> PlanRun<B> {
     /// Posts elements `at..at + m` of step `i` to its `k`-th receiver.
     fn post(
         &mut self,
-        t: Turn<'_, B>,
+        t: Turn<'_, impl LinkUse>,
         i: usize,
         (k, at, m): (usize, usize, usize),
         payload: &Payload,
@@ -309,10 +325,10 @@ impl<B: Backend> PlanRun<B> {
             op: t.c.op.number,
             offset: at as u64,
             len: (m * state.unit) as u32,
-            message: self.message(self.tx[peer].message),
+            message: t.message(self.tx[peer].message),
             signature: t.c.signature(&state),
         };
-        let (end, receiver) = (at + m, k as u32 | u32::from(self.part) << RECEIVER_BITS);
+        let (end, receiver) = (at + m, t.receiver(k));
         let free = port.post(peer, header, payload, (t.c.op.number, i as u32, receiver, end))?;
         self.touched += m * state.unit;
         let index = state.first + k;

@@ -9,7 +9,7 @@ use super::{Backend, PlanRun};
 use crate::exec::operation::Part;
 use crate::exec::slicing::Slicing;
 use crate::mem::{ALL, Stripe};
-use crate::plan::{Layout, OUTPUT, Slot, Step};
+use crate::plan::{Layout, OUTPUT, Program, Slot, Step};
 
 /// Bytes of a stripe: long beside what its copies cost to start (tens of microseconds each way), short beside an operation
 /// that is worth cutting. To be measured.
@@ -87,20 +87,22 @@ fn merged(pieces: &mut Vec<(usize, Range<usize>)>) -> Vec<(usize, Range<usize>)>
 }
 
 impl<B: Backend> PlanRun<B> {
-    /// So many rounds of the input have come.
-    pub(in crate::exec) fn arrived(&mut self, rounds: usize) {
-        if self.arrived != rounds {
+    /// So many rounds of the input have come. Whether that is news.
+    pub(in crate::exec) fn arrived(&mut self, rounds: usize) -> bool {
+        let is_news = self.arrived != rounds;
+        if is_news {
             self.arrived = rounds;
-            // What comes in stripes goes on in them.
-            self.lending.take_steps();
             (0..self.steps.len() as u32).for_each(|i| self.ready.mark(i));
         }
+        is_news
     }
 
     /// So many rounds of the output have their results, and no step touches them any more but to send them.
-    pub(in crate::exec) fn stored(&self) -> usize {
-        let Some(part) = self.work.as_ref().filter(|_| self.backend.is_prepared()) else { return 0 };
-        let steps = part.program.plan.steps.iter().zip(&self.steps);
+    pub(in crate::exec) fn stored(&self, program: &Program) -> usize {
+        if !self.is_prepared {
+            return 0;
+        }
+        let steps = program.plan.steps.iter().zip(&self.steps);
         let to_output = |step: &Step| step.dst.is_some_and(|at| at.slot == OUTPUT);
         let left = steps.filter(|(step, state)| to_output(step) && state.pos < state.len);
         left.map(|(_, state)| state.pos / self.round).min().unwrap_or(usize::MAX)
@@ -112,7 +114,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use crate::plan::{self, Algo, INPUT, Kind, Program, Shape};
+    use crate::plan::{self, Algo, INPUT, Kind, Shape};
     use crate::types::DType;
 
     /// Each byte of each buffer is in one stripe, and in none that is later than the rounds that touch it.

@@ -10,15 +10,13 @@ use crate::types::Rank;
 
 impl<B: Backend> PlanRun<B> {
     /// Whether nothing more of this part goes to a peer.
-    pub(super) fn tx_done(&self, peer: Rank) -> bool {
-        let Some(part) = &self.work else { return true };
-        self.tx[peer].round >= self.rounds || part.program.sends[peer].is_empty()
+    pub(in super::super) fn tx_done(&self, program: &Program, peer: Rank) -> bool {
+        self.tx[peer].round >= self.rounds || program.sends[peer].is_empty()
     }
 
     /// Whether nothing more of this part comes from a peer.
-    pub(super) fn rx_done(&self, peer: Rank) -> bool {
-        let Some(part) = &self.work else { return true };
-        self.rx[peer].round >= self.rounds || part.program.recvs[peer].is_empty()
+    pub(in super::super) fn rx_done(&self, program: &Program, peer: Rank) -> bool {
+        self.rx[peer].round >= self.rounds || program.recvs[peer].is_empty()
     }
 
     /// Puts the steps on the list whose messages with a peer are next.

@@ -1,18 +1,18 @@
 //! What a collective receives: the right frame or an account of what is wrong; and whom it waits for.
 
-use super::{Backend, Context, PlanRun, Turn};
+use super::{Backend, LinkUse, PlanRun, Turn};
 use crate::error::Error;
 use crate::exec::port::Port;
-use crate::link::{Frame, Loan};
-use crate::plan::Operand;
-use crate::types::{Rank, Signature};
+use crate::link::Frame;
+use crate::plan::{Operand, Program};
+use crate::types::Rank;
 
 impl<B: Backend> PlanRun<B> {
     /// The frame that operand `from` of step `i` needs in a round, if `useful` bytes of it are here; an error if what
     /// is here is something else.
     pub(super) fn expect(
         &self,
-        t: Turn<'_, B>,
+        t: Turn<'_, impl LinkUse>,
         i: usize,
         from: Rank,
         (round, useful): (usize, usize),
@@ -25,21 +25,11 @@ impl<B: Backend> PlanRun<B> {
         {
             return Ok(None);
         }
-        // The header comes first: a disagreement is found before any data is used.
-        let Some(mut frame) = port.rx(from)?.peek(0)? else { return Ok(None) };
         let state = &self.steps[i];
-        check_frame(&frame, c, c.signature(state), from)?;
-        // Of a loan all is here, always: what calls itself one and is not is refused below.
-        while self.is_loan(&frame) && frame.ready == Loan::FRAME {
-            // It would have folded all at once; some rank cannot, as its first frame says.
-            port.rx(from)?.release(frame.ready);
-            let Some(next) = port.rx(from)?.peek(0)? else { return Ok(None) };
-            check_frame(&next, c, c.signature(state), from)?;
-            frame = next;
-        }
+        let Some(frame) = t.next_of_steps(from, c.signature(state), port)? else { return Ok(None) };
         let done = frame.done.checked_div(state.unit).unwrap_or(0);
         let left = frame.header.len as usize - frame.done;
-        if frame.header.message != self.message(cursor.message)
+        if frame.header.message != t.message(cursor.message)
             || frame.header.offset.wrapping_add(done as u64) != state.got as u64
             || left.checked_rem(state.unit).unwrap_or(left) != 0
             || left > (self.portion_end(state, state.got) - state.got) * state.unit
@@ -48,7 +38,7 @@ impl<B: Backend> PlanRun<B> {
                 "message {} at element {} ({left} bytes left), expected message {} at element {} in operation #{}",
                 frame.header.message,
                 frame.header.offset,
-                self.message(cursor.message),
+                t.message(cursor.message),
                 state.got,
                 c.op.number
             );
@@ -66,12 +56,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Adds the ranks whose frames, or whose room, the part waits for.
-    pub(in crate::exec) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
-        let Some(part) = &self.work else { return };
-        let program = &part.program;
-        if self.lending_waits_for(program, port, ranks) {
-            return;
-        }
+    pub(in crate::exec) fn waiting_for(&self, program: &Program, port: &mut Port, ranks: &mut Vec<Rank>) {
         for (i, step) in program.plan.steps.iter().enumerate() {
             if self.is_done(program, i) {
                 continue;
@@ -94,20 +79,4 @@ impl<B: Backend> PlanRun<B> {
             }
         }
     }
-}
-
-pub(super) fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Result<(), Error> {
-    let (header, comm, number) = (&frame.header, c.comm, c.op.number);
-    if header.op == number && frame.signature() == ours && header.comm == comm as u32 {
-        return Ok(());
-    }
-    if header.comm != comm as u32 {
-        let problem = format!(
-            "a frame of communicator {:#x}, on a link of communicator {:#x}",
-            header.comm, comm as u32
-        );
-        return Err(Error::protocol(from, problem));
-    }
-    let us = (c.part.program.plan.rank, ours);
-    Err(Error::mismatch(comm.to_string(), header.op.min(number), us, (from, header.signature), Vec::new()))
 }

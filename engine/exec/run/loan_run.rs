@@ -1,4 +1,4 @@
-//! A collective by loans: ranks lend each other memory, and each folds its chunk of all ranks' memory at once ([`Lending`]).
+//! [`LoanRun`]: a collective by loans: ranks lend each other memory, and each folds its chunk of all ranks' memory at once ([`Lending`]).
 //!
 //! A rank lends each peer what the plan says. Where the peer cannot reach that memory (buffers of another process that are not
 //! in its region), it lends staging slots, a piece of the chunk each: it copies a piece of its input in, and what was folded
@@ -6,30 +6,24 @@
 //! what is folded; it is done when all that it lent has come back. This is safe in place too: rank p alone reads and writes chunk p
 //! of any buffer while that is lent.
 //!
-//! Where all ranks know that all can lend, they do ([`Agreement::Known`]). Else nobody has agreed beforehand: whether there are
-//! slots, say, a rank alone knows. So each rank's *first frame* to a peer says it: a loan, or the first piece of its input,
-//! which the steps send to every peer, whatever the others do. Who sees data where a loan could be gives back what it was lent,
-//! and takes the steps. Take the earliest rank to do so: no other's data can have made it, so it could not lend, and its first
-//! frame to everyone is data. Hence nobody ever has the loans of all, and all take the steps. If there is no such rank, all fold at
-//! once. (The checker goes through it: [`crate::plan::check`].)
+//! Where all ranks know that all can lend, they do ([`Agreement::Known`]). Else each rank's *first frame* to a peer tells whether it
+//! does: a loan, or the first message of the plan's steps. Who does what upon that, and why all ranks come to the same, is said where
+//! it is proven: `plan/check/agreement.rs`. Whoever runs the part takes the steps when this run says so ([`LoanRun::pass`]).
+//!
+//! Nothing here knows what memory is: that is said by what implements [`Lends`].
 
 use std::ops::Range;
 
-use super::frames::check_frame;
-use super::{Backend, Context, Cursor, PlanRun, RECEIVER, RECEIVER_BITS, Turn};
+use super::turn::{LOAN, LOAN_MESSAGE, LinkUse, Passed, Turn, check_frame, receiver_of};
 use crate::error::Error;
-use crate::exec::backend::{Agreement, Fold, LentSlot, PIECE, Reach};
+use crate::exec::backend::Context;
+use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, MAX_LENDERS, Out, PIECE, Reach};
+use crate::exec::operation::Part;
 use crate::exec::port::{Lent, Port};
-use crate::link::{Frame, Header, Loan};
-use crate::plan::{At, Lending, Operand, Program, Step};
+use crate::link::{Header, Loan};
+use crate::plan::{At, Lending, Operand, Program, Slot, Step};
 use crate::types::Rank;
 
-/// [`Lent::step`] of a loan: no plan has so many steps.
-pub(super) const LOAN: u32 = u32::MAX;
-/// What a loan is numbered among its part's messages: no plan sends so many.
-const MESSAGE: u32 = 0xffff;
-/// Groups up to this size: beyond, the choice takes other plans.
-pub(crate) const MAX_LENDERS: usize = 32;
 /// Pieces in flight to a peer. Of pieces of 32, 64 and 128 KB, 1 to 8 deep, none was faster at 2, 4 or 8 ranks by more than runs
 /// differ; these take few slots.
 const DEPTH: usize = 2;
@@ -37,9 +31,9 @@ const DEPTH: usize = 2;
 /// How far a part has come.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd)]
 enum Stage {
-    /// It takes the plan's steps.
+    /// It does not go by loans.
     #[default]
-    Steps,
+    Off,
     /// It may go by loans, if this rank can lend to all.
     New,
     /// This rank lends, and waits for what the others do.
@@ -70,9 +64,8 @@ struct Peer {
 // SAFETY: the addresses are those of slots, which whoever holds them may use from any thread.
 unsafe impl Send for Peer {}
 
-/// How far the loans of a part have got.
-#[derive(Default)]
-pub(super) struct LendingState {
+/// The loans of a part, being run. What it has allocated is kept from one part to the next.
+pub(super) struct LoanRun<L> {
     stage: Stage,
     /// All ranks lend, and know it of each other.
     is_known: bool,
@@ -83,6 +76,7 @@ pub(super) struct LendingState {
     ours: Range<usize>,
     /// Elements of our chunk that are folded.
     done: usize,
+    lends: L,
 }
 
 /// What a peer sends next.
@@ -91,34 +85,6 @@ enum Next {
     /// A loan, which is kept in its [`Peer`].
     Loan,
     Data,
-}
-
-impl LendingState {
-    pub(super) fn clear(&mut self) {
-        self.peers.clear();
-        self.stage = Stage::Steps;
-    }
-
-    /// The part takes the plan's steps, if it has not begun.
-    pub(super) fn take_steps(&mut self) {
-        if self.stage == Stage::New {
-            self.stage = Stage::Steps;
-        }
-    }
-
-    /// The part takes the plan's steps. Of its slots, those that peers still use stay taken until they come back.
-    fn fall_back(&mut self) {
-        self.peers.iter_mut().for_each(|peer| peer.slots = Default::default());
-        self.stage = Stage::Steps;
-    }
-
-    /// Whether this rank has lent to all that it lends to, and has the loans of all that it borrows from.
-    fn has_all(&self, lending: &Lending) -> bool {
-        let peers = self.peers.iter().zip(&lending.borrows);
-        peers
-            .into_iter()
-            .all(|(peer, borrows)| (peer.loans == 0 || peer.lent > 0) && (!borrows || peer.loan.is_some()))
-    }
 }
 
 /// Elements of a chunk of a plan of loans.
@@ -131,108 +97,167 @@ fn others(program: &Program) -> impl Iterator<Item = Rank> + Clone + use<> {
     (0..size).filter(move |peer| *peer != rank)
 }
 
-impl<B: Backend> PlanRun<B> {
-    /// Whether the part goes by loans, as far as that is known when it starts.
-    pub(super) fn begin_lending(&mut self, c: Context<'_>) {
-        let lending = c.part.program.lending.as_ref();
-        let agreement = lending.map_or(Agreement::Steps, |lending| self.backend.agreement(c, lending));
-        self.lending.peers.clear();
-        self.lending.done = 0;
-        self.lending.is_known = matches!(agreement, Agreement::Known);
-        self.lending.stage = Stage::Steps;
+impl<L: Lends> LoanRun<L> {
+    pub(super) fn new(lends: L) -> LoanRun<L> {
+        let (stage, is_known, peers) = (Stage::Off, false, Vec::new());
+        LoanRun { stage, is_known, peers, chunk: None, ours: 0..0, done: 0, lends }
+    }
+
+    /// A part begins. Whether it goes by loans is known now as far as it can be.
+    pub(super) fn start(&mut self, c: Context<'_>) {
+        let lending = c.program().lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);
+        let agreement = lending.map_or(Agreement::Steps, |lending| self.lends.begin(c, lending));
+        self.peers.clear();
+        self.done = 0;
+        self.is_known = matches!(agreement, Agreement::Known);
+        self.stage = Stage::Off;
         if !matches!(agreement, Agreement::Steps) {
-            self.lending.peers.resize(c.program().plan.size, Peer::default());
-            self.lending.stage = Stage::New;
+            self.peers.resize(c.program().plan.size, Peer::default());
+            self.stage = Stage::New;
         }
     }
 
-    /// Goes on with a part that goes by loans. `None`: it takes the plan's steps.
-    pub(super) fn advance_lending(
-        &mut self,
-        t: Turn<'_, B>,
-        port: &mut Port,
-    ) -> Result<Option<(bool, bool)>, Error> {
-        if self.lending.stage == Stage::Steps {
-            return Ok(None);
+    pub(super) fn clear(&mut self) {
+        self.peers.clear();
+        self.stage = Stage::Off;
+    }
+
+    /// Whether the part goes by loans, or is to.
+    pub(super) fn is_on(&self) -> bool {
+        self.stage != Stage::Off
+    }
+
+    /// The part takes the plan's steps, if it has not begun.
+    pub(super) fn take_steps(&mut self) {
+        if self.stage == Stage::New {
+            self.stage = Stage::Off;
         }
+    }
+
+    /// The part takes the plan's steps. Of its slots, those that peers still use stay taken until they come back.
+    fn fall_back(&mut self) {
+        self.peers.iter_mut().for_each(|peer| peer.slots = Default::default());
+        self.stage = Stage::Off;
+    }
+
+    /// Whether all ranks lend, for all that this one knows.
+    fn is_agreed(&self) -> bool {
+        self.stage > Stage::Offered || (self.is_known && self.stage == Stage::Offered)
+    }
+
+    /// Whether nothing more of this part goes to a peer.
+    pub(super) fn tx_done(&self, peer: Rank) -> bool {
+        let Peer { loans, lent, .. } = self.peers[peer];
+        self.is_agreed() && lent == loans
+    }
+
+    /// Whether nothing more of this part comes from any peer.
+    pub(super) fn rx_done(&self) -> bool {
+        self.stage == Stage::Folded
+    }
+
+    /// Whether this rank has lent to all that it lends to, and has the loans of all that it borrows from.
+    fn has_all(&self, lending: &Lending) -> bool {
+        let peers = self.peers.iter().zip(&lending.borrows);
+        peers
+            .into_iter()
+            .all(|(peer, borrows)| (peer.loans == 0 || peer.lent > 0) && (!borrows || peer.loan.is_some()))
+    }
+
+    /// Goes on with a part that goes by loans. `base`: where a slot of the plan begins. `None`: this is not possible, nothing was
+    /// folded, and the part takes the plan's steps, all of them.
+    pub(super) fn pass(
+        &mut self,
+        t: Turn<'_, impl LinkUse>,
+        base: impl Fn(Slot) -> *mut u8,
+        port: &mut Port,
+    ) -> Result<Option<Passed>, Error> {
         let Some(lending) = &t.c.part.program.lending else { return Ok(None) };
-        let mut moved = false;
-        if self.lending.stage == Stage::New {
-            if !self.can_lend(t.c, lending, port)? {
-                if self.lending.is_known {
+        let (mut moved, mut touched) = (false, 0);
+        if self.stage == Stage::New {
+            if !self.can_lend(t.c, lending, &base, port)? {
+                if self.is_known {
                     let problem = "this rank cannot, though all ranks know that it can (a bug)";
                     return Err(Error::system("lend memory to a peer", problem));
                 }
-                self.lending.fall_back();
+                self.fall_back();
                 return Ok(None);
             }
-            self.lending.stage = Stage::Offered;
+            self.stage = Stage::Offered;
         }
         for peer in others(t.c.program()) {
             moved |= self.offer(t, peer, port)?;
         }
-        if self.lending.stage == Stage::Offered {
+        if self.stage == Stage::Offered {
             for peer in others(t.c.program()) {
-                if self.lending.peers[peer].loan.is_some() || !lending.borrows[peer] {
+                if self.peers[peer].loan.is_some() || !lending.borrows[peer] {
                     continue;
                 }
                 match self.next_loan(t, peer, port)? {
                     Next::NotYet => {}
                     Next::Loan => moved = true,
-                    Next::Data if self.lending.is_known => {
+                    Next::Data if self.is_known => {
                         let problem = "data where it was to lend memory";
                         return Err(Error::protocol(peer, problem));
                     }
                     Next::Data => {
                         self.give_back(usize::MAX, port)?;
-                        self.lending.fall_back();
+                        self.fall_back();
                         return Ok(None);
                     }
                 }
             }
-            if self.lending.has_all(lending) {
-                self.lending.stage = Stage::Folding;
+            if self.has_all(lending) {
+                self.stage = Stage::Folding;
             }
         }
-        if self.lending.stage == Stage::Folding {
-            moved |= self.fold_slice(t, lending, port)?;
+        if self.stage == Stage::Folding && self.borrow_all(t, lending, port)? {
+            touched = self.fold_slice(t.c, lending, &base, port)?;
+            moved = true;
         }
-        let mut complete = self.lending.stage == Stage::Folded;
-        let agreed = self.lending.is_known || self.lending.stage > Stage::Offered;
+        let mut complete = self.stage == Stage::Folded;
         for peer in others(t.c.program()) {
-            let &Peer { loans, lent, back, .. } = &self.lending.peers[peer];
-            if lent == loans && agreed {
-                self.tx[peer] = Cursor { message: 0, round: self.rounds };
-            }
+            let &Peer { loans, back, .. } = &self.peers[peer];
             // A peer that hangs up counts as having given all back, though it may not have written its results: that is no end.
             complete = complete && back == loans && !port.tx(peer)?.has_hung_up();
         }
-        Ok(Some((moved, complete)))
+        Ok(Some(Passed { moved, complete, touched }))
     }
 
     /// What a peer is to be lent.
-    fn loan_to(&self, c: Context<'_>, lending: &Lending, peer: Rank) -> Option<Loan> {
+    fn loan_to(
+        c: Context<'_>,
+        lending: &Lending,
+        base: &impl Fn(Slot) -> *mut u8,
+        peer: Rank,
+    ) -> Option<Loan> {
         let loan = lending.loans[peer]?;
         let (unit, read) = (c.part.dtype.size(), range(c, lending, loan.read));
         let slots = &lending.plan.slots;
         let is_alike = loan.read.chunk == loan.write.chunk
             && slots[usize::from(loan.read.slot)] == slots[usize::from(loan.write.slot)];
         let write = if is_alike { read.start } else { range(c, lending, loan.write).start };
-        let input = self.backend.base(c.part, loan.read.slot).wrapping_add(read.start * unit);
-        let output = self.backend.base(c.part, loan.write.slot).wrapping_add(write * unit);
+        let input = base(loan.read.slot).wrapping_add(read.start * unit);
+        let output = base(loan.write.slot).wrapping_add(write * unit);
         Some(Loan { input: input.cast_const(), output, bytes: read.len() * unit })
     }
 
     /// Whether all peers can be lent what they need. Takes the slots for that.
-    fn can_lend(&mut self, c: Context<'_>, lending: &Lending, port: &mut Port) -> Result<bool, Error> {
+    fn can_lend(
+        &mut self,
+        c: Context<'_>,
+        lending: &Lending,
+        base: &impl Fn(Slot) -> *mut u8,
+        port: &mut Port,
+    ) -> Result<bool, Error> {
         let chunk = lending.fold.and_then(|i| lending.plan.steps[i].chunk());
-        self.lending.chunk = chunk;
-        self.lending.ours = chunk.map_or(0..0, |at| range(c, lending, at));
+        self.chunk = chunk;
+        self.ours = chunk.map_or(0..0, |at| range(c, lending, at));
         let mut staged = 0;
         for peer in others(c.program()) {
-            let Some(loan) = self.loan_to(c, lending, peer) else { continue };
-            let reach = self.backend.reach(c, peer, &loan, port)?;
-            let state = &mut self.lending.peers[peer];
+            let Some(loan) = Self::loan_to(c, lending, base, peer) else { continue };
+            let reach = self.lends.reach(c, peer, &loan, port)?;
+            let state = &mut self.peers[peer];
             (state.whole, state.loans) = (Some(loan), 1);
             match reach {
                 Reach::InPlace => {}
@@ -245,15 +270,15 @@ impl<B: Backend> PlanRun<B> {
             }
         }
         // As deep as there are slots: each peer has its own, so that none waits for what another holds.
-        let deep = self.backend.free_slots(port).checked_div(staged).unwrap_or(DEPTH) as u32;
+        let deep = self.lends.free_slots(port).checked_div(staged).unwrap_or(DEPTH) as u32;
         for peer in others(c.program()) {
-            let state = &mut self.lending.peers[peer];
+            let state = &mut self.peers[peer];
             if state.depth > 0 && deep == 0 {
                 return Ok(false);
             }
             state.depth = state.depth.min(deep);
             for slot in &mut state.slots[..state.depth as usize] {
-                *slot = self.backend.hold_slot(port);
+                *slot = self.lends.hold_slot(port);
                 if slot.is_none() {
                     return Ok(false);
                 }
@@ -263,8 +288,8 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Lends a peer what it is to be lent, or the next piece of that. Whether it did.
-    fn offer(&mut self, t: Turn<'_, B>, peer: Rank, port: &mut Port) -> Result<bool, Error> {
-        let Peer { whole, loans, lent, back, ref slots, depth, .. } = self.lending.peers[peer];
+    fn offer(&mut self, t: Turn<'_, impl LinkUse>, peer: Rank, port: &mut Port) -> Result<bool, Error> {
+        let Peer { whole, loans, lent, back, ref slots, depth, .. } = self.peers[peer];
         if lent == loans
             || (depth > 0 && lent - back == depth)
             || !t.may_send(peer)
@@ -280,7 +305,7 @@ impl<B: Backend> PlanRun<B> {
             let bytes = PIECE.min(loan.bytes - start);
             // SAFETY: a piece of a chunk of our own input, which the table owns; the slot holds a piece, and is ours: it
             // was never lent, or it has come back (`lent - back`, and loans come back in order).
-            unsafe { self.backend.fill_slot(loan.input.wrapping_add(start), place, bytes, port) };
+            unsafe { self.lends.fill(loan.input.wrapping_add(start), place, bytes, port) };
             loan = Loan { input: place, output: place, bytes };
         }
         let header = Header {
@@ -288,52 +313,45 @@ impl<B: Backend> PlanRun<B> {
             op: t.c.op.number,
             offset: start as u64,
             len: 0,
-            message: self.message(MESSAGE),
+            message: t.message(LOAN_MESSAGE),
             signature: t.c.op.signature,
         };
-        let receiver = peer as u32 | u32::from(self.part) << RECEIVER_BITS;
-        let owner = (t.c.op.number, LOAN, receiver, start + loan.bytes);
+        let owner = (t.c.op.number, LOAN, t.receiver(peer), start + loan.bytes);
         port.lend(peer, header, (loan, slot.and_then(|(slot, _)| slot)), owner)?;
-        self.lending.peers[peer].lent += 1;
+        self.peers[peer].lent += 1;
         Ok(true)
     }
 
     /// A loan has come back. What was folded in a slot goes where it belongs.
-    pub(super) fn came_back(&mut self, lent: &Lent) {
-        let peer = (lent.receiver & RECEIVER) as usize;
-        let Some(state) = self.lending.peers.get_mut(peer) else { return };
+    pub(super) fn came_back(&mut self, part: &Part, lent: &Lent) {
+        let Some(state) = self.peers.get_mut(receiver_of(lent)) else { return };
         let turn = state.back.checked_rem(state.depth);
         let start = state.back as usize * PIECE;
         state.back += 1;
-        if let (Some(part), Some(loan)) = (&self.work, state.whole)
+        if let Some(loan) = state.whole
             && let Some(&(_, place)) = turn.and_then(|turn| state.slots[turn as usize].as_ref())
         {
             let to = loan.output.wrapping_add(start);
             // SAFETY: a piece (up to `end`) of a chunk of our own output, which the table owns and nobody else touches; the
             // slot has come back.
-            unsafe { self.backend.empty_slot(part, place, to, lent.end - start) };
+            unsafe { self.lends.empty(part, place, to, lent.end - start) };
         }
     }
 
-    /// Whether a frame is a loan of this part's.
-    pub(super) fn is_loan(&self, frame: &Frame) -> bool {
-        frame.header.message == self.message(MESSAGE)
-    }
-
     /// Looks at what a peer sends next, and keeps what it lends.
-    fn next_loan(&mut self, t: Turn<'_, B>, peer: Rank, port: &mut Port) -> Result<Next, Error> {
+    fn next_loan(&mut self, t: Turn<'_, impl LinkUse>, peer: Rank, port: &mut Port) -> Result<Next, Error> {
         if !t.may_receive(peer) {
             return Ok(Next::NotYet);
         }
         let Some(frame) = port.rx(peer)?.peek(0)? else { return Ok(Next::NotYet) };
         check_frame(&frame, t.c, t.c.op.signature, peer)?;
-        if !self.is_loan(&frame) {
+        if !t.is_loan(&frame) {
             return Ok(Next::Data);
         }
         let loan = port.rx(peer)?.borrow()?;
         let unit = t.c.part.dtype.size();
-        let ours = self.lending.ours.len() * unit;
-        let state = &mut self.lending.peers[peer];
+        let ours = self.ours.len() * unit;
+        let state = &mut self.peers[peer];
         let start = state.end * unit;
         let fits = loan.bytes <= ours - start && loan.bytes.is_multiple_of(unit);
         if frame.header.offset != start as u64 || !fits || (loan.bytes == 0 && ours > 0) {
@@ -352,7 +370,7 @@ impl<B: Backend> PlanRun<B> {
 
     /// Gives back what was lent to us up to so many elements of our chunk.
     fn give_back(&mut self, until: usize, port: &mut Port) -> Result<(), Error> {
-        for (peer, state) in self.lending.peers.iter_mut().enumerate() {
+        for (peer, state) in self.peers.iter_mut().enumerate() {
             if state.end <= until
                 && state.loan.take().is_some()
                 && let Some(frame) = port.rx(peer)?.peek(0)?
@@ -364,10 +382,15 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Looks whether all that this rank borrows is still there, and has it lent where it is not yet. Whether all is there.
-    fn borrow_all(&mut self, t: Turn<'_, B>, lending: &Lending, port: &mut Port) -> Result<bool, Error> {
+    fn borrow_all(
+        &mut self,
+        t: Turn<'_, impl LinkUse>,
+        lending: &Lending,
+        port: &mut Port,
+    ) -> Result<bool, Error> {
         for peer in others(t.c.program()).filter(|peer| lending.borrows[*peer]) {
             // Looked at in each pass: the peer may have taken its memory back.
-            if self.lending.peers[peer].loan.is_some() {
+            if self.peers[peer].loan.is_some() {
                 if port.rx(peer)?.peek(0)?.is_none() {
                     return Ok(false);
                 }
@@ -385,35 +408,37 @@ impl<B: Backend> PlanRun<B> {
         Ok(true)
     }
 
-    /// Folds the next slice of our chunk. Whether anything moved.
-    fn fold_slice(&mut self, t: Turn<'_, B>, lending: &Lending, port: &mut Port) -> Result<bool, Error> {
-        if !self.borrow_all(t, lending, port)? {
-            return Ok(false);
+    /// Folds the next slice of our chunk, as far as all have lent it. How many bytes were touched.
+    fn fold_slice(
+        &mut self,
+        c: Context<'_>,
+        lending: &Lending,
+        base: &impl Fn(Slot) -> *mut u8,
+        port: &mut Port,
+    ) -> Result<usize, Error> {
+        let (step, len) = (lending.fold.map(|i| &lending.plan.steps[i]), self.ours.len());
+        let touched = match step.filter(|_| len > 0) {
+            Some(step) => self.fold_some(c, (lending, step), base, port)?,
+            None => 0,
+        };
+        self.give_back(self.done, port)?;
+        if self.done == len {
+            self.stage = Stage::Folded;
         }
-        let (step, len) = (lending.fold.map(|i| &lending.plan.steps[i]), self.lending.ours.len());
-        if let Some(step) = step.filter(|_| len > 0) {
-            self.fold_some(t.c, (lending, step), port)?;
-        }
-        self.give_back(self.lending.done, port)?;
-        if self.lending.done == len {
-            self.rx.fill(Cursor { message: 0, round: self.rounds });
-            self.lending.stage = Stage::Folded;
-        }
-        Ok(true)
+        Ok(touched)
     }
 
-    /// Folds as much of our chunk as a pass may and as all have lent.
+    /// Folds as much of our chunk as a pass may and as all have lent. How many bytes were touched.
     fn fold_some(
         &mut self,
         c: Context<'_>,
         (lending, step): (&Lending, &Step),
-        port: &mut Port,
-    ) -> Result<(), Error> {
-        let (unit, done, size) = (c.part.dtype.size(), self.lending.done, lending.plan.size);
-        let slice = self.backend.fold_len(size, unit);
-        let LendingState { chunk, ours, .. } = &self.lending;
-        let mut m = slice.min(ours.len() - done);
-        let peers = &self.lending.peers;
+        base: &impl Fn(Slot) -> *mut u8,
+        port: &Port,
+    ) -> Result<usize, Error> {
+        let (unit, done, size) = (c.part.dtype.size(), self.done, lending.plan.size);
+        let LoanRun { chunk, ours, peers, .. } = &*self;
+        let mut m = ours.len() - done;
         let lent = peers.iter().zip(&lending.borrows).filter(|(_, borrows)| **borrows);
         lent.for_each(|(peer, _)| m = m.min(peer.end - done));
         // Where the first of these elements is in a loan, which ends at `end`.
@@ -423,7 +448,7 @@ impl<B: Backend> PlanRun<B> {
             let alike = |ours: At| slots[usize::from(ours.slot)] == slots[usize::from(at.slot)];
             let is_ours = chunk.is_some_and(|ours| ours.chunk == at.chunk && alike(ours));
             let start = if is_ours { ours.start } else { range(c, lending, at).start };
-            self.backend.base(c.part, at.slot).wrapping_add((start + done) * unit)
+            base(at.slot).wrapping_add((start + done) * unit)
         };
         let mut ins = [std::ptr::null::<u8>(); MAX_LENDERS];
         let mut count = 0;
@@ -431,20 +456,16 @@ impl<B: Backend> PlanRun<B> {
             *to = match *operand {
                 Operand::Own(at) => own(at).cast_const(),
                 Operand::Lent(from) | Operand::Recv(from) => {
-                    let Some(loan) = &peers[from].loan else { return Ok(()) };
+                    let Some(loan) = &peers[from].loan else { return Ok(0) };
                     loan.input.wrapping_add(within(&peers[from], loan))
                 }
             };
             count += 1;
         }
-        let mut outs = [std::ptr::null_mut::<u8>(); MAX_LENDERS];
-        let (mut results, mut bypassing) = (0, 0);
-        let mut add = |output: *mut u8, in_slot: bool, in_place: bool| {
-            outs[results] = output;
-            if self.backend.bypasses(in_slot, in_place, slice.saturating_mul(unit), port) {
-                outs.swap(results, bypassing);
-                bypassing += 1;
-            }
+        let nowhere = Out { at: std::ptr::null_mut(), in_slot: false, is_over_input: false };
+        let (mut outs, mut results) = ([nowhere; MAX_LENDERS], 0);
+        let mut add = |out| {
+            outs[results] = out;
             results += 1;
         };
         let is_over_input = step.dst.is_some_and(|dst| step.operands.contains(&Operand::Own(dst)));
@@ -453,28 +474,23 @@ impl<B: Backend> PlanRun<B> {
         let first = (!is_over_input).then_some(lending.plan.rank);
         for rank in first.into_iter().chain((0..size).filter(|rank| Some(*rank) != first)) {
             if let Some(dst) = step.dst.filter(|_| rank == lending.plan.rank) {
-                add(own(dst), false, is_over_input);
+                add(Out { at: own(dst), in_slot: false, is_over_input });
             } else if let Some(loan) = peers[rank].loan.as_ref().filter(|_| step.into.contains(&rank)) {
-                let output = loan.output.wrapping_add(within(&peers[rank], loan));
-                add(output, loan.bytes <= PIECE, loan.input == loan.output.cast_const());
+                let at = loan.output.wrapping_add(within(&peers[rank], loan));
+                let is_over_input = loan.input == loan.output.cast_const();
+                add(Out { at, in_slot: loan.bytes <= PIECE, is_over_input });
             }
         }
-        let fold = Fold { c, step, m, ins: &ins[..count], outs: &outs[..results], bypassing };
-        self.backend.fold(&fold)?;
-        self.lending.done += m;
-        self.touched += (count + results) * m * unit;
-        Ok(())
+        let fold = Fold { c, step, m, ins: &ins[..count], outs: &outs[..results] };
+        let folded = self.lends.fold(&fold, port)?;
+        self.done += folded;
+        Ok((count + results) * folded * unit)
     }
 
-    /// Adds the ranks that a part waits for, if it goes by loans.
-    pub(super) fn lending_waits_for(
-        &self,
-        program: &Program,
-        port: &mut Port,
-        ranks: &mut Vec<Rank>,
-    ) -> bool {
-        let LendingState { stage, peers, .. } = &self.lending;
-        let Some(lending) = program.lending.as_ref().filter(|_| *stage != Stage::Steps) else { return false };
+    /// Adds the ranks that the part waits for.
+    pub(super) fn waiting_for(&self, program: &Program, port: &mut Port, ranks: &mut Vec<Rank>) {
+        let LoanRun { stage, peers, .. } = self;
+        let Some(lending) = &program.lending else { return };
         let missing = |peer: Rank| lending.borrows[peer] && peers[peer].loan.is_none();
         let silent = others(program).any(missing);
         for peer in others(program) {
@@ -490,6 +506,5 @@ impl<B: Backend> PlanRun<B> {
                 ranks.push(peer);
             }
         }
-        true
     }
 }

@@ -1,0 +1,128 @@
+//! How ranks of one host lend each other memory: where it lies, or through staging slots.
+
+use allstream_kernels as kernels;
+
+use super::{is_large, kernel};
+use crate::error::Error;
+use crate::exec::backend::Context;
+use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, MAX_LENDERS, Out, Reach};
+use crate::exec::operation::{Operation, Part};
+use crate::exec::port::Port;
+use crate::link;
+use crate::plan::{Lending, SMALL};
+use crate::types::{LIST, Rank};
+
+/// Ranks lend each other their memory from this size of a buffer on. At 4 KB the steps of the plan took 1.0 to 1.9 times as
+/// long (2, 4 and 8 ranks on 2 cores, threads and arena buffers); below, with 4 threads, they were faster.
+pub(crate) const LEND_FROM: usize = 4 << 10;
+/// From this size on where slots are lent, with two ranks and with more. On 2 cores the steps took 1.2 times as long at 4 KB,
+/// 1.9 times at 16 KB and 3.3 times at 64 KB (2 ranks); 0.6, 1.0 and 1.3 times with 4; 1.0 to 1.3, 1.4 and 1.3 with 8.
+pub(crate) const LEND_SLOTS_FROM: [usize; 2] = [4 << 10, 16 << 10];
+/// Bytes of all ranks' memory that are touched in a pass that folds, as the thread has other work too. With a quarter of it
+/// 1 MB took up to 1.4 times as long, with four times as much nothing was faster.
+const FOLDED: usize = 1 << 20;
+/// So many slots are left to others when they are lent.
+const LEFT: usize = 8;
+
+/// From which size on memory is lent, in this operation.
+fn lend_from(op: &Operation, size: usize) -> usize {
+    #[cfg(any(test, feature = "testing"))]
+    if let Some(from) = crate::testing::faults::folded_from(op.number) {
+        return from;
+    }
+    // Small parts of a list share their round trips: each loan would have to wait for the answer to the one before.
+    if op.signature.dtype == LIST { SMALL + 1 } else { size }
+}
+
+fn bytes(part: &Part) -> usize {
+    part.count * part.dtype.size()
+}
+
+/// The host's memory, lent.
+#[derive(Clone)]
+pub(crate) struct HostLoans {
+    /// As [`Host`](super::Host) has it.
+    bypass_from: usize,
+    is_bypassing: bool,
+}
+
+impl HostLoans {
+    /// `bypass_from`: the size of results from which on they are written past the caches, out of place.
+    pub(in crate::exec) fn new(bypass_from: usize) -> HostLoans {
+        HostLoans { bypass_from, is_bypassing: false }
+    }
+
+    /// Whether a result is written past the caches, where a pass writes so many bytes of it. One over the input stays in the
+    /// caches: that has just been read there. What goes back through a slot follows how slots are filled.
+    fn bypasses(&self, out: &Out, bytes: usize, port: &Port) -> bool {
+        match out.in_slot {
+            true => port.filling.is_past(bytes),
+            false => self.is_bypassing && !out.is_over_input,
+        }
+    }
+}
+
+impl Lends for HostLoans {
+    fn begin(&mut self, c: Context<'_>, _: &Lending) -> Agreement {
+        if bytes(c.part) < lend_from(c.op, LEND_FROM) {
+            return Agreement::Steps;
+        }
+        self.is_bypassing = is_large(self.bypass_from, c);
+        Agreement::ByFirstFrame
+    }
+
+    fn reach(&self, c: Context<'_>, peer: Rank, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error> {
+        let plan = &c.program().plan;
+        #[cfg(any(test, feature = "testing"))]
+        if crate::testing::faults::keeps_to_itself(plan.rank, c.op.number) {
+            return Ok(Reach::Nowhere);
+        }
+        let tx = port.tx(peer)?;
+        if tx.can_lend(loan.input, loan.bytes) && tx.can_lend(loan.output, loan.bytes) {
+            return Ok(Reach::InPlace);
+        }
+        let from = lend_from(c.op, LEND_SLOTS_FROM[usize::from(plan.size > 2)]);
+        let in_slots = bytes(c.part) >= from && tx.can_lend_slots();
+        Ok(if in_slots { Reach::InSlots } else { Reach::Nowhere })
+    }
+
+    fn free_slots(&self, port: &Port) -> usize {
+        port.free_slots().saturating_sub(LEFT)
+    }
+
+    fn hold_slot(&self, port: &mut Port) -> Option<LentSlot> {
+        port.hold_slot().map(|(slot, at)| (Some(slot), at))
+    }
+
+    unsafe fn fill(&mut self, from: *const u8, slot: *mut u8, bytes: usize, port: &mut Port) {
+        // SAFETY: as the caller vouches.
+        unsafe { port.filling.copy(from, slot, bytes) };
+    }
+
+    unsafe fn empty(&mut self, part: &Part, slot: *const u8, to: *mut u8, bytes: usize) {
+        // SAFETY: as the caller vouches.
+        unsafe {
+            match self.is_bypassing && !part.is_in_place() {
+                true => kernels::copy_streaming(slot, to, bytes),
+                false => kernels::copy(slot, &[to], bytes),
+            }
+        }
+    }
+
+    fn fold(&mut self, fold: &Fold<'_>, port: &Port) -> Result<usize, Error> {
+        let unit = fold.c.part.dtype.size();
+        let most = (FOLDED / (2 * fold.c.program().plan.size)).next_multiple_of(4096) / unit;
+        // Those that are written past the caches come first.
+        let (mut outs, mut bypassing) = ([std::ptr::null_mut::<u8>(); MAX_LENDERS], 0);
+        for (i, out) in fold.outs.iter().enumerate() {
+            outs[i] = out.at;
+            if self.bypasses(out, most * unit, port) {
+                outs.swap(i, bypassing);
+                bypassing += 1;
+            }
+        }
+        let m = fold.m.min(most);
+        kernel::fold(fold, m, &outs[..fold.outs.len()], bypassing)?;
+        Ok(m)
+    }
+}

@@ -1,0 +1,236 @@
+//! [`PlanRun`]: a plan as a run over slices that can stop and go on at any of them.
+//!
+//! Elements of a chunk go through a step in order. Per step there is a cursor for what was gathered, one for what is
+//! stored in `dst`, one per receiver for what was sent and one for what that receiver's frames have freed. A step
+//! moves when its cursors, and those of the steps it depends on, allow; a pass over all steps never waits.
+//!
+//! Messages of a link come in rounds: a *round* is the next slices of every chunk ([`Slicing`]), and a plan's messages on a
+//! link are ordered round by round. That keeps what is in flight inside the cache, and every round is one complete
+//! run of the plan, so what the checker proves of one holds for all. The parts of one operation follow each other on
+//! each link: the next one's run may use it when this one's has nothing more for it.
+//!
+//! | file | what is in it |
+//! |---|---|
+//! | `steps.rs` | cursors of steps and links, and the limits that follow from them |
+//! | `gather.rs` | how a step gathers, has combined, and sends |
+//! | `frames.rs` | what is received: the right frame, or an account of what is wrong |
+//! | `stripes.rs` | input that comes, and output that leaves, while the steps run |
+//! | `ready.rs` | the list of steps to be looked at |
+//!
+//! Nothing here knows what memory is: that is a [`Backend`]'s.
+
+mod frames;
+mod gather;
+mod ready;
+mod steps;
+mod stripes;
+
+use self::ready::ReadyList;
+pub(crate) use self::stripes::{STRIPE, cut};
+use super::BUDGET;
+use super::turn::{LinkUse, Passed, Turn, receiver_of};
+use crate::error::Error;
+use crate::exec::backend::{Backend, Context, Prepared, StepState};
+use crate::exec::operation::Part;
+use crate::exec::port::{Lent, Port};
+use crate::exec::slicing::Slicing;
+use crate::plan::{Program, Slot};
+use crate::types::Rank;
+
+/// Where the messages of a link have got to.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+struct Cursor {
+    message: u32,
+    round: u32,
+}
+
+/// The steps of a part, being run. Its vectors are kept from one part to the next.
+pub(super) struct PlanRun<B> {
+    steps: Vec<StepState>,
+    sent: Vec<usize>,
+    freed: Vec<usize>,
+    tx: Vec<Cursor>,
+    rx: Vec<Cursor>,
+    rounds: u32,
+    /// Elements of a round.
+    round: usize,
+    slicing: Slicing,
+    /// Rounds whose input has arrived; `usize::MAX`: all of it has.
+    arrived: usize,
+    ready: ReadyList,
+    done: Vec<bool>,
+    /// Steps that are not done.
+    left: usize,
+    /// Bytes gathered and posted in this pass.
+    touched: usize,
+    /// The part's input is there, and what the steps need.
+    is_prepared: bool,
+    backend: B,
+}
+
+impl<B: Backend> PlanRun<B> {
+    pub(super) fn new(backend: B) -> PlanRun<B> {
+        PlanRun {
+            steps: Vec::new(),
+            sent: Vec::new(),
+            freed: Vec::new(),
+            tx: Vec::new(),
+            rx: Vec::new(),
+            rounds: 0,
+            round: 0,
+            slicing: Slicing::by(1),
+            arrived: usize::MAX,
+            ready: ReadyList::default(),
+            done: Vec::new(),
+            left: 0,
+            touched: 0,
+            is_prepared: false,
+            backend,
+        }
+    }
+
+    /// Sets the run up. No allocation once the vectors have grown.
+    pub(super) fn start(&mut self, c: Context<'_>) {
+        let part = c.part;
+        let plan = &part.program.plan;
+        let unit = part.dtype.size();
+        self.slicing = self.backend.slicing(&part.program);
+        self.round = self.slicing.round_of(unit);
+        self.steps.clear();
+        self.sent.clear();
+        let mut longest = 1;
+        for step in &plan.steps {
+            // Every plan's steps name memory of our own (plan/tests).
+            let len = step.chunk().map_or(0, |at| part.range(at.slot, at.chunk).len());
+            let state = StepState {
+                len: len.max(1),
+                unit: if len == 0 { 0 } else { unit },
+                first: self.sent.len(),
+                ..StepState::default()
+            };
+            longest = longest.max(state.len);
+            self.steps.push(state);
+            self.sent.resize(self.sent.len() + step.send.len(), 0);
+        }
+        self.freed.clear();
+        self.freed.resize(self.sent.len(), 0);
+        self.rounds = longest.div_ceil(self.round) as u32;
+        for cursors in [&mut self.tx, &mut self.rx] {
+            cursors.clear();
+            cursors.resize(plan.size, Cursor::default());
+        }
+        self.done.clear();
+        self.done.resize(plan.steps.len(), false);
+        self.left = plan.steps.len();
+        self.ready.reset(plan.steps.len());
+        self.arrived = usize::MAX;
+        self.is_prepared = false;
+        self.backend.begin(c);
+    }
+
+    /// Forgets the part: done, or failed.
+    pub(super) fn clear(&mut self) {
+        self.backend.end();
+    }
+
+    /// Where a slot of the part's plans begins.
+    pub(super) fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
+        self.backend.base(part, slot)
+    }
+
+    /// Looks at the values that have come, once all have.
+    pub(super) fn check_values(&self, part: &Part) -> Result<(), Error> {
+        self.backend.check_values(part)
+    }
+
+    /// Bytes of memory of its own that it keeps, and how many of them the part has needed.
+    pub(super) fn memory(&self) -> (usize, usize) {
+        self.backend.memory()
+    }
+
+    /// Gives it back, between parts.
+    pub(super) fn give_memory_back(&mut self) {
+        self.backend = self.backend.fresh();
+    }
+
+    /// Notes memory that a receiver has given back.
+    pub(super) fn freed(&mut self, program: &Program, lent: &Lent) {
+        if let Some(state) = self.steps.get(lent.step as usize) {
+            let at = state.first + receiver_of(lent);
+            self.freed[at] = self.freed[at].max(lent.end);
+            self.ready.mark(lent.step);
+            program.nodes[lent.step as usize].dependents.iter().for_each(|j| self.ready.mark(*j));
+        }
+    }
+
+    /// Makes ready what the steps need, or the loans in their place. Called at the start of every pass.
+    pub(super) fn prepare(&mut self, c: Context<'_>) -> Result<Prepared, Error> {
+        let prepared = self.backend.prepare(c, self.arrived == usize::MAX)?;
+        self.is_prepared = matches!(prepared, Prepared::Ready);
+        Ok(prepared)
+    }
+
+    /// Goes on with all steps that may. `news`: the only peer whose links have changed since the last pass, where that is known.
+    pub(super) fn pass(
+        &mut self,
+        t: Turn<'_, impl LinkUse>,
+        news: Option<Rank>,
+        port: &mut Port,
+    ) -> Result<Passed, Error> {
+        self.touched = 0;
+        let program = t.c.program();
+        match news {
+            Some(peer) => self.mark_heads(program, peer),
+            None => (0..program.plan.size).for_each(|peer| self.mark_heads(program, peer)),
+        }
+        let mut moved = false;
+        // Bounded: what a pass makes possible is for the next one, and others may be waiting for the thread.
+        for _ in 0..2 * self.steps.len() {
+            if self.is_long() {
+                break;
+            }
+            let Some(i) = self.ready.next() else { break };
+            if !self.done[i] {
+                moved |= self.advance_step(t, i, port)?;
+            }
+        }
+        let moved = moved || !self.ready.is_empty();
+        Ok(Passed { moved, complete: self.left == 0, touched: self.touched })
+    }
+
+    /// Whether this pass has taken as much as a pass may.
+    fn is_long(&self) -> bool {
+        B::TAKES_TIME && self.touched >= BUDGET
+    }
+
+    /// Goes on with a step as far as it may. Returns whether anything moved.
+    fn advance_step(&mut self, t: Turn<'_, impl LinkUse>, i: usize, port: &mut Port) -> Result<bool, Error> {
+        let program = t.c.program();
+        let mut any = false;
+        while self.gather(t, i, port)? {
+            any = true;
+            // At the end of a round `push` sends what was held back as one frame, before more is gathered. The step lists itself again:
+            // nobody else may have a reason to.
+            let leaves = self.slicing.least > 0 && self.steps[i].got.is_multiple_of(self.round);
+            if self.is_long() || leaves {
+                self.ready.mark(i as u32);
+                break;
+            }
+        }
+        while self.push(t, i, port)? {
+            any = true;
+            if self.is_long() {
+                self.ready.mark(i as u32);
+                break;
+            }
+        }
+        if any {
+            program.nodes[i].dependents.iter().for_each(|j| self.ready.mark(*j));
+        }
+        if self.is_done(program, i) {
+            self.done[i] = true;
+            self.left -= 1;
+        }
+        Ok(any)
+    }
+}
