@@ -64,12 +64,28 @@ pub(crate) fn of(py: Python<'_>, error: &Error) -> PyErr {
     }
 }
 
-fn missing<'py>(py: Python<'py>, missing: &[Missing]) -> PyResult<Bound<'py, PyDict>> {
+fn by_rank<'py>(py: Python<'py>, missing: &[Missing]) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
     for one in missing {
         all.set_item(one.rank, one.to_string())?;
     }
     Ok(all)
+}
+
+/// Writes the fields of an error down by their names, and names its class: a row for each kind of error. What follows a field's name is what
+/// Python gets for it, where that is not the field as it is.
+macro_rules! classes {
+    ($error:expr, $into:ident; $($class:ident { $($field:ident $(: $value:expr)?),* })*) => {
+        match $error {
+            $(Error::$class { $($field,)* .. } => {
+                $($into.set_item(stringify!($field), classes!(@value $field $(, $value)?))?;)*
+                stringify!($class)
+            })*
+            _ => "Error",
+        }
+    };
+    (@value $field:ident) => { $field };
+    (@value $field:ident, $value:expr) => { $value };
 }
 
 /// The class of an error, and its fields.
@@ -78,94 +94,25 @@ fn fields<'py>(py: Python<'py>, error: &Error) -> PyResult<(&'static str, Bound<
     if let Some(record) = error.record() {
         fields.set_item("record", record.display().to_string())?;
     }
-    let class = match error {
-        Error::Invalid { call, problem } => {
-            fields.set_item("call", call)?;
-            fields.set_item("problem", problem)?;
-            "Invalid"
-        }
-        Error::Timeout { operation, rank, after, missing: late, .. } => {
-            fields.set_item("operation", operation.to_string())?;
-            fields.set_item("rank", rank)?;
-            fields.set_item("after", after.as_secs_f64())?;
-            fields.set_item("missing", missing(py, late)?)?;
-            "Timeout"
-        }
-        Error::NoVerdict { call, rank, missing: late, .. } => {
-            fields.set_item("call", call)?;
-            fields.set_item("rank", rank)?;
-            fields.set_item("missing", missing(py, late)?)?;
-            "NoVerdict"
-        }
-        Error::PeerLost { rank, how, operation, .. } => {
-            fields.set_item("rank", rank)?;
-            fields.set_item("world_rank", error.world_rank(*rank))?;
-            fields.set_item("how", how.to_string())?;
-            fields.set_item("operation", operation.as_ref().map(ToString::to_string))?;
-            "PeerLost"
-        }
-        Error::Link { kind, rank, peer, problem, .. } => {
-            fields.set_item("kind", kind)?;
-            fields.set_item("rank", rank)?;
-            fields.set_item("peer", peer)?;
-            fields.set_item("problem", problem)?;
-            "Link"
-        }
-        Error::Mismatch { number, rank, ours, peer, theirs, .. } => {
-            fields.set_item("number", number)?;
-            fields.set_item("rank", rank)?;
-            fields.set_item("ours", ours.to_string())?;
-            fields.set_item("peer", peer)?;
-            fields.set_item("theirs", theirs.to_string())?;
-            "Mismatch"
-        }
-        Error::Aborted { by, reason, .. } => {
-            fields.set_item("by", by)?;
-            fields.set_item("reason", reason)?;
-            "Aborted"
-        }
-        Error::Rendezvous { address, rank, problem } => {
-            fields.set_item("address", address)?;
-            fields.set_item("rank", rank)?;
-            fields.set_item("problem", problem)?;
-            "Rendezvous"
-        }
-        Error::Refused { peer, problem } => {
-            fields.set_item("peer", peer)?;
-            fields.set_item("problem", problem)?;
-            "Refused"
-        }
-        Error::Unavailable { what, problem } => {
-            fields.set_item("what", what)?;
-            fields.set_item("problem", problem)?;
-            "Unavailable"
-        }
-        Error::System { doing, problem } => {
-            fields.set_item("doing", doing)?;
-            fields.set_item("problem", problem)?;
-            "System"
-        }
-        Error::Library { library, rank, problem, .. } => {
-            fields.set_item("library", library)?;
-            fields.set_item("rank", rank)?;
-            fields.set_item("problem", problem)?;
-            "Library"
-        }
-        Error::Protocol { peer, problem, .. } => {
-            fields.set_item("peer", peer)?;
-            fields.set_item("problem", problem)?;
-            "Protocol"
-        }
-        Error::Cuda { doing, device, call, code, name, .. } => {
-            fields.set_item("doing", doing)?;
-            fields.set_item("device", device)?;
-            fields.set_item("call", call)?;
-            fields.set_item("code", code)?;
-            fields.set_item("name", name)?;
-            "Cuda"
-        }
-        Error::QueueFull { .. } => "QueueFull",
-        _ => "Error",
+    if let Error::PeerLost { rank, .. } = error {
+        fields.set_item("world_rank", error.world_rank(*rank))?;
+    }
+    let class = classes! { error, fields;
+        Invalid { call, problem }
+        Timeout { operation: operation.to_string(), rank, after: after.as_secs_f64(), missing: by_rank(py, missing)? }
+        NoVerdict { call, rank, missing: by_rank(py, missing)? }
+        PeerLost { rank, how: how.to_string(), operation: operation.as_ref().map(ToString::to_string) }
+        Link { kind, rank, peer, problem }
+        Mismatch { number, rank, ours: ours.to_string(), peer, theirs: theirs.to_string() }
+        Aborted { by, reason }
+        Rendezvous { address, rank, problem }
+        Refused { peer, problem }
+        Unavailable { what, problem }
+        System { doing, problem }
+        Library { library, rank, problem }
+        Protocol { peer, problem }
+        Cuda { doing, device, call, code, name }
+        QueueFull {}
     };
     Ok((class, fields))
 }

@@ -219,74 +219,31 @@ fn add(handle: Handle, stream: u64, call: Call) -> Code {
     }
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn ncclAllReduce(
-    input: *const c_void,
-    output: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    op: c_int,
-    comm: Handle,
-    stream: u64,
-) -> Code {
-    let verb = Verb::AllReduce { op };
-    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
+/// The functions of collectives: what each is given beside its two ends, and what it does with them.
+macro_rules! collectives {
+    ($($name:ident($($argument:ident),*) = $verb:expr;)*) => {$(
+        #[unsafe(no_mangle)]
+        extern "C" fn $name(
+            input: *const c_void,
+            output: *mut c_void,
+            count: usize,
+            dtype: c_int,
+            $($argument: c_int,)*
+            comm: Handle,
+            stream: u64,
+        ) -> Code {
+            let (input, output) = (input.addr() as u64, output.addr() as u64);
+            add(comm, stream, Call { verb: $verb, input, output, count, dtype })
+        }
+    )*};
 }
 
-#[unsafe(no_mangle)]
-extern "C" fn ncclBroadcast(
-    input: *const c_void,
-    output: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    root: c_int,
-    comm: Handle,
-    stream: u64,
-) -> Code {
-    let verb = Verb::Broadcast { root };
-    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn ncclReduce(
-    input: *const c_void,
-    output: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    op: c_int,
-    root: c_int,
-    comm: Handle,
-    stream: u64,
-) -> Code {
-    let verb = Verb::Reduce { op, root };
-    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn ncclAllGather(
-    input: *const c_void,
-    output: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    comm: Handle,
-    stream: u64,
-) -> Code {
-    let verb = Verb::AllGather;
-    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
-}
-
-#[unsafe(no_mangle)]
-extern "C" fn ncclReduceScatter(
-    input: *const c_void,
-    output: *mut c_void,
-    count: usize,
-    dtype: c_int,
-    op: c_int,
-    comm: Handle,
-    stream: u64,
-) -> Code {
-    let verb = Verb::ReduceScatter { op };
-    add(comm, stream, Call { verb, input: input.addr() as u64, output: output.addr() as u64, count, dtype })
+collectives! {
+    ncclAllReduce(op) = Verb::AllReduce { op };
+    ncclBroadcast(root) = Verb::Broadcast { root };
+    ncclReduce(op, root) = Verb::Reduce { op, root };
+    ncclAllGather() = Verb::AllGather;
+    ncclReduceScatter(op) = Verb::ReduceScatter { op };
 }
 
 #[unsafe(no_mangle)]
