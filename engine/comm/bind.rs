@@ -6,6 +6,7 @@ use super::SharedComm;
 use super::made_together::made_together;
 use super::reach::{Group, Heard, ROW, Reached, heard};
 use super::world::NcclUse;
+use crate::device::carriers::{self, BoundTo};
 use crate::device::links::ipc::Far;
 use crate::device::links::peer::PeerDevice;
 use crate::device::nccl::NcclLibrary;
@@ -13,6 +14,7 @@ use crate::device::operation::Binding;
 use crate::device::whole::Library;
 use crate::device::{Device, DeviceStream};
 use crate::error::{Error, Members};
+use crate::exec::Endpoint;
 use crate::group::nonce;
 use crate::types::Rank;
 
@@ -113,6 +115,11 @@ made_together! {
     };
 }
 
+/// The devices that a communicator's ranks are bound to.
+fn binding_of(endpoint: &Endpoint) -> Option<&Arc<Binding>> {
+    carriers::bound_to(endpoint)?.binding.as_ref()
+}
+
 impl SharedComm {
     async fn bind_by_nccl(&self, device: &Device) -> Result<DevicePath, Error> {
         let library = NcclLibrary::find();
@@ -123,7 +130,7 @@ impl SharedComm {
 
     /// Binds it as another communicator of the same ranks is bound, if that is: to the same device. Collective.
     pub(crate) async fn bind_like(&self, other: &SharedComm) -> Result<(), Error> {
-        let Some(binding) = other.handle().endpoint.binding() else { return Ok(()) };
+        let Some(binding) = binding_of(&other.handle().endpoint) else { return Ok(()) };
         let device = binding.ours.stream.device();
         match binding.whole {
             Some(_) => self.bind_by_nccl(&device).await,
@@ -143,7 +150,8 @@ impl SharedComm {
                 Ok(reached) => reached,
                 Err(why) => return Ok(DevicePath::Staged { why }),
             };
-            self.handle().endpoint.bind(Arc::new(Binding::new(device, reached, true, None)));
+            let binding = Some(Arc::new(Binding::new(device, reached, true, None)));
+            carriers::bind(&self.handle().endpoint, BoundTo { binding, whole: None });
             return Ok(DevicePath::Peer);
         };
         let whole = self.open_whole(CALL, library, Some(&device.stream)).await?;
@@ -154,8 +162,8 @@ impl SharedComm {
         };
         let reached = reaching.unwrap_or_else(|_| alone());
         let binding = Binding::new(device.clone(), reached, staged.is_none(), Some(whole.clone()));
-        self.handle().endpoint.bind_whole(whole);
-        self.handle().endpoint.bind(Arc::new(binding));
+        let to = BoundTo { binding: Some(Arc::new(binding)), whole: Some(whole) };
+        carriers::bind(&self.handle().endpoint, to);
         Ok(DevicePath::Nccl { library: library.name(), staged })
     }
 
@@ -168,7 +176,7 @@ impl SharedComm {
     ) -> Result<(Arc<PeerDevice>, Reaching), Error> {
         let (endpoint, world) = (self.handle().endpoint.clone(), self.handle().membership.world.clone());
         let (config, n, members) = (&endpoint.config, self.size(), endpoint.config.named());
-        let stream = match endpoint.binding() {
+        let stream = match binding_of(&endpoint) {
             Some(bound) => {
                 let problem =
                     format!("this communicator is bound already, to {:?}", bound.ours.stream.device());

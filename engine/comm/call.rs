@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 use super::memory::{Memory, RawBuffers, UNSTAGED};
 use super::ordered::{Start, Stream};
 use super::work::Submitted;
+use crate::device::carriers::bound_to;
 use crate::error::Error;
 use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Tables, Then};
 use crate::forked;
@@ -311,7 +312,7 @@ impl<'a> Call<'a> {
         }
         let there = |algo| plan::suitable(kind, algo, &shape(endpoint, spec)).is_ok();
         // The tuner has measured the host's memory, not devices', and where only ranks know their own sizes there is none.
-        let known = endpoint.binding().is_none() && !spec.pairwise;
+        let known = !is_on_devices(endpoint) && !spec.pairwise;
         let tuned = endpoint.config.tuned.choose(kind, bytes).filter(|_| known);
         Ok(tuned.filter(|algo| fits(*algo) && there(*algo)).unwrap_or_else(|| {
             plan::choose(kind, bytes, &Env { deterministic, in_order, ..endpoint.config.env })
@@ -469,7 +470,7 @@ impl<'a> Call<'a> {
         held: ErasedBufs,
     ) -> Submitted {
         #[cfg(any(test, feature = "testing"))]
-        if let Some(bound) = self.side.0.whole() {
+        if let Some(bound) = bound_to(self.side.0).and_then(|bound| bound.whole.as_ref()) {
             prepared = self.taken_whole_on_host(prepared, bound);
         }
         match (prepared, self.desk) {
@@ -491,6 +492,11 @@ pub(super) fn submitted(endpoint: &Arc<Endpoint>, outcome: Result<Key, (Error, E
         Ok(key) => Submitted::running(endpoint.clone(), key),
         Err((error, held)) => Submitted::refused_by(endpoint, error, held),
     }
+}
+
+/// Whether a communicator's ranks are bound to devices.
+fn is_on_devices(endpoint: &Endpoint) -> bool {
+    bound_to(endpoint).is_some_and(|bound| bound.binding.is_some())
 }
 
 fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {

@@ -7,7 +7,7 @@ use std::pin::Pin;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::Work;
 use super::work::{Ended, Restore, Submitted};
@@ -138,6 +138,51 @@ impl Drop for OnDevice {
     }
 }
 
+/// A thread that makes a stream wait for a collective first helps to get it onto its own stream, for this long: waiting
+/// for an event is cheaper than for a word in memory.
+const HELP: Duration = Duration::from_micros(20);
+
+/// Makes a stream, and those of the buffers, wait for an operation; its buffers may then be used in their order.
+/// `None`: no device runs it, or it has ended.
+fn join(
+    endpoint: &Arc<Endpoint>,
+    key: Key,
+    stream: &DeviceStream,
+) -> Result<Option<(ErasedBufs, Arc<DeviceOp>)>, Error> {
+    let joins = endpoint.carrier(key).and_then(|carrier| carrier.joins());
+    let Some(device) = joins.and_then(|joins| joins.downcast::<DeviceOp>().ok()) else { return Ok(None) };
+    let start = Instant::now();
+    // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
+    // until all is there.
+    let is_ours = device.is_on(stream);
+    // The device is asked for a way now and then: each question takes some time of the streams that are to wait.
+    let (mut has_way, mut ask_at) = (false, HELP);
+    while !device.is_enqueued() {
+        if !is_ours && start.elapsed() >= ask_at {
+            has_way = device.make_way(stream);
+            if has_way {
+                break;
+            }
+            ask_at = 2 * start.elapsed();
+        }
+        endpoint.drive_once();
+        if start.elapsed() > HELP {
+            if endpoint.carrier(key).is_none() {
+                return Ok(None);
+            }
+            std::thread::sleep(HELP);
+        }
+    }
+    let joined = device.join(stream);
+    if has_way {
+        device.waits_now(stream);
+    }
+    if !joined? {
+        return Ok(None);
+    }
+    Ok(endpoint.borrow(key).map(|held| (held, device)))
+}
+
 impl OnDevice {
     /// Takes the place of an operation that a device runs, for `stream`; `None` if no device does.
     fn join(
@@ -145,7 +190,7 @@ impl OnDevice {
         stream: &DeviceStream,
     ) -> Result<Option<(OnDevice, ErasedBufs)>, Error> {
         let Some((endpoint, key)) = submitted.at() else { return Ok(None) };
-        let Some((held, device)) = endpoint.join(key, stream)? else { return Ok(None) };
+        let Some((held, device)) = join(endpoint, key, stream)? else { return Ok(None) };
         let endpoint = endpoint.clone();
         submitted.let_go();
         let (key, stream, ready) = (Some(key), stream.clone(), OnceLock::new());

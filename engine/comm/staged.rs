@@ -8,11 +8,12 @@ use super::call::Call;
 use super::memory::Memory;
 use super::ordered::Start;
 use super::work::Submitted;
+use crate::device::carriers::{OnDevice, OnHost, bound_to};
 use crate::device::operation::{Binding, DeviceOp};
 use crate::device::whole::{BoundWhole, MessagePath};
 use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
 use crate::error::Error;
-use crate::exec::{Direction, EAGER, Executor, Operation, Reduction, STRIPE, cut};
+use crate::exec::{Direction, EAGER, Operation, Reduction, STRIPE, cut};
 use crate::mem::{ALL, DeviceMemory, ErasedBufs, Event, RawBuf, Stripe, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{ON_DEVICES, Rank};
@@ -64,7 +65,7 @@ impl Call<'_> {
         let staged = prepared.and_then(|mut operation| {
             self.start_on_devices(operation.call, places(&memory))?;
             let staged = stage(&mut operation, varied, &memory)?;
-            operation.staged = Some(staged.clone());
+            operation.carrier = Some(Arc::new(OnHost(staged.clone())));
             Ok((operation, staged))
         });
         match staged {
@@ -77,7 +78,7 @@ impl Call<'_> {
 
     /// The device that is to run an operation, and the library that is to take it whole, if one is. The same answer on all ranks.
     fn binding(&self, prepared: &mut Result<Operation, Error>) -> Option<(Arc<Binding>, Option<BoundWhole>)> {
-        let binding = self.side.0.binding()?;
+        let binding = bound_to(self.side.0)?.binding.as_ref()?;
         let operation = prepared.as_mut().ok()?;
         if let Some(whole) = binding.whole.as_ref().filter(|whole| self.goes_whole(operation, whole)) {
             return Some((binding.clone(), Some(whole.clone())));
@@ -120,7 +121,7 @@ impl Call<'_> {
             if let Some(bound) = whole {
                 return self.made_whole(operation, &bound, Some(device));
             }
-            operation.executor = Executor::Device(device);
+            operation.carrier = Some(Arc::new(OnDevice(device)));
             Ok(operation)
         });
         self.hand_in(prepared, None, held)
@@ -128,10 +129,11 @@ impl Call<'_> {
 
     /// What moves a message of a device's memory to another rank, or from there, if a library does.
     pub(super) fn message_path(&self, peer: Rank, buf: &RawBuf) -> Option<Result<Arc<MessagePath>, Error>> {
-        let (endpoint, bound) = (self.side.0, self.side.0.binding()?.whole.as_ref()?);
+        let (endpoint, bound) = (self.side.0, bound_to(self.side.0)?);
         // Shorter ones go without waiting for their receive, which a library's do not.
         let place = buf.device_memory().filter(|_| buf.bytes() > EAGER && peer != self.rank())?;
-        bound.whole.moves_messages().then(|| endpoint.message_path(bound, &place.stream()))
+        let moves = bound.binding.is_some() && bound.whole.as_ref()?.whole.moves_messages();
+        moves.then(|| bound.message_path(endpoint, &place.stream()))
     }
 
     /// What such a message starts after: the host waits until its buffer's stream has come to the call, as for the copies of others.

@@ -7,10 +7,11 @@ use super::SharedComm;
 use super::call::{Call, Spec, program};
 use super::runtime::Ticks;
 use crate::device::DeviceStream;
+use crate::device::carriers::WholeOp;
 use crate::device::operation::DeviceOp;
 use crate::device::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
-use crate::exec::{Executor, Operation, Part, PartList, Reduction, WholeOp};
+use crate::exec::{Operation, Part, PartList, Reduction};
 use crate::types::{Algo, DType, KEY_BITS, Kind, ReduceOp, WHOLE, mix};
 
 /// How often a library is asked whether it is ready.
@@ -139,9 +140,8 @@ impl Call<'_> {
         let Operation { call: name, timeout, .. } = operation;
         let reduction = Reduction::Op(ReduceOp::Max);
         let meeting = Operation::new(name, signature, timeout, reduction, PartList::One(part));
-        let whole = WholeOp::new(call, bound.whole.clone(), device, token.clone());
-        let executor = Executor::Whole(Box::new(whole));
-        Ok(Operation { executor, ..meeting })
+        let whole = WholeOp::new(call, bound, device, token.clone());
+        Ok(Operation { carrier: Some(Arc::new(whole)), ..meeting })
     }
 
     /// The same for an operation on the host's memory. Only a library for tests takes those.
@@ -153,8 +153,8 @@ impl Call<'_> {
         bound: &BoundWhole,
     ) -> Result<Operation, Error> {
         let mut operation = prepared?;
-        let is_on_host = matches!(operation.executor, Executor::Host) && operation.staged.is_none();
-        match is_on_host && bound.device.is_none() && self.goes_whole(&mut operation, bound) {
+        match operation.carrier.is_none() && bound.device.is_none() && self.goes_whole(&mut operation, bound)
+        {
             true => self.made_whole(operation, bound, None),
             false => Ok(operation),
         }

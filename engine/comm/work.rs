@@ -225,12 +225,14 @@ impl<O, F> Work<O, F> {
 
     /// Whether a device runs it, so that a device's stream can wait for it, and the caller need not: see [`join`](Self::join). Not, where it is over.
     pub fn runs_on_device(&self) -> bool {
-        self.submitted.at().is_some_and(|(endpoint, key)| endpoint.runs_on_device(key))
+        self.submitted.at().is_some_and(|(endpoint, key)| endpoint.carrier(key).is_some())
     }
 
     /// Whether all of an operation that a device runs is on the device's stream, as it is soon after all ranks have called it. Also, where it is over.
     pub fn is_enqueued(&self) -> bool {
-        self.submitted.at().is_none_or(|(endpoint, key)| endpoint.is_enqueued(key))
+        self.submitted
+            .at()
+            .is_none_or(|(endpoint, key)| endpoint.carrier(key).is_none_or(|carrier| carrier.is_enqueued()))
     }
 
     /// The caller computes now, and will not poll it for long: the progress thread goes on with it at once, and not when its nap ends.

@@ -7,6 +7,7 @@ mod between;
 mod blocks;
 mod buf;
 mod capture;
+pub(crate) mod carriers;
 mod chores;
 mod context;
 #[cfg(feature = "cudarc")]

@@ -4,24 +4,21 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::cuda::{Cuda, CudaLoans};
+use super::carrier::{Carrier, Lane, Lanes, Passed, Work};
 use super::host::{Host, HostLoans};
 use super::inflight::Key;
-use super::operation::{Executor, Operation, Part, PartList, Then};
+use super::operation::{Operation, Part, PartList, Then};
 use super::parts::{NextPart, Parts};
 use super::port::{Lent, Port};
-use crate::device::operation::DeviceOp;
-use crate::device::whole::Standing;
-use crate::error::{self, Error, MissingState};
+use crate::error::{self, Error};
 use crate::link::region::Region;
 use crate::mem::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
-/// The collective in work, and what runs it: one of two backends, by where its memory is.
+/// The collective in work, and what runs it in the host's memory.
 pub(crate) struct Active {
     current: Option<Current>,
     host: Parts<Host, HostLoans>,
-    cuda: Parts<Cuda, CudaLoans>,
     /// Memory of the runs' own.
     account: Account,
     pub(crate) stalled_at: Option<Instant>,
@@ -61,7 +58,7 @@ struct Current {
     key: Key,
     op: Operation,
     next: NextPart,
-    /// Stripes of its memory that have come from a device, and how far the operation may go by them.
+    /// Pieces of its memory that have come, and how far the operation may go by them.
     arrived: usize,
     reach: Reach,
     started: Instant,
@@ -75,14 +72,15 @@ pub(crate) enum Pass {
     Then(Key, Then),
     /// The operation is complete.
     Done(Key),
+    /// All of it is on a device's stream.
+    OnStream(Key),
 }
 
 impl Active {
     /// `bypass_from`: bytes of results from which on they are written past the caches ([`Host`]).
     pub(crate) fn new(comm: u64, bypass_from: usize) -> Active {
         let host = Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from));
-        let cuda = Parts::new(comm, Cuda::default(), CudaLoans);
-        Active { current: None, host, cuda, account: Account::default(), stalled_at: None }
+        Active { current: None, host, account: Account::default(), stalled_at: None }
     }
 
     /// The same, of a rank with this region.
@@ -94,33 +92,9 @@ impl Active {
         self.current.is_none()
     }
 
-    /// The device that the operation is on, if it is on one.
-    pub(crate) fn device(&self) -> Option<&Arc<DeviceOp>> {
-        self.current.as_ref()?.op.device()
-    }
-
-    /// Whether its parts are in devices' memory, and use the links between devices.
-    pub(crate) fn runs_on_devices(&self) -> bool {
-        self.current.as_ref().is_some_and(|current| matches!(current.op.executor, Executor::Device(_)))
-    }
-
-    /// Whether a library takes the operation whole.
-    pub(crate) fn is_whole(&self) -> bool {
-        self.current.as_ref().is_some_and(|current| matches!(current.op.executor, Executor::Whole(_)))
-    }
-
-    /// Whether a library was given the operation.
-    pub(crate) fn is_in_progress(&self) -> bool {
-        let executor = self.current.as_ref().map(|current| &current.op.executor);
-        matches!(executor, Some(Executor::Whole(whole)) if whole.is_submitted())
-    }
-
-    /// What keeps an operation that a library takes whole from its end, where no peer's call is missing.
-    pub(crate) fn held_up(&self) -> Option<MissingState> {
-        match &self.current.as_ref()?.op.executor {
-            Executor::Whole(whole) => whole.held_up(),
-            _ => None,
-        }
+    /// What carries the operation out, if the host does not do so alone.
+    pub(crate) fn carrier(&self) -> Option<&Arc<dyn Carrier>> {
+        self.current.as_ref()?.op.carrier.as_ref()
     }
 
     /// Key and number of the operation.
@@ -136,7 +110,7 @@ impl Active {
 
     pub(crate) fn start(&mut self, key: Key, op: Operation, started: Instant) {
         self.stalled_at = None;
-        let reach = if op.staged.is_some() { (0, 0) } else { ALL };
+        let reach = op.carrier.as_ref().map_or(ALL, |carrier| carrier.reach());
         self.current = Some(Current { key, op, next: NextPart::default(), arrived: 0, reach, started });
     }
 
@@ -153,16 +127,15 @@ impl Active {
     /// It does not come.
     pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<bool, Error> {
         let Some(current) = &mut self.current else { return Ok(false) };
-        let Some(staged) = current.op.staged.as_ref().filter(|_| current.reach != ALL) else {
+        let Some(carrier) = current.op.carrier.as_ref().filter(|_| current.reach != ALL) else {
             return Ok(false);
         };
-        let arrived = staged.arrived(current.arrived, waker)?;
+        let (arrived, reach) = carrier.arrived(current.arrived, waker)?;
         if arrived == current.arrived {
             return Ok(false);
         }
-        (current.arrived, current.reach) = (arrived, staged.reach(arrived));
-        // What a device runs is not staged.
-        self.host.arrived(current.reach);
+        (current.arrived, current.reach) = (arrived, reach);
+        self.host.arrived(reach);
         Ok(true)
     }
 
@@ -171,16 +144,9 @@ impl Active {
         self.current.as_ref().is_some_and(|current| current.reach != ALL)
     }
 
-    /// Whether copies of its memory may be on their way that nobody waits for.
-    pub(crate) fn is_settling(&self) -> bool {
-        let staged = self.current.as_ref().and_then(|current| current.op.staged.as_ref());
-        staged.is_some_and(|staged| staged.is_settling())
-    }
-
     /// Forgets the operation: done, or failed.
     pub(crate) fn take(&mut self) -> Option<(Key, u64)> {
         let needed = self.host.clear();
-        self.cuda.clear();
         self.account.note(self.host.kept());
         if needed > KEPT {
             self.account.much = Some(Instant::now());
@@ -211,58 +177,51 @@ impl Active {
     /// Notes memory that a receiver has given back.
     pub(crate) fn freed(&mut self, lent: &Lent) {
         self.host.freed(lent);
-        self.cuda.freed(lent);
     }
 
     /// Whether the last pass ended because it had taken long, and not because nothing was left to do.
     pub(crate) fn was_long(&self) -> bool {
-        self.host.was_long() && !self.runs_on_devices()
+        self.host.was_long()
     }
 
-    /// One pass over all parts in flight.
-    pub(crate) fn pass(&mut self, port: &mut Port) -> Result<Pass, Error> {
-        let Some(current) = &mut self.current else { return Ok(Pass::Going(false)) };
-        let work = (&current.op, &mut current.next, current.reach);
-        let (any, complete) = match &current.op.executor {
-            Executor::Host => self.host.pass(work, None, port)?,
-            Executor::Device(_) => self.cuda.pass(work, None, port)?,
-            Executor::Whole(whole) if !whole.is_first() => return Ok(Pass::Going(false)),
-            Executor::Whole(_) => self.host.pass(work, None, port)?,
+    /// One pass over all parts in flight. `device`: where parts may run besides.
+    pub(crate) fn pass(
+        &mut self,
+        port: &mut Port,
+        device: Option<&mut (dyn Lane + 'static)>,
+    ) -> Result<Pass, Error> {
+        let Some(Current { key, op, next, reach, .. }) = &mut self.current else {
+            return Ok(Pass::Going(false));
         };
-        if let Some(staged) = current.op.staged.as_ref().filter(|_| any) {
-            staged.done(self.host.stored(current.next).min(current.reach));
-        }
-        if !complete || current.reach != ALL {
-            return Ok(Pass::Going(any));
-        }
-        match &mut current.op.executor {
-            Executor::Host => {}
-            Executor::Device(device) => drop(device.enqueued()?),
-            Executor::Whole(whole) => {
-                if whole.begins_to_agree() {
-                    current.next = current.next.of_second_half();
-                    return Ok(Pass::Going(true));
-                }
-                match whole.go_on()? {
-                    (moved, Standing::InProgress) => return Ok(Pass::Going(any | moved)),
-                    (_, Standing::OnStream | Standing::Over) => {}
-                }
+        let mut work = Work { op, next, reach: *reach };
+        let passed = match &op.carrier {
+            None => match self.host.pass(&mut work, None, port)? {
+                (_, true) => Passed::Complete,
+                (any, false) => Passed::Going(any),
+            },
+            Some(carrier) => {
+                let mut lanes = Lanes { host: &mut self.host, port, device };
+                carrier.pass(&mut work, &mut lanes)?
             }
-        }
-        Ok(match current.op.then.take() {
-            Some(then) => Pass::Then(current.key, then),
-            None => Pass::Done(current.key),
+        };
+        let key = *key;
+        Ok(match passed {
+            Passed::Going(any) => Pass::Going(any),
+            Passed::Again => {
+                *next = next.of_second_half();
+                Pass::Going(true)
+            }
+            Passed::Complete | Passed::OnStream => match (op.then.take(), passed) {
+                (Some(then), _) => Pass::Then(key, then),
+                (None, Passed::OnStream) => Pass::OnStream(key),
+                (None, _) => Pass::Done(key),
+            },
         })
     }
 
-    /// The ranks whose frames, or whose room, the operation waits for.
-    pub(crate) fn waiting_for(&self, port: &mut Port) -> Vec<Rank> {
-        let mut ranks = Vec::new();
-        self.host.waiting_for(port, &mut ranks);
-        self.cuda.waiting_for(port, &mut ranks);
-        ranks.sort_unstable();
-        ranks.dedup();
-        ranks
+    /// Adds the ranks whose frames, or whose room, parts in the host's memory wait for.
+    pub(crate) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
+        self.host.waiting_for(port, ranks);
     }
 
     /// The operation in words.

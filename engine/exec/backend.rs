@@ -21,34 +21,34 @@ use crate::types::{Finish, ReduceOp, Signature};
 #[derive(Clone, Copy)]
 pub(crate) struct Context<'a> {
     /// The communicator, as frames name it.
-    pub(super) comm: u64,
-    pub(super) op: &'a Operation,
-    pub(super) part: &'a Part,
+    pub(crate) comm: u64,
+    pub(crate) op: &'a Operation,
+    pub(crate) part: &'a Part,
 }
 
 impl<'a> Context<'a> {
-    pub(super) fn program(&self) -> &'a Program {
+    pub(crate) fn program(&self) -> &'a Program {
         &self.part.program
     }
 
     /// Whether a step divides its result by the number of ranks.
-    pub(super) fn divides(&self, step: &Step) -> bool {
+    pub(crate) fn divides(&self, step: &Step) -> bool {
         step.finish && matches!(self.op.reduction, Reduction::Op(ReduceOp::Avg))
     }
 
     /// What the elements of the part are multiplied by before they are combined.
-    pub(super) fn factor(&self) -> Option<f64> {
+    pub(crate) fn factor(&self) -> Option<f64> {
         self.part.factor(self.op.scale, &self.op.reduction)
     }
 
     /// What a step completes an average by, if it does.
-    pub(super) fn divisor(&self, step: &Step) -> Option<Finish> {
+    pub(crate) fn divisor(&self, step: &Step) -> Option<Finish> {
         let ranks = self.program().plan.size as u32;
         self.divides(step).then(|| Finish { ranks, halved: self.part.halved(&self.op.reduction) })
     }
 
     /// The signature in the frames of a step.
-    pub(super) fn signature(&self, state: &StepState) -> Signature {
+    pub(crate) fn signature(&self, state: &StepState) -> Signature {
         let mut signature = self.op.signature;
         if self.part.pairwise {
             signature.count = if state.unit == 0 { 0 } else { state.len as u64 };
@@ -61,46 +61,46 @@ impl<'a> Context<'a> {
 #[derive(Clone, Copy, Default)]
 pub(crate) struct StepState {
     /// Elements of this step's chunk; an empty chunk is one element of no bytes, so that it still makes a message.
-    pub(super) len: usize,
+    pub(crate) len: usize,
     /// Bytes of an element.
-    pub(super) unit: usize,
+    pub(crate) unit: usize,
     /// Elements gathered.
-    pub(super) got: usize,
+    pub(crate) got: usize,
     /// Elements stored, or handed to all receivers.
-    pub(super) pos: usize,
+    pub(crate) pos: usize,
     /// The operand that was missing last: looked at first, so that a step of many is not gone through for each.
-    pub(super) missing: usize,
+    pub(crate) missing: usize,
     /// First of this step's receivers in `sent` and `freed`.
-    pub(super) first: usize,
+    pub(crate) first: usize,
 }
 
 /// One slice of a step, whose operands are there. [`PlanRun`](super::run) alone makes these, and vouches for all addresses in
 /// them: operands may be read and `dst` may be written for as many elements as are named, now.
 pub(crate) struct Slice<'a> {
-    pub(super) c: Context<'a>,
+    pub(crate) c: Context<'a>,
     /// Which step of the plan.
-    pub(super) i: usize,
-    pub(super) step: &'a Step,
-    pub(super) state: StepState,
+    pub(crate) i: usize,
+    pub(crate) step: &'a Step,
+    pub(crate) state: StepState,
     /// How many elements.
-    pub(super) m: usize,
+    pub(crate) m: usize,
     /// Where the operands are, in the plan's order.
-    pub(super) ins: &'a [*const u8],
+    pub(crate) ins: &'a [*const u8],
     /// Where the result belongs, if the step keeps it.
-    pub(super) dst: Option<*mut u8>,
+    pub(crate) dst: Option<*mut u8>,
     /// Whether all of that place may be written now.
-    pub(super) is_writable: bool,
+    pub(crate) is_writable: bool,
     /// Whether all receivers are at this message and have room.
-    pub(super) is_ready: bool,
+    pub(crate) is_ready: bool,
     /// The step copies a part of the operation's input to `dst`, and what it sends is read from the input.
-    pub(super) is_input: bool,
+    pub(crate) is_input: bool,
     /// How messages are cut.
-    pub(super) slicing: Slicing,
+    pub(crate) slicing: Slicing,
 }
 
 impl Slice<'_> {
     /// Whether the result has to wait in the step's accumulator: its place is not free, or it has none and cannot leave yet.
-    pub(super) fn must_wait(&self) -> bool {
+    pub(crate) fn must_wait(&self) -> bool {
         match self.dst {
             Some(_) => !self.is_writable,
             None => !self.is_ready,
@@ -108,22 +108,22 @@ impl Slice<'_> {
     }
 
     /// Elements of an accumulator of one slice that lie before element `at` of the chunk.
-    pub(super) fn before(&self, at: usize) -> usize {
+    pub(crate) fn before(&self, at: usize) -> usize {
         at % self.slicing.slice_of(self.state.unit)
     }
 
     /// Whether messages wait until there is enough for a long frame ([`Slicing`]).
-    pub(super) fn holds_back(&self) -> bool {
+    pub(crate) fn holds_back(&self) -> bool {
         self.slicing.least > 0
     }
 
     /// Whether the step has an accumulator (in the plan: a hand).
-    pub(super) fn has_accumulator(&self) -> bool {
+    pub(crate) fn has_accumulator(&self) -> bool {
         self.c.program().nodes[self.i].hand
     }
 
     /// Whether it is a copy of one operand as it is.
-    pub(super) fn is_copy(&self) -> bool {
+    pub(crate) fn is_copy(&self) -> bool {
         self.ins.len() == 1 && !self.c.divides(self.step)
     }
 }
@@ -131,15 +131,15 @@ impl Slice<'_> {
 /// What a backend has done with a slice.
 pub(crate) struct Combined {
     /// Elements that were taken from the operands: none where the slice has to wait.
-    pub(super) taken: usize,
+    pub(crate) taken: usize,
     /// The result is where it belongs, or leaves with `payload`: it does not wait in the accumulator.
-    pub(super) is_stored: bool,
+    pub(crate) is_stored: bool,
     /// What is to be sent to all receivers now.
-    pub(super) payload: Option<Payload>,
+    pub(crate) payload: Option<Payload>,
 }
 
 impl Combined {
-    pub(super) const NOTHING: Combined = Combined { taken: 0, is_stored: false, payload: None };
+    pub(crate) const NOTHING: Combined = Combined { taken: 0, is_stored: false, payload: None };
 }
 
 /// How far a backend is with a part's input.
@@ -151,7 +151,7 @@ pub(crate) enum Prepared {
 }
 
 /// Where a slot of a plan begins: in the user's memory, in the scaled copy of the input if there is one, or in scratch memory.
-pub(super) fn base_of(part: &Part, slot: Slot, scaled: Option<*mut u8>, scratch: *mut u8) -> *mut u8 {
+pub(crate) fn base_of(part: &Part, slot: Slot, scaled: Option<*mut u8>, scratch: *mut u8) -> *mut u8 {
     match (slot, scaled) {
         (OUTPUT, Some(_)) if !part.is_in_place() => part.output,
         (INPUT | OUTPUT, Some(scaled)) => scaled,

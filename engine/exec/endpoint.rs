@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 mod asked;
-mod bound;
 mod breaks;
 mod callers;
 mod completions;
@@ -41,7 +40,6 @@ mod submit;
 mod table;
 mod teardown;
 pub(super) mod together;
-mod whole;
 
 pub(crate) use reuse::IdleRuns;
 
@@ -53,12 +51,11 @@ use self::peers::Peers;
 use self::programs::Programs;
 use self::run::Run;
 use self::table::Submitted;
+use super::carrier::{Bound, Carrier, Lane};
 use super::inflight::{self, Key};
 use super::p2p::Messages;
 use super::port::Port;
 use super::runtime::Runtime;
-use crate::device::operation::Binding;
-use crate::device::whole::BoundWhole;
 use crate::error::{Error, Members, RecordFile};
 use crate::forked;
 use crate::link::local::MemoryLock;
@@ -151,11 +148,10 @@ pub(crate) struct Endpoint {
     pub(crate) recorder: Arc<Recorder>,
     programs: Programs,
     deterministic: AtomicBool,
-    binding: OnceLock<Arc<Binding>>,
-    /// What takes its operations whole, if anything does.
-    whole: OnceLock<BoundWhole>,
-    /// At the last pass, that was at an operation on the host, of which it does not tell when it is done.
-    is_library_at_work: AtomicBool,
+    /// What it is bound to beside the host's memory and links.
+    bound: OnceLock<Arc<dyn Bound>>,
+    /// At the last pass, something was at work that does not tell when it is done.
+    is_to_be_asked: AtomicBool,
     /// What barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Arc<AtomicU64>,
 }
@@ -193,9 +189,8 @@ impl Endpoint {
             recorder: Arc::new(Recorder::new()),
             programs: Programs::default(),
             deterministic: AtomicBool::new(config.deterministic),
-            binding: OnceLock::new(),
-            whole: OnceLock::new(),
-            is_library_at_work: AtomicBool::new(false),
+            bound: OnceLock::new(),
+            is_to_be_asked: AtomicBool::new(false),
             token: Arc::default(),
             config,
         })
@@ -216,6 +211,29 @@ impl Endpoint {
 
     pub(crate) fn set_deterministic(&self, on: bool) {
         self.deterministic.store(on, Ordering::Relaxed);
+    }
+
+    /// What this communicator is bound to beside the host's memory and links.
+    pub(crate) fn bound(&self) -> Option<&dyn Bound> {
+        self.bound.get().map(|bound| &**bound)
+    }
+
+    /// From here on it is bound to this, whose parts run in this lane. All ranks do this between the same two operations; once.
+    pub(crate) fn bind(&self, bound: Arc<dyn Bound>, lane: Option<Box<dyn Lane>>) {
+        let mut run = self.run.lock();
+        if self.bound.set(bound).is_ok() {
+            run.device = lane;
+        }
+    }
+
+    /// What carries an operation out that a stream can be made to wait for; none where it has ended.
+    pub(crate) fn carrier(&self, key: Key) -> Option<Arc<dyn Carrier>> {
+        self.submitted.lock().joinable.get(&key.number()).cloned()
+    }
+
+    /// Takes the buffers of an operation that has not ended out of the table.
+    pub(crate) fn borrow(&self, key: Key) -> Option<ErasedBufs> {
+        self.submitted.lock().inflight.borrow(key)
     }
 
     /// Memory for barriers.

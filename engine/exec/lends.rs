@@ -22,7 +22,7 @@ use crate::types::Rank;
 /// Groups that lend have up to so many ranks: beyond, the choice takes other plans.
 pub(crate) const MAX_LENDERS: usize = 32;
 /// Bytes of a piece of a chunk that is lent in a slot.
-pub(super) const PIECE: usize = SLOT;
+pub(crate) const PIECE: usize = SLOT;
 
 /// Whether the ranks of an operation lend each other their memory ([`Lending`]).
 pub(crate) enum Agreement {
@@ -51,23 +51,23 @@ pub(crate) type LentSlot = (Option<StagingSlot>, *mut u8);
 /// Where a result of a fold goes.
 #[derive(Clone, Copy)]
 pub(crate) struct Out {
-    pub(super) at: *mut u8,
+    pub(crate) at: *mut u8,
     /// Into a staging slot of a peer's, which copies it from there.
-    pub(super) in_slot: bool,
+    pub(crate) in_slot: bool,
     /// Over what its owner gave to be folded.
-    pub(super) is_over_input: bool,
+    pub(crate) is_over_input: bool,
 }
 
 /// Elements that are folded at once, of the operands and into the results of a plan of loans. `LoanRun` alone
 /// makes these, and vouches for all addresses in them.
 pub(crate) struct Fold<'a> {
-    pub(super) c: Context<'a>,
-    pub(super) step: &'a Step,
+    pub(crate) c: Context<'a>,
+    pub(crate) step: &'a Step,
     /// How many elements there are.
-    pub(super) m: usize,
-    pub(super) ins: &'a [*const u8],
+    pub(crate) m: usize,
+    pub(crate) ins: &'a [*const u8],
     /// In the order in which they had best be written.
-    pub(super) outs: &'a [Out],
+    pub(crate) outs: &'a [Out],
 }
 
 /// How one kind of memory is lent. A value belongs to one run of a part's loans, and a clone of it to another.

@@ -4,14 +4,14 @@
 //! [`PartRun`](run::PartRun) for each part, in one kind of memory ([`Backend`](backend::Backend), [`Lends`](lends::Lends)). Whoever has time drives it: the process's progress thread, or the thread that polls or waits. Nothing blocks inside.
 
 mod active;
-mod backend;
-mod cuda;
+pub(crate) mod backend;
+pub(crate) mod carrier;
 mod deadlines;
 mod endpoint;
 mod filling;
 mod host;
 mod inflight;
-mod lends;
+pub(crate) mod lends;
 mod operation;
 mod p2p;
 mod parts;
@@ -20,7 +20,7 @@ mod progress_thread;
 pub(crate) mod quarantine;
 mod run;
 mod runtime;
-mod slicing;
+pub(crate) mod slicing;
 mod timed;
 
 pub(crate) use crate::link::Opener;
@@ -31,12 +31,12 @@ pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns}
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use inflight::Inflight;
 pub(crate) use inflight::Key;
-pub(crate) use operation::{Executor, Operation, Part, PartList, Reduction, Tables, Then, WholeOp};
+pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, EAGER, Message};
 pub(crate) use parts::{NextPart, Parts};
-pub(crate) use port::{DEVICES, Port};
+pub(crate) use port::{DEVICES, Payload, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;
 pub(crate) use progress_thread::{Driven, ProgressThread, progress_thread};

@@ -2,15 +2,12 @@
 
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use allstream_kernels::Combine;
 
-use crate::device::Staged;
-use crate::device::operation::DeviceOp;
-use crate::device::whole::{Standing, Ticket, Turn, Whole, WholeCall};
-use crate::error::{Error, MissingState};
+use super::carrier::Carrier;
+use crate::error::Error;
 use crate::mem::{ErasedBufs, check_bools};
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
 use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
@@ -61,7 +58,7 @@ unsafe impl Send for Part {}
 impl Part {
     /// How many times the elements are halved before they are combined by this: an average of `f16` whose sums on the way are stored as `f16`
     /// must not leave its range, and does not, where 2^this is at least the number of ranks.
-    pub(super) fn halved(&self, reduction: &Reduction) -> u8 {
+    pub(crate) fn halved(&self, reduction: &Reduction) -> u8 {
         let averages = matches!(reduction, Reduction::Op(ReduceOp::Avg)) && self.dtype == DType::F16;
         let ranks = self.program.plan.size;
         // Two ranks' elements are combined once, by every algorithm.
@@ -79,7 +76,7 @@ impl Part {
     }
 
     /// The elements of a chunk.
-    pub(super) fn range(&self, slot: Slot, chunk: u32) -> Range<usize> {
+    pub(crate) fn range(&self, slot: Slot, chunk: u32) -> Range<usize> {
         match (self.program.plan.slots[usize::from(slot)], &self.tables) {
             (Layout::Table { .. }, Some(tables)) => {
                 let ranges = &tables.slots[usize::from(slot)];
@@ -91,7 +88,7 @@ impl Part {
 
     /// Bytes that a device keeps for it beside the buffers, at most: its scratch, a scaled copy, and what its steps have in
     /// hand where not all is `fused`.
-    pub(super) fn kept_on_device(&self, scaled: bool, fused: bool) -> usize {
+    pub(crate) fn kept_on_device(&self, scaled: bool, fused: bool) -> usize {
         let plan = &self.program.plan;
         let steps = plan.steps.iter().zip(&self.program.nodes).filter(|(_, node)| node.hand && !fused);
         let chunk = |(step, _): (&Step, _)| step.chunk().map_or(0, |at| self.range(at.slot, at.chunk).len());
@@ -100,7 +97,7 @@ impl Part {
     }
 
     /// Whether input and output are one buffer.
-    pub(super) fn is_in_place(&self) -> bool {
+    pub(crate) fn is_in_place(&self) -> bool {
         self.input.cast_mut() == self.output
     }
 
@@ -116,7 +113,7 @@ impl Part {
     }
 
     /// Whether the values that the plan left in the output, on the host, are such as the type has.
-    pub(super) fn check_values(&self) -> Result<(), Error> {
+    pub(crate) fn check_values(&self) -> Result<(), Error> {
         if self.dtype != DType::Bool || !self.writes_output() {
             return Ok(());
         }
@@ -138,7 +135,7 @@ impl Part {
     }
 
     /// Elements of a slot.
-    pub(super) fn total(&self, slot: Slot) -> usize {
+    pub(crate) fn total(&self, slot: Slot) -> usize {
         match (self.program.plan.slots.get(usize::from(slot)), &self.tables) {
             (None, _) => 0,
             (Some(Layout::Table { .. }), Some(tables)) => {
@@ -165,7 +162,7 @@ impl PartList {
     }
 
     /// Part `i`, if there are so many.
-    pub(super) fn get(&self, i: usize) -> Option<&Part> {
+    pub(crate) fn get(&self, i: usize) -> Option<&Part> {
         match self {
             PartList::One(part) => (i == 0).then_some(part),
             PartList::Many(parts) => parts.get(i),
@@ -176,110 +173,6 @@ impl PartList {
 /// What follows when all parts are done: looks at the buffers, and says what is to be done next. For operations whose
 /// first half tells how long the second is.
 pub(crate) type Then = Box<dyn FnOnce(&mut ErasedBufs) -> Result<Vec<Part>, Error> + Send>;
-
-/// What carries an operation out.
-pub(crate) enum Executor {
-    /// The host, in its memory.
-    Host,
-    /// The rank's device, by the plan. The parts' memory is then the device's.
-    Device(Arc<DeviceOp>),
-    /// A library takes it whole, once all ranks have called the same: the parts are then those of a barrier.
-    Whole(Box<WholeOp>),
-}
-
-/// An operation that a library takes whole.
-pub(crate) struct WholeOp {
-    /// Until it is submitted to the library.
-    call: Option<WholeCall>,
-    by: Arc<dyn Whole>,
-    /// If it is on a device's memory.
-    pub(super) device: Option<Arc<DeviceOp>>,
-    /// Its place in the queue for the device, until it is launched.
-    pub(super) ticket: Option<Ticket>,
-    /// When it is launched there: from when all ranks have called until it is.
-    turn: Option<Turn>,
-    /// What the barriers pass round: in the end the largest number that any rank has put there.
-    token: Arc<AtomicU64>,
-}
-
-impl WholeOp {
-    pub(crate) fn new(
-        call: WholeCall,
-        by: Arc<dyn Whole>,
-        device: Option<Arc<DeviceOp>>,
-        token: Arc<AtomicU64>,
-    ) -> WholeOp {
-        WholeOp { call: Some(call), by, device, ticket: None, turn: None, token }
-    }
-
-    /// Whether it may be told to the peers: all that was submitted before it for the same device has been launched.
-    pub(super) fn is_first(&self) -> bool {
-        self.ticket.as_ref().is_none_or(Ticket::is_first)
-    }
-
-    pub(super) fn is_submitted(&self) -> bool {
-        self.call.is_none()
-    }
-
-    /// All ranks have called the same. On a device they pass the barrier a second time, with a time for the launch: whether that is
-    /// to begin now.
-    pub(super) fn begins_to_agree(&mut self) -> bool {
-        let Some(ticket) = self.ticket.as_ref().filter(|_| self.turn.is_none()) else { return false };
-        self.turn = ticket.turn();
-        if let Some(turn) = &self.turn {
-            self.token.store(turn.time(), Ordering::Relaxed);
-        }
-        self.turn.is_some()
-    }
-
-    /// Ranks have passed the barriers: gives the call to the library when it is due, or asks how far that is with it. Returns also
-    /// whether anything was done. What is on the device's stream is marked there.
-    pub(super) fn go_on(&mut self) -> Result<(bool, Standing), Error> {
-        if let Some(turn) = self.turn.as_mut().filter(|_| self.call.is_some()) {
-            turn.agree(self.token.load(Ordering::Relaxed));
-            if !turn.is_due() {
-                return Ok((false, Standing::InProgress));
-            }
-        }
-        let call = self.call.take();
-        let moved = call.is_some();
-        if let Some(call) = call {
-            let stream = match &self.device {
-                Some(device) => {
-                    device.begin()?;
-                    self.turn.as_ref().map_or(Ok(()), |turn| turn.launches(device.stream()))?;
-                    Some(device.stream())
-                }
-                None => None,
-            };
-            // SAFETY: the buffers are as long as the call was checked to say, and the in-flight table owns them until the
-            // operation has ended. If the communicator dies first, `Endpoint::drain` aborts the library, and gives the
-            // buffers back when that is quiet, or never. Streams that used the buffers before are waited for (`begin`), and
-            // so is this rank's host (`Operation::after`).
-            unsafe { self.by.submit(call, stream) }?;
-        }
-        let standing = self.by.poll()?;
-        if standing != Standing::InProgress
-            && let Some(device) = &self.device
-        {
-            let end = device.enqueued()?;
-            if let Some(turn) = self.turn.take() {
-                turn.launched(device.stream(), end);
-            }
-            self.ticket = None;
-        }
-        Ok((moved || standing != Standing::InProgress, standing))
-    }
-
-    /// What keeps it from its end, though nobody's call is missing: a launch that must come first, or the library.
-    pub(super) fn held_up(&self) -> Option<MissingState> {
-        if self.call.is_none() || self.turn.is_some() {
-            return Some(self.by.not_ended(self.turn.as_ref()));
-        }
-        let (other, is_before) = self.ticket.as_ref()?.other()?;
-        Some(MissingState::LaunchOrder { other: other.to_string(), is_before })
-    }
-}
 
 /// A collective. The call builds it; it is moved into the endpoint's queue and from there into the executor, and nothing on
 /// the way is made anew.
@@ -297,9 +190,8 @@ pub(crate) struct Operation {
     pub(crate) scale: Option<f64>,
     pub(crate) parts: PartList,
     pub(crate) then: Option<Then>,
-    pub(crate) executor: Executor,
-    /// What brings the parts' memory from devices, and takes it back when all has moved.
-    pub(crate) staged: Option<Arc<Staged>>,
+    /// What carries it out; none: the host does, in its memory.
+    pub(crate) carrier: Option<Arc<dyn Carrier>>,
 }
 
 impl Operation {
@@ -311,16 +203,7 @@ impl Operation {
         reduction: Reduction,
         parts: PartList,
     ) -> Operation {
-        let (number, scale, then, executor, staged) = (0, None, None, Executor::Host, None);
-        Operation { call, number, signature, timeout, reduction, scale, parts, then, executor, staged }
-    }
-
-    /// The device that it is on, whoever puts it there.
-    pub(crate) fn device(&self) -> Option<&Arc<DeviceOp>> {
-        match &self.executor {
-            Executor::Host => None,
-            Executor::Device(device) => Some(device),
-            Executor::Whole(whole) => whole.device.as_ref(),
-        }
+        let (number, scale, then, carrier) = (0, None, None, None);
+        Operation { call, number, signature, timeout, reduction, scale, parts, then, carrier }
     }
 }

@@ -3,6 +3,7 @@
 use std::cmp::Ordering;
 
 use super::backend::Backend;
+use super::carrier::Work;
 use super::lends::Lends;
 use super::operation::{Operation, Part};
 use super::port::{Lent, Port};
@@ -24,7 +25,7 @@ pub(crate) struct NextPart {
 
 impl NextPart {
     /// The first part of an operation's second half.
-    pub(super) fn of_second_half(self) -> NextPart {
+    pub(crate) fn of_second_half(self) -> NextPart {
         NextPart { index: 0, ..self }
     }
 }
@@ -67,15 +68,17 @@ impl<B: Backend, L: Lends> Parts<B, L> {
     /// and whether no part is left.
     pub(crate) fn pass(
         &mut self,
-        (op, next, reach): (&Operation, &mut NextPart, Reach),
+        work: &mut Work<'_>,
         news: Option<Rank>,
         port: &mut Port,
     ) -> Result<(bool, bool), Error> {
+        let Work { op, next, reach } = work;
+        let reach = *reach;
         while self.running.len() < WINDOW
             && let Some(part) = op.parts.get(next.index)
         {
-            self.start(op, part, *next, reach);
-            (next.index, next.number) = (next.index + 1, next.number.wrapping_add(1));
+            self.start(op, part, **next, reach);
+            **next = NextPart { index: next.index + 1, number: next.number.wrapping_add(1) };
         }
         let (mut any, mut i, mut touched) = (false, 0, 0);
         while i < self.running.len() && touched < BUDGET {
@@ -112,20 +115,21 @@ impl<B: Backend, L: Lends> Parts<B, L> {
     }
 
     /// More of the operation's memory has come.
-    pub(super) fn arrived(&mut self, reach: Reach) {
+    pub(crate) fn arrived(&mut self, reach: Reach) {
         self.running.iter_mut().for_each(|run| run.arrived(rounds(reach, run.order)));
     }
 
     /// How far the results are: all of the parts before this one, and so many rounds of it.
-    pub(super) fn stored(&self, next: NextPart) -> Reach {
+    pub(crate) fn stored(&self, next: NextPart) -> Reach {
         self.running.first().map_or((next.index, 0), |first| (first.order, first.stored()))
     }
 
     /// Forgets the parts in flight: done, or failed. Returns how much memory of their own the operation has needed.
-    pub(super) fn clear(&mut self) -> usize {
+    pub(crate) fn clear(&mut self) -> usize {
         while let Some(run) = self.running.pop() {
             self.put_away(run);
         }
+        self.was_long = false;
         std::mem::take(&mut self.needed)
     }
 
@@ -137,26 +141,26 @@ impl<B: Backend, L: Lends> Parts<B, L> {
     }
 
     /// Whether the last pass ended because it had taken long, and not because nothing was left to do.
-    pub(super) fn was_long(&self) -> bool {
+    pub(crate) fn was_long(&self) -> bool {
         self.was_long
     }
 
     /// Adds the ranks whose frames, or whose room, the parts wait for.
-    pub(super) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
+    pub(crate) fn waiting_for(&self, port: &mut Port, ranks: &mut Vec<Rank>) {
         self.running.iter().for_each(|run| run.waiting_for(port, ranks));
     }
 
-    pub(super) fn is_running(&self) -> bool {
+    pub(crate) fn is_running(&self) -> bool {
         !self.running.is_empty()
     }
 
     /// Bytes of memory of their own that idle runs keep.
-    pub(super) fn kept(&self) -> usize {
+    pub(crate) fn kept(&self) -> usize {
         self.idle.iter().map(|run| run.memory().0).sum()
     }
 
     /// Lets idle runs keep so many bytes together at most. Returns how many they keep now.
-    pub(super) fn give_memory_back(&mut self, most: usize) -> usize {
+    pub(crate) fn give_memory_back(&mut self, most: usize) -> usize {
         let mut kept = 0;
         for run in &mut self.idle {
             let more = run.memory().0;
@@ -236,7 +240,8 @@ mod tests {
         let (mut most, end) = (0, Instant::now() + Duration::from_secs(60));
         while Instant::now() < end {
             port.reap(|lent| parts.freed(&lent)).unwrap();
-            let (_, complete) = parts.pass((&op, &mut next, ALL), None, &mut port).unwrap();
+            let mut work = Work { op: &op, next: &mut next, reach: ALL };
+            let (_, complete) = parts.pass(&mut work, None, &mut port).unwrap();
             most = parts.running.iter().map(|run| run.touched()).sum::<usize>().max(most);
             if complete {
                 assert!(memory.iter().all(|value| *value == 1), "what rank 0 had");

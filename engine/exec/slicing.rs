@@ -14,31 +14,31 @@ const PAIR: Slicing = Slicing { slice: SLOT, round: 4 * SLOT, least: 2 * SLOT };
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Slicing {
     /// What is worked on at once.
-    pub(super) slice: usize,
+    pub(crate) slice: usize,
     /// Of each chunk in a round: the same on every rank of a communicator.
-    pub(super) round: usize,
+    pub(crate) round: usize,
     /// A part of a message's round is worth a frame from this size on: the rest of it follows.
-    pub(super) least: usize,
+    pub(crate) least: usize,
 }
 
 impl Slicing {
     /// Slices of so many bytes.
-    pub(super) fn by(slice: usize) -> Slicing {
+    pub(crate) fn by(slice: usize) -> Slicing {
         Slicing { slice, round: SLICES * slice, least: 0 }
     }
 
     /// For a program in the host's memory.
-    pub(super) fn on_host(program: &Program) -> Slicing {
+    pub(crate) fn on_host(program: &Program) -> Slicing {
         if program.whole { PAIR } else { Slicing::by(SLOT) }
     }
 
     /// Elements of a slice, by the bytes of an element.
-    pub(super) fn slice_of(&self, unit: usize) -> usize {
+    pub(crate) fn slice_of(&self, unit: usize) -> usize {
         self.slice.checked_div(unit).unwrap_or(1).max(1)
     }
 
     /// Elements of each chunk in a round, by the bytes of an element.
-    pub(super) fn round_of(&self, unit: usize) -> usize {
+    pub(crate) fn round_of(&self, unit: usize) -> usize {
         (self.round / unit).max(1)
     }
 }

@@ -30,6 +30,7 @@ pub use self::predict::predict;
 
 use self::net::{Clock, Net, SimOpener};
 use crate::error::Error;
+use crate::exec::carrier::Work;
 use crate::exec::{self, NextPart, Operation, Part, PartList, Parts, Port, Reduction, Timed};
 use crate::link::SLOT;
 use crate::link::region::Region;
@@ -176,7 +177,8 @@ impl SimRank {
         while !self.is_done {
             let parts = &mut self.parts;
             let mut moved = self.port.reap(|lent| parts.freed(&lent))?;
-            let (any, complete) = parts.pass((&self.op, &mut self.next, ALL), news, &mut self.port)?;
+            let mut work = Work { op: &self.op, next: &mut self.next, reach: ALL };
+            let (any, complete) = parts.pass(&mut work, news, &mut self.port)?;
             moved |= any;
             self.is_done = complete;
             if complete || !moved {

@@ -426,6 +426,7 @@ pub fn hostile_messages(data: &[u8]) {
                 signature,
                 timeout: FOREVER,
                 staged: None,
+                back: None,
                 whole: None,
             },
         ));
@@ -502,14 +503,14 @@ pub fn hostile_collective(data: &[u8]) {
         if port.reap(|lent| active.freed(&lent)).is_err() {
             break;
         }
-        match active.pass(&mut port) {
+        match active.pass(&mut port, None) {
             Ok(Pass::Going(true)) => {}
             Ok(Pass::Going(false)) => {
                 // It waits: whom for can be said.
-                let _ = active.waiting_for(&mut port);
+                active.waiting_for(&mut port, &mut Vec::new());
                 break;
             }
-            Ok(Pass::Then(..) | Pass::Done(_)) | Err(_) => break,
+            Ok(Pass::Then(..) | Pass::Done(_) | Pass::OnStream(_)) | Err(_) => break,
         }
     }
     drop((output, input_memory));

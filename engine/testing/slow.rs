@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 
 use crate::comm::SharedComm;
 use crate::device::DeviceStream;
+use crate::device::carriers::{self, BoundTo};
 use crate::device::whole::{ID, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::mem::Witness;
@@ -98,7 +99,7 @@ impl SharedComm {
     #[doc(hidden)]
     pub async fn bind_slow(&self, slow: &Slow) -> Result<(), Error> {
         let bound = self.open_whole("bind_slow", &SlowLibrary(slow.clone()), None).await?;
-        self.handle().endpoint.bind_whole(bound);
+        carriers::bind(&self.handle().endpoint, BoundTo { binding: None, whole: Some(bound) });
         Ok(())
     }
 }

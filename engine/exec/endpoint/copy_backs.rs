@@ -10,53 +10,53 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use crate::device::Staged;
+use crate::exec::carrier::Carrier;
 use crate::exec::deadlines::DeadlineClock;
 use crate::exec::inflight::Key;
 use crate::types::{Map, Signature};
 
 /// Such an operation, and what copies its results back.
 #[derive(Clone)]
-pub(super) struct CopyBack<S = Arc<Staged>> {
+pub(super) struct CopyBack<C = Arc<dyn Carrier>> {
     pub(super) key: Key,
     pub(super) number: u64,
     pub(super) signature: Signature,
     pub(super) timeout: Duration,
-    pub(super) staged: S,
+    pub(super) carrier: C,
 }
 
 /// Those of an endpoint. Its lock is taken after the table's, if both are.
-pub(super) struct CopyBacks<S = Arc<Staged>> {
-    state: Mutex<State<S>>,
+pub(super) struct CopyBacks<C = Arc<dyn Carrier>> {
+    state: Mutex<State<C>>,
     /// How many there are in all three states. Operations on host memory, which have nothing to copy back, look here alone.
     known: AtomicUsize,
     /// Some are due.
     any_due: AtomicBool,
 }
 
-struct State<S> {
+struct State<C> {
     /// Their data still moves.
-    moving: Map<u64, CopyBack<S>>,
-    due: Vec<CopyBack<S>>,
+    moving: Map<u64, CopyBack<C>>,
+    due: Vec<CopyBack<C>>,
     /// Since when.
-    running: Vec<(Instant, CopyBack<S>)>,
+    running: Vec<(Instant, CopyBack<C>)>,
 }
 
-impl<S> Default for CopyBacks<S> {
+impl<C> Default for CopyBacks<C> {
     fn default() -> Self {
         let state = State { moving: Map::default(), due: Vec::new(), running: Vec::new() };
         CopyBacks { state: Mutex::new(state), known: AtomicUsize::new(0), any_due: AtomicBool::new(false) }
     }
 }
 
-impl<S> State<S> {
+impl<C> State<C> {
     fn count(&self) -> usize {
         self.moving.len() + self.due.len() + self.running.len()
     }
 }
 
-impl<S: Clone> CopyBacks<S> {
-    fn change<R>(&self, change: impl FnOnce(&mut State<S>) -> R) -> R {
+impl<C: Clone> CopyBacks<C> {
+    fn change<R>(&self, change: impl FnOnce(&mut State<C>) -> R) -> R {
         let mut state = self.state.lock();
         let result = change(&mut state);
         self.known.store(state.count(), Ordering::Release);
@@ -65,7 +65,7 @@ impl<S: Clone> CopyBacks<S> {
     }
 
     /// An operation is submitted.
-    pub(super) fn submitted(&self, operation: CopyBack<S>) {
+    pub(super) fn submitted(&self, operation: CopyBack<C>) {
         self.change(|state| state.moving.insert(operation.key.number(), operation));
     }
 
@@ -81,7 +81,7 @@ impl<S: Clone> CopyBacks<S> {
     }
 
     /// An operation is finished, well or not: forgets it. What comes back is to be dropped outside all locks.
-    pub(super) fn finished(&self, key: Key) -> Option<CopyBack<S>> {
+    pub(super) fn finished(&self, key: Key) -> Option<CopyBack<C>> {
         if self.known.load(Ordering::Acquire) == 0 {
             return None;
         }
@@ -93,7 +93,7 @@ impl<S: Clone> CopyBacks<S> {
     }
 
     /// Those whose copy is to be started now, by the caller.
-    pub(super) fn take_due(&self) -> Vec<CopyBack<S>> {
+    pub(super) fn take_due(&self) -> Vec<CopyBack<C>> {
         if !self.any_due.load(Ordering::Relaxed) {
             return Vec::new();
         }
@@ -101,13 +101,13 @@ impl<S: Clone> CopyBacks<S> {
     }
 
     /// The copy of an operation is on its stream: from here on the device has as long as the operation may take.
-    pub(super) fn started(&self, operation: CopyBack<S>, now: Instant) {
+    pub(super) fn started(&self, operation: CopyBack<C>, now: Instant) {
         self.change(|state| state.running.push((now, operation)));
     }
 
     /// What copies the results of an operation back whose data still moves.
-    pub(super) fn staged_of(&self, key: Key) -> Option<S> {
-        self.state.lock().moving.get(&key.number()).map(|operation| operation.staged.clone())
+    pub(super) fn carrier_of(&self, key: Key) -> Option<C> {
+        self.state.lock().moving.get(&key.number()).map(|operation| operation.carrier.clone())
     }
 
     pub(super) fn is_running(&self, key: Key) -> bool {
@@ -115,7 +115,7 @@ impl<S: Clone> CopyBacks<S> {
     }
 
     /// Those that take longer than their operation may.
-    pub(super) fn overdue(&self, now: Instant, clock: &DeadlineClock) -> Vec<CopyBack<S>> {
+    pub(super) fn overdue(&self, now: Instant, clock: &DeadlineClock) -> Vec<CopyBack<C>> {
         if self.known.load(Ordering::Acquire) == 0 {
             return Vec::new();
         }
@@ -135,7 +135,7 @@ mod tests {
 
     fn operation(table: &mut Inflight<(), ()>) -> CopyBack<()> {
         let (number, signature, timeout) = (0, Signature::default(), Duration::from_secs(1));
-        CopyBack { key: table.submit(()), number, signature, timeout, staged: () }
+        CopyBack { key: table.submit(()), number, signature, timeout, carrier: () }
     }
 
     #[test]

@@ -36,7 +36,7 @@ impl Endpoint {
         let (number, signature, timeout, started) = run.active.current()?;
         // What a library takes whole meets behind what it has not ended on another rank: then that is the oldest. Any other
         // collective that waits behind one that hangs on the device began later than that one, which is to be named.
-        let is_oldest = match run.active.is_whole() {
+        let is_oldest = match run.active.carrier().is_some_and(|carrier| carrier.meets_last()) {
             true => run.endings.is_empty(),
             false => !run.endings.is_soon_overdue(&run.clock, now),
         };
@@ -44,7 +44,9 @@ impl Endpoint {
             return Some(if run.active.lacks_memory() {
                 self.not_come(number, signature, timeout)
             } else {
-                self.timed_out((number, signature, timeout), &run.waiting_for(), run.active.held_up(), now)
+                let waiting = run.waiting_for();
+                let held_up = run.active.carrier().and_then(|carrier| carrier.held_up());
+                self.timed_out((number, signature, timeout), &waiting, held_up, now)
             });
         }
         let is_due = run.active.stalled_at.is_none_or(|at| now - at > STALL_AGAIN);

@@ -45,7 +45,7 @@ impl Driven for Endpoint {
     }
 
     fn is_asked(&self) -> bool {
-        self.is_library_at_work.load(Ordering::Relaxed)
+        self.is_to_be_asked.load(Ordering::Relaxed)
     }
 
     fn is_oversubscribed(&self) -> bool {

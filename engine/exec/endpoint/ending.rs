@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::EndpointConfig;
-use crate::device::operation::DeviceOp;
-use crate::error::{Error, Missing, MissingState, Operation};
+use crate::error::{Error, Operation};
+use crate::exec::carrier::Carrier;
 use crate::exec::deadlines::{DeadlineClock, grace};
 use crate::exec::inflight::Key;
 use crate::types::Signature;
@@ -22,7 +22,7 @@ const MOST: usize = 1024;
 pub(super) struct Ending {
     pub(super) key: Key,
     pub(super) number: u64,
-    pub(super) device: Arc<DeviceOp>,
+    pub(super) carrier: Arc<dyn Carrier>,
     signature: Signature,
     timeout: Duration,
     begun: Instant,
@@ -36,11 +36,11 @@ impl Ending {
     pub(super) fn new(
         key: Key,
         (number, signature, timeout): (u64, Signature, Duration),
-        device: Arc<DeviceOp>,
+        carrier: Arc<dyn Carrier>,
         begun: Instant,
     ) -> Ending {
         let (ready, is_watched) = (None, false);
-        Ending { key, number, device, signature, timeout, begun, ready, is_watched }
+        Ending { key, number, carrier, signature, timeout, begun, ready, is_watched }
     }
 }
 
@@ -67,7 +67,7 @@ impl Endings {
 
     /// The next that is over.
     pub(super) fn next(&mut self) -> Result<Option<Ending>, Error> {
-        let over = self.0.front().map_or(Ok(false), |first| first.device.is_over())?;
+        let over = self.0.front().map_or(Ok(false), |first| first.carrier.is_over())?;
         Ok(if over { self.0.pop_front() } else { None })
     }
 
@@ -88,7 +88,7 @@ impl Endings {
                 return;
             }
             ending.is_watched = true;
-            ending.device.watch(tell());
+            ending.carrier.tell(Box::new(tell()));
         }
     }
 
@@ -100,18 +100,13 @@ impl Endings {
         config: &EndpointConfig,
     ) -> Option<Error> {
         let first = self.0.front_mut()?;
-        if first.ready.is_none() && first.device.has_inputs() {
+        if first.ready.is_none() && first.carrier.has_inputs() {
             first.ready = Some(now);
         }
         if !clock.is_overdue(now, first.ready?, first.timeout) {
             return None;
         }
-        let late = first.device.late().into_iter();
-        let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
-        if let Some(by) = first.device.taken_by().filter(|_| missing.is_empty()) {
-            let state = MissingState::NotEnded { by: by.name().to_owned() };
-            missing.push(Missing { rank: config.rank, state });
-        }
+        let missing = first.carrier.late(config.rank);
         let operation =
             Operation { comm: config.name.clone(), number: first.number, signature: first.signature };
         Some(Error::timeout(operation, config.rank, first.timeout, missing))

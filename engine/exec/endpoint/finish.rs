@@ -26,25 +26,26 @@ impl Endpoint {
     pub(super) fn start_copy_backs(self: &Arc<Self>) {
         for operation in self.copy_backs.take_due() {
             let (endpoint, again, key) = (self.clone(), self.clone(), operation.key);
-            let staged = operation.staged.clone();
+            let carrier = operation.carrier.clone();
             let started = move || again.copy_backs.started(operation, again.now());
             let ended = move |result| {
                 endpoint.finish(key, result);
                 endpoint.run_completions();
             };
-            staged.back(Box::new(started), Box::new(ended));
+            carrier.copy_back(Box::new(started), Box::new(ended));
         }
     }
 
     /// Ends operations whose results a device does not copy back within the operation's time.
     pub(super) fn end_overdue_copy_backs(self: &Arc<Self>, run: &Run, now: Instant) {
-        for CopyBack { key, number, signature, timeout, staged } in self.copy_backs.overdue(now, &run.clock) {
+        for CopyBack { key, number, signature, timeout, carrier } in self.copy_backs.overdue(now, &run.clock)
+        {
             if !self.copy_backs.is_running(key) {
                 continue;
             }
             let error = self.not_come(number, signature, timeout);
             self.fail(error.clone());
-            if staged.is_settling() {
+            if carrier.is_settling() {
                 std::mem::forget(self.submitted.lock().inflight.borrow(key));
             }
             self.finish(key, Err(error));
@@ -63,12 +64,14 @@ impl Endpoint {
         // Forgotten before it is finished, so that nobody finds it overdue afterwards; dropped when no lock is held.
         let _copy_back = self.copy_backs.finished(key);
         let mut table = self.submitted.lock();
-        if !table.devices.is_empty() {
-            table.devices.remove(&key.number());
-        }
+        let carrier = match table.joinable.is_empty() {
+            true => None,
+            false => table.joinable.remove(&key.number()),
+        };
         let result = result.map_err(|error| Box::new(error.among(&self.config.named())));
         let (waker, held) = table.inflight.finish(key, result);
         drop(table);
+        drop(carrier);
         self.completions.put(waker, held);
     }
 

@@ -214,7 +214,7 @@ impl Endpoint {
                 // It dies of something else, and nothing of the others' may be read any more.
                 return None;
             }
-            let found = run.port.leftover().or_else(|| run.devices.as_mut()?.leftover());
+            let found = run.port.leftover().or_else(|| run.device.as_mut()?.port().leftover());
             // Peers of this process take back what they lent under this lock only. Whoever closes may hold it already, in a waker.
             let memory_lock = self.config.memory_lock.try_lock_for(LOCK);
             (found, memory_lock.and_then(|_lock| run.messages.leftover()))

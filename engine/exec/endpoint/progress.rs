@@ -242,18 +242,15 @@ impl Endpoint {
         if self.submitted.any_queued() {
             any |= self.take_in(run)?;
         }
-        let Run { active, port, devices, messages, .. } = run;
+        let Run { active, port, device, messages, .. } = run;
         any |= active.arrived(self.config.runtime.waker())?;
         any |= port.reap(|lent| active.freed(&lent))?;
         if !active.is_empty() {
-            let port = match devices {
-                Some(devices) if active.runs_on_devices() => {
-                    any |= devices.reap(|lent| active.freed(&lent))?;
-                    devices
-                }
-                _ => port,
-            };
-            match active.pass(port)? {
+            let mut device = device.as_deref_mut();
+            if let Some(device) = &mut device {
+                any |= device.reap()?;
+            }
+            match active.pass(port, device)? {
                 Pass::Going(moved) => any |= moved,
                 Pass::Then(key, then) => {
                     let held = self.submitted.lock().inflight.borrow(key);
@@ -264,7 +261,7 @@ impl Endpoint {
                     }
                     any = true;
                 }
-                Pass::Done(key) if active.device().is_some() => {
+                Pass::OnStream(key) => {
                     run.enqueued(key, self.now());
                     return Ok(Progress::Advanced);
                 }
@@ -283,9 +280,11 @@ impl Endpoint {
             self.data_done(key);
         })?;
         messages.go_on(|| self.now());
-        if self.whole().is_some() {
-            let is_at_work = active.is_in_progress() || messages.is_in_progress();
-            self.is_library_at_work.store(is_at_work, Ordering::Relaxed);
+        if self.bound().is_some_and(|bound| bound.has_library()) {
+            let carrier = active.carrier();
+            let is_asked =
+                carrier.is_some_and(|carrier| carrier.is_to_be_asked()) || messages.is_in_progress();
+            self.is_to_be_asked.store(is_asked, Ordering::Relaxed);
         }
         if any {
             return Ok(Progress::Advanced);

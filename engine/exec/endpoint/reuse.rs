@@ -28,7 +28,7 @@ impl Endpoint {
         let mut run = self.run.try_lock()?;
         let in_peace = self.health.first_cause().is_none();
         // Devices are bound for good: the rings of such a communicator are not used again.
-        let healthy = in_peace && self.binding.get().is_none();
+        let healthy = in_peace && self.bound.get().is_none();
         let idle = match run.teardown {
             Teardown::NotBegun | Teardown::Revoked(_) => {
                 in_peace

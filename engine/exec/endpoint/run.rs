@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::EndpointConfig;
 use super::ending::{Ending, Endings};
 use crate::exec::active::Active;
+use crate::exec::carrier::Lane;
 use crate::exec::deadlines::DeadlineClock;
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Messages;
@@ -26,8 +27,8 @@ pub(super) enum Teardown {
 pub(super) struct Run {
     pub(super) active: Active,
     pub(super) port: Port,
-    /// The links between the ranks' devices, once those are bound.
-    pub(super) devices: Option<Port>,
+    /// What runs parts beside the host, over links of its own, once the communicator is bound.
+    pub(super) device: Option<Box<dyn Lane>>,
     /// Collectives that are on a stream, and not over.
     pub(super) endings: Endings,
     pub(super) messages: Messages,
@@ -44,7 +45,7 @@ impl Run {
         Run {
             active: Active::new(config.comm, config.streams_from).of_rank(&config.region),
             port,
-            devices: None,
+            device: None,
             endings: Endings::default(),
             messages,
             clock: DeadlineClock::new(config.runtime.now()),
@@ -61,32 +62,43 @@ impl Run {
 
     /// The links of collectives.
     pub(super) fn ports(&mut self) -> impl Iterator<Item = &mut Port> {
-        std::iter::once(&mut self.port).chain(&mut self.devices)
+        std::iter::once(&mut self.port).chain(self.device.as_mut().map(|device| device.port()))
     }
 
     /// The ranks that the collective waits for.
     pub(super) fn waiting_for(&mut self) -> Vec<Rank> {
-        let port = match &mut self.devices {
-            Some(devices) if self.active.runs_on_devices() => devices,
-            _ => &mut self.port,
-        };
-        self.active.waiting_for(port)
+        let mut ranks = Vec::new();
+        self.active.waiting_for(&mut self.port, &mut ranks);
+        if let Some(device) = &mut self.device {
+            device.waiting_for(&mut ranks);
+        }
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
     }
 
     /// All of the active collective is on its stream.
     pub(super) fn enqueued(&mut self, key: Key, begun: Instant) {
         let Some((number, signature, timeout, _)) = self.active.current() else { return };
-        let Some(device) = self.active.device().cloned() else { return };
-        self.active.take();
-        self.endings.push(Ending::new(key, (number, signature, timeout), device, begun));
+        let Some(carrier) = self.active.carrier().cloned() else { return };
+        self.take_active();
+        self.endings.push(Ending::new(key, (number, signature, timeout), carrier, begun));
+    }
+
+    /// Forgets the collective in work: done, or failed.
+    pub(super) fn take_active(&mut self) -> Option<(Key, u64)> {
+        if let Some(device) = &mut self.device {
+            device.clear();
+        }
+        self.active.take()
     }
 
     /// Looks at what peers have given back.
     pub(super) fn reap(&mut self) {
-        let Run { active, port, devices, .. } = self;
-        for port in std::iter::once(port).chain(devices) {
-            // What is wrong with a link is told by the next pass.
-            let _ = port.reap(|lent| active.freed(&lent));
+        // What is wrong with a link is told by the next pass.
+        let _ = self.port.reap(|lent| self.active.freed(&lent));
+        if let Some(device) = &mut self.device {
+            let _ = device.reap();
         }
     }
 

@@ -1,7 +1,6 @@
 //! How an operation comes in.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::MutexGuard;
 
@@ -9,15 +8,15 @@ use super::Endpoint;
 use super::copy_backs::CopyBack;
 use super::run::Run;
 use super::table::Table;
-use crate::device::Staged;
 use crate::error::Error;
 use crate::exec::Progress;
+use crate::exec::carrier::{Carrier, Submission};
 use crate::exec::inflight::Key;
-use crate::exec::operation::{Executor, Operation};
+use crate::exec::operation::Operation;
 use crate::exec::p2p::Message;
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
-use crate::types::Signature;
+use crate::types::mix;
 
 impl Endpoint {
     /// Takes ownership of the buffers and starts the operation, or queues it; on a refusal the buffers come back.
@@ -35,11 +34,8 @@ impl Endpoint {
         let signature = operation.signature;
         let (number, other) = table.number_collective(signature);
         operation.number = number;
-        if !matches!(operation.executor, Executor::Host) {
-            self.submit_elsewhere(&mut table, key, &mut operation);
-        }
-        if let Some(staged) = operation.staged.take() {
-            operation.staged = self.copies_back(key, (number, signature, operation.timeout), staged);
+        if let Some(carrier) = &operation.carrier {
+            self.submit_carried(&mut table, key, &operation, carrier);
         }
         let now = self.now();
         // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
@@ -79,8 +75,8 @@ impl Endpoint {
         let Message { direction, peer, tag, signature, timeout, .. } = message;
         let number = message.half.unwrap_or_else(|| table.number_message(peer, direction, tag));
         message.number = number;
-        if let Some(staged) = message.staged.take() {
-            message.staged = self.copies_back(key, (number, signature, timeout), staged);
+        if let Some(carrier) = message.back.take() {
+            self.copy_backs.submitted(CopyBack { key, number, signature, timeout, carrier });
         }
         message.record = self.recorder.message(direction.name(), (peer, tag), signature, self.now());
         table.messages.push_back((key, message, after));
@@ -117,16 +113,20 @@ impl Endpoint {
         }
     }
 
-    /// Notes an operation on device memory, whose results are to be copied back when all has moved. Gives what brings its
-    /// memory, where that comes in several stripes.
-    fn copies_back(
-        &self,
-        key: Key,
-        (number, signature, timeout): (u64, Signature, Duration),
-        staged: Arc<Staged>,
-    ) -> Option<Arc<Staged>> {
-        self.copy_backs.submitted(CopyBack { key, number, signature, timeout, staged: staged.clone() });
-        staged.is_striped().then_some(staged)
+    /// The table's next operation is not the host's alone: notes what else is to be done for it.
+    #[cold]
+    fn submit_carried(&self, table: &mut Table, key: Key, operation: &Operation, carrier: &Arc<dyn Carrier>) {
+        let Operation { number, signature, timeout, .. } = *operation;
+        let (comm, waker) = (&*self.config.name, self.config.runtime.waker());
+        let place = mix(self.config.comm, self.config.generation.into());
+        carrier.submitted(&Submission { comm, place, number, signature, waker });
+        if carrier.joins().is_some() {
+            table.joinable.insert(key.number(), carrier.clone());
+        }
+        if carrier.copies_back() {
+            let carrier = carrier.clone();
+            self.copy_backs.submitted(CopyBack { key, number, signature, timeout, carrier });
+        }
     }
 
     fn refusal(&self, table: &Table, call: &str) -> Option<Error> {

@@ -8,8 +8,8 @@ use parking_lot::{Mutex, MutexGuard};
 
 use super::COMPARED;
 use super::asked::Asked;
-use crate::device::operation::DeviceOp;
 use crate::error::Error;
+use crate::exec::carrier::Carrier;
 use crate::exec::inflight::{Inflight, Key};
 use crate::exec::operation::Operation;
 use crate::exec::p2p::{Direction, Message};
@@ -62,8 +62,8 @@ pub(super) struct Table {
     /// What peers asked about operations that we have not called yet.
     pub(super) asked: Asked,
     pub(super) closed: bool,
-    /// The operations that devices run.
-    pub(super) devices: Map<u64, Arc<DeviceOp>>,
+    /// What carries those out that a stream can be made to wait for.
+    pub(super) joinable: Map<u64, Arc<dyn Carrier>>,
 }
 
 impl Table {
@@ -77,7 +77,7 @@ impl Table {
             history: VecDeque::with_capacity(HISTORY + 1),
             asked: Asked::default(),
             closed: false,
-            devices: Map::default(),
+            joinable: Map::default(),
         }
     }
 

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::run::{Run, Teardown};
 use super::{Endpoint, Port};
-use crate::device::operation::DeviceOp;
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Active;
+use crate::exec::carrier::Carrier;
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;
@@ -50,6 +50,11 @@ impl Fate {
     }
 }
 
+/// Whether copies of a collective's memory may be on their way that nobody waits for.
+fn is_settling(carrier: Option<&Arc<dyn Carrier>>) -> bool {
+    carrier.is_some_and(|carrier| carrier.is_settling())
+}
+
 impl Endpoint {
     fn nothing_moves(&self, run: &Run) -> bool {
         let table = self.submitted.lock();
@@ -58,7 +63,9 @@ impl Endpoint {
 
     /// Fails everything once no peer can touch our buffers any more.
     pub(super) fn tear_down(self: &Arc<Self>, run: &mut Run) -> Progress {
-        self.abort_whole();
+        if let Some(bound) = self.bound() {
+            bound.abort();
+        }
         if let Teardown::Failed(at) = run.teardown {
             if self.submitted.lock().inflight.running() == 0 {
                 return Self::end_slots(run, self.now() - at);
@@ -85,19 +92,21 @@ impl Endpoint {
             // What is failed now was submitted in the meantime: nothing of it was lent.
             Teardown::NotBegun | Teardown::Failed(_) => ABORT,
         };
-        let on_streams = run.active.device().is_some() | !run.endings.is_empty() | run.messages.is_launched();
-        let whole = (on_streams | run.active.is_whole()) && self.is_whole_at_work();
+        let elsewhere = run.active.carrier().is_some_and(|carrier| carrier.is_elsewhere());
+        let given = elsewhere | !run.endings.is_empty() | run.messages.is_launched();
+        let whole = given && self.bound().is_some_and(|bound| bound.is_library_at_work());
         if whole && since < ABORT {
             return Progress::Blocked;
         }
-        let on_devices = whole | self.is_on_devices(run, since);
-        let settling = run.active.is_settling() | run.messages.is_settling();
+        let lane = run.device.as_deref_mut();
+        let on_devices = whole | self.bound().is_some_and(|bound| bound.is_touched(lane, since));
+        let settling = is_settling(run.active.carrier()) | run.messages.is_settling();
         let elsewhere = run.port.is_touched_elsewhere() | run.messages.port().is_touched_elsewhere();
         if (elsewhere | on_devices | settling) && since < READ_ON {
             return Progress::Blocked;
         }
-        if on_devices {
-            self.leave_on_devices();
+        if let Some(bound) = self.bound().filter(|_| on_devices) {
+            bound.leave();
         }
         run.teardown = Teardown::Failed(self.now());
         self.fail_all(run, on_devices);
@@ -135,9 +144,8 @@ impl Endpoint {
     }
 
     /// Whether a device may still touch the buffers of its operation, although that has failed.
-    fn cannot_give_up(device: &DeviceOp, cause: &Error) -> bool {
-        // Where a rank went on without waiting for others, those may touch it yet.
-        let given_up = device.give_up(cause).and_then(|()| device.check());
+    fn cannot_give_up(carrier: &dyn Carrier, cause: &Error) -> bool {
+        let given_up = carrier.give_up(cause);
         let is_err = given_up.is_err();
         if let Err(error) = given_up {
             let what = "the buffers of a collective that failed on a device are not given back";
@@ -150,14 +158,15 @@ impl Endpoint {
     fn take_begun(&self, run: &mut Run, on_devices: bool, cause: &Error) -> Vec<(Key, Fate)> {
         let mut failed = Vec::new();
         for ending in run.endings.take() {
-            let never = Self::cannot_give_up(&ending.device, cause) || on_devices;
+            let never = Self::cannot_give_up(&*ending.carrier, cause) || on_devices;
             self.recorder.finished(ending.number, State::Failed);
             failed.push((ending.key, Fate::Back.or_never(never)));
         }
-        let device = run.active.device().cloned();
-        let never = run.active.is_settling()
-            | (run.active.is_whole() && on_devices)
-            | device.is_some_and(|device| Self::cannot_give_up(&device, cause) || on_devices);
+        let carrier = run.active.carrier();
+        let never = is_settling(carrier)
+            | carrier.is_some_and(|carrier| {
+                Self::cannot_give_up(&**carrier, cause) || (carrier.is_elsewhere() && on_devices)
+            });
         let written = run.port.written_until(0..self.size());
         if let Some((key, number)) = run.active.id() {
             self.recorder.finished(number, State::Failed);
@@ -182,10 +191,13 @@ impl Endpoint {
     /// Ends what ran the collective. Links that still write may do so to memory of the run's own.
     fn clear(&self, run: &mut Run, written: Option<Vec<Arc<Lease>>>) {
         if written.as_ref().is_some_and(Vec::is_empty) {
-            run.active.take();
+            run.take_active();
             return;
         }
         let new = Active::new(self.config.comm, self.config.streams_from);
+        if let Some(device) = &mut run.device {
+            device.clear();
+        }
         let memory = (std::mem::replace(&mut run.active, new), self.token.clone());
         match written {
             Some(leases) => keep_and_look(What::Run(Box::new(memory)), leases),
@@ -197,7 +209,8 @@ impl Endpoint {
     fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
         let mut table = self.submitted.lock();
         while let Some((key, operation, _)) = table.collectives.pop_front() {
-            let never = operation.device().is_some_and(|device| Self::cannot_give_up(device, cause));
+            let carrier = operation.carrier.as_ref();
+            let never = carrier.is_some_and(|carrier| Self::cannot_give_up(&**carrier, cause));
             self.recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }
@@ -212,14 +225,14 @@ impl Endpoint {
             return;
         }
         let mut table = self.submitted.lock();
-        if let Some(device) = table.devices.get(&key.number()) {
-            device.lose();
+        if let Some(carrier) = table.joinable.get(&key.number()) {
+            carrier.lose();
         }
-        let (held, staged) = (table.inflight.borrow(key), self.copy_backs.staged_of(key));
+        let (held, carrier) = (table.inflight.borrow(key), self.copy_backs.carrier_of(key));
         drop(table);
         match (held, fate) {
-            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held, staged), leases),
-            kept => std::mem::forget((kept, staged)),
+            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held, carrier), leases),
+            kept => std::mem::forget((kept, carrier)),
         }
     }
 }

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use crate::device::Staged;
 use crate::device::whole::{MessagePath, Turn};
 use crate::error::MissingState;
+use crate::exec::carrier::Carrier;
 use crate::exec::inflight::Key;
 use crate::mem::check_bools;
 use crate::types::{DType, Map, Rank, Signature};
@@ -68,8 +69,10 @@ pub(crate) struct Message {
     pub(crate) timeout: Duration,
     /// Its number in the flight recorder.
     pub(crate) record: u64,
-    /// What brings the memory from a device, or takes it back.
+    /// What brings the memory from a device, or takes it back, in several pieces.
     pub(crate) staged: Option<Arc<Staged>>,
+    /// What takes the rest of it back to a device, once all has come.
+    pub(crate) back: Option<Arc<dyn Carrier>>,
     /// What moves it from device to device: then `memory` is the device's.
     pub(crate) whole: Option<Arc<MessagePath>>,
 }

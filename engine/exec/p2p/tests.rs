@@ -79,6 +79,7 @@ fn receive(number: u64, dtype: DType, into: &mut [u8]) -> Message {
         signature: signature(dtype, into.len()),
         timeout: Duration::from_secs(10),
         staged: None,
+        back: None,
         whole: None,
     }
 }

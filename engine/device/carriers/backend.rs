@@ -2,23 +2,24 @@
 //!
 //! An accumulator is as long as its chunk: nothing of it is used twice, so a result can be lent to peers from there.
 
+use std::sync::Arc;
+
 use allstream_cuda_kernels::{self as cuda, Launch, MAX_OUTS};
 
-use super::backend::{Backend, Combined, Context, Prepared, Slice, base_of};
-use super::lends::{Agreement, Fold, Lends, LentSlot, Reach};
-use super::operation::{Part, Reduction};
-use super::port::{Payload, Port};
-use super::slicing::Slicing;
-use crate::device::DeviceBuf;
-use crate::device::operation::{DeviceOp, limits};
+use crate::device::operation::{Binding, limits};
+use crate::device::{DeviceBuf, DeviceStream};
 use crate::error::Error;
+use crate::exec::backend::{Backend, Combined, Context, Prepared, Slice, base_of};
+use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, Reach};
+use crate::exec::slicing::Slicing;
+use crate::exec::{Part, Payload, Port, Reduction};
 use crate::link;
 use crate::link::waits::{Wait, kept};
 use crate::plan::{INPUT, Lending, OUTPUT, Program, SCRATCH, Slot};
 
 /// The memory of a device. What is here beside the user's is for one part, and goes back to the pool in the stream's order.
-#[derive(Default)]
-pub(crate) struct Cuda {
+pub(super) struct Cuda {
+    binding: Arc<Binding>,
     is_prepared: bool,
     scratch: Option<DeviceBuf<u8>>,
     scaled: Option<DeviceBuf<u8>>,
@@ -35,13 +36,8 @@ fn unsupported(what: &str) -> Error {
     Error::system("run a collective on a device", format!("there is no kernel for {what} (a bug)"))
 }
 
-/// The device that runs the operation.
-fn device(c: Context<'_>) -> Result<&DeviceOp, Error> {
-    c.op.device().map(|device| &**device).ok_or_else(|| unsupported("an operation of the host's"))
-}
-
 /// Puts a kernel on the rank's stream.
-fn launch(c: Context<'_>, doing: &str, launch: Option<Launch>) -> Result<(), Error> {
+fn launch(stream: &DeviceStream, c: Context<'_>, doing: &str, launch: Option<Launch>) -> Result<(), Error> {
     let missing = || unsupported(&format!("{:?} on {}", c.op.reduction, c.part.dtype));
     let launch = launch.ok_or_else(missing)?;
     // SAFETY: all operands and results are chunks of the operation's buffers, by the layout, or of frames or loans of that
@@ -49,17 +45,27 @@ fn launch(c: Context<'_>, doing: &str, launch: Option<Launch>) -> Result<(), Err
     // the table until the stream has come past the operation's end, and their streams are waited for (`begin`); what
     // peers read or write meanwhile, and the part's own steps, are ordered by the limits and by the links' events;
     // memory of the part's goes back in this stream's order.
-    unsafe { device(c)?.stream().launch(doing, &launch) }
+    unsafe { stream.launch(doing, &launch) }
 }
 
 impl Cuda {
+    pub(super) fn new(binding: Arc<Binding>) -> Cuda {
+        let (scratch, scaled, accumulators) = (None, None, Vec::new());
+        Cuda { binding, is_prepared: false, scratch, scaled, accumulators }
+    }
+
+    /// Where the work goes.
+    fn stream(&self) -> &DeviceStream {
+        &self.binding.ours.stream
+    }
+
     /// The accumulator of a step, from the element on at which the slice begins.
     fn accumulator(&mut self, slice: &Slice<'_>, at: usize) -> Result<*mut u8, Error> {
         let state = &slice.state;
         if state.unit == 0 {
             return Ok(std::ptr::null_mut());
         }
-        let stream = device(slice.c)?.stream();
+        let stream = &self.binding.ours.stream;
         let buf = match &mut self.accumulators[slice.i] {
             Some(buf) => buf,
             none => none.insert(DeviceBuf::raw(stream, state.len * state.unit)?),
@@ -69,18 +75,18 @@ impl Cuda {
 
     /// Scales the input, in place where the operation is, else in a copy.
     fn scale(&mut self, c: Context<'_>, factor: f64) -> Result<(), Error> {
-        let (part, unit, stream) = (c.part, c.part.dtype.size(), device(c)?.stream());
+        let (part, unit) = (c.part, c.part.dtype.size());
         let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
         // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
         let mut to = part.output;
         if !(part.is_in_place() && part.leaves_result(&c.op.signature, true)) {
-            let copy = DeviceBuf::raw(stream, len * unit)?;
+            let copy = DeviceBuf::raw(self.stream(), len * unit)?;
             to = address(&copy);
             self.scaled = Some(copy);
         }
         let (from, to) = (part.input.addr() as u64, [to.addr() as u64]);
-        let kernel = cuda::scale(part.dtype, from, &to, len as u64, factor, stream.ctas());
-        launch(c, "scale the input of a collective", kernel)
+        let kernel = cuda::scale(part.dtype, from, &to, len as u64, factor, self.stream().ctas());
+        launch(self.stream(), c, "scale the input of a collective", kernel)
     }
 
     /// Combines the operands of a slice into `out`.
@@ -90,14 +96,14 @@ impl Cuda {
         }
         let (c, m) = (slice.c, slice.m as u64);
         let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
-        let (out, ctas) = ([out.addr() as u64], device(c)?.stream().ctas());
+        let (out, ctas) = ([out.addr() as u64], self.stream().ctas());
         let mut all = [0; cuda::MAX_INS];
         let ins = addresses(slice.ins, &mut all)?;
         let kernel = match (ins, c.divisor(slice.step)) {
             ([from], None) => cuda::copy(c.part.dtype, *from, &out, m, ctas),
             (_, divisor) => cuda::reduce(c.part.dtype, *op, ins, &out, m, divisor, ctas),
         };
-        launch(c, "run a step of a collective", kernel)
+        launch(self.stream(), c, "run a step of a collective", kernel)
     }
 }
 
@@ -116,7 +122,7 @@ impl Backend for Cuda {
     const IS_ALIGNED: bool = true;
 
     fn fresh(&self) -> Cuda {
-        Cuda::default()
+        Cuda::new(self.binding.clone())
     }
 
     fn slicing(&self, _: &Program) -> Slicing {
@@ -129,7 +135,7 @@ impl Backend for Cuda {
         if !self.is_prepared {
             return;
         }
-        let Cuda { scratch, scaled, accumulators, .. } = std::mem::take(self);
+        let Cuda { scratch, scaled, accumulators, .. } = std::mem::replace(self, self.fresh());
         if !kept(Wait::Memory) {
             let all = scratch.into_iter().chain(scaled).chain(accumulators.into_iter().flatten());
             all.for_each(DeviceBuf::replaced);
@@ -140,11 +146,10 @@ impl Backend for Cuda {
         if std::mem::replace(&mut self.is_prepared, true) {
             return Ok(Prepared::Ready);
         }
-        let (plan, stream) = (&c.program().plan, device(c)?.stream());
-        device(c)?.begin()?;
+        let plan = &c.program().plan;
         self.accumulators.resize_with(plan.steps.len(), || None);
         if plan.slots.len() > usize::from(SCRATCH) {
-            self.scratch = Some(DeviceBuf::raw(stream, c.part.total(SCRATCH) * c.part.dtype.size())?);
+            self.scratch = Some(DeviceBuf::raw(self.stream(), c.part.total(SCRATCH) * c.part.dtype.size())?);
         }
         c.factor().map_or(Ok(()), |factor| self.scale(c, factor))?;
         Ok(Prepared::Ready)
@@ -176,9 +181,9 @@ impl Backend for Cuda {
         let Some(dst) = slice.dst.filter(|_| slice.state.unit > 0) else { return Ok(()) };
         let from = self.accumulator(slice, slice.state.pos)?.addr() as u64;
         let (c, to) = (slice.c, [dst.addr() as u64]);
-        let ctas = device(c)?.stream().ctas();
+        let ctas = self.stream().ctas();
         let kernel = cuda::copy(c.part.dtype, from, &to, slice.m as u64, ctas);
-        launch(c, "store a step of a collective", kernel)
+        launch(self.stream(), c, "store a step of a collective", kernel)
     }
 
     fn send_accumulated(&mut self, slice: &Slice<'_>, _: &mut Port) -> Result<(usize, Payload), Error> {
@@ -192,7 +197,20 @@ impl Backend for Cuda {
 
 /// The memory of devices of one process, lent where it lies.
 #[derive(Clone)]
-pub(crate) struct CudaLoans;
+pub(super) struct CudaLoans {
+    binding: Arc<Binding>,
+}
+
+impl CudaLoans {
+    pub(super) fn new(binding: &Arc<Binding>) -> CudaLoans {
+        CudaLoans { binding: binding.clone() }
+    }
+
+    /// Where the work goes.
+    fn stream(&self) -> &DeviceStream {
+        &self.binding.ours.stream
+    }
+}
 
 impl Lends for CudaLoans {
     /// The kernel that folds writes into other ranks' memory, which is allowed within one process only: when a rank of another process
@@ -200,7 +218,7 @@ impl Lends for CudaLoans {
     /// that are longer than [`limits`] allow one call take the steps, in slices. All ranks see the same lengths, and know where all
     /// devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
-        let near = c.op.device().is_some_and(|device| device.binding.far.is_none());
+        let near = self.binding.far.is_none();
         let size = lending.plan.size;
         let longest = c.part.count.div_ceil(size).saturating_mul(c.part.dtype.size());
         match near && size <= MAX_OUTS && longest <= limits().1 {
@@ -235,10 +253,10 @@ impl Lends for CudaLoans {
         let ins = addresses(fold.ins, &mut all_ins)?;
         let outs = all_outs.get_mut(..fold.outs.len()).ok_or_else(|| unsupported("so many results"))?;
         outs.iter_mut().zip(fold.outs).for_each(|(to, out)| *to = out.at.addr() as u64);
-        let ctas = device(c)?.stream().ctas();
+        let ctas = self.stream().ctas();
         let divisor = c.divisor(fold.step);
         let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
-        launch(c, "run an all_reduce", kernel)?;
+        launch(self.stream(), c, "run an all_reduce", kernel)?;
         Ok(fold.m)
     }
 }

@@ -1,0 +1,85 @@
+//! Operations that the rank's device runs, by their plans.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use crate::device::operation::DeviceOp;
+use crate::error::{Error, Missing, MissingState};
+use crate::exec::carrier::{Carrier, Lanes, Passed, Submission, Work};
+use crate::types::Rank;
+
+/// An operation whose parts the rank's device runs.
+pub(crate) struct OnDevice(pub(crate) Arc<DeviceOp>);
+
+impl Carrier for OnDevice {
+    fn submitted(&self, at: &Submission<'_>) {
+        self.0.submitted(at.number);
+    }
+
+    fn pass(&self, work: &mut Work<'_>, lanes: &mut Lanes<'_>) -> Result<Passed, Error> {
+        let nowhere =
+            || Error::system("run a collective on a device", "there are no links to devices (a bug)");
+        let lane = lanes.device.as_mut().ok_or_else(nowhere)?;
+        self.0.begin()?;
+        let (any, is_complete) = lane.pass(work)?;
+        if !is_complete {
+            return Ok(Passed::Going(any));
+        }
+        self.0.enqueued()?;
+        Ok(Passed::OnStream)
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        true
+    }
+
+    fn is_enqueued(&self) -> bool {
+        self.0.is_enqueued()
+    }
+
+    fn is_over(&self) -> Result<bool, Error> {
+        self.0.is_over()
+    }
+
+    fn tell(&self, then: Box<dyn FnOnce() + Send>) {
+        self.0.watch(then);
+    }
+
+    fn has_inputs(&self) -> bool {
+        self.0.has_inputs()
+    }
+
+    fn late(&self, us: Rank) -> Vec<Missing> {
+        late(&self.0, us)
+    }
+
+    fn give_up(&self, cause: &Error) -> Result<(), Error> {
+        give_up(&self.0, cause)
+    }
+
+    fn lose(&self) {
+        self.0.lose();
+    }
+
+    fn joins(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        Some(self.0.clone())
+    }
+}
+
+/// The ranks whose inputs are not there, or else the library that has not ended the operation here.
+pub(super) fn late(device: &DeviceOp, us: Rank) -> Vec<Missing> {
+    let late = device.late().into_iter();
+    let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
+    if let Some(by) = device.taken_by().filter(|_| missing.is_empty()) {
+        missing.push(Missing { rank: us, state: MissingState::NotEnded { by: by.name().to_owned() } });
+    }
+    missing
+}
+
+/// Gives an operation on a device up that has failed.
+///
+/// # Errors
+/// Where a rank went on without waiting for others, those may touch its buffers yet.
+pub(super) fn give_up(device: &DeviceOp, cause: &Error) -> Result<(), Error> {
+    device.give_up(cause).and_then(|()| device.check())
+}

@@ -1,0 +1,194 @@
+//! Operations that a library takes whole.
+//!
+//! The ranks meet over the host's links first, by a barrier: so the library never sees ranks that disagree, nor waits for one that does
+//! not call. On a device they pass the barrier a second time, with a time for the launch.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::on_device::{give_up, late};
+use crate::device::operation::DeviceOp;
+use crate::device::whole::{BoundWhole, Called, LaunchOrder, Standing, Ticket, Turn, Whole, WholeCall};
+use crate::error::{self, Error, Missing, MissingState};
+use crate::exec::carrier::{Carrier, Lanes, Passed, Submission, Work};
+use crate::types::{Rank, mix};
+
+/// An operation that a library takes whole. Its parts are those of the barrier.
+pub(crate) struct WholeOp {
+    by: Arc<dyn Whole>,
+    /// The order of launches on the rank's device, if it is on a device's memory.
+    order: Option<Arc<LaunchOrder>>,
+    device: Option<Arc<DeviceOp>>,
+    /// What the barriers pass round: in the end the largest number that any rank has put there.
+    token: Arc<AtomicU64>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// Until it is submitted to the library.
+    call: Option<WholeCall>,
+    /// Its place in the queue for the device, until it is launched.
+    ticket: Option<Ticket>,
+    /// When it is launched there: from when all ranks have called until it is.
+    turn: Option<Turn>,
+}
+
+impl WholeOp {
+    /// `device`: of an operation on a device's memory. `token`: the memory of its barriers.
+    pub(crate) fn new(
+        call: WholeCall,
+        bound: &BoundWhole,
+        device: Option<Arc<DeviceOp>>,
+        token: Arc<AtomicU64>,
+    ) -> WholeOp {
+        let state = Mutex::new(State { call: Some(call), ..State::default() });
+        WholeOp { by: bound.whole.clone(), order: bound.order.clone(), device, token, state }
+    }
+
+    /// All ranks have called the same. On a device they pass the barrier a second time, with a time for the launch: whether that is
+    /// to begin now.
+    fn begins_to_agree(&self, state: &mut State) -> bool {
+        let Some(ticket) = state.ticket.as_ref().filter(|_| state.turn.is_none()) else { return false };
+        state.turn = ticket.turn();
+        if let Some(turn) = &state.turn {
+            self.token.store(turn.time(), Ordering::Relaxed);
+        }
+        state.turn.is_some()
+    }
+
+    /// Ranks have passed the barriers: gives the call to the library when it is due, or asks how far that is with it. Returns also
+    /// whether anything was done. What is on the device's stream is marked there.
+    fn go_on(&self, state: &mut State) -> Result<(bool, Standing), Error> {
+        if let Some(turn) = state.turn.as_mut().filter(|_| state.call.is_some()) {
+            turn.agree(self.token.load(Ordering::Relaxed));
+            if !turn.is_due() {
+                return Ok((false, Standing::InProgress));
+            }
+        }
+        let call = state.call.take();
+        let moved = call.is_some();
+        if let Some(call) = call {
+            let stream = match &self.device {
+                Some(device) => {
+                    device.begin()?;
+                    state.turn.as_ref().map_or(Ok(()), |turn| turn.launches(device.stream()))?;
+                    Some(device.stream())
+                }
+                None => None,
+            };
+            // SAFETY: the buffers are as long as the call was checked to say, and the in-flight table owns them until the
+            // operation has ended. If the communicator dies first, its end aborts the library (`Bound::abort`), and gives the
+            // buffers back when that is quiet, or never. Streams that used the buffers before are waited for (`begin`), and
+            // so is this rank's host (what the operation was submitted to follow).
+            unsafe { self.by.submit(call, stream) }?;
+        }
+        let standing = self.by.poll()?;
+        if standing != Standing::InProgress
+            && let Some(device) = &self.device
+        {
+            let end = device.enqueued()?;
+            if let Some(turn) = state.turn.take() {
+                turn.launched(device.stream(), end);
+            }
+            state.ticket = None;
+        }
+        Ok((moved || standing != Standing::InProgress, standing))
+    }
+}
+
+impl Carrier for WholeOp {
+    fn submitted(&self, at: &Submission<'_>) {
+        let &Submission { number, signature, .. } = at;
+        if let Some(device) = &self.device {
+            device.submitted(number);
+        }
+        if let Some(order) = &self.order {
+            let what = error::Operation { comm: at.comm.to_owned(), number, signature };
+            let name = mix(at.place, number);
+            let ticket = order.queue(Called { what, name, waker: at.waker.clone() });
+            self.state.lock().ticket = Some(ticket);
+        }
+    }
+
+    fn pass(&self, work: &mut Work<'_>, lanes: &mut Lanes<'_>) -> Result<Passed, Error> {
+        let mut state = self.state.lock();
+        // It may be told to the peers when all that was submitted before it for the same device has been launched.
+        if !state.ticket.as_ref().is_none_or(Ticket::is_first) {
+            return Ok(Passed::Going(false));
+        }
+        let (any, is_complete) = lanes.pass_on_host(work)?;
+        if !is_complete {
+            return Ok(Passed::Going(any));
+        }
+        if self.begins_to_agree(&mut state) {
+            return Ok(Passed::Again);
+        }
+        Ok(match self.go_on(&mut state)? {
+            (moved, Standing::InProgress) => Passed::Going(any | moved),
+            (_, Standing::OnStream | Standing::Over) if self.device.is_some() => Passed::OnStream,
+            (_, Standing::OnStream | Standing::Over) => Passed::Complete,
+        })
+    }
+
+    /// A launch that must come first, or the library.
+    fn held_up(&self) -> Option<MissingState> {
+        let state = self.state.lock();
+        if state.call.is_none() || state.turn.is_some() {
+            return Some(self.by.not_ended(state.turn.as_ref()));
+        }
+        let (other, is_before) = state.ticket.as_ref()?.other()?;
+        Some(MissingState::LaunchOrder { other: other.to_string(), is_before })
+    }
+
+    fn is_elsewhere(&self) -> bool {
+        true
+    }
+
+    fn meets_last(&self) -> bool {
+        true
+    }
+
+    fn is_to_be_asked(&self) -> bool {
+        self.state.lock().call.is_none()
+    }
+
+    fn is_enqueued(&self) -> bool {
+        self.device.as_ref().is_some_and(|device| device.is_enqueued())
+    }
+
+    fn is_over(&self) -> Result<bool, Error> {
+        self.device.as_ref().map_or(Ok(true), |device| device.is_over())
+    }
+
+    fn tell(&self, then: Box<dyn FnOnce() + Send>) {
+        if let Some(device) = &self.device {
+            device.watch(then);
+        }
+    }
+
+    fn has_inputs(&self) -> bool {
+        self.device.as_ref().is_none_or(|device| device.has_inputs())
+    }
+
+    fn late(&self, us: Rank) -> Vec<Missing> {
+        self.device.as_ref().map_or_else(Vec::new, |device| late(device, us))
+    }
+
+    fn give_up(&self, cause: &Error) -> Result<(), Error> {
+        self.device.as_ref().map_or(Ok(()), |device| give_up(device, cause))
+    }
+
+    fn lose(&self) {
+        if let Some(device) = &self.device {
+            device.lose();
+        }
+    }
+
+    fn joins(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+        self.device.clone().map(|device| device as _)
+    }
+}
