@@ -6,6 +6,7 @@
 //! The same holds for what a link may still write to by itself, until it says that it does not.
 //! The process's progress thread looks now and then, for as long as anything is kept.
 
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,7 +14,6 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use crate::device::Staged;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, WeakSlot};
 use crate::mem::ErasedBufs;
@@ -24,7 +24,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(50);
 /// What is kept.
 pub(crate) enum What {
     /// The buffers of an operation, and what was to copy them to or from a device.
-    Buffers(#[allow(dead_code)] ErasedBufs, #[allow(dead_code)] Option<Arc<Staged>>),
+    Buffers(#[allow(dead_code)] ErasedBufs, #[allow(dead_code)] Option<Arc<dyn Any + Send + Sync>>),
     /// What ran it, with memory of its own.
     Run(#[allow(dead_code)] Box<dyn Send>),
     /// Staging slots.

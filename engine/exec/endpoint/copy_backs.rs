@@ -55,6 +55,20 @@ impl<S> State<S> {
     }
 }
 
+impl CopyBacks {
+    /// Notes an operation on device memory, whose results are to be copied back when all has moved. Gives what brings its
+    /// memory, where that comes in several stripes.
+    pub(super) fn noted(
+        &self,
+        key: Key,
+        (number, signature, timeout): (u64, Signature, Duration),
+        staged: Arc<Staged>,
+    ) -> Option<Arc<Staged>> {
+        self.submitted(CopyBack { key, number, signature, timeout, staged: staged.clone() });
+        staged.is_striped().then_some(staged)
+    }
+}
+
 impl<S: Clone> CopyBacks<S> {
     fn change<R>(&self, change: impl FnOnce(&mut State<S>) -> R) -> R {
         let mut state = self.state.lock();

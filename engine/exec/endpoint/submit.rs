@@ -1,15 +1,12 @@
 //! How an operation comes in.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use parking_lot::MutexGuard;
 
 use super::Endpoint;
-use super::copy_backs::CopyBack;
 use super::progress::Run;
 use super::table::Table;
-use crate::device::Staged;
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::inflight::Key;
@@ -17,7 +14,6 @@ use crate::exec::operation::{Executor, Operation};
 use crate::exec::p2p::Message;
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
-use crate::types::Signature;
 
 impl Endpoint {
     /// Takes ownership of the buffers and starts the operation, or queues it; on a refusal the buffers come back.
@@ -39,7 +35,7 @@ impl Endpoint {
             self.submit_elsewhere(&mut table, key, &mut operation);
         }
         if let Some(staged) = operation.staged.take() {
-            operation.staged = self.copies_back(key, (number, signature, operation.timeout), staged);
+            operation.staged = self.copy_backs.noted(key, (number, signature, operation.timeout), staged);
         }
         let now = self.now();
         // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
@@ -80,7 +76,7 @@ impl Endpoint {
         let number = message.half.unwrap_or_else(|| table.number_message(peer, direction, tag));
         message.number = number;
         if let Some(staged) = message.staged.take() {
-            message.staged = self.copies_back(key, (number, signature, timeout), staged);
+            message.staged = self.copy_backs.noted(key, (number, signature, timeout), staged);
         }
         message.record = self.recorder.message(direction.name(), (peer, tag), signature, self.now());
         table.messages.push_back((key, message, after));
@@ -115,18 +111,6 @@ impl Endpoint {
         if progress != Progress::Idle {
             self.arm();
         }
-    }
-
-    /// Notes an operation on device memory, whose results are to be copied back when all has moved. Gives what brings its
-    /// memory, where that comes in several stripes.
-    fn copies_back(
-        &self,
-        key: Key,
-        (number, signature, timeout): (u64, Signature, Duration),
-        staged: Arc<Staged>,
-    ) -> Option<Arc<Staged>> {
-        self.copy_backs.submitted(CopyBack { key, number, signature, timeout, staged: staged.clone() });
-        staged.is_striped().then_some(staged)
     }
 
     fn refusal(&self, table: &Table, call: &str) -> Option<Error> {

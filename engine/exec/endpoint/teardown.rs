@@ -5,7 +5,6 @@ use std::time::{Duration, Instant};
 
 use super::progress::Run;
 use super::{Endpoint, Port};
-use crate::device::operation::DeviceOp;
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Active;
@@ -15,7 +14,6 @@ use crate::exec::progress_thread::keep_and_look;
 use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
 use crate::trace::State;
-use crate::trace::log::LOG;
 
 /// How long a dead communicator waits for its slots.
 pub(super) const HANG_UP: Duration = Duration::from_secs(1);
@@ -152,30 +150,18 @@ impl Endpoint {
         }
     }
 
-    /// Whether a device may still touch the buffers of its operation, although that has failed.
-    fn cannot_give_up(device: &DeviceOp, cause: &Error) -> bool {
-        // Where a rank went on without waiting for others, those may touch it yet.
-        let given_up = device.give_up(cause).and_then(|()| device.check());
-        let is_err = given_up.is_err();
-        if let Err(error) = given_up {
-            let what = "the buffers of a collective that failed on a device are not given back";
-            LOG.line(move || tracing::warn!("{what}: {error}"));
-        }
-        is_err
-    }
-
     /// Takes out the operations that have begun. Each answers for its own buffers: what it has lent, to whom.
     fn take_begun(&self, run: &mut Run, on_devices: bool, cause: &Error) -> Vec<(Key, Fate)> {
         let mut failed = Vec::new();
         for ending in run.endings.take() {
-            let never = Self::cannot_give_up(&ending.device, cause) || on_devices;
+            let never = ending.device.cannot_give_up(cause) || on_devices;
             self.recorder.finished(ending.number, State::Failed);
             failed.push((ending.key, Fate::Back.or_never(never)));
         }
         let device = run.active.device().cloned();
         let never = run.active.is_settling()
             | (run.active.is_whole() && on_devices)
-            | device.is_some_and(|device| Self::cannot_give_up(&device, cause) || on_devices);
+            | device.is_some_and(|device| device.cannot_give_up(cause) || on_devices);
         let written = run.port.written_until(0..self.size());
         if let Some((key, number)) = run.active.id() {
             self.recorder.finished(number, State::Failed);
@@ -215,7 +201,7 @@ impl Endpoint {
     fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
         let mut table = self.submitted.lock();
         while let Some((key, operation, _)) = table.collectives.pop_front() {
-            let never = operation.device().is_some_and(|device| Self::cannot_give_up(device, cause));
+            let never = operation.device().is_some_and(|device| device.cannot_give_up(cause));
             self.recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }
@@ -236,7 +222,9 @@ impl Endpoint {
         let (held, staged) = (table.inflight.borrow(key), self.copy_backs.staged_of(key));
         drop(table);
         match (held, fate) {
-            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held, staged), leases),
+            (Some(held), Fate::Until(leases)) => {
+                keep_and_look(What::Buffers(held, staged.map(|staged| staged as Arc<_>)), leases);
+            }
             kept => std::mem::forget((kept, staged)),
         }
     }
