@@ -24,6 +24,7 @@ pub(crate) mod links;
 mod modules;
 pub(crate) mod nccl;
 pub(crate) mod operation;
+mod packed;
 mod packing;
 mod pieces;
 mod pinned;
@@ -48,9 +49,8 @@ pub use cudarc::CudarcBuf;
 pub use devices::Device;
 pub use driver::{Driver, device_count, driver};
 pub use foreign::ForeignMemory;
-pub(crate) use packing::{
-    ALIGNED, Part, Table, all_wait_for, is_same, pack_on_device, streams, unpack_on_device, zero_on_device,
-};
+pub(crate) use packed::{Emptied, OnDevice, PackedAt, Packing, not_there};
+pub(crate) use packing::{ALIGNED, is_same, zero_on_device};
 pub use pinned::PinnedBuf;
 pub(crate) use place::DevicePlace;
 pub use pool::PoolMemory;

@@ -18,6 +18,7 @@ use crate::error::Error;
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx, Opener, Place};
 use crate::mem::{Fate, Verdict, Witness};
+use crate::trace::log::LOG;
 use crate::types::Rank;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
@@ -295,7 +296,7 @@ impl DeviceOp {
     /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
     /// puts more there. With ranks in other processes, and where a library takes operations whole, all of that is over, or the
     /// buffers are kept ([`Binding::is_quiet`]): what is on those streams may not come to its end.
-    pub(crate) fn give_up(&self, cause: &Error) -> Result<(), Error> {
+    fn give_up(&self, cause: &Error) -> Result<(), Error> {
         let is_over = self.binding.far.is_some() || self.binding.whole.is_some();
         let ordered = if is_over { Ok(()) } else { self.order_after_all() };
         // All at once: a thread may be about to make streams wait, or to hand the buffers on. And before any stream goes on.
@@ -310,6 +311,18 @@ impl DeviceOp {
             return ordered.and(self.binding.ours.release(self.number()));
         }
         ordered
+    }
+
+    /// Gives it up. Whether a device may still touch its buffers all the same.
+    pub(crate) fn cannot_give_up(&self, cause: &Error) -> bool {
+        // Where a rank went on without waiting for others, those may touch it yet.
+        let given_up = self.give_up(cause).and_then(|()| self.check());
+        let is_err = given_up.is_err();
+        if let Err(error) = given_up {
+            let what = "the buffers of a collective that failed on a device are not given back";
+            LOG.line(move || tracing::warn!("{what}: {error}"));
+        }
+        is_err
     }
 
     /// It has failed, and its buffers are not to be given back by whoever has them.

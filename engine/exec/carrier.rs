@@ -175,12 +175,9 @@ pub(crate) trait Carrier: Send + Sync {
         Vec::new()
     }
 
-    /// The operation has failed for this cause: nobody waits for it any more.
-    ///
-    /// # Errors
-    /// Somebody may still touch the buffers.
-    fn give_up(&self, _cause: &Error) -> Result<(), Error> {
-        Ok(())
+    /// The operation has failed for this cause: gives it up. Whether somebody may still touch its buffers all the same.
+    fn cannot_give_up(&self, _cause: &Error) -> bool {
+        false
     }
 
     /// It has failed, and its buffers are not to be given back by whoever has them.

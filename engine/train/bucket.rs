@@ -3,9 +3,9 @@
 use std::ops::Range;
 
 use super::layout::{Options, Param};
-use super::pack::{Emptied, OnDevice, Pack, PackedAt, not_there};
+use super::pack::Pack;
 use crate::comm::{Comm, Ordered, Work, ready};
-use crate::device::{DeviceStream, is_same};
+use crate::device::{DeviceStream, Emptied, OnDevice, PackedAt, is_same, not_there};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf};
 use crate::types::{DType, Rank, ReduceOp, bf16, f16};

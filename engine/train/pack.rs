@@ -1,14 +1,9 @@
 //! A pack: small gradients of one element type that are reduced as one buffer, and how they get into it and back.
 
-use std::sync::Arc;
-
 use super::layout::Param;
-use crate::device::{
-    ALIGNED, DevicePlace, DeviceStream, Part, Table, all_wait_for, is_same, pack_on_device, streams,
-    unpack_on_device,
-};
+use crate::device::{ALIGNED, DeviceStream, Emptied, OnDevice, PackedAt, Packing, not_there};
 use crate::error::Error;
-use crate::mem::{AnyBuf, Buf, Fate, RawBuf, elements};
+use crate::mem::{AnyBuf, Buf, elements};
 use crate::types::DType;
 
 /// Parameters of one element type whose gradients are copied into one buffer, all on the host or all on a device.
@@ -79,18 +74,7 @@ impl Pack {
     /// # Errors
     /// Also the failure of an operation that a gradient's contents depend on.
     pub(super) fn filled_on_device<B: Buf>(&self, bufs: &mut [Option<B>]) -> Result<OnDevice, Error> {
-        let parts = self.parts(bufs)?;
-        parts.iter().try_for_each(|part| part.place.check())?;
-        let first = parts.first().ok_or_else(|| not_there(0))?;
-        let mut buf = AnyBuf::zeroed_on(&first.place.stream, self.dtype, self.len)?;
-        let place = place_of(&mut buf).ok_or_else(|| not_there(0))?;
-        // SAFETY: the buffer is new, and has `len` elements of this type; gradients are buffers of their own (`parts`), in the order of
-        // their streams, and owned by the caller.
-        let table = unsafe { pack_on_device((&place, self.bytes()), &parts) }?;
-        if let Some(fate) = &place.fate {
-            fates(&parts).for_each(|part| fate.depend_like(part));
-        }
-        Ok(OnDevice { buf, packed: PackedAt { place, table } })
+        self.on_device().fill(bufs)
     }
 
     /// On a device: puts the copies back on `stream`, behind what the buffer's own stream holds. Nobody has made any use of the gradients
@@ -101,86 +85,12 @@ impl Pack {
         packed: PackedAt,
         bufs: &mut [Option<B>],
     ) -> Result<Emptied, Error> {
-        let (parts, PackedAt { place, table }) = (self.parts(bufs)?, packed);
-        if !is_same(stream, &place.stream) {
-            stream.wait_event(&place.stream.point()?)?;
-        }
-        // SAFETY: the buffer has `len` elements of this type (`filled_on_device`), and the stream has just been made to wait for its own, on
-        // which the kernel is that packed the gradients, behind all that was on their streams.
-        unsafe { unpack_on_device(stream, (&place, self.bytes()), &table) }?;
-        Ok(Emptied { parts, whole: place.fate, packed_on: place.stream, _table: table })
+        // SAFETY: a bucket fills and empties by the same pack with the gradients that it owns. It keeps the packed buffer, or the operation
+        // that has it, until the streams wait for the copies (`Emptied::ordered_after`), and leaks it where they cannot be made to.
+        unsafe { self.on_device().empty(stream, packed, bufs) }
     }
 
-    fn parts<B: Buf>(&self, bufs: &mut [Option<B>]) -> Result<Vec<Part>, Error> {
-        let mut part = |&(i, at): &(usize, usize)| {
-            let raw = RawBuf::of(bufs[i].as_mut()?);
-            let place = raw.on_device()?;
-            Some(Part { place, at: at * self.dtype.size(), bytes: raw.bytes() })
-        };
-        self.members.iter().map(|member| part(member).ok_or_else(|| not_there(member.0))).collect()
+    fn on_device(&self) -> Packing<'_> {
+        Packing { dtype: self.dtype, len: self.len, members: &self.members }
     }
-
-    fn bytes(&self) -> usize {
-        self.len * self.dtype.size()
-    }
-}
-
-/// Gradients of a device, packed.
-pub(super) struct OnDevice {
-    pub(super) buf: AnyBuf,
-    pub(super) packed: PackedAt,
-}
-
-/// Where a packed buffer is, also while an operation has it, and the table by which its parts are copied back.
-pub(super) struct PackedAt {
-    place: DevicePlace,
-    table: Table,
-}
-
-impl PackedAt {
-    /// The stream in whose order the buffer is.
-    pub(super) fn stream(&self) -> &DeviceStream {
-        &self.place.stream
-    }
-}
-
-/// Gradients that a kernel copies back, on a stream.
-pub(super) struct Emptied {
-    parts: Vec<Part>,
-    /// What the contents of the packed buffer depend on.
-    whole: Option<Arc<Fate>>,
-    packed_on: DeviceStream,
-    /// Kept until the packed buffer's stream waits for the kernel that reads this table, as its memory goes back in that stream's order.
-    _table: Table,
-}
-
-impl Emptied {
-    /// The streams that are to wait for the copies before anything else is done with the gradients, or the packed buffer goes.
-    pub(super) fn streams(&self) -> impl Iterator<Item = &DeviceStream> {
-        streams(&self.parts).chain([&self.packed_on])
-    }
-
-    /// They wait for what is on `stream`, where the copies are.
-    pub(super) fn ordered_after(&self, stream: &DeviceStream) -> Result<(), Error> {
-        all_wait_for(stream, self.streams().filter(|other| !is_same(other, stream)))
-    }
-
-    /// The gradients' contents now depend on the same operations as the packed buffer's.
-    pub(super) fn share_fate(&self) {
-        if let Some(whole) = &self.whole {
-            fates(&self.parts).for_each(|part| part.depend_like(whole));
-        }
-    }
-}
-
-fn fates(parts: &[Part]) -> impl Iterator<Item = &Arc<Fate>> {
-    parts.iter().filter_map(|part| part.place.fate.as_ref())
-}
-
-fn place_of(buf: &mut AnyBuf) -> Option<DevicePlace> {
-    RawBuf::of(buf).on_device()
-}
-
-pub(super) fn not_there(i: usize) -> Error {
-    Error::system("reduce a bucket", format!("the gradient of parameter {i} is not there (a bug)"))
 }

@@ -53,8 +53,8 @@ impl Carrier for OnDevice {
         late(&self.0, us)
     }
 
-    fn give_up(&self, cause: &Error) -> Result<(), Error> {
-        give_up(&self.0, cause)
+    fn cannot_give_up(&self, cause: &Error) -> bool {
+        self.0.cannot_give_up(cause)
     }
 
     fn lose(&self) {
@@ -74,12 +74,4 @@ pub(super) fn late(device: &DeviceOp, us: Rank) -> Vec<Missing> {
         missing.push(Missing { rank: us, state: MissingState::NotEnded { by: by.name().to_owned() } });
     }
     missing
-}
-
-/// Gives an operation on a device up that has failed.
-///
-/// # Errors
-/// Where a rank went on without waiting for others, those may touch its buffers yet.
-pub(super) fn give_up(device: &DeviceOp, cause: &Error) -> Result<(), Error> {
-    device.give_up(cause).and_then(|()| device.check())
 }

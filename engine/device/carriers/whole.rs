@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::on_device::{give_up, late};
+use super::on_device::late;
 use crate::device::operation::DeviceOp;
 use crate::device::whole::{BoundWhole, Called, LaunchOrder, Standing, Ticket, Turn, Whole, WholeCall};
 use crate::error::{self, Error, Missing, MissingState};
@@ -178,8 +178,8 @@ impl Carrier for WholeOp {
         self.device.as_ref().map_or_else(Vec::new, |device| late(device, us))
     }
 
-    fn give_up(&self, cause: &Error) -> Result<(), Error> {
-        self.device.as_ref().map_or(Ok(()), |device| give_up(device, cause))
+    fn cannot_give_up(&self, cause: &Error) -> bool {
+        self.device.as_ref().is_some_and(|device| device.cannot_give_up(cause))
     }
 
     fn lose(&self) {

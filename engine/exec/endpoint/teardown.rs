@@ -15,7 +15,6 @@ use crate::exec::progress_thread::keep_and_look;
 use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
 use crate::trace::State;
-use crate::trace::log::LOG;
 
 /// How long a dead communicator waits for its slots.
 pub(super) const HANG_UP: Duration = Duration::from_secs(1);
@@ -143,29 +142,18 @@ impl Endpoint {
         }
     }
 
-    /// Whether a device may still touch the buffers of its operation, although that has failed.
-    fn cannot_give_up(carrier: &dyn Carrier, cause: &Error) -> bool {
-        let given_up = carrier.give_up(cause);
-        let is_err = given_up.is_err();
-        if let Err(error) = given_up {
-            let what = "the buffers of a collective that failed on a device are not given back";
-            LOG.line(move || tracing::warn!("{what}: {error}"));
-        }
-        is_err
-    }
-
     /// Takes out the operations that have begun. Each answers for its own buffers: what it has lent, to whom.
     fn take_begun(&self, run: &mut Run, on_devices: bool, cause: &Error) -> Vec<(Key, Fate)> {
         let mut failed = Vec::new();
         for ending in run.endings.take() {
-            let never = Self::cannot_give_up(&*ending.carrier, cause) || on_devices;
+            let never = ending.carrier.cannot_give_up(cause) || on_devices;
             self.recorder.finished(ending.number, State::Failed);
             failed.push((ending.key, Fate::Back.or_never(never)));
         }
         let carrier = run.active.carrier();
         let never = is_settling(carrier)
             | carrier.is_some_and(|carrier| {
-                Self::cannot_give_up(&**carrier, cause) || (carrier.is_elsewhere() && on_devices)
+                carrier.cannot_give_up(cause) || (carrier.is_elsewhere() && on_devices)
             });
         let written = run.port.written_until(0..self.size());
         if let Some((key, number)) = run.active.id() {
@@ -210,7 +198,7 @@ impl Endpoint {
         let mut table = self.submitted.lock();
         while let Some((key, operation, _)) = table.collectives.pop_front() {
             let carrier = operation.carrier.as_ref();
-            let never = carrier.is_some_and(|carrier| Self::cannot_give_up(&**carrier, cause));
+            let never = carrier.is_some_and(|carrier| carrier.cannot_give_up(cause));
             self.recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }
