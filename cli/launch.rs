@@ -11,6 +11,7 @@
 
 pub(crate) mod agent;
 pub(crate) mod bind;
+mod event;
 pub(crate) mod guard;
 pub(crate) mod hosts;
 mod logs;
@@ -38,11 +39,12 @@ use rustix::thread::CpuSet;
 use serde::{Deserialize, Serialize};
 
 use bind::Bind;
+use event::Event;
 use logs::Log;
 use member::{Kind, Member, watch};
 use relay::{Source, Stream};
 use stdin::{Input, Stdin};
-use supervise::{Ended, Event, Started, supervise};
+use supervise::{Ended, Started, supervise};
 
 /// From one variable to the ranks: how often the job was started anew before.
 pub(crate) const RESTART: &str = "ALLSTREAM_RESTART";

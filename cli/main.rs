@@ -3,6 +3,7 @@
 mod console;
 mod demo;
 mod doctor;
+mod error;
 mod launch;
 mod perf;
 mod run;

@@ -17,7 +17,7 @@ use clap::{Args, Parser};
 use serde::{Deserialize, Serialize};
 
 use crate::console::Console;
-use crate::demo::BoxError;
+use crate::error::BoxError;
 use crate::launch;
 use crate::perf::{self, PerfArgs, Report};
 use crate::units::size;

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::modules::Named;
 
 /// Circles that may stay: the files, and why.
-pub(crate) const ALLOWED: [(&[&str], &str); 13] = [
+pub(crate) const ALLOWED: [(&[&str], &str); 9] = [
     (
         &["adapters/candle/src/buffers.rs", "adapters/candle/src/params.rs"],
         "being untied: what two of these share gets a home of its own",
@@ -16,28 +16,6 @@ pub(crate) const ALLOWED: [(&[&str], &str); 13] = [
     ),
     (
         &["adapters/candle/src/gpu.rs", "adapters/candle/src/no_gpu.rs", "adapters/candle/src/storage.rs"],
-        "being untied: what two of these share gets a home of its own",
-    ),
-    (
-        &[
-            "cli/launch/agent.rs",
-            "cli/launch/member.rs",
-            "cli/launch/signals.rs",
-            "cli/launch/stdin.rs",
-            "cli/launch/supervise.rs",
-        ],
-        "being untied: what two of these share gets a home of its own",
-    ),
-    (
-        &["cli/perf/case.rs", "cli/perf/check.rs"],
-        "being untied: what two of these share gets a home of its own",
-    ),
-    (
-        &["cli/perf/device.rs", "cli/perf/measure.rs", "cli/perf/report.rs", "cli/perf/tuning.rs"],
-        "being untied: what two of these share gets a home of its own",
-    ),
-    (
-        &["cli/trace_cmd/render.rs", "cli/trace_cmd/times.rs"],
         "being untied: what two of these share gets a home of its own",
     ),
     (
