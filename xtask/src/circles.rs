@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::modules::Named;
 
 /// Circles that may stay: the files, and why.
-pub(crate) const ALLOWED: [(&[&str], &str); 9] = [
+pub(crate) const ALLOWED: [(&[&str], &str); 8] = [
     (
         &["adapters/candle/src/buffers.rs", "adapters/candle/src/params.rs"],
         "being untied: what two of these share gets a home of its own",
@@ -79,10 +79,6 @@ pub(crate) const ALLOWED: [(&[&str], &str); 9] = [
             "ffi/python/src/stream.rs",
             "ffi/python/src/work.rs",
         ],
-        "being untied: what two of these share gets a home of its own",
-    ),
-    (
-        &["kernels/src/cpu/simd.rs", "kernels/src/cpu/small.rs"],
         "being untied: what two of these share gets a home of its own",
     ),
 ];
