@@ -5,19 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use crate::modules::Named;
 
 /// Circles that may stay: the files, and why.
-pub(crate) const ALLOWED: [(&[&str], &str); 7] = [
-    (
-        &["adapters/candle/src/buffers.rs", "adapters/candle/src/params.rs"],
-        "being untied: what two of these share gets a home of its own",
-    ),
-    (
-        &["adapters/candle/src/data_parallel.rs", "adapters/candle/src/segments.rs"],
-        "being untied: what two of these share gets a home of its own",
-    ),
-    (
-        &["adapters/candle/src/gpu.rs", "adapters/candle/src/no_gpu.rs", "adapters/candle/src/storage.rs"],
-        "being untied: what two of these share gets a home of its own",
-    ),
+pub(crate) const ALLOWED: [(&[&str], &str); 4] = [
     (
         &[
             "engine/exec/endpoint/ending.rs",
