@@ -11,6 +11,7 @@
 
 pub(crate) mod agent;
 pub(crate) mod bind;
+mod event;
 pub(crate) mod guard;
 pub(crate) mod hosts;
 mod logs;
@@ -39,11 +40,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::Exit;
 use bind::Bind;
+use event::Event;
 use logs::Log;
 use member::{Kind, Member, watch};
 use relay::{Source, Stream};
 use stdin::{Input, Stdin};
-use supervise::{Ended, Event, Started, supervise};
+use supervise::{Ended, Started, supervise};
 
 /// From one variable to the ranks: how often the job was started anew before.
 pub(crate) const RESTART: &str = "ALLSTREAM_RESTART";

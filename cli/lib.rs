@@ -4,6 +4,7 @@
 mod console;
 mod demo;
 mod doctor;
+mod error;
 mod launch;
 mod own;
 mod perf;

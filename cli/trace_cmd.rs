@@ -10,11 +10,13 @@ use allstream::tuning::{self, Table};
 use serde::{Deserialize, Serialize};
 
 use overlap::StepReport;
-use render::{it, name_ranks, render};
+use ranks::{it, name_ranks};
+use render::render;
 use times::Times;
 
 mod overlap;
 mod perfetto;
+mod ranks;
 mod render;
 mod running;
 mod times;

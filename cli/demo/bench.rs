@@ -2,7 +2,7 @@
 
 use allstream::Comm;
 
-use super::BoxError;
+use crate::error::BoxError;
 use crate::perf::{self, Time};
 
 /// Bytes of a vector.

@@ -14,13 +14,11 @@ use std::time::Instant;
 use allstream::{Comm, Rendezvous};
 
 use crate::console::Console;
+use crate::error::BoxError;
 use crate::{Exit, launch, own};
 
 use data::{CLASSES, PIXELS, Split};
 use train::{Event, Plan, Share, train};
-
-/// Any error, for the user to read.
-pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Test accuracy that the demo has to reach.
 const REQUIRED_ACCURACY: f32 = 0.95;

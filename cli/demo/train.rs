@@ -8,9 +8,9 @@ use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
 
-use super::BoxError;
 use super::data::{Digit, Split};
 use super::net::{Example, Mlp, Sgd};
+use crate::error::BoxError;
 
 /// What to train, and how. Equal plans over equal data give equal weights.
 #[derive(Clone, Debug)]

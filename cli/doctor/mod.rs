@@ -25,12 +25,11 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde::Serialize;
 
+use crate::error::BoxError;
 use answer::{Answer, Outcome, Row, tell, tell_answer};
 use driver::{Gpu, Problem, problem};
 use facts::Facts;
 use process::{Ask, Said, Second};
-
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// All probes together.
 const ALL: Duration = Duration::from_secs(30);

@@ -20,9 +20,9 @@ use serde::{Deserialize, Serialize};
 use signal_hook::consts::SIGTERM;
 
 use super::bind::Bind;
+use super::event::Event;
 use super::relay::write_all;
 use super::stdin::{Input, KEPT_BY_AGENT, Queue, Stdin};
-use super::supervise::Event;
 use super::{Job, Part, Policy, complain, signals};
 
 /// Before the name of a signal that the agent's ranks are to get.

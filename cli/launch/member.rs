@@ -11,8 +11,8 @@ use std::thread;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions};
 
 use super::agent;
+use super::event::Event;
 use super::stdin::Sink;
-use super::supervise::Event;
 
 /// What ssh exits with when its connection has ended, and not the command.
 const SSH_ENDED: i32 = 255;

@@ -10,11 +10,12 @@ use std::sync::mpsc::{self, Sender};
 use std::thread;
 
 use super::agent::{self, Order};
+use super::event::Event;
 use super::hosts::{Host, quoted};
 use super::member::{Agent, Kind, Member, Said, watch};
 use super::processes::MARK;
 use super::relay::{Source, Stream};
-use super::supervise::{Ended, Event, Started, supervise};
+use super::supervise::{Ended, Started, supervise};
 use super::{Job, Policy, RESTART, stdin, survive_nobody, token, with_restarts};
 use crate::{Exit, own};
 

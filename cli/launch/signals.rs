@@ -13,7 +13,7 @@ use signal_hook::consts::{
 };
 use signal_hook::iterator::Signals;
 
-use super::Event;
+use super::event::Event;
 
 /// Those that end a job.
 const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];

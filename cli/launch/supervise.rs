@@ -12,6 +12,7 @@ use signal_hook::consts::{
     SIGCHLD, SIGCONT, SIGHUP, SIGINT, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR1, SIGUSR2, SIGWINCH,
 };
 
+use super::event::Event;
 use super::guard::Guard;
 use super::member::{End, Kind, Member, peek_status};
 use super::relay::{Stream, relay};
@@ -80,19 +81,6 @@ pub(super) fn supervise<'a>(
     launcher.wait_for_output(stop);
     launcher.reap();
     Ok(launcher.codes.ended(policy.on_failure))
-}
-
-pub(super) enum Event {
-    /// A member has ended, or it can no longer be waited for. It is a zombie until `reap`.
-    Ended(usize),
-    /// An agent has started its ranks. From rank 0's, the port where the world meets.
-    Greeted { member: usize, port: u16 },
-    /// A signal to this process, or the launcher's to this agent.
-    Signal(i32),
-    /// The launcher of this agent is gone.
-    Cut,
-    /// All output has been relayed.
-    Relayed,
 }
 
 /// What the launcher does, and until when.

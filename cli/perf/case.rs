@@ -6,7 +6,6 @@ use std::str::FromStr;
 
 use allstream::{DType, Element, Kind, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
-use super::check::Check;
 use crate::units::bus_factor;
 
 /// A collective, or messages.
@@ -176,13 +175,6 @@ impl Case {
         rest.chunks_mut(64 * PERIOD).for_each(|piece| piece.copy_from_slice(&first[..piece.len()]));
     }
 
-    /// How many elements of this rank's result are wrong.
-    pub(crate) fn wrong<T: Value>(&self, buf: &[T], in_place: bool) -> u64 {
-        let range = self.result(in_place);
-        let len = range.len() as u64;
-        buf.get(range).map_or(len, |result| Check::new(self).wrong(0, result))
-    }
-
     /// Which elements of its buffer are this rank's result; none, where it has none to look at.
     pub(crate) fn result(&self, in_place: bool) -> Range<usize> {
         self.result_start(in_place).map_or(0..0, |start| start..start + self.lengths().1)
@@ -323,6 +315,7 @@ impl Value for bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::check::wrong;
     use super::*;
 
     #[test]
@@ -330,12 +323,12 @@ mod tests {
         let what = What::Collective(Kind::AllReduce);
         let case = Case::new(what, ReduceOp::Sum, 0, (0, 2), 8);
         let mut result: Vec<f32> = (0..8).map(|i| (case.value(0, i) + case.value(1, i)) as f32).collect();
-        assert_eq!(case.wrong(&result, true), 0);
+        assert_eq!(wrong(&case, &result, true), 0);
         result[5] += 1.0;
-        assert_eq!(case.wrong(&result, true), 1);
+        assert_eq!(wrong(&case, &result, true), 1);
         result[5] = f32::NAN;
-        assert_eq!(case.wrong(&result, true), 1);
-        assert_eq!(case.wrong(&result[..4], true), 8, "a result that is too short is all wrong");
+        assert_eq!(wrong(&case, &result, true), 1);
+        assert_eq!(wrong(&case, &result[..4], true), 8, "a result that is too short is all wrong");
     }
 
     #[test]

@@ -8,6 +8,13 @@ use super::case::{Case, PERIOD, Value};
 /// Elements that are compared at a time: a whole number of periods, so that the next ones begin as these do.
 const PATTERN: usize = 64 * PERIOD;
 
+/// How many elements of a rank's result are wrong.
+pub(crate) fn wrong<T: Value>(case: &Case, buf: &[T], in_place: bool) -> u64 {
+    let range = case.result(in_place);
+    let len = range.len() as u64;
+    buf.get(range).map_or(len, |result| Check::new(case).wrong(0, result))
+}
+
 /// Counts the wrong elements of one rank's result.
 #[derive(Debug)]
 pub(crate) struct Check<'a, T> {

@@ -11,9 +11,9 @@ use allstream_sys::cuda::CuResult;
 use tokio::runtime::Runtime;
 
 use super::case::{Case, What};
-use super::device::Clock;
+use super::clock::Clock;
 use super::memory::Memory;
-use super::report::Time;
+use super::time::Time;
 
 /// How often, and how.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use allstream::cuda::{DeviceBuf, DeviceStream, PinnedBuf};
 use allstream::{AnyBuf, Buf, Comm, DType, Error, bf16, f8e4m3, f8e5m2, f16};
 
 use super::case::{Case, PERIOD, Value};
-use super::check::Check;
+use super::check::{self, Check};
 
 /// Elements of an input that the host puts on a device, a whole number of periods: the device doubles them, and each doubling
 /// costs about as much as this (1 ms at most).
@@ -154,7 +154,7 @@ impl Values {
             },
             wrong: |buf, case, in_place| match buf.as_slice::<T>() {
                 Some(values) => {
-                    let wrong = case.wrong(values, in_place);
+                    let wrong = check::wrong(case, values, in_place);
                     Ok((buf, wrong))
                 }
                 None => {

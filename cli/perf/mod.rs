@@ -2,11 +2,13 @@
 
 mod case;
 mod check;
+mod clock;
 mod device;
 mod measure;
 mod memory;
 mod plot;
 mod report;
+mod time;
 mod tuning;
 
 use std::io;
@@ -18,15 +20,16 @@ use clap::{Args, ValueEnum};
 
 use crate::Exit;
 use crate::console::Console;
-use crate::demo::BoxError;
+use crate::error::BoxError;
 use crate::launch::{self, bind::Bind};
 use crate::own;
 use crate::units::size;
 use case::{Case, What};
 use measure::{Effort, measure, measure_in_place, together};
 use memory::{Memory, Place};
-pub(crate) use report::{Report, Time};
+pub(crate) use report::Report;
 use report::{Row, Series};
+pub(crate) use time::Time;
 
 /// Options of `allstream perf`.
 #[derive(Clone, Debug, Args)]

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use plotters::prelude::*;
 
-use super::report::{Report, Row, Series, Time};
-use crate::demo::BoxError;
+use super::report::{Report, Row, Series};
+use super::time::Time;
+use crate::error::BoxError;
 
 const SIZE: (u32, u32) = (1200, 560);
 /// Told apart by those who see few colours, too: Okabe and Ito, 2008.

@@ -7,7 +7,7 @@ use super::PerfArgs;
 use super::case::What;
 use super::measure::{Effort, measure_in_place};
 use crate::console::Console;
-use crate::demo::BoxError;
+use crate::error::BoxError;
 
 /// At most so many times the best's time.
 const BAR: f64 = 1.15;

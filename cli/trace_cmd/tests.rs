@@ -1,4 +1,4 @@
-use super::render::list;
+use super::ranks::list;
 use super::*;
 
 const TIMES: Wanted<'_> = Wanted { times: Some(None), overlap: false, asked: false };

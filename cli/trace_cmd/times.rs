@@ -8,7 +8,8 @@ use allstream::tuning::{Figures, Place, Row, Table};
 use allstream::{Algo, Kind, LinkClass, sim};
 use serde::Serialize;
 
-use super::{CommRecord, Operation, Recording, State, name_ranks};
+use super::ranks::name_ranks;
+use super::{CommRecord, Operation, Recording, State};
 
 /// A rank that comes last in so large a part of the calls is the one that is waited for.
 const MOSTLY: f64 = 0.7;

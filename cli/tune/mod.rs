@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::Exit;
 use crate::console::Console;
-use crate::demo::BoxError;
+use crate::error::BoxError;
 use crate::launch;
 use crate::own;
 use crate::perf::{self, PerfArgs, Report};

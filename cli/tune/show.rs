@@ -5,7 +5,7 @@ use std::io::{self, Write};
 
 use allstream::tuning::{self, Row, Table, TimeBy};
 
-use crate::demo::BoxError;
+use crate::error::BoxError;
 
 /// Prints the table in use, or says that there is none.
 pub(crate) fn info() -> Result<Exit, BoxError> {

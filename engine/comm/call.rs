@@ -10,6 +10,7 @@ use super::ordered::{Start, Stream};
 use super::work::Submitted;
 use crate::device::carriers::bound_to;
 use crate::error::Error;
+use crate::exec::carrier::Carried;
 use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Tables, Then};
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
@@ -51,7 +52,7 @@ impl std::fmt::Debug for Side<'_> {
 
 /// A collective that is not submitted yet.
 pub(super) struct Prepared {
-    operation: Operation,
+    carried: Carried,
     after: Option<Event>,
     held: ErasedBufs,
 }
@@ -75,7 +76,7 @@ impl Desk {
 impl Prepared {
     /// Submits it where it was prepared for.
     pub(super) fn submit(self, endpoint: &Arc<Endpoint>) -> Submitted {
-        submitted(endpoint, endpoint.submit_collective(self.operation, self.after, self.held))
+        submitted(endpoint, endpoint.submit_collective(self.carried, self.after, self.held))
     }
 
     /// The buffers: nothing is submitted.
@@ -408,7 +409,7 @@ impl<'a> Call<'a> {
             let prepared = self.prepare(spec, dtype, UNSTAGED);
             return self.hand_in_staged(prepared, varied, vec![memory], held);
         };
-        self.hand_in(self.prepare(spec, dtype, ends), self.after_on_host(), held)
+        self.hand_in(self.prepare(spec, dtype, ends).map(Carried::from), self.after_on_host(), held)
     }
 
     /// Several parts, each with a count of its own on memory of its own.
@@ -442,7 +443,7 @@ impl<'a> Call<'a> {
             let memory = parts.into_iter().map(|(_, memory)| memory).collect();
             return self.hand_in_staged(prepared, false, memory, held);
         }
-        self.hand_in(prepared, self.after_on_host(), held)
+        self.hand_in(prepared.map(Carried::from), self.after_on_host(), held)
     }
 
     /// An operation of two halves: `spec` on elements of this type, and what `then` makes of its outcome.
@@ -456,7 +457,7 @@ impl<'a> Call<'a> {
     ) -> Submitted {
         let prepared = self.prepare(spec, dtype, ends);
         let prepared = prepared.map(|operation| Operation { then: Some(then), ..operation });
-        self.hand_in(prepared, self.after_on_host(), held)
+        self.hand_in(prepared.map(Carried::from), self.after_on_host(), held)
     }
 
     pub(super) fn hand_in(
@@ -465,7 +466,7 @@ impl<'a> Call<'a> {
             not(any(test, feature = "testing")),
             expect(unused_mut, reason = "tests alone change it")
         )]
-        mut prepared: Result<Operation, Error>,
+        mut prepared: Result<Carried, Error>,
         after: Option<Event>,
         held: ErasedBufs,
     ) -> Submitted {
@@ -474,12 +475,12 @@ impl<'a> Call<'a> {
             prepared = self.taken_whole_on_host(prepared, bound);
         }
         match (prepared, self.desk) {
-            (Ok(operation), Some(desk)) => {
-                *desk.0.lock() = Some(Prepared { operation, after, held });
+            (Ok(carried), Some(desk)) => {
+                *desk.0.lock() = Some(Prepared { carried, after, held });
                 Submitted::elsewhere()
             }
-            (Ok(operation), None) => {
-                submitted(self.side.0, self.side.0.submit_collective(operation, after, held))
+            (Ok(carried), None) => {
+                submitted(self.side.0, self.side.0.submit_collective(carried, after, held))
             }
             (Err(error), _) => Submitted::refused(error, held),
         }

@@ -13,6 +13,7 @@ use crate::device::operation::{Binding, DeviceOp};
 use crate::device::whole::{BoundWhole, MessagePath};
 use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
 use crate::error::Error;
+use crate::exec::carrier::Carried;
 use crate::exec::{Direction, EAGER, Operation, Reduction, STRIPE, cut};
 use crate::mem::{ALL, DeviceMemory, ErasedBufs, Event, RawBuf, Stripe, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
@@ -65,13 +66,11 @@ impl Call<'_> {
         let staged = prepared.and_then(|mut operation| {
             self.start_on_devices(operation.call, places(&memory))?;
             let staged = stage(&mut operation, varied, &memory)?;
-            operation.carrier = Some(Arc::new(OnHost(staged.clone())));
-            Ok((operation, staged))
+            let carrier = Some(Arc::new(OnHost(staged.clone())) as _);
+            Ok((Carried { operation, carrier }, staged))
         });
         match staged {
-            Ok((operation, staged)) => {
-                self.hand_in(Ok(operation), staged.ready(), held.with(staged.memory()))
-            }
+            Ok((carried, staged)) => self.hand_in(Ok(carried), staged.ready(), held.with(staged.memory())),
             Err(error) => self.hand_in(Err(error), None, held),
         }
     }
@@ -121,8 +120,7 @@ impl Call<'_> {
             if let Some(bound) = whole {
                 return self.made_whole(operation, &bound, Some(device));
             }
-            operation.carrier = Some(Arc::new(OnDevice(device)));
-            Ok(operation)
+            Ok(Carried { operation, carrier: Some(Arc::new(OnDevice(device))) })
         });
         self.hand_in(prepared, None, held)
     }

@@ -11,6 +11,7 @@ use crate::device::carriers::WholeOp;
 use crate::device::operation::DeviceOp;
 use crate::device::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
+use crate::exec::carrier::Carried;
 use crate::exec::{Operation, Part, PartList, Reduction};
 use crate::types::{Algo, DType, KEY_BITS, Kind, ReduceOp, WHOLE, mix};
 
@@ -126,8 +127,8 @@ impl Call<'_> {
         mut operation: Operation,
         bound: &BoundWhole,
         device: Option<Arc<DeviceOp>>,
-    ) -> Result<Operation, Error> {
-        let Some(call) = whole_call(&mut operation) else { return Ok(operation) };
+    ) -> Result<Carried, Error> {
+        let Some(call) = whole_call(&mut operation) else { return Ok(operation.into()) };
         let mut signature = operation.signature;
         signature.kind |= WHOLE;
         // What would have been chosen is not what happens.
@@ -141,7 +142,7 @@ impl Call<'_> {
         let reduction = Reduction::Op(ReduceOp::Max);
         let meeting = Operation::new(name, signature, timeout, reduction, PartList::One(part));
         let whole = WholeOp::new(call, bound, device, token.clone());
-        Ok(Operation { carrier: Some(Arc::new(whole)), ..meeting })
+        Ok(Carried { operation: meeting, carrier: Some(Arc::new(whole)) })
     }
 
     /// The same for an operation on the host's memory. Only a library for tests takes those.
@@ -149,14 +150,14 @@ impl Call<'_> {
     #[cold]
     pub(super) fn taken_whole_on_host(
         &self,
-        prepared: Result<Operation, Error>,
+        prepared: Result<Carried, Error>,
         bound: &BoundWhole,
-    ) -> Result<Operation, Error> {
-        let mut operation = prepared?;
-        match operation.carrier.is_none() && bound.device.is_none() && self.goes_whole(&mut operation, bound)
-        {
-            true => self.made_whole(operation, bound, None),
-            false => Ok(operation),
+    ) -> Result<Carried, Error> {
+        let mut carried = prepared?;
+        let is_on_host = carried.carrier.is_none() && bound.device.is_none();
+        match is_on_host && self.goes_whole(&mut carried.operation, bound) {
+            true => self.made_whole(carried.operation, bound, None),
+            false => Ok(carried),
         }
     }
 }

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use super::carrier::{Carrier, Lane, Lanes, Passed, Work};
+use super::carrier::{Carried, Carrier, Lane, Lanes, Passed};
 use super::host::{Host, HostLoans};
 use super::inflight::Key;
 use super::operation::{Operation, Part, PartList, Then};
-use super::parts::{NextPart, Parts};
+use super::parts::{NextPart, Parts, Work};
 use super::port::{Lent, Port};
 use crate::error::{self, Error};
 use crate::link::region::Region;
@@ -57,6 +57,7 @@ const REST: Duration = Duration::from_secs(1);
 struct Current {
     key: Key,
     op: Operation,
+    carrier: Option<Arc<dyn Carrier>>,
     next: NextPart,
     /// Pieces of its memory that have come, and how far the operation may go by them.
     arrived: usize,
@@ -94,7 +95,7 @@ impl Active {
 
     /// What carries the operation out, if the host does not do so alone.
     pub(crate) fn carrier(&self) -> Option<&Arc<dyn Carrier>> {
-        self.current.as_ref()?.op.carrier.as_ref()
+        self.current.as_ref()?.carrier.as_ref()
     }
 
     /// Key and number of the operation.
@@ -108,10 +109,12 @@ impl Active {
         Some((c.op.number, c.op.signature, c.op.timeout, c.started))
     }
 
-    pub(crate) fn start(&mut self, key: Key, op: Operation, started: Instant) {
+    pub(crate) fn start(&mut self, key: Key, carried: Carried, started: Instant) {
         self.stalled_at = None;
-        let reach = op.carrier.as_ref().map_or(ALL, |carrier| carrier.reach());
-        self.current = Some(Current { key, op, next: NextPart::default(), arrived: 0, reach, started });
+        let Carried { operation: op, carrier } = carried;
+        let reach = carrier.as_ref().map_or(ALL, |carrier| carrier.reach());
+        self.current =
+            Some(Current { key, op, carrier, next: NextPart::default(), arrived: 0, reach, started });
     }
 
     /// The second half of an operation.
@@ -127,7 +130,7 @@ impl Active {
     /// It does not come.
     pub(crate) fn arrived(&mut self, waker: &Waker) -> Result<bool, Error> {
         let Some(current) = &mut self.current else { return Ok(false) };
-        let Some(carrier) = current.op.carrier.as_ref().filter(|_| current.reach != ALL) else {
+        let Some(carrier) = current.carrier.as_ref().filter(|_| current.reach != ALL) else {
             return Ok(false);
         };
         let (arrived, reach) = carrier.arrived(current.arrived, waker)?;
@@ -190,11 +193,11 @@ impl Active {
         port: &mut Port,
         device: Option<&mut (dyn Lane + 'static)>,
     ) -> Result<Pass, Error> {
-        let Some(Current { key, op, next, reach, .. }) = &mut self.current else {
+        let Some(Current { key, op, carrier, next, reach, .. }) = &mut self.current else {
             return Ok(Pass::Going(false));
         };
         let mut work = Work { op, next, reach: *reach };
-        let passed = match &op.carrier {
+        let passed = match carrier {
             None => match self.host.pass(&mut work, None, port)? {
                 (_, true) => Passed::Complete,
                 (any, false) => Passed::Going(any),

@@ -11,18 +11,24 @@ use std::time::Duration;
 
 use super::host::{Host, HostLoans};
 use super::operation::Operation;
-use super::parts::{NextPart, Parts};
+use super::parts::{NextPart, Parts, Work};
 use super::port::Port;
 use crate::error::{Error, Missing, MissingState};
 use crate::mem::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
-/// An operation, and how far its parts and its memory are.
-pub(crate) struct Work<'a> {
-    pub(crate) op: &'a Operation,
-    pub(crate) next: &'a mut NextPart,
-    /// How far the memory has come.
-    pub(crate) reach: Reach,
+/// An operation, and what carries it out.
+pub(crate) struct Carried {
+    pub(crate) operation: Operation,
+    /// None: the host does, in its memory.
+    pub(crate) carrier: Option<Arc<dyn Carrier>>,
+}
+
+impl From<Operation> for Carried {
+    /// The host's.
+    fn from(operation: Operation) -> Carried {
+        Carried { operation, carrier: None }
+    }
 }
 
 /// Where an operation's parts may run: in the host's memory, over the host's links; or in another, over links of its own.

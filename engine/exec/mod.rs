@@ -35,7 +35,7 @@ pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, EAGER, Message};
-pub(crate) use parts::{NextPart, Parts};
+pub(crate) use parts::{NextPart, Parts, Work};
 pub(crate) use port::{DEVICES, Payload, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;

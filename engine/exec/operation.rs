@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use allstream_kernels::Combine;
 
-use super::carrier::Carrier;
 use crate::error::Error;
 use crate::mem::{ErasedBufs, check_bools};
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
@@ -190,8 +189,6 @@ pub(crate) struct Operation {
     pub(crate) scale: Option<f64>,
     pub(crate) parts: PartList,
     pub(crate) then: Option<Then>,
-    /// What carries it out; none: the host does, in its memory.
-    pub(crate) carrier: Option<Arc<dyn Carrier>>,
 }
 
 impl Operation {
@@ -203,7 +200,7 @@ impl Operation {
         reduction: Reduction,
         parts: PartList,
     ) -> Operation {
-        let (number, scale, then, carrier) = (0, None, None, None);
-        Operation { call, number, signature, timeout, reduction, scale, parts, then, carrier }
+        let (number, scale, then) = (0, None, None);
+        Operation { call, number, signature, timeout, reduction, scale, parts, then }
     }
 }

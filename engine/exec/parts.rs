@@ -3,7 +3,6 @@
 use std::cmp::Ordering;
 
 use super::backend::Backend;
-use super::carrier::Work;
 use super::lends::Lends;
 use super::operation::{Operation, Part};
 use super::port::{Lent, Port};
@@ -28,6 +27,14 @@ impl NextPart {
     pub(crate) fn of_second_half(self) -> NextPart {
         NextPart { index: 0, ..self }
     }
+}
+
+/// An operation, and how far its parts and its memory are.
+pub(crate) struct Work<'a> {
+    pub(crate) op: &'a Operation,
+    pub(crate) next: &'a mut NextPart,
+    /// How far the memory has come.
+    pub(crate) reach: Reach,
 }
 
 /// How many rounds of a part may be touched, by what has come of the operation's memory.

@@ -13,7 +13,6 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::carrier::Carrier;
 use crate::link::exit::Lease;
 use crate::link::region::{Region, WeakSlot};
 use crate::mem::ErasedBufs;
@@ -24,7 +23,7 @@ pub(super) const LOOK: Duration = Duration::from_millis(50);
 /// What is kept.
 pub(crate) enum What {
     /// The buffers of an operation, and what was to copy them to or from a device.
-    Buffers(#[allow(dead_code)] ErasedBufs, #[allow(dead_code)] Option<Arc<dyn Carrier>>),
+    Buffers(#[allow(dead_code)] ErasedBufs, #[allow(dead_code)] Option<Box<dyn Send>>),
     /// What ran it, with memory of its own.
     Run(#[allow(dead_code)] Box<dyn Send>),
     /// Staging slots.

@@ -30,8 +30,7 @@ pub use self::predict::predict;
 
 use self::net::{Clock, Net, SimOpener};
 use crate::error::Error;
-use crate::exec::carrier::Work;
-use crate::exec::{self, NextPart, Operation, Part, PartList, Parts, Port, Reduction, Timed};
+use crate::exec::{self, NextPart, Operation, Part, PartList, Parts, Port, Reduction, Timed, Work};
 use crate::link::SLOT;
 use crate::link::region::Region;
 use crate::mem::ALL;

@@ -2,122 +2,59 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::house::{SourceFile, re_exports};
-use crate::source::{Token, import_tree, tokens};
+use crate::modules::Named;
 
-/// The folders of the engine whose files may not import each other in a circle; the first is the engine itself. A module and
-/// its own children may know each other.
-const FOLDERS: [&[&str]; 5] = [&[], &["device"], &["exec"], &["link"], &["comm"]];
+/// Circles that may stay: the files, and why.
+pub(crate) const ALLOWED: [(&[&str], &str); 0] = [];
 
-/// Modules that only tests and fuzz targets have.
-const FOR_TESTS: [&str; 3] = ["tests", "testing", "fuzzing"];
+/// For each file the files that it names something of, and each name with the first line that has it.
+type Imports<'a> = BTreeMap<&'a str, BTreeMap<&'a str, BTreeMap<&'a str, usize>>>;
 
-/// The module that a file of the engine is: `["exec", "lane"]`.
-fn module(path: &str) -> Option<Vec<&str>> {
-    let mut parts: Vec<&str> = path.strip_prefix("engine/")?.strip_suffix(".rs")?.split('/').collect();
-    if let Some(&("mod" | "lib")) = parts.last() {
-        parts.pop();
-    }
-    (!parts.iter().any(|part| FOR_TESTS.contains(part))).then_some(parts)
-}
-
-/// A file's tokens without the tests at its end.
-fn product<'a>(tokens: &'a [Token<'a>]) -> &'a [Token<'a>] {
-    let is_tests = |at: &[Token<'_>]| at[0].text == "mod" && at[1].text == "tests" && at[2].text == "{";
-    let end = tokens.windows(3).position(is_tests).unwrap_or(tokens.len());
-    &tokens[..end]
-}
-
-/// What a module names: paths from the engine's root, and the line.
-fn named<'a>(here: &[&'a str], tokens: &[Token<'a>]) -> Vec<(Vec<&'a str>, usize)> {
-    let mut found = Vec::new();
-    let mut at = 0;
-    while at < tokens.len() {
-        let text = |at: usize| tokens.get(at).map_or("", |token| token.text);
-        let start = at;
-        let mut base = match text(at) {
-            "crate" => Vec::new(),
-            "self" | "super" => here.to_vec(),
-            _ => {
-                at += 1;
-                continue;
-            }
-        };
-        while matches!(text(at), "crate" | "self" | "super") && text(at + 1) == "::" {
-            if text(at) == "super" {
-                base.pop();
-            }
-            at += 2;
-        }
-        if at == start {
-            at += 1;
-            continue;
-        }
-        let (paths, _) = import_tree(tokens, at);
-        found.extend(paths.into_iter().map(|path| ([base.clone(), path].concat(), tokens[start].line)));
-    }
-    found
-}
-
-/// Which children of a folder import which others, and where.
-type Imports = BTreeMap<String, BTreeMap<String, String>>;
-
-fn imports(files: &[SourceFile], folder: &[&str]) -> Imports {
-    let mut imports = Imports::new();
-    let mut handed_on = BTreeMap::new();
-    let mut children = BTreeSet::new();
-    for file in files {
-        match module(&file.path) {
-            Some(here) if here == folder => handed_on = re_exports(&tokens(&file.text)),
-            Some(here) if here.starts_with(folder) => {
-                children.insert(here[folder.len()].to_string());
-            }
-            _ => {}
-        }
-    }
-    for file in files {
-        let Some(here) = module(&file.path).filter(|here| here.len() > folder.len()) else { continue };
-        if !here.starts_with(folder) {
-            continue;
-        }
-        let child = here[folder.len()].to_string();
-        let tokens = tokens(&file.text);
-        for (path, line) in named(&here, product(&tokens)) {
-            let Some(name) = path.get(folder.len()).filter(|_| path.starts_with(folder)) else { continue };
-            // A name that the folder only hands on counts as what it is.
-            let to = children.get(*name).or_else(|| children.get(handed_on.get(*name)?));
-            if let Some(to) = to.filter(|to| **to != child) {
-                let place = format!("{}:{line}", file.path);
-                imports.entry(child.clone()).or_default().entry(to.clone()).or_insert(place);
-            }
-        }
-    }
-    imports
-}
-
-/// All that can be reached from here by imports.
-fn reached<'a>(imports: &'a Imports, from: &'a str) -> BTreeSet<&'a str> {
+/// All files that can be reached from here by imports.
+fn reached<'a>(imports: &Imports<'a>, from: &'a str) -> BTreeSet<&'a str> {
     let (mut all, mut rest) = (BTreeSet::new(), vec![from]);
     while let Some(next) = rest.pop() {
-        if all.insert(next) {
-            rest.extend(imports.get(next).into_iter().flat_map(BTreeMap::keys).map(String::as_str));
+        for to in imports.get(next).into_iter().flat_map(BTreeMap::keys) {
+            if all.insert(*to) {
+                rest.push(to);
+            }
         }
     }
     all
 }
 
-/// The imports that are part of a circle.
-pub(crate) fn circles(files: &[SourceFile]) -> Vec<String> {
+/// The circles that nobody allowed, with the names that tie each, and what is allowed without need.
+pub(crate) fn circles(named: &[Named<'_>], allowed: &[(&[&str], &str)]) -> Vec<String> {
+    let mut imports = Imports::new();
+    for Named { from, line, name, to, .. } in named.iter().filter(|named| !named.for_tests) {
+        imports.entry(from).or_default().entry(to).or_default().entry(name).or_insert(*line);
+    }
+    let reached: BTreeMap<&str, BTreeSet<&str>> =
+        imports.keys().map(|from| (*from, reached(&imports, from))).collect();
+    let circle = |file: &&str| -> BTreeSet<&str> {
+        let back = |other: &&&str| reached.get(**other).is_some_and(|all| all.contains(file));
+        reached[*file].iter().filter(back).copied().collect()
+    };
+    let all: BTreeSet<BTreeSet<&str>> =
+        imports.keys().map(circle).filter(|files| !files.is_empty()).collect();
     let mut complaints = Vec::new();
-    for folder in FOLDERS {
-        let imports = imports(files, folder);
-        for (from, all) in &imports {
-            for (to, place) in all.iter().filter(|(to, _)| reached(&imports, to).contains(from.as_str())) {
-                complaints.push(format!(
-                    "{place}: `{from}` imports from `{to}`, which by itself or by others imports from `{from}`"
-                ));
+    for files in &all {
+        if allowed.iter().any(|(may, _)| files.iter().all(|file| may.contains(file))) {
+            continue;
+        }
+        let mut text = format!("{} files import each other in a circle:", files.len());
+        for (from, all) in imports.iter().filter(|(from, _)| files.contains(*from)) {
+            for (to, names) in all.iter().filter(|(to, _)| files.contains(*to)) {
+                text += &format!("\n    {from} from {to}:");
+                names.iter().for_each(|(name, line)| text += &format!(" {name} ({line})"));
             }
         }
+        complaints.push(text);
+    }
+    let is_there = |may: &[&str]| all.iter().any(|files| files.iter().all(|file| may.contains(file)));
+    for (may, _) in allowed.iter().filter(|(may, _)| !is_there(may)) {
+        complaints
+            .push(format!("no circle any more, so take it out of xtask/src/circles.rs: {}", may.join(", ")));
     }
     complaints
 }
@@ -125,38 +62,82 @@ pub(crate) fn circles(files: &[SourceFile]) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::files::{SourceFile, syntax};
 
-    fn files(all: &[(&str, &str)]) -> Vec<SourceFile> {
+    fn found(all: &[(&str, &str)], allowed: &[(&[&str], &str)]) -> Vec<String> {
         let file = |(path, text): &(&str, &str)| SourceFile { path: (*path).into(), text: (*text).into() };
-        all.iter().map(file).collect()
+        let mut files: Vec<SourceFile> = all.iter().map(file).collect();
+        files.push(file(&("a/Cargo.toml", "[lib]\npath = \"lib.rs\"\n")));
+        let mut unread = Vec::new();
+        let syntax = syntax(&files, &mut unread);
+        assert_eq!(unread, [""; 0]);
+        circles(&crate::modules::named(&files, &syntax), allowed)
+    }
+
+    /// `x/deep.rs` needs `y.rs` by what `x` hands on; what `y.rs` says is the test's.
+    fn with(y: &str) -> [(&str, &str); 5] {
+        [
+            (
+                "a/lib.rs",
+                "mod x; mod y; mod z; #[cfg(test)] mod tests; pub use x::X as Handed; pub use z::Z;",
+            ),
+            ("a/x/mod.rs", "mod deep; pub(crate) use deep::X; pub(crate) struct Own;"),
+            ("a/x/deep.rs", "use crate::Z; pub(crate) struct X;"),
+            ("a/z.rs", "mod inner { use crate::y::Y; } pub(crate) use crate::x::*; pub struct Z;"),
+            ("a/y.rs", y),
+        ]
     }
 
     #[test]
     fn a_circle_is_found_whatever_way_it_takes() {
-        let named = files(&[
-            ("engine/exec/mod.rs", "mod a; mod b; mod c; pub(crate) use c::Last;"),
-            ("engine/exec/a.rs", "use super::b::{First, Second};"),
-            ("engine/exec/b/deep.rs", "fn f() { crate::exec::Last::new() }"),
-            ("engine/exec/c.rs", "use super::a;"),
-        ]);
-        let found = circles(&named);
-        assert_eq!(found.len(), 3, "{found:?}");
-        assert!(found[1].starts_with("engine/exec/b/deep.rs:1: `b` imports from `c`"), "{found:?}");
-        let apart = files(&[
-            ("engine/mem/mod.rs", "use crate::link::X;"),
-            ("engine/link/mod.rs", "use crate::mem::Y;"),
-        ]);
-        assert_eq!(circles(&apart).len(), 2, "between folders");
+        let ways = [
+            "use super::x::X;",
+            "use crate::{x::{self, X as _}, z};",
+            "use super::x; fn f() { x::X::new() }",
+            "fn f(x: &crate::x::X) {}",
+            "fn f() { println!(\"{}\", 1 + super::x::X::new()) }",
+            "macro_rules! x { () => { $crate::x::X } }",
+            "mod inner { fn f() { super::super::x::X } }",
+            "use crate::Handed;",
+            "use crate::z::X;",
+            "#[cfg(not(test))] use super::x::X;",
+        ];
+        for way in ways {
+            let complaints = found(&with(way), &[]);
+            let [complaint] = complaints.as_slice() else { panic!("{way}: {complaints:?}") };
+            assert!(complaint.starts_with("3 files import each other"), "{way}: {complaint}");
+            assert!(complaint.contains("a/x/deep.rs from a/z.rs: crate::Z (1)"), "{way}: {complaint}");
+        }
+        assert_eq!(found(&with("use super::z::Z;"), &[]).len(), 1, "two files alone");
     }
 
     #[test]
-    fn children_and_tests_may_look_back() {
-        let fine = files(&[
-            ("engine/exec/a.rs", "mod inner; use super::b::B; use self::inner::I;"),
-            ("engine/exec/a/inner.rs", "use super::A; use crate::exec::a::A;"),
-            ("engine/exec/b.rs", "struct B; #[cfg(test)] mod tests { use crate::exec::a::A; }"),
-            ("engine/exec/b/tests.rs", "use crate::exec::a::A;"),
-        ]);
-        assert_eq!(circles(&fine), [""; 0]);
+    fn a_module_and_those_below_it_may_know_each_other_and_so_may_tests() {
+        let fine = [
+            "use super::x::Own;",
+            "pub(in crate::x) struct Y; // crate::x::X",
+            "use std::mem; fn f() { mem::take(); x::X }",
+            "#[cfg(test)] mod tests { use crate::x::X; }",
+            "impl Y { #[cfg(any(test, feature = \"testing\"))] fn f() -> crate::x::X {} }",
+        ];
+        for way in fine {
+            assert_eq!(found(&with(way), &[]), [""; 0], "{way}");
+        }
+        let kin = [
+            ("a/lib.rs", "mod x; pub(crate) struct Root;"),
+            ("a/x/mod.rs", "mod deep; use deep::X; use crate::Root;"),
+            ("a/x/deep.rs", "use super::Own; use crate::Root; #[cfg(test)] mod tests;"),
+            ("a/x/deep/tests.rs", "use crate::x::Own;"),
+        ];
+        assert_eq!(found(&kin, &[]), [""; 0]);
+    }
+
+    #[test]
+    fn a_circle_may_be_allowed_as_long_as_there_is_one() {
+        let files = with("use super::z::Z;");
+        assert_eq!(found(&files, &[(&["a/y.rs", "a/z.rs"], "it has a reason")]), [""; 0]);
+        assert_eq!(found(&files, &[(&["a/z.rs", "a/x/deep.rs"], "others")]).len(), 2);
+        let stale = found(&with(""), &[(&["a/y.rs", "a/z.rs"], "it had a reason")]);
+        assert!(stale[0].starts_with("no circle any more"), "{stale:?}");
     }
 }

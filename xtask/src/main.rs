@@ -1,16 +1,19 @@
 //! `cargo xtask`: the tests, the house's own checks, and what CI runs.
 
 mod circles;
+mod files;
+mod fuzz;
 mod house;
 mod journal;
 mod kernels;
+mod modules;
 mod pack;
 mod packages;
+mod part;
 mod parts;
 mod peers;
 mod python;
 mod runner;
-mod source;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -36,7 +39,7 @@ enum Command {
         #[arg(long, value_name = "TEXT")]
         only: Option<String>,
     },
-    /// Only the checks of the house: floors, unsafe, sizes of files, paths
+    /// Only the checks of the house: floors, circles, unsafe, sizes of files, paths
     House,
     /// Compile the CUDA kernels to the PTX that is committed
     Kernels {

@@ -24,7 +24,7 @@ pub(crate) const FOLDER: &str = ".gpu-pack";
 const CONTENTS: &str = "CONTENTS";
 const README: &str = include_str!("../../docs/gpu-pack.md");
 const ARRAYS: &str = include_str!("../../tests/gpu-pack/python/arrays.py");
-/// As the release's integration tests are built, so that (with [`CHECKED`](crate::parts::CHECKED)) nothing is built twice.
+/// As the release's integration tests are built, so that (with [`CHECKED`](crate::part::CHECKED)) nothing is built twice.
 const BUILD: &str = "build --release --package allstream --package allstream-cli --all-features --bin allstream --test gpu --example 12_gpu \
                      --example 13_gpu_overlap";
 const BUILD_RUNNER: &str = "build --release --package gpu-pack";

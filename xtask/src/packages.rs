@@ -5,7 +5,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::journal::{Counts, Report};
-use crate::runner::{Ran, execute, say};
+use crate::part::Ran;
+use crate::runner::{execute, say};
 
 /// What tests use where it is there: a server of ssh between network namespaces, and other launchers.
 const FOR_TESTS: [(&str, &str); 4] = [

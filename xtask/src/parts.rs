@@ -2,62 +2,19 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::Path;
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use crate::house::{self, Check};
+use crate::fuzz;
+use crate::house;
 use crate::kernels;
 use crate::pack;
 use crate::packages;
+use crate::part::{CHECKED, Part, When, Work};
 use crate::python;
-use crate::runner::Ran;
-
-/// Something to run, and what it needs.
-pub(crate) struct Part {
-    pub(crate) name: String,
-    pub(crate) work: Work,
-    pub(crate) when: When,
-    /// Why it cannot run here, if it cannot.
-    pub(crate) needs: fn(&Path) -> Result<(), String>,
-    /// Past this it is killed, and has failed.
-    pub(crate) limit: Duration,
-}
-
-/// Of which runs a part is.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum When {
-    Always,
-    /// Of `test`. `test --full` and `ci` have a part that does the same and more.
-    Core,
-    /// Of `test --full` and `ci`.
-    Full,
-}
-
-/// How the release is built for tests: as it is, and it panics where an integer overflows or what the code asserts does not hold. Without the
-/// optimization of a whole crate once more, which takes a fifth of the time to build.
-pub(crate) const CHECKED: [(&str, &str); 3] = [
-    ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
-    ("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true"),
-    ("CARGO_PROFILE_RELEASE_LTO", "off"),
-];
 
 /// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
      --exclude nccl-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
-
-/// What a part does.
-pub(crate) enum Work {
-    /// Runs `cargo` with these arguments and variables, in the root of the repository.
-    Cargo(Vec<String>, Vec<(&'static str, String)>),
-    /// Runs checks in this process.
-    Checks(fn(&Path) -> Vec<Check>),
-    /// Is not there yet, for this reason.
-    NotYet(&'static str),
-    /// One fuzz target after another, each this many seconds.
-    Fuzz(u64),
-    /// Runs commands in turn, within the limit.
-    Steps(fn(&Path, Duration) -> Ran),
-}
 
 fn nothing(_: &Path) -> Result<(), String> {
     Ok(())
@@ -180,7 +137,7 @@ fn all() -> Vec<Part> {
             .checked(),
         cargo("doc tests, release", &format!("test {packages} --no-fail-fast --release --doc")).checked(),
         cuda_kernels().needs(kernels::needs).full(),
-        Part { work: Work::Fuzz(10), ..cargo("fuzz", "") }.needs(fuzzing).minutes(30).full(),
+        Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }.needs(fuzz::needs).minutes(30).full(),
         // A workspace of its own, so that candle stays out of the engine's lock file.
         cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release").full(),
         Part { work: Work::Steps(python::all), ..cargo("python, with torch and Ray", "") }
@@ -262,25 +219,4 @@ fn integration_tests(root: &Path) -> Result<(), String> {
     let found = (root.join("tests").read_dir().into_iter().flatten().flatten())
         .any(|entry| entry.path().join("main.rs").is_file());
     if found { Ok(()) } else { Err("no tests/*/main.rs".into()) }
-}
-
-/// The fuzz targets, by the names of their files.
-pub(crate) fn fuzz_targets(root: &Path) -> Vec<String> {
-    let files = root.join("fuzz/fuzz_targets").read_dir().into_iter().flatten().flatten();
-    let names = files.filter_map(|entry| entry.file_name().to_str()?.strip_suffix(".rs").map(String::from));
-    let mut names: Vec<String> = names.collect();
-    names.sort();
-    names
-}
-
-/// Targets, and the C++ compiler that libFuzzer is built with. cargo-fuzz itself is installed by the part.
-fn fuzzing(root: &Path) -> Result<(), String> {
-    if fuzz_targets(root).is_empty() {
-        return Err("no fuzz/fuzz_targets/*.rs".into());
-    }
-    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "c++".into());
-    let version = Command::new(&compiler).arg("--version").stdin(Stdio::null()).output();
-    version
-        .map(|_| ())
-        .map_err(|error| format!("no C++ compiler for libFuzzer: {}: {error}", compiler.display()))
 }

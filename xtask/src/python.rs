@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::journal::{Counts, Report};
-use crate::parts::CHECKED;
-use crate::runner::{self, Ran};
+use crate::part::{CHECKED, Ran};
+use crate::runner;
 
 /// What the tests need that are part of every run.
 const BASE: [&str; 4] = ["numpy", "ml_dtypes", "pytest>=8", "pytest-timeout>=2"];

@@ -14,8 +14,8 @@ use rustix::process::{Pid, Signal, kill_process_group};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::journal::{self, Counts, Journal, Report, Timed};
-use crate::parts::{self, Part, Work};
+use crate::journal::{Counts, Journal, Report, Timed};
+use crate::part::{Part, Ran, Work};
 
 /// The process group of the command that runs, for the signal thread.
 static RUNNING: Mutex<Option<Pid>> = Mutex::new(None);
@@ -69,9 +69,6 @@ struct Tests {
 
 /// Tests that are listed because they took longest.
 const SLOWEST: usize = 20;
-
-/// How a part ended: in words, in numbers, and what is to be said again if it failed.
-pub(crate) struct Ran(pub(crate) String, pub(crate) Counts, pub(crate) Report);
 
 /// Runs all, prints a table, then again what is known of each failure, and tells whether none failed.
 pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
@@ -192,52 +189,12 @@ fn run_part(part: &Part, root: &Path, tests: &mut Tests) -> Ran {
             }
             Ran(describe(counts), counts, report)
         }
-        Work::Fuzz(seconds) => fuzz(root, *seconds, part.limit),
         Work::Steps(steps) => steps(root, part.limit),
     }
 }
 
 pub(crate) fn skipped(reason: &str) -> Ran {
     Ran(format!("skipped: {reason}"), Counts { skipped: 1, ..Counts::default() }, Report::default())
-}
-
-fn fuzz(root: &Path, seconds: u64, limit: Duration) -> Ran {
-    let mut counts = Counts::default();
-    let mut report = Report::default();
-    let end = Instant::now() + limit;
-    let left = || end.saturating_duration_since(Instant::now());
-    let fuzz = |arguments: &[&str], echo| {
-        let mut command = Command::new(cargo());
-        // The sanitizers need unstable flags, which this compiler has too.
-        command.args(arguments).env("RUSTC_BOOTSTRAP", "1");
-        let limit = left();
-        let end = execute(command, root, limit, echo);
-        let done = end.journal.last("Done ").map(|line| format!(", {line}")).unwrap_or_default();
-        (outcome(end, limit), done)
-    };
-    if fuzz(&["fuzz", "--version"], false).0.1.failed > 0 {
-        let Ran(result, counts, _) = fuzz(&["install", "cargo-fuzz", "--locked"], true).0;
-        if counts.failed > 0 {
-            return skipped(&format!("cargo-fuzz is not here, and `cargo install cargo-fuzz`: {result}"));
-        }
-    }
-    for target in parts::fuzz_targets(root) {
-        let time = format!("-max_total_time={seconds}");
-        // Always the same seed: a search at random belongs to who has hours, not to the check of a change.
-        // A fuzzer writes thousands of lines; they matter only if it finds something.
-        let (Ran(result, count, found), done) =
-            fuzz(&["fuzz", "run", &target, "--", &time, "-timeout=10", "-seed=1"], false);
-        found.lines.iter().for_each(|line| say(line));
-        say(&format!("fuzz target {target}: {result}{done}"));
-        counts.passed += count.passed;
-        counts.failed += count.failed;
-        if count.failed > 0 {
-            report.names.push(format!("fuzz target {target}"));
-            report.lines.extend(found.lines);
-        }
-    }
-    report.lines.drain(..report.lines.len().saturating_sub(journal::PRINTED));
-    Ran(describe(counts), counts, report)
 }
 
 pub(crate) fn describe(counts: Counts) -> String {
@@ -260,7 +217,7 @@ impl End {
     }
 }
 
-fn outcome(end: End, limit: Duration) -> Ran {
+pub(crate) fn outcome(end: End, limit: Duration) -> Ran {
     let mut counts = end.journal.counts;
     let tested = end.journal.tested;
     let failed = |mut counts: Counts, why: String| {

@@ -1,7 +1,7 @@
 //! Buffers: variables of a model that its forward passes change and no optimizer does, as the running statistics of a batch normalization.
 
 use allstream::{ReduceOp, SharedComm};
-use candle_core::{DType, InplaceOp1, Result, Tensor};
+use candle_core::{InplaceOp1, Result, Tensor};
 
 use crate::params::{self, Param};
 use crate::{AllReduce, Broadcast};
@@ -16,17 +16,6 @@ pub(crate) enum BufferSync {
     Average,
     /// Each rank keeps its own.
     Off,
-}
-
-/// The last parts of the names that candle_nn's `BatchNorm` gives its running statistics.
-const BATCH_NORM: [&str; 2] = ["running_mean", "running_var"];
-
-/// Whether a variable of this name and type is a buffer: one of integers is.
-pub(crate) fn is_buffer(name: &str, dtype: DType, more: &[&str]) -> bool {
-    let last = name.rsplit('.').next().unwrap_or(name);
-    !dtype.is_float()
-        || BATCH_NORM.contains(&last)
-        || more.iter().any(|other| *other == last || *other == name)
 }
 
 /// Makes the buffers of all ranks alike, by one collective for each element type.

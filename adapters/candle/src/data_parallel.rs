@@ -1,5 +1,7 @@
 //! [`DataParallel`]: the gradients of a `VarMap`, averaged over all ranks.
 
+mod segments;
+
 use std::fmt;
 
 use allstream::train::{self, Buckets};
@@ -9,12 +11,13 @@ use candle_core::{Result, Tensor, Var, bail};
 use candle_nn::VarMap;
 use pollster::block_on;
 
-use crate::Segments;
 use crate::buffers::{self, BufferSync};
 use crate::error::failed;
 use crate::params::{self, Param};
 use crate::shards::Shard;
 use crate::storage;
+
+pub use segments::Segments;
 
 /// How [`DataParallel`] reduces. The same on all ranks.
 #[derive(Clone, Copy, Debug, Default)]
@@ -372,12 +375,12 @@ impl DataParallel {
     }
 
     /// Variables that have gradients.
-    pub(crate) fn trained(&self) -> usize {
+    fn trained(&self) -> usize {
         self.trained.len()
     }
 
     /// The i-th of those.
-    pub(crate) fn param(&self, i: usize) -> &Param {
+    fn param(&self, i: usize) -> &Param {
         &self.params[self.trained[i]]
     }
 
@@ -390,7 +393,7 @@ impl DataParallel {
     }
 
     /// Before the first gradient of a step.
-    pub(crate) fn begin(&mut self) -> Result<()> {
+    fn begin(&mut self) -> Result<()> {
         if self.buckets.is_none() {
             return Err(ended());
         }
@@ -427,7 +430,7 @@ impl DataParallel {
     }
 
     /// Hands in a gradient; more of the same variable follow in this step, or not.
-    pub(crate) fn push(&mut self, i: usize, grad: &Tensor, more: bool) -> Result<()> {
+    fn push(&mut self, i: usize, grad: &Tensor, more: bool) -> Result<()> {
         match self.try_push(i, grad, more) {
             Ok(()) => Ok(()),
             Err(error) => Err(self.end(error)),
@@ -465,7 +468,7 @@ impl DataParallel {
     }
 
     /// Waits for all gradients of the step, and puts them where the optimizer looks for them.
-    pub(crate) fn finish(&mut self, grads: &mut GradStore) -> Result<()> {
+    fn finish(&mut self, grads: &mut GradStore) -> Result<()> {
         match self.try_finish(grads) {
             Ok(()) => {
                 self.steps += 1;
@@ -519,7 +522,7 @@ impl DataParallel {
     }
 
     /// Which variables have no gradient, of those that have come: an error where all must have one.
-    pub(crate) fn check_all_have(&mut self, has: impl Fn(usize) -> bool) -> Result<()> {
+    fn check_all_have(&mut self, has: impl Fn(usize) -> bool) -> Result<()> {
         if self.options.is_partial || (0..self.trained()).all(&has) {
             return Ok(());
         }
@@ -533,7 +536,7 @@ impl DataParallel {
     }
 
     /// Ends the communicator on all ranks, so that none waits for what this rank does not do any more.
-    pub(crate) fn end(&mut self, error: candle_core::Error) -> candle_core::Error {
+    fn end(&mut self, error: candle_core::Error) -> candle_core::Error {
         if let Some(buckets) = self.buckets.take() {
             drop(block_on(buckets.abandon(error.to_string())));
             self.comm.abort(error.to_string());

@@ -11,11 +11,8 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage, CudaStorageSlice, WrapE
 use candle_core::op::BackpropOp;
 use candle_core::{Device, Layout, Result, Storage, Tensor, bail};
 
+use crate::collective::{Collective, of_tensor, on_device, range, with_values};
 use crate::error::failed;
-use crate::storage::{Collective, of_tensor, on_device, range, with_values};
-
-/// Gives memory for so many elements, which are zero, in the order of the stream that a collective runs in.
-pub(crate) type Room<'a, T> = &'a dyn Fn(usize) -> Result<CudarcBuf<T>>;
 
 /// The number by which the driver knows the stream that every thread has for itself, and which is candle's unless it is told otherwise.
 const PER_THREAD: usize = 2;

@@ -3,7 +3,7 @@
 use allstream::AnyBuf;
 use candle_core::{CudaStorage, Layout, Result, Tensor};
 
-use crate::storage::{Collective, on_device};
+use crate::collective::{Collective, on_device};
 
 pub(crate) fn check(name: &str, _: &Tensor) -> Result<()> {
     Err(on_device(name))

@@ -9,10 +9,13 @@ use candle_core::{
     CpuStorage, CudaStorage, CustomOp1, InplaceOp1, Layout, MetalStorage, Result, Shape, Tensor, bail,
 };
 
+#[cfg(feature = "cuda")]
+use crate::collective::Room;
+use crate::collective::{Collective, on_device};
 use crate::gpu;
 #[cfg(feature = "cuda")]
-use crate::gpu::{Room, in_order};
-use crate::storage::{self, Collective, apply, apply_in_place, on_device};
+use crate::gpu::in_order;
+use crate::storage::{self, apply, apply_in_place};
 
 /// The forward passes of an operation, by what `prepared` makes of it for a layout: the collective, and the shape of its result.
 macro_rules! forward {

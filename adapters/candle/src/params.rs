@@ -1,17 +1,19 @@
 //! The variables of a model, in an order that all ranks have: compared, broadcast, and fingerprinted.
 
 use allstream::SharedComm;
-use candle_core::{Result, Var, bail};
+use candle_core::{DType, Result, Var, bail};
 use candle_nn::VarMap;
 
 use crate::Broadcast;
-use crate::buffers::is_buffer;
 use crate::error::failed;
 use crate::gpu;
 use crate::storage::fingerprint;
 
 /// Names that an error lists.
 const MOST_NAMED: usize = 8;
+
+/// The last parts of the names that candle_nn's `BatchNorm` gives its running statistics.
+const BATCH_NORM: [&str; 2] = ["running_mean", "running_var"];
 
 /// A variable and its name.
 pub(crate) struct Param {
@@ -28,6 +30,14 @@ impl Param {
         let kind = if self.is_buffer { ", a buffer" } else { "" };
         format!("{} ({} {:?}{place}{kind})", self.name, self.var.dtype().as_str(), self.var.dims())
     }
+}
+
+/// Whether a variable of this name and type is a buffer: one of integers is.
+fn is_buffer(name: &str, dtype: DType, more: &[&str]) -> bool {
+    let last = name.rsplit('.').next().unwrap_or(name);
+    !dtype.is_float()
+        || BATCH_NORM.contains(&last)
+        || more.iter().any(|other| *other == last || *other == name)
 }
 
 /// The variables of a map by name: a map has no order of its own. `buffers`: names of those that are buffers, beside the usual ones.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::backend::{Cuda, CudaLoans};
 use crate::device::operation::Binding;
 use crate::error::Error;
-use crate::exec::carrier::{Lane, Work};
-use crate::exec::{Parts, Port};
+use crate::exec::carrier::Lane;
+use crate::exec::{Parts, Port, Work};
 use crate::types::Rank;
 
 pub(super) struct DeviceLane {

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use crate::device::operation::DeviceOp;
 use crate::error::{Error, Missing, MissingState};
-use crate::exec::carrier::{Carrier, Lanes, Passed, Submission, Work};
+use crate::exec::Work;
+use crate::exec::carrier::{Carrier, Lanes, Passed, Submission};
 use crate::types::Rank;
 
 /// An operation whose parts the rank's device runs.

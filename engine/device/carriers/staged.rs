@@ -5,7 +5,8 @@ use std::task::Waker;
 
 use crate::device::Staged;
 use crate::error::Error;
-use crate::exec::carrier::{Carrier, Ended, Lanes, Passed, Started, Work};
+use crate::exec::Work;
+use crate::exec::carrier::{Carrier, Ended, Lanes, Passed, Started};
 use crate::mem::{ALL, Reach};
 
 /// An operation on copies of the memory of devices.

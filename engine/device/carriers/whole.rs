@@ -13,7 +13,8 @@ use super::on_device::late;
 use crate::device::operation::DeviceOp;
 use crate::device::whole::{BoundWhole, Called, LaunchOrder, Standing, Ticket, Turn, Whole, WholeCall};
 use crate::error::{self, Error, Missing, MissingState};
-use crate::exec::carrier::{Carrier, Lanes, Passed, Submission, Work};
+use crate::exec::Work;
+use crate::exec::carrier::{Carrier, Lanes, Passed, Submission};
 use crate::types::{Rank, mix};
 
 /// An operation that a library takes whole. Its parts are those of the barrier.

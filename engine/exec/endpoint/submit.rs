@@ -10,7 +10,7 @@ use super::run::Run;
 use super::table::Table;
 use crate::error::Error;
 use crate::exec::Progress;
-use crate::exec::carrier::{Carrier, Submission};
+use crate::exec::carrier::{Carried, Carrier, Submission};
 use crate::exec::inflight::Key;
 use crate::exec::operation::Operation;
 use crate::exec::p2p::Message;
@@ -22,10 +22,11 @@ impl Endpoint {
     /// Takes ownership of the buffers and starts the operation, or queues it; on a refusal the buffers come back.
     pub(crate) fn submit_collective(
         self: &Arc<Self>,
-        mut operation: Operation,
+        mut carried: Carried,
         after: Option<Event>,
         held: ErasedBufs,
     ) -> Result<Key, (Error, ErasedBufs)> {
+        let Carried { operation, carrier } = &mut carried;
         let mut table = match self.admit(operation.call) {
             Ok(table) => table,
             Err(error) => return Err((error, held)),
@@ -34,8 +35,8 @@ impl Endpoint {
         let signature = operation.signature;
         let (number, other) = table.number_collective(signature);
         operation.number = number;
-        if let Some(carrier) = &operation.carrier {
-            self.submit_carried(&mut table, key, &operation, carrier);
+        if let Some(carrier) = carrier {
+            self.submit_carried(&mut table, key, operation, carrier);
         }
         let now = self.now();
         // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
@@ -45,9 +46,9 @@ impl Endpoint {
         }
         self.recorder.submitted(number, signature, (now, started.is_some()));
         match &mut started {
-            Some(run) => run.active.start(key, operation, now),
+            Some(run) => run.active.start(key, carried, now),
             None => {
-                table.collectives.push_back((key, operation, after));
+                table.collectives.push_back((key, carried, after));
                 self.submitted.note_queued(&table);
             }
         }
@@ -161,16 +162,16 @@ impl Endpoint {
             }
         }
         if run.may_begin()
-            && let Some((_, operation, after)) = table.collectives.front()
+            && let Some((_, Carried { operation, .. }, after)) = table.collectives.front()
             && !after.as_ref().is_some_and(|event| event.subscribe(waker))
         {
             if after.is_some() {
                 ready(after, &operation.signature.to_string())?;
             }
-            if let Some((key, operation, _)) = table.collectives.pop_front() {
+            if let Some((key, carried, _)) = table.collectives.pop_front() {
                 let now = self.now();
-                self.recorder.started(operation.number, now);
-                run.active.start(key, operation, now);
+                self.recorder.started(carried.operation.number, now);
+                run.active.start(key, carried, now);
             }
         }
         self.submitted.note_queued(&table);

@@ -9,9 +9,8 @@ use parking_lot::{Mutex, MutexGuard};
 use super::COMPARED;
 use super::asked::Asked;
 use crate::error::Error;
-use crate::exec::carrier::Carrier;
+use crate::exec::carrier::{Carried, Carrier};
 use crate::exec::inflight::{Inflight, Key};
-use crate::exec::operation::Operation;
 use crate::exec::p2p::{Direction, Message};
 use crate::mem::{ErasedBufs, Event};
 use crate::types::{Map, Rank, Signature, mix};
@@ -51,7 +50,7 @@ impl Submitted {
 
 pub(super) struct Table {
     pub(super) inflight: Inflight<ErasedBufs, Box<Error>>,
-    pub(super) collectives: VecDeque<Queued<Operation>>,
+    pub(super) collectives: VecDeque<Queued<Carried>>,
     pub(super) messages: VecDeque<Queued<Message>>,
     /// Collectives called so far, and the number of the next.
     pub(super) calls: u64,

@@ -8,7 +8,7 @@ use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Active;
-use crate::exec::carrier::Carrier;
+use crate::exec::carrier::{Carried, Carrier};
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;
@@ -196,8 +196,8 @@ impl Endpoint {
     /// The same of those that have not: nothing of theirs was lent.
     fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
         let mut table = self.submitted.lock();
-        while let Some((key, operation, _)) = table.collectives.pop_front() {
-            let carrier = operation.carrier.as_ref();
+        while let Some((key, Carried { operation, carrier }, _)) = table.collectives.pop_front() {
+            let carrier = carrier.as_ref();
             let never = carrier.is_some_and(|carrier| carrier.cannot_give_up(cause));
             self.recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
@@ -219,7 +219,10 @@ impl Endpoint {
         let (held, carrier) = (table.inflight.borrow(key), self.copy_backs.carrier_of(key));
         drop(table);
         match (held, fate) {
-            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held, carrier), leases),
+            (Some(held), Fate::Until(leases)) => keep_and_look(
+                What::Buffers(held, carrier.map(|carrier| Box::new(carrier) as Box<dyn Send>)),
+                leases,
+            ),
             kept => std::mem::forget((kept, carrier)),
         }
     }

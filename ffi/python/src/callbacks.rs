@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
 
 use crate::keeper;
-use crate::work::Flying;
+use crate::operation::Operation;
 
 /// How long a thread is kept that has nothing to do.
 const KEPT: Duration = Duration::from_secs(10);
@@ -70,18 +70,18 @@ impl Callbacks {
 
 impl Place {
     /// An operation has got its first callback, before it was over.
-    pub(crate) fn expect(&self, flying: &Arc<Flying>) {
+    pub(crate) fn expect(&self, operation: Arc<dyn Operation>) {
         if let Some(number) = self.number {
-            self.group.level(self.depth).queue.lock().in_order.insert(number, flying.clone());
+            self.group.level(self.depth).queue.lock().in_order.insert(number, operation);
         }
     }
 
     /// An operation that has callbacks is over.
-    pub(crate) fn over(&self, flying: &Arc<Flying>) {
+    pub(crate) fn over(&self, operation: Arc<dyn Operation>) {
         let level = self.group.level(self.depth);
         let mut queue = level.queue.lock();
         if self.number.is_none() {
-            queue.messages.push_back(flying.clone());
+            queue.messages.push_back(operation);
         }
         level.attend(&mut queue);
     }
@@ -90,9 +90,9 @@ impl Place {
 #[derive(Default)]
 struct Queue {
     /// Collectives that have callbacks, by number; called in this order, each when it is over.
-    in_order: BTreeMap<u64, Arc<Flying>>,
+    in_order: BTreeMap<u64, Arc<dyn Operation>>,
     /// Messages that are over.
-    messages: VecDeque<Arc<Flying>>,
+    messages: VecDeque<Arc<dyn Operation>>,
     /// The callback that runs, in whose turn the others wait.
     running: Option<Running>,
     /// How many have run.
@@ -113,7 +113,7 @@ impl Queue {
         !self.messages.is_empty() || self.in_order.first_key_value().is_some_and(|(_, first)| first.is_over())
     }
 
-    fn take(&mut self) -> Option<Arc<Flying>> {
+    fn take(&mut self) -> Option<Arc<dyn Operation>> {
         if let Some(message) = self.messages.pop_front() {
             return Some(message);
         }
@@ -169,7 +169,7 @@ impl Level {
                 self.changed.wait_for(&mut queue, LOOK);
                 continue;
             }
-            let Some(flying) = queue.take() else { continue };
+            let Some(operation) = queue.take() else { continue };
             let mine = Running { turn: queue.turns, thread: own.clone() };
             queue.turns += 1;
             queue.running = Some(mine.clone());
@@ -179,7 +179,7 @@ impl Level {
                 self.attend(&mut queue);
             }
             drop(queue);
-            call(flying);
+            call(operation);
             queue = self.queue.lock();
             queue.idle += 1;
             if queue.running.as_ref() == Some(&mine) {
@@ -209,17 +209,17 @@ impl Level {
 }
 
 /// Calls what is to be called of an operation.
-fn call(flying: Arc<Flying>) {
-    let mut flying = Some(flying);
+fn call(operation: Arc<dyn Operation>) {
+    let mut operation = Some(operation);
     if let Some(_inside) = keeper::inside() {
         Python::try_attach(|py| {
-            if let Some(flying) = flying.take() {
-                flying.call_back(py);
+            if let Some(operation) = operation.take() {
+                operation.call_back(py);
             }
         });
     }
     // There is no interpreter any more.
-    std::mem::forget(flying);
+    std::mem::forget(operation);
 }
 
 /// Whether callbacks run, or are about to.

@@ -11,7 +11,7 @@ use parking_lot::{Condvar, Mutex};
 use pyo3::prelude::*;
 
 use crate::keeper;
-use crate::work::Flying;
+use crate::operation::Operation;
 
 /// What an operation does with memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub(crate) struct Holder {
     /// Its communicator.
     comm: u64,
     /// What it has submitted, once it has.
-    flying: OnceLock<Weak<Flying>>,
+    operation: OnceLock<Weak<dyn Operation>>,
     /// How many ranges it has. Changed with the table locked.
     ranges: AtomicUsize,
 }
@@ -66,17 +66,18 @@ impl Claim {
     }
 
     /// The call has submitted its operation.
-    pub(crate) fn submitted(&self, flying: &Arc<Flying>) {
+    pub(crate) fn submitted(&self, operation: &Arc<impl Operation + 'static>) {
+        let operation = Arc::downgrade(operation);
         // It is called once for each call.
-        let _ = self.holder.flying.set(Arc::downgrade(flying));
+        let _ = self.holder.operation.set(operation);
     }
 
     /// What waits, without the GIL, for earlier calls that have some of the memory, if there are any.
     pub(crate) fn waits(&mut self, comm: &SharedComm) -> Option<impl FnOnce() + Send + 'static + use<>> {
         let behind = std::mem::take(&mut self.behind);
-        for flying in behind.iter().filter_map(|holder| holder.flying.get()?.upgrade()) {
+        for operation in behind.iter().filter_map(|holder| holder.operation.get()?.upgrade()) {
             // An operation gives its memory back when somebody looks at it. One whose work was dropped does so by itself.
-            flying.watch();
+            operation.watch();
         }
         let comm = comm.clone();
         (!behind.is_empty()).then_some(move || behind.iter().for_each(|holder| holder.wait(&comm)))

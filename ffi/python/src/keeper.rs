@@ -12,9 +12,8 @@ use std::time::Duration;
 use parking_lot::{Mutex, RwLock, RwLockReadGuard};
 use pyo3::prelude::*;
 
-use crate::callbacks;
 use crate::errors;
-use crate::work::Flying;
+use crate::operation::Operation;
 
 enum Task {
     /// A buffer of an operation that nobody waited for.
@@ -22,7 +21,7 @@ enum Task {
     /// The same, of a tensor whose library gave it by a capsule.
     Delete(Box<dyn Send>),
     /// An operation has moved on.
-    Look(Arc<Flying>),
+    Look(Arc<dyn Operation>),
     /// Somebody wants to know that all that was left before is done.
     Tell(Sender<()>),
 }
@@ -36,8 +35,6 @@ static ENDED: AtomicBool = AtomicBool::new(false);
 static INSIDE: RwLock<()> = RwLock::new(());
 /// How often the end of the interpreter asks for signals while it waits for Python that such threads run.
 const ASK: Duration = Duration::from_millis(100);
-/// How often it asks whether callbacks still run.
-const CALLED: Duration = Duration::from_millis(2);
 
 /// Says that a thread of ours is about to run Python, as long as this is held: the interpreter does not end meanwhile. (After its end
 /// Python ends any thread that asks for the GIL, and one with frames of Rust or C++ takes the process with it.) `None`: the interpreter has
@@ -89,7 +86,7 @@ fn run(task: Task) {
             std::mem::forget(object);
         }
         Task::Delete(tensor) => drop(tensor),
-        Task::Look(flying) => flying.look(),
+        Task::Look(operation) => operation.look(),
         Task::Tell(_) => {}
     }
 }
@@ -117,8 +114,8 @@ pub(crate) fn delete(tensor: Box<dyn Send>) {
 }
 
 /// Has an operation looked at, soon.
-pub(crate) fn look_at(flying: Arc<Flying>) {
-    leave(Task::Look(flying));
+pub(crate) fn look_at(operation: Arc<dyn Operation>) {
+    leave(Task::Look(operation));
 }
 
 /// Whether this process was forked from one in which the module was used.
@@ -135,19 +132,11 @@ pub(crate) fn forked() {
     }
 }
 
-/// Called when the interpreter ends: waits for the Python that threads of ours run, without the GIL, which they need. As with Python's own
-/// threads, Ctrl-C ends the wait.
+/// Waits, without the GIL, until the keeper has done all that was left for it.
 ///
 /// # Errors
 /// What the handler of a signal raises.
-#[pyfunction]
-#[pyo3(name = "_interpreter_ends")]
-pub(crate) fn interpreter_ends(py: Python<'_>) -> PyResult<()> {
-    if is_forked() {
-        // The threads are the parent's.
-        return Ok(());
-    }
-    // First the keeper does all that was left for it: it records how operations ended, which a stream's thread may wait for.
+pub(crate) fn finish(py: Python<'_>) -> PyResult<()> {
     let (done, told) = channel();
     let told = Mutex::new(told);
     match TASKS.get() {
@@ -158,11 +147,14 @@ pub(crate) fn interpreter_ends(py: Python<'_>) -> PyResult<()> {
     while py.detach(|| told.lock().recv_timeout(ASK)) == Err(RecvTimeoutError::Timeout) {
         py.check_signals()?;
     }
-    // Then callbacks, which may wait for what the keeper records meanwhile.
-    while callbacks::are_running() {
-        py.detach(|| std::thread::sleep(CALLED));
-        py.check_signals()?;
-    }
+    Ok(())
+}
+
+/// Lets no thread of ours begin to run Python any more, and waits, without the GIL, for those that do.
+///
+/// # Errors
+/// What the handler of a signal raises.
+pub(crate) fn close(py: Python<'_>) -> PyResult<()> {
     ENDED.store(true, Ordering::Release);
     while !py.detach(|| INSIDE.try_write_for(ASK).is_some()) {
         py.check_signals()?;

@@ -15,9 +15,11 @@ mod comm;
 mod errors;
 mod flight;
 mod in_flight;
+mod interpreter;
 mod join;
 mod keeper;
 mod memory;
+mod operation;
 mod options;
 mod stream;
 mod wait;
@@ -36,7 +38,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(join::listen_for_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(join::local, module)?)?;
     module.add_function(wrap_pyfunction!(keeper::forked, module)?)?;
-    module.add_function(wrap_pyfunction!(keeper::interpreter_ends, module)?)?;
+    module.add_function(wrap_pyfunction!(interpreter::interpreter_ends, module)?)?;
     module.add_function(wrap_pyfunction!(in_flight::in_flight, module)?)?;
     module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
     Ok(())

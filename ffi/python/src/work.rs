@@ -20,6 +20,7 @@ use crate::errors;
 use crate::flight::{Flight, Landed, Value};
 use crate::keeper;
 use crate::memory::stream_of_others;
+use crate::operation::Operation;
 use crate::options::seconds;
 use crate::stream::HostStream;
 use crate::wait::{SLICE, poll_until};
@@ -79,6 +80,63 @@ impl Wake for Flying {
     }
 }
 
+impl Operation for Flying {
+    fn look(self: Arc<Self>) {
+        let waker = Waker::from(self.clone());
+        let mut cx = Context::from_waker(&waker);
+        let mut state = self.state.lock();
+        // Nobody waits for the lock, perhaps with the GIL, while the engine works.
+        let flight = match std::mem::replace(&mut *state, State::Away) {
+            State::Flying(flight) => Ok(flight),
+            other => {
+                let end = if let State::Joined(_, end) = &other { Some(end.clone()) } else { None };
+                *state = other;
+                Err(end)
+            }
+        };
+        drop(state);
+        let mut landed = match flight {
+            Ok(mut flight) => match flight.poll(&mut cx) {
+                Poll::Ready(landed) => Some(landed),
+                Poll::Pending => return self.put_back(flight),
+            },
+            Err(Some(mut end)) => match Pin::new(&mut end).poll(&mut cx) {
+                Poll::Ready(_) => None,
+                Poll::Pending => return,
+            },
+            Err(None) => return,
+        };
+        Python::try_attach(|py| match landed.take() {
+            Some(landed) => self.land(py, landed),
+            None => self.settle(py),
+        });
+        // There is no interpreter any more.
+        std::mem::forget(landed);
+    }
+
+    fn watch(self: Arc<Self>) {
+        self.watched.store(true, Ordering::Release);
+        self.look_again_if_watched();
+    }
+
+    fn is_over(&self) -> bool {
+        matches!(&*self.state.lock(), State::Succeeded(_) | State::Failed(_))
+    }
+
+    fn call_back(&self, py: Python<'_>) {
+        loop {
+            let mut asked = self.callbacks.lock();
+            let callbacks = std::mem::take(&mut asked.callbacks);
+            asked.told = callbacks.is_empty();
+            drop(asked);
+            if callbacks.is_empty() {
+                return;
+            }
+            call_all(py, callbacks);
+        }
+    }
+}
+
 impl Flying {
     /// Writes down how it ended, and tells those who asked.
     fn land(self: &Arc<Self>, py: Python<'_>, Landed { outcome, memory }: Landed) {
@@ -115,21 +173,7 @@ impl Flying {
         drop(asked);
         call_all(py, wakers);
         if !is_told {
-            self.place.over(self);
-        }
-    }
-
-    /// On the group's thread, when it is over: calls the callbacks, also those that come meanwhile.
-    pub(crate) fn call_back(&self, py: Python<'_>) {
-        loop {
-            let mut asked = self.callbacks.lock();
-            let callbacks = std::mem::take(&mut asked.callbacks);
-            asked.told = callbacks.is_empty();
-            drop(asked);
-            if callbacks.is_empty() {
-                return;
-            }
-            call_all(py, callbacks);
+            self.place.over(self.clone());
         }
     }
 
@@ -170,56 +214,12 @@ impl Flying {
         self.tell(py);
     }
 
-    /// On the keeper's thread: whether it has ended.
-    pub(crate) fn look(self: Arc<Self>) {
-        let waker = Waker::from(self.clone());
-        let mut cx = Context::from_waker(&waker);
-        let mut state = self.state.lock();
-        // Nobody waits for the lock, perhaps with the GIL, while the engine works.
-        let flight = match std::mem::replace(&mut *state, State::Away) {
-            State::Flying(flight) => Ok(flight),
-            other => {
-                let end = if let State::Joined(_, end) = &other { Some(end.clone()) } else { None };
-                *state = other;
-                Err(end)
-            }
-        };
-        drop(state);
-        let mut landed = match flight {
-            Ok(mut flight) => match flight.poll(&mut cx) {
-                Poll::Ready(landed) => Some(landed),
-                Poll::Pending => return self.put_back(flight),
-            },
-            Err(Some(mut end)) => match Pin::new(&mut end).poll(&mut cx) {
-                Poll::Ready(_) => None,
-                Poll::Pending => return,
-            },
-            Err(None) => return,
-        };
-        Python::try_attach(|py| match landed.take() {
-            Some(landed) => self.land(py, landed),
-            None => self.settle(py),
-        });
-        // There is no interpreter any more.
-        std::mem::forget(landed);
-    }
-
-    pub(crate) fn is_over(&self) -> bool {
-        matches!(&*self.state.lock(), State::Succeeded(_) | State::Failed(_))
-    }
-
     /// Waits until it has ended, on a thread of a stream's, without the GIL.
     pub(crate) fn wait_without_gil(&self) {
         let mut state = self.state.lock();
         while !matches!(&*state, State::Succeeded(_) | State::Failed(_)) {
             self.landed.wait(&mut state);
         }
-    }
-
-    /// Somebody is to be told of its end.
-    pub(crate) fn watch(self: &Arc<Self>) {
-        self.watched.store(true, Ordering::Release);
-        self.look_again_if_watched();
     }
 
     /// Waiting has replaced the keeper's waker by this thread's, so the keeper is asked to poll again, if somebody is to be told of the end.
@@ -416,11 +416,11 @@ impl Work {
             return Ok(());
         }
         if asked.callbacks.is_empty() {
-            flying.place.expect(flying);
+            flying.place.expect(flying.clone());
         }
         asked.callbacks.push((callback, slf.clone().unbind()));
         drop(asked);
-        flying.watch();
+        flying.clone().watch();
         Ok(())
     }
 
@@ -434,7 +434,7 @@ impl Work {
         }
         asked.wakers.push((waker, slf.clone().unbind()));
         drop(asked);
-        flying.watch();
+        flying.clone().watch();
     }
 
     /// What is put on `stream` from here on starts after this operation; the caller does not wait.
@@ -442,7 +442,7 @@ impl Work {
         let py = stream.py();
         if let Ok(stream) = stream.cast::<HostStream>() {
             let flying = self.0.clone();
-            self.0.watch();
+            self.0.clone().watch();
             stream.get().after(move || flying.wait_without_gil());
             return Ok(());
         }

@@ -3,6 +3,7 @@
 pub mod scalar;
 
 pub(crate) mod convert;
+mod job;
 mod lane;
 mod narrow;
 mod simd;
@@ -65,7 +66,7 @@ unsafe fn reduce_at(
         // SAFETY: the caller vouches for these pointers over `len * size` bytes.
         return unsafe { copy(*src, outs, len * dtype.size()) };
     }
-    let job = simd::Job { ins, outs, start: 0, len, divisor };
+    let job = job::Job { ins, outs, start: 0, len, divisor };
     // SAFETY: `valid` saw that there are inputs, outputs and support for the operator; the
     // level and the pointers are as the caller vouches.
     unsafe { simd::run(level, dtype, op, job) }

@@ -8,20 +8,9 @@ use std::sync::OnceLock;
 
 use half::{bf16, f16};
 
+use super::job::Job;
 use super::lane::{And, Fold, Lane, Max, Min, Or, Prod, Scaled, Sum, Truth, Xor};
-use crate::{DType, Finish, ReduceOp, f8e4m3, f8e5m2};
-
-/// One checked call: at least one input and one output.
-pub(super) struct Job<'a> {
-    pub ins: &'a [*const u8],
-    pub outs: &'a [*mut u8],
-    /// The first element to compute.
-    pub start: usize,
-    /// Elements in each buffer, with those before `start`.
-    pub len: usize,
-    /// What to divide the folded value by, of more than one rank.
-    pub divisor: Option<Finish>,
-}
+use crate::{DType, ReduceOp, f8e4m3, f8e5m2};
 
 /// The instruction sets that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -5,7 +5,7 @@
 use std::arch::x86_64::*;
 
 use super::convert::E4M3_LAST;
-use super::simd::Job;
+use super::job::Job;
 use crate::{DType, ReduceOp};
 
 const F16: u8 = DType::F16 as u8;

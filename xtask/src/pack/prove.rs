@@ -10,9 +10,9 @@ use serde_json::Value;
 
 use super::{FOLDER, Wanted, command};
 use crate::journal::{Counts, Report};
-use crate::parts::CHECKED;
+use crate::part::{CHECKED, Ran};
 use crate::python;
-use crate::runner::{self, Ran};
+use crate::runner;
 
 /// The archive that a run leaves.
 const RESULTS: &str = "gpu-results.tar.xz";

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use candle_core::backprop::GradStore;
 use candle_core::{Result, Tensor, Var, bail};
 
-use crate::DataParallel;
+use super::DataParallel;
 
 /// Where a model is cut: what comes before, and what goes on from there without knowing of it.
 struct Cut {
@@ -51,7 +51,7 @@ impl std::fmt::Debug for Cut {
 }
 
 impl<'a> Segments<'a> {
-    pub(crate) fn new(parallel: &'a mut DataParallel) -> Segments<'a> {
+    pub(super) fn new(parallel: &'a mut DataParallel) -> Segments<'a> {
         Segments { parallel, cuts: Vec::new() }
     }
 

@@ -1,0 +1,70 @@
+//! The files of the repository that the checks of the house read, and the syntax of those in Rust.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Files with these endings are read.
+const TEXT: [&str; 11] = ["rs", "toml", "md", "py", "sh", "cu", "cuh", "yml", "yaml", "json", "run"];
+/// Directories that are not the repository's.
+const FOREIGN: [&str; 5] = ["target", "shared", "artifacts", "corpus", "node_modules"];
+/// Hidden directories that are.
+const HIDDEN: [&str; 2] = [".ci", ".cargo"];
+
+/// A file of the repository: its path from the root, with slashes, and its text.
+pub(crate) struct SourceFile {
+    pub(crate) path: String,
+    pub(crate) text: String,
+}
+
+/// All files, in order.
+pub(crate) fn all(root: &Path, unread: &mut Vec<String>) -> Vec<SourceFile> {
+    let mut files = Vec::new();
+    collect(root, root, &mut files, unread);
+    files.sort_by(|a, b| a.path.cmp(&b.path));
+    files
+}
+
+/// Reads all below a folder.
+fn collect(root: &Path, at: &Path, files: &mut Vec<SourceFile>, unread: &mut Vec<String>) {
+    let entries = match at.read_dir() {
+        Ok(entries) => entries,
+        Err(error) => return unread.push(format!("{}: {error}", at.display())),
+    };
+    for entry in entries.flatten() {
+        let path: PathBuf = entry.path();
+        let name = entry.file_name().to_string_lossy().into_owned();
+        // Of the entry itself: links are not followed.
+        let Ok(kind) = entry.file_type() else { continue };
+        if kind.is_dir() {
+            let hidden = name.starts_with('.') && !HIDDEN.contains(&name.as_str());
+            if !hidden && !FOREIGN.contains(&name.as_str()) {
+                collect(root, &path, files, unread);
+            }
+        } else if kind.is_file() && TEXT.contains(&name.rsplit('.').next().unwrap_or_default()) {
+            match fs::read_to_string(&path) {
+                Ok(text) => {
+                    let path = path.strip_prefix(root).unwrap_or(&path).to_string_lossy().replace('\\', "/");
+                    files.push(SourceFile { path, text });
+                }
+                Err(error) => unread.push(format!("{}: {error}", path.display())),
+            }
+        }
+    }
+}
+
+/// The syntax of every file in Rust.
+pub(crate) fn syntax<'a>(files: &'a [SourceFile], unread: &mut Vec<String>) -> BTreeMap<&'a str, syn::File> {
+    let mut syntax = BTreeMap::new();
+    for file in files.iter().filter(is_rust) {
+        match syn::parse_file(&file.text) {
+            Ok(parsed) => _ = syntax.insert(file.path.as_str(), parsed),
+            Err(error) => unread.push(format!("{}:{}: {error}", file.path, error.span().start().line)),
+        }
+    }
+    syntax
+}
+
+pub(crate) fn is_rust(file: &&SourceFile) -> bool {
+    file.path.ends_with(".rs")
+}

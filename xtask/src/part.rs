@@ -1,0 +1,51 @@
+//! A part of what there is to run.
+
+use std::path::Path;
+use std::time::Duration;
+
+use crate::house::Check;
+use crate::journal::{Counts, Report};
+
+/// Something to run, and what it needs.
+pub(crate) struct Part {
+    pub(crate) name: String,
+    pub(crate) work: Work,
+    pub(crate) when: When,
+    /// Why it cannot run here, if it cannot.
+    pub(crate) needs: fn(&Path) -> Result<(), String>,
+    /// Past this it is killed, and has failed.
+    pub(crate) limit: Duration,
+}
+
+/// Of which runs a part is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum When {
+    Always,
+    /// Of `test`. `test --full` and `ci` have a part that does the same and more.
+    Core,
+    /// Of `test --full` and `ci`.
+    Full,
+}
+
+/// How the release is built for tests: as it is, and it panics where an integer overflows or what the code asserts does not hold. Without the
+/// optimization of a whole crate once more, which takes a fifth of the time to build.
+pub(crate) const CHECKED: [(&str, &str); 3] = [
+    ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
+    ("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true"),
+    ("CARGO_PROFILE_RELEASE_LTO", "off"),
+];
+
+/// What a part does.
+pub(crate) enum Work {
+    /// Runs `cargo` with these arguments and variables, in the root of the repository.
+    Cargo(Vec<String>, Vec<(&'static str, String)>),
+    /// Runs checks in this process.
+    Checks(fn(&Path) -> Vec<Check>),
+    /// Is not there yet, for this reason.
+    NotYet(&'static str),
+    /// Runs commands in turn, within the limit.
+    Steps(fn(&Path, Duration) -> Ran),
+}
+
+/// How a part ended: in words, in numbers, and what is to be said again if it failed.
+pub(crate) struct Ran(pub(crate) String, pub(crate) Counts, pub(crate) Report);
