@@ -115,6 +115,11 @@ made_together! {
     };
 }
 
+/// Whether a communicator's ranks are bound to devices.
+pub(super) fn is_on_devices(endpoint: &Endpoint) -> bool {
+    binding_of(endpoint).is_some()
+}
+
 /// The devices that a communicator's ranks are bound to.
 fn binding_of(endpoint: &Endpoint) -> Option<&Arc<Binding>> {
     carriers::bound_to(endpoint)?.binding.as_ref()

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
+use super::bind::is_on_devices;
 use super::memory::{Memory, RawBuffers, UNSTAGED};
 use super::ordered::{Start, Stream};
 use super::work::Submitted;
-use crate::device::carriers::bound_to;
 use crate::error::Error;
 use crate::exec::carrier::Carried;
 use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Tables, Then};
@@ -468,11 +468,18 @@ impl<'a> Call<'a> {
         )]
         mut prepared: Result<Carried, Error>,
         after: Option<Event>,
-        held: ErasedBufs,
+        #[cfg_attr(
+            not(any(test, feature = "testing")),
+            expect(unused_mut, reason = "tests alone change it")
+        )]
+        mut held: ErasedBufs,
     ) -> Submitted {
         #[cfg(any(test, feature = "testing"))]
-        if let Some(bound) = bound_to(self.side.0).and_then(|bound| bound.whole.as_ref()) {
-            prepared = self.taken_whole_on_host(prepared, bound);
+        {
+            prepared = self.taken_whole_on_host(prepared);
+            if let (Ok(carried), None) = (&mut prepared, &after) {
+                held = crate::testing::worker::carry(self.side.0, carried, held);
+            }
         }
         match (prepared, self.desk) {
             (Ok(carried), Some(desk)) => {
@@ -493,11 +500,6 @@ pub(super) fn submitted(endpoint: &Arc<Endpoint>, outcome: Result<Key, (Error, E
         Ok(key) => Submitted::running(endpoint.clone(), key),
         Err((error, held)) => Submitted::refused_by(endpoint, error, held),
     }
-}
-
-/// Whether a communicator's ranks are bound to devices.
-fn is_on_devices(endpoint: &Endpoint) -> bool {
-    bound_to(endpoint).is_some_and(|bound| bound.binding.is_some())
 }
 
 fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {

@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
@@ -14,9 +13,7 @@ use super::call::{Call, submitted};
 use super::calls::calls;
 use super::restore::one;
 use super::work::{Part, Submitted, taken};
-use crate::device::carriers::OnHost;
 use crate::error::{Error, Failed};
-use crate::exec::carrier::Carrier;
 use crate::exec::{self, Direction};
 use crate::mem::{Buf, ErasedBufs, Event, Parts, RawBuf, Where};
 use crate::types::{DType, KIND_P2P, NO_OP, Rank, Signature, WHOLE};
@@ -114,14 +111,14 @@ impl Call<'_> {
                 Err(error) => return Err((error, held)),
             },
             (Where::Device(place), None) => match self.stage_message(direction, &place, bytes) {
-                Ok(staged) => {
+                Ok((staged, back)) => {
                     held = held.with(staged.memory());
-                    (staged.at(0), staged.ready(), Some(staged))
+                    (staged.at(0), staged.ready(), Some((staged, back)))
                 }
                 Err(error) => return Err((error, held)),
             },
         };
-        let back = staged.clone().map(|staged| Arc::new(OnHost(staged)) as Arc<dyn Carrier>);
+        let (staged, back) = staged.unzip();
         let staged = staged.filter(|staged| staged.is_striped());
         let (number, half, timeout) = (0, None, self.deadline());
         let message = exec::Message {

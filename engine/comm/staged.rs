@@ -13,7 +13,7 @@ use crate::device::operation::{Binding, DeviceOp};
 use crate::device::whole::{BoundWhole, MessagePath};
 use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
 use crate::error::Error;
-use crate::exec::carrier::Carried;
+use crate::exec::carrier::{Carried, Carrier};
 use crate::exec::{Direction, EAGER, Operation, Reduction, STRIPE, cut};
 use crate::mem::{ALL, DeviceMemory, ErasedBufs, Event, RawBuf, Stripe, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
@@ -149,14 +149,14 @@ impl Call<'_> {
         Ok(stream.point()?.on_host())
     }
 
-    /// The copies of a message's memory to or from the host, and the memory there.
+    /// The copies of a message's memory to or from the host, and what copies the rest back once all has come.
     #[cold]
     pub(super) fn stage_message(
         &self,
         direction: Direction,
         memory: &DeviceMemory,
         bytes: usize,
-    ) -> Result<Arc<Staged>, Error> {
+    ) -> Result<(Arc<Staged>, Arc<dyn Carrier>), Error> {
         self.start_on_devices(direction.name(), [memory].into_iter())?;
         let (fill, back) = (direction == Direction::Send, direction == Direction::Recv);
         let stripe = |from: usize| {
@@ -164,7 +164,8 @@ impl Call<'_> {
             Stripe { pieces: vec![(0, from..to)], reach: if to == bytes { ALL } else { (0, to) } }
         };
         let stripes = (0..bytes.max(1)).step_by(STRIPE).map(stripe).collect();
-        Staged::begin(vec![Item { place: memory.into(), bytes, fill, back }], stripes)
+        let staged = Staged::begin(vec![Item { place: memory.into(), bytes, fill, back }], stripes)?;
+        Ok((staged.clone(), Arc::new(OnHost(staged))))
     }
 }
 

@@ -7,7 +7,7 @@ use super::SharedComm;
 use super::call::{Call, Spec, program};
 use super::runtime::Ticks;
 use crate::device::DeviceStream;
-use crate::device::carriers::WholeOp;
+use crate::device::carriers::{WholeOp, bound_to};
 use crate::device::operation::DeviceOp;
 use crate::device::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
@@ -148,12 +148,10 @@ impl Call<'_> {
     /// The same for an operation on the host's memory. Only a library for tests takes those.
     #[cfg(any(test, feature = "testing"))]
     #[cold]
-    pub(super) fn taken_whole_on_host(
-        &self,
-        prepared: Result<Carried, Error>,
-        bound: &BoundWhole,
-    ) -> Result<Carried, Error> {
+    pub(super) fn taken_whole_on_host(&self, prepared: Result<Carried, Error>) -> Result<Carried, Error> {
         let mut carried = prepared?;
+        let bound = bound_to(self.side.0).and_then(|bound| bound.whole.as_ref());
+        let Some(bound) = bound else { return Ok(carried) };
         let is_on_host = carried.carrier.is_none() && bound.device.is_none();
         match is_on_host && self.goes_whole(&mut carried.operation, bound) {
             true => self.made_whole(carried.operation, bound, None),

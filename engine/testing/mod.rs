@@ -8,6 +8,7 @@
 //! | `virtual_link.rs` | links in virtual time, with delays that whoever tells the story draws | stories |
 //! | `story/` | ranks that take turns on one thread, in virtual time; deaths at any moment | unit tests |
 //! | `slow.rs` | a library that takes collectives of the host's memory whole, slow and correct, and wrong where it is told to be | `tests/engine/whole.rs` |
+//! | `worker.rs` | a carrier of operations in one file: the host works on copies that threads make, and results come back later | `tests/engine/worker.rs` |
 //! | `fuzzing.rs` | every parser of bytes from outside, by the way they come in (feature `fuzzing`) | the targets in `fuzz/` |
 //!
 //! Nothing here is on a floor: it may know all of the engine. The product names it only where it is there, behind
@@ -29,6 +30,8 @@ mod slow;
 mod story;
 #[cfg(test)]
 mod virtual_link;
+#[cfg(any(test, feature = "testing"))]
+pub(crate) mod worker;
 
 #[cfg(any(test, feature = "testing"))]
 pub use self::{

@@ -20,5 +20,6 @@ mod staging;
 mod train;
 #[cfg(feature = "testing")]
 mod whole;
+mod worker;
 
 use test_support as support;

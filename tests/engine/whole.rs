@@ -45,7 +45,7 @@ fn failure<O, F>(work: Work<O, F>) -> (Error, Option<F>) {
 }
 
 /// Which calls there are to make among `n` ranks, and how many of them, or of their entries, go whole.
-fn case_list(n: usize, seed: u64) -> Vec<(Case, bool)> {
+pub(crate) fn case_list(n: usize, seed: u64) -> Vec<(Case, bool)> {
     let mut all = Vec::new();
     let ops: Vec<Combine> = Combine::all();
     let forms = Form::ALL.into_iter();
