@@ -181,7 +181,7 @@ impl<B: Backend, L: Lends> Parts<B, L> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use std::os::fd::OwnedFd;
     use std::sync::Arc;
     use std::time::{Duration, Instant};
@@ -199,12 +199,28 @@ mod tests {
     use crate::types::{Algo, DType, Kind, ReduceOp, Signature};
 
     /// Rings both ways between two ranks of this process: what is sent stays where it is.
-    struct Rings {
-        rank: usize,
-        regions: [Arc<Region>; 2],
+    pub(in crate::exec) struct Rings {
+        pub(in crate::exec) rank: usize,
+        pub(in crate::exec) regions: [Arc<Region>; 2],
         at: [usize; 2],
         doorbell: Doorbell,
         memory_locks: [MemoryLock; 2],
+    }
+
+    impl Rings {
+        /// Those of two ranks.
+        pub(in crate::exec) fn pair() -> [Rings; 2] {
+            let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
+            let at = [0, 1].map(|rank: usize| regions[rank].alloc(RING_BYTES).unwrap());
+            let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
+            let doorbell = Doorbell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
+            let memory_locks = [(); 2].map(|()| MemoryLock::default());
+            [0, 1].map(|rank| {
+                let (regions, doorbell, memory_locks) =
+                    (regions.clone(), doorbell.clone(), memory_locks.clone());
+                Rings { rank, regions, at, doorbell, memory_locks }
+            })
+        }
     }
 
     impl Opener for Rings {
@@ -261,16 +277,7 @@ mod tests {
     /// However fast its peer is: the pass holds what other communicators of the rank wait for.
     #[test]
     fn a_pass_touches_no_more_than_its_budget() {
-        let regions = [(); 2].map(|()| Arc::new(Region::shared().unwrap()));
-        let at = [0, 1].map(|rank: usize| regions[rank].alloc(RING_BYTES).unwrap());
-        let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC).unwrap();
-        let doorbell = Doorbell::new(regions[0].clone(), Arc::<OwnedFd>::new(fd));
-        let memory_locks = [(); 2].map(|()| MemoryLock::default());
-        let ranks = [0, 1].map(|rank| {
-            let (regions, doorbell, memory_locks) = (regions.clone(), doorbell.clone(), memory_locks.clone());
-            let rings = Rings { rank, regions, at, doorbell, memory_locks };
-            std::thread::spawn(move || broadcast(rings, 256 << 20))
-        });
+        let ranks = Rings::pair().map(|rings| std::thread::spawn(move || broadcast(rings, 256 << 20)));
         for rank in ranks {
             let most = rank.join().unwrap();
             assert!(most <= BUDGET + SLOT, "a pass touched {most} bytes");

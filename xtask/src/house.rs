@@ -31,7 +31,7 @@ const FLOORS: [(&str, u32); 13] = [
 const ROOF: (&str, u32) = ("train", 7);
 
 /// Where `unsafe` may stand, and why it has to.
-const UNSAFE: [(&str, &str); 45] = [
+const UNSAFE: [(&str, &str); 47] = [
     ("benches/limits.rs", "times the stores that the kernels have"),
     ("ffi/", "foreign libraries"),
     ("kernels/", "vector instructions; typed views of bytes"),
@@ -60,6 +60,7 @@ const UNSAFE: [(&str, &str); 45] = [
     ("engine/exec/host/kernel.rs", "runs kernels on memory in flight, and on what peers lend"),
     ("engine/exec/run/plan_run/gather.rs", "receives into memory in flight"),
     ("engine/exec/run/loan_run.rs", "names slots that are lent"),
+    ("engine/exec/run/tests.rs", "lends as the host does"),
     ("engine/exec/timed.rs", "takes the place of copies, and makes none"),
     ("engine/exec/operation.rs", "names memory in flight"),
     ("engine/exec/p2p.rs", "copies messages to and from memory in flight"),
@@ -72,6 +73,7 @@ const UNSAFE: [(&str, &str); 45] = [
     ("engine/testing/late.rs", "writes to memory in flight, for tests, as a device does"),
     ("engine/testing/pipe.rs", "implements the contract of a link, as an example for tests"),
     ("engine/testing/slow.rs", "computes in memory in flight, for tests"),
+    ("engine/testing/worker.rs", "copies memory in flight, for tests"),
     ("engine/testing/virtual_link.rs", "implements the contract of a link, for tests in virtual time"),
     ("cli/launch.rs", "between fork and exec"),
     ("cli/launch/signals.rs", "the mask of signals of a thread, and who has the terminal"),

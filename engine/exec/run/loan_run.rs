@@ -104,6 +104,7 @@ impl<L: Lends> LoanRun<L> {
     }
 
     /// A part begins. Whether it goes by loans is known now as far as it can be.
+    #[inline]
     pub(super) fn start(&mut self, c: Context<'_>) {
         let lending = c.program().lending.as_ref().filter(|lending| lending.plan.size <= MAX_LENDERS);
         let agreement = lending.map_or(Agreement::Steps, |lending| self.lends.begin(c, lending));
@@ -117,17 +118,20 @@ impl<L: Lends> LoanRun<L> {
         }
     }
 
+    #[inline]
     pub(super) fn clear(&mut self) {
         self.peers.clear();
         self.stage = Stage::Off;
     }
 
     /// Whether the part goes by loans, or is to.
+    #[inline]
     pub(super) fn is_on(&self) -> bool {
         self.stage != Stage::Off
     }
 
     /// The part takes the plan's steps, if it has not begun.
+    #[inline]
     pub(super) fn take_steps(&mut self) {
         if self.stage == Stage::New {
             self.stage = Stage::Off;
@@ -146,12 +150,14 @@ impl<L: Lends> LoanRun<L> {
     }
 
     /// Whether nothing more of this part goes to a peer.
+    #[inline]
     pub(super) fn tx_done(&self, peer: Rank) -> bool {
         let Peer { loans, lent, .. } = self.peers[peer];
         self.is_agreed() && lent == loans
     }
 
     /// Whether nothing more of this part comes from any peer.
+    #[inline]
     pub(super) fn rx_done(&self) -> bool {
         self.stage == Stage::Folded
     }

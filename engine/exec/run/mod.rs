@@ -168,3 +168,6 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
         self.plan.pass(t, news, port)
     }
 }
+
+#[cfg(test)]
+mod tests;

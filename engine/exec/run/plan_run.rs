@@ -90,6 +90,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Sets the run up. No allocation once the vectors have grown.
+    #[inline]
     pub(super) fn start(&mut self, c: Context<'_>) {
         let part = c.part;
         let plan = &part.program.plan;
@@ -129,11 +130,13 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Forgets the part: done, or failed.
+    #[inline]
     pub(super) fn clear(&mut self) {
         self.backend.end();
     }
 
     /// Where a slot of the part's plans begins.
+    #[inline]
     pub(super) fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
         self.backend.base(part, slot)
     }
@@ -154,6 +157,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Notes memory that a receiver has given back.
+    #[inline]
     pub(super) fn freed(&mut self, program: &Program, lent: &Lent) {
         if let Some(state) = self.steps.get(lent.step as usize) {
             let at = state.first + receiver_of(lent);
@@ -164,6 +168,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Makes ready what the steps need, or the loans in their place. Called at the start of every pass.
+    #[inline]
     pub(super) fn prepare(&mut self, c: Context<'_>) -> Result<Prepared, Error> {
         let prepared = self.backend.prepare(c, self.arrived == usize::MAX)?;
         self.is_prepared = matches!(prepared, Prepared::Ready);
@@ -171,6 +176,7 @@ impl<B: Backend> PlanRun<B> {
     }
 
     /// Goes on with all steps that may. `news`: the only peer whose links have changed since the last pass, where that is known.
+    #[inline]
     pub(super) fn pass(
         &mut self,
         t: Turn<'_, impl LinkUse>,

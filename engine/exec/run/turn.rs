@@ -16,16 +16,19 @@ pub(super) const LOAN: u32 = u32::MAX;
 pub(super) const LOAN_MESSAGE: u32 = 0xffff;
 
 /// The part that posted a frame.
+#[inline]
 pub(super) fn part_of(lent: &Lent) -> u16 {
     (lent.receiver >> RECEIVER_BITS) as u16
 }
 
 /// Which of its step's receivers a frame went to; of a loan: which rank.
+#[inline]
 pub(super) fn receiver_of(lent: &Lent) -> usize {
     (lent.receiver & RECEIVER) as usize
 }
 
 /// Whether what came back is a loan, and not a message of a step's.
+#[inline]
 pub(super) fn is_of_loan(lent: &Lent) -> bool {
     lent.step == LOAN
 }
@@ -66,32 +69,38 @@ impl<R> Copy for Turn<'_, R> {}
 
 impl<R: LinkUse> Turn<'_, R> {
     /// Whether the parts before have nothing more for the link to a peer.
+    #[inline]
     pub(super) fn may_send(&self, peer: Rank) -> bool {
         self.earlier.iter().all(|run| run.tx_done(peer))
     }
 
     /// Whether nothing more comes for them from a peer.
+    #[inline]
     pub(super) fn may_receive(&self, peer: Rank) -> bool {
         self.earlier.iter().all(|run| run.rx_done(peer))
     }
 
     /// How a message of this part is numbered in its frames.
+    #[inline]
     pub(super) fn message(&self, message: u32) -> u32 {
         u32::from(self.part) << 16 | message & 0xffff
     }
 
     /// [`Lent::receiver`] of a frame of this part.
+    #[inline]
     pub(super) fn receiver(&self, receiver: usize) -> u32 {
         receiver as u32 | u32::from(self.part) << RECEIVER_BITS
     }
 
     /// Whether a frame is a loan of this part's.
+    #[inline]
     pub(super) fn is_loan(&self, frame: &Frame) -> bool {
         frame.header.message == self.message(LOAN_MESSAGE)
     }
 
     /// What a peer sends next to a part that takes the steps, if it has begun to come. A peer that has lent to us, and would have
     /// folded all at once, has its loan back: some rank cannot, as that one's first frame says.
+    #[inline]
     pub(super) fn next_of_steps(
         &self,
         from: Rank,
@@ -112,6 +121,7 @@ impl<R: LinkUse> Turn<'_, R> {
 }
 
 /// Whether a frame is of this operation, and its sender called what we did.
+#[inline]
 pub(super) fn check_frame(frame: &Frame, c: Context<'_>, ours: Signature, from: Rank) -> Result<(), Error> {
     let (header, comm, number) = (&frame.header, c.comm, c.op.number);
     if header.op == number && frame.signature() == ours && header.comm == comm as u32 {

@@ -10,11 +10,13 @@ use crate::types::Rank;
 
 impl<B: Backend> PlanRun<B> {
     /// Whether nothing more of this part goes to a peer.
+    #[inline]
     pub(in super::super) fn tx_done(&self, program: &Program, peer: Rank) -> bool {
         self.tx[peer].round >= self.rounds || program.sends[peer].is_empty()
     }
 
     /// Whether nothing more of this part comes from a peer.
+    #[inline]
     pub(in super::super) fn rx_done(&self, program: &Program, peer: Rank) -> bool {
         self.rx[peer].round >= self.rounds || program.recvs[peer].is_empty()
     }

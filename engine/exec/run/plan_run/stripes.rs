@@ -88,6 +88,7 @@ fn merged(pieces: &mut Vec<(usize, Range<usize>)>) -> Vec<(usize, Range<usize>)>
 
 impl<B: Backend> PlanRun<B> {
     /// So many rounds of the input have come. Whether that is news.
+    #[inline]
     pub(in crate::exec) fn arrived(&mut self, rounds: usize) -> bool {
         let is_news = self.arrived != rounds;
         if is_news {
