@@ -198,18 +198,24 @@ pub(crate) trait Carrier: Send + Sync {
 /// What a communicator is bound to, beside the host's memory and links.
 pub(crate) trait Bound: Any + Send + Sync {
     /// Whether a library takes operations whole.
-    fn has_library(&self) -> bool;
+    fn has_library(&self) -> bool {
+        false
+    }
 
     /// The communicator is dead: a library ends what it does. Called again it does nothing.
-    fn abort(&self);
+    fn abort(&self) {}
 
     /// Of a dead communicator: whether a library may still touch the memory of operations that it took, or streams that it uses have not
     /// come to their ends.
-    fn is_library_at_work(&self) -> bool;
+    fn is_library_at_work(&self) -> bool {
+        false
+    }
 
     /// Of a dead communicator with ranks in other processes, `since` its end: whether any device may still touch its memory.
-    fn is_touched(&self, lane: Option<&mut (dyn Lane + 'static)>, since: Duration) -> bool;
+    fn is_touched(&self, _: Option<&mut (dyn Lane + 'static)>, _since: Duration) -> bool {
+        false
+    }
 
     /// Devices may touch it for longer than anybody waits.
-    fn leave(&self);
+    fn leave(&self) {}
 }

@@ -12,10 +12,10 @@ use parking_lot::Mutex;
 
 use crate::comm::SharedComm;
 use crate::error::Error;
-use crate::exec::carrier::{Bound, Carried, Carrier, Ended, Lane, Lanes, Passed, Started};
+use crate::exec::carrier::{Bound, Carried, Carrier, Ended, Lanes, Passed, Started};
 use crate::exec::{Endpoint, Work};
 use crate::mem::{ALL, ErasedBufs, Reach};
-use crate::plan::{INPUT, OUTPUT};
+use crate::plan::{INPUT, OUTPUT, Operand, Step};
 use crate::types::Kind;
 
 /// How long after its call the memory of an operation is there, and how long its results take back.
@@ -98,19 +98,7 @@ impl Carrier for Worker {
 /// What a communicator is bound to whose operations go so: how many have.
 struct Workers(Arc<AtomicU64>);
 
-impl Bound for Workers {
-    fn has_library(&self) -> bool {
-        false
-    }
-    fn abort(&self) {}
-    fn is_library_at_work(&self) -> bool {
-        false
-    }
-    fn is_touched(&self, _: Option<&mut (dyn Lane + 'static)>, _: Duration) -> bool {
-        false
-    }
-    fn leave(&self) {}
-}
+impl Bound for Workers {}
 
 impl SharedComm {
     /// From here on this rank's collectives on the host's memory are carried out so, but for barriers and those of two halves. Counts them.
@@ -131,15 +119,26 @@ pub(crate) fn carry(endpoint: &Endpoint, carried: &mut Carried, held: ErasedBufs
     count.fetch_add(1, Ordering::Relaxed);
     let mut copies = Vec::new();
     for part in operation.parts.all() {
+        // A rank whose buffer the plan does not touch (the others' input of a scatter, say) may have none.
+        let steps = &part.program.plan.steps;
+        let is_used = |slot| {
+            let reads = |step: &Step| {
+                step.operands.iter().any(|from| matches!(from, Operand::Own(at) if at.slot == slot))
+            };
+            steps.iter().any(|step| reads(step) || step.dst.is_some_and(|at| at.slot == slot))
+        };
+        let (reads, scales) = (is_used(INPUT), part.factor(operation.scale, &operation.reduction).is_some());
+        let writes = is_used(OUTPUT) || part.leaves_result(&operation.signature, scales);
         let mut of = |user: *mut u8, slot, is_output| {
             let mut copy = vec![0; part.total(slot) * part.dtype.size()].into_boxed_slice();
             let at = copy.as_mut_ptr();
             copies.push(Copy { user, copy, is_output });
             at
         };
-        let input = (!part.is_in_place()).then(|| of(part.input.cast_mut(), INPUT, false));
-        let output = of(part.output, OUTPUT, true);
-        (part.output, part.input) = (output, input.unwrap_or(output));
+        let (is_in_place, input) = (part.is_in_place(), part.input.cast_mut());
+        let output = if writes { of(part.output, OUTPUT, true) } else { part.output };
+        let input = if reads && !is_in_place { of(input, INPUT, false) } else { input };
+        (part.output, part.input) = (output, if is_in_place { output } else { input });
     }
     let worker = Arc::new(Worker { copies: Mutex::new(copies), filled: Mutex::new(Err(None)) });
     let filling = worker.clone();
