@@ -49,6 +49,7 @@ type Upto = (u64, Option<Algo>);
 const BEYOND: u64 = 4;
 
 /// The bytes that a choice goes by, of so many in a rank's largest buffer.
+#[inline]
 pub fn block(kind: Kind, ranks: usize, bytes: u64) -> u64 {
     if kind.varies() { bytes / ranks.max(1) as u64 } else { bytes }
 }
@@ -117,6 +118,7 @@ impl Choices {
 
 impl GroupChoices {
     /// The algorithm for a collective of so many bytes, as [`choose`](super::choose()) counts them. `None`: nothing is known.
+    #[inline]
     pub fn choose(&self, kind: Kind, bytes: usize) -> Option<Algo> {
         let (_, steps) = self.0.iter().find(|(of, _)| *of == kind)?;
         steps.iter().find(|(upto, _)| bytes as u64 <= *upto)?.1

@@ -48,6 +48,7 @@ pub struct Env {
 
 /// The algorithm for a collective of `bytes` (of `count` elements: of one block, where there are several; of the
 /// largest, where blocks differ). It is there for every shape of these ranks and hosts.
+#[inline]
 pub fn choose(kind: Kind, bytes: usize, env: &Env) -> Algo {
     let small = bytes <= SMALL;
     let fits = |algo: Algo| {

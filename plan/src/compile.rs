@@ -109,6 +109,7 @@ pub enum Holds {
 
 impl Step {
     /// How this step holds what it sends.
+    #[inline]
     pub fn holds(&self) -> Holds {
         match (self.dst, self.operands.as_slice()) {
             _ if self.loan.is_some() => Holds::Loan,
@@ -120,6 +121,7 @@ impl Step {
 
     /// The ranks whose loans the step borrows, each of them once: first those whose loans it reads, in the order of its
     /// operands, then those whose loans it only writes into.
+    #[inline]
     pub fn lenders(&self) -> impl Iterator<Item = Rank> + '_ {
         let read = self.operands.iter().filter_map(|operand| match operand {
             Operand::Lent(from) => Some(*from),
@@ -134,6 +136,7 @@ impl Step {
     }
 
     /// A chunk of its own memory, if it names one: all that it names, and its messages, have one length.
+    #[inline]
     pub fn chunk(&self) -> Option<At> {
         let own = self.operands.iter().find_map(|o| match o {
             Operand::Own(at) => Some(*at),
@@ -143,11 +146,13 @@ impl Step {
     }
 
     /// Whether it combines operands, or copies one.
+    #[inline]
     pub fn combines(&self) -> bool {
         self.operands.len() > 1
     }
 
     /// Whether it gathers before its `dst` is free.
+    #[inline]
     pub fn gathers_early(&self) -> bool {
         self.early || self.combines()
     }

@@ -18,6 +18,7 @@ macro_rules! named {
             const EVERY: [$type; [$($number),*].len()] = [$($type::$variant),*];
 
             /// The field's name, as on the command line and in variables of the environment.
+            #[inline]
             pub const fn name(self) -> &'static str {
                 match self {
                     $($type::$variant => $name,)*
@@ -25,6 +26,7 @@ macro_rules! named {
             }
 
             /// The one with this wire number.
+            #[inline]
             pub fn from_u8(value: u8) -> Option<$type> {
                 $type::EVERY.into_iter().find(|one| *one as u8 == value)
             }
@@ -112,6 +114,7 @@ impl Kind {
     pub const ALL: [Kind; 11] = Kind::EVERY;
 
     /// Whether values are combined.
+    #[inline]
     pub const fn reduces(self) -> bool {
         matches!(
             self,
@@ -120,11 +123,13 @@ impl Kind {
     }
 
     /// Whether there is a form with a count for each rank.
+    #[inline]
     pub const fn varies(self) -> bool {
         matches!(self, Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll)
     }
 
     /// Whether one rank is the root.
+    #[inline]
     pub const fn rooted(self) -> bool {
         matches!(self, Kind::Broadcast | Kind::Reduce | Kind::Gather | Kind::Scatter)
     }

@@ -35,6 +35,7 @@ pub const fn algorithms(kind: Kind) -> &'static [Algo] {
 /// [`Unsuitable`], with the reason: the algorithm is not one of [`algorithms`] (so never [`Algo::Auto`]); the shape is
 /// not a group (no ranks, more than [`MOST_RANKS`](crate::MOST_RANKS), a rank or root outside it); a count for each rank was asked of a collective or an
 /// algorithm that has no such form; or the hosts of the ranks leave nothing to do for [`Algo::TwoLevel`].
+#[inline]
 pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable> {
     let no = |why: String| Err(Unsuitable { kind, algo, why });
     if algo == Algo::Auto {
@@ -66,6 +67,7 @@ pub fn suitable(kind: Kind, algo: Algo, shape: &Shape) -> Result<(), Unsuitable>
 
 /// Whether every result is combined in rank order, lower ranks first, so that the plan serves functions that are
 /// associative but not commutative. True where nothing is combined. The checker proves it.
+#[inline]
 pub const fn keeps_rank_order(kind: Kind, algo: Algo) -> bool {
     match kind {
         Kind::AllReduce => !matches!(algo, Algo::Ring | Algo::HalvingDoubling | Algo::TwoLevel),
@@ -79,6 +81,7 @@ pub const fn keeps_rank_order(kind: Kind, algo: Algo) -> bool {
 /// Whether every result is combined by one step from all contributions in rank order, so that its bits depend on
 /// neither the size, the number of chunks nor which of these algorithms it was. True where nothing is combined. The
 /// checker proves it.
+#[inline]
 pub const fn deterministic(kind: Kind, algo: Algo) -> bool {
     match kind {
         Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter | Kind::Scan | Kind::ExScan => {

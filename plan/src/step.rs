@@ -110,6 +110,7 @@ pub enum Layout {
 
 impl Layout {
     /// Number of chunks.
+    #[inline]
     pub fn chunks(self) -> u32 {
         match self {
             Layout::Split { parts } => parts,
@@ -119,6 +120,7 @@ impl Layout {
     }
 
     /// Elements of the whole slot; 0 for a table, which knows it itself.
+    #[inline]
     pub fn total(self, count: usize) -> usize {
         match self {
             Layout::Split { .. } => count,
@@ -128,6 +130,7 @@ impl Layout {
     }
 
     /// The elements of one chunk; none for a table, whose ranges come with the operation.
+    #[inline]
     pub fn range(self, chunk: u32, count: usize) -> Range<usize> {
         let chunk = chunk as usize;
         match self {

@@ -13,12 +13,3 @@ def program(name, folder):
     path = folder / name
     path.write_text(found)
     return path
-
-
-def launcher():
-    """The command `allstream`, as cargo has built it; None where it was not built."""
-    for build in ("debug", "release"):
-        path = REPOSITORY / "target" / build / "allstream"
-        if path.exists():
-            return path
-    return None

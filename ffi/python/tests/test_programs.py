@@ -3,19 +3,14 @@
 import subprocess
 import sys
 
-import pytest
 from helpers import DEADLINE
-from programs import launcher, program
+from programs import program
 
 
 def test_the_program_with_numpy_under_the_launcher(tmp_path):
-    command = launcher()
-    if command is None:
-        pytest.skip("the command `allstream` is not built: cargo build")
     path = program("numpy_program.py", tmp_path)
-    ended = subprocess.run(
-        [command, "run", "-n", "2", "--", sys.executable, path], capture_output=True, text=True, timeout=DEADLINE
-    )
+    command = [sys.executable, "-m", "allstream", "run", "-n", "2", "--", sys.executable, path]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert ended.returncode == 0, ended.stderr
     assert sorted(line.split("] ")[-1] for line in ended.stdout.splitlines()) == ["rank 0 of 2: 3.0", "rank 1 of 2: 3.0"]
 
