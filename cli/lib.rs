@@ -1,5 +1,5 @@
-//! The `allstream` command as a library: [`main`] is all of it. The program `allstream` calls it, and the Python package, which brings
-//! `python -m allstream` and a script of that name.
+//! The `allstream` command as a library. The program `allstream` calls [`main`]. The Python package calls [`main_as`], for
+//! `python -m allstream` and for the script `allstream` that pip installs.
 
 mod console;
 mod demo;
@@ -77,15 +77,16 @@ impl Termination for Exit {
     }
 }
 
-/// Runs the command with these arguments (without the program's name) in a program that is this command.
+/// Runs the command with these arguments (without the program's name). The program that calls this has to be the command and nothing else,
+/// since the command starts that program again, with other arguments.
 ///
 /// Arguments that cannot be understood, `--help` and `--version` end the process.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> Exit {
     main_as(Vec::new(), arguments)
 }
 
-/// As [`main`], in an interpreter: `words` (the interpreter and a script, by absolute paths) start this command again, with arguments of its own
-/// behind them, in any directory and with no variable of the environment.
+/// As [`main`], inside an interpreter. `words` are the interpreter and a script, by absolute paths. With arguments behind them they have to
+/// start this command again, in any directory and without any variable of the environment.
 pub fn main_as(words: Vec<OsString>, arguments: impl IntoIterator<Item = OsString>) -> Exit {
     own::was_started(words, arguments.into_iter().collect());
     let cli = Cli::parse_from(["allstream".into()].into_iter().chain(own::arguments()));
@@ -108,7 +109,7 @@ pub fn main_as(words: Vec<OsString>, arguments: impl IntoIterator<Item = OsStrin
         let _ = writeln!(io::stderr(), "allstream: {error}");
         Exit::FAILURE
     });
-    // In an interpreter nobody else does, at the end.
+    // At the end of an interpreter nobody else flushes Rust's stdout.
     let _ = io::stdout().flush();
     exit
 }

@@ -1,4 +1,8 @@
-//! How this command starts itself again: the demo's ranks, a host's agent, the launcher's guard and a probe are all this command.
+//! How this command starts itself again: the ranks of the demo and of `perf`, a host's agent, the launcher's guard and the doctor's probes are
+//! processes of this very command, with other arguments.
+//!
+//! The command runs either as the program `allstream` or inside a Python interpreter. *Words* are what a shell would call it by, without its
+//! arguments: the program's path, or an interpreter and a script.
 
 use std::ffi::OsString;
 use std::io;
@@ -9,24 +13,24 @@ use std::sync::OnceLock;
 
 /// How this command was started.
 struct Start {
-    /// The words before the arguments where another program runs this command: an interpreter and a script. Empty where the program is ours.
+    /// An interpreter and a script, if this command runs in an interpreter. Empty if it is a program of its own.
     words: Vec<OsString>,
     arguments: Vec<OsString>,
 }
 
 static START: OnceLock<Start> = OnceLock::new();
 
-/// Takes note of how this command was started. A process does so once: the first time counts.
+/// Notes how this command was started. If it is called more than once in a process, the first call counts.
 pub(crate) fn was_started(words: Vec<OsString>, arguments: Vec<OsString>) {
     let _ = START.set(Start { words, arguments });
 }
 
-/// The arguments that this command was given.
+/// The arguments that this command was given, without the words before them.
 pub(crate) fn arguments() -> Vec<OsString> {
     START.get().map_or_else(Vec::new, |start| start.arguments.clone())
 }
 
-/// The words that start this command, where another program runs it.
+/// The words that start this command, if it runs in an interpreter.
 fn interpreter() -> Option<&'static [OsString]> {
     START.get().map(|start| &start.words[..]).filter(|words| !words.is_empty())
 }
@@ -39,14 +43,14 @@ pub(crate) fn words() -> io::Result<Vec<OsString>> {
     }
 }
 
-/// The program that starts this command with these arguments, and all of its arguments.
+/// How to start this command with these arguments: the program (the command's own, or the interpreter), and all arguments of that.
 pub(crate) fn program(arguments: Vec<OsString>) -> io::Result<(PathBuf, Vec<OsString>)> {
     let mut words = words()?.into_iter();
     let program = words.next().unwrap_or_default();
     Ok((program.into(), words.chain(arguments).collect()))
 }
 
-/// This command, to be given its arguments.
+/// Starts this command; the caller adds the arguments.
 pub(crate) fn command() -> io::Result<Command> {
     let (program, arguments) = program(Vec::new())?;
     let mut command = Command::new(program);
@@ -54,7 +58,8 @@ pub(crate) fn command() -> io::Result<Command> {
     Ok(command)
 }
 
-/// As [`command`], and where no interpreter runs it, the program that runs now even if another one has been installed at its path meanwhile.
+/// As [`command`]. If this command is a program of its own, it is the very program that runs now, even if another one has been installed at
+/// its path meanwhile.
 pub(crate) fn command_that_runs() -> io::Result<Command> {
     if interpreter().is_some() {
         return command();

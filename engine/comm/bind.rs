@@ -187,6 +187,10 @@ impl SharedComm {
                     format!("this communicator is bound already, to {:?}", bound.ours.stream.device());
                 Err(Error::invalid(CALL, problem))
             }
+            // To a library or to workers, which only tests have.
+            None if endpoint.bound().is_some() => {
+                Err(Error::invalid(CALL, "this communicator is bound already"))
+            }
             None => stream,
         };
         let ours =

@@ -1,7 +1,7 @@
 //! [`Whole`]: a library that takes a collective whole, and moves and combines everything by itself.
 //!
 //! The engine calls it when all ranks have called the same, which the host's links have found out by then
-//! (`Executor::Whole`, `exec/operation.rs`). So a library never sees ranks that disagree, nor waits for one that does not call.
+//! (`WholeOp`, `device/carriers/whole.rs`). So a library never sees ranks that disagree, nor waits for one that does not call.
 //! `docs/adr/0026-whole-collectives.md` has the walk, and the locks.
 
 mod order;

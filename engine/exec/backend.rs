@@ -6,7 +6,7 @@
 //! | backend | memory | what a call does |
 //! |---|---|---|
 //! | [`Host`](super::host::Host) | the host's | computes at once, on the calling thread |
-//! | [`Cuda`](super::cuda::Cuda) | a CUDA device's | puts kernels on the rank's stream |
+//! | `Cuda` (`device/carriers/backend.rs`) | a CUDA device's | puts kernels on the rank's stream |
 //! | [`Timed`](super::timed::Timed) | none | tells a clock how many bytes would have been touched ([`crate::sim`]) |
 
 use super::operation::{Operation, Part, Reduction};

@@ -1,8 +1,9 @@
 //! [`Carrier`]: what carries an operation out where the host does not do so alone.
 //!
-//! An operation without one is the host's: its parts run in the host's memory ([`Parts`]), and when all have run it is done. One with a
-//! carrier has its passes made by that: it may bring the memory from elsewhere first, run the parts in a [`Lane`] of its own, or give the
-//! operation to a library. The endpoint knows no more of it than what is here. `engine/device/carriers/` has those of CUDA.
+//! An operation without a carrier is the host's: its parts run in the host's memory ([`Parts`]), and when all of them have run the operation
+//! is done. Where an operation has a carrier, the endpoint has the carrier make each pass. The carrier may first bring the operation's
+//! memory from elsewhere, may run the parts in the communicator's [`Lane`], or may give the whole operation to a library. All that the
+//! endpoint knows of carriers stands in this file. The carriers of CUDA are in `engine/device/carriers/`.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -17,205 +18,211 @@ use crate::error::{Error, Missing, MissingState};
 use crate::mem::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
-/// An operation, and what carries it out.
+/// An operation as a call makes it, and what carries it out.
 pub(crate) struct Carried {
     pub(crate) operation: Operation,
-    /// None: the host does, in its memory.
+    /// `None`: the host carries the operation out, in its own memory.
     pub(crate) carrier: Option<Arc<dyn Carrier>>,
 }
 
 impl From<Operation> for Carried {
-    /// The host's.
+    /// The host is to carry the operation out.
     fn from(operation: Operation) -> Carried {
         Carried { operation, carrier: None }
     }
 }
 
-/// Where an operation's parts may run: in the host's memory, over the host's links; or in another, over links of its own.
+/// Where an operation's parts may run: in the host's memory, over the host's links; or in the device's lane, over the links of that.
 pub(crate) struct Lanes<'a> {
     pub(super) host: &'a mut Parts<Host, HostLoans>,
     pub(super) port: &'a mut Port,
-    /// Of the device to which the communicator is bound.
+    /// The lane of this rank's device, where the communicator is bound to one.
     pub(crate) device: Option<&'a mut (dyn Lane + 'static)>,
 }
 
 impl Lanes<'_> {
-    /// One pass over the parts, in the host's memory. Whether anything moved, and whether no part is left.
+    /// Makes one pass over the parts in the host's memory. Returns whether anything moved, and whether no part is left.
     pub(crate) fn pass_on_host(&mut self, work: &mut Work<'_>) -> Result<(bool, bool), Error> {
         self.host.pass(work, None, self.port)
     }
 
-    /// How far the results are in the host's memory: all of the parts before this one, and so many rounds of it.
+    /// How far the results in the host's memory are complete. `next`: the part that is to start next.
     pub(crate) fn stored_on_host(&self, next: NextPart) -> Reach {
         self.host.stored(next)
     }
 }
 
-/// The runs of a communicator's parts in memory that is not the host's, and the links between its ranks there.
+/// What runs a communicator's parts in memory that is not the host's, with the links between the ranks' memory of that kind. A communicator
+/// has one lane at most, from when it is bound.
 pub(crate) trait Lane: Send {
-    /// One pass over the parts. Whether anything moved, and whether no part is left.
+    /// Makes one pass over the parts. Returns whether anything moved, and whether no part is left.
     fn pass(&mut self, work: &mut Work<'_>) -> Result<(bool, bool), Error>;
 
-    /// Takes back what peers have given back. Whether anything came.
+    /// Takes back the memory that was lent to peers and that they have released. Returns whether there was any.
     fn reap(&mut self) -> Result<bool, Error>;
 
-    /// Adds the ranks whose frames, or whose room, the parts wait for.
+    /// Adds to `ranks` those from which the parts wait for a frame, and those to which a frame cannot be sent yet for want of room.
     fn waiting_for(&mut self, ranks: &mut Vec<Rank>);
 
-    /// Forgets the parts in flight: done, or failed.
+    /// Forgets the parts in flight, because they are done or because the operation has failed.
     fn clear(&mut self);
 
-    /// The links.
+    /// The links of this lane.
     fn port(&mut self) -> &mut Port;
 }
 
 /// What a pass of a carrier came to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Passed {
-    /// The operation goes on. Whether anything moved.
+    /// The operation is not complete yet. The value says whether anything moved in this pass.
     Going(bool),
-    /// The same parts are to run once more.
+    /// All parts are done, and the same parts are to run once more (as the barrier of an operation that a library takes on a device).
     Again,
-    /// All parts are done, and so is the carrier, but for what it [copies back](Carrier::copies_back).
+    /// All parts are done. What the carrier may still have to do is to copy results back ([`Carrier::copies_back`]).
     Complete,
-    /// All of the operation is on a device's stream: it is over when [`Carrier::is_over`] says so.
+    /// All of the operation has been put on a device's stream. The operation is over when [`Carrier::is_over`] says so.
     OnStream,
 }
 
-/// What a carrier hears of its operation when that is submitted.
+/// What a carrier is told of its operation when that is submitted.
 pub(crate) struct Submission<'a> {
-    /// The communicator, for people.
+    /// The communicator's name, for messages to people.
     pub(crate) comm: &'a str,
-    /// The same and its generation, as one number that all ranks have.
+    /// The communicator and its generation as one number, which is the same on all ranks.
     pub(crate) place: u64,
+    /// The operation's number among the communicator's collectives.
     pub(crate) number: u64,
     pub(crate) signature: Signature,
-    /// Of who drives.
+    /// Wakes whoever drives the communicator.
     pub(crate) waker: &'a Waker,
 }
 
-/// To be called when the copies of results are on their stream.
+/// The carrier calls this when the copies of the results have been put on their stream. From then on they have the operation's time limit.
 pub(crate) type Started = Box<dyn FnOnce() + Send>;
-/// To be called when they have ended.
+/// The carrier calls this when the copies of the results have ended, well or not.
 pub(crate) type Ended = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
-/// What carries one operation out.
+/// What carries one operation out. Only [`pass`](Carrier::pass) has to be written: each default is right for a carrier without that need.
 pub(crate) trait Carrier: Send + Sync {
-    /// The operation is submitted. The endpoint's table is locked.
+    /// The operation is submitted now. The caller holds the lock of the endpoint's table.
     fn submitted(&self, _: &Submission<'_>) {}
 
-    /// How far the operation's memory is there from the beginning.
+    /// How far the operation may go when it begins: as far as its memory is there by then.
     fn reach(&self) -> Reach {
         ALL
     }
 
-    /// Looks at what has come of the operation's memory since so many pieces were `known`: how many are there, and how far the operation
-    /// may go by that. `waker` is woken when more has come.
+    /// Looks at what has come of the operation's memory. `known`: how many pieces were there at the last look. Returns how many are there
+    /// now, and how far the operation may go with those. `waker` is woken when more pieces have come.
     ///
     /// # Errors
-    /// It does not come.
+    /// A piece will not come.
     fn arrived(&self, known: usize, _waker: &Waker) -> Result<(usize, Reach), Error> {
         Ok((known, ALL))
     }
 
-    /// One pass.
+    /// Makes one pass over the operation: does what can be done now.
     fn pass(&self, work: &mut Work<'_>, lanes: &mut Lanes<'_>) -> Result<Passed, Error>;
 
-    /// What keeps the operation from its end, where no peer's call is missing.
+    /// What keeps the operation from its end although all peers have called. The error of an operation that is overdue names it.
     fn held_up(&self) -> Option<MissingState> {
         None
     }
 
-    /// Whether copies of its memory may be on their way that nobody waits for.
+    /// Whether copies to or from the operation's memory may be under way that nothing else waits for. A communicator that fails waits for
+    /// them for a while; if they have not ended then, the operation's buffers are not given back.
     fn is_settling(&self) -> bool {
         false
     }
 
-    /// Whether somebody else than this process's threads touches the buffers: a device, or a library.
+    /// Whether anything but this process's own threads touches the buffers: a device, or a library.
     fn is_elsewhere(&self) -> bool {
         false
     }
 
-    /// Whether its ranks meet only behind all that has not ended yet: it is overdue only when it is the oldest.
+    /// Whether the ranks can meet for this operation only when what was put on streams before it has ended. Such an operation is overdue only
+    /// once it is the oldest: until then the one before it is to blame.
     fn meets_last(&self) -> bool {
         false
     }
 
-    /// Whether it was given to something that does not tell when it is done, and is to be asked.
+    /// Whether the operation was given to something that does not tell when it is done, so that the endpoint has to ask again and again.
     fn is_to_be_asked(&self) -> bool {
         false
     }
 
-    /// Whether results are to be copied back when all parts are done.
+    /// Whether the results have to be copied back when all parts are done.
     fn copies_back(&self) -> bool {
         false
     }
 
-    /// Starts to copy the results back. The caller holds no lock of the engine's.
+    /// Starts to copy the results back, where [`copies_back`](Carrier::copies_back) says so. The caller holds none of the engine's locks.
     fn copy_back(self: Arc<Self>, _: Started, ended: Ended) {
         ended(Ok(()));
     }
 
-    /// Whether all of it is on a stream.
+    /// Whether all of the operation is on a device's stream.
     fn is_enqueued(&self) -> bool {
         false
     }
 
-    /// Of an operation that is on a stream: whether that has come to its end.
+    /// For an operation that is on a stream: whether the stream has come to the operation's end.
     fn is_over(&self) -> Result<bool, Error> {
         Ok(true)
     }
 
-    /// Calls `then` when the stream has come to its end, or will not.
+    /// For an operation that is on a stream: calls `then` when the stream has come to the operation's end, or never will.
     fn tell(&self, then: Box<dyn FnOnce() + Send>) {
         then();
     }
 
-    /// Whether its own inputs are there.
+    /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.
     fn has_inputs(&self) -> bool {
         true
     }
 
-    /// Who keeps the stream from its end, on rank `us`, though all have called.
+    /// Which ranks keep the stream from the operation's end although all have called. `us`: this rank.
     fn late(&self, _us: Rank) -> Vec<Missing> {
         Vec::new()
     }
 
-    /// The operation has failed for this cause: gives it up. Whether somebody may still touch its buffers all the same.
+    /// The operation has failed for this cause, and the carrier gives it up. Returns whether somebody may still touch the buffers all the same.
     fn cannot_give_up(&self, _cause: &Error) -> bool {
         false
     }
 
-    /// It has failed, and its buffers are not to be given back by whoever has them.
+    /// The operation has failed, and somebody may touch its buffers for longer than anybody waits: whoever holds them must keep them.
     fn lose(&self) {}
 
-    /// What a stream can be made to wait for before the operation is over; `None`: nothing. `comm/ordered.rs` knows what it is.
+    /// What makes streams wait for the operation's end while the operation still runs; `comm/ordered.rs` knows its type. `None`: streams
+    /// cannot be made to wait for this operation.
     fn joins(&self) -> Option<Arc<dyn Any + Send + Sync>> {
         None
     }
 }
 
-/// What a communicator is bound to, beside the host's memory and links.
+/// What a communicator is bound to besides the host's memory and links: devices, for example, or a library.
 pub(crate) trait Bound: Any + Send + Sync {
-    /// Whether a library takes operations whole.
+    /// Whether a library takes operations of this communicator whole.
     fn has_library(&self) -> bool {
         false
     }
 
-    /// The communicator is dead: a library ends what it does. Called again it does nothing.
+    /// The communicator has failed, and a library is to end what it does. Only the first call does anything.
     fn abort(&self) {}
 
-    /// Of a dead communicator: whether a library may still touch the memory of operations that it took, or streams that it uses have not
-    /// come to their ends.
+    /// For a communicator that has failed: whether a library may still touch the memory of operations that it took, or has work left on a
+    /// stream.
     fn is_library_at_work(&self) -> bool {
         false
     }
 
-    /// Of a dead communicator with ranks in other processes, `since` its end: whether any device may still touch its memory.
+    /// For a communicator that has failed and has ranks in other processes: whether any device may still touch its memory. `since`: for how
+    /// long it has been ending.
     fn is_touched(&self, _: Option<&mut (dyn Lane + 'static)>, _since: Duration) -> bool {
         false
     }
 
-    /// Devices may touch it for longer than anybody waits.
+    /// Devices may go on touching the failed communicator's memory for longer than anybody waits: that memory is left to them for good.
     fn leave(&self) {}
 }

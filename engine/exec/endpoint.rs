@@ -218,7 +218,8 @@ impl Endpoint {
         self.bound.get().map(|bound| &**bound)
     }
 
-    /// From here on it is bound to this, whose parts run in this lane. All ranks do this between the same two operations; once.
+    /// From here on this communicator is bound to `bound`, whose parts run in `lane`. All ranks do this between the same two operations. The
+    /// first time counts.
     pub(crate) fn bind(&self, bound: Arc<dyn Bound>, lane: Option<Box<dyn Lane>>) {
         let mut run = self.run.lock();
         if self.bound.set(bound).is_ok() {

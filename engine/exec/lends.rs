@@ -7,7 +7,7 @@
 //! | backend | how its memory is lent |
 //! |---|---|
 //! | [`Host`](super::host::Host) | `HostLoans`: where it lies, or through staging slots |
-//! | [`Cuda`](super::cuda::Cuda) | `CudaLoans`: where it lies, to devices of the same process |
+//! | `Cuda` (`device/carriers/backend.rs`) | `CudaLoans`: where it lies, to devices of the same process |
 //! | [`Timed`](super::timed::Timed) | the same value: as the simulated network says |
 
 use super::backend::Context;

@@ -40,7 +40,7 @@ static KEPT: Mutex<Vec<Kept>> = Mutex::new(Vec::new());
 /// How many there are.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Keeps it until all leases are over. The progress thread is to be woken then ([`keep_and_look`](super::progress thread::keep_and_look)).
+/// Keeps it until all leases are over. The progress thread is to be woken then ([`keep_and_look`](super::progress_thread::keep_and_look)).
 pub(super) fn keep(what: What, leases: Vec<Arc<Lease>>) {
     let mut kept = KEPT.lock();
     kept.push(Kept { what, leases });

@@ -158,3 +158,14 @@ pub struct Plan {
     /// What to do.
     pub steps: Vec<Step>,
 }
+
+impl Plan {
+    /// Whether any step reads or writes this slot. A rank may have no memory for one that none does (the input of a scatter on all ranks
+    /// but the root, say).
+    pub fn touches(&self, slot: Slot) -> bool {
+        let of = |at: At| at.slot == slot;
+        let reads =
+            |step: &Step| step.operands.iter().any(|from| matches!(from, Operand::Own(at) if of(*at)));
+        self.steps.iter().any(|step| reads(step) || step.dst.is_some_and(of))
+    }
+}

@@ -1,6 +1,7 @@
-//! Plans in the memory of a CUDA device: what the host would compute is put on the rank's stream, on the device's addresses.
+//! The memory of a CUDA device as a backend of plans: where the host's backend computes at once, this one puts a kernel on the rank's stream,
+//! with addresses of the device.
 //!
-//! An accumulator is as long as its chunk: nothing of it is used twice, so a result can be lent to peers from there.
+//! An accumulator is as long as its step's chunk. No place in it is used twice, so a result can be lent to peers where it lies there.
 
 use std::sync::Arc;
 
@@ -17,13 +18,14 @@ use crate::link;
 use crate::link::waits::{Wait, kept};
 use crate::plan::{INPUT, Lending, OUTPUT, Program, SCRATCH, Slot};
 
-/// The memory of a device. What is here beside the user's is for one part, and goes back to the pool in the stream's order.
+/// The memory of a device in which one part runs. What the part needs beside the user's buffers is kept here; when the part ends, it goes
+/// back to the pool in the stream's order.
 pub(super) struct Cuda {
     binding: Arc<Binding>,
     is_prepared: bool,
     scratch: Option<DeviceBuf<u8>>,
     scaled: Option<DeviceBuf<u8>>,
-    /// By step.
+    /// One place for each step of the plan.
     accumulators: Vec<Option<DeviceBuf<u8>>>,
 }
 
@@ -31,7 +33,7 @@ fn address(buf: &DeviceBuf<u8>) -> *mut u8 {
     std::ptr::without_provenance_mut(buf.as_ptr() as usize)
 }
 
-/// What no kernel does.
+/// The error for something that no kernel does.
 fn unsupported(what: &str) -> Error {
     Error::system("run a collective on a device", format!("there is no kernel for {what} (a bug)"))
 }
@@ -40,11 +42,11 @@ fn unsupported(what: &str) -> Error {
 fn launch(stream: &DeviceStream, c: Context<'_>, doing: &str, launch: Option<Launch>) -> Result<(), Error> {
     let missing = || unsupported(&format!("{:?} on {}", c.op.reduction, c.part.dtype));
     let launch = launch.ok_or_else(missing)?;
-    // SAFETY: all operands and results are chunks of the operation's buffers, by the layout, or of frames or loans of that
-    // length: of this device, or of one that it may touch (`Comm::bind_device` has seen to that). The buffers are in
-    // the table until the stream has come past the operation's end, and their streams are waited for (`begin`); what
-    // peers read or write meanwhile, and the part's own steps, are ordered by the limits and by the links' events;
-    // memory of the part's goes back in this stream's order.
+    // SAFETY: every operand and every result is a chunk of one of the operation's buffers, by the layout, or lies in a frame or a
+    // loan of that length. It is memory of this device, or of one that this device may touch (`Comm::bind_device` has seen to
+    // that). The in-flight table owns the buffers until the stream has passed the operation's end, and the streams that used them
+    // before are waited for (`begin`). The limits and the links' events order what peers read or write meanwhile, and the part's
+    // own steps. The part's own memory goes back to the pool in this stream's order.
     unsafe { stream.launch(doing, &launch) }
 }
 
@@ -59,7 +61,7 @@ impl Cuda {
         &self.binding.ours.stream
     }
 
-    /// The accumulator of a step, from the element on at which the slice begins.
+    /// The address of element `at` in the accumulator of the slice's step. The accumulator is made when it is first asked for.
     fn accumulator(&mut self, slice: &Slice<'_>, at: usize) -> Result<*mut u8, Error> {
         let state = &slice.state;
         if state.unit == 0 {
@@ -73,11 +75,11 @@ impl Cuda {
         Ok(address(buf).wrapping_add(at * state.unit))
     }
 
-    /// Scales the input, in place where the operation is, else in a copy.
+    /// Scales the input: in place where the operation is in place and leaves a result on this rank, else into a copy.
     fn scale(&mut self, c: Context<'_>, factor: f64) -> Result<(), Error> {
         let (part, unit) = (c.part, c.part.dtype.size());
         let len = part.total(if part.is_in_place() { OUTPUT } else { INPUT });
-        // A rank that only gives (to the root of a reduce, say) keeps its buffer as it was.
+        // A rank that only gives its input (to the root of a reduce, say) keeps its buffer as it was.
         let mut to = part.output;
         if !(part.is_in_place() && part.leaves_result(&c.op.signature, true)) {
             let copy = DeviceBuf::raw(self.stream(), len * unit)?;
@@ -107,7 +109,7 @@ impl Cuda {
     }
 }
 
-/// Pointers as the device's addresses, at the beginning of `all`.
+/// Writes the pointers, as addresses of the device, to the beginning of `all`, and returns that part of it.
 fn addresses<'a>(from: &[*const u8], all: &'a mut [u64]) -> Result<&'a [u64], Error> {
     let few = || unsupported(&format!("{} operands", from.len()));
     let to = all.get_mut(..from.len()).ok_or_else(few)?;
@@ -116,7 +118,7 @@ fn addresses<'a>(from: &[*const u8], all: &'a mut [u64]) -> Result<&'a [u64], Er
 }
 
 impl Backend for Cuda {
-    /// Calls only put work on a stream.
+    /// No call takes long: each only puts work on a stream.
     const TAKES_TIME: bool = false;
     const SENDS_INPUT: bool = false;
     const IS_ALIGNED: bool = true;
@@ -171,7 +173,7 @@ impl Backend for Cuda {
             _ => (self.accumulator(slice, state.got)?, false),
         };
         self.run(slice, out)?;
-        // From the accumulator it can go at once, where it goes nowhere else.
+        // A result that has no place on this rank can be sent from the accumulator at once.
         let passes = slice.dst.is_none() && slice.is_ready && state.got == state.pos;
         let payload = (slice.is_ready && (passes || is_dst)).then_some(Payload::Memory(out));
         Ok(Combined { taken: slice.m, is_stored: is_dst || passes, payload })
@@ -191,7 +193,7 @@ impl Backend for Cuda {
         Ok((slice.m, Payload::Memory(from)))
     }
 
-    /// Links between devices lend memory where it lies: they never ask for slots.
+    /// Links between devices lend memory where it lies, and never ask for staging slots: nobody calls this.
     unsafe fn fill_slot(&mut self, _: *const u8, _: *mut u8, _: usize, _: &mut Port) {}
 }
 
@@ -213,10 +215,10 @@ impl CudaLoans {
 }
 
 impl Lends for CudaLoans {
-    /// The kernel that folds writes into other ranks' memory, which is allowed within one process only: when a rank of another process
-    /// dies, nobody can stop a kernel that is on a stream already from writing into memory that its owner has taken back. Chunks
-    /// that are longer than [`limits`] allow one call take the steps, in slices. All ranks see the same lengths, and know where all
-    /// devices are.
+    /// Ranks lend each other memory only if all of them are in this process. For the kernel that folds writes into other ranks' memory, and
+    /// when a rank of another process dies, nobody can stop a kernel that is on a stream already from writing into memory that its owner
+    /// has taken back. Chunks that are longer than one frame may be ([`limits`]) take the steps instead, in slices. All ranks decide alike,
+    /// since all see the same lengths and know where all devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
         let near = self.binding.far.is_none();
         let size = lending.plan.size;
@@ -245,7 +247,7 @@ impl Lends for CudaLoans {
     /// As [`Cuda::fill_slot`].
     unsafe fn empty(&mut self, _: &Part, _: *const u8, _: *mut u8, _: usize) {}
 
-    /// One kernel folds all.
+    /// Puts one kernel on the stream, which folds all operands into all results.
     fn fold(&mut self, fold: &Fold<'_>, _: &Port) -> Result<usize, Error> {
         let c = fold.c;
         let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };

@@ -15,10 +15,11 @@ use crate::exec::carrier::{Bound, Lane};
 use crate::exec::{DEVICES, Endpoint, Operation, Port, Reduction};
 use crate::plan::Step;
 
-/// How long the stream of a dead communicator may take to come to its end, before it waits for no other process any more.
+/// How long the streams of a communicator that has failed may take to come to their ends. After that they are made to wait for no other
+/// process any more.
 const LET_GO: Duration = Duration::from_millis(150);
 
-/// What a communicator is bound to.
+/// What a communicator is bound to, as the executor has it.
 pub(crate) struct BoundTo {
     /// The ranks' devices.
     pub(crate) binding: Option<Arc<Binding>>,
@@ -26,14 +27,14 @@ pub(crate) struct BoundTo {
     pub(crate) whole: Option<BoundWhole>,
 }
 
-/// What this communicator is bound to, if it is.
+/// What this communicator is bound to, if it is bound.
 pub(crate) fn bound_to(endpoint: &Endpoint) -> Option<&BoundTo> {
     let bound: &dyn Any = endpoint.bound()?;
     bound.downcast_ref()
 }
 
-/// From here on devices run operations on their buffers, or a library takes operations whole, of those kinds that it takes. All ranks do
-/// this between the same two operations.
+/// Binds a communicator: from here on devices run the operations on their buffers, and the library, if there is one, takes those operations
+/// whole that it can. All ranks call this between the same two operations.
 pub(crate) fn bind(endpoint: &Endpoint, to: BoundTo) {
     let config = &endpoint.config;
     let lane = to.binding.as_ref().map(|binding| {
@@ -47,7 +48,7 @@ pub(crate) fn bind(endpoint: &Endpoint, to: BoundTo) {
 }
 
 impl BoundTo {
-    /// What messages on this rank's device go by, from or to a buffer on this stream.
+    /// What moves messages on this rank's device. It is made for the first message, whose buffer is used on the stream `user`, and kept.
     pub(crate) fn message_path(
         &self,
         endpoint: &Endpoint,
@@ -67,7 +68,7 @@ impl BoundTo {
         Ok(path.clone())
     }
 
-    /// Whether the streams of this process have come to their ends.
+    /// Whether the streams of this process have come to the end of what this communicator put on them.
     fn is_quiet(&self) -> bool {
         self.binding.as_ref().is_none_or(|binding| binding.is_quiet().unwrap_or(false))
     }
@@ -108,9 +109,10 @@ impl Bound for BoundTo {
 }
 
 impl Binding {
-    /// Gets what an operation will need of the driver, at the call: kernels, and memory for what its steps keep in hand. The
-    /// driver may wait for all that is on the device before it gives that, and a stream of the caller's may by then wait for
-    /// the operation ([`DeviceOp::join`]). So it is had before anything waits for this operation, by a thread that holds nothing.
+    /// Gets what an operation will need of the driver: kernels, and the memory that its parts need beside the buffers. The thread that
+    /// calls the operation does so, before it submits it and while it holds no lock. Later would be too late: the driver may wait for
+    /// all that is on the device before it gives these, and by then a stream of the caller's may wait for the operation
+    /// (`DeviceOp::join`), so that neither would go on.
     pub(crate) fn get_ready(&self, operation: &mut Operation) -> Result<(), Error> {
         let &Reduction::Op(op) = &operation.reduction else { return Ok(()) };
         let stream = &self.ours.stream;

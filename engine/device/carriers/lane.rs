@@ -1,4 +1,4 @@
-//! The parts of a communicator's operations that its rank's device runs, and the links between the ranks' devices.
+//! [`DeviceLane`]: runs parts of a communicator's operations on this rank's device, over the links between the ranks' devices.
 
 use std::sync::Arc;
 

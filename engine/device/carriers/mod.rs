@@ -1,12 +1,12 @@
 //! What carries operations out with CUDA: the [`Carrier`](crate::exec::carrier::Carrier)s of the executor.
 //!
-//! | file | what an operation does |
+//! | file | how its carrier carries an operation out |
 //! |---|---|
-//! | `staged.rs` | its memory is copied to the host, the host runs it there, and its results are copied back |
-//! | `on_device.rs` | the rank's device runs its parts, in a lane of their own (`lane.rs`, `backend.rs`) |
-//! | `whole.rs` | a library takes it whole, when its ranks have met over the host's links |
+//! | `staged.rs` | the operation's memory is copied to the host, the host runs the parts on the copies, and the results are copied back |
+//! | `on_device.rs` | the rank's device runs the parts, in the device's lane (`lane.rs`, `backend.rs`) |
+//! | `whole.rs` | a library takes the operation whole, once the ranks have met over the host's links |
 //!
-//! `bound.rs`: what a communicator is bound to from then on, and what its end waits for.
+//! `bound.rs` has what a communicator is bound to (devices, a library, or both), and what such a communicator waits for when it has failed.
 
 mod backend;
 mod bound;

@@ -1,4 +1,4 @@
-//! Operations that the rank's device runs, by their plans.
+//! The carrier of operations that the rank's device runs, by their plans.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -67,7 +67,8 @@ impl Carrier for OnDevice {
     }
 }
 
-/// The ranks whose inputs are not there, or else the library that has not ended the operation here.
+/// Who keeps an operation from its end: the ranks whose inputs are not there. If there are none, this rank (`us`), on which the library that
+/// took the operation has not ended it.
 pub(super) fn late(device: &DeviceOp, us: Rank) -> Vec<Missing> {
     let late = device.late().into_iter();
     let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();

@@ -1,4 +1,4 @@
-//! Operations on a device's memory that the host runs, on copies of that.
+//! The carrier of operations on device memory that the host runs, on copies of that memory.
 
 use std::sync::Arc;
 use std::task::Waker;
@@ -9,12 +9,12 @@ use crate::exec::Work;
 use crate::exec::carrier::{Carrier, Ended, Lanes, Passed, Started};
 use crate::mem::{ALL, Reach};
 
-/// An operation on copies of the memory of devices.
+/// An operation that the host runs on copies of device memory.
 pub(crate) struct OnHost(pub(crate) Arc<Staged>);
 
 impl Carrier for OnHost {
     fn reach(&self) -> Reach {
-        // What comes in one piece is there when the operation begins.
+        // Memory that is copied in one piece is there when the operation begins, for the operation starts after that copy.
         if self.0.is_striped() { (0, 0) } else { ALL }
     }
 

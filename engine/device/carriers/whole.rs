@@ -1,7 +1,7 @@
-//! Operations that a library takes whole.
+//! The carrier of operations that a library takes whole.
 //!
-//! The ranks meet over the host's links first, by a barrier: so the library never sees ranks that disagree, nor waits for one that does
-//! not call. On a device they pass the barrier a second time, with a time for the launch.
+//! The ranks first meet in a barrier over the host's links. So the library never sees ranks that disagree, and never waits for a rank that
+//! does not call. If the operation is on device memory, they pass the barrier a second time, by which they agree when to launch it.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -17,29 +17,29 @@ use crate::exec::Work;
 use crate::exec::carrier::{Carrier, Lanes, Passed, Submission};
 use crate::types::{Rank, mix};
 
-/// An operation that a library takes whole. Its parts are those of the barrier.
+/// An operation that a library takes whole. The parts of such an operation are those of the barrier.
 pub(crate) struct WholeOp {
     by: Arc<dyn Whole>,
-    /// The order of launches on the rank's device, if it is on a device's memory.
+    /// The order of launches on the rank's device, if the operation is on device memory.
     order: Option<Arc<LaunchOrder>>,
     device: Option<Arc<DeviceOp>>,
-    /// What the barriers pass round: in the end the largest number that any rank has put there.
+    /// The number that the barriers pass round. When a barrier is passed, it is the largest that any rank has put there.
     token: Arc<AtomicU64>,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
-    /// Until it is submitted to the library.
+    /// The call, until it is given to the library.
     call: Option<WholeCall>,
-    /// Its place in the queue for the device, until it is launched.
+    /// The operation's place in the queue for the device, until it is launched.
     ticket: Option<Ticket>,
-    /// When it is launched there: from when all ranks have called until it is.
+    /// When the operation is to be launched on the device: known from when all ranks have called until it is launched.
     turn: Option<Turn>,
 }
 
 impl WholeOp {
-    /// `device`: of an operation on a device's memory. `token`: the memory of its barriers.
+    /// `device`: the operation on the device, if it is on device memory. `token`: the memory of the barriers.
     pub(crate) fn new(
         call: WholeCall,
         bound: &BoundWhole,
@@ -50,8 +50,8 @@ impl WholeOp {
         WholeOp { by: bound.whole.clone(), order: bound.order.clone(), device, token, state }
     }
 
-    /// All ranks have called the same. On a device they pass the barrier a second time, with a time for the launch: whether that is
-    /// to begin now.
+    /// Called when a barrier is passed, so that all ranks have called the same. Returns whether the second barrier is to begin now: if so,
+    /// this rank has named a time for the launch.
     fn begins_to_agree(&self, state: &mut State) -> bool {
         let Some(ticket) = state.ticket.as_ref().filter(|_| state.turn.is_none()) else { return false };
         state.turn = ticket.turn();
@@ -61,8 +61,9 @@ impl WholeOp {
         state.turn.is_some()
     }
 
-    /// Ranks have passed the barriers: gives the call to the library when it is due, or asks how far that is with it. Returns also
-    /// whether anything was done. What is on the device's stream is marked there.
+    /// Called when the ranks have passed the barriers: gives the call to the library when it is due, and later asks how far the library is
+    /// with it. Returns whether anything was done, and how far the library is. When all of the call is on the device's stream, its end is
+    /// marked there.
     fn go_on(&self, state: &mut State) -> Result<(bool, Standing), Error> {
         if let Some(turn) = state.turn.as_mut().filter(|_| state.call.is_some()) {
             turn.agree(self.token.load(Ordering::Relaxed));
@@ -84,7 +85,7 @@ impl WholeOp {
             // SAFETY: the buffers are as long as the call was checked to say, and the in-flight table owns them until the
             // operation has ended. If the communicator dies first, its end aborts the library (`Bound::abort`), and gives the
             // buffers back when that is quiet, or never. Streams that used the buffers before are waited for (`begin`), and
-            // so is this rank's host (what the operation was submitted to follow).
+            // so is what this rank's host had to do before (the operation starts after the event that it was submitted with).
             unsafe { self.by.submit(call, stream) }?;
         }
         let standing = self.by.poll()?;
@@ -117,7 +118,7 @@ impl Carrier for WholeOp {
 
     fn pass(&self, work: &mut Work<'_>, lanes: &mut Lanes<'_>) -> Result<Passed, Error> {
         let mut state = self.state.lock();
-        // It may be told to the peers when all that was submitted before it for the same device has been launched.
+        // Peers are not told that this rank has called before all that was submitted earlier for the same device is launched.
         if !state.ticket.as_ref().is_none_or(Ticket::is_first) {
             return Ok(Passed::Going(false));
         }
@@ -135,7 +136,7 @@ impl Carrier for WholeOp {
         })
     }
 
-    /// A launch that must come first, or the library.
+    /// Once all ranks have called: the library. Before that: another operation in the queue for the device, if there is one.
     fn held_up(&self) -> Option<MissingState> {
         let state = self.state.lock();
         if state.call.is_none() || state.turn.is_some() {
