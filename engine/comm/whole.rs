@@ -7,7 +7,9 @@ use super::SharedComm;
 use super::call::{Call, Spec, program};
 use super::runtime::Ticks;
 use crate::device::DeviceStream;
-use crate::device::carriers::{WholeOp, bound_to};
+use crate::device::carriers::WholeOp;
+#[cfg(any(test, feature = "testing"))]
+use crate::device::carriers::bound_to;
 use crate::device::operation::DeviceOp;
 use crate::device::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
 use crate::error::Error;
