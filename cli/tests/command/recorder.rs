@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::time::{Duration, Instant};
 
 use allstream::{Comm, Rendezvous};
@@ -64,8 +63,7 @@ fn after_a_timeout_the_files_of_all_ranks_say_who_is_behind() {
         assert!(value["cause"].as_str().is_some_and(|c| c.contains("timed out")), "{value}");
     }
     let trace = |args: &[&str]| {
-        let output =
-            Command::new(env!("CARGO_BIN_EXE_allstream")).arg("trace").args(args).arg(dir).output().unwrap();
+        let output = allstream(&[&["trace"], args, &[dir.to_str().unwrap()]].concat(), &[]);
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     };
