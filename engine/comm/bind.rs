@@ -193,8 +193,10 @@ impl SharedComm {
             }
             None => stream,
         };
-        let ours =
-            stream.and_then(|stream| Ok((Arc::new(PeerDevice::new(stream, n, config.comm)), nonce()?)));
+        let ours = stream.and_then(|stream| {
+            let device = PeerDevice::new(stream, endpoint.commands().clone(), n, config.comm);
+            Ok((Arc::new(device), nonce()?))
+        });
         let group = Group { config, topology: &world.topology };
         let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, library));
         let rows = self.step().all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;

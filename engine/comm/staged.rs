@@ -11,9 +11,11 @@ use super::work::Submitted;
 use crate::device::carriers::{OnDevice, OnHost, bound_to};
 use crate::device::operation::{Binding, DeviceOp};
 use crate::device::whole::{BoundWhole, MessagePath};
+use crate::device::workspace::Workspace;
 use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
 use crate::error::Error;
 use crate::exec::carrier::{Carried, Carrier};
+use crate::exec::commands::Commands;
 use crate::exec::{Direction, EAGER, Operation, Reduction, STRIPE, cut};
 use crate::mem::{ALL, DeviceMemory, ErasedBufs, Event, RawBuf, Stripe, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
@@ -65,7 +67,7 @@ impl Call<'_> {
         }
         let staged = prepared.and_then(|mut operation| {
             self.start_on_devices(operation.call, places(&memory))?;
-            let staged = stage(&mut operation, varied, &memory)?;
+            let staged = stage(&mut operation, varied, &memory, self.side.0.commands())?;
             let carrier = Some(Arc::new(OnHost(staged.clone())) as _);
             Ok((Carried { operation, carrier }, staged))
         });
@@ -106,17 +108,20 @@ impl Call<'_> {
                     output.depend_like(input);
                 }
             }
-            let is_ready = match &whole {
+            // What cannot be had is an error when the operation begins, and then all ranks hear of it.
+            let workspace = match &whole {
                 None => binding.get_ready(&mut operation),
-                Some(bound) => self.get_ready_whole(&mut operation, bound, &binding.ours.stream),
+                Some(bound) => {
+                    if let Err(error) = self.get_ready_whole(&mut operation, bound, &binding.ours.stream) {
+                        tracing::debug!("an operation was not made ready at its call: {error}");
+                    }
+                    Workspace::new(&binding.ours.stream, std::iter::empty(), 0)
+                }
             };
-            if let Err(error) = is_ready {
-                // What is missing is asked for again when it is needed, and then all ranks hear of it.
-                tracing::debug!("an operation was not made ready at its call: {error}");
-            }
+            let workspace = workspace.map(Arc::new);
             operation.signature.kind |= ON_DEVICES;
             let library = whole.as_ref().map(|bound| bound.whole.clone());
-            let device = Arc::new(DeviceOp::new(binding, streams, outputs, library)?);
+            let device = Arc::new(DeviceOp::new(binding, streams, outputs, library, workspace)?);
             if let Some(bound) = whole {
                 return self.made_whole(operation, &bound, Some(device));
             }
@@ -164,7 +169,8 @@ impl Call<'_> {
             Stripe { pieces: vec![(0, from..to)], reach: if to == bytes { ALL } else { (0, to) } }
         };
         let stripes = (0..bytes.max(1)).step_by(STRIPE).map(stripe).collect();
-        let staged = Staged::begin(vec![Item { place: memory.into(), bytes, fill, back }], stripes)?;
+        let items = vec![Item { place: memory.into(), bytes, fill, back }];
+        let staged = Staged::begin(items, stripes, self.side.0.commands())?;
         Ok((staged.clone(), Arc::new(OnHost(staged))))
     }
 }
@@ -243,7 +249,12 @@ fn place(
 }
 
 /// Starts the copies to the host, and makes the parts work on those.
-fn stage(operation: &mut Operation, varied: bool, memory: &[Memory]) -> Result<Arc<Staged>, Error> {
+fn stage(
+    operation: &mut Operation,
+    varied: bool,
+    memory: &[Memory],
+    commands: &Arc<Commands>,
+) -> Result<Arc<Staged>, Error> {
     let (mut items, mut slots) = (Vec::new(), Vec::new());
     let mut add = |slot: (usize, Slot), end: &RawBuf, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
@@ -268,7 +279,7 @@ fn stage(operation: &mut Operation, varied: bool, memory: &[Memory]) -> Result<A
             }
         });
     }
-    let staged = Staged::begin(items, cut(operation.parts.all(), &slots))?;
+    let staged = Staged::begin(items, cut(operation.parts.all(), &slots), commands)?;
     let at = |end: Result<usize, *mut u8>| end.map_or_else(|host| host, |item| staged.at(item));
     for (part, (input, output)) in operation.parts.all().iter_mut().zip(ends) {
         part.output = at(output);

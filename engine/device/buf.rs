@@ -140,6 +140,10 @@ impl<T: Element> Drop for DeviceBuf<T> {
             return;
         }
         let context = &self.memory.context;
+        if self.fate.is_overtaken() {
+            self.memory.last.lock().lost = true;
+            return;
+        }
         match context.enter().and_then(|entered| self.stream.mark(&entered)) {
             Ok(event) => self.memory.mark(self.stream.0.id, event),
             // No mark can be put there, so wait; and where that fails too, never use the memory again.

@@ -41,6 +41,7 @@ mod transfer;
 mod waiter;
 pub(crate) mod whole;
 mod words;
+pub(crate) mod workspace;
 
 pub use buf::DeviceBuf;
 pub use chores::settle;

@@ -2,18 +2,25 @@
 //!
 //! The plans, the machines and the order of messages are those of the host; what differs is that a step's work is *put on
 //! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::device::links::peer`]). An
-//! operation is over on the host when all is on the stream, and over for good when the stream has come there.
+//! operation is over when the stream has come to its end, which a word in memory says ([`Word::Over`]).
+//!
+//! What is put on a stream is put there by [`Commands`](crate::exec::commands::Commands): no function here that a pass calls, or the end of a
+//! communicator that has failed, calls the driver.
 
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::chores::Busy;
 use super::links::ipc::{Far, FarRx, FarTx};
 use super::links::peer::{PeerDevice, PeerRx, PeerTx};
+use super::signal::Word;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::whole::{BoundWhole, MessagePath, Whole};
+use super::workspace::Workspace;
 use crate::error::Error;
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx, Opener, Place};
@@ -26,6 +33,10 @@ use crate::types::Rank;
 const SLICE: usize = 1 << 30;
 /// Bytes that one frame can lend.
 const FRAME: usize = u32::MAX as usize;
+
+/// How long the streams of a communicator that has failed may take to come to their ends. After that nothing waits for them any more: neither
+/// the streams of the caller's, nor, for other processes, the rank's own.
+const LET_GO: Duration = Duration::from_millis(150);
 
 /// Bytes of a slice, and of the longest frame.
 pub(crate) fn limits() -> (usize, usize) {
@@ -49,11 +60,26 @@ pub(crate) struct Binding {
     pub(crate) others: Vec<DeviceStream>,
     /// What takes operations whole, if anything does.
     pub(crate) whole: Option<BoundWhole>,
-    /// Where the streams of this process were filled to when all was over.
-    last: Mutex<Option<Vec<DeviceEvent>>>,
+    /// Once the communicator has failed.
+    leaving: Leaving,
+    /// Of the operation that was begun last.
+    workspace: Mutex<Weak<Workspace>>,
     /// What messages go by that a library moves: made with the first.
     pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
     _open: Busy,
+}
+
+/// How the operations of a communicator that has failed leave the devices.
+#[derive(Default)]
+struct Leaving {
+    /// Those that had been called.
+    operations: Mutex<Vec<Weak<DeviceOp>>>,
+    /// The commands of [`Binding::leave`] are appended.
+    has_begun: AtomicBool,
+    /// With all ranks in this process, and no library: the buffers' streams wait for all that any rank has put on its stream.
+    ordered: OnceLock<Result<(), Error>>,
+    /// The streams of this process have come to the end of what was put on them.
+    is_quiet: AtomicBool,
 }
 
 impl Binding {
@@ -70,23 +96,103 @@ impl Binding {
                 others.push(device.stream.clone());
             }
         }
-        let (last, message_path) = (Mutex::default(), Mutex::default());
-        Binding { ours, all, reaches, far, others, whole, last, message_path, _open: Busy::while_open() }
+        let (leaving, workspace, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
+        let _open = Busy::while_open();
+        Binding { ours, all, reaches, far, others, whole, leaving, workspace, message_path, _open }
     }
 
-    /// Whether the streams of this process have come to where they were filled when this was first asked: no rank puts
-    /// more of this communicator on them.
-    pub(crate) fn is_quiet(&self) -> Result<bool, Error> {
-        let mut last = self.last.lock();
-        let last = match &mut *last {
-            Some(last) => last,
-            none => {
-                let devices = self.all.iter().flatten();
-                let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?;
-                none.insert(points.concat())
-            }
+    /// What the parts of the operation that was begun last need beside its buffers.
+    pub(crate) fn workspace(&self) -> Option<Arc<Workspace>> {
+        self.workspace.lock().upgrade()
+    }
+
+    /// The communicator has failed: no rank of this process puts more of it on a stream, except what [`leave`](Self::leave) does.
+    pub(crate) fn cut(&self) {
+        if kept(Wait::Revoked) {
+            self.all.iter().flatten().for_each(|device| device.commands.cut());
+        }
+    }
+
+    /// Whether the ranks of this process may each touch the others' memory by what is on streams, so that streams are made to wait for
+    /// streams when the communicator has failed. Otherwise what is on a stream may wait for another process, or for a library, and may
+    /// never come to its end: then the host waits for the streams instead.
+    fn is_ordered(&self) -> bool {
+        self.far.is_none() && self.whole.is_none()
+    }
+
+    /// For a communicator that has failed: goes on with its end, and says whether devices may still touch its memory. `since`: for how long
+    /// it has been ending.
+    pub(crate) fn is_touched(self: &Arc<Self>, since: Duration) -> bool {
+        let is_at_work = |device: &Arc<PeerDevice>| !device.commands.is_idle();
+        // Whoever is about to put something on a stream right now has to have done so.
+        let is_idle = !kept(Wait::MemoryLock) || !self.all.iter().flatten().any(is_at_work);
+        if is_idle && !self.leaving.has_begun.swap(true, Ordering::AcqRel) {
+            let binding = self.clone();
+            self.ours.commands.put_always(move || binding.leave());
+        }
+        let is_touched = match self.is_ordered() {
+            true => !matches!(self.leaving.ordered.get(), Some(Ok(()))),
+            false => !self.leaving.is_quiet.load(Ordering::Acquire),
         };
-        last.iter().try_fold(true, |quiet, event| Ok(event.is_complete()? && quiet))
+        if is_touched && since > LET_GO {
+            self.overtake();
+        }
+        is_touched
+    }
+
+    /// A command: makes the buffers' streams wait for what any rank of this process has put on its stream, or watches those streams come
+    /// to their ends; then lets streams go on that wait for operations of the communicator.
+    fn leave(self: &Arc<Self>) {
+        if self.is_ordered() {
+            let operations: Vec<_> =
+                self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect();
+            let ordered = operations.iter().map(|operation| operation.order_after_all());
+            let ordered = ordered.fold(Ok(()), Result::and).and(self.ours.release_all());
+            if let Err(error) = &ordered {
+                let (what, error) =
+                    ("the buffers of collectives that failed on a device are not given back", error.clone());
+                LOG.line(move || tracing::warn!("{what}: {error}"));
+            } else {
+                operations.iter().for_each(|operation| operation.overtake(false));
+            }
+            let _ = self.leaving.ordered.set(ordered);
+        } else if let Err(error) = self.watch_ends().and_then(|()| self.ours.release_all()) {
+            LOG.line(move || tracing::warn!("end a communicator that has failed: {error}"));
+        }
+        self.ours.commands.wake();
+    }
+
+    /// Notes when all streams of this process have come to where they are filled to now.
+    fn watch_ends(self: &Arc<Self>) -> Result<(), Error> {
+        let devices = self.all.iter().flatten();
+        let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?.concat();
+        let left = Arc::new(AtomicUsize::new(points.len()));
+        for point in points {
+            let (left, binding) = (left.clone(), self.clone());
+            let reached = move |result: Result<(), Error>| {
+                // Where one has failed, nobody can tell when the streams are quiet.
+                if result.is_ok() && left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    binding.leaving.is_quiet.store(true, Ordering::Release);
+                    let operations = binding.leaving.operations.lock();
+                    operations.iter().filter_map(Weak::upgrade).for_each(|op| op.overtake(false));
+                    binding.ours.commands.wake();
+                }
+            };
+            point.then("end a communicator that has failed", Box::new(reached));
+        }
+        Ok(())
+    }
+
+    /// The streams do not come to their ends, or the driver does not answer: what waits for them goes on. Stores to memory, no call of the
+    /// driver's.
+    fn overtake(&self) {
+        let operations = self.leaving.operations.lock();
+        operations.iter().filter_map(Weak::upgrade).for_each(|operation| operation.overtake(true));
+        drop(operations);
+        self.ours.release_all_now();
+        if let Some(far) = &self.far {
+            far.let_go();
+        }
     }
 }
 
@@ -105,17 +211,20 @@ pub(crate) struct DeviceOp {
     is_in_a_chain: bool,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
+    /// What its parts need beside the buffers. The error for which there is none.
+    workspace: Result<Arc<Workspace>, Error>,
+    /// The command that begins it is appended.
+    has_begun: AtomicBool,
+    /// What the driver says has gone wrong with it on the stream.
+    failure: OnceLock<Error>,
     state: Mutex<State>,
 }
 
+/// Nobody calls the driver with this locked.
 #[derive(Default)]
 struct State {
-    /// Its streams are waited for.
-    has_begun: bool,
     /// Behind all of the operation, once all of it is on the stream.
     end: Option<DeviceEvent>,
-    /// A stream waits for the word that says that it is over.
-    is_awaited: bool,
     /// It was given up.
     failed: bool,
     /// Its buffers may be touched for longer than anybody waits.
@@ -137,19 +246,32 @@ impl DeviceOp {
         streams: Vec<DeviceStream>,
         outputs: Vec<Arc<Fate>>,
         taken_by: Option<Arc<dyn Whole>>,
+        workspace: Result<Arc<Workspace>, Error>,
     ) -> Result<DeviceOp, Error> {
         let after = streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?;
         // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
         let ours = &binding.ours;
         let is_in_a_chain =
             streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter());
-        let (number, state) = (OnceLock::new(), Mutex::default());
-        Ok(DeviceOp { binding, number, after, streams, outputs, is_in_a_chain, taken_by, state })
+        Ok(DeviceOp {
+            binding,
+            number: OnceLock::new(),
+            after,
+            streams,
+            outputs,
+            is_in_a_chain,
+            taken_by,
+            workspace,
+            has_begun: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            state: Mutex::default(),
+        })
     }
 
     /// It is submitted, as this operation of the communicator.
     pub(crate) fn submitted(&self, number: u64) {
         let _ = self.number.set(number);
+        self.binding.ours.called(number);
     }
 
     fn number(&self) -> u64 {
@@ -166,30 +288,44 @@ impl DeviceOp {
         &self.binding.ours.stream
     }
 
-    /// It is this operation's turn: what is put on the stream from now on is its own. Each of its parts says so, and the first
-    /// counts.
-    pub(crate) fn begin(&self) -> Result<(), Error> {
-        if std::mem::replace(&mut self.state.lock().has_begun, true) {
+    /// It is this operation's turn: what is put on the stream from now on is its own. The first of these calls counts.
+    ///
+    /// # Errors
+    /// There is no memory for what it needs beside its buffers.
+    pub(crate) fn begin(self: &Arc<Self>) -> Result<(), Error> {
+        if self.has_begun.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        self.binding.ours.begins(self.number(), self.after.clone());
-        let mut after = self.after.iter().filter(|_| kept(Wait::After));
-        let ordered = after.try_for_each(|event| self.stream().wait_event(event));
-        if self.is_in_a_chain {
-            self.stream().waits_now();
-        }
-        ordered
+        *self.binding.workspace.lock() = Arc::downgrade(self.workspace.as_ref().map_err(Error::clone)?);
+        let operation = self.clone();
+        self.binding.ours.commands.put(move || {
+            let mut after = operation.after.iter().filter(|_| kept(Wait::After));
+            let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
+            if operation.is_in_a_chain {
+                operation.stream().waits_now();
+            }
+            ordered?;
+            operation.binding.ours.begins(operation.number())
+        });
+        Ok(())
     }
 
-    /// All of it is on the stream. Returns the end there.
-    pub(crate) fn enqueued(&self) -> Result<DeviceEvent, Error> {
-        self.binding.ours.take_failure()?;
-        let end = self.stream().point()?;
-        let mut state = self.state.lock();
-        state.end = Some(end.clone());
-        if state.is_awaited {
-            self.binding.ours.signal(self.number())?;
+    /// All of it has been handed to the commands: marks its end behind that.
+    pub(crate) fn ends(self: &Arc<Self>) {
+        let operation = self.clone();
+        self.binding.ours.commands.put(move || operation.put_end().map(drop));
+        if !kept(Wait::Memory)
+            && let Ok(workspace) = &self.workspace
+        {
+            workspace.release();
         }
+    }
+
+    /// A command: all of it is on the stream. Returns the end there.
+    pub(crate) fn put_end(&self) -> Result<DeviceEvent, Error> {
+        let end = self.stream().point()?;
+        self.binding.ours.ends(self.number())?;
+        self.state.lock().end = Some(end.clone());
         Ok(end)
     }
 
@@ -198,24 +334,24 @@ impl DeviceOp {
         self.state.lock().end.is_some()
     }
 
-    /// Whether the stream has come to its end.
+    /// Whether the stream has come to its end. No call of the driver's.
     pub(crate) fn is_over(&self) -> Result<bool, Error> {
-        let state = self.state.lock();
-        let over = !kept(Wait::End) || state.end.as_ref().map_or(Ok(true), DeviceEvent::is_complete)?;
+        let over = !kept(Wait::End) || self.binding.ours.has_come_to(Word::Over, self.number());
         if let Some(library) = &self.taken_by {
             // What has failed there may never come to its end.
             library.check()?;
         }
+        if let Some(error) = self.failure.get() {
+            return Err(error.clone());
+        }
         if over {
-            self.binding.ours.ended(self.number());
-            if state.is_awaited {
-                // The stream was to say so, behind the end. Where streams share the device's queues, one of those that wait for
-                // its word may stand before it.
-                self.binding.ours.show(self.number());
-            }
             self.check()?;
-            if let Some(verdict) = &state.verdict {
+            let verdict = self.state.lock().verdict.clone();
+            if let Some(verdict) = verdict {
                 verdict.settle(Ok(()));
+            }
+            if let Ok(workspace) = &self.workspace {
+                workspace.release();
             }
         }
         Ok(over)
@@ -226,9 +362,9 @@ impl DeviceOp {
         self.binding.far.as_ref().map_or(Ok(()), |far| far.check())
     }
 
-    /// Whether its own inputs are there.
+    /// Whether its own inputs are there. No call of the driver's.
     pub(crate) fn has_inputs(&self) -> bool {
-        self.after.iter().all(|event| event.is_complete().unwrap_or(true))
+        self.binding.ours.has_come_to(Word::Begun, self.number())
     }
 
     /// The ranks whose inputs are not there, though they have called.
@@ -239,11 +375,23 @@ impl DeviceOp {
     }
 
     /// Calls `then` when the stream has come to its end, or will not.
-    pub(crate) fn watch(&self, then: impl FnOnce() + Send + 'static) {
-        let end = self.state.lock().end.clone();
-        if let Some(end) = end {
-            end.then("run a collective", Box::new(|_| then()));
-        }
+    pub(crate) fn watch(self: &Arc<Self>, then: impl FnOnce() + Send + 'static) {
+        let operation = self.clone();
+        self.binding.ours.commands.put(move || {
+            // Set by the command before this one, which marks the end.
+            let end = operation.state.lock().end.clone();
+            let told = move |result: Result<(), Error>| {
+                match result {
+                    Ok(()) => operation.binding.ours.tell(Word::Over, operation.number()),
+                    Err(error) => drop(operation.failure.set(error)),
+                }
+                then();
+            };
+            if let Some(end) = end {
+                end.then("run a collective", Box::new(told));
+            }
+            Ok(())
+        });
     }
 
     /// Whether the rank's own stream is one of those that `join` makes wait.
@@ -265,22 +413,26 @@ impl DeviceOp {
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
     /// nothing waits.
     pub(crate) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
-        let mut state = self.state.lock();
-        if state.failed {
-            return Ok(false);
-        }
-        let witness = |far: &Arc<Far>| Arc::downgrade(far) as Weak<dyn Witness>;
-        let library = |whole: &Arc<dyn Whole>| Arc::downgrade(whole) as Weak<dyn Witness>;
-        let far = || self.binding.far.as_ref().map(witness);
-        let verdict = || Arc::new(Verdict::new(self.taken_by.as_ref().map(library).or_else(far)));
-        state.verdict.get_or_insert_with(verdict);
+        let end = {
+            let mut state = self.state.lock();
+            if state.failed {
+                return Ok(false);
+            }
+            let witness = |far: &Arc<Far>| Arc::downgrade(far) as Weak<dyn Witness>;
+            let library = |whole: &Arc<dyn Whole>| Arc::downgrade(whole) as Weak<dyn Witness>;
+            let far = || self.binding.far.as_ref().map(witness);
+            let verdict = || Arc::new(Verdict::new(self.taken_by.as_ref().map(library).or_else(far)));
+            state.verdict.get_or_insert_with(verdict);
+            state.end.clone()
+        };
         let mut all = self.streams.iter().chain([stream]);
-        if let Some(end) = &state.end {
-            return all.try_for_each(|stream| stream.wait_event(end)).map(|()| true);
-        }
-        // It is not on our stream yet, so there is nothing to wait for but what the stream will say when it is.
-        state.is_awaited = true;
-        all.try_for_each(|stream| self.binding.ours.await_signal(stream, self.number())).map(|()| true)
+        // Where it is not on our stream yet, there is nothing to wait for but the word that the stream will write when it is; or the host,
+        // where it is given up meanwhile: then the wait is over as it begins.
+        let wait = |stream: &DeviceStream| match &end {
+            Some(end) => stream.wait_event(end),
+            None => self.binding.ours.await_end(stream, self.number()),
+        };
+        all.try_for_each(wait).map(|()| true)
     }
 
     /// After `join`: its buffers are handed on, and depend on how it ends.
@@ -293,36 +445,46 @@ impl DeviceOp {
         verdict.ask()
     }
 
-    /// It has failed: the buffers' streams wait for what is still on any rank's stream, as that may touch them. No rank
-    /// puts more there. With ranks in other processes, and where a library takes operations whole, all of that is over, or the
-    /// buffers are kept ([`Binding::is_quiet`]): what is on those streams may not come to its end.
-    fn give_up(&self, cause: &Error) -> Result<(), Error> {
-        let is_over = self.binding.far.is_some() || self.binding.whole.is_some();
-        let ordered = if is_over { Ok(()) } else { self.order_after_all() };
-        // All at once: a thread may be about to make streams wait, or to hand the buffers on. And before any stream goes on.
-        let mut state = self.state.lock();
-        state.failed = true;
-        if let Some(verdict) = &state.verdict {
+    /// It has failed, for this cause. Told before any stream goes on that waits for it.
+    pub(crate) fn give_up(self: &Arc<Self>, cause: &Error) {
+        let verdict = {
+            let mut state = self.state.lock();
+            if std::mem::replace(&mut state.failed, true) {
+                return;
+            }
+            state.verdict.clone()
+        };
+        if let Some(verdict) = verdict {
             verdict.settle(Err(cause.clone()));
         }
-        if std::mem::take(&mut state.is_awaited) {
-            // Streams that were to wait for what will not come go on, behind all that has; also where all of it has, and does
-            // not come to its end because those very streams hold it up.
-            return ordered.and(self.binding.ours.release(self.number()));
+        let leaving = &self.binding.leaving;
+        leaving.operations.lock().push(Arc::downgrade(self));
+        if leaving.has_begun.load(Ordering::Acquire) {
+            // It was called meanwhile, and nothing of it is on a stream.
+            let ours = self.binding.ours.clone();
+            self.binding.ours.commands.put_always(move || drop(ours.release_all()));
         }
-        ordered
     }
 
     /// Gives it up. Whether a device may still touch its buffers all the same.
-    pub(crate) fn cannot_give_up(&self, cause: &Error) -> bool {
+    pub(crate) fn cannot_give_up(self: &Arc<Self>, cause: &Error) -> bool {
+        self.give_up(cause);
         // Where a rank went on without waiting for others, those may touch it yet.
-        let given_up = self.give_up(cause).and_then(|()| self.check());
-        let is_err = given_up.is_err();
-        if let Err(error) = given_up {
+        let checked = self.check();
+        let is_err = checked.is_err();
+        if let Err(error) = checked {
             let what = "the buffers of a collective that failed on a device are not given back";
             LOG.line(move || tracing::warn!("{what}: {error}"));
         }
-        is_err
+        is_err || self.binding.leaving.ordered.get().is_some_and(Result::is_err)
+    }
+
+    /// Streams that wait for it go on, whether or not a device may still touch its buffers; or no device does any more.
+    fn overtake(&self, is_overtaken: bool) {
+        let verdict = self.state.lock().verdict.clone();
+        if let Some(verdict) = verdict {
+            verdict.overtake(is_overtaken);
+        }
     }
 
     /// It has failed, and its buffers are not to be given back by whoever has them.
@@ -334,6 +496,8 @@ impl DeviceOp {
         self.state.lock().lost
     }
 
+    /// Makes the buffers' streams wait for what is still on the stream of any rank of this process, as that may touch them. No rank puts more
+    /// there.
     fn order_after_all(&self) -> Result<(), Error> {
         for device in self.binding.all.iter().flatten().filter(|_| kept(Wait::GiveUp)) {
             let last = device.stream.point()?;

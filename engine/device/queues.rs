@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use allstream_sys::cuda::CudaError;
 
 use super::context::{Context, Line, Standing, Way, Ways};
-use super::signal::DeviceSignal;
+use super::signal::{DeviceSignal, Word};
 use super::stream::DeviceStream;
 use crate::error::Error;
 
@@ -182,10 +182,10 @@ impl Probe {
             return false;
         }
         let (bell, turn, start) = (&self.bells[0], self.turn, Instant::now());
-        while !bell.shows(turn) && start.elapsed() < LOOK {
+        while !bell.shows(Word::Over, turn) && start.elapsed() < LOOK {
             std::thread::sleep(SPIN);
         }
-        bell.shows(turn)
+        bell.shows(Word::Over, turn)
     }
 
     /// Finds out whether these streams may wait for what nobody has put on a stream yet without holding up their device's collectives,
@@ -323,11 +323,11 @@ impl Probe {
         known: &[bool],
     ) -> Result<Vec<bool>, Error> {
         self.turn = self.turn.wrapping_add(1);
-        let (turn, gate) = (self.turn, &mut self.gate);
-        let held = waits.iter().try_for_each(|waiting| waiting.wait_signal(gate, turn));
+        let (turn, gate) = (self.turn, &self.gate);
+        let held = waits.iter().try_for_each(|waiting| gate.is_awaited_by(waiting, turn));
         let asked = held.and_then(|()| {
-            let mut asked = ways.iter().zip(&mut self.bells);
-            asked.try_for_each(|(way, bell)| DeviceStream::of_context(context, *way).put_signal(bell, turn))
+            let mut asked = ways.iter().zip(&self.bells);
+            asked.try_for_each(|(way, bell)| bell.put_on(&DeviceStream::of_context(context, *way), turn))
         });
         let start = Instant::now();
         let mut came = known.to_vec();
@@ -339,14 +339,14 @@ impl Probe {
             }
             let before = came.contains(&true);
             for (came, bell) in came.iter_mut().zip(&self.bells) {
-                *came |= bell.shows(turn);
+                *came |= bell.shows(Word::Over, turn);
             }
             if !before && came.contains(&true) {
                 let now = start.elapsed();
                 most = now + now.max(PATIENCE);
             }
         }
-        self.gate.set(turn);
+        self.gate.set(Word::Over, turn);
         asked.map(|()| came)
     }
 }

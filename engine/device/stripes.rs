@@ -20,6 +20,7 @@ use super::staging::Block;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Finish, Outcome};
 use crate::error::Error;
+use crate::exec::commands::Commands;
 use crate::mem::{ALL, Event, Reach, Stripe};
 
 const ALIGN: usize = 64;
@@ -131,11 +132,17 @@ pub(crate) struct Staged {
     /// By stripe: reached when all that the operation reads of it is there.
     ready: Vec<Event>,
     back: Mutex<Back>,
+    commands: Arc<Commands>,
 }
 
 impl Staged {
     /// Starts the copies to the host. `items` and `stripes` are not empty.
-    pub(crate) fn begin(items: Vec<Item>, stripes: Vec<Stripe>) -> Result<Arc<Staged>, Error> {
+    /// `commands`: of the endpoint, for the copies back.
+    pub(crate) fn begin(
+        items: Vec<Item>,
+        stripes: Vec<Stripe>,
+        commands: &Arc<Commands>,
+    ) -> Result<Arc<Staged>, Error> {
         let (mut offsets, mut bytes) = (Vec::with_capacity(items.len()), 0usize);
         for item in &items {
             offsets.push(bytes);
@@ -151,7 +158,8 @@ impl Staged {
         let ready = stripes.iter().map(|_| Event::pending()).collect();
         let running = Together::new(1, None);
         let back = Mutex::new(Back { next: 0, running, is_open: false, begun: None, settling: 0 });
-        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back });
+        let commands = commands.clone();
+        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back, commands });
         let put = || -> Result<_, Error> {
             let fills: Vec<Vec<DeviceEvent>> =
                 (0..staged.stripes.len()).map(|i| staged.fill(i)).collect::<Result<_, _>>()?;
@@ -292,9 +300,24 @@ impl Staged {
         }
     }
 
-    /// The operation is done with all before this point: starts the copies back of the stripes that end there. The
+    /// The operation is done with all before this point: has the copies back started of the stripes that end there. The
     /// operation is not over yet, and its buffers are still its own.
     pub(crate) fn done(self: &Arc<Self>, reach: Reach) {
+        let any = {
+            let back = self.back.lock();
+            back.is_open && self.stripes.get(back.next).is_some_and(|stripe| stripe.reach <= reach)
+        };
+        if any {
+            let staged = self.clone();
+            self.commands.put(move || {
+                staged.start_back(reach);
+                Ok(())
+            });
+        }
+    }
+
+    /// A command: starts those copies.
+    fn start_back(self: &Arc<Self>, reach: Reach) {
         loop {
             let stripe = {
                 let mut back = self.back.lock();
@@ -340,7 +363,7 @@ impl Staged {
     }
 
     fn end(self: &Arc<Self>, begun: Begun) {
-        self.done(ALL);
+        self.start_back(ALL);
         begun();
         self.ended(Ok(()));
     }

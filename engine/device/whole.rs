@@ -12,6 +12,7 @@ use std::task::Waker;
 pub(crate) use self::order::{Called, LaunchOrder, Ticket, Turn};
 use crate::device::stream::DeviceStream;
 use crate::error::{Error, MissingState};
+use crate::exec::commands::Commands;
 use crate::mem::Witness;
 use crate::types::{DType, Kind, Rank, ReduceOp};
 
@@ -78,6 +79,8 @@ pub(crate) struct Moved {
 pub(crate) struct MessagePath {
     pub(crate) whole: Arc<dyn Whole>,
     pub(crate) order: Arc<LaunchOrder>,
+    /// What calls the library and the driver for the messages.
+    pub(crate) commands: Arc<Commands>,
     /// For messages alone: while one waits there for its other end, what devices run by plans goes on beside it.
     pub(crate) stream: DeviceStream,
     /// The communicator, for errors.
@@ -85,6 +88,9 @@ pub(crate) struct MessagePath {
     /// Of who drives it.
     pub(crate) waker: Waker,
 }
+
+// SAFETY: as of `Piece`.
+unsafe impl Send for Moved {}
 
 /// How far a library has got with what it was given last: its own making, or a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,7 +109,8 @@ pub(crate) enum Standing {
 
 /// One rank's end of what a library has of a communicator: of NCCL, an `ncclComm_t`.
 ///
-/// One thread at a time calls `submit` and `poll`: the one that drives the communicator. None of these functions blocks.
+/// One thread at a time calls `submit`, `exchange` and `poll`: of memory on a device, the one that carries the communicator's commands out. They
+/// may block as long as the driver does. The others do not block.
 /// [`check`](Witness::check) tells from any thread whether it has failed, at anything, by now; after an abort it has.
 pub(crate) trait Whole: Witness {
     /// The library and its version, for people.

@@ -97,7 +97,8 @@ pub(crate) struct Submission<'a> {
     pub(crate) waker: &'a Waker,
 }
 
-/// The carrier calls this when the copies of the results have been put on their stream. From then on they have the operation's time limit.
+/// The carrier calls this when the copies of the results have been put on their stream. From then on they have the operation's time limit
+/// once more.
 pub(crate) type Started = Box<dyn FnOnce() + Send>;
 /// The carrier calls this when the copies of the results have ended, well or not.
 pub(crate) type Ended = Box<dyn FnOnce(Result<(), Error>) + Send>;
@@ -156,7 +157,8 @@ pub(crate) trait Carrier: Send + Sync {
         false
     }
 
-    /// Starts to copy the results back, where [`copies_back`](Carrier::copies_back) says so. The caller holds none of the engine's locks.
+    /// Starts to copy the results back, where [`copies_back`](Carrier::copies_back) says so. The caller holds none of the engine's locks, and
+    /// may block.
     fn copy_back(self: Arc<Self>, _: Started, ended: Ended) {
         ended(Ok(()));
     }
@@ -186,6 +188,10 @@ pub(crate) trait Carrier: Send + Sync {
         Vec::new()
     }
 
+    /// The communicator has failed for this cause, and is about to end its operations, of which this is one. It may be called again. Only
+    /// memory is written: a driver could block.
+    fn give_up(&self, _cause: &Error) {}
+
     /// The operation has failed for this cause, and the carrier gives it up. Returns whether somebody may still touch the buffers all the same.
     fn cannot_give_up(&self, _cause: &Error) -> bool {
         false
@@ -208,17 +214,17 @@ pub(crate) trait Bound: Any + Send + Sync {
         false
     }
 
-    /// The communicator has failed, and a library is to end what it does. Only the first call does anything.
+    /// The communicator has failed: nothing more of it is begun on devices, and a library is to end what it does. Only the first call does
+    /// anything.
     fn abort(&self) {}
 
     /// For a communicator that has failed: whether a library may still touch the memory of operations that it took, or has work left on a
-    /// stream.
-    fn is_library_at_work(&self) -> bool {
+    /// stream. `since`: for how long the communicator has been ending.
+    fn is_library_at_work(&self, _since: Duration) -> bool {
         false
     }
 
-    /// For a communicator that has failed and has ranks in other processes: whether any device may still touch its memory. `since`: for how
-    /// long it has been ending.
+    /// For a communicator that has failed: whether any device may still touch its memory. `since`: for how long it has been ending.
     fn is_touched(&self, _: Option<&mut (dyn Lane + 'static)>, _since: Duration) -> bool {
         false
     }

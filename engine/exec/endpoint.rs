@@ -8,6 +8,7 @@
 //! | progress ([`run`], [`progress`], [`callers`]) | what executes: the collective in work, messages, links | `run` |
 //! | deadlines ([`deadlines`], [`ending`]) | since when what waits | in `run` |
 //! | completion ([`completions`], [`copy_backs`]) | who is to be woken; results on their way to a device | one each |
+//! | calls of a driver ([`Commands`]) | what passes leave to a thread that holds no lock | its own |
 //! | teardown ([`health`], [`teardown`]) | what ended the communicator; how far its end has come | none; in `run` |
 //! | the other ranks ([`peers`], [`breaks`]) | what they have told of themselves | `peers` |
 //!
@@ -52,6 +53,7 @@ use self::programs::Programs;
 use self::run::Run;
 use self::table::Submitted;
 use super::carrier::{Bound, Carrier, Lane};
+use super::commands::{Commands, LastOf};
 use super::inflight::{self, Key};
 use super::p2p::Messages;
 use super::port::Port;
@@ -142,6 +144,8 @@ pub(crate) struct Endpoint {
     /// On the progress thread's list.
     enlisted: AtomicBool,
     completions: Completions,
+    /// What passes leave to be done by a thread that holds none of these locks.
+    commands: Arc<Commands>,
     copy_backs: CopyBacks,
     health: Health,
     peers: Peers,
@@ -154,6 +158,8 @@ pub(crate) struct Endpoint {
     is_to_be_asked: AtomicBool,
     /// What barriers pass round. One serves all: collectives of a communicator run one after another.
     token: Arc<AtomicU64>,
+    /// Dropped behind all that appends commands.
+    _last: LastOf,
 }
 
 /// What becomes, in a child of a fork, of an operation of its parent's. Its buffer stays where it is: the parent's progress
@@ -177,12 +183,15 @@ impl Endpoint {
     }
 
     fn with(config: EndpointConfig, run: Run) -> Arc<Endpoint> {
+        let commands = Commands::new(config.runtime.waker().clone());
         Arc::new(Endpoint {
             submitted: Submitted::new(),
             run: Mutex::new(run),
             callers: Callers::default(),
             enlisted: AtomicBool::new(false),
             completions: Completions::default(),
+            _last: LastOf(commands.clone()),
+            commands,
             copy_backs: CopyBacks::default(),
             health: Health::default(),
             peers: Peers::new(config.members.len()),
@@ -194,6 +203,11 @@ impl Endpoint {
             token: Arc::default(),
             config,
         })
+    }
+
+    /// What is to be done by a thread that holds none of the engine's locks, and may block.
+    pub(crate) fn commands(&self) -> &Arc<Commands> {
+        &self.commands
     }
 
     fn now(&self) -> Instant {

@@ -6,6 +6,7 @@
 mod active;
 pub(crate) mod backend;
 pub(crate) mod carrier;
+pub(crate) mod commands;
 mod deadlines;
 mod endpoint;
 mod filling;
@@ -35,7 +36,7 @@ pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, EAGER, Message};
-pub(crate) use parts::{NextPart, Parts, Work};
+pub(crate) use parts::{NextPart, Parts, WINDOW, Work};
 pub(crate) use port::{DEVICES, Payload, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;

@@ -13,7 +13,7 @@ use crate::types::Rank;
 
 /// Parts of one operation that are in flight together. A list of small buffers so takes few round trips: one cell of
 /// a ring each, and a ring has 16.
-const WINDOW: usize = 16;
+pub(crate) const WINDOW: usize = 16;
 
 /// The part of an operation that is to start next, and its number: parts of a second half count on.
 #[derive(Clone, Copy, Default)]

@@ -16,6 +16,7 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
+use super::commands::never_block_here;
 use super::{Progress, quarantine};
 use crate::error::Error;
 use crate::forked;
@@ -197,6 +198,7 @@ impl ProgressThread {
     }
 
     fn run(self: Arc<Self>) {
+        never_block_here();
         let mut list: Vec<Arc<dyn Driven>> = Vec::new();
         let mut events = Vec::with_capacity(64);
         let (mut flags, mut taken) = (Vec::new(), Vec::new());

@@ -89,12 +89,24 @@ impl<M: RingMemory> Producer<M> {
 
     /// Writes and publishes a frame. Only after `room`.
     pub(crate) fn post(&mut self, frame: M::Frame) {
-        debug_assert!(self.next - self.released < M::CELLS);
-        let at = cell::<M>(self.next);
-        self.memory.write(at, frame);
-        self.memory.publish(at, lap::<M>(self.next));
-        self.next += 1;
+        let number = self.claim();
+        publish(&self.memory, number, frame);
     }
+
+    /// Takes the next cell for a frame that is [published](publish) later: frames are published in the order in which their cells were
+    /// taken. Only after `room`. Returns the frame's number.
+    pub(crate) fn claim(&mut self) -> u64 {
+        debug_assert!(self.next - self.released < M::CELLS);
+        self.next += 1;
+        self.next - 1
+    }
+}
+
+/// Writes and publishes a frame in the cell that its producer has [claimed](Producer::claim) for it.
+pub(crate) fn publish<M: RingMemory>(memory: &M, number: u64, frame: M::Frame) {
+    let at = cell::<M>(number);
+    memory.write(at, frame);
+    memory.publish(at, lap::<M>(number));
 }
 
 /// The receiving end.
@@ -130,7 +142,14 @@ impl<M: RingMemory> Consumer<M> {
 
     /// Gives the head's cell back. Only after `peek` showed a frame.
     pub(crate) fn release(&mut self) {
+        let count = self.pass();
+        self.memory.release(count);
+    }
+
+    /// Goes on to the next cell, while the head's is given back later. Only after `peek` showed a frame. Returns the number of frames that have
+    /// been released when it is given back, for [`RingMemory::release`].
+    pub(crate) fn pass(&mut self) -> u64 {
         self.next += 1;
-        self.memory.release(self.next);
+        self.next
     }
 }

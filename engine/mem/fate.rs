@@ -4,6 +4,7 @@
 //! operations that are to write it. Where one of them fails the stream goes on, and what comes after reads what nobody
 //! meant; so the buffer keeps the verdicts, and whoever gives its contents to the host or to other ranks asks them first.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
 use parking_lot::Mutex;
@@ -19,16 +20,24 @@ pub(crate) trait Witness: Send + Sync {
 pub(crate) struct Verdict {
     over: OnceLock<Result<(), Error>>,
     witness: Option<Weak<dyn Witness>>,
+    /// Streams that waited for the operation were let go on, while devices may still touch its buffers.
+    is_overtaken: AtomicBool,
 }
 
 impl Verdict {
     pub(crate) fn new(witness: Option<Weak<dyn Witness>>) -> Verdict {
-        Verdict { over: OnceLock::new(), witness }
+        Verdict { over: OnceLock::new(), witness, is_overtaken: AtomicBool::new(false) }
     }
 
     /// The first word counts. A failure is told before any stream that waits for the operation goes on.
     pub(crate) fn settle(&self, result: Result<(), Error>) {
         let _ = self.over.set(result);
+    }
+
+    /// The operation has failed, and the streams that wait for it go on whether or not devices still touch its buffers. From here on, and
+    /// until this is taken back, memory of theirs that is dropped is not used again.
+    pub(crate) fn overtake(&self, is_overtaken: bool) {
+        self.is_overtaken.store(is_overtaken, Ordering::Release);
     }
 
     pub(crate) fn ask(&self) -> Result<(), Error> {
@@ -57,6 +66,11 @@ impl Fate {
         for verdict in theirs {
             self.depend_on(&verdict);
         }
+    }
+
+    /// Whether a device may touch the memory out of the order of its stream ([`Verdict::overtake`]).
+    pub(crate) fn is_overtaken(&self) -> bool {
+        self.0.lock().iter().any(|verdict| verdict.is_overtaken.load(Ordering::Acquire))
     }
 
     /// Why the contents mean nothing. Asked by who has seen them come, in the order of their stream.

@@ -7,30 +7,53 @@ use std::sync::Arc;
 
 use allstream_cuda_kernels::{self as cuda, Launch, MAX_OUTS};
 
+use crate::device::DeviceStream;
 use crate::device::operation::{Binding, limits};
-use crate::device::{DeviceBuf, DeviceStream};
+use crate::device::workspace::{ALIGN, Workspace, needs};
 use crate::error::Error;
 use crate::exec::backend::{Backend, Combined, Context, Prepared, Slice, base_of};
 use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, Reach};
 use crate::exec::slicing::Slicing;
-use crate::exec::{Part, Payload, Port, Reduction};
+use crate::exec::{Operation, Part, Payload, Port, Reduction};
 use crate::link;
 use crate::link::waits::{Wait, kept};
 use crate::plan::{INPUT, Lending, OUTPUT, Program, SCRATCH, Slot};
 
-/// The memory of a device in which one part runs. What the part needs beside the user's buffers is kept here; when the part ends, it goes
-/// back to the pool in the stream's order.
+/// The memory of a device in which one part runs. What the part needs beside the user's buffers is a region of the operation's workspace.
 pub(super) struct Cuda {
     binding: Arc<Binding>,
     is_prepared: bool,
-    scratch: Option<DeviceBuf<u8>>,
-    scaled: Option<DeviceBuf<u8>>,
+    region: Option<Region>,
+    scratch: Option<*mut u8>,
+    scaled: Option<*mut u8>,
     /// One place for each step of the plan.
-    accumulators: Vec<Option<DeviceBuf<u8>>>,
+    accumulators: Vec<Option<*mut u8>>,
 }
 
-fn address(buf: &DeviceBuf<u8>) -> *mut u8 {
-    std::ptr::without_provenance_mut(buf.as_ptr() as usize)
+// SAFETY: the pointers are addresses of a device's memory, which the operation's workspace owns; no thread of the host follows them.
+unsafe impl Send for Cuda {}
+
+/// A part's region of the operation's workspace, which is given back when this is dropped.
+struct Region {
+    of: Arc<Workspace>,
+    start: u64,
+    next: u64,
+    end: u64,
+}
+
+impl Region {
+    /// The next so many bytes.
+    fn take(&mut self, bytes: usize) -> Option<*mut u8> {
+        let at = self.next.next_multiple_of(ALIGN);
+        self.next = at.checked_add(bytes as u64).filter(|end| *end <= self.end)?;
+        Some(std::ptr::without_provenance_mut(at as usize))
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.of.give_back(self.start);
+    }
 }
 
 /// The error for something that no kernel does.
@@ -38,22 +61,39 @@ fn unsupported(what: &str) -> Error {
     Error::system("run a collective on a device", format!("there is no kernel for {what} (a bug)"))
 }
 
-/// Puts a kernel on the rank's stream.
-fn launch(stream: &DeviceStream, c: Context<'_>, doing: &str, launch: Option<Launch>) -> Result<(), Error> {
+/// Has a kernel put on the rank's stream.
+fn launch(
+    binding: &Binding,
+    c: Context<'_>,
+    doing: &'static str,
+    launch: Option<Launch>,
+) -> Result<(), Error> {
     let missing = || unsupported(&format!("{:?} on {}", c.op.reduction, c.part.dtype));
     let launch = launch.ok_or_else(missing)?;
+    let stream = binding.ours.stream.clone();
     // SAFETY: every operand and every result is a chunk of one of the operation's buffers, by the layout, or lies in a frame or a
     // loan of that length. It is memory of this device, or of one that this device may touch (`Comm::bind_device` has seen to
     // that). The in-flight table owns the buffers until the stream has passed the operation's end, and the streams that used them
-    // before are waited for (`begin`). The limits and the links' events order what peers read or write meanwhile, and the part's
-    // own steps. The part's own memory goes back to the pool in this stream's order.
-    unsafe { stream.launch(doing, &launch) }
+    // before are waited for (`DeviceOp::begin`). The limits and the links' events order what peers read or write meanwhile, and the
+    // part's own steps. The part's own memory is the operation's, until the stream has come to its end. Once the communicator has
+    // failed, the command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`).
+    binding.ours.commands.put(move || unsafe { stream.launch(doing, &launch) });
+    Ok(())
 }
 
 impl Cuda {
     pub(super) fn new(binding: Arc<Binding>) -> Cuda {
-        let (scratch, scaled, accumulators) = (None, None, Vec::new());
-        Cuda { binding, is_prepared: false, scratch, scaled, accumulators }
+        let (region, scratch, scaled, accumulators) = (None, None, None, Vec::new());
+        Cuda { binding, is_prepared: false, region, scratch, scaled, accumulators }
+    }
+
+    /// So many bytes of the part's region.
+    fn get(&mut self, bytes: usize) -> Result<*mut u8, Error> {
+        if bytes == 0 {
+            return Ok(std::ptr::null_mut());
+        }
+        let short = || unsupported("so much memory of its own");
+        self.region.as_mut().and_then(|region| region.take(bytes)).ok_or_else(short)
     }
 
     /// Where the work goes.
@@ -67,12 +107,14 @@ impl Cuda {
         if state.unit == 0 {
             return Ok(std::ptr::null_mut());
         }
-        let stream = &self.binding.ours.stream;
-        let buf = match &mut self.accumulators[slice.i] {
-            Some(buf) => buf,
-            none => none.insert(DeviceBuf::raw(stream, state.len * state.unit)?),
+        let start = match self.accumulators[slice.i] {
+            Some(start) => start,
+            None => {
+                let start = self.get(state.len * state.unit)?;
+                *self.accumulators[slice.i].insert(start)
+            }
         };
-        Ok(address(buf).wrapping_add(at * state.unit))
+        Ok(start.wrapping_add(at * state.unit))
     }
 
     /// Scales the input: in place where the operation is in place and leaves a result on this rank, else into a copy.
@@ -82,13 +124,12 @@ impl Cuda {
         // A rank that only gives its input (to the root of a reduce, say) keeps its buffer as it was.
         let mut to = part.output;
         if !(part.is_in_place() && part.leaves_result(&c.op.signature, true)) {
-            let copy = DeviceBuf::raw(self.stream(), len * unit)?;
-            to = address(&copy);
-            self.scaled = Some(copy);
+            to = self.get(len * unit)?;
+            self.scaled = Some(to);
         }
         let (from, to) = (part.input.addr() as u64, [to.addr() as u64]);
         let kernel = cuda::scale(part.dtype, from, &to, len as u64, factor, self.stream().ctas());
-        launch(self.stream(), c, "scale the input of a collective", kernel)
+        launch(&self.binding, c, "scale the input of a collective", kernel)
     }
 
     /// Combines the operands of a slice into `out`.
@@ -105,7 +146,7 @@ impl Cuda {
             ([from], None) => cuda::copy(c.part.dtype, *from, &out, m, ctas),
             (_, divisor) => cuda::reduce(c.part.dtype, *op, ins, &out, m, divisor, ctas),
         };
-        launch(self.stream(), c, "run a step of a collective", kernel)
+        launch(&self.binding, c, "run a step of a collective", kernel)
     }
 }
 
@@ -134,13 +175,8 @@ impl Backend for Cuda {
     fn begin(&mut self, _: Context<'_>) {}
 
     fn end(&mut self) {
-        if !self.is_prepared {
-            return;
-        }
-        let Cuda { scratch, scaled, accumulators, .. } = std::mem::replace(self, self.fresh());
-        if !kept(Wait::Memory) {
-            let all = scratch.into_iter().chain(scaled).chain(accumulators.into_iter().flatten());
-            all.for_each(DeviceBuf::replaced);
+        if self.is_prepared {
+            *self = self.fresh();
         }
     }
 
@@ -150,16 +186,23 @@ impl Backend for Cuda {
         }
         let plan = &c.program().plan;
         self.accumulators.resize_with(plan.steps.len(), || None);
-        if plan.slots.len() > usize::from(SCRATCH) {
-            self.scratch = Some(DeviceBuf::raw(self.stream(), c.part.total(SCRATCH) * c.part.dtype.size())?);
+        let bytes = self.binding.needs(c.op, c.part);
+        if bytes > 0 {
+            let workspace = self.binding.workspace();
+            let start = workspace.as_ref().and_then(|workspace| workspace.take(bytes));
+            let (of, start) = workspace.zip(start).ok_or_else(|| unsupported("so much memory"))?;
+            self.region = Some(Region { of, start, next: start, end: start + bytes as u64 });
+        }
+        let scratch = c.part.total(SCRATCH) * c.part.dtype.size();
+        if plan.slots.len() > usize::from(SCRATCH) && scratch > 0 {
+            self.scratch = Some(self.get(scratch)?);
         }
         c.factor().map_or(Ok(()), |factor| self.scale(c, factor))?;
         Ok(Prepared::Ready)
     }
 
     fn base(&self, part: &Part, slot: Slot) -> *mut u8 {
-        let scratch = self.scratch.as_ref().map_or(std::ptr::null_mut(), address);
-        base_of(part, slot, self.scaled.as_ref().map(address), scratch)
+        base_of(part, slot, self.scaled, self.scratch.unwrap_or(std::ptr::null_mut()))
     }
 
     fn keeps(&self, wait: Wait) -> bool {
@@ -185,7 +228,7 @@ impl Backend for Cuda {
         let (c, to) = (slice.c, [dst.addr() as u64]);
         let ctas = self.stream().ctas();
         let kernel = cuda::copy(c.part.dtype, from, &to, slice.m as u64, ctas);
-        launch(self.stream(), c, "store a step of a collective", kernel)
+        launch(&self.binding, c, "store a step of a collective", kernel)
     }
 
     fn send_accumulated(&mut self, slice: &Slice<'_>, _: &mut Port) -> Result<(usize, Payload), Error> {
@@ -214,16 +257,30 @@ impl CudaLoans {
     }
 }
 
+impl Binding {
+    /// Whether all ranks lend each other what a part works on, which one kernel then folds; otherwise the part runs by its steps.
+    fn lends(&self, part: &Part, lending: &Lending) -> bool {
+        let size = lending.plan.size;
+        let longest = part.count.div_ceil(size).saturating_mul(part.dtype.size());
+        self.far.is_none() && size <= MAX_OUTS && longest <= limits().1
+    }
+
+    /// Bytes of a workspace that a part needs.
+    pub(super) fn needs(&self, op: &Operation, part: &Part) -> usize {
+        let lends = part.program.lending.as_ref().is_some_and(|lending| self.lends(part, lending));
+        let scaled = part.factor(op.scale, &op.reduction).is_some();
+        // Each step's accumulator, the scratch memory and the scaled copy begin somewhere of their own.
+        needs(part.kept_on_device(scaled, lends), part.program.plan.steps.len() + 3)
+    }
+}
+
 impl Lends for CudaLoans {
     /// Ranks lend each other memory only if all of them are in this process. For the kernel that folds writes into other ranks' memory, and
     /// when a rank of another process dies, nobody can stop a kernel that is on a stream already from writing into memory that its owner
     /// has taken back. Chunks that are longer than one frame may be ([`limits`]) take the steps instead, in slices. All ranks decide alike,
     /// since all see the same lengths and know where all devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
-        let near = self.binding.far.is_none();
-        let size = lending.plan.size;
-        let longest = c.part.count.div_ceil(size).saturating_mul(c.part.dtype.size());
-        match near && size <= MAX_OUTS && longest <= limits().1 {
+        match self.binding.lends(c.part, lending) {
             true => Agreement::Known,
             false => Agreement::Steps,
         }
@@ -258,7 +315,7 @@ impl Lends for CudaLoans {
         let ctas = self.stream().ctas();
         let divisor = c.divisor(fold.step);
         let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
-        launch(self.stream(), c, "run an all_reduce", kernel)?;
+        launch(&self.binding, c, "run an all_reduce", kernel)?;
         Ok(fold.m)
     }
 }

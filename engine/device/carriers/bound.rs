@@ -10,14 +10,11 @@ use super::lane::DeviceLane;
 use crate::device::DeviceStream;
 use crate::device::operation::{Binding, DeviceLinks};
 use crate::device::whole::{BoundWhole, MessagePath};
+use crate::device::workspace::Workspace;
 use crate::error::Error;
 use crate::exec::carrier::{Bound, Lane};
-use crate::exec::{DEVICES, Endpoint, Operation, Port, Reduction};
+use crate::exec::{DEVICES, Endpoint, Operation, Port, Reduction, WINDOW};
 use crate::plan::Step;
-
-/// How long the streams of a communicator that has failed may take to come to their ends. After that they are made to wait for no other
-/// process any more.
-const LET_GO: Duration = Duration::from_millis(150);
 
 /// What a communicator is bound to, as the executor has it.
 pub(crate) struct BoundTo {
@@ -64,13 +61,14 @@ impl BoundTo {
         let stream = binding.ours.stream_for_messages(user)?;
         let (comm, waker) = (endpoint.config.name.clone(), endpoint.config.runtime.waker().clone());
         let (whole, order) = (bound.whole.clone(), order.clone());
-        let path = path.insert(Arc::new(MessagePath { whole, order, stream, comm, waker }));
+        let commands = binding.ours.commands.clone();
+        let path = path.insert(Arc::new(MessagePath { whole, order, commands, stream, comm, waker }));
         Ok(path.clone())
     }
 
-    /// Whether the streams of this process have come to the end of what this communicator put on them.
-    fn is_quiet(&self) -> bool {
-        self.binding.as_ref().is_none_or(|binding| binding.is_quiet().unwrap_or(false))
+    /// Whether devices may still touch the memory of the communicator, which has failed.
+    fn is_on_devices(&self, since: Duration) -> bool {
+        self.binding.as_ref().is_some_and(|binding| binding.is_touched(since))
     }
 }
 
@@ -80,24 +78,23 @@ impl Bound for BoundTo {
     }
 
     fn abort(&self) {
+        if let Some(binding) = &self.binding {
+            binding.cut();
+        }
         if let Some(bound) = &self.whole {
             bound.whole.abort();
         }
     }
 
-    fn is_library_at_work(&self) -> bool {
+    fn is_library_at_work(&self, since: Duration) -> bool {
         let Some(bound) = &self.whole else { return false };
-        !(bound.whole.is_quiet() && self.is_quiet())
+        self.is_on_devices(since) | !bound.whole.is_quiet()
     }
 
     fn is_touched(&self, lane: Option<&mut (dyn Lane + 'static)>, since: Duration) -> bool {
-        let Some(far) = self.binding.as_ref().and_then(|binding| binding.far.as_ref()) else { return false };
-        let is_read = lane.is_some_and(|lane| lane.port().is_read_elsewhere());
-        let is_quiet = self.is_quiet();
-        if !is_quiet && since > LET_GO {
-            far.let_go();
-        }
-        is_read || !is_quiet
+        let is_far = self.binding.as_ref().is_some_and(|binding| binding.far.is_some());
+        let is_read = is_far && lane.is_some_and(|lane| lane.port().is_read_elsewhere());
+        self.is_on_devices(since) || is_read
     }
 
     fn leave(&self) {
@@ -113,10 +110,12 @@ impl Binding {
     /// calls the operation does so, before it submits it and while it holds no lock. Later would be too late: the driver may wait for
     /// all that is on the device before it gives these, and by then a stream of the caller's may wait for the operation
     /// (`DeviceOp::join`), so that neither would go on.
-    pub(crate) fn get_ready(&self, operation: &mut Operation) -> Result<(), Error> {
-        let &Reduction::Op(op) = &operation.reduction else { return Ok(()) };
+    pub(crate) fn get_ready(&self, operation: &mut Operation) -> Result<Workspace, Error> {
         let stream = &self.ours.stream;
-        let mut most = 0;
+        let all = (0..).map_while(|i| operation.parts.get(i));
+        let parts: Vec<usize> = all.map(|part| self.needs(operation, part)).collect();
+        let workspace = Workspace::new(stream, parts.into_iter(), WINDOW)?;
+        let &Reduction::Op(op) = &operation.reduction else { return Ok(workspace) };
         for part in operation.parts.all() {
             let scaled = part.factor(operation.scale, &operation.reduction).is_some();
             let combines = part.program.plan.steps.iter().any(Step::combines);
@@ -127,9 +126,7 @@ impl Binding {
                 scaled.then_some(Kind::Scale),
             ];
             stream.load(kinds.into_iter().flatten().filter_map(|kind| kernel(part.dtype, kind)))?;
-            let fused = self.far.is_none() && part.program.lending.is_some();
-            most = most.max(part.kept_on_device(scaled, fused));
         }
-        if most > 0 { stream.reserve(most) } else { Ok(()) }
+        Ok(workspace)
     }
 }

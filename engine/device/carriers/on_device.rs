@@ -26,7 +26,7 @@ impl Carrier for OnDevice {
         if !is_complete {
             return Ok(Passed::Going(any));
         }
-        self.0.enqueued()?;
+        self.0.ends();
         Ok(Passed::OnStream)
     }
 
@@ -52,6 +52,10 @@ impl Carrier for OnDevice {
 
     fn late(&self, us: Rank) -> Vec<Missing> {
         late(&self.0, us)
+    }
+
+    fn give_up(&self, cause: &Error) {
+        self.0.give_up(cause);
     }
 
     fn cannot_give_up(&self, cause: &Error) -> bool {

@@ -25,9 +25,10 @@ pub(crate) struct WholeOp {
     device: Option<Arc<DeviceOp>>,
     /// The number that the barriers pass round. When a barrier is passed, it is the largest that any rank has put there.
     token: Arc<AtomicU64>,
-    state: Mutex<State>,
+    state: Arc<Mutex<State>>,
 }
 
+/// Nobody calls the driver or the library with this locked, if the operation is on device memory.
 #[derive(Default)]
 struct State {
     /// The call, until it is given to the library.
@@ -36,6 +37,10 @@ struct State {
     ticket: Option<Ticket>,
     /// When the operation is to be launched on the device: known from when all ranks have called until it is launched.
     turn: Option<Turn>,
+    /// A command that asks the library how far it is has been appended, and has not been carried out.
+    is_asking: bool,
+    /// All of it is on the device's stream, and its end is marked there.
+    is_on_stream: bool,
 }
 
 impl WholeOp {
@@ -46,14 +51,15 @@ impl WholeOp {
         device: Option<Arc<DeviceOp>>,
         token: Arc<AtomicU64>,
     ) -> WholeOp {
-        let state = Mutex::new(State { call: Some(call), ..State::default() });
+        let state = Arc::new(Mutex::new(State { call: Some(call), ..State::default() }));
         WholeOp { by: bound.whole.clone(), order: bound.order.clone(), device, token, state }
     }
 
     /// Called when a barrier is passed, so that all ranks have called the same. Returns whether the second barrier is to begin now: if so,
     /// this rank has named a time for the launch.
     fn begins_to_agree(&self, state: &mut State) -> bool {
-        let Some(ticket) = state.ticket.as_ref().filter(|_| state.turn.is_none()) else { return false };
+        let is_first = state.turn.is_none() && state.call.is_some();
+        let Some(ticket) = state.ticket.as_ref().filter(|_| is_first) else { return false };
         state.turn = ticket.turn();
         if let Some(turn) = &state.turn {
             self.token.store(turn.time(), Ordering::Relaxed);
@@ -62,8 +68,7 @@ impl WholeOp {
     }
 
     /// Called when the ranks have passed the barriers: gives the call to the library when it is due, and later asks how far the library is
-    /// with it. Returns whether anything was done, and how far the library is. When all of the call is on the device's stream, its end is
-    /// marked there.
+    /// with it. Returns whether anything was done, and how far the library is.
     fn go_on(&self, state: &mut State) -> Result<(bool, Standing), Error> {
         if let Some(turn) = state.turn.as_mut().filter(|_| state.call.is_some()) {
             turn.agree(self.token.load(Ordering::Relaxed));
@@ -73,32 +78,65 @@ impl WholeOp {
         }
         let call = state.call.take();
         let moved = call.is_some();
+        let Some(device) = &self.device else {
+            if let Some(call) = call {
+                // SAFETY: as in `launch`; there is no stream.
+                unsafe { self.by.submit(call, None) }?;
+            }
+            let standing = self.by.poll()?;
+            return Ok((moved || standing != Standing::InProgress, standing));
+        };
         if let Some(call) = call {
-            let stream = match &self.device {
-                Some(device) => {
-                    device.begin()?;
-                    state.turn.as_ref().map_or(Ok(()), |turn| turn.launches(device.stream()))?;
-                    Some(device.stream())
-                }
-                None => None,
-            };
+            device.begin()?;
+            self.launch(device, call);
+        }
+        if state.is_on_stream {
+            return Ok((true, Standing::OnStream));
+        }
+        if !std::mem::replace(&mut state.is_asking, true) {
+            self.ask(device);
+        }
+        Ok((moved, Standing::InProgress))
+    }
+
+    /// Has the call given to the library.
+    fn launch(&self, device: &Arc<DeviceOp>, call: WholeCall) {
+        let (by, state, on) = (self.by.clone(), self.state.clone(), device.clone());
+        device.binding.ours.commands.put(move || {
+            let turn = state.lock().turn.take();
+            let ordered = turn.as_ref().map_or(Ok(()), |turn| turn.launches(on.stream()));
+            state.lock().turn = turn;
+            ordered?;
             // SAFETY: the buffers are as long as the call was checked to say, and the in-flight table owns them until the
             // operation has ended. If the communicator dies first, its end aborts the library (`Bound::abort`), and gives the
-            // buffers back when that is quiet, or never. Streams that used the buffers before are waited for (`begin`), and
-            // so is what this rank's host had to do before (the operation starts after the event that it was submitted with).
-            unsafe { self.by.submit(call, stream) }?;
-        }
-        let standing = self.by.poll()?;
-        if standing != Standing::InProgress
-            && let Some(device) = &self.device
-        {
-            let end = device.enqueued()?;
-            if let Some(turn) = state.turn.take() {
-                turn.launched(device.stream(), end);
+            // buffers back when no command is under way and the library is quiet, or never. Streams that used the buffers before are
+            // waited for (`begin`), and so is what this rank's host had to do before (the operation starts after the event that
+            // it was submitted with).
+            unsafe { by.submit(call, Some(on.stream())) }
+        });
+    }
+
+    /// Has the library asked how far it is with the call. When all of that is on the device's stream, its end is marked there.
+    fn ask(&self, device: &Arc<DeviceOp>) {
+        let (by, state, on) = (self.by.clone(), self.state.clone(), device.clone());
+        device.binding.ours.commands.put(move || {
+            if by.poll()? == Standing::InProgress {
+                state.lock().is_asking = false;
+                return Ok(());
             }
-            state.ticket = None;
-        }
-        Ok((moved || standing != Standing::InProgress, standing))
+            let end = on.put_end()?;
+            let (turn, ticket) = {
+                let mut state = state.lock();
+                (state.turn.take(), state.ticket.take())
+            };
+            if let Some(turn) = turn {
+                turn.launched(on.stream(), end);
+            }
+            drop(ticket);
+            state.lock().is_on_stream = true;
+            on.binding.ours.commands.wake();
+            Ok(())
+        });
     }
 }
 
@@ -178,6 +216,12 @@ impl Carrier for WholeOp {
 
     fn late(&self, us: Rank) -> Vec<Missing> {
         self.device.as_ref().map_or_else(Vec::new, |device| late(device, us))
+    }
+
+    fn give_up(&self, cause: &Error) {
+        if let Some(device) = &self.device {
+            device.give_up(cause);
+        }
     }
 
     fn cannot_give_up(&self, cause: &Error) -> bool {

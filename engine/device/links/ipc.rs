@@ -11,7 +11,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Waker;
 
 use super::peer::PeerDevice;
@@ -23,7 +23,7 @@ use crate::error::Error;
 use crate::link::cells::{Descriptor, RawRing, RingFlag};
 use crate::link::local::Doorbell;
 use crate::link::region::Region;
-use crate::link::ring::{CELLS, Consumer, Producer};
+use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Place, Posted};
 use crate::types::{DType, Rank};
 
@@ -201,6 +201,8 @@ pub(crate) struct FarTx {
     seen: u64,
     /// Frames in the ring that have a payload: what is empty nobody reads, and no word counts it.
     full: [bool; CELLS as usize],
+    /// How many frames the commands have posted so far.
+    posted: Arc<AtomicU64>,
 }
 
 impl FarTx {
@@ -212,7 +214,7 @@ impl FarTx {
     ) -> Result<FarTx, Error> {
         let Place { region, ring, doorbell, .. } = place;
         let (ring, full) = (Producer::new(RawRing::new(region, ring)?), [false; CELLS as usize]);
-        Ok(FarTx { ring, doorbell, ours, far, peer, seen: 0, full })
+        Ok(FarTx { ring, doorbell, ours, far, peer, seen: 0, full, posted: Arc::default() })
     }
 
     /// What the peer's word shows once it has read all frames from `seen` up to this one. `None`: there is nothing in them.
@@ -233,18 +235,27 @@ impl LinkTx for FarTx {
 
     // The payload is a device's address: nobody on the host follows it.
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
-        let (frame, mut offset) = (self.ring.posted(), 0);
-        if header.len > 0 {
-            let named = self.far.export(&self.ours.stream, payload.addr() as u64, header.len as usize)?;
-            let stranger = || Error::system("lend device memory", "it is not of the pool (a bug)");
-            let named = named.ok_or_else(stranger)?;
-            offset = named.offset;
-            self.ring.memory().write_beside(frame, &written(&named));
-            self.peer.put(READY, mark(frame))?;
-        }
+        let (frame, memory, doorbell) =
+            (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
+        let (ours, far, peer, posted) =
+            (self.ours.clone(), self.far.clone(), self.peer.clone(), self.posted.clone());
         self.full[(frame % CELLS) as usize] = header.len > 0;
-        self.ring.post((Descriptor::new(&header, offset), std::ptr::null()));
-        self.doorbell.ring();
+        let address = payload.addr() as u64;
+        self.ours.commands.put(move || {
+            let mut offset = 0;
+            if header.len > 0 {
+                let named = far.export(&ours.stream, address, header.len as usize)?;
+                let stranger = || Error::system("lend device memory", "it is not of the pool (a bug)");
+                let named = named.ok_or_else(stranger)?;
+                offset = named.offset;
+                memory.write_beside(frame, &written(&named));
+                peer.put(READY, mark(frame))?;
+            }
+            publish(&memory, frame, (Descriptor::new(&header, offset), std::ptr::null()));
+            posted.store(frame + 1, Ordering::Release);
+            doorbell.ring();
+            Ok(())
+        });
         Ok(Posted::Held)
     }
 
@@ -255,11 +266,14 @@ impl LinkTx for FarTx {
             return Ok(released); // the end of the link: `is_read_elsewhere` is asked
         }
         if self.seen < released {
-            if self.ring.is_closed() {
+            let wait = match self.ring.is_closed() {
                 // It has not read all of them, and what it has, before it said so.
-                self.peer.wait(END, 1)?;
-            } else if let Some(done) = self.done(released) {
-                self.peer.wait(DONE, done)?;
+                true => Some((END, 1)),
+                false => self.done(released).map(|done| (DONE, done)),
+            };
+            if let Some((word, value)) = wait {
+                let peer = self.peer.clone();
+                self.ours.commands.put(move || peer.wait(word, value));
             }
             self.seen = released;
         }
@@ -276,7 +290,7 @@ impl LinkTx for FarTx {
         if self.ring.is_closed() {
             return !self.peer.inbox.shows(END, 1);
         }
-        let posted = self.ring.posted();
+        let posted = self.posted.load(Ordering::Acquire);
         let read = |done| self.peer.inbox.shows(DONE, done);
         self.ring.released() < posted || !self.done(posted).is_none_or(read)
     }
@@ -349,7 +363,8 @@ impl LinkRx for FarRx {
             }
             let Some(here) = self.locate(descriptor.location, header.len as usize)? else { return Ok(None) };
             at = here;
-            self.peer.wait(READY, mark(self.frames))?;
+            let (peer, ready) = (self.peer.clone(), mark(self.frames));
+            self.ours.commands.put(move || peer.wait(READY, ready));
         }
         let data = std::ptr::without_provenance(at as usize);
         self.head = Some(Frame { header, data, ready: header.len as usize, done: 0 });
@@ -361,26 +376,31 @@ impl LinkRx for FarRx {
         if !frame.advance(bytes) {
             return;
         }
-        if frame.header.len > 0
-            && let Err(error) = self.peer.put(DONE, mark(self.frames))
-        {
-            // The sender must not write there: it does not get the frame back, and all ranks hear why.
-            self.ours.fail(error);
-            return;
-        }
+        let (is_marked, peer, done) = (frame.header.len > 0, self.peer.clone(), mark(self.frames));
         self.head = None;
         self.frames += 1;
-        self.ring.release();
-        self.doorbell.ring();
+        let (count, memory, doorbell) = (self.ring.pass(), self.ring.memory().clone(), self.doorbell.clone());
+        self.ours.commands.put(move || {
+            if is_marked {
+                // If this fails, the sender must not write there: it does not get the frame back, and all ranks hear why.
+                peer.put(DONE, done)?;
+            }
+            memory.release(count);
+            doorbell.ring();
+            Ok(())
+        });
     }
 
     /// Says that nothing more will be read; by the last word the sender sees when all has been.
     fn hang_up(&mut self) {
         (self.head, self.hung_up) = (None, true);
-        if self.peer.put(END, 1).is_ok() {
-            self.ring.close();
-            self.doorbell.ring();
-        }
+        let (peer, memory, doorbell) = (self.peer.clone(), self.ring.memory().clone(), self.doorbell.clone());
+        self.ours.commands.put_always(move || {
+            if peer.put(END, 1).is_ok() {
+                memory.release(CLOSED);
+                doorbell.ring();
+            }
+        });
     }
 }
 

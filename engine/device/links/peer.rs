@@ -8,19 +8,19 @@
 //! nothing is ever put on a stream that waits for what is not on one yet: a device never waits for a host, whatever
 //! becomes of the ranks.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
 use crate::device::queues::Probe;
-use crate::device::signal::DeviceSignal;
+use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};
 use crate::error::Error;
+use crate::exec::commands::Commands;
 use crate::link::cells::{Descriptor, RawRing};
-use crate::link::local::{Doorbell, MemoryLock};
-use crate::link::ring::{CELLS, Consumer, Producer};
+use crate::link::local::Doorbell;
+use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
 use crate::link::waits::{Point, Wait, dawdle, kept, stop};
 use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::Rank;
@@ -41,37 +41,42 @@ struct Marks {
 pub(crate) struct PeerDevice {
     /// Where all of this rank's work on the communicator goes.
     pub(crate) stream: DeviceStream,
+    /// What is to be put there, by a thread that may block.
+    pub(crate) commands: Arc<Commands>,
     /// Where messages go that a library moves: made with the first.
     messages: Mutex<Option<DeviceStream>>,
     /// Of the links from this rank, by receiver.
     to: Vec<Marks>,
-    /// Of a call that nobody could be told of at once.
-    failed: Mutex<Option<Error>>,
-    /// What this rank's operations wait for that are on the stream and not over, oldest first.
-    inputs: Mutex<VecDeque<(u64, Vec<DeviceEvent>)>>,
-    /// A word that counts operations, for streams to wait for. Made when it is bound: getting memory for it may wait for
-    /// the device. The error where that cannot be.
-    signal: Mutex<Result<DeviceSignal, Error>>,
+    /// What the stream has come to, and what streams of the caller's wait for. Made when the communicator is bound: getting memory for it
+    /// may wait for the device. The error where that cannot be.
+    words: Result<DeviceSignal, Error>,
+    /// How many operations are begun, and over, as far as the driver has told the host: where there are no words, or a word does not come.
+    told: [AtomicU64; 2],
+    /// How many operations of the communicator are on the stream, at least in part; and how many are called.
+    put: AtomicU64,
+    called: AtomicU64,
     /// To see to it that streams which wait for that word hold up no collective.
     probe: Mutex<Result<Probe, Error>>,
 }
 
 impl PeerDevice {
     /// Of a rank of a communicator of so many ranks, and this number.
-    pub(crate) fn new(stream: DeviceStream, size: usize, comm: u64) -> PeerDevice {
+    pub(crate) fn new(stream: DeviceStream, commands: Arc<Commands>, size: usize, comm: u64) -> PeerDevice {
         stream.make_ahead();
         let mut probe = Probe::new(&stream);
         if let Ok(probe) = &mut probe {
             probe.admit(&stream, comm);
         }
         PeerDevice {
-            signal: Mutex::new(DeviceSignal::new(&stream)),
+            words: DeviceSignal::new(&stream),
             probe: Mutex::new(probe),
             stream,
+            commands,
             messages: Mutex::default(),
             to: (0..size).map(|_| Marks::default()).collect(),
-            failed: Mutex::default(),
-            inputs: Mutex::default(),
+            told: Default::default(),
+            put: AtomicU64::new(0),
+            called: AtomicU64::new(0),
         }
     }
 
@@ -96,30 +101,58 @@ impl PeerDevice {
         [Some(self.stream.clone()), messages].iter().flatten().map(DeviceStream::point).collect()
     }
 
-    /// An operation is put on the stream, behind these.
-    pub(crate) fn begins(&self, number: u64, inputs: Vec<DeviceEvent>) {
-        self.inputs.lock().push_back((number, inputs));
-    }
-
-    /// This operation is over, and so are those before it.
-    pub(crate) fn ended(&self, number: u64) {
-        let mut inputs = self.inputs.lock();
-        while inputs.front().is_some_and(|(first, _)| *first <= number) {
-            inputs.pop_front();
+    /// A command: what is on the stream now is all that this operation waits for before its first work.
+    pub(crate) fn begins(self: &Arc<Self>, number: u64) -> Result<(), Error> {
+        self.put.fetch_max(number + 1, Ordering::AcqRel);
+        match &self.words {
+            Ok(words) => words.put(Word::Begun, value(number)),
+            Err(_) => self.tell_when_here(Word::Begun, number),
         }
     }
 
-    /// Whether this rank's input of an operation is not there yet.
-    pub(crate) fn is_late(&self, number: u64) -> bool {
-        let inputs = self.inputs.lock();
-        let known = inputs.iter().find(|(known, _)| *known == number);
-        known.is_some_and(|(_, inputs)| inputs.iter().any(|event| !event.is_complete().unwrap_or(true)))
+    /// A command: what is on the stream now is all of this operation.
+    pub(crate) fn ends(self: &Arc<Self>, number: u64) -> Result<(), Error> {
+        match &self.words {
+            Ok(words) => words.put(Word::Over, value(number)),
+            Err(_) => self.tell_when_here(Word::Over, number),
+        }
     }
 
-    /// Makes a stream wait until this operation is signalled.
-    pub(crate) fn await_signal(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
-        let mut signal = self.signal.lock();
-        stream.wait_signal(signal.as_mut().map_err(|error| error.clone())?, value(number))
+    fn tell_when_here(self: &Arc<Self>, which: Word, number: u64) -> Result<(), Error> {
+        let device = self.clone();
+        let tell = move |result: Result<(), Error>| {
+            if result.is_ok() {
+                device.tell(which, number);
+            }
+        };
+        self.stream.point()?.then("run a collective", Box::new(tell));
+        Ok(())
+    }
+
+    /// The driver says that the stream has come so far with this operation.
+    pub(crate) fn tell(&self, which: Word, number: u64) {
+        self.told[which as usize].fetch_max(number + 1, Ordering::AcqRel);
+        if let Ok(words) = &self.words {
+            // Where streams share the device's queues, one that waits for the word may stand before the work that writes it.
+            words.set(which, value(number));
+        }
+        self.commands.wake();
+    }
+
+    /// Whether the stream has come so far with this operation. Loads of memory, no call of the driver's.
+    pub(crate) fn has_come_to(&self, which: Word, number: u64) -> bool {
+        self.told[which as usize].load(Ordering::Acquire) > number
+            || self.words.as_ref().is_ok_and(|words| words.shows(which, value(number)))
+    }
+
+    /// Whether this rank has called an operation and its input is not there yet. As [`has_come_to`](Self::has_come_to).
+    pub(crate) fn is_late(&self, number: u64) -> bool {
+        self.put.load(Ordering::Acquire) > number && !self.has_come_to(Word::Begun, number)
+    }
+
+    /// Makes a stream wait until this operation is over.
+    pub(crate) fn await_end(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
+        self.words.as_ref().map_err(|error| error.clone())?.is_awaited_by(stream, value(number))
     }
 
     /// Sees to it that these streams may wait so and hold up no collective: then it counts as if they did until they are said
@@ -129,43 +162,34 @@ impl PeerDevice {
         self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams))
     }
 
-    /// Signals an operation behind what the stream holds. They are signalled in their order.
-    pub(crate) fn signal(&self, number: u64) -> Result<(), Error> {
-        match &mut *self.signal.lock() {
-            Ok(signal) => self.stream.put_signal(signal, value(number)),
-            // Nobody could be made to wait for it.
-            Err(_) => Ok(()),
+    /// This operation is called.
+    pub(crate) fn called(&self, number: u64) {
+        self.called.fetch_max(number + 1, Ordering::AcqRel);
+    }
+
+    /// A command: lets all streams go on that wait for an operation of the communicator, which has failed, behind what the stream holds; and in
+    /// any case after a while.
+    pub(crate) fn release_all(&self) -> Result<(), Error> {
+        let called = self.called.load(Ordering::Acquire);
+        match &self.words {
+            Ok(words) if called > 0 => words.release(value(called - 1)),
+            // Without words nobody could be made to wait.
+            _ => Ok(()),
         }
     }
 
-    /// Signals an operation that is over, from the host. The stream has written the words of all before it by then, and can
-    /// only write the same again.
-    pub(crate) fn show(&self, number: u64) {
-        if let Ok(signal) = &*self.signal.lock() {
-            signal.set(value(number));
+    /// Lets those streams go on now, whatever is still on the rank's. A store to memory, no call of the driver's.
+    pub(crate) fn release_all_now(&self) {
+        let called = self.called.load(Ordering::Acquire);
+        if let Ok(words) = &self.words
+            && called > 0
+        {
+            words.set(Word::Over, value(called - 1));
         }
-    }
-
-    /// Signals an operation that has failed, behind what the stream holds; and in any case after a while.
-    pub(crate) fn release(&self, number: u64) -> Result<(), Error> {
-        match &mut *self.signal.lock() {
-            Ok(signal) => signal.release(&self.stream, value(number)),
-            Err(_) => Ok(()),
-        }
-    }
-
-    /// Something has failed of which nobody can be told at once.
-    pub(super) fn fail(&self, error: Error) {
-        self.failed.lock().get_or_insert(error);
-    }
-
-    /// What has failed since this was last asked.
-    pub(crate) fn take_failure(&self) -> Result<(), Error> {
-        self.failed.lock().take().map_or(Ok(()), Err)
     }
 }
 
-/// What the word shows from this operation on; compared as numbers on a circle.
+/// What the words show from this operation on; compared as numbers on a circle.
 fn value(number: u64) -> u32 {
     (number as u32).wrapping_add(1)
 }
@@ -174,7 +198,6 @@ fn value(number: u64) -> u32 {
 pub(crate) struct PeerTx {
     ring: Producer<RawRing>,
     doorbell: Doorbell,
-    memory_lock: Option<MemoryLock>,
     ours: Arc<PeerDevice>,
     to: Rank,
     /// Frames whose release our stream has been told of.
@@ -184,19 +207,26 @@ pub(crate) struct PeerTx {
 impl PeerTx {
     /// From our device to rank `to`.
     pub(crate) fn new(place: Place, ours: Arc<PeerDevice>, to: Rank) -> Result<PeerTx, Error> {
-        let Place { region, ring, doorbell, memory_lock } = place;
-        Ok(PeerTx {
-            ring: Producer::new(RawRing::new(region, ring)?),
-            doorbell,
-            memory_lock,
-            ours,
-            to,
-            seen: 0,
-        })
+        let Place { region, ring, doorbell, .. } = place;
+        let ring = Producer::new(RawRing::new(region, ring)?);
+        Ok(PeerTx { ring, doorbell, ours, to, seen: 0 })
     }
 
-    fn mark(&self, frame: u64, of: fn(&Marks) -> &[Mark; CELLS as usize]) -> &Mark {
-        &of(&self.ours.to[self.to])[(frame % CELLS) as usize]
+    /// Posts a frame once what this rank's stream holds then is marked there, if the frame has a payload.
+    fn post_behind(&mut self, descriptor: Descriptor, is_marked: bool, beside: Option<[u64; 3]>) {
+        let (frame, memory, doorbell) =
+            (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
+        let (ours, to) = (self.ours.clone(), self.to);
+        self.ours.commands.put(move || {
+            if is_marked {
+                let mut ready = ours.to[to].ready[(frame % CELLS) as usize].lock();
+                ours.stream.record_in(&mut ready)?;
+            }
+            let beside = beside.as_ref().map_or(std::ptr::null(), |places| places.as_ptr().cast());
+            publish(&memory, frame, (descriptor, beside));
+            doorbell.ring();
+            Ok(())
+        });
     }
 }
 
@@ -211,12 +241,7 @@ impl LinkTx for PeerTx {
 
     // The payload is a device's address: nobody on the host follows it.
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
-        if header.len > 0 {
-            let mut ready = self.mark(self.ring.posted(), |marks| &marks.ready).lock();
-            self.ours.stream.record_in(&mut ready)?;
-        }
-        self.ring.post((Descriptor::new(&header, payload.addr() as u64), std::ptr::null()));
-        self.doorbell.ring();
+        self.post_behind(Descriptor::new(&header, payload.addr() as u64), header.len > 0, None);
         Ok(Posted::Held)
     }
 
@@ -227,34 +252,35 @@ impl LinkTx for PeerTx {
 
     // The loan's ends are a device's addresses, too.
     unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
-        let frame = self.ring.posted();
-        self.ours.stream.record_in(&mut self.mark(frame, |marks| &marks.ready).lock())?;
         let places = [loan.input.addr() as u64, loan.output.addr() as u64, loan.bytes as u64];
         let header = Header { len: Loan::FRAME as u32, ..header };
-        self.ring.post((Descriptor::new(&header, BESIDE), places.as_ptr().cast()));
-        self.doorbell.ring();
+        self.post_behind(Descriptor::new(&header, BESIDE), true, Some(places));
         Ok(())
     }
 
     /// What is counted here, our stream may write again: it waits for the reader's.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
-        while self.seen < released {
-            if let Some(done) = &*self.mark(self.seen, |marks| &marks.done).lock()
-                && kept(Wait::Done)
-            {
-                self.ours.stream.wait_event(done)?;
-            }
-            self.seen += 1;
+        if self.seen < released {
+            let (ours, to, frames) = (self.ours.clone(), self.to, self.seen..released);
+            self.ours.commands.put(move || {
+                for frame in frames.filter(|_| kept(Wait::Done)) {
+                    if let Some(done) = &*ours.to[to].done[(frame % CELLS) as usize].lock() {
+                        ours.stream.wait_event(done)?;
+                    }
+                }
+                Ok(())
+            });
+            self.seen = released;
         }
         Ok(released)
     }
 
-    /// Nothing more is put on the reader's stream; what is there already, its end tells.
+    /// The reader looks at nothing more. What it has put on its stream, and what it is about to put there, those know who end the
+    /// communicator's operations on devices (`Binding::is_touched`).
     fn revoke(&mut self) -> bool {
         self.ring.memory().revoked().fetch_max(1, Ordering::SeqCst);
-        !kept(Wait::MemoryLock)
-            || self.memory_lock.as_ref().is_none_or(|memory_lock| memory_lock.try_lock().is_some())
+        true
     }
 }
 
@@ -286,9 +312,9 @@ impl PeerRx {
         Ok(PeerRx { ring, doorbell, ours, theirs, rank, frames: 0, head: None, hung_up: false })
     }
 
-    fn marks(&self) -> (&Mark, &Mark) {
-        let (marks, at) = (&self.theirs.to[self.rank], (self.frames % CELLS) as usize);
-        (&marks.ready[at], &marks.done[at])
+    /// Where the events of a frame are in [`Marks`].
+    fn at(frame: u64) -> usize {
+        (frame % CELLS) as usize
     }
 }
 
@@ -303,11 +329,13 @@ impl LinkRx for PeerRx {
         }
         let Some((descriptor, _)) = self.ring.peek() else { return Ok(None) };
         let header = descriptor.header();
-        if header.len > 0
-            && let Some(ready) = &*self.marks().0.lock()
-            && kept(Wait::Ready)
-        {
-            self.ours.stream.wait_event(ready)?;
+        if header.len > 0 {
+            let (ours, theirs, rank, frame) =
+                (self.ours.clone(), self.theirs.clone(), self.rank, self.frames);
+            self.ours.commands.put(move || match &*theirs.to[rank].ready[PeerRx::at(frame)].lock() {
+                Some(ready) if kept(Wait::Ready) => ours.stream.wait_event(ready),
+                _ => Ok(()),
+            });
         }
         let data = std::ptr::without_provenance(descriptor.location as usize);
         dawdle();
@@ -331,23 +359,30 @@ impl LinkRx for PeerRx {
         if !frame.advance(bytes) {
             return;
         }
-        if frame.header.len > 0
-            && let Err(error) = self.ours.stream.record_in(&mut self.marks().1.lock())
-        {
-            // The sender must not write there: it does not get the frame back, and all ranks hear why.
-            self.ours.fail(error);
-            return;
-        }
+        let is_marked = frame.header.len > 0;
         self.head = None;
+        let (ours, theirs, rank, frame) = (self.ours.clone(), self.theirs.clone(), self.rank, self.frames);
         self.frames += 1;
-        self.ring.release();
-        self.doorbell.ring();
+        let (count, memory, doorbell) = (self.ring.pass(), self.ring.memory().clone(), self.doorbell.clone());
+        self.ours.commands.put(move || {
+            if is_marked {
+                // If this fails, the sender must not write there: it does not get the frame back, and all ranks hear why.
+                ours.stream.record_in(&mut theirs.to[rank].done[PeerRx::at(frame)].lock())?;
+            }
+            memory.release(count);
+            doorbell.ring();
+            Ok(())
+        });
     }
 
     fn hang_up(&mut self) {
         self.head = None;
         self.hung_up = true;
-        self.ring.close();
-        self.doorbell.ring();
+        // Behind all releases: none of them comes after this.
+        let (memory, doorbell) = (self.ring.memory().clone(), self.doorbell.clone());
+        self.ours.commands.put_always(move || {
+            memory.release(CLOSED);
+            doorbell.ring();
+        });
     }
 }

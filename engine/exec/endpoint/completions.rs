@@ -2,11 +2,13 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
 use parking_lot::Mutex;
 
+use crate::exec::carrier::Carrier;
 use crate::mem::ErasedBufs;
 
 /// How many wakers a thread may be in, each woken by the one before. The progress thread begins with a new stack.
@@ -40,6 +42,9 @@ impl Drop for Deeper {
 /// a thread that holds none of the engine's locks [runs](Completions::run) it.
 pub(super) struct Completions {
     list: Mutex<Vec<(Option<Waker>, Option<ErasedBufs>)>>,
+    /// What carried operations out that have finished: a driver may be called where it is dropped.
+    carriers: Mutex<Vec<Arc<dyn Carrier>>>,
+    any_carrier: AtomicBool,
     /// The list may not be empty. Changed under its lock.
     any: AtomicBool,
 }
@@ -56,7 +61,9 @@ pub(super) enum Ran {
 impl Default for Completions {
     fn default() -> Self {
         // Room for what finishes in one pass: nothing is allocated later.
-        Completions { list: Mutex::new(Vec::with_capacity(16)), any: AtomicBool::new(false) }
+        let (list, carriers) = (Mutex::new(Vec::with_capacity(16)), Mutex::default());
+        let [any, any_carrier] = [(); 2].map(|()| AtomicBool::new(false));
+        Completions { list, carriers, any_carrier, any }
     }
 }
 
@@ -69,8 +76,22 @@ impl Completions {
         }
     }
 
-    /// Wakes and drops all that is on the list. The caller holds none of the engine's locks.
-    pub(super) fn run(&self) -> Ran {
+    /// What carried an operation out is to be dropped.
+    pub(super) fn put_carrier(&self, carrier: Arc<dyn Carrier>) {
+        self.carriers.lock().push(carrier);
+        self.any_carrier.store(true, Ordering::Release);
+    }
+
+    /// Takes out what carried operations out that have finished, to be dropped by a thread that holds none of the engine's locks, and may block.
+    pub(super) fn take_carriers(&self) -> Vec<Arc<dyn Carrier>> {
+        match self.any_carrier.load(Ordering::Relaxed) && self.any_carrier.swap(false, Ordering::AcqRel) {
+            true => std::mem::take(&mut *self.carriers.lock()),
+            false => Vec::new(),
+        }
+    }
+
+    /// Wakes those on the list, and drops their buffers by `dispose`. The caller holds none of the engine's locks.
+    pub(super) fn run(&self, dispose: impl Fn(ErasedBufs)) -> Ran {
         if !self.any.load(Ordering::Acquire) {
             return Ran::All;
         }
@@ -84,7 +105,7 @@ impl Completions {
             };
             let Some((waker, held)) = next else { break };
             // On a thread that others need: a panic in it (reported on stderr) ends here.
-            let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
+            let _ = catch_unwind(AssertUnwindSafe(|| held.into_iter().for_each(&dispose)));
             if let Some(waker) = waker {
                 let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
             }
@@ -112,7 +133,7 @@ mod tests {
         fn wake(self: Arc<Self>) {
             if self.left.fetch_sub(1, Ordering::Relaxed) > 1 {
                 self.completions.put(Some(Waker::from(self.clone())), None);
-                if self.completions.run() == Ran::TooDeep {
+                if self.completions.run(drop) == Ran::TooDeep {
                     self.refused.store(true, Ordering::Relaxed);
                 }
             }
@@ -125,7 +146,7 @@ mod tests {
         let (left, refused) = (AtomicU32::new(1000), AtomicBool::new(false));
         let chain = Arc::new(Chain { completions: completions.clone(), left, refused });
         completions.put(Some(Waker::from(chain.clone())), None);
-        assert_eq!(completions.run(), Ran::All);
+        assert_eq!(completions.run(drop), Ran::All);
         assert!(chain.refused.load(Ordering::Relaxed), "the depth was reached");
         assert_eq!(
             chain.left.load(Ordering::Relaxed),
@@ -149,7 +170,7 @@ mod tests {
         let counts = Arc::new(Chain { completions: completions.clone(), left, refused });
         completions.put(Some(Waker::from(counts.clone())), None);
         completions.put(Some(Waker::from(Arc::new(Panics))), None);
-        assert_eq!(completions.run(), Ran::All);
+        assert_eq!(completions.run(drop), Ran::All);
         assert_eq!(counts.left.load(Ordering::Relaxed), 0);
     }
 }

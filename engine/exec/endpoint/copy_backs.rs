@@ -1,11 +1,12 @@
 //! Operations of which the results are still to be copied back to a device.
 //!
 //! An operation on device memory that runs on the host works on copies. When all of its data has moved, its results are copied
-//! back, and only then is it finished. Starting the copy calls the device's driver, so a thread that holds none of the
-//! engine's locks does that: the operation is *due* until then, and *running* from the moment when the copy is on its stream.
+//! back, and only then is it finished. Starting the copy calls the device's driver, which may block: it is a command
+//! ([`Commands`](crate::exec::commands::Commands)). The operation has as long for that as it had for its data, and as long again from the
+//! moment when the copy is on its stream.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -28,30 +29,45 @@ pub(super) struct CopyBack<C = Arc<dyn Carrier>> {
 /// Those of an endpoint. Its lock is taken after the table's, if both are.
 pub(super) struct CopyBacks<C = Arc<dyn Carrier>> {
     state: Mutex<State<C>>,
-    /// How many there are in all three states. Operations on host memory, which have nothing to copy back, look here alone.
+    /// How many there are in both states. Operations on host memory, which have nothing to copy back, look here alone.
     known: AtomicUsize,
-    /// Some are due.
-    any_due: AtomicBool,
+}
+
+/// How far the copy of an operation is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// Nothing of it has been put on a stream.
+    Due,
+    /// A thread is putting it on its stream.
+    Starting,
+    /// All of it is there, and the buffers' streams wait for it.
+    Started,
+}
+
+/// An operation whose results are being copied back.
+struct Running<C> {
+    operation: CopyBack<C>,
+    stage: Stage,
+    /// Since when it is in this stage, or was due.
+    since: Instant,
 }
 
 struct State<C> {
     /// Their data still moves.
     moving: Map<u64, CopyBack<C>>,
-    due: Vec<CopyBack<C>>,
-    /// Since when.
-    running: Vec<(Instant, CopyBack<C>)>,
+    running: Vec<Running<C>>,
 }
 
 impl<C> Default for CopyBacks<C> {
     fn default() -> Self {
-        let state = State { moving: Map::default(), due: Vec::new(), running: Vec::new() };
-        CopyBacks { state: Mutex::new(state), known: AtomicUsize::new(0), any_due: AtomicBool::new(false) }
+        let state = State { moving: Map::default(), running: Vec::new() };
+        CopyBacks { state: Mutex::new(state), known: AtomicUsize::new(0) }
     }
 }
 
 impl<C> State<C> {
-    fn count(&self) -> usize {
-        self.moving.len() + self.due.len() + self.running.len()
+    fn find(&mut self, key: Key) -> Option<&mut Running<C>> {
+        self.running.iter_mut().find(|running| running.operation.key == key)
     }
 }
 
@@ -59,8 +75,7 @@ impl<C: Clone> CopyBacks<C> {
     fn change<R>(&self, change: impl FnOnce(&mut State<C>) -> R) -> R {
         let mut state = self.state.lock();
         let result = change(&mut state);
-        self.known.store(state.count(), Ordering::Release);
-        self.any_due.store(!state.due.is_empty(), Ordering::Relaxed);
+        self.known.store(state.moving.len() + state.running.len(), Ordering::Release);
         result
     }
 
@@ -70,39 +85,43 @@ impl<C: Clone> CopyBacks<C> {
     }
 
     /// All data of an operation has moved. Whether its results are to be copied back; otherwise it is finished.
-    pub(super) fn moved(&self, key: Key) -> bool {
+    pub(super) fn moved(&self, key: Key, now: impl FnOnce() -> Instant) -> bool {
         self.known.load(Ordering::Acquire) > 0
             && self.change(|state| {
-                let operation = state.moving.remove(&key.number());
-                let any = operation.is_some();
-                state.due.extend(operation);
-                any
+                let Some(operation) = state.moving.remove(&key.number()) else { return false };
+                state.running.push(Running { operation, stage: Stage::Due, since: now() });
+                true
             })
     }
 
+    /// The copy of an operation is about to be put on its stream, by what this returns. `None`: the operation has ended.
+    pub(super) fn starts(&self, key: Key) -> Option<C> {
+        self.change(|state| {
+            let running = state.find(key)?;
+            running.stage = Stage::Starting;
+            Some(running.operation.carrier.clone())
+        })
+    }
+
+    /// The copy of an operation is on its stream: from here on the device has as long as the operation may take.
+    pub(super) fn started(&self, key: Key, now: Instant) {
+        self.change(|state| {
+            if let Some(running) = state.find(key) {
+                (running.stage, running.since) = (Stage::Started, now);
+            }
+        });
+    }
+
     /// An operation is finished, well or not: forgets it. What comes back is to be dropped outside all locks.
-    pub(super) fn finished(&self, key: Key) -> Option<CopyBack<C>> {
+    pub(super) fn finished(&self, key: Key) -> Option<C> {
         if self.known.load(Ordering::Acquire) == 0 {
             return None;
         }
         self.change(|state| {
-            let place = state.running.iter().position(|(_, operation)| operation.key == key);
-            let running = place.map(|at| state.running.swap_remove(at).1);
-            running.or_else(|| state.moving.remove(&key.number()))
+            let place = state.running.iter().position(|running| running.operation.key == key);
+            let running = place.map(|at| state.running.swap_remove(at).operation);
+            running.or_else(|| state.moving.remove(&key.number())).map(|operation| operation.carrier)
         })
-    }
-
-    /// Those whose copy is to be started now, by the caller.
-    pub(super) fn take_due(&self) -> Vec<CopyBack<C>> {
-        if !self.any_due.load(Ordering::Relaxed) {
-            return Vec::new();
-        }
-        self.change(|state| std::mem::take(&mut state.due))
-    }
-
-    /// The copy of an operation is on its stream: from here on the device has as long as the operation may take.
-    pub(super) fn started(&self, operation: CopyBack<C>, now: Instant) {
-        self.change(|state| state.running.push((now, operation)));
     }
 
     /// What copies the results of an operation back whose data still moves.
@@ -110,8 +129,9 @@ impl<C: Clone> CopyBacks<C> {
         self.state.lock().moving.get(&key.number()).map(|operation| operation.carrier.clone())
     }
 
-    pub(super) fn is_running(&self, key: Key) -> bool {
-        self.state.lock().running.iter().any(|(_, operation)| operation.key == key)
+    /// Whether the copy of an operation is being put on a stream right now. `None`: the operation has ended.
+    pub(super) fn is_starting(&self, key: Key) -> Option<bool> {
+        self.state.lock().find(key).map(|running| running.stage == Stage::Starting)
     }
 
     /// Those that take longer than their operation may.
@@ -123,8 +143,8 @@ impl<C: Clone> CopyBacks<C> {
         let late = state
             .running
             .iter()
-            .filter(|(since, operation)| clock.is_overdue(now, *since, operation.timeout));
-        late.map(|(_, operation)| operation.clone()).collect()
+            .filter(|running| clock.is_overdue(now, running.since, running.operation.timeout));
+        late.map(|running| running.operation.clone()).collect()
     }
 }
 
@@ -143,11 +163,10 @@ mod tests {
         let (all, mut table) = (CopyBacks::default(), Inflight::with_capacity(2));
         let (first, other) = (operation(&mut table), table.submit(()));
         all.submitted(first.clone());
-        assert!(!all.moved(other), "an operation on host memory is finished when it has moved");
-        assert!(all.take_due().is_empty(), "the data still moves");
-        assert!(all.moved(first.key));
-        let due = all.take_due();
-        assert!(due.len() == 1 && due[0].key == first.key && all.take_due().is_empty());
+        assert!(!all.moved(other, Instant::now), "an operation on host memory is finished when it has moved");
+        assert!(all.starts(first.key).is_none(), "the data still moves");
+        assert!(all.moved(first.key, Instant::now) && !all.moved(first.key, Instant::now));
+        assert!(all.starts(first.key).is_some());
     }
 
     #[test]
@@ -155,21 +174,28 @@ mod tests {
         let (all, mut table) = (CopyBacks::default(), Inflight::with_capacity(2));
         let (first, start) = (operation(&mut table), Instant::now());
         all.submitted(first.clone());
-        assert!(all.moved(first.key));
+        let after = |seconds| start + Duration::from_secs(seconds);
+        assert!(all.moved(first.key, || start));
         let clock = DeadlineClock::new(start);
-        let late = |seconds| all.overdue(start + Duration::from_secs(seconds), &clock).len();
-        all.take_due().into_iter().for_each(|operation| all.started(operation, start));
-        assert_eq!((late(1), late(2), all.is_running(first.key)), (0, 1, true));
-        assert!(all.finished(first.key).is_some_and(|found| found.key == first.key));
-        assert_eq!((late(2), all.is_running(first.key)), (0, false), "finished is forgotten");
+        let late = |seconds| all.overdue(after(seconds), &clock).len();
+        assert_eq!((late(1), late(2), all.is_starting(first.key)), (0, 1, Some(false)), "nobody starts it");
+        assert!(all.starts(first.key).is_some());
+        assert_eq!((late(2), all.is_starting(first.key)), (1, Some(true)), "the driver blocks");
+        all.started(first.key, after(1));
+        assert_eq!((late(2), late(3), all.is_starting(first.key)), (0, 1, Some(false)));
+        assert!(all.finished(first.key).is_some());
+        assert_eq!((late(3), all.is_starting(first.key)), (0, None), "finished is forgotten");
     }
 
     #[test]
-    fn an_operation_that_fails_before_its_data_has_moved_is_forgotten() {
+    fn an_operation_that_has_ended_is_forgotten_and_its_results_are_not_copied_back() {
         let (all, mut table) = (CopyBacks::default(), Inflight::with_capacity(2));
-        let first = operation(&mut table);
+        let (first, second) = (operation(&mut table), operation(&mut table));
         all.submitted(first.clone());
         assert!(all.finished(first.key).is_some() && all.finished(first.key).is_none());
-        assert!(!all.moved(first.key) && all.take_due().is_empty());
+        assert!(!all.moved(first.key, Instant::now));
+        all.submitted(second.clone());
+        assert!(all.moved(second.key, Instant::now) && all.finished(second.key).is_some());
+        assert!(all.starts(second.key).is_none());
     }
 }

@@ -71,6 +71,10 @@ impl Endings {
         Ok(if over { self.0.pop_front() } else { None })
     }
 
+    pub(super) fn carriers(&self) -> impl Iterator<Item = &Arc<dyn Carrier>> {
+        self.0.iter().map(|ending| &ending.carrier)
+    }
+
     pub(super) fn take(&mut self) -> impl Iterator<Item = Ending> {
         std::mem::take(&mut self.0).into_iter()
     }

@@ -11,41 +11,43 @@ use super::{Endpoint, Finished};
 use crate::error::{Error, Missing, MissingState, Operation};
 use crate::exec::inflight::{Key, Look};
 use crate::forked;
+use crate::mem::ErasedBufs;
 use crate::trace::log::LOG;
 use crate::types::Signature;
 
 impl Endpoint {
     /// All data of an operation has moved: it is finished, or its results are to be copied back first.
-    pub(super) fn data_done(&self, key: Key) {
-        if !self.copy_backs.moved(key) {
-            self.finish(key, Ok(()));
+    pub(super) fn data_done(self: &Arc<Self>, key: Key) {
+        if !self.copy_backs.moved(key, || self.now()) {
+            return self.finish(key, Ok(()));
         }
+        let endpoint = self.clone();
+        self.commands.put_always(move || endpoint.copy_back(key));
     }
 
-    /// Starts to copy results back that are due. That calls a device's driver: the caller holds none of the locks.
-    pub(super) fn start_copy_backs(self: &Arc<Self>) {
-        for operation in self.copy_backs.take_due() {
-            let (endpoint, again, key) = (self.clone(), self.clone(), operation.key);
-            let carrier = operation.carrier.clone();
-            let started = move || again.copy_backs.started(operation, again.now());
-            let ended = move |result| {
-                endpoint.finish(key, result);
-                endpoint.run_completions();
-            };
-            carrier.copy_back(Box::new(started), Box::new(ended));
-        }
+    /// A command: starts to copy the results of an operation back, unless it has ended meanwhile.
+    fn copy_back(self: Arc<Self>, key: Key) {
+        let Some(carrier) = self.copy_backs.starts(key) else { return };
+        let endpoint = self.clone();
+        let started = move || self.copy_backs.started(key, self.now());
+        let ended = move |result| {
+            endpoint.finish(key, result);
+            endpoint.run_completions();
+            endpoint.drop_carriers();
+            endpoint.commands.issue();
+        };
+        carrier.copy_back(Box::new(started), Box::new(ended));
     }
 
     /// Ends operations whose results a device does not copy back within the operation's time.
     pub(super) fn end_overdue_copy_backs(self: &Arc<Self>, run: &Run, now: Instant) {
         for CopyBack { key, number, signature, timeout, carrier } in self.copy_backs.overdue(now, &run.clock)
         {
-            if !self.copy_backs.is_running(key) {
-                continue;
-            }
+            let Some(is_starting) = self.copy_backs.is_starting(key) else { continue };
             let error = self.not_come(number, signature, timeout);
             self.fail(error.clone());
-            if carrier.is_settling() {
+            // Copies may be under way, or be put on a stream any time, that nothing else waits for.
+            if is_starting || carrier.is_settling() {
                 std::mem::forget(self.submitted.lock().inflight.borrow(key));
             }
             self.finish(key, Err(error));
@@ -61,8 +63,8 @@ impl Endpoint {
 
     /// Ends an operation. Its user hears of it in [`run_completions`](Self::run_completions).
     pub(super) fn finish(&self, key: Key, result: Result<(), Error>) {
-        // Forgotten before it is finished, so that nobody finds it overdue afterwards; dropped when no lock is held.
-        let _copy_back = self.copy_backs.finished(key);
+        // Forgotten before it is finished, so that nobody finds it overdue afterwards.
+        let copy_back = self.copy_backs.finished(key);
         let mut table = self.submitted.lock();
         let carrier = match table.joinable.is_empty() {
             true => None,
@@ -71,15 +73,31 @@ impl Endpoint {
         let result = result.map_err(|error| Box::new(error.among(&self.config.named())));
         let (waker, held) = table.inflight.finish(key, result);
         drop(table);
-        drop(carrier);
         self.completions.put(waker, held);
+        carrier.into_iter().chain(copy_back).for_each(|carrier| self.completions.put_carrier(carrier));
     }
 
     /// Wakes the users of operations that have finished, and drops the buffers that nobody will come for. The caller holds
     /// none of the locks.
     pub(super) fn run_completions(self: &Arc<Self>) {
-        if self.completions.run() == Ran::TooDeep {
+        if self.completions.run(|held| self.dispose(held)) == Ran::TooDeep {
             self.leave_to_progress_thread();
+        }
+    }
+
+    /// Drops buffers that nobody will come for. Where some may be a device's, a driver is called by that.
+    fn dispose(&self, held: ErasedBufs) {
+        match self.commands.are_needed_here() {
+            true => self.commands.put_always(move || drop(held)),
+            false => drop(held),
+        }
+    }
+
+    /// Drops what carried operations out that have finished: a command, as a driver may be called by that.
+    pub(super) fn drop_carriers(&self) {
+        let carriers = self.completions.take_carriers();
+        if !carriers.is_empty() {
+            self.commands.put_always(move || drop(carriers));
         }
     }
 

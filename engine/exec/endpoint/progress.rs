@@ -186,7 +186,8 @@ impl Endpoint {
     pub(super) fn drive_with(self: &Arc<Self>, run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
         let progress = self.drive(run, spinning);
         self.run_completions();
-        self.start_copy_backs();
+        self.drop_carriers();
+        self.commands.issue();
         progress
     }
 
@@ -238,6 +239,7 @@ impl Endpoint {
 
     /// One pass: over what has ended on devices, what is queued, the collective in work, and the messages.
     fn pass(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
+        self.commands.check()?;
         let mut any = !run.endings.is_empty() && self.end_some(run)?;
         if self.submitted.any_queued() {
             any |= self.take_in(run)?;
@@ -303,6 +305,7 @@ impl Endpoint {
         while let Some(ending) = run.endings.next()? {
             self.recorder.finished(ending.number, State::Done);
             self.finish(ending.key, Ok(()));
+            self.completions.put_carrier(ending.carrier);
             any = true;
         }
         Ok(any)
@@ -314,7 +317,6 @@ impl Endpoint {
             let endpoint = Arc::downgrade(self);
             move || {
                 if let Some(endpoint) = endpoint.upgrade() {
-                    endpoint.drive_once();
                     endpoint.leave_to_progress_thread();
                 }
             }

@@ -6,11 +6,14 @@ use super::run::{Run, Teardown};
 use super::teardown::HANG_UP;
 use super::{Endpoint, EndpointConfig, Messages, Port};
 use crate::exec::active::Active;
+use crate::exec::commands::LastOf;
 use crate::link::Opener;
 
 /// What an endpoint leaves behind when it has ended: its runs, and the links to its peers.
 pub(crate) struct IdleRuns {
     run: Box<Run>,
+    /// Dropped behind the runs.
+    commands: LastOf,
     /// It ended in peace: nothing was failed.
     pub(crate) healthy: bool,
     pub(crate) generation: u32,
@@ -51,7 +54,8 @@ impl Endpoint {
         let mut run = Box::new(std::mem::replace(&mut *run, Run::without_peers(&self.config)));
         // Who takes the links up again begins with runs of its own.
         run.active = Active::new(self.config.comm, self.config.streams_from);
-        Some(IdleRuns { run, healthy, generation, calls, balance })
+        let commands = LastOf(self.commands.clone());
+        Some(IdleRuns { run, commands, healthy, generation, calls, balance })
     }
 
     /// An endpoint that goes on with these runs, as the generation that `config` says.
@@ -74,6 +78,7 @@ impl IdleRuns {
     pub(crate) fn stop_reading(&mut self) {
         self.run.ports().for_each(Port::stop_reading);
         self.run.messages.port().stop_reading();
+        self.commands.0.issue();
     }
 
     /// Takes back what peers have released.
@@ -82,6 +87,7 @@ impl IdleRuns {
             let _ = port.reap(|_| {});
         }
         let _ = self.run.messages.port().reap(|_| {});
+        self.commands.0.issue();
     }
 
     /// Every peer has stopped reading: what was lent is free.

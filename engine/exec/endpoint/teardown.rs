@@ -84,6 +84,7 @@ impl Endpoint {
         if run.teardown == Teardown::NotBegun {
             run.ports().for_each(Port::hang_up);
             run.messages.hang_up();
+            self.give_all_up(run);
             run.teardown = Teardown::Revoked(self.now());
         }
         let since = match run.teardown {
@@ -93,7 +94,7 @@ impl Endpoint {
         };
         let elsewhere = run.active.carrier().is_some_and(|carrier| carrier.is_elsewhere());
         let given = elsewhere | !run.endings.is_empty() | run.messages.is_launched();
-        let whole = given && self.bound().is_some_and(|bound| bound.is_library_at_work());
+        let whole = given && self.bound().is_some_and(|bound| bound.is_library_at_work(since));
         if whole && since < ABORT {
             return Progress::Blocked;
         }
@@ -112,6 +113,21 @@ impl Endpoint {
         Progress::Advanced
     }
 
+    /// Tells what carries operations out that they have failed.
+    fn give_all_up(&self, run: &Run) {
+        let cause = self.failed_of();
+        let begun = run.endings.carriers().chain(run.active.carrier());
+        begun.for_each(|carrier| carrier.give_up(&cause));
+        let table = self.submitted.lock();
+        let queued = table.collectives.iter().filter_map(|(_, carried, _)| carried.carrier.as_ref());
+        queued.for_each(|carrier| carrier.give_up(&cause));
+    }
+
+    /// For what this communicator fails its operations.
+    fn failed_of(&self) -> Error {
+        self.cause().unwrap_or(Error::Closed { call: "operation".into() })
+    }
+
     /// All operations have ended: slots that peers may still touch come back when those have hung up, or when their process
     /// has exited.
     fn end_slots(run: &mut Run, since_failed: Duration) -> Progress {
@@ -128,7 +144,7 @@ impl Endpoint {
 
     /// Fails what has begun and what is queued.
     fn fail_all(&self, run: &mut Run, on_devices: bool) {
-        let cause = self.cause().unwrap_or(Error::Closed { call: "operation".into() });
+        let cause = self.failed_of();
         let here = run.active.operation(&self.config.name);
         let mut failed = self.take_begun(run, on_devices, &cause);
         self.take_queued(&mut failed, &cause);
@@ -149,6 +165,7 @@ impl Endpoint {
             let never = ending.carrier.cannot_give_up(cause) || on_devices;
             self.recorder.finished(ending.number, State::Failed);
             failed.push((ending.key, Fate::Back.or_never(never)));
+            self.completions.put_carrier(ending.carrier);
         }
         let carrier = run.active.carrier();
         let never = is_settling(carrier)

@@ -7,10 +7,11 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
+
 use super::moving::{Answer, Direction, Message, Moving, Type};
 use super::{Messages, disagree_on_time};
-use crate::device::DeviceEvent;
-use crate::device::whole::{Called, MessagePath, Moved, Standing, Turn};
+use crate::device::whole::{self, Called, MessagePath, Moved, Turn};
 use crate::error::{Error, Operation};
 use crate::exec::inflight::Key;
 use crate::types::{Rank, mix};
@@ -19,10 +20,19 @@ use crate::types::{Rank, mix};
 struct Batch {
     path: Arc<MessagePath>,
     keys: Vec<(Rank, Key)>,
+    state: Arc<Mutex<Standing>>,
+}
+
+/// How far the library and the device are with a batch. Nobody calls either with this locked.
+#[derive(Default)]
+struct Standing {
     /// Until all is on the stream.
     turns: Vec<Turn>,
-    /// Its end there, when all is.
-    end: Option<DeviceEvent>,
+    /// A command that asks the library how far it is has been appended, and has not been carried out.
+    is_asking: bool,
+    is_on_stream: bool,
+    /// How it ended there, once it has.
+    ended: Option<Result<(), Error>>,
 }
 
 /// What the library has, and is to get.
@@ -37,6 +47,49 @@ pub(super) struct Launches {
 impl Launches {
     pub(super) fn is_empty(&self) -> bool {
         self.batches.is_empty()
+    }
+}
+
+impl Batch {
+    /// Has the messages given to the library.
+    fn launch(&self, moved: Vec<Moved>) {
+        let (path, state) = (self.path.clone(), self.state.clone());
+        self.path.commands.put(move || {
+            let turns = std::mem::take(&mut state.lock().turns);
+            let ordered = turns.first().map_or(Ok(()), |first| first.launches(&path.stream));
+            state.lock().turns = turns;
+            ordered?;
+            path.stream.will_wait();
+            // SAFETY: the buffers are as long as is said, of this rank's device, and the in-flight table owns them until the messages
+            // have finished. Their streams have come to the calls (`Call::launched`). If the communicator dies first,
+            // `Endpoint::tear_down` aborts the library, and gives the buffers back when no command is under way and the library is
+            // quiet, or never.
+            unsafe { path.whole.exchange(&moved, &path.stream) }
+        });
+    }
+
+    /// Has the library asked how far it is. When all is on the stream, its end is marked there.
+    fn ask(&self) {
+        let (path, state) = (self.path.clone(), self.state.clone());
+        self.path.commands.put(move || {
+            if path.whole.poll()? == whole::Standing::InProgress {
+                state.lock().is_asking = false;
+                return Ok(());
+            }
+            let (stream, end) = (&path.stream, path.stream.point()?);
+            stream.waits_now();
+            let turns = std::mem::take(&mut state.lock().turns);
+            turns.into_iter().for_each(|turn| turn.launched(stream, end.clone()));
+            let (told, waker) = (state.clone(), path.waker.clone());
+            let tell = move |result| {
+                told.lock().ended = Some(result);
+                waker.wake();
+            };
+            end.then("move messages", Box::new(tell));
+            state.lock().is_on_stream = true;
+            path.waker.wake_by_ref();
+            Ok(())
+        });
     }
 }
 
@@ -96,7 +149,7 @@ impl Messages {
 
     /// Whether the library is at some of them on the host.
     pub(crate) fn is_in_progress(&self) -> bool {
-        self.launches.batches.back().is_some_and(|batch| batch.end.is_none())
+        self.launches.batches.back().is_some_and(|batch| !batch.state.lock().is_on_stream)
     }
 
     /// Goes on with what the library has, and gives it what is due. Whether anything moved.
@@ -105,17 +158,14 @@ impl Messages {
         while self.end_batch()? {
             any = true;
         }
-        if let Some(batch) = self.launches.batches.back_mut().filter(|batch| batch.end.is_none()) {
-            if batch.path.whole.poll()? == Standing::InProgress {
+        if let Some(batch) = self.launches.batches.back() {
+            let mut state = batch.state.lock();
+            if !state.is_on_stream {
+                if !std::mem::replace(&mut state.is_asking, true) {
+                    batch.ask();
+                }
                 return Ok(any);
             }
-            let (stream, end) = (&batch.path.stream, batch.path.stream.point()?);
-            stream.waits_now();
-            batch.turns.drain(..).for_each(|turn| turn.launched(stream, end.clone()));
-            let waker = batch.path.waker.clone();
-            end.clone().then("move messages", Box::new(move |_| waker.wake()));
-            batch.end = Some(end);
-            any = true;
         }
         Ok(self.launches.to_come > 0 && self.launch_due()? || any)
     }
@@ -129,33 +179,31 @@ impl Messages {
         let Some(path) = timed.first().and_then(|(_, m)| m.message.whole.clone()) else { return Ok(false) };
         let due = path.order.due(|number| find(number).is_some());
         let due: Vec<&Moving> = due.into_iter().filter_map(|number| Some(timed[find(number)?].1)).collect();
-        let Some(first) = due.first().and_then(|m| m.turn.as_ref()) else { return Ok(false) };
-        first.launches(&path.stream)?;
+        if due.is_empty() {
+            return Ok(false);
+        }
         let moved = |m: &&Moving| {
             let Message { peer, memory, bytes, direction, .. } = m.message;
             Moved { peer, is_sent: direction == Direction::Send, memory, bytes }
         };
         let moved: Vec<Moved> = due.iter().map(moved).collect();
-        path.stream.will_wait();
-        // SAFETY: the buffers are as long as is said, of this rank's device, and the in-flight table owns them until the messages
-        // have finished. Their streams have come to the calls (`Call::launched`). If the communicator dies first,
-        // `Endpoint::tear_down` aborts the library, and gives the buffers back when that is quiet, or never.
-        unsafe { path.whole.exchange(&moved, &path.stream) }?;
         let keys: Vec<(Rank, Key)> = due.iter().map(|m| (m.message.peer, m.key)).collect();
         let turns = keys.iter().filter_map(|(peer, key)| self.peers[*peer].of(*key)?.turn.take()).collect();
-        self.launches.to_come -= keys.len();
-        self.launches.batches.push_back(Batch { path, keys, turns, end: None });
+        let state = Arc::new(Mutex::new(Standing { turns, ..Standing::default() }));
+        let batch = Batch { path, keys, state };
+        batch.launch(moved);
+        self.launches.to_come -= batch.keys.len();
+        self.launches.batches.push_back(batch);
         Ok(true)
     }
 
     /// Notes that the messages of the oldest batch were moved, if they were.
     fn end_batch(&mut self) -> Result<bool, Error> {
-        let Some(Batch { path, end: Some(end), .. }) = self.launches.batches.front() else {
-            return Ok(false);
-        };
-        let is_over = end.is_complete()?;
+        let Some(batch) = self.launches.batches.front() else { return Ok(false) };
+        let ended = batch.state.lock().ended.clone();
+        let is_over = ended.transpose()?.is_some();
         // What has failed there may never come to its end, and what has come to it may have failed.
-        path.whole.check()?;
+        batch.path.whole.check()?;
         if !is_over {
             return Ok(false);
         }

@@ -1,0 +1,308 @@
+//! [`Commands`]: what a pass leaves to be done by a thread that holds none of the engine's locks.
+//!
+//! A driver may block whoever calls it: a stream of CUDA's takes about a thousand pieces of work, and then who puts one more there waits, with
+//! the lock of the whole context. A deadline, an abort and the other operations of a rank must not wait with it. So a pass, which holds the
+//! locks of its endpoint and of its rank's memory, never calls a driver: it appends commands here. The thread that made the pass carries
+//! them out when it has dropped those locks. If another thread is at that already, the commands are left to that one. A thread that must
+//! not block (the progress thread) leaves them to a thread that each endpoint has for this.
+//!
+//! Commands are carried out one at a time, in the order in which they were appended.
+
+use std::cell::Cell;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, OnceLock};
+use std::task::Waker;
+
+use parking_lot::Mutex;
+
+use crate::error::Error;
+
+thread_local! {
+    static MUST_NOT_BLOCK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// From now on this thread leaves all commands to others, because many wait for what it does.
+pub(crate) fn never_block_here() {
+    MUST_NOT_BLOCK.set(true);
+}
+
+type Job = Box<dyn FnOnce() -> Result<(), Error> + Send>;
+
+struct Command {
+    job: Job,
+    /// Whether it is to be done although the communicator has failed.
+    always: bool,
+}
+
+/// The commands of an endpoint, held by what uses them last. When this is dropped, what is left of them is taken away, or done if it is to be
+/// done always: a command may hold what holds the commands.
+pub(crate) struct LastOf(pub(crate) Arc<Commands>);
+
+impl Drop for LastOf {
+    fn drop(&mut self) {
+        self.0.cut();
+        self.0.issue();
+    }
+}
+
+/// The commands of an endpoint.
+pub(crate) struct Commands {
+    list: Mutex<VecDeque<Command>>,
+    /// The list may not be empty. Changed under its lock.
+    any: AtomicBool,
+    /// There has been a command.
+    were_any: AtomicBool,
+    /// Of the thread that carries commands out.
+    issuing: Mutex<()>,
+    /// A command is being carried out that [`cut`](Commands::cut) would have taken away.
+    is_at_work: AtomicBool,
+    is_cut: AtomicBool,
+    failure: OnceLock<Error>,
+    /// Wakes whoever drives the endpoint.
+    waker: Waker,
+    /// Tells this endpoint's thread that there are commands. `None`: the system has no thread to give.
+    thread: OnceLock<Option<Sender<()>>>,
+}
+
+impl Commands {
+    /// `waker` wakes whoever drives the endpoint.
+    pub(crate) fn new(waker: Waker) -> Arc<Commands> {
+        Arc::new(Commands {
+            list: Mutex::default(),
+            any: AtomicBool::new(false),
+            were_any: AtomicBool::new(false),
+            issuing: Mutex::default(),
+            is_at_work: AtomicBool::new(false),
+            is_cut: AtomicBool::new(false),
+            failure: OnceLock::new(),
+            waker,
+            thread: OnceLock::new(),
+        })
+    }
+
+    /// Appends a command. If it fails, nothing behind it is done, and the next pass hears of the error. It is not done once the
+    /// communicator has failed.
+    pub(crate) fn put(&self, job: impl FnOnce() -> Result<(), Error> + Send + 'static) {
+        self.append(Command { job: Box::new(job), always: false });
+    }
+
+    /// Appends a command that is done in any case, also when the communicator has failed.
+    pub(crate) fn put_always(&self, job: impl FnOnce() + Send + 'static) {
+        let job = move || {
+            job();
+            Ok(())
+        };
+        self.append(Command { job: Box::new(job), always: true });
+    }
+
+    fn append(&self, command: Command) {
+        let mut list = self.list.lock();
+        list.push_back(command);
+        self.any.store(true, Ordering::Release);
+        self.were_any.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether this thread must not block, and operations of this endpoint call a driver.
+    pub(crate) fn are_needed_here(&self) -> bool {
+        MUST_NOT_BLOCK.get() && self.were_any.load(Ordering::Relaxed)
+    }
+
+    /// Wakes whoever drives the endpoint.
+    pub(crate) fn wake(&self) {
+        self.waker.wake_by_ref();
+    }
+
+    /// What has failed.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    /// The communicator has failed: from here on only those commands are begun that are to be done always.
+    pub(crate) fn cut(&self) {
+        self.is_cut.store(true, Ordering::SeqCst);
+    }
+
+    /// After [`cut`](Self::cut): whether no command is being carried out that would be taken away now.
+    pub(crate) fn is_idle(&self) -> bool {
+        !self.is_at_work.load(Ordering::SeqCst)
+    }
+
+    /// Sees to it that all commands are carried out: by this thread, if it may block and nobody else is at it. The caller holds none of the
+    /// engine's locks.
+    pub(crate) fn issue(self: &Arc<Self>) {
+        if !self.any.load(Ordering::Acquire) {
+            return;
+        }
+        if !MUST_NOT_BLOCK.get() {
+            return self.carry_out();
+        }
+        let start = || {
+            let (sender, told) = channel();
+            let commands = Arc::downgrade(self);
+            let work = move || {
+                while told.recv().is_ok() {
+                    commands.upgrade().iter().for_each(Commands::carry_out);
+                }
+            };
+            std::thread::Builder::new().name("allstream-calls".into()).spawn(work).ok().map(|_| sender)
+        };
+        match self.thread.get_or_init(start) {
+            Some(thread) => drop(thread.send(())),
+            None => self.carry_out(),
+        }
+    }
+
+    fn carry_out(self: &Arc<Self>) {
+        while self.any.load(Ordering::Acquire) {
+            let Some(issuing) = self.issuing.try_lock() else { return };
+            while let Some(command) = self.next() {
+                self.carry_out_one(command);
+            }
+            drop(issuing);
+            // Who appends and finds the lock taken leaves the command to this thread: it looks again after it has let go.
+            fence(Ordering::SeqCst);
+        }
+    }
+
+    fn next(&self) -> Option<Command> {
+        let mut list = self.list.lock();
+        let next = list.pop_front();
+        self.any.store(!list.is_empty(), Ordering::Release);
+        next
+    }
+
+    fn carry_out_one(&self, Command { job, always }: Command) {
+        if always {
+            // What is done always reports by itself.
+            let _ = job();
+            return;
+        }
+        self.is_at_work.store(true, Ordering::SeqCst);
+        // Who cuts sees that this is at work, or this sees that it is cut.
+        if !self.is_cut.load(Ordering::SeqCst)
+            && let Err(error) = job()
+        {
+            let _ = self.failure.set(error);
+            self.cut();
+            self.wake();
+        }
+        self.is_at_work.store(false, Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::mpsc;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(10);
+
+    fn failed() -> Error {
+        Error::system("carry a command out", "it fails in a test")
+    }
+
+    fn commands() -> Arc<Commands> {
+        Commands::new(Waker::noop().clone())
+    }
+
+    #[test]
+    fn commands_of_many_threads_are_all_carried_out_one_at_a_time_and_in_the_order_of_each() {
+        const EACH: usize = 500;
+        let (commands, done, at_work) = (commands(), Arc::new(Mutex::new(Vec::new())), AtomicUsize::new(0));
+        let at_work = Arc::new(at_work);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (commands, done, at_work) = (commands.clone(), done.clone(), at_work.clone());
+                scope.spawn(move || {
+                    if thread == 0 {
+                        never_block_here();
+                    }
+                    for i in 0..EACH {
+                        let (done, at_work) = (done.clone(), at_work.clone());
+                        commands.put(move || {
+                            assert_eq!(at_work.fetch_add(1, Ordering::SeqCst), 0, "one at a time");
+                            done.lock().push((thread, i));
+                            at_work.fetch_sub(1, Ordering::SeqCst);
+                            Ok(())
+                        });
+                        commands.issue();
+                    }
+                });
+            }
+        });
+        let start = Instant::now();
+        while done.lock().len() < 4 * EACH {
+            assert!(start.elapsed() < PATIENCE, "a command was forgotten: {}", done.lock().len());
+            std::thread::yield_now();
+        }
+        let done = done.lock();
+        for thread in 0..4 {
+            let of = done.iter().filter(|(by, _)| *by == thread).map(|(_, i)| *i);
+            assert!(of.eq(0..EACH), "the commands of a thread keep their order");
+        }
+    }
+
+    #[test]
+    fn behind_a_command_that_fails_only_those_are_done_that_are_done_always() {
+        let (commands, count) = (commands(), Arc::new(AtomicUsize::new(0)));
+        let counts = |by: usize| {
+            let count = count.clone();
+            move || {
+                count.fetch_add(by, Ordering::SeqCst);
+            }
+        };
+        let (before, behind) = (counts(1), counts(10));
+        commands.put(move || {
+            before();
+            Ok(())
+        });
+        commands.put(|| Err(failed()));
+        commands.put(move || {
+            behind();
+            Ok(())
+        });
+        commands.put_always(counts(100));
+        commands.issue();
+        assert_eq!(count.load(Ordering::SeqCst), 101);
+        assert_eq!(commands.check().map_err(|error| error.to_string()), Err(failed().to_string()));
+    }
+
+    #[test]
+    fn a_thread_that_must_not_block_goes_on_while_a_command_blocks_and_a_cut_takes_the_rest_away() {
+        let (commands, held_up) = (commands(), Arc::new(Barrier::new(2)));
+        let (tell, told) = mpsc::channel();
+        let blocks = held_up.clone();
+        let begun = tell.clone();
+        commands.put(move || {
+            begun.send("begun").unwrap();
+            blocks.wait();
+            Ok(())
+        });
+        let again = commands.clone();
+        std::thread::spawn(move || {
+            never_block_here();
+            again.issue();
+        })
+        .join()
+        .unwrap();
+        assert_eq!(told.recv_timeout(PATIENCE), Ok("begun"));
+        let taken_away = tell.clone();
+        commands.put(move || {
+            taken_away.send("taken away").unwrap();
+            Ok(())
+        });
+        commands.cut();
+        assert!(!commands.is_idle(), "the one that blocks is at work");
+        commands.put_always(move || tell.send("always").unwrap());
+        commands.issue();
+        held_up.wait();
+        assert_eq!(told.recv_timeout(PATIENCE), Ok("always"));
+        assert!(commands.is_idle());
+    }
+}
