@@ -44,4 +44,6 @@ pub use self::{
     slow::Slow,
 };
 #[cfg(any(test, feature = "testing"))]
+pub use crate::link::locks::holds_engine_lock;
+#[cfg(any(test, feature = "testing"))]
 pub use crate::link::waits::{Point, Wait, is_stopped, slow_readers, stop_at, take_away};
