@@ -13,7 +13,8 @@
 //!
 //! Nothing here is on a floor: it may know all of the engine. The product names it only where it is there, behind
 //! `cfg(any(test, feature = "testing"))`; without that cfg the compiler does not find it. The waits that can be taken away, and the
-//! points at which a rank can be stopped, are named by the product itself, in `link/waits.rs`, and planted from here.
+//! points at which a rank can be stopped, are named by the product itself, in `link/waits.rs`, and planted from here; so are the locks
+//! under which no driver may be called, in `link/locks.rs`.
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod faults;
