@@ -5,6 +5,8 @@
 //! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
 
 mod between;
+#[cfg(feature = "testing")]
+mod blocked;
 mod capture;
 mod code;
 mod collectives;
