@@ -20,8 +20,6 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-
 mod asked;
 mod breaks;
 mod callers;
@@ -61,6 +59,7 @@ use super::runtime::Runtime;
 use crate::error::{Error, Members, RecordFile};
 use crate::forked;
 use crate::link::local::MemoryLock;
+use crate::link::locks::EngineLock;
 use crate::link::region::Region;
 use crate::link::{Break, Opener};
 use crate::mem::ErasedBufs;
@@ -139,7 +138,7 @@ impl EndpointConfig {
 pub(crate) struct Endpoint {
     pub(crate) config: EndpointConfig,
     submitted: Submitted,
-    run: Mutex<Run>,
+    run: EngineLock<Run>,
     callers: Callers,
     /// On the progress thread's list.
     enlisted: AtomicBool,
@@ -186,7 +185,7 @@ impl Endpoint {
         let commands = Commands::new(config.runtime.waker().clone());
         Arc::new(Endpoint {
             submitted: Submitted::new(),
-            run: Mutex::new(run),
+            run: EngineLock::new(run),
             callers: Callers::default(),
             enlisted: AtomicBool::new(false),
             completions: Completions::default(),

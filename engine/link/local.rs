@@ -7,12 +7,12 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
-use parking_lot::Mutex;
 use rustix::net::SendFlags;
 
 use super::cells::{Descriptor, RawRing};
 use super::exit::{Exit, Lease};
 use super::layout::LINE;
+use super::locks::EngineLock;
 use super::region::Region;
 use super::ring::{Consumer, Producer};
 use super::waits::{Wait, kept};
@@ -80,7 +80,7 @@ impl Bell {
 }
 
 /// What a receiver in the same process holds while it reads lent memory, so that a sender can be sure it is not.
-pub(crate) type MemoryLock = Arc<Mutex<()>>;
+pub(crate) type MemoryLock = Arc<EngineLock<()>>;
 
 /// Ranks of one process.
 pub(crate) static INPROC: LinkKind = LinkKind {

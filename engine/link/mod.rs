@@ -22,6 +22,7 @@ pub(crate) mod exit;
 pub(crate) mod kinds;
 pub(crate) mod layout;
 pub(crate) mod local;
+pub(crate) mod locks;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;

@@ -13,7 +13,8 @@
 //!
 //! Nothing here is on a floor: it may know all of the engine. The product names it only where it is there, behind
 //! `cfg(any(test, feature = "testing"))`; without that cfg the compiler does not find it. The waits that can be taken away, and the
-//! points at which a rank can be stopped, are named by the product itself, in `link/waits.rs`, and planted from here.
+//! points at which a rank can be stopped, are named by the product itself, in `link/waits.rs`, and planted from here; so are the locks
+//! under which no driver may be called, in `link/locks.rs`.
 
 #[cfg(any(test, feature = "testing"))]
 pub(crate) mod faults;
@@ -43,5 +44,7 @@ pub use self::{
     pipe::piped,
     slow::Slow,
 };
+#[cfg(any(test, feature = "testing"))]
+pub use crate::link::locks::holds_engine_lock;
 #[cfg(any(test, feature = "testing"))]
 pub use crate::link::waits::{Point, Wait, is_stopped, slow_readers, stop_at, take_away};

@@ -5,6 +5,8 @@
 //! A driver is chosen once for a process. So each test runs in a child of its own, which is this same program.
 
 mod between;
+#[cfg(feature = "testing")]
+mod blocked;
 mod capture;
 mod code;
 mod collectives;
@@ -39,4 +41,32 @@ mod stripes;
 mod train;
 
 use test_support::cases::combine;
-use test_support::{cuda as support, pairwise, values};
+use test_support::{pairwise, values};
+
+/// What tests share, whose processes count the calls of the driver that come from under the engine's locks.
+mod support {
+    use std::process::Output;
+    use std::time::Duration;
+
+    pub(crate) use test_support::cuda::*;
+
+    pub(crate) fn child(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
+        test_support::cuda::child(test, variables, || counted(body));
+    }
+
+    pub(crate) fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, body: impl FnOnce()) {
+        test_support::cuda::child_within(test, variables, limit, || counted(body));
+    }
+
+    pub(crate) fn child_says(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
+        test_support::cuda::child_says(test, variables, || counted(body))
+    }
+
+    fn counted(body: impl FnOnce()) {
+        #[cfg(feature = "testing")]
+        if has_driver() {
+            ask_locks(allstream::testing::holds_engine_lock);
+        }
+        body();
+    }
+}

@@ -1,6 +1,6 @@
 //! The child, the driver's knobs, deadlines, and what tests with ranks share.
 
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::sync::OnceLock;
@@ -248,6 +248,48 @@ pub fn calls(name: &str) -> u64 {
     unsafe {
         let ask: unsafe extern "C" fn(*const c_char) -> u64 = std::mem::transmute(address);
         ask(name.as_ptr())
+    }
+}
+
+/// Pieces of work that a stream takes which are not done, from now on; whoever puts more there waits and holds the context's lock
+/// meanwhile. 0: any number.
+pub fn set_depth(pieces: u64) {
+    let address = function("allstream_test_cuda_set_depth");
+    // SAFETY: the function's type, in the driver's `knobs.rs`.
+    let set: extern "C" fn(u64) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(set(pieces), 0);
+}
+
+/// Whether this process is to load the driver for tests, and not another library or none.
+pub fn has_driver() -> bool {
+    std::env::var(LIBRARY).is_ok_and(|path| path.ends_with("/libcuda.so") && Path::new(&path).exists())
+}
+
+/// From now on the driver asks this function at each call whether the calling thread holds a lock under which it may not call a driver.
+pub fn ask_locks(holds: extern "C" fn() -> bool) {
+    let address = function("allstream_test_cuda_ask_locks");
+    // SAFETY: the function's type, in the driver's `under_locks.rs`.
+    let ask: extern "C" fn(Option<extern "C" fn() -> bool>) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(ask(Some(holds)), 0);
+}
+
+/// How many calls of the driver came from threads that held such a lock, and which, with how often.
+pub fn calls_under_locks() -> (u64, String) {
+    let (all, of, name) = (
+        function("allstream_test_cuda_calls_under_locks"),
+        function("allstream_test_cuda_calls_under_locks_of"),
+        function("allstream_test_cuda_name"),
+    );
+    // SAFETY: the functions' types, in the driver's `under_locks.rs` and `table.rs`, which gives texts that stay, and null behind the last.
+    unsafe {
+        let all: extern "C" fn() -> u64 = std::mem::transmute(all);
+        let of: unsafe extern "C" fn(*const c_char) -> u64 = std::mem::transmute(of);
+        let name: extern "C" fn(usize) -> *const c_char = std::mem::transmute(name);
+        let names = (0..).map(|at| name(at)).take_while(|name| !name.is_null());
+        let counts = names.map(|name| (CStr::from_ptr(name).to_string_lossy(), of(name)));
+        let named: Vec<_> =
+            counts.filter(|(_, count)| *count > 0).map(|(name, n)| format!("{name} {n}")).collect();
+        (all(), named.join(", "))
     }
 }
 

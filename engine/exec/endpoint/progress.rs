@@ -9,14 +9,13 @@ use std::sync::atomic::{Ordering, fence};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
-use parking_lot::MutexGuard;
-
 use super::run::Run;
 use super::{Endpoint, Finished, orphaned};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Pass;
 use crate::exec::inflight::Key;
+use crate::link::locks::EngineGuard;
 use crate::link::waits::{Point, stop};
 use crate::trace::State;
 
@@ -183,7 +182,7 @@ impl Endpoint {
         }
     }
 
-    pub(super) fn drive_with(self: &Arc<Self>, run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
+    pub(super) fn drive_with(self: &Arc<Self>, run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         let progress = self.drive(run, spinning);
         self.run_completions();
         self.drop_carriers();
@@ -191,7 +190,7 @@ impl Endpoint {
         progress
     }
 
-    fn drive(self: &Arc<Self>, mut run: MutexGuard<'_, Run>, spinning: bool) -> Progress {
+    fn drive(self: &Arc<Self>, mut run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         stop(Point::Drive, self.config.rank);
         if self.health.is_dead() {
             return self.tear_down(&mut run);

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use parking_lot::MutexGuard;
-
 use super::Endpoint;
 use super::copy_backs::CopyBack;
 use super::run::Run;
@@ -15,6 +13,7 @@ use crate::exec::inflight::Key;
 use crate::exec::operation::Operation;
 use crate::exec::p2p::Message;
 use crate::forked;
+use crate::link::locks::EngineGuard;
 use crate::mem::{ErasedBufs, Event};
 use crate::types::mix;
 
@@ -91,7 +90,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// The communicator is dead or closed, or has as much to do as it may.
-    fn admit(&self, call: &str) -> Result<MutexGuard<'_, Table>, Error> {
+    fn admit(&self, call: &str) -> Result<EngineGuard<'_, Table>, Error> {
         // Before any lock: another thread, which is not there, may have held it at the fork.
         if forked::is_forked() {
             return Err(forked::refusal());
@@ -104,7 +103,7 @@ impl Endpoint {
     }
 
     /// On this thread first: what can complete without a switch does.
-    fn drive_first(self: &Arc<Self>, started: Option<MutexGuard<'_, Run>>) {
+    fn drive_first(self: &Arc<Self>, started: Option<EngineGuard<'_, Run>>) {
         let progress = match started {
             Some(run) => self.drive_with(run, true),
             None => self.drive_once(),

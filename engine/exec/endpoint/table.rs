@@ -4,14 +4,13 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::{Mutex, MutexGuard};
-
 use super::COMPARED;
 use super::asked::Asked;
 use crate::error::Error;
 use crate::exec::carrier::{Carried, Carrier};
 use crate::exec::inflight::{Inflight, Key};
 use crate::exec::p2p::{Direction, Message};
+use crate::link::locks::{EngineGuard, EngineLock};
 use crate::mem::{ErasedBufs, Event};
 use crate::types::{Map, Rank, Signature, mix};
 
@@ -23,17 +22,17 @@ pub(super) type Queued<R> = (Key, R, Option<Event>);
 
 /// The table, under its lock, which is taken after that of [`Run`](super::Run) if both are.
 pub(super) struct Submitted {
-    table: Mutex<Table>,
+    table: EngineLock<Table>,
     /// The table may hold operations that have not begun. Changed under its lock.
     any_queued: AtomicBool,
 }
 
 impl Submitted {
     pub(super) fn new() -> Submitted {
-        Submitted { table: Mutex::new(Table::new()), any_queued: AtomicBool::new(false) }
+        Submitted { table: EngineLock::new(Table::new()), any_queued: AtomicBool::new(false) }
     }
 
-    pub(super) fn lock(&self) -> MutexGuard<'_, Table> {
+    pub(super) fn lock(&self) -> EngineGuard<'_, Table> {
         self.table.lock()
     }
 

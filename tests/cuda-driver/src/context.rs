@@ -3,7 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::abi::{Handle, In, Out, Table, fresh, lock};
 use crate::codes::{Code, Done};
@@ -27,6 +27,8 @@ pub(crate) struct Context {
     pub(crate) order: Mutex<Queues>,
     /// The stream 0, once it was used.
     pub(crate) legacy: Mutex<Option<Arc<Stream>>>,
+    /// Held by a call that waits for room in a stream; all other calls wait for that one to be through.
+    blocked: Mutex<()>,
 }
 
 pub(crate) static CONTEXTS: Table<Context> = Table::new();
@@ -48,6 +50,7 @@ impl Context {
             peers: Mutex::default(),
             order: Mutex::new(Queues::new(knobs::queues())),
             legacy: Mutex::default(),
+            blocked: Mutex::default(),
         });
         CONTEXTS.add(context.handle, context.clone());
         context
@@ -88,6 +91,18 @@ impl Context {
         let _ = self.error.compare_exchange(0, code.0, Ordering::AcqRel, Ordering::Acquire);
     }
 
+    /// A call that waits for room in a stream here keeps this while it waits.
+    pub(crate) fn hold(&self) -> MutexGuard<'_, ()> {
+        lock(&self.blocked)
+    }
+
+    /// Every call that has to do with this context comes through here first: while another waits for room, it does not pass.
+    pub(crate) fn pass(&self) {
+        if knobs::depth().is_some() {
+            drop(lock(&self.blocked));
+        }
+    }
+
     /// Whether this context's work may use that memory.
     pub(crate) fn reaches(&self, memory: &Memory) -> bool {
         if memory.on_the_host() {
@@ -126,7 +141,9 @@ pub(crate) fn working() -> Done<Arc<Context>> {
 }
 
 fn known(handle: Handle) -> Done<Arc<Context>> {
-    CONTEXTS.get(handle).map_err(|_| Code::INVALID_CONTEXT)
+    let context = CONTEXTS.get(handle).map_err(|_| Code::INVALID_CONTEXT)?;
+    context.pass();
+    Ok(context)
 }
 
 fn create(out: &Out<Handle>, flags: u32, ordinal: i32) -> Done {

@@ -28,6 +28,12 @@ pub(crate) struct Primary {
 }
 
 impl Device {
+    /// Its primary context, if there is one: once no call waits for room there.
+    fn pass_primary(&self) {
+        let context = lock(&self.primary).context.clone();
+        context.inspect(|context| context.pass());
+    }
+
     /// What the system calls it, in every process.
     pub(crate) fn hardware(&self) -> i32 {
         knobs::hardware(self.ordinal)
@@ -212,6 +218,7 @@ pub(crate) unsafe extern "C" fn cuDeviceGetByPCIBusId(out: Out<i32>, text: crate
 pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: Out<u64>, ordinal: i32) -> Code {
     call("cuDevicePrimaryCtxRetain", || {
         let device = device(ordinal)?;
+        device.pass_primary();
         let mut primary = lock(&device.primary);
         let flags = primary.flags;
         let context = primary.context.get_or_insert_with(|| Context::create(&device, flags)).clone();
@@ -223,6 +230,7 @@ pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRetain(out: Out<u64>, ordinal:
 
 fn release(ordinal: i32) -> Done {
     let device = device(ordinal)?;
+    device.pass_primary();
     let mut primary = lock(&device.primary);
     primary.held = primary.held.checked_sub(1).ok_or(Code::INVALID_CONTEXT)?;
     if primary.held == 0 {
@@ -248,6 +256,7 @@ pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxRelease_v2(ordinal: i32) -> Co
 pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxReset_v2(ordinal: i32) -> Code {
     call("cuDevicePrimaryCtxReset_v2", || {
         let device = device(ordinal)?;
+        device.pass_primary();
         let context = {
             let mut primary = lock(&device.primary);
             primary.held = 0;
@@ -266,6 +275,7 @@ pub(crate) unsafe extern "C" fn cuDevicePrimaryCtxGetState(
 ) -> Code {
     call("cuDevicePrimaryCtxGetState", || {
         let device = device(ordinal)?;
+        device.pass_primary();
         let primary = lock(&device.primary);
         flags.set(primary.flags)?;
         active.set(primary.context.is_some().into())

@@ -32,6 +32,9 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
         if knobs::strict().context && needs_context(name) && !crate::context::has_current() {
             return Err(Code::INVALID_CONTEXT);
         }
+        if let Ok(context) = crate::context::current() {
+            context.pass();
+        }
         capture::allowed(name)?;
         if MAY_WAIT.contains(&name) {
             crate::stream::settle();
@@ -85,6 +88,7 @@ pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {
     if IN_HOST_FUNCTION.get() {
         return Code::NOT_PERMITTED;
     }
+    crate::under_locks::ask(name);
     crate::hang::perhaps(name);
     if let Some(code) = knobs::counted(name) {
         return code;

@@ -104,6 +104,13 @@ impl Event {
         event
     }
 
+    /// The event a caller means.
+    pub(crate) fn named(handle: Handle) -> Done<Arc<Self>> {
+        let event = EVENTS.get(handle)?;
+        event.context.pass();
+        Ok(event)
+    }
+
     pub(crate) fn handle(&self) -> Handle {
         self.handle
     }
@@ -179,23 +186,26 @@ impl Shared {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuEventDestroy_v2(handle: Handle) -> Code {
-    call("cuEventDestroy_v2", || EVENTS.remove(handle).map(|_| ()))
+    call("cuEventDestroy_v2", || {
+        Event::named(handle)?;
+        EVENTS.remove(handle).map(|_| ())
+    })
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuEventRecord(event: Handle, stream: Handle) -> Code {
-    call("cuEventRecord", || EVENTS.get(event)?.record(&Stream::named(stream)?))
+    call("cuEventRecord", || Event::named(event)?.record(&Stream::named(stream)?))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuEventRecordWithFlags(event: Handle, stream: Handle, _flags: u32) -> Code {
-    call("cuEventRecordWithFlags", || EVENTS.get(event)?.record(&Stream::named(stream)?))
+    call("cuEventRecordWithFlags", || Event::named(event)?.record(&Stream::named(stream)?))
 }
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuEventQuery(event: Handle) -> Code {
     call("cuEventQuery", || {
-        let event = EVENTS.get(event)?;
+        let event = Event::named(event)?;
         event.context.check()?;
         event.not_captured()?;
         if event.is_done() { Ok(()) } else { Err(Code::NOT_READY) }
@@ -207,7 +217,7 @@ pub(crate) unsafe extern "C" fn cuEventSynchronize(event: Handle) -> Code {
     call("cuEventSynchronize", || {
         // As the reference has it: without a current context there is no waiting.
         current()?;
-        let event = EVENTS.get(event)?;
+        let event = Event::named(event)?;
         event.context.check()?;
         event.not_captured()?;
         if event.flags & BLOCKING_SYNC == 0 {
@@ -226,7 +236,7 @@ pub(crate) unsafe extern "C" fn cuEventSynchronize(event: Handle) -> Code {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuStreamWaitEvent(stream: Handle, event: Handle, flags: u32) -> Code {
     call("cuStreamWaitEvent", || {
-        let (stream, event) = (Stream::named(stream)?, EVENTS.get(event)?);
+        let (stream, event) = (Stream::named(stream)?, Event::named(event)?);
         if flags > 1 {
             return Err(Code::INVALID_VALUE);
         }
@@ -248,7 +258,7 @@ pub(crate) unsafe extern "C" fn cuStreamWaitEvent(stream: Handle, event: Handle,
 }
 
 fn elapsed(out: &Out<f32>, start: Handle, end: Handle) -> Done {
-    let (start, end) = (EVENTS.get(start)?, EVENTS.get(end)?);
+    let (start, end) = (Event::named(start)?, Event::named(end)?);
     if (start.flags | end.flags) & DISABLE_TIMING != 0 {
         return Err(Code::INVALID_HANDLE);
     }

@@ -13,7 +13,7 @@ use crate::abi::{Address, Handle, Out, lock};
 use crate::codes::{Code, Done};
 use crate::context::working;
 use crate::entry::call;
-use crate::event::{EVENTS, Event, Shared};
+use crate::event::{Event, Shared};
 use crate::knobs;
 use crate::space::{self, Kind, Memory, find};
 use crate::stream::settle;
@@ -173,7 +173,7 @@ pub(crate) unsafe extern "C" fn cuIpcCloseMemHandle(at: Address) -> Code {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn cuIpcGetEventHandle(out: Out<Token>, event: Handle) -> Code {
     call("cuIpcGetEventHandle", || {
-        let event = EVENTS.get(event)?;
+        let event = Event::named(event)?;
         // Only who made it can give it on.
         let shared = event.shared.as_ref().and_then(|shared| shared.file.as_ref());
         let file = shared.ok_or(Code::INVALID_HANDLE)?.as_raw_fd() as u64;

@@ -64,6 +64,8 @@ struct Knobs {
     budget: AtomicU64,
     /// Hardware queues of a context that is made from now on.
     queues: AtomicU64,
+    /// Pieces of work that are not done which a stream takes; 0: any number.
+    depth: AtomicU64,
     strict: Strictness,
     /// Launches of kernels whose name contains this store wrong values; none do, if it is empty.
     spoil: String,
@@ -87,6 +89,7 @@ fn knobs() -> &'static Knobs {
             no_peer: AtomicU64::new(0),
             budget: AtomicU64::new(number("BUDGET", 1 << 32)),
             queues: AtomicU64::new(asked_queues()),
+            depth: AtomicU64::new(number("DEPTH", 0)),
             strict: Strictness::asked(),
             spoil: variable("SPOIL"),
             visible: visible(),
@@ -200,6 +203,11 @@ fn asked_queues() -> u64 {
 
 pub(crate) fn queues() -> usize {
     knobs().queues.load(Ordering::Relaxed) as usize
+}
+
+/// How many pieces of work a stream takes that are not done, a real one some thousand; `None`: any number.
+pub(crate) fn depth() -> Option<u64> {
+    Some(knobs().depth.load(Ordering::Relaxed)).filter(|depth| *depth > 0)
 }
 
 pub(crate) fn devices() -> usize {
@@ -355,6 +363,15 @@ pub(crate) extern "C" fn allstream_test_cuda_set_queues(count: u32) -> Code {
             return Err(Code::INVALID_VALUE);
         }
         knobs.queues.store(count, Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// Pieces of work that a stream takes which are not done; 0: any number. Who waits for room looks at this again.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_depth(pieces: u64) -> Code {
+    setter(|knobs| {
+        knobs.depth.store(pieces, Ordering::Relaxed);
         Ok(())
     })
 }

@@ -27,3 +27,4 @@ mod space;
 mod stream;
 mod stream_ops;
 mod table;
+mod under_locks;

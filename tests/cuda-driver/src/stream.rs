@@ -199,8 +199,14 @@ impl Stream {
             Capture::Active => return Ok(None),
             Capture::Invalid => return Err(Code::STREAM_CAPTURE_INVALIDATED),
         }
-        // Whoever puts more there waits, and so do all who put anything on a stream of this context meanwhile.
-        while queue.submitted - queue.completed >= depth() && self.context.is_alive() {
+        let full =
+            |queue: &Queue| knobs::depth().is_some_and(|depth| queue.submitted - queue.completed >= depth);
+        // As in a real driver, who waits for room holds the context's lock meanwhile.
+        let _held = full(&queue).then(|| {
+            knobs::note("waiting for room");
+            self.context.hold()
+        });
+        while full(&queue) && self.context.is_alive() {
             let woken = self.changed.wait_timeout(queue, LOOK);
             queue = woken.unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -299,7 +305,11 @@ impl Stream {
                     Ok(stream)
                 })
             }
-            _ => STREAMS.get(handle),
+            _ => {
+                let stream = STREAMS.get(handle)?;
+                stream.context.pass();
+                Ok(stream)
+            }
         }
     }
 
@@ -311,23 +321,6 @@ impl Stream {
         all.extend(lock(&context.legacy).clone());
         all
     }
-}
-
-/// How many pieces of work a stream takes that has not done them: a real one some thousand.
-fn depth() -> u64 {
-    static DEPTH: std::sync::LazyLock<u64> = std::sync::LazyLock::new(|| {
-        let text = std::env::var("ALLSTREAM_TEST_CUDA_DEPTH").unwrap_or_default();
-        let number = |text: &str| text.parse().ok().filter(|depth| *depth > 0);
-        match text.trim() {
-            "" => u64::MAX,
-            text => number(text).unwrap_or_else(|| {
-                // A test that turns a knob wrongly must not pass for the wrong reason.
-                eprintln!("ALLSTREAM_TEST_CUDA_DEPTH: cannot read {text:?}");
-                std::process::abort()
-            }),
-        }
-    });
-    *DEPTH
 }
 
 /// What a real driver may do in calls that give memory, take it back, load code or make streams, and this one does if the
@@ -373,6 +366,7 @@ pub(crate) unsafe extern "C" fn cuStreamDestroy_v2(handle: Handle) -> Code {
         if handle <= PER_THREAD {
             return Err(Code::INVALID_HANDLE);
         }
+        Stream::named(handle)?;
         STREAMS.remove(handle)?.close();
         capture::is_over(handle);
         Ok(())

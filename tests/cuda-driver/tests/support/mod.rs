@@ -43,6 +43,10 @@ unsafe extern "C" {
     pub(crate) fn allstream_test_cuda_set_delays(longest_us: u64, seed: u64) -> u32;
     pub(crate) fn allstream_test_cuda_set_peers(a: u32, b: u32, can: bool) -> u32;
     pub(crate) fn allstream_test_cuda_set_budget(instructions: u64) -> u32;
+    pub(crate) fn allstream_test_cuda_set_depth(pieces: u64) -> u32;
+    pub(crate) fn allstream_test_cuda_ask_locks(holds: Option<extern "C" fn() -> bool>) -> u32;
+    pub(crate) fn allstream_test_cuda_calls_under_locks() -> u64;
+    pub(crate) fn allstream_test_cuda_calls_under_locks_of(name: *const c_char) -> u64;
     pub(crate) fn allstream_test_cuda_break(device: i32, code: u32) -> u32;
     pub(crate) fn allstream_test_cuda_fail(name: *const c_char, nth: u64, code: u32) -> u32;
     pub(crate) fn allstream_test_cuda_calls(name: *const c_char) -> u64;

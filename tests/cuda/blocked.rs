@@ -1,0 +1,244 @@
+//! A driver that blocks: a stream takes so many pieces of work, and who puts more there waits with the context's lock held, so that
+//! no other call in that context goes on either. Deadlines, aborts and what needs no device go on all the same.
+
+use std::ffi::c_void;
+use std::sync::Mutex;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+use allstream::cuda::DeviceStream;
+use allstream::{Comm, Error, Failed};
+
+use crate::support::{
+    DEADLINE, bound, calls, child, down, function, in_context, nothing_left, ranks, report, set_depth, soon,
+    until, up, values,
+};
+
+const DEPTH: u64 = 64;
+const LAUNCHES: usize = 200;
+
+/// No test here has a stream that is full for longer, if all is well.
+const LONGEST: Duration = Duration::from_secs(8);
+
+/// Streams take so many pieces of work until this is dropped, also by a panic, and for [`LONGEST`] at most: whoever is blocked goes on
+/// then, and the test can say what is wrong.
+struct Limited {
+    _ended: Sender<()>,
+}
+
+impl Limited {
+    fn new() -> Limited {
+        set_depth(DEPTH);
+        let (ended, hear) = channel();
+        std::thread::spawn(move || {
+            if hear.recv_timeout(LONGEST) == Err(RecvTimeoutError::Timeout) {
+                eprintln!("a stream was full for {LONGEST:?}: somebody waits for the driver who should not");
+                set_depth(0);
+            }
+        });
+        Limited { _ended: ended }
+    }
+}
+
+impl Drop for Limited {
+    fn drop(&mut self) {
+        set_depth(0);
+    }
+}
+
+/// Puts small pieces of work on a stream, as programs do that launch their own kernels there.
+fn launch(device: usize, stream: usize, at: u64) {
+    let address = function("cuMemsetD8Async");
+    // SAFETY: the function's type in cuda.h.
+    let fill: unsafe extern "C" fn(u64, u8, usize, *mut c_void) -> u32 =
+        unsafe { std::mem::transmute(address) };
+    in_context(device, || {
+        for _ in 0..LAUNCHES {
+            // SAFETY: the stream and the 16 bytes there live until all that was put on the stream is over.
+            assert_eq!(unsafe { fill(at, 1, 16, stream as *mut c_void) }, 0);
+        }
+    });
+}
+
+/// Rank 0 of two joins an all_reduce with its stream that rank 1 never calls, and launches more there than the stream takes. While that
+/// thread is blocked both ranks do `meanwhile` with two other communicators of theirs, and rank 0 `end` with the bound one. Gives
+/// rank 0's error, and how long after the call it came.
+fn late_peer(
+    devices: usize,
+    timeout: Duration,
+    meanwhile: impl Fn(&mut Comm, &mut Comm) + Sync,
+    end: impl Fn(&Comm) + Sync,
+) -> (Error, Duration) {
+    let (told, hear) = channel();
+    let (told, hear) = (&Mutex::new(told), &Mutex::new(hear));
+    let mut ended = ranks(2, |mut parent| {
+        let mut other = soon(parent.dup()).unwrap();
+        let mut comm = soon(parent.dup()).unwrap();
+        let compute = bound(&mut comm, devices);
+        let (buf, scratch) = (up(&compute, values(comm.rank(), 100)), up(&compute, vec![0_u8; 16]));
+        soon(parent.barrier()).unwrap();
+        if comm.rank() == 1 {
+            hear.lock().unwrap().recv_timeout(DEADLINE).unwrap();
+            meanwhile(&mut parent, &mut other);
+            until("rank 0 has given up", || comm.check().is_err());
+            drop((comm, buf, scratch, compute));
+            soon(other.close()).unwrap();
+            soon(parent.close()).unwrap();
+            return None;
+        }
+        let (stream, at) = (compute.as_raw() as usize, scratch.as_ptr());
+        let ended = std::thread::scope(|scope| {
+            let _limited = Limited::new();
+            let blocked = calls("waiting for room");
+            let begin = Instant::now();
+            let ordered = comm.on(&compute).timeout(timeout).all_reduce(buf).join(&compute).unwrap();
+            let launches = scope.spawn(move || launch(0, stream, at));
+            until("a launch waits for room", || calls("waiting for room") > blocked);
+            told.lock().unwrap().send(()).unwrap();
+            meanwhile(&mut parent, &mut other);
+            assert!(!launches.is_finished(), "what was done meanwhile took until the end of the operation");
+            end(&comm);
+            let Failed { buf, error } = soon(ordered).unwrap_err();
+            let took = begin.elapsed();
+            launches.join().unwrap();
+            assert_eq!(down(buf.unwrap()), values(0, 100), "nothing was written");
+            (error, took)
+        });
+        assert_eq!(down(scratch), [1; 16]);
+        drop((comm, compute));
+        soon(other.close()).unwrap();
+        soon(parent.close()).unwrap();
+        Some(ended)
+    });
+    nothing_left("all ranks have ended");
+    assert_eq!(report().freed_in_use, 0);
+    ended.remove(0).unwrap()
+}
+
+fn is_timeout_of_rank_1((error, took): (Error, Duration), timeout: Duration) {
+    assert!(matches!(&error, Error::Timeout { missing, .. } if missing[0].rank == 1), "{error}");
+    assert!(timeout <= took && took < timeout + Duration::from_millis(500), "it ended after {took:?}");
+}
+
+/// Law 4, where the driver blocks: the deadline lets the stream go on, and with it who waits for room there.
+#[test]
+fn law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks() {
+    child("blocked::law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks", &[], || {
+        let timeout = Duration::from_secs(1);
+        // A device for each rank, and one whose context both have: then rank 1's calls of the driver wait too.
+        for devices in [2, 1] {
+            is_timeout_of_rank_1(late_peer(devices, timeout, |_, _| (), |_| ()), timeout);
+        }
+    });
+}
+
+/// Another communicator of the same ranks, and the one that the bound one was made from: both on memory of the host.
+#[test]
+fn host_operations_of_the_same_rank_go_on_while_the_driver_blocks() {
+    child("blocked::host_operations_of_the_same_rank_go_on_while_the_driver_blocks", &[], || {
+        let timeout = Duration::from_secs(1);
+        let meanwhile = |parent: &mut Comm, other: &mut Comm| {
+            let peer = 1 - parent.rank();
+            let [mine, theirs] = [parent.rank() as u32 + 1, peer as u32 + 1];
+            for len in [10, 50_000] {
+                assert_eq!(soon(other.all_reduce(vec![mine; len])).unwrap(), vec![3; len]);
+                assert_eq!(soon(parent.all_reduce(vec![mine; len])).unwrap(), vec![3; len]);
+                let (_, got) = soon(parent.send_recv(vec![mine; len], peer, vec![9; len], peer)).unwrap();
+                assert_eq!(got, vec![theirs; len]);
+            }
+            soon(parent.barrier()).unwrap();
+        };
+        for devices in [2, 1] {
+            is_timeout_of_rank_1(late_peer(devices, timeout, meanwhile, |_| ()), timeout);
+        }
+    });
+}
+
+#[test]
+fn an_abort_returns_at_once_though_the_driver_blocks() {
+    child("blocked::an_abort_returns_at_once_though_the_driver_blocks", &[], || {
+        let took = Mutex::new(Vec::new());
+        let abort = |comm: &Comm| {
+            let (told, hear) = channel();
+            std::thread::scope(|scope| {
+                scope.spawn(move || {
+                    let begin = Instant::now();
+                    comm.abort("a test");
+                    told.send(begin.elapsed())
+                });
+                took.lock().unwrap().push(hear.recv_timeout(DEADLINE).unwrap());
+            });
+        };
+        // Once with a context that both ranks have. The fastest counts: other programs may have the core.
+        for devices in [2, 1, 2] {
+            let (error, took) = late_peer(devices, Duration::from_secs(30), |_, _| (), abort);
+            assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
+            assert!(took < LONGEST / 2, "the operation ended {took:?} after its call");
+        }
+        let took = took.into_inner().unwrap();
+        assert!(took.iter().min().unwrap() < &Duration::from_millis(50), "{took:?}");
+    });
+}
+
+/// A call is awaited, and once more joined with the stream.
+macro_rules! both {
+    ($comm:expr, $stream:expr, |$call:ident| $work:expr) => {{
+        let $call = $comm.call();
+        drop(soon($work).unwrap());
+        let $call = $comm.on($stream);
+        drop(soon($work.join($stream).unwrap()).unwrap());
+    }};
+}
+
+/// Every collective, in place and not, where it can be.
+fn basics(comm: &mut Comm, stream: &DeviceStream, len: usize) {
+    let (n, is_root) = (comm.size(), comm.rank() == 1);
+    let buf = |len: usize| up(stream, vec![1.0_f32; len]);
+    let all = || buf(n * len);
+    let at_root = || if is_root { buf(n * len) } else { buf(len) };
+    let one = || buf(len);
+    both!(comm, stream, |c| c.all_reduce(one()));
+    both!(comm, stream, |c| c.reduce(one(), 1));
+    both!(comm, stream, |c| c.broadcast(one(), 1));
+    both!(comm, stream, |c| c.all_gather_in_place(all()));
+    both!(comm, stream, |c| c.reduce_scatter_in_place(all()));
+    both!(comm, stream, |c| c.all_to_all_in_place(all()));
+    both!(comm, stream, |c| c.gather_in_place(at_root(), 1));
+    both!(comm, stream, |c| c.scatter_in_place(at_root(), 1));
+    both!(comm, stream, |c| c.scan(one()));
+    both!(comm, stream, |c| c.exscan(one()));
+    both!(comm, stream, |c| c.all_reduce_into(one(), one()));
+    both!(comm, stream, |c| c.reduce_into(one(), one(), 1));
+    both!(comm, stream, |c| c.broadcast_into(one(), one(), 1));
+    both!(comm, stream, |c| c.all_gather_into(one(), all()));
+    both!(comm, stream, |c| c.reduce_scatter_into(all(), one()));
+    both!(comm, stream, |c| c.all_to_all_into(all(), all()));
+    both!(comm, stream, |c| c.gather_into(one(), at_root(), 1));
+    both!(comm, stream, |c| c.scatter_into(at_root(), one(), 1));
+    both!(comm, stream, |c| c.exscan_into(one(), one()));
+    let (next, last) = ((comm.rank() + 1) % n, (comm.rank() + n - 1) % n);
+    drop(soon(comm.send_recv(one(), next, one(), last)).unwrap());
+    soon(comm.barrier()).unwrap();
+}
+
+/// Else a driver that blocks holds up whoever waits for the lock: other communicators, deadlines, aborts.
+#[test]
+fn no_driver_is_called_under_the_engines_locks() {
+    child("blocked::no_driver_is_called_under_the_engines_locks", &[], || {
+        // Bound communicators work on devices; others stage what they send on the host.
+        for (n, is_bound) in [(2, true), (4, true), (2, false), (4, false)] {
+            ranks(n, |mut comm| {
+                let stream = if is_bound {
+                    bound(&mut comm, 2)
+                } else {
+                    DeviceStream::new(&allstream::cuda::Device::new(comm.rank() % 2).unwrap()).unwrap()
+                };
+                [0, 1, 1000, 70_000].iter().for_each(|len| basics(&mut comm, &stream, *len));
+                soon(comm.close()).unwrap();
+            });
+        }
+        nothing_left("all ranks have ended");
+        let (calls, names) = crate::support::calls_under_locks();
+        assert_eq!(calls, 0, "calls of the driver under the engine's locks: {names}");
+    });
+}
