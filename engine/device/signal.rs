@@ -201,6 +201,8 @@ impl Drop for DeviceSignal {
             points.into_iter().for_each(|event| keep_until(event, memory.clone()));
             match writer.point() {
                 Ok(event) => keep_until(event, memory),
+                // No mark can be put there, so this thread waits; and where that fails, too, the words stay for good.
+                Err(_) if writer.synchronize().is_ok() => drop(memory),
                 Err(_) => std::mem::forget(memory),
             }
         });
