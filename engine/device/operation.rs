@@ -296,7 +296,11 @@ impl DeviceOp {
         if self.has_begun.swap(true, Ordering::AcqRel) {
             return Ok(());
         }
-        *self.binding.workspace.lock() = Arc::downgrade(self.workspace.as_ref().map_err(Error::clone)?);
+        let workspace = self.workspace.as_ref().map_err(Error::clone)?;
+        *self.binding.workspace.lock() = Arc::downgrade(workspace);
+        if !kept(Wait::Memory) {
+            workspace.release();
+        }
         let operation = self.clone();
         self.binding.ours.commands.put(move || {
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
@@ -314,11 +318,6 @@ impl DeviceOp {
     pub(crate) fn ends(self: &Arc<Self>) {
         let operation = self.clone();
         self.binding.ours.commands.put(move || operation.put_end().map(drop));
-        if !kept(Wait::Memory)
-            && let Ok(workspace) = &self.workspace
-        {
-            workspace.release();
-        }
     }
 
     /// A command: all of it is on the stream. Returns the end there.
@@ -365,6 +364,11 @@ impl DeviceOp {
     /// Whether its own inputs are there. No call of the driver's.
     pub(crate) fn has_inputs(&self) -> bool {
         self.binding.ours.has_come_to(Word::Begun, self.number())
+    }
+
+    /// Whether the driver has taken its first work. No call of the driver's.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.binding.ours.has_put(self.number())
     }
 
     /// The ranks whose inputs are not there, though they have called.

@@ -22,6 +22,7 @@ pub(crate) fn needs(bytes: usize, pieces: usize) -> usize {
 /// See the module.
 pub(crate) struct Workspace {
     address: u64,
+    bytes: usize,
     state: Mutex<State>,
 }
 
@@ -51,18 +52,17 @@ impl Workspace {
         let memory = DeviceBuf::raw(stream, bytes)?;
         let free = each.map_or(Vec::new(), |each| (0..together).map(|i| i * each).collect());
         let (address, memory) = (memory.as_ptr(), Some(memory));
-        Ok(Workspace { address, state: Mutex::new(State { memory, next: 0, each, free }) })
+        Ok(Workspace { address, bytes, state: Mutex::new(State { memory, next: 0, each, free }) })
     }
 
     /// A region of so many bytes, no more than the part was said to need: its address. `None`: that was not true.
     pub(crate) fn take(&self, bytes: usize) -> Option<u64> {
         let mut state = self.state.lock();
-        let memory = state.memory.as_ref()?.len();
         let at = match state.each {
             Some(each) => state.free.pop().filter(|_| bytes <= each)?,
             None => {
                 let at = state.next;
-                state.next = at.checked_add(bytes).filter(|end| *end <= memory)?;
+                state.next = at.checked_add(bytes).filter(|end| *end <= self.bytes)?;
                 at
             }
         };

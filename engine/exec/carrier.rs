@@ -183,6 +183,12 @@ pub(crate) trait Carrier: Send + Sync {
         true
     }
 
+    /// For an operation that is on a stream: whether the driver has taken its first work. A driver that blocks has not, and then the time limit
+    /// counts all the same.
+    fn is_taken(&self) -> bool {
+        true
+    }
+
     /// Which ranks keep the stream from the operation's end although all have called. `us`: this rank.
     fn late(&self, _us: Rank) -> Vec<Missing> {
         Vec::new()

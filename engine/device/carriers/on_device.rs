@@ -50,6 +50,10 @@ impl Carrier for OnDevice {
         self.0.has_inputs()
     }
 
+    fn is_taken(&self) -> bool {
+        self.0.is_taken()
+    }
+
     fn late(&self, us: Rank) -> Vec<Missing> {
         late(&self.0, us)
     }
@@ -71,13 +75,17 @@ impl Carrier for OnDevice {
     }
 }
 
-/// Who keeps an operation from its end: the ranks whose inputs are not there. If there are none, this rank (`us`), on which the library that
-/// took the operation has not ended it.
+/// Who keeps an operation from its end: the ranks whose inputs are not there. If there are none, this rank (`us`), on which the driver has not
+/// put all of it on the stream, or the library that took it has not ended it.
 pub(super) fn late(device: &DeviceOp, us: Rank) -> Vec<Missing> {
     let late = device.late().into_iter();
     let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
-    if let Some(by) = device.taken_by().filter(|_| missing.is_empty()) {
-        missing.push(Missing { rank: us, state: MissingState::NotEnded { by: by.name().to_owned() } });
+    let by = match device.is_enqueued() {
+        false => Some(format!("the driver of {:?}, which does not answer", device.stream().device())),
+        true => device.taken_by().map(|by| by.name().to_owned()),
+    };
+    if let Some(by) = by.filter(|_| missing.is_empty()) {
+        missing.push(Missing { rank: us, state: MissingState::NotEnded { by } });
     }
     missing
 }

@@ -214,6 +214,10 @@ impl Carrier for WholeOp {
         self.device.as_ref().is_none_or(|device| device.has_inputs())
     }
 
+    fn is_taken(&self) -> bool {
+        self.device.as_ref().is_none_or(|device| device.is_taken())
+    }
+
     fn late(&self, us: Rank) -> Vec<Missing> {
         self.device.as_ref().map_or_else(Vec::new, |device| late(device, us))
     }

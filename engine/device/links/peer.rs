@@ -145,9 +145,14 @@ impl PeerDevice {
             || self.words.as_ref().is_ok_and(|words| words.shows(which, value(number)))
     }
 
+    /// Whether this operation is on the stream, at least in part.
+    pub(crate) fn has_put(&self, number: u64) -> bool {
+        self.put.load(Ordering::Acquire) > number
+    }
+
     /// Whether this rank has called an operation and its input is not there yet. As [`has_come_to`](Self::has_come_to).
     pub(crate) fn is_late(&self, number: u64) -> bool {
-        self.put.load(Ordering::Acquire) > number && !self.has_come_to(Word::Begun, number)
+        self.has_put(number) && !self.has_come_to(Word::Begun, number)
     }
 
     /// Makes a stream wait until this operation is over.

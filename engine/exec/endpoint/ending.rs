@@ -28,6 +28,8 @@ pub(super) struct Ending {
     begun: Instant,
     /// Since when it is the oldest with its inputs there.
     ready: Option<Instant>,
+    /// Since when it is the oldest, while the driver does not take it.
+    untaken: Option<Instant>,
     is_watched: bool,
 }
 
@@ -39,8 +41,8 @@ impl Ending {
         carrier: Arc<dyn Carrier>,
         begun: Instant,
     ) -> Ending {
-        let (ready, is_watched) = (None, false);
-        Ending { key, number, carrier, signature, timeout, begun, ready, is_watched }
+        let (ready, untaken, is_watched) = (None, None, false);
+        Ending { key, number, carrier, signature, timeout, begun, ready, untaken, is_watched }
     }
 }
 
@@ -107,7 +109,11 @@ impl Endings {
         if first.ready.is_none() && first.carrier.has_inputs() {
             first.ready = Some(now);
         }
-        if !clock.is_overdue(now, first.ready?, first.timeout) {
+        first.untaken = match first.carrier.is_taken() {
+            true => None,
+            false => first.untaken.or(Some(now)),
+        };
+        if !clock.is_overdue(now, first.ready.or(first.untaken)?, first.timeout) {
             return None;
         }
         let missing = first.carrier.late(config.rank);
