@@ -42,7 +42,7 @@ impl Endpoint {
         };
         if run.clock.is_overdue(now, started, timeout) && is_oldest {
             return Some(if run.active.lacks_memory() {
-                self.not_come(number, signature, timeout)
+                self.config.not_come(number, signature, timeout)
             } else {
                 let waiting = run.waiting_for();
                 let held_up = run.active.carrier().and_then(|carrier| carrier.held_up());
@@ -88,11 +88,12 @@ impl Endpoint {
                 };
                 return Some(lost.for_message((us, message.direction.name()), unreceived));
             }
-            Overdue::LacksMemory => return Some(self.not_come(number, signature, message.timeout)),
+            Overdue::LacksMemory => return Some(self.config.not_come(number, signature, message.timeout)),
             Overdue::HeldUp(state) => (us, state),
             Overdue::Unmatched => {
                 let direction = message.direction.other().name().to_owned();
-                let (pending, awaited) = (run.messages.pending(message.peer), self.not_sent(message.peer));
+                let pending = run.messages.pending(message.peer);
+                let awaited = self.submitted.not_sent(message.peer, self.peers.awaited_by(message.peer));
                 (message.peer, MissingState::NotMatched { direction, tag: message.tag, pending, awaited })
             }
         };

@@ -10,7 +10,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::run::Run;
-use super::{Endpoint, Finished, orphaned};
+use super::{Endpoint, EndpointConfig, Finished, orphaned};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Pass;
@@ -60,7 +60,7 @@ impl Endpoint {
         if let Some(refused) = orphaned() {
             return Poll::Ready(refused);
         }
-        let start = self.now();
+        let start = self.config.now();
         let budget = if self.config.runtime.may_wait() { budget } else { Duration::ZERO };
         let mut passes = 0u32;
         self.callers.count_wait();
@@ -70,7 +70,7 @@ impl Endpoint {
                 return Poll::Ready(finished);
             }
             if self.drive_once() != Progress::Advanced
-                && !self.relax(&mut passes)
+                && !self.config.relax(&mut passes)
                 && !passes.is_multiple_of(LOOK)
                 && !budget.is_zero()
             {
@@ -78,7 +78,7 @@ impl Endpoint {
             }
             // Where each pass gives the core away, the time goes by on the others' account.
             let few = self.config.crowded && passes < FEW_PASSES;
-            if self.now() - start >= if few { 10 * budget } else { budget } {
+            if self.config.now() - start >= if few { 10 * budget } else { budget } {
                 break;
             }
         }
@@ -88,19 +88,6 @@ impl Endpoint {
         }
         self.leave_to_progress_thread();
         self.look(key, Some(waker)).map_or(Poll::Pending, Poll::Ready)
-    }
-
-    /// Between two passes that moved nothing: gives the core away now and then, at once where ranks outnumber cores.
-    pub(super) fn relax(&self, passes: &mut u32) -> bool {
-        *passes = passes.wrapping_add(1);
-        let every = if self.config.env.one_host { YIELD_OVER_MEMORY } else { YIELD_OVER_TCP };
-        let yields = self.config.crowded || (*passes).is_multiple_of(every);
-        if yields {
-            std::thread::yield_now();
-        } else {
-            std::hint::spin_loop();
-        }
-        yields
     }
 
     /// Blocks until the operation is finished.
@@ -134,7 +121,7 @@ impl Endpoint {
                     break None;
                 }
             } else {
-                let yielded = self.relax(&mut passes);
+                let yielded = self.config.relax(&mut passes);
                 // A core that was given away may come back milliseconds later, where others compute on it.
                 let looks = yielded || passes.is_multiple_of(LOOK);
                 if looks {
@@ -216,7 +203,7 @@ impl Endpoint {
                 // The clock is not for every pass: a spinning thread makes millions a second.
                 run.blocked = run.blocked.wrapping_add(1);
                 if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
-                    let now = self.now();
+                    let now = self.config.now();
                     if run.clock.is_time_to_look(now) {
                         self.check_deadlines(&mut run, now);
                     }
@@ -263,7 +250,7 @@ impl Endpoint {
                     any = true;
                 }
                 Pass::OnStream(key) => {
-                    run.enqueued(key, self.now());
+                    run.enqueued(key, self.config.now());
                     return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
@@ -280,7 +267,7 @@ impl Endpoint {
             self.recorder.message_finished(message.record);
             self.data_done(key);
         })?;
-        messages.go_on(|| self.now());
+        messages.go_on(|| self.config.now());
         if self.bound().is_some_and(|bound| bound.has_library()) {
             let carrier = active.carrier();
             let is_asked =
@@ -290,8 +277,7 @@ impl Endpoint {
         if any {
             return Ok(Progress::Advanced);
         }
-        let waiting =
-            !active.is_empty() || !messages.is_idle() || self.submitted.lock().inflight.running() > 0;
+        let waiting = !active.is_empty() || !messages.is_idle() || self.submitted.running() > 0;
         if waiting || !port.is_flushed() || !messages.is_flushed() {
             return Ok(Progress::Blocked);
         }
@@ -312,7 +298,7 @@ impl Endpoint {
 
     /// The thread is about to leave: the driver is to tell when the device is done.
     fn watch_endings(self: &Arc<Self>, run: &mut Run) {
-        run.endings.watch(self.now(), || {
+        run.endings.watch(self.config.now(), || {
             let endpoint = Arc::downgrade(self);
             move || {
                 if let Some(endpoint) = endpoint.upgrade() {
@@ -324,6 +310,21 @@ impl Endpoint {
 
     /// Whether nothing is left to do and everything sent has left.
     pub(crate) fn is_quiet(self: &Arc<Self>) -> bool {
-        self.drive_once() == Progress::Idle && self.submitted.lock().inflight.running() == 0
+        self.drive_once() == Progress::Idle && self.submitted.running() == 0
+    }
+}
+
+impl EndpointConfig {
+    /// Between two passes that moved nothing: gives the core away now and then, at once where ranks outnumber cores.
+    pub(super) fn relax(&self, passes: &mut u32) -> bool {
+        *passes = passes.wrapping_add(1);
+        let every = if self.env.one_host { YIELD_OVER_MEMORY } else { YIELD_OVER_TCP };
+        let yields = self.crowded || (*passes).is_multiple_of(every);
+        if yields {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+        yields
     }
 }

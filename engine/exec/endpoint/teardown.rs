@@ -66,12 +66,12 @@ impl Endpoint {
             bound.abort();
         }
         if let Teardown::Failed(at) = run.teardown {
-            if self.submitted.lock().inflight.running() == 0 {
-                return Self::end_slots(run, self.now() - at);
+            if self.submitted.running() == 0 {
+                return Self::end_slots(run, self.config.now() - at);
             }
             if self.nothing_moves(run) {
                 // What is left is on its way back to a device; its end wakes whoever waits.
-                let now = self.now();
+                let now = self.config.now();
                 run.clock.look(now);
                 self.end_overdue_copy_backs(run, now);
                 return Progress::Blocked;
@@ -85,10 +85,10 @@ impl Endpoint {
             run.ports().for_each(Port::hang_up);
             run.messages.hang_up();
             self.give_all_up(run);
-            run.teardown = Teardown::Revoked(self.now());
+            run.teardown = Teardown::Revoked(self.config.now());
         }
         let since = match run.teardown {
-            Teardown::Revoked(at) => self.now() - at,
+            Teardown::Revoked(at) => self.config.now() - at,
             // What is failed now was submitted in the meantime: nothing of it was lent.
             Teardown::NotBegun | Teardown::Failed(_) => ABORT,
         };
@@ -108,24 +108,19 @@ impl Endpoint {
         if let Some(bound) = self.bound().filter(|_| on_devices) {
             bound.leave();
         }
-        run.teardown = Teardown::Failed(self.now());
+        run.teardown = Teardown::Failed(self.config.now());
         self.fail_all(run, on_devices);
         Progress::Advanced
     }
 
     /// Tells what carries operations out that they have failed.
     fn give_all_up(&self, run: &Run) {
-        let cause = self.failed_of();
+        let cause = self.health.failed_of();
         let begun = run.endings.carriers().chain(run.active.carrier());
         begun.for_each(|carrier| carrier.give_up(&cause));
         let table = self.submitted.lock();
         let queued = table.collectives.iter().filter_map(|(_, carried, _)| carried.carrier.as_ref());
         queued.for_each(|carrier| carrier.give_up(&cause));
-    }
-
-    /// For what this communicator fails its operations.
-    fn failed_of(&self) -> Error {
-        self.cause().unwrap_or(Error::Closed { call: "operation".into() })
     }
 
     /// All operations have ended: slots that peers may still touch come back when those have hung up, or when their process
@@ -144,7 +139,7 @@ impl Endpoint {
 
     /// Fails what has begun and what is queued.
     fn fail_all(&self, run: &mut Run, on_devices: bool) {
-        let cause = self.failed_of();
+        let cause = self.health.failed_of();
         let here = run.active.operation(&self.config.name);
         let mut failed = self.take_begun(run, on_devices, &cause);
         self.take_queued(&mut failed, &cause);
@@ -172,7 +167,7 @@ impl Endpoint {
             | carrier.is_some_and(|carrier| {
                 carrier.cannot_give_up(cause) || (carrier.is_elsewhere() && on_devices)
             });
-        let written = run.port.written_until(0..self.size());
+        let written = run.port.written_until(0..self.config.size());
         if let Some((key, number)) = run.active.id() {
             self.recorder.finished(number, State::Failed);
             failed.push((key, Fate::of(run.port.leases(number), written.clone()).or_never(never)));
