@@ -269,7 +269,7 @@ impl<O, F> Content<O, F> {
         let Some((result, held)) = ended else { return Err(taken()) };
         match (content, result) {
             (Some(Content::Held(held, _)), Err(error)) if device.is_lost() => {
-                // Quarantine, as in `Endpoint::drain`, which did not have it.
+                // Quarantine, as in `Run::tear_down`, which did not have it.
                 std::mem::forget(held);
                 Err(Failed { buf: None, error: *error })
             }

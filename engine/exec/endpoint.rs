@@ -14,7 +14,8 @@
 //! | the other ranks ([`peers`], [`breaks`]) | what they have told of themselves | `peers` |
 //!
 //! Each part has the methods that need its state alone: callers speak to `submitted`, `health`, `peers`, `programs` and `commands`
-//! themselves. The endpoint itself has what needs several parts at once.
+//! themselves. What executes ([`run::Run`]) makes the passes, looks at the deadlines and ends what has failed; its methods are told which
+//! endpoint they do it for. The endpoint itself has what needs several parts at once.
 //!
 //! Locks are taken in this order: `run`, the memory lock of the rank (`config.memory_lock`), `submitted`, then any one of the others.
 //! `run` is only tried by those who drive; waited for when devices are bound and when a communicator closes. A user's code

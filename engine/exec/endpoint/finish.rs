@@ -2,16 +2,12 @@
 
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::Instant;
 
 use super::completions::Ran;
-use super::copy_backs::CopyBack;
-use super::run::Run;
 use super::{Endpoint, Finished};
 use crate::error::Error;
 use crate::exec::inflight::Key;
 use crate::forked;
-use crate::mem::ErasedBufs;
 use crate::trace::log::LOG;
 
 impl Endpoint {
@@ -38,21 +34,6 @@ impl Endpoint {
         carrier.copy_back(Box::new(started), Box::new(ended));
     }
 
-    /// Ends operations whose results a device does not copy back within the operation's time.
-    pub(super) fn end_overdue_copy_backs(self: &Arc<Self>, run: &Run, now: Instant) {
-        for CopyBack { key, number, signature, timeout, carrier } in self.copy_backs.overdue(now, &run.clock)
-        {
-            let Some(is_starting) = self.copy_backs.is_starting(key) else { continue };
-            let error = self.config.not_come(number, signature, timeout);
-            self.fail(error.clone());
-            // Copies may be under way, or be put on a stream any time, that nothing else waits for.
-            if is_starting || carrier.is_settling() {
-                std::mem::forget(self.submitted.lock().inflight.borrow(key));
-            }
-            self.finish(key, Err(error));
-        }
-    }
-
     /// Ends an operation. Its user hears of it in [`run_completions`](Self::run_completions).
     pub(super) fn finish(&self, key: Key, result: Result<(), Error>) {
         // Forgotten before it is finished, so that nobody finds it overdue afterwards.
@@ -72,16 +53,8 @@ impl Endpoint {
     /// Wakes the users of operations that have finished, and drops the buffers that nobody will come for. The caller holds
     /// none of the locks.
     pub(super) fn run_completions(self: &Arc<Self>) {
-        if self.completions.run(|held| self.dispose(held)) == Ran::TooDeep {
+        if self.completions.run(|held| self.commands.dispose(held)) == Ran::TooDeep {
             self.leave_to_progress_thread();
-        }
-    }
-
-    /// Drops buffers that nobody will come for. Where some may be a device's, a driver is called by that.
-    fn dispose(&self, held: ErasedBufs) {
-        match self.commands.are_needed_here() {
-            true => self.commands.put_always(move || drop(held)),
-            false => drop(held),
         }
     }
 

@@ -180,7 +180,7 @@ impl Endpoint {
     fn drive(self: &Arc<Self>, mut run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         stop(Point::Drive, self.config.rank);
         if self.health.is_dead() {
-            return self.tear_down(&mut run);
+            return run.tear_down(self);
         }
         if run.failed {
             return Progress::Blocked;
@@ -191,7 +191,7 @@ impl Endpoint {
             self.config.region.want_memory_lock();
             return Progress::Blocked;
         };
-        let moved = self.pass(&mut run);
+        let moved = run.pass(self);
         drop(memory_lock);
         // Whoever wants the memory lock tries it now and then: between two long passes there must be time for that.
         if run.active.was_long() && !run.active.is_empty() && self.config.region.was_memory_lock_wanted() {
@@ -205,11 +205,11 @@ impl Endpoint {
                 if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
                     let now = self.config.now();
                     if run.clock.is_time_to_look(now) {
-                        self.check_deadlines(&mut run, now);
+                        run.check_deadlines(self, now);
                     }
                 }
                 if !spinning && !run.endings.is_empty() {
-                    self.watch_endings(&mut run);
+                    run.watch_endings(self);
                 }
                 progress
             }
@@ -221,91 +221,6 @@ impl Endpoint {
                 Progress::Advanced
             }
         }
-    }
-
-    /// One pass: over what has ended on devices, what is queued, the collective in work, and the messages.
-    fn pass(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
-        self.commands.check()?;
-        let mut any = !run.endings.is_empty() && self.end_some(run)?;
-        if self.submitted.any_queued() {
-            any |= self.take_in(run)?;
-        }
-        let Run { active, port, device, messages, .. } = run;
-        any |= active.arrived(self.config.runtime.waker())?;
-        any |= port.reap(|lent| active.freed(&lent))?;
-        if !active.is_empty() {
-            let mut device = device.as_deref_mut();
-            if let Some(device) = &mut device {
-                any |= device.reap()?;
-            }
-            match active.pass(port, device)? {
-                Pass::Going(moved) => any |= moved,
-                Pass::Then(key, then) => {
-                    let held = self.submitted.lock().inflight.borrow(key);
-                    if let Some(mut held) = held {
-                        let parts = then(&mut held);
-                        self.submitted.lock().inflight.give_back(key, held);
-                        active.go_on(parts?);
-                    }
-                    any = true;
-                }
-                Pass::OnStream(key) => {
-                    run.enqueued(key, self.config.now());
-                    return Ok(Progress::Advanced);
-                }
-                Pass::Done(key) => {
-                    if let Some((_, number)) = active.take() {
-                        self.recorder.finished(number, State::Done);
-                    }
-                    self.data_done(key);
-                    any = true;
-                }
-            }
-        }
-        messages.arrived(self.config.runtime.waker())?;
-        any |= messages.pass(|key, message| {
-            self.recorder.message_finished(message.record);
-            self.data_done(key);
-        })?;
-        messages.go_on(|| self.config.now());
-        if self.bound().is_some_and(|bound| bound.has_library()) {
-            let carrier = active.carrier();
-            let is_asked =
-                carrier.is_some_and(|carrier| carrier.is_to_be_asked()) || messages.is_in_progress();
-            self.is_to_be_asked.store(is_asked, Ordering::Relaxed);
-        }
-        if any {
-            return Ok(Progress::Advanced);
-        }
-        let waiting = !active.is_empty() || !messages.is_idle() || self.submitted.running() > 0;
-        if waiting || !port.is_flushed() || !messages.is_flushed() {
-            return Ok(Progress::Blocked);
-        }
-        Ok(Progress::Idle)
-    }
-
-    /// Finishes the collectives that are over on their streams. Whether any was.
-    fn end_some(&self, run: &mut Run) -> Result<bool, Error> {
-        let mut any = false;
-        while let Some(ending) = run.endings.next()? {
-            self.recorder.finished(ending.number, State::Done);
-            self.finish(ending.key, Ok(()));
-            self.completions.put_carrier(ending.carrier);
-            any = true;
-        }
-        Ok(any)
-    }
-
-    /// The thread is about to leave: the driver is to tell when the device is done.
-    fn watch_endings(self: &Arc<Self>, run: &mut Run) {
-        run.endings.watch(self.config.now(), || {
-            let endpoint = Arc::downgrade(self);
-            move || {
-                if let Some(endpoint) = endpoint.upgrade() {
-                    endpoint.leave_to_progress_thread();
-                }
-            }
-        });
     }
 
     /// Whether nothing is left to do and everything sent has left.
@@ -326,5 +241,92 @@ impl EndpointConfig {
             std::hint::spin_loop();
         }
         yields
+    }
+}
+
+impl Run {
+    /// One pass: over what has ended on devices, what is queued, the collective in work, and the messages.
+    fn pass(&mut self, of: &Arc<Endpoint>) -> Result<Progress, Error> {
+        of.commands.check()?;
+        let mut any = !self.endings.is_empty() && self.end_some(of)?;
+        if of.submitted.any_queued() {
+            any |= self.take_in(of)?;
+        }
+        let Run { active, port, device, messages, .. } = self;
+        any |= active.arrived(of.config.runtime.waker())?;
+        any |= port.reap(|lent| active.freed(&lent))?;
+        if !active.is_empty() {
+            let mut device = device.as_deref_mut();
+            if let Some(device) = &mut device {
+                any |= device.reap()?;
+            }
+            match active.pass(port, device)? {
+                Pass::Going(moved) => any |= moved,
+                Pass::Then(key, then) => {
+                    let held = of.submitted.borrow(key);
+                    if let Some(mut held) = held {
+                        let parts = then(&mut held);
+                        of.submitted.lock().inflight.give_back(key, held);
+                        active.go_on(parts?);
+                    }
+                    any = true;
+                }
+                Pass::OnStream(key) => {
+                    self.enqueued(key, of.config.now());
+                    return Ok(Progress::Advanced);
+                }
+                Pass::Done(key) => {
+                    if let Some((_, number)) = active.take() {
+                        of.recorder.finished(number, State::Done);
+                    }
+                    of.data_done(key);
+                    any = true;
+                }
+            }
+        }
+        messages.arrived(of.config.runtime.waker())?;
+        any |= messages.pass(|key, message| {
+            of.recorder.message_finished(message.record);
+            of.data_done(key);
+        })?;
+        messages.go_on(|| of.config.now());
+        if of.bound().is_some_and(|bound| bound.has_library()) {
+            let carrier = active.carrier();
+            let is_asked =
+                carrier.is_some_and(|carrier| carrier.is_to_be_asked()) || messages.is_in_progress();
+            of.is_to_be_asked.store(is_asked, Ordering::Relaxed);
+        }
+        if any {
+            return Ok(Progress::Advanced);
+        }
+        let waiting = !active.is_empty() || !messages.is_idle() || of.submitted.running() > 0;
+        if waiting || !port.is_flushed() || !messages.is_flushed() {
+            return Ok(Progress::Blocked);
+        }
+        Ok(Progress::Idle)
+    }
+
+    /// Finishes the collectives that are over on their streams. Whether any was.
+    fn end_some(&mut self, of: &Endpoint) -> Result<bool, Error> {
+        let mut any = false;
+        while let Some(ending) = self.endings.next()? {
+            of.recorder.finished(ending.number, State::Done);
+            of.finish(ending.key, Ok(()));
+            of.completions.put_carrier(ending.carrier);
+            any = true;
+        }
+        Ok(any)
+    }
+
+    /// The thread is about to leave: the driver is to tell when the device is done.
+    fn watch_endings(&mut self, of: &Arc<Endpoint>) {
+        self.endings.watch(of.config.now(), || {
+            let endpoint = Arc::downgrade(of);
+            move || {
+                if let Some(endpoint) = endpoint.upgrade() {
+                    endpoint.leave_to_progress_thread();
+                }
+            }
+        });
     }
 }

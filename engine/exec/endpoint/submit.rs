@@ -135,11 +135,13 @@ impl Endpoint {
             self.copy_backs.submitted(CopyBack { key, number, signature, timeout, carrier });
         }
     }
+}
 
+impl Run {
     /// Takes in what is queued and may begin. Whether anything moved.
-    pub(super) fn take_in(&self, run: &mut Run) -> Result<bool, Error> {
-        let waker = self.config.runtime.waker();
-        let (mut any, mut i, mut table) = (false, 0, self.submitted.lock());
+    pub(super) fn take_in(&mut self, of: &Endpoint) -> Result<bool, Error> {
+        let waker = of.config.runtime.waker();
+        let (mut any, mut i, mut table) = (false, 0, of.submitted.lock());
         // Messages whose input is ready are handed to their machine; the rest keep their place.
         while i < table.messages.len() {
             let after = table.messages[i].2.as_ref();
@@ -149,14 +151,14 @@ impl Endpoint {
                 ready(after, message.direction.name())?;
                 let Some((key, message, _)) = table.messages.remove(i) else { break };
                 drop(table);
-                run.messages.add(key, message, self.config.now());
+                self.messages.add(key, message, of.config.now());
                 any = true;
-                table = self.submitted.lock();
+                table = of.submitted.lock();
             } else {
                 i += 1;
             }
         }
-        if run.may_begin()
+        if self.may_begin()
             && let Some((_, Carried { operation, .. }, after)) = table.collectives.front()
             && !after.as_ref().is_some_and(|event| event.subscribe(waker))
         {
@@ -164,12 +166,12 @@ impl Endpoint {
                 ready(after, &operation.signature.to_string())?;
             }
             if let Some((key, carried, _)) = table.collectives.pop_front() {
-                let now = self.config.now();
-                self.recorder.started(carried.operation.number, now);
-                run.active.start(key, carried, now);
+                let now = of.config.now();
+                of.recorder.started(carried.operation.number, now);
+                self.active.start(key, carried, now);
             }
         }
-        self.submitted.note_queued(&table);
+        of.submitted.note_queued(&table);
         Ok(any)
     }
 }
