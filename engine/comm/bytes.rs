@@ -56,7 +56,7 @@ fn make_room(call: Kind, buf: &mut Vec<u8>, len: Option<usize>) -> Result<(), Er
 }
 
 fn part(endpoint: &Arc<Endpoint>, mut spec: Spec, input: *const u8, output: *mut u8) -> Result<Part, Error> {
-    let bytes = if spec.tables.is_some() { spec.count / endpoint.size() } else { spec.count };
+    let bytes = if spec.tables.is_some() { spec.count / endpoint.config.size() } else { spec.count };
     let program = program(endpoint, plan::choose(spec.kind, bytes, &endpoint.config.env), &spec)?;
     let tables = spec.tables.take().map(Arc::new);
     Ok(Part { program, input, output, count: spec.count, dtype: DType::U8, tables, pairwise: false })

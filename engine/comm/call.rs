@@ -1,6 +1,7 @@
 //! A call: its options, its checks, its submission. The collectives themselves are in [`super::collectives`] and beside.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -113,7 +114,7 @@ impl<'a> Call<'a> {
             scale: None,
             algo: Algo::Auto,
             default_algo,
-            deterministic: endpoint.is_deterministic(),
+            deterministic: endpoint.deterministic.load(Ordering::Relaxed),
             timeout: None,
             after: None,
             tag: 0,
@@ -207,7 +208,7 @@ impl<'a> Call<'a> {
     }
 
     pub(super) fn size(&self) -> usize {
-        self.side.0.size()
+        self.side.0.config.size()
     }
 
     /// Whether no algorithm was named, by the call or by the environment.
@@ -504,7 +505,7 @@ pub(super) fn submitted(endpoint: &Arc<Endpoint>, outcome: Result<Key, (Error, E
 
 fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {
     Shape {
-        n: endpoint.size(),
+        n: endpoint.config.size(),
         rank: endpoint.config.rank,
         root: spec.root,
         in_place: spec.in_place,
@@ -517,7 +518,7 @@ fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {
 pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Result<Arc<Program>, Error> {
     let (kind, shape) = (spec.kind, shape(endpoint, spec));
     let wire = kind as u8 | if shape.varied { VARIED } else { 0 };
-    endpoint.program((wire, algo as u8, spec.root, spec.in_place), || {
+    endpoint.programs.get((wire, algo as u8, spec.root, spec.in_place), || {
         let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;
         let loans = plan::lending(kind, algo, &shape);
         #[cfg(any(test, feature = "testing"))]

@@ -4,6 +4,7 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::handle::Stats;
@@ -144,7 +145,7 @@ methods! {
         = |comm| Call::new(&comm.handle().endpoint, comm.handle().membership.world.defaults.algo);
 
     /// Whether calls of this communicator are deterministic (the same on all ranks). See [`Call::deterministic`].
-    fn set_deterministic [] (on: bool) -> () = |comm| comm.handle().endpoint.set_deterministic(on);
+    fn set_deterministic [] (on: bool) -> () = |comm| comm.handle().endpoint.deterministic.store(on, Ordering::Relaxed);
 
     /// The next call starts only after what `stream` holds now.
     fn on [] (stream: &impl Stream) -> Call<'_> = |comm| comm.call().on(stream);
@@ -184,7 +185,7 @@ on_both! {
 
     /// Ranks in the group.
     pub fn size(&self) -> usize {
-        self.handle().endpoint.size()
+        self.handle().endpoint.config.size()
     }
 
     /// The group's name.
@@ -197,7 +198,7 @@ on_both! {
         let region = &self.handle().membership.world.topology.region;
         let (slots, limit) = region.slots();
         Stats {
-            in_flight: self.handle().endpoint.in_flight(),
+            in_flight: self.handle().endpoint.submitted.running(),
             staging_bytes: slots * SLOT,
             staging_limit: limit * SLOT,
             scratch_bytes: region.scratch(),

@@ -34,16 +34,19 @@ on_both! {
 async fn close(handle: Arc<Handle>) -> Result<(), Error> {
     forked::check()?;
     let endpoint = handle.endpoint.clone();
-    let calls = endpoint.close();
+    let calls = endpoint.submitted.close();
     let world = handle.membership.world.clone();
     // Each look drives the endpoint: kernels, users' functions and wakers run here. Only the clock is elsewhere.
     let mut ticks = Ticks::new(&world.runtime, LOOK)?;
-    while endpoint.cause().is_none() && !endpoint.is_quiet() {
+    while endpoint.health.cause().is_none() && !endpoint.is_quiet() {
         ticks.next().await?;
     }
     world.closing(&endpoint, calls);
     let end = world.runtime.now() + CLOSING;
-    while endpoint.cause().is_none() && !endpoint.all_closing() && world.runtime.now() < end {
+    while endpoint.health.cause().is_none()
+        && !endpoint.peers.all_close(endpoint.config.rank)
+        && world.runtime.now() < end
+    {
         ticks.next().await?;
     }
     if let Some(error) = endpoint.leftover() {

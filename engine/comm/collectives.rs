@@ -347,7 +347,7 @@ calls! {
 
     /// Finishes on no rank before every rank has called.
     fn barrier [] () -> Work<()> = |call| {
-        let (spec, memory) = (Spec::of(Kind::Barrier, 0, 1, true), Memory::host(call.side.0.token().as_ptr().cast(), 1));
+        let (spec, memory) = (Spec::of(Kind::Barrier, 0, 1, true), Memory::host(call.side.0.token.as_ptr().cast(), 1));
         Work::new(call.submit(Kind::Barrier, Ok(spec), memory, ErasedBufs::new(())), nothing)
     };
 }

@@ -108,14 +108,14 @@ impl Drop for Handle {
         if forked::is_forked() {
             return;
         }
-        self.endpoint.close();
+        self.endpoint.submitted.close();
         let runtime = &self.membership.world.runtime;
         let end = runtime.now() + FLUSH;
         // Peers depend on what was submitted here: give it a bounded time to leave.
         let runs = loop {
-            let done = self.endpoint.cause().is_some() || self.endpoint.is_quiet();
+            let done = self.endpoint.health.cause().is_some() || self.endpoint.is_quiet();
             let runs = if done && self.rings.is_some() { self.endpoint.take_runs() } else { None };
-            let waiting = self.endpoint.cause().is_none() && runtime.now() < end && runtime.may_wait();
+            let waiting = self.endpoint.health.cause().is_none() && runtime.now() < end && runtime.may_wait();
             if runs.is_some() || done && self.rings.is_none() || !waiting {
                 break runs;
             }

@@ -170,7 +170,7 @@ impl Call<'_> {
     fn no_room(&self, more: usize) -> Option<Error> {
         let endpoint = self.side.0;
         let limit = endpoint.config.queue_limit;
-        (endpoint.in_flight().saturating_add(more) > limit)
+        (endpoint.submitted.running().saturating_add(more) > limit)
             .then(|| Error::QueueFull { call: "send_recv".into(), limit })
     }
 

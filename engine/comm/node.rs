@@ -233,7 +233,7 @@ impl Node {
 
     /// Ranks in the group: `processes() * devices()`.
     pub fn size(&self) -> usize {
-        self.endpoint(0).map_or(0, |endpoint| endpoint.size())
+        self.endpoint(0).map_or(0, |endpoint| endpoint.config.size())
     }
 
     /// The group's name.

@@ -133,7 +133,7 @@ type Make<O, F> = Box<dyn FnOnce(Outcome, Option<ErasedBufs>) -> Result<O, Faile
 impl Drop for OnDevice {
     fn drop(&mut self) {
         if let Some(key) = self.key {
-            self.endpoint.detach(key);
+            self.endpoint.submitted.detach(key);
         }
     }
 }
@@ -149,7 +149,7 @@ fn join(
     key: Key,
     stream: &DeviceStream,
 ) -> Result<Option<(ErasedBufs, Arc<DeviceOp>)>, Error> {
-    let joins = endpoint.carrier(key).and_then(|carrier| carrier.joins());
+    let joins = endpoint.submitted.carrier(key).and_then(|carrier| carrier.joins());
     let Some(device) = joins.and_then(|joins| joins.downcast::<DeviceOp>().ok()) else { return Ok(None) };
     let start = Instant::now();
     // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits
@@ -167,7 +167,7 @@ fn join(
         }
         endpoint.drive_once();
         if start.elapsed() > HELP {
-            if endpoint.carrier(key).is_none() {
+            if endpoint.submitted.carrier(key).is_none() {
                 return Ok(None);
             }
             std::thread::sleep(HELP);
@@ -180,7 +180,7 @@ fn join(
     if !joined? {
         return Ok(None);
     }
-    Ok(endpoint.borrow(key).map(|held| (held, device)))
+    Ok(endpoint.submitted.borrow(key).map(|held| (held, device)))
 }
 
 impl OnDevice {
@@ -269,7 +269,7 @@ impl<O, F> Content<O, F> {
         let Some((result, held)) = ended else { return Err(taken()) };
         match (content, result) {
             (Some(Content::Held(held, _)), Err(error)) if device.is_lost() => {
-                // Quarantine, as in `Endpoint::drain`, which did not have it.
+                // Quarantine, as in `Run::tear_down`, which did not have it.
                 std::mem::forget(held);
                 Err(Failed { buf: None, error: *error })
             }

@@ -1,5 +1,6 @@
 //! [`Comm::shrink`]: the survivors of a failure go on in a communicator of their own.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::Comm;
@@ -89,14 +90,14 @@ impl Comm {
         let said = meeting.come(proposal.row(), &verdict.survivors, &endpoint, (end, timeout)).await?;
         let rows: Vec<_> = said.iter().map(|row| row.unwrap_or_default()).collect();
         let (made, rings) = proposal.accept(next_name(&endpoint.config.name), &rows)?;
-        made.set_deterministic(endpoint.is_deterministic());
+        made.deterministic.store(endpoint.deterministic.load(Ordering::Relaxed), Ordering::Relaxed);
         if let Some(rank) = said.iter().position(Option::is_none) {
             made.fail(Error::lost(rank, Lost::Left));
         }
         let comm = Comm::of(made, self.0.membership.clone(), Some(rings));
-        if endpoint.in_flight() > 0 {
+        if endpoint.submitted.running() > 0 {
             let mut ticks = Ticks::new(&world.runtime, LOOK)?;
-            while endpoint.in_flight() > 0 && world.runtime.now() < end {
+            while endpoint.submitted.running() > 0 && world.runtime.now() < end {
                 ticks.next().await?;
             }
         }

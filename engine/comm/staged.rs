@@ -67,7 +67,7 @@ impl Call<'_> {
         }
         let staged = prepared.and_then(|mut operation| {
             self.start_on_devices(operation.call, places(&memory))?;
-            let staged = stage(&mut operation, varied, &memory, self.side.0.commands())?;
+            let staged = stage(&mut operation, varied, &memory, &self.side.0.commands)?;
             let carrier = Some(Arc::new(OnHost(staged.clone())) as _);
             Ok((Carried { operation, carrier }, staged))
         });
@@ -170,7 +170,7 @@ impl Call<'_> {
         };
         let stripes = (0..bytes.max(1)).step_by(STRIPE).map(stripe).collect();
         let items = vec![Item { place: memory.into(), bytes, fill, back }];
-        let staged = Staged::begin(items, stripes, self.side.0.commands())?;
+        let staged = Staged::begin(items, stripes, &self.side.0.commands)?;
         Ok((staged.clone(), Arc::new(OnHost(staged))))
     }
 }

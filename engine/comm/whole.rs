@@ -88,8 +88,8 @@ async fn ready(whole: &dyn Whole, timeout: Duration, comm: &SharedComm) -> Resul
             Ok(_) => return Ok(()),
             Err(error) => break error,
         }
-        if let Some(cause) = endpoint.cause() {
-            break cause;
+        if let Some(cause) = endpoint.health.cause() {
+            break cause.clone();
         }
         if runtime.now() >= end {
             let problem = format!("it was not ready after {timeout:?}; another rank may have failed at it");
@@ -136,7 +136,7 @@ impl Call<'_> {
         // What would have been chosen is not what happens.
         signature.algo = Algo::Auto as u8 | signature.algo & KEY_BITS;
         let program = program(self.side.0, Algo::Dissemination, &Spec::of(Kind::Barrier, 0, 1, true))?;
-        let token = self.side.0.token();
+        let token = &self.side.0.token;
         let output = token.as_ptr().cast::<u8>();
         let (input, dtype) = (output.cast_const(), DType::U64);
         let part = Part { program, input, output, count: 1, dtype, tables: None, pairwise: false };

@@ -54,7 +54,7 @@ impl Submitted {
     /// The same, by the communicator, which may have died.
     #[cold]
     pub(super) fn refused_by(endpoint: &Arc<Endpoint>, error: Error, held: ErasedBufs) -> Submitted {
-        let dead = endpoint.cause().map(|_| endpoint.clone());
+        let dead = endpoint.health.cause().map(|_| endpoint.clone());
         Submitted(State::Refused(Box::new((error, held, dead))))
     }
 
@@ -136,7 +136,7 @@ impl Submitted {
 impl Drop for Submitted {
     fn drop(&mut self) {
         if let State::Running { endpoint, key, .. } = &self.0 {
-            endpoint.detach(*key);
+            endpoint.submitted.detach(*key);
         }
     }
 }
@@ -225,20 +225,20 @@ impl<O, F> Work<O, F> {
 
     /// Whether a device runs it, so that a device's stream can wait for it, and the caller need not: see [`join`](Self::join). Not, where it is over.
     pub fn runs_on_device(&self) -> bool {
-        self.submitted.at().is_some_and(|(endpoint, key)| endpoint.carrier(key).is_some())
+        self.submitted.at().is_some_and(|(endpoint, key)| endpoint.submitted.carrier(key).is_some())
     }
 
     /// Whether all of an operation that a device runs is on the device's stream, as it is soon after all ranks have called it. Also, where it is over.
     pub fn is_enqueued(&self) -> bool {
-        self.submitted
-            .at()
-            .is_none_or(|(endpoint, key)| endpoint.carrier(key).is_none_or(|carrier| carrier.is_enqueued()))
+        self.submitted.at().is_none_or(|(endpoint, key)| {
+            endpoint.submitted.carrier(key).is_none_or(|carrier| carrier.is_enqueued())
+        })
     }
 
     /// The caller computes now, and will not poll it for long: the progress thread goes on with it at once, and not when its nap ends.
     pub(crate) fn leave_to_progress_thread(&self) {
         if let Some((endpoint, _)) = self.submitted.at()
-            && endpoint.in_flight() > 0
+            && endpoint.submitted.running() > 0
         {
             endpoint.leave_to_progress_thread();
         }

@@ -363,7 +363,7 @@ impl World {
     /// This rank closes a communicator, after so many collectives. Peers compare the last ones first: where no rank
     /// waited for another, nothing else did, and all that disagree must find it themselves before they have closed.
     pub(crate) fn closing(&self, endpoint: &Endpoint, calls: u64) {
-        for (number, signature) in endpoint.last_calls() {
+        for (number, signature) in endpoint.submitted.last_calls() {
             self.stalled(endpoint, number, signature);
         }
         self.tell_members(endpoint, &Message::Closing { comm: CommId(endpoint.config.comm), calls });
@@ -372,7 +372,7 @@ impl World {
     /// Kills a communicator that has lost a member, for the first such loss of the first `known`.
     fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
         let first = self.departed.lock().first_among(&endpoint.config.members, known);
-        let Some((rank, how)) = first.filter(|_| endpoint.dying_of().is_none()) else { return };
+        let Some((rank, how)) = first.filter(|_| endpoint.health.first_cause().is_none()) else { return };
         endpoint.poison(Error::lost(rank, how));
     }
 
@@ -477,20 +477,22 @@ impl Events for World {
                 endpoint.poison(cause);
             }
             Message::Stalled { number, signature, .. } if signature.is_message() => {
-                endpoint.peer_awaits(peer, number, signature);
+                endpoint.peers.awaits(peer, number, signature);
             }
             Message::Stalled { number, signature, .. } => {
                 let last = endpoint.asked(peer, number, signature);
                 let receives = endpoint.recorder.awaited();
                 self.send(from, Message::Called { comm, number, last, receives });
             }
-            Message::Called { number, last, receives, .. } => endpoint.heard(peer, number, last, receives),
+            Message::Called { number, last, receives, .. } => {
+                endpoint.peers.answered(peer, number, last, receives, endpoint.config.now());
+            }
             Message::Broke { what, .. } => {
                 if let Some(cause) = endpoint.peer_broke(peer, what) {
                     self.send(from, Message::Abort { comm, cause });
                 }
             }
-            Message::Closing { calls, .. } => endpoint.peer_closing(peer, calls),
+            Message::Closing { calls, .. } => endpoint.peers.closes(peer, calls),
             Message::Heartbeat
             | Message::Clock { .. }
             | Message::Goodbye { .. }

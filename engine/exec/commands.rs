@@ -104,9 +104,13 @@ impl Commands {
         self.were_any.store(true, Ordering::Relaxed);
     }
 
-    /// Whether this thread must not block, and operations of this endpoint call a driver.
-    pub(crate) fn are_needed_here(&self) -> bool {
-        MUST_NOT_BLOCK.get() && self.were_any.load(Ordering::Relaxed)
+    /// Drops what may call a driver by that. Where this thread must not block, and operations of this endpoint call a driver, it is dropped by
+    /// a command.
+    pub(crate) fn dispose(&self, held: impl Send + 'static) {
+        match MUST_NOT_BLOCK.get() && self.were_any.load(Ordering::Relaxed) {
+            true => self.put_always(move || drop(held)),
+            false => drop(held),
+        }
     }
 
     /// Wakes whoever drives the endpoint.

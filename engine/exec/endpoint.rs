@@ -7,16 +7,21 @@
 //! | submission ([`submit`], [`table`]) | buffers in flight, queues, the numbers of calls | `submitted` |
 //! | progress ([`run`], [`progress`], [`callers`]) | what executes: the collective in work, messages, links | `run` |
 //! | deadlines ([`deadlines`], [`ending`]) | since when what waits | in `run` |
+//! | programs ([`programs`]) | what was compiled for calls of one shape | its own |
 //! | completion ([`completions`], [`copy_backs`]) | who is to be woken; results on their way to a device | one each |
 //! | calls of a driver ([`Commands`]) | what passes leave to a thread that holds no lock | its own |
 //! | teardown ([`health`], [`teardown`]) | what ended the communicator; how far its end has come | none; in `run` |
 //! | the other ranks ([`peers`], [`breaks`]) | what they have told of themselves | `peers` |
 //!
+//! Each part has the methods that need its state alone: callers speak to `submitted`, `health`, `peers`, `programs` and `commands`
+//! themselves. What executes ([`run::Run`]) makes the passes, looks at the deadlines and ends what has failed; its methods are told which
+//! endpoint they do it for. The endpoint itself has what needs several parts at once.
+//!
 //! Locks are taken in this order: `run`, the memory lock of the rank (`config.memory_lock`), `submitted`, then any one of the others.
 //! `run` is only tried by those who drive; waited for when devices are bound and when a communicator closes. A user's code
 //! (wakers, drops of buffers, functions that follow) runs while this thread holds none of them but `run`: never the table's.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -50,13 +55,13 @@ use self::peers::Peers;
 use self::programs::Programs;
 use self::run::Run;
 use self::table::Submitted;
-use super::carrier::{Bound, Carrier, Lane};
+use super::carrier::{Bound, Lane};
 use super::commands::{Commands, LastOf};
-use super::inflight::{self, Key};
+use super::inflight;
 use super::p2p::Messages;
 use super::port::Port;
 use super::runtime::Runtime;
-use crate::error::{Error, Members, RecordFile};
+use crate::error::{Error, Members, Missing, MissingState, Operation, RecordFile};
 use crate::forked;
 use crate::link::local::MemoryLock;
 use crate::link::locks::EngineLock;
@@ -132,31 +137,55 @@ impl EndpointConfig {
         let members = if self.comm == 0 { Members::world() } else { Members::of_group(&self.members) };
         members.recorded_in(self.record.clone())
     }
+
+    /// How many ranks there are.
+    pub(crate) fn size(&self) -> usize {
+        self.members.len()
+    }
+
+    /// The time that deadlines are measured by.
+    pub(crate) fn now(&self) -> Instant {
+        self.runtime.now()
+    }
+
+    /// A peer has called something else than this rank.
+    fn mismatch(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
+        let (comm, rank) = (self.name.clone(), self.rank);
+        Error::mismatch(comm, number, (rank, ours), (peer, theirs), Vec::new())
+    }
+
+    /// This rank's device has not brought an operation's memory, or not copied its results back.
+    fn not_come(&self, number: u64, signature: Signature, after: Duration) -> Error {
+        let rank = self.rank;
+        let operation = Operation { comm: self.name.clone(), number, signature };
+        Error::timeout(operation, rank, after, vec![Missing { rank, state: MissingState::NotReady }])
+    }
 }
 
 /// One rank's side of one communicator.
 pub(crate) struct Endpoint {
     pub(crate) config: EndpointConfig,
-    submitted: Submitted,
+    pub(crate) submitted: Submitted,
     run: EngineLock<Run>,
     callers: Callers,
     /// On the progress thread's list.
     enlisted: AtomicBool,
     completions: Completions,
     /// What passes leave to be done by a thread that holds none of these locks.
-    commands: Arc<Commands>,
+    pub(crate) commands: Arc<Commands>,
     copy_backs: CopyBacks,
-    health: Health,
-    peers: Peers,
+    pub(crate) health: Health,
+    pub(crate) peers: Peers,
     pub(crate) recorder: Arc<Recorder>,
-    programs: Programs,
-    deterministic: AtomicBool,
+    pub(crate) programs: Programs,
+    /// Whether calls are deterministic unless they say otherwise.
+    pub(crate) deterministic: AtomicBool,
     /// What it is bound to beside the host's memory and links.
     bound: OnceLock<Arc<dyn Bound>>,
     /// At the last pass, something was at work that does not tell when it is done.
     is_to_be_asked: AtomicBool,
-    /// What barriers pass round. One serves all: collectives of a communicator run one after another.
-    token: Arc<AtomicU64>,
+    /// Memory that barriers pass round. One serves all: collectives of a communicator run one after another.
+    pub(crate) token: Arc<AtomicU64>,
     /// Dropped behind all that appends commands.
     _last: LastOf,
 }
@@ -169,7 +198,7 @@ fn orphaned() -> Option<Finished> {
 
 impl Endpoint {
     pub(crate) fn new(config: EndpointConfig) -> Arc<Endpoint> {
-        let size = config.members.len();
+        let size = config.size();
         let port = |channel| {
             let (region, opener) = (config.region.clone(), config.opener.clone());
             let mut port = Port::new((config.rank, size), channel, region, opener);
@@ -193,7 +222,7 @@ impl Endpoint {
             commands,
             copy_backs: CopyBacks::default(),
             health: Health::default(),
-            peers: Peers::new(config.members.len()),
+            peers: Peers::new(config.size()),
             recorder: Arc::new(Recorder::new()),
             programs: Programs::default(),
             deterministic: AtomicBool::new(config.deterministic),
@@ -202,28 +231,6 @@ impl Endpoint {
             token: Arc::default(),
             config,
         })
-    }
-
-    /// What is to be done by a thread that holds none of the engine's locks, and may block.
-    pub(crate) fn commands(&self) -> &Arc<Commands> {
-        &self.commands
-    }
-
-    fn now(&self) -> Instant {
-        self.config.runtime.now()
-    }
-
-    pub(crate) fn size(&self) -> usize {
-        self.config.members.len()
-    }
-
-    /// Whether calls are deterministic unless they say otherwise.
-    pub(crate) fn is_deterministic(&self) -> bool {
-        self.deterministic.load(Ordering::Relaxed)
-    }
-
-    pub(crate) fn set_deterministic(&self, on: bool) {
-        self.deterministic.store(on, Ordering::Relaxed);
     }
 
     /// What this communicator is bound to beside the host's memory and links.
@@ -240,32 +247,8 @@ impl Endpoint {
         }
     }
 
-    /// What carries an operation out that a stream can be made to wait for; none where it has ended.
-    pub(crate) fn carrier(&self, key: Key) -> Option<Arc<dyn Carrier>> {
-        self.submitted.lock().joinable.get(&key.number()).cloned()
-    }
-
-    /// Takes the buffers of an operation that has not ended out of the table.
-    pub(crate) fn borrow(&self, key: Key) -> Option<ErasedBufs> {
-        self.submitted.lock().inflight.borrow(key)
-    }
-
-    /// Memory for barriers.
-    pub(crate) fn token(&self) -> &Arc<AtomicU64> {
-        &self.token
-    }
-
-    /// Operations queued or running.
-    pub(crate) fn in_flight(&self) -> usize {
-        self.submitted.lock().inflight.running()
-    }
-
-    /// The first cause by which this communicator died, if it has.
-    pub(crate) fn cause(&self) -> Option<Error> {
-        self.health.cause().cloned()
-    }
-
-    /// The same for a user, who may know the cause already from an error that another thread returned, and knows it now.
+    /// The cause by which this communicator died, if it has, for a user: who may know the cause already from an error that another thread
+    /// returned, and knows it now.
     pub(crate) fn died_of(&self) -> Option<Error> {
         let cause = self.health.cause_when_dead()?;
         self.tell();
@@ -282,31 +265,5 @@ impl Endpoint {
     pub(crate) fn tell(&self) -> bool {
         let Some(cause) = self.health.first_cause() else { return false };
         self.health.tell() || self.config.control.told(self, cause)
-    }
-
-    /// The same, also while those who wait are still to be woken.
-    pub(crate) fn dying_of(&self) -> Option<&Error> {
-        self.health.first_cause()
-    }
-
-    fn mismatch(&self, number: u64, ours: Signature, peer: Rank, theirs: Signature) -> Error {
-        let (comm, rank) = (self.config.name.clone(), self.config.rank);
-        Error::mismatch(comm, number, (rank, ours), (peer, theirs), Vec::new())
-    }
-
-    /// The user let go of the operation.
-    pub(crate) fn detach(&self, key: Key) {
-        if forked::is_forked() {
-            return;
-        }
-        let (held, waker) = self.submitted.lock().inflight.detach(key);
-        drop((held, waker));
-    }
-
-    /// No more submissions. Returns how many collectives were called.
-    pub(crate) fn close(&self) -> u64 {
-        let mut table = self.submitted.lock();
-        table.closed = true;
-        table.calls
     }
 }

@@ -114,7 +114,7 @@ impl<'a> NodeCall<'a> {
             let endpoint = self.node.endpoint(device)?;
             let limit = endpoint.config.queue_limit;
             let full = || Error::QueueFull { call: name.to_owned(), limit };
-            endpoint.cause().or_else(|| (endpoint.in_flight() >= limit).then(full))
+            endpoint.health.cause().cloned().or_else(|| (endpoint.submitted.running() >= limit).then(full))
         };
         let obstacle = (0..k).find_map(each)?;
         // All devices are refused for the one.

@@ -83,7 +83,7 @@ impl Recorded for World {
         // Whoever tells of a death meanwhile does not wait for this.
         let mut dead: Vec<Entry> = self.dead.lock().iter().cloned().collect();
         dead.retain(|dead| !living.iter().any(|e| e.config.comm == dead.id));
-        let alive = living.iter().map(|e| Entry::of(self, e, e.dying_of()));
+        let alive = living.iter().map(|e| Entry::of(self, e, e.health.first_cause()));
         let comms = alive.chain(dead).map(Entry::record).collect();
         let (hosts, clock) = (self.hosts.clone(), *self.clock.lock());
         let place = RankPlace { world: self.name(), rank: self.rank, size: self.size, hosts, clock };

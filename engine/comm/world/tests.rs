@@ -119,7 +119,7 @@ proptest! {
             heard.push(step);
             for (group, endpoint) in groups.iter().enumerate() {
                 let Some(endpoint) = endpoint else { continue };
-                let known = (endpoint.cause(), endpoint.who_left());
+                let known = (endpoint.health.cause().cloned(), endpoint.peers.all_left());
                 prop_assert_eq!(known, expected(group, &heard), "group {} after {:?}", group, heard);
             }
         }

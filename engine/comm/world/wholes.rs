@@ -34,7 +34,7 @@ impl World {
     /// An endpoint has ended, and nobody holds it. What it has of a library serves again if it ended in peace.
     pub(super) fn keep_whole(&self, endpoint: &Arc<Endpoint>) {
         let bound = bound_to(endpoint).and_then(|bound| bound.whole.as_ref());
-        let bound = bound.filter(|_| endpoint.dying_of().is_none());
+        let bound = bound.filter(|_| endpoint.health.first_cause().is_none());
         let Some(bound) = bound.filter(|bound| bound.whole.check().is_ok()) else { return };
         let idle = Idle { members: endpoint.config.members.clone(), bound: bound.clone() };
         let replaced = self.wholes.0.lock().put(bound.number, idle);

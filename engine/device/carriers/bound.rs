@@ -37,7 +37,7 @@ pub(crate) fn bind(endpoint: &Endpoint, to: BoundTo) {
     let lane = to.binding.as_ref().map(|binding| {
         let (rings, waker) = (config.opener.clone(), config.runtime.waker().clone());
         let links = DeviceLinks { rings, binding: binding.clone(), rank: config.rank, waker };
-        let place = (config.rank, endpoint.size());
+        let place = (config.rank, config.size());
         let port = Port::new(place, DEVICES, config.region.clone(), Arc::new(links));
         Box::new(DeviceLane::new(config.comm, binding, port)) as Box<dyn Lane>
     });

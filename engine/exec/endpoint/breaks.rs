@@ -15,15 +15,17 @@ use crate::error::{Error, Members};
 use crate::link::Break;
 use crate::types::Rank;
 
-impl Endpoint {
+impl Run {
     /// Asks peers about the connections that broke. Links for devices have none.
-    pub(super) fn ask_about_breaks(&self, run: &mut Run) {
-        let control = &self.config.control;
-        for (peer, what) in run.port.breaks().chain(run.messages.port().breaks()) {
-            control.broke(self, peer, what);
+    pub(super) fn ask_about_breaks(&mut self, of: &Endpoint) {
+        let control = &of.config.control;
+        for (peer, what) in self.port.breaks().chain(self.messages.port().breaks()) {
+            control.broke(of, peer, what);
         }
     }
+}
 
+impl Endpoint {
     /// A peer found a connection with this rank broken. If this rank is a member as before, that is the end of the
     /// communicator. Returns by what it ended, then or before.
     pub(crate) fn peer_broke(self: &Arc<Self>, peer: Rank, what: Break) -> Option<Error> {

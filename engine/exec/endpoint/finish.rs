@@ -2,23 +2,18 @@
 
 use std::sync::Arc;
 use std::task::Waker;
-use std::time::{Duration, Instant};
 
 use super::completions::Ran;
-use super::copy_backs::CopyBack;
-use super::run::Run;
 use super::{Endpoint, Finished};
-use crate::error::{Error, Missing, MissingState, Operation};
-use crate::exec::inflight::{Key, Look};
+use crate::error::Error;
+use crate::exec::inflight::Key;
 use crate::forked;
-use crate::mem::ErasedBufs;
 use crate::trace::log::LOG;
-use crate::types::Signature;
 
 impl Endpoint {
     /// All data of an operation has moved: it is finished, or its results are to be copied back first.
     pub(super) fn data_done(self: &Arc<Self>, key: Key) {
-        if !self.copy_backs.moved(key, || self.now()) {
+        if !self.copy_backs.moved(key, || self.config.now()) {
             return self.finish(key, Ok(()));
         }
         let endpoint = self.clone();
@@ -29,7 +24,7 @@ impl Endpoint {
     fn copy_back(self: Arc<Self>, key: Key) {
         let Some(carrier) = self.copy_backs.starts(key) else { return };
         let endpoint = self.clone();
-        let started = move || self.copy_backs.started(key, self.now());
+        let started = move || self.copy_backs.started(key, self.config.now());
         let ended = move |result| {
             endpoint.finish(key, result);
             endpoint.run_completions();
@@ -37,28 +32,6 @@ impl Endpoint {
             endpoint.commands.issue();
         };
         carrier.copy_back(Box::new(started), Box::new(ended));
-    }
-
-    /// Ends operations whose results a device does not copy back within the operation's time.
-    pub(super) fn end_overdue_copy_backs(self: &Arc<Self>, run: &Run, now: Instant) {
-        for CopyBack { key, number, signature, timeout, carrier } in self.copy_backs.overdue(now, &run.clock)
-        {
-            let Some(is_starting) = self.copy_backs.is_starting(key) else { continue };
-            let error = self.not_come(number, signature, timeout);
-            self.fail(error.clone());
-            // Copies may be under way, or be put on a stream any time, that nothing else waits for.
-            if is_starting || carrier.is_settling() {
-                std::mem::forget(self.submitted.lock().inflight.borrow(key));
-            }
-            self.finish(key, Err(error));
-        }
-    }
-
-    /// This rank's device has not brought an operation's memory, or not copied its results back.
-    pub(super) fn not_come(&self, number: u64, signature: Signature, after: Duration) -> Error {
-        let rank = self.config.rank;
-        let operation = Operation { comm: self.config.name.clone(), number, signature };
-        Error::timeout(operation, rank, after, vec![Missing { rank, state: MissingState::NotReady }])
     }
 
     /// Ends an operation. Its user hears of it in [`run_completions`](Self::run_completions).
@@ -80,16 +53,8 @@ impl Endpoint {
     /// Wakes the users of operations that have finished, and drops the buffers that nobody will come for. The caller holds
     /// none of the locks.
     pub(super) fn run_completions(self: &Arc<Self>) {
-        if self.completions.run(|held| self.dispose(held)) == Ran::TooDeep {
+        if self.completions.run(|held| self.commands.dispose(held)) == Ran::TooDeep {
             self.leave_to_progress_thread();
-        }
-    }
-
-    /// Drops buffers that nobody will come for. Where some may be a device's, a driver is called by that.
-    fn dispose(&self, held: ErasedBufs) {
-        match self.commands.are_needed_here() {
-            true => self.commands.put_always(move || drop(held)),
-            false => drop(held),
         }
     }
 
@@ -109,27 +74,11 @@ impl Endpoint {
 
     /// Takes the outcome of an operation if there is one; otherwise `waker` is woken when there is.
     pub(super) fn look(&self, key: Key, waker: Option<&Waker>) -> Option<Finished> {
-        let finished = self.look_in_table(key, waker);
+        let finished = self.submitted.look(key, waker);
         if let Some((Err(_), _)) = &finished {
             self.tell();
         }
         finished
-    }
-
-    fn look_in_table(&self, key: Key, waker: Option<&Waker>) -> Option<Finished> {
-        let Some(waker) = waker else { return self.submitted.lock().inflight.take(key) };
-        let look = self.submitted.lock().inflight.poll(key, waker);
-        match look {
-            Look::Finished(finished) => Some(finished),
-            Look::Watched => None,
-            Look::Unwatched => {
-                // Cloned, and what it replaces dropped, outside the lock: both is somebody else's code.
-                let waker = waker.clone();
-                let (finished, spare) = self.submitted.lock().inflight.watch(key, waker);
-                drop(spare);
-                finished
-            }
-        }
     }
 
     /// Kills the communicator for a cause found here, and tells the others.

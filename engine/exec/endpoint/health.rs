@@ -9,7 +9,7 @@ use crate::error::Error;
 /// tells the other ranks and the flight recorder. Then the communicator is marked dead, and every operation fails with
 /// the cause. So when a user sees the first failure, the other ranks have been told.
 #[derive(Default)]
-pub(super) struct Health {
+pub(crate) struct Health {
     cause: OnceLock<Error>,
     is_dead: AtomicBool,
     /// Its runs and links were taken out ([`super::reuse`]): it has ended, in peace or not.
@@ -35,16 +35,21 @@ impl Health {
     }
 
     /// What ended it, once it is dead.
-    pub(super) fn cause(&self) -> Option<&Error> {
+    pub(crate) fn cause(&self) -> Option<&Error> {
         if self.is_dead() { self.cause.get() } else { None }
     }
 
-    /// What ends it, also between the two steps.
-    pub(super) fn first_cause(&self) -> Option<&Error> {
+    /// What ends it, also between the two steps, while those who wait are still to be woken.
+    pub(crate) fn first_cause(&self) -> Option<&Error> {
         self.cause.get()
     }
 
-    /// The same, after the second step: waits for the thread that is between the two. That thread neither blocks nor does I/O
+    /// For what a communicator that has ended fails its operations.
+    pub(super) fn failed_of(&self) -> Error {
+        self.cause().cloned().unwrap_or(Error::Closed { call: "operation".into() })
+    }
+
+    /// The first cause, after the second step: waits for the thread that is between the two. That thread neither blocks nor does I/O
     /// there (`Control::dies`).
     pub(super) fn cause_when_dead(&self) -> Option<&Error> {
         let cause = self.cause.get()?;

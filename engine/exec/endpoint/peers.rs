@@ -8,7 +8,6 @@ use parking_lot::Mutex;
 
 use super::Endpoint;
 use crate::error::{Error, Missing, MissingState, unreceived};
-use crate::exec::p2p::Direction;
 use crate::types::{Rank, Signature};
 
 /// An answer older than this does not count as a sign of life.
@@ -34,7 +33,7 @@ struct Peer {
 }
 
 #[derive(Clone)]
-pub(super) struct Answer {
+struct Answer {
     /// The operation that it was asked about.
     about: u64,
     /// The last collective that it has called.
@@ -45,7 +44,7 @@ pub(super) struct Answer {
 }
 
 /// What all ranks have told, by rank. The lock is taken last of all, and for a moment.
-pub(super) struct Peers(Mutex<Vec<Peer>>);
+pub(crate) struct Peers(Mutex<Vec<Peer>>);
 
 impl Peers {
     pub(super) fn new(size: usize) -> Peers {
@@ -58,19 +57,29 @@ impl Peers {
         }
     }
 
-    pub(super) fn answered(&self, peer: Rank, answer: Answer) {
-        self.change(peer, |peer| peer.answer = Some(answer));
+    /// A peer says what it called last, when it was asked about an operation that does not move.
+    pub(crate) fn answered(
+        &self,
+        peer: Rank,
+        about: u64,
+        last: Option<u64>,
+        receives: Option<(Rank, Signature)>,
+        at: Instant,
+    ) {
+        self.change(peer, |peer| peer.answer = Some(Answer { about, last, receives, at }));
     }
 
     pub(super) fn left(&self, peer: Rank) {
         self.change(peer, |peer| peer.has_left = true);
     }
 
-    pub(super) fn closes(&self, peer: Rank, calls: u64) {
+    /// A peer closes the communicator, after so many collectives.
+    pub(crate) fn closes(&self, peer: Rank, calls: u64) {
         self.change(peer, |peer| peer.closes_after = Some(calls));
     }
 
-    pub(super) fn awaits(&self, peer: Rank, number: u64, signature: Signature) {
+    /// A peer waits to receive a message from this rank.
+    pub(crate) fn awaits(&self, peer: Rank, number: u64, signature: Signature) {
         self.change(peer, |peer| {
             if peer.awaits.len() == TOLD {
                 peer.awaits.pop_front();
@@ -98,12 +107,12 @@ impl Peers {
 
     /// By rank, which have left.
     #[cfg(test)]
-    fn all_left(&self) -> Vec<bool> {
+    pub(crate) fn all_left(&self) -> Vec<bool> {
         self.0.lock().iter().map(|peer| peer.has_left).collect()
     }
 
     /// Whether all but rank `us` close or have left.
-    pub(super) fn all_close(&self, us: Rank) -> bool {
+    pub(crate) fn all_close(&self, us: Rank) -> bool {
         let peers = self.0.lock();
         let closes = |(rank, peer): (Rank, &Peer)| rank == us || peer.closes_after.is_some() || peer.has_left;
         peers.iter().enumerate().all(closes)
@@ -142,49 +151,10 @@ impl Peers {
 }
 
 impl Endpoint {
-    /// A peer closes this communicator.
-    pub(crate) fn peer_closing(&self, peer: Rank, calls: u64) {
-        self.peers.closes(peer, calls);
-    }
-
-    /// A peer waits to receive a message from this rank.
-    pub(crate) fn peer_awaits(&self, peer: Rank, number: u64, signature: Signature) {
-        self.peers.awaits(peer, number, signature);
-    }
-
-    /// What a peer waits to receive from this rank, and this rank has not called a send of.
-    pub(super) fn not_sent(&self, peer: Rank) -> Vec<Signature> {
-        let awaited = self.peers.awaited_by(peer);
-        let table = self.submitted.lock();
-        let is_sent = |number: u64, tag| number < table.messages_called(peer, Direction::Send, tag);
-        awaited.into_iter().filter(|(n, s)| !is_sent(*n, s.root)).map(|(_, signature)| signature).collect()
-    }
-
-    /// Whether every peer has closed or left.
-    pub(crate) fn all_closing(&self) -> bool {
-        self.peers.all_close(self.config.rank)
-    }
-
     /// A peer said goodbye in peace.
     pub(crate) fn peer_left(&self, peer: Rank) {
         self.peers.left(peer);
         self.config.runtime.kick();
-    }
-
-    #[cfg(test)]
-    pub(crate) fn who_left(&self) -> Vec<bool> {
-        self.peers.all_left()
-    }
-
-    /// A peer's answer to the question what it called last.
-    pub(crate) fn heard(
-        &self,
-        peer: Rank,
-        about: u64,
-        last: Option<u64>,
-        receives: Option<(Rank, Signature)>,
-    ) {
-        self.peers.answered(peer, Answer { about, last, receives, at: self.now() });
     }
 
     /// A peer waits in operation `number`: answers with our last call, or fails on a disagreement.
@@ -195,14 +165,9 @@ impl Endpoint {
             (table.asked(peer, number, theirs), table.calls)
         };
         if let Some(ours) = ours {
-            self.fail(self.mismatch(number, ours, peer, theirs));
+            self.fail(self.config.mismatch(number, ours, peer, theirs));
         }
         calls.checked_sub(1)
-    }
-
-    /// The last few collectives that were called, oldest first.
-    pub(crate) fn last_calls(&self) -> Vec<(u64, Signature)> {
-        self.submitted.lock().last_calls()
     }
 
     /// What no rank noticed while it ran: a frame that nobody here asked for, a rank that called more or less, or messages that
@@ -225,7 +190,7 @@ impl Endpoint {
             let ours = self.submitted.lock().called(header.op);
             return match ours {
                 Some(ours) if ours != header.signature => {
-                    Some(self.mismatch(header.op, ours, peer, header.signature))
+                    Some(self.config.mismatch(header.op, ours, peer, header.signature))
                 }
                 Some(_) => None,
                 None => Some(Error::invalid(
@@ -262,10 +227,6 @@ impl Endpoint {
 mod tests {
     use super::*;
 
-    fn answer(about: u64, last: Option<u64>, at: Instant) -> Answer {
-        Answer { about, last, receives: None, at }
-    }
-
     fn missing(peers: &Peers, waiting: &[Rank], now: Instant) -> Vec<(Rank, MissingState)> {
         peers.missing(7, 0, waiting, now).into_iter().map(|m| (m.rank, m.state)).collect()
     }
@@ -273,8 +234,8 @@ mod tests {
     #[test]
     fn a_timeout_names_the_ranks_that_have_not_called_and_those_that_do_not_answer() {
         let (peers, now) = (Peers::new(4), Instant::now());
-        peers.answered(1, answer(7, Some(7), now));
-        peers.answered(2, answer(7, Some(3), now));
+        peers.answered(1, 7, Some(7), None, now);
+        peers.answered(2, 7, Some(3), None, now);
         let expected = vec![(2, MissingState::NotCalled(Some(3))), (3, MissingState::NoAnswer)];
         assert_eq!(missing(&peers, &[1], now), expected);
         let later = now + 2 * ANSWER;
@@ -285,10 +246,10 @@ mod tests {
     #[test]
     fn where_all_have_called_a_timeout_names_those_that_are_waited_for() {
         let (peers, now) = (Peers::new(3), Instant::now());
-        peers.answered(1, answer(7, Some(7), now));
-        peers.answered(2, answer(7, Some(9), now));
+        peers.answered(1, 7, Some(7), None, now);
+        peers.answered(2, 7, Some(9), None, now);
         assert_eq!(missing(&peers, &[2], now), [(2, MissingState::Waiting)]);
-        peers.answered(2, answer(6, Some(9), now));
+        peers.answered(2, 6, Some(9), None, now);
         assert_eq!(missing(&peers, &[2], now), [(2, MissingState::NoAnswer)], "about another operation");
     }
 

@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-use super::Endpoint;
 use crate::error::Error;
 use crate::plan::Program;
 use crate::types::{Map, Rank};
@@ -14,7 +13,7 @@ pub(crate) type ProgramKey = (u8, u8, Rank, bool);
 
 /// The programs made so far.
 #[derive(Default)]
-pub(super) struct Programs(Mutex<Known>);
+pub(crate) struct Programs(Mutex<Known>);
 
 /// Most calls are like the one before.
 #[derive(Default)]
@@ -25,7 +24,7 @@ struct Known {
 
 impl Programs {
     /// The program for a key: made once.
-    fn get(
+    pub(crate) fn get(
         &self,
         key: ProgramKey,
         make: impl FnOnce() -> Result<Program, Error>,
@@ -46,16 +45,5 @@ impl Programs {
         };
         known.last = Some((key, program.clone()));
         Ok(program)
-    }
-}
-
-impl Endpoint {
-    /// The program for a shape: made once.
-    pub(crate) fn program(
-        &self,
-        key: ProgramKey,
-        make: impl FnOnce() -> Result<Program, Error>,
-    ) -> Result<Arc<Program>, Error> {
-        self.programs.get(key, make)
     }
 }

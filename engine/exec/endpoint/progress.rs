@@ -10,7 +10,7 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use super::run::Run;
-use super::{Endpoint, Finished, orphaned};
+use super::{Endpoint, EndpointConfig, Finished, orphaned};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Pass;
@@ -60,7 +60,7 @@ impl Endpoint {
         if let Some(refused) = orphaned() {
             return Poll::Ready(refused);
         }
-        let start = self.now();
+        let start = self.config.now();
         let budget = if self.config.runtime.may_wait() { budget } else { Duration::ZERO };
         let mut passes = 0u32;
         self.callers.count_wait();
@@ -70,7 +70,7 @@ impl Endpoint {
                 return Poll::Ready(finished);
             }
             if self.drive_once() != Progress::Advanced
-                && !self.relax(&mut passes)
+                && !self.config.relax(&mut passes)
                 && !passes.is_multiple_of(LOOK)
                 && !budget.is_zero()
             {
@@ -78,7 +78,7 @@ impl Endpoint {
             }
             // Where each pass gives the core away, the time goes by on the others' account.
             let few = self.config.crowded && passes < FEW_PASSES;
-            if self.now() - start >= if few { 10 * budget } else { budget } {
+            if self.config.now() - start >= if few { 10 * budget } else { budget } {
                 break;
             }
         }
@@ -88,19 +88,6 @@ impl Endpoint {
         }
         self.leave_to_progress_thread();
         self.look(key, Some(waker)).map_or(Poll::Pending, Poll::Ready)
-    }
-
-    /// Between two passes that moved nothing: gives the core away now and then, at once where ranks outnumber cores.
-    pub(super) fn relax(&self, passes: &mut u32) -> bool {
-        *passes = passes.wrapping_add(1);
-        let every = if self.config.env.one_host { YIELD_OVER_MEMORY } else { YIELD_OVER_TCP };
-        let yields = self.config.crowded || (*passes).is_multiple_of(every);
-        if yields {
-            std::thread::yield_now();
-        } else {
-            std::hint::spin_loop();
-        }
-        yields
     }
 
     /// Blocks until the operation is finished.
@@ -134,7 +121,7 @@ impl Endpoint {
                     break None;
                 }
             } else {
-                let yielded = self.relax(&mut passes);
+                let yielded = self.config.relax(&mut passes);
                 // A core that was given away may come back milliseconds later, where others compute on it.
                 let looks = yielded || passes.is_multiple_of(LOOK);
                 if looks {
@@ -193,7 +180,7 @@ impl Endpoint {
     fn drive(self: &Arc<Self>, mut run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         stop(Point::Drive, self.config.rank);
         if self.health.is_dead() {
-            return self.tear_down(&mut run);
+            return run.tear_down(self);
         }
         if run.failed {
             return Progress::Blocked;
@@ -204,7 +191,7 @@ impl Endpoint {
             self.config.region.want_memory_lock();
             return Progress::Blocked;
         };
-        let moved = self.pass(&mut run);
+        let moved = run.pass(self);
         drop(memory_lock);
         // Whoever wants the memory lock tries it now and then: between two long passes there must be time for that.
         if run.active.was_long() && !run.active.is_empty() && self.config.region.was_memory_lock_wanted() {
@@ -216,13 +203,13 @@ impl Endpoint {
                 // The clock is not for every pass: a spinning thread makes millions a second.
                 run.blocked = run.blocked.wrapping_add(1);
                 if progress == Progress::Blocked && run.blocked.is_multiple_of(64) || !spinning {
-                    let now = self.now();
+                    let now = self.config.now();
                     if run.clock.is_time_to_look(now) {
-                        self.check_deadlines(&mut run, now);
+                        run.check_deadlines(self, now);
                     }
                 }
                 if !spinning && !run.endings.is_empty() {
-                    self.watch_endings(&mut run);
+                    run.watch_endings(self);
                 }
                 progress
             }
@@ -236,15 +223,37 @@ impl Endpoint {
         }
     }
 
-    /// One pass: over what has ended on devices, what is queued, the collective in work, and the messages.
-    fn pass(self: &Arc<Self>, run: &mut Run) -> Result<Progress, Error> {
-        self.commands.check()?;
-        let mut any = !run.endings.is_empty() && self.end_some(run)?;
-        if self.submitted.any_queued() {
-            any |= self.take_in(run)?;
+    /// Whether nothing is left to do and everything sent has left.
+    pub(crate) fn is_quiet(self: &Arc<Self>) -> bool {
+        self.drive_once() == Progress::Idle && self.submitted.running() == 0
+    }
+}
+
+impl EndpointConfig {
+    /// Between two passes that moved nothing: gives the core away now and then, at once where ranks outnumber cores.
+    pub(super) fn relax(&self, passes: &mut u32) -> bool {
+        *passes = passes.wrapping_add(1);
+        let every = if self.env.one_host { YIELD_OVER_MEMORY } else { YIELD_OVER_TCP };
+        let yields = self.crowded || (*passes).is_multiple_of(every);
+        if yields {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
         }
-        let Run { active, port, device, messages, .. } = run;
-        any |= active.arrived(self.config.runtime.waker())?;
+        yields
+    }
+}
+
+impl Run {
+    /// One pass: over what has ended on devices, what is queued, the collective in work, and the messages.
+    fn pass(&mut self, of: &Arc<Endpoint>) -> Result<Progress, Error> {
+        of.commands.check()?;
+        let mut any = !self.endings.is_empty() && self.end_some(of)?;
+        if of.submitted.any_queued() {
+            any |= self.take_in(of)?;
+        }
+        let Run { active, port, device, messages, .. } = self;
+        any |= active.arrived(of.config.runtime.waker())?;
         any |= port.reap(|lent| active.freed(&lent))?;
         if !active.is_empty() {
             let mut device = device.as_deref_mut();
@@ -254,44 +263,43 @@ impl Endpoint {
             match active.pass(port, device)? {
                 Pass::Going(moved) => any |= moved,
                 Pass::Then(key, then) => {
-                    let held = self.submitted.lock().inflight.borrow(key);
+                    let held = of.submitted.borrow(key);
                     if let Some(mut held) = held {
                         let parts = then(&mut held);
-                        self.submitted.lock().inflight.give_back(key, held);
+                        of.submitted.lock().inflight.give_back(key, held);
                         active.go_on(parts?);
                     }
                     any = true;
                 }
                 Pass::OnStream(key) => {
-                    run.enqueued(key, self.now());
+                    self.enqueued(key, of.config.now());
                     return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
                     if let Some((_, number)) = active.take() {
-                        self.recorder.finished(number, State::Done);
+                        of.recorder.finished(number, State::Done);
                     }
-                    self.data_done(key);
+                    of.data_done(key);
                     any = true;
                 }
             }
         }
-        messages.arrived(self.config.runtime.waker())?;
+        messages.arrived(of.config.runtime.waker())?;
         any |= messages.pass(|key, message| {
-            self.recorder.message_finished(message.record);
-            self.data_done(key);
+            of.recorder.message_finished(message.record);
+            of.data_done(key);
         })?;
-        messages.go_on(|| self.now());
-        if self.bound().is_some_and(|bound| bound.has_library()) {
+        messages.go_on(|| of.config.now());
+        if of.bound().is_some_and(|bound| bound.has_library()) {
             let carrier = active.carrier();
             let is_asked =
                 carrier.is_some_and(|carrier| carrier.is_to_be_asked()) || messages.is_in_progress();
-            self.is_to_be_asked.store(is_asked, Ordering::Relaxed);
+            of.is_to_be_asked.store(is_asked, Ordering::Relaxed);
         }
         if any {
             return Ok(Progress::Advanced);
         }
-        let waiting =
-            !active.is_empty() || !messages.is_idle() || self.submitted.lock().inflight.running() > 0;
+        let waiting = !active.is_empty() || !messages.is_idle() || of.submitted.running() > 0;
         if waiting || !port.is_flushed() || !messages.is_flushed() {
             return Ok(Progress::Blocked);
         }
@@ -299,31 +307,26 @@ impl Endpoint {
     }
 
     /// Finishes the collectives that are over on their streams. Whether any was.
-    fn end_some(&self, run: &mut Run) -> Result<bool, Error> {
+    fn end_some(&mut self, of: &Endpoint) -> Result<bool, Error> {
         let mut any = false;
-        while let Some(ending) = run.endings.next()? {
-            self.recorder.finished(ending.number, State::Done);
-            self.finish(ending.key, Ok(()));
-            self.completions.put_carrier(ending.carrier);
+        while let Some(ending) = self.endings.next()? {
+            of.recorder.finished(ending.number, State::Done);
+            of.finish(ending.key, Ok(()));
+            of.completions.put_carrier(ending.carrier);
             any = true;
         }
         Ok(any)
     }
 
     /// The thread is about to leave: the driver is to tell when the device is done.
-    fn watch_endings(self: &Arc<Self>, run: &mut Run) {
-        run.endings.watch(self.now(), || {
-            let endpoint = Arc::downgrade(self);
+    fn watch_endings(&mut self, of: &Arc<Endpoint>) {
+        self.endings.watch(of.config.now(), || {
+            let endpoint = Arc::downgrade(of);
             move || {
                 if let Some(endpoint) = endpoint.upgrade() {
                     endpoint.leave_to_progress_thread();
                 }
             }
         });
-    }
-
-    /// Whether nothing is left to do and everything sent has left.
-    pub(crate) fn is_quiet(self: &Arc<Self>) -> bool {
-        self.drive_once() == Progress::Idle && self.submitted.lock().inflight.running() == 0
     }
 }

@@ -41,7 +41,7 @@ impl Endpoint {
                     && run.messages.is_flushed()
             }
             // Peers that live hang up soon, and give slots back by it.
-            Teardown::Failed(at) => run.reclaim() || self.now() - at > HANG_UP,
+            Teardown::Failed(at) => run.reclaim() || self.config.now() - at > HANG_UP,
         };
         let table = self.submitted.lock();
         if !idle || !table.closed || table.inflight.running() > 0 {

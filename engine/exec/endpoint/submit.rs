@@ -37,7 +37,7 @@ impl Endpoint {
         if let Some(carrier) = carrier {
             self.submit_carried(&mut table, key, operation, carrier);
         }
-        let now = self.now();
+        let now = self.config.now();
         // Where nothing is before it, it need not queue. Nobody is waited for: the order of locks is the other.
         let mut started = None;
         if after.is_none() && table.collectives.is_empty() {
@@ -54,7 +54,7 @@ impl Endpoint {
         drop(table);
         if let Some((peer, theirs)) = other {
             started = None;
-            self.fail(self.mismatch(number, signature, peer, theirs));
+            self.fail(self.config.mismatch(number, signature, peer, theirs));
         }
         self.drive_first(started);
         Ok(key)
@@ -78,7 +78,7 @@ impl Endpoint {
         if let Some(carrier) = message.back.take() {
             self.copy_backs.submitted(CopyBack { key, number, signature, timeout, carrier });
         }
-        message.record = self.recorder.message(direction.name(), (peer, tag), signature, self.now());
+        message.record = self.recorder.message(direction.name(), (peer, tag), signature, self.config.now());
         table.messages.push_back((key, message, after));
         self.submitted.note_queued(&table);
         drop(table);
@@ -96,10 +96,17 @@ impl Endpoint {
             return Err(forked::refusal());
         }
         let table = self.submitted.lock();
-        match self.refusal(&table, call) {
-            None => Ok(table),
-            Some(error) => Err(error),
+        if let Some(cause) = self.health.cause() {
+            return Err(cause.clone());
         }
+        if table.closed {
+            return Err(Error::Closed { call: call.to_owned() });
+        }
+        let limit = self.config.queue_limit;
+        if table.inflight.running() >= limit {
+            return Err(Error::QueueFull { call: call.to_owned(), limit });
+        }
+        Ok(table)
     }
 
     /// On this thread first: what can complete without a switch does.
@@ -128,22 +135,13 @@ impl Endpoint {
             self.copy_backs.submitted(CopyBack { key, number, signature, timeout, carrier });
         }
     }
+}
 
-    fn refusal(&self, table: &Table, call: &str) -> Option<Error> {
-        if let Some(cause) = self.cause() {
-            return Some(cause);
-        }
-        if table.closed {
-            return Some(Error::Closed { call: call.to_owned() });
-        }
-        let limit = self.config.queue_limit;
-        (table.inflight.running() >= limit).then(|| Error::QueueFull { call: call.to_owned(), limit })
-    }
-
+impl Run {
     /// Takes in what is queued and may begin. Whether anything moved.
-    pub(super) fn take_in(&self, run: &mut Run) -> Result<bool, Error> {
-        let waker = self.config.runtime.waker();
-        let (mut any, mut i, mut table) = (false, 0, self.submitted.lock());
+    pub(super) fn take_in(&mut self, of: &Endpoint) -> Result<bool, Error> {
+        let waker = of.config.runtime.waker();
+        let (mut any, mut i, mut table) = (false, 0, of.submitted.lock());
         // Messages whose input is ready are handed to their machine; the rest keep their place.
         while i < table.messages.len() {
             let after = table.messages[i].2.as_ref();
@@ -153,14 +151,14 @@ impl Endpoint {
                 ready(after, message.direction.name())?;
                 let Some((key, message, _)) = table.messages.remove(i) else { break };
                 drop(table);
-                run.messages.add(key, message, self.now());
+                self.messages.add(key, message, of.config.now());
                 any = true;
-                table = self.submitted.lock();
+                table = of.submitted.lock();
             } else {
                 i += 1;
             }
         }
-        if run.may_begin()
+        if self.may_begin()
             && let Some((_, Carried { operation, .. }, after)) = table.collectives.front()
             && !after.as_ref().is_some_and(|event| event.subscribe(waker))
         {
@@ -168,12 +166,12 @@ impl Endpoint {
                 ready(after, &operation.signature.to_string())?;
             }
             if let Some((key, carried, _)) = table.collectives.pop_front() {
-                let now = self.now();
-                self.recorder.started(carried.operation.number, now);
-                run.active.start(key, carried, now);
+                let now = of.config.now();
+                of.recorder.started(carried.operation.number, now);
+                self.active.start(key, carried, now);
             }
         }
-        self.submitted.note_queued(&table);
+        of.submitted.note_queued(&table);
         Ok(any)
     }
 }

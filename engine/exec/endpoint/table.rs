@@ -3,13 +3,15 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::Waker;
 
-use super::COMPARED;
 use super::asked::Asked;
+use super::{COMPARED, Finished};
 use crate::error::Error;
 use crate::exec::carrier::{Carried, Carrier};
-use crate::exec::inflight::{Inflight, Key};
+use crate::exec::inflight::{Inflight, Key, Look};
 use crate::exec::p2p::{Direction, Message};
+use crate::forked;
 use crate::link::locks::{EngineGuard, EngineLock};
 use crate::mem::{ErasedBufs, Event};
 use crate::types::{Map, Rank, Signature, mix};
@@ -21,7 +23,7 @@ const HISTORY: usize = 256;
 pub(super) type Queued<R> = (Key, R, Option<Event>);
 
 /// The table, under its lock, which is taken after that of [`Run`](super::Run) if both are.
-pub(super) struct Submitted {
+pub(crate) struct Submitted {
     table: EngineLock<Table>,
     /// The table may hold operations that have not begun. Changed under its lock.
     any_queued: AtomicBool,
@@ -44,6 +46,66 @@ impl Submitted {
     /// To be called after the queues have changed, with the table still locked.
     pub(super) fn note_queued(&self, table: &Table) {
         self.any_queued.store(table.has_queued(), Ordering::Relaxed);
+    }
+
+    /// What carries an operation out that a stream can be made to wait for; none where it has ended.
+    pub(crate) fn carrier(&self, key: Key) -> Option<Arc<dyn Carrier>> {
+        self.lock().joinable.get(&key.number()).cloned()
+    }
+
+    /// Takes the buffers of an operation that has not ended out of the table.
+    pub(crate) fn borrow(&self, key: Key) -> Option<ErasedBufs> {
+        self.lock().inflight.borrow(key)
+    }
+
+    /// Operations queued or running.
+    pub(crate) fn running(&self) -> usize {
+        self.lock().inflight.running()
+    }
+
+    /// Takes the outcome of an operation if there is one; otherwise `waker` is woken when there is.
+    pub(super) fn look(&self, key: Key, waker: Option<&Waker>) -> Option<Finished> {
+        let Some(waker) = waker else { return self.lock().inflight.take(key) };
+        let look = self.lock().inflight.poll(key, waker);
+        match look {
+            Look::Finished(finished) => Some(finished),
+            Look::Watched => None,
+            Look::Unwatched => {
+                // Cloned, and what it replaces dropped, outside the lock: both is somebody else's code.
+                let waker = waker.clone();
+                let (finished, spare) = self.lock().inflight.watch(key, waker);
+                drop(spare);
+                finished
+            }
+        }
+    }
+
+    /// The user let go of the operation.
+    pub(crate) fn detach(&self, key: Key) {
+        if forked::is_forked() {
+            return;
+        }
+        let (held, waker) = self.lock().inflight.detach(key);
+        drop((held, waker));
+    }
+
+    /// No more submissions. Returns how many collectives were called.
+    pub(crate) fn close(&self) -> u64 {
+        let mut table = self.lock();
+        table.closed = true;
+        table.calls
+    }
+
+    /// The last few collectives that were called, oldest first.
+    pub(crate) fn last_calls(&self) -> Vec<(u64, Signature)> {
+        self.lock().last_calls()
+    }
+
+    /// Of the messages that a peer waits to receive from this rank, those of which this rank has not called a send.
+    pub(super) fn not_sent(&self, peer: Rank, awaited: Vec<(u64, Signature)>) -> Vec<Signature> {
+        let table = self.lock();
+        let is_sent = |number: u64, tag| number < table.messages_called(peer, Direction::Send, tag);
+        awaited.into_iter().filter(|(n, s)| !is_sent(*n, s.root)).map(|(_, signature)| signature).collect()
     }
 }
 

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::copy_backs::CopyBacks;
 use super::run::{Run, Teardown};
+use super::table::Submitted;
 use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
@@ -14,7 +16,7 @@ use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;
 use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
-use crate::trace::State;
+use crate::trace::{Recorder, State};
 
 /// How long a dead communicator waits for its slots.
 pub(super) const HANG_UP: Duration = Duration::from_secs(1);
@@ -54,139 +56,134 @@ fn is_settling(carrier: Option<&Arc<dyn Carrier>>) -> bool {
     carrier.is_some_and(|carrier| carrier.is_settling())
 }
 
-impl Endpoint {
-    fn nothing_moves(&self, run: &Run) -> bool {
-        let table = self.submitted.lock();
-        !table.has_queued() && run.active.is_empty() && run.endings.is_empty() && run.messages.is_idle()
+impl Run {
+    /// Whether nothing is queued, and nothing that has begun is still at work on the host.
+    fn nothing_moves(&self, submitted: &Submitted) -> bool {
+        let table = submitted.lock();
+        !table.has_queued() && self.active.is_empty() && self.endings.is_empty() && self.messages.is_idle()
     }
 
     /// Fails everything once no peer can touch our buffers any more.
-    pub(super) fn tear_down(self: &Arc<Self>, run: &mut Run) -> Progress {
-        if let Some(bound) = self.bound() {
+    pub(super) fn tear_down(&mut self, of: &Arc<Endpoint>) -> Progress {
+        if let Some(bound) = of.bound() {
             bound.abort();
         }
-        if let Teardown::Failed(at) = run.teardown {
-            if self.submitted.lock().inflight.running() == 0 {
-                return Self::end_slots(run, self.now() - at);
+        if let Teardown::Failed(at) = self.teardown {
+            if of.submitted.running() == 0 {
+                return self.end_slots(of.config.now() - at);
             }
-            if self.nothing_moves(run) {
+            if self.nothing_moves(&of.submitted) {
                 // What is left is on its way back to a device; its end wakes whoever waits.
-                let now = self.now();
-                run.clock.look(now);
-                self.end_overdue_copy_backs(run, now);
+                let now = of.config.now();
+                self.clock.look(now);
+                self.end_overdue_copy_backs(of, now);
                 return Progress::Blocked;
             }
         }
-        let quiet = run.ports().fold(true, |quiet, port| port.revoke() & quiet);
-        if !(run.messages.revoke() && quiet) {
+        let quiet = self.ports().fold(true, |quiet, port| port.revoke() & quiet);
+        if !(self.messages.revoke() && quiet) {
             return Progress::Blocked;
         }
-        if run.teardown == Teardown::NotBegun {
-            run.ports().for_each(Port::hang_up);
-            run.messages.hang_up();
-            self.give_all_up(run);
-            run.teardown = Teardown::Revoked(self.now());
+        if self.teardown == Teardown::NotBegun {
+            self.ports().for_each(Port::hang_up);
+            self.messages.hang_up();
+            self.give_all_up(&of.submitted, &of.health.failed_of());
+            self.teardown = Teardown::Revoked(of.config.now());
         }
-        let since = match run.teardown {
-            Teardown::Revoked(at) => self.now() - at,
+        let since = match self.teardown {
+            Teardown::Revoked(at) => of.config.now() - at,
             // What is failed now was submitted in the meantime: nothing of it was lent.
             Teardown::NotBegun | Teardown::Failed(_) => ABORT,
         };
-        let elsewhere = run.active.carrier().is_some_and(|carrier| carrier.is_elsewhere());
-        let given = elsewhere | !run.endings.is_empty() | run.messages.is_launched();
-        let whole = given && self.bound().is_some_and(|bound| bound.is_library_at_work(since));
+        let elsewhere = self.active.carrier().is_some_and(|carrier| carrier.is_elsewhere());
+        let given = elsewhere | !self.endings.is_empty() | self.messages.is_launched();
+        let whole = given && of.bound().is_some_and(|bound| bound.is_library_at_work(since));
         if whole && since < ABORT {
             return Progress::Blocked;
         }
-        let lane = run.device.as_deref_mut();
-        let on_devices = whole | self.bound().is_some_and(|bound| bound.is_touched(lane, since));
-        let settling = is_settling(run.active.carrier()) | run.messages.is_settling();
-        let elsewhere = run.port.is_touched_elsewhere() | run.messages.port().is_touched_elsewhere();
+        let lane = self.device.as_deref_mut();
+        let on_devices = whole | of.bound().is_some_and(|bound| bound.is_touched(lane, since));
+        let settling = is_settling(self.active.carrier()) | self.messages.is_settling();
+        let elsewhere = self.port.is_touched_elsewhere() | self.messages.port().is_touched_elsewhere();
         if (elsewhere | on_devices | settling) && since < READ_ON {
             return Progress::Blocked;
         }
-        if let Some(bound) = self.bound().filter(|_| on_devices) {
+        if let Some(bound) = of.bound().filter(|_| on_devices) {
             bound.leave();
         }
-        run.teardown = Teardown::Failed(self.now());
-        self.fail_all(run, on_devices);
+        self.teardown = Teardown::Failed(of.config.now());
+        self.fail_all(of, on_devices);
         Progress::Advanced
     }
 
     /// Tells what carries operations out that they have failed.
-    fn give_all_up(&self, run: &Run) {
-        let cause = self.failed_of();
-        let begun = run.endings.carriers().chain(run.active.carrier());
-        begun.for_each(|carrier| carrier.give_up(&cause));
-        let table = self.submitted.lock();
+    fn give_all_up(&self, submitted: &Submitted, cause: &Error) {
+        let begun = self.endings.carriers().chain(self.active.carrier());
+        begun.for_each(|carrier| carrier.give_up(cause));
+        let table = submitted.lock();
         let queued = table.collectives.iter().filter_map(|(_, carried, _)| carried.carrier.as_ref());
-        queued.for_each(|carrier| carrier.give_up(&cause));
-    }
-
-    /// For what this communicator fails its operations.
-    fn failed_of(&self) -> Error {
-        self.cause().unwrap_or(Error::Closed { call: "operation".into() })
+        queued.for_each(|carrier| carrier.give_up(cause));
     }
 
     /// All operations have ended: slots that peers may still touch come back when those have hung up, or when their process
     /// has exited.
-    fn end_slots(run: &mut Run, since_failed: Duration) -> Progress {
-        if run.reclaim() {
+    fn end_slots(&mut self, since_failed: Duration) -> Progress {
+        if self.reclaim() {
             return Progress::Idle;
         }
         if since_failed <= HANG_UP {
             return Progress::Blocked;
         }
-        run.ports().for_each(Port::abandon);
-        run.messages.port().abandon();
+        self.ports().for_each(Port::abandon);
+        self.messages.port().abandon();
         Progress::Idle
     }
 
     /// Fails what has begun and what is queued.
-    fn fail_all(&self, run: &mut Run, on_devices: bool) {
-        let cause = self.failed_of();
-        let here = run.active.operation(&self.config.name);
-        let mut failed = self.take_begun(run, on_devices, &cause);
-        self.take_queued(&mut failed, &cause);
+    fn fail_all(&mut self, of: &Endpoint, on_devices: bool) {
+        let cause = of.health.failed_of();
+        let here = self.active.operation(&of.config.name);
+        let mut failed = self.take_begun(of, on_devices, &cause);
+        of.submitted.take_queued(&mut failed, &of.recorder, &cause);
         for (key, fate) in failed {
-            self.set_apart(key, fate);
+            of.submitted.set_apart(key, fate, &of.copy_backs);
             let error = match &here {
                 Some(operation) => cause.clone().during(operation.clone()),
                 None => cause.clone(),
             };
-            self.finish(key, Err(error));
+            of.finish(key, Err(error));
         }
     }
 
     /// Takes out the operations that have begun. Each answers for its own buffers: what it has lent, to whom.
-    fn take_begun(&self, run: &mut Run, on_devices: bool, cause: &Error) -> Vec<(Key, Fate)> {
+    fn take_begun(&mut self, of: &Endpoint, on_devices: bool, cause: &Error) -> Vec<(Key, Fate)> {
         let mut failed = Vec::new();
-        for ending in run.endings.take() {
+        for ending in self.endings.take() {
             let never = ending.carrier.cannot_give_up(cause) || on_devices;
-            self.recorder.finished(ending.number, State::Failed);
+            of.recorder.finished(ending.number, State::Failed);
             failed.push((ending.key, Fate::Back.or_never(never)));
-            self.completions.put_carrier(ending.carrier);
+            of.completions.put_carrier(ending.carrier);
         }
-        let carrier = run.active.carrier();
+        let carrier = self.active.carrier();
         let never = is_settling(carrier)
             | carrier.is_some_and(|carrier| {
                 carrier.cannot_give_up(cause) || (carrier.is_elsewhere() && on_devices)
             });
-        let written = run.port.written_until(0..self.size());
-        if let Some((key, number)) = run.active.id() {
-            self.recorder.finished(number, State::Failed);
-            failed.push((key, Fate::of(run.port.leases(number), written.clone()).or_never(never)));
+        let written = self.port.written_until(0..of.config.size());
+        if let Some((key, number)) = self.active.id() {
+            of.recorder.finished(number, State::Failed);
+            failed.push((key, Fate::of(self.port.leases(number), written.clone()).or_never(never)));
         }
-        self.clear(run, written);
+        self.clear(of, written);
         let mut messages = Vec::new();
-        run.messages.take_all(|key, message, is_launched| {
+        self.messages.take_all(|key, message, is_launched| {
             let settling = message.staged.as_ref().is_some_and(|staged| staged.is_settling());
             let settling = settling | (is_launched && on_devices);
             let end = message.peer + usize::from(message.direction == Direction::Recv);
             messages.push((key, settling, message.peer..end));
         });
         for (key, settling, received) in messages {
-            let port = run.messages.port();
+            let port = self.messages.port();
             let fate = Fate::of(port.leases(key.number()), port.written_until(received));
             failed.push((key, fate.or_never(settling)));
         }
@@ -194,29 +191,31 @@ impl Endpoint {
     }
 
     /// Ends what ran the collective. Links that still write may do so to memory of the run's own.
-    fn clear(&self, run: &mut Run, written: Option<Vec<Arc<Lease>>>) {
+    fn clear(&mut self, of: &Endpoint, written: Option<Vec<Arc<Lease>>>) {
         if written.as_ref().is_some_and(Vec::is_empty) {
-            run.take_active();
+            self.take_active();
             return;
         }
-        let new = Active::new(self.config.comm, self.config.streams_from);
-        if let Some(device) = &mut run.device {
+        let new = Active::new(of.config.comm, of.config.streams_from);
+        if let Some(device) = &mut self.device {
             device.clear();
         }
-        let memory = (std::mem::replace(&mut run.active, new), self.token.clone());
+        let memory = (std::mem::replace(&mut self.active, new), of.token.clone());
         match written {
             Some(leases) => keep_and_look(What::Run(Box::new(memory)), leases),
             None => std::mem::forget(memory),
         }
     }
+}
 
-    /// The same of those that have not: nothing of theirs was lent.
-    fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, cause: &Error) {
-        let mut table = self.submitted.lock();
+impl Submitted {
+    /// Takes out the operations that have not begun: nothing of theirs was lent.
+    fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, recorder: &Recorder, cause: &Error) {
+        let mut table = self.lock();
         while let Some((key, Carried { operation, carrier }, _)) = table.collectives.pop_front() {
             let carrier = carrier.as_ref();
             let never = carrier.is_some_and(|carrier| carrier.cannot_give_up(cause));
-            self.recorder.finished(operation.number, State::Failed);
+            recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }
         while let Some((key, ..)) = table.messages.pop_front() {
@@ -225,15 +224,15 @@ impl Endpoint {
     }
 
     /// Puts the buffers of an operation that has failed where nobody uses them, if somebody else may touch them yet.
-    fn set_apart(&self, key: Key, fate: Fate) {
+    fn set_apart(&self, key: Key, fate: Fate, copy_backs: &CopyBacks) {
         if matches!(fate, Fate::Back) {
             return;
         }
-        let mut table = self.submitted.lock();
+        let mut table = self.lock();
         if let Some(carrier) = table.joinable.get(&key.number()) {
             carrier.lose();
         }
-        let (held, carrier) = (table.inflight.borrow(key), self.copy_backs.carrier_of(key));
+        let (held, carrier) = (table.inflight.borrow(key), copy_backs.carrier_of(key));
         drop(table);
         match (held, fate) {
             (Some(held), Fate::Until(leases)) => keep_and_look(

@@ -81,7 +81,7 @@ pub(crate) fn wait_together<P: Together>(parts: &mut [P]) {
             Turn::Still => {}
         }
         if let Some((endpoint, _)) = running(parts).next() {
-            endpoint.relax(&mut passes);
+            endpoint.config.relax(&mut passes);
         }
         if passes.is_multiple_of(LOOK) && idle_since.get_or_insert_with(Instant::now).elapsed() > SPIN {
             break;
@@ -110,7 +110,7 @@ pub(crate) fn poll_together<P: Together>(
             Turn::Moved => {}
             Turn::Still => {
                 if let Some((endpoint, _)) = running(parts).next() {
-                    endpoint.relax(&mut passes);
+                    endpoint.config.relax(&mut passes);
                 }
             }
         }

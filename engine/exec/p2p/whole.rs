@@ -62,7 +62,7 @@ impl Batch {
             path.stream.will_wait();
             // SAFETY: the buffers are as long as is said, of this rank's device, and the in-flight table owns them until the messages
             // have finished. Their streams have come to the calls (`Call::launched`). If the communicator dies first,
-            // `Endpoint::tear_down` aborts the library, and gives the buffers back when no command is under way and the library is
+            // `Run::tear_down` aborts the library, and gives the buffers back when no command is under way and the library is
             // quiet, or never.
             unsafe { path.whole.exchange(&moved, &path.stream) }
         });

@@ -50,7 +50,7 @@ fn finish(table: &Table, key: Key, result: Result<(), &'static str>) {
     }
 }
 
-/// As `Endpoint::look`: wakers are cloned and dropped outside the lock.
+/// As `Submitted::look` of an endpoint: wakers are cloned and dropped outside the lock.
 fn look(table: &Table, key: Key, waker: Option<&Waker>) -> Option<Finished<Buffer, &'static str>> {
     let Some(waker) = waker else { return table.lock().unwrap().take(key) };
     let look = table.lock().unwrap().poll(key, waker);
@@ -66,7 +66,7 @@ fn look(table: &Table, key: Key, waker: Option<&Waker>) -> Option<Finished<Buffe
     }
 }
 
-/// As `Endpoint::detach`.
+/// As `Submitted::detach` of an endpoint.
 fn detach(table: &Table, key: Key) {
     let (held, waker) = table.lock().unwrap().detach(key);
     drop((held, waker));
