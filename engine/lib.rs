@@ -107,6 +107,7 @@ pub mod dlpack {
 }
 
 mod comm;
+mod commands;
 mod device;
 mod error;
 mod exec;

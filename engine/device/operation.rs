@@ -4,7 +4,7 @@
 //! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::device::links::peer`]). An
 //! operation is over when the stream has come to its end, which a word in memory says ([`Word::Over`]).
 //!
-//! What is put on a stream is put there by [`Commands`](crate::exec::commands::Commands): no function here that a pass calls, or the end of a
+//! What is put on a stream is put there by [`Commands`](crate::commands::Commands): no function here that a pass calls, or the end of a
 //! communicator that has failed, calls the driver.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -19,8 +19,8 @@ use super::place::DevicePlace;
 use super::staging::Block;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Finish, Outcome};
+use crate::commands::Commands;
 use crate::error::Error;
-use crate::exec::commands::Commands;
 use crate::mem::{ALL, Event, Reach, Stripe};
 
 const ALIGN: usize = 64;

@@ -21,8 +21,8 @@ use super::chores::Busy;
 use super::driver::cuda;
 use super::handle::is_not_yet;
 use super::stream::DeviceEvent;
+use crate::commands::never_block_here;
 use crate::error::Error;
-use crate::exec::commands::never_block_here;
 use crate::mem::Event;
 
 /// How an event ended.

@@ -10,9 +10,9 @@ use std::sync::Arc;
 use std::task::Waker;
 
 pub(crate) use self::order::{Called, LaunchOrder, Ticket, Turn};
+use crate::commands::Commands;
 use crate::device::stream::DeviceStream;
 use crate::error::{Error, MissingState};
-use crate::exec::commands::Commands;
 use crate::mem::Witness;
 use crate::types::{DType, Kind, Rank, ReduceOp};
 

@@ -6,7 +6,6 @@
 mod active;
 pub(crate) mod backend;
 pub(crate) mod carrier;
-pub(crate) mod commands;
 mod deadlines;
 mod endpoint;
 mod filling;

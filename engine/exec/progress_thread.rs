@@ -16,8 +16,8 @@ use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, epoll, eventfd};
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, recv, socketpair};
 
-use super::commands::never_block_here;
 use super::{Progress, quarantine};
+use crate::commands::never_block_here;
 use crate::error::Error;
 use crate::forked;
 use crate::link::exit::Lease;

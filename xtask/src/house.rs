@@ -12,8 +12,9 @@ use crate::modules::{Named, named};
 
 /// The floors of `engine/`: a module imports only from its own floor and from floors below it. What only tests use
 /// (`testing/`) is on none: it may know everything, and no build of a user's has it.
-const FLOORS: [(&str, u32); 13] = [
+const FLOORS: [(&str, u32); 14] = [
     ("error", 0),
+    ("commands", 0),
     ("forked", 0),
     ("types", 0),
     ("trace", 0),

@@ -13,11 +13,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
+use crate::commands::Commands;
 use crate::device::queues::Probe;
 use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};
 use crate::error::Error;
-use crate::exec::commands::Commands;
 use crate::link::cells::{Descriptor, RawRing};
 use crate::link::local::Doorbell;
 use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};

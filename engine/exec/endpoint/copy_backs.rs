@@ -2,7 +2,7 @@
 //!
 //! An operation on device memory that runs on the host works on copies. When all of its data has moved, its results are copied
 //! back, and only then is it finished. Starting the copy calls the device's driver, which may block: it is a command
-//! ([`Commands`](crate::exec::commands::Commands)). The operation has as long for that as it had for its data, and as long again from the
+//! ([`Commands`](crate::commands::Commands)). The operation has as long for that as it had for its data, and as long again from the
 //! moment when the copy is on its stream.
 
 use std::sync::Arc;

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use super::run::{Run, Teardown};
 use super::teardown::HANG_UP;
 use super::{Endpoint, EndpointConfig, Messages, Port};
+use crate::commands::LastOf;
 use crate::exec::active::Active;
-use crate::exec::commands::LastOf;
 use crate::link::Opener;
 
 /// What an endpoint leaves behind when it has ended: its runs, and the links to its peers.
