@@ -4,13 +4,14 @@
 //! - Rank 0 inherits the listening socket of the rendezvous, so nobody else can take the port in between.
 //! - When a rank fails, the others are stopped after a time of grace, or work on, as `--on-failure` says; and the job may be started
 //!   anew. The exit code is a program's own where one has ended by itself.
-//! - No rank outlives the launcher, however the launcher ends, nor does what a rank has started: it is in the rank's session, and
-//!   carries the job's mark. If the launcher is killed, its guard sees to that. Of a job that has ended well, what has made a session for
+//! - No rank outlives the launcher, however the launcher ends, nor does what a rank has started: it is in the rank's session, it
+//!   carries the job's mark, and it is in the job's cgroup where the launcher may make one. If the launcher is killed, its guard sees to that. Of a job that has ended well, what has made a session for
 //!   itself may stay.
 //! - On other hosts an agent keeps the same promises, and takes the end of its connection for the launcher's.
 
 pub(crate) mod agent;
 pub(crate) mod bind;
+mod cgroup;
 mod event;
 pub(crate) mod guard;
 pub(crate) mod hosts;
@@ -25,6 +26,7 @@ pub(crate) mod stdin;
 mod supervise;
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener};
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -41,6 +43,7 @@ use serde::{Deserialize, Serialize};
 use crate::Exit;
 use bind::Bind;
 use event::Event;
+use guard::Guard;
 use logs::Log;
 use member::{Kind, Member, watch};
 use relay::{Source, Stream};
@@ -214,7 +217,7 @@ fn run_watched(
     let (events, inbox) = mpsc::channel();
     supervise(job.policy, &events, inbox, |members, guard| {
         also(events.clone())?;
-        Ok(Started { streams: start_all(job, part, members, &events, &guard.mark)?, port_known: None })
+        Ok(Started { streams: start_all(job, part, members, &events, guard)?, port_known: None })
     })
 }
 
@@ -224,7 +227,7 @@ fn start_all(
     part: Option<Part>,
     members: &mut Vec<Member>,
     events: &Sender<Event>,
-    mark: &str,
+    guard: &mut Guard,
 ) -> io::Result<Vec<Stream>> {
     let mut part = match part {
         Some(part) => part,
@@ -232,14 +235,15 @@ fn start_all(
     };
     let places = job.bind.places(job.ranks)?;
     let mut streams = Vec::new();
+    let cgroup = guard.make_cgroup();
     // Dropped when rank 0 has it: the port is to close when rank 0 ends.
     let mut listener = part.listener.take();
     let mut inputs = std::mem::take(&mut part.inputs).into_iter();
     for local in 0..job.ranks {
         let rank = part.first + local;
         let mut command = command(job, &part, local);
-        command.env(processes::MARK, mark);
-        survive_nobody(&mut command, listener.as_ref(), places.get(local).copied());
+        command.env(processes::MARK, &guard.mark);
+        survive_nobody(&mut command, listener.as_ref(), places.get(local).copied(), cgroup.as_ref());
         let input = inputs.next().unwrap_or(Input::None);
         let has_stdin = !matches!(input, Input::None);
         command.stdin(match input {
@@ -309,10 +313,17 @@ fn command(job: &Job, part: &Part, local: usize) -> Command {
 }
 
 /// Lets the child die with this thread, which waits for all of them; gives it a session of its own, the descriptors that it may have,
-/// the socket if there is one, and a place to run.
-fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: Option<CpuSet>) {
+/// the socket if there is one, a place to run, and the job's cgroup (the file that [`Cgroup::make`](cgroup::Cgroup::make) opened) if there
+/// is one.
+fn survive_nobody(
+    command: &mut Command,
+    inherit: Option<&TcpListener>,
+    place: Option<CpuSet>,
+    cgroup: Option<&File>,
+) {
     let launcher = rustix::process::getpid();
     let fd = inherit.map(AsRawFd::as_raw_fd);
+    let cgroup = cgroup.map(AsRawFd::as_raw_fd);
     if let Some(fd) = fd {
         // The child has it under the same number.
         command.env("ALLSTREAM_RENDEZVOUS_FD", fd.to_string());
@@ -324,6 +335,13 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: O
         // A launcher that died before that call sends nothing: then we have another parent already.
         if rustix::process::getppid() != Some(launcher) {
             return Err(rustix::io::Errno::SRCH.into());
+        }
+        if let Some(cgroup) = cgroup {
+            // SAFETY: the caller keeps the file open until `spawn` returns, and the child has a copy of every descriptor under the same
+            // number until it execs, so `cgroup` is open during this borrow.
+            let cgroup = unsafe { BorrowedFd::borrow_raw(cgroup) };
+            // Where that is refused, the rank's session and its mark are what it is found by.
+            let _ = rustix::io::write(cgroup, b"0");
         }
         rustix::process::setrlimit(rustix::process::Resource::Nofile, descriptors)?;
         if let Some(place) = &place {
@@ -338,7 +356,7 @@ fn survive_nobody(command: &mut Command, inherit: Option<&TcpListener>, place: O
         Ok(())
     };
     // SAFETY: between fork and exec only async-signal-safe work is allowed, because another thread may have held a lock
-    // (of the allocator, say) at the fork. The closure makes at most five system calls (prctl, getppid, prlimit64,
+    // (of the allocator, say) at the fork. The closure makes at most six system calls (prctl, getppid, write, prlimit64,
     // sched_setaffinity, fcntl), takes no lock, allocates nothing (its errors are plain errno numbers) and owns only copies of
     // integers and a set of bits.
     unsafe { command.pre_exec(in_child) };

@@ -4,6 +4,7 @@
 //! command again (`allstream run --guard`), in a session of its own and with no variable of the job's. The launcher tells the guard on
 //! stdin what belongs to the job; the end of stdin, without a `done` before, means that the launcher has died.
 
+use std::fs::File;
 use std::io::{self, BufRead, PipeWriter, Write};
 use std::process::{Child, Stdio};
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Pid;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 
+use super::cgroup::Cgroup;
 use super::processes;
 use crate::{Exit, own};
 
@@ -26,6 +28,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 pub(super) struct Guard {
     /// What the processes of the job carry in the variable [`processes::MARK`].
     pub(super) mark: String,
+    /// None where the launcher may make no cgroup, or has not yet.
+    cgroup: Option<Cgroup>,
     /// None where there is no guard: then the system alone kills the ranks.
     process: Option<(Child, PipeWriter)>,
 }
@@ -37,9 +41,27 @@ impl Guard {
         getrandom::fill(&mut bytes).map_err(|error| io::Error::other(format!("no random bytes: {error}")))?;
         let mark: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         let process = spawn().map_err(|error| tracing::warn!(%error, "the launcher has no guard")).ok();
-        let mut guard = Guard { mark, process };
+        let mut guard = Guard { mark, cgroup: None, process };
         guard.tell(&format!("mark {}", guard.mark));
         Ok(guard)
+    }
+
+    /// Makes the job's cgroup, if this process may. Ranks move to it by writing `0` to the file that comes back.
+    pub(super) fn make_cgroup(&mut self) -> Option<File> {
+        let made = Cgroup::of(&self.mark).and_then(|cgroup| {
+            // The guard hears of it first: the launcher may be killed at any moment.
+            self.tell(&format!("cgroup {}", cgroup.path().display()));
+            let entrance = cgroup.make()?;
+            self.cgroup = Some(cgroup);
+            Ok(entrance)
+        });
+        made.inspect_err(|error| tracing::debug!(%error, "the ranks are in no cgroup of their own")).ok()
+    }
+
+    /// Kills all that belongs to the job: the living processes of these sessions, and what has left them.
+    pub(super) fn kill(&self, sessions: &[Pid]) {
+        processes::kill(sessions, Some(&self.mark));
+        self.cgroup.iter().for_each(Cgroup::kill);
     }
 
     /// Takes the session of this process in.
@@ -67,6 +89,9 @@ impl Drop for Guard {
             drop(pipe);
             let _ = child.wait();
         }
+        if let Some(cgroup) = self.cgroup.take() {
+            cgroup.leave();
+        }
     }
 }
 
@@ -85,10 +110,11 @@ pub(crate) fn run() -> io::Result<Exit> {
     for signal in [SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2] {
         signal_hook::flag::register(signal, Arc::default())?;
     }
-    let (mut mark, mut sessions) = (None, Vec::new());
+    let (mut mark, mut cgroup, mut sessions) = (None, None, Vec::new());
     for line in io::stdin().lock().lines().map_while(Result::ok) {
         match line.split_once(' ') {
             Some(("mark", text)) => mark = Some(text.to_owned()),
+            Some(("cgroup", path)) => cgroup = Some(Cgroup::at(path)),
             Some(("session", pid)) => sessions.extend(pid.parse().ok().and_then(Pid::from_raw)),
             _ if line == DONE => return Ok(Exit::SUCCESS),
             _ => {}
@@ -98,8 +124,11 @@ pub(crate) fn run() -> io::Result<Exit> {
     let mut is_over = false;
     while !is_over && Instant::now() < end {
         let found = processes::kill(&sessions, mark.as_deref());
+        cgroup.iter().for_each(Cgroup::kill);
         thread::sleep(SETTLE);
-        is_over = !found && processes::living(&sessions, mark.as_deref()).is_empty();
+        is_over = !found
+            && processes::living(&sessions, mark.as_deref()).is_empty()
+            && cgroup.as_ref().is_none_or(Cgroup::remove);
     }
     Ok(Exit::SUCCESS)
 }

@@ -152,7 +152,7 @@ fn start(
     let name = &host.name;
     let shown = command.get_program().to_string_lossy().into_owned();
     command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    survive_nobody(&mut command, None, None);
+    survive_nobody(&mut command, None, None, None);
     let mut child = command.spawn().map_err(|error| {
         io::Error::new(error.kind(), format!("host {name}: cannot start `{shown}`: {error}"))
     })?;

@@ -43,14 +43,14 @@ pub(super) fn supervise<'a>(
     policy: Policy,
     events: &Sender<Event>,
     inbox: Receiver<Event>,
-    start: impl FnOnce(&mut Vec<Member>, &Guard) -> io::Result<Started<'a>>,
+    start: impl FnOnce(&mut Vec<Member>, &mut Guard) -> io::Result<Started<'a>>,
 ) -> io::Result<Ended> {
     let _signals = SignalThread::start(events.clone())?;
     let mut guard = Guard::start()?;
     // The end of this pipe tells the relay that nothing more is to be waited for.
     let (stop_reader, stop) = io::pipe()?;
     let mut members = Vec::new();
-    let started = start(&mut members, &guard);
+    let started = start(&mut members, &mut guard);
     members.iter().for_each(|member| guard.watch(member.pid));
     let mut launcher = Launcher {
         members,
@@ -411,7 +411,7 @@ impl Launcher<'_> {
             }
         }
         // Agents do the same on their hosts.
-        processes::kill(&self.rank_sessions(), Some(&self.guard.mark));
+        self.guard.kill(&self.rank_sessions());
         self.phase = Phase::Killed(Instant::now() + KILL_TO_GIVE_UP);
     }
 
@@ -419,7 +419,11 @@ impl Launcher<'_> {
     fn kill_leftovers(&self, everything: bool) {
         self.signal_all(Signal::KILL);
         let sessions: Vec<Pid> = self.members.iter().map(|member| member.pid).collect();
-        processes::kill(&sessions, everything.then_some(&*self.guard.mark));
+        if everything {
+            self.guard.kill(&sessions);
+        } else {
+            processes::kill(&sessions, None);
+        }
     }
 
     /// As process 1 of a container the launcher becomes the parent of all processes whose own parent has ended.

@@ -201,11 +201,14 @@ async fn dial_at(
     }
 }
 
-/// Whether the chosen link can connect all ranks. Every rank comes to the same answer from the same table.
-pub(super) fn check_link(link: LinkChoice, members: &[Registration]) -> Result<(), String> {
-    let Some((first, rest)) = members.split_first() else { return Ok(()) };
+/// Whether the chosen link can connect the first rank to all others.
+pub(super) fn check_link<'a>(
+    link: LinkChoice,
+    first: &Registration,
+    others: impl Iterator<Item = &'a Registration>,
+) -> Result<(), String> {
     let Some(kind) = link.class().and_then(of) else { return Ok(()) };
-    for other in rest {
+    for other in others {
         if first.process.locality(&other.process) > kind.joins {
             let wanted = if kind.joins == Locality::SameProcess { "one process" } else { "one host" };
             return Err(format!(

@@ -69,42 +69,6 @@ fn seconds(name: &str, text: &str) -> Result<Duration, String> {
 }
 
 impl Rendezvous {
-    /// Reads rank, size, address, secret and options from the environment.
-    ///
-    /// - Rank and size: `RANK` and `WORLD_SIZE` (torchrun, `allstream run`), `OMPI_COMM_WORLD_RANK` and
-    ///   `OMPI_COMM_WORLD_SIZE` (Open MPI), `PMI_RANK` and `PMI_SIZE` (MPICH), or `SLURM_PROCID` and
-    ///   `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS` (Slurm). Two launchers that contradict each other are an error, unless one is known to
-    ///   run inside of the other; so is a Slurm batch script, which is no rank of a step.
-    /// - Address: `MASTER_ADDR`. Unset under Slurm: the first node of `SLURM_STEP_NODELIST` (or
-    ///   `SLURM_JOB_NODELIST`), or else `SLURM_LAUNCH_NODE_IPADDR`.
-    /// - Port: `ALLSTREAM_PORT`, or `MASTER_PORT`. Where torchrun's own store listens at the latter
-    ///   (`TORCHELASTIC_USE_AGENT_STORE`), `10000 + MASTER_PORT % 20000` instead. Unset under Slurm: the first of
-    ///   `SLURM_STEP_RESV_PORTS`, or one from 10000 to 29999 that follows from `SLURM_JOB_ID` and `SLURM_STEP_ID`.
-    /// - Under Open MPI, where all ranks run on one host and none of these is set, ranks find each other by a note in
-    ///   the job's own directory (`PMIX_SERVER_TMPDIR`), and need no secret beside it.
-    /// - Secret: `ALLSTREAM_TOKEN`, or `ALLSTREAM_TOKEN_FILE`, or `ALLSTREAM_INSECURE=1` for none.
-    /// - Options: `ALLSTREAM_RENDEZVOUS_TIMEOUT` and `ALLSTREAM_HEARTBEAT_TIMEOUT` (seconds),
-    ///   `ALLSTREAM_LINK` (`auto`, `shm`, `tcp`, `inproc`), `ALLSTREAM_HOST_ID` (ranks that say the same
-    ///   count as on one host), `ALLSTREAM_RENDEZVOUS_FD` (rank 0's listening socket, inherited).
-    /// - `ALLSTREAM_INTERFACE` (by which of this host's addresses the others reach this rank) and `ALLSTREAM_PORTS` (at which of its
-    ///   ports) are read when the rank connects, also where the rest is said in code.
-    ///
-    /// # Errors
-    /// [`Error::Invalid`] names the variables that were looked for and what was found.
-    pub fn from_env() -> Result<Rendezvous, Error> {
-        Self::from_lookup(&|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
-    }
-
-    /// [`from_env`](Self::from_env), and a world of one rank where no launcher has started this process: the program then runs
-    /// by itself, too.
-    ///
-    /// # Errors
-    /// As of `from_env`, where one of its variables for a rank is set, or one for a size (but Slurm's, which are also set where nothing
-    /// was launched): half of what a launcher says is no reason to run alone.
-    pub fn from_env_or_alone() -> Result<Rendezvous, Error> {
-        Self::from_lookup_or_alone(&|name| std::env::var_os(name).map(|v| v.to_string_lossy().into_owned()))
-    }
-
     pub(crate) fn from_lookup_or_alone(raw: Lookup<'_>) -> Result<Rendezvous, Error> {
         let is_set = |name: &str| raw(name).is_some_and(|value| !value.trim().is_empty());
         if launchers::marks().any(is_set) { Self::from_lookup(raw) } else { Ok(Self::alone()) }
@@ -117,6 +81,18 @@ impl Rendezvous {
 
     fn look_up(get: Lookup<'_>) -> Result<Rendezvous, String> {
         let (rank, size) = launchers::place(get)?;
+        Self::look_up_as(get, rank, size)
+    }
+
+    /// As which rank a process goes to rank 0 whose launchers contradict each other, to say so: not as rank 0 itself. None where they speak of
+    /// different worlds, or contradict each other in nothing.
+    pub(super) fn disputed(raw: Lookup<'_>) -> Option<Rendezvous> {
+        let get = |name: &str| raw(name).filter(|v| !v.trim().is_empty());
+        let (rank, size) = launchers::disputed(&get)?;
+        Self::look_up_as(&get, rank, size).ok()
+    }
+
+    fn look_up_as(get: Lookup<'_>, rank: Rank, size: usize) -> Result<Rendezvous, String> {
         let mut found = Rendezvous::bare(rank, size);
         if size > 1 {
             match launchers::meeting(get)? {

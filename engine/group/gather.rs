@@ -13,7 +13,7 @@ use tokio::time::{Instant, timeout_at};
 use super::accept::{self, Door};
 use super::address::Address;
 use super::addresses::Reach;
-use super::connect::{self, Failed, Pair, Pairing, Side};
+use super::connect::{Failed, Pair, Pairing, Side};
 use super::env::Rendezvous;
 use super::farewell;
 use super::fds::Handed;
@@ -101,7 +101,6 @@ pub(super) async fn gather(
         unfit: None,
     };
     let formed = me.meet().await?;
-    connect::check_link(link, &formed.table.members).map_err(|e| rendezvous.error(e))?;
     // Before there is a door: whoever is connected to this rank comes after.
     named(formed.table.world);
 
@@ -111,6 +110,7 @@ pub(super) async fn gather(
     let (slots, mut fds) = awaited(rank, size);
     let world = formed.table.world;
     let (gave_up, mut giving_up) = mpsc::unbounded_channel();
+    let connecting = formed.registered.watch(&mut service, gave_up.clone());
     let closed = OnceLock::new();
     let door =
         Arc::new(Door { world, rank, size, token: token.clone(), control, data: data_in, gave_up, closed });
@@ -173,6 +173,7 @@ pub(super) async fn gather(
         return Err(error);
     }
     drop(pending);
+    connecting.done().await;
     let table = pairing.table.clone();
     Ok(Joined { table, token, pairs, service, data, deadline })
 }

@@ -87,8 +87,10 @@ pub(super) fn place(get: Lookup<'_>) -> Result<(Rank, usize), String> {
                  say so by RANK=0 WORLD_SIZE=1"
             ));
         }
-        contradicted(get, which, (rank, size))?;
-        return Ok((rank, size));
+        return match contradiction(get, which, (rank, size)) {
+            Some((_, problem)) => Err(problem),
+            None => Ok((rank, size)),
+        };
     }
     if let Some(rank) = get("PMIX_RANK") {
         half.push(format!(
@@ -113,20 +115,17 @@ fn is_slurm_step(get: Lookup<'_>) -> bool {
     is_one || ["SLURM_STEP_NUM_TASKS", "SLURM_LAUNCH_NODE_IPADDR"].into_iter().any(|name| get(name).is_some())
 }
 
-/// Two launchers may have started this process, one inside the other, and the first one's variables are still there. An error where
-/// they say other things, and it is not known that those that are believed are the inner one's.
-fn contradicted(get: Lookup<'_>, which: usize, believed: (Rank, usize)) -> Result<(), String> {
+/// Two launchers may have started this process, one inside the other, and the first one's variables are still there. Where
+/// they say other things, and it is not known that those that are believed are the inner one's: what the other one says, and the problem.
+fn contradiction(get: Lookup<'_>, which: usize, believed: (Rank, usize)) -> Option<((Rank, usize), String)> {
     let (launcher, rank_name, size_name) = LAUNCHERS[which];
     let (rank, size) = believed;
     // torchrun makes its own ranks, be it started by mpirun or by srun.
     if launcher == "Slurm" || (which == 0 && get("TORCHELASTIC_RUN_ID").is_some()) {
-        return Ok(());
+        return None;
     }
     for (other, other_rank_name, other_size_name) in LAUNCHERS.into_iter().skip(which + 1) {
-        let number = |name: &str| get(name).and_then(|text| text.trim().parse::<usize>().ok());
-        let (Some(other_rank), Some(other_size)) = (number(other_rank_name), number(other_size_name)) else {
-            continue;
-        };
+        let Some((other_rank, other_size)) = pair(get, other_rank_name, other_size_name) else { continue };
         let is_inner = match other {
             // Slurm's are also there where another launcher runs in its allocation, and PMI's are Slurm's where srun has set them. Only
             // a step with the very size is another place in the same world.
@@ -136,15 +135,34 @@ fn contradicted(get: Lookup<'_>, which: usize, believed: (Rank, usize)) -> Resul
             _ => which == 0 && size > other_size && get("LOCAL_RANK").is_some(),
         };
         if (other_rank, other_size) != believed && !is_inner {
-            return Err(format!(
+            let problem = format!(
                 "two launchers say who this is: by {rank_name}={rank} and {size_name}={size} ({launcher}) rank {rank} of {size}, by \
                  {other_rank_name}={other_rank} and {other_size_name}={other_size} ({other}) rank {other_rank} of {other_size}. \
                  Take those away that are not of the launcher that starts the ranks: `env -u {rank_name} -u {size_name} PROGRAM` \
                  leaves those of {other}"
-            ));
+            );
+            return Some(((other_rank, other_size), problem));
         }
     }
-    Ok(())
+    None
+}
+
+fn pair(get: Lookup<'_>, rank_name: &str, size_name: &str) -> Option<(Rank, usize)> {
+    let number = |name: &str| get(name)?.trim().parse::<usize>().ok();
+    Some((number(rank_name)?, number(size_name)?))
+}
+
+/// Where two launchers give this process two places in a world of one size: the one of them that is not rank 0's. Rank 0 may be a process for which
+/// both say the same, and waits for the others.
+pub(super) fn disputed(get: Lookup<'_>) -> Option<(Rank, usize)> {
+    let said = LAUNCHERS
+        .iter()
+        .enumerate()
+        .find_map(|(which, (_, rank, size))| Some((which, pair(get, rank, size)?)));
+    let (which, believed) = said?;
+    let ((rank, size), _) = contradiction(get, which, believed)?;
+    let place = (believed.0.max(rank), size);
+    (size == believed.1 && check_place(place.0, place.1).is_ok()).then_some(place)
 }
 
 /// Where the ranks meet: as the user says, or as the launcher lets one know.

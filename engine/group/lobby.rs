@@ -11,6 +11,10 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+mod connecting;
+
+pub(super) use self::connecting::Visitors;
+use super::connect;
 use super::env::Rendezvous;
 use super::registration::{News, Registration, Table};
 use super::wire;
@@ -29,6 +33,11 @@ pub(super) enum Event {
         peer: String,
     },
     Left {
+        rank: Rank,
+        visit: u64,
+    },
+    /// A rank is connected to all others: of a world that has formed. Rank 0 says so itself.
+    Connected {
         rank: Rank,
         visit: u64,
     },
@@ -117,8 +126,9 @@ impl<'a> Lobby<'a> {
                 Ok(())
             }
             // Who was told that there will be no world goes.
-            Event::Left { .. } if self.unfit.is_some() => Ok(()),
-            Event::Left { rank, visit } => {
+            Event::Left { .. } | Event::Connected { .. } if self.unfit.is_some() => Ok(()),
+            // (There is nothing yet that a rank could be connected to.)
+            Event::Left { rank, visit } | Event::Connected { rank, visit } => {
                 if self.visitors.get(&rank).is_some_and(|v| v.visit == visit)
                     && let Some(visitor) = self.visitors.remove(&rank)
                 {
@@ -141,15 +151,15 @@ impl<'a> Lobby<'a> {
         self.visits += 1;
         let visit = self.visits;
         let outbox = self.attend(rank, visit, stream);
-        if let Some(problem) = self.conflict(&registration, &who) {
-            self.turned_away.push(outbox);
-            return Err(problem);
-        }
-        tracing::debug!(rank, "rank {rank} ({who}) has registered");
-        self.left.remove(&rank);
         if let Some(why) = &registration.unfit {
             self.unfit.get_or_insert_with(|| format!("rank {rank} ({who}) cannot take part: {why}"));
         }
+        if let Some(problem) = self.conflict(&registration, &who) {
+            self.turned_away.push(outbox);
+            return Err(self.unfit.clone().unwrap_or(problem));
+        }
+        tracing::debug!(rank, "rank {rank} ({who}) has registered");
+        self.left.remove(&rank);
         self.visitors.insert(rank, Visitor { registration, who, reached, visit, outbox, told: false });
         Ok(())
     }
@@ -186,15 +196,17 @@ impl<'a> Lobby<'a> {
         ))
     }
 
-    /// Keeps a visitor's connection: notices its end, and sends what is put in the outbox.
+    /// Keeps a visitor's connection: notices its end, or its word, and sends what is put in the outbox.
     fn attend(&mut self, rank: Rank, visit: u64, stream: TcpStream) -> Outbox {
         let (mut read, mut write) = stream.into_split();
         let events = self.events.clone();
         self.watchers.spawn(async move {
-            // A registered rank sends nothing; the end of its connection is all that can come.
+            // A registered rank says one thing, by one byte: that it is connected to all others.
             let mut byte = [0];
-            let _ = read.read(&mut byte).await;
-            let _ = events.send(Event::Left { rank, visit });
+            let is_connected = matches!(read.read(&mut byte).await, Ok(1));
+            let event =
+                if is_connected { Event::Connected { rank, visit } } else { Event::Left { rank, visit } };
+            let _ = events.send(event);
         });
         let (outbox, mut letters) = mpsc::unbounded_channel::<Arc<Vec<u8>>>();
         self.writers.spawn(async move {
@@ -255,11 +267,14 @@ impl<'a> Lobby<'a> {
         format!("{}; look at their output, or raise ALLSTREAM_RENDEZVOUS_TIMEOUT", parts.join("; "))
     }
 
-    /// Whether ranks gave addresses at which the other hosts' ranks can reach them.
-    pub(super) fn reachable(&self) -> Result<(), String> {
+    /// Whether those who are here can be a world: the link can connect them, and each gave addresses at which the other hosts' ranks can reach
+    /// it.
+    pub(super) fn can_form(&self) -> Result<(), String> {
         if let Some(problem) = &self.unfit {
             return Err(problem.clone());
         }
+        let others = self.visitors.values().map(|visitor| &visitor.registration);
+        connect::check_link(self.own.link, &self.own, others)?;
         let local = |v: &Visitor| v.registration.addresses.iter().all(|a| a.ip().is_loopback());
         let abroad = self.visitors.values().find(|v| !local(v));
         let Some(abroad) = abroad else { return Ok(()) };
@@ -278,8 +293,12 @@ impl<'a> Lobby<'a> {
         }
     }
 
-    /// The world has formed: everyone gets the table.
-    pub(super) async fn close_with_table(mut self, world: [u8; 16]) -> Result<Table, String> {
+    /// The world has formed: everyone gets the table. `events` are those that this lobby was told of.
+    pub(super) async fn close_with_table(
+        self,
+        world: [u8; 16],
+        events: mpsc::UnboundedReceiver<Event>,
+    ) -> Result<(Table, Visitors), String> {
         let mut members = vec![self.own.clone()];
         members.extend(self.visitors.values().map(|v| v.registration.clone()));
         let heartbeat = self.rendezvous.heartbeat;
@@ -307,8 +326,8 @@ impl<'a> Lobby<'a> {
                 let _ = visitor.outbox.send(frame.clone());
             }
         }
-        self.flush().await;
-        Ok(table)
+        let Lobby { visitors: connecting, events: tell, watchers: _watchers, writers: _writers, .. } = self;
+        Ok((table, Visitors { connecting, events, tell, _watchers, _writers }))
     }
 
     /// Where a rank that reached this one at `reached` finds its listener: there first.

@@ -10,27 +10,29 @@ use super::addresses::Reach;
 use super::env::Rendezvous;
 use super::handshake::Token;
 use super::host::Process;
+use super::registered::Registered;
 use super::registration::{Registration, Table};
 use crate::error::Error;
 
-/// A rank's part of a world that has formed: the table, and its own listener.
-pub(crate) struct Formed {
-    pub(crate) table: Table,
-    pub(crate) listener: TcpListener,
+/// A rank's part of a world that has formed: the table, its own listener, and what it has registered by.
+pub(super) struct Formed {
+    pub(super) table: Table,
+    pub(super) listener: TcpListener,
+    pub(super) registered: Registered,
 }
 
 /// This rank, before it knows its addresses.
-pub(crate) struct Me<'a> {
-    pub(crate) rendezvous: &'a Rendezvous,
-    pub(crate) address: &'a Address,
-    pub(crate) token: &'a Token,
-    pub(crate) process: Process,
-    pub(crate) socket: Option<String>,
-    pub(crate) deadline: Instant,
+pub(super) struct Me<'a> {
+    pub(super) rendezvous: &'a Rendezvous,
+    pub(super) address: &'a Address,
+    pub(super) token: &'a Token,
+    pub(super) process: Process,
+    pub(super) socket: Option<String>,
+    pub(super) deadline: Instant,
     /// Where its own listener may be.
-    pub(crate) reach: &'a Reach,
+    pub(super) reach: &'a Reach,
     /// Why it cannot take part: it comes to say so.
-    pub(crate) unfit: Option<String>,
+    pub(super) unfit: Option<String>,
 }
 
 impl Me<'_> {

@@ -86,4 +86,9 @@ pub(crate) enum News {
     Elsewhere { addresses: Vec<SocketAddr> },
     /// There will be no world.
     Failed { problem: String },
+    /// Of a world that has formed: this rank is gone, and was not connected to all others.
+    Left { rank: Rank, why: String },
+    /// Of a world that has formed: rank 0 is connected to all. Who is not yet does not wait for it any more, and the end of this
+    /// connection means nothing.
+    Connected,
 }

@@ -16,6 +16,7 @@ use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::host;
 use super::lobby::{Event, Lobby};
 use super::me::{Formed, Me};
+use super::registered::Registered;
 use super::registration::Registration;
 use super::signpost::{self, Look};
 use crate::error::{Error, limits};
@@ -27,7 +28,7 @@ pub(super) const LINGER: Duration = Duration::from_secs(5);
 
 impl Me<'_> {
     /// Meets the others. Every rank ends within about the rendezvous timeout.
-    pub(crate) async fn meet(&self) -> Result<Formed, Error> {
+    pub(super) async fn meet(&self) -> Result<Formed, Error> {
         if self.rendezvous.rank == 0 { self.host().await } else { self.visit().await }
     }
 
@@ -79,7 +80,7 @@ impl Me<'_> {
                         break Err(problem);
                     }
                     if lobby.missing().is_empty() {
-                        break lobby.reachable();
+                        break lobby.can_form();
                     }
                 }
                 Ok(None) => break Err("the listener ended".into()),
@@ -94,8 +95,9 @@ impl Me<'_> {
         drop(background);
         match (ended, listener) {
             (Ok(()), Some(listener)) => {
-                let table = lobby.close_with_table(host::random()?).await.map_err(|e| self.error(e))?;
-                Ok(Formed { table, listener })
+                let closing = lobby.close_with_table(host::random()?, events).await;
+                let (table, visitors) = closing.map_err(|e| self.error(e))?;
+                Ok(Formed { table, listener, registered: Registered::Host(visitors) })
             }
             (Ok(()), None) => Err(self.error("rank 0 cannot take part")),
             (Err(problem), _) => {

@@ -12,6 +12,7 @@ use super::connect::{Failure, connect_once, resolve};
 use super::handshake::{self, Purpose, Refusal};
 use super::lobby::absent;
 use super::me::{Formed, Me};
+use super::registered::Registered;
 use super::registration::{News, Table};
 use super::signpost::Signpost;
 use super::wire::Frames;
@@ -40,7 +41,7 @@ struct Search {
 
 /// What came of registering.
 enum Waited {
-    Formed(Box<Table>),
+    Formed(Box<Table>, Registered),
     /// Rank 0 is there.
     Elsewhere(Vec<SocketAddr>),
     /// The rank that had put up the signpost is gone.
@@ -65,10 +66,10 @@ impl Me<'_> {
             let (stream, listener) = self.register(&mut search).await?;
             search.sent_to = None;
             match self.wait(stream).await? {
-                Waited::Formed(table) => {
+                Waited::Formed(table, registered) => {
                     let listener =
                         listener.ok_or_else(|| self.error("rank 0 took in a rank that cannot take part"))?;
-                    return Ok(Formed { table: *table, listener });
+                    return Ok(Formed { table: *table, listener, registered });
                 }
                 Waited::Elsewhere(addresses) => search.sent_to = Some(addresses),
                 Waited::Again => {}
@@ -102,9 +103,12 @@ impl Me<'_> {
                 Ok(Ok(Some(News::Elsewhere { addresses }))) => return Ok(Waited::Elsewhere(addresses)),
                 Ok(Ok(Some(News::Formed(table)))) => {
                     table.check(self.rendezvous.size).map_err(|e| self.error(format!("rank 0 sent {e}")))?;
-                    return Ok(Waited::Formed(table));
+                    return Ok(Waited::Formed(table, Registered::Guest(stream, frames)));
                 }
                 Ok(_) if at_signpost => return Ok(Waited::Again),
+                Ok(Ok(Some(News::Left { .. } | News::Connected))) => {
+                    return Err(self.error("rank 0 sent news of a world before the world itself"));
+                }
                 Ok(Ok(None)) => {
                     let problem = "rank 0 went away before the world had formed; its own output says why";
                     return Err(self.error(problem));

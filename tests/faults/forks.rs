@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use allstream::{ArenaBuf, Comm, Error, Node, Rendezvous, Work};
 use futures::executor::block_on;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::{Value, json};
 
-use crate::harness::{Link, Me, Plan, alone, say};
+use crate::harness::{self, Link, Me, PATIENCE, Plan, SOON, alone, among_others, say, say_error};
 
 /// How long a child may take for everything.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -156,5 +157,75 @@ fn a_forked_child_is_refused_by_name_and_touches_nothing_of_its_parent_s() {
         }
         job.ranks.iter().for_each(|r| drop(r.hear("well")));
         job.finish();
+    }
+}
+
+/// The victim forks a child that outlives it and holds all of its descriptors, as a data loader may. All reduce until somebody is lost.
+pub(crate) async fn leaves_a_child(me: Me) {
+    let mut comm = me.connect().await;
+    let mut buf = vec![1f32; 50_000];
+    for i in 0.. {
+        if i == 3 && me.rank == me.number("victim") {
+            say("forked", json!({ "child": fork_a_sleeper() }));
+        }
+        match comm.all_reduce(buf).await {
+            Ok(sum) => buf = sum,
+            Err(failed) => {
+                say_error("failed", &failed.error, failed.buf.is_some());
+                break;
+            }
+        }
+    }
+    let _ = comm.close().await;
+}
+
+fn fork_a_sleeper() -> i32 {
+    // SAFETY: the child makes two system calls, over and over, and ends by a signal: the test's, or its own alarm.
+    unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::alarm(PATIENCE.as_secs() as u32);
+            loop {
+                libc::pause();
+            }
+        }
+        assert!(child > 0, "no fork");
+        child
+    }
+}
+
+/// A process whose parent has ended. It ends with this.
+struct Orphan(Pid);
+
+impl Drop for Orphan {
+    fn drop(&mut self) {
+        let _ = kill_process(self.0, Signal::KILL);
+    }
+}
+
+/// Its sockets stay open, and nothing comes over them any more.
+#[test]
+fn a_dead_rank_whose_child_holds_its_sockets_is_found_by_heartbeat() {
+    let _turn = among_others();
+    for (link, victim) in [(Link::Shm, 1), (Link::Tcp, 0)] {
+        let plan = Plan::new("leaves_a_child", 3, link).args(json!({ "victim": victim }));
+        let job = plan.env("ALLSTREAM_HEARTBEAT_TIMEOUT", "1").start();
+        let child = job.ranks[victim].hear("forked")["child"].as_i64().unwrap();
+        let child = Orphan(Pid::from_raw(child.try_into().unwrap()).unwrap());
+        job.ranks[victim].signal(Signal::KILL);
+        let died = harness::now();
+        for rank in job.ranks.iter().filter(|rank| rank.rank != victim) {
+            let failed = rank.hear("failed");
+            let (error, took) = (harness::error_of(&failed), failed["t"].as_f64().unwrap() - died);
+            println!("{link:?}, rank {} after {took:.2} s: {error}", rank.rank);
+            assert!(matches!(error, Error::PeerLost { rank, .. } if rank == victim), "{error}");
+            // A rank that stood still itself, on a busy machine, gives the others the heartbeat's time anew.
+            assert!(took < 1.0 + 4.0 * SOON.as_secs_f64(), "after {took} s");
+        }
+        test_kill_process(child.0).expect("the child was there all the time");
+        drop(child);
+        for mut rank in job.ranks.into_iter().filter(|rank| rank.rank != victim) {
+            assert_eq!(rank.ended(Instant::now() + PATIENCE), Some(0), "{}", rank.log());
+        }
     }
 }

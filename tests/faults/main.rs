@@ -5,6 +5,7 @@
 //! the moments of an earlier run.
 
 mod aborts;
+mod cuts;
 mod forks;
 mod guests;
 mod kills;
@@ -46,6 +47,8 @@ fn rank() {
             "loops" => guests::rank(me).await,
             "aborts" => aborts::aborts(me).await,
             "forks" => forks::rank(me).await,
+            "leaves_a_child" => forks::leaves_a_child(me).await,
+            "is_cut_off" => cuts::rank(me).await,
             "breaks" => links::breaks(me).await,
             "leaves_one" => links::leaves_one(me).await,
             "cannot_enter" => limits::cannot_enter(me).await,

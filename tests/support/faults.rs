@@ -202,11 +202,19 @@ pub struct Plan {
     link: Link,
     args: Value,
     env: Vec<(&'static str, String)>,
+    /// The network namespace of each rank; none: the test's own.
+    namespaces: Vec<String>,
 }
 
 impl Plan {
     pub fn new(role: &'static str, size: usize, link: Link) -> Plan {
-        Plan { role, size, link, args: json!({}), env: Vec::new() }
+        Plan { role, size, link, args: json!({}), env: Vec::new(), namespaces: Vec::new() }
+    }
+
+    /// Each rank starts in the network namespace of this name. They meet at this address, which is of rank 0's.
+    pub fn in_namespaces(mut self, of_ranks: Vec<String>, address: &str) -> Plan {
+        self.namespaces = of_ranks;
+        self.env("MASTER_ADDR", address).env("MASTER_PORT", 29_500)
     }
 
     pub fn args(mut self, args: Value) -> Plan {
@@ -225,7 +233,15 @@ impl Plan {
         let port = listener.local_addr().unwrap().port();
         let mut ranks = Vec::new();
         for rank in 0..self.size {
-            let mut command = Command::new(std::env::current_exe().unwrap());
+            let program = std::env::current_exe().unwrap();
+            let mut command = match self.namespaces.get(rank) {
+                None => Command::new(program),
+                Some(name) => {
+                    let mut command = Command::new("ip");
+                    command.args(["netns", "exec", name]).arg(program);
+                    command
+                }
+            };
             command
                 .args(["rank", "--exact", "--ignored", "--nocapture", "--test-threads=1"])
                 .env("RANK", rank.to_string())
@@ -247,7 +263,11 @@ impl Plan {
                     command.env("ALLSTREAM_LINK", "auto").env("ALLSTREAM_HOST_ID", half)
                 }
             };
-            ranks.push(Running::start(command, rank, (rank == 0).then_some(&listener)));
+            ranks.push(Running::start(
+                command,
+                rank,
+                (rank == 0 && self.namespaces.is_empty()).then_some(&listener),
+            ));
         }
         Job { ranks, traces }
     }

@@ -1,20 +1,24 @@
 //! A rank that does not come to be connected with another one: all hear of it at once, and why.
 
+use tokio::io::AsyncWriteExt;
+
 use super::*;
+use crate::group::connect::Ready;
+use crate::group::from_env::decline_blocking;
 use crate::group::handshake::{self, Purpose, Token};
 use crate::group::host::Process;
-use crate::group::registration::{News, Registration};
-use crate::group::wire::Frames;
+use crate::group::registration::{News, Registration, Table};
+use crate::group::wire::{self, Frames};
 use crate::group::{connect, host};
 
-/// Registers as a rank whose addresses are these, and says what rank 0 says.
+/// Registers as a rank whose addresses are these: what rank 0 says, and the connection, which is the rank's life until it is connected to all.
 async fn register(
     at: SocketAddr,
     rank: Rank,
     size: usize,
     addresses: Vec<SocketAddr>,
     unfit: Option<&str>,
-) -> News {
+) -> (News, tokio::net::TcpStream) {
     let mut stream = tokio::net::TcpStream::connect(at).await.unwrap();
     let process = Process::this(Some(&format!("host of {rank}, {}", host::nonce().unwrap()))).unwrap();
     let registration = Registration {
@@ -36,7 +40,7 @@ async fn register(
             tokio::time::timeout(LIMIT, frames.next::<News, _>(&mut stream)).await.expect("news in time");
         match news.unwrap().expect("an end") {
             News::Waiting { .. } => {}
-            news => return news,
+            news => return (news, stream),
         }
     }
 }
@@ -64,7 +68,7 @@ async fn all_hear_of_two_ranks_that_cannot_connect_to_each_other() {
     let (first, last) = (tokio::spawn(join(places.remove(0))), tokio::spawn(join(place(2))));
     // Rank 1 says that it listens where nobody does, and dials nobody.
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let news = register(at, 1, 3, vec![nobody], None).await;
+    let (news, _alive) = register(at, 1, 3, vec![nobody], None).await;
     assert!(matches!(news, News::Formed(_)), "{news:?}");
     for end in [first, last] {
         let text = failure(end.await.unwrap());
@@ -104,7 +108,7 @@ async fn a_rank_that_cannot_take_part_is_named_to_all() {
     });
     let begun = Instant::now();
     let (news, late) = tokio::join!(unfit, late);
-    let News::Failed { problem } = news else { panic!("{news:?}") };
+    let (News::Failed { problem }, _) = news else { panic!("{news:?}") };
     for text in [problem, failure(late), failure(first.await.unwrap())] {
         assert!(
             text.contains("rank 2 (process") && text.contains("cannot take part: no more of it"),
@@ -121,4 +125,104 @@ async fn a_name_that_does_not_resolve_yet_is_asked_for_until_the_deadline_by_ran
     let text = failure(join(place.timeout(Duration::from_millis(400))).await);
     assert!(text.contains("no.such.host.invalid") && text.contains("tried for 400ms"), "{text}");
     assert!(begun.elapsed() >= Duration::from_millis(200), "{:?}", begun.elapsed());
+}
+
+/// A world of three whose last rank is only a connection: it registers, gets the table, and does then what the test says. Ranks 0 and 1 await it.
+async fn awaiting_rank_2()
+-> ([tokio::task::JoinHandle<Result<Member, Error>>; 2], Box<Table>, tokio::net::TcpStream) {
+    let (places, at) = over_tcp(3);
+    let mut awaiting = places.into_iter().map(|place| tokio::spawn(join(place.timeout(LIMIT))));
+    let awaiting = [awaiting.next().unwrap(), awaiting.next().unwrap()];
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let (news, alive) = register(at, 2, 3, vec![nobody], None).await;
+    let News::Formed(table) = news else { panic!("{news:?}") };
+    (awaiting, table, alive)
+}
+
+/// Makes rank 2 a pair with another one.
+async fn pair_with(to: Rank, table: &Table) -> tokio::net::TcpStream {
+    let purpose = Purpose::Control { world: table.world, from: 2, to };
+    let end = tokio::time::Instant::now() + LIMIT;
+    let mut stream =
+        connect::dial(&table.members[to].addresses, &Token::new(b"t"), &purpose, end).await.unwrap();
+    stream.write_all(&wire::encode(&Ready { problem: None }).unwrap()).await.unwrap();
+    let ready = tokio::time::timeout(LIMIT, Frames::default().next::<Ready, _>(&mut stream)).await.unwrap();
+    assert_eq!(ready, Ok(Some(Ready { problem: None })));
+    stream
+}
+
+#[tokio::test]
+async fn a_rank_that_dies_before_it_has_dialled_is_told_to_all_at_once() {
+    let (awaiting, _, alive) = awaiting_rank_2().await;
+    let died = Instant::now();
+    drop(alive);
+    for end in awaiting {
+        let text = failure(end.await.unwrap());
+        assert!(text.contains("rank 2 gave up connecting to the others: it ended"), "{text}");
+        assert!(text.contains(&format!("process {} at 127.0.0.1", std::process::id())), "{text}");
+    }
+    assert!(died.elapsed() < LIMIT / 5, "{:?}", died.elapsed());
+}
+
+#[tokio::test]
+async fn a_rank_that_dies_between_dialling_one_and_another_is_told_to_both() {
+    let ([first, second], table, alive) = awaiting_rank_2().await;
+    let paired = pair_with(0, &table).await;
+    // Rank 0 is connected to all now, and sees the rest by itself.
+    let first = first.await.unwrap().unwrap();
+    let died = Instant::now();
+    drop((alive, paired));
+    let text = failure(second.await.unwrap());
+    assert!(text.contains("rank 2 gave up connecting to the others: it ended"), "{text}");
+    first.ears.hear(|heard| *heard == Heard::Lost(2, Lost::Died)).await;
+    assert!(died.elapsed() < LIMIT / 5, "{:?}", died.elapsed());
+    close_all(vec![first]).await;
+}
+
+#[tokio::test]
+async fn rank_0_that_dies_while_others_are_connecting_is_named_by_them() {
+    let ([first, second], _, _alive) = awaiting_rank_2().await;
+    let died = Instant::now();
+    first.abort();
+    let text = failure(second.await.unwrap());
+    assert!(text.contains("rank 0"), "{text}");
+    assert!(died.elapsed() < LIMIT / 5, "{:?}", died.elapsed());
+}
+
+#[tokio::test]
+async fn rank_0_may_leave_in_peace_while_others_are_still_connecting() {
+    let ([first, second], table, mut alive) = awaiting_rank_2().await;
+    let _with_0 = pair_with(0, &table).await;
+    let first = first.await.unwrap().unwrap();
+    // It has said that it is connected, and then its end means nothing.
+    let news = tokio::time::timeout(LIMIT, Frames::default().next::<News, _>(&mut alive)).await.unwrap();
+    assert_eq!(news, Ok(Some(News::Connected)));
+    close_all(vec![first]).await;
+    let _with_1 = pair_with(1, &table).await;
+    let second = second.await.unwrap().unwrap();
+    second.ears.hear(|heard| *heard == Heard::Goodbye(0, None)).await;
+    close_all(vec![second]).await;
+}
+
+/// As where two launchers have left their variables: the process for which both say rank 0 awaits the others, which find that they
+/// disagree.
+#[tokio::test]
+async fn rank_0_is_told_of_a_process_that_cannot_say_which_rank_it_is() {
+    // As another rank than those that are there, or as one of them.
+    for known in [false, true] {
+        let (mut places, at) = over_tcp(3);
+        places.truncate(if known { 2 } else { 1 });
+        let awaiting: Vec<_> = places.into_iter().map(|place| tokio::spawn(join(place))).collect();
+        let begun = Instant::now();
+        let told = tokio::task::spawn_blocking(move || {
+            let rendezvous = Rendezvous::tcp(&at.to_string(), 1, 3).unwrap().token("t").link(LinkChoice::TCP);
+            decline_blocking(rendezvous, &Error::invalid("Rendezvous::from_env", "two launchers say"));
+        });
+        told.await.unwrap();
+        for end in awaiting {
+            let text = failure(end.await.unwrap());
+            assert!(text.contains("rank 1 (process") && text.contains("two launchers say"), "{text}");
+        }
+        assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+    }
 }

@@ -234,6 +234,21 @@ fn two_launchers_that_disagree_are_both_named() {
 }
 
 #[test]
+fn as_which_rank_a_process_that_is_none_goes_to_rank_0() {
+    let disputed = |vars: &[&[(&str, &str)]]| with(&vars.concat(), disputed);
+    let pod = |rank| [("RANK", rank), ("WORLD_SIZE", "2")];
+    let inner = |rank| [("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", "2")];
+    // Not as rank 0, which may be there.
+    assert_eq!(disputed(&[&pod("0"), &inner("1")]), Some((1, 2)));
+    assert_eq!(disputed(&[&pod("1"), &inner("0")]), Some((1, 2)));
+    assert_eq!(disputed(&[&pod("1"), &inner("1")]), None);
+    // Nobody is rank 0 of the one and of the other.
+    assert_eq!(disputed(&[&pod("0"), &[("PMI_RANK", "3"), ("PMI_SIZE", "8")]]), None);
+    assert_eq!(disputed(&[&pod("0"), &inner("2")]), None);
+    assert_eq!(disputed(&[&pod("0")]), None);
+}
+
+#[test]
 fn a_launcher_inside_another_one_is_believed() {
     // One torchrun for each host, started by mpirun or srun.
     let torchrun = [("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("TORCHELASTIC_RUN_ID", "none")];

@@ -135,3 +135,26 @@ fn torchrun_whose_agent_holds_the_port_is_no_obstacle() {
     let options = [&["--nproc-per-node", "2", "--no-python"], &address[..]].concat();
     assert_sums(&sums(&torchrun, &options, &[("ALLSTREAM_TOKEN", "of this test")]), 2);
 }
+
+/// A pod sets rank and size, and says the same to all that mpirun starts in it. One of them finds nothing wrong with what it is told, and waits.
+#[test]
+fn a_place_that_two_launchers_give_is_named_at_once_by_the_rank_that_waits_too() {
+    let (program, port) = (std::env::current_exe().unwrap(), free_port());
+    let begun = Instant::now();
+    let ranks = ["0", "1"].map(|rank| {
+        let mut command = without_ranks(&program);
+        command.args(["--exact", "--ignored", "--nocapture", "launcher::sums_ranks"]);
+        command.envs([("RANK", "0"), ("WORLD_SIZE", "2")]);
+        command.envs([("OMPI_COMM_WORLD_RANK", rank), ("OMPI_COMM_WORLD_SIZE", "2")]);
+        command.envs([("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", &port), ("ALLSTREAM_TOKEN", "t")]);
+        command.env("ALLSTREAM_RENDEZVOUS_TIMEOUT", "60").spawn().unwrap()
+    });
+    for output in ranks.map(finish) {
+        let said = [&output.stdout[..], &output.stderr].map(text).concat();
+        assert!(!output.status.success(), "{said}");
+        for pair in ["by RANK=0 and WORLD_SIZE=2", "by OMPI_COMM_WORLD_RANK=1 and OMPI_COMM_WORLD_SIZE=2"] {
+            assert!(said.contains(pair), "{pair}: {said}");
+        }
+    }
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+}

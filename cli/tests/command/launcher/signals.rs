@@ -246,3 +246,88 @@ fn a_killed_launcher_leaves_nothing_of_what_ranks_have_started() {
         wait_until("nothing is left", || pids.iter().all(|pid| !alive(*pid)));
     }
 }
+
+/// The directory of this process's cgroup, if this user may make others below it; otherwise why not.
+fn own_cgroup() -> Result<PathBuf, String> {
+    let (own, mounts) = ["cgroup", "mounts"]
+        .map(|name| fs::read_to_string(format!("/proc/self/{name}")).unwrap_or_default())
+        .into();
+    let own = own.lines().find_map(|line| line.strip_prefix("0::/")).ok_or("no cgroup of version 2")?;
+    let mount = mounts.lines().find(|line| line.split(' ').nth(2) == Some("cgroup2"));
+    let place =
+        mount.and_then(|line| line.split(' ').nth(1)).ok_or("cgroups of version 2 are not mounted")?;
+    let own = Path::new(place).join(own);
+    let probe = own.join(Scratch::new().0.file_name().unwrap());
+    fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(|error| error.to_string())?;
+    Ok(own)
+}
+
+/// A process that has left its rank's session and has nothing of the job in its environment. It writes its number and its cgroup to files.
+fn escaped(scratch: &Scratch) -> String {
+    let place = scratch.0.display();
+    let rank = format!(
+        "grep ^0:: /proc/self/cgroup | cut -c4- > {place}/cgroup.$1; echo $$ > {place}/escaped.$1.new; \
+         mv {place}/escaped.$1.new {place}/escaped.$1; exec sleep 1000"
+    );
+    fs::write(scratch.0.join("escaped.sh"), rank).unwrap();
+    format!("env -i PATH=\"$PATH\" setsid sh {place}/escaped.sh $RANK > {place}/output 2>&1 &")
+}
+
+/// What has left the session and the environment of its rank is found by the job's cgroup. That is gone at the end, too.
+#[test]
+fn in_a_cgroup_nothing_is_left_of_a_job_whatever_has_become_of_the_launcher() {
+    let own = match own_cgroup() {
+        Ok(own) => own,
+        Err(why) => return others::left_out(&format!("no cgroup for the ranks of a job: {why}")),
+    };
+    // The launcher is killed, or ends its ranks, or one of them fails.
+    for (rest, signal) in
+        [("exec sleep 1000", Some(Signal::KILL)), ("exec sleep 1000", Some(Signal::TERM)), ("exit 3", None)]
+    {
+        for options in [&["-n", "2"][..], &["--hosts", "localhost:1,127.0.0.1:1"]] {
+            let scratch = Scratch::new();
+            let script = format!(
+                "{} until [ -e {}/escaped.$RANK ]; do sleep 0.02; done; {rest}",
+                escaped(&scratch),
+                scratch.0.display()
+            );
+            let child = launcher(options, &script).spawn().unwrap();
+            wait_for_files(&scratch, "escaped", 2);
+            let pids = scratch.pids();
+            assert_eq!(pids.len(), 2);
+            if let Some(signal) = signal {
+                kill_process(pid_of(child.id()), signal).unwrap();
+            }
+            finish(child);
+            wait_until("nothing is left", || pids.iter().all(|pid| !alive(*pid)));
+            wait_for_cgroups_to_go(&own, &scratch);
+        }
+    }
+}
+
+fn wait_for_cgroups_to_go(own: &Path, scratch: &Scratch) {
+    for rank in 0..2 {
+        let named = fs::read_to_string(scratch.0.join(format!("cgroup.{rank}"))).unwrap();
+        let name = Path::new(named.trim_end()).file_name().unwrap().to_str().unwrap();
+        assert!(name.starts_with("allstream-"), "rank {rank} was in {named}");
+        wait_until("the cgroup is gone", || !own.join(name).exists());
+    }
+}
+
+/// After a job that has ended well a process with a session of its own may go on, in the cgroup from which the job was started.
+#[test]
+fn what_outlives_a_job_that_ended_well_goes_back_to_the_launchers_cgroup() {
+    let own = match own_cgroup() {
+        Ok(own) => own,
+        Err(why) => return others::left_out(&format!("no cgroup for the ranks of a job: {why}")),
+    };
+    let scratch = Scratch::new();
+    let wait = format!("until [ -e {}/escaped.$RANK ]; do sleep 0.02; done", scratch.0.display());
+    let output = run(&["-n", "2"], &format!("{} {wait}", escaped(&scratch)));
+    assert!(output.status.success(), "{output:?}");
+    wait_for_cgroups_to_go(&own, &scratch);
+    let pids = scratch.pids();
+    assert_eq!(pids.len(), 2);
+    let procs = fs::read_to_string(own.join("cgroup.procs")).unwrap();
+    assert!(pids.iter().all(|pid| procs.lines().any(|line| line == pid.to_string())), "{pids:?}: {procs}");
+}

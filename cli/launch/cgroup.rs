@@ -1,0 +1,199 @@
+//! A cgroup (version 2) for the ranks of a job, below the launcher's own: whatever a rank starts is in it, also what leaves the rank's session
+//! and takes the job's mark out of its environment. Only some users may make one: root, in a container whose cgroups are not read-only,
+//! and users to whom their systemd has delegated theirs. Everywhere else sessions and marks are what there is (`processes.rs`).
+//!
+//! The launcher's own cgroup keeps its limits, which hold for the ranks as well: no controller is enabled for the new one.
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal};
+
+/// The file with the numbers of a cgroup's processes. A process whose number is written to it moves there, with 0 the writer itself.
+const PROCESSES: &str = "cgroup.procs";
+/// How often processes are looked for again that a process started while others were killed, or moved.
+const ROUNDS: usize = 20;
+/// How long a cgroup is waited for whose processes have just been killed.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A job's cgroup. It stays when this is dropped.
+#[derive(Debug)]
+pub(super) struct Cgroup {
+    path: PathBuf,
+}
+
+impl Cgroup {
+    /// The cgroup of the job with this mark, below that of this process. It is not made yet.
+    ///
+    /// # Errors
+    /// The system has none of version 2, or this process cannot see its own.
+    pub(super) fn of(mark: &str) -> io::Result<Cgroup> {
+        let own = fs::read_to_string("/proc/self/cgroup")?;
+        let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+        let missing = || io::Error::new(io::ErrorKind::NotFound, "no cgroup of version 2 is mounted here");
+        let own = own_cgroup(&own, &mounts).ok_or_else(missing)?;
+        Ok(Cgroup { path: own.join(format!("allstream-{mark}")) })
+    }
+
+    /// The one at this path, which another process has made.
+    pub(super) fn at(path: &str) -> Cgroup {
+        Cgroup { path: path.into() }
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Makes it. What comes back is open for writing: a process that writes `0` to it moves into the cgroup.
+    ///
+    /// # Errors
+    /// This process may not make it, or may move no process to it. Then there is none.
+    pub(super) fn make(&self) -> io::Result<File> {
+        // The system asks for this right, too, when a process moves from the launcher's cgroup to the new one.
+        let may_move = self.path.with_file_name(PROCESSES);
+        OpenOptions::new().write(true).open(may_move)?;
+        fs::create_dir(&self.path)?;
+        let usable = || {
+            let kind = fs::read_to_string(self.path.join("cgroup.type"))?;
+            // Below a cgroup of threads a new one takes no processes.
+            if kind.trim_end() != "domain" {
+                return Err(io::Error::other(format!("it would be a cgroup of type {}", kind.trim_end())));
+            }
+            OpenOptions::new().write(true).open(self.path.join(PROCESSES))
+        };
+        usable().inspect_err(|_| _ = fs::remove_dir(&self.path))
+    }
+
+    /// Kills all processes in it, and what they start meanwhile.
+    pub(super) fn kill(&self) {
+        // Linux 5.14 and later: all at once, and nothing that forks escapes.
+        if fs::write(self.path.join("cgroup.kill"), "1").is_ok() {
+            return;
+        }
+        self.kill_one_by_one();
+    }
+
+    fn kill_one_by_one(&self) {
+        for _ in 0..ROUNDS {
+            let found: Vec<Pid> = self.tree().iter().flat_map(|cgroup| processes(cgroup)).collect();
+            if found.is_empty() {
+                return;
+            }
+            for pid in found {
+                // Fails where it has ended by itself.
+                let _ = rustix::process::kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+
+    /// Removes it, with what is below it. Fails as long as a process in it lives. Whether it is gone.
+    pub(super) fn remove(&self) -> bool {
+        self.tree().iter().for_each(|cgroup| _ = fs::remove_dir(cgroup));
+        !self.path.exists()
+    }
+
+    /// Removes it at the end of a job. Processes that may outlive the job go back to the launcher's cgroup.
+    pub(super) fn leave(&self) {
+        let end = Instant::now() + PATIENCE;
+        while !self.remove() && Instant::now() < end {
+            for pid in processes(&self.path) {
+                // Fails where it has ended by itself.
+                let _ = fs::write(self.path.with_file_name(PROCESSES), pid.as_raw_nonzero().to_string());
+            }
+            // What was killed just now is still on its way out.
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// The cgroup and all below it, each behind those below itself.
+    fn tree(&self) -> Vec<PathBuf> {
+        let mut tree = vec![self.path.clone()];
+        let mut next = 0;
+        while let Some(cgroup) = tree.get(next) {
+            let entries = fs::read_dir(cgroup).into_iter().flatten().flatten();
+            let below = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
+            tree.extend(below.map(|entry| entry.path()).collect::<Vec<_>>());
+            next += 1;
+        }
+        tree.reverse();
+        tree
+    }
+}
+
+/// The processes of one cgroup, without those below it.
+fn processes(cgroup: &Path) -> Vec<Pid> {
+    let text = fs::read_to_string(cgroup.join(PROCESSES)).unwrap_or_default();
+    text.lines().filter_map(|pid| pid.parse().ok().and_then(Pid::from_raw)).collect()
+}
+
+/// The directory of the cgroup that /proc/PID/cgroup names, by the mounts that /proc/PID/mountinfo lists.
+fn own_cgroup(cgroup: &str, mounts: &str) -> Option<PathBuf> {
+    let own = Path::new(cgroup.lines().find_map(|line| line.strip_prefix("0::"))?);
+    // It is above what this process sees of the tree.
+    if own.components().any(|part| part == std::path::Component::ParentDir) {
+        return None;
+    }
+    mounts.lines().find_map(|line| {
+        // `ID PARENT DEVICE ROOT PLACE OPTIONS... - TYPE SOURCE OPTIONS`
+        let (mount, kind) = line.split_once(" - ")?;
+        let mut words = mount.split(' ').skip(3);
+        let (root, place) = (words.next()?, words.next()?);
+        // A container may have mounted a part of the tree.
+        let below = own.strip_prefix(root).ok()?;
+        kind.starts_with("cgroup2 ").then(|| Path::new(place).join(below))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UNIFIED: &str = "35 25 0:30 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n";
+    const HYBRID: &str = "36 25 0:31 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n\
+                          37 25 0:32 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n";
+    const PART: &str = "38 25 0:30 /docker/ab /sys/fs/cgroup rw - cgroup2 cgroup rw\n";
+
+    #[test]
+    fn the_own_cgroup_is_found_however_it_is_mounted() {
+        let found = |cgroup, mounts| own_cgroup(cgroup, mounts);
+        assert_eq!(found("0::/\n", UNIFIED), Some("/sys/fs/cgroup/".into()));
+        assert_eq!(found("0::/user.slice/a b\n", UNIFIED), Some("/sys/fs/cgroup/user.slice/a b".into()));
+        assert_eq!(found("8:pids:/x\n0::/y\n", HYBRID), Some("/sys/fs/cgroup/unified/y".into()));
+        assert_eq!(found("0::/docker/ab/c\n", PART), Some("/sys/fs/cgroup/c".into()));
+        for (cgroup, mounts) in
+            [("8:pids:/x\n", HYBRID), ("0::/x\n", ""), ("0::/docker/cd\n", PART), ("0::/../x\n", UNIFIED)]
+        {
+            assert_eq!(found(cgroup, mounts), None, "{cgroup}");
+        }
+    }
+
+    /// As on a system without `cgroup.kill`.
+    #[test]
+    fn processes_are_killed_one_by_one_also_in_cgroups_below() {
+        use std::os::unix::process::ExitStatusExt;
+        use std::process::Command;
+
+        let cgroup = Cgroup::of(&format!("test-{}", std::process::id()));
+        let made = cgroup.and_then(|cgroup| cgroup.make().map(|_| cgroup));
+        let Ok(cgroup) = made.inspect_err(|why| eprintln!("skipped: no cgroup can be made: {why}")) else {
+            return;
+        };
+        let below = cgroup.path().join("below");
+        fs::create_dir(&below).unwrap();
+        let mut sleepers = [cgroup.path(), &below].map(|place| {
+            let child = Command::new("sleep").arg("1000").spawn().unwrap();
+            fs::write(place.join(PROCESSES), child.id().to_string()).unwrap();
+            child
+        });
+        assert!(!cgroup.remove());
+        cgroup.kill_one_by_one();
+        for sleeper in &mut sleepers {
+            assert_eq!(sleeper.wait().unwrap().signal(), Some(9));
+        }
+        cgroup.leave();
+        assert!(!cgroup.path().exists());
+    }
+}

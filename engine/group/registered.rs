@@ -1,0 +1,81 @@
+//! The connections by which ranks have registered with rank 0. A rank keeps its own until it is connected to all others, and says so on it
+//! then. Where the connection ends before, rank 0 tells all that are still connecting, which would wait until their deadlines.
+
+use tokio::io::AsyncWriteExt;
+use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+use super::lobby::{self, Visitors};
+use super::registration::News;
+use super::wire::Frames;
+use crate::types::Rank;
+
+/// What a rank has of them when it has got the table.
+pub(super) enum Registered {
+    /// Rank 0: those of all others.
+    Host(Visitors),
+    /// Another rank: its own, and what was read of it.
+    Guest(TcpStream, Frames),
+}
+
+/// A rank that is connecting to the others. If it is dropped, all others hear that this rank is gone.
+pub(super) enum Connecting {
+    Host(mpsc::UnboundedSender<lobby::Event>),
+    Guest(OwnedWriteHalf),
+}
+
+impl Registered {
+    /// Lets `gave_up` know which rank goes away, and why, before it is connected to all others. On rank 0 the task also tells the others, and so
+    /// has to live for longer than rank 0 itself connects.
+    pub(super) fn watch(
+        self,
+        tasks: &mut JoinSet<()>,
+        gave_up: mpsc::UnboundedSender<(Rank, String)>,
+    ) -> Connecting {
+        match self {
+            Registered::Host(visitors) => {
+                let tell = visitors.tell();
+                tasks.spawn(visitors.watch(gave_up));
+                Connecting::Host(tell)
+            }
+            Registered::Guest(stream, frames) => {
+                let (read, write) = stream.into_split();
+                tasks.spawn(listen(read, frames, gave_up));
+                Connecting::Guest(write)
+            }
+        }
+    }
+}
+
+impl Connecting {
+    /// This rank is connected to all others. If it ends from here on, they see that by themselves.
+    pub(super) async fn done(self) {
+        match self {
+            Connecting::Host(tell) => _ = tell.send(lobby::Event::Connected { rank: 0, visit: 0 }),
+            // A byte always fits. Rank 0 may have gone in peace.
+            Connecting::Guest(mut write) => _ = write.write_all(&[0]).await,
+        }
+    }
+}
+
+/// Listens to rank 0, on another rank, until rank 0 knows that this one is connected to all others.
+async fn listen(mut read: OwnedReadHalf, mut frames: Frames, gave_up: mpsc::UnboundedSender<(Rank, String)>) {
+    let mut is_rank_0_connected = false;
+    loop {
+        let gone = match frames.next::<News, _>(&mut read).await {
+            Ok(Some(News::Left { rank, why })) => (rank, why),
+            Ok(Some(News::Connected)) => {
+                is_rank_0_connected = true;
+                continue;
+            }
+            Ok(Some(_)) => continue,
+            Ok(None) | Err(_) if is_rank_0_connected => return,
+            Ok(None) | Err(_) => (0, "it ended, or the connection to it did".into()),
+        };
+        if gave_up.send(gone).is_err() {
+            return;
+        }
+    }
+}
