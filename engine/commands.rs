@@ -10,6 +10,7 @@
 
 use std::cell::Cell;
 use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, OnceLock};
@@ -18,9 +19,16 @@ use std::task::Waker;
 use parking_lot::Mutex;
 
 use crate::error::Error;
+use crate::forked;
 
 thread_local! {
     static MUST_NOT_BLOCK: Cell<bool> = const { Cell::new(false) };
+    static IN_COMMAND: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Whether this thread is carrying a command out: no user's code is to run in it.
+pub(crate) fn is_in_command() -> bool {
+    IN_COMMAND.get()
 }
 
 /// From now on this thread leaves all commands to others, because many wait for what it does.
@@ -43,15 +51,18 @@ pub(crate) struct LastOf(pub(crate) Arc<Commands>);
 impl Drop for LastOf {
     fn drop(&mut self) {
         self.0.cut();
-        self.0.issue();
+        self.0.hand_over();
     }
 }
 
 /// The commands of an endpoint.
 pub(crate) struct Commands {
     list: Mutex<VecDeque<Command>>,
-    /// The list may not be empty. Changed under its lock.
+    /// What is to be dropped where a driver, or a user's code, may block.
+    disposed: Mutex<Vec<Box<dyn Send>>>,
+    /// One of the two may not be empty. Changed under its lock.
     any: AtomicBool,
+    any_disposed: AtomicBool,
     /// There has been a command.
     were_any: AtomicBool,
     /// Of the thread that carries commands out.
@@ -62,20 +73,32 @@ pub(crate) struct Commands {
     failure: OnceLock<Error>,
     /// Wakes whoever drives the endpoint.
     waker: Waker,
-    /// Tells this endpoint's thread that there are commands. `None`: the system has no thread to give.
-    thread: OnceLock<Option<Sender<()>>>,
+    /// Where this endpoint's thread is told that there are commands. `None`: the system has no thread to give.
+    thread: OnceLock<Option<Sender<Arc<Commands>>>>,
+}
+
+/// A command is being carried out, as long as this is there.
+struct AtWork<'a>(&'a AtomicBool);
+
+impl Drop for AtWork<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::SeqCst);
+    }
 }
 
 impl Commands {
     /// `waker` wakes whoever drives the endpoint.
     pub(crate) fn new(waker: Waker) -> Arc<Commands> {
+        let [any, any_disposed, were_any, is_at_work, is_cut] = [(); 5].map(|()| AtomicBool::new(false));
         Arc::new(Commands {
             list: Mutex::default(),
-            any: AtomicBool::new(false),
-            were_any: AtomicBool::new(false),
+            disposed: Mutex::default(),
+            any,
+            any_disposed,
+            were_any,
             issuing: Mutex::default(),
-            is_at_work: AtomicBool::new(false),
-            is_cut: AtomicBool::new(false),
+            is_at_work,
+            is_cut,
             failure: OnceLock::new(),
             waker,
             thread: OnceLock::new(),
@@ -101,16 +124,21 @@ impl Commands {
         let mut list = self.list.lock();
         list.push_back(command);
         self.any.store(true, Ordering::Release);
+        drop(list);
         self.were_any.store(true, Ordering::Relaxed);
+        // Who appends sees that nobody carries commands out, or who carries them out sees this one after it has let go.
+        fence(Ordering::SeqCst);
     }
 
-    /// Drops what may call a driver by that. Where this thread must not block, and operations of this endpoint call a driver, it is dropped by
-    /// a command.
+    /// Drops what may call a driver by that, or a user's code. Where this thread must not block, and operations of this endpoint call a driver,
+    /// the endpoint's thread drops it.
     pub(crate) fn dispose(&self, held: impl Send + 'static) {
-        match MUST_NOT_BLOCK.get() && self.were_any.load(Ordering::Relaxed) {
-            true => self.put_always(move || drop(held)),
-            false => drop(held),
+        if !(MUST_NOT_BLOCK.get() && self.were_any.load(Ordering::Relaxed)) {
+            return drop(held);
         }
+        let mut disposed = self.disposed.lock();
+        disposed.push(Box::new(held));
+        self.any_disposed.store(true, Ordering::Release);
     }
 
     /// Wakes whoever drives the endpoint.
@@ -133,40 +161,60 @@ impl Commands {
         !self.is_at_work.load(Ordering::SeqCst)
     }
 
+    fn has_any(&self) -> bool {
+        self.any.load(Ordering::Acquire) || self.any_disposed.load(Ordering::Acquire)
+    }
+
     /// Sees to it that all commands are carried out: by this thread, if it may block and nobody else is at it. The caller holds none of the
     /// engine's locks.
     pub(crate) fn issue(self: &Arc<Self>) {
-        if !self.any.load(Ordering::Acquire) {
+        if !self.has_any() || forked::is_forked() {
             return;
         }
-        if !MUST_NOT_BLOCK.get() {
-            return self.carry_out();
+        match MUST_NOT_BLOCK.get() {
+            true => self.hand_over(),
+            false => self.carry_out(),
+        }
+    }
+
+    /// Has this endpoint's thread carry all commands out.
+    pub(crate) fn hand_over(self: &Arc<Self>) {
+        // In a child of a fork what was appended is the parent's.
+        if !self.has_any() || forked::is_forked() {
+            return;
         }
         let start = || {
-            let (sender, told) = channel();
-            let commands = Arc::downgrade(self);
-            let work = move || {
-                while told.recv().is_ok() {
-                    commands.upgrade().iter().for_each(Commands::carry_out);
-                }
-            };
+            let (sender, told) = channel::<Arc<Commands>>();
+            let work = move || told.iter().for_each(|commands| commands.carry_out());
             std::thread::Builder::new().name("allstream-calls".into()).spawn(work).ok().map(|_| sender)
         };
         match self.thread.get_or_init(start) {
-            Some(thread) => drop(thread.send(())),
+            Some(thread) => drop(thread.send(self.clone())),
             None => self.carry_out(),
         }
     }
 
-    fn carry_out(self: &Arc<Self>) {
+    fn carry_out(&self) {
         while self.any.load(Ordering::Acquire) {
-            let Some(issuing) = self.issuing.try_lock() else { return };
+            let Some(issuing) = self.issuing.try_lock() else { break };
             while let Some(command) = self.next() {
                 self.carry_out_one(command);
             }
             drop(issuing);
-            // Who appends and finds the lock taken leaves the command to this thread: it looks again after it has let go.
+            // As in `append`.
             fence(Ordering::SeqCst);
+        }
+        // A user's code may wait for an operation of this very endpoint: nobody's commands wait for it.
+        if self.any_disposed.load(Ordering::Acquire) && !IN_COMMAND.get() {
+            let disposed = {
+                let mut disposed = self.disposed.lock();
+                self.any_disposed.store(false, Ordering::Release);
+                std::mem::take(&mut *disposed)
+            };
+            for held in disposed {
+                // A panic in it (reported on stderr) ends here.
+                let _ = catch_unwind(AssertUnwindSafe(|| drop(held)));
+            }
         }
     }
 
@@ -178,21 +226,29 @@ impl Commands {
     }
 
     fn carry_out_one(&self, Command { job, always }: Command) {
+        let panicked = |_| Err(Error::system("carry a command out", "it panicked (a bug)"));
+        let run = || {
+            IN_COMMAND.set(true);
+            let result = catch_unwind(AssertUnwindSafe(job)).unwrap_or_else(panicked);
+            IN_COMMAND.set(false);
+            result
+        };
         if always {
             // What is done always reports by itself.
-            let _ = job();
+            let _ = run();
             return;
         }
         self.is_at_work.store(true, Ordering::SeqCst);
+        let at_work = AtWork(&self.is_at_work);
         // Who cuts sees that this is at work, or this sees that it is cut.
         if !self.is_cut.load(Ordering::SeqCst)
-            && let Err(error) = job()
+            && let Err(error) = run()
         {
             let _ = self.failure.set(error);
             self.cut();
             self.wake();
         }
-        self.is_at_work.store(false, Ordering::SeqCst);
+        drop(at_work);
     }
 }
 
@@ -308,5 +364,41 @@ mod tests {
         held_up.wait();
         assert_eq!(told.recv_timeout(PATIENCE), Ok("always"));
         assert!(commands.is_idle());
+    }
+
+    struct Panics(Arc<AtomicUsize>);
+
+    impl Drop for Panics {
+        fn drop(&mut self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+            std::panic::panic_any("a drop of a test");
+        }
+    }
+
+    #[test]
+    fn what_panics_ends_neither_the_thread_nor_what_comes_behind() {
+        let (commands, dropped) = (commands(), Arc::new(AtomicUsize::new(0)));
+        let (tell, told) = mpsc::channel();
+        let (again, drops) = (commands.clone(), dropped.clone());
+        commands.put_always(|| std::panic::panic_any("a command of a test"));
+        std::thread::spawn(move || {
+            never_block_here();
+            again.dispose(Panics(drops));
+            again.issue();
+            let last = again.clone();
+            again.put_always(move || tell.send(last.is_idle()).unwrap());
+            again.issue();
+        })
+        .join()
+        .unwrap();
+        assert_eq!(told.recv_timeout(PATIENCE), Ok(true));
+        let start = Instant::now();
+        while dropped.load(Ordering::SeqCst) == 0 {
+            assert!(start.elapsed() < PATIENCE, "what was disposed of is dropped");
+            std::thread::yield_now();
+        }
+        commands.put(|| std::panic::panic_any("a command of a test"));
+        commands.issue();
+        assert!(commands.is_idle() && commands.check().is_err(), "the next pass hears of it");
     }
 }

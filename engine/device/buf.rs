@@ -140,10 +140,6 @@ impl<T: Element> Drop for DeviceBuf<T> {
             return;
         }
         let context = &self.memory.context;
-        if self.fate.is_overtaken() {
-            self.memory.last.lock().lost = true;
-            return;
-        }
         match context.enter().and_then(|entered| self.stream.mark(&entered)) {
             Ok(event) => self.memory.mark(self.stream.0.id, event),
             // No mark can be put there, so wait; and where that fails too, never use the memory again.
@@ -153,6 +149,7 @@ impl<T: Element> Drop for DeviceBuf<T> {
                 self.memory.last.lock().lost = true;
             }
         }
+        self.fate.hold(self.memory.clone());
     }
 }
 
@@ -365,7 +362,7 @@ impl<T: Element> DeviceBuf<T> {
 
     /// All of it is written anew.
     pub(super) fn overwritten(&mut self) {
-        self.fate = Arc::default();
+        self.fate = Arc::new(self.fate.written_anew());
     }
 
     pub(super) fn set_stream(&mut self, stream: &DeviceStream) {

@@ -81,10 +81,11 @@ impl Library for NcclLibrary {
         // NCCL has used its own copy of CUDA's runtime by now, which tears itself down when the process ends.
         static ONCE: Once = Once::new();
         ONCE.call_once(end_before_libraries);
-        let (comm, kept) = (Mutex::new(Some(comm)), Mutex::default());
+        let (comm, kept) = (Arc::new(Mutex::new(Some(comm))), Mutex::default());
+        let is_aborted = AtomicBool::new(false);
         let quiet = Arc::new(AtomicBool::new(false));
         let (library, name, _open) = (*self, self.name(), Busy::while_open());
-        Ok(Arc::new(NcclEnd { library, name, place, stream, comm, kept, quiet, _open }))
+        Ok(Arc::new(NcclEnd { library, name, place, stream, comm, is_aborted, kept, quiet, _open }))
     }
 }
 
@@ -95,8 +96,9 @@ struct NcclEnd {
     place: (Rank, usize),
     /// Of the rank. Kept, as NCCL knows it.
     stream: DeviceStream,
-    /// Until it is aborted, or dropped. Locked for every call of NCCL with it.
-    comm: Mutex<Option<NcclComm>>,
+    /// Until it is aborted, or dropped. Locked for every call of NCCL with it, which may block as long as the driver does.
+    comm: Arc<Mutex<Option<NcclComm>>>,
+    is_aborted: AtomicBool,
     /// Memory that a call needs beside the user's, until all of that is on the stream.
     kept: Mutex<Vec<DeviceBuf<u8>>>,
     /// The abort has ended.
@@ -108,8 +110,13 @@ impl NcclEnd {
     /// Calls NCCL with the communicator.
     fn with<T>(&self, call: impl FnOnce(NcclComm) -> Result<T, NcclError>) -> Result<T, Error> {
         let comm = self.comm.lock();
+        call(self.there(*comm)?).map_err(|error| self.library.told(self.place.0, &error))
+    }
+
+    /// The communicator, unless it is aborted.
+    fn there(&self, comm: Option<NcclComm>) -> Result<NcclComm, Error> {
         let aborted = || Error::library(&*self.name, self.place.0, "its communicator was aborted");
-        call((*comm).ok_or_else(aborted)?).map_err(|error| self.library.told(self.place.0, &error))
+        comm.filter(|_| !self.is_aborted.load(Ordering::Acquire)).ok_or_else(aborted)
     }
 
     /// Makes calls on a stream, in one group.
@@ -250,7 +257,12 @@ impl NcclEnd {
 
 impl Witness for NcclEnd {
     fn check(&self) -> Result<(), Error> {
-        self.state().map(|_| ())
+        // While another thread calls NCCL, that thread hears of what has failed. Nobody waits for it here: it may block.
+        let Some(comm) = self.comm.try_lock() else { return Ok(()) };
+        let comm = self.there(*comm)?;
+        // SAFETY: the communicator is there, and nobody else uses it meanwhile (the lock is held to the end of the function).
+        let state = unsafe { self.library.0.async_error(comm) };
+        state.map(|_| ()).map_err(|error| self.library.told(self.place.0, &error))
     }
 }
 
@@ -332,11 +344,14 @@ impl Whole for NcclEnd {
     }
 
     fn abort(&self) {
-        let Some(comm) = self.comm.lock().take() else { return };
-        let (library, quiet, busy) = (self.library, self.quiet.clone(), Busy::new());
-        // It waits for what is on the device, so a thread of its own does it.
+        if self.is_aborted.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let (library, quiet, busy, comm) = (self.library, self.quiet.clone(), Busy::new(), self.comm.clone());
+        // It waits for whoever calls NCCL right now, and for what is on the device, so a thread of its own does it.
         let abort = move || {
             let _busy = busy;
+            let Some(comm) = comm.lock().take() else { return };
             // SAFETY: taken out above: nobody has it any more.
             if let Err(error) = unsafe { library.0.abort(comm) } {
                 tracing::warn!("a communicator of NCCL is not aborted: {error}");
@@ -361,7 +376,9 @@ impl Drop for NcclEnd {
             // The library is the parent's.
             return std::mem::forget(kept);
         }
-        let Some(comm) = self.comm.get_mut().take() else {
+        let is_aborted = self.is_aborted.load(Ordering::Acquire);
+        // Nobody else has it, if it is not aborted.
+        let Some(comm) = self.comm.try_lock().filter(|_| !is_aborted).and_then(|mut comm| comm.take()) else {
             if !self.is_quiet() {
                 // NCCL may touch it yet.
                 std::mem::forget(kept);

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 
-use super::chores::Busy;
+use super::chores::{Busy, later};
 use super::links::ipc::{Far, FarRx, FarTx};
 use super::links::peer::{PeerDevice, PeerRx, PeerTx};
 use super::signal::Word;
@@ -37,6 +37,8 @@ const FRAME: usize = u32::MAX as usize;
 /// How long the streams of a communicator that has failed may take to come to their ends. After that nothing waits for them any more: neither
 /// the streams of the caller's, nor, for other processes, the rank's own.
 const LET_GO: Duration = Duration::from_millis(150);
+/// How often it is looked whether all commands of such a communicator have come through that were under way.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Bytes of a slice, and of the longest frame.
 pub(crate) fn limits() -> (usize, usize) {
@@ -72,8 +74,9 @@ pub(crate) struct Binding {
 /// How the operations of a communicator that has failed leave the devices.
 #[derive(Default)]
 struct Leaving {
-    /// Those that had been called.
+    /// Those that had been called, and the verdicts on those that streams were made to wait for.
     operations: Mutex<Vec<Weak<DeviceOp>>>,
+    verdicts: Mutex<Vec<Arc<Verdict>>>,
     /// The commands of [`Binding::leave`] are appended.
     has_begun: AtomicBool,
     /// With all ranks in this process, and no library: the buffers' streams wait for all that any rank has put on its stream.
@@ -123,10 +126,7 @@ impl Binding {
     /// For a communicator that has failed: goes on with its end, and says whether devices may still touch its memory. `since`: for how long
     /// it has been ending.
     pub(crate) fn is_touched(self: &Arc<Self>, since: Duration) -> bool {
-        let is_at_work = |device: &Arc<PeerDevice>| !device.commands.is_idle();
-        // Whoever is about to put something on a stream right now has to have done so.
-        let is_idle = !kept(Wait::MemoryLock) || !self.all.iter().flatten().any(is_at_work);
-        if is_idle && !self.leaving.has_begun.swap(true, Ordering::AcqRel) {
+        if !self.leaving.has_begun.swap(true, Ordering::AcqRel) {
             let binding = self.clone();
             self.ours.commands.put_always(move || binding.leave());
         }
@@ -143,6 +143,16 @@ impl Binding {
     /// A command: makes the buffers' streams wait for what any rank of this process has put on its stream, or watches those streams come
     /// to their ends; then lets streams go on that wait for operations of the communicator.
     fn leave(self: &Arc<Self>) {
+        // Whoever is about to put something on a stream right now has to have done so. This command is not at work in that sense.
+        let is_at_work = |device: &Arc<PeerDevice>| !device.commands.is_idle();
+        if kept(Wait::MemoryLock) && self.all.iter().flatten().any(is_at_work) {
+            let binding = self.clone();
+            return later(LOOK, move || {
+                let again = binding.clone();
+                binding.ours.commands.put_always(move || again.leave());
+                binding.ours.commands.hand_over();
+            });
+        }
         if self.is_ordered() {
             let operations: Vec<_> =
                 self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect();
@@ -152,14 +162,14 @@ impl Binding {
                 let (what, error) =
                     ("the buffers of collectives that failed on a device are not given back", error.clone());
                 LOG.line(move || tracing::warn!("{what}: {error}"));
-            } else {
-                operations.iter().for_each(|operation| operation.overtake(false));
             }
             let _ = self.leaving.ordered.set(ordered);
-        } else if let Err(error) = self.watch_ends().and_then(|()| self.ours.release_all()) {
+            self.ours.commands.wake();
+        }
+        let released = if self.is_ordered() { Ok(()) } else { self.ours.release_all() };
+        if let Err(error) = released.and(self.watch_ends()) {
             LOG.line(move || tracing::warn!("end a communicator that has failed: {error}"));
         }
-        self.ours.commands.wake();
     }
 
     /// Notes when all streams of this process have come to where they are filled to now.
@@ -173,8 +183,8 @@ impl Binding {
                 // Where one has failed, nobody can tell when the streams are quiet.
                 if result.is_ok() && left.fetch_sub(1, Ordering::AcqRel) == 1 {
                     binding.leaving.is_quiet.store(true, Ordering::Release);
-                    let operations = binding.leaving.operations.lock();
-                    operations.iter().filter_map(Weak::upgrade).for_each(|op| op.overtake(false));
+                    let verdicts = std::mem::take(&mut *binding.leaving.verdicts.lock());
+                    verdicts.iter().for_each(|verdict| verdict.let_go());
                     binding.ours.commands.wake();
                 }
             };
@@ -186,9 +196,7 @@ impl Binding {
     /// The streams do not come to their ends, or the driver does not answer: what waits for them goes on. Stores to memory, no call of the
     /// driver's.
     fn overtake(&self) {
-        let operations = self.leaving.operations.lock();
-        operations.iter().filter_map(Weak::upgrade).for_each(|operation| operation.overtake(true));
-        drop(operations);
+        self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
         self.ours.release_all_now();
         if let Some(far) = &self.far {
             far.let_go();
@@ -236,6 +244,15 @@ struct State {
 impl Witness for Far {
     fn check(&self) -> Result<(), Error> {
         Far::check(self)
+    }
+}
+
+impl Drop for DeviceOp {
+    /// Dropped by a command: the memory goes back to the device's pool.
+    fn drop(&mut self) {
+        if let Some(verdict) = self.state.get_mut().verdict.take().filter(|verdict| verdict.is_good()) {
+            verdict.let_go();
+        }
     }
 }
 
@@ -350,7 +367,7 @@ impl DeviceOp {
                 verdict.settle(Ok(()));
             }
             if let Ok(workspace) = &self.workspace {
-                workspace.release();
+                workspace.is_past();
             }
         }
         Ok(over)
@@ -458,10 +475,11 @@ impl DeviceOp {
             }
             state.verdict.clone()
         };
+        let leaving = &self.binding.leaving;
         if let Some(verdict) = verdict {
             verdict.settle(Err(cause.clone()));
+            leaving.verdicts.lock().push(verdict);
         }
-        let leaving = &self.binding.leaving;
         leaving.operations.lock().push(Arc::downgrade(self));
         if leaving.has_begun.load(Ordering::Acquire) {
             // It was called meanwhile, and nothing of it is on a stream.
@@ -481,14 +499,6 @@ impl DeviceOp {
             LOG.line(move || tracing::warn!("{what}: {error}"));
         }
         is_err || self.binding.leaving.ordered.get().is_some_and(Result::is_err)
-    }
-
-    /// Streams that wait for it go on, whether or not a device may still touch its buffers; or no device does any more.
-    fn overtake(&self, is_overtaken: bool) {
-        let verdict = self.state.lock().verdict.clone();
-        if let Some(verdict) = verdict {
-            verdict.overtake(is_overtaken);
-        }
     }
 
     /// It has failed, and its buffers are not to be given back by whoever has them.

@@ -9,6 +9,7 @@
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Waker;
 
 use parking_lot::Mutex;
@@ -133,6 +134,24 @@ pub(crate) struct Staged {
     ready: Vec<Event>,
     back: Mutex<Back>,
     commands: Arc<Commands>,
+    /// Commands that are to start copies back.
+    copying: AtomicUsize,
+}
+
+/// As long as this is there, copies back may be put on a stream any time.
+struct Copying(Arc<Staged>);
+
+impl Copying {
+    fn new(staged: Arc<Staged>) -> Copying {
+        staged.copying.fetch_add(1, Ordering::AcqRel);
+        Copying(staged)
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        self.0.copying.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 impl Staged {
@@ -159,7 +178,8 @@ impl Staged {
         let running = Together::new(1, None);
         let back = Mutex::new(Back { next: 0, running, is_open: false, begun: None, settling: 0 });
         let commands = commands.clone();
-        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back, commands });
+        let copying = AtomicUsize::new(0);
+        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back, commands, copying });
         let put = || -> Result<_, Error> {
             let fills: Vec<Vec<DeviceEvent>> =
                 (0..staged.stripes.len()).map(|i| staged.fill(i)).collect::<Result<_, _>>()?;
@@ -308,9 +328,9 @@ impl Staged {
             back.is_open && self.stripes.get(back.next).is_some_and(|stripe| stripe.reach <= reach)
         };
         if any {
-            let staged = self.clone();
+            let copying = Copying::new(self.clone());
             self.commands.put(move || {
-                staged.start_back(reach);
+                copying.0.start_back(reach);
                 Ok(())
             });
         }
@@ -370,7 +390,7 @@ impl Staged {
 
     /// Whether copies may be on their way that no stream of a buffer waits for.
     pub(crate) fn is_settling(&self) -> bool {
-        self.back.lock().settling > 0
+        self.back.lock().settling > 0 || self.copying.load(Ordering::Acquire) > 0
     }
 
     fn ended(&self, result: Result<(), Error>) {

@@ -4,6 +4,8 @@
 //! locks are held. All of an operation's work is on one stream, so a region that a part has given back can be used by the next part at
 //! once.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use parking_lot::Mutex;
 
 use super::blocks;
@@ -23,6 +25,8 @@ pub(crate) fn needs(bytes: usize, pieces: usize) -> usize {
 pub(crate) struct Workspace {
     address: u64,
     bytes: usize,
+    /// The stream has come to the end of the operation.
+    is_past: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -52,7 +56,8 @@ impl Workspace {
         let memory = DeviceBuf::raw(stream, bytes)?;
         let free = each.map_or(Vec::new(), |each| (0..together).map(|i| i * each).collect());
         let (address, memory) = (memory.as_ptr(), Some(memory));
-        Ok(Workspace { address, bytes, state: Mutex::new(State { memory, next: 0, each, free }) })
+        let is_past = AtomicBool::new(false);
+        Ok(Workspace { address, bytes, is_past, state: Mutex::new(State { memory, next: 0, each, free }) })
     }
 
     /// A region of so many bytes, no more than the part was said to need: its address. `None`: that was not true.
@@ -77,10 +82,24 @@ impl Workspace {
         }
     }
 
-    /// The stream has come to the end of the operation: nobody touches the memory any more. Calls no driver.
+    /// The stream has come to the end of the operation: nobody touches the memory any more.
+    pub(crate) fn is_past(&self) {
+        self.is_past.store(true, Ordering::Release);
+    }
+
+    /// Gives the memory back at once, whatever is still on the stream.
     pub(crate) fn release(&self) {
         if let Some(memory) = self.state.lock().memory.take() {
             memory.replaced();
+        }
+    }
+}
+
+impl Drop for Workspace {
+    fn drop(&mut self) {
+        // Otherwise the memory is free when the stream has come to what is on it now.
+        if *self.is_past.get_mut() {
+            self.release();
         }
     }
 }

@@ -10,6 +10,7 @@ use tokio::runtime::Handle;
 use tokio::sync::oneshot;
 use tokio::task::{AbortHandle, JoinHandle};
 
+use crate::commands::never_block_here;
 use crate::error::Error;
 use crate::forked;
 
@@ -52,7 +53,10 @@ fn start() -> Result<Control, Error> {
     let handle = runtime.handle().clone();
     let thread = std::thread::Builder::new()
         .name(THREAD.into())
-        .spawn(move || runtime.block_on(std::future::pending::<()>()))
+        .spawn(move || {
+            never_block_here();
+            runtime.block_on(std::future::pending::<()>());
+        })
         .map_err(|e| Error::system(doing(), e))?;
     Ok(Control { handle, thread: thread.thread().id() })
 }

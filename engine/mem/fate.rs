@@ -20,13 +20,23 @@ pub(crate) trait Witness: Send + Sync {
 pub(crate) struct Verdict {
     over: OnceLock<Result<(), Error>>,
     witness: Option<Weak<dyn Witness>>,
-    /// Streams that waited for the operation were let go on, while devices may still touch its buffers.
+    /// Streams that waited for the operation were let go on, while devices may still have touched its buffers.
     is_overtaken: AtomicBool,
+    held: Mutex<Held>,
+}
+
+/// Memory of the operation's buffers that was dropped.
+#[derive(Default)]
+struct Held {
+    /// No device touches it any more because of the operation.
+    is_past: bool,
+    memory: Vec<Box<dyn Send>>,
 }
 
 impl Verdict {
     pub(crate) fn new(witness: Option<Weak<dyn Witness>>) -> Verdict {
-        Verdict { over: OnceLock::new(), witness, is_overtaken: AtomicBool::new(false) }
+        let (over, is_overtaken, held) = (OnceLock::new(), AtomicBool::new(false), Mutex::default());
+        Verdict { over, witness, is_overtaken, held }
     }
 
     /// The first word counts. A failure is told before any stream that waits for the operation goes on.
@@ -34,10 +44,33 @@ impl Verdict {
         let _ = self.over.set(result);
     }
 
-    /// The operation has failed, and the streams that wait for it go on whether or not devices still touch its buffers. From here on, and
-    /// until this is taken back, memory of theirs that is dropped is not used again.
-    pub(crate) fn overtake(&self, is_overtaken: bool) {
-        self.is_overtaken.store(is_overtaken, Ordering::Release);
+    /// The operation has failed, and the streams that wait for it go on whether or not devices still touch its buffers.
+    pub(crate) fn overtake(&self) {
+        self.is_overtaken.store(true, Ordering::Release);
+    }
+
+    /// Whether the operation has ended well.
+    pub(crate) fn is_good(&self) -> bool {
+        matches!(self.over.get(), Some(Ok(())))
+    }
+
+    /// No device touches the buffers any more because of the operation: what was kept of their memory is free.
+    pub(crate) fn let_go(&self) {
+        let memory = {
+            let mut held = self.held.lock();
+            held.is_past = true;
+            std::mem::take(&mut held.memory)
+        };
+        drop(memory);
+    }
+
+    /// Keeps memory of a buffer that was dropped until nothing touches it because of the operation. Streams that wait for the operation may be
+    /// let go on before that, if it fails.
+    fn hold(&self, memory: impl Send + 'static) {
+        let mut held = self.held.lock();
+        if !held.is_past {
+            held.memory.push(Box::new(memory));
+        }
     }
 
     pub(crate) fn ask(&self) -> Result<(), Error> {
@@ -48,29 +81,57 @@ impl Verdict {
     }
 }
 
-/// The operations that a buffer's contents depend on.
+impl Drop for Verdict {
+    /// Nobody has been able to tell that the memory is free: nobody uses it again.
+    fn drop(&mut self) {
+        let held = self.held.get_mut();
+        if !held.is_past {
+            std::mem::forget(std::mem::take(&mut held.memory));
+        }
+    }
+}
+
+/// An operation on which a buffer depends.
+#[derive(Clone)]
+struct Dependence {
+    verdict: Arc<Verdict>,
+    /// The operation has made its contents. Otherwise all of the buffer was written anew since, and the operation may still touch its memory.
+    is_of_contents: bool,
+}
+
+/// The operations that a buffer depends on.
 #[derive(Default)]
-pub(crate) struct Fate(Mutex<Vec<Arc<Verdict>>>);
+pub(crate) struct Fate(Mutex<Vec<Dependence>>);
 
 impl Fate {
     pub(crate) fn depend_on(&self, verdict: &Arc<Verdict>) {
-        let mut verdicts = self.0.lock();
+        self.add(Dependence { verdict: verdict.clone(), is_of_contents: true });
+    }
+
+    fn add(&self, new: Dependence) {
+        let mut all = self.0.lock();
         // Each once: buffers that are made of each other would double their lists with every step.
-        verdicts.retain(|known| !matches!(known.over.get(), Some(Ok(()))) && !Arc::ptr_eq(known, verdict));
-        verdicts.push(verdict.clone());
+        all.retain(|known| !known.verdict.is_good() && !Arc::ptr_eq(&known.verdict, &new.verdict));
+        all.push(new);
     }
 
     /// Of a buffer that has a part of another's contents.
     pub(crate) fn depend_like(&self, other: &Fate) {
         let theirs = other.0.lock().clone();
-        for verdict in theirs {
-            self.depend_on(&verdict);
-        }
+        theirs.into_iter().for_each(|dependence| self.add(dependence));
     }
 
-    /// Whether a device may touch the memory out of the order of its stream ([`Verdict::overtake`]).
-    pub(crate) fn is_overtaken(&self) -> bool {
-        self.0.lock().iter().any(|verdict| verdict.is_overtaken.load(Ordering::Acquire))
+    /// That of the same buffer after all of it has been written anew.
+    pub(crate) fn written_anew(&self) -> Fate {
+        let mut all = self.0.lock().clone();
+        all.retain(|known| !known.verdict.is_good() && !known.verdict.held.lock().is_past);
+        all.iter_mut().for_each(|known| known.is_of_contents = false);
+        Fate(Mutex::new(all))
+    }
+
+    /// The buffer is dropped: keeps its memory for as long as operations may touch it out of the order of its stream.
+    pub(crate) fn hold(&self, memory: impl Send + Clone + 'static) {
+        self.0.lock().iter().for_each(|known| known.verdict.hold(memory.clone()));
     }
 
     /// Why the contents mean nothing. Asked by who has seen them come, in the order of their stream.
@@ -78,7 +139,10 @@ impl Fate {
     /// # Errors
     /// The cause for which an operation failed.
     pub(crate) fn check(&self) -> Result<(), Error> {
-        self.0.lock().iter().try_for_each(|verdict| verdict.ask())
+        let all = self.0.lock();
+        let counts =
+            |known: &&Dependence| known.is_of_contents || known.verdict.is_overtaken.load(Ordering::Acquire);
+        all.iter().filter(counts).try_for_each(|known| known.verdict.ask())
     }
 }
 
@@ -124,5 +188,33 @@ mod tests {
         assert!(fate.check().is_ok());
         verdict.settle(Err(Error::invalid("all_reduce", "a test")));
         assert!(fate.check().is_err());
+    }
+
+    #[test]
+    fn memory_that_is_dropped_while_an_operation_may_touch_it_is_kept_until_it_does_not() {
+        let (verdict, fate, memory) = (Arc::new(Verdict::new(None)), Fate::default(), Arc::new(()));
+        fate.depend_on(&verdict);
+        fate.hold(memory.clone());
+        assert_eq!(Arc::strong_count(&memory), 2, "the operation may touch it");
+        verdict.let_go();
+        assert_eq!(Arc::strong_count(&memory), 1);
+        fate.hold(memory.clone());
+        assert_eq!(Arc::strong_count(&memory), 1, "nothing touches it any more");
+        let never = Arc::new(Verdict::new(None));
+        Fate::depend_on(&fate, &never);
+        fate.hold(memory.clone());
+        drop((fate, never));
+        assert_eq!(Arc::strong_count(&memory), 2, "nobody was able to tell");
+    }
+
+    #[test]
+    fn what_is_written_anew_is_good_unless_a_device_may_have_come_later() {
+        let (verdict, fate) = (Arc::new(Verdict::new(None)), Fate::default());
+        fate.depend_on(&verdict);
+        let anew = fate.written_anew();
+        verdict.settle(Err(Error::system("work", "it failed in a test")));
+        assert!(fate.check().is_err() && anew.check().is_ok());
+        verdict.overtake();
+        assert!(anew.check().is_err(), "a stream went on before the devices were done with the memory");
     }
 }

@@ -129,9 +129,13 @@ impl<C: Clone> CopyBacks<C> {
         self.state.lock().moving.get(&key.number()).map(|operation| operation.carrier.clone())
     }
 
-    /// Whether the copy of an operation is being put on a stream right now. `None`: the operation has ended.
-    pub(super) fn is_starting(&self, key: Key) -> Option<bool> {
-        self.state.lock().find(key).map(|running| running.stage == Stage::Starting)
+    /// Gives up the copy of an operation, which is not started any more if it was not. Whether it is being put on a stream right now. `None`:
+    /// the operation has ended.
+    pub(super) fn give_up(&self, key: Key) -> Option<bool> {
+        self.change(|state| {
+            let place = state.running.iter().position(|running| running.operation.key == key)?;
+            Some(state.running.swap_remove(place).stage == Stage::Starting)
+        })
     }
 
     /// Those that take longer than their operation may.
@@ -178,13 +182,27 @@ mod tests {
         assert!(all.moved(first.key, || start));
         let clock = DeadlineClock::new(start);
         let late = |seconds| all.overdue(after(seconds), &clock).len();
-        assert_eq!((late(1), late(2), all.is_starting(first.key)), (0, 1, Some(false)), "nobody starts it");
+        assert_eq!((late(1), late(2)), (0, 1), "nobody starts it");
         assert!(all.starts(first.key).is_some());
-        assert_eq!((late(2), all.is_starting(first.key)), (1, Some(true)), "the driver blocks");
+        assert_eq!(late(2), 1, "the driver blocks");
         all.started(first.key, after(1));
-        assert_eq!((late(2), late(3), all.is_starting(first.key)), (0, 1, Some(false)));
+        assert_eq!((late(2), late(3)), (0, 1));
         assert!(all.finished(first.key).is_some());
-        assert_eq!((late(3), all.is_starting(first.key)), (0, None), "finished is forgotten");
+        assert_eq!(late(3), 0, "finished is forgotten");
+    }
+
+    #[test]
+    fn what_is_given_up_is_not_started_and_who_gives_up_knows_whether_it_was_being_started() {
+        let (all, mut table) = (CopyBacks::default(), Inflight::with_capacity(2));
+        let (first, second) = (operation(&mut table), operation(&mut table));
+        for operation in [&first, &second] {
+            all.submitted(operation.clone());
+            assert!(all.moved(operation.key, Instant::now));
+        }
+        assert_eq!((all.give_up(first.key), all.give_up(first.key)), (Some(false), None));
+        assert!(all.starts(first.key).is_none(), "it has ended");
+        assert!(all.starts(second.key).is_some());
+        assert_eq!(all.give_up(second.key), Some(true));
     }
 
     #[test]

@@ -122,7 +122,7 @@ impl Run {
     /// Ends operations whose results a device does not copy back within the operation's time.
     pub(super) fn end_overdue_copy_backs(&self, of: &Arc<Endpoint>, now: Instant) {
         for CopyBack { key, number, signature, timeout, carrier } in of.copy_backs.overdue(now, &self.clock) {
-            let Some(is_starting) = of.copy_backs.is_starting(key) else { continue };
+            let Some(is_starting) = of.copy_backs.give_up(key) else { continue };
             let error = of.config.not_come(number, signature, timeout);
             of.fail(error.clone());
             // Copies may be under way, or be put on a stream any time, that nothing else waits for.
@@ -130,6 +130,7 @@ impl Run {
                 std::mem::forget(of.submitted.borrow(key));
             }
             of.finish(key, Err(error));
+            of.completions.put_carrier(carrier);
         }
     }
 }

@@ -5,6 +5,7 @@ use std::task::Waker;
 
 use super::completions::Ran;
 use super::{Endpoint, Finished};
+use crate::commands::is_in_command;
 use crate::error::Error;
 use crate::exec::inflight::Key;
 use crate::forked;
@@ -27,6 +28,9 @@ impl Endpoint {
         let started = move || self.copy_backs.started(key, self.config.now());
         let ended = move |result| {
             endpoint.finish(key, result);
+            if is_in_command() {
+                return endpoint.leave_to_progress_thread();
+            }
             endpoint.run_completions();
             endpoint.drop_carriers();
             endpoint.commands.issue();

@@ -78,7 +78,7 @@ impl IdleRuns {
     pub(crate) fn stop_reading(&mut self) {
         self.run.ports().for_each(Port::stop_reading);
         self.run.messages.port().stop_reading();
-        self.commands.0.issue();
+        self.commands.0.hand_over();
     }
 
     /// Takes back what peers have released.
@@ -87,7 +87,7 @@ impl IdleRuns {
             let _ = port.reap(|_| {});
         }
         let _ = self.run.messages.port().reap(|_| {});
-        self.commands.0.issue();
+        self.commands.0.hand_over();
     }
 
     /// Every peer has stopped reading: what was lent is free.

@@ -65,6 +65,7 @@ impl Run {
 
     /// Fails everything once no peer can touch our buffers any more.
     pub(super) fn tear_down(&mut self, of: &Arc<Endpoint>) -> Progress {
+        of.commands.cut();
         if let Some(bound) = of.bound() {
             bound.abort();
         }
