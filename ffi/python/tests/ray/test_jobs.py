@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import tempfile
 
 import pytest
 from programs import REPOSITORY
@@ -24,6 +25,8 @@ def test_a_submitted_job(tmp_path):
     shutil.copy(REPOSITORY / "ffi/python/examples/ray_design.py", tmp_path)
     (tmp_path / "program.py").write_text("import os, ray_design\nray_design.main()\nprint('of the job:', os.environ['OF_THE_JOB'])\n")
     # A cluster beside the one of these tests: its agent, which runs jobs, needs a port of its own, and who submits them the cluster's secret.
+    # What is in its folder tells no other program of it; the names of sockets there must be short.
+    folder = tempfile.mkdtemp(prefix="ray-")
     done = script(
         f"""
         import os, socket, subprocess, sys, time
@@ -58,9 +61,11 @@ def test_a_submitted_job(tmp_path):
             cluster.terminate()
             cluster.wait(20)
         """,
+        RAY_TMPDIR=folder,
         RAY_AUTH_MODE="token",
         RAY_AUTH_TOKEN=secrets.token_hex(32),
     )
+    shutil.rmtree(folder, ignore_errors=True)
     lines = done.stdout.splitlines()
     assert "SUCCEEDED" in lines, done.stdout + done.stderr[-3000:]
     assert [line for line in lines if line in DESIGN or line.startswith("of the job")] == [*DESIGN, "of the job: 3"], done.stdout
