@@ -15,7 +15,7 @@ use crate::runner;
 const BASE: [&str; 4] = ["numpy", "ml_dtypes", "pytest>=8", "pytest-timeout>=2"];
 /// What the others need. A torch for CUDA is what PyPI has; it runs without a GPU.
 const LIBRARIES: [(&str, &str); 3] =
-    [("torch", "torch==2.15.*"), ("ray", "ray[train]==2.60.*"), ("spacy", "spacy==3.8.*")];
+    [("torch", "torch==2.15.*"), ("ray", "ray[default,train]==2.60.*"), ("spacy", "spacy==3.8.*")];
 /// How long pip may take for all of one library.
 const DOWNLOAD: Duration = Duration::from_secs(12 * 60);
 

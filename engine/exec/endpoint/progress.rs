@@ -121,8 +121,11 @@ impl Endpoint {
                     break None;
                 }
             } else {
+                // The clock runs from before the core is given away: it may come back milliseconds later, where others compute on it.
+                if self.config.crowded {
+                    idle_since.get_or_insert_with(Instant::now);
+                }
                 let yielded = self.config.relax(&mut passes);
-                // A core that was given away may come back milliseconds later, where others compute on it.
                 let looks = yielded || passes.is_multiple_of(LOOK);
                 if looks {
                     let now = Instant::now();

@@ -58,7 +58,8 @@ class Worker:
 
 
 def main():
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    # Its actors take no CPU: without a number of them the program also runs in a cluster that is there (`ray job submit`).
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning")
 
     workers = [Worker.remote() for _ in range(2)]
     ray.get([worker.setup.remote(2, rank) for rank, worker in enumerate(workers)])

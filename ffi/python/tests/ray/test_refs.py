@@ -228,10 +228,10 @@ def test_a_sender_that_fails_while_the_receiver_is_busy(three, name):
         ray._private.worker.global_worker.rdt_manager.rdt_store._rdt_store.clear()
 
     def busy_until_aborted(actor):
-        from allstream.ray import refs
+        from allstream.ray import transport
 
         until = time.monotonic() + 30
-        while not refs._transfers._aborted and time.monotonic() < until:
+        while not transport._transfers._aborted and time.monotonic() < until:
             time.sleep(0.01)
         return time.monotonic()
 
@@ -249,7 +249,7 @@ def test_a_sender_that_fails_while_the_receiver_is_busy(three, name):
 
 
 def test_a_receiver_that_fails_while_the_sender_is_busy(three, name):
-    from allstream.ray.refs import AllstreamMetadata, AllstreamRoute, AllstreamTransport
+    from allstream.ray.transport import AllstreamMetadata, AllstreamRoute, AllstreamTransport
 
     route = AllstreamRoute(group=name, source=1, target=0, tag=(1 << 31) | 6)
 
@@ -270,7 +270,7 @@ def test_a_receiver_that_fails_while_the_sender_is_busy(three, name):
 
 def test_a_transfer_that_is_aborted(three, name):
     """What Ray does at its own deadline: the one who waits is free at once, and the group goes on."""
-    from allstream.ray.refs import AllstreamMetadata, AllstreamRoute, AllstreamTransport
+    from allstream.ray.transport import AllstreamMetadata, AllstreamRoute, AllstreamTransport
 
     route = AllstreamRoute(group=name, source=1, target=0, tag=(1 << 31) | 5)
 

@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+import ray.experimental.rdt.util
 
 HEAD = """
     import numpy, ray, allstream.ray
@@ -58,6 +59,35 @@ def test_before_init_and_again_after_shutdown():
             ray.shutdown()
     """)
     assert done.stdout.splitlines() == ["[2.0, 2.0] ['1', '1']"] * 2
+
+
+def test_the_transport_is_made_known_while_the_program_imports_rays_module():
+    """Ray does that on a thread of its own, which must wait for nothing that the program's thread is importing, nor break its import."""
+    module = ray.experimental.rdt.util.transport_manager_info["ALLSTREAM"].transport_manager_class.__module__
+    done = script(f"""
+        import importlib, threading
+        from allstream.ray import hook
+        midway, go_on, got = threading.Event(), threading.Event(), []
+
+        def pause():
+            midway.set()
+            assert go_on.wait(60)
+
+        hook._after_import("ray.util.collective.types", pause)
+        program = threading.Thread(target=lambda: got.append(allstream.ray.init_collective_group.__name__), daemon=True)
+        program.start()
+        assert midway.wait(60)
+        rays = threading.Thread(target=lambda: got.append(importlib.import_module({module!r}).__name__), daemon=True)
+        rays.start()
+        rays.join(20)
+        print(got)
+        go_on.set()
+        program.join(60)
+        print(got)
+        import ray.util.collective as col
+        print(col.is_backend_available("ALLSTREAM"))
+    """)
+    assert done.stdout.splitlines() == [f"['{module}']", f"['{module}', 'init_collective_group']", "True"], done.stderr[-3000:]
 
 
 def test_workers_that_do_not_communicate_import_nothing():

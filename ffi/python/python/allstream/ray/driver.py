@@ -44,7 +44,7 @@ def create_collective_group(
     register_here()
     backend = backend_here(backend)
     if backend.upper() != BACKEND:
-        from ray.util.collective.collective import create_collective_group as of_ray
+        from ray.util.collective import create_collective_group as of_ray
 
         return of_ray(list(actors), world_size, list(ranks), backend, group_name, gloo_timeout)
     _check_ranks(actors, world_size, ranks)
@@ -79,7 +79,7 @@ def destroy_collective_group(group_name: str = "default") -> None:
         ValueError: this driver has created no such group.
     """
     if ray._private.worker.global_worker.mode == ray.WORKER_MODE:
-        from ray.util.collective.collective import destroy_collective_group as of_ray
+        from ray.util.collective import destroy_collective_group as of_ray
 
         return of_ray(group_name)
     handle = _manager().remove_remote_communicator(group_name)
@@ -94,7 +94,7 @@ destroy_group = destroy_collective_group
 def _join(actor: Any, world_size: int, rank: int, group_name: str, gloo_timeout: int, call: str) -> None:
     """What runs in an actor to join: waits until all have met."""
     register_here()
-    from ray.util.collective.collective import init_collective_group, is_group_initialized
+    from ray.util.collective import init_collective_group, is_group_initialized
 
     from allstream.ray.group import get_group
 
@@ -110,8 +110,8 @@ def _join(actor: Any, world_size: int, rank: int, group_name: str, gloo_timeout:
 
 def _leave(actor: Any, group_name: str, call: Optional[str]) -> None:
     """What runs in an actor to leave: with a call's name, only a group that was made by that call."""
-    from ray.util.collective.collective import destroy_collective_group as of_ray
-    from ray.util.collective.collective import is_group_initialized
+    from ray.util.collective import destroy_collective_group as of_ray
+    from ray.util.collective import is_group_initialized
 
     from allstream.ray.group import get_group
 

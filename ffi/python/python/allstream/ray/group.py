@@ -399,7 +399,7 @@ def init_collective_group(
         ValueError: a name that is empty; a backend that nobody has registered.
         AssertionError: a world size or a rank that cannot be.
     """
-    from ray.util.collective.collective import init_collective_group as of_ray
+    from ray.util.collective import init_collective_group as of_ray
 
     register_here()
     of_ray(world_size, rank, backend_here(backend), group_name, gloo_timeout)
@@ -407,7 +407,7 @@ def init_collective_group(
 
 def destroy(group_name: str = "default") -> None:
     """As `ray.util.collective.destroy_collective_group`."""
-    from ray.util.collective.collective import destroy_collective_group
+    from ray.util.collective import destroy_collective_group
 
     destroy_collective_group(group_name)
 

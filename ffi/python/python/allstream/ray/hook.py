@@ -65,7 +65,8 @@ def setup() -> None:
 
 def register_here() -> None:
     """Registers in this process, now."""
-    importlib.import_module("ray.util.collective.collective")
+    # The whole package: who imports a part of it does not wait for another thread that is importing the package.
+    importlib.import_module("ray.util.collective")
     _register_all()
 
 
@@ -88,7 +89,7 @@ def _register_group() -> None:
 
 def _register_transport() -> None:
     try:
-        importlib.import_module("allstream.ray.refs")
+        importlib.import_module("allstream.ray.transport").register()
     except ImportError as missing:
         # Ray Direct Transport is alpha: a Ray whose parts have other names has groups, and no ObjectRefs of allstream's. Or this is
         # called while Ray's module imports torch, and is called again when that module is there.

@@ -1,9 +1,8 @@
 """ObjectRefs: tensors that stay in the actor that made them, moved and reduced by allstream.
 
-All that touches Ray Direct Transport, which is alpha in Ray, is in this file. A method with `@ray.method(tensor_transport="ALLSTREAM")`
-leaves its tensors in its actor, and its ObjectRef carries only what they look like. Passed to another actor of the same group, they
-go there as messages of that group (`AllstreamTransport`); passed to the functions below, they are reduced, copied or collected by one
-call of the driver, which names all:
+A method with `@ray.method(tensor_transport="ALLSTREAM")` leaves its tensors in its actor, and its ObjectRef carries only what they look
+like. Passed to another actor of the same group, they go there as messages of that group (`allstream.ray.transport`); passed to the functions
+below, they are reduced, copied or collected by one call of the driver, which names all:
 
     a, b = Worker.remote(), Worker.remote()
     allstream.ray.create_collective_group([a, b], 2, [0, 1], group_name="g")
@@ -15,213 +14,13 @@ return are refs of the results, at once; a call that fails is an error of those 
 called on it before.
 """
 
-import secrets
-import threading
-from collections import deque
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Deque, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 import ray
-from ray.experimental.rdt.tensor_transport_manager import (
-    CommunicatorMetadata,
-    TensorTransportManager,
-    TensorTransportMetadata,
-)
 from ray.util.collective.types import ReduceOp
 
-from allstream import errors
 from allstream.ray.hook import BACKEND
-
-# Transfers have tags of their own, of which no program's `send` takes any: those have tag 0.
-_TAGS = 1 << 31
-# How many aborts are kept for transfers that have not begun in this actor. Ray gives up on one within a minute or so.
-_KEPT = 4096
-# The deadline of a message of a transfer in the engine. `AllstreamTransport` has a shorter one, which ends the transfer, not the group.
-_NEVER = 1e6
-
-
-@dataclass
-class AllstreamMetadata(TensorTransportMetadata):
-    """What the tensors of a ref look like."""
-
-
-@dataclass
-class AllstreamRoute(CommunicatorMetadata):
-    """One transfer: the group that both actors are in, their ranks, and the tag of its messages; or why there can be none."""
-
-    problem: str = ""
-    group: str = ""
-    source: int = 0
-    target: int = 0
-    tag: int = 0
-
-
-class _Transfer:
-    """A transfer in flight in this actor, which can be given up."""
-
-    def __init__(self) -> None:
-        self.changed, self.aborted = threading.Event(), False
-
-    def abort(self) -> None:
-        self.aborted = True
-        self.changed.set()
-
-
-class _Transfers:
-    """The transfers of this actor, by tag, which no two have in common: those in flight, and those that Ray has aborted already.
-
-    An abort may come before its transfer has begun here, where this actor is busy while the other one fails: it is kept, and the
-    transfer ends as it begins.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._running: Dict[int, _Transfer] = {}
-        self._aborted: Deque[int] = deque(maxlen=_KEPT)
-
-    @contextmanager
-    def running(self, tag: int) -> Iterator[_Transfer]:
-        transfer = _Transfer()
-        with self._lock:
-            self._running[tag] = transfer
-            if tag in self._aborted:
-                self._aborted.remove(tag)
-                transfer.abort()
-        try:
-            yield transfer
-        finally:
-            with self._lock:
-                del self._running[tag]
-
-    def abort(self, tag: int) -> None:
-        with self._lock:
-            transfer = self._running.get(tag)
-            if transfer is None:
-                self._aborted.append(tag)
-            else:
-                transfer.abort()
-
-
-_transfers = _Transfers()
-
-
-class AllstreamTransport(TensorTransportManager):
-    """Moves the tensors of a ref from actor to actor, as messages of a group that both are in."""
-
-    def tensor_transport_backend(self) -> str:
-        return BACKEND
-
-    @staticmethod
-    def is_one_sided() -> bool:
-        return False
-
-    @staticmethod
-    def can_abort_transport() -> bool:
-        return True
-
-    def actor_has_tensor_transport(self, actor: Any) -> bool:
-        return bool(_groups_of([actor]))
-
-    def extract_tensor_transport_metadata(self, obj_id: str, rdt_object: List[Any]) -> AllstreamMetadata:
-        kinds = {tensor.device.type for tensor in rdt_object}
-        if len(kinds) > 1:
-            raise ValueError(f"All tensors of an object must be on the same kind of device; got {sorted(kinds)}.")
-        return AllstreamMetadata(
-            tensor_meta=[(tensor.shape, tensor.dtype) for tensor in rdt_object],
-            tensor_device=next(iter(kinds), None),
-        )
-
-    def get_communicator_metadata(self, src_actor: Any, dst_actor: Any, backend: Optional[str] = None) -> AllstreamRoute:
-        groups = _groups_of([src_actor, dst_actor])
-        if not groups:
-            # Ray may ask on a thread of its own, where an exception would be nobody's. The receiver raises it.
-            return AllstreamRoute(
-                problem=f"No group of the backend {BACKEND} has both {src_actor} and {dst_actor}, so tensors cannot go from one to the "
-                "other. Make one with allstream.ray.create_collective_group([...]) that has all actors which the ref is passed to."
-            )
-        group = groups[-1]
-        return AllstreamRoute(
-            group=group.name,
-            source=group.get_rank(src_actor),
-            target=group.get_rank(dst_actor),
-            tag=_TAGS | secrets.randbits(31),
-        )
-
-    def recv_multiple_tensors(
-        self,
-        obj_id: str,
-        tensor_transport_metadata: TensorTransportMetadata,
-        communicator_metadata: CommunicatorMetadata,
-        target_buffers: Optional[List[Any]] = None,
-    ) -> List[Any]:
-        from ray.experimental.rdt.util import create_empty_tensors_from_metadata
-
-        if communicator_metadata.problem:
-            raise ValueError(communicator_metadata.problem)
-        tensors = target_buffers or create_empty_tensors_from_metadata(tensor_transport_metadata)
-        _exchange("recv", tensors, communicator_metadata, communicator_metadata.source)
-        return tensors
-
-    def send_multiple_tensors(
-        self,
-        tensors: List[Any],
-        tensor_transport_metadata: TensorTransportMetadata,
-        communicator_metadata: CommunicatorMetadata,
-    ) -> None:
-        # The receiver says what is wrong.
-        if communicator_metadata.problem:
-            return
-        _exchange("send", tensors, communicator_metadata, communicator_metadata.target)
-
-    def garbage_collect(self, obj_id: str, tensor_transport_meta: TensorTransportMetadata, tensors: List[Any]) -> None:
-        """The tensors are the actor's own memory: there is nothing to give back."""
-
-    def abort_transport(self, obj_id: str, communicator_metadata: CommunicatorMetadata) -> None:
-        """Ends this transfer in this actor, also one that has not begun here. The group and all other transfers go on."""
-        if not communicator_metadata.problem:
-            _transfers.abort(communicator_metadata.tag)
-
-
-def _exchange(direction: str, tensors: List[Any], route: Any, peer: int) -> None:
-    """Sends or receives all tensors of a transfer, and waits for them: until the group's timeout, or an abort."""
-    from allstream.ray.group import get_group
-
-    what = f"{direction} of an ObjectRef's tensors, with rank {peer}"
-    # Before the group, whose ranks may still have to meet: an abort may come meanwhile.
-    with _transfers.running(route.tag) as transfer:
-        group = get_group(route.group)
-        group.transfers[route.tag] = transfer
-        try:
-            _move(group, what, transfer, [(direction, tensor.detach(), peer, route.tag) for tensor in tensors])
-        except errors.Error as error:
-            raise group.told(error, what)
-        finally:
-            group.transfers.pop(route.tag, None)
-
-
-def _move(group: Any, what: str, transfer: _Transfer, messages: List[Any]) -> None:
-    comm = None if transfer.aborted else group.comm()
-    if transfer.aborted:
-        raise errors.Aborted(group.says(f"{what}: Ray aborted it before it began here, as the other actor has failed"))
-    if not messages:
-        return
-    work = comm.batch(messages, timeout=_NEVER)
-    work.add_done_callback(lambda _: transfer.changed.set())
-    if not transfer.changed.wait(group.timeout) or (transfer.aborted and not work.done()):
-        # The engine keeps the messages, and their memory, until the group ends. Nobody else uses their tag.
-        group.given_up = True
-        why = "Ray aborted it" if transfer.aborted else f"it did not end within {group.timeout:g} s"
-        raise (errors.Aborted if transfer.aborted else errors.Timeout)(group.says(f"{what}: {why}"))
-    work.wait()
-
-
-def _groups_of(actors: Sequence[Any]) -> List[Any]:
-    """The groups of this backend, made by this process, that have all these actors; the latest comes last."""
-    from ray.experimental.collective import get_collective_groups
-
-    return get_collective_groups(list(actors), backend=BACKEND)
-
+from allstream.ray.transport import groups_of
 
 # What the driver calls.
 
@@ -287,7 +86,7 @@ class _Call:
 
     def __init__(self, function: str, group_name: str) -> None:
         self.function, self.name = function, group_name
-        known = [group for group in _groups_of([]) if group.name == group_name]
+        known = [group for group in groups_of([]) if group.name == group_name]
         if not known:
             raise RuntimeError(
                 self.says(
@@ -407,18 +206,3 @@ def _recv(actor: Any, group: str, source: int, tensor: Any) -> Any:
 
     calls.recv(tensor, source, group)
     return tensor
-
-
-def _register() -> None:
-    """Makes "ALLSTREAM" a tensor transport in this process; Ray does so in the actors that it makes from here."""
-    from ray.experimental.rdt.util import register_tensor_transport, transport_manager_info
-
-    try:
-        import torch
-    except ImportError:
-        return
-    if BACKEND not in transport_manager_info:
-        register_tensor_transport(BACKEND, ["cpu", "cuda"], AllstreamTransport, torch.Tensor)
-
-
-_register()
