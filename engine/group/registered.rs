@@ -1,6 +1,8 @@
 //! The connections by which ranks have registered with rank 0. A rank keeps its own until it is connected to all others, and says so on it
 //! then. Where the connection ends before, rank 0 tells all that are still connecting, which would wait until their deadlines.
 
+use std::time::Duration;
+
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
@@ -11,6 +13,9 @@ use super::lobby::{self, Visitors};
 use super::registration::News;
 use super::wire::Frames;
 use crate::types::Rank;
+
+/// How long a rank goes on to connect without rank 0.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// What a rank has of them when it has got the table.
 pub(super) enum Registered {
@@ -72,7 +77,11 @@ async fn listen(mut read: OwnedReadHalf, mut frames: Frames, gave_up: mpsc::Unbo
             }
             Ok(Some(_)) => continue,
             Ok(None) | Err(_) if is_rank_0_connected => return,
-            Ok(None) | Err(_) => (0, "it ended, or the connection to it did".into()),
+            Ok(None) | Err(_) => {
+                // It may have been connected to all, and ended before it said so: then this rank can connect, and sees that end by itself.
+                tokio::time::sleep(GRACE).await;
+                (0, "it ended, or the connection to it did".into())
+            }
         };
         if gave_up.send(gone).is_err() {
             return;
