@@ -77,6 +77,8 @@ fn a_full_stream_blocks_who_launches_there_and_every_call_in_its_context() {
     let driver = Driver::new(2);
     let [here, elsewhere] = driver.contexts[..] else { panic!("two devices") };
     let (full, other, reached) = (stream(), stream(), event());
+    // Nobody asks for what is put on these two.
+    let (used, marked) = (stream(), event());
     let (gate, at) = (Gate::new(), alloc(64));
     ok!(cuEventRecord(reached, other));
     assert_eq!(finish(other), 0);
@@ -87,8 +89,8 @@ fn a_full_stream_blocks_who_launches_there_and_every_call_in_its_context() {
     let wait = std::sync::Arc::new(std::sync::Mutex::new(wait));
     let begins =
         move |wait: &std::sync::Mutex<Receiver<()>>| wait.lock().unwrap().recv_timeout(DEADLINE).unwrap();
-    let waiting = |context: u64, run: fn([u64; 4])| {
-        let (wait, with) = (wait.clone(), [other, reached, here, at]);
+    let waiting = |context: u64, run: fn([u64; 6])| {
+        let (wait, with) = (wait.clone(), [other, reached, here, at, used, marked]);
         aside(context, move || {
             begins(&wait);
             run(with);
@@ -97,13 +99,13 @@ fn a_full_stream_blocks_who_launches_there_and_every_call_in_its_context() {
     let held_up = [
         waiting(here, |[other, ..]| ok!(cuStreamQuery(other))),
         waiting(here, |[_, event, ..]| ok!(cuEventQuery(event))),
-        waiting(here, |[other, _, _, at]| ok!(cuMemsetD8Async(at, 1, 8, other))),
-        waiting(here, |[other, event, ..]| ok!(cuEventRecord(event, other))),
+        waiting(here, |[_, _, _, at, used, _]| ok!(cuMemsetD8Async(at, 1, 8, used))),
+        waiting(here, |[.., used, marked]| ok!(cuEventRecord(marked, used))),
         waiting(here, |_| ok!(cuMemFree_v2(alloc(64)))),
         waiting(here, |_| ok!(cuStreamDestroy_v2(stream()))),
         waiting(0, |[_, event, ..]| ok!(cuEventQuery(event))),
-        waiting(0, |[_, _, context, _]| ok!(cuCtxPushCurrent_v2(context))),
-        waiting(0, |[_, _, context, _]| ok!(cuCtxSetCurrent(context))),
+        waiting(0, |[_, _, context, ..]| ok!(cuCtxPushCurrent_v2(context))),
+        waiting(0, |[_, _, context, ..]| ok!(cuCtxSetCurrent(context))),
         waiting(0, |_| {
             retain(0);
             ok!(cuDevicePrimaryCtxRelease_v2(0));
@@ -144,12 +146,12 @@ fn a_full_stream_blocks_who_launches_there_and_every_call_in_its_context() {
     gate.word().store(1, Ordering::Release);
     launches.recv_timeout(DEADLINE).unwrap();
     held_up.iter().for_each(|one| one.recv_timeout(DEADLINE).unwrap());
-    assert_eq!((finish(full), finish(other)), (0, 0));
+    assert_eq!([full, other, used].map(finish), [0; 3]);
     drop(depth);
     gate.free();
     ok!(cuMemFree_v2(at));
-    ok!(cuEventDestroy_v2(reached));
-    [full, other].iter().for_each(|stream| ok!(cuStreamDestroy_v2(*stream)));
+    [reached, marked].iter().for_each(|event| ok!(cuEventDestroy_v2(*event)));
+    [full, other, used].iter().for_each(|stream| ok!(cuStreamDestroy_v2(*stream)));
 }
 
 /// Work of streams and functions of the host that are called by them go on, and make the room that is waited for.
