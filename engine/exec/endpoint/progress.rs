@@ -23,6 +23,9 @@ use crate::trace::State;
 const FEW_PASSES: u32 = 32;
 /// A thread that waits drives for so long without progress; then the progress thread takes over.
 pub(super) const SPIN: Duration = Duration::from_micros(200);
+/// A core that was given away for longer than this was taken by another program. A thread that waits there sleeps at once: its wake-up comes
+/// sooner than its next turn.
+const TAKEN: Duration = Duration::from_millis(1);
 /// Passes in vain between two looks at the clock.
 pub(super) const LOOK: u32 = 16;
 /// And before the core is given away. A pass over memory takes 0.1 us: 16 of them are over in the middle of an operation
@@ -121,15 +124,15 @@ impl Endpoint {
                     break None;
                 }
             } else {
-                // The clock runs from before the core is given away: it may come back milliseconds later, where others compute on it.
-                if self.config.crowded {
-                    idle_since.get_or_insert_with(Instant::now);
-                }
+                let before = self.config.crowded.then(Instant::now);
                 let yielded = self.config.relax(&mut passes);
                 let looks = yielded || passes.is_multiple_of(LOOK);
                 if looks {
                     let now = Instant::now();
-                    let idle = now.saturating_duration_since(*idle_since.get_or_insert(now));
+                    // The other ranks of the host give a core back soon; where somebody else computes on it, it comes back milliseconds later.
+                    let taken = before.filter(|before| now.saturating_duration_since(*before) > TAKEN);
+                    let since = *idle_since.get_or_insert(taken.unwrap_or(now));
+                    let idle = now.saturating_duration_since(since);
                     if idle > SPIN || end.is_some_and(|end| now >= end) {
                         break None;
                     }
