@@ -4,7 +4,7 @@
 //! the lock of the whole context. A deadline, an abort and the other operations of a rank must not wait with it. So a pass, which holds the
 //! locks of its endpoint and of its rank's memory, never calls a driver: it appends commands here. The thread that made the pass carries
 //! them out when it has dropped those locks. If another thread is at that already, the commands are left to that one. A thread that must
-//! not block (the progress thread) leaves them to a thread that each endpoint has for this.
+//! not block (the progress thread, the control thread, and the one that sees device work end) leaves them to a thread that each endpoint has for this.
 //!
 //! Commands are carried out one at a time, in the order in which they were appended.
 
@@ -31,7 +31,7 @@ pub(crate) fn is_in_command() -> bool {
     IN_COMMAND.get()
 }
 
-/// From now on this thread leaves all commands to others, because many wait for what it does.
+/// From now on this thread leaves commands to others, where the system has a thread to give: many wait for what this one does.
 pub(crate) fn never_block_here() {
     MUST_NOT_BLOCK.set(true);
 }
@@ -44,8 +44,8 @@ struct Command {
     always: bool,
 }
 
-/// The commands of an endpoint, held by what uses them last. When this is dropped, what is left of them is taken away, or done if it is to be
-/// done always: a command may hold what holds the commands.
+/// The last user of an endpoint's commands holds this. When it is dropped, the commands are cut, and the list is emptied: a command may own what
+/// owns the list, and neither would ever be freed.
 pub(crate) struct LastOf(pub(crate) Arc<Commands>);
 
 impl Drop for LastOf {
@@ -60,14 +60,15 @@ pub(crate) struct Commands {
     list: Mutex<VecDeque<Command>>,
     /// What is to be dropped where a driver, or a user's code, may block.
     disposed: Mutex<Vec<Box<dyn Send>>>,
-    /// One of the two may not be empty. Changed under its lock.
+    /// `list` may hold a command. Changed under that lock.
     any: AtomicBool,
+    /// The same of `disposed`.
     any_disposed: AtomicBool,
-    /// There has been a command.
+    /// The endpoint has had a command.
     were_any: AtomicBool,
-    /// Of the thread that carries commands out.
+    /// Held by the thread that carries commands out: the others leave theirs to that one.
     issuing: Mutex<()>,
-    /// A command is being carried out that [`cut`](Commands::cut) would have taken away.
+    /// A command that was appended by [`put`](Commands::put) is being carried out.
     is_at_work: AtomicBool,
     is_cut: AtomicBool,
     failure: OnceLock<Error>,
@@ -77,7 +78,7 @@ pub(crate) struct Commands {
     thread: OnceLock<Option<Sender<Arc<Commands>>>>,
 }
 
-/// A command is being carried out, as long as this is there.
+/// Such a command is being carried out, as long as this is there.
 struct AtWork<'a>(&'a AtomicBool);
 
 impl Drop for AtWork<'_> {
@@ -105,7 +106,7 @@ impl Commands {
         })
     }
 
-    /// Appends a command. If it fails, nothing behind it is done, and the next pass hears of the error. It is not done once the
+    /// Appends a command. If it fails, no such command behind it is begun, and the next pass hears of the error. It is not begun once the
     /// communicator has failed.
     pub(crate) fn put(&self, job: impl FnOnce() -> Result<(), Error> + Send + 'static) {
         self.append(Command { job: Box::new(job), always: false });
@@ -126,12 +127,12 @@ impl Commands {
         self.any.store(true, Ordering::Release);
         drop(list);
         self.were_any.store(true, Ordering::Relaxed);
-        // Who appends sees that nobody carries commands out, or who carries them out sees this one after it has let go.
+        // Either this thread then finds `issuing` free, or the thread that had it finds this command when it looks again after unlocking.
         fence(Ordering::SeqCst);
     }
 
-    /// Drops what may call a driver by that, or a user's code. Where this thread must not block, and operations of this endpoint call a driver,
-    /// the endpoint's thread drops it.
+    /// Drops `held`, whose drop may call a driver, or run a user's code. If this thread must not block, and the endpoint has had a command, a
+    /// thread that carries commands out drops it later.
     pub(crate) fn dispose(&self, held: impl Send + 'static) {
         if !(MUST_NOT_BLOCK.get() && self.were_any.load(Ordering::Relaxed)) {
             return drop(held);
@@ -156,7 +157,7 @@ impl Commands {
         self.is_cut.store(true, Ordering::SeqCst);
     }
 
-    /// After [`cut`](Self::cut): whether no command is being carried out that would be taken away now.
+    /// Whether no command that was appended by [`put`](Self::put) is being carried out. After [`cut`](Self::cut) none is begun any more.
     pub(crate) fn is_idle(&self) -> bool {
         !self.is_at_work.load(Ordering::SeqCst)
     }
@@ -177,7 +178,7 @@ impl Commands {
         }
     }
 
-    /// Has this endpoint's thread carry all commands out.
+    /// Has this endpoint's thread carry all commands out; this thread does so, where the system has none to give.
     pub(crate) fn hand_over(self: &Arc<Self>) {
         // In a child of a fork what was appended is the parent's.
         if !self.has_any() || forked::is_forked() {
@@ -201,10 +202,11 @@ impl Commands {
                 self.carry_out_one(command);
             }
             drop(issuing);
-            // As in `append`.
+            // See `append`.
             fence(Ordering::SeqCst);
         }
-        // A user's code may wait for an operation of this very endpoint: nobody's commands wait for it.
+        // With `issuing` unlocked: a user's code may wait for an operation of this endpoint, whose commands this thread, or another, carries
+        // out meanwhile.
         if self.any_disposed.load(Ordering::Acquire) && !IN_COMMAND.get() {
             let disposed = {
                 let mut disposed = self.disposed.lock();

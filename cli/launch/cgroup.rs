@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal};
 
 /// The file with the numbers of a cgroup's processes. A process whose number is written to it moves there, with 0 the writer itself.
 const PROCESSES: &str = "cgroup.procs";
-/// How often processes are looked for again that a process started while others were killed, or moved.
+/// How often processes are looked for again that a process started while others were killed.
 const ROUNDS: usize = 20;
 /// How long a cgroup is waited for whose processes have just been killed.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -83,7 +83,7 @@ impl Cgroup {
                 return;
             }
             for pid in found {
-                // Fails where it has ended by itself.
+                // Where this fails, the process has ended, or is looked for again.
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
             }
         }
@@ -100,7 +100,7 @@ impl Cgroup {
         let end = Instant::now() + PATIENCE;
         while !self.remove() && Instant::now() < end {
             for pid in processes(&self.path) {
-                // Fails where it has ended by itself.
+                // Where this fails, the process has ended, or is looked for again.
                 let _ = fs::write(self.path.with_file_name(PROCESSES), pid.as_raw_nonzero().to_string());
             }
             // What was killed just now is still on its way out.
@@ -108,7 +108,7 @@ impl Cgroup {
         }
     }
 
-    /// The cgroup and all below it, each behind those below itself.
+    /// The cgroup and all below it, those below first.
     fn tree(&self) -> Vec<PathBuf> {
         let mut tree = vec![self.path.clone()];
         let mut next = 0;

@@ -34,10 +34,10 @@ const SLICE: usize = 1 << 30;
 /// Bytes that one frame can lend.
 const FRAME: usize = u32::MAX as usize;
 
-/// How long the streams of a communicator that has failed may take to come to their ends. After that nothing waits for them any more: neither
-/// the streams of the caller's, nor, for other processes, the rank's own.
+/// How long the streams of a communicator that has failed may take to come to their ends. After that the caller's streams wait for them no
+/// longer, and the rank's own streams no longer wait for other processes.
 const LET_GO: Duration = Duration::from_millis(150);
-/// How often it is looked whether all commands of such a communicator have come through that were under way.
+/// How often [`Binding::leave`] looks whether commands are still being carried out.
 const LOOK: Duration = Duration::from_millis(1);
 
 /// Bytes of a slice, and of the longest frame.
@@ -62,9 +62,9 @@ pub(crate) struct Binding {
     pub(crate) others: Vec<DeviceStream>,
     /// What takes operations whole, if anything does.
     pub(crate) whole: Option<BoundWhole>,
-    /// Once the communicator has failed.
+    /// How far its operations have left the devices, once it has failed.
     leaving: Leaving,
-    /// Of the operation that was begun last.
+    /// What the operation that was begun last has for its parts.
     workspace: Mutex<Weak<Workspace>>,
     /// What messages go by that a library moves: made with the first.
     pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
@@ -74,7 +74,7 @@ pub(crate) struct Binding {
 /// How the operations of a communicator that has failed leave the devices.
 #[derive(Default)]
 struct Leaving {
-    /// Those that had been called, and the verdicts on those that streams were made to wait for.
+    /// Those that were given up, and the verdicts on those that streams were made to wait for.
     operations: Mutex<Vec<Weak<DeviceOp>>>,
     verdicts: Mutex<Vec<Arc<Verdict>>>,
     /// The commands of [`Binding::leave`] are appended.
@@ -116,9 +116,9 @@ impl Binding {
         }
     }
 
-    /// Whether the ranks of this process may each touch the others' memory by what is on streams, so that streams are made to wait for
-    /// streams when the communicator has failed. Otherwise what is on a stream may wait for another process, or for a library, and may
-    /// never come to its end: then the host waits for the streams instead.
+    /// Whether all ranks are in this process, and no library takes operations. Then all that is on streams comes to its end, so that streams
+    /// can be made to wait for streams when the communicator has failed. Otherwise a stream may wait for ever for another process, or for a
+    /// library, and the host watches the streams instead.
     fn is_ordered(&self) -> bool {
         self.far.is_none() && self.whole.is_none()
     }
@@ -143,7 +143,8 @@ impl Binding {
     /// A command: makes the buffers' streams wait for what any rank of this process has put on its stream, or watches those streams come
     /// to their ends; then lets streams go on that wait for operations of the communicator.
     fn leave(self: &Arc<Self>) {
-        // Whoever is about to put something on a stream right now has to have done so. This command is not at work in that sense.
+        // A rank may be putting work on its stream right now: this command looks again until none is. It is itself one that is done always,
+        // which `is_idle` does not count.
         let is_at_work = |device: &Arc<PeerDevice>| !device.commands.is_idle();
         if kept(Wait::MemoryLock) && self.all.iter().flatten().any(is_at_work) {
             let binding = self.clone();
@@ -215,7 +216,8 @@ pub(crate) struct DeviceOp {
     streams: Vec<DeviceStream>,
     /// Of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
-    /// The rank's stream is to wait for one that waits for another collective, and way was made for it.
+    /// A buffer's stream waits for another collective, and the rank's stream will wait for that stream: hardware queues were chosen so that
+    /// this holds up nobody (`make_way`).
     is_in_a_chain: bool,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
@@ -248,7 +250,7 @@ impl Witness for Far {
 }
 
 impl Drop for DeviceOp {
-    /// Dropped by a command: the memory goes back to the device's pool.
+    /// Memory of its buffers that was dropped early is free, if the operation has ended well.
     fn drop(&mut self) {
         if let Some(verdict) = self.state.get_mut().verdict.take().filter(|verdict| verdict.is_good()) {
             verdict.let_go();
@@ -367,7 +369,7 @@ impl DeviceOp {
                 verdict.settle(Ok(()));
             }
             if let Ok(workspace) = &self.workspace {
-                workspace.is_past();
+                workspace.mark_past();
             }
         }
         Ok(over)

@@ -26,8 +26,9 @@ pub(crate) enum Word {
 /// Elements from one word to the next: each has a line of the processor's caches for itself.
 const APART: usize = 32;
 
-/// Two numbers that only grow, on a circle, in host memory that devices read and write. One stream writes them as a rule; any stream
-/// may wait for them, and the host reads them, and may write them, without the driver.
+/// Two counters that only grow (they wrap, and are compared on a circle), in host memory that devices read and write. As a rule one stream
+/// writes them; [`put_on`](DeviceSignal::put_on) lets another write [`Word::Over`]. Any stream may wait for that one, and the host reads both, and may write
+/// them, without the driver.
 pub(crate) struct DeviceSignal {
     memory: Arc<PinnedBuf<u32>>,
     address: CuDevicePtr,
@@ -42,11 +43,11 @@ pub(crate) struct DeviceSignal {
 struct Uses {
     /// By the number of a stream: the point behind its last use of them, which stands for all before it.
     points: HashMap<u64, Option<DeviceEvent>>,
-    /// At so many streams, those that are past the words are forgotten: streams come and go.
+    /// When so many streams are noted, those that are done with the words are forgotten: streams come and go.
     limit: usize,
 }
 
-/// So many streams are remembered, at first.
+/// The first such limit.
 const STREAMS: usize = 16;
 
 impl DeviceSignal {
@@ -129,8 +130,8 @@ impl DeviceSignal {
         stream.record_in(points.entry(stream.0.id).or_default())
     }
 
-    /// The writer writes the word when it comes here. Never less than was put before: operations that fail together are released in
-    /// any order, and the word of the last one must end the waits for all. One thread at a time calls this.
+    /// Puts a write of the word on the writer's stream. For [`Word::Over`] never less than was put before: operations that fail together are
+    /// released in any order, and the last write must end the waits for all. One thread at a time calls this.
     pub(crate) fn put(&self, which: Word, value: u32) -> Result<(), Error> {
         let mut value = value;
         if matches!(which, Word::Over) {
@@ -168,8 +169,8 @@ impl DeviceSignal {
     }
 }
 
-/// Writes the word now and then until the event is reached: what the stream had still to write may be less, and come in
-/// between. The word stays until then; where nobody can tell, for ever.
+/// Writes the word again and again, [`RELEASE`] apart, until the stream has come to the event: a write that is still on the stream may put a
+/// smaller number there. The words stay until then; where nobody can tell, for ever.
 fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, value: u32) {
     let later = behind.clone();
     let then = move |_: Outcome| {

@@ -1,8 +1,8 @@
 //! [`Workspace`]: the device memory that the parts of an operation need beside the user's buffers.
 //!
 //! The thread that calls the operation gets it, as the driver may block whoever asks for memory; the parts take regions of it later, while
-//! locks are held. All of an operation's work is on one stream, so a region that a part has given back can be used by the next part at
-//! once.
+//! locks are held. All of an operation's work is on one stream, so where regions are used again, a part can have one at once that another part
+//! has given back.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -32,10 +32,11 @@ pub(crate) struct Workspace {
 
 struct State {
     memory: Option<DeviceBuf<u8>>,
-    /// Where the next region begins, if regions follow each other.
+    /// Where the next region begins, if each part has a region of its own length and none is used again.
     next: usize,
-    /// Bytes of each region, if all are of one length; and where those are that nobody has.
+    /// The length of all regions, if they are of one length and are used again.
     each: Option<usize>,
+    /// Where those regions begin that no part has.
     free: Vec<usize>,
 }
 
@@ -60,7 +61,7 @@ impl Workspace {
         Ok(Workspace { address, bytes, is_past, state: Mutex::new(State { memory, next: 0, each, free }) })
     }
 
-    /// A region of so many bytes, no more than the part was said to need: its address. `None`: that was not true.
+    /// Takes a region of so many bytes, and returns its address. `None`: there is no room, as more was asked for than `new` was told.
     pub(crate) fn take(&self, bytes: usize) -> Option<u64> {
         let mut state = self.state.lock();
         let at = match state.each {
@@ -83,7 +84,7 @@ impl Workspace {
     }
 
     /// The stream has come to the end of the operation: nobody touches the memory any more.
-    pub(crate) fn is_past(&self) {
+    pub(crate) fn mark_past(&self) {
         self.is_past.store(true, Ordering::Release);
     }
 
@@ -97,7 +98,7 @@ impl Workspace {
 
 impl Drop for Workspace {
     fn drop(&mut self) {
-        // Otherwise the memory is free when the stream has come to what is on it now.
+        // If the stream is not past the operation, the memory goes back behind what the stream holds now, as that of any buffer.
         if *self.is_past.get_mut() {
             self.release();
         }

@@ -17,11 +17,11 @@ use crate::types::Rank;
 /// How long a rank goes on to connect without rank 0.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// What a rank has of them when it has got the table.
+/// The connections that a rank holds when it has got the table of all ranks.
 pub(super) enum Registered {
     /// Rank 0: those of all others.
     Host(Visitors),
-    /// Another rank: its own, and what was read of it.
+    /// Another rank: its connection to rank 0, and what was read from it and not used yet.
     Guest(TcpStream, Frames),
 }
 
@@ -59,7 +59,7 @@ impl Connecting {
     pub(super) async fn done(self) {
         match self {
             Connecting::Host(tell) => _ = tell.send(lobby::Event::Connected { rank: 0, visit: 0 }),
-            // A byte always fits. Rank 0 may have gone in peace.
+            // One byte fits into the socket's buffer, so this does not wait. Rank 0 may have ended in peace: no error.
             Connecting::Guest(mut write) => _ = write.write_all(&[0]).await,
         }
     }
@@ -78,7 +78,8 @@ async fn listen(mut read: OwnedReadHalf, mut frames: Frames, gave_up: mpsc::Unbo
             Ok(Some(_)) => continue,
             Ok(None) | Err(_) if is_rank_0_connected => return,
             Ok(None) | Err(_) => {
-                // It may have been connected to all, and ended before it said so: then this rank can connect, and sees that end by itself.
+                // Rank 0 may have been connected to all, and have ended before it said so. Then this rank can connect as well, and learns of
+                // that end over its connections.
                 tokio::time::sleep(GRACE).await;
                 (0, "it ended, or the connection to it did".into())
             }

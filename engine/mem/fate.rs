@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::error::Error;
 
-/// Who knows that an operation whose stream has come to its end came there in order.
+/// Knows whether an operation has gone wrong although its stream may have come to its end. Asked as long as there is no verdict.
 pub(crate) trait Witness: Send + Sync {
     fn check(&self) -> Result<(), Error>;
 }
@@ -95,7 +95,8 @@ impl Drop for Verdict {
 #[derive(Clone)]
 struct Dependence {
     verdict: Arc<Verdict>,
-    /// The operation has made its contents. Otherwise all of the buffer was written anew since, and the operation may still touch its memory.
+    /// `true`: the buffer's contents come from the operation. `false`: all of the buffer was written anew since; the operation may still touch
+    /// the buffer's memory.
     is_of_contents: bool,
 }
 
@@ -110,9 +111,12 @@ impl Fate {
 
     fn add(&self, new: Dependence) {
         let mut all = self.0.lock();
+        all.retain(|known| !known.verdict.is_good());
         // Each once: buffers that are made of each other would double their lists with every step.
-        all.retain(|known| !known.verdict.is_good() && !Arc::ptr_eq(&known.verdict, &new.verdict));
-        all.push(new);
+        match all.iter_mut().find(|known| Arc::ptr_eq(&known.verdict, &new.verdict)) {
+            Some(known) => known.is_of_contents |= new.is_of_contents,
+            None => all.push(new),
+        }
     }
 
     /// Of a buffer that has a part of another's contents.
@@ -134,7 +138,7 @@ impl Fate {
         self.0.lock().iter().for_each(|known| known.verdict.hold(memory.clone()));
     }
 
-    /// Why the contents mean nothing. Asked by who has seen them come, in the order of their stream.
+    /// Whether the contents are what was meant. To be called once the buffer's stream has come to the contents.
     ///
     /// # Errors
     /// The cause for which an operation failed.
@@ -214,6 +218,11 @@ mod tests {
         let anew = fate.written_anew();
         verdict.settle(Err(Error::system("work", "it failed in a test")));
         assert!(fate.check().is_err() && anew.check().is_ok());
+        for order in [[&fate, &anew], [&anew, &fate]] {
+            let packed = Fate::default();
+            order.into_iter().for_each(|part| packed.depend_like(part));
+            assert!(packed.check().is_err(), "a part of it is what the operation left");
+        }
         verdict.overtake();
         assert!(anew.check().is_err(), "a stream went on before the devices were done with the memory");
     }

@@ -44,7 +44,7 @@ enum Stage {
     Started,
 }
 
-/// An operation whose results are being copied back.
+/// An operation whose results are to be copied back now, or are being copied.
 struct Running<C> {
     operation: CopyBack<C>,
     stage: Stage,
@@ -94,7 +94,7 @@ impl<C: Clone> CopyBacks<C> {
             })
     }
 
-    /// The copy of an operation is about to be put on its stream, by what this returns. `None`: the operation has ended.
+    /// Notes that the copy of an operation is being started, and returns the carrier that starts it. `None`: the operation has ended.
     pub(super) fn starts(&self, key: Key) -> Option<C> {
         self.change(|state| {
             let running = state.find(key)?;
@@ -124,13 +124,13 @@ impl<C: Clone> CopyBacks<C> {
         })
     }
 
-    /// What copies the results of an operation back whose data still moves.
+    /// The carrier of an operation whose data still moves.
     pub(super) fn carrier_of(&self, key: Key) -> Option<C> {
         self.state.lock().moving.get(&key.number()).map(|operation| operation.carrier.clone())
     }
 
-    /// Gives up the copy of an operation, which is not started any more if it was not. Whether it is being put on a stream right now. `None`:
-    /// the operation has ended.
+    /// Gives a copy up: if it has not been started, it never will be. Returns whether a thread is putting it on a stream right now. `None`: there is
+    /// no such copy.
     pub(super) fn give_up(&self, key: Key) -> Option<bool> {
         self.change(|state| {
             let place = state.running.iter().position(|running| running.operation.key == key)?;

@@ -16,6 +16,7 @@ use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;
 use crate::exec::quarantine::What;
 use crate::link::exit::Lease;
+use crate::link::waits::{Wait, kept};
 use crate::trace::{Recorder, State};
 
 /// How long a dead communicator waits for its slots.
@@ -65,7 +66,9 @@ impl Run {
 
     /// Fails everything once no peer can touch our buffers any more.
     pub(super) fn tear_down(&mut self, of: &Arc<Endpoint>) -> Progress {
-        of.commands.cut();
+        if kept(Wait::Revoked) {
+            of.commands.cut();
+        }
         if let Some(bound) = of.bound() {
             bound.abort();
         }
