@@ -203,7 +203,10 @@ fn a_driver_that_waits_for_the_device_holds_up_no_collective() {
 }
 
 /// What does not hold with one queue, of which ADR 0015 tells under the names of these tests.
-const NOT_WITH_ONE: [&str; 10] = [
+const NOT_WITH_ONE: [&str; 13] = [
+    "blocked::an_abort_returns_at_once_though_the_driver_blocks",
+    "blocked::host_operations_of_the_same_rank_go_on_while_the_driver_blocks",
+    "blocked::law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks",
     "handed_on::what_a_failed_collective_leaves_is_refused_with_the_cause",
     "joined::a_stream_waits_for_a_collective_whose_peers_have_not_called",
     "joined::law_4_a_device_that_does_not_come_to_it_is_named",
