@@ -44,7 +44,7 @@ def test_a_submitted_job(tmp_path):
                 try:
                     client = JobSubmissionClient(f"http://127.0.0.1:{{dashboard}}")
                     job = client.submit_job(
-                        entrypoint="python program.py",
+                        entrypoint=f"{{sys.executable}} program.py",
                         runtime_env={{"working_dir": {os.fspath(tmp_path)!r}, "env_vars": {{"OF_THE_JOB": "3"}}}},
                     )
                     break
