@@ -19,7 +19,7 @@ const RESULTS: &str = "gpu-results.tar.xz";
 /// Bytes that come back of it at most.
 const MOST: u64 = 16 << 20;
 /// In the rehearsal one step hangs within a call of the driver, and one dies by an abort, both by knobs of the driver for tests.
-const HANGS: (&str, &str) = ("example-12_gpu", "ALLSTREAM_TEST_CUDA_HANG=cuLaunchKernel:3");
+const HANGS: (&str, &str) = ("example-12_gpu", "ALLSTREAM_TEST_CUDA_HANG=cuMemcpyHtoDAsync:3");
 const DIES: (&str, &str) = ("all_reduce-4-threads", "ALLSTREAM_TEST_CUDA_SEED=none");
 
 /// Why there is no GPU here to try the pack on, if there is none.
