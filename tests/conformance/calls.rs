@@ -208,8 +208,8 @@ fn messages(world: &World, w: usize, cases: &mut Vec<Case>) {
     for (t, talk) in [Talk::Shift, Talk::Batch, Talk::Queue, Talk::Both].into_iter().enumerate() {
         for (l, len) in [0, 1, 47, 1024, 1025, 100_001].into_iter().enumerate() {
             let turn = w * 5 + t * 3 + l;
-            // The long ones in every third world.
-            if l == 5 && !turn.is_multiple_of(3) && !support::full() || len * world.n > 1_000_000 {
+            // One kind of the long ones in each world.
+            if l == 5 && !turn.is_multiple_of(4) && !support::full() || len * world.n > 1_000_000 {
                 continue;
             }
             cases.push(Case {
