@@ -68,24 +68,18 @@ impl Connecting {
 /// Listens to rank 0, on another rank, until rank 0 knows that this one is connected to all others.
 async fn listen(mut read: OwnedReadHalf, mut frames: Frames, gave_up: mpsc::UnboundedSender<(Rank, String)>) {
     let mut is_rank_0_connected = false;
-    loop {
-        let gone = match frames.next::<News, _>(&mut read).await {
-            Ok(Some(News::Left { rank, why })) => (rank, why),
-            Ok(Some(News::Connected)) => {
-                is_rank_0_connected = true;
-                continue;
-            }
-            Ok(Some(_)) => continue,
-            Ok(None) | Err(_) if is_rank_0_connected => return,
-            Ok(None) | Err(_) => {
-                // Rank 0 may have been connected to all, and have ended before it said so. Then this rank can connect as well, and learns of
-                // that end over its connections.
-                tokio::time::sleep(GRACE).await;
-                (0, "it ended, or the connection to it did".into())
-            }
-        };
-        if gave_up.send(gone).is_err() {
+    while let Ok(Some(news)) = frames.next::<News, _>(&mut read).await {
+        is_rank_0_connected |= matches!(news, News::Connected);
+        if let News::Left { rank, why } = news
+            && gave_up.send((rank, why)).is_err()
+        {
             return;
         }
+    }
+    if !is_rank_0_connected {
+        // Rank 0 may have been connected to all, and have ended before it said so. Then this rank can connect as well, and learns of that end
+        // over its connections.
+        tokio::time::sleep(GRACE).await;
+        let _ = gave_up.send((0, "it ended, or the connection to it did".into()));
     }
 }
