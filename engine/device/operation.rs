@@ -154,22 +154,20 @@ impl Binding {
                 binding.ours.commands.hand_over();
             });
         }
+        let operations = match self.is_ordered() {
+            true => self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect(),
+            false => Vec::new(),
+        };
+        let ordered =
+            operations.iter().map(|operation| operation.order_after_all()).fold(Ok(()), Result::and);
+        let released = ordered.and(self.ours.release_all());
         if self.is_ordered() {
-            let operations: Vec<_> =
-                self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect();
-            let ordered = operations.iter().map(|operation| operation.order_after_all());
-            let ordered = ordered.fold(Ok(()), Result::and).and(self.ours.release_all());
-            if let Err(error) = &ordered {
-                let (what, error) =
-                    ("the buffers of collectives that failed on a device are not given back", error.clone());
-                LOG.line(move || tracing::warn!("{what}: {error}"));
-            }
-            let _ = self.leaving.ordered.set(ordered);
+            let _ = self.leaving.ordered.set(released.clone());
             self.ours.commands.wake();
         }
-        let released = if self.is_ordered() { Ok(()) } else { self.ours.release_all() };
-        if let Err(error) = released.and(self.watch_ends()) {
-            LOG.line(move || tracing::warn!("end a communicator that has failed: {error}"));
+        for error in [released, self.watch_ends()].into_iter().filter_map(Result::err) {
+            let what = "the buffers of collectives that failed on a device may not be given back";
+            LOG.line(move || tracing::warn!("{what}: {error}"));
         }
     }
 

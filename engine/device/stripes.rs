@@ -9,7 +9,6 @@
 use std::mem::ManuallyDrop;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Waker;
 
 use parking_lot::Mutex;
@@ -113,7 +112,7 @@ struct Back {
     is_open: bool,
     /// All has moved: what is called before the last copies end.
     begun: Option<Begun>,
-    /// Copies of which nobody has been able to tell yet whether they are over.
+    /// Commands that are to start copies, and copies of which nobody has been able to tell yet whether they are over.
     settling: usize,
 }
 
@@ -134,8 +133,6 @@ pub(crate) struct Staged {
     ready: Vec<Event>,
     back: Mutex<Back>,
     commands: Arc<Commands>,
-    /// Commands that are to start copies back.
-    copying: AtomicUsize,
 }
 
 /// As long as this is there, copies back may be put on a stream any time.
@@ -143,14 +140,14 @@ struct Copying(Arc<Staged>);
 
 impl Copying {
     fn new(staged: Arc<Staged>) -> Copying {
-        staged.copying.fetch_add(1, Ordering::AcqRel);
+        staged.back.lock().settling += 1;
         Copying(staged)
     }
 }
 
 impl Drop for Copying {
     fn drop(&mut self) {
-        self.0.copying.fetch_sub(1, Ordering::AcqRel);
+        self.0.back.lock().settling -= 1;
     }
 }
 
@@ -178,8 +175,7 @@ impl Staged {
         let running = Together::new(1, None);
         let back = Mutex::new(Back { next: 0, running, is_open: false, begun: None, settling: 0 });
         let commands = commands.clone();
-        let copying = AtomicUsize::new(0);
-        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back, commands, copying });
+        let staged = Arc::new(Staged { items, offsets, block, stripes, ready, back, commands });
         let put = || -> Result<_, Error> {
             let fills: Vec<Vec<DeviceEvent>> =
                 (0..staged.stripes.len()).map(|i| staged.fill(i)).collect::<Result<_, _>>()?;
@@ -390,7 +386,7 @@ impl Staged {
 
     /// Whether copies may be on their way that no stream of a buffer waits for.
     pub(crate) fn is_settling(&self) -> bool {
-        self.back.lock().settling > 0 || self.copying.load(Ordering::Acquire) > 0
+        self.back.lock().settling > 0
     }
 
     fn ended(&self, result: Result<(), Error>) {

@@ -37,6 +37,11 @@ struct Marks {
     done: [Mark; CELLS as usize],
 }
 
+/// Where the events of a frame are in [`Marks`].
+fn at(frame: u64) -> usize {
+    (frame % CELLS) as usize
+}
+
 /// A rank's device in a communicator, as all its peers in the process see it.
 pub(crate) struct PeerDevice {
     /// Where all of this rank's work on the communicator goes.
@@ -224,7 +229,7 @@ impl PeerTx {
         let (ours, to) = (self.ours.clone(), self.to);
         self.ours.commands.put(move || {
             if is_marked {
-                let mut ready = ours.to[to].ready[(frame % CELLS) as usize].lock();
+                let mut ready = ours.to[to].ready[at(frame)].lock();
                 ours.stream.record_in(&mut ready)?;
             }
             let beside = beside.as_ref().map_or(std::ptr::null(), |places| places.as_ptr().cast());
@@ -270,7 +275,7 @@ impl LinkTx for PeerTx {
             let (ours, to, frames) = (self.ours.clone(), self.to, self.seen..released);
             self.ours.commands.put(move || {
                 for frame in frames.filter(|_| kept(Wait::Done)) {
-                    if let Some(done) = &*ours.to[to].done[(frame % CELLS) as usize].lock() {
+                    if let Some(done) = &*ours.to[to].done[at(frame)].lock() {
                         ours.stream.wait_event(done)?;
                     }
                 }
@@ -316,11 +321,6 @@ impl PeerRx {
         let ring = Consumer::new(RawRing::new(region, ring)?);
         Ok(PeerRx { ring, doorbell, ours, theirs, rank, frames: 0, head: None, hung_up: false })
     }
-
-    /// Where the events of a frame are in [`Marks`].
-    fn at(frame: u64) -> usize {
-        (frame % CELLS) as usize
-    }
 }
 
 impl LinkRx for PeerRx {
@@ -337,7 +337,7 @@ impl LinkRx for PeerRx {
         if header.len > 0 {
             let (ours, theirs, rank, frame) =
                 (self.ours.clone(), self.theirs.clone(), self.rank, self.frames);
-            self.ours.commands.put(move || match &*theirs.to[rank].ready[PeerRx::at(frame)].lock() {
+            self.ours.commands.put(move || match &*theirs.to[rank].ready[at(frame)].lock() {
                 Some(ready) if kept(Wait::Ready) => ours.stream.wait_event(ready),
                 _ => Ok(()),
             });
@@ -372,7 +372,7 @@ impl LinkRx for PeerRx {
         self.ours.commands.put(move || {
             if is_marked {
                 // If this fails, the sender must not write there: it does not get the frame back, and all ranks hear why.
-                ours.stream.record_in(&mut theirs.to[rank].done[PeerRx::at(frame)].lock())?;
+                ours.stream.record_in(&mut theirs.to[rank].done[at(frame)].lock())?;
             }
             memory.release(count);
             doorbell.ring();
