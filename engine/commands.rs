@@ -121,6 +121,11 @@ impl Commands {
         self.append(Command { job: Box::new(job), always: true });
     }
 
+    /// Appends a command that drops what carried an operation out: a driver may be called by that.
+    pub(crate) fn put_drop(&self, carrier: impl Send + 'static) {
+        self.put_always(move || drop(carrier));
+    }
+
     fn append(&self, command: Command) {
         let mut list = self.list.lock();
         list.push_back(command);
@@ -162,26 +167,25 @@ impl Commands {
         !self.is_at_work.load(Ordering::SeqCst)
     }
 
-    fn has_any(&self) -> bool {
-        self.any.load(Ordering::Acquire) || self.any_disposed.load(Ordering::Acquire)
+    /// Whether there is anything to do. In a child of a fork what was appended is the parent's.
+    fn is_due(&self) -> bool {
+        (self.any.load(Ordering::Acquire) || self.any_disposed.load(Ordering::Acquire))
+            && !forked::is_forked()
     }
 
     /// Sees to it that all commands are carried out: by this thread, if it may block and nobody else is at it. The caller holds none of the
     /// engine's locks.
     pub(crate) fn issue(self: &Arc<Self>) {
-        if !self.has_any() || forked::is_forked() {
-            return;
-        }
-        match MUST_NOT_BLOCK.get() {
-            true => self.hand_over(),
-            false => self.carry_out(),
+        if MUST_NOT_BLOCK.get() {
+            self.hand_over();
+        } else if self.is_due() {
+            self.carry_out();
         }
     }
 
     /// Has this endpoint's thread carry all commands out; this thread does so, where the system has none to give.
     pub(crate) fn hand_over(self: &Arc<Self>) {
-        // In a child of a fork what was appended is the parent's.
-        if !self.has_any() || forked::is_forked() {
+        if !self.is_due() {
             return;
         }
         let start = || {

@@ -149,7 +149,7 @@ fn join(
     key: Key,
     stream: &DeviceStream,
 ) -> Result<Option<(ErasedBufs, Arc<DeviceOp>)>, Error> {
-    let joins = endpoint.submitted.carrier(key).and_then(|carrier| carrier.joins());
+    let joins = endpoint.submitted.carrier(key).and_then(|carrier| carrier.on_stream().map(|op| op.joins()));
     let Some(device) = joins.and_then(|joins| joins.downcast::<DeviceOp>().ok()) else { return Ok(None) };
     let start = Instant::now();
     // A stream cannot wait for what comes behind on itself, or on a stream that it holds up: there the caller waits

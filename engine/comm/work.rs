@@ -231,7 +231,10 @@ impl<O, F> Work<O, F> {
     /// Whether all of an operation that a device runs is on the device's stream, as it is soon after all ranks have called it. Also, where it is over.
     pub fn is_enqueued(&self) -> bool {
         self.submitted.at().is_none_or(|(endpoint, key)| {
-            endpoint.submitted.carrier(key).is_none_or(|carrier| carrier.is_enqueued())
+            endpoint
+                .submitted
+                .carrier(key)
+                .is_none_or(|carrier| carrier.on_stream().is_some_and(|op| op.is_enqueued()))
         })
     }
 

@@ -163,54 +163,43 @@ pub(crate) trait Carrier: Send + Sync {
         ended(Ok(()));
     }
 
-    /// Whether all of the operation is on a device's stream.
-    fn is_enqueued(&self) -> bool {
-        false
-    }
-
-    /// For an operation that is on a stream: whether the stream has come to the operation's end.
-    fn is_over(&self) -> Result<bool, Error> {
-        Ok(true)
-    }
-
-    /// For an operation that is on a stream: calls `then` when the stream has come to the operation's end, or never will.
-    fn tell(&self, then: Box<dyn FnOnce() + Send>) {
-        then();
-    }
-
-    /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.
-    fn has_inputs(&self) -> bool {
-        true
-    }
-
-    /// For an operation that is on a stream: whether the driver has taken its first work. A driver that blocks has not, and then the time limit
-    /// counts all the same.
-    fn is_taken(&self) -> bool {
-        true
-    }
-
-    /// Which ranks keep the stream from the operation's end although all have called. `us`: this rank.
-    fn late(&self, _us: Rank) -> Vec<Missing> {
-        Vec::new()
-    }
-
-    /// The communicator has failed for this cause, and is about to end its operations, of which this is one. It may be called again. Only
-    /// memory is written: a driver could block.
-    fn give_up(&self, _cause: &Error) {}
-
-    /// The operation has failed for this cause, and the carrier gives it up. Returns whether somebody may still touch the buffers all the same.
-    fn cannot_give_up(&self, _cause: &Error) -> bool {
-        false
-    }
-
-    /// The operation has failed, and somebody may touch its buffers for longer than anybody waits: whoever holds them must keep them.
-    fn lose(&self) {}
-
-    /// What makes streams wait for the operation's end while the operation still runs; `comm/ordered.rs` knows its type. `None`: streams
-    /// cannot be made to wait for this operation.
-    fn joins(&self) -> Option<Arc<dyn Any + Send + Sync>> {
+    /// The operation on a device's stream, if its work is put on one. A carrier whose pass comes to [`Passed::OnStream`] has this.
+    fn on_stream(&self) -> Option<&dyn OnStream> {
         None
     }
+}
+
+/// An operation whose work is put on a device's stream. No function of it calls a driver: that could block.
+pub(crate) trait OnStream {
+    /// Whether all of the operation is on the stream.
+    fn is_enqueued(&self) -> bool;
+
+    /// Whether the stream has come to the operation's end.
+    fn is_over(&self) -> Result<bool, Error>;
+
+    /// Has `then` called when the stream has come to the operation's end, or never will.
+    fn tell(&self, then: Box<dyn FnOnce() + Send>);
+
+    /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.
+    fn has_inputs(&self) -> bool;
+
+    /// Whether the driver has taken its first work. A driver that blocks has not, and then the time limit counts all the same.
+    fn is_taken(&self) -> bool;
+
+    /// Which ranks keep the stream from the operation's end although all have called. `us`: this rank.
+    fn late(&self, us: Rank) -> Vec<Missing>;
+
+    /// The communicator has failed for this cause, and is about to end its operations, of which this is one. It may be called again.
+    fn give_up(&self, cause: &Error);
+
+    /// The operation has failed for this cause, and is given up. Returns whether somebody may still touch the buffers all the same.
+    fn cannot_give_up(&self, cause: &Error) -> bool;
+
+    /// The operation has failed, and somebody may touch its buffers for longer than anybody waits: whoever holds them must keep them.
+    fn lose(&self);
+
+    /// What makes streams wait for the operation's end while the operation still runs; `comm/ordered.rs` knows its type.
+    fn joins(&self) -> Arc<dyn Any + Send + Sync>;
 }
 
 /// What a communicator is bound to besides the host's memory and links: devices, for example, or a library.

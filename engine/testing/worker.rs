@@ -29,7 +29,7 @@ struct Copy {
 }
 
 // SAFETY: `copy` belongs to this value. `user` is in a buffer (all `Buf: Send`) that the in-flight table owns, or that nobody is given back,
-// while a thread of the worker's touches it: `is_settling` and `cannot_give_up` say so to whoever would give it back.
+// while a thread of the worker's touches it: `is_settling` says so to whoever would give it back.
 unsafe impl Send for Copy {}
 
 impl Drop for Copy {
@@ -88,10 +88,6 @@ impl Carrier for Worker {
 
     fn is_settling(&self) -> bool {
         self.at_work.load(Ordering::Acquire) > 0
-    }
-
-    fn cannot_give_up(&self, _: &Error) -> bool {
-        self.is_settling()
     }
 
     fn copies_back(&self) -> bool {

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::device::operation::DeviceOp;
 use crate::error::{Error, Missing, MissingState};
 use crate::exec::Work;
-use crate::exec::carrier::{Carrier, Lanes, Passed, Submission};
+use crate::exec::carrier::{Carrier, Lanes, OnStream, Passed, Submission};
 use crate::types::Rank;
 
 /// An operation whose parts the rank's device runs.
@@ -34,58 +34,60 @@ impl Carrier for OnDevice {
         true
     }
 
-    fn is_enqueued(&self) -> bool {
-        self.0.is_enqueued()
-    }
-
-    fn is_over(&self) -> Result<bool, Error> {
-        self.0.is_over()
-    }
-
-    fn tell(&self, then: Box<dyn FnOnce() + Send>) {
-        self.0.watch(then);
-    }
-
-    fn has_inputs(&self) -> bool {
-        self.0.has_inputs()
-    }
-
-    fn is_taken(&self) -> bool {
-        self.0.is_taken()
-    }
-
-    fn late(&self, us: Rank) -> Vec<Missing> {
-        late(&self.0, us)
-    }
-
-    fn give_up(&self, cause: &Error) {
-        self.0.give_up(cause);
-    }
-
-    fn cannot_give_up(&self, cause: &Error) -> bool {
-        self.0.cannot_give_up(cause)
-    }
-
-    fn lose(&self) {
-        self.0.lose();
-    }
-
-    fn joins(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        Some(self.0.clone())
+    fn on_stream(&self) -> Option<&dyn OnStream> {
+        Some(&self.0)
     }
 }
 
-/// Who keeps an operation from its end: the ranks whose inputs are not there. If there are none, this rank (`us`), on which the driver has not
-/// put all of it on the stream, or the library that took it has not ended it.
-pub(super) fn late(device: &DeviceOp, us: Rank) -> Vec<Missing> {
-    let late = device.late().into_iter();
-    let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
-    let by = match device.is_enqueued() {
-        false => Some(format!("the driver of {:?}, which does not answer", device.stream().device())),
-        true => device.taken_by().map(|by| by.name().to_owned()),
-    };
-    if let Some(by) = by.filter(|_| missing.is_empty()) {
-        missing.push(Missing { rank: us, state: MissingState::NotEnded { by } });
+impl OnStream for Arc<DeviceOp> {
+    fn is_enqueued(&self) -> bool {
+        DeviceOp::is_enqueued(self)
     }
-    missing
+
+    fn is_over(&self) -> Result<bool, Error> {
+        DeviceOp::is_over(self)
+    }
+
+    fn tell(&self, then: Box<dyn FnOnce() + Send>) {
+        self.watch(then);
+    }
+
+    fn has_inputs(&self) -> bool {
+        DeviceOp::has_inputs(self)
+    }
+
+    fn is_taken(&self) -> bool {
+        DeviceOp::is_taken(self)
+    }
+
+    /// The ranks whose inputs are not there. If there are none, this rank, on which the driver has not put all of the operation on the stream, or
+    /// the library that took it has not ended it.
+    fn late(&self, us: Rank) -> Vec<Missing> {
+        let late = DeviceOp::late(self).into_iter();
+        let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
+        let by = match DeviceOp::is_enqueued(self) {
+            false => Some(format!("the driver of {:?}, which does not answer", self.stream().device())),
+            true => self.taken_by().map(|by| by.name().to_owned()),
+        };
+        if let Some(by) = by.filter(|_| missing.is_empty()) {
+            missing.push(Missing { rank: us, state: MissingState::NotEnded { by } });
+        }
+        missing
+    }
+
+    fn give_up(&self, cause: &Error) {
+        DeviceOp::give_up(self, cause);
+    }
+
+    fn cannot_give_up(&self, cause: &Error) -> bool {
+        DeviceOp::cannot_give_up(self, cause)
+    }
+
+    fn lose(&self) {
+        DeviceOp::lose(self);
+    }
+
+    fn joins(&self) -> Arc<dyn Any + Send + Sync> {
+        self.clone()
+    }
 }

@@ -3,19 +3,17 @@
 //! The ranks first meet in a barrier over the host's links. So the library never sees ranks that disagree, and never waits for a rank that
 //! does not call. If the operation is on device memory, they pass the barrier a second time, by which they agree when to launch it.
 
-use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
-use super::on_device::late;
 use crate::device::operation::DeviceOp;
 use crate::device::whole::{BoundWhole, Called, LaunchOrder, Standing, Ticket, Turn, Whole, WholeCall};
-use crate::error::{self, Error, Missing, MissingState};
+use crate::error::{self, Error, MissingState};
 use crate::exec::Work;
-use crate::exec::carrier::{Carrier, Lanes, Passed, Submission};
-use crate::types::{Rank, mix};
+use crate::exec::carrier::{Carrier, Lanes, OnStream, Passed, Submission};
+use crate::types::mix;
 
 /// An operation that a library takes whole. The parts of such an operation are those of the barrier.
 pub(crate) struct WholeOp {
@@ -196,49 +194,7 @@ impl Carrier for WholeOp {
         self.state.lock().call.is_none()
     }
 
-    fn is_enqueued(&self) -> bool {
-        self.device.as_ref().is_some_and(|device| device.is_enqueued())
-    }
-
-    fn is_over(&self) -> Result<bool, Error> {
-        self.device.as_ref().map_or(Ok(true), |device| device.is_over())
-    }
-
-    fn tell(&self, then: Box<dyn FnOnce() + Send>) {
-        if let Some(device) = &self.device {
-            device.watch(then);
-        }
-    }
-
-    fn has_inputs(&self) -> bool {
-        self.device.as_ref().is_none_or(|device| device.has_inputs())
-    }
-
-    fn is_taken(&self) -> bool {
-        self.device.as_ref().is_none_or(|device| device.is_taken())
-    }
-
-    fn late(&self, us: Rank) -> Vec<Missing> {
-        self.device.as_ref().map_or_else(Vec::new, |device| late(device, us))
-    }
-
-    fn give_up(&self, cause: &Error) {
-        if let Some(device) = &self.device {
-            device.give_up(cause);
-        }
-    }
-
-    fn cannot_give_up(&self, cause: &Error) -> bool {
-        self.device.as_ref().is_some_and(|device| device.cannot_give_up(cause))
-    }
-
-    fn lose(&self) {
-        if let Some(device) = &self.device {
-            device.lose();
-        }
-    }
-
-    fn joins(&self) -> Option<Arc<dyn Any + Send + Sync>> {
-        self.device.clone().map(|device| device as _)
+    fn on_stream(&self) -> Option<&dyn OnStream> {
+        self.device.as_ref().map(|device| device as _)
     }
 }

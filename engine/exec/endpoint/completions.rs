@@ -2,13 +2,11 @@
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Waker;
 
 use parking_lot::Mutex;
 
-use crate::exec::carrier::Carrier;
 use crate::mem::ErasedBufs;
 
 /// How many wakers a thread may be in, each woken by the one before. The progress thread begins with a new stack.
@@ -42,9 +40,6 @@ impl Drop for Deeper {
 /// a thread that holds none of the engine's locks [runs](Completions::run) it.
 pub(super) struct Completions {
     list: Mutex<Vec<(Option<Waker>, Option<ErasedBufs>)>>,
-    /// What carried operations out that have finished: a driver may be called where it is dropped.
-    carriers: Mutex<Vec<Arc<dyn Carrier>>>,
-    any_carrier: AtomicBool,
     /// The list may not be empty. Changed under its lock.
     any: AtomicBool,
 }
@@ -61,9 +56,7 @@ pub(super) enum Ran {
 impl Default for Completions {
     fn default() -> Self {
         // Room for what finishes in one pass: nothing is allocated later.
-        let (list, carriers) = (Mutex::new(Vec::with_capacity(16)), Mutex::default());
-        let [any, any_carrier] = [(); 2].map(|()| AtomicBool::new(false));
-        Completions { list, carriers, any_carrier, any }
+        Completions { list: Mutex::new(Vec::with_capacity(16)), any: AtomicBool::new(false) }
     }
 }
 
@@ -73,20 +66,6 @@ impl Completions {
             let mut list = self.list.lock();
             list.push((waker, held));
             self.any.store(true, Ordering::Release);
-        }
-    }
-
-    /// What carried an operation out is to be dropped.
-    pub(super) fn put_carrier(&self, carrier: Arc<dyn Carrier>) {
-        self.carriers.lock().push(carrier);
-        self.any_carrier.store(true, Ordering::Release);
-    }
-
-    /// Takes out what carried operations out that have finished, to be dropped by a thread that holds none of the engine's locks, and may block.
-    pub(super) fn take_carriers(&self) -> Vec<Arc<dyn Carrier>> {
-        match self.any_carrier.load(Ordering::Relaxed) && self.any_carrier.swap(false, Ordering::AcqRel) {
-            true => std::mem::take(&mut *self.carriers.lock()),
-            false => Vec::new(),
         }
     }
 

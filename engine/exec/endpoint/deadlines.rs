@@ -130,7 +130,7 @@ impl Run {
                 std::mem::forget(of.submitted.borrow(key));
             }
             of.finish(key, Err(error));
-            of.completions.put_carrier(carrier);
+            of.commands.put_drop(carrier);
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use super::EndpointConfig;
 use crate::error::{Error, Operation};
-use crate::exec::carrier::Carrier;
+use crate::exec::carrier::{Carrier, OnStream};
 use crate::exec::deadlines::{DeadlineClock, grace};
 use crate::exec::inflight::Key;
 use crate::types::Signature;
@@ -69,7 +69,10 @@ impl Endings {
 
     /// The next that is over.
     pub(super) fn next(&mut self) -> Result<Option<Ending>, Error> {
-        let over = self.0.front().map_or(Ok(false), |first| first.carrier.is_over())?;
+        let over = self
+            .0
+            .front()
+            .map_or(Ok(false), |first| first.carrier.on_stream().map_or(Ok(true), OnStream::is_over))?;
         Ok(if over { self.0.pop_front() } else { None })
     }
 
@@ -94,7 +97,9 @@ impl Endings {
                 return;
             }
             ending.is_watched = true;
-            ending.carrier.tell(Box::new(tell()));
+            if let Some(on_stream) = ending.carrier.on_stream() {
+                on_stream.tell(Box::new(tell()));
+            }
         }
     }
 
@@ -106,17 +111,18 @@ impl Endings {
         config: &EndpointConfig,
     ) -> Option<Error> {
         let first = self.0.front_mut()?;
-        if first.ready.is_none() && first.carrier.has_inputs() {
+        let on_stream = first.carrier.on_stream()?;
+        if first.ready.is_none() && on_stream.has_inputs() {
             first.ready = Some(now);
         }
-        first.untaken = match first.carrier.is_taken() {
+        first.untaken = match on_stream.is_taken() {
             true => None,
             false => first.untaken.or(Some(now)),
         };
         if !clock.is_overdue(now, first.ready.or(first.untaken)?, first.timeout) {
             return None;
         }
-        let missing = first.carrier.late(config.rank);
+        let missing = on_stream.late(config.rank);
         let operation =
             Operation { comm: config.name.clone(), number: first.number, signature: first.signature };
         Some(Error::timeout(operation, config.rank, first.timeout, missing))

@@ -32,7 +32,6 @@ impl Endpoint {
                 return endpoint.leave_to_progress_thread();
             }
             endpoint.run_completions();
-            endpoint.drop_carriers();
             endpoint.commands.issue();
         };
         carrier.copy_back(Box::new(started), Box::new(ended));
@@ -51,7 +50,7 @@ impl Endpoint {
         let (waker, held) = table.inflight.finish(key, result);
         drop(table);
         self.completions.put(waker, held);
-        carrier.into_iter().chain(copy_back).for_each(|carrier| self.completions.put_carrier(carrier));
+        carrier.into_iter().chain(copy_back).for_each(|carrier| self.commands.put_drop(carrier));
     }
 
     /// Wakes the users of operations that have finished, and drops the buffers that nobody will come for. The caller holds
@@ -59,14 +58,6 @@ impl Endpoint {
     pub(super) fn run_completions(self: &Arc<Self>) {
         if self.completions.run(|held| self.commands.dispose(held)) == Ran::TooDeep {
             self.leave_to_progress_thread();
-        }
-    }
-
-    /// Drops what carried operations out that have finished: a command, as a driver may be called by that.
-    pub(super) fn drop_carriers(&self) {
-        let carriers = self.completions.take_carriers();
-        if !carriers.is_empty() {
-            self.commands.put_always(move || drop(carriers));
         }
     }
 

@@ -178,7 +178,6 @@ impl Endpoint {
     pub(super) fn drive_with(self: &Arc<Self>, run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         let progress = self.drive(run, spinning);
         self.run_completions();
-        self.drop_carriers();
         self.commands.issue();
         progress
     }
@@ -318,7 +317,7 @@ impl Run {
         while let Some(ending) = self.endings.next()? {
             of.recorder.finished(ending.number, State::Done);
             of.finish(ending.key, Ok(()));
-            of.completions.put_carrier(ending.carrier);
+            of.commands.put_drop(ending.carrier);
             any = true;
         }
         Ok(any)

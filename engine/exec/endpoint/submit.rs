@@ -127,7 +127,7 @@ impl Endpoint {
         let (comm, waker) = (&*self.config.name, self.config.runtime.waker());
         let place = mix(self.config.comm, self.config.generation.into());
         carrier.submitted(&Submission { comm, place, number, signature, waker });
-        if carrier.joins().is_some() {
+        if carrier.on_stream().is_some() {
             table.joinable.insert(key.number(), carrier.clone());
         }
         if carrier.copies_back() {

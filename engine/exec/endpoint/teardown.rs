@@ -10,7 +10,7 @@ use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Active;
-use crate::exec::carrier::{Carried, Carrier};
+use crate::exec::carrier::{Carried, Carrier, OnStream};
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;
@@ -55,6 +55,12 @@ impl Fate {
 /// Whether copies of a collective's memory may be on their way that nobody waits for.
 fn is_settling(carrier: Option<&Arc<dyn Carrier>>) -> bool {
     carrier.is_some_and(|carrier| carrier.is_settling())
+}
+
+/// Gives a collective up, which has failed for this cause. Whether somebody may still touch its memory all the same.
+fn cannot_give_up(carrier: Option<&Arc<dyn Carrier>>, cause: &Error) -> bool {
+    let on_stream = carrier.and_then(|carrier| carrier.on_stream());
+    is_settling(carrier) | on_stream.is_some_and(|op| op.cannot_give_up(cause))
 }
 
 impl Run {
@@ -123,10 +129,10 @@ impl Run {
     /// Tells what carries operations out that they have failed.
     fn give_all_up(&self, submitted: &Submitted, cause: &Error) {
         let begun = self.endings.carriers().chain(self.active.carrier());
-        begun.for_each(|carrier| carrier.give_up(cause));
+        begun.filter_map(|carrier| carrier.on_stream()).for_each(|op| op.give_up(cause));
         let table = submitted.lock();
         let queued = table.collectives.iter().filter_map(|(_, carried, _)| carried.carrier.as_ref());
-        queued.for_each(|carrier| carrier.give_up(cause));
+        queued.filter_map(|carrier| carrier.on_stream()).for_each(|op| op.give_up(cause));
     }
 
     /// All operations have ended: slots that peers may still touch come back when those have hung up, or when their process
@@ -163,16 +169,14 @@ impl Run {
     fn take_begun(&mut self, of: &Endpoint, on_devices: bool, cause: &Error) -> Vec<(Key, Fate)> {
         let mut failed = Vec::new();
         for ending in self.endings.take() {
-            let never = ending.carrier.cannot_give_up(cause) || on_devices;
+            let never = cannot_give_up(Some(&ending.carrier), cause) || on_devices;
             of.recorder.finished(ending.number, State::Failed);
             failed.push((ending.key, Fate::Back.or_never(never)));
-            of.completions.put_carrier(ending.carrier);
+            of.commands.put_drop(ending.carrier);
         }
         let carrier = self.active.carrier();
-        let never = is_settling(carrier)
-            | carrier.is_some_and(|carrier| {
-                carrier.cannot_give_up(cause) || (carrier.is_elsewhere() && on_devices)
-            });
+        let never = cannot_give_up(carrier, cause)
+            | carrier.is_some_and(|carrier| carrier.is_elsewhere() && on_devices);
         let written = self.port.written_until(0..of.config.size());
         if let Some((key, number)) = self.active.id() {
             of.recorder.finished(number, State::Failed);
@@ -218,7 +222,7 @@ impl Submitted {
         let mut table = self.lock();
         while let Some((key, Carried { operation, carrier }, _)) = table.collectives.pop_front() {
             let carrier = carrier.as_ref();
-            let never = carrier.is_some_and(|carrier| carrier.cannot_give_up(cause));
+            let never = cannot_give_up(carrier, cause);
             recorder.finished(operation.number, State::Failed);
             failed.push((key, Fate::Back.or_never(never)));
         }
@@ -234,7 +238,7 @@ impl Submitted {
         }
         let mut table = self.lock();
         if let Some(carrier) = table.joinable.get(&key.number()) {
-            carrier.lose();
+            carrier.on_stream().into_iter().for_each(OnStream::lose);
         }
         let (held, carrier) = (table.inflight.borrow(key), copy_backs.carrier_of(key));
         drop(table);
