@@ -74,6 +74,8 @@ pub(crate) struct Commands {
     failure: OnceLock<Error>,
     /// Wakes whoever drives the endpoint.
     waker: Waker,
+    /// What many commands in a row are carried out in, if they have anything in common.
+    within: OnceLock<fn(&mut dyn FnMut())>,
     /// Where this endpoint's thread is told that there are commands. `None`: the system has no thread to give.
     thread: OnceLock<Option<Sender<Arc<Commands>>>>,
 }
@@ -102,6 +104,7 @@ impl Commands {
             is_cut,
             failure: OnceLock::new(),
             waker,
+            within: OnceLock::new(),
             thread: OnceLock::new(),
         })
     }
@@ -124,6 +127,11 @@ impl Commands {
     /// Appends a command that drops what carried an operation out: a driver may be called by that.
     pub(crate) fn put_drop(&self, carrier: impl Send + 'static) {
         self.put_always(move || drop(carrier));
+    }
+
+    /// From here on, commands that are carried out in a row are so within this, which calls what it is given once.
+    pub(crate) fn are_within(&self, within: fn(&mut dyn FnMut())) {
+        let _ = self.within.set(within);
     }
 
     fn append(&self, command: Command) {
@@ -202,8 +210,14 @@ impl Commands {
     fn carry_out(&self) {
         while self.any.load(Ordering::Acquire) {
             let Some(issuing) = self.issuing.try_lock() else { break };
-            while let Some(command) = self.next() {
-                self.carry_out_one(command);
+            let mut all = || {
+                while let Some(command) = self.next() {
+                    self.carry_out_one(command);
+                }
+            };
+            match self.within.get() {
+                Some(within) => within(&mut all),
+                None => all(),
             }
             drop(issuing);
             // See `append`.

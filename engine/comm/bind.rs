@@ -194,7 +194,7 @@ impl SharedComm {
             None => stream,
         };
         let ours = stream.and_then(|stream| {
-            let device = PeerDevice::new(stream, endpoint.commands.clone(), n, config.comm);
+            let device = PeerDevice::new(stream, endpoint.commands.clone(), (self.rank(), n), config.comm);
             Ok((Arc::new(device), nonce()?))
         });
         let group = Group { config, topology: &world.topology };

@@ -10,7 +10,8 @@ use super::ordered::Start;
 use super::work::Submitted;
 use crate::commands::Commands;
 use crate::device::carriers::{OnDevice, OnHost, bound_to};
-use crate::device::operation::{Binding, DeviceOp};
+use crate::device::current::keep;
+use crate::device::operation::{Binding, DeviceOp, Folds};
 use crate::device::whole::{BoundWhole, MessagePath};
 use crate::device::workspace::Workspace;
 use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
@@ -97,35 +98,41 @@ impl Call<'_> {
         memory: Vec<Memory>,
         held: ErasedBufs,
     ) -> Submitted {
+        // The driver is called a few times: within one context.
         let prepared = prepared.and_then(|mut operation| {
-            self.start_on_devices(operation.call, places(&memory))?;
-            let streams = place(&mut operation, &binding, whole.is_none(), &memory)?;
-            let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
-            for memory in &memory {
-                if let (Some(input), Some(output)) =
-                    (memory.input.as_ref().and_then(RawBuf::fate), memory.output.fate())
-                {
-                    output.depend_like(input);
-                }
-            }
-            // What cannot be had is an error when the operation begins, and then all ranks hear of it.
-            let workspace = match &whole {
-                None => binding.get_ready(&mut operation),
-                Some(bound) => {
-                    if let Err(error) = self.get_ready_whole(&mut operation, bound, &binding.ours.stream) {
-                        tracing::debug!("an operation was not made ready at its call: {error}");
+            keep(|| {
+                self.start_on_devices(operation.call, places(&memory))?;
+                let streams = place(&mut operation, &binding, whole.is_none(), &memory)?;
+                let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
+                for memory in &memory {
+                    if let (Some(input), Some(output)) =
+                        (memory.input.as_ref().and_then(RawBuf::fate), memory.output.fate())
+                    {
+                        output.depend_like(input);
                     }
-                    Workspace::new(&binding.ours.stream, std::iter::empty(), 0)
                 }
-            };
-            let workspace = workspace.map(Arc::new);
-            operation.signature.kind |= ON_DEVICES;
-            let library = whole.as_ref().map(|bound| bound.whole.clone());
-            let device = Arc::new(DeviceOp::new(binding, streams, outputs, library, workspace)?);
-            if let Some(bound) = whole {
-                return self.made_whole(operation, &bound, Some(device));
-            }
-            Ok(Carried { operation, carrier: Some(Arc::new(OnDevice(device))) })
+                // What cannot be had is an error when the operation begins, and then all ranks hear of it.
+                let workspace = match &whole {
+                    None => binding.get_ready(&mut operation),
+                    Some(bound) => {
+                        if let Err(error) = self.get_ready_whole(&mut operation, bound, &binding.ours.stream)
+                        {
+                            tracing::debug!("an operation was not made ready at its call: {error}");
+                        }
+                        Workspace::new(&binding.ours.stream, std::iter::empty(), 0)
+                    }
+                };
+                let workspace = workspace.map(Arc::new);
+                operation.signature.kind |= ON_DEVICES;
+                let library = whole.as_ref().map(|bound| bound.whole.clone());
+                let folds = if whole.is_some() { Folds::default() } else { binding.folds(&mut operation) };
+                let device = DeviceOp::new(binding, streams, outputs, library, (workspace, folds));
+                let device = Arc::new(device?);
+                if let Some(bound) = whole {
+                    return self.made_whole(operation, &bound, Some(device));
+                }
+                Ok(Carried { operation, carrier: Some(Arc::new(OnDevice(device))) })
+            })
         });
         self.hand_in(prepared, None, held)
     }

@@ -13,6 +13,7 @@ use parking_lot::Mutex;
 
 use super::capture::{Relaxed, relaxed};
 use super::chores::end_before_libraries;
+use super::current::Held;
 use super::driver::{cuda, told, uuid, warn};
 use crate::error::Error;
 
@@ -54,22 +55,13 @@ pub(super) struct Handle {
     pub(super) major: u32,
 }
 
-/// Proof that a context is this thread's current one, and that what the thread calls breaks no capture. What was before it
-/// is again when this goes.
+/// Proof that a context is this thread's current one. What was before it is again when this goes.
 pub(super) struct Entered<'a> {
-    handle: &'a Handle,
-    _relaxed: Relaxed,
+    /// What the thread calls breaks no capture, where it calls what might ([`Handle::enter`]).
+    _relaxed: Option<Relaxed>,
+    _held: Held<'a>,
     /// The thread's.
     _here: PhantomData<*const ()>,
-}
-
-impl Drop for Entered<'_> {
-    fn drop(&mut self) {
-        // SAFETY: pops what `enter` pushed on this thread (`Entered` cannot leave it, and nobody else pops ours).
-        if let Err(error) = unsafe { self.handle.cuda.ctx_pop_current() } {
-            warn(self.handle.ordinal, "leave a device, which stays current on this thread", &error);
-        }
-    }
 }
 
 impl Handle {
@@ -139,11 +131,15 @@ impl Handle {
         }
     }
 
-    /// Makes the context this thread's current one.
+    /// Makes the context this thread's current one, for any call.
     pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
-        // SAFETY: the context is retained until `self` is dropped.
-        unsafe { self.cuda.ctx_push_current(self.context) }?;
-        Ok(Entered { handle: self, _relaxed: relaxed(self.cuda), _here: PhantomData })
+        let _held = Held::new(self)?;
+        Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
+    }
+
+    /// The same for calls that only put something on a stream, or record an event there: no capture of another stream's minds those.
+    pub(super) fn enter_plainly(&self) -> Result<Entered<'_>, CudaError> {
+        Ok(Entered { _held: Held::new(self)?, _relaxed: None, _here: PhantomData })
     }
 
     /// The driver's handle, which lives as long as this.
@@ -162,6 +158,24 @@ impl Handle {
         call: impl FnOnce(&'static Cuda) -> Result<T, CudaError>,
     ) -> Result<T, Error> {
         self.within(doing, |_entered| call(self.cuda))
+    }
+
+    /// The same, for calls that [`enter_plainly`](Self::enter_plainly) is enough for.
+    pub(super) fn call_plainly<T>(
+        &self,
+        doing: &str,
+        call: impl FnOnce(&'static Cuda) -> Result<T, CudaError>,
+    ) -> Result<T, Error> {
+        self.within_plainly(doing, |_entered| call(self.cuda))
+    }
+
+    /// Does what [`enter_plainly`](Self::enter_plainly) is enough for in this context.
+    pub(super) fn within_plainly<T>(
+        &self,
+        doing: &str,
+        work: impl FnOnce(&Entered<'_>) -> Result<T, CudaError>,
+    ) -> Result<T, Error> {
+        self.enter_plainly().and_then(|entered| work(&entered)).map_err(|error| self.tell(doing, error))
     }
 
     /// Does something in this context.
@@ -253,6 +267,7 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
+        super::current::forget(self.context);
         let _relaxed = relaxed(self.cuda);
         // SAFETY: retained in `new`; what was made in the context is gone, or is lost with it.
         unsafe { self.cuda.device_primary_ctx_release(self.device) }

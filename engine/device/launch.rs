@@ -68,7 +68,8 @@ impl DeviceStream {
             return Ok(());
         }
         let context = &self.0.context;
-        context.within(doing, |entered| {
+        let is_loaded = context.modules.lock().known(launch.kernel).is_some();
+        let put = |entered: &Entered<'_>| {
             let function = context.function(entered, launch.kernel)?;
             let mut arguments = [launch.arguments.address().cast_mut().cast()];
             // SAFETY: a function of this context with one parameter, of the type that `arguments` is (the kernel and its
@@ -89,6 +90,10 @@ impl DeviceStream {
                     std::ptr::null_mut(),
                 )
             }
-        })
+        };
+        match is_loaded {
+            true => context.within_plainly(doing, put),
+            false => context.within(doing, put),
+        }
     }
 }

@@ -12,6 +12,7 @@ mod chores;
 mod context;
 #[cfg(feature = "cudarc")]
 mod cudarc;
+pub(crate) mod current;
 mod devices;
 mod dlpack;
 mod driver;

@@ -12,19 +12,21 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 use std::time::Duration;
 
+use allstream_sys::cuda::CuStreamMemOp;
 use parking_lot::Mutex;
 
 use super::chores::{Busy, later};
 use super::links::ipc::{Far, FarRx, FarTx};
-use super::links::peer::{PeerDevice, PeerRx, PeerTx};
-use super::signal::Word;
+use super::links::peer::{PeerDevice, PeerRx, PeerTx, Start};
 use super::stream::{DeviceEvent, DeviceStream};
+use super::waiter::watch_stream;
 use super::whole::{BoundWhole, MessagePath, Whole};
 use super::workspace::Workspace;
 use crate::error::Error;
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx, Opener, Place};
 use crate::mem::{Fate, Verdict, Witness};
+use crate::plan::Lending;
 use crate::trace::log::LOG;
 use crate::types::Rank;
 
@@ -64,8 +66,8 @@ pub(crate) struct Binding {
     pub(crate) whole: Option<BoundWhole>,
     /// How far its operations have left the devices, once it has failed.
     leaving: Leaving,
-    /// What the operation that was begun last has for its parts.
-    workspace: Mutex<Weak<Workspace>>,
+    /// The operation that was begun last.
+    current: Mutex<Weak<DeviceOp>>,
     /// What messages go by that a library moves: made with the first.
     pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
     _open: Busy,
@@ -99,14 +101,15 @@ impl Binding {
                 others.push(device.stream.clone());
             }
         }
-        let (leaving, workspace, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
+        ours.is_among(&all);
+        let (leaving, current, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
         let _open = Busy::while_open();
-        Binding { ours, all, reaches, far, others, whole, leaving, workspace, message_path, _open }
+        Binding { ours, all, reaches, far, others, whole, leaving, current, message_path, _open }
     }
 
-    /// What the parts of the operation that was begun last need beside its buffers.
-    pub(crate) fn workspace(&self) -> Option<Arc<Workspace>> {
-        self.workspace.lock().upgrade()
+    /// The operation that was begun last, whose parts are run.
+    pub(crate) fn current(&self) -> Option<Arc<DeviceOp>> {
+        self.current.lock().upgrade()
     }
 
     /// The communicator has failed: no rank of this process puts more of it on a stream, except what [`leave`](Self::leave) does.
@@ -203,13 +206,48 @@ impl Binding {
     }
 }
 
+/// Which of an operation's parts one kernel of each rank folds ([`Lends`](crate::exec::lends::Lends)), as the call knows.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Folds {
+    /// There are no other parts.
+    pub(crate) are_all: bool,
+    /// And there is one part.
+    pub(crate) are_one: bool,
+    /// This rank multiplies its input first, and so lends what its stream has still to write.
+    pub(crate) are_scaled: bool,
+    /// The ranks that the buffers are lent to, and those whose buffers are lent to this rank: a bit for each.
+    lent_to: u64,
+    lent_by: u64,
+}
+
+impl Folds {
+    /// A part is folded, as this plan says.
+    pub(crate) fn add(&mut self, lending: &Lending) {
+        let lent_to = lending.loans.iter().enumerate().filter(|(_, loan)| loan.is_some());
+        self.lent_to = lent_to.fold(self.lent_to, |bits, (rank, _)| bits | 1 << rank);
+        let lent_by = lending.borrows.iter().enumerate().filter(|(_, borrows)| **borrows);
+        self.lent_by = lent_by.fold(self.lent_by, |bits, (rank, _)| bits | 1 << rank);
+    }
+
+    /// Whether there is one.
+    pub(crate) fn are_any(&self) -> bool {
+        self.lent_to | self.lent_by != 0
+    }
+}
+
 /// An operation that devices run.
 pub(crate) struct DeviceOp {
     pub(crate) binding: Arc<Binding>,
     /// Its number among the communicator's collectives.
     number: OnceLock<u64>,
-    /// What the buffers' streams, and others, held at the call.
+    /// What the buffers' streams held at the call, where no word says it.
     after: Vec<DeviceEvent>,
+    /// The word that the one stream of the buffers writes when it comes to the call.
+    input: Option<Start>,
+    folds: Folds,
+    /// Of commands: the rank's stream waits for its inputs; and for those of all ranks.
+    waits_for_input: AtomicBool,
+    waits_for_all: AtomicBool,
     /// Of the buffers.
     streams: Vec<DeviceStream>,
     /// Of the buffers that it writes.
@@ -231,8 +269,6 @@ pub(crate) struct DeviceOp {
 /// Nobody calls the driver with this locked.
 #[derive(Default)]
 struct State {
-    /// Behind all of the operation, once all of it is on the stream.
-    end: Option<DeviceEvent>,
     /// It was given up.
     failed: bool,
     /// Its buffers may be touched for longer than anybody waits.
@@ -263,9 +299,16 @@ impl DeviceOp {
         streams: Vec<DeviceStream>,
         outputs: Vec<Arc<Fate>>,
         taken_by: Option<Arc<dyn Whole>>,
-        workspace: Result<Arc<Workspace>, Error>,
+        (workspace, folds): (Result<Arc<Workspace>, Error>, Folds),
     ) -> Result<DeviceOp, Error> {
-        let after = streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?;
+        let input = match &streams[..] {
+            [stream] if folds.are_all => binding.ours.put_input(stream)?,
+            _ => None,
+        };
+        let after = match input {
+            Some(_) => Vec::new(),
+            None => streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?,
+        };
         // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
         let ours = &binding.ours;
         let is_in_a_chain =
@@ -274,6 +317,10 @@ impl DeviceOp {
             binding,
             number: OnceLock::new(),
             after,
+            input,
+            folds,
+            waits_for_input: AtomicBool::new(false),
+            waits_for_all: AtomicBool::new(false),
             streams,
             outputs,
             is_in_a_chain,
@@ -314,45 +361,153 @@ impl DeviceOp {
             return Ok(());
         }
         let workspace = self.workspace.as_ref().map_err(Error::clone)?;
-        *self.binding.workspace.lock() = Arc::downgrade(workspace);
+        *self.binding.current.lock() = Arc::downgrade(self);
         if !kept(Wait::Memory) {
             workspace.release();
         }
+        let (ours, number) = (&self.binding.ours, self.number());
+        ours.starts(number, self.input.unwrap_or_else(|| Start::of(number)), self.folds.are_scaled);
         let operation = self.clone();
-        self.binding.ours.commands.put(move || {
+        ours.commands.put(move || {
+            operation.binding.ours.takes(number);
+            if operation.input.is_some() {
+                return Ok(()); // its first work waits for the word
+            }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
-            if operation.is_in_a_chain {
-                operation.stream().waits_now();
-            }
+            operation.waits_in_a_chain();
             ordered?;
-            operation.binding.ours.begins(operation.number())
+            operation.binding.ours.begins(number)
         });
         Ok(())
+    }
+
+    /// A command: the rank's stream has been made to wait for what the buffers' streams hold.
+    fn waits_in_a_chain(&self) {
+        self.waits_for_input.store(true, Ordering::Relaxed);
+        if self.is_in_a_chain {
+            self.stream().waits_now();
+        }
+    }
+
+    /// What the parts need beside the buffers.
+    pub(crate) fn workspace(&self) -> Option<&Arc<Workspace>> {
+        self.workspace.as_ref().ok()
+    }
+
+    /// Whether parts of it may be folded: the call has known all of them.
+    pub(crate) fn is_folded(&self) -> bool {
+        self.folds.are_any()
+    }
+
+    /// Of these ranks, one a bit, those that are others than this one.
+    fn others(&self, bits: u64) -> impl Iterator<Item = &Arc<PeerDevice>> {
+        let all = self.binding.all.iter().enumerate().filter(move |(rank, _)| bits >> rank & 1 == 1);
+        all.filter_map(|(_, device)| device.as_ref())
+            .filter(|device| !Arc::ptr_eq(device, &self.binding.ours))
+    }
+
+    /// Has a kernel put on the rank's stream which folds what all ranks lend of a part, behind the inputs of all. `is_last`: all of the part is
+    /// folded then.
+    pub(crate) fn fold(
+        self: &Arc<Self>,
+        is_last: bool,
+        launch: impl FnOnce(&DeviceStream) -> Result<(), Error> + Send + 'static,
+    ) {
+        let operation = self.clone();
+        self.binding.ours.commands.put(move || {
+            let mut words = operation.wait_for_input();
+            if !operation.waits_for_all.swap(true, Ordering::Relaxed) {
+                let number = operation.number();
+                for other in operation.others(operation.folds.lent_by).filter(|_| kept(Wait::Ready)) {
+                    let problem = "it lends memory for a collective that it has not begun (a bug)";
+                    let missing = || Error::system("wait for a rank's input", problem);
+                    words.push(other.wait_for_start(number).ok_or_else(missing)?);
+                }
+            }
+            operation.stream().put_words("make a stream wait for all ranks' inputs", &mut words)?;
+            operation.has_waits();
+            launch(operation.stream())?;
+            // With one call of the driver less than if somebody had to come back for this.
+            if is_last && operation.folds.are_one { operation.put_over() } else { Ok(()) }
+        });
+    }
+
+    /// For the rank's stream: the wait for its own input, if the stream does not wait for it yet, and what it then says.
+    fn wait_for_input(&self) -> Vec<CuStreamMemOp> {
+        let (ours, number) = (&self.binding.ours, self.number());
+        if self.waits_for_input.load(Ordering::Relaxed) {
+            return Vec::new();
+        }
+        let wait = ours.wait_for_start(number).filter(|_| kept(Wait::After));
+        wait.into_iter().chain(ours.begun(number)).collect()
+    }
+
+    /// A command: makes the rank's stream wait for its own input, if it does not yet.
+    pub(crate) fn awaits_input(&self) -> Result<(), Error> {
+        let mut words = self.wait_for_input();
+        self.stream().put_words("make a stream wait for its rank's input", &mut words)?;
+        self.has_waits();
+        Ok(())
+    }
+
+    /// A command: what [`wait_for_input`](Self::wait_for_input) gave is on the stream.
+    fn has_waits(&self) {
+        if !self.waits_for_input.load(Ordering::Relaxed) {
+            self.waits_in_a_chain();
+        }
     }
 
     /// All of it has been handed to the commands: marks its end behind that.
     pub(crate) fn ends(self: &Arc<Self>) {
         let operation = self.clone();
-        self.binding.ours.commands.put(move || operation.put_end().map(drop));
+        self.binding.ours.commands.put(move || operation.put_over());
+    }
+
+    /// A command: all of what the rank's stream does for it is there, and words are to say when it is done.
+    fn put_over(&self) -> Result<(), Error> {
+        let (ours, number) = (&self.binding.ours, self.number());
+        if ours.is_put_over(number) {
+            return Ok(());
+        }
+        if self.folds.lent_by == 0 && self.waits_for_input.load(Ordering::Relaxed) {
+            return ours.ends(number);
+        }
+        let mut words = self.wait_for_input();
+        let whose = self.others(self.folds.lent_by).chain([ours]);
+        words.extend(whose.filter_map(|whose| ours.over_for(whose, number)));
+        self.stream().put_words("end a collective", &mut words)?;
+        self.has_waits();
+        ours.has_put_over(number);
+        Ok(())
     }
 
     /// A command: all of it is on the stream. Returns the end there.
     pub(crate) fn put_end(&self) -> Result<DeviceEvent, Error> {
         let end = self.stream().point()?;
-        self.binding.ours.ends(self.number())?;
-        self.state.lock().end = Some(end.clone());
+        self.put_over()?;
         Ok(end)
     }
 
-    /// Whether all of it is on the stream.
-    pub(crate) fn is_enqueued(&self) -> bool {
-        self.state.lock().end.is_some()
+    /// The ranks whose streams touch its buffers.
+    fn workers(&self) -> impl Iterator<Item = &Arc<PeerDevice>> {
+        self.others(self.folds.lent_to).filter(|_| kept(Wait::Done)).chain([&self.binding.ours])
     }
 
-    /// Whether the stream has come to its end. No call of the driver's.
+    /// Whether all that the rank's own stream does for it is there.
+    pub(crate) fn is_put(&self) -> bool {
+        self.binding.ours.is_put_over(self.number())
+    }
+
+    /// Whether all of it is on the streams.
+    pub(crate) fn is_enqueued(&self) -> bool {
+        self.workers().all(|device| device.is_put_over(self.number()))
+    }
+
+    /// Whether all streams have come to its end. No call of the driver's.
     pub(crate) fn is_over(&self) -> Result<bool, Error> {
-        let over = !kept(Wait::End) || self.binding.ours.has_come_to(Word::Over, self.number());
+        let ours = &self.binding.ours;
+        let over = !kept(Wait::End) || self.workers().all(|device| ours.has_ended_by(device, self.number()));
         if let Some(library) = &self.taken_by {
             // What has failed there may never come to its end.
             library.check()?;
@@ -380,7 +535,7 @@ impl DeviceOp {
 
     /// Whether its own inputs are there. No call of the driver's.
     pub(crate) fn has_inputs(&self) -> bool {
-        self.binding.ours.has_come_to(Word::Begun, self.number())
+        self.binding.ours.has_begun(self.number())
     }
 
     /// Whether the driver has taken its first work. No call of the driver's.
@@ -395,24 +550,23 @@ impl DeviceOp {
         all.filter_map(|(rank, device)| device.as_ref().is_some_and(is_late).then_some(rank)).collect()
     }
 
-    /// Calls `then` when the stream has come to its end, or will not.
+    /// Has the driver asked now and then whether the rank's stream has failed, until it has come to the operation's end. Calls `then` when it has
+    /// failed, or has come to its end though no word has said so.
     pub(crate) fn watch(self: &Arc<Self>, then: impl FnOnce() + Send + 'static) {
-        let operation = self.clone();
-        self.binding.ours.commands.put(move || {
-            // Set by the command before this one, which marks the end.
-            let end = operation.state.lock().end.clone();
-            let told = move |result: Result<(), Error>| {
-                match result {
-                    Ok(()) => operation.binding.ours.tell(Word::Over, operation.number()),
-                    Err(error) => drop(operation.failure.set(error)),
-                }
-                then();
-            };
-            if let Some(end) = end {
-                end.then("run a collective", Box::new(told));
+        let (operation, ours) = (self.clone(), self.binding.ours.clone());
+        let told = move |result: Result<(), Error>| {
+            match result {
+                Ok(()) => operation
+                    .binding
+                    .ours
+                    .tell_over(operation.others(operation.folds.lent_by), operation.number()),
+                Err(error) => drop(operation.failure.set(error)),
             }
-            Ok(())
-        });
+            then();
+        };
+        let number = self.number();
+        let is_over = move || ours.has_ended_by(&ours, number);
+        watch_stream(self.stream(), "run a collective", Box::new(is_over), Box::new(told));
     }
 
     /// Whether the rank's own stream is one of those that `join` makes wait.
@@ -434,7 +588,7 @@ impl DeviceOp {
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
     /// nothing waits.
     pub(crate) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
-        let end = {
+        {
             let mut state = self.state.lock();
             if state.failed {
                 return Ok(false);
@@ -444,16 +598,11 @@ impl DeviceOp {
             let far = || self.binding.far.as_ref().map(witness);
             let verdict = || Arc::new(Verdict::new(self.taken_by.as_ref().map(library).or_else(far)));
             state.verdict.get_or_insert_with(verdict);
-            state.end.clone()
-        };
+        }
+        // Where all of it is on streams, they write the words; the host does, where it is given up meanwhile.
         let mut all = self.streams.iter().chain([stream]);
-        // Where it is not on our stream yet, there is nothing to wait for but the word that the stream will write when it is; or the host,
-        // where it is given up meanwhile: then the wait is over as it begins.
-        let wait = |stream: &DeviceStream| match &end {
-            Some(end) => stream.wait_event(end),
-            None => self.binding.ours.await_end(stream, self.number()),
-        };
-        all.try_for_each(wait).map(|()| true)
+        let ours = &self.binding.ours;
+        all.try_for_each(|stream| ours.await_ends(stream, self.workers(), self.number())).map(|()| true)
     }
 
     /// After `join`: its buffers are handed on, and depend on how it ends.

@@ -36,6 +36,8 @@ const SPIN: Duration = Duration::from_micros(50);
 const SPARE: usize = 4;
 /// At most so many streams are made, one after another, to find one that shares no queue with those that it must not hold up.
 const TRIES: usize = 12;
+/// The one word of a question's signals that is used.
+const BELL: Word = Word::Over(0);
 /// So many answers of a stream are kept before those of streams that are gone are looked for.
 const ANSWERS: usize = 64;
 
@@ -124,8 +126,8 @@ fn is_apart(way: Way, waits: &[DeviceStream]) -> bool {
 
 impl Probe {
     pub(crate) fn new(stream: &DeviceStream) -> Result<Probe, Error> {
-        let bells = (0..=SPARE).map(|_| DeviceSignal::new(stream)).collect::<Result<_, _>>()?;
-        Ok(Probe { gate: DeviceSignal::new(stream)?, bells, turn: 0 })
+        let bells = (0..=SPARE).map(|_| DeviceSignal::new(stream, 1)).collect::<Result<_, _>>()?;
+        Ok(Probe { gate: DeviceSignal::new(stream, 1)?, bells, turn: 0 })
     }
 
     /// From here on, as long as it lives, collectives of this communicator run on this stream: none that waits for one may
@@ -182,10 +184,10 @@ impl Probe {
             return false;
         }
         let (bell, turn, start) = (&self.bells[0], self.turn, Instant::now());
-        while !bell.shows(Word::Over, turn) && start.elapsed() < LOOK {
+        while !bell.shows(BELL, turn) && start.elapsed() < LOOK {
             std::thread::sleep(SPIN);
         }
-        bell.shows(Word::Over, turn)
+        bell.shows(BELL, turn)
     }
 
     /// Finds out whether these streams may wait for what nobody has put on a stream yet without holding up their device's collectives,
@@ -324,10 +326,11 @@ impl Probe {
     ) -> Result<Vec<bool>, Error> {
         self.turn = self.turn.wrapping_add(1);
         let (turn, gate) = (self.turn, &self.gate);
-        let held = waits.iter().try_for_each(|waiting| gate.is_awaited_by(waiting, turn));
+        let held = waits.iter().try_for_each(|waiting| gate.is_awaited_by(waiting, [BELL].into_iter(), turn));
         let asked = held.and_then(|()| {
             let mut asked = ways.iter().zip(&self.bells);
-            asked.try_for_each(|(way, bell)| bell.put_on(&DeviceStream::of_context(context, *way), turn))
+            asked
+                .try_for_each(|(way, bell)| bell.put_on(&DeviceStream::of_context(context, *way), BELL, turn))
         });
         let start = Instant::now();
         let mut came = known.to_vec();
@@ -339,14 +342,14 @@ impl Probe {
             }
             let before = came.contains(&true);
             for (came, bell) in came.iter_mut().zip(&self.bells) {
-                *came |= bell.shows(Word::Over, turn);
+                *came |= bell.shows(BELL, turn);
             }
             if !before && came.contains(&true) {
                 let now = start.elapsed();
                 most = now + now.max(PATIENCE);
             }
         }
-        self.gate.set(Word::Over, turn);
+        self.gate.set(BELL, turn);
         asked.map(|()| came)
     }
 }

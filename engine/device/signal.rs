@@ -1,11 +1,13 @@
 //! Words that streams write and wait for: order between what is on a stream and what will be, and what a rank's stream has come to.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::{CU_STREAM_WAIT_VALUE_GEQ, CuDevicePtr};
+use allstream_sys::cuda::{
+    CU_STREAM_WAIT_VALUE_GEQ, CU_STREAM_WRITE_VALUE_DEFAULT, CuDevicePtr, CuStreamMemOp,
+};
 use parking_lot::Mutex;
 
 use super::chores::{drop_later, later};
@@ -15,27 +17,45 @@ use super::waiter::{self, Outcome};
 use crate::error::Error;
 
 /// Which of the words.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// The last operation whose inputs the stream has come past.
+    /// The last operation whose inputs the rank's stream has come past.
     Begun,
-    /// The last operation that the stream has come to the end of.
-    Over,
+    /// The last input that the caller's stream has come past. What counts inputs is [`PeerDevice`](super::links::peer::PeerDevice).
+    Input,
+    /// The last operation that the stream of this rank has come to the end of.
+    Over(usize),
 }
 
-/// Elements from one word to the next: each has a line of the processor's caches for itself.
+/// Elements from a word to the next that has a line of the processor's caches for itself. The last of these lines, and those behind it, have the
+/// words [`Word::Over`], which the host reads together.
 const APART: usize = 32;
 
-/// Two counters that only grow (they wrap, and are compared on a circle), in host memory that devices read and write. As a rule one stream
-/// writes them; [`put_on`](DeviceSignal::put_on) lets another write [`Word::Over`]. Any stream may wait for that one, and the host reads both, and may write
-/// them, without the driver.
+impl Word {
+    /// Where it is, in elements.
+    fn at(self) -> usize {
+        match self {
+            Word::Begun => 0,
+            Word::Input => APART,
+            Word::Over(rank) => 2 * APART + rank,
+        }
+    }
+}
+
+/// Counters that only grow (they wrap, and are compared on a circle), in host memory that devices read and write: those of one rank. As a rule its own
+/// stream writes them, and the streams of other ranks theirs of [`Word::Over`]. Any stream may wait for them, and the host reads them, and may
+/// write them, without the driver.
 pub(crate) struct DeviceSignal {
     memory: Arc<PinnedBuf<u32>>,
     address: CuDevicePtr,
-    /// The stream that writes them.
+    /// The rank's own stream.
     writer: DeviceStream,
-    /// The furthest that was put on the stream as [`Word::Over`].
-    furthest: AtomicU32,
+    /// The streams of other ranks that write [`Word::Over`], by rank, where they are known.
+    others: OnceLock<Vec<(usize, DeviceStream)>>,
+    /// The furthest that was put on a stream as [`Word::Over`], by rank.
+    furthest: Box<[AtomicU32]>,
+    /// The furthest that was put on a stream as [`Word::Input`].
+    input: AtomicU32,
     uses: Mutex<Uses>,
 }
 
@@ -49,10 +69,13 @@ struct Uses {
 
 /// The first such limit.
 const STREAMS: usize = 16;
+/// How often words are looked at that wait to be given back.
+const LOOK: Duration = Duration::from_millis(10);
+const SIGNAL: &str = "signal what a stream has come to";
 
 impl DeviceSignal {
-    /// Words that begin at 0, which `writer` is to write.
-    pub(crate) fn new(writer: &DeviceStream) -> Result<DeviceSignal, Error> {
+    /// Words that begin at 0, those of a rank among so many, whose stream is `writer`.
+    pub(crate) fn new(writer: &DeviceStream, ranks: usize) -> Result<DeviceSignal, Error> {
         let context = &writer.0.context;
         let cuda = context.cuda;
         let has = cuda.has_stream_wait_value32()
@@ -65,15 +88,26 @@ impl DeviceSignal {
                 problem: format!("{} is too old: {problem}", cuda.file()),
             });
         }
-        let mut memory = PinnedBuf::<u32>::zeroed(&writer.device(), 2 * APART)?;
+        let mut memory = PinnedBuf::<u32>::zeroed(&writer.device(), Word::Over(ranks).at())?;
         let at = memory.as_mut_ptr();
         let address = context.call("make a signal", |cuda| {
             // SAFETY: pinned memory, for all devices, which `memory` keeps.
             unsafe { cuda.mem_host_get_device_pointer(at.cast(), 0) }
         })?;
-        let uses = Mutex::new(Uses { points: HashMap::new(), limit: STREAMS });
-        let (memory, writer, furthest) = (Arc::new(memory), writer.clone(), AtomicU32::new(0));
-        Ok(DeviceSignal { memory, address, writer, furthest, uses })
+        Ok(DeviceSignal {
+            memory: Arc::new(memory),
+            address,
+            writer: writer.clone(),
+            others: OnceLock::new(),
+            furthest: (0..ranks).map(|_| AtomicU32::new(0)).collect(),
+            input: AtomicU32::new(0),
+            uses: Mutex::new(Uses { points: HashMap::new(), limit: STREAMS }),
+        })
+    }
+
+    /// These streams, of the ranks that are named, write their [`Word::Over`] here.
+    pub(crate) fn is_written_by(&self, others: impl Iterator<Item = (usize, DeviceStream)>) {
+        let _ = self.others.set(others.collect());
     }
 }
 
@@ -81,7 +115,7 @@ impl DeviceSignal {
 const RELEASE: Duration = Duration::from_millis(500);
 
 fn word(memory: &PinnedBuf<u32>, which: Word) -> &AtomicU32 {
-    let at = memory.as_ptr().wrapping_add(which as usize * APART).cast_mut();
+    let at = memory.as_ptr().wrapping_add(which.at()).cast_mut();
     // SAFETY: one of the words of pinned memory, aligned, which lives as long as `memory`; after `new` everybody, devices too, uses each
     // as an atomic word only.
     unsafe { AtomicU32::from_ptr(at) }
@@ -91,10 +125,10 @@ fn is_further(value: u32, than: u32) -> bool {
     value.wrapping_sub(than).cast_signed() > 0
 }
 
-/// The host writes a word, unless the word shows as much already.
-fn set(memory: &PinnedBuf<u32>, which: Word, value: u32) {
+/// Writes a number that only grows, unless there is as much already.
+fn raise(at: &AtomicU32, value: u32) {
     let further = |shown: u32| is_further(value, shown).then_some(value);
-    let _ = word(memory, which).fetch_update(Ordering::AcqRel, Ordering::Acquire, further);
+    let _ = at.fetch_update(Ordering::AcqRel, Ordering::Acquire, further);
 }
 
 impl DeviceSignal {
@@ -103,18 +137,40 @@ impl DeviceSignal {
         !is_further(value, word(&self.memory, which).load(Ordering::Acquire))
     }
 
-    /// The host writes the word now.
+    /// The host writes the word now, unless it shows as much already.
     pub(crate) fn set(&self, which: Word, value: u32) {
-        set(&self.memory, which, value);
+        raise(word(&self.memory, which), value);
     }
 
-    /// Work put on `stream` after this call starts only once [`Word::Over`] shows `value` or more.
-    pub(crate) fn is_awaited_by(&self, stream: &DeviceStream, value: u32) -> Result<(), Error> {
-        stream.0.context.call("make a stream wait for a signal", |cuda| {
-            let address = self.address(Word::Over);
-            // SAFETY: `stream` keeps the driver's; the word is there until all streams are past it (`drop`).
-            unsafe { cuda.stream_wait_value32(*stream.0.raw(), address, value, CU_STREAM_WAIT_VALUE_GEQ) }
-        })?;
+    /// For a stream that is to wait until the word shows `value` or more. The caller sees to it that the words stay until then.
+    pub(crate) fn wait(&self, which: Word, value: u32) -> CuStreamMemOp {
+        CuStreamMemOp::wait(self.address(which), value)
+    }
+
+    /// For a stream that is to write the word. For [`Word::Over`] never less than was put before: operations that fail together are
+    /// released in any order, and the last write must end the waits for all. One thread at a time calls this for a rank's word.
+    pub(crate) fn write(&self, which: Word, value: u32) -> CuStreamMemOp {
+        let mut value = value;
+        match which {
+            Word::Over(rank) => {
+                raise(&self.furthest[rank], value);
+                value = self.furthest[rank].load(Ordering::Acquire);
+            }
+            Word::Input => raise(&self.input, value),
+            Word::Begun => {}
+        }
+        CuStreamMemOp::write(self.address(which), value)
+    }
+
+    /// Work put on `stream` after this call starts only once each of these words shows `value` or more.
+    pub(crate) fn is_awaited_by(
+        &self,
+        stream: &DeviceStream,
+        words: impl Iterator<Item = Word>,
+        value: u32,
+    ) -> Result<(), Error> {
+        let mut all: Vec<_> = words.map(|which| self.wait(which, value)).collect();
+        stream.put_words("make a stream wait for a signal", &mut all)?;
         self.used_by(stream)
     }
 
@@ -130,54 +186,68 @@ impl DeviceSignal {
         stream.record_in(points.entry(stream.0.id).or_default())
     }
 
-    /// Puts a write of the word on the writer's stream. For [`Word::Over`] never less than was put before: operations that fail together are
-    /// released in any order, and the last write must end the waits for all. One thread at a time calls this.
-    pub(crate) fn put(&self, which: Word, value: u32) -> Result<(), Error> {
-        let mut value = value;
-        if matches!(which, Word::Over) {
-            if is_further(value, self.furthest.load(Ordering::Relaxed)) {
-                self.furthest.store(value, Ordering::Relaxed);
-            }
-            value = self.furthest.load(Ordering::Relaxed);
-        }
-        self.write(&self.writer, which, value)
-    }
-
-    /// Another stream writes [`Word::Over`] when it comes here.
-    pub(crate) fn put_on(&self, stream: &DeviceStream, value: u32) -> Result<(), Error> {
-        self.write(stream, Word::Over, value)?;
+    /// A stream that is no rank's writes a word when it comes here.
+    pub(crate) fn put_on(&self, stream: &DeviceStream, which: Word, value: u32) -> Result<(), Error> {
+        stream.put_words(SIGNAL, &mut [self.write(which, value)])?;
         self.used_by(stream)
     }
 
-    fn write(&self, stream: &DeviceStream, which: Word, value: u32) -> Result<(), Error> {
-        stream.0.context.call("signal what a stream has come to", |cuda| {
-            // SAFETY: `stream` keeps the driver's; the words are there until all streams are past them (`drop`).
-            unsafe { cuda.stream_write_value32(*stream.0.raw(), self.address(which), value, 0) }
-        })
+    /// As [`put_on`](Self::put_on), for the next number of [`Word::Input`], which is returned. `stream` wrote all that are not shown yet, so
+    /// that numbers come in their order; and nothing is noted of it, as the words stay until they show the last of these numbers.
+    pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<u32, Error> {
+        let value = self.input.load(Ordering::Acquire).wrapping_add(1);
+        stream.put_words(SIGNAL, &mut [self.write(Word::Input, value)])?;
+        Ok(value)
+    }
+
+    /// Whether streams have come past all inputs that they were to write.
+    pub(crate) fn shows_all_inputs(&self) -> bool {
+        self.shows(Word::Input, self.input.load(Ordering::Acquire))
     }
 
     fn address(&self, which: Word) -> CuDevicePtr {
-        self.address + (which as usize * APART * size_of::<u32>()) as u64
+        self.address + (which.at() * size_of::<u32>()) as u64
     }
 
-    /// Of what has failed: writes [`Word::Over`] when the writer comes here; and if it does not, because it may itself be held up by
-    /// a stream that waits for the word, the host writes it after a while.
+    /// The streams that write [`Word::Over`], with their ranks, as far as they are known.
+    fn writers(&self) -> impl Iterator<Item = (usize, &DeviceStream)> {
+        let others = self.others.get().into_iter().flatten();
+        others.map(|(rank, stream)| (*rank, stream))
+    }
+
+    /// Of what has failed: has all ranks' streams write [`Word::Over`] when they come here; and if one does not, because it may itself be held
+    /// up by a stream that waits for the word, the host writes it after a while.
     pub(crate) fn release(&self, value: u32) -> Result<(), Error> {
-        let behind = self.put(Word::Over, value).and_then(|()| self.writer.record());
-        insist(behind.inspect_err(|_| self.set(Word::Over, value))?, self.memory.clone(), value);
-        Ok(())
+        let mut result = Ok(());
+        for (rank, stream) in self.writers() {
+            let which = Word::Over(rank);
+            let behind = stream.put_words(SIGNAL, &mut [self.write(which, value)]);
+            match behind.and_then(|()| stream.record()) {
+                Ok(behind) => insist(behind, self.memory.clone(), which, value),
+                Err(error) => {
+                    self.set(which, value);
+                    result = Err(error);
+                }
+            }
+        }
+        result
+    }
+
+    /// The host ends all waits for operations up to this one now.
+    pub(crate) fn release_now(&self, value: u32) {
+        self.writers().for_each(|(rank, _)| self.set(Word::Over(rank), value));
     }
 }
 
 /// Writes the word again and again, [`RELEASE`] apart, until the stream has come to the event: a write that is still on the stream may put a
 /// smaller number there. The words stay until then; where nobody can tell, for ever.
-fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, value: u32) {
+fn insist(behind: DeviceEvent, memory: Arc<PinnedBuf<u32>>, which: Word, value: u32) {
     let later = behind.clone();
     let then = move |_: Outcome| {
-        set(&memory, Word::Over, value);
+        raise(word(&memory, which), value);
         match later.is_complete() {
             Ok(true) => drop_later(memory),
-            Ok(false) => insist(later, memory, value),
+            Ok(false) => insist(later, memory, which, value),
             Err(_) => std::mem::forget(memory),
         }
     };
@@ -193,19 +263,66 @@ fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
     waiter::watch(event, Box::new(then));
 }
 
+/// Drops them once the word shows this.
+fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32) {
+    later(LOOK, move || match is_further(value, word(&memory, which).load(Ordering::Acquire)) {
+        true => keep_until_shown(memory, which, value),
+        false => drop(memory),
+    });
+}
+
 impl Drop for DeviceSignal {
     /// Streams may still come to the words: those stay until the streams have. The driver is asked by a thread that nobody waits for.
     fn drop(&mut self) {
+        if !self.shows_all_inputs() {
+            keep_until_shown(self.memory.clone(), Word::Input, *self.input.get_mut());
+        }
         let points: Vec<_> = self.uses.get_mut().points.drain().filter_map(|(_, event)| event).collect();
-        let (memory, writer) = (self.memory.clone(), self.writer.clone());
+        let mut writers: Vec<DeviceStream> = self.writers().map(|(_, stream)| stream.clone()).collect();
+        if !writers.contains(&self.writer) {
+            writers.push(self.writer.clone());
+        }
+        let memory = self.memory.clone();
         later(Duration::ZERO, move || {
             points.into_iter().for_each(|event| keep_until(event, memory.clone()));
-            match writer.point() {
-                Ok(event) => keep_until(event, memory),
-                // No mark can be put there, so this thread waits; and where that fails, too, the words stay for good.
-                Err(_) if writer.synchronize().is_ok() => drop(memory),
-                Err(_) => std::mem::forget(memory),
+            for writer in writers {
+                let memory = memory.clone();
+                match writer.point() {
+                    Ok(event) => keep_until(event, memory),
+                    // No mark can be put there, so this thread waits; and where that fails, too, the words stay for good.
+                    Err(_) if writer.synchronize().is_ok() => drop(memory),
+                    Err(_) => std::mem::forget(memory),
+                }
             }
         });
+    }
+}
+
+impl DeviceStream {
+    /// Puts waits for words and writes of words here, in this order: with one call of the driver, if it takes lists.
+    pub(crate) fn put_words(&self, doing: &str, all: &mut [CuStreamMemOp]) -> Result<(), Error> {
+        if all.is_empty() {
+            return Ok(());
+        }
+        self.0.context.call_plainly(doing, |cuda| {
+            let stream = self.0.raw();
+            if all.len() > 1 && cuda.has_stream_batch_mem_op() {
+                let count = all.len() as u32;
+                // SAFETY: `self` keeps the stream; the driver reads so many elements within the call; each names a word of 32 bits that is
+                // there until all streams are past it (`DeviceSignal::drop`).
+                return unsafe { cuda.stream_batch_mem_op(*stream, count, all.as_mut_ptr(), 0) };
+            }
+            all.iter().try_for_each(|op| {
+                let (at, value) = (op.address(), op.value());
+                match op.is_wait() {
+                    // SAFETY: as above.
+                    true => unsafe { cuda.stream_wait_value32(*stream, at, value, CU_STREAM_WAIT_VALUE_GEQ) },
+                    // SAFETY: as above.
+                    false => unsafe {
+                        cuda.stream_write_value32(*stream, at, value, CU_STREAM_WRITE_VALUE_DEFAULT)
+                    },
+                }
+            })
+        })
     }
 }

@@ -142,14 +142,14 @@ impl DeviceStream {
     /// [`Error::Cuda`].
     pub fn record(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
-        let raw = context.within(MARK, |entered| context.mark_for_host(entered, *self.0.raw()))?;
+        let raw = context.within_plainly(MARK, |entered| context.mark_for_host(entered, *self.0.raw()))?;
         Ok(DeviceEvent(Arc::new(Point { context: context.clone(), raw, wakes: true })))
     }
 
     /// The same point, for streams to wait for, and for the host to ask for or to be told of.
     pub(crate) fn point(&self) -> Result<DeviceEvent, Error> {
         let context = &self.0.context;
-        Ok(DeviceEvent::of(context, context.within(MARK, |entered| self.mark(entered))?))
+        Ok(DeviceEvent::of(context, context.within_plainly(MARK, |entered| self.mark(entered))?))
     }
 
     /// An event recorded here.
@@ -164,7 +164,7 @@ impl DeviceStream {
             *event = Some(self.point()?);
             return Ok(());
         };
-        self.0.context.call(MARK, |cuda| {
+        self.0.context.call_plainly(MARK, |cuda| {
             // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
             unsafe { cuda.event_record(event.0.raw, *self.0.raw()) }
         })
@@ -181,7 +181,7 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn wait_event(&self, event: &DeviceEvent) -> Result<(), Error> {
-        self.0.context.call("make a stream wait", |cuda| {
+        self.0.context.call_plainly("make a stream wait", |cuda| {
             // SAFETY: both exist: `self` and `event` keep them. The event was recorded when it was made.
             unsafe { cuda.stream_wait_event(*self.0.raw(), event.0.raw, 0) }
         })
@@ -219,7 +219,7 @@ impl DeviceStream {
     /// Refuses `call` for this problem where what is put here now goes into a graph instead of running.
     pub(crate) fn refuse_capture(&self, call: &str, problem: &str) -> Result<(), Error> {
         let mut status = CU_STREAM_CAPTURE_STATUS_NONE;
-        self.0.context.call("ask whether a stream is being captured", |cuda| {
+        self.0.context.call_plainly("ask whether a stream is being captured", |cuda| {
             // SAFETY: `self` keeps the stream; `status` is room for the answer.
             unsafe { cuda.stream_is_capturing(*self.0.raw(), &raw mut status) }
         })?;

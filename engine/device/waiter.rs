@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use allstream_sys::cuda::{CuResult, CuStream};
@@ -18,9 +18,10 @@ use parking_lot::{Condvar, Mutex};
 
 use super::capture::relaxed;
 use super::chores::Busy;
+use super::context::Context;
 use super::driver::cuda;
 use super::handle::is_not_yet;
-use super::stream::DeviceEvent;
+use super::stream::{DeviceEvent, DeviceStream};
 use crate::commands::never_block_here;
 use crate::error::Error;
 use crate::mem::Event;
@@ -40,8 +41,27 @@ pub(super) type Then = Box<dyn FnOnce(Outcome) + Send>;
 /// What is called when an operation on a device is over: once, on any thread.
 pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
+/// What is waited for.
+enum What {
+    Event(DeviceEvent),
+    /// That this stream fails, while `is_over` does not say that what matters on it is over.
+    Stream {
+        stream: DeviceStream,
+        is_over: Box<dyn Fn() -> bool + Send>,
+    },
+}
+
+impl What {
+    fn context(&self) -> &Arc<Context> {
+        match self {
+            What::Event(event) => &event.0.context,
+            What::Stream { stream, .. } => &stream.0.context,
+        }
+    }
+}
+
 struct Entry {
-    event: DeviceEvent,
+    what: What,
     /// The stream that waits for the event. `None`: none does, the thread has to ask.
     notifier: Option<CuStream>,
     asked: bool,
@@ -75,6 +95,8 @@ static WAITER: Waiter = Waiter {
 const SWEEP: Duration = Duration::from_millis(20);
 /// Where an event has no stream that waits for it.
 const ASK: Duration = Duration::from_millis(1);
+/// How often streams are asked whether they have failed.
+const ERRORS: Duration = Duration::from_millis(5);
 
 /// With no event to ask for, the thread looks as often for so long, so that who watches one event after another need not wake it each
 /// time.
@@ -93,12 +115,7 @@ pub(super) fn watch(event: DeviceEvent, then: Then) {
 
 /// The same, where `then` is to be called after this time in any case: what becomes of the event is then unknown.
 pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then) {
-    static STARTED: OnceLock<bool> = OnceLock::new();
-    let started = STARTED.get_or_init(|| {
-        let thread = std::thread::Builder::new().name("allstream-cuda".into());
-        thread.spawn(|| WAITER.run()).is_ok()
-    });
-    if !started {
+    if !is_started() {
         // The system has no thread to give: this one has to wait itself.
         let outcome = settle(&event, event.wait().err());
         return then(outcome);
@@ -107,19 +124,9 @@ pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then
     let entered = context.enter();
     let notifier = entered.as_ref().ok().and_then(|entered| context.notifier(entered));
     let raw = event.0.raw;
-    let token = {
-        let mut state = WAITER.state.lock();
-        let token = state.next;
-        state.next += 1;
-        let asked = notifier.is_none();
-        let entry = Entry { event: event.clone(), notifier, asked, until, then, _busy: Busy::new() };
-        state.entries.insert(token, entry);
-        // The driver may never call: the thread is to look by itself.
-        if state.asleep {
-            WAITER.bell.notify_one();
-        }
-        token
-    };
+    let asked = notifier.is_none();
+    let what = What::Event(event.clone());
+    let token = enter(Entry { what, notifier, asked, until, then, _busy: Busy::new() });
     let launched = notifier.is_some_and(|notifier| {
         // SAFETY: the notifier and the event (`event` keeps it) are of the context that is entered.
         let waits = unsafe { context.cuda.stream_wait_event(notifier, raw, 0) };
@@ -133,6 +140,54 @@ pub(super) fn watch_until(event: DeviceEvent, until: Option<Instant>, then: Then
         }
         WAITER.bell.notify_one();
     }
+}
+
+/// Whether there is the thread.
+fn is_started() -> bool {
+    static STARTED: OnceLock<bool> = OnceLock::new();
+    *STARTED.get_or_init(|| {
+        let thread = std::thread::Builder::new().name("allstream-cuda".into());
+        thread.spawn(|| WAITER.run()).is_ok()
+    })
+}
+
+/// Gives the thread something to wait for. Returns its number.
+fn enter(entry: Entry) -> u64 {
+    let mut state = WAITER.state.lock();
+    let token = state.next;
+    state.next += 1;
+    state.entries.insert(token, entry);
+    // The driver may never call: the thread is to look by itself.
+    if state.asleep {
+        WAITER.bell.notify_one();
+    }
+    token
+}
+
+/// Has a stream asked now and then whether work on it has failed, until `is_over` says that what matters is over. Calls `finish` with what has
+/// failed; or when the stream has come to its end, although `is_over` does not say so. No call of the driver's.
+pub(crate) fn watch_stream(
+    stream: &DeviceStream,
+    doing: &'static str,
+    is_over: Box<dyn Fn() -> bool + Send>,
+    finish: Finish,
+) {
+    if !is_started() {
+        return; // the system has no thread to give: then words alone tell
+    }
+    let then = move |outcome: Outcome| match outcome {
+        Outcome::Reached => finish(Ok(())),
+        Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
+    };
+    let what = What::Stream { stream: stream.clone(), is_over };
+    enter(Entry {
+        what,
+        notifier: None,
+        asked: false,
+        until: None,
+        then: Box::new(then),
+        _busy: Busy::new(),
+    });
 }
 
 /// What is to be made of an answer of the driver's other than "not yet".
@@ -150,12 +205,17 @@ impl Entry {
         self.until.is_some_and(|until| Instant::now() >= until)
     }
 
-    /// How the event ended, if it has.
+    /// How it ended, if it has.
     fn ask(&self) -> Option<Outcome> {
-        let context = &self.event.0.context;
-        // SAFETY: `event` keeps it, and its context is current.
-        let query = |_entered| unsafe { context.cuda.event_query(self.event.0.raw) };
-        match context.enter().and_then(query) {
+        let context = self.what.context();
+        let query = |_entered| match &self.what {
+            // SAFETY: `event` keeps it, and its context is current.
+            What::Event(event) => unsafe { context.cuda.event_query(event.0.raw) },
+            What::Stream { is_over, .. } if is_over() => Ok(()),
+            // SAFETY: `stream` keeps it, and its context is current.
+            What::Stream { stream, .. } => unsafe { context.cuda.stream_query(*stream.0.raw()) },
+        };
+        match context.enter_plainly().and_then(query) {
             Ok(()) => Some(Outcome::Reached),
             // The process ends, and the driver is gone: there is nobody to ask again.
             Err(error) if error.code == CuResult::DEINITIALIZED => {
@@ -165,13 +225,19 @@ impl Entry {
                 Some(Outcome::Unknown(context.tell("wait for an event for so long", error)))
             }
             Err(error) if is_not_yet(error.code) => None,
-            Err(error) => Some(settle(&self.event, Some(context.tell("wait for an event", error)))),
+            Err(error) => {
+                let error = context.tell("wait for an event", error);
+                Some(match &self.what {
+                    What::Event(event) => settle(event, Some(error)),
+                    What::Stream { .. } => Outcome::Unknown(error),
+                })
+            }
         }
     }
 
     fn end(self, outcome: Outcome) {
         if let Some(notifier) = self.notifier {
-            self.event.0.context.give_back(notifier);
+            self.what.context().give_back(notifier);
         }
         // Wakers are a runtime's code, and what is dropped may be a user's.
         if catch_unwind(AssertUnwindSafe(|| (self.then)(outcome))).is_err() {
@@ -208,7 +274,12 @@ impl Waiter {
     fn due(&self, Clock { swept, busy }: &mut Clock) -> Vec<(u64, Entry)> {
         let mut state = self.state.lock();
         loop {
-            let pause = if state.entries.values().any(|entry| entry.asked) { ASK } else { SWEEP };
+            let pauses = state.entries.values().map(|entry| match &entry.what {
+                _ if entry.asked => ASK,
+                What::Event(_) => SWEEP,
+                What::Stream { .. } => ERRORS,
+            });
+            let pause = pauses.min().unwrap_or(SWEEP);
             let since = swept.elapsed();
             if state.entries.is_empty() {
                 state.rung.clear();

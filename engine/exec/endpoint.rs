@@ -50,6 +50,7 @@ pub(crate) use reuse::IdleRuns;
 use self::callers::Callers;
 use self::completions::Completions;
 use self::copy_backs::CopyBacks;
+use self::driven::LookAgain;
 use self::health::Health;
 use self::peers::Peers;
 use self::programs::Programs;
@@ -182,8 +183,10 @@ pub(crate) struct Endpoint {
     pub(crate) deterministic: AtomicBool,
     /// What it is bound to beside the host's memory and links.
     bound: OnceLock<Arc<dyn Bound>>,
-    /// At the last pass, something was at work that does not tell when it is done.
-    is_to_be_asked: AtomicBool,
+    /// At the last pass, a library was at work that does not tell when it is done.
+    is_library_asked: AtomicBool,
+    /// At the last look, a device was at work, whose end is a word in memory.
+    look_again: LookAgain,
     /// Memory that barriers pass round. One serves all: collectives of a communicator run one after another.
     pub(crate) token: Arc<AtomicU64>,
     /// Dropped behind all that appends commands.
@@ -227,7 +230,8 @@ impl Endpoint {
             programs: Programs::default(),
             deterministic: AtomicBool::new(config.deterministic),
             bound: OnceLock::new(),
-            is_to_be_asked: AtomicBool::new(false),
+            is_library_asked: AtomicBool::new(false),
+            look_again: LookAgain::default(),
             token: Arc::default(),
             config,
         })

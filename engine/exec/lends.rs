@@ -65,6 +65,8 @@ pub(crate) struct Fold<'a> {
     pub(crate) step: &'a Step,
     /// How many elements there are.
     pub(crate) m: usize,
+    /// Nothing of the part is left to be folded by this rank then.
+    pub(crate) is_last: bool,
     pub(crate) ins: &'a [*const u8],
     /// In the order in which they had best be written.
     pub(crate) outs: &'a [Out],

@@ -6,6 +6,7 @@
 //! its eventfd alone.
 
 use std::cell::OnceCell;
+use std::num::NonZeroU64;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 use std::sync::{Arc, OnceLock, Weak};
@@ -33,8 +34,11 @@ const NAP: Duration = Duration::from_millis(1);
 const LINGER: Duration = Duration::from_millis(20);
 /// Deadlines are looked at this often while operations wait.
 const WATCH: Duration = Duration::from_millis(20);
-/// Pollers are asked this often while operations wait.
-const ASK: Duration = Duration::from_micros(50);
+/// Pollers, and libraries, are asked this often while operations wait.
+pub(super) const ASK: Duration = Duration::from_micros(50);
+
+/// A sleep of the progress thread may be longer by this than was asked for.
+const SLACK_NS: u64 = 1000;
 
 /// Rings taken off the doorbell after a sleep.
 const RINGS: usize = 16;
@@ -59,9 +63,9 @@ pub(crate) trait Driven: Send + Sync {
     fn region(&self) -> &Arc<Region>;
     /// Whether there are more ranks than cores on this host: then nobody spins.
     fn is_oversubscribed(&self) -> bool;
-    /// Whether it waits for what tells nobody when it is done.
-    fn is_asked(&self) -> bool {
-        false
+    /// How soon to look again, where it waits for what tells nobody when it is done.
+    fn is_asked(&self) -> Option<Duration> {
+        None
     }
 }
 
@@ -199,6 +203,8 @@ impl ProgressThread {
 
     fn run(self: Arc<Self>) {
         never_block_here();
+        // Short sleeps are meant: by default the system adds 50 us to each.
+        let _ = rustix::thread::set_current_timer_slack(NonZeroU64::new(SLACK_NS));
         let mut list: Vec<Arc<dyn Driven>> = Vec::new();
         let mut events = Vec::with_capacity(64);
         let (mut flags, mut taken) = (Vec::new(), Vec::new());
@@ -227,7 +233,7 @@ impl ProgressThread {
                 continue;
             }
             let (state, sleep) = match () {
-                () if seen.undriven => (ASLEEP, Some(if seen.asked { ASK } else { WATCH })),
+                () if seen.undriven => (ASLEEP, Some(seen.asked.unwrap_or(WATCH))),
                 () if last_busy.elapsed() < LINGER => (NAPPING, Some(NAP)),
                 () => (ASLEEP, None),
             };
@@ -249,13 +255,13 @@ impl ProgressThread {
                 Progress::Advanced => seen.moved = true,
                 Progress::Blocked => {
                     seen.undriven = true;
-                    seen.asked |= endpoint.is_asked();
+                    seen.asks(endpoint.is_asked());
                 }
                 Progress::Idle => self.delist(endpoint),
             }
         }
         if seen.undriven && self.asks.load(Ordering::Relaxed) {
-            seen.asked = true;
+            seen.asks(Some(ASK));
             seen.moved |= self.ask_pollers();
         }
         seen
@@ -374,8 +380,14 @@ struct Seen {
     undriven: bool,
     /// Work that a waiting thread drives itself.
     driven: bool,
-    /// Pollers were asked.
-    asked: bool,
+    /// How soon to look again, where nobody tells when something is done.
+    asked: Option<Duration>,
+}
+
+impl Seen {
+    fn asks(&mut self, soon: Option<Duration>) {
+        self.asked = self.asked.into_iter().chain(soon).min();
+    }
 }
 
 struct Unpark(std::thread::Thread);

@@ -12,6 +12,7 @@ mod code;
 mod collectives;
 mod conformance;
 mod copies;
+mod costs;
 #[cfg(feature = "cudarc")]
 mod cudarc;
 mod devices;

@@ -1,5 +1,6 @@
 //! The child, the driver's knobs, deadlines, and what tests with ranks share.
 
+use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
@@ -248,6 +249,24 @@ pub fn calls(name: &str) -> u64 {
     unsafe {
         let ask: unsafe extern "C" fn(*const c_char) -> u64 = std::mem::transmute(address);
         ask(name.as_ptr())
+    }
+}
+
+/// How often each function of the driver's has been called, in all its versions.
+pub fn all_calls() -> Vec<(String, u64)> {
+    let name = function("allstream_test_cuda_name");
+    // SAFETY: the function's type, in the driver's `table.rs`, which gives texts that stay, and null behind the last.
+    unsafe {
+        let name: extern "C" fn(usize) -> *const c_char = std::mem::transmute(name);
+        let names = (0..).map(|at| name(at)).take_while(|name| !name.is_null());
+        let names: BTreeSet<_> =
+            names.map(|name| CStr::from_ptr(name).to_string_lossy().into_owned()).collect();
+        let plain =
+            |name: &String| name.rsplit_once("_v").map_or(name.clone(), |(plain, _)| plain.to_owned());
+        let counts = |name: &&String| {
+            name.starts_with("cu") && (plain(name) == **name || !names.contains(&plain(name)))
+        };
+        names.iter().filter(counts).map(|name| (name.clone(), calls(name))).collect()
     }
 }
 

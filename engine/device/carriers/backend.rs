@@ -8,7 +8,7 @@ use std::sync::Arc;
 use allstream_cuda_kernels::{self as cuda, Launch, MAX_OUTS};
 
 use crate::device::DeviceStream;
-use crate::device::operation::{Binding, limits};
+use crate::device::operation::{Binding, Folds, limits};
 use crate::device::workspace::{ALIGN, Workspace, needs};
 use crate::error::Error;
 use crate::exec::backend::{Backend, Combined, Context, Prepared, Slice, base_of};
@@ -77,7 +77,12 @@ fn launch(
     // before are waited for (`DeviceOp::begin`). The limits and the links' events order what peers read or write meanwhile, and the
     // part's own steps. The part's own memory is the operation's, until the stream has come to its end. Once the communicator has
     // failed, the command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`).
-    binding.ours.commands.put(move || unsafe { stream.launch(doing, &launch) });
+    let put = move || unsafe { stream.launch(doing, &launch) };
+    let operation = binding.current();
+    binding.ours.commands.put(move || {
+        operation.map_or(Ok(()), |operation| operation.awaits_input())?;
+        put()
+    });
     Ok(())
 }
 
@@ -188,9 +193,10 @@ impl Backend for Cuda {
         self.accumulators.resize_with(plan.steps.len(), || None);
         let bytes = self.binding.needs(c.op, c.part);
         if bytes > 0 {
-            let workspace = self.binding.workspace();
-            let start = workspace.as_ref().and_then(|workspace| workspace.take(bytes));
-            let (of, start) = workspace.zip(start).ok_or_else(|| unsupported("so much memory"))?;
+            let operation = self.binding.current();
+            let workspace = operation.as_ref().and_then(|operation| operation.workspace());
+            let start = workspace.and_then(|workspace| workspace.take(bytes));
+            let (of, start) = workspace.cloned().zip(start).ok_or_else(|| unsupported("so much memory"))?;
             self.region = Some(Region { of, start, next: start, end: start + bytes as u64 });
         }
         let scratch = c.part.total(SCRATCH) * c.part.dtype.size();
@@ -262,7 +268,29 @@ impl Binding {
     fn lends(&self, part: &Part, lending: &Lending) -> bool {
         let size = lending.plan.size;
         let longest = part.count.div_ceil(size).saturating_mul(part.dtype.size());
-        self.far.is_none() && size <= MAX_OUTS && longest <= limits().1
+        let has_words = || self.all.iter().flatten().all(|device| device.has_words());
+        self.far.is_none() && size <= MAX_OUTS && longest <= limits().1 && has_words()
+    }
+
+    /// Which parts of an operation are folded: none, if not all of them are known yet.
+    pub(crate) fn folds(&self, operation: &mut Operation) -> Folds {
+        let mut folds = Folds::default();
+        if operation.then.is_some() {
+            return folds;
+        }
+        let (scale, reduction) = (operation.scale, operation.reduction.clone());
+        let parts = operation.parts.all();
+        let mut others = 0;
+        for part in &*parts {
+            match part.program.lending.as_ref().filter(|lending| self.lends(part, lending)) {
+                Some(lending) => folds.add(lending),
+                None => others += 1,
+            }
+        }
+        folds.are_all = folds.are_any() && others == 0;
+        folds.are_one = folds.are_all && parts.len() == 1;
+        folds.are_scaled = parts.iter().any(|part| part.factor(scale, &reduction).is_some());
+        folds
     }
 
     /// Bytes of a workspace that a part needs.
@@ -280,7 +308,8 @@ impl Lends for CudaLoans {
     /// has taken back. Chunks that are longer than one frame may be ([`limits`]) take the steps instead, in slices. All ranks decide alike,
     /// since all see the same lengths and know where all devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
-        match self.binding.lends(c.part, lending) {
+        let is_known = || self.binding.current().is_some_and(|operation| operation.is_folded());
+        match self.binding.lends(c.part, lending) && is_known() {
             true => Agreement::Known,
             false => Agreement::Steps,
         }
@@ -315,7 +344,13 @@ impl Lends for CudaLoans {
         let ctas = self.stream().ctas();
         let divisor = c.divisor(fold.step);
         let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
-        launch(&self.binding, c, "run an all_reduce", kernel)?;
+        let launch = kernel.ok_or_else(|| unsupported(&format!("{op:?} on {}", c.part.dtype)))?;
+        let operation =
+            self.binding.current().ok_or_else(|| unsupported("an operation that was not begun"))?;
+        // SAFETY: as in `launch`. What orders it with what the streams of all ranks held before are the waits that `DeviceOp::fold` puts
+        // before it, and the buffers are the caller's again when the streams of all ranks have come to the operation's end.
+        operation
+            .fold(fold.is_last, move |stream| unsafe { stream.launch("fold what all ranks lend", &launch) });
         Ok(fold.m)
     }
 }

@@ -65,7 +65,7 @@ impl OnStream for Arc<DeviceOp> {
     fn late(&self, us: Rank) -> Vec<Missing> {
         let late = DeviceOp::late(self).into_iter();
         let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
-        let by = match DeviceOp::is_enqueued(self) {
+        let by = match self.is_put() {
             false => Some(format!("the driver of {:?}, which does not answer", self.stream().device())),
             true => self.taken_by().map(|by| by.name().to_owned()),
         };

@@ -7,13 +7,18 @@
 //! sender's stream waits for that before it writes there again. So "posted" and "released" mean *put on a stream*, and
 //! nothing is ever put on a stream that waits for what is not on one yet: a device never waits for a host, whatever
 //! becomes of the ranks.
+//!
+//! What is lent to be folded ([`LinkTx::lend`]) has no events, unless the rank's own stream writes it first. Words say when the inputs of a whole operation are there, and when each rank's stream has
+//! come to its end of it ([`PeerDevice::wait_for_start`], [`PeerDevice::over_for`]): far fewer calls of the driver.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use allstream_sys::cuda::CuStreamMemOp;
 use parking_lot::Mutex;
 
 use crate::commands::Commands;
+use crate::device::current::keep;
 use crate::device::queues::Probe;
 use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};
@@ -27,6 +32,8 @@ use crate::types::Rank;
 
 /// Where the payload of a loan's frame is: beside its descriptor.
 const BESIDE: u64 = u64::MAX;
+/// The same, of a loan that has events.
+const BESIDE_AND_MARKED: u64 = u64::MAX - 1;
 
 type Mark = Mutex<Option<DeviceEvent>>;
 
@@ -42,6 +49,26 @@ fn at(frame: u64) -> usize {
     (frame % CELLS) as usize
 }
 
+/// So many operations at most have been begun by a rank while a peer has still to look at one of them: a rank begins the next when all have given
+/// back what it lent.
+const STARTS: usize = 8;
+
+/// What says that the inputs of an operation are there: one of the rank's words, and what it shows then.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Start {
+    /// [`Word::Input`], which the caller's stream writes.
+    Input(u32),
+    /// [`Word::Begun`], which the rank's stream writes behind its waits for the caller's.
+    Begun(u32),
+}
+
+impl Start {
+    /// Of an operation for which the rank's stream says so.
+    pub(crate) fn of(number: u64) -> Start {
+        Start::Begun(value(number))
+    }
+}
+
 /// A rank's device in a communicator, as all its peers in the process see it.
 pub(crate) struct PeerDevice {
     /// Where all of this rank's work on the communicator goes.
@@ -52,13 +79,22 @@ pub(crate) struct PeerDevice {
     messages: Mutex<Option<DeviceStream>>,
     /// Of the links from this rank, by receiver.
     to: Vec<Marks>,
-    /// What the stream has come to, and what streams of the caller's wait for. Made when the communicator is bound: getting memory for it
-    /// may wait for the device. The error where that cannot be.
+    /// This rank.
+    rank: Rank,
+    /// What the streams of all ranks have come to with this rank's operations, and what streams of the caller's wait for. Made when the communicator
+    /// is bound: getting memory for it may wait for the device. The error where that cannot be.
     words: Result<DeviceSignal, Error>,
+    /// The stream that the inputs of calls were on last, while words say when they are there.
+    input: Mutex<Option<DeviceStream>>,
+    /// What says that the inputs of the operations that were begun last are there: by number.
+    starts: Mutex<[(u64, Start); STARTS]>,
+    /// What this rank lends now, its own stream writes first.
+    lends_own_work: AtomicBool,
     /// How many operations are begun, and over, as far as the driver has told the host: where there are no words, or a word does not come.
     told: [AtomicU64; 2],
-    /// How many operations of the communicator are on the stream, at least in part; and how many are called.
+    /// How many operations of the communicator are on the stream, at least in part; how many are so whole; and how many are called.
     put: AtomicU64,
+    put_over: AtomicU64,
     called: AtomicU64,
     /// To see to it that streams which wait for that word hold up no collective.
     probe: Mutex<Result<Probe, Error>>,
@@ -66,14 +102,24 @@ pub(crate) struct PeerDevice {
 
 impl PeerDevice {
     /// Of a rank of a communicator of so many ranks, and this number.
-    pub(crate) fn new(stream: DeviceStream, commands: Arc<Commands>, size: usize, comm: u64) -> PeerDevice {
+    pub(crate) fn new(
+        stream: DeviceStream,
+        commands: Arc<Commands>,
+        (rank, size): (Rank, usize),
+        comm: u64,
+    ) -> PeerDevice {
+        commands.are_within(|all| keep(all));
         stream.make_ahead();
         let mut probe = Probe::new(&stream);
         if let Ok(probe) = &mut probe {
             probe.admit(&stream, comm);
         }
         PeerDevice {
-            words: DeviceSignal::new(&stream),
+            rank,
+            words: DeviceSignal::new(&stream, size),
+            input: Mutex::default(),
+            starts: Mutex::new([(u64::MAX, Start::Begun(0)); STARTS]),
+            lends_own_work: AtomicBool::new(false),
             probe: Mutex::new(probe),
             stream,
             commands,
@@ -81,6 +127,7 @@ impl PeerDevice {
             to: (0..size).map(|_| Marks::default()).collect(),
             told: Default::default(),
             put: AtomicU64::new(0),
+            put_over: AtomicU64::new(0),
             called: AtomicU64::new(0),
         }
     }
@@ -106,21 +153,93 @@ impl PeerDevice {
         [Some(self.stream.clone()), messages].iter().flatten().map(DeviceStream::point).collect()
     }
 
+    /// The devices of the communicator in this process, this one among them: their streams write words here.
+    pub(crate) fn is_among(&self, all: &[Option<Arc<PeerDevice>>]) {
+        if let Ok(words) = &self.words {
+            let streams = all
+                .iter()
+                .enumerate()
+                .filter_map(|(rank, device)| Some((rank, device.as_ref()?.stream.clone())));
+            words.is_written_by(streams);
+        }
+    }
+
+    /// Whether words say what the stream has come to.
+    pub(crate) fn has_words(&self) -> bool {
+        self.words.is_ok()
+    }
+
+    /// Of a call whose buffers are on this stream: has that write a word when it comes here, where words written so come in their order.
+    /// `None`: they might not, as another stream has still to write one.
+    pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<Option<Start>, Error> {
+        let Ok(words) = &self.words else { return Ok(None) };
+        let mut last = self.input.lock();
+        let is_in_order = last.as_ref() == Some(stream) || words.shows_all_inputs();
+        if !is_in_order {
+            return Ok(None);
+        }
+        let value = words.put_input(stream)?;
+        *last = Some(stream.clone());
+        Ok(Some(Start::Input(value)))
+    }
+
+    /// It is this operation's turn, whose inputs are there when `start` says so. `lends_own_work`: what it lends, the rank's stream writes first.
+    pub(crate) fn starts(&self, number: u64, start: Start, lends_own_work: bool) {
+        self.lends_own_work.store(lends_own_work, Ordering::Release);
+        self.starts.lock()[number as usize % STARTS] = (number, start);
+    }
+
+    /// For a stream that is to wait for this operation's inputs on this rank. `None`: it has not been begun here (a bug).
+    pub(crate) fn wait_for_start(&self, number: u64) -> Option<CuStreamMemOp> {
+        let (found, start) = self.starts.lock()[number as usize % STARTS];
+        let words = self.words.as_ref().ok().filter(|_| found == number)?;
+        Some(match start {
+            Start::Input(value) => words.wait(Word::Input, value),
+            Start::Begun(value) => words.wait(Word::Begun, value),
+        })
+    }
+
+    /// A command: the driver is given the first work of this operation.
+    pub(crate) fn takes(&self, number: u64) {
+        self.put.fetch_max(number + 1, Ordering::AcqRel);
+    }
+
     /// A command: what is on the stream now is all that this operation waits for before its first work.
     pub(crate) fn begins(self: &Arc<Self>, number: u64) -> Result<(), Error> {
-        self.put.fetch_max(number + 1, Ordering::AcqRel);
-        match &self.words {
-            Ok(words) => words.put(Word::Begun, value(number)),
-            Err(_) => self.tell_when_here(Word::Begun, number),
+        match self.begun(number) {
+            Some(write) => self.stream.put_words("begin a collective", &mut [write]),
+            None => self.tell_when_here(Word::Begun, number),
         }
+    }
+
+    /// For our stream, behind what the operation waits for before its first work. `None`: there are no words.
+    pub(crate) fn begun(&self, number: u64) -> Option<CuStreamMemOp> {
+        Some(self.words.as_ref().ok()?.write(Word::Begun, value(number)))
     }
 
     /// A command: what is on the stream now is all of this operation.
     pub(crate) fn ends(self: &Arc<Self>, number: u64) -> Result<(), Error> {
-        match &self.words {
-            Ok(words) => words.put(Word::Over, value(number)),
-            Err(_) => self.tell_when_here(Word::Over, number),
+        match self.over_for(self, number) {
+            Some(write) => self.stream.put_words("end a collective", &mut [write])?,
+            None => self.tell_when_here(Word::Over(self.rank), number)?,
         }
+        self.has_put_over(number);
+        Ok(())
+    }
+
+    /// For our stream, behind all that it does for this operation of `whose`. `None`: there are no words.
+    pub(crate) fn over_for(&self, whose: &PeerDevice, number: u64) -> Option<CuStreamMemOp> {
+        Some(whose.words.as_ref().ok()?.write(Word::Over(self.rank), value(number)))
+    }
+
+    /// A command: all of this operation is on the stream.
+    pub(crate) fn has_put_over(&self, number: u64) {
+        self.put_over.fetch_max(number + 1, Ordering::AcqRel);
+    }
+
+    /// Whether all of this operation is on the stream.
+    pub(crate) fn is_put_over(&self, number: u64) -> bool {
+        self.put_over.load(Ordering::Acquire) > number
     }
 
     fn tell_when_here(self: &Arc<Self>, which: Word, number: u64) -> Result<(), Error> {
@@ -136,7 +255,7 @@ impl PeerDevice {
 
     /// The driver says that the stream has come so far with this operation.
     pub(crate) fn tell(&self, which: Word, number: u64) {
-        self.told[which as usize].fetch_max(number + 1, Ordering::AcqRel);
+        self.told(which).fetch_max(number + 1, Ordering::AcqRel);
         if let Ok(words) = &self.words {
             // Where streams share the device's queues, one that waits for the word may stand before the work that writes it.
             words.set(which, value(number));
@@ -144,9 +263,28 @@ impl PeerDevice {
         self.commands.wake();
     }
 
-    /// Whether the stream has come so far with this operation. Loads of memory, no call of the driver's.
-    pub(crate) fn has_come_to(&self, which: Word, number: u64) -> bool {
-        self.told[which as usize].load(Ordering::Acquire) > number
+    /// The driver says that the stream has come to the end of this operation, for which these ranks have lent it memory.
+    pub(crate) fn tell_over<'a>(&self, others: impl Iterator<Item = &'a Arc<PeerDevice>>, number: u64) {
+        self.tell(Word::Over(self.rank), number);
+        for words in others.filter_map(|other| other.words.as_ref().ok()) {
+            words.set(Word::Over(self.rank), value(number));
+        }
+    }
+
+    fn told(&self, which: Word) -> &AtomicU64 {
+        &self.told[usize::from(matches!(which, Word::Over(_)))]
+    }
+
+    /// Whether the rank's own stream has come past this operation's inputs. Loads of memory, no call of the driver's.
+    pub(crate) fn has_begun(&self, number: u64) -> bool {
+        self.told(Word::Begun).load(Ordering::Acquire) > number
+            || self.words.as_ref().is_ok_and(|words| words.shows(Word::Begun, value(number)))
+    }
+
+    /// Whether the stream of `other` has come to the end of this operation of ours. As [`has_begun`](Self::has_begun).
+    pub(crate) fn has_ended_by(&self, other: &PeerDevice, number: u64) -> bool {
+        let which = Word::Over(other.rank);
+        other.told(which).load(Ordering::Acquire) > number
             || self.words.as_ref().is_ok_and(|words| words.shows(which, value(number)))
     }
 
@@ -155,14 +293,20 @@ impl PeerDevice {
         self.put.load(Ordering::Acquire) > number
     }
 
-    /// Whether this rank has called an operation and its input is not there yet. As [`has_come_to`](Self::has_come_to).
+    /// Whether this rank has called an operation and its input is not there yet. As [`has_begun`](Self::has_begun).
     pub(crate) fn is_late(&self, number: u64) -> bool {
-        self.has_put(number) && !self.has_come_to(Word::Begun, number)
+        self.has_put(number) && !self.has_begun(number)
     }
 
-    /// Makes a stream wait until this operation is over.
-    pub(crate) fn await_end(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
-        self.words.as_ref().map_err(|error| error.clone())?.is_awaited_by(stream, value(number))
+    /// Makes a stream wait until the streams of these ranks have come to the end of this operation of ours.
+    pub(crate) fn await_ends<'a>(
+        &self,
+        stream: &DeviceStream,
+        others: impl Iterator<Item = &'a Arc<PeerDevice>>,
+        number: u64,
+    ) -> Result<(), Error> {
+        let words = self.words.as_ref().map_err(|error| error.clone())?;
+        words.is_awaited_by(stream, others.map(|other| Word::Over(other.rank)), value(number))
     }
 
     /// Sees to it that these streams may wait so and hold up no collective: then it counts as if they did until they are said
@@ -194,7 +338,7 @@ impl PeerDevice {
         if let Ok(words) = &self.words
             && called > 0
         {
-            words.set(Word::Over, value(called - 1));
+            words.release_now(value(called - 1));
         }
     }
 }
@@ -212,6 +356,8 @@ pub(crate) struct PeerTx {
     to: Rank,
     /// Frames whose release our stream has been told of.
     seen: u64,
+    /// Which of the frames in the ring have events beside them.
+    marked: [bool; CELLS as usize],
 }
 
 impl PeerTx {
@@ -219,14 +365,15 @@ impl PeerTx {
     pub(crate) fn new(place: Place, ours: Arc<PeerDevice>, to: Rank) -> Result<PeerTx, Error> {
         let Place { region, ring, doorbell, .. } = place;
         let ring = Producer::new(RawRing::new(region, ring)?);
-        Ok(PeerTx { ring, doorbell, ours, to, seen: 0 })
+        Ok(PeerTx { ring, doorbell, ours, to, seen: 0, marked: [false; CELLS as usize] })
     }
 
-    /// Posts a frame once what this rank's stream holds then is marked there, if the frame has a payload.
+    /// Posts a frame. With `is_marked`, what this rank's stream holds then is marked there before.
     fn post_behind(&mut self, descriptor: Descriptor, is_marked: bool, beside: Option<[u64; 3]>) {
         let (frame, memory, doorbell) =
             (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
         let (ours, to) = (self.ours.clone(), self.to);
+        self.marked[at(frame)] = is_marked;
         self.ours.commands.put(move || {
             if is_marked {
                 let mut ready = ours.to[to].ready[at(frame)].lock();
@@ -264,25 +411,23 @@ impl LinkTx for PeerTx {
     unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
         let places = [loan.input.addr() as u64, loan.output.addr() as u64, loan.bytes as u64];
         let header = Header { len: Loan::FRAME as u32, ..header };
-        self.post_behind(Descriptor::new(&header, BESIDE), true, Some(places));
+        let is_marked = self.ours.lends_own_work.load(Ordering::Acquire);
+        let location = if is_marked { BESIDE_AND_MARKED } else { BESIDE };
+        self.post_behind(Descriptor::new(&header, location), is_marked, Some(places));
         Ok(())
     }
 
     /// What is counted here, our stream may write again: it waits for the reader's.
     fn released(&mut self) -> Result<u64, Error> {
         let released = self.ring.released();
-        if self.seen < released {
-            let (ours, to, frames) = (self.ours.clone(), self.to, self.seen..released);
-            self.ours.commands.put(move || {
-                for frame in frames.filter(|_| kept(Wait::Done)) {
-                    if let Some(done) = &*ours.to[to].done[at(frame)].lock() {
-                        ours.stream.wait_event(done)?;
-                    }
-                }
-                Ok(())
+        for frame in (self.seen..released).filter(|frame| self.marked[at(*frame)] && kept(Wait::Done)) {
+            let (ours, to) = (self.ours.clone(), self.to);
+            self.ours.commands.put(move || match &*ours.to[to].done[at(frame)].lock() {
+                Some(done) => ours.stream.wait_event(done),
+                None => Ok(()),
             });
-            self.seen = released;
         }
+        self.seen = self.seen.max(released);
         Ok(released)
     }
 
@@ -303,6 +448,8 @@ pub(crate) struct PeerRx {
     rank: Rank,
     frames: u64,
     head: Option<Frame>,
+    /// There are events beside it.
+    is_marked: bool,
     hung_up: bool,
 }
 
@@ -319,7 +466,8 @@ impl PeerRx {
     ) -> Result<PeerRx, Error> {
         let Place { region, ring, doorbell, .. } = place;
         let ring = Consumer::new(RawRing::new(region, ring)?);
-        Ok(PeerRx { ring, doorbell, ours, theirs, rank, frames: 0, head: None, hung_up: false })
+        let (frames, head, is_marked, hung_up) = (0, None, false, false);
+        Ok(PeerRx { ring, doorbell, ours, theirs, rank, frames, head, is_marked, hung_up })
     }
 }
 
@@ -334,7 +482,8 @@ impl LinkRx for PeerRx {
         }
         let Some((descriptor, _)) = self.ring.peek() else { return Ok(None) };
         let header = descriptor.header();
-        if header.len > 0 {
+        self.is_marked = header.len > 0 && descriptor.location != BESIDE;
+        if self.is_marked {
             let (ours, theirs, rank, frame) =
                 (self.ours.clone(), self.theirs.clone(), self.rank, self.frames);
             self.ours.commands.put(move || match &*theirs.to[rank].ready[at(frame)].lock() {
@@ -364,7 +513,7 @@ impl LinkRx for PeerRx {
         if !frame.advance(bytes) {
             return;
         }
-        let is_marked = frame.header.len > 0;
+        let is_marked = self.is_marked;
         self.head = None;
         let (ours, theirs, rank, frame) = (self.ours.clone(), self.theirs.clone(), self.rank, self.frames);
         self.frames += 1;

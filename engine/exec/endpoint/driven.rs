@@ -1,13 +1,32 @@
 //! What the process's progress thread does with an endpoint.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use super::Endpoint;
 use crate::exec::Progress;
 use crate::exec::active::KEPT;
-use crate::exec::progress_thread::Driven;
+use crate::exec::progress_thread::{ASK, Driven};
 use crate::link::region::Region;
+
+/// How soon the progress thread is to look again, in nanoseconds. 0: when somebody wakes it.
+#[derive(Default)]
+pub(super) struct LookAgain(AtomicU32);
+
+impl LookAgain {
+    pub(super) fn set(&self, soon: Option<Duration>) {
+        let soon = soon.map_or(0, |soon| soon.subsec_nanos());
+        if self.0.load(Ordering::Relaxed) != soon {
+            self.0.store(soon, Ordering::Relaxed);
+        }
+    }
+
+    fn get(&self) -> Option<Duration> {
+        let soon = self.0.load(Ordering::Relaxed);
+        (soon > 0).then(|| Duration::from_nanos(soon.into()))
+    }
+}
 
 impl Driven for Endpoint {
     fn drive_once(self: Arc<Self>) -> Progress {
@@ -44,8 +63,9 @@ impl Driven for Endpoint {
         &self.config.region
     }
 
-    fn is_asked(&self) -> bool {
-        self.is_to_be_asked.load(Ordering::Relaxed)
+    fn is_asked(&self) -> Option<Duration> {
+        let library = self.is_library_asked.load(Ordering::Relaxed).then_some(ASK);
+        library.into_iter().chain(self.look_again.get()).min()
     }
 
     fn is_oversubscribed(&self) -> bool {

@@ -213,8 +213,8 @@ impl Endpoint {
                         run.check_deadlines(self, now);
                     }
                 }
-                if !spinning && !run.endings.is_empty() {
-                    run.watch_endings(self);
+                if !spinning {
+                    run.look_at_endings(self);
                 }
                 progress
             }
@@ -277,7 +277,7 @@ impl Run {
                     any = true;
                 }
                 Pass::OnStream(key) => {
-                    self.enqueued(key, of.config.now());
+                    self.enqueued(key);
                     return Ok(Progress::Advanced);
                 }
                 Pass::Done(key) => {
@@ -299,7 +299,7 @@ impl Run {
             let carrier = active.carrier();
             let is_asked =
                 carrier.is_some_and(|carrier| carrier.is_to_be_asked()) || messages.is_in_progress();
-            of.is_to_be_asked.store(is_asked, Ordering::Relaxed);
+            of.is_library_asked.store(is_asked, Ordering::Relaxed);
         }
         if any {
             return Ok(Progress::Advanced);
@@ -323,15 +323,24 @@ impl Run {
         Ok(any)
     }
 
-    /// The thread is about to leave: the driver is to tell when the device is done.
-    fn watch_endings(&mut self, of: &Arc<Endpoint>) {
-        self.endings.watch(of.config.now(), || {
-            let endpoint = Arc::downgrade(of);
-            move || {
-                if let Some(endpoint) = endpoint.upgrade() {
-                    endpoint.leave_to_progress_thread();
-                }
+    /// The progress thread is about to sleep: how soon it is to look again whether a device is done, and whether the driver is to be asked.
+    fn look_at_endings(&mut self, of: &Arc<Endpoint>) {
+        let soon = match self.endings.is_empty() {
+            true => None,
+            false => {
+                let now = of.config.now();
+                let soon = self.endings.look_again(now);
+                self.endings.watch(now, || {
+                    let endpoint = Arc::downgrade(of);
+                    move || {
+                        if let Some(endpoint) = endpoint.upgrade() {
+                            endpoint.leave_to_progress_thread();
+                        }
+                    }
+                });
+                soon
             }
-        });
+        };
+        of.look_again.set(soon);
     }
 }

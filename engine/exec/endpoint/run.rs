@@ -78,11 +78,11 @@ impl Run {
     }
 
     /// All of the active collective is on its stream.
-    pub(super) fn enqueued(&mut self, key: Key, begun: Instant) {
+    pub(super) fn enqueued(&mut self, key: Key) {
         let Some((number, signature, timeout, _)) = self.active.current() else { return };
         let Some(carrier) = self.active.carrier().cloned() else { return };
         self.take_active();
-        self.endings.push(Ending::new(key, (number, signature, timeout), carrier, begun));
+        self.endings.push(Ending::new(key, (number, signature, timeout), carrier));
     }
 
     /// Forgets the collective in work: done, or failed.

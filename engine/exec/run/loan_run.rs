@@ -487,7 +487,8 @@ impl<L: Lends> LoanRun<L> {
                 add(Out { at, in_slot: loan.bytes <= PIECE, is_over_input });
             }
         }
-        let fold = Fold { c, step, m, ins: &ins[..count], outs: &outs[..results] };
+        let is_last = done + m == ours.len();
+        let fold = Fold { c, step, m, is_last, ins: &ins[..count], outs: &outs[..results] };
         let folded = self.lends.fold(&fold, port)?;
         self.done += folded;
         Ok((count + results) * folded * unit)

@@ -4,11 +4,11 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
 use std::time::Duration;
 
-use crate::abi::{Address, Handle};
+use crate::abi::{Address, Handle, In};
 use crate::codes::{Code, Done};
 use crate::entry::{call, host_function};
 use crate::space::Span;
-use crate::stream::Stream;
+use crate::stream::{Stream, Worker};
 
 /// A word in memory that others change.
 struct Word {
@@ -65,26 +65,42 @@ impl Word {
     }
 }
 
-fn write(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done {
-    let stream = Stream::named(stream)?;
-    if flags > 1 {
-        return Err(Code::INVALID_VALUE);
-    }
-    let word = Word::new(&stream, at, wide)?;
-    stream.submit(move |_| word.store(value)).map(|_| ())
+/// What a stream does with a word when it comes there.
+enum Deed {
+    Write(u64),
+    Wait { value: u64, how: u32 },
 }
 
-fn wait(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done {
-    const FLUSH: u32 = 1 << 30;
-    let stream = Stream::named(stream)?;
-    let how = flags & !FLUSH;
-    if how > 3 {
-        return Err(Code::INVALID_VALUE);
+/// A word, and what a stream does with it.
+struct Errand {
+    word: Word,
+    deed: Deed,
+}
+
+impl Errand {
+    fn write(stream: &Stream, at: Address, value: u64, flags: u32, wide: bool) -> Done<Self> {
+        if flags > 1 {
+            return Err(Code::INVALID_VALUE);
+        }
+        Ok(Errand { word: Word::new(stream, at, wide)?, deed: Deed::Write(value) })
     }
-    let word = Word::new(&stream, at, wide)?;
-    let work = move |worker: &crate::stream::Worker<'_>| {
+
+    fn wait(stream: &Stream, at: Address, value: u64, flags: u32, wide: bool) -> Done<Self> {
+        const FLUSH: u32 = 1 << 30;
+        let how = flags & !FLUSH;
+        if how > 3 {
+            return Err(Code::INVALID_VALUE);
+        }
+        Ok(Errand { word: Word::new(stream, at, wide)?, deed: Deed::Wait { value, how } })
+    }
+
+    fn run(&self, worker: &Worker<'_>) -> Done {
+        let (value, how) = match self.deed {
+            Deed::Write(value) => return self.word.store(value),
+            Deed::Wait { value, how } => (value, how),
+        };
         let mut polls = 0_u32;
-        while !word.meets(value, how)? {
+        while !self.word.meets(value, how)? {
             // An end, or an error of another stream: this one will not go on either.
             worker.context.check()?;
             polls += 1;
@@ -92,8 +108,58 @@ fn wait(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done
             if polls < 100 { std::thread::yield_now() } else { std::thread::sleep(Duration::from_micros(20)) }
         }
         Ok(())
+    }
+}
+
+fn write(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done {
+    let stream = Stream::named(stream)?;
+    let errand = Errand::write(&stream, at, value, flags, wide)?;
+    stream.submit(move |worker| errand.run(worker)).map(|_| ())
+}
+
+fn wait(stream: Handle, at: Address, value: u64, flags: u32, wide: bool) -> Done {
+    let stream = Stream::named(stream)?;
+    let errand = Errand::wait(&stream, at, value, flags, wide)?;
+    stream.submit(move |worker| errand.run(worker)).map(|_| ())
+}
+
+/// `CUstreamBatchMemOpParams`, of the operations that are written here.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct BatchedOp {
+    operation: u32,
+    at: Address,
+    value: u64,
+    flags: u32,
+    _alias: u64,
+    _pad: u64,
+}
+
+/// Many at once, in the order of the list.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn cuStreamBatchMemOp_v2(
+    stream: Handle,
+    count: u32,
+    operations: In<BatchedOp>,
+    flags: u32,
+) -> Code {
+    const MOST: u32 = 256;
+    let errand = |stream: &Stream, op: BatchedOp| match op.operation {
+        1 => Errand::wait(stream, op.at, op.value & u64::from(u32::MAX), op.flags, false),
+        2 => Errand::write(stream, op.at, op.value & u64::from(u32::MAX), op.flags, false),
+        4 => Errand::wait(stream, op.at, op.value, op.flags, true),
+        5 => Errand::write(stream, op.at, op.value, op.flags, true),
+        _ => Err(Code::NOT_SUPPORTED),
     };
-    stream.submit(work).map(|_| ())
+    call("cuStreamBatchMemOp_v2", || {
+        let stream = Stream::named(stream)?;
+        if flags != 0 || !(1..=MOST).contains(&count) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let all = (0..count as usize).map(|index| errand(&stream, operations.at(index)?));
+        let all = all.collect::<Done<Vec<_>>>()?;
+        stream.submit(move |worker| all.iter().try_for_each(|errand| errand.run(worker))).map(|_| ())
+    })
 }
 
 macro_rules! values {
@@ -138,7 +204,7 @@ pub(crate) unsafe extern "C" fn cuLaunchHostFunc(
     call("cuLaunchHostFunc", || {
         let (stream, function) = (Stream::named(stream)?, function.ok_or(Code::INVALID_VALUE)?);
         let argument = Argument(argument);
-        let work = move |_: &crate::stream::Worker<'_>| {
+        let work = move |_: &Worker<'_>| {
             // SAFETY: the caller's function, with the caller's argument, once, as the caller asked.
             host_function(|| unsafe { function(argument.get()) });
             Ok(())
@@ -160,7 +226,7 @@ pub(crate) unsafe extern "C" fn cuStreamAddCallback(
         }
         let (named, function) = (Stream::named(stream)?, function.ok_or(Code::INVALID_VALUE)?);
         let argument = Argument(argument);
-        let work = move |_: &crate::stream::Worker<'_>| {
+        let work = move |_: &Worker<'_>| {
             // SAFETY: as for `cuLaunchHostFunc`.
             host_function(|| unsafe { function(stream, Code::SUCCESS, argument.get()) });
             Ok(())

@@ -54,7 +54,7 @@ table! {
     stream: cuGraphDestroy cuStreamBeginCapture_v2 cuStreamCreate cuStreamCreateWithPriority
         cuStreamDestroy_v2 cuStreamEndCapture cuStreamGetCtx cuStreamGetFlags cuStreamGetId
         cuStreamGetPriority cuStreamIsCapturing cuStreamQuery cuStreamSynchronize;
-    stream_ops: cuLaunchHostFunc cuStreamAddCallback cuStreamWaitValue32 cuStreamWaitValue32_v2
+    stream_ops: cuLaunchHostFunc cuStreamAddCallback cuStreamBatchMemOp_v2 cuStreamWaitValue32 cuStreamWaitValue32_v2
         cuStreamWaitValue64 cuStreamWaitValue64_v2 cuStreamWriteValue32 cuStreamWriteValue32_v2
         cuStreamWriteValue64 cuStreamWriteValue64_v2;
     table: cuGetProcAddress cuGetProcAddress_v2;

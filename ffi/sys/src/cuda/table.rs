@@ -96,6 +96,7 @@ functions! {
         stream_get_priority / has_stream_get_priority(stream: CuStream, priority: *mut c_int) = "cuStreamGetPriority";
         stream_write_value32 / has_stream_write_value32(stream: CuStream, at: CuDevicePtr, value: u32, flags: c_uint) = "cuStreamWriteValue32_v2";
         stream_wait_value32 / has_stream_wait_value32(stream: CuStream, at: CuDevicePtr, value: u32, flags: c_uint) = "cuStreamWaitValue32_v2";
+        stream_batch_mem_op / has_stream_batch_mem_op(stream: CuStream, count: c_uint, operations: *mut CuStreamMemOp, flags: c_uint) = "cuStreamBatchMemOp_v2";
         event_elapsed_time / has_event_elapsed_time(start: CuEvent, end: CuEvent) -> f32 = "cuEventElapsedTime";
         func_get_attribute / has_func_get_attribute(attribute: c_int, function: CuFunction) -> c_int = "cuFuncGetAttribute";
         func_set_attribute / has_func_set_attribute(function: CuFunction, attribute: c_int, value: c_int) = "cuFuncSetAttribute";

@@ -84,6 +84,47 @@ pub struct CuMemAccessDesc {
     pub flags: c_int,
 }
 
+/// A word that a stream waits for, or writes, as one of a list (`CUstreamBatchMemOpParams`).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct CuStreamMemOp {
+    kind: u32,
+    address: CuDevicePtr,
+    value: u64,
+    flags: u32,
+    alias: CuDevicePtr,
+    pad: u64,
+}
+
+impl CuStreamMemOp {
+    /// The stream waits until the word of 32 bits shows this value or more, on a circle.
+    pub const fn wait(address: CuDevicePtr, value: u32) -> CuStreamMemOp {
+        let (value, flags) = (value as u64, CU_STREAM_WAIT_VALUE_GEQ);
+        CuStreamMemOp { kind: CU_STREAM_MEM_OP_WAIT_VALUE_32, address, value, flags, alias: 0, pad: 0 }
+    }
+
+    /// The stream writes the word of 32 bits, behind everything that it wrote before.
+    pub const fn write(address: CuDevicePtr, value: u32) -> CuStreamMemOp {
+        let (value, flags) = (value as u64, CU_STREAM_WRITE_VALUE_DEFAULT);
+        CuStreamMemOp { kind: CU_STREAM_MEM_OP_WRITE_VALUE_32, address, value, flags, alias: 0, pad: 0 }
+    }
+
+    /// The word.
+    pub fn address(&self) -> CuDevicePtr {
+        self.address
+    }
+
+    /// What it is to show, or what is written.
+    pub fn value(&self) -> u32 {
+        self.value as u32
+    }
+
+    /// Whether the stream waits. Else it writes.
+    pub fn is_wait(&self) -> bool {
+        self.kind == CU_STREAM_MEM_OP_WAIT_VALUE_32
+    }
+}
+
 macro_rules! constants {
     ($($(#[$doc:meta])* $name:ident: $type:ty = $value:expr;)*) => {
         $(
@@ -109,6 +150,8 @@ constants! {
     CU_STREAM_WAIT_VALUE_GEQ: u32 = 0;
     CU_STREAM_WAIT_VALUE_EQ: u32 = 1;
     CU_STREAM_WRITE_VALUE_DEFAULT: u32 = 0;
+    CU_STREAM_MEM_OP_WAIT_VALUE_32: u32 = 1;
+    CU_STREAM_MEM_OP_WRITE_VALUE_32: u32 = 2;
     CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: u32 = 1;
     CU_STREAM_CAPTURE_STATUS_NONE: c_int = 0;
     CU_STREAM_CAPTURE_MODE_GLOBAL: u32 = 0;
