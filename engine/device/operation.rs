@@ -19,7 +19,7 @@ use super::chores::{Busy, later};
 use super::links::ipc::{Far, FarRx, FarTx};
 use super::links::peer::{PeerDevice, PeerRx, PeerTx, Start};
 use super::stream::{DeviceEvent, DeviceStream};
-use super::waiter::watch_stream;
+use super::waiter::{Stage, watch_stream};
 use super::whole::{BoundWhole, MessagePath, Whole};
 use super::workspace::Workspace;
 use crate::error::Error;
@@ -433,14 +433,13 @@ impl DeviceOp {
         });
     }
 
-    /// For the rank's stream: the wait for its own input, if the stream does not wait for it yet, and what it then says.
+    /// For the rank's stream: the wait for its own input, if the stream does not wait for it yet.
     fn wait_for_input(&self) -> Vec<CuStreamMemOp> {
         let (ours, number) = (&self.binding.ours, self.number());
         if self.waits_for_input.load(Ordering::Relaxed) {
             return Vec::new();
         }
-        let wait = ours.wait_for_start(number).filter(|_| kept(Wait::After));
-        wait.into_iter().chain(ours.begun(number)).collect()
+        ours.wait_for_start(number).filter(|_| kept(Wait::After)).into_iter().collect()
     }
 
     /// A command: makes the rank's stream wait for its own input, if it does not yet.
@@ -565,8 +564,12 @@ impl DeviceOp {
             then();
         };
         let number = self.number();
-        let is_over = move || ours.has_ended_by(&ours, number);
-        watch_stream(self.stream(), "run a collective", Box::new(is_over), Box::new(told));
+        let stage = move || match ours.has_ended_by(&ours, number) {
+            true => Stage::Over,
+            false if ours.is_put_over(number) => Stage::There,
+            false => Stage::Coming,
+        };
+        watch_stream(self.stream(), "run a collective", Box::new(stage), Box::new(told));
     }
 
     /// Whether the rank's own stream is one of those that `join` makes wait.

@@ -41,13 +41,23 @@ pub(super) type Then = Box<dyn FnOnce(Outcome) + Send>;
 /// What is called when an operation on a device is over: once, on any thread.
 pub(crate) type Finish = Box<dyn FnOnce(Result<(), Error>) + Send>;
 
+/// How far that has come which matters on a stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Stage {
+    /// Not all of it is on the stream, whose end says nothing yet.
+    Coming,
+    /// All of it is on the stream.
+    There,
+    Over,
+}
+
 /// What is waited for.
 enum What {
     Event(DeviceEvent),
-    /// That this stream fails, while `is_over` does not say that what matters on it is over.
+    /// That this stream fails, or comes to its end, as long as what matters on it is not over.
     Stream {
         stream: DeviceStream,
-        is_over: Box<dyn Fn() -> bool + Send>,
+        stage: Box<dyn Fn() -> Stage + Send>,
     },
 }
 
@@ -164,12 +174,12 @@ fn enter(entry: Entry) -> u64 {
     token
 }
 
-/// Has a stream asked now and then whether work on it has failed, until `is_over` says that what matters is over. Calls `finish` with what has
-/// failed; or when the stream has come to its end, although `is_over` does not say so. No call of the driver's.
+/// Has a stream asked now and then whether work on it has failed, until `stage` says that what matters is over. Calls `finish` with what has
+/// failed; or when the stream has come to its end, although `stage` does not say so. No call of the driver's.
 pub(crate) fn watch_stream(
     stream: &DeviceStream,
     doing: &'static str,
-    is_over: Box<dyn Fn() -> bool + Send>,
+    stage: Box<dyn Fn() -> Stage + Send>,
     finish: Finish,
 ) {
     if !is_started() {
@@ -179,7 +189,7 @@ pub(crate) fn watch_stream(
         Outcome::Reached => finish(Ok(())),
         Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
     };
-    let what = What::Stream { stream: stream.clone(), is_over };
+    let what = What::Stream { stream: stream.clone(), stage };
     enter(Entry {
         what,
         notifier: None,
@@ -208,14 +218,22 @@ impl Entry {
     /// How it ended, if it has.
     fn ask(&self) -> Option<Outcome> {
         let context = self.what.context();
+        // Before the driver is asked: what comes to the stream behind its answer is not in that.
+        let stage = match &self.what {
+            What::Event(_) => Stage::There,
+            What::Stream { stage, .. } => stage(),
+        };
+        if stage == Stage::Over {
+            return Some(Outcome::Reached);
+        }
         let query = |_entered| match &self.what {
             // SAFETY: `event` keeps it, and its context is current.
             What::Event(event) => unsafe { context.cuda.event_query(event.0.raw) },
-            What::Stream { is_over, .. } if is_over() => Ok(()),
             // SAFETY: `stream` keeps it, and its context is current.
             What::Stream { stream, .. } => unsafe { context.cuda.stream_query(*stream.0.raw()) },
         };
         match context.enter_plainly().and_then(query) {
+            Ok(()) if stage == Stage::Coming => None,
             Ok(()) => Some(Outcome::Reached),
             // The process ends, and the driver is gone: there is nobody to ask again.
             Err(error) if error.code == CuResult::DEINITIALIZED => {

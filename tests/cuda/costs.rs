@@ -1,8 +1,15 @@
 //! What operations on devices cost the host: how often the driver is called, and how soon an end is noticed.
 
-use std::sync::Barrier;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Barrier, LazyLock};
+use std::time::{Duration, Instant};
 
-use crate::support::{all_calls, bound, child, down, ranks, soon, up};
+use allstream::Comm;
+use allstream::cuda::{Device, DevicePath, DeviceStream};
+use futures::future::try_join_all;
+
+use crate::support::{all_calls, bound, calls, child, down, function, in_context, ranks, soon, until, up};
 
 /// Calls of the driver by a rank for an operation on 4 KB in place, in the steady state: those that enter and leave a context count, too.
 /// The operations are awaited one by one, and each begins on all ranks at once.
@@ -48,5 +55,66 @@ fn a_small_operation_makes_few_calls() {
                 "{sum} calls of the driver a rank, with {n} ranks on {devices} devices: {calls:.2?}"
             );
         }
+    });
+}
+
+/// When this program began.
+static BEGAN: LazyLock<Instant> = LazyLock::new(Instant::now);
+/// Microseconds from then to the last end of a collective on any rank's stream.
+static ENDED: AtomicU64 = AtomicU64::new(0);
+
+/// Something on a stream takes 5 ms.
+unsafe extern "C" fn takes_long(_: *mut c_void) {
+    std::thread::sleep(Duration::from_millis(5));
+}
+
+/// A stream has come here.
+unsafe extern "C" fn ends(_: *mut c_void) {
+    ENDED.fetch_max(BEGAN.elapsed().as_micros() as u64, Ordering::SeqCst);
+}
+
+/// Puts a function of the host's on a stream of device 0.
+fn put(stream: &DeviceStream, call: unsafe extern "C" fn(*mut c_void)) {
+    let address = function("cuLaunchHostFunc");
+    // SAFETY: the function's type in cuda.h; what is called takes no argument and calls nothing of the driver's.
+    unsafe {
+        type Call = unsafe extern "C" fn(*mut c_void);
+        let launch: unsafe extern "C" fn(*mut c_void, Call, *mut c_void) -> u32 =
+            std::mem::transmute(address);
+        in_context(0, || assert_eq!(launch(stream.as_raw(), call, std::ptr::null_mut()), 0));
+    }
+}
+
+/// Collectives of 8 ranks that one thread awaits, each of which takes 5 ms: the driver is not asked, nor told to call, for their ends.
+#[test]
+fn an_end_is_noticed_without_the_driver() {
+    const RANKS: usize = 8;
+    const OPERATIONS: usize = 60;
+    child("costs::an_end_is_noticed_without_the_driver", &[], || {
+        let device = Device::new(0).unwrap();
+        let streams: Vec<_> = (0..RANKS).map(|_| DeviceStream::new(&device).unwrap()).collect();
+        let mut comms = Comm::local(RANKS).unwrap();
+        let binds = comms.iter_mut().zip(&streams).map(|(comm, stream)| comm.bind_stream(stream));
+        assert!(soon(try_join_all(binds)).unwrap().iter().all(|path| *path == DevicePath::Peer));
+        let mut bufs: Vec<_> = streams.iter().map(|stream| up(stream, vec![0f32; 1024])).collect();
+        let (asked, mut late) = (["cuEventQuery", "cuLaunchHostFunc"], Vec::new());
+        let count = || asked.map(calls);
+        let before = count();
+        for _ in 0..OPERATIONS {
+            put(&streams[0], takes_long);
+            let works: Vec<_> = comms.iter_mut().zip(bufs).map(|(comm, buf)| comm.all_reduce(buf)).collect();
+            until("all of it is on the streams", || works.iter().all(|work| work.is_enqueued()));
+            streams.iter().for_each(|stream| put(stream, ends));
+            bufs = soon(try_join_all(works)).unwrap();
+            late.push((BEGAN.elapsed().as_micros() as u64).saturating_sub(ENDED.load(Ordering::SeqCst)));
+        }
+        let [queries, told] = count();
+        let ours = (OPERATIONS * (RANKS + 1)) as u64;
+        assert_eq!((queries - before[0], told - before[1]), (0, ours), "cuEventQuery, cuLaunchHostFunc");
+        late.sort_unstable();
+        let at = |percent: usize| late[(late.len() - 1) * percent / 100];
+        eprintln!("noticed late by (us): median {}, p90 {}, p99 {}", at(50), at(90), at(99));
+        drop(bufs);
+        soon(try_join_all(comms.into_iter().map(Comm::close))).unwrap();
     });
 }

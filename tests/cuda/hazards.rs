@@ -40,6 +40,10 @@ fn order(seed: u64) {
         ranks(2, |mut comm| {
             let stream = bound(&mut comm, 2);
             drop(up(&stream, vec![0xAAAA_AAAAu32; 5000]));
+            // One rank's stream is behind the other's.
+            for _ in 0..if comm.rank() as u64 == i % 2 { 8 } else { 0 } {
+                drop(DeviceBuf::<u32>::zeroed(&stream, 16).unwrap());
+            }
             // The same memory, filled later than this thread comes here.
             let zeros = || DeviceBuf::<u32>::zeroed(&stream, 5000).unwrap();
             let works: Vec<_> = (0..4).map(|_| comm.all_reduce(zeros())).collect();

@@ -189,14 +189,20 @@ impl PeerDevice {
         self.starts.lock()[number as usize % STARTS] = (number, start);
     }
 
+    /// The word that says when this operation's inputs are there, and what it shows then. `None`: the operation is not begun yet, or many have been
+    /// begun since.
+    fn start(&self, number: u64) -> Option<(Word, u32)> {
+        let (found, start) = self.starts.lock()[number as usize % STARTS];
+        (found == number).then_some(match start {
+            Start::Input(value) => (Word::Input, value),
+            Start::Begun(value) => (Word::Begun, value),
+        })
+    }
+
     /// For a stream that is to wait for this operation's inputs on this rank. `None`: it has not been begun here (a bug).
     pub(crate) fn wait_for_start(&self, number: u64) -> Option<CuStreamMemOp> {
-        let (found, start) = self.starts.lock()[number as usize % STARTS];
-        let words = self.words.as_ref().ok().filter(|_| found == number)?;
-        Some(match start {
-            Start::Input(value) => words.wait(Word::Input, value),
-            Start::Begun(value) => words.wait(Word::Begun, value),
-        })
+        let (which, value) = self.start(number)?;
+        Some(self.words.as_ref().ok()?.wait(which, value))
     }
 
     /// A command: the driver is given the first work of this operation.
@@ -206,15 +212,13 @@ impl PeerDevice {
 
     /// A command: what is on the stream now is all that this operation waits for before its first work.
     pub(crate) fn begins(self: &Arc<Self>, number: u64) -> Result<(), Error> {
-        match self.begun(number) {
-            Some(write) => self.stream.put_words("begin a collective", &mut [write]),
-            None => self.tell_when_here(Word::Begun, number),
+        match &self.words {
+            Ok(words) => {
+                let write = words.write(Word::Begun, value(number));
+                self.stream.put_words("begin a collective", &mut [write])
+            }
+            Err(_) => self.tell_when_here(Word::Begun, number),
         }
-    }
-
-    /// For our stream, behind what the operation waits for before its first work. `None`: there are no words.
-    pub(crate) fn begun(&self, number: u64) -> Option<CuStreamMemOp> {
-        Some(self.words.as_ref().ok()?.write(Word::Begun, value(number)))
     }
 
     /// A command: what is on the stream now is all of this operation.
@@ -275,10 +279,13 @@ impl PeerDevice {
         &self.told[usize::from(matches!(which, Word::Over(_)))]
     }
 
-    /// Whether the rank's own stream has come past this operation's inputs. Loads of memory, no call of the driver's.
+    /// Whether the inputs of this operation, which has been begun, are there. Loads of memory, no call of the driver's.
     pub(crate) fn has_begun(&self, number: u64) -> bool {
-        self.told(Word::Begun).load(Ordering::Acquire) > number
-            || self.words.as_ref().is_ok_and(|words| words.shows(Word::Begun, value(number)))
+        if self.told(Word::Begun).load(Ordering::Acquire) > number {
+            return true;
+        }
+        let Ok(words) = &self.words else { return false };
+        self.start(number).is_none_or(|(which, value)| words.shows(which, value))
     }
 
     /// Whether the stream of `other` has come to the end of this operation of ours. As [`has_begun`](Self::has_begun).
