@@ -4,7 +4,7 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::{CU_STREAM_CAPTURE_MODE_RELAXED, CudaError};
+use allstream_sys::cuda::{CU_STREAM_CAPTURE_MODE_RELAXED, CuStreamMemOp, CudaError};
 
 use super::answer::{Answer, listed, median, show_us, step, us};
 use super::driver::{Aside, Gpu, Problem, SmallKernel, Stream, problem};
@@ -52,7 +52,7 @@ pub(crate) fn costs(gpu: &'static Gpu) -> Result<Answer, Problem> {
     stream.synchronize()?;
     type Call<'a> = Box<dyn FnMut() -> Result<(), CudaError> + 'a>;
     let s = &stream;
-    let calls: [(&str, Call<'_>); 13] = [
+    let mut calls: Vec<(&str, Call<'_>)> = vec![
         ("launch", Box::new(|| s.launch(&kernel))),
         (
             "push and pop of the context",
@@ -93,6 +93,15 @@ pub(crate) fn costs(gpu: &'static Gpu) -> Result<Answer, Problem> {
         ("cuEventElapsedTime", Box::new(|| later.since(&done).map(drop))),
         ("cuStreamQuery", Box::new(|| s.is_done().map(drop))),
     ];
+    if cuda.has_stream_batch_mem_op() {
+        let list = [
+            CuStreamMemOp::wait(met.device, 1),
+            CuStreamMemOp::wait(met.device, 1),
+            CuStreamMemOp::write(written.device, 1),
+        ];
+        let put = move || s.put(&mut list.clone());
+        calls.push(("cuStreamBatchMemOp of two waits that are met and a write", Box::new(put)));
+    }
     let mut times = Vec::new();
     for (name, call) in calls {
         step(name);

@@ -17,7 +17,7 @@ use allstream_sys::cuda::{
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_EVENT_DISABLE_TIMING, CU_MEMHOSTALLOC_DEVICEMAP,
     CU_MEMHOSTALLOC_PORTABLE, CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE,
     CU_STREAM_NON_BLOCKING, CU_STREAM_WAIT_VALUE_GEQ, CuContext, CuDevice, CuDevicePtr, CuEvent, CuFunction,
-    CuModule, CuResult, CuStream, Cuda, CudaError,
+    CuModule, CuResult, CuStream, CuStreamMemOp, Cuda, CudaError,
 };
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -235,7 +235,7 @@ unsafe fn words(base: *mut c_void, device: CuDevicePtr, count: usize) -> Vec<Wor
 #[derive(Clone, Copy)]
 pub(crate) struct Word {
     host: &'static AtomicU32,
-    device: CuDevicePtr,
+    pub(crate) device: CuDevicePtr,
 }
 
 impl Word {
@@ -309,6 +309,12 @@ impl Stream {
     pub(crate) fn write(&self, word: Word, value: u32) -> Result<(), CudaError> {
         // SAFETY: as in `wait`.
         unsafe { self.gpu.cuda.stream_write_value32(self.raw, word.device, value, 0) }
+    }
+
+    /// These waits and writes of words, with one call. The driver must have it.
+    pub(crate) fn put(&self, list: &mut [CuStreamMemOp]) -> Result<(), CudaError> {
+        // SAFETY: the stream exists, and the words stay until the process ends; the driver reads so many elements within the call.
+        unsafe { self.gpu.cuda.stream_batch_mem_op(self.raw, list.len() as u32, list.as_mut_ptr(), 0) }
     }
 
     pub(crate) fn record(&self, event: &Event) -> Result<(), CudaError> {

@@ -51,7 +51,7 @@ fn a_small_operation_makes_few_calls() {
             let sum: f64 = calls.iter().map(|(_, count)| count).sum();
             eprintln!("{n} ranks on {devices} devices: {sum:.2} calls a rank: {calls:.2?}");
             assert!(
-                sum <= 9.0,
+                sum < 9.5,
                 "{sum} calls of the driver a rank, with {n} ranks on {devices} devices: {calls:.2?}"
             );
         }
