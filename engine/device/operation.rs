@@ -15,6 +15,7 @@ use std::time::Duration;
 use parking_lot::Mutex;
 
 use super::chores::{Busy, later};
+use super::copied::{Copied, DeviceCopies};
 use super::links::ipc::{Far, FarRx, FarTx};
 use super::links::peer::{PeerDevice, PeerRx, PeerTx};
 use super::signal::Word;
@@ -62,6 +63,8 @@ pub(crate) struct Binding {
     pub(crate) others: Vec<DeviceStream>,
     /// What takes operations whole, if anything does.
     pub(crate) whole: Option<BoundWhole>,
+    /// Other libraries' buffers of which operations had copies.
+    pub(crate) copied: Mutex<DeviceCopies>,
     /// How far its operations have left the devices, once it has failed.
     leaving: Leaving,
     /// What the operation that was begun last has for its parts.
@@ -101,7 +104,8 @@ impl Binding {
         }
         let (leaving, workspace, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
         let _open = Busy::while_open();
-        Binding { ours, all, reaches, far, others, whole, leaving, workspace, message_path, _open }
+        let copied = Mutex::default();
+        Binding { ours, all, reaches, far, others, whole, copied, leaving, workspace, message_path, _open }
     }
 
     /// What the parts of the operation that was begun last need beside its buffers.
@@ -221,6 +225,8 @@ pub(crate) struct DeviceOp {
     taken_by: Option<Arc<dyn Whole>>,
     /// What its parts need beside the buffers. The error for which there is none.
     workspace: Result<Arc<Workspace>, Error>,
+    /// Of buffers that the devices of other ranks cannot touch.
+    copied: Vec<Copied>,
     /// The command that begins it is appended.
     has_begun: AtomicBool,
     /// What the driver says has gone wrong with it on the stream.
@@ -263,7 +269,7 @@ impl DeviceOp {
         streams: Vec<DeviceStream>,
         outputs: Vec<Arc<Fate>>,
         taken_by: Option<Arc<dyn Whole>>,
-        workspace: Result<Arc<Workspace>, Error>,
+        (workspace, copied): (Result<Arc<Workspace>, Error>, Vec<Copied>),
     ) -> Result<DeviceOp, Error> {
         let after = streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?;
         // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
@@ -279,6 +285,7 @@ impl DeviceOp {
             is_in_a_chain,
             taken_by,
             workspace,
+            copied,
             has_begun: AtomicBool::new(false),
             failure: OnceLock::new(),
             state: Mutex::default(),
@@ -326,7 +333,8 @@ impl DeviceOp {
                 operation.stream().waits_now();
             }
             ordered?;
-            operation.binding.ours.begins(operation.number())
+            operation.binding.ours.begins(operation.number())?;
+            operation.copied.iter().try_for_each(|copied| copied.fill(operation.stream()))
         });
         Ok(())
     }
@@ -339,6 +347,7 @@ impl DeviceOp {
 
     /// A command: all of it is on the stream. Returns the end there.
     pub(crate) fn put_end(&self) -> Result<DeviceEvent, Error> {
+        self.copied.iter().try_for_each(|copied| copied.put_back(self.stream()))?;
         let end = self.stream().point()?;
         self.binding.ours.ends(self.number())?;
         self.state.lock().end = Some(end.clone());
@@ -369,6 +378,7 @@ impl DeviceOp {
             if let Ok(workspace) = &self.workspace {
                 workspace.mark_past();
             }
+            self.copied.iter().for_each(Copied::mark_past);
         }
         Ok(over)
     }

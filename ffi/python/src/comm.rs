@@ -305,6 +305,16 @@ impl Comm {
     }
 
     /// What this rank holds for communication right now.
+    fn device_copies<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let Some(copies) = self.shared(py, "device_copies")?.device_copies() else { return Ok(None) };
+        let all = PyDict::new(py);
+        all.set_item("buffers", copies.buffers)?;
+        all.set_item("bytes", copies.bytes)?;
+        all.set_item("why", copies.why)?;
+        Ok(Some(all))
+    }
+
+    /// What this rank holds for communication right now.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.shared(py, "stats")?.stats();
         let all = PyDict::new(py);
