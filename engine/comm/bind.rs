@@ -53,7 +53,7 @@ made_together! {
     /// through the host's memory. So they do in messages, and in collectives with a function of yours.
     ///
     /// Memory of other libraries ([`DeviceBuf::from_foreign`], DLPack) is read by the other ranks where it lies, if their devices can be
-    /// given it: between processes what `cudaMalloc` gave, as torch and cupy allocate by default. Else the operation works on a copy in
+    /// given it: between processes what `cudaMalloc` gave, as torch and cupy allocate by default, in allocations of 2 MiB or more. Else the operation works on a copy in
     /// memory of allstream's, on the same device; [`device_copies`](Self::device_copies) says why.
     ///
     /// With `ALLSTREAM_NCCL=require` this is [`bind_nccl`](Self::bind_nccl).

@@ -11,6 +11,10 @@ use allstream_sys::cuda::{
 use super::context::Context;
 use super::lend::attribute;
 
+/// Shorter allocations may lie together in a block of the driver's, which a handle would share as a whole: "it is recommended to only share allocations
+/// with a 2MiB aligned size" (`cuIpcGetMemHandle`). A copy of one costs little.
+const SHORTEST: u64 = 2 << 20;
+
 impl Context {
     /// Makes the name known of another library's memory, which stays where it is until its operation is over.
     ///
@@ -39,12 +43,20 @@ impl Context {
         let named = self.call("name another library's memory for other processes", |cuda| {
             // SAFETY: the address is of memory that a buffer keeps; room for both answers.
             unsafe { cuda.mem_get_address_range(&raw mut base, &raw mut length, at) }?;
-            // SAFETY: the beginning of that memory's allocation.
-            handle = unsafe { cuda.ipc_get_mem_handle(base) }?.0;
+            if length as u64 >= SHORTEST {
+                // SAFETY: the beginning of that memory's allocation.
+                handle = unsafe { cuda.ipc_get_mem_handle(base) }?.0;
+            }
             Ok(())
         });
         named.map_err(|error| format!("the driver gives no handle for other processes: {error}"))?;
         let length = length as u64;
+        if length < SHORTEST {
+            return Err(format!(
+                "its allocation of {length} bytes is shorter than 2 MiB, and may lie in one block of the driver's with others, which \
+                 a handle would give away, too"
+            ));
+        }
         let end = at.checked_sub(base).and_then(|offset| offset.checked_add(bytes));
         if end.is_none_or(|end| end > length) {
             return Err("it reaches beyond the allocation in which it begins".to_owned());

@@ -121,9 +121,12 @@ pub(crate) fn within(
     soon(buf.copy_from_host(values)).unwrap().1
 }
 
+/// An allocation that is lent to other processes has so many bytes at least, as torch's have.
+pub(crate) const LONG: usize = 2 << 20;
+
 /// These values, in memory of their own.
 pub(crate) fn theirs(from: By, stream: &DeviceStream, values: Vec<f32>) -> DeviceBuf<f32> {
-    within(&Arc::new(Theirs::new(from, stream, (values.len() * 4).max(1))), 0, stream, values)
+    within(&Arc::new(Theirs::new(from, stream, LONG.max(values.len() * 4))), 0, stream, values)
 }
 
 fn sums(n: usize) -> Vec<f32> {

@@ -304,7 +304,7 @@ impl Comm {
         py.detach(|| Comm::leave(handles, behind));
     }
 
-    /// What this rank holds for communication right now.
+    /// Of which arrays the other ranks' devices could not read the memory where it lies, and why.
     fn device_copies<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
         let Some(copies) = self.shared(py, "device_copies")?.device_copies() else { return Ok(None) };
         let all = PyDict::new(py);
