@@ -116,7 +116,7 @@ def test_memory_that_other_processes_cannot_be_given_is_copied_and_the_reason_is
     devices(
         """
         assert comm.bind_device(rank) == "peer"
-        x = Array(values(rank), rank, pool=rank == 0)
+        x = Array(values(rank), rank, pool=rank == 0, room=2 << 20)
         comm.all_reduce(x).wait()
         assert (x.get() == SUM).all()
         copies = comm.device_copies()
