@@ -52,8 +52,9 @@ made_together! {
     /// Where the devices cannot reach each other, all ranks are told why, and stay as they were: device buffers go
     /// through the host's memory. So they do in messages, and in collectives with a function of yours.
     ///
-    /// Ranks in other processes can have what allstream has allocated, and not what [`DeviceBuf::from_foreign`] took from
-    /// another library: where there are such ranks, a call with that is refused.
+    /// Memory of other libraries ([`DeviceBuf::from_foreign`], DLPack) is read by the other ranks where it lies, if their devices can be
+    /// given it: between processes what `cudaMalloc` gave, as torch and cupy allocate by default, in allocations of 2 MiB or more. Else the operation works on a copy in
+    /// memory of allstream's, on the same device; [`device_copies`](Self::device_copies) says why.
     ///
     /// With `ALLSTREAM_NCCL=require` this is [`bind_nccl`](Self::bind_nccl).
     ///
@@ -121,7 +122,7 @@ pub(super) fn is_on_devices(endpoint: &Endpoint) -> bool {
 }
 
 /// The devices that a communicator's ranks are bound to.
-fn binding_of(endpoint: &Endpoint) -> Option<&Arc<Binding>> {
+pub(super) fn binding_of(endpoint: &Endpoint) -> Option<&Arc<Binding>> {
     carriers::bound_to(endpoint)?.binding.as_ref()
 }
 

@@ -7,9 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use super::bind::binding_of;
 use super::handle::Stats;
 use super::world::World;
 use super::{Call, Node, NodeCall, Stream};
+use crate::device::DeviceCopies;
 use crate::error::Error;
 use crate::exec::Endpoint;
 use crate::forked;
@@ -206,6 +208,13 @@ on_both! {
             quarantined: crate::exec::quarantine::buffers(region),
             pool: self.handle().membership.world.pool_stats(),
         }
+    }
+
+    /// Which buffers of other libraries the devices of other ranks could not read where they lie, since this communicator was bound to
+    /// devices ([`bind_device`](Self::bind_device)), and why: collectives worked on copies of them, on the same device. `None`: all were
+    /// read where they were. Each rank has its own.
+    pub fn device_copies(&self) -> Option<DeviceCopies> {
+        binding_of(&self.handle().endpoint)?.device_copies()
     }
 
     /// How many idle communicators this rank's world keeps to be taken up again: 64, or what `ALLSTREAM_POOL`

@@ -10,8 +10,9 @@ use super::ordered::Start;
 use super::work::Submitted;
 use crate::commands::Commands;
 use crate::device::carriers::{OnDevice, OnHost, bound_to};
+use crate::device::copied::Copied;
 use crate::device::current::keep;
-use crate::device::operation::{Binding, DeviceOp, Folds};
+use crate::device::operation::{Binding, DeviceOp, Folds, Needs};
 use crate::device::whole::{BoundWhole, MessagePath};
 use crate::device::workspace::Workspace;
 use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
@@ -64,7 +65,7 @@ impl Call<'_> {
             Some(why) => Err(Error::invalid(operation.call, why)),
         });
         if let Some((binding, whole)) = self.binding(&mut prepared) {
-            return self.hand_in_on_device(binding, whole, prepared, memory, held);
+            return self.hand_in_on_device((binding, whole), prepared, varied, memory, held);
         }
         let staged = prepared.and_then(|mut operation| {
             self.start_on_devices(operation.call, places(&memory))?;
@@ -92,48 +93,49 @@ impl Call<'_> {
     /// Hands in a collective on the memory of this rank's device, which that is to run, or a library is to take whole.
     fn hand_in_on_device(
         &self,
-        binding: Arc<Binding>,
-        whole: Option<BoundWhole>,
+        (binding, whole): (Arc<Binding>, Option<BoundWhole>),
         prepared: Result<Operation, Error>,
+        varied: bool,
         memory: Vec<Memory>,
         held: ErasedBufs,
     ) -> Submitted {
+        let prepare = |mut operation: Operation| {
+            self.start_on_devices(operation.call, places(&memory))?;
+            let placed = place(&mut operation, &binding, (whole.is_none(), varied), &memory)?;
+            let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
+            for memory in &memory {
+                if let (Some(input), Some(output)) =
+                    (memory.input.as_ref().and_then(RawBuf::fate), memory.output.fate())
+                {
+                    output.depend_like(input);
+                }
+            }
+            // What cannot be had is an error when the operation begins, and then all ranks hear of it.
+            let workspace = match &whole {
+                None => binding.get_ready(&mut operation),
+                Some(bound) => {
+                    if let Err(error) = self.get_ready_whole(&mut operation, bound, &binding.ours.stream) {
+                        tracing::debug!("an operation was not made ready at its call: {error}");
+                    }
+                    Workspace::new(&binding.ours.stream, std::iter::empty(), 0)
+                }
+            };
+            let (copied, workspace) = match placed.copied {
+                Ok(copied) => (copied, workspace.map(Arc::new)),
+                Err(error) => (Vec::new(), Err(error)),
+            };
+            operation.signature.kind |= ON_DEVICES;
+            let library = whole.as_ref().map(|bound| bound.whole.clone());
+            let folds = if whole.is_some() { Folds::default() } else { binding.folds(&mut operation) };
+            let needs = Needs { workspace, copied, folds };
+            let device = Arc::new(DeviceOp::new(binding, placed.streams, outputs, library, needs)?);
+            if let Some(bound) = whole {
+                return self.made_whole(operation, &bound, Some(device));
+            }
+            Ok(Carried { operation, carrier: Some(Arc::new(OnDevice(device))) })
+        };
         // The driver is called a few times: within one context.
-        let prepared = prepared.and_then(|mut operation| {
-            keep(|| {
-                self.start_on_devices(operation.call, places(&memory))?;
-                let streams = place(&mut operation, &binding, whole.is_none(), &memory)?;
-                let outputs = memory.iter().filter_map(|memory| memory.output.fate().cloned()).collect();
-                for memory in &memory {
-                    if let (Some(input), Some(output)) =
-                        (memory.input.as_ref().and_then(RawBuf::fate), memory.output.fate())
-                    {
-                        output.depend_like(input);
-                    }
-                }
-                // What cannot be had is an error when the operation begins, and then all ranks hear of it.
-                let workspace = match &whole {
-                    None => binding.get_ready(&mut operation),
-                    Some(bound) => {
-                        if let Err(error) = self.get_ready_whole(&mut operation, bound, &binding.ours.stream)
-                        {
-                            tracing::debug!("an operation was not made ready at its call: {error}");
-                        }
-                        Workspace::new(&binding.ours.stream, std::iter::empty(), 0)
-                    }
-                };
-                let workspace = workspace.map(Arc::new);
-                operation.signature.kind |= ON_DEVICES;
-                let library = whole.as_ref().map(|bound| bound.whole.clone());
-                let folds = if whole.is_some() { Folds::default() } else { binding.folds(&mut operation) };
-                let device = DeviceOp::new(binding, streams, outputs, library, (workspace, folds));
-                let device = Arc::new(device?);
-                if let Some(bound) = whole {
-                    return self.made_whole(operation, &bound, Some(device));
-                }
-                Ok(Carried { operation, carrier: Some(Arc::new(OnDevice(device))) })
-            })
-        });
+        let prepared = prepared.and_then(|operation| keep(|| prepare(operation)));
         self.hand_in(prepared, None, held)
     }
 
@@ -199,16 +201,25 @@ fn places(memory: &[Memory]) -> impl Iterator<Item = &DeviceMemory> + Clone {
         .filter_map(RawBuf::device_memory)
 }
 
-/// Makes the parts work on the device's memory. The streams of the buffers, each once. `is_lent`: the devices of other ranks touch it.
+/// Where the buffers of an operation on this rank's device are.
+struct Placed {
+    /// The streams of the buffers, each once.
+    streams: Vec<DeviceStream>,
+    /// Of buffers that the devices of other ranks cannot touch. The error for which there is no memory for them.
+    copied: Result<Vec<Copied>, Error>,
+}
+
+/// Makes the parts work on the device's memory. `is_lent`: the devices of other ranks touch it, so what they cannot touch is copied first.
+/// `varied`: between the blocks of an output may be elements that stay as they are.
 fn place(
     operation: &mut Operation,
     binding: &Binding,
-    is_lent: bool,
+    (is_lent, varied): (bool, bool),
     memory: &[Memory],
-) -> Result<Vec<DeviceStream>, Error> {
+) -> Result<Placed, Error> {
     let (call, device) = (operation.call, binding.ours.stream.device());
-    let mut streams = Vec::new();
-    let mut at = |end: &RawBuf| {
+    let mut placed = Placed { streams: Vec::new(), copied: Ok(Vec::new()) };
+    let mut at = |end: &RawBuf, used: (bool, bool)| {
         let place = match &end.place.0 {
             // No elements, of a rank whose input or output is not looked at, are nowhere.
             Where::Host(start) if end.bytes() == 0 => return Ok(*start),
@@ -223,36 +234,39 @@ fn place(
             Where::Unfit(why) => return Err(Error::invalid(call, *why)),
         };
         check_device(call, &place.stream, &device)?;
-        if let Some(far) = &binding.far
-            && is_lent
+        let mut address = place.address;
+        if is_lent
             && end.bytes() > 0
-            && far.export(&place.stream, place.address, end.bytes())?.is_none()
+            && let Some(why) = binding.cannot_lend(&place, end.bytes())?
         {
-            let problem = "the memory is another library's, and ranks in other processes cannot have it; copy it to a \
-                           DeviceBuf that allstream allocates (DeviceBuf::zeroed, from_host), or use a communicator \
-                           that is not bound";
-            return Err(Error::invalid(call, problem));
+            binding.copies(end.bytes(), why);
+            if let Ok(all) = &mut placed.copied {
+                match Copied::new(&binding.ours.stream, place.address, end.bytes(), used) {
+                    Ok(copied) => {
+                        address = copied.address();
+                        all.push(copied);
+                    }
+                    Err(error) => placed.copied = Err(error),
+                }
+            }
         }
-        if place.foreign && is_lent && end.bytes() > 0 {
-            place.lend_to(&binding.others).map_err(|error| match error {
-                Error::Invalid { problem, .. } => Error::invalid(call, problem),
-                error => error,
-            })?;
-        }
-        if !streams.contains(&place.stream) {
+        if !placed.streams.contains(&place.stream) {
             refused_in_capture(&place.stream, call)?;
-            streams.push(place.stream.clone());
+            placed.streams.push(place.stream.clone());
         }
-        Ok(std::ptr::without_provenance_mut(place.address as usize))
+        Ok(std::ptr::without_provenance_mut(address as usize))
     };
+    let (signature, scale, reduction) = (operation.signature, operation.scale, operation.reduction.clone());
     for (part, memory) in operation.parts.all().iter_mut().zip(memory) {
-        part.output = at(&memory.output)?;
+        let writes = part.leaves_result(&signature, part.factor(scale, &reduction).is_some());
+        let fills = memory.input.is_none() || varied;
+        part.output = at(&memory.output, (fills, writes))?;
         part.input = match &memory.input {
-            Some(input) => at(input)?,
+            Some(input) => at(input, (true, false))?,
             None => part.output,
         };
     }
-    Ok(streams)
+    Ok(placed)
 }
 
 /// Starts the copies to the host, and makes the parts work on those.

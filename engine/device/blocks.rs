@@ -47,8 +47,7 @@ pub(super) struct Block {
 
 impl Block {
     pub(super) fn new(at: u64, bytes: u64) -> Block {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
-        let (number, free) = (NEXT.fetch_add(1, Ordering::Relaxed), BTreeMap::from([(at, bytes)]));
+        let (number, free) = (new_number(), BTreeMap::from([(at, bytes)]));
         Block { bytes, free, number, handle: None, lent: Vec::new() }
     }
 
@@ -58,14 +57,23 @@ impl Block {
     }
 }
 
+/// A number for memory that other processes open, which no other memory of this process has ever had.
+pub(super) fn new_number() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 /// Where memory is, for other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Exported {
-    /// Of the block, and where in it.
+    /// Of the block, or of another library's allocation, and where in it.
     pub(crate) number: u64,
     pub(crate) offset: u64,
     /// What the driver opens the block by.
     pub(crate) handle: [u8; 64],
+    /// Where the whole block lies in the process that has it, and its length.
+    pub(crate) base: u64,
+    pub(crate) bytes: u64,
 }
 
 /// The pool of a device. See the module.
@@ -249,7 +257,8 @@ impl Pool {
             block.is_lent(); // forgets those that are gone
             block.lent.push(keep.clone());
         }
-        Ok(Some(Exported { number: block.number, offset, handle: handle.0 }))
+        let (base, bytes) = (*base, block.bytes);
+        Ok(Some(Exported { number: block.number, offset, handle: handle.0, base, bytes }))
     }
 
     /// Takes out the blocks of which nothing is used, here or in other processes.

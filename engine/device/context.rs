@@ -12,6 +12,7 @@ use allstream_sys::cuda::{
 use parking_lot::{MappedMutexGuard, Mutex, MutexGuard};
 
 pub(super) use self::lines::{Line, Owner, Point, Standing, Way, Ways};
+use super::allocations::Allocations;
 use super::blocks::Pool;
 use super::chores::give_back;
 use super::driver::warn;
@@ -39,6 +40,8 @@ struct Notifiers {
 pub(super) struct Context {
     handle: Handle,
     pub(super) pool: Mutex<Pool>,
+    /// Other libraries' memory that other processes read where it lies.
+    pub(super) allocations: Mutex<Allocations>,
     /// Of who asks the driver for memory of the pool, or gives it some back.
     pub(super) growing: Mutex<()>,
     notifiers: Mutex<Notifiers>,
@@ -65,6 +68,7 @@ impl Context {
         Ok(Context {
             handle: Handle::new(ordinal)?,
             pool: Mutex::default(),
+            allocations: Mutex::default(),
             growing: Mutex::default(),
             notifiers: Mutex::default(),
             copies: Mutex::default(),

@@ -27,6 +27,10 @@ impl<T: Element> DeviceBuf<T> {
     ///
     /// `owner` is dropped when the buffer is gone and the stream has come to that point, on another thread.
     ///
+    /// A communicator that is bound to devices and has ranks in other processes lends them what `cuMemAlloc` gave (CUDA IPC). The memory may be freed
+    /// once `owner` is dropped, also while those processes have it open, where nobody reads it any more; the driver keeps its pages until
+    /// another allocation has taken its place, or the communicator is closed.
+    ///
     /// # Safety
     /// Until `owner` is dropped:
     /// - `memory.pointer` is valid for reads and writes of `memory.len` elements by work on the device of `stream`;

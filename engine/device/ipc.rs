@@ -2,8 +2,13 @@
 //!
 //! A block of the pool has a name that another process opens. The driver refuses to open what its own process made, and
 //! wants each block opened once: ranks of one process share what they have open.
+//!
+//! So has an allocation of another library's (`allocations.rs`). Its owner may free it while it is still open here: nobody reads it then,
+//! as buffers go back to their owners when all ranks are done with them. But the driver opens nothing that lies where a freed allocation
+//! lay before this process has closed that one.
 
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
 
@@ -18,29 +23,30 @@ use super::stream::DeviceStream;
 use super::waiter::{self, Outcome};
 use crate::error::Error;
 
-/// A block of another process's, open here. It is closed with this.
+/// A block of another process's, open here. It is closed with this, or before.
 pub(crate) struct Import {
     context: Arc<Context>,
     base: u64,
     bytes: u64,
+    is_open: AtomicBool,
 }
 
 /// Which process's block, open in which context.
 type Key = (u128, u64, usize);
 
 /// What is open, by name.
-static OPEN: Mutex<Option<HashMap<Key, Slot>>> = Mutex::new(None);
+static OPEN: Mutex<Option<HashMap<Key, Arc<Slot>>>> = Mutex::new(None);
 
 /// A block that is open, or being opened by who holds the lock.
-type Slot = Arc<Mutex<Weak<Import>>>;
+struct Slot {
+    /// Where it lies in the process that has it, and its length.
+    theirs: (u64, u64),
+    import: Mutex<Weak<Import>>,
+}
 
 impl Drop for Import {
     fn drop(&mut self) {
-        self.context.close("close memory of another process", |cuda| {
-            // SAFETY: opened by `Import::open`, and closed once; whoever dropped this has waited for the streams that
-            // used it (`retire`).
-            unsafe { cuda.ipc_close_mem_handle(self.base) }
-        });
+        self.close();
     }
 }
 
@@ -76,28 +82,62 @@ impl Opening {
 }
 
 impl Import {
+    /// Closes it, once: no stream reads it any more.
+    fn close(&self) {
+        if self.is_open.swap(false, Ordering::AcqRel) {
+            self.context.close("close memory of another process", |cuda| {
+                // SAFETY: opened by `Import::open`, and closed once (`is_open`). Whoever dropped this has waited for the streams that used
+                // it (`retire`). Or its owner has freed it (`close_freed`), which has its memory back only when the streams of all ranks
+                // are done with it.
+                unsafe { cuda.ipc_close_mem_handle(self.base) }
+            });
+        }
+    }
+
+    /// Closes what the same process had before where this block of its lies: that was freed. The driver may wait for the device.
+    fn close_freed((process, number, context): Key, (start, bytes): (u64, u64)) {
+        let is_freed = |key: &Key, (other, length): (u64, u64)| {
+            // Numbers grow: so one that opens waits for the older ones alone, and no two for each other.
+            (key.0, key.2) == (process, context)
+                && key.1 < number
+                && other < start.saturating_add(bytes)
+                && start < other.saturating_add(length)
+        };
+        let freed: Vec<_> = {
+            let open = OPEN.lock();
+            let freed = open.iter().flatten().filter(|(key, slot)| is_freed(key, slot.theirs));
+            freed.map(|(_, slot)| slot.clone()).collect()
+        };
+        for import in freed.iter().filter_map(|slot| slot.import.lock().upgrade()) {
+            import.close();
+        }
+    }
+
     /// Opens a block of the process that drew this number, in the context of `stream`, or finds it open.
     pub(crate) fn open(stream: &DeviceStream, process: u128, name: &Exported) -> Result<Arc<Import>, Error> {
         let context = &stream.0.context;
         let key = (process, name.number, Arc::as_ptr(context).addr());
+        let theirs = (name.base, name.bytes);
         // The driver may take long: only who wants the same block waits for it.
         let slot = {
             let mut open = OPEN.lock();
             let open = open.get_or_insert_default();
-            let is_used = |slot: &Slot| slot.try_lock().is_none_or(|import| import.strong_count() > 0);
+            let is_used = |slot: &Slot| slot.import.try_lock().is_none_or(|import| import.strong_count() > 0);
             open.retain(|_, slot| Arc::strong_count(slot) > 1 || is_used(slot));
-            open.entry(key).or_default().clone()
+            open.entry(key).or_insert_with(|| Arc::new(Slot { theirs, import: Mutex::default() })).clone()
         };
-        let mut slot = slot.lock();
+        let mut slot = slot.import.lock();
         if let Some(import) = slot.upgrade() {
             return Ok(import);
         }
+        Import::close_freed(key, theirs);
         let import = context.call("open memory of another process", |cuda| {
             let handle = CuIpcMemHandle(name.handle);
             // SAFETY: in the device's context. A handle is bytes that the driver looks at, whatever they are; what is
             // opened is closed with the import.
             let base = unsafe { cuda.ipc_open_mem_handle(handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS) }?;
-            let mut import = Import { context: context.clone(), base, bytes: 0 };
+            let is_open = AtomicBool::new(true);
+            let mut import = Import { context: context.clone(), base, bytes: 0, is_open };
             let (mut start, mut bytes) = (0, 0_usize);
             // SAFETY: an address that the driver gave; room for both answers.
             unsafe { cuda.mem_get_address_range(&raw mut start, &raw mut bytes, base) }?;
@@ -112,7 +152,12 @@ impl Import {
     /// The address of so many bytes of it, here; `None`: they are not all in it.
     pub(crate) fn at(&self, offset: u64, bytes: usize) -> Option<u64> {
         let end = offset.checked_add(bytes as u64)?;
-        (end <= self.bytes).then_some(self.base + offset)
+        (self.is_open() && end <= self.bytes).then_some(self.base + offset)
+    }
+
+    /// Whether its owner has not freed it, as far as is known here.
+    pub(crate) fn is_open(&self) -> bool {
+        self.is_open.load(Ordering::Acquire)
     }
 
     /// How many bytes there are.
@@ -155,9 +200,22 @@ impl DeviceStream {
         needed.into_iter().find(|(there, _)| !there).map(|(_, name)| name)
     }
 
-    /// Names memory of the pool for other processes; it is not given back to the driver as long as `keep` lives. `None`:
-    /// it is not of the pool.
+    /// Names memory for other processes: of the pool, which is not given back to the driver as long as `keep` lives, or memory that
+    /// [`share`](Self::share) was told of. `None`: it is neither.
     pub(crate) fn export(&self, keep: &Arc<()>, at: u64, bytes: usize) -> Result<Option<Exported>, Error> {
+        let named = self.export_of_pool(keep, at, bytes)?;
+        Ok(named.or_else(|| self.0.context.allocations.lock().name(at, bytes as u64)))
+    }
+
+    /// Sees to it that memory has a name, whoever allocated it; if it can have none: why.
+    pub(crate) fn share(&self, keep: &Arc<()>, at: u64, bytes: usize) -> Result<Result<(), String>, Error> {
+        match self.export_of_pool(keep, at, bytes)? {
+            Some(_) => Ok(Ok(())),
+            None => Ok(self.0.context.share(at, bytes as u64)),
+        }
+    }
+
+    fn export_of_pool(&self, keep: &Arc<()>, at: u64, bytes: usize) -> Result<Option<Exported>, Error> {
         let (context, keep) = (&self.0.context, Arc::downgrade(keep));
         context.within("name memory for other processes", |entered| {
             context.pool.lock().export(context.cuda, entered, &keep, (at, bytes as u64))

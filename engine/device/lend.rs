@@ -4,7 +4,7 @@
 //! cudarc and, where it is told so, torch allocate with) does not follow it: each pool says who may touch what is in it
 //! (`cuMemPoolSetAccess`). Nor does memory that was mapped piece by piece (`cuMemMap`: torch's expandable segments), whose
 //! owner says it for every piece. A kernel that touches what its device may not is the end of its context, so all of this is
-//! asked before anything is lent.
+//! asked before anything is lent. What cannot be lent is copied first (`copied.rs`).
 
 use std::ffi::c_int;
 
@@ -17,14 +17,9 @@ use allstream_sys::cuda::{
 use super::context::Context;
 use super::place::DevicePlace;
 use super::stream::DeviceStream;
-use crate::error::Error;
-
-const DOING: &str = "lend memory of another library's";
-const INSTEAD: &str = "copy it to a DeviceBuf that allstream allocates (DeviceBuf::zeroed, from_host), or use a communicator \
-                       that is not bound";
 
 /// What the driver says of an address: a number or a handle of at most 8 bytes; 0 where it says nothing of it.
-fn attribute(context: &Context, at: u64, which: c_int) -> u64 {
+pub(super) fn attribute(context: &Context, at: u64, which: c_int) -> u64 {
     let mut answer = 0_u64;
     let asked = context.enter().and_then(|_entered| {
         // SAFETY: the driver takes any address, and writes at most 8 bytes for these attributes.
@@ -51,8 +46,8 @@ impl DevicePlace {
     /// Sees to it that the devices of these streams, which are others than ours, can touch this memory.
     ///
     /// # Errors
-    /// [`Error::Invalid`]: they cannot.
-    pub(crate) fn lend_to(&self, others: &[DeviceStream]) -> Result<(), Error> {
+    /// Why they cannot.
+    pub(crate) fn lend_to(&self, others: &[DeviceStream]) -> Result<(), String> {
         if others.is_empty() {
             return Ok(());
         }
@@ -83,13 +78,10 @@ impl DevicePlace {
         Ok(())
     }
 
-    fn refused(&self, what: &str, other: &Context, why: &str) -> Error {
+    fn refused(&self, what: &str, other: &Context, why: &str) -> String {
         let (ours, theirs) = (self.stream.0.context.ordinal, other.ordinal);
-        let problem = format!(
-            "{:#x} is another library's memory on device {ours}, which device {theirs} of another rank is to touch: \
-             {what}, {why}; {INSTEAD}",
-            self.address
-        );
-        Error::invalid(DOING, problem)
+        format!(
+            "device {theirs} of another rank cannot touch it where it lies, on device {ours}: {what}, {why}"
+        )
     }
 }

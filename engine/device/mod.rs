@@ -3,6 +3,7 @@
 //! Everything here is ordered by streams: a [`DeviceBuf`] belongs to one, work on it is put there, and its memory goes
 //! back to the pool in that order. `docs/adr/0013-device-memory.md` has the rules and their reasons.
 
+mod allocations;
 mod between;
 mod blocks;
 mod buf;
@@ -10,6 +11,7 @@ mod capture;
 pub(crate) mod carriers;
 mod chores;
 mod context;
+pub(crate) mod copied;
 #[cfg(feature = "cudarc")]
 mod cudarc;
 pub(crate) mod current;
@@ -33,6 +35,7 @@ mod pinned_cache;
 mod place;
 mod pool;
 mod queues;
+mod share;
 mod signal;
 mod slices;
 mod staging;
@@ -46,6 +49,7 @@ pub(crate) mod workspace;
 
 pub use buf::DeviceBuf;
 pub use chores::settle;
+pub use copied::DeviceCopies;
 #[cfg(feature = "cudarc")]
 pub use cudarc::CudarcBuf;
 pub use devices::Device;

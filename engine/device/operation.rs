@@ -16,6 +16,7 @@ use allstream_sys::cuda::CuStreamMemOp;
 use parking_lot::Mutex;
 
 use super::chores::{Busy, later};
+use super::copied::{Copied, DeviceCopies};
 use super::links::ipc::{Far, FarRx, FarTx};
 use super::links::peer::{PeerDevice, PeerRx, PeerTx, Start};
 use super::stream::{DeviceEvent, DeviceStream};
@@ -64,6 +65,8 @@ pub(crate) struct Binding {
     pub(crate) others: Vec<DeviceStream>,
     /// What takes operations whole, if anything does.
     pub(crate) whole: Option<BoundWhole>,
+    /// Other libraries' buffers of which operations had copies.
+    pub(crate) copied: Mutex<DeviceCopies>,
     /// How far its operations have left the devices, once it has failed.
     leaving: Leaving,
     /// The operation that was begun last.
@@ -104,7 +107,8 @@ impl Binding {
         ours.is_among(&all);
         let (leaving, current, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
         let _open = Busy::while_open();
-        Binding { ours, all, reaches, far, others, whole, leaving, current, message_path, _open }
+        let copied = Mutex::default();
+        Binding { ours, all, reaches, far, others, whole, copied, leaving, current, message_path, _open }
     }
 
     /// The operation that was begun last, whose parts are run.
@@ -213,8 +217,8 @@ pub(crate) struct Folds {
     pub(crate) are_all: bool,
     /// And there is one part.
     pub(crate) are_one: bool,
-    /// This rank multiplies its input first, and so lends what its stream has still to write.
-    pub(crate) are_scaled: bool,
+    /// What this rank lends, its own stream writes first: it multiplies its input, or lends copies.
+    pub(crate) own_work_is_lent: bool,
     /// The ranks that the buffers are lent to, and those whose buffers are lent to this rank: a bit for each.
     lent_to: u64,
     lent_by: u64,
@@ -233,6 +237,14 @@ impl Folds {
     pub(crate) fn are_any(&self) -> bool {
         self.lent_to | self.lent_by != 0
     }
+}
+
+/// What an operation needs beside its buffers.
+pub(crate) struct Needs {
+    /// The error for which there is no workspace.
+    pub(crate) workspace: Result<Arc<Workspace>, Error>,
+    pub(crate) copied: Vec<Copied>,
+    pub(crate) folds: Folds,
 }
 
 /// An operation that devices run.
@@ -259,6 +271,8 @@ pub(crate) struct DeviceOp {
     taken_by: Option<Arc<dyn Whole>>,
     /// What its parts need beside the buffers. The error for which there is none.
     workspace: Result<Arc<Workspace>, Error>,
+    /// Of buffers that the devices of other ranks cannot touch.
+    copied: Vec<Copied>,
     /// The command that begins it is appended.
     has_begun: AtomicBool,
     /// What the driver says has gone wrong with it on the stream.
@@ -299,8 +313,12 @@ impl DeviceOp {
         streams: Vec<DeviceStream>,
         outputs: Vec<Arc<Fate>>,
         taken_by: Option<Arc<dyn Whole>>,
-        (workspace, folds): (Result<Arc<Workspace>, Error>, Folds),
+        Needs { workspace, copied, mut folds }: Needs,
     ) -> Result<DeviceOp, Error> {
+        if !copied.is_empty() {
+            // The rank's stream fills what is lent, and empties it behind the other ranks' work.
+            folds = Folds { are_all: false, are_one: false, own_work_is_lent: true, ..folds };
+        }
         let input = match &streams[..] {
             [stream] if folds.are_all => binding.ours.put_input(stream)?,
             _ => None,
@@ -326,6 +344,7 @@ impl DeviceOp {
             is_in_a_chain,
             taken_by,
             workspace,
+            copied,
             has_begun: AtomicBool::new(false),
             failure: OnceLock::new(),
             state: Mutex::default(),
@@ -366,7 +385,7 @@ impl DeviceOp {
             workspace.release();
         }
         let (ours, number) = (&self.binding.ours, self.number());
-        ours.starts(number, self.input.unwrap_or_else(|| Start::of(number)), self.folds.are_scaled);
+        ours.starts(number, self.input.unwrap_or_else(|| Start::of(number)), self.folds.own_work_is_lent);
         let operation = self.clone();
         ours.commands.put(move || {
             operation.binding.ours.takes(number);
@@ -377,7 +396,8 @@ impl DeviceOp {
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
             operation.waits_in_a_chain();
             ordered?;
-            operation.binding.ours.begins(number)
+            operation.binding.ours.begins(number)?;
+            operation.copied.iter().try_for_each(|copied| copied.fill(operation.stream()))
         });
         Ok(())
     }
@@ -469,6 +489,7 @@ impl DeviceOp {
         if ours.is_put_over(number) {
             return Ok(());
         }
+        self.copied.iter().try_for_each(|copied| copied.put_back(self.stream()))?;
         if self.folds.lent_by == 0 && self.waits_for_input.load(Ordering::Relaxed) {
             return ours.ends(number);
         }
@@ -523,6 +544,7 @@ impl DeviceOp {
             if let Ok(workspace) = &self.workspace {
                 workspace.mark_past();
             }
+            self.copied.iter().for_each(Copied::mark_past);
         }
         Ok(over)
     }

@@ -16,26 +16,26 @@ const N: usize = 3;
 
 /// One call on host buffers, and the same on device buffers: what every rank ends with.
 macro_rules! same {
-    ($comm:expr, $stream:expr, in $len:expr, |$call:ident, $buf:ident| $work:expr) => {{
+    ($comm:expr, $make:expr, in $len:expr, |$call:ident, $buf:ident| $work:expr) => {{
         let rank = $comm.rank();
         let host = {
             let ($call, $buf) = ($comm.call(), values(rank, $len));
             soon($work).unwrap()
         };
         let there = {
-            let ($call, $buf) = ($comm.call(), up($stream, values(rank, $len)));
+            let ($call, $buf) = ($comm.call(), $make(values(rank, $len)));
             soon($work).unwrap()
         };
         assert_eq!(down(there), host, "rank {rank}: {}", stringify!($work));
     }};
-    ($comm:expr, $stream:expr, into ($from:expr, $to:expr), |$call:ident, $a:ident, $b:ident| $work:expr) => {{
+    ($comm:expr, $make:expr, into ($from:expr, $to:expr), |$call:ident, $a:ident, $b:ident| $work:expr) => {{
         let rank = $comm.rank();
         let (input, output) = (values(rank, $from), vec![-1.5f32; $to]);
         let host = {
             let ($call, $a, $b) = ($comm.call(), input.clone(), output.clone());
             soon($work).unwrap()
         };
-        let ($call, $a, $b) = ($comm.call(), up($stream, input), up($stream, output));
+        let ($call, $a, $b) = ($comm.call(), $make(input), $make(output));
         let (a, b) = soon($work).unwrap();
         assert_eq!((down(a), down(b)), host, "rank {rank}: {}", stringify!($work));
     }};
@@ -43,31 +43,36 @@ macro_rules! same {
 
 /// Every collective, in place and not: on device buffers as on host buffers.
 pub(crate) fn everything(comm: &mut Comm, stream: &DeviceStream, lens: &[usize]) {
+    everything_in(comm, lens, &|values| up(stream, values));
+}
+
+/// The same on device buffers that this makes.
+pub(crate) fn everything_in(comm: &mut Comm, lens: &[usize], make: &dyn Fn(Vec<f32>) -> DeviceBuf<f32>) {
     let root = comm.rank() == 1;
     let all = |len: usize| if root { N * len } else { 0 };
     for &len in lens {
-        same!(comm, stream, in len, |c, b| c.all_reduce(b));
-        same!(comm, stream, in len, |c, b| c.op(ReduceOp::Max).reduce(b, 1));
-        same!(comm, stream, in len, |c, b| c.broadcast(b, 1));
-        same!(comm, stream, in N * len, |c, b| c.all_gather_in_place(b));
-        same!(comm, stream, in N * len, |c, b| c.reduce_scatter_in_place(b));
-        same!(comm, stream, in N * len, |c, b| c.all_to_all_in_place(b));
-        same!(comm, stream, in if root { N * len } else { len }, |c, b| c.gather_in_place(b, 1));
-        same!(comm, stream, in if root { N * len } else { len }, |c, b| c.scatter_in_place(b, 1));
-        same!(comm, stream, in len, |c, b| c.scan(b));
-        same!(comm, stream, in len, |c, b| c.exscan(b));
-        same!(comm, stream, in len, |c, b| c.scale(0.5).all_reduce(b));
-        same!(comm, stream, into(len, len), |c, a, b| c.op(ReduceOp::Avg).all_reduce_into(a, b));
-        same!(comm, stream, into(len, if root { len } else { 5 }), |c, a, b| c.reduce_into(a, b, 1));
-        same!(comm, stream, into(if root { len } else { 7 }, len), |c, a, b| c.broadcast_into(a, b, 1));
-        same!(comm, stream, into(len, N * len), |c, a, b| c.all_gather_into(a, b));
-        same!(comm, stream, into(N * len, len), |c, a, b| c.reduce_scatter_into(a, b));
-        same!(comm, stream, into(N * len, N * len), |c, a, b| c.all_to_all_into(a, b));
-        same!(comm, stream, into(len, all(len)), |c, a, b| c.gather_into(a, b, 1));
-        same!(comm, stream, into(all(len), len), |c, a, b| c.scatter_into(a, b, 1));
-        same!(comm, stream, into(len, len), |c, a, b| c.exscan_into(a, b));
+        same!(comm, make, in len, |c, b| c.all_reduce(b));
+        same!(comm, make, in len, |c, b| c.op(ReduceOp::Max).reduce(b, 1));
+        same!(comm, make, in len, |c, b| c.broadcast(b, 1));
+        same!(comm, make, in N * len, |c, b| c.all_gather_in_place(b));
+        same!(comm, make, in N * len, |c, b| c.reduce_scatter_in_place(b));
+        same!(comm, make, in N * len, |c, b| c.all_to_all_in_place(b));
+        same!(comm, make, in if root { N * len } else { len }, |c, b| c.gather_in_place(b, 1));
+        same!(comm, make, in if root { N * len } else { len }, |c, b| c.scatter_in_place(b, 1));
+        same!(comm, make, in len, |c, b| c.scan(b));
+        same!(comm, make, in len, |c, b| c.exscan(b));
+        same!(comm, make, in len, |c, b| c.scale(0.5).all_reduce(b));
+        same!(comm, make, into(len, len), |c, a, b| c.op(ReduceOp::Avg).all_reduce_into(a, b));
+        same!(comm, make, into(len, if root { len } else { 5 }), |c, a, b| c.reduce_into(a, b, 1));
+        same!(comm, make, into(if root { len } else { 7 }, len), |c, a, b| c.broadcast_into(a, b, 1));
+        same!(comm, make, into(len, N * len), |c, a, b| c.all_gather_into(a, b));
+        same!(comm, make, into(N * len, len), |c, a, b| c.reduce_scatter_into(a, b));
+        same!(comm, make, into(N * len, N * len), |c, a, b| c.all_to_all_into(a, b));
+        same!(comm, make, into(len, all(len)), |c, a, b| c.gather_into(a, b, 1));
+        same!(comm, make, into(all(len), len), |c, a, b| c.scatter_into(a, b, 1));
+        same!(comm, make, into(len, len), |c, a, b| c.exscan_into(a, b));
         let counts = [len, 2, 0];
-        same!(comm, stream, into(counts[comm.rank()], len + 2), |c, a, b| c.all_gather_v_into(a, b, &counts));
+        same!(comm, make, into(counts[comm.rank()], len + 2), |c, a, b| c.all_gather_v_into(a, b, &counts));
     }
 }
 

@@ -7,13 +7,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, ForeignMemory, PinnedBuf};
-use allstream::{Comm, DType, Error, Failed, ReduceOp, Rendezvous};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
+use allstream::{Comm, Error, Failed, ReduceOp, Rendezvous};
 
 use crate::collectives::everything;
 use crate::support::{
-    DEADLINE, LIBRARY, calls, down, function, library, nothing_goes_through_the_host, nothing_left, pass,
-    report, soon, until, up, values,
+    DEADLINE, LIBRARY, calls, down, library, nothing_goes_through_the_host, nothing_left, pass, report, soon,
+    until, up, values,
 };
 
 const TEST: &str = "ALLSTREAM_TEST_CUDA_CHILD";
@@ -23,7 +23,7 @@ const ADDRESS: &str = "ALLSTREAM_TEST_CUDA_ADDRESS";
 const LISTENER: &str = "ALLSTREAM_TEST_CUDA_LISTENER";
 
 /// Processes that go with the test.
-struct Processes(Vec<Child>);
+pub(crate) struct Processes(Vec<Child>);
 
 impl Drop for Processes {
     fn drop(&mut self) {
@@ -36,7 +36,7 @@ impl Drop for Processes {
 
 impl Processes {
     /// How a process ends, soon.
-    fn end(&mut self, index: usize, what: &str) -> ExitStatus {
+    pub(crate) fn end(&mut self, index: usize, what: &str) -> ExitStatus {
         let end = Instant::now() + 3 * DEADLINE;
         loop {
             if let Some(status) = self.0[index].try_wait().unwrap() {
@@ -47,12 +47,12 @@ impl Processes {
         }
     }
 
-    fn end_well(mut self, test: &str) {
+    pub(crate) fn end_well(mut self, test: &str) {
         self.first_end_well(self.0.len(), test);
     }
 
     /// All but the last end well.
-    fn survive(&mut self, test: &str) {
+    pub(crate) fn survive(&mut self, test: &str) {
         self.first_end_well(self.0.len() - 1, test);
     }
 
@@ -66,7 +66,7 @@ impl Processes {
 
 /// Starts the test of this name again, a process for each of these groups of ranks; in those processes, runs `body` for
 /// each rank, and nothing is returned.
-fn processes(
+pub(crate) fn processes(
     test: &str,
     groups: &[&[usize]],
     variables: &[(&str, &str)],
@@ -124,11 +124,11 @@ fn ranks(body: impl Fn(Comm) + Sync) {
     });
 }
 
-const SLOW: &[(&str, &str)] =
+pub(crate) const SLOW: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "300"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 
 /// Binds a rank to one of two devices: one has two ranks.
-fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
+pub(crate) fn bound(comm: &mut Comm) -> (Device, DeviceStream) {
     let device = Device::new(comm.rank() % 2).unwrap();
     assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
     let stream = DeviceStream::new(&device).unwrap();
@@ -167,7 +167,7 @@ fn ranks_of_one_process_and_of_another() {
     }
 }
 
-const SLOWER: &[(&str, &str)] =
+pub(crate) const SLOWER: &[(&str, &str)] =
     &[("ALLSTREAM_TEST_CUDA_DELAY_US", "30000"), ("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
 
 fn failed(result: Result<DeviceBuf<f32>, Failed<DeviceBuf<f32>>>) -> Option<Error> {
@@ -186,7 +186,7 @@ fn failed(result: Result<DeviceBuf<f32>, Failed<DeviceBuf<f32>>>) -> Option<Erro
 }
 
 /// Everything that the process has goes on.
-fn usable(device: &Device, stream: &DeviceStream) {
+pub(crate) fn usable(device: &Device, stream: &DeviceStream) {
     assert_eq!(down(up(stream, vec![7u32; 5000])), [7; 5000]);
     device.trim().unwrap();
 }
@@ -387,43 +387,6 @@ fn an_abort_reaches_all_processes_and_buffers_come_back() {
             nothing_left("all ranks of the process have ended");
             assert_eq!(report().freed_in_use, 0);
         }
-    }
-}
-
-/// Memory that other processes cannot have is refused before anything is sent, and the communicator is as it was.
-#[test]
-fn memory_of_other_libraries_is_refused_between_processes() {
-    let test = "ipc::memory_of_other_libraries_is_refused_between_processes";
-    let body = |mut comm: Comm| {
-        let (_device, stream) = bound(&mut comm);
-        let rank = comm.rank();
-        if rank == 0 {
-            let mut pointer = 0u64;
-            // SAFETY: the functions' types, as cuda.h has them; the buffer's work makes the device's context current on
-            // this thread only while it needs it, so it is made so here.
-            unsafe {
-                let retain: unsafe extern "C" fn(*mut usize, i32) -> u32 =
-                    std::mem::transmute(function("cuDevicePrimaryCtxRetain"));
-                let current: unsafe extern "C" fn(usize) -> u32 =
-                    std::mem::transmute(function("cuCtxSetCurrent"));
-                let alloc: unsafe extern "C" fn(*mut u64, usize) -> u32 =
-                    std::mem::transmute(function("cuMemAlloc_v2"));
-                let mut context = 0;
-                assert_eq!((retain(&raw mut context, 0), current(context)), (0, 0));
-                assert_eq!(alloc(&raw mut pointer, 4096), 0);
-            }
-            let memory = ForeignMemory { pointer, len: 1024, dtype: DType::F32 };
-            // SAFETY: just allocated, never freed, and nobody else's; any bytes are floats.
-            let foreign = unsafe { DeviceBuf::<f32>::from_foreign(memory, &stream, ()) }.unwrap();
-            let Failed { buf, error } = soon(comm.all_reduce(foreign)).unwrap_err();
-            assert!(matches!(error, Error::Invalid { .. }) && buf.is_some(), "{error}");
-            assert!(error.to_string().contains("copy it to a DeviceBuf"), "{error}");
-        }
-        assert!(failed(soon(comm.all_reduce(up(&stream, values(rank, 3000))))).is_none());
-        soon(comm.close()).unwrap();
-    };
-    if let Some(processes) = processes(test, &[&[0], &[1], &[2]], SLOW, body) {
-        processes.end_well(test);
     }
 }
 

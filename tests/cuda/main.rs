@@ -27,6 +27,7 @@ mod hazards;
 #[cfg(feature = "testing")]
 mod held;
 mod ipc;
+mod ipc_foreign;
 mod joined;
 mod laws;
 #[cfg(feature = "testing")]

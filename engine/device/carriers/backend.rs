@@ -289,7 +289,7 @@ impl Binding {
         }
         folds.are_all = folds.are_any() && others == 0;
         folds.are_one = folds.are_all && parts.len() == 1;
-        folds.are_scaled = parts.iter().any(|part| part.factor(scale, &reduction).is_some());
+        folds.own_work_is_lent = parts.iter().any(|part| part.factor(scale, &reduction).is_some());
         folds
     }
 

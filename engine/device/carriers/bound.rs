@@ -7,14 +7,18 @@ use std::time::Duration;
 use allstream_cuda_kernels::{Kind, kernel};
 
 use super::lane::DeviceLane;
-use crate::device::DeviceStream;
 use crate::device::operation::{Binding, DeviceLinks};
 use crate::device::whole::{BoundWhole, MessagePath};
 use crate::device::workspace::Workspace;
+use crate::device::{DeviceCopies, DevicePlace, DeviceStream};
 use crate::error::Error;
 use crate::exec::carrier::{Bound, Lane};
 use crate::exec::{DEVICES, Endpoint, Operation, Port, Reduction, WINDOW};
 use crate::plan::Step;
+use crate::trace::log::LOG;
+
+/// What to do where copies are not wanted.
+const INSTEAD: &str = "memory that allstream allocates (DeviceBuf::zeroed, from_host) needs no copy";
 
 /// What a communicator is bound to, as the executor has it.
 pub(crate) struct BoundTo {
@@ -106,6 +110,41 @@ impl Bound for BoundTo {
 }
 
 impl Binding {
+    /// Why the devices of other ranks cannot touch memory of this rank's; `None`: they can.
+    pub(crate) fn cannot_lend(&self, place: &DevicePlace, bytes: usize) -> Result<Option<String>, Error> {
+        if let Some(far) = &self.far
+            && let Err(why) = far.share(&place.stream, place.address, bytes)?
+        {
+            return Ok(Some(format!(
+                "ranks in other processes cannot read it where it lies: {why}; {INSTEAD}"
+            )));
+        }
+        let refused = if place.foreign { place.lend_to(&self.others).err() } else { None };
+        Ok(refused.map(|why| format!("{why}; {INSTEAD}")))
+    }
+
+    /// The buffers that were copied so far; `None`: none was.
+    pub(crate) fn device_copies(&self) -> Option<DeviceCopies> {
+        let copies = self.copied.lock();
+        (copies.buffers > 0).then(|| copies.clone())
+    }
+
+    /// Counts a buffer that is copied.
+    pub(crate) fn copies(&self, bytes: usize, why: String) {
+        let mut copies = self.copied.lock();
+        if copies.why != why {
+            let text = why.clone();
+            LOG.line(move || {
+                tracing::debug!(
+                    "collectives work on copies of another library's memory, here of {bytes} bytes: {text}"
+                );
+            });
+        }
+        copies.buffers += 1;
+        copies.bytes += bytes as u64;
+        copies.why = why;
+    }
+
     /// Gets what an operation will need of the driver: kernels, and the memory that its parts need beside the buffers. The thread that
     /// calls the operation does so, before it submits it and while it holds no lock. Later would be too late: the driver may wait for
     /// all that is on the device before it gives these, and by then a stream of the caller's may wait for the operation

@@ -31,8 +31,8 @@ use crate::types::{DType, Rank};
 const HANDLE: usize = 64;
 /// What a rank gives to each rank in another process: where its inbox is in its region, and where a piece of its memory is.
 pub(crate) const CARD: usize = 8 + NAME;
-/// A name of memory: number, offset, handle.
-const NAME: usize = 16 + HANDLE;
+/// A name of memory: number, offset, handle; where the whole block lies, and its length.
+const NAME: usize = 16 + HANDLE + 16;
 
 /// A ring's flag: what was lent is taken back.
 const REVOKED: u32 = 1;
@@ -43,16 +43,22 @@ fn written(name: &Exported) -> [u8; NAME] {
     let mut bytes = [0; NAME];
     bytes[..8].copy_from_slice(&name.number.to_le_bytes());
     bytes[8..16].copy_from_slice(&name.offset.to_le_bytes());
-    bytes[16..].copy_from_slice(&name.handle);
+    bytes[16..16 + HANDLE].copy_from_slice(&name.handle);
+    bytes[16 + HANDLE..][..8].copy_from_slice(&name.base.to_le_bytes());
+    bytes[24 + HANDLE..].copy_from_slice(&name.bytes.to_le_bytes());
     bytes
 }
 
 fn read(bytes: &[u8; NAME]) -> Exported {
-    let (mut number, mut offset, mut handle) = ([0; 8], [0; 8], [0; HANDLE]);
-    number.copy_from_slice(&bytes[..8]);
-    offset.copy_from_slice(&bytes[8..16]);
-    handle.copy_from_slice(&bytes[16..]);
-    Exported { number: u64::from_le_bytes(number), offset: u64::from_le_bytes(offset), handle }
+    let word = |at: usize| {
+        let mut word = [0; 8];
+        word.copy_from_slice(&bytes[at..at + 8]);
+        u64::from_le_bytes(word)
+    };
+    let mut handle = [0; HANDLE];
+    handle.copy_from_slice(&bytes[16..16 + HANDLE]);
+    let (base, bytes) = (word(16 + HANDLE), word(24 + HANDLE));
+    Exported { number: word(0), offset: word(8), handle, base, bytes }
 }
 
 /// What a rank has made for one in another process; to be told to it.
@@ -163,6 +169,16 @@ impl Far {
         stream.export(&self.keep, at, bytes)
     }
 
+    /// Sees to it that the peers can have memory; if they cannot: why.
+    pub(crate) fn share(
+        &self,
+        stream: &DeviceStream,
+        at: u64,
+        bytes: usize,
+    ) -> Result<Result<(), String>, Error> {
+        stream.share(&self.keep, at, bytes)
+    }
+
     /// What anybody reads of this rank's from here on, or has read and not finished with, counts for nothing.
     pub(crate) fn distrust(&self) {
         self.to.iter().for_each(|flag| flag.raise(LET_GO));
@@ -245,7 +261,8 @@ impl LinkTx for FarTx {
             let mut offset = 0;
             if header.len > 0 {
                 let named = far.export(&ours.stream, address, header.len as usize)?;
-                let stranger = || Error::system("lend device memory", "it is not of the pool (a bug)");
+                let stranger =
+                    || Error::system("lend device memory", "it has no name for other processes (a bug)");
                 let named = named.ok_or_else(stranger)?;
                 offset = named.offset;
                 memory.write_beside(frame, &written(&named));
@@ -333,12 +350,22 @@ impl FarRx {
         let name = read(&self.ring.memory().read_beside(self.frames));
         let (stream, process, waker) = (&self.ours.stream, self.peer.process, &self.waker);
         let begin = || Opening::begin(stream, process, &name, waker.clone());
+        if !self.imports.contains_key(&name.number) {
+            self.imports
+                .retain(|_, opening| opening.opened().ok().flatten().is_none_or(|import| import.is_open()));
+        }
         let opening = self.imports.entry(name.number).or_insert_with(begin);
         let Some(import) = opening.opened()? else { return Ok(None) };
         import.at(location, bytes).map(Some).ok_or_else(|| {
             let whole = import.bytes();
-            let problem =
-                format!("{bytes} bytes at offset {location} are not in its device memory of {whole} bytes");
+            let problem = match import.is_open() {
+                true => format!(
+                    "{bytes} bytes at offset {location} are not in its device memory of {whole} bytes"
+                ),
+                false => {
+                    "its device memory has taken the place of other memory, and is named again".to_owned()
+                }
+            };
             Error::protocol(self.peer.rank, problem)
         })
     }
@@ -418,7 +445,13 @@ mod tests {
 
     #[test]
     fn a_name_fits_beside_a_descriptor_and_is_read_as_it_was_written() {
-        let name = Exported { number: u64::MAX - 1, offset: 12, handle: std::array::from_fn(|i| i as u8) };
+        let name = Exported {
+            number: u64::MAX - 1,
+            offset: 12,
+            handle: std::array::from_fn(|i| i as u8),
+            base: 1 << 40,
+            bytes: 99,
+        };
         let bytes = written(&name);
         assert!(bytes.len() <= crate::link::INLINE);
         assert_eq!(read(&bytes), name);

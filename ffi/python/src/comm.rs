@@ -304,6 +304,16 @@ impl Comm {
         py.detach(|| Comm::leave(handles, behind));
     }
 
+    /// Of which arrays the other ranks' devices could not read the memory where it lies, and why.
+    fn device_copies<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let Some(copies) = self.shared(py, "device_copies")?.device_copies() else { return Ok(None) };
+        let all = PyDict::new(py);
+        all.set_item("buffers", copies.buffers)?;
+        all.set_item("bytes", copies.bytes)?;
+        all.set_item("why", copies.why)?;
+        Ok(Some(all))
+    }
+
     /// What this rank holds for communication right now.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = self.shared(py, "stats")?.stats();

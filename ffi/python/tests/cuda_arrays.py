@@ -120,14 +120,16 @@ def all_came_back(count, deadline=20):
 class Array:
     """Numbers on a device. Work on `stream`, if there is one, comes before what a consumer does."""
 
-    def __init__(self, values, device=0, stream=None):
+    def __init__(self, values, device=0, stream=None, pool=False, room=1):
         values = numpy.ascontiguousarray(values)
         self.shape, self.dtype, self.device, self.stream = values.shape, values.dtype, device, stream
         self.strides = None
         self.device_type = CUDA
         enter(device)
         at = c_uint64()
-        cuda("cuMemAlloc_v2", byref(at), c_size_t(max(values.nbytes, 1)))
+        # Of the driver's own pool (`cudaMallocAsync`), or what `cudaMalloc` gives.
+        size = c_size_t(max(values.nbytes, room))
+        cuda("cuMemAllocAsync", byref(at), size, c_void_p()) if pool else cuda("cuMemAlloc_v2", byref(at), size)
         self.at = at.value
         cuda("cuMemcpyHtoD_v2", c_uint64(self.at), c_void_p(values.ctypes.data), c_size_t(values.nbytes))
 

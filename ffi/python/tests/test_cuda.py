@@ -94,21 +94,114 @@ def test_processes_exchange_device_arrays_by_the_host_where_they_are_not_bound(d
     )
 
 
-def test_memory_that_other_processes_cannot_be_given_is_refused_by_name(devices):
-    texts = devices(
+def test_processes_read_each_others_arrays_where_they_lie(devices):
+    devices(
         """
-        print(comm.bind_device(rank))
-        x = Array(values(rank), rank)
-        try:
-            comm.all_reduce(x).wait()
-        except allstream.Error as error:
-            print(error)
-        assert (x.get() == values(rank)).all()
+        assert comm.bind_device(rank) == "peer"
+        x, y = (Array(numbers, rank, room=2 << 20) for numbers in (values(rank), values(9)))
+        for _ in range(3):
+            comm.all_reduce(x, out=y).wait()
+            assert (y.get() == SUM).all() and (x.get() == values(rank)).all()
+        comm.broadcast(x, 1).wait()
+        assert (x.get() == values(1)).all()
+        assert comm.device_copies() is None
+        comm.close()
+        cuda_arrays.all_came_back(7)
         """,
         size=2,
     )
-    for text in texts:
-        assert text.startswith("peer\n") and "the memory is another library's" in text, text
+
+
+def test_memory_that_other_processes_cannot_be_given_is_copied_and_the_reason_is_told(devices):
+    devices(
+        """
+        assert comm.bind_device(rank) == "peer"
+        x = Array(values(rank), rank, pool=rank == 0, room=2 << 20)
+        comm.all_reduce(x).wait()
+        assert (x.get() == SUM).all()
+        copies = comm.device_copies()
+        if rank == 0:
+            assert (copies["buffers"], copies["bytes"]) == (1, 4000) and "cudaMallocAsync" in copies["why"], copies
+        else:
+            assert copies is None
+        comm.close()
+        """,
+        size=2,
+    )
+
+
+WAYS = {
+    "two ranks on one device": ("0", {}, "peer", ["allstream's own kernels", "NCCL"]),
+    "no NCCL": ("rank", {"ALLSTREAM_NCCL_LIBRARY": "/nowhere/libnccl.so.2"}, "peer", ["allstream's own kernels", "/nowhere/libnccl.so.2"]),
+    "NCCL off": ("rank", {"ALLSTREAM_NCCL": "off"}, "peer", []),
+    "no way": (
+        "rank",
+        {"ALLSTREAM_NCCL": "off", "ALLSTREAM_TEST_CUDA_NO_PEER": "0-1"},
+        "staged: ",
+        ["through the host's memory", "cannot reach"],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_library_is_bound_by_the_best_way_that_there_is(devices, way):
+    device, env, path, words = WAYS[way]
+    devices(
+        f"""
+        import warnings
+        from allstream._devices import bind
+
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            path = bind(comm, {device})
+        text = " ".join(str(warning.message) for warning in told)
+        assert path.startswith({path!r}), path
+        assert len(told) == {int(bool(words))} and all(word in text for word in {words!r}), text
+        x = Array(values(rank), {device})
+        comm.all_reduce(x).wait()
+        assert (x.get() == SUM).all()
+        comm.close()
+        """,
+        size=2,
+        env=env,
+    )
+
+
+def test_a_library_is_bound_to_nccl_where_that_is_there(devices):
+    devices(
+        """
+        import warnings
+        from allstream._devices import bind
+
+        def run(comm):
+            warnings.simplefilter("error")
+            path = bind(comm, comm.rank)
+            assert path.startswith("NCCL 2."), path
+            x = Array(values(comm.rank), comm.rank)
+            comm.all_reduce(x).wait()
+            assert (x.get() == SUM).all()
+
+        both(run)
+        """
+    )
+
+
+def test_a_library_is_refused_where_nccl_is_required_and_cannot(devices):
+    devices(
+        """
+        from allstream._devices import bind
+
+        try:
+            print(bind(comm, 0))
+        except allstream.Error as error:
+            assert "NCCL" in str(error), error
+        else:
+            raise AssertionError("not refused")
+        comm.check()
+        """,
+        size=2,
+        env={"ALLSTREAM_NCCL": "require"},
+    )
 
 
 def test_nccl_takes_arrays_of_devices(devices):

@@ -40,13 +40,17 @@ struct Words {
     size: u64,
     device: u64,
     id: u64,
+    /// Where it is in the process that gave it.
+    base: u64,
 }
 
 impl Token {
     fn new(words: Words) -> Self {
-        let Words { what, process, file, offset, size, device, id } = words;
+        let Words { what, process, file, offset, size, device, id, base } = words;
         let mut bytes = [0; 64];
-        for (place, word) in bytes.chunks_exact_mut(8).zip([what, process, file, offset, size, device, id]) {
+        for (place, word) in
+            bytes.chunks_exact_mut(8).zip([what, process, file, offset, size, device, id, base])
+        {
             place.copy_from_slice(&word.to_le_bytes());
         }
         Token(bytes)
@@ -59,14 +63,14 @@ impl Token {
             word.copy_from_slice(&self.0[index * 8..][..8]);
             u64::from_le_bytes(word)
         };
-        let [what, process, file, offset, size, device, id] = [0, 1, 2, 3, 4, 5, 6].map(word);
+        let [what, process, file, offset, size, device, id, base] = [0, 1, 2, 3, 4, 5, 6, 7].map(word);
         if what != wanted {
             return Err(Code::INVALID_HANDLE);
         }
         if process == u64::from(std::process::id()) {
             return Err(Code::INVALID_CONTEXT);
         }
-        Ok(Words { what, process, file, offset, size, device, id })
+        Ok(Words { what, process, file, offset, size, device, id, base })
     }
 }
 
@@ -79,8 +83,17 @@ impl Words {
     }
 }
 
-/// What is mapped: by process, memory and context; and how often it was opened.
-type Imports = BTreeMap<(u64, u64, Handle), (Arc<Memory>, u32)>;
+/// What is mapped.
+struct Import {
+    memory: Arc<Memory>,
+    /// How often it was opened.
+    opened: u32,
+    /// Where it is in the process that gave it.
+    base: u64,
+}
+
+/// By process, memory and context.
+type Imports = BTreeMap<(u64, u64, Handle), Import>;
 
 static IMPORTS: Mutex<Imports> = Mutex::new(BTreeMap::new());
 
@@ -101,6 +114,7 @@ pub(crate) unsafe extern "C" fn cuIpcGetMemHandle(out: Out<Token>, at: Address) 
             size: memory.size as u64,
             device: knobs::hardware(memory.device) as u64,
             id: memory.id,
+            base: memory.base,
         };
         memory.exported.store(true, Ordering::Release);
         out.set(Token::new(words))
@@ -127,16 +141,24 @@ fn open(out: &Out<Address>, token: Token, flags: u32) -> Done {
     let key = (words.process, words.id, context.handle);
     settle();
     let mut imports = lock(&IMPORTS);
-    imports.retain(|_, (memory, _)| !memory.is_freed());
-    if let Some((memory, opened)) = imports.get_mut(&key) {
-        *opened += 1;
-        return out.set(memory.base);
+    imports.retain(|_, import| !import.memory.is_freed());
+    if let Some(import) = imports.get_mut(&key) {
+        import.opened += 1;
+        return out.set(import.memory.base);
+    }
+    // Memory of that process's that was freed is still mapped where this one lies: as real drivers answer.
+    let lies_there = |import: &Import| {
+        import.base < words.base + words.size && words.base < import.base + import.memory.size as u64
+    };
+    let mut same = imports.iter().filter(|(other, _)| (other.0, other.2) == (key.0, key.2));
+    if same.any(|(_, import)| lies_there(import)) {
+        return Err(Code::ALREADY_MAPPED);
     }
     let file = words.open()?;
     let ordinal = knobs::ordinal(owner).unwrap_or(HIDDEN);
     let memory = Memory::imported(&file, words.offset as usize, words.size as usize, ordinal, &context)?;
     out.set(memory.base)?;
-    imports.insert(key, (memory, 1));
+    imports.insert(key, Import { memory, opened: 1, base: words.base });
     Ok(())
 }
 
@@ -157,11 +179,11 @@ pub(crate) unsafe extern "C" fn cuIpcCloseMemHandle(at: Address) -> Code {
         let memory = space::beginning(at).filter(|memory| memory.kind == Kind::Imported);
         let memory = memory.ok_or(Code::INVALID_VALUE)?;
         let mut imports = lock(&IMPORTS);
-        let key = imports.iter().find(|(_, (held, _))| held.base == memory.base).map(|(key, _)| *key);
+        let key = imports.iter().find(|(_, import)| import.memory.base == memory.base).map(|(key, _)| *key);
         let key = key.ok_or(Code::INVALID_VALUE)?;
-        if let Some((_, opened)) = imports.get_mut(&key) {
-            *opened -= 1;
-            if *opened > 0 {
+        if let Some(import) = imports.get_mut(&key) {
+            import.opened -= 1;
+            if import.opened > 0 {
                 return Ok(());
             }
         }
@@ -178,7 +200,16 @@ pub(crate) unsafe extern "C" fn cuIpcGetEventHandle(out: Out<Token>, event: Hand
         let shared = event.shared.as_ref().and_then(|shared| shared.file.as_ref());
         let file = shared.ok_or(Code::INVALID_HANDLE)?.as_raw_fd() as u64;
         let process = std::process::id().into();
-        out.set(Token::new(Words { what: EVENT, process, file, offset: 0, size: 0, device: 0, id: 0 }))
+        out.set(Token::new(Words {
+            what: EVENT,
+            process,
+            file,
+            offset: 0,
+            size: 0,
+            device: 0,
+            id: 0,
+            base: 0,
+        }))
     })
 }
 

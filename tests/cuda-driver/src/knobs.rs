@@ -32,6 +32,8 @@ pub(crate) struct Strictness {
     pub(crate) abort_after_exit: bool,
     /// Memory has no handles for other processes.
     pub(crate) no_ipc: bool,
+    /// Addresses of device memory that was freed are given again.
+    pub(crate) reuse: bool,
     /// Machine code is taken where it is of our devices.
     pub(crate) machine_code: bool,
 }
@@ -47,6 +49,7 @@ impl Strictness {
                 other => wrong("EXIT", other),
             },
             no_ipc: flag("NO_IPC", false),
+            reuse: flag("REUSE", false),
             machine_code: flag("MACHINE_CODE", true),
         }
     }

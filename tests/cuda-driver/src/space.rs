@@ -2,7 +2,8 @@
 //!
 //! A device is an arena: a sparse memfd, mapped where only this driver knows. The addresses callers see are those of a
 //! reservation of the same size that nobody can touch, so that a host that follows a device's pointer dies at once.
-//! Addresses are not given twice, so whatever uses memory after its end is found out.
+//! Addresses are not given twice, so whatever uses memory after its end is found out; only the knob `REUSE` has them given again, with
+//! other pages behind them, as another process may still have the old ones.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -88,6 +89,8 @@ pub(crate) struct Arena {
     /// What it is.
     real: Mapping,
     next: Mutex<usize>,
+    /// Addresses that are given again: where, and how many.
+    freed: Mutex<Vec<(usize, usize)>>,
 }
 
 impl Arena {
@@ -97,7 +100,8 @@ impl Arena {
         // Best effort: a core file has no use for it.
         // SAFETY: the range is that of our own mapping.
         unsafe { libc::madvise(real.at as *mut _, ARENA, libc::MADV_DONTDUMP) };
-        Ok(Arena { real, seen: Mapping::anonymous(ARENA, false)?, file, next: Mutex::new(0) })
+        let (next, freed) = (Mutex::new(0), Mutex::default());
+        Ok(Arena { real, seen: Mapping::anonymous(ARENA, false)?, file, next, freed })
     }
 
     /// A place for so many bytes: its offset.
@@ -112,6 +116,17 @@ impl Arena {
             return Err(Code::OUT_OF_MEMORY);
         }
         Ok(at)
+    }
+
+    /// Where callers see memory that lies at `at`: there, or where memory was that is freed.
+    fn seen(&self, at: usize, size: usize) -> usize {
+        let (mut freed, size) = (lock(&self.freed), size.next_multiple_of(PAGE));
+        let Some(index) = freed.iter().rposition(|(_, room)| *room >= size) else { return at };
+        let (place, room) = freed.swap_remove(index);
+        if room > size {
+            freed.push((place + size, room - size));
+        }
+        place
     }
 
     /// Gives the pages back to the system.
@@ -202,8 +217,8 @@ impl Memory {
             return Err(Code::OUT_OF_MEMORY);
         };
         let arena = device.arena.clone();
-        let mut memory =
-            Memory::new(kind, (arena.seen.at + at) as Address, size, arena.real.at + at, context);
+        let base = (arena.seen.at + arena.seen(at, size)) as Address;
+        let mut memory = Memory::new(kind, base, size, arena.real.at + at, context);
         memory.arena = Some((arena, at));
         memory.fill(FRESH, size.min(FILLED));
         Ok(memory.known())
@@ -275,6 +290,10 @@ impl Memory {
                 arena.punch(at + kept, self.size - kept);
             }
             crate::device::used(self.device).fetch_sub(self.size, Ordering::Relaxed);
+            if crate::knobs::strict().reuse {
+                lock(&arena.freed)
+                    .push((self.base as usize - arena.seen.at, self.size.next_multiple_of(PAGE)));
+            }
         }
         Ok(())
     }

@@ -219,6 +219,29 @@ fn memory_can_have_no_handles_for_processes() {
 }
 
 #[test]
+fn addresses_can_be_given_again() {
+    const BUFFER_ID: i32 = 7;
+    let id = |at| {
+        let mut id = 0_u64;
+        ok!(cuPointerGetAttribute((&raw mut id).cast(), BUFFER_ID, at));
+        id
+    };
+    passes_with("addresses_can_be_given_again", &[("REUSE", "1")], || {
+        let _driver = Driver::new(1);
+        let (first, other) = (upload(&[7_u8; 9000]), alloc(64));
+        let known = id(first);
+        ok!(cuMemFree_v2(first));
+        let (again, behind) = (alloc(64), alloc(5000));
+        assert_eq!((again, behind), (first, first + 4096), "both lie where the first lay");
+        assert!(known != id(again) && known != id(behind) && id(again) != id(behind), "and are others");
+        assert!(download::<u8>(again, 64) != [7; 64], "with other pages");
+        for at in [again, behind, other] {
+            ok!(cuMemFree_v2(at));
+        }
+    });
+}
+
+#[test]
 fn kernels_can_store_wrong_values() {
     passes_with("kernels_can_store_wrong_values", &[("SPOIL", "copy")], || {
         let _driver = Driver::new(1);
@@ -238,7 +261,7 @@ fn kernels_can_store_wrong_values() {
 #[test]
 fn a_knob_that_is_turned_wrongly_ends_the_process() {
     const TEST: &str = "a_knob_that_is_turned_wrongly_ends_the_process";
-    for knob in ["DEVICEMAP", "CONTEXT", "EXIT", "NO_IPC", "MACHINE_CODE"] {
+    for knob in ["DEVICEMAP", "CONTEXT", "EXIT", "NO_IPC", "REUSE", "MACHINE_CODE"] {
         let Some(output) = with(TEST, &[(knob, "perhaps")], || drop(Driver::new(1))) else { return };
         let said = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && said.contains(&format!("ALLSTREAM_TEST_CUDA_{knob}")), "{said}");

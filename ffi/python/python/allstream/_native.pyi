@@ -113,8 +113,11 @@ class Comm:
         """Collectives on arrays of CUDA devices run on the devices from here on: without, their numbers go through the host's memory.
 
         All ranks call it, each with its device. Returns how they run: `"peer"`, by kernels that read the other devices' memory, or `"staged: "`
-        and why that cannot be. Ranks in other processes cannot be given memory that another library has allocated: there take `bind_nccl`.
+        and why that cannot be. Memory that those cannot be given where it lies is copied on its device first: `device_copies` says why.
         """
+    def device_copies(self) -> Optional[dict[str, Any]]:
+        """Of which arrays the other ranks' devices could not read the memory where it lies, since `bind_device`: `buffers` and `bytes`, of all calls, and
+        `why`, of the last. Collectives worked on copies of them, on the same device. None where there was none."""
     def bind_nccl(self, device: int) -> str:
         """As `bind_device`, and NCCL takes what it can; returns its name and version. Each rank has a device of its own. Raises `Unavailable`
         where there is no NCCL; `ALLSTREAM_NCCL_LIBRARY` names its file, for torch's own `.../nvidia/nccl/lib/libnccl.so.2`."""

@@ -42,9 +42,14 @@ assert all(torch.equal(grad, grads[0]) for grad in grads)
 dist.destroy_process_group()
 """
 
+PEER = """
+path = dist.group.WORLD._get_backend(device).device_path
+assert path == "peer", path
+"""
 
-def test_cuda_tensors_go_through_the_hosts_memory_where_nccl_is_off(torch_job):
-    torch_job(2, 'os.environ["ALLSTREAM_NCCL"] = "off"\n' + PROGRAM).outputs()
+
+def test_allstreams_kernels_take_cuda_tensors_where_nccl_is_off(torch_job):
+    torch_job(2, 'os.environ["ALLSTREAM_NCCL"] = "off"\n' + PROGRAM.replace("dist.destroy", PEER + "dist.destroy")).outputs()
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")

@@ -1,13 +1,13 @@
 """`ProcessGroup`s of allstream's: torch dispatches its collectives to the methods here, whose names and arguments are torch's."""
 
 import functools
-import os
 import warnings
 
 import torch
 from torch import distributed as dist
 from torch._C._distributed_c10d import Backend, ReduceOp
 
+from .._devices import bind
 from ..errors import Error
 from ._meeting import meet
 from ._tensors import in_place, keyed, lists, pack, read, unpack, written
@@ -88,6 +88,8 @@ class AllstreamBackend(Backend):
         self._calls = 0
         # The CUDA device whose tensors the first collective on one had.
         self._device = None
+        # How collectives on CUDA tensors run, in words: None before the first.
+        self.device_path = None
         # Messages have a communicator of their own that is bound to no device: binding is a call of all ranks, and messages are not.
         self._messages = comm.dup() if torch.cuda.is_available() else comm
         if dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -143,22 +145,13 @@ class AllstreamBackend(Backend):
     def _on(self, tensor):
         """The communicator, for a collective on tensors of this one's device.
 
-        NCCL takes those on CUDA devices from the first one on, which all ranks call. Where NCCL is not there or cannot, and where `ALLSTREAM_NCCL` is
-        "off", they go through the host's memory.
+        Those on CUDA devices are bound to the ranks' devices by the first one on, which all ranks call (`allstream._devices.bind`): NCCL takes them, or
+        allstream's own kernels, or they go through the host's memory.
         """
         if tensor.is_cuda and self._device is None:
+            self.device_path = bind(self._comm, tensor.device.index, stacklevel=4)
             self._device = tensor.device
-            if os.environ.get("ALLSTREAM_NCCL") != "off":
-                self._bind(tensor.device.index)
         return self._comm
-
-    def _bind(self, device):
-        # Where one rank cannot, all are told so, and none is bound.
-        try:
-            self._comm.bind_nccl(device)
-        except Error as why:
-            self._comm.check()
-            warnings.warn(f"allstream: CUDA tensors go through the host's memory: {why}", stacklevel=4)
 
     def _work(self, works, result, after=None):
         """Of one call, or, between `start_coalescing` and `end_coalescing`, of what is waited for at the end."""

@@ -1,0 +1,83 @@
+//! Whether ranks in other processes can read memory that another library allocated where it lies.
+//!
+//! Handles of CUDA IPC are of what `cuMemAlloc` gave, and of nothing else: memory of the driver's pools (`cuMemAllocAsync`) and memory that
+//! was mapped piece by piece (`cuMemMap`) have none. What has none is copied first (`copied.rs`).
+
+use allstream_sys::cuda::{
+    CU_POINTER_ATTRIBUTE_BUFFER_ID, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+    CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
+};
+
+use super::context::Context;
+use super::lend::attribute;
+
+/// Shorter allocations may lie together in a block of the driver's, which a handle would share as a whole: "it is recommended to only share allocations
+/// with a 2MiB aligned size" (`cuIpcGetMemHandle`). A copy of one costs little.
+const SHORTEST: u64 = 2 << 20;
+
+impl Context {
+    /// Makes the name known of another library's memory, which stays where it is until its operation is over.
+    ///
+    /// # Errors
+    /// Why other processes cannot open it.
+    pub(super) fn share(&self, at: u64, bytes: u64) -> Result<(), String> {
+        let id = attribute(self, at, CU_POINTER_ATTRIBUTE_BUFFER_ID);
+        if self.allocations.lock().has(at, bytes, id) {
+            return Ok(());
+        }
+        if attribute(self, at, CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) == 0 {
+            return Err(match attribute(self, at, CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE) {
+                0 => "it was not allocated by cudaMalloc, and nothing else has a handle for other processes (torch: \
+                      PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False)",
+                _ => "it is of a pool of the driver's (cudaMallocAsync), which has no handle for other processes (torch: \
+                      PYTORCH_CUDA_ALLOC_CONF=backend:native)",
+            }
+            .to_owned());
+        }
+        if id == 0 {
+            return Err("the driver gives it no number (CU_POINTER_ATTRIBUTE_BUFFER_ID), so an allocation that takes its place \
+                        could not be told from it"
+                .to_owned());
+        }
+        let (mut base, mut length, mut handle) = (0, 0_usize, [0; 64]);
+        let named = self.call("name another library's memory for other processes", |cuda| {
+            // SAFETY: the address is of memory that a buffer keeps; room for both answers.
+            unsafe { cuda.mem_get_address_range(&raw mut base, &raw mut length, at) }?;
+            if length as u64 >= SHORTEST {
+                // SAFETY: the beginning of that memory's allocation.
+                handle = unsafe { cuda.ipc_get_mem_handle(base) }?.0;
+            }
+            Ok(())
+        });
+        named.map_err(|error| format!("the driver gives no handle for other processes: {error}"))?;
+        let length = length as u64;
+        if length < SHORTEST {
+            return Err(format!(
+                "its allocation of {length} bytes is shorter than 2 MiB, and may lie in one block of the driver's with others, which \
+                 a handle would give away, too"
+            ));
+        }
+        let end = at.checked_sub(base).and_then(|offset| offset.checked_add(bytes));
+        if end.is_none_or(|end| end > length) {
+            return Err("it reaches beyond the allocation in which it begins".to_owned());
+        }
+        let mut allocations = self.allocations.lock();
+        // Another thread may have been here meanwhile.
+        if !allocations.has(at, bytes, id) {
+            allocations.put((base, length), id, handle);
+        }
+        drop(allocations);
+        self.forget_freed();
+        Ok(())
+    }
+
+    /// Forgets allocations that were freed.
+    fn forget_freed(&self) {
+        let known = self.allocations.lock().all();
+        for (base, id) in known {
+            if attribute(self, base, CU_POINTER_ATTRIBUTE_BUFFER_ID) != id {
+                self.allocations.lock().forget(base, id);
+            }
+        }
+    }
+}
