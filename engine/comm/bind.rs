@@ -100,7 +100,9 @@ made_together! {
     /// All ranks must call collectives on communicators of one device in one order, also on different communicators: what NCCL takes
     /// is launched in that order. Messages may be called at any time.
     ///
-    /// The library is found as `ALLSTREAM_NCCL_LIBRARY`, or `libnccl.so.2`, when this is first called. What it needs to find
+    /// The library is found when this is first called: the file that `ALLSTREAM_NCCL_LIBRARY` names, and no other; else `libnccl.so.2`, conda's
+    /// in `CONDA_PREFIX`, or pip's (`nvidia-nccl-cu12`, `-cu13`) in the environments that `VIRTUAL_ENV` and `CONDA_PREFIX` name. In Python the
+    /// interpreter's own packages come first. [`cuda::nccl`](crate::cuda::nccl) and `allstream info` say which it is. What it needs to find
     /// the other ranks (`NCCL_SOCKET_IFNAME` and others) is said in its own documentation; its connections are not protected by
     /// our token. With `ALLSTREAM_NCCL=off` this is [`bind_device`](Self::bind_device), and with `ALLSTREAM_NCCL=require` that is this;
     /// all ranks say the same.

@@ -30,6 +30,32 @@ const FINALIZE: Duration = Duration::from_secs(2);
 pub(crate) const LEAVE_TO_SHARE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 const SHARING: i32 = 23000;
 
+/// NVIDIA's library of collectives, as this process has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NcclFound {
+    /// The library, as the system found it.
+    pub file: String,
+    /// Its version, such as `2.30.7`.
+    pub version: String,
+}
+
+/// NCCL, loaded when this or [`Comm::bind_nccl`](crate::Comm::bind_nccl) is first called, which says where it is looked for.
+///
+/// ```
+/// match allstream::cuda::nccl() {
+///     Ok(nccl) => println!("NCCL {} by {}", nccl.version, nccl.file),
+///     Err(error) => println!("{error}"), // which files were looked for, and what to install
+/// }
+/// ```
+///
+/// # Errors
+/// [`Error::Unavailable`]: there is none, or none that can be used.
+pub fn nccl() -> Result<NcclFound, Error> {
+    let NcclLibrary(nccl) = NcclLibrary::find()?;
+    Ok(NcclFound { file: nccl.file().to_owned(), version: nccl.version() })
+}
+
 /// The library of this process.
 #[derive(Clone, Copy)]
 pub(crate) struct NcclLibrary(&'static Nccl);
@@ -41,14 +67,17 @@ impl NcclLibrary {
     /// [`Error::Unavailable`], which says what was looked for, and what to do.
     pub(crate) fn find() -> Result<NcclLibrary, Error> {
         Nccl::get().map(NcclLibrary).map_err(|missing| {
-            let advice =
-                format!("install NCCL 2.14 or newer (libnccl.so.2), or set {LIBRARY_VARIABLE} to its path");
+            let advice = format!(
+                "install NCCL 2.14 or newer (libnccl.so.2 of the system; or pip's nvidia-nccl-cu13, or -cu12 for a driver of CUDA 12, in \
+                 the Python environment that VIRTUAL_ENV or CONDA_PREFIX names), or set {LIBRARY_VARIABLE} to its path"
+            );
             Error::Unavailable { what: "NCCL".into(), problem: format!("{missing}; {advice}") }
         })
     }
 
+    /// Which library has failed: on another host it may lie elsewhere.
     fn told(self, rank: Rank, error: &NcclError) -> Error {
-        Error::library(self.name(), rank, error.to_string())
+        Error::library(format!("{} ({})", self.name(), self.0.file()), rank, error.to_string())
     }
 }
 
