@@ -87,8 +87,9 @@ made_together! {
 
     /// [`bind_device`](Self::bind_device), and NVIDIA's library (NCCL, 2.14 or newer) takes of the collectives on device buffers those
     /// that it can: sums, products, minima and maxima of integers, averages of floats, broadcasts, gathers, scatters and exchanges,
-    /// as long as a call names no algorithm and need not be deterministic. Which do is decided by the call alone. All others (scans,
-    /// say) go as they would without it; where the devices cannot reach each other, also on several hosts, through the host's memory.
+    /// also with a count for each rank, as long as a call names no algorithm and need not be deterministic. Which do is decided by the
+    /// call alone. All others (scans, say) go as they would without it; where the devices cannot reach each other, also on several hosts,
+    /// through the host's memory.
     ///
     /// Messages of more than 4 KB go by NCCL, too, with their tags, in whatever order they are called. Of such a message both ends are
     /// on a device, or neither is: else it is an [`Error::Mismatch`].

@@ -59,7 +59,16 @@ fn part(endpoint: &Arc<Endpoint>, mut spec: Spec, input: *const u8, output: *mut
     let bytes = if spec.tables.is_some() { spec.count / endpoint.config.size() } else { spec.count };
     let program = program(endpoint, plan::choose(spec.kind, bytes, &endpoint.config.env), &spec)?;
     let tables = spec.tables.take().map(Arc::new);
-    Ok(Part { program, input, output, count: spec.count, dtype: DType::U8, tables, pairwise: false })
+    Ok(Part {
+        program,
+        input,
+        output,
+        count: spec.count,
+        dtype: DType::U8,
+        tables,
+        pairwise: false,
+        stated: None,
+    })
 }
 
 impl Call<'_> {

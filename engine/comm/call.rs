@@ -386,7 +386,7 @@ impl<'a> Call<'a> {
         let signature = self.signature(&spec, dtype as u8, algo);
         let Spec { kind, count, tables, pairwise, .. } = spec;
         let tables = tables.map(Arc::new);
-        let part = Part { program, input, output, count, dtype, tables, pairwise };
+        let part = Part { program, input, output, count, dtype, tables, pairwise, stated: None };
         Ok(self.operation(kind, signature, PartList::One(part)))
     }
 
@@ -433,7 +433,16 @@ impl<'a> Call<'a> {
                 let (algo, program) = self.program(&spec, dtype, count)?;
                 let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
                 detail = digest(detail, what);
-                all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
+                all.push(Part {
+                    program,
+                    input,
+                    output,
+                    count,
+                    dtype,
+                    tables: None,
+                    pairwise: false,
+                    stated: None,
+                });
             }
             let spec = Spec { count: parts.len(), detail, ..spec };
             let signature = self.signature(&spec, LIST, self.algo);

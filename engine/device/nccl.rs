@@ -3,6 +3,8 @@
 //! Its calls answer before what they do is on the stream ([`Standing::InProgress`]): until it is, nothing else is put there, and the
 //! stream stays the same one of the driver's (`Comm::bind_nccl` gives it one that never moves).
 
+mod varied;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
@@ -169,6 +171,8 @@ impl NcclEnd {
     fn copied(&self, call: &WholeCall, piece: &Piece) -> usize {
         let (rank, size) = self.place;
         match call.kind {
+            Kind::ReduceScatter if call.scale.is_some() && piece.tables.is_some() => piece.count,
+            _ if piece.tables.is_some() => 0,
             Kind::AllToAll if piece.is_in_place() => size * piece.count,
             Kind::ReduceScatter if call.scale.is_some() => size * piece.count,
             // (A rank that only gives keeps its buffer as it was.)
@@ -189,7 +193,7 @@ impl NcclEnd {
     ) -> Result<(), Error> {
         let (dtype, from, ctas) = (piece.dtype, piece.input.addr() as u64, stream.ctas());
         let copied = self.copied(call, piece);
-        if call.kind == Kind::ReduceScatter && piece.is_in_place() {
+        if call.kind == Kind::ReduceScatter && piece.is_in_place() && piece.tables.is_none() {
             piece.output = piece.block(piece.output, self.place.0);
         }
         if call.scale.is_none() && copied == 0 {
@@ -221,6 +225,10 @@ impl NcclEnd {
         (call, piece): (&WholeCall, &Piece),
         at: (NcclComm, CuStream),
     ) -> Result<(), NcclError> {
+        if let Some(tables) = &piece.tables {
+            // SAFETY: the caller's promise.
+            return unsafe { self.enqueue_varied((call, piece, tables), at) };
+        }
         let (nccl, (rank, size), bytes, root) = (self.library.0, self.place, piece.bytes(), call.root);
         let to = |peer: Rank, from: *const u8| {
             // SAFETY: the caller's promise: a block of the operation's memory, or of a copy of it.
@@ -326,7 +334,8 @@ impl Whole for NcclEnd {
     unsafe fn submit(&self, mut call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error> {
         let stream = stream.unwrap_or(&self.stream);
         let mut pieces = std::mem::take(&mut call.pieces);
-        pieces.retain(|piece| piece.count > 0);
+        // (Where a rank knows its own counts alone, there is no count.)
+        pieces.retain(|piece| piece.count > 0 || piece.tables.is_some() && !call.kind.reduces());
         for piece in &mut pieces {
             // SAFETY: the caller's promise.
             unsafe { self.prepare(&call, piece, stream) }?;

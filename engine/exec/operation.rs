@@ -8,7 +8,7 @@ use allstream_kernels::Combine;
 
 use crate::error::Error;
 use crate::mem::{ErasedBufs, check_bools};
-use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
+use crate::plan::{At, INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
 use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
 
 /// How values are combined.
@@ -36,6 +36,13 @@ pub(crate) struct Tables {
     pub(crate) slots: [Vec<Range<usize>>; 3],
 }
 
+impl Tables {
+    /// Elements of a chunk.
+    pub(crate) fn len_of(&self, at: At) -> usize {
+        self.slots[usize::from(at.slot)].get(at.chunk as usize).map_or(0, Range::len)
+    }
+}
+
 /// A plan, and the memory it is about.
 #[derive(Clone)]
 pub(crate) struct Part {
@@ -49,6 +56,9 @@ pub(crate) struct Part {
     pub(crate) tables: Option<Arc<Tables>>,
     /// Every rank knows its own counts alone: each message says how long it is, and is compared.
     pub(crate) pairwise: bool,
+    /// The lengths that the messages say in place of their own: they bring nothing, so that ranks only compare how much a library is to move
+    /// between them. Of a part that is `pairwise`.
+    pub(crate) stated: Option<Arc<Tables>>,
 }
 
 // SAFETY: the pointers are into buffers that the in-flight table owns (all `Buf: Send`) until the operation finishes.

@@ -493,6 +493,7 @@ pub fn hostile_collective(data: &[u8]) {
         dtype,
         tables: None,
         pairwise: false,
+        stated: None,
     };
     let operation = Operation::new("fuzz", signature, FOREVER, Reduction::Op(op), PartList::One(part));
     let Some(mut port) = port(0, script(&mut input, &[signature], unit)) else { return };
