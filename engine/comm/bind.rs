@@ -204,7 +204,9 @@ impl SharedComm {
         let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, library));
         let rows = self.step().all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
         let (device, _) = ours?;
-        let rows = match heard(&rows, &members).map_err(|rank| failed_elsewhere(CALL, &members, rank))? {
+        let name = library.map(Library::name);
+        let rows = heard(&rows, &members, name.as_deref());
+        let rows = match rows.map_err(|rank| failed_elsewhere(CALL, &members, rank))? {
             Heard::Rows(rows) => rows,
             Heard::Staged(why) => return Ok((device, Err(why))),
             Heard::Refused(problem) => return Err(Error::invalid(CALL, problem)),

@@ -12,7 +12,9 @@ use crate::device::carriers::WholeOp;
 #[cfg(any(test, feature = "testing"))]
 use crate::device::carriers::bound_to;
 use crate::device::operation::DeviceOp;
-use crate::device::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
+use crate::device::whole::{
+    BoundWhole, ID, LaunchOrder, Library, Piece, Sharing, Standing, Whole, WholeCall,
+};
 use crate::error::Error;
 use crate::exec::carrier::Carried;
 use crate::exec::{Operation, Part, PartList, Reduction};
@@ -75,7 +77,10 @@ impl SharedComm {
         let number = id.chunks_exact(8).fold(0, |number, word| {
             mix(number, u64::from_le_bytes(word.try_into().unwrap_or_default())).max(1)
         });
-        Ok(BoundWhole { whole, order: device.map(LaunchOrder::of), device, number })
+        // Ranks that share a device launch the kernels of one operation each for itself, as if each had a device of its own.
+        let sharer = (library.sharing() == Sharing::Yes).then(|| self.handle().membership.world.rank);
+        let order = device.map(|device| LaunchOrder::of(device, sharer));
+        Ok(BoundWhole { whole, order, device, number })
     }
 }
 

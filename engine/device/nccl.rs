@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 use super::buf::DeviceBuf;
 use super::chores::{Busy, end_before_libraries};
 use super::stream::DeviceStream;
-use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
+use super::whole::{ID, Library, Moved, Piece, Sharing, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::forked;
 use crate::mem::Witness;
@@ -88,8 +88,12 @@ impl Library for NcclLibrary {
         format!("NCCL {}", self.0.version())
     }
 
-    fn shares_devices(&self) -> bool {
-        self.0.version_code() >= SHARING && std::env::var(LEAVE_TO_SHARE).is_ok_and(|text| text.trim() == "1")
+    fn sharing(&self) -> Sharing {
+        match std::env::var(LEAVE_TO_SHARE) {
+            _ if self.0.version_code() < SHARING => Sharing::Unknown,
+            Ok(text) if is_switched_on(&text) => Sharing::Yes,
+            _ => Sharing::NoLeave,
+        }
     }
 
     fn id(&self) -> Result<[u8; ID], Error> {
@@ -464,6 +468,17 @@ unsafe fn end_in_peace(nccl: &Nccl, comm: NcclComm) -> Result<(), NcclError> {
         tracing::warn!("a communicator of NCCL is not destroyed: {error}");
     }
     Ok(())
+}
+
+/// Whether NCCL takes a value of a variable of its own as "on": it is a number other than 0, decimal or hexadecimal. All else counts as if the
+/// variable was not set.
+fn is_switched_on(text: &str) -> bool {
+    let text = text.trim();
+    let number = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => i64::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    number.is_ok_and(|number| number != 0)
 }
 
 /// The type as NCCL numbers it. Types that it lacks, or not every version has, are none.

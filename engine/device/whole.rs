@@ -187,14 +187,24 @@ pub(crate) trait Whole: Witness {
     fn is_quiet(&self) -> bool;
 }
 
+/// Whether a library takes several ranks on one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// This version does not know how.
+    Unknown,
+    /// It would, if the environment gave it leave.
+    NoLeave,
+    Yes,
+}
+
 /// A library that was found, from which ranks make a [`Whole`] for a communicator.
 pub(crate) trait Library: Send + Sync {
     /// Name and version. Ranks must have the same.
     fn name(&self) -> String;
 
     /// Whether several ranks may have one device.
-    fn shares_devices(&self) -> bool {
-        false
+    fn sharing(&self) -> Sharing {
+        Sharing::Unknown
     }
 
     /// Bytes by which the ranks of a communicator find each other. One rank asks for them, all get them.
