@@ -8,10 +8,10 @@ use super::call::{Call, Spec, program};
 use super::calls::calls;
 use super::restore::{lost, settle};
 use crate::error::{Error, Failed, Outcome};
-use crate::exec::{Endpoint, Part, Tables, Then};
+use crate::exec::{Endpoint, Part, Then};
 use crate::mem::{ErasedBufs, zeroes};
 use crate::plan;
-use crate::types::{DType, Kind, Rank, digest};
+use crate::types::{DType, Kind, Rank, Tables, digest};
 
 /// What such an operation holds.
 struct Bytes {

@@ -12,12 +12,12 @@ use super::ordered::{Start, Stream};
 use super::work::Submitted;
 use crate::error::Error;
 use crate::exec::carrier::Carried;
-use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Tables, Then};
+use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Then};
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
 use crate::plan::{self, Algo, Env, Kind, Lending, Program, Shape};
 use crate::types::{
-    DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, VARIED, digest,
+    DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, Tables, VARIED, digest,
 };
 
 /// A communicator with options for the next call.

@@ -13,10 +13,9 @@ pub(crate) use self::order::{Called, LaunchOrder, Ticket, Turn};
 use crate::commands::Commands;
 use crate::device::stream::DeviceStream;
 use crate::error::{Error, MissingState};
-use crate::exec::Tables;
 use crate::mem::Witness;
 use crate::plan::{INPUT, OUTPUT, Slot};
-use crate::types::{DType, Kind, Rank, ReduceOp};
+use crate::types::{DType, Kind, Rank, ReduceOp, Tables};
 
 /// The memory of a call, or of one entry of a list.
 #[derive(Clone)]

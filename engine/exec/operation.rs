@@ -8,8 +8,8 @@ use allstream_kernels::Combine;
 
 use crate::error::Error;
 use crate::mem::{ErasedBufs, check_bools};
-use crate::plan::{At, INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
-use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
+use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
+use crate::types::{DType, Kind, Rank, ReduceOp, Signature, Tables};
 
 /// How values are combined.
 #[derive(Clone)]
@@ -26,20 +26,6 @@ impl std::fmt::Debug for Reduction {
             Reduction::Op(op) => write!(f, "{op}"),
             Reduction::Function(function) => write!(f, "the function {:?}", function.name()),
         }
-    }
-}
-
-/// The ranges of the chunks of slots whose layout is [`Layout::Table`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Tables {
-    /// By slot, then by chunk: elements.
-    pub(crate) slots: [Vec<Range<usize>>; 3],
-}
-
-impl Tables {
-    /// Elements of a chunk.
-    pub(crate) fn len_of(&self, at: At) -> usize {
-        self.slots[usize::from(at.slot)].get(at.chunk as usize).map_or(0, Range::len)
     }
 }
 

@@ -5,8 +5,7 @@ use allstream_sys::nccl::{NcclComm, NcclDataType, NcclError};
 
 use super::{NcclEnd, data_type, red_op};
 use crate::device::whole::{Piece, WholeCall};
-use crate::exec::Tables;
-use crate::types::{Kind, Rank};
+use crate::types::{Kind, Rank, Tables};
 
 impl NcclEnd {
     /// Makes the calls of a piece with a count for each rank, in a group. Blocks that are empty are not called: both ends of a message, and
