@@ -95,7 +95,7 @@ made_together! {
     /// on a device, or neither is: else it is an [`Error::Mismatch`].
     ///
     /// Each rank has a device of its own; or, where `NCCL_MULTI_RANK_GPU_ENABLE=1` is set for all ranks and NCCL is 2.30 or newer,
-    /// which takes it, some share one. The ranks compare their calls over the host's links before NCCL is given one: what
+    /// which takes it, some share one (threads of one process want `CUDA_DEVICE_MAX_CONNECTIONS=32` then, too). The ranks compare their calls over the host's links before NCCL is given one: what
     /// they disagree on is an error, and a rank that does not call is named when the deadline has passed, as ever. Rounding is NCCL's.
     ///
     /// All ranks must call collectives on communicators of one device in one order, also on different communicators: what NCCL takes
