@@ -133,6 +133,14 @@ fn cuda() -> String {
     found().unwrap_or_else(|error: allstream::Error| format!("no: {error}"))
 }
 
+/// The version of NCCL, and the file.
+fn nccl() -> String {
+    match allstream::cuda::nccl() {
+        Ok(nccl) => format!("yes: NCCL {} by {}", nccl.version, nccl.file),
+        Err(error) => format!("no: {error}"),
+    }
+}
+
 fn info() -> io::Result<Exit> {
     let cores =
         std::thread::available_parallelism().map_or_else(|error| error.to_string(), |n| n.to_string());
@@ -141,6 +149,7 @@ fn info() -> io::Result<Exit> {
     for BackendStatus { backend, available, .. } in allstream::backends() {
         let there = match (backend, available) {
             (Backend::Cuda, _) => cuda(),
+            (Backend::Nccl, Ok(())) => nccl(),
             (_, Ok(())) => "yes".into(),
             (_, Err(error)) => format!("no: {error}"),
         };

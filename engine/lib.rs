@@ -87,8 +87,8 @@ pub mod cuda {
     #[cfg(feature = "cudarc")]
     pub use crate::device::CudarcBuf;
     pub use crate::device::{
-        Device, DeviceBuf, DeviceCopies, DeviceEvent, DeviceStream, Driver, ForeignMemory, PinnedBuf,
-        PoolMemory, Reached, Transfer, device_count, driver, settle,
+        Device, DeviceBuf, DeviceCopies, DeviceEvent, DeviceStream, Driver, ForeignMemory, NcclFound,
+        PinnedBuf, PoolMemory, Reached, Transfer, device_count, driver, nccl, settle,
     };
 }
 

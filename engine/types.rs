@@ -3,12 +3,14 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::hash::{BuildHasherDefault, DefaultHasher};
+use std::ops::Range;
 
 use serde::{Deserialize, Serialize};
 
 pub(crate) use allstream_kernels::Finish;
 pub use allstream_kernels::{DType, Element, Function, ReduceOp, bf16, f8e4m3, f8e5m2, f16};
 
+use crate::plan::At;
 pub use crate::plan::{Algo, Kind, LinkClass, MOST_RANKS, Rank};
 
 /// A map that is iterated in the same order by every process that did the same with it: a story that is told again from its seed
@@ -40,6 +42,20 @@ pub struct Signature {
     /// user's function. 0 where there is nothing of the kind. With a key, its 32 low bits are combined with that by exclusive or, and
     /// with them a digest of the others where one is set: keys below 2^32 are never taken for each other.
     pub detail: u32,
+}
+
+/// The ranges of the chunks of slots whose layout is [`Layout::Table`](crate::plan::Layout::Table).
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Tables {
+    /// By slot, then by chunk: elements.
+    pub(crate) slots: [Vec<Range<usize>>; 3],
+}
+
+impl Tables {
+    /// Elements of a chunk.
+    pub(crate) fn len_of(&self, at: At) -> usize {
+        self.slots[usize::from(at.slot)].get(at.chunk as usize).map_or(0, Range::len)
+    }
 }
 
 /// [`Signature::kind`] of a point-to-point message.

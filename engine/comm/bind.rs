@@ -88,20 +88,23 @@ made_together! {
 
     /// [`bind_device`](Self::bind_device), and NVIDIA's library (NCCL, 2.14 or newer) takes of the collectives on device buffers those
     /// that it can: sums, products, minima and maxima of integers, averages of floats, broadcasts, gathers, scatters and exchanges,
-    /// as long as a call names no algorithm and need not be deterministic. Which do is decided by the call alone. All others (scans,
-    /// say) go as they would without it; where the devices cannot reach each other, also on several hosts, through the host's memory.
+    /// also with a count for each rank, as long as a call names no algorithm and need not be deterministic. Which do is decided by the
+    /// call alone. All others (scans, say) go as they would without it; where the devices cannot reach each other, also on several hosts,
+    /// through the host's memory.
     ///
     /// Messages of more than 4 KB go by NCCL, too, with their tags, in whatever order they are called. Of such a message both ends are
     /// on a device, or neither is: else it is an [`Error::Mismatch`].
     ///
     /// Each rank has a device of its own; or, where `NCCL_MULTI_RANK_GPU_ENABLE=1` is set for all ranks and NCCL is 2.30 or newer,
-    /// which takes it, some share one. The ranks compare their calls over the host's links before NCCL is given one: what
+    /// which takes it, some share one (threads of one process want `CUDA_DEVICE_MAX_CONNECTIONS=32` then, too). The ranks compare their calls over the host's links before NCCL is given one: what
     /// they disagree on is an error, and a rank that does not call is named when the deadline has passed, as ever. Rounding is NCCL's.
     ///
     /// All ranks must call collectives on communicators of one device in one order, also on different communicators: what NCCL takes
     /// is launched in that order. Messages may be called at any time.
     ///
-    /// The library is found as `ALLSTREAM_NCCL_LIBRARY`, or `libnccl.so.2`, when this is first called. What it needs to find
+    /// The library is found when this is first called: the file that `ALLSTREAM_NCCL_LIBRARY` names, and no other; else `libnccl.so.2`, conda's
+    /// in `CONDA_PREFIX`, or pip's (`nvidia-nccl-cu12`, `-cu13`) in the environments that `VIRTUAL_ENV` and `CONDA_PREFIX` name. In Python the
+    /// interpreter's own packages come first. [`cuda::nccl`](crate::cuda::nccl) and `allstream info` say which it is. What it needs to find
     /// the other ranks (`NCCL_SOCKET_IFNAME` and others) is said in its own documentation; its connections are not protected by
     /// our token. With `ALLSTREAM_NCCL=off` this is [`bind_device`](Self::bind_device), and with `ALLSTREAM_NCCL=require` that is this;
     /// all ranks say the same.
@@ -202,7 +205,9 @@ impl SharedComm {
         let row = ours.as_ref().ok().map(|(device, process)| group.row(device, *process, library));
         let rows = self.step().all_gather(row.unwrap_or([0; ROW]).to_vec()).await?;
         let (device, _) = ours?;
-        let rows = match heard(&rows, &members).map_err(|rank| failed_elsewhere(CALL, &members, rank))? {
+        let name = library.map(Library::name);
+        let rows = heard(&rows, &members, name.as_deref());
+        let rows = match rows.map_err(|rank| failed_elsewhere(CALL, &members, rank))? {
             Heard::Rows(rows) => rows,
             Heard::Staged(why) => return Ok((device, Err(why))),
             Heard::Refused(problem) => return Err(Error::invalid(CALL, problem)),

@@ -8,10 +8,10 @@ use super::call::{Call, Spec, program};
 use super::calls::calls;
 use super::restore::{lost, settle};
 use crate::error::{Error, Failed, Outcome};
-use crate::exec::{Endpoint, Part, Tables, Then};
+use crate::exec::{Endpoint, Part, Then};
 use crate::mem::{ErasedBufs, zeroes};
 use crate::plan;
-use crate::types::{DType, Kind, Rank, digest};
+use crate::types::{DType, Kind, Rank, Tables, digest};
 
 /// What such an operation holds.
 struct Bytes {
@@ -59,7 +59,16 @@ fn part(endpoint: &Arc<Endpoint>, mut spec: Spec, input: *const u8, output: *mut
     let bytes = if spec.tables.is_some() { spec.count / endpoint.config.size() } else { spec.count };
     let program = program(endpoint, plan::choose(spec.kind, bytes, &endpoint.config.env), &spec)?;
     let tables = spec.tables.take().map(Arc::new);
-    Ok(Part { program, input, output, count: spec.count, dtype: DType::U8, tables, pairwise: false })
+    Ok(Part {
+        program,
+        input,
+        output,
+        count: spec.count,
+        dtype: DType::U8,
+        tables,
+        pairwise: false,
+        stated: None,
+    })
 }
 
 impl Call<'_> {

@@ -12,12 +12,12 @@ use super::ordered::{Start, Stream};
 use super::work::Submitted;
 use crate::error::Error;
 use crate::exec::carrier::Carried;
-use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Tables, Then};
+use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Then};
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
 use crate::plan::{self, Algo, Env, Kind, Lending, Program, Shape};
 use crate::types::{
-    DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, VARIED, digest,
+    DType, Element, FUNCTION, Function, LIST, NO_OP, Rank, ReduceOp, Signature, Tables, VARIED, digest,
 };
 
 /// A communicator with options for the next call.
@@ -386,7 +386,7 @@ impl<'a> Call<'a> {
         let signature = self.signature(&spec, dtype as u8, algo);
         let Spec { kind, count, tables, pairwise, .. } = spec;
         let tables = tables.map(Arc::new);
-        let part = Part { program, input, output, count, dtype, tables, pairwise };
+        let part = Part { program, input, output, count, dtype, tables, pairwise, stated: None };
         Ok(self.operation(kind, signature, PartList::One(part)))
     }
 
@@ -433,7 +433,16 @@ impl<'a> Call<'a> {
                 let (algo, program) = self.program(&spec, dtype, count)?;
                 let what = [dtype as u8, algo as u8].into_iter().chain((count as u64).to_le_bytes());
                 detail = digest(detail, what);
-                all.push(Part { program, input, output, count, dtype, tables: None, pairwise: false });
+                all.push(Part {
+                    program,
+                    input,
+                    output,
+                    count,
+                    dtype,
+                    tables: None,
+                    pairwise: false,
+                    stated: None,
+                });
             }
             let spec = Spec { count: parts.len(), detail, ..spec };
             let signature = self.signature(&spec, LIST, self.algo);

@@ -7,7 +7,7 @@ use crate::device::DeviceBuf;
 use crate::device::links::ipc::{CARD, Far, FarPeer, Offer};
 use crate::device::links::peer::PeerDevice;
 use crate::device::nccl::LEAVE_TO_SHARE;
-use crate::device::whole::Library;
+use crate::device::whole::{Library, Sharing};
 use crate::error::{Error, Members};
 use crate::exec::EndpointConfig;
 use crate::types::Rank;
@@ -17,12 +17,13 @@ pub(super) const ROW: usize = 2 + 16 + 16;
 /// Can be bound: the first byte.
 const OK: u8 = 1;
 /// The second: there are members in other processes; on other hosts; the driver cannot share with processes; NCCL is asked for;
-/// that takes several ranks on one device.
+/// that takes several ranks on one device; that would, if the environment gave it leave.
 const FAR: u8 = 1;
 const REMOTE: u8 = 2;
 const LACKS: u8 = 4;
 const NCCL: u8 = 8;
 const SHARES: u8 = 16;
+const NO_LEAVE: u8 = 32;
 
 /// A row that was read.
 #[derive(Clone, Copy)]
@@ -41,8 +42,8 @@ pub(super) enum Heard {
     Refused(String),
 }
 
-/// What all ranks have said; `Err(rank)`: this one cannot be bound. The same on all.
-pub(super) fn heard(rows: &[u8], members: &Members) -> Result<Heard, Rank> {
+/// What all ranks have said; `Err(rank)`: this one cannot be bound. The same on all. `library`: this rank's, for people.
+pub(super) fn heard(rows: &[u8], members: &Members, library: Option<&str>) -> Result<Heard, Rank> {
     let (rows, _) = rows.as_chunks::<ROW>();
     if let Some(rank) = rows.iter().position(|row| row[0] != OK) {
         return Err(rank);
@@ -66,14 +67,21 @@ pub(super) fn heard(rows: &[u8], members: &Members) -> Result<Heard, Rank> {
         }
         let before = |at: usize| rows[..at].iter().position(|row| row.uuid == rows[at].uuid);
         let shared = (0..rows.len()).find_map(|at| Some((before(at)?, at)));
-        // A rank without leave would make NCCL fail on all.
-        let strict = rows.iter().any(|row| row.notes & SHARES == 0);
-        if let Some((rank, other)) = shared.filter(|_| strict) {
+        // A rank that does not take it would make NCCL fail on all.
+        let strict = rows.iter().position(|row| row.notes & SHARES == 0);
+        if let Some(((one, other), strict)) = shared.zip(strict) {
+            let why = match rows[strict].notes & NO_LEAVE {
+                0 => format!("that of {} is older", members.rank(strict)),
+                _ => format!("{} has not set {LEAVE_TO_SHARE}=1", members.rank(strict)),
+            };
             let problem = format!(
-                "{} and {} have one device, and NCCL wants one for each rank; set {LEAVE_TO_SHARE}=1 for all \
-                 ranks and use NCCL 2.30 or newer, which then shares it, or call bind_device instead",
-                members.rank(rank),
-                members.rank(other)
+                "{} and {} have one device, and NCCL wants one for each rank; from 2.30 on it shares one where {LEAVE_TO_SHARE}=1 is set for all \
+                 ranks of the communicator, but {why} (this rank has {}, and {LEAVE_TO_SHARE} is {}); see to that, give each rank a device of its own, \
+                 or call bind_device instead",
+                members.rank(one),
+                members.rank(other),
+                library.unwrap_or("none"),
+                std::env::var(LEAVE_TO_SHARE).map_or_else(|_| "not set".into(), |set| format!("{set:?}")),
             );
             return Ok(Heard::Refused(problem));
         }
@@ -127,9 +135,16 @@ impl Group<'_> {
         let far = (0..members.len()).any(|rank| !self.housemate(rank));
         let remote = members.iter().any(|member| *member != members[ours] && !self.topology.is_near(*member));
         let lacks = device.stream.missing_for_sharing().is_some();
-        let shares = library.is_some_and(|library| library.shares_devices());
-        let notes =
-            [(far, FAR), (remote, REMOTE), (lacks, LACKS), (library.is_some(), NCCL), (shares, SHARES)];
+        let sharing = library.map(|library| library.sharing());
+        let (shares, no_leave) = (sharing == Some(Sharing::Yes), sharing == Some(Sharing::NoLeave));
+        let notes = [
+            (far, FAR),
+            (remote, REMOTE),
+            (lacks, LACKS),
+            (library.is_some(), NCCL),
+            (shares, SHARES),
+            (no_leave, NO_LEAVE),
+        ];
         row[1] = notes.into_iter().filter(|(is, _)| *is).map(|(_, what)| what).sum();
         row[2..18].copy_from_slice(&process.to_le_bytes());
         row[18..].copy_from_slice(&device.stream.device().uuid());

@@ -8,9 +8,8 @@ use super::calls::calls;
 use super::collectives::expects;
 #[cfg(doc)]
 use crate::error::Error;
-use crate::exec::Tables;
 use crate::mem::Buf;
-use crate::types::{Element, Kind, Rank, digest};
+use crate::types::{Element, Kind, Rank, Tables, digest};
 
 /// Blocks of these lengths, one after another.
 fn packed(counts: &[usize]) -> Vec<Range<usize>> {

@@ -1,6 +1,7 @@
 //! Libraries that take a communicator's operations whole: how its ranks come by one, and which calls go there.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use super::SharedComm;
@@ -11,7 +12,9 @@ use crate::device::carriers::WholeOp;
 #[cfg(any(test, feature = "testing"))]
 use crate::device::carriers::bound_to;
 use crate::device::operation::DeviceOp;
-use crate::device::whole::{BoundWhole, ID, LaunchOrder, Library, Piece, Standing, Whole, WholeCall};
+use crate::device::whole::{
+    BoundWhole, ID, LaunchOrder, Library, Piece, Sharing, Standing, Whole, WholeCall,
+};
 use crate::error::Error;
 use crate::exec::carrier::Carried;
 use crate::exec::{Operation, Part, PartList, Reduction};
@@ -74,7 +77,10 @@ impl SharedComm {
         let number = id.chunks_exact(8).fold(0, |number, word| {
             mix(number, u64::from_le_bytes(word.try_into().unwrap_or_default())).max(1)
         });
-        Ok(BoundWhole { whole, order: device.map(LaunchOrder::of), device, number })
+        // Ranks that share a device launch the kernels of one operation each for itself, as if each had a device of its own.
+        let sharer = (library.sharing() == Sharing::Yes).then(|| self.handle().membership.world.rank);
+        let order = device.map(|device| LaunchOrder::of(device, sharer));
+        Ok(BoundWhole { whole, order, device, number })
     }
 }
 
@@ -139,10 +145,15 @@ impl Call<'_> {
         let token = &self.side.0.token;
         let output = token.as_ptr().cast::<u8>();
         let (input, dtype) = (output.cast_const(), DType::U64);
-        let part = Part { program, input, output, count: 1, dtype, tables: None, pairwise: false };
+        let stated = None;
+        let barrier = Part { program, input, output, count: 1, dtype, tables: None, pairwise: false, stated };
+        let parts = match compared(operation.parts.all(), token) {
+            Some(lengths) => PartList::Many(vec![lengths, barrier]),
+            None => PartList::One(barrier),
+        };
         let Operation { call: name, timeout, .. } = operation;
         let reduction = Reduction::Op(ReduceOp::Max);
-        let meeting = Operation::new(name, signature, timeout, reduction, PartList::One(part));
+        let meeting = Operation::new(name, signature, timeout, reduction, parts);
         let whole = WholeOp::new(call, bound, device, token.clone());
         Ok(Carried { operation: meeting, carrier: Some(Arc::new(whole)) })
     }
@@ -162,16 +173,32 @@ impl Call<'_> {
     }
 }
 
-/// What was called, for a library. `None`: it is not of a form that any takes, with a function of the user's, or a count for each rank.
+/// Of a call in which each rank knows its own counts alone: the same messages without contents, by which every two ranks compare what is to
+/// move between them before a library moves it. `memory`: any, which is not touched.
+fn compared(parts: &[Part], memory: &AtomicU64) -> Option<Part> {
+    let [part] = parts else { return None };
+    let stated = Some(part.tables.clone().filter(|_| part.pairwise)?);
+    let output = memory.as_ptr().cast::<u8>();
+    let tables = Some(Arc::default());
+    Some(Part {
+        input: output.cast_const(),
+        output,
+        count: 0,
+        dtype: DType::U8,
+        tables,
+        stated,
+        ..part.clone()
+    })
+}
+
+/// What was called, for a library. `None`: it is not of a form that any takes, with a function of the user's.
 fn whole_call(operation: &mut Operation) -> Option<WholeCall> {
     let Reduction::Op(op) = operation.reduction else { return None };
     let (kind, root) = (operation.signature.collective()?, operation.signature.root as usize);
-    let parts = operation.parts.all();
-    if parts.iter().any(|part| part.tables.is_some()) {
-        return None;
-    }
-    let piece =
-        |part: &Part| Piece { input: part.input, output: part.output, count: part.count, dtype: part.dtype };
-    let pieces = parts.iter().map(piece).collect();
+    let piece = |part: &Part| {
+        let &Part { input, output, count, dtype, .. } = part;
+        Piece { input, output, count, dtype, tables: part.tables.clone() }
+    };
+    let pieces = operation.parts.all().iter().map(piece).collect();
     Some(WholeCall { kind, root, op, scale: operation.scale, pieces })
 }

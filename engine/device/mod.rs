@@ -55,6 +55,7 @@ pub use cudarc::CudarcBuf;
 pub use devices::Device;
 pub use driver::{Driver, device_count, driver};
 pub use foreign::ForeignMemory;
+pub use nccl::{NcclFound, nccl};
 pub(crate) use packed::{Emptied, OnDevice, PackedAt, Packing, not_there};
 pub(crate) use packing::{ALIGNED, is_same, zero_on_device};
 pub use pinned::PinnedBuf;

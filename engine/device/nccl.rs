@@ -3,6 +3,8 @@
 //! Its calls answer before what they do is on the stream ([`Standing::InProgress`]): until it is, nothing else is put there, and the
 //! stream stays the same one of the driver's (`Comm::bind_nccl` gives it one that never moves).
 
+mod varied;
+
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 use std::time::{Duration, Instant};
@@ -17,7 +19,7 @@ use parking_lot::Mutex;
 use super::buf::DeviceBuf;
 use super::chores::{Busy, end_before_libraries};
 use super::stream::DeviceStream;
-use super::whole::{ID, Library, Moved, Piece, Standing, Whole, WholeCall};
+use super::whole::{ID, Library, Moved, Piece, Sharing, Standing, Whole, WholeCall};
 use crate::error::Error;
 use crate::forked;
 use crate::mem::Witness;
@@ -30,6 +32,32 @@ const FINALIZE: Duration = Duration::from_secs(2);
 pub(crate) const LEAVE_TO_SHARE: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 const SHARING: i32 = 23000;
 
+/// NVIDIA's library of collectives, as this process has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NcclFound {
+    /// The library, as the system found it.
+    pub file: String,
+    /// Its version, such as `2.30.7`.
+    pub version: String,
+}
+
+/// NCCL, loaded when this or [`Comm::bind_nccl`](crate::Comm::bind_nccl) is first called, which says where it is looked for.
+///
+/// ```
+/// match allstream::cuda::nccl() {
+///     Ok(nccl) => println!("NCCL {} by {}", nccl.version, nccl.file),
+///     Err(error) => println!("{error}"), // which files were looked for, and what to install
+/// }
+/// ```
+///
+/// # Errors
+/// [`Error::Unavailable`]: there is none, or none that can be used.
+pub fn nccl() -> Result<NcclFound, Error> {
+    let NcclLibrary(nccl) = NcclLibrary::find()?;
+    Ok(NcclFound { file: nccl.file().to_owned(), version: nccl.version() })
+}
+
 /// The library of this process.
 #[derive(Clone, Copy)]
 pub(crate) struct NcclLibrary(&'static Nccl);
@@ -41,14 +69,17 @@ impl NcclLibrary {
     /// [`Error::Unavailable`], which says what was looked for, and what to do.
     pub(crate) fn find() -> Result<NcclLibrary, Error> {
         Nccl::get().map(NcclLibrary).map_err(|missing| {
-            let advice =
-                format!("install NCCL 2.14 or newer (libnccl.so.2), or set {LIBRARY_VARIABLE} to its path");
+            let advice = format!(
+                "install NCCL 2.14 or newer (libnccl.so.2 of the system; or pip's nvidia-nccl-cu13, or -cu12 for a driver of CUDA 12, in \
+                 the Python environment that VIRTUAL_ENV or CONDA_PREFIX names), or set {LIBRARY_VARIABLE} to its path"
+            );
             Error::Unavailable { what: "NCCL".into(), problem: format!("{missing}; {advice}") }
         })
     }
 
+    /// Which library has failed: on another host it may lie elsewhere.
     fn told(self, rank: Rank, error: &NcclError) -> Error {
-        Error::library(self.name(), rank, error.to_string())
+        Error::library(format!("{} ({})", self.name(), self.0.file()), rank, error.to_string())
     }
 }
 
@@ -57,8 +88,12 @@ impl Library for NcclLibrary {
         format!("NCCL {}", self.0.version())
     }
 
-    fn shares_devices(&self) -> bool {
-        self.0.version_code() >= SHARING && std::env::var(LEAVE_TO_SHARE).is_ok_and(|text| text.trim() == "1")
+    fn sharing(&self) -> Sharing {
+        match std::env::var(LEAVE_TO_SHARE) {
+            _ if self.0.version_code() < SHARING => Sharing::Unknown,
+            Ok(text) if is_switched_on(&text) => Sharing::Yes,
+            _ => Sharing::NoLeave,
+        }
     }
 
     fn id(&self) -> Result<[u8; ID], Error> {
@@ -140,6 +175,8 @@ impl NcclEnd {
     fn copied(&self, call: &WholeCall, piece: &Piece) -> usize {
         let (rank, size) = self.place;
         match call.kind {
+            Kind::ReduceScatter if call.scale.is_some() && piece.tables.is_some() => piece.count,
+            _ if piece.tables.is_some() => 0,
             Kind::AllToAll if piece.is_in_place() => size * piece.count,
             Kind::ReduceScatter if call.scale.is_some() => size * piece.count,
             // (A rank that only gives keeps its buffer as it was.)
@@ -160,7 +197,7 @@ impl NcclEnd {
     ) -> Result<(), Error> {
         let (dtype, from, ctas) = (piece.dtype, piece.input.addr() as u64, stream.ctas());
         let copied = self.copied(call, piece);
-        if call.kind == Kind::ReduceScatter && piece.is_in_place() {
+        if call.kind == Kind::ReduceScatter && piece.is_in_place() && piece.tables.is_none() {
             piece.output = piece.block(piece.output, self.place.0);
         }
         if call.scale.is_none() && copied == 0 {
@@ -192,6 +229,10 @@ impl NcclEnd {
         (call, piece): (&WholeCall, &Piece),
         at: (NcclComm, CuStream),
     ) -> Result<(), NcclError> {
+        if let Some(tables) = &piece.tables {
+            // SAFETY: the caller's promise.
+            return unsafe { self.enqueue_varied((call, piece, tables), at) };
+        }
         let (nccl, (rank, size), bytes, root) = (self.library.0, self.place, piece.bytes(), call.root);
         let to = |peer: Rank, from: *const u8| {
             // SAFETY: the caller's promise: a block of the operation's memory, or of a copy of it.
@@ -297,7 +338,8 @@ impl Whole for NcclEnd {
     unsafe fn submit(&self, mut call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error> {
         let stream = stream.unwrap_or(&self.stream);
         let mut pieces = std::mem::take(&mut call.pieces);
-        pieces.retain(|piece| piece.count > 0);
+        // (Where a rank knows its own counts alone, there is no count.)
+        pieces.retain(|piece| piece.count > 0 || piece.tables.is_some() && !call.kind.reduces());
         for piece in &mut pieces {
             // SAFETY: the caller's promise.
             unsafe { self.prepare(&call, piece, stream) }?;
@@ -426,6 +468,17 @@ unsafe fn end_in_peace(nccl: &Nccl, comm: NcclComm) -> Result<(), NcclError> {
         tracing::warn!("a communicator of NCCL is not destroyed: {error}");
     }
     Ok(())
+}
+
+/// Whether NCCL takes a value of a variable of its own as "on": it is a number other than 0, decimal or hexadecimal. All else counts as if the
+/// variable was not set.
+fn is_switched_on(text: &str) -> bool {
+    let text = text.trim();
+    let number = match text.strip_prefix("0x").or_else(|| text.strip_prefix("0X")) {
+        Some(digits) => i64::from_str_radix(digits, 16),
+        None => text.parse(),
+    };
+    number.is_ok_and(|number| number != 0)
 }
 
 /// The type as NCCL numbers it. Types that it lacks, or not every version has, are none.

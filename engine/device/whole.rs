@@ -14,17 +14,21 @@ use crate::commands::Commands;
 use crate::device::stream::DeviceStream;
 use crate::error::{Error, MissingState};
 use crate::mem::Witness;
-use crate::types::{DType, Kind, Rank, ReduceOp};
+use crate::plan::{INPUT, OUTPUT, Slot};
+use crate::types::{DType, Kind, Rank, ReduceOp, Tables};
 
 /// The memory of a call, or of one entry of a list.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct Piece {
     /// Equal to `output` in a call in place.
     pub(crate) input: *const u8,
     pub(crate) output: *mut u8,
-    /// Elements, as the collective counts them.
+    /// Elements, as the collective counts them. With a count for each rank: of all ranks together; without a meaning where a rank knows its own
+    /// counts alone.
     pub(crate) count: usize,
     pub(crate) dtype: DType,
+    /// With a count for each rank: where the blocks are, in the input and in the output. In a call in place the input has none of its own.
+    pub(crate) tables: Option<Arc<Tables>>,
 }
 
 // SAFETY: the pointers are into buffers that the in-flight table owns (all `Buf: Send`) until the operation has ended.
@@ -32,7 +36,11 @@ unsafe impl Send for Piece {}
 
 impl Piece {
     pub(crate) fn is_in_place(&self) -> bool {
-        self.input == self.output.cast_const()
+        match &self.tables {
+            None => self.input == self.output.cast_const(),
+            // Its input may be a copy by now, which is laid out as the buffer is.
+            Some(tables) => tables.slots[usize::from(INPUT)].is_empty(),
+        }
     }
 
     /// Bytes of `count` elements.
@@ -43,6 +51,22 @@ impl Piece {
     /// Block `block` of `memory`, which has one of `count` elements for each rank.
     pub(crate) fn block(&self, memory: *mut u8, block: Rank) -> *mut u8 {
         memory.wrapping_add(block * self.bytes())
+    }
+
+    /// With a count for each rank: where block `block` of the input is, and its bytes. The block may be empty.
+    pub(crate) fn input_block(&self, tables: &Tables, block: Rank) -> (*mut u8, usize) {
+        let slot = if tables.slots[usize::from(INPUT)].is_empty() { OUTPUT } else { INPUT };
+        self.at(self.input.cast_mut(), tables, (slot, block))
+    }
+
+    /// The same of the output.
+    pub(crate) fn output_block(&self, tables: &Tables, block: Rank) -> (*mut u8, usize) {
+        self.at(self.output, tables, (OUTPUT, block))
+    }
+
+    fn at(&self, memory: *mut u8, tables: &Tables, (slot, block): (Slot, Rank)) -> (*mut u8, usize) {
+        let range = tables.slots[usize::from(slot)].get(block).cloned().unwrap_or_default();
+        (memory.wrapping_add(range.start * self.dtype.size()), range.len() * self.dtype.size())
     }
 
     /// Where this rank's own block is, if the input is one block.
@@ -162,14 +186,24 @@ pub(crate) trait Whole: Witness {
     fn is_quiet(&self) -> bool;
 }
 
+/// Whether a library takes several ranks on one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// This version does not know how.
+    Unknown,
+    /// It would, if the environment gave it leave.
+    NoLeave,
+    Yes,
+}
+
 /// A library that was found, from which ranks make a [`Whole`] for a communicator.
 pub(crate) trait Library: Send + Sync {
     /// Name and version. Ranks must have the same.
     fn name(&self) -> String;
 
     /// Whether several ranks may have one device.
-    fn shares_devices(&self) -> bool {
-        false
+    fn sharing(&self) -> Sharing {
+        Sharing::Unknown
     }
 
     /// Bytes by which the ranks of a communicator find each other. One rank asks for them, all get them.

@@ -47,11 +47,15 @@ impl<'a> Context<'a> {
         self.divides(step).then(|| Finish { ranks, halved: self.part.halved(&self.op.reduction) })
     }
 
-    /// The signature in the frames of a step.
-    pub(crate) fn signature(&self, state: &StepState) -> Signature {
+    /// The signature in the frames of step `i`.
+    pub(crate) fn signature(&self, i: usize, state: &StepState) -> Signature {
         let mut signature = self.op.signature;
         if self.part.pairwise {
-            signature.count = if state.unit == 0 { 0 } else { state.len as u64 };
+            signature.count = match &self.part.stated {
+                Some(tables) => self.program().plan.steps[i].chunk().map_or(0, |at| tables.len_of(at)) as u64,
+                None if state.unit == 0 => 0,
+                None => state.len as u64,
+            };
         }
         signature
     }

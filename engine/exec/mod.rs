@@ -31,7 +31,7 @@ pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns}
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use inflight::Inflight;
 pub(crate) use inflight::Key;
-pub(crate) use operation::{Operation, Part, PartList, Reduction, Tables, Then};
+pub(crate) use operation::{Operation, Part, PartList, Reduction, Then};
 #[cfg(feature = "fuzzing")]
 pub(crate) use p2p::Messages;
 pub(crate) use p2p::{Direction, EAGER, Message};

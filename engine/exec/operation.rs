@@ -9,7 +9,7 @@ use allstream_kernels::Combine;
 use crate::error::Error;
 use crate::mem::{ErasedBufs, check_bools};
 use crate::plan::{INPUT, Layout, OUTPUT, Program, SCRATCH, Slot, Step};
-use crate::types::{DType, Kind, Rank, ReduceOp, Signature};
+use crate::types::{DType, Kind, Rank, ReduceOp, Signature, Tables};
 
 /// How values are combined.
 #[derive(Clone)]
@@ -29,13 +29,6 @@ impl std::fmt::Debug for Reduction {
     }
 }
 
-/// The ranges of the chunks of slots whose layout is [`Layout::Table`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Tables {
-    /// By slot, then by chunk: elements.
-    pub(crate) slots: [Vec<Range<usize>>; 3],
-}
-
 /// A plan, and the memory it is about.
 #[derive(Clone)]
 pub(crate) struct Part {
@@ -49,6 +42,9 @@ pub(crate) struct Part {
     pub(crate) tables: Option<Arc<Tables>>,
     /// Every rank knows its own counts alone: each message says how long it is, and is compared.
     pub(crate) pairwise: bool,
+    /// The lengths that the messages say in place of their own: they bring nothing, so that ranks only compare how much a library is to move
+    /// between them. Of a part that is `pairwise`.
+    pub(crate) stated: Option<Arc<Tables>>,
 }
 
 // SAFETY: the pointers are into buffers that the in-flight table owns (all `Buf: Send`) until the operation finishes.

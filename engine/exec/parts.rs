@@ -253,6 +253,7 @@ pub(super) mod tests {
             dtype: DType::U8,
             tables: None,
             pairwise: false,
+            stated: None,
         };
         let reduction = Reduction::Op(ReduceOp::Sum);
         let signature = Signature { kind: Kind::Broadcast as u8, ..Signature::default() };

@@ -242,7 +242,16 @@ pub fn simulate(
     });
     let rank_of = |(rank, program): (Rank, Arc<Program>)| {
         let (input, output) = (std::ptr::null(), std::ptr::null_mut());
-        let part = Part { program, input, output, count, dtype: DType::U8, tables: None, pairwise: false };
+        let part = Part {
+            program,
+            input,
+            output,
+            count,
+            dtype: DType::U8,
+            tables: None,
+            pairwise: false,
+            stated: None,
+        };
         let reduction = Reduction::Op(ReduceOp::Sum);
         let timed = Timed::new(Arc::new(Clock(net.clone(), rank)), slice, loans);
         SimRank {

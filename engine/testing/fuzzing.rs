@@ -479,9 +479,8 @@ pub fn hostile_collective(data: &[u8]) {
         ..Signature::default()
     };
     let whole = size & 0x80 != 0 && plan::goes_whole(kind, algo, &shape);
-    let total = |slot: Slot| plan.slots[usize::from(slot)].total(count);
+    let (unit, total) = (dtype.size(), |slot: Slot| plan.slots[usize::from(slot)].total(count));
     let (ins, outs) = (if in_place { 0 } else { total(INPUT) }, total(OUTPUT));
-    let unit = dtype.size();
     let input_memory = vec![0u8; ins * unit].into_boxed_slice();
     let mut output = vec![0u8; outs * unit].into_boxed_slice();
     let at = output.as_mut_ptr();
@@ -493,6 +492,7 @@ pub fn hostile_collective(data: &[u8]) {
         dtype,
         tables: None,
         pairwise: false,
+        stated: None,
     };
     let operation = Operation::new("fuzz", signature, FOREVER, Reduction::Op(op), PartList::One(part));
     let Some(mut port) = port(0, script(&mut input, &[signature], unit)) else { return };

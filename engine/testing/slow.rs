@@ -177,7 +177,7 @@ impl Whole for SlowEnd {
     }
 
     fn takes(&self, call: &WholeCall) -> bool {
-        self.slow.kinds.contains(&call.kind)
+        self.slow.kinds.contains(&call.kind) && call.pieces.iter().all(|piece| piece.tables.is_none())
     }
 
     unsafe fn submit(&self, call: WholeCall, _: Option<&DeviceStream>) -> Result<(), Error> {
@@ -249,7 +249,7 @@ unsafe fn write(at: *mut u8, bytes: &[u8]) {
 /// Computes a call of which all ranks have left their part.
 fn compute(all: &[WholeCall]) {
     for entry in 0..all[0].pieces.len() {
-        let pieces: Vec<Piece> = all.iter().map(|call| call.pieces[entry]).collect();
+        let pieces: Vec<Piece> = all.iter().map(|call| call.pieces[entry].clone()).collect();
         compute_entry(all, &pieces);
     }
 }

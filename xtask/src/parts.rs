@@ -144,6 +144,8 @@ fn all() -> Vec<Part> {
             .needs(python::needs)
             .minutes(40)
             .full(),
+        // After Python, whose torch has brought NVIDIA's NCCL along.
+        tests_of("NCCL as pip has it", "--package allstream-sys --release --test real_nccl").checked(),
         // After Python, whose environment the pack's rehearsal has arrays of numpy and torch from.
         tests_of("GPU pack's runner", "--package gpu-pack --release").full(),
         Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),

@@ -1,6 +1,6 @@
 //! `allstream perf --device` and `allstream info`: what they say of a device, and where there is none.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 use test_support::cuda::{LIBRARY, library, nccl_library};
@@ -82,6 +82,54 @@ fn perf_by_nccl_says_so_and_without_nccl_what_is_missing() {
     let output = by("/nowhere/libnccl.so.2");
     let error = text(&output.stderr);
     assert!(!output.status.success() && error.contains("/nowhere/libnccl.so.2"), "{error}");
+}
+
+/// A Python environment of this test's own, in which pip has put the NCCL for tests.
+fn environment_with_nccl(name: &str) -> (PathBuf, String) {
+    let home = std::env::temp_dir().join(format!("allstream-{name}-{}", std::process::id()));
+    let folder = home.join("lib/python3.12/site-packages/nvidia/nccl/lib");
+    std::fs::create_dir_all(&folder).unwrap();
+    let file = folder.join("libnccl.so.2");
+    std::os::unix::fs::symlink(nccl_library(), &file).unwrap();
+    (home, file.display().to_string())
+}
+
+/// The line of `allstream info` about NCCL.
+fn info_of_nccl(variables: &[(&str, &str)]) -> String {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+    for name in ["ALLSTREAM_NCCL_LIBRARY", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH"] {
+        command.env_remove(name);
+    }
+    command.arg("info").env(LIBRARY, library()).envs(variables.iter().copied()).stdin(Stdio::null());
+    let said = text(&command.output().unwrap().stdout);
+    said.lines().find(|line| line.starts_with("NCCL ")).unwrap().to_owned()
+}
+
+#[test]
+fn info_finds_nccl_where_pip_has_put_it_and_says_which_it_is() {
+    let none = info_of_nccl(&[]);
+    if none.contains(" yes: ") {
+        eprintln!("skipped: this machine has an NCCL of its own, which is found first: {none}");
+        return;
+    }
+    for part in ["no: ", "libnccl.so.2 (cannot open", "pip's nvidia-nccl-cu13", "set ALLSTREAM_NCCL_LIBRARY"]
+    {
+        assert!(none.contains(part), "{part}: {none}");
+    }
+    let (home, file) = environment_with_nccl("pip");
+    for variable in ["VIRTUAL_ENV", "CONDA_PREFIX"] {
+        let at = (variable, home.to_str().unwrap());
+        let said = info_of_nccl(&[at]);
+        assert!(said.ends_with(&format!("yes: NCCL 2.27.3 by {file}")), "{said}");
+        let said = info_of_nccl(&[at, ("ALLSTREAM_TEST_NCCL_VERSION", "21212")]);
+        let wanted = format!("; {file} (is version 2.12.12, and 2.14 or newer is needed)");
+        assert!(said.contains("no: ") && said.contains(&wanted), "{said}");
+        // What is named is meant, and nothing else is taken in its place.
+        let said = info_of_nccl(&[at, ("ALLSTREAM_NCCL_LIBRARY", "/nowhere/libnccl.so.2")]);
+        assert!(said.contains("looked for /nowhere/libnccl.so.2 (cannot open"), "{said}");
+        assert!(said.contains("no: ") && !said.contains(&file), "{said}");
+    }
+    std::fs::remove_dir_all(home).unwrap();
 }
 
 /// What no device runs has no time there, and without a device there is no such column.

@@ -24,6 +24,7 @@ use parking_lot::Mutex;
 
 use crate::device::stream::{DeviceEvent, DeviceStream};
 use crate::error::{Error, Operation};
+use crate::types::Rank;
 
 /// An operation, and the waker of whoever drives its communicator.
 pub(crate) struct Called {
@@ -80,15 +81,18 @@ fn number() -> u64 {
 }
 
 impl LaunchOrder {
-    /// Of the device with this identity.
-    pub(crate) fn of(device: [u8; 16]) -> Arc<LaunchOrder> {
-        static ALL: Mutex<Vec<([u8; 16], Weak<LaunchOrder>)>> = Mutex::new(Vec::new());
+    /// Of the device with this identity; where ranks share devices, of this rank of its world there. Kernels of two ranks that are of one
+    /// operation wait for each other, so none of them may be held up until the other has ended.
+    pub(crate) fn of(device: [u8; 16], sharer: Option<Rank>) -> Arc<LaunchOrder> {
+        type Known = (([u8; 16], Option<Rank>), Weak<LaunchOrder>);
+        static ALL: Mutex<Vec<Known>> = Mutex::new(Vec::new());
         let mut all = ALL.lock();
         all.retain(|(_, order)| order.strong_count() > 0);
-        let known = all.iter().find(|(known, _)| *known == device).and_then(|(_, order)| order.upgrade());
+        let of = (device, sharer);
+        let known = all.iter().find(|(known, _)| *known == of).and_then(|(_, order)| order.upgrade());
         known.unwrap_or_else(|| {
             let order = Arc::new(LaunchOrder::default());
-            all.push((device, Arc::downgrade(&order)));
+            all.push((of, Arc::downgrade(&order)));
             order
         })
     }
@@ -254,9 +258,10 @@ mod tests {
 
     #[test]
     fn launches_keep_the_order_of_submission_and_name_each_other() {
-        let order = LaunchOrder::of([7; 16]);
-        assert!(Arc::ptr_eq(&order, &LaunchOrder::of([7; 16])), "one for each device");
-        assert!(!Arc::ptr_eq(&order, &LaunchOrder::of([8; 16])));
+        let order = LaunchOrder::of([7; 16], None);
+        assert!(Arc::ptr_eq(&order, &LaunchOrder::of([7; 16], None)), "one for each device");
+        assert!(!Arc::ptr_eq(&order, &LaunchOrder::of([8; 16], None)));
+        assert!(!Arc::ptr_eq(&order, &LaunchOrder::of([7; 16], Some(0))), "one for each rank that shares it");
         let [first, second, third] = [1, 2, 3].map(|name| order.queue(called(name)));
         assert!(first.is_first() && !second.is_first());
         assert_eq!(second.other(), Some((what(1), true)));
@@ -269,7 +274,7 @@ mod tests {
 
     #[test]
     fn what_is_due_earliest_is_launched_when_nothing_can_come_before_it() {
-        let order = LaunchOrder::of([9; 16]);
+        let order = LaunchOrder::of([9; 16], None);
         let [mut first, mut second] = [1, 2].map(|name| order.turn(called(name)));
         second.agree(second.time());
         assert!(!second.is_due(), "the first may become due before it");
@@ -288,7 +293,7 @@ mod tests {
     #[test]
     fn devices_that_agree_in_pairs_launch_in_one_order() {
         for round in 0..6_usize {
-            let orders = [20, 21, 22].map(|id| LaunchOrder::of([id + 10 * round as u8; 16]));
+            let orders = [20, 21, 22].map(|id| LaunchOrder::of([id + 10 * round as u8; 16], None));
             // Each operation names its times on its two devices, in different orders.
             let mut ends: Vec<(usize, usize, Turn)> = Vec::new();
             for step in 0..6 {

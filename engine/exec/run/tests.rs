@@ -71,6 +71,7 @@ impl OneRank {
             dtype: DType::U32,
             tables: None,
             pairwise: false,
+            stated: None,
         };
         let signature = Signature { kind: Kind::AllReduce as u8, ..Signature::default() };
         let parts = PartList::One(part.clone());

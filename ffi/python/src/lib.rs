@@ -21,6 +21,7 @@ mod keeper;
 mod memory;
 mod operation;
 mod options;
+mod packages;
 mod stream;
 mod wait;
 mod work;
@@ -41,5 +42,6 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(interpreter::interpreter_ends, module)?)?;
     module.add_function(wrap_pyfunction!(in_flight::in_flight, module)?)?;
     module.add_function(wrap_pyfunction!(command::run_command, module)?)?;
+    packages::tell_of_nccl(module.py());
     Ok(())
 }

@@ -1,6 +1,8 @@
 """Arrays on CUDA devices: those of the driver for tests, by DLPack. torch's own and cupy's take the same way where there is a GPU."""
 
 import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -218,6 +220,16 @@ def test_nccl_takes_arrays_of_devices(devices):
         both(run)
         """
     )
+
+
+def test_nccl_is_found_beside_the_packages_of_the_python_that_runs(tmp_path):
+    file = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
+    file.parent.mkdir(parents=True)
+    file.symlink_to(NCCL)
+    env = {name: value for name, value in os.environ.items() if name != "ALLSTREAM_NCCL_LIBRARY"}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, [env.get("PYTHONPATH")])])
+    said = subprocess.run([sys.executable, "-m", "allstream", "info"], env=env, check=True, capture_output=True, text=True, timeout=40).stdout
+    assert f"yes: NCCL 2.27.3 by {file}" in said, said
 
 
 def test_an_operation_starts_after_what_its_library_has_put_on_its_stream(devices):

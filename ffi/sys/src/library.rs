@@ -76,6 +76,7 @@ impl std::error::Error for Unavailable {}
 /// An open library. It is never closed: functions of it may be called until the process ends.
 pub(crate) struct Library {
     handle: NonNull<c_void>,
+    /// As the loader was given it, until [`locate`](Library::locate) finds out where it is.
     pub(crate) file: String,
 }
 
@@ -96,6 +97,27 @@ fn complaint() -> String {
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
+/// The file that a variable of the environment names. An empty variable names none.
+pub(crate) fn named_by(variable: &str) -> Option<String> {
+    std::env::var(variable).ok().filter(|file| !file.is_empty())
+}
+
+/// Whether a library of this name is loaded in this process, by whomever.
+pub(crate) fn is_loaded(name: &CStr) -> bool {
+    // SAFETY: `name` ends in a null byte; with this flag nothing is loaded that was not.
+    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    // SAFETY: of the call above, which has counted one user more of a library that others have loaded.
+    !handle.is_null() && unsafe { libc::dlclose(handle) } == 0
+}
+
+impl Attempt {
+    /// The file is named once, whoever tells of it.
+    pub(crate) fn new(file: &str, problem: &str) -> Attempt {
+        let rest = problem.strip_prefix(file).map(|rest| rest.trim_start_matches([':', ' ']));
+        Attempt { file: file.to_owned(), problem: rest.unwrap_or(problem).to_owned() }
+    }
+}
+
 impl Library {
     /// Opens the first of these files that can be opened.
     ///
@@ -105,17 +127,32 @@ impl Library {
         let mut tried = Vec::new();
         for file in files {
             let Ok(name) = CString::new(file.as_str()) else {
-                tried.push(Attempt { file: file.clone(), problem: "has a null byte in its name".into() });
+                tried.push(Attempt::new(file, "has a null byte in its name"));
                 continue;
             };
             // SAFETY: `name` is a string that ends in a null byte and outlives the call.
             let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
             match NonNull::new(handle) {
                 Some(handle) => return Ok(Library { handle, file: file.clone() }),
-                None => tried.push(Attempt { file: file.clone(), problem: complaint() }),
+                None => tried.push(Attempt::new(file, &complaint())),
             }
         }
         Err(Unavailable::NotFound { tried })
+    }
+
+    /// Finds out in which file the loader has found this function of the library's, for people: a name such as `libnccl.so.2` does not
+    /// say which of several it is.
+    pub(crate) fn locate(&mut self, symbol: &str) {
+        let Some(address) = self.symbol(symbol) else { return };
+        let mut found = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+        // SAFETY: any address may be asked for; `found` is room for the answer.
+        let is_known = unsafe { libc::dladdr(address.as_ptr(), found.as_mut_ptr()) } != 0;
+        // SAFETY: addresses alone, for which zero is a value.
+        let name = unsafe { found.assume_init() }.dli_fname;
+        if is_known && !name.is_null() {
+            // SAFETY: not null, so the loader's own string, which ends in a null byte and stays as long as the library is loaded.
+            self.file = unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned();
+        }
     }
 
     fn symbol(&self, symbol: &str) -> Option<NonNull<c_void>> {
@@ -150,14 +187,17 @@ mod tests {
         let files = ["libno-such-thing.so.1".to_string(), "/no/such/place/lib\0x.so".to_string()];
         let Err(missing @ Unavailable::NotFound { .. }) = Library::open(&files) else { panic!("opened") };
         let text = missing.to_string();
-        assert!(text.starts_with("looked for libno-such-thing.so.1 ("), "{text}");
+        assert!(text.starts_with("looked for libno-such-thing.so.1 (cannot open"), "{text}");
         assert!(text.contains("null byte"), "{text}");
     }
 
     #[test]
     fn a_library_has_what_it_has() {
-        let library = Library::open(&["libno-such-thing.so".into(), "libc.so.6".into()]).unwrap();
+        let mut library = Library::open(&["libno-such-thing.so".into(), "libc.so.6".into()]).unwrap();
         assert_eq!(library.file, "libc.so.6");
+        library.locate("getpid");
+        assert!(library.file.starts_with('/') && library.file.contains("libc"), "{}", library.file);
+        assert!(is_loaded(c"libc.so.6") && !is_loaded(c"libno-such-thing.so"));
         assert!(library.symbol("getpid").is_some());
         assert!(library.symbol("cuInit").is_none());
     }

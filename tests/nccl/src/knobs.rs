@@ -26,6 +26,11 @@ pub(crate) fn version() -> c_int {
     *VERSION as c_int
 }
 
+/// Whether several ranks may be on one device, as the real library decides it.
+pub(crate) fn shares_devices() -> bool {
+    version() >= 23000 && number("NCCL_MULTI_RANK_GPU_ENABLE", 0) != 0
+}
+
 /// What goes wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum What {

@@ -26,7 +26,7 @@ impl<B: Backend> PlanRun<B> {
             return Ok(None);
         }
         let state = &self.steps[i];
-        let Some(frame) = t.next_of_steps(from, c.signature(state), port)? else { return Ok(None) };
+        let Some(frame) = t.next_of_steps(from, c.signature(i, state), port)? else { return Ok(None) };
         let done = frame.done.checked_div(state.unit).unwrap_or(0);
         let left = frame.header.len as usize - frame.done;
         if frame.header.message != t.message(cursor.message)

@@ -326,7 +326,7 @@ impl<B: Backend> PlanRun<B> {
             offset: at as u64,
             len: (m * state.unit) as u32,
             message: t.message(self.tx[peer].message),
-            signature: t.c.signature(&state),
+            signature: t.c.signature(i, &state),
         };
         let (end, receiver) = (at + m, t.receiver(k));
         let free = port.post(peer, header, payload, (t.c.op.number, i as u32, receiver, end))?;

@@ -126,7 +126,7 @@ mod tests {
             let program = Program::compile(&plan::plan(kind, algo, &shape).unwrap());
             let program = Arc::new(Program { whole: plan::goes_whole(kind, algo, &shape), ..program });
             let (input, output) = (std::ptr::null(), std::ptr::null_mut());
-            Part { program, input, output, count, dtype, tables: None, pairwise: false }
+            Part { program, input, output, count, dtype, tables: None, pairwise: false, stated: None }
         };
         let mib = 1 << 20;
         for (kind, algo) in [

@@ -120,7 +120,8 @@ class Comm:
         `why`, of the last. Collectives worked on copies of them, on the same device. None where there was none."""
     def bind_nccl(self, device: int) -> str:
         """As `bind_device`, and NCCL takes what it can; returns its name and version. Each rank has a device of its own. Raises `Unavailable`
-        where there is no NCCL; `ALLSTREAM_NCCL_LIBRARY` names its file, for torch's own `.../nvidia/nccl/lib/libnccl.so.2`."""
+        where there is no NCCL: it is looked for beside this Python's packages, where pip and torch have it, and where the system has libraries;
+        `ALLSTREAM_NCCL_LIBRARY` names another file."""
     def split(self, color: Optional[int], key: int = 0) -> Optional["Comm"]: ...
     def subset(self, ranks: Sequence[int]) -> Optional["Comm"]: ...
     def dup(self) -> "Comm": ...

@@ -10,10 +10,10 @@ use std::sync::OnceLock;
 pub use result::{CuResult, CudaError};
 pub use types::*;
 
-use crate::library::{Library, Unavailable};
+use crate::library::{Library, Unavailable, named_by};
 use table::Table;
 
-/// The environment variable that names the library, before the usual names.
+/// The environment variable that names the library. Where it does, no other file is tried.
 pub const LIBRARY_VARIABLE: &str = "ALLSTREAM_CUDA_LIBRARY";
 
 /// The driver: its functions, each as a method.
@@ -35,8 +35,8 @@ impl std::fmt::Debug for Cuda {
 impl Cuda {
     /// The driver of this process: found, looked through and initialised by the first call.
     ///
-    /// Files tried: the one that `ALLSTREAM_CUDA_LIBRARY` names, `libcuda.so.1`, `libcuda.so`. A driver of CUDA 11 or
-    /// newer has all that is required.
+    /// Files tried: the one that `ALLSTREAM_CUDA_LIBRARY` names, and no other; else `libcuda.so.1`, `libcuda.so`. A driver of
+    /// CUDA 11 or newer has all that is required.
     ///
     /// # Errors
     /// No such file, a file without a required function, or a driver whose `cuInit` fails (the stub of a toolkit; a
@@ -47,13 +47,14 @@ impl Cuda {
     }
 
     fn files() -> Vec<String> {
-        let named = std::env::var(LIBRARY_VARIABLE).ok().filter(|file| !file.is_empty());
-        named.into_iter().chain(["libcuda.so.1".into(), "libcuda.so".into()]).collect()
+        named_by(LIBRARY_VARIABLE)
+            .map_or_else(|| vec!["libcuda.so.1".into(), "libcuda.so".into()], |named| vec![named])
     }
 
     fn open(files: &[String]) -> Result<Cuda, Unavailable> {
-        let library = Library::open(files)?;
+        let mut library = Library::open(files)?;
         let table = Table::load(&library)?;
+        library.locate("cuInit");
         let cuda = Cuda { table, file: library.file };
         // SAFETY: `cuInit` may be called at any time; its flags must be 0.
         let init = unsafe { cuda.init(0) };
@@ -61,7 +62,7 @@ impl Cuda {
         Ok(cuda)
     }
 
-    /// The file that it was loaded from, as it was given to the system's loader.
+    /// The file that it was loaded from.
     pub fn file(&self) -> &str {
         &self.file
     }

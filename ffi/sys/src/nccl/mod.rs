@@ -1,5 +1,6 @@
 //! NVIDIA's library of collectives, `libnccl`: [`Nccl`].
 
+mod places;
 mod table;
 mod types;
 
@@ -7,12 +8,13 @@ use std::ffi::{CStr, c_char, c_int};
 use std::fmt;
 use std::sync::OnceLock;
 
+pub use places::look_in_packages;
 pub use types::*;
 
-use crate::library::{Library, Unavailable};
+use crate::library::{Attempt, Library, Unavailable};
 use table::Table;
 
-/// The environment variable that names the library, before the usual name.
+/// The environment variable that names the library. Where it does, no other file is tried.
 pub const LIBRARY_VARIABLE: &str = "ALLSTREAM_NCCL_LIBRARY";
 /// The first version whose communicators need not block their caller, as a person writes it.
 const NEEDED: &str = "2.14";
@@ -26,6 +28,7 @@ type Result<T = ()> = std::result::Result<T, NcclError>;
 pub struct Nccl {
     table: Table,
     error_string: unsafe extern "C" fn(NcclResult) -> *const c_char,
+    last_error: Option<unsafe extern "C" fn(NcclComm) -> *const c_char>,
     file: String,
     version: c_int,
 }
@@ -37,50 +40,64 @@ impl fmt::Debug for Nccl {
 }
 
 impl Nccl {
-    /// The library of this process: found and looked through by the first call.
+    /// The library of this process: found and looked through by the first call. Version 2.14 or newer.
     ///
-    /// Files tried: the one that `ALLSTREAM_NCCL_LIBRARY` names, `libnccl.so.2`. Version 2.14 or newer.
+    /// Files tried: the one that `ALLSTREAM_NCCL_LIBRARY` names, and no other. Else `libnccl.so.2`; conda's package in `CONDA_PREFIX`; pip's
+    /// package `nvidia-nccl-cu12` or `-cu13` in the environments that `VIRTUAL_ENV` and `CONDA_PREFIX` name. In a Python interpreter
+    /// ([`look_in_packages`]) its own packages come first, unless a `libnccl.so.2` is loaded already. The first one that can be used is taken.
     ///
     /// # Errors
     /// No such file, a file without a function that is used, or an older version. The answer is kept: later calls get the same.
     pub fn get() -> std::result::Result<&'static Nccl, &'static Unavailable> {
         static NCCL: OnceLock<std::result::Result<Nccl, Unavailable>> = OnceLock::new();
-        NCCL.get_or_init(|| Nccl::open(&Nccl::files())).as_ref()
+        NCCL.get_or_init(|| Nccl::open(&places::files())).as_ref()
     }
 
-    fn files() -> Vec<String> {
-        let named = std::env::var(LIBRARY_VARIABLE).ok().filter(|file| !file.is_empty());
-        named.into_iter().chain(["libnccl.so.2".into()]).collect()
-    }
-
+    /// The first of these files that can be used.
     fn open(files: &[String]) -> std::result::Result<Nccl, Unavailable> {
-        let library = Library::open(files)?;
-        let table = Table::load(&library)?;
-        // SAFETY: the library exports this name as a function of this type (nccl.h).
-        let error_string = unsafe { library.function("ncclGetErrorString") }?;
-        let mut nccl = Nccl { table, error_string, file: library.file, version: 0 };
-        // SAFETY: may be called at any time.
-        nccl.version = unsafe { nccl.get_version() }.unwrap_or(0);
-        if nccl.version < NcclConfig::VERSION {
-            let (file, found) = (nccl.file.clone(), nccl.version());
-            return Err(Unavailable::Version { file, found, needed: NEEDED });
+        let mut tried = Vec::new();
+        for file in files {
+            match Nccl::load(file) {
+                Ok(nccl) => return Ok(nccl),
+                Err(Unavailable::NotFound { tried: missing }) => tried.extend(missing),
+                // It says all by itself.
+                Err(unfit) if files.len() == 1 => return Err(unfit),
+                Err(unfit) => tried.push(Attempt::new(file, &unfit.to_string())),
+            }
         }
-        Ok(nccl)
+        Err(Unavailable::NotFound { tried })
     }
 
-    /// The file that it was loaded from, as it was given to the system's loader.
+    fn load(file: &str) -> std::result::Result<Nccl, Unavailable> {
+        let mut library = Library::open(&[file.to_owned()])?;
+        type GetVersion = unsafe extern "C" fn(*mut c_int) -> NcclResult;
+        // SAFETY: the library exports this name as a function of this type (nccl.h).
+        let get_version = unsafe { library.function::<GetVersion>("ncclGetVersion") }?;
+        let mut version = 0;
+        // SAFETY: may be called at any time; room for a number.
+        let answer = unsafe { get_version(&raw mut version) };
+        // Before the functions are looked up, some of which an older version lacks.
+        if answer != NcclResult::SUCCESS || version < NcclConfig::VERSION {
+            let found = written(version);
+            return Err(Unavailable::Version { file: file.to_owned(), found, needed: NEEDED });
+        }
+        let table = Table::load(&library)?;
+        // SAFETY: as above.
+        let error_string = unsafe { library.function("ncclGetErrorString") }?;
+        // SAFETY: as above.
+        let last_error = unsafe { library.function("ncclGetLastError") }.ok();
+        library.locate("ncclGetVersion");
+        Ok(Nccl { table, error_string, last_error, file: library.file, version })
+    }
+
+    /// The file that it was loaded from.
     pub fn file(&self) -> &str {
         &self.file
     }
 
     /// Its version, such as `2.27.3`.
     pub fn version(&self) -> String {
-        // Up to 2.8 with two digits less.
-        let (major, rest) = match self.version {
-            old if old < 10_000 => (old / 1000, old % 1000),
-            new => (new / 10_000, new % 10_000),
-        };
-        format!("{major}.{}.{}", rest / 100, rest % 100)
+        written(self.version)
     }
 
     /// Its version as the library numbers it: 22703 is 2.27.3.
@@ -106,7 +123,28 @@ impl Nccl {
             // SAFETY: not null, so a string that ends in a null byte.
             false => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
         };
+        let text = match self.last_error() {
+            Some(last) => format!("{text}; the last error that NCCL has noted: {last}"),
+            None => text,
+        };
         NcclError { call, code, text }
+    }
+
+    /// What the library noted last of what went wrong in this process, which says more than a code.
+    fn last_error(&self) -> Option<String> {
+        /// Bytes of the library's text, with the null byte at its end.
+        const MOST: usize = 1024;
+        // SAFETY: takes no communicator (nccl.h), and gives a string that the library keeps, or null.
+        let text = unsafe { self.last_error?(NcclComm::NULL) }.cast::<u8>();
+        if text.is_null() {
+            return None;
+        }
+        // Another thread of the library's may write a new text there meanwhile. So it is read byte by byte, and to its room's end at most.
+        // SAFETY: within that room, or before the first null byte.
+        let bytes = (0..MOST).map(|at| unsafe { text.add(at).read_volatile() });
+        let bytes: Vec<u8> = bytes.take_while(|byte| *byte != 0).collect();
+        let text = String::from_utf8_lossy(&bytes).trim().to_owned();
+        (!text.is_empty()).then_some(text)
     }
 
     /// `ncclGetUniqueId`: what the ranks of a new communicator find each other by.
@@ -157,6 +195,16 @@ impl Nccl {
     }
 }
 
+/// A version, as a person writes it.
+fn written(code: c_int) -> String {
+    // Up to 2.8 with two digits less.
+    let (major, rest) = match code {
+        old if old < 10_000 => (old / 1000, old % 1000),
+        new => (new / 10_000, new % 10_000),
+    };
+    format!("{major}.{}.{}", rest / 100, rest % 100)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -165,5 +213,18 @@ mod tests {
     fn another_library_is_refused_by_the_first_function_that_it_lacks() {
         let error = Nccl::open(&["libc.so.6".into()]).unwrap_err();
         assert_eq!(error, Unavailable::Symbol { file: "libc.so.6".into(), symbol: "ncclGetVersion" });
+    }
+
+    #[test]
+    fn every_place_is_named_with_what_was_wrong_there() {
+        let error = Nccl::open(&["/no/place/libnccl.so.2".into(), "libc.so.6".into()]).unwrap_err();
+        let text = error.to_string();
+        assert!(text.starts_with("looked for /no/place/libnccl.so.2 (cannot open"), "{text}");
+        assert!(text.contains("; libc.so.6 (has no function ncclGetVersion"), "{text}");
+    }
+
+    #[test]
+    fn versions_are_written_as_people_write_them() {
+        assert_eq!([2804, 21400, 23007].map(written), ["2.8.4", "2.14.0", "2.30.7"]);
     }
 }

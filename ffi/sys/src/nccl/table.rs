@@ -7,6 +7,7 @@ use super::types::*;
 use crate::cuda::CuStream;
 use crate::functions::functions;
 
+// All of these are in version 2.14, and in every one since: the library of any such version loads.
 functions! {
     Nccl answers NcclResult, fails with NcclError, is called:
         "The communicator exists. The memory is of its device, as long as said, and stays, used by nobody else out of the stream's order, until \

@@ -1,0 +1,82 @@
+//! Collectives with a count for each rank, for which NCCL has no functions: groups of its broadcasts, reductions and messages.
+
+use allstream_sys::cuda::CuStream;
+use allstream_sys::nccl::{NcclComm, NcclDataType, NcclError};
+
+use super::{NcclEnd, data_type, red_op};
+use crate::device::whole::{Piece, WholeCall};
+use crate::types::{Kind, Rank, Tables};
+
+impl NcclEnd {
+    /// Makes the calls of a piece with a count for each rank, in a group. Blocks that are empty are not called: both ends of a message, and
+    /// all ranks of a broadcast or a reduction, have compared their lengths before.
+    ///
+    /// # Safety
+    /// As of [`Whole::submit`](crate::device::whole::Whole::submit).
+    pub(super) unsafe fn enqueue_varied(
+        &self,
+        (call, piece, tables): (&WholeCall, &Piece, &Tables),
+        at: (NcclComm, CuStream),
+    ) -> Result<(), NcclError> {
+        let (nccl, (rank, size), root) = (self.library.0, self.place, call.root);
+        let bytes = NcclDataType::UINT8;
+        let send = |peer: Rank, (from, len): (*mut u8, usize)| match len {
+            0 => Ok(()),
+            // SAFETY: the caller's promise: a block of the operation's memory.
+            _ => unsafe { nccl.send((from.cast_const().cast(), len), bytes, peer as i32, at) },
+        };
+        let recv = |peer: Rank, (to, len): (*mut u8, usize)| match len {
+            0 => Ok(()),
+            // SAFETY: as above.
+            _ => unsafe { nccl.recv((to.cast(), len), bytes, peer as i32, at) },
+        };
+        let input = |block: Rank| piece.input_block(tables, block);
+        let output = |block: Rank| piece.output_block(tables, block);
+        // Which block of an input or an output is this rank's own, where that may be its only one.
+        let own = if piece.is_in_place() { rank } else { 0 };
+        match call.kind {
+            Kind::AllGather => (0..size).try_for_each(|from| {
+                let (to, len) = output(from);
+                // Only the rank that gives looks at the input.
+                let (given, _) = if from == rank { input(own) } else { (to, len) };
+                match len {
+                    0 => Ok(()),
+                    // SAFETY: as above.
+                    _ => unsafe {
+                        nccl.broadcast((given.cast_const().cast(), to.cast(), len), bytes, from as i32, at)
+                    },
+                }
+            }),
+            Kind::ReduceScatter => {
+                let (dtype, op) = (data_type(piece.dtype), red_op(call.op, piece.dtype));
+                // `takes` has seen to that.
+                let (Some(dtype), Some(op)) = (dtype, op) else { return Ok(()) };
+                (0..size).try_for_each(|to| {
+                    let (given, len) = input(to);
+                    // Only the rank that gets the result looks at the output.
+                    let (result, _) = if to == rank { output(own) } else { (given, len) };
+                    let ends = (given.cast_const().cast(), result.cast(), len / piece.dtype.size());
+                    match len {
+                        0 => Ok(()),
+                        // SAFETY: as above.
+                        _ => unsafe { nccl.reduce(ends, dtype, (op, to as i32), at) },
+                    }
+                })
+            }
+            Kind::Gather => {
+                send(root, input(0))?;
+                (0..size).filter(|_| rank == root).try_for_each(|from| recv(from, output(from)))
+            }
+            Kind::Scatter => {
+                (0..size).filter(|_| rank == root).try_for_each(|to| send(to, input(to)))?;
+                recv(root, output(0))
+            }
+            Kind::AllToAll => (0..size).try_for_each(|peer| {
+                send(peer, input(peer))?;
+                recv(peer, output(peer))
+            }),
+            // `takes` has seen to that.
+            _ => Ok(()),
+        }
+    }
+}
