@@ -121,7 +121,13 @@ impl Call<'_> {
             let workspace = workspace.map(Arc::new);
             operation.signature.kind |= ON_DEVICES;
             let library = whole.as_ref().map(|bound| bound.whole.clone());
+            let endpoint = self.side.0;
+            binding.find_held_up(&streams, endpoint.config.rank).inspect_err(|error| {
+                endpoint.fail(error.clone());
+                endpoint.tell();
+            })?;
             let device = Arc::new(DeviceOp::new(binding, streams, outputs, library, workspace)?);
+            device.watch_inputs(endpoint);
             if let Some(bound) = whole {
                 return self.made_whole(operation, &bound, Some(device));
             }

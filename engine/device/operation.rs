@@ -7,6 +7,8 @@
 //! What is put on a stream is put there by [`Commands`](crate::commands::Commands): no function here that a pass calls, or the end of a
 //! communicator that has failed, calls the driver.
 
+mod inputs;
+
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::task::Waker;
@@ -27,6 +29,7 @@ use crate::link::{LinkRx, LinkTx, Opener, Place};
 use crate::mem::{Fate, Verdict, Witness};
 use crate::trace::log::LOG;
 use crate::types::Rank;
+pub(crate) use inputs::{Blocked, Inputs};
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
 /// bits.
@@ -269,7 +272,7 @@ impl DeviceOp {
         // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
         let ours = &binding.ours;
         let is_in_a_chain =
-            streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter());
+            streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter(), false);
         Ok(DeviceOp {
             binding,
             number: OnceLock::new(),
@@ -341,6 +344,7 @@ impl DeviceOp {
     pub(crate) fn put_end(&self) -> Result<DeviceEvent, Error> {
         let end = self.stream().point()?;
         self.binding.ours.ends(self.number())?;
+        self.binding.has_put(self.number());
         self.state.lock().end = Some(end.clone());
         Ok(end)
     }
@@ -423,7 +427,7 @@ impl DeviceOp {
     /// Sees to it that a stream, and those of the buffers, may wait for what is not on the rank's stream yet, and do not keep it
     /// from getting there. `false`: they might. Else to be followed by `waits_now`.
     pub(crate) fn make_way(&self, stream: &DeviceStream) -> bool {
-        self.binding.ours.make_way(self.streams.iter().chain([stream]))
+        self.binding.ours.make_way(self.streams.iter().chain([stream]), self.needs_copies())
     }
 
     /// They have been made to wait, or will not be.
@@ -451,7 +455,12 @@ impl DeviceOp {
         // where it is given up meanwhile: then the wait is over as it begins.
         let wait = |stream: &DeviceStream| match &end {
             Some(end) => stream.wait_event(end),
-            None => self.binding.ours.await_end(stream, self.number()),
+            None => {
+                self.note_join(stream, false);
+                let awaited = self.binding.ours.await_end(stream, self.number());
+                self.note_join(stream, awaited.is_ok());
+                awaited
+            }
         };
         all.try_for_each(wait).map(|()| true)
     }

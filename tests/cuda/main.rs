@@ -14,6 +14,7 @@ mod conformance;
 mod copies;
 #[cfg(feature = "cudarc")]
 mod cudarc;
+mod dealt;
 mod devices;
 mod dlpack;
 mod ends;

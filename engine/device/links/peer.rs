@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use parking_lot::Mutex;
 
 use crate::commands::Commands;
+use crate::device::operation::Inputs;
 use crate::device::queues::Probe;
 use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};
@@ -62,6 +63,8 @@ pub(crate) struct PeerDevice {
     called: AtomicU64,
     /// To see to it that streams which wait for that word hold up no collective.
     probe: Mutex<Result<Probe, Error>>,
+    /// Which streams this rank has its inputs on, and which wait for the communicator's operations.
+    pub(crate) inputs: Inputs,
 }
 
 impl PeerDevice {
@@ -82,6 +85,7 @@ impl PeerDevice {
             told: Default::default(),
             put: AtomicU64::new(0),
             called: AtomicU64::new(0),
+            inputs: Inputs::new(),
         }
     }
 
@@ -167,9 +171,25 @@ impl PeerDevice {
 
     /// Sees to it that these streams may wait so and hold up no collective: then it counts as if they did until they are said
     /// to ([`DeviceStream::waits_now`]). `false`: they may hold up what they wait for.
-    pub(crate) fn make_way<'a>(&self, streams: impl Iterator<Item = &'a DeviceStream>) -> bool {
+    pub(crate) fn make_way<'a>(
+        &self,
+        streams: impl Iterator<Item = &'a DeviceStream>,
+        needs_copies: bool,
+    ) -> bool {
         // Without words no stream can be made to wait: who tries is told why.
-        self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams))
+        self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams, needs_copies))
+    }
+
+    /// Finds out which of these callers' streams go on while that one waits.
+    pub(crate) fn learn(&self, waiting: &DeviceStream, others: &[DeviceStream]) {
+        if let Ok(probe) = &mut *self.probe.lock() {
+            probe.learn(waiting, others);
+        }
+    }
+
+    /// The number from which on this rank has called no operation.
+    pub(crate) fn next_call(&self) -> u64 {
+        self.called.load(Ordering::Acquire)
     }
 
     /// This operation is called.
