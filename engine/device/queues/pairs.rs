@@ -25,16 +25,14 @@ pub(crate) enum Pair {
     Unknown,
 }
 
-fn add(list: &mut Vec<u64>, ids: &[u64], but: u64) {
-    let new: Vec<u64> = ids.iter().copied().filter(|id| *id != but && !list.contains(id)).collect();
-    if list.len() + new.len() > ANSWERS {
+fn add(list: &mut Vec<u64>, id: u64) {
+    if list.contains(&id) {
+        return;
+    }
+    if list.len() >= ANSWERS {
         list.clear();
     }
-    list.extend(new);
-}
-
-fn ids(streams: &[&DeviceStream]) -> Vec<u64> {
-    streams.iter().map(|stream| stream.0.way().id).collect()
+    list.push(id);
 }
 
 impl DeviceStream {
@@ -140,21 +138,17 @@ impl Probe {
     }
 }
 
-/// Streams that share a queue share it with the same ones.
+/// What is true of two streams is so of either. A stream that goes on while another waits is certain not to be held up. One that does not may
+/// only have been slow, so nothing else is concluded from that.
 fn note(waiting: &DeviceStream, others: &[DeviceStream], answers: &[Pair]) {
-    let of = |wanted: Pair| {
-        let answers = others.iter().zip(answers);
-        answers.filter(move |(_, answer)| **answer == wanted).map(|(other, _)| other)
-    };
-    let together: Vec<&DeviceStream> = [waiting].into_iter().chain(of(Pair::Together)).collect();
-    let apart: Vec<&DeviceStream> = of(Pair::Apart).collect();
-    let (of_together, of_apart) = (ids(&together), ids(&apart));
-    for stream in together {
-        let mut standing = stream.0.standing.lock();
-        add(&mut standing.together, &of_together, stream.0.way().id);
-        add(&mut standing.apart, &of_apart, stream.0.way().id);
-    }
-    for stream in apart {
-        add(&mut stream.0.standing.lock().apart, &of_together, stream.0.way().id);
+    for (other, answer) in others.iter().zip(answers) {
+        for (stream, of) in [(waiting, other), (other, waiting)] {
+            let (mut standing, id) = (stream.0.standing.lock(), of.0.way().id);
+            match answer {
+                Pair::Apart => add(&mut standing.apart, id),
+                Pair::Together => add(&mut standing.together, id),
+                Pair::Unknown => {}
+            }
+        }
     }
 }
