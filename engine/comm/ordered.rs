@@ -75,9 +75,10 @@ impl<O, F> Work<O, F> {
     /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
     ///
     /// Several ranks of one process that share a device share its hardware queues, and a stream that waits holds up all streams in its
-    /// queue. If another rank waits for its own stream before it calls the same operation, and that stream shares the queue, nothing goes on
-    /// before the operation's deadline. So let all of these ranks call the operation before any of them joins. Ranks that
-    /// have a device, or a process, of their own need not.
+    /// queue. So let all of these ranks call an operation before any of them joins it. If another rank has yet to call, and its stream
+    /// shares the queue, this call blocks until it has. If only this thread would make that call, or it turns out only then that the
+    /// stream is held up, all ranks get an [`Error::Invalid`] that names this rule. Ranks that have a device, or a process, of their own
+    /// need not care, nor does anybody with `CUDA_DEVICE_MAX_CONNECTIONS=32` and fewer streams.
     ///
     /// # Errors
     /// Those that are known already: an operation that was refused, or waited for here.

@@ -26,7 +26,7 @@ use crate::types::Rank;
 /// So many streams are remembered of a rank.
 const KEPT: usize = 4;
 /// Ranks that have not called yet, and seem to have no stream, get so long to make one before another's stream waits.
-const SOON: Duration = Duration::from_millis(50);
+const SOON: Duration = Duration::from_millis(500);
 /// A join waits so long for calls that its own thread would have to make, as far as can be known. Another thread may take the rank over.
 const GRACE: Duration = Duration::from_millis(500);
 /// An input that may be behind a stream which waits for its operation gets so long to come.
@@ -91,15 +91,15 @@ impl Inputs {
 impl PeerDevice {
     /// This stream waits for the operation, or is about to.
     fn joins(&self, stream: &DeviceStream, number: u64, is_put: bool) {
+        let ended = self.inputs.ended.load(Ordering::SeqCst);
         let mut joined = self.inputs.joined.lock();
-        match joined.iter_mut().find(|joined| joined.line.as_ptr() == Arc::as_ptr(&stream.0)) {
-            Some(joined) => (joined.number, joined.is_put) = (number, is_put),
-            None => {
-                joined.retain(|joined| {
-                    joined.line.strong_count() > 0 && !self.has_come_to(super::Word::Over, joined.number)
-                });
-                joined.push(Joined { line: Arc::downgrade(&stream.0), number, is_put });
-            }
+        // What is on the rank's stream in whole is waited for as any other work. A stream may wait for several operations that are not.
+        joined.retain(|joined| joined.line.strong_count() > 0 && joined.number >= ended);
+        let is_it =
+            |joined: &&mut Joined| joined.number == number && joined.line.as_ptr() == Arc::as_ptr(&stream.0);
+        match joined.iter_mut().find(is_it) {
+            Some(joined) => joined.is_put = is_put,
+            None => joined.push(Joined { line: Arc::downgrade(&stream.0), number, is_put }),
         }
     }
 }
@@ -176,6 +176,25 @@ impl Drop for Blocked {
         drop(waiting);
         drop(gone);
     }
+}
+
+/// Whether this rank was last called on this thread, or on one whose join waits for ranks of which that is so.
+fn leads_here(device: &PeerDevice) -> bool {
+    let (here, waiting) = (std::thread::current().id(), WAITING.lock().clone());
+    let (mut seen, mut to_see) = (Vec::new(), vec![device.inputs.thread()]);
+    while let Some(thread) = to_see.pop() {
+        if thread == here {
+            return true;
+        }
+        if !seen.contains(&thread) {
+            seen.push(thread);
+            let theirs = waiting.iter().filter(|(other, _)| *other == thread);
+            to_see.extend(theirs.flat_map(|(_, operation)| {
+                operation.uncalled().map(|(_, device)| device.inputs.thread()).collect::<Vec<_>>()
+            }));
+        }
+    }
+    false
 }
 
 impl DeviceOp {
@@ -265,11 +284,8 @@ impl DeviceOp {
             // Any stream that there is may be the one that it is going to use.
             true => waits[0].callers_beside().into_iter().filter(|stream| !waits.contains(&stream)).collect(),
         };
-        // Its thread waits: so it does not call meanwhile, as far as can be known, and its call finds what is wrong.
-        let is_blocked = || {
-            let thread = device.inputs.thread();
-            thread == std::thread::current().id() || WAITING.lock().iter().any(|(other, _)| *other == thread)
-        };
+        // Its thread waits for this call, as far as can be known, so it does not call meanwhile; and its call finds what is wrong.
+        let is_blocked = || leads_here(device);
         if is_new && candidates.len() < new && waited < SOON && !is_blocked() {
             return false;
         }
@@ -306,26 +322,7 @@ impl DeviceOp {
         if waited < GRACE {
             return None;
         }
-        let here = std::thread::current().id();
-        let waiting = WAITING.lock().clone();
-        let mut seen = Vec::new();
-        let rank = self.uncalled().find(|(_, device)| {
-            let mut to_see = vec![device.inputs.thread()];
-            while let Some(thread) = to_see.pop() {
-                if thread == here {
-                    return true;
-                }
-                if seen.contains(&thread) {
-                    continue;
-                }
-                seen.push(thread);
-                let theirs = waiting.iter().filter(|(other, _)| *other == thread);
-                to_see.extend(theirs.flat_map(|(_, operation)| {
-                    operation.uncalled().map(|(_, device)| device.inputs.thread()).collect::<Vec<_>>()
-                }));
-            }
-            false
-        });
+        let rank = self.uncalled().find(|(_, device)| leads_here(device));
         rank.map(|(rank, _)| {
             broken(&format!(
                 "rank {us} waits on the host for rank {rank}'s call, as a stream that waited could hold up what that call needs, and the \
