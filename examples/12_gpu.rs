@@ -3,8 +3,11 @@
 //! `cargo run --example 12_gpu`: four ranks, threads of this process, share the devices that there are. Without a GPU it
 //! says what is missing, and ends well.
 
+use std::sync::Arc;
+
 use allstream::cuda::{Device, DeviceBuf, DeviceStream, device_count};
 use allstream::{Comm, Error, ReduceOp};
+use tokio::sync::Barrier;
 
 const RANKS: usize = 4;
 
@@ -21,7 +24,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!("there is no CUDA device here");
         return Ok(());
     }
-    let ranks = Comm::local(RANKS)?.into_iter().map(|comm| tokio::spawn(rank(comm, devices)));
+    let all_have_called = Arc::new(Barrier::new(RANKS));
+    let ranks = Comm::local(RANKS)?
+        .into_iter()
+        .map(|comm| tokio::spawn(rank(comm, devices, all_have_called.clone())));
     for rank in ranks.collect::<Vec<_>>() {
         println!("{}", rank.await??);
     }
@@ -29,7 +35,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 /// What one rank does: its "gradients" are made on a stream of its own, and averaged over all ranks.
-async fn rank(mut comm: Comm, devices: usize) -> Result<String, Error> {
+async fn rank(mut comm: Comm, devices: usize, all_have_called: Arc<Barrier>) -> Result<String, Error> {
     let device = Device::new(comm.rank() % devices)?;
     let stream = DeviceStream::new(&device)?;
     // From here on collectives on device buffers run on the devices. Where those cannot reach each other, all ranks hear
@@ -39,9 +45,11 @@ async fn rank(mut comm: Comm, devices: usize) -> Result<String, Error> {
     let (host, grads) = DeviceBuf::from_host(&stream, mine).await?;
     // Starts once the stream has come to this point; comes back when the device has the result.
     let mut grads = comm.op(ReduceOp::Avg).all_reduce(grads).await?;
-    // And again, in the order of the stream: nobody waits in between, kernels of yours could be put on it each time.
+    // And again, in the order of the stream: no result is waited for in between, kernels of yours could be put on it each time.
     for _ in 0..10 {
         let work = comm.op(ReduceOp::Avg).on(&stream).all_reduce(grads);
+        // Ranks of one process that share a device all call before any of them joins: see `Work::join`.
+        all_have_called.wait().await;
         grads = work.join(&stream)?.in_order()?;
     }
     let (_grads, host) = grads.to_host(host).await?;

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::Work;
 use super::work::{Ended, Restore, Submitted};
-use crate::device::operation::DeviceOp;
+use crate::device::operation::{Blocked, DeviceOp};
 use crate::device::{DeviceEvent, DeviceStream};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Key};
@@ -75,9 +75,10 @@ impl<O, F> Work<O, F> {
     /// ([`Comm::bind_device`](super::Comm::bind_device)); another operation is waited for here.
     ///
     /// Several ranks of one process that share a device share its hardware queues, and a stream that waits holds up all streams in its
-    /// queue. If another rank waits for its own stream before it calls the same operation, and that stream shares the queue, nothing goes on
-    /// before the operation's deadline. So let all of these ranks call the operation before any of them joins. Ranks that
-    /// have a device, or a process, of their own need not.
+    /// queue. So let all of these ranks call an operation before any of them joins it. If another rank has yet to call, and its stream
+    /// shares the queue, this call blocks until it has. If only this thread would make that call, or it turns out only then that the
+    /// stream is held up, all ranks get an [`Error::Invalid`] that names this rule. Ranks that have a device, or a process, of their own
+    /// need not care, nor does anybody with `CUDA_DEVICE_MAX_CONNECTIONS=32` and fewer streams.
     ///
     /// # Errors
     /// Those that are known already: an operation that was refused, or waited for here.
@@ -157,9 +158,10 @@ fn join(
     let is_ours = device.is_on(stream);
     // The device is asked for a way now and then: each question takes some time of the streams that are to wait.
     let (mut has_way, mut ask_at) = (false, HELP);
+    let mut blocked = None;
     while !device.is_enqueued() {
         if !is_ours && start.elapsed() >= ask_at {
-            has_way = device.make_way(stream);
+            has_way = device.spares_inputs(stream, start.elapsed()) && device.make_way(stream);
             if has_way {
                 break;
             }
@@ -170,9 +172,15 @@ fn join(
             if endpoint.submitted.carrier(key).is_none() {
                 return Ok(None);
             }
+            blocked.get_or_insert_with(|| Blocked::on(&device));
+            if let Some(broken) = device.waits_for_itself(endpoint.config.rank, start.elapsed()) {
+                endpoint.fail(broken);
+                endpoint.tell();
+            }
             std::thread::sleep(HELP);
         }
     }
+    drop(blocked);
     let joined = device.join(stream);
     if has_way {
         device.waits_now(stream);
@@ -202,7 +210,8 @@ impl OnDevice {
         let before = &self.stream;
         // `before` may wait for what is not on any stream yet, and then so does this one.
         let is_early = before != stream && !self.device.is_enqueued();
-        let has_way = is_early && self.device.make_way(stream);
+        let spares = is_early && self.device.spares_inputs(stream, Duration::ZERO);
+        let has_way = spares && self.device.make_way(stream);
         let held_up = is_early && !has_way && !self.device.is_enqueued();
         let order = match before == stream || held_up {
             true => Ok(()),
@@ -210,6 +219,7 @@ impl OnDevice {
         };
         if has_way {
             self.device.waits_now(stream);
+            self.device.note_join(stream, true);
         }
         if let Err(error) = &order {
             tracing::warn!("a stream cannot wait for an operation, so the host does: {error}");

@@ -99,6 +99,7 @@ impl Call<'_> {
         memory: Vec<Memory>,
         held: ErasedBufs,
     ) -> Submitted {
+        let (endpoint, mut held_up) = (self.side.0, None);
         let prepare = |mut operation: Operation| {
             self.start_on_devices(operation.call, places(&memory))?;
             let placed = place(&mut operation, &binding, (whole.is_none(), varied), &memory)?;
@@ -128,7 +129,11 @@ impl Call<'_> {
             let library = whole.as_ref().map(|bound| bound.whole.clone());
             let folds = if whole.is_some() { Folds::default() } else { binding.folds(&mut operation) };
             let needs = Needs { workspace, copied, folds };
+            binding.find_held_up(&placed.streams, endpoint.config.rank).inspect_err(|error| {
+                held_up = Some(error.clone());
+            })?;
             let device = Arc::new(DeviceOp::new(binding, placed.streams, outputs, library, needs)?);
+            device.watch_inputs(endpoint);
             if let Some(bound) = whole {
                 return self.made_whole(operation, &bound, Some(device));
             }
@@ -136,6 +141,10 @@ impl Call<'_> {
         };
         // The driver is called a few times: within one context.
         let prepared = prepared.and_then(|operation| keep(|| prepare(operation)));
+        if let Some(error) = held_up {
+            endpoint.fail(error);
+            endpoint.tell();
+        }
         self.hand_in(prepared, None, held)
     }
 

@@ -4,6 +4,7 @@ mod lines;
 
 use std::ffi::c_void;
 use std::ops::Deref;
+use std::sync::Weak;
 use std::time::Duration;
 
 use allstream_sys::cuda::{
@@ -48,6 +49,8 @@ pub(super) struct Context {
     copies: Mutex<Option<Way>>,
     /// The streams that collectives run on, and what may hold them up.
     pub(super) ways: Mutex<Ways>,
+    /// The streams that callers have made, or named.
+    pub(super) callers: Mutex<Vec<Weak<Line>>>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<PinnedCache>,
     pub(super) modules: Mutex<Modules>,
@@ -73,6 +76,7 @@ impl Context {
             notifiers: Mutex::default(),
             copies: Mutex::default(),
             ways: Mutex::default(),
+            callers: Mutex::default(),
             pinned: Mutex::default(),
             modules: Mutex::default(),
             loading: Mutex::default(),

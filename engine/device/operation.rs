@@ -7,209 +7,32 @@
 //! What is put on a stream is put there by [`Commands`](crate::commands::Commands): no function here that a pass calls, or the end of a
 //! communicator that has failed, calls the driver.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+mod binding;
+mod inputs;
+
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
-use std::task::Waker;
-use std::time::Duration;
 
 use allstream_sys::cuda::CuStreamMemOp;
 use parking_lot::Mutex;
 
-use super::chores::{Busy, later};
-use super::copied::{Copied, DeviceCopies};
-use super::links::ipc::{Far, FarRx, FarTx};
-use super::links::peer::{PeerDevice, PeerRx, PeerTx, Start};
+use super::copied::Copied;
+use super::links::ipc::Far;
+use super::links::peer::{PeerDevice, Start};
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{Stage, watch_stream};
-use super::whole::{BoundWhole, MessagePath, Whole};
+use super::whole::Whole;
 use super::workspace::Workspace;
 use crate::error::Error;
 use crate::link::waits::{Wait, kept};
-use crate::link::{LinkRx, LinkTx, Opener, Place};
 use crate::mem::{Fate, Verdict, Witness};
 use crate::plan::Lending;
 use crate::trace::log::LOG;
 use crate::types::Rank;
+pub(crate) use binding::{Binding, DeviceLinks, limits};
+pub(crate) use inputs::{Blocked, Inputs};
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
-/// bits.
-const SLICE: usize = 1 << 30;
-/// Bytes that one frame can lend.
-const FRAME: usize = u32::MAX as usize;
-
-/// How long the streams of a communicator that has failed may take to come to their ends. After that the caller's streams wait for them no
-/// longer, and the rank's own streams no longer wait for other processes.
-const LET_GO: Duration = Duration::from_millis(150);
-/// How often [`Binding::leave`] looks whether commands are still being carried out.
-const LOOK: Duration = Duration::from_millis(1);
-
-/// Bytes of a slice, and of the longest frame.
-pub(crate) fn limits() -> (usize, usize) {
-    #[cfg(any(test, feature = "testing"))]
-    if let Some(bytes) = crate::testing::faults::longest_frame() {
-        return (bytes / 2, bytes);
-    }
-    (SLICE, FRAME)
-}
-
-/// A rank's device in a communicator, and those of all its peers.
-pub(crate) struct Binding {
-    pub(crate) ours: Arc<PeerDevice>,
-    /// By rank, ours too; none where a rank is in another process, or out of reach.
-    pub(crate) all: Vec<Option<Arc<PeerDevice>>>,
-    /// All devices touch each other's memory. Else what no library takes whole is staged.
-    pub(crate) reaches: bool,
-    /// Those in other processes, if there are any.
-    pub(crate) far: Option<Arc<Far>>,
-    /// Streams of the other devices in this process: one of each.
-    pub(crate) others: Vec<DeviceStream>,
-    /// What takes operations whole, if anything does.
-    pub(crate) whole: Option<BoundWhole>,
-    /// Other libraries' buffers of which operations had copies.
-    pub(crate) copied: Mutex<DeviceCopies>,
-    /// How far its operations have left the devices, once it has failed.
-    leaving: Leaving,
-    /// The operation that was begun last.
-    current: Mutex<Weak<DeviceOp>>,
-    /// What messages go by that a library moves: made with the first.
-    pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
-    _open: Busy,
-}
-
-/// How the operations of a communicator that has failed leave the devices.
-#[derive(Default)]
-struct Leaving {
-    /// Those that were given up, and the verdicts on those that streams were made to wait for.
-    operations: Mutex<Vec<Weak<DeviceOp>>>,
-    verdicts: Mutex<Vec<Arc<Verdict>>>,
-    /// The commands of [`Binding::leave`] are appended.
-    has_begun: AtomicBool,
-    /// With all ranks in this process, and no library: the buffers' streams wait for all that any rank has put on its stream.
-    ordered: OnceLock<Result<(), Error>>,
-    /// The streams of this process have come to the end of what was put on them.
-    is_quiet: AtomicBool,
-}
-
-impl Binding {
-    pub(crate) fn new(
-        ours: Arc<PeerDevice>,
-        (all, far): (Vec<Option<Arc<PeerDevice>>>, Option<Arc<Far>>),
-        reaches: bool,
-        whole: Option<BoundWhole>,
-    ) -> Binding {
-        let mut others: Vec<DeviceStream> = Vec::new();
-        for device in all.iter().flatten() {
-            let known = |stream: &DeviceStream| stream.device() == device.stream.device();
-            if !known(&ours.stream) && !others.iter().any(known) {
-                others.push(device.stream.clone());
-            }
-        }
-        ours.is_among(&all);
-        let (leaving, current, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
-        let _open = Busy::while_open();
-        let copied = Mutex::default();
-        Binding { ours, all, reaches, far, others, whole, copied, leaving, current, message_path, _open }
-    }
-
-    /// The operation that was begun last, whose parts are run.
-    pub(crate) fn current(&self) -> Option<Arc<DeviceOp>> {
-        self.current.lock().upgrade()
-    }
-
-    /// The communicator has failed: no rank of this process puts more of it on a stream, except what [`leave`](Self::leave) does.
-    pub(crate) fn cut(&self) {
-        if kept(Wait::Revoked) {
-            self.all.iter().flatten().for_each(|device| device.commands.cut());
-        }
-    }
-
-    /// Whether all ranks are in this process, and no library takes operations. Then all that is on streams comes to its end, so that streams
-    /// can be made to wait for streams when the communicator has failed. Otherwise a stream may wait for ever for another process, or for a
-    /// library, and the host watches the streams instead.
-    fn is_ordered(&self) -> bool {
-        self.far.is_none() && self.whole.is_none()
-    }
-
-    /// For a communicator that has failed: goes on with its end, and says whether devices may still touch its memory. `since`: for how long
-    /// it has been ending.
-    pub(crate) fn is_touched(self: &Arc<Self>, since: Duration) -> bool {
-        if !self.leaving.has_begun.swap(true, Ordering::AcqRel) {
-            let binding = self.clone();
-            self.ours.commands.put_always(move || binding.leave());
-        }
-        let is_touched = match self.is_ordered() {
-            true => !matches!(self.leaving.ordered.get(), Some(Ok(()))),
-            false => !self.leaving.is_quiet.load(Ordering::Acquire),
-        };
-        if is_touched && since > LET_GO {
-            self.overtake();
-        }
-        is_touched
-    }
-
-    /// A command: makes the buffers' streams wait for what any rank of this process has put on its stream, or watches those streams come
-    /// to their ends; then lets streams go on that wait for operations of the communicator.
-    fn leave(self: &Arc<Self>) {
-        // A rank may be putting work on its stream right now: this command looks again until none is. It is itself one that is done always,
-        // which `is_idle` does not count.
-        let is_at_work = |device: &Arc<PeerDevice>| !device.commands.is_idle();
-        if kept(Wait::MemoryLock) && self.all.iter().flatten().any(is_at_work) {
-            let binding = self.clone();
-            return later(LOOK, move || {
-                let again = binding.clone();
-                binding.ours.commands.put_always(move || again.leave());
-                binding.ours.commands.hand_over();
-            });
-        }
-        let operations = match self.is_ordered() {
-            true => self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect(),
-            false => Vec::new(),
-        };
-        let ordered =
-            operations.iter().map(|operation| operation.order_after_all()).fold(Ok(()), Result::and);
-        let released = ordered.and(self.ours.release_all());
-        if self.is_ordered() {
-            let _ = self.leaving.ordered.set(released.clone());
-            self.ours.commands.wake();
-        }
-        for error in [released, self.watch_ends()].into_iter().filter_map(Result::err) {
-            let what = "the buffers of collectives that failed on a device may not be given back";
-            LOG.line(move || tracing::warn!("{what}: {error}"));
-        }
-    }
-
-    /// Notes when all streams of this process have come to where they are filled to now.
-    fn watch_ends(self: &Arc<Self>) -> Result<(), Error> {
-        let devices = self.all.iter().flatten();
-        let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?.concat();
-        let left = Arc::new(AtomicUsize::new(points.len()));
-        for point in points {
-            let (left, binding) = (left.clone(), self.clone());
-            let reached = move |result: Result<(), Error>| {
-                // Where one has failed, nobody can tell when the streams are quiet.
-                if result.is_ok() && left.fetch_sub(1, Ordering::AcqRel) == 1 {
-                    binding.leaving.is_quiet.store(true, Ordering::Release);
-                    let verdicts = std::mem::take(&mut *binding.leaving.verdicts.lock());
-                    verdicts.iter().for_each(|verdict| verdict.let_go());
-                    binding.ours.commands.wake();
-                }
-            };
-            point.then("end a communicator that has failed", Box::new(reached));
-        }
-        Ok(())
-    }
-
-    /// The streams do not come to their ends, or the driver does not answer: what waits for them goes on. Stores to memory, no call of the
-    /// driver's.
-    fn overtake(&self) {
-        self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
-        self.ours.release_all_now();
-        if let Some(far) = &self.far {
-            far.let_go();
-        }
-    }
-}
-
 /// Which of an operation's parts one kernel of each rank folds ([`Lends`](crate::exec::lends::Lends)), as the call knows.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Folds {
@@ -330,7 +153,7 @@ impl DeviceOp {
         // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
         let ours = &binding.ours;
         let is_in_a_chain =
-            streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter());
+            streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter(), false);
         Ok(DeviceOp {
             binding,
             number: OnceLock::new(),
@@ -491,7 +314,9 @@ impl DeviceOp {
         }
         self.copied.iter().try_for_each(|copied| copied.put_back(self.stream()))?;
         if self.folds.lent_by == 0 && self.waits_for_input.load(Ordering::Relaxed) {
-            return ours.ends(number);
+            ours.ends(number)?;
+            self.binding.has_put(number);
+            return Ok(());
         }
         let mut words = self.wait_for_input();
         let whose = self.others(self.folds.lent_by).chain([ours]);
@@ -499,6 +324,7 @@ impl DeviceOp {
         self.stream().put_words("end a collective", &mut words)?;
         self.has_waits();
         ours.has_put_over(number);
+        self.binding.has_put(number);
         Ok(())
     }
 
@@ -554,6 +380,14 @@ impl DeviceOp {
         self.binding.far.as_ref().map_or(Ok(()), |far| far.check())
     }
 
+    /// Whether the streams of its buffers have come to the call. May call the driver.
+    fn has_come_to_call(&self) -> bool {
+        match self.input {
+            Some(start) => self.binding.ours.shows(start),
+            None => self.after.iter().all(|event| event.is_complete().unwrap_or(true)),
+        }
+    }
+
     /// Whether its own inputs are there. No call of the driver's.
     pub(crate) fn has_inputs(&self) -> bool {
         self.binding.ours.has_begun(self.number())
@@ -602,7 +436,7 @@ impl DeviceOp {
     /// Sees to it that a stream, and those of the buffers, may wait for what is not on the rank's stream yet, and do not keep it
     /// from getting there. `false`: they might. Else to be followed by `waits_now`.
     pub(crate) fn make_way(&self, stream: &DeviceStream) -> bool {
-        self.binding.ours.make_way(self.streams.iter().chain([stream]))
+        self.binding.ours.make_way(self.streams.iter().chain([stream]), self.needs_copies())
     }
 
     /// They have been made to wait, or will not be.
@@ -626,8 +460,17 @@ impl DeviceOp {
         }
         // Where all of it is on streams, they write the words; the host does, where it is given up meanwhile.
         let mut all = self.streams.iter().chain([stream]);
-        let ours = &self.binding.ours;
-        all.try_for_each(|stream| ours.await_ends(stream, self.workers(), self.number())).map(|()| true)
+        let (ours, is_early) = (&self.binding.ours, !self.is_enqueued());
+        all.try_for_each(|stream| {
+            if !is_early {
+                return ours.await_ends(stream, self.workers(), self.number());
+            }
+            self.note_join(stream, false);
+            let awaited = ours.await_ends(stream, self.workers(), self.number());
+            self.note_join(stream, awaited.is_ok());
+            awaited
+        })
+        .map(|()| true)
     }
 
     /// After `join`: its buffers are handed on, and depend on how it ends.
@@ -694,46 +537,5 @@ impl DeviceOp {
             self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;
         }
         Ok(())
-    }
-}
-
-/// Opens links between devices.
-pub(crate) struct DeviceLinks {
-    pub(crate) rings: Arc<dyn Opener>,
-    pub(crate) binding: Arc<Binding>,
-    pub(crate) rank: Rank,
-    /// Of who drives.
-    pub(crate) waker: Waker,
-}
-
-impl DeviceLinks {
-    fn place(&self, peer: Rank, receiving: bool) -> Result<Place, Error> {
-        self.rings.device_place(peer, receiving)?.ok_or_else(|| nowhere(peer))
-    }
-}
-
-fn nowhere(peer: Rank) -> Error {
-    Error::system(format!("open a link to the device of rank {peer}"), "it is out of reach (a bug)")
-}
-
-impl Opener for DeviceLinks {
-    fn open_tx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkTx>, Error> {
-        let (place, binding) = (self.place(peer, false)?, &*self.binding);
-        if binding.all[peer].is_some() {
-            return Ok(Box::new(PeerTx::new(place, binding.ours.clone(), peer)?));
-        }
-        let far = binding.far.clone().ok_or_else(|| nowhere(peer))?;
-        let theirs = far.peers[peer].clone().ok_or_else(|| nowhere(peer))?;
-        Ok(Box::new(FarTx::new(place, binding.ours.clone(), far, theirs)?))
-    }
-
-    fn open_rx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkRx>, Error> {
-        let (place, binding) = (self.place(peer, true)?, &*self.binding);
-        if let Some(theirs) = &binding.all[peer] {
-            return Ok(Box::new(PeerRx::new(place, binding.ours.clone(), theirs.clone(), self.rank)?));
-        }
-        let waker = self.waker.clone();
-        let theirs = binding.far.as_ref().and_then(|far| far.peers[peer].clone());
-        Ok(Box::new(FarRx::new(place, binding.ours.clone(), theirs.ok_or_else(|| nowhere(peer))?, waker)?))
     }
 }

@@ -16,6 +16,8 @@
 //! Work behind such a waiting stream waits, too. So while one waits, no stream of ours is made to wait for such work on the host's behalf
 //! (`waiter.rs`): it could hold up a stream of the user's in its queue, behind which another rank's call may be.
 
+mod pairs;
+
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
@@ -25,6 +27,8 @@ use super::context::{Context, Line, Standing, Way, Ways};
 use super::signal::{DeviceSignal, Word};
 use super::stream::DeviceStream;
 use crate::error::Error;
+
+pub(crate) use pairs::Pair;
 
 /// How long a first answer is waited for. After that no stream that was asked is known to go on.
 const LOOK: Duration = Duration::from_millis(20);
@@ -72,8 +76,9 @@ impl Ways {
             return;
         }
         let lines = alive(&self.lines).into_iter().map(|line| line.0.way());
-        let all: Vec<u64> =
-            lines.chain(self.spare.iter().copied()).chain(context.copies_way()).map(|way| way.id).collect();
+        let callers = alive(&context.callers.lock()).into_iter().map(|line| line.0.way());
+        let ours = lines.chain(self.spare.iter().copied()).chain(context.copies_way());
+        let all: Vec<u64> = ours.chain(callers).map(|way| way.id).collect();
         standing.apart.retain(|id| all.contains(id));
     }
 }
@@ -193,7 +198,12 @@ impl Probe {
     /// Finds out whether these streams may wait for what nobody has put on a stream yet without holding up their device's collectives,
     /// which are moved to a spare stream where that helps. `false`: they may not. After `true` they count as waiting, and the caller calls
     /// [`DeviceStream::waits_now`] once they do, or will not. None of them may have work coming that is captured into a graph.
-    pub(crate) fn make_way<'a>(&mut self, streams: impl Iterator<Item = &'a DeviceStream>) -> bool {
+    /// `needs_copies`: they may not hold up copies either.
+    pub(crate) fn make_way<'a>(
+        &mut self,
+        streams: impl Iterator<Item = &'a DeviceStream>,
+        needs_copies: bool,
+    ) -> bool {
         if is_one() {
             return false;
         }
@@ -204,7 +214,7 @@ impl Probe {
             let (here, elsewhere): (Vec<_>, _) =
                 rest.into_iter().partition(|stream| Arc::ptr_eq(&stream.0.context, &context));
             rest = elsewhere;
-            if !self.make_way_on(&context, &here) {
+            if !self.make_way_on(&context, &here, needs_copies) {
                 done.iter().for_each(DeviceStream::waits_now);
                 return false;
             }
@@ -214,7 +224,7 @@ impl Probe {
     }
 
     /// The same for streams of one device.
-    fn make_way_on(&mut self, context: &Arc<Context>, all: &[DeviceStream]) -> bool {
+    fn make_way_on(&mut self, context: &Arc<Context>, all: &[DeviceStream], needs_copies: bool) -> bool {
         let mut ways = context.ways.lock();
         for line in alive(&ways.lines) {
             if !self.clear(&mut ways, context, &Course::Line(line), all) {
@@ -222,10 +232,13 @@ impl Probe {
             }
         }
         // This rank's collectives need no copies. So where no stream is free for copies, these streams may wait all the same, and hold
-        // copies up.
+        // copies up, unless another rank may need some before it calls.
         if !self.clear(&mut ways, context, &Course::Copies, all)
             && let Some(way) = context.copies_way()
         {
+            if needs_copies {
+                return false;
+            }
             all.iter().for_each(|waiting| waiting.0.standing.lock().beside = Some(way.id));
         }
         for waiting in all {

@@ -15,6 +15,12 @@ use crate::support::{
 };
 
 const DEPTH: u64 = 64;
+
+/// Who waits for room holds up every call, not only those that get memory, unless the whole suite is run with another lock.
+fn whole_lock() -> &'static [(&'static str, &'static str)] {
+    const LOCK: &str = "ALLSTREAM_TEST_CUDA_LOCK";
+    if std::env::var_os(LOCK).is_some() { &[] } else { &[(LOCK, "context")] }
+}
 const LAUNCHES: usize = 200;
 
 /// No test here has a stream that is full for longer, if all is well.
@@ -123,7 +129,7 @@ fn is_timeout_of_rank_1((error, took): (Error, Duration), timeout: Duration) {
 /// Law 4, where the driver blocks: the deadline lets the stream go on, and with it who waits for room there.
 #[test]
 fn law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks() {
-    child("blocked::law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks", &[], || {
+    child("blocked::law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks", whole_lock(), || {
         let timeout = Duration::from_secs(1);
         // A device for each rank, and one whose context both have: then rank 1's calls of the driver wait too.
         for devices in [2, 1] {
@@ -135,7 +141,7 @@ fn law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks() {
 /// Another communicator of the same ranks, and the one that the bound one was made from: both on memory of the host.
 #[test]
 fn host_operations_of_the_same_rank_go_on_while_the_driver_blocks() {
-    child("blocked::host_operations_of_the_same_rank_go_on_while_the_driver_blocks", &[], || {
+    child("blocked::host_operations_of_the_same_rank_go_on_while_the_driver_blocks", whole_lock(), || {
         let timeout = Duration::from_secs(1);
         let meanwhile = |parent: &mut Comm, other: &mut Comm| {
             let peer = 1 - parent.rank();
@@ -156,7 +162,7 @@ fn host_operations_of_the_same_rank_go_on_while_the_driver_blocks() {
 
 #[test]
 fn an_abort_returns_at_once_though_the_driver_blocks() {
-    child("blocked::an_abort_returns_at_once_though_the_driver_blocks", &[], || {
+    child("blocked::an_abort_returns_at_once_though_the_driver_blocks", whole_lock(), || {
         let took = Mutex::new(Vec::new());
         let abort = |comm: &Comm| {
             let (told, hear) = channel();
@@ -224,7 +230,7 @@ fn basics(comm: &mut Comm, stream: &DeviceStream, len: usize) {
 /// Else a driver that blocks holds up whoever waits for the lock: other communicators, deadlines, aborts.
 #[test]
 fn no_driver_is_called_under_the_engines_locks() {
-    child("blocked::no_driver_is_called_under_the_engines_locks", &[], || {
+    child("blocked::no_driver_is_called_under_the_engines_locks", whole_lock(), || {
         // Bound communicators work on devices; others stage what they send on the host.
         for (n, is_bound) in [(2, true), (4, true), (2, false), (4, false)] {
             ranks(n, |mut comm| {

@@ -15,6 +15,7 @@ mod copies;
 mod costs;
 #[cfg(feature = "cudarc")]
 mod cudarc;
+mod dealt;
 mod devices;
 mod dlpack;
 mod ends;

@@ -222,6 +222,15 @@ pub fn set_queues(count: u32) {
     assert_eq!(set(count), 0);
 }
 
+/// How contexts that are made from now on deal their hardware queues to streams: 0 one after the other, 1 at random, 2 at random and apart
+/// by priority. The seed is that of [`set_delays`].
+pub fn set_deal(deal: u32) {
+    let address = function("allstream_test_cuda_set_deal");
+    // SAFETY: the function's type, in the driver's `knobs.rs`.
+    let set: extern "C" fn(u32) -> u32 = unsafe { std::mem::transmute(address) };
+    assert_eq!(set(deal), 0);
+}
+
 /// Of the copies to the host (`false`) or to a device, so many pass from now on, and the streams of the others wait.
 pub fn pass(to_device: bool, copies: u64) {
     let address = function("allstream_test_cuda_pass");

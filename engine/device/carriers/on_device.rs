@@ -21,6 +21,9 @@ impl Carrier for OnDevice {
         let nowhere =
             || Error::system("run a collective on a device", "there are no links to devices (a bug)");
         let lane = lanes.device.as_mut().ok_or_else(nowhere)?;
+        if !self.0.may_begin() {
+            return Ok(Passed::Going(false));
+        }
         self.0.begin()?;
         let (any, is_complete) = lane.pass(work)?;
         if !is_complete {

@@ -153,6 +153,8 @@ impl Point {
 pub(in crate::device) struct Standing {
     /// Streams of the driver's, by their numbers, which go on while this one waits.
     pub(in crate::device) apart: Vec<u64>,
+    /// Of a caller's: other callers' streams, which do not.
+    pub(in crate::device) together: Vec<u64>,
     /// The number of the copies' stream, where this one may hold that up and no spare one was found for copies.
     pub(in crate::device) beside: Option<u64>,
     /// So many times it is about to be made to wait for what is not on a stream yet.
@@ -167,6 +169,7 @@ impl Standing {
     /// Another stream of the driver's has taken its place.
     pub(in crate::device) fn forget(&mut self) {
         self.apart.clear();
+        self.together.clear();
         self.beside = None;
     }
 

@@ -19,6 +19,7 @@ use parking_lot::Mutex;
 
 use crate::commands::Commands;
 use crate::device::current::keep;
+use crate::device::operation::Inputs;
 use crate::device::queues::Probe;
 use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};
@@ -67,6 +68,14 @@ impl Start {
     pub(crate) fn of(number: u64) -> Start {
         Start::Begun(value(number))
     }
+
+    /// The word, and what it shows then.
+    fn word(self) -> (Word, u32) {
+        match self {
+            Start::Input(value) => (Word::Input, value),
+            Start::Begun(value) => (Word::Begun, value),
+        }
+    }
 }
 
 /// A rank's device in a communicator, as all its peers in the process see it.
@@ -98,6 +107,8 @@ pub(crate) struct PeerDevice {
     called: AtomicU64,
     /// To see to it that streams which wait for that word hold up no collective.
     probe: Mutex<Result<Probe, Error>>,
+    /// Which streams this rank has its inputs on, and which wait for the communicator's operations.
+    pub(crate) inputs: Inputs,
 }
 
 impl PeerDevice {
@@ -129,6 +140,7 @@ impl PeerDevice {
             put: AtomicU64::new(0),
             put_over: AtomicU64::new(0),
             called: AtomicU64::new(0),
+            inputs: Inputs::new(),
         }
     }
 
@@ -193,10 +205,13 @@ impl PeerDevice {
     /// begun since.
     fn start(&self, number: u64) -> Option<(Word, u32)> {
         let (found, start) = self.starts.lock()[number as usize % STARTS];
-        (found == number).then_some(match start {
-            Start::Input(value) => (Word::Input, value),
-            Start::Begun(value) => (Word::Begun, value),
-        })
+        (found == number).then_some(start.word())
+    }
+
+    /// Whether the word says so by now.
+    pub(crate) fn shows(&self, start: Start) -> bool {
+        let (which, value) = start.word();
+        self.words.as_ref().is_ok_and(|words| words.shows(which, value))
     }
 
     /// For a stream that is to wait for this operation's inputs on this rank. `None`: it has not been begun here (a bug).
@@ -318,9 +333,25 @@ impl PeerDevice {
 
     /// Sees to it that these streams may wait so and hold up no collective: then it counts as if they did until they are said
     /// to ([`DeviceStream::waits_now`]). `false`: they may hold up what they wait for.
-    pub(crate) fn make_way<'a>(&self, streams: impl Iterator<Item = &'a DeviceStream>) -> bool {
+    pub(crate) fn make_way<'a>(
+        &self,
+        streams: impl Iterator<Item = &'a DeviceStream>,
+        needs_copies: bool,
+    ) -> bool {
         // Without words no stream can be made to wait: who tries is told why.
-        self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams))
+        self.probe.lock().as_mut().map_or(true, |probe| probe.make_way(streams, needs_copies))
+    }
+
+    /// Finds out which of these callers' streams go on while that one waits.
+    pub(crate) fn learn(&self, waiting: &DeviceStream, others: &[DeviceStream]) {
+        if let Ok(probe) = &mut *self.probe.lock() {
+            probe.learn(waiting, others);
+        }
+    }
+
+    /// The number from which on this rank has called no operation.
+    pub(crate) fn next_call(&self) -> u64 {
+        self.called.load(Ordering::Acquire)
     }
 
     /// This operation is called.

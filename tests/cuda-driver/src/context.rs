@@ -27,8 +27,19 @@ pub(crate) struct Context {
     pub(crate) order: Mutex<Queues>,
     /// The stream 0, once it was used.
     pub(crate) legacy: Mutex<Option<Arc<Stream>>>,
-    /// Held by a call that waits for room in a stream; all other calls wait for that one to be through.
+    /// Held by a call that waits for room in a stream, if the knob says so; all other calls wait for that one to be through.
     blocked: Mutex<()>,
+    /// So many calls wait for room in a stream.
+    crowded: AtomicU32,
+}
+
+/// Says of a context that a call waits for room in one of its streams.
+pub(crate) struct Crowd<'a>(&'a Context);
+
+impl Drop for Crowd<'_> {
+    fn drop(&mut self) {
+        self.0.crowded.fetch_sub(1, Ordering::AcqRel);
+    }
 }
 
 pub(crate) static CONTEXTS: Table<Context> = Table::new();
@@ -51,6 +62,7 @@ impl Context {
             order: Mutex::new(Queues::new(knobs::queues())),
             legacy: Mutex::default(),
             blocked: Mutex::default(),
+            crowded: AtomicU32::new(0),
         });
         CONTEXTS.add(context.handle, context.clone());
         context
@@ -92,14 +104,27 @@ impl Context {
     }
 
     /// A call that waits for room in a stream here keeps this while it waits.
+    pub(crate) fn crowd(&self) -> Crowd<'_> {
+        self.crowded.fetch_add(1, Ordering::AcqRel);
+        Crowd(self)
+    }
+
+    /// And this, if it is to hold up all other calls.
     pub(crate) fn hold(&self) -> MutexGuard<'_, ()> {
         lock(&self.blocked)
     }
 
-    /// Every call that has to do with this context comes through here first: while another waits for room, it does not pass.
+    /// Every call that has to do with this context comes through here first: while another holds it up, it does not pass.
     pub(crate) fn pass(&self) {
-        if knobs::depth().is_some() {
+        if knobs::depth().is_some() && knobs::strict().context_lock {
             drop(lock(&self.blocked));
+        }
+    }
+
+    /// A call that gets memory comes through here first: while any other waits for room, it does not pass.
+    pub(crate) fn pass_for_memory(&self) {
+        while self.crowded.load(Ordering::Acquire) > 0 && self.is_alive() {
+            std::thread::sleep(std::time::Duration::from_micros(50));
         }
     }
 

@@ -34,6 +34,9 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
         }
         if let Ok(context) = crate::context::current() {
             context.pass();
+            if GETS_MEMORY.contains(&name) {
+                context.pass_for_memory();
+            }
         }
         capture::allowed(name)?;
         if MAY_WAIT.contains(&name) {
@@ -74,6 +77,10 @@ const MAY_WAIT: [&str; 11] = [
     "cuModuleLoadDataEx",
     "cuModuleGetFunction",
 ];
+
+/// Calls that wait while another waits for room in a stream of the context.
+const GETS_MEMORY: [&str; 4] =
+    ["cuMemAlloc_v2", "cuMemAllocHost_v2", "cuMemHostAlloc", "cuMemHostRegister_v2"];
 
 /// As [`call`], for the functions that work before `cuInit`.
 pub(crate) fn early(name: &'static str, body: impl FnOnce() -> Done) -> Code {

@@ -36,6 +36,8 @@ pub(crate) struct Strictness {
     pub(crate) reuse: bool,
     /// Machine code is taken where it is of our devices.
     pub(crate) machine_code: bool,
+    /// Who waits for room in a stream holds up every call into the context; otherwise only calls that get memory, as measured on an H200.
+    pub(crate) context_lock: bool,
 }
 
 impl Strictness {
@@ -51,6 +53,11 @@ impl Strictness {
             no_ipc: flag("NO_IPC", false),
             reuse: flag("REUSE", false),
             machine_code: flag("MACHINE_CODE", true),
+            context_lock: match variable("LOCK").trim() {
+                "" | "memory" => false,
+                "context" => true,
+                other => wrong("LOCK", other),
+            },
         }
     }
 }
@@ -67,6 +74,8 @@ struct Knobs {
     budget: AtomicU64,
     /// Hardware queues of a context that is made from now on.
     queues: AtomicU64,
+    /// How they are dealt to streams: a [`Deal`].
+    deal: AtomicU64,
     /// Pieces of work that are not done which a stream takes; 0: any number.
     depth: AtomicU64,
     strict: Strictness,
@@ -92,6 +101,12 @@ fn knobs() -> &'static Knobs {
             no_peer: AtomicU64::new(0),
             budget: AtomicU64::new(number("BUDGET", 1 << 32)),
             queues: AtomicU64::new(asked_queues()),
+            deal: AtomicU64::new(match variable("DEAL").trim() {
+                "" | "turn" => Deal::InTurn as u64,
+                "seed" => Deal::Seeded as u64,
+                "apart" => Deal::Apart as u64,
+                other => wrong("DEAL", other),
+            }),
             depth: AtomicU64::new(number("DEPTH", 0)),
             strict: Strictness::asked(),
             spoil: variable("SPOIL"),
@@ -198,10 +213,29 @@ pub(crate) fn spoils(kernel: &str) -> bool {
 /// The most hardware queues that a context can have.
 const MOST_QUEUES: u64 = 32;
 
-/// How many hardware queues a context has, by the variable that real drivers read.
+/// How many hardware queues a context has: by our own variable, or else by the one that real drivers read.
 fn asked_queues() -> u64 {
     let text = std::env::var("CUDA_DEVICE_MAX_CONNECTIONS").unwrap_or_default();
-    text.trim().parse().unwrap_or(8).clamp(1, MOST_QUEUES)
+    number("QUEUES", text.trim().parse().unwrap_or(8)).clamp(1, MOST_QUEUES)
+}
+
+/// How the hardware queues of a context are dealt to the streams that are made in it.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Deal {
+    /// One after the other.
+    InTurn,
+    /// At random, by the seed. Streams of every priority share all queues.
+    Seeded,
+    /// The same, but the last half of the queues (at least one, of two or more) is for streams of the highest priority alone.
+    Apart,
+}
+
+pub(crate) fn deal() -> Deal {
+    match knobs().deal.load(Ordering::Relaxed) {
+        0 => Deal::InTurn,
+        1 => Deal::Seeded,
+        _ => Deal::Apart,
+    }
 }
 
 pub(crate) fn queues() -> usize {
@@ -272,7 +306,7 @@ impl Delays {
         Delays((knobs().seed.load(Ordering::Relaxed) ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)) | 1)
     }
 
-    fn next(&mut self) -> u64 {
+    pub(crate) fn next(&mut self) -> u64 {
         // xorshift64*
         self.0 ^= self.0 >> 12;
         self.0 ^= self.0 << 25;
@@ -366,6 +400,19 @@ pub(crate) extern "C" fn allstream_test_cuda_set_queues(count: u32) -> Code {
             return Err(Code::INVALID_VALUE);
         }
         knobs.queues.store(count, Ordering::Relaxed);
+        Ok(())
+    })
+}
+
+/// How contexts that are made from now on deal their hardware queues to streams: 0 one after the other, 1 at random, 2 at random and apart
+/// by priority. The seed is that of the delays.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_set_deal(deal: u32) -> Code {
+    setter(|knobs| {
+        if deal > Deal::Apart as u32 {
+            return Err(Code::INVALID_VALUE);
+        }
+        knobs.deal.store(deal.into(), Ordering::Relaxed);
         Ok(())
     })
 }

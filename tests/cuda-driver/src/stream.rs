@@ -10,7 +10,7 @@ use crate::capture;
 use crate::codes::{Code, Done};
 use crate::context::{Context, working};
 use crate::entry::call;
-use crate::knobs::{self, Delays};
+use crate::knobs::{self, Deal, Delays};
 
 /// The smallest number that is a priority.
 pub(crate) const MOST_URGENT: i32 = -5;
@@ -18,6 +18,8 @@ pub(crate) const MOST_URGENT: i32 = -5;
 const LEGACY: Handle = 1;
 const PER_THREAD: Handle = 2;
 const NON_BLOCKING: u32 = 1;
+/// Queues are dealt by other numbers of a seed's than streams are delayed by.
+const SALT: u64 = 0x71ee5;
 /// How often who waits looks whether there is still something to wait for.
 const LOOK: Duration = Duration::from_millis(50);
 
@@ -61,23 +63,38 @@ pub(crate) struct Ticket {
     number: u64,
 }
 
-/// The hardware queues of a context. Streams take them in turn as they are made; there are 8, or as many as
+/// The hardware queues of a context. Streams take them in turn as they are made, or at random ([`Deal`]); there are 8, or as many as
 /// `CUDA_DEVICE_MAX_CONNECTIONS` says. What is in a queue goes to the device one after the other, whichever streams it is
 /// of: so a stream that waits holds up all that came later to the streams that share its queue.
 pub(crate) struct Queues {
     last: Vec<Option<Ticket>>,
     made: usize,
+    deal: Deal,
+    random: Delays,
 }
 
 impl Queues {
     pub(crate) fn new(count: usize) -> Self {
-        Queues { last: (0..count).map(|_| None).collect(), made: 0 }
+        let mut random = Delays::new(SALT);
+        // Seeds that are near each other begin alike.
+        for _ in 0..8 {
+            random.next();
+        }
+        Queues { last: (0..count).map(|_| None).collect(), made: 0, deal: knobs::deal(), random }
     }
 
     /// A queue for a new stream.
-    fn next(&mut self) -> usize {
+    fn next(&mut self, is_urgent: bool) -> usize {
         self.made += 1;
-        (self.made - 1) % self.last.len()
+        let all = self.last.len();
+        let usual = all.div_ceil(2);
+        let mut draw = |from: usize, below: usize| from + self.random.next() as usize % (below - from);
+        match self.deal {
+            Deal::InTurn => (self.made - 1) % all,
+            Deal::Apart if all > 1 && is_urgent => draw(usual, all),
+            Deal::Apart if all > 1 => draw(0, usual),
+            Deal::Apart | Deal::Seeded => draw(0, all),
+        }
     }
 
     /// Nothing more comes; tickets keep their streams.
@@ -138,7 +155,7 @@ impl Ticket {
 
 impl Stream {
     fn start(context: &Arc<Context>, flags: u32, priority: i32, legacy: bool) -> Done<Arc<Self>> {
-        let lane = lock(&context.order).next();
+        let lane = lock(&context.order).next(priority == MOST_URGENT);
         let stream = Arc::new(Stream {
             handle: fresh(),
             context: context.clone(),
@@ -191,25 +208,39 @@ impl Stream {
         work: impl FnOnce(&Worker<'_>) -> Done + Send + 'static,
     ) -> Done<Option<Ticket>> {
         self.context.check()?;
-        let mut queues = lock(&self.context.order);
-        let mut after = self.comes_after()?;
-        let mut queue = lock(&self.queue);
-        match queue.capture {
-            Capture::None => {}
-            Capture::Active => return Ok(None),
-            Capture::Invalid => return Err(Code::STREAM_CAPTURE_INVALIDATED),
-        }
         let full =
             |queue: &Queue| knobs::depth().is_some_and(|depth| queue.submitted - queue.completed >= depth);
-        // As in a real driver, who waits for room holds the context's lock meanwhile.
-        let _held = full(&queue).then(|| {
-            knobs::note("waiting for room");
-            self.context.hold()
-        });
-        while full(&queue) && self.context.is_alive() {
-            let woken = self.changed.wait_timeout(queue, LOOK);
-            queue = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
+        let (mut held, mut crowds) = (None, None);
+        let (mut queues, mut after, mut queue) = loop {
+            let queues = lock(&self.context.order);
+            let after = self.comes_after()?;
+            let mut queue = lock(&self.queue);
+            match queue.capture {
+                Capture::None => {}
+                Capture::Active => return Ok(None),
+                Capture::Invalid => return Err(Code::STREAM_CAPTURE_INVALIDATED),
+            }
+            if !full(&queue) || !self.context.is_alive() {
+                break (queues, after, queue);
+            }
+            if crowds.is_none() {
+                knobs::note("waiting for room");
+                crowds = Some(self.context.crowd());
+            }
+            if knobs::strict().context_lock {
+                // Nothing more comes to any stream of the context, and no other call goes on in it.
+                held.get_or_insert_with(|| self.context.hold());
+                while full(&queue) && self.context.is_alive() {
+                    let woken = self.changed.wait_timeout(queue, LOOK);
+                    queue = woken.unwrap_or_else(PoisonError::into_inner).0;
+                }
+                break (queues, after, queue);
+            }
+            // Other streams of the context take more meanwhile.
+            drop(queues);
+            drop(self.changed.wait_timeout(queue, LOOK));
+        };
+        drop(crowds);
         let before = &mut queues.last[self.lane];
         // A stream is in order with itself.
         after.extend(before.take().filter(|ticket| !Arc::ptr_eq(&ticket.stream, self)));

@@ -1,0 +1,241 @@
+//! [`Binding`]: a rank's device in a communicator, the devices of its peers, and how the operations of a communicator that has failed leave them.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
+use std::task::Waker;
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::DeviceOp;
+use crate::device::chores::{Busy, later};
+use crate::device::copied::DeviceCopies;
+use crate::device::links::ipc::{Far, FarRx, FarTx};
+use crate::device::links::peer::{PeerDevice, PeerRx, PeerTx};
+use crate::device::stream::DeviceStream;
+use crate::device::whole::{BoundWhole, MessagePath};
+use crate::error::Error;
+use crate::link::waits::{Wait, kept};
+use crate::link::{LinkRx, LinkTx, Opener, Place};
+use crate::mem::Verdict;
+use crate::trace::log::LOG;
+use crate::types::Rank;
+
+/// bits.
+const SLICE: usize = 1 << 30;
+/// Bytes that one frame can lend.
+const FRAME: usize = u32::MAX as usize;
+
+/// How long the streams of a communicator that has failed may take to come to their ends. After that the caller's streams wait for them no
+/// longer, and the rank's own streams no longer wait for other processes.
+const LET_GO: Duration = Duration::from_millis(150);
+/// How often [`Binding::leave`] looks whether commands are still being carried out.
+const LOOK: Duration = Duration::from_millis(1);
+
+/// Bytes of a slice, and of the longest frame.
+pub(crate) fn limits() -> (usize, usize) {
+    #[cfg(any(test, feature = "testing"))]
+    if let Some(bytes) = crate::testing::faults::longest_frame() {
+        return (bytes / 2, bytes);
+    }
+    (SLICE, FRAME)
+}
+
+/// A rank's device in a communicator, and those of all its peers.
+pub(crate) struct Binding {
+    pub(crate) ours: Arc<PeerDevice>,
+    /// By rank, ours too; none where a rank is in another process, or out of reach.
+    pub(crate) all: Vec<Option<Arc<PeerDevice>>>,
+    /// All devices touch each other's memory. Else what no library takes whole is staged.
+    pub(crate) reaches: bool,
+    /// Those in other processes, if there are any.
+    pub(crate) far: Option<Arc<Far>>,
+    /// Streams of the other devices in this process: one of each.
+    pub(crate) others: Vec<DeviceStream>,
+    /// What takes operations whole, if anything does.
+    pub(crate) whole: Option<BoundWhole>,
+    /// Other libraries' buffers of which operations had copies.
+    pub(crate) copied: Mutex<DeviceCopies>,
+    /// How far its operations have left the devices, once it has failed.
+    pub(super) leaving: Leaving,
+    /// The operation that was begun last.
+    pub(super) current: Mutex<Weak<DeviceOp>>,
+    /// What messages go by that a library moves: made with the first.
+    pub(crate) message_path: Mutex<Option<Arc<MessagePath>>>,
+    _open: Busy,
+}
+
+/// How the operations of a communicator that has failed leave the devices.
+#[derive(Default)]
+pub(super) struct Leaving {
+    /// Those that were given up, and the verdicts on those that streams were made to wait for.
+    pub(super) operations: Mutex<Vec<Weak<DeviceOp>>>,
+    pub(super) verdicts: Mutex<Vec<Arc<Verdict>>>,
+    /// The commands of [`Binding::leave`] are appended.
+    pub(super) has_begun: AtomicBool,
+    /// With all ranks in this process, and no library: the buffers' streams wait for all that any rank has put on its stream.
+    pub(super) ordered: OnceLock<Result<(), Error>>,
+    /// The streams of this process have come to the end of what was put on them.
+    is_quiet: AtomicBool,
+}
+
+impl Binding {
+    pub(crate) fn new(
+        ours: Arc<PeerDevice>,
+        (all, far): (Vec<Option<Arc<PeerDevice>>>, Option<Arc<Far>>),
+        reaches: bool,
+        whole: Option<BoundWhole>,
+    ) -> Binding {
+        let mut others: Vec<DeviceStream> = Vec::new();
+        for device in all.iter().flatten() {
+            let known = |stream: &DeviceStream| stream.device() == device.stream.device();
+            if !known(&ours.stream) && !others.iter().any(known) {
+                others.push(device.stream.clone());
+            }
+        }
+        ours.is_among(&all);
+        let (leaving, current, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
+        let _open = Busy::while_open();
+        let copied = Mutex::default();
+        Binding { ours, all, reaches, far, others, whole, copied, leaving, current, message_path, _open }
+    }
+
+    /// The operation that was begun last, whose parts are run.
+    pub(crate) fn current(&self) -> Option<Arc<DeviceOp>> {
+        self.current.lock().upgrade()
+    }
+
+    /// The communicator has failed: no rank of this process puts more of it on a stream, except what [`leave`](Self::leave) does.
+    pub(crate) fn cut(&self) {
+        if kept(Wait::Revoked) {
+            self.all.iter().flatten().for_each(|device| device.commands.cut());
+        }
+    }
+
+    /// Whether all ranks are in this process, and no library takes operations. Then all that is on streams comes to its end, so that streams
+    /// can be made to wait for streams when the communicator has failed. Otherwise a stream may wait for ever for another process, or for a
+    /// library, and the host watches the streams instead.
+    fn is_ordered(&self) -> bool {
+        self.far.is_none() && self.whole.is_none()
+    }
+
+    /// For a communicator that has failed: goes on with its end, and says whether devices may still touch its memory. `since`: for how long
+    /// it has been ending.
+    pub(crate) fn is_touched(self: &Arc<Self>, since: Duration) -> bool {
+        if !self.leaving.has_begun.swap(true, Ordering::AcqRel) {
+            let binding = self.clone();
+            self.ours.commands.put_always(move || binding.leave());
+        }
+        let is_touched = match self.is_ordered() {
+            true => !matches!(self.leaving.ordered.get(), Some(Ok(()))),
+            false => !self.leaving.is_quiet.load(Ordering::Acquire),
+        };
+        if is_touched && since > LET_GO {
+            self.overtake();
+        }
+        is_touched
+    }
+
+    /// A command: makes the buffers' streams wait for what any rank of this process has put on its stream, or watches those streams come
+    /// to their ends; then lets streams go on that wait for operations of the communicator.
+    fn leave(self: &Arc<Self>) {
+        // A rank may be putting work on its stream right now: this command looks again until none is. It is itself one that is done always,
+        // which `is_idle` does not count.
+        let is_at_work = |device: &Arc<PeerDevice>| !device.commands.is_idle();
+        if kept(Wait::MemoryLock) && self.all.iter().flatten().any(is_at_work) {
+            let binding = self.clone();
+            return later(LOOK, move || {
+                let again = binding.clone();
+                binding.ours.commands.put_always(move || again.leave());
+                binding.ours.commands.hand_over();
+            });
+        }
+        let operations = match self.is_ordered() {
+            true => self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect(),
+            false => Vec::new(),
+        };
+        let ordered =
+            operations.iter().map(|operation| operation.order_after_all()).fold(Ok(()), Result::and);
+        let released = ordered.and(self.ours.release_all());
+        if self.is_ordered() {
+            let _ = self.leaving.ordered.set(released.clone());
+            self.ours.commands.wake();
+        }
+        for error in [released, self.watch_ends()].into_iter().filter_map(Result::err) {
+            let what = "the buffers of collectives that failed on a device may not be given back";
+            LOG.line(move || tracing::warn!("{what}: {error}"));
+        }
+    }
+
+    /// Notes when all streams of this process have come to where they are filled to now.
+    fn watch_ends(self: &Arc<Self>) -> Result<(), Error> {
+        let devices = self.all.iter().flatten();
+        let points = devices.map(|device| device.points()).collect::<Result<Vec<_>, _>>()?.concat();
+        let left = Arc::new(AtomicUsize::new(points.len()));
+        for point in points {
+            let (left, binding) = (left.clone(), self.clone());
+            let reached = move |result: Result<(), Error>| {
+                // Where one has failed, nobody can tell when the streams are quiet.
+                if result.is_ok() && left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                    binding.leaving.is_quiet.store(true, Ordering::Release);
+                    let verdicts = std::mem::take(&mut *binding.leaving.verdicts.lock());
+                    verdicts.iter().for_each(|verdict| verdict.let_go());
+                    binding.ours.commands.wake();
+                }
+            };
+            point.then("end a communicator that has failed", Box::new(reached));
+        }
+        Ok(())
+    }
+
+    /// The streams do not come to their ends, or the driver does not answer: what waits for them goes on. Stores to memory, no call of the
+    /// driver's.
+    fn overtake(&self) {
+        self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
+        self.ours.release_all_now();
+        if let Some(far) = &self.far {
+            far.let_go();
+        }
+    }
+}
+
+/// Opens links between devices.
+pub(crate) struct DeviceLinks {
+    pub(crate) rings: Arc<dyn Opener>,
+    pub(crate) binding: Arc<Binding>,
+    pub(crate) rank: Rank,
+    /// Of who drives.
+    pub(crate) waker: Waker,
+}
+
+impl DeviceLinks {
+    fn place(&self, peer: Rank, receiving: bool) -> Result<Place, Error> {
+        self.rings.device_place(peer, receiving)?.ok_or_else(|| nowhere(peer))
+    }
+}
+
+fn nowhere(peer: Rank) -> Error {
+    Error::system(format!("open a link to the device of rank {peer}"), "it is out of reach (a bug)")
+}
+
+impl Opener for DeviceLinks {
+    fn open_tx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkTx>, Error> {
+        let (place, binding) = (self.place(peer, false)?, &*self.binding);
+        if binding.all[peer].is_some() {
+            return Ok(Box::new(PeerTx::new(place, binding.ours.clone(), peer)?));
+        }
+        let far = binding.far.clone().ok_or_else(|| nowhere(peer))?;
+        let theirs = far.peers[peer].clone().ok_or_else(|| nowhere(peer))?;
+        Ok(Box::new(FarTx::new(place, binding.ours.clone(), far, theirs)?))
+    }
+
+    fn open_rx(&self, peer: Rank, _channel: u8) -> Result<Box<dyn LinkRx>, Error> {
+        let (place, binding) = (self.place(peer, true)?, &*self.binding);
+        if let Some(theirs) = &binding.all[peer] {
+            return Ok(Box::new(PeerRx::new(place, binding.ours.clone(), theirs.clone(), self.rank)?));
+        }
+        let waker = self.waker.clone();
+        let theirs = binding.far.as_ref().and_then(|far| far.peers[peer].clone());
+        Ok(Box::new(FarRx::new(place, binding.ours.clone(), theirs.ok_or_else(|| nowhere(peer))?, waker)?))
+    }
+}

@@ -1,0 +1,153 @@
+//! Which of the callers' streams share a hardware queue: so one that waits for a collective holds up the other, on which another rank may
+//! have its input.
+//!
+//! None of them can be moved to another queue. So this is only found out, once for each two, in the same way as for streams of ours (see
+//! above): the one waits for a word of the host's, the others are each told to write a word. What comes only when the host has
+//! let the first go on was held up by it. What does not come then either had other work to do, and nothing is known of it.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::{ANSWERS, BELL, LOOK, Probe, SPIN, alive, enter, is_one};
+use crate::device::context::Context;
+use crate::device::stream::DeviceStream;
+use crate::error::Error;
+
+/// Of two streams of callers'.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pair {
+    /// The one goes on while the other waits.
+    Apart,
+    /// They share a hardware queue, or are one stream of the driver's.
+    Together,
+    /// It could not be found out yet.
+    Unknown,
+}
+
+fn add(list: &mut Vec<u64>, id: u64) {
+    if list.contains(&id) {
+        return;
+    }
+    if list.len() >= ANSWERS {
+        list.clear();
+    }
+    list.push(id);
+}
+
+impl DeviceStream {
+    /// What is known of this one and another. Of streams of two devices: they are apart.
+    pub(crate) fn pair(&self, other: &DeviceStream) -> Pair {
+        let (ours, theirs) = (self.0.way(), other.0.way());
+        if !self.shares_device(other) {
+            return Pair::Apart;
+        }
+        if ours.raw == theirs.raw {
+            return Pair::Together;
+        }
+        let standing = self.0.standing.lock();
+        match (standing.apart.contains(&theirs.id), standing.together.contains(&theirs.id)) {
+            (true, _) => Pair::Apart,
+            (false, true) => Pair::Together,
+            (false, false) => Pair::Unknown,
+        }
+    }
+
+    pub(crate) fn shares_device(&self, other: &DeviceStream) -> bool {
+        Arc::ptr_eq(&self.0.context, &other.0.context)
+    }
+
+    /// It is a caller's: a rank may have its input there.
+    pub(in crate::device) fn is_a_callers(self) -> DeviceStream {
+        enter(&mut self.0.context.callers.lock(), &self);
+        self
+    }
+
+    /// All callers' streams of its device.
+    pub(crate) fn callers_beside(&self) -> Vec<DeviceStream> {
+        alive(&self.0.context.callers.lock())
+    }
+}
+
+impl Probe {
+    /// Finds out which of `others` go on while `waiting` waits. Both are callers' streams of one device; `waiting` has no work coming that is
+    /// captured into a graph.
+    pub(crate) fn learn(&mut self, waiting: &DeviceStream, others: &[DeviceStream]) {
+        let context: Arc<Context> = waiting.0.context.clone();
+        if is_one() || waiting.is_waiting() || self.bells.is_empty() {
+            return;
+        }
+        // One question at a time: what waits for one would be taken for held up by another.
+        let _ways = context.ways.lock();
+        for others in others.chunks(self.bells.len()) {
+            match self.question(waiting, others) {
+                Ok(answers) => note(waiting, others, &answers),
+                Err(error) => {
+                    tracing::debug!("a device does not say whether streams hold up each other: {error}");
+                }
+            }
+            if self.bells.len() < others.len() {
+                return;
+            }
+        }
+    }
+
+    fn question(&mut self, waiting: &DeviceStream, others: &[DeviceStream]) -> Result<Vec<Pair>, Error> {
+        self.turn = self.turn.wrapping_add(1);
+        let turn = self.turn;
+        let free = |stream: &DeviceStream| stream.refuse_capture("join", "it is captured").is_ok();
+        // A stream that another thread captures would have the write in its graph.
+        let mut asked: Vec<bool> = others.iter().map(free).collect();
+        let held = self.gate.is_awaited_by(waiting, [BELL].into_iter(), turn).and_then(|()| {
+            let mut all = others.iter().zip(&self.bells).zip(&asked).filter(|(_, asked)| **asked);
+            all.try_for_each(|((other, bell), _)| bell.put_on(other, BELL, turn))
+        });
+        let came = |asked: &[bool]| -> Vec<bool> {
+            let start = Instant::now();
+            loop {
+                let rang = |(bell, asked): (&crate::device::signal::DeviceSignal, &bool)| {
+                    *asked && bell.shows(BELL, turn)
+                };
+                let came: Vec<bool> = self.bells.iter().zip(asked).map(rang).collect();
+                if came == asked || start.elapsed() > LOOK || held.is_err() {
+                    return came;
+                }
+                match start.elapsed() < SPIN {
+                    true => std::hint::spin_loop(),
+                    false => std::thread::sleep(SPIN),
+                }
+            }
+        };
+        let meanwhile = came(&asked);
+        self.gate.set(BELL, turn);
+        let behind = came(&asked);
+        held?;
+        let answer = |(meanwhile, behind): (&bool, &bool)| match (meanwhile, behind) {
+            (true, _) => Pair::Apart,
+            (false, true) => Pair::Together,
+            (false, false) => Pair::Unknown,
+        };
+        let answers = meanwhile.iter().zip(&behind).map(answer).collect();
+        // Where a capture began meanwhile, a graph may write that word whenever it runs: the word stays for good, and is used no more.
+        for at in (0..asked.len()).rev() {
+            if std::mem::take(&mut asked[at]) && !free(&others[at]) {
+                std::mem::forget(self.bells.remove(at));
+            }
+        }
+        Ok(answers)
+    }
+}
+
+/// What is true of two streams is so of either. A stream that goes on while another waits is certain not to be held up. One that does not may
+/// only have been slow, so nothing else is concluded from that.
+fn note(waiting: &DeviceStream, others: &[DeviceStream], answers: &[Pair]) {
+    for (other, answer) in others.iter().zip(answers) {
+        for (stream, of) in [(waiting, other), (other, waiting)] {
+            let (mut standing, id) = (stream.0.standing.lock(), of.0.way().id);
+            match answer {
+                Pair::Apart => add(&mut standing.apart, id),
+                Pair::Together => add(&mut standing.together, id),
+                Pair::Unknown => {}
+            }
+        }
+    }
+}
