@@ -64,7 +64,7 @@ impl Inputs {
         *self.thread.lock() = std::thread::current().id();
         let mut used = self.used.lock();
         for stream in streams {
-            if !used.first().is_some_and(|first| first.as_ptr() == Arc::as_ptr(&stream.0)) {
+            if used.first().is_none_or(|first| first.as_ptr() != Arc::as_ptr(&stream.0)) {
                 used.retain(|line| line.as_ptr() != Arc::as_ptr(&stream.0));
                 used.insert(0, Arc::downgrade(&stream.0));
                 used.truncate(KEPT);
