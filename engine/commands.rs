@@ -210,14 +210,8 @@ impl Commands {
     fn carry_out(&self) {
         while self.any.load(Ordering::Acquire) {
             let Some(issuing) = self.issuing.try_lock() else { break };
-            let mut all = || {
-                while let Some(command) = self.next() {
-                    self.carry_out_one(command);
-                }
-            };
-            match self.within.get() {
-                Some(within) => within(&mut all),
-                None => all(),
+            while let Some(first) = self.next(false) {
+                self.carry_out_row(first);
             }
             drop(issuing);
             // See `append`.
@@ -238,9 +232,31 @@ impl Commands {
         }
     }
 
-    fn next(&self) -> Option<Command> {
+    /// Carries out this command, and those behind it up to the first that is done always: such a one may drop what is a user's, and so is not done
+    /// within what the others have in common.
+    fn carry_out_row(&self, first: Command) {
+        let within = self.within.get().filter(|_| !first.always);
+        let mut next = Some(first);
+        let mut all = || {
+            while let Some(command) = next.take() {
+                let is_last = command.always;
+                self.carry_out_one(command);
+                next = if is_last { None } else { self.next(true) };
+            }
+        };
+        match within {
+            Some(within) => within(&mut all),
+            None => all(),
+        }
+    }
+
+    /// The next command; with `of_a_row`, only if it is not one that is done always.
+    fn next(&self, of_a_row: bool) -> Option<Command> {
         let mut list = self.list.lock();
-        let next = list.pop_front();
+        let next = match list.front() {
+            Some(command) if of_a_row && command.always => None,
+            _ => list.pop_front(),
+        };
         self.any.store(!list.is_empty(), Ordering::Release);
         next
     }

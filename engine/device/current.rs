@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 
 use super::driver::warn;
 use super::handle::Handle;
-use allstream_sys::cuda::{CuContext, Cuda};
+use allstream_sys::cuda::{CuContext, Cuda, CudaError};
 
 /// What this thread has entered.
 #[derive(Clone, Copy)]
@@ -49,20 +49,27 @@ pub(super) struct Held<'a> {
 }
 
 impl Held<'_> {
-    pub(super) fn new(handle: &Handle) -> Result<Held<'_>, allstream_sys::cuda::CudaError> {
+    pub(super) fn new(handle: &Handle) -> Result<Held<'_>, CudaError> {
         let here = HERE.get();
         let is_kept = here.kept.is_some_and(|(context, ..)| context == handle.raw());
         if is_kept && here.above == 0 {
             return Ok(Held { handle, leaves: false, _here: PhantomData });
         }
+        if here.keeps == 0 || here.kept.is_some() || here.above > 0 {
+            return Held::apart(handle);
+        }
         // SAFETY: the context is retained as long as the handle is there.
         unsafe { handle.cuda.ctx_push_current(handle.raw()) }?;
-        let leaves = here.keeps == 0 || here.kept.is_some() || here.above > 0;
-        change(|here| match leaves {
-            true => here.above += 1,
-            false => here.kept = Some((handle.raw(), handle.cuda, handle.ordinal)),
-        });
-        Ok(Held { handle, leaves, _here: PhantomData })
+        change(|here| here.kept = Some((handle.raw(), handle.cuda, handle.ordinal)));
+        Ok(Held { handle, leaves: false, _here: PhantomData })
+    }
+
+    /// Enters the context although it may be what is kept, and leaves it again.
+    pub(super) fn apart(handle: &Handle) -> Result<Held<'_>, CudaError> {
+        // SAFETY: the context is retained as long as the handle is there.
+        unsafe { handle.cuda.ctx_push_current(handle.raw()) }?;
+        change(|here| here.above += 1);
+        Ok(Held { handle, leaves: true, _here: PhantomData })
     }
 }
 

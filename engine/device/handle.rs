@@ -5,9 +5,9 @@ use std::sync::Once;
 use std::time::Duration;
 
 use allstream_sys::cuda::{
-    CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
-    CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CuContext, CuDevice, CuEvent, CuResult, CuStream, Cuda,
-    CudaError,
+    CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+    CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING, CuContext,
+    CuDevice, CuEvent, CuResult, CuStream, Cuda, CudaError,
 };
 use parking_lot::Mutex;
 
@@ -53,6 +53,8 @@ pub(super) struct Handle {
     pub(super) max_ctas: u32,
     /// The first number of the device's compute capability: which machine code it runs.
     pub(super) major: u32,
+    /// A stream's wait for a word can make what another device wrote before visible to what comes behind the wait.
+    pub(super) flushes: bool,
 }
 
 /// Proof that a context is this thread's current one. What was before it is again when this goes.
@@ -88,6 +90,10 @@ impl Handle {
         let major =
             unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device) };
         let major = major.map_err(tell)?.unsigned_abs();
+        // SAFETY: as above. A driver that does not know the attribute does not have it.
+        let flushes =
+            unsafe { cuda.device_get_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device) };
+        let flushes = flushes.is_ok_and(|can| can != 0);
         let _relaxed = relaxed(cuda);
         // SAFETY: as above; released in `drop`.
         let context = unsafe { cuda.device_primary_ctx_retain(device) }.map_err(tell)?;
@@ -104,6 +110,7 @@ impl Handle {
             bells: Mutex::default(),
             max_ctas,
             major,
+            flushes,
         })
     }
 
@@ -140,6 +147,12 @@ impl Handle {
     /// The same for calls that only put something on a stream, or record an event there: no capture of another stream's minds those.
     pub(super) fn enter_plainly(&self) -> Result<Entered<'_>, CudaError> {
         Ok(Entered { _held: Held::new(self)?, _relaxed: None, _here: PhantomData })
+    }
+
+    /// The same, for other libraries, which may make another context the thread's current one meanwhile.
+    pub(super) fn enter_apart(&self) -> Result<Entered<'_>, CudaError> {
+        let _held = Held::apart(self)?;
+        Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
     }
 
     /// The driver's handle, which lives as long as this.

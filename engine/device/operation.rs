@@ -106,6 +106,8 @@ pub(crate) struct DeviceOp {
 /// Nobody calls the driver with this locked.
 #[derive(Default)]
 struct State {
+    /// Behind all that the rank's stream does for it, where words do not say enough.
+    end: Option<DeviceEvent>,
     /// It was given up.
     failed: bool,
     /// Its buffers may be touched for longer than anybody waits.
@@ -125,6 +127,11 @@ impl Drop for DeviceOp {
     fn drop(&mut self) {
         if let Some(verdict) = self.state.get_mut().verdict.take().filter(|verdict| verdict.is_good()) {
             verdict.let_go();
+        }
+        if self.is_in_a_chain && !*self.waits_for_input.get_mut() {
+            // It was never begun: the rank's stream will not wait.
+            let stream = self.binding.ours.stream.clone();
+            self.binding.ours.commands.put_always(move || stream.waits_now());
         }
     }
 }
@@ -208,7 +215,7 @@ impl DeviceOp {
             workspace.release();
         }
         let (ours, number) = (&self.binding.ours, self.number());
-        ours.starts(number, self.input.unwrap_or_else(|| Start::of(number)), self.folds.own_work_is_lent);
+        ours.starts(number, self.start(), self.folds.own_work_is_lent);
         let operation = self.clone();
         ours.commands.put(move || {
             operation.binding.ours.takes(number);
@@ -223,6 +230,11 @@ impl DeviceOp {
             operation.copied.iter().try_for_each(|copied| copied.fill(operation.stream()))
         });
         Ok(())
+    }
+
+    /// What says that its inputs are there.
+    fn start(&self) -> Start {
+        self.input.unwrap_or_else(|| Start::of(self.number()))
     }
 
     /// A command: the rank's stream has been made to wait for what the buffers' streams hold.
@@ -313,16 +325,22 @@ impl DeviceOp {
             return Ok(());
         }
         self.copied.iter().try_for_each(|copied| copied.put_back(self.stream()))?;
-        if self.folds.lent_by == 0 && self.waits_for_input.load(Ordering::Relaxed) {
-            ours.ends(number)?;
-            self.binding.has_put(number);
-            return Ok(());
+        if ours.has_words() {
+            let mut words = self.wait_for_input();
+            let refreshes = ours.refreshes(number);
+            words.extend(ours.begun(number).filter(|_| refreshes));
+            let whose = self.others(if refreshes { u64::MAX } else { self.folds.lent_by }).chain([ours]);
+            words.extend(whose.filter_map(|whose| ours.over_for(whose, number)));
+            self.stream().put_words("end a collective", &mut words)?;
+            self.has_waits();
+        } else {
+            ours.tell_when_over(number)?;
         }
-        let mut words = self.wait_for_input();
-        let whose = self.others(self.folds.lent_by).chain([ours]);
-        words.extend(whose.filter_map(|whose| ours.over_for(whose, number)));
-        self.stream().put_words("end a collective", &mut words)?;
-        self.has_waits();
+        // Without words it is what says that the operation is over. A stream of the caller's is not asked, as it may have other work behind the
+        // operation, or be captured by then.
+        if !(ours.has_words() && ours.stream.is_alone()) {
+            self.state.lock().end = Some(self.stream().point()?);
+        }
         ours.has_put_over(number);
         self.binding.has_put(number);
         Ok(())
@@ -330,9 +348,8 @@ impl DeviceOp {
 
     /// A command: all of it is on the stream. Returns the end there.
     pub(crate) fn put_end(&self) -> Result<DeviceEvent, Error> {
-        let end = self.stream().point()?;
         self.put_over()?;
-        Ok(end)
+        self.stream().point()
     }
 
     /// The ranks whose streams touch its buffers.
@@ -343,6 +360,13 @@ impl DeviceOp {
     /// Whether all that the rank's own stream does for it is there.
     pub(crate) fn is_put(&self) -> bool {
         self.binding.ours.is_put_over(self.number())
+    }
+
+    /// The ranks on whose streams it is not over, with whether all of it is there: of those whose streams touch its buffers.
+    pub(crate) fn at_work(&self) -> Vec<(Rank, bool)> {
+        let (ours, number) = (&self.binding.ours, self.number());
+        let busy = self.workers().filter(|device| !ours.has_ended_by(device, number));
+        busy.map(|device| (device.rank(), device.is_put_over(number))).collect()
     }
 
     /// Whether all of it is on the streams.
@@ -390,7 +414,7 @@ impl DeviceOp {
 
     /// Whether its own inputs are there. No call of the driver's.
     pub(crate) fn has_inputs(&self) -> bool {
-        self.binding.ours.has_begun(self.number())
+        self.binding.ours.shows(self.start()) || self.binding.ours.is_told_begun(self.number())
     }
 
     /// Whether the driver has taken its first work. No call of the driver's.
@@ -408,24 +432,34 @@ impl DeviceOp {
     /// Has the driver asked now and then whether the rank's stream has failed, until it has come to the operation's end. Calls `then` when it has
     /// failed, or has come to its end though no word has said so.
     pub(crate) fn watch(self: &Arc<Self>, then: impl FnOnce() + Send + 'static) {
-        let (operation, ours) = (self.clone(), self.binding.ours.clone());
+        let (operation, ours, number) = (self.clone(), self.binding.ours.clone(), self.number());
         let told = move |result: Result<(), Error>| {
             match result {
-                Ok(()) => operation
-                    .binding
-                    .ours
-                    .tell_over(operation.others(operation.folds.lent_by), operation.number()),
+                Ok(()) if operation.state.lock().failed => {}
+                Ok(()) => {
+                    operation.binding.ours.tell_over(operation.others(operation.folds.lent_by), number);
+                }
                 Err(error) => drop(operation.failure.set(error)),
             }
             then();
         };
-        let number = self.number();
-        let stage = move || match ours.has_ended_by(&ours, number) {
-            true => Stage::Over,
-            false if ours.is_put_over(number) => Stage::There,
-            false => Stage::Coming,
-        };
-        watch_stream(self.stream(), "run a collective", Box::new(stage), Box::new(told));
+        if ours.has_words() && ours.stream.is_alone() {
+            let stage = move || match ours.has_ended_by(&ours, number) {
+                true => Stage::Over,
+                false if ours.is_put_over(number) => Stage::There,
+                false => Stage::Coming,
+            };
+            return watch_stream(self.stream(), "run a collective", Box::new(stage), Box::new(told));
+        }
+        let operation = self.clone();
+        self.binding.ours.commands.put(move || {
+            // Set by the command before this one.
+            let end = operation.state.lock().end.clone();
+            if let Some(end) = end {
+                end.then("run a collective", Box::new(told));
+            }
+            Ok(())
+        });
     }
 
     /// Whether the rank's own stream is one of those that `join` makes wait.
@@ -447,7 +481,7 @@ impl DeviceOp {
     /// Makes a stream, and those of the buffers, wait for the operation's end. `false`: it was given up, and
     /// nothing waits.
     pub(crate) fn join(&self, stream: &DeviceStream) -> Result<bool, Error> {
-        {
+        let end = {
             let mut state = self.state.lock();
             if state.failed {
                 return Ok(false);
@@ -457,9 +491,13 @@ impl DeviceOp {
             let far = || self.binding.far.as_ref().map(witness);
             let verdict = || Arc::new(Verdict::new(self.taken_by.as_ref().map(library).or_else(far)));
             state.verdict.get_or_insert_with(verdict);
-        }
+            state.end.clone().filter(|_| !self.binding.ours.has_words())
+        };
         // Where all of it is on streams, they write the words; the host does, where it is given up meanwhile.
         let mut all = self.streams.iter().chain([stream]);
+        if let Some(end) = end {
+            return all.try_for_each(|stream| stream.wait_event(&end)).map(|()| true);
+        }
         let (ours, is_early) = (&self.binding.ours, !self.is_enqueued());
         all.try_for_each(|stream| {
             if !is_early {

@@ -2,15 +2,14 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use allstream_sys::cuda::{
-    CU_STREAM_WAIT_VALUE_GEQ, CU_STREAM_WRITE_VALUE_DEFAULT, CuDevicePtr, CuStreamMemOp,
-};
+use allstream_sys::cuda::{CuDevicePtr, CuStreamMemOp};
 use parking_lot::Mutex;
 
 use super::chores::{drop_later, later};
+use super::context::Line;
 use super::pinned::PinnedBuf;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
@@ -56,6 +55,8 @@ pub(crate) struct DeviceSignal {
     furthest: Box<[AtomicU32]>,
     /// The furthest that was put on a stream as [`Word::Input`].
     input: AtomicU32,
+    /// The stream that it was put on.
+    last_input: Mutex<Weak<Line>>,
     uses: Mutex<Uses>,
 }
 
@@ -71,6 +72,8 @@ struct Uses {
 const STREAMS: usize = 16;
 /// How often words are looked at that wait to be given back.
 const LOOK: Duration = Duration::from_millis(10);
+/// And how many times.
+const LOOKS: u32 = 1000;
 const SIGNAL: &str = "signal what a stream has come to";
 
 impl DeviceSignal {
@@ -101,6 +104,7 @@ impl DeviceSignal {
             others: OnceLock::new(),
             furthest: (0..ranks).map(|_| AtomicU32::new(0)).collect(),
             input: AtomicU32::new(0),
+            last_input: Mutex::default(),
             uses: Mutex::new(Uses { points: HashMap::new(), limit: STREAMS }),
         })
     }
@@ -156,8 +160,7 @@ impl DeviceSignal {
                 raise(&self.furthest[rank], value);
                 value = self.furthest[rank].load(Ordering::Acquire);
             }
-            Word::Input => raise(&self.input, value),
-            Word::Begun => {}
+            Word::Input | Word::Begun => {}
         }
         CuStreamMemOp::write(self.address(which), value)
     }
@@ -192,16 +195,23 @@ impl DeviceSignal {
         self.used_by(stream)
     }
 
-    /// As [`put_on`](Self::put_on), for the next number of [`Word::Input`], which is returned. `stream` wrote all that are not shown yet, so
-    /// that numbers come in their order; and nothing is noted of it, as the words stay until they show the last of these numbers.
-    pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<u32, Error> {
+    /// Has a stream write the next number of [`Word::Input`], which is returned, when it comes here. Nothing is noted of the stream, as the words
+    /// stay until they show the last of these numbers. `None`: another stream has still to write one, and numbers might not come in their order.
+    pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<Option<u32>, Error> {
+        let mut last = self.last_input.lock();
+        // (A line that is remembered, even weakly, has its address for itself.)
+        if last.as_ptr() != Arc::as_ptr(&stream.0) && !self.shows_all_inputs() {
+            return Ok(None);
+        }
         let value = self.input.load(Ordering::Acquire).wrapping_add(1);
         stream.put_words(SIGNAL, &mut [self.write(Word::Input, value)])?;
-        Ok(value)
+        raise(&self.input, value);
+        *last = Arc::downgrade(&stream.0);
+        Ok(Some(value))
     }
 
     /// Whether streams have come past all inputs that they were to write.
-    pub(crate) fn shows_all_inputs(&self) -> bool {
+    fn shows_all_inputs(&self) -> bool {
         self.shows(Word::Input, self.input.load(Ordering::Acquire))
     }
 
@@ -263,10 +273,11 @@ fn keep_until(event: DeviceEvent, memory: Arc<PinnedBuf<u32>>) {
     waiter::watch(event, Box::new(then));
 }
 
-/// Drops them once the word shows this.
-fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32) {
+/// Drops them once the word shows this, if it does within so many looks. Otherwise they stay for good.
+fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32, looks: u32) {
     later(LOOK, move || match is_further(value, word(&memory, which).load(Ordering::Acquire)) {
-        true => keep_until_shown(memory, which, value),
+        true if looks == 0 => std::mem::forget(memory),
+        true => keep_until_shown(memory, which, value, looks - 1),
         false => drop(memory),
     });
 }
@@ -274,14 +285,20 @@ fn keep_until_shown(memory: Arc<PinnedBuf<u32>>, which: Word, value: u32) {
 impl Drop for DeviceSignal {
     /// Streams may still come to the words: those stay until the streams have. The driver is asked by a thread that nobody waits for.
     fn drop(&mut self) {
+        let mut input = None;
         if !self.shows_all_inputs() {
-            keep_until_shown(self.memory.clone(), Word::Input, *self.input.get_mut());
+            input = self.last_input.get_mut().upgrade().map(DeviceStream);
+            if input.is_none() {
+                // The stream is gone for the program, and its work goes on.
+                keep_until_shown(self.memory.clone(), Word::Input, *self.input.get_mut(), LOOKS);
+            }
         }
         let points: Vec<_> = self.uses.get_mut().points.drain().filter_map(|(_, event)| event).collect();
         let mut writers: Vec<DeviceStream> = self.writers().map(|(_, stream)| stream.clone()).collect();
         if !writers.contains(&self.writer) {
             writers.push(self.writer.clone());
         }
+        writers.extend(input);
         let memory = self.memory.clone();
         later(Duration::ZERO, move || {
             points.into_iter().for_each(|event| keep_until(event, memory.clone()));
@@ -304,6 +321,9 @@ impl DeviceStream {
         if all.is_empty() {
             return Ok(());
         }
+        if self.0.context.flushes {
+            all.iter_mut().for_each(CuStreamMemOp::flush);
+        }
         self.0.context.call_plainly(doing, |cuda| {
             let stream = self.0.raw();
             if all.len() > 1 && cuda.has_stream_batch_mem_op() {
@@ -316,11 +336,9 @@ impl DeviceStream {
                 let (at, value) = (op.address(), op.value());
                 match op.is_wait() {
                     // SAFETY: as above.
-                    true => unsafe { cuda.stream_wait_value32(*stream, at, value, CU_STREAM_WAIT_VALUE_GEQ) },
+                    true => unsafe { cuda.stream_wait_value32(*stream, at, value, op.flags()) },
                     // SAFETY: as above.
-                    false => unsafe {
-                        cuda.stream_write_value32(*stream, at, value, CU_STREAM_WRITE_VALUE_DEFAULT)
-                    },
+                    false => unsafe { cuda.stream_write_value32(*stream, at, value, op.flags()) },
                 }
             })
         })

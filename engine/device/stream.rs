@@ -132,7 +132,7 @@ impl DeviceStream {
     pub(crate) fn with_raw<T>(&self, doing: &str, call: impl FnOnce(CuStream) -> T) -> Result<T, Error> {
         let context = &self.0.context;
         let raw = self.0.raw();
-        let called = context.enter().map(|_entered| call(*raw));
+        let called = context.enter_apart().map(|_entered| call(*raw));
         called.map_err(|error| context.tell(doing, error))
     }
 
@@ -168,6 +168,11 @@ impl DeviceStream {
             // SAFETY: both exist: `self` and `event` keep them, and they are of one context.
             unsafe { cuda.event_record(event.0.raw, *self.0.raw()) }
         })
+    }
+
+    /// Whether nobody but a rank puts anything here.
+    pub(super) fn is_alone(&self) -> bool {
+        self.0.may_move()
     }
 
     /// Lets this stream's device touch the memory of another's. `false`: it cannot.

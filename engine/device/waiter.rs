@@ -215,6 +215,11 @@ impl Entry {
         self.until.is_some_and(|until| Instant::now() >= until)
     }
 
+    /// Nobody need be told: what matters on the stream is over.
+    fn is_past(&self) -> bool {
+        matches!(&self.what, What::Stream { stage, .. } if stage() == Stage::Over)
+    }
+
     /// How it ended, if it has.
     fn ask(&self) -> Option<Outcome> {
         let context = self.what.context();
@@ -223,9 +228,6 @@ impl Entry {
             What::Event(_) => Stage::There,
             What::Stream { stage, .. } => stage(),
         };
-        if stage == Stage::Over {
-            return Some(Outcome::Reached);
-        }
         let query = |_entered| match &self.what {
             // SAFETY: `event` keeps it, and its context is current.
             What::Event(event) => unsafe { context.cuda.event_query(event.0.raw) },
@@ -233,7 +235,7 @@ impl Entry {
             What::Stream { stream, .. } => unsafe { context.cuda.stream_query(*stream.0.raw()) },
         };
         match context.enter_plainly().and_then(query) {
-            Ok(()) if stage == Stage::Coming => None,
+            Ok(()) if stage != Stage::There => None,
             Ok(()) => Some(Outcome::Reached),
             // The process ends, and the driver is gone: there is nobody to ask again.
             Err(error) if error.code == CuResult::DEINITIALIZED => {
@@ -278,6 +280,9 @@ impl Waiter {
         let mut clock = Clock { swept: Instant::now(), busy: Instant::now() };
         loop {
             for (token, entry) in self.due(&mut clock) {
+                if entry.is_past() {
+                    continue;
+                }
                 match entry.ask() {
                     Some(outcome) => entry.end(outcome),
                     None => {

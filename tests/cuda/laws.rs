@@ -3,12 +3,12 @@
 
 use std::time::Duration;
 
-use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
 use allstream::{Algo, Comm, Error, Failed, Work};
 use futures::future::join_all;
 
 use crate::support::{
-    bound, child, down, fail, is_ours, nothing_left, ranks, report, set_delays, soon, up, values,
+    bound, child, down, fail, is_ours, nothing_left, pass, ranks, report, set_delays, soon, up, values,
 };
 
 const SLOW: &[(&str, &str)] =
@@ -409,5 +409,41 @@ fn devices_that_cannot_reach_each_other_are_staged_and_told_why() {
             assert_eq!(down(soon(comm.all_reduce(up(&stream, vec![1u8; 9]))).unwrap()), [3; 9]);
         });
         all_is_gone("all ranks have ended");
+    });
+}
+
+/// More operations than one wait for an input, for longer than each of them may take: the time of each begins when its input is there.
+#[test]
+fn law_4_a_time_limit_begins_when_the_inputs_are_there() {
+    const CALLS: usize = 20;
+    const LIMIT: Duration = Duration::from_millis(100);
+    child("laws::law_4_a_time_limit_begins_when_the_inputs_are_there", &[], || {
+        let all = std::sync::Barrier::new(2);
+        ranks(2, |mut comm| {
+            let (rank, stream) = (comm.rank(), bound(&mut comm, 1));
+            let late = DeviceStream::new(&stream.device()).unwrap();
+            let bufs: Vec<_> = (0..CALLS).map(|_| up(&stream, vec![1u32; 4])).collect();
+            let pinned = PinnedBuf::from_slice(&stream.device(), &[1u32]).unwrap();
+            all.wait();
+            if rank == 0 {
+                pass(true, 0);
+            }
+            all.wait();
+            let input = DeviceBuf::from_host(&late, pinned);
+            let calls = bufs.into_iter().map(|buf| comm.timeout(LIMIT).on(&late).all_reduce(buf));
+            let works: Vec<_> = calls.collect();
+            // Nothing comes for longer than that.
+            std::thread::sleep(4 * LIMIT);
+            all.wait();
+            if rank == 0 {
+                pass(true, u64::MAX);
+            }
+            for result in soon(join_all(works)) {
+                assert_eq!(down(result.unwrap()), [2; 4]);
+            }
+            drop(soon(input).unwrap());
+            soon(comm.close()).unwrap();
+        });
+        all_is_gone("both ranks have ended");
     });
 }

@@ -63,19 +63,27 @@ impl OnStream for Arc<DeviceOp> {
         DeviceOp::is_taken(self)
     }
 
-    /// The ranks whose inputs are not there. If there are none, this rank, on which the driver has not put all of the operation on the stream, or
-    /// the library that took it has not ended it.
+    /// The ranks whose inputs are not there. If there are none: this rank, where a library that took the operation has not ended it; or the ranks
+    /// whose devices are still at work, or whose drivers have not put all of the operation on the stream.
     fn late(&self, us: Rank) -> Vec<Missing> {
         let late = DeviceOp::late(self).into_iter();
-        let mut missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
-        let by = match self.is_put() {
-            false => Some(format!("the driver of {:?}, which does not answer", self.stream().device())),
-            true => self.taken_by().map(|by| by.name().to_owned()),
-        };
-        if let Some(by) = by.filter(|_| missing.is_empty()) {
-            missing.push(Missing { rank: us, state: MissingState::NotEnded { by } });
+        let missing: Vec<_> = late.map(|rank| Missing { rank, state: MissingState::NotReady }).collect();
+        if !missing.is_empty() {
+            return missing;
         }
-        missing
+        let not_ended = |rank, by| Missing { rank, state: MissingState::NotEnded { by } };
+        if let Some(library) = self.taken_by().filter(|_| self.is_put()) {
+            return vec![not_ended(us, library.name().to_owned())];
+        }
+        let device = self.stream().device();
+        let busy = self.at_work().into_iter().map(|(rank, is_put)| match is_put {
+            true => not_ended(rank, "its device".to_owned()),
+            false if rank == us => {
+                not_ended(rank, format!("the driver of {device:?}, which does not answer"))
+            }
+            false => not_ended(rank, "its device's driver, which does not answer".to_owned()),
+        });
+        busy.collect()
     }
 
     fn give_up(&self, cause: &Error) {

@@ -50,9 +50,11 @@ fn at(frame: u64) -> usize {
     (frame % CELLS) as usize
 }
 
-/// So many operations at most have been begun by a rank while a peer has still to look at one of them: a rank begins the next when all have given
-/// back what it lent.
-const STARTS: usize = 8;
+/// Of so many operations a rank remembers what says that their inputs are there: of more than may be on its stream at a time.
+const STARTS: usize = 2048;
+/// Some words are written by operations of some kinds only. After so many numbers without them the next operation writes all, so that no word is
+/// ever half a circle behind.
+const REFRESH: u64 = 1 << 28;
 
 /// What says that the inputs of an operation are there: one of the rank's words, and what it shows then.
 #[derive(Clone, Copy, Debug)]
@@ -93,10 +95,10 @@ pub(crate) struct PeerDevice {
     /// What the streams of all ranks have come to with this rank's operations, and what streams of the caller's wait for. Made when the communicator
     /// is bound: getting memory for it may wait for the device. The error where that cannot be.
     words: Result<DeviceSignal, Error>,
-    /// The stream that the inputs of calls were on last, while words say when they are there.
-    input: Mutex<Option<DeviceStream>>,
     /// What says that the inputs of the operations that were begun last are there: by number.
-    starts: Mutex<[(u64, Start); STARTS]>,
+    starts: Mutex<Box<[(u64, Start)]>>,
+    /// The operation for which all words were written last.
+    refreshed: AtomicU64,
     /// What this rank lends now, its own stream writes first.
     lends_own_work: AtomicBool,
     /// How many operations are begun, and over, as far as the driver has told the host: where there are no words, or a word does not come.
@@ -128,8 +130,8 @@ impl PeerDevice {
         PeerDevice {
             rank,
             words: DeviceSignal::new(&stream, size),
-            input: Mutex::default(),
-            starts: Mutex::new([(u64::MAX, Start::Begun(0)); STARTS]),
+            starts: Mutex::new(vec![(u64::MAX, Start::Begun(0)); STARTS].into()),
+            refreshed: AtomicU64::new(0),
             lends_own_work: AtomicBool::new(false),
             probe: Mutex::new(probe),
             stream,
@@ -165,6 +167,10 @@ impl PeerDevice {
         [Some(self.stream.clone()), messages].iter().flatten().map(DeviceStream::point).collect()
     }
 
+    pub(crate) fn rank(&self) -> Rank {
+        self.rank
+    }
+
     /// The devices of the communicator in this process, this one among them: their streams write words here.
     pub(crate) fn is_among(&self, all: &[Option<Arc<PeerDevice>>]) {
         if let Ok(words) = &self.words {
@@ -182,17 +188,10 @@ impl PeerDevice {
     }
 
     /// Of a call whose buffers are on this stream: has that write a word when it comes here, where words written so come in their order.
-    /// `None`: they might not, as another stream has still to write one.
+    /// `None`: they might not, as another stream has still to write one; or there are no words.
     pub(crate) fn put_input(&self, stream: &DeviceStream) -> Result<Option<Start>, Error> {
         let Ok(words) = &self.words else { return Ok(None) };
-        let mut last = self.input.lock();
-        let is_in_order = last.as_ref() == Some(stream) || words.shows_all_inputs();
-        if !is_in_order {
-            return Ok(None);
-        }
-        let value = words.put_input(stream)?;
-        *last = Some(stream.clone());
-        Ok(Some(Start::Input(value)))
+        Ok(words.put_input(stream)?.map(Start::Input))
     }
 
     /// It is this operation's turn, whose inputs are there when `start` says so. `lends_own_work`: what it lends, the rank's stream writes first.
@@ -236,14 +235,9 @@ impl PeerDevice {
         }
     }
 
-    /// A command: what is on the stream now is all of this operation.
-    pub(crate) fn ends(self: &Arc<Self>, number: u64) -> Result<(), Error> {
-        match self.over_for(self, number) {
-            Some(write) => self.stream.put_words("end a collective", &mut [write])?,
-            None => self.tell_when_here(Word::Over(self.rank), number)?,
-        }
-        self.has_put_over(number);
-        Ok(())
+    /// A command, where there are no words: has the driver tell when the stream has come to the end of this operation.
+    pub(crate) fn tell_when_over(self: &Arc<Self>, number: u64) -> Result<(), Error> {
+        self.tell_when_here(Word::Over(self.rank), number)
     }
 
     /// For our stream, behind all that it does for this operation of `whose`. `None`: there are no words.
@@ -254,6 +248,20 @@ impl PeerDevice {
     /// A command: all of this operation is on the stream.
     pub(crate) fn has_put_over(&self, number: u64) {
         self.put_over.fetch_max(number + 1, Ordering::AcqRel);
+    }
+
+    /// A command that ends an operation: whether it is to write all words, also those that it need not.
+    pub(crate) fn refreshes(&self, number: u64) -> bool {
+        let is_due = number.wrapping_sub(self.refreshed.load(Ordering::Relaxed)) >= REFRESH;
+        if is_due {
+            self.refreshed.store(number, Ordering::Relaxed);
+        }
+        is_due
+    }
+
+    /// For our stream, behind its waits for this operation's inputs. `None`: there are no words.
+    pub(crate) fn begun(&self, number: u64) -> Option<CuStreamMemOp> {
+        Some(self.words.as_ref().ok()?.write(Word::Begun, value(number)))
     }
 
     /// Whether all of this operation is on the stream.
@@ -294,9 +302,14 @@ impl PeerDevice {
         &self.told[usize::from(matches!(which, Word::Over(_)))]
     }
 
+    /// Whether the driver has told that the stream has come past the inputs of this operation.
+    pub(crate) fn is_told_begun(&self, number: u64) -> bool {
+        self.told(Word::Begun).load(Ordering::Acquire) > number
+    }
+
     /// Whether the inputs of this operation, which has been begun, are there. Loads of memory, no call of the driver's.
-    pub(crate) fn has_begun(&self, number: u64) -> bool {
-        if self.told(Word::Begun).load(Ordering::Acquire) > number {
+    fn has_begun(&self, number: u64) -> bool {
+        if self.is_told_begun(number) {
             return true;
         }
         let Ok(words) = &self.words else { return false };

@@ -75,6 +75,7 @@ impl Run {
         if kept(Wait::Revoked) {
             of.commands.cut();
         }
+        of.look_again.set(None);
         if let Some(bound) = of.bound() {
             bound.abort();
         }

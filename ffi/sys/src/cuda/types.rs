@@ -119,6 +119,18 @@ impl CuStreamMemOp {
         self.value as u32
     }
 
+    /// If it is a wait: what reached the device before that was met is visible to what comes behind it on the stream, also if another device wrote it.
+    pub fn flush(&mut self) {
+        if self.is_wait() {
+            self.flags |= CU_STREAM_WAIT_VALUE_FLUSH;
+        }
+    }
+
+    /// As the driver has them.
+    pub fn flags(&self) -> u32 {
+        self.flags
+    }
+
     /// Whether the stream waits. Else it writes.
     pub fn is_wait(&self) -> bool {
         self.kind == CU_STREAM_MEM_OP_WAIT_VALUE_32
@@ -149,6 +161,7 @@ constants! {
     CU_MEMHOSTREGISTER_DEVICEMAP: u32 = 2;
     CU_STREAM_WAIT_VALUE_GEQ: u32 = 0;
     CU_STREAM_WAIT_VALUE_EQ: u32 = 1;
+    CU_STREAM_WAIT_VALUE_FLUSH: u32 = 1 << 30;
     CU_STREAM_WRITE_VALUE_DEFAULT: u32 = 0;
     CU_STREAM_MEM_OP_WAIT_VALUE_32: u32 = 1;
     CU_STREAM_MEM_OP_WRITE_VALUE_32: u32 = 2;
@@ -176,6 +189,7 @@ constants! {
     CU_DEVICE_ATTRIBUTE_COMPUTE_MODE: c_int = 20;
     CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: c_int = 40;
     CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: c_int = 41;
+    CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES: c_int = 98;
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: c_int = 75;
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: c_int = 76;
     CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: c_int = 91;
