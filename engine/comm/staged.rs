@@ -133,7 +133,13 @@ impl Call<'_> {
                 held_up = Some(error.clone());
             })?;
             let device = Arc::new(DeviceOp::new(binding, placed.streams, outputs, library, needs)?);
-            device.watch_inputs(endpoint);
+            let weak = Arc::downgrade(endpoint);
+            device.watch_inputs(endpoint.config.rank, move |error| {
+                if let Some(endpoint) = weak.upgrade() {
+                    endpoint.fail(error);
+                    endpoint.tell();
+                }
+            });
             if let Some(bound) = whole {
                 return self.made_whole(operation, &bound, Some(device));
             }

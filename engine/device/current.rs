@@ -8,7 +8,6 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 
 use super::driver::warn;
-use super::handle::Handle;
 use allstream_sys::cuda::{CuContext, Cuda, CudaError};
 
 /// What this thread has entered.
@@ -16,8 +15,8 @@ use allstream_sys::cuda::{CuContext, Cuda, CudaError};
 struct Here {
     /// How many times this thread is within [`keep`].
     keeps: u32,
-    /// What is kept, and the device's number for messages.
-    kept: Option<(CuContext, &'static Cuda, usize)>,
+    /// What is kept.
+    kept: Option<Retained>,
     /// How many contexts are entered on top of that.
     above: u32,
 }
@@ -32,52 +31,67 @@ fn change(change: impl FnOnce(&mut Here)) {
     HERE.set(here);
 }
 
-fn leave(cuda: &Cuda, ordinal: usize) {
+fn leave(of: Retained) {
     // SAFETY: pops what was pushed on this thread (`Held` cannot leave it, and nobody else pops ours).
-    if let Err(error) = unsafe { cuda.ctx_pop_current() } {
-        warn(ordinal, "leave a device, which stays current on this thread", &error);
+    if let Err(error) = unsafe { of.cuda.ctx_pop_current() } {
+        warn(of.ordinal, "leave a device, which stays current on this thread", &error);
     }
 }
 
+/// A context that is retained, with what calls its driver.
+#[derive(Clone, Copy)]
+pub(super) struct Retained {
+    pub(super) context: CuContext,
+    pub(super) cuda: &'static Cuda,
+    /// The device's number, for messages.
+    pub(super) ordinal: usize,
+}
+
 /// A context is this thread's current one as long as this is there.
-pub(super) struct Held<'a> {
-    handle: &'a Handle,
+pub(super) struct Held {
+    of: Retained,
     /// It is left with this; else it is what is kept.
     leaves: bool,
     /// The thread's.
     _here: PhantomData<*const ()>,
 }
 
-impl Held<'_> {
-    pub(super) fn new(handle: &Handle) -> Result<Held<'_>, CudaError> {
+impl Held {
+    /// # Safety
+    /// The context stays retained until this is dropped; and until [`forget`] is called for it, if it may be kept.
+    pub(super) unsafe fn new(of: Retained) -> Result<Held, CudaError> {
         let here = HERE.get();
-        let is_kept = here.kept.is_some_and(|(context, ..)| context == handle.raw());
+        let is_kept = here.kept.is_some_and(|kept| kept.context == of.context);
         if is_kept && here.above == 0 {
-            return Ok(Held { handle, leaves: false, _here: PhantomData });
+            return Ok(Held { of, leaves: false, _here: PhantomData });
         }
         if here.keeps == 0 || here.kept.is_some() || here.above > 0 {
-            return Held::apart(handle);
+            // SAFETY: the caller's promise.
+            return unsafe { Held::apart(of) };
         }
-        // SAFETY: the context is retained as long as the handle is there.
-        unsafe { handle.cuda.ctx_push_current(handle.raw()) }?;
-        change(|here| here.kept = Some((handle.raw(), handle.cuda, handle.ordinal)));
-        Ok(Held { handle, leaves: false, _here: PhantomData })
+        // SAFETY: the caller's promise.
+        unsafe { of.cuda.ctx_push_current(of.context) }?;
+        change(|here| here.kept = Some(of));
+        Ok(Held { of, leaves: false, _here: PhantomData })
     }
 
     /// Enters the context although it may be what is kept, and leaves it again.
-    pub(super) fn apart(handle: &Handle) -> Result<Held<'_>, CudaError> {
-        // SAFETY: the context is retained as long as the handle is there.
-        unsafe { handle.cuda.ctx_push_current(handle.raw()) }?;
+    ///
+    /// # Safety
+    /// The context stays retained until this is dropped.
+    pub(super) unsafe fn apart(of: Retained) -> Result<Held, CudaError> {
+        // SAFETY: the caller's promise.
+        unsafe { of.cuda.ctx_push_current(of.context) }?;
         change(|here| here.above += 1);
-        Ok(Held { handle, leaves: true, _here: PhantomData })
+        Ok(Held { of, leaves: true, _here: PhantomData })
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for Held {
     fn drop(&mut self) {
         if self.leaves {
             change(|here| here.above -= 1);
-            leave(self.handle.cuda, self.handle.ordinal);
+            leave(self.of);
         }
     }
 }
@@ -89,9 +103,9 @@ impl Drop for Keeping {
     fn drop(&mut self) {
         change(|here| here.keeps -= 1);
         let here = HERE.get();
-        if let (0, Some((_, cuda, ordinal))) = (here.keeps, here.kept) {
+        if let (0, Some(kept)) = (here.keeps, here.kept) {
             change(|here| here.kept = None);
-            leave(cuda, ordinal);
+            leave(kept);
         }
     }
 }
@@ -107,11 +121,8 @@ pub(crate) fn keep<T>(work: impl FnOnce() -> T) -> T {
 /// The context is about to go: it is no longer kept.
 pub(super) fn forget(context: CuContext) {
     let here = HERE.get();
-    if let Some((kept, cuda, ordinal)) = here.kept
-        && kept == context
-        && here.above == 0
-    {
+    if let Some(kept) = here.kept.filter(|kept| kept.context == context && here.above == 0) {
         change(|here| here.kept = None);
-        leave(cuda, ordinal);
+        leave(kept);
     }
 }

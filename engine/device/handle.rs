@@ -13,7 +13,7 @@ use parking_lot::Mutex;
 
 use super::capture::{Relaxed, relaxed};
 use super::chores::end_before_libraries;
-use super::current::Held;
+use super::current::{Held, Retained};
 use super::driver::{cuda, told, uuid, warn};
 use crate::error::Error;
 
@@ -61,9 +61,9 @@ pub(super) struct Handle {
 pub(super) struct Entered<'a> {
     /// What the thread calls breaks no capture, where it calls what might ([`Handle::enter`]).
     _relaxed: Option<Relaxed>,
-    _held: Held<'a>,
-    /// The thread's.
-    _here: PhantomData<*const ()>,
+    _held: Held,
+    /// The handle's, on this thread.
+    _here: PhantomData<(&'a Handle, *const ())>,
 }
 
 impl Handle {
@@ -140,19 +140,27 @@ impl Handle {
 
     /// Makes the context this thread's current one, for any call.
     pub(super) fn enter(&self) -> Result<Entered<'_>, CudaError> {
-        let _held = Held::new(self)?;
+        // SAFETY: the context is retained until `self` is dropped, which forgets it first; `Entered` borrows `self`.
+        let _held = unsafe { Held::new(self.retained()) }?;
         Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
     }
 
     /// The same for calls that only put something on a stream, or record an event there: no capture of another stream's minds those.
     pub(super) fn enter_plainly(&self) -> Result<Entered<'_>, CudaError> {
-        Ok(Entered { _held: Held::new(self)?, _relaxed: None, _here: PhantomData })
+        // SAFETY: as in `enter`.
+        let _held = unsafe { Held::new(self.retained()) }?;
+        Ok(Entered { _held, _relaxed: None, _here: PhantomData })
     }
 
     /// The same, for other libraries, which may make another context the thread's current one meanwhile.
     pub(super) fn enter_apart(&self) -> Result<Entered<'_>, CudaError> {
-        let _held = Held::apart(self)?;
+        // SAFETY: as in `enter`.
+        let _held = unsafe { Held::apart(self.retained()) }?;
         Ok(Entered { _held, _relaxed: Some(relaxed(self.cuda)), _here: PhantomData })
+    }
+
+    fn retained(&self) -> Retained {
+        Retained { context: self.context, cuda: self.cuda, ordinal: self.ordinal }
     }
 
     /// The driver's handle, which lives as long as this.

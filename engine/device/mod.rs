@@ -20,6 +20,7 @@ mod dlpack;
 mod driver;
 mod foreign;
 mod handle;
+mod inputs;
 mod ipc;
 mod launch;
 mod lend;

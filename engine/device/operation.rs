@@ -30,7 +30,7 @@ use crate::plan::Lending;
 use crate::trace::log::LOG;
 use crate::types::Rank;
 pub(crate) use binding::{Binding, DeviceLinks, limits};
-pub(crate) use inputs::{Blocked, Inputs};
+pub(crate) use inputs::Blocked;
 
 /// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
 /// Which of an operation's parts one kernel of each rank folds ([`Lends`](crate::exec::lends::Lends)), as the call knows.

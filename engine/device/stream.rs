@@ -42,7 +42,7 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn new(device: &Device) -> Result<DeviceStream, Error> {
-        DeviceStream::make(device, Owner::Ours, |_, _| 0).map(DeviceStream::as_callers)
+        DeviceStream::make(device, Owner::Ours, |_, _| 0).map(DeviceStream::made_a_callers)
     }
 
     /// A stream of the highest priority that the device has, for communicating: its work goes first where both could
@@ -51,7 +51,7 @@ impl DeviceStream {
     /// # Errors
     /// [`Error::Cuda`].
     pub fn high_priority(device: &Device) -> Result<DeviceStream, Error> {
-        DeviceStream::make(device, Owner::Ours, |_least, greatest| greatest).map(DeviceStream::as_callers)
+        DeviceStream::make(device, Owner::Ours, |_least, greatest| greatest).map(DeviceStream::made_a_callers)
     }
 
     /// The same for a rank's part of collectives, which nobody else puts anything on.
@@ -110,7 +110,7 @@ impl DeviceStream {
                            (in candle: Device::new_cuda_with_stream)";
             return Err(Error::invalid("DeviceStream::from_raw", problem));
         }
-        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, owner))).as_callers())
+        Ok(DeviceStream(Arc::new(Line::new(device.0.clone(), raw, owner))).made_a_callers())
     }
 
     /// A stream of the context's own, which is there as long as that.

@@ -6,10 +6,12 @@ use std::sync::{Barrier, LazyLock};
 use std::time::{Duration, Instant};
 
 use allstream::Comm;
-use allstream::cuda::{Device, DevicePath, DeviceStream};
+use allstream::cuda::{Device, DevicePath, DeviceStream, settle};
 use futures::future::try_join_all;
 
-use crate::support::{all_calls, bound, calls, child, down, function, in_context, ranks, soon, until, up};
+use crate::support::{
+    DEADLINE, all_calls, bound, calls, child, down, function, in_context, ranks, soon, until, up,
+};
 
 /// Calls of the driver by a rank for an operation on 4 KB in place, in the steady state: those that enter and leave a context count, too.
 /// The operations are awaited one by one, and each begins on all ranks at once.
@@ -85,9 +87,12 @@ fn put(stream: &DeviceStream, call: unsafe extern "C" fn(*mut c_void)) {
     }
 }
 
+/// How the driver is asked, or told to call, when something is over.
+const ASKED: [&str; 2] = ["cuEventQuery", "cuLaunchHostFunc"];
+
 /// Collectives of 8 ranks on one device that one thread awaits, each of which takes 5 ms. How late their ends are seen, in microseconds. `aside`: the ranks'
-/// streams are not those of the buffers, and nobody sees when collectives are over there.
-fn ends_are_seen_after(aside: bool, operations: usize) -> Vec<u64> {
+/// streams are not those of the buffers, and nobody sees when collectives are over there. And how often [`ASKED`] were called meanwhile.
+fn ends_are_seen_after(aside: bool, operations: usize) -> (Vec<u64>, [u64; 2]) {
     const RANKS: usize = 8;
     let device = Device::new(0).unwrap();
     let streams: Vec<_> = (0..RANKS).map(|_| DeviceStream::new(&device).unwrap()).collect();
@@ -98,7 +103,7 @@ fn ends_are_seen_after(aside: bool, operations: usize) -> Vec<u64> {
     });
     assert!(soon(try_join_all(binds)).unwrap().iter().all(|path| *path == DevicePath::Peer));
     let mut bufs: Vec<_> = streams.iter().map(|stream| up(stream, vec![0f32; 1024])).collect();
-    let mut late = Vec::new();
+    let (mut late, before) = (Vec::new(), ASKED.map(calls));
     for _ in 0..operations {
         put(&streams[0], takes_long);
         let works: Vec<_> = comms.iter_mut().zip(bufs).map(|(comm, buf)| comm.all_reduce(buf)).collect();
@@ -109,10 +114,12 @@ fn ends_are_seen_after(aside: bool, operations: usize) -> Vec<u64> {
         bufs = soon(try_join_all(works)).unwrap();
         late.push((BEGAN.elapsed().as_micros() as u64).saturating_sub(ENDED.load(Ordering::SeqCst)));
     }
+    let after = ASKED.map(calls);
     drop(bufs);
     soon(try_join_all(comms.into_iter().map(Comm::close))).unwrap();
+    assert!(settle(DEADLINE), "what is left is asked for until it is over");
     late.sort_unstable();
-    late
+    (late, [0, 1].map(|i| after[i] - before[i]))
 }
 
 /// The driver is neither asked for the ends of collectives nor told to call when they come.
@@ -120,16 +127,12 @@ fn ends_are_seen_after(aside: bool, operations: usize) -> Vec<u64> {
 fn an_end_is_noticed_without_the_driver() {
     const OPERATIONS: usize = 60;
     child("costs::an_end_is_noticed_without_the_driver", &[], || {
-        // What is otherwise asked for once is asked for here.
-        ends_are_seen_after(true, 1);
-        let asked = ["cuEventQuery", "cuLaunchHostFunc"];
-        let before = asked.map(calls);
-        ends_are_seen_after(true, OPERATIONS);
-        let counted = [0, 1].map(|i| asked.map(calls)[i] - before[i]);
-        // Making and closing communicators asks a few times.
-        assert!(counted[0] < OPERATIONS as u64 / 2, "cuEventQuery was called {} times", counted[0]);
-        assert!(counted[1] < OPERATIONS as u64 * 3 / 2, "cuLaunchHostFunc was called {} times", counted[1]);
-        let late = ends_are_seen_after(false, OPERATIONS);
+        // What is left of making the communicator is over with the first operations.
+        ends_are_seen_after(true, 5);
+        let (_, [queries, told]) = ends_are_seen_after(true, OPERATIONS);
+        assert!(queries < OPERATIONS as u64 / 2, "cuEventQuery was called {queries} times");
+        assert_eq!(told, OPERATIONS as u64, "cuLaunchHostFunc, by this test itself");
+        let (late, _) = ends_are_seen_after(false, OPERATIONS);
         let at = |percent: usize| late[(late.len() - 1) * percent / 100];
         eprintln!("seen late by (us): median {}, p90 {}, p99 {}", at(50), at(90), at(99));
     });

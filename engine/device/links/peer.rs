@@ -19,7 +19,7 @@ use parking_lot::Mutex;
 
 use crate::commands::Commands;
 use crate::device::current::keep;
-use crate::device::operation::Inputs;
+use crate::device::inputs::Inputs;
 use crate::device::queues::Probe;
 use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};

@@ -6,8 +6,8 @@
 //! so. Where that cannot be known beforehand, as a rank has not called yet or uses another stream, its call finds it, and the communicator ends at once
 //! with an error that names the rule. It does so, too, where a join waits on the host for a call that only the waiting thread itself would make.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::ThreadId;
 use std::time::Duration;
 
@@ -15,94 +15,18 @@ use parking_lot::Mutex;
 
 use super::{Binding, DeviceOp};
 use crate::device::chores::later;
-use crate::device::context::Line;
 use crate::device::links::peer::PeerDevice;
 use crate::device::queues::Pair;
 use crate::device::stream::DeviceStream;
 use crate::error::Error;
-use crate::exec::Endpoint;
 use crate::types::Rank;
 
-/// So many streams are remembered of a rank.
-const KEPT: usize = 4;
 /// Ranks that have not called yet, and seem to have no stream, get so long to make one before another's stream waits.
 const SOON: Duration = Duration::from_millis(500);
 /// A join waits so long for calls that its own thread would have to make, as far as can be known. Another thread may take the rank over.
 const GRACE: Duration = Duration::from_millis(500);
 /// An input that may be behind a stream which waits for its operation gets so long to come.
 const PATIENCE: Duration = Duration::from_secs(1);
-
-/// What a rank's calls and joins leave behind for the other ranks of the process.
-pub(crate) struct Inputs {
-    /// The streams of its buffers, the last used first.
-    used: Mutex<Vec<Weak<Line>>>,
-    /// The one that it was last called on.
-    thread: Mutex<ThreadId>,
-    /// Its streams that wait for operations which were not on its own stream then.
-    joined: Mutex<Vec<Joined>>,
-    /// All of the operations before this one is on its own stream.
-    ended: AtomicU64,
-    /// Its next operation is to begin when another rank's `ended` goes up.
-    is_put_off: AtomicBool,
-}
-
-struct Joined {
-    line: Weak<Line>,
-    number: u64,
-    /// It waits: whatever is put on a stream in its queue from now on comes behind that.
-    is_put: bool,
-}
-
-impl Inputs {
-    pub(crate) fn new() -> Inputs {
-        let thread = Mutex::new(std::thread::current().id());
-        let (ended, is_put_off) = (AtomicU64::new(0), AtomicBool::new(false));
-        Inputs { used: Mutex::default(), thread, joined: Mutex::default(), ended, is_put_off }
-    }
-
-    fn called(&self, streams: &[DeviceStream]) {
-        *self.thread.lock() = std::thread::current().id();
-        let mut used = self.used.lock();
-        for stream in streams {
-            if used.first().is_none_or(|first| first.as_ptr() != Arc::as_ptr(&stream.0)) {
-                used.retain(|line| line.as_ptr() != Arc::as_ptr(&stream.0));
-                used.insert(0, Arc::downgrade(&stream.0));
-                used.truncate(KEPT);
-            }
-        }
-    }
-
-    fn used(&self) -> Vec<DeviceStream> {
-        self.used.lock().iter().filter_map(Weak::upgrade).map(DeviceStream).collect()
-    }
-
-    fn thread(&self) -> ThreadId {
-        *self.thread.lock()
-    }
-
-    /// Those that wait for this operation, or a later one.
-    fn joined_from(&self, number: u64) -> Vec<(DeviceStream, bool)> {
-        let joined = self.joined.lock();
-        let late = joined.iter().filter(|joined| joined.number >= number);
-        late.filter_map(|joined| Some((DeviceStream(joined.line.upgrade()?), joined.is_put))).collect()
-    }
-}
-
-impl PeerDevice {
-    /// This stream waits for the operation, or is about to.
-    fn joins(&self, stream: &DeviceStream, number: u64, is_put: bool) {
-        let ended = self.inputs.ended.load(Ordering::SeqCst);
-        let mut joined = self.inputs.joined.lock();
-        // What is on the rank's stream in whole is waited for as any other work. A stream may wait for several operations that are not.
-        joined.retain(|joined| joined.line.strong_count() > 0 && joined.number >= ended);
-        let is_it =
-            |joined: &&mut Joined| joined.number == number && joined.line.as_ptr() == Arc::as_ptr(&stream.0);
-        match joined.iter_mut().find(is_it) {
-            Some(joined) => joined.is_put = is_put,
-            None => joined.push(Joined { line: Arc::downgrade(&stream.0), number, is_put }),
-        }
-    }
-}
 
 /// The error for a join before all ranks have called.
 fn broken(what: &str) -> Error {
@@ -200,19 +124,19 @@ fn leads_here(device: &PeerDevice) -> bool {
 impl DeviceOp {
     /// It is about to be submitted, and its streams have been marked: notes them, and the thread. Whatever of it may be behind a stream
     /// that waits for it is looked after: if it does not come, the communicator ends.
-    pub(crate) fn watch_inputs(self: &Arc<Self>, endpoint: &Arc<Endpoint>) {
+    /// `us` is this rank, and `fail` ends the communicator.
+    pub(crate) fn watch_inputs(self: &Arc<Self>, us: Rank, fail: impl FnOnce(Error) + Send + 'static) {
         self.binding.ours.inputs.called(&self.streams);
         let is_apart =
             |waiting: &DeviceStream| self.streams.iter().all(|stream| waiting.pair(stream) == Pair::Apart);
         let Some((rank, waiting, _)) = self.binding.early().find(|(_, waiting, _)| !is_apart(waiting)) else {
             return;
         };
-        let (operation, endpoint) = (Arc::downgrade(self), Arc::downgrade(endpoint));
+        let operation = Arc::downgrade(self);
         later(PATIENCE, move || {
-            let Some((operation, endpoint)) = operation.upgrade().zip(endpoint.upgrade()) else { return };
+            let Some(operation) = operation.upgrade() else { return };
             if waiting.is_waiting() && !operation.has_come_to_call() {
-                endpoint.fail(behind(rank, endpoint.config.rank));
-                endpoint.tell();
+                fail(behind(rank, us));
             }
         });
     }
@@ -312,7 +236,7 @@ impl DeviceOp {
 
     /// This stream waits for it, or is about to, and it is not on the rank's stream.
     pub(crate) fn note_join(&self, stream: &DeviceStream, is_put: bool) {
-        self.binding.ours.joins(stream, self.number(), is_put);
+        self.binding.ours.inputs.joins(stream, self.number(), is_put);
     }
 
     /// A join that has waited so long waits for a call that only a thread would make which waits itself: this one, or one that waits for

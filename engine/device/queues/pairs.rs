@@ -57,7 +57,7 @@ impl DeviceStream {
     }
 
     /// It is a caller's: a rank may have its input there.
-    pub(in crate::device) fn as_callers(self) -> DeviceStream {
+    pub(in crate::device) fn made_a_callers(self) -> DeviceStream {
         enter(&mut self.0.context.callers.lock(), &self);
         self
     }
