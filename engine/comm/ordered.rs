@@ -139,8 +139,8 @@ impl Drop for OnDevice {
     }
 }
 
-/// A thread that makes a stream wait for a collective first helps to get it onto its own stream, for this long: waiting
-/// for an event is cheaper than for a word in memory.
+/// A thread that makes a stream wait for a collective first helps to get it onto the ranks' streams, for this long: then no way has to be made
+/// for it.
 const HELP: Duration = Duration::from_micros(20);
 
 /// Makes a stream, and those of the buffers, wait for an operation; its buffers may then be used in their order.

@@ -228,7 +228,7 @@ impl<O, F> Work<O, F> {
         self.submitted.at().is_some_and(|(endpoint, key)| endpoint.submitted.carrier(key).is_some())
     }
 
-    /// Whether all of an operation that a device runs is on the device's stream, as it is soon after all ranks have called it. Also, where it is over.
+    /// Whether all of an operation that a device runs is on the streams of the ranks that touch its buffers, as it is soon after all ranks have called it. Also, where it is over.
     pub fn is_enqueued(&self) -> bool {
         self.submitted.at().is_none_or(|(endpoint, key)| {
             endpoint

@@ -2,7 +2,7 @@
 //!
 //! The plans, the machines and the order of messages are those of the host; what differs is that a step's work is *put on
 //! the rank's stream* where a host would do it at once, and that a link lends device memory ([`crate::device::links::peer`]). An
-//! operation is over when the stream has come to its end, which a word in memory says ([`Word::Over`]).
+//! operation is over when the streams of all ranks that touch its buffers are done with it, which words in memory say ([`Word::Over`](super::signal::Word::Over)).
 //!
 //! What is put on a stream is put there by [`Commands`](crate::commands::Commands): no function here that a pass calls, or the end of a
 //! communicator that has failed, calls the driver.

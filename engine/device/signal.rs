@@ -18,7 +18,7 @@ use crate::error::Error;
 /// Which of the words.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// The last operation whose inputs the rank's stream has come past.
+    /// The last operation whose inputs the rank's stream has come past, of those whose inputs no word of their own counts.
     Begun,
     /// The last input that the caller's stream has come past. What counts inputs is [`PeerDevice`](super::links::peer::PeerDevice).
     Input,
@@ -26,8 +26,8 @@ pub(crate) enum Word {
     Over(usize),
 }
 
-/// Elements from a word to the next that has a line of the processor's caches for itself. The last of these lines, and those behind it, have the
-/// words [`Word::Over`], which the host reads together.
+/// [`Word::Begun`] and [`Word::Input`] have a line of the processor's caches each: they are so many elements apart. The words [`Word::Over`] follow one another
+/// behind these, as the host reads them together.
 const APART: usize = 32;
 
 impl Word {
@@ -152,7 +152,8 @@ impl DeviceSignal {
     }
 
     /// For a stream that is to write the word. For [`Word::Over`] never less than was put before: operations that fail together are
-    /// released in any order, and the last write must end the waits for all. One thread at a time calls this for a rank's word.
+    /// released in any order, and the last write must end the waits for all. One thread at a time calls this for a word of [`Word::Over`]: the one that carries out the commands of
+    /// the rank that writes the word, or, once those commands are cut and none is under way, the one that ends the page's own communicator.
     pub(crate) fn write(&self, which: Word, value: u32) -> CuStreamMemOp {
         let mut value = value;
         match which {

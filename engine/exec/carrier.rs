@@ -171,13 +171,13 @@ pub(crate) trait Carrier: Send + Sync {
 
 /// An operation whose work is put on a device's stream. No function of it calls a driver: that could block.
 pub(crate) trait OnStream {
-    /// Whether all of the operation is on the stream.
+    /// Whether all of the operation is on streams: on those of all ranks that touch its buffers.
     fn is_enqueued(&self) -> bool;
 
-    /// Whether the stream has come to the operation's end.
+    /// Whether those streams have come to the operation's end.
     fn is_over(&self) -> Result<bool, Error>;
 
-    /// Has `then` called when the stream has come to the operation's end, or never will.
+    /// Has `then` called if the stream never comes to the operation's end, or has come there and no word says so.
     fn tell(&self, then: Box<dyn FnOnce() + Send>);
 
     /// Whether this rank's own inputs are there. The time limit of an operation that is on a stream counts from then.

@@ -7,9 +7,9 @@
 pub enum Wait {
     /// An operation's first work, for what the buffers' streams held at the call.
     After = 1,
-    /// A reader's stream, for what the sender put on its own before it posted.
+    /// A reader's stream, for what the sender put on its own before it posted, or for the inputs of all that it folds.
     Ready,
-    /// A sender's stream, for the readers of what it lent.
+    /// A sender's stream, or the end of an operation that was folded, for the readers of what was lent.
     Done,
     /// The buffers' way back, for the end of the operation on the stream.
     End,

@@ -73,8 +73,8 @@ fn launch(
     let stream = binding.ours.stream.clone();
     // SAFETY: every operand and every result is a chunk of one of the operation's buffers, by the layout, or lies in a frame or a
     // loan of that length. It is memory of this device, or of one that this device may touch (`Comm::bind_device` has seen to
-    // that). The in-flight table owns the buffers until the stream has passed the operation's end, and the streams that used them
-    // before are waited for (`DeviceOp::begin`). The limits and the links' events order what peers read or write meanwhile, and the
+    // that). The in-flight table owns the buffers until the streams of all ranks have passed the operation's end, and the streams that used them
+    // before are waited for (`DeviceOp::begin`, `DeviceOp::awaits_input`). The limits and the links' events order what peers read or write meanwhile, and the
     // part's own steps. The part's own memory is the operation's, until the stream has come to its end. Once the communicator has
     // failed, the command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`).
     let put = move || unsafe { stream.launch(doing, &launch) };

@@ -2,7 +2,7 @@
 //! processes ([`super::ipc`]) do the same with memory and events that processes share.
 //!
 //! What travels between hosts is a ring of descriptors, as [`crate::link::local`]'s: each lends a piece of the sender's device
-//! memory. What orders the devices are two events beside each cell. The sender records `ready` on its stream before it
+//! memory. What orders the devices, where the receiver reads a frame by itself, are two events beside each cell. The sender records `ready` on its stream before it
 //! posts, and the receiver's stream waits for that before it reads; the receiver records `done` before it releases, and the
 //! sender's stream waits for that before it writes there again. So "posted" and "released" mean *put on a stream*, and
 //! nothing is ever put on a stream that waits for what is not on one yet: a device never waits for a host, whatever
