@@ -19,7 +19,7 @@ const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Asks the probe with a daemon of its own.
 pub(crate) fn ask(facts: &Facts, device: usize, end: Instant) -> Outcome {
-    if facts.driver != "libcuda.so.1" {
+    if Path::new(&facts.driver).file_name().is_none_or(|name| name != "libcuda.so.1") {
         let remark = format!("not tried: it is for libcuda.so.1, and the driver here is {}", facts.driver);
         return Outcome::Answered(Answer::no(remark));
     }

@@ -74,6 +74,39 @@ fn is_waiting(hear: &Receiver<()>) -> bool {
 
 #[test]
 fn a_full_stream_blocks_who_launches_there_and_every_call_in_its_context() {
+    let test = "a_full_stream_blocks_who_launches_there_and_every_call_in_its_context";
+    passes_with(test, &[("LOCK", "context")], everything_is_held_up);
+}
+
+/// As measured on an H200.
+#[test]
+fn a_full_stream_holds_up_who_gets_memory_and_nobody_else() {
+    let driver = Driver::new(1);
+    let here = driver.contexts[0];
+    let (full, other, gate, at) = (stream(), stream(), Gate::new(), alloc(64));
+    let depth = Depth::set(4);
+    let (word, waited) = (gate.at(), code!(allstream_test_cuda_calls(c"waiting for room".as_ptr())));
+    let launches = aside(here, move || {
+        ok!(cuStreamWaitValue32_v2(full, word, 1, 0));
+        (0..10).for_each(|_| ok!(cuMemsetD8Async(at, 1, 8, full)));
+    });
+    while code!(allstream_test_cuda_calls(c"waiting for room".as_ptr())) == waited {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let [query, memory] =
+        [aside(here, move || ok!(cuStreamQuery(other))), aside(here, || ok!(cuMemFree_v2(alloc(64))))];
+    query.recv_timeout(DEADLINE).unwrap();
+    assert!(is_waiting(&memory) && is_waiting(&launches));
+    gate.word().store(1, Ordering::Release);
+    [launches, memory].iter().for_each(|one| one.recv_timeout(DEADLINE).unwrap());
+    assert_eq!([full, other].map(finish), [0; 2]);
+    drop(depth);
+    gate.free();
+    ok!(cuMemFree_v2(at));
+    [full, other].iter().for_each(|stream| ok!(cuStreamDestroy_v2(*stream)));
+}
+
+fn everything_is_held_up() {
     let driver = Driver::new(2);
     let [here, elsewhere] = driver.contexts[..] else { panic!("two devices") };
     let (full, other, reached) = (stream(), stream(), event());

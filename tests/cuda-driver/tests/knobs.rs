@@ -4,36 +4,10 @@
 mod support;
 
 use std::ffi::{c_int, c_void};
-use std::process::{Command, Output, Stdio};
 
 use allstream_cuda_kernels::{self as cuda, Module};
 use allstream_kernels::{DType, ReduceOp};
 use support::*;
-
-const OTHER: &str = "ALLSTREAM_TEST_CUDA_OTHER_PROCESS";
-
-/// In the process that was started for this test with these variables, runs `body`; elsewhere starts that process.
-fn with(test: &str, knobs: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
-    if std::env::var(OTHER).as_deref() == Ok(test) {
-        body();
-        return None;
-    }
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--nocapture"]).env(OTHER, test);
-    for (name, value) in knobs {
-        command.env(format!("ALLSTREAM_TEST_CUDA_{name}"), value);
-    }
-    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    Some(finish_process(child))
-}
-
-/// The same, where the other process is to succeed.
-fn passes_with(test: &str, knobs: &[(&str, &str)], body: impl FnOnce()) {
-    if let Some(output) = with(test, knobs, body) {
-        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
-        assert!(output.status.success(), "{}", text.concat());
-    }
-}
 
 fn load(image: *const u8) -> Result<u64, u32> {
     let mut module = 0;

@@ -3,7 +3,7 @@
 #![allow(missing_docs, reason = "the functions are those of the real library")]
 
 use std::ffi::{c_char, c_void};
-use std::process::{Child, Output};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -12,6 +12,31 @@ use std::time::{Duration, Instant};
 use cuda as _;
 
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
+
+const OTHER: &str = "ALLSTREAM_TEST_CUDA_OTHER_PROCESS";
+
+/// In the process that was started for this test with these variables, runs `body`; elsewhere starts that process.
+pub(crate) fn with(test: &str, knobs: &[(&str, &str)], body: impl FnOnce()) -> Option<Output> {
+    if std::env::var(OTHER).as_deref() == Ok(test) {
+        body();
+        return None;
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--nocapture"]).env(OTHER, test);
+    for (name, value) in knobs {
+        command.env(format!("ALLSTREAM_TEST_CUDA_{name}"), value);
+    }
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    Some(finish_process(child))
+}
+
+/// The same, where the other process is to succeed.
+pub(crate) fn passes_with(test: &str, knobs: &[(&str, &str)], body: impl FnOnce()) {
+    if let Some(output) = with(test, knobs, body) {
+        let text = [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        assert!(output.status.success(), "{}", text.concat());
+    }
+}
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
