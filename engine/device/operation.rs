@@ -224,7 +224,7 @@ impl DeviceOp {
             }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
-            operation.waits_in_a_chain();
+            operation.has_waits();
             ordered?;
             operation.binding.ours.begins(number)?;
             operation.copied.iter().try_for_each(|copied| copied.fill(operation.stream()))
@@ -235,14 +235,6 @@ impl DeviceOp {
     /// What says that its inputs are there.
     fn start(&self) -> Start {
         self.input.unwrap_or_else(|| Start::of(self.number()))
-    }
-
-    /// A command: the rank's stream has been made to wait for what the buffers' streams hold.
-    fn waits_in_a_chain(&self) {
-        self.waits_for_input.store(true, Ordering::Relaxed);
-        if self.is_in_a_chain {
-            self.stream().waits_now();
-        }
     }
 
     /// What the parts need beside the buffers.
@@ -305,10 +297,10 @@ impl DeviceOp {
         Ok(())
     }
 
-    /// A command: what [`wait_for_input`](Self::wait_for_input) gave is on the stream.
+    /// A command: the rank's stream has been made to wait for its own input.
     fn has_waits(&self) {
-        if !self.waits_for_input.load(Ordering::Relaxed) {
-            self.waits_in_a_chain();
+        if !self.waits_for_input.swap(true, Ordering::Relaxed) && self.is_in_a_chain {
+            self.stream().waits_now();
         }
     }
 

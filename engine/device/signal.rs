@@ -330,7 +330,7 @@ impl DeviceStream {
             if all.len() > 1 && cuda.has_stream_batch_mem_op() {
                 let count = all.len() as u32;
                 // SAFETY: `self` keeps the stream; the driver reads so many elements within the call; each names a word of 32 bits that is
-                // there until all streams are past it (`DeviceSignal::drop`).
+                // there until all streams are past it (`DeviceSignal::drop`, `SharedWords::drop`).
                 return unsafe { cuda.stream_batch_mem_op(*stream, count, all.as_mut_ptr(), 0) };
             }
             all.iter().try_for_each(|op| {

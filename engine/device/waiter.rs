@@ -174,6 +174,14 @@ fn enter(entry: Entry) -> u64 {
     token
 }
 
+/// Calls `finish` with how it ended: an error says that it was while doing this.
+fn finishing(doing: &'static str, finish: Finish) -> Then {
+    Box::new(move |outcome| match outcome {
+        Outcome::Reached => finish(Ok(())),
+        Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
+    })
+}
+
 /// Has a stream asked now and then whether work on it has failed, until `stage` says that what matters is over. Calls `finish` with what has
 /// failed; or when the stream has come to its end, although `stage` does not say so. No call of the driver's.
 pub(crate) fn watch_stream(
@@ -185,17 +193,13 @@ pub(crate) fn watch_stream(
     if !is_started() {
         return; // the system has no thread to give: then words alone tell
     }
-    let then = move |outcome: Outcome| match outcome {
-        Outcome::Reached => finish(Ok(())),
-        Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
-    };
     let what = What::Stream { stream: stream.clone(), stage };
     enter(Entry {
         what,
         notifier: None,
         asked: false,
         until: None,
-        then: Box::new(then),
+        then: finishing(doing, finish),
         _busy: Busy::new(),
     });
 }
@@ -335,11 +339,7 @@ impl Waiter {
 impl DeviceEvent {
     /// Calls `finish` when the point is reached, or will not be.
     pub(crate) fn then(self, doing: &'static str, finish: Finish) {
-        let then = move |outcome: Outcome| match outcome {
-            Outcome::Reached => finish(Ok(())),
-            Outcome::Over(error) | Outcome::Unknown(error) => finish(Err(error.doing(doing))),
-        };
-        watch(self, Box::new(then));
+        watch(self, finishing(doing, finish));
     }
 
     /// The same point as an event of the host's: complete when this is reached, failed where work before it has failed.

@@ -12,8 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use allstream_sys::cuda::{
-    CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CU_STREAM_WAIT_VALUE_GEQ,
-    CU_STREAM_WRITE_VALUE_DEFAULT, CuDevicePtr,
+    CU_MEMHOSTREGISTER_DEVICEMAP, CU_MEMHOSTREGISTER_PORTABLE, CuDevicePtr, CuStreamMemOp,
 };
 
 use super::context::Context;
@@ -91,19 +90,13 @@ impl SharedWords {
 impl DeviceStream {
     /// Work put here after this call starts only once the word shows `value` or more, on a circle. Any store ends it.
     pub(crate) fn wait_word(&self, words: &SharedWords, at: usize, value: u32) -> Result<(), Error> {
-        let address = words.address + words.offset(at) as u64;
-        self.0.context.call_plainly("make a stream wait for another process", |cuda| {
-            // SAFETY: `self` keeps the stream; the words stay until the stream is past them (`SharedWords::drop`).
-            unsafe { cuda.stream_wait_value32(*self.0.raw(), address, value, CU_STREAM_WAIT_VALUE_GEQ) }
-        })
+        let wait = CuStreamMemOp::wait(words.address + words.offset(at) as u64, value);
+        self.put_words("make a stream wait for another process", &mut [wait])
     }
 
     /// Writes the word when the stream comes here, behind everything that it wrote before.
     pub(crate) fn put_word(&self, words: &SharedWords, at: usize, value: u32) -> Result<(), Error> {
-        let address = words.address + words.offset(at) as u64;
-        self.0.context.call_plainly("tell another process what a stream has come to", |cuda| {
-            // SAFETY: as in `wait_word`.
-            unsafe { cuda.stream_write_value32(*self.0.raw(), address, value, CU_STREAM_WRITE_VALUE_DEFAULT) }
-        })
+        let write = CuStreamMemOp::write(words.address + words.offset(at) as u64, value);
+        self.put_words("tell another process what a stream has come to", &mut [write])
     }
 }

@@ -226,12 +226,9 @@ impl PeerDevice {
 
     /// A command: what is on the stream now is all that this operation waits for before its first work.
     pub(crate) fn begins(self: &Arc<Self>, number: u64) -> Result<(), Error> {
-        match &self.words {
-            Ok(words) => {
-                let write = words.write(Word::Begun, value(number));
-                self.stream.put_words("begin a collective", &mut [write])
-            }
-            Err(_) => self.tell_when_here(Word::Begun, number),
+        match self.begun(number) {
+            Some(write) => self.stream.put_words("begin a collective", &mut [write]),
+            None => self.tell_when_here(Word::Begun, number),
         }
     }
 
