@@ -1,6 +1,6 @@
 //! A process that is killed in the middle of a step: the others are told which rank, keep what they have, and go on without it.
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
@@ -25,6 +25,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const SOON: Duration = Duration::from_secs(8);
 /// What the victim prints when it is where it shall die.
 const THERE: &str = "in the middle of a step";
+/// What the others print when they have all of the step before: a rank that dies takes along what others still wait for.
+const READY: &str = "the first step is done";
 /// How the ranks reduce: `reduce` or `segments`.
 const WAY: &str = "ALLSTREAM_CANDLE_TEST_WAY";
 
@@ -87,6 +89,9 @@ fn rank(way: &str) {
     let grads = step(&mut parallel, &vars, &x, way, false).unwrap();
     gradients(&vars, &grads).iter().zip(&expected_of(&[0, 1, 2])).for_each(|(a, b)| close(a, b));
 
+    if me != VICTIM {
+        println!("{READY}");
+    }
     let Err(error) = step(&mut parallel, &vars, &x, way, me == VICTIM) else { panic!("a rank is dead") };
     let lost = cause(&error);
     assert!(matches!(lost, Some(allstream::Error::PeerLost { rank: VICTIM, .. })), "{error}");
@@ -131,11 +136,21 @@ fn start(way: &str, name: &str) -> Ranks {
             .envs([("RANK", rank.to_string()), ("WORLD_SIZE", RANKS.to_string())])
             .envs([("MASTER_ADDR", "127.0.0.1".into()), ("MASTER_PORT", port.to_string())])
             .envs([("ALLSTREAM_TOKEN", format!("{port}-of-a-test")), (WAY, way.into())])
-            .stdout(if rank == VICTIM { Stdio::piped() } else { Stdio::inherit() })
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
             .spawn()
             .unwrap()
     };
     Ranks((0..RANKS).map(start).collect())
+}
+
+/// Reads what a process says, so that the test can tell why it failed.
+fn reader(mut from: impl Read + Send + 'static) -> thread::JoinHandle<String> {
+    thread::spawn(move || {
+        let mut said = Vec::new();
+        let _ = from.read_to_end(&mut said);
+        String::from_utf8_lossy(&said).into_owned()
+    })
 }
 
 #[test]
@@ -146,19 +161,25 @@ fn a_killed_rank_is_named_and_the_others_keep_their_weights_and_go_on() {
     for way in ["reduce", "segments"] {
         let mut ranks =
             start(way, "killed::a_killed_rank_is_named_and_the_others_keep_their_weights_and_go_on");
-        let (tell, there) = mpsc::channel();
-        let output = BufReader::new(ranks.0[VICTIM].stdout.take().unwrap());
-        thread::spawn(move || {
-            for line in output.lines().map_while(std::result::Result::ok) {
-                if line.contains(THERE) {
-                    let _ = tell.send(());
+        let (tell, told) = mpsc::channel();
+        for child in &mut ranks.0 {
+            let (output, tell) = (BufReader::new(child.stdout.take().unwrap()), tell.clone());
+            thread::spawn(move || {
+                for line in output.lines().map_while(std::result::Result::ok) {
+                    if line.contains(THERE) || line.contains(READY) {
+                        let _ = tell.send(());
+                    }
                 }
-            }
-        });
-        there.recv_timeout(LIMIT).expect("the victim comes to the middle of a step");
+            });
+        }
+        let said: Vec<_> = ranks.0.iter_mut().map(|child| reader(child.stderr.take().unwrap())).collect();
+        for _ in 0..RANKS {
+            told.recv_timeout(LIMIT)
+                .expect("the victim comes to the middle of a step, and the others to its begin");
+        }
         let killed = Instant::now();
         ranks.0[VICTIM].kill().unwrap();
-        for survivor in [0, 2] {
+        for (survivor, said) in said.into_iter().enumerate().filter(|(rank, _)| *rank != VICTIM) {
             let status = loop {
                 match ranks.0[survivor].try_wait().unwrap() {
                     Some(status) => break status,
@@ -166,7 +187,8 @@ fn a_killed_rank_is_named_and_the_others_keep_their_weights_and_go_on() {
                     None => thread::sleep(Duration::from_millis(10)),
                 }
             };
-            assert!(status.success(), "{way}: rank {survivor}: {status}");
+            let said = said.join().unwrap();
+            assert!(status.success(), "{way}: rank {survivor}: {status}; it said: {said}");
         }
     }
 }
