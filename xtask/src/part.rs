@@ -11,6 +11,8 @@ pub(crate) struct Part {
     pub(crate) name: String,
     pub(crate) work: Work,
     pub(crate) when: When,
+    /// It runs at the same time as the part before it, which leaves time of the processors unused.
+    pub(crate) beside: bool,
     /// Why it cannot run here, if it cannot.
     pub(crate) needs: fn(&Path) -> Result<(), String>,
     /// Past this it is killed, and has failed.

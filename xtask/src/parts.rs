@@ -37,6 +37,7 @@ fn cargo(name: &str, arguments: &str) -> Part {
         name: name.into(),
         work: Work::Cargo(arguments.split_whitespace().map(String::from).collect(), Vec::new()),
         when: When::Always,
+        beside: false,
         needs: nothing,
         limit: Duration::from_secs(20 * 60),
     }
@@ -45,6 +46,10 @@ fn cargo(name: &str, arguments: &str) -> Part {
 impl Part {
     fn core(self) -> Self {
         Self { when: When::Core, ..self }
+    }
+
+    fn beside(self) -> Self {
+        Self { beside: true, ..self }
     }
 
     fn full(self) -> Self {
@@ -116,15 +121,25 @@ fn all() -> Vec<Part> {
         house(),
         tests_of("xtask", "--package xtask --no-fail-fast --tests"),
         cargo("build", &format!("build {targets}")).core(),
+        Part { work: Work::Steps(python::fetch_numpy), ..cargo("python's packages", "") }
+            .needs(python::needs)
+            .beside()
+            .core(),
         tests_of("unit", &format!("{tested} --lib --bins")).core(),
         tests_of("integration and loom", &format!("{tested} --test *"))
             .many()
             .needs(integration_tests)
             .core(),
+        // Many tests wait for a deadline or a process, and others for their turn: this takes the time that they leave.
+        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).beside().core(),
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")).core(),
-        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).core(),
         Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
         cargo("build, release", &format!("build --release {targets}")).checked(),
+        Part { work: Work::Steps(python::fetch_all), ..cargo("python's packages, with torch and Ray", "") }
+            .needs(python::needs)
+            .minutes(40)
+            .beside()
+            .full(),
         // Everything that knows of it tries every combination: plans, agreements, conformance, faults.
         tests_of("unit, release, every combination", &format!("{tested} --release --lib --bins"))
             .env("ALLSTREAM_TEST_FULL", "1")

@@ -138,6 +138,27 @@ fn failed(Stopped(why, lines): Stopped) -> Ran {
     Ran(format!("FAILED: {why}"), Counts { failed: 1, ..Counts::default() }, report)
 }
 
+/// Makes the environment of [`numpy`] and fetches what its tests need, while something else keeps the processors busy.
+pub(crate) fn fetch_numpy(root: &Path, limit: Duration) -> Ran {
+    fetched(&Work::new(root, limit, "numpy"), &[])
+}
+
+/// As [`fetch_numpy`], for [`all`].
+pub(crate) fn fetch_all(root: &Path, limit: Duration) -> Ran {
+    fetched(&Work::new(root, limit, "all"), &LIBRARIES)
+}
+
+/// What cannot be fetched is asked for again by the tests, which say what is left out for the want of it.
+fn fetched(work: &Work<'_>, libraries: &[(&str, &str)]) -> Ran {
+    let base = work.make().and_then(|()| work.install(&BASE, DOWNLOAD));
+    let mut libraries = libraries.iter();
+    let all = base.and_then(|()| libraries.try_for_each(|(_, package)| work.install(&[package], DOWNLOAD)));
+    match all {
+        Ok(()) => Ran("passed".into(), Counts { passed: 1, ..Counts::default() }, Report::default()),
+        Err(Stopped(why, _)) => runner::skipped(&why),
+    }
+}
+
 /// The part of every run: the module as cargo builds it for development, and the tests that need numpy alone.
 pub(crate) fn numpy(root: &Path, limit: Duration) -> Ran {
     let work = Work::new(root, limit, "numpy");

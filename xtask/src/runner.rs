@@ -17,10 +17,10 @@ use signal_hook::iterator::Signals;
 use crate::journal::{Counts, Journal, Report, Timed};
 use crate::part::{Part, Ran, Work};
 
-/// The process group of the command that runs, for the signal thread.
-static RUNNING: Mutex<Option<Pid>> = Mutex::new(None);
+/// The process groups of the commands that run, for the signal thread.
+static RUNNING: Mutex<Vec<Pid>> = Mutex::new(Vec::new());
 
-fn running() -> MutexGuard<'static, Option<Pid>> {
+fn running() -> MutexGuard<'static, Vec<Pid>> {
     RUNNING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -30,12 +30,16 @@ pub(crate) fn take_signals() -> io::Result<()> {
     thread::Builder::new().name("signals".into()).spawn(move || {
         if let Some(signal) = signals.forever().next() {
             // Held until the exit: no other command starts.
-            let group = running();
-            if let Some(group) = *group {
-                // Some tests start processes in groups of their own, and stop them if they get the time to.
-                let _ = kill_process_group(group, Signal::TERM);
+            let groups = running();
+            // Some tests start processes in groups of their own, and stop them if they get the time to.
+            for group in groups.iter() {
+                let _ = kill_process_group(*group, Signal::TERM);
+            }
+            if !groups.is_empty() {
                 thread::sleep(Duration::from_millis(500));
-                let _ = kill_process_group(group, Signal::KILL);
+            }
+            for group in groups.iter() {
+                let _ = kill_process_group(*group, Signal::KILL);
             }
             std::process::exit(128 + signal);
         }
@@ -48,6 +52,7 @@ pub(crate) fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
+#[derive(Default)]
 struct Outcome {
     name: String,
     result: String,
@@ -73,14 +78,19 @@ const SLOWEST: usize = 20;
 /// Runs all, prints a table, then again what is known of each failure, and tells whether none failed.
 pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
     let mut outcomes = Vec::new();
-    for part in parts {
-        say(&format!("== {}", part.name));
-        let start = Instant::now();
-        let mut tests = Tests::default();
-        let Ran(result, counts, report) = run_part(part, root, &mut tests);
-        let time = start.elapsed();
-        say(&format!("== {}: {result}, {:.1} s\n", part.name, time.as_secs_f64()));
-        outcomes.push(Outcome { name: part.name.clone(), result, counts, time, report, tests });
+    for together in parts.chunk_by(|_, next| next.beside) {
+        thread::scope(|scope| {
+            let run = |part| scope.spawn(move || timed(part, root));
+            let running: Vec<_> = together.iter().map(run).collect();
+            outcomes.extend(running.into_iter().zip(together).map(|(ran, part)| {
+                ran.join().unwrap_or_else(|_| Outcome {
+                    name: part.name.clone(),
+                    result: "FAILED: it panicked".into(),
+                    counts: Counts { failed: 1, ..Counts::default() },
+                    ..Outcome::default()
+                })
+            }));
+        });
     }
     say(&of_tests(&outcomes));
     let (table, total) = summary(&outcomes);
@@ -90,6 +100,17 @@ pub(crate) fn run_all(parts: &[Part], root: &Path) -> bool {
         say(&again);
     }
     total.failed == 0
+}
+
+/// Runs one, and says when it begins and how it ended.
+fn timed(part: &Part, root: &Path) -> Outcome {
+    say(&format!("== {}", part.name));
+    let start = Instant::now();
+    let mut tests = Tests::default();
+    let Ran(result, counts, report) = run_part(part, root, &mut tests);
+    let time = start.elapsed();
+    say(&format!("== {}: {result}, {:.1} s\n", part.name, time.as_secs_f64()));
+    Outcome { name: part.name.clone(), result, counts, time, report, tests }
 }
 
 /// The tests that took longest, the numbers of cases, and what tests could not run here and why, by part.
@@ -256,7 +277,7 @@ pub(crate) fn execute(mut command: Command, root: &Path, limit: Duration, echo: 
         command.stdout(input.try_clone()?).stderr(input);
         let mut running = running();
         let child = command.spawn()?;
-        *running = Some(Pid::from_child(&child));
+        running.push(Pid::from_child(&child));
         Ok((child, output))
     })();
     // It holds the pipe's other end.
@@ -279,7 +300,7 @@ pub(crate) fn execute(mut command: Command, root: &Path, limit: Duration, echo: 
         Some(status) => Ok(Some(status)),
         None => child.wait().map(|_| None),
     });
-    *running() = None;
+    running().retain(|running| *running != group);
     // One that left the group may hold the pipe for ever.
     let _ = drained.recv_timeout(Duration::from_secs(5));
     End { status, journal: taken(&journal) }
@@ -314,7 +335,10 @@ fn read(pipe: PipeReader, echo: bool, journal: &Mutex<Journal>) {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
     use super::*;
+    use crate::part::When;
 
     fn report(script: &str, limit: Duration) -> Ran {
         let mut command = Command::new("/bin/sh");
@@ -351,6 +375,31 @@ mod tests {
             integration: FAILED (0 passed, 1 failed)\n    tests/a.rs: t::one";
         assert_eq!(text, expected);
         assert_eq!(failures(&[passed("house")]), "");
+    }
+
+    /// One of two parts that are to run at the same time: it passes if the other has begun before it ends.
+    fn meets(_: &Path, _: Duration) -> Ran {
+        static BEGUN: AtomicUsize = AtomicUsize::new(0);
+        BEGUN.fetch_add(1, Ordering::AcqRel);
+        let end = Instant::now() + Duration::from_secs(30);
+        while BEGUN.load(Ordering::Acquire) < 2 && Instant::now() < end {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let failed = u64::from(BEGUN.load(Ordering::Acquire) < 2);
+        Ran(String::new(), Counts { failed, ..Counts::default() }, Report::default())
+    }
+
+    #[test]
+    fn a_part_runs_beside_the_one_before_it_where_it_says_so() {
+        let part = |beside| Part {
+            name: "a part".into(),
+            work: Work::Steps(meets),
+            when: When::Always,
+            beside,
+            needs: |_| Ok(()),
+            limit: Duration::from_secs(60),
+        };
+        assert!(run_all(&[part(false), part(true)], Path::new("/")));
     }
 
     #[test]
