@@ -9,6 +9,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use crate::part::CHECKED;
 use crate::python;
 use crate::runner;
 
@@ -28,6 +29,7 @@ const ARRAYS: &str = include_str!("../../tests/gpu-pack/python/arrays.py");
 const BUILD: &str = "build --release --package allstream --package allstream-cli --all-features --bin allstream --test gpu --example 12_gpu \
                      --example 13_gpu_overlap";
 const BUILD_RUNNER: &str = "build --release --package gpu-pack";
+/// As pip builds the wheel, whatever this process's environment asks of the release: where the wheel was built before, little is left.
 const BUILD_PYTHON: &str = "build --release --locked --manifest-path ffi/python/Cargo.toml";
 /// So that PyO3 leaves the interpreter's functions to the interpreter that loads the module, and asks for no libpython; maturin sets it, too.
 const FOR_ANY_PYTHON: (&str, &str) = ("PYO3_BUILD_EXTENSION_MODULE", "1");
@@ -195,6 +197,11 @@ fn build(root: &Path, arguments: &str) -> Result<Vec<(String, PathBuf)>, String>
     let mut cargo = Command::new(runner::cargo());
     cargo.args(arguments.split_whitespace()).args(["--message-format", "json-render-diagnostics"]);
     cargo.current_dir(root).envs([FOR_ANY_PYTHON]).stdin(Stdio::null()).stdout(Stdio::piped());
+    if arguments == BUILD_PYTHON {
+        for (name, _) in CHECKED {
+            cargo.env_remove(name);
+        }
+    }
     let mut child = cargo.spawn().map_err(|error| format!("cargo: {error}"))?;
     let lines = child.stdout.take().map(|stdout| BufReader::new(stdout).lines().map_while(Result::ok));
     let built = lines.into_iter().flatten().filter_map(|line| {

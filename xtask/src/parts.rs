@@ -162,7 +162,7 @@ fn all() -> Vec<Part> {
         // After Python, whose torch has brought NVIDIA's NCCL along.
         tests_of("NCCL as pip has it", "--package allstream-sys --release --test real_nccl").checked(),
         // After Python, whose environment the pack's rehearsal has arrays of numpy and torch from.
-        tests_of("GPU pack's runner", "--package gpu-pack --release").full(),
+        tests_of("GPU pack's runner", "--package gpu-pack --release").checked(),
         Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),
         Part { work: Work::Steps(pack::run), ..cargo("GPU", "") }
             .needs(pack::needs_device)
