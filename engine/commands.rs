@@ -38,10 +38,20 @@ pub(crate) fn never_block_here() {
 
 type Job = Box<dyn FnOnce() -> Result<(), Error> + Send>;
 
+/// A job that cannot fail.
+fn infallible(job: impl FnOnce() + Send + 'static) -> Job {
+    Box::new(move || {
+        job();
+        Ok(())
+    })
+}
+
 struct Command {
     job: Job,
     /// Whether it is to be done although the communicator has failed.
     always: bool,
+    /// It only drops something: nobody waits for that.
+    drops: bool,
 }
 
 /// The last user of an endpoint's commands holds this. When it is dropped, the commands are cut, and the list is emptied: a command may own what
@@ -62,7 +72,9 @@ pub(crate) struct Commands {
     disposed: Mutex<Vec<Box<dyn Send>>>,
     /// `list` may hold a command. Changed under that lock.
     any: AtomicBool,
-    /// The same of `disposed`.
+    /// `list` may hold a command that does more than drop something. Changed under that lock.
+    any_awaited: AtomicBool,
+    /// `disposed` may hold something. Changed under that lock.
     any_disposed: AtomicBool,
     /// The endpoint has had a command.
     were_any: AtomicBool,
@@ -92,11 +104,13 @@ impl Drop for AtWork<'_> {
 impl Commands {
     /// `waker` wakes whoever drives the endpoint.
     pub(crate) fn new(waker: Waker) -> Arc<Commands> {
-        let [any, any_disposed, were_any, is_at_work, is_cut] = [(); 5].map(|()| AtomicBool::new(false));
+        let [any, any_awaited, any_disposed, were_any, is_at_work, is_cut] =
+            [(); 6].map(|()| AtomicBool::new(false));
         Arc::new(Commands {
             list: Mutex::default(),
             disposed: Mutex::default(),
             any,
+            any_awaited,
             any_disposed,
             were_any,
             issuing: Mutex::default(),
@@ -112,21 +126,22 @@ impl Commands {
     /// Appends a command. If it fails, no such command behind it is begun, and the next pass hears of the error. It is not begun once the
     /// communicator has failed.
     pub(crate) fn put(&self, job: impl FnOnce() -> Result<(), Error> + Send + 'static) {
-        self.append(Command { job: Box::new(job), always: false });
+        self.append(Command { job: Box::new(job), always: false, drops: false });
     }
 
     /// Appends a command that is done in any case, also when the communicator has failed.
     pub(crate) fn put_always(&self, job: impl FnOnce() + Send + 'static) {
-        let job = move || {
-            job();
-            Ok(())
-        };
-        self.append(Command { job: Box::new(job), always: true });
+        self.append(Command { job: infallible(job), always: true, drops: false });
     }
 
     /// Appends a command that drops what carried an operation out: a driver may be called by that.
     pub(crate) fn put_drop(&self, carrier: impl Send + 'static) {
-        self.put_always(move || drop(carrier));
+        self.append(Command { job: infallible(move || drop(carrier)), always: true, drops: true });
+    }
+
+    /// Whether the commands that are to be carried out only drop something, for which nobody waits.
+    pub(crate) fn only_drop(&self) -> bool {
+        !self.any_awaited.load(Ordering::Acquire)
     }
 
     /// From here on, commands that are carried out in a row are so within this, which calls what it is given once.
@@ -136,6 +151,9 @@ impl Commands {
 
     fn append(&self, command: Command) {
         let mut list = self.list.lock();
+        if !command.drops {
+            self.any_awaited.store(true, Ordering::Release);
+        }
         list.push_back(command);
         self.any.store(true, Ordering::Release);
         drop(list);
@@ -257,11 +275,14 @@ impl Commands {
             Some(command) if of_a_row && command.always => None,
             _ => list.pop_front(),
         };
+        if list.is_empty() {
+            self.any_awaited.store(false, Ordering::Release);
+        }
         self.any.store(!list.is_empty(), Ordering::Release);
         next
     }
 
-    fn carry_out_one(&self, Command { job, always }: Command) {
+    fn carry_out_one(&self, Command { job, always, .. }: Command) {
         let panicked = |_| Err(Error::system("carry a command out", "it panicked (a bug)"));
         let run = || {
             IN_COMMAND.set(true);
@@ -305,6 +326,23 @@ mod tests {
 
     fn commands() -> Arc<Commands> {
         Commands::new(Waker::noop().clone())
+    }
+
+    #[test]
+    fn what_is_only_to_be_dropped_is_told_from_what_somebody_waits_for() {
+        let commands = commands();
+        commands.put_drop(());
+        assert!(commands.only_drop());
+        commands.put(|| Ok(()));
+        commands.put_drop(());
+        assert!(!commands.only_drop(), "a job stands between two drops");
+        commands.issue();
+        commands.put_drop(());
+        assert!(commands.only_drop(), "the job is done");
+        commands.put_always(|| ());
+        assert!(!commands.only_drop());
+        commands.issue();
+        assert!(!commands.is_due());
     }
 
     #[test]

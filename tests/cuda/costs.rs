@@ -111,8 +111,13 @@ fn ends_are_seen_after(aside: bool, operations: usize) -> (Vec<u64>, [u64; 2]) {
         if !aside {
             streams.iter().for_each(|stream| put(stream, ends));
         }
-        bufs = soon(try_join_all(works)).unwrap();
-        late.push((BEGAN.elapsed().as_micros() as u64).saturating_sub(ENDED.load(Ordering::SeqCst)));
+        // Within `soon`, which takes its runtime down before it returns.
+        let (all, seen) = soon(async {
+            let all = try_join_all(works).await;
+            (all, BEGAN.elapsed().as_micros() as u64)
+        });
+        bufs = all.unwrap();
+        late.push(seen.saturating_sub(ENDED.load(Ordering::SeqCst)));
     }
     let after = ASKED.map(calls);
     drop(bufs);

@@ -178,7 +178,12 @@ impl Endpoint {
     pub(super) fn drive_with(self: &Arc<Self>, run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         let progress = self.drive(run, spinning);
         self.run_completions();
-        self.commands.issue();
+        // The progress thread, the one that does not spin, comes back to an endpoint of which something moved. If all that is left to do is to drop
+        // something, that waits until then: another thread would be woken for it before this one has told of the ends on other endpoints.
+        let comes_back = !spinning && progress == Progress::Advanced;
+        if !(comes_back && self.commands.only_drop()) {
+            self.commands.issue();
+        }
         progress
     }
 
