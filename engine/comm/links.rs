@@ -207,6 +207,10 @@ impl Opener for CommLinks {
             _ => self.site(peer, DEVICES, receiving).place().map(Some),
         }
     }
+
+    fn exit(&self, peer: Rank) -> Option<Exit> {
+        self.site(peer, DEVICES, false).exit()
+    }
 }
 
 /// One of the communicator's links.

@@ -134,7 +134,7 @@ impl Group<'_> {
         row[0] = OK;
         let far = (0..members.len()).any(|rank| !self.housemate(rank));
         let remote = members.iter().any(|member| *member != members[ours] && !self.topology.is_near(*member));
-        let lacks = device.stream.missing_for_sharing().is_some();
+        let lacks = device.stream.missing_for_sharing().is_some() || !device.has_words();
         let sharing = library.map(|library| library.sharing());
         let (shares, no_leave) = (sharing == Some(Sharing::Yes), sharing == Some(Sharing::NoLeave));
         let notes = [
@@ -228,7 +228,8 @@ impl Group<'_> {
                 None => None,
                 Some((offer, region)) => {
                     let card = cards.get(rank * CARD..(rank + 1) * CARD).unwrap_or_default();
-                    let peer = FarPeer::new(&ours.stream, (rank, row.process, &region), offer, card);
+                    let whose = (rank, row.process, &region, links.exit(rank));
+                    let peer = FarPeer::new(&ours.stream, whose, offer, card);
                     Some(Arc::new(peer.map_err(why)?))
                 }
             });

@@ -66,7 +66,7 @@ enum Order {
 static THREAD: OnceLock<Option<Sender<Order>>> = OnceLock::new();
 
 /// Drops it on that thread; here, where the system has no thread to give.
-pub(super) fn drop_later(thing: impl Any + Send) {
+pub(crate) fn drop_later(thing: impl Any + Send) {
     later(Duration::ZERO, move || drop(thing));
 }
 

@@ -9,7 +9,7 @@ mod blocks;
 mod buf;
 mod capture;
 pub(crate) mod carriers;
-mod chores;
+pub(crate) mod chores;
 mod context;
 pub(crate) mod copied;
 #[cfg(feature = "cudarc")]

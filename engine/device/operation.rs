@@ -414,6 +414,16 @@ impl DeviceOp {
         self.binding.ours.has_put(self.number())
     }
 
+    /// Whether ranks in other processes have all called it, and this rank's own inputs are not there.
+    pub(crate) fn lacks_inputs(&self) -> bool {
+        self.binding.far.as_ref().is_some_and(|far| far.all_have_lent()) && !self.has_inputs()
+    }
+
+    /// The ranks in other processes whose inputs are not there, of those that lend memory for it.
+    pub(crate) fn unready(&self) -> Vec<Rank> {
+        self.binding.far.iter().flat_map(|far| far.unready()).collect()
+    }
+
     /// The ranks whose inputs are not there, though they have called.
     pub(crate) fn late(&self) -> Vec<Rank> {
         let is_late = |device: &Arc<PeerDevice>| device.is_late(self.number());

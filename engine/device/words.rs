@@ -94,9 +94,12 @@ impl DeviceStream {
         self.put_words("make a stream wait for another process", &mut [wait])
     }
 
-    /// Writes the word when the stream comes here, behind everything that it wrote before.
-    pub(crate) fn put_word(&self, words: &SharedWords, at: usize, value: u32) -> Result<(), Error> {
-        let write = CuStreamMemOp::write(words.address + words.offset(at) as u64, value);
-        self.put_words("tell another process what a stream has come to", &mut [write])
+    /// Writes these words, each with its value, when the stream comes here, behind everything that it wrote before.
+    pub(crate) fn put_shared(&self, words: &SharedWords, all: &[(usize, u32)]) -> Result<(), Error> {
+        let write = |(at, value): &(usize, u32)| {
+            CuStreamMemOp::write(words.address + words.offset(*at) as u64, *value)
+        };
+        let mut all: Vec<_> = all.iter().map(write).collect();
+        self.put_words("tell another process what a stream has come to", &mut all)
     }
 }

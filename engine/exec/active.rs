@@ -109,6 +109,11 @@ impl Active {
         Some((c.op.number, c.op.signature, c.op.timeout, c.started))
     }
 
+    /// The operation's time limit counts from here on.
+    pub(crate) fn count_from(&mut self, now: Instant) {
+        self.current.iter_mut().for_each(|current| current.started = now);
+    }
+
     pub(crate) fn start(&mut self, key: Key, carried: Carried, started: Instant) {
         self.stalled_at = None;
         let Carried { operation: op, carrier } = carried;

@@ -15,6 +15,7 @@ use super::operation::Operation;
 use super::parts::{NextPart, Parts, Work};
 use super::port::Port;
 use crate::error::{Error, Missing, MissingState};
+use crate::link::exit::IsOver;
 use crate::mem::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
@@ -147,7 +148,17 @@ pub(crate) trait Carrier: Send + Sync {
         false
     }
 
-    /// Whether the operation was given to something that does not tell when it is done, so that the endpoint has to ask again and again.
+    /// Whether all ranks have called the operation, and it waits for this rank's own inputs on the device. Its time limit counts from when they are there.
+    fn lacks_inputs(&self) -> bool {
+        false
+    }
+
+    /// The ranks that have called the operation, and whose inputs are not there. Only those that keep the operation from this rank's stream.
+    fn unready(&self) -> Vec<Rank> {
+        Vec::new()
+    }
+
+    /// Whether the operation waits for something that does not tell when it is there, so that the endpoint has to ask again and again.
     fn is_to_be_asked(&self) -> bool {
         false
     }
@@ -224,6 +235,16 @@ pub(crate) trait Bound: Any + Send + Sync {
         false
     }
 
-    /// Devices may go on touching the failed communicator's memory for longer than anybody waits: that memory is left to them for good.
+    /// Devices may go on touching the failed communicator's memory for longer than anybody waits.
     fn leave(&self) {}
+
+    /// What says, for a communicator that has failed, that no device touches its memory any more. `None`: nobody can tell.
+    fn touched_until(&self) -> Option<IsOver> {
+        None
+    }
+
+    /// Memory of operations that have failed, beside their buffers, which devices may touch as long as those. `None`: whoever carried the operations out sees to that.
+    fn remains(&self) -> Option<Box<dyn Send>> {
+        None
+    }
 }

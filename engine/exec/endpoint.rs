@@ -183,8 +183,8 @@ pub(crate) struct Endpoint {
     pub(crate) deterministic: AtomicBool,
     /// What it is bound to beside the host's memory and links.
     bound: OnceLock<Arc<dyn Bound>>,
-    /// At the last pass, a library was at work that does not tell when it is done.
-    is_library_asked: AtomicBool,
+    /// At the last pass, something was waited for that does not tell when it is there: a library, or memory that a device of another process lends.
+    is_asked: AtomicBool,
     /// At the last look, a device was at work, whose end is a word in memory.
     look_again: LookAgain,
     /// Memory that barriers pass round. One serves all: collectives of a communicator run one after another.
@@ -230,7 +230,7 @@ impl Endpoint {
             programs: Programs::default(),
             deterministic: AtomicBool::new(config.deterministic),
             bound: OnceLock::new(),
-            is_library_asked: AtomicBool::new(false),
+            is_asked: AtomicBool::new(false),
             look_again: LookAgain::default(),
             token: Arc::default(),
             config,

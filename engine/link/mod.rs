@@ -129,6 +129,10 @@ pub(crate) trait Opener: Send + Sync {
     fn device_place(&self, _peer: Rank, _receiving: bool) -> Result<Option<Place>, Error> {
         Ok(None)
     }
+    /// Whether a peer's process has exited, where it is another one of this host and the system can tell.
+    fn exit(&self, _peer: Rank) -> Option<Exit> {
+        None
+    }
 }
 
 /// Where a link through memory is: its ring, who is to be woken, and the peer's memory lock if it is in this process.

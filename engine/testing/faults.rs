@@ -131,6 +131,17 @@ pub(crate) fn longest_frame() -> Option<usize> {
     Some(FRAMES.load(Ordering::Relaxed)).filter(|bytes| *bytes > 0)
 }
 
+static FOLDED_FAR: AtomicUsize = AtomicUsize::new(usize::MAX);
+
+/// From now on, the devices of ranks in several processes fold all_reduces of so many bytes or more at once, and no smaller ones. To be told to all of them.
+pub fn fold_between_processes_from(bytes: usize) {
+    FOLDED_FAR.store(bytes, Ordering::Relaxed);
+}
+
+pub(crate) fn folded_between_processes_from() -> Option<usize> {
+    Some(FOLDED_FAR.load(Ordering::Relaxed)).filter(|bytes| *bytes < usize::MAX)
+}
+
 static STREAMED: AtomicBool = AtomicBool::new(false);
 
 /// From now on, the results of two in every four operations go past the caches, however small, and of the others none.

@@ -28,6 +28,8 @@ mod hazards;
 #[cfg(feature = "testing")]
 mod held;
 mod ipc;
+#[cfg(feature = "testing")]
+mod ipc_folds;
 mod ipc_foreign;
 mod joined;
 mod laws;

@@ -261,6 +261,14 @@ pub fn calls(name: &str) -> u64 {
     }
 }
 
+/// How many bytes of memory the kernels of this process have read and written together.
+pub fn moved() -> u64 {
+    let address = function("allstream_test_cuda_moved");
+    // SAFETY: the function's type, in the driver's `launch.rs`.
+    let ask: extern "C" fn() -> u64 = unsafe { std::mem::transmute(address) };
+    ask()
+}
+
 /// How often each function of the driver's has been called, in all its versions.
 pub fn all_calls() -> Vec<(String, u64)> {
     let name = function("allstream_test_cuda_name");

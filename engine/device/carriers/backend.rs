@@ -246,7 +246,7 @@ impl Backend for Cuda {
     unsafe fn fill_slot(&mut self, _: *const u8, _: *mut u8, _: usize, _: &mut Port) {}
 }
 
-/// The memory of devices of one process, lent where it lies.
+/// The memory of devices of one host, lent where it lies.
 #[derive(Clone)]
 pub(super) struct CudaLoans {
     binding: Arc<Binding>,
@@ -269,7 +269,8 @@ impl Binding {
         let size = lending.plan.size;
         let longest = part.count.div_ceil(size).saturating_mul(part.dtype.size());
         let has_words = || self.all.iter().flatten().all(|device| device.has_words());
-        self.far.is_none() && size <= MAX_OUTS && longest <= limits().1 && has_words()
+        let bytes = part.count.saturating_mul(part.dtype.size());
+        self.folds_at_once(bytes) && size <= MAX_OUTS && longest <= limits().1 && has_words()
     }
 
     /// Which parts of an operation are folded: none, if not all of them are known yet.
@@ -287,9 +288,11 @@ impl Binding {
                 None => others += 1,
             }
         }
-        folds.are_all = folds.are_any() && others == 0;
+        // Between processes a rank's own stream says that what it lends is ready.
+        folds.are_all = folds.are_any() && others == 0 && self.far.is_none();
         folds.are_one = folds.are_all && parts.len() == 1;
-        folds.own_work_is_lent = parts.iter().any(|part| part.factor(scale, &reduction).is_some());
+        let is_scaled = parts.iter().any(|part| part.factor(scale, &reduction).is_some());
+        folds.own_work_is_lent = is_scaled || self.far.is_some();
         folds
     }
 
@@ -303,10 +306,9 @@ impl Binding {
 }
 
 impl Lends for CudaLoans {
-    /// Ranks lend each other memory only if all of them are in this process. For the kernel that folds writes into other ranks' memory, and
-    /// when a rank of another process dies, nobody can stop a kernel that is on a stream already from writing into memory that its owner
-    /// has taken back. Chunks that are longer than one frame may be ([`limits`]) take the steps instead, in slices. All ranks decide alike,
-    /// since all see the same lengths and know where all devices are.
+    /// Ranks in one process always lend each other memory. Ranks in several do so for what is large, as the kernel that folds is put on a stream only when
+    /// all ranks are ready (`device/links/ipc.rs`). Chunks that are longer than one frame may be ([`limits`]) take the steps instead, in slices. All ranks decide
+    /// alike, since all see the same lengths and know where all devices are.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement {
         let is_known = || self.binding.current().is_some_and(|operation| operation.is_folded());
         match self.binding.lends(c.part, lending) && is_known() {

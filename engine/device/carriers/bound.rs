@@ -14,6 +14,7 @@ use crate::device::{DeviceCopies, DevicePlace, DeviceStream};
 use crate::error::Error;
 use crate::exec::carrier::{Bound, Lane};
 use crate::exec::{DEVICES, Endpoint, Operation, Port, Reduction, WINDOW};
+use crate::link::exit::IsOver;
 use crate::plan::Step;
 use crate::trace::log::LOG;
 
@@ -96,9 +97,22 @@ impl Bound for BoundTo {
     }
 
     fn is_touched(&self, lane: Option<&mut (dyn Lane + 'static)>, since: Duration) -> bool {
-        let is_far = self.binding.as_ref().is_some_and(|binding| binding.far.is_some());
-        let is_read = is_far && lane.is_some_and(|lane| lane.port().is_read_elsewhere());
-        self.is_on_devices(since) || is_read
+        // Asked first: once this process's streams are known to be quiet, nothing more is lent.
+        let is_on_devices = self.is_on_devices(since);
+        let Some(far) = self.binding.as_ref().and_then(|binding| binding.far.as_ref()) else {
+            return is_on_devices;
+        };
+        let is_elsewhere = lane.is_some_and(|lane| lane.port().is_read_elsewhere());
+        // Once this rank's stream was let go on, its words say nothing of those who read.
+        is_on_devices || is_elsewhere || far.has_let_go() && far.may_be_touched()
+    }
+
+    fn touched_until(&self) -> Option<IsOver> {
+        self.binding.as_ref()?.touched_until()
+    }
+
+    fn remains(&self) -> Option<Box<dyn Send>> {
+        self.binding.as_ref()?.remains()
     }
 
     fn leave(&self) {

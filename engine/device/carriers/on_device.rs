@@ -37,6 +37,19 @@ impl Carrier for OnDevice {
         true
     }
 
+    /// Nobody tells when the memory is ready that ranks in other processes lend.
+    fn is_to_be_asked(&self) -> bool {
+        self.0.binding.far.as_ref().is_some_and(|far| far.is_unready())
+    }
+
+    fn lacks_inputs(&self) -> bool {
+        self.0.lacks_inputs()
+    }
+
+    fn unready(&self) -> Vec<Rank> {
+        self.0.unready()
+    }
+
     fn on_stream(&self) -> Option<&dyn OnStream> {
         Some(&self.0)
     }

@@ -8,58 +8,43 @@
 //! rank that gives up and whose stream does not come to its end *lets go* ([`Far::let_go`]): it says so in all rings, and
 //! its host writes the words that its own stream waits for. What any device reads from then on counts for nothing, and an
 //! operation is only good if no rank has said so by its end ([`Far::check`]).
+//!
+//! What is lent to be folded ([`LinkTx::lend`]) is written, too, by the stream of the peer. Two things follow. The peer gives its stream the kernel only when the
+//! lender's word has come, which its host looks for: no stream waits for that word, so a rank that lets go writes to nobody's memory before that memory's owner is ready.
+//! And where an operation fails, the lender has its memory back only when the peer's stream has said that it is past ([`PAST`]), or the peer's process has exited
+//! ([`FarPeer::may_write`]).
 
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::Waker;
 
+use super::names::{NAME, read, written};
 use super::peer::PeerDevice;
-use super::words::{DONE, END, Inbox, Outbox, READY, mark};
+use super::words::{DONE, END, Inbox, Outbox, PAST, PAST_END, READY, mark};
 use crate::device::blocks::Exported;
 use crate::device::ipc::{Import, Opening, retire};
 use crate::device::stream::DeviceStream;
 use crate::error::Error;
 use crate::link::cells::{Descriptor, RawRing, RingFlag};
+use crate::link::exit::Exit;
 use crate::link::local::Doorbell;
 use crate::link::region::Region;
 use crate::link::ring::{CELLS, CLOSED, Consumer, Producer, RingMemory, publish};
-use crate::link::{Frame, Header, LinkRx, LinkTx, Place, Posted};
+use crate::link::{Frame, Header, LinkRx, LinkTx, Loan, Place, Posted};
 use crate::types::{DType, Rank};
 
-/// Bytes of a driver's handle.
-const HANDLE: usize = 64;
 /// What a rank gives to each rank in another process: where its inbox is in its region, and where a piece of its memory is.
 pub(crate) const CARD: usize = 8 + NAME;
-/// A name of memory: number, offset, handle; where the whole block lies, and its length.
-const NAME: usize = 16 + HANDLE + 16;
+
+/// In a descriptor's `location`: the frame is a loan. The bytes of its memory are added, and beside the descriptor lie the names of its two ends. No offset in
+/// a block is as large.
+const LOAN: u64 = 1 << 63;
 
 /// A ring's flag: what was lent is taken back.
 const REVOKED: u32 = 1;
 /// And what was read is not what was meant.
 const LET_GO: u32 = 2;
-
-fn written(name: &Exported) -> [u8; NAME] {
-    let mut bytes = [0; NAME];
-    bytes[..8].copy_from_slice(&name.number.to_le_bytes());
-    bytes[8..16].copy_from_slice(&name.offset.to_le_bytes());
-    bytes[16..16 + HANDLE].copy_from_slice(&name.handle);
-    bytes[16 + HANDLE..][..8].copy_from_slice(&name.base.to_le_bytes());
-    bytes[24 + HANDLE..].copy_from_slice(&name.bytes.to_le_bytes());
-    bytes
-}
-
-fn read(bytes: &[u8; NAME]) -> Exported {
-    let word = |at: usize| {
-        let mut word = [0; 8];
-        word.copy_from_slice(&bytes[at..at + 8]);
-        u64::from_le_bytes(word)
-    };
-    let mut handle = [0; HANDLE];
-    handle.copy_from_slice(&bytes[16..16 + HANDLE]);
-    let (base, bytes) = (word(16 + HANDLE), word(24 + HANDLE));
-    Exported { number: word(0), offset: word(8), handle, base, bytes }
-}
 
 /// What a rank has made for one in another process; to be told to it.
 pub(crate) struct Offer {
@@ -86,6 +71,15 @@ pub(crate) struct FarPeer {
     inbox: Arc<Inbox>,
     /// There until the end.
     outbox: Option<Outbox>,
+    /// Whether its process has exited. None where the system cannot tell.
+    exit: Option<Exit>,
+    /// It was given memory to read, or to write.
+    is_given: AtomicBool,
+    /// How many loans were made to it.
+    lent: AtomicU64,
+    /// It lends us memory now; and its stream has come to where that may be touched.
+    has_lent: AtomicBool,
+    is_ready: AtomicBool,
     /// Keeps open what was opened to see whether it works.
     _probe: Arc<Import>,
 }
@@ -94,7 +88,7 @@ impl FarPeer {
     /// Opens what a peer has told, which drew this number for its process, and whose region this is.
     pub(crate) fn new(
         stream: &DeviceStream,
-        (rank, process, region): (Rank, u128, &Arc<Region>),
+        (rank, process, region, exit): (Rank, u128, &Arc<Region>, Option<Exit>),
         offer: &Offer,
         card: &[u8],
     ) -> Result<FarPeer, Error> {
@@ -104,13 +98,27 @@ impl FarPeer {
         let probe = Import::open(stream, process, &name)?;
         let outbox = Outbox::open(stream, rank, region.clone(), u64::from_le_bytes(*at))?;
         let (stream, inbox, outbox) = (stream.clone(), offer.inbox.clone(), Some(outbox));
-        Ok(FarPeer { rank, process, stream, inbox, outbox, _probe: probe })
+        let (is_given, lent) = (AtomicBool::new(false), AtomicU64::new(0));
+        let [has_lent, is_ready] = [false; 2].map(AtomicBool::new);
+        let _probe = probe;
+        Ok(FarPeer { rank, process, stream, inbox, outbox, exit, is_given, lent, has_lent, is_ready, _probe })
     }
 
     /// Tells the peer's stream, when ours comes here.
-    fn put(&self, word: usize, value: u32) -> Result<(), Error> {
+    fn put(&self, all: &[(usize, u32)]) -> Result<(), Error> {
         let gone = || Error::system("tell another process", "its words are gone (a bug)");
-        self.outbox.as_ref().ok_or_else(gone)?.put(&self.stream, word, value)
+        self.outbox.as_ref().ok_or_else(gone)?.put(&self.stream, all)
+    }
+
+    /// Whether it touches nothing of ours any more, whatever it was given: its process has exited, or its stream is past all that it will ever do.
+    fn is_past(&self) -> bool {
+        self.exit.as_ref().is_some_and(Exit::has_come) || self.inbox.shows(PAST_END, 1)
+    }
+
+    /// Whether it may still write to memory that it was lent. Nothing that this rank does to end its own waits changes that.
+    fn may_write(&self) -> bool {
+        let lent = self.lent.load(Ordering::Acquire);
+        lent > 0 && !self.inbox.shows(PAST, lent as u32) && !self.is_past()
     }
 
     /// Our stream waits for the peer's.
@@ -193,10 +201,44 @@ impl Far {
         self.peers.iter().flatten().for_each(|peer| peer.inbox.release());
     }
 
+    /// Whether a peer lends memory that may not be touched yet: nobody tells when it may, so that somebody has to look.
+    pub(crate) fn is_unready(&self) -> bool {
+        self.unready().next().is_some()
+    }
+
+    /// The ranks that have called the operation in work, and lend memory for it that is not ready.
+    pub(crate) fn unready(&self) -> impl Iterator<Item = Rank> {
+        let waits = |peer: &&Arc<FarPeer>| {
+            peer.has_lent.load(Ordering::Acquire) && !peer.is_ready.load(Ordering::Acquire)
+        };
+        self.peers.iter().flatten().filter(waits).map(|peer| peer.rank)
+    }
+
+    /// Whether all ranks in other processes lend memory for the operation in work: they have called it.
+    pub(crate) fn all_have_lent(&self) -> bool {
+        self.peers.iter().flatten().all(|peer| peer.has_lent.load(Ordering::Acquire))
+    }
+
+    /// Of a communicator that has failed: whether a peer may still touch what it was given to read or to write, in the order of streams or out of it.
+    pub(crate) fn may_be_touched(&self) -> bool {
+        let touches = |peer: &Arc<FarPeer>| peer.is_given.load(Ordering::Acquire) && !peer.is_past();
+        self.peers.iter().flatten().any(touches)
+    }
+
+    /// Whether a peer may still write to memory that it was lent.
+    pub(crate) fn may_be_written(&self) -> bool {
+        self.peers.iter().flatten().any(|peer| peer.may_write())
+    }
+
+    /// Whether this rank's stream was let go on without its peers.
+    pub(crate) fn has_let_go(&self) -> bool {
+        self.let_go.load(Ordering::SeqCst)
+    }
+
     /// Whether what has come to its end did so in order. Asked once it has.
     pub(crate) fn check(&self) -> Result<(), Error> {
         let by = self.from.iter().find(|(_, flag)| flag.is() >= LET_GO).map(|(rank, _)| *rank);
-        if by.is_none() && !self.let_go.load(Ordering::SeqCst) {
+        if by.is_none() && !self.has_let_go() {
             return Ok(());
         }
         let whose = by.map_or("this rank".to_owned(), |rank| format!("rank {rank}"));
@@ -238,6 +280,45 @@ impl FarTx {
         let last = (self.seen..until).rev().find(|frame| self.full[(frame % CELLS) as usize]);
         last.map(mark)
     }
+
+    /// Posts a frame behind what this rank's stream holds then. `memory`: what the peer is given, and of how many bytes each; what is written beside the descriptor
+    /// are the names of these.
+    fn post_behind(&mut self, header: Header, location: Option<u64>, given: ([u64; 2], usize)) {
+        let (frame, memory, doorbell) =
+            (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
+        let (ours, far, peer, posted) =
+            (self.ours.clone(), self.far.clone(), self.peer.clone(), self.posted.clone());
+        self.full[(frame % CELLS) as usize] = header.len > 0;
+        self.ours.commands.put(move || {
+            let (addresses, bytes) = given;
+            let mut offset = 0;
+            if bytes > 0 {
+                let stranger =
+                    || Error::system("lend device memory", "it has no name for other processes (a bug)");
+                let name = |address| far.export(&ours.stream, address, bytes)?.ok_or_else(stranger);
+                let first = name(addresses[0])?;
+                offset = first.offset;
+                if location.is_some() {
+                    let second = if addresses[1] == addresses[0] { first } else { name(addresses[1])? };
+                    memory.write_beside(frame, [written(&first), written(&second)].as_flattened());
+                } else {
+                    memory.write_beside(frame, &written(&first));
+                }
+            }
+            if header.len > 0 {
+                peer.is_given.store(true, Ordering::Release);
+                peer.put(&[(READY, mark(frame))])?;
+            }
+            if location.is_some() {
+                peer.lent.fetch_add(1, Ordering::AcqRel);
+            }
+            let descriptor = Descriptor::new(&header, location.unwrap_or(offset));
+            publish(&memory, frame, (descriptor, std::ptr::null()));
+            posted.store(frame + 1, Ordering::Release);
+            doorbell.ring();
+            Ok(())
+        });
+    }
 }
 
 impl LinkTx for FarTx {
@@ -251,29 +332,25 @@ impl LinkTx for FarTx {
 
     // The payload is a device's address: nobody on the host follows it.
     unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
-        let (frame, memory, doorbell) =
-            (self.ring.claim(), self.ring.memory().clone(), self.doorbell.clone());
-        let (ours, far, peer, posted) =
-            (self.ours.clone(), self.far.clone(), self.peer.clone(), self.posted.clone());
-        self.full[(frame % CELLS) as usize] = header.len > 0;
-        let address = payload.addr() as u64;
-        self.ours.commands.put(move || {
-            let mut offset = 0;
-            if header.len > 0 {
-                let named = far.export(&ours.stream, address, header.len as usize)?;
-                let stranger =
-                    || Error::system("lend device memory", "it has no name for other processes (a bug)");
-                let named = named.ok_or_else(stranger)?;
-                offset = named.offset;
-                memory.write_beside(frame, &written(&named));
-                peer.put(READY, mark(frame))?;
-            }
-            publish(&memory, frame, (Descriptor::new(&header, offset), std::ptr::null()));
-            posted.store(frame + 1, Ordering::Release);
-            doorbell.ring();
-            Ok(())
-        });
+        self.post_behind(header, None, ([payload.addr() as u64; 2], header.len as usize));
         Ok(Posted::Held)
+    }
+
+    /// Whatever is lent has a name, or is a copy that has one (`Binding::cannot_lend`).
+    fn can_lend(&self, _: *const u8, _: usize) -> bool {
+        true
+    }
+
+    // The loan's ends are a device's addresses, too.
+    unsafe fn lend(&mut self, header: Header, loan: Loan) -> Result<(), Error> {
+        let header = Header { len: Loan::FRAME as u32, ..header };
+        let ends = [loan.input.addr() as u64, loan.output.addr() as u64];
+        self.post_behind(header, Some(LOAN + loan.bytes as u64), (ends, loan.bytes));
+        Ok(())
+    }
+
+    fn has_hung_up(&self) -> bool {
+        self.ring.is_closed()
     }
 
     /// What is counted here, our stream may write again: it waits for the reader's.
@@ -304,6 +381,12 @@ impl LinkTx for FarTx {
     }
 
     fn is_read_elsewhere(&mut self) -> bool {
+        if self.peer.is_past() {
+            return false;
+        }
+        if self.peer.may_write() {
+            return true;
+        }
         if self.ring.is_closed() {
             return !self.peer.inbox.shows(END, 1);
         }
@@ -318,13 +401,18 @@ pub(crate) struct FarRx {
     ring: Consumer<RawRing>,
     doorbell: Doorbell,
     ours: Arc<PeerDevice>,
+    far: Arc<Far>,
     peer: Arc<FarPeer>,
     /// The peer's blocks, by number.
     imports: HashMap<u64, Opening>,
     /// Woken when one of them is open.
     waker: Waker,
     frames: u64,
+    /// How many of them were loans.
+    loans: u64,
     head: Option<Frame>,
+    /// What the frame after those that were read lends, once it is known where that is.
+    loan: Option<Loan>,
     hung_up: bool,
 }
 
@@ -336,18 +424,42 @@ impl FarRx {
     pub(crate) fn new(
         place: Place,
         ours: Arc<PeerDevice>,
-        peer: Arc<FarPeer>,
+        (far, peer): (Arc<Far>, Arc<FarPeer>),
         waker: Waker,
     ) -> Result<FarRx, Error> {
         let Place { region, ring, doorbell, .. } = place;
         let ring = Consumer::new(RawRing::new(region, ring)?);
-        let (imports, frames, head) = (HashMap::new(), 0, None);
-        Ok(FarRx { ring, doorbell, ours, peer, imports, waker, frames, head, hung_up: false })
+        let (imports, frames, loans, head, loan) = (HashMap::new(), 0, 0, None, None);
+        Ok(FarRx {
+            ring,
+            doorbell,
+            ours,
+            far,
+            peer,
+            imports,
+            waker,
+            frames,
+            loans,
+            head,
+            loan,
+            hung_up: false,
+        })
     }
 
-    /// Where a frame of so many bytes is, here, once the block that it is in is open.
-    fn locate(&mut self, location: u64, bytes: usize) -> Result<Option<u64>, Error> {
-        let name = read(&self.ring.memory().read_beside(self.frames));
+    /// Where so many bytes at `location` of a block are, here, once the block is open. They are of elements of this type.
+    fn locate(
+        &mut self,
+        name: Exported,
+        location: u64,
+        bytes: usize,
+        dtype: u8,
+    ) -> Result<Option<u64>, Error> {
+        // A kernel that reads where no element begins would be the end of our context.
+        let unit = DType::from_u8(dtype).map_or(1, |dtype| dtype.size() as u64);
+        if !location.is_multiple_of(unit) {
+            let problem = format!("no element begins at offset {location}");
+            return Err(Error::protocol(self.peer.rank, problem));
+        }
         let (stream, process, waker) = (&self.ours.stream, self.peer.process, &self.waker);
         let begin = || Opening::begin(stream, process, &name, waker.clone());
         if !self.imports.contains_key(&name.number) {
@@ -369,6 +481,31 @@ impl FarRx {
             Error::protocol(self.peer.rank, problem)
         })
     }
+
+    /// Looks at the loan of so many bytes that is next. `None`: it may not be touched yet, or it is not known yet where it is.
+    fn look_at_loan(&mut self, bytes: usize, dtype: u8) -> Result<Option<Loan>, Error> {
+        if self.loan.is_none() {
+            let mut ends = [0; 2];
+            if bytes > 0 {
+                let names: [u8; 2 * NAME] = self.ring.memory().read_beside(self.frames);
+                for (end, name) in ends.iter_mut().zip(names.as_chunks::<NAME>().0) {
+                    let name = read(name);
+                    let Some(here) = self.locate(name, name.offset, bytes, dtype)? else { return Ok(None) };
+                    *end = here;
+                }
+            }
+            let [input, output] = ends.map(|end| end as usize);
+            let output = std::ptr::without_provenance_mut(output);
+            self.loan = Some(Loan { input: std::ptr::without_provenance(input), output, bytes });
+            self.peer.has_lent.store(true, Ordering::Release);
+        }
+        // The word may be one that this rank's host wrote to end the waits of its own stream. Then it has let go before that.
+        if !self.peer.inbox.shows(READY, mark(self.frames)) || self.far.has_let_go() {
+            return Ok(None);
+        }
+        self.peer.is_ready.store(true, Ordering::Release);
+        Ok(self.loan)
+    }
 }
 
 impl LinkRx for FarRx {
@@ -381,14 +518,14 @@ impl LinkRx for FarRx {
         }
         let Some((descriptor, _)) = self.ring.peek() else { return Ok(None) };
         let (header, mut at) = (descriptor.header(), 0);
-        if header.len > 0 {
-            // A kernel that reads where no element begins would be the end of our context.
-            let unit = DType::from_u8(header.signature.dtype).map_or(1, |dtype| dtype.size() as u64);
-            if !descriptor.location.is_multiple_of(unit) {
-                let problem = format!("no element begins at offset {}", descriptor.location);
-                return Err(Error::protocol(self.peer.rank, problem));
+        let (len, dtype) = (header.len as usize, header.signature.dtype);
+        if descriptor.location & LOAN != 0 && len == Loan::FRAME {
+            if self.look_at_loan((descriptor.location & !LOAN) as usize, dtype)?.is_none() {
+                return Ok(None);
             }
-            let Some(here) = self.locate(descriptor.location, header.len as usize)? else { return Ok(None) };
+        } else if len > 0 {
+            let name = read(&self.ring.memory().read_beside(self.frames));
+            let Some(here) = self.locate(name, descriptor.location, len, dtype)? else { return Ok(None) };
             at = here;
             let (peer, ready) = (self.peer.clone(), mark(self.frames));
             self.ours.commands.put(move || peer.wait(READY, ready));
@@ -398,6 +535,11 @@ impl LinkRx for FarRx {
         Ok(self.head)
     }
 
+    fn borrow(&self) -> Result<Loan, Error> {
+        let missing = || Error::system("use memory that another process lends", "nothing is lent (a bug)");
+        self.loan.ok_or_else(missing)
+    }
+
     fn release(&mut self, bytes: usize) {
         let Some(frame) = &mut self.head else { return };
         if !frame.advance(bytes) {
@@ -405,12 +547,21 @@ impl LinkRx for FarRx {
         }
         let (is_marked, peer, done) = (frame.header.len > 0, self.peer.clone(), mark(self.frames));
         self.head = None;
+        let past = self.loan.take().map(|_| {
+            self.loans += 1;
+            self.peer.has_lent.store(false, Ordering::Release);
+            self.peer.is_ready.store(false, Ordering::Release);
+            self.loans as u32
+        });
         self.frames += 1;
         let (count, memory, doorbell) = (self.ring.pass(), self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put(move || {
             if is_marked {
                 // If this fails, the sender must not write there: it does not get the frame back, and all ranks hear why.
-                peer.put(DONE, done)?;
+                match past {
+                    Some(past) => peer.put(&[(DONE, done), (PAST, past)])?,
+                    None => peer.put(&[(DONE, done)])?,
+                }
             }
             memory.release(count);
             doorbell.ring();
@@ -423,7 +574,7 @@ impl LinkRx for FarRx {
         (self.head, self.hung_up) = (None, true);
         let (peer, memory, doorbell) = (self.peer.clone(), self.ring.memory().clone(), self.doorbell.clone());
         self.ours.commands.put_always(move || {
-            if peer.put(END, 1).is_ok() {
+            if peer.put(&[(END, 1), (PAST_END, 1)]).is_ok() {
                 memory.release(CLOSED);
                 doorbell.ring();
             }
@@ -436,25 +587,5 @@ impl Drop for FarRx {
         if !self.imports.is_empty() {
             retire(&self.ours.stream, std::mem::take(&mut self.imports));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_name_fits_beside_a_descriptor_and_is_read_as_it_was_written() {
-        let name = Exported {
-            number: u64::MAX - 1,
-            offset: 12,
-            handle: std::array::from_fn(|i| i as u8),
-            base: 1 << 40,
-            bytes: 99,
-        };
-        let bytes = written(&name);
-        assert!(bytes.len() <= crate::link::INLINE);
-        assert_eq!(read(&bytes), name);
-        assert_eq!(CARD, 8 + bytes.len());
     }
 }

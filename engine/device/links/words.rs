@@ -26,6 +26,11 @@ pub(super) const DONE: usize = 128;
 pub(super) const END: usize = 256;
 /// 1: the peer writes nothing more here. A word of the hosts' alone.
 const LEFT: usize = 384;
+/// Loans to the peer that its stream is past: it touches their memory no more. No stream waits for this word nor for [`PAST_END`], and our host writes neither,
+/// so that what they say is so whatever has failed.
+pub(super) const PAST: usize = 512;
+/// 1: the peer's stream is past all that it was ever lent, and is given no more work of the communicator's.
+pub(super) const PAST_END: usize = 640;
 
 /// Ends all waits of a stream: none of them is as far ahead of what the word showed as this.
 const AHEAD: u32 = 1 << 30;
@@ -153,10 +158,10 @@ impl Outbox {
         Ok(Outbox { words, region, offset })
     }
 
-    /// Writes the word when the stream comes here.
-    pub(super) fn put(&self, stream: &DeviceStream, word: usize, value: u32) -> Result<(), Error> {
+    /// Writes the words, each with its value, when the stream comes here.
+    pub(super) fn put(&self, stream: &DeviceStream, all: &[(usize, u32)]) -> Result<(), Error> {
         let gone = || Error::system("tell another process", "its words are gone (a bug)");
-        stream.put_word(self.words.as_ref().ok_or_else(gone)?, word, value)
+        stream.put_shared(self.words.as_ref().ok_or_else(gone)?, all)
     }
 }
 

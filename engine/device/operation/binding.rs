@@ -15,6 +15,7 @@ use crate::device::links::peer::{PeerDevice, PeerRx, PeerTx};
 use crate::device::stream::DeviceStream;
 use crate::device::whole::{BoundWhole, MessagePath};
 use crate::error::Error;
+use crate::link::exit::IsOver;
 use crate::link::waits::{Wait, kept};
 use crate::link::{LinkRx, LinkTx, Opener, Place};
 use crate::mem::Verdict;
@@ -31,6 +32,19 @@ const FRAME: usize = u32::MAX as usize;
 const LET_GO: Duration = Duration::from_millis(150);
 /// How often [`Binding::leave`] looks whether commands are still being carried out.
 const LOOK: Duration = Duration::from_millis(1);
+
+/// From so many bytes on, a part is folded at once between processes, too. A rank's host then waits for the words of all ranks before it gives its
+/// stream the kernel, some tens of microseconds that a stream would not take; what this saves, up to a pass over the memory, is as much at about this size. Not measured.
+const FOLDED_BETWEEN_PROCESSES: usize = 16 << 20;
+
+/// From how many bytes on ranks in several processes fold at once.
+fn folded_between_processes_from() -> usize {
+    #[cfg(any(test, feature = "testing"))]
+    if let Some(bytes) = crate::testing::faults::folded_between_processes_from() {
+        return bytes;
+    }
+    FOLDED_BETWEEN_PROCESSES
+}
 
 /// Bytes of a slice, and of the longest frame.
 pub(crate) fn limits() -> (usize, usize) {
@@ -76,7 +90,7 @@ pub(super) struct Leaving {
     /// With all ranks in this process, and no library: the buffers' streams wait for all that any rank has put on its stream.
     pub(super) ordered: OnceLock<Result<(), Error>>,
     /// The streams of this process have come to the end of what was put on them.
-    is_quiet: AtomicBool,
+    pub(super) is_quiet: Arc<AtomicBool>,
 }
 
 impl Binding {
@@ -150,6 +164,10 @@ impl Binding {
                 binding.ours.commands.hand_over();
             });
         }
+        if self.far.as_ref().is_some_and(|far| far.may_be_written()) {
+            // The callers' streams go on before that: what they write to buffers that were handed on may be overwritten.
+            self.leaving.verdicts.lock().iter().for_each(|verdict| verdict.overtake());
+        }
         let operations = match self.is_ordered() {
             true => self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect(),
             false => Vec::new(),
@@ -178,14 +196,41 @@ impl Binding {
                 // Where one has failed, nobody can tell when the streams are quiet.
                 if result.is_ok() && left.fetch_sub(1, Ordering::AcqRel) == 1 {
                     binding.leaving.is_quiet.store(true, Ordering::Release);
-                    let verdicts = std::mem::take(&mut *binding.leaving.verdicts.lock());
-                    verdicts.iter().for_each(|verdict| verdict.let_go());
+                    if binding.far_alone().is_none() {
+                        drop(LetGo(std::mem::take(&mut *binding.leaving.verdicts.lock())));
+                    }
                     binding.ours.commands.wake();
                 }
             };
             point.then("end a communicator that has failed", Box::new(reached));
         }
         Ok(())
+    }
+
+    /// Of a communicator that has failed, whose ranks are in several processes: the operations that were given up, with memory of their own that peers may touch, and
+    /// memory of their buffers that was handed on and dropped. To be dropped once nobody touches it ([`touched_until`](Self::touched_until)).
+    pub(crate) fn remains(&self) -> Option<Box<dyn Send>> {
+        self.far_alone()?;
+        let operations = self.leaving.operations.lock().iter().filter_map(Weak::upgrade).collect::<Vec<_>>();
+        Some(Box::new((LetGo(std::mem::take(&mut *self.leaving.verdicts.lock())), operations)))
+    }
+
+    /// Of a communicator that has failed, whose ranks are in several processes: says whether nobody touches its memory any more. That is so when the streams of this
+    /// process have come to their ends, and each rank in another process has said by a word that its stream is past all that it was given, or that process has exited.
+    /// `None`: nobody can tell.
+    pub(crate) fn touched_until(&self) -> Option<IsOver> {
+        let (far, is_quiet) = (self.far_alone()?.clone(), self.leaving.is_quiet.clone());
+        Some(Box::new(move || is_quiet.load(Ordering::Acquire) && !far.may_be_touched()))
+    }
+
+    /// The ranks in other processes, where nothing but the ranks' streams touches memory: no library does.
+    fn far_alone(&self) -> Option<&Arc<Far>> {
+        self.far.as_ref().filter(|_| self.whole.is_none())
+    }
+
+    /// Whether so many bytes are folded at once, as far as that depends on where the ranks are. The same on all.
+    pub(crate) fn folds_at_once(&self, bytes: usize) -> bool {
+        self.far.is_none() || self.far_alone().is_some() && bytes >= folded_between_processes_from()
     }
 
     /// The streams do not come to their ends, or the driver does not answer: what waits for them goes on. Stores to memory, no call of the
@@ -196,6 +241,15 @@ impl Binding {
         if let Some(far) = &self.far {
             far.let_go();
         }
+    }
+}
+
+/// When this is dropped, no device touches the memory any more that is held by these verdicts.
+struct LetGo(Vec<Arc<Verdict>>);
+
+impl Drop for LetGo {
+    fn drop(&mut self) {
+        self.0.iter().for_each(|verdict| verdict.let_go());
     }
 }
 
@@ -235,7 +289,8 @@ impl Opener for DeviceLinks {
             return Ok(Box::new(PeerRx::new(place, binding.ours.clone(), theirs.clone(), self.rank)?));
         }
         let waker = self.waker.clone();
-        let theirs = binding.far.as_ref().and_then(|far| far.peers[peer].clone());
-        Ok(Box::new(FarRx::new(place, binding.ours.clone(), theirs.ok_or_else(|| nowhere(peer))?, waker)?))
+        let far = binding.far.clone().ok_or_else(|| nowhere(peer))?;
+        let theirs = far.peers[peer].clone().ok_or_else(|| nowhere(peer))?;
+        Ok(Box::new(FarRx::new(place, binding.ours.clone(), (far, theirs), waker)?))
     }
 }

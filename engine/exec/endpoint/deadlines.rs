@@ -34,6 +34,9 @@ impl Run {
     /// Whether the collective in work is overdue, or waits for a rank that has left. If it only does not move, peers are asked
     /// what they have called.
     fn overdue_collective(&mut self, of: &Endpoint, now: Instant) -> Option<Error> {
+        if self.active.carrier().is_some_and(|carrier| carrier.lacks_inputs()) {
+            self.active.count_from(now);
+        }
         let (number, signature, timeout, started) = self.active.current()?;
         // What a library takes whole meets behind what it has not ended on another rank: then that is the oldest. Any other
         // collective that waits behind one that hangs on the device began later than that one, which is to be named.
@@ -111,7 +114,10 @@ impl Run {
         let waiting = self.waiting_for();
         // What keeps the operation from its end if all have called it.
         let held_up = self.active.carrier().and_then(|carrier| carrier.held_up());
+        let unready = self.active.carrier().map(|carrier| carrier.unready()).unwrap_or_default();
         let mut missing = of.peers.missing(number, us, &waiting, now);
+        let late = missing.iter_mut().filter(|missing| unready.contains(&missing.rank));
+        late.for_each(|missing| missing.state = MissingState::NotReady);
         if missing.iter().all(|m| m.state == MissingState::Waiting) {
             missing.extend(held_up.map(|state| Missing { rank: us, state }));
         }

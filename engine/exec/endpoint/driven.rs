@@ -64,8 +64,8 @@ impl Driven for Endpoint {
     }
 
     fn is_asked(&self) -> Option<Duration> {
-        let library = self.is_library_asked.load(Ordering::Relaxed).then_some(ASK);
-        library.into_iter().chain(self.look_again.get()).min()
+        let asked = self.is_asked.load(Ordering::Relaxed).then_some(ASK);
+        asked.into_iter().chain(self.look_again.get()).min()
     }
 
     fn is_oversubscribed(&self) -> bool {

@@ -300,11 +300,11 @@ impl Run {
             of.data_done(key);
         })?;
         messages.go_on(|| of.config.now());
-        if of.bound().is_some_and(|bound| bound.has_library()) {
+        if let Some(bound) = of.bound() {
             let carrier = active.carrier();
-            let is_asked =
-                carrier.is_some_and(|carrier| carrier.is_to_be_asked()) || messages.is_in_progress();
-            of.is_library_asked.store(is_asked, Ordering::Relaxed);
+            let is_asked = carrier.is_some_and(|carrier| carrier.is_to_be_asked())
+                || bound.has_library() && messages.is_in_progress();
+            of.is_asked.store(is_asked, Ordering::Relaxed);
         }
         if any {
             return Ok(Progress::Advanced);

@@ -33,9 +33,14 @@ enum Fate {
     Back,
     /// Peers in other processes, or links, may touch them until then.
     Until(Vec<Arc<Lease>>),
+    /// The same of memory on a device.
+    UntilOnDevice(Vec<Arc<Lease>>),
     /// Nobody can say for how long they may be touched.
     Never,
 }
+
+/// Until when devices may touch the memory of the communicator, which has failed; `None`: nobody can tell.
+type OnDevices = Option<Arc<Lease>>;
 
 impl Fate {
     /// By the leases of those that were lent some of it, and of links that write to it.
@@ -50,6 +55,20 @@ impl Fate {
     fn or_never(self, never: bool) -> Fate {
         if never { Fate::Never } else { self }
     }
+
+    /// Where devices may touch them.
+    fn or_touched(self, touched: bool, until: &OnDevices) -> Fate {
+        match (self, until) {
+            (fate, _) if !touched => fate,
+            (Fate::Never, _) | (_, None) => Fate::Never,
+            (Fate::Back, Some(until)) if until.is_over() => Fate::Back,
+            (Fate::Back, Some(until)) => Fate::UntilOnDevice(vec![until.clone()]),
+            (Fate::Until(mut leases) | Fate::UntilOnDevice(mut leases), Some(until)) => {
+                leases.push(until.clone());
+                Fate::UntilOnDevice(leases)
+            }
+        }
+    }
 }
 
 /// Whether copies of a collective's memory may be on their way that nobody waits for.
@@ -57,10 +76,10 @@ fn is_settling(carrier: Option<&Arc<dyn Carrier>>) -> bool {
     carrier.is_some_and(|carrier| carrier.is_settling())
 }
 
-/// Gives a collective up, which has failed for this cause. Whether somebody may still touch its memory all the same.
+/// Gives a collective up, which has failed for this cause. Whether a device may still touch its memory all the same.
 fn cannot_give_up(carrier: Option<&Arc<dyn Carrier>>, cause: &Error) -> bool {
     let on_stream = carrier.and_then(|carrier| carrier.on_stream());
-    is_settling(carrier) | on_stream.is_some_and(|op| op.cannot_give_up(cause))
+    on_stream.is_some_and(|op| op.cannot_give_up(cause))
 }
 
 impl Run {
@@ -154,8 +173,17 @@ impl Run {
     fn fail_all(&mut self, of: &Endpoint, on_devices: bool) {
         let cause = of.health.failed_of();
         let here = self.active.operation(&of.config.name);
-        let mut failed = self.take_begun(of, on_devices, &cause);
-        of.submitted.take_queued(&mut failed, &of.recorder, &cause);
+        let bound = of.bound();
+        let until = bound.and_then(|bound| bound.touched_until());
+        let until = until.map(|until| Arc::new(Lease::written(&of.config.region, until)));
+        if let Some(remains) = bound.and_then(|bound| bound.remains()) {
+            match &until {
+                Some(until) => keep_and_look(What::Remains(remains), vec![until.clone()]),
+                None => std::mem::forget(remains),
+            }
+        }
+        let mut failed = self.take_begun(of, (on_devices, &until), &cause);
+        of.submitted.take_queued(&mut failed, &until, &of.recorder, &cause);
         for (key, fate) in failed {
             of.submitted.set_apart(key, fate, &of.copy_backs);
             let error = match &here {
@@ -167,21 +195,29 @@ impl Run {
     }
 
     /// Takes out the operations that have begun. Each answers for its own buffers: what it has lent, to whom.
-    fn take_begun(&mut self, of: &Endpoint, on_devices: bool, cause: &Error) -> Vec<(Key, Fate)> {
+    fn take_begun(
+        &mut self,
+        of: &Endpoint,
+        (on_devices, until): (bool, &OnDevices),
+        cause: &Error,
+    ) -> Vec<(Key, Fate)> {
         let mut failed = Vec::new();
         for ending in self.endings.take() {
-            let never = cannot_give_up(Some(&ending.carrier), cause) || on_devices;
+            let touched = cannot_give_up(Some(&ending.carrier), cause) || on_devices;
             of.recorder.finished(ending.number, State::Failed);
-            failed.push((ending.key, Fate::Back.or_never(never)));
+            let fate = Fate::Back.or_never(is_settling(Some(&ending.carrier)));
+            failed.push((ending.key, fate.or_touched(touched, until)));
             of.commands.put_drop(ending.carrier);
         }
         let carrier = self.active.carrier();
-        let never = cannot_give_up(carrier, cause)
+        let settling = is_settling(carrier);
+        let touched = cannot_give_up(carrier, cause)
             | carrier.is_some_and(|carrier| carrier.is_elsewhere() && on_devices);
         let written = self.port.written_until(0..of.config.size());
         if let Some((key, number)) = self.active.id() {
             of.recorder.finished(number, State::Failed);
-            failed.push((key, Fate::of(self.port.leases(number), written.clone()).or_never(never)));
+            let fate = Fate::of(self.port.leases(number), written.clone()).or_never(settling);
+            failed.push((key, fate.or_touched(touched, until)));
         }
         self.clear(of, written);
         let mut messages = Vec::new();
@@ -219,13 +255,19 @@ impl Run {
 
 impl Submitted {
     /// Takes out the operations that have not begun: nothing of theirs was lent.
-    fn take_queued(&self, failed: &mut Vec<(Key, Fate)>, recorder: &Recorder, cause: &Error) {
+    fn take_queued(
+        &self,
+        failed: &mut Vec<(Key, Fate)>,
+        until: &OnDevices,
+        recorder: &Recorder,
+        cause: &Error,
+    ) {
         let mut table = self.lock();
         while let Some((key, Carried { operation, carrier }, _)) = table.collectives.pop_front() {
             let carrier = carrier.as_ref();
-            let never = cannot_give_up(carrier, cause);
+            let touched = cannot_give_up(carrier, cause);
             recorder.finished(operation.number, State::Failed);
-            failed.push((key, Fate::Back.or_never(never)));
+            failed.push((key, Fate::Back.or_never(is_settling(carrier)).or_touched(touched, until)));
         }
         while let Some((key, ..)) = table.messages.pop_front() {
             failed.push((key, Fate::Back));
@@ -243,11 +285,12 @@ impl Submitted {
         }
         let (held, carrier) = (table.inflight.borrow(key), copy_backs.carrier_of(key));
         drop(table);
+        let carrier = carrier.map(|carrier| Box::new(carrier) as Box<dyn Send>);
         match (held, fate) {
-            (Some(held), Fate::Until(leases)) => keep_and_look(
-                What::Buffers(held, carrier.map(|carrier| Box::new(carrier) as Box<dyn Send>)),
-                leases,
-            ),
+            (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held, carrier), leases),
+            (Some(held), Fate::UntilOnDevice(leases)) => {
+                keep_and_look(What::OnDevice(held, carrier), leases);
+            }
             kept => std::mem::forget((kept, carrier)),
         }
     }

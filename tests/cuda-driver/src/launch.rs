@@ -2,6 +2,7 @@
 
 use std::ffi::c_void;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::abi::{Handle, In};
 use crate::codes::{Code, Done};
@@ -44,6 +45,15 @@ fn arguments(function: &Function, places: &In<*const u8>, extra: &In<*const c_vo
         *byte = buffer.at(at)?;
     }
     Ok(bytes)
+}
+
+/// Bytes that kernels have read and written.
+static MOVED: AtomicU64 = AtomicU64::new(0);
+
+/// How many bytes of memory the kernels of this process have read and written together, those that have come to their ends.
+#[unsafe(no_mangle)]
+pub(crate) extern "C" fn allstream_test_cuda_moved() -> u64 {
+    MOVED.load(Ordering::Relaxed)
 }
 
 struct Shape {
@@ -105,9 +115,11 @@ fn execute(function: &Arc<Function>, shape: &Shape, params: &[u8], worker: &Work
             worker.context.check().is_ok()
         },
     };
-    ptx::run(&launch).map(|_| ()).inspect_err(|code| {
+    let moved = ptx::run(&launch).inspect_err(|code| {
         eprintln!("cuda driver for tests: kernel {}: {code:?}", function.entry().name);
-    })
+    })?;
+    MOVED.fetch_add(moved, Ordering::Relaxed);
+    Ok(())
 }
 
 #[unsafe(no_mangle)]

@@ -45,9 +45,11 @@ struct Machine<'a> {
     /// By step: the view that served it last.
     hints: Vec<usize>,
     left: u64,
+    /// Bytes of memory, but for a thread's own, that were read and written.
+    moved: u64,
 }
 
-/// Runs it to its end; gives how many instructions it took.
+/// Runs it to its end; gives how many bytes of memory it has read and written together.
 pub(crate) fn run(launch: &Launch<'_>) -> Done<u64> {
     let entry = launch.entry;
     let mut machine = Machine {
@@ -57,6 +59,7 @@ pub(crate) fn run(launch: &Launch<'_>) -> Done<u64> {
         views: Vec::new(),
         hints: vec![0; entry.steps.len()],
         left: launch.budget,
+        moved: 0,
     };
     for (slot, constant) in &entry.constants {
         machine.slots[*slot as usize] = match constant {
@@ -76,7 +79,7 @@ pub(crate) fn run(launch: &Launch<'_>) -> Done<u64> {
         },
         &mut machine,
     )?;
-    Ok(launch.budget - machine.left)
+    Ok(machine.moved)
 }
 
 /// All points of a box, the first axis fastest.
@@ -201,6 +204,7 @@ impl Machine<'_> {
         if address & (size - 1) != 0 {
             return Err(Code::MISALIGNED_ADDRESS);
         }
+        self.moved += size;
         let hint = self.hints[step];
         if let Some(place) = self.views.get(hint).and_then(|view| view.place(address, size)) {
             return place;
@@ -213,6 +217,7 @@ impl Machine<'_> {
         }
         let inside = address.wrapping_sub(LOCAL);
         if inside.saturating_add(size) <= self.local.len() as u64 * 8 {
+            self.moved -= size;
             return Ok(self.local.as_mut_ptr().cast::<u8>().wrapping_add(inside as usize));
         }
         let view = (self.launch.find)(address).ok_or(Code::ILLEGAL_ADDRESS)?;
