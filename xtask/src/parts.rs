@@ -11,6 +11,7 @@ use crate::pack;
 use crate::packages;
 use crate::part::{CHECKED, Part, When, Work};
 use crate::python;
+use crate::rdma;
 
 /// Members of the workspace that are for its own tests: nobody reads their documentation, and they are not published.
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
@@ -86,6 +87,11 @@ pub(crate) fn house() -> Part {
     Part { work: Work::Checks(house::all), ..cargo("house", "") }
 }
 
+/// RDMA devices that no card makes.
+pub(crate) fn rdma() -> Part {
+    Part { work: Work::Checks(rdma::check), ..cargo("RDMA", "") }.needs(rdma::needs)
+}
+
 /// The PTX of the CUDA kernels against their sources. Missing tools fail it.
 pub(crate) fn cuda_kernels() -> Part {
     Part { work: Work::Checks(kernels::check), ..cargo("CUDA kernels", "") }
@@ -155,7 +161,10 @@ fn all() -> Vec<Part> {
             .needs(pack::needs_device)
             .minutes(90)
             .full(),
-        Part::not_yet("RDMA", "there is no link over verbs yet (ADR 0039)"),
+        Part::not_yet(
+            "RDMA",
+            "there is no link over verbs yet (ADR 0039); what finds devices is tried by `cargo xtask rdma`",
+        ),
     ]
 }
 
