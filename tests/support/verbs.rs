@@ -15,19 +15,20 @@ const VERSIONS: &str = include_str!("../verbs/versions.map");
 /// The library.
 pub fn library() -> &'static Path {
     static LINKED: OnceLock<PathBuf> = OnceLock::new();
-    LINKED.get_or_init(|| linked("libibverbs.so.1", VERSIONS))
+    LINKED.get_or_init(|| linked("verbs-for-tests.so", VERSIONS))
 }
 
 /// The library as it was before rdma-core 32: without what came with version 1.11 of its symbols.
 pub fn old_library() -> &'static Path {
     static LINKED: OnceLock<PathBuf> = OnceLock::new();
     LINKED.get_or_init(|| {
-        linked("libibverbs-old.so.1", VERSIONS.split("IBVERBS_1.11").next().unwrap_or_default())
+        linked("verbs-for-tests-old.so", VERSIONS.split("IBVERBS_1.11").next().unwrap_or_default())
     })
 }
 
 /// Links the shared library of the archive that cargo builds. By the C compiler, which Rust links with as well: rustc has a table of
-/// symbols of its own for shared libraries, in which they have no versions.
+/// symbols of its own for shared libraries, in which they have no versions. The file is never called `libibverbs.so.1`: cargo names its folder in
+/// `LD_LIBRARY_PATH`, where every program that it starts would pick that up.
 fn linked(name: &str, versions: &str) -> PathBuf {
     let archive = crate::cuda::built("verbs-for-tests", "libibverbs.a");
     let file = archive.with_file_name(name);

@@ -252,6 +252,8 @@ impl Machine {
         let console = self.folder.join("console");
         let log = fs::File::create(&console).map_err(at(&console))?;
         let mut qemu = Command::new("qemu-system-x86_64");
+        // It takes the system's libraries, and none that lies beside what cargo has built.
+        qemu.env_remove("LD_LIBRARY_PATH");
         // Only a processor with these can run a stock kernel, whatever /dev/kvm is there.
         let cpus = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
         let is_able = cpus.split_whitespace().any(|flag| matches!(flag, "vmx" | "svm"));
