@@ -141,19 +141,40 @@ fn nccl() -> String {
     }
 }
 
+/// What of this host's network cards could carry links to other hosts, what not and why, and that there is no such link yet: a line each.
+fn rdma() -> Vec<String> {
+    let unused = "not used yet: between hosts collectives go over TCP";
+    let found = match allstream::rdma::find() {
+        Ok(found) => found,
+        Err(error) => return vec![format!("no: {error}"), unused.into()],
+    };
+    let ports = found.ports.iter().enumerate().map(|(at, port)| match at {
+        0 => format!("yes: {port}"),
+        _ => format!("     {port}"),
+    });
+    let passed_over = found.passed_over.iter().map(|passed| format!("passed over: {passed}"));
+    let library = format!("found by {}", found.library);
+    ports.chain(passed_over).chain([library, unused.into()]).collect()
+}
+
 fn info() -> io::Result<Exit> {
     let cores =
         std::thread::available_parallelism().map_or_else(|error| error.to_string(), |n| n.to_string());
     let mut lines =
         vec![("allstream".to_string(), env!("CARGO_PKG_VERSION").to_string()), ("cores".into(), cores)];
     for BackendStatus { backend, available, .. } in allstream::backends() {
+        let name = backend.to_string();
         let there = match (backend, available) {
+            (Backend::Rdma, _) => {
+                let names = std::iter::once(name.to_uppercase()).chain(std::iter::repeat(String::new()));
+                lines.extend(names.zip(rdma()));
+                continue;
+            }
             (Backend::Cuda, _) => cuda(),
             (Backend::Nccl, Ok(())) => nccl(),
             (_, Ok(())) => "yes".into(),
             (_, Err(error)) => format!("no: {error}"),
         };
-        let name = backend.to_string();
         lines.push((if matches!(backend, Backend::Link(_)) { name } else { name.to_uppercase() }, there));
     }
     let text: String = lines.iter().map(|(name, value)| format!("{name:<15}{value}\n")).collect();

@@ -92,6 +92,12 @@ pub mod cuda {
     };
 }
 
+/// RDMA: which network cards of this host could carry links to others, and what is missing. There is no such link yet.
+pub mod rdma {
+    pub use crate::group::rdma::find;
+    pub use crate::link::verbs::{PassedOver, Rdma, RdmaLayer, RdmaPort};
+}
+
 /// DLPack 1.x: buffers given to other libraries as tensors, and tensors of theirs taken as buffers. Nothing is copied.
 ///
 /// [`export`](dlpack::export) takes any [`Buf`], of the host's or of a device's. [`Tensor`](dlpack::Tensor) takes what another

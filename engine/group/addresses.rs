@@ -201,6 +201,21 @@ fn outward() -> Vec<IpAddr> {
     found
 }
 
+/// The addresses at which other ranks reach this host, as the environment says, or else as far as can be known before they meet.
+pub(super) fn reached_at() -> Result<Vec<IpAddr>, Error> {
+    let get = |name: &str| std::env::var(name).ok().filter(|value| !value.trim().is_empty());
+    let port = get("MASTER_PORT").and_then(|port| port.trim().parse().ok()).unwrap_or(1);
+    let known = get("MASTER_ADDR").and_then(|host| seen_from(host.trim(), port));
+    let known = known.or_else(|| outward().first().copied());
+    match Reach::from_env()?.interfaces {
+        Some(interfaces) => {
+            let chosen = interfaces.chosen(known.unwrap_or(Ipv4Addr::LOCALHOST.into()));
+            chosen.map_err(|problem| Error::invalid("read the environment", problem))
+        }
+        None => Ok(known.into_iter().collect()),
+    }
+}
+
 /// Where a rank's own listener may be.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Reach {

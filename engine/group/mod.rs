@@ -26,6 +26,7 @@ mod me;
 mod mesh;
 pub(crate) mod message;
 mod note;
+pub(crate) mod rdma;
 mod registered;
 pub(crate) mod registration;
 mod rendezvous;

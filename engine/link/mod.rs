@@ -26,6 +26,7 @@ pub(crate) mod locks;
 pub(crate) mod region;
 pub(crate) mod ring;
 pub(crate) mod tcp;
+pub(crate) mod verbs;
 pub(crate) mod waits;
 mod wire;
 

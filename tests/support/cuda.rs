@@ -35,7 +35,8 @@ pub fn nccl_library() -> &'static Path {
     BUILT.get_or_init(|| built("nccl-for-tests", "libnccl.so"))
 }
 
-fn built(package: &str, file: &str) -> PathBuf {
+/// A library for tests, built if it is not there or is old.
+pub(crate) fn built(package: &str, file: &str) -> PathBuf {
     let (folder, profile) = crate::built_in();
     let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../Cargo.toml");
     let mut cargo = Command::new(env!("CARGO"));

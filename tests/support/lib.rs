@@ -10,6 +10,7 @@ pub mod cuda;
 pub mod faults;
 pub mod node;
 pub mod pairwise;
+pub mod verbs;
 
 pub use test_oracle::values;
 

@@ -79,7 +79,7 @@ const UNSAFE: [(&str, &str); 47] = [
     ("cli/launch.rs", "between fork and exec"),
     ("cli/launch/signals.rs", "the mask of signals of a thread, and who has the terminal"),
     ("cli/perf/clock.rs", "records events with the device's time, which the engine's have not"),
-    ("cli/tests/", "signals"),
+    ("cli/tests/", "signals; limits of processes"),
     ("cli/doctor/", "asks the CUDA driver directly"),
     ("examples/13_gpu_overlap.rs", "launches a kernel of its own"),
     ("tests/", "buffers of their own; models of the queues; signals"),

@@ -13,6 +13,7 @@ mod part;
 mod parts;
 mod peers;
 mod python;
+mod rdma;
 mod runner;
 
 use std::path::{Path, PathBuf};
@@ -61,6 +62,8 @@ enum Command {
         #[arg(long)]
         without_python: bool,
     },
+    /// Try what finds RDMA devices on Soft-RoCE, in a virtual machine with a kernel of Debian's
+    Rdma,
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
 }
@@ -103,6 +106,7 @@ fn main() -> ExitCode {
                 }
             };
         }
+        Command::Rdma => vec![parts::rdma()],
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests(true)).collect(),
     };
     if parts.is_empty() {

@@ -4,5 +4,6 @@ mod devices;
 mod doctor;
 mod examples;
 mod launcher;
+mod rdma;
 mod recorder;
 mod training;

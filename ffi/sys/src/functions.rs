@@ -6,27 +6,31 @@
 /// two arguments of the function that the method takes as one tuple. A block of rows names the method of the library's type that makes a
 /// `Result` of an answer. A library without a `required` function does not load. For an `optional` one, the name after the slash is of a method
 /// that says whether the library has it; where it has not, a call fails with the error that `lacks` makes.
+///
+/// A function that answers something else than the library's code has a row `name(arguments) => answer = "symbol";`: the block's method of the
+/// library's type is given that answer, and makes the `Result` of it. Where functions have versions, as those of libibverbs do,
+/// `@ "version"` behind the symbol says which is meant.
 macro_rules! functions {
     (
         $library:ident answers $code:ident, fails with $error:ident, is called: $safety:literal;
-        $(required, $check:ident { $($(#[$doc:meta])* $name:ident $arguments:tt $(-> $out:ty)? = $symbol:literal;)* })*
+        $(required, $check:ident { $($(#[$doc:meta])* $name:ident $arguments:tt $(-> $out:ty)? $(=> $answer:ty)? = $symbol:literal $(@ $version:literal)?;)* })*
         $(optional, $ocheck:ident {
-            $($(#[$odoc:meta])* $oname:ident / $has:ident $oarguments:tt $(-> $oout:ty)? = $osymbol:literal;)*
+            $($(#[$odoc:meta])* $oname:ident / $has:ident $oarguments:tt $(-> $oout:ty)? $(=> $oanswer:ty)? = $osymbol:literal $(@ $oversion:literal)?;)*
         })?
     ) => {
         /// Addresses, looked up once.
         pub(super) struct Table {
-            $($(pub(super) $name: functions!(@pointer $code $arguments $(-> $out)?),)*)*
-            $($($oname: Option<functions!(@pointer $code $oarguments $(-> $oout)?)>,)*)?
+            $($(pub(super) $name: functions!(@pointer $code $arguments $(-> $out)? $(=> $answer)?),)*)*
+            $($($oname: Option<functions!(@pointer $code $oarguments $(-> $oout)? $(=> $oanswer)?)>,)*)?
         }
 
         impl Table {
             pub(super) fn load(library: &$crate::library::Library) -> Result<Table, $crate::library::Unavailable> {
                 Ok(Table {
                     // SAFETY: the library exports this name as a function of this type, as its header says.
-                    $($($name: unsafe { library.function($symbol) }?,)*)*
+                    $($($name: unsafe { functions!(@find library, $symbol $(@ $version)?) }?,)*)*
                     // SAFETY: as above.
-                    $($($oname: unsafe { library.function($osymbol) }.ok(),)*)?
+                    $($($oname: unsafe { functions!(@find library, $osymbol $(@ $oversion)?) }.ok(),)*)?
                 })
             }
         }
@@ -34,13 +38,13 @@ macro_rules! functions {
         impl $library {
             $($(functions! {
                 @method self $check(self.table.$name, $symbol, $error) $safety, "Every answer but success.";
-                $(#[$doc])* $name $arguments $(-> $out)?
+                $(#[$doc])* $name $arguments $(-> $out)? $(=> $answer)?
             })*)*
             $($(
                 functions! {
                     @method self $ocheck(self.table.$oname.ok_or_else(|| self.lacks($osymbol))?, $osymbol, $error)
                     $safety, "Every answer but success; that this library lacks the function.";
-                    $(#[$odoc])* $oname $oarguments $(-> $oout)?
+                    $(#[$odoc])* $oname $oarguments $(-> $oout)? $(=> $oanswer)?
                 }
 
                 #[doc = concat!("Whether this library has `", $osymbol, "`.")]
@@ -50,9 +54,16 @@ macro_rules! functions {
             )*)?
         }
     };
+    (@find $library:ident, $symbol:literal) => { $library.function($symbol) };
+    (@find $library:ident, $symbol:literal @ $version:literal) => {
+        $library.function_of_version($symbol, $version, concat!($symbol, "@", $version))
+    };
     // `()` matches as one argument that is empty: arguments that may be empty and may be none would match it in two ways.
     (@pointer $code:ident ($($(($($part:ident: $kind:ty),*))? $($argument:ident: $type:ty)?),+) $(-> $out:ty)?) => {
         unsafe extern "C" fn($(*mut $out,)? $($($($kind,)*)? $($type,)?)+) -> $code
+    };
+    (@pointer $code:ident ($($(($($part:ident: $kind:ty),*))? $($argument:ident: $type:ty)?),+) => $answer:ty) => {
+        unsafe extern "C" fn($($($($kind,)*)? $($type,)?)+) -> $answer
     };
     (
         @method $self:ident $check:ident($function:expr, $symbol:literal, $error:ident) $safety:literal, $errors:literal;
@@ -79,6 +90,29 @@ macro_rules! functions {
             $self.$check($symbol, code)?;
             // SAFETY: numbers, addresses and arrays of bytes, for all of which zero is a value.
             Ok(unsafe { out.assume_init() })
+        }
+    };
+    (
+        @method $self:ident $check:ident($function:expr, $symbol:literal, $error:ident) $safety:literal, $errors:literal;
+        $(#[$doc:meta])*
+        $name:ident ($($(($($part:ident: $kind:ty),*))? $($argument:ident: $type:ty)?),+) => $answer:ty
+    ) => {
+        #[doc = concat!("`", $symbol, "`.")]
+        $(#[$doc])*
+        ///
+        /// # Safety
+        #[doc = $safety]
+        ///
+        /// # Errors
+        #[doc = $errors]
+        #[allow(unused_parens, clippy::too_many_arguments, clippy::unit_arg)]
+        pub unsafe fn $name(
+            &$self,
+            $($(($($part),*): ($($kind),*))? $($argument: $type)?),+
+        ) -> Result<$answer, $error> {
+            let function = $function;
+            // SAFETY: the caller keeps the library's contract for the arguments.
+            $self.$check($symbol, unsafe { function($($($($part,)*)? $($argument,)?)+) })
         }
     };
 }

@@ -15,5 +15,6 @@ pub mod cuda;
 mod functions;
 mod library;
 pub mod nccl;
+pub mod verbs;
 
 pub use library::{Attempt, Unavailable};

@@ -161,6 +161,20 @@ impl Library {
         NonNull::new(unsafe { libc::dlsym(self.handle.as_ptr(), name.as_ptr()) })
     }
 
+    /// The same in a version of it, where the library has versions and the loader knows of them.
+    #[cfg(target_env = "gnu")]
+    fn symbol_of_version(&self, symbol: &str, version: &str) -> Option<NonNull<c_void>> {
+        let (name, version) = (CString::new(symbol).ok()?, CString::new(version).ok()?);
+        // SAFETY: the handle is of a library that is never closed; both texts end in a null byte.
+        NonNull::new(unsafe { libc::dlvsym(self.handle.as_ptr(), name.as_ptr(), version.as_ptr()) })
+    }
+
+    /// Another C library's loader takes what the library says is its newest.
+    #[cfg(not(target_env = "gnu"))]
+    fn symbol_of_version(&self, symbol: &str, _version: &str) -> Option<NonNull<c_void>> {
+        self.symbol(symbol)
+    }
+
     /// A function, as a function pointer of type `F`.
     ///
     /// # Safety
@@ -169,8 +183,38 @@ impl Library {
     /// # Errors
     /// The library has no such function.
     pub(crate) unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, Unavailable> {
+        // SAFETY: the caller's promise.
+        unsafe { self.at(self.symbol(symbol), symbol) }
+    }
+
+    /// The same in a version of it. An error calls it `name`.
+    ///
+    /// # Safety
+    /// As above, of that version.
+    ///
+    /// # Errors
+    /// The library has no such function in that version.
+    pub(crate) unsafe fn function_of_version<F: Copy>(
+        &self,
+        symbol: &'static str,
+        version: &'static str,
+        name: &'static str,
+    ) -> Result<F, Unavailable> {
+        // SAFETY: the caller's promise.
+        unsafe { self.at(self.symbol_of_version(symbol, version), name) }
+    }
+
+    /// What is at an address where the loader has found a function.
+    ///
+    /// # Safety
+    /// The function there, if one was found, is of the type `F`, an `unsafe extern "C" fn`.
+    unsafe fn at<F: Copy>(
+        &self,
+        found: Option<NonNull<c_void>>,
+        symbol: &'static str,
+    ) -> Result<F, Unavailable> {
         const { assert!(size_of::<F>() == size_of::<NonNull<c_void>>()) };
-        match self.symbol(symbol) {
+        match found {
             // SAFETY: the caller's promise; `F` is as large as the address, which is not null.
             Some(address) => Ok(unsafe { std::mem::transmute_copy(&address) }),
             None => Err(Unavailable::Symbol { file: self.file.clone(), symbol }),
@@ -200,5 +244,8 @@ mod tests {
         assert!(is_loaded(c"libc.so.6") && !is_loaded(c"libno-such-thing.so"));
         assert!(library.symbol("getpid").is_some());
         assert!(library.symbol("cuInit").is_none());
+        if cfg!(target_env = "gnu") {
+            assert!(library.symbol_of_version("getpid", "GLIBC_9.9").is_none());
+        }
     }
 }

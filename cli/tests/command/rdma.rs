@@ -1,0 +1,167 @@
+//! `allstream info`: what it says of RDMA, on hosts that the verbs library for tests pretends.
+
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+
+use test_support::verbs::{HOST, LIBRARY, library, old_library};
+
+use crate::launcher::text;
+
+/// The lines of `allstream info` about RDMA.
+fn asked(command: &mut Command) -> Vec<String> {
+    let output = command.arg("info").stdin(Stdio::null()).output().unwrap();
+    let (said, complained) = (text(&output.stdout), text(&output.stderr));
+    // What is missing is no failure; and what was opened was closed.
+    assert!(output.status.success() && complained.is_empty(), "{said}{complained}");
+    let mut lines = said.lines().skip_while(|line| !line.starts_with("RDMA "));
+    let first = lines.next().unwrap_or_else(|| panic!("no line about RDMA: {said}"));
+    let others = lines.take_while(|line| line.starts_with(' '));
+    let lines = [first].into_iter().chain(others).map(|line| line.get(15..).unwrap_or_default().to_owned());
+    let mut lines: Vec<String> = lines.collect();
+    // Whatever there is, nobody is to believe that it is used.
+    assert_eq!(lines.pop().as_deref(), Some("not used yet: between hosts collectives go over TCP"));
+    lines
+}
+
+/// A command that finds this library, in an environment that says nothing else of RDMA or of other hosts.
+fn with_library(file: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_allstream"));
+    for name in ["ALLSTREAM_RDMA_DEVICE", "ALLSTREAM_RDMA_GID", "MASTER_ADDR", "MASTER_PORT", HOST] {
+        command.env_remove(name);
+    }
+    command.env(LIBRARY, file).env("ALLSTREAM_INTERFACE", "=lo");
+    command
+}
+
+fn info(host: &str, variables: &[(&str, &str)]) -> Vec<String> {
+    let mut command = with_library(library().to_str().unwrap());
+    asked(command.env(HOST, host).envs(variables.iter().copied()))
+}
+
+/// Two cards: one with a port that is up and has four addresses, and one that is down; one whose port fails, and one without an address of RoCE v2.
+const CARDS: &str = r#"{"devices": [
+    {"name": "test_0", "ports": [
+        {"mtu": 1024, "max_message": 8388608, "gids": [
+            {"index": 0, "kind": "roce_v1", "address": "fe80::1", "interface": 1},
+            {"index": 1, "address": "fe80::1", "interface": 1},
+            {"index": 2, "kind": "roce_v1", "address": "127.0.0.1", "interface": 1},
+            {"index": 3, "address": "127.0.0.1", "interface": 1}]},
+        {"state": 1}]},
+    {"name": "test_1", "ports": [
+        {"fails": 5},
+        {"gids": [{"index": 0, "kind": "roce_v1", "address": "10.250.0.1"}]}]}]}"#;
+
+#[test]
+fn info_names_the_port_and_the_address_and_what_was_passed_over() {
+    let said = info(CARDS, &[]);
+    let port = "yes: test_0 port 1 active, RoCE v2, GID 3 (127.0.0.1 of lo), MTU 1024 (the port can do 4096: give its interface an MTU of 4200";
+    assert!(said[0].starts_with(port), "{said:#?}");
+    for wanted in [
+        "passed over: test_0 port 1 GID 0, 2: not of RoCE v2",
+        "passed over: test_0 port 1 GID 1: a link-local address",
+        "passed over: test_0 port 2: it is down",
+        "passed over: test_1 port 1: ibv_query_port: Input/output error (os error 5)",
+        "passed over: test_1 port 2: it has no address of RoCE v2, only others (GID 0)",
+        "found by /",
+    ] {
+        assert!(said.iter().any(|line| line.starts_with(wanted)), "{wanted}: {said:#?}");
+    }
+}
+
+#[test]
+fn info_lists_all_ports_that_can_be_used() {
+    let port = |index| format!(r#"{{"gids": [{{"index": {index}, "address": "127.0.0.1"}}]}}"#);
+    let host = format!(
+        r#"{{"devices": [{{"name": "a", "ports": [{}, {}]}}, {{"name": "b", "ports": [{}]}}]}}"#,
+        port(1),
+        port(2),
+        port(3)
+    );
+    let said = info(&host, &[]);
+    assert!(said[0].starts_with("yes: a port 1 active, RoCE v2, GID 1 "), "{said:#?}");
+    assert!(said[1].starts_with("     a port 2 active, RoCE v2, GID 2 "), "{said:#?}");
+    assert!(said[2].starts_with("     b port 1 active, RoCE v2, GID 3 "), "{said:#?}");
+    assert!(said.len() == 4 && said[3].starts_with("found by "), "{said:#?}");
+    let said = info(&host, &[("ALLSTREAM_RDMA_DEVICE", "b,a:2")]);
+    assert!(said[0].starts_with("yes: b port 1 ") && said[1].starts_with("     a port 2 "), "{said:#?}");
+    assert!(
+        said.contains(&"passed over: a port 1: left out: ALLSTREAM_RDMA_DEVICE is `b,a:2`".into()),
+        "{said:#?}"
+    );
+}
+
+#[test]
+fn info_says_what_is_missing_and_what_to_do() {
+    let no = |said: Vec<String>, parts: &[&str]| {
+        assert!(said.len() == 1 && said[0].starts_with("no: "), "{said:#?}");
+        for part in parts {
+            assert!(said[0].contains(part), "{part}: {said:#?}");
+        }
+    };
+    let of = |file: &str| asked(&mut with_library(file));
+    no(
+        of("/nowhere/libibverbs.so.1"),
+        &["looked for /nowhere/libibverbs.so.1 (cannot open", "libibverbs1", LIBRARY],
+    );
+    // Another library, or one that is too old.
+    no(
+        of("libc.so.6"),
+        &["libc.so.6 has no function ibv_get_device_list@IBVERBS_1.1", "rdma-core 32 or newer"],
+    );
+    no(
+        of(old_library().to_str().unwrap()),
+        &["has no function _ibv_query_gid_table@IBVERBS_1.11: it is too old", "rdma-core 32 or newer"],
+    );
+    no(info("{}", &[]), &["RDMA is not available: there is no device", "rdma_rxe"]);
+    no(info(r#"{"fails": 38}"#, &[]), &["ibv_get_device_list: Function not implemented", "ib_uverbs"]);
+    let device = |more: &str| format!(r#"{{"devices": [{{"name": "card", {more}, "ports": [{{}}]}}]}}"#);
+    no(
+        info(&device(r#""fails": 13"#), &[]),
+        &["no port can be used: card: ibv_open_device: Permission denied"],
+    );
+    no(info(&device(r#""attributes_fail": 5"#), &[]), &["card: ibv_query_device: Input/output error"]);
+    no(
+        info(&device(r#""gids_fail": 12"#), &[]),
+        &["card port 1: _ibv_query_gid_table: Cannot allocate memory"],
+    );
+    no(info(&device(r#""transport": 1"#), &[]), &["card: it speaks IBV_TRANSPORT_IWARP"]);
+    for (variable, value, parts) in [
+        ("ALLSTREAM_RDMA_DEVICE", "mlx5_9", &["mlx5_9", "there are: test_0, test_1"][..]),
+        ("ALLSTREAM_RDMA_DEVICE", "test_0:2", &["test_0 port 2: it is down"]),
+        ("ALLSTREAM_RDMA_DEVICE", "test_0,", &["ALLSTREAM_RDMA_DEVICE is `test_0,`", "a name is empty"]),
+        (
+            "ALLSTREAM_RDMA_GID",
+            "7",
+            &["test_0 port 1: it has no GID 7, which ALLSTREAM_RDMA_GID names; it has of RoCE v2: 1, 3"],
+        ),
+        ("ALLSTREAM_RDMA_GID", "three", &["ALLSTREAM_RDMA_GID is `three`"]),
+    ] {
+        no(info(CARDS, &[(variable, value)]), parts);
+    }
+}
+
+#[test]
+fn info_says_that_too_little_memory_can_be_locked() {
+    let mut command = with_library(library().to_str().unwrap());
+    command.env(HOST, CARDS);
+    let limit = libc::rlimit { rlim_cur: 65536, rlim_max: 65536 };
+    let lower = move || {
+        // SAFETY: system calls that take numbers and a structure of this function's, and may be made between fork and exec. Without the
+        // capability (`CAP_IPC_LOCK`, 14) the limit counts for root, too; who is not root has none to lose.
+        unsafe {
+            libc::prctl(libc::PR_CAPBSET_DROP, 14, 0, 0, 0);
+            match libc::setrlimit(libc::RLIMIT_MEMLOCK, &raw const limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        }
+    };
+    // SAFETY: what runs there makes two system calls and nothing else.
+    unsafe { command.pre_exec(lower) };
+    let said = asked(&mut command);
+    let wanted = "no: RDMA is not available: test_0 port 1 could be used, but this process may lock 65536 bytes of memory (RLIMIT_MEMLOCK), and 67108864 are needed";
+    assert!(
+        said.len() == 1 && said[0].starts_with(wanted) && said[0].contains("ulimit -l unlimited"),
+        "{said:#?}"
+    );
+}

@@ -1,0 +1,152 @@
+//! Asks this host for its [`Facts`].
+
+use std::net::{IpAddr, Ipv6Addr};
+use std::path::Path;
+
+use allstream_sys::verbs::{
+    Context, Devices, GidType, IbvGidEntry, IbvPortAttr, LIBRARY_VARIABLE, LinkLayer, Mtu, PortState, Verbs,
+    VerbsError,
+};
+use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
+
+use super::facts::{Device, Facts, Found, Gid, Interface, Locked, Port};
+use crate::error::Error;
+
+/// Where the kernel lists its devices.
+const IN_KERNEL: &str = "/sys/class/infiniband";
+/// Where the files are through which programs reach them.
+const DEVICE_FILES: &str = "/dev/infiniband";
+/// The number of the capability to lock memory beyond the limit (`CAP_IPC_LOCK`, linux/capability.h).
+const IPC_LOCK: u32 = 14;
+
+fn missing(problem: String) -> Error {
+    Error::Unavailable { what: "RDMA".into(), problem }
+}
+
+/// libibverbs, as this process has it.
+///
+/// # Errors
+/// [`Error::Unavailable`]: there is none, or it lacks what is needed.
+pub(crate) fn library() -> Result<&'static Verbs, Error> {
+    Verbs::get().map_err(|unavailable| {
+        missing(format!(
+            "{unavailable}; install libibverbs of rdma-core 32 or newer and its drivers (Debian, Ubuntu: libibverbs1 and ibverbs-providers; \
+             Fedora, RHEL: libibverbs), or set {LIBRARY_VARIABLE} to its path"
+        ))
+    })
+}
+
+/// What this host is like now.
+///
+/// # Errors
+/// [`Error::Unavailable`]: the library does not list devices.
+pub(crate) fn facts(verbs: &Verbs) -> Result<Facts, Error> {
+    let devices = verbs.devices().map_err(|error| {
+        // ENOSYS: the kernel's part of it is not loaded, or not to be seen from here.
+        let advice = match error.code == Errno::NOSYS.raw_os_error() {
+            true => format!(
+                ": the kernel has no support for RDMA; load the modules of the card's driver and ib_uverbs, or, in a container, start it with \
+                 --device={DEVICE_FILES}"
+            ),
+            false => String::new(),
+        };
+        missing(format!("{error}{advice}"))
+    })?;
+    let devices: Vec<Device> = (0..devices.len()).map(|at| device(&devices, at)).collect();
+    let is_listed = |name: &String| devices.iter().any(|device| device.name == *name);
+    Ok(Facts {
+        unlisted: in_kernel().into_iter().filter(|name| !is_listed(name)).collect(),
+        has_device_files: Path::new(DEVICE_FILES).is_dir(),
+        locked: locked(),
+        interfaces: interfaces(),
+        devices,
+    })
+}
+
+fn in_kernel() -> Vec<String> {
+    let entries = Path::new(IN_KERNEL).read_dir().into_iter().flatten().flatten();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+/// A device, opened for as long as it is asked.
+fn device(devices: &Devices<'_>, at: usize) -> Device {
+    let ask = || {
+        let context = devices.open(at)?;
+        let count = context.attributes()?.phys_port_cnt;
+        Ok(ports(&context, count))
+    };
+    let ports = ask().map_err(|error: VerbsError| error.to_string());
+    Device { name: devices.name(at), transport: devices.transport(at), ports }
+}
+
+fn ports(context: &Context<'_>, count: u8) -> Vec<Port> {
+    let asked: Vec<_> = (1..=count).map(|number| (number, context.port(number))).collect();
+    // One more than there can be, in case the kernel wants room to spare.
+    let tables = asked.iter().filter_map(|(_, port)| port.as_ref().ok());
+    let room: usize = tables.map(|port| usize::try_from(port.gid_tbl_len).unwrap_or(0)).sum();
+    let gids = context.gids(room + 1);
+    let of_port = |number: u8| match &gids {
+        Ok(entries) => {
+            let own = entries.iter().filter(|entry| entry.port_num == u32::from(number));
+            Ok(own.map(gid).filter(|gid| !gid.address.is_unspecified()).collect())
+        }
+        Err(error) => Err(error.clone()),
+    };
+    let port = |(number, port): (u8, Result<IbvPortAttr, VerbsError>)| {
+        let found = port.and_then(|port| {
+            Ok(Found {
+                state: PortState(port.state),
+                layer: LinkLayer(port.link_layer),
+                mtu: Mtu(port.active_mtu),
+                max_mtu: Mtu(port.max_mtu),
+                max_message: port.max_msg_sz,
+                gids: of_port(number)?,
+            })
+        });
+        Port { number, found: found.map_err(|error| error.to_string()) }
+    };
+    asked.into_iter().map(port).collect()
+}
+
+fn gid(entry: &IbvGidEntry) -> Gid {
+    Gid {
+        index: entry.gid_index,
+        kind: GidType(entry.gid_type),
+        address: Ipv6Addr::from(entry.gid.raw),
+        interface: entry.ndev_ifindex,
+    }
+}
+
+/// What this process may lock.
+fn locked() -> Locked {
+    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
+    match getrlimit(Resource::Memlock).current {
+        Some(most) if !may_lock(&read("/proc/self/status"), &read("/proc/self/uid_map")) => {
+            Locked::UpTo(most)
+        }
+        _ => Locked::Unlimited,
+    }
+}
+
+/// Whether the process that has this `/proc/PID/status` and this `/proc/PID/uid_map` is above the limit: it has the capability, and not only in a
+/// user namespace, where the kernel does not count it for this.
+pub(super) fn may_lock(status: &str, uid_map: &str) -> bool {
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+    let bits = effective.and_then(|bits| u64::from_str_radix(bits.trim(), 16).ok());
+    let is_of_all = uid_map.split_whitespace().eq(["0", "0", "4294967295"]);
+    is_of_all && bits.is_some_and(|bits| bits & 1 << IPC_LOCK != 0)
+}
+
+/// The addresses of this host's interfaces. Where they cannot be had, nothing is known of them.
+fn interfaces() -> Vec<Interface> {
+    let all = if_addrs::get_if_addrs().unwrap_or_default();
+    let own = all.into_iter().map(|own| {
+        let ip: IpAddr = own.ip();
+        Interface { index: own.index.unwrap_or(0), name: own.name, ip }
+    });
+    own.collect()
+}

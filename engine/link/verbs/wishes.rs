@@ -1,0 +1,108 @@
+//! What the user has said about RDMA: `ALLSTREAM_RDMA_DEVICE` and `ALLSTREAM_RDMA_GID`.
+
+use std::fmt;
+
+pub(crate) const DEVICE: &str = "ALLSTREAM_RDMA_DEVICE";
+pub(crate) const GID: &str = "ALLSTREAM_RDMA_GID";
+
+/// What was said; by default nothing.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Wishes {
+    pub(crate) devices: Option<Named>,
+    /// The index of the address to be taken on each port.
+    pub(crate) gid: Option<u32>,
+}
+
+/// Which devices: these in this order, or all but these.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Named {
+    pub(crate) all_but: bool,
+    pub(crate) names: Vec<Name>,
+}
+
+/// A device, or one port of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Name {
+    pub(crate) device: String,
+    pub(crate) port: Option<u8>,
+}
+
+impl Name {
+    pub(crate) fn means(&self, device: &str, port: u8) -> bool {
+        self.device == device && self.port.is_none_or(|own| own == port)
+    }
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.port {
+            Some(port) => write!(f, "{}:{port}", self.device),
+            None => f.write_str(&self.device),
+        }
+    }
+}
+
+impl fmt::Display for Named {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (at, name) in self.names.iter().enumerate() {
+            let before = if at > 0 {
+                ","
+            } else if self.all_but {
+                "^"
+            } else {
+                ""
+            };
+            write!(f, "{before}{name}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Wishes {
+    /// What an environment says. A variable that is empty says nothing.
+    ///
+    /// # Errors
+    /// A variable's name and value, and what was expected.
+    pub(crate) fn from_lookup(get: impl Fn(&str) -> Option<String>) -> Result<Wishes, String> {
+        let get = |name| get(name).map(|value| value.trim().to_owned()).filter(|value| !value.is_empty());
+        let devices = get(DEVICE).map(|text| {
+            named(&text).map_err(|problem| {
+                format!(
+                    "{DEVICE} is `{text}`: {problem}; expected names of devices as `ibv_devices` lists them, each with a port if need be \
+                     (`mlx5_0`, `mlx5_0,mlx5_1:1`), or `^` before them for all but those"
+                )
+            })
+        });
+        let gid = get(GID).map(|text| {
+            let index = text.parse::<u32>().ok();
+            index.ok_or_else(|| {
+                format!("{GID} is `{text}`; expected the index of an address of the port's, such as 3")
+            })
+        });
+        Ok(Wishes { devices: devices.transpose()?, gid: gid.transpose()? })
+    }
+}
+
+fn named(text: &str) -> Result<Named, String> {
+    let (all_but, list) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
+    let names = list.split(',').map(str::trim).map(|name| {
+        let (device, port) = match name.split_once(':') {
+            None => (name, None),
+            Some((device, port)) => {
+                let number = port.parse::<u8>().ok().filter(|number| *number > 0);
+                (
+                    device,
+                    Some(number.ok_or_else(|| format!("`{port}` is no port, which are counted from 1"))?),
+                )
+            }
+        };
+        match device {
+            "" => Err("a name is empty".to_owned()),
+            device if device.contains(['^', '=', '/']) || device.contains(char::is_whitespace) => {
+                Err(format!("`{device}` is no name of a device"))
+            }
+            device => Ok(Name { device: device.to_owned(), port }),
+        }
+    });
+    Ok(Named { all_but, names: names.collect::<Result<_, _>>()? })
+}

@@ -1,0 +1,452 @@
+//! What the library and a program hand each other: structures as rdma-core's `infiniband/verbs.h` has them, field by field.
+//!
+//! Fields carry the header's names, and the header and the manual pages (`man ibv_post_send`) say what they mean. Enumerations are numbers here: a
+//! newer library may know more of them than this crate. Structures that the library makes, and whose end is its own affair, are
+//! declared as far as they are read, and only ever used behind a pointer. `layout.rs` holds sizes and offsets to the header's.
+#![allow(missing_docs)]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::fmt;
+
+/// A device that the library has found: the list of devices has one.
+#[repr(C)]
+pub struct IbvDevice {
+    pub _ops: [*mut c_void; 2],
+    pub node_type: c_int,
+    pub transport_type: c_int,
+    pub name: [c_char; 64],
+    pub dev_name: [c_char; 64],
+    pub dev_path: [c_char; 256],
+    pub ibdev_path: [c_char; 256],
+}
+
+/// What a program calls directly for speed: in C these calls are inline functions of the header.
+#[repr(C)]
+pub struct IbvContextOps {
+    pub _before_alloc_mw: [*mut c_void; 7],
+    pub alloc_mw: Option<unsafe extern "C" fn(*mut IbvPd, c_int) -> *mut IbvMw>,
+    pub bind_mw: Option<unsafe extern "C" fn(*mut IbvQp, *mut IbvMw, *mut IbvMwBind) -> c_int>,
+    pub dealloc_mw: Option<unsafe extern "C" fn(*mut IbvMw) -> c_int>,
+    pub _before_poll_cq: *mut c_void,
+    pub poll_cq: Option<unsafe extern "C" fn(*mut IbvCq, c_int, *mut IbvWc) -> c_int>,
+    pub req_notify_cq: Option<unsafe extern "C" fn(*mut IbvCq, c_int) -> c_int>,
+    pub _before_post_send: [*mut c_void; 12],
+    pub post_send: Option<unsafe extern "C" fn(*mut IbvQp, *mut IbvSendWr, *mut *mut IbvSendWr) -> c_int>,
+    pub post_recv: Option<unsafe extern "C" fn(*mut IbvQp, *mut IbvRecvWr, *mut *mut IbvRecvWr) -> c_int>,
+    pub _after_post_recv: [*mut c_void; 5],
+}
+
+/// An open device. The library's own has more behind these fields.
+#[repr(C)]
+pub struct IbvContext {
+    pub device: *mut IbvDevice,
+    pub ops: IbvContextOps,
+    pub cmd_fd: c_int,
+    /// Readable where an event of the device's has come: [`Verbs::get_async_event`](super::Verbs::get_async_event).
+    pub async_fd: c_int,
+    pub num_comp_vectors: c_int,
+}
+
+/// A device's limits.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub struct IbvDeviceAttr {
+    pub fw_ver: [c_char; 64],
+    pub node_guid: u64,
+    pub sys_image_guid: u64,
+    pub max_mr_size: u64,
+    pub page_size_cap: u64,
+    pub vendor_id: u32,
+    pub vendor_part_id: u32,
+    pub hw_ver: u32,
+    pub max_qp: c_int,
+    pub max_qp_wr: c_int,
+    pub device_cap_flags: c_uint,
+    pub max_sge: c_int,
+    pub max_sge_rd: c_int,
+    pub max_cq: c_int,
+    pub max_cqe: c_int,
+    pub max_mr: c_int,
+    pub max_pd: c_int,
+    pub max_qp_rd_atom: c_int,
+    pub max_ee_rd_atom: c_int,
+    pub max_res_rd_atom: c_int,
+    pub max_qp_init_rd_atom: c_int,
+    pub max_ee_init_rd_atom: c_int,
+    pub atomic_cap: c_int,
+    pub max_ee: c_int,
+    pub max_rdd: c_int,
+    pub max_mw: c_int,
+    pub max_raw_ipv6_qp: c_int,
+    pub max_raw_ethy_qp: c_int,
+    pub max_mcast_grp: c_int,
+    pub max_mcast_qp_attach: c_int,
+    pub max_total_mcast_qp_attach: c_int,
+    pub max_ah: c_int,
+    pub max_fmr: c_int,
+    pub max_map_per_fmr: c_int,
+    pub max_srq: c_int,
+    pub max_srq_wr: c_int,
+    pub max_srq_sge: c_int,
+    pub max_pkeys: u16,
+    pub local_ca_ack_delay: u8,
+    pub phys_port_cnt: u8,
+}
+
+/// The state of a port.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvPortAttr {
+    pub state: c_uint,
+    pub max_mtu: c_uint,
+    pub active_mtu: c_uint,
+    pub gid_tbl_len: c_int,
+    pub port_cap_flags: u32,
+    pub max_msg_sz: u32,
+    pub bad_pkey_cntr: u32,
+    pub qkey_viol_cntr: u32,
+    pub pkey_tbl_len: u16,
+    pub lid: u16,
+    pub sm_lid: u16,
+    pub lmc: u8,
+    pub max_vl_num: u8,
+    pub sm_sl: u8,
+    pub subnet_timeout: u8,
+    pub init_type_reply: u8,
+    pub active_width: u8,
+    pub active_speed: u8,
+    pub phys_state: u8,
+    pub link_layer: u8,
+    pub flags: u8,
+    pub port_cap_flags2: u16,
+}
+
+/// An address of a port: 16 bytes in the order of the network, aligned as the header's union is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C, align(8))]
+pub struct IbvGid {
+    pub raw: [u8; 16],
+}
+
+/// An entry of a device's table of addresses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvGidEntry {
+    pub gid: IbvGid,
+    pub gid_index: u32,
+    pub port_num: u32,
+    pub gid_type: u32,
+    pub ndev_ifindex: u32,
+}
+
+/// Of an address of another host's, what routers need.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvGlobalRoute {
+    pub dgid: IbvGid,
+    pub flow_label: u32,
+    pub sgid_index: u8,
+    pub hop_limit: u8,
+    pub traffic_class: u8,
+}
+
+/// The way to another host.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvAhAttr {
+    pub grh: IbvGlobalRoute,
+    pub dlid: u16,
+    pub sl: u8,
+    pub src_path_bits: u8,
+    pub static_rate: u8,
+    pub is_global: u8,
+    pub port_num: u8,
+}
+
+/// How much a queue pair holds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvQpCap {
+    pub max_send_wr: u32,
+    pub max_recv_wr: u32,
+    pub max_send_sge: u32,
+    pub max_recv_sge: u32,
+    pub max_inline_data: u32,
+}
+
+/// What a queue pair is made of.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IbvQpInitAttr {
+    pub qp_context: *mut c_void,
+    pub send_cq: *mut IbvCq,
+    pub recv_cq: *mut IbvCq,
+    pub srq: *mut c_void,
+    pub cap: IbvQpCap,
+    pub qp_type: c_uint,
+    pub sq_sig_all: c_int,
+}
+
+/// What a queue pair is changed to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvQpAttr {
+    pub qp_state: c_uint,
+    pub cur_qp_state: c_uint,
+    pub path_mtu: c_uint,
+    pub path_mig_state: c_uint,
+    pub qkey: u32,
+    pub rq_psn: u32,
+    pub sq_psn: u32,
+    pub dest_qp_num: u32,
+    pub qp_access_flags: c_uint,
+    pub cap: IbvQpCap,
+    pub ah_attr: IbvAhAttr,
+    pub alt_ah_attr: IbvAhAttr,
+    pub pkey_index: u16,
+    pub alt_pkey_index: u16,
+    pub en_sqd_async_notify: u8,
+    pub sq_draining: u8,
+    pub max_rd_atomic: u8,
+    pub max_dest_rd_atomic: u8,
+    pub min_rnr_timer: u8,
+    pub port_num: u8,
+    pub timeout: u8,
+    pub retry_cnt: u8,
+    pub rnr_retry: u8,
+    pub alt_port_num: u8,
+    pub alt_timeout: u8,
+    pub rate_limit: u32,
+}
+
+/// A piece of registered memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvSge {
+    pub addr: u64,
+    pub length: u32,
+    pub lkey: u32,
+}
+
+/// The memory that a window opens.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IbvMwBindInfo {
+    pub mr: *mut IbvMr,
+    pub addr: u64,
+    pub length: u64,
+    pub mw_access_flags: c_uint,
+}
+
+/// A request to open a window, by a call of its own.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IbvMwBind {
+    pub wr_id: u64,
+    pub send_flags: c_uint,
+    pub bind_info: IbvMwBindInfo,
+}
+
+/// A request to send, write, read, bind a window or invalidate a key. Of the header's unions this has the members for reliable queue
+/// pairs: remote memory, and the binding of a window.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IbvSendWr {
+    pub wr_id: u64,
+    pub next: *mut IbvSendWr,
+    pub sg_list: *mut IbvSge,
+    pub num_sge: c_int,
+    pub opcode: c_uint,
+    pub send_flags: c_uint,
+    /// In the order of the network; of an invalidation the key.
+    pub imm_data: u32,
+    pub remote_addr: u64,
+    pub rkey: u32,
+    pub _rest_of_wr: [u32; 5],
+    pub _qp_type: u64,
+    pub bind_mw: *mut IbvMw,
+    pub bind_rkey: u32,
+    pub bind_info: IbvMwBindInfo,
+}
+
+/// A request to receive.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IbvRecvWr {
+    pub wr_id: u64,
+    pub next: *mut IbvRecvWr,
+    pub sg_list: *mut IbvSge,
+    pub num_sge: c_int,
+}
+
+/// How a request has ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(C)]
+pub struct IbvWc {
+    pub wr_id: u64,
+    pub status: c_uint,
+    pub opcode: c_uint,
+    pub vendor_err: u32,
+    pub byte_len: u32,
+    /// In the order of the network.
+    pub imm_data: u32,
+    pub qp_num: u32,
+    pub src_qp: u32,
+    pub wc_flags: c_uint,
+    pub pkey_index: u16,
+    pub slid: u16,
+    pub sl: u8,
+    pub dlid_path_bits: u8,
+}
+
+/// Registered memory.
+#[repr(C)]
+pub struct IbvMr {
+    pub context: *mut IbvContext,
+    pub pd: *mut IbvPd,
+    pub addr: *mut c_void,
+    pub length: usize,
+    pub handle: u32,
+    pub lkey: u32,
+    pub rkey: u32,
+}
+
+/// A window on registered memory.
+#[repr(C)]
+pub struct IbvMw {
+    pub context: *mut IbvContext,
+    pub pd: *mut IbvPd,
+    pub rkey: u32,
+    pub handle: u32,
+    pub kind: c_uint,
+}
+
+/// A protection domain: who may use which memory.
+#[repr(C)]
+pub struct IbvPd {
+    pub context: *mut IbvContext,
+    pub handle: u32,
+}
+
+/// What tells that completions have come, by a descriptor.
+#[repr(C)]
+pub struct IbvCompChannel {
+    pub context: *mut IbvContext,
+    pub fd: c_int,
+    pub refcnt: c_int,
+}
+
+/// A completion queue. The library's own has more behind these fields.
+#[repr(C)]
+pub struct IbvCq {
+    pub context: *mut IbvContext,
+    pub channel: *mut IbvCompChannel,
+    pub cq_context: *mut c_void,
+    pub handle: u32,
+    pub cqe: c_int,
+}
+
+/// A queue pair. The library's own has more behind these fields.
+#[repr(C)]
+pub struct IbvQp {
+    pub context: *mut IbvContext,
+    pub qp_context: *mut c_void,
+    pub pd: *mut IbvPd,
+    pub send_cq: *mut IbvCq,
+    pub recv_cq: *mut IbvCq,
+    pub srq: *mut c_void,
+    pub handle: u32,
+    pub qp_num: u32,
+    pub state: c_uint,
+    pub qp_type: c_uint,
+}
+
+/// An event of a device's.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct IbvAsyncEvent {
+    /// What it is about: a pointer, or the number of a port in its first four bytes.
+    pub element: *mut c_void,
+    pub event_type: c_uint,
+}
+
+/// Numbers of the header's enumerations, with their names there.
+macro_rules! numbers {
+    ($($(#[$doc:meta])* $type:ident($of:ty) { $($value:literal $name:ident $symbol:ident;)* })*) => {$(
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+        pub struct $type(pub $of);
+
+        impl $type {
+            $(#[doc = concat!("`", stringify!($symbol), "`")] pub const $name: $type = $type($value);)*
+
+            /// The name in `verbs.h`, if this crate knows the number.
+            pub fn name(self) -> Option<&'static str> {
+                match self.0 {
+                    $($value => Some(stringify!($symbol)),)*
+                    _ => None,
+                }
+            }
+
+            /// All numbers of this kind that this crate knows, with their names.
+            #[cfg(test)]
+            pub(super) const NAMED: &'static [(&'static str, i64)] = &[$((stringify!($symbol), $value as i64)),*];
+        }
+
+        impl fmt::Debug for $type {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                match self.name() {
+                    Some(name) => write!(f, "{name} ({})", self.0),
+                    None => write!(f, "{} {}", stringify!($type), self.0),
+                }
+            }
+        }
+    )*};
+}
+
+numbers! {
+    /// [`IbvPortAttr::state`].
+    PortState(c_uint) {
+        0 NOP IBV_PORT_NOP;
+        1 DOWN IBV_PORT_DOWN;
+        2 INIT IBV_PORT_INIT;
+        3 ARMED IBV_PORT_ARMED;
+        4 ACTIVE IBV_PORT_ACTIVE;
+        5 ACTIVE_DEFER IBV_PORT_ACTIVE_DEFER;
+    }
+    /// [`IbvPortAttr::link_layer`]. On a device of InfiniBand alone an old driver leaves it unspecified.
+    LinkLayer(u8) {
+        0 UNSPECIFIED IBV_LINK_LAYER_UNSPECIFIED;
+        1 INFINIBAND IBV_LINK_LAYER_INFINIBAND;
+        2 ETHERNET IBV_LINK_LAYER_ETHERNET;
+    }
+    /// [`IbvGidEntry::gid_type`].
+    GidType(u32) {
+        0 IB IBV_GID_TYPE_IB;
+        1 ROCE_V1 IBV_GID_TYPE_ROCE_V1;
+        2 ROCE_V2 IBV_GID_TYPE_ROCE_V2;
+    }
+    /// [`IbvDevice::transport_type`].
+    Transport(c_int) {
+        0 IB IBV_TRANSPORT_IB;
+        1 IWARP IBV_TRANSPORT_IWARP;
+        2 USNIC IBV_TRANSPORT_USNIC;
+        3 USNIC_UDP IBV_TRANSPORT_USNIC_UDP;
+        4 UNSPECIFIED IBV_TRANSPORT_UNSPECIFIED;
+    }
+    /// [`IbvPortAttr::active_mtu`], and the `path_mtu` of a queue pair.
+    Mtu(c_uint) {
+        1 BYTES_256 IBV_MTU_256;
+        2 BYTES_512 IBV_MTU_512;
+        3 BYTES_1024 IBV_MTU_1024;
+        4 BYTES_2048 IBV_MTU_2048;
+        5 BYTES_4096 IBV_MTU_4096;
+    }
+}
+
+impl Mtu {
+    /// In bytes; `None` for a number that stands for none.
+    pub fn bytes(self) -> Option<u32> {
+        (1..=5).contains(&self.0).then(|| 128 << self.0)
+    }
+}
