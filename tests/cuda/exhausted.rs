@@ -168,7 +168,7 @@ fn no_room_for_another_process_s_memory_is_told_to_both() {
             assert!(text.contains(part), "{part:?} in: {text}");
         }
         assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
-        buf.map(is_ours);
+        buf.into_iter().for_each(is_ours);
         drop((most, comm));
         assert_eq!(report().freed_in_use, 0);
     });

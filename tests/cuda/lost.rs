@@ -114,7 +114,7 @@ fn ranks_lose(when: When, [kept, lost]: [usize; 2], why: (u32, &str), all_held: 
         if all_held.wait().is_leader() {
             pass(true, u64::MAX);
         }
-        drop(input.map(|input| soon(input)));
+        drop(input.map(soon));
         if rank != 1 {
             came_back.into_iter().flatten().for_each(is_ours);
             // Nothing waits for ever on the device that is there.
@@ -214,7 +214,7 @@ fn another_process_is_told_whose_device_is_lost() {
         pass(true, u64::MAX);
         drop(soon(input));
         if rank == 0 {
-            buf.map(is_ours);
+            buf.into_iter().for_each(is_ours);
             stream.synchronize().unwrap();
         }
         drop(comm);

@@ -31,8 +31,6 @@ pub(crate) struct Context {
     blocked: Mutex<()>,
     /// So many calls wait for room in a stream.
     crowded: AtomicU32,
-    /// Held by each call that is made with this as the current context, if the knob says so.
-    calls: Mutex<()>,
 }
 
 /// Says of a context that a call waits for room in one of its streams.
@@ -65,7 +63,6 @@ impl Context {
             legacy: Mutex::default(),
             blocked: Mutex::default(),
             crowded: AtomicU32::new(0),
-            calls: Mutex::default(),
         });
         CONTEXTS.add(context.handle, context.clone());
         context
@@ -122,11 +119,6 @@ impl Context {
         if knobs::depth().is_some() && knobs::strict().context_lock {
             drop(lock(&self.blocked));
         }
-    }
-
-    /// A call that does not wait on the host keeps this, if calls into a context are to be made one after the other.
-    pub(crate) fn alone(&self) -> Option<MutexGuard<'_, ()>> {
-        knobs::strict().context_lock.then(|| lock(&self.calls))
     }
 
     /// A call that gets memory comes through here first: while any other waits for room, it does not pass.

@@ -32,14 +32,12 @@ pub(crate) fn call(name: &'static str, body: impl FnOnce() -> Done) -> Code {
         if knobs::strict().context && needs_context(name) && !crate::context::has_current() {
             return Err(Code::INVALID_CONTEXT);
         }
-        let context = crate::context::current().ok();
-        if let Some(context) = &context {
+        if let Ok(context) = crate::context::current() {
             context.pass();
             if GETS_MEMORY.contains(&name) {
                 context.pass_for_memory();
             }
         }
-        let _alone = context.as_ref().filter(|_| !waits_on_host(name)).and_then(|context| context.alone());
         capture::allowed(name)?;
         if MAY_WAIT.contains(&name) {
             crate::stream::settle();
@@ -79,11 +77,6 @@ const MAY_WAIT: [&str; 11] = [
     "cuModuleLoadDataEx",
     "cuModuleGetFunction",
 ];
-
-/// Calls that may wait for work that others have still to put on a stream: those let others call meanwhile.
-fn waits_on_host(name: &str) -> bool {
-    name.ends_with("Synchronize") || name.starts_with("cuMemcpy")
-}
 
 /// Calls that wait while another waits for room in a stream of the context.
 const GETS_MEMORY: [&str; 4] =

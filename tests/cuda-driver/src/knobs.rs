@@ -36,8 +36,7 @@ pub(crate) struct Strictness {
     pub(crate) reuse: bool,
     /// Machine code is taken where it is of our devices.
     pub(crate) machine_code: bool,
-    /// Calls into a context are made one after the other, and who waits for room in a stream holds up all of them; otherwise only calls that get memory, as
-    /// measured on an H200.
+    /// Who waits for room in a stream holds up every call into the context; otherwise only calls that get memory, as measured on an H200.
     pub(crate) context_lock: bool,
 }
 
