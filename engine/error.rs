@@ -208,9 +208,9 @@ pub enum Error {
         problem: String,
     },
     /// The CUDA driver refused a call, or told with it how earlier work has ended.
-    #[error("{doing} on CUDA device {device}: {call} answered {name} ({code}): {problem}")]
+    #[error("{doing} on CUDA device {device}: {call} answered {name} ({code}): {problem}{}", .members.see_record())]
     Cuda {
-        /// What was being done.
+        /// What was being done. Where an operation of a communicator failed of it, which rank did it comes first: `rank 1: run a collective`.
         doing: String,
         /// The device's number in this process.
         device: usize,
@@ -222,6 +222,9 @@ pub enum Error {
         name: String,
         /// What that means, and what to do.
         problem: String,
+        /// The communicator's members.
+        #[serde(skip)]
+        members: Members,
     },
     /// A library that takes collectives whole has failed, or does not work here.
     #[error("{library} on {}: {problem}{}", .members.rank(*.rank), .members.see_record())]
@@ -421,6 +424,7 @@ macro_rules! members_of {
             | Error::Mismatch { members, .. }
             | Error::Aborted { members, .. }
             | Error::Function { members, .. }
+            | Error::Cuda { members, .. }
             | Error::Library { members, .. }
             | Error::Protocol { members, .. } => Some(members),
             _ => None,
@@ -485,6 +489,21 @@ impl Error {
             members.become_known(of);
         }
         self
+    }
+
+    /// Whether a communicator has ended of it, or an operation of one.
+    pub(crate) fn is_of_a_communicator(&self) -> bool {
+        members_of!(self).is_some_and(Members::are_known)
+    }
+
+    /// The same, of what this rank has met itself: a device's error says which rank's it is.
+    pub(crate) fn of_rank(mut self, rank: Rank, of: &Members) -> Error {
+        if let Error::Cuda { doing, members, .. } = &mut self
+            && !members.are_known()
+        {
+            *doing = format!("{}: {doing}", of.rank(rank));
+        }
+        self.among(of)
     }
 
     /// The file to which this rank's flight recorder goes, of an error that has ended a communicator: what was under way on this rank.

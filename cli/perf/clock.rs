@@ -2,8 +2,8 @@
 
 use std::ffi::c_int;
 
-use allstream::Error;
 use allstream::cuda::DeviceStream;
+use allstream::{Error, Members};
 use allstream_sys::cuda::{CuContext, CuDevice, CuEvent, CuStream, Cuda, CudaError};
 
 /// Two points in a stream, each with the time at which the device came to it: what lies between took so long there. The engine's
@@ -109,5 +109,6 @@ impl Drop for Clock {
 
 fn told(device: usize, doing: &str, error: CudaError) -> Error {
     let CudaError { call, code, name, text } = error;
-    Error::Cuda { doing: doing.into(), device, call: call.into(), code: code.0, name, problem: text }
+    let (doing, call, members) = (doing.into(), call.into(), Members::default());
+    Error::Cuda { doing, device, call, code: code.0, name, problem: text, members }
 }

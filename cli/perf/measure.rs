@@ -12,6 +12,7 @@ use tokio::runtime::Runtime;
 
 use super::case::{Case, What};
 use super::clock::Clock;
+use super::meeting::Seat;
 use super::memory::Memory;
 use super::time::Time;
 
@@ -32,6 +33,8 @@ pub(crate) struct Effort {
     pub(crate) memory: Memory,
     /// The stream of buffers on a device waits for each operation, and the host for the last of a group.
     pub(crate) joins: bool,
+    /// Of a rank whose process has others, which may share its device.
+    pub(crate) seat: Option<Rc<Seat>>,
     /// The device's clock, where that runs the operations; and whether they are timed by it now, for which its stream waits for them.
     pub(crate) clock: Option<Rc<Clock>>,
     pub(crate) by_events: Cell<bool>,
@@ -76,6 +79,7 @@ impl Effort {
             in_turns: false,
             memory,
             joins: false,
+            seat: None,
             clock: None,
             by_events: Cell::new(false),
         }
@@ -159,7 +163,11 @@ fn collectives<S: Send + 'static>(
 ) -> Result<S, Error> {
     if let Some(stream) = effort.joining() {
         for _ in 0..count {
-            state = start(state).join(stream)?.in_order()?;
+            let work = start(state);
+            if let Some(seat) = &effort.seat {
+                seat.meet();
+            }
+            state = work.join(stream)?.in_order()?;
         }
     } else if effort.awaits().is_some() {
         return effort.run(async {

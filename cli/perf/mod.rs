@@ -5,6 +5,7 @@ mod check;
 mod clock;
 mod device;
 mod measure;
+mod meeting;
 mod memory;
 mod plot;
 mod report;
@@ -14,6 +15,8 @@ mod tuning;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
 
 use allstream::{Algo, Comm, DType, Error, Kind, LinkChoice, ReduceOp, Rendezvous};
 use clap::{Args, ValueEnum};
@@ -26,6 +29,7 @@ use crate::own;
 use crate::units::size;
 use case::{Case, What};
 use measure::{Effort, measure, measure_in_place, together};
+use meeting::Seat;
 use memory::{Memory, Place};
 pub(crate) use report::Report;
 use report::{Row, Series};
@@ -164,7 +168,7 @@ pub(crate) fn run(args: &PerfArgs) -> Result<Exit, BoxError> {
         // Else what the environment says stays.
         let rendezvous = if link == LinkChoice::AUTO { rendezvous } else { rendezvous.link(link) };
         let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
-        let report = measure_all(&mut comm, args, link)?;
+        let report = measure_all(&mut comm, args, link, None)?;
         let is_first = comm.rank() == 0;
         runtime.block_on(comm.close())?;
         return if is_first { conclude(args, &report) } else { Ok(Exit::SUCCESS) };
@@ -268,7 +272,9 @@ pub(crate) fn runtime() -> io::Result<tokio::runtime::Runtime> {
 fn in_threads(args: &PerfArgs) -> Result<Exit, BoxError> {
     let ranks = args.ranks.map_or(2, NonZeroUsize::get);
     let comms = Comm::local(ranks)?;
-    let reports = on_threads(comms, |comm| measure_all(comm, args, LinkChoice::INPROC))?;
+    let seats = Mutex::new(Seat::all(ranks));
+    let seat = || seats.lock().unwrap_or_else(PoisonError::into_inner).pop();
+    let reports = on_threads(comms, |comm| measure_all(comm, args, LinkChoice::INPROC, seat()))?;
     match reports.first() {
         Some(report) => conclude(args, report),
         None => Ok(Exit::SUCCESS),
@@ -368,11 +374,16 @@ fn named(option: &str, path: &Path, error: &dyn std::fmt::Display) -> BoxError {
 /// The same on a communicator that is there, for a command that is not `perf`.
 pub(crate) fn on(comm: &mut Comm, args: &PerfArgs) -> Result<Report, BoxError> {
     check(args)?;
-    measure_all(comm, args, args.link.first().copied().unwrap_or_default())
+    measure_all(comm, args, args.link.first().copied().unwrap_or_default(), None)
 }
 
-/// All sizes by all algorithms; rank 0 prints as it goes.
-fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Report, BoxError> {
+/// All sizes by all algorithms; rank 0 prints as it goes. `seat`: of a rank whose process has others.
+fn measure_all(
+    comm: &mut Comm,
+    args: &PerfArgs,
+    link: LinkChoice,
+    seat: Option<Seat>,
+) -> Result<Report, BoxError> {
     if args.root >= comm.size() {
         return Err(format!("-r {}: there are {} ranks", args.root, comm.size()).into());
     }
@@ -419,6 +430,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Rep
         (None, Alloc::Arena) => Place::Arena,
     };
     let memory = Memory::new(args.datatype, memory);
+    let seat = seat.map(Rc::new);
     for &algo in &args.algo {
         let places = if args.threads { "threads" } else { "processes" };
         let bound = match args.bind_to.unwrap_or_default() {
@@ -449,6 +461,7 @@ fn measure_all(comm: &mut Comm, args: &PerfArgs, link: LinkChoice) -> Result<Rep
             runtime: args.awaits.map(|_| runtime()).transpose()?,
             in_turns: args.awaits == Some(Awaits::Turns),
             joins: args.join,
+            seat: seat.clone(),
             clock: place.as_ref().and_then(device::Place::clock),
             ..Effort::usual(memory.clone())
         };

@@ -10,6 +10,7 @@ use super::bind::is_on_devices;
 use super::memory::{Memory, RawBuffers, UNSTAGED};
 use super::ordered::{Start, Stream};
 use super::work::Submitted;
+use crate::device::is_loss;
 use crate::error::Error;
 use crate::exec::carrier::Carried;
 use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Then};
@@ -499,8 +500,22 @@ impl<'a> Call<'a> {
             (Ok(carried), None) => {
                 submitted(self.side.0, self.side.0.submit_collective(carried, after, held))
             }
-            (Err(error), _) => Submitted::refused(error, held),
+            (Err(error), _) => self.refused(error, held),
         }
+    }
+
+    /// Refuses the call. If that is because this rank's device is lost, the communicator ends: this rank can do its part no more, and the others, who
+    /// may have called, would wait for it until their deadlines.
+    #[cold]
+    pub(super) fn refused(&self, error: Error, held: ErasedBufs) -> Submitted {
+        if !is_loss(&error) {
+            return Submitted::refused(error, held);
+        }
+        let endpoint = self.side.0;
+        let error = error.of_rank(endpoint.config.rank, &endpoint.config.named());
+        endpoint.fail(error.clone());
+        endpoint.tell();
+        Submitted::refused_by(endpoint, error, held)
     }
 }
 

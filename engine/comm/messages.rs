@@ -145,7 +145,7 @@ impl Call<'_> {
             Ok(Letter { message, after, held }) => {
                 submitted(self.side.0, self.side.0.submit_message(message, after, held))
             }
-            Err((error, held)) => Submitted::refused(error, held),
+            Err((error, held)) => self.refused(error, held),
         }
     }
 

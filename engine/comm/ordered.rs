@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::Work;
 use super::work::{Ended, Restore, Submitted};
 use crate::device::operation::{Blocked, DeviceOp};
-use crate::device::{DeviceEvent, DeviceStream};
+use crate::device::{DeviceEvent, DeviceStream, refused_in_capture};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Key};
 use crate::mem::{ErasedBufs, Event, HostStream, Promise};
@@ -51,7 +51,10 @@ pub trait Sealed {
     fn start(&self) -> Start {
         match self.either() {
             Either::Host(stream) => Start::Host(stream.record()),
-            Either::Device(stream) => stream.point().map_or_else(Start::Failed, Start::Device),
+            Either::Device(stream) => {
+                let point = refused_in_capture(stream, "on").and_then(|()| stream.point());
+                point.map_or_else(Start::Failed, Start::Device)
+            }
         }
     }
 }
@@ -198,6 +201,8 @@ impl OnDevice {
         stream: &DeviceStream,
     ) -> Result<Option<(OnDevice, ErasedBufs)>, Error> {
         let Some((endpoint, key)) = submitted.at() else { return Ok(None) };
+        // What waits in a graph waits when the graph is launched.
+        refused_in_capture(stream, "join")?;
         let Some((held, device)) = join(endpoint, key, stream)? else { return Ok(None) };
         let endpoint = endpoint.clone();
         submitted.let_go();
@@ -215,7 +220,9 @@ impl OnDevice {
         let held_up = is_early && !has_way && !self.device.is_enqueued();
         let order = match before == stream || held_up {
             true => Ok(()),
-            false => before.point().and_then(|e| stream.wait_event(&e)),
+            false => refused_in_capture(stream, "launch")
+                .and_then(|()| before.point())
+                .and_then(|e| stream.wait_event(&e)),
         };
         if has_way {
             self.device.waits_now(stream);

@@ -11,7 +11,7 @@ use super::buf::DeviceBuf;
 use super::devices::Device;
 use super::foreign::{ForeignMemory, check};
 use super::stream::DeviceStream;
-use crate::error::{Error, Failed};
+use crate::error::{Error, Failed, Members};
 use crate::mem::{Buf, Location};
 use crate::types::{DType, Element};
 
@@ -121,6 +121,7 @@ fn enter<T: Element>(slice: &mut CudaSlice<T>) -> Result<(DeviceStream, u64), Er
             name: format!("{:?}", error.0),
             problem: "cudarc had kept this error of an earlier call, or of making the slice's stream wait"
                 .into(),
+            members: Members::default(),
         });
     }
     // SAFETY: a stream of the primary context (above); it exists as long as cudarc's handle.

@@ -3,7 +3,7 @@
 use allstream_sys::Unavailable;
 use allstream_sys::cuda::{CuDevice, CuResult, Cuda, CudaError, LIBRARY_VARIABLE};
 
-use crate::error::Error;
+use crate::error::{Error, Members};
 
 /// The CUDA driver of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,9 +74,24 @@ pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
             "; check nvidia-smi, and that CUDA_VISIBLE_DEVICES does not hide the device"
         }
         CuResult::SYSTEM_DRIVER_MISMATCH => "; reboot, or reload the kernel module of the driver installed",
+        CuResult::DEVICE_UNAVAILABLE => {
+            "; another process has the device for itself, or the device is gone: check nvidia-smi (its compute mode, and who uses it) \
+             and the kernel's log (dmesg, Xid), and start this process again"
+        }
+        CuResult::ECC_UNCORRECTABLE | CuResult::NVLINK_UNCORRECTABLE => {
+            "; the hardware has failed, and nothing more runs on this device in this process: check nvidia-smi -q and the kernel's log \
+             (dmesg, Xid), reset the device, and start this process again"
+        }
         code if code.is_sticky() => {
             "; a kernel has failed, and nothing more runs on this device in this process: run it under \
              compute-sanitizer to find which"
+        }
+        CuResult::UNKNOWN => {
+            "; the driver or the device has failed: check nvidia-smi and the kernel's log (dmesg, Xid), and start this process again"
+        }
+        code if code.is_of_a_capture() => {
+            "; a stream is being captured into a CUDA graph: make this call before or after the capture, or on a stream that has nothing \
+             to do with it (the default stream has to do with all that were not made non-blocking)"
         }
         _ => "",
     };
@@ -87,7 +102,14 @@ pub(super) fn told(device: usize, doing: &str, error: CudaError) -> Error {
         code: error.code.0,
         name: error.name,
         problem: error.text + advice,
+        members: Members::default(),
     }
+}
+
+/// Whether nothing will run any more on a device of this process, as the driver has just said, and no communicator has heard of it yet.
+pub(crate) fn is_loss(error: &Error) -> bool {
+    matches!(error, Error::Cuda { code, .. } if CuResult(*code).is_of_a_lost_device())
+        && !error.is_of_a_communicator()
 }
 
 /// Says what the driver has refused where there is no caller to be told. Nothing, where the driver is gone because the process

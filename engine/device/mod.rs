@@ -54,6 +54,7 @@ pub use copied::DeviceCopies;
 #[cfg(feature = "cudarc")]
 pub use cudarc::CudarcBuf;
 pub use devices::Device;
+pub(crate) use driver::is_loss;
 pub use driver::{Driver, device_count, driver};
 pub use foreign::ForeignMemory;
 pub use nccl::{NcclFound, nccl};

@@ -237,11 +237,21 @@ impl DeviceSignal {
                 Ok(behind) => insist(behind, self.memory.clone(), which, value),
                 Err(error) => {
                     self.set(which, value);
+                    if *stream == self.writer {
+                        self.release_inputs(value);
+                    }
                     result = Err(error);
                 }
             }
         }
         result
+    }
+
+    /// The rank's device takes nothing more, so none of its streams will write what other ranks' streams wait for before they begin, on devices that are
+    /// still there: the host does.
+    fn release_inputs(&self, value: u32) {
+        self.set(Word::Begun, value);
+        self.set(Word::Input, self.input.load(Ordering::Acquire));
     }
 
     /// The host ends all waits for operations up to this one now.

@@ -37,11 +37,13 @@ pub(crate) struct Item {
     pub(crate) back: bool,
 }
 
-/// A graph would hold what ranks do together, and it would never be over.
+/// Refuses `call` where a stream that it names, or that a buffer is on, is being captured: a graph would hold what ranks do together, and it would
+/// never be over.
 pub(crate) fn refused_in_capture(stream: &DeviceStream, call: &str) -> Result<(), Error> {
     stream.refuse_capture(
         call,
-        "the buffer's stream is being captured into a graph: an operation between ranks cannot be",
+        "a stream of this call is being captured into a graph, and an operation between ranks cannot be: make the call before or after the \
+         capture, or on other streams",
     )
 }
 

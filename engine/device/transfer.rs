@@ -47,7 +47,8 @@ fn taken<O, F>() -> Result<O, Failed<F>> {
 pub(super) fn refused_in_capture(stream: &DeviceStream, doing: &str) -> Result<(), Error> {
     stream.refuse_capture(
         doing,
-        "the stream is being captured into a graph: the host cannot wait for a copy on it",
+        "the stream is being captured into a graph, and the host cannot wait for a copy on it: copy before or after the capture, or on another \
+         stream",
     )
 }
 

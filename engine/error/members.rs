@@ -74,6 +74,11 @@ impl Members {
         self.record().map_or(String::new(), |path| format!(" (flight recorder: {})", path.display()))
     }
 
+    /// Whether a communicator has been named.
+    pub(super) fn are_known(&self) -> bool {
+        self.0.is_some()
+    }
+
     /// Takes these where no communicator has been named yet.
     pub(super) fn become_known(&mut self, members: &Members) {
         if self.0.is_none() {

@@ -3,8 +3,11 @@
 
 use std::ffi::c_void;
 
-use allstream::cuda::{Device, DeviceBuf, DeviceStream, PinnedBuf};
-use allstream::{Algo, Comm};
+use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
+use allstream::{Algo, Comm, Failed};
+
+use crate::ipc::processes;
+use crate::nccl::with_nccl;
 
 use crate::support::{
     bound, child, device, down, fail, function, in_context, nothing_left, numbers, ranks, soon, up, values,
@@ -128,5 +131,138 @@ fn an_error_of_a_capture_means_not_yet() {
             fail(None, 0, 0);
             nothing_left("all was dropped");
         }
+    });
+}
+
+/// So it is with ranks of several processes, and with NCCL.
+#[test]
+fn a_capture_elsewhere_is_not_broken_by_other_processes() {
+    let test = "capture::a_capture_elsewhere_is_not_broken_by_other_processes";
+    let held = processes(test, &[&[0], &[1]], &[], |comm| {
+        let (_device, stream) = device();
+        in_context(0, || {
+            let capture = Capture::begin(stream);
+            std::thread::scope(|scope| scope.spawn(|| work(comm)).join().unwrap());
+            assert_eq!(capture.end(), 0, "the capture is whole");
+        });
+    });
+    if let Some(held) = held {
+        held.end_well(test);
+    }
+}
+
+#[test]
+fn a_capture_elsewhere_is_not_broken_by_nccl() {
+    with_nccl("capture::a_capture_elsewhere_is_not_broken_by_nccl", 2, &[], || {
+        let (_device, stream) = device();
+        in_context(0, || {
+            let capture = Capture::begin(stream);
+            ranks(2, |mut comm| {
+                let (rank, device) = (comm.rank(), Device::new(comm.rank()).unwrap());
+                assert!(matches!(soon(comm.bind_nccl(&device)).unwrap(), DevicePath::Nccl { .. }));
+                let stream = DeviceStream::new(&device).unwrap();
+                for _ in 0..3 {
+                    let joined = comm.all_reduce(up(&stream, values(rank, LEN))).join(&stream).unwrap();
+                    assert!(down(joined.in_order().unwrap()) == sums());
+                }
+                soon(comm.close()).unwrap();
+            });
+            assert_eq!(capture.end(), 0, "the capture is whole");
+        });
+    });
+}
+
+/// What has to do with a stream that is captured is refused to the rank that calls, whose capture goes on; the other rank waits until it calls again.
+#[test]
+fn a_captured_stream_takes_no_operations() {
+    child("capture::a_captured_stream_takes_no_operations", TWO, || {
+        for is_bound in [true, false] {
+            ranks(2, |mut comm| {
+                let rank = comm.rank();
+                let device = Device::new(rank).unwrap();
+                if is_bound {
+                    bound(&mut comm, 2);
+                }
+                let [stream, other] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
+                let [buf, elsewhere] = [&stream, &other].map(|stream| up(stream, values(rank, LEN)));
+                let buf = match rank {
+                    0 => buf,
+                    _ => in_context(1, || {
+                        let capture = Capture::begin(stream.clone());
+                        let told = |error: &allstream::Error| {
+                            let text = error.to_string();
+                            assert!(text.contains("captured into a graph"), "{text}");
+                            assert!(text.contains("before or after the capture"), "{text}");
+                        };
+                        let Failed { error, buf: back } = soon(comm.all_reduce(buf)).unwrap_err();
+                        told(&error);
+                        let buf = back.unwrap();
+                        // To start after what is captured.
+                        let Failed { error, buf: back } =
+                            soon(comm.on(&stream).all_reduce(elsewhere)).unwrap_err();
+                        told(&error);
+                        drop(back.unwrap());
+                        assert!(comm.check().is_ok());
+                        assert_eq!(capture.end(), 0, "the capture is whole");
+                        buf
+                    }),
+                };
+                assert!(down(soon(comm.all_reduce(buf)).unwrap()) == sums());
+                // A stream is captured that is to wait.
+                let work = comm.all_reduce(up(&other, values(rank, LEN)));
+                if rank == 1 {
+                    in_context(1, || {
+                        let capture = Capture::begin(stream.clone());
+                        // The host waits, and nothing comes into the graph.
+                        let sum = work.join(&stream).unwrap().in_order().unwrap();
+                        assert_eq!(capture.end(), 0, "the capture is whole");
+                        assert!(down(sum) == sums());
+                    });
+                } else {
+                    assert!(down(soon(work).unwrap()) == sums());
+                }
+                soon(comm.close()).unwrap();
+            });
+        }
+        nothing_left("all was dropped");
+    });
+}
+
+/// The default stream has to do with all streams that were not made non-blocking: while one of these is captured, the driver takes nothing for it.
+#[test]
+fn the_default_stream_while_a_blocking_one_is_captured() {
+    child("capture::the_default_stream_while_a_blocking_one_is_captured", TWO, || {
+        ranks(2, |mut comm| {
+            let rank = comm.rank();
+            let device = bound(&mut comm, 2).device();
+            // SAFETY: the default stream is always there.
+            let default = unsafe { DeviceStream::from_raw(&device, std::ptr::null_mut()) }.unwrap();
+            let buf = up(&default, values(rank, LEN));
+            let buf = match rank {
+                0 => buf,
+                _ => in_context(1, || {
+                    let mut raw: *mut c_void = std::ptr::null_mut();
+                    // SAFETY: the functions' types in cuda.h; the stream is destroyed once, when it is no longer used.
+                    unsafe {
+                        let create: unsafe extern "C" fn(*mut *mut c_void, u32) -> u32 =
+                            std::mem::transmute(function("cuStreamCreate"));
+                        let destroy: unsafe extern "C" fn(*mut c_void) -> u32 =
+                            std::mem::transmute(function("cuStreamDestroy_v2"));
+                        assert_eq!(create(&raw mut raw, 0), 0);
+                        let capture = Capture::begin(DeviceStream::from_raw(&device, raw).unwrap());
+                        let Failed { error, buf: back } = soon(comm.all_reduce(buf)).unwrap_err();
+
+                        assert!(error.to_string().contains("before or after the capture"), "{error}");
+
+                        assert_eq!(capture.end(), 0, "the capture is whole");
+                        assert_eq!(destroy(raw), 0);
+                        back.unwrap()
+                    }
+                }),
+            };
+            assert!(down(soon(comm.all_reduce(buf)).unwrap()) == sums());
+            soon(comm.close()).unwrap();
+        });
+        nothing_left("all was dropped");
     });
 }

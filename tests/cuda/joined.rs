@@ -244,3 +244,32 @@ fn law_4_a_join_beside_an_abort_leaves_no_stream_waiting() {
         assert_eq!(report().freed_in_use, 0);
     });
 }
+
+/// The legacy default stream by either of its names: as the buffers', as what operations start after, as what waits, and as a rank's own.
+#[test]
+fn the_default_stream_is_one_like_others() {
+    child("joined::the_default_stream_is_one_like_others", SLOW, || {
+        for (name, is_own) in [(0, false), (1, false), (0, true)] {
+            ranks(2, |mut comm| {
+                let device = Device::new(comm.rank()).unwrap();
+                let raw = std::ptr::without_provenance_mut(name);
+                // SAFETY: the default stream is always there.
+                let default = unsafe { DeviceStream::from_raw(&device, raw) }.unwrap();
+                let path = match is_own {
+                    true => soon(comm.bind_stream(&default)),
+                    false => soon(comm.bind_device(&device)),
+                };
+                assert_eq!(path.unwrap(), DevicePath::Peer);
+                let mut buf = up(&default, vec![1.0_f32; 500]);
+                for _ in 0..3 {
+                    let call = comm.timeout(Duration::from_secs(10)).on(&default);
+                    buf = call.all_reduce(buf).join(&default).unwrap().in_order().unwrap();
+                }
+                buf = soon(comm.timeout(Duration::from_secs(10)).all_reduce(buf)).unwrap();
+                assert_eq!(down(buf), [16.0; 500]);
+                soon(comm.close()).unwrap();
+            });
+        }
+        assert_eq!(report().freed_in_use, 0);
+    });
+}

@@ -19,6 +19,7 @@ mod dealt;
 mod devices;
 mod dlpack;
 mod ends;
+mod exhausted;
 mod extremes;
 mod faults;
 mod foreign;
@@ -35,6 +36,7 @@ mod joined;
 mod laws;
 #[cfg(feature = "testing")]
 mod long;
+mod lost;
 mod missing;
 mod nccl;
 mod order;

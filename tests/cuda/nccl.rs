@@ -25,7 +25,7 @@ const LEN: usize = 3000;
 const SHORT: Duration = Duration::from_millis(400);
 
 /// Runs a test in a child with so many devices, and the library.
-fn with_nccl(test: &str, devices: usize, more: &[(&str, &str)], body: impl FnOnce()) {
+pub(crate) fn with_nccl(test: &str, devices: usize, more: &[(&str, &str)], body: impl FnOnce()) {
     let (devices, library) = (devices.to_string(), nccl_library().to_str().unwrap());
     let mut variables = vec![
         ("ALLSTREAM_TEST_CUDA_DEVICES", devices.as_str()),

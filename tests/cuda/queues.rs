@@ -219,6 +219,14 @@ const NOT_WITH_ONE: [&str; 13] = [
     "stripes::what_has_come_is_reduced_and_goes_back_before_the_rest_has_come",
 ];
 
+/// What is not run again with other queues: tests that choose their queues themselves, and one that tests the tests.
+const NOT_AGAIN: [&str; 4] = [
+    "queues::",
+    "dealt::",
+    "hazards::",
+    "nccl::sharing::ranks_share_a_device_where_nccl_has_leave_and_is_new_enough",
+];
+
 /// What depends most on the order of streams, again in a process whose streams share one queue. Where everything is tried, all
 /// tests but those of this file, which choose their queues, and those that cannot hold.
 #[test]
@@ -238,15 +246,14 @@ fn the_same_tests_pass_with_one_queue() {
     ];
     match full() {
         true => {
-            // (These choose their queues themselves.)
-            again("one queue", &[ONE], without_some(&["queues::", "dealt::"]));
+            again("one queue", &[ONE], without_some(&NOT_AGAIN));
         }
         false => again("one queue", &[ONE], AGAIN.iter().copied().chain(["--exact"]).collect()),
     }
 }
 
-/// What depends on the order of streams, where a device deals its queues at random, and where streams take few pieces of work and a call that waits for room
-/// holds up all others.
+/// All tests once more, where a device has few queues and deals them at random, streams take few pieces of work, and a call that waits for room holds up all
+/// others; and where half of the queues are for streams of the highest priority alone. What depends most on the order of streams, also with one of these at a time.
 #[test]
 fn the_same_tests_pass_however_queues_are_dealt_and_filled() {
     if is_child() || !full() {
@@ -254,14 +261,19 @@ fn the_same_tests_pass_however_queues_are_dealt_and_filled() {
     }
     let [queues, seed, deal] = ["QUEUES", "SEED", "DEAL"].map(|name| format!("ALLSTREAM_TEST_CUDA_{name}"));
     let [depth, lock] = ["DEPTH", "LOCK"].map(|name| format!("ALLSTREAM_TEST_CUDA_{name}"));
+    let by_seed = vec![(&*queues, "3"), (&*seed, "17"), (&*deal, "seed")];
+    let apart = vec![(&*queues, "8"), (&*seed, "5"), (&*deal, "apart")];
+    let filled = vec![(&*depth, "1000"), (&*lock, "context")];
+    let tests = ["joined::", "handed_on::", "order::", "held::", "ipc::processes_get_what_hosts_get"];
+    for (what, variables) in [("queues dealt by a seed", &by_seed), ("a depth of 1000", &filled)] {
+        again(what, variables, [&tests, &*without_some(&[])].concat());
+    }
     let all = [
-        ("queues dealt by a seed", vec![(&*queues, "3"), (&seed, "17"), (&deal, "seed")]),
-        ("queues for the highest priority", vec![(&*queues, "8"), (&seed, "5"), (&deal, "apart")]),
-        ("a depth of 1000", vec![(&*depth, "1000"), (&lock, "context")]),
+        ("queues dealt by a seed and a depth of 1000", [&*by_seed, &filled].concat()),
+        ("queues for the highest priority", apart),
     ];
     for (what, variables) in all {
-        let tests = ["joined::", "handed_on::", "order::", "held::", "ipc::processes_get_what_hosts_get"];
-        again(what, &variables, [&tests, &*without_some(&[])].concat());
+        again(what, &variables, without_some(&NOT_AGAIN));
     }
 }
 

@@ -155,6 +155,24 @@ fn perf_has_the_device_s_time_only_where_a_device_runs_the_operation() {
     assert!(!said.contains("dev"), "{said}");
 }
 
+/// Ranks of one process that share a device all call an operation before any of them joins a stream with it: however few hardware queues there are,
+/// and however the device deals them.
+#[test]
+fn perf_joins_when_all_ranks_have_called() {
+    for seed in ["1", "2", "3"] {
+        let knobs = [
+            ("ALLSTREAM_TEST_CUDA_QUEUES", "2"),
+            ("ALLSTREAM_TEST_CUDA_DEAL", "seed"),
+            ("ALLSTREAM_TEST_CUDA_SEED", seed),
+            ("ALLSTREAM_TIMEOUT", "10"),
+        ];
+        let arguments =
+            ["perf", "all_reduce", "--device", "--join", "--threads", "-N", "4", "--sizes", "1K", "-n", "5"];
+        let output = allstream_with(library(), &knobs, &arguments);
+        assert!(output.status.success(), "seed {seed}: {}{}", text(&output.stdout), text(&output.stderr));
+    }
+}
+
 /// The host puts the input on the device once for a form, however many rounds there are.
 #[test]
 fn perf_uploads_its_inputs_once() {

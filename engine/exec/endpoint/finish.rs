@@ -46,7 +46,7 @@ impl Endpoint {
             true => None,
             false => table.joinable.remove(&key.number()),
         };
-        let result = result.map_err(|error| Box::new(error.among(&self.config.named())));
+        let result = result.map_err(|error| Box::new(error.of_rank(self.config.rank, &self.config.named())));
         let (waker, held) = table.inflight.finish(key, result);
         drop(table);
         self.completions.put(waker, held);
@@ -86,7 +86,8 @@ impl Endpoint {
         if let Error::Mismatch { comm, .. } = &mut error {
             comm.clone_from(&self.config.name);
         }
-        if let Some(cause) = self.health.begin_to_die(error.among(&self.config.named())) {
+        let error = error.of_rank(self.config.rank, &self.config.named());
+        if let Some(cause) = self.health.begin_to_die(error) {
             // Told before anyone here wakes: should this process end because of it, the others know the cause.
             self.config.control.abort(self, cause);
             self.wake_dead(cause);

@@ -87,6 +87,11 @@ impl CuResult {
         matches!(self.0, 214 | 220 | 700 | 702 | 709 | 710 | 714..=719)
     }
 
+    /// Whether the device, or this process's use of it, has to be given up: what is called there later fails, too.
+    pub fn is_of_a_lost_device(self) -> bool {
+        self.is_sticky() || matches!(self, CuResult::DEVICE_UNAVAILABLE | CuResult::UNKNOWN)
+    }
+
     /// Whether it is a capture of a stream that stands in the way, in this thread or in another. It says nothing of the work
     /// that was asked for, which may be asked for again.
     pub fn is_of_a_capture(self) -> bool {
