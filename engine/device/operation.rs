@@ -24,6 +24,7 @@ use super::waiter::{Stage, watch_stream};
 use super::whole::Whole;
 use super::workspace::Workspace;
 use crate::error::Error;
+use crate::link::exit::Lease;
 use crate::link::waits::{Wait, kept};
 use crate::mem::{Fate, Verdict, Witness};
 use crate::plan::Lending;
@@ -32,7 +33,6 @@ use crate::types::Rank;
 pub(crate) use binding::{Binding, DeviceLinks, limits};
 pub(crate) use inputs::Blocked;
 
-/// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32
 /// Which of an operation's parts one kernel of each rank folds ([`Lends`](crate::exec::lends::Lends)), as the call knows.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Folds {
@@ -111,7 +111,7 @@ struct State {
     /// It was given up.
     failed: bool,
     /// Its buffers may be touched for longer than anybody waits.
-    lost: bool,
+    lost: Option<Option<Vec<Arc<Lease>>>>,
     /// For buffers that are handed on before it is over: from `join` on.
     verdict: Option<Arc<Verdict>>,
 }
@@ -414,9 +414,12 @@ impl DeviceOp {
         self.binding.ours.has_put(self.number())
     }
 
-    /// Whether ranks in other processes have all called it, and this rank's own inputs are not there.
+    /// Whether ranks in other processes have all called it, and this rank's own inputs are not there although the driver has taken what says so.
     pub(crate) fn lacks_inputs(&self) -> bool {
-        self.binding.far.as_ref().is_some_and(|far| far.all_have_lent()) && !self.has_inputs()
+        let Some(far) = &self.binding.far else { return false };
+        // What they lend is given back to them as soon as this rank's stream has the kernel.
+        let all_have_called = far.all_have_lent() || self.waits_for_all.load(Ordering::Relaxed);
+        all_have_called && self.is_taken() && !self.has_inputs()
     }
 
     /// The ranks in other processes whose inputs are not there, of those that lend memory for it.
@@ -558,13 +561,14 @@ impl DeviceOp {
         is_err || self.binding.leaving.ordered.get().is_some_and(Result::is_err)
     }
 
-    /// It has failed, and its buffers are not to be given back by whoever has them.
-    pub(crate) fn lose(&self) {
-        self.state.lock().lost = true;
+    /// It has failed, and its buffers are not to be given back by whoever has them until all of these are over; `None`: never.
+    pub(crate) fn lose(&self, until: Option<Vec<Arc<Lease>>>) {
+        self.state.lock().lost = Some(until);
     }
 
-    pub(crate) fn is_lost(&self) -> bool {
-        self.state.lock().lost
+    /// Whether its buffers are to be kept, and until when (see [`lose`](Self::lose)).
+    pub(crate) fn lost(&self) -> Option<Option<Vec<Arc<Lease>>>> {
+        self.state.lock().lost.clone()
     }
 
     /// Makes the buffers' streams wait for what is still on the stream of any rank of this process, as that may touch them. No rank puts more

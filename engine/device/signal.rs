@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 
 use super::chores::{drop_later, later};
 use super::context::Line;
+use super::driver::is_loss;
 use super::pinned::PinnedBuf;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{self, Outcome};
@@ -237,7 +238,7 @@ impl DeviceSignal {
                 Ok(behind) => insist(behind, self.memory.clone(), which, value),
                 Err(error) => {
                     self.set(which, value);
-                    if *stream == self.writer {
+                    if *stream == self.writer && is_loss(&error) {
                         self.release_inputs(value);
                     }
                     result = Err(error);

@@ -22,6 +22,8 @@ pub(crate) struct Active {
     /// Memory of the runs' own.
     account: Account,
     pub(crate) stalled_at: Option<Instant>,
+    /// The driver is asked now and then whether its rank's device has failed.
+    pub(crate) is_watched: bool,
 }
 
 /// What the runs of a communicator keep of memory of their own, from one operation to the next.
@@ -81,7 +83,7 @@ impl Active {
     /// `bypass_from`: bytes of results from which on they are written past the caches ([`Host`]).
     pub(crate) fn new(comm: u64, bypass_from: usize) -> Active {
         let host = Parts::new(comm, Host::new(bypass_from), HostLoans::new(bypass_from));
-        Active { current: None, host, account: Account::default(), stalled_at: None }
+        Active { current: None, host, account: Account::default(), stalled_at: None, is_watched: false }
     }
 
     /// The same, of a rank with this region.
@@ -115,7 +117,7 @@ impl Active {
     }
 
     pub(crate) fn start(&mut self, key: Key, carried: Carried, started: Instant) {
-        self.stalled_at = None;
+        (self.stalled_at, self.is_watched) = (None, false);
         let Carried { operation: op, carrier } = carried;
         let reach = carrier.as_ref().map_or(ALL, |carrier| carrier.reach());
         self.current =

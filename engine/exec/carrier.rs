@@ -15,7 +15,7 @@ use super::operation::Operation;
 use super::parts::{NextPart, Parts, Work};
 use super::port::Port;
 use crate::error::{Error, Missing, MissingState};
-use crate::link::exit::IsOver;
+use crate::link::exit::{IsOver, Lease};
 use crate::mem::{ALL, Reach};
 use crate::types::{Rank, Signature};
 
@@ -206,8 +206,9 @@ pub(crate) trait OnStream {
     /// The operation has failed for this cause, and is given up. Returns whether somebody may still touch the buffers all the same.
     fn cannot_give_up(&self, cause: &Error) -> bool;
 
-    /// The operation has failed, and somebody may touch its buffers for longer than anybody waits: whoever holds them must keep them.
-    fn lose(&self);
+    /// The operation has failed, and somebody may touch its buffers for longer than anybody waits: whoever holds them must keep them until all of these
+    /// are over; `None`: for good.
+    fn lose(&self, until: Option<Vec<Arc<Lease>>>);
 
     /// What makes streams wait for the operation's end while the operation still runs; `comm/ordered.rs` knows its type.
     fn joins(&self) -> Arc<dyn Any + Send + Sync>;

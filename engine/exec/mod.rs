@@ -39,7 +39,7 @@ pub(crate) use parts::{NextPart, Parts, WINDOW, Work};
 pub(crate) use port::{DEVICES, Payload, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;
-pub(crate) use progress_thread::{Driven, ProgressThread, progress_thread};
+pub(crate) use progress_thread::{Driven, ProgressThread, keep_and_look, progress_thread};
 pub(crate) use run::{STRIPE, cut};
 pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};

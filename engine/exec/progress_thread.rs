@@ -131,7 +131,7 @@ pub(crate) fn progress_thread() -> Result<Arc<ProgressThread>, Error> {
 }
 
 /// Keeps what peers may still touch until all leases are over, and sees to it that the progress thread looks.
-pub(super) fn keep_and_look(what: quarantine::What, leases: Vec<Arc<Lease>>) {
+pub(crate) fn keep_and_look(what: quarantine::What, leases: Vec<Arc<Lease>>) {
     quarantine::keep(what, leases);
     match progress_thread() {
         Ok(progress_thread) => progress_thread.kick(),

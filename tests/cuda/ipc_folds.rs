@@ -251,6 +251,61 @@ fn law_3_an_abort_leaves_a_buffer_that_a_peer_writes_to_in_quarantine() {
     });
 }
 
+/// The same of an operation that a stream waits for, whose buffers are with whoever joined it.
+#[test]
+fn law_3_an_abort_leaves_a_joined_buffer_that_a_peer_writes_to_in_quarantine() {
+    let test = "ipc_folds::law_3_an_abort_leaves_a_joined_buffer_that_a_peer_writes_to_in_quarantine";
+    of_three(test, false, |comm| {
+        let Held { comm, mut other, stream, work, at } = held_on_rank_2(comm);
+        let joined = work.join(&stream).unwrap();
+        soon(other.barrier()).unwrap();
+        if comm.rank() == 0 {
+            comm.abort("a test");
+        }
+        let Failed { buf, error } = soon(joined).unwrap_err();
+        assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
+        assert!(buf.is_none(), "the kernel of rank 2 may still write there");
+        assert_eq!(comm.stats().quarantined, 1);
+        let make = || up(&stream, vec![7.5; LEN]);
+        let news = if comm.rank() == 2 { Vec::new() } else { none_is_at(at, make) };
+        soon(other.barrier()).unwrap();
+        pass(true, ALL);
+        until("the streams of all are past", || comm.stats().quarantined == 0);
+        assert!(news.into_iter().all(|new| down(new) == [7.5; LEN]), "a kernel that came late wrote there");
+        usable(&stream.device(), &stream);
+        soon(other.barrier()).unwrap();
+        drop(comm);
+        soon(other.close()).unwrap();
+    });
+}
+
+/// And of one that nobody wants any more: its buffer was dropped while the operation was under way.
+#[test]
+fn law_3_a_joined_buffer_that_was_dropped_is_given_to_nobody_while_a_peer_may_write_to_it() {
+    let test =
+        "ipc_folds::law_3_a_joined_buffer_that_was_dropped_is_given_to_nobody_while_a_peer_may_write_to_it";
+    of_three(test, false, |comm| {
+        let Held { comm, mut other, stream, work, at } = held_on_rank_2(comm);
+        drop(work.join(&stream).unwrap());
+        soon(other.barrier()).unwrap();
+        if comm.rank() == 0 {
+            comm.abort("a test");
+        }
+        until("all have heard", || comm.check().is_err());
+        let make = || up(&stream, vec![7.5; LEN]);
+        let news = if comm.rank() == 2 { Vec::new() } else { none_is_at(at, make) };
+        soon(other.barrier()).unwrap();
+        pass(true, ALL);
+        stream.synchronize().unwrap();
+        soon(other.barrier()).unwrap();
+        assert!(news.into_iter().all(|new| down(new) == [7.5; LEN]), "a kernel that came late wrote there");
+        usable(&stream.device(), &stream);
+        soon(other.barrier()).unwrap();
+        drop(comm);
+        soon(other.close()).unwrap();
+    });
+}
+
 /// A process that has exited writes nothing any more.
 #[test]
 fn law_3_a_buffer_comes_back_when_the_process_that_was_to_write_to_it_is_killed() {

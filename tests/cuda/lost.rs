@@ -5,7 +5,8 @@ use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream, PinnedBuf};
-use allstream::{Algo, Error, Failed};
+use allstream::testing::fold_between_processes_from;
+use allstream::{Algo, Comm, Error, Failed};
 
 use crate::ipc::processes;
 use crate::nccl::with_nccl;
@@ -192,37 +193,52 @@ fn a_device_that_is_lost_under_a_copy_of_a_staged_operation_is_named() {
 #[test]
 fn another_process_is_told_whose_device_is_lost() {
     let test = "lost::another_process_is_told_whose_device_is_lost";
-    let held = processes(test, &[&[0], &[1]], &[], |mut comm| {
-        let rank = comm.rank();
-        let device = Device::new(rank).unwrap();
-        assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
-        let [stream, late] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
-        drop(down(soon(comm.all_reduce(up(&stream, values(rank, LEN)))).unwrap()));
-        let buf = up(&stream, values(rank, LEN));
-        let pinned = PinnedBuf::from_slice(&device, &[1u32]).unwrap();
-        pass(true, 0);
-        let input = DeviceBuf::from_host(&late, pinned);
-        let start = Instant::now();
-        let work = comm.timeout(DEADLINE).on(&late).all_reduce(buf);
-        soon(comm.barrier()).unwrap();
-        if rank == 1 {
-            lose(1, CODES[1].0);
-        }
-        let Failed { error, buf } = soon(work).unwrap_err();
-        says_it(&error, 1, 1, CODES[1]);
-        assert!(start.elapsed() < SOON, "rank {rank}: {:?}", start.elapsed());
-        pass(true, u64::MAX);
-        drop(soon(input));
-        if rank == 0 {
-            buf.into_iter().for_each(is_ours);
-            stream.synchronize().unwrap();
-        }
-        drop(comm);
-        assert_eq!(report().freed_in_use, 0);
+    if let Some(held) = processes(test, &[&[0], &[1]], &[], is_lost_between_processes) {
+        held.end_well(test);
+    }
+}
+
+/// The same of an operation that all ranks are to fold at once. It waits for the inputs of all before anything of it is on a stream.
+#[test]
+fn another_process_is_told_whose_device_is_lost_before_a_fold() {
+    let test = "lost::another_process_is_told_whose_device_is_lost_before_a_fold";
+    let held = processes(test, &[&[0], &[1]], &[], |comm| {
+        fold_between_processes_from(0);
+        is_lost_between_processes(comm);
     });
     if let Some(held) = held {
         held.end_well(test);
     }
+}
+
+fn is_lost_between_processes(mut comm: Comm) {
+    let rank = comm.rank();
+    let device = Device::new(rank).unwrap();
+    assert_eq!(soon(comm.bind_device(&device)).unwrap(), DevicePath::Peer);
+    let mut other = soon(comm.dup()).unwrap();
+    let [stream, late] = [(); 2].map(|()| DeviceStream::new(&device).unwrap());
+    drop(down(soon(comm.all_reduce(up(&stream, values(rank, LEN)))).unwrap()));
+    let buf = up(&stream, values(rank, LEN));
+    let pinned = PinnedBuf::from_slice(&device, &[1u32]).unwrap();
+    pass(true, 0);
+    let input = DeviceBuf::from_host(&late, pinned);
+    let start = Instant::now();
+    let work = comm.timeout(DEADLINE).on(&late).all_reduce(buf);
+    soon(other.barrier()).unwrap();
+    if rank == 1 {
+        lose(1, CODES[1].0);
+    }
+    let Failed { error, buf } = soon(work).unwrap_err();
+    says_it(&error, 1, 1, CODES[1]);
+    assert!(start.elapsed() < SOON, "rank {rank}: {:?}", start.elapsed());
+    pass(true, u64::MAX);
+    drop(soon(input));
+    if rank == 0 {
+        buf.into_iter().for_each(is_ours);
+        stream.synchronize().unwrap();
+    }
+    drop((comm, other));
+    assert_eq!(report().freed_in_use, 0);
 }
 
 #[test]

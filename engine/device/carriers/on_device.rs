@@ -7,6 +7,7 @@ use crate::device::operation::DeviceOp;
 use crate::error::{Error, Missing, MissingState};
 use crate::exec::Work;
 use crate::exec::carrier::{Carrier, Lanes, OnStream, Passed, Submission};
+use crate::link::exit::Lease;
 use crate::types::Rank;
 
 /// An operation whose parts the rank's device runs.
@@ -107,8 +108,8 @@ impl OnStream for Arc<DeviceOp> {
         DeviceOp::cannot_give_up(self, cause)
     }
 
-    fn lose(&self) {
-        DeviceOp::lose(self);
+    fn lose(&self, until: Option<Vec<Arc<Lease>>>) {
+        DeviceOp::lose(self, until);
     }
 
     fn joins(&self) -> Arc<dyn Any + Send + Sync> {

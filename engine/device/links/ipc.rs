@@ -281,7 +281,7 @@ impl FarTx {
         last.map(mark)
     }
 
-    /// Posts a frame behind what this rank's stream holds then. `memory`: what the peer is given, and of how many bytes each; what is written beside the descriptor
+    /// Posts a frame behind what this rank's stream holds then. `given`: what the peer is given, and of how many bytes each; what is written beside the descriptor
     /// are the names of these.
     fn post_behind(&mut self, header: Header, location: Option<u64>, given: ([u64; 2], usize)) {
         let (frame, memory, doorbell) =

@@ -22,7 +22,7 @@ use crate::mem::Verdict;
 use crate::trace::log::LOG;
 use crate::types::Rank;
 
-/// bits.
+/// Bytes of a slice: pipelining on a device is the device's, so chunks are not cut but to keep a frame's length in 32 bits.
 const SLICE: usize = 1 << 30;
 /// Bytes that one frame can lend.
 const FRAME: usize = u32::MAX as usize;
@@ -220,7 +220,14 @@ impl Binding {
     /// `None`: nobody can tell.
     pub(crate) fn touched_until(&self) -> Option<IsOver> {
         let (far, is_quiet) = (self.far_alone()?.clone(), self.leaving.is_quiet.clone());
-        Some(Box::new(move || is_quiet.load(Ordering::Acquire) && !far.may_be_touched()))
+        Some(Box::new(move || {
+            let is_quiet = is_quiet.load(Ordering::Acquire);
+            if !is_quiet && far.has_let_go() {
+                // A peer's stream may have written smaller numbers since, over those that let this rank's stream go on.
+                far.let_go();
+            }
+            is_quiet && !far.may_be_touched()
+        }))
     }
 
     /// The ranks in other processes, where nothing but the ranks' streams touches memory: no library does.

@@ -20,7 +20,8 @@ impl Run {
     /// Ends the communicator if anything is overdue.
     pub(super) fn check_deadlines(&mut self, of: &Arc<Endpoint>, now: Instant) {
         self.ask_about_breaks(of);
-        let overdue = self.endings.overdue(&self.clock, now, &of.config);
+        let overdue = self.failed_before_its_turn(of);
+        let overdue = overdue.or_else(|| self.endings.overdue(&self.clock, now, &of.config));
         let overdue = overdue.or_else(|| self.overdue_collective(of, now));
         if let Some(error) = overdue.or_else(|| self.overdue_message(of, now)) {
             of.fail(error);
@@ -29,6 +30,20 @@ impl Run {
             of.config.control.awaits(of, from, number, signature);
         });
         self.end_overdue_copy_backs(of, now);
+    }
+
+    /// What has failed on the device of a rank whose collective waits for inputs, its own or of other processes. The collective is on no stream then, so
+    /// [`Endings`](super::ending::Endings) knows nothing of it, and the driver is asked on behalf of this.
+    fn failed_before_its_turn(&mut self, of: &Arc<Endpoint>) -> Option<Error> {
+        let carrier = self.active.carrier()?.clone();
+        if !carrier.lacks_inputs() && carrier.unready().is_empty() {
+            return None;
+        }
+        let on_stream = carrier.on_stream()?;
+        if !std::mem::replace(&mut self.active.is_watched, true) {
+            on_stream.tell(Box::new(of.waker_of_progress()));
+        }
+        on_stream.is_over().err()
     }
 
     /// Whether the collective in work is overdue, or waits for a rank that has left. If it only does not move, peers are asked

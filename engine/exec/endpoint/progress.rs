@@ -51,6 +51,16 @@ impl Endpoint {
         self.config.runtime.kick();
     }
 
+    /// For whoever notices something elsewhere that this communicator should look at: wakes the progress thread for it.
+    pub(super) fn waker_of_progress(self: &Arc<Self>) -> impl FnOnce() + Send + use<> {
+        let endpoint = Arc::downgrade(self);
+        move || {
+            if let Some(endpoint) = endpoint.upgrade() {
+                endpoint.leave_to_progress_thread();
+            }
+        }
+    }
+
     /// Looks at an operation, and drives for a bounded time if it is not finished. With `again` the caller will poll
     /// once more at once; otherwise the progress thread takes over.
     pub(crate) fn poll(
@@ -335,14 +345,7 @@ impl Run {
             false => {
                 let now = of.config.now();
                 let soon = self.endings.look_again(now);
-                self.endings.watch(now, || {
-                    let endpoint = Arc::downgrade(of);
-                    move || {
-                        if let Some(endpoint) = endpoint.upgrade() {
-                            endpoint.leave_to_progress_thread();
-                        }
-                    }
-                });
+                self.endings.watch(now, || of.waker_of_progress());
                 soon
             }
         };

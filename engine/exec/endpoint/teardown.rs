@@ -10,7 +10,7 @@ use super::{Endpoint, Port};
 use crate::error::Error;
 use crate::exec::Progress;
 use crate::exec::active::Active;
-use crate::exec::carrier::{Carried, Carrier, OnStream};
+use crate::exec::carrier::{Carried, Carrier};
 use crate::exec::inflight::Key;
 use crate::exec::p2p::Direction;
 use crate::exec::progress_thread::keep_and_look;
@@ -176,14 +176,19 @@ impl Run {
         let bound = of.bound();
         let until = bound.and_then(|bound| bound.touched_until());
         let until = until.map(|until| Arc::new(Lease::written(&of.config.region, until)));
-        if let Some(remains) = bound.and_then(|bound| bound.remains()) {
-            match &until {
-                Some(until) => keep_and_look(What::Remains(remains), vec![until.clone()]),
-                None => std::mem::forget(remains),
+        let keep_remains = || {
+            if let Some(remains) = bound.and_then(|bound| bound.remains()) {
+                match &until {
+                    Some(until) => keep_and_look(What::Remains(remains), vec![until.clone()]),
+                    None => std::mem::forget(remains),
+                }
             }
-        }
+        };
+        keep_remains();
         let mut failed = self.take_begun(of, (on_devices, &until), &cause);
         of.submitted.take_queued(&mut failed, &until, &of.recorder, &cause);
+        // Those that are given up only here, as they were called after the communicator had failed.
+        keep_remains();
         for (key, fate) in failed {
             of.submitted.set_apart(key, fate, &of.copy_backs);
             let error = match &here {
@@ -280,8 +285,12 @@ impl Submitted {
             return;
         }
         let mut table = self.lock();
-        if let Some(carrier) = table.joinable.get(&key.number()) {
-            carrier.on_stream().into_iter().for_each(OnStream::lose);
+        if let Some(on_stream) = table.joinable.get(&key.number()).and_then(|carrier| carrier.on_stream()) {
+            // Whoever has joined it has its buffers.
+            on_stream.lose(match &fate {
+                Fate::UntilOnDevice(leases) => Some(leases.clone()),
+                _ => None,
+            });
         }
         let (held, carrier) = (table.inflight.borrow(key), copy_backs.carrier_of(key));
         drop(table);
@@ -290,6 +299,9 @@ impl Submitted {
             (Some(held), Fate::Until(leases)) => keep_and_look(What::Buffers(held, carrier), leases),
             (Some(held), Fate::UntilOnDevice(leases)) => {
                 keep_and_look(What::OnDevice(held, carrier), leases);
+            }
+            (None, Fate::UntilOnDevice(leases)) => {
+                carrier.into_iter().for_each(|carrier| keep_and_look(What::Remains(carrier), leases.clone()));
             }
             kept => std::mem::forget((kept, carrier)),
         }
