@@ -138,8 +138,7 @@ fn all() -> Vec<Part> {
             .many()
             .needs(integration_tests)
             .core(),
-        // Many tests wait for a deadline or a process, and others for their turn: this takes the time that they leave.
-        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).beside().core(),
+        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).core(),
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")).core(),
         Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
         cargo("build, release", &format!("build --release {targets}")).checked(),
