@@ -15,7 +15,6 @@ use crate::device::operation::{Blocked, DeviceOp};
 use crate::device::{DeviceEvent, DeviceStream, refused_in_capture};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Key, keep_and_look, quarantine};
-use crate::link::exit::Lease;
 use crate::mem::{ErasedBufs, Event, HostStream, Promise};
 
 /// A stream that calls can be ordered with: a [`HostStream`] or a [`DeviceStream`].
@@ -132,11 +131,11 @@ enum Content<O, F> {
     Value(O),
 }
 
-/// Keeps the buffers of an operation that has failed where nobody uses them, until all of these are over; `None`: for good.
-fn keep_apart(held: ErasedBufs, until: Option<Vec<Arc<Lease>>>) {
-    match until {
-        Some(leases) => keep_and_look(quarantine::What::OnDevice(held, None), leases),
-        None => std::mem::forget(held),
+/// Quarantine, as in `Run::tear_down`, which did not have these buffers: nobody uses them as long as the operation's leases last, or ever.
+fn keep_apart(held: ErasedBufs, device: &DeviceOp) {
+    match device.lost() {
+        Some(Some(leases)) => keep_and_look(quarantine::What::OnDevice(held, None), leases),
+        _ => std::mem::forget(held),
     }
 }
 
@@ -295,19 +294,15 @@ impl<O, F> Content<O, F> {
     /// The value, when the operation has ended so.
     fn end(content: Option<Self>, ended: Option<Ended>, device: &DeviceOp) -> Result<O, Failed<F>> {
         let Some((result, held)) = ended else { return Err(taken()) };
-        let content = match (content, device.lost(), &result) {
-            // Quarantine, as in `Run::tear_down`, which did not have it.
-            (Some(Content::Held(held, _)), Some(until), Err(error)) => {
-                keep_apart(held, until);
-                return Err(Failed { buf: None, error: (**error).clone() });
-            }
-            (Some(Content::Joined(held, make)), Some(until), Err(error)) => {
-                keep_apart(held, until);
-                return make(Err(error.clone()), None);
-            }
-            (content, ..) => content,
-        };
         match (content, result) {
+            (Some(Content::Held(held, _)), Err(error)) if device.lost().is_some() => {
+                keep_apart(held, device);
+                Err(Failed { buf: None, error: *error })
+            }
+            (Some(Content::Joined(held, make)), Err(error)) if device.lost().is_some() => {
+                keep_apart(held, device);
+                make(Err(error), None)
+            }
             (Some(Content::Held(held, restore)), result) => restore(result, Some(held)),
             (Some(Content::Joined(held, make)), result) => make(result, Some(held)),
             (Some(Content::Value(value)), Ok(())) => {

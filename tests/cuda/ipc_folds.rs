@@ -225,6 +225,30 @@ fn none_is_at(at: u64, make: impl Fn() -> Buf) -> Vec<Buf> {
     news
 }
 
+/// An operation that rank 0 has aborted, while rank 2's kernel was yet to write to its buffer.
+fn is_kept_apart(comm: &Comm, Failed { buf, error }: Failed<Buf>) {
+    assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
+    assert!(buf.is_none(), "the kernel of rank 2 may still write there");
+    assert_eq!(comm.stats().quarantined, 1);
+}
+
+/// Lets rank 2's kernel go on, and sees that it writes to no buffer that was made meanwhile. `is_past` waits until the streams of all are past it.
+fn nobody_has_what_is_written_late(
+    (rank, other): (usize, &mut Comm),
+    stream: &DeviceStream,
+    at: u64,
+    is_past: impl FnOnce(&mut Comm),
+) {
+    let make = || up(stream, vec![7.5; LEN]);
+    let news = if rank == 2 { Vec::new() } else { none_is_at(at, make) };
+    soon(other.barrier()).unwrap();
+    pass(true, ALL);
+    is_past(other);
+    assert!(news.into_iter().all(|new| down(new) == [7.5; LEN]), "a kernel that came late wrote there");
+    usable(&stream.device(), stream);
+    soon(other.barrier()).unwrap();
+}
+
 /// A buffer that a peer's stream is yet to write to is given to nobody until that stream is past.
 #[test]
 fn law_3_an_abort_leaves_a_buffer_that_a_peer_writes_to_in_quarantine() {
@@ -234,18 +258,9 @@ fn law_3_an_abort_leaves_a_buffer_that_a_peer_writes_to_in_quarantine() {
         if comm.rank() == 0 {
             comm.abort("a test");
         }
-        let Failed { buf, error } = soon(work).unwrap_err();
-        assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
-        assert!(buf.is_none(), "the kernel of rank 2 may still write there");
-        assert_eq!(comm.stats().quarantined, 1);
-        let make = || up(&stream, vec![7.5; LEN]);
-        let news = if comm.rank() == 2 { Vec::new() } else { none_is_at(at, make) };
-        soon(other.barrier()).unwrap();
-        pass(true, ALL);
-        until("the streams of all are past", || comm.stats().quarantined == 0);
-        assert!(news.into_iter().all(|new| down(new) == [7.5; LEN]), "a kernel that came late wrote there");
-        usable(&stream.device(), &stream);
-        soon(other.barrier()).unwrap();
+        is_kept_apart(&comm, soon(work).unwrap_err());
+        let is_past = |_: &mut Comm| until("the streams of all are past", || comm.stats().quarantined == 0);
+        nobody_has_what_is_written_late((comm.rank(), &mut other), &stream, at, is_past);
         drop(comm);
         soon(other.close()).unwrap();
     });
@@ -262,18 +277,9 @@ fn law_3_an_abort_leaves_a_joined_buffer_that_a_peer_writes_to_in_quarantine() {
         if comm.rank() == 0 {
             comm.abort("a test");
         }
-        let Failed { buf, error } = soon(joined).unwrap_err();
-        assert!(matches!(error, Error::Aborted { by: 0, .. }), "{error}");
-        assert!(buf.is_none(), "the kernel of rank 2 may still write there");
-        assert_eq!(comm.stats().quarantined, 1);
-        let make = || up(&stream, vec![7.5; LEN]);
-        let news = if comm.rank() == 2 { Vec::new() } else { none_is_at(at, make) };
-        soon(other.barrier()).unwrap();
-        pass(true, ALL);
-        until("the streams of all are past", || comm.stats().quarantined == 0);
-        assert!(news.into_iter().all(|new| down(new) == [7.5; LEN]), "a kernel that came late wrote there");
-        usable(&stream.device(), &stream);
-        soon(other.barrier()).unwrap();
+        is_kept_apart(&comm, soon(joined).unwrap_err());
+        let is_past = |_: &mut Comm| until("the streams of all are past", || comm.stats().quarantined == 0);
+        nobody_has_what_is_written_late((comm.rank(), &mut other), &stream, at, is_past);
         drop(comm);
         soon(other.close()).unwrap();
     });
@@ -292,15 +298,11 @@ fn law_3_a_joined_buffer_that_was_dropped_is_given_to_nobody_while_a_peer_may_wr
             comm.abort("a test");
         }
         until("all have heard", || comm.check().is_err());
-        let make = || up(&stream, vec![7.5; LEN]);
-        let news = if comm.rank() == 2 { Vec::new() } else { none_is_at(at, make) };
-        soon(other.barrier()).unwrap();
-        pass(true, ALL);
-        stream.synchronize().unwrap();
-        soon(other.barrier()).unwrap();
-        assert!(news.into_iter().all(|new| down(new) == [7.5; LEN]), "a kernel that came late wrote there");
-        usable(&stream.device(), &stream);
-        soon(other.barrier()).unwrap();
+        let is_past = |other: &mut Comm| {
+            stream.synchronize().unwrap();
+            soon(other.barrier()).unwrap();
+        };
+        nobody_has_what_is_written_late((comm.rank(), &mut other), &stream, at, is_past);
         drop(comm);
         soon(other.close()).unwrap();
     });

@@ -277,10 +277,8 @@ fn the_same_tests_pass_however_queues_are_dealt_and_filled() {
     for (what, variables) in one_by_one {
         again(what, variables, [&tests, &*without_some(&[])].concat());
     }
-    let all = [("queues dealt by a seed and a depth of 1000", [&*by_seed, &filled].concat())];
-    for (what, variables) in all {
-        again(what, &variables, without_some(&NOT_AGAIN));
-    }
+    let together = [by_seed, filled].concat();
+    again("queues dealt by a seed and a depth of 1000", &together, without_some(&NOT_AGAIN));
 }
 
 /// Arguments by which neither these tests are run nor those that cannot hold where queues are few.

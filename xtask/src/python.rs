@@ -85,6 +85,12 @@ impl Work<'_> {
         self.run(&format!("pip install {}", packages.join(" ")), pip, limit, false)
     }
 
+    /// Makes the environment, with what all tests need.
+    fn make_with_base(&self) -> Result<(), Stopped> {
+        self.make()?;
+        self.install(&BASE, DOWNLOAD)
+    }
+
     /// Runs tests, and counts them by the file that they leave.
     fn tests(&self, arguments: &[&str], package: Option<&Path>) -> Ran {
         // What the full run has built of Rust is the release.
@@ -150,10 +156,8 @@ pub(crate) fn fetch_all(root: &Path, limit: Duration) -> Ran {
 
 /// What cannot be fetched is asked for again by the tests, which say what is left out for the want of it.
 fn fetched(work: &Work<'_>, libraries: &[(&str, &str)]) -> Ran {
-    let base = work.make().and_then(|()| work.install(&BASE, DOWNLOAD));
-    let mut libraries = libraries.iter();
-    let all = base.and_then(|()| libraries.try_for_each(|(_, package)| work.install(&[package], DOWNLOAD)));
-    match all {
+    let each = || libraries.iter().try_for_each(|(_, package)| work.install(&[package], DOWNLOAD));
+    match work.make_with_base().and_then(|()| each()) {
         Ok(()) => Ran("passed".into(), Counts { passed: 1, ..Counts::default() }, Report::default()),
         Err(Stopped(why, _)) => runner::skipped(&why),
     }
@@ -162,7 +166,7 @@ fn fetched(work: &Work<'_>, libraries: &[(&str, &str)]) -> Ran {
 /// The part of every run: the module as cargo builds it for development, and the tests that need numpy alone.
 pub(crate) fn numpy(root: &Path, limit: Duration) -> Ran {
     let work = Work::new(root, limit, "numpy");
-    if let Err(Stopped(why, _)) = work.make().and_then(|()| work.install(&BASE, DOWNLOAD)) {
+    if let Err(Stopped(why, _)) = work.make_with_base() {
         return runner::skipped(&why);
     }
     let package = match developed(&work) {
@@ -229,7 +233,7 @@ pub(crate) fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
 /// All of it: the wheel as users build it, with torch and Ray as pip has them.
 pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
     let work = Work::new(root, limit, "all");
-    if let Err(Stopped(why, _)) = work.make().and_then(|()| work.install(&BASE, DOWNLOAD)) {
+    if let Err(Stopped(why, _)) = work.make_with_base() {
         return runner::skipped(&why);
     }
     let mut arguments = vec!["ffi/python/tests".to_owned()];

@@ -301,7 +301,9 @@ impl Submitted {
                 keep_and_look(What::OnDevice(held, carrier), leases);
             }
             (None, Fate::UntilOnDevice(leases)) => {
-                carrier.into_iter().for_each(|carrier| keep_and_look(What::Remains(carrier), leases.clone()));
+                if let Some(carrier) = carrier {
+                    keep_and_look(What::Remains(carrier), leases);
+                }
             }
             kept => std::mem::forget((kept, carrier)),
         }

@@ -15,6 +15,7 @@ pub mod cuda;
 mod functions;
 mod library;
 pub mod nccl;
+mod numbers;
 pub mod verbs;
 
 pub use library::{Attempt, Unavailable};

@@ -3,39 +3,11 @@
 use std::ffi::{c_int, c_void};
 use std::fmt;
 
-macro_rules! numbers {
-    ($($(#[$doc:meta])* $type:ident { $($value:literal $name:ident $symbol:ident;)* })*) => {$(
-        $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-        #[repr(transparent)]
-        pub struct $type(pub c_int);
-
-        impl $type {
-            $(#[doc = concat!("`", stringify!($symbol), "`")] pub const $name: $type = $type($value);)*
-
-            /// The name in `nccl.h`, if this crate knows the number.
-            pub fn name(self) -> Option<&'static str> {
-                match self.0 {
-                    $($value => Some(stringify!($symbol)),)*
-                    _ => None,
-                }
-            }
-        }
-
-        impl fmt::Debug for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                match self.name() {
-                    Some(name) => write!(f, "{name} ({})", self.0),
-                    None => write!(f, "{} {}", stringify!($type), self.0),
-                }
-            }
-        }
-    )*};
-}
+use crate::numbers::numbers;
 
 numbers! {
     /// What a function of the library answers.
-    NcclResult {
+    NcclResult(c_int) {
         0 SUCCESS ncclSuccess;
         1 UNHANDLED_CUDA_ERROR ncclUnhandledCudaError;
         2 SYSTEM_ERROR ncclSystemError;
@@ -47,7 +19,7 @@ numbers! {
         8 TIMEOUT ncclTimeout;
     }
     /// An element type.
-    NcclDataType {
+    NcclDataType(c_int) {
         0 INT8 ncclInt8;
         1 UINT8 ncclUint8;
         2 INT32 ncclInt32;
@@ -60,7 +32,7 @@ numbers! {
         9 BFLOAT16 ncclBfloat16;
     }
     /// A reduction.
-    NcclRedOp {
+    NcclRedOp(c_int) {
         0 SUM ncclSum;
         1 PROD ncclProd;
         2 MAX ncclMax;

@@ -6,7 +6,8 @@
 #![allow(missing_docs)]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
-use std::fmt;
+
+use crate::numbers::numbers;
 
 /// A device that the library has found: the list of devices has one.
 #[repr(C)]
@@ -368,40 +369,6 @@ pub struct IbvAsyncEvent {
     /// What it is about: a pointer, or the number of a port in its first four bytes.
     pub element: *mut c_void,
     pub event_type: c_uint,
-}
-
-/// Numbers of the header's enumerations, with their names there.
-macro_rules! numbers {
-    ($($(#[$doc:meta])* $type:ident($of:ty) { $($value:literal $name:ident $symbol:ident;)* })*) => {$(
-        $(#[$doc])*
-        #[derive(Clone, Copy, PartialEq, Eq, Hash)]
-        pub struct $type(pub $of);
-
-        impl $type {
-            $(#[doc = concat!("`", stringify!($symbol), "`")] pub const $name: $type = $type($value);)*
-
-            /// The name in `verbs.h`, if this crate knows the number.
-            pub fn name(self) -> Option<&'static str> {
-                match self.0 {
-                    $($value => Some(stringify!($symbol)),)*
-                    _ => None,
-                }
-            }
-
-            /// All numbers of this kind that this crate knows, with their names.
-            #[cfg(test)]
-            pub(super) const NAMED: &'static [(&'static str, i64)] = &[$((stringify!($symbol), $value as i64)),*];
-        }
-
-        impl fmt::Debug for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                match self.name() {
-                    Some(name) => write!(f, "{name} ({})", self.0),
-                    None => write!(f, "{} {}", stringify!($type), self.0),
-                }
-            }
-        }
-    )*};
 }
 
 numbers! {
