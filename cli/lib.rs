@@ -141,12 +141,13 @@ fn nccl() -> String {
     }
 }
 
-/// What of this host's network cards could carry links to other hosts, what not and why, and that there is no such link yet: a line each.
+/// What of this host's network cards can carry links to other hosts, what not and why, and when it is used: a line each.
 fn rdma() -> Vec<String> {
-    let unused = "not used yet: between hosts collectives go over TCP";
+    let used =
+        "used where ALLSTREAM_LINK=rdma is set on all ranks; else collectives between hosts go over TCP";
     let found = match allstream::rdma::find() {
         Ok(found) => found,
-        Err(error) => return vec![format!("no: {error}"), unused.into()],
+        Err(error) => return vec![format!("no: {error}"), used.into()],
     };
     let ports = found.ports.iter().enumerate().map(|(at, port)| match at {
         0 => format!("yes: {port}"),
@@ -154,7 +155,7 @@ fn rdma() -> Vec<String> {
     });
     let passed_over = found.passed_over.iter().map(|passed| format!("passed over: {passed}"));
     let library = format!("found by {}", found.library);
-    ports.chain(passed_over).chain([library, unused.into()]).collect()
+    ports.chain(passed_over).chain([library, used.into()]).collect()
 }
 
 fn info() -> io::Result<Exit> {

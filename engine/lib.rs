@@ -92,7 +92,7 @@ pub mod cuda {
     };
 }
 
-/// RDMA: which network cards of this host could carry links to others, and what is missing. There is no such link yet.
+/// RDMA: which network cards of this host can carry links to others, and what is missing.
 pub mod rdma {
     pub use crate::group::rdma::find;
     pub use crate::link::verbs::{PassedOver, Rdma, RdmaLayer, RdmaPort};

@@ -205,6 +205,7 @@ on_both! {
             staging_limit: limit * SLOT,
             scratch_bytes: region.scratch(),
             pinned_bytes: crate::mem::pinned_bytes(),
+            registered_bytes: crate::link::verbs::registered_bytes(),
             quarantined: crate::exec::quarantine::buffers(region),
             pool: self.handle().membership.world.pool_stats(),
         }

@@ -15,9 +15,10 @@ use crate::error::Error;
 use crate::exec::{Endpoint, ProgressThread, Runtime};
 use crate::forked;
 use crate::group::message::{CommId, Message};
-use crate::group::{Mesh, Reach, Rendezvous, host, runtime};
+use crate::group::{Mesh, Reach, Rendezvous, host, rdma, runtime};
 use crate::link::local::{INPROC, MemoryLock};
 use crate::link::region::Region;
+use crate::link::verbs::Card;
 use crate::plan::choices::Choices;
 use crate::trace::Recorder;
 use crate::trace::log::LOG;
@@ -69,6 +70,8 @@ struct Prepared {
     defaults: Defaults,
     turns: (Arc<ProgressThread>, Arc<dyn Runtime>),
     region: Arc<Region>,
+    /// The port that links over RDMA go through, where those were chosen.
+    card: Option<Arc<Card>>,
     /// The descriptors that the other ranks of this host get.
     offers: Vec<OwnedFd>,
 }
@@ -84,11 +87,13 @@ impl Prepared {
         }
         let turns = process_runtime()?;
         let region = Arc::new(Region::shared()?);
+        // Where it has none it says so to the others as they meet: all are told.
+        let card = rdma::open(rendezvous, &region)?;
         let mut offers = Vec::new();
         for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {
             offers.push(fd.try_clone().map_err(|e| Error::os("offer this rank's region to its peers", e))?);
         }
-        Ok(Prepared { defaults, turns, region, offers })
+        Ok(Prepared { defaults, turns, region, card, offers })
     }
 }
 
@@ -157,6 +162,10 @@ pub struct Stats {
     /// Bytes of pinned memory that this process has for operations on device memory that go by way of the host, in use or kept
     /// for the next ones: 64 MB at most for each device, and one larger block for a second after its last use.
     pub pinned_bytes: usize,
+    /// Bytes of memory that this process has registered with network cards, for links over RDMA: it is pinned. 4 MB for each rank whose links go over RDMA, and
+    /// for each such link that was used up to 1.1 MB; of these areas no more than 48 MB for a rank, and 140 KB for each further link. 0 when all
+    /// worlds that used RDMA are closed.
+    pub registered_bytes: usize,
     /// Operations of this rank's world that have failed and whose buffers are kept back, because another process that has not
     /// let go of them (it is stopped, say) may yet touch them. They are given up when it does, or when it has exited.
     pub quarantined: usize,
@@ -217,7 +226,7 @@ impl Comm {
         let spare: Vec<File> = (0..SPARE).map_while(|_| File::open("/dev/null").ok()).collect();
         let prepared = Prepared::new(&mut rendezvous);
         drop(spare);
-        let Prepared { defaults, turns, region, offers } = match prepared {
+        let Prepared { defaults, turns, region, card, offers } = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 Mesh::decline(rendezvous, &error).await;
@@ -241,7 +250,8 @@ impl Comm {
             let who = (mesh.rank(), mesh.size(), mesh.world());
             let mates = house.get_or_init(|| ProcessRanks::of(mesh.world())).clone();
             let settings = (defaults, mesh.choices().clone());
-            let world = World::new(who, transport, (mates, memory_lock), region, turns, links, settings);
+            let world =
+                World::new(who, transport, (mates, memory_lock), (region, card), turns, links, settings);
             *place.lock() = Some(world.world_endpoint().map(|endpoint| (world.clone(), endpoint)));
             world
         })
@@ -291,7 +301,7 @@ impl Comm {
             mates.enter(rank, region.clone(), memory_lock.clone());
             let (who, house) = ((rank, n, id), (mates, memory_lock));
             let settings = (defaults, choices.clone());
-            let world = World::new(who, transport, house, region, turns.clone(), links, settings);
+            let world = World::new(who, transport, house, (region, None), turns.clone(), links, settings);
             hub.enter(&world);
             worlds.push(world);
         }

@@ -11,11 +11,13 @@ use crate::error::Error;
 use crate::exec::{DEVICES, Opener, ProgressThread};
 use crate::group::Mesh;
 use crate::group::message::{CommId, DataHello};
+use crate::link::dialled::Dial;
 use crate::link::exit::Exit;
 use crate::link::layout::RING_BYTES;
 use crate::link::local::{Doorbell, MemoryLock};
 use crate::link::region::Region;
-use crate::link::tcp::{Accept, Dial};
+use crate::link::tcp::Accept;
+use crate::link::verbs::Card;
 use crate::link::{Lends, LinkKind, LinkName, LinkRx, LinkTx, Open, Place, Reactor, Site};
 use crate::trace::log::LOG;
 use crate::types::Rank;
@@ -102,6 +104,8 @@ pub(crate) struct Topology {
     pub(crate) links: Vec<&'static LinkKind>,
     pub(crate) mesh: Weak<Mesh>,
     pub(crate) sockets: Arc<Sockets>,
+    /// What links over RDMA go through, where the ranks have chosen those.
+    card: Option<Arc<Card>>,
     /// Peers' regions, mapped when first needed.
     mapped: Vec<OnceLock<(Arc<Region>, Doorbell)>>,
 }
@@ -109,7 +113,7 @@ pub(crate) struct Topology {
 impl Topology {
     pub(crate) fn new(
         (world, rank): ([u8; 16], Rank),
-        region: Arc<Region>,
+        (region, card): (Arc<Region>, Option<Arc<Card>>),
         progress_thread: Arc<ProgressThread>,
         mates: Arc<ProcessRanks>,
         links: Vec<&'static LinkKind>,
@@ -117,7 +121,7 @@ impl Topology {
     ) -> Topology {
         let mapped = links.iter().map(|_| OnceLock::new()).collect();
         let sockets = Arc::default();
-        Topology { world, rank, region, progress_thread, mates, links, mesh, sockets, mapped }
+        Topology { world, rank, region, progress_thread, mates, links, mesh, sockets, card, mapped }
     }
 
     /// Whether a rank, not this one, writes to the rings of this rank's that it reads from.
@@ -281,5 +285,10 @@ impl Site for CommSite<'_> {
 
     fn reactor(&self) -> Arc<dyn Reactor> {
         self.links.topology.progress_thread.clone()
+    }
+
+    fn card(&self) -> Result<Arc<Card>, Error> {
+        let none = || Error::system("open a link over RDMA", "this rank has opened no port (a bug)");
+        self.links.topology.card.clone().ok_or_else(none)
     }
 }

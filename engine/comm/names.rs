@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 use super::{Comm, SharedComm};
 use crate::device::nccl::NcclLibrary;
 use crate::error::Error;
-use crate::link::kinds;
+use crate::link::{kinds, verbs};
 use crate::types::{LinkClass, Rank};
 
 /// Communicators of this process by name: whether one is there, this rank in it, its size.
@@ -103,7 +103,7 @@ pub enum Backend {
     Cuda,
     /// GPUs, with NVIDIA's library: [`Comm::bind_nccl`](super::Comm::bind_nccl).
     Nccl,
-    /// Hosts, through RDMA.
+    /// Links of the class [`LinkClass::RDMA`]: the network card reads and writes memory by itself.
     Rdma,
 }
 
@@ -130,15 +130,12 @@ pub struct BackendStatus {
 
 /// The backends, and which of them this build and this machine have. Links are tried.
 pub fn backends() -> Vec<BackendStatus> {
-    let missing = |what: &str| {
-        let problem = format!("this build of allstream does not have it yet; use {}", kinds::names());
-        Err(Error::Unavailable { what: what.to_owned(), problem })
-    };
     let others = [
         (Backend::Cuda, crate::device::driver().map(drop)),
         (Backend::Nccl, NcclLibrary::find().map(drop)),
-        (Backend::Rdma, missing("the RDMA backend")),
+        (Backend::Rdma, (verbs::RDMA.probe)()),
     ];
-    let links = kinds::KINDS.iter().map(|kind| (Backend::Link(kind.class), (kind.probe)()));
+    let links = kinds::KINDS.iter().filter(|kind| kind.class != LinkClass::RDMA);
+    let links = links.map(|kind| (Backend::Link(kind.class), (kind.probe)()));
     links.chain(others).map(|(backend, available)| BackendStatus { backend, available }).collect()
 }

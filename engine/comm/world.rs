@@ -40,6 +40,7 @@ use crate::group::{Events, Mesh, host};
 use crate::link::kinds::farthest;
 use crate::link::local::MemoryLock;
 use crate::link::region::{Region, TURNED};
+use crate::link::verbs::Card;
 use crate::link::{Break, Lends, LinkKind, SLOT};
 use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
@@ -156,7 +157,7 @@ impl World {
         (rank, size, id): (Rank, usize, [u8; 16]),
         transport: Transport,
         (mates, memory_lock): (Arc<ProcessRanks>, MemoryLock),
-        region: Arc<Region>,
+        (region, card): (Arc<Region>, Option<Arc<Card>>),
         (progress_thread, runtime): (Arc<ProgressThread>, Arc<dyn Runtime>),
         links: Vec<&'static LinkKind>,
         (defaults, choices): (Defaults, Arc<Choices>),
@@ -176,7 +177,8 @@ impl World {
             _ => true,
         };
         let beside = (0..size).map(beside).collect();
-        let topology = Arc::new(Topology::new((id, rank), region, progress_thread, mates, links, mesh));
+        let topology =
+            Arc::new(Topology::new((id, rank), (region, card), progress_thread, mates, links, mesh));
         Arc::new(World {
             rank,
             size,

@@ -17,12 +17,13 @@ use super::address::Address;
 use super::fds::Handed;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::link_choice::LinkChoice;
+use super::rdma;
 use super::registration::{Registration, Table};
 use super::wire::{self, Frames};
 use crate::error::limits;
 use crate::link::kinds::{between, of};
 use crate::link::{Lends, LinkKind, Locality};
-use crate::types::Rank;
+use crate::types::{LinkClass, Rank};
 
 /// The most that one address may cost while others are left to try.
 const PER_ADDRESS: Duration = Duration::from_secs(3);
@@ -209,6 +210,9 @@ pub(super) fn check_link<'a>(
 ) -> Result<(), String> {
     let Some(kind) = link.class().and_then(of) else { return Ok(()) };
     for other in others {
+        if kind.class == LinkClass::RDMA {
+            rdma::check_pair(first, other)?;
+        }
         if first.process.locality(&other.process) > kind.joins {
             let wanted = if kind.joins == Locality::SameProcess { "one process" } else { "one host" };
             return Err(format!(

@@ -11,7 +11,7 @@ use super::addresses::Reach;
 use super::handshake::Token;
 use super::launchers::{self, Lookup, Meeting, check_place};
 use super::link_choice::LinkChoice;
-use super::registration::Heartbeat;
+use super::registration::{Heartbeat, RdmaEnd};
 use crate::error::Error;
 use crate::plan::choices::Choices;
 use crate::tuning::Table;
@@ -35,6 +35,8 @@ pub struct Rendezvous {
     pub(crate) timeout: Duration,
     pub(crate) heartbeat: Heartbeat,
     pub(crate) link: LinkChoice,
+    /// What this rank talks by RDMA through, where that is the link.
+    pub(crate) rdma: Option<RdmaEnd>,
     pub(crate) host_id: Option<String>,
     pub(crate) listener: Option<Listener>,
     /// What this rank's table says, if it is rank 0.
@@ -132,6 +134,7 @@ impl Rendezvous {
             timeout: Duration::from_secs(60),
             heartbeat: Heartbeat::default(),
             link: LinkChoice::AUTO,
+            rdma: None,
             host_id: None,
             listener: None,
             choices: Choices::default(),

@@ -21,6 +21,8 @@ impl LinkChoice {
     pub const SHM: LinkChoice = LinkChoice(Some(LinkClass::SHM));
     /// TCP between all ranks.
     pub const TCP: LinkChoice = LinkChoice(Some(LinkClass::TCP));
+    /// RDMA between all ranks, also those of one host. An error where a host has none.
+    pub const RDMA: LinkChoice = LinkChoice(Some(LinkClass::RDMA));
 
     /// The class that all ranks use; `None`: each two the nearest.
     pub fn class(self) -> Option<LinkClass> {

@@ -37,8 +37,21 @@ pub(crate) struct Registration {
     /// The name of its unix socket in the abstract namespace.
     pub(crate) socket: Option<String>,
     pub(crate) link: LinkChoice,
+    /// What it talks by RDMA through, where that is the link.
+    pub(crate) rdma: Option<RdmaEnd>,
     /// Why it cannot take part: it came to say so.
     pub(crate) unfit: Option<String>,
+}
+
+/// The port of a network card by which a rank would talk by RDMA.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct RdmaEnd {
+    /// The name of its host, for people.
+    pub(crate) host: String,
+    /// What it speaks: ports talk to others of the same.
+    pub(crate) layer: String,
+    /// The port and its address, for people.
+    pub(crate) port: String,
 }
 
 /// What every rank knows of the world once all have come.

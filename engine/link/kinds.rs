@@ -1,7 +1,7 @@
 //! The kinds of links, in one table: what joins two ranks, what is measured and reported, and what is offered for a choice
 //! is read from it.
 
-use super::{LinkKind, Locality, local, tcp};
+use super::{LinkKind, Locality, local, tcp, verbs};
 #[cfg(any(test, feature = "testing"))]
 use crate::testing::{late, pipe};
 use crate::types::LinkClass;
@@ -11,6 +11,8 @@ pub(crate) static KINDS: &[&LinkKind] = &[
     &local::INPROC,
     &local::SHM,
     &tcp::TCP,
+    // Behind TCP, which joins any ranks: it is used where it is asked for.
+    &verbs::RDMA,
     #[cfg(any(test, feature = "testing"))]
     &pipe::PIPE,
     #[cfg(any(test, feature = "testing"))]

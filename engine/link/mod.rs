@@ -15,9 +15,11 @@
 //! | shared-memory arena | a staging slot of the sender's region | ring cells, per communicator and peer |
 //! | GPU peer | the sender's device memory | ring cells, per communicator and peer |
 //! | TCP | the socket, then the receiver's window | the connection's window, per communicator and peer |
+//! | RDMA | a staging slot of the sender's region, then a slot of the receiver's area | cells and slots of that area, per communicator and peer |
 
 pub(crate) mod arena;
 pub(crate) mod cells;
+pub(crate) mod dialled;
 pub(crate) mod exit;
 pub(crate) mod kinds;
 pub(crate) mod layout;
@@ -35,10 +37,12 @@ use std::sync::{Arc, Weak};
 
 use serde::{Deserialize, Serialize};
 
+use self::dialled::Dial;
 use self::exit::Exit;
 use self::local::{Doorbell, MemoryLock};
 use self::region::Region;
-use self::tcp::{Accept, Dial};
+use self::tcp::Accept;
+use self::verbs::Card;
 use crate::error::Error;
 use crate::types::{LinkClass, Rank, Signature};
 pub(crate) use wire::{HEADER_BYTES, Header};
@@ -118,6 +122,8 @@ pub(crate) trait Site {
     fn accept(&self) -> Accept;
     /// What watches descriptors, and is told that something may go on.
     fn reactor(&self) -> Arc<dyn Reactor>;
+    /// The port of a network card that this rank's links over RDMA go through.
+    fn card(&self) -> Result<Arc<Card>, Error>;
 }
 
 /// Opens links of one communicator.

@@ -307,6 +307,12 @@ impl Region {
         HEADER + slot as usize * SLOT
     }
 
+    /// The memory of all staging slots.
+    pub(crate) fn all_slots(&self) -> (NonNull<u8>, usize) {
+        // SAFETY: inside the mapping, whose base is not null.
+        (unsafe { self.base.add(HEADER) }, SLOTS * SLOT)
+    }
+
     /// Staging slots in use, and how many there are.
     pub(crate) fn slots(&self) -> (usize, usize) {
         (SLOTS - self.slots.lock().len(), SLOTS)

@@ -10,10 +10,8 @@ use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
-
+use super::dialled::{Dial, Dialled};
 use super::{
     Break, Frame, HEADER_BYTES, Header, INLINE, Interest, Lends, LinkKind, LinkRx, LinkTx, Locality, Posted,
     Reactor, SLOT,
@@ -30,14 +28,6 @@ const WINDOW: usize = SLOT + 64 * 1024;
 /// much as the socket has room for (docs/bench/profile.md).
 pub(crate) const FRAME: usize = 512 << 10;
 
-/// How long the control connection has to say why a peer cannot be dialled, before the dial's own error counts.
-const GRACE: Duration = Duration::from_secs(1);
-
-/// What a dial answers with, exactly once.
-pub(crate) type Connected = Box<dyn FnOnce(Result<TcpStream, Error>) + Send>;
-/// Dials the peer.
-pub(crate) type Dial = Box<dyn FnOnce(Connected) + Send>;
-
 /// Between any ranks.
 pub(crate) static TCP: LinkKind = LinkKind {
     class: LinkClass::TCP,
@@ -53,11 +43,8 @@ pub(crate) static TCP: LinkKind = LinkKind {
 };
 
 enum State {
-    Closed(Option<Dial>),
-    Dialing(Arc<Mutex<Option<Result<TcpStream, Error>>>>),
+    Dialled(Dialled),
     Open(TcpStream),
-    /// The dial failed, then: a peer that has ended, which the control connection says first, or a fault of the net.
-    Failed(Error, Instant),
     /// The connection broke, or is not wanted any more.
     Dead,
 }
@@ -105,7 +92,7 @@ pub(crate) struct TcpTx {
 impl TcpTx {
     pub(crate) fn new(dial: Dial, reactor: Arc<dyn Reactor>) -> TcpTx {
         TcpTx {
-            state: State::Closed(Some(dial)),
+            state: State::Dialled(Dialled::new(dial)),
             reactor,
             queue: VecDeque::with_capacity(QUEUE),
             queued: 0,
@@ -122,31 +109,12 @@ impl TcpTx {
     }
 
     fn open(&mut self) -> Result<(), Error> {
-        match &mut self.state {
-            State::Closed(dial) => {
-                let Some(dial) = dial.take() else { return Ok(()) };
-                let answer = Arc::new(Mutex::new(None));
-                let (slot, reactor) = (answer.clone(), self.reactor.clone());
-                self.state = State::Dialing(answer);
-                dial(Box::new(move |result| {
-                    *slot.lock() = Some(result);
-                    reactor.kick();
-                }));
-            }
-            State::Dialing(answer) => {
-                let answered = answer.lock().take();
-                match answered {
-                    Some(Ok(socket)) => {
-                        self.reactor.watch(socket.as_fd(), Interest::Writable)?;
-                        self.ends = Ends::of(&socket);
-                        self.state = State::Open(socket);
-                    }
-                    Some(Err(error)) => self.state = State::Failed(error, Instant::now()),
-                    None => {}
-                }
-            }
-            State::Failed(error, at) if at.elapsed() > GRACE => return Err(error.clone()),
-            State::Open(_) | State::Failed(..) | State::Dead => {}
+        if let State::Dialled(dialled) = &mut self.state
+            && let Some(socket) = dialled.poll(&self.reactor)?
+        {
+            self.reactor.watch(socket.as_fd(), Interest::Writable)?;
+            self.ends = Ends::of(&socket);
+            self.state = State::Open(socket);
         }
         Ok(())
     }

@@ -17,6 +17,8 @@ impl LinkClass {
     pub const SHM: LinkClass = LinkClass::named("shm");
     /// TCP between some of them.
     pub const TCP: LinkClass = LinkClass::named("tcp");
+    /// RDMA between some of them.
+    pub const RDMA: LinkClass = LinkClass::named("rdma");
 
     const LONGEST: usize = 8;
 

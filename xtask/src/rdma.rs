@@ -97,7 +97,7 @@ fn discover(root: &Path) -> Result<Vec<(String, String)>, String> {
 
 /// What each case has to say: texts that are in it, in this order.
 const WANTED: [(&str, &[&str]); 8] = [
-    ("none", &["no: RDMA is not available: there is no device", "not used yet: "]),
+    ("none", &["no: RDMA is not available: there is no device", "used where ALLSTREAM_LINK=rdma "]),
     (
         "one",
         &[
@@ -105,7 +105,7 @@ const WANTED: [(&str, &[&str]); 8] = [
             " (10.9.0.1 of rd0), MTU 4096\n",
             "link-local",
             "found by /",
-            "not used yet: ",
+            "used where ALLSTREAM_LINK=rdma ",
         ],
     ),
     ("forced", &["yes: rxe0 port 1 active, RoCE v2, GID 0 (fe80::", " of rd0), MTU 4096\n"]),
@@ -126,7 +126,7 @@ const WANTED: [(&str, &[&str]); 8] = [
             "yes: rxe1 port 1 active, RoCE v2, GID ",
             " (10.8.0.1 of rd1), MTU 1024 (the port can do 4096",
             "     rxe0 port 1 active",
-            "not used yet: ",
+            "used where ALLSTREAM_LINK=rdma ",
         ],
     ),
     ("named", &["yes: rxe0 port 1 active", "rxe1 port 1: left out: ALLSTREAM_RDMA_DEVICE is `rxe0`"]),

@@ -51,7 +51,7 @@ fn world() -> Arc<World> {
         (0, SIZE, id),
         transport,
         (mates, memory_lock),
-        region,
+        (region, None),
         process_runtime().unwrap(),
         near,
         settings,

@@ -28,6 +28,7 @@ async fn register(
         process,
         socket: None,
         link: LinkChoice::TCP,
+        rdma: None,
         unfit: unfit.map(str::to_owned),
     };
     let end = tokio::time::Instant::now() + LIMIT;

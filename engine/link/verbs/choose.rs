@@ -13,7 +13,7 @@ use super::wishes::{DEVICE, GID, Wishes};
 /// device. 64 MiB.
 pub(crate) const LOCKED_NEEDED: u64 = 64 << 20;
 
-/// The RDMA of this host: what could carry links to other hosts, and what could not. There is no such link yet.
+/// The RDMA of this host: what can carry links to other hosts, and what cannot. Links go over the first port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Rdma {

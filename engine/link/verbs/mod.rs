@@ -1,13 +1,122 @@
-//! RDMA on this host: which ports of which network cards could carry links to other hosts, which addresses of them, and why others could not.
+//! Links over RDMA: InfiniBand and RoCE v2, by libibverbs.
 //!
-//! [`facts`] are what the host is like, as plain data; [`read`] asks libibverbs and the kernel for them. [`wishes`] are what the user has said by
-//! variables. [`choose`] is a function of the two. Nothing here moves data yet: there is no link over verbs.
+//! Which port: [`facts`] are what the host is like, as plain data; [`read`] asks libibverbs and the kernel for them. [`wishes`] are what the user has said by
+//! variables. [`choose`] is a function of the two.
+//!
+//! The link ([ADR 0040](../../../docs/adr/0040-rdma-link.md)): a simplex link has a reliable queue pair ([`queue_pair`]) at each end. The sender dials a
+//! connection of TCP, as every connection of a job proves itself; over that the two tell each other of their queue pairs ([`hello`]), and close it. A frame
+//! is written, by one request, from a cell and a staging slot of the sender's ([`tx`]) into a place of the receiver's area ([`layout`]) that both count
+//! ([`credits`]), with a number that tells the receiver ([`rx`]) that it is there. [`card`] is the open port, [`domain`] the open device and memory that is
+//! registered with it.
 
+mod broken;
+mod card;
 pub(crate) mod choose;
+mod credits;
+mod domain;
 pub(crate) mod facts;
+mod hello;
+mod layout;
+mod queue_pair;
 pub(crate) mod read;
+mod rx;
 #[cfg(test)]
 mod tests;
+mod tx;
 pub(crate) mod wishes;
 
+use std::sync::atomic::Ordering;
+
+pub(crate) use card::Card;
 pub use choose::{PassedOver, Rdma, RdmaLayer, RdmaPort};
+pub(crate) use domain::registered_bytes;
+
+use self::credits::CELLS;
+use self::hello::Hello;
+use self::queue_pair::QueuePair;
+use self::rx::VerbsRx;
+use self::tx::VerbsTx;
+use super::{Lends, LinkKind, Locality, SLOT};
+use crate::error::Error;
+use crate::types::{LinkClass, Rank};
+
+/// Between any ranks whose hosts have a port of one kind.
+pub(crate) static RDMA: LinkKind = LinkKind {
+    class: LinkClass::RDMA,
+    joins: Locality::Remote,
+    lends: Lends::Nothing,
+    max_frame_len: SLOT,
+    probe: || find(&[]).map(drop),
+    open_tx: |site| Ok(Box::new(VerbsTx::open(site)?)),
+    open_rx: |site| Ok(Box::new(VerbsRx::open(site)?)),
+};
+
+/// What this host has, and what is chosen of it. `near` are the addresses at which other ranks reach this host, as far as that is known.
+///
+/// # Errors
+/// [`Error::Unavailable`]: nothing can be used, and why. [`Error::Invalid`]: a variable says what cannot be understood.
+pub(crate) fn find(near: &[std::net::IpAddr]) -> Result<Rdma, Error> {
+    let verbs = read::library()?;
+    let facts = read::facts(verbs)?;
+    let chosen = choose::choose(verbs.file(), &facts, &said()?, near);
+    chosen.map_err(|problem| Error::Unavailable { what: "RDMA".into(), problem })
+}
+
+/// What the environment says.
+pub(crate) fn said() -> Result<wishes::Wishes, Error> {
+    let wishes = wishes::Wishes::from_lookup(|name| std::env::var(name).ok());
+    wishes.map_err(|problem| Error::invalid("read the environment", problem))
+}
+
+/// Posts as many receive requests as frames, or notes, may be under way.
+fn fill(pair: &mut QueuePair, card: &Card) -> Result<(), Error> {
+    for _ in 0..CELLS {
+        let doing = || format!("open a link over RDMA on {}", card.place());
+        pair.post_receive().map_err(|error| Error::system(doing(), error))?;
+    }
+    Ok(())
+}
+
+/// The number of the first packet: drawn, so that packets of an earlier connection are not taken for this one's.
+fn first_packet() -> Result<u32, Error> {
+    let mut bytes = [0; 4];
+    getrandom::fill(&mut bytes).map_err(|e| Error::system("asking the system for random bytes", e))?;
+    Ok(u32::from_le_bytes(bytes) >> 8)
+}
+
+/// Whether the two ends can talk: rank 0 has compared what all ranks said of themselves, so that only a rank that says something else now cannot.
+fn check_other(card: &Card, other: &Hello, peer: Rank) -> Result<(), Error> {
+    if card.port().layer != other.layer {
+        return Err(Error::protocol(
+            peer,
+            format!("its port speaks {}, and {} speaks {}", other.layer, card.place(), card.port().layer),
+        ));
+    }
+    Ok(())
+}
+
+/// What could not be opened; all ranks are told of it, so it says which one had the trouble.
+fn on_rank(rank: Rank, error: Error) -> Error {
+    match error {
+        Error::System { doing, problem } => {
+            Error::system(format!("on rank {rank} of the world, {doing}"), problem)
+        }
+        error => error,
+    }
+}
+
+/// This end of a link, for people.
+fn end_of(card: &Card, pair: &QueuePair) -> String {
+    format!("{}, queue pair {}", card.place(), pair.number())
+}
+
+/// The other end.
+fn place_of(other: &Hello) -> String {
+    format!("{}, queue pair {}", other.address(), other.pair)
+}
+
+/// Whether the progress thread, which is about to sleep, wants to be woken by what comes: it has put up the flag of the rank's region before it looks once
+/// more.
+fn is_wanted(card: &Card) -> bool {
+    card.region().doorbell_flag().load(Ordering::Acquire) != 0
+}

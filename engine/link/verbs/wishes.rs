@@ -1,9 +1,14 @@
-//! What the user has said about RDMA: `ALLSTREAM_RDMA_DEVICE` and `ALLSTREAM_RDMA_GID`.
+//! What the user has said about RDMA by variables: which devices and addresses, and what queue pairs are set to.
 
 use std::fmt;
 
 pub(crate) const DEVICE: &str = "ALLSTREAM_RDMA_DEVICE";
 pub(crate) const GID: &str = "ALLSTREAM_RDMA_GID";
+const TIMEOUT: &str = "ALLSTREAM_RDMA_TIMEOUT";
+const RETRY: &str = "ALLSTREAM_RDMA_RETRY";
+const TRAFFIC_CLASS: &str = "ALLSTREAM_RDMA_TC";
+const SERVICE_LEVEL: &str = "ALLSTREAM_RDMA_SL";
+const PKEY: &str = "ALLSTREAM_RDMA_PKEY";
 
 /// What was said; by default nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -11,6 +16,16 @@ pub(crate) struct Wishes {
     pub(crate) devices: Option<Named>,
     /// The index of the address to be taken on each port.
     pub(crate) gid: Option<u32>,
+    /// After how long a packet that was not acknowledged is sent again: 4.096 us, doubled so often. 0 stands for no end.
+    pub(crate) timeout: Option<u8>,
+    /// How often, before the connection counts as broken.
+    pub(crate) retry: Option<u8>,
+    /// Of packets of RoCE (and of InfiniBand between subnets): the byte by which networks give way to some.
+    pub(crate) traffic_class: Option<u8>,
+    /// Of InfiniBand (and of RoCE in a VLAN) the same within a subnet.
+    pub(crate) service_level: Option<u8>,
+    /// The index of the partition key in the port's table.
+    pub(crate) pkey: Option<u16>,
 }
 
 /// Which devices: these in this order, or all but these.
@@ -79,7 +94,24 @@ impl Wishes {
                 format!("{GID} is `{text}`; expected the index of an address of the port's, such as 3")
             })
         });
-        Ok(Wishes { devices: devices.transpose()?, gid: gid.transpose()? })
+        let number = |name, most: u16, what: &str| {
+            let Some(text) = get(name) else { return Ok(None) };
+            let number = text.parse::<u16>().ok().filter(|number| *number <= most);
+            number.map(Some).ok_or_else(|| format!("{name} is `{text}`; expected {what}, from 0 to {most}"))
+        };
+        let small = |name, most: u8, what| {
+            let number = number(name, most.into(), what)?;
+            Ok::<_, String>(number.and_then(|number| u8::try_from(number).ok()))
+        };
+        Ok(Wishes {
+            devices: devices.transpose()?,
+            gid: gid.transpose()?,
+            timeout: small(TIMEOUT, 31, "the code of a time (4.096 us, doubled so often)")?,
+            retry: small(RETRY, 7, "how often a packet is sent again")?,
+            traffic_class: small(TRAFFIC_CLASS, 255, "a traffic class")?,
+            service_level: small(SERVICE_LEVEL, 15, "a service level")?,
+            pkey: number(PKEY, u16::MAX, "the index of a partition key")?,
+        })
     }
 }
 

@@ -61,7 +61,8 @@ impl Ranks {
             let settings = (Defaults::from_env().unwrap(), Arc::default());
             let near = vec![&INPROC; n];
             let who = (rank, n, *b"a story of ranks");
-            let world = World::new(who, transport, (mates, memory_lock), region, turns, near, settings);
+            let world =
+                World::new(who, transport, (mates, memory_lock), (region, None), turns, near, settings);
             hub.enter(&world);
             let network = network.clone();
             let links =

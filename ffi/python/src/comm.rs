@@ -323,6 +323,7 @@ impl Comm {
         all.set_item("staging_limit", stats.staging_limit)?;
         all.set_item("scratch_bytes", stats.scratch_bytes)?;
         all.set_item("pinned_bytes", stats.pinned_bytes)?;
+        all.set_item("registered_bytes", stats.registered_bytes)?;
         all.set_item("quarantined", stats.quarantined)?;
         Ok(all)
     }

@@ -150,6 +150,15 @@ impl Context<'_> {
     }
 }
 
+impl Context<'_> {
+    /// The open device itself, which is not closed any more: whoever has it does that. It outlives the list that it is from.
+    pub fn into_raw(self) -> NonNull<IbvContext> {
+        let context = self.context;
+        std::mem::forget(self);
+        context
+    }
+}
+
 impl Drop for Context<'_> {
     fn drop(&mut self) {
         // SAFETY: open, and closed once. Where that fails, nobody could do anything about it.

@@ -173,7 +173,21 @@ fn program() -> String {
             claim(format!("offsetof({kind} {name}, {field}) == {at}"));
         }
     }
-    let named = [PortState::NAMED, LinkLayer::NAMED, GidType::NAMED, Transport::NAMED, Mtu::NAMED];
+    let named = [
+        PortState::NAMED,
+        LinkLayer::NAMED,
+        GidType::NAMED,
+        Transport::NAMED,
+        Mtu::NAMED,
+        QpState::NAMED,
+        QpType::NAMED,
+        QpMask::NAMED,
+        Access::NAMED,
+        WrOpcode::NAMED,
+        SendFlags::NAMED,
+        WcStatus::NAMED,
+        WcOpcode::NAMED,
+    ];
     for (name, value) in named.concat() {
         claim(format!("{name} == {value}"));
     }

@@ -3,6 +3,7 @@
 mod devices;
 #[cfg(test)]
 mod layout;
+mod requests;
 mod table;
 mod types;
 

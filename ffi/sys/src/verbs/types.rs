@@ -409,6 +409,75 @@ numbers! {
         4 BYTES_2048 IBV_MTU_2048;
         5 BYTES_4096 IBV_MTU_4096;
     }
+    /// [`IbvQpAttr::qp_state`].
+    QpState(c_uint) {
+        0 RESET IBV_QPS_RESET;
+        1 INIT IBV_QPS_INIT;
+        2 RTR IBV_QPS_RTR;
+        3 RTS IBV_QPS_RTS;
+        6 ERR IBV_QPS_ERR;
+    }
+    /// [`IbvQpInitAttr::qp_type`].
+    QpType(c_uint) {
+        2 RC IBV_QPT_RC;
+    }
+    /// The fields of [`IbvQpAttr`] that are meant, as bits.
+    QpMask(c_uint) {
+        0x1 STATE IBV_QP_STATE;
+        0x8 ACCESS_FLAGS IBV_QP_ACCESS_FLAGS;
+        0x10 PKEY_INDEX IBV_QP_PKEY_INDEX;
+        0x20 PORT IBV_QP_PORT;
+        0x80 AV IBV_QP_AV;
+        0x100 PATH_MTU IBV_QP_PATH_MTU;
+        0x200 TIMEOUT IBV_QP_TIMEOUT;
+        0x400 RETRY_CNT IBV_QP_RETRY_CNT;
+        0x800 RNR_RETRY IBV_QP_RNR_RETRY;
+        0x1000 RQ_PSN IBV_QP_RQ_PSN;
+        0x2000 MAX_QP_RD_ATOMIC IBV_QP_MAX_QP_RD_ATOMIC;
+        0x8000 MIN_RNR_TIMER IBV_QP_MIN_RNR_TIMER;
+        0x10000 SQ_PSN IBV_QP_SQ_PSN;
+        0x20000 MAX_DEST_RD_ATOMIC IBV_QP_MAX_DEST_RD_ATOMIC;
+        0x100000 DEST_QPN IBV_QP_DEST_QPN;
+    }
+    /// What registered memory, or a queue pair, may be used for, as bits. It may always be read by its owner's requests.
+    Access(c_uint) {
+        0x1 LOCAL_WRITE IBV_ACCESS_LOCAL_WRITE;
+        0x2 REMOTE_WRITE IBV_ACCESS_REMOTE_WRITE;
+        0x4 REMOTE_READ IBV_ACCESS_REMOTE_READ;
+    }
+    /// [`IbvSendWr::opcode`].
+    WrOpcode(c_uint) {
+        0 RDMA_WRITE IBV_WR_RDMA_WRITE;
+        1 RDMA_WRITE_WITH_IMM IBV_WR_RDMA_WRITE_WITH_IMM;
+        2 SEND IBV_WR_SEND;
+        3 SEND_WITH_IMM IBV_WR_SEND_WITH_IMM;
+        4 RDMA_READ IBV_WR_RDMA_READ;
+    }
+    /// [`IbvSendWr::send_flags`], as bits.
+    SendFlags(c_uint) {
+        0x2 SIGNALED IBV_SEND_SIGNALED;
+        0x8 INLINE IBV_SEND_INLINE;
+    }
+    /// [`IbvWc::status`].
+    WcStatus(c_uint) {
+        0 SUCCESS IBV_WC_SUCCESS;
+        5 WR_FLUSH_ERR IBV_WC_WR_FLUSH_ERR;
+        10 REM_ACCESS_ERR IBV_WC_REM_ACCESS_ERR;
+        12 RETRY_EXC_ERR IBV_WC_RETRY_EXC_ERR;
+        13 RNR_RETRY_EXC_ERR IBV_WC_RNR_RETRY_EXC_ERR;
+    }
+    /// [`IbvWc::opcode`].
+    WcOpcode(c_uint) {
+        128 RECV IBV_WC_RECV;
+        129 RECV_RDMA_WITH_IMM IBV_WC_RECV_RDMA_WITH_IMM;
+    }
+}
+
+impl QpMask {
+    /// All of these.
+    pub fn all(parts: &[QpMask]) -> c_int {
+        parts.iter().fold(0, |all, part| all | part.0 as c_int)
+    }
 }
 
 impl Mtu {

@@ -1,0 +1,39 @@
+//! What is said of a link over RDMA that broke.
+
+use std::ffi::CStr;
+
+use allstream_sys::verbs::{IbvWc, WcStatus};
+
+use super::card::Card;
+use crate::link::Break;
+
+/// Completions that are taken at once.
+pub(super) const BATCH: usize = 16;
+
+pub(super) fn report(at: &str, peer_at: &str, problem: String) -> Break {
+    Break { kind: "RDMA".into(), at: at.to_owned(), peer_at: peer_at.to_owned(), problem }
+}
+
+/// What a completion that failed says, in words.
+pub(super) fn problem_of(card: &Card, completion: &IbvWc) -> String {
+    let verbs = card.domain().verbs;
+    // SAFETY: takes any number.
+    let text = unsafe { verbs.wc_status_str(completion.status) };
+    let text = match text {
+        // SAFETY: a text of the library's, which ends in a null byte and lives as long as the library.
+        Ok(text) => unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned(),
+        Err(_) => "a failure that the library has no words for".into(),
+    };
+    let tuning = card.tuning();
+    let why = match WcStatus(completion.status) {
+        WcStatus::RETRY_EXC_ERR => format!(
+            ", as packets were not acknowledged (ALLSTREAM_RDMA_TIMEOUT {}, ALLSTREAM_RDMA_RETRY {})",
+            tuning.timeout, tuning.retry
+        ),
+        _ => String::new(),
+    };
+    format!(
+        "the network card says `{text}` (status {}, {:#x}){why}",
+        completion.status, completion.vendor_err
+    )
+}

@@ -1,0 +1,327 @@
+//! The port of a network card that a rank's links go over, opened.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use allstream_sys::verbs::{Access, IbvDeviceAttr, IbvPortAttr, Mtu, Verbs, VerbsError};
+use parking_lot::Mutex;
+use rustix::io::Errno;
+
+use super::choose::RdmaPort;
+use super::credits::{CELLS, MOST_SLOTS};
+use super::domain::{Domain, Registered};
+use super::hello::{Area, Hello};
+use super::layout::{LARGEST, area_bytes, cut};
+use super::wishes::Wishes;
+use crate::error::Error;
+use crate::link::region::Region;
+
+/// Bytes of a rank's receive areas beyond which a new link gets the smallest one. With the staging slots, 4 MB, and the links' own cells it stays below the
+/// 64 MiB that [`choose`](super::choose) asks for.
+const AREAS: usize = 48 << 20;
+/// What Soft-RoCE says as its maker (`RXE_VENDOR_ID`). There 7 retries are tried for ever.
+const SOFT_ROCE: u32 = 0xff_ffff;
+/// Kernels before this one move memory that is registered when a process forks.
+const FORK_SAFE: (u32, u32) = (5, 12);
+
+/// What queue pairs are set to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Tuning {
+    pub(super) timeout: u8,
+    pub(super) retry: u8,
+    pub(super) traffic_class: u8,
+    pub(super) service_level: u8,
+    pub(super) pkey: u16,
+}
+
+impl Tuning {
+    /// A card sends a packet again after about a second (code 18), seven times; Soft-RoCE after 67 ms (code 14), six times. So a path that is lost is told
+    /// after some seconds, or half of one.
+    fn of(wishes: &Wishes, vendor: u32) -> Tuning {
+        let (timeout, retry) = if vendor == SOFT_ROCE { (14, 6) } else { (18, 7) };
+        Tuning {
+            timeout: wishes.timeout.unwrap_or(timeout),
+            retry: wishes.retry.unwrap_or(retry),
+            traffic_class: wishes.traffic_class.unwrap_or(0),
+            service_level: wishes.service_level.unwrap_or(0),
+            pkey: wishes.pkey.unwrap_or(0),
+        }
+    }
+}
+
+/// An open port, and the memory of the rank's that goes with it. A rank has one; its links share it.
+pub(crate) struct Card {
+    domain: Arc<Domain>,
+    port: RdmaPort,
+    attributes: IbvPortAttr,
+    gid: [u8; 16],
+    tuning: Tuning,
+    /// Requests that a queue takes, at most.
+    most_requests: u32,
+    region: Arc<Region>,
+    /// The region's staging slots, registered when the first link is opened.
+    slots: Mutex<Option<Arc<Registered>>>,
+    /// Bytes of receive areas.
+    areas: AtomicUsize,
+}
+
+impl Card {
+    /// Opens a port that was chosen, for the rank that has this region.
+    pub(crate) fn open(
+        verbs: &'static Verbs,
+        port: &RdmaPort,
+        wishes: &Wishes,
+        region: Arc<Region>,
+    ) -> Result<Card, Error> {
+        let failed = |problem: String| Error::Unavailable {
+            what: "RDMA".into(),
+            problem: format!("{} port {} cannot be used: {problem}", port.device, port.port),
+        };
+        survive_forks(verbs).map_err(failed)?;
+        if port.gid > u8::MAX.into() {
+            return Err(failed(format!("its address has index {}, above 255; name another one", port.gid)));
+        }
+        let open = || -> Result<_, VerbsError> {
+            let domain = Domain::open(verbs, &port.device)?;
+            let limits = domain.attributes()?;
+            let attributes = domain.port(port.port)?;
+            let gid = domain.gid(port.port, port.gid)?;
+            Ok((domain, limits, attributes, gid))
+        };
+        let (domain, limits, attributes, gid) = open().map_err(|error| failed(error.to_string()))?;
+        let most_requests = most_requests(&limits, attributes.max_msg_sz).map_err(failed)?;
+        Ok(Card {
+            domain: Arc::new(domain),
+            port: port.clone(),
+            attributes,
+            gid,
+            tuning: Tuning::of(wishes, limits.vendor_id),
+            most_requests,
+            region,
+            slots: Mutex::default(),
+            areas: AtomicUsize::new(0),
+        })
+    }
+
+    pub(super) fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    pub(super) fn port(&self) -> &RdmaPort {
+        &self.port
+    }
+
+    pub(super) fn tuning(&self) -> Tuning {
+        self.tuning
+    }
+
+    pub(super) fn gid(&self) -> &[u8; 16] {
+        &self.gid
+    }
+
+    pub(super) fn mtu(&self) -> Mtu {
+        Mtu(self.attributes.active_mtu)
+    }
+
+    /// Bytes of the largest message that the port takes.
+    pub(super) fn max_message(&self) -> u32 {
+        self.attributes.max_msg_sz
+    }
+
+    pub(super) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// The port, for people.
+    pub(super) fn place(&self) -> String {
+        format!("{} port {} ({})", self.port.device, self.port.port, self.port.address)
+    }
+
+    /// What one end of a link tells the other of this port.
+    pub(super) fn hello(&self, pair: u32, first_packet: u32, slots: u32, area: Option<Area>) -> Hello {
+        Hello {
+            layer: self.port.layer,
+            mtu: self.mtu(),
+            pair,
+            first_packet,
+            lid: self.attributes.lid,
+            gid: self.gid,
+            max_message: self.max_message(),
+            slots,
+            area,
+        }
+    }
+
+    /// The region's staging slots, registered.
+    pub(super) fn slots(&self) -> Result<Arc<Registered>, Error> {
+        let mut slots = self.slots.lock();
+        match &*slots {
+            Some(there) => Ok(there.clone()),
+            None => {
+                let new = Arc::new(Registered::slots_of(&self.domain, &self.region)?);
+                Ok(slots.insert(new).clone())
+            }
+        }
+    }
+
+    /// How many slots a sender can have under way at once: its queue has to take all their requests.
+    pub(super) fn slots_to_send(&self, max_message: u32) -> u32 {
+        let pieces = cut(LARGEST, max_message).0 as u32;
+        (self.most_requests.saturating_sub(CELLS as u32) / pieces).clamp(1, MOST_SLOTS)
+    }
+
+    /// Requests that a sender's queue has to take.
+    pub(super) fn requests_to_send(&self, slots: u32, max_message: u32) -> u32 {
+        CELLS as u32 + slots * cut(LARGEST, max_message).0 as u32
+    }
+
+    /// Memory for what one peer sends over one link, with as many slots as it wants, or fewer where the rank's areas are large already.
+    pub(super) fn area(self: &Arc<Self>, wanted: u32) -> Result<ReceiveArea, Error> {
+        let used = self.areas.load(Ordering::Relaxed);
+        let granted = grant(used).min(wanted).max(1);
+        let bytes = area_bytes(granted);
+        let access = [Access::LOCAL_WRITE, Access::REMOTE_WRITE];
+        let memory = Registered::new(&self.domain, bytes, &access)?;
+        self.areas.fetch_add(bytes, Ordering::Relaxed);
+        Ok(ReceiveArea { memory: Some(memory), slots: granted, card: self.clone() })
+    }
+
+    /// Memory for the headers and small payloads that a link sends.
+    pub(super) fn cells(&self, bytes: usize) -> Result<Registered, Error> {
+        Registered::new(&self.domain, bytes, &[Access::LOCAL_WRITE])
+    }
+}
+
+/// How many slots the next link gets where so many bytes are in use.
+fn grant(used: usize) -> u32 {
+    match used {
+        used if used < AREAS / 2 => MOST_SLOTS,
+        used if used < AREAS / 4 * 3 => MOST_SLOTS / 2,
+        used if used < AREAS => MOST_SLOTS / 4,
+        _ => 1,
+    }
+}
+
+/// The receive area of a link.
+pub(super) struct ReceiveArea {
+    /// Until it is left behind.
+    memory: Option<Registered>,
+    pub(super) slots: u32,
+    card: Arc<Card>,
+}
+
+impl ReceiveArea {
+    pub(super) fn memory(&self) -> Option<&Registered> {
+        self.memory.as_ref()
+    }
+
+    /// The device may write to it for good: it is not used for anything else.
+    pub(super) fn leave(&mut self) {
+        std::mem::forget(self.memory.take());
+    }
+}
+
+impl Drop for ReceiveArea {
+    fn drop(&mut self) {
+        self.card.areas.fetch_sub(area_bytes(self.slots), Ordering::Relaxed);
+    }
+}
+
+/// How many requests a queue may have; or that these are too few for a frame.
+fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String> {
+    let most = u32::try_from(limits.max_qp_wr).unwrap_or(0);
+    let needed = CELLS as u32 + cut(LARGEST, max_message).0 as u32;
+    if most < needed {
+        return Err(format!(
+            "its queues take {most} requests, and messages of {max_message} bytes at most: {needed} are needed for a frame of {LARGEST} bytes"
+        ));
+    }
+    if limits.max_sge < 2 {
+        return Err(format!("its requests gather {} pieces of memory, and 2 are needed", limits.max_sge));
+    }
+    Ok(most)
+}
+
+/// Before kernel 5.12 memory that is registered is kept from children of a fork, which moves it otherwise.
+fn survive_forks(verbs: &Verbs) -> Result<(), String> {
+    let system = rustix::system::uname();
+    let release = system.release().to_string_lossy();
+    if version(&release).is_some_and(|version| version >= FORK_SAFE) {
+        return Ok(());
+    }
+    // SAFETY: takes nothing; it may be called at any time, and fails where it comes too late.
+    unsafe { verbs.fork_init() }.map_err(|error| {
+        format!("kernel {release} moves registered memory when a process forks (5.12 does not), and {error}")
+    })
+}
+
+/// The first two numbers of a kernel's release.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+}
+
+impl Domain {
+    fn port(&self, number: u8) -> Result<IbvPortAttr, VerbsError> {
+        let mut attributes = IbvPortAttr::default();
+        // SAFETY: the device is open; room for what is written, as in `allstream_sys`'s `Context::port`.
+        unsafe { self.verbs.query_port(self.context(), number, &raw mut attributes) }?;
+        Ok(attributes)
+    }
+
+    /// An address of a port, by its index.
+    fn gid(&self, port: u8, index: u32) -> Result<[u8; 16], VerbsError> {
+        let room = usize::try_from(self.port(port)?.gid_tbl_len).unwrap_or(0).clamp(1, 1 << 12);
+        let ports = usize::from(self.attributes()?.phys_port_cnt.max(1));
+        let mut entries = vec![allstream_sys::verbs::IbvGidEntry::default(); room * ports + 1];
+        let size = size_of::<allstream_sys::verbs::IbvGidEntry>();
+        // SAFETY: the device is open; room for so many entries of this size. No flag is known.
+        let count = unsafe {
+            self.verbs.query_gid_table(self.context(), entries.as_mut_ptr(), entries.len(), 0, size)
+        }?;
+        entries.truncate(usize::try_from(count).unwrap_or(0));
+        let found = entries.iter().find(|e| e.port_num == u32::from(port) && e.gid_index == index);
+        // It was there a moment ago, when it was chosen.
+        found
+            .map(|entry| entry.gid.raw)
+            .ok_or(VerbsError { call: "_ibv_query_gid_table", code: Errno::ADDRNOTAVAIL.raw_os_error() })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_told_apart_by_their_release() {
+        for (release, expected) in [
+            ("6.1.0-28-amd64", Some((6, 1))),
+            ("5.12", Some((5, 12))),
+            ("4.18.0-553.el8", Some((4, 18))),
+            ("x", None),
+        ] {
+            assert_eq!(version(release), expected, "{release}");
+        }
+        assert!(version("5.4.0").unwrap() < FORK_SAFE && version("5.15.0").unwrap() >= FORK_SAFE);
+    }
+
+    #[test]
+    fn areas_shrink_as_memory_is_used_and_none_is_refused() {
+        assert_eq!([0, AREAS / 2, AREAS / 4 * 3, AREAS, 2 * AREAS].map(grant), [8, 4, 2, 1, 1]);
+        // As many links as one likes stay near the cap, by the smallest area each.
+        let mut used = 0;
+        for _ in 0..200 {
+            used += area_bytes(grant(used));
+        }
+        assert!(used < AREAS + 200 * area_bytes(1), "{used}");
+    }
+
+    #[test]
+    fn soft_roce_gives_up_and_the_user_is_believed() {
+        let soft = Tuning::of(&Wishes::default(), SOFT_ROCE);
+        assert_eq!((soft.timeout, soft.retry), (14, 6));
+        let wishes = Wishes { timeout: Some(20), traffic_class: Some(106), ..Wishes::default() };
+        let card = Tuning::of(&wishes, 0x2c9);
+        assert_eq!((card.timeout, card.retry, card.traffic_class, card.pkey), (20, 7, 106, 0));
+    }
+}

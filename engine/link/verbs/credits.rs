@@ -1,0 +1,287 @@
+//! How many frames may be under way on a link, counted at both ends. Plain numbers: nothing here touches memory or a device.
+//!
+//! A receiver has [`CELLS`] cells for headers and small payloads, and fewer slots for large payloads. Frame *n* takes cell *n* modulo [`CELLS`], and
+//! the *m*-th large frame slot *m* modulo their number, so both ends know where a frame lies without being told. The sender posts a frame only when
+//! the receiver has told that it released the one that was in the place before, so that nothing unread is ever written over, and the receiver, which
+//! has a receive request posted for each cell, is never found without one.
+
+/// Frames that the receiver has not released, at most.
+pub(super) const CELLS: u64 = 16;
+/// Slots for large payloads, at most. Eight of 128 KB are what a path of 100 Gbit/s holds in 80 microseconds.
+pub(super) const MOST_SLOTS: u32 = 8;
+
+/// In the number that comes with a frame: its payload lies in a slot.
+const LARGE: u32 = 1 << 31;
+
+/// Which of the last 64 frames are large.
+#[derive(Clone, Copy, Debug, Default)]
+struct Large(u64);
+
+impl Large {
+    fn set(&mut self, frame: u64, large: bool) {
+        let bit = 1 << (frame % 64);
+        if large { self.0 |= bit } else { self.0 &= !bit }
+    }
+
+    fn is(self, frame: u64) -> bool {
+        self.0 & 1 << (frame % 64) != 0
+    }
+
+    fn count(self, frames: std::ops::Range<u64>) -> u64 {
+        frames.filter(|frame| self.is(*frame)).count() as u64
+    }
+}
+
+/// Frames, and the large ones of them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Count {
+    all: u64,
+    large: u64,
+}
+
+/// Where a frame lies in the receiver's area.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Place {
+    pub(super) cell: u64,
+    /// Of a large frame.
+    pub(super) slot: Option<u64>,
+}
+
+/// The sender's side.
+#[derive(Debug)]
+pub(super) struct Sender {
+    /// What the receiver granted.
+    slots: u64,
+    large: Large,
+    posted: Count,
+    /// Those that the device is done with: their sources are free.
+    gone: Count,
+    /// Those that the receiver said to have released.
+    released: Count,
+}
+
+impl Sender {
+    pub(super) fn new(slots: u32) -> Sender {
+        let none = Count::default();
+        Sender { slots: slots.into(), large: Large::default(), posted: none, gone: none, released: none }
+    }
+
+    /// Whether a frame of any size may be posted.
+    pub(super) fn has_room(&self) -> bool {
+        let is_free =
+            |back: Count| self.posted.all - back.all < CELLS && self.posted.large - back.large < self.slots;
+        is_free(self.gone) && is_free(self.released)
+    }
+
+    /// A frame is posted: where it goes, and the number that goes with it. Only where there is room.
+    pub(super) fn post(&mut self, large: bool) -> (Place, u32) {
+        let Count { all, large: before } = self.posted;
+        self.large.set(all, large);
+        self.posted = Count { all: all + 1, large: before + u64::from(large) };
+        let number = all as u32 & !LARGE | if large { LARGE } else { 0 };
+        (Place { cell: all % CELLS, slot: large.then(|| before % self.slots) }, number)
+    }
+
+    /// The device is done with the oldest frame that it was not done with.
+    pub(super) fn is_done_with_next(&mut self) {
+        if self.gone.all < self.posted.all {
+            self.gone.large += u64::from(self.large.is(self.gone.all));
+            self.gone.all += 1;
+        }
+    }
+
+    /// The receiver says that it has released so many frames in all, counted in 32 bits.
+    pub(super) fn told(&mut self, count: u32) -> Result<(), String> {
+        let more = u64::from(count.wrapping_sub(self.released.all as u32));
+        let under_way = self.posted.all - self.released.all;
+        if more == 0 || more > under_way {
+            return Err(format!(
+                "it says to have released {more} more frames, and {under_way} are under way to it"
+            ));
+        }
+        let all = self.released.all + more;
+        self.released = Count { all, large: self.released.large + self.large.count(self.released.all..all) };
+        Ok(())
+    }
+
+    pub(super) fn posted(&self) -> u64 {
+        self.posted.all
+    }
+
+    pub(super) fn gone(&self) -> u64 {
+        self.gone.all
+    }
+}
+
+/// The receiver's side.
+#[derive(Debug)]
+pub(super) struct Receiver {
+    slots: u64,
+    large: Large,
+    /// Bytes of the last piece of each frame that has come and was not released.
+    bytes: [u32; CELLS as usize],
+    come: Count,
+    released: Count,
+    told: Count,
+}
+
+impl Receiver {
+    pub(super) fn new(slots: u32) -> Receiver {
+        let none = Count::default();
+        let bytes = [0; CELLS as usize];
+        Receiver {
+            slots: slots.into(),
+            large: Large::default(),
+            bytes,
+            come: none,
+            released: none,
+            told: none,
+        }
+    }
+
+    /// A frame has come with this number; the request that carried the number carried so many bytes.
+    pub(super) fn came(&mut self, number: u32, bytes: u32) -> Result<(), String> {
+        let Count { all, large: before } = self.come;
+        let large = number & LARGE != 0;
+        if number & !LARGE != all as u32 & !LARGE {
+            let expected = all as u32 & !LARGE;
+            return Err(format!("a frame came as number {}, expected {expected}", number & !LARGE));
+        }
+        if all - self.released.all >= CELLS {
+            return Err(format!(
+                "a frame came while {CELLS} were not released, as many as there is room for"
+            ));
+        }
+        if large && before - self.released.large >= self.slots {
+            return Err(format!(
+                "a large frame came while {} were not released, as many as there are slots",
+                self.slots
+            ));
+        }
+        self.large.set(all, large);
+        self.bytes[(all % CELLS) as usize] = bytes;
+        self.come = Count { all: all + 1, large: before + u64::from(large) };
+        Ok(())
+    }
+
+    /// The oldest frame that has come and was not released: where it lies, and the bytes that came with its number.
+    pub(super) fn head(&self) -> Option<(Place, u32)> {
+        let Count { all, large } = self.released;
+        let cell = all % CELLS;
+        let place = Place { cell, slot: self.large.is(all).then(|| large % self.slots) };
+        (all < self.come.all).then(|| (place, self.bytes[cell as usize]))
+    }
+
+    /// It is released.
+    pub(super) fn release(&mut self) {
+        if self.released.all < self.come.all {
+            self.released.large += u64::from(self.large.is(self.released.all));
+            self.released.all += 1;
+        }
+    }
+
+    /// Whether the sender should be told: it has half of what it may have under way to post. One that waits for room hears before it has none left to
+    /// wait for: what it has posted is released sooner or later, and then half is reached.
+    pub(super) fn owes(&self) -> bool {
+        let half = (self.slots / 2).max(1);
+        self.released.all - self.told.all >= CELLS / 2 || self.released.large - self.told.large >= half
+    }
+
+    /// What the sender is told now.
+    pub(super) fn tell(&mut self) -> u32 {
+        self.told = self.released;
+        self.released.all as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Two ends, and what is on its way between them.
+    struct Both {
+        tx: Sender,
+        rx: Receiver,
+        frames: Vec<(u32, Place)>,
+        notes: Vec<u32>,
+        /// Places in the area that hold a frame which was not released.
+        taken: Vec<Place>,
+    }
+
+    impl Both {
+        fn new(slots: u32) -> Both {
+            let (frames, notes, taken) = (Vec::new(), Vec::new(), Vec::new());
+            Both { tx: Sender::new(slots), rx: Receiver::new(slots), frames, notes, taken }
+        }
+
+        fn step(&mut self, what: u8) {
+            match what % 5 {
+                0 | 1 if self.tx.has_room() => {
+                    let (place, number) = self.tx.post(what % 5 == 1);
+                    let meets = |other: &&Place| {
+                        other.cell == place.cell || other.slot.is_some() && other.slot == place.slot
+                    };
+                    assert_eq!(self.taken.iter().find(meets), None, "{place:?} is written over");
+                    self.taken.push(place);
+                    self.frames.push((number, place));
+                }
+                2 if !self.frames.is_empty() => {
+                    let (number, place) = self.frames.remove(0);
+                    self.tx.is_done_with_next();
+                    self.rx.came(number, 64).unwrap();
+                    assert!(self.rx.head().is_some());
+                    let _ = place;
+                }
+                3 => {
+                    if let Some((place, bytes)) = self.rx.head() {
+                        assert_eq!((place, bytes), (self.taken.remove(0), 64));
+                        self.rx.release();
+                    }
+                    if self.rx.owes() {
+                        self.notes.push(self.rx.tell());
+                    }
+                }
+                4 if !self.notes.is_empty() => self.tx.told(self.notes.remove(0)).unwrap(),
+                _ => {}
+            }
+            // As many receive requests as the two ends have posted for each other are never exceeded.
+            assert!(self.frames.len() <= CELLS as usize && self.notes.len() <= CELLS as usize);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_is_written_over_and_both_ends_agree(slots in 1u32..=MOST_SLOTS, steps in proptest::collection::vec(any::<u8>(), 0..2000)) {
+            let mut both = Both::new(slots);
+            steps.into_iter().for_each(|what| both.step(what));
+            // Whatever came before: when all that is under way is dealt with, there is room again.
+            for _ in 0..200 {
+                (2..5).for_each(|what| both.step(what));
+            }
+            prop_assert!(both.tx.has_room() && both.taken.is_empty());
+            prop_assert_eq!(both.tx.gone(), both.tx.posted());
+        }
+
+        #[test]
+        fn numbers_from_outside_are_believed_or_refused(number: u32, bytes: u32, count: u32) {
+            let mut rx = Receiver::new(2);
+            prop_assert_eq!(rx.came(number, bytes).is_ok(), number & !LARGE == 0);
+            let mut tx = Sender::new(2);
+            tx.post(false);
+            prop_assert_eq!(tx.told(count).is_ok(), count == 1);
+        }
+    }
+
+    #[test]
+    fn a_sender_that_does_not_wait_for_room_is_refused() {
+        let mut rx = Receiver::new(2);
+        (0..CELLS as u32).for_each(|number| rx.came(number, 64).unwrap());
+        assert!(rx.came(CELLS as u32, 64).unwrap_err().contains("16 were not released"));
+        let mut rx = Receiver::new(2);
+        (0..2).for_each(|number| rx.came(number | LARGE, 64).unwrap());
+        assert!(rx.came(2 | LARGE, 64).unwrap_err().contains("2 were not released"));
+        rx.came(2, 64).unwrap();
+    }
+}

@@ -1,0 +1,207 @@
+//! An open device, and memory that is registered with it: pinned, so that the device reads and writes it by itself.
+
+use std::ffi::c_void;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use allstream_sys::verbs::{Access, IbvContext, IbvDeviceAttr, IbvMr, IbvPd, Verbs, VerbsError};
+use rustix::io::Errno;
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::error::Error;
+use crate::forked;
+use crate::link::region::Region;
+
+/// Bytes that this process has registered.
+static REGISTERED: AtomicUsize = AtomicUsize::new(0);
+
+/// Bytes of memory that this process has registered with network cards, and so keeps from being paged out.
+pub(crate) fn registered_bytes() -> usize {
+    REGISTERED.load(Ordering::Relaxed)
+}
+
+/// An open device with a protection domain: queue pairs and memory of one domain go together, and no others.
+pub(super) struct Domain {
+    pub(super) verbs: &'static Verbs,
+    context: NonNull<IbvContext>,
+    domain: NonNull<IbvPd>,
+}
+
+// SAFETY: the library's own handles, which any thread may use: libibverbs locks what it changes.
+unsafe impl Send for Domain {}
+// SAFETY: as above.
+unsafe impl Sync for Domain {}
+
+impl Domain {
+    /// Opens a device by its name.
+    pub(super) fn open(verbs: &'static Verbs, device: &str) -> Result<Domain, VerbsError> {
+        let devices = verbs.devices()?;
+        let at = (0..devices.len()).find(|at| devices.name(*at) == device);
+        let gone = VerbsError { call: "ibv_open_device", code: Errno::NODEV.raw_os_error() };
+        let context = devices.open(at.ok_or_else(|| gone.clone())?)?.into_raw();
+        // SAFETY: the device was just opened.
+        let domain = unsafe { verbs.alloc_pd(context.as_ptr()) };
+        match domain.map(NonNull::new) {
+            Ok(Some(domain)) => Ok(Domain { verbs, context, domain }),
+            failed => {
+                // SAFETY: open, closed once; nothing was made on it.
+                let _ = unsafe { verbs.close_device(context.as_ptr()) };
+                Err(failed.err().unwrap_or(gone))
+            }
+        }
+    }
+
+    pub(super) fn context(&self) -> *mut IbvContext {
+        self.context.as_ptr()
+    }
+
+    pub(super) fn domain(&self) -> *mut IbvPd {
+        self.domain.as_ptr()
+    }
+
+    /// The device's limits.
+    pub(super) fn attributes(&self) -> Result<IbvDeviceAttr, VerbsError> {
+        let mut attributes = std::mem::MaybeUninit::<IbvDeviceAttr>::zeroed();
+        // SAFETY: the device is open; room for what is written.
+        unsafe { self.verbs.query_device(self.context(), attributes.as_mut_ptr()) }?;
+        // SAFETY: numbers and arrays of numbers, for which zero is a value.
+        Ok(unsafe { attributes.assume_init() })
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        if forked::is_forked() {
+            return; // the device is the parent's: to close it here would take it from there
+        }
+        // SAFETY: all that was made of it holds it, and is gone: this is the last use. Where a call fails, something of the device is left to the end
+        // of the process, and nobody could do anything about it.
+        unsafe {
+            let _ = self.verbs.dealloc_pd(self.domain());
+            let _ = self.verbs.close_device(self.context());
+        }
+    }
+}
+
+/// What memory is registered, and what keeps it mapped.
+enum Memory {
+    /// A mapping of its own.
+    Own,
+    /// A part of a region.
+    OfRegion(#[allow(dead_code)] Arc<Region>),
+}
+
+/// Registered memory. It is shared between processes as a mapping, so that a fork leaves it where it is: of private memory a child's first write would
+/// move this process's pages away from under the device.
+pub(super) struct Registered {
+    domain: Arc<Domain>,
+    handle: NonNull<IbvMr>,
+    at: NonNull<u8>,
+    bytes: usize,
+    memory: Memory,
+}
+
+// SAFETY: memory that lives until drop, reached by raw pointers whose users state their own protocol, and a handle of the library's that any thread
+// may use.
+unsafe impl Send for Registered {}
+// SAFETY: as above.
+unsafe impl Sync for Registered {}
+
+impl Registered {
+    /// Fresh memory, all zero, that the device may use so.
+    pub(super) fn new(domain: &Arc<Domain>, bytes: usize, access: &[Access]) -> Result<Registered, Error> {
+        let flags = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh anonymous mapping at an address the kernel chooses touches no existing memory.
+        let at = unsafe { mmap_anonymous(ptr::null_mut(), bytes, flags, MapFlags::SHARED) };
+        let at = at.map_err(|e| Error::os(format!("map {bytes} bytes for a link over RDMA"), e))?;
+        let at = NonNull::new(at.cast::<u8>()).ok_or_else(|| {
+            Error::system("map memory for a link over RDMA", "the system returned address 0")
+        })?;
+        match register(domain, at, bytes, access) {
+            Ok(handle) => Ok(Registered { domain: domain.clone(), handle, at, bytes, memory: Memory::Own }),
+            Err(error) => {
+                // SAFETY: the mapping from above, whole, which nobody else knows.
+                let _ = unsafe { munmap(at.as_ptr().cast(), bytes) };
+                Err(error)
+            }
+        }
+    }
+
+    /// The staging slots of a rank's region, from which the device reads what is sent.
+    pub(super) fn slots_of(domain: &Arc<Domain>, region: &Arc<Region>) -> Result<Registered, Error> {
+        let (at, bytes) = region.all_slots();
+        let handle = register(domain, at, bytes, &[])?;
+        let memory = Memory::OfRegion(region.clone());
+        Ok(Registered { domain: domain.clone(), handle, at, bytes, memory })
+    }
+
+    /// An address in it.
+    pub(super) fn at(&self, offset: usize) -> *mut u8 {
+        debug_assert!(offset <= self.bytes);
+        self.at.as_ptr().wrapping_add(offset)
+    }
+
+    pub(super) fn holds(&self, at: *const u8, bytes: usize) -> bool {
+        let offset = (at as usize).checked_sub(self.at.as_ptr() as usize);
+        offset.and_then(|offset| offset.checked_add(bytes)).is_some_and(|end| end <= self.bytes)
+    }
+
+    /// By what this process's own requests name it.
+    pub(super) fn local_key(&self) -> u32 {
+        // SAFETY: registered until drop.
+        unsafe { (*self.handle.as_ptr()).lkey }
+    }
+
+    /// By what other hosts' requests name it, where they may.
+    pub(super) fn remote_key(&self) -> u32 {
+        // SAFETY: registered until drop.
+        unsafe { (*self.handle.as_ptr()).rkey }
+    }
+}
+
+fn register(
+    domain: &Domain,
+    at: NonNull<u8>,
+    bytes: usize,
+    access: &[Access],
+) -> Result<NonNull<IbvMr>, Error> {
+    let access = access.iter().fold(0, |all, access| all | access.0 as i32);
+    let failed = |problem: String| {
+        Error::system(
+            format!("register {bytes} bytes of memory with a network card"),
+            format!(
+                "{problem}; {} bytes are registered; if locked memory is limited, raise the limit: `ulimit -l unlimited`, or start the container \
+                 with --ulimit memlock=-1",
+                registered_bytes()
+            ),
+        )
+    };
+    // SAFETY: the domain exists; the memory is mapped for so many bytes, and its owner keeps it mapped until the registration is gone.
+    let handle = unsafe { domain.verbs.reg_mr(domain.domain(), at.as_ptr().cast::<c_void>(), bytes, access) };
+    let handle = handle.map_err(|error| failed(error.to_string()))?;
+    let handle = NonNull::new(handle).ok_or_else(|| failed("ibv_reg_mr gave nothing".into()))?;
+    REGISTERED.fetch_add(bytes, Ordering::Relaxed);
+    Ok(handle)
+}
+
+impl Drop for Registered {
+    fn drop(&mut self) {
+        if forked::is_forked() {
+            return; // the registration is the parent's
+        }
+        // SAFETY: registered, and given back once. Whoever owns it has seen to it that no queue pair has a request that names it (`QueuePair::destroy`).
+        if let Err(error) = unsafe { self.domain.verbs.dereg_mr(self.handle.as_ptr()) } {
+            // The device may still use it: then it stays mapped for good.
+            tracing::error!("{} bytes stay registered with a network card: {error}", self.bytes);
+            let memory = std::mem::replace(&mut self.memory, Memory::Own);
+            std::mem::forget(memory);
+            return;
+        }
+        REGISTERED.fetch_sub(self.bytes, Ordering::Relaxed);
+        if matches!(self.memory, Memory::Own) {
+            // SAFETY: the mapping that `new` made, whole; the device does not use it any more, and nobody else knows it.
+            let _ = unsafe { munmap(self.at.as_ptr().cast(), self.bytes) };
+        }
+    }
+}

@@ -1,0 +1,240 @@
+//! What the two ends of a link tell each other before they can talk by RDMA: [`Hello`], over the connection that the sender has dialled. That
+//! connection has proved by its handshake that both belong to the job. Each end sends one, and then the connection is closed.
+
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv6Addr, TcpStream};
+
+use allstream_sys::verbs::Mtu;
+
+use super::choose::RdmaLayer;
+use super::credits::MOST_SLOTS;
+use super::layout::area_bytes;
+
+/// Bytes of a hello.
+pub(super) const BYTES: usize = 64;
+/// "ALSR": the first bytes of a hello.
+const MAGIC: u32 = 0x5253_4c41;
+const VERSION: u16 = 1;
+
+/// Numbers of queue pairs and of packets have 24 bits.
+const BITS: u32 = 24;
+
+/// Where the receiver's area is. The key opens it, and nothing else, to whoever has a queue pair of the receiver's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Area {
+    pub(super) at: u64,
+    pub(super) key: u32,
+}
+
+/// One end of a link, as it tells the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Hello {
+    pub(super) layer: RdmaLayer,
+    pub(super) mtu: Mtu,
+    /// The number of the queue pair.
+    pub(super) pair: u32,
+    /// The number that its first packet has.
+    pub(super) first_packet: u32,
+    /// Of InfiniBand: the port's address in its subnet.
+    pub(super) lid: u16,
+    pub(super) gid: [u8; 16],
+    /// Bytes of the largest message that the port takes.
+    pub(super) max_message: u32,
+    /// Of the sender: how many slots it can use. Of the receiver: how many it grants.
+    pub(super) slots: u32,
+    /// The receiver's.
+    pub(super) area: Option<Area>,
+}
+
+impl Hello {
+    pub(super) fn encode(&self) -> [u8; BYTES] {
+        let mut bytes = [0; BYTES];
+        let layer = match self.layer {
+            RdmaLayer::InfiniBand => 1,
+            RdmaLayer::RoceV2 => 2,
+        };
+        bytes[0..4].copy_from_slice(&MAGIC.to_le_bytes());
+        bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
+        bytes[6] = layer;
+        bytes[7] = self.mtu.0 as u8;
+        bytes[8..12].copy_from_slice(&self.pair.to_le_bytes());
+        bytes[12..16].copy_from_slice(&self.first_packet.to_le_bytes());
+        bytes[16..32].copy_from_slice(&self.gid);
+        bytes[32..36].copy_from_slice(&self.max_message.to_le_bytes());
+        bytes[36..40].copy_from_slice(&self.slots.to_le_bytes());
+        bytes[40..42].copy_from_slice(&self.lid.to_le_bytes());
+        if let Some(Area { at, key }) = self.area {
+            bytes[42] = 1;
+            bytes[44..48].copy_from_slice(&key.to_le_bytes());
+            bytes[48..56].copy_from_slice(&at.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Reads what came from the other end; says what is wrong with it.
+    pub(super) fn decode(bytes: &[u8; BYTES]) -> Result<Hello, String> {
+        let u32_at = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+        let u16_at = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
+        if u32_at(0) != MAGIC || u16_at(4) != VERSION {
+            return Err(format!(
+                "it begins to talk by RDMA with {:#010x}, version {}, expected {MAGIC:#010x}, version {VERSION}",
+                u32_at(0),
+                u16_at(4)
+            ));
+        }
+        let layer = match bytes[6] {
+            1 => RdmaLayer::InfiniBand,
+            2 => RdmaLayer::RoceV2,
+            other => return Err(format!("it names a network that is none ({other})")),
+        };
+        let mtu = Mtu(bytes[7].into());
+        if mtu.bytes().is_none() {
+            return Err(format!("it names an MTU that is none ({})", bytes[7]));
+        }
+        let (pair, first_packet, max_message, slots) = (u32_at(8), u32_at(12), u32_at(32), u32_at(36));
+        if pair >> BITS != 0 || first_packet >> BITS != 0 {
+            return Err(format!(
+                "it names queue pair {pair} and packet {first_packet}, which have {BITS} bits"
+            ));
+        }
+        if max_message == 0 {
+            return Err("its port takes no messages".into());
+        }
+        if !(1..=MOST_SLOTS).contains(&slots) {
+            return Err(format!("it names {slots} slots, expected 1 to {MOST_SLOTS}"));
+        }
+        let (at, key) = (u64::from(u32_at(48)) | u64::from(u32_at(52)) << 32, u32_at(44));
+        let area = match bytes[42] {
+            0 if at == 0 && key == 0 => None,
+            1 if at != 0 && at.checked_add(area_bytes(slots) as u64).is_some() => Some(Area { at, key }),
+            _ => return Err(format!("it names an area that is none ({} at {at:#x})", bytes[42])),
+        };
+        if bytes[43] != 0 || bytes[56..].iter().any(|byte| *byte != 0) {
+            return Err("bytes are set that this version does not use".into());
+        }
+        let mut gid = [0; 16];
+        gid.copy_from_slice(&bytes[16..32]);
+        let lid = u16_at(40);
+        Ok(Hello { layer, mtu, pair, first_packet, lid, gid, max_message, slots, area })
+    }
+
+    /// The address of its port.
+    pub(super) fn address(&self) -> IpAddr {
+        let address = Ipv6Addr::from(self.gid);
+        address.to_ipv4_mapped().map_or(IpAddr::V6(address), IpAddr::V4)
+    }
+}
+
+/// A connection on which one hello goes each way. It does not block.
+pub(super) struct Talk {
+    socket: TcpStream,
+    out: [u8; BYTES],
+    sent: usize,
+    read: [u8; BYTES],
+    have: usize,
+}
+
+impl Talk {
+    pub(super) fn new(socket: TcpStream) -> Talk {
+        Talk { socket, out: [0; BYTES], sent: BYTES, read: [0; BYTES], have: 0 }
+    }
+
+    /// From here on this is sent.
+    pub(super) fn say(&mut self, hello: &Hello) {
+        (self.out, self.sent) = (hello.encode(), 0);
+    }
+
+    /// Whether all has been sent.
+    pub(super) fn has_said(&mut self) -> io::Result<bool> {
+        while self.sent < BYTES {
+            match self.socket.write(&self.out[self.sent..]) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(more) => self.sent += more,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(true)
+    }
+
+    /// What the other end has said, once it has come.
+    pub(super) fn heard(&mut self) -> io::Result<Option<[u8; BYTES]>> {
+        while self.have < BYTES {
+            match self.socket.read(&mut self.read[self.have..]) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(more) => self.have += more,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(e) => return Err(e),
+            }
+        }
+        Ok(Some(self.read))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn hello(area: Option<Area>) -> Hello {
+        let gid = Ipv6Addr::from([0, 0, 0, 0, 0, 0xffff, 0x0a09, 1]).octets();
+        let (layer, mtu) = (RdmaLayer::RoceV2, Mtu(3));
+        Hello { layer, mtu, pair: 17, first_packet: 99, lid: 0, gid, max_message: 1 << 23, slots: 4, area }
+    }
+
+    #[test]
+    fn a_hello_survives_the_wire() {
+        for area in [None, Some(Area { at: 0x7f00_0000_1000, key: 0x1234 })] {
+            let hello = hello(area);
+            assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+            assert_eq!(hello.address().to_string(), "10.9.0.1");
+        }
+    }
+
+    #[test]
+    fn what_no_correct_rank_says_is_refused_in_words() {
+        let good = hello(Some(Area { at: 0x1000, key: 1 })).encode();
+        let spoiled = |at: usize, byte: u8| {
+            let mut bytes = good;
+            bytes[at] = byte;
+            Hello::decode(&bytes).unwrap_err()
+        };
+        for (at, byte, wanted) in [
+            (0, 0, "it begins to talk by RDMA with"),
+            (4, 2, "version 2"),
+            (6, 3, "a network that is none (3)"),
+            (7, 0, "an MTU that is none (0)"),
+            (7, 6, "an MTU that is none (6)"),
+            (11, 1, "queue pair 16777233"),
+            (15, 1, "packet 16777315"),
+            (36, 0, "0 slots, expected 1 to 8"),
+            (36, 9, "9 slots"),
+            (42, 0, "an area that is none (0 at 0x1000)"),
+            (42, 2, "an area that is none (2"),
+            (43, 1, "bytes are set"),
+            (63, 1, "bytes are set"),
+        ] {
+            assert!(spoiled(at, byte).contains(wanted), "{wanted}: {}", spoiled(at, byte));
+        }
+        // The area would end beyond all addresses.
+        let high = hello(Some(Area { at: u64::MAX - 100, key: 1 }));
+        assert!(Hello::decode(&high.encode()).unwrap_err().contains("an area that is none"));
+        let none = Hello { max_message: 0, ..high };
+        assert!(Hello::decode(&none.encode()).unwrap_err().contains("takes no messages"));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in proptest::collection::vec(any::<u8>(), BYTES), good in 0usize..=BYTES) {
+            // Bytes that begin as a correct hello does come further.
+            let mut spoiled = hello(Some(Area { at: 0x1000, key: 1 })).encode();
+            spoiled[good..].copy_from_slice(&bytes[good..]);
+            if let Ok(hello) = Hello::decode(&spoiled) {
+                prop_assert_eq!(hello.encode(), spoiled);
+            }
+        }
+    }
+}

@@ -1,0 +1,60 @@
+//! How the receiver's area is laid out: cells for small frames, then slots for large ones.
+
+use super::credits::{CELLS, Place};
+use crate::link::{HEADER_BYTES, INLINE, SLOT};
+
+/// Bytes of a cell: a header, and behind it the payload of a small frame.
+pub(super) const CELL: usize = HEADER_BYTES + INLINE;
+/// Bytes of all cells: a page.
+pub(super) const CELLS_BYTES: usize = CELL * CELLS as usize;
+/// The payload of a large frame begins at a page; its header lies right before.
+const PAGE: usize = 4096;
+const STRIDE: usize = PAGE + SLOT;
+/// Bytes of the largest frame with its header.
+pub(super) const LARGEST: usize = HEADER_BYTES + SLOT;
+
+/// Bytes of an area with so many slots.
+pub(super) const fn area_bytes(slots: u32) -> usize {
+    CELLS_BYTES + slots as usize * STRIDE
+}
+
+/// Where a frame's header lies in the area. Its payload lies right behind.
+pub(super) fn offset(place: Place) -> usize {
+    match place.slot {
+        Some(slot) => CELLS_BYTES + slot as usize * STRIDE + PAGE - HEADER_BYTES,
+        None => place.cell as usize * CELL,
+    }
+}
+
+/// In how many messages so many bytes go, where none may have more than `max`, and the bytes of the last one.
+pub(super) fn cut(bytes: usize, max: u32) -> (usize, u32) {
+    let max = max.max(1) as usize;
+    let pieces = bytes.div_ceil(max).max(1);
+    (pieces, (bytes - (pieces - 1) * max) as u32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frames_lie_apart_from_each_other_and_inside_the_area() {
+        let small = (0..CELLS).map(|cell| (offset(Place { cell, slot: None }), CELL));
+        let large = (0..4).map(|slot| (offset(Place { cell: 0, slot: Some(slot) }), LARGEST));
+        let mut end = 0;
+        for (at, bytes) in small.chain(large) {
+            assert!(at >= end, "{at} is before {end}");
+            end = at + bytes;
+        }
+        assert_eq!((end, area_bytes(4) % PAGE, CELLS_BYTES), (area_bytes(4), 0, PAGE));
+        assert_eq!((offset(Place { cell: 0, slot: Some(3) }) + HEADER_BYTES) % PAGE, 0);
+    }
+
+    #[test]
+    fn messages_are_no_larger_than_a_port_takes() {
+        assert_eq!(cut(100, 1 << 20), (1, 100));
+        assert_eq!(cut(LARGEST, 4096), (33, 64));
+        assert_eq!(cut(8192, 4096), (2, 4096));
+        assert_eq!(cut(64, 1), (64, 1));
+    }
+}

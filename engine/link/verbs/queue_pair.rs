@@ -1,0 +1,401 @@
+//! A reliable queue pair with a completion queue of its own, and the descriptor that tells of completions to whoever sleeps.
+
+use std::os::fd::BorrowedFd;
+use std::ptr;
+use std::sync::Arc;
+
+use allstream_sys::verbs::{
+    Access, IbvAhAttr, IbvCompChannel, IbvCq, IbvGid, IbvGlobalRoute, IbvQp, IbvQpAttr, IbvQpCap,
+    IbvQpInitAttr, IbvRecvWr, IbvSendWr, IbvSge, IbvWc, QpMask, QpState, QpType, SendFlags, Verbs,
+    VerbsError, WrOpcode,
+};
+use rustix::io::{Errno, ioctl_fionbio};
+
+use super::card::Card;
+use super::choose::RdmaLayer;
+use super::domain::Domain;
+use super::hello::Hello;
+use crate::error::Error;
+use crate::forked;
+
+/// Bytes that a request may carry itself, so that the device does not fetch them: what a cell holds.
+const INLINE: u32 = 256;
+/// Pieces of memory that a request gathers: a header and a payload.
+const PIECES: usize = 2;
+/// How long a receiver without a receive request is left alone: code 12, 0.64 ms. It never is without one; should a device take its time to see that, this
+/// is tried again for ever (7).
+const NOT_READY: (u8, u8) = (12, 7);
+const HOPS: u8 = 64;
+/// Routes of InfiniBand beyond the subnet begin with this prefix of an address.
+const SUBNET: usize = 8;
+
+/// How many requests a queue pair takes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Room {
+    pub(super) send: u32,
+    pub(super) receive: u32,
+}
+
+/// A request to write to the other end's memory.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Write<'a> {
+    /// Given back with the completion of the request, if it asks for one.
+    pub(super) id: u64,
+    pub(super) from: &'a [IbvSge],
+    pub(super) to: u64,
+    pub(super) key: u32,
+    /// The last piece of a frame: this number reaches the other end with it, and its completion is told here.
+    pub(super) number: Option<u32>,
+}
+
+pub(super) struct QueuePair {
+    domain: Arc<Domain>,
+    /// Null once it is destroyed.
+    pair: *mut IbvQp,
+    queue: *mut IbvCq,
+    channel: *mut IbvCompChannel,
+    /// Bytes that its requests may carry themselves.
+    inline: u32,
+    /// The channel was asked to tell of the next completion.
+    armed: bool,
+}
+
+// SAFETY: handles of the library's, which any thread may use; what is not the library's is behind `&mut`.
+unsafe impl Send for QueuePair {}
+
+impl QueuePair {
+    /// A queue pair that takes receive requests, and is not connected yet.
+    pub(super) fn new(card: &Card, room: Room) -> Result<QueuePair, Error> {
+        let made = QueuePair::make(card, room);
+        made.map_err(|error| {
+            let doing = format!("open a link over RDMA on {}", card.place());
+            Error::system(
+                doing,
+                format!("{error}; a queue pair of {} and {} requests was asked for", room.send, room.receive),
+            )
+        })
+    }
+
+    fn make(card: &Card, room: Room) -> Result<QueuePair, VerbsError> {
+        let domain = card.domain().clone();
+        let verbs = domain.verbs;
+        let none = QueuePair {
+            domain,
+            pair: ptr::null_mut(),
+            queue: ptr::null_mut(),
+            channel: ptr::null_mut(),
+            inline: INLINE,
+            armed: false,
+        };
+        // What is made is dropped with it, whatever fails then.
+        let mut new = none;
+        let context = new.domain.context();
+        // SAFETY: the device is open.
+        new.channel = unsafe { verbs.create_comp_channel(context) }?;
+        let os = |errno: Errno| VerbsError { call: "ioctl", code: errno.raw_os_error() };
+        ioctl_fionbio(new.descriptor(), true).map_err(os)?;
+        // The device tells each completion that was asked for, and in an error all requests: as many as there can be.
+        let entries = (room.send + room.receive + 1) as i32;
+        // SAFETY: the device is open, and the channel is of it.
+        new.queue = unsafe { verbs.create_cq(context, entries, ptr::null_mut(), new.channel, 0) }?;
+        new.pair = new.make_pair(room)?;
+        let mut attributes = IbvQpAttr {
+            qp_state: QpState::INIT.0,
+            qp_access_flags: Access::REMOTE_WRITE.0,
+            pkey_index: card.tuning().pkey,
+            port_num: card.port().port,
+            ..IbvQpAttr::default()
+        };
+        let mask = [QpMask::STATE, QpMask::PKEY_INDEX, QpMask::PORT, QpMask::ACCESS_FLAGS];
+        new.modify(&mut attributes, &mask)?;
+        Ok(new)
+    }
+
+    /// A device that cannot carry so many bytes in a request is asked for none.
+    fn make_pair(&mut self, room: Room) -> Result<*mut IbvQp, VerbsError> {
+        let mut ask = |inline: u32| {
+            let cap = IbvQpCap {
+                max_send_wr: room.send,
+                max_recv_wr: room.receive,
+                max_send_sge: PIECES as u32,
+                max_recv_sge: 1,
+                max_inline_data: inline,
+            };
+            let mut attributes = IbvQpInitAttr {
+                qp_context: ptr::null_mut(),
+                send_cq: self.queue,
+                recv_cq: self.queue,
+                srq: ptr::null_mut(),
+                cap,
+                qp_type: QpType::RC.0,
+                sq_sig_all: 0,
+            };
+            // SAFETY: the domain and the completion queue exist, on one device.
+            let made = unsafe { self.domain.verbs.create_qp(self.domain.domain(), &raw mut attributes) };
+            self.inline = if made.is_ok() { attributes.cap.max_inline_data } else { 0 };
+            made
+        };
+        ask(INLINE).or_else(|_| ask(0))
+    }
+
+    /// Connects it to the other end.
+    pub(super) fn connect(&mut self, card: &Card, first_packet: u32, other: &Hello) -> Result<(), Error> {
+        let connected = self.to_receive(card, other).and_then(|()| self.to_send(card, first_packet));
+        connected.map_err(|error| {
+            Error::system(
+                format!("connect {} to {} by RDMA", card.place(), other.address()),
+                format!("{error}; is there a route between the two addresses?"),
+            )
+        })
+    }
+
+    fn to_receive(&mut self, card: &Card, other: &Hello) -> Result<(), VerbsError> {
+        let tuning = card.tuning();
+        let is_far = card.port().layer == RdmaLayer::RoceV2 || card.gid()[..SUBNET] != other.gid[..SUBNET];
+        let route = IbvGlobalRoute {
+            dgid: IbvGid { raw: other.gid },
+            sgid_index: card.port().gid as u8,
+            hop_limit: HOPS,
+            traffic_class: tuning.traffic_class,
+            ..IbvGlobalRoute::default()
+        };
+        let way = IbvAhAttr {
+            grh: if is_far { route } else { IbvGlobalRoute::default() },
+            dlid: other.lid,
+            sl: tuning.service_level,
+            is_global: is_far.into(),
+            port_num: card.port().port,
+            ..IbvAhAttr::default()
+        };
+        let mut attributes = IbvQpAttr {
+            qp_state: QpState::RTR.0,
+            path_mtu: card.mtu().0.min(other.mtu.0),
+            dest_qp_num: other.pair,
+            rq_psn: other.first_packet,
+            // Nobody reads from this end; some devices take no 0.
+            max_dest_rd_atomic: 1,
+            min_rnr_timer: NOT_READY.0,
+            ah_attr: way,
+            ..IbvQpAttr::default()
+        };
+        let mask = [
+            QpMask::STATE,
+            QpMask::AV,
+            QpMask::PATH_MTU,
+            QpMask::RQ_PSN,
+            QpMask::MIN_RNR_TIMER,
+            QpMask::MAX_DEST_RD_ATOMIC,
+            QpMask::DEST_QPN,
+        ];
+        self.modify(&mut attributes, &mask)
+    }
+
+    fn to_send(&mut self, card: &Card, first_packet: u32) -> Result<(), VerbsError> {
+        let tuning = card.tuning();
+        let mut attributes = IbvQpAttr {
+            qp_state: QpState::RTS.0,
+            sq_psn: first_packet,
+            timeout: tuning.timeout,
+            retry_cnt: tuning.retry,
+            rnr_retry: NOT_READY.1,
+            max_rd_atomic: 1,
+            ..IbvQpAttr::default()
+        };
+        let mask = [
+            QpMask::STATE,
+            QpMask::TIMEOUT,
+            QpMask::RETRY_CNT,
+            QpMask::RNR_RETRY,
+            QpMask::MAX_QP_RD_ATOMIC,
+            QpMask::SQ_PSN,
+        ];
+        self.modify(&mut attributes, &mask)
+    }
+
+    fn modify(&mut self, attributes: &mut IbvQpAttr, mask: &[QpMask]) -> Result<(), VerbsError> {
+        // SAFETY: the pair exists; fields beyond the mask are not read.
+        unsafe { self.verbs().modify_qp(self.pair, attributes, QpMask::all(mask)) }
+    }
+
+    fn verbs(&self) -> &'static Verbs {
+        self.domain.verbs
+    }
+
+    pub(super) fn number(&self) -> u32 {
+        // SAFETY: it exists until it is destroyed, and is asked before.
+        if self.pair.is_null() { 0 } else { unsafe { (*self.pair).qp_num } }
+    }
+
+    /// Readable when a completion has come that was [asked for](Self::arm).
+    pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
+        // SAFETY: the channel exists as long as `self`, and so does its descriptor.
+        unsafe { BorrowedFd::borrow_raw((*self.channel).fd) }
+    }
+
+    /// Posts a request that takes a number which the other end sends, and no bytes.
+    pub(super) fn post_receive(&mut self) -> Result<(), VerbsError> {
+        let mut request =
+            IbvRecvWr { wr_id: RECEIVED, next: ptr::null_mut(), sg_list: ptr::null_mut(), num_sge: 0 };
+        self.exists("ibv_post_recv")?;
+        // SAFETY: the pair exists; the request names no memory.
+        unsafe { self.verbs().post_recv(self.pair, &raw mut request) }
+    }
+
+    /// Posts a request to write.
+    ///
+    /// # Safety
+    /// The memory is registered in the card's domain under these keys, and valid for reads. It stays so, and unchanged, until the completion of this request,
+    /// or of one posted later, was seen, or [`destroy`](Self::destroy) has returned `true`.
+    pub(super) unsafe fn post_write(&mut self, write: Write<'_>) -> Result<(), VerbsError> {
+        let bytes: u32 = write.from.iter().map(|piece| piece.length).sum();
+        let mut from = [IbvSge::default(); PIECES];
+        let pieces = write.from.len().min(PIECES);
+        from[..pieces].copy_from_slice(&write.from[..pieces]);
+        let inline = if bytes <= self.inline { SendFlags::INLINE.0 } else { 0 };
+        let (opcode, signaled, number) = match write.number {
+            Some(number) => (WrOpcode::RDMA_WRITE_WITH_IMM, SendFlags::SIGNALED.0, number),
+            None => (WrOpcode::RDMA_WRITE, 0, 0),
+        };
+        let mut request = IbvSendWr {
+            wr_id: write.id,
+            sg_list: from.as_mut_ptr(),
+            num_sge: pieces as i32,
+            opcode: opcode.0,
+            send_flags: signaled | inline,
+            imm_data: number.to_be(),
+            remote_addr: write.to,
+            rkey: write.key,
+            ..NOTHING
+        };
+        self.exists("ibv_post_send")?;
+        // SAFETY: the pair exists; the caller's promise for the memory.
+        unsafe { self.verbs().post_send(self.pair, &raw mut request) }
+    }
+
+    /// Sends a number, and no bytes.
+    pub(super) fn post_number(&mut self, id: u64, number: u32) -> Result<(), VerbsError> {
+        let mut request = IbvSendWr {
+            wr_id: id,
+            opcode: WrOpcode::SEND_WITH_IMM.0,
+            send_flags: SendFlags::SIGNALED.0,
+            imm_data: number.to_be(),
+            ..NOTHING
+        };
+        self.exists("ibv_post_send")?;
+        // SAFETY: the pair exists; the request names no memory.
+        unsafe { self.verbs().post_send(self.pair, &raw mut request) }
+    }
+
+    fn exists(&self, call: &'static str) -> Result<(), VerbsError> {
+        if self.pair.is_null() {
+            Err(VerbsError { call, code: Errno::NOTCONN.raw_os_error() })
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Completions that have come, the oldest first: how many.
+    pub(super) fn poll(&mut self, into: &mut [IbvWc]) -> Result<usize, VerbsError> {
+        // SAFETY: the queue exists as long as `self`.
+        unsafe { self.verbs().poll_cq(self.queue, into) }
+    }
+
+    /// Has the descriptor tell of the next completion. `true`: it was not asked to before, so that one may have come in between, and whoever wants to
+    /// sleep has to look once more.
+    pub(super) fn arm(&mut self) -> Result<bool, VerbsError> {
+        if self.armed && !self.take_event()? {
+            return Ok(false);
+        }
+        // SAFETY: the queue exists as long as `self`.
+        unsafe { self.verbs().req_notify_cq(self.queue) }?;
+        self.armed = true;
+        Ok(true)
+    }
+
+    /// Takes what the descriptor has told, if it has.
+    fn take_event(&mut self) -> Result<bool, VerbsError> {
+        let (mut queue, mut data) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the channel exists, and does not block; room for two pointers.
+        match unsafe { self.verbs().get_cq_event(self.channel, &raw mut queue, &raw mut data) } {
+            // SAFETY: the event of the one queue that the channel is of, which exists; it is acknowledged once.
+            Ok(()) => unsafe { self.verbs().ack_cq_events(self.queue, 1) }.map(|()| true),
+            Err(error) if is_not_yet(&error) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Ends all traffic: what is posted completes with an error, and nothing more is accepted from the other end.
+    pub(super) fn fail(&mut self) {
+        if self.pair.is_null() {
+            return;
+        }
+        let mut attributes = IbvQpAttr { qp_state: QpState::ERR.0, ..IbvQpAttr::default() };
+        if let Err(error) = self.modify(&mut attributes, &[QpMask::STATE]) {
+            tracing::debug!("a queue pair cannot be put to its error state: {error}");
+        }
+    }
+
+    /// Destroys it, and its completions with it. `true`: the device touches nothing any more that its requests named, or that the other end could name.
+    pub(super) fn destroy(&mut self) -> bool {
+        if self.pair.is_null() {
+            return true;
+        }
+        // SAFETY: it exists, and is not used any more.
+        let destroyed = unsafe { self.verbs().destroy_qp(self.pair) };
+        match destroyed {
+            Ok(()) => self.pair = ptr::null_mut(),
+            Err(error) => tracing::error!("a queue pair cannot be destroyed: {error}"),
+        }
+        self.pair.is_null()
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // In a child of a fork it is the parent's. Where the pair cannot be destroyed, what it needs stays as well.
+        if forked::is_forked() || !self.destroy() {
+            return;
+        }
+        // SAFETY: of each kind one, made by `make` or null, and used by nobody any more: the pair is gone. Every event that was taken was acknowledged,
+        // for which destroying the queue would wait.
+        unsafe {
+            if !self.queue.is_null() {
+                let _ = self.verbs().destroy_cq(self.queue);
+            }
+            if !self.channel.is_null() {
+                let _ = self.verbs().destroy_comp_channel(self.channel);
+            }
+        }
+    }
+}
+
+/// Whether a call that does not block has nothing yet.
+fn is_not_yet(error: &VerbsError) -> bool {
+    [Errno::AGAIN, Errno::INTR].into_iter().any(|errno| errno.raw_os_error() == error.code)
+}
+
+/// What the completion of a receive request carries as its id.
+pub(super) const RECEIVED: u64 = u64::MAX;
+
+/// A request that says nothing yet.
+const NOTHING: IbvSendWr = IbvSendWr {
+    wr_id: 0,
+    next: ptr::null_mut(),
+    sg_list: ptr::null_mut(),
+    num_sge: 0,
+    opcode: 0,
+    send_flags: 0,
+    imm_data: 0,
+    remote_addr: 0,
+    rkey: 0,
+    _rest_of_wr: [0; 5],
+    _qp_type: 0,
+    bind_mw: ptr::null_mut(),
+    bind_rkey: 0,
+    bind_info: allstream_sys::verbs::IbvMwBindInfo {
+        mr: ptr::null_mut(),
+        addr: 0,
+        length: 0,
+        mw_access_flags: 0,
+    },
+};

@@ -1,0 +1,301 @@
+//! The receiving end of a link over RDMA.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use allstream_sys::verbs::{IbvWc, VerbsError, WcStatus};
+
+use super::broken::{BATCH, problem_of, report};
+use super::card::{Card, ReceiveArea};
+use super::credits::{CELLS, Receiver};
+use super::hello::{Area, BYTES, Hello, Talk};
+use super::layout::{cut, offset};
+use super::queue_pair::{QueuePair, RECEIVED, Room};
+use super::{check_other, first_packet, on_rank};
+use crate::error::Error;
+use crate::link::tcp::Accept;
+use crate::link::{Break, Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, Reactor, SLOT, Site};
+use crate::types::Rank;
+
+/// Notes to the sender that the device has not sent yet, at most.
+const NOTES: u32 = 2 * CELLS as u32;
+
+enum State {
+    /// Until the sender's connection has come.
+    Awaited(Accept),
+    Greeting(Talk),
+    /// The answer to the sender is on its way.
+    Answering(Talk, Box<Receiving>),
+    Open(Box<Receiving>),
+    Dead,
+}
+
+/// The receiving end.
+pub(super) struct VerbsRx {
+    /// Of the two ends, in the world.
+    ends: (Rank, Rank),
+    peer: Rank,
+    card: Arc<Card>,
+    reactor: Arc<dyn Reactor>,
+    state: State,
+    /// The oldest frame, once it was looked at.
+    head: Option<Frame>,
+    hung_up: bool,
+    broke: Option<Break>,
+}
+
+// SAFETY: `head.data` points into the link's own receive area, which lives as long as the link is open; nothing in it is tied to a thread.
+unsafe impl Send for VerbsRx {}
+
+impl VerbsRx {
+    pub(super) fn open(site: &dyn Site) -> Result<VerbsRx, Error> {
+        Ok(VerbsRx {
+            ends: site.name().ends,
+            peer: site.peer(),
+            card: site.card()?,
+            reactor: site.reactor(),
+            state: State::Awaited(site.accept()),
+            head: None,
+            hung_up: false,
+            broke: None,
+        })
+    }
+
+    /// Goes on with what opens the link, as far as that can go now.
+    fn go_on(&mut self) -> Result<(), Error> {
+        if let State::Awaited(accept) = &mut self.state
+            && let Some(socket) = accept()
+        {
+            self.reactor.watch(socket.as_fd(), Interest::Readable)?;
+            self.state = State::Greeting(Talk::new(socket));
+        }
+        if let State::Greeting(talk) = &mut self.state {
+            match talk.heard() {
+                Ok(None) => return Ok(()),
+                Ok(Some(bytes)) => {
+                    let State::Greeting(mut talk) = std::mem::replace(&mut self.state, State::Dead) else {
+                        return Ok(());
+                    };
+                    let receiving = Receiving::new(self.peer, &self.card, &bytes)?;
+                    self.reactor.watch(receiving.pair.descriptor(), Interest::Readable)?;
+                    talk.say(&receiving.hello());
+                    self.state = State::Answering(talk, Box::new(receiving));
+                }
+                Err(error) => self.break_off(error.to_string()),
+            }
+        }
+        if let State::Answering(talk, _) = &mut self.state {
+            match talk.has_said() {
+                Ok(false) => {}
+                Ok(true) => {
+                    if let State::Answering(_, open) = std::mem::replace(&mut self.state, State::Dead) {
+                        self.state = State::Open(open);
+                    }
+                }
+                Err(error) => self.break_off(error.to_string()),
+            }
+        }
+        Ok(())
+    }
+
+    /// The connection broke on which the two ends greet each other.
+    fn break_off(&mut self, problem: String) {
+        let problem = format!("the link was being opened: {problem}");
+        self.broke = Some(report(&self.card.place(), "an unknown address", problem));
+        self.state = State::Dead;
+    }
+}
+
+impl LinkRx for VerbsRx {
+    fn peek(&mut self, _useful: usize) -> Result<Option<Frame>, Error> {
+        if self.hung_up {
+            return Ok(None);
+        }
+        if self.head.is_some() {
+            return Ok(self.head);
+        }
+        if !matches!(self.state, State::Open(_)) {
+            self.go_on().map_err(|error| on_rank(self.ends.1, error))?;
+        }
+        let State::Open(receiving) = &mut self.state else { return Ok(None) };
+        receiving.look()?;
+        self.head = receiving.head()?;
+        Ok(self.head)
+    }
+
+    fn release(&mut self, bytes: usize) {
+        let Some(frame) = &mut self.head else { return };
+        if frame.advance(bytes) {
+            self.head = None;
+            if let State::Open(receiving) = &mut self.state {
+                receiving.credits.release();
+                receiving.tell();
+            }
+        }
+    }
+
+    fn hang_up(&mut self) {
+        (self.head, self.hung_up) = (None, true);
+    }
+
+    fn take_break(&mut self) -> Option<Break> {
+        self.broke.take().or_else(|| match &mut self.state {
+            State::Open(receiving) => receiving.broke.take(),
+            _ => None,
+        })
+    }
+}
+
+/// An open receiving end.
+struct Receiving {
+    peer: Rank,
+    pair: QueuePair,
+    area: ReceiveArea,
+    card: Arc<Card>,
+    credits: Receiver,
+    first_packet: u32,
+    /// Bytes of the largest message that both ports take.
+    max_message: u32,
+    /// Notes that the device has not sent yet.
+    notes: u32,
+    peer_at: String,
+    is_broken: bool,
+    broke: Option<Break>,
+}
+
+impl Receiving {
+    /// The sender has told of its end.
+    fn new(peer: Rank, card: &Arc<Card>, bytes: &[u8; BYTES]) -> Result<Receiving, Error> {
+        let other = Hello::decode(bytes).map_err(|problem| Error::protocol(peer, problem))?;
+        check_other(card, &other, peer)?;
+        if other.area.is_some() {
+            return Err(Error::protocol(peer, "it sends by RDMA, and names an area to receive in"));
+        }
+        let first_packet = first_packet()?;
+        let mut pair = QueuePair::new(card, Room { send: NOTES, receive: CELLS as u32 })?;
+        let area = card.area(other.slots)?;
+        // Posted before the sender knows of the queue pair: it never finds none.
+        super::fill(&mut pair, card)?;
+        pair.connect(card, first_packet, &other)?;
+        Ok(Receiving {
+            peer,
+            pair,
+            credits: Receiver::new(area.slots),
+            area,
+            card: card.clone(),
+            first_packet,
+            max_message: card.max_message().min(other.max_message),
+            notes: 0,
+            peer_at: super::place_of(&other),
+            is_broken: false,
+            broke: None,
+        })
+    }
+
+    fn hello(&self) -> Hello {
+        let area = self
+            .area
+            .memory()
+            .map(|memory| Area { at: memory.at(0).expose_provenance() as u64, key: memory.remote_key() });
+        self.card.hello(self.pair.number(), self.first_packet, self.area.slots, area)
+    }
+
+    /// Takes what the device has to tell. Where the progress thread is about to sleep, the device is asked to wake it.
+    fn look(&mut self) -> Result<(), Error> {
+        loop {
+            let mut told = [IbvWc::default(); BATCH];
+            let count = match self.pair.poll(&mut told) {
+                Ok(count) => count,
+                Err(error) => return Ok(self.lose(&error)),
+            };
+            for completion in &told[..count] {
+                self.take(completion)?;
+            }
+            let more = count > 0
+                || super::is_wanted(&self.card) && {
+                    match self.pair.arm() {
+                        Ok(more) => more,
+                        Err(error) => return Ok(self.lose(&error)),
+                    }
+                };
+            if !more {
+                self.tell();
+                return Ok(());
+            }
+        }
+    }
+
+    fn take(&mut self, completion: &IbvWc) -> Result<(), Error> {
+        if WcStatus(completion.status) != WcStatus::SUCCESS {
+            self.break_off(problem_of(&self.card, completion));
+            return Ok(());
+        }
+        if completion.wr_id != RECEIVED {
+            self.notes = self.notes.saturating_sub(1);
+            return Ok(());
+        }
+        let number = u32::from_be(completion.imm_data);
+        let came = self.credits.came(number, completion.byte_len);
+        came.map_err(|problem| Error::protocol(self.peer, problem))?;
+        if let Err(error) = self.pair.post_receive() {
+            self.lose(&error);
+        }
+        Ok(())
+    }
+
+    /// The oldest frame that has come.
+    fn head(&self) -> Result<Option<Frame>, Error> {
+        let (Some((place, bytes)), Some(memory)) = (self.credits.head(), self.area.memory()) else {
+            return Ok(None);
+        };
+        let at = memory.at(offset(place)).cast_const();
+        let wrong = |problem| Error::protocol(self.peer, problem);
+        // SAFETY: inside the area, aligned for bytes. Read once, as bytes: the peer may write there meanwhile, if it breaks its word, and what is checked is
+        // what is used.
+        let header = unsafe { at.cast::<[u8; HEADER_BYTES]>().read_volatile() };
+        let most = if place.slot.is_some() { SLOT } else { INLINE };
+        let header = Header::decode(&header, most).map_err(wrong)?;
+        let (_, last) = cut(HEADER_BYTES + header.len as usize, self.max_message);
+        if bytes != last {
+            return Err(wrong(format!(
+                "a frame that says to have {} bytes ended with a message of {bytes} bytes, expected {last}",
+                header.len
+            )));
+        }
+        let data = at.wrapping_add(HEADER_BYTES);
+        Ok(Some(Frame { header, data, ready: header.len as usize, done: 0 }))
+    }
+
+    /// Tells the sender what was released, where that is worth a note and the queue has room for one.
+    fn tell(&mut self) {
+        if !self.credits.owes() || self.notes >= NOTES || self.is_broken {
+            return;
+        }
+        let count = self.credits.tell();
+        match self.pair.post_number(0, count) {
+            Ok(()) => self.notes += 1,
+            Err(error) => self.lose(&error),
+        }
+    }
+
+    fn lose(&mut self, error: &VerbsError) {
+        self.break_off(error.to_string());
+    }
+
+    fn break_off(&mut self, problem: String) {
+        if !self.is_broken {
+            self.is_broken = true;
+            tracing::debug!(peer = self.peer, problem, "a link over RDMA broke while receiving");
+            self.broke = Some(report(&super::end_of(&self.card, &self.pair), &self.peer_at, problem));
+        }
+    }
+}
+
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        if crate::forked::is_forked() || !self.pair.destroy() {
+            // The peer may write to it for good.
+            self.area.leave();
+        }
+    }
+}

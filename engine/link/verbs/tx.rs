@@ -1,0 +1,435 @@
+//! The sending end of a link over RDMA.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use allstream_sys::verbs::{IbvSge, IbvWc, VerbsError, WcStatus};
+use parking_lot::Mutex;
+
+use super::broken::{BATCH, problem_of, report};
+use super::card::Card;
+use super::credits::{Place, Sender};
+use super::domain::Registered;
+use super::hello::{Area, Hello, Talk};
+use super::layout::{CELL, CELLS_BYTES, LARGEST, cut, offset};
+use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
+use super::{check_other, first_packet, on_rank};
+use crate::error::Error;
+use crate::link::dialled::Dialled;
+use crate::link::exit::Lease;
+use crate::link::{Break, HEADER_BYTES, Header, INLINE, Interest, LinkTx, Posted, Reactor, SLOT, Site};
+use crate::types::Rank;
+
+enum State {
+    Dialled(Dialled),
+    /// Both ends tell each other of their queue pairs.
+    Greeting(Talk, Box<Sending>),
+    Open(Arc<Mutex<Sending>>),
+    /// The link was given up before it was open, or the connection on which the ends greet each other broke.
+    Dead,
+}
+
+/// The sending end. Until it is open there is no room.
+pub(super) struct VerbsTx {
+    /// Of the two ends, in the world.
+    ends: (Rank, Rank),
+    peer: Rank,
+    card: Arc<Card>,
+    reactor: Arc<dyn Reactor>,
+    state: State,
+    broke: Option<Break>,
+}
+
+impl VerbsTx {
+    pub(super) fn open(site: &dyn Site) -> Result<VerbsTx, Error> {
+        Ok(VerbsTx {
+            ends: site.name().ends,
+            peer: site.peer(),
+            card: site.card()?,
+            reactor: site.reactor(),
+            state: State::Dialled(Dialled::new(site.dial())),
+            broke: None,
+        })
+    }
+
+    /// Goes on with what opens the link, as far as that can go now.
+    fn go_on(&mut self) -> Result<(), Error> {
+        if let State::Dialled(dialled) = &mut self.state
+            && let Some(socket) = dialled.poll(&self.reactor)?
+        {
+            self.reactor.watch(socket.as_fd(), Interest::Readable)?;
+            let sending = Sending::new(self.peer, &self.card)?;
+            let mut talk = Talk::new(socket);
+            talk.say(&sending.hello());
+            self.state = State::Greeting(talk, Box::new(sending));
+        }
+        let State::Greeting(talk, _) = &mut self.state else { return Ok(()) };
+        match talk.has_said().and_then(|_| talk.heard()) {
+            Ok(None) => {}
+            Ok(Some(bytes)) => {
+                let State::Greeting(_, mut sending) = std::mem::replace(&mut self.state, State::Dead) else {
+                    return Ok(());
+                };
+                sending.connect(&bytes)?;
+                self.reactor.watch(sending.pair.descriptor(), Interest::Readable)?;
+                self.state = State::Open(Arc::new(Mutex::new(*sending)));
+            }
+            Err(error) => {
+                let (at, peer_at) = (self.card.place(), "an unknown address");
+                self.broke = Some(report(&at, peer_at, format!("the link was being opened: {error}")));
+                self.state = State::Dead;
+            }
+        }
+        Ok(())
+    }
+
+    fn sending<R>(&self, otherwise: R, ask: impl FnOnce(&mut Sending) -> R) -> R {
+        match &self.state {
+            State::Open(sending) => ask(&mut sending.lock()),
+            _ => otherwise,
+        }
+    }
+}
+
+impl LinkTx for VerbsTx {
+    fn room(&mut self) -> Result<bool, Error> {
+        self.go_on().map_err(|error| on_rank(self.ends.0, error))?;
+        self.sending(Ok(false), |sending| {
+            sending.look()?;
+            Ok(sending.credits.has_room() && !sending.is_over())
+        })
+    }
+
+    fn needs_slot(&self, payload: *const u8, len: usize) -> bool {
+        // Of the region only the staging slots are registered.
+        let (at, bytes) = self.card.region().all_slots();
+        let offset = (payload as usize).wrapping_sub(at.as_ptr() as usize);
+        offset >= bytes || len > bytes - offset
+    }
+
+    unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
+        match &self.state {
+            // SAFETY: the caller's promise.
+            State::Open(sending) => unsafe { sending.lock().post(header, payload) },
+            _ => Err(Error::system("send by RDMA", "there is no room (a bug)")),
+        }
+    }
+
+    fn released(&mut self) -> Result<u64, Error> {
+        self.sending(Ok(0), |sending| {
+            sending.look()?;
+            Ok(sending.released())
+        })
+    }
+
+    fn revoke(&mut self) -> bool {
+        match &self.state {
+            State::Open(sending) => sending.lock().revoke(),
+            _ => self.state = State::Dead,
+        }
+        // What is sent lies in staging slots, none of it in memory of an operation's: the slots come back one by one as the device is done with them.
+        true
+    }
+
+    fn lease(&self) -> Option<Lease> {
+        let State::Open(sending) = &self.state else { return None };
+        let sending = sending.clone();
+        Some(Lease::written(self.card.region(), Box::new(move || sending.lock().is_quiet())))
+    }
+
+    fn take_break(&mut self) -> Option<Break> {
+        self.broke.take().or_else(|| self.sending(None, |sending| sending.broke.take()))
+    }
+
+    fn is_flushed(&mut self) -> bool {
+        self.sending(self.broke.is_none(), |sending| {
+            let _ = sending.look();
+            sending.broke.is_none()
+                && (sending.is_over() || sending.credits.gone() == sending.credits.posted())
+        })
+    }
+}
+
+/// An open sending end. A lease has it, too, where staging slots are to be kept until the device is done with them.
+struct Sending {
+    peer: Rank,
+    pair: QueuePair,
+    /// Headers and small payloads, on their way.
+    cells: Option<Registered>,
+    slots: Option<Arc<Registered>>,
+    card: Arc<Card>,
+    credits: Sender,
+    to: Area,
+    first_packet: u32,
+    max_message: u32,
+    /// How many slots its queue has room for.
+    most_slots: u32,
+    peer_at: String,
+    /// Frames whose sources were free when it broke: those after them did not arrive, as far as is known here.
+    broken_at: Option<u64>,
+    is_revoked: bool,
+    broke: Option<Break>,
+}
+
+impl Sending {
+    fn new(peer: Rank, card: &Arc<Card>) -> Result<Sending, Error> {
+        let (max_message, most_slots) = (card.max_message(), card.slots_to_send(card.max_message()));
+        let room = Room {
+            send: card.requests_to_send(most_slots, max_message),
+            receive: super::credits::CELLS as u32,
+        };
+        let mut pair = QueuePair::new(card, room)?;
+        super::fill(&mut pair, card)?;
+        Ok(Sending {
+            peer,
+            pair,
+            cells: Some(card.cells(CELLS_BYTES)?),
+            slots: Some(card.slots()?),
+            card: card.clone(),
+            credits: Sender::new(most_slots),
+            to: Area { at: 0, key: 0 },
+            first_packet: first_packet()?,
+            max_message,
+            most_slots,
+            peer_at: String::new(),
+            broken_at: None,
+            is_revoked: false,
+            broke: None,
+        })
+    }
+
+    fn hello(&self) -> Hello {
+        self.card.hello(self.pair.number(), self.first_packet, self.most_slots, None)
+    }
+
+    /// The receiver has answered.
+    fn connect(&mut self, bytes: &[u8; super::hello::BYTES]) -> Result<(), Error> {
+        let wrong = |problem| Error::protocol(self.peer, problem);
+        let other = Hello::decode(bytes).map_err(wrong)?;
+        check_other(&self.card, &other, self.peer)?;
+        self.to = other.area.ok_or_else(|| wrong("it receives by RDMA, and names no area".into()))?;
+        if other.slots > self.most_slots {
+            return Err(wrong(format!(
+                "it grants {} slots of {} that were asked for",
+                other.slots, self.most_slots
+            )));
+        }
+        self.max_message = self.max_message.min(other.max_message);
+        // Smaller messages are more requests, and the queue has room for so many.
+        let room = self.card.requests_to_send(self.most_slots, self.card.max_message());
+        let fits = |slots: &u32| self.card.requests_to_send(*slots, self.max_message) <= room;
+        let slots = (1..=other.slots).rev().find(fits).ok_or_else(|| {
+            let problem = format!("messages of {} bytes at most, which its port takes, are too many requests for this rank's queue", self.max_message);
+            Error::system(format!("send to rank {} by RDMA", self.peer), problem)
+        })?;
+        self.credits = Sender::new(other.slots.min(slots));
+        self.peer_at = super::place_of(&other);
+        self.pair.connect(&self.card, self.first_packet, &other)
+    }
+
+    /// Takes what the device has to tell. Where the progress thread is about to sleep, the device is asked to wake it.
+    fn look(&mut self) -> Result<(), Error> {
+        loop {
+            let mut told = [IbvWc::default(); BATCH];
+            let count = match self.pair.poll(&mut told) {
+                Ok(count) => count,
+                Err(error) => return self.lose(error),
+            };
+            for completion in &told[..count] {
+                self.take(completion)?;
+            }
+            let more = count > 0
+                || super::is_wanted(&self.card) && {
+                    match self.pair.arm() {
+                        Ok(more) => more,
+                        Err(error) => return self.lose(error),
+                    }
+                };
+            if !more {
+                return Ok(());
+            }
+        }
+    }
+
+    fn take(&mut self, completion: &IbvWc) -> Result<(), Error> {
+        let status = WcStatus(completion.status);
+        if status != WcStatus::SUCCESS {
+            self.break_off(problem_of(&self.card, completion));
+            // Whatever became of it, the device is done with it.
+            if completion.wr_id & PIECE == 0 {
+                self.credits.is_done_with_next();
+            }
+            return Ok(());
+        }
+        if completion.wr_id != RECEIVED {
+            self.credits.is_done_with_next();
+            return Ok(());
+        }
+        let count = u32::from_be(completion.imm_data);
+        self.credits.told(count).map_err(|problem| Error::protocol(self.peer, problem))?;
+        match self.pair.post_receive() {
+            Ok(()) => Ok(()),
+            Err(error) => self.lose(error),
+        }
+    }
+
+    /// A call of the library's failed: nothing is known of what was posted until the queue pair is gone.
+    fn lose(&mut self, error: VerbsError) -> Result<(), Error> {
+        self.break_off(error.to_string());
+        if self.pair.destroy() {
+            while self.credits.gone() < self.credits.posted() {
+                self.credits.is_done_with_next();
+            }
+        }
+        Ok(())
+    }
+
+    fn break_off(&mut self, problem: String) {
+        if self.broken_at.is_none() {
+            self.broken_at = Some(self.credits.gone());
+            if !self.is_revoked {
+                tracing::debug!(peer = self.peer, problem, "a link over RDMA broke while sending");
+                self.broke = Some(report(&super::end_of(&self.card, &self.pair), &self.peer_at, problem));
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.is_revoked || self.broken_at.is_some()
+    }
+
+    /// Frames whose sources are free, as whoever posted them is told: where the link broke, those that did not arrive are not among them.
+    fn released(&self) -> u64 {
+        match self.broken_at {
+            Some(arrived) if !self.is_revoked => arrived,
+            _ => self.credits.gone(),
+        }
+    }
+
+    fn revoke(&mut self) {
+        if !self.is_revoked {
+            self.is_revoked = true;
+            self.pair.fail();
+        }
+        let _ = self.look();
+    }
+
+    /// Whether the device is done with all that was posted.
+    fn is_quiet(&mut self) -> bool {
+        let _ = self.look();
+        self.credits.gone() == self.credits.posted()
+    }
+
+    /// As [`LinkTx::post`].
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn post(&mut self, header: Header, payload: *const u8) -> Result<Posted, Error> {
+        let len = header.len as usize;
+        let (Some(cells), Some(slots)) = (&self.cells, &self.slots) else {
+            return Err(Error::system("send by RDMA", "the link is closed (a bug)"));
+        };
+        let large = len > INLINE;
+        if large && (len > SLOT || !slots.holds(payload, len)) {
+            return Err(Error::system("send by RDMA", "the payload is in no staging slot (a bug)"));
+        }
+        let (place, number) = self.credits.post(large);
+        let cell = cells.at(place.cell as usize * CELL);
+        // SAFETY: the cell is the link's own memory, and `Sender` gives it out only when the device is done with the frame that was in it before. A small
+        // payload has room behind the header, and is valid for `len` bytes (the caller's promise); one of no bytes may be null.
+        unsafe {
+            std::ptr::copy_nonoverlapping(header.encode().as_ptr(), cell, HEADER_BYTES);
+            if !large && len > 0 {
+                std::ptr::copy_nonoverlapping(payload, cell.add(HEADER_BYTES), len);
+            }
+        }
+        let in_cell = HEADER_BYTES + if large { 0 } else { len };
+        let first = piece(cell, in_cell, cells.local_key());
+        let second = piece(payload, len, slots.local_key());
+        let from = if large { &[first, second][..] } else { &[first][..] };
+        let (frame, bytes) = (self.credits.posted(), HEADER_BYTES + len);
+        // SAFETY: the cell is registered, and stays as it is until the device is done with the frame; so does the slot, by the caller's promise.
+        if let Err(error) = unsafe { self.write(from, bytes, place, (frame, number)) } {
+            self.lose(error)?;
+        }
+        Ok(if large { Posted::Held } else { Posted::Copied })
+    }
+
+    /// Writes a frame to its place in the receiver's area, in as many messages as its size takes.
+    ///
+    /// # Safety
+    /// As for [`QueuePair::post_write`].
+    unsafe fn write(
+        &mut self,
+        from: &[IbvSge],
+        bytes: usize,
+        place: Place,
+        (frame, number): (u64, u32),
+    ) -> Result<(), VerbsError> {
+        debug_assert!(bytes <= LARGEST);
+        let (to, key) = (self.to.at + offset(place) as u64, self.to.key);
+        let (pieces, _) = cut(bytes, self.max_message);
+        let max = self.max_message as usize;
+        for at in 0..pieces {
+            let (begin, is_last) = (at * max, at + 1 == pieces);
+            let mut parts = [IbvSge::default(); 2];
+            let count = part_of(from, begin, max.min(bytes - begin), &mut parts);
+            let id = if is_last { frame & !PIECE } else { PIECE };
+            let number = is_last.then_some(number);
+            let write = Write { id, from: &parts[..count], to: to + begin as u64, key, number };
+            // SAFETY: the caller's promise; the completion of the last piece is told behind those of the others.
+            unsafe { self.pair.post_write(write) }?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        if crate::forked::is_forked() || !self.pair.destroy() {
+            // The device may read from them for good.
+            std::mem::forget((self.cells.take(), self.slots.take()));
+        }
+    }
+}
+
+/// In the id of a request: a piece that is not a frame's last, or a receive request. It counts for no frame.
+const PIECE: u64 = 1 << 63;
+
+fn piece(at: *const u8, bytes: usize, key: u32) -> IbvSge {
+    IbvSge { addr: at.expose_provenance() as u64, length: bytes as u32, lkey: key }
+}
+
+/// Of two pieces of memory, one behind the other, the part that begins so far from the first one's beginning. Returns in how many pieces it is.
+fn part_of(from: &[IbvSge], mut skip: usize, mut bytes: usize, into: &mut [IbvSge; 2]) -> usize {
+    let mut count = 0;
+    for piece in from {
+        let here = (piece.length as usize).saturating_sub(skip).min(bytes);
+        if here > 0 {
+            into[count] = IbvSge { addr: piece.addr + skip as u64, length: here as u32, lkey: piece.lkey };
+            (count, bytes) = (count + 1, bytes - here);
+        }
+        skip = skip.saturating_sub(piece.length as usize);
+    }
+    count
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_is_cut_across_its_header_and_its_payload() {
+        let from = [IbvSge { addr: 1000, length: 64, lkey: 1 }, IbvSge { addr: 9000, length: 100, lkey: 2 }];
+        let cut = |begin, bytes| {
+            let mut into = [IbvSge::default(); 2];
+            let count = part_of(&from, begin, bytes, &mut into);
+            into[..count].iter().map(|piece| (piece.addr, piece.length, piece.lkey)).collect::<Vec<_>>()
+        };
+        assert_eq!(cut(0, 164), [(1000, 64, 1), (9000, 100, 2)]);
+        assert_eq!(cut(0, 50), [(1000, 50, 1)]);
+        assert_eq!(cut(50, 50), [(1050, 14, 1), (9000, 36, 2)]);
+        assert_eq!(cut(100, 64), [(9036, 64, 2)]);
+        assert_eq!(cut(64, 1), [(9000, 1, 2)]);
+    }
+}
