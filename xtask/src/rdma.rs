@@ -1,4 +1,4 @@
-//! `cargo xtask rdma`: what finds RDMA devices, tried on a real kernel's. A virtual machine has Soft-RoCE (`rdma_rxe`), which needs no card.
+//! `cargo xtask rdma`: what finds RDMA devices, and the link over them, tried on a real kernel's. A virtual machine has Soft-RoCE (`rdma_rxe`), which needs no card.
 //!
 //! The kernel is one of Debian's, fetched once. The machine's root is this host's, so that it runs the programs that were built here with the
 //! libraries that are installed here. Where the processor cannot run it, it is emulated: it shows what is right, and not how fast.
@@ -20,8 +20,9 @@ const MODULES: [&str; 7] =
     ["virtio_pci", "9pnet_virtio", "9p", "dummy", "crc32_generic", "ib_uverbs", "rdma_rxe"];
 const INIT: &str = include_str!("rdma/init.sh");
 const DISCOVER: &str = include_str!("rdma/discover.sh");
-/// A machine that takes longer hangs. It takes ten seconds where it is emulated.
-const LIMIT: Duration = Duration::from_secs(240);
+const LINK: &str = include_str!("rdma/link.sh");
+/// A machine that takes longer hangs. Where it is emulated it takes ten seconds to find devices, and two minutes for the link.
+const LIMIT: Duration = Duration::from_secs(480);
 
 /// What has to be here, and the package that has it.
 const PROGRAMS: [(&str, &str); 6] = [
@@ -76,24 +77,87 @@ pub(crate) fn needs(_: &Path) -> Result<(), String> {
 
 /// All checks, on one machine that is started once.
 pub(crate) fn check(root: &Path) -> Vec<Check> {
-    let name = "`allstream info` names what Soft-RoCE has";
-    match discover(root) {
-        Ok(cases) => vec![(name, complaints(&cases))],
-        Err(error) => vec![(name, vec![error])],
-    }
+    let finds = "`allstream info` names what Soft-RoCE has";
+    let links =
+        "collectives between processes over Soft-RoCE, and what is said of a rank that is killed or stopped";
+    let check = |script: &str, judge: &dyn Fn(&[Case]) -> Vec<String>| match run(root, script) {
+        Ok(cases) => judge(&cases),
+        Err(error) => vec![error],
+    };
+    vec![(finds, check(DISCOVER, &complaints)), (links, check(LINK, &link_complaints))]
 }
 
-/// Builds the command, and runs it in the machine: what it printed, by the name of each case.
-fn discover(root: &Path) -> Result<Vec<(String, String)>, String> {
+/// The name of a case, and what it printed.
+type Case = (String, String);
+
+/// Builds the command, and runs a script with it in the machine: what it printed.
+fn run(root: &Path, script: &str) -> Result<Vec<Case>, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     output(Command::new(cargo).current_dir(root).args(["build", "--quiet", "--package", "allstream-cli"]))?;
     let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
     let program = target.join("debug/allstream");
     let machine = Machine::prepare(&target.join("rdma"))?;
-    let said = machine.run(&format!("ALLSTREAM='{}'\n{DISCOVER}", program.display()))?;
+    let said = machine.run(&format!("ALLSTREAM='{}'\n{script}", program.display()))?;
     let cases = said.split("case: ").skip(1).filter_map(|case| case.split_once('\n'));
     Ok(cases.map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
 }
+
+/// What is wrong with what the link's script printed.
+fn link_complaints(cases: &[Case]) -> Vec<String> {
+    let mut complaints = Vec::new();
+    let mut perfs = 0;
+    for (name, text) in cases {
+        let mut has = |part: &str, wanted: bool| {
+            if text.contains(part) != wanted {
+                let is = if wanted { "is not" } else { "is" };
+                complaints.push(format!("{name}: `{}` {is} in: {}", part.trim(), text.trim()));
+            }
+        };
+        match name.as_str() {
+            "missing" => {
+                has("which the link rdma needs on all of them, is not available: there is no device", true);
+                has("[1] allstream: RDMA on host", true);
+                has("[0] allstream: RDMA on host", true);
+            }
+            "counters" => {
+                for none in ["rcvd_rnr_err 0\n", "send_rnr_err 0\n", "retry_rnr_exceeded_err 0\n"] {
+                    has(none, true);
+                }
+                // The pair that the device itself has.
+                has(" qp 1 cm_id 0 mr 0 ", true);
+            }
+            "killed" | "stopped" => {
+                for rank in [0, 1, 3] {
+                    has(&format!("[{rank}] allstream: rank 2 was lost"), true);
+                }
+                has(" qp 1 cm_id 0 mr 0 ", true);
+                let told =
+                    text.strip_prefix("told after ").and_then(|text| text.split(' ').next()?.parse().ok());
+                // A stopped rank is lost when nothing was heard of it for 4 s. The rest is for a machine that is emulated.
+                let limit = if name == "killed" { 3000 } else { 8000 };
+                if told.is_none_or(|ms: u64| ms > limit) {
+                    complaints.push(format!("{name}: told after {told:?} ms, at most {limit} expected"));
+                }
+            }
+            _ => {
+                perfs += 1;
+                has("# Out of bounds values : 0 OK", true);
+                has("ended with", false);
+            }
+        }
+    }
+    if perfs != PERFS || cases.len() != PERFS + 4 {
+        complaints.push(format!(
+            "{} cases, {perfs} of them of perf, expected {} and {PERFS}",
+            cases.len(),
+            PERFS + 4
+        ));
+    }
+    complaints
+}
+
+/// Runs of `perf` in the link's script.
+const PERFS: usize = 23;
 
 /// What each case has to say: texts that are in it, in this order.
 const WANTED: [(&str, &[&str]); 8] = [

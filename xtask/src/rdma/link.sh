@@ -1,0 +1,66 @@
+# The link over RDMA, on one Soft-RoCE device: each `case` is followed by what it printed. $ALLSTREAM is the command.
+# The check of what it printed is in rdma.rs. What was cut off by a time limit has no line that says how it ended.
+
+set -e
+export ALLSTREAM_TRACE_DIR=off ALLSTREAM_HEARTBEAT_TIMEOUT=4
+ip link set lo up
+
+echo "case: missing"
+ALLSTREAM_LINK=rdma timeout 60 "$ALLSTREAM" run -n 2 -- "$ALLSTREAM" perf all_reduce --sizes 8 -n 1 -w 1 2>&1 || echo "ended with $?"
+
+ip link add rd0 type dummy
+ip addr add 10.9.0.1/24 dev rd0
+ip link set rd0 mtu 4200 up
+rdma link add rxe0 type rxe netdev rd0
+
+# Every collective, beside the oracle of `perf`.
+for ranks in 2 4; do
+    for collective in all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter scan exscan send_recv; do
+        echo "case: $ranks $collective"
+        timeout 60 "$ALLSTREAM" perf "$collective" -N "$ranks" --link rdma --sizes 8,4K,1M -n 2 -w 1 2>&1 || echo "ended with $?"
+    done
+done
+
+# Small messages, which have to fit in one packet each.
+echo "case: small packets"
+ip link set rd0 mtu 1500
+timeout 60 "$ALLSTREAM" perf all_reduce -N 2 --link rdma --sizes 1M -n 2 -w 1 2>&1 || echo "ended with $?"
+ip link set rd0 mtu 4200
+
+echo "case: counters"
+for name in rcvd_rnr_err send_rnr_err retry_rnr_exceeded_err; do
+    read -r count <"/sys/class/infiniband/rxe0/ports/1/hw_counters/$name"
+    echo "$name $count"
+done
+rdma resource show
+
+# A rank in the middle of large operations gets a signal: what the others say, and after how many milliseconds all have ended.
+signalled() {
+    echo "case: $1"
+    ALLSTREAM_LINK=rdma timeout 60 "$ALLSTREAM" run -n 4 --on-failure keep -- \
+        sh -c 'test "$RANK" != 2 || echo $$ >/dev/shm/rank2; exec "$0" "$@"' \
+        "$ALLSTREAM" perf all_reduce --sizes 4M -n 100000 -w 1 >/dev/shm/said 2>&1 &
+    job=$!
+    while [ ! -s /dev/shm/rank2 ]; do sleep 0.1; done
+    rank2=$(cat /dev/shm/rank2)
+    rm /dev/shm/rank2
+    # As soon as data moves.
+    read -r before </sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts
+    now=$before
+    while [ "$now" -lt $((before + 3000)) ]; do
+        sleep 0.1
+        read -r now </sys/class/infiniband/rxe0/ports/1/hw_counters/sent_pkts
+    done
+    begun=$(date +%s%3N)
+    kill "-$2" "$rank2"
+    for rank in 0 1 3; do
+        while ! grep -q "^\[$rank\] allstream: rank 2 was lost" /dev/shm/said && kill -0 "$job" 2>/dev/null; do sleep 0.05; done
+    done
+    echo "told after $(($(date +%s%3N) - begun)) ms"
+    if [ "$2" = STOP ]; then kill -KILL "$rank2" || true; fi
+    wait "$job" || true
+    grep '^\[.\] allstream: ' /dev/shm/said || cat /dev/shm/said
+    rdma resource show
+}
+signalled killed KILL
+signalled stopped STOP
