@@ -165,3 +165,46 @@ fn info_says_that_too_little_memory_can_be_locked() {
         "{said:#?}"
     );
 }
+
+#[test]
+fn a_world_over_rdma_whose_ranks_have_none_does_not_form_and_all_say_why() {
+    for (library, variable, parts) in [
+        (
+            "/nowhere/libibverbs.so.1",
+            None,
+            &["looked for /nowhere/libibverbs.so.1", "install libibverbs"][..],
+        ),
+        (
+            library().to_str().unwrap(),
+            Some(("ALLSTREAM_RDMA_TC", "300")),
+            &["ALLSTREAM_RDMA_TC is `300`", "from 0 to 255"],
+        ),
+        (
+            library().to_str().unwrap(),
+            Some(("ALLSTREAM_RDMA_DEVICE", "mlx5_9")),
+            &["there is no device mlx5_9 here"],
+        ),
+    ] {
+        let mut command = with_library(library);
+        command.env(HOST, CARDS).envs(variable).env("ALLSTREAM_LINK", "rdma");
+        command.args([
+            "run",
+            "-n",
+            "2",
+            "--",
+            env!("CARGO_BIN_EXE_allstream"),
+            "perf",
+            "all_reduce",
+            "--sizes",
+            "8",
+        ]);
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let said = format!("{}{}", text(&output.stdout), text(&output.stderr));
+        assert!(!output.status.success(), "{said}");
+        for rank in 0..2 {
+            let line = said.lines().find(|line| line.starts_with(&format!("[{rank}] allstream: ")));
+            let line = line.unwrap_or_else(|| panic!("rank {rank} says nothing: {said}"));
+            parts.iter().for_each(|part| assert!(line.contains(part), "{part}: {line}"));
+        }
+    }
+}

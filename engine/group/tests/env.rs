@@ -126,7 +126,7 @@ fn what_is_wrong_is_named() {
         ("MASTER_PORT", "0", &["MASTER_PORT", "port 0"]),
         ("MASTER_ADDR", "a b", &["MASTER_ADDR", "a b"]),
         ("MASTER_ADDR", "host:29500", &["MASTER_ADDR", "host:29500"]),
-        ("ALLSTREAM_LINK", "rdma", &["ALLSTREAM_LINK is `rdma`", "shm"]),
+        ("ALLSTREAM_LINK", "roce", &["ALLSTREAM_LINK is `roce`", "shm, tcp, rdma"]),
         ("ALLSTREAM_RENDEZVOUS_TIMEOUT", "soon", &["ALLSTREAM_RENDEZVOUS_TIMEOUT", "soon"]),
         ("ALLSTREAM_RENDEZVOUS_TIMEOUT", "inf", &["ALLSTREAM_RENDEZVOUS_TIMEOUT", "inf"]),
         ("ALLSTREAM_HEARTBEAT_TIMEOUT", "-1", &["ALLSTREAM_HEARTBEAT_TIMEOUT", "-1"]),

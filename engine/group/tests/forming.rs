@@ -7,6 +7,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::*;
 use crate::group::handshake::{self, Purpose, Token};
+use crate::group::registration::RdmaEnd;
 use crate::types::LinkClass;
 
 fn says(error: &Error, words: &[&str]) {
@@ -265,6 +266,37 @@ async fn links_decide_locality_or_are_refused() {
             says(&failure(end), &["needs all ranks in one", "host0", "host1", "ALLSTREAM_LINK"]);
         }
     }
+    // What a rank says of its port counts; whether it has one was asked before.
+    let over_rdma = |place: Rendezvous, layer: &str| {
+        let (host, port) =
+            (format!("host of {}", place.rank), format!("card{} port 1 active, {layer}", place.rank));
+        let rdma = Some(RdmaEnd { host, layer: layer.into(), port });
+        Rendezvous { rdma, ..place.link(LinkChoice::RDMA) }
+    };
+    for (layers, wanted) in [
+        (
+            ["InfiniBand", "RoCE v2"],
+            &[
+                "ports of one kind",
+                "rank 0 on host host of 0 has card0",
+                "rank 1 on host host of 1 has card1",
+            ],
+        ),
+        (["", "RoCE v2"], &["the link is rdma", "rank 0 named no port", "the same program"]),
+    ] {
+        let (places, _) = places("127.0.0.1", 2);
+        let ends = places.into_iter().zip(layers).map(|(place, layer)| match layer {
+            "" => place.link(LinkChoice::RDMA),
+            layer => over_rdma(place, layer),
+        });
+        for end in join_all(ends.collect()).await {
+            says(&failure(end), wanted);
+        }
+    }
+    let (alike, _) = places("127.0.0.1", 2);
+    let members = world(alike.into_iter().map(|place| over_rdma(place, "RoCE v2")).collect()).await;
+    assert_eq!(members[0].mesh.peers()[1].as_ref().unwrap().link.class, LinkClass::RDMA);
+    close_all(members).await;
     let (places, _) = places("127.0.0.1", 2);
     let members =
         world(places.into_iter().enumerate().map(|(i, p)| p.host_id(format!("host{i}"))).collect()).await;

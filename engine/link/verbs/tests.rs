@@ -402,3 +402,24 @@ fn what_hosts_say_at_random_makes_a_choice_or_an_error_and_no_panic() {
 fn device_of(at: usize, ports: Vec<Found>) -> Device {
     device(&format!("d{at}"), ports)
 }
+
+#[test]
+fn what_queue_pairs_are_set_to_is_read_or_refused() {
+    let read = |name: &str, value: &str| {
+        let (name, value) = (format!("ALLSTREAM_RDMA_{name}"), value.to_owned());
+        Wishes::from_lookup(move |asked| (asked == name).then(|| value.clone()))
+    };
+    let set = |name, value| read(name, value).unwrap();
+    assert_eq!((set("TIMEOUT", "20").timeout, set("RETRY", " 3 ").retry), (Some(20), Some(3)));
+    assert_eq!((set("TC", "106").traffic_class, set("SL", "15").service_level), (Some(106), Some(15)));
+    assert_eq!((set("PKEY", "65535").pkey, set("TIMEOUT", "").timeout), (Some(65535), None));
+    for (name, value, wanted) in [
+        ("TIMEOUT", "32", "the code of a time (4.096 us, doubled so often), from 0 to 31"),
+        ("RETRY", "8", "how often a packet is sent again, from 0 to 7"),
+        ("TC", "256", "a traffic class, from 0 to 255"),
+        ("SL", "-1", "a service level, from 0 to 15"),
+        ("PKEY", "0xffff", "the index of a partition key, from 0 to 65535"),
+    ] {
+        says(&read(name, value).unwrap_err(), &[&format!("ALLSTREAM_RDMA_{name} is `{value}`"), wanted]);
+    }
+}

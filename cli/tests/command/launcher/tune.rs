@@ -99,7 +99,7 @@ fn tune_says_what_it_cannot_do() {
     for (arguments, says) in [
         (&["tune", "-N", "1"][..], "nobody to be measured with"),
         (&["tune", "--collectives", "sum"], "all_gather"),
-        (&["tune", "--link", "rdma"], "shm"),
+        (&["tune", "--link", "roce"], "shm"),
     ] {
         let output = with_table(arguments, "off");
         assert!(!output.status.success() && text(&output.stderr).contains(says), "{}", text(&output.stderr));
