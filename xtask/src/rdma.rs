@@ -127,17 +127,16 @@ fn link_complaints(cases: &[Case]) -> Vec<String> {
                 has(" qp 1 cm_id 0 mr 0 ", true);
             }
             "killed" | "stopped" => {
+                // A death is told by the end of its connections, at once; silence after as long as a heartbeat may take.
+                let how = if name == "killed" {
+                    "its connection ended without a goodbye"
+                } else {
+                    "nothing was heard from it for 4s"
+                };
                 for rank in [0, 1, 3] {
-                    has(&format!("[{rank}] allstream: rank 2 was lost"), true);
+                    has(&format!("[{rank}] allstream: rank 2 was lost ({how})"), true);
                 }
                 has(" qp 1 cm_id 0 mr 0 ", true);
-                let told =
-                    text.strip_prefix("told after ").and_then(|text| text.split(' ').next()?.parse().ok());
-                // A stopped rank is lost when nothing was heard of it for 4 s. The rest is for a machine that is emulated.
-                let limit = if name == "killed" { 3000 } else { 8000 };
-                if told.is_none_or(|ms: u64| ms > limit) {
-                    complaints.push(format!("{name}: told after {told:?} ms, at most {limit} expected"));
-                }
             }
             _ => {
                 perfs += 1;

@@ -34,7 +34,8 @@ for name in rcvd_rnr_err send_rnr_err retry_rnr_exceeded_err; do
 done
 rdma resource show
 
-# A rank in the middle of large operations gets a signal: what the others say, and after how many milliseconds all have ended.
+# A rank in the middle of large operations gets a signal: what the others say, and after how many milliseconds all have said it. That is told, and not
+# checked: an emulated machine on a busy one has no time of its own.
 signalled() {
     echo "case: $1"
     ALLSTREAM_LINK=rdma timeout 60 "$ALLSTREAM" run -n 4 --on-failure keep -- \
