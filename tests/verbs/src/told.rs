@@ -3,6 +3,7 @@
 use std::net::IpAddr;
 use std::sync::OnceLock;
 
+use allstream_sys::verbs::{IbvGid, IbvGidEntry};
 use serde::Deserialize;
 
 const VARIABLE: &str = "ALLSTREAM_TEST_VERBS";
@@ -16,7 +17,7 @@ pub(crate) struct Host {
     pub(crate) devices: Vec<Device>,
 }
 
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct Device {
     pub(crate) name: String,
@@ -27,6 +28,50 @@ pub(crate) struct Device {
     pub(crate) attributes_fail: i32,
     pub(crate) gids_fail: i32,
     pub(crate) ports: Vec<Port>,
+    /// Queue pairs, completion queues and registered regions that a process can have.
+    pub(crate) max_qp: u32,
+    pub(crate) max_cq: u32,
+    pub(crate) max_mr: u32,
+    /// Requests that a queue holds, pieces that one has, and bytes that it carries inline.
+    pub(crate) max_qp_wr: u32,
+    pub(crate) max_sge: u32,
+    pub(crate) max_inline: u32,
+    /// Completions that a queue holds.
+    pub(crate) max_cqe: u32,
+    /// READs of a queue pair that are answered, and that are asked, at the same time.
+    pub(crate) max_rd_atomic: u8,
+    pub(crate) max_init_rd_atomic: u8,
+    /// Whether it has windows of type 2B.
+    pub(crate) windows: bool,
+    /// Bytes that a process may pin; 0: any number.
+    pub(crate) max_pinned: u64,
+    /// Whether seven retries are retries without end, as on Soft-RoCE.
+    pub(crate) seven_is_for_ever: bool,
+}
+
+impl Default for Device {
+    fn default() -> Self {
+        Device {
+            name: String::new(),
+            transport: 0,
+            fails: 0,
+            attributes_fail: 0,
+            gids_fail: 0,
+            ports: Vec::new(),
+            max_qp: 4096,
+            max_cq: 4096,
+            max_mr: 1 << 16,
+            max_qp_wr: 16384,
+            max_sge: 16,
+            max_inline: 220,
+            max_cqe: 1 << 16,
+            max_rd_atomic: 16,
+            max_init_rd_atomic: 16,
+            windows: true,
+            max_pinned: 0,
+            seven_is_for_ever: false,
+        }
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -42,13 +87,16 @@ pub(crate) struct Port {
     pub(crate) mtu: u32,
     pub(crate) max_mtu: u32,
     pub(crate) max_message: u32,
+    /// The network that it is on: ports reach each other where this is the same number.
+    pub(crate) rail: u32,
     pub(crate) gids: Vec<Gid>,
 }
 
 impl Default for Port {
     fn default() -> Self {
         let gids = Vec::new();
-        Port { fails: 0, state: 4, layer: 2, mtu: 4096, max_mtu: 4096, max_message: 1 << 30, gids }
+        let (mtu, max_mtu, max_message) = (4096, 4096, 1 << 30);
+        Port { fails: 0, state: 4, layer: 2, mtu, max_mtu, max_message, rail: 0, gids }
     }
 }
 
@@ -83,4 +131,24 @@ pub(crate) fn host() -> &'static Host {
             Host { fails: libc::EINVAL, ..Host::default() }
         }),
     })
+}
+
+/// An MTU as the header counts them.
+pub(crate) fn mtu(bytes: u32) -> u32 {
+    (1..=5).find(|code| 128 << code == bytes).unwrap_or(0)
+}
+
+/// An entry of the table of addresses.
+pub(crate) fn entry(port: u32, told: &Gid) -> IbvGidEntry {
+    let address = match told.address {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+        IpAddr::V6(v6) => v6,
+    };
+    let gid_type = match told.kind {
+        Kind::Ib => 0,
+        Kind::RoceV1 => 1,
+        Kind::RoceV2 => 2,
+    };
+    let gid = IbvGid { raw: address.octets() };
+    IbvGidEntry { gid, gid_index: told.index, port_num: port, gid_type, ndev_ifindex: told.interface }
 }

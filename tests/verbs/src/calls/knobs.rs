@@ -1,0 +1,94 @@
+//! What a test calls at run time to turn the library's knobs and to read what it has counted. The names begin with `allstream_test_verbs_`.
+
+use std::ffi::{CStr, c_char, c_int, c_uint};
+
+use crate::card::card;
+use crate::codes::{ACTIVE, PORT_ACTIVE, PORT_ERR, QP_FATAL};
+use crate::counts::{self, Report};
+use crate::faults;
+use crate::told::host;
+
+/// A text of the caller's.
+///
+/// # Safety
+/// It ends in a null byte, or is null.
+unsafe fn text<'a>(at: *const c_char) -> Option<&'a str> {
+    // SAFETY: the caller's.
+    (!at.is_null()).then(|| unsafe { CStr::from_ptr(at) })?.to_str().ok()
+}
+
+/// Makes the `nth` call from now (1 is the next) of a function fail with this `errno`. `nth` of 0 takes back all of this name, a null name everything.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn allstream_test_verbs_fail(name: *const c_char, nth: u64, code: c_int) -> c_int {
+    // SAFETY: the caller's.
+    faults::fail_call(unsafe { text(name) }, nth, code)
+}
+
+/// How often a function has been called; all ones: there is no such function.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn allstream_test_verbs_calls(name: *const c_char) -> u64 {
+    // SAFETY: the caller's.
+    unsafe { text(name) }.and_then(counts::calls).unwrap_or(u64::MAX)
+}
+
+/// Completions and answers to READs are late by at most so many microseconds from now on; 0: by none.
+#[unsafe(no_mangle)]
+extern "C" fn allstream_test_verbs_set_delays(longest_us: u64, seed: u64) {
+    faults::set_delays(longest_us, seed);
+}
+
+/// Of a thousand packets that this process sends, so many are lost from now on.
+#[unsafe(no_mangle)]
+extern "C" fn allstream_test_verbs_set_loss(of_a_thousand: u64) {
+    faults::set_loss(of_a_thousand);
+}
+
+/// The `nth` request to send that is posted from now on stays for ever, and all behind it on its queue pair. 0: those that stay go on.
+#[unsafe(no_mangle)]
+extern "C" fn allstream_test_verbs_stall(nth: u64) -> c_int {
+    faults::set_stall(nth);
+    if nth > 0 {
+        return 0;
+    }
+    let Ok(mut card) = card() else { return libc::EIO };
+    let numbers: Vec<u32> = card.pairs.keys().copied().collect();
+    for number in numbers {
+        card.with(number, |pair, shared| {
+            pair.sending.queue.iter_mut().for_each(|request| request.is_stalled = false);
+            pair.go_on(shared);
+        });
+    }
+    0
+}
+
+/// Changes the state of a port of this process's, as if its cable were pulled or put back, and tells whoever has the device open.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn allstream_test_verbs_set_port(device: *const c_char, port: u8, state: c_uint) -> c_int {
+    // SAFETY: the caller's.
+    let name = unsafe { text(device) }.unwrap_or_default();
+    let Some(at) = host().devices.iter().position(|told| told.name == name) else { return libc::ENODEV };
+    let Ok(mut card) = card() else { return libc::EIO };
+    let shared = &mut card.shared;
+    shared.ports.insert((at, port), state);
+    let event = if state == ACTIVE { PORT_ACTIVE } else { PORT_ERR };
+    let contexts = shared.contexts.iter().filter(|(_, context)| context.device == at);
+    let contexts: Vec<usize> = contexts.map(|(key, _)| *key).collect();
+    contexts.into_iter().for_each(|context| shared.event(context, event, port.into()));
+    0
+}
+
+/// Breaks a queue pair of this process's, by its number, as a device does that has found an error of its own.
+#[unsafe(no_mangle)]
+extern "C" fn allstream_test_verbs_break(number: u32) -> c_int {
+    let broken = card().map(|mut card| card.with(number, |pair, shared| pair.fail(Some(QP_FATAL), shared)));
+    if broken.is_ok_and(|found| found.is_some()) { 0 } else { libc::EINVAL }
+}
+
+/// Tells what lives, and what has happened.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn allstream_test_verbs_report(to: *mut Report) -> c_int {
+    let Ok(card) = card() else { return libc::EIO };
+    // SAFETY: the caller's, who promises room.
+    unsafe { to.write(card.shared.report) };
+    0
+}

@@ -1,0 +1,130 @@
+//! What all queue pairs of a process have in common.
+
+use std::collections::HashMap;
+use std::ffi::{c_int, c_uint};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Instant;
+use std::{io, ptr};
+
+use crate::codes::ACTIVE;
+use crate::completion::{Completions, Entry};
+use crate::counts::Report;
+use crate::events::{Event, Events};
+use crate::faults::Draws;
+use crate::memory::Memory;
+use crate::told::{self, host};
+
+/// An open device.
+pub(crate) struct Context {
+    /// Its place in what the test has said.
+    pub(crate) device: usize,
+    pub(crate) events: Events,
+}
+
+pub(crate) struct Shared {
+    pub(crate) contexts: HashMap<usize, Context>,
+    /// Protection domains, with their contexts.
+    pub(crate) domains: HashMap<usize, usize>,
+    pub(crate) memory: Memory,
+    pub(crate) completions: Completions,
+    pub(crate) report: Report,
+    pub(crate) draws: Draws,
+    pub(crate) timer: Timer,
+    /// Ports whose state has changed since the process began.
+    pub(crate) ports: HashMap<(usize, u8), c_uint>,
+}
+
+impl Shared {
+    pub(crate) fn new() -> Result<Shared, c_int> {
+        Ok(Shared {
+            contexts: HashMap::new(),
+            domains: HashMap::new(),
+            memory: Memory::default(),
+            completions: Completions::default(),
+            report: Report::default(),
+            draws: Draws::default(),
+            timer: Timer::new()?,
+            ports: HashMap::new(),
+        })
+    }
+
+    /// What the test has said of an open device.
+    pub(crate) fn device(&self, context: usize) -> Option<&'static told::Device> {
+        host().devices.get(self.contexts.get(&context)?.device)
+    }
+
+    /// The same of a port of it.
+    pub(crate) fn port(&self, context: usize, number: u8) -> Option<&'static told::Port> {
+        self.device(context)?.ports.get(usize::from(number).wrapping_sub(1))
+    }
+
+    /// The state that a port is in now.
+    pub(crate) fn port_state(&self, context: usize, number: u8) -> Option<c_uint> {
+        let (device, told) = (self.contexts.get(&context)?.device, self.port(context, number)?);
+        Some(self.ports.get(&(device, number)).copied().unwrap_or(told.state))
+    }
+
+    pub(crate) fn is_active(&self, context: usize, number: u8) -> bool {
+        self.port_state(context, number) == Some(ACTIVE)
+    }
+
+    pub(crate) fn complete(&mut self, queue: usize, entry: Entry) {
+        let delay = self.draws.delay();
+        if let Some(due) = self.completions.push(queue, entry, delay, &mut self.report) {
+            self.timer.wake_at(due);
+        }
+    }
+
+    pub(crate) fn event(&mut self, context: usize, kind: c_uint, element: usize) {
+        if let Some(context) = self.contexts.get_mut(&context) {
+            context.events.push(Event { kind, element });
+        }
+    }
+}
+
+/// Wakes the thread of `card.rs` when something is due.
+pub(crate) struct Timer {
+    fd: OwnedFd,
+    armed: Option<Instant>,
+}
+
+impl Timer {
+    fn new() -> Result<Timer, c_int> {
+        let flags = libc::TFD_NONBLOCK | libc::TFD_CLOEXEC;
+        // SAFETY: makes a descriptor.
+        let fd = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, flags) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO));
+        }
+        // SAFETY: just made, and nobody else's.
+        Ok(Timer { fd: unsafe { OwnedFd::from_raw_fd(fd) }, armed: None })
+    }
+
+    pub(crate) fn fd(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    /// The thread wakes at this time, or earlier.
+    pub(crate) fn wake_at(&mut self, at: Instant) {
+        if self.armed.is_some_and(|armed| armed <= at) {
+            return;
+        }
+        self.armed = Some(at);
+        let left = at.saturating_duration_since(Instant::now());
+        // Nothing at all would stop it.
+        let nanoseconds = i64::from(left.subsec_nanos()).max(1);
+        let it_value = libc::timespec { tv_sec: left.as_secs() as libc::time_t, tv_nsec: nanoseconds };
+        let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let setting = libc::itimerspec { it_interval: never, it_value };
+        // SAFETY: a timer, and a setting of it.
+        unsafe { libc::timerfd_settime(self.fd(), 0, &raw const setting, ptr::null_mut()) };
+    }
+
+    /// It has woken the thread.
+    pub(crate) fn fired(&mut self) {
+        let mut count = 0u64;
+        // SAFETY: room for the number.
+        unsafe { libc::read(self.fd(), (&raw mut count).cast(), size_of::<u64>()) };
+        self.armed = None;
+    }
+}
