@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 
 use test_support::verbs::{HOST, LIBRARY, library, old_library};
 
-use crate::launcher::text;
+use crate::launcher::{allstream, text};
 
 /// The lines of `allstream info` about RDMA.
 fn asked(command: &mut Command) -> Vec<String> {
@@ -166,45 +166,164 @@ fn info_says_that_too_little_memory_can_be_locked() {
     );
 }
 
+/// One port, over which ranks of this host reach each other.
+const PORT: &str =
+    r#"{"devices": [{"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
+/// The same; it takes messages of 4 KB at most, so that a large frame is many.
+const SMALL: &str = r#"{"devices": [{"name": "test_0", "ports": [{"max_message": 4096, "gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
+
+/// The command, on a host that this library pretends; whether it went well, and all that it said.
+fn on_host(file: &str, host: &str, variables: &[(&str, &str)], arguments: &[&str]) -> (bool, String) {
+    let mut all = vec![
+        (LIBRARY, file),
+        (HOST, host),
+        ("ALLSTREAM_INTERFACE", "=lo"),
+        ("ALLSTREAM_RDMA_DEVICE", ""),
+        ("ALLSTREAM_RDMA_GID", ""),
+        ("ALLSTREAM_TRACE_DIR", "off"),
+    ];
+    all.extend(variables);
+    let output = allstream(arguments, &all);
+    (output.status.success(), format!("{}{}", text(&output.stdout), text(&output.stderr)))
+}
+
+#[track_caller]
+fn is_right(host: &str, collective: &str, ranks: &str, variables: &[(&str, &str)]) {
+    let arguments =
+        ["perf", collective, "-N", ranks, "--link", "rdma", "--sizes", "8,4K,300K", "-n", "3", "-w", "1"];
+    let (went_well, said) = on_host(library().to_str().unwrap(), host, variables, &arguments);
+    assert!(
+        went_well && said.contains("# Out of bounds values : 0 OK"),
+        "{collective}, {ranks} ranks: {said}"
+    );
+}
+
+#[test]
+fn collectives_over_rdma_have_the_oracle_s_results() {
+    for collective in [
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "gather",
+        "scatter",
+        "scan",
+        "exscan",
+        "send_recv",
+    ] {
+        is_right(PORT, collective, "2", &[]);
+    }
+    is_right(PORT, "all_reduce", "3", &[]);
+    is_right(SMALL, "all_reduce", "2", &[]);
+    is_right(SMALL, "all_to_all", "3", &[]);
+}
+
+#[test]
+fn completions_that_are_late_change_nothing() {
+    for seed in ["1", "2", "3"] {
+        let late = [("ALLSTREAM_TEST_VERBS_DELAY_US", "300"), ("ALLSTREAM_TEST_VERBS_SEED", seed)];
+        is_right(PORT, "all_reduce", "3", &late);
+    }
+}
+
+#[test]
+fn what_a_device_refuses_is_told_on_all_ranks_with_the_call() {
+    for (fails, part) in [
+        ("ibv_alloc_pd:1:12", "test_0 port 1 cannot be used: ibv_alloc_pd: Cannot allocate memory"),
+        (
+            "ibv_create_cq:1:12",
+            "open a link over RDMA on test_0 port 1 (127.0.0.1): ibv_create_cq: Cannot allocate memory",
+        ),
+        (
+            "ibv_create_comp_channel:1:24",
+            "open a link over RDMA on test_0 port 1 (127.0.0.1): ibv_create_comp_channel: Too many open files",
+        ),
+        ("ibv_modify_qp:2:22", "ibv_modify_qp: Invalid argument"),
+        (
+            "ibv_reg_mr:1:12",
+            "of memory with a network card: ibv_reg_mr: Cannot allocate memory (os error 12); 0 bytes are registered; if locked",
+        ),
+    ] {
+        let job = [
+            "run",
+            "-n",
+            "2",
+            "--on-failure",
+            "keep",
+            "--",
+            env!("CARGO_BIN_EXE_allstream"),
+            "perf",
+            "all_reduce",
+            "--sizes",
+            "4K",
+        ];
+        let variables = [("ALLSTREAM_TEST_VERBS_FAIL", fails), ("ALLSTREAM_LINK", "rdma")];
+        let (went_well, said) = on_host(library().to_str().unwrap(), PORT, &variables, &job);
+        assert!(!went_well, "{fails}: {said}");
+        says_on_both(&said, part);
+    }
+}
+
+#[test]
+fn requests_that_never_come_back_end_with_the_deadline() {
+    let job = [
+        "run",
+        "-n",
+        "2",
+        "--on-failure",
+        "keep",
+        "--",
+        env!("CARGO_BIN_EXE_allstream"),
+        "perf",
+        "all_reduce",
+        "--sizes",
+        "1M",
+    ];
+    let variables =
+        [("ALLSTREAM_TEST_VERBS_STALL", "40"), ("ALLSTREAM_TIMEOUT", "2"), ("ALLSTREAM_LINK", "rdma")];
+    let (went_well, said) = on_host(library().to_str().unwrap(), PORT, &variables, &job);
+    assert!(!went_well && said.contains("timed out after 2s"), "{said}");
+}
+
+#[track_caller]
+fn says_on_both(said: &str, part: &str) {
+    for rank in 0..2 {
+        let begin = format!("[{rank}] allstream: ");
+        let tells = |line: &str| line.starts_with(&begin) && line.contains(part);
+        assert!(said.lines().any(tells), "rank {rank} does not say `{part}`: {said}");
+    }
+}
+
 #[test]
 fn a_world_over_rdma_whose_ranks_have_none_does_not_form_and_all_say_why() {
-    for (library, variable, parts) in [
+    let here = library().to_str().unwrap();
+    for (file, variable, parts) in [
         (
             "/nowhere/libibverbs.so.1",
             None,
             &["looked for /nowhere/libibverbs.so.1", "install libibverbs"][..],
         ),
-        (
-            library().to_str().unwrap(),
-            Some(("ALLSTREAM_RDMA_TC", "300")),
-            &["ALLSTREAM_RDMA_TC is `300`", "from 0 to 255"],
-        ),
-        (
-            library().to_str().unwrap(),
-            Some(("ALLSTREAM_RDMA_DEVICE", "mlx5_9")),
-            &["there is no device mlx5_9 here"],
-        ),
+        (here, Some(("ALLSTREAM_RDMA_TC", "300")), &["ALLSTREAM_RDMA_TC is `300`", "from 0 to 255"]),
+        (here, Some(("ALLSTREAM_RDMA_DEVICE", "mlx5_9")), &["there is no device mlx5_9 here"]),
     ] {
-        let mut command = with_library(library);
-        command.env(HOST, CARDS).envs(variable).env("ALLSTREAM_LINK", "rdma");
-        command.args([
+        let job = [
             "run",
             "-n",
             "2",
+            "--on-failure",
+            "keep",
             "--",
             env!("CARGO_BIN_EXE_allstream"),
             "perf",
             "all_reduce",
             "--sizes",
             "8",
-        ]);
-        let output = command.stdin(Stdio::null()).output().unwrap();
-        let said = format!("{}{}", text(&output.stdout), text(&output.stderr));
-        assert!(!output.status.success(), "{said}");
-        for rank in 0..2 {
-            let line = said.lines().find(|line| line.starts_with(&format!("[{rank}] allstream: ")));
-            let line = line.unwrap_or_else(|| panic!("rank {rank} says nothing: {said}"));
-            parts.iter().for_each(|part| assert!(line.contains(part), "{part}: {line}"));
-        }
+        ];
+        let variables: Vec<_> = variable.into_iter().chain([("ALLSTREAM_LINK", "rdma")]).collect();
+        let (went_well, said) = on_host(file, CARDS, &variables, &job);
+        assert!(!went_well, "{said}");
+        parts.iter().for_each(|part| says_on_both(&said, part));
     }
 }
