@@ -140,7 +140,9 @@ impl QueuePair {
 
     /// Connects it to the other end.
     pub(super) fn connect(&mut self, card: &Card, first_packet: u32, other: &Hello) -> Result<(), Error> {
-        let connected = self.to_receive(card, other).and_then(|()| self.to_send(card, first_packet));
+        let connected = self
+            .make_ready_to_receive(card, other)
+            .and_then(|()| self.make_ready_to_send(card, first_packet));
         connected.map_err(|error| {
             Error::system(
                 format!("connect {} to {} by RDMA", card.place(), other.address()),
@@ -149,7 +151,7 @@ impl QueuePair {
         })
     }
 
-    fn to_receive(&mut self, card: &Card, other: &Hello) -> Result<(), VerbsError> {
+    fn make_ready_to_receive(&mut self, card: &Card, other: &Hello) -> Result<(), VerbsError> {
         let tuning = card.tuning();
         let is_far = card.port().layer == RdmaLayer::RoceV2 || card.gid()[..SUBNET] != other.gid[..SUBNET];
         let route = IbvGlobalRoute {
@@ -190,7 +192,7 @@ impl QueuePair {
         self.modify(&mut attributes, &mask)
     }
 
-    fn to_send(&mut self, card: &Card, first_packet: u32) -> Result<(), VerbsError> {
+    fn make_ready_to_send(&mut self, card: &Card, first_packet: u32) -> Result<(), VerbsError> {
         let tuning = card.tuning();
         let mut attributes = IbvQpAttr {
             qp_state: QpState::RTS.0,

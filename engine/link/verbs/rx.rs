@@ -206,7 +206,7 @@ impl Receiving {
             let mut told = [IbvWc::default(); BATCH];
             let count = match self.pair.poll(&mut told) {
                 Ok(count) => count,
-                Err(error) => return Ok(self.lose(&error)),
+                Err(error) => return self.lose(&error),
             };
             for completion in &told[..count] {
                 self.take(completion)?;
@@ -215,7 +215,7 @@ impl Receiving {
                 || super::is_wanted(&self.card) && {
                     match self.pair.arm() {
                         Ok(more) => more,
-                        Err(error) => return Ok(self.lose(&error)),
+                        Err(error) => return self.lose(&error),
                     }
                 };
             if !more {
@@ -237,10 +237,10 @@ impl Receiving {
         let number = u32::from_be(completion.imm_data);
         let came = self.credits.came(number, completion.byte_len);
         came.map_err(|problem| Error::protocol(self.peer, problem))?;
-        if let Err(error) = self.pair.post_receive() {
-            self.lose(&error);
+        match self.pair.post_receive() {
+            Ok(()) => Ok(()),
+            Err(error) => self.lose(&error),
         }
-        Ok(())
     }
 
     /// The oldest frame that has come.
@@ -274,12 +274,14 @@ impl Receiving {
         let count = self.credits.tell();
         match self.pair.post_number(0, count) {
             Ok(()) => self.notes += 1,
-            Err(error) => self.lose(&error),
+            Err(error) => self.break_off(error.to_string()),
         }
     }
 
-    fn lose(&mut self, error: &VerbsError) {
+    /// A call of the library's failed.
+    fn lose(&mut self, error: &VerbsError) -> Result<(), Error> {
         self.break_off(error.to_string());
+        Ok(())
     }
 
     fn break_off(&mut self, problem: String) {
