@@ -4,6 +4,7 @@
 //! back to the pool in that order. `docs/adr/0013-device-memory.md` has the rules and their reasons.
 
 mod allocations;
+mod arrivals;
 mod between;
 mod blocks;
 mod buf;

@@ -8,7 +8,9 @@
 //! communicator that has failed, calls the driver.
 
 mod binding;
+mod folds;
 mod inputs;
+mod one_launch;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
@@ -18,7 +20,8 @@ use parking_lot::Mutex;
 
 use super::copied::Copied;
 use super::links::ipc::Far;
-use super::links::peer::{PeerDevice, Start};
+use super::links::peer::PeerDevice;
+use super::links::starts::Start;
 use super::stream::{DeviceEvent, DeviceStream};
 use super::waiter::{Stage, watch_stream};
 use super::whole::Whole;
@@ -27,54 +30,21 @@ use crate::error::Error;
 use crate::link::exit::Lease;
 use crate::link::waits::{Wait, kept};
 use crate::mem::{Fate, Verdict, Witness};
-use crate::plan::Lending;
 use crate::trace::log::LOG;
 use crate::types::Rank;
 pub(crate) use binding::{Binding, DeviceLinks, limits};
+pub(crate) use folds::{Folds, Needs};
 pub(crate) use inputs::Blocked;
-
-/// Which of an operation's parts one kernel of each rank folds ([`Lends`](crate::exec::lends::Lends)), as the call knows.
-#[derive(Clone, Copy, Default)]
-pub(crate) struct Folds {
-    /// There are no other parts.
-    pub(crate) are_all: bool,
-    /// And there is one part.
-    pub(crate) are_one: bool,
-    /// What this rank lends, its own stream writes first: it multiplies its input, or lends copies.
-    pub(crate) own_work_is_lent: bool,
-    /// The ranks that the buffers are lent to, and those whose buffers are lent to this rank: a bit for each.
-    lent_to: u64,
-    lent_by: u64,
-}
-
-impl Folds {
-    /// A part is folded, as this plan says.
-    pub(crate) fn add(&mut self, lending: &Lending) {
-        let lent_to = lending.loans.iter().enumerate().filter(|(_, loan)| loan.is_some());
-        self.lent_to = lent_to.fold(self.lent_to, |bits, (rank, _)| bits | 1 << rank);
-        let lent_by = lending.borrows.iter().enumerate().filter(|(_, borrows)| **borrows);
-        self.lent_by = lent_by.fold(self.lent_by, |bits, (rank, _)| bits | 1 << rank);
-    }
-
-    /// Whether there is one.
-    pub(crate) fn are_any(&self) -> bool {
-        self.lent_to | self.lent_by != 0
-    }
-}
-
-/// What an operation needs beside its buffers.
-pub(crate) struct Needs {
-    /// The error for which there is no workspace.
-    pub(crate) workspace: Result<Arc<Workspace>, Error>,
-    pub(crate) copied: Vec<Copied>,
-    pub(crate) folds: Folds,
-}
 
 /// An operation that devices run.
 pub(crate) struct DeviceOp {
     pub(crate) binding: Arc<Binding>,
     /// Its number among the communicator's collectives.
     number: OnceLock<u64>,
+    /// One launch folds it for all ranks (`one_launch.rs`). Known with the number.
+    is_for_all: OnceLock<bool>,
+    /// This rank has come last, and is putting that launch on its stream.
+    is_launching: AtomicBool,
     /// What the buffers' streams held at the call, where no word says it.
     after: Vec<DeviceEvent>,
     /// The word that the one stream of the buffers writes when it comes to the call.
@@ -87,9 +57,9 @@ pub(crate) struct DeviceOp {
     streams: Vec<DeviceStream>,
     /// Of the buffers that it writes.
     outputs: Vec<Arc<Fate>>,
-    /// A buffer's stream waits for another collective, and the rank's stream will wait for that stream: hardware queues were chosen so that
+    /// A buffer's stream waits for another collective, and these streams of ranks will wait for that stream: hardware queues were chosen so that
     /// this holds up nobody (`make_way`).
-    is_in_a_chain: bool,
+    will_wait: Mutex<Vec<DeviceStream>>,
     /// The library that takes it whole, if one does.
     taken_by: Option<Arc<dyn Whole>>,
     /// What its parts need beside the buffers. The error for which there is none.
@@ -128,10 +98,11 @@ impl Drop for DeviceOp {
         if let Some(verdict) = self.state.get_mut().verdict.take().filter(|verdict| verdict.is_good()) {
             verdict.let_go();
         }
-        if self.is_in_a_chain && !*self.waits_for_input.get_mut() {
-            // It was never begun: the rank's stream will not wait.
-            let stream = self.binding.ours.stream.clone();
-            self.binding.ours.commands.put_always(move || stream.waits_now());
+        let will_wait = std::mem::take(self.will_wait.get_mut());
+        if !will_wait.is_empty() {
+            // It was never begun: they will not wait.
+            let never = move || will_wait.iter().for_each(DeviceStream::waits_now);
+            self.binding.ours.commands.put_always(never);
         }
     }
 }
@@ -147,6 +118,7 @@ impl DeviceOp {
     ) -> Result<DeviceOp, Error> {
         if !copied.is_empty() {
             // The rank's stream fills what is lent, and empties it behind the other ranks' work.
+            debug_assert!(!folds.may_be_for_all, "one device touches all memory that is on it");
             folds = Folds { are_all: false, are_one: false, own_work_is_lent: true, ..folds };
         }
         let input = match &streams[..] {
@@ -158,12 +130,16 @@ impl DeviceOp {
             None => streams.iter().map(DeviceStream::point).collect::<Result<_, _>>()?,
         };
         // Where no way can be made, another communicator's collective may have to wait for this one's deadline.
-        let ours = &binding.ours;
-        let is_in_a_chain =
-            streams.iter().any(DeviceStream::is_waiting) && ours.make_way([&ours.stream].into_iter(), false);
+        let is_in_a_chain = streams.iter().any(DeviceStream::is_waiting);
+        let mut will_wait = if is_in_a_chain { binding.work_on(&folds) } else { Vec::new() };
+        if is_in_a_chain && !binding.ours.make_way(will_wait.iter(), false) {
+            will_wait.clear();
+        }
         Ok(DeviceOp {
             binding,
             number: OnceLock::new(),
+            is_for_all: OnceLock::new(),
+            is_launching: AtomicBool::new(false),
             after,
             input,
             folds,
@@ -171,7 +147,7 @@ impl DeviceOp {
             waits_for_all: AtomicBool::new(false),
             streams,
             outputs,
-            is_in_a_chain,
+            will_wait: Mutex::new(will_wait),
             taken_by,
             workspace,
             copied,
@@ -184,6 +160,7 @@ impl DeviceOp {
     /// It is submitted, as this operation of the communicator.
     pub(crate) fn submitted(&self, number: u64) {
         let _ = self.number.set(number);
+        let _ = self.is_for_all.set(self.binding.ours.arrivals.is_for_all(number, self.folds.may_be_for_all));
         self.binding.ours.called(number);
     }
 
@@ -196,7 +173,7 @@ impl DeviceOp {
         self.taken_by.as_ref()
     }
 
-    /// Where its work goes.
+    /// Where this rank's work for it goes.
     pub(crate) fn stream(&self) -> &DeviceStream {
         &self.binding.ours.stream
     }
@@ -215,7 +192,8 @@ impl DeviceOp {
             workspace.release();
         }
         let (ours, number) = (&self.binding.ours, self.number());
-        ours.starts(number, self.start(), self.folds.own_work_is_lent);
+        // One launch for all ranks comes behind what each has brought, and no link need say so.
+        ours.starts(number, self.start(), self.folds.own_work_is_lent && !self.is_for_all());
         let operation = self.clone();
         ours.commands.put(move || {
             operation.binding.ours.takes(number);
@@ -224,7 +202,7 @@ impl DeviceOp {
             }
             let mut after = operation.after.iter().filter(|_| kept(Wait::After));
             let ordered = after.try_for_each(|event| operation.stream().wait_event(event));
-            operation.has_waits();
+            operation.waits_for_its_input();
             ordered?;
             operation.binding.ours.begins(number)?;
             operation.copied.iter().try_for_each(|copied| copied.fill(operation.stream()))
@@ -273,7 +251,7 @@ impl DeviceOp {
                 }
             }
             operation.stream().put_words("make a stream wait for all ranks' inputs", &mut words)?;
-            operation.has_waits();
+            operation.waits_for_its_input();
             launch(operation.stream())?;
             // With one call of the driver less than if somebody had to come back for this.
             if is_last && operation.folds.are_one { operation.put_over() } else { Ok(()) }
@@ -293,14 +271,24 @@ impl DeviceOp {
     pub(crate) fn awaits_input(&self) -> Result<(), Error> {
         let mut words = self.wait_for_input();
         self.stream().put_words("make a stream wait for its rank's input", &mut words)?;
-        self.has_waits();
+        self.waits_for_its_input();
         Ok(())
     }
 
     /// A command: the rank's stream has been made to wait for its own input.
-    fn has_waits(&self) {
-        if !self.waits_for_input.swap(true, Ordering::Relaxed) && self.is_in_a_chain {
-            self.stream().waits_now();
+    fn waits_for_its_input(&self) {
+        self.waits_for_input.store(true, Ordering::Relaxed);
+        self.has_waits(self.stream());
+    }
+
+    /// A command: this stream of a rank has been made to wait for the input of this one.
+    fn has_waits(&self, stream: &DeviceStream) {
+        let mut will_wait = self.will_wait.lock();
+        let at = will_wait.iter().position(|other| other == stream);
+        let made = at.map(|at| will_wait.swap_remove(at));
+        drop(will_wait);
+        if let Some(stream) = made {
+            stream.waits_now();
         }
     }
 
@@ -316,6 +304,10 @@ impl DeviceOp {
         if ours.is_put_over(number) {
             return Ok(());
         }
+        if self.is_for_all() {
+            let problem = "all ranks lend memory for it, and none has put it on a stream (a bug)";
+            return Err(Error::system("fold what all ranks lend", problem));
+        }
         self.copied.iter().try_for_each(|copied| copied.put_back(self.stream()))?;
         if ours.has_words() {
             let mut words = self.wait_for_input();
@@ -323,8 +315,9 @@ impl DeviceOp {
             words.extend(ours.begun(number).filter(|_| refreshes));
             let whose = self.others(if refreshes { u64::MAX } else { self.folds.lent_by }).chain([ours]);
             words.extend(whose.filter_map(|whose| ours.over_for(whose, number)));
+            words.extend(self.binding.over_for_all(number).into_iter().flatten().filter(|_| refreshes));
             self.stream().put_words("end a collective", &mut words)?;
-            self.has_waits();
+            self.waits_for_its_input();
         } else {
             ours.tell_when_over(number)?;
         }
@@ -333,8 +326,7 @@ impl DeviceOp {
         if !(ours.has_words() && ours.stream.is_alone()) {
             self.state.lock().end = Some(self.stream().point()?);
         }
-        ours.has_put_over(number);
-        self.binding.has_put(number);
+        self.binding.has_put(number, [ours]);
         Ok(())
     }
 
@@ -344,7 +336,7 @@ impl DeviceOp {
         self.stream().point()
     }
 
-    /// The ranks whose streams touch its buffers.
+    /// The ranks whose streams touch its buffers, where each rank's works.
     fn workers(&self) -> impl Iterator<Item = &Arc<PeerDevice>> {
         self.others(self.folds.lent_to).filter(|_| kept(Wait::Done)).chain([&self.binding.ours])
     }
@@ -357,19 +349,35 @@ impl DeviceOp {
     /// The ranks on whose streams it is not over, with whether all of it is there: of those whose streams touch its buffers.
     pub(crate) fn at_work(&self) -> Vec<(Rank, bool)> {
         let (ours, number) = (&self.binding.ours, self.number());
+        if self.is_for_all() {
+            // All ranks' device is this one.
+            let busy = (!ours.has_ended_for_all(number)).then(|| (ours.rank(), self.is_put()));
+            return busy.into_iter().collect();
+        }
         let busy = self.workers().filter(|device| !ours.has_ended_by(device, number));
         busy.map(|device| (device.rank(), device.is_put_over(number))).collect()
     }
 
     /// Whether all of it is on the streams.
     pub(crate) fn is_enqueued(&self) -> bool {
-        self.workers().all(|device| device.is_put_over(self.number()))
+        match self.is_for_all() {
+            true => self.is_put(),
+            false => self.workers().all(|device| device.is_put_over(self.number())),
+        }
+    }
+
+    /// Whether the streams have come to its end.
+    fn has_ended(&self) -> bool {
+        let (ours, number) = (&self.binding.ours, self.number());
+        match self.is_for_all() {
+            true => ours.has_ended_for_all(number),
+            false => self.workers().all(|device| ours.has_ended_by(device, number)),
+        }
     }
 
     /// Whether all streams have come to its end. No call of the driver's.
     pub(crate) fn is_over(&self) -> Result<bool, Error> {
-        let ours = &self.binding.ours;
-        let over = !kept(Wait::End) || self.workers().all(|device| ours.has_ended_by(device, self.number()));
+        let over = !kept(Wait::End) || self.has_ended();
         if let Some(library) = &self.taken_by {
             // What has failed there may never come to its end.
             library.check()?;
@@ -441,6 +449,7 @@ impl DeviceOp {
         let told = move |result: Result<(), Error>| {
             match result {
                 Ok(()) if operation.state.lock().failed => {}
+                Ok(()) if operation.is_for_all() => operation.binding.tell_over_for_all(number),
                 Ok(()) => {
                     operation.binding.ours.tell_over(operation.others(operation.folds.lent_by), number);
                 }
@@ -448,13 +457,15 @@ impl DeviceOp {
             }
             then();
         };
-        if ours.has_words() && ours.stream.is_alone() {
-            let stage = move || match ours.has_ended_by(&ours, number) {
-                true => Stage::Over,
-                false if ours.is_put_over(number) => Stage::There,
-                false => Stage::Coming,
+        if ours.has_words() && self.line().is_alone() {
+            let is_for_all = self.is_for_all();
+            let stage = move || match is_for_all {
+                true if ours.has_ended_for_all(number) => Stage::Over,
+                false if ours.has_ended_by(&ours, number) => Stage::Over,
+                _ if ours.is_put_over(number) => Stage::There,
+                _ => Stage::Coming,
             };
-            return watch_stream(self.stream(), "run a collective", Box::new(stage), Box::new(told));
+            return watch_stream(self.line(), "run a collective", Box::new(stage), Box::new(told));
         }
         let operation = self.clone();
         self.binding.ours.commands.put(move || {
@@ -467,9 +478,9 @@ impl DeviceOp {
         });
     }
 
-    /// Whether the rank's own stream is one of those that `join` makes wait.
+    /// Whether the rank's own stream, or the one that it is launched on, is one of those that `join` makes wait.
     pub(crate) fn is_on(&self, stream: &DeviceStream) -> bool {
-        self.streams.iter().chain([stream]).any(|stream| stream == self.stream())
+        self.streams.iter().chain([stream]).any(|stream| stream == self.stream() || stream == self.line())
     }
 
     /// Sees to it that a stream, and those of the buffers, may wait for what is not on the rank's stream yet, and do not keep it
@@ -505,11 +516,15 @@ impl DeviceOp {
         }
         let (ours, is_early) = (&self.binding.ours, !self.is_enqueued());
         all.try_for_each(|stream| {
+            let is_awaited = || match self.is_for_all() {
+                true => ours.await_end_for_all(stream, self.number()),
+                false => ours.await_ends(stream, self.workers(), self.number()),
+            };
             if !is_early {
-                return ours.await_ends(stream, self.workers(), self.number());
+                return is_awaited();
             }
             self.note_join(stream, false);
-            let awaited = ours.await_ends(stream, self.workers(), self.number());
+            let awaited = is_awaited();
             self.note_join(stream, awaited.is_ok());
             awaited
         })

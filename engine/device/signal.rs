@@ -23,13 +23,17 @@ pub(crate) enum Word {
     Begun,
     /// The last input that the caller's stream has come past. What counts inputs is [`PeerDevice`](super::links::peer::PeerDevice).
     Input,
-    /// The last operation that the stream of this rank has come to the end of.
+    /// The last operation, of those that one launch folds for all ranks, that the stream for these launches has come to the end of: rank 0's.
+    OverForAll,
+    /// The last operation that the stream of this rank has come to the end of, of those for which each rank's stream works.
     Over(usize),
 }
 
-/// [`Word::Begun`] and [`Word::Input`] have a line of the processor's caches each: they are so many elements apart. The words [`Word::Over`] follow one another
+/// [`Word::Begun`] and [`Word::Input`] have a line of the processor's caches each: they are so many elements apart. The words of ends follow one another
 /// behind these, as the host reads them together.
 const APART: usize = 32;
+/// Where the words of ends begin.
+const ENDS: usize = 2 * APART;
 
 impl Word {
     /// Where it is, in elements.
@@ -37,22 +41,23 @@ impl Word {
         match self {
             Word::Begun => 0,
             Word::Input => APART,
-            Word::Over(rank) => 2 * APART + rank,
+            Word::OverForAll => ENDS,
+            Word::Over(rank) => ENDS + 1 + rank,
         }
     }
 }
 
 /// Counters that only grow (they wrap, and are compared on a circle), in host memory that devices read and write: those of one rank. As a rule its own
-/// stream writes them, and the streams of other ranks theirs of [`Word::Over`]. Any stream may wait for them, and the host reads them, and may
+/// stream writes them, and the streams of other ranks theirs of [`Word::Over`], and [`Word::OverForAll`]. Any stream may wait for them, and the host reads them, and may
 /// write them, without the driver.
 pub(crate) struct DeviceSignal {
     memory: Arc<PinnedBuf<u32>>,
     address: CuDevicePtr,
     /// The rank's own stream.
     writer: DeviceStream,
-    /// The streams of other ranks that write [`Word::Over`], by rank, where they are known.
-    others: OnceLock<Vec<(usize, DeviceStream)>>,
-    /// The furthest that was put on a stream as [`Word::Over`], by rank.
+    /// The streams that write words of ends, each with its word, where they are known.
+    others: OnceLock<Vec<(Word, DeviceStream)>>,
+    /// The furthest that was put on a stream, of each word of ends, in their order.
     furthest: Box<[AtomicU32]>,
     /// The furthest that was put on a stream as [`Word::Input`].
     input: AtomicU32,
@@ -103,15 +108,15 @@ impl DeviceSignal {
             address,
             writer: writer.clone(),
             others: OnceLock::new(),
-            furthest: (0..ranks).map(|_| AtomicU32::new(0)).collect(),
+            furthest: (ENDS..Word::Over(ranks).at()).map(|_| AtomicU32::new(0)).collect(),
             input: AtomicU32::new(0),
             last_input: Mutex::default(),
             uses: Mutex::new(Uses { points: HashMap::new(), limit: STREAMS }),
         })
     }
 
-    /// These streams, of the ranks that are named, write their [`Word::Over`] here.
-    pub(crate) fn is_written_by(&self, others: impl Iterator<Item = (usize, DeviceStream)>) {
+    /// These streams each write the word beside them, one of ends, here.
+    pub(crate) fn is_written_by(&self, others: impl Iterator<Item = (Word, DeviceStream)>) {
         let _ = self.others.set(others.collect());
     }
 }
@@ -152,17 +157,15 @@ impl DeviceSignal {
         CuStreamMemOp::wait(self.address(which), value)
     }
 
-    /// For a stream that is to write the word. For [`Word::Over`] never less than was put before: operations that fail together are
+    /// For a stream that is to write the word. For a word of ends never less than was put before: operations that fail together are
     /// released in any order, and the last write must end the waits for all. One thread at a time calls this for a word of [`Word::Over`]: the one that carries out the commands of
-    /// the rank that writes the word, or, once those commands are cut and none is under way, the one that ends the page's own communicator.
+    /// the rank that writes the word, or, once those commands are cut and none is under way, the one that ends the page's own communicator. For [`Word::OverForAll`]
+    /// that first one is whoever carries out the command by which the last rank arrives ([`Arrivals`](super::arrivals::Arrivals)), or rank 0's commands between two such.
     pub(crate) fn write(&self, which: Word, value: u32) -> CuStreamMemOp {
         let mut value = value;
-        match which {
-            Word::Over(rank) => {
-                raise(&self.furthest[rank], value);
-                value = self.furthest[rank].load(Ordering::Acquire);
-            }
-            Word::Input | Word::Begun => {}
+        if let Some(furthest) = which.at().checked_sub(ENDS).map(|at| &self.furthest[at]) {
+            raise(furthest, value);
+            value = furthest.load(Ordering::Acquire);
         }
         CuStreamMemOp::write(self.address(which), value)
     }
@@ -221,18 +224,17 @@ impl DeviceSignal {
         self.address + (which.at() * size_of::<u32>()) as u64
     }
 
-    /// The streams that write [`Word::Over`], with their ranks, as far as they are known.
-    fn writers(&self) -> impl Iterator<Item = (usize, &DeviceStream)> {
+    /// The streams that write words of ends, with these, as far as they are known.
+    fn writers(&self) -> impl Iterator<Item = (Word, &DeviceStream)> {
         let others = self.others.get().into_iter().flatten();
-        others.map(|(rank, stream)| (*rank, stream))
+        others.map(|(which, stream)| (*which, stream))
     }
 
-    /// Of what has failed: has all ranks' streams write [`Word::Over`] when they come here; and if one does not, because it may itself be held
+    /// Of what has failed: has all ranks' streams write their words of ends when they come here; and if one does not, because it may itself be held
     /// up by a stream that waits for the word, the host writes it after a while.
     pub(crate) fn release(&self, value: u32) -> Result<(), Error> {
         let mut result = Ok(());
-        for (rank, stream) in self.writers() {
-            let which = Word::Over(rank);
+        for (which, stream) in self.writers() {
             let behind = stream.put_words(SIGNAL, &mut [self.write(which, value)]);
             match behind.and_then(|()| stream.record()) {
                 Ok(behind) => insist(behind, self.memory.clone(), which, value),
@@ -257,7 +259,7 @@ impl DeviceSignal {
 
     /// The host ends all waits for operations up to this one now.
     pub(crate) fn release_now(&self, value: u32) {
-        self.writers().for_each(|(rank, _)| self.set(Word::Over(rank), value));
+        self.writers().for_each(|(which, _)| self.set(which, value));
     }
 }
 
@@ -306,9 +308,12 @@ impl Drop for DeviceSignal {
             }
         }
         let points: Vec<_> = self.uses.get_mut().points.drain().filter_map(|(_, event)| event).collect();
-        let mut writers: Vec<DeviceStream> = self.writers().map(|(_, stream)| stream.clone()).collect();
-        if !writers.contains(&self.writer) {
-            writers.push(self.writer.clone());
+        let mut writers = vec![self.writer.clone()];
+        for (_, stream) in self.writers() {
+            // The one for all ranks is one of theirs, too.
+            if !writers.contains(stream) {
+                writers.push(stream.clone());
+            }
         }
         writers.extend(input);
         let memory = self.memory.clone();

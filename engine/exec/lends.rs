@@ -16,7 +16,7 @@ use super::port::Port;
 use crate::error::Error;
 use crate::link::region::Slot as StagingSlot;
 use crate::link::{self, SLOT};
-use crate::plan::{Lending, Step};
+use crate::plan::{Lending, Slot, Step};
 use crate::types::Rank;
 
 /// Groups that lend have up to so many ranks: beyond, the choice takes other plans.
@@ -76,6 +76,16 @@ pub(crate) struct Fold<'a> {
 pub(crate) trait Lends: Send + Clone {
     /// A part begins, of at most [`MAX_LENDERS`] ranks. Whether they are to lend each other memory for it.
     fn begin(&mut self, c: Context<'_>, lending: &Lending) -> Agreement;
+
+    /// All that the part is to lend can be lent, and nothing is yet. `base`: where a slot of the plan begins.
+    fn before_lending(
+        &mut self,
+        _: Context<'_>,
+        _: &Lending,
+        _base: &dyn Fn(Slot) -> *mut u8,
+    ) -> Result<(), Error> {
+        Ok(())
+    }
 
     /// How a peer can be lent this memory.
     fn reach(&self, c: Context<'_>, peer: Rank, loan: &link::Loan, port: &mut Port) -> Result<Reach, Error>;

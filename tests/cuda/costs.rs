@@ -43,18 +43,28 @@ fn calls_of_an_operation(n: usize, devices: usize) -> Vec<(String, f64)> {
     counts.swap_remove(0)
 }
 
-/// A small operation is as expensive as its calls of the driver.
+/// A small operation is as expensive as its calls of the driver. Of ranks that share a device, the last to call launches for all: each makes four calls as it calls, and
+/// the last one five more. Otherwise each rank makes nine.
 #[test]
 fn a_small_operation_makes_few_calls() {
     let two = &[("ALLSTREAM_TEST_CUDA_DEVICES", "2")];
     child("costs::a_small_operation_makes_few_calls", two, || {
-        for (n, devices) in [(2, 1), (4, 1), (4, 2), (8, 2)] {
+        for (n, devices) in [(2, 1), (4, 1), (8, 1), (2, 2), (4, 2), (8, 2)] {
             let calls = calls_of_an_operation(n, devices);
-            let sum: f64 = calls.iter().map(|(_, count)| count).sum();
-            eprintln!("{n} ranks on {devices} devices: {sum:.2} calls a rank: {calls:.2?}");
+            let all: f64 = calls.iter().map(|(_, count)| count * n as f64).sum();
+            let most = if devices == 1 { 4 * n + 5 } else { 9 * n };
+            eprintln!("{n} ranks on {devices} devices: {all:.2} calls of all ranks: a rank's {calls:.3?}");
+            // (Now and then a busy machine takes so long that the driver is asked whether a stream has failed.)
             assert!(
-                sum < 9.5,
-                "{sum} calls of the driver a rank, with {n} ranks on {devices} devices: {calls:.2?}"
+                all < most as f64 + 0.5 * n as f64,
+                "{all} calls of the driver, with {n} ranks on {devices} devices: {calls:.3?}"
+            );
+            let launches =
+                calls.iter().find(|(name, _)| name == "cuLaunchKernel").map(|(_, count)| count * n as f64);
+            let expected = if devices == 1 { 1 } else { n } as f64;
+            assert!(
+                launches.is_some_and(|launches| (launches - expected).abs() < 0.01),
+                "launches of an operation, with {n} ranks on {devices} devices: {launches:?}"
             );
         }
     });

@@ -39,6 +39,8 @@ mod long;
 mod lost;
 mod missing;
 mod nccl;
+#[cfg(feature = "testing")]
+mod one_launch;
 mod order;
 mod ourselves;
 mod packed;

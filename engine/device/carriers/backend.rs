@@ -17,7 +17,7 @@ use crate::exec::slicing::Slicing;
 use crate::exec::{Operation, Part, Payload, Port, Reduction};
 use crate::link;
 use crate::link::waits::{Wait, kept};
-use crate::plan::{INPUT, Lending, OUTPUT, Program, SCRATCH, Slot};
+use crate::plan::{INPUT, Lending, OUTPUT, Operand, Program, SCRATCH, Slot};
 
 /// The memory of a device in which one part runs. What the part needs beside the user's buffers is a region of the operation's workspace.
 pub(super) struct Cuda {
@@ -291,6 +291,7 @@ impl Binding {
         // Between processes a rank's own stream says that what it lends is ready.
         folds.are_all = folds.are_any() && others == 0 && self.far.is_none();
         folds.are_one = folds.are_all && parts.len() == 1;
+        folds.may_be_for_all = folds.are_one && self.has_leader();
         let is_scaled = parts.iter().any(|part| part.factor(scale, &reduction).is_some());
         folds.own_work_is_lent = is_scaled || self.far.is_some();
         folds
@@ -335,9 +336,42 @@ impl Lends for CudaLoans {
     /// As [`Cuda::fill_slot`].
     unsafe fn empty(&mut self, _: &Part, _: *const u8, _: *mut u8, _: usize) {}
 
+    fn before_lending(
+        &mut self,
+        c: Context<'_>,
+        lending: &Lending,
+        base: &dyn Fn(Slot) -> *mut u8,
+    ) -> Result<(), Error> {
+        let nowhere = || unsupported("an operation that was not begun");
+        let operation = self.binding.current().ok_or_else(nowhere)?;
+        if !operation.is_for_all() {
+            return Ok(());
+        }
+        let step = lending.fold.map(|i| &lending.plan.steps[i]).ok_or_else(nowhere)?;
+        let own = step.operands.iter().find_map(|operand| match operand {
+            Operand::Own(at) => Some(at.slot),
+            _ => None,
+        });
+        let (input, output) = own.zip(step.dst.map(|at| at.slot)).ok_or_else(nowhere)?;
+        let Reduction::Op(op) = c.op.reduction else { return Err(unsupported("a function")) };
+        let (dtype, count, divisor) = (c.part.dtype, c.part.count as u64, c.divisor(step));
+        let fold = move |ins: &[u64], outs: &[u64], ctas| {
+            let launch = cuda::reduce(dtype, op, ins, outs, count, divisor, ctas);
+            launch.ok_or_else(|| unsupported(&format!("{op:?} on {dtype}")))
+        };
+        let memory = [input, output].map(|slot| base(slot).addr() as u64);
+        operation.arrives(c.op.signature, memory, fold);
+        Ok(())
+    }
+
     /// Puts one kernel on the stream, which folds all operands into all results.
     fn fold(&mut self, fold: &Fold<'_>, _: &Port) -> Result<usize, Error> {
         let c = fold.c;
+        let operation =
+            self.binding.current().ok_or_else(|| unsupported("an operation that was not begun"))?;
+        if operation.is_for_all() {
+            return Ok(fold.m); // whoever came last has put it on a stream
+        }
         let Reduction::Op(op) = &c.op.reduction else { return Err(unsupported("a function")) };
         let (mut all_ins, mut all_outs) = ([0; cuda::MAX_INS], [0; MAX_OUTS]);
         let ins = addresses(fold.ins, &mut all_ins)?;
@@ -347,8 +381,6 @@ impl Lends for CudaLoans {
         let divisor = c.divisor(fold.step);
         let kernel = cuda::reduce(c.part.dtype, *op, ins, outs, fold.m as u64, divisor, ctas);
         let launch = kernel.ok_or_else(|| unsupported(&format!("{op:?} on {}", c.part.dtype)))?;
-        let operation =
-            self.binding.current().ok_or_else(|| unsupported("an operation that was not begun"))?;
         // SAFETY: as in `launch`. What orders it with what the streams of all ranks held before are the waits that `DeviceOp::fold` puts
         // before it, and the buffers are the caller's again when the streams of all ranks have come to the operation's end.
         operation

@@ -43,6 +43,12 @@ impl Carrier for OnDevice {
         self.0.binding.far.as_ref().is_some_and(|far| far.is_unready())
     }
 
+    /// This rank has come last, and its driver does not take what it launches for all. Its peers wait for it meanwhile.
+    fn held_up(&self) -> Option<MissingState> {
+        let by = || format!("the driver of {:?}, which does not answer", self.0.stream().device());
+        self.0.is_launching().then(|| MissingState::NotEnded { by: by() })
+    }
+
     fn lacks_inputs(&self) -> bool {
         self.0.lacks_inputs()
     }

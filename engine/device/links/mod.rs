@@ -3,4 +3,5 @@
 pub(crate) mod ipc;
 mod names;
 pub(crate) mod peer;
+pub(crate) mod starts;
 mod words;

@@ -18,8 +18,10 @@ use allstream_sys::cuda::CuStreamMemOp;
 use parking_lot::Mutex;
 
 use crate::commands::Commands;
+use crate::device::arrivals::{Arrivals, REFRESH};
 use crate::device::current::keep;
 use crate::device::inputs::Inputs;
+use crate::device::links::starts::{Start, Starts, value};
 use crate::device::queues::Probe;
 use crate::device::signal::{DeviceSignal, Word};
 use crate::device::stream::{DeviceEvent, DeviceStream};
@@ -50,36 +52,6 @@ fn at(frame: u64) -> usize {
     (frame % CELLS) as usize
 }
 
-/// Of so many operations a rank remembers what says that their inputs are there: of more than may be on its stream at a time.
-const STARTS: usize = 2048;
-/// Some words are written by operations of some kinds only. After so many numbers without them the next operation writes all, so that no word is
-/// ever half a circle behind.
-const REFRESH: u64 = 1 << 28;
-
-/// What says that the inputs of an operation are there: one of the rank's words, and what it shows then.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum Start {
-    /// [`Word::Input`], which the caller's stream writes.
-    Input(u32),
-    /// [`Word::Begun`], which the rank's stream writes behind its waits for the caller's.
-    Begun(u32),
-}
-
-impl Start {
-    /// Of an operation for which the rank's stream says so.
-    pub(crate) fn of(number: u64) -> Start {
-        Start::Begun(value(number))
-    }
-
-    /// The word, and what it shows then.
-    fn word(self) -> (Word, u32) {
-        match self {
-            Start::Input(value) => (Word::Input, value),
-            Start::Begun(value) => (Word::Begun, value),
-        }
-    }
-}
-
 /// A rank's device in a communicator, as all its peers in the process see it.
 pub(crate) struct PeerDevice {
     /// Where all of this rank's work on the communicator goes.
@@ -94,9 +66,8 @@ pub(crate) struct PeerDevice {
     rank: Rank,
     /// What the streams of all ranks have come to with this rank's operations, and what streams of the caller's wait for. Made when the communicator
     /// is bound: getting memory for it may wait for the device. The error where that cannot be.
-    words: Result<DeviceSignal, Error>,
-    /// What says that the inputs of the operations that were begun last are there: by number.
-    starts: Mutex<Box<[(u64, Start)]>>,
+    pub(in crate::device) words: Result<DeviceSignal, Error>,
+    starts: Starts,
     /// The operation for which all words were written last.
     refreshed: AtomicU64,
     /// What this rank lends now, its own stream writes first.
@@ -111,6 +82,8 @@ pub(crate) struct PeerDevice {
     probe: Mutex<Result<Probe, Error>>,
     /// Which streams this rank has its inputs on, and which wait for the communicator's operations.
     pub(crate) inputs: Inputs,
+    /// Which operations one launch folds for all ranks; and of rank 0, what the ranks have brought to the next of them.
+    pub(crate) arrivals: Arrivals,
 }
 
 impl PeerDevice {
@@ -130,7 +103,7 @@ impl PeerDevice {
         PeerDevice {
             rank,
             words: DeviceSignal::new(&stream, size),
-            starts: Mutex::new(vec![(u64::MAX, Start::Begun(0)); STARTS].into()),
+            starts: Starts::new(),
             refreshed: AtomicU64::new(0),
             lends_own_work: AtomicBool::new(false),
             probe: Mutex::new(probe),
@@ -143,6 +116,7 @@ impl PeerDevice {
             put_over: AtomicU64::new(0),
             called: AtomicU64::new(0),
             inputs: Inputs::new(),
+            arrivals: Arrivals::default(),
         }
     }
 
@@ -171,14 +145,13 @@ impl PeerDevice {
         self.rank
     }
 
-    /// The devices of the communicator in this process, this one among them: their streams write words here.
-    pub(crate) fn is_among(&self, all: &[Option<Arc<PeerDevice>>]) {
+    /// The devices of the communicator in this process, this one among them: their streams write words here. `leader`: of rank 0, if that one's stream
+    /// also takes launches that fold for all ranks.
+    pub(crate) fn is_among(&self, all: &[Option<Arc<PeerDevice>>], leader: Option<&PeerDevice>) {
         if let Ok(words) = &self.words {
-            let streams = all
-                .iter()
-                .enumerate()
-                .filter_map(|(rank, device)| Some((rank, device.as_ref()?.stream.clone())));
-            words.is_written_by(streams);
+            let each = all.iter().flatten().map(|device| (Word::Over(device.rank), device.stream.clone()));
+            let for_all = leader.map(|leader| (Word::OverForAll, leader.stream.clone()));
+            words.is_written_by(each.chain(for_all));
         }
     }
 
@@ -197,14 +170,13 @@ impl PeerDevice {
     /// It is this operation's turn, whose inputs are there when `start` says so. `lends_own_work`: what it lends, the rank's stream writes first.
     pub(crate) fn starts(&self, number: u64, start: Start, lends_own_work: bool) {
         self.lends_own_work.store(lends_own_work, Ordering::Release);
-        self.starts.lock()[number as usize % STARTS] = (number, start);
+        self.starts.set(number, start);
     }
 
     /// The word that says when this operation's inputs are there, and what it shows then. `None`: the operation is not begun yet, or many have been
     /// begun since.
     fn start(&self, number: u64) -> Option<(Word, u32)> {
-        let (found, start) = self.starts.lock()[number as usize % STARTS];
-        (found == number).then_some(start.word())
+        self.starts.get(number).map(Start::word)
     }
 
     /// Whether the word says so by now.
@@ -389,11 +361,6 @@ impl PeerDevice {
             words.release_now(value(called - 1));
         }
     }
-}
-
-/// What the words show from this operation on; compared as numbers on a circle.
-fn value(number: u64) -> u32 {
-    (number as u32).wrapping_add(1)
 }
 
 /// The sending end.

@@ -66,6 +66,8 @@ pub(crate) struct Binding {
     pub(crate) far: Option<Arc<Far>>,
     /// Streams of the other devices in this process: one of each.
     pub(crate) others: Vec<DeviceStream>,
+    /// All ranks are in this process, and share a device: what one launch folds for all of them goes to this one's stream, rank 0's.
+    pub(super) leader: Option<Arc<PeerDevice>>,
     /// What takes operations whole, if anything does.
     pub(crate) whole: Option<BoundWhole>,
     /// Other libraries' buffers of which operations had copies.
@@ -107,11 +109,26 @@ impl Binding {
                 others.push(device.stream.clone());
             }
         }
-        ours.is_among(&all);
+        let is_one_device = far.is_none() && others.is_empty() && all.iter().all(Option::is_some);
+        let leader = all.first().cloned().flatten().filter(|_| is_one_device);
+        ours.is_among(&all, leader.as_deref());
         let (leaving, current, message_path) = (Leaving::default(), Mutex::default(), Mutex::default());
         let _open = Busy::while_open();
         let copied = Mutex::default();
-        Binding { ours, all, reaches, far, others, whole, copied, leaving, current, message_path, _open }
+        Binding {
+            ours,
+            all,
+            reaches,
+            far,
+            others,
+            leader,
+            whole,
+            copied,
+            leaving,
+            current,
+            message_path,
+            _open,
+        }
     }
 
     /// The operation that was begun last, whose parts are run.

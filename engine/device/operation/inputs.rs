@@ -54,9 +54,12 @@ impl Binding {
         })
     }
 
-    /// All of an operation is on this rank's stream.
-    pub(super) fn has_put(&self, number: u64) {
-        self.ours.inputs.ended.fetch_max(number + 1, Ordering::SeqCst);
+    /// All of an operation is on the streams of these ranks, or of one of them for all.
+    pub(super) fn has_put<'a>(&self, number: u64, ranks: impl IntoIterator<Item = &'a Arc<PeerDevice>>) {
+        for device in ranks {
+            device.has_put_over(number);
+            device.inputs.ended.fetch_max(number + 1, Ordering::SeqCst);
+        }
         for device in self.all.iter().flatten() {
             if device.inputs.is_put_off.swap(false, Ordering::SeqCst) {
                 device.commands.wake();

@@ -189,6 +189,7 @@ impl<L: Lends> LoanRun<L> {
                 self.fall_back();
                 return Ok(None);
             }
+            self.lends.before_lending(t.c, lending, &base)?;
             self.stage = Stage::Offered;
         }
         for peer in others(t.c.program()) {

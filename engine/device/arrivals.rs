@@ -1,0 +1,115 @@
+//! [`Arrivals`]: operations that one launch folds for all ranks of a communicator, and what each rank brings to the next of them.
+//!
+//! Each rank arrives by a command, before it lends anything to its peers. The last one has what all have brought, and puts the launch on the stream within that same
+//! command. A rank arrives at the next such operation only when it has seen what all peers lend for this one. So the launch is on the stream when any rank
+//! has seen all loans, and no two ranks put such launches there at a time.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use parking_lot::Mutex;
+
+use super::stream::DeviceEvent;
+use crate::types::{Rank, Signature};
+
+/// Some words are written by operations of some kinds only. After so many numbers without them the next operation writes all, so that no word is
+/// ever half a circle behind.
+pub(crate) const REFRESH: u64 = 1 << 28;
+
+/// Called when the launch is on the stream, behind which that has this event, if somebody but the ranks puts work there.
+pub(crate) type IsPut = Box<dyn FnOnce(Option<&DeviceEvent>) + Send>;
+
+/// What a rank brings to an operation that one launch folds for all ranks.
+pub(crate) struct Arrival {
+    pub(crate) rank: Rank,
+    /// Which of the communicator's collectives the rank takes it for.
+    pub(crate) number: u64,
+    pub(crate) signature: Signature,
+    /// Addresses of the device: of what is folded, and of where the result goes.
+    pub(crate) input: u64,
+    pub(crate) output: u64,
+    /// Behind what the rank's own stream writes to the input first.
+    pub(crate) own_work: Option<DeviceEvent>,
+    pub(crate) is_put: IsPut,
+}
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct Arrivals {
+    /// Of ranks that have arrived at an operation at which others have not.
+    here: Mutex<Vec<Arrival>>,
+    /// The last operation that was not to be folded for all at once.
+    apart: AtomicU64,
+}
+
+impl Arrivals {
+    /// An operation is submitted, and operations are so in the order of their numbers. Whether one launch folds it for all ranks, where that may be:
+    /// now and then each rank's stream works for one, so that all words are written again. All ranks submit the same, and decide alike.
+    pub(crate) fn is_for_all(&self, number: u64, may_be: bool) -> bool {
+        let is_for_all = may_be && number.wrapping_sub(self.apart.load(Ordering::Relaxed)) < REFRESH;
+        if !is_for_all {
+            self.apart.store(number, Ordering::Relaxed);
+        }
+        is_for_all
+    }
+
+    /// A rank arrives. If it is the last of so many, and all have called the same: what all have brought, by rank. If they have not, nothing is to be
+    /// launched, and what the ranks find on their links tells them what they disagree on.
+    pub(crate) fn arrives(&self, arrival: Arrival, size: usize) -> Option<Vec<Arrival>> {
+        let mut here = self.here.lock();
+        here.push(arrival);
+        if here.len() < size {
+            return None;
+        }
+        let mut all = std::mem::take(&mut *here);
+        drop(here);
+        all.sort_unstable_by_key(|arrival| arrival.rank);
+        let called = |arrival: &Arrival| (arrival.number, arrival.signature);
+        let agree = all
+            .iter()
+            .enumerate()
+            .all(|(rank, arrival)| arrival.rank == rank && called(arrival) == called(&all[0]));
+        agree.then_some(all)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arrival(rank: Rank, number: u64, count: u64) -> Arrival {
+        let signature = Signature { count, ..Signature::default() };
+        let (input, output) = (100 + rank as u64, 200 + rank as u64);
+        Arrival { rank, number, signature, input, output, own_work: None, is_put: Box::new(|_| ()) }
+    }
+
+    #[test]
+    fn the_last_rank_has_what_all_have_brought() {
+        let arrivals = Arrivals::default();
+        for number in 3..5 {
+            assert!(arrivals.arrives(arrival(2, number, 7), 3).is_none());
+            assert!(arrivals.arrives(arrival(0, number, 7), 3).is_none());
+            let all = arrivals.arrives(arrival(1, number, 7), 3).unwrap();
+            assert_eq!(all.iter().map(|arrival| arrival.input).collect::<Vec<_>>(), [100, 101, 102]);
+        }
+    }
+
+    #[test]
+    fn nobody_launches_what_ranks_disagree_on() {
+        let arrivals = Arrivals::default();
+        assert!(arrivals.arrives(arrival(0, 3, 7), 2).is_none());
+        assert!(arrivals.arrives(arrival(1, 3, 8), 2).is_none(), "lengths");
+        assert!(arrivals.arrives(arrival(0, 3, 7), 2).is_none());
+        assert!(arrivals.arrives(arrival(1, 4, 7), 2).is_none(), "which operation it is");
+        assert!(arrivals.arrives(arrival(0, 3, 7), 2).is_none());
+        assert!(arrivals.arrives(arrival(0, 3, 7), 2).is_none(), "one rank twice");
+    }
+
+    #[test]
+    fn now_and_then_each_ranks_stream_works() {
+        let arrivals = Arrivals::default();
+        assert!(arrivals.is_for_all(0, true) && arrivals.is_for_all(REFRESH - 1, true));
+        assert!(!arrivals.is_for_all(REFRESH, true));
+        assert!(arrivals.is_for_all(REFRESH + 1, true) && !arrivals.is_for_all(REFRESH + 2, false));
+        assert!(arrivals.is_for_all(2 * REFRESH + 1, true) && !arrivals.is_for_all(2 * REFRESH + 2, true));
+    }
+}

@@ -1,0 +1,162 @@
+//! Operations that one launch folds for all ranks, which are in this process and share a device.
+//!
+//! Each rank arrives (`arrivals.rs`), and the last one puts three things on rank 0's stream: waits for the inputs of all ranks, a kernel that folds all of their
+//! inputs into all of their outputs, and a word for each rank's page that says when this is over. All such launches of a communicator go to that one
+//! stream, whoever puts them there, so that they are in order without a wait for each other, and a stream that joins an operation before all ranks have called knows which
+//! word will tell it of the end. The other ranks' streams have nothing to do with it, but for what a rank multiplies first.
+//!
+//! Whatever ends the communicator cuts the commands of all its ranks in this process, and waits for one that is being carried out. So a rank whose buffers
+//! come back is no longer launched for, whoever would have been the last to arrive.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use allstream_cuda_kernels::Launch;
+use allstream_sys::cuda::CuStreamMemOp;
+
+use super::{Binding, DeviceOp, Folds};
+use crate::device::arrivals::Arrival;
+use crate::device::links::peer::PeerDevice;
+use crate::device::links::starts::value;
+use crate::device::signal::Word;
+use crate::device::stream::{DeviceEvent, DeviceStream};
+use crate::error::Error;
+use crate::link::waits::{Wait, kept};
+use crate::types::Signature;
+
+const DOING: &str = "fold what all ranks lend";
+
+impl PeerDevice {
+    /// Whether the launch for all ranks of this operation has come to its end. A load of memory.
+    pub(super) fn has_ended_for_all(&self, number: u64) -> bool {
+        self.words.as_ref().is_ok_and(|words| words.shows(Word::OverForAll, value(number)))
+    }
+
+    /// Makes a stream wait until it has.
+    pub(super) fn await_end_for_all(&self, stream: &DeviceStream, number: u64) -> Result<(), Error> {
+        let words = self.words.as_ref().map_err(Error::clone)?;
+        words.is_awaited_by(stream, [Word::OverForAll].into_iter(), value(number))
+    }
+}
+
+impl Binding {
+    /// Whether one launch may fold for all ranks.
+    pub(crate) fn has_leader(&self) -> bool {
+        self.leader.is_some()
+    }
+
+    /// The streams of ranks that will wait for the inputs of an operation of this one.
+    pub(super) fn work_on(&self, folds: &Folds) -> Vec<DeviceStream> {
+        let leader = self.leader.as_ref().filter(|_| folds.may_be_for_all).map(|leader| &leader.stream);
+        let ours = Some(&self.ours.stream)
+            .filter(|ours| leader.is_none() || folds.own_work_is_lent && leader != Some(ours));
+        leader.into_iter().chain(ours).cloned().collect()
+    }
+
+    /// For rank 0's stream: to each rank's page, that all launches for all ranks up to this operation are over. `None`: this is another rank, or there are
+    /// no such launches.
+    pub(super) fn over_for_all(&self, number: u64) -> Option<impl Iterator<Item = CuStreamMemOp>> {
+        let is_ours = self.leader.as_ref().is_some_and(|leader| Arc::ptr_eq(leader, &self.ours));
+        is_ours.then(|| self.ends_for_all(number))
+    }
+
+    fn ends_for_all(&self, number: u64) -> impl Iterator<Item = CuStreamMemOp> {
+        let pages = self.all.iter().flatten().filter_map(|device| device.words.as_ref().ok());
+        pages.map(move |words| words.write(Word::OverForAll, value(number)))
+    }
+
+    /// The driver says that rank 0's stream has come to the end of the launch for all ranks of this operation, though no word has said so.
+    pub(super) fn tell_over_for_all(&self, number: u64) {
+        for words in self.all.iter().flatten().filter_map(|device| device.words.as_ref().ok()) {
+            words.set(Word::OverForAll, value(number));
+        }
+        self.ours.commands.wake();
+    }
+}
+
+impl DeviceOp {
+    /// Whether one launch folds it for all ranks. Known from when it is submitted.
+    pub(crate) fn is_for_all(&self) -> bool {
+        self.is_for_all.get().copied().unwrap_or_default()
+    }
+
+    /// Whether this rank is putting that launch on its stream.
+    pub(crate) fn is_launching(&self) -> bool {
+        self.is_launching.load(Ordering::Relaxed)
+    }
+
+    /// The stream on which it comes to its end.
+    pub(super) fn line(&self) -> &DeviceStream {
+        let leader = self.binding.leader.as_ref().filter(|_| self.is_for_all());
+        leader.map_or(self.stream(), |leader| &leader.stream)
+    }
+
+    /// This rank has called it, and all that it multiplies first is handed to the commands: has it arrive. The last rank to do so launches what `fold` makes
+    /// of all ranks' inputs and outputs, with so many blocks at most. `memory`: this rank's input and output.
+    pub(crate) fn arrives(
+        self: &Arc<Self>,
+        signature: Signature,
+        [input, output]: [u64; 2],
+        fold: impl FnOnce(&[u64], &[u64], u32) -> Result<Launch, Error> + Send + 'static,
+    ) {
+        let operation = self.clone();
+        self.binding.ours.commands.put(move || {
+            let Some(leader) = &operation.binding.leader else { return Ok(()) };
+            let own_work =
+                operation.folds.own_work_is_lent.then(|| operation.stream().point()).transpose()?;
+            // Not kept by what the communicator's ranks have in common, which the operation keeps.
+            let weak = Arc::downgrade(&operation);
+            let is_put = move |end: Option<&DeviceEvent>| {
+                let Some(operation) = weak.upgrade() else { return };
+                operation.has_waits(operation.line());
+                operation.state.lock().end = end.cloned();
+            };
+            let (rank, number) = (operation.binding.ours.rank(), operation.number());
+            let is_put = Box::new(is_put);
+            let arrival = Arrival { rank, number, signature, input, output, own_work, is_put };
+            let Some(all) = leader.arrivals.arrives(arrival, operation.binding.all.len()) else {
+                return Ok(());
+            };
+            operation.is_launching.store(true, Ordering::Relaxed);
+            operation.launches(leader, all, fold)?;
+            operation.is_launching.store(false, Ordering::Relaxed);
+            Ok(())
+        });
+    }
+
+    /// A command: puts it on rank 0's stream, for all ranks.
+    fn launches(
+        &self,
+        leader: &PeerDevice,
+        all: Vec<Arrival>,
+        fold: impl FnOnce(&[u64], &[u64], u32) -> Result<Launch, Error>,
+    ) -> Result<(), Error> {
+        let (stream, number, ours) = (&leader.stream, self.number(), self.binding.ours.rank());
+        let mut words = Vec::with_capacity(all.len());
+        for (device, arrival) in self.binding.all.iter().flatten().zip(&all) {
+            if kept(if device.rank() == ours { Wait::After } else { Wait::Ready }) {
+                let problem = "it lends memory for a collective that it has not begun (a bug)";
+                let missing = || Error::system("wait for a rank's input", problem);
+                words.push(device.wait_for_start(number).ok_or_else(missing)?);
+            }
+            arrival.own_work.as_ref().map_or(Ok(()), |work| stream.wait_event(work))?;
+        }
+        stream.put_words("make a stream wait for all ranks' inputs", &mut words)?;
+        let ins: Vec<u64> = all.iter().map(|arrival| arrival.input).collect();
+        let outs: Vec<u64> = all.iter().map(|arrival| arrival.output).collect();
+        // As many blocks as if each rank had launched its share.
+        let launch = fold(&ins, &outs, stream.ctas().saturating_mul(all.len() as u32))?;
+        // SAFETY: each rank's input and output are its buffers, or a region of its operation's workspace, of the length that all agree on by their signatures. They are memory of this one
+        // device. The in-flight tables own the buffers until the word says that the operation has ended, and the streams that used them before are waited for: by the words, and
+        // by the event of what a rank's own stream has written. Nobody else touches them meanwhile: a rank's steps come before it arrives, and its peers use what it lends for
+        // nothing. Once the communicator has failed, the command is not carried out, or whoever gives buffers back waits until it has been (`Binding::is_touched`), and
+        // then for this stream.
+        unsafe { stream.launch(DOING, &launch) }?;
+        let mut words: Vec<_> = self.binding.ends_for_all(number).collect();
+        stream.put_words("end a collective", &mut words)?;
+        let end = if stream.is_alone() { None } else { Some(stream.point()?) };
+        all.into_iter().for_each(|arrival| (arrival.is_put)(end.as_ref()));
+        self.binding.has_put(number, self.binding.all.iter().flatten());
+        Ok(())
+    }
+}
