@@ -3,8 +3,9 @@
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use allstream::cuda::{Device, DeviceBuf, DevicePath, DeviceStream};
@@ -63,6 +64,10 @@ pub fn child_within(test: &str, variables: &[(&str, &str)], limit: Duration, bod
     if std::env::var(CHILD).as_deref() == Ok(test) {
         return body();
     }
+    in_a_child(test, variables, limit);
+}
+
+fn in_a_child(test: &str, variables: &[(&str, &str)], limit: Duration) {
     let mut child = again(test, variables).spawn().unwrap();
     let status = ended(test, &mut child, limit);
     assert!(status.success(), "{test} in its own process: {status}");
@@ -116,9 +121,15 @@ pub(crate) fn be_strict(command: &mut Command) {
 
 /// Awaits with a deadline.
 pub fn soon<F: IntoFuture>(future: F) -> F::Output {
+    let (future, mut output) = (future.into_future(), None);
+    done_soon(Box::pin(async { output = Some(future.await) }));
+    output.expect("the future has ended")
+}
+
+/// Without a type of the caller's: tests await hundreds of types, and tokio's code would be compiled for each of them.
+fn done_soon(future: Pin<Box<dyn Future<Output = ()> + '_>>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
-    let future = future.into_future();
-    runtime.block_on(async { tokio::time::timeout(DEADLINE, future).await }).expect("ends in time")
+    runtime.block_on(async { tokio::time::timeout(DEADLINE, future).await }).expect("ends in time");
 }
 
 /// Asks until it is so.
@@ -364,11 +375,19 @@ pub fn numbers(len: usize) -> Vec<u32> {
 
 /// Runs each rank of a group in a thread of its own.
 pub fn ranks<R: Send>(n: usize, run: impl Fn(Comm) -> R + Sync) -> Vec<R> {
+    let results: Vec<Mutex<Option<R>>> = (0..n).map(|_| Mutex::new(None)).collect();
+    each_rank(n, &|rank, comm| *results[rank].lock().unwrap() = Some(run(comm)));
+    results.into_iter().map(|result| result.into_inner().unwrap().expect("the thread has ended")).collect()
+}
+
+/// Without a type of the caller's, so that what starts threads is compiled once.
+fn each_rank(n: usize, run: &(dyn Fn(usize, Comm) + Sync)) {
     let comms = Comm::local(n).unwrap();
     std::thread::scope(|scope| {
-        let threads: Vec<_> = comms.into_iter().map(|comm| scope.spawn(|| run(comm))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
+        let start = |(rank, comm)| scope.spawn(move || run(rank, comm));
+        let threads: Vec<_> = comms.into_iter().enumerate().map(start).collect();
+        threads.into_iter().for_each(|thread| thread.join().unwrap());
+    });
 }
 
 pub fn values(rank: usize, len: usize) -> Vec<f32> {

@@ -20,7 +20,7 @@ use std::os::fd::AsRawFd;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -317,26 +317,39 @@ pub fn on_threads<R: Send + 'static>(
     limit: Duration,
     f: impl Fn(usize, Comm) -> R + Send + Sync + 'static,
 ) -> Vec<Result<R, String>> {
-    let f = std::sync::Arc::new(f);
-    let (n, (tell, results)) = (comms.len(), mpsc::channel());
+    let n = comms.len();
+    let all: Vec<Result<R, String>> =
+        (0..n).map(|rank| Err(format!("rank {rank} was not done after {limit:?}"))).collect();
+    let results = Arc::new(Mutex::new(all));
+    let told = results.clone();
+    let run = move |rank, comm| {
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(rank, comm)));
+        // There is no place for the result of a thread that was left behind.
+        if let Some(place) = told.lock().unwrap().get_mut(rank) {
+            *place = result.map_err(|_| format!("rank {rank} panicked"));
+        }
+    };
+    each_on_a_thread(comms, limit, Arc::new(run));
+    std::mem::take(&mut *results.lock().unwrap())
+}
+
+/// Without a type of the caller's, so that what starts threads is compiled once. Comes back when all are done, or at the limit.
+fn each_on_a_thread(comms: Vec<Comm>, limit: Duration, run: Arc<dyn Fn(usize, Comm) + Send + Sync>) {
+    let (n, (tell, done)) = (comms.len(), mpsc::channel());
     for (rank, comm) in comms.into_iter().enumerate() {
-        let (f, tell) = (f.clone(), tell.clone());
+        let (run, tell) = (run.clone(), tell.clone());
         let run = move || {
-            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(rank, comm)));
-            let _ = tell.send((rank, result.map_err(|_| format!("rank {rank} panicked"))));
+            run(rank, comm);
+            let _ = tell.send(());
         };
         thread::Builder::new().name(format!("rank {rank}")).spawn(run).expect("a thread");
     }
-    let mut all: Vec<Result<R, String>> =
-        (0..n).map(|rank| Err(format!("rank {rank} was not done after {limit:?}"))).collect();
     let end = Instant::now() + limit;
     for _ in 0..n {
-        match results.recv_timeout(end.saturating_duration_since(Instant::now())) {
-            Ok((rank, result)) => all[rank] = result,
-            Err(_) => break,
+        if done.recv_timeout(end.saturating_duration_since(Instant::now())).is_err() {
+            break;
         }
     }
-    all
 }
 
 /// Closes a communicator; what `close` says.

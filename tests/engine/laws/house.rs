@@ -4,9 +4,9 @@ use std::future::Future;
 use std::net::TcpListener;
 use std::panic::resume_unwind;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -21,12 +21,21 @@ pub(crate) const SOON: Duration = Duration::from_secs(10);
 
 /// Runs `test` on a thread of its own; fails when it does not end in time.
 pub(crate) fn within<T: Send + 'static>(limit: Duration, test: impl FnOnce() -> T + Send + 'static) -> T {
+    let value = Arc::new(Mutex::new(None));
+    let told = value.clone();
+    done_within(limit, Box::new(move || *told.lock().unwrap() = Some(test())));
+    value.lock().unwrap().take().expect("the test has ended")
+}
+
+/// Without a type of the caller's, so that what starts a thread is compiled once.
+fn done_within(limit: Duration, test: Box<dyn FnOnce() + Send>) {
     let (tell, told) = channel();
     let runs = thread::spawn(move || {
-        let _ = tell.send(test());
+        test();
+        let _ = tell.send(());
     });
     match told.recv_timeout(limit) {
-        Ok(value) => value,
+        Ok(()) => {}
         Err(RecvTimeoutError::Timeout) => panic!("not finished within {limit:?}: something hangs"),
         Err(RecvTimeoutError::Disconnected) => match runs.join() {
             Err(panic) => resume_unwind(panic),
@@ -68,14 +77,20 @@ where
     F: Fn(Comm) -> T + Clone + Send + 'static,
 {
     within(LIMIT, move || {
-        let start = |comm: Comm| {
-            let each = each.clone();
-            thread::Builder::new().name(format!("rank {}", comm.rank())).spawn(move || each(comm)).unwrap()
+        let results: Vec<_> = comms.iter().map(|_| Arc::new(Mutex::new(None))).collect();
+        let start = |(comm, result): (Comm, &Arc<Mutex<Option<T>>>)| {
+            let (each, result, name) = (each.clone(), result.clone(), format!("rank {}", comm.rank()));
+            named(name, Box::new(move || *result.lock().unwrap() = Some(each(comm))))
         };
-        let threads: Vec<_> = comms.into_iter().map(start).collect();
-        let join = |t: thread::JoinHandle<T>| t.join().unwrap_or_else(|panic| resume_unwind(panic));
-        threads.into_iter().map(join).collect()
+        let threads: Vec<_> = comms.into_iter().zip(&results).map(start).collect();
+        threads.into_iter().for_each(|t| t.join().unwrap_or_else(|panic| resume_unwind(panic)));
+        results.iter().map(|result| result.lock().unwrap().take().expect("the thread has ended")).collect()
     })
+}
+
+/// As [`done_within`], without a type of the caller's.
+fn named(name: String, run: Box<dyn FnOnce() + Send>) -> thread::JoinHandle<()> {
+    thread::Builder::new().name(name).spawn(run).unwrap()
 }
 
 pub(crate) fn close(comms: Vec<Comm>) {
