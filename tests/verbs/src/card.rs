@@ -40,6 +40,11 @@ pub(crate) fn card() -> Result<MutexGuard<'static, Card>, c_int> {
     }
 }
 
+/// The card, if there is one.
+pub(crate) fn card_if_made() -> Option<MutexGuard<'static, Card>> {
+    CARD.get()?.as_ref().ok().map(lock)
+}
+
 fn made() -> Result<Mutex<Card>, c_int> {
     // SAFETY: makes a descriptor.
     let waits = unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) };

@@ -158,10 +158,15 @@ impl QueuePair {
 
     /// A packet that had come before. A READ is answered again; of anything else it is only said that it has come.
     fn repeated(&mut self, header: &Header, shared: &mut Shared) {
-        let is_known = self.receiving.answers.iter().any(|answer| answer.psn == header.psn);
         if header.opcode != READ as u8 {
             self.receiving.owes_ack = true;
-        } else if !is_known && self.receiving.answers.len() < usize::from(self.set.max_dest_rd_atomic) {
+            return;
+        }
+        let mut answers = self.receiving.answers.iter_mut();
+        if let Some(answer) = answers.find(|answer| answer.psn == header.psn) {
+            // The requester has begun again, and waits for the first byte.
+            answer.sent = 0;
+        } else if self.receiving.answers.len() < usize::from(self.set.max_dest_rd_atomic) {
             self.answer(header, shared);
         }
     }
@@ -274,17 +279,18 @@ impl QueuePair {
             }
             self.receiving.owes_ack = false;
         }
-        while let Some(header) = self.receiving.owed.front().copied() {
-            if self.transmit(header, &[], shared) == Sent::Full {
-                return;
-            }
-            self.receiving.owed.pop_front();
+        if !self.send_owed(shared) {
+            return;
         }
         let now = Instant::now();
         while let Some(answer) = self.receiving.answers.front() {
             if answer.from.is_some_and(|from| from > now) || !self.answer_on(shared) {
                 return;
             }
+        }
+        // Answers that were lost are told of.
+        if !self.send_owed(shared) {
+            return;
         }
         if let Some(dying) = self.receiving.dying.take() {
             if self.transmit(dying.nak, &[], shared) == Sent::Full {
@@ -293,6 +299,17 @@ impl QueuePair {
             }
             self.fail(Some(dying.event), shared);
         }
+    }
+
+    /// Sends what else the peer is told: whether there was room.
+    fn send_owed(&mut self, shared: &mut Shared) -> bool {
+        while let Some(header) = self.receiving.owed.front().copied() {
+            if self.transmit(header, &[], shared) == Sent::Full {
+                return false;
+            }
+            self.receiving.owed.pop_front();
+        }
+        true
     }
 
     /// Sends the next packet of the oldest READ's answer, or gives it up: whether there was room.
@@ -321,7 +338,7 @@ impl QueuePair {
             }
             // Lost: the peer asks again when its time is over.
             Sent::Gone => {
-                self.socket.send(Header { kind: DROPPED, psn, ..self.header() }, &[]);
+                self.owe(Header { kind: DROPPED, psn, ..self.header() });
                 self.receiving.answers.pop_front();
                 return true;
             }

@@ -8,7 +8,7 @@ use std::sync::{Once, OnceLock};
 use allstream_sys::verbs::{IbvContext, IbvContextOps, IbvDevice, IbvDeviceAttr, IbvGidEntry, IbvPortAttr};
 
 use super::{done, made, work};
-use crate::card::card;
+use crate::card::{card, card_if_made};
 use crate::codes::{HAS_RNR_NAK, HAS_WINDOWS, HAS_WINDOWS_2B};
 use crate::complain;
 use crate::counts::{Call, fail};
@@ -22,7 +22,7 @@ static LISTS: AtomicIsize = AtomicIsize::new(0);
 
 extern "C" fn at_exit() {
     let mut left = vec![(LISTS.load(Ordering::SeqCst).max(0) as u64, "lists of devices")];
-    if let Ok(card) = card() {
+    if let Some(card) = card_if_made() {
         let report = &card.shared.report;
         left.extend([
             (report.contexts, "open devices"),

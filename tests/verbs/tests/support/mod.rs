@@ -473,11 +473,8 @@ impl End {
 
     pub(crate) fn piece(&self, at: usize, bytes: usize) -> IbvSge {
         // SAFETY: a region that is there.
-        IbvSge {
-            addr: self.memory as u64 + at as u64,
-            length: bytes as u32,
-            lkey: unsafe { (*self.region).lkey },
-        }
+        let lkey = unsafe { (*self.region).lkey };
+        IbvSge { addr: self.memory as u64 + at as u64, length: bytes as u32, lkey }
     }
 
     /// A request to the peer's memory at `to`.
