@@ -203,7 +203,7 @@ fn a_driver_that_waits_for_the_device_holds_up_no_collective() {
 }
 
 /// What does not hold with one queue, of which ADR 0015 tells under the names of these tests.
-const NOT_WITH_ONE: [&str; 15] = [
+const NOT_WITH_ONE: [&str; 17] = [
     "blocked::an_abort_returns_at_once_though_the_driver_blocks",
     "blocked::host_operations_of_the_same_rank_go_on_while_the_driver_blocks",
     "blocked::law_4_a_late_peer_ends_by_the_deadline_though_the_driver_blocks",
@@ -214,6 +214,8 @@ const NOT_WITH_ONE: [&str; 15] = [
     "joined::law_4_a_device_that_does_not_come_to_it_is_named",
     "joined::law_4_a_stream_is_released_by_the_deadline",
     "joined::ranks_of_one_thread_copy_to_any_memory_behind_a_collective",
+    "one_launch::law_4_what_the_last_rank_does_instead_ends_the_operation_on_all",
+    "one_launch::streams_that_were_joined_early_go_on_with_the_last_ranks_launch",
     "rules::a_join_asks_for_nothing_that_earlier_ones_wait_for",
     "stripes::a_message_goes_on_as_it_comes",
     "stripes::a_receive_does_not_wait_for_its_stream",
