@@ -190,6 +190,12 @@ fn on_host(file: &str, host: &str, variables: &[(&str, &str)], arguments: &[&str
     (output.status.success(), format!("{}{}", text(&output.stdout), text(&output.stderr)))
 }
 
+/// The arguments by which two ranks all_reduce buffers of this size, and each says how that ended.
+fn two_ranks(size: &str) -> [&str; 11] {
+    let command = env!("CARGO_BIN_EXE_allstream");
+    ["run", "-n", "2", "--on-failure", "keep", "--", command, "perf", "all_reduce", "--sizes", size]
+}
+
 #[track_caller]
 fn is_right(host: &str, collective: &str, ranks: &str, variables: &[(&str, &str)]) {
     let arguments =
@@ -249,19 +255,7 @@ fn what_a_device_refuses_is_told_on_all_ranks_with_the_call() {
             "of memory with a network card: ibv_reg_mr: Cannot allocate memory (os error 12); 0 bytes are registered; if locked",
         ),
     ] {
-        let job = [
-            "run",
-            "-n",
-            "2",
-            "--on-failure",
-            "keep",
-            "--",
-            env!("CARGO_BIN_EXE_allstream"),
-            "perf",
-            "all_reduce",
-            "--sizes",
-            "4K",
-        ];
+        let job = two_ranks("4K");
         let variables = [("ALLSTREAM_TEST_VERBS_FAIL", fails), ("ALLSTREAM_LINK", "rdma")];
         let (went_well, said) = on_host(library().to_str().unwrap(), PORT, &variables, &job);
         assert!(!went_well, "{fails}: {said}");
@@ -271,19 +265,7 @@ fn what_a_device_refuses_is_told_on_all_ranks_with_the_call() {
 
 #[test]
 fn requests_that_never_come_back_end_with_the_deadline() {
-    let job = [
-        "run",
-        "-n",
-        "2",
-        "--on-failure",
-        "keep",
-        "--",
-        env!("CARGO_BIN_EXE_allstream"),
-        "perf",
-        "all_reduce",
-        "--sizes",
-        "1M",
-    ];
+    let job = two_ranks("1M");
     let variables =
         [("ALLSTREAM_TEST_VERBS_STALL", "40"), ("ALLSTREAM_TIMEOUT", "2"), ("ALLSTREAM_LINK", "rdma")];
     let (went_well, said) = on_host(library().to_str().unwrap(), PORT, &variables, &job);
@@ -311,19 +293,7 @@ fn a_world_over_rdma_whose_ranks_have_none_does_not_form_and_all_say_why() {
         (here, Some(("ALLSTREAM_RDMA_TC", "300")), &["ALLSTREAM_RDMA_TC is `300`", "from 0 to 255"]),
         (here, Some(("ALLSTREAM_RDMA_DEVICE", "mlx5_9")), &["there is no device mlx5_9 here"]),
     ] {
-        let job = [
-            "run",
-            "-n",
-            "2",
-            "--on-failure",
-            "keep",
-            "--",
-            env!("CARGO_BIN_EXE_allstream"),
-            "perf",
-            "all_reduce",
-            "--sizes",
-            "8",
-        ];
+        let job = two_ranks("8");
         let variables: Vec<_> = variable.into_iter().chain([("ALLSTREAM_LINK", "rdma")]).collect();
         let (went_well, said) = on_host(file, CARDS, &variables, &job);
         assert!(!went_well, "{said}");
