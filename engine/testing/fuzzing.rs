@@ -184,6 +184,11 @@ fn region() -> Option<&'static (Arc<Region>, Doorbell)> {
     ONE.get_or_init(make).as_ref()
 }
 
+/// A peer over RDMA: what it says of its end, and what it writes.
+pub fn rdma_peer(data: &[u8]) {
+    crate::link::verbs::fuzzing::peer(data);
+}
+
 /// A ring in a peer's region, where the peer writes what it likes whenever it likes.
 pub fn hostile_ring(data: &[u8]) {
     let Some((region, doorbell)) = region() else { return };

@@ -209,7 +209,7 @@ fn steady_state(
 fn no_operation_allocates_in_steady_state() {
     let _alone = alone();
     TRACE.store(std::env::var_os("ALLOCATIONS_TRACE").is_some(), Ordering::SeqCst);
-    let rounds = if test_support::full() { 1000 } else { 300 };
+    let rounds = if test_support::everything() { 1000 } else { 300 };
     let test = thread::spawn(move || {
         let mut guilty = Vec::new();
         for link in [None, Some(LinkChoice::SHM), Some(LinkChoice::TCP)] {

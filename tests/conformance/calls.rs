@@ -63,6 +63,9 @@ fn world_list() -> Vec<World> {
     let processes: &[usize] = if is_full { &[2, 3, 4, 5, 7, 8] } else { &[2, 3, 8] };
     for &n in processes {
         all.extend(["shm", "tcp", "mixed"].map(|link| World { link, n, processes: true }));
+        if n <= 3 {
+            all.push(World { link: "rdma", n, processes: true });
+        }
     }
     all
 }
@@ -279,9 +282,9 @@ fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
                     continue;
                 }
                 if !thorough || len == LARGE || *kind == Kind::Barrier {
-                    // In worlds of few, every type; else one, and another in the next world. A reduction that is
-                    // defined on it.
-                    let few = world.n <= 3 && len != LARGE && *kind != Kind::Barrier;
+                    // One type, and another in the next world; where it is asked for, in worlds of few, every type. A
+                    // reduction that is defined on it.
+                    let few = support::everything() && world.n <= 3 && len != LARGE && *kind != Kind::Barrier;
                     for t in if few { 0..types } else { dtype..dtype + 1 } {
                         let all: Vec<usize> = ops(t).collect();
                         rest(t, all[pick(w + c * 3 + f + len * 11 + t, all.len())], (w + len + t) % 3);

@@ -98,8 +98,8 @@ fn every_call_of_a_bound_communicator_fails_in_turn() {
             nothing_left("nothing fails");
             let (times, start) = (calls(name) - before, Instant::now());
             let (mut told, mut tried) = (0, 0);
-            // All of them, or some that are spread out.
-            let step = if full() { 1 } else { times.div_ceil(24).max(1) };
+            // All of them, or so many that are spread out.
+            let step = times.div_ceil(if full() { 96 } else { 24 }).max(1);
             for nth in (1..=times).step_by(step as usize) {
                 fail(Some(name), nth, 999);
                 let result = program();

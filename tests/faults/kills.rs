@@ -11,7 +11,7 @@ use crate::harness::{self, Census, Link, Me, PATIENCE, Plan, Random, SOON, alone
 
 const SIZE: usize = 4;
 const BYTES: usize = 128 << 20;
-const LINKS: [Link; 3] = [Link::Shm, Link::Tcp, Link::Mixed];
+const LINKS: [Link; 4] = [Link::Shm, Link::Tcp, Link::Mixed, Link::Rdma];
 const ALGOS: [Algo; 4] = [Algo::Direct, Algo::Ring, Algo::RecursiveDoubling, Algo::OneShot];
 /// The iteration in which the victim dies, after these have been measured.
 const FATAL: u64 = 2;
@@ -266,12 +266,12 @@ fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
     let _alone = alone();
     let mut random = Random::seeded();
     let count = if test_support::full() { 50 } else { 8 };
-    // 48 different ones: each victim with each algorithm on each link.
+    // 64 different ones: each victim with each algorithm on each link.
     kill_all((0..count).map(|i| Kill {
-        link: LINKS[i % 3],
+        link: LINKS[(i + i / 4) % 4],
         call: "all_reduce",
         algo: ALGOS[i % 4],
-        victim: (i + i / 4) % SIZE,
+        victim: (i + 2 * (i / 4) + i / 16) % SIZE,
         fraction: 0.1 + 0.8 * random.fraction(),
     }));
 }
@@ -293,7 +293,7 @@ fn survivors_of_any_collective_name_the_killed_rank() {
     ];
     let count = if test_support::full() { 24 } else { 4 };
     kill_all((0..count).map(|i| Kill {
-        link: LINKS[(i + i / 8) % 3],
+        link: LINKS[(i + i / 8) % 4],
         call: calls[i % 8].0,
         algo: calls[i % 8].1,
         victim: (i + i / 4) % SIZE,

@@ -302,6 +302,11 @@ fn every_rank_hears_of_a_mismatch_over_tcp() {
     on_link(Link::Tcp);
 }
 
+#[test]
+fn every_rank_hears_of_a_mismatch_over_rdma() {
+    on_link(Link::Rdma);
+}
+
 /// Rank 1 calls another type, and each rank ends as by a crash as soon as it is told.
 pub(crate) async fn dies_of_it(me: Me) {
     let mut comm = me.connect().await;

@@ -123,7 +123,7 @@ fn a_stopped_rank_is_found_by_heartbeat() {
 #[test]
 fn a_rank_that_stops_as_soon_as_it_has_connected_is_found_by_heartbeat() {
     let _turn = among_others();
-    for (link, victim) in [(Link::Shm, 1), (Link::Tcp, 0)] {
+    for (link, victim) in [(Link::Shm, 1), (Link::Tcp, 0), (Link::Rdma, 2)] {
         let args = json!({ "victim": victim, "itself": true, "at": 0 });
         for (error, took) in stop(link, victim, args, "1") {
             let named = matches!(error, Error::PeerLost { rank, how: Lost::Silent(_), .. } if rank == victim);

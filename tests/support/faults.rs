@@ -23,12 +23,14 @@ pub const PATIENCE: Duration = Duration::from_secs(60);
 /// How soon a failure must be known.
 pub const SOON: Duration = Duration::from_secs(2);
 
-/// Links between the ranks of a job. `Mixed`: shared memory within each half, TCP between the halves.
+/// Links between the ranks of a job. `Rdma`: by the verbs library for tests, between processes alone. `Mixed`: shared memory within each half, TCP between
+/// the halves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Link {
     Local,
     Shm,
     Tcp,
+    Rdma,
     Mixed,
 }
 
@@ -258,6 +260,7 @@ impl Plan {
                 Link::Local => panic!("ranks of several processes"),
                 Link::Shm => command.env("ALLSTREAM_LINK", "shm"),
                 Link::Tcp => command.env("ALLSTREAM_LINK", "tcp"),
+                Link::Rdma => command.envs(crate::verbs::env()),
                 Link::Mixed => {
                     let half = if rank < self.size / 2 { "left" } else { "right" };
                     command.env("ALLSTREAM_LINK", "auto").env("ALLSTREAM_HOST_ID", half)
@@ -453,6 +456,7 @@ pub fn world(link: Link, size: usize) -> Vec<Comm> {
         Link::Local => return Comm::local(size).unwrap(),
         Link::Shm => LinkChoice::SHM,
         Link::Tcp => LinkChoice::TCP,
+        Link::Rdma => panic!("the verbs library for tests is named in the environment of processes"),
         Link::Mixed => LinkChoice::AUTO,
     };
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();

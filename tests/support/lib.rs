@@ -121,12 +121,13 @@ pub fn try_worlds(n: usize, link: &str) -> Result<Vec<Comm>, String> {
     if errors.is_empty() { Ok(comms.into_iter().flatten().collect()) } else { Err(errors.join("; ")) }
 }
 
-/// The environment by which rank `rank` of `n` processes uses `link`: `shm`, `tcp` or `mixed` (shared memory inside
-/// two hosts that are none, TCP between them).
+/// The environment by which rank `rank` of `n` processes uses `link`: `shm`, `tcp`, `rdma` (by the library for tests) or `mixed` (shared
+/// memory inside two hosts that are none, TCP between them).
 pub fn link_env(link: &str, rank: usize, n: usize) -> Vec<(String, String)> {
     let set = |name: &str, value: &str| vec![(name.to_owned(), value.to_owned())];
     match link {
         "mixed" => set("ALLSTREAM_HOST_ID", host_label(rank, n)),
+        "rdma" => verbs::env(),
         link => set("ALLSTREAM_LINK", link),
     }
 }

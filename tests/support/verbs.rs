@@ -9,6 +9,25 @@ pub const LIBRARY: &str = "ALLSTREAM_VERBS_LIBRARY";
 /// The variable that describes its devices.
 pub const HOST: &str = "ALLSTREAM_TEST_VERBS";
 
+/// One port, over which ranks of this host reach each other.
+pub const PORT: &str =
+    r#"{"devices": [{"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
+
+/// The variables of a rank whose links go over RDMA, by the library for tests.
+pub fn env() -> Vec<(String, String)> {
+    let library = library().to_str().unwrap();
+    [
+        (LIBRARY, library),
+        (HOST, PORT),
+        ("ALLSTREAM_LINK", "rdma"),
+        ("ALLSTREAM_INTERFACE", "=lo"),
+        ("ALLSTREAM_RDMA_DEVICE", ""),
+        ("ALLSTREAM_RDMA_GID", ""),
+    ]
+    .map(|(name, value)| (name.to_owned(), value.to_owned()))
+    .to_vec()
+}
+
 /// The versions that the library's symbols have.
 const VERSIONS: &str = include_str!("../verbs/versions.map");
 

@@ -33,7 +33,7 @@ struct Cli {
 enum Command {
     /// Run the tests, and the checks of the house
     Test {
-        /// All there is: the tests in the release, with every combination; fuzzing, candle, the GPU pack, Python with torch and Ray
+        /// All there is: the tests with every combination; fuzzing, candle, the GPU pack, Python with torch and Ray
         #[arg(long)]
         full: bool,
         /// Only parts whose name contains this
@@ -61,6 +61,9 @@ enum Command {
         /// Leave the Python package out
         #[arg(long)]
         without_python: bool,
+        /// Build it as tests are built: for a rehearsal, of which no figure counts
+        #[arg(long)]
+        for_rehearsal: bool,
     },
     /// Try what finds RDMA devices on Soft-RoCE, in a virtual machine with a kernel of Debian's
     Rdma,
@@ -93,8 +96,8 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             });
         }
-        Command::GpuPack { out, nccl, without_python } => {
-            let wanted = pack::Wanted { out: root.join(out), nccl, without_python };
+        Command::GpuPack { out, nccl, without_python, for_rehearsal } => {
+            let wanted = pack::Wanted { out: root.join(out), nccl, without_python, for_rehearsal };
             return match pack::make(&root, &wanted) {
                 Ok(told) => {
                     print!("{told}");

@@ -9,7 +9,6 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use crate::part::CHECKED;
 use crate::python;
 use crate::runner;
 
@@ -25,11 +24,11 @@ pub(crate) const FOLDER: &str = ".gpu-pack";
 const CONTENTS: &str = "CONTENTS";
 const README: &str = include_str!("../../docs/gpu-pack.md");
 const ARRAYS: &str = include_str!("../../tests/gpu-pack/python/arrays.py");
-/// As the release's integration tests are built, so that (with [`CHECKED`](crate::part::CHECKED)) nothing is built twice.
-const BUILD: &str = "build --release --package allstream --package allstream-cli --all-features --bin allstream --test gpu --example 12_gpu \
+/// As the integration tests are built, so that nothing is built twice for a rehearsal.
+const BUILD: &str = "build --package allstream --package allstream-cli --all-features --bin allstream --test gpu --example 12_gpu \
                      --example 13_gpu_overlap";
-const BUILD_RUNNER: &str = "build --release --package gpu-pack";
-/// As pip builds the wheel, whatever this process's environment asks of the release: where the wheel was built before, little is left.
+const BUILD_RUNNER: &str = "build --package gpu-pack";
+/// As pip builds the wheel: where that was built before, little is left.
 const BUILD_PYTHON: &str = "build --release --locked --manifest-path ffi/python/Cargo.toml";
 /// So that PyO3 leaves the interpreter's functions to the interpreter that loads the module, and asks for no libpython; maturin sets it, too.
 const FOR_ANY_PYTHON: (&str, &str) = ("PYO3_BUILD_EXTENSION_MODULE", "1");
@@ -51,6 +50,8 @@ pub(crate) struct Wanted {
     pub(crate) nccl: Option<PathBuf>,
     /// Not the Python package.
     pub(crate) without_python: bool,
+    /// As tests are built, and not as a release: nothing that it measures counts.
+    pub(crate) for_rehearsal: bool,
 }
 
 impl Wanted {
@@ -79,8 +80,9 @@ pub(crate) fn make(root: &Path, wanted: &Wanted) -> Result<String, String> {
     if tree.exists() {
         fs::remove_dir_all(&tree).map_err(|error| tell(&tree, error))?;
     }
-    let mut built = build(root, BUILD)?;
-    built.extend(build(root, BUILD_RUNNER)?);
+    let profile = if wanted.for_rehearsal { "" } else { " --release" };
+    let mut built = build(root, &format!("{BUILD}{profile}"))?;
+    built.extend(build(root, &format!("{BUILD_RUNNER}{profile}"))?);
     let mut complaints = Vec::new();
     for (name, place) in PROGRAMS {
         if wanted.nccl.is_some() && place.starts_with("examples/") {
@@ -197,11 +199,6 @@ fn build(root: &Path, arguments: &str) -> Result<Vec<(String, PathBuf)>, String>
     let mut cargo = Command::new(runner::cargo());
     cargo.args(arguments.split_whitespace()).args(["--message-format", "json-render-diagnostics"]);
     cargo.current_dir(root).envs([FOR_ANY_PYTHON]).stdin(Stdio::null()).stdout(Stdio::piped());
-    if arguments == BUILD_PYTHON {
-        for (name, _) in CHECKED {
-            cargo.env_remove(name);
-        }
-    }
     let mut child = cargo.spawn().map_err(|error| format!("cargo: {error}"))?;
     let lines = child.stdout.take().map(|stdout| BufReader::new(stdout).lines().map_while(Result::ok));
     let built = lines.into_iter().flatten().filter_map(|line| {

@@ -29,14 +29,6 @@ pub(crate) enum When {
     Full,
 }
 
-/// How the release is built for tests: as it is, and it panics where an integer overflows or what the code asserts does not hold. Without the
-/// optimization of a whole crate once more, which takes a fifth of the time to build.
-pub(crate) const CHECKED: [(&str, &str); 3] = [
-    ("CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS", "true"),
-    ("CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS", "true"),
-    ("CARGO_PROFILE_RELEASE_LTO", "off"),
-];
-
 /// What a part does.
 pub(crate) enum Work {
     /// Runs `cargo` with these arguments and variables, in the root of the repository.

@@ -9,7 +9,7 @@ use crate::house;
 use crate::kernels;
 use crate::pack;
 use crate::packages;
-use crate::part::{CHECKED, Part, When, Work};
+use crate::part::{Part, When, Work};
 use crate::python;
 use crate::rdma;
 
@@ -17,15 +17,73 @@ use crate::rdma;
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
      --exclude nccl-for-tests --exclude verbs-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
 
+/// Programs of tests that the core has. The full run has all: also of what the tests themselves are made of, of the allocator and of GPUs.
+const CORE: [&str; 7] = ["command", "conformance", "cuda", "engine", "faults", "ibverbs", "rules"];
+/// Examples that tests start.
+const EXAMPLES: [&str; 4] = ["by_hand", "14_study", "15_mesh_train", "16_survive"];
+/// Tests that the core leaves out, by parts of their names: each takes many seconds of two cores, or what it wants takes long to build.
+const LEFT_TO_THE_FULL_RUN: [&str; 44] = [
+    "agreements::tests::three_members_agree_and_one",
+    "agreements::tests::three_members_agree_also",
+    "survivors_go_on_together_whenever_others_die",
+    "crowd::a_thousand_idle_connections",
+    "node::every_call_of_nodes_that_met",
+    "node::every_call_of_nodes_in_processes",
+    "processes::two_are_killed_one_after_the_other",
+    "processes::the_coordinator_is_killed_at_any_moment",
+    "processes::a_stopped_rank_is_lost_by_heartbeat",
+    "train::ten_thousand_steps",
+    "groups::ends::five_thousand_splits",
+    "groups::many::a_hundred_groups",
+    "groups::full::",
+    "guests::garbage_and_wrong_tokens",
+    "late::a_message_that",
+    "late::memory_of_a_run",
+    "kills::survivors_of_any_collective",
+    "losses::a_file_system_that_hangs",
+    "mismatches::every_rank_hears_of_a_mismatch_over_shared_memory",
+    "links::a_data_connection",
+    "links::connections_that",
+    "silence::a_stopped_rank_that_wakes",
+    "silence::a_job_that_is_stopped",
+    "silence::a_rank_that_wakes_asks",
+    "survive::",
+    "examples::",
+    "training::",
+    "launcher::tune::",
+    "launcher::ssh::",
+    "launcher::others::",
+    "doctor::",
+    "calls::parts_from_afar",
+    "mutations::nothing_planted",
+    "nccl::node::one_thread",
+    "stripes::every_call",
+    "stripes::law_4_a_device_that_does_not_copy",
+    "stripes::long_operations",
+    "stripes::what_is_scaled",
+    "devices::every_call",
+    "hazards::",
+    "queues::the_same_tests",
+    "blocked::no_driver",
+    "long::chunks_that",
+    "nccl::messages::law_3",
+];
+
+/// The option, before each of these.
+fn each(option: &str, names: &[&str]) -> String {
+    names.iter().map(|name| format!("{option} {name} ")).collect()
+}
+
 fn nothing(_: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// `cargo test` with these arguments, whose programs tell how long each test took. libtest does that only where unstable
+/// `cargo test` with these arguments, whose programs get the others and tell how long each test took. libtest does that only where unstable
 /// features are allowed. So the programs alone get the variable that allows them, by what cargo starts them with: with the
 /// variable in cargo's own environment everything would be built anew.
-fn tests_of(name: &str, arguments: &str) -> Part {
-    let mut part = cargo(name, &format!("test {arguments} -- -Zunstable-options --report-time"));
+fn tests_of(name: &str, arguments: &str, of_programs: &str) -> Part {
+    let mut part =
+        cargo(name, &format!("test {arguments} -- -Zunstable-options --report-time {of_programs}"));
     if let Work::Cargo(arguments, _) = &mut part.work {
         let runner = "target.'cfg(all())'.runner = ['env', 'RUSTC_BOOTSTRAP=1']";
         arguments.splice(0..0, ["--config".into(), runner.into()]);
@@ -62,9 +120,9 @@ impl Part {
         self.env("RUST_TEST_THREADS", "4")
     }
 
-    /// Of the full run, with the release as [`CHECKED`] has it.
-    fn checked(self) -> Self {
-        CHECKED.iter().fold(self.full(), |part, (name, value)| part.env(name, value))
+    /// Everything that knows of the variable tries every combination in the full run: plans, agreements, conformance, faults.
+    fn every_combination(self, is_full: bool) -> Self {
+        if is_full { self.env("ALLSTREAM_TEST_FULL", "1") } else { self }
     }
 
     fn needs(self, needs: fn(&Path) -> Result<(), String>) -> Self {
@@ -105,59 +163,48 @@ pub(crate) fn cuda_kernels() -> Part {
 /// The parts of `cargo xtask test`, or of its full run.
 pub(crate) fn tests(is_full: bool) -> Vec<Part> {
     let left_out = if is_full { When::Core } else { When::Full };
-    all().into_iter().filter(|part| part.when != left_out).collect()
+    all(is_full).into_iter().filter(|part| part.when != left_out).collect()
 }
 
-/// All parts, in order: what fails fast comes first. The full run has the tests of the core once, in the release and with every
-/// combination, and not a second time as they are built for development, which would take a quarter of an hour more.
-fn all() -> Vec<Part> {
+/// All parts, in order: what fails fast comes first. The full run has the programs of the core, and each of them tries more. They are not built as a release
+/// is, which took almost twice as long (13 minutes of two cores in place of 7.5): what users build as a release is tested by Python and candle.
+fn all(is_full: bool) -> Vec<Part> {
     // Together, so that what they have in common is compiled once, with the features that all of them ask for.
     let packages = "--package allstream --package allstream-plan --package allstream-kernels --package allstream-cuda-kernels \
                     --package allstream-sys --package allstream-cli --all-features";
-    let product = format!(
-        "{packages} --package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests"
-    );
-    let built = format!("{product} --package loom-tests");
-    let tested = format!("{built} --no-fail-fast");
-    // Of the examples those that tests run; clippy compiles the others.
-    let examples = ["by_hand", "14_study", "15_mesh_train", "16_survive"]
-        .map(|name| format!("--example {name}"))
-        .join(" ");
+    let (tested, integration, left) = match is_full {
+        true => {
+            let ours = "--package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests --package loom-tests";
+            (format!("{packages} {ours}"), "--test *".to_owned(), String::new())
+        }
+        false => (packages.to_owned(), each("--test", &CORE), each("--skip", &LEFT_TO_THE_FULL_RUN)),
+    };
+    // Of the examples those that tests of the full run start; clippy compiles the others.
+    let examples = each("--example", if is_full { &EXAMPLES } else { &[] });
     // All in one, as most of the crates keep one core busy: so another is compiled beside each.
-    let targets = format!("{built} --lib --bins --tests {examples}");
+    let targets = format!("{tested} --lib --bins {}{examples}", integration.replace("--test *", "--tests"));
     vec![
         house(),
-        tests_of("xtask", "--package xtask --no-fail-fast --tests"),
-        cargo("build", &format!("build {targets}")).core(),
+        tests_of("xtask", "--package xtask --no-fail-fast --tests", ""),
+        Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
+        cargo("build", &format!("build {targets}")).minutes(30),
         Part { work: Work::Steps(python::fetch_numpy), ..cargo("python's packages", "") }
             .needs(python::needs)
             .beside()
             .core(),
-        tests_of("unit", &format!("{tested} --lib --bins")).core(),
-        tests_of("integration and loom", &format!("{tested} --test *"))
-            .many()
-            .needs(integration_tests)
-            .core(),
-        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).core(),
-        cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")).core(),
-        Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
-        cargo("build, release", &format!("build --release {targets}")).checked(),
         Part { work: Work::Steps(python::fetch_all), ..cargo("python's packages, with torch and Ray", "") }
             .needs(python::needs)
             .minutes(40)
             .beside()
             .full(),
-        // Everything that knows of it tries every combination: plans, agreements, conformance, faults.
-        tests_of("unit, release, every combination", &format!("{tested} --release --lib --bins"))
-            .env("ALLSTREAM_TEST_FULL", "1")
-            .checked(),
-        tests_of("integration and loom, release, every combination", &format!("{tested} --release --test *"))
-            .env("ALLSTREAM_TEST_FULL", "1")
+        tests_of("unit", &format!("{tested} --no-fail-fast --lib --bins"), &left).every_combination(is_full),
+        tests_of("integration", &format!("{tested} --no-fail-fast {integration}"), &left)
+            .every_combination(is_full)
             .many()
             .needs(integration_tests)
-            .minutes(60)
-            .checked(),
-        cargo("doc tests, release", &format!("test {packages} --no-fail-fast --release --doc")).checked(),
+            .minutes(if is_full { 60 } else { 20 }),
+        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).core(),
+        cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
         cuda_kernels().needs(kernels::needs).full(),
         Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }.needs(fuzz::needs).minutes(30).full(),
         // A workspace of its own, so that candle stays out of the engine's lock file.
@@ -167,9 +214,9 @@ fn all() -> Vec<Part> {
             .minutes(40)
             .full(),
         // After Python, whose torch has brought NVIDIA's NCCL along.
-        tests_of("NCCL as pip has it", "--package allstream-sys --release --test real_nccl").checked(),
+        tests_of("NCCL as pip has it", "--package allstream-sys --test real_nccl", "").full(),
         // After Python, whose environment the pack's rehearsal has arrays of numpy and torch from.
-        tests_of("GPU pack's runner", "--package gpu-pack --release").checked(),
+        tests_of("GPU pack's runner", "--package gpu-pack", "").full(),
         Part { work: Work::Steps(pack::prove), ..cargo("GPU pack", "") }.full(),
         Part { work: Work::Steps(pack::run), ..cargo("GPU", "") }
             .needs(pack::needs_device)
@@ -177,7 +224,7 @@ fn all() -> Vec<Part> {
             .full(),
         Part::not_yet(
             "RDMA",
-            "there is no link over verbs yet (ADR 0039); what finds devices is tried by `cargo xtask rdma`",
+            "a virtual machine with Soft-RoCE takes minutes that this run does not have: `cargo xtask rdma` is that",
         ),
     ]
 }

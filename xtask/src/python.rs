@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 use crate::journal::{Counts, Report};
-use crate::part::{CHECKED, Ran};
+use crate::part::Ran;
 use crate::runner;
 
 /// What the tests need that are part of every run.
@@ -93,8 +93,7 @@ impl Work<'_> {
 
     /// Runs tests, and counts them by the file that they leave.
     fn tests(&self, arguments: &[&str], package: Option<&Path>) -> Ran {
-        // What the full run has built of Rust is the release.
-        let devices = match devices(self, package.is_none()) {
+        let devices = match devices(self) {
             Ok(devices) => devices,
             Err(stopped) => return failed(stopped),
         };
@@ -200,18 +199,14 @@ fn developed(work: &Work<'_>) -> Result<PathBuf, Stopped> {
 }
 
 /// Builds the CUDA driver and the NCCL for tests; what the tests are told of where they are.
-fn devices(work: &Work<'_>, is_release: bool) -> Result<[(&'static str, PathBuf); 2], Stopped> {
+fn devices(work: &Work<'_>) -> Result<[(&'static str, PathBuf); 2], Stopped> {
     // One by one, as the tests of Rust build them (`tests/support/cuda.rs`): together they would be built anew, with each other's features.
     for package in ["cuda-driver-for-tests", "nccl-for-tests"] {
         let mut build = Command::new(runner::cargo());
         build.args(["build", "--locked", "--package", package]);
-        if is_release {
-            build.arg("--release").envs(CHECKED);
-        }
         work.run(&format!("cargo build of {package}"), build, work.left(), true)?;
     }
-    let profile = if is_release { "release" } else { "debug" };
-    let built = |file| work.root.join("target").join(profile).join(file);
+    let built = |file| work.root.join("target/debug").join(file);
     Ok([("ALLSTREAM_TEST_CUDA", built("libcuda.so")), ("ALLSTREAM_TEST_NCCL", built("libnccl.so"))])
 }
 

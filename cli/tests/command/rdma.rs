@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use allstream::{Comm, Rendezvous};
 use rustix::process::{Signal, getpid, kill_process};
-use test_support::verbs::{HOST, LIBRARY, library, old_library};
+use test_support::verbs::{HOST, LIBRARY, PORT, library, old_library};
 
 use crate::launcher::{allstream, text};
 
@@ -169,10 +169,7 @@ fn info_says_that_too_little_memory_can_be_locked() {
     );
 }
 
-/// One port, over which ranks of this host reach each other.
-const PORT: &str =
-    r#"{"devices": [{"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
-/// The same; it takes messages of 4 KB at most, so that a large frame is many.
+/// As [`PORT`]; it takes messages of 4 KB at most, so that a large frame is many.
 const SMALL: &str = r#"{"devices": [{"name": "test_0", "ports": [{"max_message": 4096, "gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
 
 /// The command, on a host that this library pretends; whether it went well, and all that it said.

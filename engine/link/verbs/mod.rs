@@ -15,6 +15,8 @@ pub(crate) mod choose;
 mod credits;
 mod domain;
 pub(crate) mod facts;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod hello;
 mod layout;
 mod queue_pair;

@@ -296,6 +296,17 @@ impl QueuePair {
         }
     }
 
+    /// So many completions that have come, the oldest first, or `None` where there are no more. Before that is said to a progress thread that is about to
+    /// sleep (`wanted`), the device is asked to tell of the next one, and looked at once more.
+    pub(super) fn completions(
+        &mut self,
+        wanted: impl Fn() -> bool,
+        into: &mut [IbvWc],
+    ) -> Result<Option<usize>, VerbsError> {
+        let count = self.poll(into)?;
+        Ok((count > 0 || wanted() && self.arm()?).then_some(count))
+    }
+
     /// Completions that have come, the oldest first: how many.
     pub(super) fn poll(&mut self, into: &mut [IbvWc]) -> Result<usize, VerbsError> {
         // SAFETY: the queue exists as long as `self`.

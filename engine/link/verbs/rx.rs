@@ -202,27 +202,16 @@ impl Receiving {
 
     /// Takes what the device has to tell. Where the progress thread is about to sleep, the device is asked to wake it.
     fn look(&mut self) -> Result<(), Error> {
+        let mut told = [IbvWc::default(); BATCH];
         loop {
-            let mut told = [IbvWc::default(); BATCH];
-            let count = match self.pair.poll(&mut told) {
-                Ok(count) => count,
+            match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
+                Ok(Some(count)) => told[..count].iter().try_for_each(|completion| self.take(completion))?,
+                Ok(None) => break,
                 Err(error) => return self.lose(&error),
-            };
-            for completion in &told[..count] {
-                self.take(completion)?;
-            }
-            let more = count > 0
-                || super::is_wanted(&self.card) && {
-                    match self.pair.arm() {
-                        Ok(more) => more,
-                        Err(error) => return self.lose(&error),
-                    }
-                };
-            if !more {
-                self.tell();
-                return Ok(());
             }
         }
+        self.tell();
+        Ok(())
     }
 
     fn take(&mut self, completion: &IbvWc) -> Result<(), Error> {

@@ -3,7 +3,8 @@
 //! A program is made from a seed (`programs/make.rs`): collectives of every kind, algorithm and form, messages, splits;
 //! some ranks drop works, or give inputs that a stream has yet to reach; what one operation gives goes into others.
 //! Each rank compares every element of every result with what a sequential evaluation for all ranks
-//! (`programs/oracle.rs`) says. `ALLSTREAM_TEST_SEED=n` runs the program of one seed; `ALLSTREAM_TEST_FULL=1`: 1,000.
+//! (`programs/oracle.rs`) says. `ALLSTREAM_TEST_SEED=n` runs the program of one seed; `ALLSTREAM_TEST_FULL=1`: 400; `all`:
+//! 1,000.
 
 mod make;
 mod oracle;
@@ -21,9 +22,9 @@ use make::{Act, Program};
 use oracle::Oracle;
 
 const OPERATIONS: usize = 200;
-/// Seeds of programs between threads, and between processes: by default, and at most.
-const SEEDS: [u64; 2] = [80, 920];
-const PROCESSES: [u64; 2] = [15, 120];
+/// Seeds of programs between threads, and between processes: by default, with `ALLSTREAM_TEST_FULL=1`, and with `all`.
+const SEEDS: [u64; 3] = [80, 340, 920];
+const PROCESSES: [u64; 3] = [15, 60, 120];
 /// Programs that one world of processes runs, one after another.
 const TOGETHER: u64 = 3;
 /// For one program.
@@ -36,7 +37,7 @@ const OF_PROCESSES: u64 = 1_000_000;
 /// The world that a seed's program runs in.
 fn world(seed: u64) -> (&'static str, usize) {
     let links: &[&str] = if seed >= OF_PROCESSES {
-        &["shm", "tcp", "mixed"]
+        &["shm", "tcp", "mixed", "rdma"]
     } else {
         &["local", "inproc", "shm", "tcp", "mixed"]
     };
@@ -120,7 +121,7 @@ fn random_programs() {
     }
     let begun = Instant::now();
     let given = std::env::var("ALLSTREAM_TEST_SEED").ok().map(|s| s.parse::<u64>().expect("a number"));
-    let which = usize::from(support::full());
+    let which = usize::from(support::full()) + usize::from(support::everything());
     // Jobs: programs between threads, one each, and between processes, several in one world.
     let jobs: Vec<Vec<u64>> = match given {
         Some(seed) => vec![vec![seed]],
