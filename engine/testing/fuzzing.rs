@@ -1,8 +1,7 @@
 //! What `fuzz/` feeds: every parser of bytes from outside, by the way they come in. Not a part of the interface.
 //!
-//! Each function takes arbitrary bytes. It panics only on a bug: a property that does not hold is asserted here, and
-//! memory accesses outside of what is lent are found by the sanitizer that the targets are built with (or, in mapped
-//! regions, by the assertions here).
+//! Each function takes arbitrary bytes. It panics only on a bug: a property that does not hold is asserted here, and memory accesses outside of what is lent are
+//! found by the sanitizer that the targets are built with (or, in mapped regions, by the assertions here).
 #![allow(missing_docs)]
 
 use std::collections::HashMap;
@@ -31,6 +30,7 @@ use crate::link::layout::RING_BYTES;
 use crate::link::local::{Doorbell, LocalRx, LocalTx};
 use crate::link::region::{REGION_BYTES, Region};
 use crate::link::tcp::{FRAME, TcpRx};
+pub use crate::link::verbs::fuzzing::peer as rdma_peer;
 use crate::link::{
     Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, LinkTx, Poller, Posted, Reactor, SLOT,
 };
@@ -182,11 +182,6 @@ fn region() -> Option<&'static (Arc<Region>, Doorbell)> {
         Some((region, doorbell))
     };
     ONE.get_or_init(make).as_ref()
-}
-
-/// A peer over RDMA: what it says of its end, and what it writes.
-pub fn rdma_peer(data: &[u8]) {
-    crate::link::verbs::fuzzing::peer(data);
 }
 
 /// A ring in a peer's region, where the peer writes what it likes whenever it likes.

@@ -18,7 +18,7 @@ const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-dr
      --exclude nccl-for-tests --exclude verbs-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
 
 /// Programs of tests that the core has. The full run has all: also of what the tests themselves are made of, of the allocator and of GPUs.
-const CORE: [&str; 7] = ["command", "conformance", "cuda", "engine", "faults", "ibverbs", "rules"];
+const CORE: [&str; 6] = ["command", "conformance", "cuda", "engine", "faults", "rules"];
 /// Examples that tests start.
 const EXAMPLES: [&str; 4] = ["by_hand", "14_study", "15_mesh_train", "16_survive"];
 /// Tests that the core leaves out, by parts of their names: each takes many seconds of two cores, or what it wants takes long to build.

@@ -16,7 +16,7 @@ fn take<const N: usize>(data: &mut &[u8]) -> [u8; N] {
 }
 
 /// A peer that has passed the handshake, and says and writes what it likes.
-pub(crate) fn peer(data: &[u8]) {
+pub fn peer(data: &[u8]) {
     let data = &mut &*data;
     let bytes = take::<BYTES>(data);
     let slots = match Hello::decode(&bytes) {
