@@ -60,6 +60,8 @@ pub(crate) struct Journal {
     pub(crate) skips: Vec<String>,
     /// How many of those the running program has told of: its result counts them as passed.
     skips_of_program: u64,
+    /// How many tests the running program said that it runs.
+    tests_of_program: Option<u64>,
 }
 
 /// A test, with the program it is part of, and how long it took.
@@ -85,9 +87,14 @@ impl Journal {
         if let Some(program) = program(line) {
             self.cut_short();
             self.program = program.into();
+            self.tests_of_program = None;
         }
-        if line.starts_with("running ") && (line.ends_with(" tests") || line.ends_with(" test")) {
+        if let Some(number) =
+            line.strip_prefix("running ").filter(|_| line.ends_with(" tests") || line.ends_with(" test"))
+        {
             self.running = true;
+            let number = number.split(' ').next().and_then(|number| number.parse().ok());
+            self.tests_of_program = self.tests_of_program.or(number);
         }
         if let Some((test, seconds)) = timed(line) {
             self.times.push(Timed { test: named(&self.program, test), seconds });
@@ -127,9 +134,12 @@ impl Journal {
         }
         if let Some((found, left_out)) = result(line) {
             self.tested = true;
-            // Some tests start their own program anew for themselves alone. What that one says is a part of the test, and no test more.
-            self.running = left_out > 0;
-            if left_out == 0 {
+            // Some tests start their own program anew for themselves alone. What that one says is a part of the test, and no test more. It is known by
+            // what it leaves out, and by its number of tests, as the core leaves some out, too.
+            let all = found.passed + found.failed + found.skipped;
+            let is_ours = left_out == 0 || self.tests_of_program == Some(all);
+            self.running = !is_ours;
+            if is_ours {
                 let skips = std::mem::take(&mut self.skips_of_program).min(found.passed);
                 self.counts.passed += found.passed - skips;
                 self.counts.failed += found.failed;
@@ -279,6 +289,12 @@ mod tests {
         let journal = journal(lines.lines());
         assert_eq!(journal.counts, Counts { passed: 1, failed: 1, skipped: 0 });
         assert_eq!(journal.report().names, ["tests/cuda.rs: b"]);
+        // The same where tests are left out of the program, too.
+        let lines = format!(
+            "     Running tests/cuda.rs (x)\nrunning 2 tests\n{child}\ntest a ... ok\ntest b ... ok\n\
+            test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 3 filtered out"
+        );
+        assert_eq!(self::journal(lines.lines()).counts, Counts { passed: 2, failed: 0, skipped: 0 });
     }
 
     #[test]

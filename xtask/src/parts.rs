@@ -17,12 +17,12 @@ use crate::rdma;
 const OURS_ALONE: &str = "--exclude xtask --exclude loom-tests --exclude cuda-driver-for-tests \
      --exclude nccl-for-tests --exclude verbs-for-tests --exclude test-support --exclude test-oracle --exclude gpu-pack";
 
-/// Programs of tests that the core has. The full run has all: also of what the tests themselves are made of, of the allocator and of GPUs.
-const CORE: [&str; 6] = ["command", "conformance", "cuda", "engine", "faults", "rules"];
+/// Programs of tests that the core has. The full run has all: also those of devices, of the allocator, and of what tests are made of.
+const CORE: [&str; 5] = ["command", "conformance", "engine", "faults", "rules"];
 /// Examples that tests start.
 const EXAMPLES: [&str; 4] = ["by_hand", "14_study", "15_mesh_train", "16_survive"];
 /// Tests that the core leaves out, by parts of their names: each takes many seconds of two cores, or what it wants takes long to build.
-const LEFT_TO_THE_FULL_RUN: [&str; 44] = [
+const LEFT_TO_THE_FULL_RUN: [&str; 35] = [
     "agreements::tests::three_members_agree_and_one",
     "agreements::tests::three_members_agree_also",
     "survivors_go_on_together_whenever_others_die",
@@ -55,18 +55,9 @@ const LEFT_TO_THE_FULL_RUN: [&str; 44] = [
     "launcher::others::",
     "doctor::",
     "calls::parts_from_afar",
+    "costs::two_levels_on_any_hosts",
+    "costs::all_reduce_is_right",
     "mutations::nothing_planted",
-    "nccl::node::one_thread",
-    "stripes::every_call",
-    "stripes::law_4_a_device_that_does_not_copy",
-    "stripes::long_operations",
-    "stripes::what_is_scaled",
-    "devices::every_call",
-    "hazards::",
-    "queues::the_same_tests",
-    "blocked::no_driver",
-    "long::chunks_that",
-    "nccl::messages::law_3",
 ];
 
 /// The option, before each of these.
@@ -179,19 +170,17 @@ fn all(is_full: bool) -> Vec<Part> {
         }
         false => (packages.to_owned(), each("--test", &CORE), each("--skip", &LEFT_TO_THE_FULL_RUN)),
     };
-    // Of the examples those that tests of the full run start; clippy compiles the others.
-    let examples = each("--example", if is_full { &EXAMPLES } else { &[] });
-    // All in one, as most of the crates keep one core busy: so another is compiled beside each.
-    let targets = format!("{tested} --lib --bins {}{examples}", integration.replace("--test *", "--tests"));
+    // All in one, as most of the crates keep one core busy: so another is compiled beside each. Of the examples those that tests of the full run start; clippy
+    // compiles the others.
+    let build = match is_full {
+        true => format!("build {tested} --lib --bins --tests {}", each("--example", &EXAMPLES)),
+        false => format!("test --no-run {tested} --lib --bins {integration}"),
+    };
     vec![
         house(),
-        tests_of("xtask", "--package xtask --no-fail-fast --tests", ""),
+        tests_of("xtask", "--package xtask --no-fail-fast --tests", "").full(),
         Part { work: Work::Steps(packages::for_tests), ..cargo("programs for tests", "") }.full(),
-        cargo("build", &format!("build {targets}")).minutes(30),
-        Part { work: Work::Steps(python::fetch_numpy), ..cargo("python's packages", "") }
-            .needs(python::needs)
-            .beside()
-            .core(),
+        cargo("build", &build).minutes(30),
         Part { work: Work::Steps(python::fetch_all), ..cargo("python's packages, with torch and Ray", "") }
             .needs(python::needs)
             .minutes(40)
@@ -203,7 +192,6 @@ fn all(is_full: bool) -> Vec<Part> {
             .many()
             .needs(integration_tests)
             .minutes(if is_full { 60 } else { 20 }),
-        Part { work: Work::Steps(python::numpy), ..cargo("python", "") }.needs(python::needs).core(),
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
         cuda_kernels().needs(kernels::needs).full(),
         Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }.needs(fuzz::needs).minutes(30).full(),
@@ -222,6 +210,11 @@ fn all(is_full: bool) -> Vec<Part> {
             .needs(pack::needs_device)
             .minutes(90)
             .full(),
+        Part::not_yet(
+            "devices, Python, loom, candle, fuzzing, and tests that take long",
+            "`cargo xtask test --full` has them",
+        )
+        .core(),
         Part::not_yet(
             "RDMA",
             "a virtual machine with Soft-RoCE takes minutes that this run does not have: `cargo xtask rdma` is that",

@@ -48,8 +48,8 @@ struct Work<'a> {
 struct Stopped(String, Vec<String>);
 
 impl Work<'_> {
-    fn new<'a>(root: &'a Path, limit: Duration, name: &str) -> Work<'a> {
-        Work { root, end: Instant::now() + limit, home: root.join("target/python").join(name) }
+    fn new(root: &Path, limit: Duration) -> Work<'_> {
+        Work { root, end: Instant::now() + limit, home: root.join("target/python/all") }
     }
 
     fn left(&self) -> Duration {
@@ -92,7 +92,7 @@ impl Work<'_> {
     }
 
     /// Runs tests, and counts them by the file that they leave.
-    fn tests(&self, arguments: &[&str], package: Option<&Path>) -> Ran {
+    fn tests(&self, arguments: &[&str]) -> Ran {
         let devices = match devices(self) {
             Ok(devices) => devices,
             Err(stopped) => return failed(stopped),
@@ -104,11 +104,7 @@ impl Work<'_> {
             .args(["-m", "pytest", "-q", "--durations=5", "--color=no", "-p", "no:cacheprovider"])
             .args(arguments);
         pytest.current_dir(self.root).env("ALLSTREAM_TEST_RESULTS", &results).env("ALLSTREAM_TUNING", "off");
-        pytest.env("PYTHONDONTWRITEBYTECODE", "1").envs(devices);
-        match package {
-            Some(package) => pytest.env("PYTHONPATH", package),
-            None => pytest.env_remove("PYTHONPATH"),
-        };
+        pytest.env("PYTHONDONTWRITEBYTECODE", "1").env_remove("PYTHONPATH").envs(devices);
         let stopped = self.run("pytest", pytest, self.left(), true).err();
         let read =
             fs::read_to_string(&results).ok().and_then(|text| serde_json::from_str::<Value>(&text).ok());
@@ -143,59 +139,15 @@ fn failed(Stopped(why, lines): Stopped) -> Ran {
     Ran(format!("FAILED: {why}"), Counts { failed: 1, ..Counts::default() }, report)
 }
 
-/// Makes the environment of [`numpy`] and fetches what its tests need, while something else keeps the processors busy.
-pub(crate) fn fetch_numpy(root: &Path, limit: Duration) -> Ran {
-    fetched(&Work::new(root, limit, "numpy"), &[])
-}
-
-/// As [`fetch_numpy`], for [`all`].
+/// Makes the environment of [`all`] and fetches what its tests need, while something else keeps the processors busy.
 pub(crate) fn fetch_all(root: &Path, limit: Duration) -> Ran {
-    fetched(&Work::new(root, limit, "all"), &LIBRARIES)
-}
-
-/// What cannot be fetched is asked for again by the tests, which say what is left out for the want of it.
-fn fetched(work: &Work<'_>, libraries: &[(&str, &str)]) -> Ran {
-    let each = || libraries.iter().try_for_each(|(_, package)| work.install(&[package], DOWNLOAD));
+    let work = Work::new(root, limit);
+    let each = || LIBRARIES.iter().try_for_each(|(_, package)| work.install(&[package], DOWNLOAD));
     match work.make_with_base().and_then(|()| each()) {
         Ok(()) => Ran("passed".into(), Counts { passed: 1, ..Counts::default() }, Report::default()),
+        // The tests ask for it again, and say what is left out for the want of it.
         Err(Stopped(why, _)) => runner::skipped(&why),
     }
-}
-
-/// The part of every run: the module as cargo builds it for development, and the tests that need numpy alone.
-pub(crate) fn numpy(root: &Path, limit: Duration) -> Ran {
-    let work = Work::new(root, limit, "numpy");
-    if let Err(Stopped(why, _)) = work.make_with_base() {
-        return runner::skipped(&why);
-    }
-    let package = match developed(&work) {
-        Ok(package) => package,
-        Err(stopped) => return failed(stopped),
-    };
-    work.tests(
-        &["ffi/python/tests", "--ignore=ffi/python/tests/torch", "--ignore=ffi/python/tests/ray"],
-        Some(&package),
-    )
-}
-
-/// Builds the module and puts it beside the package's files; the folder that holds the package.
-fn developed(work: &Work<'_>) -> Result<PathBuf, Stopped> {
-    let mut build = Command::new(runner::cargo());
-    build.args(["build", "--locked", "--manifest-path", "ffi/python/Cargo.toml"]);
-    // Nobody debugs it, and to write what a debugger needs takes a third of the time.
-    build.env("CARGO_INCREMENTAL", "0").env("CARGO_PROFILE_DEV_DEBUG", "0");
-    build.env("PYO3_PYTHON", work.program("python"));
-    work.run("cargo build of ffi/python", build, work.left(), true)?;
-    let put = || {
-        let package = work.home.join("package/allstream");
-        let _ = fs::remove_dir_all(&package);
-        copy(&work.root.join("ffi/python/python/allstream"), &package)?;
-        let module = work.root.join("ffi/python/target/debug/lib_native.so");
-        fs::copy(module, package.join("_native.abi3.so"))
-    };
-    let put: std::io::Result<u64> = put();
-    put.map(|_| work.home.join("package"))
-        .map_err(|error| Stopped(format!("copying the package: {error}"), Vec::new()))
 }
 
 /// Builds the CUDA driver and the NCCL for tests; what the tests are told of where they are.
@@ -227,7 +179,7 @@ pub(crate) fn copy(from: &Path, to: &Path) -> std::io::Result<()> {
 
 /// All of it: the wheel as users build it, with torch and Ray as pip has them.
 pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
-    let work = Work::new(root, limit, "all");
+    let work = Work::new(root, limit);
     if let Err(Stopped(why, _)) = work.make_with_base() {
         return runner::skipped(&why);
     }
@@ -244,7 +196,7 @@ pub(crate) fn all(root: &Path, limit: Duration) -> Ran {
         return failed(stopped);
     }
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    let Ran(_, mut counts, report) = work.tests(&arguments, None);
+    let Ran(_, mut counts, report) = work.tests(&arguments);
     for why in &missing {
         runner::say(&format!("skipped, python: {why}"));
         counts.skipped += 1;
