@@ -353,10 +353,17 @@ impl Running {
         Running { rank, pid: Pid::from_child(&child), child, lines, log }
     }
 
-    /// What it has said, its last 4000 characters.
+    /// What it has said: the beginning, where a panic says why, and the end.
     pub fn log(&self) -> String {
+        const PART: usize = 3000;
         let log = self.log.lock().unwrap();
-        log.chars().skip(log.chars().count().saturating_sub(4000)).collect()
+        let count = log.chars().count();
+        if count <= 2 * PART {
+            return log.clone();
+        }
+        let [first, last] = [(0, PART), (count - PART, PART)]
+            .map(|(skip, take)| log.chars().skip(skip).take(take).collect::<String>());
+        format!("{first}\n[...]\n{last}")
     }
 
     /// The next time it says `event`; what it says before is passed over.
