@@ -34,6 +34,7 @@ table() {
     printf '```\n'
 }
 
+export NO_COLOR=1
 first=$1 second=$2
 printf '# %s and %s, %s ranks each, %s\n' "$first" "$second" "$ranks" "$(date -u +%Y-%m-%d)"
 for host in "$first" "$second"; do
