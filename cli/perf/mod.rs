@@ -164,9 +164,11 @@ pub(crate) fn run(args: &PerfArgs) -> Result<Exit, BoxError> {
         }
         let rendezvous = Rendezvous::from_env()?;
         let runtime = runtime()?;
-        let link = args.worker_link.or(args.link.first().copied()).unwrap_or_default();
-        // Else what the environment says stays.
-        let rendezvous = if link == LinkChoice::AUTO { rendezvous } else { rendezvous.link(link) };
+        // What the command does not say, the environment may.
+        let said = args.worker_link.or(args.link.first().copied()).filter(|link| *link != LinkChoice::AUTO);
+        let asked = || std::env::var("ALLSTREAM_LINK").ok().and_then(|link| link.parse().ok());
+        let link = said.or_else(asked).unwrap_or_default();
+        let rendezvous = rendezvous.link(link);
         let mut comm = runtime.block_on(Comm::connect(rendezvous))?;
         let report = measure_all(&mut comm, args, link, None)?;
         let is_first = comm.rank() == 0;

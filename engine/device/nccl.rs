@@ -6,7 +6,7 @@
 mod varied;
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Once, OnceLock};
 use std::time::{Duration, Instant};
 
 use allstream_cuda_kernels as cuda;
@@ -120,9 +120,24 @@ impl Library for NcclLibrary {
         let is_aborted = AtomicBool::new(false);
         let quiet = Arc::new(AtomicBool::new(false));
         let (library, name, _open) = (*self, self.name(), Busy::while_open());
-        Ok(Arc::new(NcclEnd { library, name, place, stream, comm, is_aborted, kept, quiet, _open }))
+        let cuda_failed = OnceLock::new();
+        Ok(Arc::new(NcclEnd {
+            library,
+            name,
+            place,
+            stream,
+            comm,
+            is_aborted,
+            kept,
+            quiet,
+            cuda_failed,
+            _open,
+        }))
     }
 }
+
+/// How long the driver has to tell what has failed, where NCCL says no more than that CUDA has.
+const DRIVER_FIRST: Duration = Duration::from_millis(200);
 
 /// One rank's end of a communicator of NCCL's.
 struct NcclEnd {
@@ -138,6 +153,8 @@ struct NcclEnd {
     kept: Mutex<Vec<DeviceBuf<u8>>>,
     /// The abort has ended.
     quiet: Arc<AtomicBool>,
+    /// When NCCL first said that CUDA has failed.
+    cuda_failed: OnceLock<Instant>,
     _open: Busy,
 }
 
@@ -166,8 +183,24 @@ impl NcclEnd {
     }
 
     fn state(&self) -> Result<NcclResult, Error> {
-        // SAFETY: the communicator is there (`with`), and nobody else uses it meanwhile.
-        self.with(|comm| unsafe { self.library.0.async_error(comm) })
+        let comm = self.comm.lock();
+        self.asked(self.there(*comm)?)
+    }
+
+    /// What NCCL says of the communicator, which is there, and which nobody else uses meanwhile (its lock is held). That CUDA has failed NCCL says in no more
+    /// words. The driver, which is asked beside it, says which device it was and what to do: so the driver has a moment to be heard first.
+    fn asked(&self, comm: NcclComm) -> Result<NcclResult, Error> {
+        // SAFETY: as above.
+        let error = match unsafe { self.library.0.async_error(comm) } {
+            Ok(state) => return Ok(state),
+            Err(error) => error,
+        };
+        if error.code == NcclResult::UNHANDLED_CUDA_ERROR
+            && self.cuda_failed.get_or_init(Instant::now).elapsed() < DRIVER_FIRST
+        {
+            return Ok(NcclResult::IN_PROGRESS);
+        }
+        Err(self.library.told(self.place.0, &error))
     }
 
     /// Elements of a copy of the input of a piece: where that is to be scaled, or the results would overwrite it before it was read, and
@@ -300,10 +333,7 @@ impl Witness for NcclEnd {
     fn check(&self) -> Result<(), Error> {
         // While another thread calls NCCL, that thread hears of what has failed. Nobody waits for it here: it may block.
         let Some(comm) = self.comm.try_lock() else { return Ok(()) };
-        let comm = self.there(*comm)?;
-        // SAFETY: the communicator is there, and nobody else uses it meanwhile (the lock is held to the end of the function).
-        let state = unsafe { self.library.0.async_error(comm) };
-        state.map(|_| ()).map_err(|error| self.library.told(self.place.0, &error))
+        self.asked(self.there(*comm)?).map(drop)
     }
 }
 

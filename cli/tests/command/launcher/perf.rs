@@ -9,6 +9,18 @@ fn perf(arguments: &[&str]) -> Output {
     allstream(&[&["perf"], arguments].concat(), &[])
 }
 
+/// Also where a launcher, or a user, said by the environment which link it is.
+#[test]
+fn perf_says_over_which_link_its_figures_are() {
+    let command = env!("CARGO_BIN_EXE_allstream");
+    let job = ["run", "-n", "2", "--", command, "perf", "all_reduce", "--sizes", "8", "-n", "1", "-w", "1"];
+    for link in ["tcp", "shm"] {
+        let output = allstream(&job, &[("ALLSTREAM_LINK", link)]);
+        let said = text(&output.stdout);
+        assert!(output.status.success() && said.contains(&format!("link {link}, ")), "{said}");
+    }
+}
+
 #[test]
 fn perf_prints_nccl_tests_table_and_leaves_json_and_a_picture() {
     let scratch = Scratch::new();
