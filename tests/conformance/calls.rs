@@ -256,7 +256,7 @@ fn rounds(factors: &Factors, add: &mut impl FnMut(Row)) {
 /// Everything, but for the factors that could not matter together; with `ALLSTREAM_TEST_FULL=1` a quarter of that, spread evenly.
 fn full(factors: &Factors, add: &mut impl FnMut(Row)) {
     let pick = |turn: usize, of: usize| (mix(&[turn as u64]) % of as u64) as usize;
-    let mut turn = 0;
+    let mut turn = 0_usize;
     for (w, world) in factors.worlds.iter().enumerate() {
         // Every element type with every reduction; and every root.
         let links: &[&str] = if support::everything() { &["local", "shm", "mixed"] } else { &["shm"] };

@@ -30,7 +30,7 @@ const LIMIT: Duration = Duration::from_secs(100);
 
 fn seeds() -> u64 {
     let asked = std::env::var("HAZARDS_SEEDS").ok().and_then(|seeds| seeds.parse().ok());
-    asked.unwrap_or(if full() { 6 } else { 3 })
+    asked.unwrap_or(test_support::times(3, 4, 6))
 }
 
 /// Law 1: what a stream was asked to do before the call comes first.

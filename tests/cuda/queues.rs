@@ -234,7 +234,7 @@ const NOT_AGAIN: [&str; 6] = [
     "one_launch::the_launch_waits_for_the_inputs_of_all_ranks",
 ];
 
-/// What depends most on the order of streams, again in a process whose streams share one queue. Where everything is tried, all
+/// What depends most on the order of streams, again in a process whose streams share one queue. With `ALLSTREAM_TEST_FULL=all` all
 /// tests but those of this file, which choose their queues, and those that cannot hold.
 #[test]
 fn the_same_tests_pass_with_one_queue() {
@@ -251,7 +251,7 @@ fn the_same_tests_pass_with_one_queue() {
         "nccl::law_4_a_hang_is_a_timeout_and_the_abort_gives_buffers_back",
         "order::a_buffer_that_moves_to_another_stream_takes_its_order_along",
     ];
-    match full() {
+    match test_support::everything() {
         true => {
             again("one queue", &[ONE], without_some(&NOT_AGAIN));
         }

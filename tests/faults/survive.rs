@@ -81,7 +81,7 @@ fn ranks_are_killed_at_random_moments_until_one_is_left_and_the_rest_go_on() {
     let _alone = alone();
     let names = names_left();
     let mut random = Random::seeded();
-    let repetitions = if test_support::full() { 200 } else { 6 };
+    let repetitions = test_support::times(6, 40, 200);
     for i in 0..repetitions {
         let link = [Link::Shm, Link::Tcp, Link::Mixed][i % 3];
         kill_until(1, 8, link, &mut random);

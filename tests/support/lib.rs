@@ -45,6 +45,15 @@ pub fn everything() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| v == "all")
 }
 
+/// A number of repetitions: in the core, with `ALLSTREAM_TEST_FULL=1`, and with `ALLSTREAM_TEST_FULL=all`.
+pub fn times<T>(core: T, in_full: T, all: T) -> T {
+    match (everything(), full()) {
+        (true, _) => all,
+        (_, true) => in_full,
+        _ => core,
+    }
+}
+
 /// Where this program was built, TARGET/PROFILE, and the profile's name for cargo: what a test builds besides is built alike.
 pub fn built_in() -> (PathBuf, String) {
     // This program lies in TARGET/PROFILE/deps.

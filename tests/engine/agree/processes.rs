@@ -11,7 +11,7 @@ use allstream::{Comm, Error, Lost, Rendezvous, Verdict};
 use futures::executor::block_on;
 use rustix::process::{Pid, Signal, getpid, kill_process};
 
-use crate::support::{Ended, Ranks, full, join, link_env, role, spawn_ranks};
+use crate::support::{Ended, Ranks, join, link_env, role, spawn_ranks, times};
 
 /// How long a world of ranks may take for everything.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -287,7 +287,7 @@ fn the_coordinator_is_killed_at_any_moment_and_survivors_agree() {
     let _alone = alone();
     kill_some(
         "agree::processes::the_coordinator_is_killed_at_any_moment_and_survivors_agree",
-        if full() { 200 } else { 30 },
+        times(30, 60, 200),
         &[0],
     );
 }
@@ -298,7 +298,7 @@ fn two_are_killed_one_after_the_other_and_survivors_agree() {
         return agree_many();
     }
     let _alone = alone();
-    let repetitions = if full() { 50 } else { 8 };
+    let repetitions = times(8, 15, 50);
     kill_some(
         "agree::processes::two_are_killed_one_after_the_other_and_survivors_agree",
         repetitions,
