@@ -158,7 +158,7 @@ pub(crate) fn tests(is_full: bool) -> Vec<Part> {
 }
 
 /// All parts, in order: what fails fast comes first. The full run has the programs of the core, and each of them tries more. They are not built as a release
-/// is, which took almost twice as long (13 minutes of two cores in place of 7.5): what users build as a release is tested by Python's wheel.
+/// is, which took almost twice as long (13 minutes of two cores in place of 7.5): what users build as a release is tested by Python's wheel and candle.
 fn all(is_full: bool) -> Vec<Part> {
     // Together, so that what they have in common is compiled once, with the features that all of them ask for.
     let packages = "--package allstream --package allstream-plan --package allstream-kernels --package allstream-cuda-kernels \
@@ -196,7 +196,7 @@ fn all(is_full: bool) -> Vec<Part> {
         cuda_kernels().needs(kernels::needs).full(),
         Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }.needs(fuzz::needs).minutes(30).full(),
         // A workspace of its own, so that candle stays out of the engine's lock file.
-        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast").full(),
+        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release").full(),
         Part { work: Work::Steps(python::all), ..cargo("python, with torch and Ray", "") }
             .needs(python::needs)
             .minutes(40)
