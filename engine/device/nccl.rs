@@ -187,20 +187,15 @@ impl NcclEnd {
         self.asked(self.there(*comm)?)
     }
 
-    /// What NCCL says of the communicator, which is there, and which nobody else uses meanwhile (its lock is held). That CUDA has failed NCCL says in no more
-    /// words. The driver, which is asked beside it, says which device it was and what to do: so the driver has a moment to be heard first.
+    /// What NCCL says of the communicator, which is there, and which nobody else uses meanwhile (its lock is held).
     fn asked(&self, comm: NcclComm) -> Result<NcclResult, Error> {
-        // SAFETY: as above.
-        let error = match unsafe { self.library.0.async_error(comm) } {
-            Ok(state) => return Ok(state),
-            Err(error) => error,
-        };
-        if error.code == NcclResult::UNHANDLED_CUDA_ERROR
-            && self.cuda_failed.get_or_init(Instant::now).elapsed() < DRIVER_FIRST
-        {
-            return Ok(NcclResult::IN_PROGRESS);
-        }
-        Err(self.library.told(self.place.0, &error))
+        // SAFETY: the callers hold the communicator's lock for the whole call, and have seen that it is there.
+        unsafe { self.library.0.async_error(comm) }.map_err(|error| {
+            if error.code == NcclResult::UNHANDLED_CUDA_ERROR {
+                self.cuda_failed.get_or_init(Instant::now);
+            }
+            self.library.told(self.place.0, &error)
+        })
     }
 
     /// Elements of a copy of the input of a piece: where that is to be scaled, or the results would overwrite it before it was read, and
@@ -406,10 +401,17 @@ impl Whole for NcclEnd {
         })
     }
 
+    /// That CUDA has failed NCCL says in no more words. The driver, which is asked beside it, says which device it was and what to do.
+    fn gives_way(&self) -> bool {
+        self.cuda_failed.get().is_some_and(|since| since.elapsed() < DRIVER_FIRST)
+    }
+
     fn poll(&self) -> Result<Standing, Error> {
-        if self.state()? == NcclResult::IN_PROGRESS {
-            return Ok(Standing::InProgress);
-        }
+        match self.state() {
+            Ok(NcclResult::IN_PROGRESS) => return Ok(Standing::InProgress),
+            Err(_) if self.gives_way() => return Ok(Standing::InProgress),
+            state => state?,
+        };
         // All that reads it is on the stream, so it goes back behind that.
         self.kept.lock().clear();
         Ok(Standing::OnStream)

@@ -380,7 +380,10 @@ impl DeviceOp {
         let over = !kept(Wait::End) || self.has_ended();
         if let Some(library) = &self.taken_by {
             // What has failed there may never come to its end.
-            library.check()?;
+            match library.check() {
+                Err(_) if library.gives_way() && self.failure.get().is_none() => return Ok(false),
+                checked => checked?,
+            }
         }
         if let Some(error) = self.failure.get() {
             return Err(error.clone());

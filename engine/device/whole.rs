@@ -156,6 +156,11 @@ pub(crate) trait Whole: Witness {
     /// them out of the stream's order, until the call has ended, or [`is_quiet`](Self::is_quiet) says that the abort has.
     unsafe fn submit(&self, call: WholeCall, stream: Option<&DeviceStream>) -> Result<(), Error>;
 
+    /// Whether what it said to have failed is not to be told yet, as somebody else will soon say more of it. Nothing of it counts as done meanwhile.
+    fn gives_way(&self) -> bool {
+        false
+    }
+
     /// Whether it moves messages of a device's memory, too. The same on all ranks.
     fn moves_messages(&self) -> bool {
         false

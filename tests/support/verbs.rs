@@ -13,19 +13,22 @@ pub const HOST: &str = "ALLSTREAM_TEST_VERBS";
 pub const PORT: &str =
     r#"{"devices": [{"name": "test_0", "ports": [{"gids": [{"index": 1, "address": "127.0.0.1"}]}]}]}"#;
 
-/// The variables of a rank whose links go over RDMA, by the library for tests.
-pub fn env() -> Vec<(String, String)> {
-    let library = library().to_str().unwrap();
-    [
+/// The variables of a process on a host that this library pretends, and that the environment says no more of.
+pub fn on_host<'a>(library: &'a str, host: &'a str) -> Vec<(&'static str, &'a str)> {
+    vec![
         (LIBRARY, library),
-        (HOST, PORT),
-        ("ALLSTREAM_LINK", "rdma"),
+        (HOST, host),
         ("ALLSTREAM_INTERFACE", "=lo"),
         ("ALLSTREAM_RDMA_DEVICE", ""),
         ("ALLSTREAM_RDMA_GID", ""),
     ]
-    .map(|(name, value)| (name.to_owned(), value.to_owned()))
-    .to_vec()
+}
+
+/// The variables of a rank whose links go over RDMA, by the library for tests.
+pub fn env() -> Vec<(String, String)> {
+    let variables = on_host(library().to_str().unwrap(), PORT);
+    let all = variables.into_iter().chain([("ALLSTREAM_LINK", "rdma")]);
+    all.map(|(name, value)| (name.to_owned(), value.to_owned())).collect()
 }
 
 /// The versions that the library's symbols have.

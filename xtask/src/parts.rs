@@ -22,10 +22,9 @@ const CORE: [&str; 5] = ["command", "conformance", "engine", "faults", "rules"];
 /// Examples that tests start.
 const EXAMPLES: [&str; 4] = ["by_hand", "14_study", "15_mesh_train", "16_survive"];
 /// Tests that the core leaves out, by parts of their names: each takes many seconds of two cores, or what it wants takes long to build.
-const LEFT_TO_THE_FULL_RUN: [&str; 35] = [
+const LEFT_TO_THE_FULL_RUN: [&str; 34] = [
     "agreements::tests::three_members_agree_and_one",
     "agreements::tests::three_members_agree_also",
-    "survivors_go_on_together_whenever_others_die",
     "crowd::a_thousand_idle_connections",
     "node::every_call_of_nodes_that_met",
     "node::every_call_of_nodes_in_processes",

@@ -174,14 +174,8 @@ const SMALL: &str = r#"{"devices": [{"name": "test_0", "ports": [{"max_message":
 
 /// The command, on a host that this library pretends; whether it went well, and all that it said.
 fn on_host(file: &str, host: &str, variables: &[(&str, &str)], arguments: &[&str]) -> (bool, String) {
-    let mut all = vec![
-        (LIBRARY, file),
-        (HOST, host),
-        ("ALLSTREAM_INTERFACE", "=lo"),
-        ("ALLSTREAM_RDMA_DEVICE", ""),
-        ("ALLSTREAM_RDMA_GID", ""),
-        ("ALLSTREAM_TRACE_DIR", "off"),
-    ];
+    let mut all = test_support::verbs::on_host(file, host);
+    all.push(("ALLSTREAM_TRACE_DIR", "off"));
     all.extend(variables);
     let output = allstream(arguments, &all);
     (output.status.success(), format!("{}{}", text(&output.stdout), text(&output.stderr)))

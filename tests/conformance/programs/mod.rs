@@ -23,8 +23,9 @@ use oracle::Oracle;
 
 const OPERATIONS: usize = 200;
 /// Seeds of programs between threads, and between processes: by default, with `ALLSTREAM_TEST_FULL=1`, and with `all`.
-const SEEDS: [u64; 3] = [80, 200, 920];
-const PROCESSES: [u64; 3] = [15, 40, 120];
+const CORE: [u64; 2] = [80, 15];
+const FULL: [u64; 2] = [200, 40];
+const ALL: [u64; 2] = [920, 120];
 /// Programs that one world of processes runs, one after another.
 const TOGETHER: u64 = 3;
 /// For one program.
@@ -121,15 +122,15 @@ fn random_programs() {
     }
     let begun = Instant::now();
     let given = std::env::var("ALLSTREAM_TEST_SEED").ok().map(|s| s.parse::<u64>().expect("a number"));
-    let which = usize::from(support::full()) + usize::from(support::everything());
     // Jobs: programs between threads, one each, and between processes, several in one world.
     let jobs: Vec<Vec<u64>> = match given {
         Some(seed) => vec![vec![seed]],
         None => {
-            let processes: Vec<u64> = (OF_PROCESSES..OF_PROCESSES + PROCESSES[which]).collect();
+            let [seeds, processes] = support::times(CORE, FULL, ALL);
+            let processes: Vec<u64> = (OF_PROCESSES..OF_PROCESSES + processes).collect();
             let mut apart: Vec<Vec<u64>> =
                 processes.chunk_by(|a, b| a / TOGETHER == b / TOGETHER).map(<[u64]>::to_vec).collect();
-            apart.extend((1..=SEEDS[which]).map(|seed| vec![seed]));
+            apart.extend((1..=seeds).map(|seed| vec![seed]));
             apart
         }
     };
