@@ -407,11 +407,14 @@ impl Whole for NcclEnd {
     }
 
     fn poll(&self) -> Result<Standing, Error> {
-        match self.state() {
-            Ok(NcclResult::IN_PROGRESS) => return Ok(Standing::InProgress),
-            Err(_) if self.gives_way() => return Ok(Standing::InProgress),
-            state => state?,
-        };
+        let state = self.state();
+        if state.is_err() && self.cuda_failed.get().is_some() {
+            // Nobody else asks the driver before all of the call is on the stream.
+            self.stream.point()?;
+        }
+        if state? == NcclResult::IN_PROGRESS {
+            return Ok(Standing::InProgress);
+        }
         // All that reads it is on the stream, so it goes back behind that.
         self.kept.lock().clear();
         Ok(Standing::OnStream)

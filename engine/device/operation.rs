@@ -378,15 +378,14 @@ impl DeviceOp {
     /// Whether all streams have come to its end. No call of the driver's.
     pub(crate) fn is_over(&self) -> Result<bool, Error> {
         let over = !kept(Wait::End) || self.has_ended();
-        if let Some(library) = &self.taken_by {
-            // What has failed there may never come to its end.
-            match library.check() {
-                Err(_) if library.gives_way() && self.failure.get().is_none() => return Ok(false),
-                checked => checked?,
-            }
-        }
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
+        }
+        // What has failed there may never come to its end.
+        if let Some(library) = &self.taken_by
+            && let Err(error) = library.check()
+        {
+            return if library.gives_way() { Ok(false) } else { Err(error) };
         }
         if over {
             self.check()?;
@@ -394,9 +393,7 @@ impl DeviceOp {
             if let Some(verdict) = verdict {
                 verdict.settle(Ok(()));
             }
-            if let Ok(workspace) = &self.workspace {
-                workspace.mark_past();
-            }
+            self.workspace.iter().for_each(|workspace| workspace.mark_past());
             self.copied.iter().for_each(Copied::mark_past);
         }
         Ok(over)
