@@ -229,7 +229,7 @@ struct CommSite<'a> {
 impl CommSite<'_> {
     fn open<L: ?Sized>(&self, open: Open<L>) -> Result<Box<L>, Error> {
         let (name, class) = (self.name(), self.links.kind(self.peer).class);
-        LOG.line(move || tracing::debug!(?name, %class, "a link is opened"));
+        LOG.debug(move || tracing::debug!(?name, %class, "a link is opened"));
         open(self)
     }
 

@@ -421,7 +421,7 @@ impl Control for World {
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break) {
         let to = endpoint.config.members[peer];
         let (comm, told) = (endpoint.config.name.clone(), what.clone());
-        LOG.line(move || tracing::warn!(comm, peer = to, what = ?told, "a data connection broke"));
+        LOG.warn(move || tracing::warn!(comm, peer = to, what = ?told, "a data connection broke"));
         self.send(to, Message::Broke { comm: CommId(endpoint.config.comm), what });
     }
 

@@ -571,7 +571,7 @@ impl DeviceOp {
         let is_err = checked.is_err();
         if let Err(error) = checked {
             let what = "the buffers of a collective that failed on a device are not given back";
-            LOG.line(move || tracing::warn!("{what}: {error}"));
+            LOG.warn(move || tracing::warn!("{what}: {error}"));
         }
         is_err || self.binding.leaving.ordered.get().is_some_and(Result::is_err)
     }

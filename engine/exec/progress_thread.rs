@@ -135,7 +135,7 @@ pub(crate) fn keep_and_look(what: quarantine::What, leases: Vec<Arc<Lease>>) {
     quarantine::keep(what, leases);
     match progress_thread() {
         Ok(progress_thread) => progress_thread.kick(),
-        Err(error) => LOG.line(move || {
+        Err(error) => LOG.warn(move || {
             tracing::warn!("memory that a lost rank was lent is not used again: {error}");
         }),
     }

@@ -133,7 +133,7 @@ impl Outbox {
             return;
         }
         if queue.frames.len() >= limit {
-            LOG.line(move || {
+            LOG.warn(move || {
                 tracing::warn!(to, "dropped a control message: {limit} wait for rank {to}, which takes none");
             });
             return;
@@ -251,19 +251,19 @@ impl Reader {
             End::Goodbye(cause) => {
                 if tracing::enabled!(tracing::Level::DEBUG) {
                     let told = cause.clone();
-                    LOG.line(move || tracing::debug!(rank, from, cause = ?told, "rank {from} said goodbye"));
+                    LOG.debug(move || tracing::debug!(rank, from, cause = ?told, "rank {from} said goodbye"));
                 }
                 self.events.goodbye(from, cause);
                 self.writer.abort();
             }
             End::Died(why) => {
-                LOG.line(move || tracing::warn!(rank, from, "rank {from} was lost: {why}"));
+                LOG.warn(move || tracing::warn!(rank, from, "rank {from} was lost: {why}"));
                 self.events.lost(from, Lost::Died);
                 self.writer.abort();
             }
             End::Silent => {
                 let how = Lost::Silent(self.heartbeat.silent);
-                LOG.line(move || tracing::warn!(rank, from, "rank {from} was lost: {how}"));
+                LOG.warn(move || tracing::warn!(rank, from, "rank {from} was lost: {how}"));
                 self.events.lost(from, how);
                 // It may wake up again: what it reads then is why it is out.
                 self.outbox.finish(goodbye(Some(Error::lost(from, how))));

@@ -1,6 +1,6 @@
 //! The thread that logs for threads that must not wait. A log may hang: a full disk, a terminal that nobody reads.
 //!
-//! It is started when there is something to log, and ends when there is nothing more. A process that ends at once may end before
+//! It is started when there is something to log that somebody listens to, and ends when there is nothing more. A process that ends at once may end before
 //! its last lines are out; whoever drops the last handle of a world gives them a bounded time.
 
 use std::collections::VecDeque;
@@ -8,6 +8,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
+use tracing::Level;
+use tracing::level_filters::LevelFilter;
 
 use super::FirstProcess;
 
@@ -43,8 +45,24 @@ impl Log {
         Log { state: Mutex::new(state), changed: Condvar::new(), process: FirstProcess::new() }
     }
 
-    /// Has something logged soon, by the subscriber of the calling thread. Never blocks: a caller may hold what others wait for.
-    pub(crate) fn line(&'static self, line: impl FnOnce() + Send + 'static) {
+    /// Has a warning logged soon, by the subscriber of the calling thread. Never blocks: a caller may hold what others wait for.
+    pub(crate) fn warn(&'static self, line: impl FnOnce() + Send + 'static) {
+        self.at(Level::WARN, line);
+    }
+
+    /// As [`warn`](Self::warn), of what is of interest only to those who look for a fault.
+    pub(crate) fn debug(&'static self, line: impl FnOnce() + Send + 'static) {
+        self.at(Level::DEBUG, line);
+    }
+
+    /// No thread is started for what no subscriber of the process takes.
+    fn at(&'static self, level: Level, line: impl FnOnce() + Send + 'static) {
+        if level <= LevelFilter::current() {
+            self.line(line);
+        }
+    }
+
+    fn line(&'static self, line: impl FnOnce() + Send + 'static) {
         if self.process.is_another() {
             return;
         }

@@ -148,7 +148,7 @@ impl Binding {
         let mut copies = self.copied.lock();
         if copies.why != why {
             let text = why.clone();
-            LOG.line(move || {
+            LOG.debug(move || {
                 tracing::debug!(
                     "collectives work on copies of another library's memory, here of {bytes} bytes: {text}"
                 );

@@ -198,7 +198,7 @@ impl Binding {
         }
         for error in [released, self.watch_ends()].into_iter().filter_map(Result::err) {
             let what = "the buffers of collectives that failed on a device may not be given back";
-            LOG.line(move || tracing::warn!("{what}: {error}"));
+            LOG.warn(move || tracing::warn!("{what}: {error}"));
         }
     }
 

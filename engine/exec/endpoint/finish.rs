@@ -92,7 +92,7 @@ impl Endpoint {
             self.config.control.abort(self, cause);
             self.wake_dead(cause);
             let (comm, rank, cause) = (self.config.name.clone(), self.config.rank, cause.clone());
-            LOG.line(move || tracing::warn!(comm, rank, %cause, "communicator aborted"));
+            LOG.warn(move || tracing::warn!(comm, rank, %cause, "communicator aborted"));
         }
     }
 

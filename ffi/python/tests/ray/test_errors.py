@@ -171,7 +171,7 @@ def ends(rank, name):
 
 
 def test_an_operation_has_the_groups_deadline(pool, name, helpers):
-    pool.all(helpers.join, SIZE, name, 1500)
+    pool.all(helpers.join, SIZE, name, 6000)
     pool.all(works, name)
     found = pool.errors(ends, name)
     assert isinstance(found[0], errors.Timeout) and isinstance(found[0], TimeoutError)

