@@ -255,7 +255,7 @@ impl Recorder {
             number: r.number,
             call: r.signature.to_string(),
             collective: r.signature.collective().map(Kind::name),
-            algo: Algo::from_u8(r.signature.algo).map(Algo::name),
+            algo: r.signature.algorithm().map(Algo::name),
             bytes: largest(&r.signature, ranks),
             state: r.state,
             submitted_us: at(r.submitted),
@@ -496,6 +496,18 @@ mod tests {
             assert_eq!((written.is_ok(), error.record().is_some()), (is_written, is_written));
             assert_eq!(error.to_string().contains("flight recorder"), is_written, "{error}");
         }
+    }
+
+    #[test]
+    fn a_call_with_a_key_is_told_with_its_algorithm() {
+        let recorder = Recorder::new();
+        let call = Signature { kind: Kind::AllReduce as u8, algo: Algo::Ring as u8, ..Signature::default() };
+        for (number, key) in [0, 7, 1 << 40].into_iter().enumerate() {
+            recorder.submitted(number as u64, call.with_key(key), (Instant::now(), true));
+        }
+        let told = recorder.snapshot(2);
+        assert_eq!(told.len(), 3);
+        assert!(told.iter().all(|operation| operation.algo == Some(Algo::Ring.name())), "{told:?}");
     }
 
     #[test]

@@ -111,6 +111,11 @@ impl Signature {
         Kind::from_u8(self.kind & !(VARIED | ON_DEVICES | WHOLE)).filter(|_| !self.is_message())
     }
 
+    /// The algorithm that the call names.
+    pub(crate) fn algorithm(&self) -> Option<Algo> {
+        Algo::from_u8(self.algo & !KEY_BITS)
+    }
+
     /// Whether it is of a send or a receive.
     pub(crate) fn is_message(&self) -> bool {
         self.kind & !WHOLE == KIND_P2P
@@ -166,7 +171,7 @@ impl fmt::Display for Signature {
                 if kind.rooted() {
                     write!(f, ", root {}", self.root)?;
                 }
-                if let Some(algo) = Algo::from_u8(self.algo & !KEY_BITS) {
+                if let Some(algo) = self.algorithm() {
                     write!(f, ", {algo}")?;
                 }
             }

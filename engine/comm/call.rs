@@ -258,7 +258,7 @@ impl<'a> Call<'a> {
             return Ok(());
         }
         match &self.reduction {
-            Reduction::Op(ReduceOp::Avg) if matches!(kind, Kind::Scan | Kind::ExScan) => {
+            Reduction::Op(ReduceOp::Avg) if kind.is_scan() => {
                 Err("a scan has no average: divide its sum by the number of ranks so far".into())
             }
             Reduction::Op(op) if !op.supports(dtype) => Err(format!("{op} is not defined on {dtype}")),
@@ -277,9 +277,8 @@ impl<'a> Call<'a> {
         let (kind, endpoint) = (spec.kind, self.side.0);
         // The sum of a few of the larger numbers of an 8-bit float is out of its range, and halving them first would lose too much of the
         // smaller ones.
-        let eights = kind.reduces()
-            && matches!(self.reduction, Reduction::Op(ReduceOp::Avg))
-            && matches!(dtype, DType::F8E4M3 | DType::F8E5M2);
+        let eights =
+            kind.reduces() && matches!(self.reduction, Reduction::Op(ReduceOp::Avg)) && dtype.is_float8();
         let deterministic = (self.deterministic && kind.reduces()) || eights;
         let in_order = kind.reduces() && matches!(&self.reduction, Reduction::Function(f) if !f.commutes());
         let fits = |algo| {

@@ -109,6 +109,11 @@ impl DType {
         matches!(self, DType::F16 | DType::BF16 | DType::F32 | DType::F64 | DType::F8E4M3 | DType::F8E5M2)
     }
 
+    /// Whether this is one of the two float types of 8 bits.
+    pub const fn is_float8(self) -> bool {
+        matches!(self, DType::F8E4M3 | DType::F8E5M2)
+    }
+
     /// Whether this is one of the eight integer types; `bool` is not.
     pub const fn is_integer(self) -> bool {
         !self.is_float() && !matches!(self, DType::Bool)

@@ -128,6 +128,12 @@ impl Kind {
         matches!(self, Kind::AllGather | Kind::ReduceScatter | Kind::Gather | Kind::Scatter | Kind::AllToAll)
     }
 
+    /// Whether a rank gets what the ranks before it have combined.
+    #[inline]
+    pub const fn is_scan(self) -> bool {
+        matches!(self, Kind::Scan | Kind::ExScan)
+    }
+
     /// Whether one rank is the root.
     #[inline]
     pub const fn rooted(self) -> bool {

@@ -45,7 +45,7 @@ pub enum Mutation {
 /// both are the same chunk, as they are in place, one of the two is changed and the other stays.
 pub fn mutations(kind: Kind, plan: &Plan) -> Vec<(usize, Mutation)> {
     let exact = kind != Kind::Barrier;
-    let scan = matches!(kind, Kind::Scan | Kind::ExScan);
+    let scan = kind.is_scan();
     let mut all = Vec::new();
     let program = super::Program::compile(plan);
     for (i, step) in plan.steps.iter().enumerate() {

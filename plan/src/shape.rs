@@ -137,7 +137,7 @@ impl Shape<'_> {
 
 /// Whether results hold every rank's contribution, so that an average means something: not so in scans.
 pub(super) fn finishes(kind: Kind) -> bool {
-    kind.reduces() && !matches!(kind, Kind::Scan | Kind::ExScan)
+    kind.reduces() && !kind.is_scan()
 }
 
 impl Plan {

@@ -174,7 +174,7 @@ fn case_list(n: usize) -> Vec<(Case, bool)> {
                     Kind::AllReduce | Kind::Reduce | Kind::ReduceScatter => {
                         op == Combine::Op(ReduceOp::Sum) && dtype == DType::F32
                     }
-                    kind => !matches!(kind, Kind::Scan | Kind::ExScan),
+                    kind => !kind.is_scan(),
                 };
                 // Where each rank knows its own counts alone, some may have nothing to move.
                 let is_sure = match form.varies() {

@@ -41,13 +41,13 @@ impl Combine {
 
     /// Whether it is defined in a collective.
     pub fn fits(self, kind: Kind) -> bool {
-        !matches!((self, kind), (Combine::Op(ReduceOp::Avg), Kind::Scan | Kind::ExScan))
+        !(self == Combine::Op(ReduceOp::Avg) && kind.is_scan())
     }
 
     /// Whether it goes by an algorithm that is named, on a type if that is known: functions that do not commute want the order of ranks, and
     /// averages of 8-bit floats are added in one step.
     pub fn goes_by(self, dtype: Option<DType>, (kind, algo): (Kind, Algo)) -> bool {
-        let eights = matches!(dtype, Some(DType::F8E4M3 | DType::F8E5M2));
+        let eights = dtype.is_some_and(DType::is_float8);
         match self {
             _ if algo == Algo::Auto || !kind.reduces() || kind == Kind::Barrier => true,
             Combine::Maps => keeps_rank_order(kind, algo),

@@ -35,7 +35,7 @@ const ROLE: &str = "ALLSTREAM_TEST_ROLE";
 const PARENT: &str = "ALLSTREAM_TEST_PARENT";
 const LIMIT: &str = "ALLSTREAM_TEST_LIMIT";
 
-/// Whether everything is to be tried.
+/// Whether a larger part of all combinations is to be tried.
 pub fn full() -> bool {
     std::env::var("ALLSTREAM_TEST_FULL").is_ok_and(|v| !v.is_empty() && v != "0")
 }

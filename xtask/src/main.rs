@@ -33,7 +33,7 @@ struct Cli {
 enum Command {
     /// Run the tests, and the checks of the house
     Test {
-        /// All there is: the tests with every combination; fuzzing, candle, the GPU pack, Python with torch and Ray
+        /// All there is: the tests with many more combinations; fuzzing, candle, the GPU pack, Python with torch and Ray
         #[arg(long)]
         full: bool,
         /// Only parts whose name contains this

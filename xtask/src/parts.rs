@@ -110,8 +110,8 @@ impl Part {
         self.env("RUST_TEST_THREADS", "4")
     }
 
-    /// Everything that knows of the variable tries every combination in the full run: plans, agreements, conformance, faults.
-    fn every_combination(self, is_full: bool) -> Self {
+    /// Everything that knows of the variable tries many more combinations in the full run: plans, agreements, conformance, faults.
+    fn many_combinations(self, is_full: bool) -> Self {
         if is_full { self.env("ALLSTREAM_TEST_FULL", "1") } else { self }
     }
 
@@ -185,9 +185,9 @@ fn all(is_full: bool) -> Vec<Part> {
             .minutes(40)
             .beside()
             .full(),
-        tests_of("unit", &format!("{tested} --no-fail-fast --lib --bins"), &left).every_combination(is_full),
+        tests_of("unit", &format!("{tested} --no-fail-fast --lib --bins"), &left).many_combinations(is_full),
         tests_of("integration", &format!("{tested} --no-fail-fast {integration}"), &left)
-            .every_combination(is_full)
+            .many_combinations(is_full)
             .many()
             .needs(integration_tests)
             .minutes(if is_full { 60 } else { 20 }),

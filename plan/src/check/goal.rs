@@ -247,7 +247,7 @@ impl Goal {
         if value.twice != 0 && self.kind != Kind::Barrier {
             return Err(Fault::Twice { rank, at, of: value.twice.trailing_zeros() as Rank });
         }
-        let scan = matches!(self.kind, Kind::Scan | Kind::ExScan);
+        let scan = self.kind.is_scan();
         if scan && !value.ordered {
             return Err(Fault::Order { rank, at });
         }
