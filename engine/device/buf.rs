@@ -46,7 +46,7 @@ use crate::types::{DType, Element};
 /// Collectives and messages take it as they take a `Vec`. They start after what its stream holds when they are called. On a
 /// communicator that is bound to devices they run there ([`Comm::bind_device`](crate::Comm::bind_device)); on others they are
 /// staged through pinned memory of the host's, where what has come goes on while the rest is copied:
-/// `docs/adr/0014-staging.md`.
+/// `docs/adr/0015-devices.md`.
 ///
 /// ```
 /// # async fn reduce(mut comm: allstream::Comm, grads: allstream::cuda::DeviceBuf<f32>) -> Result<(), allstream::Error> {

@@ -7,6 +7,7 @@ use proc_macro2::{TokenStream, TokenTree};
 use syn::visit::{self, Visit};
 
 use crate::circles::{ALLOWED, circles};
+use crate::documents;
 use crate::files::{self, SourceFile, is_rust, syntax};
 use crate::modules::{Named, named};
 
@@ -114,6 +115,8 @@ pub(crate) fn all(root: &Path) -> Vec<Check> {
             sizes(&files, &syntax),
         ),
         ("no path into somebody's home", homes(&files)),
+        ("links of documents lead somewhere", documents::links(root, &files)),
+        ("tests and functions that documents name are there", documents::names(&files)),
     ]
 }
 

@@ -1,6 +1,7 @@
 //! `cargo xtask`: the tests, the house's own checks, and what CI runs.
 
 mod circles;
+mod documents;
 mod files;
 mod fuzz;
 mod house;

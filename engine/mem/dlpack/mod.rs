@@ -1,4 +1,4 @@
-//! DLPack: memory exchanged with other libraries as tensors. `docs/adr/0017-foreign-owners.md` has the reasons.
+//! DLPack: memory exchanged with other libraries as tensors. `docs/adr/0015-devices.md` has the reasons.
 
 mod abi;
 mod export;
