@@ -249,10 +249,8 @@ impl Reader {
         }
         match end {
             End::Goodbye(cause) => {
-                if tracing::enabled!(tracing::Level::DEBUG) {
-                    let told = cause.clone();
-                    LOG.debug(move || tracing::debug!(rank, from, cause = ?told, "rank {from} said goodbye"));
-                }
+                let told = cause.clone();
+                LOG.debug(move || tracing::debug!(rank, from, cause = ?told, "rank {from} said goodbye"));
                 self.events.goodbye(from, cause);
                 self.writer.abort();
             }

@@ -1,7 +1,7 @@
 //! The thread that logs for threads that must not wait. A log may hang: a full disk, a terminal that nobody reads.
 //!
-//! It is started when there is something to log that somebody listens to, and ends when there is nothing more. A process that ends at once may end before
-//! its last lines are out; whoever drops the last handle of a world gives them a bounded time.
+//! It is started when there is something to log that somebody listens to, and ends when there is nothing more. A process that ends at
+//! once may end before its last lines are out; whoever drops the last handle of a world gives them a bounded time.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -16,7 +16,7 @@ const ELSEWHERE: [&str; 2] = ["local_ack_timeout_err", "rnr_nak_retry_err"];
 
 /// A document: the names by which links find its headings, where its own links lead, and its words in `code`.
 #[derive(Default)]
-struct Document {
+pub(crate) struct Document {
     headings: BTreeSet<String>,
     links: Vec<String>,
     code: Vec<String>,
@@ -51,16 +51,16 @@ fn anchor(heading: &str) -> String {
     kept.map(|char| if char == ' ' { '-' } else { char }).collect()
 }
 
-fn documents(files: &[SourceFile]) -> BTreeMap<&str, Document> {
+/// All documents, by their paths.
+pub(crate) fn all(files: &[SourceFile]) -> BTreeMap<&str, Document> {
     let documents = files.iter().filter(|file| file.path.ends_with(".md"));
     documents.map(|file| (file.path.as_str(), read(&file.text))).collect()
 }
 
 /// Links within the repository that lead to no file, or to a heading that the file does not have.
-pub(crate) fn links(root: &Path, files: &[SourceFile]) -> Vec<String> {
-    let documents = documents(files);
+pub(crate) fn links(root: &Path, documents: &BTreeMap<&str, Document>) -> Vec<String> {
     let mut complaints = Vec::new();
-    for (path, document) in &documents {
+    for (path, document) in documents {
         let is_ours = |link: &&String| !link.contains("://") && !link.starts_with("mailto:");
         for link in document.links.iter().filter(is_ours) {
             let (file, heading) = link.split_once('#').unwrap_or((link, ""));
@@ -93,16 +93,16 @@ fn beside(document: &str, path: &str) -> PathBuf {
 }
 
 /// Names of tests and functions in documents that no source has. `law_1_*` stands for all names that begin so.
-pub(crate) fn names(files: &[SourceFile]) -> Vec<String> {
+pub(crate) fn names(files: &[SourceFile], documents: &BTreeMap<&str, Document>) -> Vec<String> {
     let sources = files.iter().filter(|file| !file.path.ends_with(".md"));
     let known: BTreeSet<&str> = sources.flat_map(|file| file.text.split(|char| !is_of_name(char))).collect();
-    let is_known = |name: &str| match name.strip_suffix('*') {
-        Some(start) => known.range(start..).next().is_some_and(|first| first.starts_with(start)),
-        // A filter of tests may be the beginning of their names.
-        None => known.range(name..).next().is_some_and(|first| first.starts_with(name)),
+    // A filter of tests may be the beginning of their names, too, without a star.
+    let is_known = |name: &str| {
+        let start = name.strip_suffix('*').unwrap_or(name);
+        known.range(start..).next().is_some_and(|first| first.starts_with(start))
     };
     let mut complaints = Vec::new();
-    for (path, document) in documents(files).iter().filter(|(path, _)| **path != HISTORY) {
+    for (path, document) in documents.iter().filter(|(path, _)| **path != HISTORY) {
         for code in &document.code {
             for name in code.split(|char| !(is_of_name(char) || char == '*')) {
                 let is_name = name.chars().next().is_some_and(|first| first.is_ascii_lowercase())
@@ -141,7 +141,7 @@ mod tests {
             file("docs/b.md", "[gone](c.md) [no heading](a.md#two)\n```\n[not a link](d.md)\n```\n"),
             file("README.md", "## Top\n"),
         ];
-        let found = links(root, &files);
+        let found = links(root, &all(&files));
         assert_eq!(found, ["docs/b.md: `c.md` leads nowhere", "docs/b.md: `a.md#two` leads nowhere"]);
     }
 
@@ -154,6 +154,6 @@ mod tests {
             file("CHANGELOG.md", "`this_was_there_once`"),
         ];
         let expected = ["c.md: no source has `law_2_*`", "c.md: no source has `every_plan_was_right`"];
-        assert_eq!(names(&files), expected);
+        assert_eq!(names(&files, &all(&files)), expected);
     }
 }

@@ -102,6 +102,7 @@ pub(crate) fn all(root: &Path) -> Vec<Check> {
     let files = files::all(root, &mut unread);
     let syntax = syntax(&files, &mut unread);
     let named = named(&files, &syntax);
+    let documents = documents::all(&files);
     if !named.iter().any(|named| named.from.starts_with("engine/")) {
         unread.push("engine/: no file names anything of another".into());
     }
@@ -115,8 +116,8 @@ pub(crate) fn all(root: &Path) -> Vec<Check> {
             sizes(&files, &syntax),
         ),
         ("no path into somebody's home", homes(&files)),
-        ("links of documents lead somewhere", documents::links(root, &files)),
-        ("tests and functions that documents name are there", documents::names(&files)),
+        ("links of documents lead somewhere", documents::links(root, &documents)),
+        ("tests and functions that documents name are there", documents::names(&files, &documents)),
     ]
 }
 
