@@ -433,6 +433,9 @@ fn measure_all(
     };
     let memory = Memory::new(args.datatype, memory);
     let seat = seat.map(Rc::new);
+    let links = comm.links().iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let over =
+        if link == LinkChoice::AUTO && !links.is_empty() { format!(" ({links})") } else { String::new() };
     for &algo in &args.algo {
         let places = if args.threads { "threads" } else { "processes" };
         let bound = match args.bind_to.unwrap_or_default() {
@@ -441,7 +444,7 @@ fn measure_all(
             Bind::Numa => ", each bound to its share of the NUMA nodes",
         };
         console.line(&format!(
-            "# allstream {} {}: {} {places} on {cores} cores{bound}, link {}, algorithm {algo}, {} memory, .{}",
+            "# allstream {} {}: {} {places} on {cores} cores{bound}, link {}{over}, algorithm {algo}, {} memory, .{}",
             report.version,
             args.collective,
             comm.size(),

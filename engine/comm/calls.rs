@@ -15,10 +15,11 @@ use crate::device::DeviceCopies;
 use crate::error::Error;
 use crate::exec::Endpoint;
 use crate::forked;
-use crate::link::SLOT;
 use crate::link::arena::ArenaBuf;
+use crate::link::kinds::KINDS;
+use crate::link::{LinkKind, SLOT};
 use crate::mem::Event;
-use crate::types::{Algo, Element, Function, Rank, ReduceOp};
+use crate::types::{Algo, Element, Function, LinkClass, Rank, ReduceOp};
 
 /// Methods that both handles have: on `Comm` through `&mut self`, on `SharedComm` through `&self`.
 macro_rules! methods {
@@ -183,6 +184,14 @@ on_both! {
     /// Hosts that the group's ranks are on.
     pub fn hosts(&self) -> usize {
         self.handle().endpoint.config.env.hosts
+    }
+
+    /// What joins this rank to the group's other ranks: each class of links once, those between the farthest ranks last (`[shm, rdma]`).
+    pub fn links(&self) -> Vec<LinkClass> {
+        let (endpoint, world) = self.place();
+        let used = world.links_to(&endpoint.config.members);
+        let is_used = |kind: &&&LinkKind| used.iter().any(|link| link.class == kind.class);
+        KINDS.iter().filter(is_used).map(|kind| kind.class).collect()
     }
 
     /// Ranks in the group.

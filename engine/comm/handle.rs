@@ -18,11 +18,11 @@ use crate::group::message::{CommId, Message};
 use crate::group::{Mesh, Reach, Rendezvous, host, rdma, runtime};
 use crate::link::local::{INPROC, MemoryLock};
 use crate::link::region::Region;
-use crate::link::verbs::Card;
 use crate::plan::choices::Choices;
 use crate::trace::Recorder;
 use crate::trace::log::LOG;
 use crate::tuning;
+use crate::types::LinkClass;
 
 /// How long dropping a communicator waits for what it still has to send.
 const FLUSH: Duration = Duration::from_secs(1);
@@ -70,8 +70,6 @@ struct Prepared {
     defaults: Defaults,
     turns: (Arc<ProgressThread>, Arc<dyn Runtime>),
     region: Arc<Region>,
-    /// The port that links over RDMA go through, where those were chosen.
-    card: Option<Arc<Card>>,
     /// The descriptors that the other ranks of this host get.
     offers: Vec<OwnedFd>,
 }
@@ -87,13 +85,13 @@ impl Prepared {
         }
         let turns = process_runtime()?;
         let region = Arc::new(Region::shared()?);
-        // Where it has none it says so to the others as they meet: all are told.
-        let card = rdma::open(rendezvous, &region)?;
+        // It says to the others as they meet what it has, or that it has none.
+        rendezvous.rdma = rdma::look(rendezvous.rdma_need(), &region)?;
         let mut offers = Vec::new();
         for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {
             offers.push(fd.try_clone().map_err(|e| Error::os("offer this rank's region to its peers", e))?);
         }
-        Ok(Prepared { defaults, turns, region, card, offers })
+        Ok(Prepared { defaults, turns, region, offers })
     }
 }
 
@@ -226,7 +224,7 @@ impl Comm {
         let spare: Vec<File> = (0..SPARE).map_while(|_| File::open("/dev/null").ok()).collect();
         let prepared = Prepared::new(&mut rendezvous);
         drop(spare);
-        let Prepared { defaults, turns, region, card, offers } = match prepared {
+        let Prepared { defaults, turns, region, offers } = match prepared {
             Ok(prepared) => prepared,
             Err(error) => {
                 Mesh::decline(rendezvous, &error).await;
@@ -239,13 +237,18 @@ impl Comm {
         let (memory_lock, house) = (MemoryLock::default(), Arc::new(OnceLock::new()));
         let at = rendezvous.place();
         let (rank, ours, entered) = (rendezvous.rank, (region.clone(), memory_lock.clone()), house.clone());
+        let rdma = rendezvous.rdma.clone();
         let named = move |id| {
             let mates: &Arc<ProcessRanks> = entered.get_or_init(|| ProcessRanks::of(id));
             mates.enter(rank, ours.0, ours.1);
         };
         let mesh = Mesh::join(rendezvous, offers, named, move |mesh| {
             // Ourselves: never looked at.
-            let links = mesh.peers().iter().map(|peer| peer.as_ref().map_or(&INPROC, |p| p.link)).collect();
+            let links: Vec<_> =
+                mesh.peers().iter().map(|peer| peer.as_ref().map_or(&INPROC, |p| p.link)).collect();
+            // Where no link goes over RDMA the port is closed again.
+            let is_used = links.iter().any(|link| link.class == LinkClass::RDMA);
+            let card = rdma.filter(|_| is_used).and_then(|prospect| prospect.card());
             let transport = Transport::Mesh(Arc::downgrade(mesh));
             let who = (mesh.rank(), mesh.size(), mesh.world());
             let mates = house.get_or_init(|| ProcessRanks::of(mesh.world())).clone();

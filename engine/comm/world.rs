@@ -279,7 +279,7 @@ impl World {
     }
 
     /// What joins this rank to the others of these members.
-    fn links_to(&self, members: &[Rank]) -> Vec<&'static LinkKind> {
+    pub(super) fn links_to(&self, members: &[Rank]) -> Vec<&'static LinkKind> {
         members.iter().filter(|m| **m != self.rank).map(|m| self.topology.links[*m]).collect()
     }
 

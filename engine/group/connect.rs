@@ -17,11 +17,12 @@ use super::address::Address;
 use super::fds::Handed;
 use super::handshake::{self, DEADLINE, Purpose, Refusal, Token};
 use super::link_choice::LinkChoice;
-use super::rdma;
-use super::registration::{Registration, Table};
+use super::rdma::{self, WhyNot, trial};
+use super::registration::{Registration, Table, Tried};
 use super::wire::{self, Frames};
 use crate::error::limits;
 use crate::link::kinds::{between, of};
+use crate::link::verbs::Card;
 use crate::link::{Lends, LinkKind, Locality};
 use crate::types::{LinkClass, Rank};
 
@@ -205,14 +206,17 @@ async fn dial_at(
 /// Whether the chosen link can connect the first rank to all others.
 pub(super) fn check_link<'a>(
     link: LinkChoice,
-    first: &Registration,
-    others: impl Iterator<Item = &'a Registration>,
+    members: impl Iterator<Item = &'a Registration> + Clone,
 ) -> Result<(), String> {
     let Some(kind) = link.class().and_then(of) else { return Ok(()) };
+    if kind.class == LinkClass::RDMA
+        && let Some(WhyNot { why, .. }) = rdma::why_not(members.clone())
+    {
+        return Err(format!("the link is rdma: {why}; or set ALLSTREAM_LINK=tcp on all ranks"));
+    }
+    let mut others = members;
+    let Some(first) = others.next() else { return Ok(()) };
     for other in others {
-        if kind.class == LinkClass::RDMA {
-            rdma::check_pair(first, other)?;
-        }
         if first.process.locality(&other.process) > kind.joins {
             let wanted = if kind.joins == Locality::SameProcess { "one process" } else { "one host" };
             return Err(format!(
@@ -244,6 +248,8 @@ pub(super) struct Pair {
     pub(super) frames: Frames,
     pub(super) link: &'static LinkKind,
     pub(super) handed: Handed,
+    /// How RDMA between the two went, where they were to try it.
+    pub(super) tried: Option<Tried>,
 }
 
 /// Why connecting has failed here.
@@ -273,6 +279,8 @@ pub(super) struct Pairing {
     pub(super) token: Token,
     pub(super) link: LinkChoice,
     pub(super) fds: Arc<Vec<OwnedFd>>,
+    /// The port by which hosts try to talk by RDMA, or why it cannot be opened, where the table has them try.
+    pub(super) card: Option<Result<Arc<Card>, String>>,
     pub(super) deadline: Instant,
 }
 
@@ -289,6 +297,14 @@ impl Pairing {
         self.settle(peer, side).await.map_err(failed)
     }
 
+    /// How this rank's trials of RDMA went, where it was to try: what its hosts' links can do.
+    pub(super) fn tried(&self, pairs: &[Pair]) -> Option<Tried> {
+        let opened = self.card.as_ref()?;
+        let failed = opened.as_ref().err().map(|why| format!("rank {}: {why}", self.rank));
+        let failed = failed.or_else(|| pairs.iter().find_map(|pair| pair.tried.clone()?.err()));
+        Some(failed.map_or(Ok(()), Err))
+    }
+
     async fn settle(&self, peer: Rank, side: Side) -> Result<Pair, String> {
         let world = self.table.world;
         let (ours, theirs) = (&self.table.members[self.rank], &self.table.members[peer]);
@@ -296,7 +312,7 @@ impl Pairing {
         let shares = link.lends == Lends::Regions;
         let (mut frames, gone) =
             (Frames::default(), || "its connection ended before the world was connected".to_string());
-        let (stream, mut theirs_is, mine) = match side {
+        let (mut stream, mut theirs_is, mine) = match side {
             Side::Dial => {
                 let purpose = Purpose::Control { world, from: self.rank, to: peer };
                 let mut addresses = theirs.addresses.clone();
@@ -327,11 +343,21 @@ impl Pairing {
                 (stream, ready, mine)
             }
         };
-        let handed = match (mine, theirs_is.problem.take()) {
-            (Ok(handed), None) => return Ok(Pair { rank: peer, stream, frames, link, handed }),
-            (Err(why), _) | (Ok(_), Some(why)) => self.without_memory(peer, &why)?,
+        let (handed, link) = match (mine, theirs_is.problem.take()) {
+            (Ok(handed), None) => (handed, link),
+            (Err(why), _) | (Ok(_), Some(why)) => {
+                (self.without_memory(peer, &why)?, between(None, Locality::Remote))
+            }
         };
-        Ok(Pair { rank: peer, stream, frames, link: between(None, Locality::Remote), handed })
+        let tried = match &self.card {
+            Some(card) if self.table.try_each_other(self.rank, peer) => {
+                let mut talk = trial::Talk { stream: &mut stream, frames: &mut frames };
+                let tried = trial::run(card, &mut talk).await?;
+                Some(tried.map_err(|why| format!("between rank {} and rank {peer}: {why}", self.rank)))
+            }
+            _ => None,
+        };
+        Ok(Pair { rank: peer, stream, frames, link, handed, tried })
     }
 
     /// Both ranks know that they cannot share memory: they use what joins any two, unless that was ruled out.

@@ -11,11 +11,12 @@ use super::addresses::Reach;
 use super::handshake::Token;
 use super::launchers::{self, Lookup, Meeting, check_place};
 use super::link_choice::LinkChoice;
-use super::registration::{Heartbeat, RdmaEnd};
+use super::rdma::{Need, Prospect};
+use super::registration::Heartbeat;
 use crate::error::Error;
 use crate::plan::choices::Choices;
 use crate::tuning::Table;
-use crate::types::Rank;
+use crate::types::{LinkClass, Rank};
 
 const FROM_ENV: &str = "Rendezvous::from_env";
 
@@ -35,8 +36,10 @@ pub struct Rendezvous {
     pub(crate) timeout: Duration,
     pub(crate) heartbeat: Heartbeat,
     pub(crate) link: LinkChoice,
-    /// What this rank talks by RDMA through, where that is the link.
-    pub(crate) rdma: Option<RdmaEnd>,
+    /// The launcher has said that all ranks are on this host.
+    pub(crate) is_one_host: bool,
+    /// What this rank could talk by RDMA through, where its links may go over that.
+    pub(crate) rdma: Option<Prospect>,
     pub(crate) host_id: Option<String>,
     pub(crate) listener: Option<Listener>,
     /// What this rank's table says, if it is rank 0.
@@ -115,6 +118,8 @@ impl Rendezvous {
             found.link = text.parse().map_err(|wanted| format!("ALLSTREAM_LINK is `{text}`; {wanted}"))?;
         }
         found.host_id = get("ALLSTREAM_HOST_ID");
+        let local = get("LOCAL_WORLD_SIZE").and_then(|text| text.trim().parse::<usize>().ok());
+        found.is_one_host = local == Some(size) && found.host_id.is_none();
         if let Some(text) = get("ALLSTREAM_RENDEZVOUS_FD").filter(|_| rank == 0 && size > 1) {
             let fd = text.trim().parse::<RawFd>().ok().filter(|fd| *fd > 2).ok_or_else(|| {
                 format!("ALLSTREAM_RENDEZVOUS_FD is `{text}`; expected the number of an inherited descriptor above 2")
@@ -134,6 +139,7 @@ impl Rendezvous {
             timeout: Duration::from_secs(60),
             heartbeat: Heartbeat::default(),
             link: LinkChoice::AUTO,
+            is_one_host: false,
             rdma: None,
             host_id: None,
             listener: None,
@@ -245,6 +251,16 @@ impl Rendezvous {
     /// How many ranks there are.
     pub fn size(&self) -> usize {
         self.size
+    }
+
+    /// Whether this rank's links may go over RDMA.
+    pub(crate) fn rdma_need(&self) -> Need {
+        match self.link.class() {
+            _ if self.size == 1 => Need::Never,
+            Some(LinkClass::RDMA) => Need::Chosen,
+            None if !self.is_one_host => Need::Between,
+            _ => Need::Never,
+        }
     }
 
     /// The address, for messages to people.

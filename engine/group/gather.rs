@@ -23,9 +23,11 @@ use super::lobby::absent;
 use super::me::Me;
 use super::message::DataHello;
 use super::note;
-use super::registration::Table;
+use super::rdma;
+use super::registration::{Table, Tried};
 use super::rendezvous::LINGER;
 use crate::error::Error;
+use crate::link::verbs::RDMA;
 use crate::types::Rank;
 
 /// Once the table is known, everyone is there: connecting takes at most this, or what is left of the
@@ -110,7 +112,11 @@ pub(super) async fn gather(
     let (slots, mut fds) = awaited(rank, size);
     let world = formed.table.world;
     let (gave_up, mut giving_up) = mpsc::unbounded_channel();
-    let connecting = formed.registered.watch(&mut service, gave_up.clone());
+    let prospect = rendezvous.rdma.as_ref().filter(|_| rdma::is_to_try(&formed.table, rank));
+    let card = prospect.map(|prospect| prospect.open().map_err(|error| error.to_string()));
+    let (verdict_in, verdict) = card.as_ref().map(|_| oneshot::channel()).unzip();
+    // If it is dropped before this rank is connected to all, the others hear that this rank is gone.
+    let mut connecting = Some(formed.registered.watch(&mut service, gave_up.clone(), verdict_in));
     let closed = OnceLock::new();
     let door =
         Arc::new(Door { world, rank, size, token: token.clone(), control, data: data_in, gave_up, closed });
@@ -121,8 +127,8 @@ pub(super) async fn gather(
         entered.clone().enter(stream, visit)
     }));
 
-    let pairing =
-        Pairing { rank, table: formed.table, token: token.clone(), link, fds: fds_offered, deadline };
+    let (table, token_of_pairs) = (formed.table, token.clone());
+    let pairing = Pairing { rank, table, token: token_of_pairs, link, fds: fds_offered, card, deadline };
     let pairing = Arc::new(pairing);
     let mut pending = JoinSet::new();
     // Held for when no descriptor is left: to say so takes one.
@@ -133,7 +139,18 @@ pub(super) async fn gather(
             _ if peer < rank => Side::Dial,
             _ => continue,
         };
-        pending.spawn(pairing.clone().pair(peer, side));
+        let pair = pairing.clone().pair(peer, side);
+        pending.spawn(async { pair.await.map(Settled::Pair) });
+    }
+    let tries = verdict.is_some();
+    if let Some(verdict) = verdict {
+        pending.spawn(async {
+            match verdict.await {
+                Ok(tried) => Ok(Settled::Rdma(tried)),
+                // A rank gave up, of which the next task tells.
+                Err(_) => std::future::pending().await,
+            }
+        });
     }
     pending.spawn(async move {
         match giving_up.recv().await {
@@ -142,15 +159,65 @@ pub(super) async fn gather(
         }
     });
     let mut pairs: Vec<Pair> = Vec::with_capacity(size);
-    while pairs.len() + 1 < size {
-        let failed = match timeout_at(deadline, pending.join_next()).await {
-            Ok(Some(Ok(Ok(pair)))) => {
-                pairs.push(pair);
-                continue;
+    let connected = async {
+        all_pairs(&mut pending, &mut pairs, (rank, size), (begun, deadline)).await?;
+        if let Some(connecting) = connecting.take() {
+            connecting.done(pairing.tried(&pairs)).await;
+        }
+        if tries { told(&mut pending, rank, deadline).await.map(Some) } else { Ok(None) }
+    };
+    let tried = match connected.await {
+        Ok(tried) => tried,
+        Err(failed) => {
+            let error = rendezvous.error(failed.shown(rank));
+            let _ = door.closed.set(failed.shown(Rank::MAX));
+            drop(spare);
+            // A pair that the other side takes for one, which may have joined, is told as one.
+            let soon = Instant::now() + SETTLING;
+            while let Ok(Some(end)) = timeout_at(soon, pending.join_next()).await {
+                if let Ok(Ok(Settled::Pair(pair))) = end {
+                    pairs.push(pair);
+                }
             }
-            Ok(Some(Ok(Err(failed)))) => failed,
-            Ok(Some(Err(e))) => Failed { first: rank, why: format!("connecting: {e}") },
-            Ok(None) | Err(_) => {
+            farewell::tell(&pairing, pairs, &failed, error.clone()).await;
+            return Err(error);
+        }
+    };
+    drop(pending);
+    let table = pairing.table.clone();
+    if let Some(tried) = tried {
+        rdma::tell(rank, &table, &tried);
+        let is_elsewhere =
+            |pair: &&mut Pair| table.members[pair.rank].process.host != table.members[rank].process.host;
+        if tried.is_ok() {
+            pairs.iter_mut().filter(is_elsewhere).for_each(|pair| pair.link = &RDMA);
+        }
+    }
+    Ok(Joined { table, token, pairs, service, data, deadline })
+}
+
+/// What a rank waits for while the ranks connect.
+enum Settled {
+    Pair(Pair),
+    /// From rank 0, once all ranks are connected, where they try RDMA.
+    Rdma(Tried),
+}
+
+type Pending = JoinSet<Result<Settled, Failed>>;
+
+/// Waits until all other ranks are pairs with this one.
+async fn all_pairs(
+    pending: &mut Pending,
+    pairs: &mut Vec<Pair>,
+    (rank, size): (Rank, usize),
+    (begun, deadline): (Instant, Instant),
+) -> Result<(), Failed> {
+    while pairs.len() + 1 < size {
+        match timeout_at(deadline, pending.join_next()).await {
+            Ok(Some(Ok(Ok(Settled::Pair(pair))))) => pairs.push(pair),
+            Ok(Some(Ok(Err(failed)))) => return Err(failed),
+            Ok(Some(Err(e))) => return Err(Failed { first: rank, why: format!("connecting: {e}") }),
+            Ok(None | Some(Ok(Ok(Settled::Rdma(_))))) | Err(_) => {
                 let without: Vec<Rank> =
                     (0..size).filter(|r| *r != rank && !pairs.iter().any(|p| p.rank == *r)).collect();
                 let (after, absent) = (begun.elapsed(), absent(&without, size));
@@ -158,24 +225,23 @@ pub(super) async fn gather(
                     "all ranks came, but {absent} did not connect to rank {rank} within {after:.1?}; does a firewall stand between \
                      the hosts?"
                 );
-                Failed { first: rank, why }
+                return Err(Failed { first: rank, why });
             }
-        };
-        let error = rendezvous.error(failed.shown(rank));
-        let _ = door.closed.set(failed.shown(Rank::MAX));
-        drop(spare);
-        // A pair that the other side takes for one, which may have joined, is told as one.
-        let soon = Instant::now() + SETTLING;
-        while let Ok(Some(end)) = timeout_at(soon, pending.join_next()).await {
-            pairs.extend(end.ok().and_then(Result::ok));
         }
-        farewell::tell(&pairing, pairs, &failed, error.clone()).await;
-        return Err(error);
     }
-    drop(pending);
-    connecting.done().await;
-    let table = pairing.table.clone();
-    Ok(Joined { table, token, pairs, service, data, deadline })
+    Ok(())
+}
+
+/// Waits until rank 0 says whether links go over RDMA: it does when all are connected.
+async fn told(pending: &mut Pending, rank: Rank, deadline: Instant) -> Result<Tried, Failed> {
+    match timeout_at(deadline, pending.join_next()).await {
+        Ok(Some(Ok(Ok(Settled::Rdma(tried))))) => Ok(tried),
+        Ok(Some(Ok(Err(failed)))) => Err(failed),
+        _ => {
+            let why = "this rank is connected to all, but not all others were to each other in time";
+            Err(Failed { first: rank, why: why.into() })
+        }
+    }
 }
 
 type Sender<T> = Mutex<Option<oneshot::Sender<T>>>;

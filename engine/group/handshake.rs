@@ -26,7 +26,7 @@ use super::registration::Registration;
 use crate::types::Rank;
 
 /// Counts changes of anything that travels between ranks.
-pub(crate) const VERSION: u16 = 7;
+pub(crate) const VERSION: u16 = 8;
 /// How long an accepted connection may take to prove itself.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(5);
 /// The longest purpose, or reason for a refusal.

@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -16,8 +16,8 @@ mod connecting;
 pub(super) use self::connecting::Visitors;
 use super::connect;
 use super::env::Rendezvous;
-use super::registration::{News, Registration, Table};
-use super::wire;
+use super::registration::{Connected, News, Registration, Table};
+use super::wire::{self, Frames};
 use crate::types::Rank;
 
 /// How long rank 0 tries to tell everyone how it ended.
@@ -40,6 +40,7 @@ pub(super) enum Event {
     Connected {
         rank: Rank,
         visit: u64,
+        said: Connected,
     },
     /// A member could not be let in, for rank 0 has run out of something. The member knows why.
     TurnedAway {
@@ -128,7 +129,7 @@ impl<'a> Lobby<'a> {
             // Who was told that there will be no world goes.
             Event::Left { .. } | Event::Connected { .. } if self.unfit.is_some() => Ok(()),
             // (There is nothing yet that a rank could be connected to.)
-            Event::Left { rank, visit } | Event::Connected { rank, visit } => {
+            Event::Left { rank, visit } | Event::Connected { rank, visit, .. } => {
                 if self.visitors.get(&rank).is_some_and(|v| v.visit == visit)
                     && let Some(visitor) = self.visitors.remove(&rank)
                 {
@@ -201,11 +202,12 @@ impl<'a> Lobby<'a> {
         let (mut read, mut write) = stream.into_split();
         let events = self.events.clone();
         self.watchers.spawn(async move {
-            // A registered rank says one thing, by one byte: that it is connected to all others.
-            let mut byte = [0];
-            let is_connected = matches!(read.read(&mut byte).await, Ok(1));
-            let event =
-                if is_connected { Event::Connected { rank, visit } } else { Event::Left { rank, visit } };
+            // A registered rank says one thing: that it is connected to all others.
+            let said = Frames::default().next::<Connected, _>(&mut read).await;
+            let event = match said {
+                Ok(Some(said)) => Event::Connected { rank, visit, said },
+                Ok(None) | Err(_) => Event::Left { rank, visit },
+            };
             let _ = events.send(event);
         });
         let (outbox, mut letters) = mpsc::unbounded_channel::<Arc<Vec<u8>>>();
@@ -274,7 +276,7 @@ impl<'a> Lobby<'a> {
             return Err(problem.clone());
         }
         let others = self.visitors.values().map(|visitor| &visitor.registration);
-        connect::check_link(self.own.link, &self.own, others)?;
+        connect::check_link(self.own.link, std::iter::once(&self.own).chain(others))?;
         let local = |v: &Visitor| v.registration.addresses.iter().all(|a| a.ip().is_loopback());
         let abroad = self.visitors.values().find(|v| !local(v));
         let Some(abroad) = abroad else { return Ok(()) };
@@ -326,8 +328,9 @@ impl<'a> Lobby<'a> {
                 let _ = visitor.outbox.send(frame.clone());
             }
         }
-        let Lobby { visitors: connecting, events: tell, watchers: _watchers, writers: _writers, .. } = self;
-        Ok((table, Visitors { connecting, events, tell, _watchers, _writers }))
+        let Lobby { visitors: connecting, events: tell, watchers: _watchers, writers, .. } = self;
+        let awaiting = Vec::new();
+        Ok((table, Visitors { connecting, awaiting, events, tell, _watchers, writers }))
     }
 
     /// Where a rank that reached this one at `reached` finds its listener: there first.

@@ -39,7 +39,8 @@ impl Me<'_> {
     pub(super) fn registration(&self, addresses: Vec<SocketAddr>) -> Registration {
         let Rendezvous { rank, size, link, .. } = *self.rendezvous;
         let (process, socket) = (self.process.clone(), self.socket.clone());
-        let (rdma, unfit) = (self.rendezvous.rdma.clone(), self.unfit.clone());
+        let rdma = self.rendezvous.rdma.as_ref().map(|prospect| prospect.end.clone());
+        let unfit = self.unfit.clone();
         Registration { rank, size, addresses, process, socket, link, rdma, unfit }
     }
 

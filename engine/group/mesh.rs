@@ -365,7 +365,7 @@ where
     let mut peers: Vec<Option<PeerInfo>> = (0..size).map(|_| None).collect();
     let mut outboxes: Vec<Option<Arc<Outbox>>> = vec![None; size];
     let mut connections = Vec::with_capacity(pairs.len());
-    for Pair { rank: peer, stream, frames, link, handed } in pairs {
+    for Pair { rank: peer, stream, frames, link, handed, .. } in pairs {
         let outbox = Outbox::new();
         let member = &table.members[peer];
         let mut address = member.addresses.clone();

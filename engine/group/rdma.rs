@@ -1,18 +1,31 @@
-//! RDMA on this host, near the addresses at which other ranks reach it: what there is, and what a rank's links go through.
+//! RDMA on this host, near the addresses at which other ranks reach it: what there is, what a rank's links go through, and whether links between hosts go
+//! over it.
+//!
+//! That is decided once, for all links between hosts. Each rank says what it has as it registers ([`look`]). All find the same in the table of all ranks
+//! ([`why_not`]): a host without a port, or with one of another kind, means TCP everywhere. Otherwise every rank opens its port, and the first ranks of
+//! each two hosts write a message through them while they connect ([`trial`]). Each rank tells rank 0 how that went, and rank 0 tells all what comes of
+//! it: RDMA where nothing failed, and else TCP. From then on a link that fails is an error.
 
-use std::sync::Arc;
+pub(super) mod trial;
+
+use std::cmp::Reverse;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 
 use super::addresses;
-use super::env::Rendezvous;
-use super::registration::{RdmaEnd, Registration};
+use super::link_choice::LinkChoice;
+use super::registration::{EndPort, RdmaEnd, Registration, Table, Tried};
 use crate::error::Error;
 use crate::link::region::Region;
-use crate::link::verbs::{self, Card, Rdma, read};
-use crate::types::LinkClass;
+use crate::link::verbs::{self, Card, Rdma, RdmaPort, read};
+use crate::types::Rank;
+
+/// Letters of a reason that all ranks are told, at most: the table has to hold one of each rank.
+const MOST_TOLD: usize = 400;
 
 /// Finds out which ports of which network cards could carry links to other hosts by RDMA, and why others could not: InfiniBand and RoCE v2, through
-/// libibverbs, which is loaded when this is first called. Links go over the first of them where all ranks ask for it:
-/// [`LinkChoice::RDMA`](crate::LinkChoice::RDMA), or `ALLSTREAM_LINK=rdma`.
+/// libibverbs, which is loaded when this is first called. Ranks of different hosts talk through the first of these ports where all hosts have one of one
+/// kind, and messages get through; all ranks do where [`LinkChoice::RDMA`](crate::LinkChoice::RDMA), or `ALLSTREAM_LINK=rdma`, asks for it.
 ///
 /// Of a port's addresses (GIDs) on Ethernet one of RoCE v2 is taken, if there are several one of the interface at which the other ranks reach this
 /// host, and of those one of IPv4 before one of IPv6. `ALLSTREAM_RDMA_DEVICE` (`mlx5_0`, `mlx5_0,mlx5_1:1`, `^mlx5_2`) and `ALLSTREAM_RDMA_GID` (an
@@ -29,51 +42,185 @@ use crate::types::LinkClass;
 /// [`Error::Unavailable`]: there is no library, no device, or no port that can be used; or this process may lock too little memory.
 /// [`Error::Invalid`]: a variable says what cannot be understood.
 pub fn find() -> Result<Rdma, Error> {
-    verbs::find(&addresses::reached_at()?)
+    verbs::find(addresses::reached_at)
 }
 
-/// Opens the port that a rank's links go through, where RDMA is the link, and has the rank say so as it registers.
+/// What a rank has for links over RDMA, from before it meets the others until the world has formed.
+#[derive(Clone)]
+pub(crate) struct Prospect {
+    /// As the rank says it when it registers.
+    pub(super) end: RdmaEnd,
+    port: Option<RdmaPort>,
+    region: Arc<Region>,
+    card: Arc<OnceLock<Arc<Card>>>,
+}
+
+impl fmt::Debug for Prospect {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.end, f)
+    }
+}
+
+impl Prospect {
+    /// Opens the port, if it is not open yet.
+    ///
+    /// # Errors
+    /// There is none, or what the device refuses.
+    pub(super) fn open(&self) -> Result<Arc<Card>, Error> {
+        if let Some(card) = self.card.get() {
+            return Ok(card.clone());
+        }
+        let port =
+            self.port.as_ref().ok_or_else(|| Error::system("open a port for RDMA", "there is none"))?;
+        let card = Card::open(read::library()?, port, &verbs::said()?, self.region.clone())?;
+        Ok(self.card.get_or_init(|| Arc::new(card)).clone())
+    }
+
+    /// What a rank has that says this, and whose port cannot be opened.
+    #[cfg(test)]
+    pub(super) fn pretended(end: RdmaEnd) -> Result<Prospect, Error> {
+        Ok(Prospect { end, port: None, region: Arc::new(Region::private()?), card: Arc::default() })
+    }
+
+    /// The port, where it was opened.
+    pub(crate) fn card(&self) -> Option<Arc<Card>> {
+        self.card.get().cloned()
+    }
+}
+
+/// Whether a rank's links may go over RDMA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Need {
+    Never,
+    /// Those to other hosts may.
+    Between,
+    /// All are to.
+    Chosen,
+}
+
+/// Finds out what a rank has for links over RDMA, where its links may go over it. Where they are to, the port is opened, too.
 ///
 /// # Errors
-/// What [`find`] says, with the host's name and what to do: the other ranks are told.
-pub(crate) fn open(rendezvous: &mut Rendezvous, region: &Arc<Region>) -> Result<Option<Arc<Card>>, Error> {
-    if rendezvous.link.class() != Some(LinkClass::RDMA) || rendezvous.size == 1 {
+/// What [`find`] says, with the host's name and what to do, where RDMA was chosen: the other ranks are told. [`Error::Invalid`]: a variable says what
+/// cannot be understood.
+pub(crate) fn look(need: Need, region: &Arc<Region>) -> Result<Option<Prospect>, Error> {
+    if need == Need::Never {
         return Ok(None);
     }
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
-    let opened = find().and_then(|found| {
-        let card = Card::open(read::library()?, &found.ports[0], &verbs::said()?, region.clone())?;
-        Ok((card, found))
-    });
-    let (card, found) = opened.map_err(|error| match error {
+    let (port, why) = match find() {
+        Ok(found) => (found.ports.into_iter().next(), String::new()),
+        Err(error) if need == Need::Chosen => return Err(needed_here(&host, error)),
+        Err(Error::Unavailable { problem, .. }) => (None, problem),
+        Err(error) => return Err(error),
+    };
+    let shown =
+        |port: &RdmaPort| EndPort { layer: port.layer.to_string(), mtu: port.mtu, shown: port.to_string() };
+    let said = port.as_ref().map(shown).ok_or_else(|| why.chars().take(MOST_TOLD).collect());
+    let is_wanted = verbs::said()?.names_a_port();
+    let end = RdmaEnd { host, port: said, is_wanted };
+    let prospect = Prospect { end, port, region: region.clone(), card: Arc::default() };
+    if need == Need::Chosen {
+        prospect.open().map_err(|error| needed_here(&prospect.end.host, error))?;
+    }
+    Ok(Some(prospect))
+}
+
+/// A rank that RDMA was chosen for has none.
+fn needed_here(host: &str, error: Error) -> Error {
+    match error {
         Error::Unavailable { what, problem } => Error::Unavailable {
             what: format!("{what} on host {host}, which the link rdma needs on all of them,"),
             problem: format!("{problem}; or set ALLSTREAM_LINK=tcp on all ranks"),
         },
         error => error,
-    })?;
-    let port = &found.ports[0];
-    tracing::info!(rank = rendezvous.rank, "links go over RDMA: {port}");
-    rendezvous.rdma = Some(RdmaEnd { host, layer: port.layer.to_string(), port: port.to_string() });
-    Ok(Some(Arc::new(card)))
+    }
 }
 
-/// Whether the ports of two ranks can talk to each other.
-pub(super) fn check_pair(one: &Registration, other: &Registration) -> Result<(), String> {
-    let end = |of: &Registration| {
-        let none =
-            || format!("the link is rdma, and rank {} named no port; does it run the same program?", of.rank);
-        of.rdma.clone().ok_or_else(none)
-    };
-    let (ours, theirs) = (end(one)?, end(other)?);
-    if ours.layer == theirs.layer {
-        return Ok(());
+/// Why ranks cannot talk by RDMA, as far as they have said.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct WhyNot {
+    pub(super) why: String,
+    /// Some rank has a port, or was to have one: its user wants to know.
+    pub(super) is_news: bool,
+}
+
+/// Why not all of these ranks can talk to each other by RDMA; `None`: as far as they have said, they can.
+pub(super) fn why_not<'a>(members: impl Iterator<Item = &'a Registration>) -> Option<WhyNot> {
+    let ends: Vec<(Rank, Option<&RdmaEnd>)> = members.map(|of| (of.rank, of.rdma.as_ref())).collect();
+    let first =
+        ends.iter().find_map(|(rank, end)| Some((*rank, end.as_ref()?, end.as_ref()?.port.as_ref().ok()?)));
+    let is_news = first.is_some() || ends.iter().any(|(_, end)| end.is_some_and(|end| end.is_wanted));
+    let has =
+        first.map(|(rank, end, port)| format!("rank {rank} on host {} has {}, and ", end.host, port.shown));
+    let has = has.unwrap_or_default();
+    let why = ends.iter().find_map(|(rank, end)| match (end, first) {
+        (None, _) => Some(format!("{has}rank {rank} named no port; does it run the same program?")),
+        (Some(RdmaEnd { host, port: Err(why), .. }), _) => {
+            Some(format!("{has}rank {rank} on host {host} has no port to use: {why}"))
+        }
+        (Some(RdmaEnd { host, port: Ok(port), .. }), Some((.., other))) if port.layer != other.layer => Some(format!(
+            "ports of one kind are needed on all hosts: {has}rank {rank} on host {host} has {}; name devices of one kind in \
+             ALLSTREAM_RDMA_DEVICE",
+            port.shown
+        )),
+        _ => None,
+    })?;
+    Some(WhyNot { why, is_news })
+}
+
+/// Whether ranks of different hosts are to try RDMA. If they cannot, their user is told why.
+pub(super) fn is_to_try(table: &Table, own: Rank) -> bool {
+    if table.members[own].link != LinkChoice::AUTO || table.is_of_one_host() {
+        return false;
     }
-    let shown = |rank, end: &RdmaEnd| format!("rank {rank} on host {} has {}", end.host, end.port);
-    Err(format!(
-        "the link rdma needs ports of one kind on all hosts: {}, and {}; name devices of one kind in ALLSTREAM_RDMA_DEVICE, or set \
-         ALLSTREAM_LINK=tcp on all ranks",
-        shown(one.rank, &ours),
-        shown(other.rank, &theirs)
-    ))
+    match why_not(table.members.iter()) {
+        None => return true,
+        Some(WhyNot { why, is_news: true }) => falls_back(own, &why),
+        Some(WhyNot { why, .. }) => tracing::debug!(rank = own, "hosts talk by TCP: {why}"),
+    }
+    false
+}
+
+fn falls_back(own: Rank, why: &str) {
+    let text =
+        format!("hosts talk by TCP and not by RDMA: {why}; ALLSTREAM_LINK=tcp on all ranks chooses that");
+    if own == 0 {
+        tracing::warn!(rank = own, "{text}");
+    } else {
+        tracing::info!(rank = own, "{text}");
+    }
+}
+
+/// Says what has come of it, to people.
+pub(super) fn tell(own: Rank, table: &Table, tried: &Tried) {
+    match tried {
+        Ok(()) => {
+            if let Some(RdmaEnd { port: Ok(port), .. }) = &table.members[own].rdma {
+                tracing::info!(rank = own, "links to other hosts go over RDMA: {}", port.shown);
+            }
+            if let Some(text) = mtus(table.members.iter()) {
+                tracing::warn!(rank = own, "{text}");
+            }
+        }
+        Err(why) => falls_back(own, why),
+    }
+}
+
+/// Where the ports' packets differ: that the smaller are used.
+pub(super) fn mtus<'a>(members: impl Iterator<Item = &'a Registration>) -> Option<String> {
+    let all: Vec<(Rank, &str, u32)> = members
+        .filter_map(|of| {
+            let end = of.rdma.as_ref()?;
+            Some((of.rank, end.host.as_str(), end.port.as_ref().ok()?.mtu))
+        })
+        .collect();
+    let (least, most) = (all.iter().min_by_key(|of| of.2)?, all.iter().min_by_key(|of| Reverse(of.2))?);
+    (least.2 < most.2).then(|| {
+        format!(
+            "packets of RDMA carry {} bytes at rank {} on host {}, and {} at rank {} on host {}: between the two the smaller are used; give all interfaces \
+             and switches the larger MTU",
+            least.2, least.0, least.1, most.2, most.0, most.1
+        )
+    })
 }

@@ -6,12 +6,12 @@ use std::time::Duration;
 use tokio::io::AsyncWriteExt;
 use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
 use super::lobby::{self, Visitors};
-use super::registration::News;
-use super::wire::Frames;
+use super::registration::{Connected, News, Tried};
+use super::wire::{self, Frames};
 use crate::types::Rank;
 
 /// How long a rank goes on to connect without rank 0.
@@ -33,21 +33,23 @@ pub(super) enum Connecting {
 
 impl Registered {
     /// Lets `gave_up` know which rank goes away, and why, before it is connected to all others. On rank 0 the task also tells the others, and so
-    /// has to live for longer than rank 0 itself connects.
+    /// has to live for longer than rank 0 itself connects. Where the ranks try RDMA, all learn by `verdict` whether links go over it, once all
+    /// are connected.
     pub(super) fn watch(
         self,
         tasks: &mut JoinSet<()>,
         gave_up: mpsc::UnboundedSender<(Rank, String)>,
+        verdict: Option<oneshot::Sender<Tried>>,
     ) -> Connecting {
         match self {
             Registered::Host(visitors) => {
                 let tell = visitors.tell();
-                tasks.spawn(visitors.watch(gave_up));
+                tasks.spawn(visitors.watch(gave_up, verdict));
                 Connecting::Host(tell)
             }
             Registered::Guest(stream, frames) => {
                 let (read, write) = stream.into_split();
-                tasks.spawn(listen(read, frames, gave_up));
+                tasks.spawn(listen(read, frames, gave_up, verdict));
                 Connecting::Guest(write)
             }
         }
@@ -56,24 +58,42 @@ impl Registered {
 
 impl Connecting {
     /// This rank is connected to all others. If it ends from here on, they see that by themselves.
-    pub(super) async fn done(self) {
+    pub(super) async fn done(self, rdma: Option<Tried>) {
+        let said = Connected { rdma };
         match self {
-            Connecting::Host(tell) => _ = tell.send(lobby::Event::Connected { rank: 0, visit: 0 }),
-            // One byte fits into the socket's buffer, so this does not wait. Rank 0 may have ended in peace: no error.
-            Connecting::Guest(mut write) => _ = write.write_all(&[0]).await,
+            Connecting::Host(tell) => _ = tell.send(lobby::Event::Connected { rank: 0, visit: 0, said }),
+            // So little fits into the socket's buffer: this does not wait. Rank 0 may have ended in peace: no error.
+            Connecting::Guest(mut write) => {
+                if let Ok(frame) = wire::encode(&said) {
+                    _ = write.write_all(&frame).await;
+                }
+            }
         }
     }
 }
 
 /// Listens to rank 0, on another rank, until rank 0 knows that this one is connected to all others.
-async fn listen(mut read: OwnedReadHalf, mut frames: Frames, gave_up: mpsc::UnboundedSender<(Rank, String)>) {
+async fn listen(
+    mut read: OwnedReadHalf,
+    mut frames: Frames,
+    gave_up: mpsc::UnboundedSender<(Rank, String)>,
+    mut verdict: Option<oneshot::Sender<Tried>>,
+) {
     let mut is_rank_0_connected = false;
     while let Ok(Some(news)) = frames.next::<News, _>(&mut read).await {
-        is_rank_0_connected |= matches!(news, News::Connected);
-        if let News::Left { rank, why } = news
-            && gave_up.send((rank, why)).is_err()
-        {
-            return;
+        match news {
+            News::Connected { rdma } => {
+                is_rank_0_connected = true;
+                if let (Some(tried), Some(verdict)) = (rdma, verdict.take()) {
+                    let _ = verdict.send(tried);
+                }
+            }
+            News::Left { rank, why } => {
+                if gave_up.send((rank, why)).is_err() {
+                    return;
+                }
+            }
+            _ => {}
         }
     }
     if !is_rank_0_connected {

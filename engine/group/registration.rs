@@ -37,21 +37,32 @@ pub(crate) struct Registration {
     /// The name of its unix socket in the abstract namespace.
     pub(crate) socket: Option<String>,
     pub(crate) link: LinkChoice,
-    /// What it talks by RDMA through, where that is the link.
+    /// What it could talk by RDMA through, where ranks may.
     pub(crate) rdma: Option<RdmaEnd>,
     /// Why it cannot take part: it came to say so.
     pub(crate) unfit: Option<String>,
 }
 
-/// The port of a network card by which a rank would talk by RDMA.
+/// What a rank's host has for RDMA.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RdmaEnd {
     /// The name of its host, for people.
     pub(crate) host: String,
+    /// The port that the rank's links would go through, or why there is none.
+    pub(crate) port: Result<EndPort, String>,
+    /// The user has named what is to be used.
+    pub(crate) is_wanted: bool,
+}
+
+/// The port of a network card by which a rank would talk by RDMA.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct EndPort {
     /// What it speaks: ports talk to others of the same.
     pub(crate) layer: String,
+    /// Bytes of data in a packet.
+    pub(crate) mtu: u32,
     /// The port and its address, for people.
-    pub(crate) port: String,
+    pub(crate) shown: String,
 }
 
 /// What every rank knows of the world once all have come.
@@ -65,6 +76,23 @@ pub(crate) struct Table {
 }
 
 impl Table {
+    pub(crate) fn is_of_one_host(&self) -> bool {
+        self.members.iter().all(|of| of.process.host == self.members[0].process.host)
+    }
+
+    /// Whether a rank is the first of its host.
+    fn leads(&self, rank: Rank) -> bool {
+        let host = &self.members[rank].process.host;
+        self.members.iter().position(|of| of.process.host == *host) == Some(rank)
+    }
+
+    /// Whether these two are to try the way between their hosts: they are of different ones, and the first there.
+    pub(crate) fn try_each_other(&self, one: Rank, other: Rank) -> bool {
+        self.members[one].process.host != self.members[other].process.host
+            && self.leads(one)
+            && self.leads(other)
+    }
+
     /// Whether this, from rank 0, is one that a rank of a world of `size` can stand in.
     pub(crate) fn check(&self, size: usize) -> Result<(), String> {
         if self.members.len() != size {
@@ -102,6 +130,16 @@ pub(crate) enum News {
     /// Of a world that has formed: this rank is gone, and was not connected to all others.
     Left { rank: Rank, why: String },
     /// Of a world that has formed: rank 0 is connected to all. Who is not yet does not wait for it any more, and the end of this
-    /// connection means nothing.
-    Connected,
+    /// connection means nothing. Where the ranks may talk by RDMA this comes when all are connected, with what has become of that.
+    Connected { rdma: Option<Tried> },
 }
+
+/// From a rank that has registered to rank 0, once: it is connected to all others.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Connected {
+    /// How its trials of RDMA went, where the table had it try.
+    pub(crate) rdma: Option<Tried>,
+}
+
+/// Whether links can go over RDMA, as far as was tried; or why not.
+pub(crate) type Tried = Result<(), String>;

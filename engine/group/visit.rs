@@ -106,7 +106,7 @@ impl Me<'_> {
                     return Ok(Waited::Formed(table, Registered::Guest(stream, frames)));
                 }
                 Ok(_) if at_signpost => return Ok(Waited::Again),
-                Ok(Ok(Some(News::Left { .. } | News::Connected))) => {
+                Ok(Ok(Some(News::Left { .. } | News::Connected { .. }))) => {
                     return Err(self.error("rank 0 sent news of a world before the world itself"));
                 }
                 Ok(Ok(None)) => {

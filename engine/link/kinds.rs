@@ -11,7 +11,8 @@ pub(crate) static KINDS: &[&LinkKind] = &[
     &local::INPROC,
     &local::SHM,
     &tcp::TCP,
-    // Behind TCP, which joins any ranks: it is used where it is asked for.
+    // Behind TCP, which joins any ranks: RDMA is used where all ranks ask for it, or where the hosts have shown that they can
+    // (`group::rdma`).
     &verbs::RDMA,
     #[cfg(any(test, feature = "testing"))]
     &pipe::PIPE,

@@ -22,7 +22,7 @@ fn asked(command: &mut Command) -> Vec<String> {
     let lines = [first].into_iter().chain(others).map(|line| line.get(15..).unwrap_or_default().to_owned());
     let mut lines: Vec<String> = lines.collect();
     // Whatever there is, it is used where that is asked for.
-    assert!(lines.pop().unwrap().starts_with("used where ALLSTREAM_LINK=rdma is set on all ranks; "));
+    assert!(lines.pop().unwrap().starts_with("used between hosts that all have it"));
     lines
 }
 
@@ -290,6 +290,87 @@ fn a_world_over_rdma_whose_ranks_have_none_does_not_form_and_all_say_why() {
         assert!(!went_well, "{said}");
         parts.iter().for_each(|part| says_on_both(&said, part));
     }
+}
+
+/// Four ranks on two hosts that this library pretends, which all_reduce by whatever link joins them. `host` is what each host has; in it and in `set`, which a
+/// shell runs before, `$h` is the number of the host.
+fn two_hosts(host: &str, set: &str) -> (bool, String) {
+    let rank = format!(
+        "h=$((RANK / 2)); export ALLSTREAM_HOST_ID=host$h-$MASTER_PORT; {set} exec '{}' perf all_reduce --sizes 8,4K,300K -n 3 -w 1",
+        env!("CARGO_BIN_EXE_allstream")
+    );
+    let job = ["run", "-n", "4", "--", "sh", "-c", rank.as_str()];
+    on_host(library().to_str().unwrap(), host, &[("ALLSTREAM_LINK", "")], &job)
+}
+
+#[track_caller]
+fn goes_over(ran: (bool, String), links: &str) -> String {
+    let (went_well, said) = ran;
+    let wanted = format!("link auto ({links}), ");
+    assert!(
+        went_well && said.contains("# Out of bounds values : 0 OK") && said.contains(&wanted),
+        "{wanted}: {said}"
+    );
+    said
+}
+
+#[test]
+fn hosts_that_all_have_a_port_talk_by_rdma_without_being_asked_to() {
+    let said = goes_over(two_hosts(PORT, ""), "shm, rdma");
+    assert!(!said.contains("WARN"), "{said}");
+    // Packets that differ are told, and the smaller are used.
+    let small = r#"export ALLSTREAM_TEST_VERBS="$(echo "$ALLSTREAM_TEST_VERBS" | sed "s/\"name\": \"test_0\", \"ports\": \[{/&\"mtu\": $((1024 << h)), /")";"#;
+    let said = goes_over(two_hosts(PORT, small), "shm, rdma");
+    assert!(
+        said.contains("carry 1024 bytes at rank 0 on host") && said.contains("and 2048 at rank 2 on host"),
+        "{said}"
+    );
+}
+
+#[test]
+fn where_a_host_has_no_port_hosts_talk_by_tcp_and_say_why() {
+    let lacks = format!("[ $h = 0 ] || export {LIBRARY}=/nowhere/libibverbs.so.1;");
+    let said = goes_over(two_hosts(PORT, &lacks), "shm, tcp");
+    for part in [
+        "hosts talk by TCP and not by RDMA: rank 0 on host ",
+        " has test_0 port 1 active, RoCE v2, GID 1 ",
+        ", and rank 2 on host ",
+        " has no port to use: ",
+        "looked for /nowhere/libibverbs.so.1",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    // Told once, by rank 0.
+    assert_eq!(said.matches("hosts talk by TCP and not by RDMA").count(), 1, "{said}");
+    // Nobody has any: nothing to speak of. But who names a device is told that there is none.
+    let said = goes_over(two_hosts("{}", ""), "shm, tcp");
+    assert!(!said.contains("RDMA"), "{said}");
+    let said = goes_over(two_hosts("{}", "export ALLSTREAM_RDMA_DEVICE=mlx5_9;"), "shm, tcp");
+    assert!(said.contains("there is no device mlx5_9 here"), "{said}");
+}
+
+#[test]
+fn hosts_between_which_no_message_gets_through_talk_by_tcp_and_say_why() {
+    for (knob, part) in [
+        ("STALL=1", "between rank 0 and rank 2: no message came from the other end within 3s"),
+        ("FAIL=ibv_create_qp:1:12", "between rank 0 and rank 2: "),
+        ("FAIL=ibv_modify_qp:2:22", "ibv_modify_qp: Invalid argument"),
+        ("FAIL=ibv_alloc_pd:1:12", "test_0 port 1 cannot be used: ibv_alloc_pd: Cannot allocate memory"),
+    ] {
+        // At one rank only: all have to come to the same choice.
+        let set = format!("[ $RANK != 2 ] || export ALLSTREAM_TEST_VERBS_{knob};");
+        let said = goes_over(two_hosts(PORT, &set), "shm, tcp");
+        assert!(
+            said.contains("hosts talk by TCP and not by RDMA: ") && said.contains(part),
+            "{part}: {said}"
+        );
+    }
+}
+
+#[test]
+fn a_variable_that_cannot_be_understood_is_told_also_where_rdma_is_only_a_choice() {
+    let (went_well, said) = two_hosts("{}", "export ALLSTREAM_RDMA_TC=300;");
+    assert!(!went_well && said.contains("ALLSTREAM_RDMA_TC is `300`"), "{said}");
 }
 
 /// Set where rank 1 is to die in the middle of an operation.

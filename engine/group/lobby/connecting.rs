@@ -1,13 +1,14 @@
 //! Rank 0's view of the others from the table on, until each of them is connected to all. One that dies meanwhile may be awaited by others that
-//! have no connection to it yet: rank 0, to which it has one since it registered, tells them.
+//! have no connection to it yet: rank 0, to which it has one since it registered, tells them. Where hosts may talk by RDMA, rank 0 hears from each how
+//! its trials went, and tells all what comes of that.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinSet;
 
-use super::super::registration::News;
+use super::super::registration::{News, Tried};
 use super::super::wire;
 use super::{Event, Visitor};
 use crate::types::Rank;
@@ -15,10 +16,12 @@ use crate::types::Rank;
 /// The ranks that are still connecting, as far as rank 0 knows.
 pub(in crate::group) struct Visitors {
     pub(super) connecting: BTreeMap<Rank, Visitor>,
+    /// Those that are connected to all others, and wait to hear whether links go over RDMA.
+    pub(super) awaiting: Vec<Visitor>,
     pub(super) events: mpsc::UnboundedReceiver<Event>,
     pub(super) tell: mpsc::UnboundedSender<Event>,
     pub(super) _watchers: JoinSet<()>,
-    pub(super) _writers: JoinSet<()>,
+    pub(super) writers: JoinSet<()>,
 }
 
 impl Visitors {
@@ -28,22 +31,49 @@ impl Visitors {
     }
 
     /// Tells those that are connecting, rank 0 by `gave_up`, of each that goes away before it is connected to all. Ends when none is left.
-    pub(in crate::group) async fn watch(mut self, gave_up: mpsc::UnboundedSender<(Rank, String)>) {
-        while !self.connecting.is_empty() {
+    ///
+    /// Where the ranks try RDMA (`verdict`), those that are connected wait until all are, and then are told, rank 0 by `verdict`, whether links go over
+    /// it: they do if no trial has failed.
+    pub(in crate::group) async fn watch(
+        mut self,
+        gave_up: mpsc::UnboundedSender<(Rank, String)>,
+        mut verdict: Option<oneshot::Sender<Tried>>,
+    ) {
+        let (mut is_rank_0_connected, mut tried) = (false, Ok(()));
+        while !self.connecting.is_empty() || verdict.is_some() && !is_rank_0_connected {
             match self.events.recv().await {
-                Some(Event::Connected { rank: 0, .. }) => self.tell_all(&News::Connected),
-                Some(Event::Connected { rank, visit }) => drop(self.take(rank, visit)),
+                Some(Event::Connected { rank, visit, said }) => {
+                    if let (Ok(()), Some(failed @ Err(_))) = (&tried, said.rdma) {
+                        tried = failed;
+                    }
+                    is_rank_0_connected |= rank == 0;
+                    let visitor = self.take(rank, visit);
+                    match &verdict {
+                        Some(_) => self.awaiting.extend(visitor),
+                        None if rank == 0 => self.tell_all(&News::Connected { rdma: None }),
+                        None => {}
+                    }
+                }
                 Some(Event::Left { rank, visit }) => {
                     let Some(visitor) = self.take(rank, visit) else { continue };
                     let why = format!("it ended, or its connection to rank 0 did ({})", visitor.who);
                     tracing::warn!(rank, "rank {rank} gave up connecting to the others: {why}");
                     self.tell_all(&News::Left { rank, why: why.clone() });
+                    // Whoever is connected to all others cannot wait for them any longer.
                     let _ = gave_up.send((rank, why));
+                    verdict = None;
                 }
                 // Nobody can register any more.
                 Some(Event::Came { .. } | Event::TurnedAway { .. } | Event::Hopeless(_)) => {}
                 None => return,
             }
+        }
+        if let Some(verdict) = verdict {
+            self.tell_all(&News::Connected { rdma: Some(tried.clone()) });
+            let _ = verdict.send(tried);
+            // What was put in the outboxes is on its way when their writers have ended.
+            self.awaiting.clear();
+            while self.writers.join_next().await.is_some() {}
         }
     }
 
@@ -55,7 +85,7 @@ impl Visitors {
     fn tell_all(&self, news: &News) {
         if let Ok(frame) = wire::encode(news) {
             let frame = Arc::new(frame);
-            for visitor in self.connecting.values() {
+            for visitor in self.connecting.values().chain(&self.awaiting) {
                 let _ = visitor.outbox.send(frame.clone());
             }
         }

@@ -7,7 +7,8 @@ use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::*;
 use crate::group::handshake::{self, Purpose, Token};
-use crate::group::registration::RdmaEnd;
+use crate::group::rdma::Prospect;
+use crate::group::registration::{EndPort, RdmaEnd};
 use crate::types::LinkClass;
 
 fn says(error: &Error, words: &[&str]) {
@@ -268,9 +269,10 @@ async fn links_decide_locality_or_are_refused() {
     }
     // What a rank says of its port counts; whether it has one was asked before.
     let over_rdma = |place: Rendezvous, layer: &str| {
-        let (host, port) =
-            (format!("host of {}", place.rank), format!("card{} port 1 active, {layer}", place.rank));
-        let rdma = Some(RdmaEnd { host, layer: layer.into(), port });
+        let host = format!("host of {}", place.rank);
+        let shown = format!("card{} port 1 active, {layer}", place.rank);
+        let port = Ok(EndPort { layer: layer.into(), mtu: 4096, shown });
+        let rdma = Some(Prospect::pretended(RdmaEnd { host, port, is_wanted: false }).unwrap());
         Rendezvous { rdma, ..place.link(LinkChoice::RDMA) }
     };
     for (layers, wanted) in [

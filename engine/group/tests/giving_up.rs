@@ -197,7 +197,7 @@ async fn rank_0_may_leave_in_peace_while_others_are_still_connecting() {
     let first = first.await.unwrap().unwrap();
     // It has said that it is connected, and then its end means nothing.
     let news = tokio::time::timeout(LIMIT, Frames::default().next::<News, _>(&mut alive)).await.unwrap();
-    assert_eq!(news, Ok(Some(News::Connected)));
+    assert_eq!(news, Ok(Some(News::Connected { rdma: None })));
     close_all(vec![first]).await;
     let _with_1 = pair_with(1, &table).await;
     let second = second.await.unwrap().unwrap();

@@ -8,6 +8,7 @@ mod hosts;
 mod living;
 #[cfg(target_os = "linux")]
 mod processes;
+mod rdma;
 
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::OwnedFd;

@@ -7,7 +7,7 @@
 //! connection of TCP, as every connection of a job proves itself; over that the two tell each other of their queue pairs ([`hello`]), and close it. A frame
 //! is written, by one request, from a cell and a staging slot of the sender's ([`tx`]) into a place of the receiver's area ([`layout`]) that both count
 //! ([`credits`]), with a number that tells the receiver ([`rx`]) that it is there. [`card`] is the open port, [`domain`] the open device and memory that is
-//! registered with it.
+//! registered with it. [`Probe`] tries the way between two hosts before links are opened.
 
 mod broken;
 mod card;
@@ -19,6 +19,7 @@ pub(crate) mod facts;
 pub(crate) mod fuzzing;
 mod hello;
 mod layout;
+mod probe;
 mod queue_pair;
 pub(crate) mod read;
 mod rx;
@@ -27,11 +28,13 @@ mod tests;
 mod tx;
 pub(crate) mod wishes;
 
+use std::net::IpAddr;
 use std::sync::atomic::Ordering;
 
 pub(crate) use card::Card;
 pub use choose::{PassedOver, Rdma, RdmaLayer, RdmaPort};
 pub(crate) use domain::registered_bytes;
+pub(crate) use probe::Probe;
 
 use self::credits::CELLS;
 use self::hello::Hello;
@@ -42,25 +45,28 @@ use super::{Lends, LinkKind, Locality, SLOT};
 use crate::error::Error;
 use crate::types::{LinkClass, Rank};
 
-/// Between any ranks whose hosts have a port of one kind.
+/// Between ranks whose hosts have ports of one kind.
 pub(crate) static RDMA: LinkKind = LinkKind {
     class: LinkClass::RDMA,
     joins: Locality::Remote,
     lends: Lends::Nothing,
     max_frame_len: SLOT,
-    probe: || find(&[]).map(drop),
+    probe: || find(|| Ok(Vec::new())).map(drop),
     open_tx: |site| Ok(Box::new(VerbsTx::open(site)?)),
     open_rx: |site| Ok(Box::new(VerbsRx::open(site)?)),
 };
 
-/// What this host has, and what is chosen of it. `near` are the addresses at which other ranks reach this host, as far as that is known.
+/// What this host has, and what is chosen of it. `near` finds the addresses at which other ranks reach this host, as far as that is known; it may have
+/// to ask for a name's address, and so is called only where there is a device.
 ///
 /// # Errors
 /// [`Error::Unavailable`]: nothing can be used, and why. [`Error::Invalid`]: a variable says what cannot be understood.
-pub(crate) fn find(near: &[std::net::IpAddr]) -> Result<Rdma, Error> {
+pub(crate) fn find(near: impl FnOnce() -> Result<Vec<IpAddr>, Error>) -> Result<Rdma, Error> {
+    let wishes = said()?;
     let verbs = read::library()?;
     let facts = read::facts(verbs)?;
-    let chosen = choose::choose(verbs.file(), &facts, &said()?, near);
+    let near = if facts.devices.is_empty() { Vec::new() } else { near()? };
+    let chosen = choose::choose(verbs.file(), &facts, &wishes, &near);
     chosen.map_err(|problem| Error::Unavailable { what: "RDMA".into(), problem })
 }
 

@@ -115,6 +115,13 @@ impl Wishes {
     }
 }
 
+impl Wishes {
+    /// Whether the user has named what is to be used, and not only what is not.
+    pub(crate) fn names_a_port(&self) -> bool {
+        self.gid.is_some() || self.devices.as_ref().is_some_and(|named| !named.all_but)
+    }
+}
+
 fn named(text: &str) -> Result<Named, String> {
     let (all_but, list) = text.strip_prefix('^').map_or((false, text), |rest| (true, rest));
     let names = list.split(',').map(str::trim).map(|name| {
