@@ -16,11 +16,21 @@ use crate::packages::install;
 /// The package that depends on the newest kernel of its kind, which has `rdma_rxe` as a module (`-cloud-` kernels do not).
 const KERNEL: &str = "linux-image-amd64";
 /// Loaded in this order. `rdma_rxe` asks for `crc32` by name when a device is made, and does not load it.
-const MODULES: [&str; 7] =
-    ["virtio_pci", "9pnet_virtio", "9p", "dummy", "crc32_generic", "ib_uverbs", "rdma_rxe"];
+const MODULES: [&str; 9] = [
+    "virtio_pci",
+    "9pnet_virtio",
+    "9p",
+    "dummy",
+    "veth",
+    "sch_netem",
+    "crc32_generic",
+    "ib_uverbs",
+    "rdma_rxe",
+];
 const INIT: &str = include_str!("rdma/init.sh");
 const DISCOVER: &str = include_str!("rdma/discover.sh");
 const LINK: &str = include_str!("rdma/link.sh");
+const HOSTS: &str = include_str!("rdma/hosts.sh");
 /// A machine that takes longer hangs. Where it is emulated it takes ten seconds to find devices, and two minutes for the link.
 const LIMIT: Duration = Duration::from_secs(480);
 
@@ -80,11 +90,16 @@ pub(crate) fn check(root: &Path) -> Vec<Check> {
     let finds = "`allstream info` names what Soft-RoCE has";
     let links =
         "collectives between processes over Soft-RoCE, and what is said of a rank that is killed or stopped";
+    let hosts = "hosts find RDMA by themselves, and take TCP where no message gets through";
     let check = |script: &str, judge: &dyn Fn(&[Case]) -> Vec<String>| match run(root, script) {
         Ok(cases) => judge(&cases),
         Err(error) => vec![error],
     };
-    vec![(finds, check(DISCOVER, &complaints)), (links, check(LINK, &link_complaints))]
+    vec![
+        (finds, check(DISCOVER, &complaints)),
+        (links, check(LINK, &link_complaints)),
+        (hosts, check(HOSTS, &|cases| missing(&BETWEEN, cases))),
+    ]
 }
 
 /// The name of a case, and what it printed.
@@ -159,7 +174,24 @@ fn link_complaints(cases: &[Case]) -> Vec<String> {
 const PERFS: usize = 23;
 
 /// What each case has to say: texts that are in it, in this order.
-const WANTED: [(&str, &[&str]); 8] = [
+type Wanted = (&'static str, &'static [&'static str]);
+
+/// Of hosts that find RDMA by themselves: four ranks, two on each.
+const BETWEEN: [Wanted; 3] = [
+    ("found", &["link auto (shm, rdma), ", "# Out of bounds values : 0 OK"]),
+    ("lossy", &["link auto (shm, rdma), ", "# Out of bounds values : 0 OK"]),
+    (
+        "cut",
+        &[
+            "hosts talk by TCP and not by RDMA: between rank 0 and rank 2: ",
+            "link auto (shm, tcp), ",
+            "# Out of bounds values : 0 OK",
+        ],
+    ),
+];
+
+/// Of `allstream info`.
+const WANTED: [Wanted; 8] = [
     ("none", &["no: RDMA is not available: there is no device", "used between hosts that all have it"]),
     (
         "one",
@@ -196,27 +228,42 @@ const WANTED: [(&str, &[&str]); 8] = [
     ("down", &["no: RDMA is not available: no port can be used: ", "rxe0 port 1: it is down"]),
 ];
 
-fn complaints(cases: &[(String, String)]) -> Vec<String> {
-    let said = |name: &str| cases.iter().find(|(case, _)| case == name).map_or("", |(_, text)| text.as_str());
+/// What a case printed.
+fn said<'a>(cases: &'a [Case], name: &str) -> &'a str {
+    cases.iter().find(|(case, _)| case == name).map_or("", |(_, text)| text.as_str())
+}
+
+fn missing(wanted: &[Wanted], cases: &[Case]) -> Vec<String> {
     let mut complaints = Vec::new();
-    for (name, wanted) in WANTED {
-        let mut rest = said(name);
-        for part in wanted {
+    for (name, parts) in wanted {
+        let mut rest = said(cases, name);
+        for part in *parts {
             match rest.split_once(part) {
                 Some((_, behind)) => rest = behind,
                 None => {
-                    complaints.push(format!("{name}: `{}` is not in: {}", part.trim(), said(name).trim()));
+                    complaints.push(format!(
+                        "{name}: `{}` is not in: {}",
+                        part.trim(),
+                        said(cases, name).trim()
+                    ));
                     break;
                 }
             }
         }
     }
+    complaints
+}
+
+fn complaints(cases: &[Case]) -> Vec<String> {
+    let mut complaints = missing(&WANTED, cases);
     // The kernel's own table has that address of RoCE v2 at that index.
-    let named =
-        said("one").split_once("GID ").and_then(|(_, rest)| rest.split_once(' ')).map(|(index, _)| index);
+    let named = said(cases, "one")
+        .split_once("GID ")
+        .and_then(|(_, rest)| rest.split_once(' '))
+        .map(|(index, _)| index);
     let row = format!("{} RoCE v2 0000:0000:0000:0000:0000:ffff:0a09:0001", named.unwrap_or("none"));
-    if !said("table").lines().any(|line| line == row) {
-        complaints.push(format!("the kernel's table has no row `{row}`: {}", said("table").trim()));
+    if !said(cases, "table").lines().any(|line| line == row) {
+        complaints.push(format!("the kernel's table has no row `{row}`: {}", said(cases, "table").trim()));
     }
     complaints
 }

@@ -39,12 +39,14 @@ impl Visitors {
         gave_up: mpsc::UnboundedSender<(Rank, String)>,
         mut verdict: Option<oneshot::Sender<Tried>>,
     ) {
-        let (mut is_rank_0_connected, mut tried) = (false, Ok(()));
+        let mut is_rank_0_connected = false;
+        // Of the trials that failed that of the first rank, whichever came first: all runs of a job say the same.
+        let mut failed: Option<(Rank, String)> = None;
         while !self.connecting.is_empty() || verdict.is_some() && !is_rank_0_connected {
             match self.events.recv().await {
                 Some(Event::Connected { rank, visit, said }) => {
-                    if let (Ok(()), Some(failed @ Err(_))) = (&tried, said.rdma) {
-                        tried = failed;
+                    if let Some(Err(why)) = said.rdma {
+                        failed = failed.into_iter().chain([(rank, why)]).min();
                     }
                     is_rank_0_connected |= rank == 0;
                     let visitor = self.take(rank, visit);
@@ -69,6 +71,7 @@ impl Visitors {
             }
         }
         if let Some(verdict) = verdict {
+            let tried: Tried = failed.map_or(Ok(()), |(_, why)| Err(why));
             self.tell_all(&News::Connected { rdma: Some(tried.clone()) });
             let _ = verdict.send(tried);
             // What was put in the outboxes is on its way when their writers have ended.
