@@ -13,7 +13,8 @@ use crate::types::LinkClass;
 pub struct LinkChoice(Option<LinkClass>);
 
 impl LinkChoice {
-    /// The nearest that connects two ranks: the process's own memory, shared memory, TCP.
+    /// The nearest that connects two ranks: the process's own memory, shared memory; between hosts RDMA where all hosts have it and messages get through,
+    /// and else TCP.
     pub const AUTO: LinkChoice = LinkChoice(None);
     /// The process's own memory. An error where processes differ.
     pub const INPROC: LinkChoice = LinkChoice(Some(LinkClass::INPROC));
