@@ -69,7 +69,7 @@ made_together! {
     /// On all ranks, and the communicator stays as it was: [`Error::Invalid`] where a rank is bound already;
     /// [`Error::Cuda`] where the driver refuses. Else as a collective.
     async fn bind_device [] (device: &Device) -> Result<DevicePath, Error> = |comm| async {
-        match comm.handle().membership.world.defaults.nccl {
+        match comm.handle().membership.world.common.defaults.nccl {
             NcclUse::Require => comm.bind_by_nccl(device).await,
             NcclUse::Auto | NcclUse::Off => comm.bind(DeviceStream::of_a_rank(device), None).await,
         }
@@ -112,7 +112,7 @@ made_together! {
     /// # Errors
     /// As there; [`Error::Unavailable`] where there is no such library; [`Error::Library`] where it does not work.
     async fn bind_nccl [] (device: &Device) -> Result<DevicePath, Error> = |comm| async {
-        match comm.handle().membership.world.defaults.nccl {
+        match comm.handle().membership.world.common.defaults.nccl {
             NcclUse::Off => comm.bind(DeviceStream::of_a_rank(device), None).await,
             NcclUse::Auto | NcclUse::Require => comm.bind_by_nccl(device).await,
         }

@@ -145,7 +145,7 @@ options! {
 methods! {
     /// A call with the default options.
     fn call [] () -> Call<'_>
-        = |comm| Call::new(&comm.handle().endpoint, comm.handle().membership.world.defaults.algo);
+        = |comm| Call::new(&comm.handle().endpoint, comm.handle().membership.world.common.defaults.algo);
 
     /// Whether calls of this communicator are deterministic (the same on all ranks). See [`Call::deterministic`].
     fn set_deterministic [] (on: bool) -> () = |comm| comm.handle().endpoint.deterministic.store(on, Ordering::Relaxed);

@@ -111,6 +111,11 @@ pub(crate) struct Topology {
 }
 
 impl Topology {
+    /// The world's name, as people read it.
+    pub(crate) fn world_name(&self) -> String {
+        self.world.iter().map(|b| format!("{b:02x}")).collect()
+    }
+
     pub(crate) fn new(
         (world, rank): ([u8; 16], Rank),
         (region, card): (Arc<Region>, Option<Arc<Card>>),

@@ -39,7 +39,7 @@ impl SharedComm {
         self.same(call, name.bytes().map(u64::from), &name, None).await?;
         let device = stream.map(|stream| stream.device().uuid());
         let members = self.handle().endpoint.config.members.clone();
-        let idle = self.handle().membership.world.take_whole(&members, &name, device);
+        let idle = self.handle().membership.world.pool.wholes.take(&members, &name, device);
         let idle = idle.filter(|idle| idle.whole.check().is_ok());
         let number = idle.as_ref().map_or(0, |idle| idle.number);
         let numbers = self.step().all_gather(vec![number]).await?;

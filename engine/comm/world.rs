@@ -8,6 +8,7 @@ use parking_lot::Mutex;
 
 mod agreements;
 mod clocks;
+mod comms;
 mod defaults;
 mod departed;
 mod meetings;
@@ -20,6 +21,7 @@ mod wholes;
 
 pub use self::agreements::Verdict;
 pub(super) use self::agreements::{Agreements, Answer};
+use self::comms::Comms;
 pub(crate) use self::defaults::{Defaults, NcclUse};
 use self::departed::Departed;
 pub(super) use self::meetings::Meeting;
@@ -27,10 +29,9 @@ use self::meetings::Meetings;
 use self::pool::Pool;
 pub use self::pool::PoolStats;
 pub(super) use self::pool::{Proposal, ROW};
-use self::records::Entry;
-use self::wholes::Wholes;
+use self::records::Records;
 use super::links::{CommLinks, ProcessRanks, Topology, block_bytes};
-use crate::error::{Error, Lost, RecordFile};
+use crate::error::{Error, Lost};
 use crate::exec::{
     Control, Endpoint, EndpointConfig, IdleRuns, Opener, ProgressThread, QUEUE_LIMIT, Runtime,
 };
@@ -44,8 +45,8 @@ use crate::link::verbs::Card;
 use crate::link::{Break, Lends, LinkKind, SLOT};
 use crate::plan::choices::{Choices, GroupChoices, Place};
 use crate::plan::{Env, Shape, suitable};
+use crate::trace::file_of;
 use crate::trace::log::LOG;
-use crate::trace::{ClockDifference, file_of};
 use crate::types::{Map, Rank, Signature};
 
 /// From this part of the last caches on, what the ranks of a host write in a copy out of place goes past them: then it is not there
@@ -53,8 +54,6 @@ use crate::types::{Map, Rank, Signature};
 /// (`allstream perf -N 2`, ordinary stores are 1), out of place: 4 MB all_gather 0.72, broadcast 0.64, all_to_all 0.62, all_reduce
 /// 0.88; but 2 MB 2.1, 1.5, 1.9, 1.3. In place: 6 MB all_gather 0.85, broadcast 0.81; 4 MB 0.9 to 1.8.
 const STREAMED: usize = 4;
-/// Messages kept for communicators that a peer has and this rank has not.
-const EARLY: usize = 256;
 
 /// How ranks of one world talk beside the data.
 pub(crate) enum Transport {
@@ -100,38 +99,41 @@ impl Hub {
 /// A rank's place in a world.
 pub(crate) struct World {
     pub(crate) rank: Rank,
-    pub(crate) size: usize,
-    /// The host of each rank.
-    hosts: Vec<u32>,
-    choices: Arc<Choices>,
-    id: [u8; 16],
+    hosts: Hosts,
     transport: Transport,
+    pub(crate) topology: Arc<Topology>,
+    pub(crate) runtime: Arc<dyn Runtime>,
+    pub(crate) common: Common,
+    comms: Comms,
+    losses: Losses,
+    records: Records,
+    pub(super) pool: Pool,
+}
+
+/// Where the ranks of a world run.
+struct Hosts {
+    /// The host of each rank.
+    of_ranks: Vec<u32>,
     /// Which ranks of this host may run on cores that this one may run on: all, if they are not bound.
     beside: Vec<bool>,
-    pub(crate) topology: Arc<Topology>,
-    memory_lock: MemoryLock,
-    pub(crate) runtime: Arc<dyn Runtime>,
+}
+
+/// What all communicators of a rank have in common.
+pub(crate) struct Common {
     pub(crate) defaults: Defaults,
-    comms: Mutex<Map<CommId, Weak<Endpoint>>>,
-    departed: Mutex<Departed>,
-    /// Lost ranks that a call of the user's has named, on any communicator.
-    told: Mutex<Vec<Rank>>,
-    /// Where the flight recorder is written.
-    record: Option<Arc<RecordFile>>,
-    /// How this host's clock differs from rank 0's, where that is another host.
-    clock: Mutex<Option<ClockDifference>>,
-    /// Communicators that have died, for the flight recorder; the last ones.
-    dead: Mutex<VecDeque<Entry>>,
-    /// What was said of communicators that are not made here yet (or no more), and how many losses were known then; the
-    /// last [`EARLY`].
-    early: Mutex<VecDeque<(Rank, Message, usize)>>,
-    pub(super) pool: Pool,
-    wholes: Wholes,
-    pub(super) agreements: Mutex<Agreements>,
-    meetings: Meetings,
+    choices: Arc<Choices>,
+    memory_lock: MemoryLock,
     /// What opens links in place of the rings: of a communicator, and this rank in it.
     #[cfg(test)]
     pub(crate) opener: std::sync::OnceLock<MakeOpener>,
+}
+
+/// Which ranks have gone, and what the others agree on to go on without them.
+#[derive(Default)]
+struct Losses {
+    departed: Mutex<Departed>,
+    agreements: Mutex<Agreements>,
+    meetings: Meetings,
 }
 
 /// What a communicator's links are made of.
@@ -145,10 +147,6 @@ pub(crate) enum LinksFrom {
 /// What makes the links of a communicator for a test.
 #[cfg(test)]
 pub(crate) type MakeOpener = Box<dyn Fn(CommId, Rank) -> Arc<dyn Opener> + Send + Sync>;
-
-fn world_name(id: &[u8; 16]) -> String {
-    id.iter().map(|b| format!("{b:02x}")).collect()
-}
 
 impl World {
     /// This rank has entered its process's part of the world before.
@@ -167,7 +165,7 @@ impl World {
             Transport::Hub(_) => Weak::new(),
         };
         let met = mesh.upgrade();
-        let hosts = met.as_ref().map_or(vec![0; size], |mesh| mesh.hosts().to_vec());
+        let of_ranks = met.as_ref().map_or(vec![0; size], |mesh| mesh.hosts().to_vec());
         // Asked once: of each process that shares memory with this one.
         let beside = |rank: Rank| match links[rank].lends {
             Lends::Regions => {
@@ -176,39 +174,36 @@ impl World {
             }
             _ => true,
         };
-        let beside = (0..size).map(beside).collect();
+        let hosts = Hosts { of_ranks, beside: (0..size).map(beside).collect() };
         let topology =
             Arc::new(Topology::new((id, rank), (region, card), progress_thread, mates, links, mesh));
         Arc::new(World {
             rank,
-            size,
             hosts,
-            beside,
-            choices,
-            id,
             transport,
-            topology,
-            memory_lock,
             runtime,
-            defaults,
-            comms: Mutex::default(),
-            departed: Mutex::default(),
-            told: Mutex::default(),
-            record: file_of(&world_name(&id), rank).map(Arc::new),
-            clock: Mutex::default(),
-            dead: Mutex::default(),
-            early: Mutex::default(),
+            comms: Comms::default(),
+            losses: Losses::default(),
+            records: Records::new(file_of(&topology.world_name(), rank)),
             pool: Pool::new(defaults.pool),
-            wholes: Wholes::default(),
-            agreements: Mutex::default(),
-            meetings: Meetings::default(),
-            #[cfg(test)]
-            opener: std::sync::OnceLock::new(),
+            common: Common {
+                defaults,
+                choices,
+                memory_lock,
+                #[cfg(test)]
+                opener: std::sync::OnceLock::new(),
+            },
+            topology,
         })
     }
 
     pub(crate) fn name(&self) -> String {
-        world_name(&self.id)
+        self.topology.world_name()
+    }
+
+    /// How many ranks the world has.
+    fn size(&self) -> usize {
+        self.hosts.of_ranks.len()
     }
 
     /// Makes this rank's side of a communicator.
@@ -227,11 +222,11 @@ impl World {
         })?;
         let near = |m: &&Rank| **m == self.rank || self.topology.is_near(**m);
         let here = members.iter().filter(near).count();
-        let beside = members.iter().filter(near).filter(|m| self.beside[**m]).count();
+        let beside = members.iter().filter(near).filter(|m| self.hosts.beside[**m]).count();
         let (opener, generation, runs): (Arc<dyn Opener>, u32, _) = match lines {
             #[cfg(test)]
-            LinksFrom::NewRings(_) if self.opener.get().is_some() => {
-                let make = self.opener.get().expect("it was just there");
+            LinksFrom::NewRings(_) if self.common.opener.get().is_some() => {
+                let make = self.common.opener.get().expect("it was just there");
                 (make(comm, rank), 0, None)
             }
             LinksFrom::NewRings(blocks) => {
@@ -241,7 +236,7 @@ impl World {
             LinksFrom::IdleRuns(runs) => (runs.opener(), runs.generation.wrapping_add(1), Some(runs)),
         };
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let hosts = host::numbered(members.iter().map(|m| self.hosts[*m]), members.len());
+        let hosts = host::numbered(members.iter().map(|m| self.hosts.of_ranks[*m]), members.len());
         let others = self.links_to(&members);
         let (env, tuned) = self.choice(&others, (rank, here), &hosts);
         let config = EndpointConfig {
@@ -249,7 +244,7 @@ impl World {
             generation,
             name,
             rank,
-            record: self.record.clone(),
+            record: self.records.file.clone(),
             crowded: beside > cores,
             turned: TURNED * cores / beside.max(cores),
             streams_from: host::last_caches() / STREAMED / here,
@@ -259,16 +254,16 @@ impl World {
             env,
             members,
             region: self.topology.region.clone(),
-            memory_lock: self.memory_lock.clone(),
+            memory_lock: self.common.memory_lock.clone(),
             opener,
             control: self.clone(),
             runtime: self.runtime.clone(),
-            timeout: self.defaults.timeout,
+            timeout: self.common.defaults.timeout,
             #[cfg(not(any(test, feature = "testing")))]
             queue_limit: QUEUE_LIMIT,
             #[cfg(any(test, feature = "testing"))]
             queue_limit: crate::testing::faults::queue_limit().unwrap_or(QUEUE_LIMIT),
-            deterministic: self.defaults.deterministic,
+            deterministic: self.common.defaults.deterministic,
         };
         let endpoint = match runs {
             None => Endpoint::new(config),
@@ -299,47 +294,31 @@ impl World {
         };
         let place = Place { link: farthest(others), hosts: env.hosts, ranks: env.n };
         let shape = Shape { n: env.n, rank, hosts, ..Shape::default() };
-        let tuned = self.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
+        let tuned = self.common.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
         (env, tuned)
     }
 
     /// Knows a communicator from now on. What was heard before this one existed counts for it too, in the order heard.
     fn take_up(self: &Arc<Self>, comm: CommId, endpoint: &Arc<Endpoint>) {
-        {
-            let mut comms = self.comms.lock();
-            comms.retain(|_, endpoint| endpoint.strong_count() > 0);
-            comms.insert(comm, Arc::downgrade(endpoint));
-        }
-        let early: Vec<_> =
-            self.early.lock().iter().filter(|(_, m, _)| m.comm() == Some(comm)).cloned().collect();
-        for (from, message, known) in early {
+        self.comms.insert(comm, endpoint);
+        for (from, message, known) in self.comms.early(comm) {
             self.apply_losses(endpoint, known);
             self.message(from, message);
         }
         self.apply_losses(endpoint, usize::MAX);
-        let left = self.departed.lock().left_among(&endpoint.config.members);
+        let left = self.losses.departed.lock().left_among(&endpoint.config.members);
         left.into_iter().for_each(|peer| endpoint.peer_left(peer));
     }
 
     /// The rings of the world's own communicator lie at the same place in every region: allocated first.
     pub(crate) fn world_endpoint(self: &Arc<Self>) -> Result<Arc<Endpoint>, Error> {
-        let block = self.topology.region.alloc(block_bytes(self.size))? as u64;
+        let block = self.topology.region.alloc(block_bytes(self.size()))? as u64;
         self.endpoint(
             CommId::WORLD,
             "world".into(),
-            (0..self.size).collect(),
-            LinksFrom::NewRings(vec![block; self.size]),
+            (0..self.size()).collect(),
+            LinksFrom::NewRings(vec![block; self.size()]),
         )
-    }
-
-    fn endpoints(&self) -> Vec<Arc<Endpoint>> {
-        let mut comms = self.comms.lock();
-        comms.retain(|_, endpoint| endpoint.strong_count() > 0);
-        comms.values().filter_map(Weak::upgrade).collect()
-    }
-
-    fn find(&self, comm: CommId) -> Option<Arc<Endpoint>> {
-        self.comms.lock().get(&comm).and_then(Weak::upgrade)
     }
 
     pub(super) fn send(&self, to: Rank, message: Message) {
@@ -373,7 +352,7 @@ impl World {
 
     /// Kills a communicator that has lost a member, for the first such loss of the first `known`.
     fn apply_losses(&self, endpoint: &Arc<Endpoint>, known: usize) {
-        let first = self.departed.lock().first_among(&endpoint.config.members, known);
+        let first = self.losses.departed.lock().first_among(&endpoint.config.members, known);
         let Some((rank, how)) = first.filter(|_| endpoint.health.first_cause().is_none()) else { return };
         endpoint.poison(Error::lost(rank, how));
     }
@@ -383,7 +362,7 @@ impl World {
         requests::leave(self);
         self.empty_pool();
         if let Transport::Hub(_) = &self.transport {
-            for to in (0..self.size).filter(|r| *r != self.rank) {
+            for to in (0..self.size()).filter(|r| *r != self.rank) {
                 self.send(to, Message::Goodbye { cause: self.loss() });
             }
         }
@@ -391,7 +370,7 @@ impl World {
 
     /// The first loss this rank knows of, to be passed on with its goodbye.
     pub(crate) fn loss(&self) -> Option<Error> {
-        self.departed.lock().first().map(|(rank, how)| Error::lost(rank, how))
+        self.losses.departed.lock().first().map(|(rank, how)| Error::lost(rank, how))
     }
 }
 
@@ -410,12 +389,7 @@ impl Control for World {
     fn told(&self, endpoint: &Endpoint, cause: &Error) -> bool {
         let Error::PeerLost { rank, .. } = cause else { return false };
         let Some(&lost) = endpoint.config.members.get(*rank) else { return false };
-        let mut told = self.told.lock();
-        let known = told.contains(&lost);
-        if !known {
-            told.push(lost);
-        }
-        known
+        self.losses.departed.lock().tell(lost)
     }
 
     fn broke(&self, endpoint: &Endpoint, peer: Rank, what: Break) {
@@ -448,31 +422,27 @@ impl Events for World {
         let Some(comm) = message.comm() else { return };
         match message {
             Message::Retired { .. } => return self.peer_retired(from, comm),
-            Message::Meet { row, .. } => return self.meetings.hear(from, comm, row),
+            Message::Meet { row, .. } => return self.losses.meetings.hear(from, comm, row),
             _ => {}
         }
-        if self.pool.has_ended(comm) && self.find(comm).is_none() {
+        if self.pool.has_ended(comm) && self.comms.find(comm).is_none() {
             return;
         }
-        if self.find(comm).is_none()
+        if self.comms.find(comm).is_none()
             && matches!(message, Message::Abort { .. } | Message::Closing { .. } | Message::Broke { .. })
         {
-            let known = self.departed.lock().count();
-            let mut early = self.early.lock();
-            if early.len() == EARLY {
-                early.pop_front();
-            }
-            early.push_back((from, message.clone(), known));
+            let known = self.losses.departed.lock().count();
+            self.comms.keep_early(from, message.clone(), known);
         }
         // Looked for after it was put aside: should the communicator be made meanwhile, one of the two sees it.
-        let Some(endpoint) = self.find(comm) else { return };
+        let Some(endpoint) = self.comms.find(comm) else { return };
         let Some(peer) = endpoint.config.members.iter().position(|m| *m == from) else { return };
         match message {
             Message::Abort { cause, .. } => {
                 // A member says that this rank itself is lost: it agrees to nothing any more, with nobody. What a lost rank says does not count.
                 if let Error::PeerLost { rank, how, .. } = cause
                     && endpoint.config.members.get(rank) == Some(&self.rank)
-                    && !self.departed.lock().is_lost(from)
+                    && !self.losses.departed.lock().is_lost(from)
                 {
                     self.agree_lost(self.rank, how);
                 }
@@ -507,8 +477,8 @@ impl Events for World {
     fn lost(&self, rank: Rank, how: Lost) {
         self.agree_lost(rank, how);
         // Put down first: a communicator that is being made either is found here, or finds it there.
-        if self.departed.lock().lose(rank, how) {
-            for endpoint in self.endpoints() {
+        if self.losses.departed.lock().lose(rank, how) {
+            for endpoint in self.comms.all() {
                 self.apply_losses(&endpoint, usize::MAX);
             }
         }
@@ -522,8 +492,8 @@ impl Events for World {
         if let Some(Error::PeerLost { rank: dead, how, .. }) = cause {
             self.lost(dead, how);
         }
-        self.departed.lock().leave(rank);
-        for endpoint in self.endpoints() {
+        self.losses.departed.lock().leave(rank);
+        for endpoint in self.comms.all() {
             if let Some(peer) = endpoint.config.members.iter().position(|m| *m == rank) {
                 endpoint.peer_left(peer);
             }

@@ -1,19 +1,25 @@
-//! A bucket: gradients that are reduced by one operation, and the memory in which small ones are packed.
+//! A bucket: gradients that are reduced by one operation, and the memory in which small ones are packed; and all buckets of a layout.
 
+use std::collections::VecDeque;
 use std::ops::Range;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
 
 use super::layout::{Options, Param};
 use super::pack::Pack;
 use crate::comm::{Comm, Ordered, Work, ready};
 use crate::device::{DeviceStream, Emptied, OnDevice, PackedAt, is_same, not_there};
 use crate::error::{Error, Failed};
-use crate::mem::{AnyBuf, Buf};
+use crate::mem::{AnyBuf, Buf, Event};
 use crate::types::{DType, Rank, ReduceOp, bf16, f16};
 
 /// Gradients of fewer bytes are packed, as to copy them in and out takes less time than one more buffer in an `all_reduce_list`; compressed
 /// ones always are. On a CPU packing took less than half of the list's time at 4 KB, and up to 2.5 times as long at 128 KB
 /// (docs/bench/buckets.md). On a device this has not been measured.
 const PACKED_BELOW: usize = 64 << 10;
+/// Buckets of joined steps, the one that is being joined included, that may be in flight beside those of the next step.
+const MOST_AHEAD: usize = 256;
 
 /// What is on its way.
 enum Flight<B: Buf> {
@@ -395,8 +401,64 @@ impl<B: Buf> Bucket<B> {
     }
 }
 
+/// The buckets that a layout is divided into.
+pub(super) struct BucketSet<B: Buf> {
+    /// In the order in which they are launched.
+    pub(super) buckets: Vec<Bucket<B>>,
+    /// The bucket of each parameter.
+    pub(super) places: Vec<usize>,
+    /// Others of the same parameters, free for a next step, while a host's stream still has those of joined steps.
+    pub(super) spare: Arc<Mutex<Vec<Vec<Bucket<B>>>>>,
+    /// For each joined step that may not be over: how many buckets it has, and the event of its end.
+    pub(super) ahead: VecDeque<(usize, Event)>,
+}
+
+impl<B: Buf> BucketSet<B> {
+    pub(super) fn new(params: usize) -> BucketSet<B> {
+        let (buckets, places) = (Vec::new(), vec![0; params]);
+        BucketSet { buckets, places, spare: Arc::default(), ahead: VecDeque::new() }
+    }
+
+    /// Forms all anew, with the parameters in this order.
+    pub(super) fn form(
+        &mut self,
+        (layout, options): (&[Param], &Options),
+        order: impl Iterator<Item = usize>,
+        comm: &Comm,
+    ) -> Result<(), Error> {
+        let memory = |dtype, len| packed(comm, dtype, len);
+        self.buckets = form(layout, order, (options, comm.size()), memory)?;
+        for (k, bucket) in self.buckets.iter().enumerate() {
+            bucket.members().for_each(|i| self.places[i] = k);
+        }
+        self.spare = Arc::default();
+        Ok(())
+    }
+
+    /// Sees to it that there are buckets for the next step, while a stream has those of this one.
+    pub(super) fn make_spare(&mut self, comm: &Comm) -> Result<(), Error> {
+        if self.spare.lock().is_empty() {
+            let memory = |dtype, len| packed(comm, dtype, len);
+            let twins = self.buckets.iter().map(|bucket| bucket.twin(memory)).collect::<Result<_, _>>()?;
+            self.spare.lock().push(twins);
+        }
+        Ok(())
+    }
+
+    /// Waits for joined steps while those that are not over have too many buckets, this step's included.
+    pub(super) fn wait_for_joined(&mut self) {
+        self.ahead.retain(|(_, over)| !over.is_complete());
+        while self.ahead.iter().map(|(buckets, _)| buckets).sum::<usize>() + self.buckets.len() > MOST_AHEAD
+            && let Some((_, over)) = self.ahead.pop_front()
+        {
+            // How it ended is for who awaits it.
+            let _ = over.wait();
+        }
+    }
+}
+
 /// Distributes the parameters, in this order, over buckets, and allocates memory for those that are packed.
-pub(super) fn form<B: Buf>(
+fn form<B: Buf>(
     layout: &[Param],
     order: impl Iterator<Item = usize>,
     (options, ranks): (&Options, usize),
@@ -432,7 +494,7 @@ pub(super) fn form<B: Buf>(
 
 /// Memory for packed gradients: such as the other ranks of this host read where it lies, if there is room and for the types that most
 /// gradients have.
-pub(super) fn packed(comm: &Comm, dtype: DType, len: usize) -> Result<AnyBuf, Error> {
+fn packed(comm: &Comm, dtype: DType, len: usize) -> Result<AnyBuf, Error> {
     let shared = match dtype {
         DType::F32 => comm.alloc::<f32>(len).map(AnyBuf::new),
         DType::F64 => comm.alloc::<f64>(len).map(AnyBuf::new),

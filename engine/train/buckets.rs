@@ -1,34 +1,32 @@
 //! [`Buckets`]: the step of a training loop, from the first gradient that is pushed to the last that comes back.
 
 mod clip;
+mod exchange;
+mod gradients;
 mod join;
 mod node;
 mod sharded;
+mod step;
 
 pub use node::NodeBuckets;
 
-use std::collections::VecDeque;
 use std::fmt;
-use std::sync::Arc;
 use std::time::Instant;
 use std::vec::Drain;
 
-use parking_lot::Mutex;
-
-use super::bucket::{Bucket, form, packed};
+use self::exchange::{PushOrder, UsedParams};
+use self::gradients::{Back, Gradients};
+use self::step::{Progress, Times};
+use super::bucket::{Bucket, BucketSet};
 use super::layout::{Options, Param, agree};
 use super::report::Report;
-use crate::comm::{Comm, SharedComm, Work};
+use crate::comm::{Comm, SharedComm};
 use crate::device::{Device, zero_on_device};
 use crate::error::{Error, Failed};
-use crate::mem::{AnyBuf, Buf, Event, RawBuf, elements};
-use crate::trace::Step;
-use crate::types::ReduceOp;
+use crate::mem::{AnyBuf, Buf, RawBuf, elements};
 
 /// Buckets of a step in flight at a time.
 const MOST_IN_FLIGHT: usize = 512;
-/// Parameters that an error names.
-const MOST_NAMED: usize = 8;
 
 /// Gradients of one model, reduced over all ranks in buckets while the backward pass still computes: see the
 /// [module](super) for a loop, and for what happens in a step.
@@ -45,81 +43,22 @@ pub struct Buckets<B: Buf = AnyBuf> {
     comm: Comm,
     layout: Vec<Param>,
     options: Options,
-    buckets: Vec<Bucket<B>>,
-    /// The bucket of each parameter.
-    places: Vec<usize>,
-    /// By parameter: its gradient, unless an operation has it. One that is packed stays here while its copy is reduced. While weights are
-    /// gathered: those.
-    grads: Vec<Option<B>>,
-    is_pushed: Vec<bool>,
-    /// Of parameters whose gradients are compressed: what rounding has taken from them. Else empty.
-    residuals: Vec<Vec<f32>>,
-    /// Parameters of which this rank has no gradient in this step, and reduces zeros.
-    is_lent: Vec<bool>,
-    /// The first bucket that is not launched yet, and the first that has not come back.
-    launched: usize,
-    landed: usize,
-    /// The factor of this rank's gradients in this step, where [`Buckets::weigh`] was called.
-    scale: Option<f64>,
-    /// Whether there is nothing to learn: rank 0's order is known or on its way, or buckets are sharded.
-    is_learnt: bool,
-    /// In which order this rank has pushed in this step.
-    order: Vec<u64>,
-    /// The broadcast of rank 0's order.
-    learning: Option<Work<Vec<u64>>>,
-    /// That of a step that was joined, which comes while the next one goes on.
-    ordering: Option<Work<Vec<u64>>>,
-    /// For each parameter whether any rank has a gradient.
-    used: Vec<u8>,
-    uniting: Option<Work<Vec<u8>>>,
-    /// Whether `used` is of this step: a finish that is called again does not ask again.
-    is_united: bool,
-    /// While weights are gathered: the first bucket whose weights have not come back.
-    gathered: Option<usize>,
-    /// The operation of the first bucket of this step.
-    first: u64,
-    /// How many steps have ended, when this one began, and when the loop asked to end it.
-    steps: u64,
-    began: Instant,
-    called: Option<Instant>,
-    last: Arc<Mutex<Last>>,
-    /// Buckets that are free for a next step, while a host's stream still has those of joined steps.
-    spare: join::Spare<B>,
-    /// For each joined step that may not be over: how many buckets it has, and the event of its end.
-    ahead: VecDeque<(usize, Event)>,
-    /// Why a bucket could not be launched.
-    broken: Option<Error>,
     /// Where gradients on devices are, once that is known.
     device: Option<Device>,
-    /// What the last step gave back is handed out from here.
-    done: Vec<B>,
-    some: Vec<Option<B>>,
-}
-
-/// The last step that has ended, and parameters and bytes of each of its buckets.
-#[derive(Default)]
-struct Last {
-    step: Option<Step>,
-    shapes: Vec<(usize, usize)>,
-}
-
-impl Last {
-    fn note<B: Buf>(&mut self, step: Step, buckets: &[Bucket<B>]) {
-        self.step = Some(step);
-        self.shapes.clear();
-        self.shapes.extend(buckets.iter().map(Bucket::shape));
-    }
+    set: BucketSet<B>,
+    grads: Gradients<B>,
+    progress: Progress,
+    times: Times,
+    order: PushOrder,
+    used: UsedParams,
 }
 
 impl<B: Buf> fmt::Debug for Buckets<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (params, buckets) = (self.layout.len(), self.buckets.len());
+        let (params, buckets) = (self.layout.len(), self.set.buckets.len());
         write!(f, "Buckets({params} parameters in {buckets} buckets, {:?})", self.comm)
     }
 }
-
-/// All gradients of a step that failed, in the order of the layout; `None` where there was none, or where something may still access it.
-type Back<B> = Vec<Option<B>>;
 
 impl<B: Buf> Buckets<B> {
     /// Buckets for the gradients of these parameters, with the default [`Options`]: a mean over all ranks. Collective: all ranks of
@@ -148,48 +87,25 @@ impl<B: Buf> Buckets<B> {
             comm,
             layout: layout.to_vec(),
             options,
-            buckets: Vec::new(),
-            places: vec![0; n],
-            grads: (0..n).map(|_| None).collect(),
-            is_pushed: vec![false; n],
-            residuals: residuals(layout, &options),
-            is_lent: vec![false; n],
-            launched: 0,
-            landed: 0,
-            scale: None,
-            // Sharded buckets are never formed anew: what a rank owns must not change.
-            is_learnt: options.sharded,
-            order: Vec::with_capacity(n),
-            learning: None,
-            ordering: None,
-            used: Vec::new(),
-            uniting: None,
-            is_united: false,
-            gathered: None,
-            first: 0,
-            steps: 0,
-            began: Instant::now(),
-            called: None,
-            last: Arc::default(),
-            spare: Arc::default(),
-            ahead: VecDeque::new(),
-            broken: None,
             device: None,
-            done: Vec::with_capacity(n),
-            some: Vec::new(),
+            set: BucketSet::new(n),
+            grads: Gradients::new(layout, &options),
+            progress: Progress::default(),
+            times: Times::new(),
+            // Sharded buckets are never formed anew: what a rank owns must not change.
+            order: PushOrder {
+                is_learnt: options.sharded,
+                pushed: Vec::with_capacity(n),
+                ..PushOrder::default()
+            },
+            used: UsedParams::default(),
         };
         buckets.form((0..n).rev())?;
         Ok(buckets)
     }
 
     fn form(&mut self, order: impl Iterator<Item = usize>) -> Result<(), Error> {
-        let memory = |dtype, len| packed(&self.comm, dtype, len);
-        let how = (&self.options, self.comm.size());
-        self.buckets = form(&self.layout, order, how, memory)?;
-        for (k, bucket) in self.buckets.iter().enumerate() {
-            bucket.members().for_each(|i| self.places[i] = k);
-        }
-        Ok(())
+        self.set.form((&self.layout, &self.options), order, &self.comm)
     }
 
     /// Hands in the gradient of parameter `i` of the layout, the last or only one of this step. If its bucket is complete now, and those
@@ -202,14 +118,13 @@ impl<B: Buf> Buckets<B> {
     /// # Errors
     /// The gradient comes back, and nothing has happened: [`Error::Invalid`] where there is no such parameter, its gradient has another
     /// length, type or place, or it was pushed before in this step; the cause, where the communicator is dead:
-    /// [`finish`](Self::finish) then
-    /// gives
-    /// back what was pushed before.
+    /// [`finish`](Self::finish) then gives back what was pushed before.
     pub fn push(&mut self, i: usize, mut grad: B) -> Result<Option<B>, Failed<B>> {
-        if let Err(error) = self.check("push", i, &mut grad).and_then(|()| self.add("push", i, &mut grad)) {
+        let checked = self.check("push", i, &mut grad);
+        if let Err(error) = checked.and_then(|()| self.grads.add("push", i, &mut grad)) {
             return Err(Failed { buf: Some(grad), error });
         }
-        let spare = self.grads[i].replace(grad);
+        let spare = self.grads.bufs[i].replace(grad);
         self.enter(i);
         Ok(spare)
     }
@@ -230,22 +145,7 @@ impl<B: Buf> Buckets<B> {
             );
             return Err(Failed { buf: Some(grad), error: Error::invalid("accumulate", problem) });
         }
-        match &mut self.grads[i] {
-            None => self.grads[i] = Some(grad),
-            Some(sum) => match elements::add(&mut grad, sum) {
-                Some(()) => return Ok(Some(grad)),
-                None => return Err(Failed { buf: Some(grad), error: not_added("accumulate", i) }),
-            },
-        }
-        Ok(None)
-    }
-
-    /// Adds what was accumulated to a gradient.
-    fn add(&mut self, call: &str, i: usize, grad: &mut B) -> Result<(), Error> {
-        match &mut self.grads[i] {
-            None => Ok(()),
-            Some(sum) => elements::add(sum, grad).ok_or_else(|| not_added(call, i)),
-        }
+        self.grads.accumulate(i, grad)
     }
 
     fn check(&self, call: &str, i: usize, grad: &mut B) -> Result<(), Error> {
@@ -255,12 +155,8 @@ impl<B: Buf> Buckets<B> {
             return invalid(format!("there is no parameter {i}: the layout has {n}, 0..={}", n - 1));
         }
         self.check_fits(call, ("gradient", i), grad, &mut self.device.clone())?;
-        if self.gathered.is_some() {
-            return invalid(
-                "a gather of weights has not ended: call it again with an empty vector first".into(),
-            );
-        }
-        if self.is_pushed[i] {
+        self.progress.check_not_gathering(call)?;
+        if self.grads.is_pushed[i] {
             return invalid(format!(
                 "parameter {i} was pushed before in this step: finish the step first; of several micro-batches push the last, and \
                  accumulate the others"
@@ -302,46 +198,48 @@ impl<B: Buf> Buckets<B> {
 
     /// The gradient of a parameter is complete.
     fn enter(&mut self, i: usize) {
-        self.is_pushed[i] = true;
+        self.grads.is_pushed[i] = true;
         if self.device.is_none() && self.layout[i].is_on_device() {
-            let place = self.grads[i].as_mut().and_then(|grad| RawBuf::of(grad).on_device());
+            let place = self.grads.bufs[i].as_mut().and_then(|grad| RawBuf::of(grad).on_device());
             self.device = place.map(|place| place.stream.device());
         }
-        self.buckets[self.places[i]].fill();
-        self.order.push(i as u64);
+        self.set.buckets[self.set.places[i]].fill();
+        self.order.pushed.push(i as u64);
         self.launch();
     }
 
     /// Launches all buckets that may be launched now. If one is refused, the end of the step gives the error.
     fn launch(&mut self) {
-        let before = self.launched;
+        let before = self.progress.launched;
         self.launch_full();
         // After the last bucket the loop ends the step, and drives the operations itself: to wake the progress thread would cost more.
-        if self.launched > before && self.launched < self.buckets.len() {
-            self.buckets[before].leave_to_progress_thread();
+        if self.progress.launched > before && self.progress.launched < self.set.buckets.len() {
+            self.set.buckets[before].leave_to_progress_thread();
         }
     }
 
     fn launch_full(&mut self) {
         self.take_order();
-        while self.ordering.is_none()
-            && let Some(bucket) = self.buckets.get_mut(self.launched)
+        let progress = &mut self.progress;
+        while self.order.of_joined.is_none()
+            && let Some(bucket) = self.set.buckets.get_mut(progress.launched)
         {
-            if !bucket.is_full() || self.launched - self.landed >= MOST_IN_FLIGHT {
+            if !bucket.is_full() || progress.launched - progress.landed >= MOST_IN_FLIGHT {
                 return;
             }
-            let how = (self.options.op, self.scale);
+            let how = (self.options.op, progress.scale);
+            let grads = (&mut self.grads.bufs[..], &mut self.grads.residuals[..]);
             // Once a bucket could not be launched, no later one is: the other ranks would take that for the missing one.
-            if self.broken.is_none()
-                && let Err(error) = bucket.launch(&mut self.comm, how, (&mut self.grads, &mut self.residuals))
+            if progress.broken.is_none()
+                && let Err(error) = bucket.launch(&mut self.comm, how, grads)
             {
                 self.comm.abort(error.to_string());
-                self.broken = Some(error);
+                progress.broken = Some(error);
             }
-            if self.launched == 0 {
-                self.first = self.comm.recorder().last().unwrap_or_default();
+            if progress.launched == 0 {
+                self.times.first = self.comm.recorder().last().unwrap_or_default();
             }
-            self.launched += 1;
+            progress.launched += 1;
         }
     }
 
@@ -357,7 +255,7 @@ impl<B: Buf> Buckets<B> {
         if let Some(i) = self.layout.iter().position(|param| !param.dtype().scales()) {
             return invalid(format!("parameter {i} is {}: only floats can be weighed", self.layout[i]));
         }
-        if let Some(i) = self.is_pushed.iter().position(|is_pushed| *is_pushed) {
+        if let Some(i) = self.grads.is_pushed.iter().position(|is_pushed| *is_pushed) {
             return invalid(format!(
                 "parameter {i} was pushed before in this step: weigh a step before its first push"
             ));
@@ -371,7 +269,7 @@ impl<B: Buf> Buckets<B> {
         if sum <= 0.0 {
             return invalid("no rank has any samples in this step, expected at least one".into());
         }
-        self.scale = Some(samples / sum);
+        self.progress.scale = Some(samples / sum);
         Ok(())
     }
 
@@ -388,13 +286,11 @@ impl<B: Buf> Buckets<B> {
     /// had, reduced or not.
     pub async fn finish(&mut self) -> Result<Drain<'_, B>, Failed<Vec<Option<B>>>> {
         self.push_accumulated();
-        if let Some(problem) = self.missing() {
+        if let Some(problem) = self.grads.missing() {
             return Err(self.refused(Error::invalid("finish", problem)).await);
         }
         self.land(false).await?;
-        self.done.clear();
-        self.done.extend(self.grads.iter_mut().filter_map(Option::take));
-        Ok(self.done.drain(..))
+        Ok(self.grads.hand_back())
     }
 
     /// [`finish`](Self::finish), where ranks may have no gradient for some parameters. Where any rank has one, the others reduce zeros,
@@ -410,7 +306,7 @@ impl<B: Buf> Buckets<B> {
     ) -> Result<Drain<'_, Option<B>>, Failed<Vec<Option<B>>>> {
         self.push_accumulated();
         for i in 0..self.layout.len() {
-            if self.is_pushed[i] {
+            if self.grads.is_pushed[i] {
                 continue;
             }
             let mut zeros = memory(i, &self.layout[i]);
@@ -420,23 +316,18 @@ impl<B: Buf> Buckets<B> {
             if let Err(error) = zero(&mut zeros) {
                 return Err(self.refused(error).await);
             }
-            self.grads[i] = Some(zeros);
-            self.is_lent[i] = true;
+            self.grads.bufs[i] = Some(zeros);
+            self.grads.is_lent[i] = true;
             self.enter(i);
         }
         self.land(true).await?;
-        self.some.clear();
-        let is_used = self.used.iter().map(|used| *used != 0);
-        self.some.extend(
-            self.grads.iter_mut().zip(is_used).map(|(grad, is_used)| grad.take().filter(|_| is_used)),
-        );
-        Ok(self.some.drain(..))
+        Ok(self.grads.hand_back_used(&self.used.used))
     }
 
     /// Forgets the order that was learnt: the end of this step, or of the next if none has begun, learns it anew. All ranks call it in
     /// the same step. Nothing is learnt where buckets are sharded.
     pub fn relearn(&mut self) {
-        self.is_learnt = self.options.sharded;
+        self.order.is_learnt = self.options.sharded;
     }
 
     /// Gives up: ends the communicator of these buckets on all ranks, for this reason, and gives back all gradients of the step that can
@@ -464,146 +355,94 @@ impl<B: Buf> Buckets<B> {
 
     fn push_accumulated(&mut self) {
         for i in 0..self.layout.len() {
-            if !self.is_pushed[i] && self.grads[i].is_some() {
+            if !self.grads.is_pushed[i] && self.grads.bufs[i].is_some() {
                 self.enter(i);
             }
         }
     }
 
-    /// What is wrong with a step that is to be finished.
-    fn missing(&self) -> Option<String> {
-        let missing = || (0..self.layout.len()).filter(|i| !self.is_pushed[*i]);
-        let (found, all) = (missing().count(), self.layout.len());
-        if found == 0 {
-            return None;
-        }
-        let mut names: Vec<String> = missing().take(MOST_NAMED).map(|i| i.to_string()).collect();
-        if found > MOST_NAMED {
-            names.push(format!("and {} more", found - MOST_NAMED));
-        }
-        Some(format!(
-            "{found} of {all} parameters have no gradient in this step: {}; push one for each, or finish by finish_some on all ranks \
-             where some may have none",
-            names.join(", ")
-        ))
-    }
-
     /// Waits for all buckets, then for what ranks tell each other at the end of a step.
     async fn land(&mut self, unites: bool) -> Result<(), Failed<Back<B>>> {
-        self.called.get_or_insert_with(Instant::now);
+        self.times.called.get_or_insert_with(Instant::now);
         match self.try_land(unites).await {
             Ok(()) => {
                 self.begin();
                 Ok(())
             }
-            Err(error) => {
-                let error = self.broken.take().unwrap_or(error);
-                // Where the communicator is not dead, the others would wait for what this rank does not call any more.
-                if self.comm.check().is_ok() {
-                    self.comm.abort(error.to_string());
-                }
-                Err(Failed { buf: Some(self.take_back().await), error })
-            }
+            Err(error) => Err(self.failed(error).await),
         }
     }
 
     async fn try_land(&mut self, unites: bool) -> Result<(), Error> {
-        if let Some(work) = &mut self.ordering {
+        if let Some(work) = &mut self.order.of_joined {
             let order = work.await;
-            self.ordering = None;
+            self.order.of_joined = None;
             self.reorder(order?)?;
         }
-        while self.landed < self.buckets.len() {
+        while self.progress.landed < self.set.buckets.len() {
             self.launch_full();
-            self.buckets[self.landed].land(&mut self.grads).await?;
-            self.landed += 1;
+            self.set.buckets[self.progress.landed].land(&mut self.grads.bufs).await?;
+            self.progress.landed += 1;
         }
-        self.broken.take().map_or(Ok(()), Err)?;
-        self.note_step();
-        if unites && !self.is_united {
-            self.unite().await?;
+        self.progress.broken.take().map_or(Ok(()), Err)?;
+        self.times.end(self.comm.recorder(), &self.set.buckets);
+        if unites {
+            self.used.unite(&mut self.comm, &self.grads.is_lent).await?;
         }
-        if !self.is_learnt {
-            self.learn().await?;
+        if !self.order.is_learnt {
+            let order = self.order.learn(&mut self.comm).await?;
+            self.reorder(order)?;
         }
         Ok(())
-    }
-
-    /// Finds out of which parameters any rank has a gradient.
-    async fn unite(&mut self) -> Result<(), Error> {
-        let work = self.uniting.get_or_insert_with(|| {
-            self.used.clear();
-            self.used.extend(self.is_lent.iter().map(|is_lent| u8::from(!is_lent)));
-            self.comm.op(ReduceOp::Max).all_reduce(std::mem::take(&mut self.used))
-        });
-        let used = work.await;
-        self.uniting = None;
-        self.used = used?;
-        self.is_united = true;
-        Ok(())
-    }
-
-    /// Forms buckets by the order in which rank 0 has pushed.
-    async fn learn(&mut self) -> Result<(), Error> {
-        let work =
-            self.learning.get_or_insert_with(|| self.comm.broadcast(std::mem::take(&mut self.order), 0));
-        let order = work.await;
-        self.learning = None;
-        self.reorder(order?)
     }
 
     /// Where the time of the last step went that was finished; `None` before the first.
     pub fn report(&self) -> Option<Report> {
-        let last = self.last.lock();
-        Some(Report::new(last.step.as_ref()?, &last.shapes, self.comm.recorder()))
-    }
-
-    /// All gradients of this step are back.
-    fn note_step(&mut self) {
-        let Some(called) = self.called.take() else { return };
-        let (buckets, ended) = (self.buckets.len() as u64, Instant::now());
-        let step = Step { number: self.steps, first: self.first, buckets, began: self.began, called, ended };
-        self.comm.recorder().step(step);
-        self.last.lock().note(step, &self.buckets);
-        self.steps += 1;
+        self.times.report(self.comm.recorder())
     }
 
     /// The next step.
     fn begin(&mut self) {
-        (self.began, self.called) = (Instant::now(), None);
-        self.gathered = None;
-        (self.launched, self.landed, self.scale) = (0, 0, None);
-        (self.learning, self.uniting, self.broken) = (None, None, None);
-        self.is_pushed.fill(false);
-        self.is_lent.fill(false);
-        self.is_united = false;
-        self.order.clear();
-        self.buckets.iter_mut().for_each(Bucket::empty);
+        (self.times.began, self.times.called) = (Instant::now(), None);
+        self.progress = Progress::default();
+        self.grads.is_pushed.fill(false);
+        self.grads.is_lent.fill(false);
+        self.order.learning = None;
+        self.order.pushed.clear();
+        (self.used.uniting, self.used.is_united) = (None, false);
+        self.set.buckets.iter_mut().for_each(Bucket::empty);
+    }
+
+    /// Ends the communicator for an error, if it is not dead: the others would wait for what this rank does not call any more. Gives the cause.
+    fn end_comm(&mut self, error: Error) -> Error {
+        let error = self.progress.broken.take().unwrap_or(error);
+        if self.comm.check().is_ok() {
+            self.comm.abort(error.to_string());
+        }
+        error
+    }
+
+    /// A step has failed: ends the communicator, and gives all back.
+    async fn failed(&mut self, error: Error) -> Failed<Back<B>> {
+        let error = self.end_comm(error);
+        Failed { buf: Some(self.take_back().await), error }
     }
 
     /// Waits for what is on its way on a communicator that is dead, and gives all back.
     async fn take_back(&mut self) -> Back<B> {
-        for bucket in &mut self.buckets {
+        for bucket in &mut self.set.buckets {
             // Why is known already.
-            let _ = bucket.land(&mut self.grads).await;
+            let _ = bucket.land(&mut self.grads.bufs).await;
         }
         self.back()
     }
 
     /// All that is here, of a step that has failed.
     fn back(&mut self) -> Back<B> {
-        let lent = self.is_lent.iter();
-        let back =
-            self.grads.iter_mut().zip(lent).map(|(grad, is_lent)| grad.take().filter(|_| !is_lent)).collect();
+        let back = self.grads.take_own();
         self.begin();
         back
     }
-}
-
-/// For each parameter whose gradient is compressed as many zeros as it has elements.
-fn residuals(layout: &[Param], options: &Options) -> Vec<Vec<f32>> {
-    let compressed = |param: &Param| options.wire.is_some() && param.is_compressed();
-    layout.iter().map(|param| vec![0.0; if compressed(param) { param.len() } else { 0 }]).collect()
 }
 
 /// Makes all elements zero, on a device in the order of the buffer's stream.
@@ -614,11 +453,4 @@ fn zero(buf: &mut impl Buf) -> Result<(), Error> {
         None => elements::zero(buf)
             .ok_or_else(|| Error::system("finish_some", "memory for a gradient cannot be written (a bug)")),
     }
-}
-
-fn not_added(call: &str, i: usize) -> Error {
-    Error::system(
-        call,
-        format!("the gradient of parameter {i} cannot be added to what was accumulated (a bug)"),
-    )
 }

@@ -33,7 +33,7 @@ impl Node {
         let me: &Node = self;
         // A node has a device: its makers see to it, and only its end takes them.
         let first = &me.comms[0];
-        let default_algo = first.handle().membership.world.defaults.algo;
+        let default_algo = first.handle().membership.world.common.defaults.algo;
         NodeCall { node: me, call: Call::new(&first.handle().endpoint, default_algo), after: None }
     }
 

@@ -203,7 +203,7 @@ impl World {
         promise: &Promise<Answer>,
     ) -> Result<Answers, Error> {
         let (comm, mut out) = (shrunk.unwrap_or(CommId(endpoint.config.comm)), Vec::new());
-        let mut all = self.agreements.lock();
+        let mut all = self.losses.agreements.lock();
         let table = all.table(endpoint, comm, &mut out);
         let called = table.board.call(flag, &mut out);
         if let Ok(number) = called {
@@ -235,7 +235,7 @@ impl World {
 
     fn agree_expired(&self, id: CommId, (call, comm): (String, String), number: u64, after: Duration) {
         let given_up = {
-            let mut all = self.agreements.lock();
+            let mut all = self.losses.agreements.lock();
             let Some(table) = all.tables.get_mut(&id) else { return };
             let Some(waiter) = table.waiters.remove(&number) else { return };
             let rank = table.members.iter().position(|m| *m == self.rank).unwrap_or_default();
@@ -249,7 +249,7 @@ impl World {
     /// A step has come from a rank of the world.
     pub(super) fn agree_heard(&self, from: Rank, comm: CommId, lost: &[(Rank, Lost)], step: Step) {
         let answers = {
-            let mut all = self.agreements.lock();
+            let mut all = self.losses.agreements.lock();
             match all.tables.get_mut(&comm) {
                 Some(table) => {
                     let Some(from) = table.members.iter().position(|m| *m == from) else { return };
@@ -274,7 +274,7 @@ impl World {
     pub(super) fn agree_lost(&self, rank: Rank, how: Lost) {
         let mut answers = Answers::new();
         {
-            let mut all = self.agreements.lock();
+            let mut all = self.losses.agreements.lock();
             if all.lost.iter().any(|(r, _)| *r == rank) {
                 return;
             }

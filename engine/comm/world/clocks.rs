@@ -21,7 +21,7 @@ const DRIFT_US: f64 = 1e5;
 impl World {
     /// Compares clocks from now on, if rank 0 is on another host.
     pub(in crate::comm) fn compare_clocks(self: &Arc<Self>) {
-        if self.hosts.first() == self.hosts.get(self.rank) {
+        if self.hosts.of_ranks.first() == self.hosts.of_ranks.get(self.rank) {
             return;
         }
         let (world, runtime): (Weak<World>, _) = (Arc::downgrade(self), self.runtime.clone());
@@ -52,7 +52,7 @@ impl World {
             return;
         }
         let new = ClockDifference { offset_us: at - (asked_us + error_us), error_us, found_us: now };
-        let mut clock = self.clock.lock();
+        let mut clock = self.records.clock.lock();
         let is_better = |old: &ClockDifference| error_us <= old.error_us + (now - old.found_us) / DRIFT_US;
         if clock.as_ref().is_none_or(is_better) {
             *clock = Some(new);

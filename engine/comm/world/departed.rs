@@ -8,6 +8,8 @@ use crate::types::Rank;
 pub(super) struct Departed {
     lost: Vec<(Rank, Lost)>,
     left: Vec<Rank>,
+    /// Lost ranks that a call of the user's has named, on any communicator.
+    told: Vec<Rank>,
 }
 
 impl Departed {
@@ -25,6 +27,15 @@ impl Departed {
         if !self.left.contains(&rank) {
             self.left.push(rank);
         }
+    }
+
+    /// A call of the user's names a lost rank. Whether one has before.
+    pub(super) fn tell(&mut self, rank: Rank) -> bool {
+        let is_told = self.told.contains(&rank);
+        if !is_told {
+            self.told.push(rank);
+        }
+        is_told
     }
 
     /// The first loss of all.

@@ -92,10 +92,10 @@ impl Meeting {
         let mut ticks = Ticks::new(&self.world.runtime, LOOK)?;
         loop {
             // Who has gone is looked up first: what a member said before it went has been heard by then.
-            let gone = self.world.departed.lock().any_of(&self.members);
+            let gone = self.world.losses.departed.lock().any_of(&self.members);
             let said = |rank: &Rank| match self.members[*rank] {
                 member if member == self.world.rank => Some(Some(row)),
-                member => self.world.meetings.said(self.id, member),
+                member => self.world.losses.meetings.said(self.id, member),
             };
             let waits_for = |rank: &&Rank| said(rank).is_none() && !gone.contains(&self.members[**rank]);
             let missing: Vec<Missing> = survivors

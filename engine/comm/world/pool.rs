@@ -21,6 +21,7 @@ use std::time::Duration;
 use lru::LruCache;
 use parking_lot::Mutex;
 
+use super::wholes::Wholes;
 use super::{LinksFrom, World};
 use crate::comm::links::block_bytes;
 use crate::comm::runtime::Ticks;
@@ -113,11 +114,14 @@ struct State {
     evictions: u64,
 }
 
-pub(crate) struct Pool(Mutex<State>);
+pub(crate) struct Pool {
+    state: Mutex<State>,
+    pub(crate) wholes: Wholes,
+}
 
 impl Pool {
     pub(crate) fn new(capacity: usize) -> Pool {
-        Pool(Mutex::new(State {
+        let state = State {
             capacity,
             rings: Map::default(),
             idle: LruCache::unbounded(),
@@ -127,22 +131,24 @@ impl Pool {
             hits: 0,
             misses: 0,
             evictions: 0,
-        }))
+        };
+        Pool { state: Mutex::new(state), wholes: Wholes::default() }
     }
 
-    /// How many idle communicators to keep.
-    pub(super) fn capacity(&self) -> usize {
-        self.0.lock().capacity
+    /// An endpoint has ended, and nobody holds it: keeps what it has of a library.
+    fn keep_whole(&self, endpoint: &Endpoint) {
+        let capacity = self.state.lock().capacity;
+        self.wholes.keep(endpoint, capacity);
     }
 
     /// Whether a communicator was held here, and is not any more.
     pub(crate) fn has_ended(&self, comm: CommId) -> bool {
-        self.0.lock().ended.contains(&comm)
+        self.state.lock().ended.contains(&comm)
     }
 
     /// Whether rings were used here, and never will be again.
     pub(crate) fn has_retired(&self, rings: CommId) -> bool {
-        let state = self.0.lock();
+        let state = self.state.lock();
         state.ended.contains(&rings) && state.rings.get(&rings).is_none_or(|r| r.retired)
     }
 }
@@ -164,7 +170,7 @@ impl State {
 impl World {
     pub(crate) fn pool_stats(&self) -> PoolStats {
         let (ring_bytes, ring_peak, ring_limit) = self.topology.region.heap();
-        let state = self.pool.0.lock();
+        let state = self.pool.state.lock();
         let idle = state.idle.len();
         PoolStats {
             hits: state.hits,
@@ -184,19 +190,19 @@ impl World {
             return;
         }
         let out = {
-            let mut state = self.pool.0.lock();
+            let mut state = self.pool.state.lock();
             state.capacity = capacity;
             state.trim(capacity)
         };
         self.retire_idle(out);
-        self.trim_wholes(capacity);
+        self.pool.wholes.trim(capacity);
     }
 
     /// All handles of a communicator are gone. With runs, it is done; without, that is waited for.
     pub(crate) fn release(self: &Arc<Self>, rings: CommId, endpoint: &Arc<Endpoint>, runs: Option<IdleRuns>) {
-        self.pool.0.lock().ended.put(CommId(endpoint.config.comm), ());
+        self.pool.state.lock().ended.put(CommId(endpoint.config.comm), ());
         if let Some(runs) = runs {
-            self.keep_whole(endpoint);
+            self.pool.keep_whole(endpoint);
             return self.shelve(rings, runs);
         }
         // Operations end by their deadlines.
@@ -205,7 +211,7 @@ impl World {
             let mut pause = Duration::from_millis(1);
             loop {
                 if let Some(runs) = endpoint.take_runs() {
-                    world.keep_whole(&endpoint);
+                    world.pool.keep_whole(&endpoint);
                     return world.shelve(rings, runs);
                 }
                 world.runtime.sleep(pause).await;
@@ -220,7 +226,7 @@ impl World {
     /// Keeps a communicator that is done, if it may be used again; what the pool has no room for ends.
     fn shelve(&self, id: CommId, runs: IdleRuns) {
         let out = {
-            let mut state = self.pool.0.lock();
+            let mut state = self.pool.state.lock();
             let State { rings, gone, .. } = &*state;
             let Some(rings) = rings.get(&id) else { return };
             let whole = rings.confirmed.is_empty() && !rings.members.iter().any(|m| gone.contains(m));
@@ -249,7 +255,7 @@ impl World {
             runs.stop_reading();
         }
         let members = {
-            let mut state = self.pool.0.lock();
+            let mut state = self.pool.state.lock();
             let Some(rings) = state.rings.get_mut(&id) else { return };
             rings.retired = true;
             rings.runs = runs;
@@ -267,7 +273,7 @@ impl World {
     /// A member has retired: it offers these rings no more, and no longer writes to ours.
     pub(crate) fn peer_retired(&self, from: Rank, id: CommId) {
         let idle = {
-            let mut state = self.pool.0.lock();
+            let mut state = self.pool.state.lock();
             let confirmed = match state.rings.get_mut(&id) {
                 Some(rings) if !rings.members.contains(&from) => return,
                 Some(rings) => &mut rings.confirmed,
@@ -289,7 +295,7 @@ impl World {
     /// A rank died, fell silent or left: it takes nothing up again, and confirms nothing.
     pub(crate) fn member_gone(&self, rank: Rank) {
         let (idle, retired) = {
-            let mut state = self.pool.0.lock();
+            let mut state = self.pool.state.lock();
             if state.gone.contains(&rank) {
                 return;
             }
@@ -303,7 +309,7 @@ impl World {
             state.evictions += idle.len() as u64;
             (idle, others)
         };
-        self.forget_wholes_with(rank);
+        self.pool.wholes.forget_with(rank);
         self.retire_idle(idle);
         retired.into_iter().for_each(|id| self.settle(id));
     }
@@ -315,7 +321,7 @@ impl World {
 
     /// Gives retired rings back, if all who write to them have confirmed that they do not any more.
     fn settle(&self, id: CommId) {
-        let mut state = self.pool.0.lock();
+        let mut state = self.pool.state.lock();
         let State { rings, gone, .. } = &mut *state;
         let Some(ended) = rings.get_mut(&id).filter(|r| r.retired) else { return };
         if let Some(runs) = &mut ended.runs {
@@ -344,7 +350,7 @@ impl World {
 
     /// Gives rings back that no other rank has used.
     fn discard(&self, id: CommId) {
-        let rings = self.pool.0.lock().rings.remove(&id);
+        let rings = self.pool.state.lock().rings.remove(&id);
         if let Some(rings) = rings {
             self.topology.region.free(rings.block, block_bytes(rings.members.len()), false);
         }
@@ -358,7 +364,7 @@ impl World {
     pub(crate) async fn propose(self: &Arc<Self>, id: CommId, members: Vec<Rank>) -> Result<Proposal, Error> {
         let likeness = Likeness::of(&members);
         let offer = {
-            let mut state = self.pool.0.lock();
+            let mut state = self.pool.state.lock();
             let alike = state.idle.iter().filter(|(_, idle)| idle.likeness == likeness);
             // Of several, all members offer the same one, in whatever order they dropped them.
             let least = alike.map(|(id, _)| *id).min();
@@ -367,7 +373,7 @@ impl World {
         let mut proposal =
             Proposal { world: self.clone(), id, members, rings: false, published: false, offer, block: 0 };
         let block = self.block(block_bytes(proposal.members.len())).await?;
-        let mut state = self.pool.0.lock();
+        let mut state = self.pool.state.lock();
         let confirmed = state.heard.pop(&id).unwrap_or_default();
         let members = proposal.members.clone();
         state.rings.insert(id, Rings { members, block, confirmed, retired: false, runs: None });
@@ -382,7 +388,7 @@ impl World {
             Ok(block) => return Ok(block),
             Err(error) => error,
         };
-        let out = self.pool.0.lock().trim(0);
+        let out = self.pool.state.lock().trim(0);
         self.retire_idle(out);
         let end = self.runtime.now() + MEMORY;
         let mut ticks = Ticks::new(&self.runtime, Duration::from_millis(1))?;
@@ -390,7 +396,7 @@ impl World {
             if let Ok(block) = self.topology.region.alloc(bytes) {
                 return Ok(block);
             }
-            if !self.pool.0.lock().rings.values().any(|rings| rings.retired) {
+            if !self.pool.state.lock().rings.values().any(|rings| rings.retired) {
                 break;
             }
             ticks.next().await?;
@@ -448,13 +454,13 @@ impl Proposal {
         let again = if offered && balanced { self.offer.take() } else { None };
         let (rings, lines) = match again {
             Some((rings, idle)) => {
-                world.pool.0.lock().hits += 1;
+                world.pool.state.lock().hits += 1;
                 self.rings = false;
                 world.discard(self.id);
                 (rings, LinksFrom::IdleRuns(idle.runs))
             }
             None => {
-                world.pool.0.lock().misses += 1;
+                world.pool.state.lock().misses += 1;
                 self.rings = false;
                 (self.id, LinksFrom::NewRings(rows.iter().map(|row| row[0]).collect()))
             }
@@ -476,7 +482,7 @@ impl Drop for Proposal {
             return;
         }
         if let Some((id, idle)) = self.offer.take() {
-            self.world.pool.0.lock().evictions += 1;
+            self.world.pool.state.lock().evictions += 1;
             self.world.retire(id, Some(idle.runs));
         }
         if self.rings {

@@ -1,22 +1,50 @@
 //! What a world's flight recorders say, and when.
 
+use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use parking_lot::Mutex;
+
 use super::World;
-use crate::error::Error;
+use crate::error::{Error, RecordFile};
 use crate::exec::Endpoint;
 use crate::link::kinds::farthest;
 use crate::trace::writer::{Recorded, WRITER};
-use crate::trace::{CommRecord, RankPlace, Recorder, Recording};
+use crate::trace::{ClockDifference, CommRecord, RankPlace, Recorder, Recording};
 
 /// Dead communicators that are written of, also when nobody holds them any more: the last ones.
 const DEAD: usize = 256;
 
+/// What is written beside the recorders of living communicators, and where.
+#[derive(Default)]
+pub(super) struct Records {
+    /// Where the flight recorders are written.
+    pub(super) file: Option<Arc<RecordFile>>,
+    /// How this host's clock differs from rank 0's, where that is another host.
+    pub(super) clock: Mutex<Option<ClockDifference>>,
+    /// Communicators that have died; the last ones.
+    dead: Mutex<VecDeque<Entry>>,
+}
+
+impl Records {
+    pub(super) fn new(file: Option<RecordFile>) -> Records {
+        Records { file: file.map(Arc::new), ..Records::default() }
+    }
+
+    fn bury(&self, entry: Entry) {
+        let mut all = self.dead.lock();
+        if all.len() == DEAD {
+            all.pop_front();
+        }
+        all.push_back(entry);
+    }
+}
+
 /// What is written of a communicator. Whoever hears that it has died may drop it at once, and it is still written of.
 #[derive(Clone)]
-pub(super) struct Entry {
+struct Entry {
     id: u64,
     name: String,
     rank: usize,
@@ -45,13 +73,7 @@ impl Entry {
 impl World {
     /// A communicator dies: has the recorders of all written, by somebody else.
     pub(super) fn record(self: &Arc<Self>, endpoint: &Endpoint, cause: &Error) {
-        {
-            let mut all = self.dead.lock();
-            if all.len() == DEAD {
-                all.pop_front();
-            }
-            all.push_back(Entry::of(self, endpoint, Some(cause)));
-        }
+        self.records.bury(Entry::of(self, endpoint, Some(cause)));
         WRITER.request(self.recorded(), cause);
     }
 
@@ -79,14 +101,14 @@ impl World {
 
 impl Recorded for World {
     fn recording(&self, cause: Option<&Error>) -> Recording {
-        let living = self.endpoints();
+        let living = self.comms.all();
         // Whoever tells of a death meanwhile does not wait for this.
-        let mut dead: Vec<Entry> = self.dead.lock().iter().cloned().collect();
+        let mut dead: Vec<Entry> = self.records.dead.lock().iter().cloned().collect();
         dead.retain(|dead| !living.iter().any(|e| e.config.comm == dead.id));
         let alive = living.iter().map(|e| Entry::of(self, e, e.health.first_cause()));
         let comms = alive.chain(dead).map(Entry::record).collect();
-        let (hosts, clock) = (self.hosts.clone(), *self.clock.lock());
-        let place = RankPlace { world: self.name(), rank: self.rank, size: self.size, hosts, clock };
-        Recording::new(place, cause, comms, self.record.clone())
+        let (hosts, clock) = (self.hosts.of_ranks.clone(), *self.records.clock.lock());
+        let place = RankPlace { world: self.name(), rank: self.rank, size: self.size(), hosts, clock };
+        Recording::new(place, cause, comms, self.records.file.clone())
     }
 }

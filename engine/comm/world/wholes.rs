@@ -1,15 +1,12 @@
 //! What libraries have of communicators that nobody holds, kept to be taken up again: making it takes a library long.
 //!
-//! A communicator that ended in peace leaves its rank's end here ([`World::keep_whole`]). When the same members bind a communicator to the
+//! A communicator that ended in peace leaves its rank's end here ([`Wholes::keep`]). When the same members bind a communicator to the
 //! same library again, in the same order and each to the device that it had, all say which they have kept; if that is the same one
 //! for all, they go on with it ([`Comm::open_whole`](super::super::Comm)). Else each lets go of its own.
-
-use std::sync::Arc;
 
 use lru::LruCache;
 use parking_lot::Mutex;
 
-use super::World;
 use crate::device::carriers::bound_to;
 use crate::device::whole::BoundWhole;
 use crate::exec::Endpoint;
@@ -30,23 +27,23 @@ impl Default for Wholes {
     }
 }
 
-impl World {
-    /// An endpoint has ended, and nobody holds it. What it has of a library serves again if it ended in peace.
-    pub(super) fn keep_whole(&self, endpoint: &Arc<Endpoint>) {
+impl Wholes {
+    /// An endpoint has ended, and nobody holds it. What it has of a library serves again if it ended in peace. Of all, so many are kept.
+    pub(super) fn keep(&self, endpoint: &Endpoint, capacity: usize) {
         let bound = bound_to(endpoint).and_then(|bound| bound.whole.as_ref());
         let bound = bound.filter(|_| endpoint.health.first_cause().is_none());
         let Some(bound) = bound.filter(|bound| bound.whole.check().is_ok()) else { return };
         let idle = Idle { members: endpoint.config.members.clone(), bound: bound.clone() };
-        let replaced = self.wholes.0.lock().put(bound.number, idle);
+        let replaced = self.0.lock().put(bound.number, idle);
         drop(replaced);
-        self.trim_wholes(self.pool.capacity());
+        self.trim(capacity);
     }
 
     /// Keeps so many at most.
-    pub(super) fn trim_wholes(&self, capacity: usize) {
+    pub(super) fn trim(&self, capacity: usize) {
         loop {
             let least = {
-                let mut idle = self.wholes.0.lock();
+                let mut idle = self.0.lock();
                 if idle.len() > capacity { idle.pop_lru() } else { None }
             };
             if least.is_none() {
@@ -56,13 +53,13 @@ impl World {
     }
 
     /// Takes out what the members could go on with. Of several, all members take the same one, in whatever order they dropped them.
-    pub(crate) fn take_whole(
+    pub(crate) fn take(
         &self,
         members: &[Rank],
         library: &str,
         device: Option<[u8; 16]>,
     ) -> Option<BoundWhole> {
-        let mut idle = self.wholes.0.lock();
+        let mut idle = self.0.lock();
         let is_alike = |idle: &Idle| {
             idle.members == members && idle.bound.device == device && idle.bound.whole.name() == library
         };
@@ -71,9 +68,9 @@ impl World {
     }
 
     /// A rank takes up nothing again.
-    pub(super) fn forget_wholes_with(&self, rank: Rank) {
+    pub(super) fn forget_with(&self, rank: Rank) {
         let gone: Vec<Idle> = {
-            let mut idle = self.wholes.0.lock();
+            let mut idle = self.0.lock();
             let with = idle.iter().filter(|(_, idle)| idle.members.contains(&rank));
             let with: Vec<u64> = with.map(|(number, _)| *number).collect();
             with.iter().filter_map(|number| idle.pop(number)).collect()

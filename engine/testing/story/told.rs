@@ -67,7 +67,7 @@ impl Ranks {
             let network = network.clone();
             let links =
                 move |comm, rank| Arc::new(Lines { network: network.clone(), comm, rank }) as Arc<dyn Opener>;
-            assert!(world.opener.set(Box::new(links)).is_ok(), "a new world");
+            assert!(world.common.opener.set(Box::new(links)).is_ok(), "a new world");
             let endpoint = world.world_endpoint();
             let membership = Arc::new(Membership { world: world.clone(), mesh: None });
             comms.push(Comm::of(endpoint.unwrap(), membership, None));

@@ -43,12 +43,9 @@ impl<B: Buf> Buckets<B> {
                 "{found} gradients were given, and the layout has {all} parameters"
             )));
         }
-        if self.gathered.is_some() {
-            return Err(invalid(
-                "a gather of weights has not ended: call it again with an empty vector first".into(),
-            ));
-        }
-        if let Some(i) = (0..grads.len()).find(|i| self.is_pushed[*i] || self.grads[*i].is_some()) {
+        self.progress.check_not_gathering("clip_norm")?;
+        let has_begun = |i: &usize| self.grads.is_pushed[*i] || self.grads.bufs[*i].is_some();
+        if let Some(i) = (0..grads.len()).find(has_begun) {
             return Err(invalid(format!(
                 "parameter {i} has a gradient in the next step already: clip what finish gives back, before the first push"
             )));

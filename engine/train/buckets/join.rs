@@ -1,27 +1,19 @@
 //! A step that a stream waits for, in place of the caller.
 
-use std::sync::Arc;
 use std::time::Instant;
 
-use parking_lot::Mutex;
-
-use super::{Back, Buckets};
+use super::Buckets;
+use super::gradients::Back;
 use crate::comm::{Either, Ordered, Stream, push, ready};
 use crate::device::DeviceStream;
 use crate::error::{Error, Failed};
 use crate::mem::{Buf, HostStream};
-use crate::trace::Step;
-use crate::train::bucket::{Bucket, Placed, packed};
+use crate::train::bucket::Placed;
 
 const CALL: &str = "join";
-/// Buckets of joined steps, the one that is being joined included, that may be in flight beside those of the next step.
-const MOST_AHEAD: usize = 256;
 
 /// A step that a stream waits for.
 pub(super) type Joined<B> = Result<Ordered<Vec<B>, Back<B>>, Failed<Back<B>>>;
-
-/// Buckets that are free for a next step.
-pub(super) type Spare<B> = Arc<Mutex<Vec<Vec<Bucket<B>>>>>;
 
 impl<B: Buf> Buckets<B> {
     /// Ends the step as [`finish`](Self::finish) does, but makes `stream` wait for the buckets, and not the caller: what comes back is for
@@ -64,7 +56,7 @@ impl<B: Buf> Buckets<B> {
     /// Jobs on a host's stream do not run then; on a device's stream they have run already, and the contents of the gradients are unspecified.
     pub fn join(&mut self, stream: &impl Stream) -> Joined<B> {
         self.push_accumulated();
-        if let Some(problem) = self.missing() {
+        if let Some(problem) = self.grads.missing() {
             return Err(match self.comm.check() {
                 Ok(()) => Failed { buf: None, error: Error::invalid(CALL, problem) },
                 Err(error) => self.failed_here(error),
@@ -78,33 +70,21 @@ impl<B: Buf> Buckets<B> {
 
     /// Makes a stream wait for a step whose buckets are all launched.
     pub(super) fn join_launched(&mut self, stream: &impl Stream) -> Joined<B> {
-        if let Err(error) = self.make_spare(stream) {
+        if matches!(stream.either(), Either::Host(_))
+            && let Err(error) = self.set.make_spare(&self.comm)
+        {
             return Err(Failed { buf: None, error });
         }
-        if !self.is_learnt {
-            let order = std::mem::take(&mut self.order);
-            self.ordering = self.learning.take().or_else(|| Some(self.comm.broadcast(order, 0)));
-            self.is_learnt = true;
-        }
-        let buckets = self.buckets.len();
+        self.order.learn_later(&mut self.comm);
+        let buckets = self.set.buckets.len();
         let joined = match stream.either() {
             Either::Host(stream) => self.join_on_host(stream),
             Either::Device(stream) => self.join_on_device(stream)?,
         };
-        self.ahead.push_back((buckets, joined.event().clone()));
-        self.steps += 1;
+        self.set.ahead.push_back((buckets, joined.event().clone()));
+        self.times.steps += 1;
         self.begin();
         Ok(joined)
-    }
-
-    /// Sees to it that there are buckets for the next step, while a stream has those of this one.
-    fn make_spare(&mut self, stream: &impl Stream) -> Result<(), Error> {
-        if matches!(stream.either(), Either::Host(_)) && self.spare.lock().is_empty() {
-            let memory = |dtype, len| packed(&self.comm, dtype, len);
-            let twins = self.buckets.iter().map(|bucket| bucket.twin(memory)).collect::<Result<_, _>>()?;
-            self.spare.lock().push(twins);
-        }
-        Ok(())
     }
 
     /// Forms the buckets anew by this order, which rank 0 has broadcast. Called while none of this step's buckets is launched, or after all
@@ -123,56 +103,47 @@ impl<B: Buf> Buckets<B> {
             }
         }
         self.form(order.iter().map(|i| *i as usize))?;
-        for i in (0..self.layout.len()).filter(|i| self.is_pushed[*i]) {
-            self.buckets[self.places[i]].fill();
+        for i in (0..self.layout.len()).filter(|i| self.grads.is_pushed[*i]) {
+            self.set.buckets[self.set.places[i]].fill();
         }
-        self.spare = Arc::default();
-        self.is_learnt = true;
+        self.order.is_learnt = true;
         Ok(())
     }
 
     /// Takes the order that the step before has learnt, if it has come.
     pub(super) fn take_order(&mut self) {
-        if let Some(work) = self.ordering.take_if(|work| work.is_finished())
+        if let Some(work) = self.order.of_joined.take_if(|work| work.is_finished())
             && let Err(error) = work.wait().map_err(Error::from).and_then(|order| self.reorder(order))
         {
-            self.broken.get_or_insert(error);
+            self.progress.broken.get_or_insert(error);
         }
     }
 
     /// Launches what is left of the step, which the loop wants to end now.
     pub(super) fn launch_rest(&mut self) -> Result<(), Error> {
-        self.called.get_or_insert_with(Instant::now);
-        if let Some(work) = self.ordering.take() {
+        self.times.called.get_or_insert_with(Instant::now);
+        if let Some(work) = self.order.of_joined.take() {
             let order = work.wait()?;
             self.reorder(order)?;
         }
-        self.ahead.retain(|(_, over)| !over.is_complete());
-        while self.ahead.iter().map(|(buckets, _)| buckets).sum::<usize>() + self.buckets.len() > MOST_AHEAD
-            && let Some((_, over)) = self.ahead.pop_front()
-        {
-            // How it ended is for who awaits it.
-            let _ = over.wait();
-        }
+        self.set.wait_for_joined();
         self.launch_full();
-        while self.launched < self.buckets.len() {
-            self.buckets[self.landed].land_here(&mut self.grads)?;
-            self.landed += 1;
+        while self.progress.launched < self.set.buckets.len() {
+            self.set.buckets[self.progress.landed].land_here(&mut self.grads.bufs)?;
+            self.progress.landed += 1;
             self.launch_full();
         }
-        self.broken.take().map_or(Ok(()), Err)
+        self.progress.broken.take().map_or(Ok(()), Err)
     }
 
     fn join_on_host(&mut self, stream: &HostStream) -> Ordered<Vec<B>, Back<B>> {
-        if let Some(last) = self.buckets.last() {
+        if let Some(last) = self.set.buckets.last() {
             last.leave_to_progress_thread();
         }
-        let next = self.spare.lock().pop().unwrap_or_default();
-        let mut buckets = std::mem::replace(&mut self.buckets, next);
-        let mut grads = self.take_grads();
-        let called = self.called.unwrap_or_else(Instant::now);
-        let (number, first, began) = (self.steps, self.first, self.began);
-        let (recorder, last, spare) = (self.comm.recorder().clone(), self.last.clone(), self.spare.clone());
+        let next = self.set.spare.lock().pop().unwrap_or_default();
+        let mut buckets = std::mem::replace(&mut self.set.buckets, next);
+        let (mut grads, end) = (self.grads.take(), self.times.end_later());
+        let (recorder, spare) = (self.comm.recorder().clone(), self.set.spare.clone());
         push(stream, move || {
             let mut result = Ok(());
             for bucket in &mut buckets {
@@ -182,10 +153,7 @@ impl<B: Buf> Buckets<B> {
             if let Err(error) = result {
                 return Err(Failed { buf: Some(grads), error });
             }
-            let ended = Instant::now();
-            let step = Step { number, first, buckets: buckets.len() as u64, began, called, ended };
-            recorder.step(step);
-            last.lock().note(step, &buckets);
+            end(&recorder, &buckets);
             spare.lock().push(buckets);
             Ok(grads.into_iter().flatten().collect())
         })
@@ -193,30 +161,30 @@ impl<B: Buf> Buckets<B> {
 
     fn join_on_device(&mut self, stream: &DeviceStream) -> Joined<B> {
         let mut last: Option<Ordered<Placed<B>, Placed<B>>> = None;
-        for k in 0..self.buckets.len() {
-            let error = match self.buckets[k].join(stream, &mut self.grads) {
-                None => self.buckets[k].land_here(&mut self.grads).err(),
-                Some(Err(failed)) => Some(place_failed(&mut self.grads, failed)),
+        for k in 0..self.set.buckets.len() {
+            let error = match self.set.buckets[k].join(stream, &mut self.grads.bufs) {
+                None => self.set.buckets[k].land_here(&mut self.grads.bufs).err(),
+                Some(Err(failed)) => Some(place_failed(&mut self.grads.bufs, failed)),
                 // The operations of a communicator end in their order: the last one says of all whether they have.
                 Some(Ok(joined)) => match last.replace(joined).map(Ordered::in_order) {
                     None => None,
                     Some(Ok(placed)) => {
-                        place(&mut self.grads, placed);
+                        place(&mut self.grads.bufs, placed);
                         None
                     }
-                    Some(Err(failed)) => Some(place_failed(&mut self.grads, failed)),
+                    Some(Err(failed)) => Some(place_failed(&mut self.grads.bufs, failed)),
                 },
             };
             if let Some(error) = error {
                 match last.map(Ordered::wait) {
-                    Some(Ok(placed)) => place(&mut self.grads, placed),
-                    Some(Err(failed)) => drop(place_failed(&mut self.grads, failed)),
+                    Some(Ok(placed)) => place(&mut self.grads.bufs, placed),
+                    Some(Err(failed)) => drop(place_failed(&mut self.grads.bufs, failed)),
                     None => {}
                 }
                 return Err(self.failed_here(error));
             }
         }
-        let mut grads = self.take_grads();
+        let mut grads = self.grads.take();
         Ok(match last {
             None => ready(Ok(grads.into_iter().flatten().collect())),
             Some(last) => last.then(move |result| match result {
@@ -232,19 +200,12 @@ impl<B: Buf> Buckets<B> {
         })
     }
 
-    fn take_grads(&mut self) -> Back<B> {
-        std::mem::replace(&mut self.grads, self.layout.iter().map(|_| None).collect())
-    }
-
     /// Ends the communicator, so that the others do not wait for what this rank does not call any more, and gives all back.
     pub(super) fn failed_here(&mut self, error: Error) -> Failed<Back<B>> {
-        let error = self.broken.take().unwrap_or(error);
-        if self.comm.check().is_ok() {
-            self.comm.abort(error.to_string());
-        }
-        for bucket in &mut self.buckets {
+        let error = self.end_comm(error);
+        for bucket in &mut self.set.buckets {
             // Why is known already.
-            let _ = bucket.land_here(&mut self.grads);
+            let _ = bucket.land_here(&mut self.grads.bufs);
         }
         Failed { buf: Some(self.back()), error }
     }

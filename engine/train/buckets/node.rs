@@ -2,8 +2,9 @@
 
 use std::fmt;
 
+use super::Buckets;
+use super::gradients::Back;
 use super::join::Joined;
-use super::{Back, Buckets};
 use crate::comm::{Node, Ordered, Stream, together};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf};
@@ -104,7 +105,7 @@ impl<B: Buf> NodeBuckets<B> {
     /// Pushes what was accumulated; an error that names the first device that has no gradient of some parameters.
     fn check_whole(&mut self, call: &str) -> Result<(), Error> {
         self.0.iter_mut().for_each(Buckets::push_accumulated);
-        let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.missing()?));
+        let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.grads.missing()?));
         match self.0.iter().enumerate().find_map(missing) {
             Some((device, problem)) => {
                 Err(Error::invalid(call, format!("on device {device} of the node, {problem}")))

@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use super::{Back, Buckets, MOST_IN_FLIGHT};
+use super::gradients::Back;
+use super::{Buckets, MOST_IN_FLIGHT};
 use crate::error::{Error, Failed};
 use crate::mem::Buf;
 
@@ -18,7 +19,7 @@ impl<B: Buf> Buckets<B> {
     pub fn owned(&self, i: usize) -> Range<usize> {
         let param = &self.layout[i];
         if self.options.sharded {
-            self.buckets[self.places[i]].owned(i, param, self.comm.rank())
+            self.set.buckets[self.set.places[i]].owned(i, param, self.comm.rank())
         } else {
             0..param.len()
         }
@@ -35,13 +36,13 @@ impl<B: Buf> Buckets<B> {
     pub async fn gather(&mut self, weights: Vec<B>) -> Result<Vec<B>, Failed<Back<B>>> {
         let back =
             |weights: Vec<B>, error| Failed { buf: Some(weights.into_iter().map(Some).collect()), error };
-        if self.gathered.is_none() {
+        if self.progress.gathered.is_none() {
             let mut weights = weights;
             if let Err(error) = self.check_weights(&mut weights) {
                 return Err(back(weights, error));
             }
-            self.grads.iter_mut().zip(weights).for_each(|(place, weight)| *place = Some(weight));
-            (self.gathered, self.launched) = (Some(0), 0);
+            self.grads.bufs.iter_mut().zip(weights).for_each(|(place, weight)| *place = Some(weight));
+            (self.progress.gathered, self.progress.launched) = (Some(0), 0);
         } else if !weights.is_empty() {
             let problem =
                 "the last gather has not ended: call it again with an empty vector, to get its weights";
@@ -50,27 +51,21 @@ impl<B: Buf> Buckets<B> {
         match self.gather_all().await {
             Ok(()) => {
                 self.begin();
-                Ok(self.grads.iter_mut().filter_map(Option::take).collect())
+                Ok(self.grads.bufs.iter_mut().filter_map(Option::take).collect())
             }
-            Err(error) => {
-                // Where the communicator is not dead, the others would wait for what this rank does not call any more.
-                if self.comm.check().is_ok() {
-                    self.comm.abort(error.to_string());
-                }
-                Err(Failed { buf: Some(self.take_back().await), error })
-            }
+            Err(error) => Err(self.failed(error).await),
         }
     }
 
     async fn gather_all(&mut self) -> Result<(), Error> {
-        let all = self.buckets.len();
-        while let Some(next) = self.gathered.filter(|next| *next < all) {
-            while self.launched < all && self.launched - next < MOST_IN_FLIGHT {
-                self.launched += 1;
-                self.buckets[self.launched - 1].gather(&mut self.comm, &mut self.grads)?;
+        let (buckets, progress) = (&mut self.set.buckets, &mut self.progress);
+        while let Some(next) = progress.gathered.filter(|next| *next < buckets.len()) {
+            while progress.launched < buckets.len() && progress.launched - next < MOST_IN_FLIGHT {
+                progress.launched += 1;
+                buckets[progress.launched - 1].gather(&mut self.comm, &mut self.grads.bufs)?;
             }
-            self.buckets[next].land(&mut self.grads).await?;
-            self.gathered = Some(next + 1);
+            buckets[next].land(&mut self.grads.bufs).await?;
+            progress.gathered = Some(next + 1);
         }
         Ok(())
     }
@@ -80,7 +75,7 @@ impl<B: Buf> Buckets<B> {
         if !self.options.sharded {
             return invalid("these buckets are not sharded, so that every rank has all gradients: ask for Options::sharded".into());
         }
-        if let Some(i) = self.grads.iter().position(Option::is_some) {
+        if let Some(i) = self.grads.bufs.iter().position(Option::is_some) {
             return invalid(format!(
                 "parameter {i} has a gradient in this step already: finish the step first"
             ));
