@@ -18,7 +18,7 @@ use super::blocks::Pool;
 use super::chores::give_back;
 use super::driver::warn;
 use super::handle::{Entered, Handle};
-use super::modules::Modules;
+use super::modules::Kernels;
 use super::pinned_cache::{PinnedCache, unpin};
 use crate::error::Error;
 
@@ -53,9 +53,7 @@ pub(super) struct Context {
     pub(super) callers: Mutex<Vec<Weak<Line>>>,
     /// Pinned memory of the host's that nobody uses.
     pub(super) pinned: Mutex<PinnedCache>,
-    pub(super) modules: Mutex<Modules>,
-    /// Of who loads a module.
-    pub(super) loading: Mutex<()>,
+    pub(super) kernels: Kernels,
 }
 
 impl Deref for Context {
@@ -78,8 +76,7 @@ impl Context {
             ways: Mutex::default(),
             callers: Mutex::default(),
             pinned: Mutex::default(),
-            modules: Mutex::default(),
-            loading: Mutex::default(),
+            kernels: Kernels::default(),
         })
     }
 
@@ -193,7 +190,7 @@ impl Drop for Context {
                 self.pool.lock().close(self.cuda, &entered, &report);
                 let pinned = self.pinned.lock().take_all();
                 pinned.into_iter().for_each(|block| unpin(self.cuda, block, &report));
-                self.modules.lock().close(self.cuda, &report);
+                self.kernels.loaded.lock().close(self.cuda, &report);
                 self.handle.close_events(&report);
                 let copies = self.copies.lock().take().map(|way| way.raw);
                 self.ways.lock().close(self.cuda, &report);

@@ -13,26 +13,26 @@ impl Context {
     /// A kernel of ours. Loading one may wait for all that is on the device ("loading kernels might require context
     /// synchronization", CUDA programming guide, lazy loading), so no lock is held meanwhile but that of who loads.
     fn function(&self, _: &Entered<'_>, kernel: Kernel) -> Result<CuFunction, CudaError> {
-        if let Some(function) = self.modules.lock().known(kernel) {
+        if let Some(function) = self.kernels.loaded.lock().known(kernel) {
             return Ok(function);
         }
-        let _loading = self.loading.lock();
-        if let Some(function) = self.modules.lock().known(kernel) {
+        let _loading = self.kernels.loading.lock();
+        if let Some(function) = self.kernels.loaded.lock().known(kernel) {
             return Ok(function);
         }
-        let loaded = self.modules.lock().modules.get(&kernel.module).copied();
+        let loaded = self.kernels.loaded.lock().modules.get(&kernel.module).copied();
         let module = match loaded {
             Some(module) => module,
             None => {
                 let module = load(self.cuda, kernel.module, self.major)?;
-                self.modules.lock().modules.insert(kernel.module, module);
+                self.kernels.loaded.lock().modules.insert(kernel.module, module);
                 module
             }
         };
         let name = text(kernel.name())?;
         // SAFETY: the module is loaded, and stays so until `close`; the name ends in a zero byte.
         let function = unsafe { self.cuda.module_get_function(module, name.as_ptr()) }?;
-        self.modules.lock().functions.insert(kernel, function);
+        self.kernels.loaded.lock().functions.insert(kernel, function);
         Ok(function)
     }
 }
@@ -47,7 +47,7 @@ impl DeviceStream {
     pub(crate) fn load(&self, kernels: impl Iterator<Item = Kernel>) -> Result<(), Error> {
         let context = &self.0.context;
         let unknown: Vec<_> = {
-            let mut modules = context.modules.lock();
+            let mut modules = context.kernels.loaded.lock();
             kernels.filter(|kernel| modules.known(*kernel).is_none()).collect()
         };
         if unknown.is_empty() {
@@ -68,7 +68,7 @@ impl DeviceStream {
             return Ok(());
         }
         let context = &self.0.context;
-        let is_loaded = context.modules.lock().known(launch.kernel).is_some();
+        let is_loaded = context.kernels.loaded.lock().known(launch.kernel).is_some();
         let put = |entered: &Entered<'_>| {
             let function = context.function(entered, launch.kernel)?;
             let mut arguments = [launch.arguments.address().cast_mut().cast()];

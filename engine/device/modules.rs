@@ -5,6 +5,15 @@ use std::ffi::CString;
 
 use allstream_cuda_kernels::{Kernel, Module};
 use allstream_sys::cuda::{CuFunction, CuModule, CuResult, Cuda, CudaError};
+use parking_lot::Mutex;
+
+/// The kernels of a device.
+#[derive(Default)]
+pub(super) struct Kernels {
+    pub(super) loaded: Mutex<Modules>,
+    /// Of who loads a module.
+    pub(super) loading: Mutex<()>,
+}
 
 /// What has been loaded on a device. A driver compiles a module when it is loaded, which takes it milliseconds: each once,
 /// when an operation that needs it is first called (`DeviceStream::load`).

@@ -44,8 +44,7 @@ impl<B: Buf> Buckets<B> {
             )));
         }
         self.progress.check_not_gathering("clip_norm")?;
-        let has_begun = |i: &usize| self.grads.is_pushed[*i] || self.grads.bufs[*i].is_some();
-        if let Some(i) = (0..grads.len()).find(has_begun) {
+        if let Some(i) = self.grads.first_begun() {
             return Err(invalid(format!(
                 "parameter {i} has a gradient in the next step already: clip what finish gives back, before the first push"
             )));

@@ -61,6 +61,11 @@ impl<B: Buf> Gradients<B> {
         }
     }
 
+    /// The first parameter that has a gradient in this step, if any has: here, or with an operation.
+    pub(super) fn first_begun(&self) -> Option<usize> {
+        (0..self.bufs.len()).find(|i| self.is_pushed[*i] || self.bufs[*i].is_some())
+    }
+
     /// What is wrong with a step that is to be finished.
     pub(super) fn missing(&self) -> Option<String> {
         let missing = || (0..self.is_pushed.len()).filter(|i| !self.is_pushed[*i]);

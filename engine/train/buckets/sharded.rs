@@ -75,7 +75,7 @@ impl<B: Buf> Buckets<B> {
         if !self.options.sharded {
             return invalid("these buckets are not sharded, so that every rank has all gradients: ask for Options::sharded".into());
         }
-        if let Some(i) = self.grads.bufs.iter().position(Option::is_some) {
+        if let Some(i) = self.grads.first_begun() {
             return invalid(format!(
                 "parameter {i} has a gradient in this step already: finish the step first"
             ));

@@ -190,6 +190,26 @@ fn weights_that_do_not_fit_come_back_and_nothing_has_happened() {
     });
 }
 
+/// A gradient of 64 KB or more is not copied: an operation has it, and nothing of it is here.
+#[test]
+fn weights_are_not_gathered_while_an_operation_has_all_gradients() {
+    each(2, "local", |rank, comm| {
+        let shared = comm.share();
+        let layout = [Param::of::<f32>(1 << 15)];
+        let options = small_buckets().sharded();
+        let mut buckets = block_on(Buckets::<Vec<f32>>::with(&shared, &layout, options)).unwrap();
+        let ours = vec![rank as f32; 1 << 15];
+        assert!(buckets.push(0, ours.clone()).unwrap().is_none());
+        let failed = block_on(buckets.gather(vec![ours])).unwrap_err();
+        assert!(failed.error.to_string().contains("parameter 0 has a gradient"), "{}", failed.error);
+        assert_eq!(failed.buf.unwrap().len(), 1);
+        let reduced: Vec<Vec<f32>> = block_on(buckets.finish()).unwrap().collect();
+        let owned = buckets.owned(0);
+        assert!(reduced[0][owned].iter().all(|x| *x == 0.5), "the step goes on");
+        block_on(buckets.close()).unwrap();
+    });
+}
+
 #[test]
 fn a_rank_that_leaves_while_weights_are_gathered_is_named_and_all_weights_come_back() {
     for link in LINKS {
