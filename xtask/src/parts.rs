@@ -150,6 +150,10 @@ pub(crate) fn cuda_kernels() -> Part {
     Part { work: Work::Checks(kernels::check), ..cargo("CUDA kernels", "") }
 }
 
+/// What is built and tested together, so that what they have in common is compiled once, with the features that all of them ask for.
+pub(crate) const PACKAGES: &str = "--package allstream --package allstream-plan --package allstream-kernels \
+     --package allstream-cuda-kernels --package allstream-sys --package allstream-cli --all-features";
+
 /// The parts of `cargo xtask test`, or of its full run.
 pub(crate) fn tests(is_full: bool) -> Vec<Part> {
     let left_out = if is_full { When::Core } else { When::Full };
@@ -159,9 +163,7 @@ pub(crate) fn tests(is_full: bool) -> Vec<Part> {
 /// All parts, in order: what fails fast comes first. The full run has the programs of the core, and each of them tries more. They are not built as a release
 /// is, which took almost twice as long (13 minutes of two cores in place of 7.5): what users build as a release is tested by Python's wheel and candle.
 fn all(is_full: bool) -> Vec<Part> {
-    // Together, so that what they have in common is compiled once, with the features that all of them ask for.
-    let packages = "--package allstream --package allstream-plan --package allstream-kernels --package allstream-cuda-kernels \
-                    --package allstream-sys --package allstream-cli --all-features";
+    let packages = PACKAGES;
     let (tested, integration, left) = match is_full {
         true => {
             let ours = "--package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests --package loom-tests";
@@ -194,8 +196,11 @@ fn all(is_full: bool) -> Vec<Part> {
         cargo("doc tests", &format!("test {packages} --no-fail-fast --doc")),
         cuda_kernels().needs(kernels::needs).full(),
         Part { work: Work::Steps(fuzz::all), ..cargo("fuzz", "") }.needs(fuzz::needs).minutes(30).full(),
-        // A workspace of its own, so that candle stays out of the engine's lock file.
-        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release").full(),
+        // A workspace of its own, so that candle stays out of the engine's lock file. Fuzzers keep one core busy, and so does what is compiled last here.
+        cargo("candle", "test --manifest-path adapters/candle/Cargo.toml --no-fail-fast --release")
+            .minutes(30)
+            .beside()
+            .full(),
         Part { work: Work::Steps(python::all), ..cargo("python, with torch and Ray", "") }
             .needs(python::needs)
             .minutes(40)
@@ -210,14 +215,11 @@ fn all(is_full: bool) -> Vec<Part> {
             .minutes(90)
             .full(),
         Part::not_yet(
-            "devices, Python, loom, candle, fuzzing, and tests that take long",
+            "devices, RDMA, Python, loom, candle, fuzzing, and tests that take long",
             "`cargo xtask test --full` has them",
         )
         .core(),
-        Part::not_yet(
-            "RDMA",
-            "a virtual machine with Soft-RoCE takes minutes that this run does not have: `cargo xtask rdma` is that",
-        ),
+        rdma().full(),
     ]
 }
 

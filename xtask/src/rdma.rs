@@ -33,6 +33,8 @@ const LINK: &str = include_str!("rdma/link.sh");
 const HOSTS: &str = include_str!("rdma/hosts.sh");
 /// A machine that takes longer hangs. Where it is emulated it takes ten seconds to find devices, and two minutes for the link.
 const LIMIT: Duration = Duration::from_secs(480);
+/// One that does nothing is off after some five seconds.
+const START: Duration = Duration::from_secs(120);
 
 /// What has to be here, and the package that has it.
 const PROGRAMS: [(&str, &str); 6] = [
@@ -67,8 +69,8 @@ fn at(path: &Path) -> impl Fn(std::io::Error) -> String + '_ {
     move |error| format!("{}: {error}", path.display())
 }
 
-/// Why it cannot run here, if it cannot. Installs what is missing, where it may.
-pub(crate) fn needs(_: &Path) -> Result<(), String> {
+/// Why it cannot run here, if it cannot. Installs what is missing, where it may, and starts the machine once.
+pub(crate) fn needs(root: &Path) -> Result<(), String> {
     if cfg!(not(all(target_arch = "x86_64", target_os = "linux"))) {
         return Err("the virtual machine is one of x86-64".into());
     }
@@ -82,7 +84,22 @@ pub(crate) fn needs(_: &Path) -> Result<(), String> {
     if !wanted.is_empty() {
         install(&wanted, |mut command| output(&mut command).map(drop))?;
     }
-    Ok(())
+    let machine =
+        Machine::prepare(&folder(root)).map_err(|error| format!("its kernel is not to be had: {error}"))?;
+    machine
+        .run("true", START)
+        .map(drop)
+        .map_err(|error| format!("a virtual machine does not start here: {error}"))
+}
+
+/// Where things are built.
+fn target(root: &Path) -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from)
+}
+
+/// Where the machine is kept.
+fn folder(root: &Path) -> PathBuf {
+    target(root).join("rdma")
 }
 
 /// All checks, on one machine that is started once.
@@ -108,11 +125,13 @@ type Case = (String, String);
 /// Builds the command, and runs a script with it in the machine: what it printed.
 fn run(root: &Path, script: &str) -> Result<Vec<Case>, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    output(Command::new(cargo).current_dir(root).args(["build", "--quiet", "--package", "allstream-cli"]))?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), PathBuf::from);
-    let program = target.join("debug/allstream");
-    let machine = Machine::prepare(&target.join("rdma"))?;
-    let said = machine.run(&format!("ALLSTREAM='{}'\n{script}", program.display()))?;
+    let mut build = Command::new(cargo);
+    // As the tests have it, so that it is not built once more.
+    build.args(["build", "--quiet", "--bins"]).args(crate::parts::PACKAGES.split_whitespace());
+    output(build.current_dir(root))?;
+    let program = target(root).join("debug/allstream");
+    let machine = Machine::prepare(&folder(root))?;
+    let said = machine.run(&format!("ALLSTREAM='{}'\n{script}", program.display()), LIMIT)?;
     let cases = said.split("case: ").skip(1).filter_map(|case| case.split_once('\n'));
     Ok(cases.map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
 }
@@ -353,7 +372,7 @@ impl Machine {
     }
 
     /// Starts the machine, has it run a script, and waits until it is off: what the script printed. It has to end well.
-    fn run(&self, script: &str) -> Result<String, String> {
+    fn run(&self, script: &str, limit: Duration) -> Result<String, String> {
         let shared = self.folder.join("shared");
         let _ = fs::remove_dir_all(&shared);
         fs::create_dir_all(&shared).map_err(at(&shared))?;
@@ -399,7 +418,7 @@ impl Machine {
         qemu.args(files("shared", &shared, ""));
         let errors = log.try_clone().map_err(at(&console))?;
         qemu.stdin(Stdio::null()).stdout(log).stderr(errors);
-        self.wait(qemu)?;
+        self.wait(qemu, limit)?;
         let read = |name: &str| fs::read_to_string(shared.join(name)).unwrap_or_default();
         match read("status").trim() {
             "0" => Ok(read("output")),
@@ -408,9 +427,9 @@ impl Machine {
         }
     }
 
-    fn wait(&self, mut qemu: Command) -> Result<(), String> {
+    fn wait(&self, mut qemu: Command, limit: Duration) -> Result<(), String> {
         let mut child = qemu.spawn().map_err(|error| format!("qemu-system-x86_64: {error}"))?;
-        let end = Instant::now() + LIMIT;
+        let end = Instant::now() + limit;
         while child.try_wait().map_err(|error| error.to_string())?.is_none() {
             if Instant::now() > end {
                 let _ = child.kill();
@@ -418,7 +437,7 @@ impl Machine {
                 let console = self.folder.join("console");
                 return Err(format!(
                     "the machine did not end in {} s; see {}",
-                    LIMIT.as_secs(),
+                    limit.as_secs(),
                     console.display()
                 ));
             }
