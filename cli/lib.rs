@@ -143,7 +143,7 @@ fn nccl() -> String {
 
 /// What of this host's network cards can carry links to other hosts, what not and why, and when it is used: a line each.
 fn rdma() -> Vec<String> {
-    let used = "used between hosts that all have it, once messages got through (else TCP, with a warning); ALLSTREAM_LINK=rdma or tcp chooses";
+    let used = "used between hosts if all have it and a test message arrives, else TCP with a warning; ALLSTREAM_LINK=rdma or tcp forces one";
     let found = match allstream::rdma::find() {
         Ok(found) => found,
         Err(error) => return vec![format!("no: {error}"), used.into()],

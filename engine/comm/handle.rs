@@ -85,7 +85,7 @@ impl Prepared {
         }
         let turns = process_runtime()?;
         let region = Arc::new(Region::shared()?);
-        // It says to the others as they meet what it has, or that it has none.
+        // The rank registers with what it has.
         rendezvous.rdma = rdma::look(rendezvous.rdma_need(), &region)?;
         let mut offers = Vec::new();
         for fd in region.fd().into_iter().chain([&**turns.0.doorbell()]) {

@@ -248,7 +248,7 @@ pub(super) struct Pair {
     pub(super) frames: Frames,
     pub(super) link: &'static LinkKind,
     pub(super) handed: Handed,
-    /// How RDMA between the two went, where they were to try it.
+    /// The outcome of their trial of RDMA, if they had one.
     pub(super) tried: Option<Tried>,
 }
 
@@ -297,11 +297,14 @@ impl Pairing {
         self.settle(peer, side).await.map_err(failed)
     }
 
-    /// How this rank's trials of RDMA went, where it was to try: what its hosts' links can do.
+    /// The outcome of this rank's trials of RDMA; `None` if it was not to try.
     pub(super) fn tried(&self, pairs: &[Pair]) -> Option<Tried> {
         let opened = self.card.as_ref()?;
         let failed = opened.as_ref().err().map(|why| format!("rank {}: {why}", self.rank));
-        let failed = failed.or_else(|| pairs.iter().find_map(|pair| pair.tried.clone()?.err()));
+        let failed = failed.or_else(|| {
+            let of_pairs = pairs.iter().filter_map(|pair| Some((pair.rank, pair.tried.clone()?.err()?)));
+            of_pairs.min().map(|(_, why)| why)
+        });
         Some(failed.map_or(Ok(()), Err))
     }
 
@@ -351,8 +354,8 @@ impl Pairing {
         };
         let tried = match &self.card {
             Some(card) if self.table.try_each_other(self.rank, peer) => {
-                let mut talk = trial::Talk { stream: &mut stream, frames: &mut frames };
-                let tried = trial::run(card, &mut talk).await?;
+                let mut talk = trial::Talk { rank: self.rank, stream: &mut stream, frames: &mut frames };
+                let tried = trial::run(card, &mut talk, trial::limit(self.table.hosts())).await?;
                 Some(tried.map_err(|why| format!("between rank {} and rank {peer}: {why}", self.rank)))
             }
             _ => None,

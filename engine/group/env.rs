@@ -119,7 +119,7 @@ impl Rendezvous {
         }
         found.host_id = get("ALLSTREAM_HOST_ID");
         let local = get("LOCAL_WORLD_SIZE").and_then(|text| text.trim().parse::<usize>().ok());
-        found.is_one_host = local == Some(size) && found.host_id.is_none();
+        found.is_one_host = local == Some(size);
         if let Some(text) = get("ALLSTREAM_RENDEZVOUS_FD").filter(|_| rank == 0 && size > 1) {
             let fd = text.trim().parse::<RawFd>().ok().filter(|fd| *fd > 2).ok_or_else(|| {
                 format!("ALLSTREAM_RENDEZVOUS_FD is `{text}`; expected the number of an inherited descriptor above 2")
@@ -258,7 +258,7 @@ impl Rendezvous {
         match self.link.class() {
             _ if self.size == 1 => Need::Never,
             Some(LinkClass::RDMA) => Need::Chosen,
-            None if !self.is_one_host => Need::Between,
+            None if !self.is_one_host || self.host_id.is_some() => Need::Between,
             _ => Need::Never,
         }
     }

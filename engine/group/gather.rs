@@ -113,9 +113,12 @@ pub(super) async fn gather(
     let world = formed.table.world;
     let (gave_up, mut giving_up) = mpsc::unbounded_channel();
     let prospect = rendezvous.rdma.as_ref().filter(|_| rdma::is_to_try(&formed.table, rank));
-    let card = prospect.map(|prospect| prospect.open().map_err(|error| error.to_string()));
+    let card = match prospect.cloned() {
+        Some(prospect) => Some(rdma::open_aside(prospect).await),
+        None => None,
+    };
     let (verdict_in, verdict) = card.as_ref().map(|_| oneshot::channel()).unzip();
-    // If it is dropped before this rank is connected to all, the others hear that this rank is gone.
+    // Dropped before `done` it tells the others that this rank is gone.
     let mut connecting = Some(formed.registered.watch(&mut service, gave_up.clone(), verdict_in));
     let closed = OnceLock::new();
     let door =
@@ -147,7 +150,7 @@ pub(super) async fn gather(
         pending.spawn(async {
             match verdict.await {
                 Ok(tried) => Ok(Settled::Rdma(tried)),
-                // A rank gave up, of which the next task tells.
+                // A rank gave up: the task below says so.
                 Err(_) => std::future::pending().await,
             }
         });
@@ -238,7 +241,8 @@ async fn told(pending: &mut Pending, rank: Rank, deadline: Instant) -> Result<Tr
         Ok(Some(Ok(Ok(Settled::Rdma(tried))))) => Ok(tried),
         Ok(Some(Ok(Err(failed)))) => Err(failed),
         _ => {
-            let why = "this rank is connected to all, but not all others were to each other in time";
+            let why = "this rank is connected to all others, but not all of those were to each other in time, or have tried RDMA; \
+                       ALLSTREAM_LINK=tcp on all ranks goes without";
             Err(Failed { first: rank, why: why.into() })
         }
     }

@@ -16,6 +16,7 @@ mod connecting;
 pub(super) use self::connecting::Visitors;
 use super::connect;
 use super::env::Rendezvous;
+use super::rdma;
 use super::registration::{Connected, News, Registration, Table};
 use super::wire::{self, Frames};
 use crate::types::Rank;
@@ -305,6 +306,7 @@ impl<'a> Lobby<'a> {
         members.extend(self.visitors.values().map(|v| v.registration.clone()));
         let heartbeat = self.rendezvous.heartbeat;
         let choices = self.rendezvous.choices.clone();
+        rdma::condense(&mut members);
         let mut table = Table { world, members, heartbeat, choices };
         let mut frames: BTreeMap<Option<IpAddr>, Arc<Vec<u8>>> = BTreeMap::new();
         for reached in self.visitors.values().map(|v| v.reached).collect::<BTreeSet<_>>() {

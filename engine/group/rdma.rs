@@ -98,7 +98,7 @@ pub(crate) enum Need {
     Chosen,
 }
 
-/// Finds out what a rank has for links over RDMA, where its links may go over it. Where they are to, the port is opened, too.
+/// Finds out what a rank has for links over RDMA, where its links may go over it. If RDMA was chosen, also opens the port.
 ///
 /// # Errors
 /// What [`find`] says, with the host's name and what to do, where RDMA was chosen: the other ranks are told. [`Error::Invalid`]: a variable says what
@@ -114,11 +114,15 @@ pub(crate) fn look(need: Need, region: &Arc<Region>) -> Result<Option<Prospect>,
         Err(Error::Unavailable { problem, .. }) => (None, problem),
         Err(error) => return Err(error),
     };
-    let shown =
-        |port: &RdmaPort| EndPort { layer: port.layer.to_string(), mtu: port.mtu, shown: port.to_string() };
+    let shown = |port: &RdmaPort| EndPort {
+        name: format!("{} port {}", port.device, port.port),
+        layer: port.layer.to_string(),
+        mtu: port.mtu,
+        shown: port.to_string(),
+    };
     let said = port.as_ref().map(shown).ok_or_else(|| why.chars().take(MOST_TOLD).collect());
-    let is_wanted = verbs::said()?.names_a_port();
-    let end = RdmaEnd { host, port: said, is_wanted };
+    let is_expected = said.is_ok() || verbs::is_expected();
+    let end = RdmaEnd { host, port: said, is_expected };
     let prospect = Prospect { end, port, region: region.clone(), card: Arc::default() };
     if need == Need::Chosen {
         prospect.open().map_err(|error| needed_here(&prospect.end.host, error))?;
@@ -126,7 +130,7 @@ pub(crate) fn look(need: Need, region: &Arc<Region>) -> Result<Option<Prospect>,
     Ok(Some(prospect))
 }
 
-/// A rank that RDMA was chosen for has none.
+/// The error of a rank without RDMA in a world that asks for it.
 fn needed_here(host: &str, error: Error) -> Error {
     match error {
         Error::Unavailable { what, problem } => Error::Unavailable {
@@ -141,7 +145,7 @@ fn needed_here(host: &str, error: Error) -> Error {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct WhyNot {
     pub(super) why: String,
-    /// Some rank has a port, or was to have one: its user wants to know.
+    /// Worth telling: a host has a card, or its user named one.
     pub(super) is_news: bool,
 }
 
@@ -150,12 +154,12 @@ pub(super) fn why_not<'a>(members: impl Iterator<Item = &'a Registration>) -> Op
     let ends: Vec<(Rank, Option<&RdmaEnd>)> = members.map(|of| (of.rank, of.rdma.as_ref())).collect();
     let first =
         ends.iter().find_map(|(rank, end)| Some((*rank, end.as_ref()?, end.as_ref()?.port.as_ref().ok()?)));
-    let is_news = first.is_some() || ends.iter().any(|(_, end)| end.is_some_and(|end| end.is_wanted));
+    let is_news = ends.iter().any(|(_, end)| end.is_some_and(|end| end.is_expected));
     let has =
         first.map(|(rank, end, port)| format!("rank {rank} on host {} has {}, and ", end.host, port.shown));
     let has = has.unwrap_or_default();
     let why = ends.iter().find_map(|(rank, end)| match (end, first) {
-        (None, _) => Some(format!("{has}rank {rank} named no port; does it run the same program?")),
+        (None, _) => Some(format!("{has}rank {rank} did not look for a port: its LOCAL_WORLD_SIZE says that all ranks are on its host")),
         (Some(RdmaEnd { host, port: Err(why), .. }), _) => {
             Some(format!("{has}rank {rank} on host {host} has no port to use: {why}"))
         }
@@ -167,6 +171,29 @@ pub(super) fn why_not<'a>(members: impl Iterator<Item = &'a Registration>) -> Op
         _ => None,
     })?;
     Some(WhyNot { why, is_news })
+}
+
+/// Opens a rank's port as [`Prospect::open`] does, on a thread of its own.
+///
+/// # Errors
+/// As there, in words.
+pub(super) async fn open_aside(prospect: Prospect) -> Result<Arc<Card>, String> {
+    trial::aside(move || prospect.open().map_err(|error| error.to_string())).await
+}
+
+/// Leaves out of what ranks have said what no other needs: the table of a large world has to hold it. Kept are the first port, the first of another kind,
+/// and the first reason for which a rank has none, of which [`why_not`] speaks.
+pub(super) fn condense(members: &mut [Registration]) {
+    let mut kinds: Vec<String> = Vec::new();
+    let mut is_missing = false;
+    for end in members.iter_mut().filter_map(|of| of.rdma.as_mut()) {
+        match &mut end.port {
+            Ok(port) if kinds.contains(&port.layer) => port.shown.clear(),
+            Ok(port) => kinds.push(port.layer.clone()),
+            Err(why) if is_missing => why.clear(),
+            Err(_) => is_missing = true,
+        }
+    }
 }
 
 /// Whether ranks of different hosts are to try RDMA. If they cannot, their user is told why.
@@ -183,8 +210,9 @@ pub(super) fn is_to_try(table: &Table, own: Rank) -> bool {
 }
 
 fn falls_back(own: Rank, why: &str) {
-    let text =
-        format!("hosts talk by TCP and not by RDMA: {why}; ALLSTREAM_LINK=tcp on all ranks chooses that");
+    let text = format!(
+        "hosts talk by TCP and not by RDMA: {why}; set ALLSTREAM_LINK=tcp on all ranks to skip the trial and this warning"
+    );
     if own == 0 {
         tracing::warn!(rank = own, "{text}");
     } else {
@@ -197,10 +225,12 @@ pub(super) fn tell(own: Rank, table: &Table, tried: &Tried) {
     match tried {
         Ok(()) => {
             if let Some(RdmaEnd { port: Ok(port), .. }) = &table.members[own].rdma {
-                tracing::info!(rank = own, "links to other hosts go over RDMA: {}", port.shown);
+                tracing::info!(rank = own, "links to other hosts go over RDMA, by {}", port.name);
             }
-            if let Some(text) = mtus(table.members.iter()) {
-                tracing::warn!(rank = own, "{text}");
+            match mtus(table.members.iter()) {
+                Some(text) if own == 0 => tracing::warn!(rank = own, "{text}"),
+                Some(text) => tracing::info!(rank = own, "{text}"),
+                None => {}
             }
         }
         Err(why) => falls_back(own, why),
@@ -218,7 +248,7 @@ pub(super) fn mtus<'a>(members: impl Iterator<Item = &'a Registration>) -> Optio
     let (least, most) = (all.iter().min_by_key(|of| of.2)?, all.iter().min_by_key(|of| Reverse(of.2))?);
     (least.2 < most.2).then(|| {
         format!(
-            "packets of RDMA carry {} bytes at rank {} on host {}, and {} at rank {} on host {}: between the two the smaller are used; give all interfaces \
+            "packets of RDMA carry {} bytes at rank {} on host {}, and {} at rank {} on host {}: links between them use the smaller; give all interfaces \
              and switches the larger MTU",
             least.2, least.0, least.1, most.2, most.0, most.1
         )

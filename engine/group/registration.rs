@@ -50,13 +50,15 @@ pub(crate) struct RdmaEnd {
     pub(crate) host: String,
     /// The port that the rank's links would go through, or why there is none.
     pub(crate) port: Result<EndPort, String>,
-    /// The user has named what is to be used.
-    pub(crate) is_wanted: bool,
+    /// The host has a card, or its user has named one: if that comes to nothing, the user wants to know why.
+    pub(crate) is_expected: bool,
 }
 
 /// The port of a network card by which a rank would talk by RDMA.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct EndPort {
+    /// The device and the port on it.
+    pub(crate) name: String,
     /// What it speaks: ports talk to others of the same.
     pub(crate) layer: String,
     /// Bytes of data in a packet.
@@ -80,13 +82,27 @@ impl Table {
         self.members.iter().all(|of| of.process.host == self.members[0].process.host)
     }
 
-    /// Whether a rank is the first of its host.
+    /// Whether a rank is the first of its host that would talk through its port. (Ranks of a host may have been given one each.)
     fn leads(&self, rank: Rank) -> bool {
-        let host = &self.members[rank].process.host;
-        self.members.iter().position(|of| of.process.host == *host) == Some(rank)
+        let port = |of: &Registration| {
+            let port = of.rdma.as_ref().and_then(|end| end.port.as_ref().ok());
+            port.map(|port| port.name.clone())
+        };
+        let own = &self.members[rank];
+        let is_same = |of: &Registration| of.process.host == own.process.host && port(of) == port(own);
+        self.members.iter().position(is_same) == Some(rank)
     }
 
-    /// Whether these two are to try the way between their hosts: they are of different ones, and the first there.
+    /// How many hosts there are.
+    pub(crate) fn hosts(&self) -> usize {
+        self.members
+            .iter()
+            .map(|of| of.process.host.as_str())
+            .collect::<std::collections::BTreeSet<_>>()
+            .len()
+    }
+
+    /// Whether these two are to try the way between their ports.
     pub(crate) fn try_each_other(&self, one: Rank, other: Rank) -> bool {
         self.members[one].process.host != self.members[other].process.host
             && self.leads(one)
@@ -129,8 +145,8 @@ pub(crate) enum News {
     Failed { problem: String },
     /// Of a world that has formed: this rank is gone, and was not connected to all others.
     Left { rank: Rank, why: String },
-    /// Of a world that has formed: rank 0 is connected to all. Who is not yet does not wait for it any more, and the end of this
-    /// connection means nothing. Where the ranks may talk by RDMA this comes when all are connected, with what has become of that.
+    /// Of a world that has formed: rank 0 is connected to all. A rank that is still connecting need not wait for rank 0, and the end of this
+    /// connection means nothing any more. Where RDMA was tried this comes when all are connected, and says whether it is used.
     Connected { rdma: Option<Tried> },
 }
 

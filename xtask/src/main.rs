@@ -67,7 +67,11 @@ enum Command {
         for_rehearsal: bool,
     },
     /// Try what finds RDMA devices on Soft-RoCE, in a virtual machine with a kernel of Debian's
-    Rdma,
+    Rdma {
+        /// Print what the link costs there, beside perftest and TCP
+        #[arg(long)]
+        bars: bool,
+    },
     /// Format, clippy, docs, packages, then `test --full`
     Ci,
 }
@@ -110,7 +114,19 @@ fn main() -> ExitCode {
                 }
             };
         }
-        Command::Rdma => vec![parts::rdma()],
+        Command::Rdma { bars: true } => {
+            return match rdma::bars(&root) {
+                Ok(table) => {
+                    print!("{table}");
+                    ExitCode::SUCCESS
+                }
+                Err(error) => {
+                    eprintln!("cargo xtask rdma: {error}");
+                    ExitCode::FAILURE
+                }
+            };
+        }
+        Command::Rdma { bars: false } => vec![parts::rdma()],
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests(true)).collect(),
     };
     if parts.is_empty() {

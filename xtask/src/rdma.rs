@@ -31,6 +31,7 @@ const INIT: &str = include_str!("rdma/init.sh");
 const DISCOVER: &str = include_str!("rdma/discover.sh");
 const LINK: &str = include_str!("rdma/link.sh");
 const HOSTS: &str = include_str!("rdma/hosts.sh");
+const BARS: &str = include_str!("rdma/bars.sh");
 /// A machine that takes longer hangs. Where it is emulated it takes ten seconds to find devices, and two minutes for the link.
 const LIMIT: Duration = Duration::from_secs(480);
 /// One that does nothing is off after some five seconds.
@@ -136,6 +137,44 @@ fn run(root: &Path, script: &str) -> Result<Vec<Case>, String> {
     Ok(cases.map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
 }
 
+/// What the link costs, as a table: figures of each round, and their medians.
+///
+/// # Errors
+/// Why it cannot be measured here.
+pub(crate) fn bars(root: &Path) -> Result<String, String> {
+    needs(root)?;
+    if !is_there("ib_write_bw") {
+        install(&["perftest"], |mut command| output(&mut command).map(drop))?;
+    }
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut build = Command::new(cargo);
+    output(build.args(["build", "--quiet", "--release", "--package", "allstream-cli"]).current_dir(root))?;
+    let program = target(root).join("release/allstream");
+    let machine = Machine::prepare(&folder(root))?;
+    let said = machine.run(&format!("ALLSTREAM='{}'\n{BARS}", program.display()), LIMIT)?;
+    Ok(table(&said))
+}
+
+/// Lines of a name and a figure as rows with the median, one for each name, in the order in which they came first.
+fn table(said: &str) -> String {
+    let mut rows: Vec<(&str, Vec<f64>)> = Vec::new();
+    for line in said.lines() {
+        let Some((name, figure)) = line.rsplit_once(' ') else { continue };
+        let Ok(figure) = figure.parse::<f64>() else { continue };
+        match rows.iter_mut().find(|(known, _)| *known == name) {
+            Some((_, figures)) => figures.push(figure),
+            None => rows.push((name, vec![figure])),
+        }
+    }
+    let mut text = String::from("| what | median | least | most |\n|---|---|---|---|\n");
+    for (name, mut figures) in rows {
+        figures.sort_by(f64::total_cmp);
+        let (least, median, most) = (figures[0], figures[figures.len() / 2], figures[figures.len() - 1]);
+        text += &format!("| {name} | {median} | {least} | {most} |\n");
+    }
+    text
+}
+
 /// What is wrong with what the link's script printed.
 fn link_complaints(cases: &[Case]) -> Vec<String> {
     let mut complaints = Vec::new();
@@ -211,7 +250,7 @@ const BETWEEN: [Wanted; 3] = [
 
 /// Of `allstream info`.
 const WANTED: [Wanted; 8] = [
-    ("none", &["no: RDMA is not available: there is no device", "used between hosts that all have it"]),
+    ("none", &["no: RDMA is not available: there is no device", "used between hosts if all have it"]),
     (
         "one",
         &[
@@ -219,7 +258,7 @@ const WANTED: [Wanted; 8] = [
             " (10.9.0.1 of rd0), MTU 4096\n",
             "link-local",
             "found by /",
-            "used between hosts that all have it",
+            "used between hosts if all have it",
         ],
     ),
     ("forced", &["yes: rxe0 port 1 active, RoCE v2, GID 0 (fe80::", " of rd0), MTU 4096\n"]),
@@ -240,7 +279,7 @@ const WANTED: [Wanted; 8] = [
             "yes: rxe1 port 1 active, RoCE v2, GID ",
             " (10.8.0.1 of rd1), MTU 1024 (the port can do 4096",
             "     rxe0 port 1 active",
-            "used between hosts that all have it",
+            "used between hosts if all have it",
         ],
     ),
     ("named", &["yes: rxe0 port 1 active", "rxe1 port 1: left out: ALLSTREAM_RDMA_DEVICE is `rxe0`"]),
@@ -499,6 +538,12 @@ mod tests {
         ];
         assert_eq!(files, wanted);
         assert!(closure(table, &["nothing"]).is_err());
+    }
+
+    #[test]
+    fn a_table_has_the_median_of_each_figure() {
+        let rows = table("a 3\nnothing\nb x\na 1\nbefore errors 0\na 2\n");
+        assert!(rows.ends_with("| a | 2 | 1 | 3 |\n| before errors | 0 | 0 | 0 |\n"), "{rows}");
     }
 
     #[test]

@@ -21,8 +21,8 @@ fn asked(command: &mut Command) -> Vec<String> {
     let others = lines.take_while(|line| line.starts_with(' '));
     let lines = [first].into_iter().chain(others).map(|line| line.get(15..).unwrap_or_default().to_owned());
     let mut lines: Vec<String> = lines.collect();
-    // Whatever there is, it is used where that is asked for.
-    assert!(lines.pop().unwrap().starts_with("used between hosts that all have it"));
+    // Whatever there is, the last line says when it is used.
+    assert!(lines.pop().unwrap().starts_with("used between hosts if all have it"));
     lines
 }
 
@@ -352,9 +352,9 @@ fn where_a_host_has_no_port_hosts_talk_by_tcp_and_say_why() {
 #[test]
 fn hosts_between_which_no_message_gets_through_talk_by_tcp_and_say_why() {
     for (knob, part) in [
-        ("STALL=1", "between rank 0 and rank 2: no message came from the other end within 3s"),
-        ("FAIL=ibv_create_qp:1:12,ibv_create_qp:2:12", "between rank 0 and rank 2: "),
-        ("FAIL=ibv_modify_qp:2:22", "ibv_modify_qp: Invalid argument"),
+        ("STALL=1", "between rank 0 and rank 2: rank 0: no message came from the other end within 3.02s"),
+        ("FAIL=ibv_create_qp:1:12,ibv_create_qp:2:12", "between rank 0 and rank 2: rank 2: "),
+        ("FAIL=ibv_modify_qp:2:22", "rank 2: connect test_0 port 1"),
         ("FAIL=ibv_alloc_pd:1:12", "test_0 port 1 cannot be used: ibv_alloc_pd: Cannot allocate memory"),
     ] {
         // At one rank only: all have to come to the same choice.

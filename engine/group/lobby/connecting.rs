@@ -40,7 +40,7 @@ impl Visitors {
         mut verdict: Option<oneshot::Sender<Tried>>,
     ) {
         let mut is_rank_0_connected = false;
-        // Of the trials that failed that of the first rank, whichever came first: all runs of a job say the same.
+        // The failure that the lowest rank has reported, in whatever order reports come.
         let mut failed: Option<(Rank, String)> = None;
         while !self.connecting.is_empty() || verdict.is_some() && !is_rank_0_connected {
             match self.events.recv().await {
@@ -61,7 +61,7 @@ impl Visitors {
                     let why = format!("it ended, or its connection to rank 0 did ({})", visitor.who);
                     tracing::warn!(rank, "rank {rank} gave up connecting to the others: {why}");
                     self.tell_all(&News::Left { rank, why: why.clone() });
-                    // Whoever is connected to all others cannot wait for them any longer.
+                    // The world cannot form now: there will be no verdict.
                     let _ = gave_up.send((rank, why));
                     verdict = None;
                 }
@@ -74,10 +74,10 @@ impl Visitors {
             let tried: Tried = failed.map_or(Ok(()), |(_, why)| Err(why));
             self.tell_all(&News::Connected { rdma: Some(tried.clone()) });
             let _ = verdict.send(tried);
-            // What was put in the outboxes is on its way when their writers have ended.
-            self.awaiting.clear();
-            while self.writers.join_next().await.is_some() {}
         }
+        // Waits until the writers have sent what is in the outboxes: the end of this task would end them before.
+        self.awaiting.clear();
+        while self.writers.join_next().await.is_some() {}
     }
 
     fn take(&mut self, rank: Rank, visit: u64) -> Option<Visitor> {

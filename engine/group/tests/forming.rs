@@ -271,8 +271,8 @@ async fn links_decide_locality_or_are_refused() {
     let over_rdma = |place: Rendezvous, layer: &str| {
         let host = format!("host of {}", place.rank);
         let shown = format!("card{} port 1 active, {layer}", place.rank);
-        let port = Ok(EndPort { layer: layer.into(), mtu: 4096, shown });
-        let rdma = Some(Prospect::pretended(RdmaEnd { host, port, is_wanted: false }).unwrap());
+        let port = Ok(EndPort { name: "card".into(), layer: layer.into(), mtu: 4096, shown });
+        let rdma = Some(Prospect::pretended(RdmaEnd { host, port, is_expected: true }).unwrap());
         Rendezvous { rdma, ..place.link(LinkChoice::RDMA) }
     };
     for (layers, wanted) in [
@@ -284,7 +284,7 @@ async fn links_decide_locality_or_are_refused() {
                 "rank 1 on host host of 1 has card1",
             ],
         ),
-        (["", "RoCE v2"], &["the link is rdma", "rank 0 named no port", "the same program"]),
+        (["", "RoCE v2"], &["the link is rdma", "rank 0 did not look for a port", "LOCAL_WORLD_SIZE"]),
     ] {
         let (places, _) = places("127.0.0.1", 2);
         let ends = places.into_iter().zip(layers).map(|(place, layer)| match layer {

@@ -11,26 +11,16 @@ use crate::group::registration::{News, Registration, Table};
 use crate::group::wire::{self, Frames};
 use crate::group::{connect, host};
 
-/// Registers as a rank whose addresses are these: what rank 0 says, and the connection, which is the rank's life until it is connected to all.
-async fn register(
-    at: SocketAddr,
-    rank: Rank,
-    size: usize,
-    addresses: Vec<SocketAddr>,
-    unfit: Option<&str>,
-) -> (News, tokio::net::TcpStream) {
-    let mut stream = tokio::net::TcpStream::connect(at).await.unwrap();
+/// What a rank says that is on a host of its own, and can be reached at these addresses.
+pub(super) fn registration(rank: Rank, size: usize, addresses: Vec<SocketAddr>) -> Registration {
     let process = Process::this(Some(&format!("host of {rank}, {}", host::nonce().unwrap()))).unwrap();
-    let registration = Registration {
-        rank,
-        size,
-        addresses,
-        process,
-        socket: None,
-        link: LinkChoice::TCP,
-        rdma: None,
-        unfit: unfit.map(str::to_owned),
-    };
+    let (socket, rdma, unfit) = (None, None, None);
+    Registration { rank, size, addresses, process, socket, link: LinkChoice::AUTO, rdma, unfit }
+}
+
+/// Registers so: what rank 0 says, and the connection, which is the rank's life until it is connected to all.
+pub(super) async fn register(at: SocketAddr, registration: Registration) -> (News, tokio::net::TcpStream) {
+    let mut stream = tokio::net::TcpStream::connect(at).await.unwrap();
     let end = tokio::time::Instant::now() + LIMIT;
     handshake::dial(&mut stream, &Token::new(b"t"), &Purpose::Register(Box::new(registration)), end)
         .await
@@ -46,11 +36,16 @@ async fn register(
     }
 }
 
-fn failure(end: Result<Member, Error>) -> String {
+pub(super) fn failure(end: Result<Member, Error>) -> String {
     match end {
         Ok(member) => panic!("rank {} joined", member.mesh.rank()),
         Err(error) => error.to_string(),
     }
+}
+
+/// A rank of three that says so.
+fn over_tcp_as(rank: Rank, addresses: Vec<SocketAddr>) -> Registration {
+    Registration { link: LinkChoice::TCP, ..registration(rank, 3, addresses) }
 }
 
 fn over_tcp(size: usize) -> (Vec<Rendezvous>, SocketAddr) {
@@ -69,7 +64,7 @@ async fn all_hear_of_two_ranks_that_cannot_connect_to_each_other() {
     let (first, last) = (tokio::spawn(join(places.remove(0))), tokio::spawn(join(place(2))));
     // Rank 1 says that it listens where nobody does, and dials nobody.
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let (news, _alive) = register(at, 1, 3, vec![nobody], None).await;
+    let (news, _alive) = register(at, over_tcp_as(1, vec![nobody])).await;
     assert!(matches!(news, News::Formed(_)), "{news:?}");
     for end in [first, last] {
         let text = failure(end.await.unwrap());
@@ -103,10 +98,13 @@ async fn an_address_counts_only_if_the_right_rank_answers_there() {
 async fn a_rank_that_cannot_take_part_is_named_to_all() {
     let (mut places, at) = over_tcp(3);
     let first = tokio::spawn(join(places.remove(0)));
-    let (unfit, late) = (register(at, 2, 3, Vec::new(), Some("no more of it")), async {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-        join(places.remove(0)).await
-    });
+    let (unfit, late) = (
+        register(at, Registration { unfit: Some("no more of it".into()), ..over_tcp_as(2, Vec::new()) }),
+        async {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            join(places.remove(0)).await
+        },
+    );
     let begun = Instant::now();
     let (news, late) = tokio::join!(unfit, late);
     let (News::Failed { problem }, _) = news else { panic!("{news:?}") };
@@ -135,13 +133,13 @@ async fn awaiting_rank_2()
     let mut awaiting = places.into_iter().map(|place| tokio::spawn(join(place.timeout(LIMIT))));
     let awaiting = [awaiting.next().unwrap(), awaiting.next().unwrap()];
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
-    let (news, alive) = register(at, 2, 3, vec![nobody], None).await;
+    let (news, alive) = register(at, over_tcp_as(2, vec![nobody])).await;
     let News::Formed(table) = news else { panic!("{news:?}") };
     (awaiting, table, alive)
 }
 
 /// Makes rank 2 a pair with another one.
-async fn pair_with(to: Rank, table: &Table) -> tokio::net::TcpStream {
+pub(super) async fn pair_with(to: Rank, table: &Table) -> tokio::net::TcpStream {
     let purpose = Purpose::Control { world: table.world, from: 2, to };
     let end = tokio::time::Instant::now() + LIMIT;
     let mut stream =

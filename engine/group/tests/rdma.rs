@@ -1,34 +1,29 @@
 //! Whether hosts are to talk by RDMA: what ranks say of themselves, and how all come to one choice. That messages get through is tried by tests of the
 //! command, with the verbs library for tests.
 
+use tokio::io::AsyncWriteExt;
+
+use super::giving_up::{failure, pair_with, register, registration};
 use super::*;
-use crate::group::host::Process;
-use crate::group::rdma::{Prospect, WhyNot, mtus, why_not};
-use crate::group::registration::{EndPort, RdmaEnd, Registration};
-use crate::link::verbs::RDMA;
+use crate::group::rdma::{Prospect, WhyNot, condense, mtus, why_not};
+use crate::group::registration::{EndPort, News, RdmaEnd, Registration};
+use crate::group::wire;
 use crate::types::LinkClass;
 
 fn port(layer: &str, mtu: u32) -> Result<EndPort, String> {
-    Ok(EndPort { layer: layer.into(), mtu, shown: format!("card_0 port 1, {layer}") })
+    let name = "card_0 port 1";
+    Ok(EndPort { name: name.into(), layer: layer.into(), mtu, shown: format!("{name}, {layer}") })
 }
 
 fn end(host: &str, port: Result<EndPort, String>) -> RdmaEnd {
-    RdmaEnd { host: host.into(), port, is_wanted: false }
+    let is_expected = port.is_ok();
+    RdmaEnd { host: host.into(), port, is_expected }
 }
 
 /// Ranks that say this as they register, each on a host of its own.
 fn members(ends: Vec<Option<RdmaEnd>>) -> Vec<Registration> {
     let size = ends.len();
-    let one = |(rank, rdma)| Registration {
-        rank,
-        size,
-        addresses: Vec::new(),
-        process: Process::this(Some(&format!("host {rank}"))).unwrap(),
-        socket: None,
-        link: LinkChoice::AUTO,
-        rdma,
-        unfit: None,
-    };
+    let one = |(rank, rdma)| Registration { rdma, ..registration(rank, size, Vec::new()) };
     ends.into_iter().enumerate().map(one).collect()
 }
 
@@ -52,14 +47,14 @@ fn all_hosts_need_a_port_of_one_kind_and_the_first_that_has_none_is_named() {
         true,
         &["rank 1 on host b has card_0", "rank 0 on host a has no port"],
     );
-    // Nobody has any, as on most machines: nothing to speak of, unless somebody has named a device.
+    // Nobody has any, as on most machines: nothing to speak of, unless a host has a card.
     says(
         vec![none("a", "no library"), none("b", "no library")],
         false,
         &["rank 0 on host a has no port to use: no library"],
     );
-    let wanted = Some(RdmaEnd { is_wanted: true, ..end("b", Err("there is no device x".into())) });
-    says(vec![none("a", "no library"), wanted], true, &["rank 0 on host a has no port"]);
+    let has_card = Some(RdmaEnd { is_expected: true, ..end("b", Err("there is no device x".into())) });
+    says(vec![none("a", "no library"), has_card], true, &["rank 0 on host a has no port"]);
     let infiniband = Some(end("b", port("InfiniBand", 4096)));
     says(
         vec![roce("a"), infiniband],
@@ -71,7 +66,7 @@ fn all_hosts_need_a_port_of_one_kind_and_the_first_that_has_none_is_named() {
             "ALLSTREAM_RDMA_DEVICE",
         ],
     );
-    says(vec![roce("a"), None], true, &["rank 1 named no port"]);
+    says(vec![roce("a"), None], true, &["rank 1 did not look for a port", "LOCAL_WORLD_SIZE"]);
 }
 
 #[test]
@@ -105,25 +100,73 @@ async fn where_a_port_cannot_be_opened_all_ranks_take_tcp() {
     assert_eq!(classes(&members[0]), [None, tcp, tcp]);
     assert_eq!(classes(&members[1]), [tcp, None, near]);
     assert_eq!(classes(&members[2]), [tcp, near, None]);
-    assert_ne!(RDMA.class, LinkClass::TCP);
     close_all(members).await;
+}
+
+/// A rank on a host of its own that says it has a port, registers, and connects to ranks 0 and 1, and does not say that it is connected to all. Dropped
+/// are its life, then its connections.
+async fn not_connected_yet(at: SocketAddr) -> impl Sized {
+    let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let rdma = Some(end("c", port("RoCE v2", 4096)));
+    let (news, alive) = register(at, Registration { rdma, ..registration(2, 3, vec![nobody]) }).await;
+    let News::Formed(table) = news else { panic!("{news:?}") };
+    let mut pairs = Vec::new();
+    for to in [0, 1] {
+        let mut stream = pair_with(to, &table).await;
+        // Its part of the trial: its port cannot be opened.
+        let step: Result<Vec<u8>, String> = Err("rank 2: none".into());
+        stream.write_all(&wire::encode(&step).unwrap()).await.unwrap();
+        pairs.push(stream);
+    }
+    (alive, pairs)
+}
+
+/// Two ranks that try RDMA, each on a host of its own, and wait for a third.
+fn two_of_three() -> ([tokio::task::JoinHandle<Result<Member, Error>>; 2], SocketAddr) {
+    let (mut places, at) = pretending();
+    places.pop();
+    let mut joining = places.into_iter().map(|place| tokio::spawn(join(place.timeout(LIMIT))));
+    ([joining.next().unwrap(), joining.next().unwrap()], at)
 }
 
 #[tokio::test]
 async fn who_waits_for_the_choice_hears_that_another_rank_gave_up() {
-    let (mut places, _) = pretending();
-    let last = tokio::spawn(join(places.pop().unwrap().timeout(LIMIT)));
-    let others: Vec<_> = places.into_iter().map(|place| tokio::spawn(join(place.timeout(LIMIT)))).collect();
-    // It is ended at some point on its way: before it has registered, while it connects, or when it has joined.
-    tokio::time::sleep(Duration::from_millis(5)).await;
-    last.abort();
-    drop(last.await);
-    let begun = Instant::now();
-    for other in others {
-        if let Ok(member) = tokio::time::timeout(LIMIT * 2, other).await.expect("an end").unwrap() {
-            member.ears.hear(|heard| matches!(heard, Heard::Lost(2, _) | Heard::Goodbye(2, _))).await;
-            close_all(vec![member]).await;
-        }
+    let (joining, at) = two_of_three();
+    let third = not_connected_yet(at).await;
+    // Ranks 0 and 1 are connected to all by now, or will be soon: nothing else is left but the choice.
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(joining.iter().all(|rank| !rank.is_finished()), "they wait for rank 2");
+    let died = Instant::now();
+    drop(third);
+    for rank in joining {
+        let text = failure(rank.await.unwrap());
+        assert!(text.contains("rank 2 gave up connecting to the others: it ended"), "{text}");
     }
-    assert!(begun.elapsed() < LIMIT + LIMIT / 2, "{:?}", begun.elapsed());
+    assert!(died.elapsed() < LIMIT / 5, "{:?}", died.elapsed());
+}
+
+#[tokio::test]
+async fn who_waits_for_the_choice_hears_of_the_end_of_rank_0() {
+    let ([first, second], at) = two_of_three();
+    let _third = not_connected_yet(at).await;
+    let died = Instant::now();
+    first.abort();
+    let text = failure(second.await.unwrap());
+    assert!(text.contains("rank 0"), "{text}");
+    assert!(died.elapsed() < LIMIT / 5, "{:?}", died.elapsed());
+}
+
+#[test]
+fn the_table_keeps_one_reason_and_one_port_of_each_kind() {
+    let none = |host| Some(end(host, Err("a long reason".into())));
+    let has = |host, layer| Some(end(host, port(layer, 4096)));
+    let ends = vec![none("a"), has("b", "RoCE v2"), none("c"), has("d", "RoCE v2"), has("e", "InfiniBand")];
+    let mut condensed = members(ends.clone());
+    condense(&mut condensed);
+    assert_eq!(why_not(condensed.iter()), why_not(members(ends).iter()));
+    let long = |of: &&Registration| match &of.rdma.as_ref().unwrap().port {
+        Ok(port) => !port.shown.is_empty(),
+        Err(why) => !why.is_empty(),
+    };
+    assert_eq!(condensed.iter().filter(long).map(|of| of.rank).collect::<Vec<_>>(), [0, 1, 4]);
 }

@@ -70,6 +70,14 @@ pub(crate) fn find(near: impl FnOnce() -> Result<Vec<IpAddr>, Error>) -> Result<
     chosen.map_err(|problem| Error::Unavailable { what: "RDMA".into(), problem })
 }
 
+/// Whether this host has a card that could do RDMA, were all else right, or its user has named one.
+pub(crate) fn is_expected() -> bool {
+    let has_devices = || read::facts(read::library().ok()?).ok().map(|facts| !facts.devices.is_empty());
+    said().is_ok_and(|wishes| wishes.names_a_port())
+        || !read::in_kernel().is_empty()
+        || has_devices().unwrap_or(false)
+}
+
 /// What the environment says.
 pub(crate) fn said() -> Result<wishes::Wishes, Error> {
     let wishes = wishes::Wishes::from_lookup(|name| std::env::var(name).ok());

@@ -1,4 +1,4 @@
-//! A trial of the way between two ports, while the world forms: each of two ranks writes one message that fills a packet into the other's memory.
+//! Tests whether two ports reach each other, while the world forms: each of two ranks writes one full packet into the other's memory.
 
 use std::ptr;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ impl Probe {
     /// # Errors
     /// What the device refuses.
     pub(crate) fn new(card: &Arc<Card>) -> Result<Probe, Error> {
-        let mut pair = QueuePair::new(card, Room { send: 1, receive: 1 })?;
+        let mut pair = QueuePair::without_descriptor(card, Room { send: 1, receive: 1 })?;
         let doing = || format!("try the way to another host through {}", card.place());
         pair.post_receive().map_err(|error| Error::system(doing(), error))?;
         let access = [Access::LOCAL_WRITE, Access::REMOTE_WRITE];

@@ -53,6 +53,7 @@ pub(super) struct QueuePair {
     /// Null once it is destroyed.
     pair: *mut IbvQp,
     queue: *mut IbvCq,
+    /// Null where it was made without.
     channel: *mut IbvCompChannel,
     /// Bytes that its requests may carry themselves.
     inline: u32,
@@ -66,7 +67,16 @@ unsafe impl Send for QueuePair {}
 impl QueuePair {
     /// A queue pair that takes receive requests, and is not connected yet.
     pub(super) fn new(card: &Card, room: Room) -> Result<QueuePair, Error> {
-        let made = QueuePair::make(card, room);
+        QueuePair::of(card, room, true)
+    }
+
+    /// A queue pair that can only be polled: it has no descriptor, which a process may have too few of.
+    pub(super) fn without_descriptor(card: &Card, room: Room) -> Result<QueuePair, Error> {
+        QueuePair::of(card, room, false)
+    }
+
+    fn of(card: &Card, room: Room, has_channel: bool) -> Result<QueuePair, Error> {
+        let made = QueuePair::make(card, room, has_channel);
         made.map_err(|error| {
             let doing = format!("open a link over RDMA on {}", card.place());
             Error::system(
@@ -76,7 +86,7 @@ impl QueuePair {
         })
     }
 
-    fn make(card: &Card, room: Room) -> Result<QueuePair, VerbsError> {
+    fn make(card: &Card, room: Room, has_channel: bool) -> Result<QueuePair, VerbsError> {
         let domain = card.domain().clone();
         let verbs = domain.verbs;
         let none = QueuePair {
@@ -90,13 +100,15 @@ impl QueuePair {
         // What is made is dropped with it, whatever fails then.
         let mut new = none;
         let context = new.domain.context();
-        // SAFETY: the device is open.
-        new.channel = unsafe { verbs.create_comp_channel(context) }?;
-        let os = |errno: Errno| VerbsError { call: "ioctl", code: errno.raw_os_error() };
-        ioctl_fionbio(new.descriptor(), true).map_err(os)?;
+        if has_channel {
+            // SAFETY: the device is open.
+            new.channel = unsafe { verbs.create_comp_channel(context) }?;
+            let os = |errno: Errno| VerbsError { call: "ioctl", code: errno.raw_os_error() };
+            ioctl_fionbio(new.descriptor(), true).map_err(os)?;
+        }
         // The device tells each completion that was asked for, and in an error all requests: as many as there can be.
         let entries = (room.send + room.receive + 1) as i32;
-        // SAFETY: the device is open, and the channel is of it.
+        // SAFETY: the device is open, and the channel is of it, or there is none.
         new.queue = unsafe { verbs.create_cq(context, entries, ptr::null_mut(), new.channel, 0) }?;
         new.pair = new.make_pair(room)?;
         let mut attributes = IbvQpAttr {
@@ -230,6 +242,7 @@ impl QueuePair {
 
     /// Readable when a completion has come that was [asked for](Self::arm).
     pub(super) fn descriptor(&self) -> BorrowedFd<'_> {
+        debug_assert!(!self.channel.is_null(), "made without a descriptor");
         // SAFETY: the channel exists as long as `self`, and so does its descriptor.
         unsafe { BorrowedFd::borrow_raw((*self.channel).fd) }
     }

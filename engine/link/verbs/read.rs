@@ -64,7 +64,8 @@ pub(crate) fn facts(verbs: &Verbs) -> Result<Facts, Error> {
     })
 }
 
-fn in_kernel() -> Vec<String> {
+/// The devices that the kernel has.
+pub(super) fn in_kernel() -> Vec<String> {
     let entries = Path::new(IN_KERNEL).read_dir().into_iter().flatten().flatten();
     let mut names: Vec<String> =
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
