@@ -43,7 +43,7 @@ use crate::link::local::MemoryLock;
 use crate::link::region::{Region, TURNED};
 use crate::link::verbs::Card;
 use crate::link::{Break, Lends, LinkKind, SLOT};
-use crate::plan::choices::{Choices, GroupChoices, Place};
+use crate::plan::choices::{Choices, GroupChoices, GroupShape};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::file_of;
 use crate::trace::log::LOG;
@@ -292,9 +292,9 @@ impl World {
             hosts: hosts.iter().max().map_or(0, |last| *last as usize + 1),
             ..Env::default()
         };
-        let place = Place { link: farthest(others), hosts: env.hosts, ranks: env.n };
+        let group = GroupShape { link: farthest(others), hosts: env.hosts, ranks: env.n };
         let shape = Shape { n: env.n, rank, hosts, ..Shape::default() };
-        let tuned = self.common.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
+        let tuned = self.common.choices.of_group(group, |kind, algo| suitable(kind, algo, &shape).is_ok());
         (env, tuned)
     }
 
