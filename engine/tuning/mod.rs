@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::link::{Lends, kinds};
-use crate::plan::choices::block;
+use crate::plan::choices::{Choice, block};
 use crate::plan::{self, Env};
 use crate::types::{Algo, Kind};
 
@@ -170,8 +170,10 @@ impl Table {
 
     /// What an engine keeps of it.
     pub fn choices(&self) -> Choices {
-        let chosen =
-            |row: &Row| Some((row.group, row.collective, row.bytes, self.ranking(row).first()?.algo));
+        let chosen = |row: &Row| {
+            let algo = self.ranking(row).first()?.algo;
+            Some(Choice { group: row.group, kind: row.collective, bytes: row.bytes, algo })
+        };
         Choices::new(self.rows.iter().filter_map(chosen))
     }
 

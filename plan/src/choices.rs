@@ -16,6 +16,19 @@ pub struct GroupShape {
     pub ranks: usize,
 }
 
+/// An algorithm for a collective of one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// The group's shape.
+    pub group: GroupShape,
+    /// The collective.
+    pub kind: Kind,
+    /// Bytes of a rank's largest buffer.
+    pub bytes: u64,
+    /// The algorithm.
+    pub algo: Algo,
+}
+
 /// For every group that a table knows of. Travels from rank 0 to all when a world forms.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Choices(Vec<Rule>);
@@ -55,13 +68,13 @@ pub fn block(kind: Kind, ranks: usize, bytes: u64) -> u64 {
 }
 
 impl Choices {
-    /// Of rows in any order: group, collective, bytes of the largest buffer, and the algorithm.
-    pub fn new(rows: impl IntoIterator<Item = (GroupShape, Kind, u64, Algo)>) -> Choices {
-        let mut rows: Vec<_> = rows.into_iter().filter(|(group, ..)| group.ranks > 1).collect();
-        rows.sort_by_key(|(group, kind, bytes, _)| (*group, *kind as u8, *bytes));
+    /// Of choices in any order.
+    pub fn new(choices: impl IntoIterator<Item = Choice>) -> Choices {
+        let mut choices: Vec<_> = choices.into_iter().filter(|choice| choice.group.ranks > 1).collect();
+        choices.sort_by_key(|choice| (choice.group, choice.kind as u8, choice.bytes));
         let mut rules: Vec<Rule> = Vec::new();
         let mut before = 0;
-        for (group, kind, bytes, algo) in rows {
+        for Choice { group, kind, bytes, algo } in choices {
             let at = |bytes: u64| block(kind, group.ranks, bytes);
             let step = Step { upto: at(bytes.saturating_mul(BEYOND)), algo: algo as u8 };
             match rules.last_mut().filter(|rule| (rule.group, rule.kind) == (group, kind as u8)) {
