@@ -1,4 +1,5 @@
-//! Figures of the engine and the plans, which show whether they grow: counted from the syntax, without tests.
+//! Figures of the engine and the plans, which show whether they grow: counted from the syntax, without tests. Functions that macros
+//! make are not seen.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
