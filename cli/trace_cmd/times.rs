@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use allstream::tuning::{Figures, Place, Row, Table};
+use allstream::tuning::{Figures, GroupShape, Row, Table};
 use allstream::{Algo, Kind, LinkClass, sim};
 use serde::Serialize;
 
@@ -163,8 +163,8 @@ fn expected(
     let host = |member: &usize| files.get(member).and_then(|file| file.hosts.get(file.rank).copied());
     let hosts: std::collections::BTreeSet<u32> = comm.members.iter().filter_map(host).collect();
     let (ranks, bytes) = (comm.members.len(), operation.bytes.max(1));
-    let place = Place { link, hosts: hosts.len().max(1), ranks };
-    let of = |row: &&Row| row.place == place && row.collective == kind;
+    let group = GroupShape { link, hosts: hosts.len().max(1), ranks };
+    let of = |row: &&Row| row.group == group && row.collective == kind;
     let mut known: Vec<(u64, f64)> = table
         .rows
         .iter()
@@ -183,8 +183,8 @@ fn expected(
         // Between no two sizes: as the model says.
         _ => {
             let algo: Algo = operation.algo.as_deref()?.parse().ok()?;
-            let alike = |f: &&Figures| (f.place.link, f.place.hosts) == (link, place.hosts);
-            let nearest = table.figures.iter().filter(alike).min_by_key(|f| f.place.ranks.abs_diff(ranks))?;
+            let alike = |f: &&Figures| (f.group.link, f.group.hosts) == (link, group.hosts);
+            let nearest = table.figures.iter().filter(alike).min_by_key(|f| f.group.ranks.abs_diff(ranks))?;
             sim::predict(kind, algo, ranks, bytes, nearest)
         }
     };

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use allstream::plan::algorithms;
 use allstream::sim::predict;
-use allstream::tuning::{self, FORMAT, Figures, LinkClass, Place, Row, Table, TimeBy};
+use allstream::tuning::{self, FORMAT, Figures, GroupShape, LinkClass, Row, Table, TimeBy};
 use allstream::{Algo, Comm, Kind, LinkChoice, Rendezvous};
 use clap::{Args, Parser};
 use serde::{Deserialize, Serialize};
@@ -73,7 +73,7 @@ fn class(name: &str) -> Result<LinkClass, String> {
 /// What one job has found.
 #[derive(Debug, Serialize, Deserialize)]
 struct Found {
-    place: Place,
+    group: GroupShape,
     cores: usize,
     memory: f64,
     reports: Vec<Report>,
@@ -207,7 +207,7 @@ fn measure(comm: &mut Comm, args: &TuneArgs, class: LinkClass) -> Result<Found, 
         reports.push(perf(comm, class, &line)?);
     }
     Ok(Found {
-        place: Place { link: class, hosts: comm.hosts(), ranks: comm.size() },
+        group: GroupShape { link: class, hosts: comm.hosts(), ranks: comm.size() },
         cores: std::thread::available_parallelism().map_or(1, NonZeroUsize::get),
         memory: memory(),
         reports,
@@ -248,7 +248,7 @@ impl Found {
     /// bandwidth), and of the least where every rank sends to all (the work for a frame).
     fn figures(&self) -> Result<Figures, BoxError> {
         let mut figures = Figures {
-            place: self.place,
+            group: self.group,
             cores: self.cores,
             latency_us: 1.0,
             frame_us: 0.1,
@@ -273,8 +273,8 @@ impl Found {
             for _ in 0..30 {
                 let middle = (low * high).sqrt();
                 set(&mut figures, middle);
-                let time = predict(Kind::AllReduce, algo, self.place.ranks, *bytes, &figures);
-                let time = time.ok_or_else(|| format!("{} ranks cannot be simulated", self.place.ranks))?;
+                let time = predict(Kind::AllReduce, algo, self.group.ranks, *bytes, &figures);
+                let time = time.ok_or_else(|| format!("{} ranks cannot be simulated", self.group.ranks))?;
                 if time < measured.us { low = middle } else { high = middle }
             }
             Ok(())
@@ -299,31 +299,31 @@ fn table(found: &[Found]) -> Result<Table, BoxError> {
     for (found, figures) in found.iter().zip(&figures) {
         for collective in found.reports.iter().filter_map(|report| report.collective.parse::<Kind>().ok()) {
             for (bytes, measured) in found.times(collective) {
-                let (place, predicted) =
-                    (found.place, predictions(collective, found.place.ranks, bytes, figures));
-                rows.push(Row { place, collective, bytes, predicted, measured });
+                let (group, predicted) =
+                    (found.group, predictions(collective, found.group.ranks, bytes, figures));
+                rows.push(Row { group, collective, bytes, predicted, measured });
             }
         }
     }
     // Other numbers of ranks, by the figures of the nearest that were there; not across hosts, whose number would differ.
-    let apart = |f: &Figures, ranks: usize| ((f.place.ranks as f64).ln() - (ranks as f64).ln()).abs();
+    let apart = |f: &Figures, ranks: usize| ((f.group.ranks as f64).ln() - (ranks as f64).ln()).abs();
     for ranks in PREDICTED {
-        let measured: BTreeSet<_> = figures.iter().map(|f| f.place.link).collect();
+        let measured: BTreeSet<_> = figures.iter().map(|f| f.group.link).collect();
         for link in measured {
-            let place = Place { link, hosts: 1, ranks };
-            let near = figures.iter().filter(|f| f.place == Place { ranks: f.place.ranks, ..place });
+            let group = GroupShape { link, hosts: 1, ranks };
+            let near = figures.iter().filter(|f| f.group == GroupShape { ranks: f.group.ranks, ..group });
             let Some(figures) = near.min_by(|a, b| apart(a, ranks).total_cmp(&apart(b, ranks))) else {
                 continue;
             };
             let there: Vec<(Kind, u64)> = rows
                 .iter()
-                .filter(|row| row.place == figures.place)
+                .filter(|row| row.group == figures.group)
                 .map(|row| (row.collective, row.bytes))
                 .collect();
             for (collective, bytes) in there {
-                if figures.place.ranks != ranks {
+                if figures.group.ranks != ranks {
                     let predicted = predictions(collective, ranks, bytes, figures);
-                    rows.push(Row { place, collective, bytes, predicted, measured: Vec::new() });
+                    rows.push(Row { group, collective, bytes, predicted, measured: Vec::new() });
                 }
             }
         }

@@ -36,9 +36,9 @@ pub(super) fn lines(table: &Table, only_measured: bool) -> Vec<String> {
     for f in &table.figures {
         lines.push(format!(
             "  {:<8}{:>6}{:>6}{:>6}{:>12.2}{:>12.2}{:>16.2}{:>16.2}",
-            f.place.link.name(),
-            f.place.ranks,
-            f.place.hosts,
+            f.group.link.name(),
+            f.group.ranks,
+            f.group.hosts,
             f.cores,
             f.latency_us,
             f.frame_us,
@@ -74,10 +74,10 @@ fn line(table: &Table, row: &Row) -> Option<String> {
     let others: Vec<_> = others.iter().map(|time| format!("{} {:.2}", time.algo, time.us)).collect();
     Some(format!(
         "  {:<8}{:<16}{:>6}{:>6}{:>12}  {:<20}{:>14}{:>14}  {:<20}{}",
-        row.place.link.name(),
+        row.group.link.name(),
         row.collective,
-        row.place.ranks,
-        row.place.hosts,
+        row.group.ranks,
+        row.group.hosts,
         row.bytes,
         best.algo,
         shown(by(&row.predicted)),

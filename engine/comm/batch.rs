@@ -11,6 +11,14 @@ use crate::error::Failed;
 use crate::exec::Direction;
 use crate::types::Rank;
 
+/// What messages are matched by.
+#[derive(Clone, Copy)]
+pub(super) struct Envelope {
+    pub(super) direction: Direction,
+    pub(super) peer: Rank,
+    pub(super) tag: u32,
+}
+
 /// One message of a batch.
 #[derive(Debug)]
 pub enum Message<B> {
@@ -35,11 +43,13 @@ pub enum Message<B> {
 }
 
 impl<B> Message<B> {
-    /// Direction, peer, tag, buffer.
-    pub(super) fn parts(self) -> (Direction, Rank, u32, B) {
+    /// With whom, and the buffer.
+    pub(super) fn parts(self) -> (Envelope, B) {
         match self {
-            Message::Send { buf, to, tag } => (Direction::Send, to, tag, buf),
-            Message::Recv { buf, from, tag } => (Direction::Recv, from, tag, buf),
+            Message::Send { buf, to, tag } => (Envelope { direction: Direction::Send, peer: to, tag }, buf),
+            Message::Recv { buf, from, tag } => {
+                (Envelope { direction: Direction::Recv, peer: from, tag }, buf)
+            }
         }
     }
 }

@@ -13,7 +13,7 @@ use super::work::Submitted;
 use crate::device::is_loss;
 use crate::error::Error;
 use crate::exec::carrier::Carried;
-use crate::exec::{Endpoint, Key, Operation, Part, PartList, Reduction, Then};
+use crate::exec::{Endpoint, Key, Operation, Part, PartList, ProgramKey, Reduction, Then};
 use crate::forked;
 use crate::mem::{ErasedBufs, Event};
 use crate::plan::{self, Algo, Env, Kind, Lending, Program, Shape};
@@ -541,7 +541,8 @@ fn shape<'a>(endpoint: &'a Endpoint, spec: &Spec) -> Shape<'a> {
 pub(super) fn program(endpoint: &Arc<Endpoint>, algo: Algo, spec: &Spec) -> Result<Arc<Program>, Error> {
     let (kind, shape) = (spec.kind, shape(endpoint, spec));
     let wire = kind as u8 | if shape.varied { VARIED } else { 0 };
-    endpoint.programs.get((wire, algo as u8, spec.root, spec.in_place), || {
+    let key = ProgramKey { kind: wire, algo: algo as u8, root: spec.root, in_place: spec.in_place };
+    endpoint.programs.get(key, || {
         let plan = plan::plan(kind, algo, &shape).map_err(|e| Error::invalid(kind.name(), e.to_string()))?;
         let loans = plan::lending(kind, algo, &shape);
         #[cfg(any(test, feature = "testing"))]

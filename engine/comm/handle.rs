@@ -250,7 +250,7 @@ impl Comm {
             let is_used = links.iter().any(|link| link.class == LinkClass::RDMA);
             let card = rdma.filter(|_| is_used).and_then(|prospect| prospect.card());
             let transport = Transport::Mesh(Arc::downgrade(mesh));
-            let who = (mesh.rank(), mesh.size(), mesh.world());
+            let who = (mesh.rank(), mesh.world());
             let mates = house.get_or_init(|| ProcessRanks::of(mesh.world())).clone();
             let settings = (defaults, mesh.choices().clone());
             let world =
@@ -302,7 +302,7 @@ impl Comm {
             let transport = Transport::Hub(hub.clone());
             let (mates, memory_lock) = (ProcessRanks::of(id), MemoryLock::default());
             mates.enter(rank, region.clone(), memory_lock.clone());
-            let (who, house) = ((rank, n, id), (mates, memory_lock));
+            let (who, house) = ((rank, id), (mates, memory_lock));
             let settings = (defaults, choices.clone());
             let world = World::new(who, transport, house, (region, None), turns.clone(), links, settings);
             hub.enter(&world);

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use super::Work;
-use super::batch::{Batch, Message};
+use super::batch::{Batch, Envelope, Message};
 use super::call::{Call, submitted};
 use super::calls::calls;
 use super::restore::one;
@@ -80,8 +80,8 @@ impl Content {
 
 impl Call<'_> {
     /// Looks at a message, and starts the copies of its memory where that is on a device.
-    fn letter(&self, direction: Direction, peer: Rank, tag: u32, content: Content) -> Prepared {
-        let n = self.size();
+    fn letter(&self, envelope: Envelope, content: Content) -> Prepared {
+        let (n, Envelope { direction, peer, tag }) = (self.size(), envelope);
         let Content { raw, mut held } = content;
         if peer >= n {
             let problem = format!("rank {peer} is not in this group of {n}; ranks are 0..={}", n - 1);
@@ -175,10 +175,11 @@ impl Call<'_> {
     }
 
     fn message(&self, direction: Direction, peer: Rank, content: Content) -> Submitted {
+        let envelope = Envelope { direction, peer, tag: self.tag };
         if self.is_self(peer) {
             return Submitted::refused(self.alone(direction), content.held);
         }
-        self.post(self.letter(direction, peer, self.tag, content))
+        self.post(self.letter(envelope, content))
     }
 
     /// A send and a receive, of which both are refused if one is.
@@ -193,8 +194,8 @@ impl Call<'_> {
         let (send, recv) = match refusal {
             Some(error) => (Err((error.clone(), send.held)), Err((error, recv.held))),
             None => {
-                let send = self.letter(Direction::Send, to, tag, send);
-                let recv = self.letter(Direction::Recv, from, tag, recv);
+                let send = self.letter(Envelope { direction: Direction::Send, peer: to, tag }, send);
+                let recv = self.letter(Envelope { direction: Direction::Recv, peer: from, tag }, recv);
                 if self.is_self(to) { pair(send, recv) } else { (send, recv) }
             }
         };
@@ -204,17 +205,18 @@ impl Call<'_> {
     }
 
     /// Several messages, in order: what has no other half, or no room, is refused.
-    fn several(&self, messages: Vec<(Direction, Rank, u32, Content)>) -> Vec<Submitted> {
+    fn several(&self, messages: Vec<(Envelope, Content)>) -> Vec<Submitted> {
         let pairs = self.pairs(&messages);
         let full = if pairs.is_empty() { None } else { self.no_room(messages.len()) };
         let mut paired = vec![false; messages.len()];
         pairs.iter().for_each(|(send, recv)| (paired[*send], paired[*recv]) = (true, true));
-        let prepared =
-            messages.into_iter().zip(paired).map(|((direction, peer, tag, content), paired)| match &full {
-                Some(error) => Err((error.clone(), content.held)),
-                None if self.is_self(peer) && !paired => Err((self.alone(direction), content.held)),
-                None => self.letter(direction, peer, tag, content),
-            });
+        let prepared = messages.into_iter().zip(paired).map(|((envelope, content), paired)| match &full {
+            Some(error) => Err((error.clone(), content.held)),
+            None if self.is_self(envelope.peer) && !paired => {
+                Err((self.alone(envelope.direction), content.held))
+            }
+            None => self.letter(envelope, content),
+        });
         let mut letters: Vec<Option<Prepared>> = prepared.map(Some).collect();
         for (send, recv) in pairs {
             if let (Some(sends), Some(receives)) = (letters[send].take(), letters[recv].take()) {
@@ -226,10 +228,11 @@ impl Call<'_> {
     }
 
     /// Which of these are the two halves of one message of this rank to itself: of each tag, in the order given.
-    fn pairs(&self, messages: &[(Direction, Rank, u32, Content)]) -> Vec<(usize, usize)> {
+    fn pairs(&self, messages: &[(Envelope, Content)]) -> Vec<(usize, usize)> {
         let own = |wanted: Direction| {
-            let ours = move |(direction, peer): (Direction, Rank)| direction == wanted && self.is_self(peer);
-            messages.iter().enumerate().filter(move |(_, m)| ours((m.0, m.1))).map(|(i, m)| (i, m.2))
+            let envelopes = messages.iter().map(|(envelope, _)| envelope).enumerate();
+            let ours = move |m: &Envelope| m.direction == wanted && self.is_self(m.peer);
+            envelopes.filter(move |(_, m)| ours(m)).map(|(i, m)| (i, m.tag))
         };
         let mut receives: BTreeMap<u32, VecDeque<usize>> = BTreeMap::new();
         own(Direction::Recv).for_each(|(i, tag)| receives.entry(tag).or_default().push_back(i));
@@ -309,8 +312,8 @@ calls! {
     /// the same tag, length and type in the same batch.
     fn batch [B: Buf] (messages: impl IntoIterator<Item = Message<B>>) -> Batch<B> = |call| {
         let content = |message: Message<B>| {
-            let (direction, peer, tag, buf) = message.parts();
-            (direction, peer, tag, Content::of(buf))
+            let (envelope, buf) = message.parts();
+            (envelope, Content::of(buf))
         };
         let submitted = call.several(messages.into_iter().map(content).collect());
         Batch::new(submitted.into_iter().map(|submitted| Work::new(submitted, one::<B>)))

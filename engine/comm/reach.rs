@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::links::Topology;
 use crate::device::DeviceBuf;
-use crate::device::links::ipc::{CARD, Far, FarPeer, Offer};
+use crate::device::links::ipc::{CARD, Far, FarPeer, FarRings, Offer};
 use crate::device::links::peer::PeerDevice;
 use crate::device::nccl::LEAVE_TO_SHARE;
 use crate::device::whole::{Library, Sharing};
@@ -210,7 +210,7 @@ impl Group<'_> {
         rows: &[Row],
         (offers, cards): (&[Option<Offer>], &[u8]),
     ) -> Result<Far, String> {
-        let (links, mut peers, mut places) = (&self.config.opener, Vec::new(), Vec::new());
+        let (links, mut peers, mut rings) = (&self.config.opener, Vec::new(), Vec::new());
         let named = self.config.named();
         for (rank, (offer, row)) in offers.iter().zip(rows).enumerate() {
             let why = |error: Error| format!("{}: {error}", named.rank(rank));
@@ -222,18 +222,18 @@ impl Group<'_> {
                     return Err(format!("{} has no rings here (a bug)", named.rank(rank)));
                 };
                 region = Some(from.region.clone());
-                places.push((rank, to, from));
+                rings.push(FarRings { rank, to, from });
             }
             peers.push(match offer.as_ref().zip(region) {
                 None => None,
                 Some((offer, region)) => {
                     let card = cards.get(rank * CARD..(rank + 1) * CARD).unwrap_or_default();
-                    let whose = (rank, row.process, &region, links.exit(rank));
-                    let peer = FarPeer::new(&ours.stream, whose, offer, card);
+                    let exit = links.exit(rank);
+                    let peer = FarPeer::new(&ours.stream, rank, row.process, &region, exit, offer, card);
                     Some(Arc::new(peer.map_err(why)?))
                 }
             });
         }
-        Far::new(peers, keep, places).map_err(|error| error.to_string())
+        Far::new(peers, keep, rings).map_err(|error| error.to_string())
     }
 }

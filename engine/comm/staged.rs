@@ -18,7 +18,7 @@ use crate::device::workspace::Workspace;
 use crate::device::{Device, DevicePlace, DeviceStream, Item, Staged, refused_in_capture};
 use crate::error::Error;
 use crate::exec::carrier::{Carried, Carrier};
-use crate::exec::{Direction, EAGER, Operation, Reduction, STRIPE, cut};
+use crate::exec::{Direction, EAGER, Operation, Reduction, STRIPE, StagedBuf, cut};
 use crate::mem::{ALL, DeviceMemory, ErasedBufs, Event, RawBuf, Stripe, Where};
 use crate::plan::{INPUT, OUTPUT, Slot};
 use crate::types::{ON_DEVICES, Rank};
@@ -292,13 +292,13 @@ fn stage(
     commands: &Arc<Commands>,
 ) -> Result<Arc<Staged>, Error> {
     let (mut items, mut slots) = (Vec::new(), Vec::new());
-    let mut add = |slot: (usize, Slot), end: &RawBuf, fill: bool, back: bool| match &end.place.0 {
+    let mut add = |(part, slot): (usize, Slot), end: &RawBuf, fill: bool, back: bool| match &end.place.0 {
         Where::Host(at) => Err(*at),
         // Refused before.
         Where::Unfit(_) => Err(std::ptr::null_mut()),
         Where::Device(memory) => {
             items.push(Item { place: memory.into(), bytes: end.bytes(), fill, back });
-            slots.push((slot.0, slot.1, end.bytes()));
+            slots.push(StagedBuf { part, slot, bytes: end.bytes() });
             Ok(items.len() - 1)
         }
     };

@@ -43,7 +43,7 @@ use crate::link::local::MemoryLock;
 use crate::link::region::{Region, TURNED};
 use crate::link::verbs::Card;
 use crate::link::{Break, Lends, LinkKind, SLOT};
-use crate::plan::choices::{Choices, GroupChoices, Place};
+use crate::plan::choices::{Choices, GroupChoices, GroupShape};
 use crate::plan::{Env, Shape, suitable};
 use crate::trace::file_of;
 use crate::trace::log::LOG;
@@ -152,7 +152,7 @@ impl World {
     /// This rank has entered its process's part of the world before.
     #[allow(clippy::too_many_arguments)]
     pub(crate) fn new(
-        (rank, size, id): (Rank, usize, [u8; 16]),
+        (rank, id): (Rank, [u8; 16]),
         transport: Transport,
         (mates, memory_lock): (Arc<ProcessRanks>, MemoryLock),
         (region, card): (Arc<Region>, Option<Arc<Card>>),
@@ -165,6 +165,9 @@ impl World {
             Transport::Hub(_) => Weak::new(),
         };
         let met = mesh.upgrade();
+        // There is a link to each rank, this one among them.
+        let size = links.len();
+        debug_assert!(met.as_ref().is_none_or(|mesh| mesh.size() == size));
         let of_ranks = met.as_ref().map_or(vec![0; size], |mesh| mesh.hosts().to_vec());
         // Asked once: of each process that shares memory with this one.
         let beside = |rank: Rank| match links[rank].lends {
@@ -292,9 +295,9 @@ impl World {
             hosts: hosts.iter().max().map_or(0, |last| *last as usize + 1),
             ..Env::default()
         };
-        let place = Place { link: farthest(others), hosts: env.hosts, ranks: env.n };
+        let group = GroupShape { link: farthest(others), hosts: env.hosts, ranks: env.n };
         let shape = Shape { n: env.n, rank, hosts, ..Shape::default() };
-        let tuned = self.common.choices.of_group(place, |kind, algo| suitable(kind, algo, &shape).is_ok());
+        let tuned = self.common.choices.of_group(group, |kind, algo| suitable(kind, algo, &shape).is_ok());
         (env, tuned)
     }
 

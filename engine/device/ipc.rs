@@ -31,11 +31,18 @@ pub(crate) struct Import {
     is_open: AtomicBool,
 }
 
-/// Which process's block, open in which context.
-type Key = (u128, u64, usize);
+/// Which block is open, and where.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct BlockKey {
+    process: u128,
+    /// The block's, in that process. Later blocks have greater numbers.
+    number: u64,
+    /// The address of our context in which it is open.
+    context: usize,
+}
 
 /// What is open, by name.
-static OPEN: Mutex<Option<HashMap<Key, Arc<Slot>>>> = Mutex::new(None);
+static OPEN: Mutex<Option<HashMap<BlockKey, Arc<Slot>>>> = Mutex::new(None);
 
 /// A block that is open, or being opened by who holds the lock.
 struct Slot {
@@ -95,11 +102,11 @@ impl Import {
     }
 
     /// Closes what the same process had before where this block of its lies: that was freed. The driver may wait for the device.
-    fn close_freed((process, number, context): Key, (start, bytes): (u64, u64)) {
-        let is_freed = |key: &Key, (other, length): (u64, u64)| {
+    fn close_freed(key: BlockKey, (start, bytes): (u64, u64)) {
+        let is_freed = |open: &BlockKey, (other, length): (u64, u64)| {
             // Numbers grow: so one that opens waits for the older ones alone, and no two for each other.
-            (key.0, key.2) == (process, context)
-                && key.1 < number
+            (open.process, open.context) == (key.process, key.context)
+                && open.number < key.number
                 && other < start.saturating_add(bytes)
                 && start < other.saturating_add(length)
         };
@@ -116,7 +123,7 @@ impl Import {
     /// Opens a block of the process that drew this number, in the context of `stream`, or finds it open.
     pub(crate) fn open(stream: &DeviceStream, process: u128, name: &Exported) -> Result<Arc<Import>, Error> {
         let context = &stream.0.context;
-        let key = (process, name.number, Arc::as_ptr(context).addr());
+        let key = BlockKey { process, number: name.number, context: Arc::as_ptr(context).addr() };
         let theirs = (name.base, name.bytes);
         // The driver may take long: only who wants the same block waits for it.
         let slot = {

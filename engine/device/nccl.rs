@@ -259,7 +259,7 @@ impl NcclEnd {
     ) -> Result<(), NcclError> {
         if let Some(tables) = &piece.tables {
             // SAFETY: the caller's promise.
-            return unsafe { self.enqueue_varied((call, piece, tables), at) };
+            return unsafe { self.enqueue_varied(call, piece, tables, at) };
         }
         let (nccl, (rank, size), bytes, root) = (self.library.0, self.place, piece.bytes(), call.root);
         let to = |peer: Rank, from: *const u8| {

@@ -53,6 +53,7 @@ use self::copy_backs::CopyBacks;
 use self::driven::LookAgain;
 use self::health::Health;
 use self::peers::Peers;
+pub(crate) use self::programs::ProgramKey;
 use self::programs::Programs;
 use self::run::Run;
 use self::table::Submitted;

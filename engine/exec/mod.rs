@@ -27,7 +27,7 @@ pub(crate) use crate::link::Opener;
 #[cfg(feature = "fuzzing")]
 pub(crate) use active::{Active, Pass};
 pub(crate) use endpoint::together::{Together, poll_together, wait_together};
-pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns};
+pub(crate) use endpoint::{Control, Endpoint, EndpointConfig, Finished, IdleRuns, ProgramKey};
 #[cfg(any(test, feature = "fuzzing"))]
 pub(crate) use inflight::Inflight;
 pub(crate) use inflight::Key;
@@ -40,7 +40,7 @@ pub(crate) use port::{DEVICES, Payload, Port};
 #[cfg(test)]
 pub(crate) use progress_thread::tests::spoil;
 pub(crate) use progress_thread::{Driven, ProgressThread, keep_and_look, progress_thread};
-pub(crate) use run::{STRIPE, cut};
+pub(crate) use run::{STRIPE, StagedBuf, cut};
 pub(crate) use runtime::{Runtime, Task};
 pub(crate) use timed::{Clock, Loans, Timed};
 

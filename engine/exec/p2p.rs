@@ -19,7 +19,7 @@ use self::whole::Launches;
 use super::QUEUE_LIMIT;
 use super::deadlines::DeadlineClock;
 use super::inflight::Key;
-use super::port::{Payload, Port};
+use super::port::{FrameSource, Payload, Port};
 use crate::error::Error;
 use crate::link::{Frame, Header};
 use crate::types::{Rank, Signature, WHOLE};
@@ -204,9 +204,9 @@ impl Messages {
         let peers = &mut self.peers;
         any |= self.port.reap(|lent| {
             for peer in peers.iter_mut() {
-                let found = peer.sends.iter_mut().find(|m| m.key.number() == lent.owner);
+                let found = peer.sends.iter_mut().find(|m| m.key.number() == lent.source.operation);
                 if let Some(m) = found {
-                    m.freed = m.freed.max(lent.end);
+                    m.freed = m.freed.max(lent.source.end);
                 }
             }
         })?;
@@ -481,7 +481,8 @@ impl Messages {
 
     fn short(&mut self, rank: Rank, kind: Type, s: Signature, number: u64, offset: u64) -> Result<(), Error> {
         let header = Header { offset, ..self.header(kind, s, number, 0, 0) };
-        self.port.post(rank, header, &Payload::Memory(std::ptr::null()), (u64::MAX, 0, 0, 0))?;
+        let nothing = FrameSource { operation: u64::MAX, step: 0, receiver: 0, end: 0 };
+        self.port.post(rank, header, &Payload::Memory(std::ptr::null()), nothing)?;
         Ok(())
     }
 
@@ -534,14 +535,14 @@ impl Messages {
         {
             return Ok(false);
         }
-        let owner = |end| (key.number(), 0, 0, end);
+        let source = |end| FrameSource { operation: key.number(), step: 0, receiver: 0, end };
         if stage == Stage::New {
             let eager = t.bytes <= EAGER && self.peers[rank].credits > 0 && t.whole.is_none();
             // Without a free slot it is announced: its data then goes by cells, past whoever holds the slots.
             let payload = if eager { self.payload(rank, t.memory, t.bytes)? } else { None };
             if let Some(payload) = payload {
                 let header = self.header(Type::Eager, t.signature, t.number, 0, t.bytes);
-                let free = self.port.post(rank, header, &payload, owner(t.bytes))?;
+                let free = self.port.post(rank, header, &payload, source(t.bytes))?;
                 let peer = &mut self.peers[rank];
                 peer.credits -= 1;
                 let m = &mut peer.sends[i];
@@ -566,7 +567,7 @@ impl Messages {
             }
         };
         let header = self.header(Type::Data, t.signature, t.number, done, len);
-        let free = self.port.post(rank, header, &payload, owner(done + len))?;
+        let free = self.port.post(rank, header, &payload, source(done + len))?;
         let m = &mut self.peers[rank].sends[i];
         if free && m.freed == done {
             m.freed = done + len;

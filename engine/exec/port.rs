@@ -18,15 +18,21 @@ use crate::types::Rank;
 /// The channel of operations that the ranks' devices run.
 pub(crate) const DEVICES: u8 = 2;
 
-/// A posted frame whose source, or slot, comes back when it is released.
-pub(crate) struct Lent {
+/// What a frame was posted for, and how much of that is free once the frame is released.
+#[derive(Clone, Copy)]
+pub(crate) struct FrameSource {
     /// The operation: its number, or its key's.
-    pub(crate) owner: u64,
+    pub(crate) operation: u64,
     /// Which step, and which of its receivers.
     pub(crate) step: u32,
     pub(crate) receiver: u32,
-    /// The source is free up to here.
+    /// What is sent is free up to here.
     pub(crate) end: usize,
+}
+
+/// A posted frame whose source, or slot, comes back when it is released.
+pub(crate) struct Lent {
+    pub(crate) source: FrameSource,
     slot: Option<Slot>,
     /// It is a user's memory, and the peer, in another process, touches it where it lies.
     elsewhere: bool,
@@ -156,7 +162,7 @@ impl Port {
         peer: Rank,
         header: Header,
         payload: &Payload,
-        owner: (u64, u32, u32, usize),
+        source: FrameSource,
     ) -> Result<bool, Error> {
         debug_assert!(
             self.channel == DEVICES
@@ -174,7 +180,7 @@ impl Port {
         let posted = unsafe { tx.post(header, at)? };
         let gone = posted == Posted::Copied && tx.leaves();
         let elsewhere = posted == Posted::Held && !is_in_slot && tx.touches(at, header.len as usize);
-        self.remember(peer, (slot, gone, elsewhere), owner);
+        self.remember(peer, slot, gone, elsewhere, source);
         Ok(posted == Posted::Copied || is_in_slot)
     }
 
@@ -184,7 +190,7 @@ impl Port {
         peer: Rank,
         header: Header,
         (loan, slot): (Loan, Option<Slot>),
-        owner: (u64, u32, u32, usize),
+        source: FrameSource,
     ) -> Result<(), Error> {
         let tx = self.tx(peer)?;
         // SAFETY: memory of an operation, or a slot, as in `post`: in the table, or taken, until the frame is released,
@@ -192,22 +198,17 @@ impl Port {
         unsafe { tx.lend(header, loan)? };
         let elsewhere = slot.is_none()
             && [loan.input, loan.output.cast_const()].into_iter().any(|at| tx.touches(at, loan.bytes));
-        self.remember(peer, (slot, false, elsewhere), owner);
+        self.remember(peer, slot, false, elsewhere, source);
         Ok(())
     }
 
     /// Counts a frame that was posted, and keeps what to free when it is released. Of one that is `gone` there is nothing,
     /// unless it has others to wait for: the count of what is released is on a line that the peer writes.
-    fn remember(
-        &mut self,
-        peer: Rank,
-        (slot, gone, elsewhere): (Option<Slot>, bool, bool),
-        (owner, step, receiver, end): (u64, u32, u32, usize),
-    ) {
+    fn remember(&mut self, peer: Rank, slot: Option<Slot>, gone: bool, elsewhere: bool, source: FrameSource) {
         let p = &mut self.peers[peer];
         p.posted += 1;
         if !(gone && slot.is_none() && p.lent.is_empty()) {
-            p.lent.push_back(Lent { owner, step, receiver, end, slot, elsewhere, frame: p.posted });
+            p.lent.push_back(Lent { source, slot, elsewhere, frame: p.posted });
         }
     }
 
@@ -294,7 +295,8 @@ impl Port {
 
     /// Until when they may touch an operation's. None: that cannot be known.
     pub(crate) fn leases(&mut self, owner: u64) -> Option<Vec<Arc<Lease>>> {
-        let keeps = |p: &&mut Peer| p.lent.iter().any(|lent| lent.elsewhere && lent.owner == owner);
+        let keeps =
+            |p: &&mut Peer| p.lent.iter().any(|lent| lent.elsewhere && lent.source.operation == owner);
         self.peers.iter_mut().filter(keeps).map(Peer::lease).collect()
     }
 
@@ -328,7 +330,7 @@ impl Port {
 
     /// The same links for the communicator's next generation: what is still lent belongs to none of its operations.
     pub(crate) fn renew(&mut self) {
-        self.peers.iter_mut().flat_map(|p| &mut p.lent).for_each(|lent| lent.owner = u64::MAX);
+        self.peers.iter_mut().flat_map(|p| &mut p.lent).for_each(|lent| lent.source.operation = u64::MAX);
     }
 
     /// Reads no more: from here on this rank touches no memory of its peers. What it lent stays lent.
@@ -419,12 +421,13 @@ mod tests {
         let source = vec![0u8; 1000];
         let post = |port: &mut Port, number: usize, len: u32| {
             let header = Header { comm: 0, op: 0, offset: 0, len, message: 0, signature: Default::default() };
-            port.post(1, header, &Payload::Memory(source.as_ptr()), (7, 0, 0, number)).unwrap()
+            let from = FrameSource { operation: 7, step: 0, receiver: 0, end: number };
+            port.post(1, header, &Payload::Memory(source.as_ptr()), from).unwrap()
         };
         let back = |port: &mut Port, count: u64| {
             released.store(count, Ordering::Relaxed);
             let mut seen = Vec::new();
-            port.reap(|lent| seen.push((lent.owner, lent.end))).unwrap();
+            port.reap(|lent| seen.push((lent.source.operation, lent.source.end))).unwrap();
             seen
         };
         // Nobody asks after the first two: nothing was outstanding, and they were copied.

@@ -21,14 +21,14 @@ pub fn predict(kind: Kind, algo: Algo, ranks: usize, bytes: u64, figures: &Figur
     if !(1..=MOST_RANKS).contains(&ranks) || !possible || figures.cores == 0 {
         return None;
     }
-    let per_host = ranks.div_ceil(figures.place.hosts.max(1));
+    let per_host = ranks.div_ceil(figures.group.hosts.max(1));
     let hosts: Vec<u32> = (0..ranks).map(|rank| (rank / per_host) as u32).collect();
     let shape = Shape { n: ranks, hosts: &hosts, ..Shape::default() };
     if !algorithms(kind).contains(&algo) || suitable(kind, algo, &shape).is_err() {
         return None;
     }
     let bytes = usize::try_from(block(kind, ranks, bytes)).ok()?;
-    let lends = kinds::of(figures.place.link)?.lends;
+    let lends = kinds::of(figures.group.link)?.lends;
     let simulated = simulate(kind, algo, ranks, bytes, &network(figures, lends, per_host)).ok()?;
     Some(simulated.time.as_secs_f64() * 1e6)
 }
@@ -39,7 +39,7 @@ fn micros(us: f64) -> Duration {
 
 /// Between hosts a port is the limit, and what a rank does is put and take frames. On one host all is work of the cores.
 fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
-    let one_host = figures.place.hosts <= 1;
+    let one_host = figures.group.hosts <= 1;
     let bandwidth = if one_host { NO_PORT } else { figures.bandwidth };
     let mut network = Network::new(micros(figures.latency_us), bandwidth);
     network.memory = Some(figures.memory);
@@ -62,11 +62,11 @@ fn network(figures: &Figures, lends: Lends, per_host: usize) -> Network {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tuning::{LinkClass, Place};
+    use crate::tuning::{GroupShape, LinkClass};
 
     fn figures(link: LinkClass) -> Figures {
         Figures {
-            place: Place { link, hosts: 1, ranks: 2 },
+            group: GroupShape { link, hosts: 1, ranks: 2 },
             cores: 2,
             latency_us: 0.5,
             frame_us: 0.2,

@@ -16,11 +16,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::link::{Lends, kinds};
-use crate::plan::choices::block;
+use crate::plan::choices::{Choice, block};
 use crate::plan::{self, Env};
 use crate::types::{Algo, Kind};
 
-pub use crate::plan::choices::{Choices, LinkClass, Place};
+pub use crate::plan::choices::{Choices, GroupShape, LinkClass};
 
 /// What a table's files say of their form.
 pub const FORMAT: u32 = 1;
@@ -40,7 +40,7 @@ pub const VARIABLE: &str = "ALLSTREAM_TUNING";
 pub struct Figures {
     /// Between what ranks.
     #[serde(flatten)]
-    pub place: Place,
+    pub group: GroupShape,
     /// Cores of a host: where its ranks are more, they share them.
     pub cores: usize,
     /// Microseconds from rank to rank, for the first byte, beside the work at both ends.
@@ -68,7 +68,7 @@ pub struct TimeBy {
 pub struct Row {
     /// Of what group.
     #[serde(flatten)]
-    pub place: Place,
+    pub group: GroupShape,
     /// The collective.
     #[serde(with = "by_name")]
     pub collective: Kind,
@@ -85,7 +85,7 @@ pub struct Row {
 impl Row {
     /// What the rules choose, that is without a table.
     pub fn rule(&self) -> Algo {
-        let Place { link, hosts, ranks } = self.place;
+        let GroupShape { link, hosts, ranks } = self.group;
         let one_host = kinds::of(link).is_some_and(|kind| kind.lends != Lends::Nothing);
         let env = Env { n: ranks, one_host, hosts, ..Env::default() };
         plan::choose(self.collective, block(self.collective, ranks, self.bytes) as usize, &env)
@@ -109,10 +109,11 @@ pub struct Table {
 impl Table {
     /// Takes in a newer table's figures and rows, in the place of those it has again.
     pub fn merge(&mut self, newer: Table) {
-        let mut figures: BTreeMap<Place, Figures> = self.figures.drain(..).map(|f| (f.place, f)).collect();
-        figures.extend(newer.figures.into_iter().map(|f| (f.place, f)));
+        let mut figures: BTreeMap<GroupShape, Figures> =
+            self.figures.drain(..).map(|f| (f.group, f)).collect();
+        figures.extend(newer.figures.into_iter().map(|f| (f.group, f)));
         self.figures = figures.into_values().collect();
-        let key = |row: &Row| (row.place, row.collective as u8, row.bytes);
+        let key = |row: &Row| (row.group, row.collective as u8, row.bytes);
         let mut rows: BTreeMap<_, Row> = self.rows.drain(..).map(|row| (key(&row), row)).collect();
         for new in newer.rows {
             // What was measured is not forgotten for what is only predicted.
@@ -139,12 +140,12 @@ impl Table {
         // Blocks are whole elements: with another number of ranks the same size is a few bytes more or less.
         let same = |other: &&Row| {
             !other.measured.is_empty()
-                && (other.place.link, other.place.hosts) == (row.place.link, row.place.hosts)
+                && (other.group.link, other.group.hosts) == (row.group.link, row.group.hosts)
                 && other.collective == row.collective
                 && apart(other.bytes as f64, row.bytes as f64) < 1.1
         };
         let distance = |other: &&Row| {
-            apart(other.place.ranks as f64, row.place.ranks as f64)
+            apart(other.group.ranks as f64, row.group.ranks as f64)
                 + apart(other.bytes as f64, row.bytes as f64) / 100.0
         };
         let nearest = self.rows.iter().filter(same).min_by(|a, b| f64::total_cmp(&distance(a), &distance(b)));
@@ -169,8 +170,10 @@ impl Table {
 
     /// What an engine keeps of it.
     pub fn choices(&self) -> Choices {
-        let chosen =
-            |row: &Row| Some((row.place, row.collective, row.bytes, self.ranking(row).first()?.algo));
+        let chosen = |row: &Row| {
+            let algo = self.ranking(row).first()?.algo;
+            Some(Choice { group: row.group, kind: row.collective, bytes: row.bytes, algo })
+        };
         Choices::new(self.rows.iter().filter_map(chosen))
     }
 
@@ -202,7 +205,7 @@ impl Table {
             return Err(NoTable::Bad(problem));
         }
         let mut classes =
-            table.figures.iter().map(|f| f.place.link).chain(table.rows.iter().map(|r| r.place.link));
+            table.figures.iter().map(|f| f.group.link).chain(table.rows.iter().map(|r| r.group.link));
         if let Some(other) = classes.find(|class| kinds::of(*class).is_none()) {
             let problem = format!("it is of links `{other}`, this version has {}", kinds::names());
             return Err(NoTable::Bad(problem));

@@ -5,18 +5,18 @@ fn time(algo: Algo, us: f64) -> TimeBy {
     TimeBy { algo, us }
 }
 
-fn place(link: LinkClass, ranks: usize) -> Place {
-    Place { link, hosts: 1, ranks }
+fn group(link: LinkClass, ranks: usize) -> GroupShape {
+    GroupShape { link, hosts: 1, ranks }
 }
 
 /// For a group for which every algorithm is suitable.
 fn of(table: &Table, link: LinkClass, ranks: usize) -> GroupChoices {
-    table.choices().of_group(place(link, ranks), |_, _| true)
+    table.choices().of_group(group(link, ranks), |_, _| true)
 }
 
 fn row(ranks: usize, bytes: u64, predicted: &[TimeBy], measured: &[TimeBy]) -> Row {
     Row {
-        place: place(LinkClass::SHM, ranks),
+        group: group(LinkClass::SHM, ranks),
         collective: Kind::AllReduce,
         bytes,
         predicted: predicted.to_vec(),
@@ -29,7 +29,7 @@ fn table(rows: Vec<Row>) -> Table {
 }
 
 fn figures(link: LinkClass) -> Figures {
-    Figures { place: place(link, 2), cores: 2, latency_us: 0.5, frame_us: 0.2, bandwidth: 10e9, memory: 40e9 }
+    Figures { group: group(link, 2), cores: 2, latency_us: 0.5, frame_us: 0.2, bandwidth: 10e9, memory: 40e9 }
 }
 
 #[test]
@@ -60,7 +60,7 @@ fn a_group_is_chosen_for_by_one_of_nearly_its_size_on_its_links_and_hosts() {
     let rows = [2, 4, 5].map(|ranks| row(ranks, 64, &[], &[time(Algo::ALL[ranks], 1.0)]));
     let mut table = table(rows.to_vec());
     table.rows.push(Row {
-        place: Place { hosts: 2, ..place(LinkClass::TCP, 4) },
+        group: GroupShape { hosts: 2, ..group(LinkClass::TCP, 4) },
         ..row(4, 64, &[], &[time(Algo::Ring, 1.0)])
     });
     let at = |link, ranks| of(&table, link, ranks).choose(Kind::AllReduce, 64);
@@ -72,14 +72,14 @@ fn a_group_is_chosen_for_by_one_of_nearly_its_size_on_its_links_and_hosts() {
     assert_eq!((at(LinkClass::TCP, 4), at(LinkClass::INPROC, 4)), (None, None), "of one host");
     let choices = table.choices();
     let hosts = |hosts| {
-        let place = Place { hosts, ..place(LinkClass::TCP, 4) };
-        choices.of_group(place, |_, _| true).choose(Kind::AllReduce, 64)
+        let group = GroupShape { hosts, ..group(LinkClass::TCP, 4) };
+        choices.of_group(group, |_, _| true).choose(Kind::AllReduce, 64)
     };
     assert_eq!([1, 2, 3].map(hosts), [None, Some(Algo::Ring), None]);
     // What does not suit the group is not taken.
-    assert_eq!(choices.of_group(place(LinkClass::SHM, 4), |_, _| false).choose(Kind::AllReduce, 64), None);
+    assert_eq!(choices.of_group(group(LinkClass::SHM, 4), |_, _| false).choose(Kind::AllReduce, 64), None);
     let small = choices.clone().up_to(3);
-    let at = |ranks| small.of_group(place(LinkClass::SHM, ranks), |_, _| true).choose(Kind::AllReduce, 64);
+    let at = |ranks| small.of_group(group(LinkClass::SHM, ranks), |_, _| true).choose(Kind::AllReduce, 64);
     assert_eq!((at(3), at(5)), (Some(Algo::ALL[2]), None));
     assert!(choices.up_to(1).is_empty());
 }
@@ -135,7 +135,7 @@ fn a_newer_table_replaces_and_keeps_what_it_has_not_measured() {
     let (old, new) = ([time(Algo::Ring, 1.0)], [time(Algo::Direct, 2.0)]);
     let mut all = table(vec![row(2, 64, &[], &old), row(4, 64, &[], &old)]);
     all.merge(table(vec![row(2, 64, &[], &new), row(4, 64, &new, &[]), row(8, 64, &new, &[])]));
-    let first: Vec<_> = all.rows.iter().map(|row| (row.place.ranks, all.times(row)[0])).collect();
+    let first: Vec<_> = all.rows.iter().map(|row| (row.group.ranks, all.times(row)[0])).collect();
     assert_eq!(first, [(2, new[0]), (4, old[0]), (8, new[0])]);
     assert_eq!(all.figures.len(), 1);
 }
@@ -177,6 +177,6 @@ fn unknown_numbers_choose_nothing() {
     let hostile = r#"[{"link":"shm","hosts":1,"ranks":2,"kind":200,"steps":[]},
         {"link":"shm","hosts":1,"ranks":2,"kind":1,"steps":[{"upto":10,"algo":255},{"upto":3,"algo":3},{"upto":20,"algo":0}]}]"#;
     let choices: Choices = serde_json::from_str(hostile).unwrap();
-    let group = choices.of_group(place(LinkClass::SHM, 2), |_, _| true);
+    let group = choices.of_group(group(LinkClass::SHM, 2), |_, _| true);
     assert_eq!([4, 11, 21].map(|bytes| group.choose(Kind::AllReduce, bytes)), [None; 3]);
 }

@@ -5,15 +5,28 @@ use serde::{Deserialize, Serialize};
 pub use crate::LinkClass;
 use crate::{Algo, Kind};
 
-/// What a choice is for.
+/// The shape of a group, as algorithms are measured and chosen for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Place {
+pub struct GroupShape {
     /// The class of links.
     pub link: LinkClass,
     /// Hosts of the group: one network is another between other numbers of them.
     pub hosts: usize,
     /// Ranks of the group.
     pub ranks: usize,
+}
+
+/// An algorithm for a collective of one size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Choice {
+    /// The group's shape.
+    pub group: GroupShape,
+    /// The collective.
+    pub kind: Kind,
+    /// Bytes of a rank's largest buffer.
+    pub bytes: u64,
+    /// The algorithm.
+    pub algo: Algo,
 }
 
 /// For every group that a table knows of. Travels from rank 0 to all when a world forms.
@@ -23,7 +36,7 @@ pub struct Choices(Vec<Rule>);
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct Rule {
     #[serde(flatten)]
-    place: Place,
+    group: GroupShape,
     /// The collective's wire number.
     kind: u8,
     steps: Vec<Step>,
@@ -55,16 +68,16 @@ pub fn block(kind: Kind, ranks: usize, bytes: u64) -> u64 {
 }
 
 impl Choices {
-    /// Of rows in any order: place, collective, bytes of the largest buffer, and the algorithm.
-    pub fn new(rows: impl IntoIterator<Item = (Place, Kind, u64, Algo)>) -> Choices {
-        let mut rows: Vec<_> = rows.into_iter().filter(|(place, ..)| place.ranks > 1).collect();
-        rows.sort_by_key(|(place, kind, bytes, _)| (*place, *kind as u8, *bytes));
+    /// Of choices in any order.
+    pub fn new(choices: impl IntoIterator<Item = Choice>) -> Choices {
+        let mut choices: Vec<_> = choices.into_iter().filter(|choice| choice.group.ranks > 1).collect();
+        choices.sort_by_key(|choice| (choice.group, choice.kind as u8, choice.bytes));
         let mut rules: Vec<Rule> = Vec::new();
         let mut before = 0;
-        for (place, kind, bytes, algo) in rows {
-            let at = |bytes: u64| block(kind, place.ranks, bytes);
+        for Choice { group, kind, bytes, algo } in choices {
+            let at = |bytes: u64| block(kind, group.ranks, bytes);
             let step = Step { upto: at(bytes.saturating_mul(BEYOND)), algo: algo as u8 };
-            match rules.last_mut().filter(|rule| (rule.place, rule.kind) == (place, kind as u8)) {
+            match rules.last_mut().filter(|rule| (rule.group, rule.kind) == (group, kind as u8)) {
                 Some(rule) => {
                     // Between two sizes, the nearer one's, by their ratio.
                     let middle = (before as f64 * bytes as f64).sqrt() as u64;
@@ -79,7 +92,7 @@ impl Choices {
                 }
                 None => {
                     let below = Step { upto: at(bytes / BEYOND).saturating_sub(1), algo: 0 };
-                    rules.push(Rule { place, kind: kind as u8, steps: vec![below, step] });
+                    rules.push(Rule { group, kind: kind as u8, steps: vec![below, step] });
                 }
             }
             before = bytes;
@@ -94,19 +107,19 @@ impl Choices {
 
     /// Those for groups of at most so many ranks: others cannot be in a world of that size.
     pub fn up_to(mut self, ranks: usize) -> Choices {
-        self.0.retain(|rule| rule.place.ranks <= ranks);
+        self.0.retain(|rule| rule.group.ranks <= ranks);
         self
     }
 
     /// For a group, of what `suits` it: by the largest number of ranks that is not more than its own, and more than half of it.
-    pub fn of_group(&self, place: Place, suits: impl Fn(Kind, Algo) -> bool) -> GroupChoices {
+    pub fn of_group(&self, group: GroupShape, suits: impl Fn(Kind, Algo) -> bool) -> GroupChoices {
         let near = |rule: &&Rule| {
-            let Place { link, hosts, ranks } = rule.place;
-            (link, hosts) == (place.link, place.hosts) && ranks <= place.ranks && ranks > place.ranks / 2
+            let GroupShape { link, hosts, ranks } = rule.group;
+            (link, hosts) == (group.link, group.hosts) && ranks <= group.ranks && ranks > group.ranks / 2
         };
         let of_kind = |kind: Kind| {
             let rules = self.0.iter().filter(near).filter(|rule| rule.kind == kind as u8);
-            let rule = rules.max_by_key(|rule| rule.place.ranks)?;
+            let rule = rules.max_by_key(|rule| rule.group.ranks)?;
             let algo = |step: &Step| {
                 Algo::from_u8(step.algo).filter(|algo| *algo != Algo::Auto && suits(kind, *algo))
             };

@@ -29,7 +29,7 @@ pub struct Program {
     /// The plan.
     pub plan: Plan,
     /// What each step waits for, indexed like `plan.steps`.
-    pub nodes: Vec<Node>,
+    pub nodes: Vec<StepNode>,
     /// Per peer: the steps that send or lend to it, in the order of their messages.
     pub sends: Vec<Vec<u32>>,
     /// Per peer: the steps that receive or borrow from it, in the order of their messages. A step borrows a rank's loan once,
@@ -77,9 +77,9 @@ impl Lending {
     }
 }
 
-/// What one step waits for, slice by slice. Only what does not follow from the rest.
+/// A step in the graph of which step waits for which: what it waits for, slice by slice. Only what does not follow from the rest.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
-pub struct Node {
+pub struct StepNode {
     /// Earlier steps that wrote a `(slot, chunk)` that this step reads or writes: they must have computed.
     pub after_write: Vec<u32>,
     /// Earlier steps that read, or send from, the `(slot, chunk)` that this step writes: they must have
@@ -183,7 +183,7 @@ impl Program {
         for (i, step) in plan.steps.iter().enumerate() {
             let i = i as u32;
             step.send.iter().chain(step.loan.iter().map(|loan| &loan.to)).for_each(|&to| sends[to].push(i));
-            let mut node = Node::default();
+            let mut node = StepNode::default();
             if let Some(loan) = step.loan {
                 lend(&mut touched, &mut node, loan, i);
             }
@@ -223,7 +223,7 @@ impl Program {
             nodes.push(node);
         }
         for i in 0..nodes.len() {
-            let Node { after_write, after_read, .. } = &nodes[i];
+            let StepNode { after_write, after_read, .. } = &nodes[i];
             let earlier: Vec<u32> = after_write.iter().chain(after_read).copied().collect();
             for j in earlier {
                 add(&mut nodes[j as usize].dependents, Some(i as u32));
@@ -250,7 +250,7 @@ pub fn goes_whole(kind: Kind, algo: Algo, shape: &Shape<'_>) -> bool {
 
 /// Step `i` lends. Its node waits as that of a step that reads the one chunk and writes the other, and is over only when all is
 /// given back.
-fn lend(touched: &mut [Vec<Touched>], node: &mut Node, loan: Loan, i: u32) {
+fn lend(touched: &mut [Vec<Touched>], node: &mut StepNode, loan: Loan, i: u32) {
     let t = of(touched, loan.read);
     t.named += 1;
     add(&mut node.after_write, t.writer);

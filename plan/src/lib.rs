@@ -38,7 +38,7 @@ mod tests;
 use tree::Tree;
 
 pub use choose::{Env, SMALL, choose};
-pub use compile::{Lending, Node, Program, goes_whole};
+pub use compile::{Lending, Program, StepNode, goes_whole};
 pub use kind::{Algo, Kind};
 pub use lending::lending;
 pub use link::LinkClass;

@@ -2,6 +2,7 @@
 
 mod circles;
 mod documents;
+mod figures;
 mod files;
 mod fuzz;
 mod house;
@@ -43,6 +44,8 @@ enum Command {
     },
     /// Only the checks of the house: floors, circles, unsafe, sizes of files, paths
     House,
+    /// Count engine and plan without tests: lines of code, fields, tuples as parameters, types of one name, methods, long files
+    Figures,
     /// Compile the CUDA kernels to the PTX that is committed
     Kernels {
         /// Only compare with what is committed, and assemble that
@@ -85,6 +88,18 @@ fn main() -> ExitCode {
             parts
         }
         Command::House => vec![parts::house()],
+        Command::Figures => {
+            return match figures::told(&root) {
+                Ok(told) => {
+                    print!("{told}");
+                    ExitCode::SUCCESS
+                }
+                Err(error) => {
+                    eprintln!("cargo xtask figures: {error}");
+                    ExitCode::FAILURE
+                }
+            };
+        }
         Command::Kernels { check: false } => {
             return match kernels::generate(&root) {
                 Ok(()) => ExitCode::SUCCESS,

@@ -269,7 +269,7 @@ fn paths_in(tokens: TokenStream, paths: &mut Vec<(Vec<String>, usize)>) {
 }
 
 /// Whether it is an attribute like `cfg(any(test, feature = "testing"))`.
-fn is_for_tests(attribute: &Attribute) -> bool {
+pub(crate) fn is_for_tests(attribute: &Attribute) -> bool {
     let Ok(list) = attribute.meta.require_list() else { return false };
     let text = list.tokens.to_string();
     let has = |wanted: &[&str]| text.split(|c: char| !c.is_alphanumeric()).any(|word| wanted.contains(&word));

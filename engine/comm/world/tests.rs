@@ -48,7 +48,7 @@ fn world() -> Arc<World> {
     let settings = (Defaults::from_env().unwrap(), Arc::default());
     let near = vec![&INPROC; SIZE];
     World::new(
-        (0, SIZE, id),
+        (0, id),
         transport,
         (mates, memory_lock),
         (region, None),

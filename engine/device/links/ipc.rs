@@ -88,7 +88,10 @@ impl FarPeer {
     /// Opens what a peer has told, which drew this number for its process, and whose region this is.
     pub(crate) fn new(
         stream: &DeviceStream,
-        (rank, process, region, exit): (Rank, u128, &Arc<Region>, Option<Exit>),
+        rank: Rank,
+        process: u128,
+        region: &Arc<Region>,
+        exit: Option<Exit>,
         offer: &Offer,
         card: &[u8],
     ) -> Result<FarPeer, Error> {
@@ -145,19 +148,23 @@ pub(crate) struct Far {
     let_go: AtomicBool,
 }
 
-/// Where the rings to and from a rank are.
-pub(crate) type Places = (Rank, Place, Place);
+/// Where the rings to a rank and from it are.
+pub(crate) struct FarRings {
+    pub(crate) rank: Rank,
+    pub(crate) to: Place,
+    pub(crate) from: Place,
+}
 
 impl Far {
     pub(crate) fn new(
         peers: Vec<Option<Arc<FarPeer>>>,
         keep: Arc<()>,
-        places: Vec<Places>,
+        rings: Vec<FarRings>,
     ) -> Result<Far, Error> {
         let (mut to, mut from) = (Vec::new(), Vec::new());
-        for (rank, there, here) in places {
-            to.push(RingFlag::new(there.region, there.ring)?);
-            from.push((rank, RingFlag::new(here.region, here.ring)?));
+        for ring in rings {
+            to.push(RingFlag::new(ring.to.region, ring.to.ring)?);
+            from.push((ring.rank, RingFlag::new(ring.from.region, ring.from.ring)?));
         }
         Ok(Far { peers, keep, to, from, let_go: AtomicBool::new(false) })
     }

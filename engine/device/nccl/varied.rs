@@ -15,7 +15,9 @@ impl NcclEnd {
     /// As of [`Whole::submit`](crate::device::whole::Whole::submit).
     pub(super) unsafe fn enqueue_varied(
         &self,
-        (call, piece, tables): (&WholeCall, &Piece, &Tables),
+        call: &WholeCall,
+        piece: &Piece,
+        tables: &Tables,
         at: (NcclComm, CuStream),
     ) -> Result<(), NcclError> {
         let (nccl, (rank, size), root) = (self.library.0, self.place, call.root);

@@ -63,7 +63,7 @@ impl Run {
             return Some(if self.active.lacks_memory() {
                 of.config.not_come(number, signature, timeout)
             } else {
-                self.timed_out(of, (number, signature, timeout), now)
+                self.timed_out(of, number, signature, timeout, now)
             });
         }
         let is_due = self.active.stalled_at.is_none_or(|at| now - at > STALL_AGAIN);
@@ -122,7 +122,9 @@ impl Run {
     fn timed_out(
         &mut self,
         of: &Endpoint,
-        (number, signature, after): (u64, Signature, Duration),
+        number: u64,
+        signature: Signature,
+        after: Duration,
         now: Instant,
     ) -> Error {
         let us = of.config.rank;

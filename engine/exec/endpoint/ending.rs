@@ -42,7 +42,9 @@ impl Ending {
     /// One of which all is on its stream now, when nobody has looked yet whether its inputs are there.
     pub(super) fn new(
         key: Key,
-        (number, signature, timeout): (u64, Signature, Duration),
+        number: u64,
+        signature: Signature,
+        timeout: Duration,
         carrier: Arc<dyn Carrier>,
     ) -> Ending {
         let (oldest, ready, untaken, is_watched) = (None, None, None, false);

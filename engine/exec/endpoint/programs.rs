@@ -8,8 +8,15 @@ use crate::error::Error;
 use crate::plan::Program;
 use crate::types::{Map, Rank};
 
-/// Kind (with [`VARIED`](crate::types::VARIED)), algorithm, root, in place.
-pub(crate) type ProgramKey = (u8, u8, Rank, bool);
+/// What a program is made for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct ProgramKey {
+    /// The collective, with [`VARIED`](crate::types::VARIED).
+    pub(crate) kind: u8,
+    pub(crate) algo: u8,
+    pub(crate) root: Rank,
+    pub(crate) in_place: bool,
+}
 
 /// The programs made so far.
 #[derive(Default)]

@@ -82,7 +82,7 @@ impl Run {
         let Some((number, signature, timeout, _)) = self.active.current() else { return };
         let Some(carrier) = self.active.carrier().cloned() else { return };
         self.take_active();
-        self.endings.push(Ending::new(key, (number, signature, timeout), carrier));
+        self.endings.push(Ending::new(key, number, signature, timeout, carrier));
     }
 
     /// Forgets the collective in work: done, or failed.

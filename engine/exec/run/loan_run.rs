@@ -19,7 +19,7 @@ use crate::error::Error;
 use crate::exec::backend::Context;
 use crate::exec::lends::{Agreement, Fold, Lends, LentSlot, MAX_LENDERS, Out, PIECE, Reach};
 use crate::exec::operation::Part;
-use crate::exec::port::{Lent, Port};
+use crate::exec::port::{FrameSource, Lent, Port};
 use crate::link::{Header, Loan};
 use crate::plan::{At, Lending, Operand, Program, Slot, Step};
 use crate::types::Rank;
@@ -323,8 +323,13 @@ impl<L: Lends> LoanRun<L> {
             message: t.message(LOAN_MESSAGE),
             signature: t.c.op.signature,
         };
-        let owner = (t.c.op.number, LOAN, t.receiver(peer), start + loan.bytes);
-        port.lend(peer, header, (loan, slot.and_then(|(slot, _)| slot)), owner)?;
+        let source = FrameSource {
+            operation: t.c.op.number,
+            step: LOAN,
+            receiver: t.receiver(peer),
+            end: start + loan.bytes,
+        };
+        port.lend(peer, header, (loan, slot.and_then(|(slot, _)| slot)), source)?;
         self.peers[peer].lent += 1;
         Ok(true)
     }
@@ -341,7 +346,7 @@ impl<L: Lends> LoanRun<L> {
             let to = loan.output.wrapping_add(start);
             // SAFETY: a piece (up to `end`) of a chunk of our own output, which the table owns and nobody else touches; the
             // slot has come back.
-            unsafe { self.lends.empty(part, place, to, lent.end - start) };
+            unsafe { self.lends.empty(part, place, to, lent.source.end - start) };
         }
     }
 

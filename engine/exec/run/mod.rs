@@ -16,7 +16,7 @@ mod turn;
 
 use self::loan_run::LoanRun;
 use self::plan_run::PlanRun;
-pub(crate) use self::plan_run::{STRIPE, cut};
+pub(crate) use self::plan_run::{STRIPE, StagedBuf, cut};
 use self::turn::{LinkUse, Passed, Turn};
 use super::backend::{Backend, Context, Prepared};
 use super::lends::Lends;
@@ -107,7 +107,7 @@ impl<B: Backend, L: Lends> PartRun<B, L> {
 
     /// Notes memory that a receiver has given back.
     pub(super) fn freed(&mut self, lent: &Lent) {
-        let Some(part) = self.work.as_ref().filter(|_| lent.owner == self.number) else { return };
+        let Some(part) = self.work.as_ref().filter(|_| lent.source.operation == self.number) else { return };
         match turn::is_of_loan(lent) {
             true => self.loans.came_back(part, lent),
             false => self.plan.freed(&part.program, lent),

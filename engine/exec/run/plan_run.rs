@@ -26,7 +26,7 @@ mod steps;
 mod stripes;
 
 use self::ready::ReadyList;
-pub(crate) use self::stripes::{STRIPE, cut};
+pub(crate) use self::stripes::{STRIPE, StagedBuf, cut};
 use super::BUDGET;
 use super::turn::{LinkUse, Passed, Turn, receiver_of};
 use crate::error::Error;
@@ -159,11 +159,11 @@ impl<B: Backend> PlanRun<B> {
     /// Notes memory that a receiver has given back.
     #[inline]
     pub(super) fn freed(&mut self, program: &Program, lent: &Lent) {
-        if let Some(state) = self.steps.get(lent.step as usize) {
+        if let Some(state) = self.steps.get(lent.source.step as usize) {
             let at = state.first + receiver_of(lent);
-            self.freed[at] = self.freed[at].max(lent.end);
-            self.ready.mark(lent.step);
-            program.nodes[lent.step as usize].dependents.iter().for_each(|j| self.ready.mark(*j));
+            self.freed[at] = self.freed[at].max(lent.source.end);
+            self.ready.mark(lent.source.step);
+            program.nodes[lent.source.step as usize].dependents.iter().for_each(|j| self.ready.mark(*j));
         }
     }
 

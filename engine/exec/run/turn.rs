@@ -7,10 +7,10 @@ use crate::exec::port::{Lent, Port};
 use crate::link::{Frame, Loan};
 use crate::types::{Rank, Signature};
 
-/// The low bits of [`Lent::receiver`] are the receiver, the high ones the part.
+/// The low bits of the receiver in [`Lent::source`] are the receiver, the high ones the part.
 const RECEIVER_BITS: u32 = 16;
 const RECEIVER: u32 = (1 << RECEIVER_BITS) - 1;
-/// [`Lent::step`] of a loan: no plan has so many steps.
+/// The step in [`Lent::source`] of a loan: no plan has so many steps.
 pub(super) const LOAN: u32 = u32::MAX;
 /// What a loan is numbered among its part's messages: no plan sends so many.
 pub(super) const LOAN_MESSAGE: u32 = 0xffff;
@@ -18,19 +18,19 @@ pub(super) const LOAN_MESSAGE: u32 = 0xffff;
 /// The part that posted a frame.
 #[inline]
 pub(super) fn part_of(lent: &Lent) -> u16 {
-    (lent.receiver >> RECEIVER_BITS) as u16
+    (lent.source.receiver >> RECEIVER_BITS) as u16
 }
 
 /// Which of its step's receivers a frame went to; of a loan: which rank.
 #[inline]
 pub(super) fn receiver_of(lent: &Lent) -> usize {
-    (lent.receiver & RECEIVER) as usize
+    (lent.source.receiver & RECEIVER) as usize
 }
 
 /// Whether what came back is a loan, and not a message of a step's.
 #[inline]
 pub(super) fn is_of_loan(lent: &Lent) -> bool {
-    lent.step == LOAN
+    lent.source.step == LOAN
 }
 
 /// What came of a pass over a part.
@@ -86,7 +86,7 @@ impl<R: LinkUse> Turn<'_, R> {
         u32::from(self.part) << 16 | message & 0xffff
     }
 
-    /// [`Lent::receiver`] of a frame of this part.
+    /// The receiver in [`Lent::source`] of a frame of this part.
     #[inline]
     pub(super) fn receiver(&self, receiver: usize) -> u32 {
         receiver as u32 | u32::from(self.part) << RECEIVER_BITS

@@ -60,7 +60,7 @@ impl Ranks {
             let region = Arc::new(Region::private().unwrap());
             let settings = (Defaults::from_env().unwrap(), Arc::default());
             let near = vec![&INPROC; n];
-            let who = (rank, n, *b"a story of ranks");
+            let who = (rank, *b"a story of ranks");
             let world =
                 World::new(who, transport, (mates, memory_lock), (region, None), turns, near, settings);
             hub.enter(&world);

@@ -63,7 +63,7 @@ pub enum Fault {
         is_loan: bool,
     },
     /// A chunk that is out on loan is touched by its owner: written, or read although the borrower may write it, or lent again
-    /// so that two ranks would hold it. What a step waits for ([`crate::Node`]) should make this impossible.
+    /// so that two ranks would hold it. What a step waits for ([`crate::StepNode`]) should make this impossible.
     #[error("rank {rank}, {at}: touched while it is lent to rank {by}")]
     Held {
         /// Whose chunk, and who touches it.

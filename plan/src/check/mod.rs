@@ -40,7 +40,7 @@ use super::{Kind, Plan, Rank};
 
 /// What was found out about plans that are right.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Report {
+pub struct Properties {
     /// Steps of all ranks.
     pub steps: usize,
     /// Messages between all ranks, loans among them.
@@ -66,7 +66,7 @@ pub struct Report {
 ///
 /// # Errors
 /// The first [`Fault`] found.
-pub fn check(kind: Kind, root: Rank, in_place: bool, plans: &[Plan]) -> Result<Report, Fault> {
+pub fn check(kind: Kind, root: Rank, in_place: bool, plans: &[Plan]) -> Result<Properties, Fault> {
     check_slices(kind, root, in_place, plans, 3)
 }
 
@@ -80,11 +80,11 @@ pub fn check_slices(
     in_place: bool,
     plans: &[Plan],
     slices: usize,
-) -> Result<Report, Fault> {
+) -> Result<Properties, Fault> {
     let goal = Goal::new(kind, root, in_place, plans)?;
     let net = Net::new(plans, &goal)?;
     let unit = if goal.varied { 1 } else { 720_720 * plans.len() };
-    let mut report = Report {
+    let mut properties = Properties {
         steps: net.steps(),
         messages: net.sends.iter().map(Vec::len).sum(),
         hops: 0,
@@ -119,13 +119,13 @@ pub fn check_slices(
             ends(Mode { whole: true, ..mode })?;
         }
         let order = goal.reached(plans, slices, &done.memory)?;
-        report.hops = done.hops as usize;
-        report.in_order &= order.in_order;
-        report.one_step &= order.one_step;
+        properties.hops = done.hops as usize;
+        properties.in_order &= order.in_order;
+        properties.one_step &= order.one_step;
     }
     if has_hand {
-        report.needs_hand =
+        properties.needs_hand =
             !run(Mode { slices: 1, eager: false, strict: true, whole: false }).waits().is_empty();
     }
-    Ok(report)
+    Ok(properties)
 }

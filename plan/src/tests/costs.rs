@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::*;
-use crate::check::{Report, check_slices};
+use crate::check::{Properties, check_slices};
 
 /// Every algorithm, root and place at n = 1..=64, with the more slices the smaller the group.
 fn every_size(kind: Kind) {
@@ -15,12 +15,12 @@ fn every_size(kind: Kind) {
                 10..=17 => 3,
                 _ => 2,
             };
-            let report = check_slices(kind, root, in_place, &plans, slices).unwrap_or_else(|fault| {
+            let properties = check_slices(kind, root, in_place, &plans, slices).unwrap_or_else(|fault| {
                 panic!("{kind} by {algo}, n {n}, root {root}, in place {in_place}: {fault}")
             });
-            let what = format!("{kind} by {algo}, n {n}, root {root}, in place {in_place}: {report:?}");
-            cost(kind, algo, n, root, &report, &what);
-            assert_eq!(report.needs_hand, needs_hand(kind, algo, n, in_place), "{what}");
+            let what = format!("{kind} by {algo}, n {n}, root {root}, in place {in_place}: {properties:?}");
+            cost(kind, algo, n, root, &properties, &what);
+            assert_eq!(properties.needs_hand, needs_hand(kind, algo, n, in_place), "{what}");
         }
     }
 }
@@ -94,10 +94,10 @@ fn barrier_is_right_at_every_size() {
 }
 
 /// The tables in the algorithms' files.
-fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, report: &Report, what: &str) {
+fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, properties: &Properties, what: &str) {
     use Kind::*;
     if n == 1 {
-        assert_eq!((report.hops, report.sent, report.messages), (0, 0.0, 0), "{what}");
+        assert_eq!((properties.hops, properties.sent, properties.messages), (0, 0.0, 0), "{what}");
         return;
     }
     let (f, all, up) = (n as f64, n as f64 - 1.0, n.next_power_of_two().ilog2() as usize);
@@ -128,8 +128,8 @@ fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, report: &Report, what: &st
         (Broadcast, Algo::Binomial) => (down, up as f64),
         (Broadcast, Algo::Mst) if root == 0 => (mst(n, 0), up as f64),
         (Broadcast, Algo::Mst) => {
-            assert!(report.sent <= up as f64 && report.sent >= down as f64, "{what}");
-            (mst(n, root), report.sent)
+            assert!(properties.sent <= up as f64 && properties.sent >= down as f64, "{what}");
+            (mst(n, root), properties.sent)
         }
         (Broadcast, Algo::ScatterAllGather) => (n - 1, 2.0 * share),
         (Broadcast, Algo::Direct) if n == 2 => (1, 1.0),
@@ -148,8 +148,8 @@ fn cost(kind: Kind, algo: Algo, n: usize, root: Rank, report: &Report, what: &st
         (Gather, _) => (1, 1.0),
         (Scatter, _) => (1, all),
     };
-    assert_eq!(report.hops, hops, "{what}");
-    assert!((report.sent - sent).abs() < 1e-9 * f, "{what}: not {sent}");
+    assert_eq!(properties.hops, hops, "{what}");
+    assert!((properties.sent - sent).abs() < 1e-9 * f, "{what}: not {sent}");
 }
 
 /// Hops from the root of a minimum spanning tree: never more than halvings.
@@ -226,11 +226,11 @@ fn two_levels_on_any_hosts() {
                 let shape = Shape { n, in_place, hosts: &hosts, ..Shape::default() };
                 let plans = plans_of(Kind::AllReduce, Algo::TwoLevel, &shape);
                 let slices = if n <= 17 { 3 } else { 2 };
-                let report = check_slices(Kind::AllReduce, 0, in_place, &plans, slices)
+                let properties = check_slices(Kind::AllReduce, 0, in_place, &plans, slices)
                     .unwrap_or_else(|fault| panic!("{hosts:?}, in place {in_place}: {fault}"));
-                assert_eq!(report.hops, 4, "{hosts:?}");
-                assert!(!report.needs_hand && !report.one_step, "{hosts:?}");
-                *in_order.entry((hosts.is_sorted(), report.in_order)).or_insert(0) += 1;
+                assert_eq!(properties.hops, 4, "{hosts:?}");
+                assert!(!properties.needs_hand && !properties.one_step, "{hosts:?}");
+                *in_order.entry((hosts.is_sorted(), properties.in_order)).or_insert(0) += 1;
                 for host in 0..h as u32 {
                     let sent = between(&plans, &hosts, host);
                     let due = 2.0 * (h as f64 - 1.0) / h as f64;

@@ -2,7 +2,7 @@
 
 use std::net::TcpListener;
 
-use allstream::tuning::{FORMAT, LinkClass, Place, Row, Table, TimeBy};
+use allstream::tuning::{FORMAT, GroupShape, LinkClass, Row, Table, TimeBy};
 use allstream::{Algo, Comm, Error, Kind, LinkChoice, Rendezvous};
 
 use futures::executor::block_on;
@@ -13,7 +13,7 @@ use super::house::{SOON, threads};
 fn table() -> Table {
     let time = |algo, us| TimeBy { algo, us };
     let row = Row {
-        place: Place { link: LinkClass::SHM, hosts: 1, ranks: 2 },
+        group: GroupShape { link: LinkClass::SHM, hosts: 1, ranks: 2 },
         collective: Kind::AllReduce,
         bytes: 64,
         predicted: Vec::new(),

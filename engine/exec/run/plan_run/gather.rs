@@ -3,7 +3,7 @@
 use super::{Backend, LinkUse, PlanRun, Turn};
 use crate::error::Error;
 use crate::exec::backend::Slice;
-use crate::exec::port::{Payload, Port};
+use crate::exec::port::{FrameSource, Payload, Port};
 use crate::link::Header;
 use crate::plan::compile::Holds;
 use crate::plan::{INPUT, Operand};
@@ -11,6 +11,17 @@ use crate::types::Rank;
 
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
+
+/// What one frame has of a step's chunk, for one of the step's receivers.
+#[derive(Clone, Copy)]
+struct Fragment {
+    /// Which of the step's receivers.
+    receiver: usize,
+    /// The first of its elements, in the chunk.
+    at: usize,
+    /// How many elements it has.
+    len: usize,
+}
 
 /// Where operands are found: most steps have one or two, and the rest of a large array would be cleared for nothing.
 macro_rules! operands {
@@ -109,25 +120,24 @@ impl<B: Backend> PlanRun<B> {
         let is_worth =
             m * state.unit >= self.slicing.least || state.got + m == self.portion_end(&state, state.got);
         let is_ready = is_worth && self.receivers_ready(t, i, port)?;
-        self.combine(t, i, (m, m <= writable, is_ready), ins, port)
+        let at = self.steps[i].got;
+        let slice = Slice { m, ins, is_writable: m <= writable, is_ready, ..self.slice(t, i, at) };
+        self.combine(t, &slice, port)
     }
 
     /// Has a slice combined, gives its operands back and posts its result. Returns whether anything was done.
     fn combine(
         &mut self,
         t: Turn<'_, impl LinkUse>,
-        i: usize,
-        (m, is_writable, is_ready): (usize, bool, bool),
-        ins: &[*const u8],
+        slice: &Slice<'_>,
         port: &mut Port,
     ) -> Result<bool, Error> {
         let program = t.c.program();
-        let slice = Slice { m, ins, is_writable, is_ready, ..self.slice(t, i, self.steps[i].got) };
-        let done = self.backend.combine(&slice, port)?;
+        let done = self.backend.combine(slice, port)?;
         if done.taken == 0 {
             return Ok(false);
         }
-        let (state, step) = (slice.state, slice.step);
+        let (i, state, step) = (slice.i, slice.state, slice.step);
         for operand in &step.operands {
             if let Operand::Recv(from) = operand {
                 port.rx(*from)?.release(done.taken * state.unit);
@@ -135,8 +145,8 @@ impl<B: Backend> PlanRun<B> {
         }
         self.gathered(program, i, done.taken, done.is_stored);
         if let Some(payload) = done.payload {
-            for k in 0..step.send.len() {
-                self.post(t, i, (k, state.pos, done.taken), &payload, port)?;
+            for receiver in 0..step.send.len() {
+                self.post(t, i, Fragment { receiver, at: state.pos, len: done.taken }, &payload, port)?;
             }
         }
         Ok(true)
@@ -207,8 +217,8 @@ impl<B: Backend> PlanRun<B> {
             return Ok(false);
         }
         let (m, payload) = self.backend.send_accumulated(&slice, port)?;
-        for k in 0..slice.step.send.len() {
-            self.post(t, i, (k, state.pos, m), &payload, port)?;
+        for receiver in 0..slice.step.send.len() {
+            self.post(t, i, Fragment { receiver, at: state.pos, len: m }, &payload, port)?;
         }
         self.steps[i].pos += m;
         Ok(true)
@@ -267,54 +277,54 @@ impl<B: Backend> PlanRun<B> {
                 continue; // more of this message is about to be there
             }
             let at = self.address(t.c.part, from, &state, sent).cast_const();
-            self.push_slice(t, i, (k, sent, m), at, port)?;
+            self.push_slice(t, i, Fragment { receiver: k, at: sent, len: m }, at, port)?;
             return Ok(true);
         }
         Ok(false)
     }
 
-    /// Sends `m` elements of step `i` from `at`, which lie at element `sent` of its chunk: to its `k`-th receiver, and to those
-    /// after that one that are at the same place, if they go in a slot.
+    /// Sends a fragment of step `i` that lies in memory at `from`: to its receiver, and to the receivers after that one that are
+    /// at the same place, if it goes in a slot.
     fn push_slice(
         &mut self,
         t: Turn<'_, impl LinkUse>,
         i: usize,
-        (k, sent, mut m): (usize, usize, usize),
-        at: *const u8,
+        mut fragment: Fragment,
+        from: *const u8,
         port: &mut Port,
     ) -> Result<(), Error> {
         let (state, step) = (self.steps[i], &t.c.program().plan.steps[i]);
-        let mut payload = Payload::Memory(at);
-        if m * state.unit > Port::INLINE && port.tx(step.send[k])?.needs_slot(at, m * state.unit) {
-            if let Some((slot, place)) = port.take_slot(m * state.unit) {
-                // SAFETY: `m` elements of our own chunk (or stored result), at most a slot; the slot is ours.
-                unsafe { self.backend.fill_slot(at, place, m * state.unit, port) };
+        let (mut payload, bytes) = (Payload::Memory(from), fragment.len * state.unit);
+        if bytes > Port::INLINE && port.tx(step.send[fragment.receiver])?.needs_slot(from, bytes) {
+            if let Some((slot, place)) = port.take_slot(bytes) {
+                // SAFETY: the fragment is elements of our own chunk (or stored result), at most a slot; the slot is ours.
+                unsafe { self.backend.fill_slot(from, place, bytes, port) };
                 payload = Payload::Slot(slot, place);
             } else {
                 // No slot is free: what fits a cell goes, so that no other communicator's backlog stops us.
-                m = Port::INLINE / state.unit;
+                fragment.len = Port::INLINE / state.unit;
             }
         }
-        self.post(t, i, (k, sent, m), &payload, port)?;
+        self.post(t, i, fragment, &payload, port)?;
         if matches!(payload, Payload::Slot(..)) {
-            for (other, &peer) in step.send.iter().enumerate().skip(k + 1) {
-                if self.sent[state.first + other] == sent
-                    && self.sending(t, peer, i, sent)
+            for (other, &peer) in step.send.iter().enumerate().skip(fragment.receiver + 1) {
+                if self.sent[state.first + other] == fragment.at
+                    && self.sending(t, peer, i, fragment.at)
                     && port.tx(peer)?.room()?
                 {
-                    self.post(t, i, (other, sent, m), &payload, port)?;
+                    self.post(t, i, Fragment { receiver: other, ..fragment }, &payload, port)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// Posts elements `at..at + m` of step `i` to its `k`-th receiver.
+    /// Posts a fragment of step `i` to its receiver.
     fn post(
         &mut self,
         t: Turn<'_, impl LinkUse>,
         i: usize,
-        (k, at, m): (usize, usize, usize),
+        Fragment { receiver: k, at, len: m }: Fragment,
         payload: &Payload,
         port: &mut Port,
     ) -> Result<(), Error> {
@@ -328,8 +338,9 @@ impl<B: Backend> PlanRun<B> {
             message: t.message(self.tx[peer].message),
             signature: t.c.signature(i, &state),
         };
-        let (end, receiver) = (at + m, t.receiver(k));
-        let free = port.post(peer, header, payload, (t.c.op.number, i as u32, receiver, end))?;
+        let end = at + m;
+        let (operation, step, receiver) = (t.c.op.number, i as u32, t.receiver(k));
+        let free = port.post(peer, header, payload, FrameSource { operation, step, receiver, end })?;
         self.touched += m * state.unit;
         let index = state.first + k;
         if free && self.freed[index] == at {

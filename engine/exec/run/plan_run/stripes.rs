@@ -15,27 +15,36 @@ use crate::plan::{Layout, OUTPUT, Program, Slot, Step};
 /// that is worth cutting. To be measured.
 pub(crate) const STRIPE: usize = 8 << 20;
 
-/// Cuts the parts of an operation into stripes. `items`: of each buffer that is staged, in the order of their parts, the
-/// part, what it is there, and its bytes.
-pub(crate) fn cut(parts: &[Part], items: &[(usize, Slot, usize)]) -> Vec<Stripe> {
+/// A buffer that is staged.
+#[derive(Clone, Copy)]
+pub(crate) struct StagedBuf {
+    /// The part of the operation that it belongs to.
+    pub(crate) part: usize,
+    /// What it is in that part's plan.
+    pub(crate) slot: Slot,
+    pub(crate) bytes: usize,
+}
+
+/// Cuts the parts of an operation into stripes; the staged buffers are in the order of their parts.
+pub(crate) fn cut(parts: &[Part], items: &[StagedBuf]) -> Vec<Stripe> {
     let (mut stripes, mut pieces, mut bytes) = (Vec::new(), Vec::new(), 0);
     let mut items = items.iter().enumerate().peekable();
     for (p, part) in parts.iter().enumerate() {
-        let ours: Vec<_> = std::iter::from_fn(|| items.next_if(|(_, item)| item.0 == p)).collect();
+        let ours: Vec<_> = std::iter::from_fn(|| items.next_if(|(_, item)| item.part == p)).collect();
         let unit = part.dtype.size();
         let layout = |slot: Slot| part.program.plan.slots[usize::from(slot)];
         let in_one =
-            part.pairwise || ours.iter().any(|(_, item)| matches!(layout(item.1), Layout::Table { .. }));
+            part.pairwise || ours.iter().any(|(_, item)| matches!(layout(item.slot), Layout::Table { .. }));
         if in_one {
-            for (i, (_, _, len)) in ours {
-                pieces.push((i, 0..*len));
-                bytes += len;
+            for (i, item) in ours {
+                pieces.push((i, 0..item.bytes));
+                bytes += item.bytes;
             }
             continue;
         }
         // Each chunk of each buffer, in bytes: its range, cut off where the buffer ends.
         let mut chunks = Vec::new();
-        for (i, &(_, slot, len)) in ours {
+        for (i, &StagedBuf { slot, bytes: len, .. }) in ours {
             let ranges = (0..layout(slot).chunks()).map(|chunk| part.range(slot, chunk));
             chunks
                 .extend(ranges.map(|range| (i, (range.start * unit).min(len)..(range.end * unit).min(len))));
@@ -144,8 +153,11 @@ mod tests {
                     let total = |p: usize, slot| parts[p].total(slot) * 4;
                     // The last buffer has a tail that is no chunk's.
                     let tail = |p: usize| if p + 1 == parts.len() { 100 } else { 0 };
+                    let buf = |part, slot, bytes| StagedBuf { part, slot, bytes };
                     let items: Vec<_> = (0..parts.len())
-                        .flat_map(|p| [(p, INPUT, total(p, INPUT)), (p, OUTPUT, total(p, OUTPUT) + tail(p))])
+                        .flat_map(|p| {
+                            [buf(p, INPUT, total(p, INPUT)), buf(p, OUTPUT, total(p, OUTPUT) + tail(p))]
+                        })
                         .collect();
                     let stripes = cut(&parts, &items);
                     assert_eq!(stripes.last().unwrap().reach, ALL);
@@ -158,11 +170,11 @@ mod tests {
                         let (all, rounds) = stripe.reach;
                         let round = Slicing::on_host(&parts[0].program).round / 4;
                         for (item, seen) in items.iter().zip(&seen) {
-                            let part = &parts[item.0];
-                            let layout = part.program.plan.slots[usize::from(item.1)];
+                            let part = &parts[item.part];
+                            let layout = part.program.plan.slots[usize::from(item.slot)];
                             for chunk in 0..layout.chunks() {
-                                let range = part.range(item.1, chunk);
-                                let come = match item.0.cmp(&all) {
+                                let range = part.range(item.slot, chunk);
+                                let come = match item.part.cmp(&all) {
                                     std::cmp::Ordering::Less => range.len(),
                                     std::cmp::Ordering::Equal => range.len().min(rounds * round),
                                     std::cmp::Ordering::Greater => 0,
@@ -180,7 +192,7 @@ mod tests {
                         seen.sort_by_key(|range| range.start);
                         let end =
                             seen.iter().try_fold(0, |at, range| (range.start == at).then_some(range.end));
-                        assert_eq!(end, Some(item.2), "{kind:?} {n} {counts:?}");
+                        assert_eq!(end, Some(item.bytes), "{kind:?} {n} {counts:?}");
                     }
                 }
             }
