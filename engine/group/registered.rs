@@ -88,11 +88,7 @@ async fn listen(
                     let _ = verdict.send(tried);
                 }
             }
-            News::Left { rank, why } => {
-                if gave_up.send((rank, why)).is_err() {
-                    return;
-                }
-            }
+            News::Left { rank, why } => _ = gave_up.send((rank, why)),
             _ => {}
         }
     }
