@@ -6,6 +6,10 @@ use std::time::Duration;
 use crate::house::Check;
 use crate::journal::{Counts, Report};
 
+/// What is built and tested together, so that what they have in common is compiled once, with the features that all of them ask for.
+pub(crate) const PACKAGES: &str = "--package allstream --package allstream-plan --package allstream-kernels \
+     --package allstream-cuda-kernels --package allstream-sys --package allstream-cli --all-features";
+
 /// Something to run, and what it needs.
 pub(crate) struct Part {
     pub(crate) name: String,

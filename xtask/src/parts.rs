@@ -9,7 +9,7 @@ use crate::house;
 use crate::kernels;
 use crate::pack;
 use crate::packages;
-use crate::part::{Part, When, Work};
+use crate::part::{PACKAGES, Part, When, Work};
 use crate::python;
 use crate::rdma;
 
@@ -149,10 +149,6 @@ pub(crate) fn rdma() -> Part {
 pub(crate) fn cuda_kernels() -> Part {
     Part { work: Work::Checks(kernels::check), ..cargo("CUDA kernels", "") }
 }
-
-/// What is built and tested together, so that what they have in common is compiled once, with the features that all of them ask for.
-pub(crate) const PACKAGES: &str = "--package allstream --package allstream-plan --package allstream-kernels \
-     --package allstream-cuda-kernels --package allstream-sys --package allstream-cli --all-features";
 
 /// The parts of `cargo xtask test`, or of its full run.
 pub(crate) fn tests(is_full: bool) -> Vec<Part> {

@@ -128,7 +128,7 @@ fn run(root: &Path, script: &str) -> Result<Vec<Case>, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build = Command::new(cargo);
     // As the tests have it, so that it is not built once more.
-    build.args(["build", "--quiet", "--bins"]).args(crate::parts::PACKAGES.split_whitespace());
+    build.args(["build", "--quiet", "--bins"]).args(crate::part::PACKAGES.split_whitespace());
     output(build.current_dir(root))?;
     let program = target(root).join("debug/allstream");
     let machine = Machine::prepare(&folder(root))?;
