@@ -9,6 +9,9 @@ use crate::journal::{Counts, Report};
 /// What is built and tested together, so that what they have in common is compiled once, with the features that all of them ask for.
 pub(crate) const PACKAGES: &str = "--package allstream --package allstream-plan --package allstream-kernels \
      --package allstream-cuda-kernels --package allstream-sys --package allstream-cli --all-features";
+/// What the full run builds with them: what tests are made of.
+pub(crate) const TOOLS: &str =
+    "--package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests --package loom-tests";
 
 /// Something to run, and what it needs.
 pub(crate) struct Part {

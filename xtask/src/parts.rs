@@ -9,7 +9,7 @@ use crate::house;
 use crate::kernels;
 use crate::pack;
 use crate::packages;
-use crate::part::{PACKAGES, Part, When, Work};
+use crate::part::{PACKAGES, Part, TOOLS, When, Work};
 use crate::python;
 use crate::rdma;
 
@@ -161,10 +161,7 @@ pub(crate) fn tests(is_full: bool) -> Vec<Part> {
 fn all(is_full: bool) -> Vec<Part> {
     let packages = PACKAGES;
     let (tested, integration, left) = match is_full {
-        true => {
-            let ours = "--package cuda-driver-for-tests --package nccl-for-tests --package verbs-for-tests --package loom-tests";
-            (format!("{packages} {ours}"), "--test *".to_owned(), String::new())
-        }
+        true => (format!("{packages} {TOOLS}"), "--test *".to_owned(), String::new()),
         false => (packages.to_owned(), each("--test", &CORE), each("--skip", &LEFT_TO_THE_FULL_RUN)),
     };
     // All in one, as most of the crates keep one core busy: so another is compiled beside each. Of the examples those that tests of the full run start; clippy

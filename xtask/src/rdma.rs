@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use crate::house::Check;
 use crate::packages::install;
+use crate::part::{PACKAGES, TOOLS};
 
 /// The package that depends on the newest kernel of its kind, which has `rdma_rxe` as a module (`-cloud-` kernels do not).
 const KERNEL: &str = "linux-image-amd64";
@@ -127,8 +128,9 @@ type Case = (String, String);
 fn run(root: &Path, script: &str) -> Result<Vec<Case>, String> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut build = Command::new(cargo);
-    // As the tests have it, so that it is not built once more.
-    build.args(["build", "--quiet", "--bins"]).args(crate::part::PACKAGES.split_whitespace());
+    // As the full run has it, so that it is not built once more.
+    let packages = PACKAGES.split_whitespace().chain(TOOLS.split_whitespace());
+    build.args(["build", "--quiet", "--bins"]).args(packages);
     output(build.current_dir(root))?;
     let program = target(root).join("debug/allstream");
     let machine = Machine::prepare(&folder(root))?;
