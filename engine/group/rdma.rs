@@ -213,6 +213,11 @@ fn falls_back(own: Rank, why: &str) {
     let text = format!(
         "hosts talk by TCP and not by RDMA: {why}; set ALLSTREAM_LINK=tcp on all ranks to skip the trial and this warning"
     );
+    warn_once(own, &text);
+}
+
+/// Warns of what all ranks find alike: rank 0 does, for all.
+fn warn_once(own: Rank, text: &str) {
     if own == 0 {
         tracing::warn!(rank = own, "{text}");
     } else {
@@ -227,10 +232,8 @@ pub(super) fn tell(own: Rank, table: &Table, tried: &Tried) {
             if let Some(RdmaEnd { port: Ok(port), .. }) = &table.members[own].rdma {
                 tracing::info!(rank = own, "links to other hosts go over RDMA, by {}", port.name);
             }
-            match mtus(table.members.iter()) {
-                Some(text) if own == 0 => tracing::warn!(rank = own, "{text}"),
-                Some(text) => tracing::info!(rank = own, "{text}"),
-                None => {}
+            if let Some(text) = mtus(table.members.iter()) {
+                warn_once(own, &text);
             }
         }
         Err(why) => falls_back(own, why),

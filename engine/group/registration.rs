@@ -43,6 +43,13 @@ pub(crate) struct Registration {
     pub(crate) unfit: Option<String>,
 }
 
+impl Registration {
+    /// The port that it would talk by RDMA through.
+    fn port_name(&self) -> Option<&str> {
+        Some(&self.rdma.as_ref()?.port.as_ref().ok()?.name)
+    }
+}
+
 /// What a rank's host has for RDMA.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RdmaEnd {
@@ -84,12 +91,9 @@ impl Table {
 
     /// Whether a rank is the first of its host that would talk through its port. (Ranks of a host may have been given one each.)
     fn leads(&self, rank: Rank) -> bool {
-        let port = |of: &Registration| {
-            let port = of.rdma.as_ref().and_then(|end| end.port.as_ref().ok());
-            port.map(|port| port.name.clone())
-        };
         let own = &self.members[rank];
-        let is_same = |of: &Registration| of.process.host == own.process.host && port(of) == port(own);
+        let is_same =
+            |of: &Registration| of.process.host == own.process.host && of.port_name() == own.port_name();
         self.members.iter().position(is_same) == Some(rank)
     }
 

@@ -79,6 +79,20 @@ enum Command {
     Ci,
 }
 
+/// Prints what a command has to tell, or why it failed.
+fn printed(command: &str, told: Result<impl std::fmt::Display, impl std::fmt::Display>) -> ExitCode {
+    match told {
+        Ok(told) => {
+            print!("{told}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("{command}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
 fn main() -> ExitCode {
     let root = root();
     let parts = match Cli::parse().command {
@@ -89,16 +103,7 @@ fn main() -> ExitCode {
         }
         Command::House => vec![parts::house()],
         Command::Figures => {
-            return match figures::told(&root) {
-                Ok(told) => {
-                    print!("{told}");
-                    ExitCode::SUCCESS
-                }
-                Err(error) => {
-                    eprintln!("cargo xtask figures: {error}");
-                    ExitCode::FAILURE
-                }
-            };
+            return printed("cargo xtask figures", figures::told(&root));
         }
         Command::Kernels { check: false } => {
             return match kernels::generate(&root) {
@@ -118,28 +123,10 @@ fn main() -> ExitCode {
         }
         Command::GpuPack { out, nccl, without_python, for_rehearsal } => {
             let wanted = pack::Wanted { out: root.join(out), nccl, without_python, for_rehearsal };
-            return match pack::make(&root, &wanted) {
-                Ok(told) => {
-                    print!("{told}");
-                    ExitCode::SUCCESS
-                }
-                Err(error) => {
-                    eprintln!("cargo xtask gpu-pack: {error}");
-                    ExitCode::FAILURE
-                }
-            };
+            return printed("cargo xtask gpu-pack", pack::make(&root, &wanted));
         }
         Command::Rdma { bars: true } => {
-            return match rdma::bars(&root) {
-                Ok(table) => {
-                    print!("{table}");
-                    ExitCode::SUCCESS
-                }
-                Err(error) => {
-                    eprintln!("cargo xtask rdma: {error}");
-                    ExitCode::FAILURE
-                }
-            };
+            return printed("cargo xtask rdma", rdma::bars(&root));
         }
         Command::Rdma { bars: false } => vec![parts::rdma()],
         Command::Ci => parts::lints(&root).into_iter().chain(parts::tests(true)).collect(),

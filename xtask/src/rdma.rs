@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use crate::house::Check;
 use crate::packages::install;
 use crate::part::{PACKAGES, TOOLS};
+use crate::runner;
 
 /// The package that depends on the newest kernel of its kind, which has `rdma_rxe` as a module (`-cloud-` kernels do not).
 const KERNEL: &str = "linux-image-amd64";
@@ -126,17 +127,19 @@ type Case = (String, String);
 
 /// Builds the command, and runs a script with it in the machine: what it printed.
 fn run(root: &Path, script: &str) -> Result<Vec<Case>, String> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut build = Command::new(cargo);
     // As the full run has it, so that it is not built once more.
-    let packages = PACKAGES.split_whitespace().chain(TOOLS.split_whitespace());
-    build.args(["build", "--quiet", "--bins"]).args(packages);
-    output(build.current_dir(root))?;
-    let program = target(root).join("debug/allstream");
-    let machine = Machine::prepare(&folder(root))?;
-    let said = machine.run(&format!("ALLSTREAM='{}'\n{script}", program.display()), LIMIT)?;
+    let said = run_with("debug", &format!("--bins {PACKAGES} {TOOLS}"), root, script)?;
     let cases = said.split("case: ").skip(1).filter_map(|case| case.split_once('\n'));
     Ok(cases.map(|(name, text)| (name.to_owned(), text.to_owned())).collect())
+}
+
+/// Builds the command so, and runs a script with it in the machine: all that the script printed.
+fn run_with(profile: &str, build: &str, root: &Path, script: &str) -> Result<String, String> {
+    let mut cargo = Command::new(runner::cargo());
+    output(cargo.args(["build", "--quiet"]).args(build.split_whitespace()).current_dir(root))?;
+    let program = target(root).join(profile).join("allstream");
+    let machine = Machine::prepare(&folder(root))?;
+    machine.run(&format!("ALLSTREAM='{}'\n{script}", program.display()), LIMIT)
 }
 
 /// What the link costs, as a table: figures of each round, and their medians.
@@ -148,12 +151,7 @@ pub(crate) fn bars(root: &Path) -> Result<String, String> {
     if !is_there("ib_write_bw") {
         install(&["perftest"], |mut command| output(&mut command).map(drop))?;
     }
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut build = Command::new(cargo);
-    output(build.args(["build", "--quiet", "--release", "--package", "allstream-cli"]).current_dir(root))?;
-    let program = target(root).join("release/allstream");
-    let machine = Machine::prepare(&folder(root))?;
-    let said = machine.run(&format!("ALLSTREAM='{}'\n{BARS}", program.display()), LIMIT)?;
+    let said = run_with("release", "--release --package allstream-cli", root, BARS)?;
     Ok(table(&said))
 }
 
