@@ -137,6 +137,28 @@ def test_a_rank_that_never_comes(pool, name, helpers, missing):
     three.all(helpers.leave, name)
 
 
+def test_a_rank_that_gave_up_before_rank_0_is_not_named_as_missing(pool, name, helpers):
+    """Rank 2 has come, found that rank 1 has not, and gone before rank 0's time is over."""
+    zero, two = pool.actors[0], pool.actors[2]
+    ray.get(zero.do.remote(helpers.join, 0, 3, name, 12_000), timeout=90)
+    ray.get(two.do.remote(helpers.join, 2, 3, name, 4000), timeout=90)
+    for rank, actor in [(2, two), (0, zero)]:
+        with pytest.raises(TimeoutError, match="rank 1 did not come"):
+            ray.get(actor.do.remote(summed, rank, name), timeout=90)
+    ray.get([actor.do.remote(helpers.leave, 0, name) for actor in [zero, two]], timeout=90)
+    # All come, one after the other has gone: rank 0 says so.
+    ray.get(zero.do.remote(helpers.join, 0, 3, name, 14_000), timeout=90)
+    ray.get(two.do.remote(helpers.join, 2, 3, name, 3000), timeout=90)
+    with pytest.raises(TimeoutError, match="rank 1 did not come"):
+        ray.get(two.do.remote(summed, 2, name), timeout=90)
+    ray.get(pool.actors[1].do.remote(helpers.join, 1, 3, name, 3000), timeout=90)
+    with pytest.raises(TimeoutError, match="rank 2 did not come"):
+        ray.get(pool.actors[1].do.remote(summed, 1, name), timeout=90)
+    with pytest.raises(TimeoutError, match="all ranks came within 14 s, but ranks 1, 2 gave up or ended before the others were there"):
+        ray.get(zero.do.remote(summed, 0, name), timeout=90)
+    ray.get([actor.do.remote(helpers.leave, 0, name) for actor in pool.actors[:3]], timeout=90)
+
+
 def wait_until_nothing_is_left(helpers, name):
     until = time.monotonic() + 10
     while helpers.left(name) and time.monotonic() < until:

@@ -119,14 +119,14 @@ def _is_latest(store: Store, name: str) -> bool:
 def _gather_nonces(attempt: Try, name: str) -> List[str]:
     """Waits until all are here; the nonces by rank."""
     store, here = attempt.store, f"{name}/here/"
-    nonces: Dict[int, str] = {}
+    seen: Set[int] = set()
     while True:
         call = store.get("call")
         if call is None:
             store.put("call", {"attempt": name, "world": attempt.world, "pid": os.getpid()})
         elif call["attempt"] != name:
             raise errors.Invalid(attempt.told(f"another process (pid {call['pid']}) has joined as rank 0, too"))
-        nonces = {}
+        nonces: Dict[int, str] = {}
         for key in store.keys(here):
             answer, rank = store.get(key), int(key[len(here):])
             if answer is None:
@@ -138,19 +138,35 @@ def _gather_nonces(attempt: Try, name: str) -> List[str]:
             nonces[rank] = answer["nonce"]
         if len(nonces) == attempt.world - 1:
             return [nonces.get(rank, "") for rank in range(attempt.world)]
+        seen |= nonces.keys()
         if not attempt.wait():
-            missing = [rank for rank in range(1, attempt.world) if rank not in nonces]
-            raise _missing(attempt, missing)
+            missing = [rank for rank in range(1, attempt.world) if rank not in seen]
+            raise _missing(attempt, missing) if missing else _gone(attempt, sorted(seen - nonces.keys()))
 
 
 def _missing(attempt: Try, ranks: List[int]) -> BaseException:
-    who = f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return errors.Rendezvous(
         attempt.told(
-            f"{who} did not come within {attempt.timeout:g} s. Does each of its {attempt.world} actors or tasks run, "
+            f"{_who(ranks)} did not come within {attempt.timeout:g} s. Does each of its {attempt.world} actors or tasks run, "
             "and join the group under the same name? (gloo_timeout is how long they wait for each other, in ms)"
         )
     )
+
+
+def _gone(attempt: Try, ranks: List[int]) -> BaseException:
+    """All ranks have come, but not all at one time: some gave up, or ended, before the last one came."""
+    return errors.Rendezvous(
+        attempt.told(
+            f"all ranks came within {attempt.timeout:g} s, but {_who(ranks)} gave up or ended before the others were there. "
+            "Do all join at about the same time, with the same gloo_timeout (how long they wait for each other, in ms)?"
+        )
+    )
+
+
+def _who(ranks: List[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return "ranks " + ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
 
 
 def _say_why(attempt: Try, name: str, why: str) -> None:
