@@ -9,6 +9,7 @@
 
 mod binding;
 mod folds;
+mod given_up;
 mod inputs;
 mod one_launch;
 
@@ -30,7 +31,6 @@ use crate::error::Error;
 use crate::link::exit::Lease;
 use crate::link::waits::{Wait, kept};
 use crate::mem::{Fate, Verdict, Witness};
-use crate::trace::log::LOG;
 use crate::types::Rank;
 pub(crate) use binding::{Binding, DeviceLinks, limits};
 pub(crate) use folds::{Folds, Needs};
@@ -80,6 +80,8 @@ struct State {
     end: Option<DeviceEvent>,
     /// It was given up.
     failed: bool,
+    /// It has ended well.
+    is_good: bool,
     /// Its buffers may be touched for longer than anybody waits.
     lost: Option<Option<Vec<Arc<Lease>>>>,
     /// For buffers that are handed on before it is over: from `join` on.
@@ -389,10 +391,10 @@ impl DeviceOp {
         }
         if over {
             self.check()?;
-            let verdict = self.state.lock().verdict.clone();
-            if let Some(verdict) = verdict {
-                verdict.settle(Ok(()));
-            }
+            let mut state = self.state.lock();
+            state.is_good = true;
+            state.verdict.iter().for_each(|verdict| verdict.settle(Ok(())));
+            drop(state);
             self.workspace.iter().for_each(|workspace| workspace.mark_past());
             self.copied.iter().for_each(Copied::mark_past);
         }
@@ -506,7 +508,12 @@ impl DeviceOp {
             let library = |whole: &Arc<dyn Whole>| Arc::downgrade(whole) as Weak<dyn Witness>;
             let far = || self.binding.far.as_ref().map(witness);
             let verdict = || Arc::new(Verdict::new(self.taken_by.as_ref().map(library).or_else(far)));
-            state.verdict.get_or_insert_with(verdict);
+            let is_good = state.is_good;
+            let verdict = state.verdict.get_or_insert_with(verdict);
+            // Another thread may have seen the end already: it had no verdict to settle.
+            if is_good {
+                verdict.settle(Ok(()));
+            }
             state.end.clone().filter(|_| !self.binding.ours.has_words())
         };
         // Where all of it is on streams, they write the words; the host does, where it is given up meanwhile.
@@ -539,62 +546,5 @@ impl DeviceOp {
         let Some(verdict) = self.state.lock().verdict.clone() else { return Ok(()) };
         self.outputs.iter().for_each(|output| output.depend_on(&verdict));
         verdict.ask()
-    }
-
-    /// It has failed, for this cause. Told before any stream goes on that waits for it.
-    pub(crate) fn give_up(self: &Arc<Self>, cause: &Error) {
-        let verdict = {
-            let mut state = self.state.lock();
-            if std::mem::replace(&mut state.failed, true) {
-                return;
-            }
-            state.verdict.clone()
-        };
-        let leaving = &self.binding.leaving;
-        if let Some(verdict) = verdict {
-            verdict.settle(Err(cause.clone()));
-            leaving.verdicts.lock().push(verdict);
-        }
-        leaving.operations.lock().push(Arc::downgrade(self));
-        if leaving.has_begun.load(Ordering::Acquire) {
-            // It was called meanwhile, and nothing of it is on a stream.
-            let ours = self.binding.ours.clone();
-            self.binding.ours.commands.put_always(move || drop(ours.release_all()));
-        }
-    }
-
-    /// Gives it up. Whether a device may still touch its buffers all the same.
-    pub(crate) fn cannot_give_up(self: &Arc<Self>, cause: &Error) -> bool {
-        self.give_up(cause);
-        // Where a rank went on without waiting for others, those may touch it yet.
-        let checked = self.check();
-        let is_err = checked.is_err();
-        if let Err(error) = checked {
-            let what = "the buffers of a collective that failed on a device are not given back";
-            LOG.warn(move || tracing::warn!("{what}: {error}"));
-        }
-        is_err || self.binding.leaving.ordered.get().is_some_and(Result::is_err)
-    }
-
-    /// It has failed, and its buffers are not to be given back by whoever has them until all of these are over; `None`: never.
-    pub(crate) fn lose(&self, until: Option<Vec<Arc<Lease>>>) {
-        self.state.lock().lost = Some(until);
-    }
-
-    /// Whether its buffers are to be kept, and until when (see [`lose`](Self::lose)).
-    pub(crate) fn lost(&self) -> Option<Option<Vec<Arc<Lease>>>> {
-        self.state.lock().lost.clone()
-    }
-
-    /// Makes the buffers' streams wait for what is still on the stream of any rank of this process, as that may touch them. No rank puts more
-    /// there.
-    fn order_after_all(&self) -> Result<(), Error> {
-        for device in self.binding.all.iter().flatten().filter(|_| kept(Wait::GiveUp)) {
-            let last = device.stream.point()?;
-            // Ours too: memory of the machine's goes back in its order.
-            let ours = [self.stream()].into_iter().filter(|_| kept(Wait::GiveUpOurs));
-            self.streams.iter().chain(ours).try_for_each(|stream| stream.wait_event(&last))?;
-        }
-        Ok(())
     }
 }
