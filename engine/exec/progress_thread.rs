@@ -98,28 +98,7 @@ pub(crate) fn progress_thread() -> Result<Arc<ProgressThread>, Error> {
     if let Some(progress_thread) = &*slot {
         return Ok(progress_thread.clone());
     }
-    let doing = |e: rustix::io::Errno| {
-        Error::os("start the engine's progress thread (epoll, eventfd, a pair of unix sockets)", e)
-    };
-    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(doing)?;
-    let (rung, doorbell) =
-        socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).map_err(doing)?;
-    let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(doing)?;
-    for fd in [&wake, &rung] {
-        epoll::add(&poll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN).map_err(doing)?;
-    }
-    let progress_thread = Arc::new(ProgressThread {
-        endpoints: Mutex::new(Vec::new()),
-        resting: Mutex::new(Vec::new()),
-        state: AtomicU32::new(AWAKE),
-        wake,
-        rung,
-        doorbell: Arc::new(doorbell),
-        epoll: poll,
-        pollers: Mutex::default(),
-        asks: AtomicBool::new(false),
-        waker: OnceLock::new(),
-    });
+    let progress_thread = Arc::new(ProgressThread::new()?);
     let _ = progress_thread.waker.set(Waker::from(Arc::new(Kick(progress_thread.clone()))));
     let run = progress_thread.clone();
     std::thread::Builder::new()
@@ -171,6 +150,31 @@ impl Reactor for ProgressThread {
 }
 
 impl ProgressThread {
+    fn new() -> Result<ProgressThread, Error> {
+        let doing = |e: rustix::io::Errno| {
+            Error::os("start the engine's progress thread (epoll, eventfd, a pair of unix sockets)", e)
+        };
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(doing)?;
+        let (rung, doorbell) =
+            socketpair(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None).map_err(doing)?;
+        let poll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(doing)?;
+        for fd in [&wake, &rung] {
+            epoll::add(&poll, fd, epoll::EventData::new_u64(0), epoll::EventFlags::IN).map_err(doing)?;
+        }
+        Ok(ProgressThread {
+            endpoints: Mutex::new(Vec::new()),
+            resting: Mutex::new(Vec::new()),
+            state: AtomicU32::new(AWAKE),
+            wake,
+            rung,
+            doorbell: Arc::new(doorbell),
+            epoll: poll,
+            pollers: Mutex::default(),
+            asks: AtomicBool::new(false),
+            waker: OnceLock::new(),
+        })
+    }
+
     /// The descriptor by which peers wake this process.
     pub(crate) fn doorbell(&self) -> &Arc<OwnedFd> {
         &self.doorbell
@@ -341,6 +345,8 @@ impl ProgressThread {
             woken = seen.moved || (waiting && list.iter().any(unflagged));
         }
         if !woken {
+            // A communicator may end while this thread sleeps, for as long as no other needs it: nothing is kept here until then.
+            list.clear();
             let spec =
                 timeout.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
             if state == NAPPING || timeout.is_none() {
@@ -555,5 +561,32 @@ pub(crate) mod tests {
         let full = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         spoil(&full);
         assert!(rings(Arc::new(full)), "ringing what is no doorbell");
+    }
+
+    /// The thread sleeps for as long as nobody needs it, and what it found idle before that is given back by whoever has used it.
+    #[test]
+    fn nothing_is_kept_by_a_thread_that_sleeps() {
+        let thread = Arc::new(ProgressThread::new().unwrap());
+        let work = Arc::new(Work {
+            signals: Box::new(|| false),
+            taken: std::sync::mpsc::channel().0,
+            over: AtomicBool::new(true),
+            enlisted: AtomicBool::new(true),
+            region: Arc::new(Region::private().unwrap()),
+        });
+        thread.enlist(work.clone());
+        let sleeps = thread.clone();
+        let sleeper = std::thread::spawn(move || {
+            sleeps.sleep(ASLEEP, None, &mut Vec::new(), &mut Vec::new(), &mut Vec::new());
+        });
+        let end = Instant::now() + Duration::from_secs(10);
+        while Arc::strong_count(&work) > 1 && Instant::now() < end {
+            std::thread::yield_now();
+        }
+        let kept = Arc::strong_count(&work) - 1;
+        let is_asleep = !sleeper.is_finished();
+        thread.kick();
+        sleeper.join().unwrap();
+        assert_eq!((kept, is_asleep), (0, true));
     }
 }
