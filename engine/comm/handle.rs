@@ -161,7 +161,7 @@ pub struct Stats {
     /// for the next ones: 64 MB at most for each device, and one larger block for a second after its last use.
     pub pinned_bytes: usize,
     /// Bytes of memory that this process has registered with network cards, for links over RDMA: it is pinned. 4 MB for each rank whose links go over RDMA, and
-    /// for each such link that was used up to 1.1 MB; of these areas no more than 48 MB for a rank, and 140 KB for each further link. 0 when all
+    /// up to 1.1 MB for each such link that was used, until these are 40 MiB of a rank's (`ALLSTREAM_RDMA_MEMORY`), then 16 KB for each further link. 0 when all
     /// worlds that used RDMA are closed.
     pub registered_bytes: usize,
     /// Operations of this rank's world that have failed and whose buffers are kept back, because another process that has not

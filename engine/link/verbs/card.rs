@@ -7,18 +7,16 @@ use allstream_sys::verbs::{Access, IbvDeviceAttr, IbvPortAttr, Mtu, Verbs, Verbs
 use parking_lot::Mutex;
 use rustix::io::Errno;
 
-use super::choose::RdmaPort;
+use super::choose::{AREAS, RdmaPort};
 use super::credits::{CELLS, MOST_SLOTS};
 use super::domain::{Domain, Registered};
 use super::hello::{Area, Hello};
 use super::layout::{LARGEST, area_bytes, cut};
+use super::pieces::PIECES;
 use super::wishes::Wishes;
 use crate::error::Error;
 use crate::link::region::Region;
 
-/// Bytes of a rank's receive areas beyond which a new link gets the smallest one. With the staging slots, 4 MB, and the links' own cells it stays below the
-/// 64 MiB that [`choose`](super::choose) asks for.
-const AREAS: usize = 48 << 20;
 /// What Soft-RoCE says as its maker (`RXE_VENDOR_ID`). There 7 retries are tried for ever.
 const SOFT_ROCE: u32 = 0xff_ffff;
 /// Kernels before this one move memory that is registered when a process forks.
@@ -63,6 +61,8 @@ pub(crate) struct Card {
     slots: Mutex<Option<Arc<Registered>>>,
     /// Bytes of receive areas.
     areas: AtomicUsize,
+    /// How many there may be before a new link gets no slots and is a narrow one, which takes 16 KB at its two ends.
+    most_areas: usize,
 }
 
 impl Card {
@@ -100,6 +100,7 @@ impl Card {
             region,
             slots: Mutex::default(),
             areas: AtomicUsize::new(0),
+            most_areas: wishes.memory.unwrap_or(AREAS),
         })
     }
 
@@ -172,13 +173,13 @@ impl Card {
 
     /// Requests that a sender's queue has to take.
     pub(super) fn requests_to_send(&self, slots: u32, max_message: u32) -> u32 {
-        CELLS as u32 + slots * cut(LARGEST, max_message).0 as u32
+        CELLS as u32 + (slots * cut(LARGEST, max_message).0 as u32).max(PIECES as u32)
     }
 
     /// Memory for what one peer sends over one link, with as many slots as it wants, or fewer where the rank's areas are large already.
     pub(super) fn area(self: &Arc<Self>, wanted: u32) -> Result<ReceiveArea, Error> {
         let used = self.areas.load(Ordering::Relaxed);
-        let granted = grant(used).min(wanted).max(1);
+        let granted = grant(used, self.most_areas).min(wanted);
         let bytes = area_bytes(granted);
         let access = [Access::LOCAL_WRITE, Access::REMOTE_WRITE];
         let memory = Registered::new(&self.domain, bytes, &access)?;
@@ -192,13 +193,13 @@ impl Card {
     }
 }
 
-/// How many slots the next link gets where so many bytes are in use.
-fn grant(used: usize) -> u32 {
+/// How many slots the next link gets where so many bytes of `most` are in use. None: it is a narrow one.
+fn grant(used: usize, most: usize) -> u32 {
     match used {
-        used if used < AREAS / 2 => MOST_SLOTS,
-        used if used < AREAS / 4 * 3 => MOST_SLOTS / 2,
-        used if used < AREAS => MOST_SLOTS / 4,
-        _ => 1,
+        used if used < most / 2 => MOST_SLOTS,
+        used if used < most / 4 * 3 => MOST_SLOTS / 2,
+        used if used < most => MOST_SLOTS / 4,
+        _ => 0,
     }
 }
 
@@ -230,7 +231,7 @@ impl Drop for ReceiveArea {
 /// How many requests a queue may have; or that these are too few for a frame.
 fn most_requests(limits: &IbvDeviceAttr, max_message: u32) -> Result<u32, String> {
     let most = u32::try_from(limits.max_qp_wr).unwrap_or(0);
-    let needed = CELLS as u32 + cut(LARGEST, max_message).0 as u32;
+    let needed = CELLS as u32 + (cut(LARGEST, max_message).0 as u32).max(PIECES as u32);
     if most < needed {
         return Err(format!(
             "its queues take {most} requests, and messages of {max_message} bytes at most: {needed} are needed for a frame of {LARGEST} bytes"
@@ -307,13 +308,16 @@ mod tests {
 
     #[test]
     fn areas_shrink_as_memory_is_used_and_none_is_refused() {
-        assert_eq!([0, AREAS / 2, AREAS / 4 * 3, AREAS, 2 * AREAS].map(grant), [8, 4, 2, 1, 1]);
-        // As many links as one likes stay near the cap, by the smallest area each.
+        let used = [0, AREAS / 2, AREAS / 4 * 3, AREAS, 2 * AREAS];
+        assert_eq!(used.map(|used| grant(used, AREAS)), [8, 4, 2, 0, 0]);
+        assert_eq!(grant(0, 0), 0, "a user who grants no memory has narrow links alone");
+        // A rank of 8 with 100 groups: its areas, and the cells that its links send from, beside 4 MB of staging slots.
+        let links = 7 * 100;
         let mut used = 0;
-        for _ in 0..200 {
-            used += area_bytes(grant(used));
+        for _ in 0..links {
+            used += area_bytes(grant(used, AREAS));
         }
-        assert!(used < AREAS + 200 * area_bytes(1), "{used}");
+        assert!(used + links * super::super::layout::CELLS_BYTES < (60 << 20), "{used}");
     }
 
     #[test]

@@ -7,11 +7,12 @@ use std::net::IpAddr;
 use allstream_sys::verbs::{GidType, LinkLayer, PortState, Transport};
 
 use super::facts::{Device, Facts, Found, Gid, Interface, Locked};
-use super::wishes::{DEVICE, GID, Wishes};
+use super::wishes::{DEVICE, GID, MEMORY, Wishes};
 
-/// Memory that a rank has to be able to register, which locks it: staging slots and a receive area of its own, and the queues of the
-/// device. 64 MiB.
-pub(crate) const LOCKED_NEEDED: u64 = 64 << 20;
+/// Bytes of memory that a rank registers for what its peers send, unless the user says otherwise (`ALLSTREAM_RDMA_MEMORY`).
+pub(super) const AREAS: usize = 40 << 20;
+/// What a rank has to be able to register beside that, which locks the memory: staging slots, narrow links, and the queues of the device.
+const OTHERS: usize = 24 << 20;
 
 /// The RDMA of this host: what can carry links to other hosts, and what cannot. Links go over the first port.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -348,7 +349,7 @@ pub(crate) fn choose(library: &str, facts: &Facts, wishes: &Wishes, near: &[IpAd
     if chosen.is_empty() {
         return Err(nothing(&passed_over, facts));
     }
-    may_lock(facts.locked, &chosen[0])?;
+    may_lock(facts.locked, &chosen[0], wishes.memory.unwrap_or(AREAS))?;
     Ok(Rdma { library: library.to_owned(), ports: chosen, passed_over })
 }
 
@@ -452,12 +453,13 @@ fn nothing(passed_over: &[PassedOver], facts: &Facts) -> String {
 }
 
 /// That this process may register the memory that it would need.
-fn may_lock(locked: Locked, port: &RdmaPort) -> Result<(), String> {
+fn may_lock(locked: Locked, port: &RdmaPort, areas: usize) -> Result<(), String> {
+    let needed = areas.saturating_add(OTHERS) as u64;
     match locked {
-        Locked::UpTo(most) if most < LOCKED_NEEDED => Err(format!(
-            "{} port {} could be used, but this process may lock {most} bytes of memory (RLIMIT_MEMLOCK), and {LOCKED_NEEDED} are needed: raise \
+        Locked::UpTo(most) if most < needed => Err(format!(
+            "{} port {} could be used, but this process may lock {most} bytes of memory (RLIMIT_MEMLOCK), and {needed} are needed: raise \
              the limit with `ulimit -l unlimited` before the program starts (LimitMEMLOCK=infinity for a service of systemd's, `memlock` in \
-             /etc/security/limits.conf), or start the container with --ulimit memlock=-1",
+             /etc/security/limits.conf), or start the container with --ulimit memlock=-1; {MEMORY}=0 needs {OTHERS}, for slower links",
             port.device, port.port
         )),
         _ => Ok(()),

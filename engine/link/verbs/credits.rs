@@ -10,8 +10,60 @@ pub(super) const CELLS: u64 = 16;
 /// Slots for large payloads, at most. Eight of 128 KB are what a path of 100 Gbit/s holds in 80 microseconds.
 pub(super) const MOST_SLOTS: u32 = 8;
 
-/// In the number that comes with a frame: its payload lies in a slot.
+/// In the number that comes with a frame: its payload lies in a slot, or has come in pieces.
 const LARGE: u32 = 1 << 31;
+/// In the number that comes with a message: it is a piece of a large frame, and not the last.
+const PART: u32 = 1 << 30;
+/// What is left of it for a frame's number.
+const NUMBER: u32 = PART - 1;
+/// In a note to the sender: it counts pieces that were copied, and not frames that were released.
+const COPIED: u32 = 1 << 31;
+/// What is left of it for the count.
+pub(super) const COUNT: u32 = COPIED - 1;
+
+/// What comes with a message to the receiver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Came {
+    /// A frame, or the last piece of one.
+    Frame { number: u32, large: bool },
+    /// Another piece of a large frame.
+    Part,
+}
+
+impl Came {
+    pub(super) fn of(number: u32) -> Came {
+        match number & PART {
+            0 => Came::Frame { number: number & NUMBER, large: number & LARGE != 0 },
+            _ => Came::Part,
+        }
+    }
+}
+
+/// The number of a piece that is not a frame's last.
+pub(super) const A_PART: u32 = PART;
+
+/// What the receiver tells the sender: a count, since the link was opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Note {
+    Released(u32),
+    Copied(u32),
+}
+
+impl Note {
+    pub(super) fn encode(self) -> u32 {
+        match self {
+            Note::Released(count) => count & COUNT,
+            Note::Copied(count) => count & COUNT | COPIED,
+        }
+    }
+
+    pub(super) fn decode(number: u32) -> Note {
+        match number & COPIED {
+            0 => Note::Released(number & COUNT),
+            _ => Note::Copied(number & COUNT),
+        }
+    }
+}
 
 /// Which of the last 64 frames are large.
 #[derive(Clone, Copy, Debug, Default)]
@@ -78,7 +130,7 @@ impl Sender {
         let Count { all, large: before } = self.posted;
         self.large.set(all, large);
         self.posted = Count { all: all + 1, large: before + u64::from(large) };
-        let number = all as u32 & !LARGE | if large { LARGE } else { 0 };
+        let number = all as u32 & NUMBER | if large { LARGE } else { 0 };
         (Place { cell: all % CELLS, slot: large.then(|| before % self.slots) }, number)
     }
 
@@ -90,9 +142,9 @@ impl Sender {
         }
     }
 
-    /// The receiver says that it has released so many frames in all, counted in 32 bits.
+    /// The receiver says that it has released so many frames in all, counted in the bits of [`COUNT`].
     pub(super) fn told(&mut self, count: u32) -> Result<(), String> {
-        let more = u64::from(count.wrapping_sub(self.released.all as u32));
+        let more = u64::from(count.wrapping_sub(self.released.all as u32) & COUNT);
         let under_way = self.posted.all - self.released.all;
         if more == 0 || more > under_way {
             return Err(format!(
@@ -140,12 +192,11 @@ impl Receiver {
     }
 
     /// A frame has come with this number; the request that carried the number carried so many bytes.
-    pub(super) fn came(&mut self, number: u32, bytes: u32) -> Result<(), String> {
+    pub(super) fn came(&mut self, (number, large): (u32, bool), bytes: u32) -> Result<(), String> {
         let Count { all, large: before } = self.come;
-        let large = number & LARGE != 0;
-        if number & !LARGE != all as u32 & !LARGE {
-            let expected = all as u32 & !LARGE;
-            return Err(format!("a frame came as number {}, expected {expected}", number & !LARGE));
+        let expected = all as u32 & NUMBER;
+        if number != expected {
+            return Err(format!("a frame came as number {number}, expected {expected}"));
         }
         if all - self.released.all >= CELLS {
             return Err(format!(
@@ -200,6 +251,14 @@ mod tests {
 
     use super::*;
 
+    /// A message with this number comes.
+    fn came(rx: &mut Receiver, number: u32, bytes: u32) -> Result<(), String> {
+        match Came::of(number) {
+            Came::Frame { number, large } => rx.came((number, large), bytes),
+            Came::Part => Err("a piece".into()),
+        }
+    }
+
     /// Two ends, and what is on its way between them.
     struct Both {
         tx: Sender,
@@ -230,7 +289,7 @@ mod tests {
                 2 if !self.frames.is_empty() => {
                     let (number, place) = self.frames.remove(0);
                     self.tx.is_done_with_next();
-                    self.rx.came(number, 64).unwrap();
+                    came(&mut self.rx, number, 64).unwrap();
                     assert!(self.rx.head().is_some());
                     let _ = place;
                 }
@@ -267,21 +326,22 @@ mod tests {
         #[test]
         fn numbers_from_outside_are_believed_or_refused(number: u32, bytes: u32, count: u32) {
             let mut rx = Receiver::new(2);
-            prop_assert_eq!(rx.came(number, bytes).is_ok(), number & !LARGE == 0);
+            prop_assert_eq!(came(&mut rx, number, bytes).is_ok(), number & !LARGE == 0);
             let mut tx = Sender::new(2);
             tx.post(false);
-            prop_assert_eq!(tx.told(count).is_ok(), count == 1);
+            prop_assert_eq!(tx.told(count).is_ok(), count & COUNT == 1);
+            prop_assert_eq!(Note::decode(count).encode(), count);
         }
     }
 
     #[test]
     fn a_sender_that_does_not_wait_for_room_is_refused() {
         let mut rx = Receiver::new(2);
-        (0..CELLS as u32).for_each(|number| rx.came(number, 64).unwrap());
-        assert!(rx.came(CELLS as u32, 64).unwrap_err().contains("16 were not released"));
+        (0..CELLS as u32).for_each(|number| came(&mut rx, number, 64).unwrap());
+        assert!(came(&mut rx, CELLS as u32, 64).unwrap_err().contains("16 were not released"));
         let mut rx = Receiver::new(2);
-        (0..2).for_each(|number| rx.came(number | LARGE, 64).unwrap());
-        assert!(rx.came(2 | LARGE, 64).unwrap_err().contains("2 were not released"));
-        rx.came(2, 64).unwrap();
+        (0..2).for_each(|number| came(&mut rx, number | LARGE, 64).unwrap());
+        assert!(came(&mut rx, 2 | LARGE, 64).unwrap_err().contains("2 were not released"));
+        came(&mut rx, 2, 64).unwrap();
     }
 }

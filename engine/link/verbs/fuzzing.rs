@@ -1,9 +1,10 @@
 //! What `fuzz/` feeds of this link: what a peer says of its end, the numbers that come with its frames and notes, and the headers in the area that it
 //! writes to.
 
-use super::credits::{CELLS, Receiver, Sender};
+use super::credits::{CELLS, COUNT, Came, Note, Receiver, Sender};
 use super::hello::{BYTES, Hello};
 use super::layout::{area_bytes, cut, offset};
+use super::pieces::PiecesSent;
 use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
 
 /// The next `N` bytes; zeros once there are no more.
@@ -27,11 +28,14 @@ pub fn peer(data: &[u8]) {
         }
         Err(problem) => {
             assert!(!problem.is_empty());
-            1 + u32::from(bytes[0] % 8)
+            u32::from(bytes[0] % 9)
         }
     };
     let area = area_bytes(slots);
-    let (mut rx, mut tx) = (Receiver::new(slots), Sender::new(slots));
+    // A narrow link has no slots, and one large frame at a time, which comes in pieces.
+    let is_narrow = slots == 0;
+    let (mut rx, mut tx) = (Receiver::new(slots.max(1)), Sender::new(slots.max(1)));
+    let mut pieces = PiecesSent::default();
     let mut unreleased = 0;
     while !data.is_empty() {
         let [what] = take(data);
@@ -39,7 +43,11 @@ pub fn peer(data: &[u8]) {
             0 => {
                 let number = u32::from_le_bytes(take(data));
                 let bytes = u32::from_le_bytes(take(data)) % (1 << 18);
-                if rx.came(number, bytes).is_err() {
+                let came = match Came::of(number) {
+                    Came::Frame { number, large } => rx.came((number, large), bytes),
+                    Came::Part => continue,
+                };
+                if came.is_err() {
                     // The link is given up.
                     return;
                 }
@@ -51,7 +59,8 @@ pub fn peer(data: &[u8]) {
                 let most = if place.slot.is_some() { SLOT } else { INLINE };
                 let Ok(header) = Header::decode(&take::<HEADER_BYTES>(data), most) else { return };
                 let len = HEADER_BYTES + header.len as usize;
-                assert!(offset(place) + len <= area, "a frame ends beyond the area");
+                let is_in_pieces = is_narrow && place.slot.is_some();
+                assert!(is_in_pieces || offset(place) + len <= area, "a frame ends beyond the area");
                 let (_, last) = cut(len, 1 + u32::from(what) * 4096);
                 assert!(last as usize <= len);
                 let _ = bytes == last;
@@ -65,11 +74,22 @@ pub fn peer(data: &[u8]) {
             }
             _ => {
                 while tx.has_room() {
-                    let (place, _) = tx.post(what >= 128);
+                    let (place, _) = tx.post(what >= 128 && !is_narrow);
                     assert!(offset(place) + HEADER_BYTES <= area, "a frame would be written beyond the area");
                     tx.is_done_with_next();
                 }
-                if tx.told(u32::from_le_bytes(take(data))).is_err() {
+                while pieces.has_room() {
+                    let at = super::pieces::place_of(pieces.post());
+                    assert!(
+                        at + super::pieces::PIECE as usize <= area_bytes(0),
+                        "a piece would be written beyond the area"
+                    );
+                }
+                let told = match Note::decode(u32::from_le_bytes(take(data))) {
+                    Note::Released(count) => tx.told(count),
+                    Note::Copied(count) => pieces.told(count, COUNT),
+                };
+                if told.is_err() {
                     return;
                 }
             }

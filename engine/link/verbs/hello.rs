@@ -14,7 +14,7 @@ use super::layout::area_bytes;
 pub(super) const BYTES: usize = 64;
 /// "ALSR": the first bytes of a hello.
 const MAGIC: u32 = 0x5253_4c41;
-const VERSION: u16 = 1;
+const VERSION: u16 = 2;
 
 /// Numbers of queue pairs and of packets have 24 bits.
 const BITS: u32 = 24;
@@ -40,7 +40,7 @@ pub(super) struct Hello {
     pub(super) gid: [u8; 16],
     /// Bytes of the largest message that the port takes.
     pub(super) max_message: u32,
-    /// Of the sender: how many slots it can use. Of the receiver: how many it grants.
+    /// Of the sender: how many slots it can use. Of the receiver: how many it grants; 0 makes the link a narrow one.
     pub(super) slots: u32,
     /// The receiver's.
     pub(super) area: Option<Area>,
@@ -100,8 +100,8 @@ impl Hello {
         if max_message == 0 {
             return Err("its port takes no messages".into());
         }
-        if !(1..=MOST_SLOTS).contains(&slots) {
-            return Err(format!("it names {slots} slots, expected 1 to {MOST_SLOTS}"));
+        if slots > MOST_SLOTS {
+            return Err(format!("it names {slots} slots, expected {MOST_SLOTS} at most"));
         }
         let (at, key) = (u64::from(u32_at(48)) | u64::from(u32_at(52)) << 32, u32_at(44));
         let area = match bytes[42] {
@@ -204,14 +204,13 @@ mod tests {
         };
         for (at, byte, wanted) in [
             (0, 0, "it begins to talk by RDMA with"),
-            (4, 2, "version 2"),
+            (4, 3, "version 3"),
             (6, 3, "a network that is none (3)"),
             (7, 0, "an MTU that is none (0)"),
             (7, 6, "an MTU that is none (6)"),
             (11, 1, "queue pair 16777233"),
             (15, 1, "packet 16777315"),
-            (36, 0, "0 slots, expected 1 to 8"),
-            (36, 9, "9 slots"),
+            (36, 9, "9 slots, expected 8 at most"),
             (42, 0, "an area that is none (0 at 0x1000)"),
             (42, 2, "an area that is none (2"),
             (43, 1, "bytes are set"),

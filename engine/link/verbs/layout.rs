@@ -1,6 +1,7 @@
 //! How the receiver's area is laid out: cells for small frames, then slots for large ones.
 
 use super::credits::{CELLS, Place};
+use super::pieces::{PIECE, PIECES};
 use crate::link::{HEADER_BYTES, INLINE, SLOT};
 
 /// Bytes of a cell: a header, and behind it the payload of a small frame.
@@ -13,9 +14,12 @@ const STRIDE: usize = PAGE + SLOT;
 /// Bytes of the largest frame with its header.
 pub(super) const LARGEST: usize = HEADER_BYTES + SLOT;
 
-/// Bytes of an area with so many slots.
+/// Bytes of an area with so many slots; of a narrow link's, which has none.
 pub(super) const fn area_bytes(slots: u32) -> usize {
-    CELLS_BYTES + slots as usize * STRIDE
+    match slots {
+        0 => CELLS_BYTES + PIECES as usize * PIECE as usize,
+        slots => CELLS_BYTES + slots as usize * STRIDE,
+    }
 }
 
 /// Where a frame's header lies in the area. Its payload lies right behind.

@@ -19,6 +19,7 @@ pub(crate) mod facts;
 pub(crate) mod fuzzing;
 mod hello;
 mod layout;
+mod pieces;
 mod probe;
 mod queue_pair;
 pub(crate) mod read;
@@ -38,6 +39,7 @@ pub(crate) use probe::Probe;
 
 use self::credits::CELLS;
 use self::hello::Hello;
+use self::pieces::PIECES;
 use self::queue_pair::QueuePair;
 use self::rx::VerbsRx;
 use self::tx::VerbsTx;
@@ -84,9 +86,12 @@ pub(crate) fn said() -> Result<wishes::Wishes, Error> {
     wishes.map_err(|problem| Error::invalid("read the environment", problem))
 }
 
-/// Posts as many receive requests as frames, or notes, may be under way.
+/// Receive requests of each end: as many as frames and pieces, or notes, may be under way.
+const RECEIVES: u64 = CELLS + PIECES;
+
+/// Posts all receive requests.
 fn fill(pair: &mut QueuePair, card: &Card) -> Result<(), Error> {
-    for _ in 0..CELLS {
+    for _ in 0..RECEIVES {
         let doing = || format!("open a link over RDMA on {}", card.place());
         pair.post_receive().map_err(|error| Error::system(doing(), error))?;
     }

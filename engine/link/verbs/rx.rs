@@ -7,9 +7,10 @@ use allstream_sys::verbs::{IbvWc, VerbsError, WcStatus};
 
 use super::broken::{BATCH, problem_of, report};
 use super::card::{Card, ReceiveArea};
-use super::credits::{CELLS, Receiver};
+use super::credits::{Came, Note, Receiver};
 use super::hello::{Area, BYTES, Hello, Talk};
 use super::layout::{cut, offset};
+use super::pieces::{Assembly, PIECE};
 use super::queue_pair::{QueuePair, RECEIVED, Room};
 use super::{check_other, first_packet, on_rank};
 use crate::error::Error;
@@ -18,7 +19,7 @@ use crate::link::{Break, Frame, HEADER_BYTES, Header, INLINE, Interest, LinkRx, 
 use crate::types::Rank;
 
 /// Notes to the sender that the device has not sent yet, at most.
-const NOTES: u32 = 2 * CELLS as u32;
+const NOTES: u32 = 2 * super::RECEIVES as u32;
 
 enum State {
     /// Until the sender's connection has come.
@@ -44,7 +45,7 @@ pub(super) struct VerbsRx {
     broke: Option<Break>,
 }
 
-// SAFETY: `head.data` points into the link's own receive area, which lives as long as the link is open; nothing in it is tied to a thread.
+// SAFETY: `head.data` points into the link's own receive area, or the frame that it puts together, which live as long as the link is open; nothing in it is tied to a thread.
 unsafe impl Send for VerbsRx {}
 
 impl VerbsRx {
@@ -128,7 +129,7 @@ impl LinkRx for VerbsRx {
         if frame.advance(bytes) {
             self.head = None;
             if let State::Open(receiving) = &mut self.state {
-                receiving.credits.release();
+                receiving.release();
                 receiving.tell();
             }
         }
@@ -153,6 +154,8 @@ struct Receiving {
     area: ReceiveArea,
     card: Arc<Card>,
     credits: Receiver,
+    /// Of a narrow link: the large frame that comes in pieces.
+    large: Option<Assembly>,
     first_packet: u32,
     /// Bytes of the largest message that both ports take.
     max_message: u32,
@@ -172,7 +175,7 @@ impl Receiving {
             return Err(Error::protocol(peer, "it sends by RDMA, and names an area to receive in"));
         }
         let first_packet = first_packet()?;
-        let mut pair = QueuePair::new(card, Room { send: NOTES, receive: CELLS as u32 })?;
+        let mut pair = QueuePair::new(card, Room { send: NOTES, receive: super::RECEIVES as u32 })?;
         let area = card.area(other.slots)?;
         // Posted before the sender knows of the queue pair: it never finds none.
         super::fill(&mut pair, card)?;
@@ -180,7 +183,8 @@ impl Receiving {
         Ok(Receiving {
             peer,
             pair,
-            credits: Receiver::new(area.slots),
+            credits: Receiver::new(area.slots.max(1)),
+            large: (area.slots == 0).then(Assembly::default),
             area,
             card: card.clone(),
             first_packet,
@@ -223,8 +227,7 @@ impl Receiving {
             self.notes = self.notes.saturating_sub(1);
             return Ok(());
         }
-        let number = u32::from_be(completion.imm_data);
-        let came = self.credits.came(number, completion.byte_len);
+        let came = self.came(u32::from_be(completion.imm_data), completion.byte_len);
         came.map_err(|problem| Error::protocol(self.peer, problem))?;
         match self.pair.post_receive() {
             Ok(()) => Ok(()),
@@ -232,13 +235,40 @@ impl Receiving {
         }
     }
 
+    /// A message has come with this number and so many bytes.
+    fn came(&mut self, number: u32, bytes: u32) -> Result<(), String> {
+        let most = self.max_message.min(PIECE);
+        match (Came::of(number), &mut self.large, self.area.memory()) {
+            (Came::Part, Some(large), Some(area)) => large.take(area, (bytes, most), false),
+            (Came::Part, ..) => Err("a piece of a frame came where frames come whole".into()),
+            (Came::Frame { number, large: true }, Some(large), Some(area)) => {
+                self.credits.came((number, true), bytes)?;
+                large.take(area, (bytes, most), true)
+            }
+            (Came::Frame { number, large }, ..) => self.credits.came((number, large), bytes),
+        }
+    }
+
+    /// The oldest frame is released.
+    fn release(&mut self) {
+        if let (Some(large), Some((place, _))) = (&mut self.large, self.credits.head())
+            && place.slot.is_some()
+        {
+            large.release();
+        }
+        self.credits.release();
+    }
+
     /// The oldest frame that has come.
     fn head(&self) -> Result<Option<Frame>, Error> {
         let (Some((place, bytes)), Some(memory)) = (self.credits.head(), self.area.memory()) else {
             return Ok(None);
         };
-        let at = memory.at(offset(place)).cast_const();
         let wrong = |problem| Error::protocol(self.peer, problem);
+        if let (Some(large), Some(_)) = (&self.large, place.slot) {
+            return self.head_of(large).map_err(wrong);
+        }
+        let at = memory.at(offset(place)).cast_const();
         // SAFETY: inside the area, aligned for bytes. Read once, as bytes: the peer may write there meanwhile, if it breaks its word, and what is checked is
         // what is used.
         let header = unsafe { at.cast::<[u8; HEADER_BYTES]>().read_volatile() };
@@ -255,15 +285,28 @@ impl Receiving {
         Ok(Some(Frame { header, data, ready: header.len as usize, done: 0 }))
     }
 
+    /// The large frame that was put together.
+    fn head_of(&self, large: &Assembly) -> Result<Option<Frame>, String> {
+        let Some((header, payload)) = large.whole().and_then(|whole| whole.split_first_chunk()) else {
+            return Err("a large frame came that has no header".into());
+        };
+        let header = Header::decode(header, SLOT)?;
+        if header.len as usize != payload.len() {
+            return Err(format!("a frame that says to have {} bytes has {}", header.len, payload.len()));
+        }
+        Ok(Some(Frame { header, data: payload.as_ptr(), ready: payload.len(), done: 0 }))
+    }
+
     /// Tells the sender what was released, where that is worth a note and the queue has room for one.
     fn tell(&mut self) {
-        if !self.credits.owes() || self.notes >= NOTES || self.is_broken {
-            return;
-        }
-        let count = self.credits.tell();
-        match self.pair.post_number(0, count) {
-            Ok(()) => self.notes += 1,
-            Err(error) => self.break_off(error.to_string()),
+        while self.notes < NOTES && !self.is_broken {
+            let copied = self.large.as_mut().and_then(Assembly::tell).map(Note::Copied);
+            let released = || self.credits.owes().then(|| Note::Released(self.credits.tell()));
+            let Some(note) = copied.or_else(released) else { return };
+            match self.pair.post_number(0, note.encode()) {
+                Ok(()) => self.notes += 1,
+                Err(error) => self.break_off(error.to_string()),
+            }
         }
     }
 

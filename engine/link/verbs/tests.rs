@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv6Addr};
 
 use allstream_sys::verbs::{GidType, LinkLayer, Mtu, PortState, Transport};
 
-use super::choose::{LOCKED_NEEDED, Rdma, choose};
+use super::choose::{Rdma, choose};
 use super::facts::{Device, Facts, Found, Gid, Interface, Locked, Port};
 use super::read::may_lock;
 use super::wishes::Wishes;
@@ -335,10 +335,14 @@ fn a_lock_limit_that_is_too_small_is_told_with_what_is_needed_and_what_raises_it
         "8388608 bytes",
         "67108864 are needed",
         "`ulimit -l unlimited`",
-        "--ulimit memlock=-1",
+        "--ulimit memlock=-1; ALLSTREAM_RDMA_MEMORY=0 needs 25165824, for slower links",
     ];
     says(&error, &parts);
-    assert!(with(Locked::UpTo(LOCKED_NEEDED)).is_ok());
+    assert!(with(Locked::UpTo(64 << 20)).is_ok());
+    // A user who lets it register less needs less.
+    let limited = Facts { locked: Locked::UpTo(24 << 20), ..host([device("mlx5_0", [ethernet(usual())])]) };
+    let narrow = Wishes { memory: Some(0), ..Wishes::default() };
+    assert!(choose("libibverbs.so.1", &limited, &narrow, &[]).is_ok());
     // Where nothing could be used anyway, that is what counts.
     let nothing = chosen(&Facts { locked: Locked::UpTo(0), ..host([]) }).unwrap_err();
     says(&nothing, &["there is no device"]);
@@ -413,7 +417,10 @@ fn what_queue_pairs_are_set_to_is_read_or_refused() {
     assert_eq!((set("TIMEOUT", "20").timeout, set("RETRY", " 3 ").retry), (Some(20), Some(3)));
     assert_eq!((set("TC", "106").traffic_class, set("SL", "15").service_level), (Some(106), Some(15)));
     assert_eq!((set("PKEY", "65535").pkey, set("TIMEOUT", "").timeout), (Some(65535), None));
+    assert_eq!((set("MEMORY", "8").memory, set("MEMORY", "").memory), (Some(8 << 20), None));
     for (name, value, wanted) in [
+        ("MEMORY", "8M", "MiB of memory, such as 40"),
+        ("MEMORY", "99999999999999999999", "MiB of memory"),
         ("TIMEOUT", "32", "the code of a time (4.096 us, doubled so often), from 0 to 31"),
         ("RETRY", "8", "how often a packet is sent again, from 0 to 7"),
         ("TC", "256", "a traffic class, from 0 to 255"),

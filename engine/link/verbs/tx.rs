@@ -8,10 +8,11 @@ use parking_lot::Mutex;
 
 use super::broken::{BATCH, problem_of, report};
 use super::card::Card;
-use super::credits::{Place, Sender};
+use super::credits::{A_PART, COUNT, Note, Place, Sender};
 use super::domain::Registered;
 use super::hello::{Area, Hello, Talk};
 use super::layout::{CELL, CELLS_BYTES, LARGEST, cut, offset};
+use super::pieces::{self, PiecesSent};
 use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
 use super::{check_other, first_packet, on_rank};
 use crate::error::Error;
@@ -96,7 +97,7 @@ impl LinkTx for VerbsTx {
         self.go_on().map_err(|error| on_rank(self.ends.0, error))?;
         self.sending(Ok(false), |sending| {
             sending.look()?;
-            Ok(sending.credits.has_room() && !sending.is_over())
+            Ok(sending.credits.has_room() && sending.large.is_none() && !sending.is_over())
         })
     }
 
@@ -164,6 +165,12 @@ struct Sending {
     max_message: u32,
     /// How many slots its queue has room for.
     most_slots: u32,
+    /// Of a narrow link: the pieces that go over it.
+    pieces: Option<PiecesSent>,
+    /// The large frame of which pieces are still to be posted.
+    large: Option<Large>,
+    /// Pieces of it that the device is not done with.
+    under_way: u32,
     peer_at: String,
     /// Frames whose sources were free when it broke: those after them did not arrive, as far as is known here.
     broken_at: Option<u64>,
@@ -171,13 +178,22 @@ struct Sending {
     broke: Option<Break>,
 }
 
+/// A large frame that goes over a narrow link, piece by piece.
+struct Large {
+    /// Header and payload.
+    from: [IbvSge; 2],
+    bytes: usize,
+    /// Bytes of the pieces that were posted.
+    posted: usize,
+    /// The number that goes with its last piece.
+    number: u32,
+}
+
 impl Sending {
     fn new(peer: Rank, card: &Arc<Card>) -> Result<Sending, Error> {
         let (max_message, most_slots) = (card.max_message(), card.slots_to_send(card.max_message()));
-        let room = Room {
-            send: card.requests_to_send(most_slots, max_message),
-            receive: super::credits::CELLS as u32,
-        };
+        let room =
+            Room { send: card.requests_to_send(most_slots, max_message), receive: super::RECEIVES as u32 };
         let mut pair = QueuePair::new(card, room)?;
         super::fill(&mut pair, card)?;
         Ok(Sending {
@@ -191,6 +207,9 @@ impl Sending {
             first_packet: first_packet()?,
             max_message,
             most_slots,
+            pieces: None,
+            large: None,
+            under_way: 0,
             peer_at: String::new(),
             broken_at: None,
             is_revoked: false,
@@ -215,6 +234,12 @@ impl Sending {
             )));
         }
         self.max_message = self.max_message.min(other.max_message);
+        self.peer_at = super::place_of(&other);
+        if other.slots == 0 {
+            // One large frame at a time, in pieces for which the queue always has room.
+            (self.credits, self.pieces) = (Sender::new(1), Some(PiecesSent::default()));
+            return self.pair.connect(&self.card, self.first_packet, &other);
+        }
         // Smaller messages are more requests, and the queue has room for so many.
         let room = self.card.requests_to_send(self.most_slots, self.card.max_message());
         let fits = |slots: &u32| self.card.requests_to_send(*slots, self.max_message) <= room;
@@ -223,7 +248,6 @@ impl Sending {
             Error::system(format!("send to rank {} by RDMA", self.peer), problem)
         })?;
         self.credits = Sender::new(other.slots.min(slots));
-        self.peer_at = super::place_of(&other);
         self.pair.connect(&self.card, self.first_packet, &other)
     }
 
@@ -233,10 +257,11 @@ impl Sending {
         loop {
             match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
                 Ok(Some(count)) => told[..count].iter().try_for_each(|completion| self.take(completion))?,
-                Ok(None) => return Ok(()),
+                Ok(None) => break,
                 Err(error) => return self.lose(error),
             }
         }
+        self.go_on_with_large()
     }
 
     fn take(&mut self, completion: &IbvWc) -> Result<(), Error> {
@@ -244,20 +269,33 @@ impl Sending {
         if status != WcStatus::SUCCESS {
             self.break_off(problem_of(&self.card, completion));
             // Whatever became of it, the device is done with it.
-            if completion.wr_id & PIECE == 0 {
-                self.credits.is_done_with_next();
-            }
+            self.is_done_with(completion.wr_id);
             return Ok(());
         }
         if completion.wr_id != RECEIVED {
-            self.credits.is_done_with_next();
+            self.is_done_with(completion.wr_id);
             return Ok(());
         }
-        let count = u32::from_be(completion.imm_data);
-        self.credits.told(count).map_err(|problem| Error::protocol(self.peer, problem))?;
+        let told = match (Note::decode(u32::from_be(completion.imm_data)), &mut self.pieces) {
+            (Note::Released(count), _) => self.credits.told(count),
+            (Note::Copied(count), Some(pieces)) => pieces.told(count, COUNT),
+            (Note::Copied(_), None) => {
+                Err("it says to have copied pieces of frames, and none was sent".into())
+            }
+        };
+        told.map_err(|problem| Error::protocol(self.peer, problem))?;
         match self.pair.post_receive() {
             Ok(()) => Ok(()),
             Err(error) => self.lose(error),
+        }
+    }
+
+    /// The device is done with the request of this id.
+    fn is_done_with(&mut self, id: u64) {
+        match id {
+            RECEIVED => {}
+            id if id & PIECE == 0 => self.credits.is_done_with_next(),
+            _ => self.under_way = self.under_way.saturating_sub(1),
         }
     }
 
@@ -265,6 +303,7 @@ impl Sending {
     fn lose(&mut self, error: VerbsError) -> Result<(), Error> {
         self.break_off(error.to_string());
         if self.pair.destroy() {
+            self.large = None;
             while self.credits.gone() < self.credits.posted() {
                 self.credits.is_done_with_next();
             }
@@ -336,11 +375,53 @@ impl Sending {
         let second = piece(payload, len, slots.local_key());
         let from = if large { &[first, second][..] } else { &[first][..] };
         let (frame, bytes) = (self.credits.posted(), HEADER_BYTES + len);
+        if large && self.pieces.is_some() {
+            self.large = Some(Large { from: [first, second], bytes, posted: 0, number });
+            self.go_on_with_large()?;
+            return Ok(Posted::Held);
+        }
         // SAFETY: the cell is registered, and stays as it is until the device is done with the frame; so does the slot, by the caller's promise.
         if let Err(error) = unsafe { self.write(from, bytes, place, (frame, number)) } {
             self.lose(error)?;
         }
         Ok(if large { Posted::Held } else { Posted::Copied })
+    }
+
+    /// Posts as many pieces of the large frame as the window has room for. Where the link has broken, the frame is over once the device is done with those
+    /// that were posted.
+    fn go_on_with_large(&mut self) -> Result<(), Error> {
+        while let (Some(large), Some(pieces), false) =
+            (&mut self.large, &mut self.pieces, self.broken_at.is_some() || self.is_revoked)
+        {
+            if !pieces.has_room() {
+                return Ok(());
+            }
+            let bytes = (large.bytes - large.posted).min(self.max_message.min(pieces::PIECE) as usize);
+            let mut parts = [IbvSge::default(); 2];
+            let count = part_of(&large.from, large.posted, bytes, &mut parts);
+            large.posted += bytes;
+            let is_last = large.posted == large.bytes;
+            let (id, number) =
+                if is_last { (self.credits.posted() & !PIECE, large.number) } else { (PIECE, A_PART) };
+            let to = self.to.at + pieces::place_of(pieces.post()) as u64;
+            if is_last {
+                self.large = None;
+            } else {
+                self.under_way += 1;
+            }
+            let write = Write { id, from: &parts[..count], to, key: self.to.key, number: Some(number) };
+            // SAFETY: the frame's cell and its slot are registered, and stay as they are until the frame is released (`post`): that is after the completion
+            // of its last piece.
+            if let Err(error) = unsafe { self.pair.post_write(write) } {
+                return self.lose(error);
+            }
+        }
+        // Frames before it were posted before its pieces, and so are over before those.
+        if self.large.is_some() && self.under_way == 0 && self.credits.gone() + 1 == self.credits.posted() {
+            self.large = None;
+            self.credits.is_done_with_next();
+        }
+        Ok(())
     }
 
     /// Writes a frame to its place in the receiver's area, in as many messages as its size takes.

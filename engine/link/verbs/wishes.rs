@@ -9,6 +9,7 @@ const RETRY: &str = "ALLSTREAM_RDMA_RETRY";
 const TRAFFIC_CLASS: &str = "ALLSTREAM_RDMA_TC";
 const SERVICE_LEVEL: &str = "ALLSTREAM_RDMA_SL";
 const PKEY: &str = "ALLSTREAM_RDMA_PKEY";
+pub(super) const MEMORY: &str = "ALLSTREAM_RDMA_MEMORY";
 
 /// What was said; by default nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -26,6 +27,8 @@ pub(crate) struct Wishes {
     pub(crate) service_level: Option<u8>,
     /// The index of the partition key in the port's table.
     pub(crate) pkey: Option<u16>,
+    /// Bytes of memory that a rank may register for what its peers send, before further links get the least.
+    pub(crate) memory: Option<usize>,
 }
 
 /// Which devices: these in this order, or all but these.
@@ -94,6 +97,10 @@ impl Wishes {
                 format!("{GID} is `{text}`; expected the index of an address of the port's, such as 3")
             })
         });
+        let memory = get(MEMORY).map(|text| {
+            let bytes = text.parse::<usize>().ok().and_then(|mib| mib.checked_mul(1 << 20));
+            bytes.ok_or_else(|| format!("{MEMORY} is `{text}`; expected MiB of memory, such as 40"))
+        });
         let number = |name, most: u16, what: &str| {
             let Some(text) = get(name) else { return Ok(None) };
             let number = text.parse::<u16>().ok().filter(|number| *number <= most);
@@ -111,6 +118,7 @@ impl Wishes {
             traffic_class: small(TRAFFIC_CLASS, 255, "a traffic class")?,
             service_level: small(SERVICE_LEVEL, 15, "a service level")?,
             pkey: number(PKEY, u16::MAX, "the index of a partition key")?,
+            memory: memory.transpose()?,
         })
     }
 }
