@@ -26,7 +26,7 @@ impl Layer {
     }
 }
 
-/// What a network made of some examples, summed over them.
+/// The results of a network for some examples, summed over them.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Tally {
     /// Cross-entropy loss.

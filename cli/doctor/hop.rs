@@ -8,11 +8,11 @@ use super::driver::{Gate, Gpu, Problem, Word, problem, soon};
 use super::process::Second;
 use super::shared::Shared;
 
-/// There and back, so often in a row without the host. What they put on a stream, which waits meanwhile, fits a queue of a hundred.
+/// Trips there and back in a round, without the host in between. What they put on a stream before it may run fits a queue of a hundred.
 const TRIPS: u32 = 25;
-/// The second process is so many trips ahead at most.
+/// The second process puts at most so many trips on its stream before they are made.
 const AHEAD: u32 = 2 * TRIPS;
-/// A word for each direction, one that says that it is over.
+/// A word for each direction, and one that tells the second process that the probe is over.
 const WORDS: usize = 3;
 const MOST_ROUNDS: u32 = 40;
 /// For all rounds.
@@ -24,7 +24,7 @@ pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Probl
         Err(text) => return Ok(Answer::no(text)),
     };
     let [here, there, over] = shared.words[..] else { return Err(problem("three words were asked for")) };
-    // However it ends, no stream of either process is left waiting.
+    // However the probe ends, no stream of either process is left waiting.
     let _open = [Gate(here), Gate(there), Gate(over)];
     let gate = Gate(*gpu.words(1)?.first().ok_or_else(|| problem("a word was asked for"))?);
     let stream = gpu.stream()?;
@@ -38,13 +38,13 @@ pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Probl
             stream.wait(here, trip)?;
             stream.write(there, trip)?;
         }
-        // Both have all that they need, so that hosts have no part in what is timed.
+        // Meanwhile the second process fills its stream, so that hosts have no part in what is timed.
         thread::sleep(Duration::from_millis(2));
         let begin = Instant::now();
         gate.0.set(round);
         let all = soon(LIMIT.saturating_sub(start.elapsed()), || there.get() >= first + TRIPS);
         let passed = us(begin.elapsed());
-        // The first of a round is written at once.
+        // The first write of a round waits for no hop: `here` shows its number already. Each later one takes two.
         let made = 2 * there.get().saturating_sub(first + 1).min(TRIPS - 1);
         hops += made;
         if made > 0 {
@@ -60,7 +60,7 @@ pub(crate) fn hop(gpu: &'static Gpu, mut second: Second) -> Result<Answer, Probl
     let rounds = times.len();
     let each = median(&mut times);
     over.set(1);
-    // The other process is some trips ahead: they are made, too, and then it ends.
+    // The other process's stream holds trips that are not made: the open word lets it finish them, and the process ends.
     there.set(Word::OPEN);
     second.end();
     Ok(Answer::new(show_us(each), format!("median of {rounds} rounds, {hops} hops")).with("hop_us", each))

@@ -17,14 +17,14 @@ use super::logs::Log;
 const LONGEST_LINE: usize = 4 << 20;
 /// Most that is read from one pipe before the others have their turn.
 const READ_AT_ONCE: usize = 64 << 10;
-/// A line without an end is shown when nothing has been added to it for so long. What an agent holds back the launcher holds back once
-/// more: together this is less than a second.
+/// A line without an end is shown when nothing has been added to it for so long. An agent holds it back for that time, and the
+/// launcher again: together for less than a second.
 const QUIET: Duration = Duration::from_millis(400);
-/// And when it is this old, although something is added all the time.
+/// It is also shown when its first byte is this old, even if bytes are added all the time.
 const OLD: Duration = Duration::from_millis(800);
-/// Longer ones are no prompts: their end is waited for.
+/// A line of this length is no prompt: it is not shown before its end has come.
 const LONGEST_PROMPT: usize = 16 << 10;
-/// What Python says where a program has asked for input and found the end.
+/// Lines that Python writes when a program reads from a stdin that is at its end.
 const NO_INPUT: [&[u8]; 2] = [b"EOFError: EOF when reading a line", b"bdb.BdbQuit"];
 
 /// The end of a rank's pipe that we read.
@@ -36,12 +36,12 @@ pub(super) enum Source {
 /// Whether a line is an agent's greeting.
 pub(super) type Greeting = Box<dyn FnMut(&[u8]) -> bool + Send>;
 
-/// Where the last byte that was shown of a stream has left its line.
+/// Where in its line a stream is, after the last byte of it that was shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum At {
     Start,
     Within,
-    /// Behind a carriage return: at the start of a line that is there already.
+    /// After a carriage return: at the start of a line that shows text already.
     Return,
 }
 
@@ -49,18 +49,18 @@ enum At {
 pub(super) struct Stream {
     source: Source,
     prefix: Vec<u8>,
-    /// The prefix that an agent has put before the line that it is in.
+    /// The prefix that an agent has put before the line that is being shown.
     agents_prefix: Vec<u8>,
     line: Vec<u8>,
-    /// When its first byte that is not shown yet came, and its last one.
+    /// When the first and the last byte of `line` came.
     came: Option<(Instant, Instant)>,
     at: At,
-    /// Otherwise what comes is passed on at once.
+    /// Lines are shown one by one, with the prefix; if `false`, bytes are passed on as they come.
     whole_lines: bool,
-    /// An agent's that has not come yet.
+    /// Recognizes the agent's greeting, until that has come.
     greeting: Option<Greeting>,
     log: Option<Log>,
-    /// Of a rank that has no stdin, until that was said.
+    /// The rank, if it has no stdin and the user was not told so yet.
     without_stdin: Option<usize>,
     open: bool,
 }
@@ -72,8 +72,8 @@ impl Stream {
         Self { prefix, log, without_stdin, ..Self::bare(source) }
     }
 
-    /// What the agent on `host` relays already names the rank, if anything is to. What comes before the greeting (if
-    /// there is one to come) is not of a rank, but of a login shell: it names the host.
+    /// A stream of the agent on `host`, which has put the ranks' names before their lines, if they are wanted. Lines before
+    /// the greeting (if one is to come) are not a rank's, but a login shell's: the host's name is put before them.
     pub(super) fn agent(host: &str, source: Source, whole_lines: bool, greeting: Option<Greeting>) -> Self {
         let prefix = greeting.as_ref().map(|_| format!("[{host}] ").into_bytes()).unwrap_or_default();
         Self { prefix, whole_lines, greeting, ..Self::bare(source) }
@@ -160,7 +160,7 @@ impl Stream {
                 self.line.clear();
                 return;
             }
-            // Its prefix goes with the greeting, which may come in the same piece.
+            // Added here, as the greeting clears the prefix, and may come before this line is shown.
             whole.extend_from_slice(&self.prefix);
         }
         let starved = |line: &[u8]| NO_INPUT.iter().any(|text| line.starts_with(text));
@@ -231,7 +231,7 @@ impl Stream {
             }
             let prefix: &[u8] = if self.greeting.is_some() { b"" } else { &self.prefix };
             for piece in text.split_inclusive(|byte| matches!(byte, b'\n' | b'\r')) {
-                // A progress bar begins with a carriage return, or ends with one.
+                // A progress bar writes a carriage return before its text or after it: alone, that gets no prefix.
                 let is_bare = piece == b"\r" && self.at != At::Within;
                 if !is_bare && (self.at == At::Start || (self.at == At::Return && piece != b"\n")) {
                     out.extend_from_slice(prefix);
@@ -265,7 +265,7 @@ struct Screen {
     open_lines: [Option<usize>; 2],
     /// Whether both are one terminal or one file; known once something is written.
     is_one: Option<bool>,
-    /// Whether it was said that something was lost.
+    /// Whether the user was told that output to stdout, or to stderr, is lost.
     told: [bool; 2],
 }
 
@@ -299,7 +299,8 @@ pub(super) fn end_open_line() -> &'static [u8] {
     if screen.open_lines[place].take().is_some() { b"\n" } else { b"" }
 }
 
-/// If nobody reads our output any more, the ranks go on: it is thrown away. So they do where it cannot be written, and that is said.
+/// Writes ranks' output to ours. If that fails, the output is lost and the ranks go on. The user is told so once, except where
+/// nobody reads our output any more.
 fn write(output: Output, bytes: &[u8]) {
     let (written, name) = match output {
         Output::Stdout => (write_all(&mut io::stdout().lock(), bytes), "stdout"),
@@ -312,7 +313,7 @@ fn write(output: Output, bytes: &[u8]) {
     let was_told = std::mem::replace(&mut Screen::lock().told[usize::from(output == Output::Stderr)], true);
     if !was_told {
         let text = format!("what ranks write to {name} is lost from here on: {error}");
-        // In the usual case both are one full disk, and a terminal may be there to say so.
+        // Usually stdout and stderr are files on one full disk: then the message goes to the terminal, if there is one.
         if output == Output::Stderr || write_complaint(&text).is_err() {
             let _ = File::options()
                 .write(true)
@@ -334,7 +335,7 @@ pub(super) fn write_all(to: &mut impl Write, bytes: &[u8]) -> io::Result<()> {
     to.flush()
 }
 
-/// Relays all streams until each has ended, or until `stop` has: then what is in the pipes, and no more.
+/// Relays all streams until each has ended, or until `stop` has: then only what is still in the pipes is relayed.
 pub(super) fn relay(mut streams: Vec<Stream>, stop: &PipeReader) {
     let mut buffer = vec![0; READ_AT_ONCE];
     for stream in &streams {

@@ -9,7 +9,7 @@ use super::device::Facts;
 use super::time::Time;
 use super::tuning::{self, Choice};
 
-/// One size.
+/// The measurements of one size.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Row {
     /// Bytes of the largest buffer of a rank, and elements as the collective counts them.
@@ -31,7 +31,7 @@ pub(crate) struct Series {
     pub(crate) link: String,
     pub(crate) algo: String,
     pub(crate) rows: Vec<Row>,
-    /// Instead of rows, where choices were checked.
+    /// The tuner's choices, if these were checked; then there are no rows.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) choices: Vec<Choice>,
 }
@@ -49,7 +49,7 @@ pub(crate) struct Report {
     pub(crate) alloc: String,
     pub(crate) completion: String,
     pub(crate) cores: usize,
-    /// Where buffers are on one.
+    /// The device that buffers are on, if they are on one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) device: Option<Facts>,
     pub(crate) series: Vec<Series>,
@@ -100,7 +100,7 @@ impl Report {
     }
 }
 
-/// What stands above the columns. `on_device`: with one for the time on the device.
+/// The lines above the columns. With `on_device` there are columns for the time on the device.
 pub(crate) fn head(on_device: bool) -> [String; 3] {
     let dev = |text: &str| if on_device { format!("{text:>10}") } else { String::new() };
     let half = |names: [&str; 5]| {
@@ -139,7 +139,7 @@ pub(crate) fn line(row: &Row, case: &Case, dtype: &str, on_device: bool) -> Stri
     format!(" {:>12}{:>13}{dtype:>8}{op:>8}{root:>6}{out}{within}", row.size, row.count)
 }
 
-/// What time means where it is not an operation's.
+/// A remark for the user on what the times mean, where they are not those of whole operations.
 pub(crate) fn remark(what: What) -> Option<&'static str> {
     (what == What::PingPong).then_some("# pingpong: ranks 0 and 1; the time is half of there and back")
 }

@@ -1,33 +1,33 @@
-//! The waits and limits of operations on devices, by name: builds for tests can take one away, to see that it is missed.
+//! The waits and limits of operations on devices, by name. Builds for tests can take one away, to see that tests fail without it.
 
-/// What keeps an operation on devices in order. Each is needed: `tests/cuda/hazards.rs` takes them away one by one.
+/// The waits that keep an operation on devices in order. Each is needed: `tests/cuda/hazards.rs` takes them away one by one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-#[cfg_attr(not(any(test, feature = "testing")), allow(unreachable_pub))] // `testing` gives it out.
+#[cfg_attr(not(any(test, feature = "testing")), allow(unreachable_pub))] // The feature `testing` exports it.
 pub enum Wait {
-    /// An operation's first work, for what the buffers' streams held at the call.
+    /// An operation's first work waits for what was on the buffers' streams at the call.
     After = 1,
-    /// A reader's stream, for what the sender put on its own before it posted, or for the inputs of all that it folds.
+    /// A reader's stream waits for what the sender put on its own stream before it posted. A fold waits for all ranks' inputs.
     Ready,
-    /// A sender's stream, or the end of an operation that was folded, for the readers of what was lent.
+    /// A sender's stream, or the end of an operation that was folded, waits for the readers of the lent memory.
     Done,
-    /// The buffers' way back, for the end of the operation on the stream.
+    /// The user gets the buffers back only after the end of the operation on the stream.
     End,
-    /// After a failure: the buffers' streams, for what is still on any rank's.
+    /// After a failure: the buffers' streams wait for what is still on any rank's stream.
     GiveUp,
-    /// After a failure: our own stream, for the same, as memory of the machine's goes back in its order.
+    /// After a failure: our own stream waits for the same, as an operation's workspace goes back to the pool in its order.
     GiveUpOurs,
-    /// Memory of the machine's on its way back to the pool, for what is on the stream.
+    /// An operation's workspace goes back to the pool only behind what is on the stream.
     Memory,
-    /// A step that reads what another of this rank's writes, for that one to be put on the stream.
+    /// A step that reads what another step of this rank writes waits until that one is on the stream.
     Written,
-    /// A step that writes what another reads or lends, for that one to be put on the stream, or given back.
+    /// A step that writes what another step reads or lends waits until that one is on the stream, or the loan is given back.
     Read,
-    /// An operation's end, for peers to give back what it lent them.
+    /// An operation ends only after peers have given back what it lent them.
     Freed,
-    /// After a failure: for a peer that is putting something on its stream right now.
+    /// After a failure: we wait for a peer that is reading our memory, or putting work on its stream, right now.
     MemoryLock,
-    /// A reader, for a mark that the sender has taken its memory back: it reads no more.
+    /// A reader reads nothing more once the sender has marked that it takes its memory back.
     Revoked,
 }
 
@@ -55,11 +55,11 @@ impl Wait {
 #[repr(u8)]
 #[cfg_attr(not(any(test, feature = "testing")), allow(unreachable_pub))]
 pub enum Point {
-    /// Before it looks whether the communicator lives.
+    /// Before the rank looks whether its communicator has failed.
     Drive = 1,
-    /// After that, before it takes its memory lock.
+    /// After `Drive`, before the rank takes its memory lock.
     MemoryLock,
-    /// Between a look at a frame and the use of it.
+    /// After a reader has seen a frame, before it uses it.
     Read,
 }
 
@@ -71,7 +71,7 @@ mod planted {
     use super::{Point, Wait};
     use crate::types::Rank;
 
-    /// The rank in the low half, the point above it.
+    /// Where ranks are to stop: the rank in the low half, the point in the high half; 0: nowhere.
     static STOP: AtomicU64 = AtomicU64::new(0);
     static STOPPED: AtomicU64 = AtomicU64::new(0);
 
@@ -79,13 +79,13 @@ mod planted {
         (point as u64) << 32 | rank as u64
     }
 
-    /// From now on, whoever comes to this point for this rank, in any communicator of the process, stays there; `None`: all
-    /// go on.
+    /// From now on, a thread that comes to this point for this rank, in any communicator of the process, stays there;
+    /// `None`: all threads go on.
     pub fn stop_at(at: Option<(Point, Rank)>) {
         STOP.store(at.map_or(0, |(point, rank)| number(point, rank)), Ordering::SeqCst);
     }
 
-    /// Whether anybody is there.
+    /// Whether a thread is stopped at the point that [`stop_at`] named.
     pub fn is_stopped() -> bool {
         STOPPED.load(Ordering::SeqCst) > 0
     }

@@ -1,6 +1,6 @@
-//! A link for tests whose receiving end writes by itself, as a network card does that was told where to put what comes:
-//! what it was given to write to, it goes on writing to when [`LinkRx::receive_into`] has returned. The frames come through
-//! pipes. Held back ([`hold_late_writes`]), it writes long after the operation has failed.
+//! A link for tests whose receiving end works like a network card: after [`LinkRx::receive_into`] has returned, it goes on
+//! writing to the memory that the call was given. The frames come through pipes. With [`hold_late_writes`] a test makes the
+//! link write long after the operation has failed.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -30,10 +30,10 @@ pub(crate) static LATE: LinkKind = LinkKind {
     },
 };
 
-/// What the progress thread asks for news, as no descriptor tells of any.
+/// The card: the progress thread asks it for news, as no descriptor wakes that thread.
 struct Card {
     pipe: OwnedFd,
-    /// Bytes that were there when it was last asked.
+    /// Bytes that were in the pipe when the card was last asked.
     seen: AtomicU64,
 }
 
@@ -44,13 +44,13 @@ impl Poller for Card {
     }
 }
 
-/// What is written by a card that was held back.
+/// The byte that a held-back card writes.
 const LATE_BYTE: u8 = 0xee;
 
 static HOLD: AtomicBool = AtomicBool::new(false);
 
-/// From now on (`true`) what is received over links of the class `late` does not come, and is written, as bytes of 0xee, later:
-/// when this is called with `false`.
+/// With `true`: from now on nothing arrives over links of the class `late`; their cards are held back. With `false`: the
+/// held-back cards write bytes of 0xee instead.
 pub fn hold_late_writes(on: bool) {
     HOLD.store(on, Ordering::SeqCst);
 }
@@ -58,10 +58,10 @@ pub fn hold_late_writes(on: bool) {
 /// Memory that was given to the link.
 struct Given {
     header: Header,
-    /// What it was said to have received ends here...
+    /// The bytes that `receive_into` has reported end here; the rest begins.
     at: *mut u8,
     max: usize,
-    /// ...and so many bytes behind that are written already.
+    /// Bytes from `at` on that are written, but not reported yet.
     written: usize,
     /// Bytes of the frame before `at`.
     done: usize,
@@ -70,10 +70,10 @@ struct Given {
 /// The receiving end.
 struct LateRx {
     pipe: PipeRx,
-    /// Asked for as long as this end is there.
+    /// The reactor holds a weak reference: it asks the card as long as this end exists.
     _card: Arc<Card>,
     posted: Option<Given>,
-    /// Whether the card that was held back has written.
+    /// The flag of a held-back card, if there is one: whether it has written.
     held: Option<Arc<AtomicBool>>,
 }
 
@@ -82,21 +82,21 @@ struct LateRx {
 unsafe impl Send for LateRx {}
 
 impl LateRx {
-    /// The card goes on.
+    /// Lets the card write to the memory that it was given, if bytes have come.
     fn write(&mut self) -> Result<(), Error> {
         let Some(given) = self.posted.as_mut().filter(|given| given.written < given.max) else {
             return Ok(());
         };
         if self.pipe.peek(0)?.is_some() {
             let to = given.at.wrapping_add(given.written);
-            // SAFETY: the rest of what `receive_into` was given, which stays the link's until it was said to have come.
+            // SAFETY: the rest of what `receive_into` was given: it stays the link's until its bytes are reported.
             given.written += unsafe { self.pipe.receive_into(to, given.max - given.written, 1)? };
         }
         Ok(())
     }
 }
 
-/// A card that writes when it is let go.
+/// Starts a card that writes when cards are held back no longer. The flag that this returns is set when it has written.
 fn write_late(at: *mut u8, bytes: usize) -> Arc<AtomicBool> {
     let over = Arc::new(AtomicBool::new(false));
     let (tell, at) = (over.clone(), at.expose_provenance());
@@ -104,7 +104,7 @@ fn write_late(at: *mut u8, bytes: usize) -> Arc<AtomicBool> {
         while HOLD.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        // SAFETY: what `receive_into` was given; it is kept until `over` is said.
+        // SAFETY: what `receive_into` was given; its owner keeps it until `over` is set.
         unsafe { std::ptr::with_exposed_provenance_mut::<u8>(at).write_bytes(LATE_BYTE, bytes) };
         tell.store(true, Ordering::SeqCst);
     });
@@ -147,7 +147,7 @@ impl LinkRx for LateRx {
             }
         }
         let Some(given) = &mut self.posted else { return Ok(0) };
-        // Told of now; what follows it is written meanwhile, and told of by the next call.
+        // This call reports the whole units that are written; the next one reports what is written from now on.
         let told = given.written - given.written % unit;
         (given.at, given.max) = (given.at.wrapping_add(told), given.max - told);
         (given.written, given.done) = (given.written - told, given.done + told);
@@ -159,7 +159,7 @@ impl LinkRx for LateRx {
     }
 
     fn revoke(&mut self) -> bool {
-        // What is not held back writes when it is asked to: no more.
+        // A card that is not held back writes within calls of this end only, and has nothing to write to any more.
         self.posted = None;
         self.held.as_ref().is_none_or(|over| over.load(Ordering::SeqCst))
     }

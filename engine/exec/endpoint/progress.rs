@@ -1,8 +1,9 @@
 //! How operations move: who drives an endpoint, and what a pass does.
 //!
-//! Whoever gets the lock of [`Run`] drives. Nobody waits for that lock to drive: who does not get it knows that another
-//! thread is at it. A thread that submits makes a pass at once; one that waits or polls drives for a while; after that, and for
-//! operations that nobody waits for, the progress thread does. A device's driver calls back when a device is done.
+//! The thread that gets the lock of [`Run`] drives. No thread waits for that lock in order to drive: if it is taken, another
+//! thread drives. A thread that submits makes a pass at once; one that waits or polls drives for a while; after that, and for
+//! operations that nobody waits for, the progress thread drives. When a device is done, a word in memory shows it, or the driver wakes
+//! the progress thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
@@ -19,25 +20,25 @@ use crate::link::locks::EngineGuard;
 use crate::link::waits::{Point, stop};
 use crate::trace::State;
 
-/// A poll looks so often at least where ranks outnumber cores, for ten times its budget at most.
+/// Where ranks outnumber cores, a poll makes so many passes at least, unless they take ten times its budget.
 const FEW_PASSES: u32 = 32;
 /// A thread that waits drives for so long without progress; then the progress thread takes over.
 pub(super) const SPIN: Duration = Duration::from_micros(200);
-/// A core that was given away for longer than this was taken by another program. A thread that waits there sleeps at once: its wake-up comes
-/// sooner than its next turn.
+/// If a thread that waits gave its core away, and has it back only after longer than this, another program computes there. The thread then
+/// sleeps at once: its wake-up comes sooner than its next turn.
 const TAKEN: Duration = Duration::from_millis(1);
 /// Passes in vain between two looks at the clock.
 pub(super) const LOOK: u32 = 16;
-/// And before the core is given away. A pass over memory takes 0.1 us: 16 of them are over in the middle of an operation
-/// of 4 KB. Over TCP it is a system call for each peer: on 2 cores 4 ranks took 50 us for 4 B with 4 of them, 56 to 89
-/// with 16, 165 with 128; 2 ranks took as long with 4 as with 16.
+/// Passes in vain before the core is given away. Over shared memory a pass takes 0.1 us: 16 passes end in the middle of an
+/// operation of 4 KB. Over TCP a pass makes a system call for each peer: on 2 cores, 4 ranks took 50 us for 4 B with 4 passes,
+/// 56 to 89 us with 16, 165 us with 128; 2 ranks took as long with 4 as with 16.
 const YIELD_OVER_MEMORY: u32 = 128;
 const YIELD_OVER_TCP: u32 = 4;
 
 impl Endpoint {
     /// Puts the endpoint on the progress thread's list and makes sure that it looks there.
     pub(super) fn arm(self: &Arc<Self>) {
-        // Pairs with the progress thread's fence as it takes an endpoint off: it sees what was submitted, or we see that it is off.
+        // Pairs with the fence in `delist`: either the progress thread sees what was submitted, or we see that the endpoint is off its list.
         fence(Ordering::SeqCst);
         if !self.enlisted.load(Ordering::Relaxed) && !self.enlisted.swap(true, Ordering::AcqRel) {
             self.config.runtime.enlist(self.clone());
@@ -51,7 +52,7 @@ impl Endpoint {
         self.config.runtime.kick();
     }
 
-    /// For whoever notices something elsewhere that this communicator should look at: wakes the progress thread for it.
+    /// Makes a function that another thread calls when this communicator has something to look at: it wakes the progress thread for it.
     pub(super) fn waker_of_progress(self: &Arc<Self>) -> impl FnOnce() + Send + use<> {
         let endpoint = Arc::downgrade(self);
         move || {
@@ -89,7 +90,7 @@ impl Endpoint {
             {
                 continue;
             }
-            // Where each pass gives the core away, the time goes by on the others' account.
+            // If each pass gives the core away, most of the budget is spent by other ranks: it would allow too few passes.
             let few = self.config.crowded && passes < FEW_PASSES;
             if self.config.now() - start >= if few { 10 * budget } else { budget } {
                 break;
@@ -126,7 +127,7 @@ impl Endpoint {
         let mut idle_since = None;
         let mut passes = 0u32;
         let found = loop {
-            // Not asked for in every pass: somebody else finishes it only now and then.
+            // A pass that is blocked is seldom followed by a look at the outcome: another thread finishes the operation only now and then.
             let progress = self.drive_once();
             if progress == Progress::Advanced {
                 idle_since = None;
@@ -139,7 +140,7 @@ impl Endpoint {
                 let looks = yielded || passes.is_multiple_of(LOOK);
                 if looks {
                     let now = Instant::now();
-                    // The other ranks of the host give a core back soon; where somebody else computes on it, it comes back milliseconds later.
+                    // Other ranks of this host give a core back soon; another program that computes gives it back milliseconds later.
                     let taken = before.filter(|before| now.saturating_duration_since(*before) > TAKEN);
                     let since = *idle_since.get_or_insert(taken.unwrap_or(now));
                     let idle = now.saturating_duration_since(since);
@@ -188,8 +189,8 @@ impl Endpoint {
     pub(super) fn drive_with(self: &Arc<Self>, run: EngineGuard<'_, Run>, spinning: bool) -> Progress {
         let progress = self.drive(run, spinning);
         self.run_completions();
-        // The progress thread, the one that does not spin, comes back to an endpoint of which something moved. If all that is left to do is to drop
-        // something, that waits until then: another thread would be woken for it before this one has told of the ends on other endpoints.
+        // The progress thread, which does not spin, soon drives this endpoint again if something moved. Commands that only drop something wait
+        // until then: they would wake another thread before this one has finished operations that are over on other endpoints.
         let comes_back = !spinning && progress == Progress::Advanced;
         if !(comes_back && self.commands.only_drop()) {
             self.commands.issue();
@@ -206,7 +207,7 @@ impl Endpoint {
             return Progress::Blocked;
         }
         stop(Point::MemoryLock, self.config.rank);
-        // Not waited for: a waker or a buffer's drop may run under it, on this very thread.
+        // The lock is only tried: this very thread may hold it, and be in a waker or a buffer's drop.
         let Some(memory_lock) = self.config.memory_lock.try_lock() else {
             self.config.region.want_memory_lock();
             return Progress::Blocked;
@@ -234,7 +235,7 @@ impl Endpoint {
                 progress
             }
             Err(error) => {
-                // Nobody else goes on with what was done in part, before all know that it failed.
+                // No other thread may go on with half-done work before `fail` has made the failure known.
                 run.failed = true;
                 drop(run);
                 self.fail(error);
@@ -338,7 +339,7 @@ impl Run {
         Ok(any)
     }
 
-    /// The progress thread is about to sleep: how soon it is to look again whether a device is done, and whether the driver is to be asked.
+    /// The progress thread may sleep next: sets how soon it looks again whether a device is done, and has the driver asked if that takes long.
     fn look_at_endings(&mut self, of: &Arc<Endpoint>) {
         let soon = match self.endings.is_empty() {
             true => None,

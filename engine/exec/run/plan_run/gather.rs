@@ -12,7 +12,7 @@ use crate::types::Rank;
 /// A partly received frame is worth working on from this many bytes.
 const USEFUL: usize = 32 << 10;
 
-/// What one frame has of a step's chunk, for one of the step's receivers.
+/// The part of a step's chunk that one frame carries to one of the step's receivers.
 #[derive(Clone, Copy)]
 struct Fragment {
     /// Which of the step's receivers.
@@ -23,7 +23,8 @@ struct Fragment {
     len: usize,
 }
 
-/// Where operands are found: most steps have one or two, and the rest of a large array would be cleared for nothing.
+/// Declares an array for the operands' addresses, as small as their count allows: most steps have one or two, and clearing a
+/// large array takes time.
 macro_rules! operands {
     ($ins:ident, $count:expr) => {
         let (mut few, mut some, mut many);
@@ -45,8 +46,8 @@ macro_rules! operands {
 }
 
 impl<B: Backend> PlanRun<B> {
-    /// Whether a step that stores a copy of our own input sends it from the input, where it stays: what was stored may have
-    /// left the caches.
+    /// Whether step `i` stores a copy of our own input, and sends it from the input: the stored copy may have left the
+    /// caches.
     fn sends_input(&self, t: Turn<'_, impl LinkUse>, i: usize) -> bool {
         let step = &t.c.program().plan.steps[i];
         let is_input = matches!(&step.operands[..], [Operand::Own(at)] if at.slot == INPUT);
@@ -70,8 +71,8 @@ impl<B: Backend> PlanRun<B> {
             if self.flush(t, i, port)? {
                 return Ok(true);
             }
-            // A part of a slice (all that one of the links had) is in the accumulator, and its place is not free. Go on to the
-            // slice's end: peers wait to have back what they lent us, a frame at a time, before they free that place.
+            // The accumulator has a part of a slice (as much as one of the links had), whose destination is not free. Gather on
+            // to the slice's end: peers may free the destination only when we have given back the frames that they lent us.
             if step.dst.is_none() || state.got.is_multiple_of(self.slicing.slice_of(state.unit)) {
                 return Ok(false);
             }
@@ -90,7 +91,8 @@ impl<B: Backend> PlanRun<B> {
         if m == 0 {
             return Ok(false);
         }
-        // As long as there is room: it may be the link's, which writes to it (`LinkRx::receive_into`).
+        // Always if there is room at `dst`: an earlier call may have left that room to the link, which then has to go on
+        // there (`LinkRx::receive_into`).
         if writable > 0 && self.receives_itself(t, i, port)? {
             return self.receive(t, i, writable, port);
         }
@@ -116,7 +118,7 @@ impl<B: Backend> PlanRun<B> {
         if m == 0 {
             return Ok(false);
         }
-        // What is stored and too little for a frame of its own goes with what follows (`push`).
+        // A stored result that is too little for a frame of its own is sent later, with what follows it (`push`).
         let is_worth =
             m * state.unit >= self.slicing.least || state.got + m == self.portion_end(&state, state.got);
         let is_ready = is_worth && self.receivers_ready(t, i, port)?;
@@ -190,7 +192,7 @@ impl<B: Backend> PlanRun<B> {
         let step = &program.plan.steps[i];
         let ([Operand::Recv(from)], Some(dst)) = (&step.operands[..], step.dst) else { return Ok(false) };
         let Some(_) = self.expect(t, i, *from, (state.got / self.round, 0), port)? else { return Ok(false) };
-        // As much as one call of the system brings: nothing is to be done with it.
+        // As much as one system call brings, not cut into slices: a copy has nothing to compute.
         let end = self.written_limit(program, i).min(self.portion_end(&state, state.got));
         let m = writable.min(end - state.got);
         let at = self.address(t.c.part, dst, &state, state.pos);
@@ -283,8 +285,8 @@ impl<B: Backend> PlanRun<B> {
         Ok(false)
     }
 
-    /// Sends a fragment of step `i` that lies in memory at `from`: to its receiver, and to the receivers after that one that are
-    /// at the same place, if it goes in a slot.
+    /// Sends a fragment of step `i` that lies in memory at `from` to its receiver. If it goes in a slot, later receivers whose
+    /// next element is the same get it, too.
     fn push_slice(
         &mut self,
         t: Turn<'_, impl LinkUse>,
@@ -301,7 +303,7 @@ impl<B: Backend> PlanRun<B> {
                 unsafe { self.backend.fill_slot(from, place, bytes, port) };
                 payload = Payload::Slot(slot, place);
             } else {
-                // No slot is free: what fits a cell goes, so that no other communicator's backlog stops us.
+                // No slot is free: only what fits into a cell is sent, so that no other communicator's backlog stops us.
                 fragment.len = Port::INLINE / state.unit;
             }
         }

@@ -6,12 +6,12 @@ use super::types::*;
 use super::{Verbs, VerbsError};
 use crate::functions::functions;
 
-// What moves data (`ibv_poll_cq`, `ibv_post_send`, `ibv_post_recv`, `ibv_req_notify_cq`), and windows on memory, are no symbols of the library:
-// they are called through `IbvContext::ops`. All of these are in rdma-core 32 (2020) and in every version since.
+// The library exports no functions that move data (`ibv_poll_cq`, `ibv_post_send`, `ibv_post_recv`, `ibv_req_notify_cq`), and none for memory
+// windows: these are called through `IbvContext::ops`. All functions of this table are in rdma-core 32 (2020) and in every version since.
 functions! {
     Verbs answers c_int, fails with VerbsError, is called:
-        "As the library's manual pages ask: what is named still exists, pointers are valid for what it reads and writes, and memory that is registered \
-         stays until it is no longer.";
+        "As the library's manual pages ask: objects that are named exist, pointers are valid for what the function reads and writes, and registered \
+         memory stays until it is deregistered.";
     required, made {
         get_device_list(count: *mut c_int) => *mut *mut IbvDevice = "ibv_get_device_list" @ "IBVERBS_1.1";
         open_device(device: *mut IbvDevice) => *mut IbvContext = "ibv_open_device" @ "IBVERBS_1.1";
@@ -23,11 +23,11 @@ functions! {
     }
     required, told {
         get_device_name(device: *mut IbvDevice) => *const c_char = "ibv_get_device_name" @ "IBVERBS_1.1";
-        /// Any number may be asked for.
+        /// `status` may be any number.
         wc_status_str(status: c_uint) => *const c_char = "ibv_wc_status_str" @ "IBVERBS_1.1";
     }
     required, counted {
-        /// How many entries were written.
+        /// Answers how many entries were written.
         query_gid_table(context: *mut IbvContext, entries: *mut IbvGidEntry, most: usize, flags: u32, entry_size: usize) => isize = "_ibv_query_gid_table" @ "IBVERBS_1.11";
     }
     required, done {
@@ -42,7 +42,7 @@ functions! {
         modify_qp(pair: *mut IbvQp, attributes: *mut IbvQpAttr, mask: c_int) = "ibv_modify_qp" @ "IBVERBS_1.1";
         destroy_qp(pair: *mut IbvQp) = "ibv_destroy_qp" @ "IBVERBS_1.1";
         get_async_event(context: *mut IbvContext, event: *mut IbvAsyncEvent) = "ibv_get_async_event" @ "IBVERBS_1.1";
-        /// Before a kernel of 5.12: lets this process be forked while it has memory registered.
+        /// Needed before kernel 5.12: lets this process fork while it has memory registered.
         fork_init() = "ibv_fork_init" @ "IBVERBS_1.1";
     }
     required, went {
