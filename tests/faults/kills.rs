@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use allstream::{Algo, Call, Error, Failed, Lost};
+use allstream::{Algo, Call, Comm, Error, Failed, Lost};
 use rustix::process::Signal;
 use serde_json::json;
 use test_support::tell_cases;
@@ -43,6 +43,7 @@ pub(crate) async fn rank(me: Me) {
     let closed = closed.map_or_else(|e| e.to_string(), |()| "ok".into());
     say("closed", json!({ "ms": begun.elapsed().as_millis() as u64, "result": closed }));
     before.say_whether_restored().await;
+    say("registered", json!({ "bytes": Comm::local(1).unwrap()[0].stats().registered_bytes }));
 }
 
 /// Makes a call on ones: the result and what is in it; or why there is none, and whether all buffers came back.
@@ -210,6 +211,7 @@ fn kill(k: &Kill) -> Outcome {
         );
         let threads = census["is"].as_str().unwrap().matches("\"allstream-").count();
         assert_eq!(threads, 2, "{census}");
+        assert_eq!(survivor.hear("registered")["bytes"], 0, "memory stays registered with a card");
     }
     let end = Instant::now() + PATIENCE;
     for rank in &mut job.ranks {
@@ -272,6 +274,20 @@ fn survivors_name_the_killed_rank_within_two_seconds_and_leave_nothing() {
         call: "all_reduce",
         algo: ALGOS[i % 4],
         victim: (i + 2 * (i / 4) + i / 16) % SIZE,
+        fraction: 0.1 + 0.8 * random.fraction(),
+    }));
+}
+
+/// The same over RDMA alone, more often.
+#[test]
+fn survivors_over_rdma_name_the_killed_rank_and_nothing_stays_registered() {
+    let _alone = alone();
+    let mut random = Random::seeded();
+    kill_all((0..test_support::times(1, 4, 100)).map(|i| Kill {
+        link: Link::Rdma,
+        call: ["all_reduce", "all_to_all"][i / 4 % 2],
+        algo: if i / 4 % 2 == 0 { ALGOS[i % 4] } else { Algo::Pairwise },
+        victim: (i + i / 4) % SIZE,
         fraction: 0.1 + 0.8 * random.fraction(),
     }));
 }
