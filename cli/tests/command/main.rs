@@ -5,5 +5,6 @@ mod doctor;
 mod examples;
 mod launcher;
 mod rdma;
+mod rdma_calls;
 mod recorder;
 mod training;
