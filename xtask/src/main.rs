@@ -17,6 +17,7 @@ mod peers;
 mod python;
 mod rdma;
 mod runner;
+mod way;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -46,6 +47,8 @@ enum Command {
     House,
     /// Count engine and plan without tests: lines of code, fields, tuples as parameters, types of one name, methods, long files
     Figures,
+    /// List the files that an all_reduce goes through from the call to its first post, by callgrind (valgrind)
+    Way,
     /// Compile the CUDA kernels to the PTX that is committed
     Kernels {
         /// Only compare with what is committed, and assemble that
@@ -104,6 +107,9 @@ fn main() -> ExitCode {
         Command::House => vec![parts::house()],
         Command::Figures => {
             return printed("cargo xtask figures", figures::told(&root));
+        }
+        Command::Way => {
+            return printed("cargo xtask way", way::told(&root));
         }
         Command::Kernels { check: false } => {
             return match kernels::generate(&root) {
