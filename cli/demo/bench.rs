@@ -27,8 +27,8 @@ pub(crate) fn all_reduce_times(comm: &mut Comm) -> Result<Vec<Row>, BoxError> {
     SIZES.into_iter().map(row).collect()
 }
 
-/// The rows as lines of text. `algbw` is size over time; `busbw` scales it by 2(n-1)/n, the part
-/// of a vector that each rank of the best algorithm has to send.
+/// The rows as lines of text. `algbw` is size over time. `busbw` is `algbw` times 2(n-1)/n for n ranks: with the best algorithm,
+/// each rank sends so many times the vector's size.
 pub(crate) fn table(rows: &[Row]) -> Vec<String> {
     let head = format!("{:>8} {:>12} {:>12} {:>12}", "size", "median us", "algbw GB/s", "busbw GB/s");
     let lines = rows.iter().map(|Row { bytes, time }| {
@@ -54,7 +54,7 @@ mod tests {
     fn the_table_is_measured_as_perf_measures() {
         let ranks = Comm::local(2).unwrap().into_iter().map(|mut comm| {
             std::thread::spawn(move || {
-                // A group of operations back to back between two looks at the clock, and the results compared.
+                // Like `allstream perf`, this times groups of operations back to back, and checks the results.
                 let time = perf::all_reduce_time(&mut comm, 4).unwrap();
                 assert!(
                     time.wrong == Some(0) && time.min_us > 0.0 && time.median_us >= time.min_us,

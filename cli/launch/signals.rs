@@ -1,4 +1,4 @@
-//! Signals to the launcher, as events; and what it does about what it inherited of signals and limits.
+//! Turns signals to the launcher into events, and adjusts the signal settings and limits that the launcher inherited.
 
 use std::fs;
 use std::io;
@@ -15,13 +15,13 @@ use signal_hook::iterator::Signals;
 
 use super::event::Event;
 
-/// Those that end a job.
+/// Signals that end a job.
 const ENDING: [i32; 3] = [SIGINT, SIGTERM, SIGHUP];
-/// Those that end nothing. The launcher takes SIGCHLD also where it was started with SIGCHLD ignored: the system would keep nothing of
-/// how a rank has ended. SIGXFSZ would end the launcher where a file that it writes to is as large as `ulimit -f` allows; as it is, the write
-/// fails.
+/// Signals that end nothing. The launcher handles SIGCHLD even if it was started with SIGCHLD ignored, as the system would then forget the
+/// exit status of each rank. SIGXFSZ, without a handler, would end the launcher when a file that it writes has reached `ulimit -f`; with
+/// one, only the write fails.
 const OTHERS: [i32; 6] = [SIGUSR1, SIGUSR2, SIGCONT, SIGWINCH, SIGCHLD, SIGXFSZ];
-/// What agents are told by name: numbers differ between machines.
+/// Signals that the launcher passes to agents. It sends their names, as the numbers differ between machines.
 const TOLD: [(&str, i32); 8] = [
     ("INT", SIGINT),
     ("TERM", SIGTERM),
@@ -33,7 +33,7 @@ const TOLD: [(&str, i32); 8] = [
     ("STOP", SIGSTOP),
 ];
 
-/// Without the `SIG` before it; of a signal that is never told, its number.
+/// The name of a signal in `TOLD`, without `SIG`; the number of any other signal.
 pub(super) fn name(signal: i32) -> String {
     TOLD.iter()
         .find(|(_, number)| *number == signal)
@@ -49,7 +49,8 @@ pub(super) fn ends(signal: i32) -> bool {
     ENDING.contains(&signal)
 }
 
-/// Takes signals while it lives. Before and after, those that end a job end this process, as by default; the others do nothing after.
+/// Turns signals into events as long as this value lives. Before and afterwards, signals that end a job have their default effect: they end
+/// this process. Afterwards the other signals that it took do nothing.
 pub(super) struct SignalThread {
     handle: signal_hook::iterator::Handle,
     by_default: &'static AtomicBool,
@@ -58,7 +59,7 @@ pub(super) struct SignalThread {
 impl SignalThread {
     pub(super) fn start(events: Sender<Event>) -> io::Result<Self> {
         let ignored = ignored_signals();
-        // One that is ignored stays so: this is how nohup and shells' background jobs ask for it.
+        // Signals that the parent ignored stay ignored: nohup ignores some on purpose, and so do shells for background jobs.
         let heeded = |signal: &i32| ignored & (1 << (signal - 1)) == 0;
         let ending = ENDING.into_iter().filter(heeded);
         let by_default = end_by_default(ending.clone())?;
@@ -82,7 +83,8 @@ impl Drop for SignalThread {
     }
 }
 
-/// Lets these signals end this process as by default, as long as the flag that comes back says so: a handler stays installed for ever.
+/// Lets these signals end this process, as by default, while the returned flag is true. There is a flag because installed handlers are
+/// never removed.
 fn end_by_default(signals: impl Iterator<Item = i32>) -> io::Result<&'static AtomicBool> {
     static BY_DEFAULT: OnceLock<Arc<AtomicBool>> = OnceLock::new();
     if BY_DEFAULT.get().is_none() {
@@ -94,9 +96,9 @@ fn end_by_default(signals: impl Iterator<Item = i32>) -> io::Result<&'static Ato
     Ok(BY_DEFAULT.get_or_init(Arc::default))
 }
 
-/// Ignores nothing that a parent made this process ignore. For an agent, whose parent is not a user's shell but what has made the
-/// connection: ranks would inherit it, and not hear of the signals that they are handed. What is handled here is not ignored, and a rank,
-/// which has no handler from here, begins with the default.
+/// Installs handlers, so that signals that the parent ignored are ignored no more. This is for an agent: its parent is the program that made
+/// the connection, not a user's shell. Ranks would inherit the ignored signals, and miss those that the agent hands to them. A rank does not
+/// inherit the handlers: for each handled signal it begins with the default.
 pub(super) fn forget_ignored() -> io::Result<()> {
     end_by_default(ENDING.into_iter())?;
     signal_hook::flag::register_conditional_default(SIGQUIT, Arc::new(AtomicBool::new(true)))?;
@@ -109,8 +111,8 @@ fn ignored_signals() -> u64 {
     super::processes::mask(&status, "SigIgn:")
 }
 
-/// Lets all signals through to this thread, and so to the threads and ranks that it starts: a parent that blocked some has had reasons of
-/// its own, and neither a job that nobody can stop nor ranks that hear of no signal are meant by them.
+/// Unblocks all signals for this thread, and so for the threads and ranks that it starts. The parent may have blocked some for its own
+/// purposes, but users must be able to stop the job, and ranks must receive signals.
 fn let_signals_through() {
     // SAFETY: `sigemptyset` initialises the set that `pthread_sigmask` reads. Both are given valid pointers to this function's own
     // variable, or null where nothing is asked for, and change nothing but this thread's mask.
@@ -132,7 +134,7 @@ pub(super) fn read_without_being_stopped() {
     }
 }
 
-/// Whether stdin is a terminal in whose background this process is: what is typed there is meant for somebody else.
+/// Whether stdin is a terminal and this process is in its background: then the user types for another program.
 pub(super) fn is_in_background() -> bool {
     // SAFETY: both functions only ask the system, about a descriptor that is open (the standard library sees to that) and this process.
     let (foreground, own) = unsafe { (libc::tcgetpgrp(0), libc::getpgrp()) };
@@ -140,12 +142,13 @@ pub(super) fn is_in_background() -> bool {
     foreground != -1 && foreground != own
 }
 
-/// Takes for this process as many descriptors as it may have: it needs several for each rank. What there was before is for the ranks.
+/// Raises this process's limit on open descriptors to the maximum, as the launcher needs several for each rank. Returns the inherited limit,
+/// which the ranks get.
 pub(super) fn take_descriptors() -> Rlimit {
     static INHERITED: OnceLock<Rlimit> = OnceLock::new();
     let inherited = INHERITED.get_or_init(|| {
         let found = getrlimit(Resource::Nofile);
-        // Where that is refused, there are as many as there were.
+        // If the system refuses, the inherited limit stays.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: found.maximum, ..found });
         found
     });

@@ -43,11 +43,11 @@ fn built(root: &Path) -> Result<PathBuf, String> {
     let mut program = Command::new(runner::cargo());
     program.args(["bench", "--no-run", "--profile", "dev", "--bench", "way", "--message-format", "json"]);
     let messages = said(program.current_dir(root))?;
-    let executables = messages.lines().filter_map(|line| {
+    let mut executables = messages.lines().filter_map(|line| {
         let message: serde_json::Value = serde_json::from_str(line).ok()?;
         (message["target"]["name"] == "way").then(|| message["executable"].as_str().map(PathBuf::from))?
     });
-    executables.last().ok_or_else(|| "cargo has built no program".into())
+    executables.next_back().ok_or_else(|| "cargo has built no program".into())
 }
 
 /// What callgrind counted of rank 0 over this link, in its own format.

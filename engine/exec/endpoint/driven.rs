@@ -10,7 +10,7 @@ use crate::exec::active::KEPT;
 use crate::exec::progress_thread::{ASK, Driven};
 use crate::link::region::Region;
 
-/// How soon the progress thread is to look again, in nanoseconds. 0: when somebody wakes it.
+/// After how many nanoseconds the progress thread must look at the endpoint again. 0: no time is set.
 #[derive(Default)]
 pub(super) struct LookAgain(AtomicU32);
 
@@ -37,14 +37,14 @@ impl Driven for Endpoint {
         self.try_drive(false)
     }
 
-    /// The progress thread keeps out of the way of a thread that drives, and looks again a nap later.
+    /// If a thread of the user's drives the endpoint, the progress thread leaves the endpoint to it, and asks again in its next pass.
     fn is_driven(&self) -> bool {
         self.callers.any_since_last_asked()
     }
 
     fn rest(&self) -> bool {
-        // This communicator keeps no more than it may if all of the rank's together do not. So the progress thread, which asks after each
-        // operation, seldom takes the lock that callers drive under.
+        // If all communicators of the rank together keep no more than `KEPT`, this one does not either. The progress thread asks after
+        // each operation, and this check mostly saves it from taking the lock that callers need to drive.
         if self.config.region.scratch() <= KEPT {
             return false;
         }

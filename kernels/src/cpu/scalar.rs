@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use super::{scalable, valid};
 use crate::{DType, Finish, ReduceOp, f8e4m3, f8e5m2};
 
-/// What [`crate::reduce`] does, slowly.
+/// Does the same as [`crate::reduce`], slowly.
 ///
 /// # Safety
 ///
@@ -67,7 +67,7 @@ pub unsafe fn reduce(
                         $narrow(n.map_or(folded, |n| {
                             folded / (n.ranks as $acc * $acc::powi(0.5, n.halved.into()))
                         }));
-                    // After narrowing: out of the range of E4M3 is NaN too.
+                    // Checked after narrowing, which makes NaN of what is out of the range of E4M3.
                     if result.is_nan() { <$t>::from_bits($nan) } else { result }
                 })
             }
@@ -102,7 +102,7 @@ pub unsafe fn reduce(
     }
 }
 
-/// What [`crate::scale`] does, slowly.
+/// Does the same as [`crate::scale`], slowly.
 ///
 /// # Safety
 ///
@@ -134,13 +134,13 @@ pub unsafe fn scale(dtype: DType, memory: *mut u8, len: usize, factor: f64) {
     }
 }
 
-/// What `pack` of the crate `allstream-cuda-kernels` does with the elements of floats that are cast or multiplied; on the CPU nothing else does.
+/// Casts and multiplies floats as `pack` of the crate `allstream-cuda-kernels` does on a device. There is no faster version for the CPU.
 /// The [rules](crate#rules) say what exactly is computed.
 ///
 /// # Safety
 ///
 /// `from` must be valid for reads of `len` elements of its type, and `to` valid for writes of as many of its type; no
-/// alignment is needed. They must not overlap, and nothing else may write the one or touch the other during the call.
+/// alignment is needed. They must not overlap, and nothing else may write `from` or touch `to` during the call.
 pub unsafe fn convert(from: (DType, *const u8), to: (DType, *mut u8), len: usize, factor: f64) {
     let ((from, source), (to, target)) = (from, to);
     if !scalable(from) || !scalable(to) {
@@ -173,7 +173,7 @@ pub unsafe fn convert(from: (DType, *const u8), to: (DType, *mut u8), len: usize
     }
 }
 
-/// A float of any type; exact.
+/// Reads a float of any type as `f64`, which is exact.
 ///
 /// # Safety
 ///
@@ -192,7 +192,8 @@ unsafe fn value(dtype: DType, at: *const u8) -> f64 {
     }
 }
 
-/// To `f32` toward zero, and to odd if that is not exact: to round the result to fewer bits is then as to round `x`.
+/// Rounds to `f32` toward zero, and sets the last bit if that was not exact ("round to odd"). Rounding the result to fewer bits then gives
+/// the same as rounding `x` itself.
 fn to_odd(x: f64) -> f32 {
     let near = x as f32;
     if x.is_nan() || f64::from(near) == x {
@@ -202,11 +203,11 @@ fn to_odd(x: f64) -> f32 {
     f32::from_bits((near.to_bits() - u32::from(away)) | 1)
 }
 
-/// Writes `f` of the inputs' elements at an index to the outputs there, for every index.
+/// At every index, applies `f` to the inputs' elements and writes its result to all outputs.
 ///
 /// # Safety
 ///
-/// The pointers must be valid for `len` elements of `T`, for any bytes in them.
+/// The pointers must be valid for `len` elements of `T`, and any bytes must be a valid `T`.
 unsafe fn each<T: Copy>(ins: &[*const u8], outs: &[*mut u8], len: usize, f: impl Fn(&[T]) -> T) {
     let mut operands = Vec::with_capacity(ins.len());
     for i in 0..len {
@@ -279,8 +280,8 @@ mod tests {
     fn casts_round_once() {
         let up = |x: f64| f64::from_bits(x.to_bits() + 1);
         let to_f16 = |x: f64| cast::<f64, u16>(DType::F64, x, DType::F16, 1.0);
-        // Half way between neighbours: to even; the next f64 above is nearer to the upper one, which an f32 on the way
-        // would not tell.
+        // A value half way between two neighbours rounds to the even one, and the next f64 above it rounds up. Rounding to f32
+        // first would make the two equal.
         for h in 0..0x7BFFu16 {
             let middle = (f16::from_bits(h).to_f64() + f16::from_bits(h + 1).to_f64()) / 2.0;
             assert_eq!((to_f16(middle), to_f16(up(middle))), (h + h % 2, h + 1), "{h:#06x}");
@@ -288,7 +289,7 @@ mod tests {
         assert_eq!((to_f16(65_519.999_999_999), to_f16(65_520.0), to_f16(-1e300)), (0x7BFF, 0x7C00, 0xFC00));
         let to_e4m3 = |x: f64| cast::<f64, u8>(DType::F64, x, DType::F8E4M3, 1.0);
         assert_eq!((to_e4m3(464.0), to_e4m3(up(464.0)), to_e4m3(-5e-324)), (0x7E, 0x7F, 0x80));
-        // Multiplied in f32, by a factor that is an f32 first, and only then rounded.
+        // The factor is rounded to f32, the product is computed in f32, and only that is rounded to bf16.
         let scaled = cast::<f32, u16>(DType::F32, 3.0, DType::BF16, 0.1);
         assert_eq!(scaled, bf16::from_f32(3.0 * 0.1f32).to_bits());
         assert_eq!(cast::<f32, f64>(DType::F32, 3.0, DType::F64, 0.1), 3.0 * 0.1);

@@ -1,8 +1,8 @@
-//! The steps that are to be looked at.
+//! The queue of a plan's steps that may be able to go on.
 
 use std::collections::VecDeque;
 
-/// Steps to be looked at: what they wait for may have come. Each is listed once.
+/// Steps that may be able to go on, as something that they wait for may have come. A step is listed at most once.
 #[derive(Default)]
 pub(super) struct ReadyList {
     list: VecDeque<u32>,
@@ -10,7 +10,7 @@ pub(super) struct ReadyList {
 }
 
 impl ReadyList {
-    /// Lists all of so many steps, in order.
+    /// Lists the steps `0..steps`, in this order, and no others.
     pub(super) fn reset(&mut self, steps: usize) {
         self.list.clear();
         self.list.extend(0..steps as u32);

@@ -1,7 +1,8 @@
-//! What an operation on staged memory may touch, as that comes and goes ([`crate::device::Staged`]).
+//! Operations on device memory that is staged, which means copied to the host and back stripe by stripe ([`crate::device::Staged`]): how
+//! buffers are cut into stripes, how much input has come, and how much output can leave.
 //!
-//! A round is one run of the whole plan, so the rounds that have come can be worked on before the others have, and those that
-//! all steps have stored can leave before the others are.
+//! A round is one run of the whole plan. So the steps can work on the rounds whose input has come while the rest is still being copied, and
+//! the rounds whose output is stored can be copied back before the others are done.
 
 use std::ops::Range;
 
@@ -11,8 +12,8 @@ use crate::exec::slicing::Slicing;
 use crate::mem::{ALL, Stripe};
 use crate::plan::{Layout, OUTPUT, Program, Slot, Step};
 
-/// Bytes of a stripe: long beside what its copies cost to start (tens of microseconds each way), short beside an operation
-/// that is worth cutting. To be measured.
+/// Bytes of a stripe: so many that copying them takes long compared with starting the copies (tens of microseconds each way), and few
+/// compared with an operation that is worth cutting. The best value is still to be measured.
 pub(crate) const STRIPE: usize = 8 << 20;
 
 /// A buffer that is staged.
@@ -20,7 +21,7 @@ pub(crate) const STRIPE: usize = 8 << 20;
 pub(crate) struct StagedBuf {
     /// The part of the operation that it belongs to.
     pub(crate) part: usize,
-    /// What it is in that part's plan.
+    /// Its slot in that part's plan.
     pub(crate) slot: Slot,
     pub(crate) bytes: usize,
 }
@@ -42,13 +43,13 @@ pub(crate) fn cut(parts: &[Part], items: &[StagedBuf]) -> Vec<Stripe> {
             }
             continue;
         }
-        // Each chunk of each buffer, in bytes: its range, cut off where the buffer ends.
+        // The byte range of each chunk of each buffer, cut off where the buffer ends.
         let mut chunks = Vec::new();
         for (i, &StagedBuf { slot, bytes: len, .. }) in ours {
             let ranges = (0..layout(slot).chunks()).map(|chunk| part.range(slot, chunk));
             chunks
                 .extend(ranges.map(|range| (i, (range.start * unit).min(len)..(range.end * unit).min(len))));
-            // No step knows of what is beyond.
+            // No step touches the bytes behind the last chunk.
             pieces.push((i, (part.total(slot) * unit).min(len)..len));
         }
         let round = Slicing::on_host(&part.program).round_of(unit) * unit;
@@ -80,7 +81,7 @@ pub(crate) fn cut(parts: &[Part], items: &[StagedBuf]) -> Vec<Stripe> {
     stripes
 }
 
-/// Those that touch are one copy.
+/// Takes the pieces, drops the empty ones, and joins those that touch, so that one copy moves them.
 fn merged(pieces: &mut Vec<(usize, Range<usize>)>) -> Vec<(usize, Range<usize>)> {
     let mut all = std::mem::take(pieces);
     all.retain(|(_, range)| !range.is_empty());
@@ -96,7 +97,7 @@ fn merged(pieces: &mut Vec<(usize, Range<usize>)>) -> Vec<(usize, Range<usize>)>
 }
 
 impl<B: Backend> PlanRun<B> {
-    /// So many rounds of the input have come. Whether that is news.
+    /// Notes that so many rounds of the input have come. Returns whether this number is new.
     #[inline]
     pub(in crate::exec) fn arrived(&mut self, rounds: usize) -> bool {
         let is_news = self.arrived != rounds;
@@ -107,7 +108,7 @@ impl<B: Backend> PlanRun<B> {
         is_news
     }
 
-    /// So many rounds of the output have their results, and no step touches them any more but to send them.
+    /// How many rounds of the output have their final results; `usize::MAX`: all. Steps may still send them, but do not change them.
     pub(in crate::exec) fn stored(&self, program: &Program) -> usize {
         if !self.is_prepared {
             return 0;
@@ -127,7 +128,7 @@ mod tests {
     use crate::plan::{self, Algo, INPUT, Kind, Shape};
     use crate::types::DType;
 
-    /// Each byte of each buffer is in one stripe, and in none that is later than the rounds that touch it.
+    /// Each byte of each buffer is in exactly one stripe, which comes no later than the first round that touches the byte.
     #[test]
     fn stripes_cover_all_once_and_in_order() {
         let part = |kind, algo, n, count, dtype| {
@@ -151,7 +152,7 @@ mod tests {
                     let of = |count: &usize| part(kind, algo, n, *count, DType::F32);
                     let parts: Vec<Part> = counts.iter().map(of).collect();
                     let total = |p: usize, slot| parts[p].total(slot) * 4;
-                    // The last buffer has a tail that is no chunk's.
+                    // The last output buffer has a tail that belongs to no chunk.
                     let tail = |p: usize| if p + 1 == parts.len() { 100 } else { 0 };
                     let buf = |part, slot, bytes| StagedBuf { part, slot, bytes };
                     let items: Vec<_> = (0..parts.len())

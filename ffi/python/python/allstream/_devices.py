@@ -1,4 +1,4 @@
-"""Which way collectives on CUDA devices take, where a library calls them for its user: as the backend of torch.distributed does."""
+"""Chooses how collectives on CUDA tensors run when a library, such as the backend of torch.distributed, calls them for its user."""
 
 import os
 import warnings
@@ -9,13 +9,14 @@ from .errors import Error
 def bind(comm, device, stacklevel=2):
     """Binds a communicator to the ranks' devices by the best way that there is, and returns that way in words. All ranks call it.
 
-    NCCL takes what it can. Where it is not there, or cannot (two ranks on one device, say), allstream's kernels read the other devices' memory; where
-    that cannot be, the numbers go through the host's memory. A warning says so. What one rank cannot do none does: all take the same way.
+    NCCL runs the collectives that it can. Where NCCL is missing or does not work (two ranks on one device, say), allstream's kernels run them
+    and read the other devices' memory. Where the devices cannot do that, all data goes through the host's memory. A warning tells when NCCL was
+    refused, or when all data goes through the host. All ranks take the same way: what one rank cannot use, no rank uses.
     """
     try:
         return _told(comm.bind_nccl(device), None, stacklevel)
     except Error as why:
-        # Has the communicator failed, or is it the binding alone?
+        # Raises if the communicator itself has failed: then no other way works either.
         comm.check()
         if os.environ.get("ALLSTREAM_NCCL") == "require":
             raise
@@ -28,7 +29,7 @@ def bind(comm, device, stacklevel=2):
 
 
 def _told(path, refused, stacklevel):
-    """Warns of a way that is not the best one. `refused`: why NCCL does not take part."""
+    """Returns `path`, and warns if all data goes through the host or NCCL was refused. `refused`: the error of NCCL, or None."""
     way, _, why = path.partition(": ")
     if way == "staged":
         text = f"allstream: CUDA tensors go through the host's memory: {why}"

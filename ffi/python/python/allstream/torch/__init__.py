@@ -2,9 +2,10 @@
 
     torch.distributed.init_process_group("allstream")     # torch finds it by itself, where the package is installed
 
-Everything that torch.distributed has: collectives, in lists, coalesced, uneven and of objects; messages with tags; sub-groups, `split_group`,
-`DeviceMesh`; DistributedDataParallel, FSDP2 and DTensor on top. Sparse tensors and receiving from any rank are refused. CUDA tensors are taken by
-NCCL, where there is one, in the order of the current stream. Ranks meet through torch's store, in which a secret is put: whoever reads that store is a member.
+It supports torch.distributed's collectives, also on lists of tensors, coalesced, uneven and on objects; messages with tags; sub-groups,
+`split_group` and `DeviceMesh`; and on top of these DistributedDataParallel, FSDP2 and DTensor. It refuses sparse tensors and receiving from any rank.
+Collectives on CUDA tensors run in the order of the current stream, by NCCL where there is one. Ranks meet through torch's store, where rank 0 puts
+the group's secret: whoever can read the store can join the group.
 """
 
 import torch as _torch
