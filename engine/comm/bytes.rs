@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::Work;
 use super::call::{Call, Spec, program};
-use super::calls::calls;
+use super::node::calls::collectives;
 use super::restore::{lost, settle};
 use crate::error::{Error, Failed, Outcome};
 use crate::exec::{Endpoint, Part, Then};
@@ -122,10 +122,10 @@ impl Call<'_> {
     }
 }
 
-calls! {
+collectives! {
     /// Every rank ends with the root's bytes; the others need not know how many (what they give is dropped, an empty
     /// vector will do). One operation, lengths first.
-    fn broadcast_bytes [] (bytes: Vec<u8>, root: Rank) -> Work<Vec<u8>>
+    fn broadcast_bytes [] (bytes: Vec<u8>) root(root) -> Work<Vec<u8>>
         = |call| call.bytes_of_root(bytes, root);
 
     /// Every rank's bytes, of whatever lengths, by rank.

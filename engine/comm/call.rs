@@ -76,14 +76,12 @@ impl Desk {
 }
 
 impl Prepared {
-    /// Submits it where it was prepared for.
-    pub(super) fn submit(self, endpoint: &Arc<Endpoint>) -> Submitted {
-        submitted(endpoint, endpoint.submit_collective(self.carried, self.after, self.held))
-    }
-
-    /// The buffers: nothing is submitted.
-    pub(super) fn into_bufs(self) -> ErasedBufs {
-        self.held
+    /// Submits it where it was prepared for; where it is refused, the buffers come back.
+    pub(super) fn end(self, endpoint: &Arc<Endpoint>, refused: Option<&Error>) -> Submitted {
+        match refused {
+            None => submitted(endpoint, endpoint.submit_collective(self.carried, self.after, self.held)),
+            Some(error) => Submitted::refused(error.clone(), self.held),
+        }
     }
 }
 
@@ -516,6 +514,13 @@ impl<'a> Call<'a> {
         endpoint.tell();
         Submitted::refused_by(endpoint, error, held)
     }
+}
+
+/// Why so many operations more have no room. Asked before the parts of a call are submitted, so that none is left without the others.
+pub(super) fn no_room(endpoint: &Endpoint, call: &str, more: usize) -> Option<Error> {
+    let limit = endpoint.config.queue_limit;
+    (endpoint.submitted.running().saturating_add(more) > limit)
+        .then(|| Error::QueueFull { call: call.into(), limit })
 }
 
 /// What a call returns of what became of its submission: a refusal gives the buffers back.

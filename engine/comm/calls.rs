@@ -1,6 +1,6 @@
 //! What [`Comm`](super::Comm) and [`SharedComm`](super::SharedComm) both have, written once: on `Comm` calls are through `&mut self`, on `SharedComm` through
 //! `&self`. The calls themselves stand in tables, beside what they do: `collectives.rs`, `varied.rs`, `lists.rs`, `bytes.rs`,
-//! `messages.rs`.
+//! `messages.rs`. Those of collectives are the tables of a [`Node`](super::Node)'s calls, too (`node/calls.rs`).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,8 +9,9 @@ use std::time::Duration;
 
 use super::bind::binding_of;
 use super::handle::Stats;
+use super::node::call::on_node;
 use super::world::World;
-use super::{Call, Node, NodeCall, Stream};
+use super::{Call, NodeCall, Stream};
 use crate::device::DeviceCopies;
 use crate::error::Error;
 use crate::exec::Endpoint;
@@ -80,13 +81,8 @@ macro_rules! options {
             $($(#[$doc])* fn $name [$($generics)*] ($($arg: $ty),*) -> Call<'_> = |comm| comm.call().$name($($arg),*);)*
         }
 
-        impl Node {
-            $(
-                $(#[$doc])*
-                pub fn $name<$($generics)*>(&mut self, $($arg: $ty),*) -> NodeCall<'_> {
-                    self.call().$name($($arg),*)
-                }
-            )*
+        on_node! {
+            $($(#[$doc])* fn $name [$($generics)*] ($($arg: $ty),*) -> NodeCall<'_>;)*
         }
 
         impl NodeCall<'_> {

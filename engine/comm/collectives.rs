@@ -4,6 +4,7 @@ use super::Work;
 use super::call::{Call, Spec};
 use super::calls::calls;
 use super::memory::Memory;
+use super::node::calls::collectives;
 use super::restore::{both, made, made_of_value, nothing, one, one_value};
 use crate::device::DeviceBuf;
 use crate::error::Error;
@@ -171,7 +172,7 @@ impl Call<'_> {
     }
 }
 
-calls! {
+collectives! {
     /// Every rank ends with the reduction of all ranks' buffers, in place. All ranks get the same bits.
     ///
     /// # Errors
@@ -185,82 +186,31 @@ calls! {
     fn all_reduce_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) -> Work<(I, O)>
         = |call| call.into(Kind::AllReduce, 0, input, output);
 
-    /// [`all_reduce`](Self::all_reduce) of one device buffer into another, in the order of their streams: for operators
-    /// that have only references to what they read. Both streams (and that of `on`) wait for it, the caller does
-    /// not; a communicator that is not [bound](super::Comm::bind_device) waits here.
-    ///
-    /// Should it fail later, the communicator's next call and [`Comm::check`](super::Comm::check) say so, and so does
-    /// who copies or sends `output`.
-    ///
-    /// ```
-    /// # use allstream::{Comm, Error, cuda::DeviceBuf};
-    /// fn forward(comm: &mut Comm, x: &DeviceBuf<f32>) -> Result<DeviceBuf<f32>, Error> {
-    ///     let mut sum = DeviceBuf::zeroed(x.stream(), x.len())?;
-    ///     comm.all_reduce_ordered(x, &mut sum)?;
-    ///     Ok(sum) // kernels on its stream may use it
-    /// }
-    /// ```
-    ///
-    /// # Errors
-    /// What is known at once: [`Error::Invalid`], the communicator is dead, or, not bound, all of an all_reduce.
-    fn all_reduce_ordered [T: Element] (input: &DeviceBuf<T>, output: &mut DeviceBuf<T>) -> Result<(), Error> = |call| {
-        let stream = output.stream().clone();
-        // The operation has the same memory once more, for as long as it needs it.
-        let work = call.all_reduce_into(input.alias(), output.alias());
-        work.join(&stream).map_err(|failed| failed.error)?.leave()
-    };
-
     /// [`all_reduce`](Self::all_reduce) into a new vector. The input comes back only on failure.
     fn all_reduce_new [I: Buf<Elem: Element>] (input: I) -> Work<Vec<I::Elem>, I>
         = |call| call.new_output(Kind::AllReduce, 0, input);
 
-    /// [`all_reduce`](Self::all_reduce) of one number. Each call has a buffer of one element made for it: where that counts, keep
-    /// one, and call `all_reduce`.
-    ///
-    /// ```
-    /// # use allstream::{Comm, ReduceOp};
-    /// # fn main() -> Result<(), allstream::Error> {
-    /// # let mut comm = Comm::local(1)?.remove(0); let my_loss = 0.25f32;
-    /// let loss = comm.op(ReduceOp::Avg).all_reduce_value(my_loss).wait()?;
-    /// # assert_eq!(loss, 0.25); Ok(()) }
-    /// ```
-    fn all_reduce_value [T: Element] (value: T) -> Work<T>
-        = |call| call.of_value(Kind::AllReduce, 0, value);
-
     /// Every rank ends with the root's buffer. Lengths and types are the same on all ranks.
-    fn broadcast [B: Buf] (buf: B, root: Rank) -> Work<B>
+    fn broadcast [B: Buf] (buf: B) root(root) -> Work<B>
         = |call| call.in_place(Kind::Broadcast, root, buf);
 
     /// [`broadcast`](Self::broadcast) of the root's `input` into every rank's `output`. The others' inputs are
     /// not looked at.
-    fn broadcast_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, root: Rank) -> Work<(I, O)>
+    fn broadcast_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) root(root) -> Work<(I, O)>
         = |call| call.into(Kind::Broadcast, root, input, output);
 
-    /// [`broadcast`](Self::broadcast) of one number; what the others give is not looked at.
-    fn broadcast_value [T: Element] (value: T, root: Rank) -> Work<T>
-        = |call| call.of_value(Kind::Broadcast, root, value);
-
     /// The root ends with the reduction of all ranks' buffers; the others' are unchanged.
-    fn reduce [B: Buf] (buf: B, root: Rank) -> Work<B>
+    fn reduce [B: Buf] (buf: B) root(root) -> Work<B>
         = |call| call.in_place(Kind::Reduce, root, buf);
 
     /// [`reduce`](Self::reduce) into the root's `output`, of its input's length. The others' outputs are not
     /// looked at.
-    fn reduce_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, root: Rank) -> Work<(I, O)>
+    fn reduce_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) root(root) -> Work<(I, O)>
         = |call| call.into(Kind::Reduce, root, input, output);
 
     /// All ranks' buffers, `size() * input.len()` elements in rank order, in a new vector on every rank.
     fn all_gather [I: Buf<Elem: Element>] (input: I) -> Work<Vec<I::Elem>, I>
         = |call| call.new_output(Kind::AllGather, 0, input);
-
-    /// One number of each rank, by rank.
-    fn all_gather_value [T: Element] (value: T) -> Work<Vec<T>, T> = |call| {
-        let (mut input, spec) = (vec![value], call.spec_of_input(Kind::AllGather, 0, 1));
-        let mut output = vec![value; call.size()];
-        let memory = Memory::two(&mut input, &mut output);
-        let held = ErasedBufs::new(Parts { input, output });
-        Work::new(call.submit(Kind::AllGather, spec.map(|(spec, _)| spec), memory, held), made_of_value::<T>)
-    };
 
     /// [`all_gather`](Self::all_gather) into `output`, of `size() * input.len()` elements.
     fn all_gather_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) -> Work<(I, O)>
@@ -286,33 +236,33 @@ calls! {
 
     /// The root ends with all ranks' buffers, `size() * input.len()` elements in rank order, in a new vector; the
     /// others with an empty one.
-    fn gather [I: Buf<Elem: Element>] (input: I, root: Rank) -> Work<Vec<I::Elem>, I>
+    fn gather [I: Buf<Elem: Element>] (input: I) root(root) -> Work<Vec<I::Elem>, I>
         = |call| call.new_output(Kind::Gather, root, input);
 
     /// [`gather`](Self::gather) into the root's `output`, of `size() * input.len()` elements. The others' outputs
     /// are not looked at.
-    fn gather_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, root: Rank) -> Work<(I, O)>
+    fn gather_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) root(root) -> Work<(I, O)>
         = |call| call.into(Kind::Gather, root, input, output);
 
     /// [`gather`](Self::gather) in place: the root's buffer has `size()` blocks, and its input in block `root`; the
     /// others' buffers are their inputs.
-    fn gather_in_place [B: Buf] (buf: B, root: Rank) -> Work<B>
+    fn gather_in_place [B: Buf] (buf: B) root(root) -> Work<B>
         = |call| call.in_place(Kind::Gather, root, buf);
 
     /// Rank r ends with block r, `count` elements, of the root's input of `size() * count`, in a new vector. The
     /// others' inputs are not looked at: an empty vector will do.
-    fn scatter [I: Buf<Elem: Element>] (input: I, count: usize, root: Rank) -> Work<Vec<I::Elem>, I> = |call| {
+    fn scatter [I: Buf<Elem: Element>] (input: I; count: usize) root(root) -> Work<Vec<I::Elem>, I> = |call| {
         let spec = call.spec_of_output(Kind::Scatter, root, input.len(), count);
         call.submit_new(Kind::Scatter, spec.map(|spec| (spec, count)), input)
     };
 
     /// [`scatter`](Self::scatter) into `output`, whose length is the count.
-    fn scatter_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, root: Rank) -> Work<(I, O)>
+    fn scatter_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) root(root) -> Work<(I, O)>
         = |call| call.into(Kind::Scatter, root, input, output);
 
     /// [`scatter`](Self::scatter) in place: the root's buffer has `size()` blocks, and keeps all of them; the others
     /// end with theirs in a buffer of one block.
-    fn scatter_in_place [B: Buf] (buf: B, root: Rank) -> Work<B>
+    fn scatter_in_place [B: Buf] (buf: B) root(root) -> Work<B>
         = |call| call.in_place(Kind::Scatter, root, buf);
 
     /// Block r of this rank's input goes to rank r, and what comes from rank r is block r of the result: `input.len()`
@@ -344,6 +294,59 @@ calls! {
     /// [`exscan`](Self::exscan) of `input` into `output`, of the same length. Rank 0's output is unchanged.
     fn exscan_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) -> Work<(I, O)>
         = |call| call.into(Kind::ExScan, 0, input, output);
+}
+
+calls! {
+    /// [`all_reduce`](Self::all_reduce) of one device buffer into another, in the order of their streams: for operators
+    /// that have only references to what they read. Both streams (and that of `on`) wait for it, the caller does
+    /// not; a communicator that is not [bound](super::Comm::bind_device) waits here.
+    ///
+    /// Should it fail later, the communicator's next call and [`Comm::check`](super::Comm::check) say so, and so does
+    /// who copies or sends `output`.
+    ///
+    /// ```
+    /// # use allstream::{Comm, Error, cuda::DeviceBuf};
+    /// fn forward(comm: &mut Comm, x: &DeviceBuf<f32>) -> Result<DeviceBuf<f32>, Error> {
+    ///     let mut sum = DeviceBuf::zeroed(x.stream(), x.len())?;
+    ///     comm.all_reduce_ordered(x, &mut sum)?;
+    ///     Ok(sum) // kernels on its stream may use it
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// What is known at once: [`Error::Invalid`], the communicator is dead, or, not bound, all of an all_reduce.
+    fn all_reduce_ordered [T: Element] (input: &DeviceBuf<T>, output: &mut DeviceBuf<T>) -> Result<(), Error> = |call| {
+        let stream = output.stream().clone();
+        // The operation has the same memory once more, for as long as it needs it.
+        let work = call.all_reduce_into(input.alias(), output.alias());
+        work.join(&stream).map_err(|failed| failed.error)?.leave()
+    };
+
+    /// [`all_reduce`](Self::all_reduce) of one number. Each call has a buffer of one element made for it: where that counts, keep
+    /// one, and call `all_reduce`.
+    ///
+    /// ```
+    /// # use allstream::{Comm, ReduceOp};
+    /// # fn main() -> Result<(), allstream::Error> {
+    /// # let mut comm = Comm::local(1)?.remove(0); let my_loss = 0.25f32;
+    /// let loss = comm.op(ReduceOp::Avg).all_reduce_value(my_loss).wait()?;
+    /// # assert_eq!(loss, 0.25); Ok(()) }
+    /// ```
+    fn all_reduce_value [T: Element] (value: T) -> Work<T>
+        = |call| call.of_value(Kind::AllReduce, 0, value);
+
+    /// [`broadcast`](Self::broadcast) of one number; what the others give is not looked at.
+    fn broadcast_value [T: Element] (value: T, root: Rank) -> Work<T>
+        = |call| call.of_value(Kind::Broadcast, root, value);
+
+    /// One number of each rank, by rank.
+    fn all_gather_value [T: Element] (value: T) -> Work<Vec<T>, T> = |call| {
+        let (mut input, spec) = (vec![value], call.spec_of_input(Kind::AllGather, 0, 1));
+        let mut output = vec![value; call.size()];
+        let memory = Memory::two(&mut input, &mut output);
+        let held = ErasedBufs::new(Parts { input, output });
+        Work::new(call.submit(Kind::AllGather, spec.map(|(spec, _)| spec), memory, held), made_of_value::<T>)
+    };
 
     /// Finishes on no rank before every rank has called.
     fn barrier [] () -> Work<()> = |call| {

@@ -2,8 +2,8 @@
 
 use super::Work;
 use super::call::{Call, Spec};
-use super::calls::calls;
 use super::memory::Memory;
+use super::node::calls::collectives;
 use super::restore::{both, one};
 use crate::mem::{BufList, ErasedBufs, Parts, RawBuf, raw_bufs};
 use crate::types::{Kind, Rank};
@@ -59,7 +59,7 @@ impl Call<'_> {
     }
 }
 
-calls! {
+collectives! {
     /// [`all_reduce`](Self::all_reduce) of many buffers, of several types if need be, in one operation: one number,
     /// one future. Their messages follow each other without waiting.
     ///
@@ -75,11 +75,11 @@ calls! {
         = |call| call.list_in_place(Kind::AllReduce, 0, bufs);
 
     /// [`broadcast`](Self::broadcast) of many buffers in one operation.
-    fn broadcast_list [L: BufList] (bufs: L, root: Rank) -> Work<L>
+    fn broadcast_list [L: BufList] (bufs: L) root(root) -> Work<L>
         = |call| call.list_in_place(Kind::Broadcast, root, bufs);
 
     /// [`reduce`](Self::reduce) of many buffers in one operation.
-    fn reduce_list [L: BufList] (bufs: L, root: Rank) -> Work<L>
+    fn reduce_list [L: BufList] (bufs: L) root(root) -> Work<L>
         = |call| call.list_in_place(Kind::Reduce, root, bufs);
 
     /// [`all_gather_into`](Self::all_gather_into) of many pairs of buffers in one operation.

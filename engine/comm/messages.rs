@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 
 use super::Work;
 use super::batch::{Batch, Envelope, Message};
-use super::call::{Call, submitted};
+use super::call::{Call, no_room, submitted};
 use super::calls::calls;
 use super::restore::one;
 use super::work::{Part, Submitted, taken};
@@ -165,15 +165,6 @@ impl Call<'_> {
         Error::invalid(direction.name(), problem)
     }
 
-    /// Why so many operations more have no room. Asked before halves of a message to itself are submitted, so that none
-    /// is left without the other.
-    fn no_room(&self, more: usize) -> Option<Error> {
-        let endpoint = self.side.0;
-        let limit = endpoint.config.queue_limit;
-        (endpoint.submitted.running().saturating_add(more) > limit)
-            .then(|| Error::QueueFull { call: "send_recv".into(), limit })
-    }
-
     fn message(&self, direction: Direction, peer: Rank, content: Content) -> Submitted {
         let envelope = Envelope { direction, peer, tag: self.tag };
         if self.is_self(peer) {
@@ -186,7 +177,7 @@ impl Call<'_> {
     fn exchange(&self, send: Content, to: Rank, recv: Content, from: Rank) -> (Submitted, Submitted) {
         let tag = self.tag;
         let refusal = match (self.is_self(to), self.is_self(from)) {
-            (true, true) => self.no_room(2),
+            (true, true) => no_room(self.side.0, "send_recv", 2),
             (true, false) => Some(self.alone(Direction::Send)),
             (false, true) => Some(self.alone(Direction::Recv)),
             (false, false) => None,
@@ -207,7 +198,7 @@ impl Call<'_> {
     /// Several messages, in order: what has no other half, or no room, is refused.
     fn several(&self, messages: Vec<(Envelope, Content)>) -> Vec<Submitted> {
         let pairs = self.pairs(&messages);
-        let full = if pairs.is_empty() { None } else { self.no_room(messages.len()) };
+        let full = if pairs.is_empty() { None } else { no_room(self.side.0, "send_recv", messages.len()) };
         let mut paired = vec![false; messages.len()];
         pairs.iter().for_each(|(send, recv)| (paired[*send], paired[*recv]) = (true, true));
         let prepared = messages.into_iter().zip(paired).map(|((envelope, content), paired)| match &full {

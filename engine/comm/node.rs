@@ -1,28 +1,20 @@
 //! [`Node`]: several ranks of one process, one for each of its devices, called together.
 
-use std::convert::Infallible;
 use std::fmt;
-use std::future::{Future, poll_fn};
-use std::net::TcpListener;
-use std::pin::Pin;
 use std::sync::Arc;
-use std::task::Poll;
 
-#[cfg(doc)]
-use super::Call;
-use super::Comm;
-use super::Verdict;
 use super::handle::{MOST_LOCAL, Stats};
+use super::{Call, Comm, DevicePath, Verdict, all_of, until};
+use crate::device::Device;
 use crate::error::Error;
 use crate::exec::Endpoint;
-use crate::forked;
-use crate::group::{LinkChoice, Rendezvous, host};
+use crate::group::{LinkChoice, Rendezvous};
 use crate::mem::HostStream;
 use crate::types::{MOST_RANKS, Rank};
+use crate::{forked, tuning};
 
-mod bind;
-mod call;
-mod calls;
+pub(super) mod call;
+pub(super) mod calls;
 mod several;
 mod work;
 
@@ -64,68 +56,6 @@ impl fmt::Debug for Node {
     }
 }
 
-/// Runs futures side by side; their results, in order.
-pub(crate) async fn together<T>(futures: impl IntoIterator<Item = impl Future<Output = T>>) -> Vec<T> {
-    let unfailing = futures.into_iter().map(|f| async { Ok::<T, Infallible>(f.await) });
-    match all_or_first_error(unfailing).await {
-        Ok(results) => results,
-        Err(never) => match never {},
-    }
-}
-
-/// Runs futures side by side until one fails, whose error it is, or all have succeeded.
-async fn all_or_first_error<T, E>(
-    futures: impl IntoIterator<Item = impl Future<Output = Result<T, E>>>,
-) -> Result<Vec<T>, E> {
-    type Running<F, T> = (Pin<Box<F>>, Option<T>);
-    let mut futures: Vec<Running<_, T>> = futures.into_iter().map(|f| (Box::pin(f), None)).collect();
-    poll_fn(|cx| {
-        let mut pending = false;
-        for (future, result) in futures.iter_mut().filter(|(_, result)| result.is_none()) {
-            match future.as_mut().poll(cx) {
-                Poll::Ready(Ok(done)) => *result = Some(done),
-                Poll::Ready(Err(error)) => return Poll::Ready(Err(error)),
-                Poll::Pending => pending = true,
-            }
-        }
-        if pending { Poll::Pending } else { Poll::Ready(Ok(())) }
-    })
-    .await?;
-    Ok(futures.into_iter().filter_map(|(_, result)| result).collect())
-}
-
-/// Drops communicators of one process side by side: each waits for the others to leave, too.
-fn drop_together(comms: Vec<Comm>) {
-    // In a child of a fork nobody is waited for.
-    if forked::is_forked() {
-        return drop(comms);
-    }
-    std::thread::scope(|scope| {
-        let mut comms = comms.into_iter();
-        let first = comms.next();
-        for comm in comms {
-            // Where the system has no thread to give, it is dropped here.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, move || drop(comm));
-        }
-        drop(first);
-    });
-}
-
-/// One process that joins a world of its own devices meets nobody else: where no address was given, any will do.
-fn alone(mut place: Rendezvous) -> Result<Rendezvous, Error> {
-    let doing = |e| Error::system("open a port at which the devices of this process meet", e);
-    if place.address.is_none() {
-        let listener = TcpListener::bind("127.0.0.1:0").map_err(doing)?;
-        let at = listener.local_addr().map_err(doing)?;
-        place.address = Rendezvous::tcp(&format!("tcp://{at}"), 0, 1)?.address;
-        place = place.listener(listener);
-    }
-    if place.token.is_none() {
-        place = place.token(host::random::<16>()?);
-    }
-    Ok(place)
-}
-
 impl Node {
     /// Joins the world in which every process has `devices` ranks. The rendezvous is that of the processes: its rank is
     /// this process's number, its size the number of processes, as a launcher that starts one process for each host
@@ -136,42 +66,35 @@ impl Node {
     /// numbers of devices.
     pub async fn connect(rendezvous: Rendezvous, devices: usize) -> Result<Node, Error> {
         let (process, processes) = (rendezvous.rank, rendezvous.size);
+        let invalid = |problem: String| Err(Error::invalid("Node::connect", problem));
         if devices == 0 {
-            return Err(Error::invalid("Node::connect", "a node has at least one device, found 0"));
+            return invalid("a node has at least one device, found 0".into());
         }
-        let size = processes.checked_mul(devices).filter(|size| *size <= MOST_RANKS && devices <= MOST_LOCAL);
-        let Some(size) = size else {
-            let problem = format!(
+        let (first, size) = (process.saturating_mul(devices), processes.saturating_mul(devices));
+        if size > MOST_RANKS || devices > MOST_LOCAL {
+            return invalid(format!(
                 "{processes} processes of {devices} devices are no world: it has at most {MOST_RANKS} ranks, and a \
                  process at most {MOST_LOCAL} of them"
-            );
-            return Err(Error::invalid("Node::connect", problem));
-        };
-        if processes == 1 && matches!(rendezvous.link, LinkChoice::AUTO | LinkChoice::INPROC) {
-            return match rendezvous.chosen {
-                true => Node::from_comms(Comm::local_by(devices, rendezvous.choices)?),
-                false => Node::local(devices),
-            };
+            ));
         }
-        let rendezvous = if processes == 1 { alone(rendezvous)? } else { rendezvous };
-        let place = |device| {
-            let mut place = rendezvous.clone();
-            (place.rank, place.size) = (process * devices + device, size);
-            place
-        };
-        let joined = all_or_first_error((0..devices).map(|d| Comm::connect(place(d)))).await;
-        let comms = joined.map_err(|error| match error {
-            Error::Rendezvous { address, rank, problem } => {
-                let (first, last) = (process * devices, process * devices + devices - 1);
+        if processes == 1 && matches!(rendezvous.link, LinkChoice::AUTO | LinkChoice::INPROC) {
+            let choices = if rendezvous.chosen { rendezvous.choices } else { tuning::choices_from_env()? };
+            return Node::from_comms(Comm::local_by(devices, choices)?);
+        }
+        let rendezvous = if processes == 1 { rendezvous.of_one_process()? } else { rendezvous };
+        let join = |rank| Comm::connect(Rendezvous { rank, size, ..rendezvous.clone() });
+        let joined = until((first..first + devices).map(join), Result::is_err).await;
+        match joined.into_iter().collect() {
+            Err(Error::Rendezvous { address, rank, problem }) => {
+                let last = first + devices - 1;
                 let problem = format!(
                     "{problem}. This is process {process} of {processes}, a node of {devices} devices: ranks {first} to \
                      {last} of {size}. Every process must give the same number of devices"
                 );
-                Error::Rendezvous { address, rank, problem }
+                Err(Error::Rendezvous { address, rank, problem })
             }
-            error => error,
-        })?;
-        Node::from_comms(comms)
+            comms => Node::from_comms(comms?),
+        }
     }
 
     /// A node whose devices are a world of their own.
@@ -189,9 +112,8 @@ impl Node {
     /// [`Error::Invalid`] where they are not such; [`Error::System`] when the system has no threads to give for the
     /// devices' streams.
     pub fn from_comms(comms: Vec<Comm>) -> Result<Node, Error> {
-        let streams = (0..comms.len()).map(|device| HostStream::new(&format!("device {device}")));
-        let streams = streams.collect::<Result<Vec<_>, Error>>()?.into();
-        Node::with_streams(comms, streams)
+        let each = (0..comms.len()).map(|device| HostStream::new(&format!("device {device}")));
+        Node::with_streams(comms, each.collect::<Result<_, _>>()?)
     }
 
     fn with_streams(comms: Vec<Comm>, streams: Arc<[HostStream]>) -> Result<Node, Error> {
@@ -203,27 +125,25 @@ impl Node {
                 "{k} devices from rank {rank} of {size}: expected a size and a first rank that are multiples of {k}"
             ));
         }
-        let id = |comm: &Comm| (comm.handle().membership.world.name(), comm.handle().endpoint.config.comm);
-        let group = id(first);
-        for (device, comm) in comms.iter().enumerate() {
-            if id(comm) != group || comm.rank() != rank + device {
-                return invalid(format!(
-                    "device {device} is {comm:?}: expected rank {} of the group of device 0, {first:?}",
-                    rank + device
-                ));
-            }
+        let group = |comm: &Comm| (comm.place().1.name(), comm.place().0.config.comm);
+        let is_next = |at: &usize, comm| group(comm) == group(first) && comm.rank() == rank + at;
+        if let Some((device, comm)) = comms.iter().enumerate().find(|(at, comm)| !is_next(at, comm)) {
+            let expected = rank + device;
+            return invalid(format!(
+                "device {device} is {comm:?}: expected rank {expected} of the group of device 0, {first:?}"
+            ));
         }
         Ok(Node { comms, streams })
     }
 
     /// This process, `0..processes()`.
     pub fn process(&self) -> usize {
-        self.endpoint(0).map_or(0, |endpoint| endpoint.config.rank / self.devices())
+        self.comms[0].rank() / self.devices()
     }
 
     /// Processes in the group.
     pub fn processes(&self) -> usize {
-        self.size() / self.devices().max(1)
+        self.size() / self.devices()
     }
 
     /// Devices of each process.
@@ -233,12 +153,12 @@ impl Node {
 
     /// Ranks in the group: `processes() * devices()`.
     pub fn size(&self) -> usize {
-        self.endpoint(0).map_or(0, |endpoint| endpoint.config.size())
+        self.comms[0].size()
     }
 
     /// The group's name.
     pub fn name(&self) -> &str {
-        self.comms.first().map_or("", Comm::name)
+        self.comms[0].name()
     }
 
     /// The rank of a device: `process * devices() + device`.
@@ -246,27 +166,38 @@ impl Node {
     /// # Errors
     /// [`Error::Invalid`] where there is none.
     pub fn rank_of(&self, process: usize, device: usize) -> Result<Rank, Error> {
+        self.rank_in("Node::rank_of", (process, device))
+    }
+
+    /// The same, where a call needs it.
+    pub(super) fn rank_in(&self, call: &str, (process, device): Place) -> Result<Rank, Error> {
         let (p, k) = (self.processes(), self.devices());
-        if process >= p || device >= k {
-            let problem =
-                format!("(process {process}, device {device}) is not among {p} processes of {k} devices");
-            return Err(Error::invalid("Node::rank_of", problem));
+        if process < p && device < k {
+            return Ok(process * k + device);
         }
-        Ok(process * k + device)
+        let none = format!("(process {process}, device {device}) is not among {p} processes of {k} devices");
+        Err(Error::invalid(call, none))
     }
 
     /// The process and the device of a rank.
     pub fn place_of(&self, rank: Rank) -> Place {
-        (rank / self.devices().max(1), rank % self.devices().max(1))
+        (rank / self.devices(), rank % self.devices())
     }
 
-    fn endpoint(&self, device: usize) -> Option<&Arc<Endpoint>> {
-        self.comms.get(device).map(|comm| &comm.handle().endpoint)
+    fn endpoints(&self) -> impl Iterator<Item = &Arc<Endpoint>> {
+        self.comms.iter().map(|comm| comm.place().0)
     }
 
     fn no_device(&self, call: &str, device: usize) -> Error {
         let k = self.devices();
         Error::invalid(call, format!("device {device} is not in this node of {k}; devices are 0..={}", k - 1))
+    }
+
+    /// A call with the default options.
+    pub fn call(&mut self) -> NodeCall<'_> {
+        let me: &Node = self;
+        let (endpoint, world) = me.comms[0].place();
+        NodeCall { node: me, call: Call::new(endpoint, world.common.defaults.algo), after: None }
     }
 
     /// A device's own communicator, for what one device does alone: its calls count as its part of the order that all
@@ -309,8 +240,7 @@ impl Node {
     /// # Errors
     /// As a collective.
     pub async fn split(&mut self, color: u64, key: i64) -> Result<Node, Error> {
-        let streams = self.streams.clone();
-        Node::with_streams(self.split_by(|_| (color, key)).await?, streams)
+        Node::with_streams(self.split_by(|_| (color, key)).await?, self.streams.clone())
     }
 
     /// A second communicator of the same devices, independent of this one. Collective.
@@ -332,8 +262,40 @@ impl Node {
             let (color, key) = by(device);
             comm.split(color, key)
         });
-        // To the end of each: peers depend on all of them.
-        together(each).await.into_iter().collect()
+        all_of(each).await
+    }
+
+    /// Binds each rank of this node to a device, in order: [`Comm::bind_device`] of all of them. Collective: all processes call it.
+    ///
+    /// # Errors
+    /// As there; [`Error::Invalid`] where there is not one device for each rank.
+    pub async fn bind_devices(&mut self, devices: &[Device]) -> Result<DevicePath, Error> {
+        self.bind("Node::bind_devices", devices, Comm::bind_device).await
+    }
+
+    /// The same with NCCL: [`Comm::bind_nccl`] of all of them. Its communicators never block who calls them, so one thread serves them
+    /// all.
+    ///
+    /// # Errors
+    /// As there; [`Error::Invalid`] where there is not one device for each rank.
+    pub async fn bind_nccl(&mut self, devices: &[Device]) -> Result<DevicePath, Error> {
+        self.bind("Node::bind_nccl", devices, Comm::bind_nccl).await
+    }
+
+    async fn bind(
+        &mut self,
+        call: &str,
+        devices: &[Device],
+        bind: impl AsyncFn(&mut Comm, &Device) -> Result<DevicePath, Error>,
+    ) -> Result<DevicePath, Error> {
+        let (found, ranks) = (devices.len(), self.devices());
+        if found != ranks {
+            let problem = format!("{found} devices for a node of {ranks} ranks: one for each is needed");
+            return Err(Error::invalid(call, problem));
+        }
+        let bound = self.comms.iter_mut().zip(devices).map(|(comm, device)| bind(comm, device));
+        // What all ranks have found is the same for all.
+        Ok(all_of::<_, Vec<_>>(bound).await?.swap_remove(0))
     }
 
     /// Goes on without the ranks that are lost; see [`Comm::shrink`]. Processes keep their order, and this one its devices and
@@ -341,16 +303,11 @@ impl Node {
     ///
     /// # Errors
     /// As [`Comm::shrink`]; [`Error::Invalid`] where the survivors are not whole processes.
-    pub async fn shrink(mut self) -> Result<(Node, Verdict), Error> {
-        let (comms, streams) = (std::mem::take(&mut self.comms), self.streams.clone());
-        let shrunk = together(comms.into_iter().map(Comm::shrink)).await;
-        let shrunk = shrunk.into_iter().collect::<Result<Vec<_>, Error>>()?;
+    pub async fn shrink(self) -> Result<(Node, Verdict), Error> {
+        let streams = self.streams.clone();
         // All devices have the same verdict: they are ranks of one group.
-        let Some(verdict) = shrunk.first().map(|(_, verdict)| verdict.clone()) else {
-            return Err(Error::invalid("Node::shrink", "this node has no devices (a bug)"));
-        };
-        let node = Node::with_streams(shrunk.into_iter().map(|(comm, _)| comm).collect(), streams)?;
-        Ok((node, verdict))
+        let (comms, mut found): (_, Vec<_>) = all_of(self.into_comms().into_iter().map(Comm::shrink)).await?;
+        Ok((Node::with_streams(comms, streams)?, found.swap_remove(0)))
     }
 
     /// The first cause for which one of the devices' communicators is dead, if one is. They die together.
@@ -364,13 +321,11 @@ impl Node {
     /// Ends this group on all ranks: operations in flight and later calls fail with [`Error::Aborted`], which names this
     /// node's first rank.
     pub fn abort(&self, reason: impl Into<String>) {
-        let by = self.endpoint(0).map_or(0, |endpoint| endpoint.config.rank);
-        self.fail(&Error::aborted(by, reason));
+        self.fail(&Error::aborted(self.comms[0].rank(), reason));
     }
 
     fn fail(&self, error: &Error) {
-        for comm in &self.comms {
-            let endpoint = &comm.handle().endpoint;
+        for endpoint in self.endpoints() {
             endpoint.fail(error.clone());
             // The caller knows.
             endpoint.tell();
@@ -391,14 +346,25 @@ impl Node {
     ///
     /// # Errors
     /// The first of theirs, by device.
-    pub async fn close(mut self) -> Result<(), Error> {
-        let comms = std::mem::take(&mut self.comms);
-        together(comms.into_iter().map(Comm::close)).await.into_iter().collect()
+    pub async fn close(self) -> Result<(), Error> {
+        all_of(self.into_comms().into_iter().map(Comm::close)).await
     }
 }
 
 impl Drop for Node {
+    /// Drops the communicators side by side: each waits for the others to leave, too.
     fn drop(&mut self) {
-        drop_together(std::mem::take(&mut self.comms));
+        // In a child of a fork nobody is waited for.
+        if forked::is_forked() {
+            return;
+        }
+        std::thread::scope(|scope| {
+            let last = self.comms.pop();
+            for comm in self.comms.drain(..) {
+                // Where the system has no thread to give, it is dropped here.
+                let _ = std::thread::Builder::new().spawn_scoped(scope, move || drop(comm));
+            }
+            drop(last);
+        });
     }
 }

@@ -46,6 +46,14 @@ pub(super) fn made_of_value<T: Element>(
     made::<Vec<T>>(result, held).map_err(|Failed { buf, error }| Failed { buf: buf.and_then(value), error })
 }
 
+/// What was given, as it was: nothing was done with it.
+pub(super) fn given_back<O, F: Send + 'static>(
+    result: Outcome,
+    held: Option<ErasedBufs>,
+) -> Result<O, Failed<F>> {
+    Err(Failed { buf: held.and_then(ErasedBufs::take::<F>), error: lost(result) })
+}
+
 pub(super) fn nothing(result: Outcome, _: Option<ErasedBufs>) -> Result<(), Failed<()>> {
     result.map_err(|error| Failed { buf: Some(()), error: *error })
 }

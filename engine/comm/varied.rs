@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::Work;
 use super::call::{Call, Spec};
-use super::calls::calls;
 use super::collectives::expects;
+use super::node::calls::collectives;
 #[cfg(doc)]
 use crate::error::Error;
 use crate::mem::Buf;
@@ -149,59 +149,59 @@ impl Call<'_> {
     }
 }
 
-calls! {
+collectives! {
     /// [`all_gather`](Self::all_gather) with a count for each rank, the same on all ranks: rank r's block has
     /// `counts[r]` elements, and blocks follow each other without gaps. This rank's input has `counts[rank()]`.
-    fn all_gather_v [I: Buf<Elem: Element>] (input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I>
+    fn all_gather_v [I: Buf<Elem: Element>] (input: I; counts: &[usize]) -> Work<Vec<I::Elem>, I>
         = |call| call.submit_new(Kind::AllGather, call.all_gathered(input.len(), counts), input);
 
     /// [`all_gather_v`](Self::all_gather_v) into `output`, of as many elements as the counts add up to.
-    fn all_gather_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize]) -> Work<(I, O)>
+    fn all_gather_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O; counts: &[usize]) -> Work<(I, O)>
         = |call| call.fit_into(Kind::AllGather, call.all_gathered(input.len(), counts), input, output);
 
     /// [`all_gather_v`](Self::all_gather_v) in place: this rank's block, which begins where the counts of the ranks
     /// before it end, is its input.
-    fn all_gather_v_in_place [B: Buf] (buf: B, counts: &[usize]) -> Work<B>
+    fn all_gather_v_in_place [B: Buf] (buf: B; counts: &[usize]) -> Work<B>
         = |call| call.known_in_place(Kind::AllGather, buf, counts);
 
     /// [`reduce_scatter`](Self::reduce_scatter) with a count for each rank, the same on all ranks: block r, of
     /// `counts[r]` elements, goes to rank r. The input has as many elements as the counts add up to.
-    fn reduce_scatter_v [I: Buf<Elem: Element>] (input: I, counts: &[usize]) -> Work<Vec<I::Elem>, I>
+    fn reduce_scatter_v [I: Buf<Elem: Element>] (input: I; counts: &[usize]) -> Work<Vec<I::Elem>, I>
         = |call| call.submit_new(Kind::ReduceScatter, call.reduce_scattered(input.len(), counts), input);
 
     /// [`reduce_scatter_v`](Self::reduce_scatter_v) into `output`, of `counts[rank()]` elements.
-    fn reduce_scatter_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize]) -> Work<(I, O)>
+    fn reduce_scatter_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O; counts: &[usize]) -> Work<(I, O)>
         = |call| call.fit_into(Kind::ReduceScatter, call.reduce_scattered(input.len(), counts), input, output);
 
     /// [`reduce_scatter_v`](Self::reduce_scatter_v) in place: the result is in this rank's block, which begins where
     /// the counts of the ranks before it end; the other blocks are unspecified.
-    fn reduce_scatter_v_in_place [B: Buf] (buf: B, counts: &[usize]) -> Work<B>
+    fn reduce_scatter_v_in_place [B: Buf] (buf: B; counts: &[usize]) -> Work<B>
         = |call| call.known_in_place(Kind::ReduceScatter, buf, counts);
 
     /// [`gather`](Self::gather) with a count for each rank. Each gives an input of its own length; the root gives all
     /// `counts` (the others' are not looked at). Where a rank's length is not what the root expects, both hear of it
     /// ([`Error::Mismatch`]).
-    fn gather_v [I: Buf<Elem: Element>] (input: I, counts: &[usize], root: Rank) -> Work<Vec<I::Elem>, I>
+    fn gather_v [I: Buf<Elem: Element>] (input: I; counts: &[usize]) root(root) -> Work<Vec<I::Elem>, I>
         = |call| call.submit_new(Kind::Gather, call.gathered(input.len(), counts, root), input);
 
     /// [`gather_v`](Self::gather_v) into the root's `output`.
-    fn gather_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize], root: Rank) -> Work<(I, O)>
+    fn gather_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O; counts: &[usize]) root(root) -> Work<(I, O)>
         = |call| match call.gathered(input.len(), counts, root) {
             // Only the root's output is written.
             Ok((spec, _)) if call.rank() != root => call.submit_into(Kind::Gather, Ok(spec), input, output),
             spec => call.fit_into(Kind::Gather, spec, input, output),
         };
 
-    /// [`scatter`](Self::scatter) with a count for each rank: this rank gets `count` elements; the root gives an input
+    /// [`scatter`](Self::scatter) with a count for each rank: this rank gets `own` elements; the root gives an input
     /// of as many as its `counts` add up to (the others' are not looked at).
-    fn scatter_v [I: Buf<Elem: Element>] (input: I, counts: &[usize], count: usize, root: Rank) -> Work<Vec<I::Elem>, I>
+    fn scatter_v [I: Buf<Elem: Element>] (input: I; counts: &[usize]) each(own: usize) root(root) -> Work<Vec<I::Elem>, I>
         = |call| {
-            let spec = call.scattered(input.len(), count, counts, root);
-            call.submit_new(Kind::Scatter, spec.map(|spec| (spec, count)), input)
+            let spec = call.scattered(input.len(), own, counts, root);
+            call.submit_new(Kind::Scatter, spec.map(|spec| (spec, own)), input)
         };
 
     /// [`scatter_v`](Self::scatter_v) into `output`, whose length is this rank's count.
-    fn scatter_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, counts: &[usize], root: Rank) -> Work<(I, O)>
+    fn scatter_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O; counts: &[usize]) root(root) -> Work<(I, O)>
         = |call| {
             let spec = call.scattered(input.len(), output.len(), counts, root);
             call.submit_into(Kind::Scatter, spec, input, output)
@@ -209,11 +209,11 @@ calls! {
 
     /// [`all_to_all`](Self::all_to_all) with counts: `sends[r]` elements go to rank r, `recvs[r]` come from it, packed
     /// in rank order on both sides. Where two ranks do not expect the same, both hear of it ([`Error::Mismatch`]).
-    fn all_to_all_v [I: Buf<Elem: Element>] (input: I, sends: &[usize], recvs: &[usize]) -> Work<Vec<I::Elem>, I>
+    fn all_to_all_v [I: Buf<Elem: Element>] (input: I) counts[C](sends, recvs) -> Work<Vec<I::Elem>, I>
         = |call| call.submit_new(Kind::AllToAll, call.exchanged(input.len(), sends, recvs), input);
 
     /// [`all_to_all_v`](Self::all_to_all_v) into `output`, of as many elements as `recvs` add up to.
-    fn all_to_all_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O, sends: &[usize], recvs: &[usize])
+    fn all_to_all_v_into [I: Buf, O: Buf<Elem = I::Elem>] (input: I, output: O) counts[C](sends, recvs)
         -> Work<(I, O)>
         = |call| call.fit_into(Kind::AllToAll, call.exchanged(input.len(), sends, recvs), input, output);
 }

@@ -7,16 +7,22 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use super::restore::given_back;
 use crate::error::{Error, Failed, Outcome};
-use crate::exec::{Endpoint, Finished, Key};
+use crate::exec::{Endpoint, Finished, Key, Together};
 use crate::forked;
 use crate::mem::ErasedBufs;
 
 /// A poll drives the operation for at most this long.
-pub(super) const POLL_BUDGET: Duration = Duration::from_micros(20);
+const POLL_BUDGET: Duration = Duration::from_micros(20);
 /// So many polls ask to be polled again at once, letting other tasks run in between; then the progress thread takes over. Small
 /// operations so complete on the awaiting thread, without a switch.
-pub(super) const EAGER_POLLS: u32 = 10;
+const EAGER_POLLS: u32 = 10;
+
+/// How long the poll after so many others drives the operation, and whether it asks to be polled again at once.
+pub(super) fn budget(polls: u32) -> (Duration, bool) {
+    (if polls <= EAGER_POLLS { POLL_BUDGET } else { Duration::ZERO }, polls < EAGER_POLLS)
+}
 
 /// How an operation ended, and the buffers that it owned, where they can be had.
 pub(super) type Ended = Finished;
@@ -119,8 +125,8 @@ impl Submitted {
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Ended> {
         let State::Running { endpoint, key, polls } = &mut self.0 else { return Poll::Ready(self.wait()) };
-        let budget = if *polls <= EAGER_POLLS { POLL_BUDGET } else { Duration::ZERO };
-        match endpoint.poll(*key, cx.waker(), budget, *polls < EAGER_POLLS) {
+        let (budget, again) = budget(*polls);
+        match endpoint.poll(*key, cx.waker(), budget, again) {
             Poll::Pending => {
                 *polls += 1;
                 Poll::Pending
@@ -178,6 +184,14 @@ impl<O, F> Work<O, F> {
     /// Where it runs, if it does.
     pub(super) fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
         self.submitted.at()
+    }
+
+    /// If it was refused: as if for this cause, where there is one.
+    pub(super) fn with_cause(mut self, cause: Option<&Error>) -> Self {
+        if let (State::Refused(refusal), Some(cause)) = (&mut self.submitted.0, cause) {
+            refusal.0 = cause.clone();
+        }
+        self
     }
 
     /// What the table gave back, as the user gets it. There is nothing more to wait for.
@@ -272,6 +286,13 @@ impl<O, F> Future for Work<O, F> {
     }
 }
 
+impl<O, F: Send + 'static> Work<O, F> {
+    /// Of a call that cannot be submitted: what it was given comes back.
+    pub(super) fn unsubmitted(given: F, error: Error) -> Work<O, F> {
+        Work::new(Submitted::refused(error, ErasedBufs::new(given)), given_back)
+    }
+}
+
 /// A work of several that are awaited together: what it came to is kept until all are finished.
 pub(super) enum Part<O, F = O> {
     Running(Work<O, F>),
@@ -295,6 +316,21 @@ impl<O, F> Part<O, F> {
         match self {
             Part::Running(work) => work.wait(),
             Part::Done(result) => result,
+        }
+    }
+}
+
+impl<O, F> Together for Part<O, F> {
+    fn at(&self) -> Option<(&Arc<Endpoint>, Key)> {
+        match self {
+            Part::Running(work) => work.at(),
+            Part::Done(_) => None,
+        }
+    }
+
+    fn finished(&mut self, outcome: Finished) {
+        if let Part::Running(work) = self {
+            *self = Part::Done(work.settle(outcome));
         }
     }
 }

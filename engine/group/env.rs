@@ -1,6 +1,6 @@
 //! Where ranks meet and as whom: given in code, or found in the environment that a launcher set.
 
-use std::net::{SocketAddr, TcpListener};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::os::fd::RawFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -9,6 +9,7 @@ use std::time::Duration;
 use super::address::Address;
 use super::addresses::Reach;
 use super::handshake::Token;
+use super::host;
 use super::launchers::{self, Lookup, Meeting, check_place};
 use super::link_choice::LinkChoice;
 use super::rdma::{Need, Prospect};
@@ -165,6 +166,21 @@ impl Rendezvous {
     /// A world of one rank: no network, no secret.
     pub fn alone() -> Rendezvous {
         Rendezvous::bare(0, 1)
+    }
+
+    /// Where the ranks of one process meet, which is alone: at any port, where no address was given.
+    pub(crate) fn of_one_process(mut self) -> Result<Rendezvous, Error> {
+        let doing = |e| Error::system("open a port at which the devices of this process meet", e);
+        if self.address.is_none() {
+            let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).map_err(doing)?;
+            let port = listener.local_addr().map_err(doing)?.port();
+            self.address = Some(Address { host: Ipv4Addr::LOCALHOST.to_string(), port });
+            self = self.listener(listener);
+        }
+        if self.token.is_none() {
+            self = self.token(host::random::<16>()?);
+        }
+        Ok(self)
     }
 
     /// The secret that makes a process a member; the same on all ranks.

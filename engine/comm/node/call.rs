@@ -1,13 +1,19 @@
-//! A call on all devices of a node: its options, its checks, its submission. The collectives are in [`super::calls`].
+//! A call on all devices of a node: its options, its checks, its submission. The collectives are in their tables, of which
+//! [`super::calls`] makes a node's, too.
 
-use super::super::call::{Desk, Prepared, Side};
-use super::super::restore::one;
-use super::super::work::{Part, Restore, Submitted};
+use std::fmt;
+use std::sync::Arc;
+
+use super::super::call::{Desk, Side, no_room};
 use super::super::{Call, Work};
 use super::{Node, NodeWork, Place, Several};
-use crate::error::{Error, Failed};
-use crate::mem::{Buf, ErasedBufs, Event, HostStream, Parts};
+use crate::error::Error;
+use crate::exec::Endpoint;
+use crate::mem::{Buf, Event, HostStream};
 use crate::types::Rank;
+
+/// What a call is given besides buffers and what needs no check: lists, by their names and lengths, and the root.
+type Given<'a> = (&'a [(&'a str, usize)], Option<Place>);
 
 /// A node with options for the next call: those of [`Call`], and [`on`](NodeCall::on) with a stream for each device.
 #[derive(Debug)]
@@ -17,64 +23,50 @@ pub struct NodeCall<'a> {
     /// The options, as those of the first device's call.
     pub(in crate::comm) call: Call<'a>,
     /// Where each device's part waits for a point of its own.
-    after: Option<Vec<Event>>,
+    pub(super) after: Option<Vec<Event>>,
 }
 
-/// A part that was looked at, before any is submitted.
-#[allow(clippy::large_enum_variant)] // moved once
-enum Staged<O, F> {
-    Ready(Prepared, Restore<O, F>),
-    Refused(Failed<F>),
+/// Methods of [`NodeCall`] that `Node` has, too, with the default options.
+macro_rules! on_node {
+    ($($(#[$doc:meta])* fn $name:ident [$($generics:tt)*] ($($arg:ident: $ty:ty),*) -> $out:ty;)*) => {
+        impl $crate::comm::Node {
+            $(
+                $(#[$doc])*
+                pub fn $name<$($generics)*>(&mut self, $($arg: $ty),*) -> $out {
+                    self.call().$name($($arg),*)
+                }
+            )*
+        }
+    };
 }
+pub(in crate::comm) use on_node;
 
-impl Node {
-    /// A call with the default options.
-    pub fn call(&mut self) -> NodeCall<'_> {
-        let me: &Node = self;
-        // A node has a device: its makers see to it, and only its end takes them.
-        let first = &me.comms[0];
-        let default_algo = first.handle().membership.world.common.defaults.algo;
-        NodeCall { node: me, call: Call::new(&first.handle().endpoint, default_algo), after: None }
-    }
-
+on_node! {
     /// Each device's part of the next call starts only after what its stream holds now: `streams` are one for each
     /// device, in order.
-    pub fn on<'s>(&mut self, streams: impl IntoIterator<Item = &'s HostStream>) -> NodeCall<'_> {
-        self.call().on(streams)
-    }
+    fn on ['s] (streams: impl IntoIterator<Item = &'s HostStream>) -> NodeCall<'_>;
 
     /// The same with the node's own [`streams`](Self::streams).
-    pub fn on_streams(&mut self) -> NodeCall<'_> {
-        self.call().on_streams()
-    }
+    fn on_streams [] () -> NodeCall<'_>;
 
     /// All parts of the next call start only after `event`.
-    pub fn after(&mut self, event: Event) -> NodeCall<'_> {
-        self.call().after(event)
-    }
+    fn after [] (event: Event) -> NodeCall<'_>;
 
     /// Sends a device's `buf` to a [`Place`], which receives with the same length, type and tag. See
     /// [`Comm::send`](crate::Comm::send). To the device itself: [`comm(device)`](Node::comm) has `send_recv` and `batch`.
-    pub fn send<B: Buf>(&mut self, device: usize, buf: B, to: Place) -> Work<B> {
-        self.call().send(device, buf, to)
-    }
+    fn send [B: Buf] (device: usize, buf: B, to: Place) -> Work<B>;
 
     /// Receives into a device's `buf` what a [`Place`] sends.
-    pub fn recv<B: Buf>(&mut self, device: usize, buf: B, from: Place) -> Work<B> {
-        self.call().recv(device, buf, from)
-    }
+    fn recv [B: Buf] (device: usize, buf: B, from: Place) -> Work<B>;
 
     /// Finishes on no rank before every rank has called.
-    pub fn barrier(&mut self) -> NodeWork<Vec<()>> {
-        self.call().barrier()
-    }
+    fn barrier [] () -> NodeWork<Vec<()>>;
 }
 
 impl<'a> NodeCall<'a> {
     /// Each device's part starts only after what its stream holds now: `streams` are one for each device, in order.
-    pub fn on<'s>(mut self, streams: impl IntoIterator<Item = &'s HostStream>) -> Self {
-        self.after = Some(streams.into_iter().map(HostStream::record).collect());
-        self
+    pub fn on<'s>(self, streams: impl IntoIterator<Item = &'s HostStream>) -> Self {
+        NodeCall { after: Some(streams.into_iter().map(HostStream::record).collect()), ..self }
     }
 
     /// The same with the node's own [`streams`](Node::streams).
@@ -84,173 +76,106 @@ impl<'a> NodeCall<'a> {
     }
 
     /// All parts start only after `event`.
-    pub fn after(mut self, event: Event) -> Self {
-        self.call = self.call.after(event);
-        self.after = None;
-        self
+    pub fn after(self, event: Event) -> Self {
+        NodeCall { call: self.call.after(event), after: None, ..self }
     }
 
-    pub(super) fn rank_at(&self, name: &str, (process, device): Place) -> Result<Rank, Error> {
-        self.node.rank_of(process, device).map_err(|error| match error {
-            Error::Invalid { problem, .. } => Error::invalid(name, problem),
-            error => error,
-        })
+    /// The call of a device, if it is one of the node's, and has a stream where others have.
+    fn of_device(&self, name: &str, device: usize) -> Result<Call<'a>, Error> {
+        let comm = self.node.comms.get(device).ok_or_else(|| self.node.no_device(name, device))?;
+        let mut call = self.call.clone();
+        call.side = Side(comm.place().0);
+        let Some(events) = &self.after else { return Ok(call) };
+        let none = || format!("no stream is given for device {device}: one for each device is needed");
+        let event = events.get(device).ok_or_else(|| Error::invalid(name, none()))?;
+        Ok(call.after(event.clone()))
     }
 
-    /// What keeps all parts from being submitted.
-    fn obstacle(&self, name: &str, bufs: usize) -> Option<Error> {
+    /// What keeps all parts from being submitted; else the root's rank (0, where there is none).
+    fn check(&self, name: &str, bufs: usize, (lists, root): Given<'_>) -> Result<Rank, Error> {
         let k = self.node.devices();
-        let invalid = |what: &str, found: usize| {
-            let problem = format!("{found} {what} for a node of {k} devices: one for each is needed");
-            Some(Error::invalid(name, problem))
+        let one_each = |found: usize, what: fmt::Arguments<'_>| {
+            let problem = || format!("{what} for a node of {k} devices: one for each is needed");
+            if found == k { Ok(()) } else { Err(Error::invalid(name, problem())) }
         };
-        if bufs != k {
-            return invalid("buffers", bufs);
-        }
-        if let Some(events) = self.after.as_ref().filter(|events| events.len() != k) {
-            return invalid("streams", events.len());
-        }
-        let each = |device| {
-            let endpoint = self.node.endpoint(device)?;
-            let limit = endpoint.config.queue_limit;
-            let full = || Error::QueueFull { call: name.to_owned(), limit };
-            endpoint.health.cause().cloned().or_else(|| (endpoint.submitted.running() >= limit).then(full))
-        };
-        let obstacle = (0..k).find_map(each)?;
+        let root = root.map_or(Ok(0), |root| self.node.rank_in(name, root))?;
+        lists.iter().try_for_each(|(list, n)| one_each(*n, format_args!("`{list}` has {n} entries")))?;
+        one_each(bufs, format_args!("{bufs} buffers"))?;
+        let streams = self.after.as_ref().map_or(k, Vec::len);
+        one_each(streams, format_args!("{streams} streams"))?;
+        let obstacle = |e: &Arc<Endpoint>| e.health.cause().cloned().or_else(|| no_room(e, name, 1));
+        let Some(obstacle) = self.node.endpoints().find_map(obstacle) else { return Ok(root) };
         // All devices are refused for the one.
-        (0..k).filter_map(|device| self.node.endpoint(device)).for_each(|endpoint| _ = endpoint.tell());
-        Some(obstacle)
+        self.node.endpoints().for_each(|endpoint| _ = endpoint.tell());
+        Err(obstacle)
     }
 
-    /// Makes `part` of each device's buffer, and submits all parts if none is refused.
-    pub(super) fn each<S: Several, O>(
+    /// Makes `part` of each device's number, the root and the device's buffer, and submits all parts if none is refused.
+    pub(in crate::comm) fn each<S: Several<Item: Send + 'static>, O>(
         &self,
         name: &'static str,
         bufs: S,
-        part: impl Fn(&Call<'_>, usize, S::Item) -> Work<O, S::Item>,
+        given: Given<'_>,
+        part: impl Fn(&Call<'_>, usize, Rank, S::Item) -> Work<O, S::Item>,
     ) -> NodeWork<S, O> {
-        if let Some(error) = self.obstacle(name, bufs.count()) {
-            return NodeWork::refused(bufs, &error);
-        }
-        let (desk, mut device, mut refused) = (Desk::default(), 0, None);
-        let staged: S::Of<Staged<O, S::Item>> = bufs.each(|buf| {
-            let staged = self.stage(&desk, device, |call| part(call, device, buf));
-            if let Staged::Refused(failed) = &staged {
-                refused.get_or_insert_with(|| at(device, failed.error.clone()));
-            }
-            device += 1;
-            staged
+        let mut bufs = bufs.items();
+        let root = match self.check(name, bufs.as_mut().len(), given) {
+            Ok(root) => root,
+            Err(error) => return NodeWork::new(S::map(bufs, |buf| Work::unsubmitted(buf, error.clone()))),
+        };
+        let (desk, mut devices) = (Desk::default(), 0..);
+        let mut staged = S::map(bufs, |buf| {
+            let device = devices.next().unwrap_or(0);
+            let mut call = match self.of_device(name, device) {
+                Ok(call) => call,
+                Err(error) => return (None, Work::unsubmitted(buf, error)),
+            };
+            call.desk = Some(&desk);
+            let work = part(&call, device, root, buf);
+            (desk.take().map(|prepared| (prepared, call.side.0)), work)
         });
-        if let Some(error) = refused {
-            return NodeWork::new(S::map(staged, |staged| Part::Done(Err(staged.give_back(&error)))));
-        }
-        let mut devices = self.node.comms.iter().map(|comm| &comm.handle().endpoint);
-        let mut parts: S::Of<Part<O, S::Item>> = S::map(staged, |staged| match (staged, devices.next()) {
-            (Staged::Ready(prepared, restore), Some(endpoint)) => {
-                Part::new(Work::new(prepared.submit(endpoint), restore))
-            }
-            (staged, _) => Part::Done(Err(staged.give_back(&bug(name)))),
+        let mut looked_at = staged.as_mut().iter().map(|(_, work)| work).enumerate();
+        let refused = looked_at.find_map(|(device, work)| Some(at(device, work.refused()?.clone())));
+        let mut works = S::map(staged, |(prepared, work)| match prepared {
+            Some((prepared, endpoint)) => Work::new(prepared.end(endpoint, refused.as_ref()), work.restore()),
+            None => work.with_cause(refused.as_ref()),
         });
         // They were looked at, but a handle of another thread's may have come between: what was submitted cannot finish.
-        let slice = S::slice(&mut parts);
-        if slice.iter().any(|part| matches!(part, Part::Running(_)))
-            && let Some(error) = slice.iter().find_map(Part::error)
-        {
+        let has_begun = works.as_mut().iter().any(|work| work.at().is_some());
+        if has_begun && let Some(error) = works.as_mut().iter().find_map(Work::refused) {
             self.node.fail(error);
         }
-        NodeWork::new(parts)
+        NodeWork::new(works)
     }
 
-    /// Looks at one device's part.
-    fn stage<'d, O, F>(
-        &'d self,
-        desk: &'d Desk,
-        device: usize,
-        part: impl FnOnce(&Call<'d>) -> Work<O, F>,
-    ) -> Staged<O, F> {
-        let mut call: Call<'d> = self.call.clone();
-        if let Some(endpoint) = self.node.endpoint(device) {
-            call.side = Side(endpoint);
+    /// A message of a device; where it cannot be sent or received, its buffer comes back.
+    fn message<B: Buf>(
+        &self,
+        name: &str,
+        (device, peer): (usize, Place),
+        buf: B,
+        submit: impl FnOnce(&Call<'a>, B, Rank) -> Work<B>,
+    ) -> Work<B> {
+        match self.node.rank_in(name, peer).and_then(|peer| Ok((self.of_device(name, device)?, peer))) {
+            Ok((call, peer)) => submit(&call, buf, peer),
+            Err(error) => Work::unsubmitted(buf, error),
         }
-        if let Some(event) = self.after.as_ref().and_then(|events| events.get(device)) {
-            call = call.after(event.clone());
-        }
-        call.desk = Some(desk);
-        let work = part(&call);
-        match desk.take() {
-            Some(prepared) => Staged::Ready(prepared, work.restore()),
-            None => {
-                let bug = |_| Failed { buf: None, error: bug("submit") };
-                Staged::Refused(work.wait().map_or_else(|failed| failed, bug))
-            }
-        }
-    }
-
-    /// Whether a list has one for each device.
-    pub(super) fn check_list(&self, name: &str, what: &str, len: usize) -> Result<(), Error> {
-        let k = self.node.devices();
-        if len == k {
-            return Ok(());
-        }
-        let problem = format!("`{what}` has {len} entries for a node of {k} devices: one for each is needed");
-        Err(Error::invalid(name, problem))
     }
 
     /// See [`Node::send`].
     pub fn send<B: Buf>(&self, device: usize, buf: B, to: Place) -> Work<B> {
-        match self.message("send", device, to) {
-            Ok((call, to)) => call.send(buf, to),
-            Err(error) => refused(buf, error),
-        }
+        self.message("send", (device, to), buf, Call::send)
     }
 
     /// See [`Node::recv`].
     pub fn recv<B: Buf>(&self, device: usize, buf: B, from: Place) -> Work<B> {
-        match self.message("recv", device, from) {
-            Ok((call, from)) => call.recv(buf, from),
-            Err(error) => refused(buf, error),
-        }
-    }
-
-    fn message(&self, name: &str, device: usize, peer: Place) -> Result<(Call<'a>, Rank), Error> {
-        let peer = self.rank_at(name, peer)?;
-        let mut call = self.call.clone();
-        call.side = Side(self.node.endpoint(device).ok_or_else(|| self.node.no_device(name, device))?);
-        if let Some(events) = &self.after {
-            let event = events.get(device).ok_or_else(|| {
-                let problem =
-                    format!("no stream is given for device {device}: one for each device is needed");
-                Error::invalid(name, problem)
-            })?;
-            call = call.after(event.clone());
-        }
-        Ok((call, peer))
+        self.message("recv", (device, from), buf, Call::recv)
     }
 
     /// See [`Node::barrier`].
     pub fn barrier(&self) -> NodeWork<Vec<()>> {
-        self.each("barrier", vec![(); self.node.devices()], |call, _, ()| call.barrier())
+        self.each("barrier", vec![(); self.node.devices()], (&[], None), |call, _, _, ()| call.barrier())
     }
-}
-
-impl<O, F> Staged<O, F> {
-    /// Nothing is submitted.
-    fn give_back(self, error: &Error) -> Failed<F> {
-        match self {
-            Staged::Ready(prepared, restore) => {
-                let none = |_| Failed { buf: None, error: error.clone() };
-                let given_back = restore(Err(Box::new(error.clone())), Some(prepared.into_bufs()));
-                given_back.map_or_else(|failed| failed, none)
-            }
-            Staged::Refused(failed) => Failed { buf: failed.buf, error: error.clone() },
-        }
-    }
-}
-
-/// A message that cannot be sent: its buffer comes back.
-fn refused<B: Buf>(buf: B, error: Error) -> Work<B> {
-    let held = ErasedBufs::new(Parts { input: (), output: buf });
-    Work::new(Submitted::refused(error, held), one::<B>)
 }
 
 /// Says which device's part it is that cannot be carried out.
@@ -259,8 +184,4 @@ fn at(device: usize, error: Error) -> Error {
         Error::Invalid { call, problem } => Error::invalid(call, format!("device {device}: {problem}")),
         error => error,
     }
-}
-
-fn bug(name: &str) -> Error {
-    Error::system(format!("submit {name}"), "a part was neither submitted nor refused (a bug)")
 }

@@ -10,17 +10,13 @@ pub trait Several: sealed::Several {
     /// What there is for each device.
     type Item;
     /// The same shape of something else.
-    type Of<U>: Several<Item = U>;
+    type Of<U>: Several<Item = U> + AsMut<[U]>;
 
-    /// How many there are.
+    /// This shape, by the name that it has among those of other types.
     #[doc(hidden)]
-    fn count(&self) -> usize;
-    #[doc(hidden)]
-    fn each<U>(self, f: impl FnMut(Self::Item) -> U) -> Self::Of<U>;
+    fn items(self) -> Self::Of<Self::Item>;
     #[doc(hidden)]
     fn map<A, U>(all: Self::Of<A>, f: impl FnMut(A) -> U) -> Self::Of<U>;
-    #[doc(hidden)]
-    fn slice<A>(all: &mut Self::Of<A>) -> &mut [A];
     /// All of them, if all are there.
     #[doc(hidden)]
     fn all<A>(all: Self::Of<Option<A>>) -> Option<Self::Of<A>>;
@@ -37,17 +33,11 @@ impl<T, const K: usize> Several for [T; K] {
     type Item = T;
     type Of<U> = [U; K];
 
-    fn count(&self) -> usize {
-        K
-    }
-    fn each<U>(self, f: impl FnMut(T) -> U) -> [U; K] {
-        self.map(f)
+    fn items(self) -> [T; K] {
+        self
     }
     fn map<A, U>(all: [A; K], f: impl FnMut(A) -> U) -> [U; K] {
         all.map(f)
-    }
-    fn slice<A>(all: &mut [A; K]) -> &mut [A] {
-        all
     }
     fn all<A>(all: [Option<A>; K]) -> Option<[A; K]> {
         // In place: steady operations allocate nothing.
@@ -59,17 +49,11 @@ impl<T> Several for Vec<T> {
     type Item = T;
     type Of<U> = Vec<U>;
 
-    fn count(&self) -> usize {
-        self.len()
-    }
-    fn each<U>(self, f: impl FnMut(T) -> U) -> Vec<U> {
-        self.into_iter().map(f).collect()
+    fn items(self) -> Vec<T> {
+        self
     }
     fn map<A, U>(all: Vec<A>, f: impl FnMut(A) -> U) -> Vec<U> {
         all.into_iter().map(f).collect()
-    }
-    fn slice<A>(all: &mut Vec<A>) -> &mut [A] {
-        all
     }
     fn all<A>(all: Vec<Option<A>>) -> Option<Vec<A>> {
         all.into_iter().collect()

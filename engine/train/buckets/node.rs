@@ -4,8 +4,7 @@ use std::fmt;
 
 use super::Buckets;
 use super::gradients::Back;
-use super::join::Joined;
-use crate::comm::{Node, Ordered, Stream, together};
+use crate::comm::{Node, Ordered, Stream, all_of, first_error, together};
 use crate::error::{Error, Failed};
 use crate::mem::{AnyBuf, Buf};
 use crate::train::{Options, Param};
@@ -47,12 +46,9 @@ impl<B: Buf> NodeBuckets<B> {
     /// # Errors
     /// As there.
     pub async fn with(node: &mut Node, layout: &[Param], options: Options) -> Result<NodeBuckets<B>, Error> {
-        let each = node.comms().iter().map(|comm| {
-            let shared = comm.share();
-            async move { Buckets::with(&shared, layout, options).await }
-        });
-        // To the end of each: peers depend on all of them.
-        Ok(NodeBuckets(together(each).await.into_iter().collect::<Result<_, _>>()?))
+        let each =
+            node.comms().iter().map(|comm| async { Buckets::with(&comm.share(), layout, options).await });
+        all_of(each).await.map(NodeBuckets)
     }
 
     /// A device's own buckets, to push to, and for its report. Only all together are [finished](Self::finish).
@@ -61,12 +57,8 @@ impl<B: Buf> NodeBuckets<B> {
     /// [`Error::Invalid`] for a device that the node has not.
     pub fn device(&mut self, device: usize) -> Result<&mut Buckets<B>, Error> {
         let devices = self.0.len();
-        self.0.get_mut(device).ok_or_else(|| {
-            Error::invalid(
-                "NodeBuckets::device",
-                format!("there is no device {device}: the node has {devices}"),
-            )
-        })
+        let none = || format!("there is no device {device}: the node has {devices}");
+        self.0.get_mut(device).ok_or_else(|| Error::invalid("NodeBuckets::device", none()))
     }
 
     /// All devices' buckets, for instance to give each to a thread that pushes.
@@ -83,35 +75,26 @@ impl<B: Buf> NodeBuckets<B> {
     pub fn join(&mut self, streams: &[impl Stream]) -> JoinedNode<B> {
         let (found, devices) = (streams.len(), self.0.len());
         if found != devices {
-            let problem =
-                format!("{found} streams for the {devices} devices of a node: one for each is needed");
-            return Err(Failed { buf: None, error: Error::invalid("NodeBuckets::join", problem) });
+            let why = format!("{found} streams for the {devices} devices of a node: one for each is needed");
+            return Err(Failed { buf: None, error: Error::invalid("NodeBuckets::join", why) });
         }
         if let Err(error) = self.check_whole("join") {
-            return Err(match self.dead() {
-                Some(dead) => self.failed_here(&dead),
-                None => Failed { buf: None, error },
-            });
+            let Some(dead) = self.dead() else { return Err(Failed { buf: None, error }) };
+            return Err(self.failed_here(&dead));
         }
         // All of them before any is joined, which may be to wait for it: the other devices' part is this thread's, too.
-        if let Err(error) = self.0.iter_mut().try_for_each(Buckets::launch_rest) {
-            return Err(self.failed_here(&error));
-        }
-        let joined: Vec<Joined<B>> =
-            self.0.iter_mut().zip(streams).map(|(buckets, stream)| buckets.join_launched(stream)).collect();
-        all_or_back(joined, Ordered::wait)
+        let launched = self.0.iter_mut().try_for_each(Buckets::launch_rest);
+        launched.map_err(|error| self.failed_here(&error))?;
+        let joined = self.0.iter_mut().zip(streams).map(|(buckets, stream)| buckets.join_launched(stream));
+        all_or_back(joined.collect(), Ordered::wait)
     }
 
     /// Pushes what was accumulated; an error that names the first device that has no gradient of some parameters.
     fn check_whole(&mut self, call: &str) -> Result<(), Error> {
         self.0.iter_mut().for_each(Buckets::push_accumulated);
         let missing = |(device, buckets): (usize, &Buckets<B>)| Some((device, buckets.grads.missing()?));
-        match self.0.iter().enumerate().find_map(missing) {
-            Some((device, problem)) => {
-                Err(Error::invalid(call, format!("on device {device} of the node, {problem}")))
-            }
-            None => Ok(()),
-        }
+        let Some((device, problem)) = self.0.iter().enumerate().find_map(missing) else { return Ok(()) };
+        Err(Error::invalid(call, format!("on device {device} of the node, {problem}")))
     }
 
     /// Why the communicator of any device is dead.
@@ -121,9 +104,8 @@ impl<B: Buf> NodeBuckets<B> {
 
     /// Ends the communicators of all devices, and gives all back.
     fn failed_here(&mut self, error: &Error) -> Failed<Vec<Back<B>>> {
-        let back =
-            self.0.iter_mut().map(|buckets| buckets.failed_here(error.clone()).buf.unwrap_or_default());
-        Failed { buf: Some(back.collect()), error: error.clone() }
+        let back = |buckets: &mut Buckets<B>| buckets.failed_here(error.clone()).buf.unwrap_or_default();
+        Failed { buf: Some(self.0.iter_mut().map(back).collect()), error: error.clone() }
     }
 
     /// Waits until all buckets of all devices are reduced, and gives every gradient back: by device, then in the order of the layout. As
@@ -135,20 +117,12 @@ impl<B: Buf> NodeBuckets<B> {
     pub async fn finish(&mut self) -> Result<Vec<Vec<B>>, Failed<Vec<Back<B>>>> {
         // Before anything is awaited: the other devices would wait for what this one does not call.
         if let Err(error) = self.check_whole("finish") {
-            return Err(self.refused(error).await);
+            let Some(dead) = self.dead() else { return Err(Failed { buf: None, error }) };
+            let all = together(self.0.iter_mut().map(Buckets::take_back)).await;
+            return Err(Failed { buf: Some(all), error: dead });
         }
         let each = self.0.iter_mut().map(|buckets| async { buckets.finish().await.map(Iterator::collect) });
-        let results: Vec<Result<Vec<B>, Failed<Back<B>>>> = together(each).await;
-        all_or_back(results, Ok)
-    }
-
-    /// What is returned of a step that cannot be finished as it is: if the communicator is dead, why, and all gradients.
-    async fn refused(&mut self, error: Error) -> Failed<Vec<Back<B>>> {
-        let Some(dead) = self.dead() else {
-            return Failed { buf: None, error };
-        };
-        let all = together(self.0.iter_mut().map(Buckets::take_back)).await;
-        Failed { buf: Some(all), error: dead }
+        all_or_back(together(each).await, Ok)
     }
 
     /// Closes the communicators of these buckets, between two steps. See [`Comm::close`](crate::Comm::close).
@@ -156,7 +130,7 @@ impl<B: Buf> NodeBuckets<B> {
     /// # Errors
     /// As there.
     pub async fn close(self) -> Result<(), Error> {
-        together(self.0.into_iter().map(Buckets::close)).await.into_iter().collect()
+        all_of(self.0.into_iter().map(Buckets::close)).await
     }
 }
 
@@ -165,14 +139,12 @@ fn all_or_back<T, B>(
     results: Vec<Result<T, Failed<Back<B>>>>,
     wait: impl Fn(T) -> Result<Vec<B>, Failed<Back<B>>>,
 ) -> Result<Vec<T>, Failed<Vec<Back<B>>>> {
-    let Some(first) =
-        results.iter().find_map(|result| result.as_ref().err().map(|failed| failed.error.clone()))
-    else {
+    let Some(error) = first_error(&results) else {
         return Ok(results.into_iter().filter_map(Result::ok).collect());
     };
     let back = |result: Result<T, Failed<Back<B>>>| match result.and_then(&wait) {
         Ok(grads) => grads.into_iter().map(Some).collect(),
         Err(failed) => failed.buf.unwrap_or_default(),
     };
-    Err(Failed { buf: Some(results.into_iter().map(back).collect()), error: first })
+    Err(Failed { buf: Some(results.into_iter().map(back).collect()), error })
 }
