@@ -221,6 +221,12 @@ pub(crate) trait LinkTx: Send {
         true
     }
 
+    /// Whether the frame that was posted last, from a staging slot, reaches the peer although nobody there reads what came before. If not, the operation
+    /// is over only when the frame is released: the peer may never read it.
+    fn arrives_unread(&self) -> bool {
+        true
+    }
+
     /// Whether the peer can read and write memory there, where it lies.
     fn can_lend(&self, _at: *const u8, _len: usize) -> bool {
         false

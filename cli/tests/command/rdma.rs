@@ -471,6 +471,39 @@ fn a_killed_rank_is_named_by_all_survivors_whose_buffers_come_back() {
     }
 }
 
+/// What two ranks do that another test starts: rank 1 leaves, and does not read what rank 0 sends it.
+#[test]
+#[ignore = "a rank; started by another test"]
+fn a_rank_whose_peer_does_not_read() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let mut comm = Comm::connect(Rendezvous::from_env().unwrap()).await.unwrap();
+        let grads = comm.broadcast(vec![1f32; 1 << 14], 0).await.unwrap();
+        comm.barrier().await.unwrap();
+        if comm.rank() == 0 {
+            let failed = comm.broadcast(grads, 0).await.unwrap_err();
+            println!("{}, its buffer came back: {}", failed.error, failed.buf.is_some());
+        }
+        let _ = comm.close().await;
+    });
+    nothing_stays_pinned();
+}
+
+/// A large frame goes over a narrow link only as the peer reads: an operation is not over before that, and ends when the peer leaves.
+#[test]
+fn over_a_narrow_link_a_rank_hears_that_its_peer_left_without_reading() {
+    let program = std::env::current_exe().unwrap();
+    let rank = ["--exact", "rdma::a_rank_whose_peer_does_not_read", "--ignored", "--nocapture"];
+    let job = ["run", "-n", "2", "--on-failure", "keep", "--", program.to_str().unwrap()];
+    let variables = [("ALLSTREAM_LINK", "rdma"), NARROW];
+    let arguments = [&job[..], &rank[..]].concat();
+    let said = on_host(library().to_str().unwrap(), PORT, &variables, &arguments).1;
+    let tells =
+        |line: &str| line.starts_with("[0] rank 1 was lost") && line.ends_with("its buffer came back: true");
+    assert!(said.lines().any(tells), "{said}");
+    assert_eq!(said.matches("nothing is pinned").count(), 2, "{said}");
+}
+
 /// How many groups the ranks of another test make, and how many they make and leave one after another.
 const GROUPS: &str = "ALLSTREAM_TEST_GROUPS";
 

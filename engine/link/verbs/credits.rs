@@ -3,7 +3,7 @@
 //! A receiver has [`CELLS`] cells for headers and small payloads, and fewer slots for large payloads. Frame *n* takes cell *n* modulo [`CELLS`], and
 //! the *m*-th large frame slot *m* modulo their number, so both ends know where a frame lies without being told. The sender posts a frame only when
 //! the receiver has told that it released the one that was in the place before, so that nothing unread is ever written over, and the receiver, which
-//! has a receive request posted for each cell, is never found without one.
+//! has a receive request posted for each cell and each piece (`pieces.rs`), is never found without one.
 
 /// Frames that the receiver has not released, at most.
 pub(super) const CELLS: u64 = 16;

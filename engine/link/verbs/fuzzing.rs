@@ -4,7 +4,7 @@
 use super::credits::{CELLS, COUNT, Came, Note, Receiver, Sender};
 use super::hello::{BYTES, Hello};
 use super::layout::{area_bytes, cut, offset};
-use super::pieces::PiecesSent;
+use super::pieces::{Assembly, PiecesSent};
 use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
 
 /// The next `N` bytes; zeros once there are no more.
@@ -36,6 +36,7 @@ pub fn peer(data: &[u8]) {
     let is_narrow = slots == 0;
     let (mut rx, mut tx) = (Receiver::new(slots.max(1)), Sender::new(slots.max(1)));
     let mut pieces = PiecesSent::default();
+    let (mut large, window) = (Assembly::default(), vec![0u8; area_bytes(0)]);
     let mut unreleased = 0;
     while !data.is_empty() {
         let [what] = take(data);
@@ -45,11 +46,32 @@ pub fn peer(data: &[u8]) {
                 let bytes = u32::from_le_bytes(take(data)) % (1 << 18);
                 let came = match Came::of(number) {
                     Came::Frame { number, large } => rx.came((number, large), bytes),
-                    Came::Part => continue,
+                    Came::Part if is_narrow => {
+                        // SAFETY: as large as a narrow link's area.
+                        let taken =
+                            unsafe { large.take(window.as_ptr(), (bytes, super::layout::PIECE), false) };
+                        if taken.is_err() {
+                            return;
+                        }
+                        large.tell();
+                        continue;
+                    }
+                    Came::Part => return,
                 };
                 if came.is_err() {
                     // The link is given up.
                     return;
+                }
+                if is_narrow && let Came::Frame { large: true, .. } = Came::of(number) {
+                    // SAFETY: as above.
+                    if unsafe { large.take(window.as_ptr(), (bytes, super::layout::PIECE), true) }.is_err() {
+                        return;
+                    }
+                    large.tell();
+                    let frame = large.whole().expect("its last piece has come");
+                    if let Some((header, _)) = frame.split_first_chunk() {
+                        let _ = Header::decode(header, SLOT);
+                    }
                 }
                 unreleased += 1;
                 assert!(unreleased <= CELLS, "a frame was taken for which there is no cell");
@@ -67,6 +89,9 @@ pub fn peer(data: &[u8]) {
             }
             2 => {
                 unreleased -= u64::from(rx.head().is_some());
+                if rx.head().is_some_and(|(place, _)| place.slot.is_some()) {
+                    large.release();
+                }
                 rx.release();
                 if rx.owes() {
                     rx.tell();
@@ -79,9 +104,9 @@ pub fn peer(data: &[u8]) {
                     tx.is_done_with_next();
                 }
                 while pieces.has_room() {
-                    let at = super::pieces::place_of(pieces.post());
+                    let at = super::layout::place_of_piece(pieces.post());
                     assert!(
-                        at + super::pieces::PIECE as usize <= area_bytes(0),
+                        at + super::layout::PIECE as usize <= area_bytes(0),
                         "a piece would be written beyond the area"
                     );
                 }

@@ -1,7 +1,6 @@
 //! How the receiver's area is laid out: cells for small frames, then slots for large ones.
 
 use super::credits::{CELLS, Place};
-use super::pieces::{PIECE, PIECES};
 use crate::link::{HEADER_BYTES, INLINE, SLOT};
 
 /// Bytes of a cell: a header, and behind it the payload of a small frame.
@@ -13,6 +12,16 @@ const PAGE: usize = 4096;
 const STRIDE: usize = PAGE + SLOT;
 /// Bytes of the largest frame with its header.
 pub(super) const LARGEST: usize = HEADER_BYTES + SLOT;
+
+/// Pieces of large frames that a narrow link's window holds.
+pub(super) const PIECES: u64 = 2;
+/// Bytes of a piece; fewer where a port takes only smaller messages.
+pub(super) const PIECE: u32 = 4096;
+
+/// Where the place of a piece begins in the area, behind the cells.
+pub(super) fn place_of_piece(piece: u64) -> usize {
+    CELLS_BYTES + (piece % PIECES) as usize * PIECE as usize
+}
 
 /// Bytes of an area with so many slots; of a narrow link's, which has none.
 pub(super) const fn area_bytes(slots: u32) -> usize {
@@ -52,6 +61,12 @@ mod tests {
         }
         assert_eq!((end, area_bytes(4) % PAGE, CELLS_BYTES), (area_bytes(4), 0, PAGE));
         assert_eq!((offset(Place { cell: 0, slot: Some(3) }) + HEADER_BYTES) % PAGE, 0);
+    }
+
+    #[test]
+    fn pieces_lie_apart_behind_the_cells_and_inside_the_area() {
+        assert_eq!([0, 1, 2].map(place_of_piece), [CELLS_BYTES, CELLS_BYTES + 4096, CELLS_BYTES]);
+        assert_eq!(area_bytes(0), place_of_piece(1) + PIECE as usize);
     }
 
     #[test]

@@ -39,7 +39,7 @@ pub(crate) use probe::Probe;
 
 use self::credits::CELLS;
 use self::hello::Hello;
-use self::pieces::PIECES;
+use self::layout::PIECES;
 use self::queue_pair::QueuePair;
 use self::rx::VerbsRx;
 use self::tx::VerbsTx;

@@ -4,18 +4,10 @@
 //! Piece *n* lies at *n* modulo [`PIECES`] in the window. Both ends count, as they do for frames (`credits.rs`): the sender posts a piece only when the
 //! receiver has said that it copied the one that was in the place before.
 
-use super::domain::Registered;
-use super::layout::{CELLS_BYTES, LARGEST};
+use super::layout::{LARGEST, PIECE, PIECES, place_of_piece};
 
-/// Pieces that the window holds.
-pub(super) const PIECES: u64 = 2;
-/// Bytes of a piece; fewer where a port takes only smaller messages.
-pub(super) const PIECE: u32 = 4096;
-
-/// Where the place of a piece begins in the area, behind the cells.
-pub(super) fn place_of(piece: u64) -> usize {
-    CELLS_BYTES + (piece % PIECES) as usize * PIECE as usize
-}
+/// A frame that is put together begins at a multiple of so many bytes, and so does its payload, which kernels read.
+const ALIGNED: usize = 64;
 
 /// The sender's count.
 #[derive(Debug, Default)]
@@ -56,8 +48,9 @@ pub(super) struct Assembly {
     /// Pieces that have come, and were copied.
     come: u64,
     told: u64,
-    /// Room for the largest frame, from the first piece on.
+    /// Room for the largest frame, from the first piece on, and where in it a frame begins.
     frame: Vec<u8>,
+    begin: usize,
     /// Bytes of the frame that have come.
     filled: usize,
     /// The frame's last piece has come, and it was not released.
@@ -65,23 +58,28 @@ pub(super) struct Assembly {
 }
 
 impl Assembly {
-    /// A piece has come with so many bytes, where all but a frame's last have `most`. Copies it.
-    pub(super) fn take(
+    /// A piece has come with so many bytes, where all but a frame's last have `most`. Copies it from the window of the area that begins there.
+    ///
+    /// # Safety
+    /// The area of a narrow link, [`area_bytes(0)`](super::layout::area_bytes), is mapped there.
+    pub(super) unsafe fn take(
         &mut self,
-        area: &Registered,
+        area: *const u8,
         (bytes, most): (u32, u32),
         is_last: bool,
     ) -> Result<(), String> {
-        let at = area.at(place_of(self.come)).cast_const();
         self.check(bytes, most, is_last)?;
         let bytes = bytes as usize;
         if self.frame.is_empty() {
-            self.frame = vec![0; LARGEST];
+            self.frame = vec![0; LARGEST + ALIGNED];
+            self.begin = self.frame.as_ptr().align_offset(ALIGNED).min(ALIGNED);
         }
-        let into = &mut self.frame[self.filled..self.filled + bytes];
-        // SAFETY: the place is inside of the area of a narrow link, and a piece is no larger (`check`). A peer that breaks its word may write there
+        let at = self.begin + self.filled;
+        let into = &mut self.frame[at..at + bytes];
+        let from = area.wrapping_add(place_of_piece(self.come));
+        // SAFETY: the place is inside of the area (the caller's promise), and a piece is no larger (`check`). A peer that breaks its word may write there
         // meanwhile: the bytes are copied as they are, and believed only after the copy.
-        unsafe { std::ptr::copy_nonoverlapping(at, into.as_mut_ptr(), bytes) };
+        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), bytes) };
         (self.come, self.filled, self.is_whole) = (self.come + 1, self.filled + bytes, is_last);
         Ok(())
     }
@@ -101,7 +99,7 @@ impl Assembly {
 
     /// The frame, header and payload.
     pub(super) fn whole(&self) -> Option<&[u8]> {
-        self.is_whole.then(|| &self.frame[..self.filled])
+        self.is_whole.then(|| &self.frame[self.begin..self.begin + self.filled])
     }
 
     /// The frame is released.
@@ -123,12 +121,6 @@ impl Assembly {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn pieces_lie_apart_behind_the_cells_and_inside_the_area() {
-        assert_eq!([0, 1, 2].map(place_of), [CELLS_BYTES, CELLS_BYTES + 4096, CELLS_BYTES]);
-        assert_eq!(super::super::layout::area_bytes(0), place_of(1) + PIECE as usize);
-    }
 
     #[test]
     fn a_sender_waits_for_room_and_believes_no_count_that_cannot_be() {

@@ -9,8 +9,8 @@ use super::broken::{BATCH, problem_of, report};
 use super::card::{Card, ReceiveArea};
 use super::credits::{Came, Note, Receiver};
 use super::hello::{Area, BYTES, Hello, Talk};
-use super::layout::{cut, offset};
-use super::pieces::{Assembly, PIECE};
+use super::layout::{PIECE, cut, offset};
+use super::pieces::Assembly;
 use super::queue_pair::{QueuePair, RECEIVED, Room};
 use super::{check_other, first_packet, on_rank};
 use crate::error::Error;
@@ -239,11 +239,13 @@ impl Receiving {
     fn came(&mut self, number: u32, bytes: u32) -> Result<(), String> {
         let most = self.max_message.min(PIECE);
         match (Came::of(number), &mut self.large, self.area.memory()) {
-            (Came::Part, Some(large), Some(area)) => large.take(area, (bytes, most), false),
+            // SAFETY: the area of a narrow link, as `large` is there, which is mapped as long as it is registered.
+            (Came::Part, Some(large), Some(area)) => unsafe { large.take(area.at(0), (bytes, most), false) },
             (Came::Part, ..) => Err("a piece of a frame came where frames come whole".into()),
             (Came::Frame { number, large: true }, Some(large), Some(area)) => {
                 self.credits.came((number, true), bytes)?;
-                large.take(area, (bytes, most), true)
+                // SAFETY: as above.
+                unsafe { large.take(area.at(0), (bytes, most), true) }
             }
             (Came::Frame { number, large }, ..) => self.credits.came((number, large), bytes),
         }

@@ -11,8 +11,8 @@ use super::card::Card;
 use super::credits::{A_PART, COUNT, Note, Place, Sender};
 use super::domain::Registered;
 use super::hello::{Area, Hello, Talk};
-use super::layout::{CELL, CELLS_BYTES, LARGEST, cut, offset};
-use super::pieces::{self, PiecesSent};
+use super::layout::{self, CELL, CELLS_BYTES, LARGEST, PIECES, cut, offset, place_of_piece};
+use super::pieces::PiecesSent;
 use super::queue_pair::{QueuePair, RECEIVED, Room, Write};
 use super::{check_other, first_packet, on_rank};
 use crate::error::Error;
@@ -114,6 +114,10 @@ impl LinkTx for VerbsTx {
             State::Open(sending) => unsafe { sending.lock().post(header, payload) },
             _ => Err(Error::system("send by RDMA", "there is no room (a bug)")),
         }
+    }
+
+    fn arrives_unread(&self) -> bool {
+        self.sending(true, |sending| sending.large.is_none())
     }
 
     fn released(&mut self) -> Result<u64, Error> {
@@ -256,7 +260,10 @@ impl Sending {
         let mut told = [IbvWc::default(); BATCH];
         loop {
             match self.pair.completions(|| super::is_wanted(&self.card), &mut told) {
-                Ok(Some(count)) => told[..count].iter().try_for_each(|completion| self.take(completion))?,
+                // All are taken, whatever is wrong with one: what the device is done with must not be forgotten.
+                Ok(Some(count)) => {
+                    told[..count].iter().map(|completion| self.take(completion)).fold(Ok(()), Result::and)?
+                }
                 Ok(None) => break,
                 Err(error) => return self.lose(error),
             }
@@ -393,17 +400,18 @@ impl Sending {
         while let (Some(large), Some(pieces), false) =
             (&mut self.large, &mut self.pieces, self.broken_at.is_some() || self.is_revoked)
         {
-            if !pieces.has_room() {
+            // Notes may come before completions: the queue has room for so many pieces beside all frames.
+            if !pieces.has_room() || u64::from(self.under_way) >= PIECES {
                 return Ok(());
             }
-            let bytes = (large.bytes - large.posted).min(self.max_message.min(pieces::PIECE) as usize);
+            let bytes = (large.bytes - large.posted).min(self.max_message.min(layout::PIECE) as usize);
             let mut parts = [IbvSge::default(); 2];
             let count = part_of(&large.from, large.posted, bytes, &mut parts);
             large.posted += bytes;
             let is_last = large.posted == large.bytes;
             let (id, number) =
                 if is_last { (self.credits.posted() & !PIECE, large.number) } else { (PIECE, A_PART) };
-            let to = self.to.at + pieces::place_of(pieces.post()) as u64;
+            let to = self.to.at + place_of_piece(pieces.post()) as u64;
             if is_last {
                 self.large = None;
             } else {
