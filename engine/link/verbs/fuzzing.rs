@@ -3,7 +3,7 @@
 
 use super::credits::{CELLS, COUNT, Came, Note, Receiver, Sender};
 use super::hello::{BYTES, Hello};
-use super::layout::{area_bytes, cut, offset};
+use super::layout::{PIECE, area_bytes, cut, offset, place_of_piece};
 use super::pieces::{Assembly, PiecesSent};
 use crate::link::{HEADER_BYTES, Header, INLINE, SLOT};
 
@@ -31,93 +31,125 @@ pub fn peer(data: &[u8]) {
             u32::from(bytes[0] % 9)
         }
     };
-    let area = area_bytes(slots);
-    // A narrow link has no slots, and one large frame at a time, which comes in pieces.
-    let is_narrow = slots == 0;
-    let (mut rx, mut tx) = (Receiver::new(slots.max(1)), Sender::new(slots.max(1)));
-    let mut pieces = PiecesSent::default();
-    let (mut large, window) = (Assembly::default(), vec![0u8; area_bytes(0)]);
-    let mut unreleased = 0;
+    let mut link = Link::new(slots);
     while !data.is_empty() {
         let [what] = take(data);
-        match what % 4 {
-            0 => {
-                let number = u32::from_le_bytes(take(data));
-                let bytes = u32::from_le_bytes(take(data)) % (1 << 18);
-                let came = match Came::of(number) {
-                    Came::Frame { number, large } => rx.came((number, large), bytes),
-                    Came::Part if is_narrow => {
-                        // SAFETY: as large as a narrow link's area.
-                        let taken =
-                            unsafe { large.take(window.as_ptr(), (bytes, super::layout::PIECE), false) };
-                        if taken.is_err() {
-                            return;
-                        }
-                        large.tell();
-                        continue;
-                    }
-                    Came::Part => return,
-                };
-                if came.is_err() {
-                    // The link is given up.
-                    return;
-                }
-                if is_narrow && let Came::Frame { large: true, .. } = Came::of(number) {
-                    // SAFETY: as above.
-                    if unsafe { large.take(window.as_ptr(), (bytes, super::layout::PIECE), true) }.is_err() {
-                        return;
-                    }
-                    large.tell();
-                    let frame = large.whole().expect("its last piece has come");
-                    if let Some((header, _)) = frame.split_first_chunk() {
-                        let _ = Header::decode(header, SLOT);
-                    }
-                }
-                unreleased += 1;
-                assert!(unreleased <= CELLS, "a frame was taken for which there is no cell");
-            }
-            1 => {
-                let Some((place, bytes)) = rx.head() else { continue };
-                let most = if place.slot.is_some() { SLOT } else { INLINE };
-                let Ok(header) = Header::decode(&take::<HEADER_BYTES>(data), most) else { return };
-                let len = HEADER_BYTES + header.len as usize;
-                let is_in_pieces = is_narrow && place.slot.is_some();
-                assert!(is_in_pieces || offset(place) + len <= area, "a frame ends beyond the area");
-                let (_, last) = cut(len, 1 + u32::from(what) * 4096);
-                assert!(last as usize <= len);
-                let _ = bytes == last;
-            }
-            2 => {
-                unreleased -= u64::from(rx.head().is_some());
-                if rx.head().is_some_and(|(place, _)| place.slot.is_some()) {
-                    large.release();
-                }
-                rx.release();
-                if rx.owes() {
-                    rx.tell();
-                }
-            }
-            _ => {
-                while tx.has_room() {
-                    let (place, _) = tx.post(what >= 128 && !is_narrow);
-                    assert!(offset(place) + HEADER_BYTES <= area, "a frame would be written beyond the area");
-                    tx.is_done_with_next();
-                }
-                while pieces.has_room() {
-                    let at = super::layout::place_of_piece(pieces.post());
-                    assert!(
-                        at + super::layout::PIECE as usize <= area_bytes(0),
-                        "a piece would be written beyond the area"
-                    );
-                }
-                let told = match Note::decode(u32::from_le_bytes(take(data))) {
-                    Note::Released(count) => tx.told(count),
-                    Note::Copied(count) => pieces.told(count, COUNT),
-                };
-                if told.is_err() {
-                    return;
+        // The link is given up once something is wrong.
+        let is_right = match what % 4 {
+            0 => link.comes(data),
+            1 => link.reads(what, data),
+            2 => link.releases(),
+            _ => link.sends(what, data),
+        };
+        if is_right.is_none() {
+            return;
+        }
+    }
+}
+
+/// Both ends of a link to that peer. `None` of a method: the link is given up.
+struct Link {
+    /// It has no slots, and one large frame at a time, which comes in pieces.
+    is_narrow: bool,
+    /// Bytes of the area.
+    area: usize,
+    rx: Receiver,
+    unreleased: u64,
+    /// The area of a narrow link.
+    window: Vec<u8>,
+    large: Assembly,
+    tx: Sender,
+    pieces: PiecesSent,
+}
+
+impl Link {
+    fn new(slots: u32) -> Link {
+        Link {
+            is_narrow: slots == 0,
+            area: area_bytes(slots),
+            rx: Receiver::new(slots.max(1)),
+            unreleased: 0,
+            window: vec![0; area_bytes(0)],
+            large: Assembly::default(),
+            tx: Sender::new(slots.max(1)),
+            pieces: PiecesSent::default(),
+        }
+    }
+
+    /// A message comes.
+    fn comes(&mut self, data: &mut &[u8]) -> Option<()> {
+        let number = u32::from_le_bytes(take(data));
+        let bytes = u32::from_le_bytes(take(data)) % (1 << 18);
+        match Came::of(number) {
+            Came::Part if self.is_narrow => return self.piece(bytes, false),
+            Came::Part => return None,
+            Came::Frame { number, large } => {
+                self.rx.came((number, large), bytes).ok()?;
+                if large && self.is_narrow {
+                    self.piece(bytes, true)?;
                 }
             }
         }
+        self.unreleased += 1;
+        assert!(self.unreleased <= CELLS, "a frame was taken for which there is no cell");
+        Some(())
+    }
+
+    /// A piece of a large frame has come.
+    fn piece(&mut self, bytes: u32, is_last: bool) -> Option<()> {
+        // SAFETY: as large as a narrow link's area.
+        unsafe { self.large.take(self.window.as_ptr(), (bytes, PIECE), is_last) }.ok()?;
+        self.large.tell();
+        assert_eq!(self.large.whole().is_some(), is_last);
+        if let Some((header, _)) = self.large.whole().and_then(|whole| whole.split_first_chunk()) {
+            let _ = Header::decode(header, SLOT);
+        }
+        Some(())
+    }
+
+    /// The oldest frame is looked at.
+    fn reads(&mut self, what: u8, data: &mut &[u8]) -> Option<()> {
+        let Some((place, bytes)) = self.rx.head() else { return Some(()) };
+        let most = if place.slot.is_some() { SLOT } else { INLINE };
+        let header = Header::decode(&take::<HEADER_BYTES>(data), most).ok()?;
+        let len = HEADER_BYTES + header.len as usize;
+        let is_in_pieces = self.is_narrow && place.slot.is_some();
+        assert!(is_in_pieces || offset(place) + len <= self.area, "a frame ends beyond the area");
+        let (_, last) = cut(len, 1 + u32::from(what) * 4096);
+        assert!(last as usize <= len);
+        let _ = bytes == last;
+        Some(())
+    }
+
+    /// The oldest frame is released.
+    fn releases(&mut self) -> Option<()> {
+        let head = self.rx.head();
+        self.unreleased -= u64::from(head.is_some());
+        if head.is_some_and(|(place, _)| place.slot.is_some()) {
+            self.large.release();
+        }
+        self.rx.release();
+        if self.rx.owes() {
+            self.rx.tell();
+        }
+        Some(())
+    }
+
+    /// As many frames and pieces are sent as there is room for; then the peer says what it has of them.
+    fn sends(&mut self, what: u8, data: &mut &[u8]) -> Option<()> {
+        while self.tx.has_room() {
+            let (place, _) = self.tx.post(what >= 128 && !self.is_narrow);
+            assert!(offset(place) + HEADER_BYTES <= self.area, "a frame would be written beyond the area");
+            self.tx.is_done_with_next();
+        }
+        while self.pieces.has_room() {
+            let at = place_of_piece(self.pieces.post());
+            assert!(at + PIECE as usize <= area_bytes(0), "a piece would be written beyond the area");
+        }
+        let told = match Note::decode(u32::from_le_bytes(take(data))) {
+            Note::Released(count) => self.tx.told(count),
+            Note::Copied(count) => self.pieces.told(count, COUNT),
+        };
+        told.ok()
     }
 }
